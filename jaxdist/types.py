@@ -1,4 +1,4 @@
-"""What rooms exchange: batches, the `Model` record, the `Context` a model runs in, and config fields.
+"""What rooms exchange: batches, the `Model` record, its `Context`, errors and config fields.
 
 Nothing here computes. Shape vocabulary used in every docstring of the package:
 
@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 Array: TypeAlias = jax.Array
 Params: TypeAlias = dict[str, Any]
-"""Plain nested dicts of arrays; stacked layers live under the key `layers` as `[num_layers, ...]`."""
+"""Plain nested dicts of arrays; stacked layers live under `layers` as `[num_layers, ...]`."""
 
 Batch: TypeAlias = dict[str, Array]
 """Named arrays whose first dim is the batch.
@@ -27,7 +27,7 @@ Batch: TypeAlias = dict[str, Array]
 Text: `tokens`, `targets` int32 [batch, seq]; `weights` float32 [batch, seq] (0 = not in the loss);
 `segments` int32 [batch, seq] (documents of a packed row, 1, 2, ...; 0 = padding; absent when rows
 are not packed); `positions` int32 [batch, seq] (position inside the document).
-Images: `images` float32 [batch, height, width, channels]; `labels` int32 [batch]; `weights` [batch].
+Images: `images` float32 [batch, height, width, channels]; `labels` int32, `weights` [batch].
 Inside the step `rows` int32 [batch] is added: the row's index in the global batch, so that random
 bits depend on the sample and never on the mesh.
 """
@@ -66,7 +66,7 @@ def setting(default: Any, doc: str) -> Any:
     return dataclasses.field(default=default, metadata={"doc": doc})
 
 
-def _identity(x: Array) -> Array:
+def _identity(x: Any) -> Any:
     return x
 
 
@@ -98,6 +98,7 @@ class Context:
         run_layers: (block, layers, x, aux, context) -> x; a scan, or the stage of a pipeline.
         token_loss: (x [batch, seq, d_model], kernel [d_model, vocab_shard], targets, weights,
             vocab_size=...) -> Sums; cross-entropy over a vocabulary that may be split.
+        gather: params -> params whose leaves outside the stacked layers are whole, in `dtype`.
         dropout_key: PRNG key for this step and layer, or None when nothing is dropped.
         platform: "cpu" or "gpu", read from the mesh and never from the default backend.
         compute_capability: e.g. "9.0" on an NVIDIA GPU, "" elsewhere.
@@ -110,6 +111,7 @@ class Context:
     tensor_index: Callable[[], Any] = _zero
     run_layers: Callable[..., Array] = _no_layers
     token_loss: Callable[..., Sums] = _no_loss
+    gather: Callable[[Params], Params] = _identity
     dropout_key: Array | None = None
     platform: str = "cpu"
     compute_capability: str = ""
@@ -120,7 +122,7 @@ class Decoding:
     """How a model generates: pure functions over a key/value cache.
 
     Attributes:
-        init_cache: (batch, max_len, dtype) -> cache pytree, each leaf [layers, batch, max_len, ...].
+        init_cache: (batch, max_len, dtype) -> cache, each leaf [layers, batch, max_len, ...].
         cache_dims: logical dims of the cache's leaves.
         step: (params, cache, tokens [batch, n], positions [batch, n], context) ->
             (logits float32 [batch, n, vocab], cache). Position -1 marks padding.
@@ -137,7 +139,7 @@ class Decoding:
 class Model:
     """A model as pure functions over plain parameter dicts, plus the names of its dims.
 
-    With stacked layers: `embed` -> (`block` for each layer, by `Context.run_layers`) -> `head_loss`.
+    With stacked layers: `embed`, then `block` for each layer (`Context.run_layers`), `head_loss`.
     Without (`block` is None): `head_loss(params, None, batch, context)` does all of it.
 
     Attributes:

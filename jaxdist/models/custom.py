@@ -1,0 +1,49 @@
+"""A model of the user's own, named in the config as `module:function`."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+
+from jaxdist.models.configs import CustomConfig
+from jaxdist.types import ConfigError, Model
+
+
+def build_custom(config: CustomConfig, *, seq_len: int) -> Model:
+    """Import the factory and call it.
+
+    The current directory is importable, as for a script, so a file beside the config works.
+
+    Raises:
+        ConfigError: the module or function is not there, or the result is not a `Model`.
+    """
+    module_name, _, function_name = config.factory.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        factory = getattr(importlib.import_module(module_name), function_name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            [
+                f"model.factory={config.factory!r} cannot be loaded: {error}. Name an importable "
+                "module:function (the current directory is on the path)."
+            ]
+        ) from error
+    try:
+        model = factory(seq_len=seq_len, **config.args)
+    except TypeError as error:
+        raise ConfigError(
+            [
+                f"model.factory={config.factory!r} refused its arguments: {error}. It is called "
+                f"with seq_len and model.args = {sorted(config.args)}."
+            ]
+        ) from error
+    if not isinstance(model, Model):
+        raise ConfigError(
+            [
+                f"model.factory={config.factory!r} returned {type(model).__name__}, "
+                "not a jaxdist.types.Model. Build the record as in examples/custom_model.py."
+            ]
+        )
+    return model

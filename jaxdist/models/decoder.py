@@ -1,0 +1,379 @@
+"""The decoder: Llama, Mistral, Qwen and GPT-2 families from one block, by config.
+
+Query, key and value are one product, stored grouped by key/value head as
+[d_model, kv_heads, heads/kv_heads + 2, head_dim] (its queries, then key, then value), so that one
+matrix product serves all three and the tensor axis splits it by groups. Gate and up are one product
+likewise, [d_model, 2, mlp].
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxdist.models import layers
+from jaxdist.models.configs import DecoderConfig
+from jaxdist.types import Array, Batch, Context, Decoding, Dims, Model, Params, Sums
+
+# Where random bits are used: folded into the key, so that sites never share bits.
+_ATTENTION_SITE, _PROBS_SITE, _MLP_SITE = range(3)
+
+
+def build_decoder(config: DecoderConfig, *, seq_len: int) -> Model:
+    """The `Model` record of a decoder; `seq_len` is the training length (for FLOPs)."""
+    init_embed, embed_axes, bind_embed = layers.functional(lambda rngs: Embedding(config, rngs))
+    init_block, block_axes, bind_block = layers.functional(lambda rngs: Block(config, rngs))
+    init_head, head_axes, bind_head = layers.functional(lambda rngs: Head(config, rngs))
+    stacked_axes = jax.tree.map(lambda dims: Dims(("layers", *dims)), block_axes)
+
+    def init(key: Array) -> Params:
+        embed_key, head_key, layers_key = jax.random.split(key, 3)
+        return {
+            "embed": init_embed(embed_key),
+            "layers": jax.vmap(init_block)(jax.random.split(layers_key, config.num_layers)),
+            "head": init_head(head_key),
+        }
+
+    def embed(params: Params, batch: Batch, context: Context) -> Array:
+        return bind_embed(params["embed"])(batch, context)
+
+    def block(params: Params, x: Array, aux: dict[str, Any], context: Context) -> Array:
+        return bind_block(params)(x, aux, context)
+
+    def head_kernel(params: Params) -> Array:
+        if config.tie_embeddings:
+            return params["embed"]["table"].T
+        return params["head"]["kernel"]
+
+    def head_loss(params: Params, x: Array, batch: Batch, context: Context) -> Sums:
+        x = context.enter(bind_head(params["head"]).norm(x))
+        kernel = head_kernel(params).astype(x.dtype)
+        return context.token_loss(
+            x, kernel, batch["targets"], batch["weights"], vocab_size=config.vocab_size
+        )
+
+    def decode(
+        params: Params, cache: Any, tokens: Array, positions: Array, context: Context
+    ) -> tuple[Array, Any]:
+        embedding = bind_embed(params["embed"])
+        real = jnp.maximum(positions, 0)
+        x = context.leave(embedding.lookup(tokens, context))
+        if config.positions == "learned":
+            x = x + embedding.learned(real, context)
+        aux = _decoding_aux(config, positions, max_len=cache["key"].shape[2])
+
+        def layer(x: Array, layer_params_and_cache: tuple[Params, Any]) -> tuple[Array, Any]:
+            layer_params, layer_cache = layer_params_and_cache
+            return bind_block(layer_params).decode(x, layer_cache, aux, context)
+
+        x, cache = jax.lax.scan(layer, x, (params["layers"], cache))
+        x = bind_head(params["head"]).norm(x)
+        kernel = head_kernel(params).astype(x.dtype)
+        logits = jnp.einsum("bsd,dv->bsv", x, kernel, preferred_element_type=jnp.float32)
+        return logits[..., : config.vocab_size], cache
+
+    def init_cache(batch: int, max_len: int, dtype: Any) -> dict[str, Array]:
+        shape = (config.num_layers, batch, max_len, config.kv_heads, config.head_width)
+        return {"key": jnp.zeros(shape, dtype), "value": jnp.zeros(shape, dtype)}
+
+    cache_dims = Dims(("layers", "batch", None, "kv_heads", "head_dim"))
+    unlimited = config.positions == "rotary"
+    return Model(
+        name="decoder",
+        init=init,
+        axes={"embed": embed_axes, "layers": stacked_axes, "head": head_axes},
+        dims=config.dims,
+        embed=embed,
+        prepare=lambda batch, context: prepare(config, batch, context),
+        block=block,
+        head_loss=head_loss,
+        num_layers=config.num_layers,
+        flops_per_token=config.flops_per_token(seq_len),
+        sequence=True,
+        decoding=Decoding(
+            init_cache=init_cache,
+            cache_dims={"key": cache_dims, "value": cache_dims},
+            step=decode,
+            max_len=2**30 if unlimited else config.max_seq_len,
+        ),
+        notes=lambda context: _notes(config, context),
+    )
+
+
+class Embedding(nnx.Module):
+    """Token table, and position table where positions are learned."""
+
+    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
+        size = (config.padded_vocab, config.d_model)
+        self.table = layers.weight(rngs, size, config.init_std, "vocab", "d_model")
+        if config.positions == "learned":
+            size = (config.max_seq_len, config.d_model)
+            self.positions = layers.weight(rngs, size, config.init_std, "positions", "d_model")
+        self.config = config
+
+    def __call__(self, batch: Batch, context: Context) -> Array:
+        """Tokens [batch, seq] -> x [batch, seq_shard, d_model]."""
+        x = context.leave(self.lookup(batch["tokens"], context))
+        if self.config.positions == "learned":
+            x = x + self.learned(context.split(_positions(batch)), context)
+        if not self.config.dropout or context.dropout_key is None:
+            return x
+        # Past the last layer's index, so that no layer shares this key.
+        key = jax.random.fold_in(context.dropout_key, self.config.num_layers)
+        index = context.split(jnp.arange(batch["tokens"].shape[1])[None])[0]
+        return layers.dropout(x, self.config.dropout, key, batch["rows"], index)
+
+    def lookup(self, tokens: Array, context: Context) -> Array:
+        """Rows of the local part of the table; zeros for tokens that another device holds."""
+        table = self.table[...].astype(context.dtype)
+        local = tokens - context.tensor_index() * table.shape[0]
+        here = (local >= 0) & (local < table.shape[0])
+        rows = table[jnp.clip(local, 0, table.shape[0] - 1)]
+        return jnp.where(here[..., None], rows, jnp.zeros_like(rows))
+
+    def learned(self, positions: Array, context: Context) -> Array:
+        """Position vectors of positions [batch or 1, seq_shard]."""
+        return self.positions[...].astype(context.dtype)[positions]
+
+
+class Block(nnx.Module):
+    """Pre-norm attention and MLP, each added to the residual stream."""
+
+    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
+        norm = layers.RMSNorm if config.norm == "rms" else layers.LayerNorm
+        self.attention_norm = norm(config.d_model, config.norm_eps, "d_model")
+        self.attention = Attention(config, rngs)
+        self.mlp_norm = norm(config.d_model, config.norm_eps, "d_model")
+        self.mlp = Mlp(config, rngs)
+        self.config = config
+
+    def __call__(self, x: Array, aux: dict[str, Any], context: Context) -> Array:
+        """Residual stream [batch, seq_shard, d_model] -> the same."""
+        with jax.named_scope("attention"):
+            branch = self.attention(context.enter(self.attention_norm(x)), aux, context)
+            x = x + self._drop(context.leave(branch), _ATTENTION_SITE, aux, context)
+        with jax.named_scope("mlp"):
+            branch = self.mlp(context.enter(self.mlp_norm(x)), context)
+            return x + self._drop(context.leave(branch), _MLP_SITE, aux, context)
+
+    def decode(
+        self, x: Array, cache: dict[str, Array], aux: dict[str, Any], context: Context
+    ) -> tuple[Array, dict[str, Array]]:
+        """Stream [batch, n, d_model] and one layer's cache -> the same, with n positions written."""
+        branch, cache = self.attention.decode(self.attention_norm(x), cache, aux, context)
+        x = x + context.leave(branch)
+        return x + context.leave(self.mlp(self.mlp_norm(x), context)), cache
+
+    def _drop(self, x: Array, site: int, aux: dict[str, Any], context: Context) -> Array:
+        if not self.config.dropout or context.dropout_key is None:
+            return x
+        key = jax.random.fold_in(context.dropout_key, site)
+        return layers.dropout(x, self.config.dropout, key, aux["rows"], aux["index"])
+
+
+class Attention(nnx.Module):
+    """Grouped-query causal attention on this device's heads."""
+
+    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
+        d, kv, width = config.d_model, config.kv_heads, config.head_width
+        group = config.num_heads // kv
+        std, out_std = config.init_std, config.init_std / math.sqrt(2 * config.num_layers)
+        names = ("kv_heads", None, "head_dim")
+        self.qkv = layers.weight(rngs, (d, kv, group + 2, width), std, "d_model", *names)
+        self.out = layers.weight(
+            rngs, (kv * group, width, d), out_std, "heads", "head_dim", "d_model"
+        )
+        if config.qkv_bias:
+            self.qkv_bias = layers.filled(0.0, (kv, group + 2, width), *names)
+        if config.out_bias:
+            self.out_bias = layers.filled(0.0, (d,), "d_model")
+        if config.qk_norm:
+            self.query_norm = layers.RMSNorm(width, config.norm_eps, "head_dim")
+            self.key_norm = layers.RMSNorm(width, config.norm_eps, "head_dim")
+        self.config = config
+
+    def __call__(self, x: Array, aux: dict[str, Any], context: Context) -> Array:
+        """[batch, seq, d_model] -> this device's partial sums of the same shape."""
+        query, key, value = self.project(x, aux)
+        mixed = checkpoint_name(self._mix(query, key, value, aux, context), "attention")
+        return self.project_out(mixed, context)
+
+    def project(self, x: Array, aux: dict[str, Any]) -> tuple[Array, Array, Array]:
+        """Queries [batch, seq, heads, head_dim], keys and values [..., kv_heads, head_dim]."""
+        qkv = jnp.einsum("bsd,dkgh->bskgh", x, self.qkv[...].astype(x.dtype))
+        if self.config.qkv_bias:
+            qkv = qkv + self.qkv_bias[...].astype(x.dtype)
+        qkv = checkpoint_name(qkv, "qkv")
+        query, key, value = qkv[..., :-2, :], qkv[..., -2, :], qkv[..., -1, :]
+        query = query.reshape(*query.shape[:2], -1, query.shape[-1])
+        if self.config.qk_norm:
+            query, key = self.query_norm(query), self.key_norm(key)
+        if self.config.positions == "rotary":
+            query = layers.rotate(query, aux["cos"], aux["sin"])
+            key = layers.rotate(key, aux["cos"], aux["sin"])
+        return query, key, value
+
+    def project_out(self, mixed: Array, context: Context) -> Array:
+        """[batch, seq, heads, head_dim] -> partial sums [batch, seq, d_model]."""
+        out = jnp.einsum("bshk,hkd->bsd", mixed, self.out[...].astype(mixed.dtype))
+        if self.config.out_bias:
+            out = out + _once(self.out_bias[...].astype(mixed.dtype), context)
+        return checkpoint_name(out, "attention_out")
+
+    def decode(
+        self, x: Array, cache: dict[str, Array], aux: dict[str, Any], context: Context
+    ) -> tuple[Array, dict[str, Array]]:
+        """Attend to the cache; write keys and values of x's positions first."""
+        query, key, value = self.project(x, aux)
+        rows = jnp.arange(x.shape[0])[:, None]
+        write = lambda old, new: old.at[rows, aux["slots"]].set(new.astype(old.dtype), mode="drop")
+        cache = {"key": write(cache["key"], key), "value": write(cache["value"], value)}
+        mixed = jax.nn.dot_product_attention(
+            query,
+            cache["key"].astype(query.dtype),
+            cache["value"].astype(query.dtype),
+            mask=aux["cache_mask"],
+            implementation="xla",
+        )
+        return self.project_out(mixed, context), cache
+
+    def _mix(
+        self, query: Array, key: Array, value: Array, aux: dict[str, Any], context: Context
+    ) -> Array:
+        config = self.config
+        packed = aux["mask"] is not None
+        if config.attention_dropout and context.dropout_key is not None:
+            allowed = layers.causal_mask(query.shape[1], config.sliding_window)
+            return layers.attend_with_dropout(
+                query,
+                key,
+                value,
+                allowed=allowed & aux["mask"] if packed else allowed,
+                rate=config.attention_dropout,
+                dropout_key=jax.random.fold_in(context.dropout_key, _PROBS_SITE),
+                rows=aux["rows"],
+                first_head=context.tensor_index() * query.shape[2],
+            )
+        kernel, _ = _kernel(config, context, packed=packed)
+        return layers.attend(
+            query,
+            key,
+            value,
+            kernel=kernel,
+            mask=aux["mask"],
+            sliding_window=config.sliding_window,
+        )
+
+
+class Mlp(nnx.Module):
+    """SwiGLU (Shazeer 2020) or GELU MLP on this device's part of the hidden width."""
+
+    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
+        d, hidden = config.d_model, config.mlp_dim
+        ways = 2 if config.activation == "swiglu" else 1
+        std, out_std = config.init_std, config.init_std / math.sqrt(2 * config.num_layers)
+        self.up = layers.weight(rngs, (d, ways, hidden), std, "d_model", None, "mlp")
+        self.down = layers.weight(rngs, (hidden, d), out_std, "mlp", "d_model")
+        if config.mlp_bias:
+            self.up_bias = layers.filled(0.0, (ways, hidden), None, "mlp")
+            self.down_bias = layers.filled(0.0, (d,), "d_model")
+        self.config = config
+
+    def __call__(self, x: Array, context: Context) -> Array:
+        """[batch, seq, d_model] -> this device's partial sums of the same shape."""
+        up = jnp.einsum("bsd,dgf->bsgf", x, self.up[...].astype(x.dtype))
+        if self.config.mlp_bias:
+            up = up + self.up_bias[...].astype(x.dtype)
+        if self.config.activation == "swiglu":
+            hidden = jax.nn.silu(up[:, :, 0]) * up[:, :, 1]
+        else:
+            hidden = jax.nn.gelu(up[:, :, 0], approximate=True)
+        hidden = checkpoint_name(hidden, "mlp_hidden")
+        out = jnp.einsum("bsf,fd->bsd", hidden, self.down[...].astype(x.dtype))
+        if self.config.mlp_bias:
+            out = out + _once(self.down_bias[...].astype(x.dtype), context)
+        return checkpoint_name(out, "mlp_out")
+
+
+class Head(nnx.Module):
+    """Final norm, and the output kernel unless it is the embedding table."""
+
+    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
+        norm = layers.RMSNorm if config.norm == "rms" else layers.LayerNorm
+        self.norm = norm(config.d_model, config.norm_eps, "d_model")
+        if not config.tie_embeddings:
+            size = (config.d_model, config.padded_vocab)
+            self.kernel = layers.weight(rngs, size, config.init_std, "d_model", "vocab")
+
+
+def prepare(config: DecoderConfig, batch: Batch, context: Context) -> dict[str, Any]:
+    """What every block needs: rotary angles, the document mask, and indices for random bits."""
+    seq = batch["tokens"].shape[1]
+    aux: dict[str, Any] = {
+        "mask": layers.document_mask(batch["segments"]) if "segments" in batch else None,
+        "rows": batch.get("rows"),
+        "index": context.split(jnp.arange(seq)[None])[0],
+    }
+    if config.positions == "rotary":
+        aux["cos"], aux["sin"] = _angles(config, _positions(batch))
+    return aux
+
+
+def _positions(batch: Batch) -> Array:
+    """Positions [batch or 1, seq]; counted from the row's start where none are given."""
+    return batch.get("positions", jnp.arange(batch["tokens"].shape[1])[None])
+
+
+def _angles(config: DecoderConfig, positions: Array) -> tuple[Array, Array]:
+    stretch = None
+    if config.rope_scaling == "llama3":
+        stretch = layers.llama3_stretch(
+            config.rope_factor,
+            config.rope_low_freq_factor,
+            config.rope_high_freq_factor,
+            config.rope_original_len,
+        )
+    return layers.rotary_angles(positions, config.head_width, config.rope_theta, stretch)
+
+
+def _decoding_aux(config: DecoderConfig, positions: Array, *, max_len: int) -> dict[str, Any]:
+    """Cache slots, mask and angles for positions [batch, n]; position -1 writes nowhere."""
+    real = jnp.maximum(positions, 0)
+    slots = jnp.arange(max_len)
+    allowed = slots <= real[..., None]
+    if config.sliding_window:
+        allowed &= real[..., None] - slots < config.sliding_window
+    aux: dict[str, Any] = {
+        # Scatter drops what lies outside; a negative index would wrap to the end.
+        "slots": jnp.where(positions < 0, max_len, positions),
+        "cache_mask": allowed[:, None],
+    }
+    if config.positions == "rotary":
+        aux["cos"], aux["sin"] = _angles(config, real)
+    return aux
+
+
+def _once(bias: Array, context: Context) -> Array:
+    """A row-parallel product's bias, counted by the first tensor device only before the sum."""
+    index = context.tensor_index()
+    return bias if isinstance(index, int) else jnp.where(index == 0, bias, jnp.zeros_like(bias))
+
+
+def _kernel(config: DecoderConfig, context: Context, *, packed: bool) -> tuple[str, str]:
+    return layers.choose_attention(
+        config.attention,
+        context,
+        head_dim=config.head_width,
+        packed=packed,
+        attention_dropout=config.attention_dropout,
+    )
+
+
+def _notes(config: DecoderConfig, context: Context) -> list[str]:
+    kernel, reason = _kernel(config, context, packed=False)
+    return [f"attention kernel: {kernel} ({reason}); rows packed from several documents use xla"]

@@ -1,0 +1,269 @@
+"""Parts that models are made of: products, norms, rotary positions, dropout, attention kernels.
+
+Modules are Flax NNX. Weights are used with the shapes they arrive in: under tensor parallelism a
+module sees its shard of `heads`, `mlp` or `vocab`, and nothing here needs to know.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxdist.types import Array, Context, Dims, Params
+
+
+def functional(
+    make: Callable[[nnx.Rngs], nnx.Module],
+) -> tuple[Callable[[Array], Params], Params, Callable[[Params], Any]]:
+    """Cross from an NNX module to plain functions.
+
+    Args:
+        make: rngs -> module; its `nnx.Param`s carry `dims=Dims(...)`.
+
+    Returns:
+        init: key -> plain nested dict of float32 arrays.
+        axes: the same tree with a `Dims` at each leaf.
+        bind: params -> the module holding them (whatever their shapes), for calling its methods.
+    """
+    graph, abstract = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
+
+    def init(key: Array) -> Params:
+        return nnx.to_pure_dict(nnx.state(make(nnx.Rngs(params=key)), nnx.Param))
+
+    def bind(params: Params) -> Any:
+        state = jax.tree.map(lambda x: x, abstract)
+        nnx.replace_by_pure_dict(state, params)
+        return nnx.merge(graph, state)
+
+    is_variable = lambda leaf: isinstance(leaf, nnx.Variable)
+    names = jax.tree.map(
+        lambda v: v.replace(v.get_metadata()["dims"]), abstract, is_leaf=is_variable
+    )
+    return init, nnx.to_pure_dict(names), bind
+
+
+def weight(rngs: nnx.Rngs, shape: tuple[int, ...], std: float, *dims: str | None) -> nnx.Param:
+    """A float32 weight drawn from a normal distribution, its dims named."""
+    value = jax.random.normal(rngs.params(), shape, jnp.float32) * std
+    return nnx.Param(value, dims=Dims(dims))
+
+
+def filled(value: float, shape: tuple[int, ...], *dims: str | None) -> nnx.Param:
+    """A constant float32 vector (norm scale, bias), its dims named."""
+    return nnx.Param(jnp.full(shape, value, jnp.float32), dims=Dims(dims))
+
+
+class RMSNorm(nnx.Module):
+    """Root-mean-square norm over the last dim, in float32 (Zhang & Sennrich 2019)."""
+
+    def __init__(self, size: int, eps: float, dim: str):
+        self.scale = filled(1.0, (size,), dim)
+        self.eps = eps
+
+    def __call__(self, x: Array) -> Array:
+        """[..., size] -> [..., size] in the dtype of x."""
+        wide = x.astype(jnp.float32)
+        wide = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), -1, keepdims=True) + self.eps)
+        return (wide * self.scale[...]).astype(x.dtype)
+
+
+class LayerNorm(nnx.Module):
+    """Layer norm with bias over the last dim, in float32 (Ba et al. 2016)."""
+
+    def __init__(self, size: int, eps: float, dim: str):
+        self.scale = filled(1.0, (size,), dim)
+        self.bias = filled(0.0, (size,), dim)
+        self.eps = eps
+
+    def __call__(self, x: Array) -> Array:
+        """[..., size] -> [..., size] in the dtype of x."""
+        wide = x.astype(jnp.float32)
+        wide = wide - jnp.mean(wide, -1, keepdims=True)
+        wide = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), -1, keepdims=True) + self.eps)
+        return (wide * self.scale[...] + self.bias[...]).astype(x.dtype)
+
+
+def rotary_angles(
+    positions: Array, head_dim: int, theta: float, stretch: Callable[[Array], Array] | None = None
+) -> tuple[Array, Array]:
+    """Cosines and sines, float32 [..., seq, head_dim / 2], of positions [..., seq].
+
+    Source: Su et al. 2021, "RoFormer", section 3.4; halves paired as in Llama's public weights.
+    """
+    exponents = jnp.arange(head_dim // 2, dtype=jnp.float32) / (head_dim // 2)
+    frequencies = theta**-exponents
+    if stretch is not None:
+        frequencies = stretch(frequencies)
+    angles = positions[..., None].astype(jnp.float32) * frequencies
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def llama3_stretch(
+    factor: float, low: float, high: float, original_len: int
+) -> Callable[[Array], Array]:
+    """Frequencies of Llama 3.1: low ones divided by `factor`, high ones kept, a ramp between.
+
+    Source: the Llama 3.1 model card's rope scaling (Grattafiori et al. 2024, section 3.4.2).
+    """
+
+    def stretch(frequencies: Array) -> Array:
+        turns = original_len * frequencies / (2 * math.pi)
+        kept = jnp.clip((turns - low) / (high - low), 0.0, 1.0)
+        return frequencies * (kept + (1 - kept) / factor)
+
+    return stretch
+
+
+def rotate(x: Array, cos: Array, sin: Array) -> Array:
+    """Turn [batch, seq, heads, head_dim] by angles [batch or 1, seq, head_dim / 2], in float32."""
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    cos, sin = cos[:, :, None, :], sin[:, :, None, :]
+    turned = [first * cos - second * sin, second * cos + first * sin]
+    return jnp.concatenate(turned, -1).astype(x.dtype)
+
+
+def dropout(x: Array, rate: float, key: Array | None, rows: Array, index: Array) -> Array:
+    """Drop features; the random bits of a token depend on its row and position alone.
+
+    So every mesh, microbatch split and schedule drops the same features.
+
+    Args:
+        x: [batch, seq_shard, d_model].
+        rate: share dropped; 0 or a key of None drops nothing.
+        key: consumed once; fold in a layer and a site before.
+        rows: int32 [batch], index in the global batch.
+        index: int32 [seq_shard], index in the row.
+    """
+    if key is None or rate == 0:
+        return x
+    row_keys = jax.vmap(lambda row: jax.random.fold_in(key, row))(rows)
+    token_keys = jax.vmap(lambda k: jax.vmap(lambda i: jax.random.fold_in(k, i))(index))(row_keys)
+    draw = lambda k: jax.random.bernoulli(k, 1 - rate, x.shape[2:])
+    kept = jax.vmap(jax.vmap(draw))(token_keys)
+    return jnp.where(kept, x / (1 - rate), jnp.zeros_like(x))
+
+
+def choose_attention(
+    wanted: str, context: Context, *, head_dim: int, packed: bool, attention_dropout: float
+) -> tuple[str, str]:
+    """The attention kernel and the reason, "xla" or "cudnn".
+
+    Raises:
+        ValueError: cuDNN was asked for by name and cannot honour the mask or the shapes.
+    """
+    obstacles = []
+    if context.platform != "gpu":
+        obstacles.append(f"cuDNN needs an NVIDIA GPU, this is {context.platform}")
+    if context.dtype not in (jnp.bfloat16, jnp.float16):
+        obstacles.append(f"cuDNN needs bfloat16 or float16, compute is {jnp.dtype(context.dtype)}")
+    if packed:
+        obstacles.append("cuDNN's kernel knows no document boundaries and rows are packed")
+    if head_dim % 8 or head_dim > 128:
+        obstacles.append(f"cuDNN needs head_dim ≤ 128 and a multiple of 8, this is {head_dim}")
+    if attention_dropout:
+        obstacles.append("attention dropout must give the same bits on every mesh")
+    if wanted == "xla":
+        return "xla", "asked for"
+    if not obstacles:
+        return "cudnn", "fused, and it honours the causal mask and the window"
+    if wanted == "cudnn":
+        raise ValueError(
+            f"model.attention='cudnn' is impossible here: {'; '.join(obstacles)}. "
+            "Use attention='xla' or 'auto'."
+        )
+    return "xla", "; ".join(obstacles)
+
+
+def attend(
+    query: Array,
+    key: Array,
+    value: Array,
+    *,
+    kernel: str,
+    mask: Array | None,
+    sliding_window: int = 0,
+) -> Array:
+    """Causal attention. query [batch, seq, heads, head_dim], key/value [batch, seq, kv_heads, ...].
+
+    Args:
+        query: queries.
+        key: keys.
+        value: values.
+        kernel: "xla" or "cudnn".
+        mask: bool [batch, 1, seq, seq] beside the causal one (document boundaries), or None.
+        sliding_window: keys a query sees, itself included; 0 = all.
+
+    Raises:
+        ValueError: a mask was given to a kernel that cannot honour it.
+    """
+    if mask is not None and kernel == "cudnn":
+        raise ValueError("the cuDNN kernel cannot honour document boundaries; use kernel='xla'")
+    window = (sliding_window - 1, 0) if sliding_window else None
+    return jax.nn.dot_product_attention(
+        query,
+        key,
+        value,
+        mask=mask,
+        is_causal=True,
+        local_window_size=window,
+        implementation=kernel,
+    )
+
+
+def attend_with_dropout(
+    query: Array,
+    key: Array,
+    value: Array,
+    *,
+    allowed: Array,
+    rate: float,
+    dropout_key: Array,
+    rows: Array,
+    first_head: Any,
+) -> Array:
+    """Attention with dropped probabilities, the bits of a head's query depending on it alone.
+
+    Args:
+        query: [batch, seq, heads, head_dim].
+        key: [batch, seq, kv_heads, head_dim].
+        value: like key.
+        allowed: bool [batch or 1, 1, seq, seq], the whole mask.
+        rate: share of probabilities dropped.
+        dropout_key: consumed once.
+        rows: int32 [batch], index in the global batch.
+        first_head: index of the first local head among all heads.
+    """
+    _, seq, heads, head_dim = query.shape
+    groups = heads // key.shape[2]
+    key, value = (jnp.repeat(x, groups, axis=2) for x in (key, value))
+    scores = jnp.einsum("bqhd,bkhd->bhqk", query, key, preferred_element_type=jnp.float32)
+    scores = jnp.where(allowed, scores / math.sqrt(head_dim), jnp.finfo(jnp.float32).min)
+    probs = jax.nn.softmax(scores, axis=-1)
+
+    def draw(row: Array, head: Array) -> Array:
+        own = jax.random.fold_in(jax.random.fold_in(dropout_key, row), head)
+        return jax.random.bernoulli(own, 1 - rate, (seq, seq))
+
+    local_heads = first_head + jnp.arange(heads)
+    kept = jax.vmap(lambda row: jax.vmap(lambda head: draw(row, head))(local_heads))(rows)
+    probs = jnp.where(kept, probs / (1 - rate), 0.0).astype(value.dtype)
+    return jnp.einsum("bhqk,bkhd->bqhd", probs, value)
+
+
+def causal_mask(seq: int, sliding_window: int = 0) -> Array:
+    """Which keys a query sees, bool [1, 1, seq, seq]."""
+    query, key = jnp.arange(seq)[:, None], jnp.arange(seq)[None, :]
+    allowed = key <= query
+    if sliding_window:
+        allowed &= query - key < sliding_window
+    return allowed[None, None]
+
+
+def document_mask(segments: Array) -> Array:
+    """Same document only: bool [batch, 1, seq, seq] from segments [batch, seq]."""
+    return (segments[:, :, None] == segments[:, None, :])[:, None]

@@ -1,0 +1,91 @@
+"""The data axes: rows of a batch on each replica, and one reduction of their gradients per step.
+
+Parameters enter the differentiated function marked as varying (`localise`), so that its gradients
+are each device's own sums; `reduce_gradients` then adds them over every axis a leaf is not sharded
+on, by reduce-scatter where ZeRO wants the result sharded and by all-reduce elsewhere.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from jaxdist import collectives
+from jaxdist.sharding import Layout, axes_of, dim_of
+from jaxdist.types import Array, Batch, Params
+
+
+def summed_axes(layout: Layout) -> tuple[str, ...]:
+    """Axes in use over which a replicated parameter's local gradients differ.
+
+    `tensor` belongs to them only under sequence parallelism, where each device sees other tokens.
+    """
+    axes = layout.batch_axes
+    if layout.sequence_parallel and layout.sizes["tensor"] > 1:
+        axes = (*axes, "tensor")
+    return axes
+
+
+def localise(params: Params, layout: Layout) -> Params:
+    """Parameters whose gradients stay local sums until `reduce_gradients`."""
+    return collectives.vary(params, summed_axes(layout))
+
+
+def reduce_gradients(
+    grads: Params, from_specs: Any, to_specs: Any, layout: Layout, axes: tuple[str, ...]
+) -> Params:
+    """Sum local gradients over `axes`, each leaf ending as `to_specs` says.
+
+    Args:
+        grads: local gradients, laid out as `from_specs`.
+        from_specs: specs of the leaves as they are.
+        to_specs: the same, plus the axes over which the result shall be sharded.
+        layout: for the sizes of the axes.
+        axes: axes to sum over; those a leaf is already sharded on are left out.
+    """
+
+    def leaf(source: P, target: P, grad: Array) -> Array:
+        rest = []
+        for axis in axes:
+            if axis in axes_of(source):
+                continue
+            dim = dim_of(target, axis)
+            if dim is None:
+                rest.append(axis)
+            else:
+                grad = collectives.reduce_scatter(grad, axis, dim=dim)
+        return collectives.all_reduce(grad, tuple(rest)) if rest else grad
+
+    return jax.tree.map(leaf, from_specs, to_specs, grads, is_leaf=lambda x: isinstance(x, P))
+
+
+def squared_norm(grads: Params, specs: Any, layout: Layout) -> Array:
+    """Sum of squares of reduced gradients over the whole model, equal on every device. float32."""
+    by_axes: dict[tuple[str, ...], Array] = {}
+    for spec, grad in zip(
+        jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, P)),
+        jax.tree.leaves(grads),
+        strict=True,
+    ):
+        axes = tuple(sorted(axis for axis in axes_of(spec) if axis in layout.manual_axes))
+        square = jnp.sum(jnp.square(grad.astype(jnp.float32)))
+        by_axes[axes] = by_axes.get(axes, jnp.zeros((), jnp.float32)) + square
+    return sum(
+        (collectives.all_reduce(part, axes) if axes else part for axes, part in by_axes.items()),
+        start=jnp.zeros((), jnp.float32),
+    )
+
+
+def number_rows(batch: Batch, layout: Layout) -> Batch:
+    """Add `rows`, each local row's index in the global batch."""
+    num_rows = jax.tree.leaves(batch)[0].shape[0]
+    first = collectives.group_index(layout.batch_axes) * num_rows if layout.batch_axes else 0
+    return {**batch, "rows": first + jnp.arange(num_rows, dtype=jnp.int32)}
+
+
+def split_microbatches(batch: Batch, num_microbatches: int) -> Batch:
+    """[rows, ...] -> [num_microbatches, rows / num_microbatches, ...] of this device's rows."""
+    return jax.tree.map(lambda x: x.reshape(num_microbatches, -1, *x.shape[1:]), batch)

@@ -1,0 +1,426 @@
+"""The compiled train step: the only `jax.jit` of training, and the evaluation step beside it.
+
+One step, read from the outside in:
+
+    jit, state donated
+      shard_map over every mesh axis: the collectives are written, not guessed
+        for each microbatch (a scan): model -> summed loss -> local gradients, float32
+        one reduction of the gradients over the data axes; sums over every replica
+      divide once by the global weight -> clip by global norm -> optimizer -> keep or skip
+    -> new state with the same shardings, metrics still on the devices
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from jaxdist import collectives, losses
+from jaxdist.parallel import data, fsdp, tensor
+from jaxdist.precision import PrecisionConfig, update_loss_scale
+from jaxdist.sharding import Layout
+from jaxdist.state import TrainState, opt_shardings, state_shardings
+from jaxdist.types import Array, Batch, Context, Model, Params, Sums, setting
+
+Metrics = dict[str, Array]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """The run's length and the shape of one step."""
+
+    steps: int = setting(400, "optimizer steps of the whole run")
+    global_batch_size: int = setting(32, "rows of one optimizer step over all devices")
+    seq_len: int = setting(256, "tokens of a row (text only)")
+    num_microbatches: int = setting(
+        1, "parts into which a device's rows are cut; their gradients are accumulated"
+    )
+    remat: str = setting(
+        "auto",
+        "what backward recomputes: none, dots (keep products), full (keep only block inputs), "
+        "names:A,B (keep only these: qkv, attention, attention_out, mlp_hidden, mlp_out); "
+        "auto = none on CPU, dots on GPUs",
+    )
+    unroll_layers: int = setting(
+        0, "layers per iteration of the layer scan; 0 = all on CPU up to 16 layers, 1 on GPUs"
+    )
+    loss_chunk_tokens: int = setting(
+        0, "tokens whose logits exist at once; 0 = as many as fit 64 MiB of float32 logits"
+    )
+    nan_policy: Literal["skip", "stop"] = setting(
+        "skip", "on NaN or Inf in loss or gradients: skip the update and count it, or stop the run"
+    )
+    offload_optimizer: bool = setting(False, "keep optimizer moments in host memory")
+
+    def problems(self) -> list[str]:
+        """Every violated rule of this section."""
+        problems = []
+        for name in ("steps", "global_batch_size", "seq_len", "num_microbatches"):
+            value = getattr(self, name)
+            if value < 1:
+                problems.append(f"train.{name}={value} must be a whole number ≥ 1.")
+        for name in ("unroll_layers", "loss_chunk_tokens"):
+            value = getattr(self, name)
+            if value < 0:
+                problems.append(f"train.{name}={value} must be ≥ 0 (0 has the meaning in --help).")
+        kind, _, names = self.remat.partition(":")
+        if kind not in ("auto", "none", "dots", "full", "names") or (kind == "names") != bool(
+            names
+        ):
+            problems.append(
+                f"train.remat={self.remat!r} is unknown. Use auto, none, dots, full or names:A,B."
+            )
+        elif unknown := [n for n in names.split(",") if n and n not in REMAT_NAMES]:
+            problems.append(
+                f"train.remat names {', '.join(unknown)}, which no model marks. "
+                f"Use names from {', '.join(REMAT_NAMES)}."
+            )
+        return problems
+
+
+REMAT_NAMES = ("qkv", "attention", "attention_out", "mlp_hidden", "mlp_out")
+"""What models mark with `checkpoint_name` for `remat = "names:..."`."""
+
+_LOGITS_BYTES = 64 * 2**20
+_UNROLL_UP_TO = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """The compiled functions of a run.
+
+    Attributes:
+        train: (state, batch) -> (state, metrics); jitted, `state` donated.
+        evaluate: (params, batch) -> Sums over the global batch; jitted.
+        context: what the model is told (kernels, dtypes), for logs.
+        batch_sharding: where a batch's leaves must lie.
+    """
+
+    train: Any
+    evaluate: Any
+    context: Context
+    batch_sharding: Any
+
+
+def make_step(
+    model: Model,
+    optimizer: optax.GradientTransformation,
+    schedule: Callable[[Array], Array],
+    layout: Layout,
+    config: TrainConfig,
+    precision: PrecisionConfig,
+    *,
+    clip_norm: float = 0.0,
+    loss_scale: dict[str, Array] | None = None,
+) -> Step:
+    """Build the step of one model on one layout; compiles nothing yet.
+
+    Args:
+        model: the model record.
+        optimizer: update direction, without the learning rate.
+        schedule: step -> learning rate, float32.
+        layout: mesh and rules.
+        config: shape of the step.
+        precision: number formats.
+        clip_norm: largest global gradient norm; 0 = no clipping.
+        loss_scale: initial loss scale (for its structure only), {} without.
+    """
+    context = make_context(model, layout, config, precision)
+    shardings = state_shardings(
+        model, optimizer, layout, loss_scale=loss_scale or {}, offload=config.offload_optimizer
+    )
+    gradients = make_value_and_grad(model, layout, config, context)
+    update = make_update(model, optimizer, layout, clip_norm, config.offload_optimizer)
+
+    def train(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        scale = state.loss_scale.get("scale", jnp.ones((), jnp.float32))
+        key = jax.random.fold_in(state.key, state.step)
+        sums, grads, norm = gradients(state.params, batch, key, scale)
+        learning_rate = schedule(state.step)
+        params, opt_state = update(state, grads, norm, learning_rate)
+        finite = jnp.isfinite(sums["loss"]) & jnp.isfinite(norm)
+        keep = lambda new, old: jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
+        new_state = TrainState(
+            step=state.step + 1,
+            params=keep(params, state.params),
+            opt_state=keep(opt_state, state.opt_state),
+            loss_scale=update_loss_scale(state.loss_scale, finite, precision),
+            key=state.key,
+        )
+        metrics = _means(sums) | {
+            "grad_norm": norm,
+            "learning_rate": learning_rate,
+            "finite": finite,
+            **{f"loss_{name}": value for name, value in state.loss_scale.items()},
+        }
+        return new_state, metrics
+
+    batch_sharding = layout.sharding(layout.batch_spec())
+    whole = layout.sharding(P())
+    return Step(
+        train=jax.jit(
+            train,
+            donate_argnums=0,
+            in_shardings=(shardings, batch_sharding),
+            out_shardings=(shardings, whole),
+        ),
+        evaluate=jax.jit(
+            make_evaluate(model, layout, context),
+            in_shardings=(shardings.params, batch_sharding),
+            out_shardings=whole,
+        ),
+        context=context,
+        batch_sharding=batch_sharding,
+    )
+
+
+def make_context(
+    model: Model, layout: Layout, config: TrainConfig, precision: PrecisionConfig
+) -> Context:
+    """What the model is told inside the step on this layout."""
+    device = layout.mesh.devices.flat[0]
+    platform = "gpu" if device.platform in ("gpu", "cuda") else device.platform
+    dtype = precision.resolve(platform)
+    split_vocabulary = layout.sizes["tensor"] > 1 and not layout.auto_tensor
+    chunk = config.loss_chunk_tokens or _default_chunk(model, layout)
+
+    def token_loss(
+        x: Array, kernel: Array, targets: Array, weights: Array, vocab_size: int
+    ) -> Sums:
+        vocabulary = losses.Vocabulary(vocab_size, "tensor" if split_vocabulary else None, chunk)
+        return losses.token_cross_entropy(x, kernel, targets, weights, vocabulary)
+
+    return Context(
+        dtype=dtype,
+        token_loss=token_loss,
+        run_layers=make_run_layers(model, layout, config, precision, platform),
+        platform=platform,
+        compute_capability=str(getattr(device, "compute_capability", "")),
+        gather=make_gather(layout, model, dtype, precision),
+        **tensor.hooks(layout),
+    )
+
+
+def make_gather(layout: Layout, model: Model, dtype: Any, precision: PrecisionConfig) -> Any:
+    """A function that makes all but the stacked layers whole, in the compute dtype."""
+    specs = layout.param_specs(model.axes)
+
+    def gather(params: Params) -> Params:
+        outer = {name: tree for name, tree in params.items() if name != "layers"}
+        outer_specs = {name: specs[name] for name in outer}
+        whole = fsdp.gather(
+            outer, outer_specs, dtype=dtype, reduce_dtype=jnp.dtype(precision.reduce_dtype)
+        )
+        return {**params, **whole}
+
+    return gather
+
+
+def make_run_layers(
+    model: Model, layout: Layout, config: TrainConfig, precision: PrecisionConfig, platform: str
+) -> Callable[..., Array]:
+    """The layer runner: a scan over stacked layers that gathers each layer's weights as it goes."""
+    if not model.num_layers:
+        return Context().run_layers
+    specs = fsdp.layer_specs(layout.param_specs(model.axes)["layers"])
+    dtype = precision.resolve(platform)
+    reduce_dtype = jnp.dtype(precision.reduce_dtype)
+    policy = remat_policy(config.remat, platform)
+    unroll = config.unroll_layers or _default_unroll(model.num_layers, platform)
+
+    def run_layers(block: Any, layers: Params, x: Array, aux: Any, context: Context) -> Array:
+        key = context.dropout_key
+
+        def layer(x: Array, index_and_params: tuple[Array, Params]) -> tuple[Array, None]:
+            index, shards = index_and_params
+            weights = fsdp.gather(shards, specs, dtype=dtype, reduce_dtype=reduce_dtype)
+            layer_key = None if key is None else jax.random.fold_in(key, index)
+            return block(weights, x, aux, dataclasses.replace(context, dropout_key=layer_key)), None
+
+        body = jax.checkpoint(layer, policy=policy, prevent_cse=False)
+        count = jax.tree.leaves(layers)[0].shape[0]
+        x, _ = lax.scan(body, x, (jnp.arange(count), layers), unroll=min(unroll, count))
+        return x
+
+    return run_layers
+
+
+def remat_policy(remat: str, platform: str) -> Callable[..., bool]:
+    """What `jax.checkpoint` may keep for the backward pass; gathered weights never.
+
+    Raises:
+        ValueError: an unknown policy (`TrainConfig.problems` reports it first).
+    """
+    policies = jax.checkpoint_policies
+    if remat == "auto":
+        remat = "dots" if platform == "gpu" else "none"
+    if remat == "none":
+        return policies.save_anything_except_these_names(fsdp.GATHERED)
+    if remat == "dots":
+        return policies.save_from_both_policies(
+            policies.checkpoint_dots_with_no_batch_dims,
+            policies.save_only_these_names("attention"),
+        )
+    if remat == "full":
+        return policies.nothing_saveable
+    if remat.startswith("names:"):
+        return policies.save_only_these_names(*remat.removeprefix("names:").split(","))
+    raise ValueError(f"remat={remat!r} is unknown. Use none, dots, full or names:A,B.")
+
+
+def make_value_and_grad(
+    model: Model, layout: Layout, config: TrainConfig, context: Context
+) -> Callable[..., tuple[Sums, Params, Array]]:
+    """(params, batch, key, loss scale) -> (global sums, gradients of the mean loss, their norm).
+
+    The gradients are sharded like the moments where ZeRO says so, else like the parameters.
+    """
+    param_specs = layout.param_specs(model.axes)
+    micro_specs = layout.gradient_specs(model.axes)
+    grad_specs = layout.moment_specs(model.axes)
+    axes = data.summed_axes(layout)
+    zero_axes = ("data",) if layout.zero >= 2 and layout.sizes["data"] > 1 else ()
+    other_axes = tuple(axis for axis in axes if axis not in zero_axes)
+
+    def local(params: Params, batch: Batch, key: Array, scale: Array) -> Any:
+        batch = data.number_rows(batch, layout)
+        local_params = data.localise(params, layout)
+        step_context = dataclasses.replace(context, dropout_key=key)
+
+        def scaled_loss(params: Params, micro: Batch) -> tuple[Array, Sums]:
+            sums = model.loss(context.gather(params), micro, step_context)
+            return sums["loss"] * scale, sums
+
+        def microbatch(micro: Batch) -> tuple[Sums, Params]:
+            grads, sums = jax.grad(scaled_loss, has_aux=True)(local_params, micro)
+            # ZeRO-2 shards each microbatch's gradient at once; the rest is reduced once a step.
+            grads = data.reduce_gradients(grads, param_specs, micro_specs, layout, zero_axes)
+            return sums, grads
+
+        sums, grads = _accumulate(microbatch, batch, config.num_microbatches)
+        sums = (
+            {n: collectives.all_reduce(s, layout.batch_axes) for n, s in sums.items()}
+            if (layout.batch_axes)
+            else sums
+        )
+        grads = data.reduce_gradients(grads, micro_specs, grad_specs, layout, other_axes)
+        inverse = 1.0 / (jnp.maximum(sums["weight"], 1.0) * scale)
+        grads = jax.tree.map(lambda g: g * inverse, grads)
+        norm = jnp.sqrt(data.squared_norm(grads, grad_specs, layout))
+        return sums, grads, norm
+
+    return _manual(
+        local, layout, (param_specs, layout.batch_spec(), P(), P()), (P(), grad_specs, P())
+    )
+
+
+def make_evaluate(model: Model, layout: Layout, context: Context) -> Callable[..., Sums]:
+    """(params, batch) -> sums over the global batch, nothing dropped."""
+
+    def local(params: Params, batch: Batch) -> Sums:
+        batch = data.number_rows(batch, layout)
+        sums = model.loss(context.gather(params), batch, context)
+        if not layout.batch_axes:
+            return sums
+        return {name: collectives.all_reduce(s, layout.batch_axes) for name, s in sums.items()}
+
+    return _manual(local, layout, (layout.param_specs(model.axes), layout.batch_spec()), P())
+
+
+def make_update(
+    model: Model,
+    optimizer: optax.GradientTransformation,
+    layout: Layout,
+    clip_norm: float,
+    offload: bool,
+) -> Callable[..., tuple[Params, Any]]:
+    """(state, grads, norm, learning rate) -> (params, opt_state), laid out as they came.
+
+    Partitioned automatically: moments, gradients and the slice of the parameters they update share
+    one layout, so an elementwise optimizer moves nothing but, under ZeRO, the new parameters.
+    """
+    param_specs = layout.param_specs(model.axes)
+    moment_specs = layout.moment_specs(model.axes)
+    on_device = opt_shardings(model, optimizer, layout)
+
+    def update(state: TrainState, grads: Params, norm: Array, learning_rate: Array) -> Any:
+        if clip_norm:
+            factor = jnp.minimum(1.0, clip_norm / (norm + 1e-6))
+            grads = jax.tree.map(lambda g: g * factor, grads)
+        opt_state = state.opt_state
+        if offload:
+            opt_state = jax.device_put(opt_state, on_device)
+        params = layout.constrain(state.params, moment_specs)
+        directions, opt_state = optimizer.update(grads, opt_state, params)
+        params = jax.tree.map(
+            lambda p, d: p - learning_rate * d.astype(p.dtype), params, directions
+        )
+        params = layout.constrain(layout.constrain(params, moment_specs), param_specs)
+        return params, opt_state
+
+    return update
+
+
+def _accumulate(
+    microbatch: Callable[[Batch], tuple[Sums, Params]], batch: Batch, num_microbatches: int
+) -> tuple[Sums, Params]:
+    """Sums and gradients added up over microbatches, in float32."""
+    if num_microbatches == 1:
+        return microbatch(batch)
+    parts = data.split_microbatches(batch, num_microbatches)
+
+    def add(total: Any, micro: Batch) -> tuple[Any, None]:
+        return jax.tree.map(jnp.add, total, microbatch(micro)), None
+
+    kinds = jax.eval_shape(microbatch, jax.tree.map(lambda x: x[0], parts))
+    total, _ = lax.scan(add, jax.tree.map(collectives.zeros_like, kinds), parts)
+    return total
+
+
+def _manual(function: Any, layout: Layout, in_specs: Any, out_specs: Any) -> Any:
+    if layout.auto_tensor:
+        in_specs, out_specs = _without_tensor(in_specs), _without_tensor(out_specs)
+    return jax.shard_map(
+        function,
+        mesh=layout.mesh,
+        axis_names=set(layout.manual_axes),
+        in_specs=in_specs,
+        out_specs=out_specs,
+    )
+
+
+def _without_tensor(specs: Any) -> Any:
+    def strip(spec: P) -> P:
+        kept = []
+        for entry in spec:
+            names = entry if isinstance(entry, tuple) else (entry,)
+            names = tuple(n for n in names if n not in (None, "tensor"))
+            kept.append(names if len(names) > 1 else names[0] if names else None)
+        return P(*kept)
+
+    return jax.tree.map(strip, specs, is_leaf=lambda x: isinstance(x, P))
+
+
+def _means(sums: Sums) -> Metrics:
+    """Global means from global sums; `accuracy` where hits were counted."""
+    weight = jnp.maximum(sums["weight"], 1.0)
+    means = {"loss": sums["loss"] / weight, "weight": sums["weight"]}
+    if "correct" in sums:
+        means["accuracy"] = sums["correct"] / weight
+    return means
+
+
+def _default_chunk(model: Model, layout: Layout) -> int:
+    vocab = model.dims.get("vocab", 0) // layout.sizes["tensor"]
+    return max(128, _LOGITS_BYTES // (4 * vocab)) if vocab else 0
+
+
+def _default_unroll(num_layers: int, platform: str) -> int:
+    return num_layers if platform == "cpu" and num_layers <= _UNROLL_UP_TO else 1
