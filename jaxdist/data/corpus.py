@@ -350,8 +350,8 @@ def _map(path: Path, dtype: np.dtype[Any], count: int) -> np.ndarray:
         raise ConfigError(
             [
                 f"{str(path)!r} has {size} bytes, corpus.json says "
-                f"{count * dtype.itemsize}: it was cut off or changed. Remove the folder (a cached one "
-                "is then made again by itself, others with `python -m jaxdist.data`)."
+                f"{count * dtype.itemsize}: it was cut off or changed. Remove the folder (a cached "
+                "one is then made again by itself, others with `python -m jaxdist.data`)."
             ]
         )
     return np.memmap(path, dtype, mode="r") if count else np.zeros(0, dtype)

@@ -239,14 +239,16 @@ def make_batch(
             read[start, stop] = rows(slice(start, stop))
         return read[start, stop][name][(slice(None), *index[1:])]
 
-    return {
-        name: jax.make_array_from_callback(
-            (global_batch_size, *shape),
-            NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[: 1 + len(shape)])),
-            functools.partial(local, name),
-        )
-        for name, (shape, _) in dataset.fields.items()
-    }
+    # The one place where batches are meant to move to devices, whatever the run forbids elsewhere.
+    with jax.transfer_guard_host_to_device("allow"):
+        return {
+            name: jax.make_array_from_callback(
+                (global_batch_size, *shape),
+                NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[: 1 + len(shape)])),
+                functools.partial(local, name),
+            )
+            for name, (shape, _) in dataset.fields.items()
+        }
 
 
 def _prepare(

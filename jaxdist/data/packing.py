@@ -173,8 +173,8 @@ class Fitted:
         return batch
 
 
-def fit_documents(corpus: Corpus, first: int, last: int, seq_len: int) -> Fitted:
-    """Place documents [first, last) of a corpus into rows, longest first, each where it fits best.
+def fit_documents(corpus: Corpus, start: int, stop: int, seq_len: int) -> Fitted:
+    """Place the documents of tokens [start, stop) into rows, longest first, where each fits best.
 
     A document of n tokens has n-1 inputs (its last token is only a target); longer ones than a row
     are cut into full rows and a rest. Documents of one token teach nothing and are left out.
@@ -184,9 +184,11 @@ def fit_documents(corpus: Corpus, first: int, last: int, seq_len: int) -> Fitted
         Ding et al., "Fewer Truncations Improve Language Modeling", 2024, section 3 (best-fit
         decreasing over the lengths).
     """
-    ends = np.asarray(corpus.document_ends[:last], np.int64)
-    starts = np.concatenate([[0], ends[:-1]])[first:]
-    inputs = ends[first:] - starts - 1
+    first, last = np.searchsorted(corpus.document_ends, [start, stop], side="right")
+    inside = np.asarray(corpus.document_ends[first:last], np.int64)
+    ends = np.unique(np.append(inside, stop))
+    starts = np.concatenate([[start], ends[:-1]])
+    inputs = ends - starts - 1
     cuts = np.maximum(-(-inputs // seq_len), 0)  # pieces of each document
     document = np.repeat(np.arange(len(inputs)), cuts)
     number = np.arange(len(document)) - np.repeat(np.cumsum(cuts) - cuts, cuts)
@@ -198,7 +200,7 @@ def fit_documents(corpus: Corpus, first: int, last: int, seq_len: int) -> Fitted
     return Fitted(
         corpus=corpus,
         seq_len=seq_len,
-        label=f"{first}-{last}",
+        label=f"{start}-{stop}",
         row_starts=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
         piece_starts=piece_starts[by_row],
         piece_lengths=lengths[by_row],
@@ -234,25 +236,19 @@ def split_text(
 ) -> tuple[Part, Part | None]:
     """Rows to train on and rows held out: the last part `held` of the corpus, never overlapping.
 
-    The stream is split between two tokens, documents between two of them where there are several.
+    The stream is split between two tokens; packed documents between two documents, unless there
+    is only one.
     """
     cut = round(corpus.num_tokens * (1 - held))
-    if packing == "best_fit":
-        # A corpus of one document cannot be split between documents.
-        middle = int(np.searchsorted(corpus.document_ends, cut, side="left")) + 1
-        middle = max(1, min(middle, corpus.num_documents - 1)) if held else corpus.num_documents
-        train = fit_documents(corpus, 0, middle, seq_len)
-        rest = fit_documents(corpus, middle, corpus.num_documents, seq_len) if held else None
-        return train, rest
-    if packing == "documents" and held and corpus.num_documents > 1:
-        middle = int(np.searchsorted(corpus.document_ends, cut, side="left"))
-        cut = int(corpus.document_ends[min(middle, corpus.num_documents - 2)])
+    if packing != "stream" and held and corpus.num_documents > 1:
+        document = int(np.searchsorted(corpus.document_ends, cut, side="left"))
+        cut = int(corpus.document_ends[min(document, corpus.num_documents - 2)])
 
-    def windows(start: int, stop: int) -> Windows:
+    def part(start: int, stop: int) -> Part:
+        if packing == "best_fit":
+            return fit_documents(corpus, start, stop, seq_len)
         return Windows(
             corpus=corpus, start=start, stop=stop, seq_len=seq_len, documents=packing == "documents"
         )
 
-    if not held:
-        return windows(0, corpus.num_tokens), None
-    return windows(0, cut), windows(cut, corpus.num_tokens)
+    return part(0, cut), part(cut, corpus.num_tokens) if held else None
