@@ -1,0 +1,215 @@
+"""`python -m jaxdist.data SRC … --out DIR`: tokenise a corpus once into memory-mapped shards."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from jaxdist.data.corpus import Corpus, total_bytes, write_corpus
+from jaxdist.data.documents import find_files, read_pieces
+from jaxdist.data.tokenizer import Tokenizer, load_tokenizer, train_bpe
+from jaxdist.types import ConfigError
+
+EXAMPLES = """\
+examples:
+  python -m jaxdist.data book.txt --out tokens
+  python -m jaxdist.data 'crawl/*.jsonl.zst' --out tokens --tokenizer gpt2/tokenizer.json
+  python -m jaxdist.data stdlib --out tokens --train-bpe 8192
+
+then train on it:
+  python -m jaxdist.train --data.sources='["tokens"]'
+
+DIR appears whole or not at all: an interrupted run leaves nothing that could be mistaken for it.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit code (0, or 2 for what the user can mend)."""
+    arguments = _parser().parse_args(argv)
+    try:
+        prepare(
+            arguments.sources,
+            Path(arguments.out).expanduser(),
+            tokenizer=arguments.tokenizer,
+            end_token=arguments.end_token,
+            bpe_vocab_size=arguments.train_bpe,
+            bpe_bytes=int(arguments.bpe_mb * 1e6),
+            text_field=arguments.text_field,
+        )
+    except ConfigError as error:
+        print(*error.problems, sep="\n", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\ninterrupted: nothing was left behind", file=sys.stderr)
+        return 130
+    return 0
+
+
+def prepare(
+    sources: Sequence[str],
+    out: Path,
+    *,
+    tokenizer: str = "bytes",
+    end_token: str = "",
+    bpe_vocab_size: int | None = None,
+    bpe_bytes: int = 200_000_000,
+    text_field: str = "text",
+) -> Corpus:
+    """Tokenise sources into the new folder `out`, with progress on stderr.
+
+    Args:
+        sources: as in `DataConfig.sources`, text only.
+        out: a folder that does not exist.
+        tokenizer: "bytes" or the path of a tokenizer.json.
+        end_token: see `DataConfig.end_token`.
+        bpe_vocab_size: learn a BPE of so many tokens on the sources first.
+        bpe_bytes: text to learn it on, spread over the files.
+        text_field: of JSON lines and Parquet.
+
+    Raises:
+        ConfigError: options that exclude each other, bad files, or `out` exists.
+    """
+    if bpe_vocab_size is not None and tokenizer != "bytes":
+        raise ConfigError(
+            [f"--train-bpe makes a tokenizer and --tokenizer {tokenizer} names one. Drop one."]
+        )
+    if out.exists():
+        raise ConfigError([f"--out {out} exists: a corpus is never overwritten. Name another."])
+    files = [path for source in sources for path in find_files(source)]
+    size = total_bytes(files)
+    print(f"{len(files)} files, {size / 1e6:.1f} MB", file=sys.stderr)
+    with tempfile.TemporaryDirectory() as folder:
+        if bpe_vocab_size is not None:
+            tokenizer = str(Path(folder) / "tokenizer.json")
+            _learn(files, bpe_vocab_size, tokenizer, bpe_bytes, text_field)
+        used: Tokenizer = load_tokenizer(tokenizer, end_token)
+        progress = _Progress(size)
+        write_corpus(files, out, used, text_field=text_field, progress=progress)
+    progress.finish()
+    corpus = Corpus(out)
+    print(
+        f"{out}: {corpus.num_tokens:,} tokens in {corpus.num_documents:,} documents, vocabulary "
+        f"{corpus.vocab_size:,}, {size / corpus.num_tokens:.2f} bytes per token\n"
+        f"next: python -m jaxdist.train --data.sources='[\"{out}\"]'"
+    )
+    return corpus
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="jaxdist data",
+        description="Tokenise text once into memory-mapped shards that training reads at random.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "sources",
+        nargs="+",
+        metavar="SRC",
+        help='text files, folders, globs, .jsonl[.gz|.zst], .parquet, or "stdlib"',
+    )
+    parser.add_argument("--out", required=True, metavar="DIR", help="folder to make")
+    parser.add_argument(
+        "--tokenizer",
+        default="bytes",
+        metavar="PATH",
+        help='a tokenizer.json, or "bytes" (default): 256 tokens, no file needed',
+    )
+    parser.add_argument(
+        "--train-bpe",
+        type=int,
+        metavar="VOCAB",
+        help="learn a byte-level BPE of VOCAB tokens on SRC, kept as DIR/tokenizer.json",
+    )
+    parser.add_argument(
+        "--bpe-mb",
+        type=float,
+        default=200.0,
+        metavar="MB",
+        help="megabytes of text to learn the BPE on, spread over the files (default 200)",
+    )
+    parser.add_argument(
+        "--text-field",
+        default="text",
+        metavar="NAME",
+        help="field of a JSON line or column of a Parquet file that holds the text (default text)",
+    )
+    parser.add_argument(
+        "--end-token",
+        default="",
+        metavar="TOKEN",
+        help="token put after each document (default: the tokenizer's own end of text, if any)",
+    )
+    return parser
+
+
+def _learn(files: list[Path], vocab_size: int, path: str, limit: int, text_field: str) -> None:
+    started = time.monotonic()
+    share = min(1.0, limit / max(1, total_bytes(files)))
+    print(f"learning a BPE of {vocab_size} tokens on {share:.0%} of the text", file=sys.stderr)
+    train_bpe(_sample(files, share, text_field), vocab_size, path)
+    found = load_tokenizer(path).vocab_size
+    if found < vocab_size:
+        raise ConfigError(
+            [
+                f"--train-bpe {vocab_size}: the text gives only {found} tokens. Use --train-bpe "
+                f"{found} or less, or more text."
+            ]
+        )
+    print(f"learned in {time.monotonic() - started:.0f} s", file=sys.stderr)
+
+
+def _sample(files: list[Path], share: float, text_field: str) -> Iterator[str]:
+    """Evenly spaced pieces of the text, each cut into lines so that little is held at once."""
+    due = 0.0
+    for piece in itertools.chain.from_iterable(read_pieces(path, text_field) for path in files):
+        due += share
+        if due >= 1:
+            due -= 1
+            yield from piece.text.splitlines(keepends=True)
+
+
+class _Progress:
+    """One line that rewrites itself on a terminal, and a line each ten seconds elsewhere."""
+
+    def __init__(self, total: int):
+        self._total = total
+        self._started = time.monotonic()
+        self._said = self._started if sys.stderr.isatty() else self._started + 9
+        self._every = 0.5 if sys.stderr.isatty() else 10.0
+        self._last: tuple[int, int] = (0, 0)
+
+    def __call__(self, position: int, num_tokens: int) -> None:
+        self._last = position, num_tokens
+        if time.monotonic() - self._said >= self._every:
+            self._say(position, num_tokens)
+
+    def finish(self) -> None:
+        self._say(self._total, self._last[1])
+        if sys.stderr.isatty():
+            print(file=sys.stderr)
+
+    def _say(self, position: int, num_tokens: int) -> None:
+        self._said = time.monotonic()
+        passed = max(1e-9, self._said - self._started)
+        left = passed * (self._total - position) / max(1, position)
+        line = (
+            f"{position / max(1, self._total):4.0%}  {num_tokens:,} tokens  "
+            f"{position / passed / 1e6:.1f} MB/s  {num_tokens / passed:,.0f} tokens/s  "
+            f"{left:.0f} s left"
+        )
+        if sys.stderr.isatty():
+            width = shutil.get_terminal_size().columns - 1
+            print(f"\r{line[:width]:<{width}}", end="", file=sys.stderr, flush=True)
+        else:
+            print(line, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,137 @@
+"""What a user can ask of the data: sources, mixing, tokenizer, packing, held-out split, prefetch.
+
+Light to import: a wrong value is answered before a device, a tokenizer or a file is opened.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import glob
+import math
+from pathlib import Path
+from typing import Literal
+
+from jaxdist.types import setting
+
+SMALLEST_SHARE = 1e-3
+"""Smallest weight a source may have, as a share of all: mixing rounds shares to 1/65536."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Where samples come from and how they become rows of a batch."""
+
+    sources: list[str] = setting(
+        ["stdlib"],
+        'what to train on: "stdlib" (source text of this machine\'s Python standard library), or '
+        "paths and globs of text files, folders, .jsonl[.gz|.zst], .parquet, a token folder made "
+        "by `jaxdist data`, or a CIFAR-10 folder",
+    )
+    weights: list[float] = setting(
+        [],
+        "share of rows drawn from each source, one number per source, in any unit; "
+        "empty = in proportion to size, so that an epoch is one pass over everything",
+    )
+    tokenizer: str = setting(
+        "bytes", '"bytes" (256 tokens, no file needed) or the path of a tokenizer.json'
+    )
+    end_token: str = setting(
+        "",
+        "token put after each document, as the tokenizer spells it; empty = the tokenizer's own "
+        "end of text (byte 0 for bytes), none if it has none",
+    )
+    vocab_size: int = setting(
+        0,
+        "size of the vocabulary the model is built for, in tokens, at least the tokenizer's; "
+        "0 = the tokenizer's",
+    )
+    text_field: str = setting(
+        "text", "field of a JSON line or column of a Parquet file that holds the text"
+    )
+    packing: Literal["stream", "documents", "best_fit"] = setting(
+        "stream",
+        "stream: rows are consecutive windows of all text joined together; documents: the same "
+        "windows, but attention and loss stop at document boundaries; best_fit: whole documents "
+        "placed into rows so that only those longer than a row are cut, rest of the row padded",
+    )
+    eval_fraction: float = setting(
+        0.05,
+        "last part of each source that is held out for evaluation (0 = none); ignored when "
+        "eval_sources is set and for CIFAR-10, whose test file is held out",
+    )
+    eval_sources: list[str] = setting(
+        [], "sources to evaluate on instead of a held-out part of `sources`"
+    )
+    image_scaling: Literal["half", "unit", "channel"] = setting(
+        "half",
+        "pixels x in 0..255 become: half = x/127.5 - 1; unit = x/255; channel = zero mean and unit "
+        "variance per colour over the CIFAR-10 training set",
+    )
+    prefetch: int = setting(2, "batches prepared ahead of the step by a thread, at least 1")
+    on_change: Literal["refuse", "restart"] = setting(
+        "refuse",
+        "when a resumed run finds other data than its checkpoint was trained on: refuse, or "
+        "restart = begin the new data at its first sample",
+    )
+
+    def problems(self) -> list[str]:
+        """Every rule that the values break, one line each."""
+        found = []
+        if not self.sources:
+            found.append(
+                'data.sources is empty: at least one source is needed. Use ["stdlib"] or a path.'
+            )
+        for name in ("sources", "eval_sources"):
+            found += [p for source in getattr(self, name) if (p := _missing(name, source))]
+        found += self._weight_problems()
+        if not 0 <= self.eval_fraction < 1:
+            found.append(
+                f"data.eval_fraction={self.eval_fraction} is not in [0, 1): it is the part of each "
+                "source that is held out. Use 0 for none or e.g. 0.05."
+            )
+        if self.prefetch < 1:
+            found.append(
+                f"data.prefetch={self.prefetch} is below 1: the loader needs room for one batch. "
+                "Use 1 or more."
+            )
+        if self.vocab_size < 0:
+            found.append(
+                f"data.vocab_size={self.vocab_size} is negative: it counts tokens. Use 0 for the "
+                "tokenizer's own size."
+            )
+        if self.tokenizer != "bytes" and not Path(self.tokenizer).is_file():
+            found.append(
+                f'data.tokenizer={self.tokenizer!r} is not a file: it is "bytes" or the path of a '
+                "tokenizer.json. Check the path, or train one with "
+                "`python -m jaxdist.data SRC --out DIR --train-bpe 8192`."
+            )
+        return found
+
+    def _weight_problems(self) -> list[str]:
+        if not self.weights:
+            return []
+        if len(self.weights) != len(self.sources):
+            return [
+                f"data.weights has {len(self.weights)} numbers for {len(self.sources)} sources: "
+                "one per source is needed. Add or remove some, or leave weights empty."
+            ]
+        if not all(math.isfinite(w) and w > 0 for w in self.weights):
+            return [
+                f"data.weights={self.weights} must be positive and finite. To leave a source out, "
+                "remove it from data.sources."
+            ]
+        if min(self.weights) < SMALLEST_SHARE * sum(self.weights):
+            return [
+                f"data.weights={self.weights}: {min(self.weights)} is less than {SMALLEST_SHARE} "
+                "of the sum. Raise it, or remove its source."
+            ]
+        return []
+
+
+def _missing(name: str, source: str) -> str:
+    if source == "stdlib" or glob.has_magic(source) or Path(source).expanduser().exists():
+        return ""
+    return (
+        f'data.{name} has {source!r}, which does not exist: a source is "stdlib", a file, a folder '
+        "or a glob. Check the path (relative paths start at the current directory)."
+    )

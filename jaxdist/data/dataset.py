@@ -1,0 +1,254 @@
+"""Sources to datasets: rows by random access, with the identity that a resumed run must find again.
+
+A dataset has `__len__` and `__getitem__`, so it is also a source for `grain.MapDataset.source`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import logging
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import numpy as np
+
+from jaxdist.data.config import DataConfig
+from jaxdist.data.corpus import Corpus, cached_corpus
+from jaxdist.data.documents import find_files
+from jaxdist.data.images import NUM_CLASSES, Images, is_cifar, open_cifar
+from jaxdist.data.order import Order
+from jaxdist.data.packing import Fields, Part, Rows, split_text
+from jaxdist.data.tokenizer import Tokenizer, load_tokenizer
+from jaxdist.types import ConfigError
+
+log = logging.getLogger("jaxdist")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Dataset:
+    """Rows of one epoch in storage order, by random access.
+
+    Attributes:
+        kind: "text" or "images".
+        parts: one per source.
+        weights: share of each part in training; empty = in proportion to size.
+        vocab_size: tokens of the vocabulary, or classes of images.
+        tokenizer: of text.
+        identity: what the rows depend on, as JSON; `fingerprint` is its digest.
+    """
+
+    kind: Literal["text", "images"]
+    parts: tuple[Part, ...]
+    weights: tuple[float, ...] = ()
+    vocab_size: int
+    tokenizer: Tokenizer | None = None
+    identity: dict[str, Any]
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of one epoch (of all parts together)."""
+        return sum(part.num_rows for part in self.parts)
+
+    @property
+    def fields(self) -> Fields:
+        """Name -> (shape of one row, dtype), see `Batch`."""
+        return self.parts[0].fields
+
+    @property
+    def fingerprint(self) -> str:
+        """Digest of everything the rows depend on; the same on every machine with the same data."""
+        return _digest(self.identity)
+
+    def rows(self, indices: np.ndarray) -> Rows:
+        """Rows stacked in the order of `indices` (integers in [0, num_rows), one dim).
+
+        Pure: the same indices give the same rows, in any process.
+        """
+        indices = np.asarray(indices, np.int64)
+        starts = np.cumsum([0] + [part.num_rows for part in self.parts])
+        if len(indices) and not (indices.min() >= 0 and indices.max() < starts[-1]):
+            raise IndexError(f"row {indices.min()}..{indices.max()} of {starts[-1]}")
+        if len(self.parts) == 1:
+            return self.parts[0].rows(indices)
+        out = {
+            name: np.empty((len(indices), *shape), dtype)
+            for name, (shape, dtype) in self.fields.items()
+        }
+        part_of = np.searchsorted(starts, indices, side="right") - 1
+        for part in np.unique(part_of):
+            chosen = part_of == part
+            rows = self.parts[part].rows(indices[chosen] - starts[part])
+            for name, values in rows.items():
+                out[name][chosen] = values
+        return out
+
+    def order(self, seed: int) -> Order:
+        """The order in which training takes the rows."""
+        return Order([part.num_rows for part in self.parts], self.weights, seed)
+
+    def __len__(self) -> int:
+        return self.num_rows
+
+    def __getitem__(self, index: int) -> Rows:
+        return {name: values[0] for name, values in self.rows(np.array([index])).items()}
+
+
+def open_datasets(
+    config: DataConfig, *, seq_len: int, seed: int = 0
+) -> tuple[Dataset, Dataset | None]:
+    """Open the sources: what to train on and what is held out, without a common row.
+
+    Args:
+        config: see `DataConfig`.
+        seq_len: tokens of a row; not used for images.
+        seed: accepted so that sources may one day depend on it; the split does not.
+
+    Raises:
+        ConfigError: rules broken, or files that cannot be read as what they are said to be.
+    """
+    if problems := config.problems():
+        raise ConfigError(problems)
+    folders = [_cifar_folder(source) for source in config.sources]
+    if all(folders):
+        return _open_images(config, [f for f in folders if f])
+    if any(folders):
+        raise ConfigError(
+            [
+                f"data.sources={config.sources} mixes CIFAR-10 with text: a model learns one of "
+                "them. Name sources of one kind."
+            ]
+        )
+    if seq_len < 1:
+        raise ConfigError([f"seq_len={seq_len} is below 1: a row needs a token. Use 64 or more."])
+    return _open_text(config, seq_len)
+
+
+def _open_text(config: DataConfig, seq_len: int) -> tuple[Dataset, Dataset | None]:
+    tokenizer = load_tokenizer(config.tokenizer, config.end_token)
+    held = 0.0 if config.eval_sources else config.eval_fraction
+    opened = [_open_corpus(source, config, tokenizer) for source in config.sources]
+    _check_tokenizers(config.sources, opened)
+    train, rest = [], []
+    for source, corpus in zip(config.sources, opened, strict=True):
+        rows, held_rows = split_text(corpus, config.packing, seq_len, held)
+        train.append(_with_rows(rows, "data.sources", source, corpus, seq_len))
+        if held_rows is not None:
+            rest.append(_with_rows(held_rows, "held-out part of", source, corpus, seq_len, held))
+    for source in config.eval_sources:
+        opened.append(_open_corpus(source, config, tokenizer))
+        rows, _ = split_text(opened[-1], config.packing, seq_len, 0.0)
+        rest.append(_with_rows(rows, "data.eval_sources", source, opened[-1], seq_len))
+    _check_tokenizers([*config.sources, *config.eval_sources], opened)
+    used = opened[0].tokenizer
+    vocab_size = config.vocab_size or used.vocab_size
+    if vocab_size < used.vocab_size:
+        raise ConfigError(
+            [
+                f"data.vocab_size={vocab_size} is smaller than the {used.vocab_size} tokens of "
+                f"tokenizer {used.name!r}: some tokens would have no place in the model. Use "
+                f"{used.vocab_size} or more, or 0."
+            ]
+        )
+    about = {"seq_len": seq_len, "packing": config.packing, "tokenizer": used.fingerprint}
+
+    def dataset(parts: list[Part], weights: list[float]) -> Dataset:
+        prints = {"parts": [part.fingerprint for part in parts], "weights": weights}
+        return Dataset(
+            kind="text",
+            parts=tuple(parts),
+            weights=tuple(weights),
+            vocab_size=vocab_size,
+            tokenizer=used,
+            identity={"kind": "text", **about, **prints},
+        )
+
+    return dataset(train, list(config.weights)), dataset(rest, []) if rest else None
+
+
+def _open_corpus(source: str, config: DataConfig, tokenizer: Tokenizer) -> Corpus:
+    path = Path(source).expanduser()
+    if (path / "corpus.json").is_file():
+        return Corpus(path)
+    files = find_files(source)
+    if len(files) == 1 and files[0].stat().st_size == 0:
+        raise ConfigError([f"{str(files[0])!r} is empty: nothing to train on. Check the path."])
+    if len(files) == 1 and files[0].suffix in (".bin", ".npy", ".pt", ".safetensors"):
+        raise ConfigError(
+            [
+                f"{str(files[0])!r} is not text. Token folders are made by `python -m jaxdist.data "
+                "SRC --out DIR` from text; give the folder."
+            ]
+        )
+    return cached_corpus(files, source, tokenizer, config.text_field)
+
+
+def _check_tokenizers(sources: list[str], corpora: list[Corpus]) -> None:
+    names = {corpus.tokenizer.fingerprint: corpus.tokenizer.name for corpus in corpora}
+    if len(names) > 1:
+        pairs = "; ".join(f"{s}: {c.tokenizer.name}" for s, c in zip(sources, corpora, strict=True))
+        raise ConfigError(
+            [
+                f"sources were tokenised in different ways ({pairs}): their token numbers mean "
+                "different things. Set data.tokenizer to the one of the token folder."
+            ]
+        )
+
+
+P = TypeVar("P", bound=Part)
+
+
+def _with_rows(
+    part: P, role: str, source: str, corpus: Corpus, seq_len: int, held: float | None = None
+) -> P:
+    if part.num_rows:
+        return part
+    fix = "Use a smaller seq_len or more text."
+    if held is not None:
+        fix = f"Raise data.eval_fraction={held}, set it to 0, or use a smaller seq_len."
+    raise ConfigError(
+        [
+            f"{role} {source!r} holds no row of seq_len={seq_len}: the source has "
+            f"{corpus.num_tokens} tokens in {corpus.num_documents} documents, and a row needs "
+            f"seq_len+1 tokens. {fix}"
+        ]
+    )
+
+
+def _cifar_folder(source: str) -> Path | None:
+    path = Path(source).expanduser()
+    return path if path.is_dir() and is_cifar(path) else None
+
+
+def _open_images(config: DataConfig, folders: list[Path]) -> tuple[Dataset, Dataset | None]:
+    both = [open_cifar(folder, config.image_scaling) for folder in folders]
+    held = [test for _, test in both] if config.eval_fraction else []
+    if config.eval_sources:
+        others = [_cifar_folder(source) for source in config.eval_sources]
+        if not all(others):
+            raise ConfigError(
+                [
+                    f"data.eval_sources={config.eval_sources} are not all CIFAR-10 folders, as "
+                    "data.sources are. Name folders, or leave eval_sources empty to use the test "
+                    "files."
+                ]
+            )
+        held = [open_cifar(folder, config.image_scaling)[1] for folder in others if folder]
+
+    def dataset(parts: list[Images], weights: list[float]) -> Dataset:
+        prints = {"parts": [part.fingerprint for part in parts], "weights": weights}
+        return Dataset(
+            kind="images",
+            parts=tuple(parts),
+            weights=tuple(weights),
+            vocab_size=NUM_CLASSES,
+            identity={"kind": "images", **prints},
+        )
+
+    train = dataset([images for images, _ in both], list(config.weights))
+    return train, dataset(held, []) if held else None
+
+
+def _digest(identity: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:32]

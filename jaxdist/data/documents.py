@@ -1,0 +1,317 @@
+"""Files to documents: plain text, JSON lines, Parquet, folders, globs, and the standard library.
+
+A file is streamed: long texts come in pieces, so that memory stays small whatever the file's size.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import glob
+import gzip
+import hashlib
+import io
+import json
+import os
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from jaxdist.types import ConfigError
+
+PIECE_BYTES = 4 << 20
+"""Longest piece of a text that is tokenised at once; cut at line ends where tokens break too."""
+
+_NOT_LIBRARY = {
+    "__pycache__", "dist-packages", "ensurepip", "idle_test", "idlelib", "lib-dynload", "lib2to3",
+    "site-packages", "test", "tests", "turtledemo",
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """Part of a document.
+
+    Attributes:
+        text: the part.
+        last: whether the document ends here.
+        position: bytes of the file (as stored) used so far.
+    """
+
+    text: str
+    last: bool
+    position: int
+
+
+def library_files() -> list[Path]:
+    """The `.py` files of this Python's standard library, without tests and installed packages.
+
+    Ordered by a digest of their names, so that the held-out end is a fair sample of the library
+    and not its modules from t to z.
+
+    Raises:
+        ConfigError: this Python has no library sources on disk.
+    """
+    import sysconfig
+
+    root = Path(sysconfig.get_path("stdlib"))
+    names = []
+    for folder, folders, files in os.walk(root):
+        folders[:] = [f for f in folders if f not in _NOT_LIBRARY and not f.startswith("config-")]
+        inside = Path(folder).relative_to(root)
+        names += [inside / file for file in files if file.endswith(".py")]
+    if not names:
+        raise ConfigError(
+            [
+                f'data.sources has "stdlib", but {str(root)!r} holds no .py files (a zipped or '
+                "compiled Python). Give a text file or folder of your own."
+            ]
+        )
+    return [root / n for n in sorted(names, key=lambda n: _digest(n.as_posix()))]
+
+
+def find_files(source: str) -> list[Path]:
+    """The files that a source names, in an order that does not depend on the file system.
+
+    Raises:
+        ConfigError: nothing there, or a folder that mixes text with JSON lines or Parquet.
+    """
+    if source == "stdlib":
+        return library_files()
+    path = Path(source).expanduser()
+    if path.is_file():
+        return [path]
+    if path.is_dir():
+        root, found = path, list(path.rglob("*"))
+    else:
+        root, found = Path(), [Path(p) for p in glob.glob(str(path), recursive=True)]
+    files = sorted(
+        (p for p in found if p.is_file() and not _hidden(p.relative_to(root))),
+        key=lambda p: p.as_posix(),
+    )
+    if not files:
+        kind = "is a folder without files" if path.is_dir() else "matches no file"
+        raise ConfigError([f"data source {source!r} {kind}. Check the path."])
+    kinds = {_kind(p) for p in files}
+    if len(kinds) > 1:
+        examples = ", ".join(next(p.name for p in files if _kind(p) == k) for k in sorted(kinds))
+        raise ConfigError(
+            [
+                f"data source {source!r} mixes kinds of files ({examples}): which of them are data "
+                f"is not clear. Name one kind with a glob, e.g. {source.rstrip('/')}/**/*.parquet"
+            ]
+        )
+    return files
+
+
+def read_pieces(path: Path, text_field: str) -> Iterator[Piece]:
+    """The documents of one file, in pieces.
+
+    Raises:
+        ConfigError: not readable, not UTF-8, a broken line or a missing field (with its line),
+            damaged compression.
+    """
+    kind = _kind(path)
+    try:
+        if kind == "parquet":
+            yield from _read_parquet(path, text_field)
+            return
+        if kind == "json":
+            raise ConfigError(
+                [
+                    f"{str(path)!r} is .json: one object per line or one text is not clear. Rename "
+                    "it to .jsonl or .txt."
+                ]
+            )
+        with path.open("rb") as raw, _decompressed(path, raw) as stream:
+            if kind == "lines":
+                yield from _read_lines(path, stream, raw, text_field)
+            else:
+                yield from _read_text(path, stream, raw)
+    except OSError as error:
+        if isinstance(error, gzip.BadGzipFile):
+            raise _damaged(path, error) from None
+        raise ConfigError([f"{str(path)!r} cannot be read: {error.strerror or error}."]) from None
+    except (EOFError, zlib.error) as error:
+        raise _damaged(path, error) from None
+    except Exception as error:
+        if type(error).__name__ == "ZstdError":  # zstandard is imported only when needed
+            raise _damaged(path, error) from None
+        raise
+
+
+def content_digest(files: list[Path]) -> str:
+    """A digest of the files' bytes in order; names and places do not count."""
+    whole = hashlib.sha256()
+    for path in files:
+        try:
+            with path.open("rb") as file:
+                whole.update(hashlib.file_digest(file, "sha256").digest())
+        except OSError as error:
+            raise ConfigError([f"{str(path)!r} cannot be read: {error.strerror}."]) from None
+    return whole.hexdigest()
+
+
+def _kind(path: Path) -> str:
+    suffixes = [s for s in path.suffixes if s not in (".gz", ".zst")]
+    last = suffixes[-1].lower() if suffixes else ""
+    return {".jsonl": "lines", ".ndjson": "lines", ".parquet": "parquet", ".json": "json"}.get(
+        last, "text"
+    )
+
+
+def _hidden(relative: Path) -> bool:
+    return any(part.startswith(".") and part not in (".", "..") for part in relative.parts)
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _damaged(path: Path, error: Exception) -> ConfigError:
+    return ConfigError(
+        [f"{str(path)!r} is damaged: it cannot be decompressed ({error}). Copy the file again."]
+    )
+
+
+def _decompressed(path: Path, raw: BinaryIO) -> Any:
+    if path.suffix == ".gz":
+        return gzip.GzipFile(fileobj=raw)
+    if path.suffix == ".zst":
+        import zstandard
+
+        return io.BufferedReader(_WholeFrames(zstandard, raw))
+    return raw
+
+
+class _WholeFrames(io.RawIOBase):
+    """Decompressed zstd frames that, unlike the library's own reader, notices a cut-off file."""
+
+    def __init__(self, zstandard: Any, raw: BinaryIO):
+        self._zstd, self._raw = zstandard, raw
+        self._frame: Any = None
+        self._input = self._output = b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._output:
+            self._input = self._input or self._raw.read(1 << 20)
+            if not self._input:
+                if self._frame is not None:
+                    raise EOFError("the file ends inside a zstd frame")
+                return 0
+            if self._frame is None:
+                self._frame = self._zstd.ZstdDecompressor().decompressobj()
+            self._output = self._frame.decompress(self._input)
+            self._input = b""
+            if self._frame.eof:
+                self._input, self._frame = self._frame.unused_data, None
+        count = min(len(buffer), len(self._output))
+        buffer[:count], self._output = self._output[:count], self._output[count:]
+        return count
+
+
+def _decode(path: Path, data: bytes, start: int, line: int | None = None) -> str:
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        place = f"byte {start + error.start}" if line is None else f"line {line}"
+        raise ConfigError(
+            [
+                f"{str(path)!r} is not UTF-8 text ({place} is 0x{data[error.start]:02x}). Convert "
+                "it, or leave it out with a glob that names only text files."
+            ]
+        ) from None
+
+
+def _read_text(path: Path, stream: BinaryIO, raw: BinaryIO) -> Iterator[Piece]:
+    held, start = b"", 0
+    while True:
+        block = stream.read(PIECE_BYTES)
+        held += block
+        if not block:
+            if held or start:
+                yield Piece(_decode(path, held, start), True, raw.tell())
+            return
+        if len(held) >= PIECE_BYTES and (cut := _place_to_cut(held)):
+            yield Piece(_decode(path, held[:cut], start), False, raw.tell())
+            held, start = held[cut:], start + cut
+
+
+def _place_to_cut(data: bytes) -> int:
+    """Place after the last newline between two non-blank bytes; 0 to wait for more text.
+
+    There common pre-tokenizers break too: a newline next to other white space may share a token
+    with it. Text that has no such place in four pieces is cut between two characters.
+    """
+    at = len(data) - 1
+    while (at := data.rfind(b"\n", 1, at)) > 0:
+        if not data[at - 1 : at].isspace() and not data[at + 1 : at + 2].isspace():
+            return at + 1
+    if len(data) < 4 * PIECE_BYTES:
+        return 0
+    at = len(data) - 1
+    while at > 0 and data[at] & 0xC0 == 0x80:  # inside a character
+        at -= 1
+    return at
+
+
+def _read_lines(path: Path, stream: BinaryIO, raw: BinaryIO, field: str) -> Iterator[Piece]:
+    for number, data in enumerate(stream, start=1):
+        line = _decode(path, data, 0, number)
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except ValueError as error:
+            raise ConfigError(
+                [f"{path}:{number} is not JSON ({error}). Repair or remove the line."]
+            ) from None
+        if not isinstance(record, dict) or not isinstance(record.get(field), str):
+            have = ", ".join(record) if isinstance(record, dict) else type(record).__name__
+            what = "no text" if isinstance(record, dict) and field in record else "no field"
+            raise ConfigError(
+                [
+                    f"{path}:{number} has {what} {field!r} (it has: {have}). Set data.text_field "
+                    "to the field that holds the text."
+                ]
+            )
+        if record[field]:
+            yield Piece(record[field], True, raw.tell())
+
+
+def _read_parquet(path: Path, column: str) -> Iterator[Piece]:
+    import pyarrow as pa
+    import pyarrow.parquet as parquet
+
+    size = path.stat().st_size
+    try:
+        with parquet.ParquetFile(path) as file:
+            names = file.schema_arrow.names
+            if column not in names:
+                raise ConfigError(
+                    [
+                        f"{str(path)!r} has no column {column!r} (it has: {', '.join(names)}). Set "
+                        "data.text_field to the column that holds the text."
+                    ]
+                )
+            kind = file.schema_arrow.field(column).type
+            if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
+                raise ConfigError(
+                    [
+                        f"{str(path)!r}: column {column!r} holds {kind}, not text. Set "
+                        "data.text_field to a column of strings."
+                    ]
+                )
+            rows, total = 0, max(1, file.metadata.num_rows)
+            for batch in file.iter_batches(batch_size=1024, columns=[column]):
+                for text in batch.column(0).to_pylist():
+                    rows += 1
+                    if text:
+                        yield Piece(text, True, size * rows // total)
+    except pa.ArrowInvalid as error:
+        raise ConfigError(
+            [f"{str(path)!r} is not a whole Parquet file ({str(error).splitlines()[0]})."]
+        ) from None

@@ -1,0 +1,246 @@
+"""CIFAR-10 in both forms it is published in, read without running anything stored in the files.
+
+    cifar-10-batches-py    data_batch_1 … data_batch_5, test_batch: Python pickles
+    cifar-10-batches-bin   the same with .bin: records of 1 label byte and 3·32·32 pixel bytes
+
+References:
+    Krizhevsky, "Learning Multiple Layers of Features from Tiny Images", 2009; both layouts are
+    described on the data set's page, https://www.cs.toronto.edu/~kriz/cifar.html
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import pickle
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from jaxdist.types import ConfigError
+
+TRAIN_FILES = tuple(f"data_batch_{i}" for i in range(1, 6))
+TEST_FILE = "test_batch"
+NUM_CLASSES = 10
+
+_SHAPE = (32, 32, 3)
+_PIXELS = 3 * 32 * 32
+_RECORD = 1 + _PIXELS
+
+# Of the 50,000 training images, red green blue, in units of 255.
+_MEAN = np.array([0.4914, 0.4822, 0.4465], np.float32)
+_STD = np.array([0.2470, 0.2435, 0.2616], np.float32)
+
+Scaling = Literal["half", "unit", "channel"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Images:
+    """Labelled images in memory.
+
+    Attributes:
+        pixels: uint8 [num_rows, 32, 32, 3].
+        labels: int32 [num_rows].
+        scaling: how pixels become float32 (see `DataConfig.image_scaling`).
+    """
+
+    pixels: np.ndarray
+    labels: np.ndarray
+    scaling: Scaling
+
+    @property
+    def num_rows(self) -> int:
+        """Number of images."""
+        return len(self.labels)
+
+    @property
+    def fields(self) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
+        """Fields of image rows (see `Batch`)."""
+        return {
+            "images": (_SHAPE, np.dtype(np.float32)),
+            "labels": ((), np.dtype(np.int32)),
+            "weights": ((), np.dtype(np.float32)),
+        }
+
+    @property
+    def fingerprint(self) -> str:
+        """Of pixels, labels and scaling; the same for both forms on disk."""
+        digest = hashlib.sha256(self.pixels.tobytes() + self.labels.tobytes()).hexdigest()
+        return f"images-{digest[:32]}-{self.scaling}"
+
+    def rows(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+        """See `Part.rows`."""
+        x = self.pixels[indices].astype(np.float32)
+        if self.scaling == "half":
+            x = x / 127.5 - 1
+        else:
+            x /= 255
+            if self.scaling == "channel":
+                x = (x - _MEAN) / _STD
+        return {
+            "images": x,
+            "labels": self.labels[indices],
+            "weights": np.ones(len(indices), np.float32),
+        }
+
+
+def is_cifar(folder: Path) -> bool:
+    """Whether a folder holds CIFAR-10, in part at least."""
+    names = [*TRAIN_FILES, TEST_FILE]
+    return any((folder / n).is_file() or (folder / f"{n}.bin").is_file() for n in names)
+
+
+def open_cifar(folder: Path, scaling: Scaling) -> tuple[Images, Images]:
+    """Training and test images of a CIFAR-10 folder.
+
+    Raises:
+        ConfigError: files missing, of a wrong size, damaged, or pickles that hold something else.
+    """
+    suffix = ".bin" if any(folder.glob("*_batch*.bin")) else ""
+    read = _read_binary if suffix else _read_pickle
+    missing = [
+        n + suffix for n in (*TRAIN_FILES, TEST_FILE) if not (folder / (n + suffix)).is_file()
+    ]
+    if missing:
+        raise ConfigError(
+            [
+                f"CIFAR-10 folder {str(folder)!r} lacks {', '.join(missing)}. Unpack the archive "
+                "again."
+            ]
+        )
+
+    def images(names: tuple[str, ...]) -> Images:
+        parts = [read(folder / (name + suffix)) for name in names]
+        pixels = np.concatenate([p for p, _ in parts]).reshape(-1, 3, 32, 32)
+        return Images(
+            pixels=np.ascontiguousarray(pixels.transpose(0, 2, 3, 1)),
+            labels=np.concatenate([labels for _, labels in parts]),
+            scaling=scaling,
+        )
+
+    return images(TRAIN_FILES), images((TEST_FILE,))
+
+
+def _read_binary(path: Path) -> tuple[np.ndarray, np.ndarray]:
+    data = np.fromfile(path, np.uint8)
+    if not len(data) or len(data) % _RECORD:
+        raise ConfigError(
+            [
+                f"{str(path)!r} has {len(data)} bytes, not a multiple of {_RECORD} (one label and "
+                "3·32·32 pixels). Copy or unpack it again."
+            ]
+        )
+    records = data.reshape(-1, _RECORD)
+    return records[:, 1:], _checked_labels(path, records[:, 0].astype(np.int32))
+
+
+def _read_pickle(path: Path) -> tuple[np.ndarray, np.ndarray]:
+    try:
+        with path.open("rb") as file:
+            batch = _Reader(file, encoding="bytes").load()
+        pixels, labels = _entry(batch, b"data"), _entry(batch, b"labels")
+        if not isinstance(pixels, _StoredArray):
+            raise ValueError("data is not an array")
+        labels = np.array(labels, np.int32)
+        pixels = pixels.array()
+    except _Refused as error:
+        raise ConfigError(
+            [
+                f"{str(path)!r} asks Python to load {error}: a CIFAR-10 batch holds only a dict of "
+                "bytes, lists and one uint8 array. Nothing was run; get the archive from a source "
+                "you trust."
+            ]
+        ) from None
+    except Exception as error:  # a damaged pickle can fail in any way
+        raise ConfigError(
+            [
+                f"{str(path)!r} is not a CIFAR-10 batch in Python form ({type(error).__name__}: "
+                f"{error}). Copy or unpack it again."
+            ]
+        ) from None
+    if pixels.shape != (len(labels), _PIXELS):
+        raise ConfigError(
+            [
+                f"{str(path)!r} has pixels of shape {pixels.shape} for {len(labels)} labels, "
+                f"expected ({len(labels)}, {_PIXELS}). Copy or unpack it again."
+            ]
+        )
+    return pixels, _checked_labels(path, labels)
+
+
+def _checked_labels(path: Path, labels: np.ndarray) -> np.ndarray:
+    if labels.ndim != 1 or not len(labels) or labels.min() < 0 or labels.max() >= NUM_CLASSES:
+        raise ConfigError(
+            [
+                f"{str(path)!r} has labels outside 0..{NUM_CLASSES - 1}: it is not CIFAR-10 "
+                "(CIFAR-100 is another layout). Copy or unpack it again."
+            ]
+        )
+    return labels
+
+
+def _entry(batch: Any, name: bytes) -> Any:
+    if not isinstance(batch, dict):
+        raise ValueError("not a dict")
+    for key in (name, name.decode()):
+        if key in batch:
+            return batch[key]
+    raise ValueError(f"no entry {name.decode()!r}")
+
+
+class _Refused(Exception):
+    """The pickle names something that these files do not need."""
+
+
+class _StoredType:
+    """Stands for numpy.dtype while a pickle is read; only uint8 passes."""
+
+    def __init__(self, code: Any = None, *_: Any):
+        if code not in (b"u1", "u1", b"|u1", "|u1"):
+            raise ValueError(f"an array of type {code!r}, not uint8")
+
+    def __setstate__(self, state: Any) -> None:
+        pass  # byte order and alignment, without meaning for single bytes
+
+
+class _StoredArray:
+    """Stands for numpy.ndarray while a pickle is read; keeps the bytes, builds nothing."""
+
+    def __setstate__(self, state: Any) -> None:
+        _, self._shape, kind, self._by_column, self._data = state
+        if not isinstance(kind, _StoredType) or not isinstance(self._data, bytes):
+            raise ValueError("an array that is not stored as uint8 bytes")
+
+    def array(self) -> np.ndarray:
+        flat = np.frombuffer(self._data, np.uint8)
+        return flat.reshape(self._shape, order="F" if self._by_column else "C")
+
+
+def _reconstruct(*_: Any) -> _StoredArray:
+    return _StoredArray()
+
+
+def _encode(text: str, encoding: str) -> bytes:
+    """Python 3 stores bytes of old pickle protocols as latin-1 text."""
+    if encoding not in ("latin1", b"latin1"):
+        raise ValueError(f"bytes stored as {encoding!r}")
+    return text.encode("latin1")
+
+
+_ALLOWED: dict[tuple[str, str], Any] = {
+    ("numpy", "ndarray"): _StoredArray,
+    ("numpy", "dtype"): _StoredType,
+    ("numpy.core.multiarray", "_reconstruct"): _reconstruct,
+    ("numpy._core.multiarray", "_reconstruct"): _reconstruct,
+    ("_codecs", "encode"): _encode,
+}
+"""All that a batch may name, each replaced by a stand-in of this file: not even numpy's own
+constructors run on what the file says."""
+
+
+class _Reader(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in _ALLOWED:
+            raise _Refused(f"{module}.{name}")
+        return _ALLOWED[module, name]
