@@ -202,8 +202,9 @@ def make_optimizer(config: OptimConfig, axes: Params) -> optax.GradientTransform
 
     Returns:
         `init(params)` and `update(grads, state, params)`; subtract `lr * updates` from the
-        parameters. Gradients are float32. The state holds trees like `params`, with
-        `optax.MaskedNode()` at leaves another rule takes care of; `state_axes` names its dims.
+        parameters. Gradients are float32. The state holds trees like `params`, found by
+        `optax.tree_utils.tree_map_params`, with a scalar 0 at leaves that another rule takes care
+        of; `state_axes` names its dims.
     """
     rules = {
         "adamw": _adam,
@@ -255,11 +256,10 @@ def state_axes(config: OptimConfig, axes: Params, params: Params) -> Any:
     state = jax.eval_shape(optimizer.init, params)
     named = optax.tree_utils.tree_map_params(
         optimizer,
-        lambda leaf, dims: leaf if _is_masked(leaf) else dims,
+        lambda leaf, dims: dims if leaf.ndim else Dims(()),
         state,
         axes,
         transform_non_params=lambda leaf: Dims((None,) * leaf.ndim),
-        is_leaf=_is_masked,
     )
     # Adafactor's row and column moments lack dims of their parameter.
     return jax.tree.map(
@@ -298,10 +298,6 @@ def _sides(dims: Dims) -> _Sides:
     while dims[rest[split]] == "head_dim" and split > 1:
         split -= 1
     return _Sides(stacked, tuple(rest[:split]), tuple(rest[split:]))
-
-
-def _is_masked(node: Any) -> bool:
-    return isinstance(node, optax.MaskedNode)
 
 
 def _adam(config: OptimConfig, axes: Params) -> optax.GradientTransformation:
@@ -346,7 +342,26 @@ def _muon(config: OptimConfig, axes: Params) -> optax.GradientTransformation:
         ),
         _scale_to_adam_rms(numbers),
     )
-    return optax.chain(optax.masked(muon, is_hidden), optax.masked(_adam(config, axes), others))
+    both = optax.chain(optax.masked(muon, is_hidden), optax.masked(_adam(config, axes), others))
+    return _without_holes(both)
+
+
+def _without_holes(inner: optax.GradientTransformation) -> optax.GradientTransformation:
+    """The same rule with a scalar 0 for each `MaskedNode` of its state: every leaf is an array."""
+
+    def is_hole(node: Any) -> bool:
+        return isinstance(node, optax.MaskedNode)
+
+    def fill(state: Any) -> Any:
+        return jax.tree.map(lambda x: _absent() if is_hole(x) else x, state, is_leaf=is_hole)
+
+    def update(updates: Params, state: Any, params: Params | None = None) -> tuple[Params, Any]:
+        holes = jax.eval_shape(inner.init, updates)
+        state = jax.tree.map(lambda a, x: a if is_hole(a) else x, holes, state, is_leaf=is_hole)
+        updates, state = inner.update(updates, state, params)
+        return updates, fill(state)
+
+    return optax.GradientTransformation(lambda params: fill(inner.init(params)), update)
 
 
 def _muon_numbers(dims: Dims) -> MuonDimensionNumbers:
@@ -373,6 +388,8 @@ class FactoredState(NamedTuple):
         rows: for matrices, the mean over the column side: dims [layers?, *row side].
         columns: for matrices, the mean over the row side: dims [layers?, *column side].
         full: for vectors, the second moment itself.
+
+    What a leaf does not have is a scalar 0.
     """
 
     step: Array
@@ -421,9 +438,14 @@ def _adafactor(config: OptimConfig, axes: Params) -> optax.GradientTransformatio
 
 def _empty_moment(param: Array, sides: _Sides, part: str) -> Any:
     if (part == "full") == sides.is_matrix:
-        return optax.MaskedNode()
+        return _absent()
     kept = range(param.ndim) if part == "full" else _kept(sides, part)
     return jnp.zeros([param.shape[i] for i in kept], jnp.float32)
+
+
+def _absent() -> Array:
+    """What fills the place of a moment that a leaf does not have."""
+    return jnp.zeros((), jnp.float32)
 
 
 def _kept(sides: _Sides, part: str) -> list[int]:
@@ -452,13 +474,13 @@ def _factored_update(
 
 
 def _factored_axes(state: FactoredState, axes: Params) -> FactoredState:
-    """`state` with the dims of each moment; `state.full` already has its parameter's."""
+    """`state` with the dims of each moment; `state.full` already has them."""
 
     def kept(part: str) -> Params:
         def dims_of(dims: Dims) -> Any:
             sides = _sides(dims)
             if not sides.is_matrix:
-                return optax.MaskedNode()
+                return Dims(())
             return Dims(dims[i] for i in _kept(sides, part))
 
         return jax.tree.map(dims_of, axes)
