@@ -1,0 +1,215 @@
+"""What a settings dataclass offers: its sections, fields and kinds, and how values are read.
+
+A tree of frozen dataclasses is the schema; nothing is declared twice. A field whose type is a
+dataclass is a section. A field whose type is a union of dataclasses is a section whose `kind`
+(a `Literal` of one value in each) selects which.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import tomllib
+import types
+import typing
+from collections.abc import Iterator
+from typing import Any, Literal, Union, get_args, get_origin
+
+Path = tuple[str, ...]
+"""Names from the root to a field: ("train", "steps")."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Field:
+    """One setting.
+
+    Attributes:
+        path: where it is.
+        type: its annotation.
+        default: its default.
+        doc: one line of help.
+    """
+
+    path: Path
+    type: Any
+    default: Any
+    doc: str
+
+    @property
+    def name(self) -> str:
+        """Dotted path."""
+        return ".".join(self.path)
+
+
+class BadValueError(ValueError):
+    """A value of another type than its field's; the message says what the field takes."""
+
+
+@functools.cache
+def types_of(cls: type) -> dict[str, Any]:
+    """Field name -> annotation, with strings resolved."""
+    hints = typing.get_type_hints(cls)
+    return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
+
+
+def kinds_of(annotation: Any) -> dict[str, type]:
+    """Kinds of a section with their dataclass: {"": cls} if there is one; {} for a plain field."""
+    if dataclasses.is_dataclass(annotation) and isinstance(annotation, type):
+        return {"": annotation}
+    parts = get_args(annotation) if _is_union(annotation) else ()
+    if not parts or not all(dataclasses.is_dataclass(part) for part in parts):
+        return {}
+    return {get_args(types_of(part)["kind"])[0]: part for part in parts}
+
+
+def fields_of(cls: type, prefix: Path = ()) -> Iterator[Field]:
+    """Every plain field below `cls`, all kinds of every section, in order of declaration."""
+    for field in dataclasses.fields(cls):
+        path = (*prefix, field.name)
+        kinds = kinds_of(types_of(cls)[field.name])
+        for kind in kinds.values():
+            yield from fields_of(kind, path)
+        if not kinds:
+            doc = field.metadata.get("doc", "")
+            yield Field(path, types_of(cls)[field.name], default_of(field), doc)
+
+
+def default_of(field: dataclasses.Field) -> Any:
+    """A field's default value, or `dataclasses.MISSING`."""
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return field.default
+
+
+def read_value(raw: Any, annotation: Any) -> Any:
+    """The value of a TOML item or of a flag's text.
+
+    Args:
+        raw: what TOML gave, or `FlagText` with the characters after the flag.
+        annotation: bool, int, float, str, Literal, X | None, list[X], tuple[X, ...] or dict.
+
+    Raises:
+        BadValueError: the value is of another type, or not among the choices.
+    """
+    if _is_union(annotation):
+        if isinstance(raw, FlagText) and raw in ("none", "None"):
+            return None
+        (inner,) = (part for part in get_args(annotation) if part is not type(None))
+        return read_value(raw, inner)
+    if get_origin(annotation) is Literal:
+        return _read_choice(raw, get_args(annotation))
+    if get_origin(annotation) in (list, tuple) or annotation in (list, tuple):
+        return _read_list(raw, annotation)
+    if get_origin(annotation) is dict or annotation is dict:
+        return _read_dict(raw)
+    if isinstance(raw, FlagText):
+        return _read_text(raw, annotation)
+    if annotation is float and isinstance(raw, int) and not isinstance(raw, bool):
+        return float(raw)
+    if annotation is not Any and type(raw) is not annotation:
+        raise BadValueError(f"is not {describe(annotation)}")
+    return raw
+
+
+class FlagText(str):
+    """The text of a flag, whose type its field decides; TOML values have a type already."""
+
+    __slots__ = ()
+
+
+def describe(annotation: Any) -> str:
+    """What a field takes, in words: "a whole number", "adamw, sgd or lion"."""
+    if _is_union(annotation):
+        (inner,) = (part for part in get_args(annotation) if part is not type(None))
+        return f"{describe(inner)}, or none"
+    if get_origin(annotation) is Literal:
+        return join_choices(get_args(annotation))
+    if get_origin(annotation) in (list, tuple):
+        return f"a list: each item {describe(get_args(annotation)[0])}"
+    if get_origin(annotation) is dict:
+        return "a table of names and values"
+    return _WORDS.get(annotation, "a value")
+
+
+def join_choices(choices: typing.Iterable[Any]) -> str:
+    """Join as in `a, b or c`."""
+    *most, last = [str(choice) for choice in choices]
+    return f"{', '.join(most)} or {last}" if most else last
+
+
+_WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
+
+
+def _is_union(annotation: Any) -> bool:
+    return get_origin(annotation) in (Union, types.UnionType)
+
+
+def _read_text(text: FlagText, annotation: Any) -> Any:
+    if annotation is bool:
+        if text not in ("true", "false"):
+            raise BadValueError("is not true or false")
+        return text == "true"
+    if annotation in (int, float):
+        try:
+            return annotation(text)
+        except ValueError:
+            raise BadValueError(f"is not {describe(annotation)}") from None
+    if annotation is Any:
+        return _toml_value(text)
+    return str(text)
+
+
+def _read_choice(raw: Any, choices: tuple[Any, ...]) -> Any:
+    for choice in choices:
+        same = str(choice) == raw if isinstance(raw, FlagText) else choice == raw
+        if same and (isinstance(raw, FlagText) or type(choice) is type(raw)):
+            return choice
+    raise BadValueError(f"is not a choice: {join_choices(choices)}")
+
+
+def _read_list(raw: Any, annotation: Any) -> Any:
+    item_type = (get_args(annotation) or (Any,))[0]
+    if isinstance(raw, FlagText):
+        raw = _toml_value(raw) if raw.startswith("[") else _split(raw)
+    if not isinstance(raw, list):
+        raise BadValueError(f"is not {describe(annotation)}")
+    try:
+        items = [read_value(item, item_type) for item in raw]
+    except BadValueError as error:
+        raise BadValueError(f"has an item that {error}") from None
+    return tuple(items) if (get_origin(annotation) or annotation) is tuple else items
+
+
+def _split(text: FlagText) -> list[FlagText]:
+    return [FlagText(part.strip()) for part in text.split(",")] if text else []
+
+
+def _read_dict(raw: Any) -> dict[str, Any]:
+    value = _toml_value(raw) if isinstance(raw, FlagText) else raw
+    if not isinstance(value, dict):
+        raise BadValueError("is not a table of names and values, e.g. {width=8}")
+    return value
+
+
+def _toml_value(text: str) -> Any:
+    """A TOML value where the text is one, else the text itself."""
+    try:
+        value = tomllib.loads(f"x = {text}\n")
+    except tomllib.TOMLDecodeError:
+        return str(text)
+    return value["x"] if len(value) == 1 else str(text)
+
+
+def example(field: Field) -> str:
+    """A value of the field as a flag would spell it."""
+    default = field.default
+    if isinstance(default, bool):
+        return str(default).lower()
+    if isinstance(default, list | tuple):
+        return ",".join(map(str, default)) or "a,b"
+    if default is dataclasses.MISSING or default is None or default == "":
+        return {int: "1", float: "1.0"}.get(field.type, "TEXT")
+    if isinstance(default, float) and math.isfinite(default):
+        return f"{default:g}"
+    return str(default)

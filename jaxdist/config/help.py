@@ -1,0 +1,122 @@
+"""`--help`: every setting with its type, choices, default and meaning, in 100 columns."""
+
+from __future__ import annotations
+
+import dataclasses
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal, get_args, get_origin
+
+from jaxdist.config.fields import Field, fields_of, kinds_of, types_of
+from jaxdist.types import ConfigError
+
+WIDTH = 100
+
+
+def help_text(
+    cls: type,
+    command: str,
+    summary: str,
+    aliases: Mapping[str, str],
+    positional: Sequence[str] = (),
+    section: str = "",
+) -> str:
+    """The help of a command, or of one section of its settings.
+
+    Raises:
+        ConfigError: there is no such section.
+    """
+    groups = dict(_groups(cls))
+    if section:
+        chosen = [name for name in groups if name.split(" ")[0] == section]
+        if not chosen:
+            names = ", ".join(dict.fromkeys(name.split(" ")[0] for name in groups if name))
+            raise ConfigError([f"--help {section}: there is no such section. Use one of {names}."])
+        return "\n\n".join(_group(name, *groups[name]) for name in chosen)
+    words = "".join(f" [{name.upper()}]" for name in positional)
+    sections = ", ".join(dict.fromkeys(name.split(" ")[0] for name in groups if name))
+    parts = [
+        f"usage: python -m {command}{words} [--config FILE.toml] [--SECTION.FIELD=VALUE ...]",
+        _wrap(summary, ""),
+        _wrap(
+            "Flags win over the file, the file wins over the defaults. A list is a,b,c; a switch "
+            "is true or false, bare = true; dashes in names are underscores.",
+            "",
+        ),
+        _short_spellings(aliases),
+        _wrap(f"--help SECTION shows one of: {sections}." if sections else "", ""),
+        *(_group(name, *group) for name, group in groups.items()),
+    ]
+    return "\n\n".join(part for part in parts if part.strip())
+
+
+def _groups(cls: type) -> Iterator[tuple[str, tuple[str, list[Field]]]]:
+    """(heading, (doc, fields)) of the root and of each section and kind."""
+    plain = [f for f in fields_of(cls) if len(f.path) == 1]
+    yield "", (_doc(cls), plain)
+    for name, annotation in types_of(cls).items():
+        for kind, section in kinds_of(annotation).items():
+            heading = f"{name} (kind = {kind})" if kind else name
+            yield heading, (_doc(section), list(fields_of(section, (name,))))
+
+
+def _doc(cls: type) -> str:
+    return (cls.__doc__ or "").strip().splitlines()[0] if cls.__doc__ else ""
+
+
+def _group(heading: str, doc: str, fields: list[Field]) -> str:
+    if not fields:
+        return ""
+    title = f"{heading}: {doc}" if heading else "General"
+    return "\n".join([_wrap(title, "", hanging="  "), *(_field(field) for field in fields)])
+
+
+def _field(field: Field) -> str:
+    head = f"  --{field.name} {_kind_of_value(field.type)}"
+    shown = _default(field.default)
+    line = f"{head} = {shown}" if shown else head
+    return "\n".join([_wrap(line, "", hanging="      "), _wrap(field.doc, "      ")])
+
+
+def _kind_of_value(annotation: Any) -> str:
+    if get_origin(annotation) is Literal:
+        return "{" + ",".join(str(choice) for choice in get_args(annotation)) + "}"
+    if get_origin(annotation) in (list, tuple):
+        return f"{_kind_of_value(get_args(annotation)[0])},..."
+    if get_origin(annotation) is dict:
+        return "{NAME=VALUE,...}"
+    if args := [part for part in get_args(annotation) if part is not type(None)]:
+        return f"{_kind_of_value(args[0])}|none"
+    return {bool: "true|false", int: "INT", float: "NUMBER", str: "TEXT"}.get(annotation, "VALUE")
+
+
+def _default(default: Any) -> str:
+    if default is dataclasses.MISSING:
+        return "(must be given)"
+    if isinstance(default, bool):
+        return str(default).lower()
+    if isinstance(default, list | tuple):
+        return ",".join(map(str, default)) or "(empty)"
+    if default == {} or default == "":
+        return "(empty)"
+    return "none" if default is None else str(default)
+
+
+def _short_spellings(aliases: Mapping[str, str]) -> str:
+    return _wrap(
+        "Short spellings: " + ", ".join(f"--{s} = --{name}" for s, name in aliases.items()) + "."
+        if aliases
+        else "",
+        "",
+    )
+
+
+def _wrap(text: str, indent: str, hanging: str | None = None) -> str:
+    return textwrap.fill(
+        text,
+        WIDTH,
+        initial_indent=indent,
+        subsequent_indent=indent if hanging is None else hanging,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )

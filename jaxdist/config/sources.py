@@ -1,0 +1,158 @@
+"""Where settings come from: a TOML file and flags, each value with its origin."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path as FilePath
+from typing import Any
+
+from jaxdist.config.fields import FlagText, Path
+
+
+@dataclasses.dataclass(frozen=True)
+class Given:
+    """One value that the user gave.
+
+    Attributes:
+        path: where it goes.
+        raw: what TOML read, or `FlagText`; None for a flag without a value.
+        origin: "flag --train.steps" or "run.toml line 12".
+        section_origin: in a file, where the outermost section begins.
+    """
+
+    path: Path
+    raw: Any
+    origin: str
+    section_origin: str = ""
+
+
+@dataclasses.dataclass
+class Arguments:
+    """A command line, taken apart.
+
+    Attributes:
+        files: arguments of `--config`.
+        flags: values given by flags.
+        positional: arguments that are not flags.
+        help: None without `--help`, else the section asked for ("" = everything).
+    """
+
+    files: list[str] = dataclasses.field(default_factory=list)
+    flags: list[Given] = dataclasses.field(default_factory=list)
+    positional: list[str] = dataclasses.field(default_factory=list)
+    help: str | None = None
+
+
+def split_arguments(argv: Sequence[str], aliases: Mapping[str, str]) -> Arguments:
+    """Read `--a.b=value`, `--a.b value`, bare `--a.b`, `--config FILE`, `--help [SECTION]`.
+
+    Dashes inside names are underscores (`--run-dir` is `run_dir`); `aliases` maps short spellings
+    to dotted names. What follows a flag is its value unless it starts with `--`.
+    """
+    found = Arguments()
+    rest = list(argv)
+    while rest:
+        word = rest.pop(0)
+        if word in ("-h", "--help"):
+            takes_section = bool(rest) and not rest[0].startswith("-")
+            found.help = rest.pop(0) if takes_section else ""
+            continue
+        if not word.startswith("--") or word == "--":
+            found.positional.append(word)
+            continue
+        spelled, equals, text = word[2:].partition("=")
+        value = FlagText(text) if equals else None
+        if value is None and rest and not rest[0].startswith("--"):
+            value = FlagText(rest.pop(0))
+        name = spelled.replace("-", "_")
+        if name == "config":
+            found.files.append(value or "")
+            continue
+        path = tuple(aliases.get(name, name).split("."))
+        found.flags.append(Given(path, value, f"flag --{spelled}"))
+    return found
+
+
+def read_file(file: str) -> tuple[dict[str, Any], list[str], str]:
+    """A TOML file: (its table, problems, its text)."""
+    path = FilePath(file)
+    if not file:
+        return (
+            {},
+            ["--config has no value: the path of a TOML file is needed. Use --config=FILE."],
+            "",
+        )
+    if not path.exists():
+        near = _files_like(path)
+        return {}, [f"--config {file} does not exist: a TOML file is needed. {near}"], ""
+    try:
+        text = path.read_text(encoding="utf-8")
+        return tomllib.loads(text), [], text
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        return {}, [f"--config {file} cannot be read: {reason}. Give a readable TOML file."], ""
+    except tomllib.TOMLDecodeError as error:
+        return (
+            {},
+            [
+                f"--config {file} is not TOML: {_lower_first(str(error))}. Sections are [train], "
+                'values are steps = 400, name = "text", flag = true.'
+            ],
+            "",
+        )
+
+
+def flatten(table: Mapping[str, Any], file: str, text: str) -> list[Given]:
+    """Each value of a TOML table with its path and line; tables inside arrays stay values.
+
+    A path may lead into a field that is itself a table (`[model.args]`): the reader joins those.
+    """
+    lines = _lines_of(text)
+    givens = []
+
+    def walk(node: Mapping[str, Any], prefix: Path) -> None:
+        for name, value in node.items():
+            path = (*prefix, name)
+            if isinstance(value, dict) and value:
+                walk(value, path)
+                continue
+            starts = [path[:n] for n in range(len(path), 0, -1) if path[:n] in lines]
+            places = [f"{file} line {lines[start]}" for start in starts] or [file]
+            givens.append(Given(path, value, places[0], places[-1]))
+
+    walk(table, ())
+    return givens
+
+
+_HEADER = re.compile(r"^\s*\[\s*([^\[\]]+?)\s*\]\s*(#.*)?$")
+_KEY = re.compile(r"^\s*([A-Za-z0-9_\-\"'.\s]+?)\s*=")
+
+
+def _lines_of(text: str) -> dict[Path, int]:
+    """Path -> line (from 1) of headers and keys. tomllib does not say; only messages use it."""
+    lines: dict[Path, int] = {}
+    section: Path = ()
+    for number, line in enumerate(text.splitlines(), start=1):
+        if header := _HEADER.match(line):
+            section = _names(header[1])
+            lines.setdefault(section, number)
+        elif key := _KEY.match(line):
+            lines.setdefault((*section, *_names(key[1])), number)
+    return lines
+
+
+def _names(dotted: str) -> Path:
+    return tuple(part.strip().strip("\"'") for part in dotted.split("."))
+
+
+def _files_like(path: FilePath) -> str:
+    folder = path.parent
+    names = sorted(str(p) for p in folder.glob("*.toml")) if folder.is_dir() else []
+    return f"There are {', '.join(names[:8])}." if names else "Check the path."
+
+
+def _lower_first(text: str) -> str:
+    return text[:1].lower() + text[1:]

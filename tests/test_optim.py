@@ -1,0 +1,403 @@
+"""Optimizers and schedules against PyTorch, the papers written out in numpy, and closed forms."""
+
+import dataclasses
+import math
+import typing
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jaxdist import optim
+from jaxdist.optim import OptimConfig, make_optimizer, make_schedule
+from jaxdist.types import Dims
+
+AXES = {
+    "embed": Dims(("vocab", "d_model")),
+    "layers": {
+        "query": Dims(("layers", "d_model", "heads", "head_dim")),
+        "query_bias": Dims(("layers", "heads", "head_dim")),
+        "out": Dims(("layers", "heads", "head_dim", "d_model")),
+        "up": Dims(("layers", "d_model", "mlp")),
+        "norm": Dims(("layers", "d_model")),
+    },
+    "norm": Dims(("d_model",)),
+}
+SIZES = {"vocab": 7, "d_model": 6, "layers": 2, "heads": 2, "head_dim": 4, "mlp": 10}
+MATRICES = {"embed", "query", "out", "up"}
+HIDDEN = {"query", "out", "up"}
+NUM_STEPS = 4
+OPTIMIZERS = typing.get_args(typing.get_type_hints(OptimConfig)["optimizer"])
+
+
+def named(tree):
+    """Leaves by the last part of their path, the outer norm as `final_norm`."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {
+        ("final_" if len(p) == 1 and p[0].key == "norm" else "") + p[-1].key: v for p, v in leaves
+    }
+
+
+def random_tree(seed):
+    rng = np.random.default_rng(seed)
+    draw = lambda dims: rng.normal(size=[SIZES[d] for d in dims]).astype(np.float32)
+    return jax.tree.map(draw, AXES)
+
+
+def train(config, lr=0.1, axes=AXES):
+    """Parameters after each of a few steps, as the train step applies them."""
+    optimizer = make_optimizer(config, axes)
+    params = jax.tree.map(jnp.asarray, random_tree(0))
+    state = optimizer.init(params)
+    update = jax.jit(optimizer.update)
+    history = []
+    for step in range(NUM_STEPS):
+        updates, state = update(random_tree(step + 1), state, params)
+        params = jax.tree.map(lambda p, u: p - lr * u, params, updates)
+        history.append(named(params))
+    return history, state
+
+
+def reference(rule, lr=0.1, weight_decay=0.0, decayed=MATRICES):
+    """The same with `rule(name) -> (g -> direction)` in numpy, one leaf at a time, float64."""
+    params = {k: v.astype(np.float64) for k, v in named(random_tree(0)).items()}
+    rules = {name: rule(name) for name in params}
+    history = []
+    for step in range(NUM_STEPS):
+        grads = named(random_tree(step + 1))
+        for name, p in params.items():
+            decay = weight_decay * p if name in decayed else 0.0
+            params[name] = p - lr * (rules[name](grads[name].astype(np.float64)) + decay)
+        history.append(dict(params))
+    return history
+
+
+def assert_same_history(ours, theirs, rtol=2e-5, atol=2e-6):
+    for step, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+        for name in b:
+            np.testing.assert_allclose(
+                a[name], b[name], rtol=rtol, atol=atol, err_msg=f"{name} after step {step + 1}"
+            )
+
+
+def numpy_adam(b1=0.9, b2=0.95, eps=1e-8):
+    m = v = t = 0.0
+
+    def direction(g):
+        nonlocal m, v, t
+        t += 1
+        m = b1 * m + (1 - b1) * g
+        v = b2 * v + (1 - b2) * g * g
+        return m / (1 - b1**t) / (np.sqrt(v / (1 - b2**t)) + eps)
+
+    return direction
+
+
+# ---- optimizers ----
+
+
+def torch_history(make):
+    torch = pytest.importorskip("torch", reason="torch is a test extra (pip install .[reference])")
+    tensors = {k: torch.nn.Parameter(torch.tensor(v)) for k, v in named(random_tree(0)).items()}
+    optimizer = make(torch, tensors)
+    history = []
+    for step in range(NUM_STEPS):
+        for name, grad in named(random_tree(step + 1)).items():
+            tensors[name].grad = torch.tensor(grad)
+        optimizer.step()
+        history.append({k: v.detach().numpy().copy() for k, v in tensors.items()})
+    return history
+
+
+def test_adamw_equals_pytorch_with_decay_on_matrices_only():
+    def make(torch, tensors):
+        groups = [
+            {
+                "params": [v for k, v in tensors.items() if (k in MATRICES) == decays],
+                "weight_decay": wd,
+            }
+            for decays, wd in ((True, 0.3), (False, 0.0))
+        ]
+        return torch.optim.AdamW(groups, lr=0.1, betas=(0.9, 0.95), eps=1e-8)
+
+    config = OptimConfig(optimizer="adamw", weight_decay=0.3)
+    # float32 against float32 in another order of operations: a few units in the last place.
+    assert_same_history(train(config)[0], torch_history(make))
+
+
+@pytest.mark.parametrize("nesterov", [False, True], ids=["heavy_ball", "nesterov"])
+def test_sgd_momentum_equals_pytorch(nesterov):
+    def make(torch, tensors):
+        return torch.optim.SGD(tensors.values(), lr=0.1, momentum=0.9, nesterov=nesterov)
+
+    config = OptimConfig(optimizer="sgd", momentum=0.9, nesterov=nesterov, weight_decay=0.0)
+    assert_same_history(train(config)[0], torch_history(make))
+
+
+def test_sgd_weight_decay_is_decoupled_from_the_momentum():
+    def rule(_):
+        m = 0.0
+
+        def direction(g):
+            nonlocal m
+            m = 0.8 * m + g
+            return m
+
+        return direction
+
+    config = OptimConfig(optimizer="sgd", momentum=0.8, weight_decay=0.2)
+    assert_same_history(train(config)[0], reference(rule, weight_decay=0.2))
+
+
+def test_lion_equals_its_paper():
+    def rule(_):
+        m = 0.0
+
+        def direction(g):
+            nonlocal m
+            update = np.sign(0.9 * m + 0.1 * g)
+            m = 0.99 * m + 0.01 * g
+            return update
+
+        return direction
+
+    config = OptimConfig(optimizer="lion", beta2=0.99, weight_decay=0.3)
+    assert_same_history(train(config)[0], reference(rule, weight_decay=0.3))
+
+
+ROW_DIMS = {"embed": 1, "query": 1, "out": 2, "up": 1}
+"""Dims of a layer's matrix that are its rows; the others are its columns."""
+
+
+def numpy_adafactor(name):
+    """Shazeer and Stern, algorithms 4 and 5, one layer's matrix or vector at a time."""
+    if name in {"query", "out", "up", "query_bias", "norm"}:
+        layers = [numpy_adafactor_leaf(name) for _ in range(SIZES["layers"])]
+        return lambda g: np.stack([rule(one) for rule, one in zip(layers, g, strict=True)])
+    return numpy_adafactor_leaf(name)
+
+
+def numpy_adafactor_leaf(name):
+    r = c = v = t = 0.0
+
+    def direction(g):
+        nonlocal r, c, v, t
+        t += 1
+        decay = 1 - t**-0.8
+        if name in MATRICES:
+            flat = g.reshape(math.prod(g.shape[: ROW_DIMS[name]]), -1)
+            r = decay * r + (1 - decay) * (flat**2).mean(1)
+            c = decay * c + (1 - decay) * (flat**2).mean(0)
+            u = flat / np.sqrt(np.outer(r, c) / r.mean())
+        else:
+            v = decay * v + (1 - decay) * g**2
+            u = g / np.sqrt(v)
+        return (u / max(1.0, np.sqrt((u**2).mean()) / 0.9)).reshape(g.shape)
+
+    return direction
+
+
+def test_adafactor_equals_its_paper_layer_by_layer():
+    config = OptimConfig(optimizer="adafactor", update_clip=0.9, weight_decay=0.1)
+    assert_same_history(train(config)[0], reference(numpy_adafactor, weight_decay=0.1))
+
+
+def newton_schulz(x):
+    """Jordan's quintic iteration, five times, on the wide orientation."""
+    transpose = x.shape[0] > x.shape[1]
+    x = x.T if transpose else x
+    x = x / np.linalg.norm(x)
+    for _ in range(5):
+        a = x @ x.T
+        x = 3.4445 * x + (-4.7750 * a + 2.0315 * a @ a) @ x
+    return x.T if transpose else x
+
+
+def numpy_muon(name):
+    if name not in HIDDEN:
+        return numpy_adam()
+    m = t = 0.0
+
+    def orthogonal(g):
+        flat = g.reshape(math.prod(g.shape[: ROW_DIMS[name]]), -1)
+        return (0.2 * math.sqrt(max(flat.shape)) * newton_schulz(flat)).reshape(g.shape)
+
+    def direction(g):
+        nonlocal m, t
+        t += 1
+        m = 0.95 * m + 0.05 * g
+        looked_ahead = 0.95 * m / (1 - 0.95 ** (t + 1)) + 0.05 * g / (1 - 0.95**t)
+        return np.stack([orthogonal(layer) for layer in looked_ahead])
+
+    return direction
+
+
+def test_muon_orthogonalises_each_layers_matrix_and_leaves_the_rest_to_adamw():
+    config = OptimConfig(optimizer="muon", momentum=0.95, weight_decay=0.1)
+    # The quintic amplifies float32 rounding by its slope at zero, 3.44^5 at most.
+    assert_same_history(
+        train(config)[0], reference(numpy_muon, weight_decay=0.1), rtol=2e-4, atol=2e-5
+    )
+
+
+def test_muon_updates_have_the_rms_of_adamws():
+    optimizer = make_optimizer(OptimConfig(optimizer="muon", weight_decay=0.0), AXES)
+    params = random_tree(0)
+    updates = named(jax.jit(optimizer.update)(random_tree(1), optimizer.init(params), params)[0])
+    for name in HIDDEN:
+        # Five quintic steps leave singular values in about [0.7, 1.2] and not exactly 1.
+        assert 0.1 < np.sqrt(np.square(updates[name]).mean()) < 0.25, name
+
+
+# ---- masks, dtypes, state ----
+
+
+def test_matrices_decay_and_biases_and_norms_do_not():
+    mask = named(optim.decay_mask(OptimConfig(), AXES))
+    assert {name for name, decays in mask.items() if decays} == MATRICES
+    assert all(named(optim.decay_mask(OptimConfig(decay_mask="all"), AXES)).values())
+
+
+def test_hidden_matrices_are_the_stacked_ones_or_a_cnns_kernels():
+    assert {k for k, v in named(optim.hidden_matrices(AXES)).items() if v} == HIDDEN
+    cnn = {
+        "conv": Dims((None, None, "in_channels", "channels")),
+        "conv_bias": Dims(("channels",)),
+        "dense": Dims(("flat", "mlp")),
+        "head": Dims(("mlp", "classes")),
+    }
+    assert {k for k, v in named(optim.hidden_matrices(cnn)).items() if v} == {"conv", "dense"}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_bfloat16_moments_keep_second_moments_in_float32_and_stay_close(optimizer):
+    config = OptimConfig(optimizer=optimizer, moment_dtype="bfloat16", beta2=0.99)
+    history, state = train(config)
+    exact, _ = train(dataclasses.replace(config, moment_dtype="float32"))
+    dtypes = {leaf.dtype.name for leaf in jax.tree.leaves(state) if leaf.size > 7}
+    assert ("bfloat16" in dtypes) == (optimizer != "adafactor")  # which has no first moment
+    assert ("float32" in dtypes) == (optimizer in ("adamw", "adafactor", "muon"))
+    if optimizer == "lion":
+        return  # the sign of a rounded momentum may flip where it is close to zero
+    for name, value in history[-1].items():
+        # A moment is rounded to 8 bits at each of four steps of size 0.1 * O(1).
+        np.testing.assert_allclose(value, exact[-1][name], atol=0.02, err_msg=name)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_state_axes_name_every_dim_of_the_state(optimizer):
+    config = OptimConfig(optimizer=optimizer)
+    shapes = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, random_tree(0)))
+    state = make_optimizer(config, AXES).init(random_tree(0))
+    axes = optim.state_axes(config, AXES, shapes)
+    assert jax.tree.structure(axes) == jax.tree.structure(state)
+    seen = set()
+    for dims, leaf in zip(jax.tree.leaves(axes), jax.tree.leaves(state), strict=True):
+        assert isinstance(dims, Dims) and len(dims) == leaf.ndim
+        assert all(SIZES[d] == n for d, n in zip(dims, leaf.shape, strict=True) if d is not None)
+        seen |= set(dims)
+    assert seen >= set(SIZES)  # no dim was lost to None
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_optax_finds_the_param_shaped_trees_of_the_state(optimizer):
+    rule = make_optimizer(OptimConfig(optimizer=optimizer), AXES)
+    params = random_tree(0)
+    marked = optax.tree_utils.tree_map_params(
+        rule, lambda leaf, p: leaf.shape == p.shape or leaf.ndim < p.ndim, rule.init(params), params
+    )
+    found = [leaf for leaf in jax.tree.leaves(marked) if isinstance(leaf, bool)]
+    assert len(found) >= len(jax.tree.leaves(params)) and all(found)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_elementwise_means_that_shards_update_alone(optimizer):
+    """Half of every leaf's last dim, updated alone, equals that half of the whole update."""
+    config = OptimConfig(optimizer=optimizer)
+
+    def update(cut):
+        params, grads = (jax.tree.map(cut, random_tree(seed)) for seed in (0, 1))
+        rule = make_optimizer(config, AXES)
+        return jax.jit(lambda g, p: rule.update(g, rule.init(p), p)[0])(grads, params)
+
+    half = lambda x: x[..., : x.shape[-1] // 2]
+    alone, whole = update(half), jax.tree.map(half, update(lambda x: x))
+    same = jax.tree.map(lambda a, b: bool(np.allclose(a, b, rtol=1e-6, atol=1e-7)), alone, whole)
+    assert all(jax.tree.leaves(same)) == config.elementwise
+
+
+# ---- schedules ----
+
+
+def lrs(total_steps=100, global_batch_size=256, **fields):
+    config = OptimConfig(**{"peak_lr": 0.5, "min_lr_ratio": 0.1, "warmup_steps": 9, **fields})
+    schedule = make_schedule(config, total_steps=total_steps, global_batch_size=global_batch_size)
+    values = jax.jit(schedule)(jnp.arange(total_steps + 20))
+    assert values.dtype == jnp.float32
+    return np.asarray(values)
+
+
+SHAPES = {
+    "cosine": lambda p: 0.05 + 0.45 * (1 + math.cos(math.pi * p)) / 2,
+    "linear": lambda p: 0.05 + 0.45 * (1 - p),
+    "constant": lambda p: 0.5,
+}
+
+
+@pytest.mark.parametrize("decay_steps", [0, 40])
+@pytest.mark.parametrize("schedule", SHAPES)
+def test_schedule_equals_its_closed_form(schedule, decay_steps):
+    got = lrs(schedule=schedule, decay_steps=decay_steps)
+    length = decay_steps or 100 - 9
+    want = [
+        0.5 * (s + 1) / 10 if s < 9 else SHAPES[schedule](min(1.0, (s - 9) / length))
+        for s in range(120)
+    ]
+    np.testing.assert_allclose(got, want, rtol=1e-5)  # float32 cosine
+
+
+def test_wsd_stays_at_the_peak_and_decays_over_the_last_share():
+    got = lrs(schedule="wsd", wsd_decay_ratio=0.3)
+    np.testing.assert_allclose(got[9:71], 0.5, rtol=1e-6)
+    np.testing.assert_allclose(got[70:101], np.linspace(0.5, 0.05, 31), rtol=1e-5)
+    np.testing.assert_allclose(got[100:], 0.05, rtol=1e-6)
+
+
+def test_warmup_starts_above_zero_and_none_starts_at_the_peak():
+    assert 0 < lrs()[0] == pytest.approx(0.05)
+    assert lrs(warmup_steps=0)[0] == pytest.approx(0.5)
+    # A run shorter than its warmup never leaves it.
+    np.testing.assert_allclose(
+        lrs(total_steps=5, schedule="wsd")[:5], 0.05 * np.arange(1, 6), rtol=1e-6
+    )
+
+
+@pytest.mark.parametrize(("scaling", "factor"), [("none", 1.0), ("linear", 4.0), ("sqrt", 2.0)])
+def test_learning_rate_scales_with_the_effective_batch(scaling, factor):
+    got = lrs(lr_scaling=scaling, lr_base_batch_size=64, global_batch_size=256)
+    np.testing.assert_allclose(got, factor * lrs(), rtol=1e-6)
+
+
+# ---- rules ----
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("peak_lr", 0.0), ("peak_lr", math.nan), ("warmup_steps", -1), ("decay_steps", -1),
+        ("wsd_decay_ratio", 0.0), ("wsd_decay_ratio", 1.5), ("min_lr_ratio", 1.5),
+        ("lr_base_batch_size", 0), ("beta1", 1.0), ("beta2", -0.1), ("eps", 0.0),
+        ("momentum", 1.0), ("factored_decay", 0.0), ("update_clip", 0.0), ("weight_decay", -0.1),
+        ("clip_norm", math.inf),
+    ],
+)  # fmt: skip
+def test_a_bad_value_is_named_with_its_rule(field, value):
+    (problem,) = OptimConfig(**{field: value}).problems()
+    assert problem.startswith(f"optim.{field}={value} must be") or "must lie" in problem
+
+
+def test_every_problem_is_reported_and_the_default_has_none():
+    assert OptimConfig().problems() == []
+    assert len(OptimConfig(peak_lr=-1.0, beta1=2.0, clip_norm=-1.0).problems()) == 3
