@@ -424,8 +424,8 @@ class Monitor:
             "impossible_mfu",
             mfu=mfu,
             level=logging.WARNING,
-            message=f"an MFU of {console.percent(mfu)} cannot be: the peak or the model's FLOPs per "
-            "token is wrong. Check monitoring.peak_tflops and Model.flops_per_token.",
+            message=f"an MFU of {console.percent(mfu)} cannot be: the peak or the model's FLOPs "
+            "per token is wrong. Check monitoring.peak_tflops and Model.flops_per_token.",
         )
 
     def _report_compilation(self, done: Compilation) -> None:
@@ -446,7 +446,7 @@ class Monitor:
             **fields,
             changes=list(done.changes),
             level=logging.WARNING,
-            message=f"{took}: compilation {done.count} of it, and a run needs one. Changed: {changed}",
+            message=f"{took}: compilation {done.count} of it, a run needs one. Changed: {changed}",
         )
 
 

@@ -131,7 +131,7 @@ def _signature_of(arguments: Any) -> dict[str, str]:
 
 
 def _place(sharding: Any) -> str:
-    """`PartitionSpec('data',)`, `on TFRT_CPU_0`, with the memory kind where it is unusual."""
+    """`P("data",) over 8 devices`, `on cpu:0`, with the memory kind where it is unusual."""
     spec = getattr(sharding, "spec", None)
     devices = sorted(map(str, sharding.device_set))
     if spec is not None:
