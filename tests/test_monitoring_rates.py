@@ -269,11 +269,24 @@ def test_a_host_array_for_a_device_array_is_no_compilation():
     assert len(reports) == 1
 
 
-def test_programs_compiled_beside_the_step_do_not_count():
-    watch, reports = watched(lambda x: x + 1)
+def test_programs_compiled_meanwhile_do_not_count():
+    step = jax.jit(lambda x: x + 1)
+    step(jnp.ones(4))
+
+    class Busy:
+        """The step, while another thread compiles something (an evaluation, a save)."""
+
+        _cache_size = staticmethod(step._cache_size)
+
+        def __call__(self, x):
+            jax.jit(lambda y: y - 1)(jnp.zeros(3))
+            return step(x)
+
+    reports: list[Compilation] = []
+    watch = CompileWatch(Busy(), reports.append)
     watch(jnp.ones(4))
-    jax.jit(lambda x: x - 1)(jnp.ones(4))
-    watch(jnp.ones(4))
+    assert reports == []
+    watch(jnp.ones(5))
     assert len(reports) == 1
 
 
