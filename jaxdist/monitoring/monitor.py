@@ -108,8 +108,8 @@ class Monitor:
 
         Args:
             step: steps done, this one included; the first is 1.
-            metrics: replicated scalars, e.g. loss, grad_norm, learning_rate; `skipped`, where there
-                is one, is 1 when the step's update was not applied (NaN or Inf).
+            metrics: replicated scalars, e.g. loss, grad_norm, learning_rate; `finite`, where there
+                is one, is False when the step's update was skipped (NaN or Inf).
             tokens: how many of `unit` the step trained on, whole job.
             step_time_s: seconds from the step before to this one, the wait included.
             data_wait_s: seconds of it that the loop waited for its batch.
@@ -383,7 +383,7 @@ class Monitor:
 
     def _check_finite(self, step: int, values: Mapping[str, float]) -> None:
         bad = [k for k in ("loss", "grad_norm") if not math.isfinite(values.get(k, 0.0))]
-        if values.get("skipped"):
+        if not values.get("finite", True):
             self.totals.skipped_steps += 1
             why = f" ({' and '.join(f'{k} is {values[k]}' for k in bad)})" if bad else ""
             self.event(

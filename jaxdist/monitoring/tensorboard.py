@@ -53,10 +53,14 @@ class TensorBoard:
         self._writer.flush()
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """One point for each tag, all in one event."""
+        """One point for each tag, all in one event; what is no number is left out."""
         from tensorboardX.proto.summary_pb2 import Summary
 
-        points = [Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
+        points = [
+            Summary.Value(tag=tag, simple_value=float(value))
+            for tag, value in values.items()
+            if isinstance(value, int | float)
+        ]
         self._write(step, summary=Summary(value=points))
         self._writer.flush()
 
