@@ -1,0 +1,42 @@
+"""Watching a run: console, metrics.jsonl, TensorBoard, and the files of its run directory.
+
+    config         what a run may choose                 (MonitoringConfig)
+    run_directory  where the files lie, who writes       (RunDirectory, new_run_path)
+    environment    versions, git, hosts, devices         (environment)
+    records        metrics.jsonl, exact and kill-proof   (read_records, current)
+    monitor        the sinks of a running job            (Monitor)
+    watches        second compilations, slow loaders     (CompileWatch, DataWaitWatch, StepTimer)
+    throughput     rates and MFU; `peaks` its denominator
+    console        text for people, `tensorboard` its curves, `memory` how full devices are
+
+Importing this starts no device and imports no heavy library.
+"""
+
+from jaxdist.monitoring.config import MonitoringConfig
+from jaxdist.monitoring.environment import environment
+from jaxdist.monitoring.memory import device_memory
+from jaxdist.monitoring.monitor import Monitor
+from jaxdist.monitoring.peaks import peak_flops
+from jaxdist.monitoring.records import current, device_seconds, read_records
+from jaxdist.monitoring.run_directory import RunDirectory, flatten, new_run_path
+from jaxdist.monitoring.throughput import Throughput
+from jaxdist.monitoring.watches import Compilation, CompileWatch, DataWaitWatch, StepTimer
+
+__all__ = [
+    "Compilation",
+    "CompileWatch",
+    "DataWaitWatch",
+    "Monitor",
+    "MonitoringConfig",
+    "RunDirectory",
+    "StepTimer",
+    "Throughput",
+    "current",
+    "device_memory",
+    "device_seconds",
+    "environment",
+    "flatten",
+    "new_run_path",
+    "peak_flops",
+    "read_records",
+]

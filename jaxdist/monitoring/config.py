@@ -1,0 +1,62 @@
+"""What a run may choose about its monitoring. Importing this starts nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from jaxdist.types import setting
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MonitoringConfig:
+    """How often a run reports, what its devices cost and reach, and when its loader is too slow."""
+
+    log_every_steps: int = setting(10, "steps between console lines and TensorBoard points")
+    record_every_steps: int = setting(1, "steps between train lines of metrics.jsonl")
+    tensorboard: bool = setting(True, "write TensorBoard files, by process 0")
+    window_steps: int = setting(
+        20, "steps over which the console's rates (median) and the data wait (share) are taken"
+    )
+    data_wait_warning: float = setting(
+        0.1, "warn when this share of the window went to waiting for data, in (0, 1]; 1 = never"
+    )
+    peak_tflops: float = setting(
+        0.0, "dense peak of one device for the MFU, TFLOP/s; 0 = look the device up"
+    )
+    price_per_device_hour: float = setting(0.0, "price of one device for an hour; 0 = not known")
+    currency: str = setting("USD", "currency of the price")
+
+    def problems(self) -> list[str]:
+        """Every violated rule, one line each: given, allowed, fix."""
+        found = []
+        for name in ("log_every_steps", "record_every_steps"):
+            value = getattr(self, name)
+            if value < 1:
+                found.append(
+                    f"monitoring.{name}={value}: a whole number of steps ≥ 1. "
+                    "Set 1 to report every step."
+                )
+        if self.window_steps < 2:
+            found.append(
+                f"monitoring.window_steps={self.window_steps}: a whole number of steps ≥ 2, for a "
+                "median needs several. Set 20."
+            )
+        if not 0.0 < self.data_wait_warning <= 1.0:
+            found.append(
+                f"monitoring.data_wait_warning={self.data_wait_warning}: a share of the step time "
+                "above 0 and at most 1. Set 0.1 for 10 %, or 1 to never warn."
+            )
+        for name, unknown in (
+            ("peak_tflops", "look the device up"),
+            ("price_per_device_hour", "leave the cost out"),
+        ):
+            value = getattr(self, name)
+            if not math.isfinite(value) or value < 0:
+                found.append(f"monitoring.{name}={value}: a finite number ≥ 0. Set 0 to {unknown}.")
+        if not self.currency.strip():
+            found.append(
+                "monitoring.currency='': a short name such as USD or EUR. "
+                "Set price_per_device_hour to 0 to leave the cost out."
+            )
+        return found

@@ -1,0 +1,282 @@
+"""What a person reads: the header, the step line, the closing block. Pure text, no printing.
+
+`Style` colours for terminals; every line is made twice, plain for log files and styled for a tty.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import textwrap
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+TIMES = "\u00d7"
+"""The multiplication sign."""
+
+LABEL_WIDTH = 11
+"""Width of the label column of header and closing block."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Style:
+    """ANSI colours, or nothing at all when `enabled` is False."""
+
+    enabled: bool = False
+
+    def bold(self, text: str) -> str:
+        """Numbers that matter most."""
+        return f"\033[1m{text}\033[0m" if self.enabled else text
+
+    def dim(self, text: str) -> str:
+        """Labels and units."""
+        return f"\033[2m{text}\033[0m" if self.enabled else text
+
+    def warn(self, text: str) -> str:
+        """What needs attention."""
+        return f"\033[33m{text}\033[0m" if self.enabled else text
+
+
+def count(value: float) -> str:
+    """1234 -> "1,234"; below 100, two digits after the point."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:,.2f}"
+
+
+def big(value: float) -> str:
+    """124439808 -> "124.4 M"."""
+    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= size:
+            return f"{value / size:.1f} {unit}"
+    return f"{value:g}"
+
+
+def memory(num_bytes: float) -> str:
+    """Bytes as GiB, or MiB below one."""
+    if num_bytes >= 2**30:
+        return f"{num_bytes / 2**30:.1f} GiB"
+    return f"{num_bytes / 2**20:.0f} MiB"
+
+
+def duration(seconds: float) -> str:
+    """4.2s, 3m12s, 2h05m, 3d04h: two units at most."""
+    if not math.isfinite(seconds):
+        return "?"
+    if seconds < 59.95:
+        return f"{seconds:.1f}s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes}m{rest:02d}s"
+    hours, minutes = divmod(minutes, 60)
+    if hours < 24:
+        return f"{hours}h{minutes:02d}m"
+    days, hours = divmod(hours, 24)
+    return f"{days}d{hours:02d}h"
+
+
+def money(amount: float, currency: str) -> str:
+    """Two digits after the point, four when the amount is small."""
+    return f"{amount:,.2f} {currency}" if amount >= 1 else f"{amount:.4f} {currency}"
+
+
+def percent(share: float) -> str:
+    """0.4321 -> "43.2 %"."""
+    return f"{100 * share:.1f} %"
+
+
+UNITS = {"tokens": "tok", "images": "img"}
+"""Short name of `Model.unit` in rates."""
+
+_SHOWN = ("loss", "learning_rate", "grad_norm")
+_BOOKKEEPING = ("weight", "finite", "tokens", "loss_finite_steps")
+
+
+def step_line(
+    record: Mapping[str, Any],
+    *,
+    total_steps: int,
+    unit: str = "tokens",
+    convention: str | None = None,
+    eta_s: float | None = None,
+    metrics: Sequence[str] = (),
+    style: Style | None = None,
+) -> str:
+    """One aligned line for one step.
+
+    Args:
+        record: step, loss, ... as in metrics.jsonl; what is absent is left out.
+        total_steps: where the run ends.
+        unit: what is counted, `Model.unit`.
+        convention: of the MFU.
+        eta_s: seconds to go.
+        metrics: names in `record` that the model added, shown after the known ones.
+        style: colours.
+    """
+    style = style or Style()
+    width = len(str(total_steps))
+    parts = [style.dim("step ") + style.bold(f"{record['step']:>{width}}/{total_steps}")]
+
+    def add(label: str, value: str, suffix: str = "", *, strong: bool = False) -> None:
+        shown = style.bold(value) if strong else value
+        parts.append((style.dim(f"{label} ") if label else "") + shown + style.dim(suffix))
+
+    if "loss" in record:
+        add("loss", f"{record['loss']:8.4f}", strong=True)
+    if "learning_rate" in record:
+        add("lr", f"{record['learning_rate']:8.2e}")
+    if "grad_norm" in record:
+        add("grad", f"{record['grad_norm']:7.3g}")
+    for name in metrics:
+        if name not in _SHOWN + _BOOKKEEPING and isinstance(record.get(name), int | float):
+            add(name, f"{record[name]:.4g}")
+    short = UNITS.get(unit, unit)
+    if record.get(f"{unit}_per_s") is not None:
+        add("", f"{count(record[f'{unit}_per_s']):>9}", f" {short}/s")
+        add("", f"{count(record[f'{unit}_per_s_per_device']):>8}", f" {short}/s/device")
+    if "mfu" in record:
+        add("MFU", f"{100 * record['mfu']:4.1f}", f" % {convention}")
+    if record.get("step_time_s") is not None:
+        add("", f"{1000 * record['step_time_s']:7.1f}", " ms")
+    if "memory_bytes" in record:
+        add("mem", f"{memory(record['memory_bytes']):>9}")
+    if eta_s is not None:
+        add("ETA", f"{duration(eta_s):>6}")
+    return "  ".join(parts)
+
+
+def eval_line(record: Mapping[str, Any], *, total_steps: int, style: Style | None = None) -> str:
+    """One line for one evaluation."""
+    style = style or Style()
+    width = len(str(total_steps))
+    parts = [style.dim("eval ") + style.bold(f"{record['step']:>{width}}/{total_steps}")]
+    for name, value in record.items():
+        if name in ("kind", "time", "step") or not isinstance(value, int | float):
+            continue
+        shown = f"{value:8.4f}" if name == "loss" else f"{value:.6g}"
+        parts.append(style.dim(f"{name} ") + (style.bold(shown) if name == "loss" else shown))
+    return "  ".join(parts)
+
+
+def block(
+    rows: Sequence[tuple[str, str | Sequence[str]]], style: Style | None = None
+) -> str:  # fmt: skip
+    """Rows of label and text (or several lines of it), labels in one column."""
+    style = style or Style()
+    lines = []
+    for label, text in rows:
+        values = [text] if isinstance(text, str) else list(text)
+        for i, value in enumerate(values):
+            shown = style.dim(f"{label if i == 0 else '':<{LABEL_WIDTH}}")
+            lines.append(f"{shown} {value}".rstrip())
+    return "\n".join(lines)
+
+
+def header_rows(facts: Mapping[str, Any]) -> list[tuple[str, str | Sequence[str]]]:
+    """The rows of the header, from the facts of the `run` event."""
+    batch = (
+        f"{facts['global_batch_size']:,} = {facts['per_device_batch']} per device {TIMES} "
+        f"{facts['num_replicas']} replicas {TIMES} {facts['accumulation']} accumulation"
+    )
+    if facts["tokens_per_row"] > 1:
+        units = facts["global_batch_size"] * facts["tokens_per_row"]
+        batch += f"; {units:,} {facts['unit']} a step"
+    rows: list[tuple[str, str | Sequence[str]]] = [
+        ("devices", f"{facts['num_devices']} {TIMES} {facts['device_kind']}"),
+        ("mesh", [facts["mesh"], *(wrap(facts["mesh_reason"]) if facts["mesh_reason"] else [])]),
+        ("model", f"{facts['model']}, {big(facts['num_parameters'])} parameters"),
+        ("batch", batch),
+        ("precision", facts["precision"]),
+    ]
+    if facts["memory_estimate_bytes"] is not None:
+        rows.append(("memory", f"{memory(facts['memory_estimate_bytes'])} a device, estimated"))
+    if facts["notes"]:
+        rows.append(("kernels", [line for note in facts["notes"] for line in wrap(note)]))
+    rows.append(("MFU", _describe_mfu(facts)))
+    return rows
+
+
+def _describe_mfu(facts: Mapping[str, Any]) -> str:
+    peak, convention = facts["peak_flops"], facts["mfu_convention"]
+    if peak is None:
+        kind = facts["device_kind"]
+        return f"not shown: the peak of {kind!r} is not known (set --monitoring.peak_tflops)"
+    if convention is None:
+        return "not shown: the model states no FLOPs per token"
+    counted = {"causal": "causal, half of S² attention", "full": "full, all of S² attention"}
+    return f"{counted.get(convention, convention)}; peak {peak / 1e12:,.1f} TFLOP/s a device"
+
+
+def event_line(event: str, fields: Mapping[str, Any]) -> str:
+    """`name key=value ...` for an event that brings no sentence of its own."""
+    shown = []
+    for name, value in fields.items():
+        if isinstance(value, float):
+            value = f"{value:.4g}"
+        shown.append(f"{name}={value}")
+    return " ".join([event.replace("_", " "), *shown])
+
+
+def wrap(text: str, width: int = 84) -> list[str]:
+    """A long sentence as the lines of a block."""
+    return textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False) or [""]
+
+
+def closing_rows(
+    summary: Mapping[str, Any], next_commands: Sequence[str]
+) -> list[tuple[str, str | list[str]]]:
+    """The rows of the closing block, from the summary."""
+    rows: list[tuple[str, str | list[str]]] = [
+        (
+            "ended",
+            f"{summary['exit_reason']} at step {summary['step']}/{summary['total_steps']} "
+            f"after {duration(summary['wall_s'])}",
+        )
+    ]
+    if summary.get("error"):
+        rows.append(("error", wrap(str(summary["error"]))))
+    losses = []
+    if "loss" in summary:
+        losses.append(f"{summary['loss']:.4f} train")
+    if "eval" in summary and "loss" in summary["eval"]:
+        losses.append(f"{summary['eval']['loss']:.4f} eval at step {summary['eval']['step']}")
+    if "best_eval" in summary and summary["best_eval"]["step"] != summary["eval"]["step"]:
+        losses.append(
+            f"best {summary['best_eval']['loss']:.4f} at step {summary['best_eval']['step']}"
+        )
+    if losses:
+        rows.append(("loss", ", ".join(losses)))
+    unit = summary["unit"]
+    short = UNITS.get(unit, unit)
+    if f"{unit}_per_s" in summary:
+        speed = [f"{count(summary[f'{unit}_per_s'])} {short}/s"]
+        if summary["num_devices"] > 1:
+            speed.append(f"{count(summary[f'{unit}_per_s_per_device'])} per device")
+        if "mfu" in summary:
+            speed.append(f"MFU {percent(summary['mfu'])} ({summary['mfu_convention']})")
+        rows.append(("speed", ", ".join(speed)))
+    spent = [f"{summary['device_hours']:.3g} device-hours"]
+    if "cost" in summary:
+        spent.append(money(summary["cost"], summary["currency"]))
+    if summary.get("compile_s"):
+        spent.append(f"compilation {duration(summary['compile_s'])}")
+    if summary.get("data_wait_share") is not None:
+        spent.append(f"waiting for data {percent(summary['data_wait_share'])} of the time")
+    rows.append(("spent", ", ".join(spent)))
+    if "memory_peak_bytes" in summary:
+        rows.append(("memory", f"{memory(summary['memory_peak_bytes'])} at most, fullest device"))
+    troubles = [
+        f"{summary[key]} {label}"
+        for key, label in (
+            ("skipped_steps", "skipped steps"),
+            ("recompilations", "further compilations of the step"),
+            ("warnings", "warnings"),
+        )
+        if summary.get(key)
+    ]
+    if troubles:
+        rows.append(("trouble", ", ".join(troubles) + " (events in metrics.jsonl)"))
+    if "checkpoint" in summary:
+        rows.append(("checkpoint", str(summary["checkpoint"])))
+    rows.append(("run", str(summary["run_dir"])))
+    if next_commands:
+        rows.append(("next", list(next_commands)))
+    return rows

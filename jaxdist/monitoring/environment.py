@@ -1,0 +1,132 @@
+"""What a run ran on: versions, code, hosts, devices, command. Read once, at start."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import os
+import platform
+import re
+import shlex
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+_PACKAGES = (
+    *("jaxdist", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy"),
+    *("ml_dtypes", "pyarrow", "tensorboardX", "tokenizers"),
+)
+
+
+def environment(command: list[str] | None = None) -> dict[str, Any]:
+    """Everything needed to run this again, as a record for environment.json.
+
+    Collective where there are several processes (it gathers host names): each must call it, after
+    joining the job. It starts the devices.
+
+    Args:
+        command: the command line; this process's by default.
+    """
+    import jax
+
+    devices = jax.devices()
+    return {
+        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": shlex.join(command or [sys.executable, *sys.argv]),
+        "directory": os.getcwd(),
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "versions": versions(),
+        "nvidia": nvidia_versions(),
+        "git": repositories(),
+        "hosts": _hosts(),
+        "num_processes": jax.process_count(),
+        "devices": {
+            "count": len(devices),
+            "per_process": jax.local_device_count(),
+            "platform": devices[0].platform,
+            "kind": devices[0].device_kind,
+            "runtime": devices[0].client.platform_version,
+        },
+        "settings": {
+            name: os.environ[name]
+            for name in ("XLA_FLAGS", "CUDA_VISIBLE_DEVICES")
+            if os.environ.get(name)
+        }
+        | {k: v for k, v in sorted(os.environ.items()) if k.startswith(("NCCL_", "JAX_"))},
+    }
+
+
+def versions() -> dict[str, str]:
+    """Versions of the packages a run depends on; what is not installed is left out."""
+    found = {}
+    for name in _PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def nvidia_versions() -> dict[str, str]:
+    """CUDA, cuDNN, NCCL and JAX plugin packages and the kernel driver; {} without any."""
+    found = {}
+    for package in importlib.metadata.distributions():
+        name = package.metadata["Name"] or ""
+        if re.match(r"(nvidia-(cuda-runtime|cuda-nvcc|cudnn|nccl)|jax-cuda)", name):
+            found[name] = package.version
+    driver = Path("/proc/driver/nvidia/version")
+    if driver.exists():
+        match = re.search(r"Kernel Module.*?(\d+\.\d+[.\d]*)", driver.read_text())
+        if match:
+            found["driver"] = match.group(1)
+    return dict(sorted(found.items()))
+
+
+def repositories() -> list[dict[str, Any]]:
+    """Commit and cleanliness of the git repositories of jaxdist itself and of the directory."""
+    found: dict[str, dict[str, Any]] = {}
+    package = Path(__file__).parents[1]
+    # A package installed inside someone's repository (.venv/...) is not that repository's code.
+    if _git(package, "ls-files", "--error-unmatch", "__init__.py") is not None:
+        _add_repository(found, package)
+    _add_repository(found, Path.cwd())
+    return list(found.values())
+
+
+def _add_repository(found: dict[str, dict[str, Any]], directory: Path) -> None:
+    root = _git(directory, "rev-parse", "--show-toplevel")
+    commit = _git(directory, "rev-parse", "HEAD")
+    if root is None or commit is None:
+        return
+    status = _git(directory, "status", "--porcelain", "--untracked-files=no")
+    found[root] = {"root": root, "commit": commit, "dirty": bool(status)}
+
+
+def _git(directory: Path, *arguments: str) -> str | None:
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(directory), *arguments], capture_output=True, text=True, timeout=10
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+_HOST_BYTES = 64  # the longest host name Linux allows
+
+
+def _hosts() -> list[str]:
+    """Host name of each process, in the order of processes."""
+    import jax
+
+    if jax.process_count() == 1:
+        return [socket.gethostname()]
+    import numpy as np
+    from jax.experimental import multihost_utils
+
+    name = socket.gethostname().encode()[:_HOST_BYTES].ljust(_HOST_BYTES, b"\0")
+    gathered = multihost_utils.process_allgather(np.frombuffer(name, dtype=np.uint8))
+    return [bytes(row).rstrip(b"\0").decode() for row in np.asarray(gathered)]

@@ -1,0 +1,24 @@
+"""How full the devices are, where the backend tells."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def device_memory(devices: list[Any]) -> dict[str, int]:
+    """Bytes on the fullest of this process's devices; {} where the backend does not tell (CPU).
+
+    Returns:
+        `memory_bytes` in use now, `memory_peak_bytes` the most so far, `memory_limit_bytes`.
+    """
+    stats = [s for s in (device.memory_stats() for device in devices) if s]
+    fields = {}
+    for name, key in (
+        ("memory_bytes", "bytes_in_use"),
+        ("memory_peak_bytes", "peak_bytes_in_use"),
+        ("memory_limit_bytes", "bytes_limit"),
+    ):
+        values = [int(s[key]) for s in stats if key in s]
+        if values:
+            fields[name] = max(values)
+    return fields

@@ -1,0 +1,463 @@
+"""The monitor: the only place where a run's metrics are read from the devices and written down."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from jaxdist.monitoring import console
+from jaxdist.monitoring.config import MonitoringConfig
+from jaxdist.monitoring.memory import device_memory
+from jaxdist.monitoring.peaks import peak_flops
+from jaxdist.monitoring.records import RecordWriter, read_records
+from jaxdist.monitoring.run_directory import RunDirectory
+from jaxdist.monitoring.tensorboard import TensorBoard
+from jaxdist.monitoring.throughput import Throughput
+from jaxdist.monitoring.totals import Totals
+from jaxdist.monitoring.watches import Compilation, CompileWatch, DataWaitWatch
+
+logger = logging.getLogger("jaxdist")
+
+
+class Monitor:
+    """Console, metrics.jsonl and TensorBoard of one run; every process has one, process 0's writes.
+
+    Opening a run that was here before continues it: metrics.jsonl is appended to, beginning with a
+    `start` event at `start_step`, and TensorBoard's points beyond that step are purged.
+
+    Log records carry their coloured text as the attribute `styled`; the console's handler may
+    prefer it on a terminal.
+
+    Args:
+        config: how often, and what a device costs.
+        run: the run directory; `run.is_writer` decides who writes.
+        total_steps: the step at which the run ends.
+        start_step: the step of the restored state, i.e. steps already done; 0 for a fresh run.
+        flops_per_token: `Model.flops_per_token`.
+        unit: `Model.unit`; names the rates (`tokens_per_s`, `images_per_s`).
+        compute_dtype: of matrix products, for the peak.
+        devices: all devices of the job; `jax.devices()` by default.
+        config_text: the resolved config, shown in TensorBoard.
+        clock: seconds since 1970, for the times of records.
+    """
+
+    def __init__(
+        self,
+        config: MonitoringConfig,
+        run: RunDirectory,
+        *,
+        total_steps: int,
+        start_step: int = 0,
+        flops_per_token: Mapping[str, float] | None = None,
+        unit: str = "tokens",
+        compute_dtype: str = "float32",
+        devices: Sequence[Any] | None = None,
+        config_text: str = "",
+        clock: Callable[[], float] = time.time,
+    ):
+        import jax
+
+        devices = list(jax.devices()) if devices is None else list(devices)
+        self.config = config
+        self.run = run
+        self.total_steps = total_steps
+        self.start_step = start_step
+        self.unit = unit
+        self.device_kind = str(devices[0].device_kind)
+        peak = config.peak_tflops * 1e12 or peak_flops(self.device_kind, compute_dtype)
+        self.throughput = Throughput(
+            num_devices=len(devices),
+            flops_per_token=flops_per_token,
+            peak_flops=peak,
+            window_steps=config.window_steps,
+        )
+        self._local_devices = [d for d in devices if d.process_index == jax.process_index()]
+        self._data_wait = DataWaitWatch(
+            threshold=config.data_wait_warning, window_steps=config.window_steps
+        )
+        self._clock = clock
+        self._begin = clock()
+        self._steps_here = 0
+        self._said_impossible = False
+        self._watches: list[CompileWatch] = []
+        self._records: RecordWriter | None = None
+        self._tensorboard: TensorBoard | None = None
+        earlier = read_records(run.metrics) if run.is_writer and run.resumed else []
+        self.totals = Totals(earlier, start_step=start_step, unit=unit)
+        if run.is_writer:
+            self._open(config_text)
+
+    # -- reports of a running job ------------------------------------------------------------------
+
+    def train(
+        self,
+        step: int,
+        metrics: Mapping[str, Any],
+        *,
+        tokens: float,
+        step_time_s: float,
+        data_wait_s: float,
+    ) -> dict[str, float]:
+        """Report one step; reads its metrics from the devices, which blocks until they exist.
+
+        Call it for step n−1 after dispatching step n, so that the devices never wait for the host,
+        and on every process, so that all of them learn the same values.
+
+        Args:
+            step: steps done, this one included; the first is 1.
+            metrics: replicated scalars, e.g. loss, grad_norm, learning_rate; `finite`, where there
+                is one, is False when the step's update was skipped (NaN or Inf).
+            tokens: how many of `unit` the step trained on, whole job.
+            step_time_s: seconds from the step before to this one, the wait included.
+            data_wait_s: seconds of it that the loop waited for its batch.
+
+        Returns:
+            The metrics as Python numbers.
+        """
+        values = read(metrics)
+        self._steps_here += 1
+        self.totals.units += tokens
+        if self._steps_here > 1:  # the first step of a start compiles and fills the prefetch
+            self.throughput.add(tokens, step_time_s)
+            self.totals.add_times(step_time_s, data_wait_s)
+            if self._data_wait.add(data_wait_s, step_time_s):
+                self._warn_slow_loader(step)
+        self._check_finite(step, values)
+        on_record = step % self.config.record_every_steps == 0
+        on_log = step % self.config.log_every_steps == 0 or self._steps_here == 1
+        ends = step == self.total_steps
+        rate = tokens / step_time_s
+        record: dict[str, Any] = {
+            "kind": "train",
+            "time": self._clock(),
+            "step": step,
+            **values,
+            self.unit: self.totals.units,
+            f"{self.unit}_per_s": rate,
+            f"{self.unit}_per_s_per_device": rate / self.throughput.num_devices,
+            "step_time_s": step_time_s,
+            "data_wait_s": data_wait_s,
+            **self.throughput.mfu_fields(rate),
+        }
+        if on_record or on_log or ends:
+            record |= device_memory(self._local_devices)
+            self.totals.memory_peak_bytes = max(
+                self.totals.memory_peak_bytes, record.get("memory_peak_bytes", 0)
+            )
+        self.totals.last = record
+        if (on_record or ends) and self._records is not None:
+            self._records.write(record)
+        if (on_log or ends) and self.run.is_writer:
+            self._show_step(record, list(values))
+        return values
+
+    def eval(self, step: int, metrics: Mapping[str, Any]) -> dict[str, float]:
+        """Report an evaluation of the state after `step` steps; `loss` where there is one."""
+        values = read(metrics)
+        record = {"kind": "eval", "time": self._clock(), "step": step, **values}
+        self.totals.evals.append(record)
+        if self._records is not None:
+            self._records.write(record)
+            self._say(lambda style: console.eval_line(
+                record, total_steps=self.total_steps, style=style
+            ))  # fmt: skip
+        if self._tensorboard is not None:
+            self._tensorboard.scalars(step, {f"eval/{k}": v for k, v in values.items()})
+        return values
+
+    def event(
+        self, event: str, *, message: str = "", level: int = logging.INFO, **fields: Any
+    ) -> None:
+        """Report a save, a restore, a skip, a warning: one line each, on process 0 alone.
+
+        Args:
+            event: its name, `snake_case`; the key `event` of the record.
+            message: the sentence for people; `event key=value ...` by default.
+            level: of the log record; from WARNING on it counts as a warning.
+            fields: what else the record holds; `step` is the last one reported unless given.
+        """
+        if level >= logging.WARNING:
+            self.totals.warnings += 1
+        if self._records is None:
+            return
+        record = {
+            "kind": "event",
+            "event": event,
+            "time": self._clock(),
+            "step": self.totals.last["step"],
+            **fields,
+        }
+        if level >= logging.WARNING:
+            record["level"] = logging.getLevelName(level).lower()
+        if message:
+            record["message"] = message
+        self._records.write(record)
+        self._say(lambda _: message or console.event_line(event, fields), level)
+
+    def header(
+        self,
+        *,
+        mesh: str,
+        mesh_reason: str = "",
+        model: str,
+        num_parameters: int,
+        per_device_batch: int,
+        num_replicas: int,
+        accumulation: int,
+        tokens_per_row: int = 1,
+        precision: str,
+        notes: Sequence[str] = (),
+        memory_estimate_bytes: float | None = None,
+    ) -> None:
+        """The first lines of a run, and one `run` event that holds the same facts.
+
+        Args:
+            mesh: `str(MeshSpec)`.
+            mesh_reason: why this mesh.
+            model: its name.
+            num_parameters: of the whole model.
+            per_device_batch: rows of one microbatch on one replica.
+            num_replicas: parts into which a batch's rows are split (data × fsdp).
+            accumulation: microbatches of a step.
+            tokens_per_row: seq_len; 1 for images.
+            precision: e.g. "bfloat16 compute, float32 parameters".
+            notes: `Model.notes(context)`: chosen kernels and why.
+            memory_estimate_bytes: of one device, where it was estimated.
+        """
+        facts = {
+            "mesh": mesh,
+            "mesh_reason": mesh_reason,
+            "model": model,
+            "num_parameters": num_parameters,
+            "global_batch_size": per_device_batch * num_replicas * accumulation,
+            "per_device_batch": per_device_batch,
+            "num_replicas": num_replicas,
+            "accumulation": accumulation,
+            "tokens_per_row": tokens_per_row,
+            "precision": precision,
+            "notes": list(notes),
+            "memory_estimate_bytes": memory_estimate_bytes,
+            "num_devices": self.throughput.num_devices,
+            "device_kind": self.device_kind,
+            "unit": self.unit,
+            "peak_flops": self.throughput.peak_flops,
+            "mfu_convention": self.throughput.convention,
+            "flops_per_token": self.throughput.flops_per_token,
+        }
+        if self._records is None:
+            return
+        self._records.write(
+            {"kind": "event", "event": "run", "time": self._clock(), "step": self.start_step}
+            | {name: value for name, value in facts.items() if value not in (None, "")}
+        )
+        self._say_block([*console.header_rows(facts), ("run", str(self.run.path))])
+
+    def watch_compiles(self, function: Callable[..., Any], name: str | None = None) -> CompileWatch:
+        """`function` (made by `jax.jit`), with each of its compilations logged.
+
+        A run needs one; each further one is a warning that says what changed.
+        """
+        watch = CompileWatch(function, self._report_compilation, name)
+        self._watches.append(watch)
+        return watch
+
+    # -- the end --------------------------------------------------------------------------------
+
+    def summary(
+        self, exit_reason: str, *, next_commands: Sequence[str] = (), **fields: Any
+    ) -> dict[str, Any]:
+        """Write summary.json and print the closing block; returns what it wrote.
+
+        Args:
+            exit_reason: "finished", "preempted", "stopped", "failed", ...
+            next_commands: what the reader may run next, one command each.
+            fields: more of the summary: `checkpoint`, `error`, ...
+        """
+        summary: dict[str, Any] = {
+            "exit_reason": exit_reason,
+            "total_steps": self.total_steps,
+            "run_dir": self.run.path,
+            "device_kind": self.device_kind,
+        }
+        wall_s = self._clock() - self._begin
+        summary |= self.totals.summary(self.throughput, self._watches, wall_s)
+        if self.config.price_per_device_hour:
+            summary["cost"] = summary["device_hours"] * self.config.price_per_device_hour
+            summary["currency"] = self.config.currency
+        summary |= fields
+        if self._records is None:
+            return summary
+        end = {"step": summary["step"], "exit_reason": exit_reason}
+        self._records.write({"kind": "event", "event": "end", "time": self._clock(), **end})
+        self.run.write_summary(summary)
+        self._say_block(console.closing_rows(summary, next_commands))
+        return summary
+
+    def close(self) -> None:
+        """Flush and close all sinks; a second call does nothing."""
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+            self._tensorboard = None
+        if self._records is not None:
+            self._records.close()
+            self._records = None
+
+    def __enter__(self) -> Monitor:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -- private -----------------------------------------------------------------------------------
+
+    def _open(self, config_text: str) -> None:
+        self._records = self.run.open_metrics()
+        if self.config.tensorboard:
+            first = self.start_step + 1 if self.run.resumed else None
+            self._tensorboard = TensorBoard(self.run.tensorboard, first)
+            if config_text:
+                self._tensorboard.text("config", config_text)
+        self._records.write(
+            {
+                "kind": "event",
+                "event": "start",
+                "time": self._begin,
+                "step": self.start_step,
+                "total_steps": self.total_steps,
+                "num_devices": self.throughput.num_devices,
+                "unit": self.unit,
+            }
+        )
+        if self._records.torn:
+            self.event(
+                "torn_line",
+                bytes=self._records.torn,
+                level=logging.WARNING,
+                message=f"metrics.jsonl ended in a line that was cut short by an earlier failure; "
+                f"its {self._records.torn} bytes were removed",
+            )
+
+    def _say(self, line: Callable[[console.Style], str], level: int = logging.INFO) -> None:
+        plain_text, styled = line(console.Style(False)), line(console.Style(True))
+        logger.log(level, plain_text, extra={"styled": styled})
+
+    def _say_block(self, rows: Sequence[tuple[str, str | Sequence[str]]]) -> None:
+        for i, row in enumerate(console.block(rows).splitlines()):
+            styled = console.block(rows, console.Style(True)).splitlines()[i]
+            logger.info(row, extra={"styled": styled})
+
+    def _show_step(self, record: Mapping[str, Any], metrics: Sequence[str]) -> None:
+        """The console's line, with the window's medians as rates, and TensorBoard's points."""
+        rate, unit = self.throughput.tokens_per_s, self.unit
+        shown = dict(record)
+        if rate is not None:
+            shown[f"{unit}_per_s"] = rate
+            shown[f"{unit}_per_s_per_device"] = rate / self.throughput.num_devices
+            shown["step_time_s"] = self.throughput.step_time_s
+            shown |= self.throughput.mfu_fields(rate)
+            self._warn_impossible_mfu(shown.get("mfu"))
+        eta_s = self.throughput.eta_s(self.total_steps - record["step"])
+        self._say(
+            lambda style: console.step_line(
+                shown,
+                total_steps=self.total_steps,
+                unit=unit,
+                convention=self.throughput.convention,
+                eta_s=eta_s,
+                metrics=metrics,
+                style=style,
+            )
+        )
+        if self._tensorboard is not None:
+            points = {f"train/{name}": record[name] for name in metrics}
+            for name in ("mfu", "mfu_full", "step_time_s", "memory_bytes", "memory_peak_bytes"):
+                if name in shown:
+                    points[f"speed/{name}"] = shown[name]
+            for name in (f"{unit}_per_s", f"{unit}_per_s_per_device"):
+                points[f"speed/{name}"] = shown[name]
+            points["speed/data_wait_share"] = self._data_wait.share
+            self._tensorboard.scalars(record["step"], points)
+
+    def _check_finite(self, step: int, values: Mapping[str, float]) -> None:
+        bad = [k for k in ("loss", "grad_norm") if not math.isfinite(values.get(k, 0.0))]
+        if not values.get("finite", True):
+            self.totals.skipped_steps += 1
+            why = f" ({' and '.join(f'{k} is {values[k]}' for k in bad)})" if bad else ""
+            self.event(
+                "skipped_step",
+                step=step,
+                skipped_steps=self.totals.skipped_steps,
+                **{k: values[k] for k in bad},
+                level=logging.WARNING,
+                message=f"step {step} was skipped{why}; {self.totals.skipped_steps} skipped so far",
+            )
+        elif bad:
+            self.event(
+                "not_finite",
+                step=step,
+                **{k: values[k] for k in bad},
+                level=logging.WARNING,
+                message=f"step {step}: {' and '.join(f'{k} is {values[k]}' for k in bad)}",
+            )
+
+    def _warn_slow_loader(self, step: int) -> None:
+        share = self._data_wait.share
+        self.event(
+            "slow_loader",
+            step=step,
+            data_wait_share=share,
+            level=logging.WARNING,
+            message=f"the data loader is the bottleneck: {console.percent(share)} of the last "
+            f"{self.config.window_steps} steps went to waiting for data (warned above "
+            f"{console.percent(self.config.data_wait_warning)}). Tokenise the corpus once, give "
+            "the loader more workers, or a faster disk.",
+        )
+
+    def _warn_impossible_mfu(self, mfu: float | None) -> None:
+        if mfu is None or mfu <= 1.0 or self._said_impossible:
+            return
+        self._said_impossible = True
+        self.event(
+            "impossible_mfu",
+            mfu=mfu,
+            level=logging.WARNING,
+            message=f"an MFU of {console.percent(mfu)} cannot be: the peak or the model's FLOPs "
+            "per token is wrong. Check monitoring.peak_tflops and Model.flops_per_token.",
+        )
+
+    def _report_compilation(self, done: Compilation) -> None:
+        source = " from the compile cache" if done.from_cache else ""
+        took = f"{done.function} compiled{source} in {console.duration(done.seconds)}"
+        fields: dict[str, Any] = {
+            "function": done.function,
+            "seconds": done.seconds,
+            "from_cache": done.from_cache,
+            "count": done.count,
+        }
+        if done.count == 1:
+            self.event("compile", message=took, **fields)
+            return
+        changed = "; ".join(done.changes) or "no argument that can be seen"
+        self.event(
+            "recompile",
+            **fields,
+            changes=list(done.changes),
+            level=logging.WARNING,
+            message=f"{took}: compilation {done.count} of it, a run needs one. Changed: {changed}",
+        )
+
+
+def read(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Fetch a dict of replicated scalars in one transfer, as Python numbers."""
+    import jax
+
+    fetched = jax.device_get(dict(metrics))  # a pytree: its keys come back sorted
+    return {name: _number(fetched[name]) for name in metrics}
+
+
+def _number(value: Any) -> Any:
+    """A numpy scalar as Python's; Python's own pass."""
+    return value.item() if hasattr(value, "item") else value

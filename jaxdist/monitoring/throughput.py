@@ -1,0 +1,106 @@
+"""How fast: tokens per second, model FLOP utilisation by convention, time left."""
+
+from __future__ import annotations
+
+import collections
+import statistics
+from array import array
+from collections.abc import Mapping
+
+CONVENTIONS = ("causal", "full")
+"""Order in which a convention is chosen for the one MFU of a step line."""
+
+MFU_FORMULA = (
+    "tokens/s/device * FLOPs per token (forward and backward, nothing recomputed) / peak FLOP/s"
+)
+
+
+class Throughput:
+    """Rates of a run. A rate over many steps is a median, so one slow step does not colour it.
+
+    Args:
+        num_devices: devices of the whole job.
+        flops_per_token: `Model.flops_per_token`, convention -> FLOPs of forward and backward.
+        peak_flops: FLOP/s of one device, or None when not known: then there is no MFU at all.
+        window_steps: steps of the rolling rates.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_devices: int,
+        flops_per_token: Mapping[str, float] | None = None,
+        peak_flops: float | None = None,
+        window_steps: int = 20,
+    ):
+        self.num_devices = num_devices
+        self.peak_flops = peak_flops
+        self.flops_per_token = dict(flops_per_token or {})
+        self._rates: collections.deque[float] = collections.deque(maxlen=window_steps)
+        self._times: collections.deque[float] = collections.deque(maxlen=window_steps)
+        self._all_rates = array("d")
+        self._all_times = array("d")
+
+    @property
+    def convention(self) -> str | None:
+        """The convention of `mfu`: causal where the model has it; None when there is no MFU."""
+        if self.peak_flops is None or not self.flops_per_token:
+            return None
+        known = [name for name in CONVENTIONS if name in self.flops_per_token]
+        return known[0] if known else next(iter(self.flops_per_token))
+
+    def add(self, tokens: float, step_time_s: float) -> None:
+        """Count one step. A start's first step, which compiles, is told apart by not adding it."""
+        self._rates.append(tokens / step_time_s)
+        self._times.append(step_time_s)
+        self._all_rates.append(tokens / step_time_s)
+        self._all_times.append(step_time_s)
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Median over the window, whole job; None before the first step."""
+        return statistics.median(self._rates) if self._rates else None
+
+    @property
+    def step_time_s(self) -> float | None:
+        """Median over the window."""
+        return statistics.median(self._times) if self._times else None
+
+    @property
+    def run_tokens_per_s(self) -> float | None:
+        """Median over all steps added."""
+        return statistics.median(self._all_rates) if self._all_rates else None
+
+    @property
+    def run_step_time_s(self) -> float | None:
+        """Median over all steps added."""
+        return statistics.median(self._all_times) if self._all_times else None
+
+    def mfu(self, tokens_per_s: float, convention: str | None = None) -> float | None:
+        """Share of the devices' peak that the model's own FLOPs take, in [0, 1]; None if unknown.
+
+        References:
+            Chowdhery et al., PaLM, appendix B: recomputed activations do not count as work.
+        """
+        convention = convention or self.convention
+        flops = self.flops_per_token.get(convention) if convention else None
+        if flops is None or self.peak_flops is None:
+            return None
+        return tokens_per_s / self.num_devices * flops / self.peak_flops
+
+    def mfu_fields(self, tokens_per_s: float) -> dict[str, float]:
+        """`mfu` by `convention`, and `mfu_full` beside it where that differs; {} if unknown."""
+        fields = {}
+        main = self.mfu(tokens_per_s)
+        if main is not None:
+            fields["mfu"] = main
+        full = self.mfu(tokens_per_s, "full")
+        if full is not None and self.convention != "full":
+            fields["mfu_full"] = full
+        return fields
+
+    def eta_s(self, steps_left: int) -> float | None:
+        """Seconds to go by the window's median step; evaluations and saves are not in it."""
+        if steps_left <= 0:
+            return 0.0
+        return None if not self._times else steps_left * statistics.median(self._times)

@@ -1,0 +1,346 @@
+"""Rates and watches: MFU by hand, time left, slow loaders, second compilations, device memory."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxdist.mesh import MeshSpec
+from jaxdist.monitoring import (
+    Compilation,
+    CompileWatch,
+    DataWaitWatch,
+    Monitor,
+    MonitoringConfig,
+    RunDirectory,
+    StepTimer,
+    Throughput,
+    device_memory,
+    peak_flops,
+    read_records,
+)
+
+# -- MFU -------------------------------------------------------------------------------------------
+
+
+def test_mfu_equals_a_published_row():
+    """Llama2-7B at 4096 on 8 H100: 11,361 tokens/s/GPU are 49.2 % causal and 52.9 % full."""
+    layers, d_model, mlp, vocab, seq_len = 32, 4096, 11008, 32000, 4096
+    matrices = layers * (4 * d_model**2 + 3 * d_model * mlp) + vocab * d_model
+    attention = 12 * layers * d_model * seq_len  # forward and backward, all of S²
+    flops = {"causal": 6 * matrices + attention / 2, "full": 6 * matrices + attention}
+    throughput = Throughput(
+        num_devices=8,
+        flops_per_token=flops,
+        peak_flops=peak_flops("NVIDIA H100 80GB HBM3", "bfloat16"),
+    )
+    throughput.add(8 * 11_361 * 2.0, 2.0)
+    assert throughput.tokens_per_s == 8 * 11_361
+    fields = throughput.mfu_fields(throughput.tokens_per_s)
+    assert throughput.convention == "causal"
+    assert fields["mfu"] == pytest.approx(0.492, abs=6e-4)  # published to 0.1 %
+    assert fields["mfu_full"] == pytest.approx(0.529, abs=6e-4)
+
+
+def test_mfu_is_per_device_and_by_closed_form():
+    throughput = Throughput(num_devices=4, flops_per_token={"full": 2e9}, peak_flops=100e12)
+    # 4 devices at 40,000 tokens/s: 10,000 × 2e9 = 20e12 of 100e12 FLOP/s
+    assert throughput.mfu_fields(40_000.0) == {"mfu": pytest.approx(0.2, rel=1e-12)}
+    assert throughput.convention == "full"
+
+
+@pytest.mark.parametrize(
+    "kind", ["cpu", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA L40S", "NVIDIA A10", "Tesla T40"]
+)
+def test_unknown_hardware_has_no_mfu(kind):
+    assert peak_flops(kind, "bfloat16") is None
+    throughput = Throughput(
+        num_devices=1, flops_per_token={"causal": 1.0}, peak_flops=peak_flops(kind, "bfloat16")
+    )
+    throughput.add(1, 1.0)
+    assert throughput.convention is None
+    assert throughput.mfu_fields(1.0) == {}
+
+
+@pytest.mark.parametrize(
+    ("kind", "bfloat16", "float32"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989.4, 494.7),
+        ("NVIDIA H100 PCIe", 756.5, 378.0),
+        ("NVIDIA H100 NVL", 835.5, 417.5),
+        ("NVIDIA H200", 989.4, 494.7),
+        ("NVIDIA H200 NVL", 835.5, 417.5),
+        ("NVIDIA B200", 2250.0, 1125.0),
+        ("NVIDIA GB200", 2500.0, 1250.0),
+        ("NVIDIA A100-SXM4-80GB", 312.0, 156.0),
+        ("NVIDIA A100-PCIE-40GB", 312.0, 156.0),
+        ("NVIDIA A100 80GB PCIe", 312.0, 156.0),
+        ("NVIDIA A10G", 70.0, 35.0),
+        ("NVIDIA L4", 121.0, 60.0),
+        ("Tesla T4", None, 8.1),  # Turing has no bfloat16
+    ],
+)
+def test_peaks_are_dense(kind, bfloat16, float32):
+    found = peak_flops(kind, "bfloat16")
+    assert found == (None if bfloat16 is None else pytest.approx(bfloat16 * 1e12, rel=1e-12))
+    assert peak_flops(kind, "float32") == pytest.approx(float32 * 1e12, rel=1e-12)
+
+
+def make_monitor(tmp_path, **settings) -> Monitor:
+    total_steps = settings.pop("total_steps", 100)
+    flops = settings.pop("flops_per_token", None)
+    config = MonitoringConfig(tensorboard=False, **settings)
+    run = RunDirectory.open(tmp_path / "run")
+    return Monitor(config, run, total_steps=total_steps, flops_per_token=flops)
+
+
+def events(monitor: Monitor, name: str):
+    return [r for r in read_records(monitor.run.metrics) if r.get("event") == name]
+
+
+def test_an_impossible_mfu_is_told_once(tmp_path):
+    monitor = make_monitor(
+        tmp_path, log_every_steps=1, peak_tflops=1e-12, flops_per_token={"full": 1.0}
+    )
+    for step in range(1, 6):
+        monitor.train(step, {"loss": 1.0}, tokens=80, step_time_s=1.0, data_wait_s=0.0)
+    (event,) = events(monitor, "impossible_mfu")
+    assert event["mfu"] == pytest.approx(10.0) and event["level"] == "warning"
+
+
+# -- rates over time -------------------------------------------------------------------------------
+
+
+def test_one_slow_step_does_not_colour_the_rate():
+    throughput = Throughput(num_devices=2, window_steps=5)
+    for seconds in (1.0, 1.0, 50.0, 1.0, 1.0):
+        throughput.add(100, seconds)
+    assert throughput.tokens_per_s == 100.0 and throughput.step_time_s == 1.0
+
+
+def test_the_window_forgets_and_the_run_does_not():
+    throughput = Throughput(num_devices=1, window_steps=3)
+    for seconds in (1.0,) * 7 + (2.0,) * 3:
+        throughput.add(100, seconds)
+    assert throughput.tokens_per_s == 50.0
+    assert throughput.run_tokens_per_s == 100.0 and throughput.run_step_time_s == 1.0
+
+
+def test_time_left_is_steps_left_times_the_median_step():
+    throughput = Throughput(num_devices=1, window_steps=5)
+    assert throughput.eta_s(10) is None and throughput.eta_s(0) == 0.0
+    for seconds in (0.5, 9.0, 0.25, 0.5, 0.75):
+        throughput.add(1, seconds)
+    assert throughput.eta_s(90) == 45.0
+
+
+def test_the_compiling_step_is_in_no_rate(tmp_path):
+    monitor = make_monitor(tmp_path)
+    monitor.train(1, {"loss": 1.0}, tokens=100, step_time_s=60.0, data_wait_s=30.0)
+    for step in (2, 3):
+        monitor.train(step, {"loss": 1.0}, tokens=100, step_time_s=1.0, data_wait_s=0.0)
+    summary = monitor.summary("finished")
+    assert summary["tokens_per_s"] == 100.0 and summary["data_wait_share"] == 0.0
+
+
+# -- slow loader -----------------------------------------------------------------------------------
+
+
+def warned_at(watch: DataWaitWatch, waits) -> list[int]:
+    return [step for step, wait in enumerate(waits, start=1) if watch.add(wait, 1.0)]
+
+
+def test_slow_loader_is_named_exactly_when_the_share_passes_the_threshold():
+    watch = DataWaitWatch(threshold=0.25, window_steps=4)
+    # Window shares from step 5 on: 0.125, 0.25 (not above), 0.375 (above: step 7), 0.5 ...
+    assert warned_at(watch, [0.0] * 4 + [0.5] * 6) == [7]
+
+
+def test_a_window_that_is_not_full_says_nothing():
+    watch = DataWaitWatch(threshold=0.25, window_steps=4)
+    assert warned_at(watch, [0.9, 0.9, 0.9]) == []
+    assert warned_at(watch, [0.9]) == [1]
+
+
+def test_an_episode_ends_below_half_the_threshold_and_a_new_one_warns_again():
+    watch = DataWaitWatch(threshold=0.25, window_steps=4)
+    assert warned_at(watch, [0.5] * 4) == [4]
+    assert warned_at(watch, [0.2] * 8 + [0.3] * 8) == []  # hovering near the threshold: one episode
+    assert watch.in_episode
+    assert warned_at(watch, [0.0] * 4 + [0.5] * 4) == [7]
+
+
+def test_monitor_names_the_loader_once(tmp_path, caplog):
+    monitor = make_monitor(tmp_path, window_steps=3, data_wait_warning=0.5)
+    for step in range(1, 11):
+        wait = 0.8 if step > 5 else 0.1
+        monitor.train(step, {"loss": 1.0}, tokens=1, step_time_s=1.0, data_wait_s=wait)
+    # Windows of steps 2-4, ..., 5-7: (0.1 + 0.8 + 0.8) / 3 = 0.567 is the first above 0.5.
+    (event,) = events(monitor, "slow_loader")
+    assert event["step"] == 7 and event["data_wait_share"] == pytest.approx(1.7 / 3)
+    assert "the data loader is the bottleneck: 56.7 % of the last 3 steps" in caplog.text
+
+
+def test_a_threshold_of_one_never_warns():
+    watch = DataWaitWatch(threshold=1.0, window_steps=2)
+    assert warned_at(watch, [1.0] * 6) == []
+
+
+# -- step timer ------------------------------------------------------------------------------------
+
+
+def test_step_timer_counts_waits_and_leaves_pauses_out():
+    now = 0.0
+
+    def clock():
+        return now
+
+    def passing(seconds, value=None):
+        nonlocal now
+        now += seconds
+        return value
+
+    timer = StepTimer(clock)
+    assert timer.fetch(lambda: passing(2.0, "batch")) == "batch"
+    passing(3.0)
+    assert timer.lap() == (5.0, 2.0)
+    with timer.paused():
+        passing(100.0)
+    timer.fetch(lambda: passing(0.5))
+    passing(1.0)
+    assert timer.lap() == (1.5, 0.5)
+
+
+# -- compilations ----------------------------------------------------------------------------------
+
+
+def watched(function, **kwargs):
+    reports: list[Compilation] = []
+    return CompileWatch(jax.jit(function, **kwargs), reports.append), reports
+
+
+def test_the_first_compilation_is_counted_and_timed():
+    def step(x):
+        return x * 2
+
+    watch, reports = watched(step)
+    for _ in range(3):
+        watch(jnp.ones(4))
+    assert [(r.function, r.count, r.changes) for r in reports] == [("step", 1, ())]
+    assert reports[0].seconds == watch.seconds > 0
+
+
+def test_a_second_compilation_says_which_argument_changed():
+    def step(state, batch):
+        return {"w": state["w"] + batch.sum()}
+
+    watch, reports = watched(step, donate_argnums=0)
+    state = {"w": jnp.zeros(3)}
+    state = watch(state, jnp.ones((4, 8)))
+    state = watch(state, jnp.ones((4, 8)))
+    assert len(reports) == 1
+    state = watch(state, jnp.ones((4, 9)))
+    assert reports[1].changes == ("arg[1]: float32[4,8] on cpu:0 -> float32[4,9] on cpu:0",)
+    watch({"w": jnp.zeros(3, jnp.float16)}, jnp.ones((4, 9)))
+    assert reports[2].changes == ("arg[0]['w']: float32[3] on cpu:0 -> float16[3] on cpu:0",)
+
+
+def test_a_changed_sharding_is_told():
+    mesh = MeshSpec.parse("dp=4,tp=2").build()
+
+    def place(*spec):
+        return jax.device_put(jnp.ones((8, 8)), NamedSharding(mesh, P(*spec)))
+
+    watch, reports = watched(lambda x: x + 1)
+    watch(place("data"))
+    watch(place("data", "tensor"))
+    (change,) = reports[1].changes
+    assert "P('data',) over 8 devices -> " in change
+    assert change.endswith("P('data', 'tensor') over 8 devices")
+
+
+def test_a_host_array_for_a_device_array_is_no_compilation():
+    watch, reports = watched(lambda x: x + 1)
+    watch(jnp.ones(4))
+    watch(np.ones(4, np.float32))
+    assert watch._cache_size() == 2  # new to jit's cache of calls, yet not to XLA
+    assert len(reports) == 1
+
+
+def test_programs_compiled_meanwhile_do_not_count():
+    step = jax.jit(lambda x: x + 1)
+    step(jnp.ones(4))
+
+    class Busy:
+        """The step, while another thread compiles something (an evaluation, a save)."""
+
+        _cache_size = staticmethod(step._cache_size)
+
+        def __call__(self, x):
+            jax.jit(lambda y: y - 1)(jnp.zeros(3))
+            return step(x)
+
+    reports: list[Compilation] = []
+    watch = CompileWatch(Busy(), reports.append)
+    watch(jnp.ones(4))
+    assert reports == []
+    watch(jnp.ones(5))
+    assert len(reports) == 1
+
+
+def test_a_changed_static_argument_is_told():
+    watch, reports = watched(lambda x, n: x * n, static_argnums=1)
+    watch(jnp.ones(4), 2)
+    watch(jnp.ones(4), 3)
+    assert reports[1].changes == ("arg[1]: int 2 -> int 3",)
+
+
+def test_only_jitted_functions_can_be_watched():
+    with pytest.raises(TypeError, match=r"only a function made by jax\.jit"):
+        CompileWatch(lambda x: x, print)
+
+
+def test_monitor_warns_of_the_second_compilation(tmp_path, caplog):
+    monitor = make_monitor(tmp_path)
+    step = monitor.watch_compiles(jax.jit(lambda x: x + 1), "train_step")
+    step(jnp.ones(4))
+    assert events(monitor, "recompile") == []
+    step(jnp.ones(5))
+    (first,) = events(monitor, "compile")
+    assert first["function"] == "train_step" and first["seconds"] > 0
+    (second,) = events(monitor, "recompile")
+    assert second["level"] == "warning" and "float32[4] on cpu:0" in second["changes"][0]
+    assert "compilation 2 of it, a run needs one. Changed: arg[0]: float32[4]" in caplog.text
+    summary = monitor.summary("finished")
+    assert summary["recompilations"] == 1 and summary["warnings"] == 1
+    assert summary["compile_s"] == step.seconds
+
+
+# -- device memory ---------------------------------------------------------------------------------
+
+
+class FakeDevice:
+    def __init__(self, stats):
+        self._stats = stats
+
+    def memory_stats(self):
+        return self._stats
+
+
+def test_memory_is_that_of_the_fullest_device():
+    devices = [
+        FakeDevice({"bytes_in_use": 5, "peak_bytes_in_use": 9, "bytes_limit": 100}),
+        FakeDevice({"bytes_in_use": 7, "peak_bytes_in_use": 8, "bytes_limit": 100}),
+    ]
+    assert device_memory(devices) == {
+        "memory_bytes": 7,
+        "memory_peak_bytes": 9,
+        "memory_limit_bytes": 100,
+    }
+
+
+def test_a_backend_that_does_not_tell_has_no_memory_fields():
+    assert device_memory(jax.devices()) == {}
+    assert device_memory([FakeDevice(None), FakeDevice({"num_allocs": 3})]) == {}
