@@ -1,0 +1,48 @@
+"""What a program needs before its first array: its place in the job, its log, its way to stop.
+
+The order in which a command uses the room:
+
+    run_command(main)        the guard: exit codes, closing block, no hang at exit
+    Preemption()             first line of main: SIGTERM and SIGUSR1 are remembered from here on
+    simulate(8)              optional: N CPU devices instead of what the machine has
+    setup_compile_cache()    compiled programs survive restarts
+    job = join()             alone, or with the processes that a launcher or scheduler started
+    setup_logging(...)       process 0 on the console, every process in its own file
+
+Importing the room imports neither jax nor any device library, so that a launcher, which never
+computes, starts in milliseconds. The settings dataclass lives in `jaxdist.runtime.settings`.
+"""
+
+from jaxdist.runtime.backend import setup_compile_cache, simulate
+from jaxdist.runtime.command import (
+    EXIT_CONFIG,
+    EXIT_FAILURE,
+    EXIT_HANG,
+    EXIT_INTERRUPTED,
+    EXIT_OK,
+    EXIT_PREEMPTED,
+    run_command,
+)
+from jaxdist.runtime.environment import JoinPlan, resolve
+from jaxdist.runtime.job import DeviceRow, Job, join
+from jaxdist.runtime.logs import setup_logging
+from jaxdist.runtime.signals import Preemption
+
+__all__ = [
+    "EXIT_CONFIG",
+    "EXIT_FAILURE",
+    "EXIT_HANG",
+    "EXIT_INTERRUPTED",
+    "EXIT_OK",
+    "EXIT_PREEMPTED",
+    "DeviceRow",
+    "Job",
+    "JoinPlan",
+    "Preemption",
+    "join",
+    "resolve",
+    "run_command",
+    "setup_compile_cache",
+    "setup_logging",
+    "simulate",
+]

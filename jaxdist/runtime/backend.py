@@ -1,0 +1,101 @@
+"""Decided before jax starts a device: simulated devices and the cache of compiled programs."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+from pathlib import Path
+
+
+def simulate(num_devices: int) -> None:
+    """Make this process see `num_devices` CPU devices and nothing else.
+
+    A backend that already runs with exactly these devices is left as it is.
+
+    Raises:
+        ConfigError: `num_devices` is below 1, or another backend already runs.
+    """
+    import jax
+
+    from jaxdist.types import ConfigError
+
+    if num_devices < 1:
+        raise ConfigError([f"--simulate {num_devices} makes no device. Use a whole number ≥ 1."])
+    try:
+        # 1. The device count first: jax refuses it once a backend runs, while it would accept
+        #    the platform and silently ignore it.
+        jax.config.update("jax_num_cpu_devices", num_devices)
+    except RuntimeError:
+        running = jax.local_devices()
+        if len(running) == num_devices and running[0].platform == "cpu":
+            return
+        raise ConfigError(
+            [
+                f"--simulate {num_devices}: this process already runs {len(running)} "
+                f"{running[0].platform} device(s), and devices cannot change while a process "
+                "lives. Call simulate before any other use of jax."
+            ]
+        ) from None
+    jax.config.update("jax_platforms", "cpu")
+
+
+def setup_compile_cache(directory: str | os.PathLike[str] | None = None) -> Path | None:
+    """Keep compiled programs on disk, so that a restart compiles nothing.
+
+    Args:
+        directory: where; "off" keeps nothing. None or "": `$JAX_COMPILATION_CACHE_DIR`, else
+            `$JAXDIST_CACHE`, else `~/.cache/jaxdist/xla`.
+
+    Returns:
+        The folder in use, or None when off or not writable (said as a warning).
+    """
+    import jax
+
+    chosen = os.fspath(directory) if directory else _default_cache()
+    if chosen == "off":
+        jax.config.update("jax_enable_compilation_cache", False)
+        return None
+    # XLA compiles CPU code for the features of this very processor; in a home directory shared by
+    # unlike machines another's program could die of an illegal instruction.
+    folder = Path(chosen).expanduser() / _machine()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        writable = os.access(folder, os.W_OK)
+    except OSError:
+        writable = False
+    if not writable:
+        import logging
+
+        logging.getLogger("jaxdist").warning(
+            "compile cache %s is not writable: programs are compiled anew each time. "
+            "Set runtime.compile_cache or JAXDIST_CACHE to another folder, or to off.",
+            folder,
+        )
+        jax.config.update("jax_enable_compilation_cache", False)
+        return None
+    jax.config.update("jax_enable_compilation_cache", True)
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+    return folder
+
+
+def _default_cache() -> str:
+    for name in ("JAX_COMPILATION_CACHE_DIR", "JAXDIST_CACHE"):
+        if os.environ.get(name):
+            return os.environ[name]
+    return "~/.cache/jaxdist/xla"
+
+
+def _machine() -> str:
+    features = ""
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith(("flags", "Features", "model name")):
+                features += line
+            elif not line:  # one processor says it all
+                break
+    except OSError:
+        features = platform.processor()
+    return f"{platform.machine()}-{hashlib.sha256(features.encode()).hexdigest()[:8]}"

@@ -1,0 +1,205 @@
+"""The guard around every command: what its exit code means and how it says what went wrong.
+
+| code | meaning |
+|---|---|
+| 0 | finished |
+| 2 | bad usage or configuration: a restart cannot heal it |
+| 75 | preempted after a committed save: run me again |
+| 86 | the watchdog ended a process that made no progress |
+| 130 | interrupted from the keyboard |
+| 1 | anything else |
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from typing import NoReturn
+
+EXIT_OK = 0
+EXIT_FAILURE = 1
+EXIT_CONFIG = 2
+EXIT_PREEMPTED = 75
+EXIT_HANG = 86
+EXIT_INTERRUPTED = 130
+
+_ADVICE = (
+    (
+        ("RESOURCE_EXHAUSTED", "out of memory", "OUT_OF_MEMORY"),
+        "the devices have too little memory: use a smaller microbatch, remat, or more fsdp/tensor",
+    ),
+    (
+        ("No space left", "ENOSPC", "Disk quota"),
+        "the disk is full: make room or set another run directory, then start the same command "
+        "again; committed checkpoints are intact",
+    ),
+    (
+        ("Gloo", "NCCL", "Connection reset", "Connection closed", "Socket closed", "heartbeat"),
+        "another process died or became unreachable first: its own log has the cause",
+    ),
+    (
+        ("No module named",),
+        "a library is missing in this environment: install the package with its extras",
+    ),
+    (
+        ("CUDA_ERROR", "cuInit", "XID", "ECC"),
+        "the GPU or its driver failed: see `nvidia-smi` and `dmesg` there; another node may do",
+    ),
+)
+_RERUN = "start the same command again: it resumes from the newest valid checkpoint"
+
+
+def run_command(main: Callable[[], int | None]) -> NoReturn:
+    """Run `main` and leave the process with its exit code; never hang on the way out.
+
+    * `ConfigError`: its problems on stderr, one per line, and exit code 2; no traceback.
+    * Ctrl-C: one line, 130.
+    * `SystemExit` (argparse): its code.
+    * Anything else: one closing block - what, where, traceback, what to do - and exit code 1.
+
+    `kill -QUIT` prints the stacks of all threads to stderr while the command goes on.
+    """
+    faulthandler.enable()
+    faulthandler.register(signal.SIGQUIT, all_threads=True, chain=False)
+    try:
+        code = main() or EXIT_OK
+    except KeyboardInterrupt:
+        print(
+            "\ninterrupted: what was saved stays, and --resume auto goes on from it",
+            file=sys.stderr,
+        )
+        code = EXIT_INTERRUPTED
+    except SystemExit as leaving:
+        code = _system_exit_code(leaving)
+    except BaseException as error:
+        code = _report(error)
+    _leave(code)
+
+
+def _system_exit_code(leaving: SystemExit) -> int:
+    if leaving.code is None:
+        return EXIT_OK
+    if isinstance(leaving.code, int):
+        return leaving.code
+    print(leaving.code, file=sys.stderr)
+    return EXIT_FAILURE
+
+
+def _report(error: BaseException) -> int:
+    """Print what ended the command, leave it for the launcher, and return the exit code."""
+    problems = _config_problems(error)
+    if problems is not None:
+        text = "\n".join(problems)
+        code, advice = EXIT_CONFIG, "fix the configuration"
+        print(text, file=sys.stderr)
+    else:
+        text = "".join(traceback.format_exception(error)).rstrip()
+        code, advice = EXIT_FAILURE, advice_for(f"{type(error).__name__}: {error}")
+        _print_block(error, text, advice)
+    path = os.environ.get("JAXDIST_ERROR_FILE")
+    if path:
+        _write_error_file(path, code, text, advice)
+    return code
+
+
+def _config_problems(error: BaseException) -> list[str] | None:
+    # Whoever raised a ConfigError has imported jaxdist.types; nobody else has to.
+    types = sys.modules.get("jaxdist.types")
+    return error.problems if types is not None and isinstance(error, types.ConfigError) else None
+
+
+def _print_block(error: BaseException, text: str, advice: str) -> None:
+    process, total = process_place()
+    where = f"process {process} of {total} on {socket.gethostname()} (pid {os.getpid()})"
+    first_line = (str(error).splitlines() or [""])[0][:300]
+    lines = [
+        "",
+        "=" * 100,
+        f"failed:  {type(error).__name__}: {first_line}",
+        f"where:   {where}",
+        "",
+        text,
+        "",
+        f"to do:   {advice}",
+        "=" * 100,
+    ]
+    block = "\n".join(lines)
+    print(block, file=sys.stderr, flush=True)
+    for handler in logging.getLogger("jaxdist").handlers:
+        if isinstance(handler, logging.FileHandler):
+            handler.emit(logging.makeLogRecord({"levelname": "ERROR", "msg": block}))
+
+
+def advice_for(message: str) -> str:
+    """One line of what to do about an error with this message."""
+    for marks, advice in _ADVICE:
+        if any(mark in message for mark in marks):
+            return advice
+    return _RERUN
+
+
+def process_place() -> tuple[int, int]:
+    """(process index, number of processes), without touching a device."""
+    distributed = sys.modules.get("jax._src.distributed")
+    if distributed is not None and distributed.global_state.client is not None:
+        return distributed.global_state.process_id, distributed.global_state.num_processes
+    return int(os.environ.get("JAXDIST_PROCESS_INDEX", 0)), int(
+        os.environ.get("JAXDIST_NUM_PROCESSES", 1)
+    )
+
+
+def _write_error_file(path: str, code: int, text: str, advice: str) -> None:
+    process, total = process_place()
+    record = {
+        "time": time.time(),
+        "process": process,
+        "num_processes": total,
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "exit_code": code,
+        "error": text,
+        "advice": advice,
+    }
+    try:
+        with open(path, "w", encoding="utf-8") as file:
+            json.dump(record, file)
+    except OSError as failure:
+        print(f"cannot write {path}: {failure}", file=sys.stderr)
+
+
+def _leave(code: int) -> NoReturn:
+    distributed = sys.modules.get("jax._src.distributed")
+    client = getattr(getattr(distributed, "global_state", None), "client", None)
+    if client is None:
+        sys.exit(code)
+    # jax's atexit hook waits for every process (five minutes by default). That is right after a
+    # success; after a failure the others are stuck in a collective and would wait for us.
+    if code in (EXIT_OK, EXIT_PREEMPTED):
+        import jax
+
+        jax.distributed.shutdown()
+    elif distributed is not None and distributed.global_state.process_id == 0:
+        # The others die of the coordinator's death at once: a refusal that all of them found is
+        # given a moment to be said by all of them.
+        _flush()
+        time.sleep(1.0)
+    _flush()
+    os._exit(code)
+
+
+def _flush() -> None:
+    for handler in logging.getLogger("jaxdist").handlers:
+        handler.flush()
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):  # a closed pipe must not change the exit code
+            continue

@@ -1,0 +1,364 @@
+"""Joining a job: connect the processes, refuse what cannot work, and say who has which device."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import json
+import logging
+import os
+import platform as machine
+import re
+import resource
+import socket
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from jaxdist.runtime.environment import (
+    JoinPlan,
+    is_loopback,
+    resolve,
+    visible_gpus,
+)
+from jaxdist.runtime.logs import divert_c_stdout
+
+if TYPE_CHECKING:
+    import jax
+
+    from jaxdist.runtime.settings import RuntimeConfig
+
+log = logging.getLogger("jaxdist")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DeviceRow:
+    """One device of the job."""
+
+    process: int
+    host: str
+    device: int
+    kind: str
+    uuid: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Job:
+    """This process's place in its job.
+
+    Attributes:
+        process_index: from 0.
+        num_processes: in the whole job.
+        host: name of this host.
+        local_devices: jax devices of this process.
+        devices: every device of the job, process by process.
+        platform: "cpu" or "gpu".
+        source: who started the processes.
+        attempt: how often the job has been restarted (0 the first time).
+    """
+
+    process_index: int
+    num_processes: int
+    host: str
+    local_devices: tuple[jax.Device, ...]
+    devices: tuple[DeviceRow, ...]
+    platform: str
+    source: str
+    attempt: int
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process speaks for the job: logs, metrics, summaries."""
+        return self.process_index == 0
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of the whole job."""
+        return len(self.devices)
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """Host names in the order of their first process."""
+        return tuple(dict.fromkeys(row.host for row in self.devices))
+
+    def table(self) -> str:
+        """Process · host · device · kind · UUID, one line per device; equal ones in one line."""
+        rows: list[tuple[str, ...]] = [
+            (str(row.process), row.host, str(row.device), row.kind, row.uuid or "-")
+            for row in self.devices
+        ]
+        rows = _folded(rows) if all(row.uuid == "" for row in self.devices) else rows
+        head: tuple[str, ...] = ("process", "host", "device", "kind", "uuid")
+        widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
+        return "\n".join(
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+            for row in [head, *rows]
+        )
+
+
+def _folded(rows: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """Simulated devices differ in nothing but their number: one line per process."""
+    groups: dict[tuple[str, str, str], list[str]] = {}
+    for process, host, device, kind, _ in rows:
+        groups.setdefault((process, host, kind), []).append(device)
+    return [
+        (process, host, ids[0] if len(ids) == 1 else f"{ids[0]}-{ids[-1]}", kind, "-")
+        for (process, host, kind), ids in groups.items()
+    ]
+
+
+def join(settings: RuntimeConfig | None = None, environ: Mapping[str, str] | None = None) -> Job:
+    """Find this process's place, connect it to the others, and start its devices.
+
+    In this order: read the environment, connect to the coordinator, compare versions and GPUs of
+    all processes, start devices, compare devices. Nothing is computed before all of it agrees.
+
+    Raises:
+        ConfigError: in every process alike, naming the hosts and the fix.
+    """
+    environ = os.environ if environ is None else environ
+    if settings is not None and settings.network_interface:
+        os.environ["NCCL_SOCKET_IFNAME"] = settings.network_interface
+    # Numbers in CUDA_VISIBLE_DEVICES then mean what nvidia-smi prints.
+    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+    gpus = _gpus_of_host() if _wants_gpu() else []
+    plan = resolve(environ, settings, num_gpus=len(gpus))
+    if plan.num_processes > 1:
+        _connect(plan, settings)
+    return _start_devices(plan, gpus)
+
+
+def _connect(plan: JoinPlan, settings: RuntimeConfig | None) -> None:
+    import jax
+
+    join_s = settings.join_timeout_s if settings else 300
+    # An abort of jax's C++ threads would leave a core file of 300 MB per CPU process.
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+    host, port = plan.coordinator.rsplit(":", 1)
+    if not _wants_gpu():
+        _check_gloo_address(plan)
+    if "NCCL_DEBUG" not in os.environ:
+        divert_c_stdout(os.devnull)  # gloo greets on stdout; setup_logging gives it the log file
+    # A proxy between processes of one job is never meant; gRPC would hang on it.
+    name = "no_grpc_proxy"  # lower case is how gRPC spells it
+    jax.config.update("jax_check_proxy_envs", False)
+    os.environ[name] = ",".join(part for part in (os.environ.get(name), host) if part)
+    if plan.process_index == 0:
+        _check_port_free(int(port))
+    else:
+        _wait_for_coordinator(host, int(port), plan, join_s)
+    jax.distributed.initialize(
+        plan.coordinator,
+        plan.num_processes,
+        plan.process_index,
+        local_device_ids=list(plan.local_device_ids or ()),
+        cluster_detection_method="deactivate",
+        coordinator_bind_address=plan.coordinator if is_loopback(host) else f"[::]:{port}",
+        initialization_timeout=join_s,
+        heartbeat_timeout_seconds=settings.heartbeat_timeout_s if settings else 30,
+        shutdown_timeout_seconds=settings.shutdown_timeout_s if settings else 60,
+    )
+
+
+def _check_gloo_address(plan: JoinPlan) -> None:
+    """Refuse a host that gloo would name to its peers by a loopback address."""
+    if plan.num_hosts <= 1:
+        return
+    name = socket.gethostname()
+    try:
+        address = socket.gethostbyname(name)
+    except OSError:
+        return
+    if is_loopback(address):
+        _refuse(
+            f"host {name} resolves its own name to {address}, which CPU processes on the other "
+            f"hosts would be told to connect to. Remove that line from /etc/hosts on {name}."
+        )
+
+
+def _check_port_free(port: int) -> None:
+    """Refuse a taken port: gRPC would share it, and the two jobs would kill each other."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError as failure:
+            _refuse(
+                f"coordinator port {port} on {socket.gethostname()} cannot be used: "
+                f"{failure.strerror}; another job may run there. Set another port in "
+                "JAXDIST_COORDINATOR or runtime.coordinator."
+            )
+
+
+def _wait_for_coordinator(host: str, port: int, plan: JoinPlan, timeout_s: float) -> None:
+    """Wait until process 0 listens; jax itself would abort without a Python error."""
+    until = time.monotonic() + timeout_s
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=5).close()
+            return
+        except OSError as failure:
+            if time.monotonic() > until:
+                _refuse(
+                    f"process {plan.process_index} on {socket.gethostname()} cannot reach the "
+                    f"coordinator {host}:{port} after {timeout_s:.0f} s ({failure}). Process 0 may "
+                    "have failed (see its log), or a firewall or a wrong address is between them."
+                )
+            time.sleep(0.1)
+
+
+# --- devices --------------------------------------------------------------------------------------
+
+
+def _wants_gpu() -> bool:
+    import jax
+
+    platforms = getattr(jax.config, "jax_platforms", None) or ""
+    return not platforms or any(name in platforms for name in ("cuda", "gpu"))
+
+
+def _gpus_of_host() -> list[str]:
+    """UUIDs of the GPUs (or MIG slices) that the driver shows here, in its order."""
+    try:
+        listing = subprocess.run(
+            ["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=True
+        ).stdout
+    except (OSError, subprocess.SubprocessError):
+        return []
+    slices = re.findall(r"UUID: (MIG-[^)]+)\)", listing)
+    return slices or re.findall(r"UUID: (GPU-[^)]+)\)", listing)
+
+
+def _own_gpus(plan: JoinPlan, gpus: list[str], environ: Mapping[str, str]) -> list[str]:
+    """UUIDs of the GPUs that this process will use, "" where only a number is known."""
+    visible = visible_gpus(environ)
+    uuids = []
+    for entry in [str(i) for i in range(len(gpus))] if visible is None else visible:
+        if not entry.isdigit():
+            uuids.append(next((known for known in gpus if known.startswith(entry)), entry))
+        else:
+            uuids.append(gpus[int(entry)] if int(entry) < len(gpus) else "")
+    if plan.local_device_ids is not None:
+        uuids = [uuids[i] for i in plan.local_device_ids if i < len(uuids)]
+    return uuids
+
+
+def _start_devices(plan: JoinPlan, gpus: list[str]) -> Job:
+    import jax
+
+    host = socket.gethostname()
+    uuids = _own_gpus(plan, gpus, os.environ) if gpus else []
+    facts = {"host": host, "versions": _versions(), "gpus": uuids}
+    _check_processes(_exchange(plan, "process", facts))
+    local = tuple(jax.local_devices())
+    platform = local[0].platform
+    rows = [
+        {
+            "host": host,
+            "device": i,
+            "kind": device.device_kind,
+            "uuid": uuids[i] if platform == "gpu" and len(uuids) == len(local) else "",
+        }
+        for i, device in enumerate(local)
+    ]
+    everyone = _exchange(plan, "devices", {"platform": platform, "rows": rows, "expected": uuids})
+    _check_devices(everyone)
+    return Job(
+        process_index=plan.process_index,
+        num_processes=plan.num_processes,
+        host=host,
+        local_devices=local,
+        devices=tuple(
+            DeviceRow(process=i, **row) for i, said in enumerate(everyone) for row in said["rows"]
+        ),
+        platform=platform,
+        source=plan.source,
+        attempt=plan.attempt,
+    )
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": machine.python_version()}
+    for package in ("jax", "jaxlib", "jaxdist", "nvidia-nccl-cu12", "nvidia-nccl-cu13"):
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _exchange(plan: JoinPlan, topic: str, said: dict[str, Any]) -> list[dict[str, Any]]:
+    """What every process says about `topic`, by process index, through the coordinator."""
+    if plan.num_processes == 1:
+        return [said]
+    from jax._src import distributed
+
+    client: Any = distributed.global_state.client
+    client.key_value_set(f"jaxdist/{topic}/{plan.process_index}", json.dumps(said))
+    return [
+        json.loads(client.blocking_key_value_get(f"jaxdist/{topic}/{i}", 300_000))
+        for i in range(plan.num_processes)
+    ]
+
+
+def _check_processes(everyone: list[dict[str, Any]]) -> None:
+    """Refuse mixed versions and GPUs used twice, before any device starts."""
+    problems = []
+    for package in sorted({name for said in everyone for name in said["versions"]}):
+        versions = [said["versions"].get(package, "none") for said in everyone]
+        if package == "python":
+            versions = [version.rpartition(".")[0] for version in versions]
+        common = Counter(versions).most_common(1)[0][0]
+        odd = [i for i, version in enumerate(versions) if version != common]
+        if odd:
+            which = ", ".join(f"process {i} on {everyone[i]['host']}" for i in odd[:4])
+            problems.append(
+                f"{package} {common} in {len(everyone) - len(odd)} processes, but "
+                f"{versions[odd[0]]} in {which}{' ...' if len(odd) > 4 else ''}. "
+                "Use one environment on all hosts."
+            )
+    users: dict[str, list[int]] = {}
+    for i, said in enumerate(everyone):
+        for uuid in said["gpus"]:
+            if uuid:
+                users.setdefault(uuid, []).append(i)
+    for uuid, processes in users.items():
+        if len(processes) > 1:
+            problems.append(
+                f"GPU {uuid} on {everyone[processes[0]]['host']} would be used by processes "
+                f"{' and '.join(map(str, processes))}. Start one process per GPU with its own "
+                "CUDA_VISIBLE_DEVICES, or one process per host."
+            )
+    if problems:
+        _refuse(*problems)
+
+
+def _check_devices(everyone: list[dict[str, Any]]) -> None:
+    """Refuse unlike platforms and counts, and a CPU run where GPUs were given."""
+    places = [f"process {i} on {said['rows'][0]['host']}" for i, said in enumerate(everyone)]
+    problems = []
+    for said, place in zip(everyone, places, strict=True):
+        if said["platform"] == "cpu" and said["expected"]:
+            problems.append(
+                f"{place} was given {len(said['expected'])} GPU(s) but jax sees only the CPU. "
+                "Install jaxdist[cuda13] there, or set JAX_PLATFORMS=cpu to mean it."
+            )
+    shapes = [f"{len(said['rows'])} {said['platform']} device(s)" for said in everyone]
+    common = Counter(shapes).most_common(1)[0][0]
+    odd = [i for i, shape in enumerate(shapes) if shape != common]
+    if odd:
+        which = ", ".join(f"{places[i]} has {shapes[i]}" for i in odd[:4])
+        problems.append(
+            f"processes must have equal devices: most have {common}, but {which}. Give every "
+            "process as many, by CUDA_VISIBLE_DEVICES, --gpus-per-task or --simulate."
+        )
+    if problems:
+        _refuse(*problems)
+
+
+def _refuse(*problems: str) -> None:
+    from jaxdist.types import ConfigError
+
+    raise ConfigError(list(problems))

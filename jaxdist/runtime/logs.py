@@ -1,0 +1,76 @@
+"""Where words go: process 0 on the console, every process in its own file, C chatter aside."""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import sys
+from pathlib import Path
+
+
+class _Console(logging.Formatter):
+    """Bare messages; warnings and errors say so."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = super().format(record)
+        return text if record.levelno < logging.WARNING else f"{record.levelname.lower()}: {text}"
+
+
+def setup_logging(
+    process_index: int = 0, log_file: str | os.PathLike[str] | None = None
+) -> logging.Logger:
+    """Point the logger `jaxdist` at the console (process 0 only) and at this process's file.
+
+    Calling it again replaces what an earlier call set. With a file, what C code writes to stdout
+    (gloo, NCCL) goes to the file too: the console holds only our own lines.
+
+    Args:
+        process_index: of this process in its job.
+        log_file: opened for appending, parents made; None: no file.
+    """
+    logger = logging.getLogger("jaxdist")
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    for handler in list(logger.handlers):
+        logger.removeHandler(handler)
+        handler.close()
+    if log_file is not None:
+        path = Path(log_file)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        divert_c_stdout(path)
+        to_file = logging.FileHandler(path, mode="a", encoding="utf-8")
+        to_file.setFormatter(
+            logging.Formatter(f"%(asctime)s p{process_index} %(levelname)s %(message)s")
+        )
+        logger.addHandler(to_file)
+    if process_index == 0:
+        console = logging.StreamHandler(sys.stdout)
+        console.setFormatter(_Console("%(message)s"))
+        logger.addHandler(console)
+    return logger
+
+
+def divert_c_stdout(path: str | os.PathLike[str]) -> None:
+    """Send file descriptor 1 to `path` (append), while Python's `sys.stdout` keeps the console.
+
+    Where `sys.stdout` is not a real file (a test's capture, a notebook), nothing is done.
+    """
+    if not isinstance(sys.stdout, _Stdout):
+        try:
+            if sys.stdout.fileno() != 1:
+                return
+        except (OSError, ValueError, AttributeError):
+            return
+        sys.stdout.flush()
+        sys.stdout = _Stdout(
+            os.fdopen(os.dup(1), "wb"), encoding=sys.stdout.encoding, errors="replace"
+        )
+        sys.stdout.reconfigure(line_buffering=True)
+    target = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    os.dup2(target, 1)
+    os.close(target)
+
+
+class _Stdout(io.TextIOWrapper):
+    """The console after fd 1 has been diverted; its type tells a second call so."""

@@ -1,0 +1,94 @@
+"""Being asked to stop: SIGTERM, SIGUSR1 or a deadline become one step at which all processes stop.
+
+The handlers only remember. A loop asks `preempted(step)` once per step, with consecutive steps, and
+gets True on the same step in every process; it then saves and leaves with `EXIT_PREEMPTED`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from types import FrameType
+
+NOTICES = (signal.SIGTERM, signal.SIGUSR1)
+"""Signals that ask for a save and an end: schedulers send TERM, our SLURM scripts USR1 first."""
+
+
+class Preemption:
+    """The notices this process has got, and the step on which the whole job acts on them.
+
+    Make it first thing in a command: until then a notice kills the process, since that is what
+    the system does by default. Only the main thread may make it.
+
+    Args:
+        deadline_s: seconds from now after which the job preempts itself; None: never.
+    """
+
+    def __init__(self, deadline_s: float | None = None) -> None:
+        self._deadline = None if deadline_s is None else time.monotonic() + deadline_s
+        self._notices = 0
+        self._shared = False  # the other processes are told; alone, there are none
+        self._agreed = False
+        self.reason = ""
+        for number in NOTICES:
+            signal.signal(number, self._remember)
+
+    @property
+    def requested(self) -> bool:
+        """This process was asked to stop; the others may not know yet."""
+        return self._notices > 0
+
+    @property
+    def hurried(self) -> bool:
+        """Asked a second time: skip what is optional and leave as soon as the save is committed."""
+        return self._notices > 1
+
+    def preempted(self, step: int) -> bool:
+        """Whether the job stops after `step`: the same answer in every process.
+
+        Args:
+            step: consecutive from call to call and equal in all processes; the agreed step is one
+                past the largest that any process had reached, so a gap would never meet it.
+        """
+        if self._deadline is not None and time.monotonic() > self._deadline:
+            self._deadline = None
+            self._remember(signal.SIGALRM, None)
+        if not self._share():
+            return self.requested
+        if not self._agreed:
+            from jax.experimental import multihost_utils
+
+            self._agreed = bool(multihost_utils.reached_preemption_sync_point(step))
+            if self._agreed:
+                self._notices = max(1, self._notices)
+                self.reason = self.reason or "another process was asked to stop"
+                # The service has done its work; a further SIGTERM is ours to count.
+                signal.signal(signal.SIGTERM, self._remember)
+        return self._agreed
+
+    def _share(self) -> bool:
+        """Whether there are other processes to tell; what came before they were is told now.
+
+        jax's coordination service has taken SIGTERM by then (it replaces our handler without a
+        word), tells all processes and picks the step.
+        """
+        if not self._shared:
+            distributed = sys.modules.get("jax._src.distributed")
+            if distributed is None or distributed.global_state.preemption_sync_manager is None:
+                return False
+            self._shared = True
+            if self._notices:
+                os.kill(os.getpid(), signal.SIGTERM)
+        return True
+
+    def _remember(self, number: int, _: FrameType | None) -> None:
+        self._notices += 1
+        self.reason = self.reason or {
+            signal.SIGALRM: "the deadline has come",
+            signal.SIGTERM: "SIGTERM",
+            signal.SIGUSR1: "SIGUSR1",
+        }.get(signal.Signals(number), signal.Signals(number).name)
+        if self._shared and not self._agreed and number != signal.SIGTERM:
+            os.kill(os.getpid(), signal.SIGTERM)

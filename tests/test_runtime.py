@@ -1,0 +1,245 @@
+"""Commands end with the right code and words; a process alone needs no launcher to join its job."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from jaxdist import runtime
+from jaxdist.runtime.command import advice_for
+from jaxdist.runtime.settings import RuntimeConfig
+from jaxdist.types import ConfigError
+
+
+def run(body: str, **environ: str) -> subprocess.CompletedProcess:
+    """A command whose `main` is `body`, in a process of its own."""
+    code = "import os, signal, sys, time\nfrom jaxdist import runtime\n\ndef main():\n"
+    code += textwrap.indent(textwrap.dedent(body), "    ") + "\n\nruntime.run_command(main)\n"
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, **environ},
+    )
+
+
+@pytest.mark.parametrize(
+    ("body", "code"),
+    [
+        ("return 0", 0),
+        ("pass", 0),
+        ("return runtime.EXIT_PREEMPTED", 75),
+        ("sys.exit(7)", 7),
+        ("raise KeyboardInterrupt", 130),
+        ("from jaxdist.types import ConfigError\nraise ConfigError(['a', 'b'])", 2),
+        ("raise ValueError('boom')", 1),
+        ("raise MemoryError", 1),
+    ],
+)
+def test_exit_codes(body, code):
+    assert run(body).returncode == code
+
+
+def test_config_error_prints_every_problem_and_no_traceback():
+    done = run("from jaxdist.types import ConfigError\nraise ConfigError(['first', 'second'])")
+    assert done.stderr.splitlines() == ["first", "second"]
+
+
+def test_failure_ends_with_one_block_that_says_what_where_and_what_to_do():
+    done = run("raise OSError(28, 'No space left on device')")
+    assert "failed:  OSError: [Errno 28] No space left on device" in done.stderr
+    assert "where:   process 0 of 1 on " in done.stderr
+    assert done.stderr.count("Traceback") == 1
+    assert "to do:   the disk is full" in done.stderr
+
+
+def test_interrupt_is_one_line():
+    done = run("raise KeyboardInterrupt")
+    assert done.stderr.strip().splitlines() == [
+        "interrupted: what was saved stays, and --resume auto goes on from it"
+    ]
+
+
+def test_failure_is_left_for_the_launcher(tmp_path):
+    import json
+
+    path = tmp_path / "error.json"
+    run(
+        "raise ValueError('boom')",
+        JAXDIST_ERROR_FILE=str(path),
+        JAXDIST_PROCESS_INDEX="3",
+        JAXDIST_NUM_PROCESSES="4",
+    )
+    record = json.loads(path.read_text())
+    assert record["process"] == 3 and record["num_processes"] == 4
+    assert record["exit_code"] == 1
+    assert "ValueError: boom" in record["error"]
+
+
+@pytest.mark.parametrize(
+    ("message", "advice"),
+    [
+        ("RESOURCE_EXHAUSTED: Out of memory while trying to allocate", "too little memory"),
+        ("Gloo AllGather failed: Connection reset by peer", "another process died"),
+        ("OSError: [Errno 28] No space left on device", "disk is full"),
+        ("ModuleNotFoundError: No module named 'torch'", "library is missing"),
+        ("ValueError: boom", "resumes from the newest valid checkpoint"),
+    ],
+)
+def test_advice_fits_the_error(message, advice):
+    assert advice in advice_for(message)
+
+
+def test_importing_the_room_imports_no_jax():
+    done = subprocess.run(
+        [sys.executable, "-c", "import sys, jaxdist.runtime; print('jax' in sys.modules)"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.strip() == "False"
+
+
+def test_simulate_makes_cpu_devices_and_refuses_a_running_backend():
+    done = run(
+        """
+        runtime.simulate(3)
+        import jax
+        print(len(jax.devices()), jax.devices()[0].platform)
+        runtime.simulate(3)
+        runtime.simulate(5)
+        """
+    )
+    assert done.stdout.split() == ["3", "cpu"]
+    assert done.returncode == 2
+    assert "--simulate 5: this process already runs 3 cpu device(s)" in done.stderr
+
+
+def test_simulate_needs_a_device():
+    with pytest.raises(ConfigError, match="--simulate 0 makes no device"):
+        runtime.simulate(0)
+
+
+def test_a_process_alone_joins_without_connecting():
+    job = runtime.join(environ={})
+    assert (job.process_index, job.num_processes, job.is_main) == (0, 1, True)
+    assert (job.num_devices, job.platform, job.source) == (8, "cpu", "alone")
+    assert len(job.hosts) == 1
+    assert job.table().splitlines()[1].split()[2:] == ["0-7", "cpu", "-"]
+
+
+def test_table_has_a_line_per_gpu():
+    rows = tuple(
+        runtime.DeviceRow(process=p, host=f"n{p}", device=d, kind="NVIDIA H200", uuid=f"GPU-{p}{d}")
+        for p in range(2)
+        for d in range(2)
+    )
+    job = runtime.Job(
+        process_index=1,
+        num_processes=2,
+        host="n1",
+        local_devices=(),
+        devices=rows,
+        platform="gpu",
+        source="SLURM job 7",
+        attempt=0,
+    )
+    lines = job.table().splitlines()
+    assert len(lines) == 5
+    assert lines[-1].split() == ["1", "n1", "1", "NVIDIA", "H200", "GPU-11"]
+    assert not job.is_main and job.hosts == ("n0", "n1")
+
+
+def test_console_is_for_process_0_and_c_output_goes_to_the_file(tmp_path):
+    body = """
+    import ctypes
+    log = runtime.setup_logging(int(os.environ["INDEX"]), os.environ["LOG"])
+    log.info("step 1")
+    log.warning("careful")
+    ctypes.CDLL(None).puts(b"[Gloo] chatter")
+    ctypes.CDLL(None).fflush(None)
+    print("said by python")
+    """
+    first = run(body, INDEX="0", LOG=str(tmp_path / "logs/0.log"))
+    second = run(body, INDEX="1", LOG=str(tmp_path / "logs/1.log"))
+    assert first.stdout.splitlines() == ["step 1", "warning: careful", "said by python"]
+    assert second.stdout.splitlines() == ["said by python"]
+    for i in range(2):
+        text = (tmp_path / f"logs/{i}.log").read_text()
+        assert f"p{i} INFO step 1" in text and "[Gloo] chatter" in text
+
+
+def test_compile_cache_keeps_programs_per_kind_of_machine(tmp_path):
+    body = """
+    runtime.simulate(1)
+    folder = runtime.setup_compile_cache()
+    import jax
+    jax.jit(lambda x: x * 2 + 1)(jax.numpy.ones(4)).block_until_ready()
+    print(folder, len(list(folder.iterdir())) if folder else 0)
+    """
+    environ = {"JAXDIST_CACHE": str(tmp_path / "cache"), "JAX_COMPILATION_CACHE_DIR": ""}
+    folder, entries = run(body, **environ).stdout.split()
+    assert folder.startswith(str(tmp_path / "cache"))
+    assert int(entries) > 0
+    assert run(body, JAXDIST_CACHE="off", JAX_COMPILATION_CACHE_DIR="").stdout.split()[0] == "None"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_notice_at_any_time_becomes_a_stop_and_a_second_one_a_hurry(number):
+    done = run(
+        f"""
+        stop = runtime.Preemption()
+        print(stop.preempted(0), stop.requested, stop.hurried)
+        os.kill(os.getpid(), {int(number)})
+        print(stop.preempted(1), stop.requested, stop.hurried, stop.reason)
+        os.kill(os.getpid(), {int(number)})
+        print(stop.preempted(2), stop.requested, stop.hurried)
+        return runtime.EXIT_PREEMPTED
+        """
+    )
+    assert done.stdout.splitlines() == [
+        "False False False",
+        f"True True False {signal.Signals(number).name}",
+        "True True True",
+    ]
+    assert done.returncode == 75
+
+
+def test_a_deadline_stops_the_job_by_itself():
+    done = run(
+        """
+        stop = runtime.Preemption(deadline_s=0.2)
+        print(stop.preempted(0))
+        time.sleep(0.3)
+        print(stop.preempted(1), stop.hurried, stop.reason)
+        """
+    )
+    assert done.stdout.splitlines() == ["False", "True False the deadline has come"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"join_timeout_s": 0}, "join_timeout_s=0 is not a waiting time"),
+        ({"coordinator": "n1:29400"}, "describe a job only together"),
+        ({"cluster": "flags"}, "describe a job only together"),
+        (
+            {"coordinator": "n1:29400", "num_processes": 2, "process_index": 2},
+            "process_index=2 is not in a job of 2",
+        ),
+        (
+            {"coordinator": "n1", "num_processes": 2, "process_index": 1},
+            "'n1' is not host:port",
+        ),
+    ],
+)
+def test_settings_name_what_is_wrong(fields, text):
+    assert any(text in line for line in RuntimeConfig(**fields).problems())
+
+
+def test_default_settings_have_no_problem():
+    assert RuntimeConfig().problems() == []
