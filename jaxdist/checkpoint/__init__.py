@@ -1,0 +1,19 @@
+"""Checkpoints: asynchronous and atomic saves, verified restores onto any mesh.
+
+On disk (`checkpoints/<step>/`), independent of mesh, processes and pipeline schedule:
+
+    params/ opt_state/ rest/   arrays, written by Orbax; each can be read without the others
+    meta/metadata              JSON: the caller's meta, and shape, dtype and digest of every array
+    manifest.json              size and CRC-32 of every file; written last, it is the commit mark
+
+`checkpointer` is what a run talks to: `saving` and `restoring` do its two jobs. `store` is the only
+file that knows Orbax; `manifest` and `digest` prove that what is read is what was written; `tree`
+names leaves; `retention` decides what is kept; `lock` keeps a second run out; `agreement` lets
+process 0 decide for all; `probe` tries it all before training.
+"""
+
+from jaxdist.checkpoint.checkpointer import Checkpointer
+from jaxdist.checkpoint.config import CheckpointConfig
+from jaxdist.checkpoint.errors import CheckpointError
+
+__all__ = ["CheckpointConfig", "CheckpointError", "Checkpointer"]

@@ -1,0 +1,78 @@
+"""One decision for all processes: process 0 decides, the others learn it from the job's store.
+
+A process that fell back alone (to an older checkpoint, past a failed save) would leave the others
+waiting in a collective for ever; so whatever depends on files or clocks is decided here.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable
+from typing import Any
+
+from jaxdist.checkpoint.errors import CheckpointError, Damaged
+from jaxdist.types import ConfigError
+
+_WAIT_S = 3600  # reading back the CRCs of a large checkpoint may keep one process this long
+_instances = itertools.count()  # all processes build the same agreements in the same order
+
+
+class Agreement:
+    """Named exchanges between the processes of a job; trivial when there is one process.
+
+    Every process must make the same calls in the same order.
+    """
+
+    def __init__(self) -> None:
+        # The key-value store has no public name in JAX; this is the only place that uses it.
+        from jax._src.distributed import global_state
+
+        self.process = global_state.process_id or 0
+        self.num_processes = global_state.num_processes or 1
+        self._client: Any = global_state.client if self.num_processes > 1 else None
+        self._prefix = f"jaxdist/checkpoint/{next(_instances)}"
+        self._calls = itertools.count()
+
+    @property
+    def leader(self) -> bool:
+        """Whether this is the process that decides, writes manifests and logs."""
+        return self.process == 0
+
+    def decide(self, decision: Callable[[], Any]) -> Any:
+        """Run `decision` on process 0 only; its JSON value, or its error, reaches every process."""
+        if self._client is None:
+            return decision()
+        key = f"{self._prefix}/{next(self._calls)}"
+        if self.leader:
+            try:
+                answer = {"value": decision()}
+            except (ConfigError, CheckpointError, OSError) as error:
+                self._set(key, {"error": type(error).__name__, "text": str(error)})
+                raise
+            self._set(key, answer)
+            return answer["value"]
+        answer = self._get(key)
+        if "error" in answer:
+            raise _rebuilt(answer["error"], answer["text"])
+        return answer["value"]
+
+    def gather(self, value: Any) -> list[Any]:
+        """The JSON values of all processes, in order of process."""
+        if self._client is None:
+            return [value]
+        key = f"{self._prefix}/{next(self._calls)}"
+        self._set(f"{key}/{self.process}", value)
+        return [self._get(f"{key}/{process}") for process in range(self.num_processes)]
+
+    def _set(self, key: str, value: Any) -> None:
+        self._client.key_value_set(key, json.dumps(value))
+
+    def _get(self, key: str) -> Any:
+        return json.loads(self._client.blocking_key_value_get(key, _WAIT_S * 1000))
+
+
+def _rebuilt(kind: str, text: str) -> Exception:
+    if kind == "ConfigError":
+        return ConfigError(text.split("\n"))
+    return {"Damaged": Damaged, "CheckpointError": CheckpointError}.get(kind, OSError)(text)

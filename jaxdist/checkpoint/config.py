@@ -1,0 +1,70 @@
+"""Settings of checkpoints: when to save, what to keep, how far to trust what is read."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+from jaxdist.types import setting
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """When to save, what to keep, how far to trust what is read."""
+
+    save_interval_steps: int = setting(1000, "steps between saves; 0 = not by steps")
+    save_interval_minutes: float = setting(
+        30.0, "minutes between saves, beside those by steps; 0 = not by time"
+    )
+    save_last: bool = setting(True, "save after the last step of the run")
+    keep_newest: int = setting(3, "newest checkpoints kept; disk peaks at one more than this")
+    keep_every_steps: int = setting(
+        0, "also keep for good each checkpoint whose step is a multiple of this; 0 = none"
+    )
+    keep_best: int = setting(0, "also keep this many with the best evaluation metric; 0 = none")
+    best_metric: str = setting("loss", "evaluation metric that keep_best looks at")
+    best_mode: Literal["min", "max"] = setting("min", "whether the best metric is the lowest")
+    async_save: bool = setting(True, "write in the background; false = wait for every save")
+    max_failures: int = setting(3, "failed saves in a row after which the run stops")
+    verify: Literal["full", "quick", "none"] = setting(
+        "full",
+        "full = check the CRC-32 of every file before loading and the digest of every array after; "
+        "quick = file sizes before, digests after; none = trust the disk",
+    )
+    probe: bool = setting(
+        True, "before training, try a small save and restore in the checkpoint directory"
+    )
+    chunk_mb: int = setting(
+        64, "MiB of an array written as one chunk: the least a restore on another mesh reads"
+    )
+    host_memory_gb: int = setting(
+        32, "GB of host memory, per process, for arrays being read or written at a time"
+    )
+    timeout_s: int = setting(
+        300, "seconds that processes wait for each other to finish writing one checkpoint"
+    )
+
+    def problems(self) -> list[str]:
+        """Every violated rule, one line each; empty when the settings are legal."""
+        at_least = {
+            "save_interval_steps": 0,
+            "save_interval_minutes": 0,
+            "keep_newest": 1,
+            "keep_every_steps": 0,
+            "keep_best": 0,
+            "max_failures": 1,
+            "chunk_mb": 1,
+            "host_memory_gb": 1,
+            "timeout_s": 1,
+        }
+        found = [
+            f"checkpoint.{name}={getattr(self, name)} is below {least}. Use {least} or more."
+            for name, least in at_least.items()
+            if not getattr(self, name) >= least
+        ]
+        if self.keep_best > 0 and not self.best_metric:
+            found.append(
+                f"checkpoint.keep_best={self.keep_best} needs checkpoint.best_metric, which is "
+                "empty. Name an evaluation metric, e.g. loss."
+            )
+        return found

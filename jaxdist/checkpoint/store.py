@@ -1,0 +1,116 @@
+"""Orbax, and nothing else of the package knows it: arrays to files and back.
+
+Orbax's `AsyncCheckpointer` gives the atomic directory and the background writes. Its
+`CheckpointManager` is not used: when to save, what to keep and what to trust is decided by us,
+because the manager trusts damaged files, takes an empty directory for the newest checkpoint and
+hides a failed save until the next one.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxdist.checkpoint.config import CheckpointConfig
+from jaxdist.checkpoint.tree import ITEMS
+
+_DOCUMENT = "meta"  # the JSON item beside the array items
+
+
+class Store:
+    """Reads and writes one checkpoint directory at a time; Orbax is imported on first use."""
+
+    def __init__(self, config: CheckpointConfig) -> None:
+        self._config = config
+        self._writer: Any = None
+
+    def start_write(
+        self, checkpoint: Path, items: dict[str, dict[str, Any]], document: dict[str, Any]
+    ) -> None:
+        """Copy arrays to the host and begin to write; returns before they are on disk.
+
+        Args:
+            checkpoint: directory to make; it appears under this name only when complete.
+            items: item -> nested dict of global arrays.
+            document: JSON beside the arrays.
+        """
+        import orbax.checkpoint as ocp
+
+        if self._writer is None:
+            self._writer = self._make_writer()
+        save_args = ocp.SaveArgs(chunk_byte_size=self._config.chunk_mb << 20)
+        parts: dict[str, Any] = {
+            item: ocp.args.PyTreeSave(tree, save_args=jax.tree.map(lambda _: save_args, tree))
+            for item, tree in items.items()
+        }
+        parts[_DOCUMENT] = ocp.args.JsonSave(document)
+        self._writer.save(checkpoint, args=ocp.args.Composite(**parts))
+
+    def finish_write(self) -> None:
+        """Wait until what `start_write` began is committed on every process; raise if it failed."""
+        self._writer.wait_until_finished()
+
+    def read(
+        self, checkpoint: Path, targets: dict[str, dict[str, Any]]
+    ) -> dict[str, dict[str, Any]]:
+        """Read whole items onto shardings; each process reads what its devices hold.
+
+        Args:
+            checkpoint: directory to read.
+            targets: item -> nested dict of `jax.ShapeDtypeStruct` with sharding, as stored; a part
+                of an item's leaves is enough.
+        """
+        import orbax.checkpoint as ocp
+
+        reader = ocp.Checkpointer(
+            ocp.CompositeCheckpointHandler(**{item: self._handler() for item in targets})
+        )
+        parts = {
+            item: ocp.args.PyTreeRestore(
+                tree,
+                restore_args=ocp.checkpoint_utils.construct_restore_args(tree),
+                partial_restore=True,  # `tree.mismatches` has named what is missing or left over
+            )
+            for item, tree in targets.items()
+        }
+        try:
+            restored = reader.restore(checkpoint, args=ocp.args.Composite(**parts))
+        finally:
+            reader.close()
+        return {item: restored[item] for item in targets}
+
+    def close(self) -> None:
+        """Stop the background threads."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+    def _make_writer(self) -> Any:
+        import orbax.checkpoint as ocp
+
+        handlers = {item: self._handler() for item in ITEMS}
+        return ocp.AsyncCheckpointer(
+            ocp.CompositeCheckpointHandler(**handlers, **{_DOCUMENT: ocp.JsonCheckpointHandler()}),
+            # Made in the background, a directory that cannot be made would be noticed only after
+            # the time-out, by threads that keep the process from exiting.
+            async_options=ocp.AsyncOptions(
+                timeout_secs=self._config.timeout_s, create_directories_asynchronously=False
+            ),
+        )
+
+    def _handler(self) -> Any:
+        import orbax.checkpoint as ocp
+
+        return ocp.PyTreeCheckpointHandler(
+            use_compression=False,  # floats shrink by 8 % and take 3 to 4 times longer
+            save_concurrent_gb=self._config.host_memory_gb,
+            restore_concurrent_gb=self._config.host_memory_gb,
+        )
+
+
+def read_document(checkpoint: Path) -> dict[str, Any]:
+    """The JSON that was written beside the arrays."""
+    return json.loads((checkpoint / _DOCUMENT / "metadata").read_text())
