@@ -85,6 +85,26 @@ class TrainConfig:
         return problems
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvalConfig:
+    """When the run evaluates, and on how much."""
+
+    interval_steps: int = setting(100, "steps between evaluations; 0 = only after the last step")
+    max_batches: int = setting(
+        0, "batches of an evaluation during the run, spread over the data; 0 = every row once"
+    )
+    final_max_batches: int = setting(0, "the same for the evaluation after the last step")
+    global_batch_size: int = setting(0, "rows of an evaluation batch; 0 = train.global_batch_size")
+
+    def problems(self) -> list[str]:
+        """Every violated rule of this section."""
+        return [
+            f"eval.{field.name}={getattr(self, field.name)} must be ≥ 0 (0: see --help)."
+            for field in dataclasses.fields(self)
+            if getattr(self, field.name) < 0
+        ]
+
+
 REMAT_NAMES = ("qkv", "attention", "attention_out", "mlp_hidden", "mlp_out")
 """What models mark with `checkpoint_name` for `remat = "names:..."`."""
 
