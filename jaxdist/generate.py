@@ -16,7 +16,6 @@ from jaxdist.runtime import run_command
 from jaxdist.types import ConfigError, setting
 
 if TYPE_CHECKING:
-    import jax
     import numpy as np
 
     from jaxdist.types import Array, Model, Params
@@ -30,7 +29,9 @@ class GenerateConfig:
     """What to continue, how, and where."""
 
     run: str = setting("", "run directory (or one of its checkpoints)")
-    prompt: list[str] = setting(["\n"], "texts to continue, all at once; give --prompt again for each")
+    prompt: list[str] = setting(
+        ["\n"], "texts to continue, all at once; give --prompt again for each"
+    )
     prompt_file: str = setting("", "file with one prompt per line, instead of --prompt")
     max_new_tokens: int = setting(200, "tokens to add to each prompt")
     temperature: float = setting(0.8, "0 = always the likeliest token; 1 = as the model says")
@@ -79,13 +80,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         summary=__doc__ or "",
         positional=("run",),
     )
+    from jaxdist.assembly import open_run
     from jaxdist.data import load_tokenizer
-    from jaxdist.restored import open_run
 
     run = open_run(config.run, mesh=config.mesh, simulate=config.simulate)
     decoding = run.model.decoding
     if decoding is None:
-        raise ConfigError([f"model {run.model.name!r} does not generate text. Name a decoder's run."])
+        raise ConfigError(
+            [f"model {run.model.name!r} does not generate text. Name a decoder's run."]
+        )
     tokenizer = load_tokenizer(run.config.data.tokenizer, run.config.data.end_token)
     prompts = config.prompts()
     tokens = [tokenizer.encode(text) for text in prompts]

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from jaxdist.checkpoint.config import CheckpointConfig
-from jaxdist.config.reading import headed, read_settings
+from jaxdist.config.reading import headed, read_settings, section_problems
 from jaxdist.data.config import DataConfig
 from jaxdist.mesh import MeshSpec
 from jaxdist.models.configs import (
@@ -58,12 +58,15 @@ class RunConfig:
     runtime: RuntimeConfig = dataclasses.field(default_factory=RuntimeConfig)
 
     def problems(self) -> list[str]:
-        """Violated rules between sections, and of the top level."""
-        problems = []
+        """Every violated rule: of each section, of the top level, and between sections."""
+        problems = section_problems(self)
+        sound = not problems
         if self.simulate < 0:
             problems.append(f"simulate={self.simulate} must be ≥ 0 devices; 0 = the machine's own.")
         if not self.name or "/" in self.name:
             problems.append(f"name={self.name!r} must be a plain word: it names the run directory.")
+        if not sound:  # sizes of 0 would make nonsense of the rules between sections
+            return problems
         problems += self._length_problems()
         spec = self._known_mesh()
         return problems + (self.mesh_problems(spec) if spec is not None else [])

@@ -241,7 +241,7 @@ class CustomConfig:
 
     kind: Literal["custom"] = setting("custom", "custom = a model of your own")
     factory: str = setting("", "module:function that returns a Model, called with args and seq_len")
-    args: dict[str, Any] = setting({}, "keyword arguments for the factory")  # noqa: RUF009 - a field
+    args: dict[str, Any] = setting({}, "keyword arguments for the factory")
 
     def problems(self) -> list[str]:
         """Every violated rule of this section."""

@@ -1,0 +1,244 @@
+"""From settings to the parts of a run: mesh, model, layout, optimizer, compiled step.
+
+Every command that touches a model puts it together here, so that training, evaluation, generation
+and planning cannot disagree. Nothing is compiled and no array is made.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxdist import models, optim, runtime
+from jaxdist.checkpoint import Checkpointer
+from jaxdist.config import RunConfig, read_run
+from jaxdist.mesh import MeshSpec
+from jaxdist.precision import initial_loss_scale
+from jaxdist.sharding import RULES, Layout, default_mesh, legal_meshes, mesh_problems
+from jaxdist.state import TrainState, abstract_state, init_state
+from jaxdist.step import Step, make_step
+from jaxdist.types import Array, ConfigError, Model, Params
+
+# Float32 parameter, gradient and two moments.
+_STATE_BYTES_PER_PARAM = 16
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Parts:
+    """A run, put together.
+
+    Attributes:
+        config: what it was made from.
+        spec: mesh sizes.
+        mesh_reason: why this mesh.
+        layout: where arrays lie.
+        model: the model record.
+        optimizer: update direction, without the learning rate.
+        schedule: step -> learning rate.
+        loss_scale: initial loss scale, {} without.
+        compute_dtype: dtype of matrix products.
+        num_params: parameters as stored.
+        step: the compiled functions.
+    """
+
+    config: RunConfig
+    spec: MeshSpec
+    mesh_reason: str
+    layout: Layout
+    model: Model
+    optimizer: Any
+    schedule: Any
+    loss_scale: dict[str, Array]
+    compute_dtype: Any
+    num_params: int
+    step: Step
+
+    def init_state(self) -> TrainState:
+        """A new state."""
+        return init_state(
+            self.model,
+            self.optimizer,
+            self.layout,
+            seed=self.config.seed,
+            loss_scale=self.loss_scale,
+            offload=self.config.train.offload_optimizer,
+        )
+
+    def abstract_state(self) -> TrainState:
+        """The state's shapes and shardings: what a restore aims at."""
+        return abstract_state(
+            self.model,
+            self.optimizer,
+            self.layout,
+            loss_scale=self.loss_scale,
+            offload=self.config.train.offload_optimizer,
+        )
+
+
+def assemble(config: RunConfig, devices: Sequence[Any]) -> Parts:
+    """Put a run together on these devices.
+
+    Raises:
+        ConfigError: every rule that the mesh breaks, with legal meshes nearby.
+    """
+    seq_len = config.train.seq_len
+    model = models.build(config.model, seq_len=seq_len)
+    shapes = jax.eval_shape(model.init, jax.random.key(0))
+    num_params = sum(math.prod(x.shape) for x in jax.tree.leaves(shapes))
+    spec, reason = choose_mesh(config, model, num_params, devices)
+    layout = Layout(
+        mesh=spec.build(devices),
+        rules={**RULES, **model.rules},
+        zero=config.mesh.zero,
+        sequence_parallel=config.mesh.sequence_parallel and model.sequence,
+        auto_tensor=model.tensor == "auto",
+    )
+    platform = devices[0].platform
+    compute_dtype = config.precision.resolve("cpu" if platform == "cpu" else "gpu")
+    loss_scale = initial_loss_scale(config.precision, compute_dtype)
+    optimizer = optim.make_optimizer(config.optim, model.axes)
+    schedule = optim.make_schedule(
+        config.optim,
+        total_steps=config.train.steps,
+        global_batch_size=config.train.global_batch_size,
+    )
+    step = make_step(
+        model,
+        optimizer,
+        schedule,
+        layout,
+        config.train,
+        config.precision,
+        clip_norm=config.optim.clip_norm,
+        loss_scale=loss_scale,
+    )
+    return Parts(
+        config=config,
+        spec=spec,
+        mesh_reason=reason,
+        layout=layout,
+        model=model,
+        optimizer=optimizer,
+        schedule=schedule,
+        loss_scale=loss_scale,
+        compute_dtype=compute_dtype,
+        num_params=num_params,
+        step=step,
+    )
+
+
+def choose_mesh(
+    config: RunConfig, model: Model, num_params: int, devices: Sequence[Any]
+) -> tuple[MeshSpec, str]:
+    """The mesh asked for, or the default one, and why; checked against the model's dims.
+
+    Raises:
+        ConfigError: it is not legal for this model and batch, or needs other devices.
+    """
+    count = len(devices)
+    if config.mesh.shape == "auto":
+        state_bytes = _STATE_BYTES_PER_PARAM * num_params
+        spec, reason = default_mesh(count, state_bytes, _device_memory(devices[0]))
+    else:
+        spec, reason = MeshSpec.parse(config.mesh.shape, count), "asked for"
+        spec.check_device_count(count)
+
+    def problems_of(spec: MeshSpec) -> list[str]:
+        return mesh_problems(
+            spec,
+            model.dims,
+            rules={**RULES, **model.rules},
+            zero=config.mesh.zero,
+            global_batch_size=config.train.global_batch_size,
+            num_microbatches=config.train.num_microbatches,
+            seq_len=config.train.seq_len
+            if model.sequence and config.mesh.sequence_parallel and spec.tensor > 1
+            else None,
+        )
+
+    problems = problems_of(spec)
+    if problems:
+        nearby = legal_meshes(spec, count, problems_of)
+        if nearby:
+            names = " or ".join(f"--mesh {other}" for other in nearby)
+            problems.append(f"legal with {count} devices, nearest first: {names}")
+        raise ConfigError(problems)
+    return spec, config.mesh.reason or reason
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainedRun:
+    """A run directory opened for reading: its settings, its parts on this machine, its weights."""
+
+    path: Path
+    parts: Parts
+
+    def params(self, step: int | None = None) -> tuple[Params, int]:
+        """Parameters of a checkpoint (None = the newest that can be trusted), and its step.
+
+        Raises:
+            ConfigError: there is no such checkpoint, or it holds another model.
+        """
+        checkpointer = Checkpointer(
+            self.path / "checkpoints", self.parts.config.checkpoint, read_only=True
+        )
+        chosen = checkpointer.choose() if step is None else step
+        if chosen is None or chosen not in checkpointer.steps():
+            there = ", ".join(map(str, checkpointer.steps())) or "none"
+            raise ConfigError(
+                [
+                    f"run {self.path} has no checkpoint {'' if step is None else step} (has: {there})."
+                ]
+            )
+        target = self.parts.abstract_state().params
+        return checkpointer.restore_params(target, chosen), chosen
+
+
+def open_run(path: str, *, mesh: str = "auto", simulate: int = 0, **changes: Any) -> TrainedRun:
+    """Open a run for evaluation or generation on another mesh, device count or machine.
+
+    Args:
+        path: run directory, or a checkpoint inside it.
+        mesh: mesh axes; "auto" = one device.
+        simulate: simulated CPU devices; 0 = the machine's own.
+        changes: sections of the settings to replace.
+
+    Raises:
+        ConfigError: no run is there, its settings cannot be read, or the mesh is not legal.
+    """
+    run = _run_of(Path(path))
+    config = read_run(["--config", str(run / "config.toml")], command=f"run {run}")
+    if simulate:
+        runtime.simulate(simulate)
+    runtime.setup_compile_cache(config.runtime.compile_cache)
+    devices = list(jax.devices())
+    spec = None if mesh == "auto" else MeshSpec.parse(mesh, len(devices))
+    devices = devices[: spec.num_devices if spec is not None else 1]
+    config = dataclasses.replace(
+        config,
+        mesh=dataclasses.replace(config.mesh, shape=str(spec) if spec else "dp=1", reason=""),
+        **changes,
+    )
+    return TrainedRun(path=run, parts=assemble(config, devices))
+
+
+def _run_of(path: Path) -> Path:
+    for candidate in (path, path.parent, path.parent.parent):
+        if (candidate / "config.toml").is_file():
+            return candidate
+    raise ConfigError(
+        [
+            f"run {str(path)!r} holds no config.toml. Name a run directory as training printed it, "
+            "e.g. runs/default-20260101-120000."
+        ]
+    )
+
+
+def _device_memory(device: Any) -> int | None:
+    stats = device.memory_stats() or {}
+    return stats.get("bytes_limit")
