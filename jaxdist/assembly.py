@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -192,21 +192,28 @@ class TrainedRun:
             there = ", ".join(map(str, checkpointer.steps())) or "none"
             raise ConfigError(
                 [
-                    f"run {self.path} has no checkpoint {'' if step is None else step} (has: {there})."
+                    f"run {self.path} has no checkpoint {step or ''}, it has: {there}. "
+                    "Name one of these, or leave --step out for the newest."
                 ]
             )
         target = self.parts.abstract_state().params
         return checkpointer.restore_params(target, chosen), chosen
 
 
-def open_run(path: str, *, mesh: str = "auto", simulate: int = 0, **changes: Any) -> TrainedRun:
+def open_run(
+    path: str,
+    *,
+    mesh: str = "auto",
+    simulate: int = 0,
+    train: Mapping[str, Any] | None = None,
+) -> TrainedRun:
     """Open a run for evaluation or generation on another mesh, device count or machine.
 
     Args:
         path: run directory, or a checkpoint inside it.
         mesh: mesh axes; "auto" = one device.
         simulate: simulated CPU devices; 0 = the machine's own.
-        changes: sections of the settings to replace.
+        train: settings of the section `train` to replace.
 
     Raises:
         ConfigError: no run is there, its settings cannot be read, or the mesh is not legal.
@@ -222,7 +229,7 @@ def open_run(path: str, *, mesh: str = "auto", simulate: int = 0, **changes: Any
     config = dataclasses.replace(
         config,
         mesh=dataclasses.replace(config.mesh, shape=str(spec) if spec else "dp=1", reason=""),
-        **changes,
+        train=dataclasses.replace(config.train, num_microbatches=1, **(train or {})),
     )
     return TrainedRun(path=run, parts=assemble(config, devices))
 

@@ -29,10 +29,8 @@ class GenerateConfig:
     """What to continue, how, and where."""
 
     run: str = setting("", "run directory (or one of its checkpoints)")
-    prompt: list[str] = setting(
-        ["\n"], "texts to continue, all at once; give --prompt again for each"
-    )
-    prompt_file: str = setting("", "file with one prompt per line, instead of --prompt")
+    prompt: str = setting("\n", "text to continue; it streams to the terminal")
+    prompt_file: str = setting("", "file of prompts, one per line, continued all at once")
     max_new_tokens: int = setting(200, "tokens to add to each prompt")
     temperature: float = setting(0.8, "0 = always the likeliest token; 1 = as the model says")
     top_k: int = setting(0, "sample from this many likeliest tokens only; 0 = all")
@@ -65,7 +63,7 @@ class GenerateConfig:
     def prompts(self) -> list[str]:
         """The texts to continue."""
         if not self.prompt_file:
-            return list(self.prompt)
+            return [self.prompt]
         return Path(self.prompt_file).read_text().splitlines()
 
 
@@ -84,21 +82,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     from jaxdist.data import load_tokenizer
 
     run = open_run(config.run, mesh=config.mesh, simulate=config.simulate)
-    decoding = run.model.decoding
-    if decoding is None:
-        raise ConfigError(
-            [f"model {run.model.name!r} does not generate text. Name a decoder's run."]
-        )
-    tokenizer = load_tokenizer(run.config.data.tokenizer, run.config.data.end_token)
+    model, data = run.parts.model, run.parts.config.data
+    if model.decoding is None:
+        raise ConfigError([f"model {model.name!r} does not generate text. Name a decoder's run."])
+    tokenizer = load_tokenizer(data.tokenizer, data.end_token)
     prompts = config.prompts()
     tokens = [tokenizer.encode(text) for text in prompts]
-    _check_prompts(tokens, decoding.max_len, config.max_new_tokens)
+    _check_prompts(tokens, model.decoding.max_len, config.max_new_tokens)
     params, step = run.params(None if config.step < 0 else config.step)
-    print(f"checkpoint {step} of {run.path}, mesh {run.spec}", file=sys.stderr)
+    print(f"checkpoint {step} of {run.path}, mesh {run.parts.spec}", file=sys.stderr)
     stop = tokenizer.end_id if config.stop_at_end else None
-    texts = generate(
-        run.model, params, run.layout, tokens, config, dtype=run.compute_dtype, stop=stop
-    )
+    dtype = run.parts.compute_dtype
+    texts = generate(model, params, run.parts.layout, tokens, config, dtype=dtype, stop=stop)
     _write(texts, prompts, tokenizer)
     return 0
 

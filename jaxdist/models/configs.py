@@ -101,7 +101,8 @@ class DecoderConfig:
         """Forward and backward FLOPs of one token: 6 per weight that multiplies, plus attention.
 
         "causal" counts the half of S² attention that a causal mask leaves, "full" all of it (as
-        Chowdhery et al. 2022, "PaLM", appendix B). The embedding lookup is not a product; the head is, tied or not.
+        Chowdhery et al. 2022, "PaLM", appendix B). The embedding lookup is not a product; the head
+        is, tied or not.
         """
         d, width = self.d_model, self.head_width
         gates = 2 if self.activation == "swiglu" else 1

@@ -164,7 +164,7 @@ class Block(nnx.Module):
     def decode(
         self, x: Array, cache: dict[str, Array], aux: dict[str, Any], context: Context
     ) -> tuple[Array, dict[str, Array]]:
-        """Stream [batch, n, d_model] and one layer's cache -> the same, with n positions written."""
+        """Stream [batch, n, d_model] and one layer's cache -> the same, n positions written."""
         branch, cache = self.attention.decode(self.attention_norm(x), cache, aux, context)
         x = x + context.leave(branch)
         return x + context.leave(self.mlp(self.mlp_norm(x), context)), cache

@@ -1,0 +1,105 @@
+"""`python -m jaxdist.evaluate RUN`: loss and perplexity, or accuracy, of a checkpoint.
+
+Each held-out row counts once, on any legal mesh and device count; by default on the run's own
+held-out data, or on any other.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from jaxdist.runtime import run_command
+from jaxdist.types import ConfigError, setting
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvaluateConfig:
+    """What to evaluate, on what, and where."""
+
+    run: str = setting("", "run directory (or one of its checkpoints)")
+    step: int = setting(-1, "which checkpoint; -1 = the newest that can be trusted")
+    sources: list[str] = setting([], "data to evaluate on; empty = what the run held out")
+    global_batch_size: int = setting(0, "rows of a batch over all devices; 0 = as in the run")
+    max_batches: int = setting(0, "batches, spread over the data; 0 = every row once")
+    mesh: str = setting("auto", "mesh axes, e.g. fsdp=8; auto = one device")
+    simulate: int = setting(0, "simulated CPU devices; 0 = the machine's own")
+    json: bool = setting(False, "print one JSON object instead of text")
+
+    def problems(self) -> list[str]:
+        """Every violated rule."""
+        problems = []
+        if not self.run:
+            problems.append("no run was named. Give a run directory: jaxdist evaluate runs/NAME.")
+        for name in ("global_batch_size", "max_batches", "simulate"):
+            if getattr(self, name) < 0:
+                problems.append(f"{name}={getattr(self, name)} must be ≥ 0 (0: see --help).")
+        return problems
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Load a checkpoint and print what it reaches."""
+    from jaxdist.config import read_settings
+
+    config = read_settings(
+        EvaluateConfig,
+        sys.argv[1:] if argv is None else argv,
+        command="jaxdist.evaluate",
+        summary=__doc__ or "",
+        positional=("run",),
+    )
+    from jaxdist.assembly import open_run
+    from jaxdist.evaluation import evaluate
+
+    changes = {"global_batch_size": config.global_batch_size} if config.global_batch_size else {}
+    run = open_run(config.run, mesh=config.mesh, simulate=config.simulate, train=changes)
+    dataset = _open_data(run.parts.config, config.sources)
+    params, step = run.params(None if config.step < 0 else config.step)
+    means = evaluate(
+        run.parts.step,
+        params,
+        dataset,
+        global_batch_size=run.parts.config.train.global_batch_size,
+        unit=run.parts.model.unit,
+        max_batches=config.max_batches,
+    )
+    _show({"run": str(run.path), "step": step, "mesh": str(run.parts.spec), **means}, config.json)
+    return 0
+
+
+def _open_data(config: Any, sources: list[str]) -> Any:
+    """The named sources whole, or what the run held out."""
+    from jaxdist.data import open_datasets
+
+    data = config.data
+    if sources:
+        data = dataclasses.replace(data, eval_sources=sources)
+    _, held_out = open_datasets(data, seq_len=config.train.seq_len, seed=config.seed)
+    if held_out is None:
+        raise ConfigError(
+            [
+                "the run held nothing out (data.eval_fraction=0 and no eval_sources). "
+                "Name data with --sources=PATH."
+            ]
+        )
+    return held_out
+
+
+def _show(result: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(result))
+        return
+    width = max(map(len, result))
+    for name, value in result.items():
+        print(
+            f"{name:<{width}}  {value:,.6g}"
+            if isinstance(value, float)
+            else f"{name:<{width}}  {value}"
+        )
+
+
+if __name__ == "__main__":
+    run_command(main)
