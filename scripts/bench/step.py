@@ -1,0 +1,264 @@
+"""Measure one train step: ours, and a bare hand-written one of the same shapes, interleaved.
+
+    python scripts/bench/step.py --preset cpu-256 --preset cpu-32k
+    python scripts/bench/step.py --preset gpt2-124m --json results.json     # on a GPU
+
+Both steps run in one process on the same batches, in alternating blocks whose order swaps, so that
+a noisy machine disturbs both alike. Reported: medians, p99, and the median of the ratios of
+neighbouring blocks. MFU by both conventions where the device's peak is known.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import statistics
+import sys
+import time
+from datetime import UTC, datetime
+
+import bare
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxdist.assembly import assemble
+from jaxdist.config import RunConfig
+from jaxdist.models import DecoderConfig
+from jaxdist.monitoring import device_memory, peak_flops
+from jaxdist.sharding import MeshConfig
+
+# name: (vocab, d_model, layers, heads, kv_heads, mlp, seq, batch, remat, against the bare step)
+PRESETS = {
+    "cpu-256": (256, 384, 6, 6, 6, 1024, 256, 8, "none", True),
+    "cpu-32k": (32768, 384, 6, 6, 6, 1024, 256, 8, "none", True),
+    "gpt2-124m": (50304, 768, 12, 12, 12, 2048, 1024, 32, "none", True),
+    "1.7b": (131072, 2048, 24, 16, 8, 8192, 4096, 4, "dots", False),
+    "llama2-7b": (32000, 4096, 32, 32, 32, 11008, 4096, 2, "dots", False),
+}
+
+
+def main() -> None:
+    """Run the presets named and print a table; `--json` also writes every number."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--preset", action="append", choices=PRESETS, required=True)
+    parser.add_argument("--blocks", type=int, default=8, help="pairs of blocks")
+    parser.add_argument("--block-steps", type=int, default=3, help="steps of a block")
+    parser.add_argument(
+        "--batch", type=int, default=0, help="rows of a step instead of the preset's"
+    )
+    parser.add_argument("--remat", default="", help="remat policy instead of the preset's")
+    parser.add_argument("--unroll", type=int, default=0, help="train.unroll_layers")
+    parser.add_argument("--moments", default="float32", help="dtype of AdamW's first moment")
+    parser.add_argument("--no-bare", action="store_true", help="measure ours alone")
+    parser.add_argument("--json", default="", help="file to write")
+    args = parser.parse_args()
+    results = [measure(name, args) for name in args.preset]
+    report = {"conditions": conditions(), "results": results}
+    print(table(report))
+    if args.json:
+        with open(args.json, "w") as file:
+            json.dump(report, file, indent=1)
+
+
+def conditions() -> dict[str, str]:
+    """What a reader must know to compare these numbers with others."""
+    device = jax.devices()[0]
+    return {
+        "device": device.device_kind,
+        "devices": str(len(jax.devices())),
+        "jax": jax.__version__,
+        "python": sys.version.split()[0],
+        "command": " ".join(sys.argv),
+        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+    }
+
+
+def measure(name: str, args: argparse.Namespace) -> dict:
+    """One preset: ours, and the bare step unless it is too large or unwanted."""
+    vocab, d_model, layers, heads, kv_heads, mlp, seq, batch, remat, with_bare = PRESETS[name]
+    batch, with_bare = args.batch or batch, with_bare and not args.no_bare
+    shape = bare.Shape(vocab, d_model, layers, heads, kv_heads, mlp, seq)
+    config = run_config(shape, batch, args.remat or remat, args)
+    parts = assemble(config, jax.devices()[:1])
+    batches = make_batches(vocab, batch, seq, parts.step.batch_sharding)
+    ours = Ours(parts, batches)
+    rivals = [ours]
+    if with_bare:
+        rivals.append(Bare(shape, parts, batches))
+    compile_s = [rival.warm_up() for rival in rivals]
+    times = alternate(rivals, args.blocks, args.block_steps)
+    tokens = batch * seq
+    median = statistics.median(times[0])
+    result = {
+        "preset": name,
+        "batch": batch,
+        "remat": config.train.remat,
+        "dtype": str(parts.compute_dtype),
+        "tokens_per_s": tokens / median,
+        "step_ms_p50": 1e3 * median,
+        "step_ms_p99": 1e3 * float(np.percentile(times[0], 99)),
+        "compile_s": compile_s[0],
+        "dispatch_ms": 1e3 * ours.dispatch_s(),
+        "loss": ours.loss(),
+        **memory(ours),
+    }
+    peak = peak_flops(jax.devices()[0].device_kind, str(parts.compute_dtype))
+    if peak:
+        for convention, flops in parts.model.flops_per_token.items():
+            result[f"mfu_{convention}"] = result["tokens_per_s"] * flops / peak
+    if with_bare:
+        ratios = [b / a for a, b in zip(times[0], times[1], strict=True)]
+        result |= {
+            "bare_tokens_per_s": tokens / statistics.median(times[1]),
+            "ratio_to_bare": statistics.median(ratios),
+            "bare_compile_s": compile_s[1],
+            "bare_loss": rivals[1].loss(),
+        }
+    return result
+
+
+def run_config(shape: bare.Shape, batch: int, remat: str, args: argparse.Namespace) -> RunConfig:
+    """The same model and step as settings of a run."""
+    model = DecoderConfig(
+        vocab_size=shape.vocab,
+        d_model=shape.d_model,
+        num_layers=shape.num_layers,
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        mlp_dim=shape.mlp,
+    )
+    base = RunConfig(model=model, mesh=MeshConfig(shape="dp=1"))
+    return dataclasses.replace(
+        base,
+        train=dataclasses.replace(
+            base.train,
+            global_batch_size=batch,
+            seq_len=shape.seq,
+            remat=remat,
+            unroll_layers=args.unroll,
+        ),
+        optim=dataclasses.replace(
+            base.optim, schedule="constant", warmup_steps=0, moment_dtype=args.moments
+        ),
+    )
+
+
+class Ours:
+    """jaxdist's compiled step."""
+
+    def __init__(self, parts, batches):
+        self.parts, self.batches, self.count = parts, batches, 0
+        self.state = parts.init_state()
+
+    def warm_up(self) -> float:
+        """Compile; seconds."""
+        begin = time.perf_counter()
+        self.compiled = self.parts.step.train.lower(self.state, self.batches[0]).compile()
+        seconds = time.perf_counter() - begin
+        self.run(2)
+        return seconds
+
+    def run(self, steps: int) -> None:
+        """Dispatch some steps and wait for the last."""
+        for _ in range(steps):
+            batch = self.batches[self.count % len(self.batches)]
+            self.state, self.metrics = self.parts.step.train(self.state, batch)
+            self.count += 1
+        jax.block_until_ready(self.metrics["loss"])
+
+    def dispatch_s(self) -> float:
+        """Median seconds that a call takes on the host while the device is free."""
+        times = []
+        for _ in range(5):
+            jax.block_until_ready(self.state)
+            begin = time.perf_counter()
+            self.state, self.metrics = self.parts.step.train(self.state, self.batches[0])
+            times.append(time.perf_counter() - begin)
+        return statistics.median(times)
+
+    def loss(self) -> float:
+        """Of the last step."""
+        return float(self.metrics["loss"])
+
+
+class Bare:
+    """The hand-written step."""
+
+    def __init__(self, shape, parts, batches):
+        kernel = "cudnn" if parts.step.context.platform == "gpu" else "xla"
+        self.step = bare.make_step(shape, parts.compute_dtype, kernel)
+        self.state, self.batches, self.count = bare.init_state(shape), batches, 0
+
+    def warm_up(self) -> float:
+        """Compile; seconds."""
+        batch = self.batches[0]
+        begin = time.perf_counter()
+        self.step.lower(self.state, batch["tokens"], batch["targets"]).compile()
+        seconds = time.perf_counter() - begin
+        self.run(2)
+        return seconds
+
+    def run(self, steps: int) -> None:
+        """Dispatch some steps and wait for the last."""
+        for _ in range(steps):
+            batch = self.batches[self.count % len(self.batches)]
+            self.state, self.value, _ = self.step(self.state, batch["tokens"], batch["targets"])
+            self.count += 1
+        jax.block_until_ready(self.value)
+
+    def loss(self) -> float:
+        """Of the last step."""
+        return float(self.value)
+
+
+def alternate(rivals, blocks: int, block_steps: int) -> list[list[float]]:
+    """Seconds per step of each block, the rivals taking turns and swapping who begins."""
+    times: list[list[float]] = [[] for _ in rivals]
+    for block in range(blocks):
+        order = range(len(rivals)) if block % 2 == 0 else reversed(range(len(rivals)))
+        for index in order:
+            begin = time.perf_counter()
+            rivals[index].run(block_steps)
+            times[index].append((time.perf_counter() - begin) / block_steps)
+    return times
+
+
+def make_batches(vocab: int, batch: int, seq: int, sharding) -> list[dict]:
+    """Four random batches on the device."""
+    batches = []
+    for seed in range(4):
+        tokens = np.random.default_rng(seed).integers(0, vocab, (batch, seq + 1), np.int32)
+        rows = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
+        rows["weights"] = np.ones((batch, seq), np.float32)
+        batches.append(jax.device_put(rows, sharding))
+    return batches
+
+
+def memory(ours: Ours) -> dict[str, float]:
+    """Planned by the compiler, and measured where the device says."""
+    plan = ours.compiled.memory_analysis()
+    found = {
+        "argument_gb": plan.argument_size_in_bytes / 1e9,
+        "temporary_gb": plan.temp_size_in_bytes / 1e9,
+    }
+    peak = device_memory(jax.devices()[:1]).get("memory_peak_bytes")
+    return found | ({"peak_gb": peak / 1e9} if peak else {})
+
+
+def table(report: dict) -> str:
+    """A Markdown table, its conditions above."""
+    lines = [", ".join(f"{name} {value}" for name, value in report["conditions"].items()), ""]
+    columns = list(dict.fromkeys(key for row in report["results"] for key in row))
+    lines += ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
+    for row in report["results"]:
+        cells = [row.get(column, "") for column in columns]
+        cells = [f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in cells]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    jnp.zeros(())  # a backend that cannot start says so before anything else
+    main()
