@@ -166,12 +166,13 @@ def test_a_torn_line_longer_than_a_block_is_cut(tmp_path):
 
 def test_a_broken_line_inside_is_named(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    path.write_text('{"kind": "train"}\n{"kind" \n{"kind": "eval"}\n')
+    path.write_text('{"kind": "event"}\n{"kind" \n{"kind": "event"}\n')
     with pytest.raises(ConfigError, match="line 2 is no JSON"):
         read_records(path)
-    path.write_text("[1]\n")
-    with pytest.raises(ConfigError, match="line 1 is no JSON object"):
-        read_records(path)
+    for line in ("[1]", '{"kind": "train"}', '{"step": 1}'):
+        path.write_text(f"{line}\n")
+        with pytest.raises(ConfigError, match="line 1 is no record"):
+            read_records(path)
 
 
 WRITER = """
@@ -533,6 +534,8 @@ def test_skipped_steps_are_counted_and_reported(tmp_path, caplog):
     assert events(records, "skipped_step")[0]["grad_norm"] == math.inf
     assert "step 4 was skipped (grad_norm is inf); 2 skipped so far" in caplog.messages
     assert monitor.summary("finished")["skipped_steps"] == 2
+    resumed = start(tmp_path, start_step=3)  # step 4 and its skip are lost
+    assert resumed.summary("finished")["skipped_steps"] == 1
 
 
 def test_a_loss_that_is_not_finite_is_reported_without_a_skip(tmp_path, caplog):
