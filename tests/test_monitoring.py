@@ -32,6 +32,12 @@ from jaxdist.types import ConfigError
 QUIET = MonitoringConfig(tensorboard=False, log_every_steps=1)
 
 
+@pytest.fixture(autouse=True)
+def propagating(monkeypatch):
+    """A command run earlier in this process may have kept log records from pytest's handler."""
+    monkeypatch.setattr(logging.getLogger("jaxdist"), "propagate", True)
+
+
 class Clock:
     """Seconds that pass only when told to."""
 
