@@ -522,6 +522,32 @@ def test_colour_is_beside_the_plain_text_and_never_in_it(tmp_path, caplog):
     assert any("\033" in record.styled for record in caplog.records)
 
 
+COLOURED = """
+import logging, sys
+from jaxdist.runtime import setup_logging
+setup_logging(0, sys.argv[1]).info("plain", extra={"styled": "\\033[1mplain\\033[0m"})
+"""
+
+
+@pytest.mark.parametrize(
+    ("terminal", "no_color", "seen"),
+    [(True, "", b"\033[1mplain\033[0m"), (True, "1", b"plain"), (False, "", b"plain")],
+)
+def test_colour_is_for_terminals_that_want_it(tmp_path, terminal, no_color, seen):
+    read_end, write_end = os.openpty() if terminal else os.pipe()
+    log_file = tmp_path / "process-0.log"
+    subprocess.run(
+        [sys.executable, "-c", COLOURED, str(log_file)],
+        stdout=write_end,
+        env={**os.environ, "NO_COLOR": no_color},
+        check=True,
+    )
+    assert os.read(read_end, 1000).strip() == seen
+    os.close(read_end)
+    os.close(write_end)
+    assert log_file.read_text().endswith(" plain\n")
+
+
 # -- steps that went wrong -------------------------------------------------------------------------
 
 

@@ -25,8 +25,8 @@ logger = logging.getLogger("jaxdist")
 class Monitor:
     """Console, metrics.jsonl and TensorBoard of one run; every process has one, process 0's writes.
 
-    As a context it closes the sinks, and where an exception leaves a run without a summary it writes
-    one that says "failed" (or "interrupted") and why.
+    As a context it closes the sinks, and where an exception leaves a run without a summary, it
+    writes one that says "failed" (or "interrupted") and why.
 
     Opening a run that was here before continues it: metrics.jsonl is appended to, beginning with a
     `start` event at `start_step`, and TensorBoard's points beyond that step are purged.
