@@ -32,6 +32,12 @@ from jaxdist.types import ConfigError
 QUIET = MonitoringConfig(tensorboard=False, log_every_steps=1)
 
 
+@pytest.fixture(autouse=True)
+def propagating(monkeypatch):
+    """A command run earlier in this process may have kept log records from pytest's handler."""
+    monkeypatch.setattr(logging.getLogger("jaxdist"), "propagate", True)
+
+
 class Clock:
     """Seconds that pass only when told to."""
 
@@ -166,12 +172,13 @@ def test_a_torn_line_longer_than_a_block_is_cut(tmp_path):
 
 def test_a_broken_line_inside_is_named(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    path.write_text('{"kind": "train"}\n{"kind" \n{"kind": "eval"}\n')
+    path.write_text('{"kind": "event"}\n{"kind" \n{"kind": "event"}\n')
     with pytest.raises(ConfigError, match="line 2 is no JSON"):
         read_records(path)
-    path.write_text("[1]\n")
-    with pytest.raises(ConfigError, match="line 1 is no JSON object"):
-        read_records(path)
+    for line in ("[1]", '{"kind": "train"}', '{"step": 1}'):
+        path.write_text(f"{line}\n")
+        with pytest.raises(ConfigError, match="line 1 is no record"):
+            read_records(path)
 
 
 WRITER = """
@@ -515,6 +522,32 @@ def test_colour_is_beside_the_plain_text_and_never_in_it(tmp_path, caplog):
     assert any("\033" in record.styled for record in caplog.records)
 
 
+COLOURED = """
+import logging, sys
+from jaxdist.runtime import setup_logging
+setup_logging(0, sys.argv[1]).info("plain", extra={"styled": "\\033[1mplain\\033[0m"})
+"""
+
+
+@pytest.mark.parametrize(
+    ("terminal", "no_color", "seen"),
+    [(True, "", b"\033[1mplain\033[0m"), (True, "1", b"plain"), (False, "", b"plain")],
+)
+def test_colour_is_for_terminals_that_want_it(tmp_path, terminal, no_color, seen):
+    read_end, write_end = os.openpty() if terminal else os.pipe()
+    log_file = tmp_path / "process-0.log"
+    subprocess.run(
+        [sys.executable, "-c", COLOURED, str(log_file)],
+        stdout=write_end,
+        env={**os.environ, "NO_COLOR": no_color},
+        check=True,
+    )
+    assert os.read(read_end, 1000).strip() == seen
+    os.close(read_end)
+    os.close(write_end)
+    assert log_file.read_text().endswith(" plain\n")
+
+
 # -- steps that went wrong -------------------------------------------------------------------------
 
 
@@ -533,6 +566,8 @@ def test_skipped_steps_are_counted_and_reported(tmp_path, caplog):
     assert events(records, "skipped_step")[0]["grad_norm"] == math.inf
     assert "step 4 was skipped (grad_norm is inf); 2 skipped so far" in caplog.messages
     assert monitor.summary("finished")["skipped_steps"] == 2
+    resumed = start(tmp_path, start_step=3)  # step 4 and its skip are lost
+    assert resumed.summary("finished")["skipped_steps"] == 1
 
 
 def test_a_loss_that_is_not_finite_is_reported_without_a_skip(tmp_path, caplog):
@@ -606,6 +641,32 @@ def test_summary_without_a_price_has_no_cost(tmp_path):
     summary = monitor.summary("failed", error="out of memory")
     assert "cost" not in summary and "mfu" not in summary and "tokens_per_s" not in summary
     assert json.loads(monitor.run.summary.read_text())["error"] == "out of memory"
+
+
+def test_an_exception_leaves_a_summary_that_says_why(tmp_path):
+    with pytest.raises(RuntimeError, match="no memory"), start(tmp_path) as monitor:
+        train(monitor, 1)
+        raise RuntimeError("no memory\nand 300 lines more")
+    written = json.loads(monitor.run.summary.read_text())
+    assert (written["exit_reason"], written["error"]) == ("failed", "RuntimeError: no memory")
+    assert events(read_records(monitor.run.metrics), "end")[0]["exit_reason"] == "failed"
+    with pytest.raises(KeyboardInterrupt), start(tmp_path, start_step=1) as monitor:
+        raise KeyboardInterrupt
+    assert json.loads(monitor.run.summary.read_text())["exit_reason"] == "interrupted"
+
+
+def test_a_summary_already_written_is_not_replaced_by_the_exception(tmp_path):
+    with pytest.raises(RuntimeError), start(tmp_path) as monitor:
+        monitor.summary("NaN or Inf")
+        raise RuntimeError("stop")
+    assert json.loads(monitor.run.summary.read_text())["exit_reason"] == "NaN or Inf"
+
+
+def test_a_summary_that_cannot_be_written_does_not_hide_the_cause(tmp_path, caplog):
+    with pytest.raises(RuntimeError, match="the cause"), start(tmp_path) as monitor:
+        monitor.run.summary.mkdir()  # os.replace of a file onto a directory fails
+        raise RuntimeError("the cause")
+    assert "summary.json was not written" in caplog.text
 
 
 # -- config ----------------------------------------------------------------------------------------

@@ -1,5 +1,7 @@
 """Rates and watches: MFU by hand, time left, slow loaders, second compilations, device memory."""
 
+import logging
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,6 +23,13 @@ from jaxdist.monitoring import (
     peak_flops,
     read_records,
 )
+
+
+@pytest.fixture(autouse=True)
+def propagating(monkeypatch):
+    """A command run earlier in this process may have kept log records from pytest's handler."""
+    monkeypatch.setattr(logging.getLogger("jaxdist"), "propagate", True)
+
 
 # -- MFU -------------------------------------------------------------------------------------------
 

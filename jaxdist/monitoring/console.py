@@ -274,7 +274,7 @@ def closing_rows(
     ]
     if troubles:
         rows.append(("trouble", ", ".join(troubles) + " (events in metrics.jsonl)"))
-    if "checkpoint" in summary:
+    if summary.get("checkpoint"):
         rows.append(("checkpoint", str(summary["checkpoint"])))
     rows.append(("run", str(summary["run_dir"])))
     if next_commands:

@@ -25,6 +25,9 @@ logger = logging.getLogger("jaxdist")
 class Monitor:
     """Console, metrics.jsonl and TensorBoard of one run; every process has one, process 0's writes.
 
+    As a context it closes the sinks, and where an exception leaves a run without a summary, it
+    writes one that says "failed" (or "interrupted") and why.
+
     Opening a run that was here before continues it: metrics.jsonl is appended to, beginning with a
     `start` event at `start_step`, and TensorBoard's points beyond that step are purged.
 
@@ -82,6 +85,7 @@ class Monitor:
         self._begin = clock()
         self._steps_here = 0
         self._said_impossible = False
+        self._ended = False
         self._watches: list[CompileWatch] = []
         self._records: RecordWriter | None = None
         self._tensorboard: TensorBoard | None = None
@@ -288,6 +292,7 @@ class Monitor:
             summary["cost"] = summary["device_hours"] * self.config.price_per_device_hour
             summary["currency"] = self.config.currency
         summary |= fields
+        self._ended = True
         if self._records is None:
             return summary
         end = {"step": summary["step"], "exit_reason": exit_reason}
@@ -308,7 +313,14 @@ class Monitor:
     def __enter__(self) -> Monitor:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if error is not None and not self._ended:
+            reason = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+            first_line = (str(error).splitlines() or [""])[0]
+            try:
+                self.summary(reason, error=f"{type(error).__name__}: {first_line}"[:300])
+            except Exception as second:  # a full disk must not hide why the run failed
+                logger.warning("summary.json was not written: %s", second)
         self.close()
 
     # -- private -----------------------------------------------------------------------------------

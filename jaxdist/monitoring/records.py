@@ -106,7 +106,7 @@ def read_records(path: Path) -> list[Record]:
     """Every record of a metrics.jsonl, in the order written; a torn last line is left out.
 
     Raises:
-        ConfigError: the file is missing, or a line that is not the last is no JSON object.
+        ConfigError: the file is missing, or another line is no record.
     """
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
@@ -124,27 +124,39 @@ def read_records(path: Path) -> list[Record]:
             raise ConfigError(
                 [f"{path}, line {number} is no JSON ({error.msg}): {line[:60]!r}. Remove the line."]
             ) from error
-        if not isinstance(record, dict):
+        if not _is_record(record):
             raise ConfigError(
-                [f"{path}, line {number} is no JSON object: {line[:60]!r}. Remove the line."]
+                [f"{path}, line {number} is no record (kind, step, ...): {line[:60]!r}. Remove it."]
             )
         records.append(record)
     return records
+
+
+def _is_record(record: Any) -> bool:
+    if not isinstance(record, dict):
+        return False
+    kind, step = record.get("kind"), record.get("step")
+    return kind == "event" or (kind in ("train", "eval") and isinstance(step, int))
 
 
 def current(records: list[Record]) -> list[Record]:
     """The history that led to the newest state: steps that a restart did again count once.
 
     A `start` event at step s means that the run went on from the checkpoint of step s: train and
-    eval lines beyond s that were written before it belong to work that was lost. Events stay.
+    eval lines and skipped steps beyond s that were written before it belong to work that was lost.
+    Other events stay: they happened.
     """
     kept: list[Record] = []
     for record in records:
         if record.get("event") == "start":
             resumed_at = record.get("step", 0)
-            kept = [r for r in kept if r["kind"] == "event" or r.get("step", 0) <= resumed_at]
+            kept = [r for r in kept if not _of_a_step(r) or r["step"] <= resumed_at]
         kept.append(record)
     return kept
+
+
+def _of_a_step(record: Record) -> bool:
+    return record["kind"] != "event" or record.get("event") == "skipped_step"
 
 
 def device_seconds(records: list[Record]) -> float:

@@ -36,10 +36,7 @@ class Totals:
         self.unit = unit
         self.units: float = self.last.get(unit, 0)
         self.evals = [record for record in history if record["kind"] == "eval"]
-        self.skipped_steps = sum(
-            record.get("event") == "skipped_step" and record["step"] <= start_step
-            for record in history
-        )
+        self.skipped_steps = sum(record.get("event") == "skipped_step" for record in history)
         self.starts = 1 + sum(record.get("event") == "start" for record in earlier)
         self.device_seconds_before = device_seconds(list(earlier))
         self.warnings = 0

@@ -10,10 +10,12 @@ from pathlib import Path
 
 
 class _Console(logging.Formatter):
-    """Bare messages; warnings and errors say so."""
+    """Bare messages; warnings and errors say so; `styled` records in colour on a terminal."""
 
     def format(self, record: logging.LogRecord) -> str:
         text = super().format(record)
+        if hasattr(record, "styled") and sys.stdout.isatty() and not os.environ.get("NO_COLOR"):
+            text = record.styled
         return text if record.levelno < logging.WARNING else f"{record.levelname.lower()}: {text}"
 
 
