@@ -3,8 +3,9 @@
     config     what a user can ask                 tokenizer  text to tokens and back
     documents  files to documents                  corpus     tokenised shards on disk, cached
     packing    tokens to rows                      images     CIFAR-10
-    dataset    sources together, held-out split    order      sample number to row
-    loader     rows to device batches              __main__   `python -m jaxdist.data`
+    custom     rows of the user's own              dataset    sources together, held-out split
+    order      sample number to row                loader     rows to device batches
+    __main__   `python -m jaxdist.data`
 
 Nothing here knows a model; the only thing it asks of jax is to place arrays by a sharding.
 """

@@ -45,6 +45,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(*error.problems, sep="\n", file=sys.stderr)
         return 2
+    except OSError as error:
+        print(f"{arguments.out} cannot be written: {error.strerror or error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("\ninterrupted: nothing was left behind", file=sys.stderr)
         return 130

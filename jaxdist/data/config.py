@@ -11,6 +11,7 @@ import math
 from pathlib import Path
 from typing import Literal
 
+from jaxdist.data.custom import is_custom
 from jaxdist.types import setting
 
 SMALLEST_SHARE = 1e-3
@@ -25,7 +26,8 @@ class DataConfig:
         ["stdlib"],
         'what to train on: "stdlib" (source text of this machine\'s Python standard library), or '
         "paths and globs of text files, folders, .jsonl[.gz|.zst], .parquet, a token folder made "
-        "by `jaxdist data`, or a CIFAR-10 folder",
+        "by `jaxdist data`, a CIFAR-10 folder, or module:function for rows of your own (see "
+        "jaxdist/data/custom.py)",
     )
     weights: list[float] = setting(
         [],
@@ -129,9 +131,14 @@ class DataConfig:
 
 
 def _missing(name: str, source: str) -> str:
-    if source == "stdlib" or glob.has_magic(source) or Path(source).expanduser().exists():
+    if (
+        source == "stdlib"
+        or glob.has_magic(source)
+        or is_custom(source)
+        or Path(source).expanduser().exists()
+    ):
         return ""
     return (
-        f'data.{name} has {source!r}, which does not exist: a source is "stdlib", a file, a folder '
-        "or a glob. Check the path (relative paths start at the current directory)."
+        f'data.{name} has {source!r}, which does not exist: a source is "stdlib", a file, folder, '
+        "glob or module:function. Check the path (relative paths start at the current directory)."
     )

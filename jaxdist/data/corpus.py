@@ -236,7 +236,7 @@ def _fill(
         "num_documents": len(all_ends),
         "vocab_size": tokenizer.vocab_size,
         "tokenizer": {
-            "name": tokenizer.name,
+            "name": Path(tokenizer.name).name,
             "fingerprint": tokenizer.fingerprint,
             "end_id": tokenizer.end_id,
             "end_token": _end_token(tokenizer),

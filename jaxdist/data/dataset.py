@@ -16,6 +16,7 @@ import numpy as np
 
 from jaxdist.data.config import DataConfig
 from jaxdist.data.corpus import Corpus, cached_corpus
+from jaxdist.data.custom import CustomRows, is_custom, open_custom
 from jaxdist.data.documents import find_files
 from jaxdist.data.images import NUM_CLASSES, Images, is_cifar, open_cifar
 from jaxdist.data.order import Order
@@ -84,6 +85,19 @@ class Dataset:
                 out[name][chosen] = values
         return out
 
+    def describe(self) -> str:
+        """One line for the log: rows, size, tokenizer, fingerprint."""
+        words = [f"{self.kind}, {self.num_rows:,} rows"]
+        if self.kind == "text":
+            seq_len = self.fields["tokens"][0][0]
+            words.append(f"of {seq_len} tokens ({self.num_rows * seq_len / 1e6:.1f} M an epoch)")
+        extra = [f"vocabulary {self.vocab_size:,}"]
+        if self.tokenizer is not None:
+            extra.append(f"tokenizer {self.tokenizer.name}")
+        if "packing" in self.identity:
+            extra.append(f"packing {self.identity['packing']}")
+        return ", ".join([" ".join(words), *extra, f"fingerprint {self.fingerprint[:8]}"])
+
     def order(self, seed: int) -> Order:
         """The order in which training takes the rows."""
         return Order([part.num_rows for part in self.parts], self.weights, seed)
@@ -103,13 +117,15 @@ def open_datasets(
     Args:
         config: see `DataConfig`.
         seq_len: tokens of a row; not used for images.
-        seed: accepted so that sources may one day depend on it; the split does not.
+        seed: given to a source of the user's own; rows of files do not depend on it.
 
     Raises:
         ConfigError: rules broken, or files that cannot be read as what they are said to be.
     """
     if problems := config.problems():
         raise ConfigError(problems)
+    if any(is_custom(source) for source in config.sources):
+        return _open_custom(config, seq_len, seed)
     folders = [_cifar_folder(source) for source in config.sources]
     if all(folders):
         return _open_images(config, [f for f in folders if f])
@@ -248,6 +264,38 @@ def _open_images(config: DataConfig, folders: list[Path]) -> tuple[Dataset, Data
 
     train = dataset([images for images, _ in both], list(config.weights))
     return train, dataset(held, []) if held else None
+
+
+def _open_custom(config: DataConfig, seq_len: int, seed: int) -> tuple[Dataset, Dataset | None]:
+    source = config.sources[0]
+    problems = []
+    if len(config.sources) > 1 or config.eval_sources:
+        problems.append(
+            f"data.sources={config.sources}, data.eval_sources={config.eval_sources}: a function "
+            f"stands alone. Mix inside {source!r} and return what to evaluate on from there."
+        )
+    if not config.vocab_size:
+        problems.append(
+            f"data source {source!r} is a function: nothing tells how many tokens or classes there "
+            "are. Set data.vocab_size."
+        )
+    if problems:
+        raise ConfigError(problems)
+    parts = open_custom(source, seq_len=seq_len, seed=seed)
+    tokenizer = load_tokenizer(config.tokenizer, config.end_token)
+
+    def dataset(part: CustomRows) -> Dataset:
+        text = part.kind == "tokens"
+        return Dataset(
+            kind="text" if text else "images",
+            parts=(part,),
+            vocab_size=config.vocab_size,
+            tokenizer=tokenizer if text else None,
+            identity={"kind": "custom", "seq_len": seq_len, "parts": [part.fingerprint]},
+        )
+
+    train, held = parts
+    return dataset(train), None if held is None else dataset(held)
 
 
 def _digest(identity: dict[str, Any]) -> str:

@@ -82,13 +82,10 @@ def find_files(source: str) -> list[Path]:
     if path.is_file():
         return [path]
     if path.is_dir():
-        root, found = path, list(path.rglob("*"))
-    else:
-        root, found = Path(), [Path(p) for p in glob.glob(str(path), recursive=True)]
-    files = sorted(
-        (p for p in found if p.is_file() and not _hidden(p.relative_to(root))),
-        key=lambda p: p.as_posix(),
-    )
+        found = [p for p in path.rglob("*") if not _hidden(p.relative_to(path))]
+    else:  # glob leaves hidden files out unless the pattern names them
+        found = [Path(p) for p in glob.glob(str(path), recursive=True)]
+    files = sorted((p for p in found if p.is_file()), key=lambda p: p.as_posix())
     if not files:
         kind = "is a folder without files" if path.is_dir() else "matches no file"
         raise ConfigError([f"data source {source!r} {kind}. Check the path."])
@@ -161,7 +158,7 @@ def _kind(path: Path) -> str:
 
 
 def _hidden(relative: Path) -> bool:
-    return any(part.startswith(".") and part not in (".", "..") for part in relative.parts)
+    return any(part.startswith(".") for part in relative.parts)
 
 
 def _digest(text: str) -> str:

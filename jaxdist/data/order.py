@@ -8,7 +8,8 @@ Why not grain's `MapDataset.shuffle().repeat()` and `.mix()`, which order rows i
 * Its order may change between releases; a resumed run has to see the order it left.
 * `mix` rounds shares to whole multiples of a hundredth of the smallest.
 
-A pipeline written with grain plugs in as a source of rows instead: see `jaxdist.data.dataset`.
+A pipeline written with grain gives the rows instead (`jaxdist.data.custom`), and any dataset is a
+source for `grain.MapDataset.source`.
 """
 
 from __future__ import annotations

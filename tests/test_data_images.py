@@ -1,0 +1,200 @@
+"""CIFAR-10: both forms give the same images, and a pickle can make nothing run."""
+
+import io
+import os
+import pickle
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxdist.data import DataConfig, open_datasets
+from jaxdist.data.images import TEST_FILE, TRAIN_FILES, open_cifar
+from jaxdist.types import ConfigError
+
+NAMES = (*TRAIN_FILES, TEST_FILE)
+
+
+def real_data() -> Path:
+    named = os.environ.get("JAXDIST_TEST_DATA")
+    folder = Path(named) if named else Path(__file__).parent.parent.parent / "shared" / "data"
+    if not (folder / "cifar-10-batches-py").is_dir():
+        pytest.skip(f"no CIFAR-10 in {folder}: set JAXDIST_TEST_DATA")
+    return folder
+
+
+def make_batches(folder: Path, count=6, protocol=2, numpy_module=b"numpy.core.multiarray"):
+    """Both forms of the same random images; returns (pixels [files, count, 3072], labels)."""
+    rng = np.random.default_rng(0)
+    pixels = rng.integers(0, 256, (6, count, 3072), np.uint8)
+    labels = rng.integers(0, 10, (6, count))
+    (folder / "py").mkdir()
+    (folder / "bin").mkdir()
+    for name, x, y in zip(NAMES, pixels, labels, strict=True):
+        batch = {b"data": x, b"labels": y.tolist(), b"batch_label": b"x", b"filenames": [b"a"]}
+        stored = pickle.dumps(batch, protocol=protocol)
+        stored = stored.replace(b"numpy._core.multiarray", numpy_module)
+        (folder / "py" / name).write_bytes(stored)
+        records = np.concatenate([y[:, None].astype(np.uint8), x], axis=1)
+        (folder / "bin" / f"{name}.bin").write_bytes(records.tobytes())
+    return pixels, labels
+
+
+def test_real_images_are_the_same_in_both_forms():
+    folder = real_data()
+    by_pickle = open_cifar(folder / "cifar-10-batches-py", "half")
+    by_record = open_cifar(folder / "cifar-10-batches-bin", "half")
+    for one, other in zip(by_pickle, by_record, strict=True):
+        np.testing.assert_array_equal(one.pixels, other.pixels)
+        np.testing.assert_array_equal(one.labels, other.labels)
+        assert one.fingerprint == other.fingerprint
+    assert by_pickle[0].num_rows + by_pickle[1].num_rows == 4566
+
+
+def test_real_images_equal_what_pickle_itself_reads():
+    """The reference is Python's own loader, on the files of the test data that we trust."""
+    folder = real_data() / "cifar-10-batches-py"
+    train, test = open_cifar(folder, "half")
+    for images, names in ((train, TRAIN_FILES), (test, (TEST_FILE,))):
+        raw = [pickle.loads((folder / n).read_bytes(), encoding="bytes") for n in names]
+        pixels = np.concatenate([b[b"data"] for b in raw])
+        np.testing.assert_array_equal(images.labels, np.concatenate([b[b"labels"] for b in raw]))
+        # Stored as red, green and blue planes of 32 rows.
+        for at in (0, 7, len(pixels) - 1):
+            for colour in range(3):
+                plane = pixels[at, colour * 1024 : (colour + 1) * 1024].reshape(32, 32)
+                np.testing.assert_array_equal(images.pixels[at, :, :, colour], plane)
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4])
+@pytest.mark.parametrize("module", [b"numpy.core.multiarray", b"numpy._core.multiarray"])
+def test_pickles_of_every_python_3_read_alike(tmp_path, protocol, module):
+    if protocol >= 4 and module == b"numpy.core.multiarray":
+        pytest.skip("protocol 4 stores the name's length: it cannot be swapped in place")
+    pixels, labels = make_batches(tmp_path, protocol=protocol, numpy_module=module)
+    train, test = open_cifar(tmp_path / "py", "half")
+    np.testing.assert_array_equal(train.labels, labels[:5].ravel())
+    expected = pixels[5].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
+    np.testing.assert_array_equal(test.pixels, expected)
+    records = open_cifar(tmp_path / "bin", "half")
+    assert [train.fingerprint, test.fingerprint] == [images.fingerprint for images in records]
+
+
+class Evil:
+    def __init__(self, function, *arguments):
+        self.call = function, arguments
+
+    def __reduce__(self):
+        return self.call
+
+
+@pytest.mark.parametrize(
+    "function",
+    [os.system, eval, open, __import__, getattr, np.load, pickle.loads, io.open_code],
+    ids=lambda f: f.__name__,
+)
+def test_a_malicious_pickle_runs_nothing(tmp_path, function):
+    make_batches(tmp_path)
+    target = tmp_path / "ran"
+    text = {os.system: f"touch {target}", eval: f"open({str(target)!r}, 'w')"}
+    evil = Evil(function, text.get(function, str(target)))
+    batch = {b"data": evil, b"labels": [1]}
+    (tmp_path / "py" / "data_batch_3").write_bytes(pickle.dumps(batch, protocol=2))
+    with pytest.raises(ConfigError, match=r"data_batch_3' asks Python to load .*Nothing was run"):
+        open_cifar(tmp_path / "py", "half")
+    assert not target.exists()
+
+
+def test_a_malicious_pickle_would_have_run_otherwise(tmp_path):
+    """The planted fault of the test above: Python's own loader does run it."""
+    target = tmp_path / "ran"
+    pickle.loads(pickle.dumps(Evil(os.system, f"touch {target}")))
+    assert target.exists()
+
+
+def object_array():
+    return np.array([{"a": 1}, None], dtype=object)
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        {b"data": np.zeros((2, 3072), np.float32), b"labels": [1, 2]},
+        {b"data": object_array(), b"labels": [1, 2]},
+        {b"data": np.zeros((2, 3072), np.uint8)},
+        {b"data": [1, 2, 3], b"labels": [1, 2]},
+        {b"data": np.zeros((2, 3072), np.uint8), b"labels": ["cat", "dog"]},
+        [1, 2, 3],
+    ],
+    ids=["floats", "objects", "no_labels", "list", "words", "no_dict"],
+)
+def test_pickles_of_something_else_are_refused(tmp_path, batch):
+    make_batches(tmp_path)
+    (tmp_path / "py" / "data_batch_2").write_bytes(pickle.dumps(batch, protocol=2))
+    with pytest.raises(ConfigError, match=r"data_batch_2' is not a CIFAR-10 batch in Python form"):
+        open_cifar(tmp_path / "py", "half")
+
+
+def test_damaged_files_are_named(tmp_path):
+    make_batches(tmp_path)
+    fresh = tmp_path / "fresh"
+    shutil.copytree(tmp_path / "bin", fresh)
+    cut = tmp_path / "bin" / "data_batch_4.bin"
+    cut.write_bytes(cut.read_bytes()[:-1])
+    with pytest.raises(ConfigError, match=r"data_batch_4.bin' has 18437 bytes, not a multiple"):
+        open_cifar(tmp_path / "bin", "half")
+    cut.write_bytes(b"")
+    with pytest.raises(ConfigError, match="has 0 bytes"):
+        open_cifar(tmp_path / "bin", "half")
+    cut.write_bytes(b"\x0a" + bytes(3072))
+    with pytest.raises(ConfigError, match=r"labels outside 0\.\.9"):
+        open_cifar(tmp_path / "bin", "half")
+    cut.unlink()
+    with pytest.raises(ConfigError, match=r"lacks data_batch_4.bin"):
+        open_cifar(tmp_path / "bin", "half")
+    cut = tmp_path / "py" / "test_batch"
+    cut.write_bytes(cut.read_bytes()[:5000])
+    with pytest.raises(ConfigError, match=r"test_batch' is not a CIFAR-10 batch in Python form"):
+        open_cifar(tmp_path / "py", "half")
+    short = {b"data": np.zeros((2, 100), np.uint8), b"labels": [1, 2]}
+    cut.write_bytes(pickle.dumps(short, protocol=2))
+    with pytest.raises(ConfigError, match=r"pixels of shape \(2, 100\) for 2 labels"):
+        open_cifar(tmp_path / "py", "half")
+
+
+@pytest.mark.parametrize(
+    ("scaling", "reference"),
+    [
+        # torchvision's ToTensor, then Normalize(0.5, 0.5) as in the PyTorch tutorial.
+        ("half", lambda x: (x / 255 - 0.5) / 0.5),
+        ("unit", lambda x: x / 255),
+        ("channel", lambda x: (x / 255 - [0.4914, 0.4822, 0.4465]) / [0.2470, 0.2435, 0.2616]),
+    ],
+)
+def test_pixels_are_scaled_as_the_config_says(tmp_path, scaling, reference):
+    pixels, labels = make_batches(tmp_path)
+    config = DataConfig(sources=[str(tmp_path / "bin")], image_scaling=scaling)
+    train, test = open_datasets(config, seq_len=0)
+    batch = train.rows(np.array([29, 0]))
+    raw = pixels.reshape(6, -1, 3, 32, 32).transpose(0, 1, 3, 4, 2).astype(np.float64)
+    # float32 of values up to 4: a few units of 2^-22
+    np.testing.assert_allclose(batch["images"][0], reference(raw[4, 5]), atol=2e-6)
+    assert batch["images"].dtype == np.float32
+    assert batch["labels"].tolist() == [labels[4, 5], labels[0, 0]]
+    assert batch["weights"].tolist() == [1, 1]
+    assert (train.kind, train.vocab_size, train.num_rows, test.num_rows) == ("images", 10, 30, 6)
+    assert train.fingerprint != test.fingerprint
+
+
+def test_images_and_text_do_not_mix(tmp_path):
+    make_batches(tmp_path)
+    folder = str(tmp_path / "py")
+    with pytest.raises(ConfigError, match="mixes CIFAR-10 with text"):
+        open_datasets(DataConfig(sources=[folder, "stdlib"]), seq_len=8)
+    with pytest.raises(ConfigError, match="are not all CIFAR-10 folders"):
+        open_datasets(DataConfig(sources=[folder], eval_sources=["stdlib"]), seq_len=8)
+    assert open_datasets(DataConfig(sources=[folder], eval_fraction=0.0), seq_len=8)[1] is None
+    # Both forms at once are two sources of the same kind.
+    both, _ = open_datasets(DataConfig(sources=[folder, str(tmp_path / "bin")]), seq_len=8)
+    assert both.num_rows == 60

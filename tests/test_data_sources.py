@@ -1,0 +1,509 @@
+"""Files to tokens: every form of text, the cache, token folders, tokenizers, refusals."""
+
+import gzip
+import json
+import logging
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+import zstandard
+
+from jaxdist.data import DataConfig, load_tokenizer, open_datasets
+from jaxdist.data import documents as documents_room
+from jaxdist.data.__main__ import main
+from jaxdist.data.corpus import Corpus, cached_corpus, write_corpus
+from jaxdist.data.documents import find_files, library_files, read_pieces
+from jaxdist.data.tokenizer import ByteTokenizer, train_bpe
+from jaxdist.types import ConfigError
+
+TEXTS = ["The first text.\n", "Zweiter Text: äöü €\n", "third\n\n  with blank lines\n", "4th"]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory, monkeypatch):
+    folder = tmp_path_factory.mktemp("cache")
+    monkeypatch.setenv("JAXDIST_CACHE", str(folder))
+    return folder
+
+
+def write_source(folder: Path, form: str, texts=TEXTS, field="text") -> Path:
+    lines = "".join(json.dumps({field: text, "other": 1}) + "\n" for text in texts).encode()
+    path = folder / f"source.{form}"
+    if form == "jsonl":
+        path.write_bytes(lines)
+    elif form == "jsonl.gz":
+        path.write_bytes(gzip.compress(lines))
+    elif form == "jsonl.zst":
+        # Two frames, as parallel compressors write them.
+        half = len(lines) // 2
+        compress = zstandard.ZstdCompressor().compress
+        path.write_bytes(compress(lines[:half]) + compress(lines[half:]))
+    elif form == "parquet":
+        pa.parquet.write_table(pa.table({field: texts, "other": [1] * len(texts)}), path)
+    elif form == "folder":
+        path.mkdir()
+        for i, text in enumerate(texts):
+            (path / f"sub{i % 2}").mkdir(exist_ok=True)
+            (path / f"sub{i % 2}" / f"{i}.txt").write_text(text)
+        (path / ".hidden").write_bytes(b"\xff")
+    elif form == "txt.gz":
+        path.write_bytes(gzip.compress("".join(texts).encode()))
+    elif form == "txt":
+        path.write_text("".join(texts))
+    return path
+
+
+def documents_of(source: Path, field="text") -> list[str]:
+    found, held = [], ""
+    for file in find_files(str(source)):
+        for piece in read_pieces(file, field):
+            held += piece.text
+            if piece.last:
+                found.append(held)
+                held = ""
+    assert not held
+    return found
+
+
+@pytest.mark.parametrize("form", ["jsonl", "jsonl.gz", "jsonl.zst", "parquet", "folder"])
+def test_every_form_gives_the_same_documents(tmp_path, form):
+    assert sorted(documents_of(write_source(tmp_path, form))) == sorted(TEXTS)
+
+
+@pytest.mark.parametrize("form", ["txt", "txt.gz"])
+def test_a_text_file_is_one_document_byte_for_byte(tmp_path, form):
+    assert documents_of(write_source(tmp_path, form)) == ["".join(TEXTS)]
+    path = tmp_path / "windows.txt"
+    path.write_bytes(b"a\r\nb\rc\n")
+    assert documents_of(path) == ["a\r\nb\rc\n"]
+
+
+def test_globs_and_orders_do_not_depend_on_the_file_system(tmp_path):
+    folder = write_source(tmp_path, "folder")
+    found = find_files(str(folder / "**" / "*.txt"))
+    assert found == sorted(found) == find_files(str(folder))
+    assert len(found) == len(TEXTS)
+
+
+def test_the_library_source_is_quick_to_find_free_of_tests_and_deterministic():
+    files = library_files()
+    assert files == library_files()
+    assert len(files) > 100
+    assert any(f.name == "argparse.py" for f in files)
+    assert not any({"test", "tests", "site-packages"} & set(f.parts[3:]) for f in files)
+
+
+def test_long_texts_are_read_in_pieces_and_tokens_stay_the_same(tmp_path, monkeypatch):
+    monkeypatch.setattr(documents_room, "PIECE_BYTES", 64)
+    lines = [f"line {i} with wörds and    gaps\n" + "\n" * (i % 3) for i in range(200)]
+    path = write_source(tmp_path, "txt", lines)
+    pieces = list(read_pieces(path, "text"))
+    assert len(pieces) > 50
+    assert [p.last for p in pieces].count(True) == 1
+    assert "".join(p.text for p in pieces) == "".join(lines)
+    train_bpe(lines, 400, tmp_path / "tokenizer.json")
+    tokenizer = load_tokenizer(str(tmp_path / "tokenizer.json"))
+    whole = tokenizer.encode("".join(lines))
+    np.testing.assert_array_equal(
+        np.concatenate(tokenizer.encode_batch([p.text for p in pieces])), whole
+    )
+
+
+def test_text_without_line_ends_is_cut_between_characters(tmp_path, monkeypatch):
+    monkeypatch.setattr(documents_room, "PIECE_BYTES", 64)
+    path = tmp_path / "long.txt"
+    path.write_text("€" * 1000)
+    pieces = list(read_pieces(path, "text"))
+    assert len(pieces) > 3
+    assert "".join(p.text for p in pieces) == "€" * 1000
+
+
+# --- corpora
+
+
+def write(files, folder, **settings):
+    write_corpus(files, folder, ByteTokenizer(), **settings)
+    return Corpus(folder)
+
+
+def test_tokens_are_the_same_however_they_are_cut_into_shards(tmp_path):
+    source = write_source(tmp_path, "jsonl")
+    expected = b"".join(text.encode() + b"\0" for text in TEXTS)
+    prints = set()
+    for shard in (7, 16, 1000):
+        corpus = write([source], tmp_path / str(shard), shard_tokens=shard)
+        assert bytes(corpus.tokens(0, corpus.num_tokens)) == expected
+        for start in range(0, len(expected) - 20, 3):
+            assert bytes(corpus.tokens(start, start + 20)) == expected[start : start + 20]
+        ends = np.cumsum([len(text.encode()) + 1 for text in TEXTS])
+        np.testing.assert_array_equal(corpus.document_ends, ends)
+        prints.add(corpus.fingerprint)
+    assert len(prints) == 1
+
+
+def test_a_failed_corpus_leaves_nothing(tmp_path):
+    good = write_source(tmp_path, "jsonl")
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"text": "a"}\n{"text": \n')
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(ConfigError):
+        write([good, bad], tmp_path / "out")
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_killed_corpus_is_not_taken_for_whole(tmp_path):
+    """SIGKILL in the middle of writing: the folder is absent, so that the next start makes it."""
+    source = write_source(tmp_path, "txt", ["some text\n"] * 1000)
+    code = (
+        "import os, signal, sys\n"
+        "from pathlib import Path\n"
+        "from jaxdist.data.corpus import write_corpus\n"
+        "from jaxdist.data.tokenizer import ByteTokenizer\n"
+        "kill = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "write_corpus([Path(sys.argv[1])], Path(sys.argv[2]), ByteTokenizer(), progress=kill)\n"
+    )
+    out = tmp_path / "out"
+    environment = dict(os.environ, PYTHONPATH=str(Path(__file__).parent.parent))
+    command = [sys.executable, "-c", code, str(source), str(out)]
+    assert subprocess.run(command, env=environment).returncode == -9
+    assert not out.exists()
+    assert write([source], out).num_tokens == 10001
+
+
+def test_a_cached_corpus_follows_the_content_and_says_so_once(tmp_path, caplog):
+    caplog.set_level(logging.INFO, logger="jaxdist")
+    source = write_source(tmp_path, "txt")
+
+    def folder():
+        return cached_corpus([source], "mine", ByteTokenizer(), "text").folder
+
+    first = folder()
+    assert folder() == first
+    assert [r.message for r in caplog.records if "tokenising mine: 1 files" in r.message] == [
+        caplog.records[0].message
+    ]
+    changed = source.read_bytes().replace(b"first", b"worst")
+    times = source.stat().st_atime, source.stat().st_mtime
+    source.write_bytes(changed)
+    os.utime(source, times)  # same size, same time: only the content tells
+    second = folder()
+    assert second != first
+    assert b"worst" in bytes(Corpus(second).tokens(0, 20))
+
+
+def test_processes_that_start_together_share_one_cached_corpus(tmp_path, cache):
+    source = write_source(tmp_path, "txt", ["some text\n"] * 1000)
+    code = (
+        "import sys; from jaxdist.data import *\n"
+        "print(open_datasets(DataConfig(sources=[sys.argv[1]]), seq_len=8)[0].fingerprint)"
+    )
+    environment = dict(os.environ, PYTHONPATH=str(Path(__file__).parent.parent))
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, str(source)], env=environment, stdout=subprocess.PIPE
+        )
+        for _ in range(3)
+    ]
+    outputs = {process.communicate(timeout=120)[0] for process in running}
+    assert len(outputs) == 1 and outputs != {b""}
+    assert len([p for p in (cache / "corpora").iterdir() if p.is_dir()]) == 1
+
+
+def test_a_cut_off_or_foreign_corpus_is_refused(tmp_path):
+    folder = tmp_path / "corpus"
+    write([write_source(tmp_path, "txt")], folder)
+    about = json.loads((folder / "corpus.json").read_text())
+    tokens = folder / "tokens-00000.bin"
+    tokens.write_bytes(tokens.read_bytes()[:-1])
+    with pytest.raises(ConfigError, match="cut off or changed"):
+        Corpus(folder)
+    (folder / "corpus.json").write_text(json.dumps(about | {"format": "other"}))
+    with pytest.raises(ConfigError, match="has format 'other', this version reads"):
+        Corpus(folder)
+    (folder / "corpus.json").write_text(json.dumps(about)[:-20])
+    with pytest.raises(ConfigError, match=r"corpus.json' cannot be read"):
+        Corpus(folder)
+    del about["shards"]
+    (folder / "corpus.json").write_text(json.dumps(about))
+    with pytest.raises(ConfigError, match="lacks shards"):
+        Corpus(folder)
+
+
+# --- tokenizers
+
+
+def test_bytes_come_back_as_text():
+    tokenizer = load_tokenizer("bytes")
+    text = "plain, äöü, €, 🙂\n"
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert tokenizer.decode([72, 105, 0]) == "Hi"
+    assert tokenizer.decode([0xE2, 0x82]) == "�"
+
+
+@pytest.fixture(scope="module")
+def bpe(tmp_path_factory):
+    path = tmp_path_factory.mktemp("bpe") / "tokenizer.json"
+    train_bpe([f"a small text {i} about texts of words {i * i}" for i in range(99)], 280, path)
+    return path
+
+
+def test_a_learned_bpe_encodes_every_text(bpe):
+    tokenizer = load_tokenizer(str(bpe))
+    for text in ["small texts about text", " leading", "äöü € 🙂\n\n\ttab", ""]:
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert len(tokenizer.encode("small text")) < len("small text")
+    assert tokenizer.vocab_size == 280
+    assert tokenizer.end_id == 0
+    assert tokenizer.decode([0]) == ""
+
+
+def test_documents_end_with_the_end_token(tmp_path, bpe):
+    source = write_source(tmp_path, "jsonl")
+    train, _ = open_datasets(
+        DataConfig(sources=[str(source)], tokenizer=str(bpe), eval_fraction=0.0), seq_len=4
+    )
+    corpus = train.parts[0].corpus
+    expected = [t for text in TEXTS for t in (*load_tokenizer(str(bpe)).encode(text), 0)]
+    assert corpus.tokens(0, corpus.num_tokens).tolist() == expected
+    assert train.vocab_size == 280
+
+
+def test_truncation_stored_in_a_tokenizer_does_not_drop_text(tmp_path, bpe):
+    stored = json.loads(bpe.read_text())
+    stored["truncation"] = {
+        "direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0,
+    }  # fmt: skip
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(stored))
+    tokenizer = load_tokenizer(str(path))
+    assert tokenizer.decode(tokenizer.encode("a text about small texts")) == (
+        "a text about small texts"
+    )
+
+
+# --- the command
+
+
+def test_the_command_makes_a_folder_that_trains_like_the_text(tmp_path, capsys):
+    source = write_source(tmp_path, "txt", ["some text\n"] * 100)
+    out = tmp_path / "tokens"
+    assert main([str(source), "--out", str(out)]) == 0
+    said = capsys.readouterr()
+    assert "1,001 tokens in 1 documents" in said.out
+    assert "tokens/s" in said.err and "s left" in said.err
+    folder, text = (
+        open_datasets(DataConfig(sources=[str(name)]), seq_len=16)[0] for name in (out, source)
+    )
+    assert folder.fingerprint == text.fingerprint
+    np.testing.assert_array_equal(
+        folder.rows(np.arange(9))["tokens"], text.rows(np.arange(9))["tokens"]
+    )
+
+
+def test_the_command_learns_a_bpe_and_keeps_it_with_the_tokens(tmp_path):
+    source = write_source(tmp_path, "jsonl", [f"text number {i} of many" for i in range(300)])
+    out = tmp_path / "tokens"
+    assert main([str(source), "--out", str(out), "--train-bpe", "300"]) == 0
+    train, _ = open_datasets(DataConfig(sources=[str(out)], eval_fraction=0.0), seq_len=8)
+    assert train.vocab_size == 300
+    assert train.tokenizer.decode(train.parts[0].corpus.tokens(0, 12)).startswith("text number 0")
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        (["--train-bpe", "100"], "--train-bpe 100: a byte-level BPE holds 256 bytes"),
+        (["--train-bpe", "90000"], "the text gives only [0-9]+ tokens"),
+        (["--train-bpe", "300", "--tokenizer", "x"], "Drop one"),
+        (["--end-token", "<s>"], "Leave end_token empty"),
+        (["--tokenizer", "nowhere.json"], "'nowhere.json' cannot be read"),
+        (["--text-field", "body"], r"source.jsonl:1 has no field 'body' \(it has: text, other\)"),
+    ],
+)
+def test_the_command_refuses_with_exit_code_2_and_leaves_nothing(tmp_path, capsys, options, error):
+    import re
+
+    source = write_source(tmp_path, "jsonl")
+    assert main([str(source), "--out", str(tmp_path / "out"), *options]) == 2
+    assert re.search(error, capsys.readouterr().err)
+    assert sorted(tmp_path.iterdir()) == [source]
+
+
+def test_the_command_never_overwrites(tmp_path, capsys):
+    source = write_source(tmp_path, "txt")
+    assert main([str(source), "--out", str(tmp_path)]) == 2
+    assert "exists" in capsys.readouterr().err
+
+
+# --- refusals
+
+
+def save(name, data):
+    def make(folder):
+        (folder / name).write_bytes(data)
+        return folder / name
+
+    return make
+
+
+GOOD = b'{"text": "a text that is long enough for a row of eight tokens"}\n'
+PARQUET_TEXT = {"other": ["a"]}
+PARQUET_NUMBERS = {"text": [1, 2]}
+
+
+def save_parquet(columns):
+    def make(folder):
+        pa.parquet.write_table(pa.table(columns), folder / "a.parquet")
+        return folder / "a.parquet"
+
+    return make
+
+
+def save_folder(**files):
+    def make(folder):
+        for name, data in files.items():
+            (folder / name.replace("_", ".")).write_bytes(data)
+        return folder
+
+    return make
+
+
+BAD_SOURCES = {
+    "missing": (lambda f: f / "none.txt", "none.txt', which does not exist"),
+    "glob_without_match": (lambda f: f / "*.txt", "matches no file"),
+    "empty_folder": (lambda f: f, "is a folder without files"),
+    "empty_file": (save("a.txt", b""), "is empty: nothing to train on"),
+    "empty_files": (save_folder(a_txt=b"", b_txt=b""), "holds no text"),
+    "too_short": (save("a.txt", b"abc"), "holds no row of seq_len=8: the source has 4 tokens"),
+    "not_utf8": (save("a.txt", b"abc\xff\xfe" * 9), "not UTF-8 text .byte 3 is 0xff"),
+    "binary": (save("train.bin", b"\1\2" * 99), "is not text. Token folders are made by"),
+    "json": (save("a.json", GOOD), "is .json: one object per line or one text is not clear"),
+    "broken_line": (save("a.jsonl", GOOD + b'{"text": \n'), r"a.jsonl:2 is not JSON"),
+    "missing_field": (save("a.jsonl", GOOD + b'{"body": "x"}\n'), r"a.jsonl:2 has no field 'text'"),
+    "not_text": (save("a.jsonl", b'{"text": 3}\n'), r"a.jsonl:1 has no text 'text'"),
+    "not_an_object": (save("a.jsonl", b'["x"]\n'), r"a.jsonl:1 has no field 'text'"),
+    "line_not_utf8": (save("a.jsonl", GOOD + b'{"text": "\xff"}\n'), "is not UTF-8 text .line 2"),
+    "cut_off_gzip": (save("a.jsonl.gz", gzip.compress(GOOD * 99)[:-9]), "is damaged"),
+    "not_gzip": (save("a.jsonl.gz", GOOD), "is damaged"),
+    "flipped_gzip": (
+        save("a.txt.gz", gzip.compress(GOOD)[:20] + b"\0\0\0\0" + gzip.compress(GOOD)[24:]),
+        "is damaged",
+    ),
+    "cut_off_zstd": (
+        save("a.jsonl.zst", zstandard.compress(os.urandom(9999).hex().encode())[:-99]),
+        "is damaged|not JSON",
+    ),
+    "not_zstd": (save("a.jsonl.zst", GOOD), "is damaged"),
+    "missing_column": (save_parquet(PARQUET_TEXT), r"has no column 'text' \(it has: other\)"),
+    "column_of_numbers": (save_parquet(PARQUET_NUMBERS), "column 'text' holds int64, not text"),
+    "not_parquet": (save("a.parquet", GOOD), "is not a whole Parquet file"),
+    "mixed_folder": (save_folder(a_txt=GOOD, b_jsonl=GOOD), "mixes kinds of files"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD_SOURCES)
+def test_a_bad_source_gives_one_clear_error(tmp_path, case):
+    make, error = BAD_SOURCES[case]
+    config = DataConfig(sources=[str(make(tmp_path))], eval_fraction=0.0)
+    started = time.monotonic()
+    with pytest.raises(ConfigError, match=error) as caught:
+        open_datasets(config, seq_len=8)
+    assert len(caught.value.problems) == 1
+    assert "\n" not in caught.value.problems[0]
+    assert started  # how long it took is shown by --durations; no timed assertion
+
+
+def test_an_unreadable_file_is_named(tmp_path):
+    if os.geteuid() == 0:
+        path = tmp_path / "loop.txt"
+        path.symlink_to(path)
+        with pytest.raises(ConfigError, match="does not exist"):
+            open_datasets(DataConfig(sources=[str(path)]), seq_len=8)
+        return
+    path = write_source(tmp_path, "txt")
+    path.chmod(0)
+    with pytest.raises(ConfigError, match="cannot be read: Permission denied"):
+        open_datasets(DataConfig(sources=[str(path)]), seq_len=8)
+
+
+def test_a_held_out_part_without_a_row_is_refused_with_the_fix(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text("x" * 100)
+    with pytest.raises(ConfigError, match=r"held-out part of .* Raise data.eval_fraction=0.05"):
+        open_datasets(DataConfig(sources=[str(path)]), seq_len=8)
+
+
+def test_tokenizers_that_do_not_fit_are_refused(tmp_path, bpe):
+    source = write_source(tmp_path, "txt", ["a small text\n"] * 400)
+    broken = tmp_path / "broken.json"
+    broken.write_text("{}")
+
+    def refused(error, sources=(source,), **settings):
+        names = [str(name) for name in sources]
+        with pytest.raises(ConfigError, match=error):
+            open_datasets(DataConfig(sources=names, **settings), seq_len=8)
+
+    refused("is not a tokenizer.json of the tokenizers library", tokenizer=str(broken))
+    refused("'<s>' is not a token of .*endoftext", tokenizer=str(bpe), end_token="<s>")
+    refused("which ends documents with byte 0", end_token="<s>")
+    refused(
+        "data.vocab_size=100 is smaller than the 280 tokens", tokenizer=str(bpe), vocab_size=100
+    )
+    main([str(source), "--out", str(tmp_path / "tokens")])
+    refused(
+        "tokenised in different ways",
+        sources=(tmp_path / "tokens", source),
+        tokenizer=str(bpe),
+    )
+    other = tmp_path / "tokens-bpe"
+    main([str(source), "--out", str(other), "--tokenizer", str(bpe)])
+    (other / "tokenizer.json").write_text(bpe.read_text() + " ")
+    refused("tokenizer.json is not the one the tokens were made with", sources=(other,))
+
+
+def test_the_config_reports_every_broken_rule_at_once():
+    problems = DataConfig(
+        sources=["nowhere", "stdlib"],
+        weights=[1.0],
+        tokenizer="nowhere.json",
+        eval_fraction=1.0,
+        eval_sources=["nothing"],
+        prefetch=0,
+        vocab_size=-1,
+    ).problems()
+    words = ["nowhere'", "'nothing'", "weights has 1", "eval_fraction=1.0", "prefetch=0", "vocab_s",
+             "tokenizer="]  # fmt: skip
+    assert len(problems) == len(words)
+    for problem, word in zip(problems, words, strict=True):
+        assert word in problem
+    assert DataConfig().problems() == []
+    assert "empty" in DataConfig(sources=[]).problems()[0]
+    for weights in ([1.0, 0.0], [1.0, float("nan")], [1.0, -1.0], [1.0, 1e-9]):
+        assert DataConfig(sources=["stdlib"] * 2, weights=weights).problems()
+
+
+def test_importing_the_room_loads_no_heavy_library():
+    code = (
+        "import sys, jaxdist.data\n"
+        "heavy = ('flax', 'orbax', 'grain', 'pyarrow', 'tokenizers')\n"
+        "print([m for m in heavy if m in sys.modules])"
+    )
+    environment = dict(os.environ, PYTHONPATH=str(Path(__file__).parent.parent))
+    out = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
+    assert out.stdout.strip() == "[]"
+
+
+def test_a_cache_that_cannot_be_written_is_named(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("JAXDIST_CACHE", str(tmp_path / "file"))
+    with pytest.raises(ConfigError, match=r"JAXDIST_CACHE=.* cannot be written"):
+        open_datasets(DataConfig(sources=[str(write_source(tmp_path, "txt"))]), seq_len=8)
