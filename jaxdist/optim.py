@@ -75,6 +75,13 @@ class OptimConfig:
         """Whether an update of one element depends on that element alone."""
         return self.optimizer in ("adamw", "sgd", "lion")
 
+    @property
+    def moment_bytes(self) -> int:
+        """Bytes of optimizer state per parameter; rows and columns of adafactor count as none."""
+        momentum = {"float32": 4, "bfloat16": 2}[self.moment_dtype]
+        # Muon's hidden matrices, nearly all of a model, have a momentum only.
+        return {"adamw": momentum + 4, "adafactor": 0}.get(self.optimizer, momentum)
+
     def problems(self) -> list[str]:
         """Every violated rule, one line each."""
         return [

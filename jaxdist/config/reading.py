@@ -37,6 +37,7 @@ def read_settings(
     aliases: Mapping[str, str] | None = None,
     positional: Sequence[str] = (),
     base: T | None = None,
+    check_rules: bool = True,
 ) -> T:
     """Read the settings of a command.
 
@@ -50,6 +51,7 @@ def read_settings(
         aliases: short spelling -> dotted name, e.g. {"steps": "train.steps"}.
         positional: dotted names that arguments without a flag fill, in order.
         base: where to start from instead of the defaults (a stored run's settings).
+        check_rules: ask `problems()` too, and not only whether each value has its type.
 
     Raises:
         ConfigError: a heading, then every problem on one line each.
@@ -64,7 +66,8 @@ def read_settings(
     flags, more = _positional_flags(arguments.positional, positional)
     reader = _Reader(cls, base, [*givens, *flags, *arguments.flags], aliases)
     config = reader.read()
-    rules = [p for p in all_problems(config) if not reader.concerns_bad_value(p)]
+    rules = all_problems(config) if check_rules else []
+    rules = [p for p in rules if not reader.concerns_bad_value(p)]
     problems += more + reader.problems + [reader.with_origin(p) for p in rules]
     if problems:
         raise ConfigError(headed(command, problems))
@@ -81,16 +84,10 @@ def headed(command: str, problems: list[str]) -> list[str]:
 
 
 def all_problems(config: Any) -> list[str]:
-    """Problems of a config: its own `problems()` if it has one, else those of its sections."""
-    if hasattr(config, "problems"):
-        return list(config.problems())
-    return section_problems(config)
-
-
-def section_problems(config: Any) -> list[str]:
-    """Problems of each section of a config."""
+    """Problems of each section of a config, then its own (the rules between sections)."""
     values = [getattr(config, field.name) for field in dataclasses.fields(config)]
-    return [p for value in values if dataclasses.is_dataclass(value) for p in all_problems(value)]
+    found = [p for value in values if dataclasses.is_dataclass(value) for p in all_problems(value)]
+    return found + (list(config.problems()) if hasattr(config, "problems") else [])
 
 
 def _gather(files: Sequence[str]) -> tuple[list[Given], list[str]]:
