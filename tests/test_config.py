@@ -47,6 +47,7 @@ class Paint:
     shares: list[float] = setting([], "share of each tool")
     level: Literal[0, 1, 2] = setting(0, "thoroughness")
     thinner: float | None = setting(None, "share of thinner; none = undiluted")
+    notes: tuple[str, ...] = setting((), "what to write on the tin")
 
     def problems(self):
         return [
@@ -126,6 +127,8 @@ def test_flags_win_over_the_file_and_the_file_over_the_defaults(tmp_path):
         (["--paint.tools=roll, spray"], "tools", ["roll", "spray"]),
         (["--paint.tools="], "tools", []),
         (["--paint.tools=['a,b', 'c']"], "tools", ["a,b", "c"]),
+        (["--paint.tools=a,b", "--paint.tools=c"], "tools", ["a", "b", "c"]),
+        (["--paint.notes=wet, mind it", "--paint.notes=thin"], "notes", ("wet, mind it", "thin")),
         (["--paint.shares=1,0.5,2e-1"], "shares", [1.0, 0.5, 0.2]),
         (["--paint.thinner=0.25"], "thinner", 0.25),
         (["--paint.thinner=none"], "thinner", None),
@@ -240,7 +243,7 @@ def test_a_bad_flag_is_answered_with_the_fix(argv, message):
         ("name = 'x'\n[pait]\nnum_coats = 1\nglossy = true", "pait (FILE line 2) is not a s"),
         ("[pait]\nnum_coats = 1\nglossy = true", "Did you mean paint?"),
         ("\n[paint]\n# note\nnum_cots = 1", "paint.num_cots (FILE line 4) is not a setting. Did"),
-        ("[paint]\nnum_cots = 1", "Did you mean paint.num_coats?"),
+        ("[paint]\nnum_cots = 1", "Did you mean paint.num_coats"),
         ("[paint]\nnum_coats = 2.0", "paint.num_coats=2.0 (FILE line 2) is not a whole number"),
         ("[paint]\nnum_coats = true", "paint.num_coats=True (FILE line 2) is not a whole number"),
         ("[paint]\nglossy = 1", "is not true or false"),
@@ -318,7 +321,9 @@ def test_written_settings_read_back_equal(tmp_path):
     config = Job(
         name='a "quoted"\nname',
         shape=Circle(radius=1e-30, args={"a": {"b": [1, 2.5, "x"]}, "c": True}),
-        paint=Paint(tools=["x,y"], shares=[0.1, 1 / 3], colour="green", thinner=0.5, level=1),
+        paint=Paint(
+            tools=["x,y"], notes=("a",), shares=[0.1, 1 / 3], colour="green", thinner=0.5, level=1
+        ),
     )
     assert read(file=write_toml(config), tmp_path=tmp_path) == config
     assert read(file=write_toml(Job()), tmp_path=tmp_path) == Job()

@@ -16,6 +16,7 @@ from jaxdist.config.fields import (
     describe,
     example,
     fields_of,
+    is_list,
     join_choices,
     kinds_of,
     read_value,
@@ -126,7 +127,6 @@ class _Reader:
 
     def read(self) -> Any:
         """The settings, with the default in the place of every value that was wrong."""
-        self._report_repeated()
         # 1. The kind of a section decides which fields it has; 2. then values find their fields.
         self._read_kinds(self.cls, self.base, ())
         skipped: set[Path] = set()
@@ -148,18 +148,6 @@ class _Reader:
             if name in self.origins:
                 return f"{problem} [{name}: {self.origins[name]}]"
         return problem
-
-    def _report_repeated(self) -> None:
-        seen: dict[Path, str] = {}
-        for given in self.givens:
-            if not given.origin.startswith("flag"):
-                continue
-            if given.path in seen:
-                self.problems.append(
-                    f"{'.'.join(given.path)} is given twice ({seen[given.path]}, {given.origin}): "
-                    "one value is needed. Remove one of them."
-                )
-            seen[given.path] = given.origin
 
     def _read_kinds(self, cls: type, base: Any, prefix: Path) -> None:
         for name, annotation in types_of(cls).items():
@@ -233,11 +221,24 @@ class _Reader:
                 self.values[field.path] = _insert(table, inside, read_value(given.raw, Any))
             else:
                 value = True if is_bare_switch else read_value(given.raw, field.type)
-                self.values[field.path] = value
+                self.values[field.path] = self._after_earlier_flag(field, given, value)
         except BadValueError as error:
             self.bad.add(field.name)
             self.problems.append(self._bad_value(field, given, str(error)))
         self.origins[field.name] = given.origin
+
+    def _after_earlier_flag(self, field: Field, given: Given, value: Any) -> Any:
+        """A repeated flag adds to a list; any other field takes one value."""
+        earlier = self.origins.get(field.name, "")
+        if not (earlier.startswith("flag") and given.origin.startswith("flag")):
+            return value
+        if is_list(field.type):
+            return self.values[field.path] + value
+        self.problems.append(
+            f"{field.name} is given twice ({earlier}, {given.origin}): one value is needed. "
+            "Remove one of them."
+        )
+        return value
 
     def _bad_value(self, field: Field, given: Given, rule: str) -> str:
         text = f"{field.name}={given.raw!r} ({given.origin}) {rule}."
