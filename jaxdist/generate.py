@@ -29,8 +29,8 @@ class GenerateConfig:
     """What to continue, how, and where."""
 
     run: str = setting("", "run directory (or one of its checkpoints)")
-    prompt: list[str] = setting(
-        ["\n"], "texts to continue, all at once; give --prompt again for each"
+    prompt: tuple[str, ...] = setting(
+        ("\n",), "texts to continue, all at once; give --prompt again for each"
     )
     prompt_file: str = setting("", "file with one prompt per line, instead of --prompt")
     max_new_tokens: int = setting(200, "tokens to add to each prompt")

@@ -289,6 +289,8 @@ def start(
 def announce(parts: Parts, monitor: Monitor) -> None:
     """The first lines of a run: what will happen, where, and why this way."""
     config, model = parts.config, parts.model
+    for remark in config.remarks():
+        log.warning("%s", remark)
     rows = config.train.global_batch_size // parts.layout.num_replicas
     monitor.header(
         mesh=str(parts.spec),

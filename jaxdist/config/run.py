@@ -155,7 +155,8 @@ class RunConfig:
             legal = self._legal(spec, num_devices, model, count=1)
             if not legal:
                 self.check_mesh(spec, model, num_devices)
-            reason = f"{reason}; nearest legal mesh, for {refused[0].partition(':')[0]}"
+            rule = refused[0].partition(":")[0]
+            reason = f"{reason}; {spec} is refused ({rule}), and this mesh is the nearest legal one"
             spec = legal[0]
         return spec, self.mesh.reason or reason
 
