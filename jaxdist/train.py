@@ -148,7 +148,7 @@ class Run:
             self.checkpointer.wait()
             self.monitor.summary("NaN or Inf", error=f"step {step}: loss or gradient not finite")
             raise FloatingPointError(
-                f"step {step}: the loss or a gradient is NaN or Inf and train.nan_policy is 'stop'. "
+                f"step {step}: the loss or a gradient is NaN or Inf, and train.nan_policy='stop'. "
                 "The update was not applied; checkpoints up to here are good. Lower optim.peak_lr, "
                 "look at the batch, or set train.nan_policy=skip."
             )

@@ -36,8 +36,9 @@ def help_text(
     words = "".join(f" [{name.upper()}]" for name in positional)
     sections = ", ".join(dict.fromkeys(name.split(" ")[0] for name in groups if name))
     parts = [
-        f"usage: python -m {command}{words} [--config FILE.toml] [--SECTION.FIELD=VALUE ...]",
-        _wrap(summary, ""),
+        f"usage: python -m {command}{words} [--config FILE.toml] "
+        f"[--{'SECTION.' if sections else ''}FIELD=VALUE ...]",
+        *(_wrap(paragraph, "") for paragraph in summary.split("\n\n")),
         _wrap(
             "Flags win over the file, the file wins over the defaults. A list is a,b,c; a switch "
             "is true or false, bare = true; dashes in names are underscores.",

@@ -108,7 +108,7 @@ def _positional_flags(words: Sequence[str], names: Sequence[str]) -> tuple[list[
     takes = f"takes {join_choices(n.upper() for n in names)}" if names else "takes flags only"
     problems = [
         f"argument {word!r} is one too many: the command {takes}. "
-        f"Write settings as --section.field=value, see --help."
+        "Settings are --name=value, see --help."
         for word in words[len(names) :]
     ]
     return givens, problems
@@ -267,7 +267,7 @@ class _Reader:
         of_kind = f" of kind {kind}" if kind else ""
         origin = given.origin if len(here) == len(given.path) else given.section_origin
         shown = f"{spell}{name}" if not in_file else f"{name} ({origin})"
-        fix = mean or f" Sections: {', '.join(sections)}."
+        fix = mean or (f" Sections: {', '.join(sections)}." if sections else "")
         self.problems.append(f"{shown} is not a setting{of_kind}.{fix} See --help.")
 
     def _is_section(self, given: Given, cls: type) -> None:
