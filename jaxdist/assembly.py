@@ -16,16 +16,13 @@ import jax
 
 from jaxdist import models, optim, runtime
 from jaxdist.checkpoint import Checkpointer
-from jaxdist.config import RunConfig, read_run
+from jaxdist.config import RunConfig, stored_run
 from jaxdist.mesh import MeshSpec
 from jaxdist.precision import initial_loss_scale
-from jaxdist.sharding import RULES, Layout, default_mesh, legal_meshes, mesh_problems
+from jaxdist.sharding import RULES, Layout
 from jaxdist.state import TrainState, abstract_state, init_state
 from jaxdist.step import Step, make_step
 from jaxdist.types import Array, ConfigError, Model, Params
-
-# Float32 parameter, gradient and two moments.
-_STATE_BYTES_PER_PARAM = 16
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -90,7 +87,9 @@ def assemble(config: RunConfig, devices: Sequence[Any]) -> Parts:
     model = models.build(config.model, seq_len=seq_len)
     shapes = jax.eval_shape(model.init, jax.random.key(0))
     num_params = sum(math.prod(x.shape) for x in jax.tree.leaves(shapes))
-    spec, reason = choose_mesh(config, model, num_params, devices)
+    spec, reason = config.choose_mesh(
+        len(devices), model=model, memory_bytes=_device_memory(devices[0])
+    )
     layout = Layout(
         mesh=spec.build(devices),
         rules={**RULES, **model.rules},
@@ -130,45 +129,6 @@ def assemble(config: RunConfig, devices: Sequence[Any]) -> Parts:
         num_params=num_params,
         step=step,
     )
-
-
-def choose_mesh(
-    config: RunConfig, model: Model, num_params: int, devices: Sequence[Any]
-) -> tuple[MeshSpec, str]:
-    """The mesh asked for, or the default one, and why; checked against the model's dims.
-
-    Raises:
-        ConfigError: it is not legal for this model and batch, or needs other devices.
-    """
-    count = len(devices)
-    if config.mesh.shape == "auto":
-        state_bytes = _STATE_BYTES_PER_PARAM * num_params
-        spec, reason = default_mesh(count, state_bytes, _device_memory(devices[0]))
-    else:
-        spec, reason = MeshSpec.parse(config.mesh.shape, count), "asked for"
-        spec.check_device_count(count)
-
-    def problems_of(spec: MeshSpec) -> list[str]:
-        return mesh_problems(
-            spec,
-            model.dims,
-            rules={**RULES, **model.rules},
-            zero=config.mesh.zero,
-            global_batch_size=config.train.global_batch_size,
-            num_microbatches=config.train.num_microbatches,
-            seq_len=config.train.seq_len
-            if model.sequence and config.mesh.sequence_parallel and spec.tensor > 1
-            else None,
-        )
-
-    problems = problems_of(spec)
-    if problems:
-        nearby = legal_meshes(spec, count, problems_of)
-        if nearby:
-            names = " or ".join(f"--mesh {other}" for other in nearby)
-            problems.append(f"legal with {count} devices, nearest first: {names}")
-        raise ConfigError(problems)
-    return spec, config.mesh.reason or reason
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -219,7 +179,7 @@ def open_run(
         ConfigError: no run is there, its settings cannot be read, or the mesh is not legal.
     """
     run = _run_of(Path(path))
-    config = read_run(["--config", str(run / "config.toml")], command=f"run {run}")
+    config = stored_run(run / "config.toml")
     if simulate:
         runtime.simulate(simulate)
     runtime.setup_compile_cache(config.runtime.compile_cache)

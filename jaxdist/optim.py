@@ -75,6 +75,13 @@ class OptimConfig:
         """Whether an update of one element depends on that element alone."""
         return self.optimizer in ("adamw", "sgd", "lion")
 
+    @property
+    def moment_bytes(self) -> int:
+        """Bytes of optimizer state per parameter; rows and columns of adafactor count as none."""
+        momentum = {"float32": 4, "bfloat16": 2}[self.moment_dtype]
+        # Muon's hidden matrices, nearly all of a model, have a momentum only.
+        return {"adamw": momentum + 4, "adafactor": 0}.get(self.optimizer, momentum)
+
     def problems(self) -> list[str]:
         """Every violated rule, one line each."""
         return [
@@ -223,7 +230,7 @@ def decay_mask(config: OptimConfig, axes: Params) -> Params:
     """Tree of booleans like `axes`: the leaves that weight decay shrinks."""
     if config.decay_mask == "all":
         return jax.tree.map(lambda _: True, axes)
-    return jax.tree.map(lambda dims: _sides(dims).is_matrix, axes)
+    return jax.tree.map(lambda sides: sides.is_matrix, _sides(axes))
 
 
 def hidden_matrices(axes: Params) -> Params:
@@ -234,11 +241,11 @@ def hidden_matrices(axes: Params) -> Params:
     """
     has_stack = any("layers" in dims for dims in jax.tree.leaves(axes))
 
-    def is_hidden(dims: Dims) -> bool:
+    def is_hidden(dims: Dims, sides: _Sides) -> bool:
         inside = "layers" in dims if has_stack else not {"vocab", "classes"} & set(dims)
-        return inside and _sides(dims).is_matrix
+        return inside and sides.is_matrix
 
-    return jax.tree.map(is_hidden, axes)
+    return jax.tree.map(is_hidden, axes, _sides(axes))
 
 
 def state_axes(config: OptimConfig, axes: Params, params: Params) -> Any:
@@ -269,10 +276,11 @@ def state_axes(config: OptimConfig, axes: Params, params: Params) -> Any:
     )
 
 
-class _Sides(NamedTuple):
+@dataclass(frozen=True)
+class _Sides:
     """Positions of an array's dims: the sides of its matrix, and what it stacks.
 
-    A vector has no columns.
+    A vector has rows only.
     """
 
     stacked: tuple[int, ...]
@@ -284,20 +292,33 @@ class _Sides(NamedTuple):
         return bool(self.columns)
 
 
-def _sides(dims: Dims) -> _Sides:
-    """How a leaf is a matrix or a vector (or a stack of them, one per layer).
+def _sides(axes: Params) -> Params:
+    """Tree of `_Sides` like `axes`; leaves named `...bias` or `...scale` are vectors."""
 
-    `heads × head_dim` is one side of a projection, so a bias of those dims is a vector. One side
-    is `d_model` where it comes first or last; else the last dim (a dense or convolution kernel).
+    def of_leaf(path: Any, dims: Dims) -> _Sides:
+        name = jax.tree_util.keystr(path[-1:], simple=True)
+        return _sides_of(dims, is_vector=name.endswith(("bias", "scale")))
+
+    return jax.tree_util.tree_map_with_path(of_leaf, axes)
+
+
+def _sides_of(dims: Dims, is_vector: bool) -> _Sides:
+    """How an array is a matrix or a vector, or a stack of them.
+
+    A row side that begins with `d_model` is that alone, else it is all but the last dim (`head_dim`
+    belongs to the dim before it). A dim without a name on the column side holds fused projections
+    (query, key, value; gate, up): a matrix of its own for each.
     """
-    stacked = tuple(i for i, name in enumerate(dims) if name == "layers")
+    stacked = [i for i, name in enumerate(dims) if name == "layers"]
     rest = [i for i, name in enumerate(dims) if name != "layers"]
-    if len([i for i in rest if dims[i] != "head_dim"]) < 2:
-        return _Sides(stacked, tuple(rest), ())
+    if is_vector or len(rest) < 2:
+        return _Sides(tuple(stacked), tuple(rest), ())
     split = 1 if dims[rest[0]] == "d_model" else len(rest) - 1
     while dims[rest[split]] == "head_dim" and split > 1:
         split -= 1
-    return _Sides(stacked, tuple(rest[:split]), tuple(rest[split:]))
+    columns = [i for i in rest[split:] if dims[i] is not None] or rest[split:]
+    stacked += [i for i in rest[split:] if i not in columns]
+    return _Sides(tuple(stacked), tuple(rest[:split]), tuple(columns))
 
 
 def _adam(config: OptimConfig, axes: Params) -> optax.GradientTransformation:
@@ -329,8 +350,8 @@ def _muon(config: OptimConfig, axes: Params) -> optax.GradientTransformation:
     is_hidden = hidden_matrices(axes)
     others = jax.tree.map(lambda is_hidden: not is_hidden, is_hidden)
     numbers = jax.tree.map(
-        lambda dims, is_hidden: _muon_numbers(dims) if is_hidden else optax.MaskedNode(),
-        axes,
+        lambda sides, is_hidden: _muon_numbers(sides) if is_hidden else optax.MaskedNode(),
+        _sides(axes),
         is_hidden,
     )
     muon = optax.chain(
@@ -364,8 +385,7 @@ def _without_holes(inner: optax.GradientTransformation) -> optax.GradientTransfo
     return optax.GradientTransformation(lambda params: fill(inner.init(params)), update)
 
 
-def _muon_numbers(dims: Dims) -> MuonDimensionNumbers:
-    sides = _sides(dims)
+def _muon_numbers(sides: _Sides) -> MuonDimensionNumbers:
     return MuonDimensionNumbers(reduction_axis=sides.rows, output_axis=sides.columns)
 
 
@@ -385,8 +405,8 @@ class FactoredState(NamedTuple):
 
     Attributes:
         step: int32 scalar, steps taken.
-        rows: for matrices, the mean over the column side: dims [layers?, *row side].
-        columns: for matrices, the mean over the row side: dims [layers?, *column side].
+        rows: for matrices, the mean over the column side: dims [*stacked, *row side].
+        columns: for matrices, the mean over the row side: dims [*stacked, *column side].
         full: for vectors, the second moment itself.
 
     What a leaf does not have is a scalar 0.
@@ -406,7 +426,7 @@ def _adafactor(config: OptimConfig, axes: Params) -> optax.GradientTransformatio
     Written here because optax's factors the two longest dims of a leaf, which for stacked layers
     and for [d_model, heads, head_dim] are not the sides of its matrices.
     """
-    sides = {path: _sides(dims) for path, dims in jax.tree_util.tree_leaves_with_path(axes)}
+    sides = dict(jax.tree_util.tree_leaves_with_path(_sides(axes)))
 
     def init(params: Params) -> FactoredState:
         def moment(part: str) -> Params:
@@ -477,12 +497,11 @@ def _factored_axes(state: FactoredState, axes: Params) -> FactoredState:
     """`state` with the dims of each moment; `state.full` already has them."""
 
     def kept(part: str) -> Params:
-        def dims_of(dims: Dims) -> Any:
-            sides = _sides(dims)
+        def dims_of(dims: Dims, sides: _Sides) -> Dims:
             if not sides.is_matrix:
                 return Dims(())
             return Dims(dims[i] for i in _kept(sides, part))
 
-        return jax.tree.map(dims_of, axes)
+        return jax.tree.map(dims_of, axes, _sides(axes))
 
     return state._replace(rows=kept("rows"), columns=kept("columns"))

@@ -148,7 +148,7 @@ class Run:
             self.checkpointer.wait()
             self.monitor.summary("NaN or Inf", error=f"step {step}: loss or gradient not finite")
             raise FloatingPointError(
-                f"step {step}: loss or gradient is NaN or Inf and train.nan_policy is 'stop'. "
+                f"step {step}: the loss or a gradient is NaN or Inf, and train.nan_policy='stop'. "
                 "The update was not applied; checkpoints up to here are good. Lower optim.peak_lr, "
                 "look at the batch, or set train.nan_policy=skip."
             )
@@ -289,6 +289,8 @@ def start(
 def announce(parts: Parts, monitor: Monitor) -> None:
     """The first lines of a run: what will happen, where, and why this way."""
     config, model = parts.config, parts.model
+    for remark in config.remarks():
+        log.warning("%s", remark)
     rows = config.train.global_batch_size // parts.layout.num_replicas
     monitor.header(
         mesh=str(parts.spec),

@@ -17,32 +17,31 @@ from jaxdist.types import Dims
 AXES = {
     "embed": Dims(("vocab", "d_model")),
     "layers": {
-        "query": Dims(("layers", "d_model", "heads", "head_dim")),
-        "query_bias": Dims(("layers", "heads", "head_dim")),
+        "qkv": Dims(("layers", "d_model", "kv_heads", None, "head_dim")),
+        "qkv_bias": Dims(("layers", "kv_heads", None, "head_dim")),
         "out": Dims(("layers", "heads", "head_dim", "d_model")),
-        "up": Dims(("layers", "d_model", "mlp")),
-        "norm": Dims(("layers", "d_model")),
+        "up": Dims(("layers", "d_model", None, "mlp")),
+        "down": Dims(("layers", "mlp", "d_model")),
+        "scale": Dims(("layers", "d_model")),
     },
     "norm": Dims(("d_model",)),
 }
-SIZES = {"vocab": 7, "d_model": 6, "layers": 2, "heads": 2, "head_dim": 4, "mlp": 10}
-MATRICES = {"embed", "query", "out", "up"}
-HIDDEN = {"query", "out", "up"}
+SIZES = {"vocab": 7, "d_model": 6, "layers": 2, "heads": 2, "kv_heads": 2, "head_dim": 4, "mlp": 10}
+FUSED = 3
+MATRICES = {"embed", "qkv", "out", "up", "down"}
+HIDDEN = {"qkv", "out", "up", "down"}
 NUM_STEPS = 4
 OPTIMIZERS = typing.get_args(typing.get_type_hints(OptimConfig)["optimizer"])
 
 
 def named(tree):
-    """Leaves by the last part of their path, the outer norm as `final_norm`."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {
-        ("final_" if len(p) == 1 and p[0].key == "norm" else "") + p[-1].key: v for p, v in leaves
-    }
+    """Leaves by the last part of their path."""
+    return {path[-1].key: leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
 def random_tree(seed):
     rng = np.random.default_rng(seed)
-    draw = lambda dims: rng.normal(size=[SIZES[d] for d in dims]).astype(np.float32)
+    draw = lambda dims: rng.normal(size=[SIZES.get(d, FUSED) for d in dims]).astype(np.float32)
     return jax.tree.map(draw, AXES)
 
 
@@ -167,41 +166,70 @@ def test_lion_equals_its_paper():
     assert_same_history(train(config)[0], reference(rule, weight_decay=0.3))
 
 
-ROW_DIMS = {"embed": 1, "query": 1, "out": 2, "up": 1}
-"""Dims of a layer's matrix that are its rows; the others are its columns."""
+def split_matrices(name, g):
+    """The matrices of a leaf by hand: each layer's, and each projection of a fused one."""
+    if name == "embed":
+        return [g]
+    if name == "qkv":
+        return [layer[:, :, i].reshape(6, 8) for layer in g for i in range(FUSED)]
+    if name == "up":
+        return [layer[:, i] for layer in g for i in range(FUSED)]
+    if name == "out":
+        return [layer.reshape(8, 6) for layer in g]
+    if name == "down":
+        return list(g)
+    return list(g) if name in ("qkv_bias", "scale") else [g]
 
 
-def numpy_adafactor(name):
-    """Shazeer and Stern, algorithms 4 and 5, one layer's matrix or vector at a time."""
-    if name in {"query", "out", "up", "query_bias", "norm"}:
-        layers = [numpy_adafactor_leaf(name) for _ in range(SIZES["layers"])]
-        return lambda g: np.stack([rule(one) for rule, one in zip(layers, g, strict=True)])
-    return numpy_adafactor_leaf(name)
+def join_matrices(name, parts):
+    if name == "embed" or name == "norm":
+        return parts[0]
+    if name == "qkv":
+        parts = [part.reshape(6, 2, 4) for part in parts]
+        return np.stack([np.stack(parts[i : i + FUSED], 2) for i in (0, FUSED)])
+    if name == "up":
+        return np.stack([np.stack(parts[i : i + FUSED], 1) for i in (0, FUSED)])
+    if name == "out":
+        parts = [part.reshape(2, 4, 6) for part in parts]
+    return np.stack(parts)
 
 
-def numpy_adafactor_leaf(name):
+def matrix_by_matrix(name, make):
+    """A rule for the leaf from a rule for one matrix or vector."""
+    rules = []
+
+    def direction(g):
+        parts = split_matrices(name, g)
+        rules.extend(make() for _ in range(len(parts) - len(rules)))
+        return join_matrices(name, [rule(part) for rule, part in zip(rules, parts, strict=True)])
+
+    return direction
+
+
+def numpy_adafactor():
+    """Shazeer and Stern, algorithms 4 (matrices) and 5 (vectors), with update clipping."""
     r = c = v = t = 0.0
 
     def direction(g):
         nonlocal r, c, v, t
         t += 1
         decay = 1 - t**-0.8
-        if name in MATRICES:
-            flat = g.reshape(math.prod(g.shape[: ROW_DIMS[name]]), -1)
-            r = decay * r + (1 - decay) * (flat**2).mean(1)
-            c = decay * c + (1 - decay) * (flat**2).mean(0)
-            u = flat / np.sqrt(np.outer(r, c) / r.mean())
+        if g.shape in {(6, 8), (8, 6), (6, 10), (10, 6), (7, 6)}:
+            r = decay * r + (1 - decay) * (g**2).mean(1)
+            c = decay * c + (1 - decay) * (g**2).mean(0)
+            u = g / np.sqrt(np.outer(r, c) / r.mean())
         else:
             v = decay * v + (1 - decay) * g**2
             u = g / np.sqrt(v)
-        return (u / max(1.0, np.sqrt((u**2).mean()) / 0.9)).reshape(g.shape)
+        return u / max(1.0, np.sqrt((u**2).mean()) / 0.9)
 
     return direction
 
 
-def test_adafactor_equals_its_paper_layer_by_layer():
+def test_adafactor_equals_its_paper_matrix_by_matrix():
+    rule = lambda name: matrix_by_matrix(name, numpy_adafactor)
     config = OptimConfig(optimizer="adafactor", update_clip=0.9, weight_decay=0.1)
-    assert_same_history(train(config)[0], reference(numpy_adafactor, weight_decay=0.1))
+    assert_same_history(train(config)[0], reference(rule, weight_decay=0.1))
 
 
 def newton_schulz(x):
@@ -215,31 +243,26 @@ def newton_schulz(x):
     return x.T if transpose else x
 
 
-def numpy_muon(name):
-    if name not in HIDDEN:
-        return numpy_adam()
+def numpy_muon():
     m = t = 0.0
-
-    def orthogonal(g):
-        flat = g.reshape(math.prod(g.shape[: ROW_DIMS[name]]), -1)
-        return (0.2 * math.sqrt(max(flat.shape)) * newton_schulz(flat)).reshape(g.shape)
 
     def direction(g):
         nonlocal m, t
         t += 1
         m = 0.95 * m + 0.05 * g
         looked_ahead = 0.95 * m / (1 - 0.95 ** (t + 1)) + 0.05 * g / (1 - 0.95**t)
-        return np.stack([orthogonal(layer) for layer in looked_ahead])
+        return 0.2 * math.sqrt(max(g.shape)) * newton_schulz(looked_ahead)
 
     return direction
 
 
-def test_muon_orthogonalises_each_layers_matrix_and_leaves_the_rest_to_adamw():
+def test_muon_orthogonalises_each_hidden_matrix_and_leaves_the_rest_to_adamw():
+    def rule(name):
+        return matrix_by_matrix(name, numpy_muon) if name in HIDDEN else numpy_adam()
+
     config = OptimConfig(optimizer="muon", momentum=0.95, weight_decay=0.1)
     # The quintic amplifies float32 rounding by its slope at zero, 3.44^5 at most.
-    assert_same_history(
-        train(config)[0], reference(numpy_muon, weight_decay=0.1), rtol=2e-4, atol=2e-5
-    )
+    assert_same_history(train(config)[0], reference(rule, weight_decay=0.1), rtol=2e-4, atol=2e-5)
 
 
 def test_muon_updates_have_the_rms_of_adamws():
@@ -260,15 +283,31 @@ def test_matrices_decay_and_biases_and_norms_do_not():
     assert all(named(optim.decay_mask(OptimConfig(decay_mask="all"), AXES)).values())
 
 
+def test_in_a_gpt2_only_matrices_and_tables_decay_and_muon_takes_the_blocks():
+    from jaxdist.models import DecoderConfig, build
+
+    biases = dict(qkv_bias=True, out_bias=True, mlp_bias=True, norm="layer", activation="gelu")
+    config = DecoderConfig(d_model=16, num_layers=2, num_heads=2, positions="learned", **biases)
+    axes = build(config, seq_len=8).axes
+    names = lambda mask: {
+        path[-1].key for path, yes in jax.tree_util.tree_leaves_with_path(mask) if yes
+    }
+    blocks = {"qkv", "out", "up", "down"}
+    assert names(optim.decay_mask(OptimConfig(), axes)) == blocks | {"table", "positions", "kernel"}
+    assert names(optim.hidden_matrices(axes)) == blocks
+
+
 def test_hidden_matrices_are_the_stacked_ones_or_a_cnns_kernels():
     assert {k for k, v in named(optim.hidden_matrices(AXES)).items() if v} == HIDDEN
     cnn = {
-        "conv": Dims((None, None, "in_channels", "channels")),
+        "conv": Dims((None, None, None, "channels")),
         "conv_bias": Dims(("channels",)),
         "dense": Dims(("flat", "mlp")),
         "head": Dims(("mlp", "classes")),
     }
     assert {k for k, v in named(optim.hidden_matrices(cnn)).items() if v} == {"conv", "dense"}
+    # A convolution's matrix is [height * width * in, out].
+    assert optim._sides(cnn)["conv"] == optim._Sides((), (0, 1, 2), (3,))
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -276,7 +315,7 @@ def test_bfloat16_moments_keep_second_moments_in_float32_and_stay_close(optimize
     config = OptimConfig(optimizer=optimizer, moment_dtype="bfloat16", beta2=0.99)
     history, state = train(config)
     exact, _ = train(dataclasses.replace(config, moment_dtype="float32"))
-    dtypes = {leaf.dtype.name for leaf in jax.tree.leaves(state) if leaf.size > 7}
+    dtypes = {leaf.dtype.name for leaf in jax.tree.leaves(state) if leaf.ndim > 1 or leaf.size == 6}
     assert ("bfloat16" in dtypes) == (optimizer != "adafactor")  # which has no first moment
     assert ("float32" in dtypes) == (optimizer in ("adamw", "adafactor", "muon"))
     if optimizer == "lion":

@@ -1,17 +1,27 @@
 """Settings of a run: every room's dataclass in one table of contents, a TOML file, and flags.
 
+    run       `RunConfig` and the rules between rooms
+    reading   defaults + file + flags -> one checked dataclass, every problem in one message
     fields    what a tree of dataclasses offers, and how a value is read
     sources   the TOML file and the command line, each value with its origin
-    reading   defaults + file + flags -> one checked dataclass, every problem in one message
     help      `--help`
     writing   settings as TOML that reads back equal
     run       `RunConfig`, the settings of a training run, and the rules between rooms
 
-Importing this starts no device.
+Importing this starts no device and imports neither flax nor orbax.
 """
 
 from jaxdist.config.reading import headed, read_settings
-from jaxdist.config.run import RunConfig, read_run
-from jaxdist.config.writing import write_toml
+from jaxdist.config.run import ALIASES, RunConfig, read_run, stored_run
+from jaxdist.config.writing import to_table, write_toml
 
-__all__ = ["RunConfig", "headed", "read_run", "read_settings", "write_toml"]
+__all__ = [
+    "ALIASES",
+    "RunConfig",
+    "headed",
+    "read_run",
+    "read_settings",
+    "stored_run",
+    "to_table",
+    "write_toml",
+]

@@ -87,7 +87,9 @@ def read_value(raw: Any, annotation: Any) -> Any:
 
     Args:
         raw: what TOML gave, or `FlagText` with the characters after the flag.
-        annotation: bool, int, float, str, Literal, X | None, list[X], tuple[X, ...] or dict.
+        annotation: bool, int, float, str, Literal, X | None, list[X], tuple[X, ...] or dict. A
+            flag's text is a comma-separated list for list[X] and one item for tuple[X, ...]
+            (texts that may hold commas); both take TOML's `[a, b]` too.
 
     Raises:
         BadValueError: the value is of another type, or not among the choices.
@@ -99,7 +101,7 @@ def read_value(raw: Any, annotation: Any) -> Any:
         return read_value(raw, inner)
     if get_origin(annotation) is Literal:
         return _read_choice(raw, get_args(annotation))
-    if get_origin(annotation) in (list, tuple) or annotation in (list, tuple):
+    if is_list(annotation):
         return _read_list(raw, annotation)
     if get_origin(annotation) is dict or annotation is dict:
         return _read_dict(raw)
@@ -171,7 +173,9 @@ def _read_choice(raw: Any, choices: tuple[Any, ...]) -> Any:
 def _read_list(raw: Any, annotation: Any) -> Any:
     item_type = (get_args(annotation) or (Any,))[0]
     if isinstance(raw, FlagText):
-        raw = _toml_value(raw) if raw.startswith("[") else _split(raw)
+        is_tuple = (get_origin(annotation) or annotation) is tuple
+        parts = [raw] if is_tuple else _split(raw)
+        raw = _toml_value(raw) if raw.startswith("[") else parts
     if not isinstance(raw, list):
         raise BadValueError(f"is not {describe(annotation)}")
     try:
@@ -199,6 +203,11 @@ def _toml_value(text: str) -> Any:
     except tomllib.TOMLDecodeError:
         return str(text)
     return value["x"] if len(value) == 1 else str(text)
+
+
+def is_list(annotation: Any) -> bool:
+    """Whether a field holds several items: its flag may be repeated."""
+    return get_origin(annotation) in (list, tuple) or annotation in (list, tuple)
 
 
 def example(field: Field) -> str:

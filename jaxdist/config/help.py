@@ -36,8 +36,9 @@ def help_text(
     words = "".join(f" [{name.upper()}]" for name in positional)
     sections = ", ".join(dict.fromkeys(name.split(" ")[0] for name in groups if name))
     parts = [
-        f"usage: python -m {command}{words} [--config FILE.toml] [--SECTION.FIELD=VALUE ...]",
-        _wrap(summary, ""),
+        f"usage: python -m {command}{words} [--config FILE.toml] "
+        f"[--{'SECTION.' if sections else ''}FIELD=VALUE ...]",
+        *(_wrap(paragraph, "") for paragraph in summary.split("\n\n")),
         _wrap(
             "Flags win over the file, the file wins over the defaults. A list is a,b,c; a switch "
             "is true or false, bare = true; dashes in names are underscores.",
@@ -82,7 +83,8 @@ def _kind_of_value(annotation: Any) -> str:
     if get_origin(annotation) is Literal:
         return "{" + ",".join(str(choice) for choice in get_args(annotation)) + "}"
     if get_origin(annotation) in (list, tuple):
-        return f"{_kind_of_value(get_args(annotation)[0])},..."
+        item = _kind_of_value(get_args(annotation)[0])
+        return f"{item},..." if (get_origin(annotation) is list) else f"{item} (repeatable)"
     if get_origin(annotation) is dict:
         return "{NAME=VALUE,...}"
     if args := [part for part in get_args(annotation) if part is not type(None)]:
@@ -96,7 +98,7 @@ def _default(default: Any) -> str:
     if isinstance(default, bool):
         return str(default).lower()
     if isinstance(default, list | tuple):
-        return ",".join(map(str, default)) or "(empty)"
+        return ",".join(map(str, default)).replace("\n", "\\n") or "(empty)"
     if default == {} or default == "":
         return "(empty)"
     return "none" if default is None else str(default)

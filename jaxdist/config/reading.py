@@ -16,6 +16,7 @@ from jaxdist.config.fields import (
     describe,
     example,
     fields_of,
+    is_list,
     join_choices,
     kinds_of,
     read_value,
@@ -37,6 +38,7 @@ def read_settings(
     aliases: Mapping[str, str] | None = None,
     positional: Sequence[str] = (),
     base: T | None = None,
+    check_rules: bool = True,
 ) -> T:
     """Read the settings of a command.
 
@@ -50,6 +52,7 @@ def read_settings(
         aliases: short spelling -> dotted name, e.g. {"steps": "train.steps"}.
         positional: dotted names that arguments without a flag fill, in order.
         base: where to start from instead of the defaults (a stored run's settings).
+        check_rules: ask `problems()` too, and not only whether each value has its type.
 
     Raises:
         ConfigError: a heading, then every problem on one line each.
@@ -64,7 +67,8 @@ def read_settings(
     flags, more = _positional_flags(arguments.positional, positional)
     reader = _Reader(cls, base, [*givens, *flags, *arguments.flags], aliases)
     config = reader.read()
-    rules = [p for p in all_problems(config) if not reader.concerns_bad_value(p)]
+    rules = all_problems(config) if check_rules else []
+    rules = [p for p in rules if not reader.concerns_bad_value(p)]
     problems += more + reader.problems + [reader.with_origin(p) for p in rules]
     if problems:
         raise ConfigError(headed(command, problems))
@@ -81,16 +85,10 @@ def headed(command: str, problems: list[str]) -> list[str]:
 
 
 def all_problems(config: Any) -> list[str]:
-    """Problems of a config: its own `problems()` if it has one, else those of its sections."""
-    if hasattr(config, "problems"):
-        return list(config.problems())
-    return section_problems(config)
-
-
-def section_problems(config: Any) -> list[str]:
-    """Problems of each section of a config."""
+    """Problems of each section of a config, then its own (the rules between sections)."""
     values = [getattr(config, field.name) for field in dataclasses.fields(config)]
-    return [p for value in values if dataclasses.is_dataclass(value) for p in all_problems(value)]
+    found = [p for value in values if dataclasses.is_dataclass(value) for p in all_problems(value)]
+    return found + (list(config.problems()) if hasattr(config, "problems") else [])
 
 
 def _gather(files: Sequence[str]) -> tuple[list[Given], list[str]]:
@@ -110,7 +108,7 @@ def _positional_flags(words: Sequence[str], names: Sequence[str]) -> tuple[list[
     takes = f"takes {join_choices(n.upper() for n in names)}" if names else "takes flags only"
     problems = [
         f"argument {word!r} is one too many: the command {takes}. "
-        f"Write settings as --section.field=value, see --help."
+        "Settings are --name=value, see --help."
         for word in words[len(names) :]
     ]
     return givens, problems
@@ -129,7 +127,6 @@ class _Reader:
 
     def read(self) -> Any:
         """The settings, with the default in the place of every value that was wrong."""
-        self._report_repeated()
         # 1. The kind of a section decides which fields it has; 2. then values find their fields.
         self._read_kinds(self.cls, self.base, ())
         skipped: set[Path] = set()
@@ -151,18 +148,6 @@ class _Reader:
             if name in self.origins:
                 return f"{problem} [{name}: {self.origins[name]}]"
         return problem
-
-    def _report_repeated(self) -> None:
-        seen: dict[Path, str] = {}
-        for given in self.givens:
-            if not given.origin.startswith("flag"):
-                continue
-            if given.path in seen:
-                self.problems.append(
-                    f"{'.'.join(given.path)} is given twice ({seen[given.path]}, {given.origin}): "
-                    "one value is needed. Remove one of them."
-                )
-            seen[given.path] = given.origin
 
     def _read_kinds(self, cls: type, base: Any, prefix: Path) -> None:
         for name, annotation in types_of(cls).items():
@@ -236,11 +221,24 @@ class _Reader:
                 self.values[field.path] = _insert(table, inside, read_value(given.raw, Any))
             else:
                 value = True if is_bare_switch else read_value(given.raw, field.type)
-                self.values[field.path] = value
+                self.values[field.path] = self._after_earlier_flag(field, given, value)
         except BadValueError as error:
             self.bad.add(field.name)
             self.problems.append(self._bad_value(field, given, str(error)))
         self.origins[field.name] = given.origin
+
+    def _after_earlier_flag(self, field: Field, given: Given, value: Any) -> Any:
+        """A repeated flag adds to a list; any other field takes one value."""
+        earlier = self.origins.get(field.name, "")
+        if not (earlier.startswith("flag") and given.origin.startswith("flag")):
+            return value
+        if is_list(field.type):
+            return self.values[field.path] + value
+        self.problems.append(
+            f"{field.name} is given twice ({earlier}, {given.origin}): one value is needed. "
+            "Remove one of them."
+        )
+        return value
 
     def _bad_value(self, field: Field, given: Given, rule: str) -> str:
         text = f"{field.name}={given.raw!r} ({given.origin}) {rule}."
@@ -269,7 +267,7 @@ class _Reader:
         of_kind = f" of kind {kind}" if kind else ""
         origin = given.origin if len(here) == len(given.path) else given.section_origin
         shown = f"{spell}{name}" if not in_file else f"{name} ({origin})"
-        fix = mean or f" Sections: {', '.join(sections)}."
+        fix = mean or (f" Sections: {', '.join(sections)}." if sections else "")
         self.problems.append(f"{shown} is not a setting{of_kind}.{fix} See --help.")
 
     def _is_section(self, given: Given, cls: type) -> None:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import os
+import re
 from collections.abc import Sequence
+from pathlib import Path
 
 from jaxdist.checkpoint.config import CheckpointConfig
-from jaxdist.config.reading import headed, read_settings, section_problems
+from jaxdist.config.reading import headed, read_settings
 from jaxdist.data.config import DataConfig
 from jaxdist.mesh import MeshSpec
 from jaxdist.models.configs import (
@@ -19,18 +23,22 @@ from jaxdist.models.configs import (
 from jaxdist.monitoring.config import MonitoringConfig
 from jaxdist.optim import OptimConfig
 from jaxdist.precision import PrecisionConfig
+from jaxdist.runtime import resolve
 from jaxdist.runtime.settings import RuntimeConfig
-from jaxdist.sharding import RULES, MeshConfig, legal_meshes, mesh_problems
+from jaxdist.sharding import RULES, MeshConfig, default_mesh, legal_meshes, mesh_problems
 from jaxdist.step import EvalConfig, TrainConfig
-from jaxdist.types import ConfigError, setting
+from jaxdist.types import ConfigError, Model, setting
 
 ALIASES = {
     "mesh": "mesh.shape",
     "zero": "mesh.zero",
     "steps": "train.steps",
-    "run-dir": "run_dir",
+    "model": "model.kind",
 }
 """Short flags of the commands that take a whole run's settings."""
+
+_BYTE_VALUES = 256
+_PARAM_AND_GRADIENT_BYTES = 4 + 4
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,7 +53,9 @@ class RunConfig:
         "auto = go on from the newest valid checkpoint of the run directory if there is one; "
         "never = refuse a directory that holds a run; or the path of a run to go on with",
     )
-    simulate: int = setting(0, "simulated CPU devices; 0 = the machine's own devices")
+    simulate: int = setting(
+        0, "simulated CPU devices of each process; 0 = the machine's own devices"
+    )
     model: ModelConfig = dataclasses.field(default_factory=DecoderConfig)
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
     train: TrainConfig = dataclasses.field(default_factory=TrainConfig)
@@ -58,67 +68,263 @@ class RunConfig:
     runtime: RuntimeConfig = dataclasses.field(default_factory=RuntimeConfig)
 
     def problems(self) -> list[str]:
-        """Every violated rule: of each section, of the top level, and between sections."""
-        problems = section_problems(self)
-        sound = not problems
-        if self.simulate < 0:
-            problems.append(f"simulate={self.simulate} must be ≥ 0 devices; 0 = the machine's own.")
-        if not self.name or "/" in self.name:
-            problems.append(f"name={self.name!r} must be a plain word: it names the run directory.")
-        if not sound:  # sizes of 0 would make nonsense of the rules between sections
-            return problems
-        problems += self._length_problems()
-        spec = self._known_mesh()
-        return problems + (self.mesh_problems(spec) if spec is not None else [])
+        """Violated rules of the top level and between sections (sections have their own)."""
+        found = self._place_problems()
+        # Sizes that are not even numbers of something would only repeat themselves below.
+        if self.model.problems() or self.train.problems() or self.mesh.problems():
+            return found
+        return found + self._data_problems() + self._early_mesh_problems()
 
-    def mesh_problems(self, spec: MeshSpec) -> list[str]:
-        """What the model, the batch and the sequence break on a mesh; [] for custom models."""
-        if isinstance(self.model, CustomConfig):
-            return []
-        is_decoder = isinstance(self.model, DecoderConfig)
-        split_sequence = is_decoder and self.mesh.sequence_parallel and spec.tensor > 1
+    def remarks(self) -> list[str]:
+        """What is legal but may surprise: one line each, for the run's first log lines."""
+        optim, steps = self.optim, self.train.steps
+        found = []
+        if 0 < steps <= optim.warmup_steps:
+            found.append(
+                f"optim.warmup_steps={optim.warmup_steps} is not shorter than train.steps={steps}: "
+                "the learning rate never reaches its peak"
+            )
+        if optim.schedule in ("cosine", "linear") and optim.decay_steps > steps:
+            found.append(
+                f"optim.decay_steps={optim.decay_steps} is longer than train.steps={steps}: "
+                "the learning rate does not reach its end"
+            )
+        return found
+
+    def mesh_problems(self, spec: MeshSpec, model: Model | None = None) -> list[str]:
+        """What the model, the batch and the sequence break on a mesh.
+
+        Args:
+            spec: the mesh.
+            model: the built model; needed for a custom one, whose dims are not known before.
+        """
+        if model is not None:
+            dims, rules, sequence = model.dims, {**RULES, **model.rules}, model.sequence
+        elif isinstance(self.model, DecoderConfig):
+            dims, rules, sequence = self.model.dims, dict(RULES), True
+        elif isinstance(self.model, CnnConfig):
+            dims, rules, sequence = self.model.dims, dict(CNN_RULES), False
+        else:  # only the batch can be judged
+            spec, dims, rules, sequence = dataclasses.replace(spec, pipeline=1), {}, {}, False
         return mesh_problems(
             spec,
-            self.model.dims,
-            rules=CNN_RULES if isinstance(self.model, CnnConfig) else RULES,
+            dims,
+            rules=rules,
             zero=self.mesh.zero,
             global_batch_size=self.train.global_batch_size,
             num_microbatches=self.train.num_microbatches,
-            seq_len=self.train.seq_len if split_sequence else None,
+            seq_len=self.train.seq_len if sequence and self.mesh.sequence_parallel else None,
         )
 
-    def check_mesh(self, spec: MeshSpec) -> None:
-        """Raise `ConfigError` with every problem of a mesh and up to three legal ones nearby."""
-        problems = self.mesh_problems(spec)
-        if not problems:
-            return
-        nearby = legal_meshes(spec, spec.num_devices, self.mesh_problems)
-        if nearby:
-            names = " or ".join(f"--mesh {other}" for other in nearby)
-            problems.append(f"legal with {spec.num_devices} devices, nearest first: {names}")
-        raise ConfigError(headed("mesh", problems))
+    def check_mesh(
+        self, spec: MeshSpec, model: Model | None = None, num_devices: int | None = None
+    ) -> None:
+        """Raise `ConfigError` with every problem of a mesh and up to three legal ones nearby.
 
-    def _known_mesh(self) -> MeshSpec | None:
-        """The mesh, as far as it is known before devices are counted."""
-        if self.mesh.shape == "auto":
+        Args:
+            spec: the mesh.
+            model: the built model, if it is.
+            num_devices: visible devices, or None when they are not known.
+        """
+        problems = self._problems_with_fix(spec, model, num_devices)
+        if problems:
+            raise ConfigError(headed("mesh", problems))
+
+    def choose_mesh(
+        self, num_devices: int, *, model: Model | None = None, memory_bytes: int | None = None
+    ) -> tuple[MeshSpec, str]:
+        """The mesh of a run and why, once devices are counted.
+
+        With `mesh.shape = "auto"`: `sharding.default_mesh`, or the legal mesh nearest to it.
+
+        Args:
+            num_devices: visible devices of the whole job.
+            model: the built model, if it is.
+            memory_bytes: memory of one device, if the backend says.
+
+        Raises:
+            ConfigError: the mesh asked for is illegal, or no mesh of these devices is legal.
+        """
+        if self.mesh.shape != "auto":
+            spec = MeshSpec.parse(self.mesh.shape, num_devices)
+            self.check_mesh(spec, model, num_devices)
+            return spec, self.mesh.reason or "asked for"
+        spec, reason = default_mesh(num_devices, self.state_bytes(model), memory_bytes)
+        refused = self.mesh_problems(spec, model)
+        if refused:
+            legal = self._legal(spec, num_devices, model, count=1)
+            if not legal:
+                self.check_mesh(spec, model, num_devices)
+            rule = refused[0].partition(":")[0]
+            reason = f"{reason}; {spec} is refused ({rule}), and this mesh is the nearest legal one"
+            spec = legal[0]
+        return spec, self.mesh.reason or reason
+
+    def state_bytes(self, model: Model | None = None) -> int:
+        """Bytes of parameters, gradients and moments of the whole model (0 if not known)."""
+        if not isinstance(self.model, CustomConfig):
+            num_params = self.model.num_params
+        elif model is None:
+            return 0
+        else:
+            import jax
+
+            shapes = jax.eval_shape(model.init, jax.random.key(0))
+            num_params = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
+        return num_params * (_PARAM_AND_GRADIENT_BYTES + self.optim.moment_bytes)
+
+    def _place_problems(self) -> list[str]:
+        """Name, directories and the number of simulated devices."""
+        found = []
+        if self.simulate < 0:
+            found.append(
+                f"simulate={self.simulate} is not a number of devices. Use 0 for the machine's "
+                "own, or e.g. 8 to simulate them on CPU."
+            )
+        if not re.fullmatch(r"[\w][\w.+-]*", self.name):
+            found.append(
+                f"name={self.name!r} must be one word of letters, digits and . _ + -: it names the "
+                "run directory. Use run_dir for a path."
+            )
+        if self.run_dir and Path(self.run_dir).expanduser().is_file():
+            found.append(
+                f"run_dir={self.run_dir!r} is a file: a directory, new or of a run, is needed. "
+                "Name another."
+            )
+        if self.resume not in ("auto", "never") and not Path(self.resume).expanduser().is_dir():
+            found.append(
+                f"resume={self.resume!r} is not auto, never, or the directory of a run. Check the "
+                "path, or use auto."
+            )
+        if self.seed < 0:
+            found.append(f"seed={self.seed} must be 0 or more. Use 0.")
+        return found
+
+    def _data_problems(self) -> list[str]:
+        """Rules between the model and what it is fed."""
+        if isinstance(self.model, DecoderConfig):
+            return self._text_problems(self.model)
+        return self._image_problems(self.model) if isinstance(self.model, CnnConfig) else []
+
+    def _text_problems(self, model: DecoderConfig) -> list[str]:
+        found = []
+        if model.positions == "learned" and self.train.seq_len > model.max_seq_len:
+            found.append(
+                f"train.seq_len={self.train.seq_len} is longer than model.max_seq_len="
+                f"{model.max_seq_len}, the learned position table. Shorten one or lengthen the "
+                "other."
+            )
+        smallest = self.data.vocab_size or (self.data.tokenizer == "bytes") * _BYTE_VALUES
+        if model.vocab_size < smallest:
+            found.append(
+                f"model.vocab_size={model.vocab_size} is smaller than the {smallest} tokens of "
+                f"data.tokenizer={self.data.tokenizer!r}. Use {smallest} or more."
+            )
+        for source in self.data.sources:
+            if _is_images(source):
+                found.append(
+                    f"data.sources has {source!r}, which holds images: a decoder reads text. "
+                    "Use --model cnn, or a text source."
+                )
+        if model.attention == "cudnn" and self.simulate:
+            found.append(
+                f"model.attention='cudnn' needs a GPU, and simulate={self.simulate} asks for CPU "
+                "devices. Use attention='auto'."
+            )
+        return found
+
+    def _image_problems(self, model: CnnConfig) -> list[str]:
+        found = [
+            f"data.sources has {source!r}, which is not a CIFAR-10 folder: a cnn reads images. "
+            "Name the folder that holds data_batch_1, or use --model decoder."
+            for source in self.data.sources
+            if source == "stdlib" or (Path(source).expanduser().exists() and not _is_images(source))
+        ]
+        shape = (model.image_size, model.in_channels, model.num_classes)
+        if shape != (32, 3, 10):
+            found.append(
+                f"model.image_size={model.image_size}, in_channels={model.in_channels}, "
+                f"num_classes={model.num_classes} do not fit CIFAR-10, which has 32, 3 and 10. Use "
+                "those."
+            )
+        return found
+
+    def _early_mesh_problems(self) -> list[str]:
+        """What can be said of the mesh before devices are counted."""
+        num_devices = self._known_devices()
+        try:
+            if self.mesh.shape == "auto":
+                if num_devices is not None and not isinstance(self.model, CustomConfig):
+                    self.choose_mesh(num_devices)
+                return []
+            if num_devices is None and "-1" in self.mesh.shape:
+                return []
+            spec = MeshSpec.parse(self.mesh.shape, num_devices)
+        except ConfigError as error:
+            return [line.removeprefix("  - ") for line in error.problems if "problem" not in line]
+        return self._problems_with_fix(spec, None, num_devices)
+
+    def _known_devices(self) -> int | None:
+        """Devices of the whole job where all are simulated, else None."""
+        if not self.simulate:
             return None
         try:
-            return MeshSpec.parse(self.mesh.shape, self.simulate or None)
-        except ConfigError:
+            return self.simulate * resolve(os.environ, self.runtime).num_processes
+        except ConfigError:  # said when the job is joined
             return None
 
-    def _length_problems(self) -> list[str]:
-        model = self.model
-        if not isinstance(model, DecoderConfig) or model.positions == "rotary":
+    def _problems_with_fix(
+        self, spec: MeshSpec, model: Model | None, num_devices: int | None
+    ) -> list[str]:
+        problems = self.mesh_problems(spec, model)
+        if num_devices is not None:
+            try:
+                spec.check_device_count(num_devices)
+            except ConfigError as error:
+                problems = error.problems + problems
+        if not problems:
             return []
-        if self.train.seq_len <= model.max_seq_len:
-            return []
-        return [
-            f"train.seq_len={self.train.seq_len} is longer than model.max_seq_len="
-            f"{model.max_seq_len}, the learned position table. Shorten one or lengthen the other."
-        ]
+        wanted = num_devices or spec.num_devices
+        return [*problems[:-1], f"{problems[-1]} {self._nearest_legal(spec, wanted, model)}"]
+
+    def _nearest_legal(self, spec: MeshSpec, num_devices: int, model: Model | None) -> str:
+        # Fewer devices only when none of this many will do; each try factorises one number.
+        for count in range(num_devices, max(0, num_devices - 64), -1):
+            legal = self._legal(spec, count, model, count=3)
+            if legal:
+                names = " or ".join(f"--mesh {other}" for other in legal)
+                return f"Legal with {count} devices, nearest first: {names}."
+        return (
+            f"No mesh of {num_devices} devices or a few less is legal for this model and batch. "
+            "Change train.global_batch_size or the model's sizes."
+        )
+
+    def _legal(
+        self, spec: MeshSpec, num_devices: int, model: Model | None, count: int
+    ) -> Sequence[MeshSpec]:
+        return legal_meshes(
+            spec, num_devices, lambda other: self.mesh_problems(other, model), count
+        )
 
 
 def read_run(argv: Sequence[str], *, command: str, summary: str = "") -> RunConfig:
     """A run's settings from `--config FILE.toml` and flags; see `read_settings`."""
     return read_settings(RunConfig, argv, command=command, summary=summary, aliases=ALIASES)
+
+
+def stored_run(path: str | os.PathLike[str]) -> RunConfig:
+    """The settings that a run wrote into its `config.toml`, as they were.
+
+    Their rules were checked when the run started; some (does the data exist?) need not hold on
+    the machine that looks at the run now.
+    """
+    return read_settings(
+        RunConfig, ["--config", str(path)], command=f"settings of {path}", check_rules=False
+    )
+
+
+def _is_images(source: str) -> bool:
+    from jaxdist.data.images import is_cifar
+
+    path = Path(source).expanduser()
+    return path.is_dir() and is_cifar(path)

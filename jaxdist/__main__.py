@@ -1,0 +1,101 @@
+"""The `jaxdist` program: `jaxdist train ...` is `python -m jaxdist.train ...`.
+
+Commands are found, not listed: every module or package of jaxdist that can be run with `-m` and
+is named below exists or does not, so a lean installation offers what it has.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import importlib.util
+import runpy
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+COMMANDS = (
+    "train",
+    "evaluate",
+    "generate",
+    "data",
+    "checkpoint",
+    "convert",
+    "plan",
+    "launch",
+    "report",
+    "doctor",
+)
+"""In the order in which a user meets them."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit code where the command does not leave by itself."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    commands = find_commands()
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(overview(commands))
+        return 0
+    if words[0] in ("-V", "--version", "version"):
+        from jaxdist import __version__
+
+        print(f"jaxdist {__version__}")
+        return 0
+    name = words[0]
+    if name not in commands:
+        near = difflib.get_close_matches(name, commands, n=1)
+        fix = f"Did you mean jaxdist {near[0]}?" if near else f"Use one of {', '.join(commands)}."
+        print(f"jaxdist {name}: there is no such command. {fix}", file=sys.stderr)
+        return 2
+    sys.argv = [f"jaxdist {name}", *words[1:]]
+    runpy.run_module(f"jaxdist.{name}", run_name="__main__", alter_sys=False)
+    return 0
+
+
+def find_commands() -> dict[str, str]:
+    """Command -> first sentence of its module's docstring, for those that are installed."""
+    found = {}
+    for name in COMMANDS:
+        source = _source_of(name)
+        if source is not None:
+            found[name] = _first_sentence(source)
+    return found
+
+
+def overview(commands: dict[str, str]) -> str:
+    """What `jaxdist --help` prints."""
+    width = max((len(name) for name in commands), default=0)
+    lines = [f"  {name:<{width}}  {doc}" for name, doc in commands.items()]
+    return "\n".join(
+        [
+            "usage: jaxdist COMMAND [--FLAG=VALUE ...]        (also: python -m jaxdist.COMMAND)",
+            "",
+            *lines,
+            "",
+            "jaxdist COMMAND --help explains every setting of a command.",
+        ]
+    )
+
+
+def _source_of(name: str) -> Path | None:
+    """The file that `python -m jaxdist.<name>` runs, without importing anything but jaxdist."""
+    spec = importlib.util.find_spec(f"jaxdist.{name}")
+    if spec is None or spec.origin is None:
+        return None
+    file = Path(spec.origin)
+    if file.name == "__init__.py":
+        file = file.with_name("__main__.py")
+    return file if file.is_file() else None
+
+
+def _first_sentence(file: Path) -> str:
+    """From the source's docstring; a leading "`python -m ...`: " is left out."""
+    doc = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
+    line = doc.partition("\n\n")[0].replace("\n", " ")
+    if line.startswith("`"):
+        line = line.partition("`: ")[2] or line
+    return line[:1].upper() + line[1:]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
