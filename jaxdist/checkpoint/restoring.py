@@ -17,6 +17,8 @@ from jaxdist.checkpoint.errors import CheckpointError, Damaged
 from jaxdist.checkpoint.journal import Journal, one_line
 from jaxdist.types import ConfigError
 
+_SMALL_BYTES = 1 << 20  # metadata, checked also by "quick": digests cover arrays only
+
 
 class Reader:
     """Verifies and loads checkpoints of one directory; renames damaged ones unless `read_only`."""
@@ -87,7 +89,11 @@ class Reader:
                 files = manifest.read(path)["files"]
             except ValueError as reason:
                 return {"reason": str(reason)}
-            found = [] if level == "none" else manifest.size_problems(path, files)
+            if level == "none":
+                return {"reason": "", "files": files}
+            found = manifest.size_problems(path, files)
+            small = [name for name, (size, _) in files.items() if size <= _SMALL_BYTES]
+            found = found or manifest.content_problems(path, files, small)
             return {"reason": manifest.summary(found), "files": files}
 
         answer = self._agreement.decide(listed)
@@ -195,6 +201,8 @@ class Reader:
             if self._agreement.num_processes == 1:
                 if damage := self.problem(step, full=True):
                     raise Damaged(damage) from error
+                if "DATA_LOSS" in str(error):  # TensorStore's own checksums, of a part of the files
+                    raise Damaged(reason) from error
                 raise CheckpointError(f"checkpoint {step}: {reason}") from error
             # The other processes wait inside Orbax until this one is gone, so there is no fallback
             # in place: leave word for the next start, which the launcher makes.
