@@ -29,7 +29,7 @@ class CheckpointConfig:
     verify: Literal["full", "quick", "none"] = setting(
         "full",
         "full = check the CRC-32 of every file before loading and the digest of every array after; "
-        "quick = file sizes before, digests after; none = trust the disk",
+        "quick = file sizes and small files before, digests after; none = trust the disk",
     )
     probe: bool = setting(
         True, "before training, try a small save and restore in the checkpoint directory"

@@ -127,11 +127,11 @@ def summary(problems: Sequence[str]) -> str:
     return f"{problems[0]} (and {len(problems) - 1} more)"
 
 
-def set_aside(checkpoint: Path) -> Path:
-    """Rename a checkpoint that must not be loaded to `<step>.damaged[-n]`, keeping its files."""
+def set_aside(checkpoint: Path, why: str) -> Path:
+    """Rename a checkpoint that must not be loaded to `<step>.<why>[-n]`, keeping its files."""
     number = 1
     while True:
-        suffix = ".damaged" if number == 1 else f".damaged-{number}"
+        suffix = f".{why}" if number == 1 else f".{why}-{number}"
         aside = checkpoint.with_name(checkpoint.name + suffix)
         if not aside.exists():
             checkpoint.rename(aside)

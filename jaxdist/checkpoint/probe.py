@@ -17,12 +17,13 @@ from jaxdist.checkpoint.digest import digests
 from jaxdist.checkpoint.errors import CheckpointError
 
 
-def try_save_path(directory: Path, config: CheckpointConfig, agreement: Agreement) -> None:
+def try_save_path(parent: Path, config: CheckpointConfig, agreement: Agreement) -> None:
     """Write a small array with a part on every device, read it back, compare, remove it.
 
     Raises:
         CheckpointError: what did not work, on every process alike.
     """
+    directory = parent / ".probe"
     error = ""
     try:
         _round_trip(directory, config, agreement)
@@ -33,7 +34,7 @@ def try_save_path(directory: Path, config: CheckpointConfig, agreement: Agreemen
         shutil.rmtree(directory, ignore_errors=True)
     if errors:
         raise CheckpointError(
-            f"the checkpoint directory {directory.parent} was tried before training and does not "
+            f"the checkpoint directory {parent} was tried before training and does not "
             f"work: {errors[0]}. Cure that, choose another --run-dir, or set "
             "checkpoint.probe=false."
         )
@@ -55,7 +56,7 @@ def _round_trip(directory: Path, config: CheckpointConfig, agreement: Agreement)
         writer.start_write(directory / "0", tree.nest(leaves, arrays), {"probe": True})
         writer.finish_write()
         targets = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding) for a in arrays]
-        restored = writer.read(directory / "0", tree.nest(leaves, targets))
+        restored = store.read(directory / "0", tree.nest(leaves, targets), config)
     finally:
         writer.close()
     agreement.decide(lambda: manifest.write(directory / "0", 0, {}, {}))

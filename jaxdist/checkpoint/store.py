@@ -21,7 +21,7 @@ _DOCUMENT = "meta"  # the JSON item beside the array items
 
 
 class Store:
-    """Reads and writes one checkpoint directory at a time; Orbax is imported on first use."""
+    """Writes one checkpoint at a time in the background; Orbax is imported on first use."""
 
     def __init__(self, config: CheckpointConfig) -> None:
         self._config = config
@@ -53,35 +53,6 @@ class Store:
         """Wait until what `start_write` began is committed on every process; raise if it failed."""
         self._writer.wait_until_finished()
 
-    def read(
-        self, checkpoint: Path, targets: dict[str, dict[str, Any]]
-    ) -> dict[str, dict[str, Any]]:
-        """Read whole items onto shardings; each process reads what its devices hold.
-
-        Args:
-            checkpoint: directory to read.
-            targets: item -> nested dict of `jax.ShapeDtypeStruct` with sharding, as stored; a part
-                of an item's leaves is enough.
-        """
-        import orbax.checkpoint as ocp
-
-        reader = ocp.Checkpointer(
-            ocp.CompositeCheckpointHandler(**{item: self._handler() for item in targets})
-        )
-        parts = {
-            item: ocp.args.PyTreeRestore(
-                tree,
-                restore_args=ocp.checkpoint_utils.construct_restore_args(tree),
-                partial_restore=True,  # `tree.mismatches` has named what is missing or left over
-            )
-            for item, tree in targets.items()
-        }
-        try:
-            restored = reader.restore(checkpoint, args=ocp.args.Composite(**parts))
-        finally:
-            reader.close()
-        return {item: restored[item] for item in targets}
-
     def close(self) -> None:
         """Stop the background threads."""
         if self._writer is not None:
@@ -91,7 +62,7 @@ class Store:
     def _make_writer(self) -> Any:
         import orbax.checkpoint as ocp
 
-        handlers = {item: self._handler() for item in ITEMS}
+        handlers = {item: _handler(self._config) for item in ITEMS}
         return ocp.AsyncCheckpointer(
             ocp.CompositeCheckpointHandler(**handlers, **{_DOCUMENT: ocp.JsonCheckpointHandler()}),
             # Made in the background, a directory that cannot be made would be noticed only after
@@ -101,16 +72,48 @@ class Store:
             ),
         )
 
-    def _handler(self) -> Any:
-        import orbax.checkpoint as ocp
 
-        return ocp.PyTreeCheckpointHandler(
-            use_compression=False,  # floats shrink by 8 % and take 3 to 4 times longer
-            save_concurrent_gb=self._config.host_memory_gb,
-            restore_concurrent_gb=self._config.host_memory_gb,
+def read(
+    checkpoint: Path, targets: dict[str, dict[str, Any]], config: CheckpointConfig
+) -> dict[str, dict[str, Any]]:
+    """Read items onto shardings; each process reads what its own devices hold.
+
+    Args:
+        checkpoint: directory to read.
+        targets: item -> nested dict of `jax.ShapeDtypeStruct` with sharding, as stored; a part of
+            an item's leaves is enough.
+        config: bounds the host memory.
+    """
+    import orbax.checkpoint as ocp
+
+    reader = ocp.Checkpointer(
+        ocp.CompositeCheckpointHandler(**{item: _handler(config) for item in targets})
+    )
+    parts = {
+        item: ocp.args.PyTreeRestore(
+            tree,
+            restore_args=ocp.checkpoint_utils.construct_restore_args(tree),
+            partial_restore=True,  # `tree.mismatches` has named what is missing or left over
         )
+        for item, tree in targets.items()
+    }
+    try:
+        restored = reader.restore(checkpoint, args=ocp.args.Composite(**parts))
+    finally:
+        reader.close()
+    return {item: restored[item] for item in targets}
 
 
 def read_document(checkpoint: Path) -> dict[str, Any]:
     """The JSON that was written beside the arrays."""
     return json.loads((checkpoint / _DOCUMENT / "metadata").read_text())
+
+
+def _handler(config: CheckpointConfig) -> Any:
+    import orbax.checkpoint as ocp
+
+    return ocp.PyTreeCheckpointHandler(
+        use_compression=False,  # floats shrink by 8 % and take 3 to 4 times longer
+        save_concurrent_gb=config.host_memory_gb,
+        restore_concurrent_gb=config.host_memory_gb,
+    )

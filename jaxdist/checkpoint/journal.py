@@ -1,0 +1,93 @@
+"""What a checkpointer reports: lines for people, events for metrics."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+Event = dict[str, Any]
+
+
+@dataclasses.dataclass
+class Outcome:
+    """One save, measured by the training loop and by the background thread.
+
+    Attributes:
+        step: number of finished steps it holds.
+        waited_s: seconds the loop waited for the save before.
+        blocked_s: seconds the loop waited for the copy to the host.
+        written_s: seconds from the start until the manifest was durable.
+        num_bytes: size of all files.
+        error: one line; "" when it is committed.
+    """
+
+    step: int
+    waited_s: float = 0.0
+    blocked_s: float = 0.0
+    written_s: float = 0.0
+    num_bytes: int = 0
+    error: str = ""
+
+
+class Journal:
+    """Collects events on every process and writes lines on process 0."""
+
+    def __init__(self, write_line: Callable[[str], None], leader: bool) -> None:
+        self._write_line = write_line
+        self._leader = leader
+        self._events: collections.deque[Event] = (
+            collections.deque()
+        )  # appends come from two threads
+
+    def line(self, text: str) -> None:
+        """One line for people."""
+        if self._leader:
+            self._write_line(text)
+
+    def event(self, kind: str, **values: Any) -> None:
+        """One record for metrics."""
+        self._events.append({"event": kind, **values})
+
+    def pop(self) -> list[Event]:
+        """The events since the last call, oldest first."""
+        return [self._events.popleft() for _ in range(len(self._events))]
+
+    def saved(self, outcome: Outcome) -> None:
+        """A committed save."""
+        gb_per_s = outcome.num_bytes / 1e9 / max(outcome.written_s, 1e-9)
+        self.event(
+            "save",
+            step=outcome.step,
+            blocked_s=outcome.blocked_s,
+            waited_s=outcome.waited_s,
+            written_s=outcome.written_s,
+            bytes=outcome.num_bytes,
+            gb_per_s=gb_per_s,
+        )
+        waited = f", waited {outcome.waited_s:.2f} s for the save before"
+        self.line(
+            f"checkpoint {outcome.step} saved: {size_text(outcome.num_bytes)} in "
+            f"{outcome.written_s:.2f} s ({gb_per_s:.2f} GB/s), training blocked "
+            f"{outcome.blocked_s:.2f} s{waited * (outcome.waited_s > 0.01)}"
+        )
+
+    def failed(self, outcome: Outcome, in_a_row: int, allowed: int) -> None:
+        """A save that did not happen, with how many more may fail."""
+        self.event("save_failed", step=outcome.step, reason=outcome.error, in_a_row=in_a_row)
+        self.line(
+            f"SAVE FAILED at step {outcome.step}: {outcome.error} ({in_a_row} in a row, the run "
+            f"stops at {allowed}; older checkpoints are untouched, the next interval tries again)"
+        )
+
+
+def one_line(error: BaseException) -> str:
+    """The first line of an error, short: Orbax's run to hundreds of lines."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:240]}" if lines else type(error).__name__
+
+
+def size_text(num_bytes: float) -> str:
+    """Bytes as people read them."""
+    return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:.2f} MB"

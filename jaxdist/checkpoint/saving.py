@@ -1,0 +1,202 @@
+"""How one save is made, and what becomes of it.
+
+The order: see whether it can work at all (process 0) → digest of every array → copy to the host and
+begin writing → the loop goes on → all files are there → CRC-32 of every file, shared among the
+processes → manifest → delete what retention does not keep. Process 0's answer is everyone's.
+"""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from jaxdist.checkpoint import manifest, tree
+from jaxdist.checkpoint.agreement import Agreement
+from jaxdist.checkpoint.config import CheckpointConfig
+from jaxdist.checkpoint.digest import digests
+from jaxdist.checkpoint.errors import CheckpointError
+from jaxdist.checkpoint.journal import Journal, Outcome, one_line, size_text
+from jaxdist.checkpoint.retention import steps_to_delete
+from jaxdist.checkpoint.store import Store
+
+
+class Saver:
+    """Writes checkpoints, one at a time, in the background.
+
+    Attributes:
+        continues: the newest step that this run continues from; checkpoints above it belong to a
+            run that was given up and are set aside by the first save. None once that is done.
+    """
+
+    def __init__(
+        self, directory: Path, config: CheckpointConfig, agreement: Agreement, journal: Journal
+    ) -> None:
+        self.continues: int | None = -1
+        self.last_committed = True
+        self._directory = directory
+        self._config = config
+        self._agreement = agreement
+        self._background = Agreement()  # the writing thread's exchanges keep an order of their own
+        self._journal = journal
+        self._store = Store(config)
+        self._failures = 0
+        self._pending: tuple[Outcome, threading.Thread] | None = None
+
+    def start(self, step: int, state: Any, meta: dict[str, Any], metrics: dict[str, float]) -> None:
+        """Begin a save, after waiting for the one before."""
+        outcome = Outcome(step, waited_s=self.settle())
+        leaves = tree.leaves_of(state)
+        begin = time.perf_counter()
+        try:
+            if not self._agreement.decide(lambda: self._prepare(step, leaves)):
+                self._journal.event("save_skipped", step=step, reason="already saved")
+                self.last_committed = True
+                return
+            self._begin(step, leaves, meta)
+        except Exception as error:  # whatever the disk or Orbax raises must not stop training
+            outcome.error = one_line(error)
+        outcome.blocked_s = time.perf_counter() - begin
+        # Not a daemon: a process that ends by an exception still completes the checkpoint.
+        thread = threading.Thread(
+            target=self._finish, args=(outcome, begin, metrics), name="checkpoint-finish"
+        )
+        self._pending = (outcome, thread)
+        thread.start()
+
+    def settle(self) -> float:
+        """Wait for the save being written and count its outcome; seconds waited.
+
+        Raises:
+            CheckpointError: `max_failures` saves in a row have failed.
+        """
+        if self._pending is None:
+            return 0.0
+        outcome, thread = self._pending
+        start = time.perf_counter()
+        thread.join()
+        self._pending = None
+        waited_s = time.perf_counter() - start
+        self.last_committed = not outcome.error
+        self._failures = self._failures + 1 if outcome.error else 0
+        if self._failures >= self._config.max_failures:
+            raise CheckpointError(
+                f"{self._failures} saves in a row have failed, the last at step {outcome.step}: "
+                f"{outcome.error}\nThe run stops (checkpoint.max_failures): what it computes could "
+                f"not be kept. Older checkpoints in {self._directory} are untouched."
+            )
+        return waited_s
+
+    def close(self) -> None:
+        """Stop Orbax's threads."""
+        self._store.close()
+
+    def check_room(self, num_bytes: int) -> None:
+        """Raise unless the disk has that much free space."""
+        free = shutil.disk_usage(self._directory).free
+        if free < num_bytes:
+            raise CheckpointError(
+                f"no space: a checkpoint takes {size_text(num_bytes)}, {self._directory} has "
+                f"{size_text(free)} free. Free some, lower checkpoint.keep_newest, or choose "
+                "another --run-dir."
+            )
+
+    def complete(self) -> dict[int, dict[str, float]]:
+        """Evaluation metrics of each complete checkpoint."""
+        metrics = {}
+        for step in manifest.steps_in(self._directory):
+            try:
+                metrics[step] = manifest.read(self._directory / str(step))["metrics"]
+            except ValueError:
+                continue  # neither kept for its step nor deleted
+        return metrics
+
+    def _prepare(self, step: int, leaves: list[tree.Leaf]) -> bool:
+        """On process 0: make room, look for reasons to fail; False when `step` is saved already."""
+        if not self._directory.is_dir():  # making it anew would fill the disk below a lost mount
+            raise CheckpointError(f"{self._directory} is gone: is its file system still mounted?")
+        manifest.remove_leftovers(self._directory)
+        if self.continues is not None:
+            self._supersede(self.continues)
+        path = self._directory / str(step)
+        if path.exists():
+            try:
+                manifest.read(path)
+                return False
+            except ValueError as reason:
+                manifest.set_aside(path, "damaged")
+                self._journal.line(f"checkpoint {step} set aside, it is saved anew: {reason}")
+        self.check_room(sum(leaf.num_bytes for leaf in leaves))
+        return True
+
+    def _supersede(self, continues: int) -> None:
+        newer = [s for s in manifest.steps_in(self._directory) if s > continues]
+        for step in newer:
+            manifest.set_aside(self._directory / str(step), "superseded")
+        if newer:
+            start = f"step {continues}" if continues >= 0 else "the beginning"
+            self._journal.line(
+                f"checkpoints {', '.join(map(str, newer))} set aside (.superseded): "
+                f"this run started again from {start}"
+            )
+        self.continues = None
+
+    def _begin(self, step: int, leaves: list[tree.Leaf], meta: dict[str, Any]) -> None:
+        arrays = [tree.plain(leaf) for leaf in leaves]
+        document = {"step": step, "meta": meta, "arrays": tree.describe(leaves, digests(arrays))}
+        path = self._directory / str(step)
+        self._store.start_write(path, tree.nest(leaves, arrays), document)
+
+    def _finish(self, outcome: Outcome, begin: float, metrics: dict[str, float]) -> None:
+        """In the background, on every process: what became of the save, the same for all."""
+        try:
+            if not outcome.error:
+                self._store.finish_write()
+        except Exception as failure:
+            outcome.error = one_line(failure)
+        try:
+            errors = [text for text in self._background.gather(outcome.error) if text]
+            if errors:
+                raise CheckpointError(errors[0])
+            outcome.num_bytes = self._seal(outcome.step, metrics)
+        except Exception as failure:
+            outcome.error = (
+                str(failure) if isinstance(failure, CheckpointError) else one_line(failure)
+            )
+            self._store.close()
+            if self._background.leader:
+                self._discard(outcome.step)
+            self._journal.failed(outcome, self._failures + 1, self._config.max_failures)
+            return
+        outcome.written_s = time.perf_counter() - begin
+        self._journal.saved(outcome)
+        if self._background.leader:
+            self._retain()
+
+    def _seal(self, step: int, metrics: dict[str, float]) -> int:
+        """Write the manifest, each process fingerprinting its share of the files; their bytes."""
+        path = self._directory / str(step)
+        names = self._background.decide(lambda: manifest.files_of(path))
+        mine = names[self._background.process :: self._background.num_processes]
+        shares = self._background.gather({n: manifest.fingerprint(path / n) for n in mine})
+        files = {name: entry for share in shares for name, entry in share.items()}
+        self._background.decide(lambda: manifest.write(path, step, files, metrics))
+        return sum(size for size, _ in files.values())
+
+    def _discard(self, step: int) -> None:
+        """Free the space of a failed save."""
+        try:
+            manifest.remove_leftovers(self._directory)
+            if (self._directory / str(step)).is_dir():
+                manifest.delete(self._directory / str(step))
+        except OSError as error:
+            self._journal.line(f"checkpoint {step}: leftovers stay behind: {one_line(error)}")
+
+    def _retain(self) -> None:
+        for step in steps_to_delete(self.complete(), self._config):
+            try:
+                manifest.delete(self._directory / str(step))
+            except OSError as error:
+                self._journal.line(f"checkpoint {step} could not be deleted: {one_line(error)}")

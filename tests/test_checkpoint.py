@@ -1,0 +1,447 @@
+"""Saves and restores: bits, meshes, policies, retention, partial restores."""
+
+import dataclasses
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxdist.checkpoint import CheckpointConfig, Checkpointer, CheckpointError
+from jaxdist.checkpoint.digest import digests
+from jaxdist.checkpoint.retention import best_steps, steps_to_delete
+from jaxdist.mesh import MeshSpec
+from jaxdist.types import ConfigError
+
+QUIET = {"log": lambda line: None}
+
+# One row per layout: mesh, how parameters are split, how moments are split.
+LAYOUTS = {
+    "one_device": ("dp=1", {}, {}),
+    "dp2_replicated": ("dp=2", {}, {}),
+    "tp4": ("tp=4", {"w": P(None, None, "tensor"), "table": P("tensor")}, None),
+    "dp8_zero1": ("dp=8", {}, {"w": P(None, "data"), "table": P("data")}),
+    "dp8_zero3": ("dp=8", {"w": P(None, "data"), "table": P(None, "data")}, None),
+    "fsdp8": ("fsdp=8", {"w": P(None, None, "fsdp"), "table": P("fsdp")}, None),
+    "pp4_tp2": ("pp=4,tp=2", {"w": P("pipeline", "tensor"), "table": P(None, "tensor")}, None),
+}
+
+
+def numpy_params(seed: int = 0) -> dict:
+    rng = np.random.default_rng(seed)
+    return {
+        "layers": {"w": rng.standard_normal((4, 16, 8), dtype=np.float32)},
+        "embed": {"table": rng.standard_normal((32, 8)).astype(jnp.bfloat16)},
+    }
+
+
+def layout(name: str) -> tuple:
+    text, params, moments = LAYOUTS[name]
+    spec = MeshSpec.parse(text)
+    mesh = spec.build(jax.devices()[: spec.num_devices])
+
+    def sharding_of(path, leaf):
+        names = [getattr(key, "key", getattr(key, "name", "")) for key in path]
+        table = params if moments is None or "opt_state" not in names else moments
+        return NamedSharding(mesh, table.get(names[-1], P()))
+
+    return mesh, sharding_of
+
+
+def state_on(name: str, seed: int = 0) -> dict:
+    """A state whose every leaf differs from every other, placed by a layout."""
+    params = numpy_params(seed)
+    opt_state = optax.adamw(1e-3).init(jax.tree.map(jnp.asarray, params))
+    counter = itertools.count(1)
+    moments = jax.tree.map(lambda x: (x + next(counter)).astype(x.dtype), opt_state)
+    rest = {"step": jnp.int32(7), "key": jax.random.key(seed), "loss_scale": jnp.float32(2.0**15)}
+    state = {"params": params, "opt_state": moments, "rest": rest}
+    _, sharding_of = layout(name)
+    return jax.tree_util.tree_map_with_path(
+        lambda path, x: jax.device_put(x, sharding_of(path, x)), state
+    )
+
+
+def abstract_on(name: str, state) -> dict:
+    _, sharding_of = layout(name)
+    return jax.tree_util.tree_map_with_path(
+        lambda path, x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding_of(path, x)), state
+    )
+
+
+def bits(tree) -> list[bytes]:
+    """Every leaf's bytes on the host."""
+    raw = [
+        jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+        for x in jax.tree.leaves(tree)
+    ]
+    return [np.asarray(x).tobytes() for x in raw]
+
+
+def checkpointer(path, **settings) -> Checkpointer:
+    return Checkpointer(path, CheckpointConfig(**settings), **QUIET)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Layout -> directory that holds step 7 written from it, and the state's bits."""
+    written = {}
+
+    def directory(name: str):
+        if name not in written:
+            path = tmp_path_factory.mktemp(name)
+            state = state_on(name)
+            writer = checkpointer(path)
+            writer.save(7, state, {"data": {"next_sample": 224}})
+            writer.close()
+            written[name] = (path, state)
+        return written[name]
+
+    return directory
+
+
+@pytest.mark.parametrize("target", LAYOUTS)
+@pytest.mark.parametrize("source", ["one_device", "tp4", "dp8_zero1", "pp4_tp2"])
+def test_every_leaf_is_bit_identical_on_another_mesh(saved, source, target):
+    path, state = saved(source)
+    reader = Checkpointer(path, CheckpointConfig(), read_only=True, **QUIET)
+    wanted = abstract_on(target, state)
+    restored, meta, step = reader.restore(wanted)
+    assert step == 7 and meta == {"data": {"next_sample": 224}}
+    assert jax.tree.structure(restored) == jax.tree.structure(state)
+    assert bits(restored) == bits(state)
+    assert bits(restored["params"]) == bits(numpy_params())
+    assert jax.tree.map(lambda x: x.sharding, restored) == jax.tree.map(
+        lambda x: x.sharding, wanted
+    )
+    draw = lambda tree: np.asarray(jax.random.normal(tree["rest"]["key"], (4,)))
+    np.testing.assert_array_equal(draw(restored), draw(state))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16, np.int8, np.uint16, np.bool_, "int4"])
+def test_digest_is_the_same_on_every_mesh_and_sees_every_bit(dtype):
+    host = np.random.default_rng(0).integers(0, 2, (8, 6)).astype(dtype)
+    mesh = MeshSpec.parse("fsdp=4,tp=2").build()
+    shardings = [NamedSharding(mesh, spec) for spec in (P(), P("fsdp", "tensor"), P("tensor"))]
+    values = {digests([jax.device_put(host, s)])[0] for s in [*shardings, jax.devices()[0]]}
+    assert len(values) == 1
+    if host.dtype.itemsize * 8 in (8, 16, 32) and dtype not in (np.bool_, "int4"):
+        width = host.dtype.itemsize
+        for byte in range(0, host.nbytes, 5):
+            for bit in range(8):
+                flipped = bytearray(host.tobytes())
+                flipped[byte] ^= 1 << bit
+                wrong = np.frombuffer(bytes(flipped), host.dtype).reshape(host.shape)
+                assert digests([jnp.asarray(wrong)])[0] not in values, (byte, bit, width)
+
+
+def test_digest_sees_swapped_elements_and_another_shape():
+    x = np.arange(12, dtype=np.float32).reshape(3, 4)
+    swapped = x.copy()
+    swapped[0, 0], swapped[2, 3] = x[2, 3], x[0, 0]
+    first, second, third = digests([jnp.asarray(v) for v in (x, swapped, x.T)])
+    assert first != second and first != third
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class State:
+    step: jax.Array
+    params: dict
+    opt_state: tuple
+    loss_scale: jax.Array | None
+    key: jax.Array
+
+
+def small_state(value: float = 0.0, size: int = 4) -> dict:
+    device = jax.devices()[0]
+    state = {
+        "params": {"w": jnp.full(size, value)},
+        "opt_state": (),
+        "rest": {"step": jnp.int32(0)},
+    }
+    return jax.tree.map(lambda x: jax.device_put(x, device), state)
+
+
+def like(state):
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
+    )
+
+
+def test_a_dataclass_state_round_trips_and_fills_the_same_places_as_a_dict(tmp_path):
+    params = jax.tree.map(jnp.asarray, numpy_params())
+    opt_state = optax.sgd(0.1, momentum=0.9).init(params)
+    state = State(jnp.int32(3), params, opt_state, None, jax.random.key(4))
+    writer = checkpointer(tmp_path)
+    writer.save(3, state, {})
+    restored, _, _ = writer.restore(like(state))
+    assert isinstance(restored, State) and restored.loss_scale is None
+    assert bits(restored) == bits(state)
+    as_dict = {
+        "params": params,
+        "opt_state": opt_state,
+        "rest": {"step": state.step, "key": state.key},
+    }
+    assert bits(writer.restore(like(as_dict))[0]) == bits(as_dict)
+    writer.close()
+
+
+def test_training_may_donate_the_state_while_it_is_written(tmp_path):
+    state = small_state(1.0, size=1 << 20)
+    expected = bits(state)
+    double = jax.jit(lambda s: jax.tree.map(lambda x: x * 2, s), donate_argnums=0)
+    writer = checkpointer(tmp_path)
+    shape = like(state)
+    writer.save(1, state, {})
+    for _ in range(3):
+        state = double(state)
+    writer.wait()
+    assert bits(writer.restore(shape)[0]) == expected
+    writer.close()
+
+
+def test_restore_casts_to_the_dtype_asked_for(tmp_path):
+    state = small_state(1.2345678)
+    writer = checkpointer(tmp_path)
+    writer.save(1, state, {})
+    target = like(state)["params"]
+    half = {"w": jax.ShapeDtypeStruct((4,), jnp.bfloat16, sharding=target["w"].sharding)}
+    writer.wait()
+    restored = writer.restore_params(half)
+    np.testing.assert_array_equal(restored["w"], state["params"]["w"].astype(jnp.bfloat16))
+    writer.close()
+
+
+# -- what does not fit -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def two_parts(tmp_path):
+    state = small_state()
+    state["params"] = {"body": {"w": jnp.ones(4)}, "head": {"w": jnp.ones((4, 2))}}
+    writer = checkpointer(tmp_path)
+    writer.save(5, state, {})
+    writer.wait()
+    yield writer, like(state)
+    writer.close()
+
+
+def test_every_leaf_that_does_not_fit_is_named(two_parts):
+    writer, target = two_parts
+    device = target["rest"]["step"].sharding
+    target["params"]["head"]["w"] = jax.ShapeDtypeStruct((4, 3), jnp.float32, sharding=device)
+    target["params"]["extra"] = jax.ShapeDtypeStruct((1,), jnp.float32, sharding=device)
+    del target["params"]["body"]
+    with pytest.raises(ConfigError) as caught:
+        writer.restore(target)
+    text = "\n".join(caught.value.problems)
+    assert len(caught.value.problems) == 3
+    assert "params/head/w is [4, 2] in the checkpoint and [4, 3] here" in text
+    assert "params/extra [1] is not in the checkpoint" in text
+    assert "params/body/w [4] is in the checkpoint and has no place here" in text
+
+
+def test_a_new_head_is_kept_when_it_is_named_as_fresh(two_parts):
+    writer, target = two_parts
+    params = target["params"]
+    params["head"]["w"] = jnp.full((4, 3), 9.0)
+    restored = writer.restore_params(params, 5, fresh=["head"])
+    np.testing.assert_array_equal(restored["head"]["w"], np.full((4, 3), 9.0))
+    np.testing.assert_array_equal(restored["body"]["w"], np.ones(4))
+
+
+def test_left_over_parts_stay_unread_only_when_named(two_parts):
+    writer, target = two_parts
+    body = {"body": target["params"]["body"]}
+    with pytest.raises(
+        ConfigError, match=r"params/head/w \[4, 2\] is in the checkpoint and has no"
+    ):
+        writer.restore_params(body)
+    assert list(writer.restore_params(body, unused=["head"])) == ["body"]
+    with pytest.raises(
+        ConfigError, match="unused names params/haed, and the checkpoint has no such"
+    ):
+        writer.restore_params(body, unused=["head", "haed"])
+
+
+def test_restoring_what_is_not_there_names_what_is(two_parts):
+    writer, target = two_parts
+    with pytest.raises(CheckpointError, match=r"checkpoint 6 .* does not exist. Others there: 5"):
+        writer.restore(target, step=6)
+
+
+def test_a_leaf_that_is_no_array_is_refused(tmp_path):
+    writer = checkpointer(tmp_path)
+    with pytest.raises(TypeError, match="rest/step is int: a state holds"):
+        writer.save(1, {"params": {}, "rest": {"step": 3}}, {})
+    with pytest.raises(TypeError, match=r"share the name params\.a\.b"):
+        writer.save(1, {"params": {"a.b": jnp.ones(1), "a": {"b": jnp.ones(1)}}}, {})
+    writer.close()
+
+
+# -- policies --------------------------------------------------------------------------------------
+
+
+def test_due_by_steps_and_by_minutes(tmp_path):
+    writer = checkpointer(tmp_path, save_interval_steps=10, save_interval_minutes=5)
+    writer.save(0, small_state(), {}, now=1000.0)
+    assert [s for s in range(1, 41) if writer.due(s, now=1000.0)] == [10, 20, 30, 40]
+    assert not writer.due(3, now=1299.0) and writer.due(3, now=1300.0)
+    writer.save(3, small_state(), {}, now=1300.0)
+    assert not writer.due(4, now=1599.0) and writer.due(4, now=1600.0)
+    writer.close()
+
+
+def test_due_never_asks_twice_for_one_step_nor_when_switched_off(tmp_path):
+    writer = checkpointer(tmp_path, save_interval_steps=0, save_interval_minutes=0)
+    assert not any(writer.due(s, now=1e9) for s in range(50))
+    writer.close()
+    again = checkpointer(tmp_path, save_interval_steps=2)
+    assert again.due(2)
+    again.save(2, small_state(), {})
+    assert not again.due(2)
+    again.close()
+
+
+def kept(steps, metrics=None, **settings) -> list[int]:
+    """What survives when checkpoints appear one by one, each followed by a clean-up."""
+    config = CheckpointConfig(**settings)
+    alive: dict[int, dict] = {}
+    for step in steps:
+        alive[step] = (metrics or {}).get(step, {})
+        for gone in steps_to_delete(alive, config):
+            del alive[gone]
+    return sorted(alive)
+
+
+def test_retention_keeps_the_newest():
+    assert kept(range(0, 100, 10), keep_newest=3) == [70, 80, 90]
+
+
+def test_retention_keeps_every_nth_beside_the_newest():
+    assert kept(range(0, 100, 10), keep_newest=1, keep_every_steps=40) == [0, 40, 80, 90]
+
+
+def test_retention_keeps_the_best_and_never_loses_the_newest():
+    losses = {0: 1.0, 10: 0.2, 20: 0.9, 30: float("nan"), 40: 0.3, 50: 0.8}
+    metrics = {step: {"loss": loss} for step, loss in losses.items()}
+    steps = sorted(losses)
+    assert kept(steps, metrics, keep_newest=1, keep_best=2) == [10, 40, 50]
+    assert kept(steps, metrics, keep_newest=1, keep_best=1, best_mode="max") == [0, 50]
+    assert kept(steps, metrics, keep_newest=1, keep_best=1, best_metric="accuracy") == [50]
+
+
+def test_of_equally_good_checkpoints_the_later_is_best():
+    config = CheckpointConfig(keep_best=1)
+    assert best_steps({1: {"loss": 0.5}, 2: {"loss": 0.5}, 3: {}}, config) == [2, 1]
+
+
+def test_retention_on_disk_survives_a_restart(tmp_path):
+    settings = {"keep_newest": 2, "keep_best": 1}
+    losses = {1: 0.5, 2: 0.1, 3: 0.4, 4: 0.3, 5: 0.6}
+    for step, loss in losses.items():
+        writer = checkpointer(tmp_path, **settings)
+        if step > 1:
+            writer.restore(like(small_state()))
+        writer.save(step, small_state(step), {}, metrics={"loss": loss})
+        writer.wait()
+        assert writer.best() == min((s for s in losses if s <= step), key=losses.get)
+        writer.close()
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".lock", "2", "4", "5"]
+
+
+def test_a_second_save_waits_and_says_so(tmp_path, monkeypatch):
+    import time
+
+    from jaxdist.checkpoint.store import Store
+
+    finish = Store.finish_write
+    monkeypatch.setattr(Store, "finish_write", lambda self: (time.sleep(0.2), finish(self))[1])
+    lines = []
+    writer = Checkpointer(tmp_path, CheckpointConfig(), log=lines.append)
+    writer.save(1, small_state(), {})
+    writer.save(2, small_state(), {})
+    assert writer.wait()
+    first, second = [e for e in writer.pop_events() if e["event"] == "save"]
+    assert first["waited_s"] == 0 and second["waited_s"] > 0.1
+    assert set(first) == {
+        *("event", "step", "blocked_s", "waited_s", "written_s", "bytes", "gb_per_s")
+    }
+    assert first["written_s"] > 0.2 and first["blocked_s"] > 0 and first["bytes"] > 0
+    assert any("waited" in line for line in lines)
+    assert writer.pop_events() == []
+    writer.close()
+
+
+def test_saving_a_saved_step_leaves_it_alone(tmp_path):
+    writer = checkpointer(tmp_path)
+    writer.save(1, small_state(1.0), {}, force=True)
+    writer.save(1, small_state(2.0), {}, force=True)
+    assert writer.wait()
+    assert [e["event"] for e in writer.pop_events()] == ["save", "save_skipped"]
+    restored, _, _ = writer.restore(like(small_state()))
+    np.testing.assert_array_equal(restored["params"]["w"], np.full(4, 1.0))
+    writer.close()
+
+
+def test_going_on_from_an_older_step_sets_the_newer_ones_aside(tmp_path):
+    writer = checkpointer(tmp_path, keep_newest=5)
+    for step in (1, 2, 3):
+        writer.save(step, small_state(step), {})
+    writer.close()
+    writer = checkpointer(tmp_path, keep_newest=5)
+    writer.restore(like(small_state()), step=1)
+    writer.save(2, small_state(20.0), {}, force=True)
+    assert writer.steps() == [1, 2]
+    restored, _, _ = writer.restore(like(small_state()))
+    np.testing.assert_array_equal(restored["params"]["w"], np.full(4, 20.0))
+    assert {"2.superseded", "3.superseded"} <= {p.name for p in tmp_path.iterdir()}
+    writer.close()
+
+
+def test_probe_leaves_nothing_behind(tmp_path):
+    writer = checkpointer(tmp_path)
+    writer.probe()
+    assert [p.name for p in tmp_path.iterdir()] == [".lock"]
+    assert [e["event"] for e in writer.pop_events()] == ["probe"]
+    with pytest.raises(CheckpointError, match=r"no space: a checkpoint takes 1000000000\.00 GB"):
+        writer.probe(num_bytes=10**18)
+    writer.close()
+
+
+def test_probe_says_what_does_not_work(tmp_path, monkeypatch):
+    from jaxdist.checkpoint import store
+
+    def broken(*_):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(store, "read", broken)
+    writer = checkpointer(tmp_path)
+    with pytest.raises(CheckpointError, match="tried before training and does not work: OSError"):
+        writer.probe()
+    writer.close()
+
+
+def test_config_names_every_broken_rule():
+    bad = CheckpointConfig(
+        save_interval_steps=-1, keep_newest=0, max_failures=0, keep_best=1, best_metric=""
+    )
+    assert len(bad.problems()) == 4
+    assert "checkpoint.keep_newest=0 is below 1. Use 1 or more." in bad.problems()
+    assert CheckpointConfig().problems() == []
+
+
+def test_the_config_is_light_to_import():
+    import subprocess
+    import sys
+
+    code = (
+        "import sys, jaxdist.checkpoint; print([m for m in ('orbax', 'flax') if m in sys.modules])"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "[]"

@@ -1,0 +1,282 @@
+"""Real processes: killed at random moments, several at once, on other numbers of processes."""
+
+import json
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+# A run like training: deterministic steps whose losses go to a file, saves every few steps.
+WORKER = r"""
+import json, os, sys, time
+settings = json.loads(sys.argv[1])
+os.environ["JAX_PLATFORMS"] = "cpu"
+import jax
+jax.config.update("jax_num_cpu_devices", settings["devices"])
+if settings["processes"] > 1:
+    address = f"127.0.0.1:{settings['port']}"
+    jax.distributed.initialize(
+        address, settings["processes"], settings["process"], coordinator_bind_address=address,
+        cluster_detection_method="deactivate", initialization_timeout=60,
+        heartbeat_timeout_seconds=20, shutdown_timeout_seconds=10,
+    )
+import jax.numpy as jnp
+import numpy as np
+from pathlib import Path
+from jax.sharding import NamedSharding, PartitionSpec as P
+from jaxdist.checkpoint import CheckpointConfig, Checkpointer
+from jaxdist.mesh import MeshSpec
+
+mesh = MeshSpec.parse(settings["mesh"]).build()
+split, whole = NamedSharding(mesh, P(None, "fsdp")), NamedSharding(mesh, P())
+shape = (4, 64, settings["width"])
+
+def fresh(key):
+    w = jax.random.normal(key, shape)
+    return {"params": {"w": w}, "opt_state": {"mu": jnp.zeros(shape)},
+            "rest": {"step": jnp.int32(0), "key": key}}
+
+rest = {"step": whole, "key": whole}
+placement = {"params": {"w": split}, "opt_state": {"mu": split}, "rest": rest}
+make = jax.jit(lambda: fresh(jax.random.key(0)), out_shardings=placement)
+
+# Element by element, so that the bits do not depend on how a mesh sums.
+def update(state):
+    key, draw = jax.random.split(state["rest"]["key"])
+    gradient = jax.random.normal(draw, shape) + 0.1 * state["params"]["w"]
+    mu = 0.9 * state["opt_state"]["mu"] + gradient
+    w = state["params"]["w"] - 0.01 * mu
+    rest = {"step": state["rest"]["step"] + 1, "key": key}
+    return {"params": {"w": w}, "opt_state": {"mu": mu}, "rest": rest}, w[0, 0, :2]
+
+update = jax.jit(update, donate_argnums=0, out_shardings=(placement, whole))
+out = open(settings["out"], "a", buffering=1)
+say = lambda **event: settings["process"] == 0 and out.write(json.dumps(event) + "\n")
+say(opening=True)
+every = settings["every"]
+checkpoints = Checkpointer(
+    Path(settings["directory"]), CheckpointConfig(save_interval_steps=every, **settings["config"]),
+    log=lambda line: say(log=line),
+)
+say(opened=True)
+shape_of = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
+step = checkpoints.choose()
+state = make()
+if step is not None:
+    target = jax.tree.map(shape_of, state, placement)
+    state, meta, step = checkpoints.restore(target, step=step)
+    assert meta == {"next": step}, meta
+start = step or 0
+say(start=start)
+for step in range(start + 1, settings["steps"] + 1):
+    state, sample = update(state)
+    say(step=step, loss=[float(x).hex() for x in np.asarray(sample)])
+    time.sleep(settings["pause_s"])
+    broken = settings["broken"] if settings["process"] == 0 else []
+    if step in broken:  # the file system goes away for this save and comes back
+        checkpoints.wait()
+        os.rename(settings["directory"], settings["directory"] + "-gone")
+    if checkpoints.due(step):
+        checkpoints.save(step, state, {"next": step})
+        say(saving=step)
+    if step in broken:
+        checkpoints.wait()
+        os.rename(settings["directory"] + "-gone", settings["directory"])
+committed = checkpoints.wait()
+from jaxdist.checkpoint.digest import digests
+found = digests([state["params"]["w"], state["opt_state"]["mu"]])
+say(finished=True, committed=committed, digests=found,
+    events=[e["event"] for e in checkpoints.pop_events()])
+checkpoints.close()
+if settings["processes"] > 1:
+    jax.distributed.shutdown()
+os._exit(0)
+"""
+
+
+class Run:
+    """One checkpoint directory and the records of every process that worked on it."""
+
+    def __init__(self, path: Path, **settings):
+        self.directory = path / "checkpoints"
+        self.out = path / "records.jsonl"
+        self.out.touch()
+        self.settings = {
+            "directory": str(self.directory),
+            "out": str(self.out),
+            "devices": 2,
+            "mesh": "fsdp=2",
+            "processes": 1,
+            "process": 0,
+            "steps": 30,
+            "every": 3,
+            "width": 512,
+            "pause_s": 0.02,
+            "broken": [],
+            "config": {},
+            **settings,
+        }
+
+    def start(self, **changes) -> list[subprocess.Popen]:
+        settings = {**self.settings, **changes}
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            settings["port"] = probe.getsockname()[1]
+        return [
+            subprocess.Popen(
+                [sys.executable, "-c", WORKER, json.dumps({**settings, "process": process})],
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for process in range(settings["processes"])
+        ]
+
+    def finish(self, **changes) -> list[dict]:
+        """Run to the end; the records that this start wrote."""
+        before = len(self.records())
+        processes = self.start(**changes)
+        errors = [process.communicate(timeout=180)[1] for process in processes]
+        assert [process.returncode for process in processes] == [0] * len(processes), errors
+        return self.records()[before:]
+
+    def records(self) -> list[dict]:
+        lines = self.out.read_text().splitlines()
+        return [json.loads(line) for line in lines if line.endswith("}")]
+
+
+def value(records: list[dict], key: str, default=None):
+    """The last value of a key."""
+    return next((r[key] for r in reversed(records) if key in r), default)
+
+
+def losses(records: list[dict]) -> dict[int, list[str]]:
+    """Step -> loss; every repetition of a step must have given the same bits."""
+    seen: dict[int, list[str]] = {}
+    for record in records:
+        if "step" in record:
+            assert seen.setdefault(record["step"], record["loss"]) == record["loss"], record
+    return seen
+
+
+def kill_at_random(run: Run, chance: random.Random) -> list[dict]:
+    """Start, SIGKILL at a random moment after the directory is opened; what was recorded."""
+    before = len(run.records())
+    (process,) = run.start()
+    while not value(run.records()[before:], "opening"):
+        assert process.poll() is None, process.communicate()[1]
+        time.sleep(0.01)
+    time.sleep(chance.uniform(0.0, 2.5))
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    return run.records()[before:]
+
+
+def must_resume_from(records: list[dict], before: int) -> int:
+    """The oldest step that the next start may fall back to.
+
+    Whatever was logged as saved; and the last save but one that was begun, because a save waits
+    for the one before it.
+    """
+    begun = [record["saving"] for record in records if "saving" in record]
+    logged = [record["log"] for record in records if " saved: " in record.get("log", "")]
+    saved = [int(line.split()[1]) for line in logged]
+    return max([before, *begun[:-1], *saved])
+
+
+def check_kills(path: Path, kills: int, seed: int) -> None:
+    chance = random.Random(seed)
+    for name in ("killed", "whole"):
+        (path / name).mkdir()
+    run = Run(path / "killed", steps=10**6, pause_s=0.05)
+    floor = 0
+    for _ in range(kills):
+        records = kill_at_random(run, chance)
+        start = value(records, "start")
+        assert start is None or start >= floor
+        floor = must_resume_from(records, floor)
+    last = max(losses(run.records()), default=0) + 4
+    end = run.finish(steps=last, pause_s=0)
+    assert value(end, "start") >= floor
+    whole = Run(path / "whole", steps=last, every=10**6, pause_s=0).finish()
+    assert losses(run.records()) == losses(whole)
+    assert value(end, "digests") == value(whole, "digests")
+
+
+def test_killed_at_random_moments_it_resumes_bit_for_bit(tmp_path):
+    check_kills(tmp_path, kills=3, seed=0)
+
+
+@pytest.mark.slow
+def test_killed_at_fifty_random_moments_it_resumes_bit_for_bit(tmp_path):
+    check_kills(tmp_path, kills=50, seed=1)
+
+
+@pytest.mark.slow
+def test_process_and_device_counts_may_change_at_every_start(tmp_path):
+    """2 processes -> 1 -> 4 -> 1 on 64 devices -> 1: the same bits as one that never stopped."""
+    for name in ("elastic", "whole"):
+        (tmp_path / name).mkdir()
+    run = Run(tmp_path / "elastic", width=64, pause_s=0)
+    starts = [
+        {"processes": 2, "devices": 2, "mesh": "fsdp=4"},
+        {"processes": 1, "devices": 8, "mesh": "dp=2,fsdp=4"},
+        {"processes": 4, "devices": 1, "mesh": "fsdp=2,tp=2"},
+        {"processes": 1, "devices": 64, "mesh": "fsdp=64"},
+        {"processes": 1, "devices": 1, "mesh": "dp=1"},
+    ]
+    for number, start in enumerate(starts):
+        records = run.finish(steps=6 * (number + 1), **start)
+        assert value(records, "start") == 6 * number
+        assert value(records, "committed") is True
+    whole = Run(tmp_path / "whole", width=64, pause_s=0, every=10**6).finish(steps=30)
+    assert losses(run.records()) == losses(whole)
+    assert value(records, "digests") == value(whole, "digests")
+
+
+@pytest.mark.slow
+def test_two_processes_fall_back_past_damage_together(tmp_path):
+    run = Run(tmp_path, processes=2, mesh="fsdp=4", steps=6, width=64, pause_s=0)
+    run.finish()
+    largest = max((run.directory / "6" / "params").rglob("*"), key=lambda p: p.stat().st_size)
+    data = bytearray(largest.read_bytes())
+    data[len(data) // 2] ^= 1
+    largest.write_bytes(data)
+    records = run.finish(steps=9)
+    assert value(records, "start") == 3
+    assert any("checkpoint 6 skipped: params/" in record.get("log", "") for record in records)
+    assert value(records, "committed") is True
+    losses(run.records())  # raises if the repeated steps gave other bits
+
+
+@pytest.mark.slow
+def test_two_processes_survive_a_failed_save_together(tmp_path):
+    run = Run(tmp_path, processes=2, mesh="fsdp=4", steps=12, width=64, pause_s=0, broken=[6])
+    records = run.finish()
+    assert value(records, "events") == ["save", "save_failed", "save", "save"]
+    assert any("is gone: is its file system still mounted?" in r.get("log", "") for r in records)
+    steps = sorted(p.name for p in run.directory.iterdir() if p.name.isdecimal())
+    assert steps == ["12", "3", "9"]
+
+
+@pytest.mark.slow
+def test_every_process_of_a_second_run_is_refused(tmp_path):
+    run = Run(tmp_path, processes=2, mesh="fsdp=4", width=64, steps=10**6)
+    first = run.start()
+    try:
+        while value(run.records(), "start") is None:
+            assert first[0].poll() is None, first[0].communicate()[1]
+            time.sleep(0.05)
+        second = run.start(out=str(tmp_path / "second.jsonl"))
+        errors = [process.communicate(timeout=120)[1] for process in second]
+        assert all(process.returncode for process in second)
+        assert all("two runs would overwrite" in error for error in errors), errors
+    finally:
+        for process in first:
+            process.kill()
+            process.communicate()
