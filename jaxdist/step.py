@@ -200,6 +200,7 @@ def make_context(
     return Context(
         dtype=dtype,
         token_loss=token_loss,
+        label_loss=losses.label_cross_entropy,
         run_layers=make_run_layers(model, layout, config, precision, platform),
         platform=platform,
         compute_capability=str(getattr(device, "compute_capability", "")),

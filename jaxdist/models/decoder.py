@@ -9,7 +9,7 @@ likewise, [d_model, 2, mlp].
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -164,7 +164,7 @@ class Block(nnx.Module):
     def decode(
         self, x: Array, cache: dict[str, Array], aux: dict[str, Any], context: Context
     ) -> tuple[Array, dict[str, Array]]:
-        """Stream [batch, n, d_model] and one layer's cache -> the same, with n positions written."""
+        """Stream [batch, n, d_model] and one layer's cache -> the same, n positions written."""
         branch, cache = self.attention.decode(self.attention_norm(x), cache, aux, context)
         x = x + context.leave(branch)
         return x + context.leave(self.mlp(self.mlp_norm(x), context)), cache
@@ -364,7 +364,9 @@ def _once(bias: Array, context: Context) -> Array:
     return bias if isinstance(index, int) else jnp.where(index == 0, bias, jnp.zeros_like(bias))
 
 
-def _kernel(config: DecoderConfig, context: Context, *, packed: bool) -> tuple[str, str]:
+def _kernel(
+    config: DecoderConfig, context: Context, *, packed: bool
+) -> tuple[Literal["xla", "cudnn"], str]:
     return layers.choose_attention(
         config.attention,
         context,
