@@ -29,15 +29,10 @@ class GenerateConfig:
     """What to continue, how, and where."""
 
     run: str = setting("", "run directory (or one of its checkpoints)")
-<<<<<<< HEAD
-    prompt: str = setting("\n", "text to continue; it streams to the terminal")
-    prompt_file: str = setting("", "file of prompts, one per line, continued all at once")
-=======
     prompt: tuple[str, ...] = setting(
         ("\n",), "texts to continue, all at once; give --prompt again for each"
     )
     prompt_file: str = setting("", "file with one prompt per line, instead of --prompt")
->>>>>>> config
     max_new_tokens: int = setting(200, "tokens to add to each prompt")
     temperature: float = setting(0.8, "0 = always the likeliest token; 1 = as the model says")
     top_k: int = setting(0, "sample from this many likeliest tokens only; 0 = all")
@@ -70,7 +65,7 @@ class GenerateConfig:
     def prompts(self) -> list[str]:
         """The texts to continue."""
         if not self.prompt_file:
-            return [self.prompt]
+            return list(self.prompt)
         return Path(self.prompt_file).read_text().splitlines()
 
 

@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 from jaxdist import collectives, losses
 from jaxdist.parallel import data, fsdp, tensor
 from jaxdist.precision import PrecisionConfig, update_loss_scale
-from jaxdist.sharding import Layout
+from jaxdist.sharding import Layout, axes_of
 from jaxdist.state import TrainState, opt_shardings, state_shardings
 from jaxdist.types import Array, Batch, Context, Model, Params, Sums, setting
 
@@ -220,6 +220,7 @@ def make_context(
     return Context(
         dtype=dtype,
         token_loss=token_loss,
+        label_loss=losses.label_cross_entropy,
         run_layers=make_run_layers(model, layout, config, precision, platform),
         platform=platform,
         compute_capability=str(getattr(device, "compute_capability", "")),
@@ -254,6 +255,11 @@ def make_run_layers(
     reduce_dtype = jnp.dtype(precision.reduce_dtype)
     policy = remat_policy(config.remat, platform)
     unroll = config.unroll_layers or _default_unroll(model.num_layers, platform)
+    # With weights whole and in the compute dtype as they are, "none" has nothing to recompute, and
+    # checkpointing would only pin every residual with a reduce-precision.
+    keeps_all = config.remat == "none" or (config.remat == "auto" and platform != "gpu")
+    gathers = any(set(axes_of(spec)) & set(fsdp.SHARD_AXES) for spec in _specs(specs))
+    recomputes = not keeps_all or gathers or dtype != jnp.float32
 
     def run_layers(block: Any, layers: Params, x: Array, aux: Any, context: Context) -> Array:
         key = context.dropout_key
@@ -264,7 +270,7 @@ def make_run_layers(
             layer_key = None if key is None else jax.random.fold_in(key, index)
             return block(weights, x, aux, dataclasses.replace(context, dropout_key=layer_key)), None
 
-        body = jax.checkpoint(layer, policy=policy, prevent_cse=False)
+        body = jax.checkpoint(layer, policy=policy, prevent_cse=False) if recomputes else layer
         count = jax.tree.leaves(layers)[0].shape[0]
         x, _ = lax.scan(body, x, (jnp.arange(count), layers), unroll=min(unroll, count))
         return x
@@ -440,6 +446,10 @@ def _means(sums: Sums) -> Metrics:
 def _default_chunk(model: Model, layout: Layout) -> int:
     vocab = model.dims.get("vocab", 0) // layout.sizes["tensor"]
     return max(128, _LOGITS_BYTES // (4 * vocab)) if vocab else 0
+
+
+def _specs(tree: Any) -> list[P]:
+    return jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, P))
 
 
 def _default_unroll(num_layers: int, platform: str) -> int:

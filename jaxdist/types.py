@@ -75,7 +75,7 @@ def _zero() -> int:
 
 
 def _no_loss(*_: Any, **__: Any) -> Sums:
-    raise ValueError("this Context has no token_loss: build it with step.make_context or pass one")
+    raise ValueError("this Context has no losses: build it with step.make_context or pass one")
 
 
 def _no_layers(*_: Any, **__: Any) -> Array:
@@ -98,6 +98,7 @@ class Context:
         run_layers: (block, layers, x, aux, context) -> x; a scan, or the stage of a pipeline.
         token_loss: (x [batch, seq, d_model], kernel [d_model, vocab_shard], targets, weights,
             vocab_size=...) -> Sums; cross-entropy over a vocabulary that may be split.
+        label_loss: (logits [batch, classes], labels, weights) -> Sums; cross-entropy and hits.
         gather: params -> params whose leaves outside the stacked layers are whole, in `dtype`.
         dropout_key: PRNG key for this step and layer, or None when nothing is dropped.
         platform: "cpu" or "gpu", read from the mesh and never from the default backend.
@@ -111,6 +112,7 @@ class Context:
     tensor_index: Callable[[], Any] = _zero
     run_layers: Callable[..., Array] = _no_layers
     token_loss: Callable[..., Sums] = _no_loss
+    label_loss: Callable[..., Sums] = _no_loss
     gather: Callable[[Params], Params] = _identity
     dropout_key: Array | None = None
     platform: str = "cpu"

@@ -203,13 +203,13 @@ class CnnConfig:
         return convs + dense + self.hidden * self.num_classes + self.num_classes
 
     def flops_per_token(self, seq_len: int = 0) -> dict[str, float]:
-        """Forward and backward FLOPs of one image."""
+        """Forward and backward FLOPs of one image; no attention, so both conventions agree."""
         del seq_len
         area, pixels = self.kernel_size**2, self.image_size**2
         macs = pixels * area * self.in_channels * self.channels_1
         macs += pixels // 4 * area * self.channels_1 * self.channels_2
         macs += self.flat_size * self.hidden + self.hidden * self.num_classes
-        return {"full": 6.0 * macs}
+        return {"causal": 6.0 * macs, "full": 6.0 * macs}
 
     def problems(self) -> list[str]:
         """Every violated rule of this section."""

@@ -9,7 +9,7 @@ likewise, [d_model, 2, mlp].
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -364,7 +364,9 @@ def _once(bias: Array, context: Context) -> Array:
     return bias if isinstance(index, int) else jnp.where(index == 0, bias, jnp.zeros_like(bias))
 
 
-def _kernel(config: DecoderConfig, context: Context, *, packed: bool) -> tuple[str, str]:
+def _kernel(
+    config: DecoderConfig, context: Context, *, packed: bool
+) -> tuple[Literal["xla", "cudnn"], str]:
     return layers.choose_attention(
         config.attention,
         context,

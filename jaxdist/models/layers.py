@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -50,6 +50,12 @@ def functional(
 def weight(rngs: nnx.Rngs, shape: tuple[int, ...], std: float, *dims: str | None) -> nnx.Param:
     """A float32 weight drawn from a normal distribution, its dims named."""
     value = jax.random.normal(rngs.params(), shape, jnp.float32) * std
+    return nnx.Param(value, dims=Dims(dims))
+
+
+def uniform(rngs: nnx.Rngs, shape: tuple[int, ...], bound: float, *dims: str | None) -> nnx.Param:
+    """A float32 weight drawn uniformly from ±bound, its dims named."""
+    value = jax.random.uniform(rngs.params(), shape, jnp.float32, -bound, bound)
     return nnx.Param(value, dims=Dims(dims))
 
 
@@ -150,7 +156,7 @@ def dropout(x: Array, rate: float, key: Array | None, rows: Array, index: Array)
 
 def choose_attention(
     wanted: str, context: Context, *, head_dim: int, packed: bool, attention_dropout: float
-) -> tuple[str, str]:
+) -> tuple[Literal["xla", "cudnn"], str]:
     """The attention kernel and the reason, "xla" or "cudnn".
 
     Raises:
@@ -184,7 +190,7 @@ def attend(
     key: Array,
     value: Array,
     *,
-    kernel: str,
+    kernel: Literal["xla", "cudnn"],
     mask: Array | None,
     sliding_window: int = 0,
 ) -> Array:

@@ -1,0 +1,100 @@
+"""The image classifier of the common CIFAR-10 tutorials: two conv blocks, two dense layers.
+
+Under tensor parallelism each pair of products is split as in a transformer's block: the first by
+its outputs, the second by its inputs, with one sum after it. Images are channels-last.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from jaxdist.models import layers
+from jaxdist.models.configs import CNN_RULES, CnnConfig
+from jaxdist.types import Array, Batch, Context, Model, Params, Sums
+
+
+def build_cnn(config: CnnConfig) -> Model:
+    """The `Model` record of the classifier; its batches hold `images`, `labels` and `weights`."""
+    init, axes, bind = layers.functional(lambda rngs: Cnn(config, rngs))
+
+    def head_loss(params: Params, x: None, batch: Batch, context: Context) -> Sums:
+        del x
+        logits = bind(params)(batch["images"].astype(context.dtype), context)
+        return context.label_loss(logits, batch["labels"], batch["weights"])
+
+    return Model(
+        name="cnn",
+        init=init,
+        axes=axes,
+        dims=config.dims,
+        head_loss=head_loss,
+        flops_per_token=config.flops_per_token(),
+        unit="images",
+        rules=CNN_RULES,
+    )
+
+
+class Cnn(nnx.Module):
+    """Conv, relu, pool; conv, relu, pool; dense, relu; dense."""
+
+    def __init__(self, config: CnnConfig, rngs: nnx.Rngs):
+        size, width = config.kernel_size, (config.in_channels, config.channels_1, config.channels_2)
+        self.conv_1 = Affine(rngs, (size, size, width[0], width[1]), None, "channels_1")
+        self.conv_2 = Affine(rngs, (size, size, width[1], width[2]), "channels_1", "channels_2")
+        self.dense_1 = Affine(rngs, (config.flat_size, config.hidden), "flat", "hidden")
+        self.dense_2 = Affine(rngs, (config.hidden, config.num_classes), "hidden", None)
+
+    def __call__(self, images: Array, context: Context) -> Array:
+        """Images [batch, height, width, channels] -> logits [batch, classes]."""
+        with jax.named_scope("conv_1"):
+            x = halve(jax.nn.relu(self.conv_1.add_bias(self.conv_1.conv(context.enter(images)))))
+        with jax.named_scope("conv_2"):
+            x = context.leave(self.conv_2.conv(x))
+            x = halve(jax.nn.relu(self.conv_2.add_bias(x)))
+        with jax.named_scope("dense_1"):
+            x = context.enter(x.reshape(x.shape[0], -1))
+            x = jax.nn.relu(self.dense_1.add_bias(self.dense_1.product(x)))
+        with jax.named_scope("dense_2"):
+            return self.dense_2.add_bias(context.leave(self.dense_2.product(x)))
+
+
+class Affine(nnx.Module):
+    """A kernel and a bias; the bias is apart because a row-parallel product is summed before it.
+
+    Both are drawn from U(−1/√fan_in, 1/√fan_in), PyTorch's default (He et al. 2015 with a = √5), so
+    that recipes written for PyTorch learn alike.
+    """
+
+    def __init__(self, rngs: nnx.Rngs, shape: tuple[int, ...], fan_in: str | None, out: str | None):
+        bound = 1 / math.sqrt(math.prod(shape[:-1]))
+        area = (None,) * (len(shape) - 2)
+        self.kernel = layers.uniform(rngs, shape, bound, *area, fan_in, out)
+        self.bias = layers.uniform(rngs, shape[-1:], bound, out)
+
+    def product(self, x: Array) -> Array:
+        """[batch, in] -> [batch, out], without the bias."""
+        return x @ self.kernel[...].astype(x.dtype)
+
+    def conv(self, x: Array) -> Array:
+        """[batch, height, width, in] -> the same with `out` channels, zero-padded, no bias."""
+        dims = ("NHWC", "HWIO", "NHWC")
+        kernel = self.kernel[...].astype(x.dtype)
+        return lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=dims)
+
+    def add_bias(self, x: Array) -> Array:
+        """X plus the bias over its last dim."""
+        return x + self.bias[...].astype(x.dtype)
+
+
+def halve(x: Array) -> Array:
+    """Maxima of 2 × 2 pixels. The gradient of a reshape is far cheaper than of a pooling window.
+
+    On CPU forward and backward of [64, 32, 32, 32] take 6 ms, with `lax.reduce_window` 50 ms.
+    """
+    batch, height, width, channels = x.shape
+    return jnp.max(x.reshape(batch, height // 2, 2, width // 2, 2, channels), axis=(2, 4))
