@@ -128,6 +128,11 @@ def test_mixing_keeps_the_shares_at_every_time_and_epochs_within_each_source():
             assert sorted(epoch) == list(range(sizes[part]))
 
 
+def test_mixing_goes_on_where_the_last_period_ended():
+    rows = Order([100_000, 100_000], [1.0, 1.0], 0).rows(np.arange(140_000))
+    assert len(np.unique(rows)) == 140_000
+
+
 # --- rows
 
 
@@ -143,6 +148,15 @@ def test_stream_rows_are_consecutive_windows_and_targets_the_next_token(text):
         np.testing.assert_array_equal(batch["targets"][row], stream[at + 1 : at + 17])
     assert batch["weights"].min() == 1
     assert "segments" not in batch
+
+
+@pytest.mark.parametrize(("num_tokens", "num_rows"), [(32, 1), (33, 2), (34, 2), (48, 2)])
+def test_a_row_needs_a_target_for_its_last_input(tmp_path, num_tokens, num_rows):
+    path = tmp_path / "short.txt"
+    path.write_text("x" * (num_tokens - 1))  # and the end token
+    train, _ = open_text(path, eval_fraction=0.0)
+    assert train.num_rows == num_rows
+    assert train.rows(np.arange(num_rows))["targets"].shape == (num_rows, 16)
 
 
 @pytest.mark.parametrize("packing", ["stream", "documents", "best_fit"])
@@ -216,7 +230,7 @@ def check_packed(batch):
 
 
 def test_packed_windows_mark_documents(tmp_path):
-    lengths = [3, 1, 0, 40, 7, 7, 2, 16, 15, 5]
+    lengths = [3, 1, 0, 40, 7, 8, 2, 16, 15, 5]  # "8" ends where a row does
     path = documents_file(tmp_path, lengths)
     train, _ = open_text(path, packing="documents", eval_fraction=0.0)
     batch = train.rows(np.arange(train.num_rows))

@@ -4,7 +4,7 @@ Why not grain's `MapDataset.shuffle().repeat()` and `.mix()`, which order rows i
 (checked with 0.2.18: one-to-one in each epoch, other epochs differ, independent of processes)?
 
 * One row costs 13-20 us of Python there, 130 us when mixed, on the thread that also has to let the
-  train loop dispatch; 1024 images are then 20 ms. Here 1024 rows are some 0.2 ms, in numpy.
+  train loop dispatch; 1024 images are then 20 ms. Here they are 0.2 to 1 ms of numpy.
 * Its order may change between releases; a resumed run has to see the order it left.
 * `mix` rounds shares to whole multiples of a hundredth of the smallest.
 
