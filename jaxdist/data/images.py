@@ -73,7 +73,8 @@ class Images:
         """See `Part.rows`."""
         x = self.pixels[indices].astype(np.float32)
         if self.scaling == "half":
-            x = x / 127.5 - 1
+            x /= 127.5
+            x -= 1
         else:
             x /= 255
             if self.scaling == "channel":
