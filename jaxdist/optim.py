@@ -36,11 +36,11 @@ class OptimConfig:
     optimizer: Literal["adamw", "sgd", "lion", "adafactor", "muon"] = setting(
         "adamw", "update rule; muon takes stacked matrices and leaves the rest to AdamW"
     )
-    peak_lr: float = setting(1e-3, "learning rate at the end of warmup, before lr_scaling")
+    peak_lr: float = setting(3e-3, "learning rate at the end of warmup, before lr_scaling")
     schedule: Literal["cosine", "linear", "wsd", "constant"] = setting(
         "cosine", "shape after warmup; wsd = stay at the peak, then decay linearly"
     )
-    warmup_steps: int = setting(100, "steps of linear warmup; 0 = start at the peak")
+    warmup_steps: int = setting(20, "steps of linear warmup; 0 = start at the peak")
     decay_steps: int = setting(
         0, "steps from peak to min_lr_ratio (cosine, linear); 0 = the rest of the run"
     )

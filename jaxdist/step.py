@@ -36,9 +36,9 @@ Metrics = dict[str, Array]
 class TrainConfig:
     """The run's length and the shape of one step."""
 
-    steps: int = setting(400, "optimizer steps of the whole run")
+    steps: int = setting(200, "optimizer steps of the whole run")
     global_batch_size: int = setting(32, "rows of one optimizer step over all devices")
-    seq_len: int = setting(256, "tokens of a row (text only)")
+    seq_len: int = setting(128, "tokens of a row (text only)")
     num_microbatches: int = setting(
         1, "parts into which a device's rows are cut; their gradients are accumulated"
     )
