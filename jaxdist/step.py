@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 from jaxdist import collectives, losses
 from jaxdist.parallel import data, fsdp, tensor
 from jaxdist.precision import PrecisionConfig, update_loss_scale
-from jaxdist.sharding import Layout, axes_of
+from jaxdist.sharding import Layout
 from jaxdist.state import TrainState, opt_shardings, state_shardings
 from jaxdist.types import Array, Batch, Context, Model, Params, Sums, setting
 
@@ -49,7 +49,9 @@ class TrainConfig:
         "auto = none on CPU, dots on GPUs",
     )
     unroll_layers: int = setting(
-        0, "layers per iteration of the layer scan; 0 = all on CPU up to 16 layers, 1 on GPUs"
+        0,
+        "layers per iteration of the layer scan; 0 = on CPU all up to 16 where backward recomputes "
+        "nothing, else 1",
     )
     loss_chunk_tokens: int = setting(
         0, "tokens whose logits exist at once; 0 = as many as fit 64 MiB of float32 logits"
@@ -253,13 +255,11 @@ def make_run_layers(
     specs = fsdp.layer_specs(layout.param_specs(model.axes)["layers"])
     dtype = precision.resolve(platform)
     reduce_dtype = jnp.dtype(precision.reduce_dtype)
-    policy = remat_policy(config.remat, platform)
-    unroll = config.unroll_layers or _default_unroll(model.num_layers, platform)
-    # With weights whole and in the compute dtype as they are, "none" has nothing to recompute, and
-    # checkpointing would only pin every residual with a reduce-precision.
-    keeps_all = config.remat == "none" or (config.remat == "auto" and platform != "gpu")
-    gathers = any(set(axes_of(spec)) & set(fsdp.SHARD_AXES) for spec in _specs(specs))
-    recomputes = not keeps_all or gathers or dtype != jnp.float32
+    remat = config.remat
+    if remat == "auto":
+        remat = "dots" if platform == "gpu" else "none"
+    recomputes = remat != "none" or fsdp.is_sharded(specs)
+    unroll = config.unroll_layers or _default_unroll(model.num_layers, platform, recomputes)
 
     def run_layers(block: Any, layers: Params, x: Array, aux: Any, context: Context) -> Array:
         key = context.dropout_key
@@ -270,25 +270,36 @@ def make_run_layers(
             layer_key = None if key is None else jax.random.fold_in(key, index)
             return block(weights, x, aux, dataclasses.replace(context, dropout_key=layer_key)), None
 
-        body = jax.checkpoint(layer, policy=policy, prevent_cse=False) if recomputes else layer
         count = jax.tree.leaves(layers)[0].shape[0]
+        # Forward and backward are two loops, over which the compiler cannot merge what is computed
+        # twice on purpose. Unrolled they are one straight line, in which it would.
+        body = layer
+        if recomputes or context.dtype != jnp.float32:  # casts of weights are not kept either
+            # Elsewhere it would only pin every kept value with a reduce-precision.
+            body = jax.checkpoint(
+                layer,
+                policy=remat_policy(remat, layers),
+                prevent_cse=recomputes and unroll >= count,
+            )
         x, _ = lax.scan(body, x, (jnp.arange(count), layers), unroll=min(unroll, count))
         return x
 
     return run_layers
 
 
-def remat_policy(remat: str, platform: str) -> Callable[..., bool]:
+def remat_policy(remat: str, layers: Params) -> Callable[..., bool]:
     """What `jax.checkpoint` may keep for the backward pass; gathered weights never.
+
+    Args:
+        remat: none, dots, full or names:A,B.
+        layers: local shards of the stacked layers.
 
     Raises:
         ValueError: an unknown policy (`TrainConfig.problems` reports it first).
     """
     policies = jax.checkpoint_policies
-    if remat == "auto":
-        remat = "dots" if platform == "gpu" else "none"
     if remat == "none":
-        return policies.save_anything_except_these_names(fsdp.GATHERED)
+        return fsdp.keep_all_but_weights(layers)
     if remat == "dots":
         return policies.save_from_both_policies(
             policies.checkpoint_dots_with_no_batch_dims,
@@ -448,9 +459,7 @@ def _default_chunk(model: Model, layout: Layout) -> int:
     return max(128, _LOGITS_BYTES // (4 * vocab)) if vocab else 0
 
 
-def _specs(tree: Any) -> list[P]:
-    return jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, P))
-
-
-def _default_unroll(num_layers: int, platform: str) -> int:
-    return num_layers if platform == "cpu" and num_layers <= _UNROLL_UP_TO else 1
+def _default_unroll(num_layers: int, platform: str, recomputes: bool) -> int:
+    # XLA:CPU merges what unrolled layers compute twice, with or without a barrier.
+    fits = platform == "cpu" and not recomputes and num_layers <= _UNROLL_UP_TO
+    return num_layers if fits else 1

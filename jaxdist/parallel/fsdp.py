@@ -1,15 +1,15 @@
 """Sharded parameters: gathered where they are used, their gradients reduce-scattered back.
 
 Forward all-gathers a weight in the compute dtype; backward reduce-scatters its gradient in
-`reduce_dtype` (float32 by default, so that no bits are lost in the sum). Each gathered weight
-carries the name `GATHERED`, which every remat policy refuses to save: a layer's whole weights live
-only while that layer computes.
+`reduce_dtype` (float32 by default, so that no bits are lost in the sum). A layer's whole weights
+live only while that layer computes: no remat policy keeps them (`keep_all_but_weights`).
 
 Source: Rajbhandari et al. 2020 (ZeRO stage 3); Zhao et al. 2023, "PyTorch FSDP", section 3.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -40,6 +40,33 @@ def gather(params: Params, specs: Any, *, dtype: Any, reduce_dtype: Any) -> Para
         params,
         is_leaf=lambda x: isinstance(x, P),
     )
+
+
+def keep_all_but_weights(layers: Params) -> Callable[..., bool]:
+    """A remat policy that keeps every value but gathered weights and casts of weights.
+
+    A name alone does not do it: what is named also exists without its name, as the result of the
+    gather, and would be kept as that.
+
+    Args:
+        layers: local shards of the stacked layers, `[num_layers, ...]`.
+    """
+    shards = {(leaf.shape[1:], leaf.dtype) for leaf in jax.tree.leaves(layers)}
+
+    def keep(primitive: Any, *avals: Any, **params: Any) -> bool:
+        if primitive.name == "name":
+            return params["name"] != GATHERED
+        if primitive.name in ("custom_vjp_call", "convert_element_type") and len(avals) == 1:
+            return (avals[0].shape, avals[0].dtype) not in shards
+        return True
+
+    return keep
+
+
+def is_sharded(specs: Any) -> bool:
+    """Whether any leaf must be gathered before use."""
+    leaves = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, P))
+    return any(dim_of(spec, axis) is not None for spec in leaves for axis in SHARD_AXES)
 
 
 def layer_specs(specs: Any) -> Any:
