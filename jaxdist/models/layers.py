@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxdist.types import Array, Context, Dims, Params
+from jaxdist.types import Array, ConfigError, Context, Dims, Params
 
 
 def functional(
@@ -160,7 +160,7 @@ def choose_attention(
     """The attention kernel and the reason, "xla" or "cudnn".
 
     Raises:
-        ValueError: cuDNN was asked for by name and cannot honour the mask or the shapes.
+        ConfigError: cuDNN was asked for by name and cannot honour the mask or the shapes.
     """
     obstacles = []
     if context.platform != "gpu":
@@ -178,9 +178,11 @@ def choose_attention(
     if not obstacles:
         return "cudnn", "fused, and it honours the causal mask and the window"
     if wanted == "cudnn":
-        raise ValueError(
-            f"model.attention='cudnn' is impossible here: {'; '.join(obstacles)}. "
-            "Use attention='xla' or 'auto'."
+        raise ConfigError(
+            [
+                f"model.attention='cudnn' is impossible here: {'; '.join(obstacles)}. "
+                "Use attention='xla' or 'auto'."
+            ]
         )
     return "xla", "; ".join(obstacles)
 

@@ -1,0 +1,77 @@
+"""Small decoders of every family, and how a test reads logits from a `Model` record."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxdist.models import DecoderConfig
+from jaxdist.types import Context
+
+SIZES = dict(vocab_size=97, d_model=32, num_layers=2, num_heads=4, mlp_dim=48, max_seq_len=32)
+
+FAMILIES = {
+    "llama2": DecoderConfig(**SIZES),
+    "llama3.1": DecoderConfig(
+        **SIZES,
+        num_kv_heads=2,
+        rope_theta=500000.0,
+        rope_scaling="llama3",
+        # Short enough that the test's positions meet stretched, blended and kept frequencies.
+        rope_original_len=64,
+        tie_embeddings=True,
+    ),
+    "mistral": DecoderConfig(**SIZES, num_kv_heads=2, sliding_window=5),
+    "qwen2": DecoderConfig(
+        **SIZES, num_kv_heads=2, qkv_bias=True, norm_eps=1e-6, rope_theta=1e6, tie_embeddings=True
+    ),
+    "qwen3": DecoderConfig(
+        **SIZES, num_kv_heads=2, head_dim=16, qk_norm=True, norm_eps=1e-6, rope_theta=1e6
+    ),
+    "gpt2": DecoderConfig(
+        **SIZES,
+        norm="layer",
+        positions="learned",
+        activation="gelu",
+        qkv_bias=True,
+        out_bias=True,
+        mlp_bias=True,
+        tie_embeddings=True,
+    ),
+}
+
+
+def scan_layers(block, layers, x, aux, context):
+    """Layers one after the other: the plainest `run_layers`."""
+    return jax.lax.scan(lambda x, layer: (block(layer, x, aux, context), None), x, layers)[0]
+
+
+def capture_logits(x, kernel, targets, weights, *, vocab_size):
+    del targets, weights
+    logits = jnp.einsum("bsd,dv->bsv", x, kernel, preferred_element_type=jnp.float32)
+    return {"logits": logits[..., :vocab_size]}
+
+
+def logits_of(model, params, batch, **context):
+    """Logits [batch, seq, vocab] of the path that training differentiates, on one device."""
+    shape = batch["tokens"].shape
+    batch = {"targets": batch["tokens"], "weights": np.ones(shape, np.float32), **batch}
+    context = Context(run_layers=scan_layers, token_loss=capture_logits, **context)
+    return jax.jit(lambda *args: model.loss(*args, context)["logits"])(params, batch)
+
+
+def random_params(model, seed=0):
+    """Parameters in which every leaf matters: norm scales near 1, all others near 0.
+
+    Numpy's and not `model.init`'s, because these tests are about the compile time of little else.
+    """
+    rng = np.random.default_rng(seed)
+
+    def leaf(path, shape):
+        center = 1.0 if path[-1].key == "scale" else 0.0
+        return rng.normal(center, 0.1, shape.shape).astype(np.float32)
+
+    return jax.tree_util.tree_map_with_path(leaf, jax.eval_shape(model.init, jax.random.key(0)))
+
+
+def random_tokens(batch, seq, vocab_size=SIZES["vocab_size"], seed=0):
+    return np.random.default_rng(seed).integers(0, vocab_size, (batch, seq), np.int32)

@@ -1,0 +1,222 @@
+"""Every decoder family against Hugging Face transformers: same weights, same logits and loss."""
+
+import math
+
+import jax
+import numpy as np
+import pytest
+from decoders import FAMILIES, logits_of, random_tokens, scan_layers
+
+from jaxdist.losses import Vocabulary, token_cross_entropy
+from jaxdist.models import build
+from jaxdist.types import Context
+
+torch = pytest.importorskip("torch", reason="needs the reference extra (torch)")
+transformers = pytest.importorskip("transformers", reason="needs the reference extra")
+
+SEQ = 16
+# Both sum the same float32 products in another order; logits are of order 1.
+TOLERANCE = 2e-5
+
+
+def reference_of(name, config):
+    """The Hugging Face model of a config, every weight random."""
+    common = dict(vocab_size=config.vocab_size, tie_word_embeddings=config.tie_embeddings)
+    common |= dict(pad_token_id=None, bos_token_id=None, eos_token_id=None)
+    if name == "gpt2":
+        reference = transformers.GPT2Config(
+            n_positions=config.max_seq_len,
+            n_embd=config.d_model,
+            n_layer=config.num_layers,
+            n_head=config.num_heads,
+            n_inner=config.mlp_dim,
+            layer_norm_epsilon=config.norm_eps,
+            **common,
+        )
+    else:
+        common |= dict(
+            hidden_size=config.d_model,
+            intermediate_size=config.mlp_dim,
+            num_hidden_layers=config.num_layers,
+            num_attention_heads=config.num_heads,
+            num_key_value_heads=config.kv_heads,
+            max_position_embeddings=config.max_seq_len,
+            rms_norm_eps=config.norm_eps,
+            rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
+        )
+        if name == "llama3.1":
+            common["rope_parameters"] |= {
+                "rope_type": "llama3",
+                "factor": config.rope_factor,
+                "low_freq_factor": config.rope_low_freq_factor,
+                "high_freq_factor": config.rope_high_freq_factor,
+                "original_max_position_embeddings": config.rope_original_len,
+            }
+        if name == "mistral":
+            common["sliding_window"] = config.sliding_window
+        if name == "qwen3":
+            common["head_dim"] = config.head_dim
+        kinds = {
+            "llama2": transformers.LlamaConfig,
+            "llama3.1": transformers.LlamaConfig,
+            "mistral": transformers.MistralConfig,
+            "qwen2": transformers.Qwen2Config,
+            "qwen3": transformers.Qwen3Config,
+        }
+        reference = kinds[name](**common)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(reference, attn_implementation="eager")
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(0.1 * torch.randn_like(weight))
+    return model.eval()
+
+
+def params_of(reference, name, config):
+    """Our parameters from the weights of a Hugging Face model."""
+    weights = {key: value.numpy() for key, value in reference.state_dict().items()}
+    read = gpt2_layer if name == "gpt2" else llama_layer
+    layers = [read(weights, index, config) for index in range(config.num_layers)]
+    stacked = {
+        part: {leaf: stack([layer[part][leaf] for layer in layers]) for leaf in layers[0][part]}
+        for part in layers[0]
+    }
+    embed, norm = (
+        ("transformer.wte", "transformer.ln_f")
+        if name == "gpt2"
+        else (
+            "model.embed_tokens",
+            "model.norm",
+        )
+    )
+    padding = ((0, config.padded_vocab - config.vocab_size), (0, 0))
+    params = {
+        # Ones, not zeros: padding that leaked into the softmax would show.
+        "embed": {"table": np.pad(weights[f"{embed}.weight"], padding, constant_values=1.0)},
+        "layers": stacked,
+        "head": {"norm": {"scale": weights[f"{norm}.weight"]}},
+    }
+    if name == "gpt2":
+        params["embed"]["positions"] = weights["transformer.wpe.weight"]
+        params["head"]["norm"]["bias"] = weights["transformer.ln_f.bias"]
+    if not config.tie_embeddings:
+        params["head"]["kernel"] = np.pad(weights["lm_head.weight"], padding, constant_values=1.0).T
+    return params
+
+
+def stack(leaves):
+    if isinstance(leaves[0], dict):
+        return {key: stack([leaf[key] for leaf in leaves]) for key in leaves[0]}
+    return np.stack(leaves)
+
+
+def fuse_qkv(query, key, value, config):
+    """[heads·width, ...] products -> [..., kv_heads, group + 2, width]."""
+    kv, width = config.kv_heads, config.head_width
+    parts = [x.reshape(kv, -1, width, *x.shape[1:]) for x in (query, key, value)]
+    return np.moveaxis(np.concatenate(parts, axis=1), (0, 1, 2), (-3, -2, -1))
+
+
+def llama_layer(weights, index, config):
+    prefix = f"model.layers.{index}."
+    get = lambda name: weights[prefix + name]
+    products = [get(f"self_attn.{n}_proj.weight") for n in "qkv"]
+    out = get("self_attn.o_proj.weight").T
+    attention = {
+        "qkv": fuse_qkv(*products, config),
+        "out": out.reshape(config.num_heads, config.head_width, config.d_model),
+    }
+    if config.qkv_bias:
+        attention["qkv_bias"] = fuse_qkv(*(get(f"self_attn.{n}_proj.bias") for n in "qkv"), config)
+    if config.qk_norm:
+        attention["query_norm"] = {"scale": get("self_attn.q_norm.weight")}
+        attention["key_norm"] = {"scale": get("self_attn.k_norm.weight")}
+    gate, up = get("mlp.gate_proj.weight").T, get("mlp.up_proj.weight").T
+    return {
+        "attention_norm": {"scale": get("input_layernorm.weight")},
+        "attention": attention,
+        "mlp_norm": {"scale": get("post_attention_layernorm.weight")},
+        "mlp": {"up": np.stack([gate, up], axis=1), "down": get("mlp.down_proj.weight").T},
+    }
+
+
+def gpt2_layer(weights, index, config):
+    prefix = f"transformer.h.{index}."
+    get = lambda name: weights[prefix + name]
+    products = np.split(get("attn.c_attn.weight").T, 3)
+    biases = np.split(get("attn.c_attn.bias"), 3)
+    out = get("attn.c_proj.weight")
+    return {
+        "attention_norm": {"scale": get("ln_1.weight"), "bias": get("ln_1.bias")},
+        "attention": {
+            "qkv": fuse_qkv(*products, config),
+            "qkv_bias": fuse_qkv(*biases, config),
+            "out": out.reshape(config.num_heads, config.head_width, config.d_model),
+            "out_bias": get("attn.c_proj.bias"),
+        },
+        "mlp_norm": {"scale": get("ln_2.weight"), "bias": get("ln_2.bias")},
+        "mlp": {
+            "up": get("mlp.c_fc.weight")[:, None],
+            "up_bias": get("mlp.c_fc.bias")[None],
+            "down": get("mlp.c_proj.weight"),
+            "down_bias": get("mlp.c_proj.bias"),
+        },
+    }
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request):
+    """Name, config, reference, our record and parameters, tokens, the reference's logits."""
+    config = FAMILIES[request.param]
+    reference = reference_of(request.param, config)
+    params = params_of(reference, request.param, config)
+    tokens = random_tokens(2, SEQ)
+    with torch.no_grad():
+        expected = reference(torch.from_numpy(tokens).long()).logits.numpy()
+    return request.param, build(config, seq_len=SEQ), params, tokens, expected
+
+
+def leaves_of(tree):
+    return {str(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def test_parameters_are_the_reference_s(family):
+    name, model, params, _, _ = family
+    config = FAMILIES[name]
+    own = leaves_of(jax.eval_shape(model.init, jax.random.key(0)))
+    shapes = lambda leaves: {path: leaf.shape for path, leaf in leaves.items()}
+    assert shapes(own) == shapes(leaves_of(params))
+    padding = (config.padded_vocab - config.vocab_size) * config.d_model
+    tables = 1 if config.tie_embeddings else 2
+    total = sum(math.prod(leaf.shape) for leaf in own.values())
+    assert config.num_params == total - tables * padding
+
+
+def test_logits_equal_transformers(family):
+    _, model, params, tokens, expected = family
+    ours = logits_of(model, params, {"tokens": tokens})
+    assert expected.std() > 0.3  # the tolerance is absolute: logits must be of order 1
+    np.testing.assert_allclose(ours, expected, atol=TOLERANCE, rtol=0)
+
+
+def test_summed_loss_equals_torch(family):
+    name, model, params, tokens, expected = family
+    targets = random_tokens(*tokens.shape, seed=1)
+    weights = (np.random.default_rng(2).random(tokens.shape) > 0.3).astype(np.float32)
+    losses = torch.nn.functional.cross_entropy(
+        torch.from_numpy(expected).flatten(0, 1),
+        torch.from_numpy(targets).long().flatten(),
+        reduction="none",
+    )
+    vocabulary = Vocabulary(FAMILIES[name].vocab_size, chunk=7)
+    context = Context(
+        run_layers=scan_layers,
+        token_loss=lambda *args, vocab_size: token_cross_entropy(*args, vocabulary),
+    )
+    batch = {"tokens": tokens, "targets": targets, "weights": weights}
+    sums = jax.jit(lambda *args: model.loss(*args, context))(params, batch)
+    assert sums["weight"] == weights.sum()
+    # Relative: a sum over some twenty tokens, each with the error of its logits.
+    np.testing.assert_allclose(
+        sums["loss"], (losses.numpy() * weights.ravel()).sum(), rtol=TOLERANCE
+    )

@@ -1,0 +1,285 @@
+"""The decoder: decoding, packed documents, windows, dropout, padding, kernels. One device unless
+a test says otherwise; families against transformers are in test_model_families.py."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from decoders import FAMILIES, SIZES, logits_of, random_params, random_tokens
+
+from jaxdist.mesh import MeshSpec
+from jaxdist.models import build, layers
+from jaxdist.precision import PrecisionConfig
+from jaxdist.sharding import Layout
+from jaxdist.step import TrainConfig, make_context, make_value_and_grad
+from jaxdist.types import ConfigError, Context
+
+# The same float32 numbers, summed in another order; logits are of order 1.
+TOLERANCE = 1e-5
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_decoding_with_a_cache_equals_the_full_forward(name):
+    """Ragged prompts at once, then one token at a time; every position's logits must agree."""
+    model = build(FAMILIES[name], seq_len=16)
+    params = random_params(model)
+    tokens = random_tokens(3, 12)
+    expected = np.array(logits_of(model, params, {"tokens": tokens}))
+    lengths = np.array([7, 2, 5])
+    step = jax.jit(lambda *args: model.decoding.step(*args, Context()))
+
+    positions = np.where(np.arange(7) < lengths[:, None], np.arange(7), -1)
+    prompt = np.where(positions < 0, 3, tokens[:, :7])  # padding holds some other token
+    shapes = jax.eval_shape(lambda: model.decoding.init_cache(3, 14, jnp.float32))
+    cache = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
+    logits, cache = step(params, cache, prompt, positions)
+    real = positions >= 0
+    np.testing.assert_allclose(
+        np.array(logits)[real], expected[:, :7][real], atol=TOLERANCE, rtol=0
+    )
+    for offset in range(5):
+        rows, at = np.arange(3), lengths + offset
+        logits, cache = step(params, cache, tokens[rows, at][:, None], at[:, None])
+        np.testing.assert_allclose(logits[:, 0], expected[rows, at], atol=TOLERANCE, rtol=0)
+
+
+def test_decoding_bounds_learned_positions():
+    assert build(FAMILIES["gpt2"], seq_len=16).decoding.max_len == SIZES["max_seq_len"]
+    assert build(FAMILIES["llama2"], seq_len=16).decoding.max_len > 10**6
+
+
+# Packed documents
+
+
+def packed_batch():
+    """Two rows: the first holds documents of 5 and 9 tokens and 2 of padding, the second one."""
+    tokens = random_tokens(2, 16, seed=3)
+    lengths = [[5, 9], [16]]
+    segments, positions = np.zeros((2, 16), np.int32), np.zeros((2, 16), np.int32)
+    for row, documents in enumerate(lengths):
+        start = 0
+        for number, length in enumerate(documents, start=1):
+            segments[row, start : start + length] = number
+            positions[row, start : start + length] = np.arange(length)
+            start += length
+    return {"tokens": tokens, "segments": segments, "positions": positions}
+
+
+@pytest.mark.parametrize("name", ["llama3.1", "mistral", "gpt2"])
+def test_a_packed_document_reads_as_if_it_were_alone(name):
+    model = build(FAMILIES[name], seq_len=16)
+    params, batch = random_params(model), packed_batch()
+    packed = np.array(logits_of(model, params, batch))
+    alone = np.array(logits_of(model, params, {"tokens": np.roll(batch["tokens"][:1], -5, 1)}))
+    np.testing.assert_allclose(packed[0, 5:14], alone[0, :9], atol=TOLERANCE, rtol=0)
+
+    # Without the segments the second document does see the first: the test can fail.
+    leaky = {name: batch[name] for name in ("tokens", "positions")}
+    leaked = np.array(logits_of(model, params, leaky))
+    assert np.abs(leaked[0, 5:14] - alone[0, :9]).max() > 1e-2
+    np.testing.assert_allclose(leaked[1], packed[1], atol=TOLERANCE, rtol=0)
+
+
+def test_no_gradient_crosses_a_document_boundary():
+    """The second document's loss does not depend on the first document's tokens at all."""
+    model = build(FAMILIES["llama2"], seq_len=16)
+    params, batch = random_params(model), packed_batch()
+    params["embed"]["table"][:16] = np.eye(16, 32)  # rows to tell tokens apart
+    batch["tokens"][0] = np.arange(16)  # no token twice, so that its row's gradient is its own
+
+    def second_document(table):
+        logits = logits_of(model, {**params, "embed": {"table": table}}, batch)
+        return logits[0, 5:14].sum()
+
+    grad = jax.grad(second_document)(jnp.asarray(params["embed"]["table"]))
+    assert np.all(grad[:5] == 0)
+    assert np.all(np.abs(grad[5:14]).max(-1) > 0)
+
+
+# Attention kernels
+
+
+GPU = dict(platform="gpu", dtype=jnp.bfloat16, compute_capability="9.0")
+
+
+@pytest.mark.parametrize(
+    "change, context, reason",
+    [
+        ({}, {"platform": "cpu"}, "needs an NVIDIA GPU, this is cpu"),
+        ({}, {"dtype": jnp.float32}, "needs bfloat16 or float16, compute is float32"),
+        ({"packed": True}, {}, "no document boundaries"),
+        ({"head_dim": 36}, {}, "multiple of 8, this is 36"),
+        ({"head_dim": 512}, {}, "this is 512"),
+        ({"attention_dropout": 0.1}, {}, "same bits on every mesh"),
+    ],
+)
+def test_cudnn_is_left_alone_for_a_stated_reason_and_refused_by_name(change, context, reason):
+    context = Context(**{**GPU, **context})
+    ask = {"head_dim": 64, "packed": False, "attention_dropout": 0.0, **change}
+    kernel, why = layers.choose_attention("auto", context, **ask)
+    assert kernel == "xla" and reason in why
+    with pytest.raises(ConfigError, match=f"attention='cudnn' is impossible here: .*{reason}"):
+        layers.choose_attention("cudnn", context, **ask)
+    assert layers.choose_attention("xla", context, **ask) == ("xla", "asked for")
+
+
+def test_cudnn_is_chosen_on_a_gpu_that_can():
+    ask = {"head_dim": 128, "packed": False, "attention_dropout": 0.0}
+    for wanted in ("auto", "cudnn"):
+        kernel, why = layers.choose_attention(wanted, Context(**GPU), **ask)
+        assert kernel == "cudnn" and "causal" in why
+
+
+def test_a_mask_never_reaches_cudnn():
+    x = jnp.zeros((1, 4, 2, 8))
+    mask = layers.document_mask(jnp.ones((1, 4), jnp.int32))
+    with pytest.raises(ValueError, match="cannot honour document boundaries; use kernel='xla'"):
+        layers.attend(x, x, x, kernel="cudnn", mask=mask)
+
+
+def test_packed_rows_are_refused_when_cudnn_was_asked_for():
+    config = dataclasses.replace(FAMILIES["llama2"], attention="cudnn")
+    model = build(config, seq_len=16)
+    with pytest.raises(ConfigError, match="rows are packed"):
+        logits_of(model, random_params(model), packed_batch(), **GPU)
+
+
+def test_the_log_line_names_the_kernel_and_why():
+    [note] = build(FAMILIES["llama2"], seq_len=16).notes(Context(**{**GPU, "platform": "cpu"}))
+    assert note.startswith("attention kernel: xla (cuDNN needs an NVIDIA GPU")
+
+
+@pytest.mark.parametrize("window", [0, 1, 3])
+@pytest.mark.parametrize("packed", [False, True])
+def test_attention_sees_the_keys_that_the_definition_allows(window, packed):
+    rng = np.random.default_rng(0)
+    query, key, value = (rng.normal(size=(2, 8, n, 4)).astype(np.float32) for n in (4, 2, 2))
+    segments = np.sort(rng.integers(1, 4, (2, 8))) if packed else np.ones((2, 8), int)
+    mixed = layers.attend(
+        *(query, key, value),
+        kernel="xla",
+        mask=layers.document_mask(jnp.asarray(segments)) if packed else None,
+        sliding_window=window,
+    )
+    for row, head, at in np.ndindex(2, 4, 8):
+        seen = [
+            k
+            for k in range(at + 1)
+            if segments[row, k] == segments[row, at] and (not window or at - k < window)
+        ]
+        scores = key[row, seen, head // 2] @ query[row, at, head] / 2  # √head_dim
+        probs = np.exp(scores) / np.exp(scores).sum()
+        expected = probs @ value[row, seen, head // 2]
+        np.testing.assert_allclose(mixed[row, at, head], expected, atol=1e-6)
+
+
+# Dropout
+
+
+DROPPING = dataclasses.replace(FAMILIES["gpt2"], dropout=0.2, attention_dropout=0.3)
+
+
+def loss_and_gradients(config, mesh, *, batch, key=0, **layout):
+    """Sums and gradients of the train step's differentiated part on a mesh."""
+    num_microbatches = layout.pop("num_microbatches", 1)
+    model = build(config, seq_len=16)
+    spec = MeshSpec.parse(mesh)
+    layout = Layout(mesh=spec.build(jax.devices()[: spec.num_devices]), **layout)
+    train = TrainConfig(num_microbatches=num_microbatches, unroll_layers=1)
+    context = make_context(model, layout, train, PrecisionConfig())
+    function = jax.jit(make_value_and_grad(model, layout, train, context))
+    params = jax.device_put(random_params(model), layout.shardings(layout.param_specs(model.axes)))
+    batch = jax.device_put(batch, layout.sharding(layout.batch_spec()))
+    sums, grads, _ = function(params, batch, jax.random.key(key), jnp.float32(1.0))
+    return jax.device_get(sums), jax.device_get(grads)
+
+
+def training_batch(rows=8):
+    tokens = random_tokens(rows, 17, seed=5)
+    weights = np.ones((rows, 16), np.float32)
+    return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "weights": weights}
+
+
+@pytest.fixture(scope="module")
+def dropped_on_one_device():
+    return loss_and_gradients(DROPPING, "1", batch=training_batch())
+
+
+@pytest.mark.parametrize(
+    "mesh, layout",
+    [
+        ("1", {"num_microbatches": 2}),
+        ("dp=8", {}),
+        ("fsdp=8", {}),
+        ("tp=4", {}),
+        ("tp=4", {"sequence_parallel": True}),
+        ("dp=2,fsdp=2,tp=2", {"sequence_parallel": True, "num_microbatches": 2}),
+    ],
+    ids=["microbatches2", "dp8", "fsdp8", "tp4", "tp4_sequence", "dp2_fsdp2_tp2_microbatches2"],
+)
+def test_dropout_takes_the_same_bits_on_every_mesh(mesh, layout, dropped_on_one_device):
+    sums, grads = loss_and_gradients(DROPPING, mesh, batch=training_batch(), **layout)
+    expected, expected_grads = dropped_on_one_device
+    # float32 sums in another order. Other bits would show: another key moves the loss by more than 1e-4.
+    np.testing.assert_allclose(sums["loss"], expected["loss"], rtol=1e-6)
+    largest = max(np.abs(g).max() for g in jax.tree.leaves(expected_grads))
+    for ours, theirs in zip(jax.tree.leaves(grads), jax.tree.leaves(expected_grads), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-5 * largest, rtol=0)
+
+
+def test_padding_of_the_vocabulary_gets_no_gradient(dropped_on_one_device):
+    """With tied embeddings neither the lookup nor the softmax may touch the padding rows."""
+    _, grads = dropped_on_one_device
+    table = grads["embed"]["table"]
+    assert table.shape[0] == DROPPING.padded_vocab > DROPPING.vocab_size
+    assert np.all(table[DROPPING.vocab_size :] == 0)
+    assert np.all(np.abs(table[: DROPPING.vocab_size]).max(-1) > 0)
+
+
+def test_nothing_is_dropped_without_a_key():
+    plain = build(FAMILIES["gpt2"], seq_len=16)
+    dropping = build(DROPPING, seq_len=16)
+    params, batch = random_params(plain), {"tokens": random_tokens(2, 16)}
+    np.testing.assert_array_equal(
+        logits_of(dropping, params, batch), logits_of(plain, params, batch)
+    )
+
+
+def test_dropout_keeps_the_mean_and_the_share():
+    x = jnp.ones((8, 64, 32))
+    drop = jax.jit(
+        lambda x: layers.dropout(x, 0.25, jax.random.key(0), jnp.arange(8), jnp.arange(64))
+    )
+    y = np.array(drop(x))
+    kept = y > 0
+    np.testing.assert_allclose(y[kept], 1 / 0.75, rtol=1e-6)
+    # 16384 draws: the share's standard deviation is 0.0034; four of them.
+    assert abs(kept.mean() - 0.75) < 0.014
+    # No two tokens of any row share their bits.
+    assert len({bits.tobytes() for bits in kept.reshape(-1, 32)}) == 8 * 64
+
+
+def test_attention_dropout_keeps_the_mean():
+    rng = np.random.default_rng(0)
+    query, key, value = (jnp.asarray(rng.normal(size=(2, 6, n, 4)), jnp.float32) for n in (4, 2, 2))
+    allowed = layers.causal_mask(6, 3)
+
+    @jax.jit
+    def mean(keys):
+        drop = lambda dropout_key: layers.attend_with_dropout(
+            *(query, key, value),
+            allowed=allowed,
+            rate=0.3,
+            dropout_key=dropout_key,
+            rows=jnp.arange(2),
+            first_head=0,
+        )
+        return jax.vmap(drop)(keys).mean(0)
+
+    means = mean(jax.random.split(jax.random.key(0), 512))
+    plain = layers.attend(query, key, value, kernel="xla", mask=None, sliding_window=3)
+    # A probability's estimate has standard deviation ≤ 0.65 / √512 ≈ 0.03; values reach 2.5.
+    np.testing.assert_allclose(means, plain, atol=0.25)
+    np.testing.assert_allclose(means.mean(), plain.mean(), atol=0.02)
