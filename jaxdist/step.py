@@ -67,7 +67,7 @@ class TrainConfig:
         for name in ("steps", "global_batch_size", "seq_len", "num_microbatches"):
             value = getattr(self, name)
             if value < 1:
-                problems.append(f"train.{name}={value} must be a whole number ≥ 1.")
+                problems.append(f"train.{name}={value} must be a whole number. Use 1 or more.")
         for name in ("unroll_layers", "loss_chunk_tokens"):
             value = getattr(self, name)
             if value < 0:

@@ -61,7 +61,10 @@ def read_settings(
     aliases = aliases or {}
     arguments = split_arguments(argv, aliases)
     if arguments.help is not None:
-        print(help_text(cls, command, summary, aliases, positional, arguments.help))
+        try:
+            print(help_text(cls, command, summary, aliases, positional, arguments.help))
+        except ConfigError as error:
+            raise ConfigError(headed(command, error.problems)) from None
         raise SystemExit(0)
     givens, problems = _gather(arguments.files)
     flags, more = _positional_flags(arguments.positional, positional)
@@ -168,9 +171,10 @@ class _Reader:
             if isinstance(given.raw, str) and given.raw in kinds:
                 kind = str(given.raw)
             else:
+                hint = _did_you_mean(str(given.raw), kinds) or f" The default is {kind}."
                 self.problems.append(
                     f"{'.'.join(given.path)}={given.raw!r} ({given.origin}) is not a choice: "
-                    f"{join_choices(kinds)}.{_did_you_mean(str(given.raw), kinds)}"
+                    f"{join_choices(kinds)}.{hint}"
                 )
                 self.bad.add(".".join(path))
         return kind

@@ -98,8 +98,8 @@ def read_file(file: str) -> tuple[dict[str, Any], list[str], str]:
         return (
             {},
             [
-                f"--config {file} is not TOML: {_lower_first(str(error))}. Sections are [train], "
-                'values are steps = 400, name = "text", flag = true.'
+                f"--config {file} is not TOML: {_lower_first(str(error))}. Use [train] for "
+                'sections, and steps = 400, name = "text", flag = true for values.'
             ],
             "",
         )

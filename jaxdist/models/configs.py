@@ -120,7 +120,7 @@ class DecoderConfig:
         problems = []
         for name in ("vocab_size", "d_model", "num_layers", "num_heads", "mlp_dim", "max_seq_len"):
             if getattr(self, name) < 1:
-                problems.append(f"model.{name}={getattr(self, name)} must be a whole number ≥ 1.")
+                problems.append(f"model.{name}={getattr(self, name)} is too few. Use 1 or more.")
         for name in ("num_kv_heads", "head_dim", "sliding_window"):
             if getattr(self, name) < 0:
                 problems.append(f"model.{name}={getattr(self, name)} must be ≥ 0 (0: see --help).")
@@ -214,7 +214,7 @@ class CnnConfig:
     def problems(self) -> list[str]:
         """Every violated rule of this section."""
         problems = [
-            f"model.{field.name}={getattr(self, field.name)} must be a whole number ≥ 1."
+            f"model.{field.name}={getattr(self, field.name)} is too few. Use 1 or more."
             for field in dataclasses.fields(self)
             if field.name != "kind" and getattr(self, field.name) < 1
         ]

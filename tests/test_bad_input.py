@@ -1,0 +1,278 @@
+"""What a user gets wrong, through the real commands: one message each, and nothing is started.
+
+A message says what was given, what is allowed and the fix. Commands leave with exit code 2.
+"""
+
+import gzip
+import importlib
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jaxdist import runtime
+from jaxdist.types import ConfigError
+
+FIXES = (
+    "Add ", "Change ", "Check ", "Choose ", "Did you mean", "Drop ", "Give ", "Name ", "Raise ",
+    "Remove ", "Set ", "Shorten ", "The default is ", "There are ", "Try ", "Use ", "remove ",
+    "use ", "--help",
+)  # fmt: skip
+"""Words with which a message begins what to do."""
+
+
+@pytest.fixture(autouse=True)
+def nothing_starts(monkeypatch):
+    """Fails a test in which a command goes on to join a job or to change the devices."""
+
+    def started(*_):
+        pytest.fail("the command went on although its settings are wrong")
+
+    monkeypatch.setattr(runtime, "join", started)
+    monkeypatch.setattr(runtime, "simulate", started)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """The current directory of a user with a few files, good and bad."""
+    monkeypatch.chdir(tmp_path)
+    files = {
+        "good.txt": "some text to train on\n" * 50,
+        "empty.txt": "",
+        "notes.json": "{}",
+        "rows.jsonl": '{"body": "the field is not called text"}\n',
+        "broken.jsonl": '{"text": "fine"}\n{"text": \n',
+        "mixed/a.jsonl": '{"text": "x"}\n',
+        "mixed/b.txt": "y",
+        "bad_tokenizer.json": '{"version": ',
+        "a/run/readme.txt": "no config here",
+        "syntax.toml": "[train]\nsteps = = 3\n",
+        "unknown.toml": "[train]\nsteps = 10\nbatch_size = 4\n",
+        "section.toml": "[trainer]\nsteps = 10\n",
+        "types.toml": '[train]\nsteps = "ten"\n[optim]\npeak_lr = "high"\n',
+        "kind.toml": '[model]\nkind = "transformer"\n',
+        "flat.toml": 'mesh = "dp=2"\n',
+        "rules.toml": "[train]\nsteps = 0\n[optim]\nbeta1 = 1.5\n[model]\nmlp_dim = 0\n",
+    }
+    for name, text in files.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    (tmp_path / "latin.toml").write_bytes("name = 'caf\xe9'\n".encode("latin-1"))
+    (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(b'{"text": "x"}\n' * 500)[:-20])
+    (tmp_path / "tokens.bin").write_bytes(bytes(range(256)))
+    (tmp_path / "cifar").mkdir()
+    (tmp_path / "cifar" / "data_batch_1.bin").write_bytes(b"\0" * 3073)
+    return tmp_path
+
+
+def refusal(command, argv, capsys):
+    """What the command says, having checked that it refuses with exit code 2."""
+    name = "jaxdist.data.__main__" if command == "data" else f"jaxdist.{command}"
+    try:
+        code = importlib.import_module(name).main(argv)
+    except ConfigError as error:
+        return str(error)
+    except SystemExit as leaving:
+        code = leaving.code
+    assert code == 2
+    return capsys.readouterr().err
+
+
+MESH = {
+    "axis unknown": (["--mesh=ddp=8"], "axis 'ddp' is unknown", "Use dp, fsdp, tp or pp"),
+    "axis twice": (["--mesh=dp=2,dp=4"], "names dp twice", "Give each axis one size"),
+    "no size": (["--mesh=dp"], "dp=(nothing) is not a size", "Use a whole number"),
+    "size 0": (["--mesh=tp=0"], "tp=0 is not a size", "Use a whole number"),
+    "negative size": (["--mesh=tp=-2"], "tp=-2 is not a size", "-1 for the devices left over"),
+    "size not a number": (["--mesh=tp=two"], "tp=two is not a size", "Use a whole number"),
+    "two rests": (["--mesh=dp=-1,tp=-1"], "dp", "only one axis can take"),
+    "rest does not divide": (["--simulate=8", "--mesh=dp=-1,tp=3"], "multiply to 3", "Choose"),
+    "too many devices": (
+        ["--simulate=8", "--mesh=dp=4,tp=4"], "needs 16 devices, 8 are", "--mesh dp=2,tp=4"),
+    "too few devices": (["--simulate=8", "--mesh=dp=4"], "needs 4 devices", "--mesh dp=8"),
+    "heads": (["--mesh=tp=16"], "tp=16 does not divide heads=8", "Legal with 16 devices"),
+    "kv heads": (
+        ["--mesh=tp=4", "--model.num_kv_heads=2"], "does not divide kv_heads=2", "Legal with 4"),
+    "layers": (["--mesh=pp=3"], "pp=3 does not divide layers=8", "1, 2, 4 or 8"),
+    "batch": (["--mesh=dp=3"], "global_batch_size=32 is not a multiple of 3", "Use 30 or 33"),
+    "microbatches": (
+        ["--mesh=dp=4", "--train.num_microbatches=16"], "multiple of 64", "Use 64"),
+    "sequence": (
+        ["--mesh=tp=8", "--train.seq_len=100"], "tp=8 does not divide seq_len=100", "Legal with 8"),
+    "fsdp width": (
+        ["--mesh=fsdp=32", "--model.d_model=240"], "fsdp=32 does not divide d_model=240", "Legal"),
+    "zero width": (
+        ["--mesh=dp=32", "--zero=3", "--model.d_model=240"], "(zero=3) does not divide", "Legal"),
+    "stages of a cnn": (
+        ["--mesh=pp=2", "--model=cnn", "--data.sources=cifar"], "no stacked layers", "Use pp=1"),
+    "nothing legal": (
+        ["--simulate=7", "--train.global_batch_size=6"], "not a multiple of 7", "--mesh dp=6"),
+}  # fmt: skip
+
+FLAGS = {
+    "typo": (["--train.stpes=3"], "--train.stpes", "Did you mean --train.steps"),
+    "typo without section": (["--stepz=3"], "--stepz", "Did you mean --steps"),
+    "typo of the section": (["--optimizer.peak_lr=1"], "--optimizer.peak_lr", "--optim.peak_lr"),
+    "other kind's field": (["--model.hidden=3"], "of kind decoder", "See --help"),
+    "not a whole number": (["--steps=1.5"], "train.steps='1.5' (flag --steps)", "default is 400"),
+    "not a number": (["--optim.peak_lr=fast"], "optim.peak_lr='fast'", "The default is"),
+    "not a switch": (["--train.offload_optimizer=maybe"], "'maybe'", "not true or false"),
+    "not a choice": (["--optim.optimizer=adam"], "'adam'", "Did you mean adamw"),
+    "not a number of the choices": (["--zero=4"], "mesh.zero='4'", "0, 1, 2 or 3"),
+    "not a kind": (["--model=cmm"], "'cmm'", "decoder, cnn or custom"),
+    "no value": (["--steps"], "--train.steps has no value", "Use --train.steps=400"),
+    "given twice": (["--steps=1", "--train.steps=2"], "given twice", "Remove one"),
+    "stray argument": (["train.toml"], "'train.toml' is one too many", "--help"),
+    "value for a section": (["--optim=adamw"], "gives a value to a section", "optim.FIELD"),
+    "help of no section": (["--help", "optimizer"], "--help optimizer", "Use one of model, mesh"),
+    "negative devices": (["--simulate=-1"], "simulate=-1", "Use 0"),
+    "bad name": (["--name=a/b"], "name='a/b'", "Use run_dir for a path"),
+    "resume from nowhere": (["--resume=runs/none"], "resume='runs/none'", "use auto"),
+    "resume misspelt": (["--resume=atuo"], "resume='atuo' is not auto, never", "use auto"),
+    "run directory is a file": (["--run-dir=good.txt"], "run_dir='good.txt' is a file", "Name"),
+    "coordinator alone": (["--runtime.coordinator=node1:29400"], "node1:29400", "Give all three"),
+    "negative seed": (["--seed=-1"], "seed=-1", "Use 0"),
+}
+
+RULES = {
+    "steps 0": (["--steps=0"], "train.steps=0", "Use 1 or more"),
+    "heads and width": (["--model.num_heads=3"], "num_heads=3 does not divide", "Choose a"),
+    "kv heads and heads": (["--model.num_kv_heads=3"], "num_kv_heads=3", "Use a divisor"),
+    "odd rotary head": (["--model.head_dim=15"], "head_dim=15 is odd", "Use an even"),
+    "dropout 1": (["--model.dropout=1.0"], "model.dropout=1.0", "Use e.g. 0.1"),
+    "cudnn on CPU": (
+        ["--model.attention=cudnn", "--simulate=1"], "needs a GPU", "attention='auto'"),
+    "position table": (
+        ["--model.positions=learned", "--train.seq_len=4096"], "seq_len=4096 is longer", "Shorten"),
+    "vocabulary below bytes": (["--model.vocab_size=100"], "vocab_size=100 is smaller", "Use 256"),
+    "remat": (["--train.remat=some"], "remat='some'", "Use auto, none"),
+    "remat name": (["--train.remat=names:qkv,mlp"], "names mlp", "Use names from"),
+    "learning rate nan": (["--optim.peak_lr=nan"], "optim.peak_lr=nan", "Try 1e-3"),
+    "momentum 1": (["--optim.momentum=1"], "optim.momentum=1.0", "Try 0.9"),
+    "warmup negative": (["--optim.warmup_steps=-5"], "warmup_steps=-5", "Use 0"),
+    "loss scale": (["--precision.loss_scale=0.5"], "loss_scale=0.5", "Use a power of 2"),
+    "checkpoints kept": (["--checkpoint.keep_newest=0"], "keep_newest=0", "Use 1 or more"),
+    "log interval": (["--monitoring.log_every_steps=0"], "log_every_steps=0", "Set 1"),
+    "custom without factory": (["--model=custom"], "model.factory=''", "Use e.g."),
+}  # fmt: skip
+
+DATA = {
+    "source missing": (["--data.sources=nope.txt"], "'nope.txt', which does not exist", "Check"),
+    "no source": (["--data.sources="], "data.sources is empty", 'Use ["stdlib"]'),
+    "weights": (["--data.weights=1,2"], "2 numbers for 1 sources", "Add or remove"),
+    "weight negative": (["--data.weights=-1"], "must be positive", "remove it"),
+    "held out": (["--data.eval_fraction=1"], "eval_fraction=1.0", "Use 0 for none"),
+    "tokenizer missing": (["--data.tokenizer=gpt2.json"], "'gpt2.json' is not a file", "Check"),
+    "text for a cnn": (["--model=cnn"], "not a CIFAR-10 folder", "--model decoder"),
+    "images for a decoder": (["--data.sources=cifar"], "holds images", "--model cnn"),
+    "wrong image size": (
+        ["--model=cnn", "--data.sources=cifar", "--model.image_size=64"], "image_size=64", "32, 3"),
+}  # fmt: skip
+
+FILES = {
+    "no file": (["--config=none.toml"], "none.toml does not exist", "There are "),
+    "a folder": (["--config=mixed"], "--config mixed cannot be read", "Give a readable"),
+    "not UTF-8": (["--config=latin.toml"], "it is not UTF-8", "Give a readable TOML file"),
+    "not TOML": (["--config=syntax.toml"], "(at line 2, column 9)", "Use [train] for"),
+    "unknown key": (
+        ["--config=unknown.toml"], "train.batch_size (unknown.toml line 3)", "global_batch_size"),
+    "unknown section": (
+        ["--config=section.toml"], "trainer (section.toml line 1)", "Did you mean train"),
+    "wrong types": (["--config=types.toml"], "types.toml line 2", "The default is 400"),
+    "unknown kind": (
+        ["--config=kind.toml"], "model.kind='transformer' (kind.toml line 2)", "decoder, cnn or"),
+    "section as value": (["--config=flat.toml"], "mesh='dp=2' (flat.toml line 1)", "mesh.shape"),
+    "broken rules": (["--config=rules.toml"], "[train.steps: rules.toml line 2]", "Use "),
+    "two files": (["--config=a.toml", "--config=b.toml"], "given 2 times", "Give one file"),
+}  # fmt: skip
+
+TRAIN = {**MESH, **FLAGS, **RULES, **DATA, **FILES}
+
+OTHERS = {
+    "evaluate nothing": ("evaluate", [], "no run was named", "Give a run directory"),
+    "evaluate no run": ("evaluate", ["a/run"], "'a/run' holds no config.toml", "Name a run"),
+    "evaluate typo": ("evaluate", ["x", "--max_batch=3"], "--max_batch", "--max_batches"),
+    "generate nothing": ("generate", [], "no run was named", "Give a run directory"),
+    "generate no run": ("generate", ["runs/none"], "'runs/none' holds no", "Name a run"),
+    "generate top_p": ("generate", ["x", "--top_p=2"], "top_p=2.0", "1 leaves all"),
+    "generate temperature": ("generate", ["x", "--temperature=hot"], "'hot'", "default is 0.8"),
+    "data nothing": ("data", [], "the following arguments are required", "usage"),
+    "data no source": ("data", ["nope.txt", "--out=t"], "'nope.txt'", "Check the path"),
+    "data empty": ("data", ["empty.txt", "--out=t"], "empty.txt", "Check the path"),
+    "data .json": ("data", ["notes.json", "--out=t"], "notes.json", "Rename it"),
+    "data field": ("data", ["rows.jsonl", "--out=t"], "rows.jsonl", "text"),
+    "data broken line": ("data", ["broken.jsonl", "--out=t"], "broken.jsonl", "line 2"),
+    "data cut gzip": ("data", ["cut.jsonl.gz", "--out=t"], "cut.jsonl.gz", "again"),
+    "data kinds": ("data", ["mixed", "--out=t"], "mixes kinds of files", "Name one kind"),
+    "data tokenizer": (
+        "data", ["good.txt", "--out=t", "--tokenizer=bad_tokenizer.json"], "bad_tok", "token"),
+    "data out exists": ("data", ["good.txt", "--out=mixed"], "--out mixed exists", "Name another"),
+    "data two tokenizers": (
+        "data", ["good.txt", "--out=t", "--train-bpe=300", "--tokenizer=x.json"], "x.json", "Drop"),
+    "data BPE too large": (
+        "data", ["good.txt", "--out=t", "--train-bpe=9000"], "--train-bpe 9000", "or less"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("argv", "given", "fix"), TRAIN.values(), ids=TRAIN)
+def test_train_refuses_with_given_allowed_and_fix(argv, given, fix, folder, capsys):
+    text = refusal("train", argv, capsys)
+    assert given in text and fix in text
+    heading, *lines = text.splitlines()
+    assert heading.startswith("jaxdist.train: ") and "nothing was started" in heading
+    assert lines and all(line.startswith("  - ") for line in lines)
+    assert int(heading.split()[1]) == len(lines)
+    for line in lines:
+        assert any(word in line for word in FIXES), line
+
+
+@pytest.mark.parametrize(("command", "argv", "given", "fix"), OTHERS.values(), ids=OTHERS)
+def test_other_commands_refuse_with_given_and_fix(command, argv, given, fix, folder, capsys):
+    text = refusal(command, argv, capsys)
+    assert given in text and fix in text
+    assert "Traceback" not in text
+
+
+def test_there_are_at_least_40_cases_of_all_kinds():
+    assert all(len(kind) >= 9 for kind in (MESH, FLAGS, RULES, DATA, FILES, OTHERS))
+    assert len(TRAIN) == sum(map(len, (MESH, FLAGS, RULES, DATA, FILES))) >= 40
+
+
+def test_everything_wrong_at_once_is_one_message(folder, capsys):
+    argv = ["--config=rules.toml", "--mesh=dq=2", "--data.sources=nope", "--optim.eps=x", "--foo=1"]
+    lines = refusal("train", argv, capsys).splitlines()[1:]
+    for part in ("train.steps=0", "beta1=1.5", "mlp_dim=0", "'dq'", "'nope'", "eps='x'", "--foo"):
+        assert sum(part in line for line in lines) == 1, part
+    assert len(lines) == 7, lines
+
+
+SUBPROCESSES = {
+    "mesh": ["jaxdist.train", "--simulate=8", "--mesh=dp=3,tp=3"],
+    "flag": ["jaxdist", "train", "--train.stpes=3"],
+    "file": ["jaxdist.train", "--config=types.toml"],
+    "data": ["jaxdist.data", "nope.txt", "--out=t"],
+    "run": ["jaxdist", "generate", "runs/none"],
+    "command": ["jaxdist", "trian"],
+}
+
+
+@pytest.mark.parametrize("argv", SUBPROCESSES.values(), ids=SUBPROCESSES)
+def test_a_refused_command_exits_2_without_a_traceback(argv, folder):
+    out = subprocess.run(
+        [sys.executable, "-m", *argv],
+        capture_output=True,
+        text=True,
+        env={"PYTHONPATH": str(Path(runtime.__file__).parents[2]), "PATH": ""},
+    )
+    assert out.returncode == 2, out.stderr
+    assert out.stdout == ""
+    assert 0 < len(out.stderr.splitlines()) < 12
+    assert "Traceback" not in out.stderr and "Error" not in out.stderr
+    assert not list(folder.glob("runs/*"))
