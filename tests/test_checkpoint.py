@@ -58,7 +58,11 @@ def state_on(name: str, seed: int = 0) -> dict:
     opt_state = optax.adamw(1e-3).init(jax.tree.map(jnp.asarray, params))
     counter = itertools.count(1)
     moments = jax.tree.map(lambda x: (x + next(counter)).astype(x.dtype), opt_state)
-    rest = {"step": jnp.int32(7), "key": jax.random.key(seed), "loss_scale": jnp.float32(2.0**15)}
+    rest = {
+        "step": jnp.int32(7),
+        "key": jax.random.key(seed + 17),
+        "loss_scale": jnp.float32(2.0**15),
+    }
     state = {"params": params, "opt_state": moments, "rest": rest}
     _, sharding_of = layout(name)
     return jax.tree_util.tree_map_with_path(
@@ -375,6 +379,15 @@ def test_a_second_save_waits_and_says_so(tmp_path, monkeypatch):
     assert first["written_s"] > 0.2 and first["blocked_s"] > 0 and first["bytes"] > 0
     assert any("waited" in line for line in lines)
     assert writer.pop_events() == []
+    writer.close()
+
+
+def test_choosing_while_a_save_is_written_waits_for_it(tmp_path):
+    writer = checkpointer(tmp_path)
+    for step in (1, 2):
+        writer.save(step, small_state(), {})
+        assert writer.choose() == step
+    assert writer.steps() == [1, 2]
     writer.close()
 
 

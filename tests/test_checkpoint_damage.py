@@ -161,12 +161,20 @@ def test_digests_catch_what_the_manifest_cannot(run, verify):
     seal_again(run.path / "4")
     opened = run.open(verify=verify)
     assert opened.choose() == 4  # the files look right
-    restored, _, step = opened.restore(like(state_at(4)))
+    restored, _, step = opened.restore(like(state_at(4)), step=4)  # as the training loop does
     assert step == 2
     assert_is_step(restored, 2)
     assert any("other bits than were saved in params/w" in line for line in run.lines)
-    with pytest.raises(CheckpointError, match=r"checkpoint 4 .* does not exist"):
+    with pytest.raises(CheckpointError, match=r"checkpoint 9 .* does not exist\. Others there: 2"):
+        opened.restore(like(state_at(4)), step=9)
+
+
+def test_a_damaged_checkpoint_asked_for_by_number_is_refused(run):
+    flip_bit(run.path / "4" / "meta" / "metadata")
+    opened = run.open()
+    with pytest.raises(CheckpointError, match=r"checkpoint 4 .* cannot be used: meta/metadata has"):
         opened.restore(like(state_at(4)), step=4)
+    assert opened.steps() == [2, 4]
 
 
 def test_quick_verification_never_loads_a_wrong_bit(run, tmp_path, monkeypatch):

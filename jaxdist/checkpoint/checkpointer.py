@@ -57,6 +57,7 @@ class Checkpointer:
         self._reader = Reader(self.directory, config, self._agreement, self._journal, read_only)
         self._read_only = read_only
         self._lock: DirectoryLock | None = None
+        self._chosen: int | None = None
         self._last_step: int | None = None
         self._last_time = time.monotonic()
         if not read_only:
@@ -158,7 +159,8 @@ class Checkpointer:
             CheckpointError: there are checkpoints and none is good: starting over is no default.
         """
         self._saver.settle()  # a save being written would look like a broken one
-        return self._reader.choose()
+        self._chosen = self._reader.choose()
+        return self._chosen
 
     def best(self) -> int | None:
         """The complete checkpoint with the best `best_metric`, or None when none has it."""
@@ -186,7 +188,8 @@ class Checkpointer:
         Args:
             abstract_state: tree like the one saved, of `jax.ShapeDtypeStruct` with sharding;
                 another dtype than saved is cast.
-            step: which one; None = the newest that can be trusted, falling back past damaged ones.
+            step: which one; None, or what `choose` answered, = the newest that can be trusted,
+                falling back to an older one when its arrays turn out damaged.
 
         Returns:
             (state, meta, step).
@@ -196,6 +199,8 @@ class Checkpointer:
             CheckpointError: nothing to restore, or the checkpoint asked for is damaged.
         """
         self._saver.settle()
+        if step is not None and step == self._chosen:
+            step = None
         while True:
             chosen = self._reader.require(step)
             try:
