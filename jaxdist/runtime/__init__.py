@@ -26,6 +26,7 @@ from jaxdist.runtime.command import (
 from jaxdist.runtime.environment import JoinPlan, resolve
 from jaxdist.runtime.job import DeviceRow, Job, join
 from jaxdist.runtime.logs import setup_logging
+from jaxdist.runtime.peers import announce_failure
 from jaxdist.runtime.signals import Preemption
 
 __all__ = [
@@ -39,6 +40,7 @@ __all__ = [
     "Job",
     "JoinPlan",
     "Preemption",
+    "announce_failure",
     "join",
     "resolve",
     "run_command",

@@ -24,6 +24,8 @@ import traceback
 from collections.abc import Callable
 from typing import NoReturn
 
+from jaxdist.runtime.peers import announce_failure
+
 EXIT_OK = 0
 EXIT_FAILURE = 1
 EXIT_CONFIG = 2
@@ -69,19 +71,23 @@ def run_command(main: Callable[[], int | None]) -> NoReturn:
     """
     faulthandler.enable()
     faulthandler.register(signal.SIGQUIT, all_threads=True, chain=False)
+    line = ""
     try:
         code = main() or EXIT_OK
+        line = f"exit code {code}"
     except KeyboardInterrupt:
         print(
             "\ninterrupted: what was saved stays, and --resume auto goes on from it",
             file=sys.stderr,
         )
-        code = EXIT_INTERRUPTED
+        code, line = EXIT_INTERRUPTED, "interrupted from the keyboard"
     except SystemExit as leaving:
         code = _system_exit_code(leaving)
+        line = f"exit code {code}"
     except BaseException as error:
         code = _report(error)
-    _leave(code)
+        line = _first_line(error)
+    _leave(code, line)
 
 
 def _system_exit_code(leaving: SystemExit) -> int:
@@ -119,11 +125,10 @@ def _config_problems(error: BaseException) -> list[str] | None:
 def _print_block(error: BaseException, text: str, advice: str) -> None:
     process, total = process_place()
     where = f"process {process} of {total} on {socket.gethostname()} (pid {os.getpid()})"
-    first_line = (str(error).splitlines() or [""])[0][:300]
     lines = [
         "",
         "=" * 100,
-        f"failed:  {type(error).__name__}: {first_line}",
+        f"failed:  {_first_line(error)}",
         f"where:   {where}",
         "",
         text,
@@ -136,6 +141,10 @@ def _print_block(error: BaseException, text: str, advice: str) -> None:
     for handler in logging.getLogger("jaxdist").handlers:
         if isinstance(handler, logging.FileHandler):
             handler.emit(logging.makeLogRecord({"levelname": "ERROR", "msg": block}))
+
+
+def _first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:300]}"
 
 
 def advice_for(message: str) -> str:
@@ -175,24 +184,28 @@ def _write_error_file(path: str, code: int, text: str, advice: str) -> None:
         print(f"cannot write {path}: {failure}", file=sys.stderr)
 
 
-def _leave(code: int) -> NoReturn:
-    distributed = sys.modules.get("jax._src.distributed")
-    client = getattr(getattr(distributed, "global_state", None), "client", None)
-    if client is None:
+def _leave(code: int, line: str) -> NoReturn:
+    if process_place()[1] == 1:
         sys.exit(code)
-    # jax's atexit hook waits for every process (five minutes by default). That is right after a
-    # success; after a failure the others are stuck in a collective and would wait for us.
+    # jax's atexit hook waits for every process. That is right after a success; after a failure
+    # the others are stuck in a collective, waiting for us.
+    _flush()
     if code in (EXIT_OK, EXIT_PREEMPTED):
-        import jax
-
-        jax.distributed.shutdown()
-    elif distributed is not None and distributed.global_state.process_id == 0:
-        # The others die of the coordinator's death at once: a refusal that all of them found is
-        # given a moment to be said by all of them.
-        _flush()
-        time.sleep(1.0)
+        _shut_down()
+    else:
+        announce_failure(code, line)
     _flush()
     os._exit(code)
+
+
+def _shut_down() -> None:
+    distributed = sys.modules.get("jax._src.distributed")
+    if distributed is None or distributed.global_state.client is None:
+        return
+    try:
+        distributed.global_state.shutdown()
+    except Exception as error:  # the work is done and saved; the farewell changes no exit code
+        print(f"warning: leaving without the other processes: {error}", file=sys.stderr)
 
 
 def _flush() -> None:

@@ -24,6 +24,7 @@ from jaxdist.runtime.environment import (
     visible_gpus,
 )
 from jaxdist.runtime.logs import divert_c_stdout
+from jaxdist.runtime.peers import watch_failures
 
 if TYPE_CHECKING:
     import jax
@@ -126,18 +127,20 @@ def join(settings: RuntimeConfig | None = None, environ: Mapping[str, str] | Non
     gpus = _gpus_of_host() if _wants_gpu() else []
     plan = resolve(environ, settings, num_gpus=len(gpus))
     if plan.num_processes > 1:
-        _connect(plan, settings)
-    return _start_devices(plan, gpus)
+        plan = _one_slice(plan, gpus)
+        _connect(plan, settings, on_cpu=not gpus)
+        watch_failures()
+    return _start_devices(plan, gpus, settings.join_timeout_s if settings else 300)
 
 
-def _connect(plan: JoinPlan, settings: RuntimeConfig | None) -> None:
+def _connect(plan: JoinPlan, settings: RuntimeConfig | None, *, on_cpu: bool) -> None:
     import jax
 
     join_s = settings.join_timeout_s if settings else 300
     # An abort of jax's C++ threads would leave a core file of 300 MB per CPU process.
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     host, port = plan.coordinator.rsplit(":", 1)
-    if not _wants_gpu():
+    if on_cpu:
         _check_gloo_address(plan)
     if "NCCL_DEBUG" not in os.environ:
         divert_c_stdout(os.devnull)  # gloo greets on stdout; setup_logging gives it the log file
@@ -245,13 +248,29 @@ def _own_gpus(plan: JoinPlan, gpus: list[str], environ: Mapping[str, str]) -> li
     return uuids
 
 
-def _start_devices(plan: JoinPlan, gpus: list[str]) -> Job:
+def _one_slice(plan: JoinPlan, gpus: list[str]) -> JoinPlan:
+    """Show this process its MIG slice alone: CUDA enumerates only the first of a list of slices."""
+    visible = visible_gpus(os.environ)
+    entries = gpus if visible is None else visible
+    if plan.local_device_ids is None or not any(entry.startswith("MIG-") for entry in entries):
+        return plan
+    if len(plan.local_device_ids) > 1:
+        _refuse(
+            f"{plan.local_processes} processes share {len(entries)} MIG slices on "
+            f"{socket.gethostname()}, but a process can use one slice. Start {len(entries)} "
+            "processes per host."
+        )
+    os.environ["CUDA_VISIBLE_DEVICES"] = entries[plan.local_device_ids[0]]
+    return dataclasses.replace(plan, local_device_ids=None)
+
+
+def _start_devices(plan: JoinPlan, gpus: list[str], timeout_s: int) -> Job:
     import jax
 
     host = socket.gethostname()
     uuids = _own_gpus(plan, gpus, os.environ) if gpus else []
-    facts = {"host": host, "versions": _versions(), "gpus": uuids}
-    _check_processes(_exchange(plan, "process", facts))
+    facts = {"host": host, "versions": versions(), "gpus": uuids}
+    _check_processes(_exchange(plan, "process", facts, timeout_s))
     local = tuple(jax.local_devices())
     platform = local[0].platform
     rows = [
@@ -263,7 +282,8 @@ def _start_devices(plan: JoinPlan, gpus: list[str]) -> Job:
         }
         for i, device in enumerate(local)
     ]
-    everyone = _exchange(plan, "devices", {"platform": platform, "rows": rows, "expected": uuids})
+    said = {"platform": platform, "rows": rows, "expected": uuids}
+    everyone = _exchange(plan, "devices", said, timeout_s)
     _check_devices(everyone)
     return Job(
         process_index=plan.process_index,
@@ -279,7 +299,8 @@ def _start_devices(plan: JoinPlan, gpus: list[str]) -> Job:
     )
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
+    """Versions that must be equal in all processes, and Python's."""
     found = {"python": machine.python_version()}
     for package in ("jax", "jaxlib", "jaxdist", "nvidia-nccl-cu12", "nvidia-nccl-cu13"):
         try:
@@ -289,7 +310,9 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def _exchange(plan: JoinPlan, topic: str, said: dict[str, Any]) -> list[dict[str, Any]]:
+def _exchange(
+    plan: JoinPlan, topic: str, said: dict[str, Any], timeout_s: int
+) -> list[dict[str, Any]]:
     """What every process says about `topic`, by process index, through the coordinator."""
     if plan.num_processes == 1:
         return [said]
@@ -298,7 +321,7 @@ def _exchange(plan: JoinPlan, topic: str, said: dict[str, Any]) -> list[dict[str
     client: Any = distributed.global_state.client
     client.key_value_set(f"jaxdist/{topic}/{plan.process_index}", json.dumps(said))
     return [
-        json.loads(client.blocking_key_value_get(f"jaxdist/{topic}/{i}", 300_000))
+        json.loads(client.blocking_key_value_get(f"jaxdist/{topic}/{i}", timeout_s * 1000))
         for i in range(plan.num_processes)
     ]
 
@@ -340,7 +363,7 @@ def _check_devices(everyone: list[dict[str, Any]]) -> None:
     places = [f"process {i} on {said['rows'][0]['host']}" for i, said in enumerate(everyone)]
     problems = []
     for said, place in zip(everyone, places, strict=True):
-        if said["platform"] == "cpu" and said["expected"]:
+        if said["platform"] == "cpu" and said["expected"] and len(everyone) > 1:
             problems.append(
                 f"{place} was given {len(said['expected'])} GPU(s) but jax sees only the CPU. "
                 "Install jaxdist[cuda13] there, or set JAX_PLATFORMS=cpu to mean it."

@@ -1,0 +1,80 @@
+"""The other processes of a job: one's failure is told to all, so that all end at once and say why.
+
+A process that fails cannot be noticed by the others while it lives: they wait for it in a
+collective, and jax's own heartbeat takes half a minute even when it is gone. So the failing process
+writes one line to the coordinator's key-value store, and a thread in each process waits for it.
+What is killed without a word (SIGKILL, power) is left to the launcher and the heartbeat.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from typing import Any
+
+_KEY = "jaxdist/failure"
+_OWN_WORDS_S = 1.0
+"""Time for a process to report its own error before another's failure ends it."""
+
+
+def announce_failure(code: int, line: str) -> None:
+    """Tell every process of the job that this one ends with exit code `code`; alone, nothing.
+
+    The first announcement stands. Callable from any thread.
+    """
+    state = _state()
+    if state is None:
+        return
+    said = {
+        "process": state.process_id,
+        "host": socket.gethostname(),
+        "code": code,
+        "line": line[:300],
+    }
+    # It fails when someone was first, or the coordinator is gone: the others know.
+    with contextlib.suppress(Exception):
+        state.client.key_value_set(_KEY, json.dumps(said))
+    if state.process_id == 0:
+        # The coordinator lives in process 0; its end would abort the others before they read this.
+        time.sleep(2 * _OWN_WORDS_S)
+
+
+def watch_failures() -> None:
+    """End this process, with a line on stderr, soon after another one has announced its failure."""
+    threading.Thread(target=_watch, name="jaxdist-peers", daemon=True).start()
+
+
+def _watch() -> None:
+    while (state := _state()) is not None:
+        try:
+            said = json.loads(state.client.blocking_key_value_get(_KEY, 60_000))
+        except Exception as error:
+            if "DEADLINE_EXCEEDED" in str(error):
+                continue
+            return  # the connection has ended: the process is leaving, or jax is ending it
+        if said["process"] != state.process_id:
+            _follow(said, state.process_id)
+        return
+
+
+def _follow(said: dict[str, Any], own_index: int) -> None:
+    time.sleep(_OWN_WORDS_S)
+    print(
+        f"process {own_index} on {socket.gethostname()} ends because process {said['process']} on "
+        f"{said['host']} failed: {said['line']}",
+        file=sys.stderr,
+        flush=True,
+    )
+    os._exit(said["code"])
+
+
+def _state() -> Any:
+    """What jax knows of its coordinator, or None when alone."""
+    distributed = sys.modules.get("jax._src.distributed")
+    state = getattr(distributed, "global_state", None)
+    return state if state is not None and state.client is not None else None

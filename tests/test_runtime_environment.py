@@ -1,0 +1,283 @@
+"""The environment matrix: what each launcher and each way to hand out GPUs makes of a process."""
+
+import pytest
+
+from jaxdist.runtime import resolve
+from jaxdist.runtime.environment import expand_counts, expand_hosts
+from jaxdist.runtime.settings import RuntimeConfig
+from jaxdist.types import ConfigError
+
+EIGHT = ",".join(map(str, range(8)))
+
+
+def slurm(**changes: str | None) -> dict[str, str]:
+    """Task 3 of 4 on two nodes, two GPUs each, as SLURM 22.05 and 24.11 set it."""
+    environ = {
+        "SLURM_JOB_ID": "17",
+        "SLURM_STEP_ID": "0",
+        "SLURM_NTASKS": "4",
+        "SLURM_NNODES": "2",
+        "SLURM_PROCID": "3",
+        "SLURM_LOCALID": "1",
+        "SLURM_NODEID": "1",
+        "SLURM_STEP_NODELIST": "n[1-2]",
+        "SLURM_STEP_NUM_TASKS": "4",
+        "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+        "SLURM_GPUS_ON_NODE": "2",
+        "CUDA_VISIBLE_DEVICES": "0,1",
+    }
+    for name, value in changes.items():
+        if value is None:
+            environ.pop(name, None)
+        else:
+            environ[name] = value
+    return environ
+
+
+def one_per_node(**changes: str | None) -> dict[str, str]:
+    return slurm(
+        SLURM_NTASKS="2",
+        SLURM_STEP_NUM_TASKS="2",
+        SLURM_PROCID="1",
+        SLURM_LOCALID="0",
+        SLURM_STEP_TASKS_PER_NODE="1(x2)",
+        **changes,
+    )
+
+
+def eight_per_node(local: int, **changes: str | None) -> dict[str, str]:
+    return slurm(
+        SLURM_NTASKS="16",
+        SLURM_STEP_NUM_TASKS="16",
+        SLURM_PROCID=str(8 + local),
+        SLURM_LOCALID=str(local),
+        SLURM_STEP_TASKS_PER_NODE="8(x2)",
+        SLURM_GPUS_ON_NODE="8",
+        **changes,
+    )
+
+
+@pytest.mark.parametrize(
+    ("environ", "devices"),
+    [
+        pytest.param(one_per_node(), None, id="task_per_node"),
+        pytest.param(
+            one_per_node(CUDA_VISIBLE_DEVICES=None, SLURM_GPUS_ON_NODE=None), None, id="cpu"
+        ),
+        pytest.param(slurm(), (1,), id="task_per_gpu_all_visible"),
+        pytest.param(slurm(CUDA_VISIBLE_DEVICES="1"), None, id="gpu_bind_single"),
+        pytest.param(
+            slurm(CUDA_VISIBLE_DEVICES="0", SLURM_GPUS_PER_TASK="1"),
+            None,
+            id="gpus_per_task_renumbered_by_cgroups",
+        ),
+        pytest.param(
+            slurm(CUDA_VISIBLE_DEVICES="2,3", SLURM_GPUS_ON_NODE="4", SLURM_GPUS_PER_TASK="2"),
+            None,
+            id="two_gpus_per_task",
+        ),
+        pytest.param(
+            slurm(CUDA_VISIBLE_DEVICES="0,1", SLURM_GPUS_ON_NODE="4", SLURM_GPUS_PER_TASK="a100:2"),
+            None,
+            id="two_gpus_per_task_typed_and_renumbered",
+        ),
+        pytest.param(
+            slurm(CUDA_VISIBLE_DEVICES="0,1,2,3", SLURM_GPUS_ON_NODE="4"), (2, 3), id="two_of_four"
+        ),
+        pytest.param(eight_per_node(5, CUDA_VISIBLE_DEVICES=EIGHT), (5,), id="eight_tasks"),
+        pytest.param(eight_per_node(5, CUDA_VISIBLE_DEVICES="GPU-aaaa"), None, id="bound_by_uuid"),
+        pytest.param(slurm(CUDA_VISIBLE_DEVICES="MIG-a,MIG-b"), (1,), id="mig_slices_by_uuid"),
+        pytest.param(slurm(CUDA_VISIBLE_DEVICES=""), None, id="no_gpu_given"),
+    ],
+)
+def test_slurm_hands_each_task_its_gpus(environ, devices):
+    assert resolve(environ).local_device_ids == devices
+
+
+def test_gpus_that_nobody_numbered_are_dealt_out_by_their_count():
+    environ = slurm(CUDA_VISIBLE_DEVICES=None, SLURM_GPUS_ON_NODE=None)
+    assert resolve(environ, num_gpus=8).local_device_ids == (4, 5, 6, 7)
+    assert resolve(environ, num_gpus=0).local_device_ids is None
+
+
+def test_every_gpu_of_a_node_is_taken_once():
+    taken = []
+    for local in range(8):
+        environ = eight_per_node(local, CUDA_VISIBLE_DEVICES=EIGHT)
+        taken += resolve(environ).local_device_ids
+    assert taken == list(range(8))
+
+
+def test_gpus_that_do_not_divide_are_refused():
+    with pytest.raises(ConfigError, match=r"2 processes share 3 GPUs .* equally"):
+        resolve(slurm(CUDA_VISIBLE_DEVICES="0,1,2", SLURM_GPUS_ON_NODE="3"))
+
+
+def test_slurm_plan():
+    plan = resolve(slurm())
+    assert (plan.process_index, plan.num_processes) == (3, 4)
+    assert (plan.local_index, plan.local_processes, plan.num_hosts) == (1, 2, 2)
+    assert plan.coordinator.startswith("n1:")
+    assert plan.attempt == 0
+    assert plan.source == "SLURM job 17"
+
+
+def test_all_tasks_of_a_step_agree_on_the_coordinator_and_steps_and_restarts_do_not():
+    ports = {resolve(slurm(SLURM_PROCID=str(i))).coordinator for i in range(4)}
+    assert len(ports) == 1
+    ports.add(resolve(slurm(SLURM_STEP_ID="1")).coordinator)
+    ports.add(resolve(slurm(SLURM_RESTART_COUNT="1")).coordinator)
+    ports.add(resolve(slurm(SLURM_JOB_ID=str(17 + 4096))).coordinator)
+    assert len(ports) == 4
+
+
+def test_slurm_restart_count_is_the_attempt():
+    assert resolve(slurm(SLURM_RESTART_COUNT="2")).attempt == 2
+
+
+def test_given_coordinator_wins_over_the_node_list():
+    environ = slurm(JAXDIST_COORDINATOR="login-ib:4000")
+    assert resolve(environ).coordinator == "login-ib:4000"
+
+
+def test_sbatch_without_srun_is_refused():
+    environ = slurm(SLURM_STEP_NODELIST=None, SLURM_PROCID="0")
+    with pytest.raises(ConfigError, match=r"4 tasks on 2 nodes.*Put srun before python"):
+        resolve(environ)
+    assert resolve(environ, RuntimeConfig(cluster="alone")).num_processes == 1
+
+
+def test_a_step_of_one_task_runs_alone():
+    environ = slurm(SLURM_STEP_NUM_TASKS="1", SLURM_PROCID="0", SLURM_LOCALID="0")
+    plan = resolve(environ)
+    assert (plan.num_processes, plan.coordinator) == (1, "")
+
+
+def test_launcher_inside_an_allocation_wins_over_slurm():
+    environ = slurm(
+        JAXDIST_COORDINATOR="127.0.0.1:5000",
+        JAXDIST_NUM_PROCESSES="2",
+        JAXDIST_PROCESS_INDEX="1",
+        JAXDIST_NUM_HOSTS="1",
+        JAXDIST_LOCAL_PROCESSES="2",
+        JAXDIST_LOCAL_INDEX="1",
+        JAXDIST_ATTEMPT="3",
+    )
+    plan = resolve(environ)
+    assert (plan.source, plan.num_processes, plan.attempt) == ("jaxdist.launch", 2, 3)
+    assert plan.local_device_ids == (1,)
+
+
+def test_open_mpi_on_one_host():
+    environ = {
+        "OMPI_COMM_WORLD_SIZE": "2",
+        "OMPI_COMM_WORLD_RANK": "1",
+        "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+        "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+        "PMIX_NAMESPACE": "prterun-host-4711@1",
+    }
+    plan = resolve(environ)
+    assert plan.coordinator.startswith("127.0.0.1:")
+    assert (plan.source, plan.process_index, plan.num_hosts) == ("Open MPI", 1, 1)
+
+
+def test_open_mpi_4_on_several_hosts_says_where_mpirun_is():
+    environ = {
+        "OMPI_COMM_WORLD_SIZE": "4",
+        "OMPI_COMM_WORLD_RANK": "3",
+        "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+        "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+        "OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.96.0.1,10.148.0.1:34911",
+    }
+    assert resolve(environ).coordinator.startswith("10.96.0.1:")
+    del environ["OMPI_MCA_orte_hnp_uri"]
+    with pytest.raises(ConfigError, match="mpirun -x JAXDIST_COORDINATOR="):
+        resolve(environ)
+    environ["JAXDIST_COORDINATOR"] = "n1"
+    assert resolve(environ).coordinator == "n1:29400"
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {
+            "COORDINATOR_ADDRESS": "job-0.job",
+            "COORDINATOR_PORT": "6666",
+            "NUM_PROCESSES": "4",
+            "PROCESS_ID": "2",
+        },
+        {"MASTER_ADDR": "job-0.job", "MASTER_PORT": "6666", "WORLD_SIZE": "4", "RANK": "2"},
+        {
+            "JAXDIST_COORDINATOR": "job-0.job:6666",
+            "JAXDIST_NUM_PROCESSES": "4",
+            "JOB_COMPLETION_INDEX": "2",
+        },
+    ],
+    ids=["jaxjob", "pytorchjob", "indexed_job"],
+)
+def test_kubernetes_style_environments(environ):
+    plan = resolve(environ)
+    assert (plan.process_index, plan.num_processes) == (2, 4)
+    assert plan.coordinator == "job-0.job:6666"
+
+
+def test_indexed_job_without_its_size_is_refused():
+    environ = {"JOB_COMPLETION_INDEX": "2", "JAXDIST_COORDINATOR": "job-0"}
+    with pytest.raises(ConfigError, match=r"JAXDIST_NUM_PROCESSES is not\. Set it"):
+        resolve(environ)
+
+
+def test_flags_win_over_every_environment():
+    settings = RuntimeConfig(coordinator="n9:1234", num_processes=2, process_index=0)
+    plan = resolve(slurm(), settings)
+    assert (plan.source, plan.coordinator, plan.num_processes) == ("flags", "n9:1234", 2)
+
+
+def test_nothing_set_is_one_process():
+    plan = resolve({})
+    assert (plan.source, plan.num_processes, plan.process_index) == ("alone", 1, 0)
+
+
+def test_a_named_cluster_that_is_not_there_is_refused():
+    with pytest.raises(ConfigError, match=r"runtime\.cluster=slurm, but the environment has none"):
+        resolve({}, RuntimeConfig(cluster="slurm"))
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "127.0.1.1", "[::1]"])
+def test_loopback_coordinator_of_several_hosts_is_refused(host):
+    with pytest.raises(ConfigError, match=r"is a loopback address, which the other 1 host"):
+        resolve(slurm(JAXDIST_COORDINATOR=f"{host}:5000"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"SLURM_PROCID": "x"}, "SLURM_PROCID='x' is not a whole number"),
+        ({"SLURM_PROCID": "4"}, "process index 4 is not in a job of 4"),
+        ({"JAXDIST_COORDINATOR": "n1:99999"}, "is not host:port"),
+    ],
+)
+def test_contradictions_are_named(changes, text):
+    with pytest.raises(ConfigError, match=text):
+        resolve(slurm(**changes))
+
+
+@pytest.mark.parametrize(
+    ("text", "hosts"),
+    [
+        ("n1", ["n1"]),
+        ("n[1-3]", ["n1", "n2", "n3"]),
+        ("n[01-02,10]", ["n01", "n02", "n10"]),
+        ("n[1-2]-ib", ["n1-ib", "n2-ib"]),
+        ("gpu[1-2].cluster.local", ["gpu1.cluster.local", "gpu2.cluster.local"]),
+        ("rack[1-2]n[1-2]", ["rack1n1", "rack1n2", "rack2n1", "rack2n2"]),
+        ("a[1,3],b,c[09-10]", ["a1", "a3", "b", "c09", "c10"]),
+    ],
+)
+def test_host_lists(text, hosts):
+    assert expand_hosts(text) == hosts
+
+
+def test_counts_per_node():
+    assert expand_counts("2(x3),1") == [2, 2, 2, 1]
+    assert expand_counts("4") == [4]

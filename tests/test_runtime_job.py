@@ -1,0 +1,204 @@
+"""Real processes over gloo: they join, agree, refuse together, and end together."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+
+HEADER = """
+import json, os, signal, sys, time
+from jaxdist import runtime
+from jaxdist.runtime import job as room
+from jaxdist.runtime.settings import RuntimeConfig
+
+INDEX = int(os.environ["JAXDIST_PROCESS_INDEX"])
+
+def loop(job, stop, event=lambda step: None, num_steps=2000):
+    import jax
+    from jax.experimental import multihost_utils
+    for step in range(num_steps):
+        event(step)
+        multihost_utils.process_allgather(jax.numpy.ones(1))
+        if stop.preempted(step):
+            print("stopped", step, flush=True)
+            return runtime.EXIT_PREEMPTED
+        time.sleep(0.01)
+    return 0
+
+def main():
+    stop = runtime.Preemption()
+    runtime.simulate(2)
+"""
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+class Processes:
+    """Two processes with the environment of a local launch."""
+
+    def __init__(self, body: str, num_processes: int = 2, **environ: str):
+        code = HEADER + textwrap.indent(textwrap.dedent(body), "    ")
+        code += "\n\nruntime.run_command(main)\n"
+        address = f"127.0.0.1:{free_port()}"
+        self.processes = [
+            subprocess.Popen(
+                [sys.executable, "-u", "-c", code],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                env={
+                    **os.environ,
+                    "JAXDIST_COORDINATOR": address,
+                    "JAXDIST_NUM_PROCESSES": str(num_processes),
+                    "JAXDIST_PROCESS_INDEX": str(i),
+                    "JAXDIST_NUM_HOSTS": "1",
+                    "JAXDIST_LOCAL_PROCESSES": str(num_processes),
+                    "JAXDIST_LOCAL_INDEX": str(i),
+                    **environ,
+                },
+            )
+            for i in range(num_processes)
+        ]
+
+    def end(self) -> tuple[list[int], list[str], list[str]]:
+        """Exit codes, standard outputs and errors."""
+        try:
+            said = [process.communicate(timeout=90) for process in self.processes]
+        finally:
+            for process in self.processes:
+                process.kill()
+        codes = [process.returncode for process in self.processes]
+        return codes, [out for out, _ in said], [err for _, err in said]
+
+
+def test_processes_join_and_each_knows_all_devices():
+    codes, out, _ = Processes("print(runtime.join().table())").end()
+    assert codes == [0, 0]
+    assert out[0] == out[1]
+    rows = [line.split() for line in out[0].splitlines()[1:]]
+    assert [row[0] for row in rows] == ["0", "1"]
+    assert all(row[2:] == ["0-1", "cpu", "-"] for row in rows)
+
+
+@pytest.mark.parametrize("name", ["SIGUSR1", pytest.param("SIGTERM", marks=pytest.mark.slow)])
+def test_a_notice_to_one_process_stops_all_on_one_step(name):
+    codes, out, _ = Processes(
+        f"""
+        job = runtime.join()
+        send = lambda step: INDEX == 1 and step == 5 and os.kill(os.getpid(), signal.{name})
+        return loop(job, stop, send)
+        """
+    ).end()
+    assert codes == [75, 75]
+    assert out[0] == out[1] and out[0].startswith("stopped")
+
+
+@pytest.mark.slow
+def test_a_notice_before_the_job_is_joined_is_not_lost():
+    codes, out, _ = Processes(
+        """
+        if INDEX == 0:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return loop(runtime.join(), stop)
+        """
+    ).end()
+    assert codes == [75, 75]
+    assert out[0] == out[1]
+
+
+def test_an_exception_in_one_process_ends_all_and_is_named_in_all():
+    codes, _, err = Processes(
+        """
+        def fail(step):
+            if INDEX == 1 and step == 3:
+                raise ValueError("boom")
+        return loop(runtime.join(), stop, fail)
+        """
+    ).end()
+    # Process 0 either sees its collective break or hears of the failure first; never a hang,
+    # never an abort without words.
+    assert codes == [1, 1]
+    assert "ValueError: boom" in err[1] and "where:   process 1 of 2" in err[1]
+    assert "process 1" in err[0] or "another process died" in err[0]
+
+
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        pytest.param(
+            "room.versions = lambda: {'python': '3.11.1', 'jax': f'0.1{INDEX}.2'}",
+            "jax 0.10.2 in 1 processes, but 0.11.2 in process 1 on",
+            id="mixed_versions",
+        ),
+        pytest.param(
+            "os.environ['CUDA_VISIBLE_DEVICES'] = 'GPU-aa'\n"
+            "room._gpus_of_host = lambda: ['GPU-aa']\nroom._wants_gpu = lambda: True",
+            "would be used by processes 0 and 1",
+            id="two_processes_on_one_gpu",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "import jax\njax.config.update('jax_num_cpu_devices', 1 + INDEX)",
+            "processes must have equal devices",
+            id="unequal_device_counts",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "room._gpus_of_host = lambda: ['GPU-aa', 'GPU-bb']\nroom._wants_gpu = lambda: True",
+            "was given 1 GPU(s) but jax sees only the CPU",
+            id="gpu_job_on_cpu",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_what_cannot_work_is_refused_by_all_before_any_collective(body, text):
+    codes, _, err = Processes(f"{body}\nruntime.join()").end()
+    assert codes == [2, 2]
+    assert text in err[0] and "Traceback" not in err[0]
+
+
+def test_a_taken_port_is_refused_and_named():
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        processes = Processes(
+            "runtime.join(RuntimeConfig(join_timeout_s=2))",
+            JAXDIST_COORDINATOR=f"127.0.0.1:{port}",
+        )
+        code = processes.processes[0].wait(60)
+        for process in processes.processes:
+            process.kill()
+        assert code == 2
+        assert f"coordinator port {port}" in processes.processes[0].stderr.read()
+
+
+def test_a_missing_coordinator_is_an_error_in_words():
+    processes = Processes("if INDEX == 0: return 0\nruntime.join(RuntimeConfig(join_timeout_s=1))")
+    codes, _, err = processes.end()
+    assert codes == [0, 2]
+    assert "cannot reach the coordinator 127.0.0.1:" in err[1]
+
+
+@pytest.mark.slow
+def test_processes_at_random_moments_always_stop_on_one_step():
+    import random
+
+    generator = random.Random(0)
+    for _ in range(5):
+        processes = Processes("return loop(runtime.join(), stop, num_steps=100000)")
+        time.sleep(generator.uniform(2.0, 6.0))
+        chosen = generator.choice(processes.processes)
+        chosen.send_signal(generator.choice([signal.SIGTERM, signal.SIGUSR1]))
+        codes, out, _ = processes.end()
+        assert codes == [75, 75]
+        assert out[0] == out[1]
