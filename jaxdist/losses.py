@@ -76,7 +76,8 @@ def _linear_cross_entropy(
     def chunk(
         carry: tuple[Array, Array], part: tuple[Array, ...]
     ) -> tuple[tuple[Array, Array], None]:
-        _, _, loss, correct = _chunk_loss(*part, kernel, vocabulary)
+        x, targets, weights = part
+        _, _, loss, correct = _chunk_loss(x, targets, weights, kernel, vocabulary)
         return (carry[0] + loss, carry[1] + correct), None
 
     parts = _chunks((x, targets, weights), vocabulary.chunk)
@@ -87,7 +88,7 @@ def _linear_cross_entropy(
 
 def _forward(
     x: Array, kernel: Array, targets: Array, weights: Array, vocabulary: Vocabulary
-) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
+) -> tuple[tuple[Array, Array], tuple[Array, ...]]:
     # float16 cannot hold an unscaled gradient of x: it is kept in float32 until it meets the
     # scaled cotangent.
     grad_dtype = jnp.float32 if x.dtype == jnp.float16 else x.dtype
@@ -95,8 +96,10 @@ def _forward(
     def chunk(
         carry: tuple[Array, Array, Array], part: tuple[Array, ...]
     ) -> tuple[tuple[Array, Array, Array], Array]:
-        part_x, _, part_weights = part
-        probs, hit, loss, correct = _chunk_loss(*part, kernel, vocabulary)
+        part_x, part_targets, part_weights = part
+        probs, hit, loss, correct = _chunk_loss(
+            part_x, part_targets, part_weights, kernel, vocabulary
+        )
         dlogits = (probs - hit) * part_weights[:, None]
         low = dlogits.astype(kernel.dtype) if kernel.dtype != jnp.float16 else dlogits
         dx = jnp.einsum("tv,dv->td", low, kernel, preferred_element_type=jnp.float32)

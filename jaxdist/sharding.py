@@ -297,9 +297,8 @@ def default_mesh(
     """
     if num_devices == 1:
         return MeshSpec(), "one device: nothing to split"
-    usable = None if memory_bytes is None else memory_bytes * _STATE_SHARE
     gib = state_bytes / 2**30
-    if usable is None or state_bytes <= usable:
+    if memory_bytes is None or state_bytes <= memory_bytes * _STATE_SHARE:
         return (
             MeshSpec(data=num_devices),
             f"the state ({gib:.2f} GiB) fits one device, so data parallelism alone moves least",

@@ -107,7 +107,7 @@ def state_shardings(
     offload: bool = False,
 ) -> TrainState:
     """A `TrainState` of `NamedSharding`s."""
-    whole = layout.sharding(P())
+    whole: Any = layout.sharding(P())
     return TrainState(
         step=whole,
         params=layout.shardings(layout.param_specs(model.axes)),
