@@ -1,11 +1,23 @@
 """Every test process simulates eight CPU devices; no test sees a real accelerator by accident."""
 
 import os
+from pathlib import Path
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ.setdefault("XLA_FLAGS", "")
+import pytest
+
+os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 import jax
 
 jax.config.update("jax_num_cpu_devices", 8)
+
+
+@pytest.fixture(scope="session")
+def test_data() -> Path:
+    """Real data: tinyshakespeare.txt and CIFAR-10 in both forms."""
+    named = os.environ.get("JAXDIST_TEST_DATA")
+    path = Path(named) if named else Path(__file__).parent.parent.parent / "shared" / "data"
+    if not path.is_dir():
+        pytest.skip("no real data: set JAXDIST_TEST_DATA to a folder with tinyshakespeare.txt")
+    return path

@@ -1,0 +1,54 @@
+"""Run commands as a user does: real processes, a tiny model, and what they left behind."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+TINY = [
+    "--model.d_model=32",
+    "--model.num_layers=2",
+    "--model.num_heads=4",
+    "--model.mlp_dim=64",
+    "--train.seq_len=32",
+    "--train.global_batch_size=8",
+    "--eval.max_batches=2",
+    "--eval.final_max_batches=2",
+    "--optim.warmup_steps=2",
+    "--monitoring.log_every_steps=1",
+]
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+
+
+def command(name: str, *arguments: object) -> list[str]:
+    return [sys.executable, "-m", f"jaxdist.{name}", *map(str, arguments)]
+
+
+def run(name: str, *arguments: object, cwd=None, timeout_s=300) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        command(name, *arguments),
+        capture_output=True,
+        text=True,
+        env=environment(),
+        cwd=cwd,
+        timeout=timeout_s,
+    )
+
+
+def records(run_dir: Path, kind: str) -> list[dict]:
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    return [r for r in map(json.loads, lines) if r["kind"] == kind]
+
+
+def losses(run_dir: Path) -> dict[int, tuple[str, str]]:
+    """Step -> loss and gradient norm to the last bit; a step done twice counts as it came last."""
+    return {
+        r["step"]: (float(r["loss"]).hex(), float(r["grad_norm"]).hex())
+        for r in records(run_dir, "train")
+    }

@@ -1,0 +1,169 @@
+"""The main job as a user starts it, stops it and looks at what it left."""
+
+import json
+import signal
+import subprocess
+import time
+import tomllib
+from pathlib import Path
+
+import pytest
+from commands import ROOT, TINY, command, environment, losses, records, run
+
+STEPS = 10
+MESH = ["--mesh", "dp=2,fsdp=2,tp=2", "--simulate", "8"]
+JOB = [*TINY, *MESH, "--steps", STEPS, "--eval.interval_steps=4", "--model.dropout=0.1"]
+JOB += ["--checkpoint.save_interval_steps=4"]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> tuple[Path, subprocess.CompletedProcess]:
+    """One uninterrupted run."""
+    run_dir = tmp_path_factory.mktemp("train") / "run"
+    done = run("train", *JOB, "--run-dir", run_dir)
+    assert done.returncode == 0, done.stderr + done.stdout
+    return run_dir, done
+
+
+def test_a_run_leaves_every_file_of_its_contract(finished):
+    run_dir, _ = finished
+    assert tomllib.loads((run_dir / "config.toml").read_text())["train"]["steps"] == STEPS
+    assert "jax" in json.dumps(json.loads((run_dir / "environment.json").read_text()))
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert summary["exit_reason"] == "finished"
+    assert summary["step"] == STEPS
+    assert list((run_dir / "tensorboard").iterdir())
+    assert (run_dir / "logs" / "process-0.log").stat().st_size > 0
+    assert {p.name for p in (run_dir / "checkpoints").iterdir()} >= {"4", "8", str(STEPS)}
+
+
+def test_metrics_are_complete_and_the_loss_falls(finished):
+    run_dir, _ = finished
+    train = records(run_dir, "train")
+    assert [r["step"] for r in train] == list(range(1, STEPS + 1))
+    wanted = "loss grad_norm learning_rate tokens tokens_per_s tokens_per_s_per_device".split()
+    for record in train:
+        assert {*wanted, "step_time_s", "data_wait_s"} <= record.keys()
+        assert "mfu" not in record  # the peak of a CPU is not known
+    assert train[-1]["loss"] < train[0]["loss"]
+    assert train[-1]["tokens"] == STEPS * 8 * 32
+    assert [r["step"] for r in records(run_dir, "eval")] == [4, 8, STEPS]
+
+
+def test_a_run_compiles_its_step_once(finished):
+    run_dir, _ = finished
+    compiled = [r for r in records(run_dir, "event") if r["event"] == "compile"]
+    assert len([r for r in compiled if "train step" in str(r)]) == 1
+
+
+def test_console_says_what_will_happen_and_what_to_do_next(finished):
+    run_dir, done = finished
+    for words in ("mesh", "dp=2,fsdp=2,tp=2", "parameters", "attention kernel", "checkpoint"):
+        assert words in done.stdout
+    assert f"python -m jaxdist.generate {run_dir}" in done.stdout
+    assert "tensorboard --logdir" in done.stdout
+
+
+def test_preempted_and_resumed_equals_uninterrupted_bit_for_bit(finished, tmp_path):
+    run_dir = tmp_path / "run"
+    start = command("train", *JOB, "--run-dir", run_dir)
+    process = subprocess.Popen(
+        start, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    metrics = run_dir / "metrics.jsonl"
+    deadline = time.monotonic() + 200
+    while time.monotonic() < deadline and process.poll() is None:
+        if metrics.exists() and '"step": 3' in metrics.read_text():
+            break
+        time.sleep(0.02)
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=120)
+    assert process.returncode == 75, out.decode()
+    again = run("train", *JOB, "--run-dir", run_dir)
+    assert again.returncode == 0, again.stderr
+    assert "resumed from step" in again.stdout
+    assert losses(run_dir) == losses(finished[0])
+    evals = [[(r["step"], r["loss"]) for r in records(d, "eval")] for d in (run_dir, finished[0])]
+    assert dict(evals[0]) == dict(evals[1])
+
+
+def test_killed_run_resumes_from_its_checkpoint_bit_for_bit(finished, tmp_path):
+    run_dir = tmp_path / "run"
+    process = subprocess.Popen(
+        command("train", *JOB, "--run-dir", run_dir),
+        env=environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    deadline = time.monotonic() + 200
+    while time.monotonic() < deadline and not (run_dir / "checkpoints" / "4").exists():
+        time.sleep(0.01)
+    process.kill()
+    process.wait()
+    again = run("train", *JOB, "--run-dir", run_dir)
+    assert again.returncode == 0, again.stderr
+    assert losses(run_dir) == losses(finished[0])
+
+
+def test_finished_run_started_again_trains_no_further(finished):
+    run_dir, _ = finished
+    before = losses(run_dir)
+    again = run("train", *JOB, "--run-dir", run_dir)
+    assert again.returncode == 0, again.stderr
+    assert losses(run_dir) == before
+
+
+def test_resume_never_refuses_a_directory_that_holds_a_run(finished):
+    done = run("train", *JOB, "--run-dir", finished[0], "--resume", "never")
+    assert done.returncode == 2
+    assert "already holds a run" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("mesh", ["dp=1", "dp=8", "fsdp=4,tp=2"])
+def test_evaluate_gives_the_same_loss_on_any_mesh(finished, mesh):
+    done = run(
+        "evaluate", finished[0], "--mesh", mesh, "--simulate", 8, "--max_batches=2", "--json"
+    )
+    assert done.returncode == 0, done.stderr
+    # Summation order differs between meshes: a few units of float32's 6e-8, relative.
+    expected = records(finished[0], "eval")[-1]["loss"]
+    assert json.loads(done.stdout)["loss"] == pytest.approx(expected, rel=1e-6)
+
+
+def test_generate_gives_the_same_text_on_any_mesh(finished):
+    flags = ["--prompt", "def f", "--max_new_tokens", 12, "--temperature", 0]
+    texts = []
+    for mesh in ("dp=1", "tp=2,fsdp=2"):
+        done = run("generate", finished[0], *flags, "--mesh", mesh, "--simulate", 4)
+        assert done.returncode == 0, done.stderr
+        texts.append(done.stdout)
+    assert texts[0] == texts[1]
+    assert texts[0].startswith("def f")
+
+
+def test_nan_is_skipped_and_counted_or_stops_the_run(tmp_path):
+    job = [*TINY, "--steps", 6, "--optim.peak_lr=1e30", "--optim.warmup_steps=0"]
+    job += ["--checkpoint.save_last=false", "--checkpoint.probe=false"]
+    skipped = run("train", *job, "--run-dir", tmp_path / "skip")
+    assert skipped.returncode == 0, skipped.stderr
+    flags = [r["finite"] for r in records(tmp_path / "skip", "train")]
+    assert not all(flags)
+    assert json.loads((tmp_path / "skip" / "summary.json").read_text())["skipped_steps"] >= 1
+    stopped = run("train", *job, "--run-dir", tmp_path / "stop", "--train.nan_policy=stop")
+    assert stopped.returncode == 1
+    assert "train.nan_policy" in stopped.stderr
+
+
+def test_cnn_trains_on_cifar_with_accuracy(tmp_path, test_data):
+    done = run(
+        "train",
+        "--config", ROOT / "configs/cifar10_cnn.toml",
+        f"--data.sources={test_data / 'cifar-10-batches-bin'}",
+        "--mesh", "dp=2,fsdp=2,tp=2", "--simulate", 8,
+        "--steps", 4, "--train.global_batch_size=32", "--eval.final_max_batches=2",
+        "--run-dir", tmp_path / "run",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert 0 <= records(tmp_path / "run", "eval")[-1]["accuracy"] <= 1
+    assert "images/s" in done.stdout
