@@ -1,0 +1,153 @@
+"""The collectives of each strategy, as compiled, move exactly the bytes that its theory asks for.
+
+Theory (whole arrays, float32; M microbatches; Rajbhandari et al. 2020, Korthikanti et al. 2022):
+
+    data      one all-reduce of the gradients a step, whatever M
+    ZeRO-1    one reduce-scatter of the gradients, one all-gather of the new parameters
+    ZeRO-2    a reduce-scatter per microbatch, one all-gather of the new parameters
+    ZeRO-3    per microbatch: layers gathered forward and again backward, the rest once, gradients
+    = fsdp    reduce-scattered
+    tensor    per layer and microbatch, forward and backward alike, with sequence parallelism: two
+              all-gathers and two reduce-scatters of the activations; without: two all-reduces
+
+Vectors (norm scales, biases) are never sharded by data or fsdp: one all-reduce a step.
+"""
+
+import re
+from collections import Counter
+
+import hlo
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+from tiny import ROWS, SEQ, Case, initial_state, layout_of, model_of, step_of, text_batch
+
+from jaxdist.mesh import MeshSpec
+from jaxdist.precision import PrecisionConfig
+from jaxdist.step import TrainConfig
+
+TENSOR_DIMS = {"vocab", "heads", "kv_heads", "mlp"}
+
+
+def lowered(case: Case, **options):
+    step, state = step_of(case, **options)
+    return step.train.lower(state, jax.device_put(text_batch(), step.batch_sharding))
+
+
+def parameter_bytes(case: Case) -> Counter:
+    """Bytes of one tensor device's part: matrices of layers, other matrices, and vectors."""
+    spec, model = MeshSpec.parse(case.mesh), model_of(case.model)
+    total = Counter()
+    leaves = jax.tree_util.tree_leaves_with_path(model.axes)
+    for (path, dims), value in zip(
+        leaves, jax.tree.leaves(initial_state(case.model).params), strict=True
+    ):
+        split = spec.tensor if TENSOR_DIMS & set(dims) else 1
+        is_matrix = "d_model" in dims and len(set(dims) - {"layers"}) > 1
+        kind = ("layers" if path[0].key == "layers" else "outer") if is_matrix else "vector"
+        kind += "_split" if not is_matrix and split > 1 else ""
+        total[kind] += value.nbytes // split
+    return total
+
+
+def theory(case: Case) -> dict[tuple[str, str], int]:
+    """(kind, axes) -> bytes of whole arrays per step."""
+    spec, size = MeshSpec.parse(case.mesh), parameter_bytes(case)
+    matrices = size["layers"] + size["outer"]
+    moved: Counter = Counter()
+
+    def add(kind: str, axes: tuple[str, ...], amount: int) -> None:
+        axes = tuple(axis for axis in axes if spec.sizes[axis] > 1)
+        if axes:
+            moved[kind, "+".join(axes)] += amount
+
+    shard = ("data", "fsdp") if case.zero == 3 else ("fsdp",)
+    add("all-gather", shard, case.microbatches * (2 * size["layers"] + size["outer"]))
+    add("reduce-scatter", shard, case.microbatches * matrices)
+
+    if case.zero == 0:
+        add("all-reduce", ("data",), matrices // spec.fsdp)
+    elif case.zero < 3:
+        times = case.microbatches if case.zero == 2 else 1
+        add("reduce-scatter", ("data",), times * matrices // spec.fsdp)
+        add("all-gather", ("data",), matrices // spec.fsdp)
+
+    sequence = case.sequence and spec.tensor > 1
+    add("all-reduce", ("data", "fsdp", "tensor" if sequence else "fsdp")[: 2 + sequence], 0)
+    everyone = ("data", "fsdp", "tensor") if sequence else ("data", "fsdp")
+    add("all-reduce", everyone, size["vector"])
+    add("all-reduce", ("data", "fsdp"), size["vector_split"])
+
+    rows = ROWS // spec.num_replicas
+    activations = 4 * rows * SEQ * 32
+    num_layers = model_of(case.model).num_layers
+    # Embedding and head once, each layer twice; forward and backward.
+    times = 2 * (1 + 2 * num_layers)
+    if sequence:
+        add("all-gather", ("tensor",), times * activations)
+        add("reduce-scatter", ("tensor",), times * activations)
+    else:
+        add("all-reduce", ("tensor",), times * activations)
+    # The split vocabulary: largest logit, sum of exponentials, target's logit of each token.
+    add("all-reduce", ("tensor",), 3 * 4 * rows * SEQ)
+    return {key: amount for key, amount in moved.items() if amount}
+
+
+CASES = [
+    Case("rotary", "dp=8"),
+    Case("rotary", "dp=4", microbatches=4),
+    Case("rotary", "dp=4", zero=1, microbatches=2),
+    Case("rotary", "dp=4", zero=2, microbatches=2),
+    Case("rotary", "dp=4", zero=3, microbatches=2),
+    Case("rotary", "fsdp=4", microbatches=2),
+    Case("rotary", "dp=2,fsdp=4"),
+    Case("rotary", "dp=2,fsdp=4", zero=1),
+    Case("rotary", "tp=4"),
+    Case("rotary", "tp=4", sequence=False),
+    Case("rotary", "dp=2,fsdp=2,tp=2", microbatches=2),
+    pytest.param(Case("rotary", "dp=2,fsdp=2,tp=2", zero=1), marks=pytest.mark.slow),
+    pytest.param(Case("rotary", "dp=2,fsdp=2,tp=2", zero=3), marks=pytest.mark.slow),
+    pytest.param(Case("rotary", "dp=2,tp=4", zero=2, microbatches=2), marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_compiled_step_moves_the_bytes_of_its_theory(case):
+    text = lowered(case).compile().as_text()
+    found = hlo.traffic(text, layout_of(case).mesh)
+    assert {key: moved for key, (_, moved) in found.items()} == theory(case)
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_data_parallelism_is_one_collective_per_step(microbatches):
+    case = Case("rotary", "dp=2", microbatches=microbatches)
+    found = hlo.traffic(lowered(case).compile().as_text(), layout_of(case).mesh)
+    assert [(kind, count) for (kind, _), (count, _) in found.items()] == [("all-reduce", 1)]
+
+
+def test_weights_are_gathered_in_the_compute_dtype_and_gradients_reduced_in_float32():
+    # As traced: XLA:CPU widens every bfloat16 collective to float32, GPUs do not.
+    text = lowered(
+        Case("rotary", "fsdp=2"), precision=PrecisionConfig(compute_dtype="bfloat16")
+    ).as_text()
+    gathered = re.findall(r'"stablehlo.all_gather".*-> tensor<[\dx]*(\w+)>', text)
+    assert set(gathered) == {"bf16"}
+    scattered = re.findall(r'"stablehlo.reduce_scatter"(?:.|\n)*?-> tensor<[\dx]*(\w+)>', text)
+    assert set(scattered) == {"f32"}
+
+
+def test_a_repeated_reduction_is_seen():
+    """The reader's trip counts: a reduction inside the microbatch loop counts once for each."""
+    mesh = MeshSpec(data=2).build(jax.devices()[:2])
+
+    def inside(x):
+        body = lambda total, _: (total + jax.lax.psum(x, "data"), None)
+        zero = jax.lax.pcast(jnp.zeros_like(x), (), to="varying") if False else jnp.zeros(x.shape)
+        return jax.lax.scan(body, zero, jnp.arange(5))[0]
+
+    mapped = jax.shard_map(inside, mesh=mesh, in_specs=P("data"), out_specs=P(), check_vma=False)
+    text = jax.jit(mapped).lower(np.ones(64, np.float32)).compile().as_text()
+    moved = hlo.traffic(text, mesh)
+    assert sum(count for count, _ in moved.values()) in (1, 5)
