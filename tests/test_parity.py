@@ -46,6 +46,10 @@ FAST = [
     Case("rotary", "dp=2,fsdp=2,tp=2"),
     Case("rotary", "dp=2,fsdp=2,tp=2", zero=3, microbatches=2),
     Case("learned", "dp=2,fsdp=2,tp=2", zero=1),
+    Case("cnn", "dp=8"),
+    Case("cnn", "fsdp=8"),
+    Case("cnn", "tp=8"),
+    Case("cnn", "dp=2,fsdp=2,tp=2", zero=2, microbatches=2),
 ]
 
 
@@ -53,11 +57,11 @@ def every_case() -> list[Case]:
     """All factorisations of 8 devices × ZeRO × sequence parallelism × accumulation."""
     cases = []
     for spec in factorisations(8, pipeline=False):
-        for name in ("rotary", "learned"):
+        for name in ("rotary", "learned", "cnn"):
             if name == "rotary" and spec.tensor > 4:
-                continue
+                continue  # it has four key/value heads
             for zero in (0, 1, 2, 3) if spec.data > 1 else (0,):
-                for sequence in (True, False) if spec.tensor > 1 else (True,):
+                for sequence in (True, False) if spec.tensor > 1 and name != "cnn" else (True,):
                     for microbatches in (1, 2):
                         case = Case(name, str(spec), zero, sequence, microbatches)
                         if case not in FAST:

@@ -27,7 +27,11 @@ from jaxdist.types import Batch, Context, Model, Params
 SEQ, ROWS, VOCAB = 16, 16, 100
 LEARNING_RATE, BETA1, EPS = 1e-2, 0.9, 1e-3
 
-_SIZES: dict[str, Any] = dict(vocab_size=VOCAB, d_model=32, num_layers=2, mlp_dim=64, max_seq_len=SEQ)
+IMAGE_SIZE, CLASSES = 8, 10
+
+_SIZES: dict[str, Any] = dict(
+    vocab_size=VOCAB, d_model=32, num_layers=2, mlp_dim=64, max_seq_len=SEQ
+)
 CONFIGS = {
     # Llama and Qwen parts: grouped queries, rotary, q/k norm, gated MLP, untied.
     "rotary": DecoderConfig(
@@ -46,13 +50,17 @@ CONFIGS = {
         out_bias=True,
         mlp_bias=True,
     ),
+    "cnn": CnnConfig(image_size=IMAGE_SIZE, channels_1=8, channels_2=16, hidden=32),
 }
 
 
 @functools.cache
 def model_of(name: str) -> Model:
     """A tiny model by name, weights larger than usual so that every part matters."""
-    return build(dataclasses.replace(CONFIGS[name], init_std=0.1), seq_len=SEQ)
+    config = CONFIGS[name]
+    if isinstance(config, DecoderConfig):
+        config = dataclasses.replace(config, init_std=0.1)
+    return build(config, seq_len=SEQ)
 
 
 def optimizer() -> optax.GradientTransformation:
@@ -87,6 +95,21 @@ def text_batch(rows: int = ROWS, *, packed: bool = True, seed: int = 0) -> dict[
     return batch
 
 
+def image_batch(rows: int = ROWS, *, seed: int = 0) -> dict[str, np.ndarray]:
+    """Random images and labels; some count half, some not at all."""
+    rng = np.random.default_rng(seed)
+    return {
+        "images": rng.normal(size=(rows, IMAGE_SIZE, IMAGE_SIZE, 3)).astype(np.float32),
+        "labels": rng.integers(0, CLASSES, rows).astype(np.int32),
+        "weights": rng.choice([0, 0.5, 1], rows).astype(np.float32),
+    }
+
+
+def batch_of(name: str) -> dict[str, np.ndarray]:
+    """The batch that a model trains on."""
+    return image_batch() if name == "cnn" else text_batch()
+
+
 class Trace(NamedTuple):
     """What a run did, as numpy.
 
@@ -115,7 +138,7 @@ def initial_state(name: str) -> TrainState:
 @functools.cache
 def reference(name: str, steps: int = 20) -> Trace:
     """The run of `steps` on one device, by hand."""
-    model, batch = model_of(name), text_batch()
+    model, batch = model_of(name), batch_of(name)
 
     def run_layers(block: Any, layers: Params, x: Any, aux: Any, context: Context) -> Any:
         for i in range(model.num_layers):
@@ -127,7 +150,11 @@ def reference(name: str, steps: int = 20) -> Trace:
         picked = jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], -1)[..., 0]
         return {"loss": -jnp.sum(picked * weights), "weight": jnp.sum(weights)}
 
-    context = Context(run_layers=run_layers, token_loss=token_loss)
+    def label_loss(logits: Any, labels: Any, weights: Any) -> Any:
+        picked = jax.nn.log_softmax(logits)[jnp.arange(len(labels)), labels]
+        return {"loss": -jnp.sum(picked * weights), "weight": jnp.sum(weights)}
+
+    context = Context(run_layers=run_layers, token_loss=token_loss, label_loss=label_loss)
 
     def mean_loss(params: Params) -> Any:
         sums = model.loss(params, batch, context)
@@ -235,7 +262,7 @@ def step_of(
 def run(case: Case, steps: int = 20, batch: Batch | None = None, **options: Any) -> Trace:
     """Run a case from the initial state."""
     step, state = step_of(case, **options)
-    placed = jax.device_put(batch or text_batch(), step.batch_sharding)
+    placed = jax.device_put(batch or batch_of(case.model), step.batch_sharding)
     losses, first = [], None
     for _ in range(steps):
         state, metrics = step.train(state, placed)
