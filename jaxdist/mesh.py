@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -161,7 +162,7 @@ def _read_sizes(text: str) -> tuple[dict[str, int], list[str]]:
     if stripped in ("", "1"):
         return sizes, problems
     for part in stripped.split(","):
-        name, equals, value = (piece.strip() for piece in part.partition("="))
+        name, _, value = (piece.strip() for piece in part.partition("="))
         axis = _SHORT.get(name, name)
         if axis not in AXES:
             problems.append(
@@ -172,7 +173,7 @@ def _read_sizes(text: str) -> tuple[dict[str, int], list[str]]:
         if axis in sizes:
             problems.append(f"mesh {text!r} names {name} twice. Give each axis one size.")
             continue
-        if not equals or not value.lstrip("-").isdigit() or (int(value) < 1 and int(value) != -1):
+        if not re.fullmatch(r"-1|0*[1-9][0-9]*", value):
             problems.append(
                 f"mesh {text!r}: {name}={value or '(nothing)'} is not a size. "
                 "Use a whole number ≥ 1, or -1 for the devices left over."

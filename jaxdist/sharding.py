@@ -26,7 +26,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.mesh import BATCH_AXES, MeshSpec, factorisations, nearest, spec_of
-from jaxdist.types import Array, Dims, Params, setting
+from jaxdist.types import Array, ConfigError, Dims, Params, setting
 
 RULES: Mapping[str, str | None] = {
     "layers": "pipeline",
@@ -158,6 +158,7 @@ class Layout:
         )
 
     def _spec(self, dims: Dims, sharded_by: tuple[str, ...]) -> P:
+        _check_collisions(dims, self.rules)
         is_vector = sum(name != "layers" for name in dims) < 2
         entries: list[Any] = []
         for name in dims:
@@ -170,6 +171,24 @@ class Layout:
         while entries and entries[-1] is None:
             entries.pop()
         return P(*entries)
+
+
+def _check_collisions(dims: Dims, rules: Mapping[str, str | None]) -> None:
+    """Raise `ConfigError` when two dims of one array would be split by the same mesh axis."""
+    taken: dict[str, str] = {}
+    for name in dims:
+        axis = rules.get(name) if name else None
+        if name is None or axis is None:
+            continue
+        if axis in taken:
+            raise ConfigError(
+                [
+                    f"dims {tuple(dims)}: {taken[axis]!r} and {name!r} would both be split by the "
+                    f"mesh axis {axis!r}, which can split one dim of an array. Name one of them "
+                    "None in the model's axes, or give it another axis in Model.rules."
+                ]
+            )
+        taken[axis] = name
 
 
 def axes_of(spec: P) -> tuple[str, ...]:

@@ -323,8 +323,6 @@ def make_value_and_grad(
     micro_specs = layout.gradient_specs(model.axes)
     grad_specs = layout.moment_specs(model.axes)
     axes = data.summed_axes(layout)
-    zero_axes = ("data",) if layout.zero >= 2 and layout.sizes["data"] > 1 else ()
-    other_axes = tuple(axis for axis in axes if axis not in zero_axes)
 
     def local(params: Params, batch: Batch, key: Array, scale: Array) -> Any:
         batch = data.number_rows(batch, layout)
@@ -338,8 +336,7 @@ def make_value_and_grad(
         def microbatch(micro: Batch) -> tuple[Sums, Params]:
             grads, sums = jax.grad(scaled_loss, has_aux=True)(local_params, micro)
             # ZeRO-2 shards each microbatch's gradient at once; the rest is reduced once a step.
-            grads = data.reduce_gradients(grads, param_specs, micro_specs, layout, zero_axes)
-            return sums, grads
+            return sums, data.scatter_gradients(grads, param_specs, micro_specs, axes)
 
         sums, grads = _accumulate(microbatch, batch, config.num_microbatches)
         sums = (
@@ -347,8 +344,8 @@ def make_value_and_grad(
             if (layout.batch_axes)
             else sums
         )
-        grads = data.reduce_gradients(grads, micro_specs, grad_specs, layout, other_axes)
-        inverse = 1.0 / (jnp.maximum(sums["weight"], 1.0) * scale)
+        grads = data.reduce_gradients(grads, micro_specs, grad_specs, layout, axes)
+        inverse = 1.0 / (_divisor(sums["weight"]) * scale)
         grads = jax.tree.map(lambda g: g * inverse, grads)
         norm = jnp.sqrt(data.squared_norm(grads, grad_specs, layout))
         return sums, grads, norm
@@ -447,11 +444,16 @@ def _without_tensor(specs: Any) -> Any:
 
 def _means(sums: Sums) -> Metrics:
     """Global means from global sums; `accuracy` where hits were counted."""
-    weight = jnp.maximum(sums["weight"], 1.0)
+    weight = _divisor(sums["weight"])
     means = {"loss": sums["loss"] / weight, "weight": sums["weight"]}
     if "correct" in sums:
         means["accuracy"] = sums["correct"] / weight
     return means
+
+
+def _divisor(weight: Array) -> Array:
+    """The global weight, or 1 where nothing counts: a batch without weight has gradient 0."""
+    return jnp.where(weight > 0, weight, jnp.ones_like(weight))
 
 
 def _default_chunk(model: Model, layout: Layout) -> int:

@@ -34,6 +34,24 @@ def localise(params: Params, layout: Layout) -> Params:
     return collectives.vary(params, summed_axes(layout))
 
 
+def scatter_gradients(
+    grads: Params, from_specs: Any, to_specs: Any, axes: tuple[str, ...]
+) -> Params:
+    """Reduce-scatter over `axes` the local gradients that `to_specs` shards and `from_specs` not.
+
+    The others stay local sums: nothing is moved for them.
+    """
+
+    def leaf(source: P, target: P, grad: Array) -> Array:
+        for axis in axes:
+            dim = dim_of(target, axis)
+            if dim is not None and dim_of(source, axis) is None:
+                grad = collectives.reduce_scatter(grad, axis, dim=dim)
+        return grad
+
+    return jax.tree.map(leaf, from_specs, to_specs, grads, is_leaf=lambda x: isinstance(x, P))
+
+
 def reduce_gradients(
     grads: Params, from_specs: Any, to_specs: Any, layout: Layout, axes: tuple[str, ...]
 ) -> Params:
@@ -43,23 +61,17 @@ def reduce_gradients(
         grads: local gradients, laid out as `from_specs`.
         from_specs: specs of the leaves as they are.
         to_specs: the same, plus the axes over which the result shall be sharded.
-        layout: for the sizes of the axes.
+        layout: for the sizes of the axes; those of size 1 are left out.
         axes: axes to sum over; those a leaf is already sharded on are left out.
     """
+    axes = tuple(axis for axis in axes if layout.sizes[axis] > 1)
 
-    def leaf(source: P, target: P, grad: Array) -> Array:
-        rest = []
-        for axis in axes:
-            if axis in axes_of(source):
-                continue
-            dim = dim_of(target, axis)
-            if dim is None:
-                rest.append(axis)
-            else:
-                grad = collectives.reduce_scatter(grad, axis, dim=dim)
-        return collectives.all_reduce(grad, tuple(rest)) if rest else grad
+    def leaf(target: P, grad: Array) -> Array:
+        rest = tuple(axis for axis in axes if dim_of(target, axis) is None)
+        return collectives.all_reduce(grad, rest) if rest else grad
 
-    return jax.tree.map(leaf, from_specs, to_specs, grads, is_leaf=lambda x: isinstance(x, P))
+    grads = scatter_gradients(grads, from_specs, to_specs, axes)
+    return jax.tree.map(leaf, to_specs, grads, is_leaf=lambda x: isinstance(x, P))
 
 
 def squared_norm(grads: Params, specs: Any, layout: Layout) -> Array:
@@ -87,5 +99,15 @@ def number_rows(batch: Batch, layout: Layout) -> Batch:
 
 
 def split_microbatches(batch: Batch, num_microbatches: int) -> Batch:
-    """[rows, ...] -> [num_microbatches, rows / num_microbatches, ...] of this device's rows."""
+    """[rows, ...] -> [num_microbatches, rows / num_microbatches, ...] of this device's rows.
+
+    Raises:
+        ValueError: the rows cannot be cut into equal microbatches.
+    """
+    rows = jax.tree.leaves(batch)[0].shape[0]
+    if rows % num_microbatches:
+        raise ValueError(
+            f"train.num_microbatches={num_microbatches} does not divide the {rows} rows that each "
+            "device has of a batch. Use a divisor, or another train.global_batch_size."
+        )
     return jax.tree.map(lambda x: x.reshape(num_microbatches, -1, *x.shape[1:]), batch)

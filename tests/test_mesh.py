@@ -1,0 +1,112 @@
+"""The mesh notation, its errors, and the meshes near a refused one."""
+
+import jax
+import pytest
+
+from jaxdist.mesh import AXES, MeshSpec, factorisations, nearest, spec_of
+from jaxdist.types import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("text", "sizes"),
+    [
+        ("", (1, 1, 1, 1)),
+        ("1", (1, 1, 1, 1)),
+        ("dp=4", (1, 4, 1, 1)),
+        ("dp=2,tp=4", (1, 2, 1, 4)),
+        (" tp = 2 , pp = 3 ", (3, 1, 1, 2)),
+        ("data=2,fsdp=2,tensor=2,pipeline=2", (2, 2, 2, 2)),
+    ],
+)
+def test_short_and_long_names_in_any_order(text, sizes):
+    assert tuple(MeshSpec.parse(text).sizes.values()) == sizes
+    assert tuple(MeshSpec().sizes) == AXES
+
+
+@pytest.mark.parametrize(
+    ("text", "num_devices", "expected"),
+    [("dp=-1", 8, "dp=8"), ("dp=-1,tp=4", 64, "dp=16,tp=4"), ("fsdp=-1,dp=8", 8, "dp=8")],
+)
+def test_minus_one_takes_the_devices_left_over(text, num_devices, expected):
+    assert str(MeshSpec.parse(text, num_devices)) == expected
+
+
+@pytest.mark.parametrize("spec", factorisations(24), ids=str)
+def test_printing_and_parsing_are_inverse(spec):
+    assert MeshSpec.parse(str(spec)) == spec
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("ddp=2", r"axis 'ddp' is unknown\. Use dp, fsdp, tp or pp .* e\.g\. --mesh dp=2,tp=4"),
+        ("dp", r"dp=\(nothing\) is not a size\. Use a whole number ≥ 1, or -1"),
+        ("dp=", r"dp=\(nothing\) is not a size"),
+        ("dp=0", r"dp=0 is not a size"),
+        ("dp=-2", r"dp=-2 is not a size"),
+        ("dp=--1", r"dp=--1 is not a size"),
+        ("dp=2.5", r"dp=2\.5 is not a size"),
+        ("dp=²", r"dp=² is not a size"),
+        ("dp=2,data=2", r"names data twice\. Give each axis one size"),
+        ("dp=-1,tp=-1", r"sets dp and tp to -1: only one axis .* Give all but one a size"),
+        ("dp=-1,tp=3", r"multiply to 3, which does not divide the 8 visible .* product divides 8"),
+        ("dp=2 tp=2", r"dp=2 tp=2 is not a size"),
+    ],
+)
+def test_a_wrong_mesh_says_what_is_allowed(text, message):
+    with pytest.raises(ConfigError, match=message):
+        MeshSpec.parse(text, 8)
+
+
+def test_every_problem_is_reported_at_once():
+    with pytest.raises(ConfigError) as error:
+        MeshSpec.parse("ddp=2,tp=0,pp=x,fsdp=2,fsdp=4", 8)
+    assert len(error.value.problems) == 4
+
+
+def test_minus_one_needs_the_number_of_devices():
+    with pytest.raises(ConfigError, match="number of devices is not known"):
+        MeshSpec.parse("dp=-1")
+
+
+def test_a_built_mesh_keeps_the_order_of_devices():
+    spec = MeshSpec(data=2, fsdp=2, tensor=2)
+    mesh = spec.build()
+    assert mesh.axis_names == AXES
+    assert list(mesh.devices.flat) == jax.devices()
+    # Neighbours differ in tensor first.
+    assert list(mesh.devices[0, 0, 0]) == jax.devices()[:2]
+    assert spec_of(mesh) == spec
+
+
+@pytest.mark.parametrize(
+    ("text", "visible", "fix"),
+    [
+        ("dp=2,tp=2,pp=3", 8, "needs 12 devices, 8 are visible. Set --simulate 12"),
+        ("dp=16", 8, "needs 16 devices, 8 are visible. Set dp=-1 to use what is there, or"),
+        ("dp=2,tp=2", 8, "needs 4 devices, 8 are visible. Set dp=-1 to use them all, or CUDA_VIS"),
+    ],
+)
+def test_another_number_of_devices_is_refused_with_the_fix(text, visible, fix):
+    with pytest.raises(ConfigError) as error:
+        MeshSpec.parse(text).check_device_count(visible)
+    assert fix in str(error.value)
+
+
+def test_factorisations_are_all_and_each_once():
+    specs = factorisations(8)
+    # Ways to write 2³ as an ordered product of four powers of two: C(3 + 3, 3).
+    assert len(specs) == len(set(specs)) == 20
+    assert all(spec.num_devices == 8 for spec in specs)
+    assert len(factorisations(8, pipeline=False)) == 10
+
+
+def test_the_nearest_mesh_changes_least():
+    asked = MeshSpec(data=3, tensor=2)
+    assert str(nearest(asked, factorisations(8), count=1)[0]) == "dp=4,tp=2"
+    legal = [MeshSpec(data=8), MeshSpec(tensor=8), MeshSpec(data=2, tensor=4)]
+    assert nearest(MeshSpec(tensor=6), legal)[0] == MeshSpec(tensor=8)
+
+
+def test_replicas_split_the_batch():
+    assert MeshSpec(data=2, fsdp=4, tensor=8, pipeline=3).num_replicas == 8

@@ -1,0 +1,185 @@
+"""Where arrays lie for every strategy, and the errors of a mesh that does not fit a model."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from jaxdist.mesh import MeshSpec, factorisations
+from jaxdist.models.configs import CnnConfig, DecoderConfig
+from jaxdist.sharding import (
+    RULES,
+    Layout,
+    MeshConfig,
+    axes_of,
+    default_mesh,
+    dim_of,
+    legal_meshes,
+    mesh_problems,
+    shard_bytes,
+)
+from jaxdist.types import ConfigError, Dims
+
+MATRIX = Dims(("layers", "d_model", "mlp"))
+TABLE = Dims(("vocab", "d_model"))
+VECTOR = Dims(("layers", "d_model"))
+BIAS = Dims(("layers", None, "mlp"))
+
+
+def layout(text, **options):
+    spec = MeshSpec.parse(text)
+    return Layout(mesh=spec.build(jax.devices()[: spec.num_devices]), **options)
+
+
+BOTH = ("fsdp", "data")
+
+
+@pytest.mark.parametrize(
+    ("text", "zero", "param", "gradient", "moment", "batch"),
+    [
+        # One row per strategy: the spec of a stacked matrix [layers, d_model, mlp].
+        ("1", 0, P(), P(), P(), P(None)),
+        ("dp=4", 0, P(), P(), P(), P(("data",))),
+        ("dp=4", 1, P(), P(), P(None, "data"), P(("data",))),
+        ("dp=4", 2, P(), P(None, "data"), P(None, "data"), P(("data",))),
+        ("dp=4", 3, *[P(None, "data")] * 3, P(("data",))),
+        ("fsdp=4", 0, *[P(None, "fsdp")] * 3, P(("fsdp",))),
+        ("dp=2,fsdp=4", 0, *[P(None, "fsdp")] * 3, P(("data", "fsdp"))),
+        ("dp=2,fsdp=4", 1, P(None, "fsdp"), P(None, "fsdp"), P(None, BOTH), P(("data", "fsdp"))),
+        ("dp=2,fsdp=4", 3, *[P(None, BOTH)] * 3, P(("data", "fsdp"))),
+        ("tp=4", 0, *[P(None, None, "tensor")] * 3, P(None)),
+        ("fsdp=2,tp=4", 0, *[P(None, "fsdp", "tensor")] * 3, P(("fsdp",))),
+        ("pp=2,fsdp=2,tp=2", 0, *[P("pipeline", "fsdp", "tensor")] * 3, P(("fsdp",))),
+    ],
+)
+def test_specs_of_every_strategy(text, zero, param, gradient, moment, batch):
+    here = layout(text, zero=zero)
+    assert here.param_spec(MATRIX) == param
+    assert here.gradient_spec(MATRIX) == gradient
+    assert here.moment_spec(MATRIX) == moment
+    assert here.batch_spec() == batch
+
+
+def test_vectors_stay_whole_and_biases_follow_their_matrix():
+    here = layout("dp=2,fsdp=2,tp=2", zero=3)
+    assert here.param_spec(VECTOR) == P()
+    assert here.param_spec(BIAS) == P(None, None, "tensor")
+    assert here.param_spec(TABLE) == P("tensor", BOTH)
+
+
+def test_two_dims_on_one_axis_are_refused():
+    with pytest.raises(ConfigError, match="'heads' and 'mlp' would both be split by the mesh axis"):
+        layout("dp=2").param_spec(Dims(("heads", "mlp")))
+
+
+def test_a_models_own_rules_are_used():
+    here = layout("fsdp=2,tp=2", rules={"flat": "fsdp", "hidden": "tensor"})
+    assert here.param_spec(Dims(("flat", "hidden"))) == P("fsdp", "tensor")
+    assert here.param_spec(TABLE) == P()
+
+
+def test_axes_and_dims_of_a_spec():
+    spec = P(None, ("fsdp", "data"), "tensor")
+    assert axes_of(spec) == ("fsdp", "data", "tensor")
+    assert [dim_of(spec, axis) for axis in ("data", "tensor", "pipeline")] == [1, 2, None]
+
+
+def test_manual_axes_leave_the_tensor_axis_to_the_compiler_when_asked():
+    assert layout("tp=2").manual_axes == ("pipeline", "data", "fsdp", "tensor")
+    assert layout("tp=2", auto_tensor=True).manual_axes == ("pipeline", "data", "fsdp")
+
+
+def test_constrain_lays_arrays_out():
+    here = layout("fsdp=4")
+    tree = {"w": jnp.zeros((4, 8)), "b": jnp.zeros(8)}
+    specs = {"w": P("fsdp"), "b": P()}
+    out = jax.jit(lambda tree: here.constrain(tree, specs))(tree)
+    assert out["w"].sharding.is_equivalent_to(here.sharding(P("fsdp")), 2)
+    assert {s.data.shape for s in out["w"].addressable_shards} == {(1, 8)}
+    assert shard_bytes(out["w"], here.sharding(P("fsdp"))) == 4 * 8
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "message"),
+    [
+        ("tp=3", {}, "mesh tp=3 does not divide heads=8: each device computes an equal part of it. "
+         "Use a product of 1, 2, 4 or 8."),
+        ("fsdp=3", {}, "mesh fsdp=3 does not divide d_model=64: each device holds an equal slice"),
+        ("dp=3,fsdp=2", dict(zero=1), "mesh fsdp=2 × dp=3 (zero=1) does not divide d_model=64"),
+        ("pp=3", {}, "mesh pp=3 does not divide layers=4: each stage holds layers/pp layers. "
+         "Use a product of 1, 2 or 4."),
+        ("dp=3", dict(global_batch_size=16), "global_batch_size=16 is not a multiple of 3 (dp=3 × "
+         "fsdp=1 × microbatches=1): every device takes the same number of rows. Use 15 or 18, or"),
+        ("dp=2", dict(global_batch_size=16, num_microbatches=3), "multiple of 6"),
+        ("dp=8", dict(global_batch_size=4), "Use 8, or a smaller dp × fsdp"),
+        ("tp=4", dict(seq_len=30), "mesh tp=4 does not divide seq_len=30: sequence parallelism "
+         "gives each device seq_len/tp positions. Use tp=1, 2, 3, 5, 6, 10, 15 or 30 or "
+         "--mesh.sequence_parallel=false."),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_mesh_that_does_not_fit_says_given_allowed_and_fix(text, options, message):
+    dims = {"heads": 8, "kv_heads": 4, "layers": 4, "d_model": 64, "mlp": 192, "vocab": 192}
+    problems = mesh_problems(MeshSpec.parse(text), dims, **options)
+    assert any(message in problem for problem in problems), problems
+
+
+def test_all_problems_come_at_once():
+    dims = {"heads": 6, "kv_heads": 2, "layers": 4, "d_model": 64}
+    found = mesh_problems(
+        MeshSpec(tensor=4, pipeline=3), dims, global_batch_size=16, num_microbatches=5, seq_len=30
+    )
+    assert len(found) == 5  # heads, kv_heads, layers, batch, sequence
+
+
+def test_stages_need_stacked_layers():
+    (problem,) = mesh_problems(MeshSpec(pipeline=2), CnnConfig().dims)
+    assert "no stacked layers" in problem
+
+
+def test_the_default_decoder_fits_every_mesh_of_eight_and_4_4_4():
+    dims = DecoderConfig().dims
+    for spec in [*factorisations(8), MeshSpec(pipeline=4, data=4, tensor=4)]:
+        assert mesh_problems(spec, dims, global_batch_size=32, seq_len=128) == []
+
+
+def test_legal_meshes_are_legal_and_near():
+    dims = {"heads": 4, "layers": 6}
+    problems_of = lambda spec: mesh_problems(spec, dims)
+    found = legal_meshes(MeshSpec(tensor=8), 8, problems_of)
+    assert [str(spec) for spec in found] == ["dp=2,tp=4", "fsdp=2,tp=4", "pp=2,tp=4"]
+    assert legal_meshes(MeshSpec(), 8, lambda spec: ["never"]) == []
+
+
+@pytest.mark.parametrize(
+    ("num_devices", "state", "memory", "mesh", "reason"),
+    [
+        (1, 2**40, 2**30, "dp=1", "one device"),
+        (8, 2**20, None, "dp=8", "fits one device, so data parallelism alone moves least"),
+        (8, 2**30, 2**32, "dp=8", "the state (1.00 GiB) fits one device"),
+        (8, 2**33, 2**33, "fsdp=8", "(8.00 GiB) does not fit one device (8 GiB, of which 50%"),
+    ],
+)
+def test_the_default_mesh_and_its_reason(num_devices, state, memory, mesh, reason):
+    spec, why = default_mesh(num_devices, state, memory)
+    assert str(spec) == mesh
+    assert reason in why
+
+
+def test_a_mesh_section_is_judged_by_its_text_alone():
+    assert MeshConfig().problems() == []
+    assert MeshConfig(shape="dp=-1,tp=4").problems() == []
+    assert len(MeshConfig(shape="dp=x,zz=2").problems()) == 2
+
+
+def test_rules_name_only_mesh_axes():
+    assert set(RULES.values()) <= set(MeshSpec().sizes)
+
+
+def test_a_batch_is_split_in_the_order_of_its_rows():
+    here = layout("dp=2,fsdp=2")
+    rows = jax.device_put(np.arange(8), here.sharding(here.batch_spec()))
+    assert [shard.data.tolist() for shard in rows.addressable_shards] == [
+        [0, 1], [2, 3], [4, 5], [6, 7],
+    ]  # fmt: skip

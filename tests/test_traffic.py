@@ -1,0 +1,197 @@
+"""The collectives of each strategy, as compiled, move exactly the bytes that its theory asks for.
+
+Theory (whole arrays, float32; M microbatches; Rajbhandari et al. 2020, Korthikanti et al. 2022):
+
+    data      one all-reduce of the gradients a step, whatever M
+    ZeRO-1    one reduce-scatter of the gradients, one all-gather of the new parameters
+    ZeRO-2    a reduce-scatter per microbatch, one all-gather of the new parameters
+    ZeRO-3    per microbatch: layers gathered forward and again backward, gradients
+    = fsdp    reduce-scattered; embedding and head gathered once a step (the compiler moves their
+              gathers out of the loop over microbatches)
+    tensor    per layer and microbatch, forward and backward alike, with sequence parallelism: two
+              all-gathers and two reduce-scatters of the activations; without: two all-reduces
+
+Vectors (norm scales, biases) are never sharded by data or fsdp: one all-reduce a step.
+"""
+
+import re
+from collections import Counter
+
+import hlo
+import jax
+import pytest
+from tiny import ROWS, SEQ, Case, initial_state, layout_of, model_of, step_of, text_batch
+
+from jaxdist import collectives
+from jaxdist.mesh import MeshSpec
+from jaxdist.parallel import data
+from jaxdist.precision import PrecisionConfig
+
+TENSOR_DIMS = {"vocab", "heads", "kv_heads", "mlp"}
+
+
+def lowered(case: Case, **options):
+    step, state = step_of(case, **options)
+    return step.train.lower(state, jax.device_put(text_batch(), step.batch_sharding))
+
+
+def parameter_bytes(case: Case) -> Counter:
+    """Bytes of one tensor device's part: matrices of layers, other matrices, and vectors."""
+    spec, model = MeshSpec.parse(case.mesh), model_of(case.model)
+    total = Counter()
+    leaves = jax.tree_util.tree_leaves_with_path(model.axes)
+    for (path, dims), value in zip(
+        leaves, jax.tree.leaves(initial_state(case.model).params), strict=True
+    ):
+        split = spec.tensor if TENSOR_DIMS & set(dims) else 1
+        is_matrix = "d_model" in dims and len(set(dims) - {"layers"}) > 1
+        kind = ("layers" if path[0].key == "layers" else "outer") if is_matrix else "vector"
+        kind += "_split" if not is_matrix and split > 1 else ""
+        total[kind] += value.nbytes // split
+    return total
+
+
+def theory(case: Case) -> dict[tuple[str, str], int]:
+    """(kind, axes) -> bytes of whole arrays per step."""
+    spec, size = MeshSpec.parse(case.mesh), parameter_bytes(case)
+    matrices = size["layers"] + size["outer"]
+    moved: Counter = Counter()
+
+    def add(kind: str, axes: tuple[str, ...], amount: int) -> None:
+        axes = tuple(axis for axis in axes if spec.sizes[axis] > 1)
+        if axes:
+            moved[kind, "+".join(axes)] += amount
+
+    shard = ("data", "fsdp") if case.zero == 3 else ("fsdp",)
+    add("all-gather", shard, 2 * case.microbatches * size["layers"] + size["outer"])
+    add("reduce-scatter", shard, case.microbatches * matrices)
+
+    if case.zero == 0:
+        add("all-reduce", ("data",), matrices // spec.fsdp)
+    elif case.zero < 3:
+        times = case.microbatches if case.zero == 2 else 1
+        add("reduce-scatter", ("data",), times * matrices // spec.fsdp)
+        add("all-gather", ("data",), matrices // spec.fsdp)
+
+    sequence = case.sequence and spec.tensor > 1
+    everyone = ("data", "fsdp", "tensor") if sequence else ("data", "fsdp")
+    add("all-reduce", everyone, size["vector"])
+    add("all-reduce", ("data", "fsdp"), size["vector_split"])
+
+    rows = ROWS // spec.num_replicas
+    activations = 4 * rows * SEQ * 32
+    num_layers = model_of(case.model).num_layers
+    # Embedding and head once, each layer twice; forward and backward.
+    times = 2 * (1 + 2 * num_layers)
+    if sequence:
+        add("all-gather", ("tensor",), times * activations)
+        add("reduce-scatter", ("tensor",), times * activations)
+    else:
+        add("all-reduce", ("tensor",), times * activations)
+    # The split vocabulary: largest logit, sum of exponentials, target's logit of each token.
+    add("all-reduce", ("tensor",), 3 * 4 * rows * SEQ)
+    return {key: amount for key, amount in moved.items() if amount}
+
+
+CASES = [
+    Case("rotary", "dp=8"),
+    Case("rotary", "dp=4", microbatches=4),
+    Case("rotary", "dp=4", zero=1, microbatches=2),
+    Case("rotary", "dp=4", zero=2, microbatches=2),
+    Case("rotary", "dp=4", zero=3, microbatches=2),
+    Case("rotary", "fsdp=4", microbatches=2),
+    Case("rotary", "dp=2,fsdp=4"),
+    Case("rotary", "dp=2,fsdp=4", zero=1),
+    Case("rotary", "tp=4"),
+    Case("rotary", "tp=4", sequence=False),
+    Case("rotary", "dp=2,fsdp=2,tp=2", microbatches=2),
+    pytest.param(Case("rotary", "dp=2,fsdp=2,tp=2", zero=1), marks=pytest.mark.slow),
+    pytest.param(Case("rotary", "dp=2,fsdp=2,tp=2", zero=3), marks=pytest.mark.slow),
+    pytest.param(Case("rotary", "dp=2,tp=4", zero=2, microbatches=2), marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_compiled_step_moves_the_bytes_of_its_theory(case):
+    text = lowered(case).compile().as_text()
+    found = hlo.traffic(text, layout_of(case).mesh)
+    assert {key: moved for key, (_, moved) in found.items()} == theory(case)
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_data_parallelism_is_one_collective_per_step(microbatches):
+    case = Case("rotary", "dp=2", microbatches=microbatches)
+    found = hlo.traffic(lowered(case).compile().as_text(), layout_of(case).mesh)
+    assert [(kind, count) for (kind, _), (count, _) in found.items()] == [("all-reduce", 1)]
+
+
+def test_weights_are_gathered_in_the_compute_dtype_and_gradients_reduced_in_float32():
+    # As traced: XLA:CPU widens every bfloat16 collective to float32, GPUs do not.
+    text = lowered(
+        Case("rotary", "fsdp=2"), precision=PrecisionConfig(compute_dtype="bfloat16")
+    ).as_text()
+    gathered = re.findall(r'"stablehlo.all_gather".*-> tensor<[\dx]*(\w+)>', text)
+    assert set(gathered) == {"bf16"}
+    scattered = re.findall(r'"stablehlo.reduce_scatter"(?:.|\n)*?-> tensor<[\dx]*(\w+)>', text)
+    assert set(scattered) == {"f32"}
+
+
+def test_a_reduction_in_every_microbatch_is_seen(monkeypatch):
+    """The fault that sharding annotations alone make: M all-reduces of the gradients, not one."""
+    case = Case("rotary", "dp=2", microbatches=4)
+
+    def every_time(grads, from_specs, to_specs, axes):
+        return jax.tree.map(
+            lambda g: collectives.vary(collectives.all_reduce(g, axes), axes), grads
+        )
+
+    monkeypatch.setattr(data, "scatter_gradients", every_time)
+    found = hlo.traffic(lowered(case).compile().as_text(), layout_of(case).mesh)
+    assert found["all-reduce", "data"][1] > 4 * theory(case)["all-reduce", "data"]
+
+
+LOOP = """HloModule m
+%body (p: (s32[], f32[64])) -> (s32[], f32[64]) {
+  %p = (s32[], f32[64]) parameter(0)
+  %x = f32[64]{0} get-tuple-element(%p), index=1
+  ROOT %sum = f32[64]{0} REDUCTION(%x), replica_groups={{0,1},{2,3}}, to_apply=%add
+}
+%add (a: f32[], b: f32[]) -> f32[] {
+  ROOT %c = f32[] add(%a, %b)
+}
+ENTRY %main (x: f32[64]) -> f32[64] {
+  %x = f32[64]{0} parameter(0)
+  ROOT %w = (s32[], f32[64]{0}) CALLER(%x), body=%body TRIPS
+}
+"""
+TRIPS = 'backend_config={"known_trip_count":{"n":"5"}}'
+
+
+def read(reduction="all-reduce", caller="while", trips=TRIPS, **changes):
+    text = LOOP.replace("REDUCTION", reduction).replace("CALLER", caller).replace("TRIPS", trips)
+    for old, new in changes.items():
+        text = text.replace(old, new)
+    return hlo.collectives(text, MeshSpec(data=2, tensor=2).build(jax.devices()[:4]))
+
+
+def test_the_reader_counts_trips():
+    assert read() == [hlo.Collective("all-reduce", ("tensor",), 256, 5, ("f32",))]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(reduction="all-reduce-start"), "unknown collective"),
+        (dict(reduction="collective-broadcast"), "unknown collective"),
+        (dict(trips=""), "unknown length"),
+        (dict(caller="conditional"), "collectives inside 'conditional'"),
+        (dict(replica_groups="strange_groups"), "unknown replica groups"),
+        (dict(f32="f7"), "unknown dtype"),
+        ({"{0,1},{2,3}": "{0,3},{1,2}"}, "no mesh axes"),
+        (dict(ENTRY=""), "no entry"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_the_reader_raises_on_what_it_does_not_know(options, message):
+    with pytest.raises(ValueError, match=message):
+        read(**options)

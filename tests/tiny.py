@@ -1,0 +1,290 @@
+"""Tiny models, a batch, and a step written by hand on one device: what rooms are compared with.
+
+The reference shares the models' own functions and nothing else with the package: a Python loop over
+layers, a plain softmax, `jax.grad` of the mean loss, Adam from optax. No mesh, no scan, no chunks,
+no custom gradient.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jaxdist.mesh import MeshSpec
+from jaxdist.models import CnnConfig, DecoderConfig, build
+from jaxdist.precision import PrecisionConfig, initial_loss_scale
+from jaxdist.sharding import RULES, Layout
+from jaxdist.state import TrainState, make_state, state_shardings
+from jaxdist.step import Step, TrainConfig, make_step
+from jaxdist.types import Batch, Context, Model, Params
+
+SEQ, ROWS, VOCAB = 16, 16, 100
+LEARNING_RATE, BETA1, EPS = 1e-2, 0.9, 1e-3
+
+IMAGE_SIZE, CLASSES = 8, 10
+
+_SIZES: dict[str, Any] = dict(
+    vocab_size=VOCAB, d_model=32, num_layers=2, mlp_dim=64, max_seq_len=SEQ
+)
+CONFIGS = {
+    # Llama and Qwen parts: grouped queries, rotary, q/k norm, gated MLP, untied.
+    "rotary": DecoderConfig(
+        num_heads=8, num_kv_heads=4, head_dim=8, qk_norm=True, qkv_bias=True, **_SIZES
+    ),
+    # GPT-2 parts: learned positions, layer norm, biases everywhere, tied.
+    "learned": DecoderConfig(
+        **_SIZES,
+        num_heads=8,
+        head_dim=8,
+        positions="learned",
+        norm="layer",
+        activation="gelu",
+        tie_embeddings=True,
+        qkv_bias=True,
+        out_bias=True,
+        mlp_bias=True,
+    ),
+    "cnn": CnnConfig(image_size=IMAGE_SIZE, channels_1=8, channels_2=16, hidden=32),
+}
+
+
+@functools.cache
+def model_of(name: str) -> Model:
+    """A tiny model by name, weights larger than usual so that every part matters."""
+    config = CONFIGS[name]
+    if isinstance(config, DecoderConfig):
+        config = dataclasses.replace(config, init_std=0.1)
+    return build(config, seq_len=SEQ)
+
+
+def optimizer() -> optax.GradientTransformation:
+    """Adam, whose first moment after one step shows the gradient: it is (1 - BETA1) times that."""
+    return optax.scale_by_adam(b1=BETA1, b2=0.95, eps=EPS)
+
+
+def schedule(step: Any) -> Any:
+    """A constant learning rate."""
+    return jnp.full((), LEARNING_RATE, jnp.float32)
+
+
+def text_batch(rows: int = ROWS, *, packed: bool = True, seed: int = 0) -> dict[str, np.ndarray]:
+    """Random tokens whose weight differs from row to row and vanishes for some.
+
+    Averages of averages, or a normalisation per replica, come out wrong on it.
+    """
+    rng = np.random.default_rng(seed)
+    tokens = rng.integers(0, VOCAB, (rows, SEQ + 1)).astype(np.int32)
+    weights = rng.uniform(0, 1, (rows, SEQ)) * (rng.uniform(0, 1, (rows, 1)) ** 3)
+    weights[3 % rows] = 0
+    batch = {
+        "tokens": tokens[:, :-1],
+        "targets": tokens[:, 1:],
+        "weights": weights.astype(np.float32),
+    }
+    if packed:
+        cuts = rng.integers(1, SEQ, (rows, 1))
+        index = np.arange(SEQ)[None]
+        batch["segments"] = (1 + (index >= cuts)).astype(np.int32)
+        batch["positions"] = np.where(index >= cuts, index - cuts, index).astype(np.int32)
+    return batch
+
+
+def image_batch(rows: int = ROWS, *, seed: int = 0) -> dict[str, np.ndarray]:
+    """Random images and labels; some count half, some not at all."""
+    rng = np.random.default_rng(seed)
+    return {
+        "images": rng.normal(size=(rows, IMAGE_SIZE, IMAGE_SIZE, 3)).astype(np.float32),
+        "labels": rng.integers(0, CLASSES, rows).astype(np.int32),
+        "weights": rng.choice([0, 0.5, 1], rows).astype(np.float32),
+    }
+
+
+def batch_of(name: str) -> dict[str, np.ndarray]:
+    """The batch that a model trains on."""
+    return image_batch() if name == "cnn" else text_batch()
+
+
+class Trace(NamedTuple):
+    """What a run did, as numpy.
+
+    Attributes:
+        losses: mean loss of each step.
+        grads: gradients of the first step's mean loss.
+        params: parameters after the first step.
+        state: the last state.
+        norm: global norm of the first gradients.
+    """
+
+    losses: list[float]
+    grads: Params
+    params: Params
+    state: Any
+    norm: float
+
+
+@functools.cache
+def initial_state(name: str) -> TrainState:
+    """The state before the first step, as numpy; the key stays a key of one device."""
+    state = jax.jit(make_state(model_of(name), optimizer(), {}), static_argnums=0)(0)
+    return dataclasses.replace(jax.device_get(dataclasses.replace(state, key=None)), key=state.key)
+
+
+@functools.cache
+def reference(name: str, steps: int = 20) -> Trace:
+    """The run of `steps` on one device, by hand."""
+    model, batch = model_of(name), batch_of(name)
+
+    def run_layers(block: Any, layers: Params, x: Any, aux: Any, context: Context) -> Any:
+        for i in range(model.num_layers):
+            x = block(jax.tree.map(lambda leaf, i=i: leaf[i], layers), x, aux, context)
+        return x
+
+    def token_loss(x: Any, kernel: Any, targets: Any, weights: Any, vocab_size: int) -> Any:
+        logits = (x @ kernel)[..., :vocab_size]
+        picked = jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], -1)[..., 0]
+        return {"loss": -jnp.sum(picked * weights), "weight": jnp.sum(weights)}
+
+    def label_loss(logits: Any, labels: Any, weights: Any) -> Any:
+        picked = jax.nn.log_softmax(logits)[jnp.arange(len(labels)), labels]
+        return {"loss": -jnp.sum(picked * weights), "weight": jnp.sum(weights)}
+
+    context = Context(run_layers=run_layers, token_loss=token_loss, label_loss=label_loss)
+
+    def mean_loss(params: Params) -> Any:
+        sums = model.loss(params, batch, context)
+        return sums["loss"] / sums["weight"]
+
+    @jax.jit
+    def step(params: Params, opt_state: Any) -> Any:
+        loss, grads = jax.value_and_grad(mean_loss)(params)
+        directions, opt_state = optimizer().update(grads, opt_state, params)
+        params = jax.tree.map(lambda p, d: p - LEARNING_RATE * d, params, directions)
+        return params, opt_state, loss, grads
+
+    params, opt_state = initial_state(name).params, initial_state(name).opt_state
+    losses, first = [], None
+    for _ in range(steps):
+        params, opt_state, loss, grads = step(params, opt_state)
+        losses.append(float(loss))
+        first = first or jax.device_get((grads, params))
+    norm = np.sqrt(sum(np.sum(np.square(g, dtype=np.float64)) for g in jax.tree.leaves(first[0])))
+    return Trace(losses, *first, jax.device_get((params, opt_state)), float(norm))
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One way to run one model."""
+
+    model: str
+    mesh: str
+    zero: int = 0
+    sequence: bool = True
+    microbatches: int = 1
+
+    def __str__(self) -> str:
+        sizes = [(a, n) for a, n in MeshSpec.parse(self.mesh).sizes.items() if n > 1]
+        parts = [self.model, *(f"{axis}{size}" for axis, size in sizes)]
+        parts += [f"zero{self.zero}"] * bool(self.zero)
+        parts += ["no_sequence"] * (not self.sequence)
+        parts += [f"micro{self.microbatches}"] * (self.microbatches > 1)
+        return "_".join(parts) if sizes else "_".join([self.model, "one_device", *parts[1:]])
+
+
+def layout_of(case: Case) -> Layout:
+    """The layout of a case on the first devices."""
+    spec = MeshSpec.parse(case.mesh)
+    model = model_of(case.model)
+    return Layout(
+        mesh=spec.build(jax.devices()[: spec.num_devices]),
+        rules={**RULES, **model.rules},
+        zero=case.zero,
+        sequence_parallel=case.sequence and spec.tensor > 1 and model.sequence,
+    )
+
+
+def train_config(case: Case, **changes: Any) -> TrainConfig:
+    """Scanned layers, one per iteration: what a large model does, and quick to compile."""
+    settings: dict[str, Any] = dict(
+        global_batch_size=ROWS, seq_len=SEQ, num_microbatches=case.microbatches, unroll_layers=1
+    )
+    return TrainConfig(**{**settings, **changes})
+
+
+def step_of(
+    case: Case,
+    *,
+    rule: optax.GradientTransformation | None = None,
+    precision: PrecisionConfig | None = None,
+    clip_norm: float = 0.0,
+    **changes: Any,
+) -> tuple[Step, TrainState]:
+    """The step of a case, and a state to start from, laid out for it.
+
+    Args:
+        case: model and mesh.
+        rule: optimizer, Adam by default.
+        precision: number formats, float32 by default.
+        clip_norm: as in `make_step`.
+        changes: other fields of `TrainConfig`.
+    """
+    precision = precision or PrecisionConfig(compute_dtype="float32")
+    layout, model, rule = layout_of(case), model_of(case.model), rule or optimizer()
+    loss_scale = initial_loss_scale(precision, precision.resolve("cpu"))
+    config = train_config(case, **changes)
+    step = make_step(
+        model,
+        rule,
+        schedule,
+        layout,
+        config,
+        precision,
+        clip_norm=clip_norm,
+        loss_scale=loss_scale,
+    )
+    start = initial_state(case.model)
+    state = dataclasses.replace(
+        start, opt_state=jax.jit(rule.init)(start.params), loss_scale=loss_scale
+    )
+    shardings = state_shardings(
+        model, rule, layout, loss_scale=loss_scale, offload=config.offload_optimizer
+    )
+    # Copies, because the step donates its state and the reference must live on.
+    state = jax.tree.map(lambda x, s: jax.device_put(_copy(x), s), state, shardings)
+    return step, state
+
+
+def run(case: Case, steps: int = 20, batch: Batch | None = None, **options: Any) -> Trace:
+    """Run a case from the initial state."""
+    step, state = step_of(case, **options)
+    placed = jax.device_put(batch or batch_of(case.model), step.batch_sharding)
+    losses, first = [], None
+    for _ in range(steps):
+        state, metrics = step.train(state, placed)
+        losses.append(float(metrics["loss"]))
+        if first is None:
+            grads = jax.tree.map(lambda mu: mu / (1 - BETA1), jax.device_get(state.opt_state.mu))
+            first = grads, jax.device_get(state.params)
+            norm = float(metrics["grad_norm"])
+    return Trace(losses, *first, jax.device_get((state.params, state.opt_state)), norm)
+
+
+def _copy(x: Any) -> Any:
+    if isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return jax.random.wrap_key_data(np.asarray(jax.random.key_data(x)).copy())
+    return np.array(x)
+
+
+def largest(tree: Any) -> float:
+    """The largest magnitude in a tree."""
+    return max(float(np.max(np.abs(leaf))) for leaf in jax.tree.leaves(tree))
+
+
+def distance(tree: Any, other: Any) -> float:
+    """The largest difference between two trees of arrays."""
+    return largest(jax.tree.map(lambda a, b: np.asarray(a) - np.asarray(b), tree, other))
