@@ -222,7 +222,7 @@ def dropped_on_one_device():
 def test_dropout_takes_the_same_bits_on_every_mesh(mesh, layout, dropped_on_one_device):
     sums, grads = loss_and_gradients(DROPPING, mesh, batch=training_batch(), **layout)
     expected, expected_grads = dropped_on_one_device
-    # float32 sums in another order. Other bits would show: another key moves the loss by more than 1e-4.
+    # float32 sums in another order; another key would move the loss by more than 1e-4.
     np.testing.assert_allclose(sums["loss"], expected["loss"], rtol=1e-6)
     largest = max(np.abs(g).max() for g in jax.tree.leaves(expected_grads))
     for ours, theirs in zip(jax.tree.leaves(grads), jax.tree.leaves(expected_grads), strict=True):

@@ -23,14 +23,26 @@ def functional(
     """Cross from an NNX module to plain functions.
 
     Args:
-        make: rngs -> module; its `nnx.Param`s carry `dims=Dims(...)`.
+        make: rngs -> module. Its `nnx.Param`s carry `dims=Dims(...)` in their metadata (`weight`
+            and `filled` do so; Flax's own layers take `kernel_metadata`); no mesh axis splits those
+            that carry none.
 
     Returns:
         init: key -> plain nested dict of float32 arrays.
         axes: the same tree with a `Dims` at each leaf.
         bind: params -> the module holding them (whatever their shapes), for calling its methods.
+
+    Raises:
+        ValueError: the module holds state beside its parameters, such as batch statistics.
     """
-    graph, abstract = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
+    module = nnx.eval_shape(lambda: make(nnx.Rngs(0)))
+    graph, abstract, others = nnx.split(module, nnx.Param, ...)
+    if found := sorted({type(v).__name__ for v in jax.tree.leaves(others, is_leaf=_is_variable)}):
+        raise ValueError(
+            f"{type(module).__name__} holds {', '.join(found)} beside nnx.Param: models are pure "
+            "functions of their parameters. Use layers without such state (LayerNorm for "
+            "BatchNorm, Context.dropout_key for Dropout's own keys)."
+        )
 
     def init(key: Array) -> Params:
         return nnx.to_pure_dict(nnx.state(make(nnx.Rngs(params=key)), nnx.Param))
@@ -38,13 +50,18 @@ def functional(
     def bind(params: Params) -> Any:
         state = jax.tree.map(lambda x: x, abstract)
         nnx.replace_by_pure_dict(state, params)
-        return nnx.merge(graph, state)
+        return nnx.merge(graph, state, others)
 
-    is_variable = lambda leaf: isinstance(leaf, nnx.Variable)
-    names = jax.tree.map(
-        lambda v: v.replace(v.get_metadata()["dims"]), abstract, is_leaf=is_variable
-    )
-    return init, nnx.to_pure_dict(names), bind
+    def dims_of(param: nnx.Param) -> nnx.Param:
+        unnamed = Dims((None,) * len(param.shape))
+        return param.replace(param.get_metadata().get("dims", unnamed))
+
+    axes = jax.tree.map(dims_of, abstract, is_leaf=_is_variable)
+    return init, nnx.to_pure_dict(axes), bind
+
+
+def _is_variable(leaf: Any) -> bool:
+    return isinstance(leaf, nnx.Variable)
 
 
 def weight(rngs: nnx.Rngs, shape: tuple[int, ...], std: float, *dims: str | None) -> nnx.Param:

@@ -1,0 +1,62 @@
+"""Your own Flax model on every mesh: a transformer of Flax's layers as a `Model` record.
+
+    python -m jaxdist.train --model=custom --model.factory=examples.custom_model:build
+
+Rows of the batch are split over `dp` and `fsdp` without a word from the model. What `fsdp` and `tp`
+may split is said once, by naming the dims of weights; `RULES` sends the names to mesh axes.
+`tensor="auto"` leaves the products over `tp` to XLA's partitioner; a model that calls the hooks of
+`Context` itself (jaxdist/models/decoder.py) decides what moves. To gather weights layer by layer
+under `fsdp`, and for pipeline stages, split yours into `embed`, `block` and `head_loss`.
+"""
+
+import jax
+from flax import nnx
+
+from jaxdist.models.layers import functional
+from jaxdist.types import Batch, Context, Dims, Model, Params, Sums
+
+RULES = {"width": "fsdp", "features": "tensor", "my_heads": "tensor"}
+
+
+class Block(nnx.Module):
+    """Attention and MLP. Weights without `dims` stay whole on every device."""
+
+    def __init__(self, width: int, heads: int, rngs: nnx.Rngs):
+        named = lambda *names: {"dims": Dims(names)}
+        self.norms = nnx.List([nnx.RMSNorm(width, rngs=rngs) for _ in range(2)])
+        into, out_of = named("width", "my_heads", None), named("my_heads", None, "width")
+        kernels = {"kernel_metadata": into, "out_kernel_metadata": out_of}
+        self.attention = nnx.MultiHeadAttention(heads, width, decode=False, rngs=rngs, **kernels)
+        into, out_of = named("width", "features"), named("features", "width")
+        self.up = nnx.Linear(width, 4 * width, kernel_metadata=into, rngs=rngs)
+        self.down = nnx.Linear(4 * width, width, kernel_metadata=out_of, rngs=rngs)
+
+    def __call__(self, x: jax.Array, mask: jax.Array) -> jax.Array:
+        """[batch, seq, width] -> the same."""
+        x = x + self.attention(self.norms[0](x), mask=mask)
+        return x + self.down(nnx.silu(self.up(self.norms[1](x))))
+
+
+class Net(nnx.Module):
+    """Token embedding, also the head's kernel, and two blocks."""
+
+    def __init__(self, vocab: int, width: int, heads: int, rngs: nnx.Rngs):
+        self.tokens = nnx.Embed(vocab, width, rngs=rngs)
+        self.blocks = nnx.List([Block(width, heads, rngs) for _ in range(2)])
+
+
+def build(*, seq_len: int, vocab: int = 256, width: int = 64, heads: int = 4) -> Model:
+    """What `model.factory` names; called with `seq_len` and `model.args`."""
+    init, axes, bind = functional(lambda rngs: Net(vocab, width, heads, rngs))
+    dims = {"width": width, "features": 4 * width, "my_heads": heads}
+
+    def loss(params: Params, _: None, batch: Batch, context: Context) -> Sums:
+        net, tokens = bind(params), batch["tokens"]
+        x = net.tokens(tokens)
+        for block in net.blocks:
+            x = block(x, nnx.make_causal_mask(tokens))
+        kernel, targets, weights = net.tokens.embedding[...].T, batch["targets"], batch["weights"]
+        return context.token_loss(x, kernel, targets, weights, vocab_size=vocab)
+
+    kind = {"name": "custom", "tensor": "auto", "rules": RULES}
+    return Model(init=init, axes=axes, dims=dims, head_loss=loss, **kind)

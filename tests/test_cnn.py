@@ -1,0 +1,257 @@
+"""The image classifier against the same network in PyTorch: one step exactly, training in kind."""
+
+import os
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxdist.data.images import open_cifar
+from jaxdist.mesh import MeshSpec
+from jaxdist.models import CnnConfig, build
+from jaxdist.optim import OptimConfig, make_optimizer
+from jaxdist.precision import PrecisionConfig
+from jaxdist.sharding import RULES, Layout
+from jaxdist.state import init_state
+from jaxdist.step import TrainConfig, make_context, make_step, make_value_and_grad
+
+TINY = CnnConfig(image_size=8, channels_1=8, channels_2=16, hidden=24, num_classes=10)
+SGD = OptimConfig(optimizer="sgd", momentum=0.9, weight_decay=0.0)
+
+
+def layout_of(model, mesh, **options):
+    spec = MeshSpec.parse(mesh)
+    devices = jax.devices()[: spec.num_devices]
+    return Layout(mesh=spec.build(devices), rules={**RULES, **model.rules}, **options)
+
+
+def random_batch(rows=8, seed=0, size=8):
+    rng = np.random.default_rng(seed)
+    return {
+        "images": rng.normal(size=(rows, size, size, 3)).astype(np.float32),
+        "labels": rng.integers(0, 10, rows, np.int32),
+        "weights": np.ones(rows, np.float32),
+    }
+
+
+def trainer(config, mesh="1", learning_rate=0.1, num_microbatches=1, **options):
+    """(step, first state) of plain SGD with momentum."""
+    model = build(config, seq_len=1)
+    layout, optimizer = layout_of(model, mesh, **options), make_optimizer(SGD, model.axes)
+    train = TrainConfig(num_microbatches=num_microbatches)
+    schedule = lambda step: jnp.float32(learning_rate)
+    step = make_step(model, optimizer, schedule, layout, train, PrecisionConfig())
+    return step, lambda seed: init_state(model, optimizer, layout, seed=seed, loss_scale={})
+
+
+# PyTorch's side
+
+
+def torch_cnn(torch, config):
+    """The tutorial's network; its classes draw their own initial weights."""
+    nn, size = torch.nn, config.kernel_size
+    return nn.Sequential(
+        nn.Conv2d(config.in_channels, config.channels_1, size, padding="same"),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(config.channels_1, config.channels_2, size, padding="same"),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(config.flat_size, config.hidden),
+        nn.ReLU(),
+        nn.Linear(config.hidden, config.num_classes),
+    )
+
+
+PLACES = {"conv_1": 0, "conv_2": 3, "dense_1": 7, "dense_2": 9}
+
+
+def from_torch(network, config, read=lambda weight: weight.detach()):
+    """Our tree of the network's weights, or of what `read` makes of each (gradients)."""
+    tree = {}
+    for name, place in PLACES.items():
+        kernel, bias = (read(w).numpy() for w in (network[place].weight, network[place].bias))
+        if kernel.ndim == 4:
+            kernel = kernel.transpose(2, 3, 1, 0)
+        elif name == "dense_1":
+            # Theirs flattens channels first, ours last.
+            side = config.image_size // 4
+            kernel = kernel.reshape(-1, config.channels_2, side, side).transpose(2, 3, 1, 0)
+            kernel = kernel.reshape(config.flat_size, -1)
+        else:
+            kernel = kernel.T
+        tree[name] = {"kernel": np.array(kernel), "bias": np.array(bias)}
+    return tree
+
+
+def torch_loss(torch, network, batch):
+    images = torch.from_numpy(batch["images"].transpose(0, 3, 1, 2).copy())
+    logits = network(images)
+    labels = torch.from_numpy(batch["labels"]).long()
+    return torch.nn.functional.cross_entropy(logits, labels), logits
+
+
+def assert_trees_close(ours, theirs, tolerance):
+    """Each leaf within `tolerance` of its own largest entry."""
+    assert jax.tree.structure(ours) == jax.tree.structure(theirs)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(theirs):
+        own = ours
+        for key in path:
+            own = own[key.key]
+        scale = np.abs(leaf).max()
+        np.testing.assert_allclose(own, leaf, atol=tolerance * scale, rtol=0, err_msg=str(path))
+
+
+@pytest.mark.parametrize(
+    "mesh, options",
+    [
+        ("1", {"num_microbatches": 2}),
+        ("dp=2,fsdp=2,tp=2", {}),
+        ("dp=2,tp=4", {"zero": 3}),
+        ("tp=8", {}),
+        ("fsdp=8", {}),
+    ],
+    ids=["microbatches2", "dp2_fsdp2_tp2", "dp2_tp4_zero3", "tp8", "fsdp8"],
+)
+def test_two_sgd_steps_equal_pytorch(mesh, options):
+    """The second step meets momentum and updated weights."""
+    torch = pytest.importorskip("torch", reason="needs the reference extra (torch)")
+    torch.manual_seed(0)
+    network = torch_cnn(torch, TINY)
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9)
+    step, start = trainer(TINY, mesh, **options)
+    state = start(0)
+    params = jax.device_put(
+        from_torch(network, TINY), jax.tree.map(lambda x: x.sharding, state.params)
+    )
+    state = type(state)(**{**vars(state), "params": params})
+    for number in range(2):
+        batch = random_batch(seed=number)
+        optimizer.zero_grad()
+        loss, logits = torch_loss(torch, network, batch)
+        loss.backward()
+        optimizer.step()
+        squares = [float((w.grad**2).sum()) for w in network.parameters()]
+        hits = (logits.argmax(-1).numpy() == batch["labels"]).mean()
+
+        state, metrics = step.train(state, jax.device_put(batch, step.batch_sharding))
+        # float32 sums in another order.
+        np.testing.assert_allclose(metrics["loss"], loss.item(), rtol=1e-6)
+        np.testing.assert_allclose(metrics["grad_norm"], np.sqrt(sum(squares)), rtol=1e-5)
+        assert metrics["accuracy"] == hits and metrics["weight"] == 8
+        assert_trees_close(jax.device_get(state.params), from_torch(network, TINY), 1e-6)
+
+
+def test_gradients_equal_pytorch():
+    torch = pytest.importorskip("torch", reason="needs the reference extra (torch)")
+    torch.manual_seed(0)
+    network, model, batch = torch_cnn(torch, TINY), build(TINY, seq_len=1), random_batch()
+    layout = layout_of(model, "1")
+    context = make_context(model, layout, TrainConfig(), PrecisionConfig())
+    function = jax.jit(make_value_and_grad(model, layout, TrainConfig(), context))
+    params = from_torch(network, TINY)
+    _, grads, _ = function(params, batch, jax.random.key(0), jnp.float32(1))
+    torch_loss(torch, network, batch)[0].backward()
+    assert_trees_close(jax.device_get(grads), from_torch(network, TINY, lambda w: w.grad), 5e-6)
+
+
+def test_initial_weights_have_pytorch_s_range():
+    params = jax.device_get(jax.jit(build(CnnConfig(), seq_len=1).init)(jax.random.key(0)))
+    fans = {"conv_1": 27, "conv_2": 288, "dense_1": 4096, "dense_2": 512}
+    for name, fan_in in fans.items():
+        for leaf in params[name].values():
+            assert np.abs(leaf).max() <= fan_in**-0.5
+            assert np.abs(leaf).max() > 0.8 * fan_in**-0.5
+        # Uniform: the standard deviation is the bound over √3; thousands of draws, so within 5 %.
+        np.testing.assert_allclose(params[name]["kernel"].std(), (3 * fan_in) ** -0.5, rtol=0.05)
+
+
+def test_counts_and_flops_are_those_of_the_layers():
+    config = CnnConfig()
+    model = build(config, seq_len=1)
+    shapes = jax.tree.leaves(jax.eval_shape(model.init, jax.random.key(0)))
+    assert sum(x.size for x in shapes) == config.num_params == 2_122_186
+    macs = 32 * 32 * 27 * 32 + 16 * 16 * 288 * 64 + 4096 * 512 + 512 * 10
+    assert model.flops_per_token == {"causal": 6 * macs, "full": 6 * macs}
+    assert model.unit == "images" and model.num_layers == 0
+
+
+def test_images_of_weight_zero_are_not_counted():
+    """How a ragged last batch of an evaluation is padded."""
+    step, start = trainer(TINY, "dp=2,fsdp=2,tp=2")
+    params = start(0).params
+    whole, padded = random_batch(8), random_batch(8)
+    padded["weights"][5:] = 0
+    padded["images"][5:] = 7.0
+    few = {name: value[:5] for name, value in whole.items()}
+    sums = jax.device_get(step.evaluate(params, jax.device_put(padded, step.batch_sharding)))
+    alone, start = trainer(TINY)
+    expected = jax.device_get(alone.evaluate(start(0).params, few))
+    assert sums["weight"] == expected["weight"] == 5
+    assert sums["correct"] == expected["correct"]
+    np.testing.assert_allclose(sums["loss"], expected["loss"], rtol=1e-6)
+
+
+# Learning on real images
+
+
+SMALL = CnnConfig(channels_1=16, channels_2=32, hidden=128)
+EPOCHS, BATCH, PEAK_LR, SEEDS = 8, 64, 0.05, (0, 1, 2)
+
+
+def cifar():
+    named = os.environ.get("JAXDIST_TEST_DATA")
+    folder = Path(named) if named else Path(__file__).parent.parent.parent / "shared" / "data"
+    folder = folder / "cifar-10-batches-bin"
+    if not folder.is_dir():
+        pytest.skip(f"no CIFAR-10 in {folder}: set JAXDIST_TEST_DATA")
+    return open_cifar(folder, "channel")
+
+
+def epochs(images, seed):
+    """Batches of the recipe, the same for both sides; the ragged rest of an epoch is dropped."""
+    rng = np.random.default_rng(seed)
+    for _ in range(EPOCHS):
+        order = rng.permutation(images.num_rows)
+        for first in range(0, images.num_rows - BATCH + 1, BATCH):
+            yield images.rows(order[first : first + BATCH])
+
+
+def accuracy_of_ours(step, start, train, test, seed):
+    state = start(seed)
+    for batch in epochs(train, seed):
+        state, _ = step.train(state, jax.device_put(batch, step.batch_sharding))
+    sums = step.evaluate(state.params, test.rows(np.arange(test.num_rows)))
+    return float(sums["correct"] / sums["weight"])
+
+
+def accuracy_of_torch(torch, train, test, seed):
+    torch.manual_seed(seed)
+    network = torch_cnn(torch, SMALL)
+    optimizer = torch.optim.SGD(network.parameters(), lr=PEAK_LR, momentum=0.9)
+    for batch in epochs(train, seed):
+        optimizer.zero_grad()
+        torch_loss(torch, network, batch)[0].backward()
+        optimizer.step()
+    rows = test.rows(np.arange(test.num_rows))
+    with torch.no_grad():
+        logits = torch_loss(torch, network, rows)[1]
+    return (logits.argmax(-1).numpy() == rows["labels"]).mean()
+
+
+@pytest.mark.slow
+def test_learns_cifar_as_well_as_the_same_network_in_pytorch():
+    """The same recipe and batches; each side draws its own initial weights."""
+    torch = pytest.importorskip("torch", reason="needs the reference extra (torch)")
+    train, test = cifar()
+    step, start = trainer(SMALL, learning_rate=PEAK_LR)
+    ours = [accuracy_of_ours(step, start, train, test, seed) for seed in SEEDS]
+    theirs = [accuracy_of_torch(torch, train, test, seed) for seed in SEEDS]
+    print(f"accuracy of ours {ours}, of PyTorch's {theirs}")
+    assert min(*ours, *theirs) > 0.4  # chance is 0.1
+    # Each accuracy has a standard deviation of some 0.02 (761 test images, other initial weights);
+    # the difference of two means of three has 0.017; three of those.
+    assert abs(np.mean(ours) - np.mean(theirs)) < 0.05

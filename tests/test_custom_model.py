@@ -1,0 +1,93 @@
+"""A user's own Flax model: examples/custom_model.py trains on every kind of mesh."""
+
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jaxdist.mesh import MeshSpec
+from jaxdist.models import CustomConfig, build
+from jaxdist.precision import PrecisionConfig
+from jaxdist.sharding import RULES, Layout
+from jaxdist.state import init_state
+from jaxdist.step import TrainConfig, make_step
+from jaxdist.types import ConfigError
+
+ROOT = Path(__file__).parent.parent
+EXAMPLE = ROOT / "examples" / "custom_model.py"
+SEQ, VOCAB = 8, 32
+
+
+@pytest.fixture(autouse=True)
+def repository_is_importable(monkeypatch):
+    monkeypatch.setattr(sys, "path", [str(ROOT), *sys.path])
+
+
+def example(**args):
+    args = {"vocab": VOCAB, "width": 16, **args}
+    return build(CustomConfig(factory="examples.custom_model:build", args=args), seq_len=SEQ)
+
+
+def train(mesh, num_steps=3, dtype="float32", num_microbatches=1, **layout):
+    """Losses and gradient norms of some steps, and the last state."""
+    model = example()
+    spec = MeshSpec.parse(mesh)
+    layout = Layout(
+        mesh=spec.build(jax.devices()[: spec.num_devices]),
+        rules={**RULES, **model.rules},
+        auto_tensor=model.tensor == "auto",
+        **layout,
+    )
+    optimizer = optax.scale_by_adam()
+    config = TrainConfig(num_microbatches=num_microbatches)
+    precision = PrecisionConfig(compute_dtype=dtype)
+    schedule = lambda step: jnp.float32(1e-2)
+    step = make_step(model, optimizer, schedule, layout, config, precision, clip_norm=1.0)
+    state = init_state(model, optimizer, layout, seed=0, loss_scale={})
+    history = []
+    for number in range(num_steps):
+        batch = jax.device_put(random_batch(number), step.batch_sharding)
+        state, metrics = step.train(state, batch)
+        history.append((metrics["loss"], metrics["grad_norm"]))
+    return np.array(jax.device_get(history)), state
+
+
+def random_batch(seed):
+    rng = np.random.default_rng(seed)
+    tokens = rng.integers(0, VOCAB, (8, SEQ + 1), np.int32)
+    weights = rng.choice([0.0, 1.0], (8, SEQ)).astype(np.float32)
+    return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "weights": weights}
+
+
+@pytest.fixture(scope="module")
+def one_device():
+    sys.path.insert(0, str(ROOT))
+    history, _ = train("1")
+    assert history[-1, 0] < np.log(VOCAB) + 1
+    return history
+
+
+@pytest.mark.parametrize(
+    "mesh, options",
+    [
+        ("dp=8", {}),
+        ("fsdp=8", {}),
+        ("dp=4", {"zero": 3, "num_microbatches": 2}),
+        ("tp=4", {}),
+        ("dp=2,fsdp=2,tp=2", {"num_microbatches": 2}),
+        ("fsdp=2,tp=4", {"zero": 1}),
+    ],
+    ids=["dp8", "fsdp8", "dp4_zero3", "tp4", "dp2_fsdp2_tp2", "fsdp2_tp4"],
+)
+def test_the_example_trains_alike_on_every_mesh(mesh, options, one_device):
+    history, state = train(mesh, **options)
+    # float32 sums in another order, three Adam steps.
+    np.testing.assert_allclose(history, one_device, rtol=1e-5)
+    kernel = state.params["blocks"][0]["up"]["kernel"]
+    ways = MeshSpec.parse(mesh).tensor * MeshSpec.parse(mesh).fsdp
+    ways *= MeshSpec.parse(mesh).data if options.get("zero") == 3 else 1
+    assert kernel.addressable_shards[0].data.size == kernel.size // ways

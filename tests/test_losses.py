@@ -1,0 +1,218 @@
+"""Losses against `log_softmax`, numpy and torch: values, gradients, dtypes, shards, memory."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from jaxdist import collectives
+from jaxdist.losses import Vocabulary, label_cross_entropy, token_cross_entropy
+
+BATCH, SEQ, WIDTH, VOCAB, PADDED = 2, 15, 12, 29, 32
+
+
+def case(dtype=np.float32, seed=0):
+    """x, kernel with huge padding columns, targets, weights of which some are 0."""
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(BATCH, SEQ, WIDTH)).astype(np.float32)
+    kernel = rng.normal(size=(WIDTH, PADDED)).astype(np.float32)
+    kernel[:, VOCAB:] = 50.0  # padding that got probability would win
+    targets = rng.integers(0, VOCAB, (BATCH, SEQ), np.int32)
+    weights = rng.choice([0.0, 0.5, 1.0], (BATCH, SEQ)).astype(np.float32)
+    return jnp.asarray(x, dtype), jnp.asarray(kernel, dtype), targets, weights
+
+
+def plain_loss(x, kernel, targets, weights):
+    """The definition, every logit at once, in float32."""
+    logits = x.astype(jnp.float32) @ kernel.astype(jnp.float32)[:, :VOCAB]
+    picked = jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], -1)[..., 0]
+    hits = jnp.argmax(logits, -1) == targets
+    return -jnp.sum(picked * weights), jnp.sum(hits * weights)
+
+
+@jax.jit
+def plain(x, kernel, targets, weights):
+    grad = jax.value_and_grad(plain_loss, argnums=(0, 1), has_aux=True)
+    (loss, correct), grads = grad(x, kernel, targets, weights)
+    return loss, correct, grads
+
+
+def fused(x, kernel, targets, weights, *, chunk=0, axis=None):
+    """Loss, hits, gradients, and the loss without differentiation."""
+    vocabulary = Vocabulary(VOCAB, axis, chunk)
+
+    def loss(x, kernel):
+        x = collectives.vary(x, axis) if axis else x  # as `Context.enter` does
+        sums = token_cross_entropy(x, kernel, targets, weights, vocabulary)
+        return sums["loss"], sums
+
+    (_, sums), grads = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(x, kernel)
+    return sums, grads, loss(x, kernel)[1]
+
+
+def sharded(num_devices, chunk):
+    """`fused` with the vocabulary split over so many devices."""
+    mesh = Mesh(np.array(jax.devices()[:num_devices]), ("tensor",))
+    return jax.shard_map(
+        partial(fused, chunk=chunk, axis="tensor"),
+        mesh=mesh,
+        in_specs=(P(), P(None, "tensor"), P(), P()),
+        out_specs=(P(), (P(), P(None, "tensor")), P()),
+    )
+
+
+def check(result, expected):
+    sums, grads, undifferentiated = result
+    loss, correct, expected_grads = expected
+    # float32 sums of the same numbers in another order.
+    np.testing.assert_allclose(sums["loss"], loss, rtol=1e-6)
+    np.testing.assert_allclose(undifferentiated["loss"], loss, rtol=1e-6)
+    assert sums["correct"] == undifferentiated["correct"] == correct
+    for ours, theirs in zip(grads, expected_grads, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-6 * np.abs(theirs).max(), rtol=0)
+
+
+@pytest.mark.parametrize("chunk", [0, 1, 7, 10, 30, 64])
+def test_chunked_loss_and_gradients_equal_the_definition(chunk):
+    """7 does not divide the 30 tokens; 64 is more than all of them."""
+    arguments = case()
+    result = jax.jit(partial(fused, chunk=chunk))(*arguments)
+    check(result, plain(*arguments))
+    assert result[0]["weight"] == arguments[3].sum()
+
+
+@pytest.mark.parametrize("chunk", [0, 7])
+@pytest.mark.parametrize("num_devices", [2, 4, 8])
+def test_a_split_vocabulary_changes_nothing(num_devices, chunk):
+    arguments = case()
+    check(jax.jit(sharded(num_devices, chunk))(*arguments), plain(*arguments))
+
+
+def test_padding_columns_get_no_gradient():
+    arguments = case()
+    for function in (fused, sharded(8, 7)):
+        _, (_, grad), _ = jax.jit(function)(*arguments)
+        assert np.all(grad[:, VOCAB:] == 0)
+        assert np.all(np.abs(grad[:, :VOCAB]).max(0) > 0)
+
+
+@pytest.mark.parametrize("chunk", [0, 7])
+def test_tokens_of_weight_zero_leave_no_trace(chunk):
+    x, kernel, targets, weights = case()
+    sums, (dx, dkernel), _ = jax.jit(partial(fused, chunk=chunk))(
+        x.at[weights == 0].set(1e4), kernel, np.where(weights == 0, 0, targets), weights
+    )
+    check((sums, (jnp.where(weights[..., None] == 0, 0, dx), dkernel), sums), plain(*case()))
+    assert np.all(dx[weights == 0] == 0)
+
+    nothing = np.zeros_like(weights)
+    sums, grads, _ = jax.jit(partial(fused, chunk=chunk))(x, kernel, targets, nothing)
+    assert sums["loss"] == sums["weight"] == sums["correct"] == 0
+    assert all(np.all(grad == 0) for grad in grads)
+
+
+def test_a_large_logit_does_not_overflow():
+    x, kernel, targets, weights = case()
+    arguments = (x * 1e3, kernel, targets, weights)
+    check(jax.jit(fused)(*arguments), plain(*arguments))
+
+
+@pytest.mark.parametrize("num_devices", [1, 4])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_low_precision_keeps_a_float32_softmax(dtype, num_devices):
+    """Products take rounded inputs but accumulate in float32, as does everything after them."""
+    arguments = case(dtype)
+    function = partial(fused, chunk=7) if num_devices == 1 else sharded(num_devices, 7)
+    sums, grads, _ = jax.jit(function)(*arguments)
+    loss, correct, expected = plain(*arguments)
+    assert sums["loss"].dtype == sums["correct"].dtype == jnp.float32
+    np.testing.assert_allclose(sums["loss"], loss, rtol=1e-5)
+    assert sums["correct"] == correct
+    for ours, theirs in zip(grads, expected, strict=True):
+        assert ours.dtype == dtype
+        # Two roundings (of the logits' gradient, of the result), each half a unit in the last place
+        # relative to terms that partly cancel.
+        tolerance = 4 * float(jnp.finfo(dtype).eps) * np.abs(theirs.astype(np.float32)).max()
+        np.testing.assert_allclose(
+            ours.astype(np.float32), theirs.astype(np.float32), atol=tolerance, rtol=0
+        )
+
+
+def test_float16_gradients_below_its_range_survive_a_loss_scale():
+    """Unscaled they are some 1e-8, where float16 ends at 6e-8."""
+    x, kernel, targets, weights = case(jnp.float16)
+    tiny, scale = weights * np.float32(1e-7), 2.0**16
+
+    def loss(x, weights, scale):
+        sums = token_cross_entropy(x, kernel, targets, weights, Vocabulary(VOCAB, None, 7))
+        return sums["loss"] * scale
+
+    grad = jax.jit(jax.grad(loss))
+    scaled = np.float32(grad(x, tiny, scale)) / scale / 1e-7
+    expected = np.float32(grad(x, weights, 1.0))
+    np.testing.assert_allclose(scaled, expected, atol=4e-3 * np.abs(expected).max(), rtol=0)
+
+
+def test_logits_never_exist_whole_when_chunked():
+    tokens, width, vocab, chunk = 512, 16, 8192, 32
+    shapes = [
+        jax.ShapeDtypeStruct((1, tokens, width), jnp.float32),
+        jax.ShapeDtypeStruct((width, vocab), jnp.float32),
+        jax.ShapeDtypeStruct((1, tokens), jnp.int32),
+        jax.ShapeDtypeStruct((1, tokens), jnp.float32),
+    ]
+
+    def compiled(chunk):
+        def loss(x, kernel, targets, weights):
+            vocabulary = Vocabulary(vocab, None, chunk)
+            return token_cross_entropy(x, kernel, targets, weights, vocabulary)["loss"]
+
+        return jax.jit(jax.grad(loss, argnums=(0, 1))).lower(*shapes).compile()
+
+    whole_bytes = 4 * tokens * vocab
+    whole, chunked = compiled(0), compiled(chunk)
+    assert whole.memory_analysis().temp_size_in_bytes > whole_bytes
+    assert f"f32[{tokens},{vocab}]" in whole.as_text()
+    # Some buffers of one chunk's logits, and the kernel's gradient.
+    assert chunked.memory_analysis().temp_size_in_bytes < whole_bytes / 3
+    assert f"[{tokens},{vocab}]" not in chunked.as_text()
+    assert f"[{tokens // chunk},{chunk},{vocab}]" not in chunked.as_text()
+
+
+def test_label_loss_equals_numpy():
+    rng = np.random.default_rng(0)
+    logits = rng.normal(size=(9, 5)).astype(np.float32) * 3
+    labels, weights = rng.integers(0, 5, 9, np.int32), rng.choice([0.0, 1.0, 2.0], 9)
+    sums = jax.jit(label_cross_entropy)(logits, labels, weights.astype(np.float32))
+    wide = logits.astype(np.float64)
+    losses = np.log(np.exp(wide).sum(-1)) - wide[np.arange(9), labels]
+    np.testing.assert_allclose(sums["loss"], (losses * weights).sum(), rtol=1e-6)
+    assert sums["weight"] == weights.sum()
+    assert sums["correct"] == ((wide.argmax(-1) == labels) * weights).sum()
+
+
+def test_label_loss_and_gradient_equal_torch():
+    torch = pytest.importorskip("torch", reason="needs the reference extra (torch)")
+    rng = np.random.default_rng(1)
+    logits = rng.normal(size=(8, 10)).astype(np.float32)
+    labels, weights = rng.integers(0, 10, 8, np.int32), np.ones(8, np.float32)
+    ours = lambda logits: label_cross_entropy(logits, labels, weights)["loss"]
+    loss, grad = jax.jit(jax.value_and_grad(ours))(logits)
+    theirs = torch.from_numpy(logits).requires_grad_()
+    expected = torch.nn.functional.cross_entropy(
+        theirs, torch.from_numpy(labels).long(), reduction="sum"
+    )
+    expected.backward()
+    np.testing.assert_allclose(loss, expected.item(), rtol=1e-6)
+    np.testing.assert_allclose(grad, theirs.grad.numpy(), atol=1e-6)
+
+
+def test_label_loss_of_low_precision_logits_is_float32():
+    logits = jnp.asarray([[8.0, 0.0], [0.0, 8.0]], jnp.bfloat16)
+    sums = label_cross_entropy(logits, jnp.array([0, 1]), jnp.ones(2))
+    assert sums["loss"].dtype == jnp.float32
+    np.testing.assert_allclose(sums["loss"], 2 * np.log1p(np.exp(-8.0)), rtol=1e-3)
