@@ -311,6 +311,8 @@ def test_a_leaf_that_is_no_array_is_refused(tmp_path):
     writer = checkpointer(tmp_path)
     with pytest.raises(TypeError, match="rest/step is int: a state holds"):
         writer.save(1, {"params": {}, "rest": {"step": 3}}, {})
+    with pytest.raises(TypeError, match="not JSON serializable"):
+        writer.save(1, small_state(), {"data": object()})
     with pytest.raises(TypeError, match=r"share the name params\.a\.b"):
         writer.save(1, {"params": {"a.b": jnp.ones(1), "a": {"b": jnp.ones(1)}}}, {})
     writer.close()
@@ -326,6 +328,7 @@ def test_due_by_steps_and_by_minutes(tmp_path):
     assert not writer.due(3, now=1299.0) and writer.due(3, now=1300.0)
     writer.save(3, small_state(), {}, now=1300.0)
     assert not writer.due(4, now=1599.0) and writer.due(4, now=1600.0)
+    assert not writer.due(4, now=0.0)  # a clock that went backwards asks for nothing
     writer.close()
 
 

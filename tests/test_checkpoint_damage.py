@@ -451,7 +451,8 @@ def test_a_holder_on_another_host_is_watched_for_signs_of_life(tmp_path, monkeyp
     if not alive:
         lines = []
         Checkpointer(tmp_path, CheckpointConfig(), log=lines.append).close()
-        assert "took over from process 1 on elsewhere, which is gone" in lines[0]
+        assert "watching whether process 1 on elsewhere still uses it" in lines[0]
+        assert "took over from process 1 on elsewhere, which is gone" in lines[1]
         return
     beats = iter(range(1, 1000))
     monkeypatch.setattr(

@@ -274,9 +274,9 @@ class Checkpointer:
                     "Choose another --run-dir or make its parent writable."
                 ]
             ) from error
-        self._lock = DirectoryLock(self.directory)
-        if took_over := self._lock.acquire():
-            self._journal.line(f"checkpoint directory {self.directory}: {took_over}")
+        say = lambda text: self._journal.line(f"checkpoint directory {self.directory}: {text}")
+        self._lock = DirectoryLock(self.directory, say)
+        self._lock.acquire()
         manifest.remove_leftovers(self.directory)
 
 
