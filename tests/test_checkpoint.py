@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.checkpoint import CheckpointConfig, Checkpointer, CheckpointError
-from jaxdist.checkpoint.digest import digests
+from jaxdist.checkpoint.digest import digests, part_digest
 from jaxdist.checkpoint.retention import best_steps, steps_to_delete
 from jaxdist.mesh import MeshSpec
 from jaxdist.types import ConfigError
@@ -141,6 +142,33 @@ def test_digest_is_the_same_on_every_mesh_and_sees_every_bit(dtype):
                 flipped[byte] ^= 1 << bit
                 wrong = np.frombuffer(bytes(flipped), host.dtype).reshape(host.shape)
                 assert digests([jnp.asarray(wrong)])[0] not in values, (byte, bit, width)
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        "float32",
+        "bfloat16",
+        "float16",
+        "float8_e4m3fn",
+        "bool",
+        "int4",
+        "int8",
+        "uint32",
+        "complex64",
+    ],
+)
+def test_parts_on_the_host_add_up_to_the_digest_on_the_devices(dtype):
+    values = np.random.default_rng(1).standard_normal((5, 4, 6)) * 4
+    whole = jnp.asarray(values, jnp.dtype(dtype))
+    host = np.asarray(whole)
+    parts = 0
+    for rows, columns in itertools.product((slice(0, 2), slice(2, 5)), (slice(0, 5), slice(5, 6))):
+        index = (rows, slice(0, 4), columns)
+        parts += part_digest(host[index], [s.start for s in index], host.shape)
+    assert parts % 2**32 == digests([whole])[0]
+    scalar = jnp.asarray(3, jnp.dtype(dtype))
+    assert part_digest(np.asarray(scalar), (), ()) == digests([scalar])[0]
 
 
 def test_digest_sees_swapped_elements_and_another_shape():
@@ -283,6 +311,8 @@ def test_a_leaf_that_is_no_array_is_refused(tmp_path):
     writer = checkpointer(tmp_path)
     with pytest.raises(TypeError, match="rest/step is int: a state holds"):
         writer.save(1, {"params": {}, "rest": {"step": 3}}, {})
+    with pytest.raises(TypeError, match="not JSON serializable"):
+        writer.save(1, small_state(), {"data": object()})
     with pytest.raises(TypeError, match=r"share the name params\.a\.b"):
         writer.save(1, {"params": {"a.b": jnp.ones(1), "a": {"b": jnp.ones(1)}}}, {})
     writer.close()
@@ -298,6 +328,7 @@ def test_due_by_steps_and_by_minutes(tmp_path):
     assert not writer.due(3, now=1299.0) and writer.due(3, now=1300.0)
     writer.save(3, small_state(), {}, now=1300.0)
     assert not writer.due(4, now=1599.0) and writer.due(4, now=1600.0)
+    assert not writer.due(4, now=0.0)  # a clock that went backwards asks for nothing
     writer.close()
 
 
@@ -417,13 +448,17 @@ def test_going_on_from_an_older_step_sets_the_newer_ones_aside(tmp_path):
     writer.close()
 
 
-def test_probe_leaves_nothing_behind(tmp_path):
+def test_probe_leaves_nothing_behind_and_looks_for_room(tmp_path, monkeypatch):
     writer = checkpointer(tmp_path)
-    writer.probe()
+    writer.probe(small_state())
     assert [p.name for p in tmp_path.iterdir()] == [".lock"]
     assert [e["event"] for e in writer.pop_events()] == ["probe"]
-    with pytest.raises(CheckpointError, match=r"no space: a checkpoint takes 1000000000\.00 GB"):
-        writer.probe(num_bytes=10**18)
+    usage = shutil.disk_usage(tmp_path)._replace(free=10)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    with pytest.raises(
+        CheckpointError, match=r"no space: a checkpoint takes 20 B, .* has 10 B free"
+    ):
+        writer.probe(small_state())
     writer.close()
 
 

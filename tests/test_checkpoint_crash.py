@@ -65,8 +65,9 @@ checkpoints = Checkpointer(
 )
 say(opened=True)
 shape_of = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
-step = checkpoints.choose()
 state = make()
+checkpoints.probe(state)
+step = checkpoints.choose()
 if step is not None:
     target = jax.tree.map(shape_of, state, placement)
     state, meta, step = checkpoints.restore(target, step=step)
@@ -258,7 +259,7 @@ def test_two_processes_fall_back_past_damage_together(tmp_path):
 def test_two_processes_survive_a_failed_save_together(tmp_path):
     run = Run(tmp_path, processes=2, mesh="fsdp=4", steps=12, width=64, pause_s=0, broken=[6])
     records = run.finish()
-    assert value(records, "events") == ["save", "save_failed", "save", "save"]
+    assert value(records, "events") == ["probe", "save", "save_failed", "save", "save"]
     assert any("is gone: is its file system still mounted?" in r.get("log", "") for r in records)
     steps = sorted(p.name for p in run.directory.iterdir() if p.name.isdecimal())
     assert steps == ["12", "3", "9"]

@@ -344,7 +344,7 @@ def test_too_little_space_is_known_before_writing(run, pristine, monkeypatch):
     opened.save(6, state_at(6), {})
     assert opened.wait() is False
     untouched(run, pristine)
-    assert any("no space: a checkpoint takes 0.01 MB" in line for line in run.lines)
+    assert any("no space: a checkpoint takes 8.20 kB" in line for line in run.lines)
 
 
 def test_training_stops_after_so_many_failures_in_a_row(run, monkeypatch):
@@ -451,7 +451,8 @@ def test_a_holder_on_another_host_is_watched_for_signs_of_life(tmp_path, monkeyp
     if not alive:
         lines = []
         Checkpointer(tmp_path, CheckpointConfig(), log=lines.append).close()
-        assert "took over from process 1 on elsewhere, which is gone" in lines[0]
+        assert "watching whether process 1 on elsewhere still uses it" in lines[0]
+        assert "took over from process 1 on elsewhere, which is gone" in lines[1]
         return
     beats = iter(range(1, 1000))
     monkeypatch.setattr(

@@ -33,6 +33,7 @@ class Agreement:
         self._client: Any = global_state.client if self.num_processes > 1 else None
         self._prefix = f"jaxdist/checkpoint/{next(_instances)}"
         self._calls = itertools.count()
+        self._said: list[str] = []  # keys that this process has set and not deleted
 
     @property
     def leader(self) -> bool:
@@ -47,7 +48,7 @@ class Agreement:
         if self.leader:
             try:
                 answer = {"value": decision()}
-            except (ConfigError, CheckpointError, OSError) as error:
+            except Exception as error:  # whatever it is, the others must not wait for an answer
                 self._set(key, {"error": type(error).__name__, "text": str(error)})
                 raise
             self._set(key, answer)
@@ -62,11 +63,18 @@ class Agreement:
         if self._client is None:
             return [value]
         key = f"{self._prefix}/{next(self._calls)}"
+        said_before, self._said = self._said, []
         self._set(f"{key}/{self.process}", value)
-        return [self._get(f"{key}/{process}") for process in range(self.num_processes)]
+        values = [self._get(f"{key}/{process}") for process in range(self.num_processes)]
+        # All have come this far, so all have read what was said before: file lists, over many saves
+        # too much to keep in the coordinator's memory.
+        for read in said_before:
+            self._client.key_value_delete(read)
+        return values
 
     def _set(self, key: str, value: Any) -> None:
         self._client.key_value_set(key, json.dumps(value))
+        self._said.append(key)
 
     def _get(self, key: str) -> Any:
         return json.loads(self._client.blocking_key_value_get(key, _WAIT_S * 1000))
@@ -75,4 +83,5 @@ class Agreement:
 def _rebuilt(kind: str, text: str) -> Exception:
     if kind == "ConfigError":
         return ConfigError(text.split("\n"))
-    return {"Damaged": Damaged, "CheckpointError": CheckpointError}.get(kind, OSError)(text)
+    kinds = {"Damaged": Damaged, "CheckpointError": CheckpointError}
+    return kinds[kind](text) if kind in kinds else CheckpointError(f"{kind} on process 0: {text}")

@@ -11,6 +11,7 @@ from typing import Any
 from jaxdist.checkpoint import manifest, tree
 from jaxdist.checkpoint.agreement import Agreement
 from jaxdist.checkpoint.config import CheckpointConfig
+from jaxdist.checkpoint.digest import digests
 from jaxdist.checkpoint.errors import Damaged
 from jaxdist.checkpoint.journal import Event, Journal
 from jaxdist.checkpoint.lock import DirectoryLock
@@ -244,11 +245,12 @@ class Checkpointer:
         )
         return loaded["params"]
 
-    def probe(self, num_bytes: int = 0) -> None:
+    def probe(self, state: Any = None) -> None:
         """Try the save path now rather than at the first save: write, read back and compare.
 
         Args:
-            num_bytes: size of a whole checkpoint, if known: the disk must have room for one.
+            state: what will be saved, if it exists already: the disk must have room for it, and
+                its digests are compiled here, so that the first save blocks no longer than others.
 
         Raises:
             CheckpointError: with what does not work.
@@ -256,7 +258,9 @@ class Checkpointer:
         from jaxdist.checkpoint.probe import try_save_path
 
         start = time.perf_counter()
-        self._agreement.decide(lambda: self._saver.check_room(num_bytes))
+        leaves = tree.leaves_of(state)
+        self._agreement.decide(lambda: self._saver.check_room(sum(x.num_bytes for x in leaves)))
+        digests([tree.plain(leaf) for leaf in leaves])
         try_save_path(self.directory, self.config, self._agreement)
         self._journal.event("probe", seconds=time.perf_counter() - start)
 
@@ -270,9 +274,9 @@ class Checkpointer:
                     "Choose another --run-dir or make its parent writable."
                 ]
             ) from error
-        self._lock = DirectoryLock(self.directory)
-        if took_over := self._lock.acquire():
-            self._journal.line(f"checkpoint directory {self.directory}: {took_over}")
+        say = lambda text: self._journal.line(f"checkpoint directory {self.directory}: {text}")
+        self._lock = DirectoryLock(self.directory, say)
+        self._lock.acquire()
         manifest.remove_leftovers(self.directory)
 
 

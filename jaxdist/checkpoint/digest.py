@@ -8,9 +8,11 @@ them cancel with probability 2⁻³². Position enters before the mix, so mispla
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxdist.types import Array
 
@@ -22,6 +24,30 @@ def digests(arrays: Sequence[Array]) -> list[int]:
         arrays: global arrays of any sharding; typed keys must be given as their key data.
     """
     return [int(value) for value in jax.device_get([_digest(_on_device(x)) for x in arrays])]
+
+
+def part_digest(part: np.ndarray, start: Sequence[int], shape: Sequence[int]) -> int:
+    """What a part contributes to an array's digest: the sum over all parts, modulo 2³², is it.
+
+    Args:
+        part: a block of the array, on the host.
+        start: index of the block's first element in the array.
+        shape: of the whole array.
+    """
+    if part.dtype.name in ("int4", "uint4", "int2", "uint2"):
+        part = part.astype(np.int32)
+    itemsize = part.dtype.itemsize
+    words = np.ascontiguousarray(part).view(f"u{min(itemsize, 4)}").reshape(*part.shape, -1)
+    words = words.astype(np.uint32)
+    position = np.zeros(words.shape, np.uint32)
+    stride = 1
+    bounds = zip([*start, 0], [*shape, words.shape[-1]], words.shape, strict=True)
+    for dim, (first, size, length) in reversed(list(enumerate(bounds))):
+        steps = (np.arange(first, first + length, dtype=np.uint64) * stride).astype(np.uint32)
+        position += steps.reshape(-1, *[1] * (words.ndim - 1 - dim))
+        stride = stride * size % 2**32
+    mixed = _mix(words ^ (position * np.uint32(2654435761)), np.uint32)
+    return int(mixed.sum(dtype=np.uint64)) % 2**32
 
 
 def _on_device(x: Array) -> Array:
@@ -57,12 +83,12 @@ def _words(x: Array) -> Array:
     return jax.lax.bitcast_convert_type(x, {8: jnp.uint8, 16: jnp.uint16}[bits]).astype(jnp.uint32)
 
 
-def _mix(h: Array) -> Array:
+def _mix(h: Any, uint32: Any = jnp.uint32) -> Any:
     """Bijection of uint32 in which every input bit moves every output bit.
 
     References:
         The 32-bit finaliser of MurmurHash3 (Appleby, public domain): its shifts and multipliers.
     """
-    h = (h ^ (h >> 16)) * jnp.uint32(0x85EBCA6B)
-    h = (h ^ (h >> 13)) * jnp.uint32(0xC2B2AE35)
+    h = (h ^ (h >> 16)) * uint32(0x85EBCA6B)
+    h = (h ^ (h >> 13)) * uint32(0xC2B2AE35)
     return h ^ (h >> 16)

@@ -90,4 +90,7 @@ def one_line(error: BaseException) -> str:
 
 def size_text(num_bytes: float) -> str:
     """Bytes as people read them."""
-    return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:.2f} MB"
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if num_bytes >= 0.1 * size:
+            return f"{num_bytes / size:.2f} {unit}"
+    return f"{num_bytes:.0f} B"

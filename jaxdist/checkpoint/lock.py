@@ -16,6 +16,7 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,8 @@ _held: set[Path] = set()  # POSIX locks do not exclude within one process; this 
 class DirectoryLock:
     """The right to write into one directory, for one process at a time."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, say: Callable[[str], None] = lambda line: None) -> None:
+        self._say = say
         self._path = directory.resolve() / FILE_NAME
         self._descriptor: int | None = None
         self._stop = threading.Event()
@@ -43,11 +45,8 @@ class DirectoryLock:
             "beat": 0,
         }
 
-    def acquire(self) -> str:
-        """Take the lock.
-
-        Returns:
-            One line on the dead run it was taken over from, or "".
+    def acquire(self) -> None:
+        """Take the lock, perhaps over from a run that died.
 
         Raises:
             ConfigError: another run holds it, or the directory cannot be written.
@@ -64,7 +63,7 @@ class DirectoryLock:
                 ]
             ) from error
         try:
-            took_over = self._exclude(descriptor)
+            self._exclude(descriptor)
         except BaseException:
             os.close(descriptor)
             raise
@@ -72,7 +71,6 @@ class DirectoryLock:
         _held.add(self._path)
         self._write()
         threading.Thread(target=self._beat, name="checkpoint-lock", daemon=True).start()
-        return took_over
 
     def release(self) -> None:
         """Give the lock up; the next run starts without waiting."""
@@ -85,7 +83,7 @@ class DirectoryLock:
         os.close(self._descriptor)
         self._descriptor = None
 
-    def _exclude(self, descriptor: int) -> str:
+    def _exclude(self, descriptor: int) -> None:
         kernel_decides = True
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -95,13 +93,16 @@ class DirectoryLock:
             kernel_decides = False  # this file system has no locks
         holder = _read(descriptor)
         if not holder or holder.get("state") == "released":
-            return ""
+            return
+        who = f"process {holder.get('pid')} on {holder.get('host')}"
         here = holder.get("boot") == self._record["boot"]
         if here and not kernel_decides and _alive(holder.get("pid", 0)):
             raise self._refusal(holder)
-        if not here and _beats(descriptor, holder):
-            raise self._refusal(holder)
-        return f"took over from process {holder.get('pid')} on {holder.get('host')}, which is gone"
+        if not here:
+            self._say(f"watching whether {who} still uses it, {3 * HEARTBEAT_S:.0f} s")
+            if _beats(descriptor, holder):
+                raise self._refusal(holder)
+        self._say(f"took over from {who}, which is gone")
 
     def _refusal(self, holder: dict[str, Any]) -> ConfigError:
         who = f"process {holder.get('pid', '?')} on {holder.get('host', '?')}"

@@ -7,6 +7,7 @@ processes → manifest → delete what retention does not keep. Process 0's answ
 
 from __future__ import annotations
 
+import json
 import shutil
 import threading
 import time
@@ -47,8 +48,9 @@ class Saver:
 
     def start(self, step: int, state: Any, meta: dict[str, Any], metrics: dict[str, float]) -> None:
         """Begin a save, after waiting for the one before."""
-        outcome = Outcome(step, waited_s=self.settle())
         leaves = tree.leaves_of(state)
+        json.dumps(meta)  # raises here and now, not as a save that fails again and again
+        outcome = Outcome(step, waited_s=self.settle())
         begin = time.perf_counter()
         try:
             if not self._agreement.decide(lambda: self._prepare(step, leaves)):
@@ -180,8 +182,10 @@ class Saver:
         path = self._directory / str(step)
         names = self._background.decide(lambda: manifest.files_of(path))
         mine = names[self._background.process :: self._background.num_processes]
-        shares = self._background.gather({n: manifest.fingerprint(path / n) for n in mine})
-        files = {name: entry for share in shares for name, entry in share.items()}
+        shares = self._background.gather(_fingerprints(path, mine))
+        if errors := [share["error"] for share in shares if "error" in share]:
+            raise CheckpointError(errors[0])
+        files = {name: entry for share in shares for name, entry in share["files"].items()}
         self._background.decide(lambda: manifest.write(path, step, files, metrics))
         return sum(size for size, _ in files.values())
 
@@ -200,3 +204,11 @@ class Saver:
                 manifest.delete(self._directory / str(step))
             except OSError as error:
                 self._journal.line(f"checkpoint {step} could not be deleted: {one_line(error)}")
+
+
+def _fingerprints(path: Path, names: list[str]) -> dict[str, Any]:
+    """Size and CRC-32 of files, or why not: the other processes wait for an answer either way."""
+    try:
+        return {"files": {name: manifest.fingerprint(path / name) for name in names}}
+    except OSError as error:
+        return {"error": one_line(error)}

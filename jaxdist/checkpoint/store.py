@@ -9,6 +9,7 @@ hides a failed save until the next one.
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,25 @@ def read(
 def read_document(checkpoint: Path) -> dict[str, Any]:
     """The JSON that was written beside the arrays."""
     return json.loads((checkpoint / _DOCUMENT / "metadata").read_text())
+
+
+def write_frame(
+    source: Path, destination: Path, items: Collection[str], document: dict[str, Any]
+) -> None:
+    """What Orbax wants beside arrays that were copied from `source` by other means."""
+    for item in items:
+        metadata = json.loads((source / item / "_METADATA").read_text())
+        for leaf in metadata["tree_metadata"].values():
+            leaf["value_metadata"].pop("write_shape", None)  # of the writer's mesh
+        (destination / item / "_METADATA").write_text(json.dumps(metadata))
+    (destination / _DOCUMENT).mkdir(parents=True)
+    (destination / _DOCUMENT / "metadata").write_text(json.dumps(document))
+    metadata = json.loads((source / "_CHECKPOINT_METADATA").read_text())
+    handlers = metadata.get("item_handlers", {})
+    metadata["item_handlers"] = {
+        name: handler for name, handler in handlers.items() if name in (*items, _DOCUMENT)
+    }
+    (destination / "_CHECKPOINT_METADATA").write_text(json.dumps(metadata))
 
 
 def _handler(config: CheckpointConfig) -> Any:

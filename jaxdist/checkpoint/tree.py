@@ -102,11 +102,16 @@ def plain(leaf: Leaf) -> Array:
 
 
 def describe(leaves: Sequence[Leaf], digests: Sequence[int]) -> dict[str, dict[str, Any]]:
-    """Name -> shape, dtype, digest (and key implementation) of what is written, as JSON."""
+    """Name -> shape, dtype, digest, name on disk (and kind of key) of what is written, as JSON."""
     described = {}
     for leaf, digest in zip(leaves, digests, strict=True):
         array = jax.eval_shape(jax.random.key_data, leaf.value) if leaf.is_key else leaf.value
-        entry = {"shape": list(array.shape), "dtype": array.dtype.name, "digest": digest}
+        entry = {
+            "shape": list(array.shape),
+            "dtype": array.dtype.name,
+            "digest": digest,
+            "stored": ".".join(leaf.path),  # Orbax's name; keys may contain slashes
+        }
         if leaf.is_key:
             entry["key"] = str(jax.random.key_impl(leaf.value))
         described[leaf.name] = entry

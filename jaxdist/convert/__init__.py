@@ -1,0 +1,7 @@
+"""Looking at checkpoints and rewriting them, on any machine, with little memory.
+
+places        which checkpoint a path means
+inspecting    what is in it                       checking      whether it is whole
+comparing     what differs between two            resharding    rewrite it for another mesh
+consolidating one safetensors file, or several with an index (`safetensors` knows the format)
+"""

@@ -1,0 +1,208 @@
+"""Seconds that saving and restoring cost, beside torch.save and torch's asynchronous checkpoint.
+
+    python scripts/bench/checkpoint.py                     # 0.5 GB, 2 simulated devices
+    python scripts/bench/checkpoint.py --gb 2 --directory /dev/shm/bench
+
+All contenders write the same bytes in one run, interleaved; the medians of the repetitions are
+printed. `blocked` is what a training loop waits for, `total` the time until the files are complete;
+ours includes the digests, the CRC-32 of every file and the manifest. The last part trains a small
+matrix product with a save every 50 steps and without, in alternating blocks.
+
+On CPU the copy from device to host is none, so `blocked` is the digests; on a GPU it is the copy.
+PyTorch's rows are absent when it is not installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxdist.checkpoint import CheckpointConfig, Checkpointer
+from jaxdist.mesh import MeshSpec
+
+NUM_ARRAYS = 8
+QUIET: dict[str, Any] = {"log": lambda line: None}
+
+
+def main() -> None:
+    """Measure and print one table per question."""
+    arguments = _arguments()
+    jax.config.update("jax_num_cpu_devices", arguments.devices)
+    root = Path(arguments.directory or tempfile.mkdtemp(prefix="bench-checkpoint-"))
+    mesh = MeshSpec(fsdp=len(jax.devices())).build()
+    try:
+        print(f"{len(jax.devices())} x {jax.devices()[0].platform}, {arguments.gb} GB of state")
+        state = make_state(mesh, P("fsdp"), arguments.gb)
+        contenders = {"jaxdist": ours(root / "ours", state), **torch_contenders(root, arguments.gb)}
+        measure(contenders, arguments.repeats, arguments.gb)
+        restores(root / "restore", state, mesh, arguments.repeats, arguments.gb)
+        throughput(root / "throughput", arguments.steps)
+    finally:
+        shutil.rmtree(root, ignore_errors=True)
+
+
+def make_state(mesh: Mesh, spec: P, gb: float) -> dict[str, Any]:
+    """Parameters and two moments of `gb` GB in all, as AdamW has them, split by `spec`."""
+    columns = int(gb * 1e9 / 4 / 3 / NUM_ARRAYS / 1024 / 16) * 16
+
+    def make(key: jax.Array) -> dict[str, Any]:
+        draw = lambda i: jax.random.normal(jax.random.fold_in(key, i), (1024, columns))
+        params = {f"w{i}": draw(i) for i in range(NUM_ARRAYS)}
+        moments = {name: jax.tree.map(lambda x: x * 0.5, params) for name in ("mu", "nu")}
+        return {"params": params, "opt_state": moments}
+
+    shapes = jax.eval_shape(make, jax.random.key(0))
+    placed = jax.tree.map(lambda _: NamedSharding(mesh, spec), shapes)
+    return jax.block_until_ready(jax.jit(make, out_shardings=placed)(jax.random.key(0)))
+
+
+def ours(directory: Path, state: Any) -> Callable[[int], tuple[float, float]]:
+    """Save with `Checkpointer`; returns (seconds blocked, seconds in all)."""
+    writer = Checkpointer(directory, CheckpointConfig(keep_newest=1), **QUIET)
+    writer.probe(state)
+
+    def save(step: int) -> tuple[float, float]:
+        start = time.perf_counter()
+        writer.save(step, state, {})
+        blocked = time.perf_counter() - start
+        assert writer.wait()
+        return blocked, time.perf_counter() - start
+
+    return save
+
+
+def torch_contenders(root: Path, gb: float) -> dict[str, Callable[[int], tuple[float, float]]]:
+    """The same bytes through PyTorch, if it is installed."""
+    try:
+        import torch
+        import torch.distributed as dist
+        import torch.distributed.checkpoint as dcp
+    except ImportError:
+        print("PyTorch is not installed: its rows are left out")
+        return {}
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0", RANK="0", WORLD_SIZE="1")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    size = int(gb * 1e9 / 4 / 3 / NUM_ARRAYS)
+    state = {f"w{i}": torch.randn(size) for i in range(3 * NUM_ARRAYS)}
+
+    def asynchronous(step: int) -> tuple[float, float]:
+        start = time.perf_counter()
+        future = dcp.async_save(state, checkpoint_id=str(root / "dcp" / str(step)))
+        blocked = time.perf_counter() - start
+        future.result()
+        total = time.perf_counter() - start
+        shutil.rmtree(root / "dcp" / str(step))
+        return blocked, total
+
+    def plain(step: int) -> tuple[float, float]:
+        start = time.perf_counter()
+        torch.save(state, root / f"{step}.pt")
+        total = time.perf_counter() - start
+        (root / f"{step}.pt").unlink()
+        return total, total
+
+    return {"torch dcp.async_save": asynchronous, "torch.save": plain}
+
+
+def measure(contenders: dict[str, Callable], repeats: int, gb: float) -> None:
+    """Interleaved saves, medians; the first of each is warm-up."""
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
+    for step in range(1, repeats + 2):
+        for name, save in contenders.items():
+            times[name].append(save(step))
+    print(f"\n{'save':<24}{'blocked s':>10}{'total s':>10}{'GB/s':>8}")
+    for name, measured in times.items():
+        blocked, total = (statistics.median(column) for column in zip(*measured[1:], strict=True))
+        print(f"{name:<24}{blocked:>10.3f}{total:>10.3f}{gb / total:>8.2f}")
+
+
+def restores(directory: Path, state: Any, mesh: Mesh, repeats: int, gb: float) -> None:
+    """Restore on the mesh that wrote it, split another way, and on one device."""
+    writer = Checkpointer(directory, CheckpointConfig(), **QUIET)
+    writer.save(1, state, {})
+    writer.close()
+    one = MeshSpec().build(jax.devices()[:1])
+    targets = {
+        "same mesh": NamedSharding(mesh, P("fsdp")),
+        "split by columns": NamedSharding(mesh, P(None, "fsdp")),
+        "one device": NamedSharding(one, P()),
+    }
+    times: dict[str, list[float]] = {name: [] for name in targets}
+    for _ in range(repeats):
+        for name, sharding in targets.items():
+            place = lambda x, s=sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
+            reader = Checkpointer(directory, CheckpointConfig(), read_only=True, **QUIET)
+            start = time.perf_counter()
+            jax.block_until_ready(reader.restore(jax.tree.map(place, state))[0])
+            times[name].append(time.perf_counter() - start)
+    print(f"\n{'verified restore':<24}{'total s':>20}{'GB/s':>8}")
+    for name, measured in times.items():
+        total = statistics.median(measured)
+        print(f"{name:<24}{total:>20.3f}{gb / total:>8.2f}")
+
+
+def throughput(directory: Path, num_steps: int) -> None:
+    """Steps per second with a save every 50 steps and without, in alternating blocks of 50."""
+    size = 512
+    params = jax.random.normal(jax.random.key(0), (size, size))
+    state = {"params": {"w": params}, "opt_state": {"mu": params * 0, "nu": params * 0}}
+
+    @jax.jit
+    def step(state: dict[str, Any]) -> dict[str, Any]:
+        w = state["params"]["w"]
+        for _ in range(8):
+            w = jnp.tanh(w @ state["params"]["w"] / size**0.5)
+        return {**state, "params": {"w": w}}
+
+    writer = Checkpointer(directory, CheckpointConfig(keep_newest=1), **QUIET)
+    writer.probe(state)
+    state = step(state)
+    seconds: dict[bool, list[float]] = {True: [], False: []}
+    number = 0
+    for block in range(2 * max(num_steps // 50, 2)):
+        saving = block % 2 == 1
+        start = time.perf_counter()
+        for _ in range(50):
+            state = step(state)
+            number += 1
+            jax.block_until_ready(state)
+        if saving:
+            writer.save(number, state, {})
+        seconds[saving].append(time.perf_counter() - start)
+        writer.wait()
+    writer.close()
+    with_saves, without = (statistics.median(seconds[saving]) for saving in (True, False))
+    num_bytes = sum(np.asarray(x).nbytes for x in jax.tree.leaves(state))
+    print(
+        f"\n50 steps without saving {without:.3f} s, with one save ({num_bytes / 1e6:.0f} MB) "
+        f"{with_saves:.3f} s: {100 * (with_saves / without - 1):+.2f} %"
+    )
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--gb", type=float, default=0.5, help="size of the state")
+    parser.add_argument("--devices", type=int, default=2, help="simulated CPU devices")
+    parser.add_argument("--repeats", type=int, default=3, help="measurements of each")
+    parser.add_argument("--steps", type=int, default=300, help="training steps of each kind")
+    parser.add_argument("--directory", default="", help="where to write; default: a temporary one")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,352 @@
+"""`python -m jaxdist.convert`: looking at checkpoints, comparing them, rewriting them."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from jaxdist.assembly import assemble
+from jaxdist.checkpoint import CheckpointConfig, Checkpointer
+from jaxdist.checkpoint import arrays as stored_arrays
+from jaxdist.checkpoint.arrays import StoredArrays, block_shape, even_chunk, grid
+from jaxdist.config import read_run, stored_run, write_toml
+from jaxdist.convert.__main__ import VERBS, main
+from jaxdist.types import ConfigError
+
+QUIET = {"log": lambda line: None}
+
+
+def state(offset: float = 0.0) -> dict:
+    rng = np.random.default_rng(0)
+    return {
+        "params": {
+            "layers": {"w": jnp.asarray(rng.standard_normal((4, 6, 8)) + offset, jnp.float32)},
+            "table": jnp.asarray(rng.standard_normal((10, 3)), jnp.bfloat16),
+        },
+        "opt_state": ({"mu": jnp.ones((4, 6, 8))},),
+        "rest": {"step": jnp.int32(7), "key": jax.random.key(3)},
+    }
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    """Checkpoints 1 and 2, which differ in one array and the metadata."""
+    path = tmp_path_factory.mktemp("run")
+    writer = Checkpointer(path / "checkpoints", CheckpointConfig(), **QUIET)
+    for step, offset in ((1, 0.0), (2, 0.5)):
+        writer.save(step, state(offset), {"mesh": "dp=1", "config": "seed = 0", "at": step})
+    writer.close()
+    return path
+
+
+def test_inspect_shows_step_mesh_and_every_array(run, capsys):
+    assert main(["inspect", str(run), "--settings=true"]) == 0
+    text = capsys.readouterr().out
+    for fact in ("step        2", "mesh        dp=1", "[4, 6, 8]", "threefry2x32 key", "seed = 0"):
+        assert fact in text, fact
+    assert "params      2 arrays, 222 elements" in text
+    assert main(["inspect", str(run), "--json=true", "--under=params/t"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert list(shown["arrays"]) == ["params/table"] and shown["step"] == 2
+
+
+@pytest.mark.parametrize("inside", [".", "checkpoints", "checkpoints/1"])
+def test_any_path_into_a_run_names_its_checkpoints(run, capsys, inside):
+    assert main(["inspect", str(run / inside), "--json=true"]) == 0
+    assert json.loads(capsys.readouterr().out)["at"] == (1 if inside.endswith("1") else 2)
+    assert main(["inspect", str(run / inside), "--json=true", "--step=1"]) == 0
+    assert json.loads(capsys.readouterr().out)["at"] == 1
+
+
+def copied(run: Path, tmp_path: Path) -> Path:
+    import shutil
+
+    shutil.copytree(run / "checkpoints", tmp_path / "copy" / "checkpoints")
+    return tmp_path / "copy"
+
+
+def largest_file(checkpoint: Path) -> Path:
+    files = (p for p in checkpoint.rglob("*") if p.is_file())
+    return max(files, key=lambda p: p.stat().st_size)
+
+
+def test_verify_checks_all_and_fails_when_one_is_damaged(run, tmp_path, capsys):
+    copy = copied(run, tmp_path)
+    assert main(["verify", str(copy), "--arrays=true"]) == 0
+    assert capsys.readouterr().out.count(": whole, ") == 2
+    victim = largest_file(copy / "checkpoints" / "2")
+    victim.write_bytes(victim.read_bytes()[:-1])
+    assert main(["verify", str(copy)]) == 1
+    text = capsys.readouterr().out
+    assert "checkpoint 1: whole" in text and "checkpoint 2: DAMAGED: " in text
+    assert main(["verify", str(copy / "checkpoints" / "1")]) == 0
+    with pytest.raises(ConfigError, match=r"checkpoint 2 .* is not whole"):
+        main(["inspect", str(copy), "--step=2"])
+    assert main(["inspect", str(copy)]) == 0  # falls back to 1
+
+
+def test_verify_arrays_sees_what_the_files_hide(run, tmp_path, capsys):
+    from jaxdist.checkpoint import manifest
+
+    copy = copied(run, tmp_path) / "checkpoints" / "2"
+    document = json.loads((copy / "meta" / "metadata").read_text())
+    document["arrays"]["params/layers/w"]["digest"] ^= 1
+    (copy / "meta" / "metadata").write_text(json.dumps(document))
+    files = {name: manifest.fingerprint(copy / name) for name in manifest.files_of(copy)}
+    manifest.write(copy, 2, files, {})
+    assert main(["verify", str(copy)]) == 0
+    assert main(["verify", str(copy), "--arrays=true"]) == 1
+    assert "params/layers/w" in capsys.readouterr().out
+
+
+def test_diff_says_what_differs_and_by_how_much(run, tmp_path, capsys):
+    step_1, step_2 = (str(run / "checkpoints" / name) for name in "12")
+    assert main(["diff", step_1, step_1]) == 0
+    assert "5 arrays identical, 0 differ" in capsys.readouterr().out
+    assert main(["diff", step_1, step_2, "--json=true"]) == 1
+    result = json.loads(capsys.readouterr().out)
+    assert list(result["differing"]) == ["params/layers/w"]
+    found = result["differing"]["params/layers/w"]
+    a, b = (np.asarray(state(offset)["params"]["layers"]["w"], np.float64) for offset in (0.0, 0.5))
+    assert found["max_abs"] == np.abs(a - b).max() and found["mean_abs"] == np.abs(a - b).mean()
+    assert found["differing_share"] == 1.0
+    assert found["at"] == list(np.unravel_index(np.abs(a - b).argmax(), a.shape))
+
+
+def test_diff_of_other_trees_names_what_is_missing_or_reshaped(run, tmp_path, capsys):
+    other = state()
+    other["params"]["table"] = jnp.full((10, 4), jnp.nan)
+    other["params"]["new"] = jnp.ones(1)
+    other["params"]["layers"]["w"] = other["params"]["layers"]["w"].at[1, 2, 3].set(jnp.nan)
+    del other["opt_state"]
+    writer = Checkpointer(tmp_path, CheckpointConfig(), **QUIET)
+    writer.save(1, other, {})
+    writer.close()
+    assert main(["diff", str(run / "checkpoints" / "1"), str(tmp_path)]) == 1
+    text = capsys.readouterr().out
+    assert "only in a: opt_state/0/mu" in text and "only in b: params/new" in text
+    assert "other shape: params/table is [10, 3] in a and [10, 4] in b" in text
+    assert "params/layers/w: at most inf at [1, 2, 3], mean inf, 0.5208 % of elements" in text
+
+
+def read_safetensors(file: Path) -> tuple[dict, dict]:
+    """An independent reader of the format: tensors and metadata."""
+    data = file.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    dtypes = {"F32": np.float32, "BF16": ml_dtypes.bfloat16, "I32": np.int32, "U32": np.uint32}
+    tensors, end = {}, 8 + length
+    metadata = header.pop("__metadata__")
+    for name, entry in header.items():
+        start, stop = (8 + length + at for at in entry["data_offsets"])
+        assert start == end, "no gaps"
+        end = stop
+        raw = np.frombuffer(data[start:stop], dtypes[entry["dtype"]])
+        tensors[name] = raw.reshape(entry["shape"])
+    assert end == len(data)
+    return tensors, metadata
+
+
+def test_consolidate_writes_one_file_that_holds_the_weights(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(stored_arrays, "BLOCK_BYTES", 100)  # many blocks
+    assert main(["consolidate", str(run), str(tmp_path / "out")]) == 0
+    tensors, metadata = read_safetensors(tmp_path / "out" / "model.safetensors")
+    assert sorted(tensors) == ["layers.w", "table"] and metadata["step"] == "2"
+    expected = state(0.5)["params"]
+    np.testing.assert_array_equal(tensors["layers.w"], expected["layers"]["w"])
+    np.testing.assert_array_equal(tensors["table"], expected["table"])
+    assert tensors["table"].dtype == ml_dtypes.bfloat16
+
+
+def test_consolidate_shards_by_size_with_an_index_and_casts(run, tmp_path):
+    out = tmp_path / "out"
+    words = ["--items=all", "--shard_gb=0.0000007", "--dtype=bfloat16"]
+    assert main(["consolidate", str(run), str(out), *words]) == 0
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    together = {}
+    for file in sorted(out.glob("*.safetensors")):
+        tensors, _ = read_safetensors(file)
+        assert all(index["weight_map"][name] == file.name for name in tensors)
+        together |= tensors
+    assert set(together) == set(index["weight_map"]) and len(set(index["weight_map"].values())) > 1
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in together.values())
+    expected = state(0.5)
+    np.testing.assert_array_equal(
+        together["layers.w"], expected["params"]["layers"]["w"].astype(jnp.bfloat16)
+    )
+    np.testing.assert_array_equal(together["opt_state.0.mu"], expected["opt_state"][0]["mu"])
+    np.testing.assert_array_equal(
+        together["rest.key"], jax.random.key_data(expected["rest"]["key"])
+    )
+
+
+def test_consolidated_files_open_in_the_safetensors_library(run, tmp_path):
+    library = pytest.importorskip("safetensors.numpy", reason="safetensors is not installed")
+    main(["consolidate", str(run), str(tmp_path / "out"), "--dtype=float32"])
+    tensors = library.load_file(tmp_path / "out" / "model.safetensors")
+    np.testing.assert_array_equal(tensors["layers.w"], state(0.5)["params"]["layers"]["w"])
+
+
+# -- reshard ---------------------------------------------------------------------------------------
+
+SMALL = (
+    *("--model.num_layers=4", "--model.d_model=32", "--train.seq_len=32", "--mesh=fsdp=2"),
+    *("--train.global_batch_size=16", "--train.num_microbatches=2"),
+)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> tuple[Path, dict]:
+    """A run directory as training leaves it (fsdp=2), and the host values of its state."""
+    path = tmp_path_factory.mktemp("trained")
+    config = read_run(SMALL, command="test")
+    parts = assemble(config, jax.devices()[:2])
+    begun = parts.init_state()
+    writer = Checkpointer(path / "checkpoints", CheckpointConfig(), **QUIET)
+    writer.save(3, begun, {"data": {"next_sample": 48}, "mesh": "fsdp=2", "config": ""})
+    writer.close()
+    (path / "config.toml").write_text(write_toml(config))
+    return path, jax.tree.map(host, begun)
+
+
+def host(x) -> np.ndarray:
+    is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return np.asarray(jax.random.key_data(x) if is_key else x)
+
+
+@pytest.mark.parametrize("mesh", ["dp=2,fsdp=2,tp=2", "fsdp=8"])
+def test_reshard_keeps_every_bit_and_fits_the_mesh(trained, tmp_path, mesh):
+    source, values = trained
+    out = tmp_path / "out"
+    assert main(["reshard", str(source), str(out), f"--mesh={mesh}", "--chunk_mb=1"]) == 0
+    settings = stored_run(out / "config.toml")
+    assert settings.mesh.shape == mesh and settings.train.num_microbatches == 2
+    reader = Checkpointer(out / "checkpoints", CheckpointConfig(), **QUIET)
+    parts = assemble(settings, jax.devices()[:8])
+    restored, meta, step = reader.restore(parts.abstract_state())
+    reader.close()
+    assert step == 3 and meta["data"] == {"next_sample": 48} and meta["mesh"] == mesh
+    for name, one, other in zip(
+        StoredArrays(out / "checkpoints" / "3").entries,
+        jax.tree.leaves(values),
+        jax.tree.leaves(restored),
+        strict=True,
+    ):
+        assert one.tobytes() == host(other).tobytes(), name
+    # Chunks are what a device holds: 8 of them for a matrix split 8 ways.
+    kernel = restored.params["layers"]["mlp"]["down"]
+    shard = kernel.sharding.shard_shape(kernel.shape)
+    handle = stored_arrays._open_array(out / "checkpoints" / "3", ("params", "layers.mlp.down"))
+    assert handle.chunk_layout.read_chunk.shape == shard
+    assert shard != kernel.shape
+
+
+def test_reshard_of_the_weights_alone_in_another_dtype(trained, tmp_path):
+    source, values = trained
+    out = tmp_path / "out"
+    words = ["--mesh=tp=2,fsdp=4", "--items=params", "--dtype=bfloat16"]
+    assert main(["reshard", str(source), str(out), *words]) == 0
+    stored = StoredArrays(out / "checkpoints" / "3")
+    assert all(name.startswith("params/") for name in stored.entries)
+    table = stored.read("params/embed/table")
+    np.testing.assert_array_equal(table, values.params["embed"]["table"].astype(table.dtype))
+    assert main(["verify", str(out), "--arrays=true"]) == 0
+    parts = assemble(stored_run(out / "config.toml"), jax.devices()[:8])
+    reader = Checkpointer(out / "checkpoints", CheckpointConfig(), read_only=True, **QUIET)
+    params = reader.restore_params(parts.abstract_state().params)
+    np.testing.assert_array_equal(host(params["embed"]["table"]), table.astype(np.float32))
+
+
+def test_reshard_refuses_damaged_arrays_and_leaves_nothing(trained, tmp_path):
+    import shutil
+
+    from jaxdist.checkpoint import CheckpointError, manifest
+
+    copy = tmp_path / "copy"
+    shutil.copytree(trained[0], copy)
+    step = copy / "checkpoints" / "3"
+    document = json.loads((step / "meta" / "metadata").read_text())
+    document["arrays"]["params/embed/table"]["digest"] ^= 4
+    (step / "meta" / "metadata").write_text(json.dumps(document))
+    files = {name: manifest.fingerprint(step / name) for name in manifest.files_of(step)}
+    manifest.write(step, 3, files, {})
+    with pytest.raises(CheckpointError, match=r"params/embed/table .* other bits than were saved"):
+        main(["reshard", str(copy), str(tmp_path / "out"), "--mesh=fsdp=8"])
+    assert manifest.steps_in(tmp_path / "out" / "checkpoints") == []
+
+
+# -- blocks ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(), (7,), (5, 4, 3), (1, 1, 9), (2, 100)])
+@pytest.mark.parametrize("limit", [1, 20, 50, 10**6])
+def test_blocks_are_row_major_cover_all_and_stay_small(shape, limit):
+    values = np.arange(np.prod(shape, dtype=int), dtype=np.float32).reshape(shape)
+    block = block_shape(shape, 4, limit)
+    parts = [values[index] for index in grid(shape, block)]
+    assert (
+        np.concatenate([part.reshape(-1) for part in parts]).tolist() == values.reshape(-1).tolist()
+    )
+    assert all(part.nbytes <= max(limit, 4) for part in parts)
+
+
+@pytest.mark.parametrize("shape", [(12, 10), (7, 9), (1, 64), ()])
+def test_even_chunks_divide_the_shape(shape):
+    for limit in (4, 100, 10**6):
+        chunk = even_chunk(shape, 4, limit)
+        assert all(size % part == 0 for size, part in zip(shape, chunk, strict=True))
+        assert np.prod(chunk, dtype=int) * 4 <= limit or chunk == (1,) * len(shape)
+
+
+# -- bad input -------------------------------------------------------------------------------------
+
+WRONG = {
+    "unknown_verb": (["reshrad", "a"], "no such verb. Did you mean reshard?"),
+    "no_path": (["inspect"], "no checkpoint was named"),
+    "missing_path": (["inspect", "nowhere"], "nowhere does not exist"),
+    "not_a_run": (["verify", "{tmp}"], "holds no checkpoint. Name a run directory"),
+    "unknown_step": (["inspect", "{run}", "--step=9"], "has no checkpoint 9; it has 1, 2"),
+    "unknown_flag": (["inspect", "{run}", "--steps=1"], "steps"),
+    "diff_needs_two": (["diff", "{run}"], "two checkpoints are needed"),
+    "bad_limit": (["diff", "{run}", "{run}", "--limit=-1"], "limit=-1 is below 0"),
+    "bad_dtype": (["consolidate", "{run}", "{tmp}/x", "--dtype=int8"], "dtype"),
+    "bad_shard": (["consolidate", "{run}", "{tmp}/x", "--shard_gb=-2"], "shard_gb=-2"),
+    "output_exists": (["consolidate", "{run}", "{run}"], "exists and is not empty"),
+    "bad_mesh": (["reshard", "{run}", "{tmp}/x", "--mesh=zp=2"], "axis 'zp' is unknown"),
+    "no_settings": (["reshard", "{run}", "{tmp}/x", "--mesh=fsdp=8"], "holds no config.toml"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_input_is_answered_with_the_fix(run, tmp_path, case):
+    words, expected = WRONG[case]
+    with pytest.raises(ConfigError) as caught:
+        main([word.format(run=run, tmp=tmp_path) for word in words])
+    assert expected in "\n".join(caught.value.problems)
+
+
+def test_an_illegal_mesh_is_refused_before_anything_is_written(trained, tmp_path):
+    with pytest.raises(ConfigError, match="pp=8 does not divide"):
+        main(["reshard", str(trained[0]), str(tmp_path / "out"), "--mesh=pp=8"])
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_explains_itself(verb, capsys):
+    with pytest.raises(SystemExit) as left:
+        main([verb, "--help"])
+    assert left.value.code == 0
+    assert f"convert {verb}" in capsys.readouterr().out
+
+
+def test_the_command_exits_with_2_on_bad_input_and_starts_no_device():
+    command = [sys.executable, "-X", "importtime", "-m", "jaxdist.convert", "inspect", "nowhere"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2 and "nowhere does not exist" in done.stderr
+    assert "orbax" not in done.stderr and "flax" not in done.stderr
