@@ -105,7 +105,7 @@ def _report(error: BaseException) -> int:
     problems = _config_problems(error)
     if problems is not None:
         text = "\n".join(problems)
-        code, advice = EXIT_CONFIG, "fix the configuration"
+        code, advice = EXIT_CONFIG, ""  # every problem names its fix
         print(text, file=sys.stderr)
     else:
         text = "".join(traceback.format_exception(error)).rstrip()
