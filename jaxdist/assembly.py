@@ -88,7 +88,7 @@ def assemble(config: RunConfig, devices: Sequence[Any]) -> Parts:
     shapes = jax.eval_shape(model.init, jax.random.key(0))
     num_params = sum(math.prod(x.shape) for x in jax.tree.leaves(shapes))
     spec, reason = config.choose_mesh(
-        len(devices), model=model, memory_bytes=_device_memory(devices[0])
+        len(devices), model=model, memory_bytes=_device_memory(devices)
     )
     layout = Layout(
         mesh=spec.build(devices),
@@ -206,6 +206,8 @@ def _run_of(path: Path) -> Path:
     )
 
 
-def _device_memory(device: Any) -> int | None:
-    stats = device.memory_stats() or {}
+def _device_memory(devices: Sequence[Any]) -> int | None:
+    """Bytes of one device; only a process's own devices answer, and all are alike."""
+    own = next(device for device in devices if device.process_index == jax.process_index())
+    stats = own.memory_stats() or {}
     return stats.get("bytes_limit")

@@ -21,9 +21,10 @@ from jaxdist.runtime.command import (
     EXIT_INTERRUPTED,
     EXIT_OK,
     EXIT_PREEMPTED,
+    is_consequence,
     run_command,
 )
-from jaxdist.runtime.environment import JoinPlan, resolve
+from jaxdist.runtime.environment import JoinPlan, resolve, visible_gpus
 from jaxdist.runtime.job import DeviceRow, Job, join
 from jaxdist.runtime.logs import setup_logging
 from jaxdist.runtime.peers import announce_failure
@@ -41,10 +42,12 @@ __all__ = [
     "JoinPlan",
     "Preemption",
     "announce_failure",
+    "is_consequence",
     "join",
     "resolve",
     "run_command",
     "setup_compile_cache",
     "setup_logging",
     "simulate",
+    "visible_gpus",
 ]

@@ -56,6 +56,7 @@ _ADVICE = (
         "the GPU or its driver failed: see `nvidia-smi` and `dmesg` there; another node may do",
     ),
 )
+_CONSEQUENCE = _ADVICE[2]
 _RERUN = "start the same command again: it resumes from the newest valid checkpoint"
 
 
@@ -104,7 +105,7 @@ def _report(error: BaseException) -> int:
     problems = _config_problems(error)
     if problems is not None:
         text = "\n".join(problems)
-        code, advice = EXIT_CONFIG, "fix the configuration"
+        code, advice = EXIT_CONFIG, ""  # every problem names its fix
         print(text, file=sys.stderr)
     else:
         text = "".join(traceback.format_exception(error)).rstrip()
@@ -153,6 +154,11 @@ def advice_for(message: str) -> str:
         if any(mark in message for mark in marks):
             return advice
     return _RERUN
+
+
+def is_consequence(error: str) -> bool:
+    """Whether this error text tells of another process's end rather than of a cause."""
+    return any(mark in error for mark in _CONSEQUENCE[0])
 
 
 def process_place() -> tuple[int, int]:

@@ -1,0 +1,26 @@
+"""`python -m jaxdist.launch`: start the processes of a job, watch them, and restart what fails.
+
+    python -m jaxdist.launch --nproc 4 -- --config run.toml --mesh fsdp=4
+    python -m jaxdist.launch --nproc 8 --nnodes 2 --node-rank 0 --coordinator node0:29400 -- ...
+
+What stands after `--` goes to `jaxdist.train`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from jaxdist import runtime
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Launch; returns the exit code of the job."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    from jaxdist.launch import local
+
+    return local.main(words)
+
+
+if __name__ == "__main__":
+    runtime.run_command(main)

@@ -1,0 +1,311 @@
+"""The launcher with real processes: who is blamed, who is ended, what is tried again."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from jaxdist.launch.local import LaunchPlan, read_plan
+
+ROOT = Path(__file__).parent.parent
+
+WORKER = """
+import os, signal, sys, time
+from pathlib import Path
+from jaxdist import runtime
+
+INDEX = int(os.environ["JAXDIST_PROCESS_INDEX"])
+ATTEMPT = int(os.environ["JAXDIST_ATTEMPT"])
+RUN = Path(os.environ["RUN_DIR"])
+
+def main():
+"""
+
+
+class Launched:
+    """A launcher in a process of its own, with a worker whose `main` is `body`."""
+
+    def __init__(self, tmp_path: Path, body: str, *flags: str):
+        self.run_dir = tmp_path / "run"
+        worker = tmp_path / "worker.py"
+        code = WORKER + textwrap.indent(textwrap.dedent(body), "    ")
+        worker.write_text(code + "\n\nruntime.run_command(main)\n")
+        self.process = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "jaxdist.launch", "--backoff-s=0.05", *flags),
+                *(f"--run-dir={self.run_dir}", f"--program={sys.executable} {worker}"),
+            ],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "RUN_DIR": str(self.run_dir), "PYTHONPATH": str(ROOT)},
+        )
+
+    def end(self) -> tuple[int, str, str]:
+        try:
+            out, err = self.process.communicate(timeout=120)
+        finally:
+            self.process.kill()
+        return self.process.returncode, out, err
+
+    def wait_for(self, *names: str) -> None:
+        """Until the workers have made these files."""
+        until = time.monotonic() + 60
+        while not all((self.run_dir / name).exists() for name in names):
+            assert time.monotonic() < until, f"{names} were not made"
+            time.sleep(0.02)
+
+
+def is_running(pid: int) -> bool:
+    """Whether the process computes; a zombie that nobody has reaped does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_processes_know_their_place_and_speak_with_a_prefix(tmp_path):
+    launched = Launched(
+        tmp_path,
+        """
+        plan = runtime.resolve(os.environ)
+        print(plan.process_index, plan.num_processes, plan.local_index, plan.num_hosts)
+        """,
+        "--nproc=2",
+    )
+    code, out, _ = launched.end()
+    assert code == 0
+    assert sorted(out.splitlines()) == ["[0] 0 2 0 1", "[1] 1 2 1 1"]
+    logs = launched.run_dir / "logs"
+    assert (logs / "attempt-0-process-1.out").read_text() == "1 2 1 1\n"
+
+
+def test_first_failure_is_named_with_its_traceback_and_the_rest_is_ended(tmp_path):
+    launched = Launched(
+        tmp_path,
+        """
+        (RUN / f"pid-{INDEX}-{ATTEMPT}").write_text(str(os.getpid()))
+        if INDEX == 1:
+            raise ValueError("boom")
+        time.sleep(600)
+        """,
+        "--nproc=2",
+        "--max-restarts=1",
+    )
+    code, _, err = launched.end()
+    assert code == 1
+    assert "attempt 0: process 1 failed first" in err and "exit code 1" in err
+    assert err.index("ValueError: boom") < err.index("to do:")
+    assert "restart 1 of 1" in err and "from the beginning" in err
+    assert "giving up: 2 attempts in a row ended without a new checkpoint" in err
+    for file in launched.run_dir.glob("pid-*"):
+        assert not is_running(int(file.read_text()))
+
+
+def test_cause_is_told_from_consequence(tmp_path):
+    launched = Launched(
+        tmp_path,
+        """
+        if INDEX == 0:
+            raise RuntimeError("Gloo AllGather failed: Connection reset by peer")
+        time.sleep(0.5)
+        raise ValueError("the cause, written later")
+        """,
+        "--nproc=2",
+        "--max-restarts=0",
+    )
+    _, _, err = launched.end()
+    assert "process 1 failed first" in err
+
+
+def test_a_process_killed_without_words_is_named_with_its_signal(tmp_path):
+    launched = Launched(
+        tmp_path,
+        """
+        print("last words")
+        if INDEX == 1:
+            time.sleep(0.3)
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(600)
+        """,
+        "--nproc=2",
+        "--max-restarts=0",
+    )
+    code, _, err = launched.end()
+    assert code == 128 + signal.SIGKILL
+    assert "process 1 failed first" in err and "killed by SIGKILL" in err
+    assert "last words" in err
+
+
+@pytest.mark.parametrize(
+    ("body", "code"),
+    [
+        ("from jaxdist.types import ConfigError\nraise ConfigError(['mesh dp=3 is bad'])", 2),
+        ("return runtime.EXIT_PREEMPTED", 75),
+        ("raise KeyboardInterrupt", 130),
+        ("return 0", 0),
+    ],
+    ids=["config", "preempted", "interrupted", "done"],
+)
+def test_what_a_restart_cannot_heal_is_not_restarted(tmp_path, body, code):
+    launched = Launched(tmp_path, f"(RUN / f'ran-{{ATTEMPT}}').touch()\n{body}")
+    assert launched.end()[0] == code
+    assert [path.name for path in launched.run_dir.glob("ran-*")] == ["ran-0"]
+
+
+def test_a_new_checkpoint_refills_the_budget(tmp_path):
+    launched = Launched(
+        tmp_path,
+        """
+        if ATTEMPT < 4:
+            (RUN / "checkpoints" / str(10 * ATTEMPT)).mkdir(parents=True)
+            raise OSError("lost a node")
+        """,
+        "--max-restarts=1",
+    )
+    code, _, err = launched.end()
+    assert code == 0
+    assert err.count("restart 1 of 1") == 4
+    assert "from checkpoint 30" in err
+
+
+def test_a_crash_loop_ends(tmp_path):
+    launched = Launched(
+        tmp_path,
+        """
+        (RUN / "checkpoints" / "5").mkdir(parents=True, exist_ok=True)
+        raise OSError("always")
+        """,
+        "--max-restarts=2",
+    )
+    code, _, err = launched.end()
+    assert code == 1
+    # The first attempt made a checkpoint, the three after it none.
+    assert err.count("failed first") == 3
+    assert "restart 2 of 2" in err
+
+
+def test_each_attempt_gets_a_new_port(tmp_path):
+    launched = Launched(
+        tmp_path,
+        """
+        with open(RUN / "ports", "a") as file:
+            print(os.environ["JAXDIST_COORDINATOR"], file=file)
+        return int(ATTEMPT < 2)
+        """,
+    )
+    assert launched.end()[0] == 0
+    ports = (launched.run_dir / "ports").read_text().split()
+    assert len(ports) == len(set(ports)) == 3
+
+
+def test_a_request_to_stop_reaches_all_and_ends_with_the_save(tmp_path):
+    launched = Launched(
+        tmp_path,
+        """
+        stop = runtime.Preemption()
+        (RUN / f"ready-{INDEX}").touch()
+        while not stop.preempted(0):
+            time.sleep(0.02)
+        (RUN / f"saved-{INDEX}").touch()
+        return runtime.EXIT_PREEMPTED
+        """,
+        "--nproc=2",
+    )
+    launched.wait_for("ready-0", "ready-1")
+    launched.process.send_signal(signal.SIGUSR1)
+    code, _, err = launched.end()
+    assert code == 75
+    assert "preempted after a committed save" in err
+    assert len(list(launched.run_dir.glob("saved-*"))) == 2
+
+
+def test_what_does_not_stop_is_killed_in_the_end(tmp_path):
+    launched = Launched(
+        tmp_path,
+        """
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        (RUN / "ready").touch()
+        time.sleep(600)
+        """,
+        "--stop-timeout-s=0.3",
+    )
+    launched.wait_for("ready")
+    launched.process.send_signal(signal.SIGTERM)
+    code, _, err = launched.end()
+    assert code == 128 + signal.SIGTERM
+    assert "it did not end and was killed" in err
+
+
+def test_processes_die_with_a_killed_launcher(tmp_path):
+    launched = Launched(
+        tmp_path,
+        """
+        (RUN / f"pid-{INDEX}").write_text(str(os.getpid()))
+        (RUN / f"ready-{INDEX}").touch()
+        time.sleep(600)
+        """,
+        "--nproc=2",
+    )
+    launched.wait_for("ready-0", "ready-1")
+    launched.process.kill()
+    pids = [int((launched.run_dir / f"pid-{i}").read_text()) for i in range(2)]
+    until = time.monotonic() + 20
+    while any(map(is_running, pids)) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not any(map(is_running, pids))
+
+
+def test_a_program_that_is_not_there_is_one_line(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "jaxdist.launch", f"--run-dir={tmp_path}", "--program=/no/such"],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2
+    assert done.stderr.strip() == (
+        "/no/such cannot be started: No such file or directory. Check --program."
+    )
+
+
+def test_train_gets_one_run_directory_for_all_attempts():
+    plan = read_plan(["--nproc", "2", "--", "--steps", "5"])
+    assert plan.command[1:3] == ["-m", "jaxdist.train"]
+    assert plan.command[-1] == f"--run-dir={plan.run_dir}"
+    plan = read_plan(["--nproc", "2", "--", "--run_dir", "runs/mine"])
+    assert str(plan.run_dir) == "runs/mine"
+    assert plan.command[-2:] == ["--run_dir", "runs/mine"]
+
+
+def test_flags_of_the_program_before_the_dashes_are_explained(capsys):
+    with pytest.raises(SystemExit) as leaving:
+        read_plan(["--nproc", "2", "--mesh", "dp=2"])
+    assert leaving.value.code == 2
+    assert "Flags of the program stand after --" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"nproc": 0}, "--nproc 0 is too small"),
+        ({"max_restarts": -1}, "--max-restarts -1 is too small"),
+        ({"backoff_s": -1.0}, "--backoff-s -1.0 is no time"),
+        ({"nnodes": 2}, "the hosts need one address to meet"),
+        ({"nnodes": 2, "coordinator": "localhost:1"}, "loopback address"),
+        ({"nnodes": 2, "coordinator": "n0:1", "node_rank": 2}, "--node-rank 2 is not among 2"),
+    ],
+)
+def test_a_plan_names_what_is_wrong(fields, text):
+    plan = LaunchPlan(**{"command": ["x"], "nproc": 1, "run_dir": Path("x"), **fields})
+    assert any(text in line for line in plan.problems())
+
+
+def test_the_launcher_imports_no_jax():
+    code = "import sys, jaxdist.launch.__main__, jaxdist.launch.local; print('jax' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
