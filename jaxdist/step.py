@@ -387,7 +387,7 @@ def make_value_and_grad(
 def _make_accumulation(
     model: Model, layout: Layout, num_microbatches: int, zero_axes: tuple[str, ...]
 ) -> Callable[[Params, Batch, Context, Array], tuple[Sums, Params]]:
-    """(local params, rows, context, scale) -> sums and local gradients, microbatch by microbatch."""
+    """(local params, rows, context, scale) -> sums and local gradients, one microbatch a time."""
     param_specs = layout.param_specs(model.axes)
     micro_specs = layout.gradient_specs(model.axes)
 

@@ -86,37 +86,33 @@ class PipelineConfig:
             )
         return problems
 
-    def fit_problems(self, *, num_stages: int, num_layers: int, rows: int) -> list[str]:
-        """Every rule broken by a model and batch on this many stages.
+    def fit_problems(self, *, num_stages: int, num_layers: int) -> list[str]:
+        """Every rule that a model with stacked layers breaks on this many stages.
+
+        That stages divide the layers, and microbatches the rows, `sharding.mesh_problems` says.
+        """
+        pieces = num_stages * self.chunks_per_stage
+        if num_stages == 1 or self.chunks_per_stage == 1 or not num_layers % pieces:
+            return []
+        allowed = [d for d in _divisors(num_layers) if d % num_stages == 0]
+        fix = (
+            f"Use pipeline.chunks_per_stage={_either([d // num_stages for d in allowed])}, or "
+            * (bool(allowed))
+        )
+        return [
+            f"mesh pp={num_stages} × pipeline.chunks_per_stage={self.chunks_per_stage} cuts the "
+            f"model into {pieces} equal pieces, which do not divide num_layers={num_layers}. "
+            f"{fix}num_layers={-(-num_layers // pieces) * pieces}."
+        ]
+
+    def given_microbatches(self, num_stages: int, accumulation: int) -> int:
+        """Microbatches that the settings name, 1 where the choice is open.
 
         Args:
             num_stages: size of the pipeline axis.
-            num_layers: stacked layers of the model; 0 when it has none.
-            rows: rows of one step on one replica (global batch / (data × fsdp)).
+            accumulation: `train.num_microbatches`, which counts where this section is silent.
         """
-        if num_stages == 1:
-            return []
-        if not num_layers:
-            return [
-                f"mesh pp={num_stages}: this model has no stacked layers to cut into stages. "
-                "Use pp=1 and give the devices to dp, fsdp or tp."
-            ]
-        problems = []
-        pieces = num_stages * self.chunks_per_stage
-        if num_layers % pieces:
-            problems.append(
-                f"mesh pp={num_stages} × pipeline.chunks_per_stage={self.chunks_per_stage} cuts "
-                f"the model into {pieces} equal pieces, which does not divide "
-                f"num_layers={num_layers}. Use pp × chunks_per_stage in "
-                f"{', '.join(str(d) for d in _divisors(num_layers))}, or "
-                f"num_layers={-(-num_layers // pieces) * pieces}."
-            )
-        if self.num_microbatches > 0 and rows % self.num_microbatches:
-            problems.append(
-                f"pipeline.num_microbatches={self.num_microbatches} does not divide the {rows} "
-                f"rows of a replica. Use {', '.join(str(d) for d in _divisors(rows))}, or 0."
-            )
-        return problems
+        return (num_stages > 1 and self.num_microbatches) or accumulation
 
     def make_schedule(self, *, num_stages: int, rows: int, accumulation: int = 1) -> Schedule:
         """The checked table for this many stages and rows of a replica.
@@ -126,8 +122,9 @@ class PipelineConfig:
             rows: rows of one step on one replica.
             accumulation: `train.num_microbatches`, used where this section leaves the choice open.
         """
-        chosen = accumulation if accumulation > 1 else self._choose(rows, num_stages)
-        num_microbatches = self.num_microbatches or chosen
+        given = self.given_microbatches(num_stages, accumulation)
+        num_microbatches = given if given > 1 else self.num_microbatches
+        num_microbatches = num_microbatches or self._choose(rows, num_stages)
         return schedules.make_schedule(
             self.schedule, num_stages, num_microbatches, self.chunks_per_stage
         )
@@ -278,13 +275,13 @@ class _State(NamedTuple):
 
     Attributes:
         activations: [slots + 1, microbatch, seq_shard, d_model] inputs of pieces.
-        cotangents: the same of gradients of their outputs; None in evaluation.
+        cotangents: the same of gradients of their outputs.
         pending: tree of [slots + 1, ...], what weight gradients put off need.
         totals: `layers`, `outer` (gradients so far) and `sums`.
     """
 
     activations: Array
-    cotangents: Array | None
+    cotangents: Array
     pending: Any
     totals: dict[str, Any]
 
@@ -496,8 +493,8 @@ def _evaluate(stage: _Stage) -> Sums:
 
     state = _State(
         activations=_zeros(x_kind, tables.num_slots[0] + 1),
-        cotangents=None,
-        pending=None,
+        cotangents=_zeros(x_kind, 0),
+        pending={},
         totals=_zeros(jax.eval_shape(lambda: stage.head(stage.outer, zero_x, probe))),
     )
     idle = {"entered": zero_x, "up": zero_x}
@@ -628,6 +625,11 @@ def _add_chunk(total: Params, part: Params, row: _Row) -> Params:
 def _chunked(specs: Any) -> Any:
     """Specs of [chunks, layers, ...] from those of the stacked leaves."""
     return jax.tree.map(lambda spec: P(None, *spec), specs, is_leaf=lambda x: isinstance(x, P))
+
+
+def _either(numbers: list[int]) -> str:
+    *others, last = map(str, numbers)
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def _divisors(n: int) -> list[int]:
