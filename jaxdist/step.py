@@ -275,11 +275,9 @@ def make_run_layers(
     """
     if not model.num_layers:
         return Context().run_layers
-    specs = fsdp.layer_specs(layout.param_specs(model.axes)["layers"])
-    if not gather:
-        specs = jax.tree.map(lambda _: P(), specs, is_leaf=lambda x: isinstance(x, P))
+    layer = make_layer(model, layout, precision, platform, gather=gather)
     dtype = precision.resolve(platform)
-    reduce_dtype = jnp.dtype(precision.reduce_dtype)
+    specs = fsdp.layer_specs(layout.param_specs(model.axes)["layers"])
     policy = remat_policy(config.remat, platform)
     stages = layout.sizes["pipeline"]
     # A pipeline holds its layers in several loop bodies: unrolled, they would take long to compile.
@@ -289,26 +287,47 @@ def make_run_layers(
     # With weights whole and in the compute dtype as they are, "none" has nothing to recompute, and
     # checkpointing would only pin every residual with a reduce-precision.
     keeps_all = config.remat == "none" or (config.remat == "auto" and platform != "gpu")
-    gathers = any(set(axes_of(spec)) & set(fsdp.SHARD_AXES) for spec in _specs(specs))
+    gathers = gather and any(set(axes_of(spec)) & set(fsdp.SHARD_AXES) for spec in _specs(specs))
     recomputes = not keeps_all or gathers or dtype != jnp.float32
 
     def run_layers(
         block: Any, layers: Params, x: Array, aux: Any, context: Context, first: Any = 0
     ) -> Array:
-        key = context.dropout_key
+        def body(x: Array, index_and_shards: tuple[Array, Params]) -> tuple[Array, None]:
+            index, shards = index_and_shards
+            return layer(block, shards, x, index, aux, context), None
 
-        def layer(x: Array, index_and_params: tuple[Array, Params]) -> tuple[Array, None]:
-            index, shards = index_and_params
-            weights = fsdp.gather(shards, specs, dtype=dtype, reduce_dtype=reduce_dtype)
-            layer_key = None if key is None else jax.random.fold_in(key, index)
-            return block(weights, x, aux, dataclasses.replace(context, dropout_key=layer_key)), None
-
-        body = jax.checkpoint(layer, policy=policy, prevent_cse=False) if recomputes else layer
+        if recomputes:
+            body = jax.checkpoint(body, policy=policy, prevent_cse=False)
         count = jax.tree.leaves(layers)[0].shape[0]
         x, _ = lax.scan(body, x, (first + jnp.arange(count), layers), unroll=min(unroll, count))
         return x
 
     return run_layers
+
+
+def make_layer(
+    model: Model, layout: Layout, precision: PrecisionConfig, platform: str, *, gather: bool = True
+) -> Callable[..., Array]:
+    """(block, shards, x, index in the model, aux, context) -> x: one layer, its weights gathered.
+
+    Without `gather` the weights are whole already and only cast.
+    """
+    specs = fsdp.layer_specs(layout.param_specs(model.axes)["layers"])
+    if not gather:
+        specs = jax.tree.map(lambda _: P(), specs, is_leaf=lambda x: isinstance(x, P))
+    dtype = precision.resolve(platform)
+    reduce_dtype = jnp.dtype(precision.reduce_dtype)
+
+    def layer(
+        block: Any, shards: Params, x: Array, index: Array, aux: Any, context: Context
+    ) -> Array:
+        weights = fsdp.gather(shards, specs, dtype=dtype, reduce_dtype=reduce_dtype)
+        key = context.dropout_key
+        layer_key = None if key is None else jax.random.fold_in(key, index)
+        return block(weights, x, aux, dataclasses.replace(context, dropout_key=layer_key))
+
+    return layer
 
 
 def remat_policy(remat: str, platform: str) -> Callable[..., bool]:
@@ -359,6 +378,9 @@ def make_value_and_grad(
             layout,
             lambda rows: stages.make_schedule(
                 num_stages=num_stages, rows=rows, accumulation=config.num_microbatches
+            ),
+            layer=make_layer(
+                model, layout, precision, context.platform, gather=stages.gather == "action"
             ),
             gather=stages.gather,
             zero_axes=zero_axes,

@@ -93,6 +93,23 @@ def test_idle_ticks_hold_no_products_and_the_rest_only_one_recomputation():
     assert executed == pytest.approx(ideal + recomputed - m * forward, rel=0.05)
 
 
+def test_zero_bubble_does_the_products_of_both_gradients_once():
+    m, pieces = 8, 4
+    ticks = [body for body, _ in bodies(program(Case(mesh="pp=4", rows=m, microbatches=m)))]
+    forward = min(p for p in map(products, ticks) if p > 0)
+    jaxpr = program(Case(mesh="pp=4", schedule="zero_bubble", rows=m, microbatches=m))
+    branches = {
+        products(branch.jaxpr)
+        for body, _ in bodies(jaxpr)
+        for equation in body.eqns
+        if equation.primitive.name == "cond"
+        for branch in equation.params["branches"]
+    }
+    head = products(program(Case(mesh="dp=1", rows=m))) / m - 3 * pieces * forward
+    # Idle; forward or weight gradient; recomputation, input gradient and (last stage) loss head.
+    assert sorted(branches) == pytest.approx([0, forward, 2 * forward + head])
+
+
 def compiled(case: Case):
     function, arguments = lowered(case)
     return function.lower(*arguments).compile(compiler_options=FAST_COMPILE)

@@ -33,6 +33,7 @@ from jax.sharding import PartitionSpec as P
 from jaxdist import collectives
 from jaxdist.parallel import data, fsdp, pieces, schedules
 from jaxdist.parallel.schedules import ScheduleName
+from jaxdist.parallel.splitting import take_apart
 from jaxdist.parallel.timetable import (
     KINDS,
     RECOMPUTE,
@@ -171,6 +172,7 @@ def make_value_and_grad(
     layout: Layout,
     make_schedule: Callable[[int], Schedule],
     *,
+    layer: Callable[..., Array],
     gather: Literal["action", "step"] = "action",
     zero_axes: tuple[str, ...] = (),
     reduce_dtype: Any = jnp.float32,
@@ -181,6 +183,8 @@ def make_value_and_grad(
         model: a model with stacked layers.
         layout: mesh and rules.
         make_schedule: rows of a replica -> the table to run.
+        layer: (block, shards, x, index in the model, aux, context) -> x; for schedules that take
+            the weights' gradient apart.
         gather: when fsdp weights are gathered; for "step", `Context.run_layers` must not gather.
         zero_axes: axes over which each microbatch's layer gradients are reduce-scattered at once.
         reduce_dtype: dtype in which gradients of gathered weights are summed.
@@ -212,7 +216,7 @@ def make_value_and_grad(
                 grads, specs["layers"], micro_specs["layers"], layout, zero_axes
             )
 
-        totals = _train(stage, reduce_layers, scale)
+        totals = _train(stage, layer, reduce_layers, scale)
         layer_grads = totals["layers"]
         if gather == "step":
             layer_grads = scatter(layer_grads, _chunked(specs["layers"]))
@@ -332,13 +336,22 @@ class _Stage:
         """Input of the first piece."""
         return self.model.embed(outer, self.microbatch(row), self.context)  # type: ignore[misc]
 
+    def aux(self, row: _Row) -> Any:
+        """What every block needs beside its input."""
+        batch, prepare = self.microbatch(row), self.model.prepare
+        return batch if prepare is None else prepare(batch, self.context)
+
+    def layer_indices(self, row: _Row) -> Array:
+        """Index in the model of each layer of the row's piece; random bits depend on it."""
+        count = jax.tree.leaves(self.layers)[0].shape[1]
+        return self.piece(row) * count + jnp.arange(count)
+
     def run(self, layers: Params, x: Array, row: _Row) -> Array:
         """The row's piece applied to its input."""
-        batch, model = self.microbatch(row), self.model
-        aux = batch if model.prepare is None else model.prepare(batch, self.context)
-        layers_per_piece = jax.tree.leaves(layers)[0].shape[0]
-        first = self.piece(row) * layers_per_piece
-        return self.context.run_layers(model.block, layers, x, aux, self.context, first=first)
+        first = self.layer_indices(row)[0]
+        return self.context.run_layers(
+            self.model.block, layers, x, self.aux(row), self.context, first=first
+        )
 
     def head(self, outer: Params, x: Array, row: _Row) -> Sums:
         """Loss of the last piece's output."""
@@ -379,14 +392,18 @@ def _make_stage(
     )
 
 
-def _train(stage: _Stage, reduce_layers: Callable[[Params], Params], scale: Array) -> Any:
+def _train(
+    stage: _Stage,
+    layer: Callable[..., Array],
+    reduce_layers: Callable[[Params], Params],
+    scale: Array,
+) -> Any:
     """Run a training table; returns the totals."""
     schedule, tables = stage.schedule, tabulate(stage.schedule)
-    split = schedule.splits_backward
     probe = jax.tree.map(lambda column: column[0], stage.columns())
     x_kind = jax.eval_shape(stage.embed, stage.outer, probe)
     zero_x = collectives.zeros_like(x_kind)
-    kept_kinds = {"x": x_kind, "dy": x_kind} if split else {}
+    halves = _Halves(stage, layer, probe, zero_x) if schedule.splits_backward else None
 
     def forward(row: _Row, state: _State) -> dict[str, Any]:
         x = lax.cond(
@@ -401,34 +418,38 @@ def _train(stage: _Stage, reduce_layers: Callable[[Params], Params], scale: Arra
         return {"entered": x, "up": y}
 
     def backward(row: _Row, state: _State) -> dict[str, Any]:
-        layers, x = stage.chunk(row), _take(state.activations, row.activation)
+        x = _take(state.activations, row.activation)
         totals = dict(state.totals)
-        if split:
-            y, pull = jax.vjp(lambda x: stage.run(layers, x, row), x)
+        if halves is None:
+            y, pull = jax.vjp(partial(stage.run, row=row), stage.chunk(row), x)
         else:
-            y, pull = jax.vjp(lambda layers, x: stage.run(layers, x, row), layers, x)
+            y, saved = halves.forward(x, row)
         dy, totals["outer"], totals["sums"] = lax.cond(
             stage.is_last(row),
             lambda: _turn(stage, row, y, totals, scale),
             lambda: (_take(state.cotangents, row.cotangent), totals["outer"], totals["sums"]),
         )
-        *layer_grads, dx = pull(dy)
-        if not split:
-            totals["layers"] = _add_chunk(totals["layers"], reduce_layers(*layer_grads), row)
+        kept: list[Array] = []
+        if halves is None:
+            layer_grads, dx = pull(dy)
+            totals["layers"] = _add_chunk(totals["layers"], reduce_layers(layer_grads), row)
+        else:
+            dx, kept = halves.input_gradient(saved, dy, row)
         totals["outer"] = lax.cond(
             stage.is_first(row),
             lambda: _add(totals["outer"], _embed_grads(stage, row, dx)),
             lambda: totals["outer"],
         )
-        return {"down": dx, "totals": totals, "kept": {"x": x, "dy": dy} if split else {}}
+        return {"down": dx, "totals": totals, "kept": kept}
 
     def weight(row: _Row, state: _State) -> dict[str, Any]:
-        kept = jax.tree.map(lambda x: _take(x, row.pending), state.pending)
-        _, pull = jax.vjp(lambda layers: stage.run(layers, kept["x"], row), stage.chunk(row))
-        (layer_grads,) = pull(kept["dy"])
-        layers = _add_chunk(state.totals["layers"], reduce_layers(layer_grads), row)
+        assert halves is not None
+        kept = [_take(x, row.pending) for x in state.pending]
+        layer_grads = reduce_layers(halves.weight_gradient(kept, row))
+        layers = _add_chunk(state.totals["layers"], layer_grads, row)
         return {"totals": {**state.totals, "layers": layers}}
 
+    kept_kinds = halves.kept_kinds(zero_x, probe) if halves else []
     sum_kinds = jax.eval_shape(lambda: stage.head(stage.outer, zero_x, probe))
     layer_kinds = jax.eval_shape(lambda: reduce_layers(_float32(stage.chunk(probe))))
     outer_kinds = jax.eval_shape(_float32, stage.outer)
@@ -449,6 +470,62 @@ def _train(stage: _Stage, reduce_layers: Callable[[Params], Params], scale: Arra
         "weight": _Action(weight, ("totals",)),
     }
     return _run(stage, actions, idle, state).totals
+
+
+class _Halves:
+    """The backward of a piece taken apart, layer by layer (see `splitting.py`).
+
+    Everything that a layer's backward reads is kept until it runs, whatever the remat policy; what
+    its weights' gradients read is kept until theirs.
+    """
+
+    def __init__(
+        self, stage: _Stage, layer: Callable[..., Array], probe: _Row, zero_x: Array
+    ) -> None:
+        def apply(shards: Params, x: Array, constants: tuple[Array, Any]) -> Array:
+            return layer(stage.model.block, shards, x, *constants, stage.context)
+
+        one = jax.tree.map(lambda x: x[0], stage.chunk(probe))
+        constants = (stage.layer_indices(probe)[0], stage.aux(probe))
+        self._stage = stage
+        self._apart = take_apart(apply, one, zero_x, constants)
+
+    def forward(self, x: Array, row: _Row) -> tuple[Array, list[Array]]:
+        """The piece's output, and what each layer's backward reads, [layers, ...]."""
+        stage, aux = self._stage, self._stage.aux(row)
+
+        def one(x: Array, layer: tuple[Array, Params]) -> tuple[Array, list[Array]]:
+            index, shards = layer
+            return self._apart.forward(shards, x, (index, aux))
+
+        return lax.scan(one, x, (stage.layer_indices(row), stage.chunk(row)))
+
+    def input_gradient(self, saved: list[Array], dy: Array, row: _Row) -> tuple[Array, list[Array]]:
+        """Gradient of the piece's input, and what the weights' gradients read, [layers, ...]."""
+        stage, aux = self._stage, self._stage.aux(row)
+
+        def one(dy: Array, layer: tuple[Array, Params, list[Array]]) -> tuple[Array, list[Array]]:
+            index, shards, own = layer
+            return self._apart.input_gradient(shards, (index, aux), own, dy)
+
+        layers = (stage.layer_indices(row), stage.chunk(row), saved)
+        return lax.scan(one, dy, layers, reverse=True)
+
+    def weight_gradient(self, kept: list[Array], row: _Row) -> Params:
+        """Gradients of the piece's weights, [layers, ...]."""
+        stage, aux = self._stage, self._stage.aux(row)
+
+        def one(_: None, layer: tuple[Array, Params, list[Array]]) -> tuple[None, Params]:
+            index, shards, own = layer
+            return None, self._apart.weight_gradient(shards, (index, aux), own)
+
+        return lax.scan(one, None, (stage.layer_indices(row), stage.chunk(row), kept))[1]
+
+    def kept_kinds(self, zero_x: Array, probe: _Row) -> list[Any]:
+        """Shapes of what stands between both halves."""
+        return jax.eval_shape(
+            lambda: self.input_gradient(self.forward(zero_x, probe)[1], zero_x, probe)[1]
+        )
 
 
 def _turn(

@@ -5,8 +5,8 @@ needs, and the rest, which is mostly one product per weight. Between them stands
 (inputs of products and gradients of their outputs). Nothing is computed twice but what follows from
 weights and constants alone: casts, gathered weights, random bits.
 
-Source of the idea: Qi et al. 2024, "Zero Bubble Pipeline Parallelism", section 2. Deviation: the cut
-is found in the traced program, so that any layer can be cut, not only products written by hand.
+Source of the idea: Qi et al. 2024, "Zero Bubble Pipeline Parallelism", section 2. Deviation: the
+cut is found in the traced program, so that any layer can be cut, not only hand-written products.
 """
 
 from __future__ import annotations
