@@ -15,7 +15,6 @@ from jaxdist.precision import PrecisionConfig
 from jaxdist.sharding import RULES, Layout
 from jaxdist.state import init_state
 from jaxdist.step import TrainConfig, make_step
-from jaxdist.types import ConfigError
 
 ROOT = Path(__file__).parent.parent
 EXAMPLE = ROOT / "examples" / "custom_model.py"
