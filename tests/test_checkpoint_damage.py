@@ -225,6 +225,15 @@ def test_files_that_are_no_checkpoints_are_left_alone(run):
     assert (run.path / "notes.txt").exists() and (run.path / "7").exists()
 
 
+def test_a_run_killed_in_its_very_first_save_starts_over(run):
+    shutil.rmtree(run.path / "2")
+    (run.path / "4" / "manifest.json").unlink()
+    opened = run.open()
+    assert opened.choose() is None
+    assert "checkpoint 4 skipped: no manifest.json: its save was not finished" in run.lines
+    opened.close()
+
+
 def test_when_none_is_good_it_refuses_every_time(run):
     for step in STEPS:
         flip_bit(run.path / str(step) / "meta" / "metadata")

@@ -36,7 +36,8 @@ def functional(
         ValueError: the module holds state beside its parameters, such as batch statistics.
     """
     module = nnx.eval_shape(lambda: make(nnx.Rngs(0)))
-    graph, abstract, others = nnx.split(module, nnx.Param, ...)
+    split: Any = nnx.split(module, nnx.Param, ...)
+    graph, abstract, others = split
     if found := sorted({type(v).__name__ for v in jax.tree.leaves(others, is_leaf=_is_variable)}):
         raise ValueError(
             f"{type(module).__name__} holds {', '.join(found)} beside nnx.Param: models are pure "
@@ -52,7 +53,7 @@ def functional(
         nnx.replace_by_pure_dict(state, params)
         return nnx.merge(graph, state, others)
 
-    def dims_of(param: nnx.Param) -> nnx.Param:
+    def dims_of(param: nnx.Param) -> Any:
         unnamed = Dims((None,) * len(param.shape))
         return param.replace(param.get_metadata().get("dims", unnamed))
 
