@@ -163,9 +163,13 @@ def make_step(
         model, optimizer, layout, loss_scale=loss_scale or {}, offload=config.offload_optimizer
     )
     gradients = make_value_and_grad(model, layout, config, precision, context, stages)
-    update = make_update(model, optimizer, layout, clip_norm, config.offload_optimizer)
+    update = make_update(model, optimizer, layout, clip_norm)
+    on_device = opt_shardings(model, optimizer, layout)
 
     def train(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        if config.offload_optimizer:
+            fetched = jax.device_put(state.opt_state, on_device)
+            state = dataclasses.replace(state, opt_state=fetched)
         scale = state.loss_scale.get("scale", jnp.ones((), jnp.float32))
         key = jax.random.fold_in(state.key, state.step)
         sums, grads, norm = gradients(state.params, batch, key, scale)
@@ -478,7 +482,6 @@ def make_update(
     optimizer: optax.GradientTransformation,
     layout: Layout,
     clip_norm: float,
-    offload: bool,
 ) -> Callable[..., tuple[Params, Any]]:
     """(state, grads, norm, learning rate) -> (params, opt_state), laid out as they came.
 
@@ -487,17 +490,13 @@ def make_update(
     """
     param_specs = layout.param_specs(model.axes)
     moment_specs = layout.moment_specs(model.axes)
-    on_device = opt_shardings(model, optimizer, layout)
 
     def update(state: TrainState, grads: Params, norm: Array, learning_rate: Array) -> Any:
         if clip_norm:
             factor = jnp.minimum(1.0, clip_norm / (norm + 1e-6))
             grads = jax.tree.map(lambda g: g * factor, grads)
-        opt_state = state.opt_state
-        if offload:
-            opt_state = jax.device_put(opt_state, on_device)
         params = layout.constrain(state.params, moment_specs)
-        directions, opt_state = optimizer.update(grads, opt_state, params)
+        directions, opt_state = optimizer.update(grads, state.opt_state, params)
         params = jax.tree.map(
             lambda p, d: p - learning_rate * d.astype(p.dtype), params, directions
         )

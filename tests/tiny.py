@@ -247,16 +247,26 @@ def step_of(
         clip_norm=clip_norm,
         loss_scale=loss_scale,
     )
-    start = initial_state(case.model)
+    state = place_state(case, rule=rule, loss_scale=loss_scale, offload=config.offload_optimizer)
+    return step, state
+
+
+def place_state(
+    case: Case,
+    *,
+    rule: optax.GradientTransformation | None = None,
+    loss_scale: dict[str, Any] | None = None,
+    offload: bool = False,
+) -> TrainState:
+    """The initial state, laid out for a case."""
+    layout, model, rule = layout_of(case), model_of(case.model), rule or optimizer()
+    start, loss_scale = initial_state(case.model), loss_scale or {}
     state = dataclasses.replace(
         start, opt_state=jax.jit(rule.init)(start.params), loss_scale=loss_scale
     )
-    shardings = state_shardings(
-        model, rule, layout, loss_scale=loss_scale, offload=config.offload_optimizer
-    )
+    shardings = state_shardings(model, rule, layout, loss_scale=loss_scale, offload=offload)
     # Copies, because the step donates its state and the reference must live on.
-    state = jax.tree.map(lambda x, s: jax.device_put(_copy(x), s), state, shardings)
-    return step, state
+    return jax.tree.map(lambda x, s: jax.device_put(_copy(x), s), state, shardings)
 
 
 def run(case: Case, steps: int = 20, batch: Batch | None = None, **options: Any) -> Trace:

@@ -260,6 +260,10 @@ class Attention(nnx.Module):
                 first_head=context.tensor_index() * query.shape[2],
             )
         kernel, _ = _kernel(config, context, packed=packed)
+        dtype = query.dtype
+        if context.platform == "cpu" and dtype == jnp.float16:
+            # XLA:CPU has no float16 product with float32 sums, which jax's attention asks for.
+            query, key, value = (x.astype(jnp.float32) for x in (query, key, value))
         return layers.attend(
             query,
             key,
@@ -267,7 +271,7 @@ class Attention(nnx.Module):
             kernel=kernel,
             mask=aux["mask"],
             sliding_window=config.sliding_window,
-        )
+        ).astype(dtype)
 
 
 class Mlp(nnx.Module):

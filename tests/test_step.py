@@ -1,0 +1,352 @@
+"""What the step does beside computing: skips, clips, scales, recomputes, donates, compiles once."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import tiny
+from tiny import (
+    LEARNING_RATE,
+    Case,
+    batch_of,
+    distance,
+    initial_state,
+    largest,
+    layout_of,
+    model_of,
+    place_state,
+    reference,
+    run,
+    step_of,
+    text_batch,
+)
+
+from jaxdist.optim import OptimConfig, make_optimizer
+from jaxdist.precision import PrecisionConfig
+from jaxdist.sharding import Layout
+from jaxdist.state import init_state
+from jaxdist.step import TrainConfig, make_step, remat_policy
+from jaxdist.types import Dims, Model
+
+SPREAD = Case("rotary", "dp=2,fsdp=2", zero=1)
+ALL = Case("rotary", "dp=2,fsdp=2,tp=2")
+
+
+def place(step, batch):
+    return jax.device_put(batch, step.batch_sharding)
+
+
+@pytest.fixture(scope="module")
+def spread():
+    """A step on data × fsdp with ZeRO-1, compiled once for the tests that share it."""
+    return step_of(SPREAD)[0]
+
+
+def test_a_run_compiles_once_and_gives_its_old_state_back():
+    case = Case("learned", "dp=2")
+    step, _ = step_of(case)
+    state = init_state(
+        model_of("learned"), tiny.optimizer(), layout_of(case), seed=0, loss_scale={}
+    )
+    batch = place(step, text_batch())
+    state, _ = step.train(state, batch)
+    compiled = []
+    listen = lambda event, *_, **__: compiled.append(event) if "backend_compile" in event else None
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    for _ in range(3):
+        old, (state, _) = state, step.train(state, batch)
+        assert all(leaf.is_deleted() for leaf in jax.tree.leaves((old.params, old.opt_state)))
+    assert compiled == []
+    assert int(state.step) == 4
+    jax.jit(lambda x: x + 41)(batch["tokens"])
+    assert compiled, "the listener hears compilations"
+
+
+@pytest.mark.parametrize("poison", [np.nan, np.inf])
+def test_a_poisoned_batch_changes_nothing_but_the_step(poison, spread):
+    """One row on one replica; every device decides alike, since every shard is compared."""
+    step, state = spread, place_state(SPREAD)
+    good = place(step, text_batch())
+    bad = text_batch()
+    bad["weights"][5, 3] = poison
+    state, metrics = step.train(state, good)
+    assert bool(metrics["finite"])
+    before = jax.device_get((state.params, state.opt_state))
+    state, metrics = step.train(state, place(step, bad))
+    assert not bool(metrics["finite"])
+    for shard in metrics["finite"].addressable_shards:
+        assert not bool(shard.data)
+    jax.tree.map(
+        np.testing.assert_array_equal, jax.device_get((state.params, state.opt_state)), before
+    )
+    replicas = state.params["layers"]["mlp_norm"]["scale"].addressable_shards
+    for shard in replicas:
+        np.testing.assert_array_equal(shard.data, replicas[0].data)
+    assert int(state.step) == 2
+    state, metrics = step.train(state, good)
+    assert bool(metrics["finite"])
+    assert np.isfinite(float(metrics["loss"]))
+
+
+def test_metrics_are_means_over_the_global_batch(spread):
+    step, state = spread, place_state(SPREAD)
+    batch = text_batch()
+    _, metrics = step.train(state, place(step, batch))
+    assert float(metrics["weight"]) == pytest.approx(batch["weights"].sum(), rel=1e-6)
+    assert 0 <= float(metrics["accuracy"]) <= 1
+    assert float(metrics["learning_rate"]) == pytest.approx(LEARNING_RATE)
+
+
+def test_evaluation_sums_over_every_replica(spread):
+    step, state = spread, place_state(SPREAD)
+    sums = step.evaluate(state.params, place(step, text_batch()))
+    mean = float(sums["loss"]) / float(sums["weight"])
+    assert mean == pytest.approx(reference("rotary").losses[0], rel=1e-6)
+
+
+def test_a_batch_without_weight_has_no_gradient():
+    step, state = step_of(Case("learned", "dp=2"))
+    batch = text_batch()
+    batch["weights"][:] = 0
+    _, metrics = step.train(state, place(step, batch))
+    assert float(metrics["loss"]) == float(metrics["grad_norm"]) == 0
+    assert bool(metrics["finite"])
+    # A weight below 1 is a weight, not 1.
+    batch["weights"][0, 0] = 0.125
+    _, metrics = step.train(place_state(Case("learned", "dp=2")), place(step, batch))
+    assert 1 < float(metrics["loss"]) < 10
+
+
+@pytest.mark.parametrize("share", [0.5, 2.0])
+def test_clipping_is_its_closed_form(share):
+    """params - lr · g · min(1, clip / |g|), the norm over all devices."""
+    expected = reference("rotary")
+    rule = optax.identity()
+    step, state = step_of(ALL, rule=rule, clip_norm=share * expected.norm)
+    state, metrics = step.train(state, place(step, text_batch()))
+    factor = LEARNING_RATE * min(1.0, share)
+    start = initial_state("rotary").params
+    target = jax.tree.map(lambda p, g: p - factor * g, start, expected.grads)
+    # Parameters of size 1 are stored to 6e-8; gradients agree to 1e-5 of the largest.
+    bound = 2e-7 + factor * 1e-5 * largest(expected.grads)
+    assert distance(jax.device_get(state.params), target) <= bound
+    assert float(metrics["grad_norm"]) == pytest.approx(expected.norm, rel=1e-5)
+
+
+def test_float16_scales_its_loss_and_finds_the_scale():
+    precision = PrecisionConfig(
+        compute_dtype="float16", loss_scale=2.0**22, loss_scale_growth_steps=4
+    )
+    step, state = step_of(Case("learned", "dp=2"), precision=precision)
+    batch = place(step, text_batch())
+    scales, finite, losses = [float(state.loss_scale["scale"])], [], []
+    for _ in range(16):
+        before = jax.device_get(state.params["embed"]["table"])
+        state, metrics = step.train(state, batch)
+        assert float(metrics["loss_scale"]) == scales[-1]
+        scales.append(float(state.loss_scale["scale"]))
+        finite.append(bool(metrics["finite"]))
+        losses.append(float(metrics["loss"]))
+        changed = not np.array_equal(before, jax.device_get(state.params["embed"]["table"]))
+        assert changed == finite[-1]
+    assert not finite[0], "the first scale is chosen to overflow float16"
+    run_length = 0
+    for i, good in enumerate(finite):
+        run_length = run_length + 1 if good else 0
+        factor = 0.5 if not good else 2 if run_length == 4 else 1
+        run_length %= 4
+        assert scales[i + 1] == factor * scales[i]
+    assert sum(finite) >= 4
+    # Half precision holds 11 bits; the loss of its first finite steps is the reference's.
+    assert losses[0] == pytest.approx(reference("learned").losses[0], rel=2e-3)
+    assert losses[-1] < 0.8 * losses[0]
+
+
+@pytest.mark.parametrize("case", [Case("rotary", "fsdp=2"), Case("learned", "tp=2")], ids=str)
+def test_bfloat16_stays_near_float32(case):
+    """8 bits of mantissa: 4e-3 a rounding, averaged over many tokens and products."""
+    trace, expected = (
+        run(case, precision=PrecisionConfig(compute_dtype="bfloat16")),
+        reference(case.model),
+    )
+    assert trace.losses[0] == pytest.approx(expected.losses[0], rel=2e-3)
+    assert distance(trace.grads, expected.grads) <= 0.03 * largest(expected.grads)
+    np.testing.assert_allclose(trace.losses, expected.losses, rtol=0.03)
+    assert all(leaf.dtype == np.float32 for leaf in jax.tree.leaves(trace.params))
+
+
+@functools.cache
+def with_remat(remat):
+    step, state = step_of(Case("learned", "1"), remat=remat)
+    batch = place(step, text_batch())
+    compiled = step.train.lower(state, batch).compile()
+    state, _ = compiled(state, batch)
+    grads = jax.tree.map(lambda mu: mu / (1 - tiny.BETA1), jax.device_get(state.opt_state.mu))
+    return grads, compiled.memory_analysis().temp_size_in_bytes
+
+
+REMATS = ["none", "dots", "full", "names:qkv,mlp_out"]
+
+
+@pytest.mark.parametrize("remat", REMATS)
+def test_recomputing_changes_no_gradient(remat):
+    expected = reference("learned").grads
+    assert distance(with_remat(remat)[0], expected) <= 1e-5 * largest(expected)
+
+
+def test_recomputing_saves_memory():
+    temp = {remat: with_remat(remat)[1] for remat in REMATS}
+    assert temp["full"] < temp["names:qkv,mlp_out"] < temp["none"]
+    assert temp["full"] < temp["dots"] < temp["none"]
+
+
+def test_an_unknown_policy_is_refused():
+    with pytest.raises(ValueError, match=r"remat='some' is unknown\. Use none, dots, full"):
+        remat_policy("some", {})
+
+
+def test_gathered_weights_are_not_kept_for_the_backward_pass():
+    """Wide layers and few tokens: kept, the weights of all layers would dwarf everything else."""
+    temps = {}
+    for num_layers in (2, 6):
+        config = dataclasses.replace(
+            tiny.CONFIGS["learned"], d_model=64, mlp_dim=1024, num_layers=num_layers
+        )
+        model = tiny.build(config, seq_len=tiny.SEQ)
+        case = Case("learned", "fsdp=2")
+        layout = layout_of(case)
+        settings = tiny.train_config(case, remat="none")
+        state = jax.eval_shape(lambda m=model: tiny.make_state(m, optax.identity(), {})(0))
+        step = make_step(
+            model, optax.identity(), tiny.schedule, layout, settings,
+            PrecisionConfig(compute_dtype="float32"),
+        )  # fmt: skip
+        batch = {k: jax.ShapeDtypeStruct(v[:2, :4].shape, v.dtype) for k, v in text_batch().items()}
+        memory = step.train.lower(state, batch).compile().memory_analysis()
+        temps[num_layers] = memory.temp_size_in_bytes
+    matrices = 4 * (2 * 64 * 1024 + 64 * 24 * 8 + 64 * 64)
+    # Each further layer holds half a layer of gradients, and less than half a layer besides.
+    assert (temps[6] - temps[2]) / 4 < matrices
+
+
+RULES = ["adamw", "sgd", "lion", "adafactor", "muon"]
+
+
+@pytest.mark.parametrize("optimizer", RULES)
+def test_every_optimizer_updates_as_on_one_device(optimizer):
+    """Muon and Adafactor see whole matrices, which no device has."""
+    start, expected = initial_state("rotary").params, reference("rotary").grads
+    config = OptimConfig(optimizer=optimizer, eps=1e-3)
+    rule = make_optimizer(config, model_of("rotary").axes)
+    directions, _ = jax.jit(rule.update)(expected, rule.init(start), start)
+    step, state = step_of(Case("rotary", "dp=2,fsdp=2,tp=2", zero=1), rule=rule)
+    state, _ = step.train(state, place(step, text_batch()))
+    found = jax.tree.map(
+        lambda new, old: (old - new) / LEARNING_RATE, jax.device_get(state.params), start
+    )
+    differing = jax.tree.map(lambda a, b: np.abs(a - b), found, jax.device_get(directions))
+    flat = np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(differing)])
+    # lion takes signs: those of gradients that are 0 up to rounding may differ.
+    allowed = 2e-3 if optimizer == "lion" else 0
+    bound = 1e-3 * largest(jax.device_get(directions)) + 2e-5
+    assert np.mean(flat > bound) <= allowed
+
+
+def test_dropout_is_the_same_on_every_mesh(monkeypatch):
+    """Random bits belong to a row and a position, not to a device or a microbatch."""
+    dropping = dataclasses.replace(tiny.CONFIGS["learned"], dropout=0.2, attention_dropout=0.2)
+    monkeypatch.setitem(tiny.CONFIGS, "dropping", dropping)
+    alone = run(Case("dropping", "1"), steps=3)
+    spread = run(Case("dropping", "dp=2,fsdp=2,tp=2", microbatches=2), steps=3)
+    assert abs(alone.losses[0] / reference("dropping").losses[0] - 1) > 1e-3, "nothing was dropped"
+    np.testing.assert_allclose(spread.losses, alone.losses, rtol=2e-6)
+    assert distance(spread.grads, alone.grads) <= 1e-5 * largest(alone.grads)
+
+
+def annotated_model():
+    """Two products that call no hook: the tensor axis is left to the compiler."""
+
+    def init(key):
+        up, down = jax.random.split(key)
+        return {"up": jax.random.normal(up, (16, 32)), "down": jax.random.normal(down, (32, 16))}
+
+    def head_loss(params, x, batch, context):
+        out = jnp.tanh(batch["x"] @ params["up"]) @ params["down"]
+        losses = jnp.sum(jnp.square(out - batch["y"]), -1) * batch["weights"]
+        return {"loss": losses.sum(), "weight": batch["weights"].sum()}
+
+    axes = {"up": Dims(("d_model", "mlp")), "down": Dims(("mlp", "d_model"))}
+    return Model(
+        name="two products", init=init, axes=axes, dims={"mlp": 32, "d_model": 16},
+        head_loss=head_loss, tensor="auto",
+    )  # fmt: skip
+
+
+def test_a_model_without_hooks_runs_with_the_tensor_axis_left_to_the_compiler():
+    model, losses = annotated_model(), {}
+    rng = np.random.default_rng(0)
+    batch = {
+        "x": rng.normal(size=(8, 16)).astype(np.float32),
+        "y": rng.normal(size=(8, 16)).astype(np.float32),
+        "weights": rng.uniform(size=8).astype(np.float32),
+    }
+    for text in ("1", "dp=2,tp=2", "fsdp=2,tp=4"):
+        spec = tiny.MeshSpec.parse(text)
+        layout = Layout(mesh=spec.build(jax.devices()[: spec.num_devices]), auto_tensor=True)
+        state = init_state(model, optax.identity(), layout, seed=0, loss_scale={})
+        step = make_step(
+            model, optax.identity(), tiny.schedule, layout, TrainConfig(), PrecisionConfig()
+        )
+        losses[text] = []
+        for _ in range(3):
+            state, metrics = step.train(state, place(step, batch))
+            losses[text].append(float(metrics["loss"]))
+        if spec.tensor > 1:
+            assert state.params["up"].sharding.spec[-1] == "tensor"
+    np.testing.assert_allclose(losses["dp=2,tp=2"], losses["1"], rtol=2e-6)
+    np.testing.assert_allclose(losses["fsdp=2,tp=4"], losses["1"], rtol=2e-6)
+
+
+def test_rows_that_do_not_divide_are_refused():
+    step, state = step_of(Case("learned", "dp=2", microbatches=3))
+    with pytest.raises(ValueError, match="num_microbatches=3 does not divide the 8 rows"):
+        step.train.lower(state, place(step, text_batch()))
+    step, state = step_of(Case("learned", "dp=8"))
+    ragged = jax.tree.map(lambda x: x[:12], text_batch())
+    with pytest.raises(ValueError, match="partitioned 8 times, but the dimension size is 12"):
+        step.train.lower(state, ragged)
+
+
+def test_offloaded_moments_live_in_host_memory():
+    case = Case("learned", "dp=2")
+    step, state = step_of(case, offload_optimizer=True)
+    kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(state.opt_state.mu)}
+    assert kinds == {"pinned_host"}
+    losses = []
+    for _ in range(3):
+        state, metrics = step.train(state, place(step, batch_of("learned")))
+        losses.append(float(metrics["loss"]))
+    kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(state.opt_state.mu)}
+    assert kinds == {"pinned_host"}
+    np.testing.assert_allclose(losses, reference("learned").losses[:3], rtol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(steps=0), "train.steps=0"),
+        (dict(num_microbatches=0), "train.num_microbatches=0"),
+        (dict(unroll_layers=-1), "train.unroll_layers=-1"),
+        (dict(remat="half"), "train.remat='half' is unknown. Use auto, none, dots, full or names"),
+        (dict(remat="names:"), "is unknown"),
+        (dict(remat="names:qkv,logits"), "names logits, which no model marks. Use names from qkv"),
+    ],
+    ids=str,
+)
+def test_wrong_settings_say_what_is_allowed(changes, message):
+    (problem,) = TrainConfig(**changes).problems()
+    assert message in problem
