@@ -2,11 +2,9 @@
 
     python -m jaxdist.train --model=custom --model.factory=examples.custom_model:build
 
-Rows of the batch are split over `dp` and `fsdp` without a word from the model. What `fsdp` and `tp`
-may split is said once, by naming the dims of weights; `RULES` sends the names to mesh axes.
-`tensor="auto"` leaves the products over `tp` to XLA's partitioner; a model that calls the hooks of
-`Context` itself (jaxdist/models/decoder.py) decides what moves. To gather weights layer by layer
-under `fsdp`, and for pipeline stages, split yours into `embed`, `block` and `head_loss`.
+`dp` and `fsdp` split the rows of a batch. What `fsdp` and `tp` may split of the weights is said by
+naming their dims and, in `RULES`, each name's mesh axis. `tensor="auto"` leaves products over `tp`
+to XLA's partitioner. For pipeline stages, give `embed`, `block` and `head_loss` (see decoder.py).
 """
 
 import jax
@@ -15,21 +13,20 @@ from flax import nnx
 from jaxdist.models.layers import functional
 from jaxdist.types import Batch, Context, Dims, Model, Params, Sums
 
-RULES = {"width": "fsdp", "features": "tensor", "my_heads": "tensor"}
+RULES = {"width": "fsdp", "hidden": "tensor", "my_heads": "tensor"}
 
 
 class Block(nnx.Module):
     """Attention and MLP. Weights without `dims` stay whole on every device."""
 
     def __init__(self, width: int, heads: int, rngs: nnx.Rngs):
-        named = lambda *names: {"dims": Dims(names)}
+        dims = lambda *names: {"dims": Dims(names)}
         self.norms = nnx.List([nnx.RMSNorm(width, rngs=rngs) for _ in range(2)])
-        into, out_of = named("width", "my_heads", None), named("my_heads", None, "width")
+        into, out_of = dims("width", "my_heads", None), dims("my_heads", None, "width")
         kernels = {"kernel_metadata": into, "out_kernel_metadata": out_of}
         self.attention = nnx.MultiHeadAttention(heads, width, decode=False, rngs=rngs, **kernels)
-        into, out_of = named("width", "features"), named("features", "width")
-        self.up = nnx.Linear(width, 4 * width, kernel_metadata=into, rngs=rngs)
-        self.down = nnx.Linear(4 * width, width, kernel_metadata=out_of, rngs=rngs)
+        self.up = nnx.Linear(width, 4 * width, kernel_metadata=dims("width", "hidden"), rngs=rngs)
+        self.down = nnx.Linear(4 * width, width, kernel_metadata=dims("hidden", "width"), rngs=rngs)
 
     def __call__(self, x: jax.Array, mask: jax.Array) -> jax.Array:
         """[batch, seq, width] -> the same."""
@@ -48,15 +45,15 @@ class Net(nnx.Module):
 def build(*, seq_len: int, vocab: int = 256, width: int = 64, heads: int = 4) -> Model:
     """What `model.factory` names; called with `seq_len` and `model.args`."""
     init, axes, bind = functional(lambda rngs: Net(vocab, width, heads, rngs))
-    dims = {"width": width, "features": 4 * width, "my_heads": heads}
+    dims = {"width": width, "hidden": 4 * width, "my_heads": heads}
+    kind = {"name": "custom", "tensor": "auto", "rules": RULES}
 
     def loss(params: Params, _: None, batch: Batch, context: Context) -> Sums:
         net, tokens = bind(params), batch["tokens"]
         x = net.tokens(tokens)
         for block in net.blocks:
             x = block(x, nnx.make_causal_mask(tokens))
-        kernel, targets, weights = net.tokens.embedding[...].T, batch["targets"], batch["weights"]
-        return context.token_loss(x, kernel, targets, weights, vocab_size=vocab)
+        kernel = net.tokens.embedding[...].T
+        return context.token_loss(x, kernel, batch["targets"], batch["weights"], vocab_size=vocab)
 
-    kind = {"name": "custom", "tensor": "auto", "rules": RULES}
     return Model(init=init, axes=axes, dims=dims, head_loss=loss, **kind)

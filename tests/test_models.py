@@ -44,6 +44,9 @@ def test_decoding_with_a_cache_equals_the_full_forward(name):
         logits, cache = step(params, cache, tokens[rows, at][:, None], at[:, None])
         np.testing.assert_allclose(logits[:, 0], expected[rows, at], atol=TOLERANCE, rtol=0)
 
+    _, unchanged = step(params, cache, tokens[:, :1], np.full((3, 1), -1))
+    jax.tree.map(np.testing.assert_array_equal, unchanged, cache)
+
 
 def test_decoding_bounds_learned_positions():
     assert build(FAMILIES["gpt2"], seq_len=16).decoding.max_len == SIZES["max_seq_len"]
