@@ -7,6 +7,7 @@ them cancel with probability 2⁻³². Position enters before the mix, so mispla
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -36,18 +37,41 @@ def part_digest(part: np.ndarray, start: Sequence[int], shape: Sequence[int]) ->
     """
     if part.dtype.name in ("int4", "uint4", "int2", "uint2"):
         part = part.astype(np.int32)
-    itemsize = part.dtype.itemsize
-    words = np.ascontiguousarray(part).view(f"u{min(itemsize, 4)}").reshape(*part.shape, -1)
-    words = words.astype(np.uint32)
-    position = np.zeros(words.shape, np.uint32)
-    stride = 1
-    bounds = zip([*start, 0], [*shape, words.shape[-1]], words.shape, strict=True)
-    for dim, (first, size, length) in reversed(list(enumerate(bounds))):
-        steps = (np.arange(first, first + length, dtype=np.uint64) * stride).astype(np.uint32)
-        position += steps.reshape(-1, *[1] * (words.ndim - 1 - dim))
-        stride = stride * size % 2**32
-    mixed = _mix(words ^ (position * np.uint32(2654435761)), np.uint32)
-    return int(mixed.sum(dtype=np.uint64)) % 2**32
+    # The words of an element lie next to each other, so they lengthen the last dim; a scalar is a
+    # row of one.
+    start, shape = [*start] or [0], [*shape] or [1]
+    words_each = max(part.dtype.itemsize // 4, 1)
+    start[-1], shape[-1] = start[-1] * words_each, shape[-1] * words_each
+    words: np.ndarray = (
+        np.ascontiguousarray(part).reshape(-1).view(f"u{min(part.dtype.itemsize, 4)}")
+    )
+    lengths = [*(part.shape or (1,))][:-1]
+    words = words.reshape(max(math.prod(lengths), 1) if words.size else 0, -1)
+    columns = np.arange(words.shape[-1], dtype=np.uint64) + start[-1]
+    rows = _row_positions(start, shape, lengths)
+    total = 0
+    height = max(1, _SLAB_WORDS // max(words.shape[-1], 1))
+    for top in range(0, len(words), height):
+        slab = slice(top, top + height)
+        position = rows[slab, None] + columns.astype(np.uint32)
+        position *= np.uint32(2654435761)
+        position ^= words[slab]
+        total += int(_mix(position, np.uint32).sum(dtype=np.uint64))
+    return total % 2**32
+
+
+_SLAB_WORDS = 1 << 17  # a slab and its temporaries stay in a core's cache
+
+
+def _row_positions(start: list[int], shape: list[int], lengths: list[int]) -> np.ndarray:
+    """Position, modulo 2³², of the element in column 0 of each row of a block."""
+    rows = np.zeros((), np.uint32)
+    stride = shape[-1]
+    for dim in reversed(range(len(lengths))):
+        steps = np.arange(start[dim], start[dim] + lengths[dim], dtype=np.uint64) * (stride % 2**32)
+        rows = steps.astype(np.uint32).reshape(-1, *[1] * rows.ndim) + rows
+        stride *= shape[dim]
+    return rows.reshape(-1)
 
 
 def _on_device(x: Array) -> Array:
