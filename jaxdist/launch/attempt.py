@@ -60,7 +60,7 @@ class Worker:
         self.ended_at = 0.0
         self.killed = False
         self.quiet = False  # to the file only
-        self.last_lines: deque[str] = deque(maxlen=20)
+        self.last_lines: deque[str] = deque(maxlen=40)
         self.process = subprocess.Popen(
             command,
             env={

@@ -141,6 +141,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m jaxdist.launch",
         description="Start the processes of a job on this host, watch them, restart what fails.",
+        epilog="python -m jaxdist.launch slurm --help: write a SLURM batch script instead.",
     )
     add = parser.add_argument
     add("--nproc", type=int, default=0, help="processes on this host (default: one per GPU, or 1)")
