@@ -1,5 +1,6 @@
 """Batch scripts: their text, and what they do on a real SLURM started for the test."""
 
+import json
 import os
 import shlex
 import subprocess
@@ -233,6 +234,35 @@ def test_a_job_that_is_told_of_its_limit_saves_and_queues_itself_again(cluster):
     assert "attempt 0 ended: verdict 75" in out and "signal USR1" in out
     assert "queueing again from checkpoint" in out
     assert "attempt 1 ended: verdict 0" in out
+
+
+@pytest.mark.slow
+def test_training_that_is_queued_again_ends_with_the_bits_of_one_that_was_not(cluster):
+    args = ["--simulate=1", "--mesh=dp=2", "--steps=120", "--model.num_layers=1"]
+    args += ["--model.d_model=32", "--model.num_heads=2", "--model.num_kv_heads=2"]
+    args += ["--train.global_batch_size=4", "--train.seq_len=32", "--eval.interval_steps=0"]
+    args += ["--eval.final_max_batches=1", "--checkpoint.save_interval_steps=40"]
+    found = {}
+    for name in ("whole", "parted"):
+        script = cluster.root / f"jobs/{name}.sbatch"
+        settings = plan(name=name, nodes=2, time="10", python=sys.executable, args=args)
+        script.write_text(batch_script(settings))
+        job_id = cluster.submit(script, PYTHONPATH=str(ROOT), JAX_PLATFORMS="cpu")
+        run = cluster.root / f"jobs/runs/{name}-{job_id}"
+        if name == "parted":
+            wait_for(run / "checkpoints/40", cluster, job_id)
+            cluster.run("scancel", "--signal=USR1", "--batch", job_id)
+        assert cluster.wait(job_id, timeout_s=300) == "COMPLETED", cluster.output(job_id)
+        found[name] = losses(run)
+        restarts = cluster.job(job_id)["Restarts"]
+        assert restarts == ("1" if name == "parted" else "0"), cluster.output(job_id)
+    assert len(found["whole"]) == 120
+    assert found["parted"] == found["whole"]
+
+
+def losses(run: Path) -> dict[int, str]:
+    records = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return {r["step"]: float(r["loss"]).hex() for r in records if r["kind"] == "train"}
 
 
 @pytest.mark.slow
