@@ -110,7 +110,7 @@ def _cgroup_conf() -> str:
 class RealSlurm:
     """A running cluster; a context manager."""
 
-    def __init__(self, root: Path, nodes: int = 2, gpus: int = 2):
+    def __init__(self, root: Path, nodes: int = 3, gpus: int = 2):
         self.root, self.nodes, self.gpus = root.resolve(), nodes, gpus
 
     def __enter__(self) -> RealSlurm:
@@ -180,6 +180,10 @@ class RealSlurm:
             for path in (self.root / "jobs").glob(f"*-{job_id}.out")
         )
 
+    def power_off(self, node: int) -> None:
+        """Kill everything that runs on a node, at once."""
+        self.run("kill", "-KILL", (self.root / f"run/n{node}.init").read_text())
+
     def _write(self) -> None:
         for name in ("etc", "munge", "state", "spool", "run", "log", "jobs", "dev"):
             (self.root / name).mkdir(parents=True, exist_ok=True)
@@ -226,7 +230,7 @@ def _bind(source: Path | str, target: Path | str, kind: str | None = None) -> No
 
 def _start_daemon(root: Path, name: str, *command: str) -> None:
     with open(root / f"log/{name}.out", "ab") as log:
-        subprocess.Popen(
+        process = subprocess.Popen(
             command,
             cwd=root,
             stdin=subprocess.DEVNULL,
@@ -234,6 +238,7 @@ def _start_daemon(root: Path, name: str, *command: str) -> None:
             stderr=log,
             env={**os.environ, "SLURM_CONF": str(root / "etc/slurm.conf")},
         )
+    (root / f"run/{name}.init").write_text(str(process.pid))
 
 
 def _wait(condition) -> None:

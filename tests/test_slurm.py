@@ -266,6 +266,31 @@ def losses(run: Path) -> dict[int, str]:
 
 
 @pytest.mark.slow
+def test_a_job_whose_node_is_lost_goes_on_with_another(tmp_path_factory):
+    reason = real_slurm.missing()
+    if reason:
+        pytest.skip(reason)
+    body = """
+    stop = runtime.Preemption()
+    (RUN / f"on-{job.host}-{ATTEMPT}").touch()
+    for step in range(100000):
+        multihost_utils.process_allgather(jax.numpy.ones(1))
+        (RUN / f"running-{ATTEMPT}").touch()
+        if ATTEMPT:
+            return 0
+        time.sleep(0.05)
+    """
+    with real_slurm.RealSlurm(tmp_path_factory.mktemp("lost")) as cluster:
+        job_id = submit(cluster, "lost", JOIN + textwrap.dedent(body))
+        run = cluster.root / f"jobs/runs/lost-{job_id}"
+        wait_for(run / "running-0", cluster, job_id)
+        cluster.power_off(2)
+        wait_for(run / "running-1", cluster, job_id)
+        assert cluster.wait(job_id) == "COMPLETED", cluster.output(job_id)
+        assert {path.name for path in run.glob("on-*-1")} == {"on-n1-1", "on-n3-1"}
+
+
+@pytest.mark.slow
 def test_a_cancelled_job_stays_cancelled(cluster):
     body = """
     stop = runtime.Preemption()

@@ -37,6 +37,8 @@ class Preemption:
             # Once connected, SIGTERM belongs to jax's coordination service; see _share.
             if number != signal.SIGTERM or _service() is None:
                 signal.signal(number, self._remember)
+        # jaxdist.launch blocks notices until here, so that none is lost while Python imports.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, NOTICES)
 
     @property
     def requested(self) -> bool:
