@@ -261,6 +261,55 @@ def test_processes_die_with_a_killed_launcher(tmp_path):
     assert not any(map(is_running, pids))
 
 
+def test_a_lost_gpu_makes_the_next_attempt_smaller(tmp_path, monkeypatch):
+    gpus = tmp_path / "bin" / "nvidia-smi"
+    gpus.parent.mkdir()
+    gpus.write_text("#!/bin/sh\ncat $GPU_LIST\n")
+    gpus.chmod(0o755)
+    listing = tmp_path / "gpus"
+    listing.write_text("GPU 0: NVIDIA H200 (UUID: GPU-a)\nGPU 1: NVIDIA H200 (UUID: GPU-b)\n")
+    monkeypatch.setenv("GPU_LIST", str(listing))
+    monkeypatch.setenv("PATH", f"{gpus.parent}:{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    launched = Launched(
+        tmp_path,
+        """
+        (RUN / f"ran-{INDEX}-{ATTEMPT}").touch()
+        if ATTEMPT == 0:
+            Path(os.environ["GPU_LIST"]).write_text("GPU 0: NVIDIA H200 (UUID: GPU-a)\\n")
+            raise OSError("GPU 1 has fallen off the bus")
+        """,
+    )
+    code, _, err = launched.end()
+    assert code == 0
+    assert "1 GPUs are there, 2 were: going on with 1" in err
+    ran = sorted(path.name for path in launched.run_dir.glob("ran-*"))
+    assert ran[-1] == "ran-1-0" and "ran-0-1" in ran and "ran-1-1" not in ran
+
+
+def test_a_notice_while_training_still_imports_is_not_lost(tmp_path):
+    run_dir = tmp_path / "run"
+    process = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "jaxdist.launch", "--nproc=1", "--"),
+            *(f"--run-dir={run_dir}", "--simulate=1", "--steps=100000", "--model.num_layers=1"),
+            *("--model.d_model=32", "--model.num_heads=2", "--model.num_kv_heads=2"),
+            *("--train.global_batch_size=2", "--train.seq_len=32"),
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=ROOT,
+    )
+    until = time.monotonic() + 60
+    while not list(run_dir.glob("logs/attempt-0-*.out")) and time.monotonic() < until:
+        time.sleep(0.005)
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=120)
+    assert process.returncode == 75, out
+    assert list((run_dir / "checkpoints").glob("[0-9]*"))
+
+
 def test_a_program_that_is_not_there_is_one_line(tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "jaxdist.launch", f"--run-dir={tmp_path}", "--program=/no/such"],
@@ -292,7 +341,8 @@ def test_flags_of_the_program_before_the_dashes_are_explained(capsys):
 @pytest.mark.parametrize(
     ("fields", "text"),
     [
-        ({"nproc": 0}, "--nproc 0 is too small"),
+        ({"nproc": -1}, "--nproc -1 is too small"),
+        ({"nproc": 0, "nnodes": 2, "coordinator": "n0:1"}, "--nnodes 2 without --nproc"),
         ({"max_restarts": -1}, "--max-restarts -1 is too small"),
         ({"backoff_s": -1.0}, "--backoff-s -1.0 is no time"),
         ({"nnodes": 2}, "the hosts need one address to meet"),

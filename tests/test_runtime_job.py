@@ -103,6 +103,20 @@ def test_a_notice_to_one_process_stops_all_on_one_step(name):
 
 
 @pytest.mark.slow
+def test_a_late_listener_leaves_sigterm_to_the_service():
+    codes, out, _ = Processes(
+        """
+        job = runtime.join()
+        stop = runtime.Preemption()
+        send = lambda step: INDEX == 1 and step == 5 and os.kill(os.getpid(), signal.SIGTERM)
+        return loop(job, stop, send)
+        """
+    ).end()
+    assert codes == [75, 75]
+    assert out[0] == out[1] and out[0].startswith("stopped")
+
+
+@pytest.mark.slow
 def test_a_notice_before_the_job_is_joined_is_not_lost():
     codes, out, _ = Processes(
         """

@@ -2,6 +2,7 @@
 
     python -m jaxdist.launch --nproc 4 -- --config run.toml --mesh fsdp=4
     python -m jaxdist.launch --nproc 8 --nnodes 2 --node-rank 0 --coordinator node0:29400 -- ...
+    python -m jaxdist.launch slurm --nodes 2 --gpus-per-node 8 --time 24:00:00 -- --config run.toml
 
 What stands after `--` goes to `jaxdist.train`.
 """
@@ -17,6 +18,10 @@ from jaxdist import runtime
 def main(argv: Sequence[str] | None = None) -> int:
     """Launch; returns the exit code of the job."""
     words = list(sys.argv[1:] if argv is None else argv)
+    if words[:1] == ["slurm"]:
+        from jaxdist.launch import slurm
+
+        return slurm.main(words[1:])
     from jaxdist.launch import local
 
     return local.main(words)

@@ -60,7 +60,7 @@ class Worker:
         self.ended_at = 0.0
         self.killed = False
         self.quiet = False  # to the file only
-        self.last_lines: deque[str] = deque(maxlen=20)
+        self.last_lines: deque[str] = deque(maxlen=40)
         self.process = subprocess.Popen(
             command,
             env={
@@ -73,7 +73,7 @@ class Worker:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            preexec_fn=_die_with_parent,
+            preexec_fn=_hold_notices if "jaxdist.train" in command else _die_with_parent,
         )
         assert self.process.stdout is not None  # PIPE above
         self._reader = threading.Thread(
@@ -128,6 +128,12 @@ class Worker:
 
 def _die_with_parent() -> None:
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _hold_notices() -> None:
+    _die_with_parent()
+    # Train takes a notice as soon as it can remember it; until then it would kill the process.
+    signal.pthread_sigmask(signal.SIG_BLOCK, runtime.NOTICES)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

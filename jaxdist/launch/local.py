@@ -41,7 +41,7 @@ class LaunchPlan:
 
     Attributes:
         command: program and arguments of every process.
-        nproc: processes on this host.
+        nproc: processes on this host; 0: as many as GPUs, counted anew for each attempt.
         nnodes: hosts of the job, each with a launcher of its own.
         node_rank: of this host.
         coordinator: host:port of the first process; empty on one host: a new port per attempt.
@@ -64,7 +64,7 @@ class LaunchPlan:
     def problems(self) -> list[str]:
         """Every violated rule, one line each."""
         found = []
-        for name, least in (("nproc", 1), ("nnodes", 1), ("max_restarts", 0)):
+        for name, least in (("nproc", 0), ("nnodes", 1), ("max_restarts", 0)):
             value = getattr(self, name)
             if value < least:
                 flag = name.replace("_", "-")
@@ -77,6 +77,11 @@ class LaunchPlan:
             found.append(
                 f"--node-rank {self.node_rank} is not among {self.nnodes} nodes. "
                 f"Use 0 to {self.nnodes - 1}, another on each host."
+            )
+        if self.nnodes > 1 and self.nproc == 0:
+            found.append(
+                f"--nnodes {self.nnodes} without --nproc: all hosts must start equally many. "
+                "Give --nproc, e.g. the GPUs of a host."
             )
         if self.nnodes > 1 and not re.fullmatch(r".+:\d+", self.coordinator):
             found.append(
@@ -126,7 +131,7 @@ def read_plan(argv: Sequence[str]) -> LaunchPlan:
             command.append(f"--run-dir={run_dir}")  # all attempts are one run
     return LaunchPlan(
         command=command,
-        nproc=args.nproc or _num_gpus() or 1,
+        nproc=args.nproc,
         nnodes=args.nnodes,
         node_rank=args.node_rank,
         coordinator=args.coordinator,
@@ -141,6 +146,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m jaxdist.launch",
         description="Start the processes of a job on this host, watch them, restart what fails.",
+        epilog="python -m jaxdist.launch slurm --help: write a SLURM batch script instead.",
     )
     add = parser.add_argument
     add("--nproc", type=int, default=0, help="processes on this host (default: one per GPU, or 1)")
@@ -192,6 +198,7 @@ class Supervisor:
     def __init__(self, plan: LaunchPlan):
         self.plan = plan
         self.stop_signal = 0
+        self.last_nproc = 0
         self.attempt: Attempt | None = None
 
     def run(self) -> int:
@@ -231,14 +238,25 @@ class Supervisor:
     def _one_attempt(self, index: int) -> Outcome:
         plan = self.plan
         coordinator = plan.coordinator or f"127.0.0.1:{free_port()}"
+        nproc = self._num_processes()
         place = Place(
-            nproc=plan.nproc, nnodes=plan.nnodes, node_rank=plan.node_rank, coordinator=coordinator
+            nproc=nproc, nnodes=plan.nnodes, node_rank=plan.node_rank, coordinator=coordinator
         )
         self.attempt = Attempt(plan.command, place, index, plan.run_dir / "logs")
         try:
             return self.attempt.run(plan.stop_timeout_s)
         finally:
             self.attempt = None
+
+    def _num_processes(self) -> int:
+        """As asked for, or one per GPU that is there now: a lost GPU ends no job."""
+        if self.plan.nproc:
+            return self.plan.nproc
+        now = _num_gpus() or 1
+        if self.last_nproc and now != self.last_nproc:
+            self._say(f"{now} GPUs are there, {self.last_nproc} were: going on with {now}")
+        self.last_nproc = now
+        return now
 
     def _decided(self, outcome: Outcome) -> int | None:
         """The job's exit code if this attempt settles it, None to try again."""

@@ -28,7 +28,7 @@ from jaxdist.runtime.environment import JoinPlan, resolve, visible_gpus
 from jaxdist.runtime.job import DeviceRow, Job, join
 from jaxdist.runtime.logs import setup_logging
 from jaxdist.runtime.peers import announce_failure
-from jaxdist.runtime.signals import Preemption
+from jaxdist.runtime.signals import NOTICES, Preemption
 
 __all__ = [
     "EXIT_CONFIG",
@@ -37,6 +37,7 @@ __all__ = [
     "EXIT_INTERRUPTED",
     "EXIT_OK",
     "EXIT_PREEMPTED",
+    "NOTICES",
     "DeviceRow",
     "Job",
     "JoinPlan",

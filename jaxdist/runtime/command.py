@@ -191,6 +191,7 @@ def _write_error_file(path: str, code: int, text: str, advice: str) -> None:
 
 
 def _leave(code: int, line: str) -> NoReturn:
+    _write_verdict(code)
     if process_place()[1] == 1:
         sys.exit(code)
     # jax's atexit hook waits for every process. That is right after a success; after a failure
@@ -202,6 +203,20 @@ def _leave(code: int, line: str) -> NoReturn:
         announce_failure(code, line)
     _flush()
     os._exit(code)
+
+
+def _write_verdict(code: int) -> None:
+    """Tell the batch script how the job ended: srun's own code is the highest of all tasks."""
+    path = os.environ.get("JAXDIST_VERDICT_FILE")
+    if not path or process_place()[0] != 0 or int(os.environ.get("SLURM_PROCID", 0)) != 0:
+        return
+    try:
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(f"{code}\n")
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as failure:
+        print(f"cannot write {path}: {failure}", file=sys.stderr)
 
 
 def _shut_down() -> None:

@@ -11,6 +11,7 @@ import signal
 import sys
 import time
 from types import FrameType
+from typing import Any
 
 NOTICES = (signal.SIGTERM, signal.SIGUSR1)
 """Signals that ask for a save and an end: schedulers send TERM, our SLURM scripts USR1 first."""
@@ -33,7 +34,11 @@ class Preemption:
         self._agreed = False
         self.reason = ""
         for number in NOTICES:
-            signal.signal(number, self._remember)
+            # Once connected, SIGTERM belongs to jax's coordination service; see _share.
+            if number != signal.SIGTERM or _service() is None:
+                signal.signal(number, self._remember)
+        # jaxdist.launch blocks notices until here, so that none is lost while Python imports.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, NOTICES)
 
     @property
     def requested(self) -> bool:
@@ -75,8 +80,7 @@ class Preemption:
         word), tells all processes and picks the step.
         """
         if not self._shared:
-            distributed = sys.modules.get("jax._src.distributed")
-            if distributed is None or distributed.global_state.preemption_sync_manager is None:
+            if _service() is None:
                 return False
             self._shared = True
             if self._notices:
@@ -92,3 +96,9 @@ class Preemption:
         }.get(signal.Signals(number), signal.Signals(number).name)
         if self._shared and not self._agreed and number != signal.SIGTERM:
             os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _service() -> Any:
+    """The part of jax that tells all processes of a SIGTERM; None while not connected."""
+    distributed = sys.modules.get("jax._src.distributed")
+    return None if distributed is None else distributed.global_state.preemption_sync_manager
