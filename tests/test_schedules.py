@@ -1,0 +1,266 @@
+"""Schedules: every table is legal, costs what its closed form says, and faults are refused."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from jaxdist.parallel.schedules import SCHEDULES, ScheduleName, make_schedule
+from jaxdist.parallel.timetable import (
+    RECOMPUTE,
+    Action,
+    Costs,
+    Lifetimes,
+    Schedule,
+    ScheduleError,
+    check,
+    colour,
+    draw,
+    phases,
+    simulate,
+    tabulate,
+)
+
+STAGES = (1, 2, 3, 4, 8)
+MICROBATCHES = (1, 2, 3, 5, 8, 16, 19)
+CHUNKS = (1, 2, 3)
+GRID = [
+    pytest.param(name, p, m, v, id=f"{name}-pp{p}-m{m}-v{v}")
+    for name in SCHEDULES
+    for p in STAGES
+    for m in MICROBATCHES
+    for v in (CHUNKS if name != "1f1b_lean" else (1,))
+]
+
+
+@pytest.mark.parametrize(("name", "p", "m", "v"), GRID)
+def test_every_schedule_is_legal_and_its_slots_never_collide(name, p, m, v):
+    schedule = make_schedule(name, p, m, v)
+    run_by_hand(schedule)
+    lives = Lifetimes.of(schedule)
+    report = simulate(schedule)
+    for family, count in (
+        (lives.activations, report.activation_slots),
+        (lives.cotangents, report.cotangent_slots),
+        (lives.pending, report.pending_slots),
+    ):
+        peak = max(most_alive(stage.values()) for stage in family)
+        assert count == peak, "colouring of intervals needs exactly the most alive at once"
+    assert report.messages == 2 * m * (p * v - 1)
+    assert 0 <= report.bubble < 1
+
+
+def run_by_hand(schedule: Schedule) -> None:
+    """An independent machine: values move through the tables the executor reads, slot by slot."""
+    tables = tabulate(schedule)
+    p, v = schedule.num_stages, schedule.chunks_per_stage
+    stash = [[None] * (tables.num_slots[0] + 1) for _ in range(p)]
+    cotangents = [[None] * (tables.num_slots[1] + 1) for _ in range(p)]
+    pending = [[None] * (tables.num_slots[2] + 1) for _ in range(p)]
+    gradients = {(s, c): [] for s in range(p) for c in range(v)}
+    for t in range(len(schedule.ticks)):
+        up, down = [None] * p, [None] * p
+        for s in range(p):
+            row = [getattr(tables, f)[t, s] for f in ("branch", "microbatch", "chunk")]
+            branch, mb, chunk = map(int, row)
+            a, b, w = (getattr(tables, f)[t, s] for f in ("activation", "cotangent", "pending"))
+            piece = chunk * p + s
+            if branch == 1:
+                if piece == 0:
+                    stash[s][a] = (mb, 0)
+                assert stash[s][a] == (mb, piece), "the input of this piece, not another's"
+                up[s] = (mb, piece + 1)
+            elif branch == 2:
+                assert stash[s][a] == (mb, piece)
+                if piece < p * v - 1:
+                    assert cotangents[s][b] == (mb, piece)
+                down[s] = (mb, piece - 1)
+                if schedule.splits_backward:
+                    pending[s][w] = (mb, piece)
+                else:
+                    gradients[s, chunk].append(mb)
+            elif branch == 3:
+                assert pending[s][w] == (mb, piece)
+                gradients[s, chunk].append(mb)
+        for s in range(p):
+            stash[s][tables.activation_arrival[t, s]] = up[(s - 1) % p]
+            cotangents[s][tables.cotangent_arrival[t, s]] = down[(s + 1) % p]
+    for done in gradients.values():
+        assert sorted(done) == list(range(schedule.num_microbatches))
+
+
+def most_alive(intervals) -> int:
+    events = [(first, 1) for first, _ in intervals] + [(last + 1, -1) for _, last in intervals]
+    alive = peak = 0
+    for _, change in sorted(events):
+        alive += change
+        peak = max(peak, alive)
+    return peak
+
+
+@pytest.mark.parametrize("ratio", [1.0, 2.0, 3.0])
+@pytest.mark.parametrize("m", [1, 4, 7, 32])
+@pytest.mark.parametrize("p", [2, 4, 8])
+def test_1f1b_and_gpipe_bubble_is_the_textbook_one_at_any_cost_ratio(p, m, ratio):
+    costs = Costs(input_gradient=ratio / 2, weight_gradient=ratio / 2)
+    for name in ("gpipe", "1f1b"):
+        report = simulate(make_schedule(name, p, m), costs)
+        assert report.bubble == pytest.approx((p - 1) / (m + p - 1), abs=1e-12)
+        assert report.num_ticks == 2 * (m + p - 1)
+
+
+@pytest.mark.parametrize("v", [2, 3, 4])
+@pytest.mark.parametrize(("p", "m"), [(2, 4), (4, 4), (4, 8), (8, 16)])
+def test_chunks_divide_the_bubble(p, m, v):
+    for name in ("gpipe", "1f1b"):
+        report = simulate(make_schedule(name, p, m, v))
+        assert report.bubble == pytest.approx((p - 1) / (v * m + p - 1), abs=1e-12)
+
+
+@pytest.mark.parametrize(("p", "m", "v"), [(2, 4, 1), (4, 8, 1), (4, 9, 1), (4, 8, 2), (8, 16, 3)])
+def test_zero_bubble_leaves_a_third_of_the_bubble_at_equal_costs(p, m, v):
+    report = simulate(make_schedule("zero_bubble", p, m, v))
+    assert report.bubble == pytest.approx((p - 1) / (3 * v * m + p - 1), abs=1e-12)
+
+
+@pytest.mark.parametrize(("p", "m"), [(2, 8), (4, 8), (4, 32), (8, 16)])
+def test_zero_bubble_waits_less_than_1f1b_also_when_backwards_recompute(p, m):
+    apart = simulate(make_schedule("zero_bubble", p, m), RECOMPUTE).bubble
+    whole = simulate(make_schedule("1f1b", p, m), RECOMPUTE).bubble
+    assert apart < 0.65 * whole
+
+
+@pytest.mark.parametrize("m", [1, 3, 8, 64])
+@pytest.mark.parametrize("p", [2, 4, 8])
+def test_stash_is_bounded_by_the_stages_and_not_by_the_microbatches(p, m):
+    def stash(name):
+        return simulate(make_schedule(name, p, m)).peak_stash
+
+    assert stash("gpipe") == (m,) * p
+    assert stash("1f1b_lean") == tuple(min(p - s, m) for s in range(p))
+    assert stash("1f1b") == tuple(min(2 * (p - s) - 1, m) for s in range(p))
+    assert stash("zero_bubble") == stash("1f1b")
+    assert simulate(make_schedule("zero_bubble", p, m)).pending_slots <= 2 * p - 1
+    assert simulate(make_schedule("1f1b", p, m, 2)).activation_slots <= 4 * p
+
+
+def test_lean_1f1b_pays_for_its_stash_when_backwards_are_longer():
+    lean, full = make_schedule("1f1b_lean", 4, 32), make_schedule("1f1b", 4, 32)
+    assert simulate(lean, Costs(input_gradient=0.5, weight_gradient=0.5)).bubble == pytest.approx(
+        simulate(full).bubble
+    )
+    assert simulate(lean).bubble > 0.25 > 3 * simulate(full).bubble * 0.9
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize(("p", "m"), [(2, 5), (4, 8), (4, 32), (8, 16)])
+def test_phases_cover_every_tick_once_with_one_shape_per_place(name, p, m):
+    schedule = make_schedule(name, p, m)
+    found = phases(schedule)
+    covered = 0
+    for start, period, repeats in found:
+        assert start == covered
+        for offset in range(period):
+            shapes = {
+                frozenset(a.kind for a in schedule.ticks[start + i * period + offset] if a)
+                for i in range(repeats)
+            }
+            assert len(shapes) == 1
+        covered += period * repeats
+    assert covered == len(schedule.ticks)
+    if name in ("gpipe", "1f1b"):
+        assert len(found) <= 3
+
+
+# --- faults --------------------------------------------------------------------------------------
+
+
+def planted(schedule: Schedule, changes: dict[tuple[int, int], Action | None]) -> Schedule:
+    ticks = [list(tick) for tick in schedule.ticks]
+    for (t, s), action in changes.items():
+        ticks[t][s] = action
+    return dataclasses.replace(schedule, ticks=tuple(map(tuple, ticks)))
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_stage_that_starts_one_tick_early_is_refused(name: ScheduleName):
+    schedule = make_schedule(name, 4, 8)
+    column = [tick[1] for tick in schedule.ticks]
+    early = [*column[1:], None]
+    shifted = planted(schedule, {(t, 1): action for t, action in enumerate(early)})
+    with pytest.raises(
+        ScheduleError,
+        match=r"forward of microbatch 0 chunk 0 on stage 1 runs in "
+        r"tick 0 but needs forward of microbatch 0 chunk 0 on stage 0",
+    ):
+        check(shifted)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zero_bubble"])
+def test_swapped_chunks_are_refused(name: ScheduleName):
+    schedule = make_schedule(name, 2, 4, 2)
+    swap = {
+        (t, 1): action._replace(chunk=1 - action.chunk)
+        for t, tick in enumerate(schedule.ticks)
+        if (action := tick[1]) is not None
+    }
+    with pytest.raises(ScheduleError, match="but needs"):
+        check(planted(schedule, swap))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({(0, 0): None}, "forward of microbatch 0 chunk 0 on stage 0 never runs"),
+        ({(1, 0): Action("forward", 0)}, "runs twice, in ticks 0 and 1"),
+        ({(0, 0): Action("forward", 9)}, "does not exist"),
+        ({(0, 0): Action("forward", 0, 1)}, "does not exist"),
+        ({(3, 3): Action("backward", 0), (4, 3): Action("forward", 0)}, "backward of microbatch 0"),
+    ],
+    ids=["lost", "repeated", "no_such_microbatch", "no_such_chunk", "backward_first"],
+)
+def test_lost_repeated_and_reordered_work_is_refused(changes, message):
+    with pytest.raises(ScheduleError, match=message):
+        check(planted(make_schedule("1f1b", 4, 8), changes))
+
+
+def test_a_weight_gradient_before_its_backward_is_refused():
+    schedule = make_schedule("zero_bubble", 2, 4)
+    where = {a: (t, 0) for t, tick in enumerate(schedule.ticks) if (a := tick[0]) is not None}
+    first, weight = Action("backward", 0), Action("weight", 0)
+    changes = {where[first]: weight, where[weight]: first}
+    with pytest.raises(ScheduleError, match="weight of microbatch 0"):
+        check(planted(schedule, changes))
+
+
+def test_sizes_and_combinations_that_do_not_exist_are_refused_with_the_fix():
+    with pytest.raises(ScheduleError, match=r"num_microbatches=0 is below 1. Use 1 or more."):
+        make_schedule("1f1b", 4, 0)
+    with pytest.raises(ScheduleError, match=r"Use chunks_per_stage=1, or schedule 1f1b"):
+        make_schedule("1f1b_lean", 4, 8, 2)
+
+
+# --- drawing and slots ---------------------------------------------------------------------------
+
+
+def test_drawing_shows_each_stage_and_the_costs():
+    assert draw(make_schedule("1f1b", 2, 3)) == (
+        "1f1b: 2 stages, 3 microbatches\n"
+        "stage 0 F0 F1 ·  F2 B0 ·  B1 B2\n"
+        "stage 1 ·  F0 B0 F1 B1 F2 B2 ·\n"
+        "8 ticks, bubble 25.0% at F=1 B=2, stash per stage 3 1, 4+4 permutes"
+    )
+    text = draw(make_schedule("zero_bubble", 2, 2, 2))
+    assert "F0a" in text and "W1b" in text and "F=1 B=1 W=1" in text
+
+
+def test_colouring_reuses_a_slot_only_after_its_last_tick():
+    slots = colour({(0, 0): (0, 3), (1, 0): (1, 2), (2, 0): (3, 5), (3, 0): (4, 6)})
+    assert slots == {(0, 0): 0, (1, 0): 1, (2, 0): 1, (3, 0): 0}
+
+
+def test_tables_name_the_spare_slot_where_nothing_arrives():
+    tables = tabulate(make_schedule("gpipe", 2, 2))
+    assert tables.num_slots[0] == 2
+    assert np.all(tables.activation_arrival[:, 0] == 2), "stage 0 of two has no stage before it"
+    assert sorted(tables.activation_arrival[:, 1].tolist())[:2] == [0, 1]
