@@ -27,6 +27,17 @@ from jaxdist.parallel.timetable import Action, Schedule, ScheduleError, Tick, ch
 ScheduleName: TypeAlias = Literal["gpipe", "1f1b", "1f1b_lean", "zero_bubble"]
 
 
+def forward_only(num_stages: int, num_microbatches: int, chunks_per_stage: int = 1) -> Schedule:
+    """Forwards alone, for evaluation."""
+    cells = [
+        (tick, stage, Action("forward", microbatch, chunk))
+        for (stage, chunk, microbatch), tick in _forward_ticks(
+            num_stages, num_microbatches, chunks_per_stage
+        ).items()
+    ]
+    return _table("forward_only", num_stages, num_microbatches, chunks_per_stage, cells)
+
+
 def gpipe(num_stages: int, num_microbatches: int, chunks_per_stage: int = 1) -> Schedule:
     """All forwards, then all backwards in the opposite order; holds every microbatch."""
     cells = []

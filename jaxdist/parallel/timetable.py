@@ -60,9 +60,14 @@ class Schedule:
         return self.num_stages * self.chunks_per_stage
 
     @property
+    def kinds(self) -> tuple[Kind, ...]:
+        """Kinds of action in the table; evaluation has forwards only."""
+        return _ordered(set().union(*map(_kinds, self.ticks)))
+
+    @property
     def splits_backward(self) -> bool:
         """Whether weight gradients are actions of their own."""
-        return any(a is not None and a.kind == "weight" for tick in self.ticks for a in tick)
+        return "weight" in self.kinds
 
     def piece(self, stage: int, chunk: int) -> int:
         """Which piece of the model a stage holds as `chunk`."""
@@ -107,8 +112,8 @@ class Report:
         cotangent_slots: the same for gradients of stage outputs.
         pending_slots: the same for weight gradients put off.
         messages: activations and gradients sent to a neighbour, all stages together.
-        forward_permutes: ring permutes of activations, one per tick in which a stage runs forward.
-        backward_permutes: ring permutes of gradients, one per tick in which a stage runs backward.
+        forward_permutes: ring permutes of activations in the compiled program (see `phases`).
+        backward_permutes: ring permutes of gradients in the compiled program.
     """
 
     num_ticks: int
@@ -160,14 +165,19 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Report:
     when = _when(schedule)
     held = [
         [
-            (tick, when["backward", stage, mb, chunk])
+            (tick, when.get(("backward", stage, mb, chunk), tick))
             for (kind, stage, mb, chunk), tick in when.items()
             if kind == "forward" and stage == s
         ]
         for s in stages
     ]
     messages = schedule.num_microbatches * (schedule.num_pieces - 1)
-    kinds = [_kinds(tick) for tick in schedule.ticks]
+    exchanges = [
+        kind
+        for phase in phases(schedule)
+        for kinds in phase.kinds * phase.repeats
+        for kind in kinds
+    ]
     return Report(
         num_ticks=len(schedule.ticks),
         duration=duration,
@@ -177,9 +187,9 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Report:
         activation_slots=_num_slots(lives.activations),
         cotangent_slots=_num_slots(lives.cotangents),
         pending_slots=_num_slots(lives.pending),
-        messages=2 * messages,
-        forward_permutes=sum("forward" in kind for kind in kinds),
-        backward_permutes=sum("backward" in kind for kind in kinds),
+        messages=messages * (2 if "backward" in schedule.kinds else 1),
+        forward_permutes=exchanges.count("forward"),
+        backward_permutes=exchanges.count("backward"),
     )
 
 
@@ -216,7 +226,8 @@ class Lifetimes:
         )
         for (kind, stage, microbatch, chunk), tick in when.items():
             work = (microbatch, chunk)
-            backward = when["backward", stage, microbatch, chunk]
+            # Evaluation has no backward: an input lives until its forward.
+            backward = when.get(("backward", stage, microbatch, chunk), tick)
             if kind == "forward":
                 before = _neighbour(schedule, stage, chunk, -1)
                 arrival = (
@@ -326,33 +337,71 @@ def tabulate(schedule: Schedule) -> Tables:
 
 
 class Phase(NamedTuple):
-    """`repeats` rounds of `period` ticks from tick `start`; every round has the same shape."""
+    """`repeats` rounds of `period` ticks from tick `start`.
+
+    `kinds[i]` are the kinds of action that the i-th tick of a round may hold; a tick whose kinds
+    include forward exchanges activations, one that includes backward exchanges gradients.
+    """
 
     start: int
     period: int
     repeats: int
+    kinds: tuple[tuple[Kind, ...], ...]
+
+    @property
+    def num_ticks(self) -> int:
+        """Ticks that the phase covers."""
+        return self.period * self.repeats
 
 
-def phases(schedule: Schedule, longest_period: int = 3) -> list[Phase]:
-    """Cut a schedule into few loops whose rounds repeat the same kinds of action.
+def phases(schedule: Schedule) -> list[Phase]:
+    """Cut a schedule into few loops, so that a compiled loop body holds only what its ticks need.
 
-    One compiled loop body per phase then holds only the work and the exchanges that its ticks have:
-    a forward-only warm-up moves no gradients, an alternation F, B becomes a loop over pairs.
+    A forward-only warm-up then moves no gradients, and an alternation F, B becomes a loop over
+    pairs. Stretches without a rhythm become one loop whose every tick may hold any of their kinds:
+    a few idle exchanges instead of many loop bodies to compile.
     """
     shapes = [_kinds(tick) for tick in schedule.ticks]
-    found, start = [], 0
+    found: list[Phase] = []
+    start = 0
     while start < len(shapes):
-        best = Phase(start, 1, 1)
-        for period in range(1, longest_period + 1):
-            repeats = 1
-            pattern = shapes[start : start + period]
-            while shapes[start + repeats * period : start + (repeats + 1) * period] == pattern:
-                repeats += 1
-            if repeats > 1 and repeats * period > best.repeats * best.period:
-                best = Phase(start, period, repeats)
+        best = max(
+            (_rhythm(shapes, start, period) for period in range(1, _LONGEST_PERIOD + 1)),
+            key=lambda phase: (phase.repeats > 1) * phase.num_ticks - phase.period,
+        )
+        irregular = best.repeats < _FEWEST_REPEATS
+        if irregular and found and found[-1].repeats < _FEWEST_REPEATS:
+            last = found.pop()
+            mixed = {kind for shape in (*last.kinds, *best.kinds) for kind in shape}
+            ticks = last.num_ticks + best.num_ticks
+            best = Phase(last.start, ticks, 1, (_ordered(mixed),) * ticks)
         found.append(best)
-        start += best.period * best.repeats
-    return found
+        start = best.start + best.num_ticks
+    return [_rolled(phase) for phase in found]
+
+
+_LONGEST_PERIOD = 3
+_FEWEST_REPEATS = 2
+
+
+def _rhythm(shapes: list[set[Kind]], start: int, period: int) -> Phase:
+    """The longest run of rounds of `period` ticks from `start`."""
+    pattern = shapes[start : start + period]
+    repeats = 1
+    while shapes[start + repeats * period : start + (repeats + 1) * period] == pattern:
+        repeats += 1
+    return Phase(start, len(pattern), repeats, tuple(map(_ordered, pattern)))
+
+
+def _rolled(phase: Phase) -> Phase:
+    """One round of equal ticks as rounds of one tick."""
+    if phase.repeats == 1 and len(set(phase.kinds)) == 1:
+        return Phase(phase.start, 1, phase.period, phase.kinds[:1])
+    return phase
+
+
+def _ordered(kinds: Iterable[str]) -> tuple[Kind, ...]:
+    return tuple(kind for kind in KINDS if kind in kinds)
 
 
 # --- drawing -------------------------------------------------------------------------------------
@@ -417,7 +466,7 @@ def _when(schedule: Schedule) -> dict[tuple[Kind, int, int, int], int]:
     }
 
 
-def _kinds(tick: Tick) -> set[str]:
+def _kinds(tick: Tick) -> set[Kind]:
     return {action.kind for action in tick if action is not None}
 
 
@@ -446,8 +495,7 @@ def _problems(schedule: Schedule) -> Iterable[str]:
             if key in when:
                 yield f"{_name(key)} runs twice, in ticks {when[key]} and {t}"
             when[key] = t
-    kinds = KINDS if schedule.splits_backward else KINDS[:2]
-    for kind in kinds:
+    for kind in schedule.kinds:
         for stage in range(schedule.num_stages):
             for microbatch in range(schedule.num_microbatches):
                 for chunk in range(schedule.chunks_per_stage):
