@@ -18,6 +18,7 @@ from jaxdist import models, optim, runtime
 from jaxdist.checkpoint import Checkpointer
 from jaxdist.config import RunConfig, stored_run
 from jaxdist.mesh import MeshSpec
+from jaxdist.parallel.timetable import Schedule
 from jaxdist.precision import initial_loss_scale
 from jaxdist.sharding import RULES, Layout
 from jaxdist.state import TrainState, abstract_state, init_state
@@ -54,6 +55,17 @@ class Parts:
     compute_dtype: Any
     num_params: int
     step: Step
+
+    @property
+    def pipeline_schedule(self) -> Schedule | None:
+        """What the stages of one step do; None without stages."""
+        if self.spec.pipeline == 1:
+            return None
+        return self.config.pipeline.make_schedule(
+            num_stages=self.spec.pipeline,
+            rows=self.config.train.global_batch_size // self.spec.num_replicas,
+            accumulation=self.config.train.num_microbatches,
+        )
 
     def init_state(self) -> TrainState:
         """A new state."""
@@ -115,6 +127,7 @@ def assemble(config: RunConfig, devices: Sequence[Any]) -> Parts:
         config.precision,
         clip_norm=config.optim.clip_norm,
         loss_scale=loss_scale,
+        pipeline_config=config.pipeline,
     )
     return Parts(
         config=config,
@@ -190,6 +203,7 @@ def open_run(
         config,
         mesh=dataclasses.replace(config.mesh, shape=str(spec) if spec else "dp=1", reason=""),
         train=dataclasses.replace(config.train, num_microbatches=1, **(train or {})),
+        pipeline=dataclasses.replace(config.pipeline, num_microbatches=0),
     )
     return TrainedRun(path=run, parts=assemble(config, devices))
 

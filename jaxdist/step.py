@@ -4,7 +4,7 @@ One step, read from the outside in:
 
     jit, state donated
       shard_map over every mesh axis: the collectives are written, not guessed
-        for each microbatch (a scan): model -> summed loss -> local gradients, float32
+        for each microbatch (a scan or a pipeline): model -> summed loss -> local gradients
         one reduction of the gradients over the data axes; sums over every replica
       divide once by the global weight -> clip by global norm -> optimizer -> keep or skip
     -> new state with the same shardings, metrics still on the devices
@@ -23,7 +23,8 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jaxdist import collectives, losses
-from jaxdist.parallel import data, fsdp, tensor
+from jaxdist.parallel import data, fsdp, pipeline, tensor
+from jaxdist.parallel.pipeline import PipelineConfig
 from jaxdist.precision import PrecisionConfig, update_loss_scale
 from jaxdist.sharding import Layout
 from jaxdist.state import TrainState, opt_shardings, state_shardings
@@ -141,6 +142,7 @@ def make_step(
     *,
     clip_norm: float = 0.0,
     loss_scale: dict[str, Array] | None = None,
+    pipeline_config: PipelineConfig | None = None,
 ) -> Step:
     """Build the step of one model on one layout; compiles nothing yet.
 
@@ -153,12 +155,16 @@ def make_step(
         precision: number formats.
         clip_norm: largest global gradient norm; 0 = no clipping.
         loss_scale: initial loss scale (for its structure only), {} without.
+        pipeline_config: how microbatches flow where the mesh has stages.
     """
-    context = make_context(model, layout, config, precision)
+    stages = pipeline_config or PipelineConfig()
+    context = make_context(model, layout, config, precision, stages)
     shardings = state_shardings(
         model, optimizer, layout, loss_scale=loss_scale or {}, offload=config.offload_optimizer
     )
-    gradients = make_value_and_grad(model, layout, config, context)
+    gradients = make_value_and_grad(
+        model, layout, config, context, precision=precision, stages=stages
+    )
     update = make_update(model, optimizer, layout, clip_norm, config.offload_optimizer)
 
     def train(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
@@ -194,7 +200,7 @@ def make_step(
             out_shardings=(shardings, whole),
         ),
         evaluate=jax.jit(
-            make_evaluate(model, layout, context),
+            make_evaluate(model, layout, context, stages),
             in_shardings=(shardings.params, batch_sharding),
             out_shardings=whole,
         ),
@@ -204,7 +210,11 @@ def make_step(
 
 
 def make_context(
-    model: Model, layout: Layout, config: TrainConfig, precision: PrecisionConfig
+    model: Model,
+    layout: Layout,
+    config: TrainConfig,
+    precision: PrecisionConfig,
+    stages: PipelineConfig | None = None,
 ) -> Context:
     """What the model is told inside the step on this layout."""
     device = layout.mesh.devices.flat[0]
@@ -223,7 +233,9 @@ def make_context(
         dtype=dtype,
         token_loss=token_loss,
         label_loss=losses.label_cross_entropy,
-        run_layers=make_run_layers(model, layout, config, precision, platform),
+        run_layers=make_run_layers(
+            model, layout, config, precision, platform, gather=not _gathers_once(layout, stages)
+        ),
         platform=platform,
         compute_capability=str(getattr(device, "compute_capability", "")),
         gather=make_gather(layout, model, dtype, precision),
@@ -246,45 +258,82 @@ def make_gather(layout: Layout, model: Model, dtype: Any, precision: PrecisionCo
     return gather
 
 
+def _gathers_once(layout: Layout, stages: PipelineConfig | None) -> bool:
+    """Whether the pipeline gathers a stage's weights itself, before the first tick."""
+    return layout.sizes["pipeline"] > 1 and stages is not None and stages.gather == "step"
+
+
 def make_run_layers(
-    model: Model, layout: Layout, config: TrainConfig, precision: PrecisionConfig, platform: str
+    model: Model,
+    layout: Layout,
+    config: TrainConfig,
+    precision: PrecisionConfig,
+    platform: str,
+    *,
+    gather: bool = True,
 ) -> Callable[..., Array]:
-    """The layer runner: a scan over stacked layers that gathers each layer's weights as it goes."""
+    """The layer runner: a scan over stacked layers that gathers each layer's weights as it goes.
+
+    The runner takes `first`, the index in the model of the first layer it is given; random bits
+    depend on it.
+    """
     if not model.num_layers:
         return Context().run_layers
+    layer = make_layer(model, layout, precision, platform, gather=gather)
     specs = fsdp.layer_specs(layout.param_specs(model.axes)["layers"])
-    dtype = precision.resolve(platform)
-    reduce_dtype = jnp.dtype(precision.reduce_dtype)
     remat = config.remat
     if remat == "auto":
         remat = "dots" if platform == "gpu" else "none"
-    recomputes = remat != "none" or fsdp.is_sharded(specs)
-    unroll = config.unroll_layers or _default_unroll(model.num_layers, platform, recomputes)
+    recomputes = remat != "none" or (gather and fsdp.is_sharded(specs))
+    # A pipeline holds its layers in several loop bodies: unrolled, they would take long to compile.
+    few = 1 if layout.sizes["pipeline"] > 1 else model.num_layers
+    unroll = config.unroll_layers or min(few, _default_unroll(few, platform, recomputes))
 
-    def run_layers(block: Any, layers: Params, x: Array, aux: Any, context: Context) -> Array:
-        key = context.dropout_key
-
-        def layer(x: Array, index_and_params: tuple[Array, Params]) -> tuple[Array, None]:
-            index, shards = index_and_params
-            weights = fsdp.gather(shards, specs, dtype=dtype, reduce_dtype=reduce_dtype)
-            layer_key = None if key is None else jax.random.fold_in(key, index)
-            return block(weights, x, aux, dataclasses.replace(context, dropout_key=layer_key)), None
+    def run_layers(
+        block: Any, layers: Params, x: Array, aux: Any, context: Context, first: Any = 0
+    ) -> Array:
+        def body(x: Array, index_and_shards: tuple[Array, Params]) -> tuple[Array, None]:
+            index, shards = index_and_shards
+            return layer(block, shards, x, index, aux, context), None
 
         count = jax.tree.leaves(layers)[0].shape[0]
         # Forward and backward are two loops, over which the compiler cannot merge what is computed
         # twice on purpose. Unrolled they are one straight line, in which it would.
-        body = layer
         if recomputes or context.dtype != jnp.float32:  # casts of weights are not kept either
             # Elsewhere it would only pin every kept value with a reduce-precision.
             body = jax.checkpoint(
-                layer,
+                body,
                 policy=remat_policy(remat, layers),
                 prevent_cse=recomputes and unroll >= count,
             )
-        x, _ = lax.scan(body, x, (jnp.arange(count), layers), unroll=min(unroll, count))
+        x, _ = lax.scan(body, x, (first + jnp.arange(count), layers), unroll=min(unroll, count))
         return x
 
     return run_layers
+
+
+def make_layer(
+    model: Model, layout: Layout, precision: PrecisionConfig, platform: str, *, gather: bool = True
+) -> Callable[..., Array]:
+    """(block, shards, x, index in the model, aux, context) -> x: one layer, its weights gathered.
+
+    Without `gather` the weights are whole already and only cast.
+    """
+    specs = fsdp.layer_specs(layout.param_specs(model.axes)["layers"])
+    if not gather:
+        specs = jax.tree.map(lambda _: P(), specs, is_leaf=lambda x: isinstance(x, P))
+    dtype = precision.resolve(platform)
+    reduce_dtype = jnp.dtype(precision.reduce_dtype)
+
+    def layer(
+        block: Any, shards: Params, x: Array, index: Array, aux: Any, context: Context
+    ) -> Array:
+        weights = fsdp.gather(shards, specs, dtype=dtype, reduce_dtype=reduce_dtype)
+        key = context.dropout_key
+        layer_key = None if key is None else jax.random.fold_in(key, index)
+        return block(weights, x, aux, dataclasses.replace(context, dropout_key=layer_key))
+
+    return layer
 
 
 def remat_policy(remat: str, layers: Params) -> Callable[..., bool]:
@@ -313,37 +362,47 @@ def remat_policy(remat: str, layers: Params) -> Callable[..., bool]:
 
 
 def make_value_and_grad(
-    model: Model, layout: Layout, config: TrainConfig, context: Context
+    model: Model,
+    layout: Layout,
+    config: TrainConfig,
+    context: Context,
+    *,
+    precision: PrecisionConfig | None = None,
+    stages: PipelineConfig | None = None,
 ) -> Callable[..., tuple[Sums, Params, Array]]:
     """(params, batch, key, loss scale) -> (global sums, gradients of the mean loss, their norm).
 
     The gradients are sharded like the moments where ZeRO says so, else like the parameters.
+    `precision` and `stages` matter where the mesh has stages.
     """
+    precision, stages = precision or PrecisionConfig(), stages or PipelineConfig()
     param_specs = layout.param_specs(model.axes)
     micro_specs = layout.gradient_specs(model.axes)
     grad_specs = layout.moment_specs(model.axes)
     axes = data.summed_axes(layout)
+    num_stages = layout.sizes["pipeline"]
+    if num_stages > 1:
+        value_and_grad = pipeline.make_value_and_grad(
+            model,
+            layout,
+            lambda rows: stages.make_schedule(
+                num_stages=num_stages, rows=rows, accumulation=config.num_microbatches
+            ),
+            layer=make_layer(
+                model, layout, precision, context.platform, gather=stages.gather == "action"
+            ),
+            gather=stages.gather,
+            reduce_dtype=jnp.dtype(precision.reduce_dtype),
+        )
+    else:
+        value_and_grad = _make_accumulation(model, layout, config.num_microbatches)
 
     def local(params: Params, batch: Batch, key: Array, scale: Array) -> Any:
         batch = data.number_rows(batch, layout)
         local_params = data.localise(params, layout)
         step_context = dataclasses.replace(context, dropout_key=key)
-
-        def scaled_loss(params: Params, micro: Batch) -> tuple[Array, Sums]:
-            sums = model.loss(context.gather(params), micro, step_context)
-            return sums["loss"] * scale, sums
-
-        def microbatch(micro: Batch) -> tuple[Sums, Params]:
-            grads, sums = jax.grad(scaled_loss, has_aux=True)(local_params, micro)
-            # ZeRO-2 shards each microbatch's gradient at once; the rest is reduced once a step.
-            return sums, data.scatter_gradients(grads, param_specs, micro_specs, axes)
-
-        sums, grads = _accumulate(microbatch, batch, config.num_microbatches)
-        sums = (
-            {n: collectives.all_reduce(s, layout.batch_axes) for n, s in sums.items()}
-            if (layout.batch_axes)
-            else sums
-        )
+        sums, grads = value_and_grad(local_params, batch, step_context, scale)
+        sums = _sum_over_devices(sums, layout)
         grads = data.reduce_gradients(grads, micro_specs, grad_specs, layout, axes)
         inverse = 1.0 / (_divisor(sums["weight"]) * scale)
         grads = jax.tree.map(lambda g: g * inverse, grads)
@@ -355,15 +414,62 @@ def make_value_and_grad(
     )
 
 
-def make_evaluate(model: Model, layout: Layout, context: Context) -> Callable[..., Sums]:
-    """(params, batch) -> sums over the global batch, nothing dropped."""
+def _make_accumulation(
+    model: Model, layout: Layout, num_microbatches: int
+) -> Callable[[Params, Batch, Context, Array], tuple[Sums, Params]]:
+    """(local params, rows, context, scale) -> sums and local gradients, one microbatch a time."""
+    param_specs = layout.param_specs(model.axes)
+    micro_specs = layout.gradient_specs(model.axes)
+    axes = data.summed_axes(layout)
+
+    def value_and_grad(
+        params: Params, batch: Batch, context: Context, scale: Array
+    ) -> tuple[Sums, Params]:
+        def scaled_loss(params: Params, micro: Batch) -> tuple[Array, Sums]:
+            sums = model.loss(context.gather(params), micro, context)
+            return sums["loss"] * scale, sums
+
+        def microbatch(micro: Batch) -> tuple[Sums, Params]:
+            grads, sums = jax.grad(scaled_loss, has_aux=True)(params, micro)
+            # ZeRO-2 shards each microbatch's gradient at once; the rest is reduced once a step.
+            return sums, data.scatter_gradients(grads, param_specs, micro_specs, axes)
+
+        return _accumulate(microbatch, batch, num_microbatches)
+
+    return value_and_grad
+
+
+def _sum_over_devices(sums: Sums, layout: Layout) -> Sums:
+    """Sums over replicas, and from the last stage to all."""
+    stages = ("pipeline",) if layout.sizes["pipeline"] > 1 else ()
+    axes = (*stages, *layout.batch_axes)
+    if not axes:
+        return sums
+    return {name: collectives.all_reduce(s, axes) for name, s in sums.items()}
+
+
+def make_evaluate(
+    model: Model, layout: Layout, context: Context, stages: PipelineConfig | None = None
+) -> Callable[..., Sums]:
+    """(params, batch) -> sums over the global batch, nothing dropped.
+
+    Where the mesh has stages, a forward pipeline.
+    """
+    stages = stages or PipelineConfig()
+    num_stages = layout.sizes["pipeline"]
+    if num_stages > 1:
+        evaluate = pipeline.make_evaluate(
+            model,
+            layout,
+            lambda rows: stages.make_evaluation_schedule(num_stages=num_stages, rows=rows),
+            gather=stages.gather,
+        )
+    else:
+        evaluate = lambda params, batch, context: model.loss(context.gather(params), batch, context)
 
     def local(params: Params, batch: Batch) -> Sums:
         batch = data.number_rows(batch, layout)
-        sums = model.loss(context.gather(params), batch, context)
-        if not layout.batch_axes:
-            return sums
-        return {name: collectives.all_reduce(s, layout.batch_axes) for name, s in sums.items()}
+        return _sum_over_devices(evaluate(params, batch, context), layout)
 
     return _manual(local, layout, (layout.param_specs(model.axes), layout.batch_spec()), P())
 

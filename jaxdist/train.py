@@ -288,21 +288,28 @@ def start(
 
 def announce(parts: Parts, monitor: Monitor) -> None:
     """The first lines of a run: what will happen, where, and why this way."""
+    from jaxdist.parallel.pipeline import describe
+
     config, model = parts.config, parts.model
     for remark in config.remarks():
         log.warning("%s", remark)
     rows = config.train.global_batch_size // parts.layout.num_replicas
+    schedule = parts.pipeline_schedule
+    microbatches = schedule.num_microbatches if schedule else config.train.num_microbatches
+    notes = list(model.notes(parts.step.context)) if model.notes else []
+    if schedule is not None:
+        notes.append(describe(schedule, rows))
     monitor.header(
         mesh=str(parts.spec),
         mesh_reason=parts.mesh_reason,
         model=model.name,
         num_parameters=parts.num_params,
-        per_device_batch=rows // config.train.num_microbatches,
+        per_device_batch=rows // microbatches,
         num_replicas=parts.layout.num_replicas,
-        accumulation=config.train.num_microbatches,
+        accumulation=microbatches,
         tokens_per_row=config.train.seq_len if model.unit == "tokens" else 1,
         precision=f"{parts.compute_dtype} compute, float32 parameters",
-        notes=model.notes(parts.step.context) if model.notes else (),
+        notes=notes,
     )
 
 

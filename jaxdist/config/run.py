@@ -22,6 +22,7 @@ from jaxdist.models.configs import (
 )
 from jaxdist.monitoring.config import MonitoringConfig
 from jaxdist.optim import OptimConfig
+from jaxdist.parallel.pipeline import PipelineConfig
 from jaxdist.precision import PrecisionConfig
 from jaxdist.runtime import resolve
 from jaxdist.runtime.settings import RuntimeConfig
@@ -58,6 +59,7 @@ class RunConfig:
     )
     model: ModelConfig = dataclasses.field(default_factory=DecoderConfig)
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
+    pipeline: PipelineConfig = dataclasses.field(default_factory=PipelineConfig)
     train: TrainConfig = dataclasses.field(default_factory=TrainConfig)
     optim: OptimConfig = dataclasses.field(default_factory=OptimConfig)
     precision: PrecisionConfig = dataclasses.field(default_factory=PrecisionConfig)
@@ -71,7 +73,8 @@ class RunConfig:
         """Violated rules of the top level and between sections (sections have their own)."""
         found = self._place_problems()
         # Sizes that are not even numbers of something would only repeat themselves below.
-        if self.model.problems() or self.train.problems() or self.mesh.problems():
+        sections = (self.model, self.train, self.mesh, self.pipeline)
+        if any(section.problems() for section in sections):
             return found
         return found + self._data_problems() + self._early_mesh_problems()
 
@@ -106,14 +109,19 @@ class RunConfig:
             dims, rules, sequence = self.model.dims, dict(CNN_RULES), False
         else:  # only the batch can be judged
             spec, dims, rules, sequence = dataclasses.replace(spec, pipeline=1), {}, {}, False
-        return mesh_problems(
+        problems = mesh_problems(
             spec,
             dims,
             rules=rules,
             zero=self.mesh.zero,
             global_batch_size=self.train.global_batch_size,
-            num_microbatches=self.train.num_microbatches,
+            num_microbatches=self.pipeline.given_microbatches(
+                spec.pipeline, self.train.num_microbatches
+            ),
             seq_len=self.train.seq_len if sequence and self.mesh.sequence_parallel else None,
+        )
+        return problems + self.pipeline.fit_problems(
+            num_stages=spec.pipeline, num_layers=dims.get("layers", 0)
         )
 
     def check_mesh(

@@ -21,11 +21,14 @@ from jaxdist.types import Array, Batch, Params
 def summed_axes(layout: Layout) -> tuple[str, ...]:
     """Axes in use over which a replicated parameter's local gradients differ.
 
-    `tensor` belongs to them only under sequence parallelism, where each device sees other tokens.
+    `tensor` belongs to them only under sequence parallelism, where each device sees other tokens;
+    `pipeline` always, since only the first stage embeds and only the last computes the loss.
     """
     axes = layout.batch_axes
     if layout.sequence_parallel and layout.sizes["tensor"] > 1:
         axes = (*axes, "tensor")
+    if layout.sizes["pipeline"] > 1:
+        axes = ("pipeline", *axes)
     return axes
 
 

@@ -69,6 +69,25 @@ def is_sharded(specs: Any) -> bool:
     return any(dim_of(spec, axis) is not None for spec in leaves for axis in SHARD_AXES)
 
 
+def scatter(grads: Params, specs: Any, *, reduce_dtype: Any) -> Params:
+    """Gradients of whole weights, summed over the shards' axes; each device keeps its shard.
+
+    What differentiating `gather` does, for gradients that were added up before. Leaves that no axis
+    shards stay as they are.
+    """
+
+    def leaf(spec: P, grad: Array) -> Array:
+        axes = tuple(axis for axis in SHARD_AXES if dim_of(spec, axis) is not None)
+        if not axes:
+            return grad
+        dim = dim_of(spec, axes[0])
+        assert dim is not None
+        total = collectives.reduce_scatter(grad.astype(reduce_dtype), axes, dim=dim)
+        return total.astype(grad.dtype)
+
+    return jax.tree.map(leaf, specs, grads, is_leaf=lambda x: isinstance(x, P))
+
+
 def layer_specs(specs: Any) -> Any:
     """Specs of one layer from those of the stacked leaves."""
     return jax.tree.map(lambda spec: P(*spec[1:]), specs, is_leaf=lambda x: isinstance(x, P))

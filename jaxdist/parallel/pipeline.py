@@ -1,0 +1,709 @@
+"""The pipeline axis: stages of layers on their own devices, microbatches flowing between them.
+
+`make_value_and_grad` runs any table of `schedules.py` inside the fully manual step, as one program
+that all stages share: a few loops over ticks, in each tick a switch on this stage's own action, and
+a ring permute where neighbours exchange. Idle stages compute nothing, the embedding runs on the
+first stage only and the loss head on the last. A stage keeps the input of a piece until its
+backward, which recomputes the piece from it (then by the remat policy, layer by layer).
+
+A switch whose predicate differs between stages may hold collectives over data, fsdp and tensor,
+because all members of such a group are on one stage and take the same branch.
+
+What moves, per device and step, B being the bytes of one microbatch's activations:
+    ring permutes   B for each exchange of the schedule (`timetable.Report`), each way
+    fsdp            every action gathers its piece's weights layer by layer, backward scatters their
+                    gradients ("action"); or once per step, which holds the whole stage ("step")
+    chunks > 1      parameters lie contiguously on stages, so pieces travel to their stage and their
+                    gradients back once per step: 4 bytes per parameter of a stage, each way
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from jaxdist import collectives
+from jaxdist.parallel import data, fsdp, pieces, schedules
+from jaxdist.parallel.schedules import ScheduleName
+from jaxdist.parallel.splitting import take_apart
+from jaxdist.parallel.timetable import (
+    KINDS,
+    RECOMPUTE,
+    Kind,
+    Phase,
+    Schedule,
+    phases,
+    simulate,
+    tabulate,
+)
+from jaxdist.sharding import Layout
+from jaxdist.types import Array, Batch, Context, Model, Params, Sums, setting
+
+AXIS = "pipeline"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PipelineConfig:
+    """How microbatches flow through the stages of the `pipeline` axis (`pp` > 1)."""
+
+    schedule: ScheduleName = setting(
+        "1f1b",
+        "gpipe, 1f1b, 1f1b_lean (least stash, more waiting) or zero_bubble (least waiting)",
+    )
+    num_microbatches: int = setting(
+        0, "parts into which a replica's rows are cut; 0 = about four per stage"
+    )
+    chunks_per_stage: int = setting(
+        1, "pieces of the model on each stage; more = less waiting, more messages (interleaved)"
+    )
+    gather: Literal["action", "step"] = setting(
+        "action", "when fsdp weights are gathered: in every action, or once per step (more memory)"
+    )
+
+    def problems(self) -> list[str]:
+        """Every violated rule of this section."""
+        problems = []
+        if self.num_microbatches < 0:
+            problems.append(
+                f"pipeline.num_microbatches={self.num_microbatches} must be ≥ 0. "
+                "Use 0 to have it chosen from stages and batch."
+            )
+        if self.chunks_per_stage < 1:
+            problems.append(
+                f"pipeline.chunks_per_stage={self.chunks_per_stage} must be ≥ 1. Use 1."
+            )
+        if self.schedule == "1f1b_lean" and self.chunks_per_stage > 1:
+            problems.append(
+                f"pipeline.schedule=1f1b_lean has one chunk per stage, not "
+                f"{self.chunks_per_stage}. Use pipeline.chunks_per_stage=1, or 1f1b."
+            )
+        return problems
+
+    def fit_problems(self, *, num_stages: int, num_layers: int) -> list[str]:
+        """Every rule that a model with stacked layers breaks on this many stages.
+
+        That stages divide the layers, and microbatches the rows, `sharding.mesh_problems` says.
+        """
+        pieces = num_stages * self.chunks_per_stage
+        if num_stages == 1 or self.chunks_per_stage == 1 or not num_layers % pieces:
+            return []
+        allowed = [d for d in _divisors(num_layers) if d % num_stages == 0]
+        fix = (
+            f"Use pipeline.chunks_per_stage={_either([d // num_stages for d in allowed])}, or "
+            * (bool(allowed))
+        )
+        return [
+            f"mesh pp={num_stages} × pipeline.chunks_per_stage={self.chunks_per_stage} cuts the "
+            f"model into {pieces} equal pieces, which do not divide num_layers={num_layers}. "
+            f"{fix}num_layers={-(-num_layers // pieces) * pieces}."
+        ]
+
+    def given_microbatches(self, num_stages: int, accumulation: int) -> int:
+        """Microbatches that the settings name, 1 where the choice is open.
+
+        Args:
+            num_stages: size of the pipeline axis.
+            accumulation: `train.num_microbatches`, which counts where this section is silent.
+        """
+        return (num_stages > 1 and self.num_microbatches) or accumulation
+
+    def make_schedule(self, *, num_stages: int, rows: int, accumulation: int = 1) -> Schedule:
+        """The checked table for this many stages and rows of a replica.
+
+        Args:
+            num_stages: size of the pipeline axis.
+            rows: rows of one step on one replica.
+            accumulation: `train.num_microbatches`, used where this section leaves the choice open.
+        """
+        given = self.given_microbatches(num_stages, accumulation)
+        num_microbatches = given if given > 1 else self.num_microbatches
+        num_microbatches = num_microbatches or self._choose(rows, num_stages)
+        return schedules.make_schedule(
+            self.schedule, num_stages, num_microbatches, self.chunks_per_stage
+        )
+
+    def make_evaluation_schedule(self, *, num_stages: int, rows: int) -> Schedule:
+        """The forward-only table for this many stages and rows of a replica."""
+        num_microbatches = self._choose(rows, num_stages)
+        return schedules.forward_only(num_stages, num_microbatches, self.chunks_per_stage)
+
+    def _choose(self, rows: int, num_stages: int) -> int:
+        return choose_num_microbatches(rows, num_stages, self.chunks_per_stage)
+
+
+def choose_num_microbatches(rows: int, num_stages: int, chunks_per_stage: int = 1) -> int:
+    """Microbatches for a replica's rows: the fewest that reach four per stage, else one row each.
+
+    Four per stage leave a 1F1B bubble below a fifth; more would only make products smaller. With
+    chunks, multiples of the number of stages come first, because their groups are full.
+    """
+    divisors = _divisors(rows)
+    if chunks_per_stage > 1:
+        divisors = [d for d in divisors if d % num_stages == 0] or divisors
+    enough = [d for d in divisors if d >= 4 * num_stages]
+    return min(enough, default=max(divisors))
+
+
+def describe(schedule: Schedule, rows: int) -> str:
+    """One line for the start of a run: what the pipeline does and what waiting costs."""
+    report = simulate(schedule, RECOMPUTE)
+    m, v = schedule.num_microbatches, schedule.chunks_per_stage
+    chunks = f" × {v} chunks" if v > 1 else ""
+    return (
+        f"pipeline: {schedule.name}, {schedule.num_stages} stages{chunks}, {m} microbatches of "
+        f"{rows // m} rows, bubble {report.bubble:.1%}, at most {max(report.peak_stash)} "
+        f"microbatches stashed, {report.forward_permutes}+{report.backward_permutes} permutes"
+    )
+
+
+# --- training ------------------------------------------------------------------------------------
+
+
+def make_value_and_grad(
+    model: Model,
+    layout: Layout,
+    make_schedule: Callable[[int], Schedule],
+    *,
+    layer: Callable[..., Array],
+    gather: Literal["action", "step"] = "action",
+    reduce_dtype: Any = jnp.float32,
+) -> Callable[[Params, Batch, Context, Array], tuple[Sums, Params]]:
+    """Summed loss and local gradients by a pipeline, for use inside the manual step.
+
+    Args:
+        model: a model with stacked layers.
+        layout: mesh and rules.
+        make_schedule: rows of a replica -> the table to run.
+        layer: (block, shards, x, index in the model, aux, context) -> x; for schedules that take
+            the weights' gradient apart.
+        gather: when fsdp weights are gathered; for "step", `Context.run_layers` must not gather.
+        reduce_dtype: dtype in which gradients of gathered weights are summed.
+
+    Returns:
+        (local parameters, this replica's rows, context, loss scale) -> (sums, gradients). The sums
+        are this replica's, on the last stage and zero elsewhere. The gradients are float32, of the
+        scaled summed loss, laid out as `Layout.gradient_specs`, and local: still to be summed over
+        `data.summed_axes`.
+    """
+    specs = layout.param_specs(model.axes)
+    micro_specs = layout.gradient_specs(model.axes)
+    outer_specs = {name: specs[name] for name in specs if name != "layers"}
+    axes = data.summed_axes(layout)
+
+    def value_and_grad(
+        params: Params, batch: Batch, context: Context, scale: Array
+    ) -> tuple[Sums, Params]:
+        schedule = make_schedule(jax.tree.leaves(batch)[0].shape[0])
+        stage = _make_stage(
+            model, schedule, params, batch, context, specs["layers"], gather, reduce_dtype
+        )
+
+        def reduce_layers(grads: Params) -> Params:
+            if gather == "step":
+                return grads
+            return data.scatter_gradients(grads, specs["layers"], micro_specs["layers"], axes)
+
+        totals = _train(stage, layer, reduce_layers, scale)
+        layer_grads = totals["layers"]
+        if gather == "step":
+            layer_grads = fsdp.scatter(
+                layer_grads, _chunked(specs["layers"]), reduce_dtype=reduce_dtype
+            )
+        outer_grads = fsdp.scatter(totals["outer"], outer_specs, reduce_dtype=reduce_dtype)
+        grads = {**outer_grads, "layers": pieces.from_pieces(layer_grads, schedule)}
+        for name in grads:
+            if name != "layers" or gather == "step":
+                grads[name] = data.scatter_gradients(
+                    grads[name], specs[name], micro_specs[name], axes
+                )
+        return totals["sums"], {name: grads[name] for name in params}
+
+    return value_and_grad
+
+
+def make_evaluate(
+    model: Model,
+    layout: Layout,
+    make_schedule: Callable[[int], Schedule],
+    *,
+    gather: Literal["action", "step"] = "action",
+    reduce_dtype: Any = jnp.float32,
+) -> Callable[[Params, Batch, Context], Sums]:
+    """Summed loss by a forward pipeline; arguments as for `make_value_and_grad`.
+
+    `make_schedule` gives `schedules.forward_only` tables.
+
+    Returns:
+        (local parameters, this replica's rows, context) -> this replica's sums, on the last stage
+        and zero elsewhere.
+    """
+    specs = layout.param_specs(model.axes)
+
+    def evaluate(params: Params, batch: Batch, context: Context) -> Sums:
+        schedule = make_schedule(jax.tree.leaves(batch)[0].shape[0])
+        stage = _make_stage(
+            model, schedule, params, batch, context, specs["layers"], gather, reduce_dtype
+        )
+        return _evaluate(stage)
+
+    return evaluate
+
+
+class _Row(NamedTuple):
+    """This stage's entry of the tables in one tick; int32 scalars (see `timetable.Tables`)."""
+
+    branch: Array
+    microbatch: Array
+    chunk: Array
+    activation: Array
+    cotangent: Array
+    pending: Array
+    activation_arrival: Array
+    cotangent_arrival: Array
+
+
+class _State(NamedTuple):
+    """What a stage carries from tick to tick; each buffer has a spare slot at its end.
+
+    Attributes:
+        activations: [slots + 1, microbatch, seq_shard, d_model] inputs of pieces.
+        cotangents: the same of gradients of their outputs.
+        pending: tree of [slots + 1, ...], what weight gradients put off need.
+        totals: `layers`, `outer` (gradients so far) and `sums`.
+    """
+
+    activations: Array
+    cotangents: Array
+    pending: Any
+    totals: dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Stage:
+    """What this device computes with; lives inside the manual step.
+
+    Attributes:
+        model: the model.
+        schedule: the table being run.
+        context: what the model is told; its key is the step's.
+        layers: this stage's parameters, [chunks, layers of a piece, ...].
+        outer: the parameters outside the layers, whole, in the compute dtype.
+        parts: [microbatches, rows of one, ...].
+        index: this stage's place on the ring.
+    """
+
+    model: Model
+    schedule: Schedule
+    context: Context
+    layers: Params
+    outer: Params
+    parts: Batch
+    index: Array
+
+    def piece(self, row: _Row) -> Array:
+        """Which piece of the model the row names."""
+        return row.chunk * self.schedule.num_stages + self.index
+
+    def is_first(self, row: _Row) -> Array:
+        """Whether the row's piece begins with the embedding."""
+        return self.piece(row) == 0
+
+    def is_last(self, row: _Row) -> Array:
+        """Whether the row's piece ends in the loss head."""
+        return self.piece(row) == self.schedule.num_pieces - 1
+
+    def microbatch(self, row: _Row) -> Batch:
+        """The rows of the row's microbatch."""
+        return jax.tree.map(lambda x: _take(x, row.microbatch), self.parts)
+
+    def chunk(self, row: _Row) -> Params:
+        """Parameters of the row's piece, [layers of a piece, ...]."""
+        return jax.tree.map(lambda x: _take(x, row.chunk), self.layers)
+
+    def embed(self, outer: Params, row: _Row) -> Array:
+        """Input of the first piece."""
+        return self.model.embed(outer, self.microbatch(row), self.context)  # type: ignore[misc]
+
+    def aux(self, row: _Row) -> Any:
+        """What every block needs beside its input."""
+        batch, prepare = self.microbatch(row), self.model.prepare
+        return batch if prepare is None else prepare(batch, self.context)
+
+    def layer_indices(self, row: _Row) -> Array:
+        """Index in the model of each layer of the row's piece; random bits depend on it."""
+        count = jax.tree.leaves(self.layers)[0].shape[1]
+        return self.piece(row) * count + jnp.arange(count)
+
+    def run(self, layers: Params, x: Array, row: _Row) -> Array:
+        """The row's piece applied to its input."""
+        first = self.layer_indices(row)[0]
+        return self.context.run_layers(
+            self.model.block, layers, x, self.aux(row), self.context, first=first
+        )
+
+    def head(self, outer: Params, x: Array, row: _Row) -> Sums:
+        """Loss of the last piece's output."""
+        return self.model.head_loss(outer, x, self.microbatch(row), self.context)
+
+    def columns(self) -> _Row:
+        """This stage's column of the tables, each [ticks]."""
+        tables = tabulate(self.schedule)
+        column = lambda table: _take(jnp.asarray(table.T), self.index)
+        return _Row(*(column(getattr(tables, name)) for name in _Row._fields))
+
+
+def _make_stage(
+    model: Model,
+    schedule: Schedule,
+    params: Params,
+    batch: Batch,
+    context: Context,
+    layer_specs: Any,
+    gather: str,
+    reduce_dtype: Any,
+) -> _Stage:
+    """This device's stage: its pieces where they run, what is gathered once, the microbatches."""
+    layers = pieces.to_pieces(params["layers"], schedule)
+    if gather == "step":
+        layers = fsdp.gather(
+            layers, _chunked(layer_specs), dtype=context.dtype, reduce_dtype=reduce_dtype
+        )
+    outer = {name: tree for name, tree in params.items() if name != "layers"}
+    return _Stage(
+        model=model,
+        schedule=schedule,
+        context=context,
+        layers=layers,
+        outer=context.gather(outer),
+        parts=data.split_microbatches(batch, schedule.num_microbatches),
+        index=collectives.group_index(AXIS),
+    )
+
+
+def _train(
+    stage: _Stage,
+    layer: Callable[..., Array],
+    reduce_layers: Callable[[Params], Params],
+    scale: Array,
+) -> Any:
+    """Run a training table; returns the totals."""
+    schedule, tables = stage.schedule, tabulate(stage.schedule)
+    probe = jax.tree.map(lambda column: column[0], stage.columns())
+    x_kind = jax.eval_shape(stage.embed, stage.outer, probe)
+    zero_x = collectives.zeros_like(x_kind)
+    halves = _Halves(stage, layer, probe, zero_x) if schedule.splits_backward else None
+
+    def forward(row: _Row, state: _State) -> dict[str, Any]:
+        x = lax.cond(
+            stage.is_first(row),
+            lambda: stage.embed(stage.outer, row),
+            lambda: _take(state.activations, row.activation),
+        )
+        # The last piece's output has no reader: its backward recomputes it.
+        y = lax.cond(
+            stage.is_last(row), lambda: zero_x, lambda: stage.run(stage.chunk(row), x, row)
+        )
+        return {"entered": x, "up": y}
+
+    def backward(row: _Row, state: _State) -> dict[str, Any]:
+        x = _take(state.activations, row.activation)
+        totals = dict(state.totals)
+        if halves is None:
+            y, pull = jax.vjp(partial(stage.run, row=row), stage.chunk(row), x)
+        else:
+            y, saved = halves.forward(x, row)
+        dy, totals["outer"], totals["sums"] = lax.cond(
+            stage.is_last(row),
+            lambda: _turn(stage, row, y, totals, scale),
+            lambda: (_take(state.cotangents, row.cotangent), totals["outer"], totals["sums"]),
+        )
+        kept: list[Array] = []
+        if halves is None:
+            layer_grads, dx = pull(dy)
+            totals["layers"] = _add_chunk(totals["layers"], reduce_layers(layer_grads), row)
+        else:
+            dx, kept = halves.input_gradient(saved, dy, row)
+        totals["outer"] = lax.cond(
+            stage.is_first(row),
+            lambda: _add(totals["outer"], _embed_grads(stage, row, dx)),
+            lambda: totals["outer"],
+        )
+        return {"down": dx, "totals": totals, "kept": kept}
+
+    def weight(row: _Row, state: _State) -> dict[str, Any]:
+        assert halves is not None
+        kept = [_take(x, row.pending) for x in state.pending]
+        layer_grads = reduce_layers(halves.weight_gradient(kept, row))
+        layers = _add_chunk(state.totals["layers"], layer_grads, row)
+        return {"totals": {**state.totals, "layers": layers}}
+
+    kept_kinds = halves.kept_kinds(zero_x, probe) if halves else []
+    sum_kinds = jax.eval_shape(lambda: stage.head(stage.outer, zero_x, probe))
+    layer_kinds = jax.eval_shape(lambda: reduce_layers(_float32(stage.chunk(probe))))
+    outer_kinds = jax.eval_shape(_float32, stage.outer)
+    state = _State(
+        activations=_zeros(x_kind, tables.num_slots[0] + 1),
+        cotangents=_zeros(x_kind, tables.num_slots[1] + 1),
+        pending=_zeros(kept_kinds, tables.num_slots[2] + 1),
+        totals={
+            "layers": _zeros(layer_kinds, schedule.chunks_per_stage),
+            "outer": _zeros(outer_kinds),
+            "sums": _zeros(sum_kinds),
+        },
+    )
+    idle = {"entered": zero_x, "up": zero_x, "down": zero_x, "kept": _zeros(kept_kinds)}
+    actions: dict[Kind, _Action] = {
+        "forward": _Action(forward, ("entered", "up")),
+        "backward": _Action(backward, ("down", "kept", "totals")),
+        "weight": _Action(weight, ("totals",)),
+    }
+    return _run(stage, actions, idle, state).totals
+
+
+class _Halves:
+    """The backward of a piece taken apart, layer by layer (see `splitting.py`).
+
+    Everything that a layer's backward reads is kept until it runs, whatever the remat policy; what
+    its weights' gradients read is kept until theirs.
+    """
+
+    def __init__(
+        self, stage: _Stage, layer: Callable[..., Array], probe: _Row, zero_x: Array
+    ) -> None:
+        def apply(shards: Params, x: Array, constants: tuple[Array, Any]) -> Array:
+            return layer(stage.model.block, shards, x, *constants, stage.context)
+
+        one = jax.tree.map(lambda x: x[0], stage.chunk(probe))
+        constants = (stage.layer_indices(probe)[0], stage.aux(probe))
+        self._stage = stage
+        self._apart = take_apart(apply, one, zero_x, constants)
+
+    def forward(self, x: Array, row: _Row) -> tuple[Array, list[Array]]:
+        """The piece's output, and what each layer's backward reads, [layers, ...]."""
+        stage, aux = self._stage, self._stage.aux(row)
+
+        def one(x: Array, layer: tuple[Array, Params]) -> tuple[Array, list[Array]]:
+            index, shards = layer
+            return self._apart.forward(shards, x, (index, aux))
+
+        return lax.scan(one, x, (stage.layer_indices(row), stage.chunk(row)))
+
+    def input_gradient(self, saved: list[Array], dy: Array, row: _Row) -> tuple[Array, list[Array]]:
+        """Gradient of the piece's input, and what the weights' gradients read, [layers, ...]."""
+        stage, aux = self._stage, self._stage.aux(row)
+
+        def one(dy: Array, layer: tuple[Array, Params, list[Array]]) -> tuple[Array, list[Array]]:
+            index, shards, own = layer
+            return self._apart.input_gradient(shards, (index, aux), own, dy)
+
+        layers = (stage.layer_indices(row), stage.chunk(row), saved)
+        return lax.scan(one, dy, layers, reverse=True)
+
+    def weight_gradient(self, kept: list[Array], row: _Row) -> Params:
+        """Gradients of the piece's weights, [layers, ...]."""
+        stage, aux = self._stage, self._stage.aux(row)
+
+        def one(_: None, layer: tuple[Array, Params, list[Array]]) -> tuple[None, Params]:
+            index, shards, own = layer
+            return None, self._apart.weight_gradient(shards, (index, aux), own)
+
+        return lax.scan(one, None, (stage.layer_indices(row), stage.chunk(row), kept))[1]
+
+    def kept_kinds(self, zero_x: Array, probe: _Row) -> list[Any]:
+        """Shapes of what stands between both halves."""
+        return jax.eval_shape(
+            lambda: self.input_gradient(self.forward(zero_x, probe)[1], zero_x, probe)[1]
+        )
+
+
+def _turn(
+    stage: _Stage, row: _Row, y: Array, totals: dict[str, Any], scale: Array
+) -> tuple[Array, Params, Sums]:
+    """Loss head of the last piece: gradient of its output, and both totals it adds to."""
+
+    def scaled_loss(outer: Params, y: Array) -> tuple[Array, Sums]:
+        sums = stage.head(outer, y, row)
+        return sums["loss"] * scale, sums
+
+    (outer_grads, dy), sums = jax.grad(scaled_loss, argnums=(0, 1), has_aux=True)(stage.outer, y)
+    return dy, _add(totals["outer"], outer_grads), _add(totals["sums"], sums)
+
+
+def _embed_grads(stage: _Stage, row: _Row, dx: Array) -> Params:
+    """Gradients of the parameters outside the layers from that of the first piece's input."""
+    _, pull = jax.vjp(lambda outer: stage.embed(outer, row), stage.outer)
+    return pull(dx)[0]
+
+
+def _evaluate(stage: _Stage) -> Sums:
+    """Run a forward table; returns the sums."""
+    tables = tabulate(stage.schedule)
+    probe = jax.tree.map(lambda column: column[0], stage.columns())
+    x_kind = jax.eval_shape(stage.embed, stage.outer, probe)
+    zero_x = collectives.zeros_like(x_kind)
+
+    def forward(row: _Row, state: _State) -> dict[str, Any]:
+        x = lax.cond(
+            stage.is_first(row),
+            lambda: stage.embed(stage.outer, row),
+            lambda: _take(state.activations, row.activation),
+        )
+        y = stage.run(stage.chunk(row), x, row)
+        sums = lax.cond(
+            stage.is_last(row),
+            lambda: _add(state.totals, stage.head(stage.outer, y, row)),
+            lambda: state.totals,
+        )
+        return {"entered": zero_x, "up": y, "totals": sums}
+
+    state = _State(
+        activations=_zeros(x_kind, tables.num_slots[0] + 1),
+        cotangents=_zeros(x_kind, 0),
+        pending={},
+        totals=_zeros(jax.eval_shape(lambda: stage.head(stage.outer, zero_x, probe))),
+    )
+    idle = {"entered": zero_x, "up": zero_x}
+    actions: dict[Kind, _Action] = {"forward": _Action(forward, ("entered", "up", "totals"))}
+    return _run(stage, actions, idle, state).totals
+
+
+class _Action(NamedTuple):
+    """What a stage does for one kind of action, and the names of what that yields."""
+
+    do: Callable[[_Row, _State], dict[str, Any]]
+    yields: tuple[str, ...]
+
+
+def _run(
+    stage: _Stage, actions: dict[Kind, _Action], idle: dict[str, Any], state: _State
+) -> _State:
+    """Run the stage's table tick by tick, in the fewest loops (`timetable.phases`).
+
+    Args:
+        stage: the stage.
+        actions: by kind. They may yield `entered` (an embedded input to keep), `up` (sent to the
+            next stage), `down` (sent to the one before), `kept` (for a weight gradient put off) and
+            `totals`.
+        idle: what each of these is where an action does not yield it; `totals` stay as they are.
+        state: the first state.
+    """
+    columns = stage.columns()
+    for phase in phases(stage.schedule):
+
+        def one_round(
+            state: _State, first_tick: Array, phase: Phase = phase
+        ) -> tuple[_State, None]:
+            for offset, kinds in enumerate(phase.kinds):
+                row = jax.tree.map(lambda column: _take(column, first_tick + offset), columns)  # noqa: B023
+                out = _act(row, state, {kind: actions[kind] for kind in kinds}, idle)
+                state = _exchange(row, state, out)
+            return state, None
+
+        first_ticks = phase.start + phase.period * jnp.arange(phase.repeats)
+        if phase.repeats == 1:
+            state, _ = one_round(state, first_ticks[0])
+        else:
+            state, _ = lax.scan(one_round, state, first_ticks)
+    return state
+
+
+def _act(
+    row: _Row, state: _State, actions: dict[Kind, _Action], idle: dict[str, Any]
+) -> dict[str, Any]:
+    """Do this stage's action of the tick, one of a few that the tick may hold, or none."""
+    names = {name for action in actions.values() for name in action.yields}
+    nothing = {name: state.totals if name == "totals" else idle[name] for name in names}
+    branches = [lambda: nothing]
+    place = np.zeros(len(KINDS) + 1, np.int32)
+    for number, kind in enumerate(KINDS, start=1):
+        if kind in actions:
+            place[number] = len(branches)
+            branches.append(partial(_with, nothing, actions[kind].do, row, state))
+    return lax.switch(_take(jnp.asarray(place), row.branch), branches)
+
+
+def _with(
+    nothing: dict[str, Any],
+    do: Callable[[_Row, _State], dict[str, Any]],
+    row: _Row,
+    state: _State,
+) -> dict[str, Any]:
+    return {**nothing, **do(row, state)}
+
+
+def _exchange(row: _Row, state: _State, out: dict[str, Any]) -> _State:
+    """Send what a tick made around the ring and store what it made and what arrives."""
+    activations, cotangents, pending = state.activations, state.cotangents, state.pending
+    if "up" in out:
+        entered = row.branch == _BRANCH["forward"]
+        activations = _put(activations, out["entered"], row.activation, entered)
+        arrived = collectives.permute(out["up"], AXIS, 1)
+        activations = _put(activations, arrived, row.activation_arrival)
+    if "down" in out:
+        arrived = collectives.permute(out["down"], AXIS, -1)
+        cotangents = _put(cotangents, arrived, row.cotangent_arrival)
+    if "kept" in out:
+        kept = row.branch == _BRANCH["backward"]
+        pending = jax.tree.map(
+            lambda buffer, x: _put(buffer, x, row.pending, kept), pending, out["kept"]
+        )
+    return _State(activations, cotangents, pending, out.get("totals", state.totals))
+
+
+_BRANCH = {kind: 1 + KINDS.index(kind) for kind in KINDS}
+
+
+def _put(buffer: Array, x: Array, slot: Array, really: Array | bool = True) -> Array:
+    """Store x in a slot of a buffer, or in the spare slot at its end."""
+    slot = jnp.where(really, slot, buffer.shape[0] - 1)
+    return lax.dynamic_update_index_in_dim(buffer, x.astype(buffer.dtype), slot, 0)
+
+
+def _take(x: Array, index: Array) -> Array:
+    return lax.dynamic_index_in_dim(x, index, 0, keepdims=False)
+
+
+def _zeros(kinds: Any, slots: int | None = None) -> Any:
+    """Zeros like each leaf of a tree of shapes, with a leading dim of slots if given."""
+    lead = () if slots is None else (slots,)
+    return jax.tree.map(
+        lambda x: collectives.vary(
+            jnp.zeros((*lead, *x.shape), x.dtype), tuple(collectives.varying_axes(x))
+        ),
+        kinds,
+    )
+
+
+def _float32(tree: Any) -> Any:
+    return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
+
+
+def _add(total: Any, part: Any) -> Any:
+    return jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, part)
+
+
+def _add_chunk(total: Params, part: Params, row: _Row) -> Params:
+    """Add a piece's gradients [layers, ...] to the stage's [chunks, layers, ...]."""
+    return jax.tree.map(lambda a, b: a.at[row.chunk].add(b.astype(a.dtype)), total, part)
+
+
+def _chunked(specs: Any) -> Any:
+    """Specs of [chunks, layers, ...] from those of the stacked leaves."""
+    return jax.tree.map(lambda spec: P(None, *spec), specs, is_leaf=lambda x: isinstance(x, P))
+
+
+def _either(numbers: list[int]) -> str:
+    *others, last = map(str, numbers)
+    return f"{', '.join(others)} or {last}" if others else last
+
+
+def _divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]

@@ -1,0 +1,233 @@
+"""Gradients of one step by a pipeline against one device, here or on more devices.
+
+`python tests/pipeline_parity.py NUM_DEVICES MESH key=value ...` prints the comparison as JSON.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import os
+import sys
+from typing import Any
+
+import numpy as np
+
+SEQ_LEN = 16
+FAST_COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+"""Numbers do not depend on how hard LLVM optimises; compiling takes a third."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    """One comparison."""
+
+    mesh: str
+    schedule: str = "1f1b"
+    microbatches: int = 0
+    chunks: int = 1
+    gather: str = "action"
+    family: str = "llama"
+    layers: int = 4
+    rows: int = 8
+    zero: int = 0
+    sequence_parallel: bool = True
+    remat: str = "none"
+    dtype: str = "float32"
+    scale: float = 1.0
+
+    def __str__(self) -> str:
+        default = {field.name: field.default for field in dataclasses.fields(self)}
+        given = {k: v for k, v in dataclasses.asdict(self).items() if v != default[k]}
+        mesh = given.pop("mesh").replace("=", "").replace(",", "_")
+        return "-".join([mesh, *(f"{k}={v}" for k, v in given.items())])
+
+
+FAMILIES = {
+    "llama": {},
+    "llama_tied": {"tie_embeddings": True},
+    "gpt2": {
+        "norm": "layer",
+        "positions": "learned",
+        "activation": "gelu",
+        "qkv_bias": True,
+        "out_bias": True,
+        "mlp_bias": True,
+        "tie_embeddings": True,
+        "dropout": 0.2,
+    },
+}
+
+
+@functools.cache
+def make_model(family: str, layers: int) -> Any:
+    from jaxdist.models import DecoderConfig, build
+
+    config = DecoderConfig(
+        d_model=32,
+        num_layers=layers,
+        num_heads=4,
+        num_kv_heads=4,
+        mlp_dim=64,
+        vocab_size=60,
+        max_seq_len=SEQ_LEN,
+        **FAMILIES[family],
+    )
+    return build(config, seq_len=SEQ_LEN)
+
+
+@functools.cache
+def host_params(family: str, layers: int) -> Any:
+    import jax
+
+    return jax.device_get(jax.jit(make_model(family, layers).init)(jax.random.key(0)))
+
+
+def host_batch(rows: int) -> dict[str, np.ndarray]:
+    """Random tokens; weights differ by row, so that microbatches differ, and sum exactly."""
+    random = np.random.default_rng(0)
+    tokens = random.integers(0, 60, (rows, SEQ_LEN + 1)).astype(np.int32)
+    weights = (random.random((rows, SEQ_LEN)) > 0.3) * (1 + np.arange(rows) % 4)[:, None] / 4
+    return {
+        "tokens": tokens[:, :-1],
+        "targets": tokens[:, 1:],
+        "weights": weights.astype(np.float32),
+    }
+
+
+def make_parts(case: Case) -> tuple[Any, ...]:
+    """(model, layout, train config, precision, context, pipeline config) of a case."""
+    import jax
+
+    from jaxdist.mesh import MeshSpec
+    from jaxdist.parallel.pipeline import PipelineConfig
+    from jaxdist.precision import PrecisionConfig
+    from jaxdist.sharding import Layout
+    from jaxdist.step import TrainConfig, make_context
+
+    spec = MeshSpec.parse(case.mesh)
+    layout = Layout(
+        mesh=spec.build(jax.devices()[: spec.num_devices]),
+        zero=case.zero,
+        sequence_parallel=case.sequence_parallel,
+    )
+    model = make_model(case.family, case.layers)
+    config = TrainConfig(global_batch_size=case.rows, seq_len=SEQ_LEN, remat=case.remat)
+    precision = PrecisionConfig(compute_dtype=case.dtype)  # type: ignore[arg-type]
+    stages = PipelineConfig(
+        schedule=case.schedule,  # type: ignore[arg-type]
+        num_microbatches=case.microbatches,
+        chunks_per_stage=case.chunks,
+        gather=case.gather,  # type: ignore[arg-type]
+    )
+    return (
+        model,
+        layout,
+        config,
+        precision,
+        make_context(model, layout, config, precision, stages),
+        stages,
+    )
+
+
+def lowered(case: Case) -> Any:
+    """The traced value and gradient of a case, and its arguments on the devices."""
+    import jax
+    import jax.numpy as jnp
+
+    from jaxdist.step import make_value_and_grad
+
+    model, layout, config, precision, context, stages = make_parts(case)
+    function = make_value_and_grad(
+        model, layout, config, context, precision=precision, stages=stages
+    )
+    arguments = (
+        jax.device_put(
+            host_params(case.family, case.layers), layout.shardings(layout.param_specs(model.axes))
+        ),
+        jax.device_put(host_batch(case.rows), layout.sharding(layout.batch_spec())),
+        jax.random.key(1),
+        jnp.float32(case.scale),
+    )
+    return jax.jit(function), arguments
+
+
+def gradients(case: Case) -> tuple[Any, Any, Any]:
+    """(sums, gradients of the mean loss, their norm) of one step, on the host."""
+    import jax
+
+    function, arguments = lowered(case)
+    compiled = function.lower(*arguments).compile(compiler_options=FAST_COMPILE)
+    return jax.device_get(compiled(*arguments))
+
+
+def evaluation(case: Case) -> Any:
+    """Sums of an evaluation step, on the host."""
+    import jax
+
+    from jaxdist.step import make_evaluate
+
+    model, layout, _, _, context, stages = make_parts(case)
+    evaluate = jax.jit(make_evaluate(model, layout, context, stages))
+    params = jax.device_put(
+        host_params(case.family, case.layers), layout.shardings(layout.param_specs(model.axes))
+    )
+    batch = jax.device_put(host_batch(case.rows), layout.sharding(layout.batch_spec()))
+    compiled = evaluate.lower(params, batch).compile(compiler_options=FAST_COMPILE)
+    return jax.device_get(compiled(params, batch))
+
+
+@functools.cache
+def reference(case: Case) -> tuple[Any, Any, Any]:
+    """The same on one device in float32, without a pipeline."""
+    return gradients(Case(mesh="dp=1", family=case.family, layers=case.layers, rows=case.rows))
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """How far a pipeline is from one device.
+
+    Attributes:
+        loss: relative difference of the summed loss.
+        weight: difference of the summed weight.
+        gradient: largest difference of any gradient, relative to the largest gradient.
+        norm: relative difference of the gradient norm.
+    """
+
+    loss: float
+    weight: float
+    gradient: float
+    norm: float
+
+
+def compare(case: Case) -> Difference:
+    """A pipeline's step against one device's."""
+    import jax
+
+    sums, grads, norm = gradients(case)
+    ref_sums, ref_grads, ref_norm = reference(dataclasses.replace(case, mesh="dp=1"))
+    largest = max(np.abs(x).max() for x in jax.tree.leaves(ref_grads))
+    apart = jax.tree.map(lambda a, b: np.abs(np.asarray(a, np.float64) - b).max(), grads, ref_grads)
+    return Difference(
+        loss=abs(float(sums["loss"]) / float(ref_sums["loss"]) - 1),
+        weight=abs(float(sums["weight"]) - float(ref_sums["weight"])),
+        gradient=float(max(jax.tree.leaves(apart)) / largest),
+        norm=abs(float(norm) / float(ref_norm) - 1),
+    )
+
+
+def main(argv: list[str]) -> None:
+    """Compare on more devices than the test process has."""
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    import jax
+
+    jax.config.update("jax_num_cpu_devices", int(argv[0]))
+    given = dict(item.split("=", 1) for item in argv[2:])
+    types = {field.name: type(field.default) for field in dataclasses.fields(Case)}
+    case = Case(mesh=argv[1], **{key: types[key](value) for key, value in given.items()})
+    print(json.dumps(dataclasses.asdict(compare(case))))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

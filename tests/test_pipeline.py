@@ -1,0 +1,191 @@
+"""The pipeline: every schedule computes what one device computes, and costs what it says."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pipeline_parity
+import pytest
+from pipeline_parity import Case, compare
+
+from jaxdist.parallel import pipeline
+from jaxdist.parallel.pieces import matchings
+from jaxdist.parallel.pipeline import PipelineConfig, choose_num_microbatches, describe
+from jaxdist.parallel.timetable import tabulate
+
+# The project's contract for float32 across meshes: sums of another order, nothing else.
+LOSS, GRADIENT = 1e-6, 1e-5
+
+FAST = [
+    Case(mesh="pp=2,dp=2,tp=2", schedule="gpipe"),
+    Case(mesh="pp=4,tp=2", family="llama_tied", rows=6, microbatches=3),
+    Case(mesh="pp=2,fsdp=2,tp=2", chunks=2, family="gpt2"),
+    Case(mesh="pp=4,dp=2", schedule="1f1b_lean", family="gpt2"),
+    Case(mesh="pp=2,dp=2,fsdp=2", schedule="zero_bubble", zero=2, family="llama_tied", rows=16),
+]
+SCHEDULES = [
+    {"schedule": "gpipe"},
+    {"schedule": "1f1b"},
+    {"schedule": "1f1b", "chunks": 2},
+    {"schedule": "1f1b_lean"},
+    {"schedule": "zero_bubble"},
+    {"schedule": "zero_bubble", "chunks": 2},
+]
+SLOW = [
+    *(Case(mesh="pp=2,dp=2,tp=2", family="gpt2", **s) for s in SCHEDULES),
+    *(
+        Case(mesh="pp=4,fsdp=2", layers=8, family="llama_tied", remat="full", **s)
+        for s in SCHEDULES
+    ),
+    *(Case(mesh="pp=8", layers=16, rows=5, microbatches=5, **s) for s in SCHEDULES),
+    Case(mesh="pp=2,fsdp=2,tp=2", gather="step", schedule="zero_bubble"),
+    Case(mesh="pp=2,dp=2,fsdp=2", gather="step", zero=2, chunks=2),
+    Case(mesh="pp=2,dp=4", zero=1),
+    Case(mesh="pp=2,dp=2,tp=2", zero=3, family="gpt2"),
+    Case(mesh="pp=2,tp=4", sequence_parallel=False, family="gpt2"),
+    Case(mesh="pp=2,tp=4", remat="dots", schedule="zero_bubble"),
+    Case(mesh="pp=2,dp=2", scale=1024.0, chunks=2),
+]
+
+
+@pytest.mark.parametrize("case", FAST, ids=str)
+def test_gradients_match_one_device(case):
+    check(compare(case))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", SLOW, ids=str)
+def test_gradients_match_one_device_everywhere(case):
+    check(compare(case))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("devices", "arguments"),
+    [
+        (16, ["pp=2,dp=2,fsdp=2,tp=2", "family=gpt2"]),
+        (16, ["pp=4,dp=2,tp=2", "schedule=zero_bubble", "family=llama_tied"]),
+        (64, ["pp=4,dp=4,tp=4", "rows=32", "family=llama_tied"]),
+        (64, ["pp=4,dp=2,fsdp=2,tp=4", "rows=32", "chunks=2", "layers=8"]),
+        (64, ["pp=8,fsdp=4,tp=2", "rows=32", "layers=8", "schedule=zero_bubble"]),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, list) else str(value),
+)
+def test_gradients_match_one_device_on_many_devices(devices, arguments):
+    script = Path(pipeline_parity.__file__)
+    run = subprocess.run(
+        [sys.executable, str(script), str(devices), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=900,
+        cwd=script.parent.parent,
+        env={"PYTHONPATH": str(script.parent.parent), "PATH": ""},
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    check(pipeline_parity.Difference(**json.loads(run.stdout.splitlines()[-1])))
+
+
+def check(difference):
+    assert difference.loss <= LOSS
+    assert difference.weight == 0
+    assert difference.gradient <= GRADIENT
+    assert difference.norm <= GRADIENT
+
+
+def test_half_precision_and_loss_scale_stay_within_rounding():
+    """bf16 keeps 8 bits, and gradients are sums of such products; a power of two costs nothing."""
+    brain = compare(Case(mesh="pp=2,tp=2", dtype="bfloat16", scale=1024.0, family="llama_tied"))
+    assert brain.loss < 1e-3
+    assert brain.gradient < 3e-2
+
+
+@pytest.mark.parametrize(
+    "case",
+    [Case(mesh="pp=2,dp=2", chunks=2), Case(mesh="pp=4,tp=2", family="llama_tied", rows=6)],
+    ids=str,
+)
+def test_evaluation_runs_forward_through_the_stages(case):
+    sums = pipeline_parity.evaluation(case)
+    one = pipeline_parity.evaluation(Case(mesh="dp=1", family=case.family, rows=case.rows))
+    assert sums["weight"] == one["weight"]
+    np.testing.assert_allclose(sums["loss"], one["loss"], rtol=LOSS)
+
+
+# --- planted faults ------------------------------------------------------------------------------
+
+
+def one_tick_late(tables):
+    """Activations are stored where those of the next tick belong."""
+    late = np.roll(tables.activation_arrival, 1, axis=0)
+    return {"activation_arrival": late}
+
+
+def chunks_swapped(tables):
+    return {"chunk": np.where(tables.branch == 2, 1 - tables.chunk, tables.chunk)}
+
+
+def wrong_microbatch(tables):
+    return {"microbatch": np.where(tables.branch == 2, 0, tables.microbatch)}
+
+
+@pytest.mark.parametrize("fault", [one_tick_late, chunks_swapped, wrong_microbatch])
+def test_a_wrong_table_gives_wrong_gradients(fault, monkeypatch):
+    def faulty(schedule):
+        tables = tabulate(schedule)
+        return dataclasses.replace(tables, **fault(tables))
+
+    monkeypatch.setattr(pipeline, "tabulate", faulty)
+    difference = compare(Case(mesh="pp=2", chunks=2, rows=4))
+    assert difference.gradient > 100 * GRADIENT
+
+
+# --- settings ------------------------------------------------------------------------------------
+
+
+def test_microbatches_are_chosen_from_stages_and_rows():
+    assert choose_num_microbatches(32, 4) == 16
+    assert choose_num_microbatches(64, 2) == 8
+    assert choose_num_microbatches(6, 4) == 6
+    assert choose_num_microbatches(15, 4) == 15
+    assert choose_num_microbatches(24, 4, chunks_per_stage=2) == 24
+
+
+def test_the_choice_and_its_bubble_are_said():
+    schedule = PipelineConfig().make_schedule(num_stages=4, rows=32)
+    assert describe(schedule, 32) == (
+        "pipeline: 1f1b, 4 stages, 16 microbatches of 2 rows, bubble 15.8%, at most 7 "
+        "microbatches stashed, 19+19 permutes"
+    )
+
+
+def test_given_microbatches_win_over_accumulation_and_over_the_choice():
+    own = PipelineConfig(num_microbatches=4).make_schedule(num_stages=2, rows=16, accumulation=8)
+    assert own.num_microbatches == 4
+    accumulated = PipelineConfig().make_schedule(num_stages=2, rows=16, accumulation=2)
+    assert accumulated.num_microbatches == 2
+    one = PipelineConfig(num_microbatches=1).make_schedule(num_stages=2, rows=16)
+    assert one.num_microbatches == 1
+
+
+def test_settings_that_cannot_work_are_refused_with_the_fix():
+    problems = PipelineConfig(num_microbatches=-1, chunks_per_stage=0).problems()
+    assert len(problems) == 2
+    assert "Use 0 to have it chosen" in problems[0]
+    (problem,) = PipelineConfig(schedule="1f1b_lean", chunks_per_stage=2).problems()
+    assert "Use pipeline.chunks_per_stage=1, or 1f1b" in problem
+    (problem,) = PipelineConfig(chunks_per_stage=3).fit_problems(num_stages=4, num_layers=32)
+    assert "12 equal pieces, which do not divide num_layers=32" in problem
+    assert "chunks_per_stage=1, 2, 4 or 8, or num_layers=36" in problem
+    assert not PipelineConfig(chunks_per_stage=2).fit_problems(num_stages=4, num_layers=32)
+
+
+@pytest.mark.parametrize(("p", "v"), [(2, 2), (2, 3), (4, 2), (4, 3), (4, 4), (8, 2), (3, 5)])
+def test_pieces_travel_in_rounds_that_take_and_give_one_each(p, v):
+    rounds = matchings(p, v)
+    assert sorted(np.concatenate(rounds).tolist()) == list(range(p * v))
+    for pieces in rounds:
+        assert sorted(pieces // v) == list(range(p)), "one from every stage that stores"
+        assert sorted(pieces % p) == list(range(p)), "one to every stage that runs"

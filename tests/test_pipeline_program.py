@@ -1,0 +1,146 @@
+"""What the pipeline's program holds: its exchanges, its products, its memory."""
+
+import re
+from collections.abc import Iterator
+
+import jax
+import numpy as np
+import pytest
+from pipeline_parity import FAST_COMPILE, Case, lowered
+
+from jaxdist.parallel.schedules import make_schedule
+from jaxdist.parallel.timetable import phases, simulate
+
+
+def inner(equation) -> list:
+    """Jaxprs that an equation holds."""
+    found = []
+    for value in equation.params.values():
+        for item in value if isinstance(value, tuple | list) else (value,):
+            if hasattr(item, "eqns"):
+                found.append(item)
+            elif hasattr(item, "jaxpr"):
+                found.append(item.jaxpr)
+    return found
+
+
+def products(jaxpr) -> float:
+    """FLOPs of matrix products; of a condition, those of its dearest branch."""
+    total = 0.0
+    for equation in jaxpr.eqns:
+        name = equation.primitive.name
+        if name == "dot_general":
+            (contracted, _), _ = equation.params["dimension_numbers"]
+            depth = np.prod([equation.invars[0].aval.shape[d] for d in contracted])
+            total += 2.0 * float(np.prod(equation.outvars[0].aval.shape) * depth)
+        elif name == "cond":
+            total += max(products(branch.jaxpr) for branch in equation.params["branches"])
+        else:
+            times = equation.params["length"] if name == "scan" else 1
+            total += times * sum(map(products, inner(equation)))
+    return total
+
+
+def bodies(jaxpr, times: int = 1) -> Iterator[tuple]:
+    """(jaxpr, how often it runs) of everything that holds a ring permute."""
+    if any(equation.primitive.name == "ppermute" for equation in jaxpr.eqns):
+        yield jaxpr, times
+    for equation in jaxpr.eqns:
+        length = equation.params["length"] if equation.primitive.name == "scan" else 1
+        for part in inner(equation):
+            yield from bodies(part, times * length)
+
+
+def program(case: Case):
+    function, arguments = lowered(case)
+    return jax.make_jaxpr(function)(*arguments).jaxpr
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "1f1b_lean", "zero_bubble"])
+@pytest.mark.parametrize("m", [3, 8])
+def test_the_program_permutes_as_often_as_the_schedule_says(name, m):
+    jaxpr = program(Case(mesh="pp=4", schedule=name, rows=m, microbatches=m))
+    forward = backward = 0
+    for body, times in bodies(jaxpr):
+        for equation in body.eqns:
+            if equation.primitive.name == "ppermute":
+                up = equation.params["perm"][0] == (0, 1)
+                forward += times * up
+                backward += times * (not up)
+    report = simulate(make_schedule(name, 4, m))
+    assert (forward, backward) == (report.forward_permutes, report.backward_permutes)
+
+
+def test_idle_ticks_hold_no_products_and_the_rest_only_one_recomputation():
+    m, pieces = 8, 4
+    jaxpr = program(Case(mesh="pp=4", rows=m, microbatches=m))
+    switches = [
+        equation.params["branches"]
+        for body, _ in bodies(jaxpr)
+        for equation in body.eqns
+        if equation.primitive.name == "cond"
+    ]
+    assert len(switches) == 4
+    assert all(products(idle.jaxpr) == 0 for idle, _ in switches)
+    acting = sorted({products(action.jaxpr) for _, action in switches})
+    forward, backward = acting
+    ideal = products(program(Case(mesh="dp=1", rows=m)))
+    head = ideal / m - 3 * pieces * forward
+    assert 0 < head < backward
+    executed = m * ((pieces - 1) * forward + pieces * backward - (pieces - 1) * head)
+    recomputed = m * pieces * forward
+    # The last piece's forward is left to its backward, so one recomputation costs nothing.
+    assert executed == pytest.approx(ideal + recomputed - m * forward, rel=0.05)
+
+
+def test_zero_bubble_does_the_products_of_both_gradients_once():
+    m, pieces = 8, 4
+    ticks = [body for body, _ in bodies(program(Case(mesh="pp=4", rows=m, microbatches=m)))]
+    forward = min(p for p in map(products, ticks) if p > 0)
+    jaxpr = program(Case(mesh="pp=4", schedule="zero_bubble", rows=m, microbatches=m))
+    branches = {
+        products(branch.jaxpr)
+        for body, _ in bodies(jaxpr)
+        for equation in body.eqns
+        if equation.primitive.name == "cond"
+        for branch in equation.params["branches"]
+    }
+    head = products(program(Case(mesh="dp=1", rows=m))) / m - 3 * pieces * forward
+    idle, weight, again, backward = sorted(branches)
+    assert (idle, again) == (0, forward)
+    # Attention multiplies no weights, so its products belong to the input gradient alone.
+    assert 0.7 * forward < weight < forward
+    assert again + backward + weight == pytest.approx(4 * forward + head)
+
+
+def compiled(case: Case):
+    function, arguments = lowered(case)
+    return function.lower(*arguments).compile(compiler_options=FAST_COMPILE)
+
+
+def test_the_compiler_adds_no_exchange_between_stages():
+    case = Case(mesh="pp=4", rows=8, microbatches=8)
+    text = compiled(case).as_text()
+    bodies_with_permutes = sum(
+        kind != "weight"
+        for phase in phases(make_schedule("1f1b", 4, 8))
+        for kinds in phase.kinds
+        for kind in kinds
+    )
+    assert len(re.findall(r" collective-permute(?:-start)?\(", text)) == bodies_with_permutes
+    for other in ("all-gather", "reduce-scatter", "all-to-all"):
+        assert not re.search(rf" {other}(?:-start)?\(", text), other
+
+
+@pytest.mark.slow
+def test_stash_does_not_grow_with_microbatches_except_under_gpipe():
+    """From M = 2p, where 1F1B's stash of 2p - 1 is full, to 16p; the lean one from M = p."""
+
+    def temporaries(name: str, m: int) -> int:
+        case = Case(mesh="pp=2", schedule=name, rows=m, microbatches=m)
+        return compiled(case).memory_analysis().temp_size_in_bytes
+
+    microbatch_bytes = 16 * 32 * 4
+    assert temporaries("1f1b", 32) <= 1.05 * temporaries("1f1b", 4)
+    assert temporaries("1f1b_lean", 16) <= 1.05 * temporaries("1f1b_lean", 2)
+    assert temporaries("gpipe", 32) - temporaries("gpipe", 4) >= 28 * microbatch_bytes

@@ -1,0 +1,62 @@
+"""A backward taken apart gives the gradients of the whole one, each product once."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_pipeline_program import products
+
+from jaxdist.parallel.splitting import take_apart
+
+
+def layer(weights, x, constants):
+    """A gated layer with a norm, a cast weight, random bits and a constant."""
+    key, angle = constants
+    normed = x / jnp.sqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-5) * weights["scale"]
+    kept = jax.random.bernoulli(key, 0.7, x.shape)
+    up = normed @ weights["up"].astype(jnp.bfloat16).astype(jnp.float32)
+    hidden = jax.nn.silu(up) * jnp.cos(angle)
+    return x + jnp.where(kept, hidden @ weights["down"], 0.0)
+
+
+@pytest.fixture
+def arguments():
+    random = np.random.default_rng(0)
+    draw = lambda *shape: jnp.asarray(random.normal(size=shape), jnp.float32)
+    weights = {"scale": 1 + 0.1 * draw(8), "up": draw(8, 32), "down": draw(32, 8)}
+    return weights, draw(3, 5, 8), (jax.random.key(3), draw(32)), draw(3, 5, 8)
+
+
+def test_both_halves_together_are_the_whole_gradient(arguments):
+    weights, x, constants, dy = arguments
+    apart = take_apart(layer, weights, x, constants)
+    y, saved = apart.forward(weights, x, constants)
+    dx, kept = apart.input_gradient(weights, constants, saved, dy)
+    grads = apart.weight_gradient(weights, constants, kept)
+    expected_y, pull = jax.vjp(lambda w, x: layer(w, x, constants), weights, x)
+    expected_grads, expected_dx = pull(dy)
+    np.testing.assert_array_equal(y, expected_y)
+    np.testing.assert_allclose(dx, expected_dx, rtol=1e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), grads, expected_grads)
+
+
+def test_every_product_is_done_once(arguments):
+    weights, x, constants, dy = arguments
+    apart = take_apart(layer, weights, x, constants)
+    _, saved = apart.forward(weights, x, constants)
+    _, kept = apart.input_gradient(weights, constants, saved, dy)
+    count = lambda function, *args: products(jax.make_jaxpr(function)(*args).jaxpr)
+    forward = count(layer, weights, x, constants)
+    assert forward > 0
+    assert count(apart.forward, weights, x, constants) == forward
+    assert count(apart.input_gradient, weights, constants, saved, dy) == forward
+    assert count(apart.weight_gradient, weights, constants, kept) == forward
+
+
+def test_what_follows_from_weights_and_constants_is_not_kept(arguments):
+    weights, x, constants, dy = arguments
+    apart = take_apart(layer, weights, x, constants)
+    _, saved = apart.forward(weights, x, constants)
+    _, kept = apart.input_gradient(weights, constants, saved, dy)
+    rows = x.shape[:-1]
+    assert all(value.shape[:2] == rows for value in (*saved, *kept)), "activations only"
