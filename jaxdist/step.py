@@ -162,7 +162,9 @@ def make_step(
     shardings = state_shardings(
         model, optimizer, layout, loss_scale=loss_scale or {}, offload=config.offload_optimizer
     )
-    gradients = make_value_and_grad(model, layout, config, precision, context, stages)
+    gradients = make_value_and_grad(
+        model, layout, config, context, precision=precision, stages=stages
+    )
     update = make_update(model, optimizer, layout, clip_norm)
     on_device = opt_shardings(model, optimizer, layout)
 
@@ -282,18 +284,14 @@ def make_run_layers(
     if not model.num_layers:
         return Context().run_layers
     layer = make_layer(model, layout, precision, platform, gather=gather)
-    dtype = precision.resolve(platform)
+    specs = fsdp.layer_specs(layout.param_specs(model.axes)["layers"])
     remat = config.remat
     if remat == "auto":
         remat = "dots" if platform == "gpu" else "none"
-    specs = fsdp.layer_specs(layout.param_specs(model.axes)["layers"])
     recomputes = remat != "none" or (gather and fsdp.is_sharded(specs))
     # A pipeline holds its layers in several loop bodies: unrolled, they would take long to compile.
-    unroll = config.unroll_layers or (
-        1
-        if layout.sizes["pipeline"] > 1
-        else _default_unroll(model.num_layers, platform, recomputes)
-    )
+    few = 1 if layout.sizes["pipeline"] > 1 else model.num_layers
+    unroll = config.unroll_layers or min(few, _default_unroll(few, platform, recomputes))
 
     def run_layers(
         block: Any, layers: Params, x: Array, aux: Any, context: Context, first: Any = 0
@@ -303,10 +301,10 @@ def make_run_layers(
             return layer(block, shards, x, index, aux, context), None
 
         count = jax.tree.leaves(layers)[0].shape[0]
-        if recomputes or dtype != jnp.float32:  # casts of weights are not kept either
-            # Forward and backward are two loops, over which the compiler cannot merge what is
-            # computed twice on purpose. Unrolled they are one straight line, in which it would.
-            # Elsewhere checkpointing would only pin every kept value with a reduce-precision.
+        # Forward and backward are two loops, over which the compiler cannot merge what is computed
+        # twice on purpose. Unrolled they are one straight line, in which it would.
+        if recomputes or context.dtype != jnp.float32:  # casts of weights are not kept either
+            # Elsewhere it would only pin every kept value with a reduce-precision.
             body = jax.checkpoint(
                 body,
                 policy=remat_policy(remat, layers),
@@ -371,14 +369,17 @@ def make_value_and_grad(
     model: Model,
     layout: Layout,
     config: TrainConfig,
-    precision: PrecisionConfig,
     context: Context,
-    stages: PipelineConfig,
+    *,
+    precision: PrecisionConfig | None = None,
+    stages: PipelineConfig | None = None,
 ) -> Callable[..., tuple[Sums, Params, Array]]:
     """(params, batch, key, loss scale) -> (global sums, gradients of the mean loss, their norm).
 
     The gradients are sharded like the moments where ZeRO says so, else like the parameters.
+    `precision` and `stages` matter where the mesh has stages.
     """
+    precision, stages = precision or PrecisionConfig(), stages or PipelineConfig()
     param_specs = layout.param_specs(model.axes)
     micro_specs = layout.gradient_specs(model.axes)
     grad_specs = layout.moment_specs(model.axes)

@@ -138,8 +138,10 @@ def lowered(case: Case) -> Any:
 
     from jaxdist.step import make_value_and_grad
 
-    model, layout, *_ = parts = make_parts(case)
-    function = make_value_and_grad(*parts)
+    model, layout, config, precision, context, stages = make_parts(case)
+    function = make_value_and_grad(
+        model, layout, config, context, precision=precision, stages=stages
+    )
     arguments = (
         jax.device_put(
             host_params(case.family, case.layers), layout.shardings(layout.param_specs(model.axes))

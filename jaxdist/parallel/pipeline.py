@@ -196,7 +196,7 @@ def make_value_and_grad(
     specs = layout.param_specs(model.axes)
     micro_specs = layout.gradient_specs(model.axes)
     outer_specs = {name: specs[name] for name in specs if name != "layers"}
-    scatter = lambda grads, of: fsdp.scatter(grads, of, reduce_dtype=reduce_dtype)
+    axes = data.summed_axes(layout)
 
     def value_and_grad(
         params: Params, batch: Batch, context: Context, scale: Array
@@ -205,24 +205,25 @@ def make_value_and_grad(
         stage = _make_stage(
             model, schedule, params, batch, context, specs["layers"], gather, reduce_dtype
         )
-        each_action = gather == "action"
-
-        def shard(grads: Params, names: tuple[str, ...]) -> Params:
-            """Sharded over the data axes where ZeRO-2 asks for it; the rest stays local sums."""
-            from_specs, to_specs = ({n: of[n] for n in names} for of in (specs, micro_specs))
-            return data.scatter_gradients(grads, from_specs, to_specs, data.summed_axes(layout))
 
         def reduce_layers(grads: Params) -> Params:
-            return shard({"layers": grads}, ("layers",))["layers"] if each_action else grads
+            if gather == "step":
+                return grads
+            return data.scatter_gradients(grads, specs["layers"], micro_specs["layers"], axes)
 
         totals = _train(stage, layer, reduce_layers, scale)
         layer_grads = totals["layers"]
-        if not each_action:
-            layer_grads = scatter(layer_grads, _chunked(specs["layers"]))
-        layer_grads = pieces.from_pieces(layer_grads, schedule)
-        grads = shard(scatter(totals["outer"], outer_specs), tuple(outer_specs))
-        stacked = {"layers": layer_grads}
-        grads |= stacked if each_action else shard(stacked, ("layers",))
+        if gather == "step":
+            layer_grads = fsdp.scatter(
+                layer_grads, _chunked(specs["layers"]), reduce_dtype=reduce_dtype
+            )
+        outer_grads = fsdp.scatter(totals["outer"], outer_specs, reduce_dtype=reduce_dtype)
+        grads = {**outer_grads, "layers": pieces.from_pieces(layer_grads, schedule)}
+        for name in grads:
+            if name != "layers" or gather == "step":
+                grads[name] = data.scatter_gradients(
+                    grads[name], specs[name], micro_specs[name], axes
+                )
         return totals["sums"], {name: grads[name] for name in params}
 
     return value_and_grad
