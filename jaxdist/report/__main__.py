@@ -1,4 +1,4 @@
-"""Makes `python -m jaxdist.report` the command."""
+"""`python -m jaxdist.report RUN ...`: compare runs as text, JSON and a page of curves."""
 
 import sys
 
