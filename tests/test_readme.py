@@ -1,4 +1,4 @@
-"""What the README says is true today: its commands run, its drawings are the code's, its tour exists."""
+"""What the README says is true today: commands run, drawings are the code's, the tour exists."""
 
 import re
 import shlex
@@ -79,7 +79,8 @@ def test_command_for_gpus_reads_its_settings(line, monkeypatch):
     from jaxdist.mesh import MeshSpec
 
     monkeypatch.chdir(ROOT)
-    config = read_run(shlex.split(line)[3:], command="jaxdist.train")
+    data = ["--data.sources=stdlib", "--data.tokenizer=bytes"]  # the corpus is the reader's to make
+    config = read_run([*shlex.split(line)[3:], *data], command="jaxdist.train")
     shape = config.mesh.shape
     spec = MeshSpec(fsdp=8) if shape == "auto" else MeshSpec.parse(shape, 8)
     assert config.mesh_problems(spec) == []
