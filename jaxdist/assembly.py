@@ -17,6 +17,7 @@ import jax
 from jaxdist import models, optim, runtime
 from jaxdist.checkpoint import Checkpointer
 from jaxdist.config import RunConfig, stored_run
+from jaxdist.data import Dataset
 from jaxdist.mesh import MeshSpec
 from jaxdist.parallel.timetable import Schedule
 from jaxdist.precision import initial_loss_scale
@@ -142,6 +143,28 @@ def assemble(config: RunConfig, devices: Sequence[Any]) -> Parts:
         num_params=num_params,
         step=step,
     )
+
+
+def check_data_fits(parts: Parts, dataset: Dataset) -> None:
+    """Refuse data of another kind than the model's, or with tokens the model has no row for."""
+    model = parts.config.model
+    wanted = "text" if parts.model.unit == "tokens" else "images"
+    if dataset.kind != wanted:
+        raise ConfigError(
+            [
+                f"data.sources={parts.config.data.sources} holds {dataset.kind}, the model "
+                f"({parts.model.name}) takes {wanted}. Change data.sources or model.kind."
+            ]
+        )
+    size = getattr(model, "vocab_size", None) or getattr(model, "num_classes", None)
+    if size is not None and dataset.vocab_size > size:
+        name = "vocab_size" if wanted == "text" else "num_classes"
+        raise ConfigError(
+            [
+                f"the data has {dataset.vocab_size} tokens or classes, model.{name}={size} is too "
+                f"small for it. Set model.{name}={dataset.vocab_size}."
+            ]
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -51,12 +51,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         summary=__doc__ or "",
         positional=("run",),
     )
-    from jaxdist.assembly import open_run
+    from jaxdist.assembly import check_data_fits, open_run
     from jaxdist.evaluation import evaluate
 
     changes = {"global_batch_size": config.global_batch_size} if config.global_batch_size else {}
     run = open_run(config.run, mesh=config.mesh, simulate=config.simulate, train=changes)
     dataset = _open_data(run.parts.config, config.sources)
+    check_data_fits(run.parts, dataset)
     params, step = run.params(None if config.step < 0 else config.step)
     means = evaluate(
         run.parts.step,

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from jaxdist import runtime
-from jaxdist.types import ConfigError
 
 if TYPE_CHECKING:
     from jaxdist.assembly import Parts
@@ -43,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     import jax
 
-    from jaxdist.assembly import assemble
+    from jaxdist.assembly import assemble, check_data_fits
     from jaxdist.checkpoint import Checkpointer
     from jaxdist.data import open_datasets
     from jaxdist.monitoring import Monitor, environment
@@ -183,10 +182,12 @@ class Run:
         self.forward_events()
 
     def forward_events(self) -> None:
-        """Hand what the checkpointer has to tell to the metrics."""
+        """Record what the checkpointer did; it has told the console itself."""
         for event in self.checkpointer.pop_events():
             fields = dict(event)
-            self.monitor.event(str(fields.pop("event")), **fields)
+            failed = str(fields["event"]).endswith("failed")
+            level = logging.WARNING if failed else logging.INFO
+            self.monitor.event(str(fields.pop("event")), level=level, quiet=True, **fields)
 
     def leave_early(self, step: int) -> int:
         """Commit a checkpoint and leave with the code that asks to be started again."""
@@ -232,28 +233,6 @@ def open_run_directory(config: RunConfig, process_index: int) -> RunDirectory:
         process_index=process_index,
         resume=config.resume != "never",
     )
-
-
-def check_data_fits(parts: Parts, dataset: Dataset) -> None:
-    """Refuse data of another kind than the model's, or with tokens the model has no row for."""
-    model = parts.config.model
-    wanted = "text" if parts.model.unit == "tokens" else "images"
-    if dataset.kind != wanted:
-        raise ConfigError(
-            [
-                f"data.sources={parts.config.data.sources} holds {dataset.kind}, the model "
-                f"({parts.model.name}) takes {wanted}. Change data.sources or model.kind."
-            ]
-        )
-    size = getattr(model, "vocab_size", None) or getattr(model, "num_classes", None)
-    if size is not None and dataset.vocab_size > size:
-        name = "vocab_size" if wanted == "text" else "num_classes"
-        raise ConfigError(
-            [
-                f"the data has {dataset.vocab_size} tokens or classes, model.{name}={size} is too "
-                f"small for it. Set model.{name}={dataset.vocab_size}."
-            ]
-        )
 
 
 def start(

@@ -173,7 +173,13 @@ class Monitor:
         return values
 
     def event(
-        self, event: str, *, message: str = "", level: int = logging.INFO, **fields: Any
+        self,
+        event: str,
+        *,
+        message: str = "",
+        level: int = logging.INFO,
+        quiet: bool = False,
+        **fields: Any,
     ) -> None:
         """Report a save, a restore, a skip, a warning: one line each, on process 0 alone.
 
@@ -181,6 +187,7 @@ class Monitor:
             event: its name, `snake_case`; the key `event` of the record.
             message: the sentence for people; `event key=value ...` by default.
             level: of the log record; from WARNING on it counts as a warning.
+            quiet: record it only; whoever reports it has told the console already.
             fields: what else the record holds; `step` is the last one reported unless given.
         """
         if level >= logging.WARNING:
@@ -199,7 +206,8 @@ class Monitor:
         if message:
             record["message"] = message
         self._records.write(record)
-        self._say(lambda _: message or console.event_line(event, fields), level)
+        if not quiet:
+            self._say(lambda _: message or console.event_line(event, fields), level)
 
     def header(
         self,
@@ -395,6 +403,7 @@ class Monitor:
 
     def _check_finite(self, step: int, values: Mapping[str, float]) -> None:
         bad = [k for k in ("loss", "grad_norm") if not math.isfinite(values.get(k, 0.0))]
+        shown: dict[str, Any] = {k: values[k] for k in bad}
         if not values.get("finite", True):
             self.totals.skipped_steps += 1
             why = f" ({' and '.join(f'{k} is {values[k]}' for k in bad)})" if bad else ""
@@ -402,7 +411,7 @@ class Monitor:
                 "skipped_step",
                 step=step,
                 skipped_steps=self.totals.skipped_steps,
-                **{k: values[k] for k in bad},
+                **shown,
                 level=logging.WARNING,
                 message=f"step {step} was skipped{why}; {self.totals.skipped_steps} skipped so far",
             )
@@ -410,7 +419,7 @@ class Monitor:
             self.event(
                 "not_finite",
                 step=step,
-                **{k: values[k] for k in bad},
+                **shown,
                 level=logging.WARNING,
                 message=f"step {step}: {' and '.join(f'{k} is {values[k]}' for k in bad)}",
             )
