@@ -237,14 +237,14 @@ def mesh_problems(
         if axis is None:
             continue
         ways = spec.sizes[axis]
-        label = f"{_SHORT[axis]}={ways}"
+        label, fix = f"{_SHORT[axis]}={ways}", f"{_SHORT[axis]}="
         if axis == "fsdp" and zero:
             ways *= spec.data
-            label = f"fsdp={spec.fsdp} × dp={spec.data} (zero={zero})"
+            label, fix = f"fsdp={spec.fsdp} × dp={spec.data} (zero={zero})", "a product of "
         if size % ways:
             problems.append(
                 f"mesh {label} does not divide {name}={size}: {_WHY[axis]}. "
-                f"Use a product of {_allowed(size)}."
+                f"Use {fix}{_allowed(size)}."
             )
     if spec.pipeline > 1 and not dims.get("layers"):
         problems.append(

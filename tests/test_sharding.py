@@ -104,11 +104,11 @@ def test_constrain_lays_arrays_out():
     ("text", "options", "message"),
     [
         ("tp=3", {}, "mesh tp=3 does not divide heads=8: each device computes an equal part of it. "
-         "Use a product of 1, 2, 4 or 8."),
+         "Use tp=1, 2, 4 or 8."),
         ("fsdp=3", {}, "mesh fsdp=3 does not divide d_model=64: each device holds an equal slice"),
         ("dp=3,fsdp=2", dict(zero=1), "mesh fsdp=2 × dp=3 (zero=1) does not divide d_model=64"),
         ("pp=3", {}, "mesh pp=3 does not divide layers=4: each stage holds layers/pp layers. "
-         "Use a product of 1, 2 or 4."),
+         "Use pp=1, 2 or 4."),
         ("dp=3", dict(global_batch_size=16), "global_batch_size=16 is not a multiple of 3 (dp=3 × "
          "fsdp=1 × microbatches=1): every device takes the same number of rows. Use 15 or 18, or"),
         ("dp=2", dict(global_batch_size=16, num_microbatches=3), "multiple of 6"),
