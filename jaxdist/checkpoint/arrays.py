@@ -89,7 +89,7 @@ class CheckpointWriter:
         self.num_bytes = 0
         self.entries: dict[str, dict[str, Any]] = {}
         self._destination = destination
-        self._partial = destination.with_name(destination.name + ".orbax-checkpoint-tmp")
+        self._partial = destination.parent / manifest.SAVING_NAME / destination.name
         if self._partial.exists():
             shutil.rmtree(self._partial)
 
@@ -125,11 +125,10 @@ class CheckpointWriter:
         step = int(self._destination.name)
         document = {"step": step, "meta": meta, "arrays": self.entries}
         store.write_frame(self._partial, document)
-        manifest.sync_directory(self._partial)
-        self._partial.rename(self._destination)
-        names = manifest.files_of(self._destination)
-        files = {name: manifest.fingerprint(self._destination / name) for name in names}
-        manifest.write(self._destination, step, files, {})
+        names = manifest.files_of(self._partial)
+        files = {name: manifest.fingerprint(self._partial / name) for name in names}
+        manifest.write(self._partial, step, files, {})
+        manifest.publish(self._partial, self._destination)
 
 
 def rewrite(
