@@ -199,16 +199,16 @@ def test_quick_verification_never_loads_a_wrong_bit(run, tmp_path, monkeypatch):
     assert outcomes == {2}
 
 
-def test_a_missing_manifest_means_an_unfinished_save(run):
+def test_a_checkpoint_without_its_manifest_is_not_trusted(run):
     (run.path / "4" / "manifest.json").unlink()
     assert run.open().choose() == 2
-    assert "checkpoint 4 skipped: no manifest.json: its save was not finished" in run.lines
+    assert "checkpoint 4 skipped: no manifest.json" in run.lines
 
 
 def test_an_empty_directory_named_as_the_newest_is_skipped(run):
     (run.path / "9").mkdir()
     assert run.open().choose() == 4
-    assert "checkpoint 9 skipped: an empty directory: its save was not finished" in run.lines
+    assert "checkpoint 9 skipped: an empty directory" in run.lines
 
 
 def test_a_renamed_checkpoint_is_not_taken_for_another_step(run):
@@ -226,12 +226,29 @@ def test_files_that_are_no_checkpoints_are_left_alone(run):
 
 
 def test_a_run_killed_in_its_very_first_save_starts_over(run):
+    """Killed at the last moment before the save counts: files and manifest are complete."""
     shutil.rmtree(run.path / "2")
-    (run.path / "4" / "manifest.json").unlink()
+    (run.path / ".saving").mkdir()
+    (run.path / "4").rename(run.path / ".saving" / "4")
     opened = run.open()
     assert opened.choose() is None
-    assert "checkpoint 4 skipped: no manifest.json: its save was not finished" in run.lines
-    opened.close()
+    assert sorted(p.name for p in run.path.iterdir()) == [".lock"]
+
+
+def test_a_save_has_no_name_before_its_manifest_is_complete(run, monkeypatch):
+    opened = resume_then(run)
+    seen = []
+    publish = manifest.publish
+
+    def look(saved, checkpoint):
+        seen.append((opened.directory / "6").exists())
+        assert manifest.read(saved)["step"] == 6
+        publish(saved, checkpoint)
+        seen.append((opened.directory / "6").exists())
+
+    monkeypatch.setattr(manifest, "publish", look)
+    opened.save(6, state_at(6), {}, force=True)
+    assert opened.wait() is True and seen == [False, True]
 
 
 def test_when_none_is_good_it_refuses_every_time(run):
@@ -271,7 +288,7 @@ def test_a_checkpoint_that_a_process_could_not_load_is_passed_by_the_next_start(
 
 
 def test_leftovers_of_a_killed_save_are_removed(run):
-    for name in ("6.orbax-checkpoint-tmp", ".deleted-0"):
+    for name in (".saving/6.orbax-checkpoint-tmp", ".saving/6", ".deleted-0"):
         (run.path / name / "params").mkdir(parents=True)
     run.open()
     assert sorted(p.name for p in run.path.iterdir()) == [".lock", "2", "4"]
@@ -297,7 +314,8 @@ def resume_then(run, **settings) -> Checkpointer:
 def test_a_file_in_the_way_is_set_aside(run):
     opened = resume_then(run)
     (run.path / "6").write_text("in the way")
-    (run.path / "8.orbax-checkpoint-tmp").write_text("in the way")
+    (run.path / ".saving").mkdir()
+    (run.path / ".saving" / "8").write_text("in the way")
     for step in (6, 8):
         opened.save(step, state_at(step), {})
         assert opened.wait() is True
@@ -320,7 +338,7 @@ def test_files_that_cannot_grow_fail_the_save_in_the_background(run, pristine):
     assert (failed["event"], failed["step"], failed["in_a_row"]) == ("save_failed", 6, 1)
     opened.save(8, state_at(8), {})
     assert opened.wait() is True
-    assert sorted(p.name for p in run.path.iterdir()) == [".lock", "2", "4", "8"]
+    assert opened.steps() == [2, 4, 8]
 
 
 def test_a_vanished_directory_fails_the_save_and_is_not_made_anew(run):

@@ -4,7 +4,10 @@ On disk (`checkpoints/<step>/`), independent of mesh, processes and pipeline sch
 
     params/ opt_state/ rest/   arrays, written by Orbax; each can be read without the others
     meta/metadata              JSON: the caller's meta, and shape, dtype and digest of every array
-    manifest.json              size and CRC-32 of every file; written last, it is the commit mark
+    manifest.json              size and CRC-32 of every file, written last
+
+A checkpoint is written under `.saving/` and gets its name when its manifest is complete: whatever
+is found under a step's name was whole once.
 
 `checkpointer` is what a run talks to: `saving` and `restoring` do its two jobs. `store` is the only
 file that knows Orbax; `manifest` and `digest` prove that what is read is what was written; `tree`

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +75,60 @@ class StoredArrays:
             raise Damaged(f"{name} in {self.checkpoint} has other bits than were saved")
 
     def _place(self, name: str) -> tuple[str, str]:
-        return name.partition("/")[0], self.entries[name]["stored"]
+        return name.partition("/")[0], ".".join(self.entries[name]["path"])
+
+
+class CheckpointWriter:
+    """Writes one checkpoint array by array, part by part; it appears only when complete.
+
+    Args:
+        destination: directory of the step, e.g. `checkpoints/100`.
+    """
+
+    def __init__(self, destination: Path) -> None:
+        self.num_bytes = 0
+        self.entries: dict[str, dict[str, Any]] = {}
+        self._destination = destination
+        self._partial = destination.parent / manifest.SAVING_NAME / destination.name
+        if self._partial.exists():
+            shutil.rmtree(self._partial)
+
+    def write(
+        self,
+        name: str,
+        entry: Mapping[str, Any],
+        chunk: tuple[int, ...],
+        parts: Iterable[tuple[Index, np.ndarray]],
+    ) -> None:
+        """Write one array.
+
+        Args:
+            name: e.g. `params/layers/w`.
+            entry: `shape`, `dtype`, `path` (its keys) and, for a key, `key`.
+            chunk: what is one piece on disk; parts should be whole pieces.
+            parts: where each part belongs, and its values; together the whole array.
+        """
+        shape, dtype = tuple(entry["shape"]), dtype_of(entry["dtype"])
+        place = (name.partition("/")[0], ".".join(entry["path"]))
+        create = {"shape": shape, "chunks": chunk, "dtype": dtype}
+        target = _open_array(self._partial, place, create=create)
+        digest = 0
+        for index, part in parts:
+            cast = part.astype(dtype)
+            digest += part_digest(cast, [s.start for s in index], shape)
+            target[index].write(cast).result()
+        self.entries[name] = {**entry, "digest": digest % 2**32}
+        self.num_bytes += math.prod(shape) * dtype.itemsize
+
+    def finish(self, meta: dict[str, Any]) -> None:
+        """Write what belongs beside the arrays, then the manifest."""
+        step = int(self._destination.name)
+        document = {"step": step, "meta": meta, "arrays": self.entries}
+        store.write_frame(self._partial, document)
+        names = manifest.files_of(self._partial)
+        files = {name: manifest.fingerprint(self._partial / name) for name in names}
+        manifest.write(self._partial, step, files, {})
+        manifest.publish(self._partial, self._destination)
 
 
 def rewrite(
@@ -86,58 +139,25 @@ def rewrite(
     chunk_of: Callable[[str], tuple[int, ...]],
     dtype_for: Callable[[str], str],
     meta: dict[str, Any],
-    on_array: Callable[[str, int], None] = lambda name, num_bytes: None,
-) -> None:
+) -> CheckpointWriter:
     """Write a checkpoint anew, in other chunks or dtypes, one chunk in memory at a time.
 
     Args:
         source: what to copy; each array is proven while it is read.
-        destination: directory of the new step; it appears only when complete, with its manifest.
+        destination: directory of the new step.
         items: which of `params`, `opt_state`, `rest` to copy.
         chunk_of: name -> shape of a chunk.
         dtype_for: name -> dtype to store.
         meta: the caller's JSON for the new checkpoint.
-        on_array: told each array's name and stored bytes when it is written.
     """
-    partial = destination.with_name(destination.name + ".orbax-checkpoint-tmp")
-    if partial.exists():
-        shutil.rmtree(partial)
-    names = [name for name in source.entries if name.partition("/")[0] in items]
-    entries = {}
-    for name in names:
-        entry = {**source.entries[name], "dtype": dtype_for(name)}
-        entry["digest"] = _copy_array(source, name, partial, entry, chunk_of(name))
-        entries[name] = entry
-        on_array(name, math.prod(entry["shape"]) * dtype_of(entry["dtype"]).itemsize)
-    document = {"step": source.document["step"], "meta": meta, "arrays": entries}
-    store.write_frame(
-        source.checkpoint, partial, [i for i in items if (partial / i).is_dir()], document
-    )
-    manifest.sync_directory(partial)
-    partial.rename(destination)
-    files = {
-        name: manifest.fingerprint(destination / name) for name in manifest.files_of(destination)
-    }
-    manifest.write(destination, int(destination.name), files, {})
-
-
-def _copy_array(
-    source: StoredArrays,
-    name: str,
-    partial: Path,
-    entry: dict[str, Any],
-    chunk: tuple[int, ...],
-) -> int:
-    """Copy one array chunk by chunk; the digest of what was written."""
-    shape, dtype = tuple(entry["shape"]), dtype_of(entry["dtype"])
-    place = (name.partition("/")[0], entry["stored"])
-    target = _open_array(partial, place, create={"shape": shape, "chunks": chunk, "dtype": dtype})
-    digest = 0
-    for index, part in source.blocks(name, chunk or None):
-        cast = part.astype(dtype)
-        digest += part_digest(cast, [s.start for s in index], shape)
-        target[index].write(cast).result()
-    return digest % 2**32
+    writer = CheckpointWriter(destination)
+    for name, entry in source.entries.items():
+        if name.partition("/")[0] in items:
+            chunk = chunk_of(name)
+            parts = source.blocks(name, chunk or None)
+            writer.write(name, {**entry, "dtype": dtype_for(name)}, chunk, parts)
+    writer.finish(meta)
+    return writer
 
 
 def block_shape(shape: tuple[int, ...], itemsize: int, max_bytes: int) -> tuple[int, ...]:

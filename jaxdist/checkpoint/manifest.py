@@ -18,8 +18,10 @@ FILE_NAME = "manifest.json"
 REJECTED_NAME = "rejected.txt"
 """Reason why a process could not load this checkpoint: the next start goes past it."""
 
+SAVING_NAME = ".saving"
+"""Where a checkpoint is written until its manifest is complete; then it gets its name at once."""
+
 _FORMAT = 1
-_TMP_SUFFIX = ".orbax-checkpoint-tmp"
 _BLOCK_BYTES = 8 << 20
 
 
@@ -49,7 +51,7 @@ def fingerprint(file: Path) -> list[int]:
 def write(
     checkpoint: Path, step: int, files: dict[str, list[int]], metrics: dict[str, float]
 ) -> None:
-    """Write the manifest atomically; from here on the checkpoint counts as complete."""
+    """Write the manifest of a checkpoint whose files are all there."""
     body = {"format": _FORMAT, "step": step, "metrics": metrics, "files": files}
     text = json.dumps({**body, "crc32": _crc_of(body)}, indent=1)
     partial = checkpoint / (FILE_NAME + ".partial")
@@ -58,8 +60,15 @@ def write(
         stream.flush()
         os.fsync(stream.fileno())
     partial.replace(checkpoint / FILE_NAME)
-    for directory in (checkpoint, checkpoint.parent):  # the renames too must survive a power cut
-        sync_directory(directory)
+    sync_directory(checkpoint)
+
+
+def publish(saved: Path, checkpoint: Path) -> None:
+    """Give a checkpoint with its manifest the name under which it is found; atomic and durable."""
+    saved.rename(checkpoint)
+    sync_directory(checkpoint.parent)
+    with contextlib.suppress(OSError):  # late files of a failed save before: removed by the next
+        saved.parent.rmdir()
 
 
 def read(checkpoint: Path) -> dict[str, Any]:
@@ -77,8 +86,7 @@ def read(checkpoint: Path) -> dict[str, Any]:
         crc = manifest["crc32"]
     except FileNotFoundError:
         empty = not any(checkpoint.iterdir()) if checkpoint.is_dir() else False
-        what = "an empty directory" if empty else f"no {FILE_NAME}"
-        raise ValueError(f"{what}: its save was not finished") from None
+        raise ValueError("an empty directory" if empty else f"no {FILE_NAME}") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{FILE_NAME} is unreadable ({type(error).__name__})") from None
     if crc != _crc_of(body):
@@ -153,7 +161,7 @@ def remove_leftovers(directory: Path) -> None:
     if not directory.is_dir():
         return
     for path in directory.iterdir():
-        if path.name.endswith(_TMP_SUFFIX) or path.name.startswith(".deleted-"):
+        if path.name == SAVING_NAME or path.name.startswith(".deleted-"):
             shutil.rmtree(path, ignore_errors=True)
 
 

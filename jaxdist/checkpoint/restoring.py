@@ -55,21 +55,12 @@ class Reader:
             return step
         if not passed_over:
             return None
-        if len(passed_over) == 1 and not self._agreement.decide(self._ever_finished):
-            # The run was killed in its very first save: there was never anything to go back to.
-            for step, why in passed_over.items():
-                self._set_aside(step, why)
-            return None
         # None is renamed: the next start must refuse too, not find an empty directory.
         raise CheckpointError(
             f"no checkpoint in {self._directory} can be trusted, so nothing was resumed:\n"
             + "\n".join(f"  checkpoint {step}: {why}" for step, why in passed_over.items())
             + "\nRestore their files, or start anew in another --run-dir."
         )
-
-    def _ever_finished(self) -> bool:
-        """Whether any save, those set aside included, came as far as its manifest."""
-        return any(self._directory.glob(f"*/{manifest.FILE_NAME}"))
 
     def require(self, step: int | None) -> int:
         """`step` if it can be trusted, else an error; None = the newest that can."""

@@ -2,7 +2,8 @@
 
 The order: see whether it can work at all (process 0) → digest of every array → copy to the host and
 begin writing → the loop goes on → all files are there → CRC-32 of every file, shared among the
-processes → manifest → delete what retention does not keep. Process 0's answer is everyone's.
+processes → manifest, then the step's name → delete what retention does not keep. Process 0's answer
+is everyone's.
 """
 
 from __future__ import annotations
@@ -131,6 +132,7 @@ class Saver:
                 manifest.set_aside(path, "damaged")
                 self._journal.line(f"checkpoint {step} set aside, it is saved anew: {reason}")
         self.check_room(sum(leaf.num_bytes for leaf in leaves))
+        (self._directory / manifest.SAVING_NAME).mkdir(exist_ok=True)
         return True
 
     def _supersede(self, continues: int) -> None:
@@ -148,8 +150,7 @@ class Saver:
     def _begin(self, step: int, leaves: list[tree.Leaf], meta: dict[str, Any]) -> None:
         arrays = [tree.plain(leaf) for leaf in leaves]
         document = {"step": step, "meta": meta, "arrays": tree.describe(leaves, digests(arrays))}
-        path = self._directory / str(step)
-        self._store.start_write(path, tree.nest(leaves, arrays), document)
+        self._store.start_write(self._unsealed(step), tree.nest(leaves, arrays), document)
 
     def _finish(self, outcome: Outcome, begin: float, metrics: dict[str, float]) -> None:
         """In the background, on every process: what became of the save, the same for all."""
@@ -179,22 +180,28 @@ class Saver:
 
     def _seal(self, step: int, metrics: dict[str, float]) -> int:
         """Write the manifest, each process fingerprinting its share of the files; their bytes."""
-        path = self._directory / str(step)
+        path = self._unsealed(step)
         names = self._background.decide(lambda: manifest.files_of(path))
         mine = names[self._background.process :: self._background.num_processes]
         shares = self._background.gather(_fingerprints(path, mine))
         if errors := [share["error"] for share in shares if "error" in share]:
             raise CheckpointError(errors[0])
         files = {name: entry for share in shares for name, entry in share["files"].items()}
-        self._background.decide(lambda: manifest.write(path, step, files, metrics))
+        self._background.decide(lambda: self._publish(step, files, metrics))
         return sum(size for size, _ in files.values())
+
+    def _publish(self, step: int, files: dict[str, list[int]], metrics: dict[str, float]) -> None:
+        """On process 0: the manifest, then the name. A kill before that leaves no checkpoint."""
+        manifest.write(self._unsealed(step), step, files, metrics)
+        manifest.publish(self._unsealed(step), self._directory / str(step))
+
+    def _unsealed(self, step: int) -> Path:
+        return self._directory / manifest.SAVING_NAME / str(step)
 
     def _discard(self, step: int) -> None:
         """Free the space of a failed save."""
         try:
             manifest.remove_leftovers(self._directory)
-            if (self._directory / str(step)).is_dir():
-                manifest.delete(self._directory / str(step))
         except OSError as error:
             self._journal.line(f"checkpoint {step}: leftovers stay behind: {one_line(error)}")
 

@@ -9,7 +9,6 @@ hides a failed save until the next one.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from jaxdist.checkpoint.config import CheckpointConfig
 from jaxdist.checkpoint.tree import ITEMS
 
 _DOCUMENT = "meta"  # the JSON item beside the array items
+_DICT_KEY = 2  # Orbax's code for a key of a dict in its tree metadata
 
 
 class Store:
@@ -110,23 +110,26 @@ def read_document(checkpoint: Path) -> dict[str, Any]:
     return json.loads((checkpoint / _DOCUMENT / "metadata").read_text())
 
 
-def write_frame(
-    source: Path, destination: Path, items: Collection[str], document: dict[str, Any]
-) -> None:
-    """What Orbax wants beside arrays that were copied from `source` by other means."""
-    for item in items:
-        metadata = json.loads((source / item / "_METADATA").read_text())
-        for leaf in metadata["tree_metadata"].values():
-            leaf["value_metadata"].pop("write_shape", None)  # of the writer's mesh
-        (destination / item / "_METADATA").write_text(json.dumps(metadata))
-    (destination / _DOCUMENT).mkdir(parents=True)
-    (destination / _DOCUMENT / "metadata").write_text(json.dumps(document))
-    metadata = json.loads((source / "_CHECKPOINT_METADATA").read_text())
-    handlers = metadata.get("item_handlers", {})
-    metadata["item_handlers"] = {
-        name: handler for name, handler in handlers.items() if name in (*items, _DOCUMENT)
-    }
-    (destination / "_CHECKPOINT_METADATA").write_text(json.dumps(metadata))
+def write_frame(checkpoint: Path, document: dict[str, Any]) -> None:
+    """Write what Orbax wants beside arrays that were written by other means, and the document."""
+    trees: dict[str, dict[str, Any]] = {}
+    for name, entry in document["arrays"].items():
+        item, keys = name.partition("/")[0], entry["path"]
+        trees.setdefault(item, {})[str(tuple(keys))] = {
+            "key_metadata": [{"key": key, "key_type": _DICT_KEY} for key in keys],
+            "value_metadata": {"value_type": "jax.Array", "skip_deserialize": False},
+        }
+    for item, leaves in trees.items():
+        metadata = {
+            "tree_metadata": leaves,
+            "use_ocdbt": True,
+            "use_zarr3": False,
+            "store_array_data_equal_to_fill_value": True,
+            "custom_metadata": None,
+        }
+        (checkpoint / item / "_METADATA").write_text(json.dumps(metadata))
+    (checkpoint / _DOCUMENT).mkdir(parents=True)
+    (checkpoint / _DOCUMENT / "metadata").write_text(json.dumps(document))
 
 
 def _handler(config: CheckpointConfig) -> Any:

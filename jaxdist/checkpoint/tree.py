@@ -102,7 +102,7 @@ def plain(leaf: Leaf) -> Array:
 
 
 def describe(leaves: Sequence[Leaf], digests: Sequence[int]) -> dict[str, dict[str, Any]]:
-    """Name -> shape, dtype, digest, name on disk (and kind of key) of what is written, as JSON."""
+    """Name -> shape, dtype, digest, keys (and kind of PRNG key) of what is written, as JSON."""
     described = {}
     for leaf, digest in zip(leaves, digests, strict=True):
         array = jax.eval_shape(jax.random.key_data, leaf.value) if leaf.is_key else leaf.value
@@ -110,7 +110,7 @@ def describe(leaves: Sequence[Leaf], digests: Sequence[int]) -> dict[str, dict[s
             "shape": list(array.shape),
             "dtype": array.dtype.name,
             "digest": digest,
-            "stored": ".".join(leaf.path),  # Orbax's name; keys may contain slashes
+            "path": list(leaf.path),  # keys may contain slashes
         }
         if leaf.is_key:
             entry["key"] = str(jax.random.key_impl(leaf.value))

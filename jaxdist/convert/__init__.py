@@ -3,5 +3,7 @@
 places        which checkpoint a path means
 inspecting    what is in it                       checking      whether it is whole
 comparing     what differs between two            resharding    rewrite it for another mesh
-consolidating one safetensors file, or several with an index (`safetensors` knows the format)
+consolidating as safetensors                      safetensors   that format
+importing     from a Hugging Face model           exporting     to one
+families      how Hugging Face's tensors and ours are the same
 """

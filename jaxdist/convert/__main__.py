@@ -1,10 +1,12 @@
-"""`python -m jaxdist.convert VERB …`: inspect, verify, diff, reshard and consolidate checkpoints.
+"""`python -m jaxdist.convert VERB …`: look at, check, compare and rewrite checkpoints.
 
     inspect RUN              tree, shapes, dtypes, sizes, step, mesh and settings
     verify RUN               check every file of every checkpoint; --arrays=true the arrays too
     diff A B                 which arrays differ, and by how much
     reshard SRC DST          rewrite for another mesh or dtype; needs no GPU
     consolidate SRC OUT      safetensors, one file or shards with an index
+    from-hf DIR OUT          a Hugging Face model as a run directory
+    to-hf RUN OUT            a run's weights as a Hugging Face model
 
 RUN, SRC, A and B are a run directory, its `checkpoints`, or one checkpoint; the newest whole one is
 taken unless --step says another. `python -m jaxdist.convert VERB --help` explains the rest.
@@ -26,6 +28,8 @@ VERBS = {
     "diff": "comparing",
     "reshard": "resharding",
     "consolidate": "consolidating",
+    "from-hf": "importing",
+    "to-hf": "exporting",
 }
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
@@ -55,16 +54,10 @@ def main(argv: Sequence[str]) -> int:
     out = new_directory(config.out)
     names = [name for name in stored.entries if config.items == "all" or name.startswith("params/")]
     tensors = {_tensor_name(name): _tensor(stored, name, config) for name in names}
-    files = _files(tensors, config.shard_gb)
     out.mkdir(parents=True, exist_ok=True)
     metadata = {"format": "pt", "step": str(stored.document["step"])}
-    for file, inside in files.items():
-        safetensors.write(out / file, {name: tensors[name] for name in inside}, metadata)
+    files = safetensors.write_shards(out, tensors, config.shard_gb, metadata)
     total = sum(tensor.num_bytes for tensor in tensors.values())
-    if len(files) > 1:
-        places = {name: file for file, inside in files.items() for name in inside}
-        index = {"metadata": {"total_size": total}, "weight_map": places}
-        (out / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
     print(f"{len(tensors)} arrays, {size_text(total)}, in {len(files)} file(s): {out}")
     return 0
 
@@ -99,21 +92,3 @@ def _is_float(dtype: np.dtype) -> bool:
     import jax.numpy as jnp
 
     return bool(jnp.issubdtype(dtype, jnp.floating))
-
-
-def _files(tensors: dict[str, safetensors.Tensor], shard_gb: float) -> dict[str, list[str]]:
-    """File -> names, in order, each file within the limit (a larger tensor has its own)."""
-    groups: list[list[str]] = [[]]
-    size = 0
-    for name, tensor in tensors.items():
-        if shard_gb and groups[-1] and size + tensor.num_bytes > shard_gb * 1e9:
-            groups.append([])
-            size = 0
-        groups[-1].append(name)
-        size += tensor.num_bytes
-    if len(groups) == 1:
-        return {"model.safetensors": groups[0]}
-    return {
-        f"model-{number:05d}-of-{len(groups):05d}.safetensors": group
-        for number, group in enumerate(groups, start=1)
-    }

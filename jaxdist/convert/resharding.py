@@ -75,22 +75,21 @@ def main(argv: Sequence[str]) -> int:
         itemsize = dtype_of(stored.entries[name]["dtype"]).itemsize
         return even_chunk(shard_shapes[name], itemsize, config.chunk_mb << 20)
 
-    start, written = time.perf_counter(), []
+    start = time.perf_counter()
     (destination / "checkpoints").mkdir(parents=True)
-    rewrite(
+    writer = rewrite(
         stored,
         destination / "checkpoints" / checkpoint.name,
         items=items,
         chunk_of=chunk_of,
         dtype_for=dtype_for,
         meta={**stored.document["meta"], "mesh": config.mesh, "config": settings},
-        on_array=lambda name, num_bytes: written.append(num_bytes),
     )
     (destination / "config.toml").write_text(settings)
     seconds = time.perf_counter() - start
     print(
-        f"checkpoint {checkpoint.name} rewritten for {config.mesh}: {len(written)} arrays, "
-        f"{size_text(sum(written))} in {seconds:.1f} s\nnext: python -m jaxdist.train --resume "
+        f"checkpoint {checkpoint.name} rewritten for {config.mesh}: {len(writer.entries)} arrays, "
+        f"{size_text(writer.num_bytes)} in {seconds:.1f} s\nnext: python -m jaxdist.train --resume "
         f"{destination} --mesh {config.mesh}"
     )
     return 0

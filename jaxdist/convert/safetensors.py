@@ -1,4 +1,4 @@
-"""The safetensors file format, written tensor by tensor.
+"""The safetensors file format, written and read tensor by tensor.
 
 A file is the length of its header (8 bytes, little endian), the header (JSON: name -> dtype, shape,
 offsets into what follows), and the tensors in row-major order, without gaps.
@@ -9,12 +9,16 @@ References:
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
+
+from jaxdist.checkpoint.arrays import dtype_of
+from jaxdist.types import ConfigError
 
 DTYPES = {
     "bool": "BOOL",
@@ -80,3 +84,112 @@ def write(file: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
                 # Bytes, because NumPy's file writing knows no bfloat16.
                 stream.write(np.ascontiguousarray(part).reshape(-1).view(np.uint8).data)
     partial.replace(file)
+
+
+def write_shards(
+    directory: Path, tensors: Mapping[str, Tensor], shard_gb: float, metadata: Mapping[str, str]
+) -> list[str]:
+    """Write `model.safetensors`, or shards and their index where it would be larger.
+
+    Args:
+        directory: where to write.
+        tensors: name -> tensor, in order.
+        shard_gb: GB in one file at most, 0 = no limit; a larger tensor has a file of its own.
+        metadata: text facts for each header.
+
+    Returns:
+        The names of the files.
+    """
+    groups: list[list[str]] = [[]]
+    size = 0
+    for name, tensor in tensors.items():
+        if shard_gb and groups[-1] and size + tensor.num_bytes > shard_gb * 1e9:
+            groups.append([])
+            size = 0
+        groups[-1].append(name)
+        size += tensor.num_bytes
+    count = len(groups)
+    files = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+    if count == 1:
+        files = ["model.safetensors"]
+    for file, group in zip(files, groups, strict=True):
+        write(directory / file, {name: tensors[name] for name in group}, metadata)
+    if count > 1:
+        places = {name: f for f, group in zip(files, groups, strict=True) for name in group}
+        total = sum(tensor.num_bytes for tensor in tensors.values())
+        index = {"metadata": {"total_size": total}, "weight_map": places}
+        (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+    return files
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in a file, not read yet."""
+
+    file: Path
+    offset: int
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    def read(self) -> np.ndarray:
+        """Its values; pages of the file are read as they are used."""
+        count = math.prod(self.shape)
+        if not count:
+            return np.zeros(self.shape, self.dtype)
+        raw = np.memmap(
+            self.file, np.uint8, "r", offset=self.offset, shape=(count * self.dtype.itemsize,)
+        )
+        return raw.view(self.dtype).reshape(self.shape)
+
+
+def open_all(directory: Path) -> dict[str, StoredTensor]:
+    """Every tensor of a directory's safetensors files.
+
+    Raises:
+        ConfigError: there is no such file, or one is cut short.
+    """
+    files = sorted(directory.glob("*.safetensors"))
+    if not files:
+        raise ConfigError(
+            [
+                f"{directory} holds no *.safetensors. Save the model with save_pretrained(..., "
+                "safe_serialization=True) or name its directory."
+            ]
+        )
+    tensors: dict[str, StoredTensor] = {}
+    for file in files:
+        tensors |= _open(file)
+    index = directory / "model.safetensors.index.json"
+    if index.is_file():
+        missing = set(json.loads(index.read_text())["weight_map"]) - set(tensors)
+        if missing:
+            raise ConfigError(
+                [f"{directory} lacks {len(missing)} tensors of its index, e.g. {min(missing)}."]
+            )
+    return tensors
+
+
+def _open(file: Path) -> dict[str, StoredTensor]:
+    names = {text: name for name, text in DTYPES.items()}
+    try:
+        with file.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            header = json.loads(stream.read(length))
+        header.pop("__metadata__", None)
+        start, size = 8 + length, file.stat().st_size
+        ends = [start + entry["data_offsets"][1] for entry in header.values()]
+        if ends and max(ends) > size:
+            raise ValueError(f"{size} of {max(ends)} bytes")
+        return {
+            name: StoredTensor(
+                file,
+                start + entry["data_offsets"][0],
+                tuple(entry["shape"]),
+                dtype_of(names[entry["dtype"]]),
+            )
+            for name, entry in header.items()
+        }
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(
+            [f"{file} is no whole safetensors file ({error}). Fetch it again."]
+        ) from error

@@ -1,0 +1,126 @@
+"""`convert to-hf RUN OUT`: a run's weights as a Hugging Face model directory.
+
+`config.json`, safetensors in shards with an index, and the tokenizer's files; transformers opens it
+with `AutoModelForCausalLM.from_pretrained(OUT)`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from jaxdist.checkpoint.arrays import StoredArrays, dtype_of
+from jaxdist.checkpoint.journal import size_text
+from jaxdist.config import read_settings, stored_run
+from jaxdist.convert import safetensors
+from jaxdist.convert.families import Piece, family_of, pieces, write_config
+from jaxdist.convert.importing import TOKENIZER_FILES
+from jaxdist.convert.places import checkpoint_of, directory_of, new_directory
+from jaxdist.models.configs import DecoderConfig
+from jaxdist.types import ConfigError, setting
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ToHfConfig:
+    """Which weights to write, and how."""
+
+    src: str = setting("", "run directory, its checkpoints, or one checkpoint")
+    out: str = setting("", "new directory")
+    step: int = setting(-1, "which checkpoint; -1 = the newest whole one")
+    dtype: Literal["stored", "float32", "bfloat16", "float16"] = setting(
+        "stored", "dtype of the weights; stored = as they are"
+    )
+    shard_gb: float = setting(5.0, "GB in one file at most; 0 = one file")
+
+    def problems(self) -> list[str]:
+        """Every violated rule."""
+        found = []
+        if not (self.src and self.out):
+            found.append("a source and an output are needed: jaxdist convert to-hf RUN OUT.")
+        if self.shard_gb < 0:
+            found.append(f"shard_gb={self.shard_gb} is below 0. Use 0 for one file.")
+        return found
+
+
+def main(argv: Sequence[str]) -> int:
+    """Convert; prints what it made."""
+    config = read_settings(
+        ToHfConfig,
+        argv,
+        command="jaxdist.convert to-hf",
+        summary=__doc__ or "",
+        positional=("src", "out"),
+    )
+    stored = StoredArrays(checkpoint_of(config.src, config.step))
+    run = directory_of(config.src).parent
+    if not (run / "config.toml").is_file():
+        raise ConfigError(
+            [f"{run} holds no config.toml: the model is not known. Name a whole run."]
+        )
+    settings = stored_run(run / "config.toml")
+    model = settings.model
+    if not isinstance(model, DecoderConfig):
+        raise ConfigError([f"{run} holds a {model.kind}, and Hugging Face has decoders only here."])
+    out = new_directory(config.out)
+    dtype = _dtype(stored, config.dtype)
+    tensors = _tensors(stored, model, dtype)
+    out.mkdir(parents=True, exist_ok=True)
+    files = safetensors.write_shards(out, tensors, config.shard_gb, {"format": "pt"})
+    (out / "config.json").write_text(json.dumps(write_config(model, dtype.name), indent=2) + "\n")
+    _copy_tokenizer(settings.data.tokenizer, out)
+    total = sum(tensor.num_bytes for tensor in tensors.values())
+    print(
+        f"{family_of(model)}, {len(tensors)} tensors, {size_text(total)}, "
+        f"{len(files)} file(s): {out}"
+    )
+    return 0
+
+
+def _dtype(stored: StoredArrays, asked: str) -> np.dtype:
+    if asked != "stored":
+        return dtype_of(asked)
+    return dtype_of(stored.entries["params/embed/table"]["dtype"])
+
+
+def _tensors(
+    stored: StoredArrays, model: DecoderConfig, dtype: np.dtype
+) -> dict[str, safetensors.Tensor]:
+    """Their name -> tensor; its values are read, and its array's layer split, when written."""
+    tensors = {}
+    for piece in pieces(model, family_of(model)):
+        shapes = [part.shape for part in piece.split(_blank(stored, piece))]
+        for place, (name, shape) in enumerate(zip(piece.theirs, shapes, strict=True)):
+            tensors[name] = safetensors.Tensor(shape, dtype, _values(stored, piece, place, dtype))
+    return tensors
+
+
+def _blank(stored: StoredArrays, piece: Piece) -> np.ndarray:
+    """An array of a piece's shape that takes no memory."""
+    shape = stored.entries[piece.name]["shape"]
+    return np.broadcast_to(np.int8(0), shape if piece.layer is None else shape[1:])
+
+
+def _values(
+    stored: StoredArrays, piece: Piece, place: int, dtype: np.dtype
+) -> Iterator[np.ndarray]:
+    if piece.layer is None:
+        part = stored.read(piece.name)
+    else:
+        part = stored.read(piece.name, (slice(piece.layer, piece.layer + 1),))[0]
+    yield piece.split(part)[place].astype(dtype)
+
+
+def _copy_tokenizer(tokenizer: str, out: Path) -> None:
+    """The tokenizer's file and those that came with it; bytes have none."""
+    if tokenizer == "bytes":
+        return
+    folder = Path(tokenizer).expanduser().parent
+    for name in TOKENIZER_FILES:
+        if (folder / name).is_file():
+            shutil.copyfile(folder / name, out / name)

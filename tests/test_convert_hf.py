@@ -1,0 +1,210 @@
+"""`convert from-hf` and `to-hf` against transformers: same logits, and every bit there and back."""
+
+import dataclasses
+import json
+
+import jax
+import numpy as np
+import pytest
+from decoders import FAMILIES, logits_of, random_tokens
+
+from jaxdist.assembly import assemble
+from jaxdist.checkpoint import CheckpointConfig, Checkpointer
+from jaxdist.checkpoint.arrays import StoredArrays
+from jaxdist.config import stored_run
+from jaxdist.convert import safetensors
+from jaxdist.convert.__main__ import main
+from jaxdist.convert.families import family_of, pieces, read_config, write_config
+from jaxdist.models import build
+from jaxdist.models.configs import DecoderConfig
+from jaxdist.types import ConfigError
+
+SEQ = 16
+TOLERANCE = 2e-5  # as in test_model_families: float32 sums in another order, logits of order 1
+QUIET = {"log": lambda line: None}
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def theirs(request, tmp_path_factory):
+    """A model saved by transformers (two shards), its logits, and where it lies."""
+    torch = pytest.importorskip("torch", reason="needs the reference extra (torch)")
+    pytest.importorskip("transformers", reason="needs the reference extra")
+    from test_model_families import reference_of
+
+    path = tmp_path_factory.mktemp(request.param)
+    reference = reference_of(request.param, FAMILIES[request.param])
+    reference.save_pretrained(path, max_shard_size="60KB")
+    (path / "tokenizer.json").write_text("{}")
+    tokens = random_tokens(2, SEQ)
+    with torch.no_grad():
+        logits = reference(torch.from_numpy(tokens).long()).logits.numpy()
+    return request.param, path, tokens, logits
+
+
+@pytest.fixture(scope="module")
+def converted(theirs, tmp_path_factory):
+    out = tmp_path_factory.mktemp("ours") / "run"
+    assert main(["from-hf", str(theirs[1]), str(out)]) == 0
+    return out
+
+
+def test_the_sizes_are_the_model_s(theirs, converted):
+    assert stored_run(converted / "config.toml").model == FAMILIES[theirs[0]]
+
+
+@pytest.mark.parametrize("mesh", ["fsdp=8", "dp=2,tp=2"])
+def test_logits_equal_transformers_after_loading_onto_a_mesh(theirs, converted, mesh):
+    name, _, tokens, expected = theirs
+    settings = stored_run(converted / "config.toml")
+    settings = dataclasses.replace(
+        settings, mesh=dataclasses.replace(settings.mesh, shape=mesh), precision=settings.precision
+    )
+    parts = assemble(settings, jax.devices()[: 8 if mesh == "fsdp=8" else 4])
+    reader = Checkpointer(converted / "checkpoints", CheckpointConfig(), read_only=True, **QUIET)
+    params = reader.restore_params(parts.abstract_state().params)
+    assert len(params["embed"]["table"].sharding.device_set) > 1
+    on_host = jax.tree.map(np.asarray, params)
+    ours = logits_of(build(FAMILIES[name], seq_len=SEQ), on_host, {"tokens": tokens})
+    np.testing.assert_allclose(ours, expected, atol=TOLERANCE, rtol=0)
+
+
+def test_there_and_back_every_tensor_has_the_same_bits(theirs, converted, tmp_path):
+    name, source, tokens, expected = theirs
+    out = tmp_path / "back"
+    assert main(["to-hf", str(converted), str(out), "--shard_gb=0.00004"]) == 0
+    before, after = safetensors.open_all(source), safetensors.open_all(out)
+    tied = {"lm_head.weight"} if FAMILIES[name].tie_embeddings else set()
+    assert set(after) - tied == set(before) - tied
+    for tensor in set(before) - tied:
+        assert before[tensor].read().tobytes() == after[tensor].read().tobytes(), tensor
+    assert len(list(out.glob("*.safetensors"))) > 1
+    assert (out / "tokenizer.json").read_text() == "{}"
+    import torch
+    import transformers
+
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(out, attn_implementation="eager")
+    with torch.no_grad():
+        again = loaded.eval()(torch.from_numpy(tokens).long()).logits.numpy()
+    np.testing.assert_array_equal(again, expected)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_configs_survive_the_way_there_and_back(name):
+    config = FAMILIES[name]
+    assert read_config(write_config(config, "float32")) == config
+    assert write_config(config, "float32")["model_type"] == family_of(config)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_pieces_cover_every_array_and_split_what_they_join(name):
+    """Without transformers: random arrays of ours, split into theirs and joined again."""
+    config = FAMILIES[name]
+    shapes = jax.eval_shape(build(config, seq_len=SEQ).init, jax.random.key(0))
+    ours = {
+        "params/" + "/".join(key.key for key in path): leaf.shape
+        for path, leaf in jax.tree_util.tree_leaves_with_path(shapes)
+    }
+    seen: dict[str, list] = {}
+    names: list[str] = []
+    rng = np.random.default_rng(0)
+    for piece in pieces(config, family_of(config)):
+        seen.setdefault(piece.name, []).append(piece.layer)
+        names += piece.theirs
+        shape = ours[piece.name] if piece.layer is None else ours[piece.name][1:]
+        part = rng.standard_normal(shape)
+        if config.padded_vocab in shape:  # padding is ours alone
+            part[
+                tuple(
+                    slice(config.vocab_size, None) if n == config.padded_vocab else slice(None)
+                    for n in shape
+                )
+            ] = 0
+        np.testing.assert_array_equal(piece.join(piece.split(part)), part)
+    assert set(seen) == set(ours)
+    assert all(layers in ([None], list(range(config.num_layers))) for layers in seen.values())
+    assert len(set(names)) == len(names)
+
+
+def write_model(path, config: DecoderConfig, dtype=np.float32) -> None:
+    """A model directory as Hugging Face has it, without transformers."""
+    path.mkdir(parents=True)
+    (path / "config.json").write_text(json.dumps(write_config(config, "float32")))
+    shapes = jax.eval_shape(build(config, seq_len=SEQ).init, jax.random.key(0))
+    leaves = {
+        "params/" + "/".join(key.key for key in p): leaf
+        for p, leaf in jax.tree_util.tree_leaves_with_path(shapes)
+    }
+    rng = np.random.default_rng(0)
+    tensors = {}
+    for piece in pieces(config, family_of(config)):
+        shape = leaves[piece.name].shape
+        part = rng.standard_normal(shape if piece.layer is None else shape[1:]).astype(dtype)
+        for name, tensor in zip(piece.theirs, piece.split(part), strict=True):
+            tensors[name] = safetensors.Tensor(tensor.shape, tensor.dtype, [tensor])
+    safetensors.write(path / "model.safetensors", tensors, {})
+
+
+def test_weights_keep_their_dtype(tmp_path):
+    import ml_dtypes
+
+    write_model(tmp_path / "in", FAMILIES["qwen3"], ml_dtypes.bfloat16)
+    assert main(["from-hf", str(tmp_path / "in"), str(tmp_path / "run")]) == 0
+    stored = StoredArrays(tmp_path / "run" / "checkpoints" / "0")
+    assert {entry["dtype"] for entry in stored.entries.values()} == {"bfloat16"}
+    assert main(["verify", str(tmp_path / "run"), "--arrays=true"]) == 0
+    assert main(["to-hf", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
+    before = safetensors.open_all(tmp_path / "in")
+    after = safetensors.open_all(tmp_path / "out")
+    assert all(before[n].read().tobytes() == after[n].read().tobytes() for n in before)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == "bfloat16"
+
+
+def test_base_models_without_the_prefix_are_found(tmp_path):
+    source = tmp_path / "in"
+    write_model(source, FAMILIES["gpt2"])
+    tensors = {
+        name.removeprefix("transformer."): safetensors.Tensor(t.shape, t.dtype, [t.read()])
+        for name, t in safetensors.open_all(source).items()
+    }
+    safetensors.write(source / "model.safetensors", tensors, {})
+    assert main(["from-hf", str(source), str(tmp_path / "run")]) == 0
+
+
+def change(path, **values) -> None:
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, **values}))
+
+
+WRONG = {
+    "family": (lambda p: change(p, model_type="mamba"), "model_type='mamba' is not supported"),
+    "rope": (lambda p: change(p, rope_scaling={"type": "yarn"}), "rope_type='yarn'"),
+    "activation": (lambda p: change(p, hidden_act="gelu"), "activation 'gelu'"),
+    "bias": (lambda p: change(p, attention_bias=True), "attention_bias=true"),
+    "layers": (lambda p: change(p, num_hidden_layers=3), "model.layers.2.input_layernorm"),
+    "fewer_layers": (lambda p: change(p, num_hidden_layers=1), "has no place in the model"),
+    "no_config": (lambda p: (p / "config.json").unlink(), "config.json cannot be read"),
+    "no_weights": (lambda p: (p / "model.safetensors").unlink(), "holds no *.safetensors"),
+    "cut_short": (
+        lambda p: (p / "model.safetensors").write_bytes(
+            (p / "model.safetensors").read_bytes()[:-9]
+        ),
+        "is no whole safetensors file",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_cannot_be_converted_is_refused_and_nothing_is_written(tmp_path, case):
+    write_model(tmp_path / "in", FAMILIES["llama2"])
+    spoil, expected = WRONG[case]
+    spoil(tmp_path / "in")
+    with pytest.raises(ConfigError) as caught:
+        main(["from-hf", str(tmp_path / "in"), str(tmp_path / "run")])
+    assert expected in "\n".join(caught.value.problems)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_model_of_no_family_is_refused():
+    config = DecoderConfig(norm="layer")
+    with pytest.raises(ConfigError, match="is none of the families llama, mistral"):
+        family_of(config)
