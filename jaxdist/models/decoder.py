@@ -233,13 +233,16 @@ class Attention(nnx.Module):
         rows = jnp.arange(x.shape[0])[:, None]
         write = lambda old, new: old.at[rows, aux["slots"]].set(new.astype(old.dtype), mode="drop")
         cache = {"key": write(cache["key"], key), "value": write(cache["value"], value)}
+        # XLA:CPU has no float16 product with float32 sums, which jax's attention asks for.
+        wide = context.platform == "cpu" and query.dtype == jnp.float16
+        dtype = jnp.float32 if wide else query.dtype
         mixed = jax.nn.dot_product_attention(
-            query,
-            cache["key"].astype(query.dtype),
-            cache["value"].astype(query.dtype),
+            query.astype(dtype),
+            cache["key"].astype(dtype),
+            cache["value"].astype(dtype),
             mask=aux["cache_mask"],
             implementation="xla",
-        )
+        ).astype(query.dtype)
         return self.project_out(mixed, context), cache
 
     def _mix(
