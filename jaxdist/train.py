@@ -55,6 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     check_data_fits(parts, train_data)
     run = open_run_directory(config, job.process_index)
     runtime.setup_logging(job.process_index, run.log(job.process_index))
+    if job.num_processes > 1:
+        log.info("%s, attempt %d\n%s", job.source, job.attempt, job.table())
     config_text = write_toml(config)
     for change in run.write_config(config_text):
         log.warning("settings changed since this run started: %s", change)

@@ -123,6 +123,41 @@ def test_cause_is_told_from_consequence(tmp_path):
     assert "process 1 failed first" in err
 
 
+def test_a_program_that_knows_nothing_of_us_is_blamed_rightly(tmp_path):
+    launched = Launched(
+        tmp_path,
+        """
+        if INDEX == 1:
+            print("plain words", file=sys.stderr, flush=True)
+            os._exit(3)
+        time.sleep(600)
+        """,
+        "--nproc=2",
+        "--max-restarts=0",
+    )
+    code, _, err = launched.end()
+    assert code == 3
+    assert "process 1 failed first" in err and "plain words" in err
+
+
+def test_a_process_that_stands_still_is_blamed_for_those_it_takes_along(tmp_path):
+    launched = Launched(
+        tmp_path,
+        """
+        if INDEX == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(0.3)
+        # As jax's service does when a heartbeat is missing.
+        print("Terminating process because the JAX distributed service detected fatal errors")
+        os.abort()
+        """,
+        "--nproc=2",
+        "--max-restarts=0",
+    )
+    _, _, err = launched.end()
+    assert "process 1 failed first" in err and "it stood still" in err
+
+
 def test_a_process_killed_without_words_is_named_with_its_signal(tmp_path):
     launched = Launched(
         tmp_path,
@@ -239,7 +274,7 @@ def test_what_does_not_stop_is_killed_in_the_end(tmp_path):
     launched.process.send_signal(signal.SIGTERM)
     code, _, err = launched.end()
     assert code == 128 + signal.SIGTERM
-    assert "it did not end and was killed" in err
+    assert "did not end with the others and was killed" in err
 
 
 def test_processes_die_with_a_killed_launcher(tmp_path):

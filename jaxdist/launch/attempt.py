@@ -60,6 +60,7 @@ class Worker:
         self.ended_at = 0.0
         self.killed = False
         self.quiet = False  # to the file only
+        self.fell_with_service = False  # jax aborts a process when another one is lost
         self.last_lines: deque[str] = deque(maxlen=40)
         self.process = subprocess.Popen(
             command,
@@ -122,6 +123,7 @@ class Worker:
                 file.flush()
                 text = line.decode(errors="replace").rstrip("\n")
                 self.last_lines.append(text)
+                self.fell_with_service |= "JAX distributed service detected fatal" in text
                 if not self.quiet:
                     print(prefix + text, flush=True)
 
@@ -184,6 +186,7 @@ class Attempt:
 
     def __init__(self, command: list[str], place: Place, index: int, log_dir: Path):
         self.index = index
+        self.place = place
         self.started = time.time()
         self._stop_at: float | None = None
         self.workers: list[Worker] = []
@@ -247,9 +250,8 @@ class Attempt:
         if not any(_is_failure(code) for code in codes):
             code = runtime.EXIT_PREEMPTED if any(codes) else runtime.EXIT_OK
             return Outcome(exit_code=code, attempt=self.index)
-        first = min(
-            (w for w in self.workers if _is_failure(w.process.returncode)), key=_blame_order
-        )
+        failed = [worker for worker in self.workers if _is_failure(worker.process.returncode)]
+        first = min(failed, key=lambda worker: _blame_order(worker, self.place.nnodes == 1))
         said = first.said()
         code = first.process.returncode
         return Outcome(
@@ -269,29 +271,27 @@ def _is_failure(code: int | None) -> bool:
     return code not in (None, runtime.EXIT_OK, runtime.EXIT_PREEMPTED)
 
 
-def _blame_order(worker: Worker) -> tuple[int, float]:
+def _blame_order(worker: Worker, one_host: bool) -> tuple[int, float]:
     """Causes before consequences, then by time.
 
     A process that fell because of another says so (a broken connection), is aborted by jax's
-    service, was ended by us, or followed an announcement and left no words of its own.
+    service, or followed an announcement. Where all that failed did so, the cause is the one that
+    was silent to the end - if it can only be on this host.
     """
     said = worker.said()
-    code = worker.process.returncode
     if worker.killed:
-        rank = 3
+        rank = 1 if one_host else 3
     elif said is not None:
-        rank = 1 if runtime.is_consequence(said["error"]) else 0
-    elif code == -signal.SIGABRT:
-        rank = 2
+        rank = 2 if runtime.is_consequence(said["error"]) else 0
     else:
-        rank = 0 if code < 0 else 2
+        rank = 3 if worker.fell_with_service else 0
     return rank, said["time"] if said else worker.ended_at
 
 
 def _cause(worker: Worker) -> str:
     code = worker.process.returncode
     if worker.killed:
-        return "it did not end and was killed"
+        return "it stood still, did not end with the others and was killed"
     if code >= 0:
         return f"exit code {code}"
     hint = ""

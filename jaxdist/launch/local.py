@@ -32,8 +32,6 @@ from types import FrameType
 from jaxdist import runtime
 from jaxdist.launch.attempt import Attempt, Outcome, Place
 
-MAX_BACKOFF_S = 60.0
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LaunchPlan:
@@ -47,7 +45,8 @@ class LaunchPlan:
         coordinator: host:port of the first process; empty on one host: a new port per attempt.
         run_dir: where checkpoints and logs are.
         max_restarts: attempts after the first without a new checkpoint.
-        backoff_s: wait before the first restart; doubled for each further one.
+        backoff_s: wait before the first restart; doubled for each further one without progress.
+        max_backoff_s: where doubling ends.
         stop_timeout_s: how long processes may save after a request to stop.
     """
 
@@ -59,6 +58,7 @@ class LaunchPlan:
     run_dir: Path
     max_restarts: int = 3
     backoff_s: float = 1.0
+    max_backoff_s: float = 60.0
     stop_timeout_s: float = 300.0
 
     def problems(self) -> list[str]:
@@ -69,7 +69,7 @@ class LaunchPlan:
             if value < least:
                 flag = name.replace("_", "-")
                 found.append(f"--{flag} {value} is too small. Use a whole number ≥ {least}.")
-        for name in ("backoff_s", "stop_timeout_s"):
+        for name in ("backoff_s", "max_backoff_s", "stop_timeout_s"):
             if getattr(self, name) < 0:
                 flag = name.replace("_", "-")
                 found.append(f"--{flag} {getattr(self, name)} is no time. Use seconds ≥ 0.")
@@ -138,6 +138,7 @@ def read_plan(argv: Sequence[str]) -> LaunchPlan:
         run_dir=Path(run_dir),
         max_restarts=args.max_restarts,
         backoff_s=args.backoff_s,
+        max_backoff_s=args.max_backoff_s,
         stop_timeout_s=args.stop_timeout_s,
     )
 
@@ -158,6 +159,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--run-dir", help="run directory (default: the program's --run-dir, else runs/launch-TIME)")
     add("--max-restarts", type=int, default=3, help="without a new checkpoint (default 3)")
     add("--backoff-s", type=float, default=1.0, help="seconds before the first restart (default 1)")
+    add("--max-backoff-s", type=float, default=60.0, help="where its doubling ends (default 60)")
     add(
         "--stop-timeout-s",
         type=float,
@@ -243,6 +245,8 @@ class Supervisor:
             nproc=nproc, nnodes=plan.nnodes, node_rank=plan.node_rank, coordinator=coordinator
         )
         self.attempt = Attempt(plan.command, place, index, plan.run_dir / "logs")
+        if self.stop_signal:  # it came while the processes were being started
+            self.attempt.ask_to_stop()
         try:
             return self.attempt.run(plan.stop_timeout_s)
         finally:
@@ -276,7 +280,7 @@ class Supervisor:
 
     def _wait_before_restart(self, failures: int, newest: int) -> bool:
         """Back off; False when asked to stop meanwhile."""
-        seconds = min(MAX_BACKOFF_S, self.plan.backoff_s * 2 ** (failures - 1))
+        seconds = min(self.plan.max_backoff_s, self.plan.backoff_s * 2 ** (failures - 1))
         seconds *= 1 + 0.25 * random.random()  # hosts of one job must not come back in step
         point = f"checkpoint {newest}" if newest >= 0 else "the beginning"
         self._say(

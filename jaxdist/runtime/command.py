@@ -13,18 +13,16 @@
 from __future__ import annotations
 
 import faulthandler
-import json
 import logging
 import os
 import signal
 import socket
 import sys
-import time
 import traceback
 from collections.abc import Callable
 from typing import NoReturn
 
-from jaxdist.runtime.peers import announce_failure
+from jaxdist.runtime.peers import FOLLOWED, announce_failure, leave_error, process_place
 
 EXIT_OK = 0
 EXIT_FAILURE = 1
@@ -33,6 +31,7 @@ EXIT_PREEMPTED = 75
 EXIT_HANG = 86
 EXIT_INTERRUPTED = 130
 
+_CONSEQUENCE = ("Gloo", "NCCL", "Connection reset", "Connection closed", "Socket closed")
 _ADVICE = (
     (
         ("RESOURCE_EXHAUSTED", "out of memory", "OUT_OF_MEMORY"),
@@ -44,7 +43,7 @@ _ADVICE = (
         "again; committed checkpoints are intact",
     ),
     (
-        ("Gloo", "NCCL", "Connection reset", "Connection closed", "Socket closed", "heartbeat"),
+        _CONSEQUENCE,
         "another process died or became unreachable first: its own log has the cause",
     ),
     (
@@ -56,7 +55,6 @@ _ADVICE = (
         "the GPU or its driver failed: see `nvidia-smi` and `dmesg` there; another node may do",
     ),
 )
-_CONSEQUENCE = _ADVICE[2]
 _RERUN = "start the same command again: it resumes from the newest valid checkpoint"
 
 
@@ -111,9 +109,7 @@ def _report(error: BaseException) -> int:
         text = "".join(traceback.format_exception(error)).rstrip()
         code, advice = EXIT_FAILURE, advice_for(f"{type(error).__name__}: {error}")
         _print_block(error, text, advice)
-    path = os.environ.get("JAXDIST_ERROR_FILE")
-    if path:
-        _write_error_file(path, code, text, advice)
+    leave_error(code, text, advice)
     return code
 
 
@@ -158,36 +154,7 @@ def advice_for(message: str) -> str:
 
 def is_consequence(error: str) -> bool:
     """Whether this error text tells of another process's end rather than of a cause."""
-    return any(mark in error for mark in _CONSEQUENCE[0])
-
-
-def process_place() -> tuple[int, int]:
-    """(process index, number of processes), without touching a device."""
-    distributed = sys.modules.get("jax._src.distributed")
-    if distributed is not None and distributed.global_state.client is not None:
-        return distributed.global_state.process_id, distributed.global_state.num_processes
-    return int(os.environ.get("JAXDIST_PROCESS_INDEX", 0)), int(
-        os.environ.get("JAXDIST_NUM_PROCESSES", 1)
-    )
-
-
-def _write_error_file(path: str, code: int, text: str, advice: str) -> None:
-    process, total = process_place()
-    record = {
-        "time": time.time(),
-        "process": process,
-        "num_processes": total,
-        "host": socket.gethostname(),
-        "pid": os.getpid(),
-        "exit_code": code,
-        "error": text,
-        "advice": advice,
-    }
-    try:
-        with open(path, "w", encoding="utf-8") as file:
-            json.dump(record, file)
-    except OSError as failure:
-        print(f"cannot write {path}: {failure}", file=sys.stderr)
+    return any(mark in error for mark in (*_CONSEQUENCE, FOLLOWED))
 
 
 def _leave(code: int, line: str) -> NoReturn:

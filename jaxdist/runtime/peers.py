@@ -18,6 +18,7 @@ import time
 from typing import Any
 
 _KEY = "jaxdist/failure"
+FOLLOWED = "ends because process"
 _OWN_WORDS_S = 1.0
 """Time for a process to report its own error before another's failure ends it."""
 
@@ -64,13 +65,46 @@ def _watch() -> None:
 
 def _follow(said: dict[str, Any], own_index: int) -> None:
     time.sleep(_OWN_WORDS_S)
-    print(
-        f"process {own_index} on {socket.gethostname()} ends because process {said['process']} on "
-        f"{said['host']} failed: {said['line']}",
-        file=sys.stderr,
-        flush=True,
+    text = (
+        f"process {own_index} on {socket.gethostname()} {FOLLOWED} {said['process']} on "
+        f"{said['host']} failed: {said['line']}"
     )
+    print(text, file=sys.stderr, flush=True)
+    leave_error(said["code"], text, "")
     os._exit(said["code"])
+
+
+def leave_error(code: int, text: str, advice: str) -> None:
+    """Tell the launcher why this process ends, in the file that it asked for."""
+    path = os.environ.get("JAXDIST_ERROR_FILE")
+    if not path:
+        return
+    process, total = process_place()
+    record = {
+        "time": time.time(),
+        "process": process,
+        "num_processes": total,
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "exit_code": code,
+        "error": text,
+        "advice": advice,
+    }
+    try:
+        with open(path, "w", encoding="utf-8") as file:
+            json.dump(record, file)
+    except OSError as failure:
+        print(f"cannot write {path}: {failure}", file=sys.stderr)
+
+
+def process_place() -> tuple[int, int]:
+    """(process index, number of processes), without touching a device."""
+    distributed = sys.modules.get("jax._src.distributed")
+    if distributed is not None and distributed.global_state.client is not None:
+        return distributed.global_state.process_id, distributed.global_state.num_processes
+    return int(os.environ.get("JAXDIST_PROCESS_INDEX", 0)), int(
+        os.environ.get("JAXDIST_NUM_PROCESSES", 1)
+    )
 
 
 def _state() -> Any:
