@@ -41,7 +41,9 @@ class TrainConfig:
     global_batch_size: int = setting(32, "rows of one optimizer step over all devices")
     seq_len: int = setting(128, "tokens of a row (text only)")
     num_microbatches: int = setting(
-        1, "parts into which a device's rows are cut; their gradients are accumulated"
+        1,
+        "parts into which a device's rows are cut; their gradients are accumulated (with pp > 1 "
+        "they flow through the stages, and pipeline.num_microbatches comes first)",
     )
     remat: str = setting(
         "auto",

@@ -21,7 +21,7 @@ FAST_COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """One comparison."""
+    """One comparison; `automatic` leaves the tensor axis to XLA, as for a model without hooks."""
 
     mesh: str
     schedule: str = "1f1b"
@@ -33,6 +33,7 @@ class Case:
     rows: int = 8
     zero: int = 0
     sequence_parallel: bool = True
+    automatic: bool = False
     remat: str = "none"
     dtype: str = "float32"
     scale: float = 1.0
@@ -110,7 +111,8 @@ def make_parts(case: Case) -> tuple[Any, ...]:
     layout = Layout(
         mesh=spec.build(jax.devices()[: spec.num_devices]),
         zero=case.zero,
-        sequence_parallel=case.sequence_parallel,
+        sequence_parallel=case.sequence_parallel and not case.automatic,
+        auto_tensor=case.automatic,
     )
     model = make_model(case.family, case.layers)
     config = TrainConfig(global_batch_size=case.rows, seq_len=SEQ_LEN, remat=case.remat)

@@ -47,6 +47,7 @@ SLOW = [
     Case(mesh="pp=2,dp=2,tp=2", zero=3, family="gpt2"),
     Case(mesh="pp=2,tp=4", sequence_parallel=False, family="gpt2"),
     Case(mesh="pp=2,tp=4", remat="dots", schedule="zero_bubble"),
+    Case(mesh="pp=2,dp=2,tp=2", automatic=True),
     Case(mesh="pp=2,dp=2", scale=1024.0, chunks=2),
 ]
 
