@@ -6,6 +6,7 @@ Python standard library, on whatever devices there are.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import sys
 from collections.abc import Sequence
@@ -245,9 +246,12 @@ def start(
     chosen = checkpointer.choose() if config.resume != "never" else None
     first_sample = 0
     if chosen is None:
-        if config.checkpoint.probe:
-            checkpointer.probe()
         state, step = parts.init_state(), 0
+        if config.init_from:
+            state = dataclasses.replace(state, params=parts.stored_params(config.init_from))
+            log.info("weights from %s", config.init_from)
+        if config.checkpoint.probe:
+            checkpointer.probe(state)
     else:
         state, meta, step = checkpointer.restore(parts.abstract_state(), step=chosen)
         first_sample = resume_sample(
