@@ -16,6 +16,7 @@ import jax
 
 from jaxdist import models, optim, runtime
 from jaxdist.checkpoint import Checkpointer
+from jaxdist.checkpoint.manifest import directory_of
 from jaxdist.config import RunConfig, stored_run
 from jaxdist.data import Dataset
 from jaxdist.mesh import MeshSpec
@@ -87,6 +88,19 @@ class Parts:
             self.layout,
             loss_scale=self.loss_scale,
             offload=self.config.train.offload_optimizer,
+        )
+
+    def stored_params(self, path: str) -> Params:
+        """Weights of another run, or of one of its checkpoints, on this run's mesh, verified.
+
+        Raises:
+            ConfigError: there is no checkpoint, or its weights do not fit this run's model.
+        """
+        directory = directory_of(path)
+        named = Path(path).name
+        reader = Checkpointer(directory, self.config.checkpoint, read_only=True)
+        return reader.restore_params(
+            self.abstract_state().params, int(named) if named.isdecimal() else None
         )
 
 

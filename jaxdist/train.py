@@ -6,6 +6,7 @@ Python standard library, on whatever devices there are.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import sys
 from collections.abc import Sequence
@@ -116,6 +117,7 @@ class Run:
             self.state, metrics = self.train_step(self.state, batch)
             self.report()
             self.pending = (step, metrics)
+            evaluated: dict[str, float] = {}
             is_last = step == config.train.steps  # evaluated and saved by finish
             if (
                 config.eval.interval_steps
@@ -123,10 +125,10 @@ class Run:
                 and not is_last
             ):
                 self.report()
-                self.evaluate(step, config.eval.max_batches)
+                evaluated = self.evaluate(step, config.eval.max_batches)
             if self.checkpointer.due(step) and not is_last:
                 self.report()
-                self.save(step)
+                self.save(step, metrics=evaluated)
             if self.preemption.preempted(step) and not is_last:
                 self.report()
                 return self.leave_early(step)
@@ -172,15 +174,23 @@ class Run:
             )
             return self.monitor.eval(step, metrics)
 
-    def save(self, step: int, *, force: bool = False) -> None:
-        """Save the state after `step`; training waits only for the copy to the host."""
+    def save(
+        self, step: int, *, force: bool = False, metrics: dict[str, float] | None = None
+    ) -> None:
+        """Save the state after `step`; training waits only for the copy to the host.
+
+        Args:
+            step: steps done.
+            force: wait until it is committed.
+            metrics: evaluation metrics at this step, for `checkpoint.keep_best`.
+        """
         with self.timer.paused():
             meta = {
                 "data": self.loader.state(),
                 "config": self.config_text,
                 "mesh": str(self.parts.spec),
             }
-            self.checkpointer.save(step, self.state, meta, force=force)
+            self.checkpointer.save(step, self.state, meta, force=force, metrics=metrics)
         self.forward_events()
 
     def forward_events(self) -> None:
@@ -205,9 +215,9 @@ class Run:
     def finish(self) -> int:
         """Evaluate, save, and say where everything is."""
         config, last = self.config, self.config.train.steps
-        self.evaluate(last, config.eval.final_max_batches)
+        evaluated = self.evaluate(last, config.eval.final_max_batches)
         if config.checkpoint.save_last and last not in self.checkpointer.steps():
-            self.save(last, force=True)
+            self.save(last, force=True, metrics=evaluated)
         committed = self.checkpointer.wait()
         self.loader.close()
         self.forward_events()
@@ -247,9 +257,12 @@ def start(
     chosen = checkpointer.choose() if config.resume != "never" else None
     first_sample = 0
     if chosen is None:
-        if config.checkpoint.probe:
-            checkpointer.probe()
         state, step = parts.init_state(), 0
+        if config.init_from:
+            state = dataclasses.replace(state, params=parts.stored_params(config.init_from))
+            log.info("weights from %s", config.init_from)
+        if config.checkpoint.probe:
+            checkpointer.probe(state)
     else:
         state, meta, step = checkpointer.restore(parts.abstract_state(), step=chosen)
         first_sample = resume_sample(

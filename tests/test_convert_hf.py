@@ -144,6 +144,46 @@ def write_model(path, config: DecoderConfig, dtype=np.float32) -> None:
     safetensors.write(path / "model.safetensors", tensors, {})
 
 
+def test_training_starts_from_converted_weights_in_its_own_dtype(tmp_path):
+    import ml_dtypes
+
+    write_model(tmp_path / "in", FAMILIES["llama3.1"], ml_dtypes.bfloat16)
+    assert main(["from-hf", str(tmp_path / "in"), str(tmp_path / "run")]) == 0
+    settings = stored_run(tmp_path / "run" / "config.toml")
+    mesh = dataclasses.replace(settings.mesh, shape="fsdp=4,tp=2")
+    parts = assemble(dataclasses.replace(settings, mesh=mesh), jax.devices()[:8])
+    params = parts.stored_params(str(tmp_path / "run"))
+    table = params["embed"]["table"]
+    assert table.dtype == np.float32 and len(table.sharding.device_set) == 8
+    theirs = safetensors.open_all(tmp_path / "in")["model.embed_tokens.weight"].read()
+    np.testing.assert_array_equal(table[: len(theirs)], theirs.astype(np.float32))
+    other = dataclasses.replace(settings.model, mlp_dim=64)
+    wrong = assemble(dataclasses.replace(settings, mesh=mesh, model=other), jax.devices()[:8])
+    with pytest.raises(ConfigError, match=r"params/layers/mlp/up is \[2, 32, 2, 48\] in the"):
+        wrong.stored_params(str(tmp_path / "run" / "checkpoints" / "0"))
+
+
+@pytest.mark.slow
+def test_the_main_job_trains_from_a_hugging_face_model(tmp_path):
+    import subprocess
+    import sys
+
+    write_model(tmp_path / "in", dataclasses.replace(FAMILIES["llama2"], vocab_size=256))
+    assert main(["from-hf", str(tmp_path / "in"), str(tmp_path / "run")]) == 0
+    command = [sys.executable, "-m", "jaxdist.train", "--config", str(tmp_path / "run/config.toml")]
+    command += [f"--init_from={tmp_path / 'run'}", f"--run-dir={tmp_path / 'tuned'}", "--steps=2"]
+    command += ["--simulate=2", "--mesh=fsdp=2", "--train.seq_len=32", "--eval.interval_steps=0"]
+    command += ["--train.global_batch_size=8", "--eval.final_max_batches=2"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "weights from" in done.stdout + done.stderr
+    assert main(["to-hf", str(tmp_path / "tuned"), str(tmp_path / "out")]) == 0
+    before = safetensors.open_all(tmp_path / "in")
+    after = safetensors.open_all(tmp_path / "out")
+    moved = [np.abs(before[n].read() - after[n].read()).max() for n in before]
+    assert 0 < max(moved) < 0.01  # two steps of warm-up move weights of order 1 by little
+
+
 def test_weights_keep_their_dtype(tmp_path):
     import ml_dtypes
 

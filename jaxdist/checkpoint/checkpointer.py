@@ -112,7 +112,8 @@ class Checkpointer:
             raise ValueError("this Checkpointer was opened read_only")
         self._last_step = step
         self._last_time = time.monotonic() if now is None else now
-        self._saver.start(step, state, meta, metrics or {})
+        numbers = {name: float(value) for name, value in (metrics or {}).items()}
+        self._saver.start(step, state, meta, numbers)
         if force or not self.config.async_save:
             self._saver.settle()
 

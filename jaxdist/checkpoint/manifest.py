@@ -14,6 +14,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxdist.types import ConfigError
+
 FILE_NAME = "manifest.json"
 REJECTED_NAME = "rejected.txt"
 """Reason why a process could not load this checkpoint: the next start goes past it."""
@@ -30,6 +32,26 @@ def steps_in(directory: Path) -> list[int]:
     if not directory.is_dir():
         return []
     return sorted(int(p.name) for p in directory.iterdir() if p.is_dir() and p.name.isdecimal())
+
+
+def directory_of(path: str) -> Path:
+    """The directory that holds a run's checkpoints, for any path inside or above it.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    given = Path(path).expanduser().absolute()
+    for candidate in (given / "checkpoints", given, given.parent):
+        if steps_in(candidate) and (candidate != given.parent or given.name.isdecimal()):
+            return candidate
+    if not given.exists():
+        raise ConfigError([f"{path} does not exist. Name a run directory or one checkpoint."])
+    raise ConfigError(
+        [
+            f"{path} holds no checkpoint. Name a run directory (with checkpoints/ in it), its "
+            "checkpoints directory, or one checkpoint in there."
+        ]
+    )
 
 
 def files_of(checkpoint: Path) -> list[str]:

@@ -54,6 +54,11 @@ class RunConfig:
         "auto = go on from the newest valid checkpoint of the run directory if there is one; "
         "never = refuse a directory that holds a run; or the path of a run to go on with",
     )
+    init_from: str = setting(
+        "",
+        "run directory, or a checkpoint in it, whose weights a new run starts from (`jaxdist "
+        "convert from-hf` makes one of a Hugging Face model); empty = random ones",
+    )
     simulate: int = setting(
         0, "simulated CPU devices of each process; 0 = the machine's own devices"
     )
@@ -203,6 +208,11 @@ class RunConfig:
             found.append(
                 f"resume={self.resume!r} is not auto, never, or the directory of a run. Check the "
                 "path, or use auto."
+            )
+        if self.init_from and not Path(self.init_from).expanduser().is_dir():
+            found.append(
+                f"init_from={self.init_from!r} is not a directory. Name a run directory, or leave "
+                "it empty."
             )
         if self.seed < 0:
             found.append(f"seed={self.seed} must be 0 or more. Use 0.")

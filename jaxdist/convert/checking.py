@@ -11,7 +11,7 @@ from jaxdist.checkpoint import CheckpointError, manifest
 from jaxdist.checkpoint.arrays import StoredArrays
 from jaxdist.checkpoint.journal import one_line, size_text
 from jaxdist.config import read_settings
-from jaxdist.convert.places import directory_of, problem_of
+from jaxdist.convert.places import problem_of
 from jaxdist.types import setting
 
 
@@ -39,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
         summary=__doc__ or "",
         positional=("path",),
     )
-    directory = directory_of(config.path)
+    directory = manifest.directory_of(config.path)
     named = Path(config.path).name
     steps = [int(named)] if named.isdecimal() else manifest.steps_in(directory)
     damaged = 0

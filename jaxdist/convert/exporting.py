@@ -15,13 +15,14 @@ from typing import Literal
 
 import numpy as np
 
+from jaxdist.checkpoint import manifest
 from jaxdist.checkpoint.arrays import StoredArrays, dtype_of
 from jaxdist.checkpoint.journal import size_text
 from jaxdist.config import read_settings, stored_run
 from jaxdist.convert import safetensors
 from jaxdist.convert.families import Piece, family_of, pieces, write_config
 from jaxdist.convert.importing import TOKENIZER_FILES
-from jaxdist.convert.places import checkpoint_of, directory_of, new_directory
+from jaxdist.convert.places import checkpoint_of, new_directory
 from jaxdist.models.configs import DecoderConfig
 from jaxdist.types import ConfigError, setting
 
@@ -58,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
         positional=("src", "out"),
     )
     stored = StoredArrays(checkpoint_of(config.src, config.step))
-    run = directory_of(config.src).parent
+    run = manifest.directory_of(config.src).parent
     if not (run / "config.toml").is_file():
         raise ConfigError(
             [f"{run} holds no config.toml: the model is not known. Name a whole run."]

@@ -8,37 +8,17 @@ from jaxdist.checkpoint import manifest
 from jaxdist.types import ConfigError
 
 
-def directory_of(path: str) -> Path:
-    """The directory that holds a run's checkpoints, for any path inside or above it.
-
-    Raises:
-        ConfigError: there are none.
-    """
-    given = Path(path).expanduser().absolute()
-    for candidate in (given / "checkpoints", given, given.parent):
-        if manifest.steps_in(candidate) and (candidate != given.parent or given.name.isdecimal()):
-            return candidate
-    if not given.exists():
-        raise ConfigError([f"{path} does not exist. Name a run directory or one checkpoint."])
-    raise ConfigError(
-        [
-            f"{path} holds no checkpoint. Name a run directory (with checkpoints/ in it), its "
-            "checkpoints directory, or one checkpoint in there."
-        ]
-    )
-
-
 def checkpoint_of(path: str, step: int) -> Path:
     """One checkpoint, its files proven by size and CRC-32.
 
     Args:
-        path: as in `directory_of`.
+        path: as in `manifest.directory_of`.
         step: which; negative = the one that `path` names, or the newest whole one.
 
     Raises:
         ConfigError: there is no such checkpoint, or it is damaged.
     """
-    directory = directory_of(path)
+    directory = manifest.directory_of(path)
     there = manifest.steps_in(directory)
     if step < 0 and Path(path).name.isdecimal():
         step = int(Path(path).name)

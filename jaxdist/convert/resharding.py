@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from jaxdist.checkpoint import tree
+from jaxdist.checkpoint import manifest, tree
 from jaxdist.checkpoint.arrays import StoredArrays, dtype_of, even_chunk, rewrite
 from jaxdist.checkpoint.journal import size_text
 from jaxdist.config import read_settings
-from jaxdist.convert.places import checkpoint_of, directory_of, new_directory
+from jaxdist.convert.places import checkpoint_of, new_directory
 from jaxdist.mesh import MeshSpec
 from jaxdist.types import ConfigError, setting
 
@@ -64,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
     checkpoint = checkpoint_of(config.src, config.step)
     destination = new_directory(config.dst)
     stored = StoredArrays(checkpoint)
-    settings, shard_shapes = _target(directory_of(config.src).parent, config.mesh, stored)
+    settings, shard_shapes = _target(manifest.directory_of(config.src).parent, config.mesh, stored)
     items = tree.ITEMS if config.items == "all" else ("params",)
 
     def dtype_for(name: str) -> str:
