@@ -37,7 +37,7 @@ Metrics = dict[str, Array]
 class TrainConfig:
     """The run's length and the shape of one step."""
 
-    steps: int = setting(200, "optimizer steps of the whole run")
+    steps: int = setting(160, "optimizer steps of the whole run")
     global_batch_size: int = setting(32, "rows of one optimizer step over all devices")
     seq_len: int = setting(128, "tokens of a row (text only)")
     num_microbatches: int = setting(
@@ -96,7 +96,7 @@ class EvalConfig:
 
     interval_steps: int = setting(100, "steps between evaluations; 0 = only after the last step")
     max_batches: int = setting(
-        0, "batches of an evaluation during the run, spread over the data; 0 = every row once"
+        20, "batches of an evaluation during the run, spread over the data; 0 = every row once"
     )
     final_max_batches: int = setting(0, "the same for the evaluation after the last step")
     global_batch_size: int = setting(0, "rows of an evaluation batch; 0 = train.global_batch_size")

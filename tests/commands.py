@@ -22,6 +22,13 @@ TINY = [
 ]
 
 
+def tiny(*flags: object) -> list[str]:
+    """The tiny job with these flags; one that it sets itself is replaced, not given twice."""
+    given = [str(flag) for flag in flags]
+    names = {flag.partition("=")[0] for flag in given}
+    return [flag for flag in TINY if flag.partition("=")[0] not in names] + given
+
+
 def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
 

@@ -1,6 +1,7 @@
 """The main job as a user starts it, stops it and looks at what it left."""
 
 import json
+import shutil
 import signal
 import subprocess
 import time
@@ -8,7 +9,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from commands import ROOT, TINY, command, environment, losses, records, run
+from commands import ROOT, TINY, command, environment, losses, records, run, tiny
 
 STEPS = 10
 MESH = ["--mesh", "dp=2,fsdp=2,tp=2", "--simulate", "8"]
@@ -114,6 +115,17 @@ def test_finished_run_started_again_trains_no_further(finished):
     assert losses(run_dir) == before
 
 
+def test_resume_path_goes_on_with_that_runs_settings(finished, tmp_path):
+    """Nothing but the path and what shall differ: here another mesh and three steps more."""
+    run_dir = tmp_path / "run"
+    shutil.copytree(finished[0], run_dir)
+    flags = ["--mesh", "fsdp=2", "--simulate", 2, "--steps", STEPS + 3]
+    done = run("train", "--resume", run_dir, *flags, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert max(losses(run_dir)) == STEPS + 3
+    assert not (tmp_path / "runs").exists()
+
+
 def test_resume_never_refuses_a_directory_that_holds_a_run(finished):
     done = run("train", *JOB, "--run-dir", finished[0], "--resume", "never")
     assert done.returncode == 2
@@ -144,7 +156,7 @@ def test_generate_gives_the_same_text_on_any_mesh(finished):
 
 
 def test_nan_is_skipped_and_counted_or_stops_the_run(tmp_path):
-    job = [*TINY, "--steps", 6, "--optim.peak_lr=1e30", "--optim.warmup_steps=0"]
+    job = tiny("--steps", 6, "--optim.peak_lr=1e30", "--optim.warmup_steps=0")
     job += ["--checkpoint.save_last=false", "--checkpoint.probe=false"]
     skipped = run("train", *job, "--run-dir", tmp_path / "skip")
     assert skipped.returncode == 0, skipped.stderr
@@ -167,4 +179,4 @@ def test_cnn_trains_on_cifar_with_accuracy(tmp_path, test_data):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert 0 <= records(tmp_path / "run", "eval")[-1]["accuracy"] <= 1
-    assert "images/s" in done.stdout
+    assert "img/s" in done.stdout

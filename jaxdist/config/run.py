@@ -326,8 +326,28 @@ class RunConfig:
 
 
 def read_run(argv: Sequence[str], *, command: str, summary: str = "") -> RunConfig:
-    """A run's settings from `--config FILE.toml` and flags; see `read_settings`."""
-    return read_settings(RunConfig, argv, command=command, summary=summary, aliases=ALIASES)
+    """A run's settings from `--config FILE.toml` and flags; see `read_settings`.
+
+    With `--resume PATH` the settings of that run are the defaults, so that only what shall differ
+    needs a flag.
+    """
+    resumed = _resumed(argv)
+    base = None
+    if resumed is not None and (Path(resumed) / "config.toml").is_file():
+        base = dataclasses.replace(stored_run(Path(resumed) / "config.toml"), run_dir="")
+    return read_settings(
+        RunConfig, argv, command=command, summary=summary, aliases=ALIASES, base=base
+    )
+
+
+def _resumed(argv: Sequence[str]) -> str | None:
+    """The run that `--resume` names, if it names one."""
+    for word, following in zip(argv, [*argv[1:], ""], strict=True):
+        flag, equals, value = word.partition("=")
+        if flag == "--resume":
+            named = value if equals else following
+            return None if named in ("", "auto", "never") else named
+    return None
 
 
 def stored_run(path: str | os.PathLike[str]) -> RunConfig:

@@ -57,7 +57,7 @@ class DataConfig:
         "placed into rows so that only those longer than a row are cut, rest of the row padded",
     )
     eval_fraction: float = setting(
-        0.05,
+        0.02,
         "last part of each source that is held out for evaluation (0 = none); ignored when "
         "eval_sources is set and for CIFAR-10, whose test file is held out",
     )
