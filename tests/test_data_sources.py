@@ -439,7 +439,7 @@ def test_an_unreadable_file_is_named(tmp_path):
 def test_a_held_out_part_without_a_row_is_refused_with_the_fix(tmp_path):
     path = tmp_path / "a.txt"
     path.write_text("x" * 100)
-    with pytest.raises(ConfigError, match=r"held-out part of .* Raise data.eval_fraction=0.05"):
+    with pytest.raises(ConfigError, match=r"held-out part of .* Raise data.eval_fraction=0.02"):
         open_datasets(DataConfig(sources=[str(path)]), seq_len=8)
 
 

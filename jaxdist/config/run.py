@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import os
 import re
@@ -342,7 +343,7 @@ def read_run(argv: Sequence[str], *, command: str, summary: str = "") -> RunConf
 
 def _resumed(argv: Sequence[str]) -> str | None:
     """The run that `--resume` names, if it names one."""
-    for word, following in zip(argv, [*argv[1:], ""], strict=True):
+    for word, following in itertools.zip_longest(argv, argv[1:], fillvalue=""):
         flag, equals, value = word.partition("=")
         if flag == "--resume":
             named = value if equals else following
