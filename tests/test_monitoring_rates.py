@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxdist.hardware import peak_flops
 from jaxdist.mesh import MeshSpec
 from jaxdist.monitoring import (
     Compilation,
@@ -20,7 +21,6 @@ from jaxdist.monitoring import (
     StepTimer,
     Throughput,
     device_memory,
-    peak_flops,
     read_records,
 )
 

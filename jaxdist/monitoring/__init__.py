@@ -6,7 +6,7 @@
     records        metrics.jsonl, exact and kill-proof   (read_records, current)
     monitor        the sinks of a running job            (Monitor)
     watches        second compilations, slow loaders     (CompileWatch, DataWaitWatch, StepTimer)
-    throughput     rates and MFU; `peaks` its denominator
+    throughput     rates and MFU
     console        text for people, `tensorboard` its curves, `memory` how full devices are
 
 Importing this starts no device and imports no heavy library.
@@ -16,7 +16,6 @@ from jaxdist.monitoring.config import MonitoringConfig
 from jaxdist.monitoring.environment import environment
 from jaxdist.monitoring.memory import device_memory
 from jaxdist.monitoring.monitor import Monitor
-from jaxdist.monitoring.peaks import peak_flops
 from jaxdist.monitoring.records import current, device_seconds, read_records
 from jaxdist.monitoring.run_directory import RunDirectory, flatten, new_run_path
 from jaxdist.monitoring.throughput import Throughput
@@ -37,6 +36,5 @@ __all__ = [
     "environment",
     "flatten",
     "new_run_path",
-    "peak_flops",
     "read_records",
 ]

@@ -8,10 +8,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from jaxdist.hardware import peak_flops
 from jaxdist.monitoring import console
 from jaxdist.monitoring.config import MonitoringConfig
 from jaxdist.monitoring.memory import device_memory
-from jaxdist.monitoring.peaks import peak_flops
 from jaxdist.monitoring.records import RecordWriter, read_records
 from jaxdist.monitoring.run_directory import RunDirectory
 from jaxdist.monitoring.tensorboard import TensorBoard

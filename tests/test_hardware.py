@@ -1,0 +1,131 @@
+"""GPUs: their names, `--gpus`, one's own in a file, and errors that say what to write instead."""
+
+import pytest
+
+from jaxdist.hardware import GPUS, find_gpu, gpu_of, parse_gpus, read_hardware
+from jaxdist.types import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("h100", ["h100:1x1"]),
+        ("h100:4", ["h100:1x4"]),
+        ("h100:64", ["h100:8x8"]),
+        ("H100:8x8", ["h100:8x8"]),
+        ("h100:2x4", ["h100:2x4"]),
+        ("gb200:72", ["gb200:18x4"]),
+        ("h100:64, a100:64", ["h100:8x8", "a100-80:8x8"]),
+        ("l4:3", ["l4:1x3"]),
+    ],
+)
+def test_gpus_are_read(text, expected):
+    assert [str(cluster) for cluster in parse_gpus(text)] == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("h101:8", r"'h101' is not known. Did you mean h100\? Known: t4,"),
+        ("h100:12", "12 GPUs do not fill nodes of 8. Use h100:8 or h100:16"),
+        ("h100:0", "'0' is not a number of GPUs. Use e.g. h100:64"),
+        ("h100:8x", "'8x' is not a number"),
+        ("", "'' is not known"),
+    ],
+)
+def test_bad_gpus_are_refused_with_a_fix(text, message):
+    with pytest.raises(ConfigError, match=message):
+        parse_gpus(text)
+
+
+def test_every_problem_of_a_list_is_said_at_once():
+    with pytest.raises(ConfigError) as error:
+        parse_gpus("h101:8,h100:12")
+    assert len(error.value.problems) == 2
+
+
+def test_fast_links_of_a_rack_reach_over_nodes():
+    (cluster,) = parse_gpus("gb200:72")
+    assert (cluster.gpus_per_node, cluster.gpus_per_fabric) == (4, 72)
+    (cluster,) = parse_gpus("h100:64")
+    assert cluster.gpus_per_fabric == 8
+
+
+@pytest.mark.parametrize("gpu", GPUS.values(), ids=lambda gpu: gpu.name)
+def test_figures_are_of_a_sane_size(gpu):
+    """A slip of a power of ten or a bit for a byte would show."""
+    assert 14e9 < gpu.memory_bytes < 200e9
+    assert 8e12 <= gpu.peak_flops["float32"] < 2e15
+    # Operations that one byte from memory must feed: tens to hundreds on every tensor-core GPU.
+    best = max(gpu.peak_flops.get(d, 0.0) for d in ("bfloat16", "float16"))
+    assert 100 < best / gpu.memory_bandwidth < 500
+    assert gpu.network_bandwidth <= gpu.link_bandwidth < gpu.memory_bandwidth
+    assert 0 < gpu.spot_price_per_hour < gpu.price_per_hour < 15
+
+
+def test_a_device_names_its_gpu():
+    assert gpu_of("NVIDIA H100 80GB HBM3") is GPUS["h100"]
+    assert gpu_of("Tesla T4") is GPUS["t4"]
+    assert gpu_of("NVIDIA H200 NVL") is GPUS["h200-nvl"]
+    assert gpu_of("NVIDIA L40S") is None
+
+
+OWN = """
+[our-h100]
+like = "h100"
+network_gb_per_s = 12.5
+price_per_hour = 1.9
+
+[Prototype]
+compute_capability = "9.0"
+num_sms = 100
+memory_gib = 64
+peak_tflops = { bfloat16 = 500, float32 = 250 }
+memory_gb_per_s = 2000
+link_gb_per_s = 200
+network_gb_per_s = 25
+gpus_per_node = 4
+price_per_hour = 1.0
+spot_price_per_hour = 0.5
+"""
+
+
+def test_own_hardware_starts_from_a_known_gpu_or_says_all(tmp_path):
+    file = tmp_path / "hardware.toml"
+    file.write_text(OWN)
+    known = read_hardware(file)
+    ours, prototype = find_gpu("our-h100", known), find_gpu("prototype", known)
+    assert (ours.network_bandwidth, ours.price_per_hour) == (12.5e9, 1.9)
+    assert ours.memory_bytes == GPUS["h100"].memory_bytes
+    assert prototype.memory_bytes == 64 * 2**30
+    assert prototype.peak_flops == {"bfloat16": 500e12, "float32": 250e12}
+    assert [str(c) for c in parse_gpus("our-h100:16,prototype:8", known)] == [
+        "our-h100:2x8",
+        "prototype:2x4",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[x]\nnum_sms = 3", "lacks compute_capability, memory_gib"),
+        ('[x]\nlike = "h100"\nmemory = 3', "memory is unknown. Use like,"),
+        ('[x]\nlike = "h100"\nmemory_gib = -3', "memory_gib=-3 must be a number above 0"),
+        ('[x]\nlike = "h100"\nnum_sms = 1.5', "num_sms=1.5 must be a whole number"),
+        ('[x]\nlike = "h100"\npeak_tflops = 3', "must be a table of TFLOP/s by bfloat16"),
+        ('[x]\nlike = "h100"\ncompute_capability = 9', "compute_capability=9 is not like"),
+        ('[x]\nlike = "h1"', "like='h1' is not one of t4"),
+        ("x = 3", "x is not a table"),
+        ("[x", "cannot be read"),
+    ],
+)
+def test_bad_hardware_files_are_refused_with_a_fix(tmp_path, text, message):
+    file = tmp_path / "hardware.toml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        read_hardware(file)
+
+
+def test_a_missing_hardware_file_is_said():
+    with pytest.raises(ConfigError, match=r"nowhere\.toml' cannot be read"):
+        read_hardware("nowhere.toml")
