@@ -18,8 +18,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, TypeAlias
 
 import jax
 from jax.sharding import Mesh, NamedSharding
@@ -305,7 +305,10 @@ def legal_meshes(
 
 
 def default_mesh(
-    num_devices: int, state_bytes: int, memory_bytes: int | None
+    num_devices: int,
+    state_bytes: int,
+    memory_bytes: int | None,
+    needs: Needs | None = None,
 ) -> tuple[MeshSpec, str]:
     """The mesh used when none is asked for, and why.
 
@@ -313,9 +316,12 @@ def default_mesh(
         num_devices: visible devices.
         state_bytes: parameters, gradients and moments of the whole model.
         memory_bytes: memory of one device, or None when the backend does not say.
+        needs: the estimate of a mesh's memory; without it the state alone is looked at.
     """
     if num_devices == 1:
         return MeshSpec(), "one device: nothing to split"
+    if needs is not None:
+        return _by_estimate(num_devices, needs)
     gib = state_bytes / 2**30
     if memory_bytes is None or state_bytes <= memory_bytes * _STATE_SHARE:
         return (
@@ -326,6 +332,25 @@ def default_mesh(
         MeshSpec(fsdp=num_devices),
         f"the state ({gib:.2f} GiB) does not fit one device ({memory_bytes / 2**30:.0f} GiB, of "
         f"which {_STATE_SHARE:.0%} may hold state), so it is sharded over all",
+    )
+
+
+Needs: TypeAlias = Callable[[MeshSpec], tuple[float, float]]
+"""Mesh -> (bytes that one device needs, bytes that a run may take of it)."""
+
+
+def _by_estimate(num_devices: int, needs: Needs) -> tuple[MeshSpec, str]:
+    replicas, shards = MeshSpec(data=num_devices), MeshSpec(fsdp=num_devices)
+    needed, limit = (size / 2**30 for size in needs(replicas))
+    if needed <= limit:
+        return replicas, (
+            f"a replica takes {needed:.1f} of {limit:.1f} GiB, so data parallelism alone moves "
+            "least"
+        )
+    sharded = needs(shards)[0] / 2**30
+    return shards, (
+        f"a replica would take {needed:.1f} of {limit:.1f} GiB; sharded over all devices it takes "
+        f"{sharded:.1f}"
     )
 
 

@@ -47,6 +47,7 @@ def init_state(
     seed: int,
     loss_scale: dict[str, Array],
     offload: bool = False,
+    params: Params | None = None,
 ) -> TrainState:
     """A new state, every leaf born where it belongs.
 
@@ -57,10 +58,13 @@ def init_state(
         seed: the run's seed; parameters and random bits depend on nothing else.
         loss_scale: initial loss scale, {} without.
         offload: keep parameter-shaped optimizer state in host memory.
+        params: parameters to start from instead of random ones, as `layout` places them; donated,
+            so that they never exist twice.
     """
     make = make_state(model, optimizer, loss_scale)
     shardings = state_shardings(model, optimizer, layout, loss_scale=loss_scale, offload=offload)
-    return jax.jit(make, static_argnums=0, out_shardings=shardings)(seed)
+    make = jax.jit(make, static_argnums=0, donate_argnums=1, out_shardings=shardings)
+    return make(seed) if params is None else make(seed, params)
 
 
 def abstract_state(
@@ -82,11 +86,11 @@ def abstract_state(
 def make_state(
     model: Model, optimizer: optax.GradientTransformation, loss_scale: dict[str, Array]
 ) -> Any:
-    """A pure function seed -> TrainState."""
+    """A pure function (seed, params = random ones) -> TrainState."""
 
-    def make(seed: int) -> TrainState:
+    def make(seed: int, params: Params | None = None) -> TrainState:
         init_key, run_key = jax.random.split(jax.random.key(seed))
-        params = model.init(init_key)
+        params = model.init(init_key) if params is None else params
         return TrainState(
             step=jnp.zeros((), jnp.int32),
             params=params,

@@ -227,7 +227,9 @@ def make_context(
     platform = "gpu" if device.platform in ("gpu", "cuda") else device.platform
     dtype = precision.resolve(platform)
     split_vocabulary = layout.sizes["tensor"] > 1 and not layout.auto_tensor
-    chunk = config.loss_chunk_tokens or _default_chunk(model, layout)
+    chunk = config.loss_chunk_tokens or default_loss_chunk(
+        model.dims.get("vocab", 0) // layout.sizes["tensor"]
+    )
 
     def token_loss(
         x: Array, kernel: Array, targets: Array, weights: Array, vocab_size: int
@@ -287,9 +289,7 @@ def make_run_layers(
         return Context().run_layers
     layer = make_layer(model, layout, precision, platform, gather=gather)
     specs = fsdp.layer_specs(layout.param_specs(model.axes)["layers"])
-    remat = config.remat
-    if remat == "auto":
-        remat = "dots" if platform == "gpu" else "none"
+    remat = _remat(config, platform)
     recomputes = remat != "none" or (gather and fsdp.is_sharded(specs))
     # A pipeline holds its layers in several loop bodies: unrolled, they would take long to compile.
     few = 1 if layout.sizes["pipeline"] > 1 else model.num_layers
@@ -316,6 +316,13 @@ def make_run_layers(
         return x
 
     return run_layers
+
+
+def _remat(config: TrainConfig, platform: str) -> str:
+    """The remat policy's name, `auto` resolved."""
+    if config.remat == "auto":
+        return "dots" if platform == "gpu" else "none"
+    return config.remat
 
 
 def make_layer(
@@ -388,6 +395,7 @@ def make_value_and_grad(
     axes = data.summed_axes(layout)
     num_stages = layout.sizes["pipeline"]
     if num_stages > 1:
+        remat = _remat(config, context.platform)
         value_and_grad = pipeline.make_value_and_grad(
             model,
             layout,
@@ -397,6 +405,7 @@ def make_value_and_grad(
             layer=make_layer(
                 model, layout, precision, context.platform, gather=stages.gather == "action"
             ),
+            policy=None if remat == "none" else remat_policy(remat, {}),
             gather=stages.gather,
             reduce_dtype=jnp.dtype(precision.reduce_dtype),
         )
@@ -563,9 +572,9 @@ def _divisor(weight: Array) -> Array:
     return jnp.where(weight > 0, weight, jnp.ones_like(weight))
 
 
-def _default_chunk(model: Model, layout: Layout) -> int:
-    vocab = model.dims.get("vocab", 0) // layout.sizes["tensor"]
-    return max(128, _LOGITS_BYTES // (4 * vocab)) if vocab else 0
+def default_loss_chunk(vocab_shard: int) -> int:
+    """Tokens whose logits exist at once where the settings leave it open; 0 = all."""
+    return max(128, _LOGITS_BYTES // (4 * vocab_shard)) if vocab_shard else 0
 
 
 def _default_unroll(num_layers: int, platform: str, recomputes: bool) -> int:

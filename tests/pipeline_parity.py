@@ -1,6 +1,9 @@
 """Gradients of one step by a pipeline against one device, here or on more devices.
 
-`python tests/pipeline_parity.py NUM_DEVICES MESH key=value ...` prints the comparison as JSON.
+    python tests/pipeline_parity.py NUM_DEVICES CASE [CASE ...]
+
+A case is `mesh;key=value;...` or `cover:PP`: every schedule with every way to use replicas and
+tensor, on that many stages. Prints one JSON object per case. `cross:PP` is the whole product.
 """
 
 from __future__ import annotations
@@ -219,16 +222,75 @@ def compare(case: Case) -> Difference:
     )
 
 
+SCHEDULES: tuple[dict[str, Any], ...] = (
+    {"schedule": "gpipe"},
+    {"schedule": "1f1b"},
+    {"schedule": "1f1b", "chunks": 2},
+    {"schedule": "1f1b_lean"},
+    {"schedule": "zero_bubble"},
+    {"schedule": "zero_bubble", "chunks": 2},
+)
+STRATEGIES: tuple[tuple[str, int], ...] = (  # (the rest of the mesh, ZeRO stage)
+    ("dp=2", 0),
+    ("fsdp=2", 0),
+    ("tp=2", 0),
+    ("dp=2,fsdp=2", 0),
+    ("dp=2", 1),
+    ("dp=2", 2),
+)
+STAGES = (2, 4, 8)
+
+
+def cross(num_stages: int, *, whole: bool) -> list[Case]:
+    """Schedules × strategies on this many stages, families taking turns, odd microbatch counts.
+
+    Not `whole`: a third of them, so that over all `STAGES` each schedule meets each strategy, and
+    each of both every number of stages.
+    """
+    cases = []
+    for i, schedule in enumerate(SCHEDULES):
+        for j, (rest, zero) in enumerate(STRATEGIES):
+            if not whole and STAGES[(i + j) % len(STAGES)] != num_stages:
+                continue
+            replicas = {"tp=2": 1, "dp=2,fsdp=2": 4}.get(rest, 2)
+            microbatches = num_stages + 1
+            cases.append(
+                Case(
+                    mesh=f"pp={num_stages},{rest}",
+                    zero=zero,
+                    family=tuple(FAMILIES)[(i + 2 * j) % len(FAMILIES)],
+                    layers=num_stages * schedule.get("chunks", 1),
+                    rows=microbatches * replicas,
+                    microbatches=microbatches,
+                    **schedule,
+                )
+            )
+    return cases
+
+
+def parse(text: str) -> list[Case]:
+    """Cases that an argument names."""
+    kind, _, rest = text.partition(":")
+    if kind in ("cover", "cross"):
+        return cross(int(rest), whole=kind == "cross")
+    mesh, *items = text.split(";")
+    types = {field.name: type(field.default) for field in dataclasses.fields(Case)}
+    given = dict(item.split("=", 1) for item in items)
+    values = {
+        key: value == "True" if types[key] is bool else types[key](value)
+        for key, value in given.items()
+    }
+    return [Case(mesh=mesh, **values)]
+
+
 def main(argv: list[str]) -> None:
     """Compare on more devices than the test process has."""
     os.environ["JAX_PLATFORMS"] = "cpu"
     import jax
 
     jax.config.update("jax_num_cpu_devices", int(argv[0]))
-    given = dict(item.split("=", 1) for item in argv[2:])
-    types = {field.name: type(field.default) for field in dataclasses.fields(Case)}
-    case = Case(mesh=argv[1], **{key: types[key](value) for key, value in given.items()})
-    print(json.dumps(dataclasses.asdict(compare(case))))
+    for case in (case for text in argv[1:] for case in parse(text)):
+        print(json.dumps({"case": str(case), **dataclasses.asdict(compare(case))}), flush=True)
 
 
 if __name__ == "__main__":

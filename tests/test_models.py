@@ -11,6 +11,7 @@ from decoders import FAMILIES, SIZES, logits_of, random_params, random_tokens
 
 from jaxdist.mesh import MeshSpec
 from jaxdist.models import build, layers
+from jaxdist.models.kernels import choose_attention
 from jaxdist.precision import PrecisionConfig
 from jaxdist.sharding import Layout
 from jaxdist.step import TrainConfig, make_context, make_value_and_grad
@@ -112,6 +113,7 @@ GPU = dict(platform="gpu", dtype=jnp.bfloat16, compute_capability="9.0")
     [
         ({}, {"platform": "cpu"}, "needs an NVIDIA GPU, this is cpu"),
         ({}, {"dtype": jnp.float32}, "needs bfloat16 or float16, compute is float32"),
+        ({}, {"compute_capability": "7.5"}, "needs compute capability 8.0, this is 7.5"),
         ({"packed": True}, {}, "no document boundaries"),
         ({"head_dim": 36}, {}, "multiple of 8, this is 36"),
         ({"head_dim": 512}, {}, "this is 512"),
@@ -121,17 +123,17 @@ GPU = dict(platform="gpu", dtype=jnp.bfloat16, compute_capability="9.0")
 def test_cudnn_is_left_alone_for_a_stated_reason_and_refused_by_name(change, context, reason):
     context = Context(**{**GPU, **context})
     ask = {"head_dim": 64, "packed": False, "attention_dropout": 0.0, **change}
-    kernel, why = layers.choose_attention("auto", context, **ask)
+    kernel, why = choose_attention("auto", context, **ask)
     assert kernel == "xla" and reason in why
     with pytest.raises(ConfigError, match=f"attention='cudnn' is impossible here: .*{reason}"):
-        layers.choose_attention("cudnn", context, **ask)
-    assert layers.choose_attention("xla", context, **ask) == ("xla", "asked for")
+        choose_attention("cudnn", context, **ask)
+    assert choose_attention("xla", context, **ask) == ("xla", "asked for")
 
 
 def test_cudnn_is_chosen_on_a_gpu_that_can():
     ask = {"head_dim": 128, "packed": False, "attention_dropout": 0.0}
     for wanted in ("auto", "cudnn"):
-        kernel, why = layers.choose_attention(wanted, Context(**GPU), **ask)
+        kernel, why = choose_attention(wanted, Context(**GPU), **ask)
         assert kernel == "cudnn" and "causal" in why
 
 

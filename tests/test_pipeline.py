@@ -26,28 +26,15 @@ FAST = [
     Case(mesh="pp=4,dp=2", schedule="1f1b_lean", family="gpt2"),
     Case(mesh="pp=2,dp=2,fsdp=2", schedule="zero_bubble", zero=2, family="llama_tied", rows=16),
 ]
-SCHEDULES = [
-    {"schedule": "gpipe"},
-    {"schedule": "1f1b"},
-    {"schedule": "1f1b", "chunks": 2},
-    {"schedule": "1f1b_lean"},
-    {"schedule": "zero_bubble"},
-    {"schedule": "zero_bubble", "chunks": 2},
-]
 SLOW = [
-    *(Case(mesh="pp=2,dp=2,tp=2", family="gpt2", **s) for s in SCHEDULES),
-    *(
-        Case(mesh="pp=4,fsdp=2", layers=8, family="llama_tied", remat="full", **s)
-        for s in SCHEDULES
-    ),
-    *(Case(mesh="pp=8", layers=16, rows=5, microbatches=5, **s) for s in SCHEDULES),
+    Case(mesh="pp=4,fsdp=2", layers=8, family="llama_tied", remat="full"),
     Case(mesh="pp=2,fsdp=2,tp=2", gather="step", schedule="zero_bubble"),
     Case(mesh="pp=2,dp=2,fsdp=2", gather="step", zero=2, chunks=2),
-    Case(mesh="pp=2,dp=4", zero=1),
     Case(mesh="pp=2,dp=2,tp=2", zero=3, family="gpt2"),
     Case(mesh="pp=2,tp=4", sequence_parallel=False, family="gpt2"),
     Case(mesh="pp=2,tp=4", remat="dots", schedule="zero_bubble"),
     Case(mesh="pp=2,dp=2,tp=2", automatic=True),
+    Case(mesh="pp=2,dp=2,tp=2", automatic=True, schedule="zero_bubble"),
     Case(mesh="pp=2,dp=2", scale=1024.0, chunks=2),
 ]
 
@@ -65,35 +52,41 @@ def test_gradients_match_one_device_everywhere(case):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("devices", "arguments"),
+    ("devices", "cases"),
     [
-        (16, ["pp=2,dp=2,fsdp=2,tp=2", "family=gpt2"]),
-        (16, ["pp=4,dp=2,tp=2", "schedule=zero_bubble", "family=llama_tied"]),
-        (64, ["pp=4,dp=4,tp=4", "rows=32", "family=llama_tied"]),
-        (64, ["pp=4,dp=2,fsdp=2,tp=4", "rows=32", "chunks=2", "layers=8"]),
-        (64, ["pp=8,fsdp=4,tp=2", "rows=32", "layers=8", "schedule=zero_bubble"]),
+        (8, "cover:2"),
+        (16, "cover:4"),
+        (32, "cover:8"),
+        (16, "pp=2,dp=2,fsdp=2,tp=2;family=gpt2"),
+        (16, "pp=4,dp=2,tp=2;schedule=zero_bubble;family=llama_tied"),
+        (64, "pp=4,dp=4,tp=4;rows=32;family=llama_tied"),
+        (64, "pp=4,dp=2,fsdp=2,tp=4;rows=32;chunks=2;layers=8"),
+        (64, "pp=8,fsdp=4,tp=2;rows=32;layers=8;schedule=zero_bubble"),
     ],
-    ids=lambda value: "-".join(value) if isinstance(value, list) else str(value),
 )
-def test_gradients_match_one_device_on_many_devices(devices, arguments):
+def test_gradients_match_one_device_on_many_devices(devices, cases):
     script = Path(pipeline_parity.__file__)
     run = subprocess.run(
-        [sys.executable, str(script), str(devices), *arguments],
+        [sys.executable, str(script), str(devices), cases],
         capture_output=True,
         text=True,
-        timeout=900,
+        timeout=1800,
         cwd=script.parent.parent,
         env={"PYTHONPATH": str(script.parent.parent), "PATH": ""},
     )
     assert run.returncode == 0, run.stderr[-3000:]
-    check(pipeline_parity.Difference(**json.loads(run.stdout.splitlines()[-1])))
+    found = [json.loads(line) for line in run.stdout.splitlines()]
+    assert len(found) == len(pipeline_parity.parse(cases))
+    for difference in found:
+        name = difference.pop("case")
+        check(pipeline_parity.Difference(**difference), name)
 
 
-def check(difference):
-    assert difference.loss <= LOSS
-    assert difference.weight == 0
-    assert difference.gradient <= GRADIENT
-    assert difference.norm <= GRADIENT
+def check(difference, name=""):
+    assert difference.loss <= LOSS, name
+    assert difference.weight == 0, name
+    assert difference.gradient <= GRADIENT, name
+    assert difference.norm <= GRADIENT, name
 
 
 def test_half_precision_and_loss_scale_stay_within_rounding():
@@ -158,7 +151,7 @@ def test_the_choice_and_its_bubble_are_said():
     schedule = PipelineConfig().make_schedule(num_stages=4, rows=32)
     assert describe(schedule, 32) == (
         "pipeline: 1f1b, 4 stages, 16 microbatches of 2 rows, bubble 15.8%, at most 7 "
-        "microbatches stashed, 19+19 permutes"
+        "microbatches stashed, 23+19 permutes"
     )
 
 

@@ -80,7 +80,7 @@ def test_idle_ticks_hold_no_products_and_the_rest_only_one_recomputation():
         for equation in body.eqns
         if equation.primitive.name == "cond"
     ]
-    assert len(switches) == 4
+    assert len(switches) == 3
     assert all(products(idle.jaxpr) == 0 for idle, _ in switches)
     acting = sorted({products(action.jaxpr) for _, action in switches})
     forward, backward = acting
@@ -133,14 +133,17 @@ def test_the_compiler_adds_no_exchange_between_stages():
 
 
 @pytest.mark.slow
-def test_stash_does_not_grow_with_microbatches_except_under_gpipe():
-    """From M = 2p, where 1F1B's stash of 2p - 1 is full, to 16p; the lean one from M = p."""
+def test_memory_does_not_grow_with_microbatches_except_under_gpipe():
+    """From M = p to 8p. A stage has four layers: one alone needs less than what it stashes."""
 
-    def temporaries(name: str, m: int) -> int:
-        case = Case(mesh="pp=2", schedule=name, rows=m, microbatches=m)
-        return compiled(case).memory_analysis().temp_size_in_bytes
+    def growth(name: str) -> float:
+        cases = [
+            Case(mesh="pp=4", layers=16, schedule=name, rows=m, microbatches=m) for m in (4, 32)
+        ]
+        few, many = (compiled(case).memory_analysis().temp_size_in_bytes for case in cases)
+        return many / few
 
-    microbatch_bytes = 16 * 32 * 4
-    assert temporaries("1f1b", 32) <= 1.05 * temporaries("1f1b", 4)
-    assert temporaries("1f1b_lean", 16) <= 1.05 * temporaries("1f1b_lean", 2)
-    assert temporaries("gpipe", 32) - temporaries("gpipe", 4) >= 28 * microbatch_bytes
+    # The project's contract is 5 %; 1F1B's stash itself grows from 4 to 2p - 1 = 7 microbatches.
+    assert growth("1f1b") <= 1.05
+    assert growth("1f1b_lean") <= 1.05
+    assert growth("gpipe") >= 1.10

@@ -169,19 +169,20 @@ def test_lean_1f1b_pays_for_its_stash_when_backwards_are_longer():
 def test_phases_cover_every_tick_once_and_allow_what_it_holds(name, p, m):
     schedule = make_schedule(name, p, m)
     found = phases(schedule)
-    covered = 0
+    covered = []
     for phase in found:
-        assert phase.start == covered
-        for i in range(phase.num_ticks):
-            held = {a.kind for a in schedule.ticks[phase.start + i] if a}
-            assert held <= set(phase.kinds[i % phase.period])
-        covered += phase.num_ticks
-    assert covered == len(schedule.ticks)
-    assert sum(phase.period for phase in found) <= 12
+        for ticks in phase.rounds:
+            assert len(ticks) == len(phase.kinds)
+            for tick, kinds in zip(ticks, phase.kinds, strict=True):
+                if tick < len(schedule.ticks):
+                    assert {a.kind for a in schedule.ticks[tick] if a} <= set(kinds)
+                    covered.append(tick)
+    assert covered == list(range(len(schedule.ticks)))
+    assert sum(len(phase.kinds) for phase in found) <= 12
     if name in ("gpipe", "1f1b") and m >= 3:
         bodies = [("forward",), ("backward",)]
         assert {kinds for phase in found for kinds in phase.kinds} == set(bodies)
-        assert len(found) <= 3
+        assert len(found) <= 2
 
 
 # --- faults --------------------------------------------------------------------------------------
@@ -260,7 +261,7 @@ def test_drawing_shows_each_stage_and_the_costs():
         "1f1b: 2 stages, 3 microbatches\n"
         "stage 0 F0 F1 ·  F2 B0 ·  B1 B2\n"
         "stage 1 ·  F0 B0 F1 B1 F2 B2 ·\n"
-        "8 ticks, bubble 25.0% at F=1 B=2, stash per stage 3 1, 4+4 permutes"
+        "8 ticks, bubble 25.0% at F=1 B=2, stash per stage 3 1, 6+4 permutes"
     )
     text = draw(make_schedule("zero_bubble", 2, 2, 2))
     assert "F0a" in text and "W1b" in text and "F=1 B=1 W=1" in text

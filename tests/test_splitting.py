@@ -4,8 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 from test_pipeline_program import products
 
+from jaxdist import collectives
+from jaxdist.mesh import MeshSpec
 from jaxdist.parallel.splitting import take_apart
 
 
@@ -60,3 +63,49 @@ def test_what_follows_from_weights_and_constants_is_not_kept(arguments):
     _, kept = apart.input_gradient(weights, constants, saved, dy)
     rows = x.shape[:-1]
     assert all(value.shape[:2] == rows for value in (*saved, *kept)), "activations only"
+
+
+def test_gathered_and_widened_values_are_kept_as_they_were_before():
+    """Two devices, each with 4 of 8 tokens of width 16 in bfloat16, and half of 64 hidden units."""
+    random = np.random.default_rng(0)
+    draw = lambda *shape: jnp.asarray(random.normal(size=shape), jnp.float32)
+    weights = {"up": draw(16, 64), "down": draw(64, 16)}
+    x, dy = draw(3, 8, 16).astype(jnp.bfloat16), draw(3, 8, 16).astype(jnp.bfloat16)
+    between = []
+
+    def split_layer(weights, x, _):
+        whole = collectives.all_gather(x, "tensor", dim=1).astype(jnp.float32)
+        hidden = jnp.tanh(whole @ weights["up"])
+        out = collectives.reduce_scatter(hidden @ weights["down"], "tensor", dim=1)
+        return x + out.astype(x.dtype)
+
+    def apart(weights, x, dy):
+        halves = take_apart(split_layer, weights, x, (), enlarge_again=True)
+        _, saved = halves.forward(weights, x, ())
+        dx, kept = halves.input_gradient(weights, (), saved, dy)
+        between.extend([saved, kept])
+        return dx, halves.weight_gradient(weights, (), kept)
+
+    def whole(weights, x, dy):
+        _, pull = jax.vjp(lambda weights, x: split_layer(weights, x, ()), weights, x)
+        weight_grads, dx = pull(dy)
+        return dx, weight_grads
+
+    split = {"up": P(None, "tensor"), "down": P("tensor", None)}
+    by_sequence = P(None, "tensor", None)
+    run = lambda function: jax.jit(
+        jax.shard_map(
+            function,
+            mesh=MeshSpec.parse("tp=2").build(jax.devices()[:2]),
+            in_specs=(split, by_sequence, by_sequence),
+            out_specs=(by_sequence, split),
+        )
+    )(weights, x, dy)
+    dx, grads = run(apart)
+    expected_dx, expected = run(whole)
+    np.testing.assert_array_equal(dx, expected_dx)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), grads, expected)
+    for values in between:
+        tokens = [value for value in values if value.shape[-1] == 16]
+        assert tokens
+        assert all(value.shape == (3, 4, 16) and value.dtype == jnp.bfloat16 for value in tokens)

@@ -18,6 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxdist.models import layers
 from jaxdist.models.configs import DecoderConfig
+from jaxdist.models.kernels import choose_attention
 from jaxdist.types import Array, Batch, Context, Decoding, Dims, Model, Params, Sums
 
 # Where random bits are used: folded into the key, so that sites never share bits.
@@ -374,7 +375,7 @@ def _once(bias: Array, context: Context) -> Array:
 def _kernel(
     config: DecoderConfig, context: Context, *, packed: bool
 ) -> tuple[Literal["xla", "cudnn"], str]:
-    return layers.choose_attention(
+    return choose_attention(
         config.attention,
         context,
         head_dim=config.head_width,

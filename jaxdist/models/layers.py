@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxdist.types import Array, ConfigError, Context, Dims, Params
+from jaxdist.types import Array, Dims, Params
 
 
 def functional(
@@ -170,39 +170,6 @@ def dropout(x: Array, rate: float, key: Array | None, rows: Array, index: Array)
     draw = lambda k: jax.random.bernoulli(k, 1 - rate, x.shape[2:])
     kept = jax.vmap(jax.vmap(draw))(token_keys)
     return jnp.where(kept, x / (1 - rate), jnp.zeros_like(x))
-
-
-def choose_attention(
-    wanted: str, context: Context, *, head_dim: int, packed: bool, attention_dropout: float
-) -> tuple[Literal["xla", "cudnn"], str]:
-    """The attention kernel and the reason, "xla" or "cudnn".
-
-    Raises:
-        ConfigError: cuDNN was asked for by name and cannot honour the mask or the shapes.
-    """
-    obstacles = []
-    if context.platform != "gpu":
-        obstacles.append(f"cuDNN needs an NVIDIA GPU, this is {context.platform}")
-    if context.dtype not in (jnp.bfloat16, jnp.float16):
-        obstacles.append(f"cuDNN needs bfloat16 or float16, compute is {jnp.dtype(context.dtype)}")
-    if packed:
-        obstacles.append("cuDNN's kernel knows no document boundaries and rows are packed")
-    if head_dim % 8 or head_dim > 128:
-        obstacles.append(f"cuDNN needs head_dim ≤ 128 and a multiple of 8, this is {head_dim}")
-    if attention_dropout:
-        obstacles.append("attention dropout must give the same bits on every mesh")
-    if wanted == "xla":
-        return "xla", "asked for"
-    if not obstacles:
-        return "cudnn", "fused, and it honours the causal mask and the window"
-    if wanted == "cudnn":
-        raise ConfigError(
-            [
-                f"model.attention='cudnn' is impossible here: {'; '.join(obstacles)}. "
-                "Use attention='xla' or 'auto'."
-            ]
-        )
-    return "xla", "; ".join(obstacles)
 
 
 def attend(

@@ -32,6 +32,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxdist import collectives
 from jaxdist.parallel import data, fsdp, pieces, schedules
+from jaxdist.parallel.layerwise import Layers, Layerwise
 from jaxdist.parallel.schedules import ScheduleName
 from jaxdist.parallel.splitting import take_apart
 from jaxdist.parallel.timetable import (
@@ -173,6 +174,7 @@ def make_value_and_grad(
     make_schedule: Callable[[int], Schedule],
     *,
     layer: Callable[..., Array],
+    policy: Callable[..., bool] | None = None,
     gather: Literal["action", "step"] = "action",
     reduce_dtype: Any = jnp.float32,
 ) -> Callable[[Params, Batch, Context, Array], tuple[Sums, Params]]:
@@ -182,8 +184,9 @@ def make_value_and_grad(
         model: a model with stacked layers.
         layout: mesh and rules.
         make_schedule: rows of a replica -> the table to run.
-        layer: (block, shards, x, index in the model, aux, context) -> x; for schedules that take
-            the weights' gradient apart.
+        layer: (block, shards, x, index in the model, aux, context) -> x, for the backward.
+        policy: what `jax.checkpoint` may keep of a layer between the forward that its backward
+            repeats and that backward; None = everything that does not follow from its weights.
         gather: when fsdp weights are gathered; for "step", `Context.run_layers` must not gather.
         reduce_dtype: dtype in which gradients of gathered weights are summed.
 
@@ -196,6 +199,8 @@ def make_value_and_grad(
     specs = layout.param_specs(model.axes)
     micro_specs = layout.gradient_specs(model.axes)
     outer_specs = {name: specs[name] for name in specs if name != "layers"}
+    layer_specs = fsdp.layer_specs(specs["layers"])
+    layer_micro_specs = fsdp.layer_specs(micro_specs["layers"])
     axes = data.summed_axes(layout)
 
     def value_and_grad(
@@ -206,12 +211,12 @@ def make_value_and_grad(
             model, schedule, params, batch, context, specs["layers"], gather, reduce_dtype
         )
 
-        def reduce_layers(grads: Params) -> Params:
+        def reduce_layer(grads: Params) -> Params:
             if gather == "step":
                 return grads
-            return data.scatter_gradients(grads, specs["layers"], micro_specs["layers"], axes)
+            return data.scatter_gradients(grads, layer_specs, layer_micro_specs, axes)
 
-        totals = _train(stage, layer, reduce_layers, scale)
+        totals = _train(stage, layer, policy, reduce_layer, scale)
         layer_grads = totals["layers"]
         if gather == "step":
             layer_grads = fsdp.scatter(
@@ -276,13 +281,13 @@ class _State(NamedTuple):
     Attributes:
         activations: [slots + 1, microbatch, seq_shard, d_model] inputs of pieces.
         cotangents: the same of gradients of their outputs.
-        pending: tree of [slots + 1, ...], what weight gradients put off need.
+        pending: list of [slots + 1, ...], what weight gradients put off need.
         totals: `layers`, `outer` (gradients so far) and `sums`.
     """
 
     activations: Array
     cotangents: Array
-    pending: Any
+    pending: list[Array]
     totals: dict[str, Any]
 
 
@@ -349,6 +354,10 @@ class _Stage:
             self.model.block, layers, x, self.aux(row), self.context, first=first
         )
 
+    def layers_of(self, row: _Row) -> Layers:
+        """The layers of the row's piece."""
+        return Layers(self.chunk(row), self.layer_indices(row), self.aux(row), row.chunk)
+
     def head(self, outer: Params, x: Array, row: _Row) -> Sums:
         """Loss of the last piece's output."""
         return self.model.head_loss(outer, x, self.microbatch(row), self.context)
@@ -391,7 +400,8 @@ def _make_stage(
 def _train(
     stage: _Stage,
     layer: Callable[..., Array],
-    reduce_layers: Callable[[Params], Params],
+    policy: Callable[..., bool] | None,
+    reduce_layer: Callable[[Params], Params],
     scale: Array,
 ) -> Any:
     """Run a training table; returns the totals."""
@@ -399,7 +409,7 @@ def _train(
     probe = jax.tree.map(lambda column: column[0], stage.columns())
     x_kind = jax.eval_shape(stage.embed, stage.outer, probe)
     zero_x = collectives.zeros_like(x_kind)
-    halves = _Halves(stage, layer, probe, zero_x) if schedule.splits_backward else None
+    layerwise = _layerwise(stage, layer, policy, reduce_layer, probe, zero_x)
 
     def forward(row: _Row, state: _State) -> dict[str, Any]:
         x = lax.cond(
@@ -414,23 +424,19 @@ def _train(
         return {"entered": x, "up": y}
 
     def backward(row: _Row, state: _State) -> dict[str, Any]:
-        x = _take(state.activations, row.activation)
+        layers = stage.layers_of(row)
+        y, saved = layerwise.forward(layers, _take(state.activations, row.activation))
         totals = dict(state.totals)
-        if halves is None:
-            y, pull = jax.vjp(partial(stage.run, row=row), stage.chunk(row), x)
-        else:
-            y, saved = halves.forward(x, row)
         dy, totals["outer"], totals["sums"] = lax.cond(
             stage.is_last(row),
             lambda: _turn(stage, row, y, totals, scale),
             lambda: (_take(state.cotangents, row.cotangent), totals["outer"], totals["sums"]),
         )
         kept: list[Array] = []
-        if halves is None:
-            layer_grads, dx = pull(dy)
-            totals["layers"] = _add_chunk(totals["layers"], reduce_layers(layer_grads), row)
+        if schedule.splits_backward:
+            dx, kept = layerwise.input_gradient(layers, saved, dy)
         else:
-            dx, kept = halves.input_gradient(saved, dy, row)
+            dx, totals["layers"] = layerwise.gradient(layers, saved, dy, totals["layers"])
         totals["outer"] = lax.cond(
             stage.is_first(row),
             lambda: _add(totals["outer"], _embed_grads(stage, row, dx)),
@@ -439,22 +445,28 @@ def _train(
         return {"down": dx, "totals": totals, "kept": kept}
 
     def weight(row: _Row, state: _State) -> dict[str, Any]:
-        assert halves is not None
         kept = [_take(x, row.pending) for x in state.pending]
-        layer_grads = reduce_layers(halves.weight_gradient(kept, row))
-        layers = _add_chunk(state.totals["layers"], layer_grads, row)
-        return {"totals": {**state.totals, "layers": layers}}
+        totals = layerwise.weight_gradient(stage.layers_of(row), kept, state.totals["layers"])
+        return {"totals": {**state.totals, "layers": totals}}
 
-    kept_kinds = halves.kept_kinds(zero_x, probe) if halves else []
+    kept_kinds: list[Any] = []
+    if schedule.splits_backward:
+        kept_kinds = jax.eval_shape(
+            lambda layers, x: layerwise.input_gradient(layers, layerwise.forward(layers, x)[1], x),
+            stage.layers_of(probe),
+            zero_x,
+        )[1]
     sum_kinds = jax.eval_shape(lambda: stage.head(stage.outer, zero_x, probe))
-    layer_kinds = jax.eval_shape(lambda: reduce_layers(_float32(stage.chunk(probe))))
+    layer_kinds = jax.eval_shape(
+        lambda: reduce_layer(_float32(jax.tree.map(lambda x: x[0], stage.chunk(probe))))
+    )
     outer_kinds = jax.eval_shape(_float32, stage.outer)
     state = _State(
         activations=_zeros(x_kind, tables.num_slots[0] + 1),
         cotangents=_zeros(x_kind, tables.num_slots[1] + 1),
         pending=_zeros(kept_kinds, tables.num_slots[2] + 1),
         totals={
-            "layers": _zeros(layer_kinds, schedule.chunks_per_stage),
+            "layers": _zeros(layer_kinds, *jax.tree.leaves(stage.layers)[0].shape[:2]),
             "outer": _zeros(outer_kinds),
             "sums": _zeros(sum_kinds),
         },
@@ -468,60 +480,32 @@ def _train(
     return _run(stage, actions, idle, state).totals
 
 
-class _Halves:
-    """The backward of a piece taken apart, layer by layer (see `splitting.py`).
+def _layerwise(
+    stage: _Stage,
+    layer: Callable[..., Array],
+    policy: Callable[..., bool] | None,
+    reduce_layer: Callable[[Params], Params],
+    probe: _Row,
+    zero_x: Array,
+) -> Layerwise:
+    """The stage's layers, to be run forward and backward one by one.
 
-    Everything that a layer's backward reads is kept until it runs, whatever the remat policy; what
-    its weights' gradients read is kept until theirs.
+    Without a policy everything that a layer's backward reads is kept from its forward, but what
+    follows from its weights. Schedules that take the backward apart have no policy: what they keep
+    would be computed again for either half.
     """
 
-    def __init__(
-        self, stage: _Stage, layer: Callable[..., Array], probe: _Row, zero_x: Array
-    ) -> None:
-        def apply(shards: Params, x: Array, constants: tuple[Array, Any]) -> Array:
-            return layer(stage.model.block, shards, x, *constants, stage.context)
+    def apply(shards: Params, x: Array, constants: tuple[Array, Any]) -> Array:
+        return layer(stage.model.block, shards, x, *constants, stage.context)
 
-        one = jax.tree.map(lambda x: x[0], stage.chunk(probe))
-        constants = (stage.layer_indices(probe)[0], stage.aux(probe))
-        self._stage = stage
-        self._apart = take_apart(apply, one, zero_x, constants)
-
-    def forward(self, x: Array, row: _Row) -> tuple[Array, list[Array]]:
-        """The piece's output, and what each layer's backward reads, [layers, ...]."""
-        stage, aux = self._stage, self._stage.aux(row)
-
-        def one(x: Array, layer: tuple[Array, Params]) -> tuple[Array, list[Array]]:
-            index, shards = layer
-            return self._apart.forward(shards, x, (index, aux))
-
-        return lax.scan(one, x, (stage.layer_indices(row), stage.chunk(row)))
-
-    def input_gradient(self, saved: list[Array], dy: Array, row: _Row) -> tuple[Array, list[Array]]:
-        """Gradient of the piece's input, and what the weights' gradients read, [layers, ...]."""
-        stage, aux = self._stage, self._stage.aux(row)
-
-        def one(dy: Array, layer: tuple[Array, Params, list[Array]]) -> tuple[Array, list[Array]]:
-            index, shards, own = layer
-            return self._apart.input_gradient(shards, (index, aux), own, dy)
-
-        layers = (stage.layer_indices(row), stage.chunk(row), saved)
-        return lax.scan(one, dy, layers, reverse=True)
-
-    def weight_gradient(self, kept: list[Array], row: _Row) -> Params:
-        """Gradients of the piece's weights, [layers, ...]."""
-        stage, aux = self._stage, self._stage.aux(row)
-
-        def one(_: None, layer: tuple[Array, Params, list[Array]]) -> tuple[None, Params]:
-            index, shards, own = layer
-            return None, self._apart.weight_gradient(shards, (index, aux), own)
-
-        return lax.scan(one, None, (stage.layer_indices(row), stage.chunk(row), kept))[1]
-
-    def kept_kinds(self, zero_x: Array, probe: _Row) -> list[Any]:
-        """Shapes of what stands between both halves."""
-        return jax.eval_shape(
-            lambda: self.input_gradient(self.forward(zero_x, probe)[1], zero_x, probe)[1]
-        )
+    if policy is not None and not stage.schedule.splits_backward:
+        # Forward and backward are two loops, which the compiler cannot merge.
+        apply = jax.checkpoint(apply, policy=policy, prevent_cse=False)
+    one = jax.tree.map(lambda x: x[0], stage.chunk(probe))
+    constants = (stage.layer_indices(probe)[0], stage.aux(probe))
+    # What waits for a weight gradient waits long; what a whole backward reads is read at once.
+    apart = take_apart(apply, one, zero_x, constants, enlarge_again=stage.schedule.splits_backward)
+    return Layerwise(apart, reduce_layer)
 
 
 def _turn(
@@ -567,7 +551,7 @@ def _evaluate(stage: _Stage) -> Sums:
     state = _State(
         activations=_zeros(x_kind, tables.num_slots[0] + 1),
         cotangents=_zeros(x_kind, 0),
-        pending={},
+        pending=[],
         totals=_zeros(jax.eval_shape(lambda: stage.head(stage.outer, zero_x, probe))),
     )
     idle = {"entered": zero_x, "up": zero_x}
@@ -598,20 +582,18 @@ def _run(
     columns = stage.columns()
     for phase in phases(stage.schedule):
 
-        def one_round(
-            state: _State, first_tick: Array, phase: Phase = phase
-        ) -> tuple[_State, None]:
-            for offset, kinds in enumerate(phase.kinds):
-                row = jax.tree.map(lambda column: _take(column, first_tick + offset), columns)  # noqa: B023
+        def one_round(state: _State, ticks: Array, phase: Phase = phase) -> tuple[_State, None]:
+            for place, kinds in enumerate(phase.kinds):
+                row = jax.tree.map(lambda column: _take(column, ticks[place]), columns)  # noqa: B023
                 out = _act(row, state, {kind: actions[kind] for kind in kinds}, idle)
                 state = _exchange(row, state, out)
             return state, None
 
-        first_ticks = phase.start + phase.period * jnp.arange(phase.repeats)
-        if phase.repeats == 1:
-            state, _ = one_round(state, first_ticks[0])
+        rounds = jnp.asarray(phase.rounds)
+        if len(phase.rounds) == 1:
+            state, _ = one_round(state, rounds[0])
         else:
-            state, _ = lax.scan(one_round, state, first_ticks)
+            state, _ = lax.scan(one_round, state, rounds)
     return state
 
 
@@ -620,13 +602,14 @@ def _act(
 ) -> dict[str, Any]:
     """Do this stage's action of the tick, one of a few that the tick may hold, or none."""
     names = {name for action in actions.values() for name in action.yields}
-    nothing = {name: state.totals if name == "totals" else idle[name] for name in names}
+    nothing = {name: {**idle, "totals": state.totals}[name] for name in names}
     branches = [lambda: nothing]
     place = np.zeros(len(KINDS) + 1, np.int32)
     for number, kind in enumerate(KINDS, start=1):
         if kind in actions:
             place[number] = len(branches)
-            branches.append(partial(_with, nothing, actions[kind].do, row, state))
+            do = jax.named_scope(f"pipeline_{kind}")(actions[kind].do)
+            branches.append(partial(_with, nothing, do, row, state))
     return lax.switch(_take(jnp.asarray(place), row.branch), branches)
 
 
@@ -651,10 +634,9 @@ def _exchange(row: _Row, state: _State, out: dict[str, Any]) -> _State:
         arrived = collectives.permute(out["down"], AXIS, -1)
         cotangents = _put(cotangents, arrived, row.cotangent_arrival)
     if "kept" in out:
+        # Written inside the branch, XLA:GPU would hold each of these large buffers twice.
         kept = row.branch == _BRANCH["backward"]
-        pending = jax.tree.map(
-            lambda buffer, x: _put(buffer, x, row.pending, kept), pending, out["kept"]
-        )
+        pending = [_put(b, x, row.pending, kept) for b, x in zip(pending, out["kept"], strict=True)]
     return _State(activations, cotangents, pending, out.get("totals", state.totals))
 
 
@@ -671,9 +653,8 @@ def _take(x: Array, index: Array) -> Array:
     return lax.dynamic_index_in_dim(x, index, 0, keepdims=False)
 
 
-def _zeros(kinds: Any, slots: int | None = None) -> Any:
-    """Zeros like each leaf of a tree of shapes, with a leading dim of slots if given."""
-    lead = () if slots is None else (slots,)
+def _zeros(kinds: Any, *lead: int) -> Any:
+    """Zeros like each leaf of a tree of shapes, with leading dims if given."""
     return jax.tree.map(
         lambda x: collectives.vary(
             jnp.zeros((*lead, *x.shape), x.dtype), tuple(collectives.varying_axes(x))
@@ -688,11 +669,6 @@ def _float32(tree: Any) -> Any:
 
 def _add(total: Any, part: Any) -> Any:
     return jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, part)
-
-
-def _add_chunk(total: Params, part: Params, row: _Row) -> Params:
-    """Add a piece's gradients [layers, ...] to the stage's [chunks, layers, ...]."""
-    return jax.tree.map(lambda a, b: a.at[row.chunk].add(b.astype(a.dtype)), total, part)
 
 
 def _chunked(specs: Any) -> Any:

@@ -2,8 +2,10 @@
 
 Differentiating gives one function for both. Here its trace is cut in two: what the input's gradient
 needs, and the rest, which is mostly one product per weight. Between them stands what the rest reads
-(inputs of products and gradients of their outputs). Nothing is computed twice but what follows from
-weights and constants alone: casts, gathered weights, random bits.
+(inputs of products and gradients of their outputs). No product is computed twice; done again rather
+than kept is what follows from weights and constants alone (casts, gathered weights, random bits)
+and, on request, what only makes a kept value larger: gathering it over the tensor axis, a wider
+dtype, copies of it. Then shards alone are kept, for the gathers that recomputation would cost too.
 
 Source of the idea: Qi et al. 2024, "Zero Bubble Pipeline Parallelism", section 2. Deviation: the
 cut is found in the traced program, so that any layer can be cut, not only hand-written products.
@@ -17,6 +19,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend import core
 
+from jaxdist import collectives
 from jaxdist.types import Array, Params
 
 Layer = Callable[[Params, Array, Any], Array]
@@ -24,20 +27,24 @@ Layer = Callable[[Params, Array, Any], Array]
 
 
 class Apart(NamedTuple):
-    """A layer in three steps; lists of arrays carry values from one to the next.
+    """A layer in two or three steps; lists of arrays carry values from one to the next.
 
     Attributes:
         forward: (weights, x, constants) -> (y, saved).
+        backward: (weights, constants, saved, dy) -> (dx, gradients of the weights): both at once.
         input_gradient: (weights, constants, saved, dy) -> (dx, kept).
         weight_gradient: (weights, constants, kept) -> gradients of the weights.
     """
 
     forward: Callable[[Params, Array, Any], tuple[Array, list[Array]]]
+    backward: Callable[[Params, Any, list[Array], Array], tuple[Array, Params]]
     input_gradient: Callable[[Params, Any, list[Array], Array], tuple[Array, list[Array]]]
     weight_gradient: Callable[[Params, Any, list[Array]], Params]
 
 
-def take_apart(layer: Layer, weights: Params, x: Array, constants: Any) -> Apart:
+def take_apart(
+    layer: Layer, weights: Params, x: Array, constants: Any, *, enlarge_again: bool = False
+) -> Apart:
     """Cut a layer's backward, for arguments of these shapes.
 
     Args:
@@ -45,6 +52,7 @@ def take_apart(layer: Layer, weights: Params, x: Array, constants: Any) -> Apart
         weights: its parameters, or their shapes.
         x: its input.
         constants: whatever else it reads; not differentiated.
+        enlarge_again: what is kept is kept at its smallest, and enlarged each time it is read.
     """
     pulls = []
 
@@ -58,11 +66,10 @@ def take_apart(layer: Layer, weights: Params, x: Array, constants: Any) -> Apart
     program, num_fixed = traced.jaxpr, len(jax.tree.leaves((weights, constants)))
     y_var, *leaf_vars = program.outvars
     fixed = _follows_from(program, program.invars[:num_fixed])
-    is_fixed = [_is_known(var, fixed) for var in leaf_vars]
-    own = [var for var, known in zip(leaf_vars, is_fixed, strict=True) if not known]
-    given = [var for var, known in zip(leaf_vars, is_fixed, strict=True) if known]
+    made = {*program.invars, *_outputs(program.eqns)}
+    own, again = _stored(program.eqns, leaf_vars, made, fixed, enlarge_again)
     run = _function(traced, program.invars, [y_var, *own])
-    recall = _function(traced, program.invars[:num_fixed], given)
+    recall = _function(traced, [*program.invars[:num_fixed], *own], leaf_vars, equations=again)
 
     def forward(weights: Params, x: Array, constants: Any) -> tuple[Array, list[Array]]:
         y, *saved = run(*jax.tree.leaves((weights, constants)), x)
@@ -71,14 +78,13 @@ def take_apart(layer: Layer, weights: Params, x: Array, constants: Any) -> Apart
     def backward(
         weights: Params, constants: Any, saved: list[Array], dy: Array
     ) -> tuple[Array, Params]:
-        recalled = iter(recall(*jax.tree.leaves((weights, constants))))
-        saved_leaves = iter(saved)
-        leaves = [next(recalled if known else saved_leaves) for known in is_fixed]
+        leaves = recall(*jax.tree.leaves((weights, constants)), *saved)
         weight_grads, dx = jax.tree.unflatten(pulls[0], leaves)(dy)
         return dx, weight_grads
 
-    y, saved = jax.eval_shape(forward, weights, x, constants)
-    return Apart(forward, *_cut(backward, weights, constants, saved, y))
+    # Values rather than their shapes: those lose their mesh where XLA shards an axis by itself.
+    y, saved = jax.tree.map(collectives.zeros_like, jax.eval_shape(forward, weights, x, constants))
+    return Apart(forward, backward, *_cut(backward, weights, constants, saved, y, enlarge_again))
 
 
 def _cut(
@@ -87,24 +93,15 @@ def _cut(
     constants: Any,
     saved: list[Any],
     dy: Any,
+    enlarge_again: bool,
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """The two halves of a backward: (input_gradient, weight_gradient)."""
     traced = jax.make_jaxpr(backward)(weights, constants, saved, dy)
     program, num_fixed = traced.jaxpr, len(jax.tree.leaves((weights, constants)))
     dx_var, *weight_vars = program.outvars
     fixed = _follows_from(program, program.invars[:num_fixed])
-    first = {id(equation) for equation in _needed(program.eqns, [dx_var])}
-    made_first = {
-        var for equation in program.eqns if id(equation) in first for var in equation.outvars
-    }
-    arguments = set(program.invars[num_fixed:])
-    # A value stands between the halves if the second reads it and only the first can make it.
-    between = lambda var: var in arguments or (var in made_first and var not in fixed)
-    second = _needed(program.eqns, weight_vars, stop=between)
-    read = [var for equation in second for var in equation.invars] + weight_vars
-    kept_vars = list(
-        dict.fromkeys(var for var in read if isinstance(var, core.Var) and between(var))
-    )
+    made = {*program.invars[num_fixed:], *_outputs(_needed(program.eqns, [dx_var]))}
+    kept_vars, second = _stored(program.eqns, weight_vars, made, fixed, enlarge_again)
     first_half = _function(traced, program.invars, [dx_var, *kept_vars])
     second_half = _function(
         traced, [*program.invars[:num_fixed], *kept_vars], weight_vars, equations=second
@@ -122,6 +119,38 @@ def _cut(
         return jax.tree.unflatten(shape, grads)
 
     return input_gradient, weight_gradient
+
+
+def _stored(
+    equations: Sequence[Any],
+    wanted: Sequence[Any],
+    made: set[Any],
+    fixed: set[Any],
+    enlarge_again: bool,
+) -> tuple[list[Any], list[Any]]:
+    """Where to cut: (variables to keep, equations that lead from them to the wanted ones).
+
+    Kept is what is wanted or read by the second part, exists after the first part (`made`), does
+    not follow from weights and constants (`fixed`), and is no enlargement of something smaller.
+    """
+    enlarged = _outputs(eqn for eqn in equations if enlarge_again and _enlarges(eqn, fixed))
+    between = lambda var: var in made and var not in fixed and var not in enlarged
+    second = _needed(equations, wanted, stop=between)
+    read = [*(var for equation in second for var in equation.invars), *wanted]
+    return list(dict.fromkeys(v for v in read if isinstance(v, core.Var) and between(v))), second
+
+
+def _enlarges(equation: Any, fixed: set[Any]) -> bool:
+    """Whether it copies its input into more bytes and does nothing else."""
+    if equation.primitive.name not in ("all_gather", "broadcast_in_dim", "convert_element_type"):
+        return False
+    size = lambda variables: sum(v.aval.size * v.aval.dtype.itemsize for v in variables)
+    read = [var for var in equation.invars if not _is_known(var, fixed)]
+    return size(read) < size(equation.outvars)
+
+
+def _outputs(equations: Iterable[Any]) -> set[Any]:
+    return {var for equation in equations for var in equation.outvars}
 
 
 def _needed(

@@ -175,7 +175,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Report:
     exchanges = [
         kind
         for phase in phases(schedule)
-        for kinds in phase.kinds * phase.repeats
+        for kinds in phase.kinds * len(phase.rounds)
         for kind in kinds
     ]
     return Report(
@@ -270,7 +270,9 @@ def colour(intervals: Mapping[Work, Interval]) -> dict[Work, int]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tables:
-    """A schedule as integer arrays [num_ticks, num_stages], for a program that all stages share.
+    """A schedule as integer arrays [num_ticks + 1, num_stages], for a program that stages share.
+
+    In the last row all are idle.
 
     Attributes:
         branch: 0 idle, 1 forward, 2 backward, 3 weight.
@@ -302,7 +304,7 @@ def tabulate(schedule: Schedule) -> Tables:
     families = (lives.activations, lives.cotangents, lives.pending)
     slots = [[colour(stage) for stage in family] for family in families]
     num_slots = tuple(_num_slots(family) for family in families)
-    shape = (len(schedule.ticks), schedule.num_stages)
+    shape = (len(schedule.ticks) + 1, schedule.num_stages)
     branch, microbatch, chunk, activation, cotangent, pending = (
         np.zeros(shape, np.int32) for _ in range(6)
     )
@@ -337,67 +339,103 @@ def tabulate(schedule: Schedule) -> Tables:
 
 
 class Phase(NamedTuple):
-    """`repeats` rounds of `period` ticks from tick `start`.
+    """A loop: rounds of ticks, all of one form.
 
     `kinds[i]` are the kinds of action that the i-th tick of a round may hold; a tick whose kinds
     include forward exchanges activations, one that includes backward exchanges gradients.
+    `rounds[r][i]` is the tick's number; the number of ticks stands for one in which all are idle.
     """
 
-    start: int
-    period: int
-    repeats: int
+    rounds: tuple[tuple[int, ...], ...]
     kinds: tuple[tuple[Kind, ...], ...]
-
-    @property
-    def num_ticks(self) -> int:
-        """Ticks that the phase covers."""
-        return self.period * self.repeats
 
 
 def phases(schedule: Schedule) -> list[Phase]:
     """Cut a schedule into few loops, so that a compiled loop body holds only what its ticks need.
 
     A forward-only warm-up then moves no gradients, and an alternation F, B becomes a loop over
-    pairs. Stretches without a rhythm become one loop whose every tick may hold any of their kinds:
-    a few idle exchanges instead of many loop bodies to compile.
+    pairs; backwards alone that follow it go on in pairs without a forward. (A loop of their own
+    would be one more to compile, and XLA:GPU copies all totals in it.) Stretches without a rhythm
+    become one loop whose every tick may hold any of their kinds: a few idle exchanges instead of
+    many loop bodies to compile.
     """
     shapes = [_kinds(tick) for tick in schedule.ticks]
-    found: list[Phase] = []
+    found: list[_Stretch] = []
     start = 0
     while start < len(shapes):
         best = max(
             (_rhythm(shapes, start, period) for period in range(1, _LONGEST_PERIOD + 1)),
-            key=lambda phase: (phase.repeats > 1) * phase.num_ticks - phase.period,
+            key=lambda stretch: (stretch.repeats > 1) * stretch.num_ticks - len(stretch.kinds),
         )
         irregular = best.repeats < _FEWEST_REPEATS
         if irregular and found and found[-1].repeats < _FEWEST_REPEATS:
             last = found.pop()
             mixed = {kind for shape in (*last.kinds, *best.kinds) for kind in shape}
             ticks = last.num_ticks + best.num_ticks
-            best = Phase(last.start, ticks, 1, (_ordered(mixed),) * ticks)
+            best = _Stretch(last.start, 1, (_ordered(mixed),) * ticks)
         found.append(best)
         start = best.start + best.num_ticks
-    return [_rolled(phase) for phase in found]
+    loops: list[Phase] = []
+    for stretch in found:
+        phase = stretch.rolled()
+        if loops and len(phase.kinds) == 1 < len(phase.rounds) and phase.kinds[0] in _pair(loops):
+            loops[-1] = _continued(loops[-1], phase, len(shapes))
+        else:
+            loops.append(phase)
+    return loops
 
 
 _LONGEST_PERIOD = 3
 _FEWEST_REPEATS = 2
 
 
-def _rhythm(shapes: list[set[Kind]], start: int, period: int) -> Phase:
+class _Stretch(NamedTuple):
+    """`repeats` rounds of `len(kinds)` ticks from tick `start`."""
+
+    start: int
+    repeats: int
+    kinds: tuple[tuple[Kind, ...], ...]
+
+    @property
+    def num_ticks(self) -> int:
+        """Ticks that the stretch covers."""
+        return len(self.kinds) * self.repeats
+
+    def rolled(self) -> Phase:
+        """As a loop; one round of equal ticks as rounds of one tick."""
+        kinds = self.kinds
+        if self.repeats == 1 and len(set(kinds)) == 1:
+            kinds = kinds[:1]
+        ticks = range(self.start, self.start + self.num_ticks)
+        period = len(kinds)
+        return Phase(
+            tuple(tuple(ticks[i : i + period]) for i in range(0, len(ticks), period)), kinds
+        )
+
+
+def _rhythm(shapes: list[set[Kind]], start: int, period: int) -> _Stretch:
     """The longest run of rounds of `period` ticks from `start`."""
     pattern = shapes[start : start + period]
     repeats = 1
     while shapes[start + repeats * period : start + (repeats + 1) * period] == pattern:
         repeats += 1
-    return Phase(start, len(pattern), repeats, tuple(map(_ordered, pattern)))
+    return _Stretch(start, repeats, tuple(map(_ordered, pattern)))
 
 
-def _rolled(phase: Phase) -> Phase:
-    """One round of equal ticks as rounds of one tick."""
-    if phase.repeats == 1 and len(set(phase.kinds)) == 1:
-        return Phase(phase.start, 1, phase.period, phase.kinds[:1])
-    return phase
+def _pair(loops: list[Phase]) -> tuple[tuple[Kind, ...], ...]:
+    """Kinds of the last loop where it alternates forwards and backwards, else none."""
+    kinds = loops[-1].kinds
+    return kinds if sorted(kinds) == [("backward",), ("forward",)] else ()
+
+
+def _continued(loop: Phase, alone: Phase, idle: int) -> Phase:
+    """A loop over pairs that goes on with ticks of one of its kinds."""
+    place = loop.kinds.index(alone.kinds[0])
+    more = tuple(
+        tuple(tick if i == place else idle for i in range(len(loop.kinds)))
+        for (tick,) in alone.rounds
+    )
+    return Phase(loop.rounds + more, loop.kinds)
 
 
 def _ordered(kinds: Iterable[str]) -> tuple[Kind, ...]:
