@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import shutil
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -125,6 +126,45 @@ def test_every_leaf_is_bit_identical_on_another_mesh(saved, source, target):
     )
     draw = lambda tree: np.asarray(jax.random.normal(tree["rest"]["key"], (4,)))
     np.testing.assert_array_equal(draw(restored), draw(state))
+
+
+def bytes_read() -> int:
+    """Bytes that this process has asked the system for since it began."""
+    return int(Path("/proc/self/io").read_text().split("rchar: ")[1].split()[0])
+
+
+@pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="needs Linux's /proc")
+@pytest.mark.parametrize(
+    ("mesh", "spec", "verify", "times"),
+    [
+        ("fsdp=8", P("fsdp"), "none", 1),
+        ("dp=8", P(), "none", 1),
+        ("dp=4,tp=2", P("tensor"), "none", 1),
+        ("dp=1", P(), "none", 1),
+        ("dp=8", P(), "full", 2),  # once to prove the files, once to load them
+    ],
+)
+def test_a_restore_reads_each_byte_once(tmp_path, mesh, spec, verify, times):
+    """Written by 8 devices, read by few or many, split or replicated."""
+    split = NamedSharding(MeshSpec.parse("fsdp=8").build(), P("fsdp"))
+    rng = np.random.default_rng(0)
+    values = {f"w{i}": rng.standard_normal((512, 512), np.float32) for i in range(4)}
+    state = {"params": jax.tree.map(lambda x: jax.device_put(x, split), values)}
+    writer = checkpointer(tmp_path)
+    writer.save(1, state, {}, force=True)
+    writer.close()
+    wanted = MeshSpec.parse(mesh)
+    target = NamedSharding(wanted.build(jax.devices()[: wanted.num_devices]), spec)
+    reader = Checkpointer(tmp_path, CheckpointConfig(verify=verify), read_only=True, **QUIET)
+    abstract = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=target), state
+    )
+    before = bytes_read()
+    restored, _, _ = reader.restore(abstract)
+    jax.block_until_ready(restored)
+    read = bytes_read() - before
+    assert bits(restored) == bits(state)
+    assert read <= 1.2 * times * sum(x.nbytes for x in values.values())
 
 
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16, np.int8, np.uint16, np.bool_, "int4"])

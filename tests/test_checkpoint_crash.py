@@ -1,4 +1,9 @@
-"""Real processes: killed at random moments, several at once, on other numbers of processes."""
+"""Real processes: killed at random moments, several at once, on other numbers of processes.
+
+    python -m pytest -s tests/test_checkpoint_crash.py -k fifty
+
+kills fifty and prints what they were doing, and how many steps were lost at most.
+"""
 
 import json
 import random
@@ -7,6 +12,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -70,6 +76,7 @@ checkpoints.probe(state)
 step = checkpoints.choose()
 if step is not None:
     target = jax.tree.map(shape_of, state, placement)
+    say(restoring=step)
     state, meta, step = checkpoints.restore(target, step=step)
     assert meta == {"next": step}, meta
 start = step or 0
@@ -166,16 +173,34 @@ def losses(records: list[dict]) -> dict[int, list[str]]:
 
 
 def kill_at_random(run: Run, chance: random.Random) -> list[dict]:
-    """Start, SIGKILL at a random moment after the directory is opened; what was recorded."""
+    """Start, SIGKILL at a random moment; what was recorded.
+
+    The moment is counted from the opening of the directory, from the beginning of the restore, of
+    training, or of a save in the background.
+    """
     before = len(run.records())
+    kinds = [("opening", 2.5), ("start", 1.5), ("saving", 0.06), ("saving", 0.06)]
+    if any(" saved: " in record.get("log", "") for record in run.records()):
+        kinds += [("restoring", 0.3)] * 2
+    event, longest = chance.choice(kinds)
+    count = chance.randint(1, 4) if event == "saving" else 1
     (process,) = run.start()
-    while not value(run.records()[before:], "opening"):
+    while sum(event in record for record in run.records()[before:]) < count:
         assert process.poll() is None, process.communicate()[1]
-        time.sleep(0.01)
-    time.sleep(chance.uniform(0.0, 2.5))
+        time.sleep(0.001)
+    time.sleep(chance.uniform(0.0, longest))
     process.send_signal(signal.SIGKILL)
     process.communicate()
     return run.records()[before:]
+
+
+def moment_of(records: list[dict]) -> str:
+    """What a killed process was doing."""
+    if value(records, "start") is None:
+        return "opening" if value(records, "restoring") is None else "restoring"
+    begun = [record["saving"] for record in records if "saving" in record]
+    saved = [int(r["log"].split()[1]) for r in records if " saved: " in r.get("log", "")]
+    return "writing" if begun and begun[-1] not in saved else "training"
 
 
 def must_resume_from(records: list[dict], before: int) -> int:
@@ -194,17 +219,29 @@ def check_kills(path: Path, kills: int, seed: int) -> None:
     chance = random.Random(seed)
     for name in ("killed", "whole"):
         (path / name).mkdir()
-    run = Run(path / "killed", steps=10**6, pause_s=0.05)
-    floor = 0
+    run = Run(path / "killed", steps=10**6, pause_s=0.05, width=4096)
+    floor = reached = worst = 0
+    moments: Counter[str] = Counter()
     for _ in range(kills):
         records = kill_at_random(run, chance)
         start = value(records, "start")
-        assert start is None or start >= floor
+        if start is not None:
+            assert start >= floor
+            worst = max(worst, reached - start)
+            reached = value(records, "step", start)
+        moments[moment_of(records)] += 1
         floor = must_resume_from(records, floor)
     last = max(losses(run.records()), default=0) + 4
     end = run.finish(steps=last, pause_s=0)
     assert value(end, "start") >= floor
-    whole = Run(path / "whole", steps=last, every=10**6, pause_s=0).finish()
+    worst = max(worst, reached - value(end, "start"))
+    every = run.settings["every"]
+    print(f"\n{kills} kills while {dict(moments)}; at most {worst} steps lost, a save each {every}")
+    # One interval, and where the last save was still being written the steps since it began.
+    assert worst <= 2 * every
+    if kills >= 50:
+        assert moments["writing"] >= 5 and moments["restoring"] >= 5, moments
+    whole = Run(path / "whole", steps=last, every=10**6, pause_s=0, width=4096).finish()
     assert losses(run.records()) == losses(whole)
     assert value(end, "digests") == value(whole, "digests")
 

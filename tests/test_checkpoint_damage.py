@@ -1,5 +1,6 @@
 """Nothing wrong is ever loaded silently: damaged files, failing disks, a second run."""
 
+import contextlib
 import json
 import os
 import resource
@@ -7,6 +8,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import jax
@@ -251,6 +253,69 @@ def test_a_save_has_no_name_before_its_manifest_is_complete(run, monkeypatch):
     assert opened.wait() is True and seen == [False, True]
 
 
+KILLED_WHILE_PUBLISHING = """
+import itertools, os, shutil, sys
+from pathlib import Path
+from jaxdist.checkpoint import manifest
+
+saved = Path(sys.argv[1])
+for moment in itertools.count():
+    root = Path(sys.argv[2]) / str(moment)
+    partial, named = root / manifest.SAVING_NAME / "4", root / "4"
+    shutil.copytree(saved, partial)
+    if not (child := os.fork()):
+        events = itertools.count()
+        sys.addaudithook(lambda *_: next(events) == moment and os._exit(9))
+        manifest.publish(partial, named)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    found = "whole"
+    if named.exists():
+        files = manifest.read(named)["files"]
+        assert set(manifest.files_of(named)) == set(files), moment
+        assert not manifest.content_problems(named, files, files), moment
+    else:
+        assert not manifest.content_problems(partial, *[manifest.read(partial)["files"]] * 2)
+        found = "absent"
+    print(found, flush=True)
+    if status == 0:
+        break
+"""
+
+
+def test_killed_at_any_operation_of_publishing_a_checkpoint_is_whole_or_absent(pristine, tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED_WHILE_PUBLISHING, str(pristine / "4"), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    found = done.stdout.split()
+    assert found[0] == "absent" and found[-1] == "whole" and len(found) >= 3
+
+
+def test_a_clock_that_runs_backwards_changes_nothing(run, monkeypatch):
+    """Newest is the highest step, whatever the clock and the files' times say."""
+    for number, step in enumerate(STEPS):  # the older checkpoint has the younger files
+        for file in all_files(run.path / str(step)):
+            os.utime(file, (2_000_000_000 - number * 10**8,) * 2)
+    clock = iter(range(10**9, 0, -1000))
+    monkeypatch.setattr(time, "time", lambda: next(clock))
+    monkeypatch.setattr(time, "time_ns", lambda: next(clock) * 10**9)
+    opened = run.open(keep_newest=2)
+    restored, _, step = opened.restore(like(state_at(4)))
+    assert step == 4
+    assert_is_step(restored, 4)
+    for step in (6, 8, 10):
+        opened.save(step, state_at(step), {}, force=True)
+        assert opened.wait() is True
+    assert opened.steps() == [8, 10] and opened.choose() == 10
+    # Saves by the minute: a clock that went back waits for its time, and nothing breaks.
+    assert opened.due(11, now=-1e9) is False
+    assert opened.due(11, now=1e9) is True
+
+
 def test_when_none_is_good_it_refuses_every_time(run):
     for step in STEPS:
         flip_bit(run.path / str(step) / "meta" / "metadata")
@@ -407,6 +472,47 @@ def small_file_system(path: Path, mib: int):
         pytest.skip("no mount command here, so no small file system to fill")
     if done.returncode:
         pytest.skip(f"a small file system cannot be mounted here: {done.stderr.strip()}")
+
+
+@contextlib.contextmanager
+def read_only(directory: Path):
+    """The directory under a read-only mount of itself: not even root can write there."""
+    mount = ["mount", "--bind", str(directory), str(directory)]
+    try:
+        done = subprocess.run(mount, capture_output=True, text=True)
+    except FileNotFoundError:
+        pytest.skip("no mount command here")
+    if done.returncode:
+        pytest.skip(f"nothing can be mounted here: {done.stderr.strip()}")
+    try:
+        subprocess.run(["mount", "-o", "remount,bind,ro", str(directory)], check=True)
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", str(directory)], check=True)
+
+
+def test_a_directory_that_becomes_read_only_stops_no_training(run, pristine):
+    opened = resume_then(run)
+    with read_only(run.path):
+        opened.save(6, state_at(6), {}, force=True)
+        assert opened.wait() is False
+        assert any(
+            line.startswith("SAVE FAILED at step 6") and "Read-only file system" in line
+            for line in run.lines
+        ), run.lines
+        reader = Checkpointer(run.path, CheckpointConfig(), read_only=True)
+        assert_is_step(reader.restore(like(state_at(4)))[0], 4)
+    untouched(run, pristine)
+    opened.save(8, state_at(8), {}, force=True)
+    assert opened.wait() is True and opened.steps() == [2, 4, 8]
+
+
+def test_a_run_on_a_read_only_directory_is_refused(run):
+    with (
+        read_only(run.path),
+        pytest.raises(ConfigError, match=r"cannot be written .*Read-only file system"),
+    ):
+        Checkpointer(run.path, CheckpointConfig())
 
 
 @pytest.mark.parametrize("known_before", [True, False], ids=["known_before", "while_writing"])

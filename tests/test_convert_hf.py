@@ -2,19 +2,24 @@
 
 import dataclasses
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
+from commands import environment
 from decoders import FAMILIES, logits_of, random_tokens
+from hf_models import write_model
 
 from jaxdist.assembly import assemble
 from jaxdist.checkpoint import CheckpointConfig, Checkpointer
 from jaxdist.checkpoint.arrays import StoredArrays
 from jaxdist.config import stored_run
-from jaxdist.convert import safetensors
 from jaxdist.convert.__main__ import main
-from jaxdist.convert.families import family_of, pieces, read_config, write_config
+from jaxdist.huggingface import safetensors
+from jaxdist.huggingface.families import family_of, pieces, read_config, write_config
 from jaxdist.models import build
 from jaxdist.models.configs import DecoderConfig
 from jaxdist.types import ConfigError
@@ -125,25 +130,6 @@ def test_pieces_cover_every_array_and_split_what_they_join(name):
     assert len(set(names)) == len(names)
 
 
-def write_model(path, config: DecoderConfig, dtype=np.float32) -> None:
-    """A model directory as Hugging Face has it, without transformers."""
-    path.mkdir(parents=True)
-    (path / "config.json").write_text(json.dumps(write_config(config, "float32")))
-    shapes = jax.eval_shape(build(config, seq_len=SEQ).init, jax.random.key(0))
-    leaves = {
-        "params/" + "/".join(key.key for key in p): leaf
-        for p, leaf in jax.tree_util.tree_leaves_with_path(shapes)
-    }
-    rng = np.random.default_rng(0)
-    tensors = {}
-    for piece in pieces(config, family_of(config)):
-        shape = leaves[piece.name].shape
-        part = rng.standard_normal(shape if piece.layer is None else shape[1:]).astype(dtype)
-        for name, tensor in zip(piece.theirs, piece.split(part), strict=True):
-            tensors[name] = safetensors.Tensor(tensor.shape, tensor.dtype, [tensor])
-    safetensors.write(path / "model.safetensors", tensors, {})
-
-
 def test_training_starts_from_converted_weights_in_its_own_dtype(tmp_path):
     import ml_dtypes
 
@@ -165,9 +151,6 @@ def test_training_starts_from_converted_weights_in_its_own_dtype(tmp_path):
 
 @pytest.mark.slow
 def test_the_main_job_trains_from_a_hugging_face_model(tmp_path):
-    import subprocess
-    import sys
-
     write_model(tmp_path / "in", dataclasses.replace(FAMILIES["llama2"], vocab_size=256))
     assert main(["from-hf", str(tmp_path / "in"), str(tmp_path / "run")]) == 0
     command = [sys.executable, "-m", "jaxdist.train", "--config", str(tmp_path / "run/config.toml")]
@@ -244,7 +227,64 @@ def test_what_cannot_be_converted_is_refused_and_nothing_is_written(tmp_path, ca
     assert not (tmp_path / "run").exists()
 
 
+def test_dropout_that_is_left_out_is_said(tmp_path, capsys):
+    write_model(tmp_path / "in", FAMILIES["gpt2"])
+    change(tmp_path / "in", resid_pdrop=0.1)
+    assert main(["from-hf", str(tmp_path / "in"), str(tmp_path / "run")]) == 0
+    assert (
+        "config.json has resid_pdrop=0.1: not taken over, dropout is 0" in capsys.readouterr().out
+    )
+
+
 def test_a_model_of_no_family_is_refused():
     config = DecoderConfig(norm="layer")
     with pytest.raises(ConfigError, match="is none of the families llama, mistral"):
         family_of(config)
+
+
+MEASURED = """
+import sys
+from jaxdist.convert.__main__ import main
+assert main(sys.argv[1:]) == 0
+lines = open("/proc/self/status")
+print("peak", next(line for line in lines if line.startswith("VmHWM")).split()[1])
+"""
+
+
+def peak_bytes(*words) -> int:
+    """The most memory that a conversion in a process of its own ever had resident."""
+    command = [sys.executable, "-c", MEASURED, *map(str, words)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment())
+    assert done.returncode == 0, done.stderr
+    return int(done.stdout.split("peak ")[1]) * 1024
+
+
+@pytest.mark.slow
+def test_memory_is_bounded_by_the_largest_tensor_and_not_by_the_model(tmp_path):
+    """500 MB of weights, 201 MB the largest tensors (one kept, one transposed): 2x that, 64 MB.
+
+    Beside what the command takes for a model of a few KB: imports and threads.
+    """
+    if not Path("/proc/self/status").exists():
+        pytest.skip("needs Linux's /proc to know the peak")
+    sizes = dict(num_layers=2, num_heads=16, num_kv_heads=4, max_seq_len=64)
+    models = {
+        "small": DecoderConfig(vocab_size=64, d_model=64, mlp_dim=64, **sizes),
+        "large": DecoderConfig(vocab_size=49152, d_model=1024, mlp_dim=4096, **sizes),
+    }
+    peaks = {}
+    for name, config in models.items():
+        write_model(tmp_path / name, config)
+        run, out = tmp_path / f"{name}-run", tmp_path / f"{name}-out"
+        peaks[name] = (
+            peak_bytes("from-hf", tmp_path / name, run),
+            peak_bytes("to-hf", run, out),
+        )
+    before = (tmp_path / "large" / "model.safetensors").stat().st_size
+    largest = 49152 * 1024 * 4
+    assert before > 2.4 * largest
+    for small, large in zip(peaks["small"], peaks["large"], strict=True):
+        assert large - small <= 2 * largest + (64 << 20), peaks
+    original = safetensors.open_all(tmp_path / "large")
+    for name, tensor in safetensors.open_all(tmp_path / "large-out").items():
+        assert tensor.read().tobytes() == original[name].read().tobytes(), name

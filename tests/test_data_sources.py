@@ -22,6 +22,7 @@ from jaxdist.data import documents as documents_room
 from jaxdist.data.__main__ import main
 from jaxdist.data.corpus import Corpus, cached_corpus, write_corpus
 from jaxdist.data.documents import find_files, library_files, read_pieces
+from jaxdist.data.encoding import TextEncoder
 from jaxdist.data.tokenizer import ByteTokenizer, train_bpe
 from jaxdist.types import ConfigError
 
@@ -131,7 +132,7 @@ def test_text_without_line_ends_is_cut_between_characters(tmp_path, monkeypatch)
 
 
 def write(files, folder, **settings):
-    write_corpus(files, folder, ByteTokenizer(), **settings)
+    write_corpus(files, folder, TextEncoder(ByteTokenizer(), "text"), **settings)
     return Corpus(folder)
 
 
@@ -167,9 +168,11 @@ def test_a_killed_corpus_is_not_taken_for_whole(tmp_path):
         "import os, signal, sys\n"
         "from pathlib import Path\n"
         "from jaxdist.data.corpus import write_corpus\n"
+        "from jaxdist.data.encoding import TextEncoder\n"
         "from jaxdist.data.tokenizer import ByteTokenizer\n"
         "kill = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
-        "write_corpus([Path(sys.argv[1])], Path(sys.argv[2]), ByteTokenizer(), progress=kill)\n"
+        "encoder = TextEncoder(ByteTokenizer(), 'text')\n"
+        "write_corpus([Path(sys.argv[1])], Path(sys.argv[2]), encoder, progress=kill)\n"
     )
     out = tmp_path / "out"
     environment = dict(os.environ, PYTHONPATH=str(Path(__file__).parent.parent))
@@ -184,7 +187,7 @@ def test_a_cached_corpus_follows_the_content_and_says_so_once(tmp_path, caplog):
     source = write_source(tmp_path, "txt")
 
     def folder():
-        return cached_corpus([source], "mine", ByteTokenizer(), "text").folder
+        return cached_corpus([source], "mine", TextEncoder(ByteTokenizer(), "text")).folder
 
     first = folder()
     assert folder() == first
@@ -214,7 +217,7 @@ def test_processes_that_start_together_tokenise_once(tmp_path):
 
     def start(_):
         together.wait()
-        return cached_corpus([source], "mine", Slow(), "text").fingerprint
+        return cached_corpus([source], "mine", TextEncoder(Slow(), "text")).fingerprint
 
     with concurrent.futures.ThreadPoolExecutor(3) as pool:
         assert len(set(pool.map(start, range(3)))) == 1
@@ -495,7 +498,7 @@ def test_the_config_reports_every_broken_rule_at_once():
 def test_importing_the_room_loads_no_heavy_library():
     code = (
         "import sys, jaxdist.data\n"
-        "heavy = ('flax', 'orbax', 'grain', 'pyarrow', 'tokenizers')\n"
+        "heavy = ('flax', 'orbax', 'grain', 'pyarrow', 'tokenizers', 'jinja2')\n"
         "print([m for m in heavy if m in sys.modules])"
     )
     environment = dict(os.environ, PYTHONPATH=str(Path(__file__).parent.parent))

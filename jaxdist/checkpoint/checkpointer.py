@@ -241,8 +241,8 @@ class Checkpointer:
             self._reader.require(step),
             {"params": target},
             items=("params",),
-            fresh=_in_params(fresh),
-            unused=_in_params(unused),
+            fresh=tree.in_params(fresh),
+            unused=tree.in_params(unused),
         )
         return loaded["params"]
 
@@ -279,7 +279,3 @@ class Checkpointer:
         self._lock = DirectoryLock(self.directory, say)
         self._lock.acquire()
         manifest.remove_leftovers(self.directory)
-
-
-def _in_params(names: Collection[str]) -> list[str]:
-    return [name if tree.under(name, ["params"]) else f"params/{name}" for name in names]

@@ -160,6 +160,11 @@ def under(name: str, prefixes: Collection[str]) -> bool:
     return any(name == prefix or name.startswith(prefix.rstrip("/") + "/") for prefix in prefixes)
 
 
+def in_params(names: Collection[str]) -> list[str]:
+    """Names of parameters with their item's name in front, which users may leave out."""
+    return [name if under(name, ["params"]) else f"params/{name}" for name in names]
+
+
 def target_of(leaf: Leaf, entry: dict[str, Any]) -> jax.ShapeDtypeStruct:
     """What to read for a leaf: the stored shape and dtype on the sharding asked for."""
     dtype = jnp.dtype(entry["dtype"])

@@ -3,7 +3,6 @@
 places        which checkpoint a path means
 inspecting    what is in it                       checking      whether it is whole
 comparing     what differs between two            resharding    rewrite it for another mesh
-consolidating as safetensors                      safetensors   that format
+consolidating as safetensors
 importing     from a Hugging Face model           exporting     to one
-families      how Hugging Face's tensors and ours are the same
 """

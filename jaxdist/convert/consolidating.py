@@ -11,8 +11,8 @@ import numpy as np
 from jaxdist.checkpoint.arrays import StoredArrays, dtype_of
 from jaxdist.checkpoint.journal import size_text
 from jaxdist.config import read_settings
-from jaxdist.convert import safetensors
 from jaxdist.convert.places import checkpoint_of, new_directory
+from jaxdist.huggingface import safetensors
 from jaxdist.types import ConfigError, setting
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -16,15 +17,17 @@ from typing import Literal
 import numpy as np
 
 from jaxdist.checkpoint import manifest
-from jaxdist.checkpoint.arrays import StoredArrays, dtype_of
+from jaxdist.checkpoint.arrays import Index, StoredArrays, dtype_of
 from jaxdist.checkpoint.journal import size_text
 from jaxdist.config import read_settings, stored_run
-from jaxdist.convert import safetensors
-from jaxdist.convert.families import Piece, family_of, pieces, write_config
 from jaxdist.convert.importing import TOKENIZER_FILES
 from jaxdist.convert.places import checkpoint_of, new_directory
+from jaxdist.huggingface import safetensors
+from jaxdist.huggingface.families import Piece, Source, family_of, pieces, write_config
 from jaxdist.models.configs import DecoderConfig
 from jaxdist.types import ConfigError, setting
+
+_SLAB_BYTES = 16 << 20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -92,29 +95,39 @@ def _dtype(stored: StoredArrays, asked: str) -> np.dtype:
 def _tensors(
     stored: StoredArrays, model: DecoderConfig, dtype: np.dtype
 ) -> dict[str, safetensors.Tensor]:
-    """Their name -> tensor; its values are read, and its array's layer split, when written."""
-    tensors = {}
-    for piece in pieces(model, family_of(model)):
-        shapes = [part.shape for part in piece.split(_blank(stored, piece))]
-        for place, (name, shape) in enumerate(zip(piece.theirs, shapes, strict=True)):
-            tensors[name] = safetensors.Tensor(shape, dtype, _values(stored, piece, place, dtype))
-    return tensors
+    """Their name -> tensor; its values are read when it is written."""
+    return {
+        source.name: safetensors.Tensor(source.shape, dtype, _rows(stored, piece, source, dtype))
+        for piece in pieces(model, family_of(model))
+        for source in piece.sources
+    }
 
 
-def _blank(stored: StoredArrays, piece: Piece) -> np.ndarray:
-    """An array of a piece's shape that takes no memory."""
-    shape = stored.entries[piece.name]["shape"]
-    return np.broadcast_to(np.int8(0), shape if piece.layer is None else shape[1:])
-
-
-def _values(
-    stored: StoredArrays, piece: Piece, place: int, dtype: np.dtype
+def _rows(
+    stored: StoredArrays, piece: Piece, source: Source, dtype: np.dtype
 ) -> Iterator[np.ndarray]:
+    """A tensor of theirs in slabs, so that no second copy of it is ever whole.
+
+    Where both sides store rows in the same order, slabs are read one by one; where dims change
+    places the tensor is read at once, because every slab would touch every chunk on disk.
+    """
+    same = source.order == tuple(range(len(source.order)))
+    step = max(1, _SLAB_BYTES * source.view[0] // max(1, math.prod(source.view) * dtype.itemsize))
+    whole = None if same else _read(stored, piece, source.block)
+    for start in range(0, source.view[0], step):
+        rows = slice(start, min(start + step, source.view[0]))
+        if whole is None:
+            block = (slice(source.block[0].start + rows.start, source.block[0].start + rows.stop),)
+            part = _read(stored, piece, block + source.block[1:])
+        else:
+            part = whole[tuple(rows if dim == 0 else slice(None) for dim in source.order)]
+        yield part.transpose(np.argsort(source.order)).astype(dtype)
+
+
+def _read(stored: StoredArrays, piece: Piece, index: Index) -> np.ndarray:
     if piece.layer is None:
-        part = stored.read(piece.name)
-    else:
-        part = stored.read(piece.name, (slice(piece.layer, piece.layer + 1),))[0]
-    yield piece.split(part)[place].astype(dtype)
+        return stored.gather(piece.name, index)
+    return stored.gather(piece.name, (slice(piece.layer, piece.layer + 1), *index))[0]
 
 
 def _copy_tokenizer(tokenizer: str, out: Path) -> None:

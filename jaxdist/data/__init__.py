@@ -2,6 +2,7 @@
 
     config     what a user can ask                 tokenizer  text to tokens and back
     documents  files to documents                  corpus     tokenised shards on disk, cached
+    encoding   documents to tokens                 chat       conversations, and what they teach
     packing    tokens to rows                      images     CIFAR-10
     custom     rows of the user's own              dataset    sources together, held-out split
     order      sample number to row                loader     rows to device batches

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from jaxdist.data.corpus import Corpus, total_bytes, write_corpus
 from jaxdist.data.documents import find_files, read_pieces
+from jaxdist.data.encoding import RecordKind, make_encoder
 from jaxdist.data.tokenizer import Tokenizer, load_tokenizer, train_bpe
 from jaxdist.types import ConfigError
 
@@ -21,6 +22,7 @@ examples:
   python -m jaxdist.data book.txt --out tokens
   python -m jaxdist.data 'crawl/*.jsonl.zst' --out tokens --tokenizer gpt2/tokenizer.json
   python -m jaxdist.data stdlib --out tokens --train-bpe 8192
+  python -m jaxdist.data chats.jsonl --out tokens --records chat --tokenizer qwen3/tokenizer.json
 
 then train on it:
   python -m jaxdist.train --data.sources='["tokens"]'
@@ -41,6 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             bpe_vocab_size=arguments.train_bpe,
             bpe_bytes=int(arguments.bpe_mb * 1e6),
             text_field=arguments.text_field,
+            records=arguments.records,
+            chat_template=arguments.chat_template,
         )
     except ConfigError as error:
         print(*error.problems, sep="\n", file=sys.stderr)
@@ -63,6 +67,8 @@ def prepare(
     bpe_vocab_size: int | None = None,
     bpe_bytes: int = 200_000_000,
     text_field: str = "text",
+    records: RecordKind = "text",
+    chat_template: str = "auto",
 ) -> Corpus:
     """Tokenise sources into the new folder `out`, with progress on stderr.
 
@@ -74,6 +80,8 @@ def prepare(
         bpe_vocab_size: learn a BPE of so many tokens on the sources first.
         bpe_bytes: text to learn it on, spread over the files.
         text_field: of JSON lines and Parquet.
+        records: see `DataConfig.records`.
+        chat_template: see `DataConfig.chat_template`.
 
     Raises:
         ConfigError: options that exclude each other, bad files, or `out` exists.
@@ -81,6 +89,13 @@ def prepare(
     if bpe_vocab_size is not None and tokenizer != "bytes":
         raise ConfigError(
             [f"--train-bpe makes a tokenizer and --tokenizer {tokenizer} names one. Drop one."]
+        )
+    if bpe_vocab_size is not None and records != "text":
+        raise ConfigError(
+            [
+                f"--train-bpe learns on text, --records {records} is none. Learn it on text first, "
+                "then name DIR/tokenizer.json with --tokenizer."
+            ]
         )
     if out.exists():
         raise ConfigError([f"--out {out} exists: a corpus is never overwritten. Name another."])
@@ -93,7 +108,10 @@ def prepare(
             _learn(files, bpe_vocab_size, tokenizer, bpe_bytes, text_field)
         used: Tokenizer = load_tokenizer(tokenizer, end_token)
         progress = _Progress(size)
-        write_corpus(files, out, used, text_field=text_field, progress=progress)
+        encoder = make_encoder(
+            used, records=records, text_field=text_field, chat_template=chat_template
+        )
+        write_corpus(files, out, encoder, progress=progress)
     progress.finish()
     corpus = Corpus(out)
     print(
@@ -142,6 +160,20 @@ def _parser() -> argparse.ArgumentParser:
         default="text",
         metavar="NAME",
         help="field of a JSON line or column of a Parquet file that holds the text (default text)",
+    )
+    parser.add_argument(
+        "--records",
+        choices=("text", "chat", "completion"),
+        default="text",
+        help="what a JSON line or Parquet row holds: a text (default), a conversation "
+        '{"messages": [{"role", "content"}, ...]}, or {"prompt", "completion"}; of the last two '
+        "only the answers are learned",
+    )
+    parser.add_argument(
+        "--chat-template",
+        default="auto",
+        metavar="NAME",
+        help="auto (default): the tokenizer's own, else plain; plain; or a Jinja file",
     )
     parser.add_argument(
         "--end-token",

@@ -50,11 +50,26 @@ class DataConfig:
     text_field: str = setting(
         "text", "field of a JSON line or column of a Parquet file that holds the text"
     )
-    packing: Literal["stream", "documents", "best_fit"] = setting(
-        "stream",
-        "stream: rows are consecutive windows of all text joined together; documents: the same "
-        "windows, but attention and loss stop at document boundaries; best_fit: whole documents "
-        "placed into rows so that only those longer than a row are cut, rest of the row padded",
+    records: Literal["text", "chat", "completion"] = setting(
+        "text",
+        "what a JSON line or Parquet row holds. text: a text in text_field; chat: a conversation, "
+        '{"messages": [{"role": "user", "content": "..."}, ...]}; completion: {"prompt": "...", '
+        '"completion": "..."}. Of the last two only answers (and the token that ends them) count '
+        "in the loss; other fields are not read",
+    )
+    chat_template: str = setting(
+        "auto",
+        "how conversations are written down: auto = the tokenizer's own template "
+        "(chat_template.jinja or tokenizer_config.json beside tokenizer.json), plain where it has "
+        "none; plain = <|role|>, a new line, the text, answers closed by the end token; or the "
+        "path of a Jinja template",
+    )
+    packing: Literal["auto", "stream", "documents", "best_fit"] = setting(
+        "auto",
+        "auto: stream for text, best_fit for conversations and completions; stream: rows are "
+        "consecutive windows of all text joined together; documents: the same windows, but "
+        "attention and loss stop at document boundaries; best_fit: whole documents placed into "
+        "rows so that only those longer than a row are cut, rest of the row padded",
     )
     eval_fraction: float = setting(
         0.02,
@@ -76,6 +91,13 @@ class DataConfig:
         "restart = begin the new data at its first sample",
     )
 
+    @property
+    def packs_documents(self) -> bool:
+        """Whether rows tell documents apart, as far as it can be known without reading them."""
+        if self.packing != "auto":
+            return self.packing != "stream"
+        return self.records != "text" or any(map(_holds_weights, self.sources))
+
     def problems(self) -> list[str]:
         """Every rule that the values break, one line each."""
         found = []
@@ -85,7 +107,7 @@ class DataConfig:
             )
         for name in ("sources", "eval_sources"):
             found += [p for source in getattr(self, name) if (p := _missing(name, source))]
-        found += self._weight_problems()
+        found += self._weight_problems() + self._record_problems()
         if not 0 <= self.eval_fraction < 1:
             found.append(
                 f"data.eval_fraction={self.eval_fraction} is not in [0, 1): it is the part of each "
@@ -106,6 +128,28 @@ class DataConfig:
                 f'data.tokenizer={self.tokenizer!r} is not a file: it is "bytes" or the path of a '
                 "tokenizer.json. Check the path, or train one with "
                 "`python -m jaxdist.data SRC --out DIR --train-bpe 8192`."
+            )
+        return found
+
+    def _record_problems(self) -> list[str]:
+        if self.records == "text":
+            return []
+        found = []
+        if "stdlib" in [*self.sources, *self.eval_sources]:
+            found.append(
+                f'data.records={self.records} with source "stdlib", which is text: records come '
+                "from .jsonl or .parquet files. Set data.sources to them."
+            )
+        if self.packing == "stream":
+            found.append(
+                f"data.packing=stream with data.records={self.records}: records would read each "
+                "other. Use best_fit or documents."
+            )
+        template = self.chat_template
+        if template not in ("auto", "plain") and not Path(template).expanduser().is_file():
+            found.append(
+                f"data.chat_template={template!r} is not a file: it is auto, plain, or the path of "
+                "a Jinja template. Check the path."
             )
         return found
 
@@ -142,3 +186,9 @@ def _missing(name: str, source: str) -> str:
         f'data.{name} has {source!r}, which does not exist: a source is "stdlib", a file, folder, '
         "glob or module:function. Check the path (relative paths start at the current directory)."
     )
+
+
+def _holds_weights(source: str) -> bool:
+    """Whether a source is a token folder of records (see `corpus`)."""
+    about = Path(source).expanduser() / "corpus.json"
+    return about.is_file() and '"weights"' in about.read_text()

@@ -2,6 +2,7 @@
 
 DIR/corpus.json        written last; a folder without it is not a corpus
 DIR/tokens-00000.bin   little-endian uint8, uint16 or uint32
+DIR/weights-00000.bin  uint8, 1 where a token is learned; only where some are not
 DIR/documents.bin      little-endian uint64, where each document ends, in tokens
 DIR/tokenizer.json     the tokenizer, unless it is bytes
 """
@@ -22,7 +23,8 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from jaxdist.data.documents import Piece, content_digest, read_pieces
+from jaxdist.data.documents import content_digest
+from jaxdist.data.encoding import Encoder
 from jaxdist.data.tokenizer import FileTokenizer, Tokenizer, load_tokenizer
 from jaxdist.types import ConfigError
 
@@ -32,8 +34,7 @@ FORMAT = "jaxdist-tokens-1"
 SHARD_TOKENS = 1 << 28
 """Tokens of one shard: half a GiB of uint16, small enough to copy, few enough to keep open."""
 
-_BATCH_CHARACTERS = 4 << 20
-"""Text given to the tokenizer at once, so that it can use all cores."""
+_WEIGHT_DTYPE = np.dtype("u1")
 
 Progress = Callable[[int, int], None]
 """Called with (bytes of input read so far, tokens written so far)."""
@@ -46,7 +47,8 @@ class Corpus:
         num_tokens: tokens of all shards.
         num_documents: documents.
         vocab_size: of the tokenizer.
-        fingerprint: digest of tokens and document ends, whatever the shards and the place.
+        weighted: whether only some tokens are learned.
+        fingerprint: digest of tokens, weights and document ends, whatever the shards and the place.
         document_ends: uint64 [num_documents], exclusive, ascending.
         tokenizer: the tokenizer it was made with.
     """
@@ -69,6 +71,11 @@ class Corpus:
             _map(folder / shard["file"], self._dtype, shard["num_tokens"])
             for shard in about["shards"]
         ]
+        self._weights = [
+            _map(folder / shard["file"], _WEIGHT_DTYPE, shard["num_tokens"])
+            for shard in about.get("weights", [])
+        ]
+        self.weighted = bool(self._weights)
         self.document_ends = _map(folder / "documents.bin", np.dtype("<u8"), self.num_documents)
         name = about["tokenizer"]["name"]
         self.tokenizer: Tokenizer = (
@@ -87,48 +94,55 @@ class Corpus:
 
     def tokens(self, start: int, stop: int) -> np.ndarray:
         """Tokens [start, stop), across shards where needed; a view inside one shard."""
+        return self._part(self._shards, start, stop)
+
+    def weights(self, start: int, stop: int) -> np.ndarray:
+        """1 where a token of [start, stop) is learned, else 0; uint8."""
+        if not self.weighted:
+            return np.ones(stop - start, _WEIGHT_DTYPE)
+        return self._part(self._weights, start, stop)
+
+    def _part(self, shards: list[np.ndarray], start: int, stop: int) -> np.ndarray:
         first = int(np.searchsorted(self._starts, start, side="right")) - 1
         if stop <= self._starts[first + 1]:
             offset = self._starts[first]
-            return self._shards[first][start - offset : stop - offset]
+            return shards[first][start - offset : stop - offset]
         middle = int(self._starts[first + 1])
-        return np.concatenate([self.tokens(start, middle), self.tokens(middle, stop)])
+        return np.concatenate([self._part(shards, start, middle), self._part(shards, middle, stop)])
 
 
 def write_corpus(
     files: list[Path],
     folder: Path,
-    tokenizer: Tokenizer,
+    encoder: Encoder,
     *,
-    text_field: str = "text",
     progress: Progress | None = None,
     shard_tokens: int = SHARD_TOKENS,
 ) -> None:
     """Tokenise files into a new folder, which appears whole or not at all.
 
     Raises:
-        ConfigError: `folder` exists, or a file is bad (see `documents.read_pieces`).
+        ConfigError: `folder` exists, or a file is bad (see `Encoder.chunks`).
     """
     if folder.exists():
         raise ConfigError(
             [f"{str(folder)!r} exists: a corpus is never overwritten. Remove it or name another."]
         )
     folder.parent.mkdir(parents=True, exist_ok=True)
-    _write(files, folder, tokenizer, text_field, progress, shard_tokens)
+    _write(files, folder, encoder, progress, shard_tokens)
 
 
 def _write(
     files: list[Path],
     folder: Path,
-    tokenizer: Tokenizer,
-    text_field: str,
+    encoder: Encoder,
     progress: Progress | None,
     shard_tokens: int,
 ) -> None:
     partial = folder.with_name(f".{folder.name}.partial-{uuid.uuid4().hex[:8]}")
     partial.mkdir()
     try:
-        _fill(partial, files, tokenizer, text_field, progress, shard_tokens)
+        _fill(partial, files, encoder, progress, shard_tokens)
         try:
             partial.rename(folder)
         except OSError:
@@ -138,17 +152,16 @@ def _write(
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def cached_corpus(files: list[Path], name: str, tokenizer: Tokenizer, text_field: str) -> Corpus:
-    """The corpus of text files, tokenised on first use and kept by content.
+def cached_corpus(files: list[Path], name: str, encoder: Encoder) -> Corpus:
+    """The corpus of files, tokenised on first use and kept by content.
 
     Args:
         files: what to read, in order.
         name: the source as the user wrote it, for the log.
-        tokenizer: how.
-        text_field: of JSON lines and Parquet.
+        encoder: how.
     """
     key = hashlib.sha256(
-        json.dumps([FORMAT, content_digest(files), tokenizer.fingerprint, text_field]).encode()
+        json.dumps([FORMAT, content_digest(files), *encoder.identity]).encode()
     ).hexdigest()[:24]
     root = cache_folder()
     folder = root / key
@@ -156,9 +169,9 @@ def cached_corpus(files: list[Path], name: str, tokenizer: Tokenizer, text_field
         if not (folder / "corpus.json").exists():
             log.info(
                 "tokenising %s: %d files, %.1f MB, tokenizer %s, kept in %s",
-                name, len(files), total_bytes(files) / 1e6, tokenizer.name, folder,
+                name, len(files), total_bytes(files) / 1e6, encoder.tokenizer.name, folder,
             )  # fmt: skip
-            _write(files, folder, tokenizer, text_field, None, SHARD_TOKENS)
+            _write(files, folder, encoder, None, SHARD_TOKENS)
     return Corpus(folder)
 
 
@@ -207,28 +220,35 @@ def _only_one(path: Path) -> Iterator[None]:
 def _fill(
     folder: Path,
     files: list[Path],
-    tokenizer: Tokenizer,
-    text_field: str,
+    encoder: Encoder,
     progress: Progress | None,
     shard_tokens: int,
 ) -> None:
+    tokenizer = encoder.tokenizer
     dtype = _dtype(tokenizer.vocab_size)
-    shards = _ShardWriter(folder, dtype, shard_tokens)
-    ends: list[np.ndarray] = []
-    with contextlib.closing(shards):
-        for pieces, position in _batches(files, text_field):
-            ends.append(_write_batch(shards, pieces, tokenizer))
+    shards = _ShardWriter(folder, "tokens", dtype, shard_tokens)
+    weights = _ShardWriter(folder, "weights", _WEIGHT_DTYPE, shard_tokens)
+    ends: list[np.ndarray] = [np.zeros(0, np.uint64)]
+    with contextlib.closing(shards), contextlib.closing(weights):
+        for chunk in encoder.chunks(files):
+            ends.append(chunk.ends + np.uint64(shards.num_tokens))
+            shards.write(chunk.tokens)
+            if chunk.weights is not None:
+                weights.write(chunk.weights)
             if progress is not None:
-                progress(position, shards.num_tokens)
-    all_ends = np.concatenate([np.zeros(0, np.uint64), *ends]).astype("<u8")
+                progress(chunk.position, shards.num_tokens)
+    all_ends = np.concatenate(ends).astype("<u8")
     if not shards.num_tokens:
         names = ", ".join(repr(str(path)) for path in files[:3])
-        raise ConfigError([f"{names} holds no text: nothing to train on. Check the path."])
+        what = "records" if encoder.weighted else "text"
+        raise ConfigError([f"{names} holds no {what}: nothing to train on. Check the path."])
     (folder / "documents.bin").write_bytes(all_ends.tobytes())
     if isinstance(tokenizer, FileTokenizer):
         (folder / "tokenizer.json").write_bytes(tokenizer.json)
     digest = hashlib.sha256(f"{FORMAT} {dtype.str} ".encode() + shards.digest.digest())
     digest.update(all_ends.tobytes())
+    if encoder.weighted:
+        digest.update(weights.digest.digest())
     about = {
         "format": FORMAT,
         "dtype": dtype.str,
@@ -244,6 +264,8 @@ def _fill(
         "fingerprint": digest.hexdigest()[:32],
         "shards": shards.about,
     }
+    if encoder.weighted:
+        about["weights"] = weights.about
     (folder / "corpus.json").write_text(json.dumps(about, indent=1) + "\n")
 
 
@@ -251,44 +273,9 @@ def _end_token(tokenizer: Tokenizer) -> str:
     return getattr(tokenizer, "end_token", "")
 
 
-def _batches(files: list[Path], text_field: str) -> Iterator[tuple[list[Piece], int]]:
-    held: list[Piece] = []
-    characters, before = 0, 0
-    for path in files:
-        position = before
-        for piece in read_pieces(path, text_field):
-            held.append(piece)
-            characters += len(piece.text)
-            position = before + piece.position
-            if characters >= _BATCH_CHARACTERS:
-                yield held, position
-                held, characters = [], 0
-        before += path.stat().st_size
-    if held:
-        yield held, before
-
-
-def _write_batch(shards: _ShardWriter, pieces: list[Piece], tokenizer: Tokenizer) -> np.ndarray:
-    """Write the tokens of pieces; returns where their documents end."""
-    ends = []
-    parts: list[np.ndarray] = []
-    total = shards.num_tokens
-    end = [] if tokenizer.end_id is None else [np.array([tokenizer.end_id], shards.dtype)]
-    encoded = tokenizer.encode_batch([piece.text for piece in pieces])
-    for piece, tokens in zip(pieces, encoded, strict=True):
-        parts.append(tokens.astype(shards.dtype, copy=False))
-        total += len(tokens)
-        if piece.last:
-            parts += end
-            total += len(end)
-            ends.append(total)
-    shards.write(np.concatenate(parts))
-    return np.array(ends, np.uint64)
-
-
 class _ShardWriter:
-    def __init__(self, folder: Path, dtype: np.dtype[Any], shard_tokens: int):
-        self.dtype = dtype
+    def __init__(self, folder: Path, stem: str, dtype: np.dtype[Any], shard_tokens: int):
+        self.dtype, self._stem = dtype, stem
         self.num_tokens = 0
         self.digest = hashlib.sha256()  # over all shards: where they are cut does not count
         self.about: list[dict[str, Any]] = []
@@ -298,12 +285,12 @@ class _ShardWriter:
     def write(self, tokens: np.ndarray) -> None:
         while len(tokens):
             if self._file is None:
-                name = f"tokens-{len(self.about):05d}.bin"
+                name = f"{self._stem}-{len(self.about):05d}.bin"
                 self._file = (self._folder / name).open("wb")
                 self.about.append({"file": name, "num_tokens": 0})
             room = self._shard_tokens - self.about[-1]["num_tokens"]
             part, tokens = tokens[:room], tokens[room:]
-            data = part.tobytes()
+            data = part.astype(self.dtype, copy=False).tobytes()
             self._file.write(data)
             self.digest.update(data)
             self.about[-1]["num_tokens"] += len(part)

@@ -18,6 +18,7 @@ from jaxdist.data.config import DataConfig
 from jaxdist.data.corpus import Corpus, cached_corpus
 from jaxdist.data.custom import CustomRows, is_custom, open_custom
 from jaxdist.data.documents import find_files
+from jaxdist.data.encoding import Encoder, make_encoder
 from jaxdist.data.images import NUM_CLASSES, Images, is_cifar, open_cifar
 from jaxdist.data.order import Order
 from jaxdist.data.packing import Fields, Part, Rows, split_text
@@ -142,21 +143,26 @@ def open_datasets(
 
 
 def _open_text(config: DataConfig, seq_len: int) -> tuple[Dataset, Dataset | None]:
-    tokenizer = load_tokenizer(config.tokenizer, config.end_token)
+    encoder = make_encoder(
+        load_tokenizer(config.tokenizer, config.end_token),
+        records=config.records,
+        text_field=config.text_field,
+        chat_template=config.chat_template,
+    )
     held = 0.0 if config.eval_sources else config.eval_fraction
-    opened = [_open_corpus(source, config, tokenizer) for source in config.sources]
-    _check_tokenizers(config.sources, opened)
+    opened = [_open_corpus(source, encoder) for source in config.sources]
+    others = [_open_corpus(source, encoder) for source in config.eval_sources]
+    _check_tokenizers([*config.sources, *config.eval_sources], [*opened, *others])
+    packing = _packing(config, [*opened, *others], seq_len)
     train, rest = [], []
     for source, corpus in zip(config.sources, opened, strict=True):
-        rows, held_rows = split_text(corpus, config.packing, seq_len, held)
+        rows, held_rows = split_text(corpus, packing, seq_len, held)
         train.append(_with_rows(rows, "data.sources", source, corpus, seq_len))
         if held_rows is not None:
             rest.append(_with_rows(held_rows, "held-out part of", source, corpus, seq_len, held))
-    for source in config.eval_sources:
-        opened.append(_open_corpus(source, config, tokenizer))
-        rows, _ = split_text(opened[-1], config.packing, seq_len, 0.0)
-        rest.append(_with_rows(rows, "data.eval_sources", source, opened[-1], seq_len))
-    _check_tokenizers([*config.sources, *config.eval_sources], opened)
+    for source, corpus in zip(config.eval_sources, others, strict=True):
+        rows, _ = split_text(corpus, packing, seq_len, 0.0)
+        rest.append(_with_rows(rows, "data.eval_sources", source, corpus, seq_len))
     used = opened[0].tokenizer
     vocab_size = config.vocab_size or used.vocab_size
     if vocab_size < used.vocab_size:
@@ -167,7 +173,7 @@ def _open_text(config: DataConfig, seq_len: int) -> tuple[Dataset, Dataset | Non
                 f"{used.vocab_size} or more, or 0."
             ]
         )
-    about = {"seq_len": seq_len, "packing": config.packing, "tokenizer": used.fingerprint}
+    about = {"seq_len": seq_len, "packing": packing, "tokenizer": used.fingerprint}
 
     def dataset(parts: list[Part], weights: list[float]) -> Dataset:
         prints = {"parts": [part.fingerprint for part in parts], "weights": weights}
@@ -183,7 +189,32 @@ def _open_text(config: DataConfig, seq_len: int) -> tuple[Dataset, Dataset | Non
     return dataset(train, list(config.weights)), dataset(rest, []) if rest else None
 
 
-def _open_corpus(source: str, config: DataConfig, tokenizer: Tokenizer) -> Corpus:
+def _packing(
+    config: DataConfig, corpora: list[Corpus], seq_len: int
+) -> Literal["stream", "documents", "best_fit"]:
+    """How rows are made of these corpora; says how many records a row cannot hold."""
+    weighted = [corpus for corpus in corpora if corpus.weighted]
+    if weighted and config.packing == "stream":
+        raise ConfigError(
+            [
+                "data.packing=stream with conversations or completions: they would read each "
+                "other. Use best_fit or documents."
+            ]
+        )
+    ends = [np.diff(corpus.document_ends.astype(np.int64), prepend=0) for corpus in weighted]
+    long = sum(int((lengths > seq_len + 1).sum()) for lengths in ends)
+    if long:
+        log.info(
+            "%d of %d records are longer than train.seq_len=%d and are cut: what follows the cut "
+            "is learned without what stood before it",
+            long, sum(map(len, ends)), seq_len,
+        )  # fmt: skip
+    if config.packing != "auto":
+        return config.packing
+    return "best_fit" if weighted else "stream"
+
+
+def _open_corpus(source: str, encoder: Encoder) -> Corpus:
     path = Path(source).expanduser()
     if (path / "corpus.json").is_file():
         return Corpus(path)
@@ -197,7 +228,7 @@ def _open_corpus(source: str, config: DataConfig, tokenizer: Tokenizer) -> Corpu
                 "SRC --out DIR` from text; give the folder."
             ]
         )
-    return cached_corpus(files, source, tokenizer, config.text_field)
+    return cached_corpus(files, source, encoder)
 
 
 def _check_tokenizers(sources: list[str], corpora: list[Corpus]) -> None:

@@ -5,6 +5,7 @@ A file is streamed: long texts come in pieces, so that memory stays small whatev
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import glob
 import gzip
@@ -40,6 +41,21 @@ class Piece:
 
     text: str
     last: bool
+    position: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """A JSON line or a row of Parquet.
+
+    Attributes:
+        value: its fields.
+        place: "file:line" for errors.
+        position: bytes of the file (as stored) used so far.
+    """
+
+    value: dict[str, Any]
+    place: str
     position: int
 
 
@@ -109,22 +125,61 @@ def read_pieces(path: Path, text_field: str) -> Iterator[Piece]:
             damaged compression.
     """
     kind = _kind(path)
-    try:
+    with _read_errors(path):
         if kind == "parquet":
             yield from _read_parquet(path, text_field)
             return
         if kind == "json":
-            raise ConfigError(
-                [
-                    f"{str(path)!r} is .json: one object per line or one text is not clear. Rename "
-                    "it to .jsonl or .txt."
-                ]
-            )
+            raise _unclear(path)
         with path.open("rb") as raw, _decompressed(path, raw) as stream:
             if kind == "lines":
                 yield from _read_lines(path, stream, raw, text_field)
             else:
                 yield from _read_text(path, stream, raw)
+
+
+def read_records(path: Path, columns: list[str]) -> Iterator[Record]:
+    """The records of one file: JSON lines, or Parquet of which `columns` are read.
+
+    Raises:
+        ConfigError: as `read_pieces`, or a file of text.
+    """
+    kind = _kind(path)
+    with _read_errors(path):
+        if kind == "parquet":
+            yield from _read_rows(path, columns)
+            return
+        if kind != "lines":
+            raise ConfigError(
+                [
+                    f"{str(path)!r} is not .jsonl or .parquet: data.records asks for records. Name "
+                    "such files, or use data.records=text."
+                ]
+            )
+        with path.open("rb") as raw, _decompressed(path, raw) as stream:
+            for number, value in _json_lines(path, stream):
+                place = f"{path}:{number}"
+                if not isinstance(value, dict):
+                    raise ConfigError(
+                        [f"{place} is not an object but {type(value).__name__}. Repair the line."]
+                    )
+                yield Record(value, place, raw.tell())
+
+
+def _unclear(path: Path) -> ConfigError:
+    return ConfigError(
+        [
+            f"{str(path)!r} is .json: one object per line or one text is not clear. Rename "
+            "it to .jsonl or .txt."
+        ]
+    )
+
+
+@contextlib.contextmanager
+def _read_errors(path: Path) -> Iterator[None]:
+    """What may go wrong while a file is read, as one line that names it."""
+    try:
+        yield
     except OSError as error:
         if isinstance(error, gzip.BadGzipFile):
             raise _damaged(path, error) from None
@@ -256,27 +311,71 @@ def _place_to_cut(data: bytes) -> int:
 
 
 def _read_lines(path: Path, stream: BinaryIO, raw: BinaryIO, field: str) -> Iterator[Piece]:
-    for number, data in enumerate(stream, start=1):
-        line = _decode(path, data, 0, number)
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-        except ValueError as error:
-            raise ConfigError(
-                [f"{path}:{number} is not JSON ({error}). Repair or remove the line."]
-            ) from None
+    for number, record in _json_lines(path, stream):
         if not isinstance(record, dict) or not isinstance(record.get(field), str):
             have = ", ".join(record) if isinstance(record, dict) else type(record).__name__
             what = "no text" if isinstance(record, dict) and field in record else "no field"
             raise ConfigError(
                 [
                     f"{path}:{number} has {what} {field!r} (it has: {have}). Set data.text_field "
-                    "to the field that holds the text."
+                    f"to the field that holds the text{_other_kind(record)}."
                 ]
             )
         if record[field]:
             yield Piece(record[field], True, raw.tell())
+
+
+def _other_kind(record: Any) -> str:
+    """What to do with a record of another kind than text."""
+    if isinstance(record, dict) and "messages" in record:
+        return ", or data.records=chat for conversations"
+    if isinstance(record, dict) and {"prompt", "completion"} <= record.keys():
+        return ", or data.records=completion for prompts and completions"
+    return ""
+
+
+def _json_lines(path: Path, stream: BinaryIO) -> Iterator[tuple[int, Any]]:
+    """Line number (from 1) and value of each line that is not blank."""
+    for number, data in enumerate(stream, start=1):
+        line = _decode(path, data, 0, number)
+        if not line.strip():
+            continue
+        try:
+            yield number, json.loads(line)
+        except ValueError as error:
+            raise ConfigError(
+                [f"{path}:{number} is not JSON ({error}). Repair or remove the line."]
+            ) from None
+
+
+def _read_rows(path: Path, columns: list[str]) -> Iterator[Record]:
+    import pyarrow as pa
+    import pyarrow.parquet as parquet
+
+    size = path.stat().st_size
+    try:
+        with parquet.ParquetFile(path) as file:
+            names = file.schema_arrow.names
+            if missing := [column for column in columns if column not in names]:
+                raise ConfigError(
+                    [
+                        f"{str(path)!r} has no column {', '.join(missing)} (it has: "
+                        f"{', '.join(names)}). data.records says which are needed."
+                    ]
+                )
+            number, total = 0, max(1, file.metadata.num_rows)
+            for batch in file.iter_batches(batch_size=1024, columns=columns):
+                for row in batch.to_pylist():
+                    number += 1
+                    yield Record(row, f"{path}:{number}", size * number // total)
+    except pa.ArrowInvalid as error:
+        raise _not_parquet(path, error) from None
+
+
+def _not_parquet(path: Path, error: Exception) -> ConfigError:
+    return ConfigError(
+        [f"{str(path)!r} is not a whole Parquet file ({str(error).splitlines()[0]})."]
+    )
 
 
 def _read_parquet(path: Path, column: str) -> Iterator[Piece]:
@@ -309,6 +408,4 @@ def _read_parquet(path: Path, column: str) -> Iterator[Piece]:
                     if text:
                         yield Piece(text, True, size * rows // total)
     except pa.ArrowInvalid as error:
-        raise ConfigError(
-            [f"{str(path)!r} is not a whole Parquet file ({str(error).splitlines()[0]})."]
-        ) from None
+        raise _not_parquet(path, error) from None

@@ -35,6 +35,15 @@ _STD = np.array([0.2470, 0.2435, 0.2616], np.float32)
 Scaling = Literal["half", "unit", "channel"]
 
 
+def image_fields() -> dict[str, tuple[tuple[int, ...], np.dtype]]:
+    """Fields of image rows (see `Batch`)."""
+    return {
+        "images": (_SHAPE, np.dtype(np.float32)),
+        "labels": ((), np.dtype(np.int32)),
+        "weights": ((), np.dtype(np.float32)),
+    }
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Images:
     """Labelled images in memory.
@@ -56,12 +65,8 @@ class Images:
 
     @property
     def fields(self) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
-        """Fields of image rows (see `Batch`)."""
-        return {
-            "images": (_SHAPE, np.dtype(np.float32)),
-            "labels": ((), np.dtype(np.int32)),
-            "weights": ((), np.dtype(np.float32)),
-        }
+        """See `image_fields`."""
+        return image_fields()
 
     @property
     def fingerprint(self) -> str:

@@ -96,6 +96,9 @@ class Windows:
             "targets": np.ascontiguousarray(both[:, 1:]),
             "weights": np.ones((len(starts), self.seq_len), np.float32),
         }
+        if self.corpus.weighted:
+            for row, start in zip(batch["weights"], starts.tolist(), strict=True):
+                row[:] = self.corpus.weights(start + 1, start + self.seq_len + 1)
         if self.documents:
             self._mark(batch, starts)
         return batch
@@ -166,7 +169,7 @@ class Fitted:
                 place = slice(at, at + length)
                 batch["tokens"][row, place] = tokens[:-1]
                 batch["targets"][row, place] = tokens[1:]
-                batch["weights"][row, place] = 1
+                batch["weights"][row, place] = self.corpus.weights(start + 1, start + length + 1)
                 batch["segments"][row, place] = segment
                 batch["positions"][row, place] = np.arange(length)
                 at += length
@@ -177,8 +180,8 @@ def fit_documents(corpus: Corpus, start: int, stop: int, seq_len: int) -> Fitted
     """Place the documents of tokens [start, stop) into rows, longest first, where each fits best.
 
     A document of n tokens has n-1 inputs (its last token is only a target); longer ones than a row
-    are cut into full rows and a rest. Documents of one token teach nothing and are left out.
-    Takes about 2 µs per document.
+    are cut into full rows and a rest. Documents of one token teach nothing and are left out, and
+    so are pieces without a token to learn. Takes about 2 µs per document.
 
     References:
         Ding et al., "Fewer Truncations Improve Language Modeling", 2024, section 3 (best-fit
@@ -194,6 +197,9 @@ def fit_documents(corpus: Corpus, start: int, stop: int, seq_len: int) -> Fitted
     number = np.arange(len(document)) - np.repeat(np.cumsum(cuts) - cuts, cuts)
     piece_starts = starts[document] + number * seq_len
     lengths = np.minimum(inputs[document] - number * seq_len, seq_len)
+    if corpus.weighted:
+        teaches = _teaching(corpus, piece_starts, lengths)
+        piece_starts, lengths = piece_starts[teaches], lengths[teaches]
     row_of, num_rows = _best_fit(lengths, seq_len)
     by_row = np.argsort(row_of, kind="stable")
     counts = np.bincount(row_of, minlength=num_rows)
@@ -205,6 +211,13 @@ def fit_documents(corpus: Corpus, start: int, stop: int, seq_len: int) -> Fitted
         piece_starts=piece_starts[by_row],
         piece_lengths=lengths[by_row],
     )
+
+
+def _teaching(corpus: Corpus, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Which pieces have a target that is learned."""
+    pieces = zip(starts.tolist(), lengths.tolist(), strict=True)
+    found = (corpus.weights(start + 1, start + length + 1).any() for start, length in pieces)
+    return np.fromiter(found, bool, len(starts))
 
 
 def _best_fit(lengths: np.ndarray, seq_len: int) -> tuple[np.ndarray, int]:

@@ -105,6 +105,8 @@ class FileTokenizer:
         self.name = str(path)
         self.end_token = end_token
         self.vocab_size = max(vocab.values()) + 1
+        added = self._inner.get_added_tokens_decoder()
+        self._special = np.array([id for id, token in added.items() if token.special], np.uint32)
         self.end_id = next((vocab[name] for name in candidates if name in vocab), None)
         digest = hashlib.sha256(self.json).hexdigest()[:16]
         self.fingerprint = f"file-{digest}-end{self.end_id}"
@@ -117,6 +119,13 @@ class FileTokenizer:
         """`encode` of each text, on all cores."""
         encoded = self._inner.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.asarray(e.ids, np.uint32) for e in encoded]
+
+    def encode_spans(self, text: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Tokens uint32 [n], the characters [start, stop) each stands for [n, 2], is it special."""
+        encoded = self._inner.encode(text, add_special_tokens=False)
+        tokens = np.asarray(encoded.ids, np.uint32)
+        offsets = np.asarray(encoded.offsets, np.int64).reshape(-1, 2)
+        return tokens, offsets, np.isin(tokens, self._special)
 
     def decode(self, tokens: Iterable[int]) -> str:
         """The text of tokens, special tokens left out."""

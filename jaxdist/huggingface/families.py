@@ -32,23 +32,113 @@ _ARCHITECTURES = {
 }
 
 
+Index = tuple[slice, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """A Hugging Face tensor as a block of a part of ours: its dims split and put in our order.
+
+    Attributes:
+        name: of the tensor.
+        shape: of the tensor.
+        view: the same with some dims split in two or more.
+        order: dim i of our part is dim `order[i]` of the view.
+        dim: dim of our part along which several tensors lie side by side.
+        start: where this one begins along it.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    view: tuple[int, ...]
+    order: tuple[int, ...]
+    dim: int = 0
+    start: int = 0
+
+    @property
+    def block(self) -> Index:
+        """The place of the tensor in our part."""
+        index = [slice(0, self.view[dim]) for dim in self.order]
+        index[self.dim] = slice(self.start, self.start + self.view[self.order[self.dim]])
+        return tuple(index)
+
+    def of_view(self, index: Index) -> Index:
+        """The place in the view of a place in our part that lies inside `block`."""
+        inside: list[slice] = [slice(0)] * len(self.view)
+        for ours, theirs in enumerate(self.order):
+            shift = self.start if ours == self.dim else 0
+            inside[theirs] = slice(index[ours].start - shift, index[ours].stop - shift)
+        return tuple(inside)
+
+
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """A part of one of our arrays.
+    """A part of one of our arrays, and the Hugging Face tensors that it is made of.
 
     Attributes:
         name: our array, e.g. `params/layers/attention/qkv`.
         layer: index in the stacked dim, or None for an array that is not stacked.
-        theirs: names of the Hugging Face tensors that it is made of.
-        join: their tensors -> our part.
-        split: our part -> their tensors, in the same order.
+        shape: of the part; what no tensor covers is padding and holds zeros.
+        sources: the tensors.
     """
 
     name: str
     layer: int | None
-    theirs: tuple[str, ...]
-    join: Callable[[Sequence[np.ndarray]], np.ndarray]
-    split: Callable[[np.ndarray], Sequence[np.ndarray]]
+    shape: tuple[int, ...]
+    sources: tuple[Source, ...]
+
+    @property
+    def theirs(self) -> tuple[str, ...]:
+        """Names of the tensors."""
+        return tuple(source.name for source in self.sources)
+
+    @property
+    def stored_order(self) -> tuple[int, ...]:
+        """Our dims in the order in which the tensor stores them, slowest first."""
+        order = self.sources[0].order
+        return tuple(order.index(dim) for dim in range(len(order)))
+
+    def read(
+        self, index: Index, fetch: Callable[[Source, Index], np.ndarray], dtype: np.dtype
+    ) -> np.ndarray:
+        """A block of our part, from no more of their tensors than it is made of.
+
+        Args:
+            index: the block, with start and stop in every dim.
+            fetch: (tensor, place in its view) -> the values there.
+            dtype: of the result.
+        """
+        shape = tuple(s.stop - s.start for s in index)
+        out: np.ndarray | None = None
+        for source in self.sources:
+            both = [
+                slice(max(a.start, b.start), min(a.stop, b.stop))
+                for a, b in zip(index, source.block, strict=True)
+            ]
+            if any(s.start >= s.stop for s in both):
+                continue
+            values = fetch(source, source.of_view(tuple(both))).transpose(source.order)
+            if values.shape == shape:
+                return values.astype(dtype, copy=False)
+            out = np.zeros(shape, dtype) if out is None else out
+            place = (
+                slice(s.start - i.start, s.stop - i.start) for s, i in zip(both, index, strict=True)
+            )
+            out[tuple(place)] = values
+        return np.zeros(shape, dtype) if out is None else out
+
+    def join(self, tensors: Sequence[np.ndarray]) -> np.ndarray:
+        """Our part from their tensors, in the order of `sources`."""
+        views = {s.name: x.reshape(s.view) for s, x in zip(self.sources, tensors, strict=True)}
+        whole = tuple(slice(0, size) for size in self.shape)
+        return self.read(whole, lambda source, index: views[source.name][index], tensors[0].dtype)
+
+    def split(self, part: np.ndarray) -> list[np.ndarray]:
+        """Their tensors from our part, in the order of `sources`; views where possible."""
+        return [
+            part[source.block].transpose(np.argsort(source.order)).reshape(source.shape)
+            for source in self.sources
+        ]
 
 
 def read_config(theirs: Mapping[str, Any]) -> DecoderConfig:
@@ -67,6 +157,22 @@ def read_config(theirs: Mapping[str, Any]) -> DecoderConfig:
     if problems:
         raise ConfigError(problems)
     return config
+
+
+def left_out(theirs: Mapping[str, Any]) -> list[str]:
+    """What a Hugging Face `config.json` asks for in training that is not taken over, a line each.
+
+    Its dropout: published models keep what they were trained with, and fine-tuning rarely wants it.
+    """
+    named = ("embd_pdrop", "resid_pdrop", "attn_pdrop", "attention_dropout")
+    rates = {name: theirs[name] for name in named if theirs.get(name)}
+    if not rates:
+        return []
+    told = ", ".join(f"{name}={rate}" for name, rate in rates.items())
+    return [
+        f"config.json has {told}: not taken over, dropout is 0. Set model.dropout and "
+        "model.attention_dropout if training shall drop."
+    ]
 
 
 def family_of(config: DecoderConfig) -> str:
@@ -236,128 +342,108 @@ def _unsupported(theirs: Mapping[str, Any], family: str) -> list[str]:
 
 
 def _llama_pieces(config: DecoderConfig) -> Iterator[Piece]:
-    def of_layer(
-        ours: str, *theirs: str, join: Any = _only, split: Any = _alone
-    ) -> Iterator[Piece]:
-        for layer in range(config.num_layers):
-            names = tuple(f"model.layers.{layer}.{name}" for name in theirs)
-            yield Piece(f"params/layers/{ours}", layer, names, join, split)
+    d, mlp, heads, width = config.d_model, config.mlp_dim, config.num_heads, config.head_width
 
-    fuse, unfuse = _fusing(config)
-    qkv = [f"self_attn.{part}_proj" for part in "qkv"]
-    heads = (config.num_heads, config.head_width, config.d_model)
+    def of_layer(ours: str, shape: tuple[int, ...], *sources: Source) -> Iterator[Piece]:
+        for layer in range(config.num_layers):
+            named = (
+                dataclasses.replace(source, name=f"model.layers.{layer}.{source.name}")
+                for source in sources
+            )
+            yield Piece(f"params/layers/{ours}", layer, shape, tuple(named))
+
     yield _table(config, "model.embed_tokens.weight")
-    yield Piece("params/head/norm/scale", None, ("model.norm.weight",), _only, _alone)
+    yield Piece("params/head/norm/scale", None, (d,), (_same("model.norm.weight", d),))
     if not config.tie_embeddings:
-        yield Piece(
-            "params/head/kernel",
-            None,
-            ("lm_head.weight",),
-            lambda x: _padded(config, x[0]).T,
-            lambda x: [x.T[: config.vocab_size]],
-        )
-    yield from of_layer("attention_norm/scale", "input_layernorm.weight")
-    yield from of_layer("attention/qkv", *(f"{n}.weight" for n in qkv), join=fuse, split=unfuse)
+        head = _turned("lm_head.weight", config.vocab_size, d)
+        yield Piece("params/head/kernel", None, (d, config.padded_vocab), (head,))
+    yield from of_layer("attention_norm/scale", (d,), _same("input_layernorm.weight", d))
+    yield from of_layer("attention/qkv", *_qkv(config, "weight"))
     if config.qkv_bias:
-        yield from of_layer(
-            "attention/qkv_bias", *(f"{n}.bias" for n in qkv), join=fuse, split=unfuse
-        )
+        yield from of_layer("attention/qkv_bias", *_qkv(config, "bias"))
     if config.qk_norm:
-        yield from of_layer("attention/query_norm/scale", "self_attn.q_norm.weight")
-        yield from of_layer("attention/key_norm/scale", "self_attn.k_norm.weight")
-    yield from of_layer(
-        "attention/out",
-        "self_attn.o_proj.weight",
-        join=lambda x: x[0].T.reshape(heads),
-        split=lambda x: [x.reshape(-1, config.d_model).T],
+        for ours, theirs in (("query_norm", "q_norm"), ("key_norm", "k_norm")):
+            scale = _same(f"self_attn.{theirs}.weight", width)
+            yield from of_layer(f"attention/{ours}/scale", (width,), scale)
+    out = Source("self_attn.o_proj.weight", (d, heads * width), (d, heads, width), (1, 2, 0))
+    yield from of_layer("attention/out", (heads, width, d), out)
+    yield from of_layer("mlp_norm/scale", (d,), _same("post_attention_layernorm.weight", d))
+    gates = (
+        Source(f"mlp.{name}_proj.weight", (mlp, d), (mlp, d, 1), (1, 2, 0), dim=1, start=start)
+        for start, name in enumerate(("gate", "up"))
     )
-    yield from of_layer("mlp_norm/scale", "post_attention_layernorm.weight")
-    yield from of_layer(
-        "mlp/up",
-        "mlp.gate_proj.weight",
-        "mlp.up_proj.weight",
-        join=lambda x: np.stack([part.T for part in x], axis=1),
-        split=lambda x: [x[:, 0].T, x[:, 1].T],
-    )
-    yield from of_layer(
-        "mlp/down", "mlp.down_proj.weight", join=lambda x: x[0].T, split=lambda x: [x.T]
-    )
+    yield from of_layer("mlp/up", (d, 2, mlp), *gates)
+    yield from of_layer("mlp/down", (mlp, d), _turned("mlp.down_proj.weight", d, mlp))
 
 
 def _gpt2_pieces(config: DecoderConfig) -> Iterator[Piece]:
-    def of_layer(ours: str, theirs: str, join: Any = _only, split: Any = _alone) -> Iterator[Piece]:
+    d, mlp, heads, width = config.d_model, config.mlp_dim, config.num_heads, config.head_width
+    inner = heads * width
+
+    def of_layer(
+        ours: str, shape: tuple[int, ...], theirs: str, *views: tuple[int, ...]
+    ) -> Iterator[Piece]:
+        """One tensor of each layer; `views`: its shape, its dims split, their order."""
+        stored, view, order = views or (shape, shape, tuple(range(len(shape))))
         for layer in range(config.num_layers):
-            name = f"transformer.h.{layer}.{theirs}"
-            yield Piece(f"params/layers/{ours}", layer, (name,), join, split)
+            source = Source(f"transformer.h.{layer}.{theirs}", stored, view, order)
+            yield Piece(f"params/layers/{ours}", layer, shape, (source,))
 
-    fuse, unfuse = _fusing(config)
-    heads = (config.num_heads, config.head_width, config.d_model)
-    whole = lambda x: np.concatenate(unfuse(x)).T  # theirs: [d_model, q then k then v]
     yield _table(config, "transformer.wte.weight")
-    yield Piece("params/embed/positions", None, ("transformer.wpe.weight",), _only, _alone)
+    positions = _same("transformer.wpe.weight", config.max_seq_len, d)
+    yield Piece("params/embed/positions", None, positions.shape, (positions,))
     for leaf, theirs in (("scale", "weight"), ("bias", "bias")):
-        name = f"transformer.ln_f.{theirs}"
-        yield Piece(f"params/head/norm/{leaf}", None, (name,), _only, _alone)
-        yield from of_layer(f"attention_norm/{leaf}", f"ln_1.{theirs}")
-        yield from of_layer(f"mlp_norm/{leaf}", f"ln_2.{theirs}")
-    for ours, theirs in (("qkv", "weight"), ("qkv_bias", "bias")):
-        yield from of_layer(
-            f"attention/{ours}",
-            f"attn.c_attn.{theirs}",
-            join=lambda x: fuse(np.split(x[0].T, 3)),
-            split=lambda x: [whole(x)],
-        )
+        norm = _same(f"transformer.ln_f.{theirs}", d)
+        yield Piece(f"params/head/norm/{leaf}", None, (d,), (norm,))
+        yield from of_layer(f"attention_norm/{leaf}", (d,), f"ln_1.{theirs}")
+        yield from of_layer(f"mlp_norm/{leaf}", (d,), f"ln_2.{theirs}")
+    # Theirs has queries, then keys, then values.
+    qkv, split, order = (d, heads, 3, width), (d, 3, heads, width), (0, 2, 1, 3)
+    yield from of_layer("attention/qkv", qkv, "attn.c_attn.weight", (d, 3 * inner), split, order)
     yield from of_layer(
-        "attention/out",
-        "attn.c_proj.weight",
-        join=lambda x: x[0].reshape(heads),
-        split=lambda x: [x.reshape(-1, config.d_model)],
+        "attention/qkv_bias", qkv[1:], "attn.c_attn.bias", (3 * inner,), split[1:], (1, 0, 2)
     )
-    yield from of_layer("attention/out_bias", "attn.c_proj.bias")
-    yield from of_layer(
-        "mlp/up", "mlp.c_fc.weight", join=lambda x: x[0][:, None], split=lambda x: [x[:, 0]]
-    )
-    yield from of_layer(
-        "mlp/up_bias", "mlp.c_fc.bias", join=lambda x: x[0][None], split=lambda x: [x[0]]
-    )
-    yield from of_layer("mlp/down", "mlp.c_proj.weight")
-    yield from of_layer("mlp/down_bias", "mlp.c_proj.bias")
+    out = (heads, width, d)
+    yield from of_layer("attention/out", out, "attn.c_proj.weight", (inner, d), out, (0, 1, 2))
+    yield from of_layer("attention/out_bias", (d,), "attn.c_proj.bias")
+    up = (d, 1, mlp)
+    yield from of_layer("mlp/up", up, "mlp.c_fc.weight", (d, mlp), up, (0, 1, 2))
+    yield from of_layer("mlp/up_bias", (1, mlp), "mlp.c_fc.bias", (mlp,), (1, mlp), (0, 1))
+    yield from of_layer("mlp/down", (mlp, d), "mlp.c_proj.weight")
+    yield from of_layer("mlp/down_bias", (d,), "mlp.c_proj.bias")
 
 
-def _only(tensors: Sequence[np.ndarray]) -> np.ndarray:
-    return tensors[0]
+def _same(name: str, *shape: int) -> Source:
+    """A tensor that is ours as it stands."""
+    return Source(name, shape, shape, tuple(range(len(shape))))
 
 
-def _alone(part: np.ndarray) -> list[np.ndarray]:
-    return [part]
+def _turned(name: str, rows: int, columns: int) -> Source:
+    """A matrix that is ours with its dims swapped."""
+    return Source(name, (rows, columns), (rows, columns), (1, 0))
 
 
-def _table(config: DecoderConfig, theirs: str) -> Piece:
+def _table(config: DecoderConfig, name: str) -> Piece:
     """The embedding table, whose rows of padding exist only on our side."""
-    return Piece(
-        "params/embed/table",
-        None,
-        (theirs,),
-        lambda x: _padded(config, x[0]),
-        lambda x: [x[: config.vocab_size]],
-    )
+    source = _same(name, config.vocab_size, config.d_model)
+    return Piece("params/embed/table", None, (config.padded_vocab, config.d_model), (source,))
 
 
-def _padded(config: DecoderConfig, rows: np.ndarray) -> np.ndarray:
-    return np.pad(rows, ((0, config.padded_vocab - config.vocab_size), (0, 0)))
-
-
-def _fusing(config: DecoderConfig) -> tuple[Any, Any]:
-    """Query, key and value [heads·width, ...] <-> [..., kv_heads, group + 2, width]."""
+def _qkv(config: DecoderConfig, leaf: str) -> tuple[Any, ...]:
+    """Shape of ours, [d_model,] kv_heads, group + 2, width, and theirs: query, key and value."""
     kv, width = config.kv_heads, config.head_width
     group = config.num_heads // kv
-
-    def fuse(tensors: Sequence[np.ndarray]) -> np.ndarray:
-        parts = [x.reshape(kv, -1, width, *x.shape[1:]) for x in tensors]
-        return np.moveaxis(np.concatenate(parts, axis=1), (0, 1, 2), (-3, -2, -1))
-
-    def unfuse(part: np.ndarray) -> list[np.ndarray]:
-        parts = np.split(np.moveaxis(part, (-3, -2, -1), (0, 1, 2)), [group, group + 1], axis=1)
-        return [x.reshape(-1, *x.shape[3:]) for x in parts]
-
-    return fuse, unfuse
+    inputs = (config.d_model,) if leaf == "weight" else ()
+    order = (3, 0, 1, 2) if inputs else (0, 1, 2)
+    sources = [
+        Source(
+            f"self_attn.{name}_proj.{leaf}",
+            (kv * count * width, *inputs),
+            (kv, count, width, *inputs),
+            order,
+            dim=len(inputs) + 1,
+            start=start,
+        )
+        for name, count, start in (("q", group, 0), ("k", 1, group), ("v", 1, group + 1))
+    ]
+    return (*inputs, kv, group + 2, width), *sources

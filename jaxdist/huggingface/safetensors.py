@@ -10,14 +10,16 @@ References:
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from io import FileIO
 from pathlib import Path
 
+import ml_dtypes  # noqa: F401  # teaches NumPy bfloat16 and float8 by name
 import numpy as np
 
-from jaxdist.checkpoint.arrays import dtype_of
 from jaxdist.types import ConfigError
 
 DTYPES = {
@@ -131,15 +133,64 @@ class StoredTensor:
     shape: tuple[int, ...]
     dtype: np.dtype
 
-    def read(self) -> np.ndarray:
-        """Its values; pages of the file are read as they are used."""
-        count = math.prod(self.shape)
+    def reshape(self, shape: tuple[int, ...]) -> StoredTensor:
+        """The same values under another shape; nothing moves, as rows lie one after the other."""
+        return dataclasses.replace(self, shape=shape)
+
+    def read(self, index: Sequence[slice] | None = None) -> np.ndarray:
+        """Its values, or those of a block, into memory of their own.
+
+        Reads the block run by run; a run shorter than what a disk moves anyway is read with the
+        rest of its row.
+
+        Args:
+            index: the block, with start and stop in every dim; None = everything.
+        """
+        whole = tuple(slice(0, size) for size in self.shape)
+        wanted = whole if index is None else tuple(index)
+        out = np.empty([s.stop - s.start for s in wanted], self.dtype)
+        if not out.size:
+            return out
+        # What follows the last dim that is cut lies together: a run.
+        last = max((d for d, s in enumerate(wanted) if s != whole[d]), default=0)
+        runs = out.reshape(-1, *(out.shape[last:] or (1,)))  # a scalar has a run of one
+        read = list(wanted)
+        trim: tuple[slice, ...] = ()
+        if last and _size(wanted[last:]) * self.dtype.itemsize < _PAGE_BYTES:
+            read[last], trim = whole[last], (wanted[last],)
+        row = np.empty([s.stop - s.start for s in read[last:]], self.dtype) if trim else out
+        with self.file.open("rb", buffering=0) as stream:
+            for run, place in zip(runs, self._places(read, last), strict=True):
+                stream.seek(self.offset + place * self.dtype.itemsize)
+                _fill(stream, row if trim else run)
+                if trim:
+                    run[...] = row[trim]
+        return out
+
+    def _places(self, read: Sequence[slice], last: int) -> Iterator[int]:
+        """Where each run begins, in elements."""
+        strides = [math.prod(self.shape[dim + 1 :]) for dim in range(len(self.shape))]
+        outer = itertools.product(*(range(s.start, s.stop) for s in read[:last]))
+        first = read[last].start * strides[last] if read else 0
+        for corner in outer:
+            yield first + sum(at * stride for at, stride in zip(corner, strides, strict=False))
+
+
+_PAGE_BYTES = 4096  # what a file system moves at least
+
+
+def _size(index: Sequence[slice]) -> int:
+    return math.prod(s.stop - s.start for s in index)
+
+
+def _fill(stream: FileIO, run: np.ndarray) -> None:
+    """Read exactly as many bytes as fit; one system call gives at most 2 GiB."""
+    rest: memoryview = run.reshape(-1).view(np.uint8).data
+    while rest:
+        count = stream.readinto(rest)
         if not count:
-            return np.zeros(self.shape, self.dtype)
-        raw = np.memmap(
-            self.file, np.uint8, "r", offset=self.offset, shape=(count * self.dtype.itemsize,)
-        )
-        return raw.view(self.dtype).reshape(self.shape)
+            raise OSError(f"{stream.name} ended early: it changed while it was read")
+        rest = rest[count:]
 
 
 def open_all(directory: Path) -> dict[str, StoredTensor]:
@@ -185,7 +236,7 @@ def _open(file: Path) -> dict[str, StoredTensor]:
                 file,
                 start + entry["data_offsets"][0],
                 tuple(entry["shape"]),
-                dtype_of(names[entry["dtype"]]),
+                np.dtype(names[entry["dtype"]]),
             )
             for name, entry in header.items()
         }

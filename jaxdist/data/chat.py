@@ -1,0 +1,351 @@
+"""Conversations to tokens and weights: which tokens a model shall learn to say.
+
+Two ways to write a conversation down. A tokenizer's own chat template (Jinja, as Hugging Face keeps
+it beside `tokenizer.json`), so that a tuned model is asked the way it was trained; or `plain`, for
+tokenizers that bring none:
+
+    <|system|>
+    Be brief.
+    <|user|>
+    What is a mesh?
+    <|assistant|>
+    Devices with names.END
+
+where END is the tokenizer's end token; further messages follow after a new line. Weights are 1 on
+what the assistant says and on the token that ends it, 0 everywhere else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from jaxdist.data.tokenizer import FileTokenizer, Tokenizer
+from jaxdist.types import ConfigError
+
+ROLES = ("system", "user", "assistant")
+"""Who may speak; tools and functions are refused, not written down in a way of our own."""
+
+_STAND_IN = "\ue000what the assistant says\ue001"  # private use characters: no text has them
+
+Message = dict[str, str]
+
+
+class Weighted(NamedTuple):
+    """A document and what of it counts: `tokens` and `weights` (uint8, 0 or 1), both [length]."""
+
+    tokens: np.ndarray
+    weights: np.ndarray
+
+
+class BadRecord(ValueError):
+    """What is wrong with a record; whoever read it knows where it stands."""
+
+
+class ChatTemplate(Protocol):
+    """How a conversation is written down.
+
+    Attributes:
+        name: for the log.
+        fingerprint: changes whenever the same conversation could be written in another way.
+    """
+
+    name: str
+    fingerprint: str
+
+    def encode(self, messages: Sequence[Message]) -> Weighted:
+        """Tokens of a conversation (see `checked_messages`); raises `BadRecord`."""
+        ...
+
+
+def checked_messages(record: dict[str, Any]) -> list[Message]:
+    """The `messages` of a record.
+
+    Raises:
+        BadRecord: not a list of {"role", "content"} with text, or nobody to learn from.
+    """
+    messages = record.get("messages")
+    if not isinstance(messages, list) or not messages:
+        have = ", ".join(record)
+        raise BadRecord(f"has no list 'messages' (it has: {have}). Use data.records=text for text.")
+    for number, message in enumerate(messages, start=1):
+        if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
+            raise BadRecord(f"message {number} is not an object with role and content.")
+        more = [key for key in message if key not in ("role", "content") and message[key]]
+        if more:
+            raise BadRecord(
+                f"message {number} has {', '.join(more)}: only role and content are read. Leave "
+                "them out if they do not matter."
+            )
+        if message["role"] not in ROLES:
+            raise BadRecord(
+                f"message {number} has role {message['role']!r}: roles are {', '.join(ROLES)}."
+            )
+        if not isinstance(message["content"], str):
+            kind = type(message["content"]).__name__
+            raise BadRecord(f"message {number} has content of type {kind}: it must be text.")
+        if message["role"] == "assistant" and not message["content"].strip():
+            raise BadRecord(f"message {number} is an empty answer. Repair or remove the line.")
+    if not any(message["role"] == "assistant" for message in messages):
+        raise BadRecord("has no message of the assistant: there is nothing to learn from it.")
+    return [{"role": m["role"], "content": m["content"]} for m in messages]
+
+
+def encode_completion(record: dict[str, Any], tokenizer: Tokenizer) -> Weighted:
+    """`prompt`, then `completion` and the end token, which alone count.
+
+    Both are tokenised by themselves, as the prompt is when text is generated.
+
+    Raises:
+        BadRecord: one of them is missing or no text, or there is nothing to learn.
+    """
+    for field in ("prompt", "completion"):
+        if not isinstance(record.get(field), str):
+            have = ", ".join(record)
+            raise BadRecord(f"has no text {field!r} (it has: {have}).")
+    if not record["completion"].strip():
+        raise BadRecord("has an empty completion. Repair or remove the line.")
+    prompt, completion = tokenizer.encode_batch([record["prompt"], record["completion"]])
+    return _joined([(prompt, 0), (completion, 1), (_end(tokenizer), 1)])
+
+
+class PlainTemplate:
+    """Roles in angle brackets on lines of their own; see the head of this file."""
+
+    name = "plain"
+    fingerprint = "plain-1"
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._tokenizer = tokenizer
+        self._end = _end(tokenizer)
+
+    def encode(self, messages: Sequence[Message]) -> Weighted:
+        """See `ChatTemplate`; answers are tokenised by themselves, as when one is generated."""
+        texts, answers = [""], []
+        for number, message in enumerate(messages):
+            texts[-1] += f"{chr(10) * (number > 0)}<|{message['role']}|>\n"
+            if message["role"] == "assistant":
+                texts += [message["content"], ""]
+                answers.append(len(texts) - 2)
+            else:
+                texts[-1] += message["content"]
+        parts: list[tuple[np.ndarray, int]] = []
+        for number, tokens in enumerate(self._tokenizer.encode_batch(texts)):
+            parts.append((tokens, int(number in answers)))
+            if number in answers:
+                parts.append((self._end, 1))
+        return _joined(parts)
+
+
+class JinjaTemplate:
+    """A tokenizer's own template, as Hugging Face's `apply_chat_template` renders it.
+
+    What the assistant says is found by rendering the conversation once more with something else in
+    its place: what changed is the answer, however the template trims or rearranges it. The special
+    token that follows it is learned too. Deviation: the template knows no date of today
+    (`strftime_now`), because data must not depend on the day.
+    """
+
+    def __init__(self, source: str, name: str, tokenizer: FileTokenizer, variables: dict[str, str]):
+        """Compile.
+
+        Raises:
+            ConfigError: the template is broken.
+        """
+        self.name = name
+        told = json.dumps([source, variables], sort_keys=True)
+        self.fingerprint = f"jinja-{hashlib.sha256(told.encode()).hexdigest()[:16]}"
+        self._tokenizer, self._variables = tokenizer, variables
+        self._render = _compiled(source, name)
+
+    def encode(self, messages: Sequence[Message]) -> Weighted:
+        """See `ChatTemplate`."""
+        text = self._rendered(messages)
+        spans = [
+            self._span(text, messages, number)
+            for number, message in enumerate(messages)
+            if message["role"] == "assistant"
+        ]
+        tokens, offsets, special = self._tokenizer.encode_spans(text)
+        weights = np.zeros(len(tokens), np.uint8)
+        ended = True
+        for start, stop in spans:
+            inside = (offsets[:, 0] < stop) & (np.maximum(offsets[:, 1], offsets[:, 0] + 1) > start)
+            ended = self._mark_end(text, stop, offsets, special, weights)
+            weights[inside] = 1
+        if not ended and spans[-1][1] == len(text.rstrip()):
+            return _joined([(tokens, weights), (_end(self._tokenizer), 1)])
+        return Weighted(tokens, weights)
+
+    def _mark_end(
+        self, text: str, stop: int, offsets: np.ndarray, special: np.ndarray, weights: np.ndarray
+    ) -> bool:
+        """Count the special token that follows an answer, and white space before it."""
+        after = np.flatnonzero((offsets[:, 0] >= stop) & special)
+        if not len(after) or text[stop : offsets[after[0], 0]].strip():
+            return False
+        weights[(offsets[:, 0] >= stop) & (np.arange(len(weights)) <= after[0])] = 1
+        return True
+
+    def _span(self, text: str, messages: Sequence[Message], number: int) -> tuple[int, int]:
+        changed = [dict(message) for message in messages]
+        changed[number]["content"] = _STAND_IN
+        other = self._rendered(changed)
+        start = _common(text, other)
+        stop = len(text) - _common(text[start:][::-1], other[start:][::-1])
+        if start >= stop:
+            raise BadRecord(
+                f"message {number + 1} does not appear in what the chat template {self.name} makes "
+                "of it. Use data.chat_template=plain."
+            )
+        return start, stop
+
+    def _rendered(self, messages: Sequence[Message]) -> str:
+        try:
+            return self._render(
+                messages=[dict(message) for message in messages],
+                add_generation_prompt=False,
+                **self._variables,
+            )
+        except Exception as error:  # a template may fail as any program
+            raise BadRecord(
+                f"does not fit the chat template {self.name} ({str(error) or type(error).__name__})"
+                ". Repair it, or use data.chat_template=plain."
+            ) from None
+
+
+def load_template(name: str, tokenizer: Tokenizer) -> ChatTemplate:
+    """The template that `data.chat_template` names.
+
+    Args:
+        name: "auto" = the tokenizer's own if there is one, else plain; "plain"; or a file's path.
+        tokenizer: what conversations are tokenised with.
+
+    Raises:
+        ConfigError: no such file, a broken template, or a tokenizer it cannot be used with.
+    """
+    if name == "plain" or (name == "auto" and not isinstance(tokenizer, FileTokenizer)):
+        return PlainTemplate(tokenizer)
+    if not isinstance(tokenizer, FileTokenizer):
+        raise ConfigError(
+            [
+                f"data.chat_template={name!r} with tokenizer {tokenizer.name!r}: a template's "
+                "special tokens are those of a tokenizer.json. Set data.tokenizer, or use plain."
+            ]
+        )
+    folder = Path(tokenizer.name).parent
+    settings = _tokenizer_settings(folder)
+    variables = {key: text for key, value in settings.items() if (text := _token_text(key, value))}
+    path = folder / "chat_template.jinja" if name == "auto" else Path(name).expanduser()
+    if path.is_file():
+        return JinjaTemplate(path.read_text("utf-8"), str(path), tokenizer, variables)
+    if name != "auto":
+        raise ConfigError(
+            [
+                f"data.chat_template={name!r} is not a file: it is auto, plain, or the path of a "
+                "Jinja template. Check the path."
+            ]
+        )
+    source = _own_template(settings)
+    if source is None:
+        return PlainTemplate(tokenizer)
+    return JinjaTemplate(source, f"of {folder / 'tokenizer_config.json'}", tokenizer, variables)
+
+
+def _tokenizer_settings(folder: Path) -> dict[str, Any]:
+    path = folder / "tokenizer_config.json"
+    if not path.is_file():
+        return {}
+    try:
+        found = json.loads(path.read_text("utf-8"))
+    except ValueError as error:
+        raise ConfigError(
+            [
+                f"{str(path)!r} is not JSON ({error}). Copy it again, or use "
+                "data.chat_template=plain."
+            ]
+        ) from None
+    return found if isinstance(found, dict) else {}
+
+
+def _own_template(settings: dict[str, Any]) -> str | None:
+    """`chat_template`: a text, or several by name."""
+    found = settings.get("chat_template")
+    if isinstance(found, list):
+        named = {entry.get("name"): entry.get("template") for entry in found}
+        found = named.get("default")
+    return found if isinstance(found, str) else None
+
+
+def _token_text(key: str, value: Any) -> str:
+    """The text of `bos_token` and the like, written as a text or as an object."""
+    if not key.endswith("_token"):
+        return ""
+    text = value.get("content") if isinstance(value, dict) else value
+    return text if isinstance(text, str) else ""
+
+
+def _compiled(source: str, name: str) -> Callable[..., str]:
+    """A Jinja template as a function; it can reach nothing but what it is given."""
+    import jinja2
+    from jinja2.ext import Extension
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """`{% generation %}`: marks answers for those who read it; here they are found anyway."""
+
+        tags = {"generation"}  # noqa: RUF012  # the base class's own form
+
+        def parse(self, parser: Any) -> Any:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    def raise_exception(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    def to_json(value: Any, **options: Any) -> str:
+        return json.dumps(value, ensure_ascii=False, **options)
+
+    # Trimmed blocks and loop controls are what templates are written for.
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
+    )
+    environment.globals["raise_exception"] = raise_exception
+    environment.filters["tojson"] = to_json
+    try:
+        return environment.from_string(source).render
+    except jinja2.TemplateSyntaxError as error:
+        raise ConfigError(
+            [
+                f"chat template {name} is broken (line {error.lineno}: {error.message}). Repair "
+                "it, or use data.chat_template=plain."
+            ]
+        ) from None
+
+
+def _common(a: str, b: str) -> int:
+    """How many characters two texts begin with alike."""
+    same = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), None)
+    return min(len(a), len(b)) if same is None else same
+
+
+def _end(tokenizer: Tokenizer) -> np.ndarray:
+    if tokenizer.end_id is None:
+        raise ConfigError(
+            [
+                f"tokenizer {tokenizer.name!r} has no end token that is known: a model could not "
+                "learn where an answer ends. Set data.end_token to one of its tokens."
+            ]
+        )
+    return np.array([tokenizer.end_id], np.uint32)
+
+
+def _joined(parts: Sequence[tuple[np.ndarray, int | np.ndarray]]) -> Weighted:
+    tokens = [tokens.astype(np.uint32) for tokens, _ in parts]
+    weights = [np.broadcast_to(np.asarray(weight, np.uint8), len(t)) for t, weight in parts]
+    return Weighted(np.concatenate(tokens), np.concatenate(weights))

@@ -1,0 +1,66 @@
+"""Hugging Face model directories made without transformers, and a tokenizer for them."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+
+from jaxdist.huggingface import safetensors
+from jaxdist.huggingface.families import family_of, pieces, write_config
+from jaxdist.models.configs import DecoderConfig
+
+# As ChatML, but what the assistant says is marked for transformers' own mask.
+CHATML = """\
+{%- for message in messages %}
+{{- '<|im_start|>' + message['role'] + '\\n' }}
+{%- if message['role'] == 'assistant' %}
+{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}
+{%- else %}
+{{- message['content'] + '<|im_end|>' }}
+{%- endif %}
+{{- '\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
+"""
+
+
+def write_tokenizer(path: Path, texts, vocab_size: int = 320, template: str = "") -> None:
+    """A tokenizer's files: byte-level BPE with ChatML's special tokens."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    inner = Tokenizer(models.BPE())
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size - 3,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    inner.train_from_iterator(texts, trainer)
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    inner.add_special_tokens([AddedToken(token, special=True) for token in special])
+    inner.save(str(path / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": {"__type": "AddedToken", "content": "<|endoftext|>"},
+        "eos_token": "<|im_end|>",
+    }
+    (path / "tokenizer_config.json").write_text(json.dumps(settings))
+    if template:
+        (path / "chat_template.jinja").write_text(template)
+
+
+def write_model(path: Path, config: DecoderConfig, dtype=np.float32, scale: float = 1.0) -> None:
+    """A model directory as Hugging Face has it, with random weights."""
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "config.json").write_text(json.dumps(write_config(config, "float32")))
+    rng = np.random.default_rng(0)
+    tensors = {}
+    for piece in pieces(config, family_of(config)):
+        for source in piece.sources:
+            values = scale * rng.standard_normal(source.shape, np.float32)
+            if piece.name.endswith("/scale"):  # of a norm: near 1, or nothing passes
+                values += 1
+            values = values.astype(dtype)
+            tensors[source.name] = safetensors.Tensor(values.shape, values.dtype, [values])
+    safetensors.write(path / "model.safetensors", tensors, {})

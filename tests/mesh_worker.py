@@ -1,0 +1,139 @@
+"""A process that trains on some mesh from some checkpoint and writes down what it saw.
+
+    python tests/mesh_worker.py '{"devices": 8, "jobs": [...], "out": "records.jsonl", ...}'
+
+A job: `mesh` and `flags`, `source` (a checkpoint directory to go on from, or ""), `target` (where
+to save after `save_after` steps, or ""), `steps` to train. Its record has the digest of every leaf
+as it was restored and as it was saved, of every batch, and every loss.
+"""
+
+import hashlib
+import json
+import os
+import sys
+from pathlib import Path
+
+FLAGS = [
+    "--model.d_model=64",
+    "--model.num_layers=4",
+    "--model.num_heads=8",
+    "--model.mlp_dim=64",
+    "--train.seq_len=16",
+    "--train.global_batch_size=64",
+    "--optim.warmup_steps=2",
+    "--data.packing=best_fit",
+]
+
+
+def main() -> None:
+    settings = json.loads(sys.argv[1])
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    import jax
+
+    jax.config.update("jax_num_cpu_devices", settings["devices"])
+    if settings.get("processes", 1) > 1:
+        address = f"127.0.0.1:{settings['port']}"
+        jax.distributed.initialize(
+            address,
+            settings["processes"],
+            settings["process"],
+            coordinator_bind_address=address,
+            cluster_detection_method="deactivate",
+            initialization_timeout=60,
+            heartbeat_timeout_seconds=60,
+            shutdown_timeout_seconds=30,
+        )
+    parts: dict = {}
+    for job in settings["jobs"]:
+        key = (job["mesh"], *job["flags"])
+        if key not in parts:
+            parts[key] = assembled(job, settings["data"])
+        record = run(job, parts[key])
+        if jax.process_index() == 0:
+            with Path(settings["out"]).open("a") as out:
+                out.write(json.dumps(record) + "\n")
+    if settings.get("processes", 1) > 1:
+        jax.distributed.shutdown()
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def assembled(job: dict, data: str):
+    import jax
+
+    from jaxdist.assembly import assemble
+    from jaxdist.config import read_run
+    from jaxdist.mesh import MeshSpec
+
+    flags = [*FLAGS, f"--data.sources={data}", f"--mesh={job['mesh']}", *job["flags"]]
+    config = read_run(flags, command="mesh_worker")
+    return assemble(config, jax.devices()[: MeshSpec.parse(job["mesh"]).num_devices])
+
+
+def run(job: dict, parts) -> dict:
+    import numpy as np
+
+    from jaxdist.checkpoint import CheckpointConfig, Checkpointer
+    from jaxdist.data import Loader, open_datasets, resume_sample
+
+    config = parts.config
+    dataset, _ = open_datasets(config.data, seq_len=config.train.seq_len, seed=config.seed)
+    quiet = {"log": lambda line: None}
+    record: dict = {"job": job["name"], "batches": [], "losses": []}
+    if job["source"]:
+        reader = Checkpointer(Path(job["source"]), CheckpointConfig(), read_only=True, **quiet)
+        state, meta, step = reader.restore(parts.abstract_state())
+        first = resume_sample(meta["data"], dataset, seed=config.seed)
+    else:
+        state, step, first = parts.init_state(), 0, 0
+    record |= {"start": step, "restored": leaf_digests(state)}
+    loader = Loader(
+        dataset,
+        global_batch_size=config.train.global_batch_size,
+        seed=config.seed,
+        sharding=parts.step.batch_sharding,
+        start_sample=first,
+    )
+    for number in range(1, job["steps"] + 1):
+        batch = next(loader)
+        record["batches"].append(digest({k: gathered(v) for k, v in batch.items()}))
+        state, metrics = parts.step.train(state, batch)
+        record["losses"].append(float(np.asarray(metrics["loss"])))
+        if job["target"] and number == job["save_after"]:
+            record["saved"] = leaf_digests(state)
+            writer = Checkpointer(Path(job["target"]), CheckpointConfig(), **quiet)
+            writer.save(step + number, state, {"data": loader.state()}, force=True)
+            writer.close()
+    loader.close()
+    return record
+
+
+def leaf_digests(state) -> dict[str, str]:
+    """SHA-256 of each leaf, gathered on the host of every process."""
+    import jax
+
+    from jaxdist.checkpoint import tree
+
+    leaves = tree.leaves_of(state)
+    assert len({leaf.name for leaf in leaves}) == len(jax.tree.leaves(state))
+    return {leaf.name: digest({"": gathered(tree.plain(leaf))}) for leaf in leaves}
+
+
+def gathered(array):
+    import numpy as np
+    from jax.experimental import multihost_utils
+
+    if array.is_fully_addressable:
+        return np.asarray(array)
+    return np.asarray(multihost_utils.process_allgather(array, tiled=True))
+
+
+def digest(arrays: dict) -> str:
+    found = hashlib.sha256()
+    for name, array in sorted(arrays.items()):
+        found.update(f"{name} {array.shape} {array.dtype} ".encode() + array.tobytes())
+    return found.hexdigest()[:16]
+
+
+if __name__ == "__main__":
+    main()

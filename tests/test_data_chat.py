@@ -1,0 +1,409 @@
+"""Conversations and completions: what counts in the loss, against transformers and plain numpy."""
+
+import json
+import os
+import re
+
+import jax
+import numpy as np
+import pytest
+from hf_models import CHATML, write_tokenizer
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxdist.data import DataConfig, Loader, load_tokenizer, open_datasets
+from jaxdist.data.__main__ import main
+from jaxdist.data.chat import JinjaTemplate, PlainTemplate, load_template
+from jaxdist.data.corpus import Corpus
+from jaxdist.mesh import BATCH_AXES, MeshSpec
+from jaxdist.types import ConfigError
+
+# Trims, and shows the thinking of the last answer only, as templates of reasoning models do.
+THINKING = """\
+{{- bos_token }}
+{%- for message in messages %}
+{%- set said = message['content'].split('</think>')[-1] | trim %}
+{%- if loop.last and message['role'] == 'assistant' %}{% set said = '<think>\\n\\n</think>\\n\\n' + said %}{% endif %}
+{{- '<|im_start|>' + message['role'] + '\\n' + said + '<|im_end|>\\n' }}
+{%- endfor %}
+"""  # noqa: E501
+TALKS = [
+    [("user", "What is a mesh?"), ("assistant", "Devices with names.")],
+    [("system", "Be brief."), ("user", "Hi"), ("assistant", "Hi\n"), ("user", "Bye"),
+     ("assistant", "  Tschüß € 👋")],
+    [("user", "x" * 70), ("assistant", "y"), ("user", "And then?")],
+]  # fmt: skip
+
+
+def conversation(talk) -> dict:
+    return {"messages": [{"role": role, "content": text} for role, text in talk], "id": 7}
+
+
+def write_lines(path, records):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory, monkeypatch):
+    monkeypatch.setenv("JAXDIST_CACHE", str(tmp_path_factory.mktemp("cache")))
+
+
+@pytest.fixture
+def chats(tmp_path):
+    return write_lines(tmp_path / "chats.jsonl", [conversation(talk) for talk in TALKS])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A tokenizer's files, no template yet."""
+    path = tmp_path_factory.mktemp("tokenizer")
+    write_tokenizer(path, [text for talk in TALKS for _, text in talk])
+    return path
+
+
+def with_template(folder, tmp_path, source: str, form: str):
+    """The tokenizer's files with a template, in one of the places that it may lie."""
+    target = tmp_path / f"with-{form}"
+    target.mkdir()
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    if form == "file":
+        (target / "chat_template.jinja").write_text(source)
+    elif form == "setting":
+        settings["chat_template"] = source
+    else:
+        settings["chat_template"] = [
+            {"name": "other", "template": "no"},
+            {"name": "default", "template": source},
+        ]
+    (target / "tokenizer_config.json").write_text(json.dumps(settings))
+    (target / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
+    return target
+
+
+# --- one conversation
+
+
+@pytest.mark.parametrize("talk", range(len(TALKS)))
+@pytest.mark.parametrize("form", ["file", "setting", "named"])
+def test_a_tokenizers_own_template_gives_transformers_tokens_and_mask(folder, tmp_path, talk, form):
+    transformers = pytest.importorskip("transformers", reason="needs the reference extra")
+    path = with_template(folder, tmp_path, CHATML, form)
+    messages = conversation(TALKS[talk])["messages"]
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(path)
+    expected = theirs.apply_chat_template(
+        messages,
+        tokenize=True,
+        return_dict=True,
+        return_assistant_tokens_mask=True,
+        chat_template=CHATML,
+    )
+    template = load_template("auto", load_template_tokenizer(path))
+    assert isinstance(template, JinjaTemplate)
+    tokens, weights = template.encode(messages)
+    assert tokens.tolist() == expected["input_ids"]
+    assert weights.tolist() == expected["assistant_masks"]
+
+
+def load_template_tokenizer(path):
+    return load_tokenizer(str(path / "tokenizer.json"))
+
+
+def learned(tokenizer, tokens, weights) -> list[str]:
+    """The runs of tokens that count, as texts, special tokens included."""
+    runs = np.split(np.arange(len(tokens)), np.flatnonzero(np.diff(weights)) + 1)
+    inner = tokenizer._inner
+    return [
+        inner.decode(tokens[run].tolist(), skip_special_tokens=False)
+        for run in runs
+        if weights[run[0]]
+    ]
+
+
+def test_answers_are_found_where_a_template_trims_and_rearranges_them(folder, tmp_path):
+    path = with_template(folder, tmp_path, THINKING, "file")
+    tokenizer = load_template_tokenizer(path)
+    talk = [("user", "Hi "), ("assistant", "<think>hm</think> Hi"), ("user", "Hi"),
+            ("assistant", " Hi Hi  ")]  # fmt: skip
+    messages = conversation(talk)["messages"]
+    tokens, weights = load_template("auto", tokenizer).encode(messages)
+    assert learned(tokenizer, tokens, weights) == ["Hi<|im_end|>", "Hi Hi<|im_end|>"]
+    assert tokens[0] == tokenizer._inner.token_to_id("<|endoftext|>")
+
+
+def test_without_an_ending_of_its_own_the_end_token_closes_the_last_answer(folder, tmp_path):
+    source = "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}\n{% endfor %}"
+    path = with_template(folder, tmp_path, source, "file")
+    tokenizer = load_template_tokenizer(path)
+    messages = conversation(TALKS[0])["messages"]
+    tokens, weights = load_template("auto", tokenizer).encode(messages)
+    assert tokens[-1] == tokenizer.end_id and weights[-1] == 1
+    assert learned(tokenizer, tokens, weights) == ["Devices with names.", "<|endoftext|>"]
+
+
+def test_the_plain_template_is_what_its_description_shows():
+    """By hand, byte by byte: byte 0 ends an answer."""
+    tokens, weights = PlainTemplate(load_tokenizer("bytes")).encode(
+        conversation(TALKS[1])["messages"]
+    )
+    said = [
+        ("<|system|>\nBe brief.\n<|user|>\nHi\n<|assistant|>\n", 0),
+        ("Hi\n\0", 1),
+        ("\n<|user|>\nBye\n<|assistant|>\n", 0),
+        ("  Tschüß € 👋\0", 1),
+    ]
+    assert bytes(tokens.astype(np.uint8)).decode() == "".join(text for text, _ in said)
+    expected = np.concatenate([np.full(len(text.encode()), w) for text, w in said])
+    np.testing.assert_array_equal(weights, expected)
+
+
+def test_the_plain_template_is_used_where_a_tokenizer_brings_none(folder):
+    tokenizer = load_template_tokenizer(folder)
+    assert load_template("auto", tokenizer).name == "plain"
+    assert load_template("plain", tokenizer).name == "plain"
+    tokens, weights = load_template("auto", tokenizer).encode(conversation(TALKS[0])["messages"])
+    assert learned(tokenizer, tokens, weights) == ["Devices with names.<|endoftext|>"]
+
+
+# --- rows
+
+
+def expected_stream(records) -> tuple[bytes, np.ndarray, list[int]]:
+    """Completions by hand: all bytes, which of them are learned, where records end."""
+    text, weights, ends = b"", [], []
+    for record in records:
+        prompt, completion = record["prompt"].encode(), record["completion"].encode() + b"\0"
+        text += prompt + completion
+        weights += [0] * len(prompt) + [1] * len(completion)
+        ends.append(len(text))
+    return text, np.array(weights), ends
+
+
+def completions(count=60, seed=0) -> list[dict]:
+    rng = np.random.default_rng(seed)
+    word = lambda n: bytes(rng.integers(97, 123, n, np.uint8)).decode()
+    return [
+        {"prompt": word(rng.integers(0, 12)), "completion": word(rng.integers(1, 40))}
+        for _ in range(count)
+    ]
+
+
+@pytest.mark.parametrize("packing", ["auto", "documents"])
+def test_rows_weigh_answers_alone_and_keep_records_apart(tmp_path, packing):
+    records = completions()
+    path = write_lines(tmp_path / "pairs.jsonl", records)
+    config = DataConfig(
+        sources=[str(path)], records="completion", packing=packing, eval_fraction=0.0
+    )
+    train, _ = open_datasets(config, seq_len=16)
+    text, weights, ends = expected_stream(records)
+    record_of = np.searchsorted(ends, np.arange(len(text)), side="right")
+    rows = train.rows(np.arange(train.num_rows))
+    taught = []
+    for row in range(train.num_rows):
+        fields = {name: rows[name][row] for name in rows}
+        pieces = np.unique(fields["segments"][fields["segments"] > 0])
+        for piece in pieces:
+            inside = np.flatnonzero(fields["segments"] == piece)
+            tokens = bytes(fields["tokens"][inside].astype(np.uint8))
+            last = bytes([fields["targets"][inside[-1]]])
+            # Where in all text this piece stands: the one place whose weights agree too.
+            places = [m.start() for m in re.finditer(re.escape(tokens + last), text)]
+            assert any(
+                np.array_equal(
+                    fields["weights"][inside],
+                    np.where(
+                        record_of[place + 1 : place + 1 + len(inside)] == record_of[place],
+                        weights[place + 1 : place + 1 + len(inside)],
+                        0,
+                    ),
+                )
+                for place in places
+            ), (row, piece)
+            learned_here = fields["weights"][inside] == 1
+            taught.append(fields["targets"][inside][learned_here])
+    got = np.sort(np.concatenate(taught))
+    # A record's first token is never a target; all other learned tokens are, each once.
+    firsts = np.concatenate([[0], ends[:-1]])
+    targets = np.setdiff1d(np.flatnonzero(weights), firsts)
+    if packing == "documents":  # windows: the last, partial row is left out
+        targets = targets[targets <= train.num_rows * 16]
+    np.testing.assert_array_equal(got, np.sort(np.frombuffer(text, np.uint8)[targets]))
+    assert train.identity["packing"] == ("best_fit" if packing == "auto" else packing)
+
+
+def test_pieces_without_an_answer_are_left_out(tmp_path, caplog):
+    caplog.set_level("INFO", logger="jaxdist")
+    records = [{"prompt": "p" * 80, "completion": "c"}, {"prompt": "", "completion": "d" * 7}]
+    path = write_lines(tmp_path / "pairs.jsonl", records)
+    config = DataConfig(sources=[str(path)], records="completion", eval_fraction=0.0)
+    train, _ = open_datasets(config, seq_len=16)
+    rows = train.rows(np.arange(train.num_rows))
+    assert (rows["weights"].sum(1) > 0).all()
+    assert rows["weights"].sum() == 2 + 7
+    assert rows["segments"].astype(bool).sum() < 2 * 16 + 8
+    assert "1 of 2 records are longer than train.seq_len=16" in caplog.text
+
+
+@pytest.mark.parametrize("mesh", ["dp=1", "dp=2,fsdp=2,tp=2"])
+def test_a_step_has_one_batch_wherever_it_starts_and_on_every_mesh(chats, mesh):
+    config = DataConfig(sources=[str(chats)] * 2, records="chat", eval_fraction=0.0)
+    train, _ = open_datasets(config, seq_len=32)
+    spec = MeshSpec.parse(mesh)
+    sharding = NamedSharding(
+        spec.build(jax.devices()[: spec.num_devices]), PartitionSpec(BATCH_AXES)
+    )
+    order = train.order(3)
+    for start in (0, 5):
+        loader = Loader(train, global_batch_size=4, seed=3, sharding=sharding, start_step=start)
+        for step in range(start, 7):
+            expected = train.rows(order.rows(np.arange(4 * step, 4 * step + 4)))
+            batch = next(loader)
+            for name, values in expected.items():
+                np.testing.assert_array_equal(batch[name], values)
+        loader.close()
+
+
+def test_the_folder_of_the_command_gives_the_same_rows(chats, folder, tmp_path):
+    path = with_template(folder, tmp_path, CHATML, "file")
+    tokenizer = str(path / "tokenizer.json")
+    out = tmp_path / "tokens"
+    assert main([str(chats), "--out", str(out), "--records", "chat", "--tokenizer", tokenizer]) == 0
+    settings = {"eval_fraction": 0.0, "tokenizer": tokenizer}
+    read, _ = open_datasets(
+        DataConfig(sources=[str(chats)], records="chat", **settings), seq_len=24
+    )
+    stored, _ = open_datasets(DataConfig(sources=[str(out)], **settings), seq_len=24)
+    assert stored.fingerprint == read.fingerprint
+    everything = np.arange(read.num_rows)
+    for name, values in read.rows(everything).items():
+        np.testing.assert_array_equal(stored.rows(everything)[name], values)
+    assert Corpus(out).weights(0, Corpus(out).num_tokens).sum() > 0
+    assert DataConfig(sources=[str(out)]).packs_documents
+    assert DataConfig(sources=[str(chats)], records="chat").packs_documents
+    assert not DataConfig().packs_documents
+    # Another template is another corpus, also in the cache.
+    plain, _ = open_datasets(
+        DataConfig(sources=[str(chats)], records="chat", chat_template="plain", **settings),
+        seq_len=24,
+    )
+    assert plain.fingerprint != read.fingerprint
+
+
+def test_weights_are_cut_into_shards_like_tokens(tmp_path):
+    from jaxdist.data.corpus import write_corpus
+    from jaxdist.data.encoding import make_encoder
+
+    records = completions()
+    path = write_lines(tmp_path / "pairs.jsonl", records)
+    encoder = make_encoder(load_tokenizer("bytes"), records="completion")
+    write_corpus([path], tmp_path / "one", encoder)
+    write_corpus([path], tmp_path / "many", encoder, shard_tokens=100)
+    one, many = Corpus(tmp_path / "one"), Corpus(tmp_path / "many")
+    assert one.fingerprint == many.fingerprint
+    text, weights, ends = expected_stream(records)
+    for corpus in (one, many):
+        np.testing.assert_array_equal(corpus.weights(0, len(text)), weights)
+        np.testing.assert_array_equal(corpus.document_ends, ends)
+    # The same bytes with the border elsewhere are other data.
+    for prompt, completion in (("a", "bc"), ("ab", "c")):
+        pair = {"prompt": prompt, "completion": completion}
+        write_corpus([write_lines(tmp_path / "p.jsonl", [pair])], tmp_path / prompt, encoder)
+    assert Corpus(tmp_path / "a").fingerprint != Corpus(tmp_path / "ab").fingerprint
+    os.truncate(tmp_path / "many" / "weights-00003.bin", 50)
+    with pytest.raises(ConfigError, match=r"weights-00003.bin' has 50 bytes"):
+        Corpus(tmp_path / "many")
+
+
+def test_parquet_rows_are_records_too(chats, tmp_path):
+    import pyarrow as pa
+    import pyarrow.parquet
+
+    rows = [conversation(talk)["messages"] for talk in TALKS]
+    pa.parquet.write_table(pa.table({"messages": rows}), tmp_path / "chats.parquet")
+    opened = [
+        open_datasets(
+            DataConfig(sources=[str(path)], records="chat", eval_fraction=0.0), seq_len=24
+        )[0]
+        for path in (chats, tmp_path / "chats.parquet")
+    ]
+    assert opened[0].fingerprint == opened[1].fingerprint
+
+
+# --- refusals
+
+ASK = {"role": "user", "content": "a"}
+SAY = {"role": "assistant", "content": "b"}
+BAD_CHATS = {
+    "text": ({"text": "a"}, r"has no list 'messages' \(it has: text\)"),
+    "no_messages": ({"messages": []}, "has no list 'messages'"),
+    "not_objects": ({"messages": ["a"]}, "message 1 is not an object with role and content"),
+    "no_content": ({"messages": [ASK, {"role": "assistant"}]}, "message 2 is not an object"),
+    "role": ({"messages": [{"role": "human", "content": "a"}, SAY]}, "has role 'human': roles are"),
+    "parts": ({"messages": [{"role": "user", "content": [{"type": "text"}]}, SAY]}, "of type list"),
+    "tools": ({"messages": [ASK, {**SAY, "tool_calls": [1]}]}, "message 2 has tool_calls: only"),
+    "silent": ({"messages": [ASK]}, "has no message of the assistant"),
+    "empty_answer": ({"messages": [ASK, {**SAY, "content": " "}]}, "message 2 is an empty answer"),
+    "a_list": (["a"], "is not an object but list"),
+}  # fmt: skip
+BAD_PAIRS = {
+    "no_completion": ({"prompt": "a"}, r"has no text 'completion' \(it has: prompt\)"),
+    "number": ({"prompt": 3, "completion": "a"}, "has no text 'prompt'"),
+    "empty": ({"prompt": "a", "completion": ""}, "has an empty completion"),
+}
+
+
+@pytest.mark.parametrize(
+    ("records", "case"),
+    [("chat", case) for case in BAD_CHATS] + [("completion", case) for case in BAD_PAIRS],
+)
+def test_a_bad_record_is_named_with_file_and_line(tmp_path, records, case):
+    bad, error = (BAD_CHATS if records == "chat" else BAD_PAIRS)[case]
+    good = {"messages": [ASK, SAY], "prompt": "a", "completion": "b"}
+    path = write_lines(tmp_path / "a.jsonl", [good, good, bad])
+    with pytest.raises(ConfigError, match=rf"a\.jsonl:3 .*{error}") as caught:
+        open_datasets(DataConfig(sources=[str(path)], records=records), seq_len=4)
+    assert len(caught.value.problems) == 1
+
+
+def test_a_template_that_refuses_or_drops_an_answer_is_named(folder, tmp_path):
+    strict = "{{ raise_exception('roles must alternate') }}"
+    for source, error in (
+        (strict, r"chats.jsonl:1 does not fit the chat template .*roles must alternate"),
+        ("{{ messages[0].content }}", r"chats.jsonl:1 message 2 does not appear"),
+        ("{% for %}", "chat_template.jinja is broken .line 1"),
+        ("{{ ''.__class__.__mro__ }}", "does not fit .*unsafe"),
+    ):
+        template = tmp_path / "chat_template.jinja"
+        template.write_text(source)
+        chats = write_lines(tmp_path / "chats.jsonl", [conversation(TALKS[0])])
+        config = DataConfig(
+            sources=[str(chats)],
+            records="chat",
+            tokenizer=str(folder / "tokenizer.json"),
+            chat_template=str(template),
+        )
+        with pytest.raises(ConfigError, match=error):
+            open_datasets(config, seq_len=8)
+
+
+def test_settings_that_do_not_fit_records_are_refused(tmp_path, chats):
+    problems = DataConfig(records="chat", packing="stream", chat_template="none").problems()
+    assert len(problems) == 3
+    assert '"stdlib", which is text' in problems[0]
+    assert "packing=stream" in problems[1]
+    assert "chat_template='none' is not a file" in problems[2]
+    text = tmp_path / "a.txt"
+    text.write_text("text")
+    for source, settings, error in (
+        (text, {"records": "chat"}, "is not .jsonl or .parquet"),
+        (chats, {}, "or data.records=chat for conversations"),
+        (chats, {"records": "completion"}, "has no text 'prompt'"),
+        (chats, {"records": "chat", "chat_template": str(text)}, "are those of a tokenizer.json"),
+    ):
+        with pytest.raises(ConfigError, match=error):
+            open_datasets(DataConfig(sources=[str(source)], **settings), seq_len=8)
+    out = tmp_path / "tokens"
+    assert main([str(chats), "--out", str(out), "--records", "chat"]) == 0
+    with pytest.raises(ConfigError, match="packing=stream with conversations"):
+        open_datasets(DataConfig(sources=[str(out)], packing="stream"), seq_len=8)
+    assert main([str(chats), "--out", str(out) + "2", "--records", "chat", "--train-bpe=300"]) == 2

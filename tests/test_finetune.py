@@ -1,0 +1,229 @@
+"""From a Hugging Face directory to a tuned one, in one command, against transformers."""
+
+import dataclasses
+import json
+import subprocess
+
+import jax
+import numpy as np
+import pytest
+from commands import records, run
+from decoders import FAMILIES, logits_of
+from hf_models import CHATML, write_model, write_tokenizer
+
+from jaxdist.assembly import open_run
+from jaxdist.config import read_run
+from jaxdist.convert.__main__ import main as convert
+from jaxdist.data import open_datasets
+from jaxdist.models import DecoderConfig, build
+from jaxdist.types import ConfigError
+
+VOCAB = 320
+FLAGS = [
+    "--data.records=chat",
+    "--data.eval_fraction=0.2",
+    "--train.seq_len=64",
+    "--train.global_batch_size=8",
+    "--optim.peak_lr=3e-3",
+    "--optim.warmup_steps=2",
+    "--eval.interval_steps=0",
+    "--monitoring.log_every_steps=1",
+]
+
+
+def talk(number: int) -> dict:
+    color = ("red", "green", "blue")[number % 3]
+    return {
+        "messages": [
+            {"role": "user", "content": f"What colour has number {number}?"},
+            {"role": "assistant", "content": f"Number {number} is {color}."},
+            {"role": "user", "content": "Sure?"},
+            {"role": "assistant", "content": f"Yes, {color}."},
+        ]
+    }
+
+
+def config_of(family: str) -> DecoderConfig:
+    return dataclasses.replace(FAMILIES[family], vocab_size=VOCAB, max_seq_len=64)
+
+
+def make_directory(path, family: str):
+    """A model directory with a tokenizer, its chat template, and conversations."""
+    talks = [talk(number) for number in range(60)]
+    write_model(path, config_of(family), scale=0.1)
+    texts = [message["content"] for t in talks for message in t["messages"]]
+    write_tokenizer(path, texts, VOCAB, CHATML)
+    (path / "chats.jsonl").write_text("".join(json.dumps(t) + "\n" for t in talks))
+
+
+def tune(path, run_dir, *flags) -> subprocess.CompletedProcess:
+    done = run(
+        "train", "--init-from", path, f"--data.sources={path / 'chats.jsonl'}", "--run-dir",
+        run_dir, *FLAGS, *flags,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
+def transformers_loss(path, rows) -> float:
+    """Mean loss of answers: each conversation's piece alone, through transformers."""
+    torch = pytest.importorskip("torch", reason="needs the reference extra (torch)")
+    transformers = pytest.importorskip("transformers", reason="needs the reference extra")
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        path, attn_implementation="eager", dtype=torch.float32
+    ).eval()
+    total = weight = 0.0
+    for row in range(len(rows["tokens"])):
+        for segment in range(1, rows["segments"][row].max() + 1):
+            inside = rows["segments"][row] == segment
+            with torch.no_grad():
+                logits = model(torch.from_numpy(rows["tokens"][row][inside][None]).long()).logits[0]
+            log_probs = torch.log_softmax(logits.double(), -1).numpy()
+            picked = log_probs[np.arange(inside.sum()), rows["targets"][row][inside]]
+            total -= (picked * rows["weights"][row][inside]).sum()
+            weight += rows["weights"][row][inside].sum()
+    return total / weight
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "mesh"),
+    [
+        ("llama3.1", "fsdp=8"),
+        ("qwen3", "fsdp=2,tp=2,pp=2"),
+        ("gpt2", "dp=2,tp=2,pp=2"),
+        ("qwen2", "dp=1"),
+    ],
+)
+def test_one_command_tunes_a_hugging_face_directory(tmp_path, family, mesh):
+    """Loss of the first step as transformers', falling, and back to a directory with our logits."""
+    source, run_dir = tmp_path / "model", tmp_path / "run"
+    make_directory(source, family)
+    simulate = [] if mesh == "dp=1" else ["--simulate=8"]
+    done = tune(source, run_dir, "--steps=30", f"--mesh={mesh}", *simulate)
+    assert f"weights from {source}" in done.stdout + done.stderr
+    losses = [record["loss"] for record in records(run_dir, "train")]
+    opened = open_run(str(run_dir))
+    assert opened.parts.config.model == config_of(family)
+    train, _ = open_datasets(opened.parts.config.data, seq_len=64)
+    assert train.identity["packing"] == "best_fit"
+    first = train.rows(train.order(0).rows(np.arange(8)))
+    # Float32 sums in another order: the contract's tolerance between meshes.
+    np.testing.assert_allclose(losses[0], transformers_loss(source, first), rtol=2e-5)
+    assert losses[-1] < 0.7 * losses[0]
+    out = tmp_path / "out"
+    assert convert(["to-hf", str(run_dir), str(out)]) == 0
+    assert (out / "chat_template.jinja").read_text() == CHATML
+    params, step = opened.params()
+    assert step == 30
+    import torch
+    import transformers
+
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(out, attn_implementation="eager")
+    with torch.no_grad():
+        expected = theirs.eval()(torch.from_numpy(first["tokens"]).long()).logits.numpy()
+    ours = logits_of(
+        build(config_of(family), seq_len=64),
+        jax.tree.map(np.asarray, params),
+        {"tokens": first["tokens"]},
+    )
+    np.testing.assert_allclose(ours, expected, atol=1e-4, rtol=0)  # logits of order 10
+
+
+def test_a_directory_gives_model_and_tokenizer_and_the_user_the_rest(tmp_path):
+    make_directory(tmp_path, "llama3.1")
+    for spelled in ("--init-from", "--init_from"):
+        config = read_run([spelled, str(tmp_path), "--model.dropout=0.1"], command="jaxdist.train")
+        assert config.init_from == str(tmp_path)
+        assert config.data.tokenizer == str(tmp_path / "tokenizer.json")
+        assert config.model.dropout == 0.1
+        assert config.model.num_kv_heads == 2 and config.model.tie_embeddings
+        assert config.optim.peak_lr == 2e-5
+    file = tmp_path / "run.toml"
+    file.write_text(f'init_from = "{tmp_path}"\n[optim]\npeak_lr = 1e-4\n')
+    config = read_run(["--config", str(file)], command="jaxdist.train")
+    assert config.model.vocab_size == VOCAB and config.optim.peak_lr == 1e-4
+
+
+@pytest.mark.parametrize(
+    ("flags", "error"),
+    [
+        (["--model.num_layers=4"], r"model.num_layers=4 is not what .* gives 2. Leave"),
+        (["--model.rope_theta=10000"], r"model.rope_theta=10000.0 is not what"),
+        (["--model=cnn", "--data.sources=stdlib"], r"model.kind='cnn' with init_from"),
+    ],
+)
+def test_settings_against_the_weights_are_refused(tmp_path, flags, error):
+    make_directory(tmp_path, "llama3.1")
+    with pytest.raises(ConfigError, match=error):
+        read_run(["--init-from", str(tmp_path), *flags], command="jaxdist.train")
+
+
+def test_a_directory_that_cannot_be_used_is_refused_before_anything_starts(tmp_path):
+    make_directory(tmp_path, "llama3.1")
+    (tmp_path / "tokenizer.json").unlink()
+    ask = lambda: read_run(["--init-from", str(tmp_path)], command="jaxdist.train")
+    with pytest.raises(ConfigError, match=r"data.tokenizer='.*tokenizer.json' is not a file"):
+        ask()
+    sizes = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**sizes, "model_type": "mamba"}))
+    with pytest.raises(ConfigError, match="model_type='mamba' is not supported"):
+        ask()
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"config.json cannot be read"):
+        ask()
+    with pytest.raises(ConfigError, match=r"init_from='.*nowhere' is not a directory"):
+        read_run(["--init-from", str(tmp_path / "nowhere")], command="jaxdist.train")
+
+
+def test_dropout_of_the_directory_is_not_taken_over_silently(tmp_path):
+    make_directory(tmp_path, "gpt2")
+    sizes = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**sizes, "resid_pdrop": 0.1}))
+    flags = ["--init-from", str(tmp_path), "--train.seq_len=64"]
+    config = read_run(flags, command="jaxdist.train")
+    assert config.model.dropout == 0
+    assert any("resid_pdrop=0.1: not taken over" in line for line in config.remarks())
+
+
+def test_a_tuned_run_goes_on_with_the_same_command(tmp_path):
+    """The second start reads the checkpoint and no weights; its settings are the first one's."""
+    source, run_dir = tmp_path / "model", tmp_path / "run"
+    make_directory(source, "llama2")
+    tune(source, run_dir, "--steps=2", "--simulate=2", "--mesh=fsdp=2")
+    done = tune(source, run_dir, "--steps=3", "--simulate=2", "--mesh=fsdp=2")
+    assert "resumed from step 2" in done.stdout + done.stderr
+    assert "weights from" not in done.stdout + done.stderr
+    assert [record["step"] for record in records(run_dir, "train")] == [1, 2, 3]
+
+
+def test_a_new_head_is_random_and_what_is_left_out_is_named(tmp_path):
+    """A tied model gets a head of its own: refused until it is named, and then the seed's."""
+    from jaxdist.assembly import assemble
+
+    source = tmp_path / "model"
+    make_directory(source, "qwen2")
+    flags = ["--init-from", str(source), "--model.tie_embeddings=false", "--mesh=fsdp=4"]
+    flags += ["--train.global_batch_size=8"]
+    with pytest.raises(ConfigError, match=r"model.tie_embeddings=False is not what"):
+        read_run(flags, command="jaxdist.train")
+    config = read_run([*flags, "--init-fresh=head/kernel"], command="jaxdist.train")
+    parts = assemble(config, jax.devices()[:4])
+    params = parts.init_state().params
+    random = assemble(dataclasses.replace(config, init_from="", init_fresh=[]), jax.devices()[:4])
+    expected = random.init_state().params
+    np.testing.assert_array_equal(params["head"]["kernel"], expected["head"]["kernel"])
+    stored = parts.stored_params(str(source), parts.init_state().params, fresh=["head/kernel"])
+    np.testing.assert_array_equal(params["embed"]["table"], stored["embed"]["table"])
+    assert not np.array_equal(params["embed"]["table"], expected["embed"]["table"])
+    with pytest.raises(ConfigError, match=r"init_fresh names params/tail, and the model has no"):
+        broken = dataclasses.replace(config, init_fresh=["head/kernel", "tail"])
+        assemble(broken, jax.devices()[:4]).init_state()
+    tied = dataclasses.replace(config.model, tie_embeddings=True, qkv_bias=False)
+    other = dataclasses.replace(config, model=tied, init_fresh=[])
+    with pytest.raises(ConfigError, match=r"has params/layers/attention/qkv_bias, the model has"):
+        assemble(other, jax.devices()[:4]).init_state()
+    unused = dataclasses.replace(other, init_unused=["layers/attention/qkv_bias"])
+    assemble(unused, jax.devices()[:4]).init_state()
+    with pytest.raises(ConfigError, match=r"init_fresh=\['head'\] without init_from"):
+        read_run(["--init-fresh=head"], command="jaxdist.train")

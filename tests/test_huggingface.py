@@ -1,0 +1,302 @@
+"""Blocks of Hugging Face tensors: what is read, how much of it, and where it goes on a mesh."""
+
+import dataclasses
+import hashlib
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from commands import environment
+from decoders import FAMILIES
+from hf_models import write_model
+
+from jaxdist.huggingface import directory, loading, safetensors
+from jaxdist.huggingface.directory import is_model, open_weights
+from jaxdist.huggingface.families import family_of, left_out, pieces, write_config
+from jaxdist.huggingface.loading import load_params
+from jaxdist.mesh import MeshSpec
+from jaxdist.models import DecoderConfig, build
+from jaxdist.sharding import RULES, Layout
+from jaxdist.types import ConfigError
+
+SEQ = 16
+
+
+@pytest.fixture
+def read_bytes(monkeypatch):
+    """Bytes that were read from tensors, one number per system read."""
+    counted = []
+    fill = safetensors._fill
+
+    def counting(stream, run):
+        counted.append(run.nbytes)
+        fill(stream, run)
+
+    monkeypatch.setattr(safetensors, "_fill", counting)
+    return counted
+
+
+def random_block(rng, shape) -> tuple[slice, ...]:
+    ends = [sorted(rng.integers(0, size + 1, 2)) for size in shape]
+    whole = rng.random(len(shape)) < 0.4
+    return tuple(
+        slice(0, size) if all_of_it else slice(int(a), int(b))
+        for (a, b), size, all_of_it in zip(ends, shape, whole, strict=True)
+    )
+
+
+SHAPES = [(), (7,), (3000,), (40, 60), (5, 3, 700), (2, 3, 4, 5), (3, 2000, 2), (0, 4)]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_block_of_a_tensor_is_the_block_of_its_values(tmp_path, read_bytes, shape, dtype):
+    rng = np.random.default_rng(0)
+    before = rng.standard_normal(5).astype(np.float32)
+    values = rng.standard_normal(shape).astype(dtype)
+    file = tmp_path / "model.safetensors"
+    tensors = {"a": before, "b": values}
+    safetensors.write(
+        file, {k: safetensors.Tensor(x.shape, x.dtype, [x]) for k, x in tensors.items()}, {}
+    )
+    stored = safetensors.open_all(tmp_path)["b"]
+    assert stored.read().tobytes() == values.tobytes()
+    for _ in range(40):
+        index = random_block(rng, shape)
+        read_bytes.clear()
+        got = stored.read(index)
+        assert got.shape == values[index].shape and got.tobytes() == values[index].tobytes()
+        # Never a row more than asked for; a whole row only where its part is shorter than a page.
+        row = values.itemsize * int(np.prod(shape[1:]))
+        assert sum(read_bytes) <= max(got.nbytes, len(read_bytes) * max(4096, row))
+        if got.nbytes and all(size >= 4096 for size in read_bytes):
+            assert sum(read_bytes) == got.nbytes or max(read_bytes) == row
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_any_block_of_a_part_is_read_from_what_it_is_made_of(name):
+    """Against joining everything, itself proven by transformers' logits (test_convert_hf)."""
+    config = FAMILIES[name]
+    rng = np.random.default_rng(0)
+    for piece in pieces(config, family_of(config)):
+        if piece.layer not in (None, 1):
+            continue
+        theirs = {s.name: rng.standard_normal(s.shape) for s in piece.sources}
+        whole = piece.join(list(theirs.values()))
+        assert whole.shape == piece.shape
+        for _ in range(10):
+            index = random_block(rng, piece.shape)
+            asked = []
+
+            def fetch(source, place, asked=asked, theirs=theirs):
+                asked.append(theirs[source.name].reshape(source.view)[place])
+                return asked[-1]
+
+            got = piece.read(index, fetch, np.dtype(np.float64))
+            np.testing.assert_array_equal(got, whole[index])
+            assert sum(x.size for x in asked) <= got.size  # less where there is padding
+
+
+# --- onto a mesh
+
+
+def target_of(config, mesh: str):
+    spec = MeshSpec.parse(mesh)
+    model = build(config, seq_len=SEQ)
+    layout = Layout(mesh=spec.build(jax.devices()[: spec.num_devices]), rules=dict(RULES))
+    shapes = jax.eval_shape(model.init, jax.random.key(0))
+    shardings = layout.shardings(layout.param_specs(model.axes))
+    return jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings
+    )
+
+
+def joined(path) -> dict[str, np.ndarray]:
+    """Every array of ours from whole tensors, on the host."""
+    weights = open_weights(path)
+    read = lambda piece: piece.join([weights.tensors[n].read() for n in piece.theirs])
+    return {
+        name: np.stack([read(p) for p in parts]) if parts[0].layer is not None else read(parts[0])
+        for name, parts in weights.pieces.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh", "block_bytes"),
+    [
+        ("llama3.1", "fsdp=8", 64 << 20),
+        ("qwen2", "tp=2,pp=2,fsdp=2", 64 << 20),
+        ("qwen3", "dp=1", 900),
+        ("llama3.1", "tp=2,pp=2,fsdp=2", 700),
+        ("gpt2", "dp=2,fsdp=2,tp=2", 64 << 20),
+        ("gpt2", "fsdp=8", 300),
+    ],
+)
+def test_weights_on_a_mesh_have_every_bit(tmp_path, monkeypatch, name, mesh, block_bytes):
+    monkeypatch.setattr(loading, "BLOCK_BYTES", block_bytes)
+    config = FAMILIES[name]
+    write_model(tmp_path / "in", config)
+    params = load_params(tmp_path / "in", target_of(config, mesh))
+    expected = joined(tmp_path / "in")
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        whole = expected.pop("params/" + "/".join(key.key for key in path))
+        np.testing.assert_array_equal(leaf, whole)
+        for shard in leaf.addressable_shards:
+            np.testing.assert_array_equal(shard.data, whole[shard.index])
+    assert not expected
+
+
+@pytest.mark.parametrize("mesh", ["dp=8", "fsdp=8", "dp=2,fsdp=2,tp=2"])
+def test_each_byte_is_read_about_once_and_few_at_a_time(tmp_path, monkeypatch, read_bytes, mesh):
+    monkeypatch.setattr(loading, "BLOCK_BYTES", 1 << 16)
+    monkeypatch.setattr(safetensors, "_PAGE_BYTES", 256)
+    sizes = dict(d_model=512, num_layers=1, num_heads=8, mlp_dim=1024, vocab_size=512)
+    config = DecoderConfig(**sizes)
+    write_model(tmp_path / "in", config)
+    largest = []
+    real = loading._blocks
+
+    def watched(*arguments):
+        for place, values in real(*arguments):
+            largest.append(values.nbytes)
+            yield place, values
+
+    monkeypatch.setattr(loading, "_blocks", watched)
+    load_params(tmp_path / "in", target_of(config, mesh))
+    stored = (tmp_path / "in" / "model.safetensors").stat().st_size
+    assert sum(read_bytes) <= stored
+    assert max(largest) <= 1 << 16
+
+
+def test_what_is_no_model_of_theirs_or_another_one_is_refused(tmp_path):
+    config = FAMILIES["llama2"]
+    source = tmp_path / "in"
+    write_model(source, config)
+    assert is_model(source) and not is_model(tmp_path)
+    other = dataclasses.replace(config, mlp_dim=64)
+    with pytest.raises(ConfigError, match=r"has no params/layers/mlp/up \[2, 32, 2, 64\]"):
+        load_params(source, target_of(other, "dp=1"))
+    other = dataclasses.replace(config, qk_norm=True)
+    with pytest.raises(ConfigError, match=r"has no params/layers/attention/key_norm/scale"):
+        load_params(source, target_of(other, "dp=1"))
+    theirs = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**theirs, "intermediate_size": 64}))
+    with pytest.raises(ConfigError, match=r"is \[48, 32\], and config.json describes \[64, 32\]"):
+        directory.open_weights(source)
+
+
+def test_a_file_that_shrinks_while_it_is_read_is_noticed(tmp_path):
+    write_model(tmp_path, FAMILIES["llama2"])
+    weights = open_weights(tmp_path)
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    last = max(weights.tensors.values(), key=lambda tensor: tensor.offset)
+    with pytest.raises(OSError, match="ended early"):
+        last.read()
+
+
+def test_dropout_that_is_left_out_is_said():
+    config = write_config(FAMILIES["gpt2"], "float32")
+    assert left_out(config) == []
+    (line,) = left_out({**config, "embd_pdrop": 0.1, "attn_pdrop": 0.2})
+    assert "embd_pdrop=0.1, attn_pdrop=0.2: not taken over, dropout is 0" in line
+
+
+WORKER = """
+import hashlib, json, os, sys
+settings = json.loads(sys.argv[1])
+os.environ["JAX_PLATFORMS"] = "cpu"
+import jax
+jax.config.update("jax_num_cpu_devices", 2)
+address = f"127.0.0.1:{settings['port']}"
+jax.distributed.initialize(
+    address, 2, settings["process"], coordinator_bind_address=address,
+    cluster_detection_method="deactivate", initialization_timeout=60,
+    heartbeat_timeout_seconds=60, shutdown_timeout_seconds=30,
+)
+import numpy as np
+from pathlib import Path
+from jax.experimental import multihost_utils
+from test_huggingface import target_of
+from jaxdist.huggingface import safetensors
+from jaxdist.huggingface.loading import load_params
+from jaxdist.models import DecoderConfig
+from jaxdist.types import ConfigError
+
+safetensors._PAGE_BYTES = 64
+counted, fill = [], safetensors._fill
+def counting(stream, run):
+    counted.append(run.nbytes)
+    fill(stream, run)
+safetensors._fill = counting
+target = target_of(DecoderConfig(**settings["sizes"]), settings["mesh"])
+try:
+    params = load_params(Path(settings["folder"]), target)
+except ConfigError as error:
+    print(json.dumps({"refused": str(error)}))
+    os._exit(0)
+read = sum(counted)
+whole = {}
+for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+    name = "params/" + "/".join(key.key for key in path)
+    gathered = np.asarray(multihost_utils.process_allgather(leaf, tiled=True))
+    whole[name] = hashlib.sha256(gathered.tobytes()).hexdigest()
+print(json.dumps({"read": read, "leaves": whole}))
+sys.stdout.flush()
+jax.distributed.shutdown()
+os._exit(0)
+"""
+
+
+def two_processes(folders, config, mesh: str) -> list[dict]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    sizes = dataclasses.asdict(config)
+    tests = str(Path(__file__).parent)
+    env = environment()
+    env["PYTHONPATH"] = os.pathsep.join([tests, env["PYTHONPATH"]])
+    started = []
+    for process, folder in enumerate(folders):
+        settings = {"port": port, "process": process, "folder": str(folder), "sizes": sizes}
+        words = [sys.executable, "-c", WORKER, json.dumps({**settings, "mesh": mesh})]
+        started.append(
+            subprocess.Popen(
+                words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env
+            )
+        )
+    said = [process.communicate(timeout=300) for process in started]
+    assert [process.returncode for process in started] == [0, 0], said
+    return [json.loads(out.splitlines()[-1]) for out, _ in said]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mesh", "share"), [("fsdp=4", 0.5), ("fsdp=2,tp=2", 0.5), ("dp=4", 1.0)])
+def test_each_process_reads_the_slices_of_its_own_devices(tmp_path, mesh, share):
+    config = dataclasses.replace(FAMILIES["qwen3"], d_model=256, mlp_dim=256, vocab_size=512)
+    write_model(tmp_path, config)
+    stored = (tmp_path / "model.safetensors").stat().st_size
+    found = two_processes([tmp_path, tmp_path], config, mesh)
+    expected = {
+        name: hashlib.sha256(array.tobytes()).hexdigest()
+        for name, array in joined(tmp_path).items()
+    }
+    for process in found:
+        assert process["leaves"] == expected
+        assert process["read"] <= (share + 0.02) * stored  # norms are whole on every device
+
+
+@pytest.mark.slow
+def test_processes_that_see_other_files_are_refused(tmp_path):
+    config = FAMILIES["qwen3"]
+    for name, theta in (("a", 1e6), ("b", 1e5)):
+        write_model(tmp_path / name, dataclasses.replace(config, rope_theta=theta))
+    found = two_processes([tmp_path / "a", tmp_path / "b"], config, "fsdp=4")
+    for process in found:
+        assert "processes [1] see other files" in process["refused"]

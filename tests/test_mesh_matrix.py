@@ -1,0 +1,150 @@
+"""Any checkpoint on any mesh: training runs saved on one and continued on another, pair by pair.
+
+For each pair every leaf has the same bits after gathering, the next 20 batches are the same, and
+the next 20 losses are those of the run that never stopped on one device, within the contract.
+"""
+
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from commands import ROOT, environment
+
+pytestmark = pytest.mark.slow
+
+MESHES = {
+    "one": ("dp=1", []),
+    "dp8": ("dp=8", []),
+    "dp8_zero1": ("dp=8", ["--zero=1"]),
+    "dp8_zero2": ("dp=8", ["--zero=2"]),
+    "dp8_zero3": ("dp=8", ["--zero=3"]),
+    "fsdp8": ("fsdp=8", []),
+    "tp4": ("tp=4", []),
+    "pp4": ("pp=4", []),
+    "pp2_interleaved": ("pp=2", ["--pipeline.chunks_per_stage=2"]),
+    "dp2_tp2_pp2": ("dp=2,tp=2,pp=2", []),
+    "dp2_fsdp2_tp2": ("dp=2,fsdp=2,tp=2", []),
+    "fsdp64": ("fsdp=64", []),
+    "dp4_tp4_pp4": ("dp=4,tp=4,pp=4", []),
+}
+PAIRS = [
+    ("one", "dp8"),
+    ("dp8", "one"),
+    ("one", "dp4_tp4_pp4"),
+    ("dp4_tp4_pp4", "one"),
+    ("dp8", "dp4_tp4_pp4"),
+    ("dp4_tp4_pp4", "fsdp8"),
+    ("fsdp8", "fsdp64"),
+    ("fsdp64", "dp2_tp2_pp2"),
+    ("pp4", "one"),
+    ("one", "pp4"),
+    ("tp4", "fsdp8"),
+    ("fsdp8", "tp4"),
+    ("dp8_zero1", "dp8_zero3"),
+    ("dp8_zero3", "dp8_zero1"),
+    ("dp8_zero2", "pp2_interleaved"),
+    ("pp2_interleaved", "dp2_fsdp2_tp2"),
+    ("dp2_tp2_pp2", "dp2_fsdp2_tp2"),
+    ("dp2_fsdp2_tp2", "dp8_zero2"),
+]
+SAVED_AFTER, NEXT = 3, 20
+TOLERANCE = 2e-5  # the numerics contract for 20 steps on another mesh
+
+
+def work(path: Path, jobs: list[dict], *, devices: int, processes: int = 1) -> list[dict]:
+    """Do jobs in one group of processes; the record of each."""
+    out = path / f"records-{len(list(path.glob('records-*')))}.jsonl"
+    settings = {"devices": devices, "processes": processes, "jobs": jobs, "out": str(out)}
+    settings["data"] = str(path / "texts.jsonl")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        settings["port"] = probe.getsockname()[1]
+    started = [
+        subprocess.Popen(
+            [sys.executable, ROOT / "tests/mesh_worker.py", json.dumps({**settings, "process": n})],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=environment(),
+        )
+        for n in range(processes)
+    ]
+    said = [process.communicate(timeout=1800)[0] for process in started]
+    assert [process.returncode for process in started] == [0] * processes, said
+    return [json.loads(line) for line in out.read_text().splitlines()]
+
+
+def job(name: str, mesh: str, **settings) -> dict:
+    shape, flags = MESHES[mesh]
+    base = {"name": name, "mesh": shape, "flags": flags, "source": "", "target": "", "steps": 0}
+    return {**base, "save_after": SAVED_AFTER, **settings}
+
+
+def write_texts(path: Path) -> None:
+    rng = np.random.default_rng(0)
+    words = ["mesh", "axis", "shard", "stage", "step"]
+    lines = [
+        json.dumps({"text": " ".join(rng.choice(words, rng.integers(2, 30)))}) for _ in range(900)
+    ]
+    (path / "texts.jsonl").write_text("\n".join(lines))
+
+
+@pytest.fixture(scope="module")
+def matrix(tmp_path_factory) -> tuple[dict, dict]:
+    """(the run that never stopped, name of a job -> its record): all in one process."""
+    path = tmp_path_factory.mktemp("matrix")
+    write_texts(path)
+    jobs = [job("whole", "one", steps=SAVED_AFTER + NEXT)]
+    jobs += [
+        job(mesh, mesh, steps=SAVED_AFTER, target=str(path / mesh))
+        for mesh in dict.fromkeys(source for source, _ in PAIRS)
+    ]
+    jobs += [
+        job(f"{source}->{target}", target, steps=NEXT, source=str(path / source))
+        for source, target in PAIRS
+    ]
+    found = {record["job"]: record for record in work(path, jobs, devices=64)}
+    return found.pop("whole"), found
+
+
+@pytest.mark.parametrize(("source", "target"), PAIRS, ids=lambda name: name)
+def test_a_run_goes_on_on_another_mesh(matrix, source, target):
+    whole, found = matrix
+    before, after = found[source], found[f"{source}->{target}"]
+    check_continues(whole, before, after)
+    assert before["restored"] == whole["restored"]  # initial parameters, bit for bit
+
+
+def check_continues(whole: dict, before: dict, after: dict) -> None:
+    start = after["start"]
+    assert start == before["start"] + SAVED_AFTER
+    assert after["restored"] == before["saved"]
+    assert len(after["restored"]) > 20
+    assert after["batches"][:NEXT] == whole["batches"][start : start + NEXT]
+    assert len(set(after["batches"])) == NEXT
+    expected = whole["losses"][start : start + NEXT]
+    np.testing.assert_allclose(after["losses"][:NEXT], expected, rtol=TOLERANCE)
+
+
+def test_a_run_goes_on_with_1_2_4_and_1_processes(tmp_path):
+    """Real processes over gloo; each start continues from what the one before saved."""
+    write_texts(tmp_path)
+    starts = [(1, 4, "dp=2,fsdp=2"), (2, 2, "fsdp=4"), (4, 1, "dp=2,tp=2"), (1, 1, "dp=1")]
+    (whole,) = work(
+        tmp_path, [job("whole", "one", steps=SAVED_AFTER * len(starts) + NEXT)], devices=1
+    )
+    previous = {"start": 0, "saved": whole["restored"]}
+    source = ""
+    for number, (processes, devices, mesh) in enumerate(starts):
+        target = str(tmp_path / str(number))
+        one = job(str(number), "one", source=source, target=target, steps=NEXT) | {"mesh": mesh}
+        (record,) = work(tmp_path, [one], devices=devices, processes=processes)
+        if number:
+            check_continues(whole, previous, record)
+        else:
+            assert record["restored"] == whole["restored"]
+        previous, source = record, target
