@@ -17,7 +17,6 @@ Vectors (norm scales, biases) are never sharded by data or fsdp: one all-reduce 
 import re
 from collections import Counter
 
-import hlo
 import jax
 import pytest
 from tiny import ROWS, SEQ, Case, initial_state, layout_of, model_of, step_of, text_batch
@@ -25,6 +24,7 @@ from tiny import ROWS, SEQ, Case, initial_state, layout_of, model_of, step_of, t
 from jaxdist import collectives
 from jaxdist.mesh import MeshSpec
 from jaxdist.parallel import data
+from jaxdist.plan.program import traffic
 from jaxdist.precision import PrecisionConfig
 
 TENSOR_DIMS = {"vocab", "heads", "kv_heads", "mlp"}
@@ -114,14 +114,14 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_the_compiled_step_moves_the_bytes_of_its_theory(case):
     text = lowered(case).compile().as_text()
-    found = hlo.traffic(text, layout_of(case).mesh)
+    found = traffic(text, layout_of(case).sizes)
     assert {key: moved for key, (_, moved) in found.items()} == theory(case)
 
 
 @pytest.mark.parametrize("microbatches", [1, 4])
 def test_data_parallelism_is_one_collective_per_step(microbatches):
     case = Case("rotary", "dp=2", microbatches=microbatches)
-    found = hlo.traffic(lowered(case).compile().as_text(), layout_of(case).mesh)
+    found = traffic(lowered(case).compile().as_text(), layout_of(case).sizes)
     assert [(kind, count) for (kind, _), (count, _) in found.items()] == [("all-reduce", 1)]
 
 
@@ -146,52 +146,5 @@ def test_a_reduction_in_every_microbatch_is_seen(monkeypatch):
         )
 
     monkeypatch.setattr(data, "scatter_gradients", every_time)
-    found = hlo.traffic(lowered(case).compile().as_text(), layout_of(case).mesh)
+    found = traffic(lowered(case).compile().as_text(), layout_of(case).sizes)
     assert found["all-reduce", "data"][1] > 4 * theory(case)["all-reduce", "data"]
-
-
-LOOP = """HloModule m
-%body (p: (s32[], f32[64])) -> (s32[], f32[64]) {
-  %p = (s32[], f32[64]) parameter(0)
-  %x = f32[64]{0} get-tuple-element(%p), index=1
-  ROOT %sum = f32[64]{0} REDUCTION(%x), replica_groups={{0,1},{2,3}}, to_apply=%add
-}
-%add (a: f32[], b: f32[]) -> f32[] {
-  ROOT %c = f32[] add(%a, %b)
-}
-ENTRY %main (x: f32[64]) -> f32[64] {
-  %x = f32[64]{0} parameter(0)
-  ROOT %w = (s32[], f32[64]{0}) CALLER(%x), body=%body TRIPS
-}
-"""
-TRIPS = 'backend_config={"known_trip_count":{"n":"5"}}'
-
-
-def read(reduction="all-reduce", caller="while", trips=TRIPS, **changes):
-    text = LOOP.replace("REDUCTION", reduction).replace("CALLER", caller).replace("TRIPS", trips)
-    for old, new in changes.items():
-        text = text.replace(old, new)
-    return hlo.collectives(text, MeshSpec(data=2, tensor=2).build(jax.devices()[:4]))
-
-
-def test_the_reader_counts_trips():
-    assert read() == [hlo.Collective("all-reduce", ("tensor",), 256, 5, ("f32",))]
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (dict(reduction="all-reduce-start"), "unknown collective"),
-        (dict(reduction="collective-broadcast"), "unknown collective"),
-        (dict(trips=""), "unknown length"),
-        (dict(caller="conditional"), "collectives inside 'conditional'"),
-        (dict(replica_groups="strange_groups"), "unknown replica groups"),
-        (dict(f32="f7"), "unknown dtype"),
-        ({"{0,1},{2,3}": "{0,3},{1,2}"}, "no mesh axes"),
-        (dict(ENTRY=""), "no entry"),
-    ],
-    ids=lambda x: x if isinstance(x, str) else "",
-)
-def test_the_reader_raises_on_what_it_does_not_know(options, message):
-    with pytest.raises(ValueError, match=message):
-        read(**options)

@@ -1,0 +1,61 @@
+"""`python -m jaxdist.plan`: does it fit, with which mesh, how fast, at what price, and the proof.
+
+    python -m jaxdist.plan --config configs/llama3_8b.toml --gpus h100:8
+    python -m jaxdist.plan --config configs/llama3_8b.toml --gpus h100:64,a100-80:64 --tokens 1e12
+    python -m jaxdist.plan --config configs/llama3_70b.toml --gpus h100:128 --mesh fsdp=16,tp=8
+    python -m jaxdist.plan --show-schedule --stages 4 --microbatches 8
+
+Takes the settings of training, needs no GPU and starts no device. Without --mesh it weighs every
+legal one. With the extra `plan` installed it compiles the very train step for those GPUs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from jaxdist import runtime
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Plan and print; returns the exit code, 0 whatever the verdict is."""
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # arithmetic must never start a GPU
+    from jaxdist.plan.settings import clusters_of, known_gpus, read_plan
+
+    config, mesh = read_plan(sys.argv[1:] if argv is None else argv, summary=__doc__ or "")
+    if config.show_schedule:
+        from jaxdist.plan.schedules import check_sizes, drawings
+
+        check_sizes(config.stages, config.microbatches)
+        print(drawings(config.stages, config.microbatches, config.chunks))
+        return 0
+    from jaxdist.plan.advice import advise
+    from jaxdist.plan.planning import make_plan
+    from jaxdist.plan.record import record_of
+    from jaxdist.plan.text import text_of
+
+    known = known_gpus(config)
+    plans = [make_plan(config, cluster, mesh) for cluster in clusters_of(config)]
+    advice = [advise(plan, config, known) for plan in plans]
+    if config.html:
+        from jaxdist.plan.page import write_page
+
+        write_page(Path(config.html), plans, advice)
+    if config.json:
+        pairs = zip(plans, advice, strict=True)
+        print(json.dumps({"plans": [record_of(*pair) for pair in pairs]}, indent=2))
+    else:
+        texts = [
+            text_of(plan, lines, top=config.top) for plan, lines in zip(plans, advice, strict=True)
+        ]
+        print(("\n\n" + "=" * 100 + "\n\n").join(texts))
+        if config.html:
+            print(f"\npage: {config.html}")
+    return 0
+
+
+if __name__ == "__main__":
+    runtime.run_command(main)

@@ -1,0 +1,334 @@
+"""What a person can do with a plan: sentences with numbers, each with the flags to type."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+
+from jaxdist.estimate.cost import break_even, checkpoint_bytes
+from jaxdist.estimate.fixing import smallest_changes
+from jaxdist.estimate.memory import GIB
+from jaxdist.estimate.search import Choice
+from jaxdist.hardware import Gpu
+from jaxdist.mesh import MeshSpec
+from jaxdist.plan.compiled import CompiledStep
+from jaxdist.plan.planning import Plan, build_model
+from jaxdist.plan.settings import PlanConfig
+from jaxdist.plan.sizing import Size, right_sizes, size_of
+from jaxdist.plan.words import duration, in_days, in_usd
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Advice:
+    """One thing to know or to do.
+
+    Attributes:
+        topic: a word or two: "fit", "mesh", "size", "batch", "checkpoints", "spot", ...
+        text: sentences.
+    """
+
+    topic: str
+    text: str
+
+
+def advise(plan: Plan, config: PlanConfig, known: Mapping[str, Gpu]) -> list[Advice]:
+    """All advice on a plan, most urgent first."""
+    return [
+        *_fit(plan),
+        *_dtype(plan),
+        *_mesh(plan),
+        *_size(plan, known),
+        *_batch(plan),
+        *_checkpoints(plan),
+        *_spot(plan, config),
+        *_compiler(plan),
+    ]
+
+
+def command(plan: Plan, choice: Choice) -> str:
+    """Flags that ask for a choice, to be added to the command as it was."""
+    flags = choice.flags(plan.base)
+    return " ".join(f"--{name} {value}" for name, value in flags.items())
+
+
+# --- does it fit ----------------------------------------------------------------------------------
+
+
+def _fit(plan: Plan) -> Iterator[Advice]:
+    choice = plan.choice
+    if plan.fits:
+        best = plan.found.best
+        if plan.asked and best is not None:
+            gain = choice.time.seconds / best.time.seconds - 1
+            if gain > 0.05:
+                yield Advice(
+                    topic="faster",
+                    text=f"{command(plan, best)} is estimated {gain:.0%} faster on the same GPUs.",
+                )
+        return
+    changes = smallest_changes(choice)
+    for change in changes[:3]:
+        cost = f"{change.slowdown:+.0%} time" if abs(change.slowdown) >= 0.005 else "no slower"
+        size = change.choice.memory.total_bytes / GIB
+        yield Advice(
+            topic="make it fit",
+            text=f"{change.flags}: {change.why}; {size:.1f} GiB, {cost}.",
+        )
+    best = plan.found.best
+    if plan.asked and best is not None:
+        yield Advice(
+            topic="make it fit",
+            text=f"{command(plan, best)} fits on these GPUs "
+            f"({best.memory.total_bytes / GIB:.1f} GiB).",
+        )
+    if best is None and not changes:
+        yield from _more_gpus(plan)
+
+
+def _more_gpus(plan: Plan) -> Iterator[Advice]:
+    count, model = plan.cluster.num_gpus, build_model(plan.base)
+    tokens = plan.on_demand.tokens
+    for times in (2, 4, 8, 16):
+        size = size_of(plan.base, plan.cluster.gpu, count * times, tokens, model)
+        if size is not None:
+            yield Advice(
+                topic="make it fit",
+                text=f"take {count * times} {plan.cluster.gpu.name}: "
+                f"{command(plan, size.choice)} needs "
+                f"{size.choice.memory.total_bytes / GIB:.1f} GiB.",
+            )
+            return
+    yield Advice(
+        topic="make it fit",
+        text="no setting and no number of these GPUs up to sixteen times as many holds it: take "
+        "GPUs with more memory, a smaller model, shorter rows, or "
+        "--train.offload_optimizer=true if the moments are what is too large.",
+    )
+
+
+def _dtype(plan: Plan) -> Iterator[Advice]:
+    job = plan.choice.job
+    if str(job.dtype) not in job.gpu.peak_flops:
+        yield Advice(
+            topic="number format",
+            text=f"{job.gpu.name} has no {job.dtype} matrix units: add "
+            "--precision.compute_dtype float16 (with loss scaling, which is automatic).",
+        )
+
+
+# --- the mesh -------------------------------------------------------------------------------------
+
+
+def _mesh(plan: Plan) -> Iterator[Advice]:
+    choice, spec = plan.choice, plan.choice.job.spec
+    if plan.cluster.num_gpus == 1:
+        yield Advice(topic="mesh", text="one GPU: nothing to split.")
+        return
+    reasons = [_on_data(plan)]
+    for axis, short in (("fsdp", "fsdp"), ("tensor", "tp"), ("pipeline", "pp")):
+        reasons.append(_on_axis(plan, axis, short))
+    if choice.job.config.mesh.zero:
+        reasons.append(
+            f"ZeRO-{choice.job.config.mesh.zero} keeps only a share of the moments on each of the "
+            f"{spec.data} replicas."
+        )
+    yield Advice(topic="mesh", text=" ".join(filter(None, reasons)))
+
+
+def _on_data(plan: Plan) -> str:
+    alone = _choice_of(plan, MeshSpec(data=plan.cluster.num_gpus))
+    if alone is None:
+        return "Data parallelism alone is refused for this batch."
+    size, limit = alone.memory.total_bytes / GIB, alone.usable_bytes / GIB
+    if not alone.fits:
+        state = alone.memory.state_bytes / GIB
+        return (
+            f"Data parallelism alone does not fit: {size:.0f} GiB of {limit:.0f} "
+            f"(state {state:.0f})."
+        )
+    if plan.choice.job.spec == alone.job.spec:
+        return (
+            f"Data parallelism alone is enough: a replica takes {size:.1f} of {limit:.1f} GiB, and "
+            "only gradients move, once a step."
+        )
+    slower = alone.time.seconds / plan.choice.time.seconds - 1
+    return f"Data parallelism alone would fit too ({size:.0f} GiB), {_compared(slower)}."
+
+
+def _on_axis(plan: Plan, axis: str, short: str) -> str:
+    """Why an axis is used, or what it would cost."""
+    used = plan.choice.job.spec.sizes[axis]
+    others = [c for c in plan.found.choices if (c.job.spec.sizes[axis] > 1) != (used > 1)]
+    fitting = [c for c in others if c.fits]
+    what = {
+        "fsdp": "shards parameters, gradients and moments",
+        "tensor": "splits every layer",
+        "pipeline": "puts layers on stages",
+    }[axis]
+    if used > 1 and not others:
+        return f"{short}={used} {what}: no mesh without it is legal."
+    if used > 1 and not fitting:
+        least = min(others, key=lambda c: c.memory.total_bytes)
+        size = least.memory.total_bytes / GIB
+        return f"{short}={used} {what}: without it nothing fits ({least.job.spec} {size:.0f} GiB)."
+    if not fitting:
+        return ""
+    other = min(fitting, key=lambda c: c.time.seconds)
+    slower = _compared(other.time.seconds / plan.choice.time.seconds - 1)
+    if used > 1:
+        return f"{short}={used} {what}: the best mesh without it ({other.job.spec}) is {slower}."
+    return f"No {short}: the best mesh with it ({other.job.spec}) is {slower}."
+
+
+def _compared(slower: float) -> str:
+    if abs(slower) < 0.02:
+        return "as fast within what the estimate knows"
+    return f"{slower:.0%} slower" if slower > 0 else f"{-slower:.0%} faster"
+
+
+def _choice_of(plan: Plan, spec: MeshSpec) -> Choice | None:
+    return next((c for c in plan.found.choices if c.job.spec == spec), None)
+
+
+# --- how many of which ----------------------------------------------------------------------------
+
+
+def _size(plan: Plan, known: Mapping[str, Gpu]) -> Iterator[Advice]:
+    base, model = plan.base, build_model(plan.base)
+    tokens = plan.on_demand.tokens
+    sizes = right_sizes(base, known, tokens, checkpoint_bytes(plan.choice.job), model)
+    if sizes:
+        shown = "; ".join(_described(size) for size in sizes[:4])
+        yield Advice(
+            topic="right size", text=f"The fewest that hold it, cheapest run first: {shown}."
+        )
+    yield from _scaling(plan, model)
+
+
+def _described(size: Size) -> str:
+    return (
+        f"{size.cluster.num_gpus}× {size.cluster.gpu.name} ({size.choice.job.spec}): "
+        f"{in_days(size.days)}, {in_usd(size.money)}"
+    )
+
+
+def _scaling(plan: Plan, model: object) -> Iterator[Advice]:
+    """What twice as many of the same GPUs would bring."""
+    if not plan.fits:
+        return
+    cluster, best = plan.cluster, plan.found.best or plan.choice
+    now = best.time.tokens_per_s
+    number = cluster.num_gpus * 2
+    double = size_of(plan.base, cluster.gpu, number, plan.on_demand.tokens, model)  # type: ignore[arg-type]
+    if double is None:
+        rows = plan.base.train.global_batch_size
+        yield Advice(
+            topic="more GPUs",
+            text=f"{number} {cluster.gpu.name} would not help: no mesh of them is legal for "
+            f"train.global_batch_size={rows} and this model. A larger batch would let them in.",
+        )
+        return
+    gain = double.tokens_per_s / now
+    verdict = "worth it if time matters" if gain > 1.6 else "they will not help much"
+    parts = double.choice.time.parts
+    compute = ("products", "attention", "memory-bound kernels")
+    rest = max((name for name in parts if name not in compute), key=lambda name: parts[name])
+    why = f", {parts[rest] / double.choice.time.seconds:.0%} of a step then being {rest}"
+    yield Advice(
+        topic="more GPUs",
+        text=f"{number} {cluster.gpu.name} would be {gain:.2f} times as fast for "
+        f"{2 / gain:.2f} times the money ({double.choice.job.spec}): {verdict}{why}.",
+    )
+
+
+# --- batch and learning rate ----------------------------------------------------------------------
+
+
+def _batch(plan: Plan) -> Iterator[Advice]:
+    job, base = plan.choice.job, plan.base
+    unit = "tokens" if job.seq_len > 1 else "images"
+    rows = base.train.global_batch_size
+    scale = "its ratio" if base.optim.optimizer == "sgd" else "its square root"
+    name = "linear" if base.optim.optimizer == "sgd" else "sqrt"
+    text = (
+        f"One step is {rows} rows, {job.tokens_per_step:,} {unit}, on any number of GPUs, so "
+        f"optim.peak_lr={base.optim.peak_lr:g} stays right. If you change "
+        f"train.global_batch_size, multiply the rate by {scale}: "
+    )
+    if base.optim.lr_scaling == "none":
+        text += f"--optim.lr_scaling {name} --optim.lr_base_batch_size {rows} does it."
+    else:
+        text += f"optim.lr_scaling={base.optim.lr_scaling} does it."
+    if job.rows == job.num_microbatches and job.spec.num_replicas > 1:
+        text += (
+            f" Each of the {job.spec.num_replicas} replicas has one row at a time: more replicas "
+            "need a larger batch or fewer microbatches."
+        )
+    warmup = base.optim.warmup_steps / max(1, base.train.steps)
+    if warmup > 0.2:
+        text += f" Warmup is {warmup:.0%} of the run; a few percent is usual."
+    yield Advice(topic="batch and learning rate", text=text)
+
+
+# --- failures -------------------------------------------------------------------------------------
+
+
+def _checkpoints(plan: Plan) -> Iterator[Advice]:
+    saving, seconds = plan.saving, plan.choice.time.seconds
+    text = (
+        f"A checkpoint is {saving.bytes / 1e9:,.1f} GB; training waits {duration(saving.copy_s)} "
+        f"for the copy and storage takes {duration(saving.write_s)} behind it. "
+    )
+    if math.isinf(saving.interval_s):
+        yield Advice(topic="checkpoints", text=text + "No failures were assumed.")
+        return
+    steps = max(1, round(saving.interval_s / seconds))
+    text += (
+        f"With a failure every {duration(saving.mean_time_to_failure_s)} save every "
+        f"{duration(saving.interval_s)} (Daly): --checkpoint.interval_steps {steps}; saving, "
+        f"repeated work and restarts then take {saving.lost:.1%} of the time."
+    )
+    yield Advice(topic="checkpoints", text=text)
+
+
+def _spot(plan: Plan, config: PlanConfig) -> Iterator[Advice]:
+    gpu = plan.cluster.gpu
+    if gpu.price_per_hour <= 0:
+        return
+    share = gpu.spot_price_per_hour / gpu.price_per_hour
+    even = break_even(plan.saving, price_share=share, restart_s=config.restart_s)
+    steps = max(1, round(plan.spot_saving.interval_s / plan.choice.time.seconds))
+    cheaper = plan.spot.money < plan.on_demand.money
+    yield Advice(
+        topic="spot",
+        text=f"At {gpu.spot_price_per_hour:.2f} USD a GPU-hour with "
+        f"{config.preemptions_per_day:g} preemptions a day: {in_usd(plan.spot.money)} in "
+        f"{in_days(plan.spot.days)} against {in_usd(plan.on_demand.money)} in "
+        f"{in_days(plan.on_demand.days)} on demand, saving every "
+        f"{'step' if steps == 1 else f'{steps} steps'}. "
+        f"{'Cheaper' if cheaper else 'Not cheaper'}; even at {even:.0f} preemptions a day.",
+    )
+
+
+# --- the compiler ---------------------------------------------------------------------------------
+
+
+def _compiler(plan: Plan) -> Iterator[Advice]:
+    if plan.proof is None:
+        return
+    for choice, step in plan.proof.refuted:
+        yield Advice(
+            topic="refuted",
+            text=f"{choice.job.spec} ({command(plan, choice)}) was estimated to fit and does not: "
+            f"{step.memory.total_bytes / GIB:.1f} GiB of {choice.usable_bytes / GIB:.1f}.",
+        )
+    if isinstance(plan.proof.outcome, CompiledStep):
+        for remark in plan.proof.outcome.remarks:
+            text = remark.text
+            if remark.kind == "memory" and plan.fits:
+                text = (
+                    "XLA tried to stay below four fifths of the GPU by computing again and could "
+                    "not. It fits all the same, with less room than XLA likes."
+                )
+            yield Advice(topic=f"compiler: {remark.kind}", text=text)

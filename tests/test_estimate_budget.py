@@ -1,0 +1,143 @@
+"""What training does with the estimate on GPUs: says it, refuses what cannot fit, compares.
+
+There is no GPU here: devices are described.
+"""
+
+import dataclasses
+import types
+
+import pytest
+
+from jaxdist.config import RunConfig
+from jaxdist.estimate.budget import Budget, needs_of
+from jaxdist.mesh import MeshSpec
+from jaxdist.models import DecoderConfig
+from jaxdist.step import TrainConfig
+from jaxdist.types import ConfigError
+
+GIB = 2**30
+LLAMA = DecoderConfig(
+    vocab_size=128256, d_model=4096, num_layers=32, num_heads=32, num_kv_heads=8, mlp_dim=14336
+)
+
+
+def gpus(count: int, limit_gib: float, kind: str = "NVIDIA H100 80GB HBM3") -> list:
+    """Devices as JAX shows them."""
+    return [
+        types.SimpleNamespace(
+            platform="gpu",
+            device_kind=kind,
+            compute_capability="9.0",
+            process_index=0,
+            memory_stats=lambda: {"bytes_limit": int(limit_gib * GIB)},
+        )
+        for _ in range(count)
+    ]
+
+
+def run(**train) -> RunConfig:
+    settings = {"global_batch_size": 64, "seq_len": 4096, "remat": "none", **train}
+    return RunConfig(model=LLAMA, train=TrainConfig(**settings))
+
+
+def test_a_run_that_cannot_fit_is_refused_with_the_least_change():
+    budget = Budget.of(run(), MeshSpec(fsdp=8), gpus(8, 72), None)
+    with pytest.raises(ConfigError) as error:
+        budget.check()
+    (text,) = error.value.problems
+    assert "needs about" in text and "may take 72.0" in text
+    assert "Add --train.num_microbatches" in text and "--force" in text
+
+
+def test_the_change_that_is_named_makes_it_fit():
+    config = run()
+    budget = Budget.of(config, MeshSpec(fsdp=8), gpus(8, 72), None)
+    with pytest.raises(ConfigError, match=r"num_microbatches (\d+)") as error:
+        budget.check()
+    count = int(str(error.value).split("num_microbatches ")[1].split(":")[0])
+    train = dataclasses.replace(config.train, num_microbatches=count)
+    changed = dataclasses.replace(config, train=train)
+    fixed = Budget.of(changed, MeshSpec(fsdp=8), gpus(8, 72), None)
+    fixed.check()
+    fewer = dataclasses.replace(train, num_microbatches=count // 2)
+    tighter = dataclasses.replace(config, train=fewer)
+    with pytest.raises(ConfigError):
+        Budget.of(tighter, MeshSpec(fsdp=8), gpus(8, 72), None).check()
+
+
+def test_another_mesh_is_named_where_settings_do_not_help():
+    budget = Budget.of(run(remat="full"), MeshSpec(data=8), gpus(8, 72), None)
+    with pytest.raises(ConfigError, match="Use --mesh fsdp="):
+        budget.check()
+
+
+def test_what_no_mesh_holds_is_sent_to_the_planner():
+    budget = Budget.of(run(remat="full"), MeshSpec(fsdp=2), gpus(2, 14, "NVIDIA L4"), None)
+    with pytest.raises(ConfigError, match="ask `jaxdist plan`"):
+        budget.check()
+
+
+def test_within_the_estimates_own_error_nothing_is_refused():
+    config, spec = run(remat="full", num_microbatches=8), MeshSpec(fsdp=8)
+    needed = Budget.of(config, spec, gpus(8, 80), None).memory.total_bytes / GIB
+    Budget.of(config, spec, gpus(8, needed * 0.96), None).check()
+    with pytest.raises(ConfigError):
+        Budget.of(config, spec, gpus(8, needed * 0.94), None).check()
+
+
+def test_the_start_says_the_estimate_and_the_end_of_the_first_step_compares():
+    budget = Budget.of(run(remat="full"), MeshSpec(fsdp=8), gpus(8, 72), None)
+    assert "memory estimate: " in budget.line() and "GiB a GPU of 72.0" in budget.line()
+    total = budget.memory.total_bytes
+    assert budget.compare(total * 1.04) == "" == budget.compare(total * 0.96)
+    assert "were estimated (-9%)" in budget.compare(total * 1.1)
+
+
+def test_a_gpu_that_is_not_known_is_judged_by_its_memory():
+    devices = gpus(8, 72, "NVIDIA Something New")
+    assert Budget.of(run(remat="full"), MeshSpec(fsdp=8), devices, None).limit_bytes == 72 * GIB
+
+
+def test_simulated_devices_are_not_judged():
+    import jax
+
+    assert Budget.of(run(), MeshSpec(data=8), jax.devices(), None) is None
+    assert needs_of(run(), jax.devices(), None) is None
+
+
+def test_the_default_mesh_follows_the_estimate():
+    small = RunConfig(train=TrainConfig(global_batch_size=64))
+    needs = needs_of(small, gpus(8, 72), None)
+    spec, reason = small.choose_mesh(8, needs=needs)
+    assert spec == MeshSpec(data=8) and "data parallelism alone moves least" in reason
+    large = run(remat="full", num_microbatches=8)
+    spec, reason = large.choose_mesh(8, needs=needs_of(large, gpus(8, 72), None))
+    assert spec == MeshSpec(fsdp=8) and "a replica would take" in reason
+
+
+def test_force_starts_all_the_same(monkeypatch, tmp_path):
+    """The one line of train.py: `budget.check()` unless `--force`."""
+    from jaxdist import train
+    from jaxdist.estimate import budget as room
+
+    class Refusing:
+        def check(self):
+            raise ConfigError(["memory: refused"])
+
+        def line(self):
+            return "memory estimate: none"
+
+        def compare(self, peak_bytes):
+            return ""
+
+    monkeypatch.setattr(room.Budget, "of", classmethod(lambda *args: Refusing()))
+    flags = [
+        *("--steps=1", "--model.d_model=32", "--model.num_layers=2", "--model.num_heads=4"),
+        *("--model.mlp_dim=64", "--train.seq_len=32", "--train.global_batch_size=8"),
+        *("--eval.max_batches=1", "--eval.final_max_batches=1", "--optim.warmup_steps=0"),
+        *("--run-dir", str(tmp_path / "run")),
+    ]
+    with pytest.raises(ConfigError, match="memory: refused"):
+        train.main(flags)
+    assert not (tmp_path / "run").exists()  # before anything is written or compiled
+    assert train.main([*flags, "--force"]) == 0

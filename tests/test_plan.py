@@ -1,0 +1,275 @@
+"""`jaxdist plan` as a user runs it: what it answers, in which forms, and how it refuses."""
+
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+from xml.etree import ElementTree
+
+import pytest
+
+from jaxdist.plan import planning
+from jaxdist.plan.__main__ import main
+from jaxdist.plan.compiled import CompiledStep, Memory, NotCompiled
+from jaxdist.plan.schedules import drawings
+from jaxdist.types import ConfigError
+
+SMALL = [
+    *("--model.d_model=512", "--model.num_layers=8", "--model.num_heads=8"),
+    *("--model.mlp_dim=2048", "--model.vocab_size=32000", "--train.seq_len=1024"),
+    *("--train.global_batch_size=256", "--no-compile"),
+]
+
+
+def small(*flags: str) -> list[str]:
+    """The small run with these flags; one that it sets itself is replaced, not given twice."""
+    given = {flag.partition("=")[0] for flag in flags}
+    return [flag for flag in SMALL if flag.partition("=")[0] not in given] + list(flags)
+
+
+def plan(capsys, *flags: str) -> dict:
+    assert main(small("--json", *flags)) == 0
+    (found,) = json.loads(capsys.readouterr().out)["plans"]
+    return found
+
+
+def test_the_answer_has_a_verdict_and_the_flags_to_type(capsys):
+    assert main([*SMALL, "--gpus", "h100:8", "--tokens", "1e10"]) == 0
+    text = capsys.readouterr().out
+    assert re.search(r"^FITS: [\d.]+ GiB of 72.8 GiB \(estimated\), with --mesh dp=8", text, re.M)
+    for section in ("memory of one GPU", "one step", "traffic of one GPU", "meshes", "advice"):
+        assert section in text
+    assert "the run: 10B tokens" in text
+    assert "Data parallelism alone is enough" in text
+
+
+def test_the_flags_of_an_answer_give_that_answer(capsys):
+    free = plan(capsys, "--gpus", "h100:8")
+    flags = [word for name, value in free["flags"].items() for word in (f"--{name}", value)]
+    asked = plan(capsys, "--gpus", "h100:8", *flags)
+    assert asked["step"] == free["step"]
+    assert asked["total_bytes"] == free["total_bytes"]
+
+
+def test_parts_add_up_to_what_is_said(capsys):
+    found = plan(capsys, "--gpus", "h100:8", "--mesh", "fsdp=2,tp=2,pp=2")
+    memory, step = found["memory"], found["step"]
+    assert sum(memory["parts"].values()) == pytest.approx(memory["total_bytes"])
+    assert sum(step["parts"].values()) == pytest.approx(step["seconds"])
+    assert step["tokens_per_s"] == pytest.approx(256 * 1024 / step["seconds"])
+    cost = found["cost"]
+    hours = cost["on_demand"]["gpu_hours"]
+    assert cost["on_demand"]["money"] == pytest.approx(hours * cost["price_per_gpu_hour"])
+
+
+def test_a_run_that_does_not_fit_gets_the_smallest_change(capsys):
+    flags = ["--gpus", "l4:1", "--mesh", "dp=1", "--train.remat", "none"]
+    found = plan(capsys, *flags, "--train.global_batch_size=128")
+    assert not found["fits"]
+    advice = [item["text"] for item in found["advice"] if item["topic"] == "make it fit"]
+    assert "--train.num_microbatches" in advice[0]
+    flag, value = re.match(r"(--\S+) (\d+)", advice[0]).groups()
+    changed = plan(capsys, *flags, "--train.global_batch_size=128", flag, value)
+    assert changed["fits"]
+
+
+def test_several_clusters_are_planned_at_once(capsys):
+    assert main([*SMALL, "--json", "--gpus", "h100:8,a100-40:4,l4:2x4"]) == 0
+    plans = json.loads(capsys.readouterr().out)["plans"]
+    assert [(p["gpu"], p["num_gpus"], p["num_nodes"]) for p in plans] == [
+        ("h100", 8, 1),
+        ("a100-40", 4, 1),
+        ("l4", 8, 2),
+    ]
+
+
+def test_prices_and_hardware_of_ones_own_count(capsys, tmp_path):
+    file = tmp_path / "own.toml"
+    file.write_text('[ours]\nlike = "h100"\nmemory_gib = 40\nprice_per_hour = 1.0\n')
+    own = plan(capsys, "--gpus", "ours:8", "--hardware", str(file))
+    assert own["usable_bytes"] == pytest.approx(0.92 * 40 * 2**30, rel=1e-6)
+    assert own["cost"]["price_per_gpu_hour"] == 1.0
+    dear = plan(capsys, "--gpus", "h100:8", "--price", "10")
+    assert dear["cost"]["price_per_gpu_hour"] == 10
+    assert dear["cost"]["spot_price_per_gpu_hour"] == pytest.approx(5)
+
+
+def test_more_preemptions_make_spot_dearer_and_saves_more_frequent(capsys):
+    few = plan(capsys, "--gpus", "h100:8", "--preemptions_per_day", "1")
+    many = plan(capsys, "--gpus", "h100:8", "--preemptions_per_day", "50")
+    assert few["cost"]["spot"]["money"] < many["cost"]["spot"]["money"]
+    assert few["spot_checkpoints"]["interval_s"] > many["spot_checkpoints"]["interval_s"]
+    assert few["checkpoints"] == many["checkpoints"]
+
+
+def test_a_type_that_the_gpu_lacks_is_said(capsys):
+    found = plan(capsys, "--gpus", "t4:4")
+    (item,) = [a for a in found["advice"] if a["topic"] == "number format"]
+    assert "t4 has no bfloat16" in item["text"] and "float16" in item["text"]
+
+
+def test_an_image_classifier_has_a_plan_too(capsys):
+    argv = ["--model", "cnn", "--gpus", "h100:2", "--no-compile", "--json"]
+    assert main(argv) == 0
+    (found,) = json.loads(capsys.readouterr().out)["plans"]
+    assert found["fits"] and found["step"]["tokens_per_s"] > 0
+
+
+def test_the_page_is_whole_and_loads_nothing(capsys, tmp_path):
+    page = tmp_path / "plan.html"
+    main([*SMALL, "--gpus", "h100:8", "--mesh", "pp=2,dp=4", "--html", str(page)])
+    capsys.readouterr()
+    text = page.read_text()
+    drawn = re.findall(r"<svg.*?</svg>", text, flags=re.S)
+    assert len(drawn) == 5  # memory, step, pipeline, cost, days
+    for svg in drawn:
+        ElementTree.fromstring(svg)
+    assert not re.search(r"<script|src=|href=|url\(", text)
+    assert "stage 1" in text and "cost against number of GPUs" in text
+
+
+def test_schedules_are_drawn_with_their_bubble_and_stash(capsys):
+    assert main(["--show-schedule", "--stages", "4", "--microbatches", "8"]) == 0
+    text = capsys.readouterr().out
+    for name in ("gpipe", "1f1b", "1f1b_lean", "zero_bubble", "1f1b × 2 chunks"):
+        assert re.search(rf"^{name} +\d+\.\d%", text, re.M), name
+    # F = 1, B = 3: (p - 1) / (m + p - 1) of the time waits under gpipe and 1f1b.
+    assert re.search(r"^gpipe +27\.3% +44\.0 +8\.0", text, re.M)
+    assert re.search(r"^1f1b_lean .* 4\.0 ", text, re.M)
+    assert "F0" in text and "B7" in text
+
+
+def test_schedules_too_large_to_read_are_refused():
+    with pytest.raises(ConfigError, match="too large to draw"):
+        main(["--show-schedule", "--stages", "128", "--microbatches", "128"])
+    assert drawings(2, 2, 1).count("stages") >= 4
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ([], "no GPUs were named. Say which and how many: --gpus h100:8"),
+        (["--gpus", "h101:8"], r"'h101' is not known. Did you mean h100\?"),
+        (["--gpus", "h100:12"], "12 GPUs do not fill nodes of 8"),
+        (["--gpus", "h100:8", "--price", "-3"], "price=-3.0 must be a number ≥ 0, or -1"),
+        (["--gpus", "h100:8", "--tokens", "-1"], "tokens=-1.0 must be a finite number"),
+        (["--gpus", "h100:8", "--hardware", "no.toml"], "no.toml' cannot be read"),
+        (["--gpus", "h100:8", "--stagse", "3"], "--stagse is not a setting. Did you mean --stages"),
+        (["--gpus", "h100:8", "--model.num_heads", "7"], "num_heads=7 does not divide d_model"),
+        (["--gpus", "h100:8", "--mesh", "tp=16"], "needs 16 devices, 8 are visible"),
+    ],
+)
+def test_bad_questions_are_refused_with_a_fix(flags, message):
+    with pytest.raises(ConfigError, match=message):
+        main(small(*flags))
+
+
+def test_an_illegal_mesh_is_answered_with_legal_ones():
+    with pytest.raises(ConfigError, match=r"Legal with 8 devices, nearest first: --mesh .* or"):
+        main(small("--gpus", "h100:8", "--mesh", "dp=4,pp=2", "--model.num_layers=7"))
+
+
+def test_data_need_not_exist_and_the_files_mesh_does_not_bind(capsys, tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text(
+        '[data]\nsources = ["nowhere"]\ntokenizer = "nowhere.json"\n[mesh]\nshape = "fsdp=64"\n'
+    )
+    assert main(["--config", str(file), "--gpus", "h100:8", "--no-compile", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["plans"][0]["num_gpus"] == 8
+
+
+# -- with the compiler -----------------------------------------------------------------------------
+
+
+def step_of(total: int) -> CompiledStep:
+    """A compiled step of so many bytes."""
+    return CompiledStep(
+        memory=Memory(
+            argument_bytes=total,
+            output_bytes=0,
+            alias_bytes=0,
+            temporary_bytes=0,
+            workspace_bytes=0,
+            host_bytes=0,
+        ),
+        buffers=(),
+        collectives=(),
+        branch_shares={},
+        attention="cudnn",
+        remarks=(),
+        compile_s=1.0,
+        versions={"jaxlib": "0"},
+        xla_flags="",
+        target="",
+    )
+
+
+WITH = [flag for flag in SMALL if flag != "--no-compile"]
+
+
+def test_the_compilers_word_counts(monkeypatch, capsys):
+    """What it refutes is left for the next best, and said."""
+    asked = []
+
+    def compile_step(config, mesh, cluster, *, timeout_s):
+        asked.append(str(mesh))
+        return step_of(10**12 if len(asked) == 1 else 10**9)
+
+    monkeypatch.setattr(planning, "compile_step", compile_step)
+    assert main([*WITH, "--gpus", "h100:8", "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)["plans"]
+    assert len(asked) == 2 and found["mesh"] == asked[1] != asked[0]
+    assert (found["fits"], found["verdict_by"]) == (True, "compiler")
+    assert found["total_bytes"] == 10**9
+    assert [item["topic"] for item in found["advice"]].count("refuted") == 1
+
+
+def test_what_never_fits_is_the_verdict_of_the_compiler(monkeypatch, capsys):
+    monkeypatch.setattr(planning, "compile_step", lambda *a, **k: step_of(10**12))
+    assert main([*WITH, "--gpus", "h100:8", "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)["plans"]
+    assert (found["fits"], found["verdict_by"]) == (False, "compiler")
+
+
+def test_without_the_extra_it_falls_back_and_says_so(monkeypatch, capsys):
+    missing = NotCompiled(kind="missing", reason="there is no compiler", fix="Install it.")
+    monkeypatch.setattr(planning, "compile_step", lambda *a, **k: missing)
+    assert main([*WITH, "--gpus", "h100:8"]) == 0
+    text = capsys.readouterr().out
+    assert "(estimated), with" in text
+    assert "not compiled: there is no compiler. Install it." in text
+
+
+def test_a_mesh_that_was_asked_for_is_the_one_compiled(monkeypatch, capsys):
+    asked = []
+
+    def compile_step(config, mesh, cluster, *, timeout_s):
+        asked.append((str(mesh), config.train.remat, cluster.num_gpus))
+        return step_of(10**9)
+
+    monkeypatch.setattr(planning, "compile_step", compile_step)
+    main([*WITH, "--gpus", "h100:8", "--mesh", "fsdp=8", "--train.remat", "full"])
+    capsys.readouterr()
+    assert asked == [("fsdp=8", "full", 8)]
+
+
+# -- as a process ----------------------------------------------------------------------------------
+
+
+def test_a_wrong_question_exits_2_with_its_problems():
+    done = subprocess.run(
+        [sys.executable, "-m", "jaxdist.plan", "--gpus", "h100:12"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.getcwd()},
+    )
+    assert done.returncode == 2
+    assert "12 GPUs do not fill nodes of 8" in done.stdout + done.stderr
+
+
+def test_the_record_is_plain_data(capsys):
+    found = plan(capsys, "--gpus", "h100:1", "--failures_per_day", "0")
+    assert found["checkpoints"]["interval_s"] is None  # JSON has no infinity
+    assert dataclasses.is_dataclass(planning.Plan)

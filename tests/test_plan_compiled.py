@@ -1,0 +1,303 @@
+"""The compiled proof: one real compilation without a GPU, and every way in which there is none."""
+
+import dataclasses
+import json
+import math
+import re
+import sys
+import textwrap
+import time
+
+import jax
+import pytest
+
+from jaxdist.assembly import assemble
+from jaxdist.config import RunConfig
+from jaxdist.data import DataConfig
+from jaxdist.hardware import GPUS, Cluster
+from jaxdist.mesh import MeshSpec
+from jaxdist.models.configs import DecoderConfig
+from jaxdist.parallel.pipeline import PipelineConfig
+from jaxdist.plan import compiled, compiler, target
+from jaxdist.plan.compiled import CompiledStep, NotCompiled, compile_step
+from jaxdist.plan.hlo import Instruction
+from jaxdist.sharding import MeshConfig
+from jaxdist.step import TrainConfig
+from jaxdist.types import ConfigError
+
+MODEL = DecoderConfig(d_model=128, num_layers=4, num_heads=4, num_kv_heads=2, mlp_dim=256)
+TRAIN = TrainConfig(global_batch_size=16, seq_len=128, num_microbatches=4, remat="full")
+CONFIG = RunConfig(model=MODEL, train=TRAIN, simulate=8)
+NODES = Cluster(gpu=GPUS["h100"], num_nodes=2, gpus_per_node=4)
+MESH = MeshSpec(pipeline=2, data=2, tensor=2)
+
+
+needs_compiler = pytest.mark.skipif(
+    compiled.missing_compiler() is not None,
+    reason="the extra `plan` (XLA:GPU compiler) is not installed",
+)
+
+
+@pytest.fixture(scope="module")
+def step() -> CompiledStep:
+    outcome = compile_step(CONFIG, MESH, NODES, timeout_s=300)
+    assert isinstance(outcome, CompiledStep), outcome
+    return outcome
+
+
+@needs_compiler
+def test_a_pipeline_step_compiles_for_gpus_that_are_not_here(step):
+    assert step.attention == "cudnn"
+    state = 3 * 4 * MODEL.num_params // (MESH.pipeline * MESH.tensor)
+    # Outside the layers, every stage holds the embedding and the head.
+    assert state < step.memory.argument_bytes < 2 * state
+    assert step.memory.temporary_bytes > 0
+    assert step.memory.host_bytes == 0
+    # B=2 rows, h=2 of 4 heads, T=128, d=32, and key heads are shared.
+    rows = 4 * 2 * 2 * 128
+    assert step.memory.workspace_bytes == rows * (32 + 1) + 256 + rows * 32
+    assert step.memory.total_bytes > step.memory.argument_bytes + step.memory.temporary_bytes
+    sizes = [buffer.bytes for buffer in step.buffers]
+    assert sizes == sorted(sizes, reverse=True)
+    assert sum(sizes) <= step.memory.temporary_bytes
+
+
+@needs_compiler
+def test_permutes_of_the_gpu_program_are_the_schedules_and_asynchronous(step):
+    permutes = [c for c in step.collectives if c.kind == "collective-permute"]
+    assert {c.axes for c in permutes} == {("pipeline",)}
+    assert all(c.overlapped and not c.in_branch for c in permutes)
+    assert {c.nodes for c in permutes} == {2}
+    # 1F1B in step: after p forwards, M + p - 1 pairs of a backward and a forward.
+    m, p = 4, 2
+    microbatch = 2 * 64 * 128 * 2  # rows, positions, width, bfloat16
+    assert sum(c.count * c.bytes for c in permutes) == (p + 2 * (m + p - 1)) * microbatch
+    shares = {"forward": m / (m + 2 * p - 1), "backward": m / (m + p - 1)}
+    assert step.branch_shares == pytest.approx(shares)
+
+
+@needs_compiler
+def test_a_stage_gathers_activations_as_often_as_its_layers_run(step):
+    gathers = [c for c in step.collectives if (c.kind, c.axes) == ("all-gather", ("tensor",))]
+    assert all("/pipeline_" in c.op_name for c in gathers if c.in_branch)
+    in_layers = [c for c in gathers if "/while/" in c.op_name.partition("/pipeline_forward/")[2]]
+    # Two in each of 2 layers, of 4 microbatches; scalars and the head are elsewhere.
+    assert sum(step.runs(c) for c in in_layers) == pytest.approx(2 * 2 * 4)
+
+
+@needs_compiler
+def test_every_axis_carries_what_it_should(step):
+    sent = step.wire_bytes()
+    assert ("reduce-scatter", "tensor") in sent and ("all-gather", "tensor") in sent
+    assert ("all-reduce", "data") in sent
+    assert not any("data" in axes and kind == "all-gather" for kind, axes in sent)
+    assert all(c.nodes == 1 for c in step.collectives if c.axes == ("tensor",))
+
+
+@needs_compiler
+def test_an_illegal_mesh_is_refused_with_its_reason():
+    outcome = compile_step(CONFIG, MeshSpec(tensor=8), NODES, timeout_s=300)
+    assert isinstance(outcome, NotCompiled)
+    assert outcome.kind == "refused"
+    assert "num_heads" in outcome.reason or "heads" in outcome.reason
+
+
+@needs_compiler
+def test_a_compilation_that_takes_too_long_is_ended():
+    start = time.monotonic()
+    outcome = compile_step(CONFIG, MESH, NODES, timeout_s=0.5)
+    assert isinstance(outcome, NotCompiled)
+    assert (outcome.kind, "0.5 s" in outcome.reason) == ("timeout", True)
+    assert time.monotonic() - start < 60
+
+
+def test_the_mesh_must_take_all_gpus():
+    outcome = compile_step(CONFIG, MeshSpec(data=4), NODES)
+    assert isinstance(outcome, NotCompiled)
+    assert outcome.kind == "refused"
+    assert "4 GPUs, h100:2x4 has 8" in outcome.reason
+
+
+def test_without_the_compiler_the_reason_and_the_command_come_back(monkeypatch):
+    monkeypatch.setattr(compiled, "_MODULES", ("jax_plugins.no_such_plugin", "nor_this"))
+    outcome = compile_step(CONFIG, MESH, NODES)
+    assert isinstance(outcome, NotCompiled)
+    assert outcome.kind == "missing"
+    assert "pip install 'jaxdist[plan]'" in outcome.fix
+
+
+def test_a_compiler_of_another_version_is_no_compiler(monkeypatch):
+    monkeypatch.setattr(compiled, "_MODULES", ())
+    versions = {"jax": "0.10.2", "jax-cuda13-plugin": "0.9.1"}
+    monkeypatch.setattr(compiled.importlib.metadata, "version", versions.__getitem__)
+    missing = compiled.missing_compiler()
+    assert missing is not None
+    assert "0.9.1" in missing.reason
+    assert "jax-cuda13-pjrt==0.10.2" in missing.fix
+
+
+def ask(code: str, timeout_s: float = 60.0) -> NotCompiled:
+    """What a process that runs `code` in the compiler's place comes to."""
+    answer = compiled._ask([sys.executable, "-c", textwrap.dedent(code)], {}, timeout_s)
+    outcome = compiled._interpret(answer)
+    assert isinstance(outcome, NotCompiled)
+    return outcome
+
+
+def test_a_crash_of_the_compiler_is_told_in_one_line():
+    outcome = ask("raise RuntimeError('ptxas is nowhere')")
+    assert outcome.kind == "failed"
+    assert outcome.reason == "the compiler gave up: RuntimeError: ptxas is nowhere"
+    assert "Traceback" in outcome.details
+    outcome = ask("import os; os.abort()")
+    assert (outcome.kind, "signal 6" in outcome.reason) == ("failed", True)
+    assert "exit code 3" in ask("raise SystemExit(3)").reason
+
+
+def test_a_compiler_that_is_ended_takes_its_children_along(tmp_path):
+    mark = tmp_path / "child"
+    outcome = ask(
+        f"""
+        import os, time
+        if not os.fork():
+            open({str(mark)!r}, "w").write(str(os.getpid()))
+        time.sleep(600)
+        """,
+        timeout_s=3.0,
+    )
+    assert outcome.kind == "timeout"
+    child = int(mark.read_text())
+    for _ in range(100):
+        if not running(child):
+            break
+        time.sleep(0.1)
+    assert not running(child)
+
+
+def running(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as stream:
+            return stream.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+FACTS = {
+    "memory": dict.fromkeys((f.name for f in dataclasses.fields(compiled.Memory)), 1),
+    "buffers": [],
+    "collectives": [],
+    "branch_shares": {"backward": 0.5},
+    "attention": "cudnn",
+    "compile_s": 1.0,
+    "versions": {},
+    "xla_flags": "",
+    "target": "",
+}
+COLLECTIVE = {
+    "kind": "reduce-scatter",
+    "axes": ["data", "fsdp"],
+    "dtypes": ["bf16"],
+    "bytes": 2**30,
+    "wire_bytes": 2**29,
+    "count": 4,
+    "in_branch": True,
+    "group_size": 2,
+    "nodes": 1,
+    "overlapped": False,
+    "between": 0,
+    "op_name": "jit(train)/cond/branch_1_fun/pipeline_backward/reduce_scatter",
+}
+
+
+def answered(log: str = "", **facts) -> CompiledStep:
+    text = json.dumps({**FACTS, **facts})
+    outcome = compiled._interpret(compiled._Answer(code=0, answer=text, log=log, timeout_s=1.0))
+    assert isinstance(outcome, CompiledStep)
+    return outcome
+
+
+def test_what_a_branch_sends_counts_by_the_schedules_share():
+    step = answered(collectives=[COLLECTIVE, {**COLLECTIVE, "in_branch": False}])
+    assert step.wire_bytes() == {("reduce-scatter", "data+fsdp"): (2 + 4) * 2**29}
+
+
+@pytest.mark.parametrize(
+    ("log", "facts", "kind", "text"),
+    [
+        (
+            "W [SPMD] Involuntary full rematerialization. The compiler cannot go from sharding A "
+            "to B efficiently for HLO operation %gather.12 = f32[8]",
+            {},
+            "rematerialization",
+            "1 arrays whole .*%gather.12",
+        ),
+        (
+            "W hlo_rematerialization.cc:3005] Can't reduce memory use below 31.2GiB (335 bytes) by",
+            {},
+            "memory",
+            "wanted them below 31.2GiB",
+        ),
+        ("", {"collectives": [COLLECTIVE]}, "synchronous", "1 collectives .* 100% .* of 1024 MiB"),
+        ("", {"collectives": [COLLECTIVE]}, "reduction dtype", r"in bf16 over data\+fsdp"),
+        ("", {"attention": "xla"}, "attention", "not cuDNN"),
+    ],
+)
+def test_what_a_person_should_know_is_said(log, facts, kind, text):
+    found = {remark.kind: remark.text for remark in answered(log, **facts).remarks}
+    assert kind in found
+    assert re.search(text, found[kind]), found[kind]
+
+
+def test_a_clean_step_has_nothing_to_say():
+    assert answered().remarks == ()
+
+
+@pytest.mark.parametrize(
+    ("gpu", "result", "bytes_"),
+    [  # measured with cuDNN 9.23 compiling its own engines, ahead of time
+        ("h200", "(bf16[1,8,2048,128], bf16[1,8,2048,128], bf16[1,8,2048,128])", 8_454_400),
+        ("h200", "(bf16[1,16,2048,64], bf16[1,16,2048,64], bf16[1,16,2048,64])", 8_519_936),
+        ("h100", "(bf16[1,32,4096,128], bf16[1,8,4096,128], bf16[1,8,4096,128])", 134_742_272),
+        ("h200", "(bf16[2,4,8192,128], bf16[2,2,8192,128], bf16[2,2,8192,128])", 67_371_264),
+        ("a100-80", "(bf16[1,32,4096,128], bf16[1,8,4096,128], bf16[1,8,4096,128])", 201_851_008),
+    ],
+)
+def test_the_workspace_of_cudnn_is_as_measured(gpu, result, bytes_):
+    call = Instruction("c", result, "custom-call", "", ' custom_call_target="fmhaSoftmaxBackward"')
+    assert compiler.attention_workspace(call, GPUS[gpu]) == bytes_
+
+
+@pytest.mark.parametrize("name", sorted(GPUS))
+def test_every_known_gpu_can_be_described_to_the_compiler(name):
+    text = target.target_text(GPUS[name])
+    assert f"core_count: {GPUS[name].num_sms}\n" in text
+    assert text.count("{") == text.count("}")
+
+
+def test_a_gpu_of_an_unknown_architecture_is_refused():
+    strange = dataclasses.replace(GPUS["h100"], compute_capability="6.0")
+    with pytest.raises(ConfigError, match=r"compute capability '6.0'.*Known: 7.5"):
+        target.target_text(strange)
+
+
+def test_stages_and_offloaded_state_are_counted_before_compiling():
+    pipeline = PipelineConfig(schedule="gpipe", num_microbatches=8)
+    train = dataclasses.replace(TRAIN, num_microbatches=1, global_batch_size=8, remat="none")
+    config = RunConfig(model=MODEL, train=train, pipeline=pipeline, mesh=MeshConfig(shape="pp=2"))
+    devices = jax.devices()[:2]
+    parts = assemble(config, devices)
+    # 8 forwards and 8 backwards of a stage, in 9 ticks for each.
+    assert compiler._branch_shares(parts) == {"forward": 8 / 9, "backward": 8 / 9}
+    assert compiler._host_bytes(parts) == 0
+    offloaded = dataclasses.replace(train, offload_optimizer=True)
+    moments = compiler._host_bytes(assemble(dataclasses.replace(config, train=offloaded), devices))
+    sizes = [shard_bytes(leaf) for leaf in jax.tree.leaves(parts.abstract_state().params)]
+    assert moments == 2 * sum(sizes)
+    assert set(parts.abstract_batch()) == {"tokens", "targets", "weights"}
+    assert {leaf.shape for leaf in parts.abstract_batch().values()} == {(8, 128)}
+    by_documents = dataclasses.replace(config, data=DataConfig(packing="best_fit"))
+    assert "segments" in assemble(by_documents, devices).abstract_batch()
+
+
+def shard_bytes(leaf) -> int:
+    return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
