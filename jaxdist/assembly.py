@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,17 @@ import jax
 from jaxdist import models, optim, runtime
 from jaxdist.checkpoint import Checkpointer
 from jaxdist.checkpoint.manifest import directory_of
+from jaxdist.checkpoint.tree import in_params, under
 from jaxdist.config import RunConfig, stored_run
 from jaxdist.data import Dataset
+from jaxdist.data.images import image_fields
+from jaxdist.data.packing import text_fields
+from jaxdist.huggingface.directory import is_model
+from jaxdist.huggingface.loading import load_params
 from jaxdist.mesh import MeshSpec
 from jaxdist.parallel.timetable import Schedule
 from jaxdist.precision import initial_loss_scale
-from jaxdist.sharding import RULES, Layout
+from jaxdist.sharding import RULES, Layout, Needs
 from jaxdist.state import TrainState, abstract_state, init_state
 from jaxdist.step import Step, make_step
 from jaxdist.types import Array, ConfigError, Model, Params
@@ -70,7 +75,8 @@ class Parts:
         )
 
     def init_state(self) -> TrainState:
-        """A new state."""
+        """A new state, with the weights that `init_from` names, or random ones."""
+        start = self.config.init_from
         return init_state(
             self.model,
             self.optimizer,
@@ -78,6 +84,7 @@ class Parts:
             seed=self.config.seed,
             loss_scale=self.loss_scale,
             offload=self.config.train.offload_optimizer,
+            params=self._started_params(start) if start else None,
         )
 
     def abstract_state(self) -> TrainState:
@@ -90,22 +97,85 @@ class Parts:
             offload=self.config.train.offload_optimizer,
         )
 
-    def stored_params(self, path: str) -> Params:
-        """Weights of another run, or of one of its checkpoints, on this run's mesh, verified.
+    def abstract_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """A training batch's shapes and shardings, as the built-in readers make it."""
+        train = self.config.train
+        if self.model.unit == "tokens":
+            fields = text_fields(train.seq_len, packed=self.config.data.packs_documents)
+        else:
+            fields = image_fields()
+        return {
+            name: jax.ShapeDtypeStruct(
+                (train.global_batch_size, *shape), dtype, sharding=self.step.batch_sharding
+            )
+            for name, (shape, dtype) in fields.items()
+        }
+
+    def _started_params(self, path: str) -> Params:
+        """What a run starts from: stored weights, and random ones where the settings say so."""
+        fresh = self.config.init_fresh
+        target = self.abstract_state().params
+        named, structure = jax.tree_util.tree_flatten_with_path(target)
+        names = ["params/" + "/".join(key.key for key in path) for path, _ in named]
+        wanted = [under(name, in_params(fresh)) for name in names]
+
+        def random_leaves(seed: int) -> list[Array]:
+            init_key, _ = jax.random.split(jax.random.key(seed))  # as `state.make_state` does
+            leaves = jax.tree.leaves(self.model.init(init_key))
+            return [leaf for leaf, fresh in zip(leaves, wanted, strict=True) if fresh]
+
+        placed = [leaf.sharding for (_, leaf), new in zip(named, wanted, strict=True) if new]
+        made = iter(
+            jax.jit(random_leaves, static_argnums=0, out_shardings=placed)(self.config.seed)
+        )
+        leaves = [next(made) if new else leaf for (_, leaf), new in zip(named, wanted, strict=True)]
+        target = jax.tree.unflatten(structure, leaves)
+        return self.stored_params(path, target, fresh=fresh, unused=self.config.init_unused)
+
+    def stored_params(
+        self,
+        path: str,
+        target: Params | None = None,
+        *,
+        fresh: Collection[str] = (),
+        unused: Collection[str] = (),
+    ) -> Params:
+        """Weights of a Hugging Face directory, a run or one of its checkpoints, on this mesh.
+
+        Those of a run are verified.
+
+        Args:
+            path: where they are.
+            target: see `Checkpointer.restore_params`; default: all parameters of the model.
+            fresh: see `Checkpointer.restore_params`.
+            unused: see `Checkpointer.restore_params`.
 
         Raises:
-            ConfigError: there is no checkpoint, or its weights do not fit this run's model.
+            ConfigError: there is nothing to load, or its weights do not fit this run's model.
         """
+        target = self.abstract_state().params if target is None else target
+        if is_model(path):
+            return load_params(
+                Path(path).expanduser(), target, fresh=in_params(fresh), unused=in_params(unused)
+            )
         directory = directory_of(path)
         named = Path(path).name
         reader = Checkpointer(directory, self.config.checkpoint, read_only=True)
-        return reader.restore_params(
-            self.abstract_state().params, int(named) if named.isdecimal() else None
-        )
+        step = int(named) if named.isdecimal() else None
+        return reader.restore_params(target, step, fresh=fresh, unused=unused)
 
 
-def assemble(config: RunConfig, devices: Sequence[Any]) -> Parts:
+def assemble(
+    config: RunConfig,
+    devices: Sequence[Any],
+    needs_of: Callable[[RunConfig, Sequence[Any], Model], Needs | None] | None = None,
+) -> Parts:
     """Put a run together on these devices.
+
+    Args:
+        config: the run.
+        devices: all devices of the job.
+        needs_of: makes the estimate by which the default mesh is chosen (`estimate.budget`).
 
     Raises:
         ConfigError: every rule that the mesh breaks, with legal meshes nearby.
@@ -115,7 +185,10 @@ def assemble(config: RunConfig, devices: Sequence[Any]) -> Parts:
     shapes = jax.eval_shape(model.init, jax.random.key(0))
     num_params = sum(math.prod(x.shape) for x in jax.tree.leaves(shapes))
     spec, reason = config.choose_mesh(
-        len(devices), model=model, memory_bytes=_device_memory(devices)
+        len(devices),
+        model=model,
+        memory_bytes=_device_memory(devices),
+        needs=needs_of(config, devices, model) if needs_of is not None else None,
     )
     layout = Layout(
         mesh=spec.build(devices),
@@ -259,6 +332,9 @@ def _run_of(path: Path) -> Path:
 
 def _device_memory(devices: Sequence[Any]) -> int | None:
     """Bytes of one device; only a process's own devices answer, and all are alike."""
-    own = next(device for device in devices if device.process_index == jax.process_index())
-    stats = own.memory_stats() or {}
-    return stats.get("bytes_limit")
+    own = [device for device in devices if device.process_index == jax.process_index()]
+    try:
+        stats = own[0].memory_stats() if own else None
+    except jax.errors.JaxRuntimeError:  # described for a compilation, and not there to be asked
+        stats = None
+    return (stats or {}).get("bytes_limit")

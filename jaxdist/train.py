@@ -6,7 +6,6 @@ Python standard library, on whatever devices there are.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import sys
 from collections.abc import Sequence
@@ -19,6 +18,7 @@ if TYPE_CHECKING:
     from jaxdist.checkpoint import Checkpointer
     from jaxdist.config import RunConfig
     from jaxdist.data import Dataset, Loader
+    from jaxdist.estimate.budget import Budget
     from jaxdist.monitoring import Monitor, RunDirectory
     from jaxdist.state import TrainState
 
@@ -37,6 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # 2. Devices, in the order in which they can still be chosen.
     if config.simulate:
         runtime.simulate(config.simulate)
+    runtime.reserve_memory(config.runtime.memory_fraction)
     runtime.setup_compile_cache(config.runtime.compile_cache)
     job = runtime.join(config.runtime)
     runtime.setup_logging(job.process_index)
@@ -46,10 +47,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     from jaxdist.assembly import assemble, check_data_fits
     from jaxdist.checkpoint import Checkpointer
     from jaxdist.data import open_datasets
+    from jaxdist.estimate.budget import Budget, needs_of
     from jaxdist.monitoring import Monitor, environment
 
     # 3. Everything that can be wrong is found before anything is written or compiled.
-    parts = assemble(config, jax.devices())
+    parts = assemble(config, jax.devices(), needs_of)
+    budget = Budget.of(config, parts.spec, jax.devices(), parts.model)
+    if budget is not None and not config.force:
+        budget.check()
     train_data, eval_data = open_datasets(
         config.data, seq_len=config.train.seq_len, seed=config.seed
     )
@@ -77,9 +82,17 @@ def main(argv: Sequence[str] | None = None) -> int:
             compute_dtype=str(parts.compute_dtype),
             config_text=config_text,
         ) as monitor:
-            announce(parts, monitor)
+            announce(parts, monitor, budget)
             return Run(
-                parts, state, loader, eval_data, checkpointer, monitor, preemption, config_text
+                parts,
+                state,
+                loader,
+                eval_data,
+                checkpointer,
+                monitor,
+                preemption,
+                config_text,
+                budget,
             ).go(start_step)
     finally:
         checkpointer.close()
@@ -98,12 +111,16 @@ class Run:
         monitor: Monitor,
         preemption: runtime.Preemption,
         config_text: str,
+        budget: Budget | None = None,
     ):
         from jaxdist.monitoring import StepTimer
+        from jaxdist.monitoring.environment import versions
 
         self.parts, self.state, self.loader, self.eval_data = parts, state, loader, eval_data
         self.checkpointer, self.monitor, self.preemption = checkpointer, monitor, preemption
         self.config, self.config_text = parts.config, config_text
+        self.versions = versions()
+        self.budget = budget
         self.train_step = monitor.watch_compiles(parts.step.train, "train step")
         self.timer = StepTimer()
         self.pending: tuple[int, Any] | None = None
@@ -144,6 +161,7 @@ class Run:
         finite = metrics["finite"]
         weight = float(metrics["weight"])  # waits for the device
         step_time_s, data_wait_s = self.timer.lap()
+        self.check_budget()
         self.monitor.train(
             step, metrics, tokens=weight, step_time_s=step_time_s, data_wait_s=data_wait_s
         )
@@ -155,6 +173,19 @@ class Run:
                 "The update was not applied; checkpoints up to here are good. Lower optim.peak_lr, "
                 "look at the batch, or set train.nan_policy=skip."
             )
+
+    def check_budget(self) -> None:
+        """Once, after the first step: warn where the memory really used is not the estimate."""
+        budget, self.budget = self.budget, None
+        if budget is None:
+            return
+        import jax
+
+        from jaxdist.monitoring import device_memory
+
+        peak = device_memory(jax.local_devices()).get("memory_peak_bytes")
+        if peak and (warning := budget.compare(peak)):
+            log.warning("%s", warning)
 
     def evaluate(self, step: int, max_batches: int) -> dict[str, float]:
         """Evaluate the current parameters; each held-out row counts once."""
@@ -189,6 +220,7 @@ class Run:
                 "data": self.loader.state(),
                 "config": self.config_text,
                 "mesh": str(self.parts.spec),
+                "versions": self.versions,
             }
             self.checkpointer.save(step, self.state, meta, force=force, metrics=metrics)
         self.forward_events()
@@ -259,7 +291,6 @@ def start(
     if chosen is None:
         state, step = parts.init_state(), 0
         if config.init_from:
-            state = dataclasses.replace(state, params=parts.stored_params(config.init_from))
             log.info("weights from %s", config.init_from)
         if config.checkpoint.probe:
             checkpointer.probe(state)
@@ -280,7 +311,7 @@ def start(
     return state, step, loader
 
 
-def announce(parts: Parts, monitor: Monitor) -> None:
+def announce(parts: Parts, monitor: Monitor, budget: Budget | None) -> None:
     """The first lines of a run: what will happen, where, and why this way."""
     from jaxdist.parallel.pipeline import describe
 
@@ -293,6 +324,8 @@ def announce(parts: Parts, monitor: Monitor) -> None:
     notes = list(model.notes(parts.step.context)) if model.notes else []
     if schedule is not None:
         notes.append(describe(schedule, rows))
+    if budget is not None:
+        notes.append(budget.line())
     monitor.header(
         mesh=str(parts.spec),
         mesh_reason=parts.mesh_reason,

@@ -10,6 +10,7 @@ PACKAGE = Path(__file__).parent.parent / "jaxdist"
 LEVELS = {
     "types": 0,
     "runtime": 0,
+    "hardware": 0,
     "mesh": 1,
     "collectives": 1,
     "sharding": 2,
@@ -20,6 +21,7 @@ LEVELS = {
     "optim": 3,
     "precision": 3,
     "state": 4,
+    "huggingface": 4,
     "step": 5,
     "checkpoint": 5,
     "monitoring": 5,
@@ -27,6 +29,7 @@ LEVELS = {
     "config": 6,
     "evaluation": 6,
     "assembly": 7,
+    "estimate": 7,
     "train": 8,
     "evaluate": 8,
     "generate": 8,

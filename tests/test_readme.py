@@ -1,5 +1,7 @@
 """What the README says is true today: commands run, drawings are the code's, the tour exists."""
 
+import dataclasses
+import json
 import re
 import shlex
 import subprocess
@@ -7,6 +9,8 @@ import sys
 
 import pytest
 from commands import ROOT, TINY, environment, tiny
+from decoders import FAMILIES
+from hf_models import CHATML, write_model, write_tokenizer
 
 README = (ROOT / "README.md").read_text()
 COMMANDS = [
@@ -17,7 +21,11 @@ COMMANDS = [
 ]
 # What makes a command small enough for a test; it must still parse, start and end as printed.
 SMALLER = ["--steps=2", *TINY, "--eval.interval_steps=0"]
-NEEDS_GPUS = ("configs/gpt2", "configs/llama3")
+NEEDS_GPUS = [
+    line
+    for line in COMMANDS
+    if "jaxdist.plan" not in line and ("configs/gpt2" in line or "configs/llama3" in line)
+]
 
 
 def test_there_are_commands_to_run():
@@ -31,6 +39,10 @@ def home(tmp_path_factory):
     for name in ("configs", "scripts", "examples", "README.md"):
         (home / name).symlink_to(ROOT / name)
     run_in(home, ["python", "-m", "jaxdist.train", *SMALLER, "--run-dir", "runs/NAME"])
+    write_model(home / "models" / "NAME", dataclasses.replace(FAMILIES["qwen3"], vocab_size=320))
+    write_tokenizer(home / "models" / "NAME", ["a text"], 320, CHATML)
+    says = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello " * 9}]
+    (home / "chats.jsonl").write_text((json.dumps({"messages": says}) + "\n") * 300)
     return home
 
 
@@ -57,22 +69,26 @@ def smaller(line: str) -> list[str]:
         return [*words, "--max_batches", "1"]
     if words[1] == "scripts/bench/step.py":
         return [*words[:2], "--preset", "cpu-256", "--batch", "1", "--blocks", "1", "--no-bare"]
-    if "slurm" in words or words[2] in ("jaxdist.convert", "jaxdist.report", "jaxdist.data"):
+    alone = ("jaxdist.convert", "jaxdist.report", "jaxdist.data", "jaxdist.plan")
+    if "slurm" in words or words[2] in alone:
         return words
     if "pp=4" in line:
         deep = tiny("--model.num_layers=4", "--train.global_batch_size=16")
         return [*words, "--steps=2", *deep, "--eval.interval_steps=0"]
     if "--resume" in words:
         return [*words, "--steps=3"]
+    if "--init-from" in words:
+        given = lambda flag: flag.partition("=")[0] in words or flag.startswith("--model.")
+        return [*words, *(flag for flag in SMALLER if not given(flag))]
     return [*words, *SMALLER]
 
 
-@pytest.mark.parametrize("line", [c for c in COMMANDS if not any(n in c for n in NEEDS_GPUS)])
+@pytest.mark.parametrize("line", [c for c in COMMANDS if c not in NEEDS_GPUS])
 def test_command_runs_as_printed(home, line):
     run_in(home, smaller(line))
 
 
-@pytest.mark.parametrize("line", [c for c in COMMANDS if any(n in c for n in NEEDS_GPUS)])
+@pytest.mark.parametrize("line", NEEDS_GPUS)
 def test_command_for_gpus_reads_its_settings(line, monkeypatch):
     """Too large to run here: what it asks for must be legal on the GPUs that it names."""
     from jaxdist.config import read_run
@@ -86,13 +102,14 @@ def test_command_for_gpus_reads_its_settings(line, monkeypatch):
     assert config.mesh_problems(spec) == []
 
 
-@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zero_bubble"])
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "1f1b × 2", "1f1b_lean", "zero_bubble"])
 def test_schedule_drawings_are_the_codes_own(name):
     from jaxdist.parallel.schedules import make_schedule
     from jaxdist.parallel.timetable import draw
 
     printed = re.search(rf"<!-- drawing: {name} -->\n```\n(.*?)\n```", README, flags=re.S)
-    schedule = make_schedule(name, num_stages=4, num_microbatches=8)
+    schedule_name, _, chunks = name.partition(" × ")
+    schedule = make_schedule(schedule_name, 4, 8, int(chunks or 1))
     lines = lambda text: [line.rstrip() for line in text.strip().splitlines()]
     assert lines(printed[1]) == lines(draw(schedule))
 

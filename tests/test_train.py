@@ -1,5 +1,6 @@
 """The main job as a user starts it, stops it and looks at what it left."""
 
+import importlib.metadata
 import json
 import shutil
 import signal
@@ -64,6 +65,18 @@ def test_console_says_what_will_happen_and_what_to_do_next(finished):
         assert words in done.stdout
     assert f"python -m jaxdist.generate {run_dir}" in done.stdout
     assert "tensorboard --logdir" in done.stdout
+
+
+def test_a_checkpoint_says_what_made_it_and_what_it_cost(finished):
+    run_dir, _ = finished
+    document = next((run_dir / "checkpoints").glob("[0-9]*/meta/metadata"))
+    meta = json.loads(document.read_text())["meta"]
+    assert meta["config"] == (run_dir / "config.toml").read_text()
+    assert meta["mesh"] == "dp=2,fsdp=2,tp=2"
+    assert meta["versions"]["jax"] == importlib.metadata.version("jax")
+    assert meta["data"]["next_sample"] > 0
+    (saved, *_) = [r for r in records(run_dir, "event") if r["event"] == "save"]
+    assert {"step", "blocked_s", "waited_s", "written_s", "bytes", "gb_per_s"} <= saved.keys()
 
 
 def test_preempted_and_resumed_equals_uninterrupted_bit_for_bit(finished, tmp_path):

@@ -38,7 +38,8 @@ def help_text(
     parts = [
         f"usage: python -m {command}{words} [--config FILE.toml] "
         f"[--{'SECTION.' if sections else ''}FIELD=VALUE ...]",
-        *(_wrap(paragraph, "") for paragraph in summary.split("\n\n")),
+        # Indented paragraphs are commands: they stay line by line.
+        *(p if p.startswith(" ") else _wrap(p, "") for p in summary.split("\n\n")),
         _wrap(
             "Flags win over the file, the file wins over the defaults. A list is a,b,c; a switch "
             "is true or false, bare = true; dashes in names are underscores.",

@@ -12,7 +12,10 @@ from pathlib import Path
 
 from jaxdist.checkpoint.config import CheckpointConfig
 from jaxdist.config.reading import headed, read_settings
+from jaxdist.config.sources import read_file, split_arguments
 from jaxdist.data.config import DataConfig
+from jaxdist.huggingface.directory import is_model, read_json
+from jaxdist.huggingface.families import left_out, read_config
 from jaxdist.mesh import MeshSpec
 from jaxdist.models.configs import (
     CNN_RULES,
@@ -27,7 +30,14 @@ from jaxdist.parallel.pipeline import PipelineConfig
 from jaxdist.precision import PrecisionConfig
 from jaxdist.runtime import resolve
 from jaxdist.runtime.settings import RuntimeConfig
-from jaxdist.sharding import RULES, MeshConfig, default_mesh, legal_meshes, mesh_problems
+from jaxdist.sharding import (
+    RULES,
+    MeshConfig,
+    Needs,
+    default_mesh,
+    legal_meshes,
+    mesh_problems,
+)
 from jaxdist.step import EvalConfig, TrainConfig
 from jaxdist.types import ConfigError, Model, setting
 
@@ -40,6 +50,9 @@ ALIASES = {
 """Short flags of the commands that take a whole run's settings."""
 
 _BYTE_VALUES = 256
+_TUNING_LR = 2e-5
+"""Peak learning rate of a run that starts from published weights: what papers on tuning all weights
+of models of 1 to 70 billion parameters use (1e-5 to 3e-5); a new model's rate would undo them."""
 _PARAM_AND_GRADIENT_BYTES = 4 + 4
 
 
@@ -57,8 +70,20 @@ class RunConfig:
     )
     init_from: str = setting(
         "",
-        "run directory, or a checkpoint in it, whose weights a new run starts from (`jaxdist "
-        "convert from-hf` makes one of a Hugging Face model); empty = random ones",
+        "whose weights a new run starts from: a Hugging Face model directory (its config.json, "
+        "its tokenizer.json and optim.peak_lr=2e-5 are then the defaults), a run directory, or a "
+        "checkpoint in one; empty = random ones",
+    )
+    init_fresh: list[str] = setting(
+        [],
+        "parts of the model that start random beside init_from, e.g. head; names as `jaxdist "
+        "convert inspect` prints them",
+    )
+    init_unused: list[str] = setting(
+        [], "parts of init_from's weights that have no place in the model and are left unread"
+    )
+    force: bool = setting(
+        False, "start even where the estimate says that the GPUs' memory does not hold the run"
     )
     simulate: int = setting(
         0, "simulated CPU devices of each process; 0 = the machine's own devices"
@@ -77,7 +102,7 @@ class RunConfig:
 
     def problems(self) -> list[str]:
         """Violated rules of the top level and between sections (sections have their own)."""
-        found = self._place_problems()
+        found = self._place_problems() + self._start_problems()
         # Sizes that are not even numbers of something would only repeat themselves below.
         sections = (self.model, self.train, self.mesh, self.pipeline)
         if any(section.problems() for section in sections):
@@ -88,6 +113,8 @@ class RunConfig:
         """What is legal but may surprise: one line each, for the run's first log lines."""
         optim, steps = self.optim, self.train.steps
         found = []
+        if self.init_from and is_model(self.init_from):
+            found += left_out(read_json(Path(self.init_from).expanduser()))
         if 0 < steps <= optim.warmup_steps:
             found.append(
                 f"optim.warmup_steps={optim.warmup_steps} is not shorter than train.steps={steps}: "
@@ -145,7 +172,12 @@ class RunConfig:
             raise ConfigError(headed("mesh", problems))
 
     def choose_mesh(
-        self, num_devices: int, *, model: Model | None = None, memory_bytes: int | None = None
+        self,
+        num_devices: int,
+        *,
+        model: Model | None = None,
+        memory_bytes: int | None = None,
+        needs: Needs | None = None,
     ) -> tuple[MeshSpec, str]:
         """The mesh of a run and why, once devices are counted.
 
@@ -155,6 +187,7 @@ class RunConfig:
             num_devices: visible devices of the whole job.
             model: the built model, if it is.
             memory_bytes: memory of one device, if the backend says.
+            needs: the estimate of a mesh's memory, where there is one; else the state alone counts.
 
         Raises:
             ConfigError: the mesh asked for is illegal, or no mesh of these devices is legal.
@@ -163,7 +196,7 @@ class RunConfig:
             spec = MeshSpec.parse(self.mesh.shape, num_devices)
             self.check_mesh(spec, model, num_devices)
             return spec, self.mesh.reason or "asked for"
-        spec, reason = default_mesh(num_devices, self.state_bytes(model), memory_bytes)
+        spec, reason = default_mesh(num_devices, self.state_bytes(model), memory_bytes, needs)
         refused = self.mesh_problems(spec, model)
         if refused:
             legal = self._legal(spec, num_devices, model, count=1)
@@ -212,12 +245,46 @@ class RunConfig:
             )
         if self.init_from and not Path(self.init_from).expanduser().is_dir():
             found.append(
-                f"init_from={self.init_from!r} is not a directory. Name a run directory, or leave "
-                "it empty."
+                f"init_from={self.init_from!r} is not a directory. Name a Hugging Face model "
+                "directory or a run directory, or leave it empty."
             )
         if self.seed < 0:
             found.append(f"seed={self.seed} must be 0 or more. Use 0.")
         return found
+
+    def _start_problems(self) -> list[str]:
+        """What the model is told to be beside what the weights of `init_from` make it."""
+        given = {"init_fresh": self.init_fresh, "init_unused": self.init_unused}
+        found = [
+            f"{name}={names} without init_from: all weights are random then. Set init_from, or "
+            f"leave {name} out."
+            for name, names in given.items()
+            if names and not self.init_from
+        ]
+        if not self.init_from or not is_model(self.init_from):
+            return found
+        folder = Path(self.init_from).expanduser()
+        try:
+            stored = read_config(read_json(folder))
+        except ConfigError as error:
+            return [f"init_from={self.init_from!r}: {line}" for line in error.problems]
+        if not isinstance(self.model, DecoderConfig):
+            return [
+                f"model.kind={self.model.kind!r} with init_from={self.init_from!r}, which holds a "
+                "decoder. Leave model.kind out."
+            ]
+        free = {"dropout", "attention_dropout", "attention", "init_std"}
+        free |= {"max_seq_len"} if stored.positions == "rotary" else set()
+        if self.init_fresh:  # a head or table of another size; what must fit is seen when loading
+            free |= {"vocab_size", "tie_embeddings"}
+        return [
+            f"model.{field.name}={getattr(self.model, field.name)} is not what the weights of "
+            f"init_from={self.init_from!r} were made for: its config.json gives "
+            f"{getattr(stored, field.name)}. Leave model.{field.name} out."
+            for field in dataclasses.fields(stored)
+            if field.name not in free
+            and getattr(self.model, field.name) != getattr(stored, field.name)
+        ]
 
     def _data_problems(self) -> list[str]:
         """Rules between the model and what it is fed."""
@@ -330,12 +397,19 @@ def read_run(argv: Sequence[str], *, command: str, summary: str = "") -> RunConf
     """A run's settings from `--config FILE.toml` and flags; see `read_settings`.
 
     With `--resume PATH` the settings of that run are the defaults, so that only what shall differ
-    needs a flag.
+    needs a flag; with `--init-from DIR` of Hugging Face the model's sizes and tokenizer are.
     """
     resumed = _resumed(argv)
     base = None
     if resumed is not None and (Path(resumed) / "config.toml").is_file():
         base = dataclasses.replace(stored_run(Path(resumed) / "config.toml"), run_dir="")
+    start = _start_of(argv)
+    if base is None and start and is_model(start):
+        try:
+            base = _run_of_model(Path(start).expanduser())
+        except ConfigError as error:
+            lines = [f"init_from={start!r}: {line}" for line in error.problems]
+            raise ConfigError(headed(command, lines)) from None
     return read_settings(
         RunConfig, argv, command=command, summary=summary, aliases=ALIASES, base=base
     )
@@ -349,6 +423,25 @@ def _resumed(argv: Sequence[str]) -> str | None:
             named = value if equals else following
             return None if named in ("", "auto", "never") else named
     return None
+
+
+def _start_of(argv: Sequence[str]) -> str:
+    """What `init_from` will be: the flag's value, or the config file's."""
+    arguments = split_arguments(argv, ALIASES)
+    flags = [given.raw for given in arguments.flags if given.path == ("init_from",)]
+    found = flags or [read_file(file)[0].get("init_from") for file in arguments.files]
+    return found[0] if found and isinstance(found[0], str) else ""
+
+
+def _run_of_model(folder: Path) -> RunConfig:
+    """The defaults of a run that goes on from a Hugging Face model."""
+    name = re.sub(r"[^\w.+-]", "-", folder.resolve().name).lstrip(".+-")
+    return RunConfig(
+        name=name or "tuned",
+        model=read_config(read_json(folder)),
+        data=DataConfig(tokenizer=str(folder / "tokenizer.json")),
+        optim=OptimConfig(peak_lr=_TUNING_LR),
+    )
 
 
 def stored_run(path: str | os.PathLike[str]) -> RunConfig:

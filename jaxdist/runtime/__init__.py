@@ -5,6 +5,7 @@ The order in which a command uses the room:
     run_command(main)        the guard: exit codes, closing block, no hang at exit
     Preemption()             first line of main: SIGTERM and SIGUSR1 are remembered from here on
     simulate(8)              optional: N CPU devices instead of what the machine has
+    reserve_memory(0.92)     what a run may take of a GPU
     setup_compile_cache()    compiled programs survive restarts
     job = join()             alone, or with the processes that a launcher or scheduler started
     setup_logging(...)       process 0 on the console, every process in its own file
@@ -13,7 +14,12 @@ Importing the room imports neither jax nor any device library, so that a launche
 computes, starts in milliseconds. The settings dataclass lives in `jaxdist.runtime.settings`.
 """
 
-from jaxdist.runtime.backend import setup_compile_cache, simulate
+from jaxdist.runtime.backend import (
+    MEMORY_FRACTION,
+    reserve_memory,
+    setup_compile_cache,
+    simulate,
+)
 from jaxdist.runtime.command import (
     EXIT_CONFIG,
     EXIT_FAILURE,
@@ -37,6 +43,7 @@ __all__ = [
     "EXIT_INTERRUPTED",
     "EXIT_OK",
     "EXIT_PREEMPTED",
+    "MEMORY_FRACTION",
     "NOTICES",
     "DeviceRow",
     "Job",
@@ -45,6 +52,7 @@ __all__ = [
     "announce_failure",
     "is_consequence",
     "join",
+    "reserve_memory",
     "resolve",
     "run_command",
     "setup_compile_cache",

@@ -28,6 +28,11 @@ class RuntimeConfig:
     network_interface: str = setting(
         "", "interface for NCCL (NCCL_SOCKET_IFNAME), e.g. ib0; empty: NCCL chooses"
     )
+    memory_fraction: float = setting(
+        0.92,
+        "share of a GPU's memory that the run may take (JAX's own default is 0.75), the rest being "
+        "for the CUDA context and NCCL; XLA_PYTHON_CLIENT_MEM_FRACTION comes first",
+    )
     compile_cache: str = setting(
         "",
         "folder of compiled programs; empty: $JAXDIST_CACHE or ~/.cache/jaxdist/xla; "
@@ -54,6 +59,11 @@ class RuntimeConfig:
             found.append(
                 f"runtime.process_index={self.process_index} is not in a job of "
                 f"{self.num_processes} processes. Use 0 to {self.num_processes - 1}."
+            )
+        if not 0.0 < self.memory_fraction <= 1.0:
+            found.append(
+                f"runtime.memory_fraction={self.memory_fraction} is a share of a GPU's memory, "
+                "above 0 and at most 1. Use 0.92."
             )
         if self.coordinator and not _is_address(self.coordinator):
             found.append(
