@@ -192,6 +192,7 @@ def _compiled(model: Model, layout: Any, config: GenerateConfig, dtype: Any) -> 
 
     import jax
 
+    from jaxdist.ordering import in_order
     from jaxdist.types import Context
 
     decoding = model.decoding
@@ -199,15 +200,16 @@ def _compiled(model: Model, layout: Any, config: GenerateConfig, dtype: Any) -> 
     platform = layout.mesh.devices.flat[0].platform
     context = Context(dtype=dtype, platform="gpu" if platform in ("gpu", "cuda") else platform)
 
-    @functools.partial(jax.jit, donate_argnums=1)
     def decode(params: Params, cache: Any, tokens: Array, positions: Array) -> tuple[Array, Any]:
         # Products take their weights in the compute dtype; the masters stay float32.
         return decoding.step(params, cache, tokens, positions, context)
 
+    if layout.mesh.size > 1 and platform == "cpu":
+        decode = in_order(decode, hidden=True)
     drawn = functools.partial(
         sample_tokens, temperature=config.temperature, top_k=config.top_k, top_p=config.top_p
     )
-    return decode, jax.jit(drawn)
+    return jax.jit(decode, donate_argnums=1), jax.jit(drawn)
 
 
 def _new_cache(model: Model, layout: Any, batch: int, max_len: int, dtype: Any) -> Any:

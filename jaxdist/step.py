@@ -23,6 +23,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jaxdist import collectives, losses
+from jaxdist.ordering import in_order
 from jaxdist.parallel import data, fsdp, pipeline, tensor
 from jaxdist.parallel.pipeline import PipelineConfig
 from jaxdist.precision import PrecisionConfig, update_loss_scale
@@ -537,6 +538,8 @@ def _accumulate(
 def _manual(function: Any, layout: Layout, in_specs: Any, out_specs: Any) -> Any:
     if layout.auto_tensor:
         in_specs, out_specs = _without_tensor(in_specs), _without_tensor(out_specs)
+    if layout.mesh.size > 1 and layout.mesh.devices.flat[0].platform == "cpu":
+        function = in_order(function, hidden=layout.auto_tensor)
     return jax.shard_map(
         function,
         mesh=layout.mesh,

@@ -13,6 +13,7 @@ LEVELS = {
     "hardware": 0,
     "mesh": 1,
     "collectives": 1,
+    "ordering": 1,
     "sharding": 2,
     "parallel": 3,
     "models": 3,

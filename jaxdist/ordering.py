@@ -1,0 +1,206 @@
+"""One order of collectives on every device of a simulated mesh.
+
+XLA:CPU starts the collectives of one computation in one order, but a loop or a branch counts as
+started when its first operation is: a later collective that does not read its result may overtake
+the collectives inside it, on one device and not on another. All collectives of a program share one
+rendezvous per group of devices, so such a pair exchanges each other's data, or waits for ever. (In
+a pipeline whose last ticks only made weight gradients, the gradients of two weights were wrong in
+every second step.) GPUs run collectives in the order of the program and need none of this.
+
+`in_order` makes each loop and branch that holds collectives wait for the collectives before it,
+and those after it wait for it, by a data dependence that no compiler pass sees through.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend import core
+from jax.interpreters import mlir
+
+COLLECTIVES = frozenset(
+    (
+        "all_gather",
+        "all_gather_invariant",
+        "all_gather_reduced",
+        "all_to_all",
+        "pmax",
+        "pmin",
+        "ppermute",
+        "psum",
+        "psum_invariant",
+        "reduce_scatter",
+        "unreduced_psum",
+        "unreduced_reduce_scatter",
+    )
+)
+"""Primitives that move data between devices, by name."""
+
+
+def in_order(function: Callable[..., Any], *, hidden: bool = False) -> Callable[..., Any]:
+    """`function`, its collectives in program order; for use inside `jax.shard_map` on CPU devices.
+
+    Args:
+        function: arrays in, arrays out; not to be differentiated any more.
+        hidden: any loop or branch may hold collectives that the trace does not show, because XLA
+            partitions an axis by itself.
+    """
+
+    def ordered(*args: Any) -> Any:
+        traced, kinds = jax.make_jaxpr(function, return_shape=True)(*args)
+        program = core.ClosedJaxpr(_ordered(traced.jaxpr, hidden), traced.consts)
+        outputs = core.jaxpr_as_fun(program)(*jax.tree.leaves(args))
+        return jax.tree.unflatten(jax.tree.structure(kinds), outputs)
+
+    return ordered
+
+
+def _ordered(program: core.Jaxpr, hidden: bool) -> core.Jaxpr:
+    """The program with ties between its control flow and its collectives."""
+    equations: list[core.JaxprEqn] = []
+    block: Any = None  # stands for the end of the last loop or branch
+    flat: list[Any] = []  # results of the collectives since
+    for equation in program.eqns:
+        if _holds_collectives(equation, hidden):
+            equation = _with_parts(equation, lambda part: _ordered(part, hidden))
+            equations += _tie(equation, _gate(equation), [*flat, *([block] if block else [])])
+            if made := _usable(equation.outvars):
+                flat, block = [], core.Var(_MARK)
+                equations.append(_equation(_made, made, block))
+        elif equation.primitive.name in COLLECTIVES:
+            equations += _tie(equation, range(len(equation.invars)), [block] if block else [])
+            flat += _usable(equation.outvars)[:1]
+        else:
+            equations.append(equation)
+    return program.replace(eqns=equations)
+
+
+def _parts(equation: core.JaxprEqn) -> list[core.Jaxpr]:
+    """Programs inside an equation: bodies, branches, what it calls."""
+    found = []
+    for value in equation.params.values():
+        for part in value if isinstance(value, (tuple, list)) else (value,):
+            if isinstance(part, (core.Jaxpr, core.ClosedJaxpr)):
+                found.append(_open(part))
+    return found
+
+
+def _with_parts(
+    equation: core.JaxprEqn, change: Callable[[core.Jaxpr], core.Jaxpr]
+) -> core.JaxprEqn:
+    def one(part: Any) -> Any:
+        if isinstance(part, core.ClosedJaxpr):
+            return core.ClosedJaxpr(change(part.jaxpr), part.consts)
+        return change(part) if isinstance(part, core.Jaxpr) else part
+
+    params = {
+        name: type(value)(map(one, value)) if type(value) in (tuple, list) else one(value)
+        for name, value in equation.params.items()
+    }
+    return equation.replace(params=params)
+
+
+def _open(part: Any) -> core.Jaxpr:
+    return part.jaxpr if isinstance(part, core.ClosedJaxpr) else part
+
+
+def _holds_collectives(equation: core.JaxprEqn, hidden: bool) -> bool:
+    """Whether there are any inside it, at any depth."""
+    if hidden and equation.primitive.name in ("scan", "while", "cond"):
+        return True
+    return any(
+        inner.primitive.name in COLLECTIVES or _holds_collectives(inner, hidden)
+        for part in _parts(equation)
+        for inner in part.eqns
+    )
+
+
+def _gate(equation: core.JaxprEqn) -> Iterable[int]:
+    """Operands without which nothing inside an equation can begin; no more, they are copied."""
+    name, number = equation.primitive.name, len(equation.invars)
+    if name == "cond":
+        return range(1)  # which branch
+    if name == "while":
+        return range(equation.params["cond_nconsts"] + equation.params["body_nconsts"], number)
+    if name == "scan":
+        (body,) = _parts(equation)  # what it stacks has one dimension more outside
+        num_xs = sum(
+            _ndim(x) != _ndim(inside) for x, inside in _pairs(equation.invars, body.invars)
+        )
+        carried = _pairs(equation.outvars, body.outvars)
+        num_carry = sum(_ndim(x) == _ndim(inside) for x, inside in carried)
+        if num_carry:
+            return range(number - num_xs - num_carry, number - num_xs)
+    return range(number)
+
+
+def _pairs(outside: list[Any], inside: list[Any]) -> Iterable[tuple[Any, Any]]:
+    return zip(outside, inside, strict=True)
+
+
+def _ndim(variable: Any) -> int:
+    return len(variable.aval.shape)
+
+
+def _tie(
+    equation: core.JaxprEqn, operands: Iterable[int], waits_for: list[Any]
+) -> list[core.JaxprEqn]:
+    """The equation after those that make these of its operands wait."""
+    if not waits_for:
+        return [equation]
+    ties, invars = [], list(equation.invars)
+    for place in operands:
+        operand = invars[place]
+        if _is_usable(operand):
+            invars[place] = core.Var(operand.aval)
+            ties.append(_equation(_after, [operand, *waits_for], invars[place]))
+    return [*ties, equation.replace(invars=invars)]
+
+
+def _equation(primitive: core.Primitive, operands: list[Any], result: Any) -> core.JaxprEqn:
+    return core.new_jaxpr_eqn(operands, [result], primitive, {}, core.no_effects)
+
+
+def _usable(variables: Iterable[Any]) -> list[Any]:
+    return [v for v in variables if not isinstance(v, core.DropVar) and _is_usable(v)]
+
+
+def _is_usable(variable: Any) -> bool:
+    """Whether it has an element that a computation can look at; keys have none."""
+    return variable.aval.size > 0 and isinstance(variable.aval.dtype, np.dtype)
+
+
+def _element(x: jax.Array) -> jax.Array:
+    """True, which only the array's first element can tell."""
+    first = lax.index_in_dim(x.reshape(-1), 0, keepdims=False).astype(jnp.float32)
+    # No rule of the compiler joins the three; one on integers' bits it sees through.
+    return (first < 0) | (first >= 0) | (first != first)
+
+
+def _where_all(x: jax.Array, *marks: jax.Array) -> jax.Array:
+    """x; what it would be otherwise has to differ, also where x is a constant."""
+    return jnp.where(_all(marks), x, ~x if x.dtype == bool else x + jnp.ones_like(x))
+
+
+def _all(marks: Iterable[jax.Array]) -> jax.Array:
+    truth = jnp.asarray(True)
+    for mark in marks:
+        truth &= _element(mark)
+    return truth
+
+
+def _primitive(name: str, kind: Callable[..., Any], compute: Callable[..., Any]) -> core.Primitive:
+    primitive = core.Primitive(name)
+    primitive.def_abstract_eval(kind)
+    mlir.register_lowering(primitive, mlir.lower_fun(compute, multiple_results=False))
+    return primitive
+
+
+_MARK = jax.core.ShapedArray((), np.dtype(bool))
+_after = _primitive("after", lambda x, *marks: x, _where_all)
+_made = _primitive("made", lambda *made: _MARK, lambda *made: _all(made))

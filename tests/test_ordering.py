@@ -1,0 +1,161 @@
+"""Compiled programs of simulated meshes leave no collective free to overtake a loop or a branch.
+
+Read from the compiler's own output: within each computation, whatever holds collectives and is a
+loop or a branch must reach, or be reached from, every other collective by data dependence.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pipeline_parity
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+from tiny import Case, layout_of, model_of, step_of, text_batch
+
+from jaxdist import collectives, generate, step
+from jaxdist.ordering import in_order
+from jaxdist.plan import hlo
+
+KINDS = ("all-reduce", "all-gather", "reduce-scatter", "collective-permute", "all-to-all")
+
+
+def unordered(text: str) -> list[tuple[str, str]]:
+    """(loop or branch, other collective) of each pair that no dependence orders."""
+    module, bearing = hlo.parse(text), {}
+
+    def moves(name: str) -> bool:
+        if name not in bearing:
+            bearing[name] = any(
+                x.opcode in KINDS or any(map(moves, module.called(x)))
+                for x in module.computations[name]
+            )
+        return bearing[name]
+
+    pairs = []
+    for instructions in module.computations.values():
+        before: dict[str, set[str]] = {}
+        for x in instructions:
+            read = [name for name in x.operand_names if name in before]
+            before[x.name] = set(read).union(*(before[name] for name in read))
+        control = [
+            x.name
+            for x in instructions
+            if x.opcode not in KINDS and any(map(moves, module.called(x)))
+        ]
+        others = [x.name for x in instructions if x.opcode in KINDS] + control
+        pairs += [
+            (a, b)
+            for a in control
+            for b in others
+            if a != b and a not in before[b] and b not in before[a]
+        ]
+    return pairs
+
+
+def compiled(function, *arguments) -> str:
+    return function.lower(*arguments).compile(pipeline_parity.FAST_COMPILE).as_text()
+
+
+def train_and_evaluate(mesh: str, **options) -> list[str]:
+    made, state = step_of(Case("rotary", mesh, **options))
+    batch = jax.device_put(text_batch(), made.batch_sharding)
+    return [compiled(made.train, state, batch), compiled(made.evaluate, state.params, batch)]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "options"),
+    [
+        ("dp=2,tp=2", {}),
+        ("fsdp=4,tp=2", {}),
+        ("dp=2,fsdp=2,tp=2", {"microbatches": 2}),
+        ("dp=4", {"zero": 2, "microbatches": 2}),
+        ("dp=4", {"zero": 3}),
+    ],
+)
+def test_training_and_evaluation_are_in_order(mesh, options):
+    assert [unordered(text) for text in train_and_evaluate(mesh, **options)] == [[], []]
+
+
+PIPELINES = [
+    "pp=2,dp=2,fsdp=2;schedule=zero_bubble;microbatches=3;chunks=2;family=gpt2;rows=12",
+    "pp=2,tp=2,fsdp=2;chunks=2",
+    "pp=2,tp=2;automatic=True",
+    "fsdp=2,tp=2;automatic=True",
+]
+
+
+@pytest.mark.parametrize("case", PIPELINES)
+def test_pipelines_and_automatic_axes_are_in_order(case):
+    (parsed,) = pipeline_parity.parse(case)
+    function, arguments = pipeline_parity.lowered(parsed)
+    assert unordered(compiled(function, *arguments)) == []
+
+
+def test_without_ties_there_are_unordered_pairs(monkeypatch):
+    monkeypatch.setattr(step, "in_order", lambda function, hidden: function)
+    assert all(unordered(text) for text in train_and_evaluate("fsdp=4,tp=2"))
+    (parsed,) = pipeline_parity.parse(PIPELINES[0])
+    function, arguments = pipeline_parity.lowered(parsed)
+    assert unordered(compiled(function, *arguments))
+
+
+@pytest.fixture
+def mesh():
+    return jax.make_mesh((2, 2), ("data", "fsdp"), devices=jax.devices()[:4])
+
+
+def loops_and_branches(x, flags, keys):
+    """Collectives inside and beside a scan, a while loop and a branch; integers, booleans, keys."""
+    first = collectives.all_reduce(flags.astype(jnp.int32), "fsdp")
+    total, each = lax.scan(
+        lambda c, y: (c + collectives.all_reduce(y, "fsdp").sum(), c), jnp.zeros(()), x
+    )
+    beside = collectives.all_reduce(x, "data")
+    rounds = lax.while_loop(
+        lambda c: c[0] < 2, lambda c: (c[0] + 1, collectives.permute(c[1], "fsdp")), (0, x)
+    )[1]
+    chosen = lax.cond(
+        lax.axis_index("data") == 0,
+        lambda: collectives.all_reduce(x, "fsdp"),
+        lambda: collectives.all_reduce(2 * x, "fsdp"),
+    )
+    drawn = jax.random.split(keys)[0]
+    last = collectives.all_reduce(first.astype(jnp.float32), "data")
+    return total, each, beside, rounds, chosen, jax.random.key_data(drawn), last
+
+
+def test_values_are_untouched(mesh):
+    arguments = (
+        jax.random.normal(jax.random.key(0), (6, 5)),
+        jnp.arange(3) > 1,
+        jax.random.key(1),
+    )
+
+    def run(function):
+        manual = jax.shard_map(function, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+        return jax.jit(manual)
+
+    plain, ordered = run(loops_and_branches), run(in_order(loops_and_branches))
+    for a, b in zip(plain(*arguments), ordered(*arguments), strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert unordered(compiled(plain, *arguments))
+    assert unordered(compiled(ordered, *arguments)) == []
+
+
+def test_generation_is_in_order(monkeypatch):
+    case, asked = Case("rotary", "fsdp=2,tp=2"), []
+
+    def spy(function, *, hidden):
+        asked.append(hidden)
+        return in_order(function, hidden=hidden)
+
+    monkeypatch.setattr("jaxdist.ordering.in_order", spy)
+    model, layout, (_, state) = model_of("rotary"), layout_of(case), step_of(case)
+    config = generate.GenerateConfig(run="none", temperature=0.0, max_new_tokens=3)
+    prompts = [np.arange(4), np.arange(2)]
+    tokens = list(
+        generate.generate(model, state.params, layout, prompts, config, dtype=jnp.float32)
+    )
+    assert len(tokens) == 3
+    assert asked == [True]
