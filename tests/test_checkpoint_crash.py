@@ -5,6 +5,7 @@
 kills fifty and prints what they were doing, and how many steps were lost at most.
 """
 
+import itertools
 import json
 import random
 import signal
@@ -62,7 +63,9 @@ def update(state):
 
 update = jax.jit(update, donate_argnums=0, out_shardings=(placement, whole))
 out = open(settings["out"], "a", buffering=1)
-say = lambda **event: settings["process"] == 0 and out.write(json.dumps(event) + "\n")
+say = lambda **event: settings["process"] == 0 and out.write(
+    json.dumps({**event, "time": time.monotonic()}) + "\n"
+)
 say(opening=True)
 every = settings["every"]
 checkpoints = Checkpointer(
@@ -176,12 +179,12 @@ def kill_at_random(run: Run, chance: random.Random) -> list[dict]:
     """Start, SIGKILL at a random moment; what was recorded.
 
     The moment is counted from the opening of the directory, from the beginning of the restore, of
-    training, or of a save in the background.
+    training, or of a save in the background; within a restore, if it takes as long as the last.
     """
     before = len(run.records())
     kinds = [("opening", 2.5), ("start", 1.5), ("saving", 0.06), ("saving", 0.06)]
     if any(" saved: " in record.get("log", "") for record in run.records()):
-        kinds += [("restoring", 0.3)] * 2
+        kinds += [("restoring", restore_seconds(run.records()))] * 2
     event, longest = chance.choice(kinds)
     count = chance.randint(1, 4) if event == "saving" else 1
     (process,) = run.start()
@@ -192,6 +195,13 @@ def kill_at_random(run: Run, chance: random.Random) -> list[dict]:
     process.send_signal(signal.SIGKILL)
     process.communicate()
     return run.records()[before:]
+
+
+def restore_seconds(records: list[dict]) -> float:
+    """How long the last restore took that came to its end."""
+    pairs = itertools.pairwise(r for r in records if "restoring" in r or "start" in r)
+    took = [b["time"] - a["time"] for a, b in pairs if "restoring" in a and "start" in b]
+    return took[-1] if took else 0.3
 
 
 def moment_of(records: list[dict]) -> str:
