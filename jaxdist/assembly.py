@@ -200,6 +200,8 @@ def assemble(
     platform = devices[0].platform
     compute_dtype = config.precision.resolve("cpu" if platform == "cpu" else "gpu")
     loss_scale = initial_loss_scale(config.precision, compute_dtype)
+    if problems := optim.frozen_problems(config.optim, model.axes):
+        raise ConfigError(problems)
     optimizer = optim.make_optimizer(config.optim, model.axes)
     schedule = optim.make_schedule(
         config.optim,
@@ -216,6 +218,7 @@ def assemble(
         clip_norm=config.optim.clip_norm,
         loss_scale=loss_scale,
         pipeline_config=config.pipeline,
+        frozen=optim.frozen_leaves(config.optim, model.axes) if config.optim.frozen else None,
     )
     return Parts(
         config=config,

@@ -146,6 +146,7 @@ def make_step(
     clip_norm: float = 0.0,
     loss_scale: dict[str, Array] | None = None,
     pipeline_config: PipelineConfig | None = None,
+    frozen: Params | None = None,
 ) -> Step:
     """Build the step of one model on one layout; compiles nothing yet.
 
@@ -159,6 +160,7 @@ def make_step(
         clip_norm: largest global gradient norm; 0 = no clipping.
         loss_scale: initial loss scale (for its structure only), {} without.
         pipeline_config: how microbatches flow where the mesh has stages.
+        frozen: tree of booleans, the leaves that `optimizer` leaves alone; None = no leaf.
     """
     stages = pipeline_config or PipelineConfig()
     context = make_context(model, layout, config, precision, stages)
@@ -166,7 +168,7 @@ def make_step(
         model, optimizer, layout, loss_scale=loss_scale or {}, offload=config.offload_optimizer
     )
     gradients = make_value_and_grad(
-        model, layout, config, context, precision=precision, stages=stages
+        model, layout, config, context, precision=precision, stages=stages, frozen=frozen
     )
     update = make_update(model, optimizer, layout, clip_norm)
     on_device = opt_shardings(model, optimizer, layout)
@@ -383,11 +385,13 @@ def make_value_and_grad(
     *,
     precision: PrecisionConfig | None = None,
     stages: PipelineConfig | None = None,
+    frozen: Params | None = None,
 ) -> Callable[..., tuple[Sums, Params, Array]]:
     """(params, batch, key, loss scale) -> (global sums, gradients of the mean loss, their norm).
 
     The gradients are sharded like the moments where ZeRO says so, else like the parameters.
-    `precision` and `stages` matter where the mesh has stages.
+    `precision` and `stages` matter where the mesh has stages. Those of `frozen` leaves are 0, and
+    nothing that only they need is computed or moved.
     """
     precision, stages = precision or PrecisionConfig(), stages or PipelineConfig()
     param_specs = layout.param_specs(model.axes)
@@ -422,6 +426,9 @@ def make_value_and_grad(
         grads = data.reduce_gradients(grads, micro_specs, grad_specs, layout, axes)
         inverse = 1.0 / (_divisor(sums["weight"]) * scale)
         grads = jax.tree.map(lambda g: g * inverse, grads)
+        if frozen is not None:
+            zero = lambda is_frozen, g: collectives.zeros_like(g) if is_frozen else g
+            grads = jax.tree.map(zero, frozen, grads)
         norm = jnp.sqrt(data.squared_norm(grads, grad_specs, layout))
         return sums, grads, norm
 

@@ -101,16 +101,17 @@ def state_bytes_of(config: RunConfig, devices) -> int:
     )
 
 
+@pytest.mark.parametrize("frozen", [[], ["embed", "layers/mlp"]])
 @pytest.mark.parametrize("optimizer", ["adamw", "lion", "sgd", "muon", "adafactor"])
 @pytest.mark.parametrize(
     ("mesh", "zero"),
     [("dp=8", 0), ("dp=8", 1), ("dp=4,fsdp=2", 3), ("fsdp=4,tp=2", 0), ("pp=2,dp=2,tp=2", 1)],
 )
-def test_state_is_what_the_shardings_say(mesh, zero, optimizer):
+def test_state_is_what_the_shardings_say(mesh, zero, optimizer, frozen):
     config = RunConfig(
         model=CONFIGS["rotary"],
         mesh=MeshConfig(shape=mesh, zero=zero),
-        optim=OptimConfig(optimizer=optimizer, moment_dtype="bfloat16"),
+        optim=OptimConfig(optimizer=optimizer, moment_dtype="bfloat16", frozen=frozen),
         train=TrainConfig(global_batch_size=16, seq_len=16),
     )
     spec = MeshSpec.parse(mesh)

@@ -12,6 +12,7 @@ import pytest
 
 from jaxdist import optim
 from jaxdist.optim import OptimConfig, make_optimizer, make_schedule
+from jaxdist.optim.matrices import Sides, sides_of
 from jaxdist.types import Dims
 
 AXES = {
@@ -307,7 +308,7 @@ def test_hidden_matrices_are_the_stacked_ones_or_a_cnns_kernels():
     }
     assert {k for k, v in named(optim.hidden_matrices(cnn)).items() if v} == {"conv", "dense"}
     # A convolution's matrix is [height * width * in, out].
-    assert optim._sides(cnn)["conv"] == optim._Sides((), (0, 1, 2), (3,))
+    assert sides_of(cnn)["conv"] == Sides((), (0, 1, 2), (3,))
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

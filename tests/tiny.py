@@ -222,6 +222,7 @@ def step_of(
     rule: optax.GradientTransformation | None = None,
     precision: PrecisionConfig | None = None,
     clip_norm: float = 0.0,
+    frozen: Params | None = None,
     **changes: Any,
 ) -> tuple[Step, TrainState]:
     """The step of a case, and a state to start from, laid out for it.
@@ -231,6 +232,7 @@ def step_of(
         rule: optimizer, Adam by default.
         precision: number formats, float32 by default.
         clip_norm: as in `make_step`.
+        frozen: as in `make_step`.
         changes: other fields of `TrainConfig`.
     """
     precision = precision or PrecisionConfig(compute_dtype="float32")
@@ -246,6 +248,7 @@ def step_of(
         precision,
         clip_norm=clip_norm,
         loss_scale=loss_scale,
+        frozen=frozen,
     )
     state = place_state(case, rule=rule, loss_scale=loss_scale, offload=config.offload_optimizer)
     return step, state

@@ -21,6 +21,7 @@ from jaxdist.estimate import activations
 from jaxdist.estimate.job import WIDE, Job, Place
 from jaxdist.estimate.weights import Weight
 from jaxdist.models.configs import CnnConfig
+from jaxdist.optim import is_frozen
 from jaxdist.runtime import MEMORY_FRACTION
 
 MIB, GIB = 2**20, 2**30
@@ -113,6 +114,8 @@ def _moment_bytes(job: Job) -> float:
     whole = {"adamw": first + WIDE, "sgd": first, "lion": first, "muon": first}
     total = 0.0
     for weight in job.weights:
+        if is_frozen(optim, weight.name.replace(".", "/")):
+            continue
         if optim.optimizer == "adafactor":
             total += WIDE * _factored(job, weight)
         elif optim.optimizer == "muon" and not (weight.is_stacked and weight.is_matrix):

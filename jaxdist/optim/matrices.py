@@ -1,0 +1,56 @@
+"""Which leaves are matrices, what their two sides are, and what they stack."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from jaxdist.types import Dims, Params
+
+
+@dataclass(frozen=True)
+class Sides:
+    """Positions of an array's dims: the sides of its matrix, and what it stacks.
+
+    A vector has rows only.
+    """
+
+    stacked: tuple[int, ...]
+    rows: tuple[int, ...]
+    columns: tuple[int, ...]
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether it has two sides."""
+        return bool(self.columns)
+
+
+def sides_of(axes: Params) -> Params:
+    """Tree of `Sides` like `axes`; leaves named `...bias` or `...scale` are vectors."""
+
+    def of_leaf(path: Any, dims: Dims) -> Sides:
+        name = jax.tree_util.keystr(path[-1:], simple=True)
+        return sides_of_leaf(dims, is_vector=name.endswith(("bias", "scale")))
+
+    return jax.tree_util.tree_map_with_path(of_leaf, axes)
+
+
+def sides_of_leaf(dims: Dims, is_vector: bool) -> Sides:
+    """How an array is a matrix or a vector, or a stack of them.
+
+    A row side that begins with `d_model` is that alone, else it is all but the last dim (`head_dim`
+    belongs to the dim before it). A dim without a name on the column side holds fused projections
+    (query, key, value; gate, up): a matrix of its own for each.
+    """
+    stacked = [i for i, name in enumerate(dims) if name == "layers"]
+    rest = [i for i, name in enumerate(dims) if name != "layers"]
+    if is_vector or len(rest) < 2:
+        return Sides(tuple(stacked), tuple(rest), ())
+    split = 1 if dims[rest[0]] == "d_model" else len(rest) - 1
+    while dims[rest[split]] == "head_dim" and split > 1:
+        split -= 1
+    columns = [i for i in rest[split:] if dims[i] is not None] or rest[split:]
+    stacked += [i for i in rest[split:] if i not in columns]
+    return Sides(tuple(stacked), tuple(rest[:split]), tuple(columns))

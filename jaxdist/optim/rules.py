@@ -1,0 +1,184 @@
+"""Update directions, by name, and what they leave alone."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import optax
+from optax.contrib import MuonDimensionNumbers, scale_by_muon
+
+from jaxdist.optim.adafactor import FactoredState, absent, adafactor, factored_axes
+from jaxdist.optim.config import OptimConfig
+from jaxdist.optim.frozen import frozen_leaves, without_frozen, without_frozen_leaves
+from jaxdist.optim.matrices import Sides, sides_of
+from jaxdist.types import Array, Dims, Params
+
+_ADAM_RMS = 0.2
+"""RMS of an AdamW update in practice, which Muon's is scaled to, so that both take the same
+learning rate. Liu et al., "Muon is Scalable for LLM Training", 2025, section 2.2."""
+
+
+def make_optimizer(config: OptimConfig, axes: Params) -> optax.GradientTransformation:
+    """The update direction, weight decay included, without the learning rate.
+
+    Args:
+        config: the settings.
+        axes: the model's tree of `Dims`. They say which leaves are matrices, which dims are their
+            two sides, and which leaves stack one matrix per layer.
+
+    Returns:
+        `init(params)` and `update(grads, state, params)`; subtract `lr * updates` from the
+        parameters. Gradients are float32. The state holds trees like `params`, found by
+        `optax.tree_utils.tree_map_params`, with a scalar 0 at leaves that another rule takes care
+        of; `state_axes` names its dims.
+    """
+    if not config.frozen:
+        return _chain(config, axes)
+    frozen = frozen_leaves(config, axes)
+    rule = _chain(config, without_frozen_leaves(axes, frozen))
+    return _without_holes(without_frozen(rule, frozen))
+
+
+def _chain(config: OptimConfig, axes: Params) -> optax.GradientTransformation:
+    rules = {
+        "adamw": _adam,
+        "sgd": _sgd,
+        "lion": _lion,
+        "adafactor": adafactor,
+        "muon": _muon,
+    }
+    parts = [rules[config.optimizer](config, axes)]
+    if config.weight_decay:
+        parts.append(optax.add_decayed_weights(config.weight_decay, mask=decay_mask(config, axes)))
+    return optax.chain(*parts)
+
+
+def decay_mask(config: OptimConfig, axes: Params) -> Params:
+    """Tree of booleans like `axes`: the leaves that weight decay shrinks."""
+    if config.decay_mask == "all":
+        return jax.tree.map(lambda _: True, axes)
+    return jax.tree.map(lambda sides: sides.is_matrix, sides_of(axes))
+
+
+def hidden_matrices(axes: Params) -> Params:
+    """Tree of booleans like `axes`: the leaves that Muon updates.
+
+    With stacked layers, the matrices in the stack. Without (a CNN), every matrix or kernel but
+    those that touch a vocabulary or the classes.
+    """
+    has_stack = any("layers" in dims for dims in jax.tree.leaves(axes))
+
+    def is_hidden(dims: Dims, sides: Sides) -> bool:
+        inside = "layers" in dims if has_stack else not {"vocab", "classes"} & set(dims)
+        return inside and sides.is_matrix
+
+    return jax.tree.map(is_hidden, axes, sides_of(axes))
+
+
+def state_axes(config: OptimConfig, axes: Params, params: Params) -> Any:
+    """The logical dims of the optimizer's state, for its shardings and its checkpoint.
+
+    Args:
+        config: the settings.
+        axes: the model's tree of `Dims`.
+        params: the parameters or their shapes (`jax.ShapeDtypeStruct`).
+
+    Returns:
+        A tree like `make_optimizer(config, axes).init(params)` with a `Dims` at each array.
+    """
+    optimizer = make_optimizer(config, axes)
+    state = jax.eval_shape(optimizer.init, params)
+    named = optax.tree_utils.tree_map_params(
+        optimizer,
+        lambda leaf, dims: dims if leaf.ndim else Dims(()),
+        state,
+        axes,
+        transform_non_params=lambda leaf: Dims((None,) * leaf.ndim),
+    )
+    # Adafactor's row and column moments lack dims of their parameter.
+    return jax.tree.map(
+        lambda node: factored_axes(node, axes) if isinstance(node, FactoredState) else node,
+        named,
+        is_leaf=lambda node: isinstance(node, FactoredState),
+    )
+
+
+def _adam(config: OptimConfig, axes: Params) -> optax.GradientTransformation:
+    """Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019, algorithm 2."""
+    return optax.scale_by_adam(
+        b1=config.beta1, b2=config.beta2, eps=config.eps, mu_dtype=config.moment_dtype
+    )
+
+
+def _sgd(config: OptimConfig, axes: Params) -> optax.GradientTransformation:
+    """Momentum as PyTorch counts it: m = momentum * m + g; the update is m."""
+    return optax.trace(
+        decay=config.momentum, nesterov=config.nesterov, accumulator_dtype=config.moment_dtype
+    )
+
+
+def _lion(config: OptimConfig, axes: Params) -> optax.GradientTransformation:
+    """Chen et al., "Symbolic Discovery of Optimization Algorithms", 2023, algorithm 2."""
+    return optax.scale_by_lion(b1=config.beta1, b2=config.beta2, mu_dtype=config.moment_dtype)
+
+
+def _muon(config: OptimConfig, axes: Params) -> optax.GradientTransformation:
+    """Muon for hidden matrices, AdamW for embeddings, head, norms and biases.
+
+    Jordan, "Muon: An optimizer for hidden layers in neural networks", 2024. Deviations, both
+    optax's: the momentum is debiased as in NAdam before it is orthogonalised; the update is then
+    scaled to AdamW's RMS (Liu et al., 2025).
+    """
+    is_hidden = hidden_matrices(axes)
+    others = jax.tree.map(lambda is_hidden: not is_hidden, is_hidden)
+    numbers = jax.tree.map(
+        lambda sides, is_hidden: _muon_numbers(sides) if is_hidden else optax.MaskedNode(),
+        sides_of(axes),
+        is_hidden,
+    )
+    muon = optax.chain(
+        scale_by_muon(
+            beta=config.momentum,
+            eps=config.eps,
+            mu_dtype=config.moment_dtype,
+            weight_dimension_numbers=numbers,
+        ),
+        _scale_to_adam_rms(numbers),
+    )
+    both = optax.chain(optax.masked(muon, is_hidden), optax.masked(_adam(config, axes), others))
+    return _without_holes(both)
+
+
+def _without_holes(inner: optax.GradientTransformation) -> optax.GradientTransformation:
+    """The same rule with a scalar 0 for each `MaskedNode` of its state: every leaf is an array."""
+
+    def is_hole(node: Any) -> bool:
+        return isinstance(node, optax.MaskedNode)
+
+    def fill(state: Any) -> Any:
+        return jax.tree.map(lambda x: absent() if is_hole(x) else x, state, is_leaf=is_hole)
+
+    def update(updates: Params, state: Any, params: Params | None = None) -> tuple[Params, Any]:
+        holes = jax.eval_shape(inner.init, updates)
+        state = jax.tree.map(lambda a, x: a if is_hole(a) else x, holes, state, is_leaf=is_hole)
+        updates, state = inner.update(updates, state, params)
+        return updates, fill(state)
+
+    return optax.GradientTransformation(lambda params: fill(inner.init(params)), update)
+
+
+def _muon_numbers(sides: Sides) -> MuonDimensionNumbers:
+    return MuonDimensionNumbers(reduction_axis=sides.rows, output_axis=sides.columns)
+
+
+def _scale_to_adam_rms(numbers: Params) -> optax.GradientTransformation:
+    """Multiply an orthogonal update by 0.2 * sqrt(its longer side): then its RMS is AdamW's."""
+
+    def scale(update: Array, matrix: MuonDimensionNumbers) -> Array:
+        fan_in = math.prod(update.shape[i] for i in matrix.reduction_axis)
+        fan_out = math.prod(update.shape[i] for i in matrix.output_axis)
+        return update * (_ADAM_RMS * math.sqrt(max(fan_in, fan_out)))
+
+    return optax.stateless(lambda updates, _: jax.tree.map(scale, updates, numbers))
