@@ -38,7 +38,9 @@ class CheckpointConfig:
         64, "MiB of an array written as one chunk: the least a restore on another mesh reads"
     )
     host_memory_gb: int = setting(
-        32, "GB of host memory, per process, for arrays being read or written at a time"
+        32,
+        "GB of host memory, per process, for arrays being read or written at a time; less than the "
+        "state makes restoring onto other shards read bytes again",
     )
     timeout_s: int = setting(
         300, "seconds that processes wait for each other to finish writing one checkpoint"
