@@ -80,16 +80,6 @@ def _ordered(program: core.Jaxpr, hidden: bool) -> core.Jaxpr:
     return program.replace(eqns=equations)
 
 
-def _parts(equation: core.JaxprEqn) -> list[core.Jaxpr]:
-    """Programs inside an equation: bodies, branches, what it calls."""
-    found = []
-    for value in equation.params.values():
-        for part in value if isinstance(value, (tuple, list)) else (value,):
-            if isinstance(part, (core.Jaxpr, core.ClosedJaxpr)):
-                found.append(_open(part))
-    return found
-
-
 def _with_parts(
     equation: core.JaxprEqn, change: Callable[[core.Jaxpr], core.Jaxpr]
 ) -> core.JaxprEqn:
@@ -105,17 +95,13 @@ def _with_parts(
     return equation.replace(params=params)
 
 
-def _open(part: Any) -> core.Jaxpr:
-    return part.jaxpr if isinstance(part, core.ClosedJaxpr) else part
-
-
 def _holds_collectives(equation: core.JaxprEqn, hidden: bool) -> bool:
     """Whether there are any inside it, at any depth."""
     if hidden and equation.primitive.name in ("scan", "while", "cond"):
         return True
     return any(
         inner.primitive.name in COLLECTIVES or _holds_collectives(inner, hidden)
-        for part in _parts(equation)
+        for part in core.jaxprs_in_params(equation.params)
         for inner in part.eqns
     )
 
@@ -128,7 +114,9 @@ def _gate(equation: core.JaxprEqn) -> Iterable[int]:
     if name == "while":
         return range(equation.params["cond_nconsts"] + equation.params["body_nconsts"], number)
     if name == "scan":
-        (body,) = _parts(equation)  # what it stacks has one dimension more outside
+        (body,) = core.jaxprs_in_params(
+            equation.params
+        )  # what it stacks has one dimension more outside
         num_xs = sum(
             _ndim(x) != _ndim(inside) for x, inside in _pairs(equation.invars, body.invars)
         )

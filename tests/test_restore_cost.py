@@ -83,8 +83,8 @@ def saved(tmp_path_factory) -> Path:
 @pytest.mark.parametrize("place", ["rows", "columns", "one"])
 def test_a_restore_reads_each_byte_once_beside_proving_the_files(saved, place):
     quick, full = run(place, saved, "quick"), run(place, saved)
-    # Chunk indices come on top. Columns: eight devices want a part of each chunk, and one that comes
-    # after the others are done reads it again, out of the page cache (1.0 to 1.25 seen).
+    # Chunk indices come on top. Columns: eight devices want a part of each chunk, and one that
+    # comes after the others are done reads it again, out of the page cache (1.0 to 1.25 seen).
     again = 0.5 if place == "columns" else 0.1
     assert 1 <= quick["read"] <= 1 + again
     assert 2 <= full["read"] <= 2 + again

@@ -62,7 +62,19 @@ def test_what_follows_from_weights_and_constants_is_not_kept(arguments):
     _, saved = apart.forward(weights, x, constants)
     _, kept = apart.input_gradient(weights, constants, saved, dy)
     rows = x.shape[:-1]
-    assert all(value.shape[:2] == rows for value in (*saved, *kept)), "activations only"
+    assert all(value.shape[:2] == rows for value in saved), "activations only"
+    others = [value for value in kept if value.shape[:2] != rows]
+    # The gradient of the scale is a sum: kept as such, not as what it sums up.
+    expected = jax.grad(lambda w: jnp.vdot(layer(w, x, constants), dy))(weights)["scale"]
+    assert len(others) == 1
+    np.testing.assert_allclose(others[0], expected, rtol=1e-5)
+    # The inputs of both products, and the gradients of their outputs.
+    assert sorted(value.shape[2:] for value in kept if value.shape[:2] == rows) == [
+        (8,),
+        (8,),
+        (32,),
+        (32,),
+    ]
 
 
 def test_gathered_and_widened_values_are_kept_as_they_were_before():

@@ -100,7 +100,11 @@ def _cut(
     program, num_fixed = traced.jaxpr, len(jax.tree.leaves((weights, constants)))
     dx_var, *weight_vars = program.outvars
     fixed = _follows_from(program, program.invars[:num_fixed])
-    made = {*program.invars[num_fixed:], *_outputs(_needed(program.eqns, [dx_var]))}
+    first = _outputs(_needed(program.eqns, [dx_var]))
+    # Gradients of biases and norm scales are sums: kept as such, not as all that they sum up.
+    leading_to = lambda var: _needed(program.eqns, [var], first.__contains__)
+    sums = [var for var in weight_vars if not _multiplies(leading_to(var))]
+    made = {*program.invars[num_fixed:], *first, *_outputs(_needed(program.eqns, sums))}
     kept_vars, second = _stored(program.eqns, weight_vars, made, fixed, enlarge_again)
     first_half = _function(traced, program.invars, [dx_var, *kept_vars])
     second_half = _function(
@@ -147,6 +151,15 @@ def _enlarges(equation: Any, fixed: set[Any]) -> bool:
     size = lambda variables: sum(v.aval.size * v.aval.dtype.itemsize for v in variables)
     read = [var for var in equation.invars if not _is_known(var, fixed)]
     return size(read) < size(equation.outvars)
+
+
+def _multiplies(equations: Iterable[Any]) -> bool:
+    """Whether one of them is a product of matrices, or calls one."""
+    return any(
+        equation.primitive.name in ("dot_general", "conv_general_dilated")
+        or any(_multiplies(part.eqns) for part in core.jaxprs_in_params(equation.params))
+        for equation in equations
+    )
 
 
 def _outputs(equations: Iterable[Any]) -> set[Any]:
