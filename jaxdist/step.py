@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 from jaxdist import collectives, losses
 from jaxdist.ordering import in_order
 from jaxdist.parallel import data, fsdp, pipeline, tensor
-from jaxdist.parallel.pipeline import PipelineConfig
+from jaxdist.parallel.microbatches import PipelineConfig
 from jaxdist.precision import PrecisionConfig, update_loss_scale
 from jaxdist.sharding import Layout
 from jaxdist.state import TrainState, opt_shardings, state_shardings

@@ -313,7 +313,7 @@ def start(
 
 def announce(parts: Parts, monitor: Monitor, budget: Budget | None) -> None:
     """The first lines of a run: what will happen, where, and why this way."""
-    from jaxdist.parallel.pipeline import describe
+    from jaxdist.parallel.microbatches import describe
 
     config, model = parts.config, parts.model
     for remark in config.remarks():

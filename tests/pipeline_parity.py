@@ -105,7 +105,7 @@ def make_parts(case: Case) -> tuple[Any, ...]:
     import jax
 
     from jaxdist.mesh import MeshSpec
-    from jaxdist.parallel.pipeline import PipelineConfig
+    from jaxdist.parallel.microbatches import PipelineConfig
     from jaxdist.precision import PrecisionConfig
     from jaxdist.sharding import Layout
     from jaxdist.step import TrainConfig, make_context

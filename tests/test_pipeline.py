@@ -11,9 +11,9 @@ import pipeline_parity
 import pytest
 from pipeline_parity import Case, compare
 
-from jaxdist.parallel import pipeline
+from jaxdist.parallel import pipeline, ticks
+from jaxdist.parallel.microbatches import PipelineConfig, choose_num_microbatches, describe
 from jaxdist.parallel.pieces import matchings
-from jaxdist.parallel.pipeline import PipelineConfig, choose_num_microbatches, describe
 from jaxdist.parallel.timetable import tabulate
 
 # The project's contract for float32 across meshes: sums of another order, nothing else.
@@ -131,6 +131,7 @@ def test_a_wrong_table_gives_wrong_gradients(fault, monkeypatch):
         tables = tabulate(schedule)
         return dataclasses.replace(tables, **fault(tables))
 
+    monkeypatch.setattr(ticks, "tabulate", faulty)
     monkeypatch.setattr(pipeline, "tabulate", faulty)
     difference = compare(Case(mesh="pp=2", chunks=2, rows=4))
     assert difference.gradient > 100 * GRADIENT

@@ -17,7 +17,7 @@ from jaxdist.data import DataConfig
 from jaxdist.hardware import GPUS, Cluster
 from jaxdist.mesh import MeshSpec
 from jaxdist.models.configs import DecoderConfig
-from jaxdist.parallel.pipeline import PipelineConfig
+from jaxdist.parallel.microbatches import PipelineConfig
 from jaxdist.plan import compiled, compiler, target
 from jaxdist.plan.compiled import CompiledStep, NotCompiled, compile_step
 from jaxdist.plan.hlo import Instruction

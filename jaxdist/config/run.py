@@ -26,7 +26,7 @@ from jaxdist.models.configs import (
 )
 from jaxdist.monitoring.config import MonitoringConfig
 from jaxdist.optim import OptimConfig
-from jaxdist.parallel.pipeline import PipelineConfig
+from jaxdist.parallel.microbatches import PipelineConfig
 from jaxdist.precision import PrecisionConfig
 from jaxdist.runtime import resolve
 from jaxdist.runtime.settings import RuntimeConfig

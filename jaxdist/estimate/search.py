@@ -18,7 +18,7 @@ from jaxdist.estimate.memory import GIB, Memory, estimate_memory, usable_bytes
 from jaxdist.estimate.time import StepTime, estimate_time
 from jaxdist.hardware import Cluster
 from jaxdist.mesh import MeshSpec, factorisations
-from jaxdist.parallel.pipeline import PipelineConfig
+from jaxdist.parallel.microbatches import PipelineConfig
 from jaxdist.types import Model
 
 

@@ -7,7 +7,7 @@ import functools
 from collections import Counter
 from collections.abc import Mapping
 
-from jaxdist.parallel.pipeline import PipelineConfig
+from jaxdist.parallel.microbatches import PipelineConfig
 from jaxdist.parallel.timetable import (
     RECOMPUTE,
     Kind,

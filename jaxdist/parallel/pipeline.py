@@ -21,151 +21,21 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jaxdist import collectives
-from jaxdist.parallel import data, fsdp, pieces, schedules
+from jaxdist.parallel import data, fsdp, pieces
 from jaxdist.parallel.layerwise import Layers, Layerwise
-from jaxdist.parallel.schedules import ScheduleName
 from jaxdist.parallel.splitting import take_apart
-from jaxdist.parallel.timetable import (
-    KINDS,
-    RECOMPUTE,
-    Kind,
-    Phase,
-    Schedule,
-    phases,
-    simulate,
-    tabulate,
-)
+from jaxdist.parallel.ticks import AXIS, Action, Row, State, rows_of, run, take
+from jaxdist.parallel.timetable import Kind, Schedule, tabulate
 from jaxdist.sharding import Layout
-from jaxdist.types import Array, Batch, Context, Model, Params, Sums, setting
-
-AXIS = "pipeline"
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PipelineConfig:
-    """How microbatches flow through the stages of the `pipeline` axis (`pp` > 1)."""
-
-    schedule: ScheduleName = setting(
-        "1f1b",
-        "gpipe, 1f1b, 1f1b_lean (least stash, more waiting) or zero_bubble (least waiting)",
-    )
-    num_microbatches: int = setting(
-        0, "parts into which a replica's rows are cut; 0 = about four per stage"
-    )
-    chunks_per_stage: int = setting(
-        1, "pieces of the model on each stage; more = less waiting, more messages (interleaved)"
-    )
-    gather: Literal["action", "step"] = setting(
-        "action", "when fsdp weights are gathered: in every action, or once per step (more memory)"
-    )
-
-    def problems(self) -> list[str]:
-        """Every violated rule of this section."""
-        problems = []
-        if self.num_microbatches < 0:
-            problems.append(
-                f"pipeline.num_microbatches={self.num_microbatches} must be ≥ 0. "
-                "Use 0 to have it chosen from stages and batch."
-            )
-        if self.chunks_per_stage < 1:
-            problems.append(
-                f"pipeline.chunks_per_stage={self.chunks_per_stage} must be ≥ 1. Use 1."
-            )
-        if self.schedule == "1f1b_lean" and self.chunks_per_stage > 1:
-            problems.append(
-                f"pipeline.schedule=1f1b_lean has one chunk per stage, not "
-                f"{self.chunks_per_stage}. Use pipeline.chunks_per_stage=1, or 1f1b."
-            )
-        return problems
-
-    def fit_problems(self, *, num_stages: int, num_layers: int) -> list[str]:
-        """Every rule that a model with stacked layers breaks on this many stages.
-
-        That stages divide the layers, and microbatches the rows, `sharding.mesh_problems` says.
-        """
-        pieces = num_stages * self.chunks_per_stage
-        if num_stages == 1 or self.chunks_per_stage == 1 or not num_layers % pieces:
-            return []
-        allowed = [d for d in _divisors(num_layers) if d % num_stages == 0]
-        fix = (
-            f"Use pipeline.chunks_per_stage={_either([d // num_stages for d in allowed])}, or "
-            * (bool(allowed))
-        )
-        return [
-            f"mesh pp={num_stages} × pipeline.chunks_per_stage={self.chunks_per_stage} cuts the "
-            f"model into {pieces} equal pieces, which do not divide num_layers={num_layers}. "
-            f"{fix}num_layers={-(-num_layers // pieces) * pieces}."
-        ]
-
-    def given_microbatches(self, num_stages: int, accumulation: int) -> int:
-        """Microbatches that the settings name, 1 where the choice is open.
-
-        Args:
-            num_stages: size of the pipeline axis.
-            accumulation: `train.num_microbatches`, which counts where this section is silent.
-        """
-        return (num_stages > 1 and self.num_microbatches) or accumulation
-
-    def make_schedule(self, *, num_stages: int, rows: int, accumulation: int = 1) -> Schedule:
-        """The checked table for this many stages and rows of a replica.
-
-        Args:
-            num_stages: size of the pipeline axis.
-            rows: rows of one step on one replica.
-            accumulation: `train.num_microbatches`, used where this section leaves the choice open.
-        """
-        given = self.given_microbatches(num_stages, accumulation)
-        num_microbatches = given if given > 1 else self.num_microbatches
-        num_microbatches = num_microbatches or self._choose(rows, num_stages)
-        return schedules.make_schedule(
-            self.schedule, num_stages, num_microbatches, self.chunks_per_stage
-        )
-
-    def make_evaluation_schedule(self, *, num_stages: int, rows: int) -> Schedule:
-        """The forward-only table for this many stages and rows of a replica."""
-        num_microbatches = self._choose(rows, num_stages)
-        return schedules.forward_only(num_stages, num_microbatches, self.chunks_per_stage)
-
-    def _choose(self, rows: int, num_stages: int) -> int:
-        return choose_num_microbatches(rows, num_stages, self.chunks_per_stage)
-
-
-def choose_num_microbatches(rows: int, num_stages: int, chunks_per_stage: int = 1) -> int:
-    """Microbatches for a replica's rows: the fewest that reach four per stage, else one row each.
-
-    Four per stage leave a 1F1B bubble below a fifth; more would only make products smaller. With
-    chunks, multiples of the number of stages come first, because their groups are full.
-    """
-    divisors = _divisors(rows)
-    if chunks_per_stage > 1:
-        divisors = [d for d in divisors if d % num_stages == 0] or divisors
-    enough = [d for d in divisors if d >= 4 * num_stages]
-    return min(enough, default=max(divisors))
-
-
-def describe(schedule: Schedule, rows: int) -> str:
-    """One line for the start of a run: what the pipeline does and what waiting costs."""
-    report = simulate(schedule, RECOMPUTE)
-    m, v = schedule.num_microbatches, schedule.chunks_per_stage
-    chunks = f" × {v} chunks" if v > 1 else ""
-    return (
-        f"pipeline: {schedule.name}, {schedule.num_stages} stages{chunks}, {m} microbatches of "
-        f"{rows // m} rows, bubble {report.bubble:.1%}, at most {max(report.peak_stash)} "
-        f"microbatches stashed, {report.forward_permutes}+{report.backward_permutes} permutes"
-    )
-
-
-# --- training ------------------------------------------------------------------------------------
+from jaxdist.types import Array, Batch, Context, Model, Params, Sums
 
 
 def make_value_and_grad(
@@ -262,35 +132,6 @@ def make_evaluate(
     return evaluate
 
 
-class _Row(NamedTuple):
-    """This stage's entry of the tables in one tick; int32 scalars (see `timetable.Tables`)."""
-
-    branch: Array
-    microbatch: Array
-    chunk: Array
-    activation: Array
-    cotangent: Array
-    pending: Array
-    activation_arrival: Array
-    cotangent_arrival: Array
-
-
-class _State(NamedTuple):
-    """What a stage carries from tick to tick; each buffer has a spare slot at its end.
-
-    Attributes:
-        activations: [slots + 1, microbatch, seq_shard, d_model] inputs of pieces.
-        cotangents: the same of gradients of their outputs.
-        pending: list of [slots + 1, ...], what weight gradients put off need.
-        totals: `layers`, `outer` (gradients so far) and `sums`.
-    """
-
-    activations: Array
-    cotangents: Array
-    pending: list[Array]
-    totals: dict[str, Any]
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Stage:
     """What this device computes with; lives inside the manual step.
@@ -313,60 +154,54 @@ class _Stage:
     parts: Batch
     index: Array
 
-    def piece(self, row: _Row) -> Array:
+    def piece(self, row: Row) -> Array:
         """Which piece of the model the row names."""
         return row.chunk * self.schedule.num_stages + self.index
 
-    def is_first(self, row: _Row) -> Array:
+    def is_first(self, row: Row) -> Array:
         """Whether the row's piece begins with the embedding."""
         return self.piece(row) == 0
 
-    def is_last(self, row: _Row) -> Array:
+    def is_last(self, row: Row) -> Array:
         """Whether the row's piece ends in the loss head."""
         return self.piece(row) == self.schedule.num_pieces - 1
 
-    def microbatch(self, row: _Row) -> Batch:
+    def microbatch(self, row: Row) -> Batch:
         """The rows of the row's microbatch."""
-        return jax.tree.map(lambda x: _take(x, row.microbatch), self.parts)
+        return jax.tree.map(lambda x: take(x, row.microbatch), self.parts)
 
-    def chunk(self, row: _Row) -> Params:
+    def chunk(self, row: Row) -> Params:
         """Parameters of the row's piece, [layers of a piece, ...]."""
-        return jax.tree.map(lambda x: _take(x, row.chunk), self.layers)
+        return jax.tree.map(lambda x: take(x, row.chunk), self.layers)
 
-    def embed(self, outer: Params, row: _Row) -> Array:
+    def embed(self, outer: Params, row: Row) -> Array:
         """Input of the first piece."""
         return self.model.embed(outer, self.microbatch(row), self.context)  # type: ignore[misc]
 
-    def aux(self, row: _Row) -> Any:
+    def aux(self, row: Row) -> Any:
         """What every block needs beside its input."""
         batch, prepare = self.microbatch(row), self.model.prepare
         return batch if prepare is None else prepare(batch, self.context)
 
-    def layer_indices(self, row: _Row) -> Array:
+    def layer_indices(self, row: Row) -> Array:
         """Index in the model of each layer of the row's piece; random bits depend on it."""
         count = jax.tree.leaves(self.layers)[0].shape[1]
         return self.piece(row) * count + jnp.arange(count)
 
-    def run(self, layers: Params, x: Array, row: _Row) -> Array:
+    def run(self, layers: Params, x: Array, row: Row) -> Array:
         """The row's piece applied to its input."""
         first = self.layer_indices(row)[0]
         return self.context.run_layers(
             self.model.block, layers, x, self.aux(row), self.context, first=first
         )
 
-    def layers_of(self, row: _Row) -> Layers:
+    def layers_of(self, row: Row) -> Layers:
         """The layers of the row's piece."""
         return Layers(self.chunk(row), self.layer_indices(row), self.aux(row), row.chunk)
 
-    def head(self, outer: Params, x: Array, row: _Row) -> Sums:
+    def head(self, outer: Params, x: Array, row: Row) -> Sums:
         """Loss of the last piece's output."""
         return self.model.head_loss(outer, x, self.microbatch(row), self.context)
-
-    def columns(self) -> _Row:
-        """This stage's column of the tables, each [ticks]."""
-        tables = tabulate(self.schedule)
-        column = lambda table: _take(jnp.asarray(table.T), self.index)
-        return _Row(*(column(getattr(tables, name)) for name in _Row._fields))
 
 
 def _make_stage(
@@ -406,16 +241,16 @@ def _train(
 ) -> Any:
     """Run a training table; returns the totals."""
     schedule, tables = stage.schedule, tabulate(stage.schedule)
-    probe = jax.tree.map(lambda column: column[0], stage.columns())
+    probe = jax.tree.map(lambda column: column[0], rows_of(schedule))
     x_kind = jax.eval_shape(stage.embed, stage.outer, probe)
     zero_x = collectives.zeros_like(x_kind)
     layerwise = _layerwise(stage, layer, policy, reduce_layer, probe, zero_x)
 
-    def forward(row: _Row, state: _State) -> dict[str, Any]:
+    def forward(row: Row, state: State) -> dict[str, Any]:
         x = lax.cond(
             stage.is_first(row),
             lambda: stage.embed(stage.outer, row),
-            lambda: _take(state.activations, row.activation),
+            lambda: take(state.activations, row.activation),
         )
         # The last piece's output has no reader: its backward recomputes it.
         y = lax.cond(
@@ -423,14 +258,14 @@ def _train(
         )
         return {"entered": x, "up": y}
 
-    def backward(row: _Row, state: _State) -> dict[str, Any]:
+    def backward(row: Row, state: State) -> dict[str, Any]:
         layers = stage.layers_of(row)
-        y, saved = layerwise.forward(layers, _take(state.activations, row.activation))
+        y, saved = layerwise.forward(layers, take(state.activations, row.activation))
         totals = dict(state.totals)
         dy, totals["outer"], totals["sums"] = lax.cond(
             stage.is_last(row),
             lambda: _turn(stage, row, y, totals, scale),
-            lambda: (_take(state.cotangents, row.cotangent), totals["outer"], totals["sums"]),
+            lambda: (take(state.cotangents, row.cotangent), totals["outer"], totals["sums"]),
         )
         kept: list[Array] = []
         if schedule.splits_backward:
@@ -444,8 +279,8 @@ def _train(
         )
         return {"down": dx, "totals": totals, "kept": kept}
 
-    def weight(row: _Row, state: _State) -> dict[str, Any]:
-        kept = [_take(x, row.pending) for x in state.pending]
+    def weight(row: Row, state: State) -> dict[str, Any]:
+        kept = [take(x, row.pending) for x in state.pending]
         totals = layerwise.weight_gradient(stage.layers_of(row), kept, state.totals["layers"])
         return {"totals": {**state.totals, "layers": totals}}
 
@@ -461,7 +296,7 @@ def _train(
         lambda: reduce_layer(_float32(jax.tree.map(lambda x: x[0], stage.chunk(probe))))
     )
     outer_kinds = jax.eval_shape(_float32, stage.outer)
-    state = _State(
+    state = State(
         activations=_zeros(x_kind, tables.num_slots[0] + 1),
         cotangents=_zeros(x_kind, tables.num_slots[1] + 1),
         pending=_zeros(kept_kinds, tables.num_slots[2] + 1),
@@ -472,12 +307,12 @@ def _train(
         },
     )
     idle = {"entered": zero_x, "up": zero_x, "down": zero_x, "kept": _zeros(kept_kinds)}
-    actions: dict[Kind, _Action] = {
-        "forward": _Action(forward, ("entered", "up")),
-        "backward": _Action(backward, ("down", "kept", "totals")),
-        "weight": _Action(weight, ("totals",)),
+    actions: dict[Kind, Action] = {
+        "forward": Action(forward, ("entered", "up")),
+        "backward": Action(backward, ("down", "kept", "totals")),
+        "weight": Action(weight, ("totals",)),
     }
-    return _run(stage, actions, idle, state).totals
+    return run(schedule, actions, idle, state).totals
 
 
 def _layerwise(
@@ -485,7 +320,7 @@ def _layerwise(
     layer: Callable[..., Array],
     policy: Callable[..., bool] | None,
     reduce_layer: Callable[[Params], Params],
-    probe: _Row,
+    probe: Row,
     zero_x: Array,
 ) -> Layerwise:
     """The stage's layers, to be run forward and backward one by one.
@@ -509,7 +344,7 @@ def _layerwise(
 
 
 def _turn(
-    stage: _Stage, row: _Row, y: Array, totals: dict[str, Any], scale: Array
+    stage: _Stage, row: Row, y: Array, totals: dict[str, Any], scale: Array
 ) -> tuple[Array, Params, Sums]:
     """Loss head of the last piece: gradient of its output, and both totals it adds to."""
 
@@ -521,7 +356,7 @@ def _turn(
     return dy, _add(totals["outer"], outer_grads), _add(totals["sums"], sums)
 
 
-def _embed_grads(stage: _Stage, row: _Row, dx: Array) -> Params:
+def _embed_grads(stage: _Stage, row: Row, dx: Array) -> Params:
     """Gradients of the parameters outside the layers from that of the first piece's input."""
     _, pull = jax.vjp(lambda outer: stage.embed(outer, row), stage.outer)
     return pull(dx)[0]
@@ -529,16 +364,16 @@ def _embed_grads(stage: _Stage, row: _Row, dx: Array) -> Params:
 
 def _evaluate(stage: _Stage) -> Sums:
     """Run a forward table; returns the sums."""
-    tables = tabulate(stage.schedule)
-    probe = jax.tree.map(lambda column: column[0], stage.columns())
+    schedule, tables = stage.schedule, tabulate(stage.schedule)
+    probe = jax.tree.map(lambda column: column[0], rows_of(schedule))
     x_kind = jax.eval_shape(stage.embed, stage.outer, probe)
     zero_x = collectives.zeros_like(x_kind)
 
-    def forward(row: _Row, state: _State) -> dict[str, Any]:
+    def forward(row: Row, state: State) -> dict[str, Any]:
         x = lax.cond(
             stage.is_first(row),
             lambda: stage.embed(stage.outer, row),
-            lambda: _take(state.activations, row.activation),
+            lambda: take(state.activations, row.activation),
         )
         y = stage.run(stage.chunk(row), x, row)
         sums = lax.cond(
@@ -548,109 +383,15 @@ def _evaluate(stage: _Stage) -> Sums:
         )
         return {"entered": zero_x, "up": y, "totals": sums}
 
-    state = _State(
+    state = State(
         activations=_zeros(x_kind, tables.num_slots[0] + 1),
         cotangents=_zeros(x_kind, 0),
         pending=[],
         totals=_zeros(jax.eval_shape(lambda: stage.head(stage.outer, zero_x, probe))),
     )
     idle = {"entered": zero_x, "up": zero_x}
-    actions: dict[Kind, _Action] = {"forward": _Action(forward, ("entered", "up", "totals"))}
-    return _run(stage, actions, idle, state).totals
-
-
-class _Action(NamedTuple):
-    """What a stage does for one kind of action, and the names of what that yields."""
-
-    do: Callable[[_Row, _State], dict[str, Any]]
-    yields: tuple[str, ...]
-
-
-def _run(
-    stage: _Stage, actions: dict[Kind, _Action], idle: dict[str, Any], state: _State
-) -> _State:
-    """Run the stage's table tick by tick, in the fewest loops (`timetable.phases`).
-
-    Args:
-        stage: the stage.
-        actions: by kind. They may yield `entered` (an embedded input to keep), `up` (sent to the
-            next stage), `down` (sent to the one before), `kept` (for a weight gradient put off) and
-            `totals`.
-        idle: what each of these is where an action does not yield it; `totals` stay as they are.
-        state: the first state.
-    """
-    columns = stage.columns()
-    for phase in phases(stage.schedule):
-
-        def one_round(state: _State, ticks: Array, phase: Phase = phase) -> tuple[_State, None]:
-            for place, kinds in enumerate(phase.kinds):
-                row = jax.tree.map(lambda column: _take(column, ticks[place]), columns)  # noqa: B023
-                out = _act(row, state, {kind: actions[kind] for kind in kinds}, idle)
-                state = _exchange(row, state, out)
-            return state, None
-
-        rounds = jnp.asarray(phase.rounds)
-        if len(phase.rounds) == 1:
-            state, _ = one_round(state, rounds[0])
-        else:
-            state, _ = lax.scan(one_round, state, rounds)
-    return state
-
-
-def _act(
-    row: _Row, state: _State, actions: dict[Kind, _Action], idle: dict[str, Any]
-) -> dict[str, Any]:
-    """Do this stage's action of the tick, one of a few that the tick may hold, or none."""
-    names = {name for action in actions.values() for name in action.yields}
-    nothing = {name: {**idle, "totals": state.totals}[name] for name in names}
-    branches = [lambda: nothing]
-    place = np.zeros(len(KINDS) + 1, np.int32)
-    for number, kind in enumerate(KINDS, start=1):
-        if kind in actions:
-            place[number] = len(branches)
-            do = jax.named_scope(f"pipeline_{kind}")(actions[kind].do)
-            branches.append(partial(_with, nothing, do, row, state))
-    return lax.switch(_take(jnp.asarray(place), row.branch), branches)
-
-
-def _with(
-    nothing: dict[str, Any],
-    do: Callable[[_Row, _State], dict[str, Any]],
-    row: _Row,
-    state: _State,
-) -> dict[str, Any]:
-    return {**nothing, **do(row, state)}
-
-
-def _exchange(row: _Row, state: _State, out: dict[str, Any]) -> _State:
-    """Send what a tick made around the ring and store what it made and what arrives."""
-    activations, cotangents, pending = state.activations, state.cotangents, state.pending
-    if "up" in out:
-        entered = row.branch == _BRANCH["forward"]
-        activations = _put(activations, out["entered"], row.activation, entered)
-        arrived = collectives.permute(out["up"], AXIS, 1)
-        activations = _put(activations, arrived, row.activation_arrival)
-    if "down" in out:
-        arrived = collectives.permute(out["down"], AXIS, -1)
-        cotangents = _put(cotangents, arrived, row.cotangent_arrival)
-    if "kept" in out:
-        # Written inside the branch, XLA:GPU would hold each of these large buffers twice.
-        kept = row.branch == _BRANCH["backward"]
-        pending = [_put(b, x, row.pending, kept) for b, x in zip(pending, out["kept"], strict=True)]
-    return _State(activations, cotangents, pending, out.get("totals", state.totals))
-
-
-_BRANCH = {kind: 1 + KINDS.index(kind) for kind in KINDS}
-
-
-def _put(buffer: Array, x: Array, slot: Array, really: Array | bool = True) -> Array:
-    """Store x in a slot of a buffer, or in the spare slot at its end."""
-    slot = jnp.where(really, slot, buffer.shape[0] - 1)
-    return lax.dynamic_update_index_in_dim(buffer, x.astype(buffer.dtype), slot, 0)
-
-
-def _take(x: Array, index: Array) -> Array:
-    return lax.dynamic_index_in_dim(x, index, 0, keepdims=False)
+    actions: dict[Kind, Action] = {"forward": Action(forward, ("entered", "up", "totals"))}
+    return run(schedule, actions, idle, state).totals
 
 
 def _zeros(kinds: Any, *lead: int) -> Any:
@@ -674,12 +415,3 @@ def _add(total: Any, part: Any) -> Any:
 def _chunked(specs: Any) -> Any:
     """Specs of [chunks, layers, ...] from those of the stacked leaves."""
     return jax.tree.map(lambda spec: P(None, *spec), specs, is_leaf=lambda x: isinstance(x, P))
-
-
-def _either(numbers: list[int]) -> str:
-    *others, last = map(str, numbers)
-    return f"{', '.join(others)} or {last}" if others else last
-
-
-def _divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]

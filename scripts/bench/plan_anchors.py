@@ -22,7 +22,7 @@ from jaxdist.hardware import GPUS, Cluster, Gpu
 from jaxdist.mesh import MeshSpec
 from jaxdist.models import DecoderConfig
 from jaxdist.optim import OptimConfig
-from jaxdist.parallel.pipeline import PipelineConfig
+from jaxdist.parallel.microbatches import PipelineConfig
 from jaxdist.precision import PrecisionConfig
 from jaxdist.sharding import MeshConfig
 from jaxdist.step import TrainConfig
