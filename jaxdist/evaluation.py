@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 from jaxdist.data import Dataset, eval_batches
@@ -18,6 +19,7 @@ def evaluate(
     global_batch_size: int,
     unit: str,
     max_batches: int = 0,
+    on_batch: Callable[[], None] = lambda: None,
 ) -> dict[str, float]:
     """Loss (nats), perplexity of text, accuracy where hits are counted, and how much was counted.
 
@@ -28,6 +30,7 @@ def evaluate(
         global_batch_size: rows of a batch over all devices.
         unit: what weights count, "tokens" or "images".
         max_batches: batches spread over the dataset; 0 = every row once.
+        on_batch: called after each batch.
     """
     batches = eval_batches(
         dataset,
@@ -40,6 +43,7 @@ def evaluate(
         sums = step.evaluate(params, batch)
         # Python floats: sums over a long evaluation outgrow float32.
         totals = {name: totals.get(name, 0.0) + float(value) for name, value in sums.items()}
+        on_batch()
     weight = totals["weight"]
     means = {name: value / weight for name, value in totals.items() if name != "weight"}
     if "correct" in means:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from jaxdist.data import Dataset, Loader
     from jaxdist.estimate.budget import Budget
     from jaxdist.monitoring import Monitor, RunDirectory
+    from jaxdist.resilience import Watchdog
     from jaxdist.state import TrainState
 
 log = logging.getLogger("jaxdist")
@@ -49,6 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from jaxdist.data import open_datasets
     from jaxdist.estimate.budget import Budget, needs_of
     from jaxdist.monitoring import Monitor, environment
+    from jaxdist.resilience import Watchdog
 
     # 3. Everything that can be wrong is found before anything is written or compiled.
     parts = assemble(config, jax.devices(), needs_of)
@@ -67,6 +69,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     for change in run.write_config(config_text):
         log.warning("settings changed since this run started: %s", change)
     run.write_environment(environment())
+
+    watchdog = Watchdog(
+        config.resilience,
+        run.logs,
+        process=job.process_index,
+        num_processes=job.num_processes,
+    )
 
     # 4. The newest valid state, or a new one; a restored one decides where the data goes on.
     checkpointer = Checkpointer(run.checkpoints, config.checkpoint, log=log.info)
@@ -92,10 +101,12 @@ def main(argv: Sequence[str] | None = None) -> int:
                 monitor,
                 preemption,
                 config_text,
+                watchdog,
                 budget,
             ).go(start_step)
     finally:
         checkpointer.close()
+        watchdog.close()
 
 
 class Run:
@@ -111,6 +122,7 @@ class Run:
         monitor: Monitor,
         preemption: runtime.Preemption,
         config_text: str,
+        watchdog: Watchdog,
         budget: Budget | None = None,
     ):
         from jaxdist.monitoring import StepTimer
@@ -120,7 +132,7 @@ class Run:
         self.checkpointer, self.monitor, self.preemption = checkpointer, monitor, preemption
         self.config, self.config_text = parts.config, config_text
         self.versions = versions()
-        self.budget = budget
+        self.watchdog, self.budget = watchdog, budget
         self.train_step = monitor.watch_compiles(parts.step.train, "train step")
         self.timer = StepTimer()
         self.pending: tuple[int, Any] | None = None
@@ -129,8 +141,10 @@ class Run:
         """Train from `start_step` to the end; returns the exit code."""
         config = self.config
         self.forward_events()
+        self.watchdog.enter("compile", start_step)
         for step in range(start_step + 1, config.train.steps + 1):
-            batch = self.timer.fetch(lambda: next(self.loader))
+            with self.watchdog.phase("data"):
+                batch = self.timer.fetch(lambda: next(self.loader))
             self.state, metrics = self.train_step(self.state, batch)
             self.report()
             self.pending = (step, metrics)
@@ -161,6 +175,7 @@ class Run:
         finite = metrics["finite"]
         weight = float(metrics["weight"])  # waits for the device
         step_time_s, data_wait_s = self.timer.lap()
+        self.watchdog.finished(step, step_time_s)
         self.check_budget()
         self.monitor.train(
             step, metrics, tokens=weight, step_time_s=step_time_s, data_wait_s=data_wait_s
@@ -194,7 +209,7 @@ class Run:
         from jaxdist.evaluation import evaluate
 
         config = self.config
-        with self.timer.paused():
+        with self.timer.paused(), self.watchdog.phase("evaluation"):
             metrics = evaluate(
                 self.parts.step,
                 self.state.params,
@@ -202,6 +217,7 @@ class Run:
                 global_batch_size=config.eval.global_batch_size or config.train.global_batch_size,
                 unit=self.parts.model.unit,
                 max_batches=max_batches,
+                on_batch=self.watchdog.alive,
             )
             return self.monitor.eval(step, metrics)
 
@@ -215,7 +231,7 @@ class Run:
             force: wait until it is committed.
             metrics: evaluation metrics at this step, for `checkpoint.keep_best`.
         """
-        with self.timer.paused():
+        with self.timer.paused(), self.watchdog.phase("save"):
             meta = {
                 "data": self.loader.state(),
                 "config": self.config_text,
@@ -224,6 +240,15 @@ class Run:
             }
             self.checkpointer.save(step, self.state, meta, force=force, metrics=metrics)
         self.forward_events()
+
+    def commit(self) -> bool:
+        """Wait for what is being saved, at the end; whether it is safe."""
+        with self.watchdog.phase("save"):
+            committed = self.checkpointer.wait()
+        self.watchdog.enter("end")
+        self.loader.close()
+        self.forward_events()
+        return committed
 
     def forward_events(self) -> None:
         """Record what the checkpointer did; it has told the console itself."""
@@ -236,9 +261,7 @@ class Run:
     def leave_early(self, step: int) -> int:
         """Commit a checkpoint and leave with the code that asks to be started again."""
         self.save(step, force=True)
-        committed = self.checkpointer.wait()
-        self.loader.close()
-        self.forward_events()
+        committed = self.commit()
         self.monitor.summary(
             "preempted", next_commands=[f"python -m jaxdist.train --resume {self.monitor.run.path}"]
         )
@@ -250,9 +273,7 @@ class Run:
         evaluated = self.evaluate(last, config.eval.final_max_batches)
         if config.checkpoint.save_last and last not in self.checkpointer.steps():
             self.save(last, force=True, metrics=evaluated)
-        committed = self.checkpointer.wait()
-        self.loader.close()
-        self.forward_events()
+        committed = self.commit()
         path = self.monitor.run.path
         next_commands = [f"tensorboard --logdir {path / 'tensorboard'}"]
         if self.parts.model.decoding is not None:

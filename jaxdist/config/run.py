@@ -28,6 +28,7 @@ from jaxdist.monitoring.config import MonitoringConfig
 from jaxdist.optim import OptimConfig
 from jaxdist.parallel.microbatches import PipelineConfig
 from jaxdist.precision import PrecisionConfig
+from jaxdist.resilience.config import ResilienceConfig
 from jaxdist.runtime import resolve
 from jaxdist.runtime.settings import RuntimeConfig
 from jaxdist.sharding import (
@@ -98,6 +99,7 @@ class RunConfig:
     eval: EvalConfig = dataclasses.field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
     monitoring: MonitoringConfig = dataclasses.field(default_factory=MonitoringConfig)
+    resilience: ResilienceConfig = dataclasses.field(default_factory=ResilienceConfig)
     runtime: RuntimeConfig = dataclasses.field(default_factory=RuntimeConfig)
 
     def problems(self) -> list[str]:

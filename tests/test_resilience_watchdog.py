@@ -1,0 +1,200 @@
+"""A job that makes no progress ends with 86 and names who is behind; a sound one is left alone."""
+
+import json
+import logging
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+from commands import ROOT, environment, losses, tiny
+
+from jaxdist.resilience.config import ResilienceConfig
+from jaxdist.resilience.progress import Standing, diagnose
+from jaxdist.resilience.watchdog import Watchdog
+
+BEAT_S = 0.02
+
+
+def standing(process: int, **changes) -> Standing:
+    values = {"host": f"host{process}", "pid": 7, "phase": "step", "step": 5, "beat": 1}
+    return Standing(process=process, **{**values, **changes})
+
+
+def beaten(*standings: Standing) -> list[Standing]:
+    """The same standings some beats later."""
+    return [Standing(**{**vars(s), "beat": s.beat + 4}) for s in standings]
+
+
+def test_a_silent_process_is_named_before_one_with_fewer_steps():
+    before = [standing(0, step=4), standing(1)]
+    after = [*beaten(before[0]), before[1]]
+    assert "process 1 on host1 (pid 7), last step 5, phase step: no sign" in diagnose(before, after)
+    assert "process 0" not in diagnose(before, after)
+
+
+@pytest.mark.parametrize(
+    ("standings", "named", "why"),
+    [
+        ([standing(0), standing(1, step=4), standing(2)], "process 1", "finished step 5"),
+        ([standing(0), standing(1), standing(2, phase="data")], "process 2", "wait for it"),
+        ([standing(0, phase="save"), standing(1)], "process 0", "phase step"),
+        ([standing(0), standing(1)], "no process is behind", "network"),
+        ([standing(0)], "process 0 on host0", "no progress"),
+    ],
+)
+def test_who_is_behind(standings, named, why):
+    line = diagnose(standings, beaten(*standings))
+    assert line.startswith(named) and why in line
+
+
+def test_a_process_that_never_reported_is_named():
+    assert "process 1, which never reported" in diagnose(
+        [standing(0), None], [*beaten(standing(0)), None]
+    )
+
+
+class Dogs:
+    """Watchdogs of several processes, in threads; `left` says which have ended and how."""
+
+    def __init__(self, folder, count, **settings):
+        self.left: dict[int, int] = {}
+        config = ResilienceConfig(**{"step_timeout_s": 0.3, "phase_timeout_s": 1.5, **settings})
+        self.dogs = [self.make(config, folder, i, count) for i in range(count)]
+
+    def make(self, config, folder, index, count):
+        def leave(code):
+            self.left[index] = code
+            self.dogs[index]._closed.set()
+
+        return Watchdog(
+            config, folder, process=index, num_processes=count, beat_s=BEAT_S, leave=leave
+        )
+
+    def wait(self, seconds=5.0):
+        until = time.monotonic() + seconds
+        while time.monotonic() < until and len(self.left) < len(self.dogs):
+            time.sleep(BEAT_S)
+        return self.left
+
+    def close(self):
+        for dog in self.dogs:
+            dog.close()
+
+
+def test_a_stuck_step_ends_all_processes_with_one_line_and_all_stacks(tmp_path, caplog):
+    logging.getLogger("jaxdist").propagate = True
+    dogs = Dogs(tmp_path, 3)
+    begin = time.monotonic()
+    for index, dog in enumerate(dogs.dogs):
+        dog.enter("compile")
+        dog.finished(8 if index == 1 else 9, 0.01)
+    assert dogs.wait() == {0: 86, 1: 86, 2: 86}
+    assert time.monotonic() - begin > 0.3
+    lines = [r.getMessage() for r in caplog.records if "watchdog" in r.getMessage()]
+    assert len(lines) == 1
+    assert re.search(r"process 1 on \S+ \(pid \d+\), last step 8, phase step: behind", lines[0])
+    for index in range(3):
+        stacks = (tmp_path / f"process-{index}.stacks.txt").read_text()
+        assert "test_a_stuck_step_ends_all" in stacks  # the main thread is in it
+    assert "process 1" in json.loads((tmp_path / "hang.json").read_text())["line"]
+
+
+def test_slow_compilation_evaluation_and_save_raise_no_alarm(tmp_path):
+    dogs = Dogs(tmp_path, 2)
+    for dog in dogs.dogs:
+        dog.enter("compile")
+    time.sleep(0.6)
+    for dog in dogs.dogs:
+        dog.finished(1, 0.5)
+    with dogs.dogs[0].phase("save"):  # the other one waits for it inside a step
+        time.sleep(0.8)
+    for dog in dogs.dogs:
+        dog.finished(2, 0.01)
+    with dogs.dogs[0].phase("evaluation"), dogs.dogs[1].phase("evaluation"):
+        for _ in range(4):
+            time.sleep(0.5)
+            for dog in dogs.dogs:
+                dog.alive()
+    assert dogs.left == {}
+    dogs.close()
+
+
+def test_steps_of_usual_length_are_waited_for(tmp_path):
+    dogs = Dogs(tmp_path, 1, step_timeout_s=0.1)
+    (dog,) = dogs.dogs
+    dog.enter("compile")
+    for step in range(5):
+        dog.finished(step, 0.4)  # three times 0.4 s is the limit then
+    assert dog.limit_s() == pytest.approx(1.2)
+    time.sleep(0.6)
+    assert dogs.left == {}
+    assert dogs.wait() == {0: 86}
+
+
+def test_a_stuck_save_ends_too(tmp_path):
+    dogs = Dogs(tmp_path, 1, phase_timeout_s=0.2)
+    with dogs.dogs[0].phase("save"):
+        assert dogs.wait() == {0: 86}
+
+
+def test_an_alarm_of_an_earlier_start_is_none(tmp_path):
+    (tmp_path / "hang.json").write_text("{}")
+    dogs = Dogs(tmp_path, 1)
+    time.sleep(10 * BEAT_S)
+    assert dogs.left == {}
+    dogs.close()
+
+
+def test_watchdog_off_starts_no_thread(tmp_path):
+    before = threading.active_count()
+    dog = Watchdog(ResilienceConfig(watchdog=False), tmp_path)
+    assert threading.active_count() == before
+    dog.close()
+
+
+def start(run_dir, *flags: str) -> subprocess.Popen:
+    job = ["--simulate=1", "--mesh=dp=2", "--checkpoint.save_interval_steps=5"]
+    job += ["--eval.interval_steps=0", "--resilience.step_timeout_s=6", f"--run-dir={run_dir}"]
+    words = ["-m", "jaxdist.launch", "--nproc=2", "--backoff-s=0.1", "--"]
+    return subprocess.Popen(
+        [sys.executable, *words, *tiny("--steps=120", *job, *flags)],
+        env=environment(), cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+def test_a_stopped_process_is_named_and_the_run_goes_on_to_the_same_bits(tmp_path):
+    """SIGSTOP of one of two real processes: the other one waits for it inside a collective."""
+    run_dir = tmp_path / "run"
+    process = start(run_dir)
+    until = time.monotonic() + 120
+    metrics = run_dir / "metrics.jsonl"
+    while time.monotonic() < until and '"step": 12,' not in _text(metrics):
+        time.sleep(0.01)
+    children = (f"/proc/{process.pid}/task/{process.pid}/children", "r")
+    with open(*children) as file:
+        victim = int(file.read().split()[1])
+    os.kill(victim, signal.SIGSTOP)
+    out, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, out
+    (line,) = {m for m in re.findall(r"(watchdog: .*? without progress.*)", out)}
+    assert re.search(rf"process 1 on \S+ \(pid {victim}\), last step \d+, phase \w+: no sign", line)
+    assert "process 0 failed first" in out and "exit code 86" in out
+    assert "restart 1 of 3" in out
+    assert "float(" in _text(run_dir / "logs" / "process-0.stacks.txt") or "report" in _text(
+        run_dir / "logs" / "process-0.stacks.txt"
+    )
+    unharmed = start(tmp_path / "unharmed")
+    out, _ = unharmed.communicate(timeout=300)
+    assert unharmed.returncode == 0, out
+    assert "watchdog" not in out
+    assert losses(run_dir) == losses(tmp_path / "unharmed")
+
+
+def _text(path) -> str:
+    return path.read_text() if path.exists() else ""
