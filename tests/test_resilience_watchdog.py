@@ -112,7 +112,7 @@ def test_slow_compilation_evaluation_and_save_raise_no_alarm(tmp_path):
     for dog in dogs.dogs:
         dog.finished(1, 0.5)
     with dogs.dogs[0].phase("save"):  # the other one waits for it inside a step
-        time.sleep(0.8)
+        time.sleep(1.2)
     for dog in dogs.dogs:
         dog.finished(2, 0.01)
     with dogs.dogs[0].phase("evaluation"), dogs.dogs[1].phase("evaluation"):
@@ -143,7 +143,7 @@ def test_a_stuck_save_ends_too(tmp_path):
 
 
 def test_an_alarm_of_an_earlier_start_is_none(tmp_path):
-    (tmp_path / "hang.json").write_text("{}")
+    (tmp_path / "hang.json").write_text('{"process": 0, "line": ""}')
     dogs = Dogs(tmp_path, 1)
     time.sleep(10 * BEAT_S)
     assert dogs.left == {}
