@@ -60,8 +60,10 @@ class TrainConfig:
     loss_chunk_tokens: int = setting(
         0, "tokens whose logits exist at once; 0 = as many as fit 64 MiB of float32 logits"
     )
-    nan_policy: Literal["skip", "stop"] = setting(
-        "skip", "on NaN or Inf in loss or gradients: skip the update and count it, or stop the run"
+    nan_policy: Literal["skip", "rollback", "stop"] = setting(
+        "skip",
+        "on NaN or Inf in loss or gradients, whose update is never applied: skip = go on; rollback "
+        "= go back to the newest checkpoint and leave that batch out; stop = end the run",
     )
     offload_optimizer: bool = setting(False, "keep optimizer moments in host memory")
 
@@ -124,12 +126,15 @@ class Step:
 
     Attributes:
         train: (state, batch) -> (state, metrics); jitted, `state` donated.
+        train_below: (state, batch, limit) -> (state, metrics); the same, but a step whose loss is
+            above the limit is not applied either; `applied` in its metrics says so.
         evaluate: (params, batch) -> Sums over the global batch; jitted.
         context: what the model is told (kernels, dtypes), for logs.
         batch_sharding: where a batch's leaves must lie.
     """
 
     train: Any
+    train_below: Any
     evaluate: Any
     context: Context
     batch_sharding: Any
@@ -173,7 +178,9 @@ def make_step(
     update = make_update(model, optimizer, layout, clip_norm)
     on_device = opt_shardings(model, optimizer, layout)
 
-    def train(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+    def train(
+        state: TrainState, batch: Batch, limit: Array | None = None
+    ) -> tuple[TrainState, Metrics]:
         if config.offload_optimizer:
             fetched = jax.device_put(state.opt_state, on_device)
             state = dataclasses.replace(state, opt_state=fetched)
@@ -183,7 +190,9 @@ def make_step(
         learning_rate = schedule(state.step)
         params, opt_state = update(state, grads, norm, learning_rate)
         finite = jnp.isfinite(sums["loss"]) & jnp.isfinite(norm)
-        keep = lambda new, old: jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
+        means = _means(sums)
+        applied = finite if limit is None else finite & (means["loss"] <= limit)
+        keep = lambda new, old: jax.tree.map(lambda n, o: jnp.where(applied, n, o), new, old)
         new_state = TrainState(
             step=state.step + 1,
             params=keep(params, state.params),
@@ -191,10 +200,11 @@ def make_step(
             loss_scale=update_loss_scale(state.loss_scale, finite, precision),
             key=state.key,
         )
-        metrics = _means(sums) | {
+        metrics = means | {
             "grad_norm": norm,
             "learning_rate": learning_rate,
             "finite": finite,
+            **({} if limit is None else {"applied": applied}),
             **{f"loss_{name}": value for name, value in state.loss_scale.items()},
         }
         return new_state, metrics
@@ -206,6 +216,12 @@ def make_step(
             train,
             donate_argnums=0,
             in_shardings=(shardings, batch_sharding),
+            out_shardings=(shardings, whole),
+        ),
+        train_below=jax.jit(  # compiled only where a run asks for it
+            train,
+            donate_argnums=0,
+            in_shardings=(shardings, batch_sharding, whole),
             out_shardings=(shardings, whole),
         ),
         evaluate=jax.jit(

@@ -6,9 +6,10 @@ Python standard library, on whatever devices there are.
 
 from __future__ import annotations
 
+import functools
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jaxdist import runtime
@@ -16,11 +17,10 @@ from jaxdist import runtime
 if TYPE_CHECKING:
     from jaxdist.assembly import Parts
     from jaxdist.checkpoint import Checkpointer
-    from jaxdist.config import RunConfig
     from jaxdist.data import Dataset, Loader
     from jaxdist.estimate.budget import Budget
-    from jaxdist.monitoring import Monitor, RunDirectory
-    from jaxdist.resilience import Watchdog
+    from jaxdist.monitoring import Monitor
+    from jaxdist.resilience import LossGuard, Offence, Watchdog
     from jaxdist.state import TrainState
 
 log = logging.getLogger("jaxdist")
@@ -46,11 +46,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     import jax
 
     from jaxdist.assembly import assemble, check_data_fits
+    from jaxdist.beginning import announce, open_run_directory, start
     from jaxdist.checkpoint import Checkpointer
     from jaxdist.data import open_datasets
     from jaxdist.estimate.budget import Budget, needs_of
     from jaxdist.monitoring import Monitor, environment
-    from jaxdist.resilience import Watchdog
+    from jaxdist.resilience import LossGuard, Watchdog
 
     # 3. Everything that can be wrong is found before anything is written or compiled.
     parts = assemble(config, jax.devices(), needs_of)
@@ -79,8 +80,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     # 4. The newest valid state, or a new one; a restored one decides where the data goes on.
     checkpointer = Checkpointer(run.checkpoints, config.checkpoint, log=log.info)
+    guard = LossGuard(
+        config.resilience, config.train.nan_policy, run.offences if run.is_writer else None
+    )
+    begin = functools.partial(start, parts, train_data, checkpointer, run, guard)
     try:
-        state, start_step, loader = start(parts, train_data, checkpointer, run)
+        state, start_step, loader = begin()
         with Monitor(
             config.monitoring,
             run,
@@ -102,6 +107,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 preemption,
                 config_text,
                 watchdog,
+                guard,
+                begin,
                 budget,
             ).go(start_step)
     finally:
@@ -123,6 +130,8 @@ class Run:
         preemption: runtime.Preemption,
         config_text: str,
         watchdog: Watchdog,
+        guard: LossGuard,
+        begin: Callable[[Offence], tuple[TrainState, int, Loader]],
         budget: Budget | None = None,
     ):
         from jaxdist.monitoring import StepTimer
@@ -132,12 +141,23 @@ class Run:
         self.checkpointer, self.monitor, self.preemption = checkpointer, monitor, preemption
         self.config, self.config_text = parts.config, config_text
         self.versions = versions()
-        self.watchdog, self.budget = watchdog, budget
-        self.train_step = monitor.watch_compiles(parts.step.train, "train step")
+        self.watchdog, self.guard, self.begin, self.budget = watchdog, guard, begin, budget
+        step = parts.step.train_below if guard.limits_updates else parts.step.train
+        self.train_step = monitor.watch_compiles(step, "train step")
         self.timer = StepTimer()
-        self.pending: tuple[int, Any] | None = None
+        self.pending: tuple[int, Any, int] | None = None  # step, metrics, its first sample
 
     def go(self, start_step: int) -> int:
+        """Train from `start_step` to the end, going back where a guard asks for it."""
+        from jaxdist.resilience import Rollback
+
+        while True:
+            try:
+                return self.train_from(start_step)
+            except Rollback as asked:
+                start_step = self.roll_back(asked.offence)
+
+    def train_from(self, start_step: int) -> int:
         """Train from `start_step` to the end; returns the exit code."""
         config = self.config
         self.forward_events()
@@ -145,9 +165,10 @@ class Run:
         for step in range(start_step + 1, config.train.steps + 1):
             with self.watchdog.phase("data"):
                 batch = self.timer.fetch(lambda: next(self.loader))
-            self.state, metrics = self.train_step(self.state, batch)
+            limit = (self.guard.limit(step),) if self.guard.limits_updates else ()
+            self.state, metrics = self.train_step(self.state, batch, *limit)
             self.report()
-            self.pending = (step, metrics)
+            self.pending = (step, metrics, self.loader.first_sample)
             evaluated: dict[str, float] = {}
             is_last = step == config.train.steps  # evaluated and saved by finish
             if (
@@ -167,27 +188,52 @@ class Run:
         return self.finish()
 
     def report(self) -> None:
-        """Read and report the metrics of the step before; stop on NaN if the policy says so."""
+        """Read and report the metrics of the step before; act where they are bad.
+
+        Raises:
+            Rollback: the policy is to go back to a checkpoint.
+            Stopped: the policy is to end the run.
+        """
         if self.pending is None:
             return
-        step, metrics = self.pending
+        from jaxdist.resilience import Rollback, Stopped
+
+        step, metrics, first_sample = self.pending
         self.pending = None
-        finite = metrics["finite"]
         weight = float(metrics["weight"])  # waits for the device
         step_time_s, data_wait_s = self.timer.lap()
         self.watchdog.finished(step, step_time_s)
         self.check_budget()
-        self.monitor.train(
+        values = self.monitor.train(
             step, metrics, tokens=weight, step_time_s=step_time_s, data_wait_s=data_wait_s
         )
-        if self.config.train.nan_policy == "stop" and not bool(finite):
+        offence = self.guard.judge(step, values, self.loader, first_sample)
+        if offence is None:
+            return
+        said = offence.kind == "nan" and offence.action == "skip"  # by the monitor
+        self.monitor.event(
+            "offence",
+            step=step,
+            message=str(offence),
+            level=logging.INFO if said else logging.WARNING,
+            quiet=said,
+        )
+        if offence.action == "rollback":
+            raise Rollback(offence)
+        if offence.action == "stop":
             self.checkpointer.wait()
-            self.monitor.summary("NaN or Inf", error=f"step {step}: loss or gradient not finite")
-            raise FloatingPointError(
-                f"step {step}: the loss or a gradient is NaN or Inf, and train.nan_policy='stop'. "
-                "The update was not applied; checkpoints up to here are good. Lower optim.peak_lr, "
-                "look at the batch, or set train.nan_policy=skip."
-            )
+            reason = "NaN or Inf" if offence.kind == "nan" else "loss spike"
+            self.monitor.summary(reason, error=str(offence))
+            raise Stopped(self.guard.stop_text(offence))
+
+    def roll_back(self, offence: Offence) -> int:
+        """The newest checkpoint's state, and the data without this batch; returns its step."""
+        self.loader.close()
+        del self.state  # two states may not fit
+        with self.timer.paused(), self.watchdog.phase("restore"):
+            self.state, step, self.loader = self.begin(offence)
+        self.monitor.rewind(step, f"going on from step {step}, without the batch of {offence.step}")
+        return step
 
     def check_budget(self) -> None:
         """Once, after the first step: warn where the memory really used is not the estimate."""
@@ -234,6 +280,7 @@ class Run:
         with self.timer.paused(), self.watchdog.phase("save"):
             meta = {
                 "data": self.loader.state(),
+                "guard": self.guard.state(),
                 "config": self.config_text,
                 "mesh": str(self.parts.spec),
                 "versions": self.versions,
@@ -284,81 +331,6 @@ class Run:
             next_commands=next_commands,
         )
         return runtime.EXIT_OK if committed else runtime.EXIT_FAILURE
-
-
-def open_run_directory(config: RunConfig, process_index: int) -> RunDirectory:
-    """The run directory that the settings name, made or gone on in."""
-    from jaxdist.monitoring import RunDirectory, new_run_path
-
-    path = config.run_dir
-    if config.resume not in ("auto", "never"):
-        path = str(RunDirectory.existing(config.resume).path)
-    return RunDirectory.open(
-        path or new_run_path(config.name),
-        process_index=process_index,
-        resume=config.resume != "never",
-    )
-
-
-def start(
-    parts: Parts, dataset: Dataset, checkpointer: Checkpointer, run: RunDirectory
-) -> tuple[TrainState, int, Loader]:
-    """State, steps done and loader: of the newest valid checkpoint, or new ones."""
-    from jaxdist.data import Loader, resume_sample
-
-    config = parts.config
-    chosen = checkpointer.choose() if config.resume != "never" else None
-    first_sample = 0
-    if chosen is None:
-        state, step = parts.init_state(), 0
-        if config.init_from:
-            log.info("weights from %s", config.init_from)
-        if config.checkpoint.probe:
-            checkpointer.probe(state)
-    else:
-        state, meta, step = checkpointer.restore(parts.abstract_state(), step=chosen)
-        first_sample = resume_sample(
-            meta["data"], dataset, seed=config.seed, on_change=config.data.on_change
-        )
-        log.info("resumed from step %d of %s", step, run.path)
-    loader = Loader(
-        dataset,
-        global_batch_size=config.train.global_batch_size,
-        seed=config.seed,
-        sharding=parts.step.batch_sharding,
-        start_sample=first_sample,
-        prefetch=config.data.prefetch,
-    )
-    return state, step, loader
-
-
-def announce(parts: Parts, monitor: Monitor, budget: Budget | None) -> None:
-    """The first lines of a run: what will happen, where, and why this way."""
-    from jaxdist.parallel.microbatches import describe
-
-    config, model = parts.config, parts.model
-    for remark in config.remarks():
-        log.warning("%s", remark)
-    rows = config.train.global_batch_size // parts.layout.num_replicas
-    schedule = parts.pipeline_schedule
-    microbatches = schedule.num_microbatches if schedule else config.train.num_microbatches
-    notes = list(model.notes(parts.step.context)) if model.notes else []
-    if schedule is not None:
-        notes.append(describe(schedule, rows))
-    if budget is not None:
-        notes.append(budget.line())
-    monitor.header(
-        mesh=str(parts.spec),
-        mesh_reason=parts.mesh_reason,
-        model=model.name,
-        num_parameters=parts.num_params,
-        per_device_batch=rows // microbatches,
-        num_replicas=parts.layout.num_replicas,
-        accumulation=microbatches,
-        tokens_per_row=config.train.seq_len if model.unit == "tokens" else 1,
-        precision=f"{parts.compute_dtype} compute, float32 parameters",
-        notes=notes,
-    )
 
 
 if __name__ == "__main__":

@@ -13,7 +13,13 @@ Nothing here knows a model; the only thing it asks of jax is to place arrays by 
 
 from jaxdist.data.config import DataConfig
 from jaxdist.data.dataset import Dataset, open_datasets
-from jaxdist.data.loader import Loader, check_same_everywhere, eval_batches, resume_sample
+from jaxdist.data.loader import (
+    Loader,
+    check_same_everywhere,
+    eval_batches,
+    left_out_of,
+    resume_sample,
+)
 from jaxdist.data.order import Order
 from jaxdist.data.tokenizer import Tokenizer, load_tokenizer
 
@@ -25,6 +31,7 @@ __all__ = [
     "Tokenizer",
     "check_same_everywhere",
     "eval_batches",
+    "left_out_of",
     "load_tokenizer",
     "open_datasets",
     "resume_sample",

@@ -11,7 +11,7 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import jax
@@ -33,6 +33,9 @@ class Loader:
 
     Attributes:
         wait_s: seconds the last `next()` waited for its batch.
+        first_sample: first sample of the batch handed out last.
+        left_out: samples [first, end) that no batch may have; a batch that would begin among them,
+            or reach into them, begins behind them.
     """
 
     def __init__(
@@ -44,6 +47,7 @@ class Loader:
         sharding: NamedSharding,
         start_step: int = 0,
         start_sample: int | None = None,
+        left_out: Sequence[tuple[int, int]] = (),
         prefetch: int = 2,
     ):
         """Start loading.
@@ -55,6 +59,7 @@ class Loader:
             sharding: of a batch's first dim; further dims as far as a field has them.
             start_step: first step, when all steps before had this batch size.
             start_sample: first sample instead, as `resume_sample` returns it.
+            left_out: samples [first, end) that training leaves out, as `left_out_of` returns them.
             prefetch: batches kept ready, at least 1.
 
         Raises:
@@ -66,7 +71,9 @@ class Loader:
         self._dataset, self._seed = dataset, seed
         self._batch_size = global_batch_size
         self._next_sample = start_step * global_batch_size if start_sample is None else start_sample
-        order = dataset.order(seed)
+        self.first_sample = self._next_sample
+        self.left_out = tuple((int(first), int(end)) for first, end in left_out)
+        self._order = order = dataset.order(seed)
 
         def make(first: int) -> Batch:
             samples = np.arange(first, first + global_batch_size, dtype=np.int64)
@@ -76,13 +83,14 @@ class Loader:
                 global_batch_size, sharding,
             )  # fmt: skip
 
-        self._ready: queue.Queue[Batch | Exception] = queue.Queue(maxsize=prefetch)
+        place = functools.partial(_past, self.left_out, global_batch_size)
+        self._ready: queue.Queue[tuple[int, Batch] | Exception] = queue.Queue(maxsize=prefetch)
         self._stop = threading.Event()
         self._failure: Exception | None = None
         # The thread knows the queue but not the loader: a forgotten loader is collected.
         self._thread = threading.Thread(
             target=_prepare,
-            args=(make, self._next_sample, global_batch_size, self._ready, self._stop),
+            args=(make, place, self._next_sample, global_batch_size, self._ready, self._stop),
             name="jaxdist-data",
             daemon=True,
         )
@@ -108,20 +116,28 @@ class Loader:
                 continue
             self.wait_s = time.perf_counter() - asked
             if not isinstance(item, Exception):
-                self._next_sample += self._batch_size
-                return item
+                self.first_sample, batch = item
+                self._next_sample = self.first_sample + self._batch_size
+                return batch
             self._failure = item
         raise self._failure
 
     def state(self) -> dict[str, Any]:
         """Where the run is, as JSON: batches handed out count, those only prepared do not."""
+        left_out = {"left_out": [list(part) for part in self.left_out]} if self.left_out else {}
         return {
             "version": STATE_VERSION,
             "next_sample": self._next_sample,
             "seed": self._seed,
             "fingerprint": self._dataset.fingerprint,
             "dataset": self._dataset.identity,
+            **left_out,
         }
+
+    def rows(self, first_sample: int) -> list[int]:
+        """Rows of the dataset in the batch that begins with this sample."""
+        samples = np.arange(first_sample, first_sample + self._batch_size, dtype=np.int64)
+        return [int(row) for row in self._order.rows(samples)]
 
     def close(self) -> None:
         """Stop the thread and free what it prepared; safe to call again."""
@@ -195,6 +211,13 @@ def resume_sample(
     )
 
 
+def left_out_of(state: dict[str, Any], dataset: Dataset) -> tuple[tuple[int, int], ...]:
+    """Samples that a run left out, from its `Loader.state()`; other data has none of them."""
+    if state["fingerprint"] != dataset.fingerprint:
+        return ()
+    return tuple((int(first), int(end)) for first, end in state.get("left_out", ()))
+
+
 def check_same_everywhere(dataset: Dataset) -> None:
     """Make sure that all processes of the job opened the same data; all must call it.
 
@@ -251,16 +274,26 @@ def make_batch(
         }
 
 
+def _past(left_out: Sequence[tuple[int, int]], batch_size: int, first: int) -> int:
+    """Where a batch begins that would begin at `first`."""
+    for start, end in sorted(left_out):
+        if first < end and start < first + batch_size:
+            first = end
+    return first
+
+
 def _prepare(
     make: Callable[[int], Batch],
+    place: Callable[[int], int],
     first: int,
     batch_size: int,
-    ready: queue.Queue[Batch | Exception],
+    ready: queue.Queue[tuple[int, Batch] | Exception],
     stop: threading.Event,
 ) -> None:
     while not stop.is_set():
+        first = place(first)
         try:
-            item: Batch | Exception = make(first)
+            item: tuple[int, Batch] | Exception = (first, make(first))
         except Exception as error:
             item = error
         ready.put(item)
@@ -270,7 +303,9 @@ def _prepare(
 
 
 def _stop(
-    thread: threading.Thread, ready: queue.Queue[Batch | Exception], stop: threading.Event
+    thread: threading.Thread,
+    ready: queue.Queue[tuple[int, Batch] | Exception],
+    stop: threading.Event,
 ) -> None:
     stop.set()
     # A thread waiting for room finds it, puts one more and sees the flag.

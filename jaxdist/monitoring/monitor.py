@@ -113,7 +113,8 @@ class Monitor:
         Args:
             step: steps done, this one included; the first is 1.
             metrics: replicated scalars, e.g. loss, grad_norm, learning_rate; `finite`, where there
-                is one, is False when the step's update was skipped (NaN or Inf).
+                is one, is False when the step's update was skipped (NaN or Inf), and so is
+                `applied`, for any reason.
             tokens: how many of `unit` the step trained on, whole job.
             step_time_s: seconds from the step before to this one, the wait included.
             data_wait_s: seconds of it that the loop waited for its batch.
@@ -208,6 +209,15 @@ class Monitor:
         self._records.write(record)
         if not quiet:
             self._say(lambda _: message or console.event_line(event, fields), level)
+
+    def rewind(self, step: int, message: str) -> None:
+        """The run went back to the checkpoint of `step`: what it did beyond counts no more."""
+        self.event("rollback", step=step, message=message, level=logging.WARNING)
+        if self._records is None:
+            return
+        kept = Totals(read_records(self.run.metrics), start_step=step, unit=self.unit)
+        for name in ("units", "last", "evals", "skipped_steps"):
+            setattr(self.totals, name, getattr(kept, name))
 
     def header(
         self,
@@ -404,7 +414,7 @@ class Monitor:
     def _check_finite(self, step: int, values: Mapping[str, float]) -> None:
         bad = [k for k in ("loss", "grad_norm") if not math.isfinite(values.get(k, 0.0))]
         shown: dict[str, Any] = {k: values[k] for k in bad}
-        if not values.get("finite", True):
+        if not values.get("applied", values.get("finite", True)):
             self.totals.skipped_steps += 1
             why = f" ({' and '.join(f'{k} is {values[k]}' for k in bad)})" if bad else ""
             self.event(

@@ -144,11 +144,11 @@ def current(records: list[Record]) -> list[Record]:
 
     A `start` event at step s means that the run went on from the checkpoint of step s: train and
     eval lines and skipped steps beyond s that were written before it belong to work that was lost.
-    Other events stay: they happened.
+    The same holds for a `rollback` event. Other events stay: they happened.
     """
     kept: list[Record] = []
     for record in records:
-        if record.get("event") == "start":
+        if record.get("event") in ("start", "rollback"):
             resumed_at = record.get("step", 0)
             kept = [r for r in kept if not _of_a_step(r) or r["step"] <= resumed_at]
         kept.append(record)

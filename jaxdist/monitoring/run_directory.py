@@ -113,6 +113,11 @@ class RunDirectory:
         return self.path / "logs"
 
     @property
+    def offences(self) -> Path:
+        """One JSON line for each step whose loss was bad, with its rows; absent without one."""
+        return self.path / "offences.jsonl"
+
+    @property
     def summary(self) -> Path:
         """What came of the run; written when it ends."""
         return self.path / "summary.json"

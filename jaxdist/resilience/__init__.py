@@ -1,11 +1,13 @@
 """Guards of a run: what ends it, sets it back or speaks up when something is wrong.
 
     watchdog    no progress: one line says which process is behind, exit code 86, restart
+    offences    a loss that is not finite or far too high: skip, go back, or stop
 
 The settings dataclass lives in `jaxdist.resilience.config`. Nothing here saves, restores or
 trains: the loop does, when a guard asks for it.
 """
 
+from jaxdist.resilience.offences import LossGuard, Offence, Rollback, Stopped, read_offences
 from jaxdist.resilience.watchdog import Watchdog
 
-__all__ = ["Watchdog"]
+__all__ = ["LossGuard", "Offence", "Rollback", "Stopped", "Watchdog", "read_offences"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Literal
 
 from jaxdist.types import setting
 
@@ -23,6 +24,19 @@ class ResilienceConfig:
         "seconds after which a start, a compilation, a restore, a save or one batch of an "
         "evaluation has hung",
     )
+    spike_policy: Literal["off", "report", "skip", "rollback", "stop"] = setting(
+        "report",
+        "on a loss far above the ones before: report = write step and rows to offences.jsonl; skip "
+        "= and leave the update out; rollback = and go back to the newest checkpoint, then on "
+        "without that batch; stop = and end the run (for NaN see train.nan_policy)",
+    )
+    spike_deviations: float = setting(
+        10.0,
+        "a spike is a loss this many standard deviations (of 1.48 × the median deviation, at least "
+        "2 % of the median) above the median of the window",
+    )
+    spike_window_steps: int = setting(64, "steps whose losses are looked at; at least 16")
+    max_rollbacks: int = setting(5, "rollbacks of one start after which the run stops instead")
 
     def problems(self) -> list[str]:
         """Every violated rule, one line each."""
@@ -38,4 +52,19 @@ class ResilienceConfig:
                     f"resilience.{name}={getattr(self, name)} is no waiting time. Use seconds "
                     "above 0, or resilience.watchdog=false."
                 )
+        if not self.spike_deviations > 0.0:
+            found.append(
+                f"resilience.spike_deviations={self.spike_deviations} would make every second loss "
+                "a spike. Use a number above 0, e.g. 10."
+            )
+        if self.spike_window_steps < 16:
+            found.append(
+                f"resilience.spike_window_steps={self.spike_window_steps} is too short for a "
+                "median. Use 16 or more, or resilience.spike_policy=off."
+            )
+        if self.max_rollbacks < 1:
+            found.append(
+                f"resilience.max_rollbacks={self.max_rollbacks} allows none. Use 1 or more, or "
+                "the policy stop."
+            )
         return found

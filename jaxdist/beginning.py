@@ -1,0 +1,99 @@
+"""How a run begins: its directory, its state and data, its first words."""
+
+from __future__ import annotations
+
+import logging
+
+from jaxdist.assembly import Parts
+from jaxdist.checkpoint import Checkpointer
+from jaxdist.config import RunConfig
+from jaxdist.data import Dataset, Loader, left_out_of, resume_sample
+from jaxdist.estimate.budget import Budget
+from jaxdist.monitoring import Monitor, RunDirectory, new_run_path
+from jaxdist.parallel.microbatches import describe
+from jaxdist.resilience import LossGuard, Offence
+from jaxdist.state import TrainState
+
+log = logging.getLogger("jaxdist")
+
+
+def open_run_directory(config: RunConfig, process_index: int) -> RunDirectory:
+    """The run directory that the settings name, made or gone on in."""
+    path = config.run_dir
+    if config.resume not in ("auto", "never"):
+        path = str(RunDirectory.existing(config.resume).path)
+    return RunDirectory.open(
+        path or new_run_path(config.name),
+        process_index=process_index,
+        resume=config.resume != "never",
+    )
+
+
+def start(
+    parts: Parts,
+    dataset: Dataset,
+    checkpointer: Checkpointer,
+    run: RunDirectory,
+    guard: LossGuard,
+    offence: Offence | None = None,
+) -> tuple[TrainState, int, Loader]:
+    """State, steps done and loader: of the newest valid checkpoint, or new ones.
+
+    After an `offence` the same, without its batch.
+    """
+    config = parts.config
+    goes_on = config.resume != "never" or offence is not None
+    chosen = checkpointer.choose() if goes_on else None
+    first_sample, judged = 0, []
+    left_out: tuple[tuple[int, int], ...] = ()
+    if chosen is None:
+        state, step = parts.init_state(), 0
+        if config.init_from:
+            log.info("weights from %s", config.init_from)
+        if config.checkpoint.probe and offence is None:
+            checkpointer.probe(state)
+    else:
+        state, meta, step = checkpointer.restore(parts.abstract_state(), step=chosen)
+        first_sample = resume_sample(
+            meta["data"], dataset, seed=config.seed, on_change=config.data.on_change
+        )
+        left_out, judged = left_out_of(meta["data"], dataset), meta.get("guard", [])
+        log.info("resumed from step %d of %s", step, run.path)
+    guard.restore(judged)
+    loader = Loader(
+        dataset,
+        global_batch_size=config.train.global_batch_size,
+        seed=config.seed,
+        sharding=parts.step.batch_sharding,
+        start_sample=first_sample,
+        left_out=left_out if offence is None else offence.all_left_out,
+        prefetch=config.data.prefetch,
+    )
+    return state, step, loader
+
+
+def announce(parts: Parts, monitor: Monitor, budget: Budget | None) -> None:
+    """The first lines of a run: what will happen, where, and why this way."""
+    config, model = parts.config, parts.model
+    for remark in config.remarks():
+        log.warning("%s", remark)
+    rows = config.train.global_batch_size // parts.layout.num_replicas
+    schedule = parts.pipeline_schedule
+    microbatches = schedule.num_microbatches if schedule else config.train.num_microbatches
+    notes = list(model.notes(parts.step.context)) if model.notes else []
+    if schedule is not None:
+        notes.append(describe(schedule, rows))
+    if budget is not None:
+        notes.append(budget.line())
+    monitor.header(
+        mesh=str(parts.spec),
+        mesh_reason=parts.mesh_reason,
+        model=model.name,
+        num_parameters=parts.num_params,
+        per_device_batch=rows // microbatches,
+        num_replicas=parts.layout.num_replicas,
+        accumulation=microbatches,
+        tokens_per_row=config.train.seq_len if model.unit == "tokens" else 1,
+        precision=f"{parts.compute_dtype} compute, float32 parameters",
+        notes=notes,
+    )

@@ -1,0 +1,240 @@
+"""Bad losses are found, written down with their rows, and skipped, gone back from, or the end."""
+
+import json
+import math
+import textwrap
+
+import jax
+import numpy as np
+import pytest
+import tiny as reference
+from commands import losses, records, run, tiny
+from test_data import sharding_on
+
+from jaxdist.data import DataConfig, Loader, left_out_of, open_datasets
+from jaxdist.data.order import Order
+from jaxdist.resilience import LossGuard, read_offences
+from jaxdist.resilience.config import ResilienceConfig
+
+ROWS, BATCH, STEPS = 320, 8, 40
+BAD_ROW = 77
+
+MODULE = f"""
+import numpy as np
+
+def row(index, seq_len, bad):
+    tokens = (np.arange(seq_len + 1) + index) % 7
+    weights = np.ones(seq_len)
+    if bad == "nan" and index == {BAD_ROW}:
+        weights[3] = np.nan
+    if bad == "spike" and index == {BAD_ROW}:
+        tokens = np.random.default_rng(0).integers(0, 256, seq_len + 1)
+        weights[:] = 1000.0
+    return {{"tokens": tokens[:-1], "targets": tokens[1:], "weights": weights}}
+
+def rows(bad):
+    def make(*, seq_len, seed):
+        found = [row(i, seq_len, bad) for i in range({ROWS})]
+        return found, found[:8]
+    return make
+
+clean, nan, spike = rows(""), rows("nan"), rows("spike")
+"""
+
+
+def bad_step(seed: int = 0) -> int:
+    """The step of the first epoch whose batch has the bad row, from the order alone."""
+    rows = Order([ROWS], [], seed).rows(np.arange(ROWS))
+    return int(np.flatnonzero(rows == BAD_ROW)[0]) // BATCH + 1
+
+
+SEED = next(seed for seed in range(99) if 34 <= bad_step(seed) <= 37)
+
+
+class Rows:
+    """What a guard asks of a loader."""
+
+    left_out = ()
+
+    def rows(self, first_sample):
+        return list(range(first_sample, first_sample + 4))
+
+
+def guard(path=None, nan_policy="skip", **settings) -> LossGuard:
+    return LossGuard(ResilienceConfig(**settings), nan_policy, path)
+
+
+def feed(subject: LossGuard, losses, first_step=1, **metrics):
+    found = []
+    for step, loss in enumerate(losses, start=first_step):
+        values = {"loss": loss, "grad_norm": 1.0, **metrics}
+        found.append(subject.judge(step, values, Rows(), 4 * step))
+    return [offence for offence in found if offence]
+
+
+def noisy(count, level=3.0, noise=0.05, slope=0.0, seed=0):
+    rng = np.random.default_rng(seed)
+    return list(level + slope * np.arange(count) + noise * rng.normal(size=count))
+
+
+def test_a_spike_is_found_and_written_with_its_rows(tmp_path):
+    path = tmp_path / "offences.jsonl"
+    (offence,) = feed(guard(path), [*noisy(40), 5.0, *noisy(20)])
+    assert (offence.step, offence.kind, offence.action) == (41, "spike", "report")
+    assert offence.rows == [164, 165, 166, 167]
+    assert read_offences(path) == [offence]
+    assert "step 41: loss 5 is above" in str(offence) and "rows 164, 165" in str(offence)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        noisy(300),
+        noisy(300, noise=0.0),
+        noisy(300, noise=0.5),
+        noisy(100, level=8, slope=-0.05),
+        [8.0 * 0.9**n for n in range(80)],
+        noisy(200, slope=0.002),
+        [9.0, 1.0] * 100,
+    ],
+    ids=["noise", "constant", "loud", "falling", "steep", "drifting", "two_levels"],
+)
+def test_a_sound_run_reports_nothing(values):
+    assert feed(guard(), values) == []
+
+
+def test_limit_is_the_median_and_the_deviation_by_hand():
+    subject = guard(spike_deviations=5.0, spike_window_steps=16)
+    values = noisy(40, noise=0.3)
+    feed(subject, values)
+    known = np.array(values[39 - 17 : 39])  # steps up to 39 are known when 41 is dispatched
+    known = known[-16:]
+    median = np.median(known)
+    expected = median + 5 * 1.4826 * np.median(np.abs(known - median))
+    assert subject.limit(41) == pytest.approx(expected, rel=1e-12)
+
+
+def test_limit_is_the_same_in_a_resumed_run():
+    subject, values = guard(), noisy(60)
+    feed(subject, values[:40])
+    resumed = guard()
+    resumed.restore(json.loads(json.dumps(subject.state())))
+    feed(subject, values[40:], first_step=41)
+    feed(resumed, values[40:], first_step=41)
+    assert resumed.limit(61) == subject.limit(61) < math.inf
+
+
+def test_nan_is_an_offence_and_an_overflow_under_a_loss_scale_is_none():
+    assert [o.kind for o in feed(guard(), [math.nan, math.inf, 1.0])] == ["nan", "nan"]
+    assert [o.kind for o in feed(guard(), [1.0], grad_norm=math.inf)] == ["nan"]
+    assert feed(guard(), [1.0], grad_norm=math.inf, loss_scale=1024.0) == []
+
+
+def test_too_many_rollbacks_end_the_run():
+    subject = guard(nan_policy="rollback", max_rollbacks=2)
+    actions = [o.action for o in feed(subject, [math.nan] * 3)]
+    assert actions == ["rollback", "rollback", "stop"]
+
+
+@pytest.fixture
+def dataset(tmp_path, monkeypatch):
+    (tmp_path / "bad_rows.py").write_text(textwrap.dedent(MODULE))
+    monkeypatch.chdir(tmp_path)
+    return open_datasets(DataConfig(sources=["bad_rows:clean"], vocab_size=256), seq_len=8)[0]
+
+
+def test_left_out_batches_are_missing_and_the_others_come_in_order(dataset):
+    settings = {"global_batch_size": 4, "seed": 3, "sharding": sharding_on("dp=2")}
+    whole = Loader(dataset, **settings)
+    expected = [jax.device_get(next(whole)["tokens"]) for _ in range(7)]
+    loader = Loader(dataset, **settings, left_out=[(8, 12), (12, 16)])
+    firsts, found = [], []
+    for _ in range(4):
+        found.append(jax.device_get(next(loader)["tokens"]))
+        firsts.append(loader.first_sample)
+    state = json.loads(json.dumps(loader.state()))
+    found.append(jax.device_get(next(loader)["tokens"]))
+    assert firsts == [0, 4, 16, 20]
+    for batch, wanted in zip(found, [expected[i] for i in (0, 1, 4, 5, 6)], strict=True):
+        assert np.array_equal(batch, wanted)
+    assert state["next_sample"] == 24 and left_out_of(state, dataset) == ((8, 12), (12, 16))
+    assert loader.rows(4) == [int(row) for row in dataset.order(3).rows(np.arange(4, 8))]
+    larger = Loader(dataset, **{**settings, "global_batch_size": 6}, left_out=[(8, 12)])
+    firsts = [(next(larger), larger.first_sample)[1] for _ in range(3)]
+    assert firsts == [0, 12, 18]  # a batch from 6 on would reach into them
+    for each in (whole, loader, larger):
+        each.close()
+
+
+def test_a_step_above_the_limit_is_not_applied_and_one_below_is(test_case="rotary"):
+    case = reference.Case(test_case, "dp=2,tp=2")
+    step, state = reference.step_of(case)
+    batch = jax.device_put(reference.batch_of(test_case), step.batch_sharding)
+    before = jax.device_get(state.params)
+    state, plain = step.train(state, batch)
+    after = jax.device_get(state.params)
+    for limit, applied in ((float(plain["loss"]) - 0.1, False), (math.inf, True)):
+        _, state = reference.step_of(case)
+        state, metrics = step.train_below(state, batch, limit)
+        assert bool(metrics["applied"]) is applied and bool(metrics["finite"])
+        assert float(metrics["loss"]) == float(plain["loss"])
+        assert reference.distance(jax.device_get(state.params), after if applied else before) == 0
+        assert int(state.step) == 1
+
+
+JOB = tiny(
+    *("--data.vocab_size=256", "--train.seq_len=16", f"--steps={STEPS}", f"--seed={SEED}"),
+    *("--checkpoint.save_interval_steps=5", "--checkpoint.keep_newest=9"),
+    "--eval.interval_steps=0",
+    *("--model.num_layers=1", "--optim.peak_lr=0.01", "--simulate=2", "--mesh=dp=2"),
+)  # fmt: skip
+
+
+def train(tmp_path, name, *flags):
+    (tmp_path / "bad_rows.py").write_text(MODULE)
+    done = run("train", f"--data.sources=bad_rows:{name}", *JOB, *flags, cwd=tmp_path)
+    return done, tmp_path / "run"
+
+
+def test_rollback_goes_on_past_the_offending_batch(tmp_path):
+    done, run_dir = train(tmp_path, "nan", "--run-dir=run", "--train.nan_policy=rollback")
+    assert done.returncode == 0, done.stderr
+    bad = bad_step(SEED)
+    (offence,) = read_offences(run_dir / "offences.jsonl")
+    assert (offence.step, offence.kind, offence.action) == (bad, "nan", "rollback")
+    assert BAD_ROW in offence.rows
+    went_back_to = (bad - 1) // 5 * 5
+    assert f"going on from step {went_back_to}, without the batch of {bad}" in done.stdout
+    twice: dict[int, list[float]] = {}
+    for record in records(run_dir, "train"):
+        twice.setdefault(record["step"], []).append(float(record["loss"]))
+    # What it did again before the offence has the same bits; the offending step is good now.
+    assert sorted(twice) == list(range(1, STEPS + 1))
+    for step in range(went_back_to + 1, bad):
+        assert len(twice[step]) == 2 and twice[step][0] == twice[step][1]
+    assert math.isnan(twice[bad][0]) and math.isfinite(twice[bad][1])
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert summary["tokens"] == STEPS * BATCH * 16
+    document = json.loads((run_dir / f"checkpoints/{STEPS}/meta/metadata").read_text())
+    data = document["meta"]["data"]
+    assert data["next_sample"] == (STEPS + 1) * BATCH
+    assert data["left_out"] == [[(bad - 1) * BATCH, bad * BATCH]]
+    clean, _ = train(tmp_path, "clean", "--run-dir=clean")
+    assert clean.returncode == 0 and not (tmp_path / "clean/offences.jsonl").exists()
+    healthy = losses(tmp_path / "clean")
+    assert all(losses(run_dir)[step] == healthy[step] for step in range(1, bad))
+
+
+def test_a_spike_is_skipped_or_stops_the_run(tmp_path):
+    window = "--resilience.spike_window_steps=16"
+    skip = ("--run-dir=run", window, "--resilience.spike_policy=skip")
+    done, run_dir = train(tmp_path, "spike", *skip)
+    assert done.returncode == 0, done.stderr
+    (offence,) = read_offences(run_dir / "offences.jsonl")
+    assert (offence.step, offence.kind) == (bad_step(SEED), "spike") and BAD_ROW in offence.rows
+    applied = {r["step"]: r["applied"] for r in records(run_dir, "train")}
+    assert [step for step, yes in applied.items() if not yes] == [offence.step]
+    assert "offence" in {r["event"] for r in records(run_dir, "event")}
+    done, _ = train(tmp_path, "spike", "--run-dir=stop", window, "--resilience.spike_policy=stop")
+    assert done.returncode == 1
+    assert "resilience.spike_policy='stop'" in done.stderr
