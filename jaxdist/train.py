@@ -51,6 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from jaxdist.data import open_datasets
     from jaxdist.estimate.budget import Budget, needs_of
     from jaxdist.monitoring import Monitor, environment
+    from jaxdist.replay import replay
     from jaxdist.resilience import LossGuard, Watchdog
 
     # 3. Everything that can be wrong is found before anything is written or compiled.
@@ -62,6 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         config.data, seq_len=config.train.seq_len, seed=config.seed
     )
     check_data_fits(parts, train_data)
+    if config.replay:
+        return replay(parts, train_data)
     run = open_run_directory(config, job.process_index)
     runtime.setup_logging(job.process_index, run.log(job.process_index))
     if job.num_processes > 1:

@@ -69,6 +69,11 @@ class RunConfig:
         "auto = go on from the newest valid checkpoint of the run directory if there is one; "
         "never = refuse a directory that holds a run; or the path of a run to go on with",
     )
+    replay: str = setting(
+        "",
+        "RUN:STEP = train nothing: do that step of a run again, several times, from the checkpoint "
+        "before it, and say whether what was bad about it comes back",
+    )
     init_from: str = setting(
         "",
         "whose weights a new run starts from: a Hugging Face model directory (its config.json, "
@@ -250,6 +255,12 @@ class RunConfig:
                 f"init_from={self.init_from!r} is not a directory. Name a Hugging Face model "
                 "directory or a run directory, or leave it empty."
             )
+        run, _, step = self.replay.rpartition(":")
+        if self.replay and not (step.isdigit() and int(step) and Path(run).expanduser().is_dir()):
+            found.append(
+                f"replay={self.replay!r} is not RUN:STEP, a run directory and a step from 1 on. "
+                "Use e.g. --replay runs/NAME:120; offences.jsonl there names the bad steps."
+            )
         if self.seed < 0:
             found.append(f"seed={self.seed} must be 0 or more. Use 0.")
         return found
@@ -398,8 +409,9 @@ class RunConfig:
 def read_run(argv: Sequence[str], *, command: str, summary: str = "") -> RunConfig:
     """A run's settings from `--config FILE.toml` and flags; see `read_settings`.
 
-    With `--resume PATH` the settings of that run are the defaults, so that only what shall differ
-    needs a flag; with `--init-from DIR` of Hugging Face the model's sizes and tokenizer are.
+    With `--resume PATH` or `--replay PATH:STEP` the settings of that run are the defaults, so that
+    only what shall differ needs a flag; with `--init-from DIR` of Hugging Face the model's sizes and
+    tokenizer are.
     """
     resumed = _resumed(argv)
     base = None
@@ -418,11 +430,13 @@ def read_run(argv: Sequence[str], *, command: str, summary: str = "") -> RunConf
 
 
 def _resumed(argv: Sequence[str]) -> str | None:
-    """The run that `--resume` names, if it names one."""
+    """The run that `--resume` or `--replay` names, if one does."""
     for word, following in itertools.zip_longest(argv, argv[1:], fillvalue=""):
         flag, equals, value = word.partition("=")
+        named = value if equals else following
+        if flag == "--replay":
+            return named.rpartition(":")[0]
         if flag == "--resume":
-            named = value if equals else following
             return None if named in ("", "auto", "never") else named
     return None
 
