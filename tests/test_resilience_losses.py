@@ -13,6 +13,7 @@ from test_data import sharding_on
 
 from jaxdist.data import DataConfig, Loader, left_out_of, open_datasets
 from jaxdist.data.order import Order
+from jaxdist.monitoring.records import current, read_records
 from jaxdist.resilience import LossGuard, read_offences
 from jaxdist.resilience.config import ResilienceConfig
 
@@ -96,8 +97,9 @@ def test_a_spike_is_found_and_written_with_its_rows(tmp_path):
         [8.0 * 0.9**n for n in range(80)],
         noisy(200, slope=0.002),
         [9.0, 1.0] * 100,
+        [*[3.0] * 40, 3.03],
     ],
-    ids=["noise", "constant", "loud", "falling", "steep", "drifting", "two_levels"],
+    ids=["noise", "constant", "loud", "falling", "steep", "drifting", "two_levels", "wrinkle"],
 )
 def test_a_sound_run_reports_nothing(values):
     assert feed(guard(), values) == []
@@ -213,6 +215,8 @@ def test_rollback_goes_on_past_the_offending_batch(tmp_path):
     for step in range(went_back_to + 1, bad):
         assert len(twice[step]) == 2 and twice[step][0] == twice[step][1]
     assert math.isnan(twice[bad][0]) and math.isfinite(twice[bad][1])
+    kept = [r for r in current(read_records(run_dir / "metrics.jsonl")) if r["kind"] == "train"]
+    assert [r["step"] for r in kept] == list(range(1, STEPS + 1))
     summary = json.loads((run_dir / "summary.json").read_text())
     assert summary["tokens"] == STEPS * BATCH * 16
     document = json.loads((run_dir / f"checkpoints/{STEPS}/meta/metadata").read_text())

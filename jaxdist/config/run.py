@@ -410,8 +410,8 @@ def read_run(argv: Sequence[str], *, command: str, summary: str = "") -> RunConf
     """A run's settings from `--config FILE.toml` and flags; see `read_settings`.
 
     With `--resume PATH` or `--replay PATH:STEP` the settings of that run are the defaults, so that
-    only what shall differ needs a flag; with `--init-from DIR` of Hugging Face the model's sizes and
-    tokenizer are.
+    only what shall differ needs a flag; with `--init-from DIR` of Hugging Face the model's sizes
+    and tokenizer are.
     """
     resumed = _resumed(argv)
     base = None
