@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import TypeAlias
 
 from jaxdist.assembly import Parts
 from jaxdist.checkpoint import Checkpointer
@@ -11,10 +12,13 @@ from jaxdist.data import Dataset, Loader, left_out_of, resume_sample
 from jaxdist.estimate.budget import Budget
 from jaxdist.monitoring import Monitor, RunDirectory, new_run_path
 from jaxdist.parallel.microbatches import describe
-from jaxdist.resilience import LossGuard, Offence
+from jaxdist.resilience import LossGuard
 from jaxdist.state import TrainState
 
 log = logging.getLogger("jaxdist")
+
+Samples: TypeAlias = tuple[tuple[int, int], ...]
+"""Ranges [first, end) of samples."""
 
 
 def open_run_directory(config: RunConfig, process_index: int) -> RunDirectory:
@@ -35,29 +39,29 @@ def start(
     checkpointer: Checkpointer,
     run: RunDirectory,
     guard: LossGuard,
-    offence: Offence | None = None,
+    left_out: Samples | None = None,
 ) -> tuple[TrainState, int, Loader]:
     """State, steps done and loader: of the newest valid checkpoint, or new ones.
 
-    After an `offence` the same, without its batch.
+    A run that goes back says in `left_out` which samples it goes on without.
     """
     config = parts.config
-    goes_on = config.resume != "never" or offence is not None
-    chosen = checkpointer.choose() if goes_on else None
+    goes_back = left_out is not None
+    chosen = checkpointer.choose() if goes_back or config.resume != "never" else None
     first_sample, judged = 0, []
-    left_out: tuple[tuple[int, int], ...] = ()
     if chosen is None:
         state, step = parts.init_state(), 0
         if config.init_from:
             log.info("weights from %s", config.init_from)
-        if config.checkpoint.probe and offence is None:
+        if config.checkpoint.probe and not goes_back:
             checkpointer.probe(state)
     else:
         state, meta, step = checkpointer.restore(parts.abstract_state(), step=chosen)
         first_sample = resume_sample(
             meta["data"], dataset, seed=config.seed, on_change=config.data.on_change
         )
-        left_out, judged = left_out_of(meta["data"], dataset), meta.get("guard", [])
+        judged = meta.get("guard", [])
+        left_out = left_out if goes_back else left_out_of(meta["data"], dataset)
         log.info("resumed from step %d of %s", step, run.path)
     guard.restore(judged)
     loader = Loader(
@@ -66,7 +70,7 @@ def start(
         seed=config.seed,
         sharding=parts.step.batch_sharding,
         start_sample=first_sample,
-        left_out=left_out if offence is None else offence.all_left_out,
+        left_out=left_out or (),
         prefetch=config.data.prefetch,
     )
     return state, step, loader

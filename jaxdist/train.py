@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from jaxdist.data import Dataset, Loader
     from jaxdist.estimate.budget import Budget
     from jaxdist.monitoring import Monitor
-    from jaxdist.resilience import LossGuard, Offence, Watchdog
+    from jaxdist.resilience import LossGuard, ReplicaWatch, Rollback, Watchdog
     from jaxdist.state import TrainState
 
 log = logging.getLogger("jaxdist")
@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from jaxdist.estimate.budget import Budget, needs_of
     from jaxdist.monitoring import Monitor, environment
     from jaxdist.replay import replay
-    from jaxdist.resilience import LossGuard, Watchdog
+    from jaxdist.resilience import LossGuard, ReplicaWatch, Watchdog
 
     # 3. Everything that can be wrong is found before anything is written or compiled.
     parts = assemble(config, jax.devices(), needs_of)
@@ -111,6 +111,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 config_text,
                 watchdog,
                 guard,
+                ReplicaWatch(
+                    config.resilience, parts.layout, {row.process: row.host for row in job.devices}
+                ),
                 begin,
                 budget,
             ).go(start_step)
@@ -134,7 +137,8 @@ class Run:
         config_text: str,
         watchdog: Watchdog,
         guard: LossGuard,
-        begin: Callable[[Offence], tuple[TrainState, int, Loader]],
+        replicas: ReplicaWatch,
+        begin: Callable[..., tuple[TrainState, int, Loader]],
         budget: Budget | None = None,
     ):
         from jaxdist.monitoring import StepTimer
@@ -144,7 +148,8 @@ class Run:
         self.checkpointer, self.monitor, self.preemption = checkpointer, monitor, preemption
         self.config, self.config_text = parts.config, config_text
         self.versions = versions()
-        self.watchdog, self.guard, self.begin, self.budget = watchdog, guard, begin, budget
+        self.watchdog, self.guard, self.replicas = watchdog, guard, replicas
+        self.begin, self.budget = begin, budget
         step = parts.step.train_below if guard.limits_updates else parts.step.train
         self.train_step = monitor.watch_compiles(step, "train step")
         self.timer = StepTimer()
@@ -158,7 +163,7 @@ class Run:
             try:
                 return self.train_from(start_step)
             except Rollback as asked:
-                start_step = self.roll_back(asked.offence)
+                start_step = self.roll_back(asked)
 
     def train_from(self, start_step: int) -> int:
         """Train from `start_step` to the end; returns the exit code."""
@@ -174,6 +179,8 @@ class Run:
             self.pending = (step, metrics, self.loader.first_sample)
             evaluated: dict[str, float] = {}
             is_last = step == config.train.steps  # evaluated and saved by finish
+            saves = self.checkpointer.due(step) and not is_last
+            self.replicas.look(step, self.state, force=saves or is_last)
             if (
                 config.eval.interval_steps
                 and step % config.eval.interval_steps == 0
@@ -181,11 +188,13 @@ class Run:
             ):
                 self.report()
                 evaluated = self.evaluate(step, config.eval.max_batches)
-            if self.checkpointer.due(step) and not is_last:
+            if saves:
                 self.report()
                 self.save(step, metrics=evaluated)
             if self.preemption.preempted(step) and not is_last:
+                self.replicas.look(step, self.state, force=True)
                 self.report()
+                self.check_replicas()
                 return self.leave_early(step)
         self.report()
         return self.finish()
@@ -210,6 +219,7 @@ class Run:
         values = self.monitor.train(
             step, metrics, tokens=weight, step_time_s=step_time_s, data_wait_s=data_wait_s
         )
+        self.check_replicas()
         offence = self.guard.judge(step, values, self.loader, first_sample)
         if offence is None:
             return
@@ -229,13 +239,36 @@ class Run:
             self.monitor.summary(reason, error=str(offence))
             raise Stopped(self.guard.stop_text(offence))
 
-    def roll_back(self, offence: Offence) -> int:
-        """The newest checkpoint's state, and the data without this batch; returns its step."""
+    def check_replicas(self) -> None:
+        """Act on devices that hold different bits of one value.
+
+        Raises:
+            Rollback: the policy is to go back to a checkpoint.
+            DamagedState: the policy is to end the run.
+        """
+        from jaxdist.resilience import DamagedState, Rollback
+
+        damage = self.replicas.found()
+        if damage is None:
+            return
+        self.monitor.event("damage", step=damage.step, message=str(damage), level=logging.ERROR)
+        if not self.replicas.gives_up():
+            raise Rollback
+        self.checkpointer.wait()
+        self.monitor.summary("damaged", error=str(damage))
+        raise DamagedState(str(damage))
+
+    def roll_back(self, asked: Rollback) -> int:
+        """The newest checkpoint's state, and the data without the bad batch; returns its step."""
         self.loader.close()
+        self.pending = None
+        self.replicas.forget()
         del self.state  # two states may not fit
+        left_out = asked.offence.all_left_out if asked.offence else self.loader.left_out
         with self.timer.paused(), self.watchdog.phase("restore"):
-            self.state, step, self.loader = self.begin(offence)
-        self.monitor.rewind(step, f"going on from step {step}, without the batch of {offence.step}")
+            self.state, step, self.loader = self.begin(left_out)
+        without = f", without the batch of step {asked.offence.step}" if asked.offence else ""
+        self.monitor.rewind(step, f"going on from step {step}{without}")
         return step
 
     def check_budget(self) -> None:

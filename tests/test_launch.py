@@ -182,10 +182,11 @@ def test_a_process_killed_without_words_is_named_with_its_signal(tmp_path):
     [
         ("from jaxdist.types import ConfigError\nraise ConfigError(['mesh dp=3 is bad'])", 2),
         ("return runtime.EXIT_PREEMPTED", 75),
+        ("from jaxdist.resilience import DamagedState\nraise DamagedState('device 3')", 85),
         ("raise KeyboardInterrupt", 130),
         ("return 0", 0),
     ],
-    ids=["config", "preempted", "interrupted", "done"],
+    ids=["config", "preempted", "damaged", "interrupted", "done"],
 )
 def test_what_a_restart_cannot_heal_is_not_restarted(tmp_path, body, code):
     launched = Launched(tmp_path, f"(RUN / f'ran-{{ATTEMPT}}').touch()\n{body}")

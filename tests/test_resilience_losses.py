@@ -206,7 +206,7 @@ def test_rollback_goes_on_past_the_offending_batch(tmp_path):
     assert (offence.step, offence.kind, offence.action) == (bad, "nan", "rollback")
     assert BAD_ROW in offence.rows
     went_back_to = (bad - 1) // 5 * 5
-    assert f"going on from step {went_back_to}, without the batch of {bad}" in done.stdout
+    assert f"going on from step {went_back_to}, without the batch of step {bad}" in done.stdout
     twice: dict[int, list[float]] = {}
     for record in records(run_dir, "train"):
         twice.setdefault(record["step"], []).append(float(record["loss"]))

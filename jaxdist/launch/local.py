@@ -5,6 +5,7 @@
 | 0, all of them | the job is done: 0 |
 | 75 | preempted after a committed save: 75, the scheduler starts the job again |
 | 2 | bad configuration, which a restart cannot heal: 2 |
+| 85 | a device holds wrong bits, which a restart on it would not heal: 85 |
 | 130 | interrupted from the keyboard: 130 |
 | anything else | all are stopped and started again, up to `--max-restarts` times without progress |
 
@@ -269,7 +270,8 @@ class Supervisor:
         if outcome.exit_code == runtime.EXIT_PREEMPTED:
             self._say("preempted after a committed save; the same command goes on from there")
             return runtime.EXIT_PREEMPTED
-        if outcome.exit_code in (runtime.EXIT_CONFIG, runtime.EXIT_INTERRUPTED):
+        final = (runtime.EXIT_CONFIG, runtime.EXIT_DAMAGED, runtime.EXIT_INTERRUPTED)
+        if outcome.exit_code in final:
             if not outcome.spoken:
                 print(outcome.report(), file=sys.stderr, flush=True)
             return outcome.exit_code

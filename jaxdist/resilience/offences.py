@@ -75,11 +75,11 @@ class Offence:
 
 
 class Rollback(Exception):
-    """Go back to the newest checkpoint, and on without the batch of this offence."""
+    """Go back to the newest checkpoint, and on without the batch of the offence if there is one."""
 
-    def __init__(self, offence: Offence):
+    def __init__(self, offence: Offence | None = None):
         self.offence = offence
-        super().__init__(str(offence))
+        super().__init__(str(offence or ""))
 
 
 class Stopped(FloatingPointError):

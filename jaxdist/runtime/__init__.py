@@ -22,6 +22,7 @@ from jaxdist.runtime.backend import (
 )
 from jaxdist.runtime.command import (
     EXIT_CONFIG,
+    EXIT_DAMAGED,
     EXIT_FAILURE,
     EXIT_HANG,
     EXIT_INTERRUPTED,
@@ -38,6 +39,7 @@ from jaxdist.runtime.signals import NOTICES, Preemption
 
 __all__ = [
     "EXIT_CONFIG",
+    "EXIT_DAMAGED",
     "EXIT_FAILURE",
     "EXIT_HANG",
     "EXIT_INTERRUPTED",

@@ -5,6 +5,7 @@
 | 0 | finished |
 | 2 | bad usage or configuration: a restart cannot heal it |
 | 75 | preempted after a committed save: run me again |
+| 85 | devices hold different bits of one value: look at the device before a restart |
 | 86 | the watchdog ended a process that made no progress |
 | 130 | interrupted from the keyboard |
 | 1 | anything else |
@@ -28,6 +29,7 @@ EXIT_OK = 0
 EXIT_FAILURE = 1
 EXIT_CONFIG = 2
 EXIT_PREEMPTED = 75
+EXIT_DAMAGED = 85
 EXIT_HANG = 86
 EXIT_INTERRUPTED = 130
 
@@ -107,7 +109,9 @@ def _report(error: BaseException) -> int:
         print(text, file=sys.stderr)
     else:
         text = "".join(traceback.format_exception(error)).rstrip()
-        code, advice = EXIT_FAILURE, advice_for(f"{type(error).__name__}: {error}")
+        # An error of a guard brings its own code and advice.
+        code = getattr(error, "exit_code", EXIT_FAILURE)
+        advice = getattr(error, "advice", "") or advice_for(f"{type(error).__name__}: {error}")
         _print_block(error, text, advice)
     leave_error(code, text, advice)
     return code

@@ -1,0 +1,216 @@
+"""One flipped bit on one device is found and the device and array named; sound states are not."""
+
+import dataclasses
+import json
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny as reference
+from commands import losses, tiny
+
+from jaxdist.resilience.config import ResilienceConfig
+from jaxdist.resilience.replicas import ReplicaWatch, fingerprint, minority
+
+HOSTS = {0: "node-a"}
+
+
+def watch(case, **settings) -> ReplicaWatch:
+    config = ResilienceConfig(**{"check_interval_steps": 1, **settings})
+    return ReplicaWatch(config, reference.layout_of(case), HOSTS)
+
+
+def flipped(x: jax.Array, place: int, element: int = 3, bit: int = 0) -> jax.Array:
+    """The array with one other bit in one device's memory; `place` counts the mesh's devices."""
+    device = x.sharding.mesh.devices.flat[place]
+    parts = []
+    for shard in x.addressable_shards:
+        part = np.array(shard.data)
+        if shard.device == device:
+            words = part.reshape(-1).view(f"u{part.dtype.itemsize}")
+            words[element % words.size] ^= words.dtype.type(1 << bit)
+        parts.append(jax.device_put(part, shard.device))
+    return jax.make_array_from_single_device_arrays(x.shape, x.sharding, parts)
+
+
+def look(subject: ReplicaWatch, state, step: int = 1):
+    subject.look(step, state)
+    return subject.found()
+
+
+def name_of(path) -> str:
+    return "/".join(str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in path)
+
+
+CASES = [
+    reference.Case("rotary", "dp=4"),
+    reference.Case("rotary", "dp=4,tp=2"),
+    reference.Case("rotary", "dp=4,fsdp=2"),
+    reference.Case("rotary", "pp=2,dp=4"),
+    reference.Case("learned", "fsdp=4,tp=2"),
+    reference.Case("rotary", "dp=4", zero=1),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_flipped_bit_is_found_in_every_replicated_array(case):
+    state = reference.place_state(case)
+    subject = watch(case)
+    assert look(subject, state) is None
+    leaves, tree = jax.tree_util.tree_flatten_with_path(state)
+    sizes = reference.layout_of(case).sizes
+    seen = 0
+    for index, (path, leaf) in enumerate(leaves):
+        taken = {a for e in leaf.sharding.spec for a in (e if isinstance(e, tuple) else (e,))}
+        replicated = any(sizes[axis] > 2 and axis not in taken for axis in ("data", "fsdp"))
+        if not replicated or jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            continue
+        seen += 1
+        place = (5 * index + 2) % leaf.sharding.mesh.size
+        values = [x for _, x in leaves]
+        values[index] = flipped(leaf, place, element=index * 7, bit=index % 32)
+        damage = look(subject, jax.tree.unflatten(tree, values), step=7)
+        assert damage is not None and damage.certain
+        assert damage.devices == {place: [name_of(path)]}
+        device = leaf.sharding.mesh.devices.flat[place]
+        assert f"device {device.id} of process 0 on node-a in {name_of(path)}" in str(damage)
+        assert "after step 7" in str(damage) and "well after step 1" in str(damage)
+    assert seen >= 3
+    assert look(subject, state) is None
+
+
+def test_of_two_copies_both_are_named():
+    case = reference.Case("rotary", "dp=2")
+    state = reference.place_state(case)
+    kernel = state.params["head"] if "head" in state.params else state.params["embedding"]
+    leaf = jax.tree.leaves(kernel)[0]
+    bad = jax.tree.map(lambda x: flipped(x, 1) if x is leaf else x, state)
+    damage = look(watch(case), bad)
+    assert damage is not None and not damage.certain
+    assert sorted(damage.devices) == [0, 1] and "cannot be told" in str(damage)
+
+
+def test_nothing_replicated_means_nothing_to_do():
+    case = reference.Case("rotary", "tp=2")
+    assert look(watch(case), reference.place_state(case)) is None
+
+
+def test_checks_come_at_the_interval_and_where_forced():
+    case = reference.Case("rotary", "dp=2")
+    state, subject = reference.place_state(case), watch(case, check_interval_steps=3)
+    begun = []
+    for step in range(1, 8):
+        subject.look(step, state, force=step == 5)
+        if subject._pending is not None:
+            begun.append(step)
+        subject.found()
+    assert begun == [3, 5, 6]
+    off = watch(case, check_interval_steps=0)
+    off.look(3, state, force=True)
+    assert off._pending is None
+
+
+def test_training_on_every_kind_of_mesh_keeps_replicas_equal():
+    """Steps of the real program: what it replicates must come out the same on all devices."""
+    for case in (CASES[5], reference.Case("rotary", "dp=2,fsdp=2,tp=2", microbatches=2)):
+        step, state = reference.step_of(case)
+        batch = jax.device_put(reference.batch_of(case.model), step.batch_sharding)
+        subject = watch(case)
+        for number in range(1, 4):
+            state, _ = step.train(state, batch)
+            assert look(subject, state, number) is None
+
+
+@pytest.mark.parametrize("shape", [(), (5,), (3, 4), (2, 3, 5)])
+def test_fingerprint_by_hand_and_every_bit_changes_it(shape):
+    words = np.random.default_rng(1).integers(0, 2**32, shape, dtype=np.uint32)
+    flat = words.reshape(-1)
+    expected = sum(int(w) * ((i * 2654435761 % 2**32) | 1) for i, w in enumerate(flat)) % 2**32
+    assert int(fingerprint(jnp.asarray(words))) == expected
+    for bit in range(32):
+        other = words.copy()
+        other.reshape(-1)[-1] ^= np.uint32(1 << bit)
+        assert int(fingerprint(jnp.asarray(other))) != expected
+
+
+def test_minority():
+    assert minority([4, 4, 4]) == ([], True)
+    assert minority([4, 9, 4]) == ([1], True)
+    assert minority([4, 9]) == ([0, 1], False)
+    assert minority([4, 9, 4, 9]) == ([0, 1, 2, 3], False)
+
+
+JOB = tiny(
+    *("--mesh=dp=8", "--steps=12", "--checkpoint.save_interval_steps=4", "--eval.interval_steps=0"),
+    *("--resilience.check_interval_steps=3", "--checkpoint.probe=false"),
+)
+
+
+def train(monkeypatch, run_dir, *flags, damage_at=0):
+    """Train here, a bit flipping on one device after a step."""
+    from jaxdist import train
+    from jaxdist.monitoring import Monitor
+
+    real, done = Monitor.watch_compiles, []
+
+    def damaged(self, function, name=None):
+        inner = real(self, function, name)
+
+        def step(state, *rest):
+            state, metrics = inner(state, *rest)
+            done.append(None)
+            if len(done) == damage_at:
+                params = dict(state.params)
+                params["head"] = jax.tree.map(lambda x: flipped(x, 6, bit=30), params["head"])
+                state = dataclasses.replace(state, params=params)
+            return state, metrics
+
+        return step
+
+    monkeypatch.setattr(Monitor, "watch_compiles", damaged)
+    try:
+        return train.main([*JOB, "--run-dir", str(run_dir), *flags])
+    finally:
+        monkeypatch.undo()
+
+
+def test_a_bit_that_flips_in_training_stops_it_or_is_gone_back_from(tmp_path, monkeypatch):
+    from jaxdist.resilience import DamagedState
+
+    assert train(monkeypatch, tmp_path / "clean") == 0
+    with pytest.raises(DamagedState, match=r"after step 9: device 6 .* params/head") as stop:
+        train(monkeypatch, tmp_path / "stop", damage_at=9)
+    assert stop.value.exit_code == 85
+    assert json.loads((tmp_path / "stop/summary.json").read_text())["exit_reason"] == "damaged"
+    again = ["--resilience.damage_policy=rollback"]
+    assert train(monkeypatch, tmp_path / "back", *again, damage_at=7) == 0  # saved at 8
+    text = (tmp_path / "back/metrics.jsonl").read_text()
+    assert text.count('"event": "rollback"') == 1 and "device 6" in text
+    assert losses(tmp_path / "back") == losses(tmp_path / "clean")
+    assert '"damage"' not in (tmp_path / "clean/metrics.jsonl").read_text()
+
+
+def test_a_check_costs_little(capsys):
+    """At the default interval, less than a hundredth of the steps between."""
+    case = reference.Case("rotary", "dp=4")
+    step, state = reference.step_of(case)
+    batch = jax.device_put(reference.batch_of(case.model), step.batch_sharding)
+    subject = watch(case)
+    state, _ = step.train(state, batch)
+    look(subject, state)
+    steps, checks = [], []
+    for _ in range(15):
+        begin = time.perf_counter()
+        state, _ = jax.block_until_ready(step.train(state, batch))
+        steps.append(time.perf_counter() - begin)
+        begin = time.perf_counter()
+        look(subject, state)
+        checks.append(time.perf_counter() - begin)
+    share = np.median(checks) / np.median(steps) / ResilienceConfig().check_interval_steps
+    with capsys.disabled():
+        print(
+            f" check {np.median(checks):.2e} s, step {np.median(steps):.2e} s: {share:.2%}", end=""
+        )
+    assert share < 0.01
