@@ -11,6 +11,7 @@ from jaxdist.config import RunConfig
 from jaxdist.data import Dataset, Loader, left_out_of, resume_sample
 from jaxdist.estimate.budget import Budget
 from jaxdist.monitoring import Monitor, RunDirectory, new_run_path
+from jaxdist.parallel.data import has_replica_norms
 from jaxdist.parallel.microbatches import describe
 from jaxdist.resilience import LossGuard
 from jaxdist.state import TrainState
@@ -87,6 +88,11 @@ def announce(parts: Parts, monitor: Monitor, budget: Budget | None) -> None:
     notes = list(model.notes(parts.step.context)) if model.notes else []
     if schedule is not None:
         notes.append(describe(schedule, rows))
+    if config.train.replica_norms and not has_replica_norms(parts.layout):
+        notes.append(
+            "train.replica_norms: nothing to compare, gradients are whole on no data replica "
+            "(needs dp > 1 and zero 0 or 1)"
+        )
     if budget is not None:
         notes.append(budget.line())
     monitor.header(

@@ -66,6 +66,11 @@ class TrainConfig:
         "= go back to the newest checkpoint and leave that batch out; stop = end the run",
     )
     offload_optimizer: bool = setting(False, "keep optimizer moments in host memory")
+    replica_norms: bool = setting(
+        False,
+        "for debugging: measure the gradient norm of every data replica before gradients are "
+        "reduced, and report one that is more than 10 % off the median (with zero 0 or 1)",
+    )
 
     def problems(self) -> list[str]:
         """Every violated rule of this section."""
@@ -115,6 +120,9 @@ class EvalConfig:
 
 REMAT_NAMES = ("qkv", "attention", "attention_out", "mlp_hidden", "mlp_out")
 """What models mark with `checkpoint_name` for `remat = "names:..."`."""
+
+REPLICA_NORMS = "replica_norms"
+"""Metric [data]: gradient norm of each data replica, where `replica_norms` asks for it."""
 
 _LOGITS_BYTES = 64 * 2**20
 _UNROLL_UP_TO = 16
@@ -201,6 +209,7 @@ def make_step(
             key=state.key,
         )
         metrics = means | {
+            **{name: sums[name] for name in (REPLICA_NORMS,) if name in sums},
             "grad_norm": norm,
             "learning_rate": learning_rate,
             "finite": finite,
@@ -438,7 +447,11 @@ def make_value_and_grad(
         local_params = data.localise(params, layout)
         step_context = dataclasses.replace(context, dropout_key=key)
         sums, grads = value_and_grad(local_params, batch, step_context, scale)
-        sums = _sum_over_devices(sums, layout)
+        norms = {}
+        if config.replica_norms and data.has_replica_norms(layout):
+            found = data.replica_norms(grads, micro_specs, sums["weight"], layout) / scale
+            norms = {REPLICA_NORMS: found}
+        sums = _sum_over_devices(sums, layout) | norms
         grads = data.reduce_gradients(grads, micro_specs, grad_specs, layout, axes)
         inverse = 1.0 / (_divisor(sums["weight"]) * scale)
         grads = jax.tree.map(lambda g: g * inverse, grads)

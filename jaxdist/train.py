@@ -208,7 +208,8 @@ class Run:
         """
         if self.pending is None:
             return
-        from jaxdist.resilience import Rollback, Stopped
+        from jaxdist.resilience import Rollback, Stopped, uneven_norms
+        from jaxdist.step import REPLICA_NORMS
 
         step, metrics, first_sample = self.pending
         self.pending = None
@@ -216,9 +217,12 @@ class Run:
         step_time_s, data_wait_s = self.timer.lap()
         self.watchdog.finished(step, step_time_s)
         self.check_budget()
+        norms = metrics.pop(REPLICA_NORMS, None)
         values = self.monitor.train(
             step, metrics, tokens=weight, step_time_s=step_time_s, data_wait_s=data_wait_s
         )
+        if norms is not None and (uneven := uneven_norms(norms.tolist())):
+            self.monitor.event("uneven_replicas", step=step, message=f"step {step}: {uneven}")
         self.check_replicas()
         offence = self.guard.judge(step, values, self.loader, first_sample)
         if offence is None:

@@ -94,6 +94,30 @@ def squared_norm(grads: Params, specs: Any, layout: Layout) -> Array:
     )
 
 
+def has_replica_norms(layout: Layout) -> bool:
+    """Whether gradients are whole on each data replica before they are reduced."""
+    return layout.sizes["data"] > 1 and layout.zero < 2
+
+
+def replica_norms(grads: Params, specs: Any, weight: Array, layout: Layout) -> Array:
+    """Norm of each data replica's own mean gradient, [data]; for debugging: it moves gradients.
+
+    Args:
+        grads: local sums before `reduce_gradients`.
+        specs: of their leaves, none sharded over `data`.
+        weight: of this device's rows.
+        layout: for the axes.
+    """
+    others = tuple(axis for axis in summed_axes(layout) if axis != "data")
+    own = reduce_gradients(grads, specs, specs, layout, others)
+    groups = tuple(axis for axis in ("pipeline", "fsdp") if layout.sizes[axis] > 1)
+    weight = collectives.all_reduce(weight, groups) if groups else weight
+    norm = jnp.sqrt(squared_norm(own, specs, layout)) / jnp.where(weight > 0, weight, 1)
+    places = jnp.arange(layout.sizes["data"])
+    mine = jnp.where(places == collectives.group_index("data"), norm, 0)
+    return collectives.all_reduce(mine, "data")
+
+
 def number_rows(batch: Batch, layout: Layout) -> Batch:
     """Add `rows`, each local row's index in the global batch."""
     num_rows = jax.tree.leaves(batch)[0].shape[0]

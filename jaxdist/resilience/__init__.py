@@ -9,7 +9,7 @@ trains: the loop does, when a guard asks for it.
 """
 
 from jaxdist.resilience.offences import LossGuard, Offence, Rollback, Stopped, read_offences
-from jaxdist.resilience.replicas import DamagedState, ReplicaWatch
+from jaxdist.resilience.replicas import DamagedState, ReplicaWatch, uneven_norms
 from jaxdist.resilience.watchdog import Watchdog
 
 __all__ = [
@@ -21,4 +21,5 @@ __all__ = [
     "Stopped",
     "Watchdog",
     "read_offences",
+    "uneven_norms",
 ]

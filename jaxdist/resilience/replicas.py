@@ -207,6 +207,21 @@ class ReplicaWatch:
         )
 
 
+def uneven_norms(norms: Sequence[float], tolerance: float = 0.1) -> str:
+    """Which data replicas have gradient norms off the median of all; "" when none has.
+
+    With few rows per replica that is ordinary noise; the same replica again and again is not.
+    """
+    finite = [norm for norm in norms if np.isfinite(norm)]
+    median = float(np.median(finite)) if finite else 0.0
+    off = [
+        f"data replica {place}: {norm:.4g} ({norm / (median or 1.0) - 1:+.0%})"
+        for place, norm in enumerate(norms)
+        if not abs(norm - median) <= tolerance * median
+    ]
+    return f"gradient norms off their median {median:.4g}: {', '.join(off)}" if off else ""
+
+
 def minority(values: Sequence[int]) -> tuple[list[int], bool]:
     """Places whose value is not the majority's, and whether there is one; all without."""
     counts = Counter(values).most_common()
