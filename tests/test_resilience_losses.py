@@ -2,13 +2,15 @@
 
 import json
 import math
+import subprocess
+import sys
 import textwrap
 
 import jax
 import numpy as np
 import pytest
 import tiny as reference
-from commands import losses, records, run, tiny
+from commands import environment, losses, records, run, tiny
 from test_data import sharding_on
 
 from jaxdist.data import DataConfig, Loader, left_out_of, open_datasets
@@ -242,3 +244,26 @@ def test_a_spike_is_skipped_or_stops_the_run(tmp_path):
     done, _ = train(tmp_path, "spike", "--run-dir=stop", window, "--resilience.spike_policy=stop")
     assert done.returncode == 1
     assert "resilience.spike_policy='stop'" in done.stderr
+
+
+@pytest.mark.slow
+def test_two_processes_go_back_together_and_end_like_one(tmp_path):
+    """Real processes over gloo: both judge alike, and the run equals that of one process."""
+    (tmp_path / "bad_rows.py").write_text(MODULE)
+    job = [flag for flag in JOB if not flag.startswith("--simulate")]
+    job += ["--data.sources=bad_rows:nan", "--train.nan_policy=rollback", "--simulate=1"]
+    words = ["-m", "jaxdist.launch", "--nproc=2", "--max-restarts=0", "--", *job, "--run-dir=two"]
+    done = subprocess.run(
+        [sys.executable, *words],
+        cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    (offence,) = read_offences(tmp_path / "two/offences.jsonl")
+    assert (offence.step, offence.action) == (bad_step(SEED), "rollback")
+    assert "without the batch of step" in done.stdout and "replicas differ" not in done.stdout
+    one, run_dir = train(tmp_path, "nan", "--run-dir=run", "--train.nan_policy=rollback")
+    assert one.returncode == 0, one.stderr
+    two = {r["step"]: float(r["loss"]) for r in records(tmp_path / "two", "train")}
+    alone = {r["step"]: float(r["loss"]) for r in records(run_dir, "train")}
+    # gloo and one process add in other orders: float32 over 40 steps.
+    assert two == pytest.approx(alone, rel=2e-5)
