@@ -166,13 +166,16 @@ class Watchdog:
         if stuck_at != (self._phase, self._since):
             return  # it moved after all
         self._dump()
-        self._announce(
+        line = (
             f"watchdog: {time.monotonic() - self._since:.0f} s without progress in phase "
             f"{self._phase} (limit {limit_s:.0f} s). {progress.diagnose(before, after)}. "
             f"Stacks: {self._folder}/process-*.stacks.txt"
         )
-        self._go_on(2)  # the coordinator lives in process 0: the others first
-        self._leave(runtime.EXIT_HANG)
+        if self._announce(line):
+            self._go_on(2)  # the coordinator lives in process 0: the others first
+            self._leave(runtime.EXIT_HANG)
+        elif self._go_on(_PATIENCE):  # whoever was first has not finished its line
+            self._leave(runtime.EXIT_HANG)
 
     def _go_on(self, beats: int) -> bool:
         """Beat on; False as soon as another process has raised the alarm, or all is over."""
@@ -184,17 +187,25 @@ class Watchdog:
                 return False
         return True
 
-    def _announce(self, line: str) -> None:
+    def _announce(self, line: str) -> bool:
+        """Say why the job ends, unless another process was first."""
+        fresh = self._folder / f"hang-{self.process}.writing"
+        said = {"process": self.process, "time": time.time(), "line": line}
+        try:
+            fresh.write_text(json.dumps(said))
+            # A name of its own for each alarm, which only one process can make.
+            os.link(fresh, self._folder / f".hang-after-{self._old_alarm}")
+        except FileExistsError:
+            return False
+        except OSError:  # a full disk, or one without links: two lines are better than none
+            pass
         log.error("%s", line)
         advice = "see the stacks; the launcher starts the job again from the newest checkpoint"
         leave_error(runtime.EXIT_HANG, line, advice)
         with contextlib.suppress(OSError):
-            fresh = self._alarm.with_suffix(".writing")
-            fresh.write_text(
-                json.dumps({"process": self.process, "time": time.time(), "line": line})
-            )
             os.replace(fresh, self._alarm)
             self._old_alarm = _stamp(self._alarm)
+        return True
 
     def _follow(self) -> None:
         self._dump()
