@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from jaxdist import runtime
 from jaxdist.launch.local import LaunchPlan, read_plan
 
 ROOT = Path(__file__).parent.parent
@@ -192,6 +193,30 @@ def test_what_a_restart_cannot_heal_is_not_restarted(tmp_path, body, code):
     launched = Launched(tmp_path, f"(RUN / f'ran-{{ATTEMPT}}').touch()\n{body}")
     assert launched.end()[0] == code
     assert [path.name for path in launched.run_dir.glob("ran-*")] == ["ran-0"]
+
+
+@pytest.mark.parametrize(("nnodes", "told"), [(1, False), (2, True)])
+def test_other_hosts_are_told_of_a_killed_process_and_their_watchdogs_follow(
+    tmp_path, nnodes, told
+):
+    from jaxdist.launch.attempt import Attempt, Place
+    from jaxdist.resilience.config import ResilienceConfig
+    from jaxdist.resilience.watchdog import Watchdog
+
+    left: list[int] = []
+    other = Watchdog(ResilienceConfig(), tmp_path, process=5, beat_s=0.05, leave=left.append)
+    time.sleep(0.2)
+    command = [sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"]
+    place = Place(nproc=1, nnodes=nnodes, node_rank=0, coordinator="127.0.0.1:1")
+    assert Attempt(command, place, 0, tmp_path).run(5.0).exit_code == 137
+    until = time.monotonic() + (10 if told else 0.5)
+    while time.monotonic() < until and not left:
+        time.sleep(0.02)
+    assert left == ([runtime.EXIT_HANG] if told else [])
+    if told:
+        assert "process 0 on" in (tmp_path / "hang.json").read_text()
+        assert "killed by SIGKILL" in (tmp_path / "hang.json").read_text()
+    other.close()
 
 
 def test_a_new_checkpoint_refills_the_budget(tmp_path):

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -189,6 +190,7 @@ class Attempt:
         self.place = place
         self.started = time.time()
         self._stop_at: float | None = None
+        self._log_dir = log_dir
         self.workers: list[Worker] = []
         try:
             for local in range(place.nproc):
@@ -210,11 +212,12 @@ class Attempt:
         failed_at: float | None = None
         while True:
             codes = [worker.poll() for worker in self.workers]
-            if None not in codes:
-                break
             now = time.monotonic()
             if failed_at is None and any(_is_failure(code) for code in codes):
                 failed_at = now
+                self._tell_other_hosts()
+            if None not in codes:
+                break
             if failed_at is not None and now > failed_at + COLLECT_S:
                 self._end_survivors()
             if self._stop_at is not None and now > self._stop_at + stop_timeout_s:
@@ -236,6 +239,13 @@ class Attempt:
         """End everything now."""
         for worker in self.workers:
             worker.kill()
+
+    def _tell_other_hosts(self) -> None:
+        """Of processes that died without a word; what could speak has told all by itself."""
+        for worker in self.workers:
+            if self.place.nnodes > 1 and _is_failure(worker.poll()) and worker.said() is None:
+                line = f"process {worker.index} on {socket.gethostname()} is lost: {_cause(worker)}"
+                runtime.raise_alarm(self._log_dir, worker.index, line)
 
     def _end_survivors(self) -> None:
         for worker in self.workers:

@@ -8,6 +8,9 @@ asked to leave. What happens when a limit has passed:
     2. the first process that is alive (process 0, unless it is the one that stands still) logs one
        line and writes it to `hang.json`
     3. each process that sees that file writes the stacks of all its threads and leaves with 86
+
+A launcher writes the same file for a process that was killed without a word, so that hosts which
+have lost a peer learn it within a second or two and not from the heartbeat.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ from typing import Any
 from jaxdist import runtime
 from jaxdist.resilience import progress
 from jaxdist.resilience.config import ResilienceConfig
-from jaxdist.runtime.peers import FOLLOWED, leave_error
+from jaxdist.runtime.peers import ALARM, FOLLOWED, leave_error, raise_alarm
 
 log = logging.getLogger("jaxdist")
 
@@ -65,7 +68,7 @@ class Watchdog:
         self.config = config
         self.process, self.num_processes = process, num_processes
         self._folder, self._beat_s, self._leave = folder, beat_s, leave
-        self._alarm = folder / "hang.json"
+        self._alarm = folder / ALARM
         self._old_alarm = _stamp(self._alarm)  # of an earlier start
         self._host = socket.gethostname()
         self._step, self._beat = 0, 0
@@ -189,22 +192,18 @@ class Watchdog:
 
     def _announce(self, line: str) -> bool:
         """Say why the job ends, unless another process was first."""
-        fresh = self._folder / f"hang-{self.process}.writing"
-        said = {"process": self.process, "time": time.time(), "line": line}
+        # A name of its own for each alarm, which only one process can make.
         try:
-            fresh.write_text(json.dumps(said))
-            # A name of its own for each alarm, which only one process can make.
-            os.link(fresh, self._folder / f".hang-after-{self._old_alarm}")
+            (self._folder / f".hang-after-{self._old_alarm}").touch(exist_ok=False)
         except FileExistsError:
             return False
-        except OSError:  # a full disk, or one without links: two lines are better than none
+        except OSError:  # a full disk: two lines are better than none
             pass
         log.error("%s", line)
         advice = "see the stacks; the launcher starts the job again from the newest checkpoint"
         leave_error(runtime.EXIT_HANG, line, advice)
-        with contextlib.suppress(OSError):
-            os.replace(fresh, self._alarm)
-            self._old_alarm = _stamp(self._alarm)
+        raise_alarm(self._folder, self.process, line)
+        self._old_alarm = _stamp(self._alarm)
         return True
 
     def _follow(self) -> None:

@@ -34,7 +34,7 @@ from jaxdist.runtime.command import (
 from jaxdist.runtime.environment import JoinPlan, resolve, visible_gpus
 from jaxdist.runtime.job import DeviceRow, Job, join
 from jaxdist.runtime.logs import setup_logging
-from jaxdist.runtime.peers import announce_failure
+from jaxdist.runtime.peers import announce_failure, raise_alarm
 from jaxdist.runtime.signals import NOTICES, Preemption
 
 __all__ = [
@@ -54,6 +54,7 @@ __all__ = [
     "announce_failure",
     "is_consequence",
     "join",
+    "raise_alarm",
     "reserve_memory",
     "resolve",
     "run_command",

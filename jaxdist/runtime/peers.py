@@ -3,7 +3,9 @@
 A process that fails cannot be noticed by the others while it lives: they wait for it in a
 collective, and jax's own heartbeat takes half a minute even when it is gone. So the failing process
 writes one line to the coordinator's key-value store, and a thread in each process waits for it.
-What is killed without a word (SIGKILL, power) is left to the launcher and the heartbeat.
+What is killed without a word (SIGKILL) its launcher notices at once; it ends the others on its host
+and raises an alarm in the run directory, which the watchdogs on other hosts look for every second.
+Power failures are left to the heartbeat.
 """
 
 from __future__ import annotations
@@ -15,10 +17,13 @@ import socket
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 _KEY = "jaxdist/failure"
 FOLLOWED = "ends because process"
+ALARM = "hang.json"
+"""File beside the logs that ends all processes whose watchdogs see it appear."""
 _OWN_WORDS_S = 1.0
 """Time for a process to report its own error before another's failure ends it."""
 
@@ -72,6 +77,14 @@ def _follow(said: dict[str, Any], own_index: int) -> None:
     print(text, file=sys.stderr, flush=True)
     leave_error(said["code"], text, "")
     os._exit(said["code"])
+
+
+def raise_alarm(folder: Path, process: int, line: str) -> None:
+    """Tell all watchdogs that look at this folder to end their processes, and why."""
+    fresh = folder / f"hang-{process}.writing"
+    with contextlib.suppress(OSError):
+        fresh.write_text(json.dumps({"process": process, "time": time.time(), "line": line}))
+        os.replace(fresh, folder / ALARM)
 
 
 def leave_error(code: int, text: str, advice: str) -> None:
