@@ -74,15 +74,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         log.warning("settings changed since this run started: %s", change)
     run.write_environment(environment())
 
+    # 4. The newest valid state, or a new one; a restored one decides where the data goes on.
+    checkpointer = Checkpointer(run.checkpoints, config.checkpoint, log=log.info)
     watchdog = Watchdog(
         config.resilience,
         run.logs,
         process=job.process_index,
         num_processes=job.num_processes,
     )
-
-    # 4. The newest valid state, or a new one; a restored one decides where the data goes on.
-    checkpointer = Checkpointer(run.checkpoints, config.checkpoint, log=log.info)
     guard = LossGuard(
         config.resilience, config.train.nan_policy, run.offences if run.is_writer else None
     )
