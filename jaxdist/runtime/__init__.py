@@ -27,13 +27,14 @@ from jaxdist.runtime.command import (
     EXIT_INTERRUPTED,
     EXIT_OK,
     EXIT_PREEMPTED,
+    Agreed,
     is_consequence,
     run_command,
 )
 from jaxdist.runtime.environment import JoinPlan, resolve, visible_gpus
 from jaxdist.runtime.job import DeviceRow, Job, join
 from jaxdist.runtime.logs import setup_logging
-from jaxdist.runtime.peers import announce_failure
+from jaxdist.runtime.peers import announce_failure, exchange
 from jaxdist.runtime.signals import NOTICES, Preemption
 
 __all__ = [
@@ -45,11 +46,13 @@ __all__ = [
     "EXIT_PREEMPTED",
     "MEMORY_FRACTION",
     "NOTICES",
+    "Agreed",
     "DeviceRow",
     "Job",
     "JoinPlan",
     "Preemption",
     "announce_failure",
+    "exchange",
     "is_consequence",
     "join",
     "reserve_memory",

@@ -31,6 +31,11 @@ EXIT_PREEMPTED = 75
 EXIT_HANG = 86
 EXIT_INTERRUPTED = 130
 
+
+class Agreed(int):
+    """An exit code that all processes of a job return alike: a verdict, not the failure of one."""
+
+
 _CONSEQUENCE = ("Gloo", "NCCL", "Connection reset", "Connection closed", "Socket closed")
 _ADVICE = (
     (
@@ -164,7 +169,7 @@ def _leave(code: int, line: str) -> NoReturn:
     # jax's atexit hook waits for every process. That is right after a success; after a failure
     # the others are stuck in a collective, waiting for us.
     _flush()
-    if code in (EXIT_OK, EXIT_PREEMPTED):
+    if code in (EXIT_OK, EXIT_PREEMPTED) or isinstance(code, Agreed):
         _shut_down()
     else:
         announce_failure(code, line)
