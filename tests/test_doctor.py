@@ -10,9 +10,12 @@ import threading
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from commands import ROOT, environment, run
 
+from jaxdist import collectives
 from jaxdist.doctor import devices, directory, gpus, host, network, software, variables
 from jaxdist.doctor.findings import Finding, error, exit_code, merge, note, ok, warning
 from jaxdist.doctor.settings import read_doctor
@@ -460,6 +463,26 @@ def test_every_axis_is_timed_in_all_its_groups_and_the_sum_is_right():
     assert all(g.right and g.seconds > 0 for g in itertools.chain(*groups.values()))
 
 
+def test_the_whole_group_adds_up_and_nobody_else(monkeypatch):
+    mesh = MeshSpec(data=2, tensor=2).build(jax.devices()[:4])
+    seen = []
+    monkeypatch.setattr(
+        devices, "_time_all_reduce", lambda members, _: seen.append([d.id for d in members])
+    )
+    devices.time_axes(mesh, 4)
+    assert seen == [[0, 2], [1, 3], [0, 1], [2, 3]]
+
+
+def test_a_collective_that_loses_a_summand_is_found_out(monkeypatch):
+    real = collectives.all_reduce
+    monkeypatch.setattr(
+        collectives,
+        "all_reduce",
+        lambda x, axis: real(jnp.where(jax.lax.axis_index(axis) == 1, 0 * x, x), axis),
+    )
+    assert devices._time_all_reduce(np.array(jax.devices()[:4]), 64)[1] is False
+
+
 def group(first: int, seconds: float, right: bool = True) -> devices.Group:
     return devices.Group(((first // 8, first % 8), (first // 8, first % 8 + 1)), seconds, right)
 
@@ -470,9 +493,10 @@ def judge_axis(groups, **changes):
 
 
 def test_bandwidth_is_what_goes_over_each_link():
-    (finding,) = judge_axis([group(0, 0.001), group(2, 0.001)])
-    # Two devices: each sends half its bytes twice.
-    assert finding.numbers["bytes_per_s"] == pytest.approx(256 * 2**20 / 0.001)
+    four = devices.Group(tuple((0, i) for i in range(4)), 0.001, True)
+    # Each of four devices sends a quarter of its bytes three times to add up, and three to share.
+    (finding,) = judge_axis([four])
+    assert finding.numbers["bytes_per_s"] == pytest.approx(6 * 64 * 2**20 / 0.001)
 
 
 def test_a_slow_group_is_named_by_host_and_devices():
