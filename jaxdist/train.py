@@ -122,7 +122,8 @@ class Run:
         self.versions = versions()
         self.budget = budget
         self.train_step = monitor.watch_compiles(parts.step.train, "train step")
-        self.timer = StepTimer()
+        on_cpu = parts.step.context.platform == "cpu"
+        self.timer = StepTimer(blocking_dispatch=on_cpu)
         self.pending: tuple[int, Any] | None = None
 
     def go(self, start_step: int) -> int:
@@ -131,7 +132,7 @@ class Run:
         self.forward_events()
         for step in range(start_step + 1, config.train.steps + 1):
             batch = self.timer.fetch(lambda: next(self.loader))
-            self.state, metrics = self.train_step(self.state, batch)
+            self.state, metrics = self.timer.dispatch(self.train_step, self.state, batch)
             self.report()
             self.pending = (step, metrics)
             evaluated: dict[str, float] = {}
@@ -159,11 +160,16 @@ class Run:
         step, metrics = self.pending
         self.pending = None
         finite = metrics["finite"]
-        weight = float(metrics["weight"])  # waits for the device
+        weight = self.timer.read(lambda: float(metrics["weight"]))
         step_time_s, data_wait_s = self.timer.lap()
         self.check_budget()
         self.monitor.train(
-            step, metrics, tokens=weight, step_time_s=step_time_s, data_wait_s=data_wait_s
+            step,
+            metrics,
+            tokens=weight,
+            step_time_s=step_time_s,
+            data_wait_s=data_wait_s,
+            device_wait_s=self.timer.device_wait_s,
         )
         if self.config.train.nan_policy == "stop" and not bool(finite):
             self.checkpointer.wait()

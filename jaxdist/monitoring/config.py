@@ -21,6 +21,11 @@ class MonitoringConfig:
     data_wait_warning: float = setting(
         0.1, "warn when this share of the window went to waiting for data, in (0, 1]; 1 = never"
     )
+    compare_every_steps: int = setting(
+        50,
+        "steps between comparisons of the processes, which name the one that the others wait for; "
+        "0 = none",
+    )
     peak_tflops: float = setting(
         0.0, "dense peak of one device for the MFU, TFLOP/s; 0 = look the device up"
     )
@@ -37,6 +42,11 @@ class MonitoringConfig:
                     f"monitoring.{name}={value}: a whole number of steps ≥ 1. "
                     "Set 1 to report every step."
                 )
+        if self.compare_every_steps < 0:
+            found.append(
+                f"monitoring.compare_every_steps={self.compare_every_steps}: a whole number of "
+                "steps, or 0 for no comparison. Set 50."
+            )
         if self.window_steps < 2:
             found.append(
                 f"monitoring.window_steps={self.window_steps}: a whole number of steps ≥ 2, for a "

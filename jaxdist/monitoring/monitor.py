@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -12,8 +13,10 @@ from jaxdist.hardware import peak_flops
 from jaxdist.monitoring import console
 from jaxdist.monitoring.config import MonitoringConfig
 from jaxdist.monitoring.memory import device_memory
+from jaxdist.monitoring.processes import ProcessWatch, find_slow
 from jaxdist.monitoring.records import RecordWriter, read_records
 from jaxdist.monitoring.run_directory import RunDirectory
+from jaxdist.monitoring.sensors import Sensors
 from jaxdist.monitoring.tensorboard import TensorBoard
 from jaxdist.monitoring.throughput import Throughput
 from jaxdist.monitoring.totals import Totals
@@ -77,9 +80,15 @@ class Monitor:
             peak_flops=peak,
             window_steps=config.window_steps,
         )
+        self._num_processes = jax.process_count()
         self._local_devices = [d for d in devices if d.process_index == jax.process_index()]
         self._data_wait = DataWaitWatch(
             threshold=config.data_wait_warning, window_steps=config.window_steps
+        )
+        self._processes = ProcessWatch(config.compare_every_steps)
+        self._held_up: set[tuple[int, str]] = set()
+        self._sensors = Sensors(
+            self._local_devices, os.environ, logger.info if run.is_writer else lambda line: None
         )
         self._clock = clock
         self._begin = clock()
@@ -104,6 +113,7 @@ class Monitor:
         tokens: float,
         step_time_s: float,
         data_wait_s: float,
+        device_wait_s: float | None = None,
     ) -> dict[str, float]:
         """Report one step; reads its metrics from the devices, which blocks until they exist.
 
@@ -117,6 +127,7 @@ class Monitor:
             tokens: how many of `unit` the step trained on, whole job.
             step_time_s: seconds from the step before to this one, the wait included.
             data_wait_s: seconds of it that the loop waited for its batch.
+            device_wait_s: seconds of it that the loop waited for the devices, where measured.
 
         Returns:
             The metrics as Python numbers.
@@ -126,7 +137,9 @@ class Monitor:
         self.totals.units += tokens
         if self._steps_here > 1:  # the first step of a start compiles and fills the prefetch
             self.throughput.add(tokens, step_time_s)
-            self.totals.add_times(step_time_s, data_wait_s)
+            self.totals.add_times(step_time_s, data_wait_s, device_wait_s)
+            if device_wait_s is not None:
+                self._processes.add(step_time_s, data_wait_s, device_wait_s)
             if self._data_wait.add(data_wait_s, step_time_s):
                 self._warn_slow_loader(step)
         self._check_finite(step, values)
@@ -144,10 +157,15 @@ class Monitor:
             f"{self.unit}_per_s_per_device": rate / self.throughput.num_devices,
             "step_time_s": step_time_s,
             "data_wait_s": data_wait_s,
+            **({} if device_wait_s is None else {"device_wait_s": device_wait_s}),
             **self.throughput.mfu_fields(rate),
         }
         if on_record or on_log or ends:
             record |= device_memory(self._local_devices)
+        if on_log or ends:
+            readings = self._sensors.read()
+            record |= readings
+            self.totals.add_readings(readings)
             self.totals.memory_peak_bytes = max(
                 self.totals.memory_peak_bytes, record.get("memory_peak_bytes", 0)
             )
@@ -156,6 +174,7 @@ class Monitor:
             self._records.write(record)
         if (on_log or ends) and self.run.is_writer:
             self._show_step(record, list(values))
+        self._compare_processes(step)
         return values
 
     def eval(self, step: int, metrics: Mapping[str, Any]) -> dict[str, float]:
@@ -317,6 +336,7 @@ class Monitor:
         if self._records is not None:
             self._records.close()
             self._records = None
+        self._sensors.close()
 
     def __enter__(self) -> Monitor:
         return self
@@ -398,6 +418,11 @@ class Monitor:
                     points[f"speed/{name}"] = shown[name]
             for name in (f"{unit}_per_s", f"{unit}_per_s_per_device"):
                 points[f"speed/{name}"] = shown[name]
+            points |= {
+                f"gpu/{name.removeprefix('gpu_')}": value
+                for name, value in shown.items()
+                if name.startswith("gpu_")
+            }
             points["speed/data_wait_share"] = self._data_wait.share
             self._tensorboard.scalars(record["step"], points)
 
@@ -423,6 +448,42 @@ class Monitor:
                 level=logging.WARNING,
                 message=f"step {step}: {' and '.join(f'{k} is {values[k]}' for k in bad)}",
             )
+
+    def _compare_processes(self, step: int) -> None:
+        """At the end of an interval tell the coordinator how this process fares; 0 compares."""
+        interval = self.config.compare_every_steps
+        if self._num_processes == 1 or not interval or step % interval or self._steps_here < 2:
+            return
+        self._processes.end_interval(step, self._sensors.read())
+        if not self.run.is_writer:
+            return
+        said = self._processes.everyone()
+        names = ("step_time_s", "data_wait_s", "device_wait_s", "host_s")
+        means = {name: [one[name] for one in said.values()] for name in names}
+        self.event(
+            "processes",
+            step=step,
+            quiet=True,
+            of=list(said),
+            hosts=[one["host"] for one in said.values()],
+            means=means,
+        )
+        slow = find_slow(said)
+        for one in slow:
+            self.totals.add_slow(one)
+            if (one.process, one.cause) in self._held_up:
+                continue  # said already: once per episode
+            self.event(
+                "slow_process",
+                step=step,
+                process=one.process,
+                host=one.host,
+                cause=one.cause,
+                lost_s=one.lost_s,
+                level=logging.WARNING,
+                message=one.text,
+            )
+        self._held_up = {(one.process, one.cause) for one in slow}
 
     def _warn_slow_loader(self, step: int) -> None:
         share = self._data_wait.share

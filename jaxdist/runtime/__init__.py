@@ -34,7 +34,7 @@ from jaxdist.runtime.command import (
 from jaxdist.runtime.environment import JoinPlan, resolve, visible_gpus
 from jaxdist.runtime.job import DeviceRow, Job, join
 from jaxdist.runtime.logs import setup_logging
-from jaxdist.runtime.peers import announce_failure, exchange
+from jaxdist.runtime.peers import announce_failure, exchange, publish, published
 from jaxdist.runtime.signals import NOTICES, Preemption
 
 __all__ = [
@@ -55,6 +55,8 @@ __all__ = [
     "exchange",
     "is_consequence",
     "join",
+    "publish",
+    "published",
     "reserve_memory",
     "resolve",
     "run_command",

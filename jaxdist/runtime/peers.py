@@ -120,6 +120,31 @@ def exchange(topic: str, said: Any, timeout_s: float) -> list[Any]:
     ]
 
 
+def publish(topic: str, said: Any) -> None:
+    """Leave what this process says about `topic` with the coordinator, over what it said before.
+
+    Waits for nobody; alone, nothing is left. A coordinator that cannot be reached is no error here.
+    """
+    state = _state()
+    if state is not None:
+        with contextlib.suppress(Exception):
+            state.client.key_value_set(
+                f"jaxdist/{topic}/{state.process_id}", json.dumps(said), allow_overwrite=True
+            )
+
+
+def published(topic: str) -> dict[int, Any]:
+    """What processes have last said about `topic`, by process index; alone, {}."""
+    state = _state()
+    if state is None:
+        return {}
+    try:
+        entries = state.client.key_value_dir_get(f"jaxdist/{topic}/")
+    except Exception:  # none has spoken, or the coordinator is gone
+        return {}
+    return {int(key.rpartition("/")[2]): json.loads(value) for key, value in sorted(entries)}
+
+
 def process_place() -> tuple[int, int]:
     """(process index, number of processes), without touching a device."""
     distributed = sys.modules.get("jax._src.distributed")
