@@ -8,6 +8,7 @@
     watches        second compilations, slow loaders     (CompileWatch, DataWaitWatch, StepTimer)
     throughput     rates and MFU
     processes      which process the others wait for    (find_slow)
+    prometheus     the newest numbers, for fetching     (on request)
     sensors        power, temperature, clocks of GPUs   (NVML, where it is installed)
     console        text for people, `tensorboard` its curves, `memory` how full devices are
 

@@ -15,6 +15,10 @@ class MonitoringConfig:
     log_every_steps: int = setting(10, "steps between console lines and TensorBoard points")
     record_every_steps: int = setting(1, "steps between train lines of metrics.jsonl")
     tensorboard: bool = setting(True, "write TensorBoard files, by process 0")
+    prometheus_port: int = setting(
+        0, "port at which process 0 serves the newest numbers to Prometheus; 0 = none"
+    )
+    prometheus_address: str = setting("", "address of the interface it listens on; empty = all")
     window_steps: int = setting(
         20, "steps over which the console's rates (median) and the data wait (share) are taken"
     )
@@ -42,6 +46,11 @@ class MonitoringConfig:
                     f"monitoring.{name}={value}: a whole number of steps ≥ 1. "
                     "Set 1 to report every step."
                 )
+        if not 0 <= self.prometheus_port <= 65535:
+            found.append(
+                f"monitoring.prometheus_port={self.prometheus_port}: a port from 1 to 65535, or 0 "
+                "for none. Set 9400."
+            )
         if self.compare_every_steps < 0:
             found.append(
                 f"monitoring.compare_every_steps={self.compare_every_steps}: a whole number of "

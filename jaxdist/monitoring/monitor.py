@@ -14,6 +14,7 @@ from jaxdist.monitoring import console
 from jaxdist.monitoring.config import MonitoringConfig
 from jaxdist.monitoring.memory import device_memory
 from jaxdist.monitoring.processes import ProcessWatch, find_slow
+from jaxdist.monitoring.prometheus import Prometheus
 from jaxdist.monitoring.records import RecordWriter, read_records
 from jaxdist.monitoring.run_directory import RunDirectory
 from jaxdist.monitoring.sensors import Sensors
@@ -98,6 +99,7 @@ class Monitor:
         self._watches: list[CompileWatch] = []
         self._records: RecordWriter | None = None
         self._tensorboard: TensorBoard | None = None
+        self._prometheus: Prometheus | None = None
         earlier = read_records(run.metrics) if run.is_writer and run.resumed else []
         self.totals = Totals(earlier, start_step=start_step, unit=unit)
         if run.is_writer:
@@ -170,6 +172,8 @@ class Monitor:
                 self.totals.memory_peak_bytes, record.get("memory_peak_bytes", 0)
             )
         self.totals.last = record
+        if self._prometheus is not None:
+            self._prometheus.train(record, self.unit)
         if (on_record or ends) and self._records is not None:
             self._records.write(record)
         if (on_log or ends) and self.run.is_writer:
@@ -182,6 +186,8 @@ class Monitor:
         values = read(metrics)
         record = {"kind": "eval", "time": self._clock(), "step": step, **values}
         self.totals.evals.append(record)
+        if self._prometheus is not None:
+            self._prometheus.eval(record)
         if self._records is not None:
             self._records.write(record)
             self._say(lambda style: console.eval_line(
@@ -211,6 +217,8 @@ class Monitor:
         """
         if level >= logging.WARNING:
             self.totals.warnings += 1
+        if self._prometheus is not None:
+            self._prometheus.event(event, is_warning=level >= logging.WARNING)
         if self._records is None:
             return
         record = {
@@ -284,6 +292,15 @@ class Monitor:
             {"kind": "event", "event": "run", "time": self._clock(), "step": self.start_step}
             | {name: value for name, value in facts.items() if value not in (None, "")}
         )
+        if self._prometheus is not None:
+            self._prometheus.facts(
+                model=model,
+                mesh=mesh,
+                device_kind=self.device_kind,
+                num_parameters=num_parameters,
+                num_devices=self.throughput.num_devices,
+                total_steps=self.total_steps,
+            )
         self._say_block([*console.header_rows(facts), ("run", str(self.run.path))])
 
     def watch_compiles(self, function: Callable[..., Any], name: str | None = None) -> CompileWatch:
@@ -330,6 +347,9 @@ class Monitor:
 
     def close(self) -> None:
         """Flush and close all sinks; a second call does nothing."""
+        if self._prometheus is not None:
+            self._prometheus.close()
+            self._prometheus = None
         if self._tensorboard is not None:
             self._tensorboard.close()
             self._tensorboard = None
@@ -354,6 +374,10 @@ class Monitor:
     # -- private -----------------------------------------------------------------------------------
 
     def _open(self, config_text: str) -> None:
+        if self.config.prometheus_port:
+            self._prometheus = Prometheus(
+                self.config.prometheus_port, self.config.prometheus_address, self.run.path.name
+            )
         self._records = self.run.open_metrics()
         if self.config.tensorboard:
             first = self.start_step + 1 if self.run.resumed else None
