@@ -28,7 +28,7 @@ log = logging.getLogger("jaxdist")
 def main(argv: Sequence[str] | None = None) -> int:
     """Train; returns the exit code."""
     # 1. From here on a request to stop is remembered; settings are judged before jax starts.
-    preemption = runtime.Preemption()
+    preemption, traces = runtime.Preemption(), runtime.TraceRequests()
     from jaxdist.config import read_run, write_toml
 
     config = read_run(
@@ -81,6 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             unit=parts.model.unit,
             compute_dtype=str(parts.compute_dtype),
             config_text=config_text,
+            asked_to_trace=traces.take,
         ) as monitor:
             announce(parts, monitor, budget)
             return Run(
@@ -131,6 +132,10 @@ class Run:
         config = self.config
         self.forward_events()
         for step in range(start_step + 1, config.train.steps + 1):
+            if self.monitor.profiler.reaches(step):
+                self.report()
+                with self.timer.paused():
+                    self.monitor.profiler.turn(step)
             batch = self.timer.fetch(lambda: next(self.loader))
             self.state, metrics = self.timer.dispatch(self.train_step, self.state, batch)
             self.report()

@@ -46,6 +46,7 @@ ALIASES = {
     "zero": "mesh.zero",
     "steps": "train.steps",
     "model": "model.kind",
+    "profile": "monitoring.profile",
 }
 """Short flags of the commands that take a whole run's settings."""
 

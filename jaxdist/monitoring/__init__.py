@@ -9,6 +9,7 @@
     throughput     rates and MFU
     processes      which process the others wait for    (find_slow)
     prometheus     the newest numbers, for fetching     (on request)
+    profiling      traces of a few steps                (Profiler)
     sensors        power, temperature, clocks of GPUs   (NVML, where it is installed)
     console        text for people, `tensorboard` its curves, `memory` how full devices are
 

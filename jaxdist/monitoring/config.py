@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
+from jaxdist.monitoring.profiling import steps_of
 from jaxdist.types import setting
 
 
@@ -19,6 +20,12 @@ class MonitoringConfig:
         0, "port at which process 0 serves the newest numbers to Prometheus; 0 = none"
     )
     prometheus_address: str = setting("", "address of the interface it listens on; empty = all")
+    profile: str = setting(
+        "",
+        "steps to trace with jax's profiler, first:last, e.g. 10:13; empty = none. SIGUSR2 asks a "
+        "live process for profile_steps more",
+    )
+    profile_steps: int = setting(3, "steps of a trace that SIGUSR2 asks for")
     window_steps: int = setting(
         20, "steps over which the console's rates (median) and the data wait (share) are taken"
     )
@@ -50,6 +57,18 @@ class MonitoringConfig:
             found.append(
                 f"monitoring.prometheus_port={self.prometheus_port}: a port from 1 to 65535, or 0 "
                 "for none. Set 9400."
+            )
+        if self.profile:
+            try:
+                steps_of(self.profile)
+            except ValueError:
+                found.append(
+                    f"monitoring.profile={self.profile!r}: first:last, counted from 1. "
+                    "Set 10:13 for steps 10 to 13."
+                )
+        if self.profile_steps < 1:
+            found.append(
+                f"monitoring.profile_steps={self.profile_steps}: a whole number ≥ 1. Set 3."
             )
         if self.compare_every_steps < 0:
             found.append(

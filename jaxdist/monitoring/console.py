@@ -318,6 +318,13 @@ def closing_rows(
     ]
     if troubles:
         rows.append(("trouble", ", ".join(troubles) + " (events in metrics.jsonl)"))
+    for trace in summary.get("profiles", []):
+        opened = f"https://ui.perfetto.dev with {trace['file']}, or " if "file" in trace else ""
+        lines = [
+            f"steps {trace['first']} to {trace['last']} in {trace['path']}",
+            f"open it: {opened}pip install xprof && xprof --logdir {trace['path']}",
+        ]
+        rows.append(("profile", lines))
     if summary.get("checkpoint"):
         rows.append(("checkpoint", str(summary["checkpoint"])))
     rows.append(("run", str(summary["run_dir"])))

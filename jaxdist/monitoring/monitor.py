@@ -14,6 +14,7 @@ from jaxdist.monitoring import console
 from jaxdist.monitoring.config import MonitoringConfig
 from jaxdist.monitoring.memory import device_memory
 from jaxdist.monitoring.processes import ProcessWatch, find_slow
+from jaxdist.monitoring.profiling import Profiler, steps_of
 from jaxdist.monitoring.prometheus import Prometheus
 from jaxdist.monitoring.records import RecordWriter, read_records
 from jaxdist.monitoring.run_directory import RunDirectory
@@ -48,6 +49,7 @@ class Monitor:
         compute_dtype: of matrix products, for the peak.
         devices: all devices of the job; `jax.devices()` by default.
         config_text: the resolved config, shown in TensorBoard.
+        asked_to_trace: whether a trace of the next steps was asked for since the last call.
         clock: seconds since 1970, for the times of records.
     """
 
@@ -63,6 +65,7 @@ class Monitor:
         compute_dtype: str = "float32",
         devices: Sequence[Any] | None = None,
         config_text: str = "",
+        asked_to_trace: Callable[[], bool] = lambda: False,
         clock: Callable[[], float] = time.time,
     ):
         import jax
@@ -85,6 +88,13 @@ class Monitor:
         self._local_devices = [d for d in devices if d.process_index == jax.process_index()]
         self._data_wait = DataWaitWatch(
             threshold=config.data_wait_warning, window_steps=config.window_steps
+        )
+        self.profiler = Profiler(
+            steps_of(config.profile) if config.profile and run.is_writer else None,
+            run.profiles,
+            process=jax.process_index(),
+            asked=asked_to_trace,
+            asked_steps=config.profile_steps,
         )
         self._processes = ProcessWatch(config.compare_every_steps)
         self._held_up: set[tuple[int, str]] = set()
@@ -179,6 +189,8 @@ class Monitor:
         if (on_log or ends) and self.run.is_writer:
             self._show_step(record, list(values))
         self._compare_processes(step)
+        if ends:
+            self.profiler.stop(step)
         return values
 
     def eval(self, step: int, metrics: Mapping[str, Any]) -> dict[str, float]:
@@ -332,6 +344,9 @@ class Monitor:
         }
         wall_s = self._clock() - self._begin
         summary |= self.totals.summary(self.throughput, self._watches, wall_s)
+        self.profiler.stop()
+        if self.profiler.traces:
+            summary["profiles"] = self.profiler.traces
         if self.config.price_per_device_hour:
             summary["cost"] = summary["device_hours"] * self.config.price_per_device_hour
             summary["currency"] = self.config.currency
@@ -357,6 +372,7 @@ class Monitor:
             self._records.close()
             self._records = None
         self._sensors.close()
+        self.profiler.stop()
 
     def __enter__(self) -> Monitor:
         return self

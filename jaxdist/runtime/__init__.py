@@ -35,7 +35,7 @@ from jaxdist.runtime.environment import JoinPlan, resolve, visible_gpus
 from jaxdist.runtime.job import DeviceRow, Job, join
 from jaxdist.runtime.logs import setup_logging
 from jaxdist.runtime.peers import announce_failure, exchange, publish, published
-from jaxdist.runtime.signals import NOTICES, Preemption
+from jaxdist.runtime.signals import NOTICES, Preemption, TraceRequests
 
 __all__ = [
     "EXIT_CONFIG",
@@ -51,6 +51,7 @@ __all__ = [
     "Job",
     "JoinPlan",
     "Preemption",
+    "TraceRequests",
     "announce_failure",
     "exchange",
     "is_consequence",
