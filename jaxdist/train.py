@@ -35,6 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.argv[1:] if argv is None else argv, command="jaxdist.train", summary=__doc__ or ""
     )
     # 2. Devices, in the order in which they can still be chosen.
+    if config.debug:
+        runtime.be_careful()
     if config.simulate:
         runtime.simulate(config.simulate)
     runtime.reserve_memory(config.runtime.memory_fraction)

@@ -16,6 +16,7 @@ computes, starts in milliseconds. The settings dataclass lives in `jaxdist.runti
 
 from jaxdist.runtime.backend import (
     MEMORY_FRACTION,
+    be_careful,
     reserve_memory,
     setup_compile_cache,
     simulate,
@@ -53,6 +54,7 @@ __all__ = [
     "Preemption",
     "TraceRequests",
     "announce_failure",
+    "be_careful",
     "exchange",
     "is_consequence",
     "join",
