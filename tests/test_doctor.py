@@ -16,7 +16,7 @@ import pytest
 from commands import ROOT, environment, run
 
 from jaxdist import collectives
-from jaxdist.doctor import devices, directory, gpus, host, network, software, variables
+from jaxdist.doctor import devices, directory, gpus, host, network, slurm, software, variables
 from jaxdist.doctor.findings import Finding, error, exit_code, merge, note, ok, warning
 from jaxdist.doctor.settings import read_doctor
 from jaxdist.doctor.text import text_of
@@ -336,6 +336,38 @@ def test_the_fix_for_few_files_depends_on_the_hard_limit():
     assert "hard limit" in host.judge_files(1024, 4096).fix
 
 
+# -- SLURM, from recorded text ---------------------------------------------------------------------
+
+SCONTROL = """Configuration data as of 2026-08-01T10:00:00
+JobRequeue              = 1
+KillOnBadExit           = 0
+KillWait                = 30 sec
+SlurmdTimeout           = 300 sec
+SLURM_VERSION           = 24.11.5
+
+Slurmctld(primary) at ctl is UP
+"""
+
+
+def test_the_clusters_settings_are_read_and_told():
+    config = slurm.read_config(SCONTROL)
+    assert config["KillWait"] == "30 sec" and config["SLURM_VERSION"] == "24.11.5"
+    found = slurm.judge(config)
+    assert severities(found) == ["note", "note"]
+    assert found[0].numbers["kill_wait_s"] == 30 and "300 s" in found[1].text
+
+
+def test_a_cluster_that_does_not_requeue_is_a_warning():
+    found = slurm.judge(slurm.read_config(SCONTROL.replace("= 1\n", "= 0\n", 1)))
+    assert severities(found)[0] == "warning" and "--requeue" in found[0].fix
+    assert severities(slurm.judge({"KillWait": "UNLIMITED", "SlurmdTimeout": "60 sec"})) == ["ok"]
+
+
+def test_outside_a_job_slurm_is_not_asked(monkeypatch):
+    monkeypatch.setattr(slurm.subprocess, "run", lambda *_, **__: pytest.fail("asked"))
+    assert slurm.examine_slurm({}) == []
+
+
 # -- network ---------------------------------------------------------------------------------------
 
 
@@ -570,6 +602,17 @@ def test_a_job_that_cannot_start_ends_with_one_and_says_why(tmp_path):
     text = " ".join(done.stdout.split())
     parts = ["JAX_DISABLE_JIT=1", "xla_gpu_graph_level", "Legal with 4 devices", "do not start"]
     assert [part for part in parts if part not in text] == []
+
+
+@pytest.mark.slow
+def test_a_job_that_cannot_be_joined_is_a_finding_with_its_fix():
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        address = f"127.0.0.1:{other.getsockname()[1]}"
+        flags = ["--coordinator", address, "--num-processes=2", "--process-index=0"]
+        done = run("doctor", "--simulate=2", "--disk_mib=0", "--json", *flags)
+    assert done.returncode == 1, done.stderr
+    (wrong,) = [f for f in json.loads(done.stdout)["findings"] if f["severity"] == "error"]
+    assert wrong["check"] == "job" and "another job may run there" in wrong["text"]
 
 
 def processes(tmp_path: Path, *, shared: bool, **environ: str):

@@ -6,6 +6,7 @@
     software    versions that do not go together, and one code everywhere
     gpus        what nvidia-smi says of GPUs and of the links between them
     host        disk, shared memory, limits of the process
+    slurm       what the cluster does to a job that it ends
     network     every pair of processes reachable, clocks compared
     directory   a shared directory that really is shared
     devices     each device computes the same, and how fast they add up over each mesh axis

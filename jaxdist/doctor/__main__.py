@@ -2,7 +2,8 @@
 
     python -m jaxdist.doctor
     python -m jaxdist.doctor --config configs/llama3_8b.toml --mesh fsdp=8
-    python -m jaxdist.launch --nproc 2 --module jaxdist.doctor -- --simulate 2 --mesh dp=4
+    python -m jaxdist.launch --nproc 8 --max-restarts 0 --module jaxdist.doctor -- --mesh fsdp=8
+    srun python -m jaxdist.doctor --config configs/pipeline_64gpu.toml
 
 Looks at software, GPUs and their links, environment variables, disk, shared memory and limits, and
 what the settings of a run ask of them. With other processes (started as training would be) also at
@@ -64,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def examine_host(config: DoctorConfig, environ: dict[str, str]) -> list[Finding]:
     """What one process sees of its host, its software and its environment."""
-    from jaxdist.doctor import gpus, host, software, variables
+    from jaxdist.doctor import gpus, host, slurm, software, variables
     from jaxdist.monitoring.environment import nvidia_versions, versions
     from jaxdist.types import ConfigError
 
@@ -89,6 +90,7 @@ def examine_host(config: DoctorConfig, environ: dict[str, str]) -> list[Finding]
     found += unreadable
     found += host.examine_disk(config.directory, config.disk_mib << 20, config.checkpoints_bytes)
     found += host.examine_shared_memory(num_gpus)
+    found += slurm.examine_slurm(environ)
     return found + host.examine_limits(num_gpus)
 
 
@@ -213,10 +215,15 @@ def _plain(finding: Finding) -> dict[str, Any]:
 
 def _not_joined(failure: Exception) -> Finding:
     from jaxdist.doctor.findings import error
-    from jaxdist.runtime.command import advice_for
+    from jaxdist.runtime.command import RERUN, advice_for
+    from jaxdist.types import ConfigError
 
-    lines = getattr(failure, "problems", None) or str(failure).splitlines() or [repr(failure)]
-    return error("job", "; ".join(lines)[:600], advice_for(str(failure)))
+    if isinstance(failure, ConfigError):  # each line says what to do
+        return error("job", "; ".join(failure.problems), "do so, and ask the doctor again")
+    lines = str(failure).splitlines() or [repr(failure)]
+    advice = advice_for(str(failure))
+    fix = "read the first lines of what jax says" if advice == RERUN else advice
+    return error("job", "; ".join(lines)[:600], fix)
 
 
 def report(

@@ -60,7 +60,8 @@ _ADVICE = (
         "the GPU or its driver failed: see `nvidia-smi` and `dmesg` there; another node may do",
     ),
 )
-_RERUN = "start the same command again: it resumes from the newest valid checkpoint"
+RERUN = "start the same command again: it resumes from the newest valid checkpoint"
+"""What is advised where nothing better is known."""
 
 
 def run_command(main: Callable[[], int | None]) -> NoReturn:
@@ -154,7 +155,7 @@ def advice_for(message: str) -> str:
     for marks, advice in _ADVICE:
         if any(mark in message for mark in marks):
             return advice
-    return _RERUN
+    return RERUN
 
 
 def is_consequence(error: str) -> bool:
