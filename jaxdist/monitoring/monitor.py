@@ -84,7 +84,6 @@ class Monitor:
             peak_flops=peak,
             window_steps=config.window_steps,
         )
-        self._num_processes = jax.process_count()
         self._local_devices = [d for d in devices if d.process_index == jax.process_index()]
         self._data_wait = DataWaitWatch(
             threshold=config.data_wait_warning, window_steps=config.window_steps
@@ -96,7 +95,7 @@ class Monitor:
             asked=asked_to_trace,
             asked_steps=config.profile_steps,
         )
-        self._processes = ProcessWatch(config.compare_every_steps)
+        self._processes = ProcessWatch(jax.process_count(), config.compare_every_steps)
         self._held_up: set[tuple[int, str]] = set()
         self._sensors = Sensors(
             self._local_devices, os.environ, logger.info if run.is_writer else lambda line: None
@@ -491,13 +490,15 @@ class Monitor:
 
     def _compare_processes(self, step: int) -> None:
         """At the end of an interval tell the coordinator how this process fares; 0 compares."""
-        interval = self.config.compare_every_steps
-        if self._num_processes == 1 or not interval or step % interval or self._steps_here < 2:
+        if not self._processes.ends(step):
             return
         self._processes.end_interval(step, self._sensors.read())
         if not self.run.is_writer:
             return
         said = self._processes.everyone()
+        if not said:
+            return
+        step = said[0]["step"]
         names = ("step_time_s", "data_wait_s", "device_wait_s", "host_s")
         means = {name: [one[name] for one in said.values()] for name in names}
         self.event(

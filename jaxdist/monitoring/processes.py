@@ -6,7 +6,8 @@ on the host. The one that spends most on the latter two, and never waits for the
 one that the others wait for.
 
 Every process leaves its means with the coordinator when an interval ends and goes on; process 0
-reads what is there, be it an interval old.
+reads what is there. Some are not there yet then, so each leaves its last two intervals, and the
+newest that all have told is compared: what is slow for all at once is then no one's fault.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import socket
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxdist import runtime
@@ -54,16 +55,25 @@ class ProcessWatch:
     """Means of this process's steps, and at the end of each interval everybody's.
 
     Args:
-        interval_steps: steps of an interval; all processes end them at the same step.
+        num_processes: of the job.
+        interval_steps: steps of an interval, which all processes end at the same step; 0 = never.
     """
 
-    def __init__(self, interval_steps: int):
-        self.interval_steps = interval_steps
+    def __init__(self, num_processes: int, interval_steps: int):
+        self._num_processes, self._interval_steps = num_processes, interval_steps
         self._steps: list[tuple[float, float, float]] = []
+        self._told: list[dict[str, Any]] = []
+        self._compared = 0
 
     def add(self, step_time_s: float, data_wait_s: float, device_wait_s: float) -> None:
         """Count one step."""
         self._steps.append((step_time_s, data_wait_s, device_wait_s))
+
+    def ends(self, step: int) -> bool:
+        """Whether an interval that has something to tell ends with `step`."""
+        if self._num_processes == 1 or not self._interval_steps or not self._steps:
+            return False
+        return step % self._interval_steps == 0
 
     def end_interval(self, step: int, extra: Mapping[str, float]) -> dict[str, Any]:
         """This process's means since the last interval, which begin anew; told to process 0.
@@ -85,12 +95,31 @@ class ProcessWatch:
             "host_s": max(0.0, step_time_s - data_wait_s - device_wait_s),
             **extra,
         }
-        runtime.publish(_TOPIC, own)
+        self._told = [*self._told[-1:], own]
+        runtime.publish(_TOPIC, self._told)
         return own
 
     def everyone(self) -> dict[int, dict[str, Any]]:
-        """The newest means that each process has told, by process index."""
-        return runtime.published(_TOPIC)
+        """By process index, the means of the newest interval that all have told; {} if seen."""
+        told = runtime.published(_TOPIC)
+        said = newest_common(told) if len(told) == self._num_processes else {}
+        step = next((one["step"] for one in said.values()), 0)
+        if step <= self._compared:
+            return {}
+        self._compared = step
+        return said
+
+
+def newest_common(told: Mapping[int, Sequence[Mapping[str, Any]]]) -> dict[int, dict[str, Any]]:
+    """The newest interval that every process has told, by process index; {} when there is none."""
+    steps = [{one["step"] for one in intervals} for intervals in told.values()]
+    common = set.intersection(*steps) if steps else set()
+    if not common:
+        return {}
+    return {
+        process: dict(next(one for one in intervals if one["step"] == max(common)))
+        for process, intervals in told.items()
+    }
 
 
 def find_slow(said: Mapping[int, Mapping[str, Any]]) -> list[Slow]:
