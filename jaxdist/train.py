@@ -29,13 +29,15 @@ log = logging.getLogger("jaxdist")
 def main(argv: Sequence[str] | None = None) -> int:
     """Train; returns the exit code."""
     # 1. From here on a request to stop is remembered; settings are judged before jax starts.
-    preemption = runtime.Preemption()
+    preemption, traces = runtime.Preemption(), runtime.TraceRequests()
     from jaxdist.config import read_run, write_toml
 
     config = read_run(
         sys.argv[1:] if argv is None else argv, command="jaxdist.train", summary=__doc__ or ""
     )
     # 2. Devices, in the order in which they can still be chosen.
+    if config.debug:
+        runtime.be_careful()
     if config.simulate:
         runtime.simulate(config.simulate)
     runtime.reserve_memory(config.runtime.memory_fraction)
@@ -97,6 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             unit=parts.model.unit,
             compute_dtype=str(parts.compute_dtype),
             config_text=config_text,
+            asked_to_trace=traces.take,
         ) as monitor:
             announce(parts, monitor, budget)
             return Run(
@@ -151,7 +154,8 @@ class Run:
         self.begin, self.budget = begin, budget
         step = parts.step.train_below if guard.limits_updates else parts.step.train
         self.train_step = monitor.watch_compiles(step, "train step")
-        self.timer = StepTimer()
+        on_cpu = parts.step.context.platform == "cpu"
+        self.timer = StepTimer(blocking_dispatch=on_cpu)
         self.pending: tuple[int, Any, int] | None = None  # step, metrics, its first sample
 
     def go(self, start_step: int) -> int:
@@ -170,10 +174,14 @@ class Run:
         self.forward_events()
         self.watchdog.enter("compile", start_step)
         for step in range(start_step + 1, config.train.steps + 1):
+            if self.monitor.profiler.reaches(step):
+                self.report()
+                with self.timer.paused(), self.watchdog.phase("trace"):
+                    self.monitor.profiler.turn(step)
             with self.watchdog.phase("data"):
                 batch = self.timer.fetch(lambda: next(self.loader))
             limit = (self.guard.limit(step),) if self.guard.limits_updates else ()
-            self.state, metrics = self.train_step(self.state, batch, *limit)
+            self.state, metrics = self.timer.dispatch(self.train_step, self.state, batch, *limit)
             self.report()
             self.pending = (step, metrics, self.loader.first_sample)
             evaluated: dict[str, float] = {}
@@ -212,13 +220,18 @@ class Run:
 
         step, metrics, first_sample = self.pending
         self.pending = None
-        weight = float(metrics["weight"])  # waits for the device
+        weight = self.timer.read(lambda: float(metrics["weight"]))
         step_time_s, data_wait_s = self.timer.lap()
         self.watchdog.finished(step, step_time_s)
         self.check_budget()
         norms = metrics.pop(REPLICA_NORMS, None)
         values = self.monitor.train(
-            step, metrics, tokens=weight, step_time_s=step_time_s, data_wait_s=data_wait_s
+            step,
+            metrics,
+            tokens=weight,
+            step_time_s=step_time_s,
+            data_wait_s=data_wait_s,
+            device_wait_s=self.timer.device_wait_s,
         )
         if norms is not None and (uneven := uneven_norms(norms.tolist())):
             self.monitor.event("uneven_replicas", step=step, message=f"step {step}: {uneven}")

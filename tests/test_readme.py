@@ -69,7 +69,7 @@ def smaller(line: str) -> list[str]:
         return [*words, "--max_batches", "1"]
     if words[1] == "scripts/bench/step.py":
         return [*words[:2], "--preset", "cpu-256", "--batch", "1", "--blocks", "1", "--no-bare"]
-    alone = ("jaxdist.convert", "jaxdist.report", "jaxdist.data", "jaxdist.plan")
+    alone = ("jaxdist.convert", "jaxdist.report", "jaxdist.data", "jaxdist.plan", "jaxdist.doctor")
     if "slurm" in words or words[2] in alone:
         return words
     if "pp=4" in line:

@@ -47,6 +47,7 @@ ALIASES = {
     "zero": "mesh.zero",
     "steps": "train.steps",
     "model": "model.kind",
+    "profile": "monitoring.profile",
 }
 """Short flags of the commands that take a whole run's settings."""
 
@@ -90,6 +91,12 @@ class RunConfig:
     )
     force: bool = setting(
         False, "start even where the estimate says that the GPUs' memory does not hold the run"
+    )
+    debug: bool = setting(
+        False,
+        "find out whether an installation works: a tiny model for a few steps on 2 simulated "
+        "devices (with a mesh: the machine's own), synchronous saves, deterministic "
+        "kernels, jax's own checks, stop on NaN; what a file or flags say wins",
     )
     simulate: int = setting(
         0, "simulated CPU devices of each process; 0 = the machine's own devices"
@@ -424,8 +431,38 @@ def read_run(argv: Sequence[str], *, command: str, summary: str = "") -> RunConf
         except ConfigError as error:
             lines = [f"init_from={start!r}: {line}" for line in error.problems]
             raise ConfigError(headed(command, lines)) from None
+    if base is None and _asks_to_debug(argv):
+        base = _debug_run(argv)
     return read_settings(
         RunConfig, argv, command=command, summary=summary, aliases=ALIASES, base=base
+    )
+
+
+def _asks_to_debug(argv: Sequence[str]) -> bool:
+    return any(
+        given.path == ("debug",) and given.raw in (None, "true")
+        for given in split_arguments(argv, ALIASES).flags
+    )
+
+
+def _debug_run(argv: Sequence[str]) -> RunConfig:
+    """The defaults of `--debug`: as little as exercises everything, nothing behind one's back."""
+    arguments = split_arguments(argv, ALIASES)
+    has_mesh = any(given.path == ("mesh", "shape") for given in arguments.flags) or any(
+        "shape" in read_file(file)[0].get("mesh", {}) for file in arguments.files
+    )
+    return RunConfig(
+        name="debug",
+        debug=True,
+        simulate=0 if has_mesh else 2,
+        model=DecoderConfig(d_model=64, num_layers=2, num_heads=8, mlp_dim=128),
+        train=TrainConfig(steps=8, global_batch_size=16, seq_len=64, nan_policy="stop"),
+        optim=OptimConfig(warmup_steps=2),
+        data=DataConfig(prefetch=1),
+        eval=EvalConfig(interval_steps=4, max_batches=1, final_max_batches=1),
+        checkpoint=CheckpointConfig(save_interval_steps=4, async_save=False),
+        monitoring=MonitoringConfig(log_every_steps=1),
+        runtime=RuntimeConfig(compile_cache="off"),
     )
 
 

@@ -7,6 +7,10 @@
     monitor        the sinks of a running job            (Monitor)
     watches        second compilations, slow loaders     (CompileWatch, DataWaitWatch, StepTimer)
     throughput     rates and MFU
+    processes      which process the others wait for    (find_slow)
+    prometheus     the newest numbers, for fetching     (on request)
+    profiling      traces of a few steps                (Profiler)
+    sensors        power, temperature, clocks of GPUs   (NVML, where it is installed)
     console        text for people, `tensorboard` its curves, `memory` how full devices are
 
 Importing this starts no device and imports no heavy library.

@@ -220,6 +220,40 @@ def wrap(text: str, width: int = 84) -> list[str]:
     return textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False) or [""]
 
 
+def idle_lines(summary: Mapping[str, Any]) -> list[str]:
+    """Why devices were surely busy for less than 80 % of the steps; [] when they were."""
+    lines = []
+    busy = summary.get("busy_share")
+    if busy is not None and busy < _BUSY:
+        causes = [
+            (summary.get("dry_data_share", 0.0), "waiting for data"),
+            (summary.get("dry_host_share", 0.0), "work on the host between dispatches"),
+        ]
+        shown = ", ".join(f"{percent(share)} {words}" for share, words in sorted(causes)[::-1])
+        advice = {
+            "waiting for data": "tokenise the corpus once, or use a faster disk",
+            "work on the host between dispatches": "log less often, or give the host more cores",
+        }[max(causes)[1]]
+        lines += wrap(
+            f"devices ran out of work in {percent(1 - busy)} of the time of steps: {shown} "
+            f"({advice})"
+        )
+    steps_s, wall_s = summary.get("steps_s", 0.0), summary.get("wall_s", 0.0)
+    if steps_s and steps_s < _BUSY * wall_s and wall_s > _LONG_S:
+        compile_s = summary.get("compile_s", 0.0)
+        rest = max(0.0, wall_s - steps_s - compile_s)
+        lines += wrap(
+            f"steps took {percent(steps_s / wall_s)} of the time; compilation "
+            f"{percent(compile_s / wall_s)}; start, evaluation and saves {percent(rest / wall_s)}"
+        )
+    return lines
+
+
+_BUSY = 0.8
+_LONG_S = 60.0
+"""A run of seconds always spends most of them on starting."""
+
+
 def closing_rows(
     summary: Mapping[str, Any], next_commands: Sequence[str]
 ) -> list[tuple[str, str | list[str]]]:
@@ -261,6 +295,16 @@ def closing_rows(
     if summary.get("data_wait_share") is not None:
         spent.append(f"waiting for data {percent(summary['data_wait_share'])} of the time")
     rows.append(("spent", ", ".join(spent)))
+    if explained := idle_lines(summary):
+        rows.append(("idle", explained))
+    for slow in summary.get("slow_processes", [])[:3]:
+        rows.append(
+            (
+                "slow",
+                f"process {slow['process']} on {slow['host']} held the others up ({slow['cause']}) "
+                f"in {slow['intervals']} comparisons",
+            )
+        )
     if "memory_peak_bytes" in summary:
         rows.append(("memory", f"{memory(summary['memory_peak_bytes'])} at most, fullest device"))
     troubles = [
@@ -274,6 +318,13 @@ def closing_rows(
     ]
     if troubles:
         rows.append(("trouble", ", ".join(troubles) + " (events in metrics.jsonl)"))
+    for trace in summary.get("profiles", []):
+        opened = f"https://ui.perfetto.dev with {trace['file']}, or " if "file" in trace else ""
+        lines = [
+            f"steps {trace['first']} to {trace['last']} in {trace['path']}",
+            f"open it: {opened}pip install xprof && xprof --logdir {trace['path']}",
+        ]
+        rows.append(("profile", lines))
     if summary.get("checkpoint"):
         rows.append(("checkpoint", str(summary["checkpoint"])))
     rows.append(("run", str(summary["run_dir"])))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -12,8 +13,12 @@ from jaxdist.hardware import peak_flops
 from jaxdist.monitoring import console
 from jaxdist.monitoring.config import MonitoringConfig
 from jaxdist.monitoring.memory import device_memory
+from jaxdist.monitoring.processes import ProcessWatch, find_slow
+from jaxdist.monitoring.profiling import Profiler, steps_of
+from jaxdist.monitoring.prometheus import Prometheus
 from jaxdist.monitoring.records import RecordWriter, read_records
 from jaxdist.monitoring.run_directory import RunDirectory
+from jaxdist.monitoring.sensors import Sensors
 from jaxdist.monitoring.tensorboard import TensorBoard
 from jaxdist.monitoring.throughput import Throughput
 from jaxdist.monitoring.totals import Totals
@@ -44,6 +49,7 @@ class Monitor:
         compute_dtype: of matrix products, for the peak.
         devices: all devices of the job; `jax.devices()` by default.
         config_text: the resolved config, shown in TensorBoard.
+        asked_to_trace: whether a trace of the next steps was asked for since the last call.
         clock: seconds since 1970, for the times of records.
     """
 
@@ -59,6 +65,7 @@ class Monitor:
         compute_dtype: str = "float32",
         devices: Sequence[Any] | None = None,
         config_text: str = "",
+        asked_to_trace: Callable[[], bool] = lambda: False,
         clock: Callable[[], float] = time.time,
     ):
         import jax
@@ -81,6 +88,18 @@ class Monitor:
         self._data_wait = DataWaitWatch(
             threshold=config.data_wait_warning, window_steps=config.window_steps
         )
+        self.profiler = Profiler(
+            steps_of(config.profile) if config.profile and run.is_writer else None,
+            run.profiles,
+            process=jax.process_index(),
+            asked=asked_to_trace,
+            asked_steps=config.profile_steps,
+        )
+        self._processes = ProcessWatch(jax.process_count(), config.compare_every_steps)
+        self._held_up: set[tuple[int, str]] = set()
+        self._sensors = Sensors(
+            self._local_devices, os.environ, logger.info if run.is_writer else lambda line: None
+        )
         self._clock = clock
         self._begin = clock()
         self._steps_here = 0
@@ -89,6 +108,7 @@ class Monitor:
         self._watches: list[CompileWatch] = []
         self._records: RecordWriter | None = None
         self._tensorboard: TensorBoard | None = None
+        self._prometheus: Prometheus | None = None
         earlier = read_records(run.metrics) if run.is_writer and run.resumed else []
         self.totals = Totals(earlier, start_step=start_step, unit=unit)
         if run.is_writer:
@@ -104,6 +124,7 @@ class Monitor:
         tokens: float,
         step_time_s: float,
         data_wait_s: float,
+        device_wait_s: float | None = None,
     ) -> dict[str, float]:
         """Report one step; reads its metrics from the devices, which blocks until they exist.
 
@@ -118,6 +139,7 @@ class Monitor:
             tokens: how many of `unit` the step trained on, whole job.
             step_time_s: seconds from the step before to this one, the wait included.
             data_wait_s: seconds of it that the loop waited for its batch.
+            device_wait_s: seconds of it that the loop waited for the devices, where measured.
 
         Returns:
             The metrics as Python numbers.
@@ -127,7 +149,9 @@ class Monitor:
         self.totals.units += tokens
         if self._steps_here > 1:  # the first step of a start compiles and fills the prefetch
             self.throughput.add(tokens, step_time_s)
-            self.totals.add_times(step_time_s, data_wait_s)
+            self.totals.add_times(step_time_s, data_wait_s, device_wait_s)
+            if device_wait_s is not None:
+                self._processes.add(step_time_s, data_wait_s, device_wait_s)
             if self._data_wait.add(data_wait_s, step_time_s):
                 self._warn_slow_loader(step)
         self._check_finite(step, values)
@@ -145,18 +169,28 @@ class Monitor:
             f"{self.unit}_per_s_per_device": rate / self.throughput.num_devices,
             "step_time_s": step_time_s,
             "data_wait_s": data_wait_s,
+            **({} if device_wait_s is None else {"device_wait_s": device_wait_s}),
             **self.throughput.mfu_fields(rate),
         }
         if on_record or on_log or ends:
             record |= device_memory(self._local_devices)
+        if on_log or ends:
+            readings = self._sensors.read()
+            record |= readings
+            self.totals.add_readings(readings)
             self.totals.memory_peak_bytes = max(
                 self.totals.memory_peak_bytes, record.get("memory_peak_bytes", 0)
             )
         self.totals.last = record
+        if self._prometheus is not None:
+            self._prometheus.train(record, self.unit)
         if (on_record or ends) and self._records is not None:
             self._records.write(record)
         if (on_log or ends) and self.run.is_writer:
             self._show_step(record, list(values))
+        self._compare_processes(step)
+        if ends:
+            self.profiler.stop(step)
         return values
 
     def eval(self, step: int, metrics: Mapping[str, Any]) -> dict[str, float]:
@@ -164,6 +198,8 @@ class Monitor:
         values = read(metrics)
         record = {"kind": "eval", "time": self._clock(), "step": step, **values}
         self.totals.evals.append(record)
+        if self._prometheus is not None:
+            self._prometheus.eval(record)
         if self._records is not None:
             self._records.write(record)
             self._say(lambda style: console.eval_line(
@@ -193,6 +229,8 @@ class Monitor:
         """
         if level >= logging.WARNING:
             self.totals.warnings += 1
+        if self._prometheus is not None:
+            self._prometheus.event(event, is_warning=level >= logging.WARNING)
         if self._records is None:
             return
         record = {
@@ -275,6 +313,15 @@ class Monitor:
             {"kind": "event", "event": "run", "time": self._clock(), "step": self.start_step}
             | {name: value for name, value in facts.items() if value not in (None, "")}
         )
+        if self._prometheus is not None:
+            self._prometheus.facts(
+                model=model,
+                mesh=mesh,
+                device_kind=self.device_kind,
+                num_parameters=num_parameters,
+                num_devices=self.throughput.num_devices,
+                total_steps=self.total_steps,
+            )
         self._say_block([*console.header_rows(facts), ("run", str(self.run.path))])
 
     def watch_compiles(self, function: Callable[..., Any], name: str | None = None) -> CompileWatch:
@@ -306,6 +353,9 @@ class Monitor:
         }
         wall_s = self._clock() - self._begin
         summary |= self.totals.summary(self.throughput, self._watches, wall_s)
+        self.profiler.stop()
+        if self.profiler.traces:
+            summary["profiles"] = self.profiler.traces
         if self.config.price_per_device_hour:
             summary["cost"] = summary["device_hours"] * self.config.price_per_device_hour
             summary["currency"] = self.config.currency
@@ -321,12 +371,17 @@ class Monitor:
 
     def close(self) -> None:
         """Flush and close all sinks; a second call does nothing."""
+        if self._prometheus is not None:
+            self._prometheus.close()
+            self._prometheus = None
         if self._tensorboard is not None:
             self._tensorboard.close()
             self._tensorboard = None
         if self._records is not None:
             self._records.close()
             self._records = None
+        self._sensors.close()
+        self.profiler.stop()
 
     def __enter__(self) -> Monitor:
         return self
@@ -344,6 +399,10 @@ class Monitor:
     # -- private -----------------------------------------------------------------------------------
 
     def _open(self, config_text: str) -> None:
+        if self.config.prometheus_port:
+            self._prometheus = Prometheus(
+                self.config.prometheus_port, self.config.prometheus_address, self.run.path.name
+            )
         self._records = self.run.open_metrics()
         if self.config.tensorboard:
             first = self.start_step + 1 if self.run.resumed else None
@@ -408,6 +467,11 @@ class Monitor:
                     points[f"speed/{name}"] = shown[name]
             for name in (f"{unit}_per_s", f"{unit}_per_s_per_device"):
                 points[f"speed/{name}"] = shown[name]
+            points |= {
+                f"gpu/{name.removeprefix('gpu_')}": value
+                for name, value in shown.items()
+                if name.startswith("gpu_")
+            }
             points["speed/data_wait_share"] = self._data_wait.share
             self._tensorboard.scalars(record["step"], points)
 
@@ -433,6 +497,44 @@ class Monitor:
                 level=logging.WARNING,
                 message=f"step {step}: {' and '.join(f'{k} is {values[k]}' for k in bad)}",
             )
+
+    def _compare_processes(self, step: int) -> None:
+        """At the end of an interval tell the coordinator how this process fares; 0 compares."""
+        if not self._processes.ends(step):
+            return
+        self._processes.end_interval(step, self._sensors.read())
+        if not self.run.is_writer:
+            return
+        said = self._processes.everyone()
+        if not said:
+            return
+        step = said[0]["step"]
+        names = ("step_time_s", "data_wait_s", "device_wait_s", "host_s")
+        means = {name: [one[name] for one in said.values()] for name in names}
+        self.event(
+            "processes",
+            step=step,
+            quiet=True,
+            of=list(said),
+            hosts=[one["host"] for one in said.values()],
+            means=means,
+        )
+        slow = find_slow(said)
+        for one in slow:
+            self.totals.add_slow(one)
+            if (one.process, one.cause) in self._held_up:
+                continue  # said already: once per episode
+            self.event(
+                "slow_process",
+                step=step,
+                process=one.process,
+                host=one.host,
+                cause=one.cause,
+                lost_s=one.lost_s,
+                level=logging.WARNING,
+                message=one.text,
+            )
+        self._held_up = {(one.process, one.cause) for one in slow}
 
     def _warn_slow_loader(self, step: int) -> None:
         share = self._data_wait.share

@@ -103,6 +103,11 @@ class RunDirectory:
         return self.path / "tensorboard"
 
     @property
+    def profiles(self) -> Path:
+        """One directory per trace, where any was asked for."""
+        return self.path / "profile"
+
+    @property
     def checkpoints(self) -> Path:
         """One directory per saved step."""
         return self.path / "checkpoints"

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jaxdist.monitoring.processes import READY_SHARE, Slow
 from jaxdist.monitoring.records import Record, current, device_seconds
 from jaxdist.monitoring.throughput import MFU_FORMULA, Throughput
 from jaxdist.monitoring.watches import CompileWatch
@@ -42,11 +44,34 @@ class Totals:
         self.warnings = 0
         self.memory_peak_bytes = 0
         self._wait_s = self._time_s = 0.0
+        self._device_wait_s: float | None = None
+        self._idle = Idle()
+        self._slow: dict[tuple[int, str], dict[str, Any]] = {}
+        self._readings: dict[str, list[float]] = {}
 
-    def add_times(self, step_time_s: float, data_wait_s: float) -> None:
-        """Count one step's time and how much of it went to waiting for data."""
+    def add_times(
+        self, step_time_s: float, data_wait_s: float, device_wait_s: float | None = None
+    ) -> None:
+        """Count one step's time and how much of it went to waiting for data and for devices."""
         self._time_s += step_time_s
         self._wait_s += data_wait_s
+        if device_wait_s is not None:
+            self._device_wait_s = (self._device_wait_s or 0.0) + device_wait_s
+            self._idle.add(step_time_s, data_wait_s, device_wait_s)
+
+    def add_slow(self, slow: Slow) -> None:
+        """Count one interval in which the others waited for a process."""
+        found = self._slow.setdefault(
+            (slow.process, slow.cause),
+            {"process": slow.process, "host": slow.host, "cause": slow.cause, "intervals": 0},
+        )
+        found["intervals"] += 1
+        found["lost_s_per_step"] = max(slow.lost_s, found.get("lost_s_per_step", 0.0))
+
+    def add_readings(self, readings: Mapping[str, float]) -> None:
+        """Count what the GPUs said of themselves."""
+        for name, value in readings.items():
+            self._readings.setdefault(name, []).append(value)
 
     def summary(
         self, throughput: Throughput, watches: Sequence[CompileWatch], wall_s: float
@@ -70,12 +95,27 @@ class Totals:
         summary |= self._evaluations() | rates(throughput, unit)
         if self._time_s > 0:
             summary["data_wait_share"] = self._wait_s / self._time_s
+            summary["steps_s"] = self._time_s
+            if self._device_wait_s is not None:
+                summary["device_wait_share"] = self._device_wait_s / self._time_s
+                summary |= self._idle.summary()
+        if self._slow:
+            summary["slow_processes"] = sorted(self._slow.values(), key=lambda s: -s["intervals"])
+        summary |= self._gpu_readings()
         if self.memory_peak_bytes:
             summary["memory_peak_bytes"] = self.memory_peak_bytes
         if watches:
             summary["compile_s"] = sum(watch.seconds for watch in watches)
             summary["recompilations"] = sum(max(0, watch.count - 1) for watch in watches)
         return summary
+
+    def _gpu_readings(self) -> dict[str, float]:
+        """Means over the run, but the hottest and fullest: of process 0's GPUs."""
+        combine = {"gpu_temperature_c": max, "gpu_memory_used_bytes": max, "gpu_clock_mhz": min}
+        return {
+            name: combine.get(name, statistics.fmean)(values)
+            for name, values in self._readings.items()
+        }
 
     def _evaluations(self) -> dict[str, Any]:
         if not self.evals:
@@ -84,6 +124,37 @@ class Totals:
         rated = [e for e in self.evals if math.isfinite(e.get("loss", math.nan))]
         if rated:
             found["best_eval"] = _metrics_of(min(rated, key=lambda e: e["loss"]))
+        return found
+
+
+class Idle:
+    """Steps in which the devices ran out of work, and what the host did meanwhile.
+
+    A step's work is dispatched before the results of the step before are read. When the host then
+    has to wait, the devices never stood still. When the results are already there, they did, for
+    a time that only a profiler knows: as long as the whole step at most.
+    """
+
+    def __init__(self) -> None:
+        self._all_s = self._dry_s = self._data_s = self._host_s = 0.0
+
+    def add(self, step_time_s: float, data_wait_s: float, device_wait_s: float) -> None:
+        """Count one step."""
+        self._all_s += step_time_s
+        if device_wait_s >= READY_SHARE * step_time_s:
+            return
+        self._dry_s += step_time_s
+        self._data_s += data_wait_s
+        self._host_s += max(0.0, step_time_s - data_wait_s - device_wait_s)
+
+    def summary(self) -> dict[str, float]:
+        """Shares of the time of steps; the last two only where devices ran dry."""
+        if not self._all_s:
+            return {}
+        found = {"busy_share": 1.0 - self._dry_s / self._all_s}
+        if self._dry_s:
+            found["dry_data_share"] = self._data_s / self._all_s
+            found["dry_host_share"] = self._host_s / self._all_s
         return found
 
 

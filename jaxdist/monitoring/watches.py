@@ -193,19 +193,48 @@ class StepTimer:
 
     `lap` once per step; with steps dispatched ahead of the device, laps still follow the device's
     pace, because reading the metrics of step n−1 blocks until the device has done them.
+
+    Args:
+        clock: seconds.
+        blocking_dispatch: a dispatch waits until the step before is done (jax on several CPU
+            devices), so that its time is waiting for the device too.
+
+    Attributes:
+        device_wait_s: seconds of the last lap that reading blocked. Near 0, the device had done its
+            work before the host asked, and had none until the next dispatch.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter):
+    def __init__(
+        self, clock: Callable[[], float] = time.perf_counter, *, blocking_dispatch: bool = False
+    ):
         self._clock = clock
+        self._blocking_dispatch = blocking_dispatch
         self._begin = clock()
         self._wait = 0.0
         self._paused = 0.0
+        self._device_wait = 0.0
+        self.device_wait_s = 0.0
 
     def fetch(self, get: Callable[[], T]) -> T:
         """Return `get()`, counting its time as waiting for data."""
         begin = self._clock()
         value = get()
         self._wait += self._clock() - begin
+        return value
+
+    def dispatch(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Return `function(*arguments)`, which hands work to the device."""
+        begin = self._clock()
+        value = function(*arguments)
+        if self._blocking_dispatch:
+            self._device_wait += self._clock() - begin
+        return value
+
+    def read(self, get: Callable[[], T]) -> T:
+        """Return `get()`, counting its time as waiting for the device."""
+        begin = self._clock()
+        value = get()
+        self._device_wait += self._clock() - begin
         return value
 
     @contextlib.contextmanager
@@ -221,5 +250,6 @@ class StepTimer:
         """(step_time_s, data_wait_s) since the last lap, pauses left out."""
         now = self._clock()
         times = (now - self._begin - self._paused, self._wait)
-        self._begin, self._wait, self._paused = now, 0.0, 0.0
+        self.device_wait_s = self._device_wait
+        self._begin, self._wait, self._paused, self._device_wait = now, 0.0, 0.0, 0.0
         return times

@@ -16,6 +16,7 @@ computes, starts in milliseconds. The settings dataclass lives in `jaxdist.runti
 
 from jaxdist.runtime.backend import (
     MEMORY_FRACTION,
+    be_careful,
     reserve_memory,
     setup_compile_cache,
     simulate,
@@ -28,14 +29,15 @@ from jaxdist.runtime.command import (
     EXIT_INTERRUPTED,
     EXIT_OK,
     EXIT_PREEMPTED,
+    Agreed,
     is_consequence,
     run_command,
 )
 from jaxdist.runtime.environment import JoinPlan, resolve, visible_gpus
 from jaxdist.runtime.job import DeviceRow, Job, join
 from jaxdist.runtime.logs import setup_logging
-from jaxdist.runtime.peers import announce_failure, raise_alarm
-from jaxdist.runtime.signals import NOTICES, Preemption
+from jaxdist.runtime.peers import announce_failure, exchange, publish, published, raise_alarm
+from jaxdist.runtime.signals import NOTICES, Preemption, TraceRequests
 
 __all__ = [
     "EXIT_CONFIG",
@@ -47,13 +49,19 @@ __all__ = [
     "EXIT_PREEMPTED",
     "MEMORY_FRACTION",
     "NOTICES",
+    "Agreed",
     "DeviceRow",
     "Job",
     "JoinPlan",
     "Preemption",
+    "TraceRequests",
     "announce_failure",
+    "be_careful",
+    "exchange",
     "is_consequence",
     "join",
+    "publish",
+    "published",
     "raise_alarm",
     "reserve_memory",
     "resolve",

@@ -40,6 +40,23 @@ def simulate(num_devices: int) -> None:
     jax.config.update("jax_platforms", "cpu")
 
 
+def be_careful() -> None:
+    """Let jax check itself, and GPUs give the same bits each time, at the price of speed.
+
+    Must be called before a device is started. What `XLA_FLAGS` says comes first.
+    """
+    import jax
+
+    flags = os.environ.get("XLA_FLAGS", "").split()
+    given = {flag.partition("=")[0] for flag in flags}
+    # A kernel that timing chooses may be another one the next time.
+    for flag in ("--xla_gpu_exclude_nondeterministic_ops=true", "--xla_gpu_autotune_level=0"):
+        if flag.partition("=")[0] not in given:
+            flags.append(flag)
+    os.environ["XLA_FLAGS"] = " ".join(flags)
+    jax.config.update("jax_enable_checks", True)
+
+
 def reserve_memory(fraction: float) -> None:
     """Let the run take this share of each GPU's memory; what the environment says comes first.
 

@@ -33,6 +33,11 @@ EXIT_DAMAGED = 85
 EXIT_HANG = 86
 EXIT_INTERRUPTED = 130
 
+
+class Agreed(int):
+    """An exit code that all processes of a job return alike: a verdict, not the failure of one."""
+
+
 _CONSEQUENCE = ("Gloo", "NCCL", "Connection reset", "Connection closed", "Socket closed")
 _ADVICE = (
     (
@@ -57,7 +62,8 @@ _ADVICE = (
         "the GPU or its driver failed: see `nvidia-smi` and `dmesg` there; another node may do",
     ),
 )
-_RERUN = "start the same command again: it resumes from the newest valid checkpoint"
+RERUN = "start the same command again: it resumes from the newest valid checkpoint"
+"""What is advised where nothing better is known."""
 
 
 def run_command(main: Callable[[], int | None]) -> NoReturn:
@@ -153,7 +159,7 @@ def advice_for(message: str) -> str:
     for marks, advice in _ADVICE:
         if any(mark in message for mark in marks):
             return advice
-    return _RERUN
+    return RERUN
 
 
 def is_consequence(error: str) -> bool:
@@ -168,7 +174,7 @@ def _leave(code: int, line: str) -> NoReturn:
     # jax's atexit hook waits for every process. That is right after a success; after a failure
     # the others are stuck in a collective, waiting for us.
     _flush()
-    if code in (EXIT_OK, EXIT_PREEMPTED):
+    if code in (EXIT_OK, EXIT_PREEMPTED) or isinstance(code, Agreed):
         _shut_down()
     else:
         announce_failure(code, line)

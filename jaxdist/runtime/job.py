@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
-import json
 import logging
 import os
 import platform as machine
@@ -24,7 +23,7 @@ from jaxdist.runtime.environment import (
     visible_gpus,
 )
 from jaxdist.runtime.logs import divert_c_stdout
-from jaxdist.runtime.peers import watch_failures
+from jaxdist.runtime.peers import exchange, watch_failures
 
 if TYPE_CHECKING:
     import jax
@@ -270,7 +269,7 @@ def _start_devices(plan: JoinPlan, gpus: list[str], timeout_s: int) -> Job:
     host = socket.gethostname()
     uuids = _own_gpus(plan, gpus, os.environ) if gpus else []
     facts = {"host": host, "versions": versions(), "gpus": uuids}
-    _check_processes(_exchange(plan, "process", facts, timeout_s))
+    _check_processes(exchange("process", facts, timeout_s))
     local = tuple(jax.local_devices())
     platform = local[0].platform
     rows = [
@@ -283,7 +282,7 @@ def _start_devices(plan: JoinPlan, gpus: list[str], timeout_s: int) -> Job:
         for i, device in enumerate(local)
     ]
     said = {"platform": platform, "rows": rows, "expected": uuids}
-    everyone = _exchange(plan, "devices", said, timeout_s)
+    everyone = exchange("devices", said, timeout_s)
     _check_devices(everyone)
     return Job(
         process_index=plan.process_index,
@@ -308,22 +307,6 @@ def versions() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return found
-
-
-def _exchange(
-    plan: JoinPlan, topic: str, said: dict[str, Any], timeout_s: int
-) -> list[dict[str, Any]]:
-    """What every process says about `topic`, by process index, through the coordinator."""
-    if plan.num_processes == 1:
-        return [said]
-    from jax._src import distributed
-
-    client: Any = distributed.global_state.client
-    client.key_value_set(f"jaxdist/{topic}/{plan.process_index}", json.dumps(said))
-    return [
-        json.loads(client.blocking_key_value_get(f"jaxdist/{topic}/{i}", timeout_s * 1000))
-        for i in range(plan.num_processes)
-    ]
 
 
 def _check_processes(everyone: list[dict[str, Any]]) -> None:

@@ -110,6 +110,54 @@ def leave_error(code: int, text: str, advice: str) -> None:
         print(f"cannot write {path}: {failure}", file=sys.stderr)
 
 
+def exchange(topic: str, said: Any, timeout_s: float) -> list[Any]:
+    """What every process says about `topic`, by process index, through the coordinator.
+
+    No device takes part, so it works before devices start and while they compute. It returns when
+    all have spoken, which makes it a barrier too.
+
+    Args:
+        topic: the same in all processes, and used once in the life of a job.
+        said: what JSON can hold.
+        timeout_s: seconds to wait for each process; jax's error names the key that is missing.
+    """
+    state = _state()
+    if state is None:
+        return [said]
+    state.client.key_value_set(f"jaxdist/{topic}/{state.process_id}", json.dumps(said))
+    return [
+        json.loads(
+            state.client.blocking_key_value_get(f"jaxdist/{topic}/{i}", int(timeout_s * 1000))
+        )
+        for i in range(state.num_processes)
+    ]
+
+
+def publish(topic: str, said: Any) -> None:
+    """Leave what this process says about `topic` with the coordinator, over what it said before.
+
+    Waits for nobody; alone, nothing is left. A coordinator that cannot be reached is no error here.
+    """
+    state = _state()
+    if state is not None:
+        with contextlib.suppress(Exception):
+            state.client.key_value_set(
+                f"jaxdist/{topic}/{state.process_id}", json.dumps(said), allow_overwrite=True
+            )
+
+
+def published(topic: str) -> dict[int, Any]:
+    """What processes have last said about `topic`, by process index; alone, {}."""
+    state = _state()
+    if state is None:
+        return {}
+    try:
+        entries = state.client.key_value_dir_get(f"jaxdist/{topic}/")
+    except Exception:  # none has spoken, or the coordinator is gone
+        return {}
+    return {int(key.rpartition("/")[2]): json.loads(value) for key, value in sorted(entries)}
+
+
 def process_place() -> tuple[int, int]:
     """(process index, number of processes), without touching a device."""
     distributed = sys.modules.get("jax._src.distributed")

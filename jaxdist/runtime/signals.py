@@ -98,6 +98,25 @@ class Preemption:
             os.kill(os.getpid(), signal.SIGTERM)
 
 
+class TraceRequests:
+    """SIGUSR2, by which a person asks a process for a trace of its next steps.
+
+    Make it first thing in a command, and in the main thread: until then the signal kills.
+    """
+
+    def __init__(self) -> None:
+        self._asked = False
+        signal.signal(signal.SIGUSR2, self._remember)
+
+    def take(self) -> bool:
+        """Whether one came since the last call; many at a time are one."""
+        asked, self._asked = self._asked, False
+        return asked
+
+    def _remember(self, number: int, _: FrameType | None) -> None:
+        self._asked = True
+
+
 def _service() -> Any:
     """The part of jax that tells all processes of a SIGTERM; None while not connected."""
     distributed = sys.modules.get("jax._src.distributed")

@@ -1,0 +1,17 @@
+"""Is this machine, and are all machines of a job, ready for a long run?
+
+    settings    the question: a run's settings, as training takes them
+    findings    what a check says: severity, text, fix; what many processes say as one; exit code
+    variables   environment variables that hurt
+    software    versions that do not go together, and one code everywhere
+    gpus        what nvidia-smi says of GPUs and of the links between them
+    host        disk, shared memory, limits of the process
+    slurm       what the cluster does to a job that it ends
+    network     every pair of processes reachable, clocks compared
+    directory   a shared directory that really is shared
+    devices     each device computes the same, and how fast they add up over each mesh axis
+    text        the report for people
+
+Checks read the world in one function and judge it in another, so that what a broken machine looks
+like is a test's argument.
+"""

@@ -1,0 +1,359 @@
+"""Who holds the others up, why devices stand still, and what GPUs say of themselves."""
+
+import json
+import logging
+import subprocess
+import sys
+import textwrap
+import types
+
+import jax.numpy as jnp
+import pytest
+from commands import ROOT, environment
+from test_runtime_job import free_port
+
+from jaxdist.monitoring import Monitor, MonitoringConfig, RunDirectory, StepTimer, read_records
+from jaxdist.monitoring import monitor as monitor_module
+from jaxdist.monitoring import sensors as sensors_module
+from jaxdist.monitoring.console import idle_lines
+from jaxdist.monitoring.processes import ProcessWatch, find_slow, newest_common
+from jaxdist.monitoring.sensors import Sensors
+from jaxdist.monitoring.totals import Idle
+
+
+@pytest.fixture(autouse=True)
+def propagating(monkeypatch):
+    monkeypatch.setattr(logging.getLogger("jaxdist"), "propagate", True)
+
+
+# -- the times of a step ---------------------------------------------------------------------------
+
+
+class Clock:
+    def __init__(self):
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def passes(self, seconds: float):
+        self.now += seconds
+        return "value"
+
+
+@pytest.mark.parametrize(("blocking", "expected"), [(False, 0.5), (True, 0.75)])
+def test_waiting_for_devices_is_timed_and_a_blocking_dispatch_is_waiting(blocking, expected):
+    clock = Clock()
+    timer = StepTimer(clock, blocking_dispatch=blocking)
+    for _ in range(2):  # the second lap begins at 0 again
+        assert timer.dispatch(clock.passes, 0.25) == "value"
+        assert timer.read(lambda: clock.passes(0.5)) == "value"
+        clock.passes(0.125)
+        assert timer.lap() == (0.875, 0.0)
+        assert timer.device_wait_s == expected
+
+
+def test_devices_that_never_ran_dry_were_busy():
+    idle = Idle()
+    for _ in range(10):
+        idle.add(1.0, 0.5, 0.3)  # half of the step for data, yet the results took longer
+    assert idle.summary() == {"busy_share": 1.0}
+
+
+def test_dry_steps_are_split_into_what_the_host_did():
+    idle = Idle()
+    for _ in range(6):
+        idle.add(1.0, 0.1, 0.8)
+    for _ in range(4):
+        idle.add(1.5, 1.2, 0.0)
+    found = idle.summary()
+    assert found["busy_share"] == pytest.approx(0.5)
+    assert found["dry_data_share"] == pytest.approx(4.8 / 12)
+    assert found["dry_host_share"] == pytest.approx(1.2 / 12)
+
+
+def test_low_utilisation_is_explained_and_high_is_not():
+    dry = {"busy_share": 0.5, "dry_data_share": 0.4, "dry_host_share": 0.1, "wall_s": 10.0}
+    text = " ".join(idle_lines(dry))
+    assert "ran out of work in 50.0 %" in text and "40.0 % waiting for data, 10.0 % work" in text
+    assert "tokenise the corpus" in text
+    assert idle_lines({**dry, "busy_share": 0.8}) == []
+    short = {"steps_s": 60.0, "wall_s": 100.0, "compile_s": 25.0}
+    assert "compilation 25.0 %; start, evaluation and saves 15.0 %" in " ".join(idle_lines(short))
+    assert idle_lines({**short, "steps_s": 80.0}) == []
+
+
+# -- slow processes --------------------------------------------------------------------------------
+
+
+def means(host: str, data_s: float, host_s: float, device_s: float, **extra) -> dict:
+    step_s = data_s + host_s + device_s
+    times = {"step_time_s": step_s, "data_wait_s": data_s, "host_s": host_s}
+    return {"step": 50, "host": host, **times, "device_wait_s": device_s, **extra}
+
+
+def test_equal_processes_hold_nobody_up():
+    assert find_slow({i: means(f"n{i}", 0.01, 0.02, 0.97) for i in range(4)}) == []
+    assert find_slow({0: means("n0", 0.9, 0.1, 0.0)}) == []  # alone: there are no others
+    every = {i: means(f"n{i}", 0.9, 0.1, 0.0) for i in range(4)}
+    assert find_slow(every) == []  # all wait for data alike: slow_loader says so
+
+
+@pytest.mark.parametrize(("data_s", "host_s", "cause"), [(0.9, 0.1, "data"), (0.1, 0.9, "host")])
+def test_the_process_that_never_waits_for_devices_is_named(data_s, host_s, cause):
+    said = {i: means(f"n{i}", 0.05, 0.05, 0.9) for i in range(4)}
+    said[2] = means("n2", data_s, host_s, 0.0)
+    (slow,) = find_slow(said)
+    assert (slow.process, slow.host, slow.cause) == (2, "n2", cause)
+    assert slow.lost_s == pytest.approx(0.9)
+    assert "process 2 on n2" in slow.text and "900 ms of a step" in slow.text
+
+
+def test_what_hides_behind_the_devices_holds_nobody_up():
+    said = {i: means(f"n{i}", 0.05, 0.05, 0.9) for i in range(4)}
+    said[2] = means("n2", 0.6, 0.05, 0.35)
+    assert find_slow(said) == []
+
+
+def test_a_throttled_gpu_is_named():
+    said = {
+        i: means(f"n{i}", 0.0, 0.1, 0.9, gpu_clock_mhz=1980.0, gpu_temperature_c=60.0)
+        for i in range(4)
+    }
+    said[1] |= {"gpu_clock_mhz": 1200.0, "gpu_temperature_c": 91.0}
+    (slow,) = find_slow(said)
+    assert (slow.process, slow.cause) == (1, "gpu clock")
+    assert "1200 MHz, those of the others at 1980, 91 °C" in slow.text
+
+
+def test_processes_are_compared_over_the_same_interval():
+    of = lambda *steps: [{"step": step, "host": f"h{step}"} for step in steps]
+    common = {0: {"step": 50, "host": "h50"}, 1: {"step": 50, "host": "h50"}}
+    assert newest_common({0: of(50, 100), 1: of(50)}) == common  # 1 has not told 100 yet
+    assert newest_common({0: of(50, 100), 1: of(50, 100)})[1]["step"] == 100
+    assert newest_common({0: of(100, 150), 1: of(50)}) == newest_common({}) == {}
+
+
+def test_an_interval_ends_only_where_there_is_something_to_tell():
+    watch = ProcessWatch(2, 4)
+    assert not watch.ends(4)  # no step was timed
+    watch.add(1.0, 0.25, 0.5)
+    assert watch.ends(4) and not watch.ends(5)
+    assert watch.end_interval(4, {})["host_s"] == 0.25
+    assert not watch.ends(8)
+    for alone in (ProcessWatch(1, 4), ProcessWatch(2, 0)):
+        alone.add(1.0, 0.25, 0.5)
+        assert not alone.ends(4)
+
+
+WORKER = """
+    import sys, time
+    import jax
+    from jaxdist import runtime
+    from jaxdist.monitoring import Monitor, MonitoringConfig, RunDirectory, StepTimer
+
+    index, port, path = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+
+    def main():
+        from jaxdist.runtime.settings import RuntimeConfig
+        from jax.experimental import multihost_utils
+        runtime.simulate(1)
+        runtime.join(RuntimeConfig(
+            coordinator=f"127.0.0.1:{port}", num_processes=2, process_index=index))
+        run = RunDirectory.open(path, process_index=index)
+        config = MonitoringConfig(tensorboard=False, compare_every_steps=4)
+        timer = StepTimer(blocking_dispatch=True)
+        add_up = lambda: multihost_utils.process_allgather(jax.numpy.ones(1))
+        with Monitor(config, run, total_steps=12) as monitor:
+            for step in range(1, 13):
+                timer.fetch(lambda: time.sleep(0.08 if index == 1 else 0.001))
+                timer.dispatch(add_up)
+                times = timer.lap()
+                monitor.train(step, {"loss": 1.0}, tokens=1, step_time_s=times[0],
+                              data_wait_s=times[1], device_wait_s=timer.device_wait_s)
+                runtime.exchange(f"test/{step}", "together", 30)  # so that the test is no race
+            monitor.summary("finished")
+        return 0
+
+    runtime.run_command(main)
+"""
+
+
+@pytest.mark.slow
+def test_of_two_real_processes_the_one_with_the_slow_loader_is_named(tmp_path):
+    port, path = free_port(), tmp_path / "run"
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(WORKER), str(i), str(port), str(path)],
+            env=environment(), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for i in range(2)
+    ]  # fmt: skip
+    said = [process.communicate(timeout=120) for process in started]
+    assert [process.returncode for process in started] == [0, 0], said
+    events = [r for r in read_records(path / "metrics.jsonl") if r["kind"] == "event"]
+    tables = [e for e in events if e["event"] == "processes"]
+    steps = [e["step"] for e in tables]  # of the newest interval that both had told by then
+    assert steps == sorted(set(steps)) and set(steps) <= {4, 8, 12} and len(steps) >= 2
+    assert tables[-1]["of"] == [0, 1]
+    assert tables[-1]["means"]["data_wait_s"][1] > 0.07 > tables[-1]["means"]["data_wait_s"][0]
+    slow = [e for e in events if e["event"] == "slow_process"]
+    assert [(e["process"], e["cause"]) for e in slow] == [(1, "data")]  # once, not thrice
+    (summed,) = json.loads((path / "summary.json").read_text())["slow_processes"]
+    assert summed["process"] == 1 and summed["intervals"] == len(steps)
+
+
+# -- one process's monitor -------------------------------------------------------------------------
+
+
+def finish(tmp_path, steps, **config) -> dict:
+    run = RunDirectory.open(tmp_path / "run")
+    settings = MonitoringConfig(tensorboard=False, **config)
+    monitor = Monitor(settings, run, total_steps=len(steps) + 1, clock=Clock())
+    for i, (step_s, data_s, device_s) in enumerate([steps[0], *steps], start=1):
+        monitor.train(
+            i,
+            {"loss": jnp.float32(1)},
+            tokens=10,
+            step_time_s=step_s,
+            data_wait_s=data_s,
+            device_wait_s=device_s,
+        )
+    summary = monitor.summary("finished")
+    monitor.close()
+    return summary
+
+
+def test_the_summary_says_why_devices_stood_still(tmp_path, caplog):
+    caplog.set_level(logging.INFO, logger="jaxdist")
+    summary = finish(tmp_path, [(1.0, 0.9, 0.0)] * 4)
+    assert summary["busy_share"] == 0.0
+    assert summary["device_wait_share"] == 0.0
+    assert summary["dry_data_share"] == pytest.approx(0.9)
+    assert any("devices ran out of work in 100.0 %" in line for line in caplog.messages)
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["busy_share"] == 0.0
+
+
+def test_a_busy_run_needs_no_explanation(tmp_path, caplog):
+    caplog.set_level(logging.INFO, logger="jaxdist")
+    summary = finish(tmp_path, [(1.0, 0.05, 0.9)] * 4)
+    assert summary["busy_share"] == 1.0
+    assert not any("ran out of work" in line for line in caplog.messages)
+
+
+def test_device_hours_and_money_add_up(tmp_path, monkeypatch, caplog):
+    caplog.set_level(logging.INFO, logger="jaxdist")
+    run = RunDirectory.open(tmp_path / "run")
+    clock = Clock()
+    config = MonitoringConfig(tensorboard=False, price_per_device_hour=2.5, currency="EUR")
+    monitor = Monitor(config, run, total_steps=1, clock=clock)
+    clock.passes(1800)
+    summary = monitor.summary("finished")
+    monitor.close()
+    assert summary["device_hours"] == 4.0  # eight simulated devices for half an hour
+    assert (summary["cost"], summary["currency"]) == (10.0, "EUR")
+    assert any("4 device-hours, 10.00 EUR" in line for line in caplog.messages)
+
+
+# -- NVML, by a fake module ------------------------------------------------------------------------
+
+
+class NVMLError(Exception):
+    pass
+
+
+def fake_nvml(**broken) -> types.SimpleNamespace:
+    """Three GPUs; GPU i has a clock of 1000 + i MHz and i × 10 °C more than 50."""
+    utilisation = {0: 90, 1: 50, 2: 10}
+
+    def refuse(*_):
+        raise NVMLError("Not Supported")
+
+    module = types.SimpleNamespace(
+        NVMLError=NVMLError,
+        NVML_TEMPERATURE_GPU=0,
+        NVML_CLOCK_SM=1,
+        open=0,
+        nvmlDeviceGetHandleByIndex=lambda i: i,
+        nvmlDeviceGetHandleByUUID=lambda uuid: {"GPU-a": 0, "GPU-b": 1, "GPU-c": 2}[uuid],
+        nvmlDeviceGetUtilizationRates=lambda h: types.SimpleNamespace(gpu=utilisation[h]),
+        nvmlDeviceGetPowerUsage=lambda h: 100_000 * (h + 1),
+        nvmlDeviceGetTemperature=lambda h, _: 50 + 10 * h,
+        nvmlDeviceGetClockInfo=lambda h, _: 1000 + h,
+        nvmlDeviceGetMemoryInfo=lambda h: types.SimpleNamespace(used=h << 30),
+    )
+    module.nvmlInit = lambda: setattr(module, "open", module.open + 1)
+    module.nvmlShutdown = lambda: setattr(module, "open", module.open - 1)
+    for name in broken:
+        setattr(module, name, refuse)
+    return module
+
+
+def gpus(*numbers: int) -> list:
+    return [types.SimpleNamespace(platform="gpu", local_hardware_id=n, id=n + 100) for n in numbers]
+
+
+@pytest.mark.parametrize(
+    ("environ", "numbers", "expected"),
+    [
+        ({}, (0, 1, 2), (0.5, 200.0, 70.0, 1000.0, 2 << 30)),
+        ({"CUDA_VISIBLE_DEVICES": "2,0"}, (0,), (0.1, 300.0, 70.0, 1002.0, 2 << 30)),
+        ({"CUDA_VISIBLE_DEVICES": "GPU-b"}, (0,), (0.5, 200.0, 60.0, 1001.0, 1 << 30)),
+    ],
+    ids=["all", "by_number", "by_uuid"],
+)
+def test_sensors_read_this_processs_gpus(monkeypatch, environ, numbers, expected):
+    module = fake_nvml()
+    monkeypatch.setitem(sys.modules, "pynvml", module)
+    sensors = Sensors(gpus(*numbers), environ)
+    names = ("utilization", "power_w", "temperature_c", "clock_mhz", "memory_used_bytes")
+    assert sensors.read() == pytest.approx(
+        {f"gpu_{name}": value for name, value in zip(names, expected, strict=True)}
+    )
+    sensors.close()
+    sensors.close()
+    assert module.open == 0
+
+
+def test_what_a_gpu_does_not_tell_is_left_out(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", fake_nvml(nvmlDeviceGetUtilizationRates=True))
+    found = Sensors(gpus(0), {}).read()
+    assert "gpu_utilization" not in found and found["gpu_power_w"] == 100.0
+
+
+def test_without_the_package_one_line_says_so_and_the_run_goes_on(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    said = []
+    sensors = Sensors(gpus(0), {}, said.append)
+    assert sensors.read() == {}
+    assert len(said) == 1 and "nvidia-ml-py" in said[0]
+
+
+def test_a_driver_that_fails_ends_nothing(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", fake_nvml(nvmlInit=True))
+    said = []
+    assert Sensors(gpus(0), {}, said.append).read() == {}
+    assert said == ["GPU power and temperature are not recorded: Not Supported"]
+
+
+def test_a_cpu_asks_no_sensor():
+    said = []
+    cpu = types.SimpleNamespace(platform="cpu", id=0)
+    assert Sensors([cpu], {}, said.append).read() == {}
+    assert said == []
+
+
+def test_readings_reach_records_and_summary(tmp_path, monkeypatch):
+    class Warmer(Sensors):
+        celsius = 60.0
+
+        def read(self):
+            self.celsius += 1
+            return {"gpu_temperature_c": self.celsius, "gpu_power_w": 2 * self.celsius}
+
+    monkeypatch.setattr(monitor_module, "Sensors", Warmer)
+    summary = finish(tmp_path, [(1.0, 0.0, 1.0)] * 3, log_every_steps=1)
+    assert (summary["gpu_temperature_c"], summary["gpu_power_w"]) == (64.0, 125.0)
+    trained = [r for r in read_records(tmp_path / "run" / "metrics.jsonl") if r["kind"] == "train"]
+    assert [r["gpu_temperature_c"] for r in trained] == [61.0, 62.0, 63.0, 64.0]
+    assert sensors_module.Sensors is not Warmer

@@ -1,0 +1,138 @@
+"""Traces hold the steps that were asked for, are read back, and never end a run."""
+
+import gzip
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from commands import command, environment, run, tiny
+
+from jaxdist.monitoring import MonitoringConfig
+from jaxdist.monitoring.profiling import Profiler, steps_of
+from jaxdist.runtime import TraceRequests
+
+
+def steps_in(trace: dict) -> list[int]:
+    """Step numbers that jax wrote into a trace, read from the file that Perfetto opens."""
+    events = json.loads(gzip.decompress(Path(trace["file"]).read_bytes()))["traceEvents"]
+    numbers = [e["args"]["step_num"] for e in events if e.get("name") == "train"]
+    return sorted(int(number) for number in numbers)
+
+
+def walk(profiler: Profiler, steps) -> None:
+    """What the training loop does."""
+    f = jax.jit(lambda x: x * 2)
+    for step in steps:
+        if profiler.reaches(step):
+            profiler.turn(step)
+        f(jnp.ones(4)).block_until_ready()
+    profiler.stop()
+
+
+@pytest.mark.parametrize(("text", "steps"), [("10:13", (10, 13)), (" 7 ", (7, 7)), ("1:1", (1, 1))])
+def test_steps_are_first_and_last(text, steps):
+    assert steps_of(text) == steps
+
+
+@pytest.mark.parametrize("text", ["13:10", "0:3", "a:b", "10:", "1:2:3", "-1"])
+def test_other_texts_are_refused_with_an_example(text):
+    (problem,) = MonitoringConfig(profile=text).problems()
+    assert text in problem and "10:13" in problem
+
+
+def test_planned_steps_are_in_the_trace_and_no_others(tmp_path):
+    profiler = Profiler((3, 5), tmp_path)
+    walk(profiler, range(1, 9))
+    (trace,) = profiler.traces
+    assert (trace["first"], trace["last"]) == (3, 5)
+    assert steps_in(trace) == [3, 4, 5]
+    assert Path(trace["path"]) == tmp_path / "step-3-process-0"
+    assert list(Path(trace["path"]).rglob("*.xplane.pb"))
+
+
+def test_asked_steps_are_the_next_ones_and_can_be_asked_again(tmp_path):
+    asked = iter([False, False, True, False, True])
+    profiler = Profiler(None, tmp_path, process=4, asked=lambda: next(asked), asked_steps=2)
+    walk(profiler, range(1, 9))
+    assert [steps_in(trace) for trace in profiler.traces] == [[3, 4], [7, 8]]
+    assert Path(profiler.traces[1]["path"]).name == "step-7-process-4"
+
+
+def test_a_run_that_resumes_inside_the_plan_traces_the_rest(tmp_path):
+    profiler = Profiler((3, 5), tmp_path)
+    walk(profiler, range(5, 8))
+    assert [steps_in(trace) for trace in profiler.traces] == [[5]]
+
+
+def test_a_run_that_goes_back_ends_its_trace_and_takes_it_once(tmp_path):
+    profiler = Profiler((3, 5), tmp_path)
+    walk(profiler, [1, 2, 3, 4, 1, 2, 3, 4, 5, 6])
+    assert [steps_in(trace) for trace in profiler.traces] == [[3, 4]]
+
+
+def test_the_end_of_the_run_ends_the_trace(tmp_path):
+    profiler = Profiler((3, 50), tmp_path)
+    walk(profiler, range(1, 5))
+    assert [(t["first"], t["last"]) for t in profiler.traces] == [(3, 4)]
+
+
+def test_a_profiler_that_is_taken_is_a_warning_and_the_run_goes_on(tmp_path):
+    jax.profiler.start_trace(tmp_path / "other")
+    try:
+        profiler = Profiler((2, 3), tmp_path)
+        walk(profiler, range(1, 5))
+        assert profiler.traces == []
+    finally:
+        jax.profiler.stop_trace()
+
+
+def test_a_signal_is_remembered_once():
+    before = signal.getsignal(signal.SIGUSR2)
+    try:
+        requests = TraceRequests()
+        assert not requests.take()
+        os.kill(os.getpid(), signal.SIGUSR2)
+        os.kill(os.getpid(), signal.SIGUSR2)
+        assert requests.take() and not requests.take()
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+
+
+@pytest.mark.slow
+def test_a_planned_trace_of_a_training_run_is_in_its_directory_and_summary(tmp_path):
+    flags = tiny("--simulate=2", "--mesh=dp=2", "--steps=6", "--profile", "3:4")
+    done = run("train", *flags, "--run-dir", tmp_path / "run")
+    assert done.returncode == 0, done.stderr
+    (trace,) = json.loads((tmp_path / "run" / "summary.json").read_text())["profiles"]
+    assert steps_in(trace) == [3, 4]
+    assert Path(trace["file"]).is_relative_to(tmp_path / "run" / "profile")
+    assert "ui.perfetto.dev" in done.stdout and f"xprof --logdir {trace['path']}" in done.stdout
+
+
+@pytest.mark.slow
+def test_sigusr2_traces_a_live_run_which_goes_on_to_its_end(tmp_path):
+    flags = tiny("--steps=400", "--simulate=2", "--monitoring.profile_steps=2")
+    process = subprocess.Popen(
+        command("train", *flags, "--run-dir", tmp_path / "run"),
+        env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=tmp_path,
+    )  # fmt: skip
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    until = time.monotonic() + 120
+    while time.monotonic() < until and process.poll() is None:
+        if metrics.exists() and '"step": 4' in metrics.read_text():
+            break
+        time.sleep(0.02)
+    process.send_signal(signal.SIGUSR2)
+    out, _ = process.communicate(timeout=200)
+    assert process.returncode == 0, out.decode()
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["exit_reason"] == "finished"
+    (trace,) = summary["profiles"]
+    numbers = steps_in(trace)
+    assert len(numbers) == 2 and numbers[0] >= 4 and numbers[1] == numbers[0] + 1

@@ -1,0 +1,202 @@
+"""The endpoint is fetched and read as Prometheus does it; the dashboard asks for what is there."""
+
+import contextlib
+import json
+import logging
+import re
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+
+import jax.numpy as jnp
+import pytest
+from commands import ROOT, command, environment, tiny
+from prometheus_client.parser import text_string_to_metric_families
+from test_runtime_job import free_port
+
+from jaxdist.monitoring import Monitor, MonitoringConfig, RunDirectory
+from jaxdist.monitoring import monitor as monitor_module
+from jaxdist.monitoring.prometheus import _numbers
+from jaxdist.types import ConfigError
+
+
+def fetch(port: int) -> dict[str, float]:
+    """`name{label="value",...}` without `run` -> value."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
+        assert answer.status == 200
+        text = answer.read().decode()
+    found = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            labels = {k: v for k, v in sample.labels.items() if k != "run"}
+            assert sample.labels["run"] == "run"
+            shown = ",".join(f'{k}="{v}"' for k, v in sorted(labels.items()))
+            found[sample.name + (f"{{{shown}}}" if shown else "")] = sample.value
+    return found
+
+
+def start(tmp_path, port: int, process_index: int = 0) -> Monitor:
+    config = MonitoringConfig(
+        tensorboard=False, prometheus_port=port, prometheus_address="127.0.0.1"
+    )
+    run = RunDirectory.open(tmp_path / "run", process_index=process_index)
+    return Monitor(config, run, total_steps=10, clock=lambda: 1234.5)
+
+
+def train(monitor: Monitor, step: int) -> None:
+    monitor.train(
+        step,
+        {"loss": jnp.float32(2.5), "grad_norm": 1.5, "learning_rate": 3e-4, "finite": True},
+        tokens=100,
+        step_time_s=0.5,
+        data_wait_s=0.125,
+        device_wait_s=0.25,
+    )
+
+
+HEADER = dict(
+    mesh="dp=8",
+    model="decoder",
+    num_parameters=1234,
+    per_device_batch=1,
+    num_replicas=8,
+    accumulation=1,
+    precision="float32",
+)
+
+
+def test_what_is_fetched_is_what_was_reported(tmp_path):
+    port = free_port()
+    monitor = start(tmp_path, port)
+    monitor.header(**HEADER)
+    train(monitor, 1)
+    train(monitor, 2)
+    monitor.eval(2, {"loss": 2.25})
+    monitor.event("save", step=2, quiet=True)
+    monitor.event("save", step=2, quiet=True)
+    monitor.event("slow_loader", level=logging.WARNING, message="slow")
+    found = fetch(port)
+    expected = {
+        "jaxdist_step": 2,
+        "jaxdist_total_steps": 10,
+        "jaxdist_loss": 2.5,
+        "jaxdist_eval_loss": 2.25,
+        "jaxdist_tokens_total": 200,
+        "jaxdist_tokens_per_second": 200,
+        "jaxdist_tokens_per_second_per_device": 25,
+        "jaxdist_step_time_seconds": 0.5,
+        "jaxdist_data_wait_seconds": 0.125,
+        "jaxdist_device_wait_seconds": 0.25,
+        "jaxdist_last_step_timestamp_seconds": 1234.5,
+        "jaxdist_num_parameters": 1234,
+        "jaxdist_num_devices": 8,
+        "jaxdist_warnings_total": 1,
+        'jaxdist_events_total{event="save"}': 2,
+        'jaxdist_events_total{event="slow_loader"}': 1,
+        'jaxdist_run_info{device_kind="cpu",mesh="dp=8",model="decoder"}': 1,
+    }
+    assert {name: found.get(name) for name in expected} == expected
+    assert "jaxdist_tokens" not in found  # it grows, so it is a counter and no gauge too
+    assert "jaxdist_finite" not in found and "jaxdist_time_seconds" not in found
+    train(monitor, 3)
+    assert fetch(port)["jaxdist_tokens_total"] == 300
+    monitor.close()
+    with pytest.raises(urllib.error.URLError, match="refused"):
+        fetch(port)
+
+
+def test_only_process_0_serves(tmp_path):
+    port = free_port()
+    monitor = start(tmp_path, port, process_index=1)
+    train(monitor, 1)
+    with pytest.raises(urllib.error.URLError):
+        fetch(port)
+    monitor.close()
+
+
+def test_a_port_that_is_taken_is_a_warning_and_the_run_goes_on(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("jaxdist"), "propagate", True)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        monitor = start(tmp_path, port)
+        train(monitor, 1)
+        monitor.close()
+    (warning,) = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert f"port {port} cannot be used" in warning
+
+
+def test_without_the_package_the_fix_is_named(tmp_path, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "prometheus_client", None)
+    with pytest.raises(ConfigError, match="pip install prometheus-client"):
+        start(tmp_path, 9400)
+
+
+def test_an_impossible_port_is_refused():
+    (problem,) = MonitoringConfig(prometheus_port=70000).problems()
+    assert "prometheus_port=70000" in problem
+
+
+def test_the_dashboard_asks_for_what_is_served(tmp_path, monkeypatch):
+    class Sensors:
+        def __init__(self, *_):
+            pass
+
+        def read(self):
+            return {"gpu_power_w": 700.0, "gpu_temperature_c": 60.0, "gpu_utilization": 0.9}
+
+        def close(self):
+            pass
+
+    memory = {"memory_bytes": 1, "memory_peak_bytes": 2}
+    monkeypatch.setattr(monitor_module, "Sensors", Sensors)
+    monkeypatch.setattr(monitor_module, "device_memory", lambda _: memory)
+    dashboard = json.loads((ROOT / "examples" / "grafana.json").read_text())
+    asked = [t["expr"] for panel in dashboard["panels"] for t in panel["targets"]]
+    asked += [v["query"]["query"] for v in dashboard["templating"]["list"]]
+    names = {name for text in asked for name in re.findall(r"jaxdist_\w+", text)}
+    assert len(names) >= 15
+    port = free_port()
+    config = MonitoringConfig(tensorboard=False, prometheus_port=port, peak_tflops=1.0)
+    run = RunDirectory.open(tmp_path / "run")
+    flops = {"causal": 1e9}
+    with Monitor(config, run, total_steps=10, flops_per_token=flops) as monitor:
+        monitor.header(**HEADER)
+        train(monitor, 1)
+        monitor.eval(1, {"loss": 2.25})
+        monitor.event("w", level=logging.WARNING, message="w")
+        served = {name.partition("{")[0] for name in fetch(port)}
+        monitor.summary("finished")
+    assert names - served == set()
+
+
+def test_units_are_those_of_prometheus():
+    record = {"gpu_clock_mhz": 1980, "gpu_power_w": 700.0, "step_time_s": 0.5, "mfu": 0.4}
+    assert _numbers({**record, "kind": "train", "note": "text", "finite": True}) == {
+        "gpu_clock_hertz": 1.98e9,
+        "gpu_power_watts": 700.0,
+        "step_time_seconds": 0.5,
+        "mfu": 0.4,
+    }
+
+
+@pytest.mark.slow
+def test_a_training_run_is_scraped_while_it_runs(tmp_path):
+    port = free_port()
+    flags = tiny("--simulate=2", "--steps=400", f"--monitoring.prometheus_port={port}")
+    process = subprocess.Popen(
+        command("train", *flags, "--run-dir", tmp_path / "run"),
+        env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=tmp_path,
+    )  # fmt: skip
+    seen: list[float] = []
+    until = time.monotonic() + 120
+    try:
+        while len(set(seen)) < 3 and time.monotonic() < until and process.poll() is None:
+            with contextlib.suppress(OSError):
+                seen.append(fetch(port).get("jaxdist_step", 0.0))
+            time.sleep(0.1)
+    finally:
+        process.kill()
+        process.wait()
+    assert len(set(seen)) >= 3 and seen == sorted(seen)

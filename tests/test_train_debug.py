@@ -1,0 +1,86 @@
+"""`--debug`: the smallest run that exercises everything, with jax checking itself."""
+
+import json
+import os
+import subprocess
+import sys
+import tomllib
+
+import pytest
+from commands import ROOT, losses, records, run
+
+from jaxdist.config import RunConfig, read_run
+
+
+def read(*flags: str) -> RunConfig:
+    return read_run(flags, command="jaxdist.train")
+
+
+def test_debug_is_two_simulated_devices_and_nothing_behind_ones_back():
+    config = read("--debug")
+    assert config.debug and config.simulate == 2
+    assert config.model.num_params < RunConfig().model.num_params / 10
+    assert not config.checkpoint.async_save and config.checkpoint.save_interval_steps < 8
+    assert config.train.nan_policy == "stop"
+    assert config.runtime.compile_cache == "off"
+    assert config.choose_mesh(2)[0].num_devices == 2
+
+
+def test_without_debug_nothing_changes():
+    assert read("--debug=false") == read() == RunConfig()
+
+
+def test_what_is_asked_for_wins(tmp_path):
+    config = read("--debug", "--steps=3", "--model.d_model=128", "--simulate=4")
+    assert (config.train.steps, config.model.d_model, config.simulate) == (3, 128, 4)
+    assert config.model.mlp_dim == 128  # the rest stays tiny
+    file = tmp_path / "small.toml"
+    file.write_text("[train]\nsteps = 5\n")
+    assert read("--config", str(file), "--debug").train.steps == 5
+
+
+@pytest.mark.parametrize("way", ["flag", "file"])
+def test_a_mesh_is_laid_over_the_machines_own_devices(tmp_path, way):
+    file = tmp_path / "mesh.toml"
+    file.write_text('[mesh]\nshape = "fsdp=8"\n')
+    flags = ["--mesh", "fsdp=8"] if way == "flag" else ["--config", str(file)]
+    config = read("--debug", *flags)
+    assert (config.simulate, config.mesh.shape) == (0, "fsdp=8")
+    assert read("--debug", *flags, "--simulate=8").simulate == 8
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("", "--xla_gpu_exclude_nondeterministic_ops=true --xla_gpu_autotune_level=0"),
+        (
+            "--xla_gpu_autotune_level=2",
+            "--xla_gpu_autotune_level=2 --xla_gpu_exclude_nondeterministic_ops=true",
+        ),
+    ],
+)
+def test_jax_starts_with_its_checks_on_and_deterministic_kernels(given, expected):
+    code = (
+        "import os; from jaxdist import runtime; runtime.simulate(2); runtime.be_careful()\n"
+        "import jax; print(os.environ['XLA_FLAGS']); print(jax.config.jax_enable_checks)\n"
+        "print(len(jax.devices()))"  # ends the process where a flag is not known
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "XLA_FLAGS": given},
+        capture_output=True, text=True, check=True, cwd=ROOT,
+    )  # fmt: skip
+    assert done.stdout.splitlines() == [expected, "True", "2"]
+
+
+@pytest.mark.slow
+def test_a_debug_run_ends_well_and_twice_with_the_same_bits(tmp_path):
+    for name in "ab":
+        done = run("train", "--debug", "--run-dir", tmp_path / name)
+        assert done.returncode == 0, done.stderr
+    folder = tmp_path / "a"
+    assert losses(folder) == losses(tmp_path / "b") and len(losses(folder)) == 8
+    train = records(folder, "train")
+    assert train[-1]["loss"] < train[0]["loss"] - 0.5
+    assert tomllib.loads((folder / "config.toml").read_text())["debug"] is True
+    assert {p.name for p in (folder / "checkpoints").iterdir()} >= {"4", "8"}
+    assert json.loads((folder / "summary.json").read_text())["num_devices"] == 2
