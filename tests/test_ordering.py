@@ -13,9 +13,10 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from tiny import Case, layout_of, model_of, step_of, text_batch
 
-from jaxdist import collectives, generate, step
+from jaxdist import collectives, generate
 from jaxdist.ordering import in_order
 from jaxdist.plan import hlo
+from jaxdist.step import gradients
 
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "collective-permute", "all-to-all")
 
@@ -93,7 +94,7 @@ def test_pipelines_and_automatic_axes_are_in_order(case):
 
 
 def test_without_ties_there_are_unordered_pairs(monkeypatch):
-    monkeypatch.setattr(step, "in_order", lambda function, hidden: function)
+    monkeypatch.setattr(gradients, "in_order", lambda function, hidden: function)
     assert all(unordered(text) for text in train_and_evaluate("fsdp=4,tp=2"))
     (parsed,) = pipeline_parity.parse(PIPELINES[0])
     function, arguments = pipeline_parity.lowered(parsed)
