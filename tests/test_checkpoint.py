@@ -148,7 +148,7 @@ def test_a_restore_reads_each_byte_once(tmp_path, mesh, spec, verify, times):
     """Written by 8 devices, read by few or many, split or replicated."""
     split = NamedSharding(MeshSpec.parse("fsdp=8").build(), P("fsdp"))
     rng = np.random.default_rng(0)
-    values = {f"w{i}": rng.standard_normal((512, 512), np.float32) for i in range(4)}
+    values = {f"w{i}": rng.standard_normal((1024, 1024), np.float32) for i in range(4)}
     state = {"params": jax.tree.map(lambda x: jax.device_put(x, split), values)}
     writer = checkpointer(tmp_path)
     writer.save(1, state, {}, force=True)
@@ -164,6 +164,7 @@ def test_a_restore_reads_each_byte_once(tmp_path, mesh, spec, verify, times):
     jax.block_until_ready(restored)
     read = bytes_read() - before
     assert bits(restored) == bits(state)
+    # Whatever else this process reads meanwhile counts too, e.g. compiled programs (1.7 MB seen).
     assert read <= 1.2 * times * sum(x.nbytes for x in values.values())
 
 

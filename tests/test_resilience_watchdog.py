@@ -20,6 +20,12 @@ from jaxdist.resilience.watchdog import Watchdog
 BEAT_S = 0.05
 
 
+@pytest.fixture(autouse=True)
+def propagating(monkeypatch):
+    """Before the test begins: pytest joins loggers that do not propagate then, and hears twice."""
+    monkeypatch.setattr(logging.getLogger("jaxdist"), "propagate", True)
+
+
 def standing(process: int, **changes) -> Standing:
     values = {"host": f"host{process}", "pid": 7, "phase": "step", "step": 5, "beat": 1}
     return Standing(process=process, **{**values, **changes})
@@ -87,7 +93,6 @@ class Dogs:
 
 
 def test_a_stuck_step_ends_all_processes_with_one_line_and_all_stacks(tmp_path, caplog):
-    logging.getLogger("jaxdist").propagate = True
     dogs = Dogs(tmp_path, 3)
     begin = time.monotonic()
     for index, dog in enumerate(dogs.dogs):
@@ -95,9 +100,7 @@ def test_a_stuck_step_ends_all_processes_with_one_line_and_all_stacks(tmp_path, 
         dog.finished(8 if index == 1 else 9, 0.01)
     assert dogs.wait() == {0: 86, 1: 86, 2: 86}
     assert time.monotonic() - begin > 0.4
-    # Each announcement leaves a mark of its own; handlers may repeat a record.
-    assert len(list(tmp_path.glob(".hang-after-*"))) == 1
-    (line,) = {r.getMessage() for r in caplog.records if "watchdog" in r.getMessage()}
+    (line,) = [r.getMessage() for r in caplog.records if "watchdog" in r.getMessage()]
     assert re.search(r"process 1 on \S+ \(pid \d+\), last step 8, phase step: behind", line)
     for index in range(3):
         stacks = (tmp_path / f"process-{index}.stacks.txt").read_text()
@@ -107,7 +110,6 @@ def test_a_stuck_step_ends_all_processes_with_one_line_and_all_stacks(tmp_path, 
 
 def test_two_that_raise_the_alarm_at_once_say_one_line(tmp_path, caplog):
     """Each takes the other for dead: nobody waits for anybody."""
-    logging.getLogger("jaxdist").propagate = True
     config = ResilienceConfig(watchdog=False)
     left: list[int] = []
     first, second = (
