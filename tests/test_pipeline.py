@@ -14,7 +14,7 @@ from pipeline_parity import Case, compare
 from jaxdist.parallel import pipeline, ticks
 from jaxdist.parallel.microbatches import PipelineConfig, choose_num_microbatches, describe
 from jaxdist.parallel.pieces import matchings
-from jaxdist.parallel.timetable import tabulate
+from jaxdist.parallel.slots import tabulate
 
 # The project's contract for float32 across meshes: sums of another order, nothing else.
 LOSS, GRADIENT = 1e-6, 1e-5

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from pipeline_parity import FAST_COMPILE, Case, lowered
 
+from jaxdist.parallel.phases import phases
 from jaxdist.parallel.schedules import make_schedule
-from jaxdist.parallel.timetable import phases, simulate
+from jaxdist.parallel.simulation import simulate
 
 
 def inner(equation) -> list:

@@ -105,7 +105,7 @@ def test_command_for_gpus_reads_its_settings(line, monkeypatch):
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "1f1b × 2", "1f1b_lean", "zero_bubble"])
 def test_schedule_drawings_are_the_codes_own(name):
     from jaxdist.parallel.schedules import make_schedule
-    from jaxdist.parallel.timetable import draw
+    from jaxdist.parallel.simulation import draw
 
     printed = re.search(rf"<!-- drawing: {name} -->\n```\n(.*?)\n```", README, flags=re.S)
     schedule_name, _, chunks = name.partition(" × ")

@@ -5,21 +5,11 @@ import dataclasses
 import numpy as np
 import pytest
 
+from jaxdist.parallel.phases import phases
 from jaxdist.parallel.schedules import SCHEDULES, ScheduleName, forward_only, make_schedule
-from jaxdist.parallel.timetable import (
-    RECOMPUTE,
-    Action,
-    Costs,
-    Lifetimes,
-    Schedule,
-    ScheduleError,
-    check,
-    colour,
-    draw,
-    phases,
-    simulate,
-    tabulate,
-)
+from jaxdist.parallel.simulation import RECOMPUTE, Costs, draw, simulate
+from jaxdist.parallel.slots import Lifetimes, colour, tabulate
+from jaxdist.parallel.timetable import Action, Schedule, ScheduleError, check
 
 STAGES = (1, 2, 3, 4, 8)
 MICROBATCHES = (1, 2, 3, 5, 8, 16, 19)

@@ -8,14 +8,9 @@ from collections import Counter
 from collections.abc import Mapping
 
 from jaxdist.parallel.microbatches import PipelineConfig
-from jaxdist.parallel.timetable import (
-    RECOMPUTE,
-    Kind,
-    Report,
-    Schedule,
-    phases,
-    simulate,
-)
+from jaxdist.parallel.phases import phases
+from jaxdist.parallel.simulation import RECOMPUTE, Report, simulate
+from jaxdist.parallel.timetable import Kind, Schedule
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

@@ -7,7 +7,8 @@ from typing import Literal
 
 from jaxdist.parallel import schedules
 from jaxdist.parallel.schedules import ScheduleName
-from jaxdist.parallel.timetable import RECOMPUTE, Schedule, simulate
+from jaxdist.parallel.simulation import RECOMPUTE, simulate
+from jaxdist.parallel.timetable import Schedule
 from jaxdist.types import setting
 
 

@@ -10,7 +10,7 @@ A switch whose predicate differs between stages may hold collectives over data, 
 because all members of such a group are on one stage and take the same branch.
 
 What moves, per device and step, B being the bytes of one microbatch's activations:
-    ring permutes   B for each exchange of the schedule (`timetable.Report`), each way
+    ring permutes   B for each exchange of the schedule (`simulation.Report`), each way
     fsdp            every action gathers its piece's weights layer by layer, backward scatters their
                     gradients ("action"); or once per step, which holds the whole stage ("step")
     chunks > 1      parameters lie contiguously on stages, so pieces travel to their stage and their
@@ -31,9 +31,10 @@ from jax.sharding import PartitionSpec as P
 from jaxdist import collectives
 from jaxdist.parallel import data, fsdp, pieces
 from jaxdist.parallel.layerwise import Layers, Layerwise
+from jaxdist.parallel.slots import tabulate
 from jaxdist.parallel.splitting import take_apart
 from jaxdist.parallel.ticks import AXIS, Action, Row, State, rows_of, run, take
-from jaxdist.parallel.timetable import Kind, Schedule, tabulate
+from jaxdist.parallel.timetable import Kind, Schedule
 from jaxdist.sharding import Layout
 from jaxdist.types import Array, Batch, Context, Model, Params, Sums
 

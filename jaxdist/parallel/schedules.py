@@ -1,8 +1,8 @@
 """The pipeline schedules, each a function that fills a table of actions.
 
-`timetable.py` says what a table is, checks it and measures it. A new schedule is one function
-`(num_stages, num_microbatches, chunks_per_stage) -> Schedule`, its line in `SCHEDULES` and its name
-in `ScheduleName`.
+`timetable.py` says what a table is and checks it, `simulation.py` measures it. A new schedule is
+one function `(num_stages, num_microbatches, chunks_per_stage) -> Schedule`, its line in `SCHEDULES`
+and its name in `ScheduleName`.
 
 All stages advance tick by tick together, so `1f1b` here alternates whole ticks of forwards with
 whole ticks of backwards: mixing both in one tick, as in the textbook drawing, would make the

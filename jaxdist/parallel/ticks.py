@@ -16,14 +16,16 @@ import numpy as np
 from jax import lax
 
 from jaxdist import collectives
-from jaxdist.parallel.timetable import KINDS, Kind, Phase, Schedule, phases, tabulate
+from jaxdist.parallel.phases import Phase, phases
+from jaxdist.parallel.slots import tabulate
+from jaxdist.parallel.timetable import KINDS, Kind, Schedule
 from jaxdist.types import Array
 
 AXIS = "pipeline"
 
 
 class Row(NamedTuple):
-    """This stage's entry of the tables in one tick; int32 scalars (see `timetable.Tables`)."""
+    """This stage's entry of the tables in one tick; int32 scalars (see `slots.Tables`)."""
 
     branch: Array
     microbatch: Array
@@ -67,7 +69,7 @@ def rows_of(schedule: Schedule) -> Row:
 def run(
     schedule: Schedule, actions: dict[Kind, Action], idle: dict[str, Any], state: State
 ) -> State:
-    """Run this stage's table tick by tick, in the fewest loops (`timetable.phases`).
+    """Run this stage's table tick by tick, in the fewest loops (`phases.phases`).
 
     Args:
         schedule: the table.

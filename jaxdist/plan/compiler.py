@@ -130,7 +130,7 @@ def _assemble(config_text: str, devices: list[Any], scratch: str) -> Any:
 
 def _branch_shares(parts: Any) -> dict[str, float]:
     """Kind of action -> a stage's actions of it, as a share of the switches that may hold one."""
-    from jaxdist.parallel.timetable import phases
+    from jaxdist.parallel.phases import phases
 
     schedule = parts.pipeline_schedule
     if schedule is None:

@@ -6,7 +6,8 @@ import html
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
-from jaxdist.parallel.timetable import Costs, Schedule
+from jaxdist.parallel.simulation import Costs
+from jaxdist.parallel.timetable import Schedule
 
 COLOURS = (
     *("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9"),

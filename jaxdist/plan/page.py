@@ -8,7 +8,7 @@ from pathlib import Path
 
 from jaxdist.estimate.memory import GIB
 from jaxdist.estimate.search import Choice, why_not
-from jaxdist.parallel.timetable import RECOMPUTE, draw
+from jaxdist.parallel.simulation import RECOMPUTE, draw
 from jaxdist.plan import drawing
 from jaxdist.plan.advice import Advice
 from jaxdist.plan.planning import Plan, build_model

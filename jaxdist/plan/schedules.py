@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from jaxdist.parallel.schedules import SCHEDULES, make_schedule
-from jaxdist.parallel.timetable import RECOMPUTE, Schedule, draw, simulate
+from jaxdist.parallel.simulation import RECOMPUTE, draw, simulate
+from jaxdist.parallel.timetable import Schedule
 from jaxdist.types import ConfigError
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from jaxdist.config import RunConfig, stored_run
 from jaxdist.hardware import GPUS, Cluster
 from jaxdist.mesh import MeshSpec
-from jaxdist.parallel.timetable import RECOMPUTE, Report, simulate
+from jaxdist.parallel.simulation import RECOMPUTE, Report, simulate
 from jaxdist.plan.compiled import CompiledStep, NotCompiled, compile_step
 from jaxdist.plan.program import Collective
 
