@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -11,9 +10,9 @@ from typing import Any
 
 from jaxdist.hardware import peak_flops
 from jaxdist.monitoring import console
+from jaxdist.monitoring.alerts import Alerts
 from jaxdist.monitoring.config import MonitoringConfig
 from jaxdist.monitoring.memory import device_memory
-from jaxdist.monitoring.processes import ProcessWatch, find_slow
 from jaxdist.monitoring.profiling import Profiler, steps_of
 from jaxdist.monitoring.prometheus import Prometheus
 from jaxdist.monitoring.records import RecordWriter, read_records
@@ -22,7 +21,7 @@ from jaxdist.monitoring.sensors import Sensors
 from jaxdist.monitoring.tensorboard import TensorBoard
 from jaxdist.monitoring.throughput import Throughput
 from jaxdist.monitoring.totals import Totals
-from jaxdist.monitoring.watches import Compilation, CompileWatch, DataWaitWatch
+from jaxdist.monitoring.watches import CompileWatch
 
 logger = logging.getLogger("jaxdist")
 
@@ -85,9 +84,6 @@ class Monitor:
             window_steps=config.window_steps,
         )
         self._local_devices = [d for d in devices if d.process_index == jax.process_index()]
-        self._data_wait = DataWaitWatch(
-            threshold=config.data_wait_warning, window_steps=config.window_steps
-        )
         self.profiler = Profiler(
             steps_of(config.profile) if config.profile and run.is_writer else None,
             run.profiles,
@@ -95,15 +91,12 @@ class Monitor:
             asked=asked_to_trace,
             asked_steps=config.profile_steps,
         )
-        self._processes = ProcessWatch(jax.process_count(), config.compare_every_steps)
-        self._held_up: set[tuple[int, str]] = set()
         self._sensors = Sensors(
             self._local_devices, os.environ, logger.info if run.is_writer else lambda line: None
         )
         self._clock = clock
         self._begin = clock()
         self._steps_here = 0
-        self._said_impossible = False
         self._ended = False
         self._watches: list[CompileWatch] = []
         self._records: RecordWriter | None = None
@@ -111,6 +104,14 @@ class Monitor:
         self._prometheus: Prometheus | None = None
         earlier = read_records(run.metrics) if run.is_writer and run.resumed else []
         self.totals = Totals(earlier, start_step=start_step, unit=unit)
+        self._alerts = Alerts(
+            config,
+            self.totals,
+            self.event,
+            self._sensors.read,
+            num_processes=jax.process_count(),
+            compares=run.is_writer,
+        )
         if run.is_writer:
             self._open(config_text)
 
@@ -150,11 +151,8 @@ class Monitor:
         if self._steps_here > 1:  # the first step of a start compiles and fills the prefetch
             self.throughput.add(tokens, step_time_s)
             self.totals.add_times(step_time_s, data_wait_s, device_wait_s)
-            if device_wait_s is not None:
-                self._processes.add(step_time_s, data_wait_s, device_wait_s)
-            if self._data_wait.add(data_wait_s, step_time_s):
-                self._warn_slow_loader(step)
-        self._check_finite(step, values)
+            self._alerts.step_times(step, step_time_s, data_wait_s, device_wait_s)
+        self._alerts.values(step, values)
         on_record = step % self.config.record_every_steps == 0
         on_log = step % self.config.log_every_steps == 0 or self._steps_here == 1
         ends = step == self.total_steps
@@ -188,7 +186,7 @@ class Monitor:
             self._records.write(record)
         if (on_log or ends) and self.run.is_writer:
             self._show_step(record, list(values))
-        self._compare_processes(step)
+        self._alerts.processes(step)
         if ends:
             self.profiler.stop(step)
         return values
@@ -329,7 +327,7 @@ class Monitor:
 
         A run needs one; each further one is a warning that says what changed.
         """
-        watch = CompileWatch(function, self._report_compilation, name)
+        watch = CompileWatch(function, self._alerts.compilation, name)
         self._watches.append(watch)
         return watch
 
@@ -447,7 +445,7 @@ class Monitor:
             shown[f"{unit}_per_s_per_device"] = rate / self.throughput.num_devices
             shown["step_time_s"] = self.throughput.step_time_s
             shown |= self.throughput.mfu_fields(rate)
-            self._warn_impossible_mfu(shown.get("mfu"))
+            self._alerts.mfu(shown.get("mfu"))
         eta_s = self.throughput.eta_s(self.total_steps - record["step"])
         self._say(
             lambda style: console.step_line(
@@ -472,115 +470,8 @@ class Monitor:
                 for name, value in shown.items()
                 if name.startswith("gpu_")
             }
-            points["speed/data_wait_share"] = self._data_wait.share
+            points["speed/data_wait_share"] = self._alerts.data_wait_share
             self._tensorboard.scalars(record["step"], points)
-
-    def _check_finite(self, step: int, values: Mapping[str, float]) -> None:
-        bad = [k for k in ("loss", "grad_norm") if not math.isfinite(values.get(k, 0.0))]
-        shown: dict[str, Any] = {k: values[k] for k in bad}
-        if not values.get("applied", values.get("finite", True)):
-            self.totals.skipped_steps += 1
-            why = f" ({' and '.join(f'{k} is {values[k]}' for k in bad)})" if bad else ""
-            self.event(
-                "skipped_step",
-                step=step,
-                skipped_steps=self.totals.skipped_steps,
-                **shown,
-                level=logging.WARNING,
-                message=f"step {step} was skipped{why}; {self.totals.skipped_steps} skipped so far",
-            )
-        elif bad:
-            self.event(
-                "not_finite",
-                step=step,
-                **shown,
-                level=logging.WARNING,
-                message=f"step {step}: {' and '.join(f'{k} is {values[k]}' for k in bad)}",
-            )
-
-    def _compare_processes(self, step: int) -> None:
-        """At the end of an interval tell the coordinator how this process fares; 0 compares."""
-        if not self._processes.ends(step):
-            return
-        self._processes.end_interval(step, self._sensors.read())
-        if not self.run.is_writer:
-            return
-        said = self._processes.everyone()
-        if not said:
-            return
-        step = said[0]["step"]
-        names = ("step_time_s", "data_wait_s", "device_wait_s", "host_s")
-        means = {name: [one[name] for one in said.values()] for name in names}
-        self.event(
-            "processes",
-            step=step,
-            quiet=True,
-            of=list(said),
-            hosts=[one["host"] for one in said.values()],
-            means=means,
-        )
-        slow = find_slow(said)
-        for one in slow:
-            self.totals.add_slow(one)
-            if (one.process, one.cause) in self._held_up:
-                continue  # said already: once per episode
-            self.event(
-                "slow_process",
-                step=step,
-                process=one.process,
-                host=one.host,
-                cause=one.cause,
-                lost_s=one.lost_s,
-                level=logging.WARNING,
-                message=one.text,
-            )
-        self._held_up = {(one.process, one.cause) for one in slow}
-
-    def _warn_slow_loader(self, step: int) -> None:
-        share = self._data_wait.share
-        self.event(
-            "slow_loader",
-            step=step,
-            data_wait_share=share,
-            level=logging.WARNING,
-            message=f"the data loader is the bottleneck: {console.percent(share)} of the last "
-            f"{self.config.window_steps} steps went to waiting for data (warned above "
-            f"{console.percent(self.config.data_wait_warning)}). Tokenise the corpus once, give "
-            "the loader more workers, or a faster disk.",
-        )
-
-    def _warn_impossible_mfu(self, mfu: float | None) -> None:
-        if mfu is None or mfu <= 1.0 or self._said_impossible:
-            return
-        self._said_impossible = True
-        self.event(
-            "impossible_mfu",
-            mfu=mfu,
-            level=logging.WARNING,
-            message=f"an MFU of {console.percent(mfu)} cannot be: the peak or the model's FLOPs "
-            "per token is wrong. Check monitoring.peak_tflops and Model.flops_per_token.",
-        )
-
-    def _report_compilation(self, done: Compilation) -> None:
-        source = " from the compile cache" if done.from_cache else ""
-        took = f"{done.function} compiled{source} in {console.duration(done.seconds)}"
-        fields: dict[str, Any] = {
-            "function": done.function,
-            "seconds": done.seconds,
-            "from_cache": done.from_cache,
-            "count": done.count,
-        }
-        if done.count == 1:
-            self.event("compile", message=took, **fields)
-            return
-        changed = "; ".join(done.changes) or "no argument that can be seen"
-        self.event(
-            "recompile",
-            **fields,
-            changes=list(done.changes),
-            level=logging.WARNING,
-            message=f"{took}: compilation {done.count} of it, a run needs one. Changed: {changed}",
-        )
 
 
 def read(metrics: Mapping[str, Any]) -> dict[str, float]:
