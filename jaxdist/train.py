@@ -143,6 +143,7 @@ class Run:
         begin: Callable[..., tuple[TrainState, int, Loader]],
         budget: Budget | None = None,
     ):
+        from jaxdist.judging import Judge
         from jaxdist.monitoring import StepTimer
         from jaxdist.monitoring.environment import versions
 
@@ -150,13 +151,13 @@ class Run:
         self.checkpointer, self.monitor, self.preemption = checkpointer, monitor, preemption
         self.config, self.config_text = parts.config, config_text
         self.versions = versions()
-        self.watchdog, self.guard, self.replicas = watchdog, guard, replicas
+        self.watchdog, self.guard = watchdog, guard
         self.begin, self.budget = begin, budget
         step = parts.step.train_below if guard.limits_updates else parts.step.train
         self.train_step = monitor.watch_compiles(step, "train step")
         on_cpu = parts.step.context.platform == "cpu"
         self.timer = StepTimer(blocking_dispatch=on_cpu)
-        self.pending: tuple[int, Any, int] | None = None  # step, metrics, its first sample
+        self.judge = Judge(monitor, self.timer, watchdog, guard, replicas, checkpointer)
 
     def go(self, start_step: int) -> int:
         """Train from `start_step` to the end, going back where a guard asks for it."""
@@ -175,110 +176,42 @@ class Run:
         self.watchdog.enter("compile", start_step)
         for step in range(start_step + 1, config.train.steps + 1):
             if self.monitor.profiler.reaches(step):
-                self.report()
+                self.judge.report()
                 with self.timer.paused(), self.watchdog.phase("trace"):
                     self.monitor.profiler.turn(step)
             with self.watchdog.phase("data"):
                 batch = self.timer.fetch(lambda: next(self.loader))
             limit = (self.guard.limit(step),) if self.guard.limits_updates else ()
+            self.check_budget(self.state, batch, *limit)
             self.state, metrics = self.timer.dispatch(self.train_step, self.state, batch, *limit)
-            self.report()
-            self.pending = (step, metrics, self.loader.first_sample)
+            self.judge.report()
+            self.judge.hold(step, metrics, self.loader)
             evaluated: dict[str, float] = {}
             is_last = step == config.train.steps  # evaluated and saved by finish
             saves = self.checkpointer.due(step) and not is_last
-            self.replicas.look(step, self.state, force=saves or is_last)
+            self.judge.look(step, self.state, force=saves or is_last)
             if (
                 config.eval.interval_steps
                 and step % config.eval.interval_steps == 0
                 and not is_last
             ):
-                self.report()
+                self.judge.report()
                 evaluated = self.evaluate(step, config.eval.max_batches)
             if saves:
-                self.report()
+                self.judge.report()
                 self.save(step, metrics=evaluated)
             if self.preemption.preempted(step) and not is_last:
-                self.replicas.look(step, self.state, force=True)
-                self.report()
-                self.check_replicas()
+                self.judge.look(step, self.state, force=True)
+                self.judge.report()
+                self.judge.check_replicas()
                 return self.leave_early(step)
-        self.report()
+        self.judge.report()
         return self.finish()
-
-    def report(self) -> None:
-        """Read and report the metrics of the step before; act where they are bad.
-
-        Raises:
-            Rollback: the policy is to go back to a checkpoint.
-            Stopped: the policy is to end the run.
-        """
-        if self.pending is None:
-            return
-        from jaxdist.resilience import Rollback, Stopped, uneven_norms
-        from jaxdist.step import REPLICA_NORMS
-
-        step, metrics, first_sample = self.pending
-        self.pending = None
-        weight = self.timer.read(lambda: float(metrics["weight"]))
-        step_time_s, data_wait_s = self.timer.lap()
-        self.watchdog.finished(step, step_time_s)
-        self.check_budget()
-        norms = metrics.pop(REPLICA_NORMS, None)
-        values = self.monitor.train(
-            step,
-            metrics,
-            tokens=weight,
-            step_time_s=step_time_s,
-            data_wait_s=data_wait_s,
-            device_wait_s=self.timer.device_wait_s,
-        )
-        if norms is not None and (uneven := uneven_norms(norms.tolist())):
-            self.monitor.event("uneven_replicas", step=step, message=f"step {step}: {uneven}")
-        self.check_replicas()
-        offence = self.guard.judge(step, values, self.loader, first_sample)
-        if offence is None:
-            return
-        said = offence.kind == "nan" and offence.action == "skip"  # by the monitor
-        self.monitor.event(
-            "offence",
-            step=step,
-            message=str(offence),
-            level=logging.INFO if said else logging.WARNING,
-            quiet=said,
-        )
-        if offence.action == "rollback":
-            raise Rollback(offence)
-        if offence.action == "stop":
-            self.checkpointer.wait()
-            reason = "NaN or Inf" if offence.kind == "nan" else "loss spike"
-            self.monitor.summary(reason, error=str(offence))
-            raise Stopped(self.guard.stop_text(offence))
-
-    def check_replicas(self) -> None:
-        """Act on devices that hold different bits of one value.
-
-        Raises:
-            Rollback: the policy is to go back to a checkpoint.
-            DamagedState: the policy is to end the run.
-        """
-        from jaxdist.resilience import DamagedState, Rollback
-
-        damage = self.replicas.found()
-        if damage is None:
-            return
-        self.monitor.event("damage", step=damage.step, message=str(damage), level=logging.ERROR)
-        if not self.replicas.gives_up():
-            raise Rollback
-        self.checkpointer.wait()
-        self.monitor.summary("damaged", error=str(damage))
-        raise DamagedState(str(damage))
 
     def roll_back(self, asked: Rollback) -> int:
         """The newest checkpoint's state, and the data without the bad batch; returns its step."""
         self.loader.close()
-        self.pending = None
-        self.replicas.forget()
+        self.judge.forget()
         del self.state  # two states may not fit
         left_out = asked.offence.all_left_out if asked.offence else self.loader.left_out
         with self.timer.paused(), self.watchdog.phase("restore"):
@@ -287,18 +220,16 @@ class Run:
         self.monitor.rewind(step, f"going on from step {step}{without}")
         return step
 
-    def check_budget(self) -> None:
-        """Once, after the first step: warn where the memory really used is not the estimate."""
+    def check_budget(self, *arguments: Any) -> None:
+        """Once, before the first step: what the compiled step takes against estimate and limit."""
         budget, self.budget = self.budget, None
         if budget is None:
             return
-        import jax
-
-        from jaxdist.monitoring import device_memory
-
-        peak = device_memory(jax.local_devices()).get("memory_peak_bytes")
-        if peak and (warning := budget.compare(peak)):
+        stats = self.train_step.compile(*arguments).memory_analysis()
+        if warning := budget.compare(stats):
             log.warning("%s", warning)
+        if not self.config.force:
+            budget.check_executable(stats)
 
     def evaluate(self, step: int, max_batches: int) -> dict[str, float]:
         """Evaluate the current parameters; each held-out row counts once."""

@@ -32,6 +32,7 @@ LEVELS = {
     "assembly": 7,
     "estimate": 7,
     "beginning": 8,
+    "judging": 8,
     "replay": 8,
     "train": 9,
     "evaluate": 9,

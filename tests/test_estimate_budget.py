@@ -4,12 +4,14 @@ There is no GPU here: devices are described.
 """
 
 import dataclasses
+import functools
+import json
 import types
 
 import pytest
 
 from jaxdist.config import RunConfig
-from jaxdist.estimate.budget import Budget, needs_of
+from jaxdist.estimate.budget import Budget, executable_bytes, needs_of
 from jaxdist.mesh import MeshSpec
 from jaxdist.models import DecoderConfig
 from jaxdist.step import TrainConfig
@@ -33,6 +35,16 @@ def gpus(count: int, limit_gib: float, kind: str = "NVIDIA H100 80GB HBM3") -> l
         )
         for _ in range(count)
     ]
+
+
+def stats(arguments: float, output: float = 0, alias: float = 0) -> types.SimpleNamespace:
+    """What `memory_analysis()` says."""
+    return types.SimpleNamespace(
+        argument_size_in_bytes=arguments,
+        output_size_in_bytes=output,
+        alias_size_in_bytes=alias,
+        temp_size_in_bytes=0,
+    )
 
 
 def run(**train) -> RunConfig:
@@ -85,12 +97,23 @@ def test_within_the_estimates_own_error_nothing_is_refused():
         Budget.of(config, spec, gpus(8, needed * 0.94), None).check()
 
 
-def test_the_start_says_the_estimate_and_the_end_of_the_first_step_compares():
+def test_the_start_says_the_estimate_and_the_compiled_step_is_compared():
     budget = Budget.of(run(remat="full"), MeshSpec(fsdp=8), gpus(8, 72), None)
     assert "memory estimate: " in budget.line() and "GiB a GPU of 72.0" in budget.line()
     total = budget.memory.total_bytes
-    assert budget.compare(total * 1.04) == "" == budget.compare(total * 0.96)
-    assert "were estimated (-9%)" in budget.compare(total * 1.1)
+    assert budget.compare(stats(total * 1.04)) == "" == budget.compare(stats(total * 0.96))
+    assert "were estimated (-9%)" in budget.compare(stats(total * 1.1))
+
+
+def test_a_compiled_step_beyond_the_limit_is_refused_with_what_to_change():
+    budget = Budget.of(run(remat="full"), MeshSpec(fsdp=8), gpus(8, 72), None)
+    budget.check_executable(stats(72 * GIB))
+    with pytest.raises(ConfigError, match=r"takes 80.0 GiB of each GPU and may take 72.0. Add --"):
+        budget.check_executable(stats(80 * GIB))
+
+
+def test_donated_arguments_count_once():
+    assert executable_bytes(stats(10, output=6, alias=5)) == 11
 
 
 def test_a_gpu_that_is_not_known_is_judged_by_its_memory():
@@ -115,6 +138,13 @@ def test_the_default_mesh_follows_the_estimate():
     assert spec == MeshSpec(fsdp=8) and "a replica would take" in reason
 
 
+SMALL = (
+    *("--steps=2", "--model.d_model=32", "--model.num_layers=2", "--model.num_heads=4"),
+    *("--model.mlp_dim=64", "--train.seq_len=32", "--train.global_batch_size=8"),
+    *("--eval.max_batches=1", "--eval.final_max_batches=1", "--optim.warmup_steps=0"),
+)
+
+
 def test_force_starts_all_the_same(monkeypatch, tmp_path):
     """The one line of train.py: `budget.check()` unless `--force`."""
     from jaxdist import train
@@ -127,17 +157,54 @@ def test_force_starts_all_the_same(monkeypatch, tmp_path):
         def line(self):
             return "memory estimate: none"
 
-        def compare(self, peak_bytes):
+        def compare(self, stats):
             return ""
 
     monkeypatch.setattr(room.Budget, "of", classmethod(lambda *args: Refusing()))
-    flags = [
-        *("--steps=1", "--model.d_model=32", "--model.num_layers=2", "--model.num_heads=4"),
-        *("--model.mlp_dim=64", "--train.seq_len=32", "--train.global_batch_size=8"),
-        *("--eval.max_batches=1", "--eval.final_max_batches=1", "--optim.warmup_steps=0"),
-        *("--run-dir", str(tmp_path / "run")),
-    ]
+    flags = [*SMALL, "--run-dir", str(tmp_path / "run")]
     with pytest.raises(ConfigError, match="memory: refused"):
         train.main(flags)
     assert not (tmp_path / "run").exists()  # before anything is written or compiled
     assert train.main([*flags, "--force"]) == 0
+
+
+def test_training_compares_with_its_executable_and_compiles_it_once(monkeypatch, tmp_path, capsys):
+    """On CPU devices that pose as GPUs: the account is the executable's, whatever made it."""
+    from jaxdist import train
+    from jaxdist.estimate import budget as room
+
+    seen = []
+    of = room.Budget.of
+
+    def judged(config, spec, devices, model, limit_gib=72.0):
+        return of(config, spec, gpus(len(devices), limit_gib), model)
+
+    def compare(self, stats):
+        seen.append(executable_bytes(stats))
+        return f"memory: {seen[-1]} bytes were compared"
+
+    monkeypatch.setattr(room.Budget, "of", judged)
+    monkeypatch.setattr(room.Budget, "compare", compare)
+    assert train.main([*SMALL, "--run-dir", str(tmp_path / "run")]) == 0
+    (needed,) = seen  # once, and not after each step
+    assert f"memory: {needed} bytes were compared" in capsys.readouterr().out
+    records = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    events = [record["event"] for record in records if record["kind"] == "event"]
+    assert events.count("compile") == 1 and "recompile" not in events
+    state_bytes = needed_state(tmp_path / "run")
+    assert state_bytes < needed < 100 * state_bytes
+
+    too_little = functools.partial(judged, limit_gib=needed / 2 / GIB)
+    monkeypatch.setattr(room.Budget, "of", too_little)
+    monkeypatch.setattr(room.Budget, "check", lambda self: None)  # the estimate is not asked here
+    with pytest.raises(ConfigError, match="memory: the compiled step takes"):
+        train.main([*SMALL, "--run-dir", str(tmp_path / "refused")])
+    forced = ["--force", "--run-dir", str(tmp_path / "forced")]
+    assert train.main([*SMALL, *forced]) == 0
+
+
+def needed_state(run_dir) -> int:
+    """Bytes of the float32 parameters and AdamW's two moments, from the run's own settings."""
+    from jaxdist.config import stored_run
+
+    return 12 * stored_run(run_dir / "config.toml").model.num_params

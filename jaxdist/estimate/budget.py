@@ -77,25 +77,50 @@ class Budget:
         raise ConfigError(
             [
                 f"memory: this run needs about {self.memory.total_bytes / GIB:.1f} GiB of each GPU "
-                f"and may take {self.limit_bytes / GIB:.1f}. {self._fix()} "
+                f"and may take {self.limit_bytes / GIB:.1f}. {self._fix(self.limit_bytes)} "
                 "Use --force to start all the same."
             ]
         )
 
-    def compare(self, peak_bytes: float) -> str:
-        """A warning where the memory really used is far from the estimate, else ""."""
-        error = self.memory.total_bytes / peak_bytes - 1
+    def compare(self, stats: Any) -> str:
+        """A warning where the compiled step takes another amount than was estimated, else "".
+
+        Args:
+            stats: `memory_analysis()` of the executable.
+        """
+        needed = executable_bytes(stats)
+        error = self.memory.total_bytes / needed - 1
         if self.memory.is_rough or abs(error) <= TOLERANCE:
             return ""
         return (
-            f"memory: {peak_bytes / GIB:.1f} GiB in use at most, "
+            f"memory: the compiled step takes {needed / GIB:.1f} GiB of each GPU, "
             f"{self.memory.total_bytes / GIB:.1f} were estimated ({error:+.0%}): plans for this "
             "run are off by as much"
         )
 
-    def _fix(self) -> str:
-        """The least change with which it fits, or another mesh."""
-        usable = self.limit_bytes
+    def check_executable(self, stats: Any) -> None:
+        """Refuse a compiled step that cannot run, before it is tried.
+
+        Args:
+            stats: `memory_analysis()` of the executable.
+
+        Raises:
+            ConfigError: it takes more than the allocator may give out.
+        """
+        needed = executable_bytes(stats)
+        if needed > self.limit_bytes:
+            # What the estimate must come down to, if it stays as far off as it is here.
+            target = self.limit_bytes * self.memory.total_bytes / needed
+            raise ConfigError(
+                [
+                    f"memory: the compiled step takes {needed / GIB:.1f} GiB of each GPU and may "
+                    f"take {self.limit_bytes / GIB:.1f}. {self._fix(target)} "
+                    "Use --force to try it all the same."
+                ]
+            )
+
+    def _fix(self, usable: float) -> str:
+        """The least change with which the estimate is within `usable` bytes, or another mesh."""
         choice = dataclasses.replace(Choice.of(self.job), usable_bytes=usable)
         for change in smallest_changes(choice):
             return f"Add {change.flags}: {change.why}."
@@ -107,6 +132,16 @@ class Budget:
             "No mesh of these GPUs holds it: ask `jaxdist plan` how many would, or take a smaller "
             "model or shorter rows."
         )
+
+
+def executable_bytes(stats: Any) -> int:
+    """Bytes of one device's memory that an executable takes while it runs, by its own account.
+
+    Args:
+        stats: `jax.stages.Compiled.memory_analysis()`.
+    """
+    arguments, outputs = stats.argument_size_in_bytes, stats.output_size_in_bytes
+    return int(arguments + outputs - stats.alias_size_in_bytes + stats.temp_size_in_bytes)
 
 
 def needs_of(

@@ -70,6 +70,18 @@ class CompileWatch:
             self._compiled(time.perf_counter() - begin, events, (args, kwargs))
         return result
 
+    def compile(self, *args: Any) -> Any:
+        """Compile for these arguments without a call; returns the `jax.stages.Compiled`.
+
+        jax keeps the executable: a call with the like compiles nothing more.
+        """
+        begin = time.perf_counter()
+        with _compile_events() as events:
+            executable = self._function.lower(*args).compile()
+        if any(_IS_COMPILE in event for event in events):
+            self._compiled(time.perf_counter() - begin, events, (args, {}))
+        return executable
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self._function, name)  # lower, trace, eval_shape, ... of the function
 
