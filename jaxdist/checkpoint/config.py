@@ -24,7 +24,11 @@ class CheckpointConfig:
     keep_best: int = setting(0, "also keep this many with the best evaluation metric; 0 = none")
     best_metric: str = setting("loss", "evaluation metric that keep_best looks at")
     best_mode: Literal["min", "max"] = setting("min", "whether the best metric is the lowest")
-    async_save: bool = setting(True, "write in the background; false = wait for every save")
+    async_save: bool = setting(
+        True,
+        "write beside training, which a kill in mid-write costs the steps since that save began "
+        "besides the interval; false = wait for every save, and lose an interval at most",
+    )
     max_failures: int = setting(3, "failed saves in a row after which the run stops")
     verify: Literal["full", "quick", "none"] = setting(
         "full",
