@@ -5,8 +5,8 @@
 
 All contenders write the same bytes in one run, interleaved; the medians of the repetitions are
 printed. `blocked` is what a training loop waits for, `total` the time until the files are complete;
-ours includes the digests, the CRC-32 of every file and the manifest. The last part runs steps of
-matrix products with a save every 50 steps and without, in alternating blocks.
+ours includes the digests, the CRC-32 of every file and the manifest. The last part trains the
+default model of `jaxdist.train` with a save every 50 steps and without, in alternating blocks.
 
 On CPU the copy from device to host is none, so `blocked` is the digests; on a GPU it is the copy.
 PyTorch's rows are absent when it is not installed.
@@ -15,6 +15,7 @@ PyTorch's rows are absent when it is not installed.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import shutil
 import statistics
@@ -29,7 +30,9 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxdist.assembly import assemble
 from jaxdist.checkpoint import CheckpointConfig, Checkpointer
+from jaxdist.config import RunConfig
 from jaxdist.mesh import MeshSpec
 
 NUM_ARRAYS = 8
@@ -48,7 +51,7 @@ def main() -> None:
         contenders = {"jaxdist": ours(root / "ours", state), **torch_contenders(root, arguments.gb)}
         measure(contenders, arguments.repeats, arguments.gb)
         restores(root / "restore", state, mesh, arguments.repeats, arguments.gb)
-        throughput(root / "throughput", arguments.steps, arguments.step_gb)
+        throughput(root / "throughput", arguments.blocks, arguments.rows)
     finally:
         shutil.rmtree(root, ignore_errors=True)
 
@@ -153,48 +156,49 @@ def restores(directory: Path, state: Any, mesh: Mesh, repeats: int, gb: float) -
         print(f"{name:<24}{total:>20.3f}{gb / total:>8.2f}")
 
 
-def throughput(directory: Path, num_steps: int, gb: float) -> None:
-    """Seconds of 50 steps that begin with a save and of 50 that do not, in alternating blocks.
+def throughput(directory: Path, num_blocks: int, rows: int) -> None:
+    """Seconds of 50 training steps that begin with a save and of 50 that do not, in turn.
 
     The save is written in the background of the steps that follow; a block that saves ends when
     both are done, so nothing that it costs is left out.
+
+    Args:
+        directory: of the checkpoints.
+        num_blocks: blocks of 50 steps of each kind.
+        rows: of a batch; 0 = the default job's.
     """
-    size = 1024
-    params = jax.random.normal(jax.random.key(0), (size, size))
-    rest = jax.random.normal(jax.random.key(1), (int(gb * 1e9 / 4 / size), size))
-    state = {"params": {"w": params, "rest": rest}}
-
-    @jax.jit
-    def step(state: dict[str, Any]) -> dict[str, Any]:
-        w = state["params"]["w"]
-        for _ in range(4):
-            w = jnp.tanh(w @ state["params"]["w"] / size**0.5)
-        return {"params": {**state["params"], "w": w}}
-
+    config = RunConfig()
+    train = dataclasses.replace(
+        config.train, global_batch_size=rows or config.train.global_batch_size
+    )
+    mesh = dataclasses.replace(config.mesh, shape=f"fsdp={len(jax.devices())}")
+    parts = assemble(dataclasses.replace(config, train=train, mesh=mesh), jax.devices())
+    state = parts.init_state()
+    batch = {
+        name: jax.device_put(jnp.ones(like.shape, like.dtype), like.sharding)
+        for name, like in parts.abstract_batch().items()
+    }
     writer = Checkpointer(directory, CheckpointConfig(keep_newest=1), **QUIET)
     writer.probe(state)
-    state = step(state)
+    state, _ = jax.block_until_ready(parts.step.train(state, batch))
     seconds: dict[bool, list[float]] = {True: [], False: []}
-    number = 0
-    for block in range(2 * max(num_steps // 50, 2)):
+    for block in range(2 * num_blocks):
         saving = block % 2 == 1
         start = time.perf_counter()
         if saving:
-            writer.save(number, state, {})
+            writer.save(block, state, {})
         for _ in range(50):
-            state = step(state)
-            number += 1
-            jax.block_until_ready(state)
+            state, _ = jax.block_until_ready(parts.step.train(state, batch))
         assert writer.wait()
         seconds[saving].append(time.perf_counter() - start)
     writer.close()
     with_saves, without = (statistics.median(seconds[saving]) for saving in (True, False))
     num_bytes = sum(x.nbytes for x in jax.tree.leaves(state))
     print(
-        f"\n50 steps without saving {without:.2f} s (from {min(seconds[False]):.2f} to "
-        f"{max(seconds[False]):.2f}), with one save of {num_bytes / 1e6:.0f} MB {with_saves:.2f} s "
-        f"(from {min(seconds[True]):.2f} to {max(seconds[True]):.2f}): "
-        f"{100 * (with_saves / without - 1):+.2f} %"
+        f"\n50 steps of {without * 20:.0f} ms without saving {without:.2f} s (from "
+        f"{min(seconds[False]):.2f} to {max(seconds[False]):.2f}), with one save of "
+        f"{num_bytes / 1e6:.0f} MB {with_saves:.2f} s (from {min(seconds[True]):.2f} to "
+        f"{max(seconds[True]):.2f}): {100 * (with_saves / without - 1):+.2f} %"
     )
 
 
@@ -205,9 +209,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--gb", type=float, default=0.5, help="size of the state")
     parser.add_argument("--devices", type=int, default=2, help="simulated CPU devices")
     parser.add_argument("--repeats", type=int, default=3, help="measurements of each")
-    parser.add_argument("--steps", type=int, default=300, help="training steps of each kind")
+    parser.add_argument("--blocks", type=int, default=3, help="blocks of 50 steps of each kind")
     parser.add_argument(
-        "--step-gb", type=float, default=0.1, help="size of the state saved beside steps"
+        "--rows", type=int, default=0, help="rows of a batch (0: the default job's)"
     )
     parser.add_argument("--directory", default="", help="where to write; default: a temporary one")
     return parser.parse_args()
