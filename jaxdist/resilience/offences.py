@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import math
+import os
 import statistics
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from jaxdist.resilience.config import ResilienceConfig
+
+log = logging.getLogger("jaxdist")
 
 _MIN_LOSSES = 16
 """Losses without which nothing is called a spike: the first ones of a run fall steeply."""
@@ -150,8 +154,7 @@ class LossGuard:
             left_out=list(loader.left_out),
         )
         if self._path is not None:
-            with open(self._path, "a", encoding="utf-8") as file:
-                file.write(json.dumps(dataclasses.asdict(offence)) + "\n")
+            _append(self._path, json.dumps(dataclasses.asdict(offence)))
         return offence
 
     def state(self) -> list[list[float]]:
@@ -195,8 +198,25 @@ class LossGuard:
         return action
 
 
+def _append(path: Path, line: str) -> None:
+    """Add a line; a last one that a kill cut short must not swallow it."""
+    with open(path, "ab+") as file:
+        if file.tell():
+            file.seek(-1, os.SEEK_END)
+            if file.read(1) != b"\n":
+                file.write(b"\n")
+        file.write(f"{line}\n".encode())
+
+
 def read_offences(path: Path) -> list[Offence]:
-    """What a run wrote down, oldest first; nothing without a file."""
-    if not path.exists():
-        return []
-    return [Offence(**json.loads(line)) for line in path.read_text().splitlines()]
+    """What a run wrote down, oldest first; nothing without a file.
+
+    A line that a kill cut short is left out, with a warning.
+    """
+    found = []
+    for number, line in enumerate(path.read_text().splitlines() if path.exists() else [], start=1):
+        try:
+            found.append(Offence(**json.loads(line)))
+        except (ValueError, TypeError):
+            log.warning("%s: line %d was cut short and is left out", path, number)
+    return found

@@ -1,0 +1,82 @@
+"""Seconds that a train step takes to compile: 32 layers on dp=4, tp=4, pp=4, simulated on CPU.
+
+    python scripts/bench/compile.py                        # every schedule
+    python scripts/bench/compile.py 1f1b --layers 64
+
+Each schedule is a run of its own, `python -m jaxdist.train` for one step with an empty compile
+cache; the seconds are those that the run itself records (trace, lowering and compilation), with its
+wall time and largest memory beside them. One thread of XLA:CPU does most of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import get_args
+
+from jaxdist.parallel.schedules import ScheduleName
+
+ROOT = Path(__file__).parents[2]
+CONFIG = ROOT / "configs" / "pipeline_64cpu.toml"
+
+
+def main() -> None:
+    """Print one row per schedule."""
+    arguments = _arguments()
+    load = os.getloadavg()[0]
+    print(f"{arguments.layers} layers, {CONFIG.name}, load average before {load:.1f}\n")
+    print("| schedule | chunks | compile, s | whole run, s |\n|---|---|---|---|")
+    for schedule in arguments.schedules:
+        for chunks in (1, 2):
+            if chunks == 1 or schedule in ("1f1b", "zero_bubble"):
+                compile_s, wall_s = measure(schedule, chunks, arguments.layers)
+                print(f"| {schedule} | {chunks} | {compile_s:.1f} | {wall_s:.1f} |", flush=True)
+    peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20
+    print(f"\nlargest process {peak:.1f} GiB")
+
+
+def measure(schedule: str, chunks: int, num_layers: int) -> tuple[float, float]:
+    """(seconds of the train step's compilation, of the whole run)."""
+    with tempfile.TemporaryDirectory(prefix="bench-compile-") as place:
+        run = Path(place) / "run"
+        start = time.perf_counter()
+        subprocess.run(
+            [
+                *(sys.executable, "-m", "jaxdist.train", "--config", str(CONFIG)),
+                *("--simulate=64", "--mesh=dp=4,tp=4,pp=4", "--steps=1", f"--run-dir={run}"),
+                *(f"--model.num_layers={num_layers}", "--optim.warmup_steps=0"),
+                *(f"--pipeline.schedule={schedule}", f"--pipeline.chunks_per_stage={chunks}"),
+            ],
+            check=True,
+            stdout=subprocess.DEVNULL,
+            env={**os.environ, "JAXDIST_CACHE": f"{place}/cache"},
+        )
+        wall_s = time.perf_counter() - start
+        records = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+        (seconds,) = (
+            record["seconds"]
+            for record in records
+            if record.get("event") == "compile" and record["function"] == "train step"
+        )
+        return seconds, wall_s
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    known = get_args(ScheduleName)
+    parser.add_argument("schedules", nargs="*", default=known, help=f"of {', '.join(known)}")
+    parser.add_argument("--layers", type=int, default=32)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
