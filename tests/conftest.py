@@ -1,5 +1,6 @@
 """Every test process simulates eight CPU devices; no test sees a real accelerator by accident."""
 
+import logging
 import os
 from pathlib import Path
 
@@ -24,3 +25,13 @@ def test_data() -> Path:
     if not path.is_dir():
         pytest.skip("no real data: set JAXDIST_TEST_DATA to a folder with tinyshakespeare.txt")
     return path
+
+
+@pytest.fixture
+def propagating(monkeypatch):
+    """The logger `jaxdist` hands its records on, from before the test begins.
+
+    A command that ran earlier in this process may have ended that; and pytest joins a logger that
+    does not propagate when a test begins, which would then hear each record twice.
+    """
+    monkeypatch.setattr(logging.getLogger("jaxdist"), "propagate", True)

@@ -32,10 +32,7 @@ from jaxdist.types import ConfigError
 QUIET = MonitoringConfig(tensorboard=False, log_every_steps=1)
 
 
-@pytest.fixture(autouse=True)
-def propagating(monkeypatch):
-    """A command run earlier in this process may have kept log records from pytest's handler."""
-    monkeypatch.setattr(logging.getLogger("jaxdist"), "propagate", True)
+pytestmark = pytest.mark.usefixtures("propagating")
 
 
 class Clock:

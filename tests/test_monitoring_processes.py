@@ -20,10 +20,7 @@ from jaxdist.monitoring.processes import ProcessWatch, find_slow, newest_common
 from jaxdist.monitoring.sensors import Sensors
 from jaxdist.monitoring.totals import Idle
 
-
-@pytest.fixture(autouse=True)
-def propagating(monkeypatch):
-    monkeypatch.setattr(logging.getLogger("jaxdist"), "propagate", True)
+pytestmark = pytest.mark.usefixtures("propagating")
 
 
 # -- the times of a step ---------------------------------------------------------------------------

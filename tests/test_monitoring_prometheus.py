@@ -116,12 +116,6 @@ def test_only_process_0_serves(tmp_path):
     monitor.close()
 
 
-@pytest.fixture
-def propagating(monkeypatch):
-    """Before the test begins: pytest joins loggers that do not propagate then, and hears twice."""
-    monkeypatch.setattr(logging.getLogger("jaxdist"), "propagate", True)
-
-
 def test_a_port_that_is_taken_is_a_warning_and_the_run_goes_on(tmp_path, caplog, propagating):
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]

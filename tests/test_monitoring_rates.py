@@ -1,7 +1,5 @@
 """Rates and watches: MFU by hand, time left, slow loaders, second compilations, device memory."""
 
-import logging
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -24,11 +22,7 @@ from jaxdist.monitoring import (
     read_records,
 )
 
-
-@pytest.fixture(autouse=True)
-def propagating(monkeypatch):
-    """A command run earlier in this process may have kept log records from pytest's handler."""
-    monkeypatch.setattr(logging.getLogger("jaxdist"), "propagate", True)
+pytestmark = pytest.mark.usefixtures("propagating")
 
 
 # -- MFU -------------------------------------------------------------------------------------------

@@ -1,7 +1,6 @@
 """A job that makes no progress ends with 86 and names who is behind; a sound one is left alone."""
 
 import json
-import logging
 import os
 import re
 import signal
@@ -20,10 +19,7 @@ from jaxdist.resilience.watchdog import Watchdog
 BEAT_S = 0.05
 
 
-@pytest.fixture(autouse=True)
-def propagating(monkeypatch):
-    """Before the test begins: pytest joins loggers that do not propagate then, and hears twice."""
-    monkeypatch.setattr(logging.getLogger("jaxdist"), "propagate", True)
+pytestmark = pytest.mark.usefixtures("propagating")
 
 
 def standing(process: int, **changes) -> Standing:

@@ -14,6 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from jaxdist.monitoring.traces import read_trace
+
 logger = logging.getLogger("jaxdist")
 
 
@@ -108,6 +110,19 @@ class Profiler:
         self.traces.append({"first": first, "last": last, "path": str(self._path)})
         self.traces[-1] |= {"file": str(files[-1])} if files else {}
         logger.info("steps %d to %d are traced in %s", first, last, self._path)
+        self._tell_device_times()
+
+    def _tell_device_times(self) -> None:
+        """How this process's GPUs spent the trace, on the console and in the summary."""
+        try:
+            found = read_trace(self._path)
+        except Exception as failure:  # a trace that cannot be read is still a trace
+            logger.warning("the trace in %s cannot be read: %s", self._path, failure)
+            return
+        for one in found:
+            logger.info("%s", one)
+        if found:
+            self.traces[-1]["devices"] = [one.record() for one in found]
 
     def _begin(self, first: int, last: int) -> None:
         import jax

@@ -1,0 +1,128 @@
+"""What the GPUs did in a trace: how much of the time they worked, and waited for each other.
+
+A collective that runs beside computation costs little; one with nothing beside it is time lost. So
+the kernels of a device are laid on one line of time, those of NCCL apart from the others, and what
+only NCCL covers is counted as exposed.
+
+CPU devices have no kernels of their own in a trace: there is nothing to read then.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, TypeAlias
+
+Span: TypeAlias = tuple[float, float]
+"""Begin and end, nanoseconds."""
+
+_DEVICE = re.compile(r"/device:GPU:(\d+)")
+_COLLECTIVE = re.compile(r"nccl|nvshmem|all-?reduce|all-?gather|reduce-?scatter", re.IGNORECASE)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DeviceTime:
+    """How one GPU spent the time of a trace.
+
+    Attributes:
+        device: its number in the trace's process.
+        total_s: from its first kernel to the end of its last.
+        busy_s: in which any kernel ran.
+        communication_s: in which a collective ran.
+        exposed_s: in which a collective ran and no other kernel.
+    """
+
+    device: int
+    total_s: float
+    busy_s: float
+    communication_s: float
+    exposed_s: float
+
+    @property
+    def communication_share(self) -> float:
+        """Of the whole time, in [0, 1]."""
+        return self.communication_s / self.total_s
+
+    @property
+    def exposed_share(self) -> float:
+        """Of the whole time, in [0, 1]: what faster links, or more overlap, could win."""
+        return self.exposed_s / self.total_s
+
+    @property
+    def idle_share(self) -> float:
+        """Of the whole time, in [0, 1], in which the GPU waited for the host or for its data."""
+        return 1.0 - self.busy_s / self.total_s
+
+    def record(self) -> dict[str, float]:
+        """Seconds and shares, for the summary."""
+        return {
+            **dataclasses.asdict(self),
+            "communication_share": self.communication_share,
+            "exposed_share": self.exposed_share,
+            "idle_share": self.idle_share,
+        }
+
+    def __str__(self) -> str:
+        return (
+            f"GPU {self.device}: communication {self.communication_share:.1%} of the time, "
+            f"{self.exposed_share:.1%} with no computation beside it; idle {self.idle_share:.1%}"
+        )
+
+
+def read_trace(directory: Path) -> list[DeviceTime]:
+    """The GPUs of the newest trace in a directory, by number; empty where there is none.
+
+    Args:
+        directory: as given to `jax.profiler.start_trace`.
+    """
+    from jax.profiler import ProfileData
+
+    files = sorted(directory.rglob("*.xplane.pb"))
+    return device_times(ProfileData.from_file(str(files[-1]))) if files else []
+
+
+def device_times(profile: Any) -> list[DeviceTime]:
+    """The same of a `jax.profiler.ProfileData`."""
+    found = []
+    for plane in profile.planes:
+        device = _DEVICE.match(plane.name)
+        spans: dict[bool, list[Span]] = {True: [], False: []}
+        for line in plane.lines if device else ():
+            if not line.name.startswith("Stream"):
+                continue  # the other lines of a device repeat its kernels, grouped by operation
+            for event in line.events:
+                begin, end = event.start_ns, event.start_ns + event.duration_ns
+                if end > begin and "Memcpy" not in event.name and "Memset" not in event.name:
+                    spans[bool(_COLLECTIVE.search(event.name))].append((begin, end))
+        if device and any(spans.values()):
+            found.append(_device_time(int(device[1]), merged(spans[True]), merged(spans[False])))
+    return sorted(found, key=lambda one: one.device)
+
+
+def merged(spans: Iterable[Span]) -> list[Span]:
+    """The same points in time, in order and without overlap."""
+    joined: list[Span] = []
+    for begin, end in sorted(spans):
+        if joined and begin <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(joined[-1][1], end))
+        else:
+            joined.append((begin, end))
+    return joined
+
+
+def _device_time(device: int, collectives: list[Span], others: list[Span]) -> DeviceTime:
+    either = merged([*collectives, *others])
+    busy, computing = _length(either), _length(others)
+    return DeviceTime(
+        device=device,
+        total_s=(either[-1][1] - either[0][0]) / 1e9,
+        busy_s=busy / 1e9,
+        communication_s=_length(collectives) / 1e9,
+        exposed_s=(busy - computing) / 1e9,
+    )
+
+
+def _length(spans: Iterable[Span]) -> float:
+    return sum(end - begin for begin, end in spans)
