@@ -1,0 +1,70 @@
+"""A kind of GPU, and machines full of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+GIB = 2**30
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """One kind of GPU, as JAX counts devices.
+
+    Attributes:
+        name: what `--gpus` calls it.
+        device_kind: pattern of the whole `jax.Device.device_kind` after the vendor's name.
+        compute_capability: e.g. "9.0".
+        num_sms: streaming multiprocessors.
+        memory_bytes: what CUDA reports as total, a little below the data sheet's figure.
+        peak_flops: dtype ("bfloat16", "float16", "float32", "float8") -> dense FLOP/s.
+        memory_bandwidth: of the device memory, bytes/s.
+        link_bandwidth: to GPUs of the same fast fabric, bytes/s per GPU and direction.
+        network_bandwidth: to GPUs beyond it, bytes/s per GPU and direction.
+        gpus_per_node: GPUs of one machine, where `--gpus` does not say.
+        gpus_per_fabric: GPUs that fast links join; 0 = those of one machine.
+        price_per_hour: of one GPU, on demand, USD.
+        spot_price_per_hour: of one GPU that may be taken away at any time, USD.
+    """
+
+    name: str
+    device_kind: str
+    compute_capability: str
+    num_sms: int
+    memory_bytes: int
+    peak_flops: Mapping[str, float] = dataclasses.field(hash=False)
+    memory_bandwidth: float
+    link_bandwidth: float
+    network_bandwidth: float
+    gpus_per_node: int
+    gpus_per_fabric: int = 0
+    price_per_hour: float
+    spot_price_per_hour: float
+
+    @property
+    def has_cudnn_attention(self) -> bool:
+        """Whether cuDNN has fused attention for it (Ampere and later)."""
+        return float(self.compute_capability) >= 8.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """Some machines with GPUs of one kind."""
+
+    gpu: Gpu
+    num_nodes: int
+    gpus_per_node: int
+
+    @property
+    def num_gpus(self) -> int:
+        """GPUs of all nodes."""
+        return self.num_nodes * self.gpus_per_node
+
+    @property
+    def gpus_per_fabric(self) -> int:
+        """GPUs that fast links join."""
+        return max(self.gpus_per_node, self.gpu.gpus_per_fabric)
+
+    def __str__(self) -> str:
+        return f"{self.gpu.name}:{self.num_nodes}x{self.gpus_per_node}"
