@@ -213,7 +213,7 @@ def test_a_host_that_does_not_come_is_not_waited_for_longer_than_said(world):
     assert not any(h.is_running for h in hosts)
     world.run(5)
     assert [h.ranks for h in hosts] == [[1, 2]] * 2
-    assert any("1 fewer than could be" in line for line in hosts[0].lines)
+    assert any("(n2), 1 short of 3" in line for line in hosts[0].lines)
 
 
 def test_too_few_hosts_give_up_with_the_code_that_asks_for_a_restart(world):

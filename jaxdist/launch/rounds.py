@@ -208,14 +208,16 @@ class ElasticPlaces:
         now = self.meeting.clock()
         self._idle_since = now if self._idle_since is None else self._idle_since
         waiting = [h for h in living if h.state == "waiting"]
-        all_here = len(waiting) >= self.plan.nnodes.most
-        if not all_here and now < self._idle_since + self.plan.join_timeout_s:
-            self._say_waiting(None, hosts)
-            return None
-        choice = choose(waiting, self.plan, self.sizes)
-        if choice is None:
+        is_late = now >= self._idle_since + self.plan.join_timeout_s
+        choice = None
+        if is_late or len(waiting) >= self.plan.nnodes.most:
+            choice = choose(waiting, self.plan, self.sizes)
+        if choice is not None:
+            self._begin(choice, -1 if current is None else current.number)
+        elif is_late:
             return self._give_up(waiting)
-        self._begin(choice, -1 if current is None else current.number)
+        else:
+            self._say_waiting(None, hosts)
         return None
 
     def _begin(self, choice: Choice, last_number: int) -> None:
@@ -228,10 +230,10 @@ class ElasticPlaces:
         )
         self.meeting.write_round(new)
         missing = self.plan.nnodes.most - len(choice.hosts)
-        short = f" ({missing} fewer than could be)" if missing else ""
+        short = f", {missing} short of {self.plan.nnodes.most}" if missing else ""
         self._say(
-            f"round {new.number}: {', '.join(map(str, new.members))}{short}; {new.nproc} "
-            f"process(es) on each, {_count_of(new.num_devices, 'device')} in all"
+            f"round {new.number}: {', '.join(map(str, new.members))}{short}; processes on each: "
+            f"{new.nproc}, devices in all: {new.num_devices}"
         )
 
     def _grow(self, current: Round, there: Sequence[Host]) -> None:
@@ -243,7 +245,7 @@ class ElasticPlaces:
         self.meeting.write_round(dataclasses.replace(current, stop=stop))
 
     def _give_up(self, waiting: Sequence[Host]) -> int:
-        there = ", ".join(f"{h} with {_count_of(h.devices, 'device')}" for h in waiting)
+        there = ", ".join(f"{h} with {_devices(h.devices)}" for h in waiting)
         legal = "" if self.sizes.legal is None else f"; legal device counts: {self.sizes.legal}"
         self._say(
             f"what is there after {self.plan.join_timeout_s:g} s makes no job of --nnodes "
@@ -363,7 +365,10 @@ class ElasticPlaces:
             names = ", ".join(map(str, current.members))
             text = f"round {current.number} runs on {names}: {me} waits as a spare"
         else:
-            text = f"{me} waits for others: {plan.nnodes} hosts, up to {plan.join_timeout_s:g} s"
+            text = (
+                f"{me} waits up to {plan.join_timeout_s:g} s for --nnodes {plan.nnodes} × --nproc "
+                f"{plan.nproc}"
+            )
         if text != self._said:
             self._say(text)
         self._said = text
@@ -383,8 +388,8 @@ def _refuse_rank(rival: Host) -> None:
     )
 
 
-def _count_of(number: int, word: str) -> str:
-    return f"{number} {word}" if number == 1 else f"{number} {word}s"
+def _devices(number: int) -> str:
+    return "1 device" if number == 1 else f"{number} devices"
 
 
 def _print(text: str) -> None:
