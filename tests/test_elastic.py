@@ -124,6 +124,12 @@ def test_microbatches_of_the_pipeline_that_were_chosen_for_few_rows_grow_too():
     assert fit_devices(named, 2).pipeline.num_microbatches == 16
 
 
+def test_an_evaluation_batch_that_does_not_divide_is_not_legal():
+    config = a_run("dp=4", 48, eval=EvalConfig(global_batch_size=20))
+    assert fit_devices(config, 3).mesh.shape == "dp=2"
+    assert legal_sizes(config) == [1, 2, 4]
+
+
 def test_the_reason_has_the_numbers():
     reason = fit_devices(a_run("fsdp=8", 32), 7).mesh.reason
     assert reason == (
