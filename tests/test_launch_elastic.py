@@ -560,3 +560,68 @@ def test_eight_gpus_then_seven_then_eight_again(tmp_path, monkeypatch):
     assert "7 devices are here, 8 were" in err and "8 devices can be used" in err
     assert err.count("restart 1 of 3") == 1  # growing is no failure
     assert len(re.findall(r"launch: round \d:", err)) == 3
+
+
+UNTIL_FINISH = """
+count = int(os.environ["JAXDIST_NUM_PROCESSES"])
+stop = runtime.Preemption()
+(RUN / f"ran-{ATTEMPT}-{count}-{INDEX}").touch()
+while not (RUN / "finish").exists():
+    if stop.preempted(0):
+        return runtime.EXIT_PREEMPTED
+    time.sleep(0.02)
+return int((RUN / "finish").read_text())
+"""
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Starts launchers of one job of 1 to 2 hosts, and ends them with the test."""
+    started: list[Launched] = []
+
+    def start(rank: int, *flags: str) -> Launched:
+        flags = (f"--node-rank={rank}", "--address=127.0.0.1", "--lost-after-s=4", *flags)
+        elastic = ("--nnodes=1:2", "--nproc=1", "--join-timeout-s=15", *flags)
+        started.append(Launched(tmp_path, UNTIL_FINISH, *elastic))
+        return started[-1]
+
+    yield start
+    for launched in started:
+        launched.process.kill()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+def test_launchers_of_any_program_shrink_and_grow(start, victim):
+    hosts = [start(0), start(1)]
+    hosts[0].wait_for("ran-0-2-0", "ran-0-2-1")
+    hosts[victim].process.kill()
+    left = hosts[1 - victim]
+    left.wait_for("ran-1-1-0")
+    hosts[victim] = start(victim)
+    left.wait_for("ran-2-2-0", "ran-2-2-1")  # the program was asked: it tells nobody itself
+    (left.run_dir / "finish").write_text("0")
+    ends = [host.end() for host in hosts]
+    assert [code for code, *_ in ends] == [0, 0], ends
+    assert f"host {victim} (127.0.0.1) is lost: no sign of life for 4 s" in ends[1 - victim][2]
+    assert ends[1 - victim][2].count("restart 1 of 3") == 1  # for the loss, not for growing
+
+
+@pytest.mark.slow
+def test_a_second_launcher_with_the_same_rank_is_refused_and_harms_nobody(start):
+    hosts = [start(0), start(1)]
+    hosts[0].wait_for("ran-0-2-0", "ran-0-2-1")
+    code, _, err = start(1).end()
+    assert code == 2 and "--node-rank 1 is taken by a launcher on 127.0.0.1" in err
+    (hosts[0].run_dir / "finish").write_text("0")
+    assert [host.end()[0] for host in hosts] == [0, 0]
+
+
+@pytest.mark.slow
+def test_a_spent_budget_ends_every_host_with_its_code(start):
+    hosts = [start(rank, "--max-restarts=1") for rank in (0, 1)]
+    hosts[0].wait_for("ran-0-2-0", "ran-0-2-1")
+    (hosts[0].run_dir / "finish").write_text("3")
+    ends = [host.end() for host in hosts]
+    assert [code for code, *_ in ends] == [3, 3], ends
+    assert any("giving up: 2 attempts in a row" in err for _, _, err in ends)
