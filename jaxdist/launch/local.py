@@ -240,14 +240,20 @@ def _parser() -> argparse.ArgumentParser:
     add("--run-dir", help="run directory (default: the program's --run-dir, else runs/launch-TIME)")
     add("--max-restarts", type=int, default=3, help="without a new checkpoint (default 3)")
     _add_seconds(parser, "backoff-s", 1.0, "before the first restart")
-    _add_seconds(parser, "max-backoff-s", 60.0, "where its doubling ends")
+    _add_seconds(parser, "max-backoff-s", 60.0, "at which its doubling ends")
     _add_seconds(parser, "stop-timeout-s", 300.0, "for saving after a request to stop")
     elastic = parser.add_argument_group("elastic jobs (with MIN:MAX)")
     elastic.add_argument("--address", help="how others reach this host (default: its name)")
     # Their defaults are ElasticPlan's, so that it is known whether they were given.
-    _add_seconds(elastic, "lost-after-s", None, "without a sign of life until a host is lost; 15")
-    _add_seconds(elastic, "join-timeout-s", None, "for hosts to come before others go on; 30")
-    _add_seconds(elastic, "grow-interval-s", None, "between two counts of the GPUs here; 60")
+    _add_seconds(
+        elastic, "lost-after-s", None, "without a sign of life until a host is lost (default 15)"
+    )
+    _add_seconds(
+        elastic, "join-timeout-s", None, "for hosts to come before others go on (default 30)"
+    )
+    _add_seconds(
+        elastic, "grow-interval-s", None, "between two counts of the GPUs here (default 60)"
+    )
     return parser
 
 
