@@ -162,6 +162,18 @@ def test_a_host_that_is_asked_to_leave_saves_and_the_other_goes_on(tmp_path, hos
     assert all(found[step] == pytest.approx(loss, rel=2e-5) for step, loss in undisturbed.items())
 
 
+def test_a_killed_process_costs_no_host(tmp_path, hosts, undisturbed):
+    run_dir = tmp_path / "run"
+    hosts += [Launcher(run_dir, rank) for rank in (0, 1)]
+    wait_until(lambda: max(losses(run_dir), default=0) >= 120, hosts[0], "step 120 not reached")
+    hosts[1].signal_processes(signal.SIGKILL)
+    assert [host.wait() for host in hosts] == [0, 0], hosts[0].said[-5000:]
+    assert "killed by SIGKILL" in hosts[1].said
+    assert all("restart 1 of 3" in host.said for host in hosts)
+    assert not events(run_dir, "elastic")
+    assert losses(run_dir) == undisturbed  # the same mesh: the same bits
+
+
 def test_what_one_host_cannot_heal_ends_both(tmp_path, hosts):
     run_dir = tmp_path / "run"
     hosts += [Launcher(run_dir, 0), Launcher(run_dir, 1, "--optim.warmup_steps=-1")]
