@@ -18,6 +18,7 @@ from jaxdist.launch.elastic import ElasticPlan, Range, Sizes, choose, impossible
 from jaxdist.launch.local import read_plan
 from jaxdist.launch.rendezvous import Host, Rendezvous, Round
 from jaxdist.launch.rounds import ElasticPlaces
+from jaxdist.launch.sizing import read_sizes
 
 ROOT = Path(__file__).parent.parent
 LOST_S, JOIN_S = 15.0, 30.0
@@ -508,6 +509,12 @@ def test_what_can_never_be_trained_is_refused_before_anything_starts(tmp_path, f
     done = launch("--nproc=1:2", f"--run-dir={tmp_path / 'run'}", "--", *flags)
     assert done.returncode == 2 and text in done.stderr
     assert not (tmp_path / "run").exists()
+
+
+def test_sizes_are_those_of_the_mesh_where_it_is_elastic():
+    train = ["--simulate=2", "--mesh=dp=4,tp=2"]
+    assert read_sizes([*train, "--mesh.elastic=true"]) == Sizes(legal=[2, 4, 8], simulate=2)
+    assert read_sizes(train) == Sizes(legal=None, simulate=2)
 
 
 def gpu_list(count: int) -> str:

@@ -41,9 +41,10 @@ def main() -> int:
     problems = config.mesh.problems() + config.train.problems() + config.pipeline.problems()
     if problems:
         raise ConfigError(headed("jaxdist.train", problems))
-    asked = MeshSpec.parse(config.mesh.shape)
-    config.check_mesh(asked)
-    legal = legal_sizes(config) if config.mesh.elastic else [asked.num_devices]
+    legal = None
+    if config.mesh.elastic:
+        config.check_mesh(MeshSpec.parse(config.mesh.shape))
+        legal = legal_sizes(config)
     print(json.dumps({"legal": legal, "simulate": config.simulate}))
     return runtime.EXIT_OK
 
