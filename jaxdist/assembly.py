@@ -18,7 +18,7 @@ from jaxdist import models, optim, runtime
 from jaxdist.checkpoint import Checkpointer
 from jaxdist.checkpoint.manifest import directory_of
 from jaxdist.checkpoint.tree import in_params, under
-from jaxdist.config import RunConfig, stored_run
+from jaxdist.config import RunConfig, fit_devices, legal_sizes, stored_run
 from jaxdist.data import Dataset
 from jaxdist.data.images import image_fields
 from jaxdist.data.packing import text_fields
@@ -38,9 +38,10 @@ class Parts:
     """A run, put together.
 
     Attributes:
-        config: what it was made from.
+        config: what it was made from; of an elastic run, what fits the devices that are there.
         spec: mesh sizes.
         mesh_reason: why this mesh.
+        is_shrunk: whether an elastic run has fewer devices than its mesh names.
         layout: where arrays lie.
         model: the model record.
         optimizer: update direction, without the learning rate.
@@ -54,6 +55,7 @@ class Parts:
     config: RunConfig
     spec: MeshSpec
     mesh_reason: str
+    is_shrunk: bool
     layout: Layout
     model: Model
     optimizer: Any
@@ -62,6 +64,11 @@ class Parts:
     compute_dtype: Any
     num_params: int
     step: Step
+
+    @property
+    def devices(self) -> list[Any]:
+        """Devices of the mesh: all of the job's, unless an elastic run leaves some idle."""
+        return list(self.layout.mesh.devices.flat)
 
     @property
     def pipeline_schedule(self) -> Schedule | None:
@@ -180,8 +187,9 @@ def assemble(
     Raises:
         ConfigError: every rule that the mesh breaks, with legal meshes nearby.
     """
-    seq_len = config.train.seq_len
-    model = models.build(config.model, seq_len=seq_len)
+    model = models.build(config.model, seq_len=config.train.seq_len)
+    asked = config
+    config, devices = _fit_devices(asked, devices, model)
     shapes = jax.eval_shape(model.init, jax.random.key(0))
     num_params = sum(math.prod(x.shape) for x in jax.tree.leaves(shapes))
     spec, reason = config.choose_mesh(
@@ -224,6 +232,7 @@ def assemble(
         config=config,
         spec=spec,
         mesh_reason=reason,
+        is_shrunk=config is not asked,
         layout=layout,
         model=model,
         optimizer=optimizer,
@@ -233,6 +242,29 @@ def assemble(
         num_params=num_params,
         step=step,
     )
+
+
+def _fit_devices(
+    config: RunConfig, devices: Sequence[Any], model: Model
+) -> tuple[RunConfig, Sequence[Any]]:
+    """The settings for the devices that are there, and those of them that take part."""
+    fitted = fit_devices(config, len(devices), model)
+    if fitted is config:
+        return config, devices
+    used = MeshSpec.parse(fitted.mesh.shape).num_devices
+    num_processes = len({device.process_index for device in devices})
+    if used < len(devices) and num_processes > 1:  # a process without a device cannot take part
+        each = len(devices) // num_processes
+        legal = legal_sizes(config, model)
+        right = max((n for n in range(1, num_processes) if n * each in legal), default=1)
+        raise ConfigError(
+            [
+                f"mesh {config.mesh.shape} is elastic and legal with {used} of the {len(devices)} "
+                f"devices of {num_processes} processes: in a job of several processes none may "
+                f"be idle. Start {right}, or let jaxdist.launch choose: --nproc MIN:MAX."
+            ]
+        )
+    return fitted, devices[:used]
 
 
 def check_data_fits(parts: Parts, dataset: Dataset) -> None:

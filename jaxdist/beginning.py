@@ -82,6 +82,10 @@ def announce(parts: Parts, monitor: Monitor, budget: Budget | None) -> None:
     config, model = parts.config, parts.model
     for remark in config.remarks():
         log.warning("%s", remark)
+    reason = parts.mesh_reason
+    if parts.is_shrunk:
+        monitor.event("elastic", message=reason, level=logging.WARNING, mesh=str(parts.spec))
+        reason = reason.partition(";")[0]
     rows = config.train.global_batch_size // parts.layout.num_replicas
     schedule = parts.pipeline_schedule
     microbatches = schedule.num_microbatches if schedule else config.train.num_microbatches
@@ -97,7 +101,7 @@ def announce(parts: Parts, monitor: Monitor, budget: Budget | None) -> None:
         notes.append(budget.line())
     monitor.header(
         mesh=str(parts.spec),
-        mesh_reason=parts.mesh_reason,
+        mesh_reason=reason,
         model=model.name,
         num_parameters=parts.num_params,
         per_device_batch=rows // microbatches,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jaxdist.types import ConfigError
@@ -149,6 +149,42 @@ def nearest(spec: MeshSpec, candidates: Sequence[MeshSpec], count: int = 3) -> l
         return sum(abs(math.log2(spec.sizes[a] / other.sizes[a])) for a in AXES)
 
     return sorted(candidates, key=lambda other: (distance(other), str(other)))[:count]
+
+
+def shrink(
+    asked: MeshSpec, num_devices: int, is_legal: Callable[[MeshSpec], bool]
+) -> MeshSpec | None:
+    """The legal mesh for at most `num_devices`, fewer than `asked` takes; None without one.
+
+    Pipeline and tensor stay as asked. Data × fsdp use as many devices as they legally can; among
+    equals fsdp is the size asked for, else the next larger one, so that no device holds more of
+    the state, else the next smaller one.
+
+    Args:
+        asked: the mesh for all devices.
+        num_devices: devices that are there.
+        is_legal: whether model and batch allow a mesh.
+    """
+    num_replicas = num_devices // (asked.pipeline * asked.tensor)
+    for count in range(num_replicas, 0, -1):
+        for spec in _with_replicas(asked, count):
+            if is_legal(spec):
+                return spec
+    return None
+
+
+def shrunk_sizes(asked: MeshSpec, is_legal: Callable[[MeshSpec], bool]) -> list[int]:
+    """Device counts below that of `asked` of which `shrink` would use every device."""
+    fewer = range(1, asked.num_replicas)
+    counts = [n for n in fewer if any(map(is_legal, _with_replicas(asked, n)))]
+    return [n * asked.pipeline * asked.tensor for n in counts]
+
+
+def _with_replicas(asked: MeshSpec, count: int) -> Iterator[MeshSpec]:
+    """Meshes with data × fsdp = `count`, in the order of preference that `shrink` states."""
+    preferred = lambda size: (size != asked.fsdp, size < asked.fsdp, abs(size - asked.fsdp))
+    for fsdp in sorted(_divisors(count), key=preferred):
+        yield dataclasses.replace(asked, data=count // fsdp, fsdp=fsdp)
 
 
 def _divisors(n: int) -> list[int]:

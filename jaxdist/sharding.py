@@ -55,16 +55,28 @@ class MeshConfig:
     sequence_parallel: bool = setting(
         True, "with tp > 1, split activations between blocks by sequence"
     )
+    elastic: bool = setting(
+        False,
+        "with fewer devices than the mesh names, go on with smaller dp and fsdp and more "
+        "microbatches: same rows in every step; needs a size for each axis",
+    )
 
     def problems(self) -> list[str]:
         """Every violated rule of this section."""
+        found = []
+        if self.elastic and (self.shape == "auto" or "-1" in self.shape):
+            found.append(
+                f"mesh.elastic with mesh.shape={self.shape!r}: a mesh without sizes does not say "
+                "from what it shrinks. Give each axis its size with all devices there, e.g. "
+                "--mesh dp=8."
+            )
         if self.shape == "auto":
-            return []
+            return found
         try:
             MeshSpec.parse(self.shape, num_devices=_MANY)
         except ValueError as error:
-            return str(error).splitlines()
-        return []
+            found += str(error).splitlines()
+        return found
 
 
 # Divisible by every product of axis sizes one is likely to give, so that only the text is judged.

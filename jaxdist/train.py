@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     # 3. Everything that can be wrong is found before anything is written or compiled.
     parts = assemble(config, jax.devices(), needs_of)
-    budget = Budget.of(config, parts.spec, jax.devices(), parts.model)
+    budget = Budget.of(parts.config, parts.spec, parts.devices, parts.model)
     if budget is not None and not config.force:
         budget.check()
     train_data, eval_data = open_datasets(

@@ -12,6 +12,7 @@ import pytest
 
 from jaxdist import runtime
 from jaxdist.launch.local import LaunchPlan, read_plan
+from jaxdist.launch.supervisor import Budget
 
 ROOT = Path(__file__).parent.parent
 
@@ -404,8 +405,8 @@ def test_flags_of_the_program_before_the_dashes_are_explained(capsys):
     [
         ({"nproc": -1}, "--nproc -1 is too small"),
         ({"nproc": 0, "nnodes": 2, "coordinator": "n0:1"}, "--nnodes 2 without --nproc"),
-        ({"max_restarts": -1}, "--max-restarts -1 is too small"),
-        ({"backoff_s": -1.0}, "--backoff-s -1.0 is no time"),
+        ({"budget": Budget(max_restarts=-1)}, "--max-restarts -1 is too small"),
+        ({"budget": Budget(backoff_s=-1.0)}, "--backoff-s -1.0 is no time"),
         ({"nnodes": 2}, "the hosts need one address to meet"),
         ({"nnodes": 2, "coordinator": "localhost:1"}, "loopback address"),
         ({"nnodes": 2, "coordinator": "n0:1", "node_rank": 2}, "--node-rank 2 is not among 2"),

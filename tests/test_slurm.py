@@ -68,6 +68,34 @@ def test_containers(container, text):
     assert text in batch_script(plan(container=container))
 
 
+@pytest.mark.parametrize("text", ["1-2", "1:2"])
+def test_a_range_of_nodes_makes_an_elastic_job(capsys, text):
+    flags = ["--nodes", text, "--tasks-per-node", "4", "--time", "60", "--dry-run"]
+    assert main([*flags, "--gpus-per-node", "8", "--", "--mesh", "dp=2"]) == 0
+    script = capsys.readouterr().out
+    assert "#SBATCH --nodes=1-2\n" in script and "--mesh.elastic=true" in script
+    assert '--nodes="$SLURM_JOB_NUM_NODES" --ntasks="$((SLURM_JOB_NUM_NODES * 4))"' in script
+    assert main([*flags, "--gpus-per-node", "8", "--program", "./a.out"]) == 0
+    assert "elastic" not in capsys.readouterr().out
+    assert main(["--nodes", "2", "--time", "60", "--dry-run"]) == 0
+    script = capsys.readouterr().out
+    assert "#SBATCH --nodes=2\n" in script and "elastic" not in script
+    assert "SLURM_JOB_NUM_NODES" not in script
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("2-1", "--nodes 2:1: MAX is smaller than MIN. Use --nodes 1:2."),
+        ("0-2", "--nodes 0:2: MIN is 0. Use MIN ≥ 1"),
+        ("all", "--nodes 'all' is neither a number nor a range"),
+    ],
+)
+def test_a_bad_range_of_nodes_says_what_is_allowed(capsys, text, message):
+    assert main(["--nodes", text, "--time", "60"]) == 2
+    assert message in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("container", ["", "image.sif", "nvcr.io/jax:1"])
 def test_script_is_valid_shell(container):
     text = batch_script(plan(container=container, args=["--name", "it's"]))

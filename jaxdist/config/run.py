@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxdist.checkpoint.config import CheckpointConfig
+from jaxdist.config.elastic import fit_devices
 from jaxdist.config.reading import headed, read_settings
 from jaxdist.config.sources import read_file, split_arguments
 from jaxdist.data.config import DataConfig
@@ -366,6 +367,8 @@ class RunConfig:
             if num_devices is None and "-1" in self.mesh.shape:
                 return []
             spec = MeshSpec.parse(self.mesh.shape, num_devices)
+            if num_devices is not None and fit_devices(self, num_devices) is not self:
+                return []
         except ConfigError as error:
             return [line.removeprefix("  - ") for line in error.problems if "problem" not in line]
         return self._problems_with_fix(spec, None, num_devices)
@@ -413,7 +416,9 @@ class RunConfig:
         )
 
 
-def read_run(argv: Sequence[str], *, command: str, summary: str = "") -> RunConfig:
+def read_run(
+    argv: Sequence[str], *, command: str, summary: str = "", check_rules: bool = True
+) -> RunConfig:
     """A run's settings from `--config FILE.toml` and flags; see `read_settings`.
 
     With `--resume PATH` or `--replay PATH:STEP` the settings of that run are the defaults, so that
@@ -434,7 +439,13 @@ def read_run(argv: Sequence[str], *, command: str, summary: str = "") -> RunConf
     if base is None and _asks_to_debug(argv):
         base = _debug_run(argv)
     return read_settings(
-        RunConfig, argv, command=command, summary=summary, aliases=ALIASES, base=base
+        RunConfig,
+        argv,
+        command=command,
+        summary=summary,
+        aliases=ALIASES,
+        base=base,
+        check_rules=check_rules,
     )
 
 

@@ -2,9 +2,12 @@
 
     python -m jaxdist.launch --nproc 4 -- --config run.toml --mesh fsdp=4
     python -m jaxdist.launch --nproc 8 --nnodes 2 --node-rank 0 --coordinator node0:29400 -- ...
+    python -m jaxdist.launch --nproc 1:8 -- --config run.toml --mesh fsdp=8
+    python -m jaxdist.launch --nnodes 1:2 --node-rank 0 --nproc 8 --run-dir runs/shared -- ...
     python -m jaxdist.launch slurm --nodes 2 --gpus-per-node 8 --time 24:00:00 -- --config run.toml
 
-What stands after `--` goes to `jaxdist.train`.
+What stands after `--` goes to `jaxdist.train`. With ranges MIN:MAX the job is elastic: it goes on
+with the hosts and GPUs that are there, and grows when more come back.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
@@ -28,20 +29,33 @@ _PR_SET_PDEATHSIG = 1
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where this host's processes stand in the job."""
+    """Where this host's processes stand in the job.
+
+    Attributes:
+        nproc: processes of each launcher.
+        nnodes: launchers.
+        node_rank: of this one.
+        coordinator: host:port of the first process.
+        num_hosts: hosts, where several launchers share one; 0: as many as launchers.
+        visible_gpus: `CUDA_VISIBLE_DEVICES` of the processes; empty: as it is.
+    """
 
     nproc: int
     nnodes: int
     node_rank: int
     coordinator: str
+    num_hosts: int = 0
+    visible_gpus: str = ""
 
     def environ(self, local: int, attempt: int) -> dict[str, str]:
         """What `runtime.resolve` reads in the process with this local index."""
+        shown = {"CUDA_VISIBLE_DEVICES": self.visible_gpus} if self.visible_gpus else {}
         return {
+            **shown,
             "JAXDIST_COORDINATOR": self.coordinator,
             "JAXDIST_NUM_PROCESSES": str(self.nproc * self.nnodes),
             "JAXDIST_PROCESS_INDEX": str(self.node_rank * self.nproc + local),
-            "JAXDIST_NUM_HOSTS": str(self.nnodes),
+            "JAXDIST_NUM_HOSTS": str(self.num_hosts or self.nnodes),
             "JAXDIST_LOCAL_PROCESSES": str(self.nproc),
             "JAXDIST_LOCAL_INDEX": str(local),
             "JAXDIST_ATTEMPT": str(attempt),
@@ -146,7 +160,7 @@ class Outcome:
     Attributes:
         exit_code: 0 and 75 when all processes agree; else that of the first failure.
         attempt: its index.
-        first: process index of the first failure, -1 without one.
+        first: process index of the first failure, -1 where none is to blame.
         cause: in a few words.
         words: traceback, or the last lines of its log.
         advice: what to do, when the process knew.
@@ -168,6 +182,9 @@ class Outcome:
     def report(self) -> str:
         """The block that closes a failed attempt; the cause stands on top."""
         line = "-" * 100
+        if self.first < 0:
+            text = f"launch: attempt {self.attempt} was ended after {self.seconds:.1f} s: "
+            return "\n".join(["", line, text + self.cause, line])
         parts = [
             "",
             line,
@@ -190,6 +207,7 @@ class Attempt:
         self.place = place
         self.started = time.time()
         self._stop_at: float | None = None
+        self._abandoned = ""
         self._log_dir = log_dir
         self.workers: list[Worker] = []
         try:
@@ -207,13 +225,25 @@ class Attempt:
                 [f"{command[0]} cannot be started: {failure.strerror}. Check --program."]
             ) from None
 
-    def run(self, stop_timeout_s: float) -> Outcome:
-        """Watch until all have ended; the first failure ends the others."""
+    @property
+    def is_stopping(self) -> bool:
+        """Whether the processes were asked to save and end."""
+        return self._stop_at is not None
+
+    def run(
+        self, stop_timeout_s: float, watch: Callable[[Attempt], None] = lambda _: None
+    ) -> Outcome:
+        """Watch until all have ended; the first failure ends the others.
+
+        Args:
+            stop_timeout_s: seconds to save after a request to stop.
+            watch: called again and again meanwhile.
+        """
         failed_at: float | None = None
         while True:
             codes = [worker.poll() for worker in self.workers]
             now = time.monotonic()
-            if failed_at is None and any(_is_failure(code) for code in codes):
+            if failed_at is None and not self._abandoned and any(map(_is_failure, codes)):
                 failed_at = now
                 self._tell_other_hosts()
             if None not in codes:
@@ -223,6 +253,7 @@ class Attempt:
             if self._stop_at is not None and now > self._stop_at + stop_timeout_s:
                 print("launch: no end after the request to stop: killing", file=sys.stderr)
                 self.kill()
+            watch(self)
             time.sleep(POLL_S)
         for worker in self.workers:
             worker.finish()
@@ -234,6 +265,11 @@ class Attempt:
         self._stop_at = self._stop_at or time.monotonic()
         for worker in self.workers:
             worker.signal(signal.SIGTERM)
+
+    def abandon(self, cause: str) -> None:
+        """End everything now, for a reason that none of the processes here has given."""
+        self._abandoned = self._abandoned or cause
+        self.kill()
 
     def kill(self) -> None:
         """End everything now."""
@@ -260,6 +296,13 @@ class Attempt:
         if not any(_is_failure(code) for code in codes):
             code = runtime.EXIT_PREEMPTED if any(codes) else runtime.EXIT_OK
             return Outcome(exit_code=code, attempt=self.index)
+        if self._abandoned:
+            return Outcome(
+                exit_code=runtime.EXIT_FAILURE,
+                attempt=self.index,
+                cause=self._abandoned,
+                seconds=time.time() - self.started,
+            )
         failed = [worker for worker in self.workers if _is_failure(worker.process.returncode)]
         first = min(failed, key=lambda worker: _blame_order(worker, self.place.nnodes == 1))
         said = first.said()

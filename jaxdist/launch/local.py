@@ -1,37 +1,26 @@
-"""Jobs on this host: flags, the loop of attempts, and the rules for starting again.
-
-| a process ends with | then |
-|---|---|
-| 0, all of them | the job is done: 0 |
-| 75 | preempted after a committed save: 75, the scheduler starts the job again |
-| 2 | bad configuration, which a restart cannot heal: 2 |
-| 85 | a device holds wrong bits, which a restart on it would not heal: 85 |
-| 130 | interrupted from the keyboard: 130 |
-| anything else | all are stopped and started again, up to `--max-restarts` times without progress |
-
-Progress is a newer checkpoint: it refills the budget, so that a long run survives any number of
-lost hosts, while a crash loop ends after a few attempts.
-"""
+"""`python -m jaxdist.launch` on a host: flags to a plan, and who carries it out."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import os
-import random
 import re
 import shlex
-import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
+from typing import Any
 
 from jaxdist import runtime
-from jaxdist.launch.attempt import Attempt, Outcome, Place
+from jaxdist.launch.elastic import ElasticPlan, Range, Sizes, impossible
+from jaxdist.launch.rendezvous import Rendezvous
+from jaxdist.launch.rounds import ElasticPlaces
+from jaxdist.launch.sizing import read_sizes
+from jaxdist.launch.supervisor import Budget, FixedPlaces, Supervisor
+
+_TRAIN = "jaxdist.train"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,11 +33,10 @@ class LaunchPlan:
         nnodes: hosts of the job, each with a launcher of its own.
         node_rank: of this host.
         coordinator: host:port of the first process; empty on one host: a new port per attempt.
-        run_dir: where checkpoints and logs are.
-        max_restarts: attempts after the first without a new checkpoint.
-        backoff_s: wait before the first restart; doubled for each further one without progress.
-        max_backoff_s: where doubling ends.
-        stop_timeout_s: how long processes may save after a request to stop.
+        elastic: the ranges, where `nproc` or `nnodes` (their maximum then) was given as one.
+        run_dir: where checkpoints and logs are; empty: several elastic hosts without any.
+        budget: how often to start again.
+        misread: what the flags say wrong, one line each.
     """
 
     command: list[str]
@@ -56,34 +44,30 @@ class LaunchPlan:
     nnodes: int = 1
     node_rank: int = 0
     coordinator: str = ""
+    elastic: ElasticPlan | None = None
     run_dir: Path
-    max_restarts: int = 3
-    backoff_s: float = 1.0
-    max_backoff_s: float = 60.0
-    stop_timeout_s: float = 300.0
+    budget: Budget = dataclasses.field(default_factory=Budget)
+    misread: tuple[str, ...] = ()
 
     def problems(self) -> list[str]:
         """Every violated rule, one line each."""
-        found = []
-        for name, least in (("nproc", 0), ("nnodes", 1), ("max_restarts", 0)):
+        found = [*self.misread, *self.budget.problems()]
+        for name, least in (("nproc", 0), ("nnodes", 1)):
             value = getattr(self, name)
             if value < least:
-                flag = name.replace("_", "-")
-                found.append(f"--{flag} {value} is too small. Use a whole number ≥ {least}.")
-        for name in ("backoff_s", "max_backoff_s", "stop_timeout_s"):
-            if getattr(self, name) < 0:
-                flag = name.replace("_", "-")
-                found.append(f"--{flag} {getattr(self, name)} is no time. Use seconds ≥ 0.")
+                found.append(f"--{name} {value} is too small. Use a whole number ≥ {least}.")
         if not 0 <= self.node_rank < max(1, self.nnodes):
             found.append(
                 f"--node-rank {self.node_rank} is not among {self.nnodes} nodes. "
                 f"Use 0 to {self.nnodes - 1}, another on each host."
             )
-        if self.nnodes > 1 and self.nproc == 0:
+        if self.nproc == 0 and (self.nnodes > 1 or self.elastic is not None):
             found.append(
                 f"--nnodes {self.nnodes} without --nproc: all hosts must start equally many. "
                 "Give --nproc, e.g. the GPUs of a host."
             )
+        if self.elastic is not None:
+            return found + self._elastic_problems(self.elastic)
         if self.nnodes > 1 and not re.fullmatch(r".+:\d+", self.coordinator):
             found.append(
                 f"--coordinator {self.coordinator!r} with --nnodes {self.nnodes}: the hosts need "
@@ -97,15 +81,53 @@ class LaunchPlan:
             )
         return found
 
+    def _elastic_problems(self, elastic: ElasticPlan) -> list[str]:
+        found = elastic.problems()
+        if self.coordinator:
+            found.append(
+                f"--coordinator {self.coordinator} with a range: any host may be lost, that one "
+                "too, so hosts meet in the run directory instead. Leave --coordinator out; "
+                "--address says how others reach this host."
+            )
+        if self.nnodes > 1 and self.run_dir == Path():
+            found.append(
+                f"--nnodes {elastic.nnodes} without --run-dir: the hosts meet there. Name one "
+                "directory on a disk that all of them share."
+            )
+        return found
+
 
 def main(argv: Sequence[str]) -> int:
     """Run a job on this host until it is done or cannot be."""
     plan = read_plan(argv)
     problems = plan.problems()
     if problems:
-        print("\n".join(problems), file=sys.stderr)
-        return runtime.EXIT_CONFIG
-    return Supervisor(plan).run()
+        return _refuse(problems)
+    if plan.elastic is None:
+        fixed = FixedPlaces(plan.nproc, plan.nnodes, plan.node_rank, plan.coordinator)
+        return Supervisor(plan.command, fixed, plan.run_dir, plan.budget).run()
+    trains = _TRAIN in plan.command
+    sizes: Sizes | int = Sizes()
+    if trains:
+        sizes = read_sizes(plan.command[plan.command.index(_TRAIN) + 1 :])
+    if isinstance(sizes, int):
+        return sizes
+    problems = impossible(plan.elastic, sizes)
+    if problems:
+        return _refuse(problems)
+    meeting = Rendezvous(
+        plan.run_dir / "launch",
+        plan.node_rank,
+        plan.elastic.address,
+        lost_after_s=plan.elastic.lost_after_s,
+    )
+    places = ElasticPlaces(plan.elastic, meeting, sizes, tells_itself=trains)
+    return Supervisor(plan.command, places, plan.run_dir, plan.budget).run()
+
+
+def _refuse(problems: Sequence[str]) -> int:
+    print("\n".join(problems), file=sys.stderr)
+    return runtime.EXIT_CONFIG
 
 
 def read_plan(argv: Sequence[str]) -> LaunchPlan:
@@ -121,53 +143,123 @@ def read_plan(argv: Sequence[str]) -> LaunchPlan:
             f"{unknown[0]} is not a flag of the launcher. Flags of the program stand after --, "
             f"e.g. --nproc 2 -- {unknown[0]}"
         )
+    nproc, nnodes, elastic, misread = _read_numbers(args)
     run_dir = args.run_dir or _value_of(rest, "run-dir")
     if run_dir is None:
-        run_dir = f"runs/launch-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}"
-    if args.program:
-        command = [*shlex.split(args.program), *rest]
-    else:
-        command = [sys.executable, "-m", args.module, *rest]
-        if args.module == "jaxdist.train" and _value_of(rest, "run-dir") is None:
-            command.append(f"--run-dir={run_dir}")  # all attempts are one run
+        shared = elastic is not None and nnodes > 1
+        now = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
+        run_dir = "" if shared else f"runs/launch-{now}"
     return LaunchPlan(
-        command=command,
-        nproc=args.nproc,
-        nnodes=args.nnodes,
+        command=_command(args, rest, run_dir, elastic is not None),
+        nproc=nproc,
+        nnodes=nnodes,
         node_rank=args.node_rank,
         coordinator=args.coordinator,
+        elastic=elastic,
         run_dir=Path(run_dir),
-        max_restarts=args.max_restarts,
-        backoff_s=args.backoff_s,
-        max_backoff_s=args.max_backoff_s,
-        stop_timeout_s=args.stop_timeout_s,
+        budget=Budget(
+            max_restarts=args.max_restarts,
+            backoff_s=args.backoff_s,
+            max_backoff_s=args.max_backoff_s,
+            stop_timeout_s=args.stop_timeout_s,
+        ),
+        misread=tuple(misread),
     )
+
+
+def _command(
+    args: argparse.Namespace, rest: Sequence[str], run_dir: str, is_elastic: bool
+) -> list[str]:
+    if args.program:
+        return [*shlex.split(args.program), *rest]
+    command = [sys.executable, "-m", args.module, *rest]
+    if args.module == _TRAIN:
+        if _value_of(rest, "run-dir") is None:
+            command.append(f"--run-dir={run_dir}")  # all attempts are one run
+        if is_elastic and _value_of(rest, "mesh.elastic") is None:
+            command.append("--mesh.elastic=true")
+    return command
+
+
+def _read_numbers(args: argparse.Namespace) -> tuple[int, int, ElasticPlan | None, list[str]]:
+    """Processes, hosts (the most of each), what is elastic about them, and what is misread."""
+    ranges, misread = {}, []
+    for flag in ("nproc", "nnodes"):
+        text = getattr(args, flag)
+        try:
+            number = int(text) if re.fullmatch(r"-?\d+", text) else None
+            ranges[flag] = (
+                Range.parse(flag, text) if number is None else Range(least=number, most=number)
+            )
+        except ValueError as error:
+            misread.append(str(error))
+            ranges[flag] = Range(least=1, most=1)
+    most = {flag: found.most for flag, found in ranges.items()}
+    given = {name: getattr(args, name) for name in _ELASTIC_FLAGS}
+    given = {name: value for name, value in given.items() if value is not None}
+    if ":" not in args.nproc + args.nnodes:
+        misread += [
+            f"--{name.replace('_', '-')} {value} without a range: it is of elastic jobs. Leave it "
+            "out, or give --nnodes MIN:MAX or --nproc MIN:MAX."
+            for name, value in given.items()
+        ]
+        return most["nproc"], most["nnodes"], None, misread
+    plan = ElasticPlan(**{"address": socket.gethostname(), **ranges, **given})
+    return most["nproc"], most["nnodes"], plan, misread
+
+
+_ELASTIC_FLAGS = ("address", "lost_after_s", "join_timeout_s", "grow_interval_s")
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m jaxdist.launch",
         description="Start the processes of a job on this host, watch them, restart what fails.",
-        epilog="python -m jaxdist.launch slurm --help: write a SLURM batch script instead.",
+        epilog="With MIN:MAX the job is elastic: it goes on with the hosts and GPUs that are "
+        "there, on a smaller legal mesh with the same batches (--mesh names that of all), and "
+        "grows again when more are back. With --program the range only says how many processes "
+        "run. python -m jaxdist.launch slurm --help: write a SLURM batch script instead.",
     )
     add = parser.add_argument
-    add("--nproc", type=int, default=0, help="processes on this host (default: one per GPU, or 1)")
-    add("--nnodes", type=int, default=1, help="hosts; start a launcher on each (default 1)")
+    add(
+        "--nproc",
+        default="0",
+        metavar="N|MIN:MAX",
+        help="processes on this host (default: one per GPU, or 1)",
+    )
+    add(
+        "--nnodes",
+        default="1",
+        metavar="N|MIN:MAX",
+        help="hosts; start a launcher on each (default 1)",
+    )
     add("--node-rank", type=int, default=0, help="of this host, from 0 (default 0)")
     add("--coordinator", default="", help="host:port of node 0; needed with several hosts")
-    add("--module", default="jaxdist.train", help="what each process runs (default jaxdist.train)")
+    add("--module", default=_TRAIN, help="what each process runs (default jaxdist.train)")
     add("--program", default="", help="another program instead, e.g. 'python worker.py'")
     add("--run-dir", help="run directory (default: the program's --run-dir, else runs/launch-TIME)")
     add("--max-restarts", type=int, default=3, help="without a new checkpoint (default 3)")
-    add("--backoff-s", type=float, default=1.0, help="seconds before the first restart (default 1)")
-    add("--max-backoff-s", type=float, default=60.0, help="where its doubling ends (default 60)")
-    add(
-        "--stop-timeout-s",
-        type=float,
-        default=300.0,
-        help="seconds for saving after a request to stop (default 300)",
+    _add_seconds(parser, "backoff-s", 1.0, "before the first restart")
+    _add_seconds(parser, "max-backoff-s", 60.0, "at which its doubling ends")
+    _add_seconds(parser, "stop-timeout-s", 300.0, "for saving after a request to stop")
+    elastic = parser.add_argument_group("elastic jobs (with MIN:MAX)")
+    elastic.add_argument("--address", help="how others reach this host (default: its name)")
+    # Their defaults are ElasticPlan's, so that it is known whether they were given.
+    _add_seconds(
+        elastic, "lost-after-s", None, "without a sign of life until a host is lost (default 15)"
+    )
+    _add_seconds(
+        elastic, "join-timeout-s", None, "for hosts to come before others go on (default 30)"
+    )
+    _add_seconds(
+        elastic, "grow-interval-s", None, "between two counts of the GPUs here (default 60)"
     )
     return parser
+
+
+def _add_seconds(parser: Any, flag: str, default: float | None, what: str) -> None:
+    tail = "" if default is None else f" (default {default:g})"
+    parser.add_argument(f"--{flag}", type=float, default=default, help=f"seconds {what}{tail}")
 
 
 def _value_of(words: Sequence[str], flag: str) -> str | None:
@@ -182,133 +274,3 @@ def _value_of(words: Sequence[str], flag: str) -> str | None:
         elif i + 1 < len(words):
             value = words[i + 1]
     return value
-
-
-def _num_gpus() -> int:
-    visible = runtime.visible_gpus(os.environ)
-    if visible is not None:
-        return len(visible)
-    try:
-        listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30)
-    except (OSError, subprocess.SubprocessError):
-        return 0
-    return len(re.findall(r"^GPU \d+:", listing.stdout, re.MULTILINE))
-
-
-class Supervisor:
-    """The loop of attempts of one plan."""
-
-    def __init__(self, plan: LaunchPlan):
-        self.plan = plan
-        self.stop_signal = 0
-        self.last_nproc = 0
-        self.attempt: Attempt | None = None
-
-    def run(self) -> int:
-        """Attempts until one decides; returns the job's exit code."""
-        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
-            signal.signal(number, self._on_signal)
-        (self.plan.run_dir / "logs").mkdir(parents=True, exist_ok=True)
-        failures, newest = 0, self.newest_checkpoint()
-        index = 0
-        while True:
-            outcome = self._one_attempt(index)
-            code = self._decided(outcome)
-            if code is not None:
-                return code
-            print(outcome.report(), file=sys.stderr, flush=True)
-            reached = self.newest_checkpoint()
-            failures = 1 if reached > newest else failures + 1
-            newest = max(newest, reached)
-            if failures > self.plan.max_restarts:
-                self._say(
-                    f"giving up: {failures} attempts in a row ended without a new checkpoint. "
-                    f"Logs: {self.plan.run_dir / 'logs'}"
-                )
-                return outcome.exit_code
-            if not self._wait_before_restart(failures, newest):
-                return 128 + self.stop_signal
-            index += 1
-
-    def newest_checkpoint(self) -> int:
-        """Step of the newest committed checkpoint, -1 without one."""
-        try:
-            names = os.listdir(self.plan.run_dir / "checkpoints")
-        except OSError:
-            return -1
-        return max((int(name) for name in names if name.isdigit()), default=-1)
-
-    def _one_attempt(self, index: int) -> Outcome:
-        plan = self.plan
-        coordinator = plan.coordinator or f"127.0.0.1:{free_port()}"
-        nproc = self._num_processes()
-        place = Place(
-            nproc=nproc, nnodes=plan.nnodes, node_rank=plan.node_rank, coordinator=coordinator
-        )
-        self.attempt = Attempt(plan.command, place, index, plan.run_dir / "logs")
-        if self.stop_signal:  # it came while the processes were being started
-            self.attempt.ask_to_stop()
-        try:
-            return self.attempt.run(plan.stop_timeout_s)
-        finally:
-            self.attempt = None
-
-    def _num_processes(self) -> int:
-        """As asked for, or one per GPU that is there now: a lost GPU ends no job."""
-        if self.plan.nproc:
-            return self.plan.nproc
-        now = _num_gpus() or 1
-        if self.last_nproc and now != self.last_nproc:
-            self._say(f"{now} GPUs are there, {self.last_nproc} were: going on with {now}")
-        self.last_nproc = now
-        return now
-
-    def _decided(self, outcome: Outcome) -> int | None:
-        """The job's exit code if this attempt settles it, None to try again."""
-        if outcome.exit_code == runtime.EXIT_OK:
-            return runtime.EXIT_OK
-        if outcome.exit_code == runtime.EXIT_PREEMPTED:
-            self._say("preempted after a committed save; the same command goes on from there")
-            return runtime.EXIT_PREEMPTED
-        final = (runtime.EXIT_CONFIG, runtime.EXIT_DAMAGED, runtime.EXIT_INTERRUPTED)
-        if outcome.exit_code in final:
-            if not outcome.spoken:
-                print(outcome.report(), file=sys.stderr, flush=True)
-            return outcome.exit_code
-        if self.stop_signal:
-            print(outcome.report(), file=sys.stderr, flush=True)
-            return 128 + self.stop_signal
-        return None
-
-    def _wait_before_restart(self, failures: int, newest: int) -> bool:
-        """Back off; False when asked to stop meanwhile."""
-        seconds = min(self.plan.max_backoff_s, self.plan.backoff_s * 2 ** (failures - 1))
-        seconds *= 1 + 0.25 * random.random()  # hosts of one job must not come back in step
-        point = f"checkpoint {newest}" if newest >= 0 else "the beginning"
-        self._say(
-            f"restart {failures} of {self.plan.max_restarts} in {seconds:.1f} s, from {point}"
-        )
-        until = time.monotonic() + seconds
-        while time.monotonic() < until and not self.stop_signal:
-            time.sleep(min(0.1, seconds))
-        return not self.stop_signal
-
-    def _on_signal(self, number: int, _: FrameType | None) -> None:
-        again = self.stop_signal != 0
-        self.stop_signal = number
-        if self.attempt is None:
-            return
-        if number == signal.SIGINT and again:
-            self.attempt.kill()
-        else:
-            self.attempt.ask_to_stop()
-
-    def _say(self, text: str) -> None:
-        print(f"launch: {text}", file=sys.stderr, flush=True)
-
-
-def free_port() -> int:
-    """A port of the loopback address that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -18,17 +18,22 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxdist import runtime
+from jaxdist.launch.elastic import Range
 
 _TIME = re.compile(r"\d+|\d+:\d\d|\d+:\d\d:\d\d|\d+-\d+|\d+-\d+:\d\d|\d+-\d+:\d\d:\d\d")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BatchPlan:
-    """One job; fields are the flags of the command, `args` what the program gets."""
+    """One job; fields are the flags of the command, `args` what the program gets.
+
+    With `min_nodes` SLURM may give as few nodes, and the job is elastic: `nodes` are the most.
+    """
 
     args: list[str]
     name: str = "jaxdist"
     nodes: int = 1
+    min_nodes: int = 0
     gpus_per_node: int = 0
     tasks_per_node: int = 1
     cpus_per_task: int = 0
@@ -106,6 +111,14 @@ def main(argv: Sequence[str]) -> int:
         at = own.index("--")
         own, rest = own[:at], own[at + 1 :]
     args = vars(_parser().parse_args(own))
+    try:
+        args |= _read_nodes(args["nodes"])
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return runtime.EXIT_CONFIG
+    given = any(word.startswith("--mesh.elastic") for word in rest)
+    if args["min_nodes"] and not args["program"] and not given:
+        rest.append("--mesh.elastic=true")
     script_path, submit, dry_run = (args.pop(name) for name in ("script", "submit", "dry_run"))
     for name in ("modules", "setup", "sbatch"):
         args[name] = tuple(args[name])
@@ -129,6 +142,14 @@ def main(argv: Sequence[str]) -> int:
     return _submit(path)
 
 
+def _read_nodes(text: str) -> dict[str, int]:
+    """`8`, or `4-8` as SLURM writes a range, or `4:8` as the launcher does."""
+    if re.fullmatch(r"-?\d+", text):
+        return {"min_nodes": 0, "nodes": int(text)}
+    found = Range.parse("nodes", re.sub(r"(?<=\d)-", ":", text, count=1))
+    return {"min_nodes": found.least, "nodes": found.most}
+
+
 def _submit(path: Path) -> int:
     try:
         done = subprocess.run(["sbatch", str(path)], capture_output=True, text=True)
@@ -147,7 +168,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--name", default="jaxdist", help="job name (default jaxdist)")
-    add("--nodes", type=int, default=1, help="(default 1)")
+    add(
+        "--nodes",
+        default="1",
+        metavar="N|MIN-MAX",
+        help="(default 1); a range makes the job elastic: it runs on as many as SLURM gives",
+    )
     add("--gpus-per-node", type=int, default=0, help="0: a CPU job (default)")
     add("--tasks-per-node", type=int, default=1, help="1: one process with all GPUs (default)")
     add("--cpus-per-task", type=int, default=0, help="0: SLURM's default")
@@ -181,7 +207,7 @@ def batch_script(plan: BatchPlan) -> str:
 def _header(plan: BatchPlan) -> list[str]:
     options = {
         "job-name": plan.name,
-        "nodes": plan.nodes,
+        "nodes": f"{plan.min_nodes}-{plan.nodes}" if plan.min_nodes else plan.nodes,
         "ntasks-per-node": plan.tasks_per_node,
         "gpus-per-node": plan.gpus_per_node or "",
         "cpus-per-task": plan.cpus_per_task or "",
@@ -226,6 +252,9 @@ def _preamble(plan: BatchPlan) -> list[str]:
 def _run(plan: BatchPlan) -> list[str]:
     program = plan.program or f"{shlex.quote(plan.python)} -m jaxdist.train"
     srun = ["srun", "--kill-on-bad-exit=1", "--wait=60"]
+    if plan.min_nodes:  # SLURM counts tasks for the fewest nodes, and has given what it has
+        count = f"$((SLURM_JOB_NUM_NODES * {plan.tasks_per_node}))"
+        srun += ['--nodes="$SLURM_JOB_NUM_NODES"', f'--ntasks="{count}"']
     if plan.container.endswith(".sif"):
         program = f"apptainer exec --nv {shlex.quote(plan.container)} {program}"
     elif plan.container:

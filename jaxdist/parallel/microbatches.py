@@ -85,12 +85,22 @@ class PipelineConfig:
             rows: rows of one step on one replica.
             accumulation: `train.num_microbatches`, used where this section leaves the choice open.
         """
-        given = self.given_microbatches(num_stages, accumulation)
-        num_microbatches = given if given > 1 else self.num_microbatches
-        num_microbatches = num_microbatches or self._choose(rows, num_stages)
+        num_microbatches = self.count_microbatches(num_stages, rows, accumulation)
         return schedules.make_schedule(
             self.schedule, num_stages, num_microbatches, self.chunks_per_stage
         )
+
+    def count_microbatches(self, num_stages: int, rows: int, accumulation: int) -> int:
+        """Microbatches of a step: those named, else chosen from stages and rows.
+
+        Args:
+            num_stages: size of the pipeline axis, at least 2.
+            rows: rows of one step on one replica.
+            accumulation: `train.num_microbatches`, used where this section leaves the choice open.
+        """
+        given = self.given_microbatches(num_stages, accumulation)
+        num_microbatches = given if given > 1 else self.num_microbatches
+        return num_microbatches or self._choose(rows, num_stages)
 
     def make_evaluation_schedule(self, *, num_stages: int, rows: int) -> Schedule:
         """The forward-only table for this many stages and rows of a replica."""

@@ -4,7 +4,7 @@
 |---|---|
 | 0 | finished |
 | 2 | bad usage or configuration: a restart cannot heal it |
-| 75 | preempted after a committed save: run me again |
+| 75 | preempted after a committed save, or too little is there for an elastic job: run me again |
 | 85 | devices hold different bits of one value: look at the device before a restart |
 | 86 | the watchdog ended a process that made no progress |
 | 130 | interrupted from the keyboard |

@@ -1,0 +1,66 @@
+"""What this host has for a job: the processes it can run, their devices, a free port."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import socket
+import subprocess
+
+from jaxdist import runtime
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Capacity:
+    """What a host can run.
+
+    Attributes:
+        nproc: processes at most.
+        devices: in all.
+        gpus: whether these are GPUs, which can be dealt out, or CPU devices of each process.
+    """
+
+    nproc: int
+    devices: int
+    gpus: bool
+
+
+def capacity(most: int, simulate: int = 0, *, had_gpus: bool = False) -> Capacity:
+    """What this host can run now.
+
+    Args:
+        most: processes that are asked for.
+        simulate: simulated devices of each process; 0: the host's own.
+        had_gpus: it had some before, so that none means lost ones and not a CPU job.
+    """
+    gpus = 0 if simulate else count_gpus()
+    if not gpus and not had_gpus:
+        return Capacity(nproc=most, devices=most * (simulate or 1), gpus=False)
+    return Capacity(nproc=min(most, gpus), devices=gpus, gpus=True)
+
+
+def count_gpus() -> int:
+    """GPUs that processes started here would see; 0 without any."""
+    visible = runtime.visible_gpus(os.environ)
+    if visible is not None:
+        return len(visible)
+    try:
+        listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.SubprocessError):
+        return 0
+    return len(re.findall(r"^GPU \d+:", listing.stdout, re.MULTILINE))
+
+
+def first_gpus(count: int) -> str:
+    """`CUDA_VISIBLE_DEVICES` that shows the first `count` GPUs of those visible here."""
+    visible = runtime.visible_gpus(os.environ)
+    names = [str(i) for i in range(count)] if visible is None else visible
+    return ",".join(names[:count])
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A port of this host's address that nobody listens on now; "" is all its addresses."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])

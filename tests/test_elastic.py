@@ -1,0 +1,262 @@
+"""Runs on fewer devices than their mesh names: which mesh and microbatches, and equal numbers."""
+
+import dataclasses
+import itertools
+
+import jax
+import pytest
+
+from jaxdist.assembly import assemble
+from jaxdist.config import RunConfig, fit_devices, legal_sizes, read_run
+from jaxdist.data import Loader, open_datasets
+from jaxdist.evaluation import evaluate
+from jaxdist.mesh import MeshSpec, factorisations, shrink, shrunk_sizes
+from jaxdist.models.configs import DecoderConfig
+from jaxdist.parallel.microbatches import PipelineConfig
+from jaxdist.sharding import MeshConfig
+from jaxdist.step import EvalConfig, TrainConfig
+from jaxdist.types import ConfigError
+
+MODEL = DecoderConfig(d_model=32, num_layers=4, num_heads=4, num_kv_heads=4, mlp_dim=64)
+DIVISIBLE = DecoderConfig(d_model=96, num_layers=12, num_heads=12, num_kv_heads=12, mlp_dim=96)
+
+
+def a_run(
+    mesh: str, batch: int = 24, zero: int = 0, microbatches: int = 1, model=MODEL, **fields
+) -> RunConfig:
+    return RunConfig(
+        model=model,
+        mesh=MeshConfig(shape=mesh, elastic=True, zero=zero),
+        train=TrainConfig(global_batch_size=batch, num_microbatches=microbatches, seq_len=32),
+        **fields,
+    )
+
+
+# --- the mesh: against all possibilities ----------------------------------------------------------
+
+
+def best_by_search(asked: MeshSpec, num_devices: int, batch: int, zero: int) -> set[tuple]:
+    """(data, fsdp) of every best mesh, from the rules as the README states them."""
+    found = []
+    for data, fsdp in itertools.product(range(1, num_devices + 1), repeat=2):
+        if data * fsdp * asked.pipeline * asked.tensor > num_devices:
+            continue
+        splits = data * fsdp if zero else fsdp
+        if batch % (data * fsdp) or DIVISIBLE.d_model % splits:
+            continue
+        # Most devices; then fsdp as asked; then less state on a device rather than more.
+        closeness = -abs(fsdp - asked.fsdp)
+        found.append(((data * fsdp, fsdp == asked.fsdp, fsdp > asked.fsdp, closeness), data, fsdp))
+    best = max((value for value, *_ in found), default=None)
+    return {(data, fsdp) for value, data, fsdp in found if value == best}
+
+
+@pytest.mark.parametrize("batch", [24, 40])
+@pytest.mark.parametrize("zero", [0, 3])
+@pytest.mark.parametrize("total", [2, 4, 8, 12, 16])
+def test_the_shrunk_mesh_is_the_best_of_all(total, zero, batch):
+    compared = 0
+    for asked in factorisations(total):
+        config = a_run(str(asked), batch, zero, model=DIVISIBLE)
+        try:
+            config.check_mesh(asked)
+        except ConfigError:
+            continue
+        for num_devices in range(1, total):
+            expected = best_by_search(asked, num_devices, batch, zero)
+            try:
+                fitted = fit_devices(config, num_devices)
+            except ConfigError:
+                assert not expected, (asked, num_devices)
+                continue
+            spec = MeshSpec.parse(fitted.mesh.shape)
+            assert {(spec.data, spec.fsdp)} == expected, (asked, num_devices)
+            assert (spec.pipeline, spec.tensor) == (asked.pipeline, asked.tensor)
+            assert fitted.mesh_problems(spec) == []
+            compared += 1
+    assert compared
+
+
+@pytest.mark.parametrize("microbatches", [1, 2, 3])
+@pytest.mark.parametrize("mesh", ["dp=4", "dp=2,fsdp=4", "fsdp=8", "dp=4,pp=2", "dp=4,tp=2"])
+@pytest.mark.parametrize("eval_batch", [0, 48])
+def test_no_device_takes_more_rows_at_once_and_the_batch_stays(mesh, microbatches, eval_batch):
+    config = a_run(mesh, 48, microbatches=microbatches)
+    config = dataclasses.replace(
+        config, eval=EvalConfig(global_batch_size=eval_batch, max_batches=5)
+    )
+    asked = MeshSpec.parse(mesh)
+    config.check_mesh(asked)
+    before = rows_at_once(config, asked)
+    for num_devices in range(asked.pipeline * asked.tensor, asked.num_devices):
+        fitted = fit_devices(config, num_devices)
+        spec = MeshSpec.parse(fitted.mesh.shape)
+        count = 48 // spec.num_replicas // rows_at_once(fitted, spec)
+        assert fitted.train.global_batch_size == 48
+        assert rows_at_once(fitted, spec) <= before
+        # As few as that: one less would be too large or uneven.
+        rows = 48 // spec.num_replicas
+        assert all(rows % n or rows // n > before for n in range(1, count))
+        evaluation = fitted.eval
+        assert evaluation.global_batch_size % spec.num_replicas == 0
+        assert evaluation.global_batch_size // spec.num_replicas <= 48 // asked.num_replicas
+        assert evaluation.global_batch_size * evaluation.max_batches == 48 * 5
+        assert evaluation.final_max_batches == 0
+
+
+def rows_at_once(config: RunConfig, spec: MeshSpec) -> int:
+    """Rows of one microbatch on one replica."""
+    rows = config.train.global_batch_size // spec.num_replicas
+    if spec.pipeline == 1:
+        return rows // config.train.num_microbatches
+    schedule = config.pipeline.make_schedule(
+        num_stages=spec.pipeline, rows=rows, accumulation=config.train.num_microbatches
+    )
+    return rows // schedule.num_microbatches
+
+
+def test_microbatches_of_the_pipeline_that_were_chosen_for_few_rows_grow_too():
+    config = a_run("dp=4,pp=2", 32)
+    assert config.pipeline.num_microbatches == 0  # 8 rows per replica: 8 of one row
+    fitted = fit_devices(config, 4)
+    assert fitted.mesh.shape == "pp=2,dp=2" and fitted.pipeline.num_microbatches == 16
+    named = dataclasses.replace(config, pipeline=PipelineConfig(num_microbatches=4))
+    assert fit_devices(named, 2).pipeline.num_microbatches == 16
+
+
+def test_an_evaluation_batch_that_does_not_divide_is_not_legal():
+    config = a_run("dp=4", 48, eval=EvalConfig(global_batch_size=20))
+    assert fit_devices(config, 3).mesh.shape == "dp=2"
+    assert legal_sizes(config) == [1, 2, 4]
+
+
+def test_the_reason_has_the_numbers():
+    reason = fit_devices(a_run("fsdp=8", 32), 7).mesh.reason
+    assert reason == (
+        "elastic: 7 of the 8 devices of fsdp=8 are there; 2 microbatches of 4 rows per replica "
+        "instead of 1 of 4; global batch 32 and its rows stay; 3 idle, with which no mesh is "
+        "legal; sharded state over 4 devices instead of 8: more on each"
+    )
+
+
+def test_nothing_changes_where_nothing_is_missing():
+    config = a_run("dp=4")
+    assert fit_devices(config, 4) is config and fit_devices(config, 5) is config
+    rigid = dataclasses.replace(config, mesh=MeshConfig(shape="dp=4"))
+    assert fit_devices(rigid, 2) is rigid
+
+
+def test_sizes_are_those_that_leave_no_device_idle():
+    assert legal_sizes(a_run("dp=8", 24)) == [1, 2, 3, 4, 6, 8]
+    assert legal_sizes(a_run("dp=4,tp=2", 24)) == [2, 4, 6, 8]
+    config = a_run("dp=8", 24)
+    for num_devices in range(1, 9):
+        used = MeshSpec.parse(fit_devices(config, num_devices).mesh.shape).num_devices
+        assert (used == num_devices) == (num_devices in legal_sizes(config))
+
+
+def test_nothing_legal_is_none():
+    asked = MeshSpec(data=4, tensor=2)
+    assert shrink(asked, 1, lambda _: True) is None
+    assert shrink(asked, 7, lambda _: False) is None
+    assert shrunk_sizes(asked, lambda _: False) == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        ([], r"mesh\.elastic with mesh\.shape='auto': .* Give each axis its size"),
+        (["--mesh=dp=-1"], r"mesh\.elastic with mesh\.shape='dp=-1'"),
+        (["--mesh=dp=5"], r"global_batch_size=32 is not a multiple of 5"),
+        (
+            ["--mesh=tp=4", "--simulate=2"],
+            r"mesh tp=4 is elastic and 2 of its 4 devices are there: .* Wait for 4, or",
+        ),
+    ],
+)
+def test_what_cannot_shrink_says_so(flags, text):
+    with pytest.raises(ConfigError, match=text):
+        read_run(["--mesh.elastic=true", *flags], command="jaxdist.train")
+
+
+def test_fewer_simulated_devices_are_no_problem_where_the_mesh_is_elastic():
+    flags = ["--mesh=dp=4", "--simulate=2"]
+    assert read_run([*flags, "--mesh.elastic=true"], command="x").mesh.shape == "dp=4"
+    with pytest.raises(ConfigError, match="needs 4 devices, 2 are visible"):
+        read_run(flags, command="x")
+
+
+# --- the run --------------------------------------------------------------------------------------
+
+
+def numbers(config: RunConfig, num_devices: int, steps: int) -> tuple[list[float], dict, object]:
+    """Losses of some steps, an evaluation after them, and the parts."""
+    parts = assemble(config, jax.devices()[:num_devices])
+    train, held_out = open_datasets(config.data, seq_len=config.train.seq_len, seed=config.seed)
+    state = parts.init_state()
+    loader = Loader(
+        train,
+        global_batch_size=parts.config.train.global_batch_size,
+        seed=config.seed,
+        sharding=parts.step.batch_sharding,
+    )
+    losses = []
+    for _ in range(steps):
+        state, metrics = parts.step.train(state, next(loader))
+        losses.append(float(metrics["loss"]))
+    loader.close()
+    evaluated = evaluate(
+        parts.step,
+        state.params,
+        held_out,
+        global_batch_size=parts.config.eval.global_batch_size
+        or parts.config.train.global_batch_size,
+        unit=parts.model.unit,
+        max_batches=parts.config.eval.max_batches,
+    )
+    return losses, evaluated, parts
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mesh", "zero", "num_devices", "shrunk"),
+    [
+        ("dp=4", 0, 3, "dp=3"),
+        ("dp=4", 1, 1, "dp=1"),
+        ("dp=2,fsdp=4", 0, 5, "fsdp=4"),
+        ("dp=2,tp=2", 0, 3, "tp=2"),
+        ("dp=2,pp=2", 0, 2, "pp=2"),
+    ],
+)
+def test_losses_are_those_of_the_whole_mesh(mesh, zero, num_devices, shrunk):
+    config = a_run(mesh, 24, zero, eval=EvalConfig(max_batches=2))
+    whole = MeshSpec.parse(mesh).num_devices
+    expected, evaluated, _ = numbers(config, whole, 20)
+    losses, again, parts = numbers(config, num_devices, 20)
+    assert str(parts.spec) == shrunk and parts.is_shrunk
+    assert parts.mesh_reason.startswith(f"elastic: {num_devices} of the {whole} devices")
+    # The numerics contract across meshes: 20 steps in float32.
+    assert losses == pytest.approx(expected, rel=2e-5)
+    assert again["loss"] == pytest.approx(evaluated["loss"], rel=2e-5)
+    assert again["tokens"] == evaluated["tokens"]
+    assert len(set(losses)) == 20
+
+
+def test_one_process_leaves_devices_idle():
+    parts = assemble(a_run("dp=8", 32), jax.devices()[:7])
+    assert parts.devices == jax.devices()[:4]
+
+
+def test_several_processes_are_told_how_many_to_start(monkeypatch):
+    @dataclasses.dataclass(frozen=True)
+    class Device:
+        process_index: int
+        platform: str = "cpu"
+
+    config = a_run("dp=8", 32)
+    devices = [Device(i) for i in range(7)]
+    with pytest.raises(ConfigError, match=r"legal with 4 of the 7 devices of 7 .* Start 4, or"):
+        assemble(config, devices)
+    devices = [Device(i // 2) for i in range(6)]
+    with pytest.raises(ConfigError, match=r"legal with 4 of the 6 devices of 3 .* Start 2, or"):
+        assemble(config, devices)
