@@ -1,20 +1,21 @@
 """Settings of a run: every room's dataclass in one table of contents, a TOML file, and flags.
 
-    run       `RunConfig` and the rules between rooms
-    reading   defaults + file + flags -> one checked dataclass, every problem in one message
-    fields    what a tree of dataclasses offers, and how a value is read
-    sources   the TOML file and the command line, each value with its origin
-    help      `--help`
-    writing   settings as TOML that reads back equal
-    run       `RunConfig`, the settings of a training run, and the rules between rooms
-    elastic   the same run on fewer devices than its mesh names
+    run            `RunConfig`, the settings of a training run, and the rules between rooms
+    elastic        the same run on fewer devices than its mesh names
+    command_line   a run's settings as commands are given them
+    reading        defaults + file + flags -> one checked dataclass, every problem in one message
+    sources        the TOML file and the flags, each value with its origin
+    fields         what a tree of dataclasses offers, and how a value is read
+    help           `--help`
+    writing        settings as TOML that reads back equal
 
 Importing this starts no device and imports neither flax nor orbax.
 """
 
+from jaxdist.config.command_line import ALIASES, read_run, stored_run
 from jaxdist.config.elastic import fit_devices, legal_sizes
 from jaxdist.config.reading import headed, read_settings
-from jaxdist.config.run import ALIASES, RunConfig, read_run, stored_run
+from jaxdist.config.run import RunConfig
 from jaxdist.config.writing import to_table, write_toml
 
 __all__ = [

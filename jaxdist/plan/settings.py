@@ -7,8 +7,8 @@ import math
 from collections.abc import Sequence
 
 from jaxdist.config import RunConfig, read_settings
+from jaxdist.config.command_line import ALIASES
 from jaxdist.config.reading import all_problems, headed
-from jaxdist.config.run import ALIASES
 from jaxdist.estimate.cost import FAILURES_PER_1000_GPU_DAYS
 from jaxdist.hardware import GPUS, Cluster, Gpu, parse_gpus, read_hardware
 from jaxdist.sharding import MeshConfig
