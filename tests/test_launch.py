@@ -421,3 +421,17 @@ def test_the_launcher_imports_no_jax():
     code = "import sys, jaxdist.launch.__main__, jaxdist.launch.local; print('jax' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+@pytest.mark.parametrize(
+    ("flags", "restarts"),
+    [
+        ([], 3),
+        (["--module=jaxdist.doctor"], 0),
+        (["--module=jaxdist.doctor", "--max-restarts=2"], 2),
+        (["--module=mine.trainer"], 3),
+        (["--program=./worker"], 3),
+    ],
+)
+def test_what_writes_no_checkpoint_is_not_started_again_unless_asked(flags, restarts):
+    assert read_plan(flags).budget.max_restarts == restarts

@@ -2,7 +2,7 @@
 
     python -m jaxdist.doctor
     python -m jaxdist.doctor --config configs/llama3_8b.toml --mesh fsdp=8
-    python -m jaxdist.launch --nproc 8 --max-restarts 0 --module jaxdist.doctor -- --mesh fsdp=8
+    python -m jaxdist.launch --nproc 8 --module jaxdist.doctor -- --mesh fsdp=8
     srun python -m jaxdist.doctor --config configs/pipeline_64gpu.toml
 
 Looks at software, GPUs and their links, environment variables, disk, shared memory and limits, and

@@ -158,13 +158,21 @@ def read_plan(argv: Sequence[str]) -> LaunchPlan:
         elastic=elastic,
         run_dir=Path(run_dir),
         budget=Budget(
-            max_restarts=args.max_restarts,
+            max_restarts=_max_restarts(args),
             backoff_s=args.backoff_s,
             max_backoff_s=args.max_backoff_s,
             stop_timeout_s=args.stop_timeout_s,
         ),
         misread=tuple(misread),
     )
+
+
+def _max_restarts(args: argparse.Namespace) -> int:
+    """As asked for; what a doctor finds, or an evaluation refuses, it does again."""
+    if args.max_restarts is not None:
+        return int(args.max_restarts)
+    is_ours = args.module.startswith("jaxdist.") and not args.program
+    return 0 if is_ours and args.module != _TRAIN else Budget.max_restarts
 
 
 def _command(
@@ -238,7 +246,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--module", default=_TRAIN, help="what each process runs (default jaxdist.train)")
     add("--program", default="", help="another program instead, e.g. 'python worker.py'")
     add("--run-dir", help="run directory (default: the program's --run-dir, else runs/launch-TIME)")
-    add("--max-restarts", type=int, default=3, help="without a new checkpoint (default 3)")
+    add(
+        "--max-restarts",
+        type=int,
+        help="without a new checkpoint (default 3; 0 for jaxdist's modules that write none)",
+    )
     _add_seconds(parser, "backoff-s", 1.0, "before the first restart")
     _add_seconds(parser, "max-backoff-s", 60.0, "at which its doubling ends")
     _add_seconds(parser, "stop-timeout-s", 300.0, "for saving after a request to stop")
