@@ -198,7 +198,7 @@ class Run:
             if saves:
                 self.report()
                 self.save(step, metrics=evaluated)
-            if self.preemption.preempted(step) and not is_last:
+            if self.preemption.preempted() and not is_last:
                 self.replicas.look(step, self.state, force=True)
                 self.report()
                 self.check_replicas()
