@@ -174,7 +174,7 @@ KINDS = {
         Kind("exception on one process", _raised),
         Kind("SIGKILL of the launcher", _launcher_killed),
         Kind("one process never joins", _never_joins, at_start=True),
-        Kind("the coordinator's port is taken", _port_taken),
+        Kind("the coordinator's port is taken", _port_taken, at_start=True),
         Kind("full disk", _disk_full, mounts=True),
         Kind("run directory gone", _directory_gone, mounts=True),
     )

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from jaxdist.checkpoint import manifest, tree
+from jaxdist.checkpoint import lock, manifest, tree
 from jaxdist.checkpoint.agreement import Agreement
 from jaxdist.checkpoint.barrier import GivenUp, SaveBarrier
 from jaxdist.checkpoint.config import CheckpointConfig
@@ -121,8 +121,7 @@ class Saver:
 
     def _prepare(self, step: int, leaves: list[tree.Leaf]) -> bool:
         """On process 0: make room, look for reasons to fail; False when `step` is saved already."""
-        if not self._directory.is_dir():  # making it anew would fill the disk below a lost mount
-            raise CheckpointError(f"{self._directory} is gone: is its file system still mounted?")
+        self._check_there()
         manifest.remove_leftovers(self._directory)
         if self.continues is not None:
             self._supersede(self.continues)
@@ -137,6 +136,15 @@ class Saver:
         self.check_room(sum(leaf.num_bytes for leaf in leaves))
         (self._directory / manifest.SAVING_NAME).mkdir(exist_ok=True)
         return True
+
+    def _check_there(self) -> None:
+        """Raise unless this is the directory that was opened.
+
+        Made anew it would fill the disk below a lost mount, and hide when that is back. Orbax makes
+        what is missing, so that a directory is no proof; the lock file in it is.
+        """
+        if not (self._directory / lock.FILE_NAME).exists():
+            raise CheckpointError(f"{self._directory} is gone: is its file system still mounted?")
 
     def _supersede(self, continues: int) -> None:
         newer = [s for s in manifest.steps_in(self._directory) if s > continues]
@@ -217,6 +225,7 @@ class Saver:
 
     def _publish(self, step: int, files: dict[str, list[int]], metrics: dict[str, float]) -> None:
         """On process 0: the manifest, then the name. A kill before that leaves no checkpoint."""
+        self._check_there()  # it may have gone while the save was written
         manifest.write(self._unsealed(step), step, files, metrics)
         manifest.publish(self._unsealed(step), self._directory / str(step))
 

@@ -40,7 +40,11 @@ _STEPS_PER_BLOW = 80
 def main() -> int:
     """Strike, write the table, and fail if one ending was bad."""
     arguments = _arguments()
-    kinds = [kind for kind in KINDS.values() if not (kind.mounts and no_mounts())]
+    kinds = [
+        kind
+        for kind in KINDS.values()
+        if not (kind.mounts and no_mounts()) and arguments.only in kind.name
+    ]
     generator = random.Random(arguments.seed)
     told: list[Told] = []
     wrong: list[str] = []
@@ -61,8 +65,8 @@ def main() -> int:
             wrong += [problem] if problem else []
             for one in struck:
                 left[one.kind] -= 1
-            RESULTS.write_text(_page(arguments, told, wrong, rounds))
-    print(RESULTS.read_text())
+            Path(arguments.out).write_text(_page(arguments, told, wrong, rounds))
+    print(Path(arguments.out).read_text())
     return 1 if wrong or any(one.problem for one in told) else 0
 
 
@@ -130,7 +134,11 @@ def _page(arguments: argparse.Namespace, told: list[Told], wrong: list[str], rou
         "| ending | struck | of it at a start | bad endings | detected, median | longest "
         "| recovered, median | longest |",
         "|---|---|---|---|---|---|---|---|",
-        *(_row(name, [one for one in told if one.kind == name]) for name in KINDS),
+        *(
+            _row(name, [one for one in told if one.kind == name])
+            for name in KINDS
+            if arguments.only in name
+        ),
         "",
         f"{rounds} jobs of {len(told)} blows in all. Each had to end with exit code 0, every step "
         f"there once, with the bits of an unharmed run: {len(wrong)} did not.",
@@ -157,6 +165,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=20, help="blows of each kind (default 20)")
     parser.add_argument("--seed", type=int, default=0, help="of order, victims and moments")
     parser.add_argument("--minutes", type=float, default=600, help="no new blow after these")
+    parser.add_argument("--only", default="", help="kinds with this in their name")
+    parser.add_argument("--out", default=str(RESULTS), help="the page (default %(default)s)")
     parser.add_argument("--note", default="", help="conditions to put into the page")
     return parser.parse_args()
 
