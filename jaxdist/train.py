@@ -200,7 +200,7 @@ class Run:
             if saves:
                 self.judge.report()
                 self.save(step, metrics=evaluated)
-            if self.preemption.preempted(step) and not is_last:
+            if self.preemption.preempted() and not is_last:
                 self.judge.look(step, self.state, force=True)
                 self.judge.report()
                 self.judge.check_replicas()

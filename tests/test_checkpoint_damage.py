@@ -25,6 +25,7 @@ from jaxdist.checkpoint import (
     saving,
     store,
 )
+from jaxdist.checkpoint.store import Store
 from jaxdist.types import ConfigError
 
 STEPS = (2, 4)
@@ -413,6 +414,30 @@ def test_a_vanished_directory_fails_the_save_and_is_not_made_anew(run):
     assert opened.wait() is False
     assert not run.path.exists()
     assert any("is gone: is its file system still mounted?" in line for line in run.lines)
+
+
+def test_what_is_made_anew_below_a_lost_mount_holds_no_checkpoint(run, pristine, monkeypatch):
+    """Orbax makes missing directories: a save under way when the mount goes would look complete."""
+    opened = resume_then(run)
+    away = run.path.with_name("elsewhere")
+    real = Store.start_write
+
+    def goes_away(self, *args):
+        shutil.move(run.path, away)
+        real(self, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Store, "start_write", goes_away)
+        opened.save(6, state_at(6), {}, force=True)
+    opened.save(8, state_at(8), {}, force=True)  # what Orbax made is there now
+    assert opened.wait() is False
+    assert sum("is gone: is its file system still mounted?" in line for line in run.lines) == 2
+    assert not any(path.name.isdecimal() for path in run.path.iterdir())
+    shutil.rmtree(run.path)
+    shutil.move(away, run.path)
+    untouched(run, pristine)
+    opened.save(10, state_at(10), {})
+    assert opened.wait() is True
 
 
 def test_a_manifest_that_cannot_be_written_means_no_checkpoint(run, pristine, monkeypatch):

@@ -220,6 +220,29 @@ def test_other_hosts_are_told_of_a_killed_process_and_their_watchdogs_follow(
     other.close()
 
 
+@pytest.mark.parametrize(
+    ("listed", "lost"),
+    [
+        ("1", "process 1 on n7"),
+        ("/job:jax_worker/replica:0/task:1\n/job:jax_worker/replica:0/task:4",
+         "process 1 on n7, process 4"),
+        ("The tasks have crashed", "process 0"),
+    ],
+)  # fmt: skip
+def test_whom_a_process_lost_is_named_with_its_host(tmp_path, listed, lost):
+    from jaxdist.launch.attempt import Attempt, Place
+
+    (tmp_path / "process-1.progress.json").write_text('{"host": "n7"}')
+    words = "the JAX distributed service detected fatal errors 15: tasks are unhealthy"
+    code = f"import os; print({words!r}); print({listed!r}); print(3 * 'stack\\n'); os.abort()"
+    place = Place(nproc=1, nnodes=3, node_rank=2, coordinator="127.0.0.1:1")
+    outcome = Attempt([sys.executable, "-c", code], place, 0, tmp_path).run(5.0)
+    assert outcome.cause == (
+        f"killed by SIGABRT: lost {lost}; it died, its host did, or the network is cut"
+    )
+    assert outcome.words.startswith(words)
+
+
 def test_a_new_checkpoint_refills_the_budget(tmp_path):
     launched = Launched(
         tmp_path,
@@ -272,7 +295,7 @@ def test_a_request_to_stop_reaches_all_and_ends_with_the_save(tmp_path):
         """
         stop = runtime.Preemption()
         (RUN / f"ready-{INDEX}").touch()
-        while not stop.preempted(0):
+        while not stop.preempted():
             time.sleep(0.02)
         (RUN / f"saved-{INDEX}").touch()
         return runtime.EXIT_PREEMPTED
@@ -370,6 +393,51 @@ def test_a_notice_while_training_still_imports_is_not_lost(tmp_path):
     out, _ = process.communicate(timeout=120)
     assert process.returncode == 75, out
     assert list((run_dir / "checkpoints").glob("[0-9]*"))
+
+
+def test_words_reach_the_console_when_the_disk_is_full(tmp_path):
+    """A reader that ended with its file would leave the process blocked on a full pipe."""
+    logs = tmp_path / "run" / "logs"
+    logs.mkdir(parents=True)
+    (logs / "attempt-0-process-0.out").symlink_to("/dev/full")
+    launched = Launched(tmp_path, "for i in range(20000): print('line', i)")
+    code, out, err = launched.end()
+    assert code == 0
+    assert out.splitlines() == [f"line {i}" for i in range(20000)]
+    assert err.count("cannot be written (No space left on device)") == 1
+
+
+def test_a_run_directory_that_is_gone_is_waited_for_and_not_made_anew(tmp_path):
+    launched = Launched(
+        tmp_path,
+        """
+        if ATTEMPT == 0:
+            os.rename(RUN, f"{RUN}-away")
+            raise OSError("the file system went away")
+        """,
+    )
+    away = tmp_path / "run-away"
+    until = time.monotonic() + 60
+    while not away.exists() and time.monotonic() < until:
+        time.sleep(0.02)
+    time.sleep(2.0)
+    assert not launched.run_dir.exists()
+    away.rename(launched.run_dir)
+    code, _, err = launched.end()
+    assert code == 0
+    assert "is gone: is its file system still mounted? Waiting up to 900 s for it" in err
+    assert "is back" in err and err.count("failed first") == 1
+
+
+def test_a_run_directory_that_does_not_come_back_ends_the_launch(tmp_path, monkeypatch, capsys):
+    from jaxdist.launch import supervisor
+
+    monkeypatch.setattr(supervisor, "_LOST_DIRECTORY_S", 0.3)
+    subject = supervisor.Supervisor(
+        ["x"], supervisor.FixedPlaces(1), tmp_path / "nowhere", supervisor.Budget()
+    )
+    assert not subject._wait_for_run_dir()
+    assert "giving up: it did not come back; nothing was started" in capsys.readouterr().err
 
 
 def test_a_program_that_is_not_there_is_one_line(tmp_path):

@@ -166,6 +166,20 @@ def test_an_alarm_of_an_earlier_start_is_none(tmp_path):
     dogs.close()
 
 
+def test_a_folder_that_is_away_for_a_while_raises_no_alarm(tmp_path):
+    folder = tmp_path / "logs"
+    folder.mkdir()
+    (folder / "hang.json").write_text('{"process": 0, "line": "of an earlier start"}')
+    dogs = Dogs(folder, 1, step_timeout_s=60.0)
+    time.sleep(4 * BEAT_S)
+    folder.rename(tmp_path / "away")
+    time.sleep(6 * BEAT_S)
+    (tmp_path / "away").rename(folder)
+    time.sleep(6 * BEAT_S)
+    assert dogs.left == {}
+    dogs.close()
+
+
 def test_watchdog_off_starts_no_thread(tmp_path):
     before = threading.active_count()
     dog = Watchdog(ResilienceConfig(watchdog=False), tmp_path)

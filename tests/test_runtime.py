@@ -193,11 +193,11 @@ def test_a_notice_at_any_time_becomes_a_stop_and_a_second_one_a_hurry(number):
     done = run(
         f"""
         stop = runtime.Preemption()
-        print(stop.preempted(0), stop.requested, stop.hurried)
+        print(stop.preempted(), stop.requested, stop.hurried)
         os.kill(os.getpid(), {int(number)})
-        print(stop.preempted(1), stop.requested, stop.hurried, stop.reason)
+        print(stop.preempted(), stop.requested, stop.hurried, stop.reason)
         os.kill(os.getpid(), {int(number)})
-        print(stop.preempted(2), stop.requested, stop.hurried)
+        print(stop.preempted(), stop.requested, stop.hurried)
         return runtime.EXIT_PREEMPTED
         """
     )
@@ -213,9 +213,9 @@ def test_a_deadline_stops_the_job_by_itself():
     done = run(
         """
         stop = runtime.Preemption(deadline_s=0.2)
-        print(stop.preempted(0))
+        print(stop.preempted())
         time.sleep(0.3)
-        print(stop.preempted(1), stop.hurried, stop.reason)
+        print(stop.preempted(), stop.hurried, stop.reason)
         """
     )
     assert done.stdout.splitlines() == ["False", "True False the deadline has come"]

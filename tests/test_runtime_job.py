@@ -20,13 +20,13 @@ from jaxdist.runtime.settings import RuntimeConfig
 
 INDEX = int(os.environ["JAXDIST_PROCESS_INDEX"])
 
-def loop(job, stop, event=lambda step: None, num_steps=2000):
+def loop(job, stop, event=lambda step: None, num_steps=2000, first=0):
     import jax
     from jax.experimental import multihost_utils
-    for step in range(num_steps):
+    for step in range(first, first + num_steps):
         event(step)
         multihost_utils.process_allgather(jax.numpy.ones(1))
-        if stop.preempted(step):
+        if stop.preempted():
             print("stopped", step, flush=True)
             return runtime.EXIT_PREEMPTED
         time.sleep(0.01)
@@ -196,15 +196,46 @@ def test_a_taken_port_is_refused_and_named():
         code = processes.processes[0].wait(60)
         for process in processes.processes:
             process.kill()
-        assert code == 2
+        assert code == 1  # the attempt before may still be ending: worth another one
         assert f"coordinator port {port}" in processes.processes[0].stderr.read()
+
+
+def test_a_process_that_never_joins_is_named_by_the_one_that_waits():
+    processes = Processes("""
+        if INDEX == 1:
+            time.sleep(600)
+        runtime.join(RuntimeConfig(join_timeout_s=2))
+        """)
+    try:
+        assert processes.processes[0].wait(60) == 1
+    finally:
+        for process in processes.processes:
+            process.kill()
+    err = processes.processes[0].stderr.read()
+    assert "NotGathered: process 1 of 2 has not joined at 127.0.0.1:" in err
+    assert "to do:   see the logs of the processes named" in err
 
 
 def test_a_missing_coordinator_is_an_error_in_words():
     processes = Processes("if INDEX == 0: return 0\nruntime.join(RuntimeConfig(join_timeout_s=1))")
     codes, _, err = processes.end()
-    assert codes == [0, 2]
+    assert codes == [0, 1]
     assert "cannot reach the coordinator 127.0.0.1:" in err[1]
+
+
+def test_a_notice_between_joining_and_the_first_of_many_steps_is_not_lost():
+    """As when a resumed run still restores and compiles: the service counts calls, not steps."""
+    codes, out, _ = Processes(
+        """
+        job = runtime.join()
+        if INDEX == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(1)
+        return loop(job, stop, first=150, num_steps=300)
+        """
+    ).end()
+    assert codes == [75, 75]
+    assert out[0] == out[1] and out[0].startswith("stopped 15")
 
 
 @pytest.mark.slow

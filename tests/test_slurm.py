@@ -246,7 +246,7 @@ def test_a_job_that_is_told_of_its_limit_saves_and_queues_itself_again(cluster):
         (RUN / f"running-{ATTEMPT}").touch()
         if ATTEMPT and step > saved + 3:
             return 0
-        if stop.preempted(step):
+        if stop.preempted():
             (RUN / "checkpoints" / str(step)).mkdir(parents=True, exist_ok=True)
             print("saved", step)
             return runtime.EXIT_PREEMPTED
@@ -324,7 +324,7 @@ def test_a_cancelled_job_stays_cancelled(cluster):
     stop = runtime.Preemption()
     RUN.mkdir(parents=True, exist_ok=True)
     (RUN / "running-0").touch()
-    while not stop.preempted(0):
+    while not stop.preempted():
         time.sleep(0.05)
     return runtime.EXIT_PREEMPTED
     """

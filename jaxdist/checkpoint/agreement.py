@@ -22,6 +22,12 @@ class Agreement:
     """Named exchanges between the processes of a job; trivial when there is one process.
 
     Every process must make the same calls in the same order.
+
+    Attributes:
+        process: index of this process.
+        num_processes: in the job.
+        client: of the job's key-value store; None where there is one process.
+        prefix: of this agreement's keys.
     """
 
     def __init__(self) -> None:
@@ -30,8 +36,8 @@ class Agreement:
 
         self.process = global_state.process_id or 0
         self.num_processes = global_state.num_processes or 1
-        self._client: Any = global_state.client if self.num_processes > 1 else None
-        self._prefix = f"jaxdist/checkpoint/{next(_instances)}"
+        self.client: Any = global_state.client if self.num_processes > 1 else None
+        self.prefix = f"jaxdist/checkpoint/{next(_instances)}"
         self._calls = itertools.count()
         self._said: list[str] = []  # keys that this process has set and not deleted
 
@@ -42,9 +48,9 @@ class Agreement:
 
     def decide(self, decision: Callable[[], Any]) -> Any:
         """Run `decision` on process 0 only; its JSON value, or its error, reaches every process."""
-        if self._client is None:
+        if self.client is None:
             return decision()
-        key = f"{self._prefix}/{next(self._calls)}"
+        key = f"{self.prefix}/{next(self._calls)}"
         if self.leader:
             try:
                 answer = {"value": decision()}
@@ -60,24 +66,24 @@ class Agreement:
 
     def gather(self, value: Any) -> list[Any]:
         """The JSON values of all processes, in order of process."""
-        if self._client is None:
+        if self.client is None:
             return [value]
-        key = f"{self._prefix}/{next(self._calls)}"
+        key = f"{self.prefix}/{next(self._calls)}"
         said_before, self._said = self._said, []
         self._set(f"{key}/{self.process}", value)
         values = [self._get(f"{key}/{process}") for process in range(self.num_processes)]
         # All have come this far, so all have read what was said before: file lists, over many saves
         # too much to keep in the coordinator's memory.
         for read in said_before:
-            self._client.key_value_delete(read)
+            self.client.key_value_delete(read)
         return values
 
     def _set(self, key: str, value: Any) -> None:
-        self._client.key_value_set(key, json.dumps(value))
+        self.client.key_value_set(key, json.dumps(value))
         self._said.append(key)
 
     def _get(self, key: str) -> Any:
-        return json.loads(self._client.blocking_key_value_get(key, _WAIT_S * 1000))
+        return json.loads(self.client.blocking_key_value_get(key, _WAIT_S * 1000))
 
 
 def _rebuilt(kind: str, text: str) -> Exception:

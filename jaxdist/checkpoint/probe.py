@@ -12,6 +12,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxdist.checkpoint import manifest, store, tree
 from jaxdist.checkpoint.agreement import Agreement
+from jaxdist.checkpoint.barrier import SaveBarrier
 from jaxdist.checkpoint.config import CheckpointConfig
 from jaxdist.checkpoint.digest import digests
 from jaxdist.checkpoint.errors import CheckpointError
@@ -24,20 +25,19 @@ def try_save_path(parent: Path, config: CheckpointConfig, agreement: Agreement) 
         CheckpointError: what did not work, on every process alike.
     """
     directory = parent / ".probe"
-    error = ""
     try:
         _round_trip(directory, config, agreement)
     except Exception as failure:  # any reason at all is a reason not to start
+        # At once: the others may wait in Orbax, and are ended when they hear of this end.
         error = f"{type(failure).__name__}: {str(failure).strip().splitlines()[0][:200]}"
-    errors = [text for text in agreement.gather(error) if text]
-    if agreement.leader:
-        shutil.rmtree(directory, ignore_errors=True)
-    if errors:
         raise CheckpointError(
             f"the checkpoint directory {parent} was tried before training and does not "
-            f"work: {errors[0]}. Cure that, choose another --run-dir, or set "
+            f"work: {error}. Cure that, choose another --run-dir, or set "
             "checkpoint.probe=false."
-        )
+        ) from failure
+    finally:
+        if agreement.leader:
+            shutil.rmtree(directory, ignore_errors=True)
 
 
 def _round_trip(directory: Path, config: CheckpointConfig, agreement: Agreement) -> None:
@@ -51,7 +51,7 @@ def _round_trip(directory: Path, config: CheckpointConfig, agreement: Agreement)
     )
     leaves = tree.leaves_of({"params": {"probe": make()}})
     arrays = [leaf.value for leaf in leaves]
-    writer = store.Store(config)
+    writer = store.Store(config, SaveBarrier())
     try:
         writer.start_write(directory / "0", tree.nest(leaves, arrays), {"probe": True})
         writer.finish_write()
@@ -59,6 +59,7 @@ def _round_trip(directory: Path, config: CheckpointConfig, agreement: Agreement)
         restored = store.read(directory / "0", tree.nest(leaves, targets), config)
     finally:
         writer.close()
+    agreement.gather(None)  # all have read before the directory goes
     if agreement.leader:
         manifest.write(directory / "0", 0, {}, {})
     if digests([tree.pick(restored, leaf) for leaf in leaves]) != digests(arrays):

@@ -15,8 +15,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from jaxdist.checkpoint import manifest, tree
+from jaxdist.checkpoint import lock, manifest, tree
 from jaxdist.checkpoint.agreement import Agreement
+from jaxdist.checkpoint.barrier import GivenUp, SaveBarrier
 from jaxdist.checkpoint.config import CheckpointConfig
 from jaxdist.checkpoint.digest import digests
 from jaxdist.checkpoint.errors import CheckpointError
@@ -43,7 +44,8 @@ class Saver:
         self._agreement = agreement
         self._background = Agreement()  # the writing thread's exchanges keep an order of their own
         self._journal = journal
-        self._store = Store(config)
+        self._barrier = SaveBarrier()
+        self._store = Store(config, self._barrier)
         self._failures = 0
         self._pending: tuple[Outcome, threading.Thread] | None = None
 
@@ -58,9 +60,10 @@ class Saver:
                 self._journal.event("save_skipped", step=step, reason="already saved")
                 self.last_committed = True
                 return
-            self._begin(step, leaves, meta)
-        except Exception as error:  # whatever the disk or Orbax raises must not stop training
+        except Exception as error:  # decided by process 0, so alike everywhere
             outcome.error = one_line(error)
+        else:
+            self._try_begin(step, leaves, meta, outcome)
         outcome.blocked_s = time.perf_counter() - begin
         # Not a daemon: a process that ends by an exception still completes the checkpoint.
         thread = threading.Thread(
@@ -118,8 +121,7 @@ class Saver:
 
     def _prepare(self, step: int, leaves: list[tree.Leaf]) -> bool:
         """On process 0: make room, look for reasons to fail; False when `step` is saved already."""
-        if not self._directory.is_dir():  # making it anew would fill the disk below a lost mount
-            raise CheckpointError(f"{self._directory} is gone: is its file system still mounted?")
+        self._check_there()
         manifest.remove_leftovers(self._directory)
         if self.continues is not None:
             self._supersede(self.continues)
@@ -135,6 +137,15 @@ class Saver:
         (self._directory / manifest.SAVING_NAME).mkdir(exist_ok=True)
         return True
 
+    def _check_there(self) -> None:
+        """Raise unless this is the directory that was opened.
+
+        Made anew it would fill the disk below a lost mount, and hide when that is back. Orbax makes
+        what is missing, so that a directory is no proof; the lock file in it is.
+        """
+        if not (self._directory / lock.FILE_NAME).exists():
+            raise CheckpointError(f"{self._directory} is gone: is its file system still mounted?")
+
     def _supersede(self, continues: int) -> None:
         newer = [s for s in manifest.steps_in(self._directory) if s > continues]
         for step in newer:
@@ -147,6 +158,25 @@ class Saver:
             )
         self.continues = None
 
+    def _try_begin(
+        self, step: int, leaves: list[tree.Leaf], meta: dict[str, Any], outcome: Outcome
+    ) -> None:
+        """Begin to write; whatever the disk or Orbax raises must not stop training.
+
+        Raises:
+            CheckpointError: this process of several failed; the others may wait for it in Orbax,
+                where nothing frees them but the end of this process.
+        """
+        try:
+            self._begin(step, leaves, meta)
+        except Exception as error:
+            outcome.error = one_line(error)
+            if self._agreement.num_processes > 1:
+                raise CheckpointError(
+                    f"the save of step {step} failed on process {self._agreement.process} after "
+                    f"all had begun it: {outcome.error}"
+                ) from error
+
     def _begin(self, step: int, leaves: list[tree.Leaf], meta: dict[str, Any]) -> None:
         arrays = [tree.plain(leaf) for leaf in leaves]
         document = {"step": step, "meta": meta, "arrays": tree.describe(leaves, digests(arrays))}
@@ -157,8 +187,11 @@ class Saver:
         try:
             if not outcome.error:
                 self._store.finish_write()
+        except GivenUp:
+            pass  # who gave up says why
         except Exception as failure:
             outcome.error = one_line(failure)
+            self._barrier.give_up()
         try:
             errors = [text for text in self._background.gather(outcome.error) if text]
             if errors:
@@ -192,6 +225,7 @@ class Saver:
 
     def _publish(self, step: int, files: dict[str, list[int]], metrics: dict[str, float]) -> None:
         """On process 0: the manifest, then the name. A kill before that leaves no checkpoint."""
+        self._check_there()  # it may have gone while the save was written
         manifest.write(self._unsealed(step), step, files, metrics)
         manifest.publish(self._unsealed(step), self._directory / str(step))
 

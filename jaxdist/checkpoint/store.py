@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 
+from jaxdist.checkpoint.barrier import SaveBarrier
 from jaxdist.checkpoint.config import CheckpointConfig
 from jaxdist.checkpoint.tree import ITEMS
 
@@ -25,8 +26,9 @@ _DICT_KEY = 2  # Orbax's code for a key of a dict in its tree metadata
 class Store:
     """Writes one checkpoint at a time in the background; Orbax is imported on first use."""
 
-    def __init__(self, config: CheckpointConfig) -> None:
+    def __init__(self, config: CheckpointConfig, barrier: SaveBarrier) -> None:
         self._config = config
+        self._barrier = barrier
         self._writer: Any = None
 
     def start_write(
@@ -49,6 +51,7 @@ class Store:
             for item, tree in items.items()
         }
         parts[_DOCUMENT] = ocp.args.JsonSave(document)
+        self._barrier.begin()
         self._writer.save(checkpoint, args=ocp.args.Composite(**parts))
 
     def finish_write(self) -> None:
@@ -70,7 +73,9 @@ class Store:
             # Made in the background, a directory that cannot be made would be noticed only after
             # the time-out, by threads that keep the process from exiting.
             async_options=ocp.AsyncOptions(
-                timeout_secs=self._config.timeout_s, create_directories_asynchronously=False
+                timeout_secs=self._config.timeout_s,
+                create_directories_asynchronously=False,
+                barrier_sync_fn=self._barrier.wait,
             ),
         )
 

@@ -6,6 +6,7 @@ import ctypes
 import dataclasses
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -22,6 +23,9 @@ from jaxdist import runtime
 POLL_S = 0.05
 COLLECT_S = 2.0
 """After the first failure: time for the others to hear of it and to leave their own words."""
+
+_SERVICE_MARK = "JAX distributed service detected fatal"
+_SERVICE_LINES = 6  # of its message, before the stacks of all threads
 
 _LIBC = ctypes.CDLL(None, use_errno=True)  # loaded before any fork
 _PR_SET_PDEATHSIG = 1
@@ -75,8 +79,10 @@ class Worker:
         self.ended_at = 0.0
         self.killed = False
         self.quiet = False  # to the file only
-        self.fell_with_service = False  # jax aborts a process when another one is lost
+        self.service_words: list[str] = []  # jax aborts a process when another one is lost
         self.last_lines: deque[str] = deque(maxlen=40)
+        self._log: IO[bytes] | None = None
+        self._lost_log = False
         self.process = subprocess.Popen(
             command,
             env={
@@ -132,15 +138,32 @@ class Worker:
         return record
 
     def _read(self, stream: IO[bytes], prefix: str) -> None:
-        with open(self.log_file, "ab") as file:
-            for line in stream:
-                file.write(line)
-                file.flush()
-                text = line.decode(errors="replace").rstrip("\n")
-                self.last_lines.append(text)
-                self.fell_with_service |= "JAX distributed service detected fatal" in text
-                if not self.quiet:
-                    print(prefix + text, flush=True)
+        for line in stream:
+            self._keep(line)
+            text = line.decode(errors="replace").rstrip("\n")
+            self.last_lines.append(text)
+            if _SERVICE_MARK in text or 0 < len(self.service_words) < _SERVICE_LINES:
+                self.service_words.append(text)
+            if not self.quiet:
+                print(prefix + text, flush=True)
+        if self._log is not None:
+            self._log.close()
+
+    def _keep(self, line: bytes) -> None:
+        """Append to the log; a reader that ended with the disk would block the process for ever."""
+        try:
+            if self._log is None:
+                self._log = open(self.log_file, "ab", buffering=0)  # noqa: SIM115, closed by _read
+            self._log.write(line)
+        except OSError as failure:
+            if not self._lost_log:
+                self._lost_log = True
+                print(
+                    f"launch: {self.log_file} cannot be written ({failure.strerror}): lines of "
+                    f"process {self.index} are missing there and stand on the console only",
+                    file=sys.stderr,
+                    flush=True,
+                )
 
 
 def _die_with_parent() -> None:
@@ -212,7 +235,7 @@ class Attempt:
         self.workers: list[Worker] = []
         try:
             for local in range(place.nproc):
-                environ = place.environ(local, index)
+                environ = place.environ(local, index) | {"JAXDIST_LOG_DIR": str(log_dir)}
                 number = environ["JAXDIST_PROCESS_INDEX"]
                 log_file = log_dir / f"attempt-{index}-process-{number}.out"
                 prefix = f"[{number}] " if place.nproc * place.nnodes > 1 else ""
@@ -312,7 +335,7 @@ class Attempt:
             attempt=self.index,
             first=first.index,
             cause=_cause(first),
-            words=said["error"] if said else "\n".join(first.last_lines),
+            words=said["error"] if said else "\n".join(first.service_words or first.last_lines),
             advice=said["advice"] if said else "",
             log_file=str(first.log_file),
             seconds=first.ended_at - self.started,
@@ -337,8 +360,27 @@ def _blame_order(worker: Worker, one_host: bool) -> tuple[int, float]:
     elif said is not None:
         rank = 2 if runtime.is_consequence(said["error"]) else 0
     else:
-        rank = 3 if worker.fell_with_service else 0
+        rank = 3 if worker.service_words else 0
     return rank, said["time"] if said else worker.ended_at
+
+
+def _lost_peers(worker: Worker) -> str:
+    """Whom jax's service missed when it ended this process, with the hosts that they had named."""
+    named = set()
+    for line in worker.service_words[1:]:  # a list of numbers, or of /job:.../task:<number>
+        numbers = re.findall(r"/task:(\d+)", line) or (
+            re.findall(r"\d+", line) if re.fullmatch(r"[\d,\s]+", line) else []
+        )
+        named |= set(map(int, numbers))
+    lost = sorted(named - {worker.index}) or [0]  # without a name it is the coordinator
+    names = []
+    for index in lost[:4]:
+        try:
+            standing = worker.log_file.with_name(f"process-{index}.progress.json")
+            names.append(f"process {index} on {json.loads(standing.read_text())['host']}")
+        except (OSError, ValueError, KeyError):
+            names.append(f"process {index}")
+    return ", ".join(names) + (f" and {len(lost) - 4} more" if len(lost) > 4 else "")
 
 
 def _cause(worker: Worker) -> str:
@@ -350,4 +392,6 @@ def _cause(worker: Worker) -> str:
     hint = ""
     if code == -signal.SIGKILL:
         hint = " (by the system for lack of memory? see dmesg)"
+    elif worker.service_words:
+        hint = f": lost {_lost_peers(worker)}; it died, its host did, or the network is cut"
     return f"killed by {signal.Signals(-code).name}{hint}"

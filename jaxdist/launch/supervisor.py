@@ -33,6 +33,8 @@ from jaxdist import runtime
 from jaxdist.launch.attempt import Attempt, Outcome, Place
 from jaxdist.launch.host import count_gpus, free_port
 
+_LOST_DIRECTORY_S = 900.0  # a file server that restarts takes minutes
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Budget:
@@ -190,8 +192,8 @@ class Supervisor:
                     f"Logs: {self.run_dir / 'logs'}"
                 )
                 return outcome.exit_code
-            if not self._wait_before_restart(failures, newest):
-                return 128 + self.stop_signal
+            if not self._wait_before_restart(failures, newest) or not self._wait_for_run_dir():
+                return 128 + self.stop_signal if self.stop_signal else outcome.exit_code
 
     def _one_attempt(self, index: int, place: Place) -> Outcome:
         self.attempt = Attempt(self.command, place, index, self.run_dir / "logs")
@@ -234,6 +236,25 @@ class Supervisor:
         while time.monotonic() < until and not self.stop_signal:
             time.sleep(min(0.1, seconds))
         return not self.stop_signal
+
+    def _wait_for_run_dir(self) -> bool:
+        """Whether the run directory is there; a start without it would begin a new run below it."""
+        logs = self.run_dir / "logs"  # made before the first attempt
+        if logs.is_dir():
+            return True
+        _say(
+            f"{self.run_dir} is gone: is its file system still mounted? "
+            f"Waiting up to {_LOST_DIRECTORY_S:.0f} s for it"
+        )
+        until = time.monotonic() + _LOST_DIRECTORY_S
+        while not self.stop_signal and time.monotonic() < until:
+            if logs.is_dir():
+                _say(f"{self.run_dir} is back")
+                return True
+            time.sleep(0.2)
+        if not self.stop_signal:
+            _say("giving up: it did not come back; nothing was started without it")
+        return False
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
         again = self.stop_signal != 0

@@ -8,6 +8,7 @@ JavaScript's `Number()` read) and come back as floats from `read_records`.
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 from collections.abc import Mapping
@@ -16,7 +17,12 @@ from typing import Any
 
 from jaxdist.types import ConfigError
 
+logger = logging.getLogger("jaxdist")
+
 Record = dict[str, Any]
+
+_MOST_KEPT_BYTES = 64 << 20
+"""Of records that cannot be written: about 100,000 steps."""
 
 _FLOATS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
@@ -67,25 +73,68 @@ def _with_floats(value: Any) -> Any:
 class RecordWriter:
     """Appends records, each by one `write` of a whole line, so that a kill leaves whole lines.
 
-    A line torn by the death of the machine or a full disk was never a record: opening the file
-    again cuts it off, and `torn` says how many bytes went.
+    A line torn by the death of the machine was never a record: opening the file again cuts it off,
+    and `torn` says how many bytes went.
+
+    What a full disk or a lost file server refuses is kept in memory and written before what comes
+    next: a run does not end for want of room for a line, and no step is missing afterwards.
     """
 
     def __init__(self, path: Path):
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        self._path = path
+        self._fd = self._open(os.O_CREAT)
         self.torn = self._cut_torn_tail()
+        self._kept = b""  # not written yet; perhaps from the middle of a line on
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Append one line; it is with the operating system when this returns."""
-        data = (encode(record) + "\n").encode()
-        while data:
-            data = data[os.write(self._fd, data) :]
+        """Append one line; it is with the operating system when this returns, or kept and said so.
+
+        Raises:
+            OSError: more is kept than a process should hold.
+        """
+        was_refused = bool(self._kept)
+        self._kept += (encode(record) + "\n").encode()
+        try:
+            if was_refused:  # a file server that was away knows the old descriptor no more
+                fresh = self._open()  # never made anew: that would be below a lost mount
+                os.close(self._fd)
+                self._fd = fresh
+            self._drain()
+        except OSError as failure:
+            if len(self._kept) > _MOST_KEPT_BYTES:
+                raise
+            if not was_refused:
+                logger.warning(
+                    "%s cannot be written (%s): records are kept in memory until it can",
+                    self._path,
+                    failure.strerror,
+                )
+        else:
+            if was_refused:
+                logger.info("%s is written again, nothing is missing", self._path)
 
     def close(self) -> None:
         """Close the file; a second call does nothing."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        if self._fd < 0:
+            return
+        try:
+            self._drain()
+        except OSError as failure:
+            logger.warning(
+                "%s: %d records were lost (%s)",
+                self._path,
+                self._kept.count(b"\n"),
+                failure.strerror,
+            )
+        os.close(self._fd)
+        self._fd = -1
+
+    def _drain(self) -> None:
+        while self._kept:
+            self._kept = self._kept[os.write(self._fd, self._kept) :]
+
+    def _open(self, flags: int = 0) -> int:
+        return os.open(self._path, os.O_RDWR | os.O_APPEND | flags, 0o644)
 
     def _cut_torn_tail(self) -> int:
         size = os.fstat(self._fd).st_size

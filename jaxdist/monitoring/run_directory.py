@@ -41,8 +41,13 @@ class RunDirectory:
 
         Raises:
             ConfigError: a run is there and `resume` is False; the path is a file or not writable.
+            FileNotFoundError: it was there when the launcher started; made anew, it would hide
+                below a mount that was lost.
         """
         run = cls(Path(path), is_writer=process_index == 0)
+        launched = os.environ.get("JAXDIST_LOG_DIR")  # the launcher has made it
+        if launched and Path(launched) == run.logs and not run.logs.is_dir():
+            raise FileNotFoundError(f"{run.path} is gone: is its file system still mounted?")
         resumed = run.metrics.exists() and run.metrics.stat().st_size > 0
         if resumed and not resume and run.is_writer:
             raise ConfigError(

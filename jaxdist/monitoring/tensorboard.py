@@ -7,12 +7,15 @@ once; this uses that one.
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from jaxdist.types import ConfigError
+
+logger = logging.getLogger("jaxdist")
 
 
 class TensorBoard:
@@ -40,9 +43,10 @@ class TensorBoard:
         # Files are read in the order of their names, which hold whole seconds; the nanoseconds
         # behind keep a quick restart from overwriting the file before it.
         self._writer = EventsWriter(str(path / "events"), f".{time.time_ns() % 10**9:09d}")
+        self._path, self._refused = path, False
         if first_step is not None:
             self._write(first_step, session_log=SessionLog(status=SessionLog.START))
-        self._writer.flush()
+        self._safely(self._writer.flush)
 
     def text(self, tag: str, text: str) -> None:
         """A text, shown unformatted."""
@@ -50,7 +54,7 @@ class TensorBoard:
 
         indented = "\n".join("    " + line for line in text.splitlines())  # Markdown for code
         self._write(0, summary=summary_of(tag, indented))
-        self._writer.flush()
+        self._safely(self._writer.flush)
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         """One point for each tag, all in one event; what is no number is left out."""
@@ -62,13 +66,28 @@ class TensorBoard:
             if isinstance(value, int | float)
         ]
         self._write(step, summary=Summary(value=points))
-        self._writer.flush()
+        self._safely(self._writer.flush)
 
     def close(self) -> None:
         """Flush and close."""
-        self._writer.close()
+        self._safely(self._writer.close)
+
+    def _safely(self, write: Callable[[], Any]) -> None:
+        """A full disk ends no run: points may be missing here, metrics.jsonl has them."""
+        try:
+            write()
+        except OSError as failure:
+            if not self._refused:
+                self._refused = True
+                logger.warning(
+                    "%s cannot be written (%s): points are missing there while that lasts; "
+                    "metrics.jsonl keeps them",
+                    self._path,
+                    failure.strerror,
+                )
 
     def _write(self, step: int, **content: Any) -> None:
         from tensorboardX.proto.event_pb2 import Event
 
-        self._writer.write_event(Event(wall_time=time.time(), step=step, **content))
+        event = Event(wall_time=time.time(), step=step, **content)
+        self._safely(lambda: self._writer.write_event(event))

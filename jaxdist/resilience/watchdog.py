@@ -129,7 +129,7 @@ class Watchdog:
                 self._since += now - looked  # the whole process stood still (Ctrl-Z, a frozen host)
             looked = now
             self._say()
-            if _stamp(self._alarm) != self._old_alarm:
+            if self._alarmed():
                 self._follow()
                 return
             if now - self._since > self.limit_s():
@@ -186,9 +186,13 @@ class Watchdog:
             if self._closed.wait(self._beat_s):
                 return False
             self._say()
-            if _stamp(self._alarm) != self._old_alarm:
+            if self._alarmed():
                 return False
         return True
+
+    def _alarmed(self) -> bool:
+        """Whether there is a new alarm; a directory that is away for a while tells of none."""
+        return _stamp(self._alarm) not in (0, self._old_alarm)
 
     def _announce(self, line: str) -> bool:
         """Say why the job ends, unless another process was first."""

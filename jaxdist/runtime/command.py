@@ -13,6 +13,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import logging
 import os
@@ -39,13 +40,14 @@ class Agreed(int):
 
 
 _CONSEQUENCE = ("Gloo", "NCCL", "Connection reset", "Connection closed", "Socket closed")
+_MISSED = ("has not joined at", "cannot reach the coordinator")  # see gathering
 _ADVICE = (
     (
         ("RESOURCE_EXHAUSTED", "out of memory", "OUT_OF_MEMORY"),
         "the devices have too little memory: use a smaller microbatch, remat, or more fsdp/tensor",
     ),
     (
-        ("No space left", "ENOSPC", "Disk quota"),
+        ("No space left", "no space:", "ENOSPC", "Disk quota"),
         "the disk is full: make room or set another run directory, then start the same command "
         "again; committed checkpoints are intact",
     ),
@@ -164,7 +166,7 @@ def advice_for(message: str) -> str:
 
 def is_consequence(error: str) -> bool:
     """Whether this error text tells of another process's end rather than of a cause."""
-    return any(mark in error for mark in (*_CONSEQUENCE, FOLLOWED))
+    return any(mark in error for mark in (*_CONSEQUENCE, *_MISSED, FOLLOWED))
 
 
 def _leave(code: int, line: str) -> NoReturn:
@@ -208,7 +210,8 @@ def _shut_down() -> None:
 
 def _flush() -> None:
     for handler in logging.getLogger("jaxdist").handlers:
-        handler.flush()
+        with contextlib.suppress(OSError, ValueError):  # a full disk must not change the exit code
+            handler.flush()
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()

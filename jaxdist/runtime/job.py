@@ -11,7 +11,6 @@ import re
 import resource
 import socket
 import subprocess
-import time
 from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -22,6 +21,7 @@ from jaxdist.runtime.environment import (
     resolve,
     visible_gpus,
 )
+from jaxdist.runtime.gathering import gather
 from jaxdist.runtime.logs import divert_c_stdout
 from jaxdist.runtime.peers import exchange, watch_failures
 
@@ -112,11 +112,12 @@ def _folded(rows: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
 def join(settings: RuntimeConfig | None = None, environ: Mapping[str, str] | None = None) -> Job:
     """Find this process's place, connect it to the others, and start its devices.
 
-    In this order: read the environment, connect to the coordinator, compare versions and GPUs of
-    all processes, start devices, compare devices. Nothing is computed before all of it agrees.
+    In this order: read the environment, wait until all processes are there, connect them, compare
+    versions and GPUs, start devices, compare devices. Nothing is computed before all of it agrees.
 
     Raises:
         ConfigError: in every process alike, naming the hosts and the fix.
+        NotGathered: processes are missing, or the coordinator's port is taken: a restart may heal.
     """
     environ = os.environ if environ is None else environ
     if settings is not None and settings.network_interface:
@@ -147,10 +148,7 @@ def _connect(plan: JoinPlan, settings: RuntimeConfig | None, *, on_cpu: bool) ->
     name = "no_grpc_proxy"  # lower case is how gRPC spells it
     jax.config.update("jax_check_proxy_envs", False)
     os.environ[name] = ",".join(part for part in (os.environ.get(name), host) if part)
-    if plan.process_index == 0:
-        _check_port_free(int(port))
-    else:
-        _wait_for_coordinator(host, int(port), plan, join_s)
+    gather(plan, join_s)
     jax.distributed.initialize(
         plan.coordinator,
         plan.num_processes,
@@ -178,37 +176,6 @@ def _check_gloo_address(plan: JoinPlan) -> None:
             f"host {name} resolves its own name to {address}, which CPU processes on the other "
             f"hosts would be told to connect to. Remove that line from /etc/hosts on {name}."
         )
-
-
-def _check_port_free(port: int) -> None:
-    """Refuse a taken port: gRPC would share it, and the two jobs would kill each other."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", port))
-        except OSError as failure:
-            _refuse(
-                f"coordinator port {port} on {socket.gethostname()} cannot be used: "
-                f"{failure.strerror}; another job may run there. Set another port in "
-                "JAXDIST_COORDINATOR or runtime.coordinator."
-            )
-
-
-def _wait_for_coordinator(host: str, port: int, plan: JoinPlan, timeout_s: float) -> None:
-    """Wait until process 0 listens; jax itself would abort without a Python error."""
-    until = time.monotonic() + timeout_s
-    while True:
-        try:
-            socket.create_connection((host, port), timeout=5).close()
-            return
-        except OSError as failure:
-            if time.monotonic() > until:
-                _refuse(
-                    f"process {plan.process_index} on {socket.gethostname()} cannot reach the "
-                    f"coordinator {host}:{port} after {timeout_s:.0f} s ({failure}). Process 0 may "
-                    "have failed (see its log), or a firewall or a wrong address is between them."
-                )
-            time.sleep(0.1)
 
 
 # --- devices --------------------------------------------------------------------------------------

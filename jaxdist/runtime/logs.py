@@ -19,6 +19,25 @@ class _Console(logging.Formatter):
         return text if record.levelno < logging.WARNING else f"{record.levelname.lower()}: {text}"
 
 
+class _File(logging.FileHandler):
+    """A log file whose disk may be full: said once, where `logging` prints a stack every time."""
+
+    _said = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self._said:
+            self._said = True
+            print(
+                f"warning: {self.baseFilename} cannot be written ({error.strerror}): lines are "
+                "missing there while that lasts",
+                file=sys.stderr,
+                flush=True,
+            )
+
+
 def setup_logging(
     process_index: int = 0, log_file: str | os.PathLike[str] | None = None
 ) -> logging.Logger:
@@ -41,7 +60,7 @@ def setup_logging(
         path = Path(log_file)
         path.parent.mkdir(parents=True, exist_ok=True)
         divert_c_stdout(path)
-        to_file = logging.FileHandler(path, mode="a", encoding="utf-8")
+        to_file = _File(path, mode="a", encoding="utf-8")
         to_file.setFormatter(
             logging.Formatter(f"%(asctime)s p{process_index} %(levelname)s %(message)s")
         )

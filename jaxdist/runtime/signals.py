@@ -1,7 +1,7 @@
 """Being asked to stop: SIGTERM, SIGUSR1 or a deadline become one step at which all processes stop.
 
-The handlers only remember. A loop asks `preempted(step)` once per step, with consecutive steps, and
-gets True on the same step in every process; it then saves and leaves with `EXIT_PREEMPTED`.
+The handlers only remember. A loop asks `preempted()` once per step in every process, and gets
+True on the same step in every process; it then saves and leaves with `EXIT_PREEMPTED`.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ class Preemption:
     def __init__(self, deadline_s: float | None = None) -> None:
         self._deadline = None if deadline_s is None else time.monotonic() + deadline_s
         self._notices = 0
+        self._calls = 0  # to the service, by all processes alike
         self._shared = False  # the other processes are told; alone, there are none
         self._agreed = False
         self.reason = ""
@@ -50,12 +51,13 @@ class Preemption:
         """Asked a second time: skip what is optional and leave as soon as the save is committed."""
         return self._notices > 1
 
-    def preempted(self, step: int) -> bool:
-        """Whether the job stops after `step`: the same answer in every process.
+    def preempted(self) -> bool:
+        """Whether the job stops after this step: the same answer in every process.
 
-        Args:
-            step: consecutive from call to call and equal in all processes; the agreed step is one
-                past the largest that any process had reached, so a gap would never meet it.
+        All processes must ask equally often. The agreed call is one past the largest that any
+        process had made, 0 before the first: calls are counted here and not by training steps, as
+        a run that begins at step 150 would never meet the call 1 that a notice during its start
+        asks for.
         """
         if self._deadline is not None and time.monotonic() > self._deadline:
             self._deadline = None
@@ -65,7 +67,8 @@ class Preemption:
         if not self._agreed:
             from jax.experimental import multihost_utils
 
-            self._agreed = bool(multihost_utils.reached_preemption_sync_point(step))
+            self._calls += 1
+            self._agreed = bool(multihost_utils.reached_preemption_sync_point(self._calls))
             if self._agreed:
                 self._notices = max(1, self._notices)
                 self.reason = self.reason or "another process was asked to stop"

@@ -1,0 +1,230 @@
+"""Every bad ending that a launched job may meet: how it is brought about, and what must follow.
+
+`KINDS` are the endings as data. `suffer` strikes a `Job` once, at a random moment, and measures the
+seconds until the console names the cause and until the job does new work. `bits` reads what must be
+the same whatever happened.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import random
+import signal
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from launched_job import DETECT_S, RECOVER_S, Bad, Job
+
+from jaxdist.monitoring.records import current, read_records
+
+
+@dataclasses.dataclass(frozen=True)
+class Told:
+    """What one ending was like.
+
+    Attributes:
+        kind: of the ending.
+        victim: index of the process it befell.
+        moment: "training", or "start" where it was struck while processes started or compiled.
+        detected_s: from the blow to the first line that names the cause.
+        recovered_s: from the blow, or from the end of what lasts (a full disk), to new work.
+        problem: why it was a bad ending; empty.
+    """
+
+    kind: str
+    victim: int
+    moment: str
+    detected_s: float = 0.0
+    recovered_s: float = 0.0
+    problem: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """One way to end badly.
+
+    Attributes:
+        name: in the table.
+        strike: brings it about and returns seconds to detection and to recovery.
+        at_start: it can only happen when a job begins.
+        mounts: it needs a file system of its own.
+    """
+
+    name: str
+    strike: Callable[[Job, int, random.Random], tuple[float, float]]
+    at_start: bool = False
+    mounts: bool = False
+
+
+def _new_work(job: Job, began: float, since: int) -> float:
+    """Seconds from `began` until the run writes a train record after byte `since` of them."""
+    job.wait(lambda: job.trains(since), "a new train record", RECOVER_S)
+    return time.monotonic() - began
+
+
+def _signalled(number: signal.Signals, victim: int | None, line: str) -> Callable:
+    def strike(job: Job, chosen: int, _: random.Random) -> tuple[float, float]:
+        index = chosen if victim is None else victim
+        job.wait(job.workers, "two processes", DETECT_S)
+        since, began = job.position(), time.monotonic()
+        os.kill(job.workers()[index], number)
+        detected = job.wait_for_line(line.format(p=index), since)
+        return detected, _new_work(job, began, job.num_bytes())
+
+    return strike
+
+
+def _preempted(job: Job, chosen: int, generator: random.Random) -> tuple[float, float]:
+    job.wait(job.workers, "two processes", DETECT_S)
+    since, began = job.position(), time.monotonic()
+    os.kill(job.workers()[chosen], generator.choice([signal.SIGTERM, signal.SIGUSR1]))
+    detected = job.wait_for_line("preempted after a committed save", since)
+    if (code := job.wait_for_end()) != 75:
+        raise Bad(f"exit code {code}, not 75")
+    job.start()
+    return detected, _new_work(job, began, job.num_bytes())
+
+
+def _raised(job: Job, chosen: int, _: random.Random) -> tuple[float, float]:
+    since, began = job.position(), time.monotonic()
+    (job.folder / f"raise-{chosen}").touch()
+    detected = job.wait_for_line(f"planted in process {chosen}", since)
+    job.wait_for_line(f"process {chosen} failed first", since)
+    return detected, _new_work(job, began, job.num_bytes())
+
+
+def _launcher_killed(job: Job, _: int, __: random.Random) -> tuple[float, float]:
+    job.wait(job.workers, "two processes", DETECT_S)
+    children, began = job.workers(), time.monotonic()
+    job.process.kill()
+    job.process.wait()
+    gone = lambda: not any(Path(f"/proc/{pid}/cwd").exists() for pid in children)
+    detected = job.wait(gone, "its processes end with it", DETECT_S)
+    job.start()
+    return detected, _new_work(job, began, job.num_bytes())
+
+
+def _never_joins(job: Job, chosen: int, generator: random.Random) -> tuple[float, float]:
+    job.preempt()
+    job.start()
+    job.wait(job.workers, "two processes", DETECT_S)
+    time.sleep(generator.uniform(0.0, 0.5))
+    since, began = job.position(), time.monotonic()
+    os.kill(job.workers()[chosen], signal.SIGSTOP)
+    line = f"process {chosen} of 2 has not joined|process {chosen} failed first.*it stood still"
+    detected = job.wait_for_line(line, since)
+    return detected, _new_work(job, began, job.num_bytes())
+
+
+def _port_taken(job: Job, _: int, generator: random.Random) -> tuple[float, float]:
+    job.preempt()
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+        port = stranger.getsockname()[1]
+        since, began = job.position(), time.monotonic()
+        job.start(f"--coordinator=127.0.0.1:{port}")
+        detected = job.wait_for_line(rf"coordinator port {port} on \S+ cannot be used", since)
+        time.sleep(generator.uniform(0.0, 2.0))
+    return detected, _new_work(job, began, job.num_bytes())
+
+
+def _disk_full(job: Job, _: int, generator: random.Random) -> tuple[float, float]:
+    since, began = job.position(), time.monotonic()
+    with job.full():
+        line = r"cannot be written \(No space left|No space left on device|no space: "
+        detected = job.wait_for_line(line, since)
+        time.sleep(generator.uniform(0.0, 3.0))
+    since, began = job.position(), time.monotonic()
+    job.wait_for_line(r"checkpoint \d+ saved", since, RECOVER_S)
+    return detected, time.monotonic() - began
+
+
+def _directory_gone(job: Job, _: int, generator: random.Random) -> tuple[float, float]:
+    since, began = job.position(), time.monotonic()
+    job.take_away()
+    try:
+        detected = job.wait_for_line(r"is gone: is its file system still mounted", since)
+        time.sleep(generator.uniform(0.0, 3.0))
+    finally:
+        job.bring_back()
+    since, began = job.position(), time.monotonic()
+    job.wait_for_line(r"checkpoint \d+ saved", since, RECOVER_S)
+    return detected, time.monotonic() - began
+
+
+_STILL = (
+    r"process {p} on \S+ \(pid \d+\).*no sign of life|process {p} failed first.*it stood still"
+    r"|process {p}, which never reported|process {p} of 2 has not joined"
+)
+KINDS = {
+    kind.name: kind
+    for kind in (
+        Kind(
+            "SIGKILL of process 0, the coordinator",
+            _signalled(signal.SIGKILL, 0, "process {p} failed first.*killed by SIGKILL"),
+        ),
+        Kind(
+            "SIGKILL of process 1",
+            _signalled(signal.SIGKILL, 1, "process {p} failed first.*killed by SIGKILL"),
+        ),
+        Kind("SIGSTOP of one process", _signalled(signal.SIGSTOP, None, _STILL)),
+        Kind("SIGTERM or SIGUSR1 to one process", _preempted),
+        Kind("exception on one process", _raised),
+        Kind("SIGKILL of the launcher", _launcher_killed),
+        Kind("one process never joins", _never_joins, at_start=True),
+        Kind("the coordinator's port is taken", _port_taken, at_start=True),
+        Kind("full disk", _disk_full, mounts=True),
+        Kind("run directory gone", _directory_gone, mounts=True),
+    )
+}
+
+
+def suffer(job: Job, kind: Kind, generator: random.Random, moment: str = "training") -> Told:
+    """Strike once, at a random moment of training or of a start, and see what becomes of it.
+
+    The job must be running; it is afterwards, unless the ending was bad.
+    """
+    chosen = generator.randrange(2)
+    told = Told(kind.name, chosen, "start" if kind.at_start else moment)
+    try:
+        if told.moment == "start" and not kind.at_start:
+            job.preempt()
+            job.start()
+            job.wait(job.workers, "two processes", DETECT_S)
+            time.sleep(generator.uniform(0.0, 8.0))
+        else:
+            _new_work(job, time.monotonic(), job.num_bytes())
+            time.sleep(generator.uniform(0.0, 3.0))
+        detected, recovered = kind.strike(job, chosen, generator)
+    except (Bad, OSError, IndexError) as error:
+        return dataclasses.replace(told, problem=f"{type(error).__name__}: {error}")
+    return dataclasses.replace(told, detected_s=detected, recovered_s=recovered)
+
+
+def finish(job: Job, timeout_s: float = 600.0) -> int:
+    """Let the rest of the run pass quickly; the launcher's exit code."""
+    job.pace(0.0)
+    return job.wait_for_end(timeout_s)
+
+
+def bits(run_dir: Path) -> dict[int, tuple[str, str]]:
+    """Step -> loss and gradient norm to the last bit, after checking that each step is there once.
+
+    Raises:
+        Bad: a step is missing, or one that was done twice had another result.
+    """
+    records = read_records(run_dir / "metrics.jsonl")
+    value = lambda r: (float(r["loss"]).hex(), float(r["grad_norm"]).hex())
+    found: dict[int, tuple[str, str]] = {}
+    for record in records:
+        if record["kind"] == "train" and found.setdefault(record["step"], value(record)) != value(
+            record
+        ):
+            raise Bad(f"step {record['step']} had two results")
+    steps = [record["step"] for record in current(records) if record["kind"] == "train"]
+    if steps != list(range(1, len(steps) + 1)):
+        missing = sorted(set(range(1, max(steps) + 1)) - set(steps))
+        raise Bad(f"steps are not there once each: {len(steps)} records, missing {missing[:10]}")
+    return found

@@ -1,0 +1,37 @@
+"""`jaxdist.train` in which a bit flips: `FLIP=place:step` names a device of the mesh and a moment.
+
+For launchers: `--program "python tests/flipped_train.py"`. The flip befalls the memory of that one
+device after that step of the first attempt, as a bad cell or a broken link would bring it about.
+"""
+
+import dataclasses
+import os
+
+import jax
+from test_resilience_replicas import flipped
+
+from jaxdist import runtime, train
+from jaxdist.monitoring import Monitor
+
+PLACE, STEP = map(int, os.environ["FLIP"].split(":"))
+real = Monitor.watch_compiles
+
+
+def damaged(self, function, name=None):
+    inner, done = real(self, function, name), []
+
+    def step(state, *rest):
+        state, metrics = inner(state, *rest)
+        done.append(None)
+        if len(done) == STEP:
+            params = dict(state.params)
+            params["head"] = jax.tree.map(lambda x: flipped(x, PLACE, bit=3), params["head"])
+            state = dataclasses.replace(state, params=params)
+        return state, metrics
+
+    return step
+
+
+if __name__ == "__main__":
+    Monitor.watch_compiles = damaged
+    runtime.run_command(train.main)

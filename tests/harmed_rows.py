@@ -1,0 +1,61 @@
+"""A user's own rows, named `harmed_rows:rows`, that do harm when they are asked to.
+
+The folder in `HARM_FOLDER` holds the requests, one file each; without one the rows are sound. What
+a row holds depends on its index alone.
+
+    pace           its text: seconds that each row takes, so that moments can be met
+    raise-<i>      process i raises once
+    stuck-<i>      process i stands still in its loader, once
+    slow-<i>       its text: seconds that each row of process i takes longer
+    nan-<row>      that row has a weight that is not a number
+"""
+
+import contextlib
+import os
+import time
+from pathlib import Path
+
+import numpy as np
+
+VOCAB, COUNT = 64, 4096
+_OPENED = 20  # rows that opening a dataset may look at: harm is for the training after it
+
+
+class Rows:
+    def __init__(self, seq_len: int):
+        self.seq_len, self.seen = seq_len, 0
+        self.folder = Path(os.environ["HARM_FOLDER"])
+        self.process = os.environ.get("JAXDIST_PROCESS_INDEX", "0")
+
+    def __len__(self) -> int:
+        return COUNT
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        self.seen += 1
+        if self.seen > _OPENED:
+            self.obey()
+        tokens = np.random.default_rng(int(index)).integers(0, VOCAB, self.seq_len + 1)
+        weights = np.ones(self.seq_len)
+        if (self.folder / f"nan-{index}").exists():
+            weights[0] = np.nan
+        return {"tokens": tokens[:-1], "targets": tokens[1:], "weights": weights}
+
+    def obey(self) -> None:
+        if self.taken("raise"):
+            raise ValueError(f"planted in process {self.process}")
+        if self.taken("stuck"):
+            time.sleep(3600)
+        for name in ("pace", f"slow-{self.process}"):
+            with contextlib.suppress(OSError, ValueError):
+                time.sleep(float((self.folder / name).read_text()))
+
+    def taken(self, name: str) -> bool:
+        try:
+            (self.folder / f"{name}-{self.process}").unlink()
+        except FileNotFoundError:
+            return False
+        return True
+
+
+def rows(*, seq_len: int, seed: int) -> tuple[Rows, None]:
+    return Rows(seq_len), None

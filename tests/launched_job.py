@@ -1,0 +1,205 @@
+"""A tiny training of two processes under the launcher, as a user starts it, for tests that harm it.
+
+Its rows are those of `harmed_rows`; its run can lie on a file system of its own, which can be
+filled and taken away.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from commands import ROOT
+
+PACE_S = 0.05  # of each row, two rows a step and process: slow enough to strike between steps
+DETECT_S, RECOVER_S = 120.0, 180.0  # on a loaded machine; measured are a few seconds
+TRAIN = [
+    *("--simulate=1", "--mesh=dp=2", "--model.num_layers=1", "--model.d_model=32"),
+    *("--model.num_heads=2", "--model.num_kv_heads=2", "--train.global_batch_size=4"),
+    *("--train.seq_len=32", "--data.sources=harmed_rows:rows", "--data.vocab_size=64"),
+    *("--checkpoint.save_interval_steps=5", "--eval.interval_steps=0"),
+    *("--monitoring.record_every_steps=1", "--monitoring.tensorboard=true"),
+    *("--runtime.heartbeat_timeout_s=10", "--runtime.join_timeout_s=10"),
+    "--resilience.step_timeout_s=5",
+]
+
+
+def training(*flags: str) -> list[str]:
+    """The flags of the tiny training, with these in the place of its own of the same name."""
+    names = {flag.partition("=")[0] for flag in flags}
+    return [flag for flag in TRAIN if flag.partition("=")[0] not in names] + list(flags)
+
+
+class Bad(Exception):
+    """An ending that must not be: nothing was said, or nothing went on."""
+
+
+class Job:
+    """A run in `folder`, started again by `start` as a scheduler does.
+
+    Args:
+        folder: made; holds the console, the requests of `harmed_rows` and the run.
+        steps: of the whole run.
+        flags: of the training; they replace those of `TRAIN` with the same name.
+        disk_mb: of a file system of its own for the run, which can be filled and taken away; 0: the
+            run lies in the folder.
+    """
+
+    def __init__(self, folder: Path, steps: int, *flags: str, disk_mb: int = 0):
+        self.folder, self.steps = folder, steps
+        self.train = training(*flags, f"--run-dir={folder / 'mount' / 'run'}", f"--steps={steps}")
+        self.mount = folder / "mount"
+        self.run_dir = self.mount / "run"
+        self.console = folder / "console.log"
+        self.process: subprocess.Popen | None = None
+        self.mount.mkdir(parents=True)
+        self._disk = folder / "disk" if disk_mb else None
+        if self._disk is not None:
+            self._disk.mkdir()
+            _mount("-t", "tmpfs", "-o", f"size={disk_mb}m", "tmpfs", str(self._disk))
+            self.bring_back()
+
+    def start(self, *flags: str) -> None:
+        """The same command again, with flags of the launcher before the dashes."""
+        own = [
+            *("--nproc=2", "--backoff-s=0.1", "--max-backoff-s=1", "--max-restarts=20"),
+            *(*flags, "--"),
+        ]
+        with open(self.console, "ab") as console:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "jaxdist.launch", *own, *self.train],
+                stdout=console,
+                stderr=console,
+                cwd=ROOT,
+                env={
+                    **os.environ,
+                    "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}",
+                    "HARM_FOLDER": str(self.folder),
+                },
+            )
+
+    def pace(self, seconds: float) -> None:
+        """How long each row takes from now on."""
+        fresh = self.folder / "pace.new"
+        fresh.write_text(str(seconds))
+        os.replace(fresh, self.folder / "pace")
+
+    def workers(self) -> list[int]:
+        """Process ids in the order of their indices, while both are there.
+
+        A child that is still the launcher's copy does not count: one that is stopped before its
+        own program begins stops the launcher too, which waits for that.
+        """
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
+        words = lambda pid: Path(f"/proc/{pid}/cmdline").read_bytes()
+        try:
+            found = [int(pid) for pid in children.read_text().split()]
+            found = [pid for pid in found if b"jaxdist.train" in words(pid).split(b"\0")]
+        except OSError:  # one has ended meanwhile
+            return []
+        return found if len(found) == 2 else []
+
+    def said(self, since: int = 0) -> str:
+        """The console from a position on."""
+        with open(self.console, "rb") as file:
+            file.seek(since)
+            return file.read().decode(errors="replace")
+
+    def position(self) -> int:
+        """Where the console ends now."""
+        return self.console.stat().st_size if self.console.exists() else 0
+
+    def num_bytes(self) -> int:
+        """Size of the records so far."""
+        path = self.run_dir / "metrics.jsonl"
+        return path.stat().st_size if path.exists() else 0
+
+    def trains(self, since: int) -> bool:
+        """Whether a train record was written after that many bytes."""
+        try:
+            with open(self.run_dir / "metrics.jsonl", "rb") as file:
+                file.seek(since)
+                return b'"kind": "train"' in file.read()
+        except OSError:
+            return False
+
+    def wait(self, condition: Callable[[], object], what: str, timeout_s: float) -> float:
+        """Seconds until the condition holds."""
+        began = time.monotonic()
+        while not condition():
+            if time.monotonic() > began + timeout_s:
+                raise Bad(f"not within {timeout_s:.0f} s: {what}")
+            time.sleep(0.02)
+        return time.monotonic() - began
+
+    def wait_for_line(self, pattern: str, since: int, timeout_s: float = DETECT_S) -> float:
+        """Seconds until a line on the console matches."""
+        return self.wait(lambda: re.search(pattern, self.said(since)), pattern, timeout_s)
+
+    def wait_for_end(self, timeout_s: float = RECOVER_S) -> int:
+        """The launcher's exit code."""
+        self.wait(lambda: self.process.poll() is not None, "the launcher ends", timeout_s)
+        return self.process.returncode
+
+    def preempt(self) -> None:
+        """End it as a scheduler does, saved."""
+        since = self.position()
+        self.process.send_signal(signal.SIGTERM)
+        code = self.wait_for_end()
+        if code != 75:
+            raise Bad(f"exit code {code} after SIGTERM to the launcher: {self.said(since)[-800:]}")
+
+    @contextlib.contextmanager
+    def full(self) -> Iterator[None]:
+        """Not a byte more fits on the run's file system."""
+        rest = self._disk / "filler"
+        with open(rest, "wb", buffering=0) as file, contextlib.suppress(OSError):
+            for size in (1 << 20, 4096, 1):
+                with contextlib.suppress(OSError):
+                    while file.write(b"x" * size):
+                        pass
+        try:
+            yield
+        finally:
+            rest.unlink()
+
+    def take_away(self) -> None:
+        """The run's file system is not mounted any more; open files stay open."""
+        subprocess.run(["umount", "--lazy", str(self.mount)], check=True)
+
+    def bring_back(self) -> None:
+        """Mount it again."""
+        _mount("--bind", str(self._disk), str(self.mount))
+
+    def close(self) -> None:
+        """End what still runs, and unmount."""
+        if self.process is not None and self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        for path in (self.mount, self._disk) if self._disk else ():
+            subprocess.run(["umount", "--lazy", str(path)], capture_output=True)
+
+
+def _mount(*words: str) -> None:
+    subprocess.run(["mount", *words], check=True, capture_output=True)
+
+
+def no_mounts() -> str:
+    """Why no file system can be mounted here; empty if one can."""
+    if os.geteuid() != 0:
+        return "mounting a small file system needs root"
+    if shutil.which("mount") is None:
+        return "no mount command here"
+    words = ["unshare", "--mount", "mount", "-t", "tmpfs", "tmpfs", "/mnt"]
+    trial = subprocess.run(words, capture_output=True, text=True)
+    return (
+        f"no file system can be mounted: {trial.stderr.strip()[-200:]}" if trial.returncode else ""
+    )

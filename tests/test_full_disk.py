@@ -1,0 +1,151 @@
+"""What a run writes beside its checkpoints, on a disk that is full or away: no run ends for it."""
+
+import logging
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+from commands import environment
+
+from jaxdist.monitoring import RunDirectory, records
+from jaxdist.monitoring.records import RecordWriter, read_records
+from jaxdist.monitoring.tensorboard import TensorBoard
+
+
+@pytest.fixture(autouse=True)
+def propagating(monkeypatch):
+    monkeypatch.setattr(logging.getLogger("jaxdist"), "propagate", True)
+
+
+def train_record(step: int) -> dict:
+    return {"kind": "train", "step": step, "loss": 1 / step}
+
+
+@pytest.fixture
+def full(tmp_path):
+    """A records file every write to which fails for want of room, until `free` is called."""
+    path = tmp_path / "metrics.jsonl"
+    path.symlink_to("/dev/full")
+
+    def free():
+        path.unlink()
+        path.touch()
+
+    return path, free
+
+
+def test_records_are_kept_while_the_disk_is_full_and_none_is_missing(full, caplog):
+    caplog.set_level(logging.INFO, logger="jaxdist")
+    path, free = full
+    writer = RecordWriter(path)
+    for step in range(1, 6):
+        writer.write(train_record(step))
+    free()
+    for step in range(6, 9):
+        writer.write(train_record(step))
+    writer.close()
+    assert read_records(path) == [train_record(step) for step in range(1, 9)]
+    assert [line.partition(" (")[0].split("jsonl")[1] for line in caplog.messages] == [
+        " cannot be written",
+        " is written again, nothing is missing",
+    ]
+
+
+def test_half_a_line_is_completed_and_not_repeated(tmp_path, monkeypatch):
+    path, real, calls = tmp_path / "metrics.jsonl", os.write, []
+
+    def short(descriptor, data):
+        calls.append(len(data))
+        if len(calls) == 1:
+            return real(descriptor, data[:7])
+        if len(calls) == 2:
+            raise OSError(28, "No space left on device")
+        return real(descriptor, data)
+
+    writer = RecordWriter(path)
+    monkeypatch.setattr(records.os, "write", short)
+    writer.write(train_record(1))
+    assert path.read_bytes() == b'{"kind"'
+    writer.write(train_record(2))
+    writer.close()
+    assert read_records(path) == [train_record(1), train_record(2)]
+
+
+def test_a_file_that_went_away_is_not_made_anew(tmp_path, monkeypatch):
+    path = tmp_path / "metrics.jsonl"
+    writer = RecordWriter(path)
+    real = os.write
+    monkeypatch.setattr(
+        records.os, "write", lambda *_: (_ for _ in ()).throw(OSError(116, "Stale"))
+    )
+    writer.write(train_record(1))
+    monkeypatch.setattr(records.os, "write", real)
+    path.rename(tmp_path / "away")
+    writer.write(train_record(2))
+    assert not path.exists()
+    (tmp_path / "away").rename(path)
+    writer.write(train_record(3))
+    writer.close()
+    assert [record["step"] for record in read_records(path)] == [1, 2, 3]
+
+
+def test_what_is_kept_has_a_bound_and_what_is_lost_is_counted(full, monkeypatch, caplog):
+    path, _ = full
+    monkeypatch.setattr(records, "_MOST_KEPT_BYTES", 200)
+    writer = RecordWriter(path)
+    with pytest.raises(OSError, match="No space left"):
+        for step in range(1, 20):
+            writer.write(train_record(step))
+    writer.close()
+    assert "records were lost (No space left on device)" in caplog.messages[-1]
+
+
+def test_tensorboard_says_once_that_points_are_missing(tmp_path, monkeypatch, caplog):
+    board = TensorBoard(tmp_path / "tensorboard")
+
+    def fail():
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(board._writer, "flush", fail)
+    for step in range(3):
+        board.scalars(step, {"loss": 1.0})
+    monkeypatch.undo()
+    board.close()
+    (line,) = [message for message in caplog.messages if "tensorboard" in message]
+    assert "points are missing there while that lasts; metrics.jsonl keeps them" in line
+
+
+def test_a_log_that_cannot_be_written_is_said_once_and_changes_no_exit_code():
+    code = """
+    from jaxdist import runtime
+    def main():
+        log = runtime.setup_logging(0, "/dev/full")
+        for i in range(50):
+            log.info("line %d", i)
+        return 75
+    runtime.run_command(main)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        capture_output=True,
+        text=True,
+        env=environment(),
+        timeout=120,
+    )
+    assert done.returncode == 75
+    assert done.stdout.splitlines() == [f"line {i}" for i in range(50)]
+    assert done.stderr.count("/dev/full cannot be written (No space left on device)") == 1
+    assert "Logging error" not in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_launched_process_does_not_make_its_run_directory_anew(tmp_path, monkeypatch):
+    path = tmp_path / "run"
+    monkeypatch.setenv("JAXDIST_LOG_DIR", str(path / "logs"))
+    with pytest.raises(FileNotFoundError, match="is gone: is its file system still mounted"):
+        RunDirectory.open(path)
+    assert not path.exists()
+    RunDirectory.open(tmp_path / "another")  # not the launcher's: made as ever
+    (path / "logs").mkdir(parents=True)
+    assert RunDirectory.open(path).metrics.exists()

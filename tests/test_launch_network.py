@@ -1,0 +1,158 @@
+"""Two hosts whose cable is pulled while they train: both say so and end, and resume afterwards.
+
+Network namespaces play the hosts. The shared run directory stays reachable, as a storage network
+of its own would; the processes reach each other over the cable only.
+"""
+
+import os
+import random
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import endings
+import pytest
+import two_hosts
+from commands import ROOT
+from launched_job import training
+from two_hosts import TwoHosts
+
+STEPS = 150
+PORT = 29400
+HEARTBEAT_S, WATCHDOG_S, JOIN_S = 8, 6, 6
+# The line must be there after the silence that is waited for, and what a loaded machine adds.
+NAMED_WITHIN_S = 60.0
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(two_hosts.missing()), reason=two_hosts.missing() or "-"),
+]
+
+
+class Run:
+    """A launcher on each host, one process each."""
+
+    def __init__(self, hosts: TwoHosts, folder: Path, *flags: str, restarts: int = 30):
+        self.hosts, self.folder = hosts, folder
+        self.run_dir = folder / "run"
+        folder.mkdir(exist_ok=True)
+        self.launchers = [self._launch(host, restarts, flags) for host in (0, 1)]
+
+    def _launch(self, host: int, restarts: int, flags: tuple[str, ...]) -> subprocess.Popen:
+        own = [
+            *("--nproc=1", "--nnodes=2", f"--node-rank={host}", f"--coordinator=h0:{PORT}"),
+            *("--backoff-s=0.2", "--max-backoff-s=1", f"--max-restarts={restarts}", "--"),
+        ]
+        train = training(
+            f"--run-dir={self.run_dir}",
+            f"--steps={STEPS}",
+            f"--runtime.join_timeout_s={JOIN_S}",
+            *flags,
+        )
+        return self.hosts.start(
+            host,
+            [sys.executable, "-m", "jaxdist.launch", *own, *train],
+            self.folder / f"console-{host}.log",
+            env={
+                **os.environ,
+                "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}",
+                "HARM_FOLDER": str(self.folder),
+            },
+        )
+
+    def said(self, host: int) -> str:
+        return (self.folder / f"console-{host}.log").read_text(errors="replace")
+
+    def wait_for_step(self, step: int) -> None:
+        metrics = self.run_dir / "metrics.jsonl"
+        self.wait(lambda: metrics.exists() and f'"step": {step},' in metrics.read_text(), 180)
+
+    def wait_for_line(self, host: int, pattern: str, timeout_s: float) -> float:
+        return self.wait(lambda: re.search(pattern, self.said(host)), timeout_s)
+
+    def wait(self, condition, timeout_s: float) -> float:
+        began = time.monotonic()
+        while not condition():
+            assert time.monotonic() < began + timeout_s, self.said(0)[-4000:] + self.said(1)[-4000:]
+            time.sleep(0.02)
+        return time.monotonic() - began
+
+    def end(self, timeout_s: float = 300) -> list[int]:
+        return [launcher.wait(timeout_s) for launcher in self.launchers]
+
+
+@pytest.fixture
+def hosts(tmp_path):
+    with TwoHosts(tmp_path / "hosts") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def uncut(tmp_path_factory):
+    """The bits of a run between whose hosts nothing happens."""
+    folder = tmp_path_factory.mktemp("uncut")
+    with TwoHosts(folder / "hosts") as running:
+        run = Run(running, folder / "job")
+        assert run.end() == [0, 0], run.said(0)[-4000:] + run.said(1)[-4000:]
+    return endings.bits(run.run_dir)
+
+
+FIRST = {
+    "heartbeat": (
+        [f"--runtime.heartbeat_timeout_s={HEARTBEAT_S}", "--resilience.step_timeout_s=600"],
+        r"lost (process 1 on h1|touch with process 1)",
+        r"lost (process 0 on h0|touch with process 0)",
+    ),
+    "watchdog": (
+        ["--runtime.heartbeat_timeout_s=600", f"--resilience.step_timeout_s={WATCHDOG_S}"],
+        r"watchdog: .*the network between them hangs",
+        r"watchdog: .*the network between them hangs",
+    ),
+}
+
+
+@pytest.mark.parametrize(("flags", "first", "second"), FIRST.values(), ids=FIRST)
+def test_a_cut_link_ends_both_with_its_name_and_is_resumed_after(
+    hosts, tmp_path, uncut, flags, first, second, capsys
+):
+    generator = random.Random(len(flags[0]))
+    run = Run(hosts, tmp_path / "job", *flags)
+    (run.folder / "pace").write_text("0.03")
+    run.wait_for_step(12)
+    time.sleep(generator.uniform(0.0, 2.0))
+    hosts.cut()
+    named = [run.wait_for_line(0, first, NAMED_WITHIN_S)]
+    named.append(named[0] + run.wait_for_line(1, second, NAMED_WITHIN_S))
+    for host in (0, 1):
+        run.wait_for_line(host, "restart 1 of 30", NAMED_WITHIN_S)
+    time.sleep(generator.uniform(0.0, 10.0))  # attempts that cannot come together
+    (run.folder / "pace").unlink()
+    size = (run.run_dir / "metrics.jsonl").stat().st_size
+    hosts.mend()
+    grown = lambda: b'"kind": "train"' in (run.run_dir / "metrics.jsonl").read_bytes()[size:]
+    back = run.wait(grown, 120)
+    assert run.end() == [0, 0], run.said(0)[-4000:] + run.said(1)[-4000:]
+    assert "resumed from step" in run.said(0)
+    assert endings.bits(run.run_dir) == uncut
+    with capsys.disabled():
+        print(f" named after {named[0]:.1f} and {named[1]:.1f} s, back {back:.1f} s after", end="")
+
+
+def test_a_link_that_stays_cut_ends_the_job_with_its_name(hosts, tmp_path, capsys):
+    run = Run(hosts, tmp_path / "job", *FIRST["heartbeat"][0], restarts=1)
+    (run.folder / "pace").write_text("0.03")
+    run.wait_for_step(3)
+    hosts.cut()
+    began = time.monotonic()
+    codes = run.end()
+    assert all(code not in (0, 75) for code in codes)
+    for host, words in (
+        (0, "process 1 of 2 has not joined at h0:29400"),
+        (1, "process 1 on h1 cannot reach the coordinator h0:29400 (process 0)"),
+    ):
+        assert words in run.said(host), run.said(host)[-4000:]
+        assert "giving up" in run.said(host)
+    with capsys.disabled():
+        print(f" given up after {time.monotonic() - began:.0f} s", end="")

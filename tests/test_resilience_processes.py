@@ -1,0 +1,134 @@
+"""Two real processes: each planted fault is found and named, and a clean run has no finding."""
+
+import json
+import re
+import socket
+import sys
+from pathlib import Path
+
+import endings
+import numpy as np
+import pytest
+from harmed_rows import COUNT
+from launched_job import PACE_S, RECOVER_S, Job
+
+from jaxdist.data.order import Order
+from jaxdist.monitoring.records import read_records
+from jaxdist.resilience import read_offences
+
+STEPS, BATCH = 60, 4
+HOST = socket.gethostname()
+FINDINGS = {"damage", "offence", "rollback", "skipped_step", "slow_process", "uneven_replicas"}
+FLIPPING = f"--program={sys.executable} {Path(__file__).with_name('flipped_train.py')}"
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def job(tmp_path):
+    """Makes a job; its processes end with the test."""
+    made = []
+
+    def make(name: str, *flags: str, steps: int = STEPS) -> Job:
+        made.append(Job(tmp_path / name, steps, *flags))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def events(job: Job) -> list[dict]:
+    return [r for r in read_records(job.run_dir / "metrics.jsonl") if r["kind"] == "event"]
+
+
+def findings(job: Job) -> list[dict]:
+    return [event for event in events(job) if event["event"] in FINDINGS]
+
+
+def test_a_flipped_bit_on_another_process_is_found_and_ends_or_is_undone(job, monkeypatch):
+    monkeypatch.setenv("FLIP", "3:17")  # of four copies, the last on process 1
+    four = ("--simulate=2", "--mesh=dp=4", "--resilience.check_interval_steps=3")
+    stopped = job("stopped", *four)
+    stopped.start(FLIPPING)
+    assert endings.finish(stopped) == 85
+    named = rf"replicas differ after step 18: device \d+ of process 1 on {HOST} in params/head"
+    assert re.search(named, stopped.said()), stopped.said()[-4000:]
+    assert "cannot be told" not in stopped.said()
+    assert "restart" not in stopped.said()
+    assert [event["step"] for event in findings(stopped)] == [18]
+    undone = job("undone", *four, "--resilience.damage_policy=rollback")
+    undone.start(FLIPPING)
+    assert endings.finish(undone) == 0, undone.said()[-4000:]
+    assert re.search(named, undone.said())
+    assert [event["event"] for event in findings(undone)] == ["damage", "rollback"]
+    clean = job("clean", *four)
+    clean.start()
+    assert endings.finish(clean) == 0
+    assert findings(clean) == []
+    assert endings.bits(undone.run_dir) == endings.bits(clean.run_dir)
+
+
+def test_a_nan_batch_is_named_with_its_rows_and_left_out(job):
+    row = int(Order([COUNT], [], 0).rows(np.arange(COUNT))[16 * BATCH + 2])  # in step 17
+    harmed = job("nan", "--train.nan_policy=skip")
+    (harmed.folder / f"nan-{row}").touch()
+    harmed.start()
+    assert endings.finish(harmed) == 0, harmed.said()[-4000:]
+    (offence,) = read_offences(harmed.run_dir / "offences.jsonl")
+    assert (offence.step, offence.kind, offence.action) == (17, "nan", "skip")
+    assert row in offence.rows and len(offence.rows) == BATCH
+    assert {event["step"] for event in findings(harmed)} == {17}
+
+
+@pytest.mark.parametrize("slow", [0, 1])
+def test_a_slow_process_is_named_with_its_host_and_cause(job, slow):
+    harmed = job("slow", "--monitoring.compare_every_steps=8", steps=24)
+    (harmed.folder / f"slow-{slow}").write_text("0.25")  # of each row: much on any machine
+    harmed.start()
+    assert endings.finish(harmed) == 0, harmed.said()[-4000:]
+    found = findings(harmed)
+    assert {(event["process"], event["cause"]) for event in found} == {(slow, "data")}
+    assert f"process {slow} on {HOST}" in harmed.said()
+
+
+def test_stuck_processes_are_named_and_the_run_goes_on_to_the_same_bits(job):
+    harmed, clean = job("stuck"), job("clean")
+    harmed.pace(PACE_S)
+    harmed.start()
+    for stuck in (1, 0):
+        size, since = harmed.num_bytes(), harmed.position()
+        harmed.wait(lambda: harmed.trains(size), "new steps", RECOVER_S)  # noqa: B023
+        (harmed.folder / f"stuck-{stuck}").touch()
+        line = rf"watchdog: .*process {stuck} on {HOST} \(pid \d+\), last step \d+, phase data"
+        harmed.wait_for_line(line, since)
+        harmed.wait_for_line("launch: restart", since)
+    assert endings.finish(harmed) == 0, harmed.said()[-4000:]
+    clean.start()
+    assert endings.finish(clean) == 0
+    assert endings.bits(harmed.run_dir) == endings.bits(clean.run_dir)
+
+
+def test_two_thousand_clean_steps_under_every_guard_have_no_finding(job, capsys):
+    """`train.replica_norms` is left out: with two rows per replica its reports are noise."""
+    clean = job(
+        "clean",
+        "--resilience.check_interval_steps=10",
+        "--resilience.spike_policy=stop",
+        "--resilience.damage_policy=stop",
+        "--train.nan_policy=stop",
+        "--resilience.step_timeout_s=3",
+        "--monitoring.compare_every_steps=50",
+        "--checkpoint.save_interval_steps=100",
+        steps=2000,
+    )
+    clean.start()
+    assert endings.finish(clean) == 0, clean.said()[-4000:]
+    assert findings(clean) == []
+    assert not (clean.run_dir / "offences.jsonl").exists()
+    assert not (clean.run_dir / "logs" / "hang.json").exists()
+    assert "watchdog" not in clean.said() and "restart" not in clean.said()
+    assert len(endings.bits(clean.run_dir)) == 2000
+    with capsys.disabled():
+        summary = json.loads((clean.run_dir / "summary.json").read_text())
+        print(f" {summary['step']} steps, {summary.get('warnings', 0)} warnings", end="")
