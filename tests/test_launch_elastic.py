@@ -549,7 +549,7 @@ def test_eight_gpus_then_seven_then_eight_again(tmp_path, monkeypatch):
                 fresh = RUN / "fresh"
                 fresh.write_text({gpu_list(8)!r})
                 os.replace(fresh, listing)
-            while not stop.preempted(0):
+            while not stop.preempted():
                 time.sleep(0.02)
             return runtime.EXIT_PREEMPTED
         """,
@@ -574,7 +574,7 @@ count = int(os.environ["JAXDIST_NUM_PROCESSES"])
 stop = runtime.Preemption()
 (RUN / f"ran-{ATTEMPT}-{count}-{INDEX}").touch()
 while not (RUN / "finish").exists():
-    if stop.preempted(0):
+    if stop.preempted():
         return runtime.EXIT_PREEMPTED
     time.sleep(0.02)
 return int((RUN / "finish").read_text())
