@@ -150,7 +150,8 @@ class Job:
         return self.process.returncode
 
     def preempt(self) -> None:
-        """End it as a scheduler does, saved."""
+        """End it as a scheduler does, saved; not before it has begun, when there is nothing."""
+        self.wait(self.workers, "two processes", DETECT_S)
         since = self.position()
         self.process.send_signal(signal.SIGTERM)
         code = self.wait_for_end()
