@@ -3,6 +3,8 @@
 import dataclasses
 import itertools
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -210,6 +212,34 @@ def test_parts_on_the_host_add_up_to_the_digest_on_the_devices(dtype):
     assert parts % 2**32 == digests([whole])[0]
     scalar = jnp.asarray(3, jnp.dtype(dtype))
     assert part_digest(np.asarray(scalar), (), ()) == digests([scalar])[0]
+
+
+MANY_LEAVES = """
+import jax
+jax.config.update("jax_num_cpu_devices", 8)
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec as P
+from jaxdist.checkpoint.digest import digests, part_digest
+from jaxdist.mesh import MeshSpec
+
+mesh = MeshSpec(fsdp=4, tensor=2).build()
+specs = [P("fsdp", "tensor"), P("tensor", "fsdp"), P("fsdp"), P(("fsdp", "tensor")), P()]
+values = [np.full((32, 64), i, np.float32) for i in range(80)]
+leaves = [jax.device_put(x, NamedSharding(mesh, specs[i % 5])) for i, x in enumerate(values)]
+busy = jax.jit(lambda leaves: [leaf * 1 for leaf in leaves])
+expected = [part_digest(x, (0, 0), x.shape) for x in values]
+for _ in range(10):
+    leaves = busy(leaves)
+    assert digests(leaves) == expected
+"""
+
+
+def test_the_digests_of_many_leaves_never_wait_for_each_other():
+    """Dispatched all at once they did: XLA:CPU ended the process after a minute, every time."""
+    done = subprocess.run(
+        [sys.executable, "-c", MANY_LEAVES], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 def test_digest_sees_swapped_elements_and_another_shape():

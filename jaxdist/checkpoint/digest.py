@@ -24,7 +24,16 @@ def digests(arrays: Sequence[Array]) -> list[int]:
     Args:
         arrays: global arrays of any sharding; typed keys must be given as their key data.
     """
-    return [int(value) for value in jax.device_get([_digest(_on_device(x)) for x in arrays])]
+    found: list[int] = []
+    for start in range(0, len(arrays), _IN_FLIGHT):
+        some = [_digest(_on_device(x)) for x in arrays[start : start + _IN_FLIGHT]]
+        found += map(int, jax.device_get(jax.block_until_ready(some)))
+    return found
+
+
+# XLA:CPU takes 32 programs for a device and has one thread for each device. Dispatching more blocks
+# some of these threads, which the collectives of programs dispatched before may then lack for ever.
+_IN_FLIGHT = 16
 
 
 def part_digest(part: np.ndarray, start: Sequence[int], shape: Sequence[int]) -> int:
