@@ -111,6 +111,7 @@ def matrix(tmp_path_factory) -> tuple[dict, dict]:
     return found.pop("whole"), found
 
 
+@pytest.mark.xdist_group("mesh_matrix")  # one worker makes the matrix for all
 @pytest.mark.parametrize(("source", "target"), PAIRS, ids=lambda name: name)
 def test_a_run_goes_on_on_another_mesh(matrix, source, target):
     whole, found = matrix
