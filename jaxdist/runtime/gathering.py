@@ -76,8 +76,10 @@ def _call_the_roll(server: socket.socket, plan: JoinPlan, until: float, timeout_
     present: dict[int, socket.socket] = {}
     hosts = {0: socket.gethostname()}
     try:
-        while len(present) < plan.num_processes - 1 and time.monotonic() < until:
-            _drop_departed(present)
+        while time.monotonic() < until:
+            _drop_departed(present)  # before they are counted
+            if len(present) == plan.num_processes - 1:
+                break
             server.settimeout(max(0.01, min(1.0, until - time.monotonic())))
             try:
                 connection, _ = server.accept()
