@@ -16,7 +16,7 @@ from jaxdist import runtime
 
 if TYPE_CHECKING:
     from jaxdist.assembly import Parts
-    from jaxdist.checkpoint import Checkpointer
+    from jaxdist.checkpoint import Checkpointer, Due
     from jaxdist.data import Dataset, Loader
     from jaxdist.estimate.budget import Budget
     from jaxdist.monitoring import Monitor
@@ -188,8 +188,8 @@ class Run:
             self.judge.hold(step, metrics, self.loader)
             evaluated: dict[str, float] = {}
             is_last = step == config.train.steps  # evaluated and saved by finish
-            saves = self.checkpointer.due(step) and not is_last
-            self.judge.look(step, self.state, force=saves or is_last)
+            due: Due = "" if is_last else self.checkpointer.due(step)
+            self.judge.look(step, self.state, force=bool(due) or is_last)
             if (
                 config.eval.interval_steps
                 and step % config.eval.interval_steps == 0
@@ -197,9 +197,9 @@ class Run:
             ):
                 self.judge.report()
                 evaluated = self.evaluate(step, config.eval.max_batches)
-            if saves:
+            if due:
                 self.judge.report()
-                self.save(step, metrics=evaluated)
+                self.save(step, due=due, metrics=evaluated)
             if self.preemption.preempted() and not is_last:
                 self.judge.look(step, self.state, force=True)
                 self.judge.report()
@@ -251,12 +251,18 @@ class Run:
             return self.monitor.eval(step, metrics)
 
     def save(
-        self, step: int, *, force: bool = False, metrics: dict[str, float] | None = None
+        self,
+        step: int,
+        *,
+        due: Due = "",
+        force: bool = False,
+        metrics: dict[str, float] | None = None,
     ) -> None:
         """Save the state after `step`; training waits only for the copy to the host.
 
         Args:
             step: steps done.
+            due: what the checkpointer answered, where it asked for this save.
             force: wait until it is committed.
             metrics: evaluation metrics at this step, for `checkpoint.keep_best`.
         """
@@ -268,7 +274,7 @@ class Run:
                 "mesh": str(self.parts.spec),
                 "versions": self.versions,
             }
-            self.checkpointer.save(step, self.state, meta, force=force, metrics=metrics)
+            self.checkpointer.save(step, self.state, meta, due=due, force=force, metrics=metrics)
         self.forward_events()
 
     def commit(self) -> bool:

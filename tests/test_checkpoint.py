@@ -17,7 +17,6 @@ from jax.sharding import PartitionSpec as P
 
 from jaxdist.checkpoint import CheckpointConfig, Checkpointer, CheckpointError
 from jaxdist.checkpoint.digest import digests, part_digest
-from jaxdist.checkpoint.retention import best_steps, steps_to_delete
 from jaxdist.mesh import MeshSpec
 from jaxdist.types import ConfigError
 
@@ -389,62 +388,7 @@ def test_a_leaf_that_is_no_array_is_refused(tmp_path):
     writer.close()
 
 
-# -- policies --------------------------------------------------------------------------------------
-
-
-def test_due_by_steps_and_by_minutes(tmp_path):
-    writer = checkpointer(tmp_path, save_interval_steps=10, save_interval_minutes=5)
-    writer.save(0, small_state(), {}, now=1000.0)
-    assert [s for s in range(1, 41) if writer.due(s, now=1000.0)] == [10, 20, 30, 40]
-    assert not writer.due(3, now=1299.0) and writer.due(3, now=1300.0)
-    writer.save(3, small_state(), {}, now=1300.0)
-    assert not writer.due(4, now=1599.0) and writer.due(4, now=1600.0)
-    assert not writer.due(4, now=0.0)  # a clock that went backwards asks for nothing
-    writer.close()
-
-
-def test_due_never_asks_twice_for_one_step_nor_when_switched_off(tmp_path):
-    writer = checkpointer(tmp_path, save_interval_steps=0, save_interval_minutes=0)
-    assert not any(writer.due(s, now=1e9) for s in range(50))
-    writer.close()
-    again = checkpointer(tmp_path, save_interval_steps=2)
-    assert again.due(2)
-    again.save(2, small_state(), {})
-    assert not again.due(2)
-    again.close()
-
-
-def kept(steps, metrics=None, **settings) -> list[int]:
-    """What survives when checkpoints appear one by one, each followed by a clean-up."""
-    config = CheckpointConfig(**settings)
-    alive: dict[int, dict] = {}
-    for step in steps:
-        alive[step] = (metrics or {}).get(step, {})
-        for gone in steps_to_delete(alive, config):
-            del alive[gone]
-    return sorted(alive)
-
-
-def test_retention_keeps_the_newest():
-    assert kept(range(0, 100, 10), keep_newest=3) == [70, 80, 90]
-
-
-def test_retention_keeps_every_nth_beside_the_newest():
-    assert kept(range(0, 100, 10), keep_newest=1, keep_every_steps=40) == [0, 40, 80, 90]
-
-
-def test_retention_keeps_the_best_and_never_loses_the_newest():
-    losses = {0: 1.0, 10: 0.2, 20: 0.9, 30: float("nan"), 40: 0.3, 50: 0.8}
-    metrics = {step: {"loss": loss} for step, loss in losses.items()}
-    steps = sorted(losses)
-    assert kept(steps, metrics, keep_newest=1, keep_best=2) == [10, 40, 50]
-    assert kept(steps, metrics, keep_newest=1, keep_best=1, best_mode="max") == [0, 50]
-    assert kept(steps, metrics, keep_newest=1, keep_best=1, best_metric="accuracy") == [50]
-
-
-def test_of_equally_good_checkpoints_the_later_is_best():
-    config = CheckpointConfig(keep_best=1)
-    assert best_steps({1: {"loss": 0.5}, 2: {"loss": 0.5}, 3: {}}, config) == [2, 1]
+# -- retention, and what a save reports -----------------------------------------------------------
 
 
 def test_retention_on_disk_survives_a_restart(tmp_path):
@@ -476,7 +420,7 @@ def test_a_second_save_waits_and_says_so(tmp_path, monkeypatch):
     first, second = [e for e in writer.pop_events() if e["event"] == "save"]
     assert first["waited_s"] == 0 and second["waited_s"] > 0.1
     assert set(first) == {
-        *("event", "step", "blocked_s", "waited_s", "written_s", "bytes", "gb_per_s")
+        *("event", "step", "midway", "blocked_s", "waited_s", "written_s", "bytes", "gb_per_s")
     }
     assert first["written_s"] > 0.2 and first["blocked_s"] > 0 and first["bytes"] > 0
     assert any("waited" in line for line in lines)

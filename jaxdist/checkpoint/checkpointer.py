@@ -18,9 +18,8 @@ from jaxdist.checkpoint.lock import DirectoryLock
 from jaxdist.checkpoint.restoring import Reader
 from jaxdist.checkpoint.retention import best_steps
 from jaxdist.checkpoint.saving import Saver
+from jaxdist.checkpoint.schedule import Due, SaveSchedule
 from jaxdist.types import ConfigError
-
-_CLOCK_STEPS = 10  # several processes agree on the wall clock only every so often: a round trip
 
 
 class Checkpointer:
@@ -59,28 +58,22 @@ class Checkpointer:
         self._read_only = read_only
         self._lock: DirectoryLock | None = None
         self._chosen: int | None = None
-        self._last_step: int | None = None
-        self._last_time = time.monotonic()
+        self._schedule = SaveSchedule(config, self._agreement)
         if not read_only:
             self._agreement.decide(self._open)
 
-    def due(self, step: int, now: float | None = None) -> bool:
-        """Whether the policies ask for a save after `step`; the same answer on every process.
+    def due(self, step: int, now: float | None = None) -> Due:
+        """Which save the policies ask for after `step`; the same answer on every process.
 
         Args:
             step: number of finished steps.
             now: seconds of a clock that never runs backwards; default `time.monotonic()`.
+
+        Returns:
+            "" for none; else what to give to `save`: "interval", or "midway" for one that is kept
+            only until the next is committed (`checkpoint.save_midway`).
         """
-        if step == self._last_step:
-            return False
-        every = self.config.save_interval_steps
-        if every and step % every == 0:
-            return True
-        minutes = self.config.save_interval_minutes
-        if not minutes or (self._agreement.num_processes > 1 and step % _CLOCK_STEPS):
-            return False
-        now = time.monotonic() if now is None else now
-        return self._agreement.decide(lambda: now - self._last_time >= 60 * minutes)
+        return self._schedule.due(step, now)
 
     def save(
         self,
@@ -88,6 +81,7 @@ class Checkpointer:
         state: Any,
         meta: dict[str, Any],
         *,
+        due: Due = "",
         force: bool = False,
         metrics: dict[str, float] | None = None,
         now: float | None = None,
@@ -101,6 +95,7 @@ class Checkpointer:
             step: number of finished steps; names the checkpoint.
             state: pytree of global `jax.Array`s, a dataclass or dict: `params`, `opt_state`, ...
             meta: JSON: data position, resolved config, versions, mesh.
+            due: what `due` answered; "" = asked for by something else, and kept like "interval".
             force: return only when it is committed or has failed (preemption, end of the run).
             metrics: evaluation metrics at this step, for `keep_best`.
             now: as in `due`.
@@ -110,11 +105,10 @@ class Checkpointer:
         """
         if self._read_only:
             raise ValueError("this Checkpointer was opened read_only")
-        self._last_step = step
-        self._last_time = time.monotonic() if now is None else now
+        self._schedule.saved(step, due, now)
         numbers = {name: float(value) for name, value in (metrics or {}).items()}
-        self._saver.start(step, state, meta, numbers)
-        if force or not self.config.async_save:
+        self._saver.start(step, state, meta, numbers, midway=due == "midway")
+        if force or not self.config.in_background:
             self._saver.settle()
 
     def wait(self) -> bool:

@@ -12,12 +12,22 @@ from jaxdist.types import setting
 class CheckpointConfig:
     """When to save, what to keep, how far to trust what is read."""
 
-    save_interval_steps: int = setting(1000, "steps between saves; 0 = not by steps")
+    save_interval_steps: int = setting(
+        1000, "steps between saves, and the most that a crash can cost; 0 = not by steps"
+    )
     save_interval_minutes: float = setting(
         30.0, "minutes between saves, beside those by steps; 0 = not by time"
     )
+    save_midway: bool = setting(
+        True,
+        "also save half way between two saves, kept until the next one is whole, so that a crash "
+        "that cuts off a write costs one interval at most; false = half the writing, and such a "
+        "crash costs the steps beside that write besides",
+    )
     save_last: bool = setting(True, "save after the last step of the run")
-    keep_newest: int = setting(3, "newest checkpoints kept; disk peaks at one more than this")
+    keep_newest: int = setting(
+        3, "newest checkpoints kept; disk peaks at two more: one midway, one being written"
+    )
     keep_every_steps: int = setting(
         0, "also keep for good each checkpoint whose step is a multiple of this; 0 = none"
     )
@@ -25,9 +35,7 @@ class CheckpointConfig:
     best_metric: str = setting("loss", "evaluation metric that keep_best looks at")
     best_mode: Literal["min", "max"] = setting("min", "whether the best metric is the lowest")
     async_save: bool = setting(
-        True,
-        "write beside training, which a kill in mid-write costs the steps since that save began "
-        "besides the interval; false = wait for every save, and lose an interval at most",
+        True, "write while training goes on; false = wait for every save, and make none midway"
     )
     max_failures: int = setting(3, "failed saves in a row after which the run stops")
     verify: Literal["full", "quick", "none"] = setting(
@@ -49,6 +57,16 @@ class CheckpointConfig:
     timeout_s: int = setting(
         300, "seconds that processes wait for each other to finish writing one checkpoint"
     )
+
+    @property
+    def saves_midway(self) -> bool:
+        """Whether intervals are halved: a save that training waits for is never cut off late."""
+        return self.async_save and self.save_midway
+
+    @property
+    def in_background(self) -> bool:
+        """Whether training goes on beside a write; an interval of one step cannot be halved."""
+        return self.async_save and not (self.save_midway and self.save_interval_steps == 1)
 
     def problems(self) -> list[str]:
         """Every violated rule, one line each; empty when the settings are legal."""

@@ -24,6 +24,7 @@ SAVING_NAME = ".saving"
 """Where a checkpoint is written until its manifest is complete; then it gets its name at once."""
 
 _FORMAT = 1
+_KEYS = {"format", "step", "metrics", "files"}
 _BLOCK_BYTES = 8 << 20
 
 
@@ -71,10 +72,23 @@ def fingerprint(file: Path) -> list[int]:
 
 
 def write(
-    checkpoint: Path, step: int, files: dict[str, list[int]], metrics: dict[str, float]
+    checkpoint: Path,
+    step: int,
+    files: dict[str, list[int]],
+    metrics: dict[str, float],
+    *,
+    midway: bool = False,
 ) -> None:
-    """Write the manifest of a checkpoint whose files are all there."""
-    body = {"format": _FORMAT, "step": step, "metrics": metrics, "files": files}
+    """Write the manifest of a checkpoint whose files are all there.
+
+    Args:
+        checkpoint: its directory.
+        step: number of finished steps.
+        files: size and CRC-32 of each, by path inside the checkpoint.
+        metrics: evaluation metrics at this step.
+        midway: it is kept only until the next one is committed.
+    """
+    body = {"format": _FORMAT, "step": step, "midway": midway, "metrics": metrics, "files": files}
     text = json.dumps({**body, "crc32": _crc_of(body)}, indent=1)
     partial = checkpoint / (FILE_NAME + ".partial")
     with partial.open("w") as stream:
@@ -103,9 +117,10 @@ def read(checkpoint: Path) -> dict[str, Any]:
         reason = (checkpoint / REJECTED_NAME).read_text(errors="replace").strip()
         raise ValueError(f"an earlier start could not load it: {reason}")
     try:
-        manifest = json.loads((checkpoint / FILE_NAME).read_text())
-        body = {key: manifest[key] for key in ("format", "step", "metrics", "files")}
-        crc = manifest["crc32"]
+        body = dict(json.loads((checkpoint / FILE_NAME).read_text()))
+        crc = body.pop("crc32")
+        if not body.keys() >= _KEYS:
+            raise KeyError("files")
     except FileNotFoundError:
         empty = not any(checkpoint.iterdir()) if checkpoint.is_dir() else False
         raise ValueError("an empty directory" if empty else f"no {FILE_NAME}") from None
@@ -117,7 +132,7 @@ def read(checkpoint: Path) -> dict[str, Any]:
         raise ValueError(f"format {body['format']} is unknown here, {_FORMAT} is supported")
     if str(body["step"]) != checkpoint.name:
         raise ValueError(f"its manifest is of step {body['step']}: the directory was renamed")
-    return body
+    return {"midway": False, **body}  # not said by manifests older than this word
 
 
 def size_problems(checkpoint: Path, files: dict[str, list[int]]) -> list[str]:

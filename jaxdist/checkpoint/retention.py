@@ -1,40 +1,51 @@
-"""Which checkpoints to delete: a pure function of their steps, their metrics and the settings."""
+"""Which checkpoints to delete: a pure function of what their manifests say and the settings."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from jaxdist.checkpoint.config import CheckpointConfig
 
 
-def steps_to_delete(
-    metrics_of: Mapping[int, Mapping[str, float]], config: CheckpointConfig
-) -> list[int]:
+class Saved(NamedTuple):
+    """What retention goes by.
+
+    Attributes:
+        metrics: evaluation metrics at its step, if there were any.
+        midway: it halves an interval, and has done its duty when the next one is committed.
+    """
+
+    metrics: Mapping[str, float] = {}
+    midway: bool = False
+
+
+def steps_to_delete(saved: Mapping[int, Saved], config: CheckpointConfig) -> list[int]:
     """Steps that no rule keeps, in increasing order.
 
     The newest `keep_newest` are always kept, however bad their metrics: a run resumes from there.
+    One saved midway is not counted among them, and kept as long as it is the newest of all.
 
     Args:
-        metrics_of: step -> evaluation metrics, for each complete checkpoint.
+        saved: by step, each complete checkpoint.
         config: `keep_newest`, `keep_every_steps`, `keep_best`, `best_metric`, `best_mode`.
     """
-    steps = sorted(metrics_of)
-    kept = set(steps[-config.keep_newest :])
+    steps = sorted(saved)
+    kept = set(steps[-1:])
+    kept.update([step for step in steps if not saved[step].midway][-config.keep_newest :])
     if config.keep_every_steps:
         kept.update(step for step in steps if step % config.keep_every_steps == 0)
-    kept.update(best_steps(metrics_of, config)[: config.keep_best])
+    kept.update(best_steps(saved, config)[: config.keep_best])
     return [step for step in steps if step not in kept]
 
 
-def best_steps(
-    metrics_of: Mapping[int, Mapping[str, float]], config: CheckpointConfig
-) -> list[int]:
+def best_steps(saved: Mapping[int, Saved], config: CheckpointConfig) -> list[int]:
     """Steps that have the metric, best first; of equals the later first; NaN is never best."""
     sign = 1.0 if config.best_mode == "min" else -1.0
     scored = [
-        (sign * metrics[config.best_metric], -step)
-        for step, metrics in metrics_of.items()
-        if not math.isnan(metrics.get(config.best_metric, math.nan))
+        (sign * one.metrics[config.best_metric], -step)
+        for step, one in saved.items()
+        if not math.isnan(one.metrics.get(config.best_metric, math.nan))
     ]
     return [-negated for _, negated in sorted(scored)]

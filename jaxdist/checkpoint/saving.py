@@ -22,7 +22,7 @@ from jaxdist.checkpoint.config import CheckpointConfig
 from jaxdist.checkpoint.digest import digests
 from jaxdist.checkpoint.errors import CheckpointError
 from jaxdist.checkpoint.journal import Journal, Outcome, one_line, size_text
-from jaxdist.checkpoint.retention import steps_to_delete
+from jaxdist.checkpoint.retention import Saved, steps_to_delete
 from jaxdist.checkpoint.store import Store
 
 
@@ -49,11 +49,19 @@ class Saver:
         self._failures = 0
         self._pending: tuple[Outcome, threading.Thread] | None = None
 
-    def start(self, step: int, state: Any, meta: dict[str, Any], metrics: dict[str, float]) -> None:
-        """Begin a save, after waiting for the one before."""
+    def start(
+        self,
+        step: int,
+        state: Any,
+        meta: dict[str, Any],
+        metrics: dict[str, float],
+        *,
+        midway: bool = False,
+    ) -> None:
+        """Begin a save, after waiting for the one before; one `midway` is kept until the next."""
         leaves = tree.leaves_of(state)
         json.dumps(meta)  # raises here and now, not as a save that fails again and again
-        outcome = Outcome(step, waited_s=self.settle())
+        outcome = Outcome(step, midway=midway, waited_s=self.settle())
         begin = time.perf_counter()
         try:
             if not self._agreement.decide(lambda: self._prepare(step, leaves)):
@@ -109,15 +117,16 @@ class Saver:
                 "another --run-dir."
             )
 
-    def complete(self) -> dict[int, dict[str, float]]:
-        """Evaluation metrics of each complete checkpoint."""
-        metrics = {}
+    def complete(self) -> dict[int, Saved]:
+        """What the manifest of each complete checkpoint says of it."""
+        found = {}
         for step in manifest.steps_in(self._directory):
             try:
-                metrics[step] = manifest.read(self._directory / str(step))["metrics"]
+                body = manifest.read(self._directory / str(step))
             except ValueError:
                 continue  # neither kept for its step nor deleted
-        return metrics
+            found[step] = Saved(body["metrics"], body["midway"])
+        return found
 
     def _prepare(self, step: int, leaves: list[tree.Leaf]) -> bool:
         """On process 0: make room, look for reasons to fail; False when `step` is saved already."""
@@ -196,7 +205,7 @@ class Saver:
             errors = [text for text in self._background.gather(outcome.error) if text]
             if errors:
                 raise CheckpointError(errors[0])
-            outcome.num_bytes = self._seal(outcome.step, metrics)
+            outcome.num_bytes = self._seal(outcome, metrics)
         except Exception as failure:
             outcome.error = (
                 str(failure) if isinstance(failure, CheckpointError) else one_line(failure)
@@ -211,23 +220,26 @@ class Saver:
         if self._background.leader:
             self._retain()
 
-    def _seal(self, step: int, metrics: dict[str, float]) -> int:
+    def _seal(self, outcome: Outcome, metrics: dict[str, float]) -> int:
         """Write the manifest, each process fingerprinting its share of the files; their bytes."""
-        path = self._unsealed(step)
+        path = self._unsealed(outcome.step)
         names = self._background.decide(lambda: manifest.files_of(path))
         mine = names[self._background.process :: self._background.num_processes]
         shares = self._background.gather(_fingerprints(path, mine))
         if errors := [share["error"] for share in shares if "error" in share]:
             raise CheckpointError(errors[0])
         files = {name: entry for share in shares for name, entry in share["files"].items()}
-        self._background.decide(lambda: self._publish(step, files, metrics))
+        self._background.decide(lambda: self._publish(outcome, files, metrics))
         return sum(size for size, _ in files.values())
 
-    def _publish(self, step: int, files: dict[str, list[int]], metrics: dict[str, float]) -> None:
+    def _publish(
+        self, outcome: Outcome, files: dict[str, list[int]], metrics: dict[str, float]
+    ) -> None:
         """On process 0: the manifest, then the name. A kill before that leaves no checkpoint."""
         self._check_there()  # it may have gone while the save was written
-        manifest.write(self._unsealed(step), step, files, metrics)
-        manifest.publish(self._unsealed(step), self._directory / str(step))
+        path = self._unsealed(outcome.step)
+        manifest.write(path, outcome.step, files, metrics, midway=outcome.midway)
+        manifest.publish(path, self._directory / str(outcome.step))
 
     def _unsealed(self, step: int) -> Path:
         return self._directory / manifest.SAVING_NAME / str(step)

@@ -60,8 +60,8 @@ class DoctorConfig(RunConfig):
         # Parameters and moments; the state in memory has gradients too.
         moments = self.optim.moment_bytes
         one = self.state_bytes() * (4 + moments) // (8 + moments)
-        kept = self.checkpoint.keep_newest + self.checkpoint.keep_best + 1
-        return one * kept
+        passing = 1 + self.checkpoint.saves_midway  # one being written, one midway
+        return one * (self.checkpoint.keep_newest + self.checkpoint.keep_best + passing)
 
 
 def read_doctor(argv: Sequence[str], summary: str = "") -> DoctorConfig:

@@ -1,0 +1,179 @@
+"""When checkpoints are saved and which are kept; what a crash at any moment can cost."""
+
+import json
+import zlib
+
+import pytest
+
+from jaxdist.checkpoint import CheckpointConfig, manifest
+from jaxdist.checkpoint.agreement import Agreement
+from jaxdist.checkpoint.retention import Saved, best_steps, steps_to_delete
+from jaxdist.checkpoint.schedule import SaveSchedule
+
+NEVER = 1e9
+
+
+def schedule(**settings) -> SaveSchedule:
+    return SaveSchedule(CheckpointConfig(**settings), Agreement())
+
+
+def asked(schedule: SaveSchedule, times) -> list[tuple[int, str]]:
+    """(step, why) of every save, when step s ends at the s-th time."""
+    found = []
+    for step, now in enumerate(times, 1):
+        if due := schedule.due(step, now):
+            schedule.saved(step, due, now)
+            found.append((step, due))
+    return found
+
+
+# -- when ------------------------------------------------------------------------------------------
+
+
+def test_saves_are_due_at_the_multiples_of_the_interval_and_midway():
+    times = [0.0] * 20
+    found = asked(schedule(save_interval_steps=10, save_interval_minutes=0), times)
+    assert found == [(5, "midway"), (10, "interval"), (15, "midway"), (20, "interval")]
+    odd = asked(schedule(save_interval_steps=3, save_interval_minutes=0), times)
+    assert [step for step, why in odd if why == "interval"] == [3, 6, 9, 12, 15, 18]
+    assert [step for step, why in odd if why == "midway"] == [1, 4, 7, 10, 13, 16, 19]
+
+
+@pytest.mark.parametrize("switch", ["save_midway", "async_save"])
+def test_nothing_is_saved_midway_where_it_is_not_wanted_or_of_no_use(switch):
+    plan = schedule(save_interval_steps=10, save_interval_minutes=0, **{switch: False})
+    assert asked(plan, [0.0] * 20) == [(10, "interval"), (20, "interval")]
+
+
+def test_saves_are_due_by_minutes_too():
+    plan = schedule(save_interval_steps=0, save_interval_minutes=2)
+    plan.saved(0, "", 1000.0)
+    times = [1000.0 + 20 * step for step in range(1, 13)]
+    found = asked(plan, times)
+    assert found == [(3, "midway"), (6, "interval"), (9, "midway"), (12, "interval")]
+    assert plan.due(13, now=0.0) == ""  # a clock that went backwards asks for nothing
+
+
+def test_both_policies_count_from_the_newest_save():
+    plan = schedule(save_interval_steps=10, save_interval_minutes=5, save_midway=False)
+    plan.saved(0, "", 1000.0)
+    assert [s for s in range(1, 41) if plan.due(s, 1000.0)] == [10, 20, 30, 40]
+    assert not plan.due(3, 1299.0) and plan.due(3, 1300.0) == "interval"
+    plan.saved(3, "interval", 1300.0)
+    assert not plan.due(4, 1599.0) and plan.due(4, 1600.0)
+
+
+def test_no_step_is_asked_for_twice_and_nothing_where_it_is_switched_off():
+    off = schedule(save_interval_steps=0, save_interval_minutes=0)
+    assert not any(off.due(step, NEVER) for step in range(50))
+    plan = schedule(save_interval_steps=2)
+    assert plan.due(2)
+    plan.saved(2, "interval")
+    assert not plan.due(2)
+
+
+# -- what a crash costs ----------------------------------------------------------------------------
+
+
+def most_lost(write_steps: int, steps: int, **settings) -> int:
+    """Steps lost by a crash at the worst moment, when a write takes that many steps.
+
+    As `Checkpointer` does it: a save waits for the one before; without `in_background` training
+    waits for its own.
+    """
+    config = CheckpointConfig(save_interval_minutes=0, **settings)
+    plan = SaveSchedule(config, Agreement())
+    committed, writing, worst = 0, None, 0
+    for step in range(1, steps + 1):
+        if writing is not None and step - writing > write_steps:
+            committed, writing = writing, None
+        worst = max(worst, step - committed)
+        if due := plan.due(step):
+            plan.saved(step, due)
+            committed, writing = committed if writing is None else writing, step
+            worst = max(worst, step - committed)
+            if not config.in_background:
+                committed, writing = step, None
+    return worst
+
+
+@pytest.mark.parametrize("interval", range(1, 14))
+def test_a_crash_never_costs_more_than_one_interval(interval):
+    """However long a write takes: up to for ever, where each save waits for the one before."""
+    for write_steps in (0, 1, 2, 3, 5, 8, 1000):
+        lost = most_lost(write_steps, 100, save_interval_steps=interval)
+        assert lost <= interval, (write_steps, lost)
+        waiting = most_lost(write_steps, 100, save_interval_steps=interval, async_save=False)
+        assert waiting <= interval
+
+
+def test_without_the_save_midway_a_crash_costs_the_steps_beside_the_write_too():
+    """The bound above is no matter of course."""
+    without = {"save_interval_steps": 10, "save_midway": False}
+    assert most_lost(0, 100, **without) == 10
+    assert most_lost(4, 100, **without) == 14
+    assert most_lost(1000, 100, **without) == 20
+    assert most_lost(4, 100, save_interval_steps=10) == 9
+
+
+# -- what is kept ----------------------------------------------------------------------------------
+
+
+def kept(steps, metrics=None, midway=(), **settings) -> list[int]:
+    """What survives when checkpoints appear one by one, each followed by a clean-up."""
+    config = CheckpointConfig(**settings)
+    alive: dict[int, Saved] = {}
+    for step in steps:
+        alive[step] = Saved((metrics or {}).get(step, {}), step in midway)
+        for gone in steps_to_delete(alive, config):
+            del alive[gone]
+    return sorted(alive)
+
+
+def test_retention_keeps_the_newest():
+    assert kept(range(0, 100, 10), keep_newest=3) == [70, 80, 90]
+
+
+def test_one_saved_midway_is_kept_until_the_next_and_is_not_counted():
+    midway = range(5, 100, 10)
+    assert kept(range(0, 91, 5), midway=midway, keep_newest=3) == [70, 80, 90]
+    assert kept(range(0, 96, 5), midway=midway, keep_newest=3) == [70, 80, 90, 95]
+    assert kept([5], midway=midway, keep_newest=1) == [5]
+    assert kept([5, 15], midway=midway, keep_newest=1) == [15]  # the save of 10 failed
+
+
+def test_one_saved_midway_may_be_the_best():
+    metrics = {10: {"loss": 0.5}, 15: {"loss": 0.1}, 20: {"loss": 0.4}, 30: {"loss": 0.3}}
+    settings = {"midway": (15, 25), "keep_newest": 1}
+    assert kept([10, 15, 20, 25, 30], metrics, keep_best=1, **settings) == [15, 30]
+    assert kept([10, 15, 20, 25, 30], metrics, **settings) == [30]
+
+
+def test_retention_keeps_every_nth_beside_the_newest():
+    assert kept(range(0, 100, 10), keep_newest=1, keep_every_steps=40) == [0, 40, 80, 90]
+
+
+def test_retention_keeps_the_best_and_never_loses_the_newest():
+    losses = {0: 1.0, 10: 0.2, 20: 0.9, 30: float("nan"), 40: 0.3, 50: 0.8}
+    metrics = {step: {"loss": loss} for step, loss in losses.items()}
+    steps = sorted(losses)
+    assert kept(steps, metrics, keep_newest=1, keep_best=2) == [10, 40, 50]
+    assert kept(steps, metrics, keep_newest=1, keep_best=1, best_mode="max") == [0, 50]
+    assert kept(steps, metrics, keep_newest=1, keep_best=1, best_metric="accuracy") == [50]
+
+
+def test_of_equally_good_checkpoints_the_later_is_best():
+    config = CheckpointConfig(keep_best=1)
+    saved = {1: Saved({"loss": 0.5}), 2: Saved({"loss": 0.5}), 3: Saved({})}
+    assert best_steps(saved, config) == [2, 1]
+
+
+def test_the_manifest_says_what_was_saved_midway_and_older_ones_say_nothing(tmp_path):
+    checkpoint = tmp_path / "7"
+    checkpoint.mkdir()
+    manifest.write(checkpoint, 7, {}, {"loss": 0.5}, midway=True)
+    assert manifest.read(checkpoint)["midway"] is True
+    body = {"format": 1, "step": 7, "metrics": {}, "files": {}}
+    crc32 = zlib.crc32(json.dumps(body, sort_keys=True).encode())
+    (checkpoint / manifest.FILE_NAME).write_text(json.dumps({**body, "crc32": crc32}))
+    assert manifest.read(checkpoint) == {**body, "midway": False}
