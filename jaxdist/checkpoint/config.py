@@ -12,9 +12,7 @@ from jaxdist.types import setting
 class CheckpointConfig:
     """When to save, what to keep, how far to trust what is read."""
 
-    save_interval_steps: int = setting(
-        1000, "steps between saves, and the most that a crash can cost; 0 = not by steps"
-    )
+    save_interval_steps: int = setting(1000, "steps between saves; 0 = not by steps")
     save_interval_minutes: float = setting(
         30.0, "minutes between saves, beside those by steps; 0 = not by time"
     )
