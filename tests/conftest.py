@@ -16,6 +16,9 @@ import jax
 
 jax.config.update("jax_num_cpu_devices", 8)
 
+# Fixtures of more than one file; after the devices, since this imports what uses them.
+from damaged import pristine, run  # noqa: E402, F401
+
 
 @pytest.fixture(scope="session")
 def test_data() -> Path:

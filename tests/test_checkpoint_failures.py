@@ -1,0 +1,297 @@
+"""Saves that fail and second runs harm no checkpoint that is there."""
+
+import contextlib
+import json
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from damaged import STEPS, all_files, assert_is_step, like, resume_then, state_at
+
+from jaxdist.checkpoint import (
+    CheckpointConfig,
+    Checkpointer,
+    CheckpointError,
+    lock,
+    manifest,
+    saving,
+    store,
+)
+from jaxdist.checkpoint.store import Store
+from jaxdist.types import ConfigError
+
+# -- saves that fail -------------------------------------------------------------------------------
+
+
+def untouched(run, pristine) -> None:
+    """Checkpoints 2 and 4 are what they were."""
+    for step in STEPS:
+        for file in all_files(pristine / str(step)):
+            copy = run.path / file.relative_to(pristine)
+            assert copy.read_bytes() == file.read_bytes()
+
+
+def test_a_file_in_the_way_is_set_aside(run):
+    opened = resume_then(run)
+    (run.path / "6").write_text("in the way")
+    (run.path / ".saving").mkdir()
+    (run.path / ".saving" / "8").write_text("in the way")
+    for step in (6, 8):
+        opened.save(step, state_at(step), {})
+        assert opened.wait() is True
+    assert opened.steps() == [2, 4, 6, 8]
+    assert (run.path / "6.damaged").read_text() == "in the way"
+
+
+def test_files_that_cannot_grow_fail_the_save_in_the_background(run, pristine):
+    opened = resume_then(run)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    try:
+        opened.save(6, state_at(6, size=1 << 18), {})
+        assert opened.wait() is False
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    untouched(run, pristine)
+    assert any(line.startswith("SAVE FAILED at step 6: ") for line in run.lines)
+    failed = opened.pop_events()[-1]
+    assert (failed["event"], failed["step"], failed["in_a_row"]) == ("save_failed", 6, 1)
+    opened.save(8, state_at(8), {})
+    assert opened.wait() is True
+    assert opened.steps() == [2, 4, 8]
+
+
+def test_a_vanished_directory_fails_the_save_and_is_not_made_anew(run):
+    opened = resume_then(run)
+    shutil.move(run.path, run.path.with_name("elsewhere"))
+    opened.save(6, state_at(6), {})
+    assert opened.wait() is False
+    assert not run.path.exists()
+    assert any("is gone: is its file system still mounted?" in line for line in run.lines)
+
+
+def test_what_is_made_anew_below_a_lost_mount_holds_no_checkpoint(run, pristine, monkeypatch):
+    """Orbax makes missing directories: a save under way when the mount goes would look complete."""
+    opened = resume_then(run)
+    away = run.path.with_name("elsewhere")
+    real = Store.start_write
+
+    def goes_away(self, *args):
+        shutil.move(run.path, away)
+        real(self, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Store, "start_write", goes_away)
+        opened.save(6, state_at(6), {}, force=True)
+    opened.save(8, state_at(8), {}, force=True)  # what Orbax made is there now
+    assert opened.wait() is False
+    assert sum("is gone: is its file system still mounted?" in line for line in run.lines) == 2
+    assert not any(path.name.isdecimal() for path in run.path.iterdir())
+    shutil.rmtree(run.path)
+    shutil.move(away, run.path)
+    untouched(run, pristine)
+    opened.save(10, state_at(10), {})
+    assert opened.wait() is True
+
+
+def test_a_manifest_that_cannot_be_written_means_no_checkpoint(run, pristine, monkeypatch):
+    opened = resume_then(run)
+    with monkeypatch.context() as patch:
+
+        def full(*_):
+            raise OSError(28, "No space left on device")
+
+        patch.setattr(manifest, "write", full)
+        opened.save(6, state_at(6), {})
+        assert opened.wait() is False
+    untouched(run, pristine)
+    assert opened.steps() == [2, 4]
+
+
+def test_too_little_space_is_known_before_writing(run, pristine, monkeypatch):
+    opened = resume_then(run)
+    usage = shutil.disk_usage(run.path)._replace(free=100)
+    monkeypatch.setattr(saving.shutil, "disk_usage", lambda _: usage)
+    opened.save(6, state_at(6), {})
+    assert opened.wait() is False
+    untouched(run, pristine)
+    assert any("no space: a checkpoint takes 8.20 kB" in line for line in run.lines)
+
+
+def test_training_stops_after_so_many_failures_in_a_row(run, monkeypatch):
+    opened = resume_then(run, max_failures=2)
+    finish = store.Store.finish_write
+    broken = True
+
+    def fail(self):
+        finish(self)
+        if broken:
+            raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(store.Store, "finish_write", fail)
+    opened.save(6, state_at(6), {})
+    assert opened.wait() is False
+    broken = False
+    opened.save(8, state_at(8), {})
+    assert opened.wait() is True  # the count starts again
+    broken = True
+    opened.save(10, state_at(10), {})
+    opened.save(12, state_at(12), {})
+    with pytest.raises(CheckpointError, match=r"2 saves in a row have failed, the last at step 12"):
+        opened.save(14, state_at(14), {})
+    assert opened.choose() == 8
+
+
+def small_file_system(path: Path, mib: int):
+    path.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", f"size={mib}m", "tmpfs", str(path)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True)
+    except FileNotFoundError:
+        pytest.skip("no mount command here, so no small file system to fill")
+    if done.returncode:
+        pytest.skip(f"a small file system cannot be mounted here: {done.stderr.strip()}")
+
+
+@contextlib.contextmanager
+def read_only(directory: Path):
+    """The directory under a read-only mount of itself: not even root can write there."""
+    mount = ["mount", "--bind", str(directory), str(directory)]
+    try:
+        done = subprocess.run(mount, capture_output=True, text=True)
+    except FileNotFoundError:
+        pytest.skip("no mount command here")
+    if done.returncode:
+        pytest.skip(f"nothing can be mounted here: {done.stderr.strip()}")
+    try:
+        subprocess.run(["mount", "-o", "remount,bind,ro", str(directory)], check=True)
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", str(directory)], check=True)
+
+
+def test_a_directory_that_becomes_read_only_stops_no_training(run, pristine):
+    opened = resume_then(run)
+    with read_only(run.path):
+        opened.save(6, state_at(6), {}, force=True)
+        assert opened.wait() is False
+        assert any(
+            line.startswith("SAVE FAILED at step 6") and "Read-only file system" in line
+            for line in run.lines
+        ), run.lines
+        reader = Checkpointer(run.path, CheckpointConfig(), read_only=True)
+        assert_is_step(reader.restore(like(state_at(4)))[0], 4)
+    untouched(run, pristine)
+    opened.save(8, state_at(8), {}, force=True)
+    assert opened.wait() is True and opened.steps() == [2, 4, 8]
+
+
+def test_a_run_on_a_read_only_directory_is_refused(run):
+    with (
+        read_only(run.path),
+        pytest.raises(ConfigError, match=r"cannot be written .*Read-only file system"),
+    ):
+        Checkpointer(run.path, CheckpointConfig())
+
+
+@pytest.mark.parametrize("known_before", [True, False], ids=["known_before", "while_writing"])
+def test_a_full_disk_harms_no_older_checkpoint(tmp_path, monkeypatch, known_before):
+    disk = tmp_path / "disk"
+    small_file_system(disk, 8)
+    try:
+        if not known_before:
+            usage = shutil.disk_usage(disk)._replace(free=1 << 40)
+            monkeypatch.setattr(saving.shutil, "disk_usage", lambda _: usage)
+        lines = []
+        opened = Checkpointer(disk / "checkpoints", CheckpointConfig(), log=lines.append)
+        opened.save(2, state_at(2, size=1 << 19), {}, force=True)
+        assert opened.wait() is True
+        opened.save(4, state_at(4, size=1 << 19), {}, force=True)
+        assert opened.wait() is False, lines
+        assert any(line.startswith("SAVE FAILED at step 4") for line in lines)
+        assert opened.verify(2) == ""
+        assert sorted(p.name for p in opened.directory.iterdir()) == [".lock", "2"]
+        opened.save(6, state_at(6), {}, force=True)  # a smaller one fits
+        assert opened.wait() is True and opened.verify(6) == ""
+        opened.close()
+    finally:
+        subprocess.run(["umount", "--lazy", str(disk)], check=True)
+
+
+# -- one run per directory -------------------------------------------------------------------------
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from jaxdist.checkpoint.lock import DirectoryLock
+DirectoryLock(Path(sys.argv[1])).acquire()
+print("held", flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_second_run_on_the_same_directory_is_refused(tmp_path):
+    first = Checkpointer(tmp_path, CheckpointConfig())
+    with pytest.raises(ConfigError, match=r"in use by process .* two runs would overwrite"):
+        Checkpointer(tmp_path, CheckpointConfig())
+    first.close()
+    Checkpointer(tmp_path, CheckpointConfig()).close()
+
+
+def test_another_process_is_refused_while_it_lives_and_succeeded_when_killed(tmp_path):
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
+    assert holder.stdout.readline() == "held\n"
+    with pytest.raises(
+        ConfigError, match=f"in use by process {holder.pid} on {socket.gethostname()}"
+    ):
+        Checkpointer(tmp_path, CheckpointConfig())
+    holder.kill()
+    holder.wait()
+    lines = []
+    Checkpointer(tmp_path, CheckpointConfig(), log=lines.append).close()
+    assert f"took over from process {holder.pid}" in lines[0]
+
+
+@pytest.mark.parametrize("alive", [True, False])
+def test_a_holder_on_another_host_is_watched_for_signs_of_life(tmp_path, monkeypatch, alive):
+    monkeypatch.setattr(lock, "HEARTBEAT_S", 0.2)
+    record = {"pid": 1, "host": "elsewhere", "boot": "another", "state": "held", "beat": 0}
+    file = tmp_path / lock.FILE_NAME
+    file.write_text(json.dumps(record))
+    if not alive:
+        lines = []
+        Checkpointer(tmp_path, CheckpointConfig(), log=lines.append).close()
+        assert "watching whether process 1 on elsewhere still uses it" in lines[0]
+        assert "took over from process 1 on elsewhere, which is gone" in lines[1]
+        return
+    beats = iter(range(1, 1000))
+    monkeypatch.setattr(
+        lock.time, "sleep", lambda _: file.write_text(json.dumps({**record, "beat": next(beats)}))
+    )
+    with pytest.raises(ConfigError, match="in use by process 1 on elsewhere"):
+        Checkpointer(tmp_path, CheckpointConfig())
+
+
+def test_the_holder_gives_signs_of_life(tmp_path, monkeypatch):
+    monkeypatch.setattr(lock, "HEARTBEAT_S", 0.01)
+    held = lock.DirectoryLock(tmp_path)
+    held.acquire()
+    seen = set()
+    while len(seen) < 3:
+        text = (tmp_path / lock.FILE_NAME).read_text()
+        if text.endswith("}"):
+            seen.add(json.loads(text)["beat"])
+    held.release()
+    assert json.loads((tmp_path / lock.FILE_NAME).read_text())["state"] == "released"
+
+
+def test_a_directory_that_cannot_be_made_is_a_config_error(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"cannot be made .*Choose another --run-dir"):
+        Checkpointer(tmp_path / "file" / "checkpoints", CheckpointConfig())

@@ -1,0 +1,206 @@
+"""The doctor across processes and devices: what works is really tried."""
+
+import itertools
+import json
+import socket
+import threading
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxdist import collectives
+from jaxdist.doctor import devices, directory, network
+from jaxdist.doctor.findings import Finding
+from jaxdist.mesh import MeshSpec
+
+
+def severities(findings: list[Finding]) -> list[str]:
+    return [finding.severity for finding in findings]
+
+
+# -- network ---------------------------------------------------------------------------------------
+
+
+def test_clocks_are_compared_over_a_real_connection(monkeypatch):
+    near, far = network.Listener(), network.Listener()
+    visit = network.visit([("127.0.0.1", 1), near.address, far.address], own=0)
+    near.close()
+    far.close()
+    assert visit["failed"] == {}
+    assert all(abs(offset) < 0.2 for offset in visit["offset_s"].values())
+
+
+class Elsewhen:
+    """A peer whose clock is wrong by a known amount."""
+
+    def __init__(self, offset_s: float):
+        self.socket = socket.create_server(("127.0.0.1", 0))
+        self.address = self.socket.getsockname()
+        threading.Thread(target=self.serve, args=(offset_s,), daemon=True).start()
+
+    def serve(self, offset_s: float) -> None:
+        import time
+
+        while True:
+            peer, _ = self.socket.accept()
+            with peer:
+                peer.sendall(json.dumps({"time": time.time() + offset_s}).encode())
+
+
+@pytest.mark.parametrize(("offset_s", "severity"), [(0.0, "ok"), (-3.0, "warning"), (70, "error")])
+def test_a_clock_that_is_wrong_is_measured(offset_s, severity):
+    visit = network.visit([("127.0.0.1", 1), Elsewhen(offset_s).address], own=0)
+    assert visit["offset_s"][1] == pytest.approx(offset_s, abs=0.2)
+    back = {"failed": {}, "offset_s": {0: -offset_s}, "rtt_s": {0: 0.001}}
+    pairs, clocks = network.judge([visit, back], ["a", "b"])
+    assert pairs.severity == "ok"
+    assert clocks.severity == severity and "on a and b" in clocks.text
+
+
+def test_a_pair_that_cannot_meet_is_named():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        closed = server.getsockname()
+    visit = network.visit([("127.0.0.1", 1), closed], own=0)
+    pairs, clocks = network.judge([visit, {"failed": {}, "offset_s": {}, "rtt_s": {}}], ["a", "b"])
+    assert pairs.severity == "error"
+    assert "process 0 on a cannot reach process 1 on b" in pairs.text
+    assert "1 of 2 ways" in pairs.text
+    assert clocks.text == "not compared: no other process was reached"
+
+
+# -- shared directory ------------------------------------------------------------------------------
+
+
+def look(folders: list[Path]) -> list[Finding]:
+    """What processes with these run directories find."""
+    failed = {i: why for i, f in enumerate(folders) if (why := directory.leave_token(f, "x", i))}
+    writers = [i for i in range(len(folders)) if i not in failed]
+    views = {i: directory.read_tokens(f, "x", writers, 0.2) for i, f in enumerate(folders)}
+    for i, folder in enumerate(folders):
+        directory.take_token(folder, "x", i)
+    return directory.judge(views, ["a", "b", "c"], folders[0], failed)
+
+
+def test_one_directory_is_one_and_is_left_as_it_was(tmp_path):
+    assert severities(look([tmp_path] * 3)) == ["ok"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_directories_of_the_same_name_on_each_host_are_found_out(tmp_path):
+    for name in "ab":
+        (tmp_path / name).mkdir()
+    (finding,) = look([tmp_path / "a", tmp_path / "a", tmp_path / "b"])
+    assert finding.severity == "error"
+    assert finding.numbers["groups"] == [[0, 1], [2]]
+    assert "process 2 on c sees files of 1 of 3 (2)" in finding.text
+
+
+def test_a_host_without_the_right_to_write_is_named(tmp_path):
+    found = look([tmp_path, tmp_path / "missing"])
+    assert "process 1 on b cannot write" in found[0].text
+    assert "No such file" in found[0].text
+
+
+def test_a_token_that_comes_late_is_waited_for(tmp_path):
+    late = threading.Timer(0.3, directory.leave_token, (tmp_path, "x", 0))
+    late.start()
+    assert directory.read_tokens(tmp_path, "x", [0], patience_s=5) == [0]
+
+
+# -- devices ---------------------------------------------------------------------------------------
+
+
+def test_simulated_devices_compute_the_same_bits():
+    alone = devices.compute(jax.devices()[:3], 32)
+    assert len({digest for device in alone for digest in device["digests"]}) == 1
+    assert severities(devices.judge_compute([alone], ["a"], simulated=True)) == ["ok"]
+
+
+def test_a_device_that_computes_other_bits_once_is_named():
+    good = {"seconds": 1.0, "digests": [7, 7, 7]}
+    bad = {"seconds": 1.0, "digests": [7, 9, 7]}
+    (finding,) = devices.judge_compute([[good, good], [good, bad]], ["a", "b"], simulated=False)
+    assert finding.severity == "error"
+    assert "device 1 of process 1 on b" in finding.text and "1 of 3" in finding.text
+
+
+def test_a_slow_device_is_named_but_not_in_a_simulation():
+    times = [[{"seconds": s, "digests": [7]} for s in (1.0, 1.02, 1.7, 0.99)]]
+    (finding,) = devices.judge_compute(times, ["a"], simulated=False)
+    assert finding.severity == "warning"
+    assert "device 2 of process 0 on a needs 1.7 times as long" in finding.text
+    assert severities(devices.judge_compute(times, ["a"], simulated=True)) == ["ok"]
+
+
+def test_every_axis_is_timed_in_all_its_groups_and_the_sum_is_right():
+    mesh = MeshSpec(data=2, tensor=4).build(jax.devices())
+    timed = json.loads(json.dumps(devices.time_axes(mesh, 1 << 12)))
+    groups = devices.groups_of(mesh, [timed])
+    assert list(groups) == ["data", "tensor"]
+    assert [g.members for g in groups["tensor"]] == [
+        tuple((0, i) for i in range(4)),
+        tuple((0, i) for i in range(4, 8)),
+    ]
+    assert [g.members for g in groups["data"]] == [((0, i), (0, i + 4)) for i in range(4)]
+    assert all(g.right and g.seconds > 0 for g in itertools.chain(*groups.values()))
+
+
+def test_the_whole_group_adds_up_and_nobody_else(monkeypatch):
+    mesh = MeshSpec(data=2, tensor=2).build(jax.devices()[:4])
+    seen = []
+    monkeypatch.setattr(
+        devices, "_time_all_reduce", lambda members, _: seen.append([d.id for d in members])
+    )
+    devices.time_axes(mesh, 4)
+    assert seen == [[0, 2], [1, 3], [0, 1], [2, 3]]
+
+
+def test_a_collective_that_loses_a_summand_is_found_out(monkeypatch):
+    real = collectives.all_reduce
+    monkeypatch.setattr(
+        collectives,
+        "all_reduce",
+        lambda x, axis: real(jnp.where(jax.lax.axis_index(axis) == 1, 0 * x, x), axis),
+    )
+    assert devices._time_all_reduce(np.array(jax.devices()[:4]), 64)[1] is False
+
+
+def group(first: int, seconds: float, right: bool = True) -> devices.Group:
+    return devices.Group(((first // 8, first % 8), (first // 8, first % 8 + 1)), seconds, right)
+
+
+def judge_axis(groups, **changes):
+    given = {"num_bytes": 256 << 20, "hosts": ["a", "b"], "simulated": False} | changes
+    return devices.judge_axis("tensor", groups, **given)
+
+
+def test_bandwidth_is_what_goes_over_each_link():
+    four = devices.Group(tuple((0, i) for i in range(4)), 0.001, True)
+    # Each of four devices sends a quarter of its bytes three times to add up, and three to share.
+    (finding,) = judge_axis([four])
+    assert finding.numbers["bytes_per_s"] == pytest.approx(6 * 64 * 2**20 / 0.001)
+
+
+def test_a_slow_group_is_named_by_host_and_devices():
+    found = judge_axis([group(0, 0.001), group(2, 0.00101), group(8, 0.0016), group(10, 0.001)])
+    assert severities(found) == ["note", "warning"]
+    assert "devices 0,1 of process 1 on b" in found[1].text
+
+
+def test_groups_of_a_simulation_are_not_compared():
+    assert severities(judge_axis([group(0, 0.001), group(2, 1.0)], simulated=True)) == ["ok"]
+
+
+def test_a_wrong_sum_is_an_error_whatever_the_speed():
+    found = judge_axis([group(0, 0.001), group(2, 0.001, right=False)], simulated=True)
+    assert found[0].severity == "error" and "devices 2,3 of process 0 on a" in found[0].text
+
+
+def test_links_far_below_their_figure_are_told():
+    found = judge_axis([group(0, 0.01)], device_kind="NVIDIA H100 80GB HBM3")  # 27 GB/s
+    assert severities(found) == ["note", "warning"]
+    assert "NCCL_DEBUG=INFO" in found[1].fix
+    assert severities(judge_axis([group(0, 0.001)], device_kind="NVIDIA H100 80GB HBM3")) == ["ok"]

@@ -1,0 +1,185 @@
+"""The doctor on one host and in a job's papers: what broken machines look like is an argument."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from jaxdist.doctor import gpus, host, slurm
+from jaxdist.doctor.findings import Finding
+
+GIB = 1 << 30
+
+
+def severities(findings: list[Finding]) -> list[str]:
+    return [finding.severity for finding in findings]
+
+
+# -- GPUs, from recorded text ----------------------------------------------------------------------
+
+HEALTHY = "0, NVIDIA H100 80GB HBM3, GPU-aa, 580.65.06, 81559, 4, 31, 0, 16, 16\n"
+
+
+def test_a_query_of_healthy_gpus_reads_back():
+    rows = gpus.read_query(HEALTHY + HEALTHY.replace("0, N", "1, N", 1).replace("aa", "bb"))
+    assert [row["uuid"] for row in rows] == ["GPU-aa", "GPU-bb"]
+    (finding,) = gpus.judge_gpus(rows)
+    assert finding.text == "2 × NVIDIA H100 80GB HBM3, driver 580.65.06"
+    assert gpus.read_query("No devices were found\n") == gpus.read_query("") == []
+
+
+@pytest.mark.parametrize(
+    ("line", "severity", "words"),
+    [
+        (HEALTHY.replace(" 4,", " 30211,"), "warning", "30,211 MiB of GPU 0 (GPU-aa) are already"),
+        (HEALTHY.replace(" 0, 16", " 2, 16"), "error", "2 memory error(s)"),
+        (HEALTHY.replace("16, 16", "8, 16"), "warning", "8 of 16 PCIe lanes"),
+        (HEALTHY.replace(" 31,", " 85,"), "warning", "85 °C"),
+    ],
+)
+def test_an_ill_gpu_is_named(line, severity, words):
+    found = gpus.judge_gpus(gpus.read_query(line))
+    assert [f.severity for f in found[1:]] == [severity]
+    assert words in found[1].text
+
+
+def test_what_a_gpu_does_not_tell_is_no_finding():
+    line = HEALTHY.replace(" 0, 16, 16", " [N/A], [Not Supported], [N/A]")
+    assert severities(gpus.judge_gpus(gpus.read_query(line))) == ["ok"]
+
+
+LEGEND = "\nLegend:\n\n  X    = Self\n  SYS  = Connection traversing PCIe and the interconnect\n"
+
+
+def matrix(link, num_gpus: int, nics: tuple[str, ...] = ()) -> str:
+    """Text as `nvidia-smi topo -m` prints it: tabs, underlined header, legend below."""
+    names = [f"GPU{i}" for i in range(num_gpus)] + [f"NIC{i}" for i in range(len(nics))]
+    head = "\t\x1b[4m" + "\t".join([*names, "CPU Affinity", "NUMA Affinity", "GPU NUMA ID"])
+    rows = []
+    for i in range(num_gpus):
+        cells = [" X " if i == j else link(i, j) for j in range(num_gpus)]
+        rows.append("\t".join([f"GPU{i}", *cells, *nics, "0-51,104-155", "0", "", "N/A"]))
+    for i, nic in enumerate(nics):
+        cells = [nic] * num_gpus + [" X " if i == j else "SYS" for j in range(len(nics))]
+        rows.append("\t".join([f"NIC{i}", *cells]))
+    return head + "\x1b[0m\n" + "\n".join(rows) + "\n" + LEGEND
+
+
+def test_a_full_nvlink_host_is_read_and_fine():
+    topology = gpus.read_topology(matrix(lambda i, j: "NV18", 8, ("PXB", "SYS")))
+    assert topology.gpus == tuple(f"GPU{i}" for i in range(8))
+    assert set(topology.links.values()) == {"NV18"} and len(topology.links) == 28
+    assert topology.nics == dict.fromkeys(topology.gpus, "PXB")
+    (finding,) = gpus.judge_topology(topology)
+    assert (finding.severity, finding.text) == ("ok", "NV18 between all 8 GPUs")
+
+
+@pytest.mark.parametrize(
+    ("link", "severity", "words"),
+    [
+        (lambda i, j: "NODE" if i // 2 == j // 2 else "SYS", "note", "no NVLink between the 4"),
+        (
+            lambda i, j: "NV4" if i // 2 == j // 2 else "SYS",
+            "warning",
+            "NVLink joins only GPU0+GPU1 and GPU2+GPU3",
+        ),
+        (lambda i, j: "NV16" if 2 in (i, j) else "NV18", "warning", "GPU2 is in 3 of them"),
+    ],
+    ids=["pcie", "bridged_pairs", "lame_gpu"],
+)
+def test_links_that_are_missing_or_lame_are_named(link, severity, words):
+    (finding,) = gpus.judge_topology(gpus.read_topology(matrix(link, 4)))
+    assert finding.severity == severity
+    assert words in finding.text
+
+
+def test_no_topology_says_nothing():
+    assert gpus.judge_topology(gpus.read_topology("")) == []
+    assert gpus.judge_topology(gpus.read_topology("NVIDIA-SMI has failed")) == []
+    assert gpus.judge_topology(gpus.read_topology(matrix(lambda i, j: "", 1))) == []
+
+
+# -- host ------------------------------------------------------------------------------------------
+
+
+def test_the_disk_test_reads_what_it_wrote_and_leaves_nothing(tmp_path):
+    found = host.examine_disk(tmp_path, 3 << 20)
+    assert found[-1].check == "disk speed" and found[-1].severity in ("ok", "warning")
+    assert found[-1].numbers["write_bytes_per_s"] > 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_that_gives_other_bytes_back_is_an_error(tmp_path, monkeypatch):
+    real = os.pread
+    monkeypatch.setattr(os, "pread", lambda fd, n, at: real(fd, n, at)[:-1] + b"\0\0"[:1])
+    monkeypatch.setattr(os, "urandom", lambda n: b"\1" * n)
+    assert host.examine_disk(tmp_path, 1 << 20)[-1].severity == "error"
+
+
+def test_a_directory_that_cannot_be_written_is_an_error(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(os, "open", refuse)
+    finding = host.examine_disk(tmp_path, 1 << 20)[-1]
+    assert finding.severity == "error" and "Read-only file system" in finding.text
+
+
+@pytest.mark.parametrize(
+    ("finding", "severity"),
+    [
+        (host.judge_disk(Path("/r"), 500 * GIB, 900 * GIB, 0)[0], "ok"),
+        (host.judge_disk(Path("/r"), 5 * GIB, 900 * GIB, 0)[0], "warning"),
+        (host.judge_disk(Path("/r"), 500 * GIB, 900 * GIB, 600 * GIB)[0], "error"),
+        (host.judge_disk(Path("/r"), 500 * GIB, 900 * GIB, 400 * GIB)[0], "warning"),
+        (host.judge_disk(Path("/r"), 500 * GIB, 900 * GIB, 0, free_files=12)[1], "warning"),
+        (host.judge_speed(Path("/r"), 10**8, 4.0, 0.1, True), "warning"),
+        (host.judge_shared_memory(64 << 20, 64 << 20, num_gpus=8), "error"),
+        (host.judge_shared_memory(64 << 20, 64 << 20, num_gpus=0), "warning"),
+        (host.judge_shared_memory(16 * GIB, 16 * GIB, num_gpus=8), "ok"),
+        (host.judge_files(1024, 524288), "warning"),
+        (host.judge_files(65536, 524288), "ok"),
+        (host.judge_locked(64 << 10), "warning"),
+        (host.judge_cores(8, num_gpus=8), "warning"),
+        (host.judge_cores(1, num_gpus=0), "ok"),
+    ],
+)
+def test_what_a_host_gives_is_judged_by_what_a_run_needs(finding, severity):
+    assert finding.severity == severity
+
+
+def test_the_fix_for_few_files_depends_on_the_hard_limit():
+    assert host.judge_files(1024, 524288).fix == "ulimit -n 65536"
+    assert "hard limit" in host.judge_files(1024, 4096).fix
+
+
+# -- SLURM, from recorded text ---------------------------------------------------------------------
+
+SCONTROL = """Configuration data as of 2026-08-01T10:00:00
+JobRequeue              = 1
+KillOnBadExit           = 0
+KillWait                = 30 sec
+SlurmdTimeout           = 300 sec
+SLURM_VERSION           = 24.11.5
+
+Slurmctld(primary) at ctl is UP
+"""
+
+
+def test_the_clusters_settings_are_read_and_told():
+    config = slurm.read_config(SCONTROL)
+    assert config["KillWait"] == "30 sec" and config["SLURM_VERSION"] == "24.11.5"
+    found = slurm.judge(config)
+    assert severities(found) == ["note", "note"]
+    assert found[0].numbers["kill_wait_s"] == 30 and "300 s" in found[1].text
+
+
+def test_a_cluster_that_does_not_requeue_is_a_warning():
+    found = slurm.judge(slurm.read_config(SCONTROL.replace("= 1\n", "= 0\n", 1)))
+    assert severities(found)[0] == "warning" and "--requeue" in found[0].fix
+    assert severities(slurm.judge({"KillWait": "UNLIMITED", "SlurmdTimeout": "60 sec"})) == ["ok"]
+
+
+def test_outside_a_job_slurm_is_not_asked(monkeypatch):
+    monkeypatch.setattr(slurm.subprocess, "run", lambda *_, **__: pytest.fail("asked"))
+    assert slurm.examine_slurm({}) == []

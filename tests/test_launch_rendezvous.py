@@ -1,0 +1,362 @@
+"""Launchers that meet, without training: who is lost, who waits, who leads, who ends."""
+
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from test_launch_elastic import a_plan
+
+from jaxdist.launch import host as host_module
+from jaxdist.launch import rendezvous
+from jaxdist.launch.attempt import Outcome
+from jaxdist.launch.elastic import ElasticPlan, Sizes
+from jaxdist.launch.rendezvous import Rendezvous, Round
+from jaxdist.launch.rounds import ElasticPlaces
+
+LOST_S, JOIN_S = 15.0, 30.0
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class FakeAttempt:
+    """What `watch` may do to an attempt."""
+
+    def __init__(self) -> None:
+        self.is_stopping = False
+        self.cause = ""
+
+    def ask_to_stop(self) -> None:
+        self.is_stopping = True
+
+    def abandon(self, cause: str) -> None:
+        self.cause = cause
+
+
+class Participant:
+    """A launcher, a step at a time: it polls while it waits and watches while it runs."""
+
+    def __init__(self, world: "World", rank: int):
+        self.world, self.rank, self.lines = world, rank, []
+        meeting = Rendezvous(world.folder, rank, f"n{rank}", lost_after_s=LOST_S, clock=world.clock)
+        self.places = ElasticPlaces(
+            world.plan, meeting, world.sizes, tells_itself=world.trains, write=self.lines.append
+        )
+        meeting.look()
+        self.attempt: FakeAttempt | None = None
+        self.code: int | None = None
+        self.rounds: list[Round] = []
+        self.causes: list[str] = []
+        self.places.wait()
+
+    def step(self) -> None:
+        self.places.meeting.say()  # as the beating thread does
+        if self.attempt is not None:
+            self.places.watch(self.attempt)
+            if self.attempt.cause:
+                self.causes.append(self.attempt.cause)
+                self.ends(1)
+            return
+        if self.code is not None:
+            return
+        found = self.places.poll()
+        if isinstance(found, Round):
+            self.place = self.places.enter(found)
+            self.rounds.append(found)
+            self.attempt = FakeAttempt()
+        elif found is not None:
+            self.code = found
+            self.places.close(found, 0)
+
+    def ends(self, code: int) -> None:
+        """Its processes end, and it goes on as the supervisor would after a failure or a save."""
+        cause = self.attempt.cause
+        self.attempt = None
+        self.places.ended(Outcome(exit_code=code, attempt=0, cause=cause))
+        if code:
+            self.places.wait()
+
+    @property
+    def ranks(self) -> list[int]:
+        return [host.rank for host in self.rounds[-1].members]
+
+    @property
+    def is_running(self) -> bool:
+        return self.attempt is not None
+
+
+class World:
+    """A directory, a clock and the launchers that live."""
+
+    def __init__(self, folder: Path, plan: ElasticPlan, sizes: Sizes):
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder, self.plan, self.sizes, self.trains = folder, plan, sizes, True
+        self.clock = Clock()
+        self.living: dict[int, Participant] = {}
+
+    def start(self, rank: int) -> Participant:
+        self.living[rank] = Participant(self, rank)
+        return self.living[rank]
+
+    def kill(self, rank: int) -> None:
+        """Without a word, as a power failure does."""
+        del self.living[rank]
+
+    def run(self, seconds: float) -> None:
+        for _ in range(int(seconds)):
+            self.clock.now += 1.0
+            for participant in list(self.living.values()):
+                participant.step()
+
+
+@pytest.fixture
+def world(tmp_path, monkeypatch):
+    monkeypatch.setattr(host_module, "count_gpus", lambda: 0)
+    sizes = Sizes(legal=[1, 2, 3, 4], simulate=1)
+    return World(tmp_path / "launch", a_plan("1:1", "1:3", join_timeout_s=JOIN_S), sizes)
+
+
+def test_all_hosts_start_at_once(world):
+    hosts = [world.start(rank) for rank in range(3)]
+    world.run(4)
+    assert [h.ranks for h in hosts] == [[0, 1, 2]] * 3
+    assert len({h.rounds[0].id for h in hosts}) == 1
+    assert [h.place.node_rank for h in hosts] == [0, 1, 2]
+    assert {h.place.coordinator for h in hosts} == {f"n0:{hosts[0].rounds[0].members[0].port}"}
+
+
+def test_a_host_that_does_not_come_is_not_waited_for_longer_than_said(world):
+    hosts = [world.start(1), world.start(2)]
+    world.run(JOIN_S - 2)
+    assert not any(h.is_running for h in hosts)
+    world.run(5)
+    assert [h.ranks for h in hosts] == [[1, 2]] * 2
+    assert any("(n2), 1 short of 3" in line for line in hosts[0].lines)
+
+
+def test_too_few_hosts_give_up_with_the_code_that_asks_for_a_restart(world):
+    world.plan = a_plan("1:1", "2:3", join_timeout_s=JOIN_S)
+    host = world.start(0)
+    world.run(JOIN_S + 3)
+    assert host.code == 75
+    assert any("makes no job of --nnodes 2:3" in line and "n0" in line for line in host.lines)
+
+
+def test_stale_files_fool_nobody(world, tmp_path):
+    world.start(0), world.start(1), world.start(2)
+    world.run(3)
+    for rank in range(3):
+        world.kill(rank)  # files say: round 0 runs on 0, 1, 2
+    world.clock.now += 1000
+    host = world.start(1)
+    world.run(3)
+    assert not host.is_running  # waits for the others, who only seem to be there
+    world.run(JOIN_S)
+    assert host.ranks == [1] and host.rounds[-1].number == 1
+
+
+def test_a_job_that_was_over_before_ends_nothing_now(world):
+    world.plan = a_plan("1:1", "1:1", join_timeout_s=JOIN_S)
+    first = world.start(0)
+    world.run(2)
+    first.ends(2)
+    first.places.close(2, 0)
+    world.kill(0)
+    again = world.start(0)
+    world.run(2)
+    assert again.is_running and again.code is None
+
+
+def test_a_lost_host_is_noticed_by_its_silence_and_named(world):
+    hosts = [world.start(rank) for rank in range(3)]
+    world.run(4)
+    world.kill(2)
+    world.run(LOST_S - 2)
+    assert all(h.is_running and not h.attempt.cause for h in hosts[:2])
+    world.run(5)
+    assert not any(h.is_running for h in hosts[:2])
+    for h in hosts[:2]:
+        (cause,) = h.causes
+        assert cause.startswith("host 2 (n2) is lost: no sign of life for 15 s")
+    world.run(JOIN_S + 3)
+    assert [h.ranks for h in hosts[:2]] == [[0, 1]] * 2
+
+
+def test_a_lost_leader_is_followed_by_the_next(world):
+    hosts = [world.start(rank) for rank in range(3)]
+    world.run(4)
+    world.kill(0)
+    world.run(LOST_S + JOIN_S + 6)
+    assert [h.ranks for h in hosts[1:]] == [[1, 2]] * 2
+    assert hosts[1].place.node_rank == 0 and hosts[1].place.coordinator.startswith("n1:")
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_a_host_that_comes_back_is_taken_in_without_a_failure(world, rank):
+    hosts = {r: world.start(r) for r in range(3)}
+    world.run(4)
+    world.kill(rank)
+    world.run(LOST_S + JOIN_S + 6)
+    others = [hosts[r] for r in range(3) if r != rank]
+    assert all(h.is_running and rank not in h.ranks for h in others)
+    hosts[rank] = world.start(rank)
+    world.run(4)
+    # One host's processes are asked; they tell the others themselves.
+    assert [h.attempt.is_stopping for h in others] == [True, False]
+    for h in others:
+        h.ends(75)
+        assert h.places.goes_on()
+    world.run(4)
+    assert [h.ranks for h in hosts.values()] == [[0, 1, 2]] * 3
+
+
+def test_processes_that_do_not_tell_each_other_are_all_asked(world):
+    world.trains = False
+    hosts = [world.start(rank) for rank in (0, 1)]
+    world.run(JOIN_S + 3)
+    world.start(2)
+    world.run(4)
+    assert all(h.attempt.is_stopping for h in hosts)
+
+
+def test_who_is_not_needed_waits_as_a_spare_and_ends_with_the_job(world):
+    world.sizes = Sizes(legal=[1, 2], simulate=1)
+    hosts = [world.start(rank) for rank in range(3)]
+    world.run(4)
+    assert [h.is_running for h in hosts] == [True, True, False]
+    assert any("waits as a spare" in line for line in hosts[2].lines)
+    world.run(JOIN_S * 3)
+    assert hosts[2].code is None and len(hosts[0].rounds) == 1
+    for h in hosts[:2]:
+        h.ends(0)
+        h.places.close(0, 0)
+    world.run(2)
+    assert hosts[2].code == 0
+
+
+def test_a_spare_takes_the_place_of_a_lost_host(world):
+    world.sizes = Sizes(legal=[1, 2], simulate=1)
+    hosts = [world.start(rank) for rank in range(3)]
+    world.run(4)
+    world.kill(0)
+    world.run(LOST_S + JOIN_S + 6)
+    assert [h.ranks for h in hosts[1:]] == [[1, 2]] * 2
+
+
+@pytest.mark.parametrize("code", [2, 85, 1])
+def test_a_final_failure_ends_spares_and_members_alike(world, code):
+    world.sizes = Sizes(legal=[1, 2], simulate=1)
+    hosts = [world.start(rank) for rank in range(3)]
+    world.run(4)
+    hosts[0].ends(code)
+    hosts[0].places.close(code, 0)
+    world.kill(0)
+    hosts[1].ends(1)
+    world.run(3)
+    assert [h.code for h in hosts[1:]] == [code, code]
+
+
+def test_a_host_that_was_asked_to_leave_is_not_waited_for(world):
+    hosts = [world.start(rank) for rank in range(3)]
+    world.run(4)
+    hosts[2].attempt.ask_to_stop()
+    world.run(2)
+    assert hosts[2].places.meeting.me.state == "leaving"
+    for h in hosts:
+        h.ends(75)
+    hosts[2].places.close(75, int(signal.SIGTERM))
+    world.kill(2)
+    assert all(h.places.goes_on() for h in hosts[:2])
+    world.run(JOIN_S + 3)
+    assert [h.ranks for h in hosts[:2]] == [[0, 1]] * 2
+
+
+def test_a_member_whose_part_has_failed_is_not_waited_for_without_end(world):
+    hosts = [world.start(rank) for rank in range(3)]
+    world.run(4)
+    hosts[1].ends(1)
+    world.run(5)
+    assert not hosts[0].causes
+    world.run(LOST_S)
+    assert hosts[0].causes == ["host 1 (n1) has ended its part of the round (waiting)"]
+
+
+def test_done_is_done_when_all_are(world):
+    hosts = [world.start(rank) for rank in range(3)]
+    world.run(4)
+    hosts[0].ends(0)
+    hosts[1].ends(0)
+    hosts[2].ends(1)
+    never = lambda: 0
+    assert not hosts[0].places.all_done(never)
+    for h in hosts[:2]:
+        h.places.wait()
+    world.run(4)
+    assert all(h.is_running for h in hosts)
+    for h in hosts:
+        h.ends(0)
+    world.clock.now += 1
+    for h in hosts:
+        h.places.meeting.say()
+    assert all(h.places.all_done(never) for h in hosts)
+
+
+def test_gpus_that_come_back_make_the_next_round_larger(tmp_path, monkeypatch):
+    there = [8]
+    monkeypatch.setattr(host_module, "count_gpus", lambda: there[0])
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    plan = a_plan("1:8", "1:1", grow_interval_s=60.0)
+    world = World(tmp_path / "launch", plan, Sizes(legal=[4, 8]))
+    host = world.start(0)
+    world.run(2)
+    assert (host.place.nproc, host.place.visible_gpus) == (8, "")
+    there[0] = 7
+    host.ends(1)
+    world.run(2)
+    assert (host.place.nproc, host.place.visible_gpus) == (4, "0,1,2,3")
+    there[0] = 8
+    world.run(50)
+    assert not host.attempt.is_stopping
+    world.run(15)
+    assert host.attempt.is_stopping
+    host.ends(75)
+    assert host.places.goes_on()
+    world.run(2)
+    assert host.place.nproc == 8
+    there[0] = 0  # a driver that fails is no CPU
+    host.ends(1)
+    world.run(JOIN_S + 3)
+    assert host.code == 75
+
+
+def test_a_save_on_one_host_alone_that_nobody_asked_for_ends_the_launch(world):
+    world.plan = a_plan("1:1", "1:1")
+    host = world.start(0)
+    world.run(2)
+    host.ends(75)
+    assert not host.places.goes_on()
+
+
+def test_a_beating_launcher_of_the_same_rank_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(rendezvous, "BEAT_S", 0.1)
+    first = Rendezvous(tmp_path, 1, "n1", lost_after_s=3)
+    assert first.claim() is None
+    assert Rendezvous(tmp_path, 1, "n2", lost_after_s=3).claim().address == "n1"
+    first.fall_silent()
+    time.sleep(0.3)
+    assert Rendezvous(tmp_path, 1, "n2", lost_after_s=3).claim() is None
+
+
+def test_files_are_whole_at_any_moment_and_rubbish_is_no_host(tmp_path):
+    (tmp_path / "host-3.json").write_text('{"rank": 3, "uu')
+    (tmp_path / "host-4.json").write_text("[]")
+    (tmp_path / "round.json").write_text("{}")
+    one = Rendezvous(tmp_path, 0, "n0", lost_after_s=3)
+    assert list(one.look()) == [0]
+    assert one.read_round() is None

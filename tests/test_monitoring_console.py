@@ -1,0 +1,219 @@
+"""What people read: the console while it runs, after bad steps and at the end."""
+
+import json
+import logging
+import math
+import os
+import subprocess
+import sys
+
+import jax.numpy as jnp
+import pytest
+from monitored import Clock, events, header, start, train
+
+from jaxdist.monitoring import (
+    MonitoringConfig,
+    device_seconds,
+    read_records,
+)
+
+pytestmark = pytest.mark.usefixtures("propagating")
+
+
+# -- the console -----------------------------------------------------------------------------------
+
+
+def test_header_says_what_the_run_is(tmp_path, caplog):
+    caplog.set_level(logging.INFO, logger="jaxdist")
+    monitor = start(tmp_path)
+    header(monitor)
+    lines = caplog.messages
+    assert "devices     8 \u00d7 cpu" in lines
+    assert "mesh        dp=4,tp=2" in lines and "            the model fits one device" in lines
+    assert "model       decoder, 124.4 M parameters" in lines
+    batch = (
+        "batch       32 = 4 per device \u00d7 4 replicas \u00d7 2 accumulation; 4,096 tokens a step"
+    )
+    assert batch in lines
+    assert "kernels     attention: XLA, because this is a CPU" in lines
+    assert any(line.startswith("MFU         not shown: the peak of 'cpu'") for line in lines)
+    (record,) = events(read_records(monitor.run.metrics), "run")
+    assert record["global_batch_size"] == 32 and record["num_parameters"] == 124_439_808
+
+
+def test_step_lines_align_and_say_everything(tmp_path, caplog):
+    caplog.set_level(logging.INFO, logger="jaxdist")
+    config = MonitoringConfig(tensorboard=False, log_every_steps=1, peak_tflops=1e-6)
+    monitor = start(tmp_path, config, total_steps=1000, flops_per_token={"causal": 10.0})
+    for step in (1, 2, 999):
+        train(monitor, step, learning_rate=3e-4, grad_norm=1.25, accuracy=0.5)
+    first, second, third = caplog.messages
+    assert second == (
+        "step    2/1000  loss   0.5000  lr 3.00e-04  grad    1.25  accuracy 0.5        200 tok/s"
+        "     25.00 tok/s/device  MFU  0.0 % causal    500.0 ms  ETA  8m19s"
+    )
+    assert third.startswith("step  999/1000  loss   0.0010") and third.endswith("ETA   0.5s")
+    assert first.index("tok/s") == second.index("tok/s") == third.index("tok/s")
+
+
+def test_colour_is_beside_the_plain_text_and_never_in_it(tmp_path, caplog):
+    caplog.set_level(logging.INFO, logger="jaxdist")
+    monitor = start(tmp_path)
+    header(monitor)
+    train(monitor, 1)
+    monitor.eval(1, {"loss": 1.0})
+    monitor.event("checkpoint_saved", step=1)
+    monitor.summary("finished")
+    import re
+
+    for record in caplog.records:
+        assert "\033" not in record.getMessage()
+        assert re.sub(r"\033\[\d+m", "", record.styled) == record.getMessage()
+    assert any("\033" in record.styled for record in caplog.records)
+
+
+COLOURED = """
+import logging, sys
+from jaxdist.runtime import setup_logging
+setup_logging(0, sys.argv[1]).info("plain", extra={"styled": "\\033[1mplain\\033[0m"})
+"""
+
+
+@pytest.mark.parametrize(
+    ("terminal", "no_color", "seen"),
+    [(True, "", b"\033[1mplain\033[0m"), (True, "1", b"plain"), (False, "", b"plain")],
+)
+def test_colour_is_for_terminals_that_want_it(tmp_path, terminal, no_color, seen):
+    read_end, write_end = os.openpty() if terminal else os.pipe()
+    log_file = tmp_path / "process-0.log"
+    subprocess.run(
+        [sys.executable, "-c", COLOURED, str(log_file)],
+        stdout=write_end,
+        env={**os.environ, "NO_COLOR": no_color},
+        check=True,
+    )
+    assert os.read(read_end, 1000).strip() == seen
+    os.close(read_end)
+    os.close(write_end)
+    assert log_file.read_text().endswith(" plain\n")
+
+
+# -- steps that went wrong -------------------------------------------------------------------------
+
+
+def test_skipped_steps_are_counted_and_reported(tmp_path, caplog):
+    monitor = start(tmp_path)
+    for step in range(1, 6):
+        skipped = step in (2, 4)
+        train(
+            monitor, step, finite=jnp.asarray(not skipped), grad_norm=math.inf if skipped else 1.0
+        )
+    records = read_records(monitor.run.metrics)
+    assert [(e["step"], e["skipped_steps"]) for e in events(records, "skipped_step")] == [
+        (2, 1),
+        (4, 2),
+    ]
+    assert events(records, "skipped_step")[0]["grad_norm"] == math.inf
+    assert "step 4 was skipped (grad_norm is inf); 2 skipped so far" in caplog.messages
+    assert monitor.summary("finished")["skipped_steps"] == 2
+    resumed = start(tmp_path, start_step=3)  # step 4 and its skip are lost
+    assert resumed.summary("finished")["skipped_steps"] == 1
+
+
+def test_a_loss_that_is_not_finite_is_reported_without_a_skip(tmp_path, caplog):
+    monitor = start(tmp_path)
+    train(monitor, 1, loss=math.nan)
+    (event,) = events(read_records(monitor.run.metrics), "not_finite")
+    assert event["step"] == 1 and math.isnan(event["loss"])
+    assert "step 1: loss is nan" in caplog.messages
+    assert monitor.summary("stopped")["skipped_steps"] == 0
+
+
+# -- the end ---------------------------------------------------------------------------------------
+
+
+def test_summary_says_what_came_of_the_run(tmp_path, caplog):
+    caplog.set_level(logging.INFO, logger="jaxdist")
+    clock = Clock()
+    config = MonitoringConfig(
+        tensorboard=False, peak_tflops=1e-6, price_per_device_hour=2.5, currency="EUR"
+    )
+    monitor = start(
+        tmp_path,
+        config,
+        total_steps=4,
+        flops_per_token={"causal": 1000.0, "full": 1500.0},
+        clock=clock,
+    )
+    for step, loss in ((1, 4.0), (2, 3.0), (3, 2.0), (4, 1.0)):
+        train(monitor, step, loss=loss)
+    for step, loss in ((2, 2.5), (3, 1.5), (4, 1.75)):
+        monitor.eval(step, {"loss": loss})
+    clock.now += 900.0  # a quarter of an hour on eight devices
+    returned = monitor.summary("finished", checkpoint=monitor.run.checkpoints / "4")
+    written = json.loads(monitor.run.summary.read_text())
+    assert written["exit_reason"] == "finished" and written["loss"] == 1.0
+    assert written["eval"] == {"step": 4, "loss": 1.75}
+    assert written["best_eval"] == {"step": 3, "loss": 1.5}
+    assert written["tokens"] == 400 and written["tokens_per_s"] == 200.0
+    assert written["device_hours"] == 2.0 and written["cost"] == 5.0
+    assert written["currency"] == "EUR" and written["starts"] == 1
+    # 25 tokens/s/device × 1000 FLOPs / 1e6 FLOP/s
+    assert written["mfu"] == pytest.approx(0.025, rel=1e-12)
+    assert written["mfu_full"] == pytest.approx(0.0375, rel=1e-12)
+    assert written["mfu_convention"] == "causal" and "peak" in written["mfu_formula"]
+    assert written["checkpoint"] == str(returned["checkpoint"])
+    closing = "\n".join(caplog.messages)
+    assert "ended       finished at step 4/4 after 15m00s" in closing
+    assert "loss        1.0000 train, 1.7500 eval at step 4, best 1.5000 at step 3" in closing
+    assert "2 device-hours, 5.00 EUR" in closing
+
+
+def test_device_hours_add_up_over_starts_and_count_lost_work(tmp_path):
+    clock = Clock()
+    first = start(tmp_path, clock=clock)
+    for step in range(1, 8):
+        clock.now += 10.0
+        train(first, step)
+    clock.now += 1000.0  # killed; the machine was idle until somebody restarted the job
+    second = start(tmp_path, clock=clock, start_step=5)
+    for step in range(6, 11):
+        clock.now += 10.0
+        train(second, step)
+    summary = second.summary("finished")
+    assert summary["device_hours"] == pytest.approx(8 * (70 + 50) / 3600, rel=1e-12)
+    assert summary["starts"] == 2 and summary["tokens"] == 1000
+    assert device_seconds(read_records(second.run.metrics)) == pytest.approx(8 * 120.0)
+
+
+def test_summary_without_a_price_has_no_cost(tmp_path):
+    monitor = start(tmp_path)
+    summary = monitor.summary("failed", error="out of memory")
+    assert "cost" not in summary and "mfu" not in summary and "tokens_per_s" not in summary
+    assert json.loads(monitor.run.summary.read_text())["error"] == "out of memory"
+
+
+def test_an_exception_leaves_a_summary_that_says_why(tmp_path):
+    with pytest.raises(RuntimeError, match="no memory"), start(tmp_path) as monitor:
+        train(monitor, 1)
+        raise RuntimeError("no memory\nand 300 lines more")
+    written = json.loads(monitor.run.summary.read_text())
+    assert (written["exit_reason"], written["error"]) == ("failed", "RuntimeError: no memory")
+    assert events(read_records(monitor.run.metrics), "end")[0]["exit_reason"] == "failed"
+    with pytest.raises(KeyboardInterrupt), start(tmp_path, start_step=1) as monitor:
+        raise KeyboardInterrupt
+    assert json.loads(monitor.run.summary.read_text())["exit_reason"] == "interrupted"
+
+
+def test_a_summary_already_written_is_not_replaced_by_the_exception(tmp_path):
+    with pytest.raises(RuntimeError), start(tmp_path) as monitor:
+        monitor.summary("NaN or Inf")
+        raise RuntimeError("stop")
+    assert json.loads(monitor.run.summary.read_text())["exit_reason"] == "NaN or Inf"
+
+
+def test_a_summary_that_cannot_be_written_does_not_hide_the_cause(tmp_path, caplog):
+    with pytest.raises(RuntimeError, match="the cause"), start(tmp_path) as monitor:
+        monitor.run.summary.mkdir()  # os.replace of a file onto a directory fails
+        raise RuntimeError("the cause")
+    assert "summary.json was not written" in caplog.text

@@ -1,0 +1,48 @@
+"""Event files, read without TensorFlow and with a CRC of our own."""
+
+import math
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from monitored import crc32c, scalars, start, tensorboard_events, train
+
+from jaxdist.monitoring import (
+    MonitoringConfig,
+)
+
+pytestmark = pytest.mark.usefixtures("propagating")
+
+
+def test_the_crc_of_these_tests_is_castagnoli():
+    assert crc32c(b"123456789") == 0xE3069283
+
+
+def test_tensorboard_holds_curves_and_config(tmp_path):
+    config = MonitoringConfig(log_every_steps=2)
+    monitor = start(tmp_path, config, total_steps=6, config_text="[model]\nd_model = 8")
+    for step in range(1, 7):
+        train(monitor, step, finite=jnp.asarray(True))
+    monitor.eval(6, {"loss": 0.5})
+    monitor.close()
+    points = scalars(monitor.run.tensorboard)
+    loss = [(step, value) for step, tag, value in points if tag == "train/loss"]
+    assert loss == [(s, float(np.float32(1 / s))) for s in (1, 2, 4, 6)]  # the first is shown too
+    assert (6, "eval/loss", 0.5) in points and (6, "train/finite", 1.0) in points
+    assert (6, "speed/tokens_per_s", 200.0) in points
+    texts = [
+        value.tensor.string_val[0].decode()
+        for event in tensorboard_events(monitor.run.tensorboard)
+        for value in event.summary.value
+        if value.WhichOneof("value") == "tensor"
+    ]
+    assert len(texts) == 1 and "d_model = 8" in texts[0]
+
+
+def test_diverged_losses_reach_tensorboard_without_noise(tmp_path, caplog):
+    monitor = start(tmp_path, MonitoringConfig(log_every_steps=1))
+    train(monitor, 1, loss=math.nan)
+    monitor.close()
+    (point,) = [p for p in scalars(monitor.run.tensorboard) if p[1] == "train/loss"]
+    assert math.isnan(point[2])
+    assert not [r for r in caplog.records if r.name.startswith("tensorboardX")]
