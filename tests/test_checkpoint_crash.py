@@ -237,7 +237,7 @@ def check_kills(path: Path, kills: int, seed: int) -> None:
     lost: list[int] = []
     moments: Counter[str] = Counter()
     for _ in range(kills):
-        in_background = chance.random() < 0.5
+        in_background = chance.random() < 0.8
         records = kill_at_random(run, chance, config={"async_save": in_background})
         start = value(records, "start")
         if start is not None:
