@@ -1,6 +1,6 @@
 """Every bad ending of a launched job, struck at random moments: what was seen, after how long.
 
-    python scripts/bench/endings.py                     # 20 of each kind; about 50 minutes
+    python scripts/bench/endings.py                     # 20 of each kind; about an hour
     python scripts/bench/endings.py --repeats 3 --seed 7
 
 A tiny training of two processes runs under `python -m jaxdist.launch`; each kind of
