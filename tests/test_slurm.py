@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import real_slurm
 
-from jaxdist.launch.slurm import BatchPlan, batch_script, main
+from jaxdist.launch.batch import BatchPlan, batch_script
+from jaxdist.launch.slurm import main
 
 ROOT = Path(__file__).parent.parent
 
