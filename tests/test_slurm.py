@@ -76,6 +76,8 @@ def test_a_range_of_nodes_makes_an_elastic_job(capsys, text):
     script = capsys.readouterr().out
     assert "#SBATCH --nodes=1-2\n" in script and "--mesh.elastic=true" in script
     assert '--nodes="$SLURM_JOB_NUM_NODES" --ntasks="$((SLURM_JOB_NUM_NODES * 4))"' in script
+    # A number of tasks in the header would get the fewest nodes, however many are idle.
+    assert "#SBATCH --mincpus=4\n" in script and "#SBATCH --ntasks" not in script
     assert main([*flags, "--gpus-per-node", "8", "--program", "./a.out"]) == 0
     assert "elastic" not in capsys.readouterr().out
     assert main(["--nodes", "2", "--time", "60", "--dry-run"]) == 0
@@ -287,6 +289,16 @@ def test_training_that_is_queued_again_ends_with_the_bits_of_one_that_was_not(cl
         assert restarts == ("1" if name == "parted" else "0"), cluster.output(job_id)
     assert len(found["whole"]) == 120
     assert found["parted"] == found["whole"]
+
+
+@pytest.mark.slow
+def test_an_elastic_job_gets_all_nodes_that_are_idle_and_its_tasks_on_each(cluster):
+    body = "print('task', os.environ['SLURMD_NODENAME'], os.environ['SLURM_LOCALID'])"
+    fields = {"nodes": 4, "min_nodes": 2, "tasks_per_node": 2, "cpus_per_task": 2}
+    job_id = submit(cluster, "idle", body, **fields)
+    assert cluster.wait(job_id) == "COMPLETED", cluster.output(job_id)
+    said = {line for line in cluster.output(job_id).splitlines() if line.startswith("task ")}
+    assert said == {f"task n{node} {local}" for node in (1, 2, 3) for local in (0, 1)}
 
 
 def losses(run: Path) -> dict[int, str]:

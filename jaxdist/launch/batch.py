@@ -102,10 +102,16 @@ def batch_script(plan: BatchPlan) -> str:
 
 
 def _header(plan: BatchPlan) -> list[str]:
+    tasks, cpus = plan.tasks_per_node, ""
+    if plan.min_nodes:
+        # Where tasks are named, SLURM counts them for the fewest nodes and gives no more than these
+        # need: an elastic job asks for their CPUs instead, and srun says how many there are.
+        cpus = str(tasks * max(1, plan.cpus_per_task)) if tasks > 1 else ""
     options = {
         "job-name": plan.name,
         "nodes": f"{plan.min_nodes}-{plan.nodes}" if plan.min_nodes else plan.nodes,
-        "ntasks-per-node": plan.tasks_per_node,
+        "ntasks-per-node": "" if plan.min_nodes else tasks,
+        "mincpus": cpus,
         "gpus-per-node": plan.gpus_per_node or "",
         "cpus-per-task": plan.cpus_per_task or "",
         "mem": plan.mem,
@@ -149,9 +155,10 @@ def _preamble(plan: BatchPlan) -> list[str]:
 def _run(plan: BatchPlan) -> list[str]:
     program = plan.program or f"{shlex.quote(plan.python)} -m jaxdist.train"
     srun = ["srun", "--kill-on-bad-exit=1", "--wait=60"]
-    if plan.min_nodes:  # SLURM counts tasks for the fewest nodes, and has given what it has
+    if plan.min_nodes:
         count = f"$((SLURM_JOB_NUM_NODES * {plan.tasks_per_node}))"
         srun += ['--nodes="$SLURM_JOB_NUM_NODES"', f'--ntasks="{count}"']
+        srun += [f"--ntasks-per-node={plan.tasks_per_node}"]
     if plan.container.endswith(".sif"):
         program = f"apptainer exec --nv {shlex.quote(plan.container)} {program}"
     elif plan.container:
