@@ -19,13 +19,15 @@ _TIME = re.compile(r"\d+|\d+:\d\d|\d+:\d\d:\d\d|\d+-\d+|\d+-\d+:\d\d|\d+-\d+:\d\
 class BatchPlan:
     """One job; fields are the flags of the command, `args` what the program gets.
 
-    With `min_nodes` SLURM may give as few nodes, and the job is elastic: `nodes` are the most.
+    With `min_nodes` SLURM may give as few nodes, and the job is elastic: `nodes` are the most. Of
+    what it gives, the job uses the largest of `node_counts` (ascending; empty: all it gives).
     """
 
     args: list[str]
     name: str = "jaxdist"
     nodes: int = 1
     min_nodes: int = 0
+    node_counts: tuple[int, ...] = ()
     gpus_per_node: int = 0
     tasks_per_node: int = 1
     cpus_per_task: int = 0
@@ -98,7 +100,8 @@ class BatchPlan:
 
 def batch_script(plan: BatchPlan) -> str:
     """The whole script."""
-    return "\n".join([*_header(plan), *_preamble(plan), *_run(plan), *_VERDICT, ""])
+    parts = [_header(plan), _preamble(plan), _choice_of_nodes(plan), _run(plan), _VERDICT]
+    return "\n".join([line for part in parts for line in part] + [""])
 
 
 def _header(plan: BatchPlan) -> list[str]:
@@ -152,12 +155,35 @@ def _preamble(plan: BatchPlan) -> list[str]:
     ]
 
 
+def _choice_of_nodes(plan: BatchPlan) -> list[str]:
+    """Of an elastic job: how many of the nodes that SLURM gives take part."""
+    if not plan.node_counts:
+        return []
+    counts = " ".join(map(str, plan.node_counts))
+    return [
+        f"# Meshes are legal with {counts} nodes: what SLURM gives beyond one of these stays idle.",
+        "nodes=0",
+        f"for count in {counts}; do",
+        '    if [ "$count" -le "$SLURM_JOB_NUM_NODES" ]; then nodes=$count; fi',
+        "done",
+        'if [ "$nodes" -eq 0 ]; then',
+        '    echo "slurm: $SLURM_JOB_NUM_NODES nodes given, no mesh is legal for them:" \\',
+        f'        "at least {plan.node_counts[0]} are needed"',
+        "    exit 2",
+        'elif [ "$nodes" -lt "$SLURM_JOB_NUM_NODES" ]; then',
+        '    echo "slurm: $SLURM_JOB_NUM_NODES nodes given, no mesh is legal for them:" \\',
+        '        "using $nodes"',
+        "fi",
+        "",
+    ]
+
+
 def _run(plan: BatchPlan) -> list[str]:
     program = plan.program or f"{shlex.quote(plan.python)} -m jaxdist.train"
     srun = ["srun", "--kill-on-bad-exit=1", "--wait=60"]
     if plan.min_nodes:
-        count = f"$((SLURM_JOB_NUM_NODES * {plan.tasks_per_node}))"
-        srun += ['--nodes="$SLURM_JOB_NUM_NODES"', f'--ntasks="{count}"']
+        nodes = "nodes" if plan.node_counts else "SLURM_JOB_NUM_NODES"
+        srun += [f'--nodes="${nodes}"', f'--ntasks="$(({nodes} * {plan.tasks_per_node}))"']
         srun += [f"--ntasks-per-node={plan.tasks_per_node}"]
     if plan.container.endswith(".sif"):
         program = f"apptainer exec --nv {shlex.quote(plan.container)} {program}"

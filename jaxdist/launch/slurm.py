@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import re
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from jaxdist import runtime
 from jaxdist.launch.batch import BatchPlan, batch_script
-from jaxdist.launch.elastic import Range
+from jaxdist.launch.elastic import Range, Sizes, legal_nodes
+from jaxdist.launch.sizing import read_sizes
 
 
 def main(argv: Sequence[str]) -> int:
@@ -21,22 +24,10 @@ def main(argv: Sequence[str]) -> int:
         at = own.index("--")
         own, rest = own[:at], own[at + 1 :]
     args = vars(_parser().parse_args(own))
-    try:
-        args |= _read_nodes(args["nodes"])
-    except ValueError as error:
-        print(error, file=sys.stderr)
-        return runtime.EXIT_CONFIG
-    given = any(word.startswith("--mesh.elastic") for word in rest)
-    if args["min_nodes"] and not args["program"] and not given:
-        rest.append("--mesh.elastic=true")
     script_path, submit, dry_run = (args.pop(name) for name in ("script", "submit", "dry_run"))
-    for name in ("modules", "setup", "sbatch"):
-        args[name] = tuple(args[name])
-    plan = BatchPlan(args=rest, **args)
-    problems = plan.problems()
-    if problems:
-        print("\n".join(problems), file=sys.stderr)
-        return runtime.EXIT_CONFIG
+    plan = _read_plan(args, rest)
+    if isinstance(plan, int):
+        return plan
     for remark in plan.remarks():
         print(f"warning: {remark}", file=sys.stderr)
     text = batch_script(plan)
@@ -50,6 +41,70 @@ def main(argv: Sequence[str]) -> int:
         print(f"wrote {path}; submit it with: sbatch {path}")
         return runtime.EXIT_OK
     return _submit(path)
+
+
+def _read_plan(args: dict[str, Any], rest: list[str]) -> BatchPlan | int:
+    """Flags to a plan without problems; or the exit code, all of them said."""
+    problems = []
+    try:
+        args |= _read_nodes(args["nodes"])
+    except ValueError as error:
+        problems.append(str(error))
+        args |= {"min_nodes": 0, "nodes": 1}
+    is_elastic = bool(args["min_nodes"]) and not args["program"]
+    if is_elastic and not any(word.startswith("--mesh.elastic") for word in rest):
+        rest.append("--mesh.elastic=true")
+    for name in ("modules", "setup", "sbatch"):
+        args[name] = tuple(args[name])
+    plan = BatchPlan(args=rest, **args)
+    problems += plan.problems()
+    sizes = read_sizes(rest) if is_elastic else Sizes()  # told before anyone waits for nodes
+    if not problems and isinstance(sizes, Sizes) and sizes.legal is not None:
+        plan, problems = _with_legal_nodes(plan, sizes)
+    if problems:
+        print("\n".join(problems), file=sys.stderr)
+        return runtime.EXIT_CONFIG
+    return sizes if isinstance(sizes, int) else plan
+
+
+def _with_legal_nodes(plan: BatchPlan, sizes: Sizes) -> tuple[BatchPlan, list[str]]:
+    """The plan for the numbers of nodes on which a mesh is legal, or what is wrong with all."""
+    hidden = [option for option in plan.sbatch if re.match(r"--(gpus|gres=.*gpu)", option)]
+    if hidden and not sizes.simulate and not plan.gpus_per_node:
+        return plan, [
+            f"--sbatch={hidden[0]} without --gpus-per-node: how many devices a node of --nodes "
+            f"{plan.min_nodes}-{plan.nodes} has is not known. Give --gpus-per-node."
+        ]
+    tasks = plan.tasks_per_node
+    devices = sizes.simulate or plan.gpus_per_node // tasks or 1
+    asked = Range(least=plan.min_nodes, most=plan.nodes)
+    counts = legal_nodes(sizes, asked, tasks, devices)
+    if not counts:
+        return plan, [_never_legal(plan, sizes, tasks * devices)]
+    if (counts[0], counts[-1]) != (asked.least, asked.most):
+        print(
+            f"warning: of --nodes {asked.least}-{asked.most}, meshes are legal with "
+            f"{_listed(counts)} only: SLURM is asked for {counts[0]}-{counts[-1]}.",
+            file=sys.stderr,
+        )
+    least, most = counts[0], counts[-1]  # what is given beyond would be paid for in vain
+    return dataclasses.replace(plan, min_nodes=least, nodes=most, node_counts=tuple(counts)), []
+
+
+def _never_legal(plan: BatchPlan, sizes: Sizes, each: int) -> str:
+    legal = sizes.legal or ()
+    counts = [count // each for count in legal if count % each == 0]
+    fix = "Change --gpus-per-node, --tasks-per-node or the mesh so that nodes make one of these."
+    if counts:
+        fix = f"Use a range with one of these numbers of nodes: {_listed(counts)}."
+    return (
+        f"--nodes {plan.min_nodes}-{plan.nodes} with {each} devices on each never makes a legal "
+        f"job: model, batch and mesh are legal with {_listed(legal)} devices. {fix}"
+    )
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers))
 
 
 def _read_nodes(text: str) -> dict[str, int]:
@@ -82,7 +137,8 @@ def _parser() -> argparse.ArgumentParser:
         "--nodes",
         default="1",
         metavar="N|MIN-MAX",
-        help="(default 1); a range makes the job elastic: it runs on as many as SLURM gives",
+        help="(default 1); a range makes the job elastic: it runs on the most nodes of those that "
+        "SLURM gives with which a mesh is legal (--mesh names that of MAX)",
     )
     add("--gpus-per-node", type=int, default=0, help="0: a CPU job (default)")
     add("--tasks-per-node", type=int, default=1, help="1: one process with all GPUs (default)")
