@@ -74,6 +74,8 @@ def test_simulated_devices_are_not_dealt_out():
     # One process may leave devices idle: training takes the first ones.
     choice = choose(hosts, a_plan("1:2"), Sizes(legal=[3, 6], simulate=4))
     assert (choice.nproc, choice.devices) == (1, 4)
+    # It may not have more than the mesh names: training refuses that.
+    assert choose(hosts, a_plan("1:1"), Sizes(legal=[1, 2], simulate=4)) is None
 
 
 def test_ranges_that_never_make_a_legal_job_are_refused():

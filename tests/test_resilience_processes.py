@@ -3,6 +3,7 @@
 import json
 import re
 import socket
+import statistics
 import sys
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from jaxdist.resilience import read_offences
 STEPS, BATCH = 60, 4
 HOST = socket.gethostname()
 FINDINGS = {"damage", "offence", "rollback", "skipped_step", "slow_process", "uneven_replicas"}
+HEAVIER = ["--model.d_model=256", "--model.num_layers=2", "--train.seq_len=128"]
 FLIPPING = f"--program={sys.executable} {Path(__file__).with_name('flipped_train.py')}"
 
 pytestmark = pytest.mark.slow
@@ -44,6 +46,12 @@ def events(job: Job) -> list[dict]:
 
 def findings(job: Job) -> list[dict]:
     return [event for event in events(job) if event["event"] in FINDINGS]
+
+
+def step_times(job: Job) -> list[float]:
+    path = job.run_dir / "metrics.jsonl"
+    records = read_records(path) if path.exists() else []
+    return [r["step_time_s"] for r in records if r["kind"] == "train"]
 
 
 def test_a_flipped_bit_on_another_process_is_found_and_ends_or_is_undone(job, monkeypatch):
@@ -90,6 +98,26 @@ def test_a_slow_process_is_named_with_its_host_and_cause(job, slow):
     found = findings(harmed)
     assert {(event["process"], event["cause"]) for event in found} == {(slow, "data")}
     assert f"process {slow} on {HOST}" in harmed.said()
+
+
+@pytest.mark.parametrize(("interval", "flags"), [(12, []), (50, HEAVIER)], ids=["tiny", "heavier"])
+def test_a_loader_that_turns_slow_amid_the_run_is_named(job, interval, flags, capsys):
+    """From step 24 on; prefetched batches hide it at first, and saves read a step at once."""
+    harmed = job("turned", f"--monitoring.compare_every_steps={interval}", *flags)
+    harmed.start()
+    harmed.wait(lambda: len(step_times(harmed)) >= 24, "step 24", RECOVER_S)
+    usual_s = statistics.median(step_times(harmed)[4:])
+    row_s = max(0.03, usual_s)  # of two rows: 60 ms, or two of the steps before
+    (harmed.folder / "slow-1").write_text(f"{row_s:.3f}")
+    assert endings.finish(harmed) == 0, harmed.said()[-4000:]
+    found = findings(harmed)
+    assert {(event["process"], event["cause"]) for event in found} == {(1, "data")}
+    with capsys.disabled():
+        print(
+            f" steps of {1e3 * usual_s:.0f} ms, then batches of {2e3 * row_s:.0f}: named at step "
+            f"{found[0]['step']}",
+            end="",
+        )
 
 
 def test_stuck_processes_are_named_and_the_run_goes_on_to_the_same_bits(job):

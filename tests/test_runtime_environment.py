@@ -153,6 +153,16 @@ def test_a_step_of_one_task_runs_alone():
     assert (plan.num_processes, plan.coordinator) == (1, "")
 
 
+def test_a_step_on_fewer_nodes_than_its_job_is_a_job_of_its_own():
+    # What srun --nodes=2 --ntasks=4 sets in a job of four nodes; the job's own stay beside it.
+    step = {"SLURM_STEP_NODELIST": "n[2,4]", "SLURM_STEP_NUM_NODES": "2"}
+    job = {"SLURM_JOB_NUM_NODES": "4", "SLURM_JOB_NODELIST": "n[1-4]", "SLURM_NODELIST": "n[1-4]"}
+    plain = {"SLURM_NNODES": "4", "SLURM_NTASKS": "8", "SLURM_TASKS_PER_NODE": "2(x4)"}
+    plan = resolve(slurm(**step, **job, **plain))
+    assert (plan.num_processes, plan.num_hosts, plan.local_processes) == (4, 2, 2)
+    assert plan.coordinator.startswith("n2:")
+
+
 def test_launcher_inside_an_allocation_wins_over_slurm():
     environ = slurm(
         JAXDIST_COORDINATOR="127.0.0.1:5000",

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import real_slurm
 
-from jaxdist.launch.slurm import BatchPlan, batch_script, main
+from jaxdist.launch.batch import BatchPlan, batch_script
+from jaxdist.launch.slurm import main
 
 ROOT = Path(__file__).parent.parent
 
@@ -71,16 +72,109 @@ def test_containers(container, text):
 @pytest.mark.parametrize("text", ["1-2", "1:2"])
 def test_a_range_of_nodes_makes_an_elastic_job(capsys, text):
     flags = ["--nodes", text, "--tasks-per-node", "4", "--time", "60", "--dry-run"]
-    assert main([*flags, "--gpus-per-node", "8", "--", "--mesh", "dp=2"]) == 0
+    assert main([*flags, "--gpus-per-node", "8", "--", "--mesh", "dp=16"]) == 0
     script = capsys.readouterr().out
     assert "#SBATCH --nodes=1-2\n" in script and "--mesh.elastic=true" in script
-    assert '--nodes="$SLURM_JOB_NUM_NODES" --ntasks="$((SLURM_JOB_NUM_NODES * 4))"' in script
+    assert '--nodes="$nodes" --ntasks="$((nodes * 4))" --ntasks-per-node=4' in script
+    # A number of tasks in the header would get the fewest nodes, however many are idle.
+    assert "#SBATCH --mincpus=4\n" in script and "#SBATCH --ntasks" not in script
     assert main([*flags, "--gpus-per-node", "8", "--program", "./a.out"]) == 0
-    assert "elastic" not in capsys.readouterr().out
+    script = capsys.readouterr().out
+    assert '--nodes="$SLURM_JOB_NUM_NODES" --ntasks="$((SLURM_JOB_NUM_NODES * 4))"' in script
+    assert "elastic" not in script and "legal" not in script
     assert main(["--nodes", "2", "--time", "60", "--dry-run"]) == 0
     script = capsys.readouterr().out
     assert "#SBATCH --nodes=2\n" in script and "elastic" not in script
-    assert "SLURM_JOB_NUM_NODES" not in script
+    assert "NUM_NODES" not in script and "legal" not in script
+
+
+def elastic(*words: str, nodes: str = "1-8", mesh: str = "dp=8", batch: int = 8) -> list[str]:
+    """The command that writes an elastic job, its flags before the dashes."""
+    train = [f"--mesh={mesh}", f"--train.global_batch_size={batch}"]
+    return ["--nodes", nodes, "--time", "60", "--dry-run", *words, "--", *train]
+
+
+@pytest.mark.parametrize(
+    ("command", "counts"),
+    [
+        (elastic(), "1 2 4 8"),
+        (elastic(nodes="2-7"), "2 4"),  # seven were never used
+        (elastic(mesh="dp=12", batch=12, nodes="3-12"), "3 4 6 12"),
+        (elastic("--tasks-per-node=2"), "1 2 4"),
+        (elastic("--gpus-per-node=4", mesh="dp=16", batch=16), "1 2 4"),
+        # Of one process some devices may be idle, of several not.
+        (elastic("--gpus-per-node=6", mesh="dp=24", batch=24), "1 2 4"),
+        (elastic("--gpus-per-node=5", mesh="fsdp=8", batch=8), "1"),
+        ([*elastic(mesh="dp=2,tp=2"), "--simulate=2"], "1 2"),
+    ],
+    ids=["cpu", "range", "batch12", "tasks", "gpus", "six", "idle", "simulated"],
+)
+def test_an_elastic_job_knows_its_legal_numbers_of_nodes(capsys, command, counts):
+    assert main(command) == 0
+    said = capsys.readouterr()
+    assert f"\nfor count in {counts}; do\n" in said.out
+    least, most = counts.split()[0], counts.split()[-1]
+    assert f"#SBATCH --nodes={least}-{most}\n" in said.out  # no node is paid for in vain
+    is_narrower = f"{least}-{most}" != command[1]
+    assert (f"SLURM is asked for {least}-{most}." in said.err) == is_narrower
+
+
+@pytest.mark.parametrize(
+    ("command", "texts"),
+    [
+        (
+            elastic(nodes="3-3"),
+            ["--nodes 3-3 with 1 devices on each never makes", "with 1, 2, 4, 8 devices. Use a"],
+        ),
+        (elastic("--gpus-per-node=3", nodes="2-3"), ["Change --gpus-per-node, --tasks-per-node"]),
+        (elastic("--sbatch=--gpus-per-task=1"), ["without --gpus-per-node: how many devices"]),
+        (elastic(mesh="dp=3"), ["global_batch_size=8 is not a multiple of 3"]),
+        (elastic(mesh="auto"), ["mesh.elastic with mesh.shape='auto'"]),
+        ([*elastic("--time=soon"), "--no-such=1"], ["--time 'soon'", "--no_such is not a setting"]),
+    ],
+    ids=["nodes", "devices", "hidden", "mesh", "sizes", "both"],
+)
+def test_what_an_elastic_job_can_never_run_is_refused_when_it_is_written(capfd, command, texts):
+    assert main(command) == 2
+    said = capfd.readouterr()
+    assert all(text in said.err for text in texts), said.err
+    assert said.out == ""
+
+
+@pytest.mark.parametrize(
+    ("given", "used", "line"),
+    [
+        (1, None, "slurm: 1 nodes given, no mesh is legal for them: at least 2 are needed"),
+        (2, 2, ""),
+        (3, 2, "slurm: 3 nodes given, no mesh is legal for them: using 2"),
+        (4, 4, ""),
+        (7, 6, "slurm: 7 nodes given, no mesh is legal for them: using 6"),
+        (8, 8, ""),
+        (12, 8, "slurm: 12 nodes given, no mesh is legal for them: using 8"),
+    ],
+)
+def test_a_job_runs_on_the_most_legal_nodes_of_those_given(tmp_path, given, used, line):
+    srun = tmp_path / "srun"
+    srun.write_text('#!/bin/bash\necho "$@" >started\necho 0 >"$JAXDIST_VERDICT_FILE"\n')
+    srun.chmod(0o755)
+    text = batch_script(plan(nodes=8, min_nodes=2, node_counts=(2, 4, 6, 8), tasks_per_node=3))
+    environ = {"SLURM_JOB_ID": "1", "SLURM_JOB_NAME": "it", "SLURM_JOB_NUM_NODES": str(given)}
+    done = subprocess.run(
+        ["bash"],
+        input=text,
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"},
+        timeout=60,
+    )
+    said = [one for one in done.stdout.splitlines() if "nodes given" in one]
+    assert said == ([line] if line else []), done.stderr
+    assert done.returncode == (2 if used is None else 0)
+    started = tmp_path / "started"
+    assert started.exists() == (used is not None)
+    if used is not None:
+        assert f"--nodes={used} --ntasks={3 * used} " in started.read_text()
 
 
 @pytest.mark.parametrize(
@@ -264,12 +358,17 @@ def test_a_job_that_is_told_of_its_limit_saves_and_queues_itself_again(cluster):
     assert "attempt 1 ended: verdict 0" in out
 
 
+TINY = [
+    *("--model.num_layers=1", "--model.d_model=32", "--model.num_heads=2"),
+    *("--model.num_kv_heads=2", "--train.global_batch_size=4", "--train.seq_len=32"),
+    *("--eval.interval_steps=0", "--eval.final_max_batches=1"),
+]
+
+
 @pytest.mark.slow
 def test_training_that_is_queued_again_ends_with_the_bits_of_one_that_was_not(cluster):
-    args = ["--simulate=1", "--mesh=dp=2", "--steps=120", "--model.num_layers=1"]
-    args += ["--model.d_model=32", "--model.num_heads=2", "--model.num_kv_heads=2"]
-    args += ["--train.global_batch_size=4", "--train.seq_len=32", "--eval.interval_steps=0"]
-    args += ["--eval.final_max_batches=1", "--checkpoint.save_interval_steps=40"]
+    args = ["--simulate=1", "--mesh=dp=2", "--steps=120", *TINY]
+    args += ["--checkpoint.save_interval_steps=40"]
     found = {}
     for name in ("whole", "parted"):
         script = cluster.root / f"jobs/{name}.sbatch"
@@ -286,6 +385,32 @@ def test_training_that_is_queued_again_ends_with_the_bits_of_one_that_was_not(cl
         assert restarts == ("1" if name == "parted" else "0"), cluster.output(job_id)
     assert len(found["whole"]) == 120
     assert found["parted"] == found["whole"]
+
+
+@pytest.mark.slow
+def test_an_elastic_job_gets_all_nodes_that_are_idle_and_its_tasks_on_each(cluster):
+    body = "print('task', os.environ['SLURMD_NODENAME'], os.environ['SLURM_LOCALID'])"
+    fields = {"nodes": 4, "min_nodes": 2, "tasks_per_node": 2, "cpus_per_task": 2}
+    job_id = submit(cluster, "idle", body, **fields)
+    assert cluster.wait(job_id) == "COMPLETED", cluster.output(job_id)
+    said = {line for line in cluster.output(job_id).splitlines() if line.startswith("task ")}
+    assert said == {f"task n{node} {local}" for node in (1, 2, 3) for local in (0, 1)}
+
+
+@pytest.mark.slow
+def test_a_job_given_a_number_of_nodes_without_a_mesh_trains_on_fewer(cluster):
+    script = cluster.root / "jobs/uneven.sbatch"
+    flags = ["--name=uneven", "--nodes=2-4", "--time=10", f"--python={sys.executable}"]
+    args = ["--simulate=1", "--mesh=dp=4", "--steps=5", *TINY]
+    assert main([*flags, f"--script={script}", "--", *args]) == 0
+    job_id = cluster.submit(script, PYTHONPATH=str(ROOT), JAX_PLATFORMS="cpu")
+    assert cluster.wait(job_id, timeout_s=300) == "COMPLETED", cluster.output(job_id)
+    out = cluster.output(job_id)
+    assert "slurm: 3 nodes given, no mesh is legal for them: using 2" in out
+    assert "2 of the 4 devices of dp=4 are there" in out
+    assert "attempt 0 ended: verdict 0, srun 0" in out
+    run = cluster.root / f"jobs/runs/uneven-{job_id}"
+    assert sorted(losses(run)) == [1, 2, 3, 4, 5]
 
 
 def losses(run: Path) -> dict[int, str]:

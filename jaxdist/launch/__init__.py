@@ -8,7 +8,8 @@
     rendezvous   small files in the run directory by which launchers see each other
     rounds       who takes part until when: waiting, leading, losing a host, growing
     sizing       device counts with which training is legal
-    slurm        batch scripts
+    slurm        flags to a batch script, and sbatch
+    batch        the script: one SLURM job, its rules, its text
 
 No jax: a launcher holds no device and starts in milliseconds (`sizing` asks a process of its own).
 """

@@ -96,12 +96,19 @@ class Sizes:
     legal: Sequence[int] | None = None
     simulate: int = 0
 
-    def suits(self, num_processes: int, devices: int) -> bool:
-        """Whether so many processes with so many devices each can run it."""
+    def runs(self, num_processes: int, devices: int) -> bool:
+        """Whether so many processes with so many devices each can run it; one may leave some idle.
+
+        Not if there are more than the mesh names: that is refused, whoever asks.
+        """
         if self.legal is None or num_processes * devices in self.legal:
             return True
-        # One process may leave some idle; of GPUs, fewer are shown to it.
-        return num_processes == 1 and bool(self.simulate) and devices >= min(self.legal)
+        return num_processes == 1 and min(self.legal) <= devices <= max(self.legal)
+
+    def suits(self, num_processes: int, devices: int) -> bool:
+        """Whether they can run it and no GPU is idle, since fewer can be shown to a process."""
+        all_used = self.legal is None or num_processes * devices in self.legal
+        return all_used or (bool(self.simulate) and self.runs(num_processes, devices))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -149,6 +156,19 @@ def _device_counts(hosts: Sequence[Host]) -> list[int]:
     if any(host.gpus for host in hosts):
         return list(range(1, max(host.devices for host in hosts) + 1))
     return sorted({host.devices // host.nproc for host in hosts})
+
+
+def legal_nodes(sizes: Sizes, nodes: Range, nproc: int, devices: int) -> list[int]:
+    """Numbers of nodes with which the program can run.
+
+    Args:
+        sizes: what it may be started with.
+        nodes: those to choose from.
+        nproc: processes on each node.
+        devices: of each process.
+    """
+    every = range(nodes.least, nodes.most + 1)
+    return [count for count in every if sizes.runs(count * nproc, devices)]
 
 
 def impossible(plan: ElasticPlan, sizes: Sizes) -> list[str]:

@@ -1,11 +1,18 @@
 """Which process the others wait for, from numbers that each measures anyway; without a barrier.
 
 In a job that computes together all steps take equally long, whoever is at fault. What differs is
-how a process spends its step: waiting for the devices (it is ahead), waiting for data, or working
-on the host. The one that spends most on the latter two, and never waits for the devices, is the
-one that the others wait for.
+how a process spends its step: waiting for the devices, waiting for data, or working on the host.
+While it waits for the devices, what it did before was hidden behind their work, or another process
+came later. A step without such a wait is one in which it came last, after the devices had run out
+of work: a late step. The process that spends its late steps longer on data or on the host than the
+others do is the one that they wait for.
 
-Every process leaves its means with the coordinator when an interval ends and goes on; process 0
+Late steps are counted one by one. A mean over the interval would hide a fault that began in the
+middle of it, or behind batches that were prefetched, and a save makes a process wait for the step
+before it: waiting in some steps does not undo having come last in others. A few late steps are no
+one's fault: cores are shared, files are written.
+
+Every process leaves its numbers with the coordinator when an interval ends and goes on; process 0
 reads what is there. Some are not there yet then, so each leaves its last two intervals, and the
 newest that all have told is compared: what is slow for all at once is then no one's fault.
 """
@@ -21,9 +28,12 @@ from typing import Any
 from jaxdist import runtime
 
 _LAG = 0.1
-"""Share of a step that a process must lose more than the others to be named."""
-_AHEAD = 0.1
-"""Share of a step spent waiting for the devices from which a process holds nobody up."""
+"""Share of the time that a process must lose more than the others to be named."""
+_AHEAD = 0.05
+"""Share of a step spent waiting for the devices from which a process holds nobody up in it."""
+_LATE_SHARE, _LATE_STEPS = 1 / 4, 5
+"""Late steps of an interval from which they are no accident: this share and, where the interval has
+so many, this number. Clean runs on two overloaded cores had at most 4 in any 50."""
 _SLOW_CLOCK = 0.85
 """Share of the usual clock of a GPU below which it is named."""
 _TOPIC = "monitoring/processes"
@@ -40,7 +50,8 @@ class Slow:
         process: its index.
         host: where it runs.
         cause: "data", "host" or "gpu clock".
-        lost_s: seconds of a step beyond what the others need; 0 for a clock.
+        lost_s: seconds of a step, in the interval's mean, beyond what the others need; 0 for a
+            clock.
         text: the sentence for people.
     """
 
@@ -52,7 +63,7 @@ class Slow:
 
 
 class ProcessWatch:
-    """Means of this process's steps, and at the end of each interval everybody's.
+    """Numbers of this process's steps, and at the end of each interval everybody's.
 
     Args:
         num_processes: of the job.
@@ -76,31 +87,20 @@ class ProcessWatch:
         return step % self._interval_steps == 0
 
     def end_interval(self, step: int, extra: Mapping[str, float]) -> dict[str, Any]:
-        """This process's means since the last interval, which begin anew; told to process 0.
+        """This process's numbers since the last interval, which begin anew; told to process 0.
 
         Args:
             step: the newest.
             extra: more numbers of this process (its GPUs' clocks).
         """
-        step_time_s, data_wait_s, device_wait_s = (
-            statistics.fmean(values) for values in zip(*self._steps, strict=True)
-        )
+        own = {"step": step, "host": socket.gethostname(), **summarise(self._steps), **extra}
         self._steps.clear()
-        own = {
-            "step": step,
-            "host": socket.gethostname(),
-            "step_time_s": step_time_s,
-            "data_wait_s": data_wait_s,
-            "device_wait_s": device_wait_s,
-            "host_s": max(0.0, step_time_s - data_wait_s - device_wait_s),
-            **extra,
-        }
         self._told = [*self._told[-1:], own]
         runtime.publish(_TOPIC, self._told)
         return own
 
     def everyone(self) -> dict[int, dict[str, Any]]:
-        """By process index, the means of the newest interval that all have told; {} if seen."""
+        """By process index, the numbers of the newest interval that all have told; {} if seen."""
         told = runtime.published(_TOPIC)
         said = newest_common(told) if len(told) == self._num_processes else {}
         step = next((one["step"] for one in said.values()), 0)
@@ -108,6 +108,32 @@ class ProcessWatch:
             return {}
         self._compared = step
         return said
+
+
+def summarise(steps: Sequence[tuple[float, float, float]]) -> dict[str, float]:
+    """Means over some steps, and those over the late ones among them (0 without any).
+
+    Args:
+        steps: of each its seconds, those waiting for data, and those waiting for the devices.
+    """
+    late = [one for one in steps if one[2] <= _AHEAD * one[0]]
+    step_time_s, data_wait_s, device_wait_s = _means(steps)
+    late_step_s, late_data_s, late_device_s = _means(late) if late else (0.0, 0.0, 0.0)
+    return {
+        "num_steps": len(steps),
+        "step_time_s": step_time_s,
+        "data_wait_s": data_wait_s,
+        "device_wait_s": device_wait_s,
+        "host_s": max(0.0, step_time_s - data_wait_s - device_wait_s),
+        "late_steps": len(late),
+        "late_data_s": late_data_s,
+        "late_host_s": max(0.0, late_step_s - late_data_s - late_device_s),
+    }
+
+
+def _means(steps: Sequence[tuple[float, float, float]]) -> tuple[float, float, float]:
+    step_s, data_s, device_s = zip(*steps, strict=True)
+    return statistics.fmean(step_s), statistics.fmean(data_s), statistics.fmean(device_s)
 
 
 def newest_common(told: Mapping[int, Sequence[Mapping[str, Any]]]) -> dict[int, dict[str, Any]]:
@@ -134,34 +160,36 @@ def find_slow(said: Mapping[int, Mapping[str, Any]]) -> list[Slow]:
     usual_step_s = statistics.median(one["step_time_s"] for one in said.values())
     for process, one in said.items():
         others = [said[i] for i in said if i != process]
-        usual_data_s = statistics.median(other["data_wait_s"] for other in others)
-        usual_host_s = statistics.median(other["host_s"] for other in others)
-        data_s, host_s = one["data_wait_s"] - usual_data_s, one["host_s"] - usual_host_s
-        lost_s = data_s + host_s
-        ahead = one["device_wait_s"] > _AHEAD * usual_step_s
-        if lost_s > _LAG * usual_step_s and not ahead:
-            found.append(_slow(process, one, data_s, host_s, usual_step_s))
-        elif slow := _slow_clock(process, one, others):
+        slow = _slow(process, one, others, usual_step_s) or _slow_clock(process, one, others)
+        if slow is not None:
             found.append(slow)
     return sorted(found, key=lambda slow: -slow.lost_s)
 
 
 def _slow(
-    process: int, one: Mapping[str, Any], data_s: float, host_s: float, step_s: float
-) -> Slow:
+    process: int, one: Mapping[str, Any], others: list[Mapping[str, Any]], usual_step_s: float
+) -> Slow | None:
+    late, steps = one["late_steps"], one["num_steps"]
+    if late < max(_LATE_SHARE * steps, min(_LATE_STEPS, steps)):
+        return None
+    data_s = one["late_data_s"] - statistics.median(other["data_wait_s"] for other in others)
+    host_s = one["late_host_s"] - statistics.median(other["host_s"] for other in others)
+    lost_s = (data_s + host_s) * late / steps
+    if lost_s <= _LAG * usual_step_s:
+        return None
     cause = "data" if data_s >= host_s else "host"
     doing = {
-        "data": f"waits {1e3 * one['data_wait_s']:.0f} ms of a step for its data",
-        "host": f"works {1e3 * one['host_s']:.0f} ms of a step on the host",
+        "data": f"waits {1e3 * one['late_data_s']:.0f} ms for its data",
+        "host": f"works {1e3 * one['late_host_s']:.0f} ms on the host",
     }[cause]
     look = {
         "data": "Look at its disk and network, or at what else reads there.",
         "host": "Look at what else runs on its cores.",
     }[cause]
-    lost_s = data_s + host_s
     text = (
-        f"process {process} on {one['host']} holds the others up: it {doing}, "
-        f"{1e3 * lost_s:.0f} ms more than they do ({lost_s / step_s:.0%} of the step). {look}"
+        f"process {process} on {one['host']} holds the others up: in {late} of {steps} steps it "
+        f"{doing}, {1e3 * (data_s + host_s):.0f} ms more than they take "
+        f"({lost_s / usual_step_s:.0%} of the time). {look}"
     )
     return Slow(process, str(one["host"]), cause, lost_s, text)
 
