@@ -75,12 +75,12 @@ def test_a_range_of_nodes_makes_an_elastic_job(capsys, text):
     assert main([*flags, "--gpus-per-node", "8", "--", "--mesh", "dp=16"]) == 0
     script = capsys.readouterr().out
     assert "#SBATCH --nodes=1-2\n" in script and "--mesh.elastic=true" in script
-    assert '--nodes="$nodes" --ntasks="$((nodes * 4))" --ntasks-per-node=4' in script
+    assert '--nodes="$nodes" --ntasks-per-node=4' in script
     # A number of tasks in the header would get the fewest nodes, however many are idle.
     assert "#SBATCH --mincpus=4\n" in script and "#SBATCH --ntasks" not in script
     assert main([*flags, "--gpus-per-node", "8", "--program", "./a.out"]) == 0
     script = capsys.readouterr().out
-    assert '--nodes="$SLURM_JOB_NUM_NODES" --ntasks="$((SLURM_JOB_NUM_NODES * 4))"' in script
+    assert '--nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node=4' in script
     assert "elastic" not in script and "legal" not in script
     assert main(["--nodes", "2", "--time", "60", "--dry-run"]) == 0
     script = capsys.readouterr().out
@@ -174,7 +174,7 @@ def test_a_job_runs_on_the_most_legal_nodes_of_those_given(tmp_path, given, used
     started = tmp_path / "started"
     assert started.exists() == (used is not None)
     if used is not None:
-        assert f"--nodes={used} --ntasks={3 * used} " in started.read_text()
+        assert f"--nodes={used} --ntasks-per-node=3 " in started.read_text()
 
 
 @pytest.mark.parametrize(

@@ -108,7 +108,7 @@ def _header(plan: BatchPlan) -> list[str]:
     tasks, cpus = plan.tasks_per_node, ""
     if plan.min_nodes:
         # Where tasks are named, SLURM counts them for the fewest nodes and gives no more than these
-        # need: an elastic job asks for their CPUs instead, and srun says how many there are.
+        # need: an elastic job asks for their CPUs instead, and names them at srun.
         cpus = str(tasks * max(1, plan.cpus_per_task)) if tasks > 1 else ""
     options = {
         "job-name": plan.name,
@@ -161,7 +161,7 @@ def _choice_of_nodes(plan: BatchPlan) -> list[str]:
         return []
     counts = " ".join(map(str, plan.node_counts))
     return [
-        f"# Meshes are legal with {counts} nodes: what SLURM gives beyond one of these stays idle.",
+        "# Numbers of nodes with which a mesh is legal: what SLURM gives beyond one stays idle.",
         "nodes=0",
         f"for count in {counts}; do",
         '    if [ "$count" -le "$SLURM_JOB_NUM_NODES" ]; then nodes=$count; fi',
@@ -183,8 +183,7 @@ def _run(plan: BatchPlan) -> list[str]:
     srun = ["srun", "--kill-on-bad-exit=1", "--wait=60"]
     if plan.min_nodes:
         nodes = "nodes" if plan.node_counts else "SLURM_JOB_NUM_NODES"
-        srun += [f'--nodes="${nodes}"', f'--ntasks="$(({nodes} * {plan.tasks_per_node}))"']
-        srun += [f"--ntasks-per-node={plan.tasks_per_node}"]
+        srun += [f'--nodes="${nodes}"', f"--ntasks-per-node={plan.tasks_per_node}"]
     if plan.container.endswith(".sif"):
         program = f"apptainer exec --nv {shlex.quote(plan.container)} {program}"
     elif plan.container:
