@@ -12,6 +12,7 @@ import pytest
 from commands import ROOT, environment
 from test_runtime_job import free_port
 
+from jaxdist import runtime
 from jaxdist.monitoring import Monitor, MonitoringConfig, RunDirectory, StepTimer, read_records
 from jaxdist.monitoring import monitor as monitor_module
 from jaxdist.monitoring import sensors as sensors_module
@@ -235,6 +236,20 @@ def test_an_interval_ends_only_where_there_is_something_to_tell():
     for alone in (ProcessWatch(1, 4), ProcessWatch(2, 0)):
         alone.add(1.0, 0.25, 0.5)
         assert not alone.ends(4)
+
+
+def test_an_interval_stays_open_until_the_last_process_has_told_of_it(monkeypatch):
+    there = {}
+    monkeypatch.setattr(runtime, "publish", lambda topic, value: there.update({0: value}))
+    monkeypatch.setattr(runtime, "published", lambda topic: there)
+    watch = ProcessWatch(2, 4)
+    assert not watch.is_open
+    watch.add(1.0, 0.25, 0.5)
+    watch.end_interval(4, {})
+    assert watch.everyone() == {} and watch.is_open
+    there[1] = there[0]  # a step later
+    assert set(watch.everyone()) == {0, 1}
+    assert watch.everyone() == {} and not watch.is_open
 
 
 WORKER = """

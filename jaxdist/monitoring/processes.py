@@ -13,8 +13,9 @@ before it: waiting in some steps does not undo having come last in others. A few
 one's fault: cores are shared, files are written.
 
 Every process leaves its numbers with the coordinator when an interval ends and goes on; process 0
-reads what is there. Some are not there yet then, so each leaves its last two intervals, and the
-newest that all have told is compared: what is slow for all at once is then no one's fault.
+reads what is there, and again at the next steps until the slow ones have told too. Each leaves its
+last two intervals, and the newest that all have told is compared: what is slow for all at once is
+then no one's fault.
 """
 
 from __future__ import annotations
@@ -32,8 +33,9 @@ _LAG = 0.1
 _AHEAD = 0.05
 """Share of a step spent waiting for the devices from which a process holds nobody up in it."""
 _LATE_SHARE, _LATE_STEPS = 1 / 4, 5
-"""Late steps of an interval from which they are no accident: this share and, where the interval has
-so many, this number. Clean runs on two overloaded cores had at most 4 in any 50."""
+"""Late steps of an interval from which they are no accident: this share and this number, or two
+thirds of an interval too short for it. Clean runs on two overloaded cores had at most 4 in any 50,
+3 in any 8 and 2 in any 4."""
 _SLOW_CLOCK = 0.85
 """Share of the usual clock of a GPU below which it is named."""
 _TOPIC = "monitoring/processes"
@@ -74,7 +76,7 @@ class ProcessWatch:
         self._num_processes, self._interval_steps = num_processes, interval_steps
         self._steps: list[tuple[float, float, float]] = []
         self._told: list[dict[str, Any]] = []
-        self._compared = 0
+        self._newest = self._compared = 0  # step at which the interval ended
 
     def add(self, step_time_s: float, data_wait_s: float, device_wait_s: float) -> None:
         """Count one step."""
@@ -95,9 +97,15 @@ class ProcessWatch:
         """
         own = {"step": step, "host": socket.gethostname(), **summarise(self._steps), **extra}
         self._steps.clear()
+        self._newest = step
         self._told = [*self._told[-1:], own]
         runtime.publish(_TOPIC, self._told)
         return own
+
+    @property
+    def is_open(self) -> bool:
+        """Whether this process has told of an interval that was not yet compared."""
+        return self._compared < self._newest
 
     def everyone(self) -> dict[int, dict[str, Any]]:
         """By process index, the numbers of the newest interval that all have told; {} if seen."""
@@ -170,7 +178,7 @@ def _slow(
     process: int, one: Mapping[str, Any], others: list[Mapping[str, Any]], usual_step_s: float
 ) -> Slow | None:
     late, steps = one["late_steps"], one["num_steps"]
-    if late < max(_LATE_SHARE * steps, min(_LATE_STEPS, steps)):
+    if late < max(_LATE_SHARE * steps, min(_LATE_STEPS, 2 / 3 * steps)):
         return None
     data_s = one["late_data_s"] - statistics.median(other["data_wait_s"] for other in others)
     host_s = one["late_host_s"] - statistics.median(other["host_s"] for other in others)
