@@ -155,9 +155,16 @@ def test_a_slow_loader_that_begins_amid_an_interval_is_named(before, after):
 def test_a_few_late_steps_are_an_accident():
     said = {
         0: told("n0", 49 * [(0.0, 0.003, 0.057)]),
-        1: told("n1", 38 * [PREFETCHED] + 11 * [SLOW]),
+        1: told("n1", 33 * [PREFETCHED] + 16 * [SLOW]),
     }
     assert find_slow(said) == []
+
+
+@pytest.mark.parametrize(("late", "is_named"), [(13, False), (20, False), (40, True)])
+def test_the_rarer_late_steps_are_the_more_they_must_cost(late, is_named):
+    steps = late * [(0.0, 0.035, 0.001)] + (52 - late) * [(0.0, 0.015, 0.035)]
+    said = {0: told("n0", 52 * [(0.0, 0.015, 0.035)]), 1: told("n1", steps)}
+    assert bool(find_slow(said)) == is_named
 
 
 # Two processes, (step, data, device) milliseconds of steps 36 to 59; from 24 on a batch of process

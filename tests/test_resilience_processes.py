@@ -21,6 +21,7 @@ STEPS, BATCH = 60, 4
 HOST = socket.gethostname()
 FINDINGS = {"damage", "offence", "rollback", "skipped_step", "slow_process", "uneven_replicas"}
 HEAVIER = ["--model.d_model=256", "--model.num_layers=2", "--train.seq_len=128"]
+HEAVIER += ["--checkpoint.save_interval_steps=1000"]
 FLIPPING = f"--program={sys.executable} {Path(__file__).with_name('flipped_train.py')}"
 
 pytestmark = pytest.mark.slow
