@@ -12,6 +12,7 @@ import pytest
 from commands import ROOT, environment
 from test_runtime_job import free_port
 
+from jaxdist import runtime
 from jaxdist.monitoring import Monitor, MonitoringConfig, RunDirectory, StepTimer, read_records
 from jaxdist.monitoring import monitor as monitor_module
 from jaxdist.monitoring import sensors as sensors_module
@@ -154,9 +155,16 @@ def test_a_slow_loader_that_begins_amid_an_interval_is_named(before, after):
 def test_a_few_late_steps_are_an_accident():
     said = {
         0: told("n0", 49 * [(0.0, 0.003, 0.057)]),
-        1: told("n1", 38 * [PREFETCHED] + 11 * [SLOW]),
+        1: told("n1", 33 * [PREFETCHED] + 16 * [SLOW]),
     }
     assert find_slow(said) == []
+
+
+@pytest.mark.parametrize(("late", "is_named"), [(13, False), (20, False), (40, True)])
+def test_the_rarer_late_steps_are_the_more_they_must_cost(late, is_named):
+    steps = late * [(0.0, 0.035, 0.001)] + (52 - late) * [(0.0, 0.015, 0.035)]
+    said = {0: told("n0", 52 * [(0.0, 0.015, 0.035)]), 1: told("n1", steps)}
+    assert bool(find_slow(said)) == is_named
 
 
 # Two processes, (step, data, device) milliseconds of steps 36 to 59; from 24 on a batch of process
@@ -235,6 +243,20 @@ def test_an_interval_ends_only_where_there_is_something_to_tell():
     for alone in (ProcessWatch(1, 4), ProcessWatch(2, 0)):
         alone.add(1.0, 0.25, 0.5)
         assert not alone.ends(4)
+
+
+def test_an_interval_stays_open_until_the_last_process_has_told_of_it(monkeypatch):
+    there = {}
+    monkeypatch.setattr(runtime, "publish", lambda topic, value: there.update({0: value}))
+    monkeypatch.setattr(runtime, "published", lambda topic: there)
+    watch = ProcessWatch(2, 4)
+    assert not watch.is_open
+    watch.add(1.0, 0.25, 0.5)
+    watch.end_interval(4, {})
+    assert watch.everyone() == {} and watch.is_open
+    there[1] = there[0]  # a step later
+    assert set(watch.everyone()) == {0, 1}
+    assert watch.everyone() == {} and not watch.is_open
 
 
 WORKER = """

@@ -97,10 +97,9 @@ class Alerts:
 
     def processes(self, step: int) -> None:
         """At the end of an interval tell the coordinator how this process fares; one compares."""
-        if not self._processes.ends(step):
-            return
-        self._processes.end_interval(step, self._read_sensors())
-        if not self._compares:
+        if self._processes.ends(step):
+            self._processes.end_interval(step, self._read_sensors())
+        if not (self._compares and self._processes.is_open):
             return
         said = self._processes.everyone()
         if not said:
