@@ -188,7 +188,7 @@ def test_watchdog_off_starts_no_thread(tmp_path):
 
 
 def start(run_dir, *flags: str) -> subprocess.Popen:
-    job = ["--simulate=1", "--mesh=dp=2", "--checkpoint.save_interval_steps=5"]
+    job = ["--simulate=1", "--mesh=dp=2", "--checkpoint.save_interval_steps=20"]
     job += ["--eval.interval_steps=0", "--resilience.step_timeout_s=6", f"--run-dir={run_dir}"]
     words = ["-m", "jaxdist.launch", "--nproc=2", "--backoff-s=0.1", "--"]
     return subprocess.Popen(
@@ -199,7 +199,10 @@ def start(run_dir, *flags: str) -> subprocess.Popen:
 
 @pytest.mark.slow
 def test_a_stopped_process_is_named_and_the_run_goes_on_to_the_same_bits(tmp_path):
-    """SIGSTOP of one of two real processes: the other one waits for it inside a collective."""
+    """SIGSTOP of one of two real processes: the other one waits for it inside a collective.
+
+    After step 12, amid the saves of 10 and 20: while saving it would be the heartbeat's to find.
+    """
     run_dir = tmp_path / "run"
     process = start(run_dir)
     until = time.monotonic() + 120
