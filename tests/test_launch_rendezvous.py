@@ -140,6 +140,20 @@ def test_a_host_that_does_not_come_is_not_waited_for_longer_than_said(world):
     assert any("(n2), 1 short of 3" in line for line in hosts[0].lines)
 
 
+def test_a_host_that_still_counts_its_gpus_is_waited_for(world):
+    world.plan = a_plan("1:1", "1:2", join_timeout_s=JOIN_S)
+    early = world.start(0)
+    late = Rendezvous(world.folder, 1, "n1", lost_after_s=LOST_S, clock=world.clock)
+    for _ in range(5):
+        late.say()  # as from its claim on
+        world.run(1)
+    assert not early.is_running
+    hosts = [early, world.start(1)]
+    world.run(4)
+    assert [h.ranks for h in hosts] == [[0, 1]] * 2
+    assert len(early.rounds) == 1
+
+
 def test_too_few_hosts_give_up_with_the_code_that_asks_for_a_restart(world):
     world.plan = a_plan("1:1", "2:3", join_timeout_s=JOIN_S)
     host = world.start(0)

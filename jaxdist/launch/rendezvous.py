@@ -29,11 +29,14 @@ from jaxdist.launch.host import Capacity
 BEAT_S = 1.0
 """Between two counts of a host; also between two looks at the others."""
 
-State = Literal["waiting", "running", "done", "saved", "failed", "leaving", "left", "over"]
+State = Literal[
+    "arriving", "waiting", "running", "done", "saved", "failed", "leaving", "left", "over"
+]
 """What a host does.
 
 | state | meaning |
 |---|---|
+| arriving | its launcher has begun and does not know yet what it can run |
 | waiting | ready for a round |
 | running | its processes run in round `round` |
 | done, saved, failed | its processes ended in that round with 0, with 75, with anything else |
@@ -69,7 +72,7 @@ class Host:
     nproc: int = 0
     devices: int = 1
     gpus: bool = False
-    state: State = "waiting"
+    state: State = "arriving"
     round: str = ""
     code: int = 0
 

@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from jaxdist import runtime
 from jaxdist.launch.attempt import Attempt, Outcome, Place
 from jaxdist.launch.elastic import Choice, ElasticPlan, Sizes, choose
-from jaxdist.launch.host import capacity, first_gpus, free_port
+from jaxdist.launch.host import Capacity, capacity, first_gpus, free_port
 from jaxdist.launch.rendezvous import BEAT_S, Host, Rendezvous, Round
 
 _POLL_S = 0.3
@@ -143,7 +143,7 @@ class ElasticPlaces:
         if attempt.is_stopping and not self._told and self.meeting.me.state == "running":
             self.meeting.say(state="leaving")
         if now >= self._next_count:
-            self._count()
+            self.meeting.say(self._count())
         hosts, current = self.meeting.look(), self._current_round()
         lost = self._loss(hosts, current, attempt.is_stopping)
         if lost:
@@ -344,18 +344,18 @@ class ElasticPlaces:
     # --- this host --------------------------------------------------------------------------------
 
     def _offer(self) -> None:
-        self._count()
-        self.meeting.say(state="waiting", port=free_port(""))
+        # In one word: a leader that heard "waiting" first would choose without knowing for what.
+        self.meeting.say(self._count(), state="waiting", port=free_port(""))
 
-    def _count(self) -> None:
-        """Count this host's devices, and tell."""
+    def _count(self) -> Capacity:
+        """What this host can run now; nvidia-smi may take seconds to tell."""
         most, before = self.plan.nproc.most, self.meeting.me
         now = capacity(most, self.sizes.simulate, had_gpus=self._had_gpus)
         self._had_gpus |= now.gpus
         self._next_count = self.meeting.clock() + self.plan.grow_interval_s
         if now.devices != before.devices and self.round is not None:
             self._say(f"{now.devices} devices are here, {before.devices} were")
-        self.meeting.say(now)
+        return now
 
     def _say_waiting(self, current: Round | None, hosts: Mapping[int, Host]) -> None:
         me, plan = self.meeting.me, self.plan
