@@ -57,7 +57,7 @@ class Judge:
 
     def look(self, step: int, state: TrainState, *, force: bool = False) -> None:
         """Start comparing the replicas of the state after `step`, when it is time or forced."""
-        self.replicas.look(step, state, force=force)
+        self.timer.dispatch(self.replicas.look, step, state, force=force)
 
     def report(self) -> None:
         """Record the step that is held, if one is, and judge it.
@@ -84,7 +84,7 @@ class Judge:
             Rollback: the policy is to go back to a checkpoint.
             DamagedState: the policy is to end the run.
         """
-        damage = self.replicas.found()
+        damage = self.timer.read(self.replicas.found)
         if damage is None:
             return
         self.monitor.event("damage", step=damage.step, message=str(damage), level=logging.ERROR)

@@ -13,6 +13,7 @@ from commands import ROOT, environment
 from test_runtime_job import free_port
 
 from jaxdist import runtime
+from jaxdist.judging import Judge
 from jaxdist.monitoring import Monitor, MonitoringConfig, RunDirectory, StepTimer, read_records
 from jaxdist.monitoring import monitor as monitor_module
 from jaxdist.monitoring import sensors as sensors_module
@@ -49,6 +50,22 @@ def test_waiting_for_devices_is_timed_and_a_blocking_dispatch_is_waiting(blockin
         clock.passes(0.125)
         assert timer.lap() == (0.875, 0.0)
         assert timer.device_wait_s == expected
+
+
+@pytest.mark.parametrize(("blocking", "expected"), [(False, 0.75), (True, 1.25)])
+def test_comparing_replicas_is_waiting_for_devices(blocking, expected):
+    clock = Clock()
+    timer = StepTimer(clock, blocking_dispatch=blocking)
+    replicas = types.SimpleNamespace(
+        look=lambda step, state, *, force: clock.passes(0.5),
+        found=lambda: clock.passes(0.25) and None,
+    )
+    judge = Judge(*(None, timer, None, None, replicas, None))
+    judge.check_replicas()  # of the step before
+    judge.look(7, None, force=True)
+    timer.read(lambda: clock.passes(0.5))
+    assert timer.lap() == (1.25, 0.0)
+    assert timer.device_wait_s == expected
 
 
 def test_devices_that_never_ran_dry_were_busy():

@@ -234,10 +234,10 @@ class StepTimer:
         self._wait += self._clock() - begin
         return value
 
-    def dispatch(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Return `function(*arguments)`, which hands work to the device."""
+    def dispatch(self, function: Callable[..., T], *arguments: Any, **named: Any) -> T:
+        """Return `function(*arguments, **named)`, which hands work to the device."""
         begin = self._clock()
-        value = function(*arguments)
+        value = function(*arguments, **named)
         if self._blocking_dispatch:
             self._device_wait += self._clock() - begin
         return value
