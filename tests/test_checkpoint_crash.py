@@ -18,6 +18,8 @@ from pathlib import Path
 
 import pytest
 
+HOST = socket.gethostname()
+
 # A run like training: deterministic steps whose losses go to a file, saves every few steps.
 WORKER = r"""
 import json, os, sys, time
@@ -69,8 +71,9 @@ say = lambda **event: settings["process"] == 0 and out.write(
 say(opening=True)
 every = settings["every"]
 in_background = settings["config"].get("async_save", True)
+directory = settings["directory"].format(process=settings["process"])
 checkpoints = Checkpointer(
-    Path(settings["directory"]), CheckpointConfig(save_interval_steps=every, **settings["config"]),
+    Path(directory), CheckpointConfig(save_interval_steps=every, **settings["config"]),
     log=lambda line: say(log=line),
 )
 say(opened=True)
@@ -89,17 +92,17 @@ for step in range(start + 1, settings["steps"] + 1):
     state, sample = update(state)
     say(step=step, loss=[float(x).hex() for x in np.asarray(sample)])
     time.sleep(settings["pause_s"])
-    broken = settings["broken"] if settings["process"] == 0 else []
+    broken = settings["broken"] if settings["process"] == settings["broken_on"] else []
     if step in broken:  # the file system goes away for this save and comes back
         checkpoints.wait()
-        os.rename(settings["directory"], settings["directory"] + "-gone")
+        os.rename(directory, directory + "-gone")
     if due := checkpoints.due(step):
         in_background or say(saving=step)  # the call returns when all is written
         checkpoints.save(step, state, {"next": step}, due=due)
         in_background and say(saving=step)  # the call has waited for the save before
     if step in broken:
         checkpoints.wait()
-        os.rename(settings["directory"] + "-gone", settings["directory"])
+        os.rename(directory + "-gone", directory)
 committed = checkpoints.wait()
 from jaxdist.checkpoint.digest import digests
 found = digests([state["params"]["w"], state["opt_state"]["mu"]])
@@ -131,6 +134,7 @@ class Run:
             "width": 512,
             "pause_s": 0.02,
             "broken": [],
+            "broken_on": 0,
             "config": {},
             **settings,
         }
@@ -314,6 +318,20 @@ def test_two_processes_survive_a_failed_save_together(tmp_path):
     assert any("is gone: is its file system still mounted?" in r.get("log", "") for r in records)
     steps = sorted(p.name for p in run.directory.iterdir() if p.name.isdecimal())
     assert steps == ["12", "3", "9"]
+
+
+@pytest.mark.slow
+def test_a_mount_that_one_host_loses_fails_the_save_on_all_and_ends_none(tmp_path):
+    mounts = {"directory": str(tmp_path / "mount-{process}"), "broken": [6], "broken_on": 1}
+    run = Run(tmp_path, processes=2, mesh="fsdp=4", steps=12, width=64, pause_s=0, **mounts)
+    run.directory.mkdir()
+    for process in range(2):
+        (tmp_path / f"mount-{process}").symlink_to(run.directory)
+    records = run.finish()
+    before, after = ["save"] * 3, ["save"] * 4  # 1, 3, 4; 7, 9, 10, 12
+    assert value(records, "events") == ["probe", *before, "save_failed", *after]
+    said = " ".join(record.get("log", "") for record in records)
+    assert f"mount-1 is gone: is its file system still mounted? (process 1 on {HOST})" in said
 
 
 @pytest.mark.slow

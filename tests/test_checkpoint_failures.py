@@ -1,7 +1,9 @@
 """Saves that fail and second runs harm no checkpoint that is there."""
 
 import contextlib
+import errno
 import json
+import os
 import resource
 import shutil
 import socket
@@ -72,6 +74,23 @@ def test_a_vanished_directory_fails_the_save_and_is_not_made_anew(run):
     assert opened.wait() is False
     assert not run.path.exists()
     assert any("is gone: is its file system still mounted?" in line for line in run.lines)
+
+
+def test_a_stale_handle_is_told_to_the_others_instead_of_raised(run, monkeypatch):
+    """Raised by one process of several, it would leave the others waiting for its word."""
+    opened = resume_then(run)
+
+    def stale(self):
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(saving.Saver, "_check_there", stale)
+        assert "Stale file handle" in opened._saver._why_absent()
+        opened.save(6, state_at(6), {})
+        assert opened.wait() is False
+    assert any("Stale file handle" in line for line in run.lines)
+    opened.save(8, state_at(8), {})
+    assert opened.wait() is True
 
 
 def test_what_is_made_anew_below_a_lost_mount_holds_no_checkpoint(run, pristine, monkeypatch):

@@ -59,7 +59,10 @@ class Launched:
         """Until the workers have made these files."""
         until = time.monotonic() + 60
         while not all((self.run_dir / name).exists() for name in names):
-            assert time.monotonic() < until, f"{names} were not made"
+            if time.monotonic() > until:
+                self.process.kill()
+                _, err = self.process.communicate(timeout=10)
+                raise AssertionError(f"{names} were not made; the launcher said:\n{err[-4000:]}")
             time.sleep(0.02)
 
 

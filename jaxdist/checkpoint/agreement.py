@@ -64,6 +64,25 @@ class Agreement:
             raise _rebuilt(answer["error"], answer["text"])
         return answer["value"]
 
+    def decide_from(self, value: Any, decision: Callable[[list[Any]], Any]) -> Any:
+        """`decide` on process 0, which is given the JSON values of all processes, in their order.
+
+        Cheaper than `gather` for many processes: only one reads what all say.
+        """
+        if self.client is None:
+            return decision([value])
+        key = f"{self.prefix}/{next(self._calls)}"
+        if self.leader:
+            others = range(1, self.num_processes)
+            hear = lambda: [value, *(self._get(f"{key}/{process}") for process in others)]
+            return self.decide(lambda: decision(hear()))
+        own = f"{key}/{self.process}"
+        self.client.key_value_set(own, json.dumps(value))
+        try:
+            return self.decide(lambda: None)  # process 0's
+        finally:
+            self.client.key_value_delete(own)
+
     def gather(self, value: Any) -> list[Any]:
         """The JSON values of all processes, in order of process."""
         if self.client is None:

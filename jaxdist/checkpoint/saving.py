@@ -1,15 +1,16 @@
 """How one save is made, and what becomes of it.
 
-The order: see whether it can work at all (process 0) → digest of every array → copy to the host and
-begin writing → the loop goes on → all files are there → CRC-32 of every file, shared among the
-processes → manifest, then the step's name → delete what retention does not keep. Process 0's answer
-is everyone's.
+The order: see whether it can work at all (process 0; that the directory is there, all) → digest of
+every array → copy to the host and begin writing → the loop goes on → all files are there → CRC-32
+of every file, shared among the processes → manifest, then the step's name → delete what retention
+does not keep. Process 0's answer is everyone's.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
+import socket
 import threading
 import time
 from pathlib import Path
@@ -64,7 +65,10 @@ class Saver:
         outcome = Outcome(step, midway=midway, waited_s=self.settle())
         begin = time.perf_counter()
         try:
-            if not self._agreement.decide(lambda: self._prepare(step, leaves)):
+            # A mount may be lost on one host alone. Begun without it, the save would fail on that
+            # process amid Orbax, where the others wait.
+            prepare = lambda absent: self._prepare(step, leaves, absent)
+            if not self._agreement.decide_from(self._why_absent(), prepare):
                 self._journal.event("save_skipped", step=step, reason="already saved")
                 self.last_committed = True
                 return
@@ -128,9 +132,17 @@ class Saver:
             found[step] = Saved(body["metrics"], body["midway"])
         return found
 
-    def _prepare(self, step: int, leaves: list[tree.Leaf]) -> bool:
-        """On process 0: make room, look for reasons to fail; False when `step` is saved already."""
-        self._check_there()
+    def _prepare(self, step: int, leaves: list[tree.Leaf], absent: list[str]) -> bool:
+        """On process 0: make room, look for reasons to fail; False when `step` is saved already.
+
+        Args:
+            step: to save.
+            leaves: what of.
+            absent: why processes cannot reach the directory, "" of each that can.
+        """
+        if reasons := [reason for reason in absent if reason]:
+            more = f", and {len(reasons) - 1} more" if len(reasons) > 1 else ""
+            raise CheckpointError(reasons[0] + more)
         manifest.remove_leftovers(self._directory)
         if self.continues is not None:
             self._supersede(self.continues)
@@ -145,6 +157,17 @@ class Saver:
         self.check_room(sum(leaf.num_bytes for leaf in leaves))
         (self._directory / manifest.SAVING_NAME).mkdir(exist_ok=True)
         return True
+
+    def _why_absent(self) -> str:
+        """Why this process cannot reach the directory; "" where it can."""
+        try:
+            self._check_there()
+        except (CheckpointError, OSError) as error:  # OSError: a file server's stale handle
+            reason = str(error) if isinstance(error, CheckpointError) else one_line(error)
+            if self._agreement.num_processes > 1:
+                reason += f" (process {self._agreement.process} on {socket.gethostname()})"
+            return reason
+        return ""
 
     def _check_there(self) -> None:
         """Raise unless this is the directory that was opened.
