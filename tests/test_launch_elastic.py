@@ -4,18 +4,15 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-from test_launch import Launched
+from commands import ROOT
+from launched import Launched
 
 from jaxdist.launch.elastic import ElasticPlan, Range, Sizes, choose, impossible
 from jaxdist.launch.local import read_plan
 from jaxdist.launch.rendezvous import Host
 from jaxdist.launch.sizing import read_sizes
-
-ROOT = Path(__file__).parent.parent
-
 
 # --- the choice -----------------------------------------------------------------------------------
 

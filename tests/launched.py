@@ -1,0 +1,67 @@
+"""The launcher in a process of its own, with workers that do what a test says, for its tests."""
+
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+from commands import ROOT
+
+WORKER = """
+import os, signal, sys, time
+from pathlib import Path
+from jaxdist import runtime
+
+INDEX = int(os.environ["JAXDIST_PROCESS_INDEX"])
+ATTEMPT = int(os.environ["JAXDIST_ATTEMPT"])
+RUN = Path(os.environ["RUN_DIR"])
+
+def main():
+"""
+
+
+class Launched:
+    """A launcher in a process of its own, with a worker whose `main` is `body`."""
+
+    def __init__(self, tmp_path: Path, body: str, *flags: str):
+        self.run_dir = tmp_path / "run"
+        worker = tmp_path / "worker.py"
+        code = WORKER + textwrap.indent(textwrap.dedent(body), "    ")
+        worker.write_text(code + "\n\nruntime.run_command(main)\n")
+        self.process = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "jaxdist.launch", "--backoff-s=0.05", *flags),
+                *(f"--run-dir={self.run_dir}", f"--program={sys.executable} {worker}"),
+            ],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "RUN_DIR": str(self.run_dir), "PYTHONPATH": str(ROOT)},
+        )
+
+    def end(self) -> tuple[int, str, str]:
+        try:
+            out, err = self.process.communicate(timeout=120)
+        finally:
+            self.process.kill()
+        return self.process.returncode, out, err
+
+    def wait_for(self, *names: str) -> None:
+        """Until the workers have made these files."""
+        until = time.monotonic() + 60
+        while not all((self.run_dir / name).exists() for name in names):
+            if time.monotonic() > until:
+                self.process.kill()
+                _, err = self.process.communicate(timeout=10)
+                raise AssertionError(f"{names} were not made; the launcher said:\n{err[-4000:]}")
+            time.sleep(0.02)
+
+
+def is_running(pid: int) -> bool:
+    """Whether the process computes; a zombie that nobody has reaped does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
