@@ -10,8 +10,8 @@ to XLA's partitioner. For pipeline stages, give `embed`, `block` and `head_loss`
 import jax
 from flax import nnx
 
+from jaxdist.core.types import Batch, Context, Dims, Model, Params, Sums
 from jaxdist.models.layers import functional
-from jaxdist.types import Batch, Context, Dims, Model, Params, Sums
 
 RULES = {"width": "fsdp", "hidden": "tensor", "my_heads": "tensor"}
 

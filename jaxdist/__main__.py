@@ -1,7 +1,6 @@
 """The `jaxdist` program: `jaxdist train ...` is `python -m jaxdist.train ...`.
 
-Commands are found, not listed: every module or package of jaxdist that can be run with `-m` and
-is named below exists or does not, so a lean installation offers what it has.
+The commands are listed below in the order in which a user meets them.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ COMMANDS = (
     "evaluate",
     "generate",
     "data",
-    "checkpoint",
     "convert",
     "plan",
     "launch",

@@ -12,8 +12,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from jaxdist.core.types import ConfigError, setting
 from jaxdist.runtime import run_command
-from jaxdist.types import ConfigError, setting
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,8 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         summary=__doc__ or "",
         positional=("run",),
     )
-    from jaxdist.assembly import check_data_fits, open_run
-    from jaxdist.evaluation import evaluate
+    from jaxdist.run.evaluation_loop import evaluate
+    from jaxdist.run.setup import check_data_fits, open_run
 
     changes = {"global_batch_size": config.global_batch_size} if config.global_batch_size else {}
     run = open_run(config.run, mesh=config.mesh, simulate=config.simulate, train=changes)

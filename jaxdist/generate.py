@@ -12,13 +12,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jaxdist.core.types import ConfigError, setting
 from jaxdist.runtime import run_command
-from jaxdist.types import ConfigError, setting
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from jaxdist.types import Array, Model, Params
+    from jaxdist.core.types import Array, Model, Params
 
 _BUCKET = 64
 """Prompt and cache lengths are rounded up to a multiple of this, so that few programs compile."""
@@ -80,14 +80,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         summary=__doc__ or "",
         positional=("run",),
     )
-    from jaxdist.assembly import open_run
     from jaxdist.data import load_tokenizer
+    from jaxdist.run.setup import open_run
 
     run = open_run(config.run, mesh=config.mesh, simulate=config.simulate)
     model, data = run.parts.model, run.parts.config.data
     if model.decoding is None:
         raise ConfigError([f"model {model.name!r} does not generate text. Name a decoder's run."])
-    tokenizer = load_tokenizer(data.tokenizer, data.end_token)
+    tokenizer = load_tokenizer(data.tokenizer, data.eos_token)
     prompts = config.prompts()
     tokens = [tokenizer.encode(text) for text in prompts]
     _check_prompts(tokens, model.decoding.max_len, config.max_new_tokens)
@@ -192,8 +192,8 @@ def _compiled(model: Model, layout: Any, config: GenerateConfig, dtype: Any) -> 
 
     import jax
 
-    from jaxdist.ordering import in_order
-    from jaxdist.types import Context
+    from jaxdist.core.collective_order import in_order
+    from jaxdist.core.types import Context
 
     decoding = model.decoding
     assert decoding is not None

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 from jaxdist import runtime
 
 if TYPE_CHECKING:
-    from jaxdist.assembly import Parts
     from jaxdist.checkpoint import Checkpointer, Due
+    from jaxdist.core.state import TrainState
     from jaxdist.data import Dataset, Loader
-    from jaxdist.estimate.budget import Budget
-    from jaxdist.monitoring import Monitor
-    from jaxdist.resilience import LossGuard, ReplicaWatch, Rollback, Watchdog
-    from jaxdist.state import TrainState
+    from jaxdist.plan.estimate.memory_check import Budget
+    from jaxdist.run.monitoring import Monitor
+    from jaxdist.run.resilience import LossGuard, ReplicaWatch, Rollback, Watchdog
+    from jaxdist.run.setup import Parts
 
 log = logging.getLogger("jaxdist")
 
@@ -41,20 +41,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     if config.simulate:
         runtime.simulate(config.simulate)
     runtime.reserve_memory(config.runtime.memory_fraction)
-    runtime.setup_compile_cache(config.runtime.compile_cache)
+    runtime.setup_compilation_cache(config.runtime.compilation_cache_dir)
     job = runtime.join(config.runtime)
     runtime.setup_logging(job.process_index)
 
     import jax
 
-    from jaxdist.assembly import assemble, check_data_fits
-    from jaxdist.beginning import announce, open_run_directory, start
     from jaxdist.checkpoint import Checkpointer
     from jaxdist.data import open_datasets
-    from jaxdist.estimate.budget import Budget, needs_of
-    from jaxdist.monitoring import Monitor, environment
-    from jaxdist.replay import replay
-    from jaxdist.resilience import LossGuard, ReplicaWatch, Watchdog
+    from jaxdist.plan.estimate.memory_check import Budget, needs_of
+    from jaxdist.run.monitoring import Monitor, environment
+    from jaxdist.run.replay import replay
+    from jaxdist.run.resilience import LossGuard, ReplicaWatch, Watchdog
+    from jaxdist.run.setup import assemble, check_data_fits
+    from jaxdist.run.startup import announce, open_run_directory, start
 
     # 3. Everything that can be wrong is found before anything is written or compiled.
     parts = assemble(config, jax.devices(), needs_of)
@@ -85,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         num_processes=job.num_processes,
     )
     guard = LossGuard(
-        config.resilience, config.train.nan_policy, run.offences if run.is_writer else None
+        config.resilience, config.train.nan_policy, run.anomalies if run.is_writer else None
     )
     begin = functools.partial(start, parts, train_data, checkpointer, run, guard)
     try:
@@ -143,9 +143,9 @@ class Run:
         begin: Callable[..., tuple[TrainState, int, Loader]],
         budget: Budget | None = None,
     ):
-        from jaxdist.judging import Judge
-        from jaxdist.monitoring import StepTimer
-        from jaxdist.monitoring.environment import versions
+        from jaxdist.run.monitoring import StepTimer
+        from jaxdist.run.monitoring.environment import versions
+        from jaxdist.run.step_report import Judge
 
         self.parts, self.state, self.loader, self.eval_data = parts, state, loader, eval_data
         self.checkpointer, self.monitor, self.preemption = checkpointer, monitor, preemption
@@ -161,7 +161,7 @@ class Run:
 
     def go(self, start_step: int) -> int:
         """Train from `start_step` to the end, going back where a guard asks for it."""
-        from jaxdist.resilience import Rollback
+        from jaxdist.run.resilience import Rollback
 
         while True:
             try:
@@ -213,10 +213,10 @@ class Run:
         self.loader.close()
         self.judge.forget()
         del self.state  # two states may not fit
-        left_out = asked.offence.all_left_out if asked.offence else self.loader.left_out
+        left_out = asked.anomaly.all_left_out if asked.anomaly else self.loader.left_out
         with self.timer.paused(), self.watchdog.phase("restore"):
             self.state, step, self.loader = self.begin(left_out)
-        without = f", without the batch of step {asked.offence.step}" if asked.offence else ""
+        without = f", without the batch of step {asked.anomaly.step}" if asked.anomaly else ""
         self.monitor.rewind(step, f"going on from step {step}{without}")
         return step
 
@@ -235,7 +235,7 @@ class Run:
         """Evaluate the current parameters; each held-out row counts once."""
         if self.eval_data is None:
             return {}
-        from jaxdist.evaluation import evaluate
+        from jaxdist.run.evaluation_loop import evaluate
 
         config = self.config
         with self.timer.paused(), self.watchdog.phase("evaluation"):

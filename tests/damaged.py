@@ -8,10 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxdist.checkpoint import (
-    CheckpointConfig,
-    Checkpointer,
-)
+from jaxdist.checkpoint import CheckpointConfig, Checkpointer
 
 STEPS = (2, 4)
 
@@ -97,6 +94,6 @@ def all_files(checkpoint: Path) -> list[Path]:
 
 def resume_then(run, **settings) -> Checkpointer:
     """Open and restore checkpoint 4, as a run does before its first save."""
-    opened = run.open(keep_newest=5, **settings)
+    opened = run.open(max_to_keep=5, **settings)
     opened.restore(like(state_at(4)))
     return opened

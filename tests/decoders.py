@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxdist.core.types import Context
 from jaxdist.models import DecoderConfig
-from jaxdist.types import Context
 
 SIZES = dict(vocab_size=97, d_model=32, num_layers=2, num_heads=4, mlp_dim=48, max_seq_len=32)
 

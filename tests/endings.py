@@ -18,7 +18,7 @@ from pathlib import Path
 
 from launched_job import DETECT_S, RECOVER_S, Bad, Job
 
-from jaxdist.monitoring.records import current, read_records
+from jaxdist.run.metrics_log import current, read_records
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,7 @@ import jax
 from test_resilience_replicas import flipped
 
 from jaxdist import runtime, train
-from jaxdist.monitoring import Monitor
+from jaxdist.run.monitoring import Monitor
 
 PLACE, STEP = map(int, os.environ["FLIP"].split(":"))
 real = Monitor.watch_compiles

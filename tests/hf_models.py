@@ -5,9 +5,9 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxdist.huggingface import safetensors
-from jaxdist.huggingface.families import family_of, pieces, write_config
 from jaxdist.models.configs import DecoderConfig
+from jaxdist.models.huggingface import safetensors
+from jaxdist.models.huggingface.families import family_of, pieces, write_config
 
 # As ChatML, but what the assistant says is marked for transformers' own mask.
 CHATML = """\

@@ -61,9 +61,9 @@ def main() -> None:
 def assembled(job: dict, data: str):
     import jax
 
-    from jaxdist.assembly import assemble
     from jaxdist.config import read_run
-    from jaxdist.mesh import MeshSpec
+    from jaxdist.core.mesh import MeshSpec
+    from jaxdist.run.setup import assemble
 
     flags = [*FLAGS, f"--data.sources={data}", f"--mesh={job['mesh']}", *job["flags"]]
     config = read_run(flags, command="mesh_worker")
@@ -112,11 +112,11 @@ def leaf_digests(state) -> dict[str, str]:
     """SHA-256 of each leaf, gathered on the host of every process."""
     import jax
 
-    from jaxdist.checkpoint import tree
+    from jaxdist.checkpoint import pytree
 
-    leaves = tree.leaves_of(state)
+    leaves = pytree.leaves_of(state)
     assert len({leaf.name for leaf in leaves}) == len(jax.tree.leaves(state))
-    return {leaf.name: digest({"": gathered(tree.plain(leaf))}) for leaf in leaves}
+    return {leaf.name: digest({"": gathered(pytree.plain(leaf))}) for leaf in leaves}
 
 
 def gathered(array):

@@ -4,11 +4,7 @@ import struct
 
 import jax.numpy as jnp
 
-from jaxdist.monitoring import (
-    Monitor,
-    MonitoringConfig,
-    RunDirectory,
-)
+from jaxdist.run.monitoring import Monitor, MonitoringConfig, RunDirectory
 
 QUIET = MonitoringConfig(tensorboard=False, log_every_steps=1)
 

@@ -104,11 +104,11 @@ def make_parts(case: Case) -> tuple[Any, ...]:
     """(model, layout, train config, precision, context, pipeline config) of a case."""
     import jax
 
-    from jaxdist.mesh import MeshSpec
-    from jaxdist.parallel.microbatches import PipelineConfig
-    from jaxdist.precision import PrecisionConfig
-    from jaxdist.sharding import Layout
-    from jaxdist.step import TrainConfig, make_context
+    from jaxdist.core.mesh import MeshSpec
+    from jaxdist.core.parallel.pipeline.config import PipelineConfig
+    from jaxdist.core.precision import PrecisionConfig
+    from jaxdist.core.sharding import Layout
+    from jaxdist.core.step import TrainConfig, make_context
 
     spec = MeshSpec.parse(case.mesh)
     layout = Layout(
@@ -123,7 +123,7 @@ def make_parts(case: Case) -> tuple[Any, ...]:
     stages = PipelineConfig(
         schedule=case.schedule,  # type: ignore[arg-type]
         num_microbatches=case.microbatches,
-        chunks_per_stage=case.chunks,
+        num_virtual_stages=case.chunks,
         gather=case.gather,  # type: ignore[arg-type]
     )
     return (
@@ -141,7 +141,7 @@ def lowered(case: Case) -> Any:
     import jax
     import jax.numpy as jnp
 
-    from jaxdist.step import make_value_and_grad
+    from jaxdist.core.step import make_value_and_grad
 
     model, layout, config, precision, context, stages = make_parts(case)
     function = make_value_and_grad(
@@ -171,7 +171,7 @@ def evaluation(case: Case) -> Any:
     """Sums of an evaluation step, on the host."""
     import jax
 
-    from jaxdist.step import make_evaluate
+    from jaxdist.core.step import make_evaluate
 
     model, layout, _, _, context, stages = make_parts(case)
     evaluate = jax.jit(make_evaluate(model, layout, context, stages))

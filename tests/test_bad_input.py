@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from jaxdist import runtime
-from jaxdist.types import ConfigError
+from jaxdist.core.types import ConfigError
 
 FIXES = (
     "Add ", "Change ", "Check ", "Choose ", "Did you mean", "Drop ", "Give ", "Name ", "Raise ",
@@ -158,7 +158,7 @@ RULES = {
     "momentum 1": (["--optim.momentum=1"], "optim.momentum=1.0", "Try 0.9"),
     "warmup negative": (["--optim.warmup_steps=-5"], "warmup_steps=-5", "Use 0"),
     "loss scale": (["--precision.loss_scale=0.5"], "loss_scale=0.5", "Use a power of 2"),
-    "checkpoints kept": (["--checkpoint.keep_newest=0"], "keep_newest=0", "Use 1 or more"),
+    "checkpoints kept": (["--checkpoint.max_to_keep=0"], "max_to_keep=0", "Use 1 or more"),
     "log interval": (["--monitoring.log_every_steps=0"], "log_every_steps=0", "Set 1"),
     "custom without factory": (["--model=custom"], "model.factory=''", "Use e.g."),
 }  # fmt: skip

@@ -16,9 +16,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.checkpoint import CheckpointConfig, Checkpointer, CheckpointError
-from jaxdist.checkpoint.digest import digests, part_digest
-from jaxdist.mesh import MeshSpec
-from jaxdist.types import ConfigError
+from jaxdist.checkpoint.checksum import digests, part_digest
+from jaxdist.core.mesh import MeshSpec
+from jaxdist.core.types import ConfigError
 
 QUIET = {"log": lambda line: None}
 
@@ -392,7 +392,7 @@ def test_a_leaf_that_is_no_array_is_refused(tmp_path):
 
 
 def test_retention_on_disk_survives_a_restart(tmp_path):
-    settings = {"keep_newest": 2, "keep_best": 1}
+    settings = {"max_to_keep": 2, "keep_best": 1}
     losses = {1: 0.5, 2: 0.1, 3: 0.4, 4: 0.3, 5: 0.6}
     for step, loss in losses.items():
         writer = checkpointer(tmp_path, **settings)
@@ -408,7 +408,7 @@ def test_retention_on_disk_survives_a_restart(tmp_path):
 def test_a_second_save_waits_and_says_so(tmp_path, monkeypatch):
     import time
 
-    from jaxdist.checkpoint.store import Store
+    from jaxdist.checkpoint.orbax_io import Store
 
     finish = Store.finish_write
     monkeypatch.setattr(Store, "finish_write", lambda self: (time.sleep(0.2), finish(self))[1])
@@ -449,11 +449,11 @@ def test_saving_a_saved_step_leaves_it_alone(tmp_path):
 
 
 def test_going_on_from_an_older_step_sets_the_newer_ones_aside(tmp_path):
-    writer = checkpointer(tmp_path, keep_newest=5)
+    writer = checkpointer(tmp_path, max_to_keep=5)
     for step in (1, 2, 3):
         writer.save(step, small_state(step), {})
     writer.close()
-    writer = checkpointer(tmp_path, keep_newest=5)
+    writer = checkpointer(tmp_path, max_to_keep=5)
     writer.restore(like(small_state()), step=1)
     writer.save(2, small_state(20.0), {}, force=True)
     assert writer.steps() == [1, 2]
@@ -478,12 +478,12 @@ def test_probe_leaves_nothing_behind_and_looks_for_room(tmp_path, monkeypatch):
 
 
 def test_probe_says_what_does_not_work(tmp_path, monkeypatch):
-    from jaxdist.checkpoint import store
+    from jaxdist.checkpoint import orbax_io
 
     def broken(*_):
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(store, "read", broken)
+    monkeypatch.setattr(orbax_io, "read", broken)
     writer = checkpointer(tmp_path)
     with pytest.raises(CheckpointError, match="tried before training and does not work: OSError"):
         writer.probe()
@@ -492,10 +492,10 @@ def test_probe_says_what_does_not_work(tmp_path, monkeypatch):
 
 def test_config_names_every_broken_rule():
     bad = CheckpointConfig(
-        save_interval_steps=-1, keep_newest=0, max_failures=0, keep_best=1, best_metric=""
+        save_interval_steps=-1, max_to_keep=0, max_failures=0, keep_best=1, best_metric=""
     )
     assert len(bad.problems()) == 4
-    assert "checkpoint.keep_newest=0 is below 1. Use 1 or more." in bad.problems()
+    assert "checkpoint.max_to_keep=0 is below 1. Use 1 or more." in bad.problems()
     assert CheckpointConfig().problems() == []
 
 

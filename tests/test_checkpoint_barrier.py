@@ -6,8 +6,8 @@ import time
 import pytest
 from jax._src.distributed import global_state
 
-from jaxdist.checkpoint import barrier as room
-from jaxdist.checkpoint.barrier import GivenUp, SaveBarrier
+from jaxdist.checkpoint import save_barrier as room
+from jaxdist.checkpoint.save_barrier import GivenUp, SaveBarrier
 
 
 class KeyValueStore:

@@ -11,14 +11,8 @@ import numpy as np
 import pytest
 from damaged import DAMAGE, STEPS, all_files, assert_is_step, flip_bit, like, resume_then, state_at
 
-from jaxdist.checkpoint import (
-    CheckpointConfig,
-    Checkpointer,
-    CheckpointError,
-    manifest,
-    restoring,
-)
-from jaxdist.types import ConfigError
+from jaxdist.checkpoint import CheckpointConfig, Checkpointer, CheckpointError, manifest, restore
+from jaxdist.core.types import ConfigError
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
@@ -93,7 +87,7 @@ def test_a_damaged_checkpoint_asked_for_by_number_is_refused(run):
 
 def test_quick_verification_never_loads_a_wrong_bit(run, tmp_path, monkeypatch):
     """Every file of the newest checkpoint in turn, none of them small enough to be read twice."""
-    monkeypatch.setattr(restoring, "_SMALL_BYTES", 1000)
+    monkeypatch.setattr(restore, "_SMALL_BYTES", 1000)
     names = [p.relative_to(run.path / "4") for p in all_files(run.path / "4")]
     outcomes = set()
     for number, name in enumerate(names):
@@ -215,7 +209,7 @@ def test_a_clock_that_runs_backwards_changes_nothing(run, monkeypatch):
     clock = iter(range(10**9, 0, -1000))
     monkeypatch.setattr(time, "time", lambda: next(clock))
     monkeypatch.setattr(time, "time_ns", lambda: next(clock) * 10**9)
-    opened = run.open(keep_newest=2)
+    opened = run.open(max_to_keep=2)
     restored, _, step = opened.restore(like(state_at(4)))
     assert step == 4
     assert_is_step(restored, 4)

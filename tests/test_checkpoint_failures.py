@@ -20,11 +20,11 @@ from jaxdist.checkpoint import (
     CheckpointError,
     lock,
     manifest,
-    saving,
-    store,
+    orbax_io,
+    save,
 )
-from jaxdist.checkpoint.store import Store
-from jaxdist.types import ConfigError
+from jaxdist.checkpoint.orbax_io import Store
+from jaxdist.core.types import ConfigError
 
 # -- saves that fail -------------------------------------------------------------------------------
 
@@ -84,7 +84,7 @@ def test_a_stale_handle_is_told_to_the_others_instead_of_raised(run, monkeypatch
         raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
 
     with monkeypatch.context() as patch:
-        patch.setattr(saving.Saver, "_check_there", stale)
+        patch.setattr(save.Saver, "_check_there", stale)
         assert "Stale file handle" in opened._saver._why_absent()
         opened.save(6, state_at(6), {})
         assert opened.wait() is False
@@ -134,7 +134,7 @@ def test_a_manifest_that_cannot_be_written_means_no_checkpoint(run, pristine, mo
 def test_too_little_space_is_known_before_writing(run, pristine, monkeypatch):
     opened = resume_then(run)
     usage = shutil.disk_usage(run.path)._replace(free=100)
-    monkeypatch.setattr(saving.shutil, "disk_usage", lambda _: usage)
+    monkeypatch.setattr(save.shutil, "disk_usage", lambda _: usage)
     opened.save(6, state_at(6), {})
     assert opened.wait() is False
     untouched(run, pristine)
@@ -143,7 +143,7 @@ def test_too_little_space_is_known_before_writing(run, pristine, monkeypatch):
 
 def test_training_stops_after_so_many_failures_in_a_row(run, monkeypatch):
     opened = resume_then(run, max_failures=2)
-    finish = store.Store.finish_write
+    finish = orbax_io.Store.finish_write
     broken = True
 
     def fail(self):
@@ -151,7 +151,7 @@ def test_training_stops_after_so_many_failures_in_a_row(run, monkeypatch):
         if broken:
             raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(store.Store, "finish_write", fail)
+    monkeypatch.setattr(orbax_io.Store, "finish_write", fail)
     opened.save(6, state_at(6), {})
     assert opened.wait() is False
     broken = False
@@ -224,7 +224,7 @@ def test_a_full_disk_harms_no_older_checkpoint(tmp_path, monkeypatch, known_befo
     try:
         if not known_before:
             usage = shutil.disk_usage(disk)._replace(free=1 << 40)
-            monkeypatch.setattr(saving.shutil, "disk_usage", lambda _: usage)
+            monkeypatch.setattr(save.shutil, "disk_usage", lambda _: usage)
         lines = []
         opened = Checkpointer(disk / "checkpoints", CheckpointConfig(), log=lines.append)
         opened.save(2, state_at(2, size=1 << 19), {}, force=True)

@@ -6,9 +6,9 @@ import zlib
 import pytest
 
 from jaxdist.checkpoint import CheckpointConfig, manifest
-from jaxdist.checkpoint.agreement import Agreement
+from jaxdist.checkpoint.coordination import Agreement
 from jaxdist.checkpoint.retention import Saved, best_steps, steps_to_delete
-from jaxdist.checkpoint.schedule import SaveSchedule
+from jaxdist.checkpoint.save_schedule import SaveSchedule
 
 NEVER = 1e9
 
@@ -131,35 +131,35 @@ def kept(steps, metrics=None, midway=(), **settings) -> list[int]:
 
 
 def test_retention_keeps_the_newest():
-    assert kept(range(0, 100, 10), keep_newest=3) == [70, 80, 90]
+    assert kept(range(0, 100, 10), max_to_keep=3) == [70, 80, 90]
 
 
 def test_one_saved_midway_is_kept_until_the_next_and_is_not_counted():
     midway = range(5, 100, 10)
-    assert kept(range(0, 91, 5), midway=midway, keep_newest=3) == [70, 80, 90]
-    assert kept(range(0, 96, 5), midway=midway, keep_newest=3) == [70, 80, 90, 95]
-    assert kept([5], midway=midway, keep_newest=1) == [5]
-    assert kept([5, 15], midway=midway, keep_newest=1) == [15]  # the save of 10 failed
+    assert kept(range(0, 91, 5), midway=midway, max_to_keep=3) == [70, 80, 90]
+    assert kept(range(0, 96, 5), midway=midway, max_to_keep=3) == [70, 80, 90, 95]
+    assert kept([5], midway=midway, max_to_keep=1) == [5]
+    assert kept([5, 15], midway=midway, max_to_keep=1) == [15]  # the save of 10 failed
 
 
 def test_one_saved_midway_may_be_the_best():
     metrics = {10: {"loss": 0.5}, 15: {"loss": 0.1}, 20: {"loss": 0.4}, 30: {"loss": 0.3}}
-    settings = {"midway": (15, 25), "keep_newest": 1}
+    settings = {"midway": (15, 25), "max_to_keep": 1}
     assert kept([10, 15, 20, 25, 30], metrics, keep_best=1, **settings) == [15, 30]
     assert kept([10, 15, 20, 25, 30], metrics, **settings) == [30]
 
 
 def test_retention_keeps_every_nth_beside_the_newest():
-    assert kept(range(0, 100, 10), keep_newest=1, keep_every_steps=40) == [0, 40, 80, 90]
+    assert kept(range(0, 100, 10), max_to_keep=1, keep_every_steps=40) == [0, 40, 80, 90]
 
 
 def test_retention_keeps_the_best_and_never_loses_the_newest():
     losses = {0: 1.0, 10: 0.2, 20: 0.9, 30: float("nan"), 40: 0.3, 50: 0.8}
     metrics = {step: {"loss": loss} for step, loss in losses.items()}
     steps = sorted(losses)
-    assert kept(steps, metrics, keep_newest=1, keep_best=2) == [10, 40, 50]
-    assert kept(steps, metrics, keep_newest=1, keep_best=1, best_mode="max") == [0, 50]
-    assert kept(steps, metrics, keep_newest=1, keep_best=1, best_metric="accuracy") == [50]
+    assert kept(steps, metrics, max_to_keep=1, keep_best=2) == [10, 40, 50]
+    assert kept(steps, metrics, max_to_keep=1, keep_best=1, best_mode="max") == [0, 50]
+    assert kept(steps, metrics, max_to_keep=1, keep_best=1, best_metric="accuracy") == [50]
 
 
 def test_of_equally_good_checkpoints_the_later_is_best():

@@ -8,14 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxdist.core.mesh import MeshSpec
+from jaxdist.core.precision import PrecisionConfig
+from jaxdist.core.sharding import RULES, Layout
+from jaxdist.core.state import init_state
+from jaxdist.core.step import TrainConfig, make_context, make_step, make_value_and_grad
 from jaxdist.data.images import open_cifar
-from jaxdist.mesh import MeshSpec
 from jaxdist.models import CnnConfig, build
 from jaxdist.optim import OptimConfig, make_optimizer
-from jaxdist.precision import PrecisionConfig
-from jaxdist.sharding import RULES, Layout
-from jaxdist.state import init_state
-from jaxdist.step import TrainConfig, make_context, make_step, make_value_and_grad
 
 TINY = CnnConfig(image_size=8, channels_1=8, channels_2=16, hidden=24, num_classes=10)
 SGD = OptimConfig(optimizer="sgd", momentum=0.9, weight_decay=0.0)

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jaxdist import collectives
-from jaxdist.mesh import MeshSpec
+from jaxdist.core import collectives
+from jaxdist.core.mesh import MeshSpec
 
 AXES = ("data", "fsdp", "tensor")
 SHAPE = (8, 8)  # of each device's array; 8 so that the largest group divides it

@@ -14,12 +14,12 @@ import pytest
 from jaxdist.__main__ import find_commands
 from jaxdist.__main__ import main as jaxdist
 from jaxdist.config import RunConfig, read_run, stored_run
-from jaxdist.config.fields import fields_of
 from jaxdist.config.help import help_text
-from jaxdist.config.reading import read_settings
-from jaxdist.config.writing import write_toml
-from jaxdist.mesh import MeshSpec
-from jaxdist.types import ConfigError, Model, setting
+from jaxdist.config.parser import read_settings
+from jaxdist.config.schema import fields_of
+from jaxdist.config.toml_writer import write_toml
+from jaxdist.core.mesh import MeshSpec
+from jaxdist.core.types import ConfigError, Model, setting
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -11,13 +11,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxdist.assembly import assemble
 from jaxdist.checkpoint import CheckpointConfig, Checkpointer
-from jaxdist.checkpoint import arrays as stored_arrays
-from jaxdist.checkpoint.arrays import StoredArrays, block_shape, even_chunk, grid
+from jaxdist.checkpoint import streaming_io as stored_arrays
+from jaxdist.checkpoint.streaming_io import StoredArrays, block_shape, even_chunk, grid
 from jaxdist.config import read_run, stored_run, write_toml
-from jaxdist.convert.__main__ import VERBS, main
-from jaxdist.types import ConfigError
+from jaxdist.core.types import ConfigError
+from jaxdist.run.setup import assemble
+from jaxdist.tools.convert.__main__ import VERBS, main
 
 QUIET = {"log": lambda line: None}
 

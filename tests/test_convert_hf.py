@@ -13,16 +13,16 @@ from commands import environment
 from decoders import FAMILIES, logits_of, random_tokens
 from hf_models import write_model
 
-from jaxdist.assembly import assemble
 from jaxdist.checkpoint import CheckpointConfig, Checkpointer
-from jaxdist.checkpoint.arrays import StoredArrays
+from jaxdist.checkpoint.streaming_io import StoredArrays
 from jaxdist.config import stored_run
-from jaxdist.convert.__main__ import main
-from jaxdist.huggingface import safetensors
-from jaxdist.huggingface.families import family_of, pieces, read_config, write_config
+from jaxdist.core.types import ConfigError
 from jaxdist.models import build
 from jaxdist.models.configs import DecoderConfig
-from jaxdist.types import ConfigError
+from jaxdist.models.huggingface import safetensors
+from jaxdist.models.huggingface.families import family_of, pieces, read_config, write_config
+from jaxdist.run.setup import assemble
+from jaxdist.tools.convert.__main__ import main
 
 SEQ = 16
 TOLERANCE = 2e-5  # as in test_model_families: float32 sums in another order, logits of order 1

@@ -10,13 +10,13 @@ import optax
 import pytest
 from flax import nnx
 
-from jaxdist.mesh import MeshSpec
+from jaxdist.core.mesh import MeshSpec
+from jaxdist.core.precision import PrecisionConfig
+from jaxdist.core.sharding import RULES, Layout
+from jaxdist.core.state import abstract_state, init_state
+from jaxdist.core.step import TrainConfig, make_step
+from jaxdist.core.types import ConfigError, Dims
 from jaxdist.models import CustomConfig, build, layers
-from jaxdist.precision import PrecisionConfig
-from jaxdist.sharding import RULES, Layout
-from jaxdist.state import abstract_state, init_state
-from jaxdist.step import TrainConfig, make_step
-from jaxdist.types import ConfigError, Dims
 
 ROOT = Path(__file__).parent.parent
 EXAMPLE = ROOT / "examples" / "custom_model.py"
@@ -47,7 +47,7 @@ def train(mesh, num_steps=2, dtype="float32", num_microbatches=1, **layout):
     config = TrainConfig(num_microbatches=num_microbatches)
     precision = PrecisionConfig(compute_dtype=dtype)
     schedule = lambda step: jnp.float32(1e-2)
-    step = make_step(model, optimizer, schedule, layout, config, precision, clip_norm=1.0)
+    step = make_step(model, optimizer, schedule, layout, config, precision, max_grad_norm=1.0)
     state = init_state(model, optimizer, layout, seed=0, loss_scale={})
     history = []
     for number in range(num_steps):
@@ -128,7 +128,7 @@ def test_the_example_is_short():
         ("examples.custom_model:make", {}, "cannot be loaded: .*has no attribute 'make'"),
         ("examples.custom_model:build", {"widht": 8}, "refused its arguments: .*'widht'"),
         ("examples.custom_model:RULES", {}, "refused its arguments: 'dict' object is not callable"),
-        ("builtins:dict", {}, "returned dict, not a jaxdist.types.Model"),
+        ("builtins:dict", {}, "returned dict, not a jaxdist.core.types.Model"),
     ],
 )
 def test_a_factory_that_gives_no_model_is_named_with_the_reason(factory, args, message):

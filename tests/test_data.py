@@ -14,17 +14,10 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxdist.data import (
-    DataConfig,
-    Loader,
-    Order,
-    eval_batches,
-    open_datasets,
-    resume_sample,
-)
+from jaxdist.core.mesh import BATCH_AXES, MeshSpec
+from jaxdist.core.types import ConfigError
+from jaxdist.data import DataConfig, Loader, Order, eval_batches, open_datasets, resume_sample
 from jaxdist.data.loader import make_batch
-from jaxdist.mesh import BATCH_AXES, MeshSpec
-from jaxdist.types import ConfigError
 
 MESHES = ["dp=1", "dp=8", "dp=2,tp=4", "fsdp=4,dp=2", "pp=2,dp=2,tp=2", "fsdp=8"]
 

@@ -10,12 +10,12 @@ import pytest
 from hf_models import CHATML, write_tokenizer
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxdist.core.mesh import BATCH_AXES, MeshSpec
+from jaxdist.core.types import ConfigError
 from jaxdist.data import DataConfig, Loader, load_tokenizer, open_datasets
 from jaxdist.data.__main__ import main
 from jaxdist.data.chat import JinjaTemplate, PlainTemplate, load_template
 from jaxdist.data.corpus import Corpus
-from jaxdist.mesh import BATCH_AXES, MeshSpec
-from jaxdist.types import ConfigError
 
 # Trims, and shows the thinking of the last answer only, as templates of reasoning models do.
 THINKING = """\

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxdist.core.mesh import BATCH_AXES, MeshSpec
+from jaxdist.core.types import ConfigError
 from jaxdist.data import DataConfig, Loader, eval_batches, open_datasets
-from jaxdist.mesh import BATCH_AXES, MeshSpec
-from jaxdist.types import ConfigError
 
 MODULE = """
 import grain

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from jaxdist.core.types import ConfigError
 from jaxdist.data import DataConfig, open_datasets
 from jaxdist.data.images import TEST_FILE, TRAIN_FILES, open_cifar
-from jaxdist.types import ConfigError
 
 NAMES = (*TRAIN_FILES, TEST_FILE)
 

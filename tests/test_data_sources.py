@@ -17,6 +17,7 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
+from jaxdist.core.types import ConfigError
 from jaxdist.data import DataConfig, load_tokenizer, open_datasets
 from jaxdist.data import documents as documents_room
 from jaxdist.data.__main__ import main
@@ -24,7 +25,6 @@ from jaxdist.data.corpus import Corpus, cached_corpus, write_corpus
 from jaxdist.data.documents import find_files, library_files, read_pieces
 from jaxdist.data.encoding import TextEncoder
 from jaxdist.data.tokenizer import ByteTokenizer, train_bpe
-from jaxdist.types import ConfigError
 
 TEXTS = ["The first text.\n", "Zweiter Text: äöü €\n", "third\n\n  with blank lines\n", "4th"]
 
@@ -330,7 +330,7 @@ def test_the_command_learns_a_bpe_and_keeps_it_with_the_tokens(tmp_path):
         (["--train-bpe", "100"], "--train-bpe 100: a byte-level BPE holds 256 bytes"),
         (["--train-bpe", "90000"], "the text gives only [0-9]+ tokens"),
         (["--train-bpe", "300", "--tokenizer", "x"], "Drop one"),
-        (["--end-token", "<s>"], "Leave end_token empty"),
+        (["--end-token", "<s>"], "Leave eos_token empty"),
         (["--tokenizer", "nowhere.json"], "'nowhere.json' cannot be read"),
         (["--text-field", "body"], r"source.jsonl:1 has no field 'body' \(it has: text, other\)"),
     ],
@@ -457,8 +457,8 @@ def test_tokenizers_that_do_not_fit_are_refused(tmp_path, bpe):
             open_datasets(DataConfig(sources=names, **settings), seq_len=8)
 
     refused("is not a tokenizer.json of the tokenizers library", tokenizer=str(broken))
-    refused("'<s>' is not a token of .*endoftext", tokenizer=str(bpe), end_token="<s>")
-    refused("which ends documents with byte 0", end_token="<s>")
+    refused("'<s>' is not a token of .*endoftext", tokenizer=str(bpe), eos_token="<s>")
+    refused("which ends documents with byte 0", eos_token="<s>")
     refused(
         "data.vocab_size=100 is smaller than the 280 tokens", tokenizer=str(bpe), vocab_size=100
     )

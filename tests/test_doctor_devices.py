@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxdist import collectives
-from jaxdist.doctor import devices, directory, network
-from jaxdist.doctor.findings import Finding
-from jaxdist.mesh import MeshSpec
+from jaxdist.core import collectives
+from jaxdist.core.mesh import MeshSpec
+from jaxdist.tools.doctor import devices, directory, network
+from jaxdist.tools.doctor.findings import Finding
 
 
 def severities(findings: list[Finding]) -> list[str]:

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxdist.doctor import gpus, host, slurm
-from jaxdist.doctor.findings import Finding
+from jaxdist.tools.doctor import gpus, host, slurm
+from jaxdist.tools.doctor.findings import Finding
 
 GIB = 1 << 30
 

@@ -6,16 +6,16 @@ import itertools
 import jax
 import pytest
 
-from jaxdist.assembly import assemble
 from jaxdist.config import RunConfig, fit_devices, legal_sizes, read_run
+from jaxdist.core.mesh import MeshSpec, factorisations, shrink, shrunk_sizes
+from jaxdist.core.parallel.pipeline.config import PipelineConfig
+from jaxdist.core.sharding import MeshConfig
+from jaxdist.core.step import EvalConfig, TrainConfig
+from jaxdist.core.types import ConfigError
 from jaxdist.data import Loader, open_datasets
-from jaxdist.evaluation import evaluate
-from jaxdist.mesh import MeshSpec, factorisations, shrink, shrunk_sizes
 from jaxdist.models.configs import DecoderConfig
-from jaxdist.parallel.microbatches import PipelineConfig
-from jaxdist.sharding import MeshConfig
-from jaxdist.step import EvalConfig, TrainConfig
-from jaxdist.types import ConfigError
+from jaxdist.run.evaluation_loop import evaluate
+from jaxdist.run.setup import assemble
 
 MODEL = DecoderConfig(d_model=32, num_layers=4, num_heads=4, num_kv_heads=4, mlp_dim=64)
 DIVISIBLE = DecoderConfig(d_model=96, num_layers=12, num_heads=12, num_kv_heads=12, mlp_dim=96)

@@ -16,24 +16,24 @@ from decoders import FAMILIES
 from tiny import CONFIGS
 
 from jaxdist import models
-from jaxdist.assembly import assemble
 from jaxdist.config import RunConfig
+from jaxdist.core.mesh import MeshSpec
+from jaxdist.core.parallel.pipeline.config import PipelineConfig
+from jaxdist.core.precision import PrecisionConfig
+from jaxdist.core.sharding import MeshConfig
+from jaxdist.core.step import TrainConfig
 from jaxdist.data.config import DataConfig
-from jaxdist.estimate import cost, work
-from jaxdist.estimate.job import Job
-from jaxdist.estimate.memory import estimate_memory, usable_bytes
-from jaxdist.estimate.search import Choice, search, why_not
-from jaxdist.estimate.time import estimate_time
-from jaxdist.estimate.traffic import flows_of, members_per_fabric
-from jaxdist.estimate.weights import weights_of
-from jaxdist.hardware import GPUS, Cluster, parse_gpus
-from jaxdist.mesh import MeshSpec
 from jaxdist.models import CnnConfig, CustomConfig, DecoderConfig
 from jaxdist.optim import OptimConfig
-from jaxdist.parallel.microbatches import PipelineConfig
-from jaxdist.precision import PrecisionConfig
-from jaxdist.sharding import MeshConfig
-from jaxdist.step import TrainConfig
+from jaxdist.plan.estimate import cost, flops
+from jaxdist.plan.estimate.job import Job
+from jaxdist.plan.estimate.memory import estimate_memory, usable_bytes
+from jaxdist.plan.estimate.params import weights_of
+from jaxdist.plan.estimate.search import Choice, search, why_not
+from jaxdist.plan.estimate.time import estimate_time
+from jaxdist.plan.estimate.traffic import flows_of, members_per_fabric
+from jaxdist.plan.hardware import GPUS, Cluster, parse_gpus
+from jaxdist.run.setup import assemble
 
 ROOT = Path(__file__).parent.parent
 
@@ -161,7 +161,7 @@ def test_memory_is_within_ten_percent_of_the_gpu_compilers_and_mostly_five():
 
 def test_a_fault_in_the_arithmetic_would_show(monkeypatch):
     """Forgetting what one layer keeps moves rows out of the tolerance."""
-    from jaxdist.estimate import activations
+    from jaxdist.plan.estimate import activations
 
     script = bench("plan_memory")
     numbers = json.loads(script.NUMBERS.read_text())
@@ -205,13 +205,13 @@ def test_a_run_may_take_the_share_that_the_environment_gives(monkeypatch):
 
 def test_products_are_six_flops_for_each_weight_and_token():
     one = job(train={"remat": "none"})
-    layers = (work.layer_forward(one) + work.layer_backward(one)) * one.num_layers
-    step = layers + work.head(one)
-    flops = LLAMA.flops_per_token(1024)
-    matrices = flops["causal"] - 12 * 16 * 16 * 64 * 512  # without causal attention
+    layers = (flops.layer_forward(one) + flops.layer_backward(one)) * one.num_layers
+    step = layers + flops.head(one)
+    expected = LLAMA.flops_per_token(1024)
+    matrices = expected["causal"] - 12 * 16 * 16 * 64 * 512  # without causal attention
     assert step.products == pytest.approx(matrices * one.tokens, rel=1e-12)
     # Forward and 2.5 times that backward, where the MFU counts 2.
-    assert step.attention == pytest.approx(3.5 / 3 * (flops["causal"] - matrices) * one.tokens)
+    assert step.attention == pytest.approx(3.5 / 3 * (expected["causal"] - matrices) * one.tokens)
 
 
 def test_tensor_parallelism_divides_the_products():
@@ -225,9 +225,9 @@ def test_the_bubble_is_that_of_the_schedule(stages):
     microbatches = 16
     one = job(f"pp={stages}", pipeline={"num_microbatches": microbatches})
     time = estimate_time(one)
-    layers = (work.layer_forward(one) * 2 + work.layer_backward(one)) * one.layers_per_stage
+    layers = (flops.layer_forward(one) * 2 + flops.layer_backward(one)) * one.layers_per_stage
     reach = time.products / (
-        layers.products * microbatches + work.head(one).products * microbatches
+        layers.products * microbatches + flops.head(one).products * microbatches
     )
     rounds = layers.products * reach * (stages - 1)
     # The waiting covers attention and memory-bound work too, so it is more than its products.
@@ -382,8 +382,8 @@ def test_arithmetic_starts_no_device():
     code = (
         "import jax._src.xla_bridge as bridge\n"
         "from jaxdist.config import RunConfig\n"
-        "from jaxdist.estimate.search import search\n"
-        "from jaxdist.hardware import parse_gpus\n"
+        "from jaxdist.plan.estimate.search import search\n"
+        "from jaxdist.plan.hardware import parse_gpus\n"
         "search(RunConfig(), parse_gpus('h100:8')[0])\n"
         "import sys\n"
         "print(bool(bridge._backends), 'flax' in sys.modules)"

@@ -11,11 +11,11 @@ import types
 import pytest
 
 from jaxdist.config import RunConfig
-from jaxdist.estimate.budget import Budget, executable_bytes, needs_of
-from jaxdist.mesh import MeshSpec
+from jaxdist.core.mesh import MeshSpec
+from jaxdist.core.step import TrainConfig
+from jaxdist.core.types import ConfigError
 from jaxdist.models import DecoderConfig
-from jaxdist.step import TrainConfig
-from jaxdist.types import ConfigError
+from jaxdist.plan.estimate.memory_check import Budget, executable_bytes, needs_of
 
 GIB = 2**30
 LLAMA = DecoderConfig(
@@ -148,7 +148,7 @@ SMALL = (
 def test_force_starts_all_the_same(monkeypatch, tmp_path):
     """The one line of train.py: `budget.check()` unless `--force`."""
     from jaxdist import train
-    from jaxdist.estimate import budget as room
+    from jaxdist.plan.estimate import memory_check as room
 
     class Refusing:
         def check(self):
@@ -171,7 +171,7 @@ def test_force_starts_all_the_same(monkeypatch, tmp_path):
 def test_training_compares_with_its_executable_and_compiles_it_once(monkeypatch, tmp_path, capsys):
     """On CPU devices that pose as GPUs: the account is the executable's, whatever made it."""
     from jaxdist import train
-    from jaxdist.estimate import budget as room
+    from jaxdist.plan.estimate import memory_check as room
 
     seen = []
     of = room.Budget.of

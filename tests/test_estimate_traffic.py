@@ -7,14 +7,14 @@ from test_traffic import CASES, lowered
 from tiny import CONFIGS, ROWS, SEQ, Case, layout_of
 
 from jaxdist.config import RunConfig
-from jaxdist.estimate import traffic
-from jaxdist.estimate.job import Job
-from jaxdist.hardware import GPUS, Cluster
-from jaxdist.mesh import MeshSpec
-from jaxdist.plan import program
-from jaxdist.precision import PrecisionConfig
-from jaxdist.sharding import MeshConfig
-from jaxdist.step import TrainConfig
+from jaxdist.core.mesh import MeshSpec
+from jaxdist.core.precision import PrecisionConfig
+from jaxdist.core.sharding import MeshConfig
+from jaxdist.core.step import TrainConfig
+from jaxdist.plan.compiled import collectives
+from jaxdist.plan.estimate import traffic
+from jaxdist.plan.estimate.job import Job
+from jaxdist.plan.hardware import GPUS, Cluster
 
 
 def job_of(case: Case, **changes) -> Job:
@@ -45,5 +45,5 @@ def moved(case: Case, **changes) -> dict[tuple[str, str], float]:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_estimated_traffic_equals_the_compiled_programs(case):
     text = lowered(case).compile().as_text()
-    read = program.traffic(text, layout_of(case).mesh.shape)
+    read = collectives.traffic(text, layout_of(case).mesh.shape)
     assert moved(case) == {key: amount for key, (_, amount) in read.items()}

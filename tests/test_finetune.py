@@ -11,12 +11,12 @@ from commands import records, run
 from decoders import FAMILIES, logits_of
 from hf_models import CHATML, write_model, write_tokenizer
 
-from jaxdist.assembly import open_run
 from jaxdist.config import read_run
-from jaxdist.convert.__main__ import main as convert
+from jaxdist.core.types import ConfigError
 from jaxdist.data import open_datasets
 from jaxdist.models import DecoderConfig, build
-from jaxdist.types import ConfigError
+from jaxdist.run.setup import open_run
+from jaxdist.tools.convert.__main__ import main as convert
 
 VOCAB = 320
 FLAGS = [
@@ -199,7 +199,7 @@ def test_a_tuned_run_goes_on_with_the_same_command(tmp_path):
 
 def test_a_new_head_is_random_and_what_is_left_out_is_named(tmp_path):
     """A tied model gets a head of its own: refused until it is named, and then the seed's."""
-    from jaxdist.assembly import assemble
+    from jaxdist.run.setup import assemble
 
     source = tmp_path / "model"
     make_directory(source, "qwen2")
@@ -210,20 +210,22 @@ def test_a_new_head_is_random_and_what_is_left_out_is_named(tmp_path):
     config = read_run([*flags, "--init-fresh=head/kernel"], command="jaxdist.train")
     parts = assemble(config, jax.devices()[:4])
     params = parts.init_state().params
-    random = assemble(dataclasses.replace(config, init_from="", init_fresh=[]), jax.devices()[:4])
+    random = assemble(
+        dataclasses.replace(config, init_from="", reinit_params=[]), jax.devices()[:4]
+    )
     expected = random.init_state().params
     np.testing.assert_array_equal(params["head"]["kernel"], expected["head"]["kernel"])
     stored = parts.stored_params(str(source), parts.init_state().params, fresh=["head/kernel"])
     np.testing.assert_array_equal(params["embed"]["table"], stored["embed"]["table"])
     assert not np.array_equal(params["embed"]["table"], expected["embed"]["table"])
-    with pytest.raises(ConfigError, match=r"init_fresh names params/tail, and the model has no"):
-        broken = dataclasses.replace(config, init_fresh=["head/kernel", "tail"])
+    with pytest.raises(ConfigError, match=r"reinit_params names params/tail, and the model has no"):
+        broken = dataclasses.replace(config, reinit_params=["head/kernel", "tail"])
         assemble(broken, jax.devices()[:4]).init_state()
     tied = dataclasses.replace(config.model, tie_embeddings=True, qkv_bias=False)
-    other = dataclasses.replace(config, model=tied, init_fresh=[])
+    other = dataclasses.replace(config, model=tied, reinit_params=[])
     with pytest.raises(ConfigError, match=r"has params/layers/attention/qkv_bias, the model has"):
         assemble(other, jax.devices()[:4]).init_state()
-    unused = dataclasses.replace(other, init_unused=["layers/attention/qkv_bias"])
+    unused = dataclasses.replace(other, ignore_params=["layers/attention/qkv_bias"])
     assemble(unused, jax.devices()[:4]).init_state()
-    with pytest.raises(ConfigError, match=r"init_fresh=\['head'\] without init_from"):
+    with pytest.raises(ConfigError, match=r"reinit_params=\['head'\] without init_from"):
         read_run(["--init-fresh=head"], command="jaxdist.train")

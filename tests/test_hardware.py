@@ -2,8 +2,8 @@
 
 import pytest
 
-from jaxdist.hardware import GPUS, find_gpu, gpu_of, parse_gpus, read_hardware
-from jaxdist.types import ConfigError
+from jaxdist.core.types import ConfigError
+from jaxdist.plan.hardware import GPUS, find_gpu, gpu_of, parse_gpus, read_hardware
 
 
 @pytest.mark.parametrize(

@@ -16,14 +16,14 @@ from commands import environment
 from decoders import FAMILIES
 from hf_models import write_model
 
-from jaxdist.huggingface import directory, loading, safetensors
-from jaxdist.huggingface.directory import is_model, open_weights
-from jaxdist.huggingface.families import family_of, left_out, pieces, write_config
-from jaxdist.huggingface.loading import load_params
-from jaxdist.mesh import MeshSpec
+from jaxdist.core.mesh import MeshSpec
+from jaxdist.core.sharding import RULES, Layout
+from jaxdist.core.types import ConfigError
 from jaxdist.models import DecoderConfig, build
-from jaxdist.sharding import RULES, Layout
-from jaxdist.types import ConfigError
+from jaxdist.models.huggingface import directory, loading, safetensors
+from jaxdist.models.huggingface.directory import is_model, open_weights
+from jaxdist.models.huggingface.families import family_of, left_out, pieces, write_config
+from jaxdist.models.huggingface.loading import load_params
 
 SEQ = 16
 

@@ -12,8 +12,8 @@ from commands import ROOT
 from launched import Launched, is_running
 
 from jaxdist import runtime
-from jaxdist.launch.local import LaunchPlan, read_plan
-from jaxdist.launch.supervisor import Budget
+from jaxdist.tools.launch.local import LaunchPlan, read_plan
+from jaxdist.tools.launch.supervisor import Budget
 
 
 def test_processes_know_their_place_and_speak_with_a_prefix(tmp_path):
@@ -127,9 +127,9 @@ def test_a_process_killed_without_words_is_named_with_its_signal(tmp_path):
 @pytest.mark.parametrize(
     ("body", "code"),
     [
-        ("from jaxdist.types import ConfigError\nraise ConfigError(['mesh dp=3 is bad'])", 2),
+        ("from jaxdist.core.types import ConfigError\nraise ConfigError(['mesh dp=3 is bad'])", 2),
         ("return runtime.EXIT_PREEMPTED", 75),
-        ("from jaxdist.resilience import DamagedState\nraise DamagedState('device 3')", 85),
+        ("from jaxdist.run.resilience import DamagedState\nraise DamagedState('device 3')", 85),
         ("raise KeyboardInterrupt", 130),
         ("return 0", 0),
     ],
@@ -145,9 +145,9 @@ def test_what_a_restart_cannot_heal_is_not_restarted(tmp_path, body, code):
 def test_other_hosts_are_told_of_a_killed_process_and_their_watchdogs_follow(
     tmp_path, nnodes, told
 ):
-    from jaxdist.launch.attempt import Attempt, Place
-    from jaxdist.resilience.config import ResilienceConfig
-    from jaxdist.resilience.watchdog import Watchdog
+    from jaxdist.run.resilience.config import ResilienceConfig
+    from jaxdist.run.resilience.watchdog import Watchdog
+    from jaxdist.tools.launch.worker_group import Attempt, Place
 
     left: list[int] = []
     other = Watchdog(ResilienceConfig(), tmp_path, process=5, beat_s=0.05, leave=left.append)
@@ -175,7 +175,7 @@ def test_other_hosts_are_told_of_a_killed_process_and_their_watchdogs_follow(
     ],
 )  # fmt: skip
 def test_whom_a_process_lost_is_named_with_its_host(tmp_path, listed, lost):
-    from jaxdist.launch.attempt import Attempt, Place
+    from jaxdist.tools.launch.worker_group import Attempt, Place
 
     (tmp_path / "process-1.progress.json").write_text('{"host": "n7"}')
     words = "the JAX distributed service detected fatal errors 15: tasks are unhealthy"
@@ -375,7 +375,7 @@ def test_a_run_directory_that_is_gone_is_waited_for_and_not_made_anew(tmp_path):
 
 
 def test_a_run_directory_that_does_not_come_back_ends_the_launch(tmp_path, monkeypatch, capsys):
-    from jaxdist.launch import supervisor
+    from jaxdist.tools.launch import supervisor
 
     monkeypatch.setattr(supervisor, "_LOST_DIRECTORY_S", 0.3)
     subject = supervisor.Supervisor(
@@ -431,7 +431,8 @@ def test_a_plan_names_what_is_wrong(fields, text):
 
 
 def test_the_launcher_imports_no_jax():
-    code = "import sys, jaxdist.launch.__main__, jaxdist.launch.local; print('jax' in sys.modules)"
+    modules = "jaxdist.tools.launch.__main__, jaxdist.tools.launch.local"
+    code = f"import sys, {modules}; print('jax' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
 

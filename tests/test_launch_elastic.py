@@ -9,10 +9,10 @@ import pytest
 from commands import ROOT
 from launched import Launched
 
-from jaxdist.launch.elastic import ElasticPlan, Range, Sizes, choose, impossible
-from jaxdist.launch.local import read_plan
-from jaxdist.launch.rendezvous import Host
-from jaxdist.launch.sizing import read_sizes
+from jaxdist.tools.launch.legal_sizes import read_sizes
+from jaxdist.tools.launch.local import read_plan
+from jaxdist.tools.launch.membership import ElasticPlan, Range, Sizes, choose, impossible
+from jaxdist.tools.launch.rendezvous import Host
 
 # --- the choice -----------------------------------------------------------------------------------
 
@@ -111,7 +111,7 @@ def test_ranges_that_never_make_a_legal_job_are_refused():
     ],
 )
 def test_bad_ranges_say_what_is_allowed(capsys, flags, texts):
-    from jaxdist.launch.local import main
+    from jaxdist.tools.launch.local import main
 
     assert main(flags) == 2
     err = capsys.readouterr().err

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 from test_launch_elastic import a_plan
 
-from jaxdist.launch import host as host_module
-from jaxdist.launch import rendezvous
-from jaxdist.launch.attempt import Outcome
-from jaxdist.launch.elastic import ElasticPlan, Sizes
-from jaxdist.launch.rendezvous import Rendezvous, Round
-from jaxdist.launch.rounds import ElasticPlaces
+from jaxdist.tools.launch import rendezvous
+from jaxdist.tools.launch import resources as host_module
+from jaxdist.tools.launch.elastic_agent import ElasticPlaces
+from jaxdist.tools.launch.membership import ElasticPlan, Sizes
+from jaxdist.tools.launch.rendezvous import Rendezvous, Round
+from jaxdist.tools.launch.worker_group import Outcome
 
 LOST_S, JOIN_S = 15.0, 30.0
 

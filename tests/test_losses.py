@@ -9,8 +9,8 @@ import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from jaxdist import collectives
-from jaxdist.losses import Vocabulary, label_cross_entropy, token_cross_entropy
+from jaxdist.core import collectives
+from jaxdist.core.losses import Vocabulary, label_cross_entropy, token_cross_entropy
 
 BATCH, SEQ, WIDTH, VOCAB, PADDED = 2, 15, 12, 29, 32
 

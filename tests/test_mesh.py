@@ -3,8 +3,8 @@
 import jax
 import pytest
 
-from jaxdist.mesh import AXES, MeshSpec, factorisations, nearest, spec_of
-from jaxdist.types import ConfigError
+from jaxdist.core.mesh import AXES, MeshSpec, factorisations, nearest, spec_of
+from jaxdist.core.types import ConfigError
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ MESHES = {
     "fsdp8": ("fsdp=8", []),
     "tp4": ("tp=4", []),
     "pp4": ("pp=4", []),
-    "pp2_interleaved": ("pp=2", ["--pipeline.chunks_per_stage=2"]),
+    "pp2_interleaved": ("pp=2", ["--pipeline.num_virtual_stages=2"]),
     "dp2_tp2_pp2": ("dp=2,tp=2,pp=2", []),
     "dp2_fsdp2_tp2": ("dp=2,fsdp=2,tp=2", []),
     "fsdp64": ("fsdp=64", []),

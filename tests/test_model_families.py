@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from decoders import FAMILIES, logits_of, random_tokens, scan_layers
 
-from jaxdist.losses import Vocabulary, token_cross_entropy
+from jaxdist.core.losses import Vocabulary, token_cross_entropy
+from jaxdist.core.types import Context
 from jaxdist.models import build
-from jaxdist.types import Context
 
 torch = pytest.importorskip("torch", reason="needs the reference extra (torch)")
 transformers = pytest.importorskip("transformers", reason="needs the reference extra")

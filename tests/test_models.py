@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from decoders import FAMILIES, SIZES, logits_of, random_params, random_tokens
 
-from jaxdist.mesh import MeshSpec
+from jaxdist.core.mesh import MeshSpec
+from jaxdist.core.precision import PrecisionConfig
+from jaxdist.core.sharding import Layout
+from jaxdist.core.step import TrainConfig, make_context, make_value_and_grad
+from jaxdist.core.types import ConfigError, Context
 from jaxdist.models import build, layers
 from jaxdist.models.kernels import choose_attention
-from jaxdist.precision import PrecisionConfig
-from jaxdist.sharding import Layout
-from jaxdist.step import TrainConfig, make_context, make_value_and_grad
-from jaxdist.types import ConfigError, Context
 
 # The same float32 numbers, summed in another order; logits are of order 1.
 TOLERANCE = 1e-5

@@ -18,15 +18,15 @@ import numpy as np
 import pytest
 from monitored import header, of_kind, scalars, start, train
 
-from jaxdist.monitoring import (
+from jaxdist.core.types import ConfigError
+from jaxdist.run.metrics_log import RecordWriter, decode, encode
+from jaxdist.run.monitoring import (
     MonitoringConfig,
     RunDirectory,
     current,
     environment,
     read_records,
 )
-from jaxdist.monitoring.records import RecordWriter, decode, encode
-from jaxdist.types import ConfigError
 
 pytestmark = pytest.mark.usefixtures("propagating")
 
@@ -359,7 +359,7 @@ def test_config_names_every_problem():
 
 def test_importing_monitoring_is_light():
     code = (
-        "import sys, jaxdist.monitoring\n"
+        "import sys, jaxdist.run.monitoring\n"
         "print([m for m in ('flax', 'orbax', 'tensorboardX', 'grain') if m in sys.modules])\n"
         "from jax._src import xla_bridge\n"
         "print(xla_bridge.backends_are_initialized())"

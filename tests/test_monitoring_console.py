@@ -11,11 +11,7 @@ import jax.numpy as jnp
 import pytest
 from monitored import Clock, events, header, start, train
 
-from jaxdist.monitoring import (
-    MonitoringConfig,
-    device_seconds,
-    read_records,
-)
+from jaxdist.run.monitoring import MonitoringConfig, device_seconds, read_records
 
 pytestmark = pytest.mark.usefixtures("propagating")
 

@@ -13,14 +13,14 @@ from commands import ROOT, environment
 from test_runtime_job import free_port
 
 from jaxdist import runtime
-from jaxdist.judging import Judge
-from jaxdist.monitoring import Monitor, MonitoringConfig, RunDirectory, StepTimer, read_records
-from jaxdist.monitoring import monitor as monitor_module
-from jaxdist.monitoring import sensors as sensors_module
-from jaxdist.monitoring.console import idle_lines
-from jaxdist.monitoring.processes import ProcessWatch, find_slow, newest_common, summarise
-from jaxdist.monitoring.sensors import Sensors
-from jaxdist.monitoring.totals import Idle
+from jaxdist.run.monitoring import Monitor, MonitoringConfig, RunDirectory, StepTimer, read_records
+from jaxdist.run.monitoring import gpu_stats as sensors_module
+from jaxdist.run.monitoring import monitor as monitor_module
+from jaxdist.run.monitoring.console import idle_lines
+from jaxdist.run.monitoring.gpu_stats import Sensors
+from jaxdist.run.monitoring.stragglers import ProcessWatch, find_slow, newest_common, summarise
+from jaxdist.run.monitoring.summary import Idle
+from jaxdist.run.step_report import Judge
 
 pytestmark = pytest.mark.usefixtures("propagating")
 

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import pytest
 from commands import command, environment, run, tiny
 
-from jaxdist.monitoring import MonitoringConfig
-from jaxdist.monitoring.profiling import Profiler, steps_of
+from jaxdist.run.monitoring import MonitoringConfig
+from jaxdist.run.monitoring.profiler import Profiler, steps_of
 from jaxdist.runtime import TraceRequests
 
 

@@ -16,10 +16,10 @@ from commands import ROOT, command, environment, tiny
 from prometheus_client.parser import text_string_to_metric_families
 from test_runtime_job import free_port
 
-from jaxdist.monitoring import Monitor, MonitoringConfig, RunDirectory
-from jaxdist.monitoring import monitor as monitor_module
-from jaxdist.monitoring.prometheus import _numbers
-from jaxdist.types import ConfigError
+from jaxdist.core.types import ConfigError
+from jaxdist.run.monitoring import Monitor, MonitoringConfig, RunDirectory
+from jaxdist.run.monitoring import monitor as monitor_module
+from jaxdist.run.monitoring.prometheus import _numbers
 
 
 def fetch(port: int) -> dict[str, float]:

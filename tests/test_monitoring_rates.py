@@ -7,9 +7,9 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxdist.hardware import peak_flops
-from jaxdist.mesh import MeshSpec
-from jaxdist.monitoring import (
+from jaxdist.core.mesh import MeshSpec
+from jaxdist.plan.hardware import peak_flops
+from jaxdist.run.monitoring import (
     Compilation,
     CompileWatch,
     DataWaitWatch,

@@ -11,9 +11,9 @@ import optax
 import pytest
 
 from jaxdist import optim
+from jaxdist.core.types import Dims
 from jaxdist.optim import OptimConfig, make_optimizer, make_schedule
 from jaxdist.optim.matrices import Sides, sides_of
-from jaxdist.types import Dims
 
 AXES = {
     "embed": Dims(("vocab", "d_model")),
@@ -430,7 +430,7 @@ def test_learning_rate_scales_with_the_effective_batch(scaling, factor):
         ("wsd_decay_ratio", 0.0), ("wsd_decay_ratio", 1.5), ("min_lr_ratio", 1.5),
         ("lr_base_batch_size", 0), ("beta1", 1.0), ("beta2", -0.1), ("eps", 0.0),
         ("momentum", 1.0), ("factored_decay", 0.0), ("update_clip", 0.0), ("weight_decay", -0.1),
-        ("clip_norm", math.inf),
+        ("max_grad_norm", math.inf),
     ],
 )  # fmt: skip
 def test_a_bad_value_is_named_with_its_rule(field, value):
@@ -440,4 +440,4 @@ def test_a_bad_value_is_named_with_its_rule(field, value):
 
 def test_every_problem_is_reported_and_the_default_has_none():
     assert OptimConfig().problems() == []
-    assert len(OptimConfig(peak_lr=-1.0, beta1=2.0, clip_norm=-1.0).problems()) == 3
+    assert len(OptimConfig(peak_lr=-1.0, beta1=2.0, max_grad_norm=-1.0).problems()) == 3

@@ -13,10 +13,11 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from tiny import Case, layout_of, model_of, step_of, text_batch
 
-from jaxdist import collectives, generate
-from jaxdist.ordering import in_order
-from jaxdist.plan import hlo
-from jaxdist.step import gradients
+from jaxdist import generate
+from jaxdist.core import collectives
+from jaxdist.core.collective_order import in_order
+from jaxdist.core.step import gradients
+from jaxdist.plan.compiled import hlo
 
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "collective-permute", "all-to-all")
 
@@ -151,7 +152,7 @@ def test_generation_is_in_order(monkeypatch):
         asked.append(hidden)
         return in_order(function, hidden=hidden)
 
-    monkeypatch.setattr("jaxdist.ordering.in_order", spy)
+    monkeypatch.setattr("jaxdist.core.collective_order.in_order", spy)
     model, layout, (_, state) = model_of("rotary"), layout_of(case), step_of(case)
     config = generate.GenerateConfig(run="none", temperature=0.0, max_new_tokens=3)
     prompts = [np.arange(4), np.arange(2)]

@@ -21,10 +21,10 @@ from tiny import (
     run,
 )
 
-from jaxdist import collectives
-from jaxdist.mesh import factorisations
-from jaxdist.parallel import data
-from jaxdist.state import init_state
+from jaxdist.core import collectives
+from jaxdist.core.mesh import factorisations
+from jaxdist.core.parallel import data
+from jaxdist.core.state import init_state
 
 FIRST_LOSS = 1e-6  # relative: the order of one sum
 GRADIENTS = 1e-5  # of the largest gradient
@@ -155,7 +155,7 @@ def wrong_part_of_the_sequence(monkeypatch):
     """Each tensor device keeps its neighbour's positions."""
     index = collectives.group_index
     shifted = lambda axes: 1 - index(axes) if axes == "tensor" else index(axes)
-    from jaxdist.parallel import tensor
+    from jaxdist.core.parallel import tensor
 
     split = tensor._split_sequence
 

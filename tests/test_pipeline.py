@@ -11,10 +11,10 @@ import pipeline_parity
 import pytest
 from pipeline_parity import Case, compare
 
-from jaxdist.parallel import pipeline, ticks
-from jaxdist.parallel.microbatches import PipelineConfig, choose_num_microbatches, describe
-from jaxdist.parallel.pieces import matchings
-from jaxdist.parallel.slots import tabulate
+from jaxdist.core.parallel.pipeline import executor, value_and_grad
+from jaxdist.core.parallel.pipeline.buffers import tabulate
+from jaxdist.core.parallel.pipeline.config import PipelineConfig, choose_num_microbatches, describe
+from jaxdist.core.parallel.pipeline.virtual_stages import matchings
 
 # The project's contract for float32 across meshes: sums of another order, nothing else.
 LOSS, GRADIENT = 1e-6, 1e-5
@@ -131,8 +131,8 @@ def test_a_wrong_table_gives_wrong_gradients(fault, monkeypatch):
         tables = tabulate(schedule)
         return dataclasses.replace(tables, **fault(tables))
 
-    monkeypatch.setattr(ticks, "tabulate", faulty)
-    monkeypatch.setattr(pipeline, "tabulate", faulty)
+    monkeypatch.setattr(executor, "tabulate", faulty)
+    monkeypatch.setattr(value_and_grad, "tabulate", faulty)
     difference = compare(Case(mesh="pp=2", chunks=2, rows=4))
     assert difference.gradient > 100 * GRADIENT
 
@@ -145,7 +145,7 @@ def test_microbatches_are_chosen_from_stages_and_rows():
     assert choose_num_microbatches(64, 2) == 8
     assert choose_num_microbatches(6, 4) == 6
     assert choose_num_microbatches(15, 4) == 15
-    assert choose_num_microbatches(24, 4, chunks_per_stage=2) == 24
+    assert choose_num_microbatches(24, 4, num_virtual_stages=2) == 24
 
 
 def test_the_choice_and_its_bubble_are_said():
@@ -166,15 +166,15 @@ def test_given_microbatches_win_over_accumulation_and_over_the_choice():
 
 
 def test_settings_that_cannot_work_are_refused_with_the_fix():
-    problems = PipelineConfig(num_microbatches=-1, chunks_per_stage=0).problems()
+    problems = PipelineConfig(num_microbatches=-1, num_virtual_stages=0).problems()
     assert len(problems) == 2
     assert "Use 0 to have it chosen" in problems[0]
-    (problem,) = PipelineConfig(schedule="1f1b_lean", chunks_per_stage=2).problems()
-    assert "Use pipeline.chunks_per_stage=1, or 1f1b" in problem
-    (problem,) = PipelineConfig(chunks_per_stage=3).fit_problems(num_stages=4, num_layers=32)
+    (problem,) = PipelineConfig(schedule="1f1b_lean", num_virtual_stages=2).problems()
+    assert "Use value_and_grad.num_virtual_stages=1, or 1f1b" in problem
+    (problem,) = PipelineConfig(num_virtual_stages=3).fit_problems(num_stages=4, num_layers=32)
     assert "12 equal pieces, which do not divide num_layers=32" in problem
-    assert "chunks_per_stage=1, 2, 4 or 8, or num_layers=36" in problem
-    assert not PipelineConfig(chunks_per_stage=2).fit_problems(num_stages=4, num_layers=32)
+    assert "num_virtual_stages=1, 2, 4 or 8, or num_layers=36" in problem
+    assert not PipelineConfig(num_virtual_stages=2).fit_problems(num_stages=4, num_layers=32)
 
 
 @pytest.mark.parametrize(("p", "v"), [(2, 2), (2, 3), (4, 2), (4, 3), (4, 4), (8, 2), (3, 5)])

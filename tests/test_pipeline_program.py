@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from pipeline_parity import FAST_COMPILE, Case, lowered
 
-from jaxdist.parallel.phases import phases
-from jaxdist.parallel.schedules import make_schedule
-from jaxdist.parallel.simulation import simulate
+from jaxdist.core.parallel.pipeline.loop_plan import phases
+from jaxdist.core.parallel.pipeline.schedules import make_schedule
+from jaxdist.core.parallel.pipeline.simulation import simulate
 
 
 def inner(equation) -> list:

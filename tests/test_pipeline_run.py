@@ -9,8 +9,8 @@ import pytest
 from pipeline_parity import SEQ_LEN, Case, host_batch, host_params, make_model, make_parts
 
 from jaxdist.checkpoint import CheckpointConfig, Checkpointer
-from jaxdist.state import abstract_state, init_state
-from jaxdist.step import make_step
+from jaxdist.core.state import abstract_state, init_state
+from jaxdist.core.step import make_step
 
 OPTIMIZER = optax.scale_by_adam()
 
@@ -25,7 +25,7 @@ def make_run(case: Case):
         layout,
         config,
         precision,
-        clip_norm=1.0,
+        max_grad_norm=1.0,
         pipeline_config=stages,
     )
     return layout, step

@@ -10,11 +10,11 @@ from xml.etree import ElementTree
 
 import pytest
 
-from jaxdist.plan import planning
+from jaxdist.core.types import ConfigError
+from jaxdist.plan import planner
 from jaxdist.plan.__main__ import main
-from jaxdist.plan.compiled import CompiledStep, Memory, NotCompiled
-from jaxdist.plan.schedules import drawings
-from jaxdist.types import ConfigError
+from jaxdist.plan.compiled.check import CompiledStep, Memory, NotCompiled
+from jaxdist.plan.schedule_view import drawings
 
 SMALL = [
     *("--model.d_model=512", "--model.num_layers=8", "--model.num_heads=8"),
@@ -217,7 +217,7 @@ def test_the_compilers_word_counts(monkeypatch, capsys):
         asked.append(str(mesh))
         return step_of(10**12 if len(asked) == 1 else 10**9)
 
-    monkeypatch.setattr(planning, "compile_step", compile_step)
+    monkeypatch.setattr(planner, "compile_step", compile_step)
     assert main([*WITH, "--gpus", "h100:8", "--json"]) == 0
     (found,) = json.loads(capsys.readouterr().out)["plans"]
     assert len(asked) == 2 and found["mesh"] == asked[1] != asked[0]
@@ -227,7 +227,7 @@ def test_the_compilers_word_counts(monkeypatch, capsys):
 
 
 def test_what_never_fits_is_the_verdict_of_the_compiler(monkeypatch, capsys):
-    monkeypatch.setattr(planning, "compile_step", lambda *a, **k: step_of(10**12))
+    monkeypatch.setattr(planner, "compile_step", lambda *a, **k: step_of(10**12))
     assert main([*WITH, "--gpus", "h100:8", "--json"]) == 0
     (found,) = json.loads(capsys.readouterr().out)["plans"]
     assert (found["fits"], found["verdict_by"]) == (False, "compiler")
@@ -235,7 +235,7 @@ def test_what_never_fits_is_the_verdict_of_the_compiler(monkeypatch, capsys):
 
 def test_without_the_extra_it_falls_back_and_says_so(monkeypatch, capsys):
     missing = NotCompiled(kind="missing", reason="there is no compiler", fix="Install it.")
-    monkeypatch.setattr(planning, "compile_step", lambda *a, **k: missing)
+    monkeypatch.setattr(planner, "compile_step", lambda *a, **k: missing)
     assert main([*WITH, "--gpus", "h100:8"]) == 0
     text = capsys.readouterr().out
     assert "(estimated), with" in text
@@ -249,7 +249,7 @@ def test_a_mesh_that_was_asked_for_is_the_one_compiled(monkeypatch, capsys):
         asked.append((str(mesh), config.train.remat, cluster.num_gpus))
         return step_of(10**9)
 
-    monkeypatch.setattr(planning, "compile_step", compile_step)
+    monkeypatch.setattr(planner, "compile_step", compile_step)
     main([*WITH, "--gpus", "h100:8", "--mesh", "fsdp=8", "--train.remat", "full"])
     capsys.readouterr()
     assert asked == [("fsdp=8", "full", 8)]
@@ -272,4 +272,4 @@ def test_a_wrong_question_exits_2_with_its_problems():
 def test_the_record_is_plain_data(capsys):
     found = plan(capsys, "--gpus", "h100:1", "--failures_per_day", "0")
     assert found["checkpoints"]["interval_s"] is None  # JSON has no infinity
-    assert dataclasses.is_dataclass(planning.Plan)
+    assert dataclasses.is_dataclass(planner.Plan)

@@ -11,19 +11,19 @@ import time
 import jax
 import pytest
 
-from jaxdist.assembly import assemble
 from jaxdist.config import RunConfig
+from jaxdist.core.mesh import MeshSpec
+from jaxdist.core.parallel.pipeline.config import PipelineConfig
+from jaxdist.core.sharding import MeshConfig
+from jaxdist.core.step import TrainConfig
+from jaxdist.core.types import ConfigError
 from jaxdist.data import DataConfig
-from jaxdist.hardware import GPUS, Cluster
-from jaxdist.mesh import MeshSpec
 from jaxdist.models.configs import DecoderConfig
-from jaxdist.parallel.microbatches import PipelineConfig
-from jaxdist.plan import compiled, compiler, target
-from jaxdist.plan.compiled import CompiledStep, NotCompiled, compile_step
-from jaxdist.plan.hlo import Instruction
-from jaxdist.sharding import MeshConfig
-from jaxdist.step import TrainConfig
-from jaxdist.types import ConfigError
+from jaxdist.plan.compiled import check, compiler, gpu_target
+from jaxdist.plan.compiled.check import CompiledStep, NotCompiled, compile_step
+from jaxdist.plan.compiled.hlo import Instruction
+from jaxdist.plan.hardware import GPUS, Cluster
+from jaxdist.run.setup import assemble
 
 MODEL = DecoderConfig(d_model=128, num_layers=4, num_heads=4, num_kv_heads=2, mlp_dim=256)
 TRAIN = TrainConfig(global_batch_size=16, seq_len=128, num_microbatches=4, remat="full")
@@ -33,7 +33,7 @@ MESH = MeshSpec(pipeline=2, data=2, tensor=2)
 
 
 needs_compiler = pytest.mark.skipif(
-    compiled.missing_compiler() is not None,
+    check.missing_compiler() is not None,
     reason="the extra `plan` (XLA:GPU compiler) is not installed",
 )
 
@@ -119,7 +119,7 @@ def test_the_mesh_must_take_all_gpus():
 
 
 def test_without_the_compiler_the_reason_and_the_command_come_back(monkeypatch):
-    monkeypatch.setattr(compiled, "_MODULES", ("jax_plugins.no_such_plugin", "nor_this"))
+    monkeypatch.setattr(check, "_MODULES", ("jax_plugins.no_such_plugin", "nor_this"))
     outcome = compile_step(CONFIG, MESH, NODES)
     assert isinstance(outcome, NotCompiled)
     assert outcome.kind == "missing"
@@ -127,10 +127,10 @@ def test_without_the_compiler_the_reason_and_the_command_come_back(monkeypatch):
 
 
 def test_a_compiler_of_another_version_is_no_compiler(monkeypatch):
-    monkeypatch.setattr(compiled, "_MODULES", ())
+    monkeypatch.setattr(check, "_MODULES", ())
     versions = {"jax": "0.10.2", "jax-cuda13-plugin": "0.9.1"}
-    monkeypatch.setattr(compiled.importlib.metadata, "version", versions.__getitem__)
-    missing = compiled.missing_compiler()
+    monkeypatch.setattr(check.importlib.metadata, "version", versions.__getitem__)
+    missing = check.missing_compiler()
     assert missing is not None
     assert "0.9.1" in missing.reason
     assert "jax-cuda13-pjrt==0.10.2" in missing.fix
@@ -138,8 +138,8 @@ def test_a_compiler_of_another_version_is_no_compiler(monkeypatch):
 
 def ask(code: str, timeout_s: float = 60.0) -> NotCompiled:
     """What a process that runs `code` in the compiler's place comes to."""
-    answer = compiled._ask([sys.executable, "-c", textwrap.dedent(code)], {}, timeout_s)
-    outcome = compiled._interpret(answer)
+    answer = check._ask([sys.executable, "-c", textwrap.dedent(code)], {}, timeout_s)
+    outcome = check._interpret(answer)
     assert isinstance(outcome, NotCompiled)
     return outcome
 
@@ -183,7 +183,7 @@ def running(pid: int) -> bool:
 
 
 FACTS = {
-    "memory": dict.fromkeys((f.name for f in dataclasses.fields(compiled.Memory)), 1),
+    "memory": dict.fromkeys((f.name for f in dataclasses.fields(check.Memory)), 1),
     "buffers": [],
     "collectives": [],
     "branch_shares": {"backward": 0.5},
@@ -211,7 +211,7 @@ COLLECTIVE = {
 
 def answered(log: str = "", **facts) -> CompiledStep:
     text = json.dumps({**FACTS, **facts})
-    outcome = compiled._interpret(compiled._Answer(code=0, answer=text, log=log, timeout_s=1.0))
+    outcome = check._interpret(check._Answer(code=0, answer=text, log=log, timeout_s=1.0))
     assert isinstance(outcome, CompiledStep)
     return outcome
 
@@ -269,7 +269,7 @@ def test_the_workspace_of_cudnn_is_as_measured(gpu, result, bytes_):
 
 @pytest.mark.parametrize("name", sorted(GPUS))
 def test_every_known_gpu_can_be_described_to_the_compiler(name):
-    text = target.target_text(GPUS[name])
+    text = gpu_target.target_text(GPUS[name])
     assert f"core_count: {GPUS[name].num_sms}\n" in text
     assert text.count("{") == text.count("}")
 
@@ -277,7 +277,7 @@ def test_every_known_gpu_can_be_described_to_the_compiler(name):
 def test_a_gpu_of_an_unknown_architecture_is_refused():
     strange = dataclasses.replace(GPUS["h100"], compute_capability="6.0")
     with pytest.raises(ConfigError, match=r"compute capability '6.0'.*Known: 7.5"):
-        target.target_text(strange)
+        gpu_target.target_text(strange)
 
 
 def test_stages_and_offloaded_state_are_counted_before_compiling():

@@ -2,8 +2,8 @@
 
 import pytest
 
-from jaxdist.plan.hlo import UnknownHLO, parse, shapes_of
-from jaxdist.plan.program import custom_calls, read_collectives, traffic
+from jaxdist.plan.compiled.collectives import custom_calls, read_collectives, traffic
+from jaxdist.plan.compiled.hlo import UnknownHLO, parse, shapes_of
 
 MESH = {"pipeline": 2, "data": 2, "fsdp": 1, "tensor": 2}
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxdist.precision import PrecisionConfig, initial_loss_scale, update_loss_scale
+from jaxdist.core.precision import PrecisionConfig, initial_loss_scale, update_loss_scale
 
 
 @pytest.mark.parametrize(

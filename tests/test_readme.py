@@ -92,7 +92,7 @@ def test_command_runs_as_printed(home, line):
 def test_command_for_gpus_reads_its_settings(line, monkeypatch):
     """Too large to run here: what it asks for must be legal on the GPUs that it names."""
     from jaxdist.config import read_run
-    from jaxdist.mesh import MeshSpec
+    from jaxdist.core.mesh import MeshSpec
 
     monkeypatch.chdir(ROOT)
     data = ["--data.sources=stdlib", "--data.tokenizer=bytes"]  # the corpus is the reader's to make
@@ -104,8 +104,8 @@ def test_command_for_gpus_reads_its_settings(line, monkeypatch):
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "1f1b × 2", "1f1b_lean", "zero_bubble"])
 def test_schedule_drawings_are_the_codes_own(name):
-    from jaxdist.parallel.schedules import make_schedule
-    from jaxdist.parallel.simulation import draw
+    from jaxdist.core.parallel.pipeline.schedules import make_schedule
+    from jaxdist.core.parallel.pipeline.simulation import draw
 
     printed = re.search(rf"<!-- drawing: {name} -->\n```\n(.*?)\n```", README, flags=re.S)
     schedule_name, _, chunks = name.partition(" × ")

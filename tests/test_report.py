@@ -9,9 +9,9 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from jaxdist.monitoring import Monitor, MonitoringConfig, RunDirectory
-from jaxdist.report import main
-from jaxdist.report.charts import Line, chart, thin, ticks
+from jaxdist.run.monitoring import Monitor, MonitoringConfig, RunDirectory
+from jaxdist.tools.report import main
+from jaxdist.tools.report.charts import Line, chart, thin, ticks
 
 CONFIG = """
 name = "{name}"

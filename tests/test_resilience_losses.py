@@ -15,9 +15,9 @@ from test_data import sharding_on
 
 from jaxdist.data import DataConfig, Loader, left_out_of, open_datasets
 from jaxdist.data.order import Order
-from jaxdist.monitoring.records import current, read_records
-from jaxdist.resilience import LossGuard, read_offences
-from jaxdist.resilience.config import ResilienceConfig
+from jaxdist.run.metrics_log import current, read_records
+from jaxdist.run.resilience import LossGuard, read_anomalies
+from jaxdist.run.resilience.config import ResilienceConfig
 
 ROWS, BATCH, STEPS = 320, 8, 40
 BAD_ROW = 77
@@ -72,7 +72,7 @@ def feed(subject: LossGuard, losses, first_step=1, **metrics):
     for step, loss in enumerate(losses, start=first_step):
         values = {"loss": loss, "grad_norm": 1.0, **metrics}
         found.append(subject.judge(step, values, Rows(), 4 * step))
-    return [offence for offence in found if offence]
+    return [anomaly for anomaly in found if anomaly]
 
 
 def noisy(count, level=3.0, noise=0.05, slope=0.0, seed=0):
@@ -81,21 +81,21 @@ def noisy(count, level=3.0, noise=0.05, slope=0.0, seed=0):
 
 
 def test_a_spike_is_found_and_written_with_its_rows(tmp_path):
-    path = tmp_path / "offences.jsonl"
-    (offence,) = feed(guard(path), [*noisy(40), 5.0, *noisy(20)])
-    assert (offence.step, offence.kind, offence.action) == (41, "spike", "report")
-    assert offence.rows == [164, 165, 166, 167]
-    assert read_offences(path) == [offence]
-    assert "step 41: loss 5 is above" in str(offence) and "rows 164, 165" in str(offence)
+    path = tmp_path / "anomalies.jsonl"
+    (anomaly,) = feed(guard(path), [*noisy(40), 5.0, *noisy(20)])
+    assert (anomaly.step, anomaly.kind, anomaly.action) == (41, "spike", "report")
+    assert anomaly.rows == [164, 165, 166, 167]
+    assert read_anomalies(path) == [anomaly]
+    assert "step 41: loss 5 is above" in str(anomaly) and "rows 164, 165" in str(anomaly)
 
 
 def test_a_line_that_a_kill_cut_short_takes_no_other_with_it(tmp_path):
-    path = tmp_path / "offences.jsonl"
+    path = tmp_path / "anomalies.jsonl"
     for last in (5.0, 6.0, 7.0):
         assert len(feed(guard(path), [*noisy(40), last])) == 1
         if last == 6.0:
             path.write_bytes(path.read_bytes()[:-20])
-    assert [offence.loss for offence in read_offences(path)] == [5.0, 7.0]
+    assert [anomaly.loss for anomaly in read_anomalies(path)] == [5.0, 7.0]
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_limit_is_the_same_in_a_resumed_run():
     assert resumed.limit(61) == subject.limit(61) < math.inf
 
 
-def test_nan_is_an_offence_and_an_overflow_under_a_loss_scale_is_none():
+def test_nan_is_an_anomaly_and_an_overflow_under_a_loss_scale_is_none():
     assert [o.kind for o in feed(guard(), [math.nan, math.inf, 1.0])] == ["nan", "nan"]
     assert [o.kind for o in feed(guard(), [1.0], grad_norm=math.inf)] == ["nan"]
     assert feed(guard(), [1.0], grad_norm=math.inf, loss_scale=1024.0) == []
@@ -197,7 +197,7 @@ def test_a_step_above_the_limit_is_not_applied_and_one_below_is(test_case="rotar
 
 JOB = tiny(
     *("--data.vocab_size=256", "--train.seq_len=16", f"--steps={STEPS}", f"--seed={SEED}"),
-    *("--checkpoint.save_interval_steps=5", "--checkpoint.keep_newest=9"),
+    *("--checkpoint.save_interval_steps=5", "--checkpoint.max_to_keep=9"),
     "--eval.interval_steps=0",
     *("--model.num_layers=1", "--optim.peak_lr=0.01", "--simulate=2", "--mesh=dp=2"),
 )  # fmt: skip
@@ -213,15 +213,15 @@ def test_rollback_goes_on_past_the_offending_batch(tmp_path):
     done, run_dir = train(tmp_path, "nan", "--run-dir=run", "--train.nan_policy=rollback")
     assert done.returncode == 0, done.stderr
     bad = bad_step(SEED)
-    (offence,) = read_offences(run_dir / "offences.jsonl")
-    assert (offence.step, offence.kind, offence.action) == (bad, "nan", "rollback")
-    assert BAD_ROW in offence.rows
+    (anomaly,) = read_anomalies(run_dir / "anomalies.jsonl")
+    assert (anomaly.step, anomaly.kind, anomaly.action) == (bad, "nan", "rollback")
+    assert BAD_ROW in anomaly.rows
     went_back_to = (bad - 1) // 5 * 5
     assert f"going on from step {went_back_to}, without the batch of step {bad}" in done.stdout
     twice: dict[int, list[float]] = {}
     for record in records(run_dir, "train"):
         twice.setdefault(record["step"], []).append(float(record["loss"]))
-    # What it did again before the offence has the same bits; the offending step is good now.
+    # What it did again before the anomaly has the same bits; the offending step is good now.
     assert sorted(twice) == list(range(1, STEPS + 1))
     for step in range(went_back_to + 1, bad):
         assert len(twice[step]) == 2 and twice[step][0] == twice[step][1]
@@ -235,7 +235,7 @@ def test_rollback_goes_on_past_the_offending_batch(tmp_path):
     assert data["next_sample"] == (STEPS + 1) * BATCH
     assert data["left_out"] == [[(bad - 1) * BATCH, bad * BATCH]]
     clean, _ = train(tmp_path, "clean", "--run-dir=clean")
-    assert clean.returncode == 0 and not (tmp_path / "clean/offences.jsonl").exists()
+    assert clean.returncode == 0 and not (tmp_path / "clean/anomalies.jsonl").exists()
     healthy = losses(tmp_path / "clean")
     assert all(losses(run_dir)[step] == healthy[step] for step in range(1, bad))
 
@@ -245,11 +245,11 @@ def test_a_spike_is_skipped_or_stops_the_run(tmp_path):
     skip = ("--run-dir=run", window, "--resilience.spike_policy=skip")
     done, run_dir = train(tmp_path, "spike", *skip)
     assert done.returncode == 0, done.stderr
-    (offence,) = read_offences(run_dir / "offences.jsonl")
-    assert (offence.step, offence.kind) == (bad_step(SEED), "spike") and BAD_ROW in offence.rows
+    (anomaly,) = read_anomalies(run_dir / "anomalies.jsonl")
+    assert (anomaly.step, anomaly.kind) == (bad_step(SEED), "spike") and BAD_ROW in anomaly.rows
     applied = {r["step"]: r["applied"] for r in records(run_dir, "train")}
-    assert [step for step, yes in applied.items() if not yes] == [offence.step]
-    assert "offence" in {r["event"] for r in records(run_dir, "event")}
+    assert [step for step, yes in applied.items() if not yes] == [anomaly.step]
+    assert "anomaly" in {r["event"] for r in records(run_dir, "event")}
     done, _ = train(tmp_path, "spike", "--run-dir=stop", window, "--resilience.spike_policy=stop")
     assert done.returncode == 1
     assert "resilience.spike_policy='stop'" in done.stderr
@@ -267,8 +267,8 @@ def test_two_processes_go_back_together_and_end_like_one(tmp_path):
         cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    (offence,) = read_offences(tmp_path / "two/offences.jsonl")
-    assert (offence.step, offence.action) == (bad_step(SEED), "rollback")
+    (anomaly,) = read_anomalies(tmp_path / "two/anomalies.jsonl")
+    assert (anomaly.step, anomaly.action) == (bad_step(SEED), "rollback")
     assert "without the batch of step" in done.stdout and "replicas differ" not in done.stdout
     one, run_dir = train(tmp_path, "nan", "--run-dir=run", "--train.nan_policy=rollback")
     assert one.returncode == 0, one.stderr

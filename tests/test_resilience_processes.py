@@ -14,12 +14,12 @@ from harmed_rows import COUNT
 from launched_job import PACE_S, RECOVER_S, Job
 
 from jaxdist.data.order import Order
-from jaxdist.monitoring.records import read_records
-from jaxdist.resilience import read_offences
+from jaxdist.run.metrics_log import read_records
+from jaxdist.run.resilience import read_anomalies
 
 STEPS, BATCH = 60, 4
 HOST = socket.gethostname()
-FINDINGS = {"damage", "offence", "rollback", "skipped_step", "slow_process", "uneven_replicas"}
+FINDINGS = {"damage", "anomaly", "rollback", "skipped_step", "slow_process", "uneven_replicas"}
 # Every fifth step is followed by a save, which reads that step at once; at a step of 15 ms that is
 # seldom enough for what the other steps say.
 SELDOM_SAVED = "--checkpoint.save_interval_steps=10"
@@ -88,9 +88,9 @@ def test_a_nan_batch_is_named_with_its_rows_and_left_out(job):
     (harmed.folder / f"nan-{row}").touch()
     harmed.start()
     assert endings.finish(harmed) == 0, harmed.said()[-4000:]
-    (offence,) = read_offences(harmed.run_dir / "offences.jsonl")
-    assert (offence.step, offence.kind, offence.action) == (17, "nan", "skip")
-    assert row in offence.rows and len(offence.rows) == BATCH
+    (anomaly,) = read_anomalies(harmed.run_dir / "anomalies.jsonl")
+    assert (anomaly.step, anomaly.kind, anomaly.action) == (17, "nan", "skip")
+    assert row in anomaly.rows and len(anomaly.rows) == BATCH
     assert {event["step"] for event in findings(harmed)} == {17}
 
 
@@ -160,7 +160,7 @@ def test_two_thousand_clean_steps_under_every_guard_have_no_finding(job, capsys)
     clean.start()
     assert endings.finish(clean) == 0, clean.said()[-4000:]
     assert findings(clean) == []
-    assert not (clean.run_dir / "offences.jsonl").exists()
+    assert not (clean.run_dir / "anomalies.jsonl").exists()
     assert not (clean.run_dir / "logs" / "hang.json").exists()
     assert "watchdog" not in clean.said() and "restart" not in clean.said()
     assert len(endings.bits(clean.run_dir)) == 2000

@@ -8,10 +8,10 @@ import pytest
 from commands import run
 from test_resilience_losses import BAD_ROW, SEED, bad_step, train
 
-from jaxdist.replay import verdict
-from jaxdist.resilience import Offence
+from jaxdist.run.replay import verdict
+from jaxdist.run.resilience import Anomaly
 
-OFFENCE = Offence(
+OFFENCE = Anomaly(
     step=3, kind="spike", loss=9.0, grad_norm=1.0, limit=4.0, action="report",
     first_sample=8, num_samples=4, rows=[1, 2, 3, 4], left_out=[],
 )  # fmt: skip
@@ -32,7 +32,7 @@ def test_verdict(again, following, word):
     assert verdict(OFFENCE.is_bad, again, following).startswith(word)
 
 
-def test_a_step_without_offence_is_the_recorded_one_or_not():
+def test_a_step_without_anomaly_is_the_recorded_one_or_not():
     same = lambda values: values == GOOD
     assert verdict(same, [GOOD, GOOD], None).startswith("deterministic: 2 replays")
     assert verdict(same, [BAD, GOOD], None).startswith("transient: it comes back in 1 of 2")
@@ -52,9 +52,9 @@ def test_replay_tells_data_from_transient(tmp_path):
     out = replayed(tmp_path, f"run:{bad}")
     assert "verdict: data" in out and str(BAD_ROW) in out
     assert f"replaying step {bad} of run from step {(bad - 1) // 5 * 5}" in out
-    # An offence that the data does not hold: the same step numbers, another step's record.
-    planted = json.loads((run_dir / "offences.jsonl").read_text())
-    with open(run_dir / "offences.jsonl", "a") as file:
+    # An anomaly that the data does not hold: the same step numbers, another step's record.
+    planted = json.loads((run_dir / "anomalies.jsonl").read_text())
+    with open(run_dir / "anomalies.jsonl", "a") as file:
         file.write(json.dumps({**planted, "step": bad - 1}) + "\n")
     out = replayed(tmp_path, f"run:{bad - 1}")
     assert "verdict: transient" in out and out.count("(the same bits)") == 3
@@ -66,5 +66,5 @@ def test_replay_of_no_run_is_refused(tmp_path):
     assert done.returncode == 2 and "RUN:STEP" in done.stderr
 
 
-def test_an_offence_survives_its_file():
-    assert Offence(**json.loads(json.dumps(dataclasses.asdict(OFFENCE)))) == OFFENCE
+def test_an_anomaly_survives_its_file():
+    assert Anomaly(**json.loads(json.dumps(dataclasses.asdict(OFFENCE)))) == OFFENCE

@@ -11,8 +11,8 @@ import pytest
 import tiny as reference
 from commands import losses, tiny
 
-from jaxdist.resilience.config import ResilienceConfig
-from jaxdist.resilience.replicas import ReplicaWatch, fingerprint, minority
+from jaxdist.run.resilience.config import ResilienceConfig
+from jaxdist.run.resilience.sdc_check import ReplicaWatch, fingerprint, minority
 
 HOSTS = {0: "node-a"}
 
@@ -151,7 +151,7 @@ JOB = tiny(
 def train(monkeypatch, run_dir, *flags, damage_at=0):
     """Train here, a bit flipping on one device after a step."""
     from jaxdist import train
-    from jaxdist.monitoring import Monitor
+    from jaxdist.run.monitoring import Monitor
 
     real, done = Monitor.watch_compiles, []
 
@@ -177,7 +177,7 @@ def train(monkeypatch, run_dir, *flags, damage_at=0):
 
 
 def test_a_bit_that_flips_in_training_stops_it_or_is_gone_back_from(tmp_path, monkeypatch):
-    from jaxdist.resilience import DamagedState
+    from jaxdist.run.resilience import DamagedState
 
     assert train(monkeypatch, tmp_path / "clean") == 0
     with pytest.raises(DamagedState, match=r"after step 9: device 6 .* params/head") as stop:

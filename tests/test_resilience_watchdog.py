@@ -12,9 +12,9 @@ import time
 import pytest
 from commands import ROOT, environment, losses, tiny
 
-from jaxdist.resilience.config import ResilienceConfig
-from jaxdist.resilience.progress import Standing, diagnose
-from jaxdist.resilience.watchdog import Watchdog
+from jaxdist.run.resilience.config import ResilienceConfig
+from jaxdist.run.resilience.heartbeat import Standing, diagnose
+from jaxdist.run.resilience.watchdog import Watchdog
 
 BEAT_S = 0.05
 

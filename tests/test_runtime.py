@@ -9,9 +9,9 @@ import textwrap
 import pytest
 
 from jaxdist import runtime
-from jaxdist.runtime.command import advice_for
-from jaxdist.runtime.settings import RuntimeConfig
-from jaxdist.types import ConfigError
+from jaxdist.core.types import ConfigError
+from jaxdist.runtime.config import RuntimeConfig
+from jaxdist.runtime.entry_point import advice_for
 
 
 def run(body: str, **environ: str) -> subprocess.CompletedProcess:
@@ -35,7 +35,7 @@ def run(body: str, **environ: str) -> subprocess.CompletedProcess:
         ("return runtime.EXIT_PREEMPTED", 75),
         ("sys.exit(7)", 7),
         ("raise KeyboardInterrupt", 130),
-        ("from jaxdist.types import ConfigError\nraise ConfigError(['a', 'b'])", 2),
+        ("from jaxdist.core.types import ConfigError\nraise ConfigError(['a', 'b'])", 2),
         ("raise ValueError('boom')", 1),
         ("raise MemoryError", 1),
     ],
@@ -45,7 +45,7 @@ def test_exit_codes(body, code):
 
 
 def test_config_error_prints_every_problem_and_no_traceback():
-    done = run("from jaxdist.types import ConfigError\nraise ConfigError(['first', 'second'])")
+    done = run("from jaxdist.core.types import ConfigError\nraise ConfigError(['first', 'second'])")
     assert done.stderr.splitlines() == ["first", "second"]
 
 
@@ -176,7 +176,7 @@ def test_console_is_for_process_0_and_c_output_goes_to_the_file(tmp_path):
 def test_compile_cache_keeps_programs_per_kind_of_machine(tmp_path):
     body = """
     runtime.simulate(1)
-    folder = runtime.setup_compile_cache()
+    folder = runtime.setup_compilation_cache()
     import jax
     jax.jit(lambda x: x * 2 + 1)(jax.numpy.ones(4)).block_until_ready()
     print(folder, len(list(folder.iterdir())) if folder else 0)

@@ -2,10 +2,10 @@
 
 import pytest
 
+from jaxdist.core.types import ConfigError
 from jaxdist.runtime import resolve
-from jaxdist.runtime.environment import expand_counts, expand_hosts
-from jaxdist.runtime.settings import RuntimeConfig
-from jaxdist.types import ConfigError
+from jaxdist.runtime.cluster_environment import expand_counts, expand_hosts
+from jaxdist.runtime.config import RuntimeConfig
 
 EIGHT = ",".join(map(str, range(8)))
 

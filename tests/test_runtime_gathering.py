@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from jaxdist.runtime.environment import JoinPlan
-from jaxdist.runtime.gathering import NotGathered, gather
+from jaxdist.runtime.cluster_environment import JoinPlan
+from jaxdist.runtime.rendezvous import NotGathered, gather
 
 
 def free_port() -> int:

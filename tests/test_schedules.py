@@ -5,11 +5,16 @@ import dataclasses
 import numpy as np
 import pytest
 
-from jaxdist.parallel.phases import phases
-from jaxdist.parallel.schedules import SCHEDULES, ScheduleName, forward_only, make_schedule
-from jaxdist.parallel.simulation import RECOMPUTE, Costs, draw, simulate
-from jaxdist.parallel.slots import Lifetimes, colour, tabulate
-from jaxdist.parallel.timetable import Action, Schedule, ScheduleError, check
+from jaxdist.core.parallel.pipeline.buffers import Lifetimes, colour, tabulate
+from jaxdist.core.parallel.pipeline.loop_plan import phases
+from jaxdist.core.parallel.pipeline.schedule_table import Action, Schedule, ScheduleError, check
+from jaxdist.core.parallel.pipeline.schedules import (
+    SCHEDULES,
+    ScheduleName,
+    forward_only,
+    make_schedule,
+)
+from jaxdist.core.parallel.pipeline.simulation import RECOMPUTE, Costs, draw, simulate
 
 STAGES = (1, 2, 3, 4, 8)
 MICROBATCHES = (1, 2, 3, 5, 8, 16, 19)
@@ -55,7 +60,7 @@ def test_evaluation_runs_every_piece_once_and_holds_little(p, m, v):
 def run_by_hand(schedule: Schedule) -> None:
     """An independent machine: values move through the tables the executor reads, slot by slot."""
     tables = tabulate(schedule)
-    p, v = schedule.num_stages, schedule.chunks_per_stage
+    p, v = schedule.num_stages, schedule.num_virtual_stages
     stash = [[None] * (tables.num_slots[0] + 1) for _ in range(p)]
     cotangents = [[None] * (tables.num_slots[1] + 1) for _ in range(p)]
     pending = [[None] * (tables.num_slots[2] + 1) for _ in range(p)]
@@ -239,7 +244,7 @@ def test_a_weight_gradient_before_its_backward_is_refused():
 def test_sizes_and_combinations_that_do_not_exist_are_refused_with_the_fix():
     with pytest.raises(ScheduleError, match=r"num_microbatches=0 is below 1. Use 1 or more."):
         make_schedule("1f1b", 4, 0)
-    with pytest.raises(ScheduleError, match=r"Use chunks_per_stage=1, or schedule 1f1b"):
+    with pytest.raises(ScheduleError, match=r"Use num_virtual_stages=1, or schedule 1f1b"):
         make_schedule("1f1b_lean", 4, 8, 2)
 
 

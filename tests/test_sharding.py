@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jaxdist.mesh import MeshSpec, factorisations
-from jaxdist.models.configs import CnnConfig, DecoderConfig
-from jaxdist.sharding import (
+from jaxdist.core.mesh import MeshSpec, factorisations
+from jaxdist.core.sharding import (
     RULES,
     Layout,
     MeshConfig,
@@ -19,7 +18,8 @@ from jaxdist.sharding import (
     mesh_problems,
     shard_bytes,
 )
-from jaxdist.types import ConfigError, Dims
+from jaxdist.core.types import ConfigError, Dims
+from jaxdist.models.configs import CnnConfig, DecoderConfig
 
 MATRIX = Dims(("layers", "d_model", "mlp"))
 TABLE = Dims(("vocab", "d_model"))

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import real_slurm
 
-from jaxdist.launch.batch import BatchPlan, batch_script
-from jaxdist.launch.slurm import main
+from jaxdist.tools.launch.slurm import main
+from jaxdist.tools.launch.slurm_script import BatchPlan, batch_script
 
 ROOT = Path(__file__).parent.parent
 
@@ -463,7 +463,7 @@ def test_a_cancelled_job_stays_cancelled(cluster):
 
 @pytest.mark.slow
 def test_bad_configuration_ends_the_job_and_crashes_are_counted(cluster):
-    bad = "from jaxdist.types import ConfigError\nraise ConfigError(['mesh dp=3 is bad'])"
+    bad = "from jaxdist.core.types import ConfigError\nraise ConfigError(['mesh dp=3 is bad'])"
     job_id = submit(cluster, "bad", bad, nodes=1)
     assert cluster.wait(job_id) == "FAILED"
     assert "verdict 2" in cluster.output(job_id) and cluster.job(job_id)["Restarts"] == "0"

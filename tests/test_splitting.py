@@ -7,9 +7,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from test_pipeline_program import products
 
-from jaxdist import collectives
-from jaxdist.mesh import MeshSpec
-from jaxdist.parallel.splitting import take_apart
+from jaxdist.core import collectives
+from jaxdist.core.mesh import MeshSpec
+from jaxdist.core.parallel.pipeline.split_backward import take_apart
 
 
 def layer(weights, x, constants):

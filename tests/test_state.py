@@ -6,8 +6,14 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from tiny import Case, layout_of, model_of
 
-from jaxdist.sharding import shard_bytes
-from jaxdist.state import abstract_state, init_state, make_state, opt_shardings, state_shardings
+from jaxdist.core.sharding import shard_bytes
+from jaxdist.core.state import (
+    abstract_state,
+    init_state,
+    make_state,
+    opt_shardings,
+    state_shardings,
+)
 
 ADAM = optax.scale_by_adam()
 

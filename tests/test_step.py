@@ -26,12 +26,12 @@ from tiny import (
 )
 
 from jaxdist import optim
+from jaxdist.core.precision import PrecisionConfig
+from jaxdist.core.sharding import Layout
+from jaxdist.core.state import init_state
+from jaxdist.core.step import TrainConfig, make_step, remat_policy
+from jaxdist.core.types import Dims, Model
 from jaxdist.optim import OptimConfig, make_optimizer
-from jaxdist.precision import PrecisionConfig
-from jaxdist.sharding import Layout
-from jaxdist.state import init_state
-from jaxdist.step import TrainConfig, make_step, remat_policy
-from jaxdist.types import Dims, Model
 
 SPREAD = Case("rotary", "dp=2,fsdp=2", zero=1)
 ALL = Case("rotary", "dp=2,fsdp=2,tp=2")
@@ -127,7 +127,7 @@ def test_clipping_is_its_closed_form(share):
     """params - lr · g · min(1, clip / |g|), the norm over all devices."""
     expected = reference("rotary")
     rule = optax.identity()
-    step, state = step_of(ALL, rule=rule, clip_norm=share * expected.norm)
+    step, state = step_of(ALL, rule=rule, max_grad_norm=share * expected.norm)
     state, metrics = step.train(state, place(step, text_batch()))
     factor = LEARNING_RATE * min(1.0, share)
     start = initial_state("rotary").params
@@ -378,7 +378,7 @@ def test_frozen_parts_stay_and_the_rest_moves_as_if_they_had_no_gradient(optimiz
     step, state = step_of(
         Case("rotary", mesh),
         rule=make_optimizer(config, axes),
-        clip_norm=clip,
+        max_grad_norm=clip,
         frozen=optim.frozen_leaves(config, axes),
     )
     state, metrics = step.train(state, place(step, text_batch()))

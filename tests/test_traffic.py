@@ -21,11 +21,11 @@ import jax
 import pytest
 from tiny import ROWS, SEQ, Case, initial_state, layout_of, model_of, step_of, text_batch
 
-from jaxdist import collectives
-from jaxdist.mesh import MeshSpec
-from jaxdist.parallel import data
-from jaxdist.plan.program import traffic
-from jaxdist.precision import PrecisionConfig
+from jaxdist.core import collectives
+from jaxdist.core.mesh import MeshSpec
+from jaxdist.core.parallel import data
+from jaxdist.core.precision import PrecisionConfig
+from jaxdist.plan.compiled.collectives import traffic
 
 TENSOR_DIMS = {"vocab", "heads", "kv_heads", "mlp"}
 

@@ -16,13 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxdist.mesh import MeshSpec
+from jaxdist.core.mesh import MeshSpec
+from jaxdist.core.precision import PrecisionConfig, initial_loss_scale
+from jaxdist.core.sharding import RULES, Layout
+from jaxdist.core.state import TrainState, make_state, state_shardings
+from jaxdist.core.step import Step, TrainConfig, make_step
+from jaxdist.core.types import Batch, Context, Model, Params
 from jaxdist.models import CnnConfig, DecoderConfig, build
-from jaxdist.precision import PrecisionConfig, initial_loss_scale
-from jaxdist.sharding import RULES, Layout
-from jaxdist.state import TrainState, make_state, state_shardings
-from jaxdist.step import Step, TrainConfig, make_step
-from jaxdist.types import Batch, Context, Model, Params
 
 SEQ, ROWS, VOCAB = 16, 16, 100
 LEARNING_RATE, BETA1, EPS = 1e-2, 0.9, 1e-3
@@ -221,7 +221,7 @@ def step_of(
     *,
     rule: optax.GradientTransformation | None = None,
     precision: PrecisionConfig | None = None,
-    clip_norm: float = 0.0,
+    max_grad_norm: float = 0.0,
     frozen: Params | None = None,
     **changes: Any,
 ) -> tuple[Step, TrainState]:
@@ -231,7 +231,7 @@ def step_of(
         case: model and mesh.
         rule: optimizer, Adam by default.
         precision: number formats, float32 by default.
-        clip_norm: as in `make_step`.
+        max_grad_norm: as in `make_step`.
         frozen: as in `make_step`.
         changes: other fields of `TrainConfig`.
     """
@@ -246,7 +246,7 @@ def step_of(
         layout,
         config,
         precision,
-        clip_norm=clip_norm,
+        max_grad_norm=max_grad_norm,
         loss_scale=loss_scale,
         frozen=frozen,
     )

@@ -18,6 +18,6 @@ names leaves; `schedule` says when to save, `retention` what is kept; `lock` kee
 from jaxdist.checkpoint.checkpointer import Checkpointer
 from jaxdist.checkpoint.config import CheckpointConfig
 from jaxdist.checkpoint.errors import CheckpointError
-from jaxdist.checkpoint.schedule import Due
+from jaxdist.checkpoint.save_schedule import Due
 
 __all__ = ["CheckpointConfig", "CheckpointError", "Checkpointer", "Due"]

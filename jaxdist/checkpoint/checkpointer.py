@@ -8,18 +8,18 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
-from jaxdist.checkpoint import manifest, tree
-from jaxdist.checkpoint.agreement import Agreement
+from jaxdist.checkpoint import manifest, pytree
+from jaxdist.checkpoint.checksum import digests
 from jaxdist.checkpoint.config import CheckpointConfig
-from jaxdist.checkpoint.digest import digests
+from jaxdist.checkpoint.coordination import Agreement
 from jaxdist.checkpoint.errors import Damaged
-from jaxdist.checkpoint.journal import Event, Journal
+from jaxdist.checkpoint.events import Event, Journal
 from jaxdist.checkpoint.lock import DirectoryLock
-from jaxdist.checkpoint.restoring import Reader
+from jaxdist.checkpoint.restore import Reader
 from jaxdist.checkpoint.retention import best_steps
-from jaxdist.checkpoint.saving import Saver
-from jaxdist.checkpoint.schedule import Due, SaveSchedule
-from jaxdist.types import ConfigError
+from jaxdist.checkpoint.save import Saver
+from jaxdist.checkpoint.save_schedule import Due, SaveSchedule
+from jaxdist.core.types import ConfigError
 
 
 class Checkpointer:
@@ -235,8 +235,8 @@ class Checkpointer:
             self._reader.require(step),
             {"params": target},
             items=("params",),
-            fresh=tree.in_params(fresh),
-            unused=tree.in_params(unused),
+            fresh=pytree.in_params(fresh),
+            unused=pytree.in_params(unused),
         )
         return loaded["params"]
 
@@ -250,12 +250,12 @@ class Checkpointer:
         Raises:
             CheckpointError: with what does not work.
         """
-        from jaxdist.checkpoint.probe import try_save_path
+        from jaxdist.checkpoint.preflight import try_save_path
 
         start = time.perf_counter()
-        leaves = tree.leaves_of(state)
+        leaves = pytree.leaves_of(state)
         self._agreement.decide(lambda: self._saver.check_room(sum(x.num_bytes for x in leaves)))
-        digests([tree.plain(leaf) for leaf in leaves])
+        digests([pytree.plain(leaf) for leaf in leaves])
         try_save_path(self.directory, self.config, self._agreement)
         self._journal.event("probe", seconds=time.perf_counter() - start)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-from jaxdist.types import setting
+from jaxdist.core.types import setting
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -23,7 +23,7 @@ class CheckpointConfig:
         "crash costs the steps beside that write besides",
     )
     save_last: bool = setting(True, "save after the last step of the run")
-    keep_newest: int = setting(
+    max_to_keep: int = setting(
         3, "newest checkpoints kept; disk peaks at two more: one midway, one being written"
     )
     keep_every_steps: int = setting(
@@ -71,7 +71,7 @@ class CheckpointConfig:
         at_least = {
             "save_interval_steps": 0,
             "save_interval_minutes": 0,
-            "keep_newest": 1,
+            "max_to_keep": 1,
             "keep_every_steps": 0,
             "keep_best": 0,
             "max_failures": 1,

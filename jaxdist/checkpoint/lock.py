@@ -20,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from jaxdist.types import ConfigError
+from jaxdist.core.types import ConfigError
 
 FILE_NAME = ".lock"
 HEARTBEAT_S = 10.0

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxdist.types import ConfigError
+from jaxdist.core.types import ConfigError
 
 FILE_NAME = "manifest.json"
 REJECTED_NAME = "rejected.txt"

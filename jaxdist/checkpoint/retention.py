@@ -24,16 +24,16 @@ class Saved(NamedTuple):
 def steps_to_delete(saved: Mapping[int, Saved], config: CheckpointConfig) -> list[int]:
     """Steps that no rule keeps, in increasing order.
 
-    The newest `keep_newest` are always kept, however bad their metrics: a run resumes from there.
+    The newest `max_to_keep` are always kept, however bad their metrics: a run resumes from there.
     One saved midway is not counted among them, and kept as long as it is the newest of all.
 
     Args:
         saved: by step, each complete checkpoint.
-        config: `keep_newest`, `keep_every_steps`, `keep_best`, `best_metric`, `best_mode`.
+        config: `max_to_keep`, `keep_every_steps`, `keep_best`, `best_metric`, `best_mode`.
     """
     steps = sorted(saved)
     kept = set(steps[-1:])
-    kept.update([step for step in steps if not saved[step].midway][-config.keep_newest :])
+    kept.update([step for step in steps if not saved[step].midway][-config.max_to_keep :])
     if config.keep_every_steps:
         kept.update(step for step in steps if step % config.keep_every_steps == 0)
     kept.update(best_steps(saved, config)[: config.keep_best])

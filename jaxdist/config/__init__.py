@@ -14,9 +14,9 @@ Importing this starts no device and imports neither flax nor orbax.
 
 from jaxdist.config.command_line import ALIASES, read_run, stored_run
 from jaxdist.config.elastic import fit_devices, legal_sizes
-from jaxdist.config.reading import headed, read_settings
-from jaxdist.config.run import RunConfig
-from jaxdist.config.writing import to_table, write_toml
+from jaxdist.config.parser import headed, read_settings
+from jaxdist.config.run_config import RunConfig
+from jaxdist.config.toml_writer import to_table, write_toml
 
 __all__ = [
     "ALIASES",

@@ -10,18 +10,18 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxdist.checkpoint.config import CheckpointConfig
-from jaxdist.config.reading import headed, read_settings
-from jaxdist.config.run import RunConfig
+from jaxdist.config.parser import headed, read_settings
+from jaxdist.config.run_config import RunConfig
 from jaxdist.config.sources import read_file, split_arguments
+from jaxdist.core.step import EvalConfig, TrainConfig
+from jaxdist.core.types import ConfigError
 from jaxdist.data.config import DataConfig
-from jaxdist.huggingface.directory import is_model, read_json
-from jaxdist.huggingface.families import read_config
 from jaxdist.models.configs import DecoderConfig
-from jaxdist.monitoring.config import MonitoringConfig
+from jaxdist.models.huggingface.directory import is_model, read_json
+from jaxdist.models.huggingface.families import read_config
 from jaxdist.optim import OptimConfig
-from jaxdist.runtime.settings import RuntimeConfig
-from jaxdist.step import EvalConfig, TrainConfig
-from jaxdist.types import ConfigError
+from jaxdist.run.monitoring.config import MonitoringConfig
+from jaxdist.runtime.config import RuntimeConfig
 
 ALIASES = {
     "mesh": "mesh.shape",
@@ -94,7 +94,7 @@ def _debug_run(argv: Sequence[str]) -> RunConfig:
         eval=EvalConfig(interval_steps=4, max_batches=1, final_max_batches=1),
         checkpoint=CheckpointConfig(save_interval_steps=4, async_save=False),
         monitoring=MonitoringConfig(log_every_steps=1),
-        runtime=RuntimeConfig(compile_cache="off"),
+        runtime=RuntimeConfig(compilation_cache_dir="off"),
     )
 
 

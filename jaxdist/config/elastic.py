@@ -10,12 +10,12 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from jaxdist.config.reading import headed
-from jaxdist.mesh import MeshSpec, shrink, shrunk_sizes
-from jaxdist.types import ConfigError, Model
+from jaxdist.config.parser import headed
+from jaxdist.core.mesh import MeshSpec, shrink, shrunk_sizes
+from jaxdist.core.types import ConfigError, Model
 
 if TYPE_CHECKING:
-    from jaxdist.config.run import RunConfig
+    from jaxdist.config.run_config import RunConfig
 
 
 def fit_devices(config: RunConfig, num_devices: int, model: Model | None = None) -> RunConfig:

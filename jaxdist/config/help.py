@@ -7,8 +7,8 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, get_args, get_origin
 
-from jaxdist.config.fields import Field, fields_of, kinds_of, types_of
-from jaxdist.types import ConfigError
+from jaxdist.config.schema import Field, fields_of, kinds_of, types_of
+from jaxdist.core.types import ConfigError
 
 WIDTH = 100
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path as FilePath
 from typing import Any
 
-from jaxdist.config.fields import FlagText, Path
+from jaxdist.config.schema import FlagText, Path
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,11 +11,11 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from jaxdist.core.types import ConfigError
 from jaxdist.data.corpus import Corpus, total_bytes, write_corpus
 from jaxdist.data.documents import find_files, read_pieces
 from jaxdist.data.encoding import RecordKind, make_encoder
 from jaxdist.data.tokenizer import Tokenizer, load_tokenizer, train_bpe
-from jaxdist.types import ConfigError
 
 EXAMPLES = """\
 examples:
@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             arguments.sources,
             Path(arguments.out).expanduser(),
             tokenizer=arguments.tokenizer,
-            end_token=arguments.end_token,
+            eos_token=arguments.eos_token,
             bpe_vocab_size=arguments.train_bpe,
             bpe_bytes=int(arguments.bpe_mb * 1e6),
             text_field=arguments.text_field,
@@ -63,7 +63,7 @@ def prepare(
     out: Path,
     *,
     tokenizer: str = "bytes",
-    end_token: str = "",
+    eos_token: str = "",
     bpe_vocab_size: int | None = None,
     bpe_bytes: int = 200_000_000,
     text_field: str = "text",
@@ -76,7 +76,7 @@ def prepare(
         sources: as in `DataConfig.sources`, text only.
         out: a folder that does not exist.
         tokenizer: "bytes" or the path of a tokenizer.json.
-        end_token: see `DataConfig.end_token`.
+        eos_token: see `DataConfig.eos_token`.
         bpe_vocab_size: learn a BPE of so many tokens on the sources first.
         bpe_bytes: text to learn it on, spread over the files.
         text_field: of JSON lines and Parquet.
@@ -106,7 +106,7 @@ def prepare(
         if bpe_vocab_size is not None:
             tokenizer = str(Path(folder) / "tokenizer.json")
             _learn(files, bpe_vocab_size, tokenizer, bpe_bytes, text_field)
-        used: Tokenizer = load_tokenizer(tokenizer, end_token)
+        used: Tokenizer = load_tokenizer(tokenizer, eos_token)
         progress = _Progress(size)
         encoder = make_encoder(
             used, records=records, text_field=text_field, chat_template=chat_template

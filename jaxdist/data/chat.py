@@ -25,8 +25,8 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from jaxdist.core.types import ConfigError
 from jaxdist.data.tokenizer import FileTokenizer, Tokenizer
-from jaxdist.types import ConfigError
 
 ROLES = ("system", "user", "assistant")
 """Who may speak; tools and functions are refused, not written down in a way of our own."""
@@ -339,7 +339,7 @@ def _end(tokenizer: Tokenizer) -> np.ndarray:
         raise ConfigError(
             [
                 f"tokenizer {tokenizer.name!r} has no end token that is known: a model could not "
-                "learn where an answer ends. Set data.end_token to one of its tokens."
+                "learn where an answer ends. Set data.eos_token to one of its tokens."
             ]
         )
     return np.array([tokenizer.end_id], np.uint32)

@@ -11,8 +11,8 @@ import math
 from pathlib import Path
 from typing import Literal
 
+from jaxdist.core.types import setting
 from jaxdist.data.custom import is_custom
-from jaxdist.types import setting
 
 SMALLEST_SHARE = 1e-3
 """Smallest weight a source may have, as a share of all: mixing rounds shares to 1/65536."""
@@ -37,7 +37,7 @@ class DataConfig:
     tokenizer: str = setting(
         "bytes", '"bytes" (256 tokens, no file needed) or the path of a tokenizer.json'
     )
-    end_token: str = setting(
+    eos_token: str = setting(
         "",
         "token put after each document, as the tokenizer spells it; empty = the tokenizer's own "
         "end of text (byte 0 for bytes), none if it has none",

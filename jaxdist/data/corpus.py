@@ -23,10 +23,10 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from jaxdist.core.types import ConfigError
 from jaxdist.data.documents import content_digest
 from jaxdist.data.encoding import Encoder
 from jaxdist.data.tokenizer import FileTokenizer, Tokenizer, load_tokenizer
-from jaxdist.types import ConfigError
 
 log = logging.getLogger("jaxdist")
 
@@ -81,7 +81,7 @@ class Corpus:
         self.tokenizer: Tokenizer = (
             load_tokenizer("bytes")
             if name == "bytes"
-            else FileTokenizer(folder / "tokenizer.json", about["tokenizer"]["end_token"])
+            else FileTokenizer(folder / "tokenizer.json", about["tokenizer"]["eos_token"])
         )
         self.vocab_size = self.tokenizer.vocab_size
         if self.tokenizer.fingerprint != about["tokenizer"]["fingerprint"]:
@@ -259,7 +259,7 @@ def _fill(
             "name": Path(tokenizer.name).name,
             "fingerprint": tokenizer.fingerprint,
             "end_id": tokenizer.end_id,
-            "end_token": _end_token(tokenizer),
+            "eos_token": _end_token(tokenizer),
         },
         "fingerprint": digest.hexdigest()[:32],
         "shards": shards.about,
@@ -270,7 +270,7 @@ def _fill(
 
 
 def _end_token(tokenizer: Tokenizer) -> str:
-    return getattr(tokenizer, "end_token", "")
+    return getattr(tokenizer, "eos_token", "")
 
 
 class _ShardWriter:

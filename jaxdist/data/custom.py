@@ -4,8 +4,8 @@
         rows = grain.MapDataset.source(my_records).map(tokenise(seq_len))
         return rows[1000:], rows[:1000]          # to train on, to evaluate on (or None)
 
-Rows are dicts of arrays as in `jaxdist.types.Batch`, without the batch dim. They are stacked in
-float32 and int32, and shuffled here: leave order, repetition and batching out of the pipeline.
+Rows are dicts of arrays as in `jaxdist.core.types.Batch`, without the batch dim. They are stacked
+in float32 and int32, and shuffled here: leave order, repetition and batching out of the pipeline.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from jaxdist.core.types import ConfigError
 from jaxdist.data.packing import Fields, Rows
-from jaxdist.types import ConfigError
 
 _NAMED = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _NEEDED = {"tokens": ("tokens", "targets", "weights"), "images": ("images", "labels", "weights")}
@@ -59,7 +59,7 @@ class CustomRows:
             raise ConfigError(
                 [
                     f"data source {name!r} gives rows of type {type(first).__name__}, not dicts of "
-                    "arrays. Return the fields of jaxdist.types.Batch."
+                    "arrays. Return the fields of jaxdist.core.types.Batch."
                 ]
             )
         self.kind = "images" if "images" in first else "tokens"
@@ -68,7 +68,7 @@ class CustomRows:
             raise ConfigError(
                 [
                     f"data source {name!r} gives rows without {', '.join(missing)} (they have: "
-                    f"{', '.join(map(str, first))}). Return the fields of jaxdist.types.Batch."
+                    f"{', '.join(map(str, first))}). Return the fields of jaxdist.core.types.Batch."
                 ]
             )
         self.fields: Fields = {

@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 
+from jaxdist.core.types import ConfigError
 from jaxdist.data.config import DataConfig
 from jaxdist.data.corpus import Corpus, cached_corpus
 from jaxdist.data.custom import CustomRows, is_custom, open_custom
@@ -23,7 +24,6 @@ from jaxdist.data.images import NUM_CLASSES, Images, is_cifar, open_cifar
 from jaxdist.data.order import Order
 from jaxdist.data.packing import Fields, Part, Rows, split_text
 from jaxdist.data.tokenizer import Tokenizer, load_tokenizer
-from jaxdist.types import ConfigError
 
 log = logging.getLogger("jaxdist")
 
@@ -144,7 +144,7 @@ def open_datasets(
 
 def _open_text(config: DataConfig, seq_len: int) -> tuple[Dataset, Dataset | None]:
     encoder = make_encoder(
-        load_tokenizer(config.tokenizer, config.end_token),
+        load_tokenizer(config.tokenizer, config.eos_token),
         records=config.records,
         text_field=config.text_field,
         chat_template=config.chat_template,
@@ -313,7 +313,7 @@ def _open_custom(config: DataConfig, seq_len: int, seed: int) -> tuple[Dataset, 
     if problems:
         raise ConfigError(problems)
     parts = open_custom(source, seq_len=seq_len, seed=seed)
-    tokenizer = load_tokenizer(config.tokenizer, config.end_token)
+    tokenizer = load_tokenizer(config.tokenizer, config.eos_token)
 
     def dataset(part: CustomRows) -> Dataset:
         text = part.kind == "tokens"

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from jaxdist.types import ConfigError
+from jaxdist.core.types import ConfigError
 
 PIECE_BYTES = 4 << 20
 """Longest piece of a text that is tokenised at once; cut at line ends where tokens break too."""

@@ -9,6 +9,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
+from jaxdist.core.types import ConfigError
 from jaxdist.data.chat import (
     BadRecord,
     ChatTemplate,
@@ -19,7 +20,6 @@ from jaxdist.data.chat import (
 )
 from jaxdist.data.documents import Piece, read_pieces, read_records
 from jaxdist.data.tokenizer import Tokenizer
-from jaxdist.types import ConfigError
 
 BATCH_CHARACTERS = 4 << 20
 """Text given to the tokenizer at once, so that it can use all cores."""

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from jaxdist.types import ConfigError
+from jaxdist.core.types import ConfigError
 
 TRAIN_FILES = tuple(f"data_batch_{i}" for i in range(1, 6))
 TEST_FILE = "test_batch"

@@ -18,8 +18,8 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxdist.core.types import Batch, ConfigError
 from jaxdist.data.dataset import Dataset
-from jaxdist.types import Batch, ConfigError
 
 STATE_VERSION = 1
 """Raised when the order of samples changes; an older state is then refused, not misread."""

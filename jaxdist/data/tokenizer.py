@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from jaxdist.types import ConfigError
+from jaxdist.core.types import ConfigError
 
 END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
 """How published tokenizers spell the end of a text; the first that exists is used."""
@@ -67,11 +67,11 @@ class ByteTokenizer:
 class FileTokenizer:
     """A Hugging Face `tokenizer.json`, used without its special-token template."""
 
-    def __init__(self, path: str | Path, end_token: str = ""):
+    def __init__(self, path: str | Path, eos_token: str = ""):
         """Read the file.
 
         Raises:
-            ConfigError: the file is missing or broken, or has no `end_token`.
+            ConfigError: the file is missing or broken, or has no `eos_token`.
         """
         import tokenizers
 
@@ -93,17 +93,17 @@ class FileTokenizer:
         self._inner.no_truncation()
         self._inner.no_padding()
         vocab = self._inner.get_vocab(with_added_tokens=True)
-        if end_token and end_token not in vocab:
+        if eos_token and eos_token not in vocab:
             known = [name for name in END_TOKENS if name in vocab] or "none of the usual ones"
             raise ConfigError(
                 [
-                    f"data.end_token={end_token!r} is not a token of {str(path)!r} (it has: "
-                    f"{known}). Use one of its tokens, or leave end_token empty."
+                    f"data.eos_token={eos_token!r} is not a token of {str(path)!r} (it has: "
+                    f"{known}). Use one of its tokens, or leave eos_token empty."
                 ]
             )
-        candidates = [end_token] if end_token else END_TOKENS
+        candidates = [eos_token] if eos_token else END_TOKENS
         self.name = str(path)
-        self.end_token = end_token
+        self.eos_token = eos_token
         self.vocab_size = max(vocab.values()) + 1
         added = self._inner.get_added_tokens_decoder()
         self._special = np.array([id for id, token in added.items() if token.special], np.uint32)
@@ -132,19 +132,19 @@ class FileTokenizer:
         return self._inner.decode([int(t) for t in tokens], skip_special_tokens=True)
 
 
-def load_tokenizer(name: str, end_token: str = "") -> Tokenizer:
+def load_tokenizer(name: str, eos_token: str = "") -> Tokenizer:
     """The tokenizer that `data.tokenizer` names.
 
     Raises:
-        ConfigError: no such file, a broken one, or an `end_token` it does not have.
+        ConfigError: no such file, a broken one, or an `eos_token` it does not have.
     """
     if name != "bytes":
-        return FileTokenizer(name, end_token)
-    if end_token:
+        return FileTokenizer(name, eos_token)
+    if eos_token:
         raise ConfigError(
             [
-                f'data.end_token={end_token!r} with tokenizer "bytes", which ends documents with '
-                "byte 0. Leave end_token empty."
+                f'data.eos_token={eos_token!r} with tokenizer "bytes", which ends documents with '
+                "byte 0. Leave eos_token empty."
             ]
         )
     return ByteTokenizer()

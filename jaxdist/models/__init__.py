@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
+from jaxdist.core.types import Model
 from jaxdist.models.configs import CnnConfig, CustomConfig, DecoderConfig, ModelConfig
-from jaxdist.types import Model
 
 __all__ = ["CnnConfig", "CustomConfig", "DecoderConfig", "ModelConfig", "build"]
 

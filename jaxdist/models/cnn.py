@@ -13,9 +13,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
+from jaxdist.core.types import Array, Batch, Context, Model, Params, Sums
 from jaxdist.models import layers
 from jaxdist.models.configs import CNN_RULES, CnnConfig
-from jaxdist.types import Array, Batch, Context, Model, Params, Sums
 
 
 def build_cnn(config: CnnConfig) -> Model:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Literal, TypeAlias
 
-from jaxdist.types import setting
+from jaxdist.core.types import setting
 
 VOCAB_MULTIPLE = 64
 """Embedding tables are padded to a multiple of this, on every mesh alike, so that a tensor axis of
@@ -238,7 +238,7 @@ CNN_RULES: dict[str, str | None] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CustomConfig:
-    """Your own model: a function that returns a `jaxdist.types.Model`."""
+    """Your own model: a function that returns a `jaxdist.core.types.Model`."""
 
     kind: Literal["custom"] = setting("custom", "custom = a model of your own")
     factory: str = setting("", "module:function that returns a Model, called with args and seq_len")

@@ -6,8 +6,8 @@ import importlib
 import os
 import sys
 
+from jaxdist.core.types import ConfigError, Model
 from jaxdist.models.configs import CustomConfig
-from jaxdist.types import ConfigError, Model
 
 
 def build_custom(config: CustomConfig, *, seq_len: int) -> Model:
@@ -43,7 +43,7 @@ def build_custom(config: CustomConfig, *, seq_len: int) -> Model:
         raise ConfigError(
             [
                 f"model.factory={config.factory!r} returned {type(model).__name__}, "
-                "not a jaxdist.types.Model. Build the record as in examples/custom_model.py."
+                "not a jaxdist.core.types.Model. Build the record as in examples/custom_model.py."
             ]
         )
     return model

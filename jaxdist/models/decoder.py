@@ -16,10 +16,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxdist.core.types import Array, Batch, Context, Decoding, Dims, Model, Params, Sums
 from jaxdist.models import layers
 from jaxdist.models.configs import DecoderConfig
 from jaxdist.models.kernels import choose_attention
-from jaxdist.types import Array, Batch, Context, Decoding, Dims, Model, Params, Sums
 
 # Where random bits are used: folded into the key, so that sites never share bits.
 _ATTENTION_SITE, _PROBS_SITE, _MLP_SITE = range(3)

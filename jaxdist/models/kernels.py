@@ -6,7 +6,7 @@ from typing import Literal
 
 import jax.numpy as jnp
 
-from jaxdist.types import ConfigError, Context
+from jaxdist.core.types import ConfigError, Context
 
 
 def choose_attention(

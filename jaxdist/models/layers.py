@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxdist.types import Array, Dims, Params
+from jaxdist.core.types import Array, Dims, Params
 
 
 def functional(

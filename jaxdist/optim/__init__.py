@@ -9,9 +9,9 @@ clipping belongs to the step too (its norm spans devices); only its setting live
 """
 
 from jaxdist.optim.config import OptimConfig
-from jaxdist.optim.frozen import frozen_leaves, frozen_problems, is_frozen
+from jaxdist.optim.freeze import frozen_leaves, frozen_problems, is_frozen
+from jaxdist.optim.learning_rate import Schedule, make_schedule
 from jaxdist.optim.rules import decay_mask, hidden_matrices, make_optimizer, state_axes
-from jaxdist.optim.schedule import Schedule, make_schedule
 
 __all__ = [
     "OptimConfig",

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxdist.core.types import Array, Dims, Params
 from jaxdist.optim.config import OptimConfig
 from jaxdist.optim.matrices import Sides, sides_of
-from jaxdist.types import Array, Dims, Params
 
 
 class FactoredState(NamedTuple):

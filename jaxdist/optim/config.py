@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from jaxdist.types import setting
+from jaxdist.core.types import setting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,7 @@ class OptimConfig:
     decay_mask: Literal["matrices", "all"] = setting(
         "matrices", "what decays; matrices = no biases, no norm scales"
     )
-    clip_norm: float = setting(1.0, "largest global norm of the gradient; 0 = no clipping")
+    max_grad_norm: float = setting(1.0, "largest global norm of the gradient; 0 = no clipping")
     frozen: list[str] = setting(
         [],
         "parts of the model that stay as they are, e.g. embed or layers/attention: no update, no "
@@ -124,8 +124,8 @@ class OptimConfig:
                 "must be 0 or more. Use 0 for none.",
             ),
             (
-                "clip_norm",
-                finite(self.clip_norm) and self.clip_norm >= 0,
+                "max_grad_norm",
+                finite(self.max_grad_norm) and self.max_grad_norm >= 0,
                 "must be 0 or more. Use 0 for no clipping.",
             ),
         ]

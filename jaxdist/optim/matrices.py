@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from jaxdist.types import Dims, Params
+from jaxdist.core.types import Dims, Params
 
 
 @dataclass(frozen=True)

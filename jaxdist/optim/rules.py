@@ -9,11 +9,11 @@ import jax
 import optax
 from optax.contrib import MuonDimensionNumbers, scale_by_muon
 
+from jaxdist.core.types import Array, Dims, Params
 from jaxdist.optim.adafactor import FactoredState, absent, adafactor, factored_axes
 from jaxdist.optim.config import OptimConfig
-from jaxdist.optim.frozen import frozen_leaves, without_frozen, without_frozen_leaves
+from jaxdist.optim.freeze import frozen_leaves, without_frozen, without_frozen_leaves
 from jaxdist.optim.matrices import Sides, sides_of
-from jaxdist.types import Array, Dims, Params
 
 _ADAM_RMS = 0.2
 """RMS of an AdamW update in practice, which Muon's is scaled to, so that both take the same

@@ -23,18 +23,18 @@ from jaxdist import runtime
 def main(argv: Sequence[str] | None = None) -> int:
     """Plan and print; returns the exit code, 0 whatever the verdict is."""
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # arithmetic must never start a GPU
-    from jaxdist.plan.settings import clusters_of, known_gpus, read_plan
+    from jaxdist.plan.options import clusters_of, known_gpus, read_plan
 
     config, mesh = read_plan(sys.argv[1:] if argv is None else argv, summary=__doc__ or "")
     if config.show_schedule:
-        from jaxdist.plan.schedules import check_sizes, drawings
+        from jaxdist.plan.schedule_view import check_sizes, drawings
 
         check_sizes(config.stages, config.microbatches)
         print(drawings(config.stages, config.microbatches, config.chunks))
         return 0
     from jaxdist.plan.advice import advise
-    from jaxdist.plan.planning import make_plan
-    from jaxdist.plan.record import record_of
+    from jaxdist.plan.json_record import record_of
+    from jaxdist.plan.planner import make_plan
     from jaxdist.plan.text import text_of
 
     known = known_gpus(config)

@@ -6,17 +6,17 @@ import dataclasses
 import math
 from collections.abc import Iterator, Mapping
 
-from jaxdist.estimate.cost import break_even, checkpoint_bytes
-from jaxdist.estimate.fixing import smallest_changes
-from jaxdist.estimate.memory import GIB
-from jaxdist.estimate.search import Choice
-from jaxdist.hardware import Gpu
-from jaxdist.mesh import MeshSpec
-from jaxdist.plan.compiled import CompiledStep
-from jaxdist.plan.planning import Plan, build_model
-from jaxdist.plan.settings import PlanConfig
-from jaxdist.plan.sizing import Size, right_sizes, size_of
-from jaxdist.plan.words import duration, in_days, in_usd
+from jaxdist.core.mesh import MeshSpec
+from jaxdist.plan.compiled.check import CompiledStep
+from jaxdist.plan.estimate.cost import break_even, checkpoint_bytes
+from jaxdist.plan.estimate.memory import GIB
+from jaxdist.plan.estimate.search import Choice
+from jaxdist.plan.estimate.suggestions import smallest_changes
+from jaxdist.plan.hardware import Gpu
+from jaxdist.plan.numbers import duration, in_days, in_usd
+from jaxdist.plan.options import PlanConfig
+from jaxdist.plan.planner import Plan, build_model
+from jaxdist.plan.scaling import Size, right_sizes, size_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -6,16 +6,16 @@ import html
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxdist.estimate.memory import GIB
-from jaxdist.estimate.search import Choice, why_not
-from jaxdist.parallel.simulation import RECOMPUTE, draw
-from jaxdist.plan import drawing
+from jaxdist.core.parallel.pipeline.simulation import RECOMPUTE, draw
+from jaxdist.core.types import ConfigError
+from jaxdist.plan import charts
 from jaxdist.plan.advice import Advice
-from jaxdist.plan.planning import Plan, build_model
-from jaxdist.plan.sizing import Size, sweep
+from jaxdist.plan.estimate.memory import GIB
+from jaxdist.plan.estimate.search import Choice, why_not
+from jaxdist.plan.numbers import in_days, in_gib, in_usd
+from jaxdist.plan.planner import Plan, build_model
+from jaxdist.plan.scaling import Size, sweep
 from jaxdist.plan.text import text_of
-from jaxdist.plan.words import in_days, in_gib, in_usd
-from jaxdist.types import ConfigError
 
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1b1f24; --paper: #ffffff; --faint: #8884; --soft: #667; }
@@ -75,14 +75,14 @@ def _plan(plan: Plan, advice: Sequence[Advice]) -> list[str]:
         f'<p class="verdict">{verdict}: {in_gib(plan.total_bytes)} of '
         f"{in_gib(plan.choice.usable_bytes)}; {time.tokens_per_s:,.0f} per second, "
         f"{in_days(plan.on_demand.days)}, {in_usd(plan.on_demand.money)}</p>",
-        drawing.stacked_bars(
+        charts.stacked_bars(
             "memory of one GPU, by mesh",
             [(_label(choice), _in_gib(choice)) for choice in _shown(plan)],
             limit=plan.choice.usable_bytes / GIB,
             limit_name="usable",
             unit="GiB",
         ),
-        drawing.stacked_bars(
+        charts.stacked_bars(
             "one step, by mesh",
             [(_label(choice), choice.time.parts) for choice in _shown(plan)],
             limit=time.seconds,
@@ -119,7 +119,7 @@ def _schedule(plan: Plan) -> list[str]:
     if schedule is None:
         return []
     title = f"pipeline {schedule.name}: stages over time"
-    drawn = drawing.timeline(title, schedule, RECOMPUTE)
+    drawn = charts.timeline(title, schedule, RECOMPUTE)
     if len(schedule.ticks) > 60:  # as text only where it can be read
         return [drawn]
     return [drawn, f"<pre>{html.escape(draw(schedule, RECOMPUTE))}</pre>"]
@@ -137,13 +137,13 @@ def _costs(plan: Plan) -> list[str]:
     line = lambda of: [(float(size.cluster.num_gpus), of(size)) for size in sizes]
     money, days = (lambda size: size.money), (lambda size: size.days)
     return [
-        drawing.points(
+        charts.points(
             "cost against number of GPUs",
             {"on demand": line(money)},
             x_label="GPUs",
             y_label="USD",
         ),
-        drawing.points(
+        charts.points(
             "time against number of GPUs", {"on demand": line(days)}, x_label="GPUs", y_label="days"
         ),
         _sizes(sizes),

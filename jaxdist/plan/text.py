@@ -5,12 +5,12 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterable, Sequence
 
-from jaxdist.estimate.memory import GIB
-from jaxdist.estimate.search import Choice, why_not
 from jaxdist.plan.advice import Advice, command
-from jaxdist.plan.compiled import CompiledStep, NotCompiled
-from jaxdist.plan.planning import Plan
-from jaxdist.plan.words import duration, in_days, in_gib, in_si, in_usd
+from jaxdist.plan.compiled.check import CompiledStep, NotCompiled
+from jaxdist.plan.estimate.memory import GIB
+from jaxdist.plan.estimate.search import Choice, why_not
+from jaxdist.plan.numbers import duration, in_days, in_gib, in_si, in_usd
+from jaxdist.plan.planner import Plan
 
 _WIDTH = 100
 

@@ -6,22 +6,24 @@ The order in which a command uses the room:
     Preemption()             first line of main: SIGTERM and SIGUSR1 are remembered from here on
     simulate(8)              optional: N CPU devices instead of what the machine has
     reserve_memory(0.92)     what a run may take of a GPU
-    setup_compile_cache()    compiled programs survive restarts
+    setup_compilation_cache()    compiled programs survive restarts
     job = join()             alone, or with the processes that a launcher or scheduler started
     setup_logging(...)       process 0 on the console, every process in its own file
 
 Importing the room imports neither jax nor any device library, so that a launcher, which never
-computes, starts in milliseconds. The settings dataclass lives in `jaxdist.runtime.settings`.
+computes, starts in milliseconds. The settings dataclass lives in `jaxdist.runtime.config`.
 """
 
 from jaxdist.runtime.backend import (
     MEMORY_FRACTION,
     be_careful,
     reserve_memory,
-    setup_compile_cache,
+    setup_compilation_cache,
     simulate,
 )
-from jaxdist.runtime.command import (
+from jaxdist.runtime.cluster_environment import JoinPlan, resolve, visible_gpus
+from jaxdist.runtime.distributed import DeviceRow, Job, join
+from jaxdist.runtime.entry_point import (
     EXIT_CONFIG,
     EXIT_DAMAGED,
     EXIT_FAILURE,
@@ -33,10 +35,14 @@ from jaxdist.runtime.command import (
     is_consequence,
     run_command,
 )
-from jaxdist.runtime.environment import JoinPlan, resolve, visible_gpus
-from jaxdist.runtime.job import DeviceRow, Job, join
+from jaxdist.runtime.failure_broadcast import (
+    announce_failure,
+    exchange,
+    publish,
+    published,
+    raise_alarm,
+)
 from jaxdist.runtime.logs import setup_logging
-from jaxdist.runtime.peers import announce_failure, exchange, publish, published, raise_alarm
 from jaxdist.runtime.signals import NOTICES, Preemption, TraceRequests
 
 __all__ = [
@@ -66,7 +72,7 @@ __all__ = [
     "reserve_memory",
     "resolve",
     "run_command",
-    "setup_compile_cache",
+    "setup_compilation_cache",
     "setup_logging",
     "simulate",
     "visible_gpus",

@@ -18,7 +18,7 @@ def simulate(num_devices: int) -> None:
     """
     import jax
 
-    from jaxdist.types import ConfigError
+    from jaxdist.core.types import ConfigError
 
     if num_devices < 1:
         raise ConfigError([f"--simulate {num_devices} makes no device. Use a whole number ≥ 1."])
@@ -68,7 +68,7 @@ def reserve_memory(fraction: float) -> None:
 MEMORY_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 
 
-def setup_compile_cache(directory: str | os.PathLike[str] | None = None) -> Path | None:
+def setup_compilation_cache(directory: str | os.PathLike[str] | None = None) -> Path | None:
     """Keep compiled programs on disk, so that a restart compiles nothing.
 
     Args:
@@ -97,7 +97,7 @@ def setup_compile_cache(directory: str | os.PathLike[str] | None = None) -> Path
 
         logging.getLogger("jaxdist").warning(
             "compile cache %s is not writable: programs are compiled anew each time. "
-            "Set runtime.compile_cache or JAXDIST_CACHE to another folder, or to off.",
+            "Set runtime.compilation_cache_dir or JAXDIST_CACHE to another folder, or to off.",
             folder,
         )
         jax.config.update("jax_enable_compilation_cache", False)

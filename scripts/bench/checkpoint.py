@@ -30,10 +30,10 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxdist.assembly import assemble
 from jaxdist.checkpoint import CheckpointConfig, Checkpointer
 from jaxdist.config import RunConfig
-from jaxdist.mesh import MeshSpec
+from jaxdist.core.mesh import MeshSpec
+from jaxdist.run.setup import assemble
 
 NUM_ARRAYS = 8
 QUIET: dict[str, Any] = {"log": lambda line: None}
@@ -73,7 +73,7 @@ def make_state(mesh: Mesh, spec: P, gb: float) -> dict[str, Any]:
 
 def ours(directory: Path, state: Any) -> Callable[[int], tuple[float, float]]:
     """Save with `Checkpointer`; returns (seconds blocked, seconds in all)."""
-    writer = Checkpointer(directory, CheckpointConfig(keep_newest=1), **QUIET)
+    writer = Checkpointer(directory, CheckpointConfig(max_to_keep=1), **QUIET)
     writer.probe(state)
 
     def save(step: int) -> tuple[float, float]:
@@ -178,7 +178,7 @@ def throughput(directory: Path, num_blocks: int, rows: int) -> None:
         name: jax.device_put(jnp.ones(like.shape, like.dtype), like.sharding)
         for name, like in parts.abstract_batch().items()
     }
-    settings = CheckpointConfig(save_interval_steps=50, save_interval_minutes=0, keep_newest=1)
+    settings = CheckpointConfig(save_interval_steps=50, save_interval_minutes=0, max_to_keep=1)
     writer = Checkpointer(directory, settings, **QUIET)
     writer.probe(state)
     state, _ = jax.block_until_ready(parts.step.train(state, batch))

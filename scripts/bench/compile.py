@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 from typing import get_args
 
-from jaxdist.parallel.schedules import ScheduleName
+from jaxdist.core.parallel.pipeline.schedules import ScheduleName
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "configs" / "pipeline_64cpu.toml"
@@ -52,7 +52,7 @@ def measure(schedule: str, chunks: int, num_layers: int) -> tuple[float, float]:
                 *(sys.executable, "-m", "jaxdist.train", "--config", str(CONFIG)),
                 *("--simulate=64", "--mesh=dp=4,tp=4,pp=4", "--steps=1", f"--run-dir={run}"),
                 *(f"--model.num_layers={num_layers}", "--optim.warmup_steps=0"),
-                *(f"--pipeline.schedule={schedule}", f"--pipeline.chunks_per_stage={chunks}"),
+                *(f"--pipeline.schedule={schedule}", f"--pipeline.num_virtual_stages={chunks}"),
             ],
             check=True,
             stdout=subprocess.DEVNULL,

@@ -15,11 +15,11 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from jaxdist.config import RunConfig, stored_run
-from jaxdist.hardware import GPUS, Cluster
-from jaxdist.mesh import MeshSpec
-from jaxdist.parallel.simulation import RECOMPUTE, Report, simulate
-from jaxdist.plan.compiled import CompiledStep, NotCompiled, compile_step
-from jaxdist.plan.program import Collective
+from jaxdist.core.mesh import MeshSpec
+from jaxdist.core.parallel.pipeline.simulation import RECOMPUTE, Report, simulate
+from jaxdist.plan.compiled.check import CompiledStep, NotCompiled, compile_step
+from jaxdist.plan.compiled.collectives import Collective
+from jaxdist.plan.hardware import GPUS, Cluster
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 OUTPUT = REPOSITORY / "scripts" / "bench" / "results" / "pipeline_gpu_compile.md"
@@ -60,7 +60,7 @@ def main() -> int:
 
 def with_schedule(config: RunConfig, name: str, chunks: int) -> RunConfig:
     """The config with another schedule."""
-    pipeline = dataclasses.replace(config.pipeline, schedule=name, chunks_per_stage=chunks)
+    pipeline = dataclasses.replace(config.pipeline, schedule=name, num_virtual_stages=chunks)
     return dataclasses.replace(config, pipeline=pipeline)
 
 

@@ -3,8 +3,8 @@
     python scripts/bench/plan_anchors.py [--out scripts/bench/results/plan_anchors.md]
 
 Each row is a published run described in our settings. The estimate uses one set of constants per
-kind of GPU (`jaxdist.estimate.time.Reach`); nothing is fitted to a row. What a source does not say
-is assumed and named in the row. No GPU and no compiler are needed; takes a second.
+kind of GPU (`jaxdist.plan.estimate.time.Reach`); nothing is fitted to a row. What a source does not
+say is assumed and named in the row. No GPU and no compiler are needed; takes a second.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from pathlib import Path
 from typing import Any
 
 from jaxdist.config import RunConfig
-from jaxdist.estimate.job import Engine, Job
-from jaxdist.estimate.time import estimate_time
-from jaxdist.hardware import GPUS, Cluster, Gpu
-from jaxdist.mesh import MeshSpec
+from jaxdist.core.mesh import MeshSpec
+from jaxdist.core.parallel.pipeline.config import PipelineConfig
+from jaxdist.core.precision import PrecisionConfig
+from jaxdist.core.sharding import MeshConfig
+from jaxdist.core.step import TrainConfig
 from jaxdist.models import DecoderConfig
 from jaxdist.optim import OptimConfig
-from jaxdist.parallel.microbatches import PipelineConfig
-from jaxdist.precision import PrecisionConfig
-from jaxdist.sharding import MeshConfig
-from jaxdist.step import TrainConfig
+from jaxdist.plan.estimate.job import Engine, Job
+from jaxdist.plan.estimate.time import estimate_time
+from jaxdist.plan.hardware import GPUS, Cluster, Gpu
 
 OUT = Path(__file__).parent / "results" / "plan_anchors.md"
 
@@ -473,7 +473,7 @@ def job_of(row: Row) -> Job:
         ),
         pipeline=PipelineConfig(
             num_microbatches=row.microbatches if staged else 0,
-            chunks_per_stage=row.chunks,
+            num_virtual_stages=row.chunks,
             gather="step",
         ),
         optim=OptimConfig(moment_dtype=row.moment_dtype),  # type: ignore[arg-type]

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from jaxdist.config import RunConfig, read_run
-from jaxdist.estimate.job import Job
-from jaxdist.estimate.memory import GIB, estimate_memory
-from jaxdist.hardware import parse_gpus
-from jaxdist.mesh import MeshSpec
-from jaxdist.plan.compiled import NotCompiled, compile_step
+from jaxdist.core.mesh import MeshSpec
+from jaxdist.plan.compiled.check import NotCompiled, compile_step
+from jaxdist.plan.estimate.job import Job
+from jaxdist.plan.estimate.memory import GIB, estimate_memory
+from jaxdist.plan.hardware import parse_gpus
 
 ROOT = Path(__file__).parents[2]
 RESULTS = Path(__file__).parent / "results"
@@ -57,8 +57,8 @@ qwen8b_fsdp8          h100:8   qwen3_8b
 13b_gpipe             h100:64  pipeline_64gpu --pipeline.schedule gpipe
 13b_lean              h100:64  pipeline_64gpu --pipeline.schedule 1f1b_lean
 13b_zero_bubble       h100:64  pipeline_64gpu --pipeline.schedule zero_bubble
-13b_interleaved2      h100:64  pipeline_64gpu --pipeline.chunks_per_stage 2
-13b_interleaved5      h100:64  pipeline_64gpu --pipeline.chunks_per_stage 5
+13b_interleaved2      h100:64  pipeline_64gpu --pipeline.num_virtual_stages 2
+13b_interleaved5      h100:64  pipeline_64gpu --pipeline.num_virtual_stages 5
 13b_gather_step       h100:64 pipeline_64gpu --zero 0 --mesh pp=4,fsdp=4,tp=4 --pipeline.gather=step
 13b_gather_action     h100:64  pipeline_64gpu --mesh pp=4,fsdp=4,tp=4 --zero 0
 70b_fsdp16tp8         h100:128 llama3_70b

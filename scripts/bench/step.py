@@ -23,12 +23,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxdist.assembly import assemble
 from jaxdist.config import RunConfig
-from jaxdist.hardware import peak_flops
+from jaxdist.core.sharding import MeshConfig
 from jaxdist.models import DecoderConfig
-from jaxdist.monitoring import device_memory
-from jaxdist.sharding import MeshConfig
+from jaxdist.plan.hardware import peak_flops
+from jaxdist.run.monitoring import device_memory
+from jaxdist.run.setup import assemble
 
 # name: (vocab, d_model, layers, heads, kv_heads, mlp, seq, batch, remat, against the bare step)
 PRESETS = {

@@ -1,0 +1,127 @@
+"""A 32-bit digest of an array's bits: the same on every mesh, changed by any single wrong bit.
+
+Each element's bits are mixed with its position in the global array and the results summed modulo
+2³². The mix is a bijection of the element, so one damaged element always changes the sum; more of
+them cancel with probability 2⁻³². Position enters before the mix, so misplaced shards show too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxdist.core.types import Array
+
+
+def digests(arrays: Sequence[Array]) -> list[int]:
+    """Digest of each array; one pass over device memory, only a scalar each leaves the device.
+
+    Args:
+        arrays: global arrays of any sharding; typed keys must be given as their key data.
+    """
+    found: list[int] = []
+    for start in range(0, len(arrays), _IN_FLIGHT):
+        some = [_digest(_on_device(x)) for x in arrays[start : start + _IN_FLIGHT]]
+        found += map(int, jax.device_get(jax.block_until_ready(some)))
+    return found
+
+
+# XLA:CPU takes 32 programs for a device and has one thread for each device. Dispatching more blocks
+# some of these threads, which the collectives of programs dispatched before may then lack for ever.
+_IN_FLIGHT = 16
+
+
+def part_digest(part: np.ndarray, start: Sequence[int], shape: Sequence[int]) -> int:
+    """What a part contributes to an array's digest: the sum over all parts, modulo 2³², is it.
+
+    Args:
+        part: a block of the array, on the host.
+        start: index of the block's first element in the array.
+        shape: of the whole array.
+    """
+    if part.dtype.name in ("int4", "uint4", "int2", "uint2"):
+        part = part.astype(np.int32)
+    # The words of an element lie next to each other, so they lengthen the last dim; a scalar is a
+    # row of one.
+    start, shape = [*start] or [0], [*shape] or [1]
+    words_each = max(part.dtype.itemsize // 4, 1)
+    start[-1], shape[-1] = start[-1] * words_each, shape[-1] * words_each
+    words: np.ndarray = (
+        np.ascontiguousarray(part).reshape(-1).view(f"u{min(part.dtype.itemsize, 4)}")
+    )
+    lengths = [*(part.shape or (1,))][:-1]
+    words = words.reshape(max(math.prod(lengths), 1) if words.size else 0, -1)
+    columns = np.arange(words.shape[-1], dtype=np.uint64) + start[-1]
+    rows = _row_positions(start, shape, lengths)
+    total = 0
+    height = max(1, _SLAB_WORDS // max(words.shape[-1], 1))
+    for top in range(0, len(words), height):
+        slab = slice(top, top + height)
+        position = rows[slab, None] + columns.astype(np.uint32)
+        position *= np.uint32(2654435761)
+        position ^= words[slab]
+        total += int(_mix(position, np.uint32).sum(dtype=np.uint64))
+    return total % 2**32
+
+
+_SLAB_WORDS = 1 << 17  # a slab and its temporaries stay in a core's cache
+
+
+def _row_positions(start: list[int], shape: list[int], lengths: list[int]) -> np.ndarray:
+    """Position, modulo 2³², of the element in column 0 of each row of a block."""
+    rows = np.zeros((), np.uint32)
+    stride = shape[-1]
+    for dim in reversed(range(len(lengths))):
+        steps = np.arange(start[dim], start[dim] + lengths[dim], dtype=np.uint64) * (stride % 2**32)
+        rows = steps.astype(np.uint32).reshape(-1, *[1] * rows.ndim) + rows
+        stride *= shape[dim]
+    return rows.reshape(-1)
+
+
+def _on_device(x: Array) -> Array:
+    if x.sharding.memory_kind == "pinned_host":  # offloaded optimizer state, one leaf at a time
+        return jax.device_put(x, x.sharding.with_memory_kind("device"))
+    return x
+
+
+@jax.jit
+def _digest(x: Array) -> Array:
+    words = _words(x)
+    position = jnp.zeros(words.shape, jnp.uint32)
+    stride = 1
+    for dim in reversed(range(words.ndim)):
+        steps = jax.lax.broadcasted_iota(jnp.uint32, words.shape, dim)
+        position = position + steps * jnp.uint32(stride % 2**32)
+        stride *= words.shape[dim]
+    # 2654435761 is 2³² over the golden ratio: consecutive positions land far apart.
+    return jnp.sum(_mix(words ^ (position * jnp.uint32(2654435761))), dtype=jnp.uint32)
+
+
+def _words(x: Array) -> Array:
+    """The bits of x as uint32, with a trailing dim of 2 where an element has 64 of them."""
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        x = jnp.stack([x.real, x.imag], axis=-1)
+    if x.dtype == jnp.bool_:
+        return x.astype(jnp.uint32)
+    bits = x.dtype.itemsize * 8
+    if jax.dtypes.issubdtype(x.dtype, jnp.integer) and jnp.iinfo(x.dtype).bits < 8:
+        return x.astype(jnp.int32).astype(jnp.uint32)  # int4 and such have no bit cast of their own
+    if bits >= 32:
+        return jax.lax.bitcast_convert_type(x, jnp.uint32)
+    return jax.lax.bitcast_convert_type(x, {8: jnp.uint8, 16: jnp.uint16}[bits]).astype(jnp.uint32)
+
+
+def _mix(h: Any, uint32: Any = jnp.uint32) -> Any:
+    """Bijection of uint32 in which every input bit moves every output bit.
+
+    References:
+        The 32-bit finaliser of MurmurHash3 (Appleby, public domain): its shifts and multipliers.
+    """
+    h = (h ^ (h >> 16)) * uint32(0x85EBCA6B)
+    h = (h ^ (h >> 13)) * uint32(0xC2B2AE35)
+    return h ^ (h >> 16)

@@ -1,0 +1,66 @@
+"""The save path tried before training: operators learn to demand it after one lost night."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from jaxdist.checkpoint import manifest, orbax_io, pytree
+from jaxdist.checkpoint.checksum import digests
+from jaxdist.checkpoint.config import CheckpointConfig
+from jaxdist.checkpoint.coordination import Agreement
+from jaxdist.checkpoint.errors import CheckpointError
+from jaxdist.checkpoint.save_barrier import SaveBarrier
+
+
+def try_save_path(parent: Path, config: CheckpointConfig, agreement: Agreement) -> None:
+    """Write a small array with a part on every device, read it back, compare, remove it.
+
+    Raises:
+        CheckpointError: what did not work, on every process alike.
+    """
+    directory = parent / ".probe"
+    try:
+        _round_trip(directory, config, agreement)
+    except Exception as failure:  # any reason at all is a reason not to start
+        # At once: the others may wait in Orbax, and are ended when they hear of this end.
+        error = f"{type(failure).__name__}: {str(failure).strip().splitlines()[0][:200]}"
+        raise CheckpointError(
+            f"the checkpoint directory {parent} was tried before training and does not "
+            f"work: {error}. Cure that, choose another --run-dir, or set "
+            "checkpoint.probe=false."
+        ) from failure
+    finally:
+        if agreement.leader:
+            shutil.rmtree(directory, ignore_errors=True)
+
+
+def _round_trip(directory: Path, config: CheckpointConfig, agreement: Agreement) -> None:
+    agreement.decide(lambda: shutil.rmtree(directory, ignore_errors=True))
+    agreement.decide(lambda: directory.mkdir(parents=True))
+    devices = jax.devices()
+    mesh = Mesh(np.asarray(devices, dtype=object), ("all",), axis_types=(AxisType.Auto,))
+    sharding = NamedSharding(mesh, PartitionSpec("all"))
+    make = jax.jit(
+        lambda: jnp.arange(len(devices) * 128.0).reshape(-1, 128), out_shardings=sharding
+    )
+    leaves = pytree.leaves_of({"params": {"probe": make()}})
+    arrays = [leaf.value for leaf in leaves]
+    writer = orbax_io.Store(config, SaveBarrier())
+    try:
+        writer.start_write(directory / "0", pytree.nest(leaves, arrays), {"probe": True})
+        writer.finish_write()
+        targets = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding) for a in arrays]
+        restored = orbax_io.read(directory / "0", pytree.nest(leaves, targets), config)
+    finally:
+        writer.close()
+    agreement.gather(None)  # all have read before the directory goes
+    if agreement.leader:
+        manifest.write(directory / "0", 0, {}, {})
+    if digests([pytree.pick(restored, leaf) for leaf in leaves]) != digests(arrays):
+        raise CheckpointError("what was read back is not what was written")

@@ -1,0 +1,216 @@
+"""Names for the leaves of a state, and back: what makes a checkpoint independent of classes.
+
+A state (a dict or a dataclass with `params`, `opt_state` and anything else) becomes nested plain
+dicts in three items, `params`, `opt_state` and `rest`. Tuples and named tuples of an optimizer
+become dicts by index or field; typed PRNG keys become their uint32 data. The structure that a
+restore asks for puts them back.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxdist.core.types import Array, ConfigError
+
+ITEMS = ("params", "opt_state", "rest")
+"""Parts of a checkpoint that can be read one without the others."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """One leaf of a state: where it lives in the checkpoint, and the array or what it must become.
+
+    Attributes:
+        item: `params`, `opt_state` or `rest`.
+        path: keys inside the item, outermost first.
+        value: `jax.Array` when saving, `jax.ShapeDtypeStruct` with a sharding when restoring.
+    """
+
+    item: str
+    path: tuple[str, ...]
+    value: Any
+
+    @property
+    def name(self) -> str:
+        """E.g. `params/layers/attention/q`."""
+        return "/".join((self.item, *self.path))
+
+    @property
+    def is_key(self) -> bool:
+        """Whether this is a typed PRNG key (or an array of them)."""
+        return jnp.issubdtype(self.value.dtype, jax.dtypes.prng_key)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the whole array, without copies on several devices."""
+        return math.prod(self.value.shape) * self.value.dtype.itemsize
+
+
+def leaves_of(state: Any) -> list[Leaf]:
+    """The leaves of a state in `jax.tree.leaves` order.
+
+    Raises:
+        TypeError: a leaf is not an array, or two leaves would have one name.
+    """
+    leaves = []
+    for path, value in jax.tree_util.tree_flatten_with_path(state)[0]:
+        keys = tuple(_text(key) for key in path)
+        item = keys[0] if keys and keys[0] in ITEMS else "rest"
+        inner = keys[1:] if keys and keys[0] in ITEMS else keys
+        leaf = Leaf(item, inner or ("value",), value)
+        if not (hasattr(value, "shape") and hasattr(value, "sharding")):
+            raise TypeError(f"{leaf.name} is {type(value).__name__}: a state holds jax.Arrays only")
+        leaves.append(leaf)
+    # Orbax joins keys with dots, so "a.b" and ("a", "b") would be one array on disk.
+    dotted = [".".join((leaf.item, *leaf.path)) for leaf in leaves]
+    twice = sorted(
+        {name for name in dotted if dotted.count(name) > 1} if _has_twins(dotted) else ()
+    )
+    if twice:
+        raise TypeError(f"two leaves of the state share the name {', '.join(twice)}")
+    return leaves
+
+
+def nest(leaves: Sequence[Leaf], values: Sequence[Any]) -> dict[str, dict[str, Any]]:
+    """Item -> nested plain dicts, with `values` in the place of the leaves."""
+    items: dict[str, dict[str, Any]] = {}
+    for leaf, value in zip(leaves, values, strict=True):
+        inner = items.setdefault(leaf.item, {})
+        for key in leaf.path[:-1]:
+            inner = inner.setdefault(key, {})
+        inner[leaf.path[-1]] = value
+    return items
+
+
+def pick(items: dict[str, dict[str, Any]], leaf: Leaf) -> Any:
+    """The value at a leaf's place in what `nest` made."""
+    inner: Any = items[leaf.item]
+    for key in leaf.path:
+        inner = inner[key]
+    return inner
+
+
+def plain(leaf: Leaf) -> Array:
+    """The array that is written for a leaf: itself, or a key's uint32 data."""
+    return jax.random.key_data(leaf.value) if leaf.is_key else leaf.value
+
+
+def describe(leaves: Sequence[Leaf], digests: Sequence[int]) -> dict[str, dict[str, Any]]:
+    """Name -> shape, dtype, digest, keys (and kind of PRNG key) of what is written, as JSON."""
+    described = {}
+    for leaf, digest in zip(leaves, digests, strict=True):
+        array = jax.eval_shape(jax.random.key_data, leaf.value) if leaf.is_key else leaf.value
+        entry = {
+            "shape": list(array.shape),
+            "dtype": array.dtype.name,
+            "digest": digest,
+            "path": list(leaf.path),  # keys may contain slashes
+        }
+        if leaf.is_key:
+            entry["key"] = str(jax.random.key_impl(leaf.value))
+        described[leaf.name] = entry
+    return described
+
+
+def mismatches(
+    leaves: Sequence[Leaf], stored: dict[str, dict[str, Any]], *, unused: Collection[str] = ()
+) -> list[str]:
+    """One line for each leaf that is missing, left over, or of another shape.
+
+    Args:
+        leaves: what is asked for.
+        stored: what the checkpoint's items hold, by name.
+        unused: names, or beginnings of names, that may stay unread.
+    """
+    found = []
+    names = {leaf.name for leaf in leaves}
+    for leaf in leaves:
+        entry = stored.get(leaf.name)
+        if entry is None:
+            found.append(
+                f"{leaf.name} {list(leaf.value.shape)} is not in the checkpoint. "
+                "Use the model and optimizer that wrote it, or name it as fresh (partial restore)."
+            )
+        elif leaf.is_key != ("key" in entry):
+            found.append(
+                f"{leaf.name} is a PRNG key on one side only. Use the config that wrote it."
+            )
+        elif (want := list(leaf.value.shape)) != (have := _shape(entry)):
+            found.append(
+                f"{leaf.name} is {have} in the checkpoint and {want} here. "
+                "Use the model that wrote it, or name it as fresh in a partial restore."
+            )
+    found += [
+        f"{name} {_shape(entry)} is in the checkpoint and has no place here. "
+        "Use the model and optimizer that wrote it, or name it as unused in a partial restore."
+        for name, entry in stored.items()
+        if name not in names and not under(name, unused)
+    ]
+    return found
+
+
+def under(name: str, prefixes: Collection[str]) -> bool:
+    """Whether a leaf's name is one of `prefixes` or lies below one of them."""
+    return any(name == prefix or name.startswith(prefix.rstrip("/") + "/") for prefix in prefixes)
+
+
+def in_params(names: Collection[str]) -> list[str]:
+    """Names of parameters with their item's name in front, which users may leave out."""
+    return [name if under(name, ["params"]) else f"params/{name}" for name in names]
+
+
+def target_of(leaf: Leaf, entry: dict[str, Any]) -> jax.ShapeDtypeStruct:
+    """What to read for a leaf: the stored shape and dtype on the sharding asked for."""
+    dtype = jnp.dtype(entry["dtype"])
+    return jax.ShapeDtypeStruct(tuple(entry["shape"]), dtype, sharding=leaf.value.sharding)
+
+
+def finished(leaf: Leaf, array: Array, entry: dict[str, Any]) -> Array:
+    """The leaf as asked for, from the array read: keys wrapped, other dtypes cast (and freed).
+
+    Raises:
+        ConfigError: a key of another implementation than asked for.
+    """
+    if not leaf.is_key:
+        if array.dtype == leaf.value.dtype:
+            return array
+        cast = jax.jit(lambda x: x.astype(leaf.value.dtype), out_shardings=leaf.value.sharding)(
+            array
+        )
+        array.delete()  # leaf by leaf, so that both dtypes of the whole state never coexist
+        return cast
+    wrap = jax.jit(
+        lambda data: jax.random.wrap_key_data(data, impl=entry["key"]),
+        out_shardings=leaf.value.sharding,
+    )
+    key = wrap(array)
+    if key.dtype != leaf.value.dtype:
+        raise ConfigError(
+            [
+                f"{leaf.name} is a {entry['key']} key in the checkpoint and {leaf.value.dtype} "
+                "here. Set jax_default_prng_impl to the one that wrote it."
+            ]
+        )
+    return key
+
+
+def _shape(entry: dict[str, Any]) -> list[int]:
+    """Stored shape as the user sees it: a key's data has one dim more than the key."""
+    return entry["shape"][:-1] if "key" in entry else entry["shape"]
+
+
+def _has_twins(names: Sequence[str]) -> bool:
+    return len(set(names)) < len(names)
+
+
+def _text(key: Any) -> str:
+    for attribute in ("key", "name", "idx"):
+        if hasattr(key, attribute):
+            return str(getattr(key, attribute))
+    raise TypeError(f"a state's nodes are dicts, sequences or dataclasses, not {key!r}")

@@ -1,0 +1,221 @@
+"""Which checkpoint can be trusted, and how its arrays come back onto another mesh."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxdist.checkpoint import manifest, orbax_io, pytree
+from jaxdist.checkpoint.checksum import digests
+from jaxdist.checkpoint.config import CheckpointConfig
+from jaxdist.checkpoint.coordination import Agreement
+from jaxdist.checkpoint.errors import CheckpointError, Damaged
+from jaxdist.checkpoint.events import Journal, one_line
+from jaxdist.core.types import ConfigError
+
+_SMALL_BYTES = 1 << 20  # metadata, checked also by "quick": digests cover arrays only
+
+
+class Reader:
+    """Verifies and loads checkpoints of one directory; renames damaged ones unless `read_only`."""
+
+    def __init__(
+        self,
+        directory: Path,
+        config: CheckpointConfig,
+        agreement: Agreement,
+        journal: Journal,
+        read_only: bool,
+    ) -> None:
+        self._directory = directory
+        self._config = config
+        self._agreement = agreement
+        self._journal = journal
+        self._read_only = read_only
+        self._proven: set[int] = set()
+        self._condemned: dict[int, str] = {}  # found damaged only when they were loaded
+
+    def steps(self) -> list[int]:
+        """Steps of all checkpoints in the directory, whole or not."""
+        return self._agreement.decide(lambda: manifest.steps_in(self._directory))
+
+    def choose(self) -> int | None:
+        """The newest step that can be trusted, or None; raises when there are only damaged ones."""
+        passed_over: dict[int, str] = {}
+        for step in reversed(self.steps()):
+            if reason := self.problem(step):
+                passed_over[step] = reason
+                continue
+            for damaged, why in passed_over.items():
+                self._set_aside(damaged, why)
+            return step
+        if not passed_over:
+            return None
+        # None is renamed: the next start must refuse too, not find an empty directory.
+        raise CheckpointError(
+            f"no checkpoint in {self._directory} can be trusted, so nothing was resumed:\n"
+            + "\n".join(f"  checkpoint {step}: {why}" for step, why in passed_over.items())
+            + "\nRestore their files, or start anew in another --run-dir."
+        )
+
+    def require(self, step: int | None) -> int:
+        """`step` if it can be trusted, else an error; None = the newest that can."""
+        if step is None:
+            if (chosen := self.choose()) is None:
+                raise CheckpointError(f"there is no checkpoint in {self._directory}.")
+            return chosen
+        exists = self._agreement.decide(lambda: (self._directory / str(step)).is_dir())
+        if reason := self.problem(step) if exists else "it does not exist":
+            others = ", ".join(str(s) for s in self.steps() if s != step) or "none"
+            raise CheckpointError(
+                f"checkpoint {step} in {self._directory} cannot be used: {reason}. "
+                f"Others there: {others}."
+            )
+        return step
+
+    def problem(self, step: int, *, full: bool = False) -> str:
+        """Why a checkpoint must not be loaded, or ""; the same answer on every process."""
+        if step in self._condemned:
+            return self._condemned[step]
+        level = "full" if full else self._config.verify
+        path = self._directory / str(step)
+
+        def listed() -> dict[str, Any]:
+            try:
+                files = manifest.read(path)["files"]
+            except ValueError as reason:
+                return {"reason": str(reason)}
+            if level == "none":
+                return {"reason": "", "files": files}
+            found = manifest.size_problems(path, files)
+            small = [name for name, (size, _) in files.items() if size <= _SMALL_BYTES]
+            found = found or manifest.content_problems(path, files, small)
+            return {"reason": manifest.summary(found), "files": files}
+
+        answer = self._agreement.decide(listed)
+        if answer["reason"] or level != "full" or (step in self._proven and not full):
+            return answer["reason"]
+        files = answer["files"]
+        mine = list(files)[self._agreement.process :: self._agreement.num_processes]
+        shares = self._agreement.gather(manifest.content_problems(path, files, mine))
+        reason = manifest.summary([line for share in shares for line in share])
+        if not reason:
+            self._proven.add(step)
+        return reason
+
+    def condemn(self, step: int, reason: str) -> None:
+        """Remember that a checkpoint turned out damaged when it was loaded."""
+        self._condemned[step] = reason
+
+    def document(self, step: int) -> dict[str, Any]:
+        """The JSON beside the arrays: `meta` and the description of every array."""
+        try:
+            return orbax_io.read_document(self._directory / str(step))
+        except (OSError, ValueError) as error:
+            raise CheckpointError(
+                f"checkpoint {step} in {self._directory} has no readable meta: {one_line(error)}"
+            ) from error
+
+    def load(
+        self,
+        step: int,
+        target: Any,
+        *,
+        items: Collection[str] = pytree.ITEMS,
+        fresh: Collection[str] = (),
+        unused: Collection[str] = (),
+    ) -> Any:
+        """Read the leaves of `target`, prove them, and put them into its structure.
+
+        Args:
+            step: a checkpoint whose files were verified.
+            target: tree of `jax.ShapeDtypeStruct` with sharding.
+            items: parts of the checkpoint that `target` must account for.
+            fresh: names whose leaves in `target` are arrays and come back as they are.
+            unused: names in the checkpoint that may stay unread.
+
+        Raises:
+            ConfigError: what does not fit, all of it.
+            Damaged: other bits than were saved; on every process alike.
+        """
+        start = time.perf_counter()
+        everything = pytree.leaves_of(target)
+        leaves = [leaf for leaf in everything if not pytree.under(leaf.name, fresh)]
+        stored = {
+            name: entry
+            for name, entry in self.document(step)["arrays"].items()
+            if name.partition("/")[0] in items
+        }
+        problems = pytree.mismatches(leaves, stored, unused=[*unused, *fresh])
+        problems += _unmatched(fresh, [leaf.name for leaf in everything], "fresh", "the model")
+        problems += _unmatched(unused, list(stored), "unused", "the checkpoint")
+        if problems:
+            raise ConfigError([f"checkpoint {step} does not fit: {line}" for line in problems])
+        entries = [stored[leaf.name] for leaf in leaves]
+        arrays = self._arrays(step, leaves, entries)
+        values = (pytree.finished(*each) for each in zip(leaves, arrays, entries, strict=True))
+        filled = [
+            leaf.value if pytree.under(leaf.name, fresh) else next(values) for leaf in everything
+        ]
+        seconds = time.perf_counter() - start
+        num_bytes = sum(leaf.num_bytes for leaf in leaves)
+        self._journal.event("restore", step=step, seconds=seconds, bytes=num_bytes)
+        return jax.tree.unflatten(jax.tree.structure(target), filled)
+
+    def _set_aside(self, step: int, reason: str) -> None:
+        if not self._read_only:
+            path = self._directory / str(step)
+            self._agreement.decide(lambda: manifest.set_aside(path, "damaged").name)
+        self._journal.event("checkpoint_skipped", step=step, reason=reason)
+        self._journal.line(f"checkpoint {step} skipped: {reason}")
+
+    def _arrays(
+        self, step: int, leaves: list[pytree.Leaf], entries: list[dict[str, Any]]
+    ) -> list[jax.Array]:
+        """The stored arrays on the shardings asked for, their digests compared."""
+        targets = [pytree.target_of(leaf, e) for leaf, e in zip(leaves, entries, strict=True)]
+        restored = self._read(step, pytree.nest(leaves, targets))
+        arrays = [pytree.pick(restored, leaf) for leaf in leaves]
+        if self._config.verify == "none":
+            return arrays
+        wrong = [
+            leaf.name
+            for leaf, digest, entry in zip(leaves, digests(arrays), entries, strict=True)
+            if digest != entry["digest"]
+        ]
+        if wrong:
+            more = f" and {len(wrong) - 3} more" * (len(wrong) > 3)
+            raise Damaged(f"other bits than were saved in {', '.join(wrong[:3])}{more}")
+        return arrays
+
+    def _read(self, step: int, targets: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+        path = self._directory / str(step)
+        try:
+            return orbax_io.read(path, targets, self._config)
+        except Exception as error:
+            reason = f"it could not be read ({one_line(error)})"
+            if self._agreement.num_processes == 1:
+                if damage := self.problem(step, full=True):
+                    raise Damaged(damage) from error
+                if "DATA_LOSS" in str(error):  # TensorStore's own checksums, of a part of the files
+                    raise Damaged(reason) from error
+                raise CheckpointError(f"checkpoint {step}: {reason}") from error
+            # The other processes wait inside Orbax until this one is gone, so there is no fallback
+            # in place: leave word for the next start, which the launcher makes.
+            if not self._read_only:
+                (path / manifest.REJECTED_NAME).write_text(reason)
+            raise CheckpointError(
+                f"checkpoint {step}: {reason}; the next start will go past it."
+            ) from error
+
+
+def _unmatched(prefixes: Collection[str], names: list[str], role: str, where: str) -> list[str]:
+    return [
+        f"{role} names {prefix}, and {where} has no such part. Known: {', '.join(names[:8])}."
+        for prefix in prefixes
+        if not any(pytree.under(name, [prefix]) for name in names)
+    ]

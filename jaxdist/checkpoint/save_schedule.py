@@ -1,0 +1,79 @@
+"""When to save, so that a crash at any moment costs one interval at most.
+
+A write in the background that a crash cuts off leaves the checkpoint before it as the newest. When
+the write began that one was an interval old, so every step beside the write would be lost on top.
+Hence a second save midway in each interval: with the one before always committed when a save begins
+(`Saver` waits for it), what can be lost is two gaps between saves, and those are one interval.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Literal
+
+from jaxdist.checkpoint.config import CheckpointConfig
+from jaxdist.checkpoint.coordination import Agreement
+
+Due = Literal["", "interval", "midway"]
+"""No save is due; one that ends an interval is; one that halves it is, kept until the next."""
+
+_CLOCK_STEPS = 10  # several processes agree on the wall clock only every so often: a round trip
+
+
+class SaveSchedule:
+    """Says after which steps to save; the same answers on every process.
+
+    Args:
+        config: `save_interval_steps`, `save_interval_minutes`, `saves_midway`.
+        agreement: process 0 reads the clock for all.
+    """
+
+    def __init__(self, config: CheckpointConfig, agreement: Agreement) -> None:
+        self._config = config
+        self._agreement = agreement
+        self._last_step: int | None = None
+        self._last_time = self._interval_began = time.monotonic()
+
+    def due(self, step: int, now: float | None = None) -> Due:
+        """Which save is due after `step`.
+
+        Args:
+            step: number of finished steps.
+            now: seconds of a clock that never runs backwards; default `time.monotonic()`.
+        """
+        if step == self._last_step:
+            return ""
+        by_steps = self._by_steps(step)
+        if by_steps == "interval":
+            return by_steps
+        return self._by_minutes(step, now) or by_steps
+
+    def saved(self, step: int, due: Due, now: float | None = None) -> None:
+        """A save of `step` has begun, for the reason `due`; "" = nobody's schedule asked for it."""
+        self._last_step = step
+        self._last_time = time.monotonic() if now is None else now
+        if due != "midway":
+            self._interval_began = self._last_time
+
+    def _by_steps(self, step: int) -> Due:
+        every = self._config.save_interval_steps
+        if not every:
+            return ""
+        if step % every == 0:
+            return "interval"
+        return "midway" if self._config.saves_midway and step % every == every // 2 else ""
+
+    def _by_minutes(self, step: int, now: float | None) -> Due:
+        interval_s = 60 * self._config.save_interval_minutes
+        if not interval_s or (self._agreement.num_processes > 1 and step % _CLOCK_STEPS):
+            return ""
+        read = time.monotonic() if now is None else now
+
+        def elapsed() -> Due:
+            if read - self._interval_began >= interval_s:
+                return "interval"
+            halved = self._config.saves_midway and read - self._last_time >= interval_s / 2
+            return "midway" if halved else ""
+
+        answer: Due = self._agreement.decide(elapsed)
+        return answer

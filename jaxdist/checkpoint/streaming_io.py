@@ -1,0 +1,248 @@
+"""The arrays of a checkpoint piece by piece: streamed on a machine without devices or much memory.
+
+Restoring onto a mesh is `restoring`'s work; this is for looking at, comparing and rewriting
+checkpoints. Every array read to its end is proven by its digest.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import shutil
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxdist.checkpoint import manifest, orbax_io
+from jaxdist.checkpoint.checksum import part_digest
+from jaxdist.checkpoint.errors import Damaged
+
+BLOCK_BYTES = 64 << 20
+"""Bytes of an array held at a time."""
+
+Index = tuple[slice, ...]
+
+
+class StoredArrays:
+    """Reads the arrays of one checkpoint whose files were verified.
+
+    Attributes:
+        checkpoint: the directory of the step.
+        document: the JSON beside the arrays: `step`, `meta`, `arrays`.
+        entries: name -> shape, dtype, digest, as stored (a key as its uint32 data).
+    """
+
+    def __init__(self, checkpoint: Path) -> None:
+        self.checkpoint = checkpoint
+        self.document = orbax_io.read_document(checkpoint)
+        self.entries: dict[str, dict[str, Any]] = self.document["arrays"]
+        self._open: tuple[str, Any] | None = None
+
+    def num_bytes(self, name: str) -> int:
+        """Size of an array as stored."""
+        entry = self.entries[name]
+        return math.prod(entry["shape"]) * dtype_of(entry["dtype"]).itemsize
+
+    def read(self, name: str, index: Index = ()) -> np.ndarray:
+        """A part of an array, or all of it; nothing is proven."""
+        return self._handle(name)[index].read().result()
+
+    def gather(self, name: str, index: Index) -> np.ndarray:
+        """As `read`, one chunk on disk after the other, so that chunks never pile up in memory."""
+        handle = self._handle(name)
+        steps = handle.chunk_layout.read_chunk.shape
+        out = np.empty([s.stop - s.start for s in index], dtype_of(self.entries[name]["dtype"]))
+        starts = (
+            range(s.start // step * step, s.stop, step)
+            for s, step in zip(index, steps, strict=True)
+        )
+        for corner in itertools.product(*starts):
+            part = tuple(
+                slice(max(at, s.start), min(at + step, s.stop))
+                for at, step, s in zip(corner, steps, index, strict=True)
+            )
+            place = (
+                slice(p.start - s.start, p.stop - s.start) for p, s in zip(part, index, strict=True)
+            )
+            out[tuple(place)] = handle[part].read().result()
+        return out
+
+    def blocks(
+        self, name: str, block: tuple[int, ...] | None = None
+    ) -> Iterator[tuple[Index, np.ndarray]]:
+        """All of an array in blocks, in row-major order.
+
+        Args:
+            name: e.g. `params/layers/w`.
+            block: shape of a block; default: whole rows up to `BLOCK_BYTES`.
+
+        Raises:
+            Damaged: after the last block, if their digest is not the one that was saved.
+        """
+        entry = self.entries[name]
+        shape = tuple(entry["shape"])
+        block = block or block_shape(shape, dtype_of(entry["dtype"]).itemsize, BLOCK_BYTES)
+        total = 0
+        for index in grid(shape, block):
+            part = self.read(name, index)
+            total += part_digest(part, [s.start for s in index], shape)
+            yield index, part
+        if total % 2**32 != entry["digest"]:
+            raise Damaged(f"{name} in {self.checkpoint} has other bits than were saved")
+
+    def _handle(self, name: str) -> Any:
+        if self._open is None or self._open[0] != name:
+            self._open = (name, _open_array(self.checkpoint, self._place(name)))
+        return self._open[1]
+
+    def _place(self, name: str) -> tuple[str, str]:
+        return name.partition("/")[0], ".".join(self.entries[name]["path"])
+
+
+class CheckpointWriter:
+    """Writes one checkpoint array by array, part by part; it appears only when complete.
+
+    Args:
+        destination: directory of the step, e.g. `checkpoints/100`.
+    """
+
+    def __init__(self, destination: Path) -> None:
+        self.num_bytes = 0
+        self.entries: dict[str, dict[str, Any]] = {}
+        self._destination = destination
+        self._partial = destination.parent / manifest.SAVING_NAME / destination.name
+        if self._partial.exists():
+            shutil.rmtree(self._partial)
+
+    def write(
+        self,
+        name: str,
+        entry: Mapping[str, Any],
+        chunk: tuple[int, ...],
+        parts: Iterable[tuple[Index, np.ndarray]],
+    ) -> None:
+        """Write one array.
+
+        Args:
+            name: e.g. `params/layers/w`.
+            entry: `shape`, `dtype`, `path` (its keys) and, for a key, `key`.
+            chunk: what is one piece on disk; parts should be whole pieces.
+            parts: where each part belongs, and its values; together the whole array.
+        """
+        shape, dtype = tuple(entry["shape"]), dtype_of(entry["dtype"])
+        place = (name.partition("/")[0], ".".join(entry["path"]))
+        create = {"shape": shape, "chunks": chunk, "dtype": dtype}
+        target = _open_array(self._partial, place, create=create)
+        digest = 0
+        for index, part in parts:
+            cast = part.astype(dtype)
+            digest += part_digest(cast, [s.start for s in index], shape)
+            target[index].write(cast).result()
+        self.entries[name] = {**entry, "digest": digest % 2**32}
+        self.num_bytes += math.prod(shape) * dtype.itemsize
+
+    def finish(self, meta: dict[str, Any]) -> None:
+        """Write what belongs beside the arrays, then the manifest."""
+        step = int(self._destination.name)
+        document = {"step": step, "meta": meta, "arrays": self.entries}
+        orbax_io.write_frame(self._partial, document)
+        names = manifest.files_of(self._partial)
+        files = {name: manifest.fingerprint(self._partial / name) for name in names}
+        manifest.write(self._partial, step, files, {})
+        manifest.publish(self._partial, self._destination)
+
+
+def rewrite(
+    source: StoredArrays,
+    destination: Path,
+    *,
+    items: Collection[str],
+    chunk_of: Callable[[str], tuple[int, ...]],
+    dtype_for: Callable[[str], str],
+    meta: dict[str, Any],
+) -> CheckpointWriter:
+    """Write a checkpoint anew, in other chunks or dtypes, one chunk in memory at a time.
+
+    Args:
+        source: what to copy; each array is proven while it is read.
+        destination: directory of the new step.
+        items: which of `params`, `opt_state`, `rest` to copy.
+        chunk_of: name -> shape of a chunk.
+        dtype_for: name -> dtype to store.
+        meta: the caller's JSON for the new checkpoint.
+    """
+    writer = CheckpointWriter(destination)
+    for name, entry in source.entries.items():
+        if name.partition("/")[0] in items:
+            chunk = chunk_of(name)
+            parts = source.blocks(name, chunk or None)
+            writer.write(name, {**entry, "dtype": dtype_for(name)}, chunk, parts)
+    writer.finish(meta)
+    return writer
+
+
+def block_shape(shape: tuple[int, ...], itemsize: int, max_bytes: int) -> tuple[int, ...]:
+    """Whole rows of the trailing dims, as many as fit; one dim is cut unevenly at most."""
+    block = list(shape)
+    for dim in range(len(shape)):
+        rest = math.prod(block[dim + 1 :]) * itemsize
+        block[dim] = max(1, min(shape[dim], max_bytes // max(rest, 1)))
+        if block[dim] > 1 or rest <= max_bytes:
+            break
+    return tuple(block)
+
+
+def even_chunk(shape: tuple[int, ...], itemsize: int, max_bytes: int) -> tuple[int, ...]:
+    """A chunk that divides `shape` evenly and is no larger than `max_bytes`, leading dims first."""
+    chunk = list(shape)
+    for dim in range(len(chunk)):
+        while chunk[dim] > 1 and math.prod(chunk) * itemsize > max_bytes:
+            chunk[dim] //= next(n for n in itertools.count(2) if chunk[dim] % n == 0)
+    return tuple(chunk)
+
+
+def grid(shape: tuple[int, ...], block: tuple[int, ...]) -> Iterator[Index]:
+    """The index of every block of an array, in row-major order."""
+    starts = [range(0, size, step) for size, step in zip(shape, block, strict=True)]
+    for corner in itertools.product(*starts):
+        yield tuple(
+            slice(at, min(at + step, size))
+            for at, step, size in zip(corner, block, shape, strict=True)
+        )
+
+
+def dtype_of(name: str) -> np.dtype:
+    """NumPy's dtype of a stored dtype's name, bfloat16 and float8 included."""
+    import ml_dtypes
+
+    return np.dtype(getattr(ml_dtypes, name, name))
+
+
+def _open_array(
+    checkpoint: Path, place: tuple[str, str], create: Mapping[str, Any] | None = None
+) -> Any:
+    """TensorStore's handle on one array, opened or made."""
+    import tensorstore
+
+    item, path = place
+    spec: dict[str, Any] = {
+        "driver": "zarr",
+        "kvstore": {
+            "driver": "ocdbt",
+            "base": (checkpoint / item).absolute().as_uri() + "/",
+            "path": path + "/",
+        },
+    }
+    if create is None:
+        return tensorstore.open(spec, open=True, read=True).result()
+    spec["kvstore"]["config"] = {"max_inline_value_bytes": 1024}
+    zarr_dtype = create["dtype"].name if create["dtype"].kind == "V" else create["dtype"].str
+    spec["metadata"] = {
+        "shape": list(create["shape"]),
+        "chunks": [max(size, 1) for size in create["chunks"]],
+        "dtype": zarr_dtype,
+        "compressor": None,
+    }
+    return tensorstore.open(spec, create=True).result()

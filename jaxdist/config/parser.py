@@ -1,0 +1,327 @@
+"""From defaults, a TOML file and flags to one checked dataclass; every problem in one message."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal, TypeVar, get_args, get_origin
+
+from jaxdist.config.help import help_text
+from jaxdist.config.schema import (
+    BadValueError,
+    Field,
+    FlagText,
+    Path,
+    describe,
+    example,
+    fields_of,
+    is_list,
+    join_choices,
+    kinds_of,
+    read_value,
+    types_of,
+)
+from jaxdist.config.sources import Given, flatten, read_file, split_arguments
+from jaxdist.core.types import ConfigError
+
+T = TypeVar("T")
+
+
+def read_settings(
+    cls: type[T],
+    argv: Sequence[str],
+    *,
+    command: str,
+    summary: str = "",
+    aliases: Mapping[str, str] | None = None,
+    positional: Sequence[str] = (),
+    base: T | None = None,
+    check_rules: bool = True,
+) -> T:
+    """Read the settings of a command.
+
+    Later sources win: the defaults of `cls` (or `base`), then `--config FILE.toml`, then flags.
+
+    Args:
+        cls: a frozen dataclass; its fields may be sections (dataclasses) themselves.
+        argv: arguments without the program's name.
+        command: for help and messages, e.g. "jaxdist.train".
+        summary: first lines of `--help`.
+        aliases: short spelling -> dotted name, e.g. {"steps": "train.steps"}.
+        positional: dotted names that arguments without a flag fill, in order.
+        base: where to start from instead of the defaults (a stored run's settings).
+        check_rules: ask `problems()` too, and not only whether each value has its type.
+
+    Raises:
+        ConfigError: a heading, then every problem on one line each.
+        SystemExit: `--help [SECTION]`, after printing it; code 0.
+    """
+    aliases = aliases or {}
+    arguments = split_arguments(argv, aliases)
+    if arguments.help is not None:
+        try:
+            print(help_text(cls, command, summary, aliases, positional, arguments.help))
+        except ConfigError as error:
+            raise ConfigError(headed(command, error.problems)) from None
+        raise SystemExit(0)
+    givens, problems = _gather(arguments.files)
+    flags, more = _positional_flags(arguments.positional, positional)
+    reader = _Reader(cls, base, [*givens, *flags, *arguments.flags], aliases)
+    config = reader.read()
+    rules = all_problems(config) if check_rules else []
+    rules = [p for p in rules if not reader.concerns_bad_value(p)]
+    problems += more + reader.problems + [reader.with_origin(p) for p in rules]
+    if problems:
+        raise ConfigError(headed(command, problems))
+    return config
+
+
+def headed(command: str, problems: list[str]) -> list[str]:
+    """The heading of a refusal, then its problems."""
+    count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+    return [
+        f"{command}: {count} in what was asked for; nothing was started.",
+        *(f"  - {problem}" for problem in problems),
+    ]
+
+
+def all_problems(config: Any) -> list[str]:
+    """Problems of each section of a config, then its own (the rules between sections)."""
+    values = [getattr(config, field.name) for field in dataclasses.fields(config)]
+    found = [p for value in values if dataclasses.is_dataclass(value) for p in all_problems(value)]
+    return found + (list(config.problems()) if hasattr(config, "problems") else [])
+
+
+def _gather(files: Sequence[str]) -> tuple[list[Given], list[str]]:
+    if len(files) > 1:
+        return [], [f"--config is given {len(files)} times ({', '.join(files)}). Give one file."]
+    for file in files:
+        table, problems, text = read_file(file)
+        return flatten(table, file, text), problems
+    return [], []
+
+
+def _positional_flags(words: Sequence[str], names: Sequence[str]) -> tuple[list[Given], list[str]]:
+    givens = [
+        Given(tuple(name.split(".")), FlagText(word), f"argument {word!r}")
+        for word, name in zip(words, names, strict=False)
+    ]
+    takes = f"takes {join_choices(n.upper() for n in names)}" if names else "takes flags only"
+    problems = [
+        f"argument {word!r} is one too many: the command {takes}. "
+        "Settings are --name=value, see --help."
+        for word in words[len(names) :]
+    ]
+    return givens, problems
+
+
+class _Reader:
+    """Places given values into the schema; remembers what was wrong and where each came from."""
+
+    def __init__(self, cls: type, base: Any, givens: list[Given], aliases: Mapping[str, str]):
+        self.cls, self.base, self.givens, self.aliases = cls, base, givens, aliases
+        self.problems: list[str] = []
+        self.values: dict[Path, Any] = {}
+        self.origins: dict[str, str] = {}
+        self.bad: set[str] = set()
+        self.kinds: dict[Path, str] = {}
+
+    def read(self) -> Any:
+        """The settings, with the default in the place of every value that was wrong."""
+        # 1. The kind of a section decides which fields it has; 2. then values find their fields.
+        self._read_kinds(self.cls, self.base, ())
+        skipped: set[Path] = set()
+        for given in self.givens:
+            self._place(given, skipped)
+        return self._build(self.cls, self.base, ())
+
+    def concerns_bad_value(self, problem: str) -> bool:
+        """Whether a rule speaks of a value that could not be read: its default is not at fault."""
+        for name in self.bad:
+            last = name.rsplit(".", 1)[-1]
+            if re.search(rf"\b{re.escape(name)}\b|\b{last}=", problem):
+                return True
+        return False
+
+    def with_origin(self, problem: str) -> str:
+        """The problem with the place where the first setting that it names was given."""
+        for name in re.findall(r"\b[a-z_]\w*(?:\.\w+)*\b", problem):
+            if name in self.origins:
+                return f"{problem} [{name}: {self.origins[name]}]"
+        return problem
+
+    def _read_kinds(self, cls: type, base: Any, prefix: Path) -> None:
+        for name, annotation in types_of(cls).items():
+            kinds, path = kinds_of(annotation), (*prefix, name)
+            if not kinds:
+                continue
+            current = getattr(base, name) if base is not None else None
+            if "" not in kinds:
+                self.kinds[path] = self._kind(path, kinds, current)
+            chosen = kinds[self.kinds.get(path, "")]
+            self._read_kinds(chosen, current if isinstance(current, chosen) else None, path)
+
+    def _kind(self, path: Path, kinds: Mapping[str, type], current: Any) -> str:
+        kind = current.kind if current is not None else self._default_kind(path, kinds)
+        for given in self.givens:
+            if given.path != (*path, "kind"):
+                continue
+            if isinstance(given.raw, str) and given.raw in kinds:
+                kind = str(given.raw)
+            else:
+                hint = _did_you_mean(str(given.raw), kinds) or f" The default is {kind}."
+                self.problems.append(
+                    f"{'.'.join(given.path)}={given.raw!r} ({given.origin}) is not a choice: "
+                    f"{join_choices(kinds)}.{hint}"
+                )
+                self.bad.add(".".join(path))
+        return kind
+
+    def _default_kind(self, path: Path, kinds: Mapping[str, type]) -> str:
+        cls = self.cls
+        for name in path[:-1]:
+            cls = next(iter(kinds_of(types_of(cls)[name]).values()))
+        (field,) = (f for f in dataclasses.fields(cls) if f.name == path[-1])
+        factory = field.default_factory
+        default: Any = factory() if factory is not dataclasses.MISSING else field.default
+        return next(iter(kinds)) if default is dataclasses.MISSING else default.kind
+
+    def _place(self, given: Given, skipped: set[Path]) -> None:
+        """Find the field of a value and read it; report what does not fit."""
+        cls = self.cls
+        for depth, name in enumerate(given.path):
+            here = given.path[: depth + 1]
+            if name not in types_of(cls):
+                self._unknown(given, here, cls, skipped)
+                return
+            kinds = kinds_of(types_of(cls)[name])
+            if kinds:
+                cls = kinds[self.kinds.get(here, "")]
+                if ".".join(here) in self.bad:
+                    return  # its kind is unknown, so which fields it has is too
+                continue
+            field = next(f for f in fields_of(cls, here[:-1]) if f.path == here)
+            self._set(field, given, given.path[depth + 1 :])
+            return
+        self._is_section(given, cls)
+
+    def _set(self, field: Field, given: Given, inside: Path) -> None:
+        is_bare_switch = given.raw is None and field.type is bool
+        if given.raw is None and not is_bare_switch:
+            self.bad.add(field.name)
+            self.problems.append(
+                f"--{field.name} has no value: {describe(field.type)} is needed. "
+                f"Use --{field.name}={example(field)}."
+            )
+            return
+        if inside and not isinstance(field.default, dict):
+            self._unknown(given, given.path, self.cls, set())
+            return
+        try:
+            if inside:
+                table = dict(self.values.get(field.path, field.default))
+                self.values[field.path] = _insert(table, inside, read_value(given.raw, Any))
+            else:
+                value = True if is_bare_switch else read_value(given.raw, field.type)
+                self.values[field.path] = self._after_earlier_flag(field, given, value)
+        except BadValueError as error:
+            self.bad.add(field.name)
+            self.problems.append(self._bad_value(field, given, str(error)))
+        self.origins[field.name] = given.origin
+
+    def _after_earlier_flag(self, field: Field, given: Given, value: Any) -> Any:
+        """A repeated flag adds to a list; any other field takes one value."""
+        earlier = self.origins.get(field.name, "")
+        if not (earlier.startswith("flag") and given.origin.startswith("flag")):
+            return value
+        if is_list(field.type):
+            return self.values[field.path] + value
+        self.problems.append(
+            f"{field.name} is given twice ({earlier}, {given.origin}): one value is needed. "
+            "Remove one of them."
+        )
+        return value
+
+    def _bad_value(self, field: Field, given: Given, rule: str) -> str:
+        text = f"{field.name}={given.raw!r} ({given.origin}) {rule}."
+        hint = _did_you_mean(str(given.raw), _choices(field.type))
+        return text + (hint or f" The default is {example(field)}: {field.doc}.")
+
+    def _unknown(self, given: Given, here: Path, cls: type, skipped: set[Path]) -> None:
+        if here in skipped:  # one message for a whole unknown section
+            return
+        in_file = not given.origin.startswith(("flag", "argument"))
+        if in_file and len(here) < len(given.path):
+            skipped.add(here)
+        name = ".".join(here if in_file else given.path)
+        spell = "" if in_file else "--"
+        known = [field.name for field in fields_of(self.cls)]
+        if cls is not self.cls:
+            # Fields of this kind first: `[model]` of another kind may know the name.
+            near = [field.name for field in fields_of(cls, here[:-1])]
+            known = near + [k for k in known if k not in near and not k.startswith(here[0] + ".")]
+        sections = [n for n, t in types_of(self.cls).items() if kinds_of(t)]
+        candidates = (
+            sections if in_file and len(here) < len(given.path) and len(here) == 1 else known
+        )
+        mean = _did_you_mean(name, [*candidates, *self.aliases], spell)
+        kind = self.kinds.get(here[:-1])
+        of_kind = f" of kind {kind}" if kind else ""
+        origin = given.origin if len(here) == len(given.path) else given.section_origin
+        shown = f"{spell}{name}" if not in_file else f"{name} ({origin})"
+        fix = mean or (f" Sections: {', '.join(sections)}." if sections else "")
+        self.problems.append(f"{shown} is not a setting{of_kind}.{fix} See --help.")
+
+    def _is_section(self, given: Given, cls: type) -> None:
+        name = ".".join(given.path)
+        target = self.aliases.get(name)
+        fix = (
+            f"Use {target}"
+            if target
+            else f"Its fields are {', '.join(list(types_of(cls))[:6])}, …: use {name}.FIELD"
+        )
+        self.problems.append(
+            f"{name}={given.raw!r} ({given.origin}) gives a value to a section. {fix}."
+        )
+
+    def _build(self, cls: type, base: Any, prefix: Path) -> Any:
+        values = {}
+        for name, annotation in types_of(cls).items():
+            path, kinds = (*prefix, name), kinds_of(annotation)
+            current = getattr(base, name) if base is not None else None
+            if kinds:
+                chosen = kinds[self.kinds.get(path, "")]
+                start = current if isinstance(current, chosen) else None
+                values[name] = self._build(chosen, start, path)
+            elif path in self.values:
+                values[name] = self.values[path]
+            elif base is not None:
+                values[name] = current
+        return cls(**values)
+
+
+def _insert(table: dict[str, Any], path: Path, value: Any) -> dict[str, Any]:
+    if len(path) == 1:
+        return {**table, path[0]: value}
+    return {**table, path[0]: _insert(dict(table.get(path[0], {})), path[1:], value)}
+
+
+def _choices(annotation: Any) -> list[str]:
+    return [str(c) for c in get_args(annotation)] if get_origin(annotation) is Literal else []
+
+
+def _did_you_mean(given: str, known: Iterable[str], spell: str = "") -> str:
+    """A question naming the closest names, with a space before it; nothing without any."""
+    known = list(dict.fromkeys(known))
+    close = difflib.get_close_matches(given, known, n=2, cutoff=0.75)
+    if not close:
+        last = given.rsplit(".", 1)[-1]
+        by_last = {name: name.rsplit(".", 1)[-1] for name in known}
+        close = [name for name, end in by_last.items() if end == last]
+        close = close or [n for n, e in by_last.items() if len(last) > 3 and (last in e)]
+        if not close:
+            ends = difflib.get_close_matches(last, set(by_last.values()), n=1, cutoff=0.75)
+            close = [name for name, end in by_last.items() if end in ends]
+    return f" Did you mean {join_choices(spell + name for name in close[:3])}?" if close else ""

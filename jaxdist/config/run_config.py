@@ -1,0 +1,403 @@
+"""`RunConfig`: a table of contents of the rooms' own settings, and the rules between rooms."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from jaxdist.checkpoint.config import CheckpointConfig
+from jaxdist.config.elastic import fit_devices
+from jaxdist.config.parser import headed
+from jaxdist.core.mesh import MeshSpec
+from jaxdist.core.parallel.pipeline.config import PipelineConfig
+from jaxdist.core.precision import PrecisionConfig
+from jaxdist.core.sharding import (
+    RULES,
+    MeshConfig,
+    Needs,
+    default_mesh,
+    legal_meshes,
+    mesh_problems,
+)
+from jaxdist.core.step import EvalConfig, TrainConfig
+from jaxdist.core.types import ConfigError, Model, setting
+from jaxdist.data.config import DataConfig
+from jaxdist.models.configs import CNN_RULES, CnnConfig, CustomConfig, DecoderConfig, ModelConfig
+from jaxdist.models.huggingface.directory import is_model, read_json
+from jaxdist.models.huggingface.families import left_out, read_config
+from jaxdist.optim import OptimConfig
+from jaxdist.run.monitoring.config import MonitoringConfig
+from jaxdist.run.resilience.config import ResilienceConfig
+from jaxdist.runtime import resolve
+from jaxdist.runtime.config import RuntimeConfig
+
+_BYTE_VALUES = 256
+_PARAM_AND_GRADIENT_BYTES = 4 + 4
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """Everything that a run is made of; what is not said here has its room's default."""
+
+    name: str = setting("default", "name of the run; its directory is runs/<name>-<time>")
+    seed: int = setting(0, "of the initial parameters, the data order and all random bits")
+    run_dir: str = setting("", "run directory; empty = runs/<name>-<time>")
+    resume: str = setting(
+        "auto",
+        "auto = go on from the newest valid checkpoint of the run directory if there is one; "
+        "never = refuse a directory that holds a run; or the path of a run to go on with",
+    )
+    replay: str = setting(
+        "",
+        "RUN:STEP = train nothing: do that step of a run again, several times, from the checkpoint "
+        "before it, and say whether what was bad about it comes back",
+    )
+    init_from: str = setting(
+        "",
+        "whose weights a new run starts from: a Hugging Face model directory (its config.json, "
+        "its tokenizer.json and optim.peak_lr=2e-5 are then the defaults), a run directory, or a "
+        "checkpoint in one; empty = random ones",
+    )
+    reinit_params: list[str] = setting(
+        [],
+        "parts of the model that start random beside init_from, e.g. head; names as `jaxdist "
+        "convert inspect` prints them",
+    )
+    ignore_params: list[str] = setting(
+        [], "parts of init_from's weights that have no place in the model and are left unread"
+    )
+    force: bool = setting(
+        False, "start even where the estimate says that the GPUs' memory does not hold the run"
+    )
+    debug: bool = setting(
+        False,
+        "find out whether an installation works: a tiny model for a few steps on 2 simulated "
+        "devices (with a mesh: the machine's own), synchronous saves, deterministic "
+        "kernels, jax's own checks, stop on NaN; what a file or flags say wins",
+    )
+    simulate: int = setting(
+        0, "simulated CPU devices of each process; 0 = the machine's own devices"
+    )
+    model: ModelConfig = dataclasses.field(default_factory=DecoderConfig)
+    mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
+    pipeline: PipelineConfig = dataclasses.field(default_factory=PipelineConfig)
+    train: TrainConfig = dataclasses.field(default_factory=TrainConfig)
+    optim: OptimConfig = dataclasses.field(default_factory=OptimConfig)
+    precision: PrecisionConfig = dataclasses.field(default_factory=PrecisionConfig)
+    data: DataConfig = dataclasses.field(default_factory=DataConfig)
+    eval: EvalConfig = dataclasses.field(default_factory=EvalConfig)
+    checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
+    monitoring: MonitoringConfig = dataclasses.field(default_factory=MonitoringConfig)
+    resilience: ResilienceConfig = dataclasses.field(default_factory=ResilienceConfig)
+    runtime: RuntimeConfig = dataclasses.field(default_factory=RuntimeConfig)
+
+    def problems(self) -> list[str]:
+        """Violated rules of the top level and between sections (sections have their own)."""
+        found = self._place_problems() + self._start_problems()
+        # Sizes that are not even numbers of something would only repeat themselves below.
+        sections = (self.model, self.train, self.mesh, self.pipeline)
+        if any(section.problems() for section in sections):
+            return found
+        return found + self._data_problems() + self._early_mesh_problems()
+
+    def remarks(self) -> list[str]:
+        """What is legal but may surprise: one line each, for the run's first log lines."""
+        optim, steps = self.optim, self.train.steps
+        found = []
+        if self.init_from and is_model(self.init_from):
+            found += left_out(read_json(Path(self.init_from).expanduser()))
+        if 0 < steps <= optim.warmup_steps:
+            found.append(
+                f"optim.warmup_steps={optim.warmup_steps} is not shorter than train.steps={steps}: "
+                "the learning rate never reaches its peak"
+            )
+        if optim.schedule in ("cosine", "linear") and optim.decay_steps > steps:
+            found.append(
+                f"optim.decay_steps={optim.decay_steps} is longer than train.steps={steps}: "
+                "the learning rate does not reach its end"
+            )
+        return found
+
+    def mesh_problems(self, spec: MeshSpec, model: Model | None = None) -> list[str]:
+        """What the model, the batch and the sequence break on a mesh.
+
+        Args:
+            spec: the mesh.
+            model: the built model; needed for a custom one, whose dims are not known before.
+        """
+        if model is not None:
+            dims, rules, sequence = model.dims, {**RULES, **model.rules}, model.sequence
+        elif isinstance(self.model, DecoderConfig):
+            dims, rules, sequence = self.model.dims, dict(RULES), True
+        elif isinstance(self.model, CnnConfig):
+            dims, rules, sequence = self.model.dims, dict(CNN_RULES), False
+        else:  # only the batch can be judged
+            spec, dims, rules, sequence = dataclasses.replace(spec, pipeline=1), {}, {}, False
+        problems = mesh_problems(
+            spec,
+            dims,
+            rules=rules,
+            zero=self.mesh.zero,
+            global_batch_size=self.train.global_batch_size,
+            num_microbatches=self.pipeline.given_microbatches(
+                spec.pipeline, self.train.num_microbatches
+            ),
+            seq_len=self.train.seq_len if sequence and self.mesh.sequence_parallel else None,
+        )
+        return problems + self.pipeline.fit_problems(
+            num_stages=spec.pipeline, num_layers=dims.get("layers", 0)
+        )
+
+    def check_mesh(
+        self, spec: MeshSpec, model: Model | None = None, num_devices: int | None = None
+    ) -> None:
+        """Raise `ConfigError` with every problem of a mesh and up to three legal ones nearby.
+
+        Args:
+            spec: the mesh.
+            model: the built model, if it is.
+            num_devices: visible devices, or None when they are not known.
+        """
+        problems = self._problems_with_fix(spec, model, num_devices)
+        if problems:
+            raise ConfigError(headed("mesh", problems))
+
+    def choose_mesh(
+        self,
+        num_devices: int,
+        *,
+        model: Model | None = None,
+        memory_bytes: int | None = None,
+        needs: Needs | None = None,
+    ) -> tuple[MeshSpec, str]:
+        """The mesh of a run and why, once devices are counted.
+
+        With `mesh.shape = "auto"`: `sharding.default_mesh`, or the legal mesh nearest to it.
+
+        Args:
+            num_devices: visible devices of the whole job.
+            model: the built model, if it is.
+            memory_bytes: memory of one device, if the backend says.
+            needs: the estimate of a mesh's memory, where there is one; else the state alone counts.
+
+        Raises:
+            ConfigError: the mesh asked for is illegal, or no mesh of these devices is legal.
+        """
+        if self.mesh.shape != "auto":
+            spec = MeshSpec.parse(self.mesh.shape, num_devices)
+            self.check_mesh(spec, model, num_devices)
+            return spec, self.mesh.reason or "asked for"
+        spec, reason = default_mesh(num_devices, self.state_bytes(model), memory_bytes, needs)
+        refused = self.mesh_problems(spec, model)
+        if refused:
+            legal = self._legal(spec, num_devices, model, count=1)
+            if not legal:
+                self.check_mesh(spec, model, num_devices)
+            rule = refused[0].partition(":")[0]
+            reason = f"{reason}; {spec} is refused ({rule}), and this mesh is the nearest legal one"
+            spec = legal[0]
+        return spec, self.mesh.reason or reason
+
+    def state_bytes(self, model: Model | None = None) -> int:
+        """Bytes of parameters, gradients and moments of the whole model (0 if not known)."""
+        if not isinstance(self.model, CustomConfig):
+            num_params = self.model.num_params
+        elif model is None:
+            return 0
+        else:
+            import jax
+
+            shapes = jax.eval_shape(model.init, jax.random.key(0))
+            num_params = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
+        return num_params * (_PARAM_AND_GRADIENT_BYTES + self.optim.moment_bytes)
+
+    def _place_problems(self) -> list[str]:
+        """Name, directories and the number of simulated devices."""
+        found = []
+        if self.simulate < 0:
+            found.append(
+                f"simulate={self.simulate} is not a number of devices. Use 0 for the machine's "
+                "own, or e.g. 8 to simulate them on CPU."
+            )
+        if not re.fullmatch(r"[\w][\w.+-]*", self.name):
+            found.append(
+                f"name={self.name!r} must be one word of letters, digits and . _ + -: it names the "
+                "run directory. Use run_dir for a path."
+            )
+        if self.run_dir and Path(self.run_dir).expanduser().is_file():
+            found.append(
+                f"run_dir={self.run_dir!r} is a file: a directory, new or of a run, is needed. "
+                "Name another."
+            )
+        if self.resume not in ("auto", "never") and not Path(self.resume).expanduser().is_dir():
+            found.append(
+                f"resume={self.resume!r} is not auto, never, or the directory of a run. Check the "
+                "path, or use auto."
+            )
+        if self.init_from and not Path(self.init_from).expanduser().is_dir():
+            found.append(
+                f"init_from={self.init_from!r} is not a directory. Name a Hugging Face model "
+                "directory or a run directory, or leave it empty."
+            )
+        run, _, step = self.replay.rpartition(":")
+        if self.replay and not (step.isdigit() and int(step) and Path(run).expanduser().is_dir()):
+            found.append(
+                f"replay={self.replay!r} is not RUN:STEP, a run directory and a step from 1 on. "
+                "Use e.g. --replay runs/NAME:120; anomalies.jsonl there names the bad steps."
+            )
+        if self.seed < 0:
+            found.append(f"seed={self.seed} must be 0 or more. Use 0.")
+        return found
+
+    def _start_problems(self) -> list[str]:
+        """What the model is told to be beside what the weights of `init_from` make it."""
+        given = {"reinit_params": self.reinit_params, "ignore_params": self.ignore_params}
+        found = [
+            f"{name}={names} without init_from: all weights are random then. Set init_from, or "
+            f"leave {name} out."
+            for name, names in given.items()
+            if names and not self.init_from
+        ]
+        if not self.init_from or not is_model(self.init_from):
+            return found
+        folder = Path(self.init_from).expanduser()
+        try:
+            stored = read_config(read_json(folder))
+        except ConfigError as error:
+            return [f"init_from={self.init_from!r}: {line}" for line in error.problems]
+        if not isinstance(self.model, DecoderConfig):
+            return [
+                f"model.kind={self.model.kind!r} with init_from={self.init_from!r}, which holds a "
+                "decoder. Leave model.kind out."
+            ]
+        free = {"dropout", "attention_dropout", "attention", "init_std"}
+        free |= {"max_seq_len"} if stored.positions == "rotary" else set()
+        if self.reinit_params:  # a head or table of another size; loading sees the rest
+            free |= {"vocab_size", "tie_embeddings"}
+        return [
+            f"model.{field.name}={getattr(self.model, field.name)} is not what the weights of "
+            f"init_from={self.init_from!r} were made for: its config.json gives "
+            f"{getattr(stored, field.name)}. Leave model.{field.name} out."
+            for field in dataclasses.fields(stored)
+            if field.name not in free
+            and getattr(self.model, field.name) != getattr(stored, field.name)
+        ]
+
+    def _data_problems(self) -> list[str]:
+        """Rules between the model and what it is fed."""
+        if isinstance(self.model, DecoderConfig):
+            return self._text_problems(self.model)
+        return self._image_problems(self.model) if isinstance(self.model, CnnConfig) else []
+
+    def _text_problems(self, model: DecoderConfig) -> list[str]:
+        found = []
+        if model.positions == "learned" and self.train.seq_len > model.max_seq_len:
+            found.append(
+                f"train.seq_len={self.train.seq_len} is longer than model.max_seq_len="
+                f"{model.max_seq_len}, the learned position table. Shorten one or lengthen the "
+                "other."
+            )
+        smallest = self.data.vocab_size or (self.data.tokenizer == "bytes") * _BYTE_VALUES
+        if model.vocab_size < smallest:
+            found.append(
+                f"model.vocab_size={model.vocab_size} is smaller than the {smallest} tokens of "
+                f"data.tokenizer={self.data.tokenizer!r}. Use {smallest} or more."
+            )
+        for source in self.data.sources:
+            if _is_images(source):
+                found.append(
+                    f"data.sources has {source!r}, which holds images: a decoder reads text. "
+                    "Use --model cnn, or a text source."
+                )
+        if model.attention == "cudnn" and self.simulate:
+            found.append(
+                f"model.attention='cudnn' needs a GPU, and simulate={self.simulate} asks for CPU "
+                "devices. Use attention='auto'."
+            )
+        return found
+
+    def _image_problems(self, model: CnnConfig) -> list[str]:
+        found = [
+            f"data.sources has {source!r}, which is not a CIFAR-10 folder: a cnn reads images. "
+            "Name the folder that holds data_batch_1, or use --model decoder."
+            for source in self.data.sources
+            if source == "stdlib" or (Path(source).expanduser().exists() and not _is_images(source))
+        ]
+        shape = (model.image_size, model.in_channels, model.num_classes)
+        if shape != (32, 3, 10):
+            found.append(
+                f"model.image_size={model.image_size}, in_channels={model.in_channels}, "
+                f"num_classes={model.num_classes} do not fit CIFAR-10, which has 32, 3 and 10. Use "
+                "those."
+            )
+        return found
+
+    def _early_mesh_problems(self) -> list[str]:
+        """What can be said of the mesh before devices are counted."""
+        num_devices = self._known_devices()
+        try:
+            if self.mesh.shape == "auto":
+                if num_devices is not None and not isinstance(self.model, CustomConfig):
+                    self.choose_mesh(num_devices)
+                return []
+            if num_devices is None and "-1" in self.mesh.shape:
+                return []
+            spec = MeshSpec.parse(self.mesh.shape, num_devices)
+            if num_devices is not None and fit_devices(self, num_devices) is not self:
+                return []
+        except ConfigError as error:
+            return [line.removeprefix("  - ") for line in error.problems if "problem" not in line]
+        return self._problems_with_fix(spec, None, num_devices)
+
+    def _known_devices(self) -> int | None:
+        """Devices of the whole job where all are simulated, else None."""
+        if not self.simulate:
+            return None
+        try:
+            return self.simulate * resolve(os.environ, self.runtime).num_processes
+        except ConfigError:  # said when the job is joined
+            return None
+
+    def _problems_with_fix(
+        self, spec: MeshSpec, model: Model | None, num_devices: int | None
+    ) -> list[str]:
+        problems = self.mesh_problems(spec, model)
+        if num_devices is not None:
+            try:
+                spec.check_device_count(num_devices)
+            except ConfigError as error:
+                problems = error.problems + problems
+        if not problems:
+            return []
+        wanted = num_devices or spec.num_devices
+        return [*problems[:-1], f"{problems[-1]} {self._nearest_legal(spec, wanted, model)}"]
+
+    def _nearest_legal(self, spec: MeshSpec, num_devices: int, model: Model | None) -> str:
+        # Fewer devices only when none of this many will do; each try factorises one number.
+        for count in range(num_devices, max(0, num_devices - 64), -1):
+            legal = self._legal(spec, count, model, count=3)
+            if legal:
+                names = " or ".join(f"--mesh {other}" for other in legal)
+                return f"Legal with {count} devices, nearest first: {names}."
+        return (
+            f"No mesh of {num_devices} devices or a few less is legal for this model and batch. "
+            "Change train.global_batch_size or the model's sizes."
+        )
+
+    def _legal(
+        self, spec: MeshSpec, num_devices: int, model: Model | None, count: int
+    ) -> Sequence[MeshSpec]:
+        return legal_meshes(
+            spec, num_devices, lambda other: self.mesh_problems(other, model), count
+        )
+
+
+def _is_images(source: str) -> bool:
+    from jaxdist.data.images import is_cifar
+
+    path = Path(source).expanduser()
+    return path.is_dir() and is_cifar(path)

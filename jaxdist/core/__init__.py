@@ -1,0 +1,1 @@
+"""The training core: mesh, shardings, collectives, the compiled step. Knows no files."""

@@ -1,0 +1,147 @@
+"""Collectives between the devices of a mesh axis, for use inside `jax.shard_map`.
+
+Each function names the mesh axis (or axes, slow to fast) it moves data over and says what goes on
+the wire for a group of n devices and an array of B bytes per device. All are differentiable unless
+they say otherwise. JAX tracks over which axes a value may differ between devices ("varying"):
+`vary` declares it, and a reduction ends it.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TypeAlias, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxdist.core.types import Array
+
+Axes: TypeAlias = str | tuple[str, ...]
+Tree = TypeVar("Tree")
+
+
+def group_size(axes: Axes) -> int:
+    """Devices in the group that `axes` spans."""
+    return math.prod(lax.axis_size(axis) for axis in _names(axes))
+
+
+def group_index(axes: Axes) -> Array:
+    """This device's place in its group, the first axis being the slowest."""
+    return lax.axis_index(_names(axes))
+
+
+def varying_axes(x: Array | jax.ShapeDtypeStruct) -> frozenset[str]:
+    """Mesh axes over which `x` may differ between devices."""
+    # An array's type calls it `mat`, the struct of `eval_shape` calls it `manual_axis_type`.
+    if isinstance(x, jax.ShapeDtypeStruct):
+        manual = x.manual_axis_type
+        return frozenset(manual.varying if manual is not None else ())
+    return frozenset(jax.typeof(x).mat.varying)
+
+
+def vary(tree: Tree, axes: Axes) -> Tree:
+    """Declare that every leaf may differ over `axes`; moves nothing.
+
+    Differentiating through it sums the gradient over `axes`. Differentiating with respect to its
+    result leaves each device its local gradient, which is how the step reduces only once.
+    """
+
+    def leaf(x: Array) -> Array:
+        missing = tuple(axis for axis in _names(axes) if axis not in varying_axes(x))
+        return lax.pcast(x, missing, to="varying") if missing else x
+
+    return jax.tree.map(leaf, tree)
+
+
+def zeros_like(x: Array | jax.ShapeDtypeStruct) -> Array:
+    """Zeros of the shape and dtype of `x`, declared to vary as it does: a scan's first carry."""
+    return vary(jnp.zeros(x.shape, x.dtype), tuple(varying_axes(x)))
+
+
+def all_reduce(x: Array, axes: Axes, op: str = "sum") -> Array:
+    """Every device gets the sum (or "max", "min", "mean") over the group.
+
+    Wire: 2·B·(n−1)/n per device. "max" and "min" are not differentiable.
+    """
+    reductions = {"sum": lax.psum, "max": lax.pmax, "min": lax.pmin, "mean": lax.pmean}
+    if op not in reductions:
+        raise ValueError(f"all_reduce op={op!r} is unknown. Use {', '.join(reductions)}.")
+    return reductions[op](x, _names(axes))
+
+
+def all_gather(x: Array, axes: Axes, dim: int = 0) -> Array:
+    """Concatenate the group's arrays along `dim`, in group order. Wire: B·(n−1) per device."""
+    return lax.all_gather(x, _names(axes), axis=dim, tiled=True)
+
+
+def reduce_scatter(x: Array, axes: Axes, dim: int = 0) -> Array:
+    """Sum over the group and keep this device's n-th part of `dim`. Wire: B·(n−1)/n per device.
+
+    Raises:
+        ValueError: the group does not divide `dim`.
+    """
+    size = group_size(axes)
+    if x.shape[dim] % size:
+        raise ValueError(
+            f"reduce_scatter over {axes} needs dim {dim} of {x.shape} divisible by {size}."
+        )
+    return lax.psum_scatter(x, _names(axes), scatter_dimension=dim, tiled=True)
+
+
+def broadcast(x: Array, axes: Axes, root: int = 0) -> Array:
+    """Every device gets the root's array. Wire: that of `all_reduce`."""
+    _check_root(root, axes)
+    return lax.psum(jnp.where(group_index(axes) == root, x, jnp.zeros_like(x)), _names(axes))
+
+
+def reduce(x: Array, axes: Axes, root: int = 0) -> Array:
+    """The root gets the sum over the group, the others zeros. Wire: that of `all_reduce`."""
+    _check_root(root, axes)
+    total = lax.psum(x, _names(axes))
+    return jnp.where(group_index(axes) == root, total, jnp.zeros_like(total))
+
+
+def scatter(x: Array, axes: Axes, root: int = 0, dim: int = 0) -> Array:
+    """Each device gets its n-th part of the root's array along `dim`. Wire: B·(n−1)/n per device.
+
+    Raises:
+        ValueError: the group does not divide `dim`, or `root` is not in the group.
+    """
+    _check_root(root, axes)
+    from_root = jnp.where(group_index(axes) == root, x, jnp.zeros_like(x))
+    return reduce_scatter(from_root, axes, dim)
+
+
+def all_to_all(x: Array, axis: str, split_dim: int, concat_dim: int) -> Array:
+    """Send the i-th part of `split_dim` to device i, concatenate what arrives along `concat_dim`.
+
+    Wire: B·(n−1)/n per device.
+    """
+    return lax.all_to_all(x, axis, split_axis=split_dim, concat_axis=concat_dim, tiled=True)
+
+
+def permute(x: Array, axis: str, shift: int = 1) -> Array:
+    """Send to the device `shift` places further on the ring. Wire: B per device."""
+    size = lax.axis_size(axis)
+    return lax.ppermute(x, axis, [(i, (i + shift) % size) for i in range(size)])
+
+
+def barrier(x: Array, axes: Axes) -> Array:
+    """`x`, available only after every device of the group has made its own. Wire: 4 bytes."""
+    # A number that needs x and that x then needs; a constant, or one unused, is compiled away.
+    first = jnp.ravel(x)[0]
+    arrived = lax.psum(vary(first == first, _names(axes)).astype(jnp.float32), _names(axes))
+    return jnp.where(arrived >= 0, x, jnp.zeros_like(x))
+
+
+def _names(axes: Axes) -> tuple[str, ...]:
+    return (axes,) if isinstance(axes, str) else tuple(axes)
+
+
+def _check_root(root: int, axes: Axes) -> None:
+    size = group_size(axes)
+    if not 0 <= root < size:
+        raise ValueError(
+            f"root={root} is not in the group of {size} over {axes}. Use 0..{size - 1}."
+        )

@@ -1,0 +1,175 @@
+"""Losses as sums over samples: token cross-entropy over a vocabulary that may be split, and labels.
+
+The token loss fuses the head's product with its softmax. When differentiated it forms gradients in
+the same pass, chunk by chunk, so the logits of a large vocabulary never exist whole: neither in the
+forward pass nor kept for the backward pass, and no product is computed twice.
+
+Source of the idea: Wijmans et al. 2024, "Cut Your Losses in Large-Vocabulary Language Models"
+(section 4). Deviation: plain XLA products over chunks of tokens instead of a fused GPU kernel.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxdist.core import collectives
+from jaxdist.core.types import Array, Sums
+
+
+class Vocabulary(NamedTuple):
+    """How the vocabulary of a head is laid out.
+
+    Attributes:
+        size: real entries; columns from `size` on are padding and get no probability.
+        axis: mesh axis that splits the columns, or None.
+        chunk: tokens whose logits exist at once; 0 = all.
+    """
+
+    size: int
+    axis: str | None = None
+    chunk: int = 0
+
+
+def token_cross_entropy(
+    x: Array, kernel: Array, targets: Array, weights: Array, vocabulary: Vocabulary
+) -> Sums:
+    """Summed cross-entropy of next tokens.
+
+    Args:
+        x: [batch, seq, d_model], compute dtype.
+        kernel: [d_model, vocab_shard], compute dtype.
+        targets: int32 [batch, seq], in the whole vocabulary.
+        weights: float32 [batch, seq].
+        vocabulary: layout of the kernel's columns.
+
+    Returns:
+        `loss` (nats), `weight` and `correct` (arg-max hits), each summed with `weights`.
+        Moves three scalars per token over `vocabulary.axis`.
+    """
+    tokens = x.reshape(-1, x.shape[-1])
+    flat_targets, flat_weights = targets.reshape(-1), weights.reshape(-1).astype(jnp.float32)
+    loss, correct = _linear_cross_entropy(tokens, kernel, flat_targets, flat_weights, vocabulary)
+    return {"loss": loss, "weight": jnp.sum(flat_weights), "correct": correct}
+
+
+def label_cross_entropy(logits: Array, labels: Array, weights: Array) -> Sums:
+    """Summed cross-entropy and hits of labels. logits [batch, classes], labels int32 [batch]."""
+    log_probs = jax.nn.log_softmax(logits.astype(jnp.float32))
+    picked = jnp.take_along_axis(log_probs, labels[:, None], axis=-1)[:, 0]
+    hits = (jnp.argmax(logits, -1) == labels).astype(jnp.float32)
+    return {
+        "loss": -jnp.sum(picked * weights),
+        "weight": jnp.sum(weights),
+        "correct": jnp.sum(hits * weights),
+    }
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _linear_cross_entropy(
+    x: Array, kernel: Array, targets: Array, weights: Array, vocabulary: Vocabulary
+) -> tuple[Array, Array]:
+    def chunk(
+        carry: tuple[Array, Array], part: tuple[Array, ...]
+    ) -> tuple[tuple[Array, Array], None]:
+        x, targets, weights = part
+        _, _, loss, correct = _chunk_loss(x, targets, weights, kernel, vocabulary)
+        return (carry[0] + loss, carry[1] + correct), None
+
+    parts = _chunks((x, targets, weights), vocabulary.chunk)
+    zero = collectives.zeros_like(weights[0])
+    (loss, correct), _ = _scan(chunk, (zero, zero), parts)
+    return loss, correct
+
+
+def _forward(
+    x: Array, kernel: Array, targets: Array, weights: Array, vocabulary: Vocabulary
+) -> tuple[tuple[Array, Array], tuple[Array, ...]]:
+    # float16 cannot hold an unscaled gradient of x: it is kept in float32 until it meets the
+    # scaled cotangent.
+    grad_dtype = jnp.float32 if x.dtype == jnp.float16 else x.dtype
+
+    def chunk(
+        carry: tuple[Array, Array, Array], part: tuple[Array, ...]
+    ) -> tuple[tuple[Array, Array, Array], Array]:
+        part_x, part_targets, part_weights = part
+        probs, hit, loss, correct = _chunk_loss(
+            part_x, part_targets, part_weights, kernel, vocabulary
+        )
+        dlogits = (probs - hit) * part_weights[:, None]
+        low = dlogits.astype(kernel.dtype) if kernel.dtype != jnp.float16 else dlogits
+        dx = jnp.einsum("tv,dv->td", low, kernel, preferred_element_type=jnp.float32)
+        dkernel = jnp.einsum("td,tv->dv", part_x, low, preferred_element_type=jnp.float32)
+        total = (carry[0] + loss, carry[1] + correct, carry[2] + dkernel)
+        return total, dx.astype(grad_dtype)
+
+    parts = _chunks((x, targets, weights), vocabulary.chunk)
+    zero = collectives.zeros_like(weights[0])
+    varying = tuple(collectives.varying_axes(kernel) | collectives.varying_axes(x))
+    dkernel = collectives.vary(jnp.zeros(kernel.shape, jnp.float32), varying)
+    (loss, correct, dkernel), dx = _scan(chunk, (zero, zero, dkernel), parts)
+    dx = dx.reshape(-1, x.shape[-1])[: x.shape[0]]
+    return (loss, correct), (dx, dkernel, jnp.zeros((), x.dtype), jnp.zeros((), kernel.dtype))
+
+
+def _backward(vocabulary: Vocabulary, saved: tuple[Array, ...], grads: tuple[Array, Array]) -> Any:
+    dx, dkernel, like_x, like_kernel = saved
+    scale = grads[0]
+    return (
+        (dx.astype(jnp.float32) * scale).astype(like_x.dtype),
+        (dkernel * scale).astype(like_kernel.dtype),
+        None,
+        None,
+    )
+
+
+_linear_cross_entropy.defvjp(_forward, _backward)
+
+
+def _chunk_loss(
+    x: Array, targets: Array, weights: Array, kernel: Array, vocabulary: Vocabulary
+) -> tuple[Array, Array, Array, Array]:
+    """Probabilities and one-hot targets [tokens, vocab_shard], summed loss and hits."""
+    axis = vocabulary.axis
+    width = kernel.shape[1]
+    logits = jnp.einsum("td,dv->tv", x, kernel, preferred_element_type=jnp.float32)
+    first = collectives.group_index(axis) * width if axis else 0
+    columns = first + jnp.arange(width)
+    logits = jnp.where(columns < vocabulary.size, logits, -jnp.inf)
+    top = lax.stop_gradient(jnp.max(logits, -1))
+    if axis:
+        top = collectives.all_reduce(top, axis, "max")
+    exps = jnp.exp(logits - top[:, None])
+    hit = targets[:, None] == columns
+    # Where, not a product: padding columns hold -inf and -inf · 0 is NaN.
+    sums = jnp.stack([jnp.sum(exps, -1), jnp.sum(jnp.where(hit, logits, 0.0), -1)])
+    if axis:
+        sums = collectives.all_reduce(sums, axis)
+    loss = jnp.sum((jnp.log(sums[0]) + top - sums[1]) * weights)
+    correct = jnp.sum((sums[1] >= top) * weights)
+    return exps / sums[0][:, None], hit, loss, correct
+
+
+def _chunks(arrays: tuple[Array, ...], chunk: int) -> tuple[Array, ...]:
+    """[tokens, ...] -> [chunks, chunk, ...], padded with zeros (weight 0)."""
+    tokens = arrays[0].shape[0]
+    size = min(chunk, tokens) if chunk else tokens
+    padding = -tokens % size
+
+    def cut(x: Array) -> Array:
+        if padding:
+            x = jnp.concatenate([x, jnp.zeros_like(x[:padding])])
+        return x.reshape(-1, size, *x.shape[1:])
+
+    return tuple(cut(x) for x in arrays)
+
+
+def _scan(body: Any, carry: Any, parts: tuple[Array, ...]) -> tuple[Any, Any]:
+    """`lax.scan`, without a loop when there is one chunk."""
+    if parts[0].shape[0] > 1:
+        return lax.scan(body, carry, parts)
+    return body(carry, tuple(x[0] for x in parts))

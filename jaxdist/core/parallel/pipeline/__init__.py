@@ -1,0 +1,1 @@
+"""Pipeline parallelism: schedules as tables, their executor, and the split backward."""

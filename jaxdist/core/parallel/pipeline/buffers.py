@@ -1,0 +1,163 @@
+"""Where a stage keeps what waits: lifetimes of stashed values, their slots, a program's tables."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import TypeAlias
+
+import numpy as np
+
+from jaxdist.core.parallel.pipeline.schedule_table import KINDS, Schedule
+
+Work: TypeAlias = tuple[int, int]
+"""(microbatch, chunk): what one buffer slot of a stage belongs to."""
+Interval: TypeAlias = tuple[int, int]
+"""First and last tick, both included."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Lifetimes:
+    """Per stage, from which tick to which each stashed value is alive.
+
+    Attributes:
+        activations: input of a piece, from its arrival to its backward.
+        cotangents: gradient of a piece's output, from its arrival to its backward. The last piece
+            has none: it starts from the loss.
+        pending: what a weight gradient needs, from the backward to the weight action.
+    """
+
+    activations: list[dict[Work, Interval]]
+    cotangents: list[dict[Work, Interval]]
+    pending: list[dict[Work, Interval]]
+
+    @classmethod
+    def of(cls, schedule: Schedule) -> Lifetimes:
+        """The lifetimes that a checked schedule implies."""
+        when = schedule.when()
+        stages = range(schedule.num_stages)
+        lives = cls(
+            activations=[{} for _ in stages],
+            cotangents=[{} for _ in stages],
+            pending=[{} for _ in stages],
+        )
+        for (kind, stage, microbatch, chunk), tick in when.items():
+            work = (microbatch, chunk)
+            # Evaluation has no backward: an input lives until its forward.
+            backward = when.get(("backward", stage, microbatch, chunk), tick)
+            if kind == "forward":
+                before = schedule.neighbour(stage, chunk, -1)
+                arrival = (
+                    tick
+                    if before is None
+                    else when["forward", before[0], microbatch, before[1]] + 1
+                )
+                lives.activations[stage][work] = (arrival, backward)
+            elif kind == "backward":
+                after = schedule.neighbour(stage, chunk, +1)
+                if after is not None:
+                    arrival = when["backward", after[0], microbatch, after[1]] + 1
+                    lives.cotangents[stage][work] = (arrival, tick)
+            else:
+                lives.pending[stage][work] = (backward, tick)
+        return lives
+
+
+def colour(intervals: Mapping[Work, Interval]) -> dict[Work, int]:
+    """Give each interval a slot so that intervals that overlap never share one; fewest slots.
+
+    A slot read in tick t is free for what arrives at the end of t, which is alive from t + 1.
+    """
+    slots: dict[Work, int] = {}
+    busy: list[tuple[int, int]] = []
+    free: list[int] = []
+    for work, (first, last) in sorted(intervals.items(), key=lambda item: (item[1], item[0])):
+        free += [slot for end, slot in busy if end < first]
+        busy = [(end, slot) for end, slot in busy if end >= first]
+        slot = min(free) if free else len(busy)
+        if free:
+            free.remove(slot)
+        busy.append((last, slot))
+        slots[work] = slot
+    return slots
+
+
+def peak(intervals: Iterable[Interval]) -> int:
+    """Most intervals alive at once."""
+    spans = list(intervals)
+    return max((sum(a <= first <= b for a, b in spans) for first, _ in spans), default=0)
+
+
+def num_slots(stages: list[dict[Work, Interval]]) -> int:
+    """Slots that the fullest stage needs."""
+    return max(max(colour(stage).values(), default=-1) + 1 for stage in stages)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tables:
+    """A schedule as integer arrays [num_ticks + 1, num_stages], for a program that stages share.
+
+    In the last row all are idle.
+
+    Attributes:
+        branch: 0 idle, 1 forward, 2 backward, 3 weight.
+        microbatch: which microbatch (0 when idle).
+        chunk: which chunk of the stage (0 when idle).
+        activation: slot of the piece's input.
+        cotangent: slot of the gradient of its output.
+        pending: slot of what the weight gradient needs.
+        activation_arrival: slot for the activation that arrives at the end of the tick. Stages that
+            get none name the spare slot, one past the last.
+        cotangent_arrival: the same for gradients.
+        num_slots: slots of (activations, cotangents, pending), the spare slot not counted.
+    """
+
+    branch: np.ndarray
+    microbatch: np.ndarray
+    chunk: np.ndarray
+    activation: np.ndarray
+    cotangent: np.ndarray
+    pending: np.ndarray
+    activation_arrival: np.ndarray
+    cotangent_arrival: np.ndarray
+    num_slots: tuple[int, int, int]
+
+
+def tabulate(schedule: Schedule) -> Tables:
+    """Number the actions and give every stashed value its slot."""
+    lives = Lifetimes.of(schedule)
+    families = (lives.activations, lives.cotangents, lives.pending)
+    slots = [[colour(stage) for stage in family] for family in families]
+    counts = [num_slots(family) for family in families]
+    shape = (len(schedule.ticks) + 1, schedule.num_stages)
+    branch, microbatch, chunk, activation, cotangent, pending = (
+        np.zeros(shape, np.int32) for _ in range(6)
+    )
+    arrivals = [np.full(shape, counts[0], np.int32), np.full(shape, counts[1], np.int32)]
+    for t, tick in enumerate(schedule.ticks):
+        for s, action in enumerate(tick):
+            if action is None:
+                continue
+            work = (action.microbatch, action.chunk)
+            branch[t, s] = 1 + KINDS.index(action.kind)
+            microbatch[t, s], chunk[t, s] = work
+            activation[t, s] = slots[0][s][work]
+            # The last piece reads no gradient: the spare slot.
+            cotangent[t, s] = slots[1][s].get(work, counts[1])
+            pending[t, s] = slots[2][s].get(work, 0)
+            step = {"forward": 1, "backward": -1}.get(action.kind)
+            target = schedule.neighbour(s, action.chunk, step) if step else None
+            if step and target:
+                way = 0 if step == 1 else 1
+                arrivals[way][t, target[0]] = slots[way][target[0]][action.microbatch, target[1]]
+    return Tables(
+        branch=branch,
+        microbatch=microbatch,
+        chunk=chunk,
+        activation=activation,
+        cotangent=cotangent,
+        pending=pending,
+        activation_arrival=arrivals[0],
+        cotangent_arrival=arrivals[1],
+        num_slots=(counts[0], counts[1], counts[2]),
+    )

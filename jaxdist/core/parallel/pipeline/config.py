@@ -1,0 +1,145 @@
+"""Settings of the pipeline: which schedule, and into how many microbatches and chunks."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+from jaxdist.core.parallel.pipeline import schedules
+from jaxdist.core.parallel.pipeline.schedule_table import Schedule
+from jaxdist.core.parallel.pipeline.schedules import ScheduleName
+from jaxdist.core.parallel.pipeline.simulation import RECOMPUTE, simulate
+from jaxdist.core.types import setting
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PipelineConfig:
+    """How microbatches flow through the stages of the `pipeline` axis (`pp` > 1)."""
+
+    schedule: ScheduleName = setting(
+        "1f1b",
+        "gpipe, 1f1b, 1f1b_lean (least stash, more waiting) or zero_bubble (least waiting)",
+    )
+    num_microbatches: int = setting(
+        0, "parts into which a replica's rows are cut; 0 = about four per stage"
+    )
+    num_virtual_stages: int = setting(
+        1, "pieces of the model on each stage; more = less waiting, more messages (interleaved)"
+    )
+    gather: Literal["action", "step"] = setting(
+        "action", "when fsdp weights are gathered: in every action, or once per step (more memory)"
+    )
+
+    def problems(self) -> list[str]:
+        """Every violated rule of this section."""
+        problems = []
+        if self.num_microbatches < 0:
+            problems.append(
+                f"pipeline.num_microbatches={self.num_microbatches} must be ≥ 0. "
+                "Use 0 to have it chosen from stages and batch."
+            )
+        if self.num_virtual_stages < 1:
+            problems.append(
+                f"pipeline.num_virtual_stages={self.num_virtual_stages} must be ≥ 1. Use 1."
+            )
+        if self.schedule == "1f1b_lean" and self.num_virtual_stages > 1:
+            problems.append(
+                f"pipeline.schedule=1f1b_lean has one chunk per stage, not "
+                f"{self.num_virtual_stages}. Use pipeline.num_virtual_stages=1, or 1f1b."
+            )
+        return problems
+
+    def fit_problems(self, *, num_stages: int, num_layers: int) -> list[str]:
+        """Every rule that a model with stacked layers breaks on this many stages.
+
+        That stages divide the layers, and microbatches the rows, `sharding.mesh_problems` says.
+        """
+        pieces = num_stages * self.num_virtual_stages
+        if num_stages == 1 or self.num_virtual_stages == 1 or not num_layers % pieces:
+            return []
+        allowed = [d for d in _divisors(num_layers) if d % num_stages == 0]
+        fix = (
+            f"Use pipeline.num_virtual_stages={_either([d // num_stages for d in allowed])}, or "
+            * (bool(allowed))
+        )
+        return [
+            f"mesh pp={num_stages} × pipeline.num_virtual_stages={self.num_virtual_stages} cuts "
+            f"the model into {pieces} equal pieces, which do not divide num_layers={num_layers}. "
+            f"{fix}num_layers={-(-num_layers // pieces) * pieces}."
+        ]
+
+    def given_microbatches(self, num_stages: int, accumulation: int) -> int:
+        """Microbatches that the settings name, 1 where the choice is open.
+
+        Args:
+            num_stages: size of the pipeline axis.
+            accumulation: `train.num_microbatches`, which counts where this section is silent.
+        """
+        return (num_stages > 1 and self.num_microbatches) or accumulation
+
+    def make_schedule(self, *, num_stages: int, rows: int, accumulation: int = 1) -> Schedule:
+        """The checked table for this many stages and rows of a replica.
+
+        Args:
+            num_stages: size of the pipeline axis.
+            rows: rows of one step on one replica.
+            accumulation: `train.num_microbatches`, used where this section leaves the choice open.
+        """
+        num_microbatches = self.count_microbatches(num_stages, rows, accumulation)
+        return schedules.make_schedule(
+            self.schedule, num_stages, num_microbatches, self.num_virtual_stages
+        )
+
+    def count_microbatches(self, num_stages: int, rows: int, accumulation: int) -> int:
+        """Microbatches of a step: those named, else chosen from stages and rows.
+
+        Args:
+            num_stages: size of the pipeline axis, at least 2.
+            rows: rows of one step on one replica.
+            accumulation: `train.num_microbatches`, used where this section leaves the choice open.
+        """
+        given = self.given_microbatches(num_stages, accumulation)
+        num_microbatches = given if given > 1 else self.num_microbatches
+        return num_microbatches or self._choose(rows, num_stages)
+
+    def make_evaluation_schedule(self, *, num_stages: int, rows: int) -> Schedule:
+        """The forward-only table for this many stages and rows of a replica."""
+        num_microbatches = self._choose(rows, num_stages)
+        return schedules.forward_only(num_stages, num_microbatches, self.num_virtual_stages)
+
+    def _choose(self, rows: int, num_stages: int) -> int:
+        return choose_num_microbatches(rows, num_stages, self.num_virtual_stages)
+
+
+def choose_num_microbatches(rows: int, num_stages: int, num_virtual_stages: int = 1) -> int:
+    """Microbatches for a replica's rows: the fewest that reach four per stage, else one row each.
+
+    Four per stage leave a 1F1B bubble below a fifth; more would only make products smaller. With
+    chunks, multiples of the number of stages come first, because their groups are full.
+    """
+    divisors = _divisors(rows)
+    if num_virtual_stages > 1:
+        divisors = [d for d in divisors if d % num_stages == 0] or divisors
+    enough = [d for d in divisors if d >= 4 * num_stages]
+    return min(enough, default=max(divisors))
+
+
+def describe(schedule: Schedule, rows: int) -> str:
+    """One line for the start of a run: what the pipeline does and what waiting costs."""
+    report = simulate(schedule, RECOMPUTE)
+    m, v = schedule.num_microbatches, schedule.num_virtual_stages
+    chunks = f" × {v} chunks" if v > 1 else ""
+    return (
+        f"pipeline: {schedule.name}, {schedule.num_stages} stages{chunks}, {m} microbatches of "
+        f"{rows // m} rows, bubble {report.bubble:.1%}, at most {max(report.peak_stash)} "
+        f"microbatches stashed, {report.forward_permutes}+{report.backward_permutes} permutes"
+    )
+
+
+def _either(numbers: list[int]) -> str:
+    *others, last = map(str, numbers)
+    return f"{', '.join(others)} or {last}" if others else last
+
+
+def _divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]

@@ -1,0 +1,109 @@
+"""Forward and backward of a stack of layers, written out layer by layer.
+
+Differentiating a scan over layers returns the gradients of all of them at once: a second copy of
+all weights in float32 beside the totals that they are added to. Here the backward is a scan of its
+own, which adds each layer's gradient into the totals before it makes the next one's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxdist.core.parallel.pipeline.split_backward import Apart
+from jaxdist.core.types import Array, Params
+
+
+class Layers(NamedTuple):
+    """Layers to run over.
+
+    Attributes:
+        weights: [layers, ...] of each leaf.
+        indices: int32 [layers], each layer's index in the model.
+        aux: what every layer reads beside its input.
+        chunk: int32 scalar, where in totals `[chunks, layers, ...]` their gradients belong.
+    """
+
+    weights: Params
+    indices: Array
+    aux: Any
+    chunk: Array
+
+
+class Layerwise:
+    """A layer taken apart (see `splitting.py`), run over a stack of such layers.
+
+    Args:
+        apart: the layer; its constants are (index, aux).
+        reduce: what happens to one layer's gradients before they are added to the totals.
+    """
+
+    def __init__(self, apart: Apart, reduce: Callable[[Params], Params]) -> None:
+        self._apart = apart
+        self._reduce = reduce
+
+    def forward(self, layers: Layers, x: Array) -> tuple[Array, list[Array]]:
+        """The last layer's output, and what each layer's backward reads, [layers, ...]."""
+
+        def one(x: Array, layer: tuple[Array, Params]) -> tuple[Array, list[Array]]:
+            index, weights = layer
+            return self._apart.forward(weights, x, (index, layers.aux))
+
+        return lax.scan(one, x, (layers.indices, layers.weights))
+
+    def gradient(
+        self, layers: Layers, saved: list[Array], dy: Array, totals: Params
+    ) -> tuple[Array, Params]:
+        """Gradient of the first layer's input, and the totals with those of the weights added."""
+
+        def one(
+            carry: tuple[Array, Params], layer: tuple[Array, Array, Params, list[Array]]
+        ) -> tuple[tuple[Array, Params], None]:
+            dy, totals = carry
+            place, index, weights, own = layer
+            dx, grads = self._apart.backward(weights, (index, layers.aux), own, dy)
+            return (dx, self._add(totals, grads, layers.chunk, place)), None
+
+        xs = (_places(layers), layers.indices, layers.weights, saved)
+        return lax.scan(one, (dy, totals), xs, reverse=True)[0]
+
+    def input_gradient(
+        self, layers: Layers, saved: list[Array], dy: Array
+    ) -> tuple[Array, list[Array]]:
+        """Gradient of the first layer's input; what the weights' gradients read, [layers, ...]."""
+
+        def one(dy: Array, layer: tuple[Array, Params, list[Array]]) -> tuple[Array, list[Array]]:
+            index, weights, own = layer
+            return self._apart.input_gradient(weights, (index, layers.aux), own, dy)
+
+        return lax.scan(one, dy, (layers.indices, layers.weights, saved), reverse=True)
+
+    def weight_gradient(self, layers: Layers, kept: list[Array], totals: Params) -> Params:
+        """The totals with the gradients of the weights added."""
+
+        def one(
+            totals: Params, layer: tuple[Array, Array, Params, list[Array]]
+        ) -> tuple[Params, None]:
+            place, index, weights, own = layer
+            grads = self._apart.weight_gradient(weights, (index, layers.aux), own)
+            return self._add(totals, grads, layers.chunk, place), None
+
+        return lax.scan(one, totals, (_places(layers), layers.indices, layers.weights, kept))[0]
+
+    def _add(self, totals: Params, grads: Params, chunk: Array, place: Array) -> Params:
+        """Add one layer's gradients to totals [chunks, layers, ...]."""
+
+        def leaf(total: Array, grad: Array) -> Array:
+            start: list[Any] = [chunk, place, *([0] * grad.ndim)]
+            old = lax.dynamic_slice(total, start, (1, 1, *grad.shape))
+            return lax.dynamic_update_slice(total, old + grad.astype(total.dtype), start)
+
+        return jax.tree.map(leaf, totals, self._reduce(grads))
+
+
+def _places(layers: Layers) -> Array:
+    return jnp.arange(layers.indices.shape[0])

@@ -1,0 +1,107 @@
+"""A schedule cut into few loops, each of which compiles to one body."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from jaxdist.core.parallel.pipeline.schedule_table import Kind, Schedule, kinds_of, ordered
+
+
+class Phase(NamedTuple):
+    """A loop: rounds of ticks, all of one form.
+
+    `kinds[i]` are the kinds of action that the i-th tick of a round may hold; a tick whose kinds
+    include forward exchanges activations, one that includes backward exchanges gradients.
+    `rounds[r][i]` is the tick's number; the number of ticks stands for one in which all are idle.
+    """
+
+    rounds: tuple[tuple[int, ...], ...]
+    kinds: tuple[tuple[Kind, ...], ...]
+
+
+def phases(schedule: Schedule) -> list[Phase]:
+    """Cut a schedule into few loops, so that a compiled loop body holds only what its ticks need.
+
+    A forward-only warm-up then moves no gradients, and an alternation F, B becomes a loop over
+    pairs; backwards alone that follow it go on in pairs without a forward. (A loop of their own
+    would be one more to compile, and XLA:GPU copies all totals in it.) Stretches without a rhythm
+    become one loop whose every tick may hold any of their kinds: a few idle exchanges instead of
+    many loop bodies to compile.
+    """
+    shapes = [kinds_of(tick) for tick in schedule.ticks]
+    found: list[_Stretch] = []
+    start = 0
+    while start < len(shapes):
+        best = max(
+            (_rhythm(shapes, start, period) for period in range(1, _LONGEST_PERIOD + 1)),
+            key=lambda stretch: (stretch.repeats > 1) * stretch.num_ticks - len(stretch.kinds),
+        )
+        irregular = best.repeats < _FEWEST_REPEATS
+        if irregular and found and found[-1].repeats < _FEWEST_REPEATS:
+            last = found.pop()
+            mixed = {kind for shape in (*last.kinds, *best.kinds) for kind in shape}
+            ticks = last.num_ticks + best.num_ticks
+            best = _Stretch(last.start, 1, (ordered(mixed),) * ticks)
+        found.append(best)
+        start = best.start + best.num_ticks
+    loops: list[Phase] = []
+    for stretch in found:
+        phase = stretch.rolled()
+        if loops and len(phase.kinds) == 1 < len(phase.rounds) and phase.kinds[0] in _pair(loops):
+            loops[-1] = _continued(loops[-1], phase, len(shapes))
+        else:
+            loops.append(phase)
+    return loops
+
+
+_LONGEST_PERIOD = 3
+_FEWEST_REPEATS = 2
+
+
+class _Stretch(NamedTuple):
+    """`repeats` rounds of `len(kinds)` ticks from tick `start`."""
+
+    start: int
+    repeats: int
+    kinds: tuple[tuple[Kind, ...], ...]
+
+    @property
+    def num_ticks(self) -> int:
+        """Ticks that the stretch covers."""
+        return len(self.kinds) * self.repeats
+
+    def rolled(self) -> Phase:
+        """As a loop; one round of equal ticks as rounds of one tick."""
+        kinds = self.kinds
+        if self.repeats == 1 and len(set(kinds)) == 1:
+            kinds = kinds[:1]
+        ticks = range(self.start, self.start + self.num_ticks)
+        period = len(kinds)
+        return Phase(
+            tuple(tuple(ticks[i : i + period]) for i in range(0, len(ticks), period)), kinds
+        )
+
+
+def _rhythm(shapes: list[set[Kind]], start: int, period: int) -> _Stretch:
+    """The longest run of rounds of `period` ticks from `start`."""
+    pattern = shapes[start : start + period]
+    repeats = 1
+    while shapes[start + repeats * period : start + (repeats + 1) * period] == pattern:
+        repeats += 1
+    return _Stretch(start, repeats, tuple(map(ordered, pattern)))
+
+
+def _pair(loops: list[Phase]) -> tuple[tuple[Kind, ...], ...]:
+    """Kinds of the last loop where it alternates forwards and backwards, else none."""
+    kinds = loops[-1].kinds
+    return kinds if sorted(kinds) == [("backward",), ("forward",)] else ()
+
+
+def _continued(loop: Phase, alone: Phase, idle: int) -> Phase:
+    """A loop over pairs that goes on with ticks of one of its kinds."""
+    place = loop.kinds.index(alone.kinds[0])
+    more = tuple(
+        tuple(tick if i == place else idle for i in range(len(loop.kinds)))
+        for (tick,) in alone.rounds
+    )
+    return Phase(loop.rounds + more, loop.kinds)

@@ -1,0 +1,180 @@
+"""What a pipeline schedule is: a table of actions, and the laws that it must keep.
+
+Pure Python: nothing here touches a device. `schedules.py` makes the tables, `simulation.py` counts
+and draws what they cost, `slots.py` and `phases.py` turn them into what `ticks.py` runs.
+
+The model's layers are cut into `num_stages × num_virtual_stages` *pieces*; piece `k` lives on stage
+`k % num_stages` as its chunk `k // num_stages`, so neighbours in the model are neighbours on a
+ring. A schedule is a list of *ticks*; in a tick each stage does one action or nothing:
+
+    forward   run a piece on a microbatch and send the result to the next piece
+    backward  gradient of a piece's input, sent to the piece before; and of its weights, unless
+    weight    the schedule takes the weights' gradient apart, as an action of its own
+
+What is sent in a tick can be used from the next tick on. Every tick ends in an exchange between
+neighbours, so stages advance together and a tick lasts as long as its longest action.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Literal, NamedTuple, TypeAlias, get_args
+
+Kind: TypeAlias = Literal["forward", "backward", "weight"]
+
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+Key: TypeAlias = tuple[Kind, int, int, int]
+"""(kind, stage, microbatch, chunk): an action and where it is done."""
+
+
+class Action(NamedTuple):
+    """One piece of work: `kind` on a microbatch with one of the stage's chunks."""
+
+    kind: Kind
+    microbatch: int
+    chunk: int = 0
+
+
+Tick: TypeAlias = tuple[Action | None, ...]
+"""What each stage does; None is idle."""
+
+
+class ScheduleError(ValueError):
+    """A table that would compute wrong numbers or never finish; the text lists what is wrong."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """A table of actions; `ticks[t][s]` is what stage `s` does in tick `t`."""
+
+    name: str
+    num_stages: int
+    num_microbatches: int
+    num_virtual_stages: int = 1
+    ticks: tuple[Tick, ...]
+
+    @property
+    def num_pieces(self) -> int:
+        """Pieces into which the layers are cut."""
+        return self.num_stages * self.num_virtual_stages
+
+    @property
+    def kinds(self) -> tuple[Kind, ...]:
+        """Kinds of action in the table; evaluation has forwards only."""
+        return ordered(set().union(*map(kinds_of, self.ticks)))
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether weight gradients are actions of their own."""
+        return "weight" in self.kinds
+
+    def piece(self, stage: int, chunk: int) -> int:
+        """Which piece of the model a stage holds as `chunk`."""
+        return chunk * self.num_stages + stage
+
+    def neighbour(self, stage: int, chunk: int, step: int) -> tuple[int, int] | None:
+        """(stage, chunk) of the piece `step` further along the model; None past its ends."""
+        piece = self.piece(stage, chunk) + step
+        if not 0 <= piece < self.num_pieces:
+            return None
+        chunk, stage = divmod(piece, self.num_stages)
+        return stage, chunk
+
+    def when(self) -> dict[Key, int]:
+        """Which tick does each action."""
+        return {
+            (action.kind, stage, action.microbatch, action.chunk): t
+            for t, tick in enumerate(self.ticks)
+            for stage, action in enumerate(tick)
+            if action is not None
+        }
+
+
+def kinds_of(tick: Tick) -> set[Kind]:
+    """Kinds of action that a tick holds."""
+    return {action.kind for action in tick if action is not None}
+
+
+def ordered(kinds: Iterable[str]) -> tuple[Kind, ...]:
+    """These kinds in the order of `KINDS`."""
+    return tuple(kind for kind in KINDS if kind in kinds)
+
+
+# --- laws -----------------------------------------------------------------------------------------
+
+
+def check(schedule: Schedule) -> None:
+    """Refuse a table that loses, repeats or reorders work.
+
+    Raises:
+        ScheduleError: with one line per violation (the first twenty).
+    """
+    problems = list(_problems(schedule))
+    if problems:
+        shown = problems[:20] + ["..."] * (len(problems) > 20)
+        raise ScheduleError("\n".join([f"schedule {schedule.name}:", *shown]))
+
+
+def _problems(schedule: Schedule) -> Iterable[str]:
+    yield from _wrong_places(schedule)
+    when: dict[Key, int] = {}
+    for t, tick in enumerate(schedule.ticks):
+        for stage, action in enumerate(tick):
+            if action is None:
+                continue
+            key = (action.kind, stage, action.microbatch, action.chunk)
+            if key in when:
+                yield f"{_name(key)} runs twice, in ticks {when[key]} and {t}"
+            when[key] = t
+    for kind in schedule.kinds:
+        for stage in range(schedule.num_stages):
+            for microbatch in range(schedule.num_microbatches):
+                for chunk in range(schedule.num_virtual_stages):
+                    key = (kind, stage, microbatch, chunk)
+                    if key not in when:
+                        yield f"{_name(key)} never runs"
+                        continue
+                    for source in _sources(schedule, key):
+                        if source in when and when[source] >= when[key]:
+                            yield (
+                                f"{_name(key)} runs in tick {when[key]} but needs {_name(source)}, "
+                                f"which runs in tick {when[source]}"
+                            )
+
+
+def _wrong_places(schedule: Schedule) -> Iterable[str]:
+    """Actions on microbatches, chunks or stages that do not exist."""
+    for t, tick in enumerate(schedule.ticks):
+        if len(tick) != schedule.num_stages:
+            yield f"tick {t} has {len(tick)} entries for {schedule.num_stages} stages"
+        for stage, action in enumerate(tick):
+            if action is None:
+                continue
+            inside = (
+                action.kind in KINDS
+                and 0 <= action.microbatch < schedule.num_microbatches
+                and 0 <= action.chunk < schedule.num_virtual_stages
+            )
+            if not inside:
+                yield f"tick {t} stage {stage}: {action} does not exist"
+
+
+def _sources(schedule: Schedule, key: Key) -> list[Key]:
+    """What must have run in an earlier tick."""
+    kind, stage, microbatch, chunk = key
+    if kind == "weight":
+        return [("backward", stage, microbatch, chunk)]
+    found: list[Key] = []
+    other = schedule.neighbour(stage, chunk, -1 if kind == "forward" else 1)
+    if other is not None:
+        found.append((kind, other[0], microbatch, other[1]))
+    if kind == "backward":
+        found.append(("forward", stage, microbatch, chunk))
+    return found
+
+
+def _name(key: Key) -> str:
+    kind, stage, microbatch, chunk = key
+    return f"{kind} of microbatch {microbatch} chunk {chunk} on stage {stage}"

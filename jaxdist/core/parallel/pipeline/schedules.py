@@ -1,0 +1,227 @@
+"""The pipeline schedules, each a function that fills a table of actions.
+
+`schedule_table.py` says what a table is and checks it, `simulation.py` measures it. A new schedule
+is one function `(num_stages, num_microbatches, num_virtual_stages) -> Schedule`, its line in
+`SCHEDULES` and its name in `ScheduleName`.
+
+All stages advance tick by tick together, so `1f1b` here alternates whole ticks of forwards with
+whole ticks of backwards: mixing both in one tick, as in the textbook drawing, would make the
+forwards wait for the backwards (`1f1b_lean` does so, and stashes half as much in exchange).
+
+References:
+    Huang et al. 2019, "GPipe: Efficient Training of Giant Neural Networks".
+    Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters Using
+    Megatron-LM", section 2.2 (1F1B and interleaving).
+    Qi et al. 2024, "Zero Bubble Pipeline Parallelism", section 2 (ZB-H1).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from typing import Literal, TypeAlias
+
+from jaxdist.core.parallel.pipeline.schedule_table import (
+    Action,
+    Schedule,
+    ScheduleError,
+    Tick,
+    check,
+)
+
+ScheduleName: TypeAlias = Literal["gpipe", "1f1b", "1f1b_lean", "zero_bubble"]
+
+
+def forward_only(num_stages: int, num_microbatches: int, num_virtual_stages: int = 1) -> Schedule:
+    """Forwards alone, for evaluation."""
+    cells = [
+        (tick, stage, Action("forward", microbatch, chunk))
+        for (stage, chunk, microbatch), tick in _forward_ticks(
+            num_stages, num_microbatches, num_virtual_stages
+        ).items()
+    ]
+    return _table("forward_only", num_stages, num_microbatches, num_virtual_stages, cells)
+
+
+def gpipe(num_stages: int, num_microbatches: int, num_virtual_stages: int = 1) -> Schedule:
+    """All forwards, then all backwards in the opposite order; holds every microbatch."""
+    cells = []
+    forwards = _forward_ticks(num_stages, num_microbatches, num_virtual_stages)
+    last = max(forwards.values())
+    for (stage, chunk, microbatch), tick in forwards.items():
+        cells.append((tick, stage, Action("forward", microbatch, chunk)))
+        cells.append((2 * last + 1 - tick, stage, Action("backward", microbatch, chunk)))
+    return _table("gpipe", num_stages, num_microbatches, num_virtual_stages, cells)
+
+
+def one_forward_one_backward(
+    num_stages: int, num_microbatches: int, num_virtual_stages: int = 1
+) -> Schedule:
+    """1F1B in step: ticks of forwards and ticks of backwards take turns; interleaved with chunks.
+
+    Bubble (p-1)/(v·m+p-1) for p stages, m microbatches and v chunks when p divides m or v = 1, at
+    any ratio of backward to forward. Stage s holds min(2(p-s)-1, m) microbatches at v = 1. With
+    chunks, microbatches advance in groups of p; a last group that is not full leaves idle places.
+    """
+    p, v = num_stages, num_virtual_stages
+    cells = []
+    for (stage, chunk, microbatch), tick in _forward_ticks(p, num_microbatches, v).items():
+        cells.append((2 * tick, stage, Action("forward", microbatch, chunk)))
+        group, place = divmod(microbatch, p)
+        # The last piece turns around in the same pair of ticks; gradients then walk back as
+        # activations came.
+        turn = v * p - 1 + group * v * p + place
+        backward = turn + (p - 1 - stage) + (v - 1 - chunk) * p
+        cells.append((2 * backward + 1, stage, Action("backward", microbatch, chunk)))
+    return _table("1f1b", p, num_microbatches, v, cells)
+
+
+def one_forward_one_backward_lean(
+    num_stages: int, num_microbatches: int, num_virtual_stages: int = 1
+) -> Schedule:
+    """The textbook 1F1B: stage s holds min(p-s, m) microbatches, the least of any schedule here.
+
+    Forwards of some stages share a tick with backwards of others, and each such tick lasts as long
+    as a backward: choose it when the stash of `1f1b` does not fit.
+
+    Raises:
+        ScheduleError: more than one chunk per stage.
+    """
+    if num_virtual_stages != 1:
+        raise ScheduleError(
+            f"1f1b_lean with num_virtual_stages={num_virtual_stages}: it has one chunk per stage. "
+            "Use num_virtual_stages=1, or schedule 1f1b or zero_bubble."
+        )
+    orders = [_lean_order(num_stages, num_microbatches, stage) for stage in range(num_stages)]
+    done: set[tuple[int, Action]] = set()
+    ticks: list[Tick] = []
+    while any(orders):
+        tick: list[Action | None] = [None] * num_stages
+        for stage, order in enumerate(orders):
+            if not order:
+                continue
+            kind, microbatch, _ = order[0]
+            source = stage - 1 if kind == "forward" else stage + 1
+            ready = not 0 <= source < num_stages or (source, order[0]) in done
+            if kind == "backward":
+                ready = ready and (stage, Action("forward", microbatch)) in done
+            if ready:
+                tick[stage] = order.popleft()
+        done.update((stage, action) for stage, action in enumerate(tick) if action is not None)
+        ticks.append(tuple(tick))
+    return Schedule(
+        name="1f1b_lean",
+        num_stages=num_stages,
+        num_microbatches=num_microbatches,
+        ticks=tuple(ticks),
+    )
+
+
+def zero_bubble(num_stages: int, num_microbatches: int, num_virtual_stages: int = 1) -> Schedule:
+    """1F1B whose weight gradients wait for places where a stage would have been idle (ZB-H1).
+
+    At equal costs the bubble is (p-1)/(3v·m+p-1) once m ≥ 2p, a third of 1F1B's, with the same peak
+    stash. Whole ticks of weight gradients are added only while the idle places still to come are
+    fewer than the weight gradients still to do.
+    """
+    base = one_forward_one_backward(num_stages, num_microbatches, num_virtual_stages)
+    stages = range(num_stages)
+    todo = [num_microbatches * num_virtual_stages] * num_stages
+    places = [sum(tick[s] is None for tick in base.ticks) for s in stages]
+    pending: list[deque[Action]] = [deque() for _ in stages]
+    ticks: list[Tick] = []
+
+    def weight(stage: int) -> Action | None:
+        if not pending[stage]:
+            return None
+        todo[stage] -= 1
+        return pending[stage].popleft()._replace(kind="weight")
+
+    for tick in base.ticks:
+        for s in stages:
+            places[s] -= tick[s] is None
+        ticks.append(tuple(weight(s) if a is None else a for s, a in enumerate(tick)))
+        for s, action in enumerate(tick):
+            if action is not None and action.kind == "backward":
+                pending[s].append(action)
+        # One is kept back everywhere, so that the next idle place finds something to do.
+        short_of_places = any(todo[s] > places[s] for s in stages)
+        if (
+            all(a is None or a.kind == "backward" for a in tick)
+            and short_of_places
+            and min(map(len, pending)) > 1
+        ):
+            ticks.append(tuple(weight(s) for s in stages))
+    while any(pending):
+        ticks.append(tuple(weight(s) for s in stages))
+    return dataclasses.replace(base, name="zero_bubble", ticks=tuple(ticks))
+
+
+SCHEDULES: Mapping[ScheduleName, Callable[[int, int, int], Schedule]] = {
+    "gpipe": gpipe,
+    "1f1b": one_forward_one_backward,
+    "1f1b_lean": one_forward_one_backward_lean,
+    "zero_bubble": zero_bubble,
+}
+
+
+def make_schedule(
+    name: ScheduleName, num_stages: int, num_microbatches: int, num_virtual_stages: int = 1
+) -> Schedule:
+    """The schedule of that name, checked.
+
+    Raises:
+        ScheduleError: sizes below 1, or a combination that the schedule does not have.
+    """
+    sizes = dict(
+        num_stages=num_stages,
+        num_microbatches=num_microbatches,
+        num_virtual_stages=num_virtual_stages,
+    )
+    small = [f"{key}={size} is below 1. Use 1 or more." for key, size in sizes.items() if size < 1]
+    if small:
+        raise ScheduleError("\n".join(small))
+    schedule = SCHEDULES[name](num_stages, num_microbatches, num_virtual_stages)
+    check(schedule)
+    return schedule
+
+
+_Cell: TypeAlias = tuple[int, int, Action]
+"""(time, stage, action); times need not be dense."""
+
+
+def _forward_ticks(p: int, m: int, v: int) -> dict[tuple[int, int, int], int]:
+    """(stage, chunk, microbatch) -> tick, when groups of p microbatches walk the ring v times."""
+    ticks = {}
+    for microbatch in range(m):
+        group, place = divmod(microbatch, p)
+        for chunk in range(v):
+            for stage in range(p):
+                ticks[stage, chunk, microbatch] = stage + group * v * p + chunk * p + place
+    return ticks
+
+
+def _lean_order(p: int, m: int, stage: int) -> deque[Action]:
+    """Forwards until the first gradient can be back, then backward and forward in turn."""
+    ahead = min(p - 1 - stage, m)
+    order = [Action("forward", i) for i in range(ahead)]
+    for i in range(m):
+        if ahead + i < m:
+            order.append(Action("forward", ahead + i))
+        order.append(Action("backward", i))
+    return deque(order)
+
+
+def _table(name: str, p: int, m: int, v: int, cells: Iterable[_Cell]) -> Schedule:
+    """Lay cells out in the order of their times; times at which no stage acts take no tick."""
+    ticks: dict[int, list[Action | None]] = {}
+    for time, stage, action in cells:
+        ticks.setdefault(time, [None] * p)[stage] = action
+    return Schedule(
+        name=name,
+        num_stages=p,
+        num_microbatches=m,
+        num_virtual_stages=v,
+        ticks=tuple(tuple(ticks[time]) for time in sorted(ticks)),
+    )

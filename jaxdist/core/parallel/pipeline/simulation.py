@@ -1,0 +1,154 @@
+"""What a schedule costs: time, bubble, messages and buffers, counted by simulation and drawn."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from jaxdist.core.parallel.pipeline.buffers import Lifetimes, num_slots, peak
+from jaxdist.core.parallel.pipeline.loop_plan import phases
+from jaxdist.core.parallel.pipeline.schedule_table import Action, Kind, Schedule, check
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Costs:
+    """Time of each action on one chunk, in units of one forward.
+
+    The default is without recomputation; a backward that recomputes its forward takes one more.
+    """
+
+    forward: float = 1.0
+    input_gradient: float = 1.0
+    weight_gradient: float = 1.0
+
+    def of(self, kind: Kind, splits_backward: bool) -> float:
+        """Time of one action; a whole backward is both gradients."""
+        if kind == "forward":
+            return self.forward
+        if kind == "weight":
+            return self.weight_gradient
+        return self.input_gradient + (0.0 if splits_backward else self.weight_gradient)
+
+
+RECOMPUTE = Costs(input_gradient=2.0)
+"""Costs when the backward first repeats the forward of its piece."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Report:
+    """What a schedule costs, by simulation.
+
+    Attributes:
+        num_ticks: ticks of the table.
+        duration: sum over ticks of the longest action, in forwards of one chunk.
+        bubble: share of the duration in which a stage waits, 0..1, averaged over stages.
+        peak_stash: per stage, most microbatch activations alive between forward and backward.
+        peak_pending: per stage, most weight gradients put off.
+        activation_slots: buffers needed for stage inputs, arrivals included, on the fullest stage.
+        cotangent_slots: the same for gradients of stage outputs.
+        pending_slots: the same for weight gradients put off.
+        messages: activations and gradients sent to a neighbour, all stages together.
+        forward_permutes: ring permutes of activations in the compiled program (see `phases`).
+        backward_permutes: ring permutes of gradients in the compiled program.
+    """
+
+    num_ticks: int
+    duration: float
+    bubble: float
+    peak_stash: tuple[int, ...]
+    peak_pending: tuple[int, ...]
+    activation_slots: int
+    cotangent_slots: int
+    pending_slots: int
+    messages: int
+    forward_permutes: int
+    backward_permutes: int
+
+
+def simulate(schedule: Schedule, costs: Costs | None = None) -> Report:
+    """Check a schedule, then count its time, messages and buffers.
+
+    Args:
+        schedule: the table.
+        costs: time of each action; default F = 1, B = 2 (B = 1 and W = 1 when they are apart).
+
+    Raises:
+        ScheduleError: the table is wrong.
+    """
+    check(schedule)
+    costs = costs or Costs()
+    split = schedule.splits_backward
+    spent = [[costs.of(a.kind, split) if a else 0.0 for a in tick] for tick in schedule.ticks]
+    duration = sum(max(tick) for tick in spent)
+    work = sum(map(sum, spent)) / schedule.num_stages
+    lives = Lifetimes.of(schedule)
+    stages = range(schedule.num_stages)
+    when = schedule.when()
+    held = [
+        [
+            (tick, when.get(("backward", stage, mb, chunk), tick))
+            for (kind, stage, mb, chunk), tick in when.items()
+            if kind == "forward" and stage == s
+        ]
+        for s in stages
+    ]
+    messages = schedule.num_microbatches * (schedule.num_pieces - 1)
+    exchanges = [
+        kind
+        for phase in phases(schedule)
+        for kinds in phase.kinds * len(phase.rounds)
+        for kind in kinds
+    ]
+    return Report(
+        num_ticks=len(schedule.ticks),
+        duration=duration,
+        bubble=1.0 - work / duration,
+        peak_stash=tuple(peak(held[s]) for s in stages),
+        peak_pending=tuple(peak(lives.pending[s].values()) for s in stages),
+        activation_slots=num_slots(lives.activations),
+        cotangent_slots=num_slots(lives.cotangents),
+        pending_slots=num_slots(lives.pending),
+        messages=messages * (2 if "backward" in schedule.kinds else 1),
+        forward_permutes=exchanges.count("forward"),
+        backward_permutes=exchanges.count("backward"),
+    )
+
+
+def draw(schedule: Schedule, costs: Costs | None = None) -> str:
+    """The table as text: one row per stage, one column per tick, and what it costs below.
+
+    `F2` is the forward of microbatch 2, `B` backward, `W` weight gradient, `·` idle; with chunks a
+    letter follows (`F2a` the stage's first chunk).
+    """
+    costs = costs or Costs()
+    report = simulate(schedule, costs)
+    many = schedule.num_virtual_stages > 1
+
+    def cell(action: Action | None) -> str:
+        if action is None:
+            return "·"
+        chunk = _letters(action.chunk) if many else ""
+        return f"{action.kind[0].upper()}{action.microbatch}{chunk}"
+
+    width = max(len(cell(a)) for tick in schedule.ticks for a in tick)
+    label = len(f"stage {schedule.num_stages - 1}")
+    rows = [
+        f"stage {s}".ljust(label) + " " + " ".join(cell(t[s]).ljust(width) for t in schedule.ticks)
+        for s in range(schedule.num_stages)
+    ]
+    split = schedule.splits_backward
+    unit = f"F={costs.forward:g} B={costs.of('backward', split):g}"
+    unit += f" W={costs.weight_gradient:g}" if split else ""
+    title = (
+        f"{schedule.name}: {schedule.num_stages} stages, {schedule.num_microbatches} microbatches"
+    )
+    title += f", {schedule.num_virtual_stages} chunks per stage" if many else ""
+    facts = (
+        f"{report.num_ticks} ticks, bubble {report.bubble:.1%} at {unit}, "
+        f"stash per stage {' '.join(map(str, report.peak_stash))}, "
+        f"{report.forward_permutes}+{report.backward_permutes} permutes"
+    )
+    return "\n".join([title, *(row.rstrip() for row in rows), facts])
+
+
+def _letters(chunk: int) -> str:
+    return chr(ord("a") + chunk) if chunk < 26 else f".{chunk}"

@@ -1,0 +1,203 @@
+"""A layer's backward taken apart: the gradient of its input now, of its weights later.
+
+Differentiating gives one function for both. Here its trace is cut in two: what the input's gradient
+needs, and the rest, which is mostly one product per weight. Between them stands what the rest reads
+(inputs of products and gradients of their outputs). No product is computed twice; done again rather
+than kept is what follows from weights and constants alone (casts, gathered weights, random bits)
+and, on request, what only makes a kept value larger: gathering it over the tensor axis, a wider
+dtype, copies of it. Then shards alone are kept, for the gathers that recomputation would cost too.
+
+Source of the idea: Qi et al. 2024, "Zero Bubble Pipeline Parallelism", section 2. Deviation: the
+cut is found in the traced program, so that any layer can be cut, not only hand-written products.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax.extend import core
+
+from jaxdist.core import collectives
+from jaxdist.core.types import Array, Params
+
+Layer = Callable[[Params, Array, Any], Array]
+"""(weights, x, constants) -> y; differentiable in weights and x."""
+
+
+class Apart(NamedTuple):
+    """A layer in two or three steps; lists of arrays carry values from one to the next.
+
+    Attributes:
+        forward: (weights, x, constants) -> (y, saved).
+        backward: (weights, constants, saved, dy) -> (dx, gradients of the weights): both at once.
+        input_gradient: (weights, constants, saved, dy) -> (dx, kept).
+        weight_gradient: (weights, constants, kept) -> gradients of the weights.
+    """
+
+    forward: Callable[[Params, Array, Any], tuple[Array, list[Array]]]
+    backward: Callable[[Params, Any, list[Array], Array], tuple[Array, Params]]
+    input_gradient: Callable[[Params, Any, list[Array], Array], tuple[Array, list[Array]]]
+    weight_gradient: Callable[[Params, Any, list[Array]], Params]
+
+
+def take_apart(
+    layer: Layer, weights: Params, x: Array, constants: Any, *, enlarge_again: bool = False
+) -> Apart:
+    """Cut a layer's backward, for arguments of these shapes.
+
+    Args:
+        layer: the layer.
+        weights: its parameters, or their shapes.
+        x: its input.
+        constants: whatever else it reads; not differentiated.
+        enlarge_again: what is kept is kept at its smallest, and enlarged each time it is read.
+    """
+    pulls = []
+
+    def differentiate(weights: Params, constants: Any, x: Array) -> tuple[Array, list[Array]]:
+        y, pull = jax.vjp(lambda weights, x: layer(weights, x, constants), weights, x)
+        leaves, tree = jax.tree.flatten(pull)
+        pulls.append(tree)
+        return y, leaves
+
+    traced = jax.make_jaxpr(differentiate)(weights, constants, x)
+    program, num_fixed = traced.jaxpr, len(jax.tree.leaves((weights, constants)))
+    y_var, *leaf_vars = program.outvars
+    fixed = _follows_from(program, program.invars[:num_fixed])
+    made = {*program.invars, *_outputs(program.eqns)}
+    own, again = _stored(program.eqns, leaf_vars, made, fixed, enlarge_again)
+    run = _function(traced, program.invars, [y_var, *own])
+    recall = _function(traced, [*program.invars[:num_fixed], *own], leaf_vars, equations=again)
+
+    def forward(weights: Params, x: Array, constants: Any) -> tuple[Array, list[Array]]:
+        y, *saved = run(*jax.tree.leaves((weights, constants)), x)
+        return y, saved
+
+    def backward(
+        weights: Params, constants: Any, saved: list[Array], dy: Array
+    ) -> tuple[Array, Params]:
+        leaves = recall(*jax.tree.leaves((weights, constants)), *saved)
+        weight_grads, dx = jax.tree.unflatten(pulls[0], leaves)(dy)
+        return dx, weight_grads
+
+    # Values rather than their shapes: those lose their mesh where XLA shards an axis by itself.
+    y, saved = jax.tree.map(collectives.zeros_like, jax.eval_shape(forward, weights, x, constants))
+    return Apart(forward, backward, *_cut(backward, weights, constants, saved, y, enlarge_again))
+
+
+def _cut(
+    backward: Callable[..., tuple[Array, Params]],
+    weights: Params,
+    constants: Any,
+    saved: list[Any],
+    dy: Any,
+    enlarge_again: bool,
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """The two halves of a backward: (input_gradient, weight_gradient)."""
+    traced = jax.make_jaxpr(backward)(weights, constants, saved, dy)
+    program, num_fixed = traced.jaxpr, len(jax.tree.leaves((weights, constants)))
+    dx_var, *weight_vars = program.outvars
+    fixed = _follows_from(program, program.invars[:num_fixed])
+    first = _outputs(_needed(program.eqns, [dx_var]))
+    # Gradients of biases and norm scales are sums: kept as such, not as all that they sum up.
+    leading_to = lambda var: _needed(program.eqns, [var], first.__contains__)
+    sums = [var for var in weight_vars if not _multiplies(leading_to(var))]
+    made = {*program.invars[num_fixed:], *first, *_outputs(_needed(program.eqns, sums))}
+    kept_vars, second = _stored(program.eqns, weight_vars, made, fixed, enlarge_again)
+    first_half = _function(traced, program.invars, [dx_var, *kept_vars])
+    second_half = _function(
+        traced, [*program.invars[:num_fixed], *kept_vars], weight_vars, equations=second
+    )
+    shape = jax.tree.structure(weights)
+
+    def input_gradient(
+        weights: Params, constants: Any, saved: list[Array], dy: Array
+    ) -> tuple[Array, list[Array]]:
+        dx, *kept = first_half(*jax.tree.leaves((weights, constants)), *saved, dy)
+        return dx, kept
+
+    def weight_gradient(weights: Params, constants: Any, kept: list[Array]) -> Params:
+        grads = second_half(*jax.tree.leaves((weights, constants)), *kept)
+        return jax.tree.unflatten(shape, grads)
+
+    return input_gradient, weight_gradient
+
+
+def _stored(
+    equations: Sequence[Any],
+    wanted: Sequence[Any],
+    made: set[Any],
+    fixed: set[Any],
+    enlarge_again: bool,
+) -> tuple[list[Any], list[Any]]:
+    """Where to cut: (variables to keep, equations that lead from them to the wanted ones).
+
+    Kept is what is wanted or read by the second part, exists after the first part (`made`), does
+    not follow from weights and constants (`fixed`), and is no enlargement of something smaller.
+    """
+    enlarged = _outputs(eqn for eqn in equations if enlarge_again and _enlarges(eqn, fixed))
+    between = lambda var: var in made and var not in fixed and var not in enlarged
+    second = _needed(equations, wanted, stop=between)
+    read = [*(var for equation in second for var in equation.invars), *wanted]
+    return list(dict.fromkeys(v for v in read if isinstance(v, core.Var) and between(v))), second
+
+
+def _enlarges(equation: Any, fixed: set[Any]) -> bool:
+    """Whether it copies its input into more bytes and does nothing else."""
+    if equation.primitive.name not in ("all_gather", "broadcast_in_dim", "convert_element_type"):
+        return False
+    size = lambda variables: sum(v.aval.size * v.aval.dtype.itemsize for v in variables)
+    read = [var for var in equation.invars if not _is_known(var, fixed)]
+    return size(read) < size(equation.outvars)
+
+
+def _multiplies(equations: Iterable[Any]) -> bool:
+    """Whether one of them is a product of matrices, or calls one."""
+    return any(
+        equation.primitive.name in ("dot_general", "conv_general_dilated")
+        or any(_multiplies(part.eqns) for part in core.jaxprs_in_params(equation.params))
+        for equation in equations
+    )
+
+
+def _outputs(equations: Iterable[Any]) -> set[Any]:
+    return {var for equation in equations for var in equation.outvars}
+
+
+def _needed(
+    equations: Sequence[Any], wanted: Iterable[Any], stop: Callable[[Any], bool] = lambda _: False
+) -> list[Any]:
+    """The equations that lead to the wanted variables, not looking beyond those that stop."""
+    open_vars = {var for var in wanted if isinstance(var, core.Var) and not stop(var)}
+    found = []
+    for equation in reversed(equations):
+        if open_vars.isdisjoint(equation.outvars):
+            continue
+        found.append(equation)
+        open_vars |= {var for var in equation.invars if isinstance(var, core.Var) and not stop(var)}
+    return found[::-1]
+
+
+def _follows_from(program: Any, known: Iterable[Any]) -> set[Any]:
+    """Variables that these and constants determine."""
+    found = {*known, *program.constvars}
+    for equation in program.eqns:
+        if all(_is_known(var, found) for var in equation.invars):
+            found |= set(equation.outvars)
+    return found
+
+
+def _is_known(var: Any, known: set[Any]) -> bool:
+    return not isinstance(var, core.Var) or var in known
+
+
+def _function(
+    traced: Any, inputs: Sequence[Any], outputs: Sequence[Any], equations: Any = None
+) -> Callable[..., list[Array]]:
+    """The part of a traced program that leads from inputs to outputs."""
+    program = traced.jaxpr
+    equations = _needed(program.eqns if equations is None else equations, outputs)
+    part = program.replace(invars=list(inputs), outvars=list(outputs), eqns=equations)
+    return core.jaxpr_as_fun(core.ClosedJaxpr(part, traced.consts))

@@ -1,0 +1,78 @@
+"""Number formats: compute dtype, reduction dtype, and dynamic loss scaling for float16.
+
+Parameters and moments are float32 always; products run in the compute dtype; norms, softmax, loss
+and accumulation are float32.
+
+Source of loss scaling: Micikevicius et al. 2018, "Mixed Precision Training", section 3.2.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+import jax.numpy as jnp
+
+from jaxdist.core.types import Array, setting
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PrecisionConfig:
+    """Number formats of compute, reductions and loss scaling."""
+
+    compute_dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
+        "auto", "dtype of matrix products; auto = float32 on CPU, bfloat16 on GPUs"
+    )
+    reduce_dtype: Literal["float32", "bfloat16"] = setting(
+        "float32", "dtype in which gradients of fsdp-sharded weights are summed"
+    )
+    loss_scale: float = setting(65536.0, "first loss scale; float16 only")
+    loss_scale_growth_steps: int = setting(
+        2000, "finite steps after which the loss scale doubles; float16 only"
+    )
+
+    def problems(self) -> list[str]:
+        """Every violated rule of this section."""
+        problems = []
+        if self.loss_scale < 1:
+            problems.append(
+                f"precision.loss_scale={self.loss_scale} shrinks gradients. Use a power of 2 ≥ 1."
+            )
+        if self.loss_scale_growth_steps < 1:
+            problems.append(
+                f"precision.loss_scale_growth_steps={self.loss_scale_growth_steps} must be ≥ 1 "
+                "step. Use 2000."
+            )
+        return problems
+
+    def resolve(self, platform: str) -> Any:
+        """The compute dtype on a platform ("cpu" or "gpu")."""
+        if self.compute_dtype != "auto":
+            return jnp.dtype(self.compute_dtype)
+        return jnp.dtype("bfloat16" if platform == "gpu" else "float32")
+
+
+def initial_loss_scale(config: PrecisionConfig, compute_dtype: Any) -> dict[str, Array]:
+    """The loss scale's state; empty unless the compute dtype is float16."""
+    if jnp.dtype(compute_dtype) != jnp.float16:
+        return {}
+    return {
+        "scale": jnp.asarray(config.loss_scale, jnp.float32),
+        "finite_steps": jnp.zeros((), jnp.int32),
+    }
+
+
+def update_loss_scale(
+    loss_scale: dict[str, Array], finite: Array, config: PrecisionConfig
+) -> dict[str, Array]:
+    """Halve after a step with NaN or Inf (never below 1), double after a run of finite ones."""
+    if not loss_scale:
+        return {}
+    counted = loss_scale["finite_steps"] + 1
+    grow = counted >= config.loss_scale_growth_steps
+    scale = loss_scale["scale"]
+    grown = jnp.where(grow, scale * 2, scale)
+    return {
+        "scale": jnp.where(finite, grown, jnp.maximum(scale / 2, 1.0)),
+        "finite_steps": jnp.where(finite & ~grow, counted, 0),
+    }

@@ -1,0 +1,151 @@
+"""What a run must remember between two steps, and how it comes to be on any mesh.
+
+`init_state` runs under `jit` with output shardings: each device makes its own part, no host ever
+holds the whole model, and the values are the same bit for bit on every mesh (JAX's PRNG is
+counter-based and partitionable).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import PartitionSpec as P
+
+from jaxdist.core.sharding import Layout
+from jaxdist.core.types import Array, Model, Params
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainState:
+    """Everything that a step reads and writes.
+
+    Attributes:
+        step: int32 [], optimizer steps done.
+        params: float32 parameters, plain nested dicts, laid out by `Layout.param_specs`.
+        opt_state: optax state; its parameter-shaped leaves by `Layout.moment_specs`.
+        loss_scale: {} or the float16 loss scale (`precision.initial_loss_scale`).
+        key: PRNG key of the run's random bits; folded with the step, never advanced.
+    """
+
+    step: Array
+    params: Params
+    opt_state: Any
+    loss_scale: dict[str, Array]
+    key: Array
+
+
+def init_state(
+    model: Model,
+    optimizer: optax.GradientTransformation,
+    layout: Layout,
+    *,
+    seed: int,
+    loss_scale: dict[str, Array],
+    offload: bool = False,
+    params: Params | None = None,
+) -> TrainState:
+    """A new state, every leaf born where it belongs.
+
+    Args:
+        model: gives `init` and the logical axes.
+        optimizer: gives the moments.
+        layout: gives the shardings.
+        seed: the run's seed; parameters and random bits depend on nothing else.
+        loss_scale: initial loss scale, {} without.
+        offload: keep parameter-shaped optimizer state in host memory.
+        params: parameters to start from instead of random ones, as `layout` places them; donated,
+            so that they never exist twice.
+    """
+    make = make_state(model, optimizer, loss_scale)
+    shardings = state_shardings(model, optimizer, layout, loss_scale=loss_scale, offload=offload)
+    make = jax.jit(make, static_argnums=0, donate_argnums=1, out_shardings=shardings)
+    return make(seed) if params is None else make(seed, params)
+
+
+def abstract_state(
+    model: Model,
+    optimizer: optax.GradientTransformation,
+    layout: Layout,
+    *,
+    loss_scale: dict[str, Array],
+    offload: bool = False,
+) -> TrainState:
+    """The state's shapes, dtypes and shardings, without an array: what a restore aims at."""
+    shapes = jax.eval_shape(lambda: make_state(model, optimizer, loss_scale)(0))
+    shardings = state_shardings(model, optimizer, layout, loss_scale=loss_scale, offload=offload)
+    return jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings
+    )
+
+
+def make_state(
+    model: Model, optimizer: optax.GradientTransformation, loss_scale: dict[str, Array]
+) -> Any:
+    """A pure function (seed, params = random ones) -> TrainState."""
+
+    def make(seed: int, params: Params | None = None) -> TrainState:
+        init_key, run_key = jax.random.split(jax.random.key(seed))
+        params = model.init(init_key) if params is None else params
+        return TrainState(
+            step=jnp.zeros((), jnp.int32),
+            params=params,
+            opt_state=optimizer.init(params),
+            loss_scale=jax.tree.map(jnp.asarray, loss_scale),
+            key=run_key,
+        )
+
+    return make
+
+
+def state_shardings(
+    model: Model,
+    optimizer: optax.GradientTransformation,
+    layout: Layout,
+    *,
+    loss_scale: dict[str, Array],
+    offload: bool = False,
+) -> TrainState:
+    """A `TrainState` of `NamedSharding`s."""
+    whole: Any = layout.sharding(P())
+    return TrainState(
+        step=whole,
+        params=layout.shardings(layout.param_specs(model.axes)),
+        opt_state=opt_shardings(model, optimizer, layout, offload=offload),
+        loss_scale=jax.tree.map(lambda _: whole, loss_scale),
+        key=whole,
+    )
+
+
+def opt_shardings(
+    model: Model,
+    optimizer: optax.GradientTransformation,
+    layout: Layout,
+    *,
+    offload: bool = False,
+) -> Any:
+    """Shardings of the optimizer state: parameter-shaped leaves like the moments, others whole.
+
+    A leaf whose shape is not its parameter's (Adafactor's factored moments) stays whole.
+    """
+    params = jax.eval_shape(model.init, jax.random.key(0))
+    opt_state = jax.eval_shape(optimizer.init, params)
+    specs = layout.moment_specs(model.axes)
+
+    def leaf(moment: Any, param: Any, spec: P) -> Any:
+        fits = moment.shape == param.shape
+        return layout.sharding(spec if fits else P(), "pinned_host" if offload else None)
+
+    return optax.tree_utils.tree_map_params(
+        optimizer,
+        leaf,
+        opt_state,
+        params,
+        specs,
+        transform_non_params=lambda _: layout.sharding(P()),
+        is_leaf=lambda x: isinstance(x, P),
+    )

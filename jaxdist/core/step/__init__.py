@@ -1,0 +1,33 @@
+"""The compiled train step: the only `jax.jit` of training, and the evaluation step beside it.
+
+One step, read from the outside in:
+
+    jit, state donated
+      shard_map over every mesh axis: the collectives are written, not guessed
+        for each microbatch (a scan or a pipeline): model -> summed loss -> local gradients
+        one reduction of the gradients over the data axes; sums over every replica
+      divide once by the global weight -> clip by global norm -> optimizer -> keep or skip
+    -> new state with the same shardings, metrics still on the devices
+"""
+
+from jaxdist.core.step.config import REMAT_NAMES, REPLICA_NORMS, EvalConfig, TrainConfig
+from jaxdist.core.step.context import default_loss_chunk, make_context
+from jaxdist.core.step.gradients import make_evaluate, make_value_and_grad
+from jaxdist.core.step.layer_scan import remat_policy
+from jaxdist.core.step.train_step import Metrics, Step, make_step, make_update
+
+__all__ = [
+    "REMAT_NAMES",
+    "REPLICA_NORMS",
+    "EvalConfig",
+    "Metrics",
+    "Step",
+    "TrainConfig",
+    "default_loss_chunk",
+    "make_context",
+    "make_evaluate",
+    "make_step",
+    "make_update",
+    "make_value_and_grad",
+    "remat_policy",
+]

@@ -1,0 +1,99 @@
+"""Settings of training's step and of evaluation."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+from jaxdist.core.types import setting
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """The run's length and the shape of one step."""
+
+    steps: int = setting(160, "optimizer steps of the whole run")
+    global_batch_size: int = setting(32, "rows of one optimizer step over all devices")
+    seq_len: int = setting(128, "tokens of a row (text only)")
+    num_microbatches: int = setting(
+        1,
+        "parts into which a device's rows are cut; their gradients are accumulated (with pp > 1 "
+        "they flow through the stages, and pipeline.num_microbatches comes first)",
+    )
+    remat: str = setting(
+        "auto",
+        "what backward recomputes: none, dots (keep products), full (keep only block inputs), "
+        "names:A,B (keep only these: qkv, attention, attention_out, mlp_hidden, mlp_out); "
+        "auto = none on CPU, dots on GPUs",
+    )
+    unroll_layers: int = setting(
+        0,
+        "layers per iteration of the layer scan; 0 = on CPU all up to 16 where backward recomputes "
+        "nothing, else 1",
+    )
+    loss_chunk_tokens: int = setting(
+        0, "tokens whose logits exist at once; 0 = as many as fit 64 MiB of float32 logits"
+    )
+    nan_policy: Literal["skip", "rollback", "stop"] = setting(
+        "skip",
+        "on NaN or Inf in loss or gradients, whose update is never applied: skip = go on; rollback "
+        "= go back to the newest checkpoint and leave that batch out; stop = end the run",
+    )
+    offload_optimizer: bool = setting(False, "keep optimizer moments in host memory")
+    replica_norms: bool = setting(
+        False,
+        "for debugging: measure the gradient norm of every data replica before gradients are "
+        "reduced, and report one that is more than 10 % off the median (with zero 0 or 1)",
+    )
+
+    def problems(self) -> list[str]:
+        """Every violated rule of this section."""
+        problems = []
+        for name in ("steps", "global_batch_size", "seq_len", "num_microbatches"):
+            value = getattr(self, name)
+            if value < 1:
+                problems.append(f"train.{name}={value} must be a whole number. Use 1 or more.")
+        for name in ("unroll_layers", "loss_chunk_tokens"):
+            value = getattr(self, name)
+            if value < 0:
+                problems.append(f"train.{name}={value} must be ≥ 0 (0 has the meaning in --help).")
+        kind, _, names = self.remat.partition(":")
+        if kind not in ("auto", "none", "dots", "full", "names") or (kind == "names") != bool(
+            names
+        ):
+            problems.append(
+                f"train.remat={self.remat!r} is unknown. Use auto, none, dots, full or names:A,B."
+            )
+        elif unknown := [n for n in names.split(",") if n and n not in REMAT_NAMES]:
+            problems.append(
+                f"train.remat names {', '.join(unknown)}, which no model marks. "
+                f"Use names from {', '.join(REMAT_NAMES)}."
+            )
+        return problems
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvalConfig:
+    """When the run evaluates, and on how much."""
+
+    interval_steps: int = setting(100, "steps between evaluations; 0 = only after the last step")
+    max_batches: int = setting(
+        20, "batches of an evaluation during the run, spread over the data; 0 = every row once"
+    )
+    final_max_batches: int = setting(0, "the same for the evaluation after the last step")
+    global_batch_size: int = setting(0, "rows of an evaluation batch; 0 = train.global_batch_size")
+
+    def problems(self) -> list[str]:
+        """Every violated rule of this section."""
+        return [
+            f"eval.{field.name}={getattr(self, field.name)} must be ≥ 0 (0: see --help)."
+            for field in dataclasses.fields(self)
+            if getattr(self, field.name) < 0
+        ]
+
+
+REMAT_NAMES = ("qkv", "attention", "attention_out", "mlp_hidden", "mlp_out")
+"""What models mark with `checkpoint_name` for `remat = "names:..."`."""
+
+REPLICA_NORMS = "replica_norms"
+"""Metric [data]: gradient norm of each data replica, where `replica_norms` asks for it."""

@@ -1,0 +1,79 @@
+"""What the model is told inside the step: kernels, dtypes, losses, how to run its layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+
+from jaxdist.core import losses
+from jaxdist.core.parallel import fsdp, tensor
+from jaxdist.core.parallel.pipeline.config import PipelineConfig
+from jaxdist.core.precision import PrecisionConfig
+from jaxdist.core.sharding import Layout
+from jaxdist.core.step.config import TrainConfig
+from jaxdist.core.step.layer_scan import make_run_layers
+from jaxdist.core.types import Array, Context, Model, Params, Sums
+
+_LOGITS_BYTES = 64 * 2**20
+
+
+def make_context(
+    model: Model,
+    layout: Layout,
+    config: TrainConfig,
+    precision: PrecisionConfig,
+    stages: PipelineConfig | None = None,
+) -> Context:
+    """What the model is told inside the step on this layout."""
+    device = layout.mesh.devices.flat[0]
+    platform = "gpu" if device.platform in ("gpu", "cuda") else device.platform
+    dtype = precision.resolve(platform)
+    split_vocabulary = layout.sizes["tensor"] > 1 and not layout.auto_tensor
+    chunk = config.loss_chunk_tokens or default_loss_chunk(
+        model.dims.get("vocab", 0) // layout.sizes["tensor"]
+    )
+
+    def token_loss(
+        x: Array, kernel: Array, targets: Array, weights: Array, vocab_size: int
+    ) -> Sums:
+        vocabulary = losses.Vocabulary(vocab_size, "tensor" if split_vocabulary else None, chunk)
+        return losses.token_cross_entropy(x, kernel, targets, weights, vocabulary)
+
+    return Context(
+        dtype=dtype,
+        token_loss=token_loss,
+        label_loss=losses.label_cross_entropy,
+        run_layers=make_run_layers(
+            model, layout, config, precision, platform, gather=not _gathers_once(layout, stages)
+        ),
+        platform=platform,
+        compute_capability=str(getattr(device, "compute_capability", "")),
+        gather=make_gather(layout, model, dtype, precision),
+        **tensor.hooks(layout),
+    )
+
+
+def make_gather(layout: Layout, model: Model, dtype: Any, precision: PrecisionConfig) -> Any:
+    """A function that makes all but the stacked layers whole, in the compute dtype."""
+    specs = layout.param_specs(model.axes)
+
+    def gather(params: Params) -> Params:
+        outer = {name: tree for name, tree in params.items() if name != "layers"}
+        outer_specs = {name: specs[name] for name in outer}
+        whole = fsdp.gather(
+            outer, outer_specs, dtype=dtype, reduce_dtype=jnp.dtype(precision.reduce_dtype)
+        )
+        return {**params, **whole}
+
+    return gather
+
+
+def _gathers_once(layout: Layout, stages: PipelineConfig | None) -> bool:
+    """Whether the pipeline gathers a stage's weights itself, before the first tick."""
+    return layout.sizes["pipeline"] > 1 and stages is not None and stages.gather == "step"
+
+
+def default_loss_chunk(vocab_shard: int) -> int:
+    """Tokens whose logits exist at once where the settings leave it open; 0 = all."""
+    return max(128, _LOGITS_BYTES // (4 * vocab_shard)) if vocab_shard else 0

@@ -1,0 +1,194 @@
+"""The manual part of the step: local sums and gradients, and their one reduction over the mesh."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from jaxdist.core import collectives
+from jaxdist.core.collective_order import in_order
+from jaxdist.core.parallel import data
+from jaxdist.core.parallel.pipeline import value_and_grad
+from jaxdist.core.parallel.pipeline.config import PipelineConfig
+from jaxdist.core.precision import PrecisionConfig
+from jaxdist.core.sharding import Layout
+from jaxdist.core.step.config import REPLICA_NORMS, TrainConfig
+from jaxdist.core.step.layer_scan import make_layer, remat_policy, resolve_remat
+from jaxdist.core.types import Array, Batch, Context, Model, Params, Sums
+
+
+def make_value_and_grad(
+    model: Model,
+    layout: Layout,
+    config: TrainConfig,
+    context: Context,
+    *,
+    precision: PrecisionConfig | None = None,
+    stages: PipelineConfig | None = None,
+    frozen: Params | None = None,
+) -> Callable[..., tuple[Sums, Params, Array]]:
+    """(params, batch, key, loss scale) -> (global sums, gradients of the mean loss, their norm).
+
+    The gradients are sharded like the moments where ZeRO says so, else like the parameters.
+    `precision` and `stages` matter where the mesh has stages. Those of `frozen` leaves are 0, and
+    nothing that only they need is computed or moved.
+    """
+    precision, stages = precision or PrecisionConfig(), stages or PipelineConfig()
+    param_specs = layout.param_specs(model.axes)
+    micro_specs = layout.gradient_specs(model.axes)
+    grad_specs = layout.moment_specs(model.axes)
+    axes = data.summed_axes(layout)
+    num_stages = layout.sizes["pipeline"]
+    if num_stages > 1:
+        remat = resolve_remat(config, context.platform)
+        value_and_grad = value_and_grad.make_value_and_grad(
+            model,
+            layout,
+            lambda rows: stages.make_schedule(
+                num_stages=num_stages, rows=rows, accumulation=config.num_microbatches
+            ),
+            layer=make_layer(
+                model, layout, precision, context.platform, gather=stages.gather == "action"
+            ),
+            policy=None if remat == "none" else remat_policy(remat, {}),
+            gather=stages.gather,
+            reduce_dtype=jnp.dtype(precision.reduce_dtype),
+        )
+    else:
+        value_and_grad = _make_accumulation(model, layout, config.num_microbatches)
+
+    def local(params: Params, batch: Batch, key: Array, scale: Array) -> Any:
+        batch = data.number_rows(batch, layout)
+        local_params = data.localise(params, layout)
+        step_context = dataclasses.replace(context, dropout_key=key)
+        sums, grads = value_and_grad(local_params, batch, step_context, scale)
+        norms = {}
+        if config.replica_norms and data.has_replica_norms(layout):
+            found = data.replica_norms(grads, micro_specs, sums["weight"], layout) / scale
+            norms = {REPLICA_NORMS: found}
+        sums = _sum_over_devices(sums, layout) | norms
+        grads = data.reduce_gradients(grads, micro_specs, grad_specs, layout, axes)
+        inverse = 1.0 / (divisor(sums["weight"]) * scale)
+        grads = jax.tree.map(lambda g: g * inverse, grads)
+        if frozen is not None:
+            zero = lambda is_frozen, g: collectives.zeros_like(g) if is_frozen else g
+            grads = jax.tree.map(zero, frozen, grads)
+        norm = jnp.sqrt(data.squared_norm(grads, grad_specs, layout))
+        return sums, grads, norm
+
+    return _manual(
+        local, layout, (param_specs, layout.batch_spec(), P(), P()), (P(), grad_specs, P())
+    )
+
+
+def _make_accumulation(
+    model: Model, layout: Layout, num_microbatches: int
+) -> Callable[[Params, Batch, Context, Array], tuple[Sums, Params]]:
+    """(local params, rows, context, scale) -> sums and local gradients, one microbatch a time."""
+    param_specs = layout.param_specs(model.axes)
+    micro_specs = layout.gradient_specs(model.axes)
+    axes = data.summed_axes(layout)
+
+    def value_and_grad(
+        params: Params, batch: Batch, context: Context, scale: Array
+    ) -> tuple[Sums, Params]:
+        def scaled_loss(params: Params, micro: Batch) -> tuple[Array, Sums]:
+            sums = model.loss(context.gather(params), micro, context)
+            return sums["loss"] * scale, sums
+
+        def microbatch(micro: Batch) -> tuple[Sums, Params]:
+            grads, sums = jax.grad(scaled_loss, has_aux=True)(params, micro)
+            # ZeRO-2 shards each microbatch's gradient at once; the rest is reduced once a step.
+            return sums, data.scatter_gradients(grads, param_specs, micro_specs, axes)
+
+        return _accumulate(microbatch, batch, num_microbatches)
+
+    return value_and_grad
+
+
+def _sum_over_devices(sums: Sums, layout: Layout) -> Sums:
+    """Sums over replicas, and from the last stage to all."""
+    stages = ("pipeline",) if layout.sizes["pipeline"] > 1 else ()
+    axes = (*stages, *layout.batch_axes)
+    if not axes:
+        return sums
+    return {name: collectives.all_reduce(s, axes) for name, s in sums.items()}
+
+
+def make_evaluate(
+    model: Model, layout: Layout, context: Context, stages: PipelineConfig | None = None
+) -> Callable[..., Sums]:
+    """(params, batch) -> sums over the global batch, nothing dropped.
+
+    Where the mesh has stages, a forward pipeline.
+    """
+    stages = stages or PipelineConfig()
+    num_stages = layout.sizes["pipeline"]
+    if num_stages > 1:
+        evaluate = value_and_grad.make_evaluate(
+            model,
+            layout,
+            lambda rows: stages.make_evaluation_schedule(num_stages=num_stages, rows=rows),
+            gather=stages.gather,
+        )
+    else:
+        evaluate = lambda params, batch, context: model.loss(context.gather(params), batch, context)
+
+    def local(params: Params, batch: Batch) -> Sums:
+        batch = data.number_rows(batch, layout)
+        return _sum_over_devices(evaluate(params, batch, context), layout)
+
+    return _manual(local, layout, (layout.param_specs(model.axes), layout.batch_spec()), P())
+
+
+def _accumulate(
+    microbatch: Callable[[Batch], tuple[Sums, Params]], batch: Batch, num_microbatches: int
+) -> tuple[Sums, Params]:
+    """Sums and gradients added up over microbatches, in float32."""
+    if num_microbatches == 1:
+        return microbatch(batch)
+    parts = data.split_microbatches(batch, num_microbatches)
+
+    def add(total: Any, micro: Batch) -> tuple[Any, None]:
+        return jax.tree.map(jnp.add, total, microbatch(micro)), None
+
+    kinds = jax.eval_shape(microbatch, jax.tree.map(lambda x: x[0], parts))
+    total, _ = lax.scan(add, jax.tree.map(collectives.zeros_like, kinds), parts)
+    return total
+
+
+def _manual(function: Any, layout: Layout, in_specs: Any, out_specs: Any) -> Any:
+    if layout.auto_tensor:
+        in_specs, out_specs = _without_tensor(in_specs), _without_tensor(out_specs)
+    if layout.mesh.size > 1 and layout.mesh.devices.flat[0].platform == "cpu":
+        function = in_order(function, hidden=layout.auto_tensor)
+    return jax.shard_map(
+        function,
+        mesh=layout.mesh,
+        axis_names=set(layout.manual_axes),
+        in_specs=in_specs,
+        out_specs=out_specs,
+    )
+
+
+def _without_tensor(specs: Any) -> Any:
+    def strip(spec: P) -> P:
+        kept = []
+        for entry in spec:
+            names = entry if isinstance(entry, tuple) else (entry,)
+            names = tuple(n for n in names if n not in (None, "tensor"))
+            kept.append(names if len(names) > 1 else names[0] if names else None)
+        return P(*kept)
+
+    return jax.tree.map(strip, specs, is_leaf=lambda x: isinstance(x, P))
+
+
+def divisor(weight: Array) -> Array:
+    """The global weight, or 1 where nothing counts: a batch without weight has gradient 0."""
+    return jnp.where(weight > 0, weight, jnp.ones_like(weight))

@@ -1,0 +1,176 @@
+"""The compiled functions of a run: train, evaluate, and what they need to know."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import PartitionSpec as P
+
+from jaxdist.core.parallel.pipeline.config import PipelineConfig
+from jaxdist.core.precision import PrecisionConfig, update_loss_scale
+from jaxdist.core.sharding import Layout
+from jaxdist.core.state import TrainState, opt_shardings, state_shardings
+from jaxdist.core.step.config import REPLICA_NORMS, TrainConfig
+from jaxdist.core.step.context import make_context
+from jaxdist.core.step.gradients import divisor, make_evaluate, make_value_and_grad
+from jaxdist.core.types import Array, Batch, Context, Model, Params, Sums
+
+Metrics = dict[str, Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """The compiled functions of a run.
+
+    Attributes:
+        train: (state, batch) -> (state, metrics); jitted, `state` donated.
+        train_below: (state, batch, limit) -> (state, metrics); the same, but a step whose loss is
+            above the limit is not applied either; `applied` in its metrics says so.
+        evaluate: (params, batch) -> Sums over the global batch; jitted.
+        context: what the model is told (kernels, dtypes), for logs.
+        batch_sharding: where a batch's leaves must lie.
+    """
+
+    train: Any
+    train_below: Any
+    evaluate: Any
+    context: Context
+    batch_sharding: Any
+
+
+def make_step(
+    model: Model,
+    optimizer: optax.GradientTransformation,
+    schedule: Callable[[Array], Array],
+    layout: Layout,
+    config: TrainConfig,
+    precision: PrecisionConfig,
+    *,
+    max_grad_norm: float = 0.0,
+    loss_scale: dict[str, Array] | None = None,
+    pipeline_config: PipelineConfig | None = None,
+    frozen: Params | None = None,
+) -> Step:
+    """Build the step of one model on one layout; compiles nothing yet.
+
+    Args:
+        model: the model record.
+        optimizer: update direction, without the learning rate.
+        schedule: step -> learning rate, float32.
+        layout: mesh and rules.
+        config: shape of the step.
+        precision: number formats.
+        max_grad_norm: largest global gradient norm; 0 = no clipping.
+        loss_scale: initial loss scale (for its structure only), {} without.
+        pipeline_config: how microbatches flow where the mesh has stages.
+        frozen: tree of booleans, the leaves that `optimizer` leaves alone; None = no leaf.
+    """
+    stages = pipeline_config or PipelineConfig()
+    context = make_context(model, layout, config, precision, stages)
+    shardings = state_shardings(
+        model, optimizer, layout, loss_scale=loss_scale or {}, offload=config.offload_optimizer
+    )
+    gradients = make_value_and_grad(
+        model, layout, config, context, precision=precision, stages=stages, frozen=frozen
+    )
+    update = make_update(model, optimizer, layout, max_grad_norm)
+    on_device = opt_shardings(model, optimizer, layout)
+
+    def train(
+        state: TrainState, batch: Batch, limit: Array | None = None
+    ) -> tuple[TrainState, Metrics]:
+        if config.offload_optimizer:
+            fetched = jax.device_put(state.opt_state, on_device)
+            state = dataclasses.replace(state, opt_state=fetched)
+        scale = state.loss_scale.get("scale", jnp.ones((), jnp.float32))
+        key = jax.random.fold_in(state.key, state.step)
+        sums, grads, norm = gradients(state.params, batch, key, scale)
+        learning_rate = schedule(state.step)
+        params, opt_state = update(state, grads, norm, learning_rate)
+        finite = jnp.isfinite(sums["loss"]) & jnp.isfinite(norm)
+        means = _means(sums)
+        applied = finite if limit is None else finite & (means["loss"] <= limit)
+        keep = lambda new, old: jax.tree.map(lambda n, o: jnp.where(applied, n, o), new, old)
+        new_state = TrainState(
+            step=state.step + 1,
+            params=keep(params, state.params),
+            opt_state=keep(opt_state, state.opt_state),
+            loss_scale=update_loss_scale(state.loss_scale, finite, precision),
+            key=state.key,
+        )
+        metrics = means | {
+            **{name: sums[name] for name in (REPLICA_NORMS,) if name in sums},
+            "grad_norm": norm,
+            "learning_rate": learning_rate,
+            "finite": finite,
+            **({} if limit is None else {"applied": applied}),
+            **{f"loss_{name}": value for name, value in state.loss_scale.items()},
+        }
+        return new_state, metrics
+
+    batch_sharding = layout.sharding(layout.batch_spec())
+    whole = layout.sharding(P())
+    return Step(
+        train=jax.jit(
+            train,
+            donate_argnums=0,
+            in_shardings=(shardings, batch_sharding),
+            out_shardings=(shardings, whole),
+        ),
+        train_below=jax.jit(  # compiled only where a run asks for it
+            train,
+            donate_argnums=0,
+            in_shardings=(shardings, batch_sharding, whole),
+            out_shardings=(shardings, whole),
+        ),
+        evaluate=jax.jit(
+            make_evaluate(model, layout, context, stages),
+            in_shardings=(shardings.params, batch_sharding),
+            out_shardings=whole,
+        ),
+        context=context,
+        batch_sharding=batch_sharding,
+    )
+
+
+def make_update(
+    model: Model,
+    optimizer: optax.GradientTransformation,
+    layout: Layout,
+    max_grad_norm: float,
+) -> Callable[..., tuple[Params, Any]]:
+    """(state, grads, norm, learning rate) -> (params, opt_state), laid out as they came.
+
+    Partitioned automatically: moments, gradients and the slice of the parameters they update share
+    one layout, so an elementwise optimizer moves nothing but, under ZeRO, the new parameters.
+    """
+    param_specs = layout.param_specs(model.axes)
+    moment_specs = layout.moment_specs(model.axes)
+
+    def update(state: TrainState, grads: Params, norm: Array, learning_rate: Array) -> Any:
+        if max_grad_norm:
+            factor = jnp.minimum(1.0, max_grad_norm / (norm + 1e-6))
+            grads = jax.tree.map(lambda g: g * factor, grads)
+        params = layout.constrain(state.params, moment_specs)
+        directions, opt_state = optimizer.update(grads, state.opt_state, params)
+        params = jax.tree.map(
+            lambda p, d: p - learning_rate * d.astype(p.dtype), params, directions
+        )
+        params = layout.constrain(layout.constrain(params, moment_specs), param_specs)
+        return params, opt_state
+
+    return update
+
+
+def _means(sums: Sums) -> Metrics:
+    """Global means from global sums; `accuracy` where hits were counted."""
+    weight = divisor(sums["weight"])
+    means = {"loss": sums["loss"] / weight, "weight": sums["weight"]}
+    if "correct" in sums:
+        means["accuracy"] = sums["correct"] / weight
+    return means

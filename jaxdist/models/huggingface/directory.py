@@ -1,0 +1,106 @@
+"""A Hugging Face model directory: its sizes, and its tensors checked against them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxdist.core.types import ConfigError
+from jaxdist.models.configs import DecoderConfig
+from jaxdist.models.huggingface import safetensors
+from jaxdist.models.huggingface.families import Index, Piece, Source, pieces, read_config
+
+_CONSTANTS = (".attn.bias", ".attn.masked_bias", "rotary_emb.inv_freq")  # saved, but no weights
+
+
+def is_model(path: str | Path) -> bool:
+    """Whether a directory holds a Hugging Face model (and not a run of ours)."""
+    folder = Path(path).expanduser()
+    return (folder / "config.json").is_file() and not (folder / "config.toml").exists()
+
+
+def read_json(folder: Path) -> dict[str, Any]:
+    """The directory's `config.json`; raises `ConfigError` when it cannot be read."""
+    try:
+        return json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            [f"{folder}/config.json cannot be read ({error}). Name a Hugging Face model directory."]
+        ) from error
+
+
+@dataclasses.dataclass(frozen=True)
+class Weights:
+    """The tensors of a directory.
+
+    Attributes:
+        model: the sizes that its `config.json` gives.
+        pieces: our array's name -> its parts, layer by layer.
+        tensors: their name -> tensor, not read yet.
+    """
+
+    model: DecoderConfig
+    pieces: dict[str, list[Piece]]
+    tensors: dict[str, safetensors.StoredTensor]
+
+    def dtype(self, piece: Piece) -> np.dtype:
+        """What a part is stored in, or what holds all of it exactly."""
+        return np.result_type(*(self.tensors[name].dtype for name in piece.theirs))
+
+    def fetch(self, source: Source, index: Index) -> np.ndarray:
+        """The values of a block of a tensor's view, read from its file."""
+        return self.tensors[source.name].reshape(source.view).read(index)
+
+
+def open_weights(folder: Path) -> Weights:
+    """Find every tensor that the model needs; reads headers only.
+
+    Raises:
+        ConfigError: an unsupported model; tensors that are missing, of another shape, or would be
+            dropped; files that are cut short.
+    """
+    theirs = read_json(folder)
+    model = read_config(theirs)
+    tensors = safetensors.open_all(folder)
+    listed: dict[str, list[Piece]] = {}
+    for piece in pieces(model, theirs["model_type"]):
+        listed.setdefault(piece.name, []).append(_found(piece, tensors))
+    _check_complete([piece for parts in listed.values() for piece in parts], tensors, model)
+    return Weights(model, listed, tensors)
+
+
+def _found(piece: Piece, tensors: dict[str, safetensors.StoredTensor]) -> Piece:
+    """The piece with the names that this checkpoint uses; base models leave the prefix out."""
+    short = [name.partition(".")[2] for name in piece.theirs]
+    if all(name in tensors for name in piece.theirs) or not all(n in tensors for n in short):
+        return piece
+    renamed = (
+        dataclasses.replace(source, name=name)
+        for source, name in zip(piece.sources, short, strict=True)
+    )
+    return dataclasses.replace(piece, sources=tuple(renamed))
+
+
+def _check_complete(
+    listed: list[Piece], tensors: dict[str, safetensors.StoredTensor], model: DecoderConfig
+) -> None:
+    """Refuse missing tensors, tensors of other shapes, and tensors that would be dropped."""
+    needed = {source.name: source.shape for piece in listed for source in piece.sources}
+    problems = [f"tensor {name} is missing." for name in sorted(needed.keys() - tensors.keys())]
+    problems += [
+        f"tensor {name} is {list(tensors[name].shape)}, and config.json describes {list(shape)}."
+        for name, shape in sorted(needed.items())
+        if name in tensors and tensors[name].shape != shape
+    ]
+    tied = ("lm_head.weight",) if model.tie_embeddings else ()
+    problems += [
+        f"tensor {name} has no place in the model that config.json describes."
+        for name in sorted(tensors.keys() - needed.keys())
+        if not name.endswith((*_CONSTANTS, *tied))
+    ]
+    if problems:
+        raise ConfigError(problems[:20])

@@ -1,0 +1,449 @@
+"""Hugging Face's decoders and ours: the same model under other names and in other shapes.
+
+`read_config` and `write_config` translate the sizes; `pieces` lists, for each of our arrays (one
+layer at a time where layers are stacked), the Hugging Face tensors it is made of and how. Both
+directions move values without arithmetic, so that a round trip is exact.
+
+References:
+    The `config.json` and tensor names of Hugging Face transformers' GPT2, Llama, Mistral, Qwen2 and
+    Qwen3 models, as their saved checkpoints have them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxdist.core.types import ConfigError
+from jaxdist.models.configs import DecoderConfig
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gpt2")
+"""`model_type` of the configs that can be read and written."""
+
+_ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "gpt2": "GPT2LMHeadModel",
+}
+
+
+Index = tuple[slice, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """A Hugging Face tensor as a block of a part of ours: its dims split and put in our order.
+
+    Attributes:
+        name: of the tensor.
+        shape: of the tensor.
+        view: the same with some dims split in two or more.
+        order: dim i of our part is dim `order[i]` of the view.
+        dim: dim of our part along which several tensors lie side by side.
+        start: where this one begins along it.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    view: tuple[int, ...]
+    order: tuple[int, ...]
+    dim: int = 0
+    start: int = 0
+
+    @property
+    def block(self) -> Index:
+        """The place of the tensor in our part."""
+        index = [slice(0, self.view[dim]) for dim in self.order]
+        index[self.dim] = slice(self.start, self.start + self.view[self.order[self.dim]])
+        return tuple(index)
+
+    def of_view(self, index: Index) -> Index:
+        """The place in the view of a place in our part that lies inside `block`."""
+        inside: list[slice] = [slice(0)] * len(self.view)
+        for ours, theirs in enumerate(self.order):
+            shift = self.start if ours == self.dim else 0
+            inside[theirs] = slice(index[ours].start - shift, index[ours].stop - shift)
+        return tuple(inside)
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """A part of one of our arrays, and the Hugging Face tensors that it is made of.
+
+    Attributes:
+        name: our array, e.g. `params/layers/attention/qkv`.
+        layer: index in the stacked dim, or None for an array that is not stacked.
+        shape: of the part; what no tensor covers is padding and holds zeros.
+        sources: the tensors.
+    """
+
+    name: str
+    layer: int | None
+    shape: tuple[int, ...]
+    sources: tuple[Source, ...]
+
+    @property
+    def theirs(self) -> tuple[str, ...]:
+        """Names of the tensors."""
+        return tuple(source.name for source in self.sources)
+
+    @property
+    def stored_order(self) -> tuple[int, ...]:
+        """Our dims in the order in which the tensor stores them, slowest first."""
+        order = self.sources[0].order
+        return tuple(order.index(dim) for dim in range(len(order)))
+
+    def read(
+        self, index: Index, fetch: Callable[[Source, Index], np.ndarray], dtype: np.dtype
+    ) -> np.ndarray:
+        """A block of our part, from no more of their tensors than it is made of.
+
+        Args:
+            index: the block, with start and stop in every dim.
+            fetch: (tensor, place in its view) -> the values there.
+            dtype: of the result.
+        """
+        shape = tuple(s.stop - s.start for s in index)
+        out: np.ndarray | None = None
+        for source in self.sources:
+            both = [
+                slice(max(a.start, b.start), min(a.stop, b.stop))
+                for a, b in zip(index, source.block, strict=True)
+            ]
+            if any(s.start >= s.stop for s in both):
+                continue
+            values = fetch(source, source.of_view(tuple(both))).transpose(source.order)
+            if values.shape == shape:
+                return values.astype(dtype, copy=False)
+            out = np.zeros(shape, dtype) if out is None else out
+            place = (
+                slice(s.start - i.start, s.stop - i.start) for s, i in zip(both, index, strict=True)
+            )
+            out[tuple(place)] = values
+        return np.zeros(shape, dtype) if out is None else out
+
+    def join(self, tensors: Sequence[np.ndarray]) -> np.ndarray:
+        """Our part from their tensors, in the order of `sources`."""
+        views = {s.name: x.reshape(s.view) for s, x in zip(self.sources, tensors, strict=True)}
+        whole = tuple(slice(0, size) for size in self.shape)
+        return self.read(whole, lambda source, index: views[source.name][index], tensors[0].dtype)
+
+    def split(self, part: np.ndarray) -> list[np.ndarray]:
+        """Their tensors from our part, in the order of `sources`; views where possible."""
+        return [
+            part[source.block].transpose(np.argsort(source.order)).reshape(source.shape)
+            for source in self.sources
+        ]
+
+
+def read_config(theirs: Mapping[str, Any]) -> DecoderConfig:
+    """Our sizes from a Hugging Face `config.json`.
+
+    Raises:
+        ConfigError: the family, or something it asks for, is not supported.
+    """
+    family = theirs.get("model_type")
+    if family not in FAMILIES:
+        raise ConfigError(
+            [f"model_type={family!r} is not supported. Supported are {', '.join(FAMILIES)}."]
+        )
+    config = _read_gpt2(theirs) if family == "gpt2" else _read_llama(theirs, family)
+    problems = _unsupported(theirs, family) + config.problems()
+    if problems:
+        raise ConfigError(problems)
+    return config
+
+
+def left_out(theirs: Mapping[str, Any]) -> list[str]:
+    """What a Hugging Face `config.json` asks for in training that is not taken over, a line each.
+
+    Its dropout: published models keep what they were trained with, and fine-tuning rarely wants it.
+    """
+    named = ("embd_pdrop", "resid_pdrop", "attn_pdrop", "attention_dropout")
+    rates = {name: theirs[name] for name in named if theirs.get(name)}
+    if not rates:
+        return []
+    told = ", ".join(f"{name}={rate}" for name, rate in rates.items())
+    return [
+        f"config.json has {told}: not taken over, dropout is 0. Set model.dropout and "
+        "model.attention_dropout if training shall drop."
+    ]
+
+
+def family_of(config: DecoderConfig) -> str:
+    """The family whose tensors can hold a model of ours.
+
+    Raises:
+        ConfigError: none can.
+    """
+    rotary = (config.positions, config.norm, config.activation) == ("rotary", "rms", "swiglu")
+    plain = not (config.out_bias or config.mlp_bias)
+    if rotary and plain:
+        if config.qk_norm and not config.qkv_bias and not config.sliding_window:
+            return "qwen3"
+        if config.qkv_bias and not config.qk_norm and not config.sliding_window:
+            return "qwen2"
+        if not config.qk_norm and not config.qkv_bias:
+            return "mistral" if config.sliding_window else "llama"
+    learned = (config.positions, config.norm, config.activation) == ("learned", "layer", "gelu")
+    biases = config.qkv_bias and config.out_bias and config.mlp_bias
+    square = config.kv_heads == config.num_heads and not config.head_dim and not config.qk_norm
+    if learned and biases and square and config.tie_embeddings:
+        return "gpt2"
+    raise ConfigError(
+        [
+            "this combination of model settings is none of the families "
+            f"{', '.join(FAMILIES)}, so Hugging Face has no model for it. See configs/ for theirs."
+        ]
+    )
+
+
+def write_config(config: DecoderConfig, dtype: str) -> dict[str, Any]:
+    """A Hugging Face `config.json` for a model of ours, stored in `dtype`."""
+    family = family_of(config)
+    common = {
+        "architectures": [_ARCHITECTURES[family]],
+        "model_type": family,
+        "torch_dtype": dtype,
+        "vocab_size": config.vocab_size,
+        "tie_word_embeddings": config.tie_embeddings,
+    }
+    if family == "gpt2":
+        return {
+            **common,
+            "n_positions": config.max_seq_len,
+            "n_embd": config.d_model,
+            "n_layer": config.num_layers,
+            "n_head": config.num_heads,
+            "n_inner": config.mlp_dim,
+            "layer_norm_epsilon": config.norm_eps,
+            "activation_function": "gelu_new",
+            "embd_pdrop": config.dropout,
+            "resid_pdrop": config.dropout,
+            "attn_pdrop": config.attention_dropout,
+        }
+    sizes = {
+        **common,
+        "hidden_size": config.d_model,
+        "intermediate_size": config.mlp_dim,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.kv_heads,
+        "head_dim": config.head_width,
+        "max_position_embeddings": config.max_seq_len,
+        "rms_norm_eps": config.norm_eps,
+        "rope_theta": config.rope_theta,
+        "hidden_act": "silu",
+        "attention_bias": False,
+    }
+    if config.rope_scaling == "llama3":
+        sizes["rope_scaling"] = {
+            "rope_type": "llama3",
+            "factor": config.rope_factor,
+            "low_freq_factor": config.rope_low_freq_factor,
+            "high_freq_factor": config.rope_high_freq_factor,
+            "original_max_position_embeddings": config.rope_original_len,
+        }
+    if family == "mistral":
+        sizes["sliding_window"] = config.sliding_window
+    return sizes
+
+
+def pieces(config: DecoderConfig, family: str) -> Iterator[Piece]:
+    """Every part of every array of ours, array by array, layer by layer."""
+    if family == "gpt2":
+        return _gpt2_pieces(config)
+    return _llama_pieces(config)
+
+
+def _read_llama(theirs: Mapping[str, Any], family: str) -> DecoderConfig:
+    heads = theirs["num_attention_heads"]
+    kv_heads = theirs.get("num_key_value_heads") or heads
+    rope = {**(theirs.get("rope_scaling") or {}), **(theirs.get("rope_parameters") or {})}
+    stretched = {}
+    if rope.get("rope_type", rope.get("type")) == "llama3":
+        stretched = {
+            "rope_scaling": "llama3",
+            "rope_factor": float(rope["factor"]),
+            "rope_low_freq_factor": float(rope["low_freq_factor"]),
+            "rope_high_freq_factor": float(rope["high_freq_factor"]),
+            "rope_original_len": rope["original_max_position_embeddings"],
+        }
+    width = theirs.get("head_dim") or theirs["hidden_size"] // heads
+    return DecoderConfig(
+        vocab_size=theirs["vocab_size"],
+        d_model=theirs["hidden_size"],
+        num_layers=theirs["num_hidden_layers"],
+        num_heads=heads,
+        num_kv_heads=0 if kv_heads == heads else kv_heads,
+        head_dim=0 if width * heads == theirs["hidden_size"] else width,
+        mlp_dim=theirs["intermediate_size"],
+        max_seq_len=theirs["max_position_embeddings"],
+        norm_eps=theirs["rms_norm_eps"],
+        rope_theta=float(rope.get("rope_theta", theirs.get("rope_theta", 10000.0))),
+        qk_norm=family == "qwen3",
+        qkv_bias=family == "qwen2",
+        tie_embeddings=bool(theirs.get("tie_word_embeddings", False)),
+        sliding_window=(theirs.get("sliding_window") or 0) if family == "mistral" else 0,
+        **stretched,
+    )
+
+
+def _read_gpt2(theirs: Mapping[str, Any]) -> DecoderConfig:
+    return DecoderConfig(
+        vocab_size=theirs["vocab_size"],
+        d_model=theirs["n_embd"],
+        num_layers=theirs["n_layer"],
+        num_heads=theirs["n_head"],
+        mlp_dim=theirs.get("n_inner") or 4 * theirs["n_embd"],
+        max_seq_len=theirs["n_positions"],
+        norm="layer",
+        norm_eps=theirs["layer_norm_epsilon"],
+        positions="learned",
+        activation="gelu",
+        qkv_bias=True,
+        out_bias=True,
+        mlp_bias=True,
+        tie_embeddings=True,
+    )
+
+
+def _unsupported(theirs: Mapping[str, Any], family: str) -> list[str]:
+    """What a config asks for that our decoder would silently not do."""
+    activation = theirs.get("activation_function" if family == "gpt2" else "hidden_act")
+    allowed = {"gpt2": ("gelu_new", "gelu_pytorch_tanh")}.get(family, ("silu", "swish"))
+    found = []
+    if activation is not None and activation not in allowed:
+        found.append(f"activation {activation!r}: only {', '.join(allowed)} is supported.")
+    rope = {**(theirs.get("rope_scaling") or {}), **(theirs.get("rope_parameters") or {})}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in ("default", "llama3"):
+        found.append(f"rope_type={kind!r}: only default and llama3 are supported.")
+    wrong = {
+        "attention_bias": (family != "gpt2", "biases of the attention products"),
+        "mlp_bias": (True, "biases of the MLP products"),
+        "use_sliding_window": (family in ("qwen2", "qwen3"), "a sliding window in some layers"),
+        "scale_attn_by_inverse_layer_idx": (family == "gpt2", "scaling by layer"),
+        "add_cross_attention": (family == "gpt2", "cross attention"),
+    }
+    found += [
+        f"{key}=true ({what}) is not supported for {family}."
+        for key, (matters, what) in wrong.items()
+        if matters and theirs.get(key)
+    ]
+    if family == "gpt2" and not theirs.get("tie_word_embeddings", True):
+        found.append("tie_word_embeddings=false is not supported for gpt2.")
+    return found
+
+
+def _llama_pieces(config: DecoderConfig) -> Iterator[Piece]:
+    d, mlp, heads, width = config.d_model, config.mlp_dim, config.num_heads, config.head_width
+
+    def of_layer(ours: str, shape: tuple[int, ...], *sources: Source) -> Iterator[Piece]:
+        for layer in range(config.num_layers):
+            named = (
+                dataclasses.replace(source, name=f"model.layers.{layer}.{source.name}")
+                for source in sources
+            )
+            yield Piece(f"params/layers/{ours}", layer, shape, tuple(named))
+
+    yield _table(config, "model.embed_tokens.weight")
+    yield Piece("params/head/norm/scale", None, (d,), (_same("model.norm.weight", d),))
+    if not config.tie_embeddings:
+        head = _turned("lm_head.weight", config.vocab_size, d)
+        yield Piece("params/head/kernel", None, (d, config.padded_vocab), (head,))
+    yield from of_layer("attention_norm/scale", (d,), _same("input_layernorm.weight", d))
+    yield from of_layer("attention/qkv", *_qkv(config, "weight"))
+    if config.qkv_bias:
+        yield from of_layer("attention/qkv_bias", *_qkv(config, "bias"))
+    if config.qk_norm:
+        for ours, theirs in (("query_norm", "q_norm"), ("key_norm", "k_norm")):
+            scale = _same(f"self_attn.{theirs}.weight", width)
+            yield from of_layer(f"attention/{ours}/scale", (width,), scale)
+    out = Source("self_attn.o_proj.weight", (d, heads * width), (d, heads, width), (1, 2, 0))
+    yield from of_layer("attention/out", (heads, width, d), out)
+    yield from of_layer("mlp_norm/scale", (d,), _same("post_attention_layernorm.weight", d))
+    gates = (
+        Source(f"mlp.{name}_proj.weight", (mlp, d), (mlp, d, 1), (1, 2, 0), dim=1, start=start)
+        for start, name in enumerate(("gate", "up"))
+    )
+    yield from of_layer("mlp/up", (d, 2, mlp), *gates)
+    yield from of_layer("mlp/down", (mlp, d), _turned("mlp.down_proj.weight", d, mlp))
+
+
+def _gpt2_pieces(config: DecoderConfig) -> Iterator[Piece]:
+    d, mlp, heads, width = config.d_model, config.mlp_dim, config.num_heads, config.head_width
+    inner = heads * width
+
+    def of_layer(
+        ours: str, shape: tuple[int, ...], theirs: str, *views: tuple[int, ...]
+    ) -> Iterator[Piece]:
+        """One tensor of each layer; `views`: its shape, its dims split, their order."""
+        stored, view, order = views or (shape, shape, tuple(range(len(shape))))
+        for layer in range(config.num_layers):
+            source = Source(f"transformer.h.{layer}.{theirs}", stored, view, order)
+            yield Piece(f"params/layers/{ours}", layer, shape, (source,))
+
+    yield _table(config, "transformer.wte.weight")
+    positions = _same("transformer.wpe.weight", config.max_seq_len, d)
+    yield Piece("params/embed/positions", None, positions.shape, (positions,))
+    for leaf, theirs in (("scale", "weight"), ("bias", "bias")):
+        norm = _same(f"transformer.ln_f.{theirs}", d)
+        yield Piece(f"params/head/norm/{leaf}", None, (d,), (norm,))
+        yield from of_layer(f"attention_norm/{leaf}", (d,), f"ln_1.{theirs}")
+        yield from of_layer(f"mlp_norm/{leaf}", (d,), f"ln_2.{theirs}")
+    # Theirs has queries, then keys, then values.
+    qkv, split, order = (d, heads, 3, width), (d, 3, heads, width), (0, 2, 1, 3)
+    yield from of_layer("attention/qkv", qkv, "attn.c_attn.weight", (d, 3 * inner), split, order)
+    yield from of_layer(
+        "attention/qkv_bias", qkv[1:], "attn.c_attn.bias", (3 * inner,), split[1:], (1, 0, 2)
+    )
+    out = (heads, width, d)
+    yield from of_layer("attention/out", out, "attn.c_proj.weight", (inner, d), out, (0, 1, 2))
+    yield from of_layer("attention/out_bias", (d,), "attn.c_proj.bias")
+    up = (d, 1, mlp)
+    yield from of_layer("mlp/up", up, "mlp.c_fc.weight", (d, mlp), up, (0, 1, 2))
+    yield from of_layer("mlp/up_bias", (1, mlp), "mlp.c_fc.bias", (mlp,), (1, mlp), (0, 1))
+    yield from of_layer("mlp/down", (mlp, d), "mlp.c_proj.weight")
+    yield from of_layer("mlp/down_bias", (d,), "mlp.c_proj.bias")
+
+
+def _same(name: str, *shape: int) -> Source:
+    """A tensor that is ours as it stands."""
+    return Source(name, shape, shape, tuple(range(len(shape))))
+
+
+def _turned(name: str, rows: int, columns: int) -> Source:
+    """A matrix that is ours with its dims swapped."""
+    return Source(name, (rows, columns), (rows, columns), (1, 0))
+
+
+def _table(config: DecoderConfig, name: str) -> Piece:
+    """The embedding table, whose rows of padding exist only on our side."""
+    source = _same(name, config.vocab_size, config.d_model)
+    return Piece("params/embed/table", None, (config.padded_vocab, config.d_model), (source,))
+
+
+def _qkv(config: DecoderConfig, leaf: str) -> tuple[Any, ...]:
+    """Shape of ours, [d_model,] kv_heads, group + 2, width, and theirs: query, key and value."""
+    kv, width = config.kv_heads, config.head_width
+    group = config.num_heads // kv
+    inputs = (config.d_model,) if leaf == "weight" else ()
+    order = (3, 0, 1, 2) if inputs else (0, 1, 2)
+    sources = [
+        Source(
+            f"self_attn.{name}_proj.{leaf}",
+            (kv * count * width, *inputs),
+            (kv, count, width, *inputs),
+            order,
+            dim=len(inputs) + 1,
+            start=start,
+        )
+        for name, count, start in (("q", group, 0), ("k", 1, group), ("v", 1, group + 1))
+    ]
+    return (*inputs, kv, group + 2, width), *sources

@@ -1,0 +1,187 @@
+"""Weights of a Hugging Face directory onto a mesh: each process reads what its devices hold.
+
+Blocks of at most `BLOCK_BYTES` pass through the host one after the other; a shard larger than that
+is put together on its device. So a process holds no more host memory than a few blocks, whatever
+the model, and reads each byte that its devices need about once (devices that hold the same slice
+share the reading).
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import itertools
+import json
+import math
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxdist.core.types import Array, ConfigError, Params
+from jaxdist.models.huggingface.directory import Weights, open_weights
+from jaxdist.models.huggingface.families import Index, Piece
+
+BLOCK_BYTES = 64 << 20
+"""Bytes of an array in host memory at a time, as it will lie on the device."""
+
+
+def load_params(
+    folder: Path, target: Params, *, fresh: Collection[str] = (), unused: Collection[str] = ()
+) -> Params:
+    """The directory's weights as parameters of a model.
+
+    Args:
+        folder: a Hugging Face model directory that every process can read.
+        target: tree of `jax.ShapeDtypeStruct` with sharding; other dtypes are cast. Leaves under
+            `fresh` are arrays and come back as they are.
+        fresh: names, or beginnings of names, of leaves that are not read, e.g. `params/head`.
+        unused: names, or beginnings of names, of what may be left unread in the directory.
+
+    Raises:
+        ConfigError: the directory does not hold this model, or processes see other files.
+    """
+    weights = open_weights(folder)
+    _check_same_everywhere(folder, weights)
+    leaves, structure = jax.tree_util.tree_flatten_with_path(target)
+    named = {"params/" + "/".join(key.key for key in path): leaf for path, leaf in leaves}
+    below = lambda name, parts: any(
+        name == p or name.startswith(p.rstrip("/") + "/") for p in parts
+    )
+    read = {name: leaf for name, leaf in named.items() if not below(name, fresh)}
+    problems = [
+        f"{folder} has no {name} {list(leaf.shape)}: its model is another. Take the model's "
+        "settings from its config.json by leaving [model] out."
+        for name, leaf in read.items()
+        if name not in weights.pieces or _shape(weights.pieces[name]) != leaf.shape
+    ]
+    problems += [
+        f"{folder} has {name}, the model has not. Name it in ignore_params to leave it unread."
+        for name in sorted(weights.pieces.keys() - named.keys())
+        if not below(name, unused)
+    ]
+    problems += [
+        f"reinit_params names {part}, and the model has no such part. It has {', '.join(named)}."
+        for part in fresh
+        if not any(below(name, [part]) for name in named)
+    ]
+    if problems:
+        raise ConfigError(problems)
+    values = [_leaf(weights, n, leaf) if n in read else leaf for n, leaf in named.items()]
+    return jax.tree.unflatten(structure, values)
+
+
+def _shape(parts: list[Piece]) -> tuple[int, ...]:
+    return parts[0].shape if parts[0].layer is None else (len(parts), *parts[0].shape)
+
+
+def _leaf(weights: Weights, name: str, leaf: jax.ShapeDtypeStruct) -> Array:
+    """One array, shard by shard; devices that hold the same slice share what is read."""
+    assert leaf.sharding is not None  # a target has one, see `load_params`
+    holders: dict[tuple[tuple[int, int], ...], list[Any]] = {}
+    for device, index in leaf.sharding.addressable_devices_indices_map(leaf.shape).items():
+        ends = (s.indices(size) for s, size in zip(index or (), leaf.shape, strict=True))
+        holders.setdefault(tuple((start, stop) for start, stop, _ in ends), []).append(device)
+    parts = weights.pieces[name]
+    shards: list[Array] = []
+    for bounds, devices in holders.items():
+        shape = tuple(stop - start for start, stop in bounds)
+        if math.prod(shape) * leaf.dtype.itemsize <= BLOCK_BYTES:
+            whole = np.empty(shape, leaf.dtype)
+            for place, values in _blocks(weights, parts, bounds, leaf.dtype):
+                whole[place] = values
+            shards += [jax.device_put(whole, device) for device in devices]
+        else:
+            shards += _assembled(weights, parts, bounds, leaf.dtype, devices)
+    return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, shards)
+
+
+def _assembled(
+    weights: Weights,
+    parts: list[Piece],
+    bounds: tuple[tuple[int, int], ...],
+    dtype: np.dtype,
+    devices: list[Any],
+) -> list[Array]:
+    """A large shard on each of `devices`, written there block by block."""
+    shape = tuple(stop - start for start, stop in bounds)
+    shards = [_zeros(shape, dtype, device) for device in devices]
+    for place, values in _blocks(weights, parts, bounds, dtype):
+        corner = tuple(np.int32(s.start) for s in place)
+        shards = [
+            _written(shard, jax.device_put(values, device), corner)
+            for shard, device in zip(shards, devices, strict=True)
+        ]
+        jax.block_until_ready(shards)  # else copies of many blocks would wait on the host
+    return shards
+
+
+def _blocks(
+    weights: Weights, parts: list[Piece], bounds: tuple[tuple[int, int], ...], dtype: np.dtype
+) -> Iterator[tuple[Index, np.ndarray]]:
+    """A shard in blocks: (place in the shard, values)."""
+    stacked = parts[0].layer is not None
+    layers = range(*bounds[0]) if stacked else (0,)
+    inner = bounds[1:] if stacked else bounds
+    for number, layer in enumerate(layers):
+        piece = parts[layer]
+        for index in _slabs(piece, inner, dtype.itemsize):
+            values = piece.read(index, weights.fetch, dtype)
+            place = tuple(
+                slice(s.start - start, s.stop - start)
+                for s, (start, _) in zip(index, inner, strict=True)
+            )
+            if stacked:
+                yield (slice(number, number + 1), *place), values[None]
+            else:
+                yield place, values
+
+
+def _slabs(piece: Piece, bounds: tuple[tuple[int, int], ...], itemsize: int) -> Iterator[Index]:
+    """A shard of a part in blocks of at most `BLOCK_BYTES`, cut as its tensor lies in the file."""
+    steps = [stop - start for start, stop in bounds]
+    for dim in piece.stored_order:
+        rest = math.prod(steps) // max(1, steps[dim]) * itemsize
+        steps[dim] = max(1, min(steps[dim], BLOCK_BYTES // max(1, rest)))
+        if rest <= BLOCK_BYTES:
+            break
+    starts = (range(start, stop, step) for (start, stop), step in zip(bounds, steps, strict=True))
+    for corner in itertools.product(*starts):
+        yield tuple(
+            slice(at, min(at + step, stop))
+            for at, step, (_, stop) in zip(corner, steps, bounds, strict=True)
+        )
+
+
+def _zeros(shape: tuple[int, ...], dtype: np.dtype, device: Any) -> Array:
+    where = jax.sharding.SingleDeviceSharding(device)
+    return jax.jit(lambda: jax.numpy.zeros(shape, dtype), out_shardings=where)()
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _written(shard: Array, values: Array, corner: tuple[Any, ...]) -> Array:
+    return jax.lax.dynamic_update_slice(shard, values, corner)
+
+
+def _check_same_everywhere(folder: Path, weights: Weights) -> None:
+    """Refuse to mix weights: every process must see the same tensors in the same files."""
+    if jax.process_count() == 1:
+        return
+    from jax.experimental import multihost_utils
+
+    facts = sorted(
+        (name, tensor.file.name, tensor.offset, tensor.shape, tensor.dtype.name)
+        for name, tensor in weights.tensors.items()
+    )
+    digest = hashlib.sha256(json.dumps([repr(weights.model), facts]).encode()).digest()
+    prints = np.asarray(multihost_utils.process_allgather(np.frombuffer(digest, np.uint8)))
+    other = [i for i, row in enumerate(prints) if not np.array_equal(row, prints[0])]
+    if other:
+        raise ConfigError(
+            [
+                f"processes {other} see other files in {folder} than process 0: weights would be "
+                "mixed. Give every host the same directory, or a shared path."
+            ]
+        )

@@ -1,0 +1,67 @@
+"""Parts of a model that training leaves as they are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import optax
+
+from jaxdist.core.types import Params
+from jaxdist.optim.config import OptimConfig
+
+
+def frozen_leaves(config: OptimConfig, axes: Params) -> Params:
+    """Tree of booleans like `axes`: the leaves that `config.frozen` names.
+
+    Raises:
+        ValueError: `frozen_problems` has something to say.
+    """
+    if problems := frozen_problems(config, axes):
+        raise ValueError(" ".join(problems))
+    return jax.tree_util.tree_map_with_path(lambda path, _: is_frozen(config, _name(path)), axes)
+
+
+def is_frozen(config: OptimConfig, name: str) -> bool:
+    """Whether `config.frozen` names this parameter, e.g. "layers/mlp/up"."""
+    return any(_below(name, _plain(part)) for part in config.frozen)
+
+
+def frozen_problems(config: OptimConfig, axes: Params) -> list[str]:
+    """What is wrong with `config.frozen` for a model with these parameters."""
+    names = [_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(axes)]
+    parts = [_plain(part) for part in config.frozen]
+    unknown = [part for part in parts if not any(_below(name, part) for name in names)]
+    found = [
+        f"optim.frozen names {part!r}, and the model has no such part. It has {', '.join(names)}, "
+        "and what these lie in."
+        for part in unknown
+    ]
+    if all(is_frozen(config, name) for name in names):
+        found.append(f"optim.frozen={config.frozen} leaves nothing to train. Take a part out.")
+    return found
+
+
+def without_frozen_leaves(axes: Params, frozen: Params) -> Params:
+    """The tree that `without_frozen` shows its rule: holes where leaves are frozen."""
+    return jax.tree.map(lambda dims, hole: optax.MaskedNode() if hole else dims, axes, frozen)
+
+
+def without_frozen(
+    rule: optax.GradientTransformation, frozen: Params
+) -> optax.GradientTransformation:
+    """The rule for the other leaves, and no update for these; they have no moments."""
+    moving = jax.tree.map(lambda hole: not hole, frozen)
+    return optax.chain(optax.masked(rule, moving), optax.masked(optax.set_to_zero(), frozen))
+
+
+def _plain(part: str) -> str:
+    return part.removeprefix("params/").rstrip("/")
+
+
+def _name(path: Any) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def _below(name: str, part: str) -> bool:
+    return name == part or name.startswith(f"{part}/")

@@ -1,0 +1,66 @@
+"""The learning rate of each step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import jax.numpy as jnp
+
+from jaxdist.core.types import Array
+from jaxdist.optim.config import OptimConfig
+
+Schedule = Callable[[Array], Array]
+
+
+def make_schedule(config: OptimConfig, *, total_steps: int, global_batch_size: int) -> Schedule:
+    """The learning rate of each step.
+
+    Warmup is linear and never 0: step s of w takes peak * (s + 1) / (w + 1), so that step w is the
+    first at the peak. After the decay the rate stays at `min_lr_ratio * peak`.
+
+    Args:
+        config: the settings.
+        total_steps: steps of the whole run, from 0 and not from a resumed one.
+        global_batch_size: rows per optimizer step over all devices and microbatches.
+
+    Returns:
+        int32 step (scalar or array, 0-based) -> float32 learning rate. Pure; traceable.
+
+    References:
+        cosine: Loshchilov and Hutter, "SGDR", 2017, without restarts.
+        wsd: Hu et al., "MiniCPM", 2024, section 4, with a linear decay.
+        linear scaling: Goyal et al., "Accurate, Large Minibatch SGD", 2017; square root:
+        Krizhevsky, "One weird trick for parallelizing convolutional neural networks", 2014.
+    """
+    peak = config.peak_lr * _lr_scale(config, global_batch_size)
+    floor = peak * config.min_lr_ratio
+    warmup = config.warmup_steps
+    start, decay = _decay_span(config, total_steps)
+
+    def lr(step: Array) -> Array:
+        step = jnp.asarray(step, jnp.float32)
+        progress = jnp.clip((step - start) / decay, 0.0, 1.0)
+        if config.schedule == "cosine":
+            remaining = 0.5 * (1.0 + jnp.cos(jnp.pi * progress))
+        elif config.schedule == "constant":
+            remaining = jnp.ones_like(progress)
+        else:
+            remaining = 1.0 - progress
+        decayed = floor + (peak - floor) * remaining
+        return jnp.where(step < warmup, peak * (step + 1) / (warmup + 1), decayed)
+
+    return lr
+
+
+def _lr_scale(config: OptimConfig, global_batch_size: int) -> float:
+    ratio = global_batch_size / config.lr_base_batch_size
+    return {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[config.lr_scaling]
+
+
+def _decay_span(config: OptimConfig, total_steps: int) -> tuple[int, int]:
+    """First step of the decay and its length in steps (at least 1)."""
+    if config.schedule == "wsd":
+        decay = max(1, round(total_steps * config.wsd_decay_ratio))
+        return max(config.warmup_steps, total_steps - decay), decay
+    return config.warmup_steps, max(1, config.decay_steps or total_steps - config.warmup_steps)

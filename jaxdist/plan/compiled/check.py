@@ -1,0 +1,431 @@
+"""The compiled proof: the very train step, compiled by the real XLA:GPU compiler without a GPU.
+
+`compile_step` starts a process of its own, which puts the run together on the devices of a topology
+description instead of real ones, compiles, and answers with `CompiledStep`. Whatever stands in the
+way comes back as `NotCompiled`, never as a traceback: a caller falls back on its estimate and says
+why.
+
+    outcome = compile_step(config, mesh, cluster, timeout_s=300.0)
+    if isinstance(outcome, NotCompiled):
+        print(outcome.reason, outcome.fix)
+    else:
+        print(outcome.memory.total_bytes, outcome.wire_bytes())
+
+What the compiler cannot know here: kernels are not tuned (memory within a few percent, times
+worthless), and the memory of the CUDA context, of NCCL and of CUDA graphs is outside its account.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import importlib.util
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from jaxdist.config import RunConfig, write_toml
+from jaxdist.core.mesh import MeshSpec
+from jaxdist.plan.compiled.collectives import Collective
+from jaxdist.plan.hardware import Cluster
+
+INSTALL = "pip install 'jaxdist[plan]'"
+"""Brings the compiler: no GPU, driver or CUDA installation is needed."""
+
+_MODULES = ("jax_plugins.xla_cuda13", "jax_cuda13_plugin")
+_SYNCHRONOUS_MIB = 64
+_DETAIL_LINES = 20
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Memory:
+    """What one device needs for the step, in bytes, by class.
+
+    Attributes:
+        argument_bytes: the state and the batch, those in host memory left out.
+        output_bytes: the new state and the metrics.
+        alias_bytes: outputs that take the place of donated arguments.
+        temporary_bytes: everything that lives only during the step.
+        workspace_bytes: scratch of the cuDNN attention kernels, which the compiler leaves out.
+        host_bytes: arguments in host memory (offloaded moments).
+    """
+
+    argument_bytes: int
+    output_bytes: int
+    alias_bytes: int
+    temporary_bytes: int
+    workspace_bytes: int
+    host_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """Argument + output − alias + temporary + workspace: what has to fit."""
+        return (
+            self.argument_bytes
+            + (self.output_bytes - self.alias_bytes)
+            + self.temporary_bytes
+            + self.workspace_bytes
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Buffer:
+    """One of the largest pieces of temporary memory.
+
+    Attributes:
+        bytes: its size.
+        shapes: arrays that take turns in it, e.g. "f32[10,5120,2,3456]", the largest first.
+        op_name: where the code asked for the first of them.
+    """
+
+    bytes: int
+    shapes: tuple[str, ...]
+    op_name: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Remark:
+    """Something in the program or in the compiler's output that a person should know.
+
+    Attributes:
+        kind: what it is about.
+        text: one sentence: what, how much, what to do.
+    """
+
+    kind: Literal[
+        "rematerialization", "memory", "synchronous", "reduction dtype", "attention", "compiler"
+    ]
+    text: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CompiledStep:
+    """The compiled train step of one device.
+
+    Attributes:
+        memory: bytes by class.
+        buffers: the largest pieces of `temporary_bytes`, largest first.
+        collectives: all of them, in program order.
+        branch_shares: kind of a pipeline's action -> how often a stage takes its branch, as a share
+            of the ticks that hold it; {} without a pipeline. Idle ticks of a schedule move nothing.
+        attention: "cudnn" or "xla" where the model attends, "" where it does not.
+        remarks: what a person should know.
+        compile_s: seconds of lowering and compilation.
+        versions: jax, jaxlib and plugin.
+        xla_flags: XLA_FLAGS that it was compiled with.
+        target: the GPU as it was described to the compiler.
+    """
+
+    memory: Memory
+    buffers: tuple[Buffer, ...]
+    collectives: tuple[Collective, ...]
+    branch_shares: dict[str, float]
+    attention: str
+    remarks: tuple[Remark, ...]
+    compile_s: float
+    versions: dict[str, str]
+    xla_flags: str
+    target: str
+
+    def runs(self, collective: Collective) -> float:
+        """How often the busiest stage runs a collective in one step.
+
+        A branch of unknown kind counts as if it were always taken.
+        """
+        action = re.search(r"pipeline_(\w+?)/", collective.op_name)
+        if not collective.in_branch or action is None:
+            return float(collective.count)
+        return collective.count * self.branch_shares[action[1]]
+
+    def wire_bytes(self) -> dict[tuple[str, str], float]:
+        """(kind, "data+fsdp") -> bytes that a device of the busiest stage sends in one step."""
+        totals: dict[tuple[str, str], float] = {}
+        for c in self.collectives:
+            key = (c.kind, "+".join(c.axes))
+            totals[key] = totals.get(key, 0.0) + self.runs(c) * c.wire_bytes
+        return totals
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NotCompiled:
+    """Why there is no compiled step.
+
+    Attributes:
+        kind: missing = the extra is not installed; refused = the settings or the mesh are illegal;
+            failed = the compiler gave up; timeout.
+        reason: one sentence.
+        fix: what to do about it.
+        details: the end of the compiler's own output, for a log.
+    """
+
+    kind: Literal["missing", "refused", "failed", "timeout"]
+    reason: str
+    fix: str
+    details: str = ""
+
+
+def missing_compiler() -> NotCompiled | None:
+    """Why there is no compiler here, or None where there is one. Starts nothing."""
+    lacking = [name for name in _MODULES if not _is_there(name)]
+    if lacking:
+        return NotCompiled(
+            kind="missing",
+            reason="the XLA:GPU compiler is not installed (the extra `plan`)",
+            fix=f"Install it: {INSTALL}. It needs no GPU.",
+            details=f"missing: {', '.join(lacking)}",
+        )
+    jax, plugin = (importlib.metadata.version(name) for name in ("jax", "jax-cuda13-plugin"))
+    if jax != plugin:
+        return NotCompiled(
+            kind="missing",
+            reason=f"the compiler is of jax {plugin}, the program of jax {jax}",
+            fix=f"Install the one that belongs to it: pip install jax-cuda13-plugin=={jax} "
+            f"jax-cuda13-pjrt=={jax}.",
+        )
+    return None
+
+
+def _is_there(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def compile_step(
+    config: RunConfig, mesh: MeshSpec, cluster: Cluster, *, timeout_s: float = 300.0
+) -> CompiledStep | NotCompiled:
+    """Compile a run's train step for GPUs that are not here.
+
+    Takes seconds to a minute of one core and about a gigabyte; several can run side by side.
+
+    Args:
+        config: the run; its own mesh and simulated devices are ignored.
+        mesh: the mesh to compile for.
+        cluster: machines and GPUs; as many GPUs as the mesh takes.
+        timeout_s: seconds after which the compilation is given up.
+
+    Returns:
+        The compiled step, or why there is none; nothing is raised.
+    """
+    if cluster.num_gpus != mesh.num_devices:
+        return NotCompiled(
+            kind="refused",
+            reason=f"mesh {mesh} needs {mesh.num_devices} GPUs, {cluster} has {cluster.num_gpus}",
+            fix="Name as many GPUs as the mesh takes.",
+        )
+    if (missing := missing_compiler()) is not None:
+        return missing
+    config = dataclasses.replace(
+        config, simulate=0, mesh=dataclasses.replace(config.mesh, shape=str(mesh))
+    )
+    request = {
+        "config": write_toml(config),
+        "gpu": dataclasses.asdict(cluster.gpu),
+        "num_nodes": cluster.num_nodes,
+        "gpus_per_node": cluster.gpus_per_node,
+        "gpus_per_fabric": cluster.gpus_per_fabric,
+    }
+    return _interpret(
+        _ask([sys.executable, "-m", "jaxdist.plan.compiled.compiler"], request, timeout_s)
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Answer:
+    """What the compiling process left: exit code (None = it was ended), answer, warnings."""
+
+    code: int | None
+    answer: str
+    log: str
+    timeout_s: float
+
+
+def _ask(command: Sequence[str], request: dict[str, Any], timeout_s: float) -> _Answer:
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        env=_environment(),
+        start_new_session=True,  # so that its children end with it
+    )
+    try:
+        answer, log = process.communicate(json.dumps(request), timeout=timeout_s)
+        return _Answer(code=process.returncode, answer=answer, log=log, timeout_s=timeout_s)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        answer, log = process.communicate()
+        return _Answer(code=None, answer=answer, log=log, timeout_s=timeout_s)
+    except BaseException:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        raise
+
+
+def _environment() -> dict[str, str]:
+    package = str(Path(__file__).resolve().parents[2])
+    paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(paths),
+        # On "cuda" the plugin would look for a driver; the topology does not need one.
+        "JAX_PLATFORMS": "cpu",
+        # A step compiled for devices that are not here can be neither stored nor loaded.
+        "JAX_ENABLE_COMPILATION_CACHE": "false",
+        "TF_CPP_MIN_LOG_LEVEL": "1",
+    }
+
+
+def _interpret(answer: _Answer) -> CompiledStep | NotCompiled:
+    details = "\n".join(answer.log.splitlines()[-_DETAIL_LINES:])
+    if answer.code is None:
+        return NotCompiled(
+            kind="timeout",
+            reason=f"the compilation was ended after {answer.timeout_s:g} s",
+            fix="Give it more time, or believe the estimate.",
+            details=details,
+        )
+    try:
+        facts = json.loads(answer.answer)
+    except json.JSONDecodeError:
+        return NotCompiled(
+            kind="failed",
+            reason=f"the compiler gave up: {_last_error(answer.log, answer.code)}",
+            fix="Believe the estimate; the details hold the compiler's own words.",
+            details=details,
+        )
+    if "refused" in facts:
+        return NotCompiled(
+            kind="refused",
+            reason="; ".join(facts["refused"]),
+            fix="Change the settings or the mesh.",
+        )
+    return _read(facts, answer.log)
+
+
+def _last_error(log: str, code: int) -> str:
+    """The line that says why, of a traceback or a crash."""
+    if code < 0:
+        return f"it was killed by signal {-code} (out of memory?)"
+    lines = [line for line in log.splitlines() if re.match(r"[\w.]*(Error|Exception)\b", line)]
+    return lines[-1][:300] if lines else f"exit code {code}"
+
+
+def _read(facts: dict[str, Any], log: str) -> CompiledStep:
+    memory = Memory(**facts["memory"])
+    collectives = tuple(
+        Collective(**{**c, "axes": tuple(c["axes"]), "dtypes": tuple(c["dtypes"])})
+        for c in facts["collectives"]
+    )
+    step = CompiledStep(
+        memory=memory,
+        buffers=tuple(
+            Buffer(bytes=b["bytes"], shapes=tuple(b["shapes"]), op_name=b["op_name"])
+            for b in facts["buffers"]
+        ),
+        collectives=collectives,
+        branch_shares=facts["branch_shares"],
+        attention=facts["attention"],
+        remarks=(),
+        compile_s=facts["compile_s"],
+        versions=facts["versions"],
+        xla_flags=facts["xla_flags"],
+        target=facts["target"],
+    )
+    return dataclasses.replace(step, remarks=tuple(remarks(step, log)))
+
+
+# --- remarks -------------------------------------------------------------------------------------
+
+
+def remarks(step: CompiledStep, log: str) -> list[Remark]:
+    """What a person should know of a compiled step and of what its compiler warned of."""
+    return [
+        *_from_log(log),
+        *_synchronous(step),
+        *_reductions(step),
+        *_attention(step),
+    ]
+
+
+def _from_log(log: str) -> list[Remark]:
+    found = []
+    rematerialized = re.findall(r"Involuntary full rematerialization.*?(%[\w.\-]+)", log)
+    if rematerialized:
+        found.append(
+            Remark(
+                kind="rematerialization",
+                text=f"the partitioner gathers {len(rematerialized)} arrays whole because it knows "
+                f"no cheaper way between their shardings ({', '.join(rematerialized[:3])}). Only "
+                "a model whose tensor parallelism is left to XLA can meet this.",
+            )
+        )
+    limits = re.findall(r"[Cc]an't reduce memory use below ([\d.]+\s?\w+)", log)
+    if limits:
+        found.append(
+            Remark(
+                kind="memory",
+                text=f"before placing its buffers the compiler wanted them below {limits[-1]} and "
+                "could not get there by recomputing. Believe the total, not that it compiled.",
+            )
+        )
+    return found
+
+
+def _synchronous(step: CompiledStep) -> list[Remark]:
+    """Large collectives that nothing runs beside."""
+    found = []
+    for c in step.collectives:
+        if not c.overlapped and c.bytes >= _SYNCHRONOUS_MIB * 2**20:
+            found.append((step.runs(c) * c.wire_bytes, c))
+    if not found:
+        return []
+    total = sum(moved for moved, _ in found)
+    whole = sum(step.wire_bytes().values())
+    _, worst = max(found, key=lambda pair: pair[0])
+    return [
+        Remark(
+            kind="synchronous",
+            text=f"{len(found)} collectives above {_SYNCHRONOUS_MIB} MiB have nothing beside them, "
+            f"{total / whole:.0%} of what a step sends ({total / 2**30:.1f} GiB); the largest is "
+            f"{worst.kind} over {'+'.join(worst.axes)} of {worst.bytes / 2**20:.0f} MiB.",
+        )
+    ]
+
+
+def _reductions(step: CompiledStep) -> list[Remark]:
+    """Gradients summed in less than float32."""
+    narrow: dict[str, set[str]] = {}
+    for c in step.collectives:
+        if c.kind in ("all-reduce", "reduce-scatter") and {"data", "fsdp"} & set(c.axes):
+            for dtype in set(c.dtypes) & {"bf16", "f16"}:
+                narrow.setdefault(dtype, set()).add("+".join(c.axes))
+    return [
+        Remark(
+            kind="reduction dtype",
+            text=f"gradients are summed in {dtype} over {', '.join(sorted(axes))} "
+            "(precision.reduce_dtype).",
+        )
+        for dtype, axes in narrow.items()
+    ]
+
+
+def _attention(step: CompiledStep) -> list[Remark]:
+    if step.attention != "xla":
+        return []
+    return [
+        Remark(
+            kind="attention",
+            text="attention is not cuDNN's fused kernel: its scores take memory that grows with "
+            "the square of train.seq_len.",
+        )
+    ]

@@ -1,0 +1,299 @@
+"""What a compiled program moves: every collective, over which mesh axes, how often, overlapped.
+
+What the compiler emits after its own rewriting is what goes over the wire; the traced program only
+says what was asked for. The reader serves GPU programs (asynchronous pairs, wrapped computations)
+and CPU ones alike. Text that it does not know raises `UnknownHLO`: a collective counted as nothing
+would make every table of traffic a lie.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import numpy as np
+
+from jaxdist.plan.compiled.hlo import Instruction, Module, UnknownHLO, groups_of, pairs_of, parse
+
+KINDS = (
+    *("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all"),
+    *("collective-permute", "collective-broadcast"),
+)
+
+SCALAR_BYTES = 64
+"""Arrays below this are loss sums, counts and norms: a latency, not traffic; left out."""
+
+# Operations that run a computation once; the others that name one pass it an element at a time.
+_RUNS_ONCE = ("call", "fusion", "custom-call", "async-start")
+_PER_ELEMENT = (
+    *("all-reduce", "reduce-scatter", "reduce", "reduce-window", "all-reduce-start"),
+    *("scatter", "select-and-scatter", "sort", "map", "reduce-scatter-start"),
+)
+_COMPUTES = ("fusion", "custom-call", "dot", "convolution", "while", "conditional", "call", "sort")
+_SUSPECT = re.compile(r"all-|reduce-scatter|collective|ragged|^send|^recv|^partition-barrier")
+_TRIPS = re.compile(r'known_trip_count"?\s*[:=]\s*\{\s*"?n"?\s*[:=]\s*"?(\d+)')
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Collective:
+    """One collective instruction.
+
+    Attributes:
+        kind: one of `KINDS`.
+        axes: mesh axes its groups span, slow to fast.
+        dtypes: of its arrays.
+        bytes: of the whole arrays of one group: before a reduce-scatter, after an all-gather.
+        wire_bytes: sent by one device each time, by the ring algorithm.
+        count: how often a step runs it; inside a branch, if that branch is always taken.
+        in_branch: whether it stands inside a conditional, so that `count` is "at most".
+        group_size: devices of a group.
+        nodes: nodes that its widest group spans; 1 = stays inside a node.
+        overlapped: started and awaited apart, so that other work may run between.
+        between: instructions that compute, scheduled between start and end.
+        op_name: where the model's code asked for it.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    bytes: int
+    wire_bytes: int
+    count: int
+    in_branch: bool
+    group_size: int
+    nodes: int
+    overlapped: bool
+    between: int
+    op_name: str
+
+
+@dataclasses.dataclass(frozen=True)
+class _Site:
+    """A collective found on the walk: where it starts, where it ends, how often it runs."""
+
+    kind: str
+    started: Instruction
+    inner: Instruction
+    result: Instruction
+    between: int
+    overlapped: bool
+    times: int
+    in_branch: bool
+
+
+def read_collectives(
+    text: str, mesh: Mapping[str, int], *, gpus_per_node: int = 0
+) -> list[Collective]:
+    """Every collective of a program above `SCALAR_BYTES`.
+
+    Args:
+        text: `compiled.as_text()`.
+        mesh: axis name -> size, slow to fast, of the mesh that the program runs on; device i of the
+            program is the i-th of the mesh.
+        gpus_per_node: neighbours on the fastest links; 0 = all devices are.
+
+    Raises:
+        UnknownHLO: something in the text is not known.
+    """
+    num_devices = math.prod(mesh.values())
+    found = []
+    for site in _walk(parse(text)):
+        shapes = [shape for shape in site.result.shapes if shape.num_bytes >= SCALAR_BYTES]
+        groups: Sequence[Sequence[int]]
+        if site.kind == "collective-permute":
+            groups, size = pairs_of(site.inner), 2
+            axes = _permuted_axes(groups, mesh)
+        else:
+            groups = groups_of(site.inner, num_devices)
+            size = len(groups[0])
+            axes = _axes(groups, mesh, site.inner)
+        if not shapes or size == 1:
+            continue
+        whole = size if site.kind == "reduce-scatter" else 1
+        total = whole * sum(shape.num_bytes for shape in shapes)
+        per_node = gpus_per_node or num_devices
+        found.append(
+            Collective(
+                kind=site.kind,
+                axes=axes,
+                dtypes=tuple(sorted({shape.dtype for shape in shapes})),
+                bytes=total,
+                wire_bytes=_wire_bytes(site.kind, total, size),
+                count=site.times,
+                in_branch=site.in_branch,
+                group_size=size,
+                nodes=max(len({i // per_node for i in group}) for group in groups),
+                overlapped=site.overlapped,
+                between=site.between,
+                op_name=site.inner.op_name or site.started.op_name,
+            )
+        )
+    return found
+
+
+def traffic(text: str, mesh: Mapping[str, int]) -> dict[tuple[str, str], tuple[int, int]]:
+    """(kind, "data+fsdp") -> (instructions run, bytes of whole arrays), per step.
+
+    Raises:
+        UnknownHLO: something is not known, or a collective may or may not run.
+    """
+    totals: dict[tuple[str, str], tuple[int, int]] = {}
+    for c in read_collectives(text, mesh):
+        if c.in_branch:
+            raise UnknownHLO(f"collectives inside a conditional: {c}")
+        key = (c.kind, "+".join(c.axes))
+        count, moved = totals.get(key, (0, 0))
+        totals[key] = (count + c.count, moved + c.count * c.bytes)
+    return totals
+
+
+def custom_calls(text: str) -> list[tuple[str, Instruction]]:
+    """(target, instruction) of every custom call, those of uncalled computations too."""
+    found = []
+    for instructions in parse(text).computations.values():
+        for instruction in instructions:
+            target = re.search(r'custom_call_target="([^"]+)"', instruction.attributes)
+            if instruction.opcode.startswith("custom-call") and target:
+                found.append((target[1], instruction))
+    return found
+
+
+def _wire_bytes(kind: str, total: int, size: int) -> int:
+    """Bytes that one device sends: ring algorithms, as `jaxdist.core.collectives` states them."""
+    if kind in ("collective-permute", "collective-broadcast"):
+        return total
+    rounds = 2 if kind == "all-reduce" else 1
+    return rounds * total * (size - 1) // size
+
+
+# --- the walk ------------------------------------------------------------------------------------
+
+
+def _walk(module: Module) -> Iterator[_Site]:
+    """Every collective that a run of the program reaches."""
+    sites: dict[str, list[_Site]] = {}
+
+    def inside(name: str) -> list[_Site]:
+        """Collectives of one run of a computation."""
+        if name not in sites:
+            sites[name] = list(_computation(module, name, inside))
+        return sites[name]
+
+    yield from inside(module.entry)
+
+
+def _computation(
+    module: Module, name: str, inside: Callable[[str], list[_Site]]
+) -> Iterator[_Site]:
+    instructions = module.computations[name]
+    for place, instruction in enumerate(instructions):
+        opcode, called = instruction.opcode, module.called(instruction)
+        kind = opcode.removesuffix("-start")
+        if kind in KINDS:
+            yield _site(kind, instructions, place, instruction, opcode != kind)
+        elif opcode == "async-start":
+            yield from _wrapped(module, instructions, place, called)
+        elif opcode.endswith(("-done", "-update")) and opcode.rpartition("-")[0] in (
+            *KINDS,
+            "async",
+        ):
+            continue
+        elif _SUSPECT.search(opcode):
+            raise UnknownHLO(f"unknown collective {opcode!r}: {instruction}")
+        elif opcode == "while":
+            yield from _loop(instruction, [s for child in called for s in inside(child)])
+        elif opcode == "conditional":
+            for child in called:
+                yield from (dataclasses.replace(s, in_branch=True) for s in inside(child))
+        elif opcode in _RUNS_ONCE:
+            for child in called:
+                yield from inside(child)
+        elif called and (
+            opcode not in _PER_ELEMENT or any(True for child in called for _ in inside(child))
+        ):
+            raise UnknownHLO(f"unknown caller {opcode!r}: {instruction}")
+
+
+def _loop(instruction: Instruction, body: list[_Site]) -> Iterator[_Site]:
+    if not body:
+        return
+    trips = _TRIPS.search(instruction.attributes)
+    if trips is None:
+        raise UnknownHLO(f"a loop of unknown length holds collectives: {instruction}")
+    for site in body:
+        yield dataclasses.replace(site, times=site.times * int(trips[1]))
+
+
+def _wrapped(
+    module: Module, instructions: list[Instruction], place: int, called: list[str]
+) -> Iterator[_Site]:
+    """A collective inside the computation of an `async-start`; other computations hold none."""
+    for child in called:
+        for inner in module.computations[child]:
+            if inner.opcode in KINDS:
+                yield _site(inner.opcode, instructions, place, inner, True)
+            elif _SUSPECT.search(inner.opcode):
+                raise UnknownHLO(f"unknown collective {inner.opcode!r}: {inner}")
+
+
+def _site(
+    kind: str, instructions: list[Instruction], place: int, inner: Instruction, split: bool
+) -> _Site:
+    started = instructions[place]
+    if not split:
+        return _Site(kind, started, inner, started, 0, False, 1, False)
+    end = _end(instructions, place)
+    computing = sum(other.opcode in _COMPUTES for other in instructions[place + 1 : end])
+    # The type of a start holds operands and results alike; that of its end the results alone.
+    result = inner if inner is not started else instructions[end]
+    overlapped = '"is_sync":true' not in started.attributes
+    return _Site(kind, started, inner, result, computing, overlapped, 1, False)
+
+
+def _end(instructions: list[Instruction], place: int) -> int:
+    """Where what starts at `place` is awaited."""
+    started = instructions[place]
+    prefix = started.opcode.removesuffix("-start")
+    name = started.name
+    for index in range(place + 1, len(instructions)):
+        other = instructions[index]
+        if name in other.operand_names:
+            if other.opcode == f"{prefix}-update":
+                name = other.name
+            elif other.opcode == f"{prefix}-done":
+                return index
+    raise UnknownHLO(f"started and never awaited: {started}")
+
+
+# --- mesh axes -----------------------------------------------------------------------------------
+
+
+def _axes(
+    groups: Sequence[Sequence[int]], mesh: Mapping[str, int], instruction: Instruction
+) -> tuple[str, ...]:
+    """The mesh axes that groups span."""
+    names, sizes = list(mesh), list(mesh.values())
+    wanted = {frozenset(group) for group in groups}
+    size = len(groups[0])
+    ids = np.arange(math.prod(sizes)).reshape(sizes)
+    in_use = [i for i, length in enumerate(sizes) if length > 1]
+    for count in range(len(in_use) + 1):
+        for spanned in itertools.combinations(in_use, count):
+            if math.prod(sizes[i] for i in spanned) != size:
+                continue
+            last = np.moveaxis(ids, spanned, range(-count, 0)) if count else ids
+            if {frozenset(row) for row in last.reshape(-1, size).tolist()} == wanted:
+                return tuple(names[i] for i in spanned)
+    raise UnknownHLO(f"groups that are no mesh axes: {instruction}")
+
+
+def _permuted_axes(pairs: Sequence[Sequence[int]], mesh: Mapping[str, int]) -> tuple[str, ...]:
+    sizes = list(mesh.values())
+    moved: set[int] = set()
+    for source, target in pairs:
+        here, there = (np.unravel_index(i, sizes) for i in (source, target))
+        moved |= {i for i in range(len(sizes)) if here[i] != there[i]}
+    return tuple(name for i, name in enumerate(mesh) if i in moved)

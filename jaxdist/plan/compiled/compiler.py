@@ -1,0 +1,271 @@
+"""The process that compiles: settings in on stdin, facts about the compiled step out on stdout.
+
+`python -m jaxdist.plan.compiled.compiler` is started by `check.compile_step` and by nobody else. It
+is a process of its own for three reasons. jax must be set up for it: no GPU is touched and no
+cached executable is read. The compiler warns on the file descriptor of stderr. A compilation that
+takes too long can only be ended from outside.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from jaxdist.plan.compiled import gpu_target
+from jaxdist.plan.compiled.collectives import custom_calls, read_collectives
+from jaxdist.plan.compiled.hlo import Instruction, Module, parse, shapes_of
+from jaxdist.plan.hardware import Gpu
+
+_NUM_BUFFERS = 12
+_SHAPES_OF_A_BUFFER = 3
+
+
+def main() -> int:
+    """Answer one request."""
+    answer_to = os.dup(1)
+    os.dup2(2, 1)  # whatever else prints must not stand in the answer
+    request = json.load(sys.stdin)
+    from jaxdist.core.types import ConfigError
+
+    try:
+        answer = compile_step(request)
+    except ConfigError as error:
+        answer = {"refused": error.problems}
+    with os.fdopen(answer_to, "w") as stream:
+        json.dump(answer, stream)
+    return 0
+
+
+def compile_step(request: dict[str, Any]) -> dict[str, Any]:
+    """Assemble, lower and compile the train step for a topology; see `compiled.CompiledStep`.
+
+    Args:
+        request: `config` (TOML), `gpu` (fields of `Gpu`), `num_nodes`, `gpus_per_node`,
+            `gpus_per_fabric`.
+
+    Raises:
+        ConfigError: the settings or the mesh are illegal.
+    """
+    gpu = Gpu(**request["gpu"])
+    text = gpu_target.target_text(gpu)
+    devices = _devices(text, request["num_nodes"], request["gpus_per_node"])
+    _answer_for_the_target(gpu)
+    with tempfile.TemporaryDirectory(prefix="jaxdist-plan-") as scratch:
+        start = time.perf_counter()
+        parts = _assemble(request["config"], devices, scratch)
+        lowered = parts.step.train.lower(parts.abstract_state(), parts.abstract_batch())
+        compiled = lowered.compile(
+            compiler_options={"xla_dump_to": scratch, "xla_dump_hlo_as_text": True}
+        )
+        compile_s = time.perf_counter() - start
+        hlo = compiled.as_text()
+        buffers = _largest_buffers(Path(scratch), parse(hlo))
+    calls = custom_calls(hlo)
+    collectives = read_collectives(hlo, parts.spec.sizes, gpus_per_node=request["gpus_per_fabric"])
+    return {
+        "memory": _memory(compiled.memory_analysis(), parts, calls, gpu),
+        "buffers": buffers,
+        "collectives": [dataclasses.asdict(collective) for collective in collectives],
+        "branch_shares": _branch_shares(parts),
+        "attention": _attention(parts, calls),
+        "compile_s": compile_s,
+        "versions": _versions(),
+        "xla_flags": os.environ.get("XLA_FLAGS", ""),
+        "target": text,
+    }
+
+
+def _devices(text: str, num_nodes: int, gpus_per_node: int) -> list[Any]:
+    from jax.experimental import topologies
+
+    return topologies.get_topology_desc(
+        platform="cuda", topology=f"1x{num_nodes}x{gpus_per_node}", target_config=text
+    ).devices
+
+
+def _answer_for_the_target(gpu: Gpu) -> None:
+    """Let jax's checks before cuDNN attention ask the GPU planned for.
+
+    Before lowering the kernel they ask the local backend for its cuDNN and its compute capability;
+    here that is the CPU, which would turn attention off that the run will have. A real run asks the
+    same questions and gets these answers.
+    """
+    from jax._src.cudnn import fused_attention_stablehlo as checks
+
+    capability = _numbers(gpu.compute_capability)
+    major, minor, patch = gpu_target.CUDNN
+    answers = {
+        "check_cudnn_version": lambda: major * 10_000 + minor * 100 + patch,
+        "check_compute_capability": lambda least: capability >= _numbers(least),
+        "is_cuda_compute_capability_equal": lambda other: capability == _numbers(other),
+    }
+    for name, answer in answers.items():
+        if not hasattr(checks, name):
+            raise RuntimeError(f"jax asks for cuDNN in a way not known here: no {name}")
+        setattr(checks, name, answer)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in version.split("."))
+
+
+def _assemble(config_text: str, devices: list[Any], scratch: str) -> Any:
+    from jaxdist.config import stored_run
+    from jaxdist.run.setup import assemble
+
+    path = Path(scratch) / "config.toml"
+    path.write_text(config_text)
+    return assemble(stored_run(path), devices)
+
+
+def _branch_shares(parts: Any) -> dict[str, float]:
+    """Kind of action -> a stage's actions of it, as a share of the switches that may hold one."""
+    from jaxdist.core.parallel.pipeline.loop_plan import phases
+
+    schedule = parts.pipeline_schedule
+    if schedule is None:
+        return {}
+    slots = Counter(
+        kind
+        for phase in phases(schedule)
+        for kinds in phase.kinds * len(phase.rounds)
+        for kind in kinds
+    )
+    actions = Counter(tick[0].kind for tick in schedule.ticks if tick[0] is not None)
+    return {kind: actions[kind] / slots[kind] for kind in slots}
+
+
+# --- memory --------------------------------------------------------------------------------------
+
+
+def _memory(
+    stats: Any, parts: Any, calls: list[tuple[str, Instruction]], gpu: Gpu
+) -> dict[str, int]:
+    host_bytes = _host_bytes(parts)
+    return {
+        "argument_bytes": stats.argument_size_in_bytes - host_bytes,
+        "output_bytes": stats.output_size_in_bytes - host_bytes,
+        "alias_bytes": stats.alias_size_in_bytes - host_bytes,
+        "temporary_bytes": stats.temp_size_in_bytes,
+        "workspace_bytes": max(
+            (attention_workspace(call, gpu) for name, call in calls if "fmha" in name), default=0
+        ),
+        "host_bytes": host_bytes,
+    }
+
+
+def _host_bytes(parts: Any) -> int:
+    """Bytes of one device's part of the state that lies in host memory during a run.
+
+    A topology's devices know no memory but their own, so that here all of it is compiled as lying
+    there; that the run copies it in for the update is covered by what it no longer needs by then.
+    """
+    import math
+
+    import jax
+
+    if not parts.config.train.offload_optimizer:
+        return 0
+    return sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(parts.abstract_state().opt_state)
+        if leaf.ndim
+    )
+
+
+def attention_workspace(call: Instruction, gpu: Gpu) -> int:
+    """Scratch bytes that cuDNN asks for at run time, which the compiler writes down as none.
+
+    Measured by compiling cuDNN's own engines, for batch B, heads h, positions T, head width d. On
+    Hopper, exactly: backward 4·B·h·T·(d + 1) + 256, and 4·B·h·T·d more where queries share keys;
+    forward 256. On Ampere, one measurement: backward 12·B·h·T·d + 4·B·h·T + 128, forward 0.
+    Blackwell is taken to be like Hopper, Ada like Ampere.
+    """
+    hopper = float(gpu.compute_capability) >= 9.0
+    if not call.attributes.count("Backward"):
+        return 256 if hopper else 0
+    query, key, *_ = (shape.dims for shape in shapes_of(call.type))
+    rows = 4 * query[0] * query[1] * query[2]
+    width = query[3]
+    if not hopper:
+        return 3 * rows * width + rows + 128
+    shared = rows * width if key[1] < query[1] else 0
+    return rows * (width + 1) + 256 + shared
+
+
+_VALUE = re.compile(r"value: <\d+ ([^\s{]+)(\{[\d,]*\})? @\d+> \(size=(\d+),offset=(\d+)\): (.*)")
+
+
+def _largest_buffers(scratch: Path, module: Module) -> list[dict[str, Any]]:
+    """What the arena of temporary memory is divided into, the largest pieces.
+
+    Pieces overlap in place when their turns differ in time; the largest come first, and those that
+    lie where a larger one lies are left out, so that the sizes add up.
+    """
+    reports = sorted(scratch.glob("*after_optimizations-buffer-assignment.txt"))
+    if not reports:
+        return []
+    found = {i.name: i for instructions in module.computations.values() for i in instructions}
+    pieces: dict[tuple[int, int], list[tuple[str, str]]] = {}
+    for name, size, offset, shape in _temporaries(max(reports, key=_size).read_text()):
+        pieces.setdefault((size, offset), []).append((shape, name))
+    chosen: list[tuple[int, int]] = []
+    buffers = []
+    for size, offset in sorted(pieces, key=lambda piece: (-piece[0], piece[1])):
+        if any(offset < o + s and o < offset + size for s, o in chosen):
+            continue
+        chosen.append((size, offset))
+        values = pieces[size, offset]
+        names = [found[name].op_name for _, name in values if name in found]
+        buffers.append(
+            {
+                "bytes": size,
+                "shapes": list(dict.fromkeys(shape for shape, _ in values))[:_SHAPES_OF_A_BUFFER],
+                "op_name": next((name for name in names if name), ""),
+            }
+        )
+    return buffers[:_NUM_BUFFERS]
+
+
+def _temporaries(report: str) -> list[tuple[str, int, int, str]]:
+    """(instruction, size, offset, shape) of every value in the temporary arena."""
+    values, inside = [], False
+    for line in report.splitlines():
+        if line.startswith("allocation "):
+            inside = "preallocated-temp" in line
+        elif inside and (value := _VALUE.search(line)):
+            shape = re.sub(r"\{[^}]*\}", "", value[5])
+            values.append((value[1], int(value[3]), int(value[4]), shape))
+    return values
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size
+
+
+# --- the program ---------------------------------------------------------------------------------
+
+
+def _attention(parts: Any, calls: list[tuple[str, Instruction]]) -> str:
+    if any(name.startswith("__cudnn$fmha") for name, _ in calls):
+        return "cudnn"
+    return "xla" if parts.model.unit == "tokens" else ""
+
+
+def _versions() -> dict[str, str]:
+    import importlib.metadata
+
+    names = ("jax", "jaxlib", "jax-cuda13-plugin", "nvidia-cuda-nvcc")
+    return {name: importlib.metadata.version(name) for name in names}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,189 @@
+"""What one device computes in a step: floating point operations of products, bytes of the rest.
+
+Products (matrix units), attention (its own kernel) and everything else, which waits for memory:
+norms, rotations, activations, residuals, casts, the loss and the optimizer. Backward costs twice
+the products of forward; what the remat policy recomputes comes on top. A product whose result only
+feeds a residual is never recomputed: the compiler drops it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from jaxdist.models.configs import CnnConfig
+from jaxdist.plan.estimate.activations import Widths
+from jaxdist.plan.estimate.job import WIDE, Job
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Work:
+    """What one device does for something.
+
+    Attributes:
+        products: FLOPs of matrix products.
+        attention: FLOPs of attention, the masked half left out.
+        memory_bytes: read and written by everything else.
+    """
+
+    products: float = 0.0
+    attention: float = 0.0
+    memory_bytes: float = 0.0
+
+    def __add__(self, other: Work) -> Work:
+        """Both."""
+        return Work(
+            products=self.products + other.products,
+            attention=self.attention + other.attention,
+            memory_bytes=self.memory_bytes + other.memory_bytes,
+        )
+
+    def __mul__(self, times: float) -> Work:
+        """The same several times."""
+        return Work(
+            products=self.products * times,
+            attention=self.attention * times,
+            memory_bytes=self.memory_bytes * times,
+        )
+
+
+_ATTENTION_BACKWARD = 2.5
+"""FLOPs of a fused attention backward in forwards: five products instead of two."""
+
+# Bytes per element of a width that the fused kernels between two products read and write, in
+# passes of the compute dtype; counted from the decoder's block.
+_STREAM_PASSES = 16  # two norms (read, write), two residuals (read twice, write), their casts
+_QUERY_PASSES = 6  # rotation and the layout that attention wants (read, write), out
+_HIDDEN_PASSES = 3  # the MLP's nonlinearity: reads its inputs, writes one output
+_BACKWARD_PASSES = 2.5  # of forward: reads what was kept too
+
+
+def model_flops_per_token(job: Job, convention: str = "causal") -> float:
+    """Useful FLOPs of one token or image, forward and backward, as the MFU counts them."""
+    if job.model is not None:
+        return float(job.model.flops_per_token.get(convention, 0.0))
+    model = job.config.model
+    if isinstance(model, CnnConfig):
+        return model.flops_per_token()[convention]
+    return job.decoder.flops_per_token(job.seq_len)[convention] if job.decoder else 0.0
+
+
+def layer_forward(job: Job) -> Work:
+    """One layer's forward of one microbatch on one device."""
+    widths, model = Widths.of(job), job.decoder
+    assert model is not None
+    queries, keys = widths.queries, widths.keys
+    weights = widths.stream * (2 * queries + 2 * keys + widths.up + widths.hidden)
+    elements = _QUERY_PASSES * (queries + keys) + _HIDDEN_PASSES * (widths.up + widths.hidden) / 2
+    stream = _STREAM_PASSES * widths.stream * job.stream_tokens
+    scores = _keys_seen(job) * queries
+    return Work(
+        products=2.0 * job.tokens * weights,
+        attention=4.0 * job.tokens * scores,
+        memory_bytes=job.compute_bytes * (job.tokens * elements + stream) + _score_bytes(job),
+    )
+
+
+def layer_backward(job: Job) -> Work:
+    """One layer's backward, with what the remat policy recomputes."""
+    forward = layer_forward(job)
+    backward = Work(
+        products=2.0 * forward.products,
+        attention=_ATTENTION_BACKWARD * forward.attention,
+        memory_bytes=_BACKWARD_PASSES * forward.memory_bytes,
+    )
+    return backward + recomputed(job, forward)
+
+
+def recomputed(job: Job, forward: Work) -> Work:
+    """What backward does again."""
+    if job.remat == "none":
+        return Work()
+    widths = Widths.of(job)
+    per_token = {
+        "qkv": widths.stream * (widths.queries + 2 * widths.keys),
+        "attention_out": widths.stream * widths.queries,
+        "mlp_hidden": widths.stream * widths.up,
+    }
+    kept: set[str] = set()
+    if job.remat == "dots":
+        kept = set(per_token)
+    elif job.remat.startswith("names:"):
+        kept = set(job.remat.removeprefix("names:").split(","))
+    again = sum(size for name, size in per_token.items() if name not in kept)
+    return Work(
+        products=2.0 * job.tokens * again,
+        # The kernel's softmax statistics are never kept, so it runs again.
+        attention=forward.attention,
+        memory_bytes=forward.memory_bytes,
+    )
+
+
+def head(job: Job) -> Work:
+    """Loss and its gradients: three products, logits written and read in float32 by chunks."""
+    model = job.decoder
+    if model is None:
+        return Work()
+    columns = model.padded_vocab / job.spec.tensor
+    logit_passes = 5 * WIDE + 2 * job.compute_bytes
+    kernel_passes = 2 * WIDE * model.d_model * columns * job.tokens / max(1, job.loss_chunk)
+    return Work(
+        products=6.0 * job.tokens * model.d_model * columns,
+        memory_bytes=logit_passes * job.tokens * columns + kernel_passes,
+    )
+
+
+def embedding(job: Job) -> Work:
+    """The lookup and its gradient's scatter, whose table is cleared first."""
+    model = job.decoder
+    if model is None:
+        return Work()
+    table = WIDE * model.padded_vocab * model.d_model / job.spec.tensor
+    rows = 4 * job.compute_bytes * job.tokens * model.d_model
+    return Work(memory_bytes=table + rows)
+
+
+def microbatch_extra(job: Job) -> Work:
+    """Per microbatch: weights cast, and gradients added to those before."""
+    casts = (WIDE + job.compute_bytes) * job.total(job.layers, "param") * 2
+    added = 3 * WIDE * job.total(job.weights, "gradient") * (job.num_microbatches > 1)
+    return Work(memory_bytes=casts + added)
+
+
+def optimizer(job: Job) -> Work:
+    """Once a step: the norm of the gradients, moments and parameters read and written."""
+    elements = job.total(job.weights, "moment")
+    moments = job.config.optim.moment_bytes
+    per_element = 3 * WIDE + 3 * WIDE + 2 * moments  # norm, scaling; parameter twice, gradient
+    return Work(memory_bytes=float(per_element * elements), products=_orthogonalisation(job))
+
+
+def _orthogonalisation(job: Job) -> float:
+    """Muon's five Newton-Schulz steps on every hidden matrix, three products each."""
+    if job.config.optim.optimizer != "muon":
+        return 0.0
+    total = 0.0
+    for weight in job.layers:
+        if weight.is_matrix and "d_model" in weight.dims:
+            model_side = weight.shape[weight.dims.index("d_model")]
+            other = weight.size / weight.shape[0] / model_side
+            low, high = min(model_side, other), max(model_side, other)
+            # Gathered whole by the partitioner: every device does all of it.
+            total += weight.shape[0] * 5 * (4 * low * low * high + 2 * low**3)
+    return total
+
+
+def _keys_seen(job: Job) -> float:
+    """Mean number of keys that a query sees."""
+    model = job.decoder
+    assert model is not None
+    keys = min(job.seq_len, model.sliding_window or job.seq_len)
+    seen = keys - keys * keys / (2 * job.seq_len)
+    return seen if job.attention == "cudnn" else float(job.seq_len)
+
+
+def _score_bytes(job: Job) -> float:
+    """Scores written and read where no fused kernel avoids them."""
+    if job.attention != "xla" or job.decoder is None:
+        return 0.0
+    heads = job.decoder.num_heads / job.spec.tensor
+    return 4.0 * WIDE * job.micro_rows * heads * job.seq_len**2

@@ -1,0 +1,334 @@
+"""Memory of one device: the state, and the fullest moment of the step.
+
+All devices run one program, so all hold the same: stages differ in what they use of it, not in what
+is allocated. The step's temporary memory is the fullest of a few moments (`Moment`), each a list of
+what is alive then; the structure was read off the GPU compiler's buffer assignments and is compared
+with them in `scripts/bench/results/plan_memory.md`.
+
+Outside this account, as outside the compiler's: the CUDA context, NCCL's buffers, CUDA graphs and
+the allocator's losses: for them `usable_bytes` leaves a share of the GPU.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import os
+from collections.abc import Mapping
+
+from jaxdist.models.configs import CnnConfig
+from jaxdist.optim import is_frozen
+from jaxdist.plan.estimate import activations
+from jaxdist.plan.estimate.job import WIDE, Job, Place
+from jaxdist.plan.estimate.params import Weight
+from jaxdist.runtime import MEMORY_FRACTION
+
+MIB, GIB = 2**20, 2**30
+Parts = Mapping[str, float]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Bytes of one device.
+
+    Attributes:
+        state: what lives from step to step, by class: parameters, moments, batch.
+        moments: name of a moment of the step -> what is alive in it besides the state, by class.
+        workspace_bytes: scratch of attention kernels, outside the compiler's account.
+        host_bytes: moments kept in host memory.
+        is_rough: the model's activations are not known here (custom) or only roughly (cnn).
+    """
+
+    state: Parts
+    moments: Mapping[str, Parts]
+    workspace_bytes: float
+    host_bytes: float = 0.0
+    is_rough: bool = False
+
+    @functools.cached_property
+    def state_bytes(self) -> float:
+        """What the step is given."""
+        return sum(self.state.values())
+
+    @functools.cached_property
+    def peak(self) -> str:
+        """The fullest moment."""
+        return max(self.moments, key=lambda name: sum(self.moments[name].values()))
+
+    @property
+    def temporary_bytes(self) -> float:
+        """What lives only inside the step, at its fullest."""
+        return sum(self.moments[self.peak].values())
+
+    @property
+    def total_bytes(self) -> float:
+        """All that one device must hold."""
+        return self.state_bytes + self.temporary_bytes + self.workspace_bytes
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Class -> bytes at the fullest moment."""
+        found = {**self.state, **self.moments[self.peak]}
+        if self.workspace_bytes:
+            found["attention workspace"] = self.workspace_bytes
+        return {name: size for name, size in found.items() if size}
+
+
+def usable_bytes(job: Job) -> float:
+    """What a run may take of a GPU: `runtime.memory_fraction`, or what the environment says."""
+    given = os.environ.get(MEMORY_FRACTION, "")
+    try:
+        share = float(given)
+    except ValueError:
+        share = job.config.runtime.memory_fraction
+    return share * job.gpu.memory_bytes
+
+
+def estimate_memory(job: Job) -> Memory:
+    """The memory of one device of the job."""
+    moments_bytes = _moment_bytes(job)
+    offload = job.config.train.offload_optimizer
+    state = {
+        "parameters": WIDE * job.total(job.weights, "param"),
+        "optimizer moments": 0.0 if offload else moments_bytes,
+        "batch": _batch_bytes(job),
+    }
+    fetched = {"fetched moments": moments_bytes} if offload else {}
+    steps = _pipeline_moments(job) if job.schedule else _moments(job)
+    return Memory(
+        state=state,
+        moments={name: {**parts, **fetched} for name, parts in steps.items()},
+        workspace_bytes=activations.attention_workspace(job),
+        host_bytes=moments_bytes if offload else 0.0,
+        is_rough=job.decoder is None,
+    )
+
+
+# --- state ----------------------------------------------------------------------------------------
+
+
+def _moment_bytes(job: Job) -> float:
+    optim = job.config.optim
+    first = {"float32": 4, "bfloat16": 2}[optim.moment_dtype]
+    whole = {"adamw": first + WIDE, "sgd": first, "lion": first, "muon": first}
+    total = 0.0
+    for weight in job.weights:
+        if is_frozen(optim, weight.name.replace(".", "/")):
+            continue
+        if optim.optimizer == "adafactor":
+            total += WIDE * _factored(job, weight)
+        elif optim.optimizer == "muon" and not (weight.is_stacked and weight.is_matrix):
+            total += job.size(weight, "moment") * (first + WIDE)
+        else:
+            total += job.size(weight, "moment") * whole[optim.optimizer]
+    return total
+
+
+def _factored(job: Job, weight: Weight) -> int:
+    """Elements of row and column moments, which no axis shards; a vector has a whole one."""
+    if not weight.is_matrix or "d_model" not in weight.dims:
+        return job.size(weight, "moment")
+    # Layers and unnamed dims (query, key, value; gate, up) stack matrices of their own.
+    sizes = dict(zip(weight.dims, weight.shape, strict=True))
+    pairs = zip(weight.dims, weight.shape, strict=True)
+    stacked = math.prod(size for name, size in pairs if name in ("layers", None))
+    model_side = sizes["d_model"]
+    return stacked * (model_side + weight.size // stacked // model_side)
+
+
+def _batch_bytes(job: Job) -> float:
+    if isinstance(job.config.model, CnnConfig):
+        model = job.config.model
+        return job.rows * WIDE * (model.image_size**2 * model.in_channels + 2)
+    return 3.0 * WIDE * job.rows * job.seq_len  # tokens, targets, weights
+
+
+# --- the step without stages ----------------------------------------------------------------------
+
+
+def _moments(job: Job) -> dict[str, Parts]:
+    kept = _kept(job)
+    accumulated = _accumulated(job)
+    head, relaid = _head(job), _relaid_weights(job)
+    layer_grads = {"layer gradients": WIDE * job.total(job.layers, "param")}
+    before = {**accumulated, **kept, **relaid, "head gradient": head["head gradient"]}
+    return {
+        "loss": {**accumulated, **kept, **relaid, **layer_grads, **head},
+        "turning": {**before, "turned activations": _turned(job)},
+        "layer backward": {**before, **layer_grads, **_layer(job)},
+        "embedding backward": {
+            **accumulated,
+            **layer_grads,
+            **relaid,
+            "head gradient": WIDE * job.total(job.outer, "param"),
+            "embedding gradient": WIDE * job.total(_embedding(job), "whole"),
+        },
+        "update": _update(job),
+    }
+
+
+def _kept(job: Job) -> Parts:
+    if job.decoder is None:
+        return {"kept activations": _cnn_activations(job)}
+    return {"kept activations": job.layers_per_piece * activations.kept_per_layer(job)}
+
+
+def _turned(job: Job) -> float:
+    return job.layers_per_piece * activations.relaid_per_layer(job) if job.decoder else 0.0
+
+
+def _accumulated(job: Job) -> Parts:
+    """Gradients of the microbatches before, and this one's of a table of its own."""
+    if job.num_microbatches == 1:
+        return {}
+    total = WIDE * job.total(job.weights, "gradient")
+    untied = job.decoder is not None and not job.decoder.tie_embeddings
+    table = WIDE * job.total(_embedding(job), "param") if untied else 0
+    return {"accumulated gradients": total + table}
+
+
+def _relaid_weights(job: Job) -> Parts:
+    """Float32 copies of shards whose gathered dim is not the first: made once, for every gather."""
+    turned = [
+        w for w in job.layers if job.is_gathered(w) and w.is_matrix and w.dims.index("d_model") > 1
+    ]
+    return {"relaid weights": WIDE * job.total(turned, "param")}
+
+
+def _head(job: Job) -> Parts:
+    """The loss, chunk by chunk, and the gradient of its kernel."""
+    model = job.decoder
+    if model is None:
+        return {"head gradient": 0.0}
+    kernel = model.d_model * model.padded_vocab // job.spec.tensor
+    logits = job.loss_chunk * model.padded_vocab // job.spec.tensor
+    return {
+        "head gradient": WIDE * kernel,
+        "gathered weights": job.compute_bytes * kernel + _turned_table(job),
+        "logits": (WIDE + job.compute_bytes) * logits,
+        "head activations": 3 * job.compute_bytes * job.tokens * model.d_model,
+    }
+
+
+def _layer(job: Job) -> Parts:
+    """One layer's whole weights, their gradients before they are scattered, and its activations."""
+    if job.decoder is None:
+        return {}
+    depth = job.layers_per_stage
+    gathered = [w for w in job.layers if job.is_gathered(w)]
+    whole = job.total(job.layers, "whole") / depth
+    return {
+        "gathered weights": job.compute_bytes * whole + _turned_table(job),
+        "whole gradients": WIDE * job.total(gathered, "whole") / depth,
+        "activations": activations.working(job),
+    }
+
+
+def _turned_table(job: Job) -> float:
+    """A tied table as the head reads it, turned around before it is cast; gathered ones after."""
+    if job.decoder is None or not job.decoder.tie_embeddings:
+        return 0.0
+    return sum(WIDE * job.size(w, "whole") for w in _embedding(job) if not job.is_gathered(w))
+
+
+def _embedding(job: Job) -> tuple[Weight, ...]:
+    return tuple(w for w in job.outer if w.name == "embed.table")
+
+
+def _update(job: Job) -> Parts:
+    """The optimizer: element by element in place, but whole new parameters under ZeRO-1 and 2."""
+    sharded_finer = [w for w in job.weights if job.size(w, "moment") < job.size(w, "param")]
+    return {
+        "reduced gradients": WIDE * job.total(job.weights, "moment"),
+        "new parameters": WIDE * job.total(sharded_finer, "param"),
+    }
+
+
+def _cnn_activations(job: Job) -> float:
+    """Outputs of both conv blocks and of the dense layers, kept twice; roughly."""
+    model = job.config.model
+    if not isinstance(model, CnnConfig):
+        return 0.0
+    area = model.image_size**2
+    convs = area * model.channels_1 * 5 / 4 + area / 4 * model.channels_2 * 5 / 4
+    return 2.0 * job.compute_bytes * job.tokens * (convs + model.flat_size + model.hidden)
+
+
+# --- the step with stages -------------------------------------------------------------------------
+
+
+def _pipeline_moments(job: Job) -> dict[str, Parts]:
+    common = {**_stage(job), **_relaid_weights(job)}
+    kept, head = _kept(job), _head(job)
+    turn = {
+        "logits": head.get("logits", 0.0),
+        "head activations": head.get("head activations", 0.0),
+        "head gradient": WIDE * job.total(job.outer, "whole"),
+    }
+    return {
+        "loss": {**common, **kept, **turn},
+        "layer backward": {**common, **kept, **_layer_of_stage(job)},
+        "turning": {**common, **kept, "turned activations": _turned(job)},
+        "reduction": _scattering(job),
+        "update": _update(job),
+    }
+
+
+def _scattering(job: Job) -> Parts:
+    """Sums of all microbatches as they are reduced, and copies with the scattered dim first.
+
+    Read off the buffer assignments: half of the copies at once where the program has two loops,
+    all of them where it has more.
+    """
+    assert job.stages is not None
+    once = job.config.pipeline.gather == "step"
+    place: Place = "whole" if once else "gradient"
+    totals = job.total(job.layers, place) + job.total(job.outer, "whole")
+    finer = [w for w in job.weights if job.size(w, "moment") < job.size(w, place)]
+    at_once = 0.5 if job.stages.num_loops <= 2 else 1.0
+    held = job.compute_bytes * job.total(job.layers, "whole") if once else 0.0
+    return {
+        "accumulated gradients": WIDE * totals,
+        "turned gradients": WIDE * at_once * job.total(finer, place),
+        "gathered weights": held,
+    }
+
+
+def _stage(job: Job) -> dict[str, float]:
+    """What a stage carries from tick to tick."""
+    assert job.stages is not None and job.decoder is not None
+    schedule, report = job.stages.schedule, job.stages.report
+    once = job.config.pipeline.gather == "step"
+    stream = job.compute_bytes * job.stream_tokens * job.decoder.d_model
+    slots = report.activation_slots + 1 + report.cotangent_slots + 1
+    totals = WIDE * job.total(job.layers, "whole" if once else "gradient")
+    found: dict[str, float] = {
+        "gathered weights": job.compute_bytes * job.total(job.outer, "whole"),
+        "accumulated gradients": totals + WIDE * job.total(job.outer, "whole"),
+        "stage stash": slots * stream,
+    }
+    if once:
+        found["gathered weights"] += job.compute_bytes * job.total(job.layers, "whole")
+    if schedule.num_virtual_stages > 1:
+        # Pieces where they run; and one in use, one on its way and the copy it is turned into.
+        sets = 1 + 3 / schedule.num_virtual_stages
+        found["travelling pieces"] = sets * WIDE * job.total(job.layers, "param")
+    if job.stages.mixes:
+        # A switch between forward and backward cannot add in place to the largest of them.
+        found["accumulated gradients"] += WIDE * max(job.size(w, "gradient") for w in job.layers)
+    if schedule.splits_backward:
+        # The spare slot, the idle value, the one just made, and what the piece at work keeps.
+        held = report.pending_slots + 4
+        found["weight gradients put off"] = (
+            held * job.layers_per_piece * activations.put_off_per_layer(job)
+        )
+    return found
+
+
+def _layer_of_stage(job: Job) -> dict[str, float]:
+    parts = dict(_layer(job))
+    weights = parts.pop("gathered weights")
+    if job.config.pipeline.gather == "step":  # all of the stage's are held, and whole, already
+        return {"activations": parts["activations"]}
+    return {**parts, "layer's weights": weights}

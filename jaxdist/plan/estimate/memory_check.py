@@ -1,0 +1,185 @@
+"""A run's memory on the devices it has: said at its start, refused where hopeless, checked after.
+
+Only GPUs are judged: the memory of simulated devices is the host's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jaxdist.config import RunConfig
+from jaxdist.core.mesh import MeshSpec
+from jaxdist.core.types import ConfigError, Model
+from jaxdist.plan.estimate.job import Job
+from jaxdist.plan.estimate.memory import GIB, Memory, estimate_memory
+from jaxdist.plan.estimate.search import Choice, search
+from jaxdist.plan.estimate.suggestions import smallest_changes
+from jaxdist.plan.hardware import GPUS, Cluster, Gpu, gpu_of
+
+TOLERANCE = 0.05
+"""How far the estimate may be off: a run is refused only beyond it, and a warning given."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Budget:
+    """What a run needs of one GPU and what it may take.
+
+    Attributes:
+        job: what runs where.
+        memory: the estimate.
+        limit_bytes: what the allocator may give out.
+    """
+
+    job: Job
+    memory: Memory
+    limit_bytes: float
+
+    @classmethod
+    def of(
+        cls, config: RunConfig, spec: MeshSpec, devices: Sequence[Any], model: Model | None
+    ) -> Budget | None:
+        """The budget of a run on these devices; None where they are no GPUs or do not say.
+
+        Args:
+            config: the run.
+            spec: its mesh.
+            devices: all devices of the job.
+            model: the built model.
+        """
+        cluster, limit = _cluster_of(devices)
+        if cluster is None or limit is None:
+            return None
+        job = Job.of(config, spec, cluster, model)
+        return cls(job=job, memory=estimate_memory(job), limit_bytes=limit)
+
+    def line(self) -> str:
+        """One line for the start of a run."""
+        parts = self.memory.parts
+        largest = sorted(parts, key=lambda name: -parts[name])[:3]
+        named = ", ".join(f"{name} {parts[name] / GIB:.1f}" for name in largest)
+        rough = ", activations unknown" if self.memory.is_rough else ""
+        return (
+            f"memory estimate: {self.memory.total_bytes / GIB:.1f} GiB a GPU of "
+            f"{self.limit_bytes / GIB:.1f} ({named}{rough})"
+        )
+
+    def check(self) -> None:
+        """Refuse a run that cannot fit, with what to change.
+
+        Raises:
+            ConfigError: the estimate is beyond the limit by more than its own error.
+        """
+        sure = self.memory.state_bytes if self.memory.is_rough else self.memory.total_bytes
+        if sure * (1 - TOLERANCE) <= self.limit_bytes:
+            return
+        raise ConfigError(
+            [
+                f"memory: this run needs about {self.memory.total_bytes / GIB:.1f} GiB of each GPU "
+                f"and may take {self.limit_bytes / GIB:.1f}. {self._fix(self.limit_bytes)} "
+                "Use --force to start all the same."
+            ]
+        )
+
+    def compare(self, stats: Any) -> str:
+        """A warning where the compiled step takes another amount than was estimated, else "".
+
+        Args:
+            stats: `memory_analysis()` of the executable.
+        """
+        needed = executable_bytes(stats)
+        error = self.memory.total_bytes / needed - 1
+        if self.memory.is_rough or abs(error) <= TOLERANCE:
+            return ""
+        return (
+            f"memory: the compiled step takes {needed / GIB:.1f} GiB of each GPU, "
+            f"{self.memory.total_bytes / GIB:.1f} were estimated ({error:+.0%}): plans for this "
+            "run are off by as much"
+        )
+
+    def check_executable(self, stats: Any) -> None:
+        """Refuse a compiled step that cannot run, before it is tried.
+
+        Args:
+            stats: `memory_analysis()` of the executable.
+
+        Raises:
+            ConfigError: it takes more than the allocator may give out.
+        """
+        needed = executable_bytes(stats)
+        if needed > self.limit_bytes:
+            # What the estimate must come down to, if it stays as far off as it is here.
+            target = self.limit_bytes * self.memory.total_bytes / needed
+            raise ConfigError(
+                [
+                    f"memory: the compiled step takes {needed / GIB:.1f} GiB of each GPU and may "
+                    f"take {self.limit_bytes / GIB:.1f}. {self._fix(target)} "
+                    "Use --force to try it all the same."
+                ]
+            )
+
+    def _fix(self, usable: float) -> str:
+        """The least change with which the estimate is within `usable` bytes, or another mesh."""
+        choice = dataclasses.replace(Choice.of(self.job), usable_bytes=usable)
+        for change in smallest_changes(choice):
+            return f"Add {change.flags}: {change.why}."
+        best = search(self.job.config, self.job.cluster, self.job.model).best
+        if best is not None:
+            flags = " ".join(f"--{k} {v}" for k, v in best.flags(self.job.config).items())
+            return f"Use {flags}."
+        return (
+            "No mesh of these GPUs holds it: ask `jaxdist plan` how many would, or take a smaller "
+            "model or shorter rows."
+        )
+
+
+def executable_bytes(stats: Any) -> int:
+    """Bytes of one device's memory that an executable takes while it runs, by its own account.
+
+    Args:
+        stats: `jax.stages.Compiled.memory_analysis()`.
+    """
+    arguments, outputs = stats.argument_size_in_bytes, stats.output_size_in_bytes
+    return int(arguments + outputs - stats.alias_size_in_bytes + stats.temp_size_in_bytes)
+
+
+def needs_of(
+    config: RunConfig, devices: Sequence[Any], model: Model | None
+) -> Callable[[MeshSpec], tuple[float, float]] | None:
+    """A function mesh -> (bytes that one GPU needs, bytes it may take); None without GPUs."""
+    cluster, limit = _cluster_of(devices)
+    if cluster is None or limit is None:
+        return None
+
+    def needs(spec: MeshSpec) -> tuple[float, float]:
+        return estimate_memory(Job.of(config, spec, cluster, model)).total_bytes, limit
+
+    return needs
+
+
+def _cluster_of(devices: Sequence[Any]) -> tuple[Cluster | None, float | None]:
+    """The devices as a cluster, and what the allocator of one may give out."""
+    first = devices[0]
+    if first.platform not in ("gpu", "cuda"):
+        return None, None
+    import jax
+
+    own = [device for device in devices if device.process_index == jax.process_index()]
+    limit = ((own[0].memory_stats() or {}) if own else {}).get("bytes_limit")
+    if not limit:
+        return None, None
+    nodes = len({device.process_index for device in devices}) if len(devices) > 8 else 1
+    gpu = gpu_of(first.device_kind) or _unknown(first, limit)
+    return Cluster(gpu=gpu, num_nodes=nodes, gpus_per_node=len(devices) // nodes), float(limit)
+
+
+def _unknown(device: Any, limit: float) -> Gpu:
+    """A GPU of which only capability and memory matter here."""
+    capability = str(getattr(device, "compute_capability", "9.0"))
+    return dataclasses.replace(
+        GPUS["h100"],
+        name=device.device_kind,
+        compute_capability=capability,
+        memory_bytes=int(limit),
+    )

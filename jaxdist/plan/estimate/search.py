@@ -1,0 +1,325 @@
+"""The best mesh and settings for a run on a cluster, and why every other mesh loses.
+
+All meshes of the cluster's GPUs are judged by the rules of training. On each legal one the settings
+that trade memory for time are chosen: what backward recomputes, ZeRO's stage, the number of
+microbatches, and how a pipeline gathers and cuts its stages. The global batch, the model and the
+optimizer are the user's and never touched.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterable, Iterator
+
+from jaxdist.config import RunConfig
+from jaxdist.core.mesh import MeshSpec, factorisations
+from jaxdist.core.parallel.pipeline.config import PipelineConfig
+from jaxdist.core.types import Model
+from jaxdist.plan.estimate.job import Job
+from jaxdist.plan.estimate.memory import GIB, Memory, estimate_memory, usable_bytes
+from jaxdist.plan.estimate.time import StepTime, estimate_time
+from jaxdist.plan.hardware import Cluster
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Choice:
+    """Settings on a mesh, with what they cost.
+
+    Attributes:
+        job: what runs where.
+        memory: of one device.
+        time: of one step.
+        usable_bytes: what a run may take of a device.
+    """
+
+    job: Job
+    memory: Memory
+    time: StepTime
+    usable_bytes: float
+
+    @classmethod
+    def of(cls, job: Job) -> Choice:
+        """The cost of a job."""
+        return cls._of(job, estimate_memory(job))
+
+    @classmethod
+    def _of(cls, job: Job, memory: Memory) -> Choice:
+        return cls(job=job, memory=memory, time=estimate_time(job), usable_bytes=usable_bytes(job))
+
+    @property
+    def fits(self) -> bool:
+        """Whether one device can hold it."""
+        return self.memory.total_bytes <= self.usable_bytes
+
+    @property
+    def headroom(self) -> float:
+        """Share of the usable memory that stays free; negative where it does not fit."""
+        return 1.0 - self.memory.total_bytes / self.usable_bytes
+
+    def flags(self, base: RunConfig) -> dict[str, str]:
+        """Flag -> value: how these settings are asked for, where they differ from `base`."""
+        spec = self.job.spec
+        before, after = _settings(base, spec), _settings(self.job.config, spec)
+        changed = {name: value for name, value in after.items() if value != before[name]}
+        return {"mesh": str(spec)} | {name: str(v).lower() for name, v in changed.items()}
+
+
+def _settings(config: RunConfig, spec: MeshSpec) -> dict[str, object]:
+    """Flag -> value of what a search or an advice may change."""
+    found: dict[str, object] = {
+        "zero": config.mesh.zero,
+        "train.remat": config.train.remat,
+        "train.num_microbatches": config.train.num_microbatches,
+        "train.loss_chunk_tokens": config.train.loss_chunk_tokens,
+        "train.global_batch_size": config.train.global_batch_size,
+        "train.offload_optimizer": config.train.offload_optimizer,
+        "optim.moment_dtype": config.optim.moment_dtype,
+        "precision.compute_dtype": config.precision.compute_dtype,
+    }
+    if spec.pipeline > 1:
+        found |= _fields(config.pipeline)
+    return found
+
+
+def _fields(section: object) -> dict[str, object]:
+    assert dataclasses.is_dataclass(section)
+    return {
+        f"pipeline.{field.name}": getattr(section, field.name)
+        for field in dataclasses.fields(section)
+    }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Refusal:
+    """A mesh that training would refuse, and the first rule it breaks."""
+
+    spec: MeshSpec
+    problem: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Found:
+    """What a search found.
+
+    Attributes:
+        choices: the best of each legal mesh, best first: those that fit by speed, then the others
+            by memory.
+        refused: illegal meshes.
+        num_tried: settings whose cost was estimated.
+        seconds: how long the search took.
+    """
+
+    choices: tuple[Choice, ...]
+    refused: tuple[Refusal, ...]
+    num_tried: int
+    seconds: float
+
+    @property
+    def best(self) -> Choice | None:
+        """The fastest that fits."""
+        return self.choices[0] if self.choices and self.choices[0].fits else None
+
+
+def search(
+    config: RunConfig,
+    cluster: Cluster,
+    model: Model | None = None,
+    *,
+    stages: bool = True,
+) -> Found:
+    """The best settings on every mesh of the cluster.
+
+    Args:
+        config: the run; its mesh is not looked at, the settings named above are only a start.
+        cluster: the GPUs.
+        model: the built model, for a custom one.
+        stages: whether pipelines are looked at; without them it is several times faster.
+    """
+    start = time.perf_counter()
+    refused, choices, tried = [], [], 0
+    for spec in factorisations(cluster.num_gpus, pipeline=stages):
+        problems = _mesh_problems(config, spec, model)
+        if problems:
+            refused.append(Refusal(spec=spec, problem=problems[0]))
+            continue
+        best = None
+        for choice in _on_mesh(Job.of(config, spec, cluster, model)):
+            tried += 1
+            best = choice if best is None or _rank(choice) < _rank(best) else best
+        if best is not None:
+            choices.append(_with_larger_chunks(best))
+    return Found(
+        choices=tuple(sorted(choices, key=_rank)),
+        refused=tuple(refused),
+        num_tried=tried,
+        seconds=time.perf_counter() - start,
+    )
+
+
+def why_not(choice: Choice, best: Choice) -> str:
+    """Why a choice loses against the best one; "" for the best itself."""
+    if choice.job.spec == best.job.spec and choice.job.config == best.job.config:
+        return ""
+    if not choice.fits:
+        parts = choice.memory.parts
+        largest = sorted(parts, key=lambda name: -parts[name])[:2]
+        named = ", ".join(f"{name} {parts[name] / GIB:.1f}" for name in largest)
+        return (
+            f"does not fit: {choice.memory.total_bytes / GIB:.1f} GiB of "
+            f"{choice.usable_bytes / GIB:.1f} usable ({named})"
+        )
+    slower = choice.time.seconds / best.time.seconds - 1
+    if slower < 0.005:
+        return "as fast, but more is split than needed"
+    theirs, ours = choice.time.parts, best.time.parts
+    more = {name: s - ours.get(name, 0.0) for name, s in theirs.items()}
+    cause = max(more, key=lambda name: more[name])
+    why = _CAUSES.get(cause, cause)
+    if cause == "memory-bound kernels" and choice.job.spec.tensor >= best.job.spec.tensor:
+        why = "weights are cast and gradients added more often, or more of them"
+    return f"{slower:.0%} slower: {why} (+{more[cause] / best.time.seconds:.0%})"
+
+
+_CAUSES = {
+    "products": "backward computes more again",
+    "attention": "backward computes more again",
+    "memory-bound kernels": "norms and residuals are not split by tensor",
+    "launch gaps": "more and smaller microbatches",
+    "optimizer": "each GPU updates more parameters",
+    "pipeline bubble": "stages wait for each other",
+    "waiting for weights": "fsdp gathers weights that nothing hides",
+    "waiting for gradients": "gradients are summed over slow links",
+    "waiting for new parameters": "ZeRO gathers new parameters after each step",
+    "waiting for activations": "tensor parallelism stands in the way of every layer",
+    "waiting for stages": "activations move between stages",
+    "waiting for pieces": "interleaved pieces move to their stages in every step",
+}
+
+
+def _rank(choice: Choice) -> tuple[bool, float, int]:
+    """Fits first, then fast and simple; what does not fit by how much it lacks."""
+    split = sum(_SPLIT[axis] for axis, size in choice.job.spec.sizes.items() if size > 1)
+    split += choice.job.config.mesh.zero
+    if not choice.fits:
+        return True, choice.memory.total_bytes, split
+    return False, choice.time.seconds * (1 + _BELOW_KNOWLEDGE * split), split
+
+
+_SPLIT = {"data": 0, "fsdp": 1, "tensor": 2, "pipeline": 3}
+"""How much each axis complicates a run; replicas alone do not."""
+_BELOW_KNOWLEDGE = 0.05
+"""A faster step this much per complication is below what the estimate knows."""
+
+
+def _mesh_problems(config: RunConfig, spec: MeshSpec, model: Model | None) -> list[str]:
+    # Microbatches are chosen below: only their being possible at all is a rule of the mesh.
+    one = dataclasses.replace(
+        config,
+        train=dataclasses.replace(config.train, num_microbatches=1),
+        pipeline=dataclasses.replace(config.pipeline, num_microbatches=0),
+    )
+    return one.mesh_problems(spec, model)
+
+
+def _with_larger_chunks(choice: Choice) -> Choice:
+    """The same with more logits at once where they fit and save passes over the head's gradient."""
+    given = choice.job.config.train.loss_chunk_tokens
+    if given or choice.job.decoder is None or not choice.fits:
+        return choice
+    for tokens in _CHUNKS:
+        train = dataclasses.replace(choice.job.config.train, loss_chunk_tokens=tokens)
+        config = dataclasses.replace(choice.job.config, train=train)
+        larger = Choice.of(dataclasses.replace(choice.job, config=config))
+        if larger.fits and larger.time.seconds < 0.99 * choice.time.seconds:
+            return larger
+    return choice
+
+
+_CHUNKS = (4096, 2048, 1024, 512)
+"""Tokens whose logits may exist at once, tried from the largest."""
+
+
+# --- settings on one mesh -------------------------------------------------------------------------
+
+
+def _on_mesh(job: Job) -> Iterator[Choice]:
+    """Costs of the settings worth looking at; the last that fits of each kind, or the smallest."""
+    limit = usable_bytes(job)
+    for variant in _variants(job):
+        configs, last = list(_by_microbatches(variant)), None
+        for config in configs:
+            last = _weighed(job, config)
+            if last[1].total_bytes <= limit:
+                break  # more microbatches would only be slower
+            if last[1].state_bytes > limit:
+                last = _weighed(job, configs[-1])
+                break  # no number of them helps: the most, which lacks least
+        if last is not None:
+            yield Choice._of(*last)
+
+
+def _weighed(job: Job, config: RunConfig) -> tuple[Job, Memory]:
+    tried = dataclasses.replace(job, config=config)
+    return tried, estimate_memory(tried)
+
+
+def _variants(job: Job) -> Iterator[Job]:
+    """Remat, ZeRO and pipeline settings, microbatches left open."""
+    base, spec = job.config, job.spec
+    for zero in _zeros(base.mesh.zero, spec):
+        for remat in _remats(base.train.remat):
+            config = dataclasses.replace(
+                base,
+                mesh=dataclasses.replace(base.mesh, zero=zero),  # type: ignore[arg-type]
+                train=dataclasses.replace(base.train, remat=remat),
+            )
+            for pipeline in _pipelines(config, spec):
+                changed = dataclasses.replace(config, pipeline=pipeline)
+                if not _mesh_problems(changed, spec, job.model):
+                    yield dataclasses.replace(job, config=changed)
+
+
+def _zeros(given: int, spec: MeshSpec) -> list[int]:
+    if spec.data == 1:
+        return [0]
+    return sorted({0, 1, given})
+
+
+def _remats(given: str) -> list[str]:
+    found = ["none", "dots", "full"]
+    return found if given in (*found, "auto") else [given, *found]
+
+
+def _pipelines(config: RunConfig, spec: MeshSpec) -> Iterable[PipelineConfig]:
+    if spec.pipeline == 1:
+        return [config.pipeline]
+    layers = getattr(config.model, "num_layers", 0)
+    chunks = {config.pipeline.num_virtual_stages, 1}
+    if config.pipeline.schedule != "1f1b_lean":
+        chunks |= {v for v in (2, 4) if layers % (v * spec.pipeline) == 0}
+    gathers = ("action", "step") if spec.fsdp > 1 else (config.pipeline.gather,)
+    return [
+        dataclasses.replace(config.pipeline, num_virtual_stages=v, gather=gather)  # type: ignore[arg-type]
+        for v in sorted(chunks)
+        for gather in gathers
+    ]
+
+
+def _by_microbatches(job: Job) -> Iterator[RunConfig]:
+    """The settings with more and more microbatches, from the fastest on."""
+    config = job.config
+    counts = [n for n in range(1, job.rows + 1) if job.rows % n == 0]
+    if job.spec.pipeline == 1:
+        for count in counts:
+            train = dataclasses.replace(config.train, num_microbatches=count)
+            yield dataclasses.replace(config, train=train)
+        return
+    # Enough to keep stages busy; the bubble shrinks and the stash does not grow with more.
+    enough = [n for n in counts if n >= 4 * job.spec.pipeline] or counts[-1:]
+    for count in enough:
+        yield dataclasses.replace(
+            config,
+            train=dataclasses.replace(config.train, num_microbatches=1),
+            pipeline=dataclasses.replace(config.pipeline, num_microbatches=count),
+        )

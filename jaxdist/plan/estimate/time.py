@@ -1,0 +1,251 @@
+"""How long a step takes: a roofline with overlap, the pipeline's waiting, links and optimizer.
+
+Compute is products, attention and memory-bound kernels one after the other, each at the share of
+its peak that such kernels reach (`Reach`). Collectives run beside it: what is longer than the
+compute they can hide behind is waited for, and a share of the rest too, since they take
+multiprocessors and memory bandwidth from it. One set of constants per kind of GPU; none is fitted
+to a row.
+`scripts/bench/results/plan_anchors.md` compares with published runs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from jaxdist.plan.estimate import flops, traffic
+from jaxdist.plan.estimate.flops import Work
+from jaxdist.plan.estimate.job import Job
+from jaxdist.plan.estimate.traffic import Flow
+from jaxdist.plan.hardware import Gpu
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Reach:
+    """Shares of a GPU's peaks that training reaches.
+
+    Attributes:
+        products: matrix products of unlimited width, of the dense peak.
+        half_width: width (d_model) at which products reach half of that.
+        float8: the same in 8 bits, of their peak, casts included.
+        attention: the fused kernel, of the same peak.
+        memory: fused elementwise kernels, of the memory bandwidth.
+        links: collectives, of the links' rate.
+        hidden: of collectives that may run beside compute, the share that costs nothing.
+        launch_s: seconds lost per layer and direction to launches and gaps.
+    """
+
+    products: float = 0.79
+    half_width: int = 280
+    float8: float = 0.64
+    attention: float = 0.45
+    memory: float = 0.80
+    links: float = 0.80
+    hidden: float = 0.70
+    launch_s: float = 60e-6
+
+
+# Hopper's products are held back by its power limit, Ampere's and Ada's less; small GPUs without
+# room for large tiles reach less. Attention is what cuDNN 9 reports for heads of 128.
+_REACH = {
+    "7.5": Reach(products=0.45, attention=0.20, memory=0.75),
+    "8.0": Reach(products=0.75, attention=0.50, memory=0.82),
+    "8.6": Reach(products=0.65, attention=0.40, memory=0.80),
+    "8.9": Reach(products=0.60, attention=0.40, memory=0.80),
+    "9.0": Reach(),
+    "10.0": Reach(products=0.74, attention=0.45),
+}
+
+
+def reach_of(gpu: Gpu) -> Reach:
+    """The constants of a kind of GPU, by its compute capability."""
+    return _REACH.get(gpu.compute_capability, Reach())
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepTime:
+    """Seconds of one step on the busiest device, by cause.
+
+    Attributes:
+        products: matrix products.
+        attention: the attention kernel.
+        memory: kernels that wait for device memory.
+        launches: gaps between kernels.
+        waiting: stages that wait for others (the pipeline's bubble).
+        exposed: by purpose ("weights", "activations", ...), collectives not hidden.
+        optimizer: update of the parameters.
+        communication: all collectives, hidden or not.
+        tokens_per_step: tokens (or images) of the step.
+        num_gpus: devices.
+        model_flops: useful FLOPs of the step, causal convention.
+        peak_flops: of one device; 0 where its dtype has none.
+    """
+
+    products: float
+    attention: float
+    memory: float
+    launches: float
+    waiting: float
+    exposed: dict[str, float]
+    optimizer: float
+    communication: float
+    tokens_per_step: int
+    num_gpus: int
+    model_flops: float
+    peak_flops: float
+
+    @property
+    def seconds(self) -> float:
+        """Of one step."""
+        compute = self.products + self.attention + self.memory + self.launches
+        return compute + self.waiting + sum(self.exposed.values()) + self.optimizer
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Over all devices."""
+        return self.tokens_per_step / self.seconds
+
+    @property
+    def mfu(self) -> float:
+        """Useful FLOPs over what all devices could do; 0 where the peak is not known."""
+        if not self.peak_flops:
+            return 0.0
+        return self.model_flops / self.seconds / self.num_gpus / self.peak_flops
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Cause -> seconds."""
+        exposed = {f"waiting for {name}": s for name, s in self.exposed.items()}
+        found = {
+            "products": self.products,
+            "attention": self.attention,
+            "memory-bound kernels": self.memory,
+            "launch gaps": self.launches,
+            "optimizer": self.optimizer,
+            "pipeline bubble": self.waiting,
+            **exposed,
+        }
+        return {name: s for name, s in found.items() if s > 0}
+
+
+def estimate_time(job: Job, flows: list[Flow] | None = None) -> StepTime:
+    """The time of one step of the job.
+
+    Args:
+        job: what runs where.
+        flows: its traffic, if it is known already.
+    """
+    rates = _Rates.of(job)
+    flows = traffic.flows_of(job) if flows is None else flows
+    compute, waiting, launches = _compute(job, rates)
+    update = rates.seconds(flops.optimizer(job))
+    busy = sum(rates.parts(compute)) + launches
+    exposed = _exposed(job, flows, busy, rates.reach)
+    products, attention, memory = rates.parts(compute)
+    return StepTime(
+        products=products,
+        attention=attention,
+        memory=memory,
+        launches=launches,
+        waiting=waiting,
+        exposed=exposed,
+        optimizer=update,
+        communication=sum(flow.seconds for flow in flows) / rates.reach.links,
+        tokens_per_step=job.tokens_per_step,
+        num_gpus=job.spec.num_devices,
+        model_flops=flops.model_flops_per_token(job) * job.tokens_per_step,
+        peak_flops=job.gpu.peak_flops.get(str(job.dtype), 0.0),
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Rates:
+    """FLOP/s and bytes/s that one device reaches."""
+
+    reach: Reach
+    products: float
+    attention: float
+    memory: float
+
+    @classmethod
+    def of(cls, job: Job) -> _Rates:
+        reach, peaks = reach_of(job.gpu), job.gpu.peak_flops
+        peak = peaks.get(str(job.dtype)) or peaks["float32"]
+        products = reach.products * peak
+        if job.engine.products_dtype == "float8":
+            products = reach.float8 * peaks["float8"]
+        if job.decoder is not None:
+            products *= job.decoder.d_model / (job.decoder.d_model + reach.half_width)
+        return cls(
+            reach=reach,
+            products=products,
+            attention=reach.attention * peak,
+            memory=reach.memory * job.gpu.memory_bandwidth,
+        )
+
+    def parts(self, work: Work) -> tuple[float, float, float]:
+        return (
+            work.products / self.products,
+            work.attention / self.attention,
+            work.memory_bytes / self.memory,
+        )
+
+    def seconds(self, work: Work) -> float:
+        return sum(self.parts(work))
+
+
+# --- compute --------------------------------------------------------------------------------------
+
+
+def _compute(job: Job, rates: _Rates) -> tuple[Work, float, float]:
+    """Work of the busiest device, seconds it waits for other stages, seconds of launch gaps."""
+    if job.decoder is None:
+        count = flops.model_flops_per_token(job) * job.tokens * job.num_microbatches
+        elsewhere = Work(products=count / job.spec.tensor, memory_bytes=count / 50)
+        return elsewhere, 0.0, 0.0
+    forward, backward = flops.layer_forward(job), flops.layer_backward(job)
+    ends = flops.head(job) + flops.embedding(job)
+    extra, launch = flops.microbatch_extra(job), rates.reach.launch_s
+    layers, count = job.layers_per_stage, job.num_microbatches
+    if job.stages is None:
+        total = ((forward + backward) * layers + ends + extra) * count
+        return total, 0.0, 3 * launch * layers * count
+    # A stage's backward goes forward again first.
+    again = forward if job.engine.stage_recomputes else Work()
+    total = (forward + backward + again) * (layers * count) + ends * count + extra
+    spent = rates.seconds(total)
+    launches = 4 * launch * layers * count
+    pieces = {
+        "forward": rates.seconds(forward) * job.layers_per_piece,
+        "backward": rates.seconds(again + backward) * job.layers_per_piece,
+        "weight": 0.0,
+    }
+    if job.stages.schedule.splits_backward:
+        # Taken apart, nothing is recomputed a second time: all is kept.
+        kept = flops.recomputed(job, forward)
+        pieces["weight"] = rates.seconds(Work(products=forward.products) * job.layers_per_piece)
+        pieces["backward"] -= pieces["weight"] + rates.seconds(kept * job.layers_per_piece)
+        total = total + kept * (-layers * count)
+        spent = rates.seconds(total)
+    duration = sum(pieces[kind] * n for kind, n in job.stages.longest.items())
+    duration += rates.seconds(ends) * count + rates.seconds(extra)
+    return total, max(0.0, duration - spent), launches
+
+
+# --- communication --------------------------------------------------------------------------------
+
+_BESIDE = ("weights", "gradients")
+"""Purposes whose collectives other work can run beside; the rest stand in its way."""
+
+
+def _exposed(job: Job, flows: list[Flow], busy: float, reach: Reach) -> dict[str, float]:
+    """Purpose -> seconds of collectives that are waited for."""
+    seconds: dict[str, float] = {}
+    for flow in flows:
+        seconds[flow.purpose] = seconds.get(flow.purpose, 0.0) + flow.seconds / reach.links
+    beside = {name: s for name, s in seconds.items() if name in _BESIDE}
+    found = {name: s for name, s in seconds.items() if name not in _BESIDE}
+    together = sum(beside.values())
+    for name, spent in beside.items():
+        share = spent / together if together else 0.0
+        found[name] = (1 - reach.hidden) * spent + max(0.0, reach.hidden * together - busy) * share
+    return {name: s for name, s in found.items() if s > 0}

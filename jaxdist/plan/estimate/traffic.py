@@ -1,0 +1,249 @@
+"""What one step moves between devices: every collective by mesh axes, with its bytes and its links.
+
+The rules are those of the step (`parallel/`): what is gathered and reduced, in which dtype, how
+often. A test compares them with the collectives of compiled programs. Bytes are of whole arrays
+(before a reduce-scatter, after an all-gather); `wire_bytes` is what one device sends.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import Literal
+
+from jaxdist.core.mesh import AXES
+from jaxdist.plan.estimate.activations import Widths
+from jaxdist.plan.estimate.job import WIDE, Job
+from jaxdist.plan.estimate.params import Weight
+
+Kind = Literal["all-gather", "reduce-scatter", "all-reduce", "collective-permute"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Flow:
+    """Collectives of one kind, over the same axes, for the same purpose.
+
+    Attributes:
+        kind: the collective.
+        axes: mesh axes that its groups span.
+        purpose: why it is there: weights, gradients, new parameters, activations, loss, stages,
+            pieces.
+        bytes: whole arrays of one group in one step, all times together.
+        times: how often one step runs it.
+        wire_bytes: sent by one device in one step (ring algorithm).
+        seconds: on these links alone, at their full rates, with what starting each one takes.
+        crosses_nodes: whether its groups leave the fast fabric.
+    """
+
+    kind: Kind
+    axes: tuple[str, ...]
+    purpose: str
+    bytes: float
+    times: int
+    wire_bytes: float
+    seconds: float
+    crosses_nodes: bool
+
+
+def flows_of(job: Job) -> list[Flow]:
+    """What one device takes part in during one step; on the busiest stage, where there are any."""
+    moved = [*_weights(job), *_vectors(job), *_tensor(job), *_stages(job)]
+    return [_flow(job, *each) for each in moved if each[3] and math.prod(_sizes(job, each[1])) > 1]
+
+
+def by_axis(flows: list[Flow]) -> dict[tuple[str, str], float]:
+    """(kind, "data+fsdp") -> bytes of whole arrays per step."""
+    totals: dict[tuple[str, str], float] = {}
+    for flow in flows:
+        key = (flow.kind, "+".join(flow.axes))
+        totals[key] = totals.get(key, 0.0) + flow.bytes
+    return totals
+
+
+Moved = tuple[Kind, tuple[str, ...], str, float, int]
+"""(kind, axes, purpose, bytes of whole arrays each time, times)."""
+
+
+# --- weights and their gradients ------------------------------------------------------------------
+
+
+def _weights(job: Job) -> Iterator[Moved]:
+    used = {axis for w in job.weights for axis in job.axes(w, "param")}
+    shard = tuple(axis for axis in ("data", "fsdp") if axis in used)
+    once = job.schedule is not None and job.config.pipeline.gather == "step"
+    depth = max(1, job.layers_per_stage)
+    gathers = depth * (1 if once else _passes(job) * job.num_microbatches)
+    scatters = depth * (1 if once else job.num_microbatches)
+    layers = [w for w in job.layers if job.is_gathered(w)]
+    outer = [w for w in job.outer if job.is_gathered(w)]
+    in_layer, outside = job.total(layers, "whole") // depth, job.total(outer, "whole")
+    c, r = job.compute_bytes, job.reduce_bytes
+    yield ("all-gather", shard, "weights", c * in_layer, gathers)
+    yield ("all-gather", shard, "weights", c * outside, 1)
+    yield ("reduce-scatter", shard, "gradients", r * in_layer, scatters)
+    yield (
+        "reduce-scatter",
+        shard,
+        "gradients",
+        r * outside,
+        1 if job.schedule else job.num_microbatches,
+    )
+    yield from _replicas(job)
+
+
+def _passes(job: Job) -> int:
+    """How often one microbatch gathers a layer: forward and backward; a pipeline goes twice."""
+    return 2 + (job.schedule is not None and job.engine.stage_recomputes)
+
+
+def _replicas(job: Job) -> Iterator[Moved]:
+    """Gradients of matrices over replicas, and stages for what lies outside the layers."""
+    zero = job.config.mesh.zero
+    for weights, extra in _groups(job, sharded=True):
+        local = WIDE * job.total(weights, "param")
+        if zero in (0, 3):
+            yield ("all-reduce", (*extra, *(("data",) if zero == 0 else ())), "gradients", local, 1)
+            continue
+        times = job.num_microbatches if zero == 2 and "pipeline" not in extra else 1
+        yield ("reduce-scatter", ("data",), "gradients", local, times)
+        yield ("all-gather", ("data",), "new parameters", local, 1)
+        yield ("all-reduce", extra, "gradients", WIDE * job.total(weights, "moment"), 1)
+
+
+def _vectors(job: Job) -> Iterator[Moved]:
+    """Norm scales and biases: whole on every device, one all-reduce a step."""
+    for weights, extra in _groups(job, sharded=False):
+        local = WIDE * job.total(weights, "param")
+        yield ("all-reduce", (*extra, "data", "fsdp"), "gradients", local, 1)
+
+
+def _groups(job: Job, *, sharded: bool) -> Iterator[tuple[list[Weight], tuple[str, ...]]]:
+    """Weights that fsdp and ZeRO shard, or do not, and the axes besides those that sum them.
+
+    Stages sum what lies outside the layers; tensor sums what it does not split where each of its
+    devices sees other tokens.
+    """
+    for stacked in (True, False):
+        for split in (True, False):
+            weights = [
+                w
+                for w in job.weights
+                if w.is_stacked == stacked
+                and _is_sharded_kind(job, w) == sharded
+                and ("tensor" in job.axes(w, "whole")) == split
+            ]
+            stages = ("pipeline",) if job.schedule and not stacked else ()
+            tensor = ("tensor",) if job.sequence_parallel and not split else ()
+            if weights:
+                yield weights, (*stages, *tensor)
+
+
+def _is_sharded_kind(job: Job, weight: Weight) -> bool:
+    """Whether fsdp and ZeRO shard a weight: matrices with a dim for it."""
+    names = [name for name in weight.dims if name != "layers"]
+    return len(names) > 1 and any(name and job.layout.rules.get(name) == "fsdp" for name in names)
+
+
+# --- activations ----------------------------------------------------------------------------------
+
+
+def _tensor(job: Job) -> Iterator[Moved]:
+    """Tensor parallelism: activations of every layer, and the split vocabulary's scalars."""
+    if job.decoder is None or job.spec.tensor == 1:
+        return
+    each = float(job.compute_bytes * job.tokens * Widths.of(job).stream)
+    layers, microbatches = job.layers_per_stage, job.num_microbatches
+    # The embedding's reduction and the head's gather, and their backwards.
+    ends = 2
+    # Two of each forward and two backward; a pipeline's backward goes forward again first.
+    times = 2 * (_passes(job) - 1) + 2
+    gathered_again, reduced_again = _repeated(job)
+    gathers = microbatches * ((times + gathered_again) * layers + ends)
+    reductions = microbatches * ((times + reduced_again) * layers + ends)
+    if job.sequence_parallel:
+        yield ("all-gather", ("tensor",), "activations", each, gathers)
+        yield ("reduce-scatter", ("tensor",), "activations", each, reductions)
+    else:
+        yield ("all-reduce", ("tensor",), "activations", each, reductions)
+    yield ("all-reduce", ("tensor",), "loss", 3.0 * WIDE * job.tokens, microbatches)
+
+
+def _repeated(job: Job) -> tuple[int, int]:
+    """Gathers and reductions per layer that backward's recomputation repeats.
+
+    The products' inputs are gathered again; of the outputs only the attention's is read again.
+    """
+    return (0, 0) if job.remat == "none" else (2, 1)
+
+
+def _stages(job: Job) -> Iterator[Moved]:
+    """The ring between stages: activations, their gradients, and pieces on their way."""
+    if job.stages is None or job.decoder is None:
+        return
+    schedule, report = job.stages.schedule, job.stages.report
+    each = float(job.compute_bytes * job.stream_tokens * job.decoder.d_model)
+    permutes = report.forward_permutes + report.backward_permutes
+    yield ("collective-permute", ("pipeline",), "stages", each, permutes)
+    if schedule.num_virtual_stages > 1 and job.engine.pieces_travel:
+        pieces = WIDE * job.total(job.layers, "param") / schedule.num_virtual_stages
+        yield (
+            "collective-permute",
+            ("pipeline",),
+            "pieces",
+            pieces,
+            2 * schedule.num_virtual_stages,
+        )
+
+
+# --- links ----------------------------------------------------------------------------------------
+
+
+def _flow(
+    job: Job, kind: Kind, axes: tuple[str, ...], purpose: str, each: float, times: int
+) -> Flow:
+    axes = tuple(a for a in AXES if a in axes and job.spec.sizes[a] > 1)
+    group = math.prod(_sizes(job, axes))
+    inside = members_per_fabric(job, axes)
+    nodes = group // inside
+    ways = 2 if kind == "all-reduce" else 1
+    fast, slow = job.gpu.link_bandwidth, job.gpu.network_bandwidth
+    start = _START_S + _HOP_S * math.log2(group) + _NODE_HOP_S * math.log2(max(1, nodes))
+    if kind == "collective-permute":
+        wire, seconds = each, each / (slow if nodes > 1 else fast)
+    else:
+        wire = ways * each * (group - 1) / group
+        seconds = wire / fast
+        if nodes > 1:
+            # Every node must receive what it lacks once, over the adapters of its members.
+            seconds = max(seconds, ways * each * (nodes - 1) / nodes / (inside * slow))
+    return Flow(
+        kind=kind,
+        axes=axes,
+        purpose=purpose,
+        bytes=each * times,
+        times=times,
+        wire_bytes=wire * times,
+        seconds=(seconds + start) * times,
+        crosses_nodes=nodes > 1,
+    )
+
+
+_START_S, _HOP_S, _NODE_HOP_S = 10e-6, 3e-6, 8e-6
+"""What a collective takes before its first byte counts: launch, steps inside a node, between nodes;
+of the order that NCCL's own tests show for small messages."""
+
+
+def members_per_fabric(job: Job, axes: tuple[str, ...]) -> int:
+    """Devices of one group that fast links join; axes lie slow to fast over the devices."""
+    stride, members = 1, 1
+    for axis in reversed(AXES):
+        size = job.spec.sizes[axis]
+        if axis in axes:
+            members *= min(size, max(1, job.cluster.gpus_per_fabric // stride))
+        stride *= size
+    return members
+
+
+def _sizes(job: Job, axes: tuple[str, ...]) -> list[int]:
+    return [job.spec.sizes[axis] for axis in axes]

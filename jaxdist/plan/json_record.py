@@ -1,0 +1,116 @@
+"""A plan as one JSON object: what the text says, in bytes, seconds and exact numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from jaxdist.plan.advice import Advice
+from jaxdist.plan.compiled.check import NotCompiled
+from jaxdist.plan.estimate.search import Choice, why_not
+from jaxdist.plan.planner import Plan, Proof
+
+
+def record_of(plan: Plan, advice: Sequence[Advice]) -> dict[str, Any]:
+    """The plan; infinite numbers become null."""
+    best = plan.found.choices[0] if plan.found.choices else None
+    gpu = plan.cluster.gpu
+    return _finite(
+        {
+            "name": plan.base.name,
+            "gpu": gpu.name,
+            "num_gpus": plan.cluster.num_gpus,
+            "num_nodes": plan.cluster.num_nodes,
+            "fits": plan.fits,
+            "verdict_by": "compiler" if plan.proof and plan.proof.compiled else "estimate",
+            "total_bytes": plan.total_bytes,
+            "usable_bytes": plan.choice.usable_bytes,
+            "mesh": str(plan.choice.job.spec),
+            "flags": plan.choice.flags(plan.base),
+            "memory": {
+                "parts": plan.choice.memory.parts,
+                "total_bytes": plan.choice.memory.total_bytes,
+                "state_bytes": plan.choice.memory.state_bytes,
+                "temporary_bytes": plan.choice.memory.temporary_bytes,
+                "host_bytes": plan.choice.memory.host_bytes,
+                "fullest": plan.choice.memory.peak,
+                "moments": plan.choice.memory.moments,
+            },
+            "step": _step(plan.choice),
+            "traffic": [dataclasses.asdict(flow) for flow in plan.flows],
+            "cost": {
+                "currency": "USD",
+                "price_per_gpu_hour": gpu.price_per_hour,
+                "spot_price_per_gpu_hour": gpu.spot_price_per_hour,
+                "on_demand": dataclasses.asdict(plan.on_demand),
+                "spot": dataclasses.asdict(plan.spot),
+            },
+            "checkpoints": dataclasses.asdict(plan.saving),
+            "spot_checkpoints": dataclasses.asdict(plan.spot_saving),
+            "compiled": _proof(plan.proof),
+            "meshes": [
+                {
+                    "mesh": str(choice.job.spec),
+                    "fits": choice.fits,
+                    "total_bytes": choice.memory.total_bytes,
+                    "seconds": choice.time.seconds,
+                    "tokens_per_s": choice.time.tokens_per_s,
+                    "flags": choice.flags(plan.base),
+                    "why_not": why_not(choice, best) if best is not None else "",
+                }
+                for choice in plan.found.choices
+            ],
+            "refused": [
+                {"mesh": str(refusal.spec), "problem": refusal.problem}
+                for refusal in plan.found.refused
+            ],
+            "search_s": plan.found.seconds,
+            "settings_weighed": plan.found.num_tried,
+            "advice": [dataclasses.asdict(item) for item in advice],
+        }
+    )
+
+
+def _step(choice: Choice) -> dict[str, Any]:
+    time = choice.time
+    return {
+        "seconds": time.seconds,
+        "parts": time.parts,
+        "communication_s": time.communication,
+        "tokens": time.tokens_per_step,
+        "tokens_per_s": time.tokens_per_s,
+        "tokens_per_s_per_gpu": time.tokens_per_s / time.num_gpus,
+        "mfu_causal": time.mfu,
+    }
+
+
+def _proof(proof: Proof | None) -> dict[str, Any] | None:
+    if proof is None:
+        return None
+    if isinstance(proof.outcome, NotCompiled):
+        return {"compiled": False, **dataclasses.asdict(proof.outcome)}
+    step = proof.outcome
+    wire = {f"{kind} {axes}": moved for (kind, axes), moved in step.wire_bytes().items()}
+    return {
+        "compiled": True,
+        "total_bytes": step.memory.total_bytes,
+        "wire_bytes": wire,
+        **dataclasses.asdict(step),
+        "refuted": [
+            {"mesh": str(choice.job.spec), "total_bytes": refuted.memory.total_bytes}
+            for choice, refuted in proof.refuted
+        ],
+    }
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no infinity."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value

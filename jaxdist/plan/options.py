@@ -1,0 +1,152 @@
+"""What `jaxdist plan` is asked: a run's settings, as training takes them, and the question."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+from jaxdist.config import RunConfig, read_settings
+from jaxdist.config.command_line import ALIASES
+from jaxdist.config.parser import all_problems, headed
+from jaxdist.core.sharding import MeshConfig
+from jaxdist.core.types import ConfigError, setting
+from jaxdist.plan.estimate.cost import FAILURES_PER_1000_GPU_DAYS
+from jaxdist.plan.hardware import GPUS, Cluster, Gpu, parse_gpus, read_hardware
+
+COMMAND = "jaxdist.plan"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlanConfig(RunConfig):
+    """A run's settings and what to plan for."""
+
+    gpus: str = setting(
+        "",
+        "GPUs to plan for: h100:64, h100:8x8 (nodes x GPUs of each), or several after commas; "
+        f"known: {', '.join(GPUS)}",
+    )
+    hardware: str = setting(
+        "",
+        'TOML file of your own GPUs, a table each: [our-h100], then like = "h100" and what '
+        "differs, e.g. network_gb_per_s = 12.5, memory_gib = 94, price_per_hour = 1.9; a wrong key "
+        "is answered with all of them",
+    )
+    tokens: float = setting(0.0, "tokens (images) of the whole run, e.g. 1e12; 0 = train.steps")
+    price: float = setting(-1.0, "price of a GPU-hour on demand; -1 = the list's (USD)")
+    spot_price: float = setting(-1.0, "price of a GPU-hour that may end any time; -1 = the list's")
+    preemptions_per_day: float = setting(
+        2.0, "times a day that spot GPUs are taken away, the whole job together"
+    )
+    failures_per_day: float = setting(
+        -1.0,
+        "failures a day that end the whole job; -1 = by the number of GPUs "
+        f"({FAILURES_PER_1000_GPU_DAYS:.2f} per 1,000 GPUs, Llama 3's training)",
+    )
+    storage_gb_per_s: float = setting(
+        2.0, "GB/s that one node writes to storage, the nodes adding up"
+    )
+    restart_s: float = setting(300.0, "seconds from a failure to the next attempt's first step")
+    compile: bool = setting(
+        True, "prove the answer with the GPU compiler where the extra `plan` is installed"
+    )
+    compile_timeout_s: float = setting(300.0, "seconds for one compilation")
+    top: int = setting(6, "meshes shown")
+    json: bool = setting(False, "print one JSON object instead of text")
+    html: str = setting("", "write a page with plots to this file")
+    show_schedule: bool = setting(
+        False, "draw the pipeline schedules for --stages and --microbatches, and stop"
+    )
+    stages: int = setting(4, "stages to draw")
+    microbatches: int = setting(8, "microbatches to draw")
+    chunks: int = setting(2, "chunks per stage of the interleaved schedule to draw")
+
+    def problems(self) -> list[str]:
+        """Every violated rule of the question; the run's own rules are asked apart."""
+        found = []
+        for name in ("stages", "microbatches", "chunks", "top"):
+            if getattr(self, name) < 1:
+                found.append(f"{name}={getattr(self, name)} must be a whole number. Use 1 or more.")
+        for name in ("tokens", "preemptions_per_day", "restart_s"):
+            value = getattr(self, name)
+            if not math.isfinite(value) or value < 0:
+                found.append(f"{name}={value} must be a finite number ≥ 0.")
+        for name in ("storage_gb_per_s", "compile_timeout_s"):
+            value = getattr(self, name)
+            if not math.isfinite(value) or value <= 0:
+                found.append(f"{name}={value} must be a finite number above 0.")
+        for name in ("price", "spot_price", "failures_per_day"):
+            value = getattr(self, name)
+            if not math.isfinite(value) or (value < 0 and value != -1):
+                found.append(f"{name}={value} must be a number ≥ 0, or -1 for the default.")
+        if not self.gpus and not self.show_schedule:
+            found.append(
+                "no GPUs were named. Say which and how many: --gpus h100:8, or --gpus h100:8x8 for "
+                "8 nodes of 8."
+            )
+        return found
+
+    @property
+    def run(self) -> RunConfig:
+        """The run's settings alone."""
+        names = [field.name for field in dataclasses.fields(RunConfig)]
+        return RunConfig(**{name: getattr(self, name) for name in names})
+
+
+def read_plan(argv: Sequence[str], summary: str = "") -> tuple[PlanConfig, str]:
+    """The question, and the mesh that flags ask for ("" = find one).
+
+    A mesh in a config file belongs to the machine that file was written for: it is listed among
+    the others but does not bind. Data need not exist here.
+
+    Raises:
+        ConfigError: every problem of the settings.
+    """
+    words = ["--compile=false" if word == "--no-compile" else word for word in argv]
+    config = read_settings(
+        PlanConfig, words, command=COMMAND, summary=summary, aliases=ALIASES, check_rules=False
+    )
+    elsewhere = dataclasses.replace(
+        config.run,
+        run_dir="",
+        resume="auto",
+        init_from="",
+        simulate=0,
+        mesh=dataclasses.replace(config.mesh, shape="auto"),
+    )
+    rules = [] if config.show_schedule else all_problems(elsewhere)
+    problems = config.problems() + [rule for rule in rules if not rule.startswith("data.")]
+    if problems:
+        raise ConfigError(headed(COMMAND, problems))
+    return config, _asked_mesh(config.mesh, words)
+
+
+def _asked_mesh(mesh: MeshConfig, words: Sequence[str]) -> str:
+    asked = any(word.partition("=")[0] in ("--mesh", "--mesh.shape") for word in words)
+    return mesh.shape if asked and mesh.shape != "auto" else ""
+
+
+def clusters_of(config: PlanConfig) -> list[Cluster]:
+    """The clusters asked for, with the prices asked for.
+
+    Raises:
+        ConfigError: GPUs that are not known, or a file that cannot be read.
+    """
+    try:
+        clusters = parse_gpus(config.gpus, known_gpus(config))
+    except ConfigError as error:
+        raise ConfigError(headed(COMMAND, error.problems)) from None
+    return [dataclasses.replace(c, gpu=_priced(c.gpu, config)) for c in clusters]
+
+
+def known_gpus(config: PlanConfig) -> dict[str, Gpu]:
+    """GPUs of the table, and one's own."""
+    return read_hardware(config.hardware) if config.hardware else dict(GPUS)
+
+
+def _priced(gpu: Gpu, config: PlanConfig) -> Gpu:
+    price = gpu.price_per_hour if config.price < 0 else config.price
+    # A price of one's own with no spot price: the list's share of it.
+    spot = gpu.spot_price_per_hour * (price / gpu.price_per_hour if gpu.price_per_hour else 1.0)
+    spot = spot if config.spot_price < 0 else config.spot_price
+    return dataclasses.replace(gpu, price_per_hour=price, spot_price_per_hour=spot)

@@ -1,0 +1,186 @@
+"""The plan of a run on one cluster: the settings chosen, the proof, what it costs."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from jaxdist.config import RunConfig
+from jaxdist.core.mesh import MeshSpec
+from jaxdist.core.types import Model
+from jaxdist.models.configs import CustomConfig
+from jaxdist.plan.compiled.check import CompiledStep, NotCompiled, compile_step
+from jaxdist.plan.estimate.cost import FAILURES_PER_1000_GPU_DAYS, Bill, Saving, bill, saving_of
+from jaxdist.plan.estimate.job import Job
+from jaxdist.plan.estimate.search import Choice, Found, search
+from jaxdist.plan.estimate.traffic import Flow, flows_of
+from jaxdist.plan.hardware import Cluster
+from jaxdist.plan.options import PlanConfig
+
+_MOST_COMPILATIONS = 3
+"""How many candidates are compiled until one fits."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Proof:
+    """What the compiler answered for a choice; `refuted` are better ones that it refused."""
+
+    outcome: CompiledStep | NotCompiled
+    refuted: tuple[tuple[Choice, CompiledStep], ...] = ()
+
+    @property
+    def compiled(self) -> CompiledStep | None:
+        """The compiled step, if there is one."""
+        return self.outcome if isinstance(self.outcome, CompiledStep) else None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A run on a cluster.
+
+    Attributes:
+        base: the run's settings as they were given.
+        cluster: the GPUs.
+        choice: the settings that the plan is for; those asked for, or the best found.
+        asked: whether the mesh was asked for.
+        found: all meshes.
+        flows: traffic of one device in one step.
+        proof: what the compiler said; None where it was not asked.
+        saving: checkpoints, with failures of the hardware alone.
+        on_demand: the run at the list price.
+        spot: the same at the spot price, with preemptions.
+        spot_saving: checkpoints with preemptions too.
+    """
+
+    base: RunConfig
+    cluster: Cluster
+    choice: Choice
+    asked: bool
+    found: Found
+    flows: tuple[Flow, ...]
+    proof: Proof | None
+    saving: Saving
+    on_demand: Bill
+    spot: Bill
+    spot_saving: Saving
+
+    @property
+    def total_bytes(self) -> float:
+        """Of one device, by the best knowledge there is."""
+        compiled = self.proof.compiled if self.proof else None
+        return compiled.memory.total_bytes if compiled else self.choice.memory.total_bytes
+
+    @property
+    def fits(self) -> bool:
+        """The verdict: compiled where possible, else estimated."""
+        return self.total_bytes <= self.choice.usable_bytes
+
+
+def make_plan(config: PlanConfig, cluster: Cluster, mesh: str) -> Plan:
+    """Plan a run on one cluster.
+
+    Args:
+        config: the question.
+        cluster: the GPUs.
+        mesh: the mesh asked for; "" to find the best.
+
+    Raises:
+        ConfigError: the mesh asked for is not legal there.
+    """
+    run, model = config.run, build_model(config.run)
+    found = search(run, cluster, model)
+    if mesh:
+        spec = MeshSpec.parse(mesh, cluster.num_gpus)
+        run.check_mesh(spec, model, cluster.num_gpus)
+        candidates = [Choice.of(Job.of(run, spec, cluster, model))]
+    else:
+        candidates = list(found.choices)
+        if not candidates:
+            # No mesh is legal: the check says why, and what to change.
+            run.check_mesh(MeshSpec(data=cluster.num_gpus), model, cluster.num_gpus)
+    choice, proof = _prove(candidates, config, asked=bool(mesh))
+    return _priced(config, cluster, choice, bool(mesh), found, proof)
+
+
+def build_model(run: RunConfig) -> Model | None:
+    """The model where its sizes are not known from settings alone."""
+    if not isinstance(run.model, CustomConfig):
+        return None
+    from jaxdist import models
+
+    return models.build(run.model, seq_len=run.train.seq_len)
+
+
+def _prove(
+    candidates: list[Choice], config: PlanConfig, *, asked: bool
+) -> tuple[Choice, Proof | None]:
+    """The first candidate that the compiler agrees fits, or the first of all."""
+    if not config.compile:
+        return candidates[0], None
+    refuted: list[tuple[Choice, CompiledStep]] = []
+    first: tuple[Choice, CompiledStep] | None = None
+    for choice in candidates[: 1 if asked else _MOST_COMPILATIONS]:
+        if refuted and not choice.fits:
+            break
+        outcome = compile_step(
+            choice.job.config,
+            choice.job.spec,
+            choice.job.cluster,
+            timeout_s=config.compile_timeout_s,
+        )
+        if isinstance(outcome, NotCompiled):
+            return choice, Proof(outcome=outcome, refuted=tuple(refuted))
+        if outcome.memory.total_bytes <= choice.usable_bytes:
+            return choice, Proof(outcome=outcome, refuted=tuple(refuted))
+        first = first or (choice, outcome)
+        refuted.append((choice, outcome))
+    assert first is not None
+    choice, compiled = first
+    return choice, Proof(outcome=compiled, refuted=tuple(refuted[1:]))
+
+
+def _priced(
+    config: PlanConfig,
+    cluster: Cluster,
+    choice: Choice,
+    asked: bool,
+    found: Found,
+    proof: Proof | None,
+) -> Plan:
+    failures = config.failures_per_day
+    if failures < 0:
+        failures = FAILURES_PER_1000_GPU_DAYS * cluster.num_gpus / 1000
+    storage = config.storage_gb_per_s * 1e9 * cluster.num_nodes
+
+    def saving(failures_per_day: float) -> Saving:
+        return saving_of(
+            choice.job,
+            failures_per_day=failures_per_day,
+            storage_bytes_per_s=storage,
+            restart_s=config.restart_s,
+        )
+
+    tokens = config.tokens or float(config.train.steps * choice.job.tokens_per_step)
+    calm, spot = saving(failures), saving(failures + config.preemptions_per_day)
+
+    def at(price: float, lost: float) -> Bill:
+        return bill(
+            tokens=tokens,
+            tokens_per_s=choice.time.tokens_per_s,
+            num_gpus=cluster.num_gpus,
+            price=price,
+            lost=lost,
+        )
+
+    return Plan(
+        base=config.run,
+        cluster=cluster,
+        choice=choice,
+        asked=asked,
+        found=found,
+        flows=tuple(flows_of(choice.job)),
+        proof=proof,
+        saving=calm,
+        on_demand=at(cluster.gpu.price_per_hour, calm.lost),
+        spot=at(cluster.gpu.spot_price_per_hour, spot.lost),
+        spot_saving=spot,
+    )

@@ -1,0 +1,54 @@
+"""The pipeline schedules drawn, with what each costs: `--show-schedule`."""
+
+from __future__ import annotations
+
+from jaxdist.core.parallel.pipeline.schedule_table import Schedule
+from jaxdist.core.parallel.pipeline.schedules import SCHEDULES, make_schedule
+from jaxdist.core.parallel.pipeline.simulation import RECOMPUTE, draw, simulate
+from jaxdist.core.types import ConfigError
+
+
+def drawings(num_stages: int, num_microbatches: int, num_virtual_stages: int) -> str:
+    """Every schedule for these sizes, one below the other, and a table that compares them.
+
+    Costs are those of the step: a backward first repeats its forward.
+    """
+    tables = [make_schedule(name, num_stages, num_microbatches) for name in SCHEDULES]
+    if num_virtual_stages > 1:
+        tables.append(make_schedule("1f1b", num_stages, num_microbatches, num_virtual_stages))
+    drawn = [draw(table, RECOMPUTE) for table in tables]
+    return "\n\n".join([*drawn, comparison(tables)])
+
+
+def comparison(tables: list[Schedule]) -> str:
+    """One line for each: waiting, stash, messages."""
+    lines = [f"{'schedule':<22}{'bubble':>8}{'time':>8}{'peak stash':>12}{'messages':>10}"]
+    for table in tables:
+        report = simulate(table, RECOMPUTE)
+        chunks = table.num_virtual_stages
+        name = table.name + (f" × {chunks} chunks" if chunks > 1 else "")
+        # Chunks are pieces of a stage: counted in whole stages they compare.
+        lines.append(
+            f"{name:<22}{report.bubble:>8.1%}{report.duration / chunks:>8.1f}"
+            f"{max(report.peak_stash) / chunks:>12.1f}{report.messages:>10}"
+        )
+    lines.append("time in forwards of a stage; stash in microbatches of a stage's input")
+    return "\n".join(lines)
+
+
+def check_sizes(num_stages: int, num_microbatches: int) -> None:
+    """Refuse drawings that nobody can read.
+
+    Raises:
+        ConfigError: more cells than a terminal shows.
+    """
+    if num_stages * num_microbatches > _MOST_CELLS:
+        raise ConfigError(
+            [
+                f"--stages {num_stages} --microbatches {num_microbatches} is too large to draw. "
+                f"Use sizes whose product is at most {_MOST_CELLS}."
+            ]
+        )
+
+
+_MOST_CELLS = 4096

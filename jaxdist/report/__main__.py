@@ -1,7 +1,0 @@
-"""`python -m jaxdist.report RUN ...`: compare runs as text, JSON and a page of curves."""
-
-import sys
-
-from jaxdist.report import main
-
-sys.exit(main())

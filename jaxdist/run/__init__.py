@@ -1,0 +1,1 @@
+"""A training run: setup, the step report, evaluation, monitoring and guards."""

@@ -1,0 +1,54 @@
+"""Evaluation: every held-out row once, on any mesh, as means over what was counted."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from jaxdist.core.step import Step
+from jaxdist.core.types import Params
+from jaxdist.data import Dataset, eval_batches
+
+
+def evaluate(
+    step: Step,
+    params: Params,
+    dataset: Dataset,
+    *,
+    global_batch_size: int,
+    unit: str,
+    max_batches: int = 0,
+    on_batch: Callable[[], None] = lambda: None,
+) -> dict[str, float]:
+    """Loss (nats), perplexity of text, accuracy where hits are counted, and how much was counted.
+
+    Args:
+        step: the compiled functions of the run.
+        params: laid out as in training.
+        dataset: held-out rows; the last batch may be ragged (its padding has weight 0).
+        global_batch_size: rows of a batch over all devices.
+        unit: what weights count, "tokens" or "images".
+        max_batches: batches spread over the dataset; 0 = every row once.
+        on_batch: called after each batch.
+    """
+    batches = eval_batches(
+        dataset,
+        global_batch_size=global_batch_size,
+        sharding=step.batch_sharding,
+        max_batches=max_batches or None,
+    )
+    totals: dict[str, Any] = {}
+    for batch in batches:
+        sums = step.evaluate(params, batch)
+        # Python floats: sums over a long evaluation outgrow float32.
+        totals = {name: totals.get(name, 0.0) + float(value) for name, value in sums.items()}
+        on_batch()
+    weight = totals["weight"]
+    means = {name: value / weight for name, value in totals.items() if name != "weight"}
+    if "correct" in means:
+        means["accuracy"] = means.pop("correct")
+    if unit == "tokens":
+        # exp overflows a float at 709 nats; such a loss has no useful perplexity.
+        means["perplexity"] = math.exp(min(means["loss"], 700.0))
+    return {**means, unit: weight}

@@ -1,0 +1,220 @@
+"""metrics.jsonl: one JSON object per line, floats in full precision, complete after any kill.
+
+JSON has no word for NaN and the infinities, and a diverged run must still be readable by every
+parser, so they are written as the strings "NaN", "Infinity" and "-Infinity" (which `float()` and
+JavaScript's `Number()` read) and come back as floats from `read_records`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxdist.core.types import ConfigError
+
+logger = logging.getLogger("jaxdist")
+
+Record = dict[str, Any]
+
+_MOST_KEPT_BYTES = 64 << 20
+"""Of records that cannot be written: about 100,000 steps."""
+
+_FLOATS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+
+def plain(value: Any) -> Any:
+    """`value` as what JSON can hold: numpy and jax scalars become Python's, NaN becomes "NaN".
+
+    Raises:
+        TypeError: the value is neither a scalar, a string, nor made of them.
+    """
+    if value is None or isinstance(value, str | bool | int):
+        return value
+    if isinstance(value, float):
+        if math.isfinite(value):
+            return value
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if getattr(value, "ndim", None) == 0:
+        return plain(value.item())
+    raise TypeError(f"a record holds scalars, strings, lists and dicts of them, not {value!r}")
+
+
+def encode(record: Mapping[str, Any], indent: int | None = None) -> str:
+    """The record as JSON; every finite float reads back to the same bits."""
+    return json.dumps(plain(record), ensure_ascii=False, allow_nan=False, indent=indent)
+
+
+def decode(text: str) -> Any:
+    """The inverse of `encode`: "NaN" and the infinities are floats again."""
+    return _with_floats(json.loads(text))
+
+
+def _with_floats(value: Any) -> Any:
+    if isinstance(value, str):
+        return _FLOATS.get(value, value)
+    if isinstance(value, dict):
+        return {key: _with_floats(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_with_floats(item) for item in value]
+    return value
+
+
+class RecordWriter:
+    """Appends records, each by one `write` of a whole line, so that a kill leaves whole lines.
+
+    A line torn by the death of the machine was never a record: opening the file again cuts it off,
+    and `torn` says how many bytes went.
+
+    What a full disk or a lost file server refuses is kept in memory and written before what comes
+    next: a run does not end for want of room for a line, and no step is missing afterwards.
+    """
+
+    def __init__(self, path: Path):
+        self._path = path
+        self._fd = self._open(os.O_CREAT)
+        self.torn = self._cut_torn_tail()
+        self._kept = b""  # not written yet; perhaps from the middle of a line on
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Append one line; it is with the operating system when this returns, or kept and said so.
+
+        Raises:
+            OSError: more is kept than a process should hold.
+        """
+        was_refused = bool(self._kept)
+        self._kept += (encode(record) + "\n").encode()
+        try:
+            if was_refused:  # a file server that was away knows the old descriptor no more
+                fresh = self._open()  # never made anew: that would be below a lost mount
+                os.close(self._fd)
+                self._fd = fresh
+            self._drain()
+        except OSError as failure:
+            if len(self._kept) > _MOST_KEPT_BYTES:
+                raise
+            if not was_refused:
+                logger.warning(
+                    "%s cannot be written (%s): records are kept in memory until it can",
+                    self._path,
+                    failure.strerror,
+                )
+        else:
+            if was_refused:
+                logger.info("%s is written again, nothing is missing", self._path)
+
+    def close(self) -> None:
+        """Close the file; a second call does nothing."""
+        if self._fd < 0:
+            return
+        try:
+            self._drain()
+        except OSError as failure:
+            logger.warning(
+                "%s: %d records were lost (%s)",
+                self._path,
+                self._kept.count(b"\n"),
+                failure.strerror,
+            )
+        os.close(self._fd)
+        self._fd = -1
+
+    def _drain(self) -> None:
+        while self._kept:
+            self._kept = self._kept[os.write(self._fd, self._kept) :]
+
+    def _open(self, flags: int = 0) -> int:
+        return os.open(self._path, os.O_RDWR | os.O_APPEND | flags, 0o644)
+
+    def _cut_torn_tail(self) -> int:
+        size = os.fstat(self._fd).st_size
+        end, block = size, 1 << 16
+        while end > 0:
+            start = max(0, end - block)
+            newline = os.pread(self._fd, end - start, start).rfind(b"\n")
+            if newline >= 0:
+                end = start + newline + 1
+                break
+            end = start
+        if end < size:
+            os.ftruncate(self._fd, end)
+        return size - end
+
+
+def read_records(path: Path) -> list[Record]:
+    """Every record of a metrics.jsonl, in the order written; a torn last line is left out.
+
+    Raises:
+        ConfigError: the file is missing, or another line is no record.
+    """
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise ConfigError(
+            [f"{path} cannot be read ({error.strerror}). Name a run directory with metrics.jsonl."]
+        ) from error
+    records = []
+    for number, line in enumerate(text.split("\n")[:-1], start=1):  # the last piece has no newline
+        if not line.strip():
+            continue
+        try:
+            record = decode(line)
+        except json.JSONDecodeError as error:
+            raise ConfigError(
+                [f"{path}, line {number} is no JSON ({error.msg}): {line[:60]!r}. Remove the line."]
+            ) from error
+        if not _is_record(record):
+            raise ConfigError(
+                [f"{path}, line {number} is no record (kind, step, ...): {line[:60]!r}. Remove it."]
+            )
+        records.append(record)
+    return records
+
+
+def _is_record(record: Any) -> bool:
+    if not isinstance(record, dict):
+        return False
+    kind, step = record.get("kind"), record.get("step")
+    return kind == "event" or (kind in ("train", "eval") and isinstance(step, int))
+
+
+def current(records: list[Record]) -> list[Record]:
+    """The history that led to the newest state: steps that a restart did again count once.
+
+    A `start` event at step s means that the run went on from the checkpoint of step s: train and
+    eval lines and skipped steps beyond s that were written before it belong to work that was lost.
+    The same holds for a `rollback` event. Other events stay: they happened.
+    """
+    kept: list[Record] = []
+    for record in records:
+        if record.get("event") in ("start", "rollback"):
+            resumed_at = record.get("step", 0)
+            kept = [r for r in kept if not _of_a_step(r) or r["step"] <= resumed_at]
+        kept.append(record)
+    return kept
+
+
+def _of_a_step(record: Record) -> bool:
+    return record["kind"] != "event" or record.get("event") == "skipped_step"
+
+
+def device_seconds(records: list[Record]) -> float:
+    """Devices × seconds from each start of the run to its last sign of life, all starts summed."""
+    total = begin = last = 0.0
+    devices = 0
+    for record in records:
+        if record.get("event") == "start":
+            total += devices * (last - begin)
+            begin, devices = record["time"], record.get("num_devices", 0)
+        last = record.get("time", last)
+    return total + devices * (last - begin)

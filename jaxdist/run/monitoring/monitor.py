@@ -1,0 +1,487 @@
+"""The monitor: the only place where a run's metrics are read from the devices and written down."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from jaxdist.plan.hardware import peak_flops
+from jaxdist.run.metrics_log import RecordWriter, read_records
+from jaxdist.run.monitoring import console
+from jaxdist.run.monitoring.alerts import Alerts
+from jaxdist.run.monitoring.config import MonitoringConfig
+from jaxdist.run.monitoring.device_memory import device_memory
+from jaxdist.run.monitoring.gpu_stats import Sensors
+from jaxdist.run.monitoring.profiler import Profiler, steps_of
+from jaxdist.run.monitoring.prometheus import Prometheus
+from jaxdist.run.monitoring.summary import Totals
+from jaxdist.run.monitoring.tensorboard import TensorBoard
+from jaxdist.run.monitoring.throughput import Throughput
+from jaxdist.run.monitoring.timers import CompileWatch
+from jaxdist.run.run_directory import RunDirectory
+
+logger = logging.getLogger("jaxdist")
+
+
+class Monitor:
+    """Console, metrics.jsonl and TensorBoard of one run; every process has one, process 0's writes.
+
+    As a context it closes the sinks, and where an exception leaves a run without a summary, it
+    writes one that says "failed" (or "interrupted") and why.
+
+    Opening a run that was here before continues it: metrics.jsonl is appended to, beginning with a
+    `start` event at `start_step`, and TensorBoard's points beyond that step are purged.
+
+    Log records carry their coloured text as the attribute `styled`; the console's handler may
+    prefer it on a terminal.
+
+    Args:
+        config: how often, and what a device costs.
+        run: the run directory; `run.is_writer` decides who writes.
+        total_steps: the step at which the run ends.
+        start_step: the step of the restored state, i.e. steps already done; 0 for a fresh run.
+        flops_per_token: `Model.flops_per_token`.
+        unit: `Model.unit`; names the rates (`tokens_per_s`, `images_per_s`).
+        compute_dtype: of matrix products, for the peak.
+        devices: all devices of the job; `jax.devices()` by default.
+        config_text: the resolved config, shown in TensorBoard.
+        asked_to_trace: whether a trace of the next steps was asked for since the last call.
+        clock: seconds since 1970, for the times of records.
+    """
+
+    def __init__(
+        self,
+        config: MonitoringConfig,
+        run: RunDirectory,
+        *,
+        total_steps: int,
+        start_step: int = 0,
+        flops_per_token: Mapping[str, float] | None = None,
+        unit: str = "tokens",
+        compute_dtype: str = "float32",
+        devices: Sequence[Any] | None = None,
+        config_text: str = "",
+        asked_to_trace: Callable[[], bool] = lambda: False,
+        clock: Callable[[], float] = time.time,
+    ):
+        import jax
+
+        devices = list(jax.devices()) if devices is None else list(devices)
+        self.config = config
+        self.run = run
+        self.total_steps = total_steps
+        self.start_step = start_step
+        self.unit = unit
+        self.device_kind = str(devices[0].device_kind)
+        peak = config.peak_tflops * 1e12 or peak_flops(self.device_kind, compute_dtype)
+        self.throughput = Throughput(
+            num_devices=len(devices),
+            flops_per_token=flops_per_token,
+            peak_flops=peak,
+            window_steps=config.window_steps,
+        )
+        self._local_devices = [d for d in devices if d.process_index == jax.process_index()]
+        self.profiler = Profiler(
+            steps_of(config.profile) if config.profile and run.is_writer else None,
+            run.profiles,
+            process=jax.process_index(),
+            asked=asked_to_trace,
+            asked_steps=config.profile_steps,
+        )
+        self._sensors = Sensors(
+            self._local_devices, os.environ, logger.info if run.is_writer else lambda line: None
+        )
+        self._clock = clock
+        self._begin = clock()
+        self._steps_here = 0
+        self._ended = False
+        self._watches: list[CompileWatch] = []
+        self._records: RecordWriter | None = None
+        self._tensorboard: TensorBoard | None = None
+        self._prometheus: Prometheus | None = None
+        earlier = read_records(run.metrics) if run.is_writer and run.resumed else []
+        self.totals = Totals(earlier, start_step=start_step, unit=unit)
+        self._alerts = Alerts(
+            config,
+            self.totals,
+            self.event,
+            self._sensors.read,
+            num_processes=jax.process_count(),
+            compares=run.is_writer,
+        )
+        if run.is_writer:
+            self._open(config_text)
+
+    # -- reports of a running job ------------------------------------------------------------------
+
+    def train(
+        self,
+        step: int,
+        metrics: Mapping[str, Any],
+        *,
+        tokens: float,
+        step_time_s: float,
+        data_wait_s: float,
+        device_wait_s: float | None = None,
+    ) -> dict[str, float]:
+        """Report one step; reads its metrics from the devices, which blocks until they exist.
+
+        Call it for step n−1 after dispatching step n, so that the devices never wait for the host,
+        and on every process, so that all of them learn the same values.
+
+        Args:
+            step: steps done, this one included; the first is 1.
+            metrics: replicated scalars, e.g. loss, grad_norm, learning_rate; `finite`, where there
+                is one, is False when the step's update was skipped (NaN or Inf), and so is
+                `applied`, for any reason.
+            tokens: how many of `unit` the step trained on, whole job.
+            step_time_s: seconds from the step before to this one, the wait included.
+            data_wait_s: seconds of it that the loop waited for its batch.
+            device_wait_s: seconds of it that the loop waited for the devices, where measured.
+
+        Returns:
+            The metrics as Python numbers.
+        """
+        values = read(metrics)
+        self._steps_here += 1
+        self.totals.units += tokens
+        if self._steps_here > 1:  # the first step of a start compiles and fills the prefetch
+            self.throughput.add(tokens, step_time_s)
+            self.totals.add_times(step_time_s, data_wait_s, device_wait_s)
+            self._alerts.step_times(step, step_time_s, data_wait_s, device_wait_s)
+        self._alerts.values(step, values)
+        on_record = step % self.config.record_every_steps == 0
+        on_log = step % self.config.log_every_steps == 0 or self._steps_here == 1
+        ends = step == self.total_steps
+        rate = tokens / step_time_s
+        record: dict[str, Any] = {
+            "kind": "train",
+            "time": self._clock(),
+            "step": step,
+            **values,
+            self.unit: self.totals.units,
+            f"{self.unit}_per_s": rate,
+            f"{self.unit}_per_s_per_device": rate / self.throughput.num_devices,
+            "step_time_s": step_time_s,
+            "data_wait_s": data_wait_s,
+            **({} if device_wait_s is None else {"device_wait_s": device_wait_s}),
+            **self.throughput.mfu_fields(rate),
+        }
+        if on_record or on_log or ends:
+            record |= device_memory(self._local_devices)
+        if on_log or ends:
+            readings = self._sensors.read()
+            record |= readings
+            self.totals.add_readings(readings)
+            self.totals.memory_peak_bytes = max(
+                self.totals.memory_peak_bytes, record.get("memory_peak_bytes", 0)
+            )
+        self.totals.last = record
+        if self._prometheus is not None:
+            self._prometheus.train(record, self.unit)
+        if (on_record or ends) and self._records is not None:
+            self._records.write(record)
+        if (on_log or ends) and self.run.is_writer:
+            self._show_step(record, list(values))
+        self._alerts.processes(step)
+        if ends:
+            self.profiler.stop(step)
+        return values
+
+    def eval(self, step: int, metrics: Mapping[str, Any]) -> dict[str, float]:
+        """Report an evaluation of the state after `step` steps; `loss` where there is one."""
+        values = read(metrics)
+        record = {"kind": "eval", "time": self._clock(), "step": step, **values}
+        self.totals.evals.append(record)
+        if self._prometheus is not None:
+            self._prometheus.eval(record)
+        if self._records is not None:
+            self._records.write(record)
+            self._say(lambda style: console.eval_line(
+                record, total_steps=self.total_steps, style=style
+            ))  # fmt: skip
+        if self._tensorboard is not None:
+            self._tensorboard.scalars(step, {f"eval/{k}": v for k, v in values.items()})
+        return values
+
+    def event(
+        self,
+        event: str,
+        *,
+        message: str = "",
+        level: int = logging.INFO,
+        quiet: bool = False,
+        **fields: Any,
+    ) -> None:
+        """Report a save, a restore, a skip, a warning: one line each, on process 0 alone.
+
+        Args:
+            event: its name, `snake_case`; the key `event` of the record.
+            message: the sentence for people; `event key=value ...` by default.
+            level: of the log record; from WARNING on it counts as a warning.
+            quiet: record it only; whoever reports it has told the console already.
+            fields: what else the record holds; `step` is the last one reported unless given.
+        """
+        if level >= logging.WARNING:
+            self.totals.warnings += 1
+        if self._prometheus is not None:
+            self._prometheus.event(event, is_warning=level >= logging.WARNING)
+        if self._records is None:
+            return
+        record = {
+            "kind": "event",
+            "event": event,
+            "time": self._clock(),
+            "step": self.totals.last["step"],
+            **fields,
+        }
+        if level >= logging.WARNING:
+            record["level"] = logging.getLevelName(level).lower()
+        if message:
+            record["message"] = message
+        self._records.write(record)
+        if not quiet:
+            self._say(lambda _: message or console.event_line(event, fields), level)
+
+    def rewind(self, step: int, message: str) -> None:
+        """The run went back to the checkpoint of `step`: what it did beyond counts no more."""
+        self.event("rollback", step=step, message=message, level=logging.WARNING)
+        if self._records is None:
+            return
+        kept = Totals(read_records(self.run.metrics), start_step=step, unit=self.unit)
+        for name in ("units", "last", "evals", "skipped_steps"):
+            setattr(self.totals, name, getattr(kept, name))
+
+    def header(
+        self,
+        *,
+        mesh: str,
+        mesh_reason: str = "",
+        model: str,
+        num_parameters: int,
+        per_device_batch: int,
+        num_replicas: int,
+        accumulation: int,
+        tokens_per_row: int = 1,
+        precision: str,
+        notes: Sequence[str] = (),
+        memory_estimate_bytes: float | None = None,
+    ) -> None:
+        """The first lines of a run, and one `run` event that holds the same facts.
+
+        Args:
+            mesh: `str(MeshSpec)`.
+            mesh_reason: why this mesh.
+            model: its name.
+            num_parameters: of the whole model.
+            per_device_batch: rows of one microbatch on one replica.
+            num_replicas: parts into which a batch's rows are split (data × fsdp).
+            accumulation: microbatches of a step.
+            tokens_per_row: seq_len; 1 for images.
+            precision: e.g. "bfloat16 compute, float32 parameters".
+            notes: `Model.notes(context)`: chosen kernels and why.
+            memory_estimate_bytes: of one device, where it was estimated.
+        """
+        facts = {
+            "mesh": mesh,
+            "mesh_reason": mesh_reason,
+            "model": model,
+            "num_parameters": num_parameters,
+            "global_batch_size": per_device_batch * num_replicas * accumulation,
+            "per_device_batch": per_device_batch,
+            "num_replicas": num_replicas,
+            "accumulation": accumulation,
+            "tokens_per_row": tokens_per_row,
+            "precision": precision,
+            "notes": list(notes),
+            "memory_estimate_bytes": memory_estimate_bytes,
+            "num_devices": self.throughput.num_devices,
+            "device_kind": self.device_kind,
+            "unit": self.unit,
+            "peak_flops": self.throughput.peak_flops,
+            "mfu_convention": self.throughput.convention,
+            "flops_per_token": self.throughput.flops_per_token,
+        }
+        if self._records is None:
+            return
+        self._records.write(
+            {"kind": "event", "event": "run", "time": self._clock(), "step": self.start_step}
+            | {name: value for name, value in facts.items() if value not in (None, "")}
+        )
+        if self._prometheus is not None:
+            self._prometheus.facts(
+                model=model,
+                mesh=mesh,
+                device_kind=self.device_kind,
+                num_parameters=num_parameters,
+                num_devices=self.throughput.num_devices,
+                total_steps=self.total_steps,
+            )
+        self._say_block([*console.header_rows(facts), ("run", str(self.run.path))])
+
+    def watch_compiles(self, function: Callable[..., Any], name: str | None = None) -> CompileWatch:
+        """`function` (made by `jax.jit`), with each of its compilations logged.
+
+        A run needs one; each further one is a warning that says what changed.
+        """
+        watch = CompileWatch(function, self._alerts.compilation, name)
+        self._watches.append(watch)
+        return watch
+
+    # -- the end --------------------------------------------------------------------------------
+
+    def summary(
+        self, exit_reason: str, *, next_commands: Sequence[str] = (), **fields: Any
+    ) -> dict[str, Any]:
+        """Write summary.json and print the closing block; returns what it wrote.
+
+        Args:
+            exit_reason: "finished", "preempted", "stopped", "failed", ...
+            next_commands: what the reader may run next, one command each.
+            fields: more of the summary: `checkpoint`, `error`, ...
+        """
+        summary: dict[str, Any] = {
+            "exit_reason": exit_reason,
+            "total_steps": self.total_steps,
+            "run_dir": self.run.path,
+            "device_kind": self.device_kind,
+        }
+        wall_s = self._clock() - self._begin
+        summary |= self.totals.summary(self.throughput, self._watches, wall_s)
+        self.profiler.stop()
+        if self.profiler.traces:
+            summary["profiles"] = self.profiler.traces
+        if self.config.price_per_device_hour:
+            summary["cost"] = summary["device_hours"] * self.config.price_per_device_hour
+            summary["currency"] = self.config.currency
+        summary |= fields
+        self._ended = True
+        if self._records is None:
+            return summary
+        end = {"step": summary["step"], "exit_reason": exit_reason}
+        self._records.write({"kind": "event", "event": "end", "time": self._clock(), **end})
+        self.run.write_summary(summary)
+        self._say_block(console.closing_rows(summary, next_commands))
+        return summary
+
+    def close(self) -> None:
+        """Flush and close all sinks; a second call does nothing."""
+        if self._prometheus is not None:
+            self._prometheus.close()
+            self._prometheus = None
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+            self._tensorboard = None
+        if self._records is not None:
+            self._records.close()
+            self._records = None
+        self._sensors.close()
+        self.profiler.stop()
+
+    def __enter__(self) -> Monitor:
+        return self
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if error is not None and not self._ended:
+            reason = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+            first_line = (str(error).splitlines() or [""])[0]
+            try:
+                self.summary(reason, error=f"{type(error).__name__}: {first_line}"[:300])
+            except Exception as second:  # a full disk must not hide why the run failed
+                logger.warning("summary.json was not written: %s", second)
+        self.close()
+
+    # -- private -----------------------------------------------------------------------------------
+
+    def _open(self, config_text: str) -> None:
+        if self.config.prometheus_port:
+            self._prometheus = Prometheus(
+                self.config.prometheus_port, self.config.prometheus_address, self.run.path.name
+            )
+        self._records = self.run.open_metrics()
+        if self.config.tensorboard:
+            first = self.start_step + 1 if self.run.resumed else None
+            self._tensorboard = TensorBoard(self.run.tensorboard, first)
+            if config_text:
+                self._tensorboard.text("config", config_text)
+        self._records.write(
+            {
+                "kind": "event",
+                "event": "start",
+                "time": self._begin,
+                "step": self.start_step,
+                "total_steps": self.total_steps,
+                "num_devices": self.throughput.num_devices,
+                "unit": self.unit,
+            }
+        )
+        if self._records.torn:
+            self.event(
+                "torn_line",
+                bytes=self._records.torn,
+                level=logging.WARNING,
+                message=f"metrics.jsonl ended in a line that was cut short by an earlier failure; "
+                f"its {self._records.torn} bytes were removed",
+            )
+
+    def _say(self, line: Callable[[console.Style], str], level: int = logging.INFO) -> None:
+        plain_text, styled = line(console.Style(False)), line(console.Style(True))
+        logger.log(level, plain_text, extra={"styled": styled})
+
+    def _say_block(self, rows: Sequence[tuple[str, str | Sequence[str]]]) -> None:
+        for i, row in enumerate(console.block(rows).splitlines()):
+            styled = console.block(rows, console.Style(True)).splitlines()[i]
+            logger.info(row, extra={"styled": styled})
+
+    def _show_step(self, record: Mapping[str, Any], metrics: Sequence[str]) -> None:
+        """The console's line, with the window's medians as rates, and TensorBoard's points."""
+        rate, unit = self.throughput.tokens_per_s, self.unit
+        shown = dict(record)
+        if rate is not None:
+            shown[f"{unit}_per_s"] = rate
+            shown[f"{unit}_per_s_per_device"] = rate / self.throughput.num_devices
+            shown["step_time_s"] = self.throughput.step_time_s
+            shown |= self.throughput.mfu_fields(rate)
+            self._alerts.mfu(shown.get("mfu"))
+        eta_s = self.throughput.eta_s(self.total_steps - record["step"])
+        self._say(
+            lambda style: console.step_line(
+                shown,
+                total_steps=self.total_steps,
+                unit=unit,
+                convention=self.throughput.convention,
+                eta_s=eta_s,
+                metrics=metrics,
+                style=style,
+            )
+        )
+        if self._tensorboard is not None:
+            points = {f"train/{name}": record[name] for name in metrics}
+            for name in ("mfu", "mfu_full", "step_time_s", "memory_bytes", "memory_peak_bytes"):
+                if name in shown:
+                    points[f"speed/{name}"] = shown[name]
+            for name in (f"{unit}_per_s", f"{unit}_per_s_per_device"):
+                points[f"speed/{name}"] = shown[name]
+            points |= {
+                f"gpu/{name.removeprefix('gpu_')}": value
+                for name, value in shown.items()
+                if name.startswith("gpu_")
+            }
+            points["speed/data_wait_share"] = self._alerts.data_wait_share
+            self._tensorboard.scalars(record["step"], points)
+
+
+def read(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Fetch a dict of replicated scalars in one transfer, as Python numbers."""
+    import jax
+
+    fetched = jax.device_get(dict(metrics))  # a pytree: its keys come back sorted
+    return {name: _number(fetched[name]) for name in metrics}
+
+
+def _number(value: Any) -> Any:
+    """A numpy scalar as Python's; Python's own pass."""
+    return value.item() if hasattr(value, "item") else value

@@ -1,0 +1,149 @@
+"""Traces of a few steps by jax's profiler: planned by `--profile 10:13`, or asked of a live run.
+
+A trace slows the steps it covers and takes megabytes for each, so it is never on by itself. What is
+planned is traced by process 0; SIGUSR2 makes the process that gets it trace its own next steps, so
+that the one that the others wait for can be looked at.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from jaxdist.run.monitoring.trace_analysis import read_trace
+
+logger = logging.getLogger("jaxdist")
+
+
+def steps_of(text: str) -> tuple[int, int]:
+    """`10:13` -> (10, 13), both traced; `10` -> (10, 10).
+
+    Raises:
+        ValueError: the text is neither, or the steps are not in order from 1 on.
+    """
+    found = re.fullmatch(r"(\d+)(?::(\d+))?", text.strip())
+    first = int(found[1]) if found else 0
+    last = int(found[2]) if found and found[2] else first
+    if not 1 <= first <= last:
+        raise ValueError(text)
+    return first, last
+
+
+class Profiler:
+    """Begins and ends traces between steps.
+
+    Args:
+        planned: first and last step to trace, or None.
+        directory: of the traces; each gets its own in it.
+        process: index of this process, for the trace's name.
+        asked: whether a trace of the next steps has been asked for since the last call.
+        asked_steps: how many steps such a trace covers.
+    """
+
+    def __init__(
+        self,
+        planned: tuple[int, int] | None,
+        directory: Path,
+        *,
+        process: int = 0,
+        asked: Callable[[], bool] = lambda: False,
+        asked_steps: int = 3,
+    ):
+        self._planned = planned
+        self._directory, self._process = directory, process
+        self._asked, self._asked_steps = asked, asked_steps
+        self._now: tuple[int, int] | None = None  # steps of the trace that is being taken
+        self._path = directory
+        self._annotation: Any = None
+        self._newest = 0
+        self.traces: list[dict[str, Any]] = []
+
+    def reaches(self, step: int) -> bool:
+        """Whether a trace begins or ends before `step`; call it before each, then `turn`.
+
+        Between the two the caller waits for the devices, so that a trace holds whole steps and
+        nothing of the steps around them.
+        """
+        self._newest = step
+        if self._now is not None:
+            first, last = self._now
+            if first <= step <= last:
+                self._annotate(step)
+                return False
+            return True
+        if self._asked():
+            self._planned = (step, step + self._asked_steps - 1)
+        return self._planned is not None and self._planned[0] <= step <= self._planned[1]
+
+    def turn(self, step: int) -> None:
+        """End the trace that is over, begin the one that is due."""
+        self.stop(step - 1)
+        if self._planned is None or not self._planned[0] <= step <= self._planned[1]:
+            return
+        (_, last), self._planned = self._planned, None
+        self._begin(step, last)
+        self._annotate(step)
+
+    def stop(self, last: int | None = None) -> None:
+        """End a trace that is being taken; without one, nothing happens.
+
+        Args:
+            last: the newest step in it; the one that `reaches` heard of last by default.
+        """
+        if self._now is None:
+            return
+        import jax
+
+        (first, _), self._now = self._now, None
+        last = self._newest if last is None else last
+        self._annotate(None)
+        try:
+            jax.profiler.stop_trace()
+        except Exception as failure:  # a full disk must not end the run that is looked at
+            logger.warning("the trace of steps %d to %d was not written: %s", first, last, failure)
+            return
+        files = sorted(self._path.rglob("*.trace.json.gz"))
+        self.traces.append({"first": first, "last": last, "path": str(self._path)})
+        self.traces[-1] |= {"file": str(files[-1])} if files else {}
+        logger.info("steps %d to %d are traced in %s", first, last, self._path)
+        self._tell_device_times()
+
+    def _tell_device_times(self) -> None:
+        """How this process's GPUs spent the trace, on the console and in the summary."""
+        try:
+            found = read_trace(self._path)
+        except Exception as failure:  # a trace that cannot be read is still a trace
+            logger.warning("the trace in %s cannot be read: %s", self._path, failure)
+            return
+        for one in found:
+            logger.info("%s", one)
+        if found:
+            self.traces[-1]["devices"] = [one.record() for one in found]
+
+    def _begin(self, first: int, last: int) -> None:
+        import jax
+
+        self._path = self._directory / f"step-{first}-process-{self._process}"
+        try:
+            jax.profiler.start_trace(self._path)
+        except Exception as failure:  # another profiler is at work
+            logger.warning("steps %d to %d are not traced: %s", first, last, failure)
+            return
+        self._now = (first, last)
+        logger.info("tracing steps %d to %d", first, last)
+
+    def _annotate(self, step: int | None) -> None:
+        """Mark the steps in the trace: from here on it is `step`'s."""
+        if self._annotation is not None:
+            with contextlib.suppress(Exception):
+                self._annotation.__exit__(None, None, None)
+            self._annotation = None
+        if step is not None and self._now is not None:
+            import jax
+
+            self._annotation = jax.profiler.StepTraceAnnotation("train", step_num=step)
+            self._annotation.__enter__()

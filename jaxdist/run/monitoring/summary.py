@@ -1,0 +1,181 @@
+"""What a run has come to so far, across its starts: the content of summary.json."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxdist.run.metrics_log import Record, current, device_seconds
+from jaxdist.run.monitoring.stragglers import READY_SHARE, Slow
+from jaxdist.run.monitoring.throughput import MFU_FORMULA, Throughput
+from jaxdist.run.monitoring.timers import CompileWatch
+
+
+class Totals:
+    """Counts of a run. What an earlier start did beyond `start_step` was lost and does not count.
+
+    Args:
+        earlier: records of the run's earlier starts, from its metrics.jsonl.
+        start_step: the step this start goes on from.
+        unit: what is counted, `Model.unit`.
+
+    Attributes:
+        units: tokens (or images) trained on.
+        last: the newest train record, or just its step.
+        evals: eval records, oldest first.
+        skipped_steps: steps whose update was not applied.
+        warnings: events of level warning or above, of this start.
+        memory_peak_bytes: of the fullest device of this process, this start; 0 if not known.
+    """
+
+    def __init__(self, earlier: Sequence[Record], *, start_step: int, unit: str):
+        marker = {"kind": "event", "event": "start", "step": start_step}
+        history = current([*earlier, marker])
+        trained = [record for record in history if record["kind"] == "train"]
+        self.last: Record = {**(trained[-1] if trained else {}), "step": start_step}
+        self.unit = unit
+        self.units: float = self.last.get(unit, 0)
+        self.evals = [record for record in history if record["kind"] == "eval"]
+        self.skipped_steps = sum(record.get("event") == "skipped_step" for record in history)
+        self.starts = 1 + sum(record.get("event") == "start" for record in earlier)
+        self.device_seconds_before = device_seconds(list(earlier))
+        self.warnings = 0
+        self.memory_peak_bytes = 0
+        self._wait_s = self._time_s = 0.0
+        self._device_wait_s: float | None = None
+        self._idle = Idle()
+        self._slow: dict[tuple[int, str], dict[str, Any]] = {}
+        self._readings: dict[str, list[float]] = {}
+
+    def add_times(
+        self, step_time_s: float, data_wait_s: float, device_wait_s: float | None = None
+    ) -> None:
+        """Count one step's time and how much of it went to waiting for data and for devices."""
+        self._time_s += step_time_s
+        self._wait_s += data_wait_s
+        if device_wait_s is not None:
+            self._device_wait_s = (self._device_wait_s or 0.0) + device_wait_s
+            self._idle.add(step_time_s, data_wait_s, device_wait_s)
+
+    def add_slow(self, slow: Slow) -> None:
+        """Count one interval in which the others waited for a process."""
+        found = self._slow.setdefault(
+            (slow.process, slow.cause),
+            {"process": slow.process, "host": slow.host, "cause": slow.cause, "intervals": 0},
+        )
+        found["intervals"] += 1
+        found["lost_s_per_step"] = max(slow.lost_s, found.get("lost_s_per_step", 0.0))
+
+    def add_readings(self, readings: Mapping[str, float]) -> None:
+        """Count what the GPUs said of themselves."""
+        for name, value in readings.items():
+            self._readings.setdefault(name, []).append(value)
+
+    def summary(
+        self, throughput: Throughput, watches: Sequence[CompileWatch], wall_s: float
+    ) -> dict[str, Any]:
+        """The numbers of summary.json; what is not known is not in it."""
+        unit, num_devices = self.unit, throughput.num_devices
+        device_s = self.device_seconds_before + wall_s * num_devices
+        summary: dict[str, Any] = {
+            "step": self.last["step"],
+            "unit": unit,
+            unit: self.units,
+            "num_devices": num_devices,
+            "starts": self.starts,
+            "wall_s": wall_s,
+            "device_hours": device_s / 3600,
+            "skipped_steps": self.skipped_steps,
+            "warnings": self.warnings,
+        }
+        if "loss" in self.last:
+            summary["loss"] = self.last["loss"]
+        summary |= self._evaluations() | rates(throughput, unit)
+        if self._time_s > 0:
+            summary["data_wait_share"] = self._wait_s / self._time_s
+            summary["steps_s"] = self._time_s
+            if self._device_wait_s is not None:
+                summary["device_wait_share"] = self._device_wait_s / self._time_s
+                summary |= self._idle.summary()
+        if self._slow:
+            summary["slow_processes"] = sorted(self._slow.values(), key=lambda s: -s["intervals"])
+        summary |= self._gpu_readings()
+        if self.memory_peak_bytes:
+            summary["memory_peak_bytes"] = self.memory_peak_bytes
+        if watches:
+            summary["compile_s"] = sum(watch.seconds for watch in watches)
+            summary["recompilations"] = sum(max(0, watch.count - 1) for watch in watches)
+        return summary
+
+    def _gpu_readings(self) -> dict[str, float]:
+        """Means over the run, but the hottest and fullest: of process 0's GPUs."""
+        combine = {"gpu_temperature_c": max, "gpu_memory_used_bytes": max, "gpu_clock_mhz": min}
+        return {
+            name: combine.get(name, statistics.fmean)(values)
+            for name, values in self._readings.items()
+        }
+
+    def _evaluations(self) -> dict[str, Any]:
+        if not self.evals:
+            return {}
+        found = {"eval": _metrics_of(self.evals[-1])}
+        rated = [e for e in self.evals if math.isfinite(e.get("loss", math.nan))]
+        if rated:
+            found["best_eval"] = _metrics_of(min(rated, key=lambda e: e["loss"]))
+        return found
+
+
+class Idle:
+    """Steps in which the devices ran out of work, and what the host did meanwhile.
+
+    A step's work is dispatched before the results of the step before are read. When the host then
+    has to wait, the devices never stood still. When the results are already there, they did, for
+    a time that only a profiler knows: as long as the whole step at most.
+    """
+
+    def __init__(self) -> None:
+        self._all_s = self._dry_s = self._data_s = self._host_s = 0.0
+
+    def add(self, step_time_s: float, data_wait_s: float, device_wait_s: float) -> None:
+        """Count one step."""
+        self._all_s += step_time_s
+        if device_wait_s >= READY_SHARE * step_time_s:
+            return
+        self._dry_s += step_time_s
+        self._data_s += data_wait_s
+        self._host_s += max(0.0, step_time_s - data_wait_s - device_wait_s)
+
+    def summary(self) -> dict[str, float]:
+        """Shares of the time of steps; the last two only where devices ran dry."""
+        if not self._all_s:
+            return {}
+        found = {"busy_share": 1.0 - self._dry_s / self._all_s}
+        if self._dry_s:
+            found["dry_data_share"] = self._data_s / self._all_s
+            found["dry_host_share"] = self._host_s / self._all_s
+        return found
+
+
+def rates(throughput: Throughput, unit: str) -> dict[str, Any]:
+    """Medians over the run: speed, step time, MFU with what it means; {} before the second step."""
+    rate = throughput.run_tokens_per_s
+    if rate is None:
+        return {}
+    found: dict[str, Any] = {
+        f"{unit}_per_s": rate,
+        f"{unit}_per_s_per_device": rate / throughput.num_devices,
+        "step_time_s": throughput.run_step_time_s,
+    }
+    mfu = throughput.mfu_fields(rate)
+    if mfu:
+        found |= mfu
+        found["mfu_convention"] = throughput.convention
+        found["mfu_formula"] = MFU_FORMULA
+        found["peak_flops"] = throughput.peak_flops
+    return found
+
+
+def _metrics_of(record: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in record.items() if name not in ("kind", "time")}

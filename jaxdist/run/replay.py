@@ -1,0 +1,145 @@
+"""One step of a run again: does what was bad about it come back, and is it the batch?
+
+| verdict | what was seen | look at |
+|---|---|---|
+| data | bad every time, good with the next batch in its place | the rows of the batch |
+| deterministic | bad every time, with the next batch too | learning rate, precision, the code |
+| transient | it does not come back, or not every time | the devices, their memory and links |
+
+Nothing is written into the run.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxdist.checkpoint import Checkpointer
+from jaxdist.core.state import TrainState
+from jaxdist.data import Dataset, Loader, left_out_of, resume_sample
+from jaxdist.run.metrics_log import read_records
+from jaxdist.run.monitoring import RunDirectory
+from jaxdist.run.resilience import Anomaly, read_anomalies
+from jaxdist.run.setup import Parts
+
+log = logging.getLogger("jaxdist")
+
+_TIMES = 3
+
+
+def replay(parts: Parts, dataset: Dataset) -> int:
+    """Do the step that `replay` names again and say what became of it; returns the exit code."""
+    folder, _, number = parts.config.replay.rpartition(":")
+    run, step = RunDirectory.existing(Path(folder).expanduser()), int(number)
+    recorded = _recorded(run, step)
+    anomaly = next((o for o in reversed(read_anomalies(run.anomalies)) if o.step == step), None)
+    state, loader = _before(parts, dataset, run, step, anomaly)
+    batch, rows = next(loader), loader.rows(loader.first_sample)
+    again = [_once(parts, state, batch) for _ in range(_TIMES)]
+    following = _once(parts, state, next(loader))
+    loader.close()
+    same = lambda values: _text(values) == _text(recorded)  # NaN is NaN here
+    is_bad = anomaly.is_bad if anomaly is not None else same
+    log.info("rows of step %d: %s", step, ", ".join(map(str, rows)))
+    log.info("recorded: %s", _text(recorded))
+    for values in again:
+        log.info("replayed: %s%s", _text(values), " (the same bits)" * same(values))
+    if anomaly is not None:
+        log.info("with the next batch in its place: %s", _text(following))
+    log.info("verdict: %s", verdict(is_bad, again, following if anomaly is not None else None))
+    return 0
+
+
+def verdict(
+    is_bad: Callable[[dict[str, float]], bool],
+    again: Sequence[dict[str, float]],
+    following: dict[str, float] | None,
+) -> str:
+    """One line.
+
+    Args:
+        is_bad: whether a result is bad as the recorded one was; for a step without an anomaly,
+            whether it is the recorded one.
+        again: results of the replays.
+        following: result with another batch; None where none was bad.
+    """
+    count = sum(map(is_bad, again))
+    if count == 0:
+        return (
+            f"transient: it does not come back in {len(again)} replays. Look at the devices, their "
+            "memory and links (resilience.check_interval_steps names a damaged one)."
+        )
+    if count < len(again):
+        return (
+            f"transient: it comes back in {count} of {len(again)} replays, so the same numbers do "
+            "not always give the same result. Look at the devices and at nondeterministic kernels."
+        )
+    if following is None:
+        return f"deterministic: {len(again)} replays give the recorded bits."
+    if is_bad(following):
+        return (
+            f"deterministic: bad in {len(again)} of {len(again)} replays, and with another batch "
+            "too. It is in the parameters already: learning rate, precision, an earlier step."
+        )
+    return (
+        f"data: bad in {len(again)} of {len(again)} replays, and it goes away when the batch is "
+        "left out. Look at these rows, or set the policy rollback."
+    )
+
+
+def _before(
+    parts: Parts, dataset: Dataset, run: RunDirectory, step: int, anomaly: Anomaly | None
+) -> tuple[TrainState, Loader]:
+    """State and data as they were before the step."""
+    config = parts.config
+    checkpointer = Checkpointer(run.checkpoints, config.checkpoint, read_only=True)
+    earlier = [done for done in checkpointer.steps() if done < step]
+    done = next((done for done in reversed(earlier) if not checkpointer.verify(done)), 0)
+    first_sample = 0
+    left_out: tuple[tuple[int, int], ...] = ()
+    if done:
+        state, meta, _ = checkpointer.restore(parts.abstract_state(), step=done)
+        first_sample = resume_sample(meta["data"], dataset, seed=config.seed)
+        left_out = left_out_of(meta["data"], dataset)
+    else:
+        state = parts.init_state()
+    checkpointer.close()
+    log.info("replaying step %d of %s from step %d", step, run.path, done)
+    if anomaly is not None:  # at that time more may have been left out than at the checkpoint
+        left_out = tuple((first, end) for first, end in anomaly.left_out)
+    loader = Loader(
+        dataset,
+        global_batch_size=config.train.global_batch_size,
+        seed=config.seed,
+        sharding=parts.step.batch_sharding,
+        start_sample=first_sample,
+        left_out=left_out,
+    )
+    for _ in range(done + 1, step):
+        state, _ = parts.step.train(state, next(loader))
+    return state, loader
+
+
+def _once(parts: Parts, state: TrainState, batch: Any) -> dict[str, float]:
+    copy = jax.tree.map(jnp.copy, state)  # the step consumes what it is given
+    _, metrics = parts.step.train(copy, batch)
+    return {name: float(metrics[name]) for name in ("loss", "grad_norm")}
+
+
+def _recorded(run: RunDirectory, step: int) -> dict[str, float] | None:
+    """What the run itself had, the first time it did the step."""
+    for record in read_records(run.metrics):
+        if record["kind"] == "train" and record["step"] == step:
+            return {name: float(record[name]) for name in ("loss", "grad_norm")}
+    return None
+
+
+def _text(values: dict[str, float] | None) -> str:
+    if values is None:
+        return "nothing"
+    return ", ".join(f"{name} {value!r}" for name, value in values.items())

@@ -1,0 +1,222 @@
+"""Losses that are not finite, or far above what they were: found, written down, acted upon."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import math
+import os
+import statistics
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxdist.run.resilience.config import ResilienceConfig
+
+log = logging.getLogger("jaxdist")
+
+_MIN_LOSSES = 16
+"""Losses without which nothing is called a spike: the first ones of a run fall steeply."""
+_MAD_TO_DEVIATION = 1.4826  # of a normal distribution
+_LEAST_DEVIATION = 0.02  # of the median: very even losses must not make every wrinkle a spike
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Anomaly:
+    """A step whose result is bad.
+
+    Attributes:
+        step: which.
+        kind: "nan" or "spike".
+        loss: of the step, mean.
+        grad_norm: of the step.
+        limit: above which a loss was a spike at that time; inf before there was one.
+        action: what the policy makes of it: report, skip, rollback or stop.
+        first_sample: of its batch.
+        num_samples: in its batch.
+        rows: of the dataset in its batch.
+        left_out: samples [first, end) that the run had left out before.
+    """
+
+    step: int
+    kind: str
+    loss: float
+    grad_norm: float
+    limit: float
+    action: str
+    first_sample: int
+    num_samples: int
+    rows: list[int]
+    left_out: list[tuple[int, int]]
+
+    def __str__(self) -> str:
+        what = (
+            f"loss {self.loss:.4g}, gradient norm {self.grad_norm:.4g}"
+            if self.kind == "nan"
+            else f"loss {self.loss:.4g} is above {self.limit:.4g}"
+        )
+        rows = ", ".join(map(str, self.rows[:8])) + (" ..." if len(self.rows) > 8 else "")
+        then = {
+            "report": "only reported",
+            "skip": "its update was not applied",
+            "rollback": "going back to the newest checkpoint, then on without this batch",
+            "stop": "the run stops",
+        }[self.action]
+        return f"step {self.step}: {what}; rows {rows}; {then}"
+
+    @property
+    def all_left_out(self) -> tuple[tuple[int, int], ...]:
+        """What a run that goes on without this batch leaves out."""
+        before = tuple((first, end) for first, end in self.left_out)
+        return (*before, (self.first_sample, self.first_sample + self.num_samples))
+
+    def is_bad(self, values: Mapping[str, float]) -> bool:
+        """Whether another result of this step is bad in the same way."""
+        if not (math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"])):
+            return True
+        return self.kind == "spike" and values["loss"] > self.limit
+
+
+class Rollback(Exception):
+    """Go back to the newest checkpoint, and on without the batch of the anomaly if there is one."""
+
+    def __init__(self, anomaly: Anomaly | None = None):
+        self.anomaly = anomaly
+        super().__init__(str(anomaly or ""))
+
+
+class Stopped(FloatingPointError):
+    """A policy says that the run ends here."""
+
+
+class LossGuard:
+    """Judges the loss of every step; all processes see the same losses and judge alike.
+
+    Args:
+        config: what a spike is, and what is done about one.
+        nan_policy: what is done about NaN and Inf.
+        path: of anomalies.jsonl; None on processes that do not write.
+    """
+
+    def __init__(self, config: ResilienceConfig, nan_policy: str, path: Path | None):
+        self.config, self.nan_policy = config, nan_policy
+        self._path = path
+        self._losses: list[tuple[int, float]] = []
+        self._rollbacks, self._gave_up = 0, False
+
+    @property
+    def limits_updates(self) -> bool:
+        """Whether the compiled step must know the limit, to leave a spike's update out."""
+        return self.config.spike_policy == "skip"
+
+    def limit(self, step: int) -> float:
+        """The largest loss of `step` that is no spike; inf while too little is known.
+
+        It depends on losses up to two steps before: those are known when a step is dispatched, so
+        that a step that is not applied and one that is reported are the same, resumed or not.
+        """
+        known = [loss for at, loss in self._losses if at <= step - 2]
+        known = known[-self.config.spike_window_steps :]
+        if self.config.spike_policy == "off" or len(known) < _MIN_LOSSES:
+            return math.inf
+        median = statistics.median(known)
+        spread = _MAD_TO_DEVIATION * statistics.median(abs(loss - median) for loss in known)
+        return median + self.config.spike_deviations * max(spread, _LEAST_DEVIATION * abs(median))
+
+    def judge(
+        self, step: int, values: Mapping[str, float], loader: Any, first_sample: int
+    ) -> Anomaly | None:
+        """Look at a step's metrics; what is bad is written to anomalies.jsonl.
+
+        Args:
+            step: the step.
+            values: its metrics as numbers.
+            loader: where its batch came from (`data.Loader`).
+            first_sample: of its batch.
+        """
+        loss, limit = values["loss"], self.limit(step)
+        kind = self._kind(values, limit)
+        if not kind:
+            self._losses = [*self._losses, (step, loss)][-(self.config.spike_window_steps + 2) :]
+            return None
+        rows = loader.rows(first_sample)
+        anomaly = Anomaly(
+            step=step,
+            kind=kind,
+            loss=loss,
+            grad_norm=values["grad_norm"],
+            limit=limit,
+            action=self._action(kind),
+            first_sample=first_sample,
+            num_samples=len(rows),
+            rows=rows,
+            left_out=list(loader.left_out),
+        )
+        if self._path is not None:
+            _append(self._path, json.dumps(dataclasses.asdict(anomaly)))
+        return anomaly
+
+    def state(self) -> list[list[float]]:
+        """What a resumed run must know, as JSON."""
+        return [[step, loss] for step, loss in self._losses]
+
+    def restore(self, state: list[list[float]]) -> None:
+        """Go on from what a checkpoint holds."""
+        self._losses = [(int(step), float(loss)) for step, loss in state]
+
+    def stop_text(self, anomaly: Anomaly) -> str:
+        """What the error of a run that stops says."""
+        setting = "train.nan_policy" if anomaly.kind == "nan" else "resilience.spike_policy"
+        if self._gave_up:
+            return (
+                f"{anomaly}: {self._rollbacks} rollbacks (resilience.max_rollbacks) did not get "
+                "past this. Lower optim.peak_lr, or look at the rows in anomalies.jsonl."
+            )
+        applied = "The update was not applied; c" if anomaly.kind == "nan" else "C"
+        return (
+            f"{anomaly}, for {setting}='stop'. {applied}heckpoints up to here are good. "
+            f"Lower optim.peak_lr, look at the batch, or set {setting}=skip."
+        )
+
+    def _kind(self, values: Mapping[str, float], limit: float) -> str:
+        if not math.isfinite(values["loss"]):
+            return "nan"
+        if not math.isfinite(values["grad_norm"]):
+            # With a loss scale, gradients overflow now and then on purpose: the scale is lowered.
+            return "" if "loss_scale" in values else "nan"
+        return "spike" if values["loss"] > limit else ""
+
+    def _action(self, kind: str) -> str:
+        action = self.nan_policy if kind == "nan" else self.config.spike_policy
+        if action != "rollback":
+            return action
+        if self._rollbacks >= self.config.max_rollbacks:
+            self._gave_up = True
+            return "stop"
+        self._rollbacks += 1
+        return action
+
+
+def _append(path: Path, line: str) -> None:
+    """Add a line; a last one that a kill cut short must not swallow it."""
+    with open(path, "ab+") as file:
+        if file.tell():
+            file.seek(-1, os.SEEK_END)
+            if file.read(1) != b"\n":
+                file.write(b"\n")
+        file.write(f"{line}\n".encode())
+
+
+def read_anomalies(path: Path) -> list[Anomaly]:
+    """What a run wrote down, oldest first; nothing without a file.
+
+    A line that a kill cut short is left out, with a warning.
+    """
+    found = []
+    for number, line in enumerate(path.read_text().splitlines() if path.exists() else [], start=1):
+        try:
+            found.append(Anomaly(**json.loads(line)))
+        except (ValueError, TypeError):
+            log.warning("%s: line %d was cut short and is left out", path, number)
+    return found

@@ -1,0 +1,267 @@
+"""Silent damage: what several devices hold a copy of must be the same bits on all of them.
+
+Every so many steps, and before every save, each device hashes its part of every array of the state
+that is replicated over the data axes; the hashes (4 bytes each) are gathered and compared on the
+host one step later. One wrong bit always changes a hash. With three copies or more the majority
+says which device is wrong; of two, both are named. Arrays that are sharded over all data axes have
+no second copy: only the digests of checkpoints cover them.
+
+Copies over `tensor` and `pipeline` are not compared: where nothing is reduced over these axes, two
+devices may round differently without being damaged.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from jaxdist import runtime
+from jaxdist.core import collectives
+from jaxdist.core.sharding import Layout, axes_of
+from jaxdist.core.types import Array
+from jaxdist.run.resilience.config import ResilienceConfig
+
+
+class DamagedState(RuntimeError):
+    """Devices hold different bits of what must be one value."""
+
+    exit_code = runtime.EXIT_DAMAGED
+    advice = (
+        "take the device out of use or test it, then start the same command again: checkpoints up "
+        "to the last good check are good (resilience.damage_policy=rollback goes on by itself)"
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Damage:
+    """What a check found.
+
+    Attributes:
+        step: after which the state was looked at.
+        devices: mesh places that differ from the majority of their replicas, or all replicas
+            where there is none, with the names of the arrays.
+        certain: whether there was a majority everywhere.
+        since: the last step after which all was well.
+        text: the same for people.
+    """
+
+    step: int
+    devices: dict[int, list[str]]
+    certain: bool
+    since: int
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+
+class ReplicaWatch:
+    """Compares the replicas of a state.
+
+    Args:
+        config: how often.
+        layout: mesh and data axes.
+        hosts: host name of each process.
+    """
+
+    def __init__(self, config: ResilienceConfig, layout: Layout, hosts: Mapping[int, str]):
+        self.config, self.layout, self._hosts = config, layout, hosts
+        self._names: list[str] = []
+        self._axes: list[tuple[str, ...]] = []
+        self._places: list[int] = []  # in the state's leaves
+        self._hash: Any = None
+        self._pending: tuple[int, Array] | None = None
+        self._good = 0
+        self._rollbacks = 0
+
+    def look(self, step: int, state: Any, *, force: bool = False) -> None:
+        """Begin a check of the state after `step` if one is due; waits for nothing.
+
+        Args:
+            step: steps done.
+            state: as it is then; its arrays may be donated right after.
+            force: also between the steps of the interval, e.g. before a save.
+        """
+        every = self.config.check_interval_steps
+        if not every or not (force or step % every == 0) or not self.layout.batch_axes:
+            return
+        if self._hash is None:
+            self._make(state)
+        if self._names:
+            self._pending = step, self._hash(self._chosen(state))
+
+    def found(self) -> Damage | None:
+        """What the check that was begun last says; None when all is well or none was begun."""
+        if self._pending is None:
+            return None
+        step, hashes = self._pending
+        self._pending = None
+        damage = self._compare(step, np.asarray(jax.device_get(hashes)))
+        if damage is None:
+            self._good = step
+        return damage
+
+    def gives_up(self) -> bool:
+        """Whether the run must end: the policy says so, or it went back too often already."""
+        self._rollbacks += 1
+        policy, most = self.config.damage_policy, self.config.max_rollbacks
+        return policy == "stop" or self._rollbacks > most
+
+    def forget(self) -> None:
+        """A state was restored: what was begun on the old one counts no more."""
+        self._pending = None
+
+    def _make(self, state: Any) -> None:
+        leaves = jax.tree_util.tree_flatten_with_path(state)[0]
+        specs = []
+        for place, (path, leaf) in enumerate(leaves):
+            axes = self._replica_axes(leaf)
+            if axes:
+                self._places.append(place)
+                self._names.append(_name(path))
+                self._axes.append(axes)
+                specs.append(leaf.sharding.spec)
+        mesh = self.layout.mesh
+
+        def local(*parts: Array) -> Array:
+            return collectives.all_gather(
+                jnp.stack([fingerprint(part) for part in parts])[None], tuple(mesh.axis_names)
+            )
+
+        # The gathered table is one value on all devices, which the types cannot know.
+        gathered = jax.shard_map(
+            local, mesh=mesh, in_specs=tuple(specs), out_specs=P(), check_vma=False
+        )
+        self._hash = jax.jit(lambda chosen: gathered(*map(_bits, chosen)))
+
+    def _chosen(self, state: Any) -> list[Array]:
+        leaves = jax.tree.leaves(state)
+        return [leaves[place] for place in self._places]
+
+    def _replica_axes(self, leaf: Any) -> tuple[str, ...]:
+        """Data axes over which a leaf is replicated; none for what cannot be looked at."""
+        if leaf.sharding.memory_kind == "pinned_host" or not leaf.size:
+            return ()
+        taken = axes_of(leaf.sharding.spec)
+        return tuple(axis for axis in self.layout.batch_axes if axis not in taken)
+
+    def _compare(self, step: int, hashes: np.ndarray) -> Damage | None:
+        """Args: hashes [devices in mesh order, arrays]."""
+        if not self._differs(hashes):
+            return None
+        devices: dict[int, list[str]] = {}
+        certain = True
+        for column, (name, axes) in enumerate(zip(self._names, self._axes, strict=True)):
+            for group in self._groups(axes):
+                odd, sure = minority([int(hashes[place, column]) for place in group])
+                certain &= sure
+                for place in odd:
+                    devices.setdefault(int(group[place]), []).append(name)
+        return Damage(
+            step=step,
+            devices=devices,
+            certain=certain,
+            since=self._good,
+            text=self._text(step, devices, certain),
+        )
+
+    def _differs(self, hashes: np.ndarray) -> bool:
+        return any(
+            bool((hashes[group, column] != hashes[group[0], column]).any())
+            for column, axes in enumerate(self._axes)
+            for group in self._groups(axes)
+        )
+
+    def _groups(self, axes: tuple[str, ...]) -> np.ndarray:
+        """Mesh places that hold the same values: one row per group."""
+        mesh = self.layout.mesh
+        places = np.arange(mesh.devices.size).reshape(mesh.devices.shape)
+        dims = [mesh.axis_names.index(axis) for axis in axes]
+        last = np.moveaxis(places, dims, range(places.ndim - len(dims), places.ndim))
+        count = int(np.prod([places.shape[dim] for dim in dims]))
+        return last.reshape(-1, count)
+
+    def _text(self, step: int, devices: dict[int, list[str]], certain: bool) -> str:
+        flat = self.layout.mesh.devices.flat
+        words = []
+        for place, names in devices.items():
+            device = flat[place]
+            host = self._hosts.get(device.process_index, "?")
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            words.append(
+                f"device {device.id} of process {device.process_index} on {host} in "
+                f"{', '.join(names[:3])}{more}"
+            )
+        head = "; ".join(words[:4]) + (f"; and {len(words) - 4} more" if len(words) > 4 else "")
+        doubt = "" if certain else " (two copies: which of them is wrong cannot be told)"
+        return (
+            f"replicas differ after step {step}: {head}{doubt}. All was well after step "
+            f"{self._good}."
+        )
+
+
+def uneven_norms(norms: Sequence[float], tolerance: float = 0.1) -> str:
+    """Which data replicas have gradient norms off the median of all; "" when none has.
+
+    With few rows per replica that is ordinary noise; the same replica again and again is not.
+    """
+    finite = [norm for norm in norms if np.isfinite(norm)]
+    median = float(np.median(finite)) if finite else 0.0
+    off = [
+        f"data replica {place}: {norm:.4g} ({norm / (median or 1.0) - 1:+.0%})"
+        for place, norm in enumerate(norms)
+        if not abs(norm - median) <= tolerance * median
+    ]
+    return f"gradient norms off their median {median:.4g}: {', '.join(off)}" if off else ""
+
+
+def minority(values: Sequence[int]) -> tuple[list[int], bool]:
+    """Places whose value is not the majority's, and whether there is one; all without."""
+    counts = Counter(values).most_common()
+    if len(counts) == 1:
+        return [], True
+    value, count = counts[0]
+    if 2 * count > len(values):
+        return [place for place, other in enumerate(values) if other != value], True
+    return list(range(len(values))), False
+
+
+def fingerprint(words: Array) -> Array:
+    """uint32 [] of a block of uint32; any single other bit gives another value.
+
+    A flipped bit changes its word by a power of two, its weight is odd: the product does not vanish
+    modulo 2³². Positions enter the weights, so that exchanged elements show too.
+    """
+    position = jnp.zeros(words.shape, jnp.uint32)
+    stride = 1
+    for dim in reversed(range(words.ndim)):
+        steps = lax.broadcasted_iota(jnp.uint32, words.shape, dim)
+        position = position + steps * jnp.uint32(stride % 2**32)
+        stride *= words.shape[dim]
+    weights = (position * jnp.uint32(2654435761)) | jnp.uint32(1)  # 2³² over the golden ratio
+    return jnp.sum(words * weights, dtype=jnp.uint32)
+
+
+def _bits(x: Array) -> Array:
+    """The bits of x as uint32, with a trailing dim of 2 where an element has 64 of them."""
+    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return jax.random.key_data(x)
+    if x.dtype == jnp.bool_:
+        return x.astype(jnp.uint32)
+    size = x.dtype.itemsize
+    if size >= 4:
+        return lax.bitcast_convert_type(x, jnp.uint32)
+    return lax.bitcast_convert_type(x, {1: jnp.uint8, 2: jnp.uint16}[size]).astype(jnp.uint32)
+
+
+def _name(path: Any) -> str:
+    keys = (str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in path)
+    return "/".join(keys)

@@ -1,0 +1,221 @@
+"""The run directory: where each file lies, who may write it, and how a run goes on in it."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxdist.core.types import ConfigError
+from jaxdist.run.metrics_log import RecordWriter, decode, encode
+
+
+@dataclasses.dataclass(frozen=True)
+class RunDirectory:
+    """Paths of one run. Only process 0 writes here, but for each process's own log and checkpoints.
+
+    Attributes:
+        path: the directory.
+        is_writer: this is process 0.
+        resumed: a run was here before; it is continued, never split.
+    """
+
+    path: Path
+    is_writer: bool = True
+    resumed: bool = False
+
+    @classmethod
+    def open(
+        cls, path: str | os.PathLike[str], *, process_index: int = 0, resume: bool = True
+    ) -> RunDirectory:
+        """Make the directory, or go on in it.
+
+        Args:
+            path: the same on every process (see `new_run_path`).
+            process_index: process 0 makes the files; the others only need `logs/`.
+            resume: go on with a run that is already there.
+
+        Raises:
+            ConfigError: a run is there and `resume` is False; the path is a file or not writable.
+            FileNotFoundError: it was there when the launcher started; made anew, it would hide
+                below a mount that was lost.
+        """
+        run = cls(Path(path), is_writer=process_index == 0)
+        launched = os.environ.get("JAXDIST_LOG_DIR")  # the launcher has made it
+        if launched and Path(launched) == run.logs and not run.logs.is_dir():
+            raise FileNotFoundError(f"{run.path} is gone: is its file system still mounted?")
+        resumed = run.metrics.exists() and run.metrics.stat().st_size > 0
+        if resumed and not resume and run.is_writer:
+            raise ConfigError(
+                [
+                    f"run directory {run.path} already holds a run, and resuming is off. "
+                    "Use --resume auto to go on with it, or another --run-dir."
+                ]
+            )
+        try:
+            run.logs.mkdir(parents=True, exist_ok=True)
+            if run.is_writer:
+                run.checkpoints.mkdir(exist_ok=True)
+                with open(run.metrics, "ab"):  # found out now, not after the first compilation
+                    pass
+        except OSError as error:
+            raise ConfigError(
+                [
+                    f"run directory {run.path} cannot be written ({error.strerror}). "
+                    "Name a directory that can with --run-dir."
+                ]
+            ) from error
+        return dataclasses.replace(run, resumed=resumed)
+
+    @classmethod
+    def existing(cls, path: str | os.PathLike[str]) -> RunDirectory:
+        """A run to read.
+
+        Raises:
+            ConfigError: there is no run at `path`.
+        """
+        run = cls(Path(path), is_writer=False, resumed=True)
+        if not run.path.is_dir():
+            raise ConfigError([f"run {run.path} is no directory. {_runs_near(run.path)}"])
+        if not run.metrics.is_file():
+            raise ConfigError(
+                [f"run {run.path} has no metrics.jsonl. {_runs_near(run.path / 'metrics.jsonl')}"]
+            )
+        return run
+
+    @property
+    def config(self) -> Path:
+        """The resolved config, as TOML."""
+        return self.path / "config.toml"
+
+    @property
+    def environment(self) -> Path:
+        """Versions, git, hosts, devices and command of the newest start; older ones inside it."""
+        return self.path / "environment.json"
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON object per line (see `records`)."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def tensorboard(self) -> Path:
+        """TensorBoard's files."""
+        return self.path / "tensorboard"
+
+    @property
+    def profiles(self) -> Path:
+        """One directory per trace, where any was asked for."""
+        return self.path / "profile"
+
+    @property
+    def checkpoints(self) -> Path:
+        """One directory per saved step."""
+        return self.path / "checkpoints"
+
+    @property
+    def logs(self) -> Path:
+        """One log per process."""
+        return self.path / "logs"
+
+    @property
+    def anomalies(self) -> Path:
+        """One JSON line for each step whose loss was bad, with its rows; absent without one."""
+        return self.path / "anomalies.jsonl"
+
+    @property
+    def summary(self) -> Path:
+        """What came of the run; written when it ends."""
+        return self.path / "summary.json"
+
+    def log(self, process_index: int) -> Path:
+        """The log of one process."""
+        return self.logs / f"process-{process_index}.log"
+
+    def write_config(self, text: str) -> list[str]:
+        """Write config.toml; return what differs from the config that was there, one line each."""
+        if not self.is_writer:
+            return []
+        changes = []
+        if self.config.exists():
+            old = flatten(tomllib.loads(self.config.read_text()))
+            new = flatten(tomllib.loads(text))
+            changes = [
+                f"{key}: {old.get(key, 'not set')} -> {new.get(key, 'not set')}"
+                for key in sorted(old.keys() | new.keys())
+                if old.get(key) != new.get(key)
+            ]
+        write_whole(self.config, text)
+        return changes
+
+    def write_environment(self, record: Mapping[str, Any]) -> None:
+        """Write environment.json, keeping the records of earlier starts under `earlier`."""
+        if not self.is_writer:
+            return
+        earlier = []
+        if self.environment.exists():
+            before = decode(self.environment.read_text())
+            earlier = [*before.pop("earlier", []), before]
+        write_whole(self.environment, encode({**record, "earlier": earlier}, indent=2) + "\n")
+
+    def write_summary(self, record: Mapping[str, Any]) -> None:
+        """Write summary.json; the newest end of the run is the one that counts."""
+        if self.is_writer:
+            write_whole(self.summary, encode(record, indent=2) + "\n")
+
+    def open_metrics(self) -> RecordWriter:
+        """Append to metrics.jsonl; for process 0 only."""
+        if not self.is_writer:
+            raise ValueError("only process 0 writes metrics.jsonl")
+        return RecordWriter(self.metrics)
+
+
+def new_run_path(name: str, root: str | os.PathLike[str] = "runs") -> Path:
+    """`<root>/<name>-<time>`, the same on every process: they agree on process 0's clock (UTC).
+
+    Collective where there are several processes: each must call it, after joining the job.
+    """
+    import jax
+
+    seconds = int(time.time())
+    if jax.process_count() > 1:
+        import numpy as np
+        from jax.experimental import multihost_utils
+
+        seconds = int(multihost_utils.broadcast_one_to_all(np.uint32(seconds)))
+    stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime(seconds))
+    return Path(root) / f"{name}-{stamp}"
+
+
+def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested tables as dotted keys: {"model": {"d_model": 8}} -> {"model.d_model": 8}."""
+    flat: dict[str, Any] = {}
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value
+    return flat
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file so that whoever reads it finds the old text or the new, never half of one."""
+    temporary = path.with_name(f".{path.name}.writing")
+    with open(temporary, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def _runs_near(path: Path) -> str:
+    """Names runs beside what was asked for: most wrong paths are one directory off."""
+    for root in (path.parent, path.parent.parent):
+        runs = sorted(root.glob("*/metrics.jsonl"), key=lambda p: p.stat().st_mtime, reverse=True)
+        if runs:
+            return "Runs there: " + ", ".join(str(run.parent) for run in runs[:3]) + "."
+    return "Name a run directory, such as runs/<name>-<time>."

@@ -1,0 +1,375 @@
+"""From settings to the parts of a run: mesh, model, layout, optimizer, compiled step.
+
+Every command that touches a model puts it together here, so that training, evaluation, generation
+and planning cannot disagree. Nothing is compiled and no array is made.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxdist import models, optim, runtime
+from jaxdist.checkpoint import Checkpointer
+from jaxdist.checkpoint.manifest import directory_of
+from jaxdist.checkpoint.pytree import in_params, under
+from jaxdist.config import RunConfig, fit_devices, legal_sizes, stored_run
+from jaxdist.core.mesh import MeshSpec
+from jaxdist.core.parallel.pipeline.schedule_table import Schedule
+from jaxdist.core.precision import initial_loss_scale
+from jaxdist.core.sharding import RULES, Layout, Needs
+from jaxdist.core.state import TrainState, abstract_state, init_state
+from jaxdist.core.step import Step, make_step
+from jaxdist.core.types import Array, ConfigError, Model, Params
+from jaxdist.data import Dataset
+from jaxdist.data.images import image_fields
+from jaxdist.data.packing import text_fields
+from jaxdist.models.huggingface.directory import is_model
+from jaxdist.models.huggingface.loading import load_params
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Parts:
+    """A run, put together.
+
+    Attributes:
+        config: what it was made from; of an elastic run, what fits the devices that are there.
+        spec: mesh sizes.
+        mesh_reason: why this mesh.
+        is_shrunk: whether an elastic run has fewer devices than its mesh names.
+        layout: where arrays lie.
+        model: the model record.
+        optimizer: update direction, without the learning rate.
+        schedule: step -> learning rate.
+        loss_scale: initial loss scale, {} without.
+        compute_dtype: dtype of matrix products.
+        num_params: parameters as stored.
+        step: the compiled functions.
+    """
+
+    config: RunConfig
+    spec: MeshSpec
+    mesh_reason: str
+    is_shrunk: bool
+    layout: Layout
+    model: Model
+    optimizer: Any
+    schedule: Any
+    loss_scale: dict[str, Array]
+    compute_dtype: Any
+    num_params: int
+    step: Step
+
+    @property
+    def devices(self) -> list[Any]:
+        """Devices of the mesh: all of the job's, unless an elastic run leaves some idle."""
+        return list(self.layout.mesh.devices.flat)
+
+    @property
+    def pipeline_schedule(self) -> Schedule | None:
+        """What the stages of one step do; None without stages."""
+        if self.spec.pipeline == 1:
+            return None
+        return self.config.pipeline.make_schedule(
+            num_stages=self.spec.pipeline,
+            rows=self.config.train.global_batch_size // self.spec.num_replicas,
+            accumulation=self.config.train.num_microbatches,
+        )
+
+    def init_state(self) -> TrainState:
+        """A new state, with the weights that `init_from` names, or random ones."""
+        start = self.config.init_from
+        return init_state(
+            self.model,
+            self.optimizer,
+            self.layout,
+            seed=self.config.seed,
+            loss_scale=self.loss_scale,
+            offload=self.config.train.offload_optimizer,
+            params=self._started_params(start) if start else None,
+        )
+
+    def abstract_state(self) -> TrainState:
+        """The state's shapes and shardings: what a restore aims at."""
+        return abstract_state(
+            self.model,
+            self.optimizer,
+            self.layout,
+            loss_scale=self.loss_scale,
+            offload=self.config.train.offload_optimizer,
+        )
+
+    def abstract_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """A training batch's shapes and shardings, as the built-in readers make it."""
+        train = self.config.train
+        if self.model.unit == "tokens":
+            fields = text_fields(train.seq_len, packed=self.config.data.packs_documents)
+        else:
+            fields = image_fields()
+        return {
+            name: jax.ShapeDtypeStruct(
+                (train.global_batch_size, *shape), dtype, sharding=self.step.batch_sharding
+            )
+            for name, (shape, dtype) in fields.items()
+        }
+
+    def _started_params(self, path: str) -> Params:
+        """What a run starts from: stored weights, and random ones where the settings say so."""
+        fresh = self.config.reinit_params
+        target = self.abstract_state().params
+        named, structure = jax.tree_util.tree_flatten_with_path(target)
+        names = ["params/" + "/".join(key.key for key in path) for path, _ in named]
+        wanted = [under(name, in_params(fresh)) for name in names]
+
+        def random_leaves(seed: int) -> list[Array]:
+            init_key, _ = jax.random.split(jax.random.key(seed))  # as `state.make_state` does
+            leaves = jax.tree.leaves(self.model.init(init_key))
+            return [leaf for leaf, fresh in zip(leaves, wanted, strict=True) if fresh]
+
+        placed = [leaf.sharding for (_, leaf), new in zip(named, wanted, strict=True) if new]
+        made = iter(
+            jax.jit(random_leaves, static_argnums=0, out_shardings=placed)(self.config.seed)
+        )
+        leaves = [next(made) if new else leaf for (_, leaf), new in zip(named, wanted, strict=True)]
+        target = jax.tree.unflatten(structure, leaves)
+        return self.stored_params(path, target, fresh=fresh, unused=self.config.ignore_params)
+
+    def stored_params(
+        self,
+        path: str,
+        target: Params | None = None,
+        *,
+        fresh: Collection[str] = (),
+        unused: Collection[str] = (),
+    ) -> Params:
+        """Weights of a Hugging Face directory, a run or one of its checkpoints, on this mesh.
+
+        Those of a run are verified.
+
+        Args:
+            path: where they are.
+            target: see `Checkpointer.restore_params`; default: all parameters of the model.
+            fresh: see `Checkpointer.restore_params`.
+            unused: see `Checkpointer.restore_params`.
+
+        Raises:
+            ConfigError: there is nothing to load, or its weights do not fit this run's model.
+        """
+        target = self.abstract_state().params if target is None else target
+        if is_model(path):
+            return load_params(
+                Path(path).expanduser(), target, fresh=in_params(fresh), unused=in_params(unused)
+            )
+        directory = directory_of(path)
+        named = Path(path).name
+        reader = Checkpointer(directory, self.config.checkpoint, read_only=True)
+        step = int(named) if named.isdecimal() else None
+        return reader.restore_params(target, step, fresh=fresh, unused=unused)
+
+
+def assemble(
+    config: RunConfig,
+    devices: Sequence[Any],
+    needs_of: Callable[[RunConfig, Sequence[Any], Model], Needs | None] | None = None,
+) -> Parts:
+    """Put a run together on these devices.
+
+    Args:
+        config: the run.
+        devices: all devices of the job.
+        needs_of: makes the estimate by which the default mesh is chosen (`estimate.budget`).
+
+    Raises:
+        ConfigError: every rule that the mesh breaks, with legal meshes nearby.
+    """
+    model = models.build(config.model, seq_len=config.train.seq_len)
+    asked = config
+    config, devices = _fit_devices(asked, devices, model)
+    shapes = jax.eval_shape(model.init, jax.random.key(0))
+    num_params = sum(math.prod(x.shape) for x in jax.tree.leaves(shapes))
+    spec, reason = config.choose_mesh(
+        len(devices),
+        model=model,
+        memory_bytes=_device_memory(devices),
+        needs=needs_of(config, devices, model) if needs_of is not None else None,
+    )
+    layout = Layout(
+        mesh=spec.build(devices),
+        rules={**RULES, **model.rules},
+        zero=config.mesh.zero,
+        sequence_parallel=config.mesh.sequence_parallel and model.sequence,
+        auto_tensor=model.tensor == "auto",
+    )
+    platform = devices[0].platform
+    compute_dtype = config.precision.resolve("cpu" if platform == "cpu" else "gpu")
+    loss_scale = initial_loss_scale(config.precision, compute_dtype)
+    if problems := optim.frozen_problems(config.optim, model.axes):
+        raise ConfigError(problems)
+    optimizer = optim.make_optimizer(config.optim, model.axes)
+    schedule = optim.make_schedule(
+        config.optim,
+        total_steps=config.train.steps,
+        global_batch_size=config.train.global_batch_size,
+    )
+    step = make_step(
+        model,
+        optimizer,
+        schedule,
+        layout,
+        config.train,
+        config.precision,
+        max_grad_norm=config.optim.max_grad_norm,
+        loss_scale=loss_scale,
+        pipeline_config=config.pipeline,
+        frozen=optim.frozen_leaves(config.optim, model.axes) if config.optim.frozen else None,
+    )
+    return Parts(
+        config=config,
+        spec=spec,
+        mesh_reason=reason,
+        is_shrunk=config is not asked,
+        layout=layout,
+        model=model,
+        optimizer=optimizer,
+        schedule=schedule,
+        loss_scale=loss_scale,
+        compute_dtype=compute_dtype,
+        num_params=num_params,
+        step=step,
+    )
+
+
+def _fit_devices(
+    config: RunConfig, devices: Sequence[Any], model: Model
+) -> tuple[RunConfig, Sequence[Any]]:
+    """The settings for the devices that are there, and those of them that take part."""
+    fitted = fit_devices(config, len(devices), model)
+    if fitted is config:
+        return config, devices
+    used = MeshSpec.parse(fitted.mesh.shape).num_devices
+    num_processes = len({device.process_index for device in devices})
+    if used < len(devices) and num_processes > 1:  # a process without a device cannot take part
+        each = len(devices) // num_processes
+        legal = legal_sizes(config, model)
+        right = max((n for n in range(1, num_processes) if n * each in legal), default=1)
+        raise ConfigError(
+            [
+                f"mesh {config.mesh.shape} is elastic and legal with {used} of the {len(devices)} "
+                f"devices of {num_processes} processes: in a job of several processes none may "
+                f"be idle. Start {right}, or let jaxdist.launch choose: --nproc MIN:MAX."
+            ]
+        )
+    return fitted, devices[:used]
+
+
+def check_data_fits(parts: Parts, dataset: Dataset) -> None:
+    """Refuse data of another kind than the model's, or with tokens the model has no row for."""
+    model = parts.config.model
+    wanted = "text" if parts.model.unit == "tokens" else "images"
+    if dataset.kind != wanted:
+        raise ConfigError(
+            [
+                f"data.sources={parts.config.data.sources} holds {dataset.kind}, the model "
+                f"({parts.model.name}) takes {wanted}. Change data.sources or model.kind."
+            ]
+        )
+    size = getattr(model, "vocab_size", None) or getattr(model, "num_classes", None)
+    if size is not None and dataset.vocab_size > size:
+        name = "vocab_size" if wanted == "text" else "num_classes"
+        raise ConfigError(
+            [
+                f"the data has {dataset.vocab_size} tokens or classes, model.{name}={size} is too "
+                f"small for it. Set model.{name}={dataset.vocab_size}."
+            ]
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainedRun:
+    """A run directory opened for reading: its settings, its parts on this machine, its weights."""
+
+    path: Path
+    parts: Parts
+
+    def params(self, step: int | None = None) -> tuple[Params, int]:
+        """Parameters of a checkpoint (None = the newest that can be trusted), and its step.
+
+        Raises:
+            ConfigError: there is no such checkpoint, or it holds another model.
+        """
+        checkpointer = Checkpointer(
+            self.path / "checkpoints", self.parts.config.checkpoint, read_only=True
+        )
+        chosen = checkpointer.choose() if step is None else step
+        if chosen is None or chosen not in checkpointer.steps():
+            there = ", ".join(map(str, checkpointer.steps())) or "none"
+            raise ConfigError(
+                [
+                    f"run {self.path} has no checkpoint {step or ''}, it has: {there}. "
+                    "Name one of these, or leave --step out for the newest."
+                ]
+            )
+        target = self.parts.abstract_state().params
+        return checkpointer.restore_params(target, chosen), chosen
+
+
+def open_run(
+    path: str,
+    *,
+    mesh: str = "auto",
+    simulate: int = 0,
+    train: Mapping[str, Any] | None = None,
+) -> TrainedRun:
+    """Open a run for evaluation or generation on another mesh, device count or machine.
+
+    Args:
+        path: run directory, or a checkpoint inside it.
+        mesh: mesh axes; "auto" = one device.
+        simulate: simulated CPU devices; 0 = the machine's own.
+        train: settings of the section `train` to replace.
+
+    Raises:
+        ConfigError: no run is there, its settings cannot be read, or the mesh is not legal.
+    """
+    run = _run_of(Path(path))
+    config = stored_run(run / "config.toml")
+    if simulate:
+        runtime.simulate(simulate)
+    runtime.setup_compilation_cache(config.runtime.compilation_cache_dir)
+    devices = list(jax.devices())
+    spec = None if mesh == "auto" else MeshSpec.parse(mesh, len(devices))
+    devices = devices[: spec.num_devices if spec is not None else 1]
+    config = dataclasses.replace(
+        config,
+        mesh=dataclasses.replace(config.mesh, shape=str(spec) if spec else "dp=1", reason=""),
+        train=dataclasses.replace(config.train, num_microbatches=1, **(train or {})),
+        pipeline=dataclasses.replace(config.pipeline, num_microbatches=0),
+    )
+    return TrainedRun(path=run, parts=assemble(config, devices))
+
+
+def _run_of(path: Path) -> Path:
+    for candidate in (path, path.parent, path.parent.parent):
+        if (candidate / "config.toml").is_file():
+            return candidate
+    raise ConfigError(
+        [
+            f"run {str(path)!r} holds no config.toml. Name a run directory as training printed it, "
+            "e.g. runs/default-20260101-120000."
+        ]
+    )
+
+
+def _device_memory(devices: Sequence[Any]) -> int | None:
+    """Bytes of one device; only a process's own devices answer, and all are alike."""
+    own = [device for device in devices if device.process_index == jax.process_index()]
+    try:
+        stats = own[0].memory_stats() if own else None
+    except jax.errors.JaxRuntimeError:  # described for a compilation, and not there to be asked
+        stats = None
+    return (stats or {}).get("bytes_limit")

@@ -1,0 +1,113 @@
+"""How a run begins: its directory, its state and data, its first words."""
+
+from __future__ import annotations
+
+import logging
+from typing import TypeAlias
+
+from jaxdist.checkpoint import Checkpointer
+from jaxdist.config import RunConfig
+from jaxdist.core.parallel.data import has_replica_norms
+from jaxdist.core.parallel.pipeline.config import describe
+from jaxdist.core.state import TrainState
+from jaxdist.data import Dataset, Loader, left_out_of, resume_sample
+from jaxdist.plan.estimate.memory_check import Budget
+from jaxdist.run.monitoring import Monitor, RunDirectory, new_run_path
+from jaxdist.run.resilience import LossGuard
+from jaxdist.run.setup import Parts
+
+log = logging.getLogger("jaxdist")
+
+Samples: TypeAlias = tuple[tuple[int, int], ...]
+"""Ranges [first, end) of samples."""
+
+
+def open_run_directory(config: RunConfig, process_index: int) -> RunDirectory:
+    """The run directory that the settings name, made or gone on in."""
+    path = config.run_dir
+    if config.resume not in ("auto", "never"):
+        path = str(RunDirectory.existing(config.resume).path)
+    return RunDirectory.open(
+        path or new_run_path(config.name),
+        process_index=process_index,
+        resume=config.resume != "never",
+    )
+
+
+def start(
+    parts: Parts,
+    dataset: Dataset,
+    checkpointer: Checkpointer,
+    run: RunDirectory,
+    guard: LossGuard,
+    left_out: Samples | None = None,
+) -> tuple[TrainState, int, Loader]:
+    """State, steps done and loader: of the newest valid checkpoint, or new ones.
+
+    A run that goes back says in `left_out` which samples it goes on without.
+    """
+    config = parts.config
+    goes_back = left_out is not None
+    chosen = checkpointer.choose() if goes_back or config.resume != "never" else None
+    first_sample, judged = 0, []
+    if chosen is None:
+        state, step = parts.init_state(), 0
+        if config.init_from:
+            log.info("weights from %s", config.init_from)
+        if config.checkpoint.probe and not goes_back:
+            checkpointer.probe(state)
+    else:
+        state, meta, step = checkpointer.restore(parts.abstract_state(), step=chosen)
+        first_sample = resume_sample(
+            meta["data"], dataset, seed=config.seed, on_change=config.data.on_change
+        )
+        judged = meta.get("guard", [])
+        left_out = left_out if goes_back else left_out_of(meta["data"], dataset)
+        log.info("resumed from step %d of %s", step, run.path)
+    guard.restore(judged)
+    loader = Loader(
+        dataset,
+        global_batch_size=config.train.global_batch_size,
+        seed=config.seed,
+        sharding=parts.step.batch_sharding,
+        start_sample=first_sample,
+        left_out=left_out or (),
+        prefetch=config.data.prefetch,
+    )
+    return state, step, loader
+
+
+def announce(parts: Parts, monitor: Monitor, budget: Budget | None) -> None:
+    """The first lines of a run: what will happen, where, and why this way."""
+    config, model = parts.config, parts.model
+    for remark in config.remarks():
+        log.warning("%s", remark)
+    reason = parts.mesh_reason
+    if parts.is_shrunk:
+        monitor.event("elastic", message=reason, level=logging.WARNING, mesh=str(parts.spec))
+        reason = reason.partition(";")[0]
+    rows = config.train.global_batch_size // parts.layout.num_replicas
+    schedule = parts.pipeline_schedule
+    microbatches = schedule.num_microbatches if schedule else config.train.num_microbatches
+    notes = list(model.notes(parts.step.context)) if model.notes else []
+    if schedule is not None:
+        notes.append(describe(schedule, rows))
+    if config.train.replica_norms and not has_replica_norms(parts.layout):
+        notes.append(
+            "train.replica_norms: nothing to compare, gradients are whole on no data replica "
+            "(needs dp > 1 and zero 0 or 1)"
+        )
+    if budget is not None:
+        notes.append(budget.line())
+    monitor.header(
+        mesh=str(parts.spec),
+        mesh_reason=reason,
+        model=model.name,
+        num_parameters=parts.num_params,
+        per_device_batch=rows // microbatches,
+        num_replicas=parts.layout.num_replicas,
+        accumulation=microbatches,
+        tokens_per_row=config.train.seq_len if model.unit == "tokens" else 1,
+        precision=f"{parts.compute_dtype} compute, float32 parameters",
+        notes=notes,
+    )

@@ -1,0 +1,410 @@
+"""Who started this process, and what that makes of it: environment variables to a `JoinPlan`.
+
+Pure functions of a mapping: nothing here opens a socket, reads a file or imports jax.
+
+| started by | told by |
+|---|---|
+| `jaxdist.launch` | `JAXDIST_COORDINATOR`, `_NUM_PROCESSES`, `_PROCESS_INDEX`, `_LOCAL_*` |
+| Kubernetes-style operators | `COORDINATOR_ADDRESS`, `NUM_PROCESSES`, `PROCESS_ID` (JAXJob), |
+| | `MASTER_ADDR`, `WORLD_SIZE`, `RANK` (PyTorchJob, torchrun), |
+| | `JOB_COMPLETION_INDEX` with `JAXDIST_COORDINATOR` and `JAXDIST_NUM_PROCESSES` (Job, JobSet) |
+| `mpirun` of Open MPI | `OMPI_COMM_WORLD_SIZE`, `_RANK`, `_LOCAL_SIZE`, `_LOCAL_RANK` |
+| `srun` | `SLURM_STEP_NODELIST`, `SLURM_NTASKS`, `SLURM_PROCID`, `SLURM_LOCALID` |
+
+The first that applies wins: what stands closest to the process comes first, because a launcher or
+mpirun inside a SLURM allocation also sees SLURM's variables.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import zlib
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, NoReturn
+
+if TYPE_CHECKING:
+    from jaxdist.runtime.config import RuntimeConfig
+
+DEFAULT_PORT = 29400
+"""Where a coordinator listens when only its host is known; outside Linux's ephemeral range."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class JoinPlan:
+    """How one process joins its job.
+
+    Attributes:
+        source: who said so, in words for a log line.
+        num_processes: in the whole job.
+        process_index: of this process.
+        coordinator: host:port of process 0; empty when alone.
+        num_hosts: hosts of the job, 0 when the environment does not say.
+        local_processes: processes on this host, 0 when the environment does not say.
+        local_index: of this process on its host.
+        local_device_ids: positions among the visible GPUs that this process takes; None: all.
+        attempt: how often the job has been restarted.
+    """
+
+    source: str = "alone"
+    num_processes: int = 1
+    process_index: int = 0
+    coordinator: str = ""
+    num_hosts: int = 1
+    local_processes: int = 1
+    local_index: int = 0
+    local_device_ids: tuple[int, ...] | None = None
+    attempt: int = 0
+
+
+def resolve(
+    environ: Mapping[str, str], settings: RuntimeConfig | None = None, num_gpus: int = 0
+) -> JoinPlan:
+    """The plan that `environ` and the user's `settings` make for this process.
+
+    Args:
+        environ: of this process.
+        settings: what the user fixed by hand; it wins over the environment.
+        num_gpus: GPUs that the host shows to this process; 0 when unknown. Needed only where
+            several processes share a host and nobody set `CUDA_VISIBLE_DEVICES`.
+
+    Raises:
+        ConfigError: the environment contradicts itself, or a job is not started as it must be.
+    """
+    cluster = settings.cluster if settings else "auto"
+    if cluster == "alone":
+        return JoinPlan()
+    if settings is not None and settings.num_processes > 0:
+        plan = _from_flags(environ, settings)
+    else:
+        plan = _from_environment(environ, cluster)
+    if plan.num_processes == 1:
+        return dataclasses.replace(plan, coordinator="")
+    _check_place(plan)
+    _check_coordinator(plan)
+    return dataclasses.replace(plan, local_device_ids=_local_devices(environ, plan, num_gpus))
+
+
+def visible_gpus(environ: Mapping[str, str]) -> list[str] | None:
+    """Entries of `CUDA_VISIBLE_DEVICES` (numbers, `GPU-…` or `MIG-…`); None when it is not set."""
+    text = environ.get("CUDA_VISIBLE_DEVICES")
+    if text is None:
+        return None
+    return [entry.strip() for entry in text.split(",") if entry.strip() not in ("", "-1")]
+
+
+def expand_hosts(hostlist: str) -> list[str]:
+    """SLURM's short form to host names: `n[01-03,7]-ib,login` to five names.
+
+    Any number of bracket groups, with prefix and suffix, leading zeros kept.
+    """
+    hosts: list[str] = []
+    for item in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", hostlist):
+        names = [""]
+        for text, ranges in re.findall(r"([^\[]+)|\[([^\]]*)\]", item.strip()):
+            pieces = [text] if text else _expand_ranges(ranges)
+            names = [name + piece for name in names for piece in pieces]
+        hosts.extend(names)
+    return hosts
+
+
+def _expand_ranges(ranges: str) -> list[str]:
+    pieces = []
+    for part in ranges.split(","):
+        first, dash, last = part.partition("-")
+        if not dash:
+            pieces.append(first)
+            continue
+        pieces.extend(str(n).zfill(len(first)) for n in range(int(first), int(last) + 1))
+    return pieces
+
+
+def expand_counts(text: str) -> list[int]:
+    """SLURM's counts per node: `2(x3),1` to [2, 2, 2, 1]."""
+    counts: list[int] = []
+    for number, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
+        counts.extend([int(number)] * int(times or 1))
+    return counts
+
+
+def _from_flags(environ: Mapping[str, str], settings: RuntimeConfig) -> JoinPlan:
+    return JoinPlan(
+        source="flags",
+        num_processes=settings.num_processes,
+        process_index=settings.process_index,
+        coordinator=settings.coordinator,
+        num_hosts=0,
+        local_processes=_number(environ, "JAXDIST_LOCAL_PROCESSES", 0),
+        local_index=_number(environ, "JAXDIST_LOCAL_INDEX", 0),
+        attempt=_number(environ, "JAXDIST_ATTEMPT", 0),
+    )
+
+
+def _from_environment(environ: Mapping[str, str], cluster: str) -> JoinPlan:
+    readers: dict[str, tuple[Callable[[Mapping[str, str]], bool], Callable[..., JoinPlan]]] = {
+        "launch": (_is_launch, _from_launch),
+        "kubernetes": (_is_kubernetes, _from_kubernetes),
+        "ompi": (_is_open_mpi, _from_open_mpi),
+        "slurm": (_is_slurm, _from_slurm),
+    }
+    if cluster != "auto":
+        applies, read = readers[cluster]
+        if not applies(environ):
+            _refuse(
+                f"runtime.cluster={cluster}, but the environment has none of its variables. "
+                "Start the job with that launcher, or set runtime.cluster=auto."
+            )
+        return read(environ)
+    for applies, read in readers.values():
+        if applies(environ):
+            return read(environ)
+    return JoinPlan(attempt=_number(environ, "JAXDIST_ATTEMPT", 0))
+
+
+# --- python -m jaxdist.launch -------------------------------------------------------------------
+
+
+def _is_launch(environ: Mapping[str, str]) -> bool:
+    return "JAXDIST_PROCESS_INDEX" in environ
+
+
+def _from_launch(environ: Mapping[str, str]) -> JoinPlan:
+    return JoinPlan(
+        source="jaxdist.launch",
+        num_processes=_number(environ, "JAXDIST_NUM_PROCESSES"),
+        process_index=_number(environ, "JAXDIST_PROCESS_INDEX"),
+        coordinator=environ.get("JAXDIST_COORDINATOR", ""),
+        num_hosts=_number(environ, "JAXDIST_NUM_HOSTS", 0),
+        local_processes=_number(environ, "JAXDIST_LOCAL_PROCESSES", 0),
+        local_index=_number(environ, "JAXDIST_LOCAL_INDEX", 0),
+        attempt=_number(environ, "JAXDIST_ATTEMPT", 0),
+    )
+
+
+# --- operators that speak in environment variables ------------------------------------------------
+
+_SPELLINGS = (
+    # address, port, processes, index
+    ("COORDINATOR_ADDRESS", "COORDINATOR_PORT", "NUM_PROCESSES", "PROCESS_ID"),
+    ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK"),
+    ("JAXDIST_COORDINATOR", "JAXDIST_PORT", "JAXDIST_NUM_PROCESSES", "JOB_COMPLETION_INDEX"),
+)
+
+
+def _spelling(environ: Mapping[str, str]) -> tuple[str, str, str, str] | None:
+    for names in _SPELLINGS:
+        if names[2] in environ and names[3] in environ:
+            return names
+    return None
+
+
+def _is_kubernetes(environ: Mapping[str, str]) -> bool:
+    if _spelling(environ) is not None:
+        return True
+    # An indexed Job says which pod this is, not how many there are.
+    if "JOB_COMPLETION_INDEX" in environ and "JAXDIST_COORDINATOR" in environ:
+        _refuse(
+            "JOB_COMPLETION_INDEX and JAXDIST_COORDINATOR are set, JAXDIST_NUM_PROCESSES is not. "
+            "Set it to the Job's completions in the pod's environment."
+        )
+    return False
+
+
+def _from_kubernetes(environ: Mapping[str, str]) -> JoinPlan:
+    address, port, processes, index = _spelling(environ) or _SPELLINGS[0]
+    num_processes = _number(environ, processes)
+    coordinator = environ.get(address, "")
+    if not coordinator and num_processes > 1:
+        _refuse(
+            f"{processes}={num_processes} and {index}={environ[index]} describe a job, but "
+            f"{address} is not set. Set it to the host of process 0."
+        )
+    local_processes = _number(environ, "LOCAL_WORLD_SIZE", 0)
+    return JoinPlan(
+        source=f"environment ({index})",
+        num_processes=num_processes,
+        process_index=_number(environ, index),
+        coordinator=_with_port(coordinator, _number(environ, port, DEFAULT_PORT)),
+        num_hosts=num_processes // local_processes if local_processes else 0,
+        local_processes=local_processes,
+        local_index=_number(environ, "LOCAL_RANK", 0),
+        attempt=_number(environ, "TORCHELASTIC_RESTART_COUNT", 0),
+    )
+
+
+# --- Open MPI -------------------------------------------------------------------------------------
+
+
+def _is_open_mpi(environ: Mapping[str, str]) -> bool:
+    return "OMPI_COMM_WORLD_SIZE" in environ and "OMPI_COMM_WORLD_RANK" in environ
+
+
+def _from_open_mpi(environ: Mapping[str, str]) -> JoinPlan:
+    num_processes = _number(environ, "OMPI_COMM_WORLD_SIZE")
+    local_processes = _number(environ, "OMPI_COMM_WORLD_LOCAL_SIZE", 0)
+    coordinator = _given_coordinator(environ)
+    if not coordinator and num_processes > 1:
+        coordinator = _open_mpi_coordinator(environ, num_processes == local_processes)
+    return JoinPlan(
+        source="Open MPI",
+        num_processes=num_processes,
+        process_index=_number(environ, "OMPI_COMM_WORLD_RANK"),
+        coordinator=coordinator,
+        num_hosts=1 if num_processes == local_processes else 0,
+        local_processes=local_processes,
+        local_index=_number(environ, "OMPI_COMM_WORLD_LOCAL_RANK", 0),
+    )
+
+
+def _open_mpi_coordinator(environ: Mapping[str, str], one_host: bool) -> str:
+    # Open MPI 4 names the mpirun process in orte_hnp_uri, Open MPI 5 the job in PMIX_NAMESPACE;
+    # either makes a port that two jobs on one host do not share.
+    job = environ.get("OMPI_MCA_orte_hnp_uri", "") or environ.get("PMIX_NAMESPACE", "")
+    port = _port_of(job)
+    if one_host:
+        return f"127.0.0.1:{port}"
+    # mpirun runs on the first host in most set-ups, and rank 0 beside it.
+    found = re.search(r"tcp://([\d.]+)", environ.get("OMPI_MCA_orte_hnp_uri", ""))
+    if found:
+        return f"{found.group(1)}:{port}"
+    _refuse(
+        "mpirun started processes on several hosts and does not say where rank 0 is. "
+        f"Run mpirun -x JAXDIST_COORDINATOR=<host of rank 0>:{DEFAULT_PORT} ..."
+    )
+
+
+# --- SLURM ----------------------------------------------------------------------------------------
+
+
+def _is_slurm(environ: Mapping[str, str]) -> bool:
+    return "SLURM_JOB_ID" in environ
+
+
+def _from_slurm(environ: Mapping[str, str]) -> JoinPlan:
+    attempt = _number(environ, "SLURM_RESTART_COUNT", 0)
+    num_processes = _number(environ, "SLURM_STEP_NUM_TASKS", _number(environ, "SLURM_NTASKS", 1))
+    if "SLURM_STEP_NODELIST" not in environ:
+        # The batch shell (or salloc's) itself: the allocation may be large, this is one process.
+        if _number(environ, "SLURM_NTASKS", 1) > 1 or _number(environ, "SLURM_NNODES", 1) > 1:
+            _refuse(
+                f"SLURM allocated {environ.get('SLURM_NTASKS', '1')} tasks on "
+                f"{environ.get('SLURM_NNODES', '1')} nodes, but this process was not started by "
+                "srun and would run alone. Put srun before python, or set runtime.cluster=alone."
+            )
+        return JoinPlan(source="SLURM (batch shell)", attempt=attempt)
+    hosts = expand_hosts(environ["SLURM_STEP_NODELIST"])
+    per_node = expand_counts(environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    node = _number(environ, "SLURM_NODEID", 0)
+    coordinator = _given_coordinator(environ)
+    if not coordinator:
+        # Not jax's choice of port (job id alone): two steps of a job, or a restart beside a
+        # process that lingers, would meet on it, and gRPC's SO_REUSEPORT lets them.
+        step = environ.get("SLURM_STEP_ID", "0")
+        port = _port_of(f"{environ['SLURM_JOB_ID']}.{step}.{attempt}")
+        coordinator = f"{hosts[0]}:{port}"
+    return JoinPlan(
+        source=f"SLURM job {environ['SLURM_JOB_ID']}",
+        num_processes=num_processes,
+        process_index=_number(environ, "SLURM_PROCID"),
+        coordinator=coordinator,
+        num_hosts=len(hosts),
+        local_processes=per_node[node] if node < len(per_node) else 0,
+        local_index=_number(environ, "SLURM_LOCALID", 0),
+        attempt=attempt,
+    )
+
+
+# --- which GPUs -----------------------------------------------------------------------------------
+
+
+def _local_devices(
+    environ: Mapping[str, str], plan: JoinPlan, num_gpus: int
+) -> tuple[int, ...] | None:
+    """Positions among the visible GPUs for this one of the processes that share a host.
+
+    1. One process on the host takes all it sees.
+    2. What was bound to this process alone (one GPU per task, `--gpus-per-task`, `--gpu-bind`) it
+       takes whole: its visible GPUs are fewer than the host's, or exactly its share per task.
+    3. What all processes of the host see alike is dealt out in order, equally.
+    """
+    if plan.local_processes <= 1:
+        return None
+    visible = visible_gpus(environ)
+    count = num_gpus if visible is None else len(visible)
+    if count == 0:
+        return None  # CPU
+    if visible is not None:
+        on_host = _number(environ, "SLURM_GPUS_ON_NODE", 0)
+        per_task = re.search(r"(\d+)$", environ.get("SLURM_GPUS_PER_TASK", ""))
+        if count == 1 or count < on_host or (per_task and int(per_task.group(1)) == count):
+            return None
+    if count % plan.local_processes:
+        _refuse(
+            f"{plan.local_processes} processes share {count} GPUs on this host: they cannot be "
+            "dealt out equally. Start as many processes as GPUs, a divisor of them, or one."
+        )
+    share = count // plan.local_processes
+    return tuple(range(plan.local_index * share, (plan.local_index + 1) * share))
+
+
+# --- checks and small readers ---------------------------------------------------------------------
+
+
+def _check_place(plan: JoinPlan) -> None:
+    if not 0 <= plan.process_index < plan.num_processes:
+        _refuse(
+            f"{plan.source}: process index {plan.process_index} is not in a job of "
+            f"{plan.num_processes} processes. Number them from 0 to {plan.num_processes - 1}."
+        )
+
+
+def _check_coordinator(plan: JoinPlan) -> None:
+    host, colon, port = plan.coordinator.rpartition(":")
+    if not (host and colon and port.isdigit() and 1 <= int(port) <= 65535):
+        _refuse(
+            f"{plan.source}: coordinator {plan.coordinator!r} is not host:port. Set it to the "
+            f"host of process 0 and a free port, e.g. node001:{DEFAULT_PORT}."
+        )
+    if is_loopback(host) and plan.num_hosts > 1:
+        _refuse(
+            f"{plan.source}: coordinator {plan.coordinator} is a loopback address, which the "
+            f"other {plan.num_hosts - 1} host(s) of the job cannot reach. Use a name or address "
+            "of process 0's host that they resolve."
+        )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only the host itself can mean itself by this name."""
+    return host in ("localhost", "::1", "[::1]") or host.startswith("127.")
+
+
+def _given_coordinator(environ: Mapping[str, str]) -> str:
+    for name in ("JAXDIST_COORDINATOR", "JAX_COORDINATOR_ADDRESS"):
+        if environ.get(name):
+            return _with_port(environ[name], DEFAULT_PORT)
+    return ""
+
+
+def _with_port(address: str, port: int) -> str:
+    _, colon, tail = address.rpartition(":")
+    return address if not address or (colon and tail.isdigit()) else f"{address}:{port}"
+
+
+def _port_of(job: str) -> int:
+    # 61440 and up lies above Linux's ephemeral ports (32768 to 60999).
+    return 61440 + zlib.crc32(job.encode()) % 4000
+
+
+def _number(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
+    text = environ.get(name, "")
+    if not text and default is not None:
+        return default
+    if not re.fullmatch(r"-?\d+", text):
+        _refuse(f"environment variable {name}={text!r} is not a whole number. Correct or unset it.")
+    return int(text)
+
+
+def _refuse(problem: str) -> NoReturn:
+    from jaxdist.core.types import ConfigError
+
+    raise ConfigError([problem])

@@ -1,0 +1,78 @@
+"""The run's `runtime` section: how processes find each other, and what they keep between runs."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+from jaxdist.core.types import setting
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RuntimeConfig:
+    """How this process joins its job. The defaults suit one process and up to 64 nodes."""
+
+    cluster: Literal["auto", "alone", "flags", "launch", "slurm", "ompi", "kubernetes"] = setting(
+        "auto",
+        "who started the processes; auto reads the environment, alone ignores it, "
+        "flags takes the three fields below",
+    )
+    coordinator: str = setting(
+        "", "host:port at which process 0 listens; empty: from the environment"
+    )
+    num_processes: int = setting(0, "processes in the job; 0: from the environment")
+    process_index: int = setting(-1, "this process, from 0; -1: from the environment")
+    join_timeout_s: int = setting(300, "seconds to wait for all processes to join")
+    heartbeat_timeout_s: int = setting(30, "seconds of silence after which a process is dead")
+    shutdown_timeout_s: int = setting(60, "seconds to wait for the others at the end")
+    network_interface: str = setting(
+        "", "interface for NCCL (NCCL_SOCKET_IFNAME), e.g. ib0; empty: NCCL chooses"
+    )
+    memory_fraction: float = setting(
+        0.92,
+        "share of a GPU's memory that the run may take (JAX's own default is 0.75), the rest being "
+        "for the CUDA context and NCCL; XLA_PYTHON_CLIENT_MEM_FRACTION comes first",
+    )
+    compilation_cache_dir: str = setting(
+        "",
+        "folder of compiled programs; empty: $JAXDIST_CACHE or ~/.cache/jaxdist/xla; "
+        "off: compile anew each time",
+    )
+
+    def problems(self) -> list[str]:
+        """Every violated rule, one line each."""
+        found = []
+        for name in ("join_timeout_s", "heartbeat_timeout_s", "shutdown_timeout_s"):
+            if getattr(self, name) < 1:
+                found.append(
+                    f"runtime.{name}={getattr(self, name)} is not a waiting time. "
+                    "Use whole seconds ≥ 1."
+                )
+        explicit = (bool(self.coordinator), self.num_processes > 0, self.process_index >= 0)
+        if not all(explicit) and (any(explicit) or self.cluster == "flags"):
+            found.append(
+                f"runtime.coordinator={self.coordinator!r}, num_processes={self.num_processes} "
+                f"and process_index={self.process_index} describe a job only together. "
+                "Give all three, or none to read the environment."
+            )
+        elif all(explicit) and self.process_index >= self.num_processes:
+            found.append(
+                f"runtime.process_index={self.process_index} is not in a job of "
+                f"{self.num_processes} processes. Use 0 to {self.num_processes - 1}."
+            )
+        if not 0.0 < self.memory_fraction <= 1.0:
+            found.append(
+                f"runtime.memory_fraction={self.memory_fraction} is a share of a GPU's memory, "
+                "above 0 and at most 1. Use 0.92."
+            )
+        if self.coordinator and not _is_address(self.coordinator):
+            found.append(
+                f"runtime.coordinator={self.coordinator!r} is not host:port. "
+                "Use e.g. node001:29400, with a port from 1 to 65535."
+            )
+        return found
+
+
+def _is_address(text: str) -> bool:
+    host, colon, port = text.rpartition(":")
+    return bool(host and colon) and port.isdigit() and 1 <= int(port) <= 65535

@@ -1,0 +1,332 @@
+"""Joining a job: connect the processes, refuse what cannot work, and say who has which device."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import logging
+import os
+import platform as machine
+import re
+import resource
+import socket
+import subprocess
+from collections import Counter
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from jaxdist.runtime.cluster_environment import JoinPlan, is_loopback, resolve, visible_gpus
+from jaxdist.runtime.failure_broadcast import exchange, watch_failures
+from jaxdist.runtime.logs import divert_c_stdout
+from jaxdist.runtime.rendezvous import gather
+
+if TYPE_CHECKING:
+    import jax
+
+    from jaxdist.runtime.config import RuntimeConfig
+
+log = logging.getLogger("jaxdist")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DeviceRow:
+    """One device of the job."""
+
+    process: int
+    host: str
+    device: int
+    kind: str
+    uuid: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Job:
+    """This process's place in its job.
+
+    Attributes:
+        process_index: from 0.
+        num_processes: in the whole job.
+        host: name of this host.
+        local_devices: jax devices of this process.
+        devices: every device of the job, process by process.
+        platform: "cpu" or "gpu".
+        source: who started the processes.
+        attempt: how often the job has been restarted (0 the first time).
+    """
+
+    process_index: int
+    num_processes: int
+    host: str
+    local_devices: tuple[jax.Device, ...]
+    devices: tuple[DeviceRow, ...]
+    platform: str
+    source: str
+    attempt: int
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process speaks for the job: logs, metrics, summaries."""
+        return self.process_index == 0
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of the whole job."""
+        return len(self.devices)
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """Host names in the order of their first process."""
+        return tuple(dict.fromkeys(row.host for row in self.devices))
+
+    def table(self) -> str:
+        """Process · host · device · kind · UUID, one line per device; equal ones in one line."""
+        rows: list[tuple[str, ...]] = [
+            (str(row.process), row.host, str(row.device), row.kind, row.uuid or "-")
+            for row in self.devices
+        ]
+        rows = _folded(rows) if all(row.uuid == "" for row in self.devices) else rows
+        head: tuple[str, ...] = ("process", "host", "device", "kind", "uuid")
+        widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
+        return "\n".join(
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+            for row in [head, *rows]
+        )
+
+
+def _folded(rows: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """Simulated devices differ in nothing but their number: one line per process."""
+    groups: dict[tuple[str, str, str], list[str]] = {}
+    for process, host, device, kind, _ in rows:
+        groups.setdefault((process, host, kind), []).append(device)
+    return [
+        (process, host, ids[0] if len(ids) == 1 else f"{ids[0]}-{ids[-1]}", kind, "-")
+        for (process, host, kind), ids in groups.items()
+    ]
+
+
+def join(settings: RuntimeConfig | None = None, environ: Mapping[str, str] | None = None) -> Job:
+    """Find this process's place, connect it to the others, and start its devices.
+
+    In this order: read the environment, wait until all processes are there, connect them, compare
+    versions and GPUs, start devices, compare devices. Nothing is computed before all of it agrees.
+
+    Raises:
+        ConfigError: in every process alike, naming the hosts and the fix.
+        NotGathered: processes are missing, or the coordinator's port is taken: a restart may heal.
+    """
+    environ = os.environ if environ is None else environ
+    if settings is not None and settings.network_interface:
+        os.environ["NCCL_SOCKET_IFNAME"] = settings.network_interface
+    # Numbers in CUDA_VISIBLE_DEVICES then mean what nvidia-smi prints.
+    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+    gpus = _gpus_of_host() if _wants_gpu() else []
+    plan = resolve(environ, settings, num_gpus=len(gpus))
+    if plan.num_processes > 1:
+        plan = _one_slice(plan, gpus)
+        _connect(plan, settings, on_cpu=not gpus)
+        watch_failures()
+    return _start_devices(plan, gpus, settings.join_timeout_s if settings else 300)
+
+
+def _connect(plan: JoinPlan, settings: RuntimeConfig | None, *, on_cpu: bool) -> None:
+    import jax
+
+    join_s = settings.join_timeout_s if settings else 300
+    # An abort of jax's C++ threads would leave a core file of 300 MB per CPU process.
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+    host, port = plan.coordinator.rsplit(":", 1)
+    if on_cpu:
+        _check_gloo_address(plan)
+    if "NCCL_DEBUG" not in os.environ:
+        divert_c_stdout(os.devnull)  # gloo greets on stdout; setup_logging gives it the log file
+    # A proxy between processes of one job is never meant; gRPC would hang on it.
+    name = "no_grpc_proxy"  # lower case is how gRPC spells it
+    jax.config.update("jax_check_proxy_envs", False)
+    os.environ[name] = ",".join(part for part in (os.environ.get(name), host) if part)
+    gather(plan, join_s)
+    jax.distributed.initialize(
+        plan.coordinator,
+        plan.num_processes,
+        plan.process_index,
+        local_device_ids=list(plan.local_device_ids or ()),
+        cluster_detection_method="deactivate",
+        coordinator_bind_address=plan.coordinator if is_loopback(host) else f"[::]:{port}",
+        initialization_timeout=join_s,
+        heartbeat_timeout_seconds=settings.heartbeat_timeout_s if settings else 30,
+        shutdown_timeout_seconds=settings.shutdown_timeout_s if settings else 60,
+    )
+
+
+def _check_gloo_address(plan: JoinPlan) -> None:
+    """Refuse a host that gloo would name to its peers by a loopback address."""
+    if plan.num_hosts <= 1:
+        return
+    name = socket.gethostname()
+    try:
+        address = socket.gethostbyname(name)
+    except OSError:
+        return
+    if is_loopback(address):
+        _refuse(
+            f"host {name} resolves its own name to {address}, which CPU processes on the other "
+            f"hosts would be told to connect to. Remove that line from /etc/hosts on {name}."
+        )
+
+
+# --- devices --------------------------------------------------------------------------------------
+
+
+def _wants_gpu() -> bool:
+    import jax
+
+    platforms = getattr(jax.config, "jax_platforms", None) or ""
+    return not platforms or any(name in platforms for name in ("cuda", "gpu"))
+
+
+def _gpus_of_host() -> list[str]:
+    """UUIDs of the GPUs (or MIG slices) that the driver shows here, in its order."""
+    try:
+        listing = subprocess.run(
+            ["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=True
+        ).stdout
+    except (OSError, subprocess.SubprocessError):
+        return []
+    slices = re.findall(r"UUID: (MIG-[^)]+)\)", listing)
+    return slices or re.findall(r"UUID: (GPU-[^)]+)\)", listing)
+
+
+def _own_gpus(plan: JoinPlan, gpus: list[str], environ: Mapping[str, str]) -> list[str]:
+    """UUIDs of the GPUs that this process will use, "" where only a number is known."""
+    visible = visible_gpus(environ)
+    uuids = []
+    for entry in [str(i) for i in range(len(gpus))] if visible is None else visible:
+        if not entry.isdigit():
+            uuids.append(next((known for known in gpus if known.startswith(entry)), entry))
+        else:
+            uuids.append(gpus[int(entry)] if int(entry) < len(gpus) else "")
+    if plan.local_device_ids is not None:
+        uuids = [uuids[i] for i in plan.local_device_ids if i < len(uuids)]
+    return uuids
+
+
+def _one_slice(plan: JoinPlan, gpus: list[str]) -> JoinPlan:
+    """Show this process its MIG slice alone: CUDA enumerates only the first of a list of slices."""
+    visible = visible_gpus(os.environ)
+    entries = gpus if visible is None else visible
+    if plan.local_device_ids is None or not any(entry.startswith("MIG-") for entry in entries):
+        return plan
+    if len(plan.local_device_ids) > 1:
+        _refuse(
+            f"{plan.local_processes} processes share {len(entries)} MIG slices on "
+            f"{socket.gethostname()}, but a process can use one slice. Start {len(entries)} "
+            "processes per host."
+        )
+    os.environ["CUDA_VISIBLE_DEVICES"] = entries[plan.local_device_ids[0]]
+    return dataclasses.replace(plan, local_device_ids=None)
+
+
+def _start_devices(plan: JoinPlan, gpus: list[str], timeout_s: int) -> Job:
+    import jax
+
+    host = socket.gethostname()
+    uuids = _own_gpus(plan, gpus, os.environ) if gpus else []
+    facts = {"host": host, "versions": versions(), "gpus": uuids}
+    _check_processes(exchange("process", facts, timeout_s))
+    local = tuple(jax.local_devices())
+    platform = local[0].platform
+    rows = [
+        {
+            "host": host,
+            "device": i,
+            "kind": device.device_kind,
+            "uuid": uuids[i] if platform == "gpu" and len(uuids) == len(local) else "",
+        }
+        for i, device in enumerate(local)
+    ]
+    said = {"platform": platform, "rows": rows, "expected": uuids}
+    everyone = exchange("devices", said, timeout_s)
+    _check_devices(everyone)
+    return Job(
+        process_index=plan.process_index,
+        num_processes=plan.num_processes,
+        host=host,
+        local_devices=local,
+        devices=tuple(
+            DeviceRow(process=i, **row) for i, said in enumerate(everyone) for row in said["rows"]
+        ),
+        platform=platform,
+        source=plan.source,
+        attempt=plan.attempt,
+    )
+
+
+def versions() -> dict[str, str]:
+    """Versions that must be equal in all processes, and Python's."""
+    found = {"python": machine.python_version()}
+    for package in ("jax", "jaxlib", "jaxdist", "nvidia-nccl-cu12", "nvidia-nccl-cu13"):
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _check_processes(everyone: list[dict[str, Any]]) -> None:
+    """Refuse mixed versions and GPUs used twice, before any device starts."""
+    problems = []
+    for package in sorted({name for said in everyone for name in said["versions"]}):
+        versions = [said["versions"].get(package, "none") for said in everyone]
+        if package == "python":
+            versions = [version.rpartition(".")[0] for version in versions]
+        common = Counter(versions).most_common(1)[0][0]
+        odd = [i for i, version in enumerate(versions) if version != common]
+        if odd:
+            which = ", ".join(f"process {i} on {everyone[i]['host']}" for i in odd[:4])
+            problems.append(
+                f"{package} {common} in {len(everyone) - len(odd)} processes, but "
+                f"{versions[odd[0]]} in {which}{' ...' if len(odd) > 4 else ''}. "
+                "Use one environment on all hosts."
+            )
+    users: dict[str, list[int]] = {}
+    for i, said in enumerate(everyone):
+        for uuid in said["gpus"]:
+            if uuid:
+                users.setdefault(uuid, []).append(i)
+    for uuid, processes in users.items():
+        if len(processes) > 1:
+            problems.append(
+                f"GPU {uuid} on {everyone[processes[0]]['host']} would be used by processes "
+                f"{' and '.join(map(str, processes))}. Start one process per GPU with its own "
+                "CUDA_VISIBLE_DEVICES, or one process per host."
+            )
+    if problems:
+        _refuse(*problems)
+
+
+def _check_devices(everyone: list[dict[str, Any]]) -> None:
+    """Refuse unlike platforms and counts, and a CPU run where GPUs were given."""
+    places = [f"process {i} on {said['rows'][0]['host']}" for i, said in enumerate(everyone)]
+    problems = []
+    for said, place in zip(everyone, places, strict=True):
+        if said["platform"] == "cpu" and said["expected"] and len(everyone) > 1:
+            problems.append(
+                f"{place} was given {len(said['expected'])} GPU(s) but jax sees only the CPU. "
+                "Install jaxdist[cuda13] there, or set JAX_PLATFORMS=cpu to mean it."
+            )
+    shapes = [f"{len(said['rows'])} {said['platform']} device(s)" for said in everyone]
+    common = Counter(shapes).most_common(1)[0][0]
+    odd = [i for i, shape in enumerate(shapes) if shape != common]
+    if odd:
+        which = ", ".join(f"{places[i]} has {shapes[i]}" for i in odd[:4])
+        problems.append(
+            f"processes must have equal devices: most have {common}, but {which}. Give every "
+            "process as many, by CUDA_VISIBLE_DEVICES, --gpus-per-task or --simulate."
+        )
+    if problems:
+        _refuse(*problems)
+
+
+def _refuse(*problems: str) -> None:
+    from jaxdist.core.types import ConfigError
+
+    raise ConfigError(list(problems))

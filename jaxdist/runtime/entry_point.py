@@ -1,0 +1,219 @@
+"""The guard around every command: what its exit code means and how it says what went wrong.
+
+| code | meaning |
+|---|---|
+| 0 | finished |
+| 2 | bad usage or configuration: a restart cannot heal it |
+| 75 | preempted after a committed save, or too little is there for an elastic job: run me again |
+| 85 | devices hold different bits of one value: look at the device before a restart |
+| 86 | the watchdog ended a process that made no progress |
+| 130 | interrupted from the keyboard |
+| 1 | anything else |
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import logging
+import os
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Callable
+from typing import NoReturn
+
+from jaxdist.runtime.failure_broadcast import FOLLOWED, announce_failure, leave_error, process_place
+
+EXIT_OK = 0
+EXIT_FAILURE = 1
+EXIT_CONFIG = 2
+EXIT_PREEMPTED = 75
+EXIT_DAMAGED = 85
+EXIT_HANG = 86
+EXIT_INTERRUPTED = 130
+
+
+class Agreed(int):
+    """An exit code that all processes of a job return alike: a verdict, not the failure of one."""
+
+
+_CONSEQUENCE = ("Gloo", "NCCL", "Connection reset", "Connection closed", "Socket closed")
+_MISSED = ("has not joined at", "cannot reach the coordinator")  # see gathering
+_ADVICE = (
+    (
+        ("RESOURCE_EXHAUSTED", "out of memory", "OUT_OF_MEMORY"),
+        "the devices have too little memory: use a smaller microbatch, remat, or more fsdp/tensor",
+    ),
+    (
+        ("No space left", "no space:", "ENOSPC", "Disk quota"),
+        "the disk is full: make room or set another run directory, then start the same command "
+        "again; committed checkpoints are intact",
+    ),
+    (
+        _CONSEQUENCE,
+        "another process died or became unreachable first: its own log has the cause",
+    ),
+    (
+        ("No module named",),
+        "a library is missing in this environment: install the package with its extras",
+    ),
+    (
+        ("CUDA_ERROR", "cuInit", "XID", "ECC"),
+        "the GPU or its driver failed: see `nvidia-smi` and `dmesg` there; another node may do",
+    ),
+)
+RERUN = "start the same command again: it resumes from the newest valid checkpoint"
+"""What is advised where nothing better is known."""
+
+
+def run_command(main: Callable[[], int | None]) -> NoReturn:
+    """Run `main` and leave the process with its exit code; never hang on the way out.
+
+    * `ConfigError`: its problems on stderr, one per line, and exit code 2; no traceback.
+    * Ctrl-C: one line, 130.
+    * `SystemExit` (argparse): its code.
+    * Anything else: one closing block - what, where, traceback, what to do - and exit code 1.
+
+    `kill -QUIT` prints the stacks of all threads to stderr while the command goes on.
+    """
+    faulthandler.enable()
+    faulthandler.register(signal.SIGQUIT, all_threads=True, chain=False)
+    line = ""
+    try:
+        code = main() or EXIT_OK
+        line = f"exit code {code}"
+    except KeyboardInterrupt:
+        print(
+            "\ninterrupted: what was saved stays, and --resume auto goes on from it",
+            file=sys.stderr,
+        )
+        code, line = EXIT_INTERRUPTED, "interrupted from the keyboard"
+    except SystemExit as leaving:
+        code = _system_exit_code(leaving)
+        line = f"exit code {code}"
+    except BaseException as error:
+        code = _report(error)
+        line = _first_line(error)
+    _leave(code, line)
+
+
+def _system_exit_code(leaving: SystemExit) -> int:
+    if leaving.code is None:
+        return EXIT_OK
+    if isinstance(leaving.code, int):
+        return leaving.code
+    print(leaving.code, file=sys.stderr)
+    return EXIT_FAILURE
+
+
+def _report(error: BaseException) -> int:
+    """Print what ended the command, leave it for the launcher, and return the exit code."""
+    problems = _config_problems(error)
+    if problems is not None:
+        text = "\n".join(problems)
+        code, advice = EXIT_CONFIG, ""  # every problem names its fix
+        print(text, file=sys.stderr)
+    else:
+        text = "".join(traceback.format_exception(error)).rstrip()
+        # An error of a guard brings its own code and advice.
+        code = getattr(error, "exit_code", EXIT_FAILURE)
+        advice = getattr(error, "advice", "") or advice_for(f"{type(error).__name__}: {error}")
+        _print_block(error, text, advice)
+    leave_error(code, text, advice)
+    return code
+
+
+def _config_problems(error: BaseException) -> list[str] | None:
+    # Whoever raised a ConfigError has imported jaxdist.core.types; nobody else has to.
+    types = sys.modules.get("jaxdist.core.types")
+    return error.problems if types is not None and isinstance(error, types.ConfigError) else None
+
+
+def _print_block(error: BaseException, text: str, advice: str) -> None:
+    process, total = process_place()
+    where = f"process {process} of {total} on {socket.gethostname()} (pid {os.getpid()})"
+    lines = [
+        "",
+        "=" * 100,
+        f"failed:  {_first_line(error)}",
+        f"where:   {where}",
+        "",
+        text,
+        "",
+        f"to do:   {advice}",
+        "=" * 100,
+    ]
+    block = "\n".join(lines)
+    print(block, file=sys.stderr, flush=True)
+    for handler in logging.getLogger("jaxdist").handlers:
+        if isinstance(handler, logging.FileHandler):
+            handler.emit(logging.makeLogRecord({"levelname": "ERROR", "msg": block}))
+
+
+def _first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:300]}"
+
+
+def advice_for(message: str) -> str:
+    """One line of what to do about an error with this message."""
+    for marks, advice in _ADVICE:
+        if any(mark in message for mark in marks):
+            return advice
+    return RERUN
+
+
+def is_consequence(error: str) -> bool:
+    """Whether this error text tells of another process's end rather than of a cause."""
+    return any(mark in error for mark in (*_CONSEQUENCE, *_MISSED, FOLLOWED))
+
+
+def _leave(code: int, line: str) -> NoReturn:
+    _write_verdict(code)
+    if process_place()[1] == 1:
+        sys.exit(code)
+    # jax's atexit hook waits for every process. That is right after a success; after a failure
+    # the others are stuck in a collective, waiting for us.
+    _flush()
+    if code in (EXIT_OK, EXIT_PREEMPTED) or isinstance(code, Agreed):
+        _shut_down()
+    else:
+        announce_failure(code, line)
+    _flush()
+    os._exit(code)
+
+
+def _write_verdict(code: int) -> None:
+    """Tell the batch script how the job ended: srun's own code is the highest of all tasks."""
+    path = os.environ.get("JAXDIST_VERDICT_FILE")
+    if not path or process_place()[0] != 0 or int(os.environ.get("SLURM_PROCID", 0)) != 0:
+        return
+    try:
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(f"{code}\n")
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as failure:
+        print(f"cannot write {path}: {failure}", file=sys.stderr)
+
+
+def _shut_down() -> None:
+    distributed = sys.modules.get("jax._src.distributed")
+    if distributed is None or distributed.global_state.client is None:
+        return
+    try:
+        distributed.global_state.shutdown()
+    except Exception as error:  # the work is done and saved; the farewell changes no exit code
+        print(f"warning: leaving without the other processes: {error}", file=sys.stderr)
+
+
+def _flush() -> None:
+    for handler in logging.getLogger("jaxdist").handlers:
+        with contextlib.suppress(OSError, ValueError):  # a full disk must not change the exit code
+            handler.flush()
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):  # a closed pipe must not change the exit code
+            continue

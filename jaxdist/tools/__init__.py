@@ -1,0 +1,1 @@
+"""Commands around training: launch, doctor, convert, report."""

@@ -1,0 +1,50 @@
+"""`python -m jaxdist.convert VERB …`: look at, check, compare and rewrite checkpoints.
+
+    inspect RUN              tree, shapes, dtypes, sizes, step, mesh and settings
+    verify RUN               check every file of every checkpoint; --arrays=true the arrays too
+    diff A B                 which arrays differ, and by how much
+    reshard SRC DST          rewrite for another mesh or dtype; needs no GPU
+    consolidate SRC OUT      safetensors, one file or shards with an index
+    from-hf DIR OUT          a Hugging Face model as a run directory
+    to-hf RUN OUT            a run's weights as a Hugging Face model
+
+RUN, SRC, A and B are a run directory, its `checkpoints`, or one checkpoint; the newest whole one is
+taken unless --step says another. `python -m jaxdist.convert VERB --help` explains the rest.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import sys
+from collections.abc import Sequence
+
+from jaxdist.core.types import ConfigError
+from jaxdist.runtime import run_command
+
+VERBS = {
+    "inspect": "inspecting",
+    "verify": "checking",
+    "diff": "comparing",
+    "reshard": "resharding",
+    "consolidate": "consolidating",
+    "from-hf": "importing",
+    "to-hf": "exporting",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a verb; returns its exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(__doc__)
+        return 0
+    if words[0] not in VERBS:
+        near = difflib.get_close_matches(words[0], VERBS, n=1)
+        fix = f"Did you mean {near[0]}?" if near else f"Use one of {', '.join(VERBS)}."
+        raise ConfigError([f"jaxdist.convert {words[0]}: there is no such verb. {fix}"])
+    return importlib.import_module(f"jaxdist.convert.{VERBS[words[0]]}").main(words[1:])
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,58 @@
+"""Which checkpoint a path on the command line means."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from jaxdist.checkpoint import manifest
+from jaxdist.core.types import ConfigError
+
+
+def checkpoint_of(path: str, step: int) -> Path:
+    """One checkpoint, its files proven by size and CRC-32.
+
+    Args:
+        path: as in `manifest.directory_of`.
+        step: which; negative = the one that `path` names, or the newest whole one.
+
+    Raises:
+        ConfigError: there is no such checkpoint, or it is damaged.
+    """
+    directory = manifest.directory_of(path)
+    there = manifest.steps_in(directory)
+    if step < 0 and Path(path).name.isdecimal():
+        step = int(Path(path).name)
+    if step >= 0 and step not in there:
+        raise ConfigError(
+            [
+                f"{directory} has no checkpoint {step}; it has {', '.join(map(str, there))}. "
+                "Name one of these, or leave --step out for the newest."
+            ]
+        )
+    reasons = []
+    for candidate in [step] if step >= 0 else reversed(there):
+        reason = problem_of(directory / str(candidate))
+        if not reason:
+            return directory / str(candidate)
+        reasons.append(f"checkpoint {candidate} in {directory} is not whole: {reason}")
+    raise ConfigError([*reasons, "Name another with --step, or restore its files."])
+
+
+def problem_of(checkpoint: Path) -> str:
+    """Why a checkpoint must not be read, or "": every file against the manifest."""
+    try:
+        files = manifest.read(checkpoint)["files"]
+    except ValueError as reason:
+        return str(reason)
+    found = manifest.size_problems(checkpoint, files)
+    return manifest.summary(found or manifest.content_problems(checkpoint, files, files))
+
+
+def new_directory(path: str) -> Path:
+    """A directory to write into, which must not hold anything yet."""
+    given = Path(path).expanduser().absolute()
+    if given.exists() and (not given.is_dir() or any(given.iterdir())):
+        raise ConfigError(
+            [f"{path} exists and is not empty. Name a directory that does not exist."]
+        )
+    return given

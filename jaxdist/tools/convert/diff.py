@@ -1,0 +1,136 @@
+"""`convert diff A B`: which arrays of two checkpoints differ, and by how much."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxdist.checkpoint.streaming_io import BLOCK_BYTES, StoredArrays, block_shape, grid
+from jaxdist.config import read_settings
+from jaxdist.core.types import setting
+from jaxdist.tools.convert.checkpoint_paths import checkpoint_of
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DiffConfig:
+    """Which two checkpoints to compare."""
+
+    a: str = setting("", "run directory, its checkpoints, or one checkpoint")
+    b: str = setting("", "what to compare it with")
+    step_a: int = setting(-1, "which checkpoint of a; -1 = the newest whole one")
+    step_b: int = setting(-1, "which checkpoint of b; -1 = the newest whole one")
+    under: str = setting("", "compare only arrays whose name begins with this, e.g. params")
+    limit: int = setting(40, "differing arrays shown, largest difference first; 0 = all")
+    json: bool = setting(False, "print one JSON object instead of text")
+
+    def problems(self) -> list[str]:
+        """Every violated rule."""
+        found = (
+            [] if self.a and self.b else ["two checkpoints are needed: jaxdist convert diff A B."]
+        )
+        if self.limit < 0:
+            found.append(f"limit={self.limit} is below 0. Use 0 for all.")
+        return found
+
+
+def main(argv: Sequence[str]) -> int:
+    """Compare two checkpoints; 0 when they hold the same, 1 otherwise."""
+    config = read_settings(
+        DiffConfig,
+        argv,
+        command="jaxdist.convert diff",
+        summary=__doc__ or "",
+        positional=("a", "b"),
+    )
+    a = StoredArrays(checkpoint_of(config.a, config.step_a))
+    b = StoredArrays(checkpoint_of(config.b, config.step_b))
+    result = compare(a, b, config.under)
+    if config.json:
+        print(json.dumps(result))
+    else:
+        _show(a, b, result, config.limit)
+    return 1 if any(result[part] for part in ("only_a", "only_b", "reshaped", "differing")) else 0
+
+
+def compare(a: StoredArrays, b: StoredArrays, under: str = "") -> dict[str, Any]:
+    """Names only in one, of other shapes, identical, and differing with numbers.
+
+    Arrays of the same shape, dtype and digest are the same and are not read.
+    """
+    mine = {name: entry for name, entry in a.entries.items() if name.startswith(under)}
+    theirs = {name: entry for name, entry in b.entries.items() if name.startswith(under)}
+    result: dict[str, Any] = {
+        "only_a": [name for name in mine if name not in theirs],
+        "only_b": [name for name in theirs if name not in mine],
+        "reshaped": {},
+        "identical": [],
+        "differing": {},
+    }
+    for name in mine:
+        if name not in theirs:
+            continue
+        one, other = mine[name], theirs[name]
+        if one["shape"] != other["shape"]:
+            result["reshaped"][name] = [one["shape"], other["shape"]]
+        elif (one["dtype"], one["digest"]) == (other["dtype"], other["digest"]):
+            result["identical"].append(name)
+        else:
+            result["differing"][name] = _difference(a, b, name)
+    return result
+
+
+def _difference(a: StoredArrays, b: StoredArrays, name: str) -> dict[str, Any]:
+    """Largest and mean absolute difference, where, and the share of elements that differ.
+
+    NaN differs from everything but NaN; where exactly one side is not finite the difference is inf.
+    """
+    entry = a.entries[name]
+    shape = tuple(entry["shape"])
+    worst, where, total, count = 0.0, [0] * len(shape), 0.0, 0
+    for index in grid(shape, block_shape(shape, 8, BLOCK_BYTES)):
+        x, y = (side.read(name, index).astype(np.float64) for side in (a, b))
+        same = (x == y) | (np.isnan(x) & np.isnan(y))
+        with np.errstate(invalid="ignore"):
+            gap = np.where(same, 0.0, np.abs(x - y))
+        gap = np.where(np.isnan(gap), np.inf, gap)
+        if gap.size and gap.max() > worst:
+            worst = float(gap.max())
+            inside = np.unravel_index(int(gap.argmax()), gap.shape)
+            where = [int(at) + s.start for at, s in zip(inside, index, strict=True)]
+        total += float(gap.sum())
+        count += int((~same).sum())
+    size = max(math.prod(shape), 1)
+    return {
+        "max_abs": worst,
+        "at": where,
+        "mean_abs": total / size,
+        "differing_share": count / size,
+        "dtypes": [entry["dtype"], b.entries[name]["dtype"]],
+    }
+
+
+def _show(a: StoredArrays, b: StoredArrays, result: dict[str, Any], limit: int) -> None:
+    print(f"a  {a.checkpoint}\nb  {b.checkpoint}")
+    for part, text in (("only_a", "only in a"), ("only_b", "only in b")):
+        for name in result[part]:
+            print(f"{text}: {name}")
+    for name, (one, other) in result["reshaped"].items():
+        print(f"other shape: {name} is {one} in a and {other} in b")
+    ranked = sorted(result["differing"].items(), key=lambda pair: -pair[1]["max_abs"])
+    shown = ranked[: limit or None]
+    for name, d in shown:
+        dtypes = (
+            "" if d["dtypes"][0] == d["dtypes"][1] else f", {d['dtypes'][0]} / {d['dtypes'][1]}"
+        )
+        print(
+            f"differs: {name}: at most {d['max_abs']:.6g} at {d['at']}, mean {d['mean_abs']:.6g}, "
+            f"{100 * d['differing_share']:.4g} % of elements{dtypes}"
+        )
+    if len(ranked) > len(shown):
+        print(f"… and {len(ranked) - len(shown)} more (--limit=0 shows all)")
+    print(f"{len(result['identical'])} arrays identical, {len(ranked)} differ")

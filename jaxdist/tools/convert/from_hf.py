@@ -1,0 +1,121 @@
+"""`convert from-hf DIR OUT`: a Hugging Face model as a run directory of ours.
+
+The run directory can be evaluated and generated from at once, and trained from. Weights keep their
+dtype and move in blocks of a few MB: memory does not grow with the model or its tensors.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from jaxdist.checkpoint.events import size_text
+from jaxdist.checkpoint.streaming_io import CheckpointWriter, Index, even_chunk, grid
+from jaxdist.config import RunConfig, read_settings, write_toml
+from jaxdist.core.types import setting
+from jaxdist.models.configs import DecoderConfig
+from jaxdist.models.huggingface.directory import Weights, open_weights, read_json
+from jaxdist.models.huggingface.families import Piece, left_out
+from jaxdist.tools.convert.checkpoint_paths import new_directory
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "special_tokens_map.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "generation_config.json",
+)
+"""Copied beside the weights in both directions, those that there are."""
+
+_CHUNK_BYTES = 16 << 20
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FromHfConfig:
+    """Where the model is, and where it goes."""
+
+    src: str = setting("", "directory with config.json and *.safetensors")
+    out: str = setting("", "new run directory")
+
+    def problems(self) -> list[str]:
+        """Every violated rule."""
+        if self.src and self.out:
+            return []
+        return ["a source and an output are needed: jaxdist convert from-hf DIR OUT."]
+
+
+def main(argv: Sequence[str]) -> int:
+    """Convert; prints what it made and what to run next."""
+    config = read_settings(
+        FromHfConfig,
+        argv,
+        command="jaxdist.convert from-hf",
+        summary=__doc__ or "",
+        positional=("src", "out"),
+    )
+    source, out = Path(config.src).expanduser(), new_directory(config.out)
+    weights = open_weights(source)
+    theirs, model = read_json(source), weights.model
+    (out / "checkpoints").mkdir(parents=True)
+    writer = CheckpointWriter(out / "checkpoints" / "0")
+    for name, parts in weights.pieces.items():
+        _write(writer, name, parts, weights)
+    settings = _settings(model, source, out)
+    writer.finish({"mesh": "", "config": settings, "source": str(source)})
+    (out / "config.toml").write_text(settings)
+    remarks = "".join(f"{line}\n" for line in left_out(theirs))
+    print(
+        f"{theirs['model_type']}, {model.num_params:,} parameters, {size_text(writer.num_bytes)}: "
+        f"{out}\n{remarks}next: python -m jaxdist.generate {out} --prompt 'Once'"
+    )
+    return 0
+
+
+def _write(writer: CheckpointWriter, name: str, parts: list[Piece], weights: Weights) -> None:
+    """One array of ours, block by block; a block is a chunk on disk."""
+    piece = parts[0]
+    dtype = weights.dtype(piece)
+    stacked = piece.layer is not None
+    shape = (len(parts), *piece.shape) if stacked else piece.shape
+    entry = {"shape": list(shape), "dtype": dtype.name, "path": name.split("/")[1:]}
+    chunk = _chunk(piece, dtype.itemsize)
+
+    def blocks() -> Iterator[tuple[Index, np.ndarray]]:
+        for part in parts:
+            for index in grid(part.shape, chunk):
+                values = part.read(index, weights.fetch, dtype)
+                if part.layer is None:
+                    yield index, values
+                else:
+                    yield (slice(part.layer, part.layer + 1), *index), values[None]
+
+    writer.write(name, entry, (1, *chunk) if stacked else chunk, blocks())
+
+
+def _chunk(piece: Piece, itemsize: int) -> tuple[int, ...]:
+    """A chunk of a part, no larger than `_CHUNK_BYTES`: cut as the tensor lies in its file."""
+    order = piece.stored_order
+    cut = even_chunk(tuple(piece.shape[dim] for dim in order), itemsize, _CHUNK_BYTES)
+    return tuple(cut[order.index(dim)] for dim in range(len(piece.shape)))
+
+
+def _settings(model: DecoderConfig, source: Path, out: Path) -> str:
+    """The run's config.toml; the tokenizer is copied, so that the run stands alone."""
+    run = RunConfig(name=source.resolve().name, model=model)
+    there = [name for name in TOKENIZER_FILES if (source / name).is_file()]
+    if there:
+        (out / "tokenizer").mkdir()
+    for name in there:
+        shutil.copyfile(source / name, out / "tokenizer" / name)
+    if "tokenizer.json" in there:
+        path = str((out / "tokenizer" / "tokenizer.json").absolute())
+        data = dataclasses.replace(run.data, tokenizer=path, vocab_size=model.vocab_size)
+        run = dataclasses.replace(run, data=data)
+    return write_toml(run)

@@ -1,0 +1,88 @@
+"""`convert inspect RUN`: what a checkpoint holds."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from jaxdist.checkpoint.events import size_text
+from jaxdist.checkpoint.pytree import ITEMS
+from jaxdist.checkpoint.streaming_io import StoredArrays
+from jaxdist.config import read_settings
+from jaxdist.core.types import setting
+from jaxdist.tools.convert.checkpoint_paths import checkpoint_of
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class InspectConfig:
+    """Which checkpoint to show, and how much of it."""
+
+    path: str = setting("", "run directory, its checkpoints, or one checkpoint")
+    step: int = setting(-1, "which checkpoint; -1 = the newest whole one")
+    under: str = setting("", "show only arrays whose name begins with this, e.g. params/layers")
+    settings: bool = setting(False, "also print the settings that the run had")
+    json: bool = setting(False, "print one JSON object instead of text")
+
+    def problems(self) -> list[str]:
+        """Every violated rule."""
+        return [] if self.path else ["no checkpoint was named. Give a run directory."]
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print a checkpoint's tree and facts."""
+    config = read_settings(
+        InspectConfig,
+        argv,
+        command="jaxdist.convert inspect",
+        summary=__doc__ or "",
+        positional=("path",),
+    )
+    stored = StoredArrays(checkpoint_of(config.path, config.step))
+    meta = stored.document["meta"]
+    facts = {
+        "checkpoint": str(stored.checkpoint),
+        "step": stored.document["step"],
+        **{key: value for key, value in meta.items() if key != "config"},
+        **_totals(stored),
+    }
+    order = [name for item in ITEMS for name in stored.entries if name.startswith(item + "/")]
+    names = [name for name in order if name.startswith(config.under)]
+    if config.json:
+        arrays = {name: stored.entries[name] for name in names}
+        print(json.dumps({**facts, "arrays": arrays, "config": meta.get("config")}))
+        return 0
+    width = max(map(len, facts))
+    for key, value in facts.items():
+        print(f"{key:<{width}}  {value if isinstance(value, str | int) else json.dumps(value)}")
+    print()
+    print(_table(stored, names))
+    if config.settings:
+        print(f"\n{meta.get('config', 'no settings were stored')}")
+    return 0
+
+
+def _totals(stored: StoredArrays) -> dict[str, Any]:
+    """Arrays, elements and bytes of each part."""
+    totals = {}
+    for item in ITEMS:
+        names = [name for name in stored.entries if name.startswith(item + "/")]
+        elements = sum(math.prod(stored.entries[name]["shape"]) for name in names)
+        num_bytes = sum(stored.num_bytes(name) for name in names)
+        totals[item] = f"{len(names)} arrays, {elements:,} elements, {size_text(num_bytes)}"
+    return totals
+
+
+def _table(stored: StoredArrays, names: Sequence[str]) -> str:
+    rows = [("array", "shape", "dtype", "size")]
+    for name in names:
+        entry = stored.entries[name]
+        dtype = f"{entry['key']} key" if "key" in entry else entry["dtype"]
+        rows.append((name, str(entry["shape"]), dtype, size_text(stored.num_bytes(name))))
+    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+    return "\n".join(
+        f"{name:<{widths[0]}}  {shape:<{widths[1]}}  {dtype:<{widths[2]}}  {size:>{widths[3]}}"
+        for name, shape, dtype, size in rows
+    )

@@ -1,0 +1,140 @@
+"""`convert to-hf RUN OUT`: a run's weights as a Hugging Face model directory.
+
+`config.json`, safetensors in shards with an index, and the tokenizer's files; transformers opens it
+with `AutoModelForCausalLM.from_pretrained(OUT)`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from jaxdist.checkpoint import manifest
+from jaxdist.checkpoint.events import size_text
+from jaxdist.checkpoint.streaming_io import Index, StoredArrays, dtype_of
+from jaxdist.config import read_settings, stored_run
+from jaxdist.core.types import ConfigError, setting
+from jaxdist.models.configs import DecoderConfig
+from jaxdist.models.huggingface import safetensors
+from jaxdist.models.huggingface.families import Piece, Source, family_of, pieces, write_config
+from jaxdist.tools.convert.checkpoint_paths import checkpoint_of, new_directory
+from jaxdist.tools.convert.from_hf import TOKENIZER_FILES
+
+_SLAB_BYTES = 16 << 20
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ToHfConfig:
+    """Which weights to write, and how."""
+
+    src: str = setting("", "run directory, its checkpoints, or one checkpoint")
+    out: str = setting("", "new directory")
+    step: int = setting(-1, "which checkpoint; -1 = the newest whole one")
+    dtype: Literal["stored", "float32", "bfloat16", "float16"] = setting(
+        "stored", "dtype of the weights; stored = as they are"
+    )
+    shard_gb: float = setting(5.0, "GB in one file at most; 0 = one file")
+
+    def problems(self) -> list[str]:
+        """Every violated rule."""
+        found = []
+        if not (self.src and self.out):
+            found.append("a source and an output are needed: jaxdist convert to-hf RUN OUT.")
+        if self.shard_gb < 0:
+            found.append(f"shard_gb={self.shard_gb} is below 0. Use 0 for one file.")
+        return found
+
+
+def main(argv: Sequence[str]) -> int:
+    """Convert; prints what it made."""
+    config = read_settings(
+        ToHfConfig,
+        argv,
+        command="jaxdist.convert to-hf",
+        summary=__doc__ or "",
+        positional=("src", "out"),
+    )
+    stored = StoredArrays(checkpoint_of(config.src, config.step))
+    run = manifest.directory_of(config.src).parent
+    if not (run / "config.toml").is_file():
+        raise ConfigError(
+            [f"{run} holds no config.toml: the model is not known. Name a whole run."]
+        )
+    settings = stored_run(run / "config.toml")
+    model = settings.model
+    if not isinstance(model, DecoderConfig):
+        raise ConfigError([f"{run} holds a {model.kind}, and Hugging Face has decoders only here."])
+    out = new_directory(config.out)
+    dtype = _dtype(stored, config.dtype)
+    tensors = _tensors(stored, model, dtype)
+    out.mkdir(parents=True, exist_ok=True)
+    files = safetensors.write_shards(out, tensors, config.shard_gb, {"format": "pt"})
+    (out / "config.json").write_text(json.dumps(write_config(model, dtype.name), indent=2) + "\n")
+    _copy_tokenizer(settings.data.tokenizer, out)
+    total = sum(tensor.num_bytes for tensor in tensors.values())
+    print(
+        f"{family_of(model)}, {len(tensors)} tensors, {size_text(total)}, "
+        f"{len(files)} file(s): {out}"
+    )
+    return 0
+
+
+def _dtype(stored: StoredArrays, asked: str) -> np.dtype:
+    if asked != "stored":
+        return dtype_of(asked)
+    return dtype_of(stored.entries["params/embed/table"]["dtype"])
+
+
+def _tensors(
+    stored: StoredArrays, model: DecoderConfig, dtype: np.dtype
+) -> dict[str, safetensors.Tensor]:
+    """Their name -> tensor; its values are read when it is written."""
+    return {
+        source.name: safetensors.Tensor(source.shape, dtype, _rows(stored, piece, source, dtype))
+        for piece in pieces(model, family_of(model))
+        for source in piece.sources
+    }
+
+
+def _rows(
+    stored: StoredArrays, piece: Piece, source: Source, dtype: np.dtype
+) -> Iterator[np.ndarray]:
+    """A tensor of theirs in slabs, so that no second copy of it is ever whole.
+
+    Where both sides store rows in the same order, slabs are read one by one; where dims change
+    places the tensor is read at once, because every slab would touch every chunk on disk.
+    """
+    same = source.order == tuple(range(len(source.order)))
+    step = max(1, _SLAB_BYTES * source.view[0] // max(1, math.prod(source.view) * dtype.itemsize))
+    whole = None if same else _read(stored, piece, source.block)
+    for start in range(0, source.view[0], step):
+        rows = slice(start, min(start + step, source.view[0]))
+        if whole is None:
+            block = (slice(source.block[0].start + rows.start, source.block[0].start + rows.stop),)
+            part = _read(stored, piece, block + source.block[1:])
+        else:
+            part = whole[tuple(rows if dim == 0 else slice(None) for dim in source.order)]
+        yield part.transpose(np.argsort(source.order)).astype(dtype)
+
+
+def _read(stored: StoredArrays, piece: Piece, index: Index) -> np.ndarray:
+    if piece.layer is None:
+        return stored.gather(piece.name, index)
+    return stored.gather(piece.name, (slice(piece.layer, piece.layer + 1), *index))[0]
+
+
+def _copy_tokenizer(tokenizer: str, out: Path) -> None:
+    """The tokenizer's file and those that came with it; bytes have none."""
+    if tokenizer == "bytes":
+        return
+    folder = Path(tokenizer).expanduser().parent
+    for name in TOKENIZER_FILES:
+        if (folder / name).is_file():
+            shutil.copyfile(folder / name, out / name)

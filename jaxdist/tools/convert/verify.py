@@ -1,0 +1,72 @@
+"""`convert verify RUN`: whether each checkpoint is whole."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from jaxdist.checkpoint import CheckpointError, manifest
+from jaxdist.checkpoint.events import one_line, size_text
+from jaxdist.checkpoint.streaming_io import StoredArrays
+from jaxdist.config import read_settings
+from jaxdist.core.types import setting
+from jaxdist.tools.convert.checkpoint_paths import problem_of
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class VerifyConfig:
+    """Which checkpoints to check, and how far."""
+
+    path: str = setting("", "run directory, its checkpoints, or one checkpoint")
+    arrays: bool = setting(
+        False, "also read every array and compare its digest with the one taken on the devices"
+    )
+    json: bool = setting(False, "print one JSON object per checkpoint instead of text")
+
+    def problems(self) -> list[str]:
+        """Every violated rule."""
+        return [] if self.path else ["no run was named. Give a run directory."]
+
+
+def main(argv: Sequence[str]) -> int:
+    """Check all checkpoints of a run; 0 when every one is whole, 1 otherwise."""
+    config = read_settings(
+        VerifyConfig,
+        argv,
+        command="jaxdist.convert verify",
+        summary=__doc__ or "",
+        positional=("path",),
+    )
+    directory = manifest.directory_of(config.path)
+    named = Path(config.path).name
+    steps = [int(named)] if named.isdecimal() else manifest.steps_in(directory)
+    damaged = 0
+    for step in steps:
+        checkpoint = directory / str(step)
+        reason = problem_of(checkpoint) or (_array_problem(checkpoint) if config.arrays else "")
+        damaged += bool(reason)
+        if config.json:
+            print(json.dumps({"step": step, "whole": not reason, "reason": reason}))
+        else:
+            print(f"checkpoint {step}: {f'DAMAGED: {reason}' if reason else _whole(checkpoint)}")
+    return 1 if damaged else 0
+
+
+def _whole(checkpoint: Path) -> str:
+    files = manifest.read(checkpoint)["files"]
+    num_bytes = sum(size for size, _ in files.values())
+    return f"whole, {len(files)} files, {size_text(num_bytes)}"
+
+
+def _array_problem(checkpoint: Path) -> str:
+    """Why the arrays are not those that were saved, or ""."""
+    stored = StoredArrays(checkpoint)
+    try:
+        for name in stored.entries:
+            for _ in stored.blocks(name):
+                pass
+    except (CheckpointError, ValueError) as error:
+        return one_line(error)
+    return ""

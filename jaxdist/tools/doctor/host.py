@@ -1,0 +1,206 @@
+"""What a host gives its processes: disk, shared memory, files, memory that can be locked, cores."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import shutil
+import time
+from pathlib import Path
+
+from jaxdist.tools.doctor.findings import Finding, error, note, ok, warning
+
+_SLOW_DISK = 50e6
+"""Bytes per second below which a save of a few GB takes minutes."""
+_SMALL_SHM = 1 << 30
+"""Docker gives 64 MiB by default; NCCL takes some ten MB for each pair of GPUs."""
+_FEW_FILES = 4096
+"""NCCL, gloo and checkpoints open hundreds to thousands of sockets and files."""
+
+
+def examine_disk(directory: Path, test_bytes: int, needed_bytes: int = 0) -> list[Finding]:
+    """Free space in `directory`, and what becomes of bytes that are written there.
+
+    Args:
+        directory: must exist.
+        test_bytes: written, synced, read back and removed; 0 = nothing is written.
+        needed_bytes: what the run will write; 0 = not known.
+    """
+    stats = os.statvfs(directory)
+    free, total = shutil.disk_usage(directory).free, shutil.disk_usage(directory).total
+    found = judge_disk(
+        directory, free, total, needed_bytes, stats.f_favail if stats.f_files else None
+    )
+    if not test_bytes:
+        return found
+    if free < 2 * test_bytes:
+        return [*found, note("disk speed", "not measured: too little room")]
+    try:
+        write_s, read_s, same = _write_and_read(directory, test_bytes)
+    except OSError as failure:
+        return [
+            *found,
+            error(
+                "disk speed",
+                f"{directory} cannot be written: {failure.strerror}",
+                "name a directory that can with --run-dir, or make room",
+            ),
+        ]
+    return [*found, judge_speed(directory, test_bytes, write_s, read_s, same)]
+
+
+def judge_disk(
+    directory: Path, free: int, total: int, needed: int, free_files: int | None = None
+) -> list[Finding]:
+    """Room for the run's checkpoints, and for the files they are made of."""
+    text = f"{_gib(free)} of {_gib(total)} free in {directory}"
+    numbers = {"free_bytes": free, "total_bytes": total, "needed_bytes": needed}
+    fix = "make room, keep fewer checkpoints (checkpoint.max_to_keep), or name another --run-dir"
+    if needed and free < needed:
+        text += f", but the checkpoints that are kept take {_gib(needed)}"
+        found = [error("disk space", text, fix, **numbers)]
+    elif free < 1 << 30:
+        found = [error("disk space", text, fix, **numbers)]
+    elif (needed and free < 1.5 * needed) or free < 10 << 30:
+        text += f"; checkpoints take {_gib(needed)}" if needed else ""
+        found = [warning("disk space", text, fix, **numbers)]
+    else:
+        text += f"; the checkpoints that are kept take {_gib(needed)}" if needed else ""
+        found = [ok("disk space", text, **numbers)]
+    if free_files is not None and free_files < 10_000:
+        found.append(
+            warning(
+                "disk space",
+                f"only {free_files:,} more files can be made in {directory}",
+                "remove files, or name another --run-dir",
+            )
+        )
+    return found
+
+
+def judge_speed(
+    directory: Path, num_bytes: int, write_s: float, read_s: float, same: bool
+) -> Finding:
+    """What came back must be what was written, at a bearable speed."""
+    write, read = num_bytes / write_s, num_bytes / read_s
+    numbers = {"write_bytes_per_s": write, "read_bytes_per_s": read}
+    if not same:
+        return error(
+            "disk speed",
+            f"{directory} gave back other bytes than were written",
+            "do not write checkpoints there: have the disk or the file system looked at",
+            **numbers,
+        )
+    text = f"{write / 1e6:,.0f} MB/s written and synced, {read / 1e6:,.0f} MB/s read back"
+    if write < _SLOW_DISK:
+        return warning(
+            "disk speed",
+            text + f" in {directory}: saves will take long",
+            "name a faster directory with --run-dir, or save less often",
+            **numbers,
+        )
+    return ok("disk speed", text, **numbers)
+
+
+def _write_and_read(directory: Path, num_bytes: int) -> tuple[float, float, bool]:
+    """(seconds to write and sync, seconds to read, whether the same bytes came back)."""
+    block = os.urandom(1 << 20)  # no file system can make it smaller
+    path = directory / f".doctor-{os.getpid()}-{time.time_ns()}"
+    num_blocks = max(1, num_bytes >> 20)
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        begin = time.perf_counter()
+        for i in range(num_blocks):
+            _write(fd, i.to_bytes(8, "little") + block[8:])
+        os.fsync(fd)
+        write_s = time.perf_counter() - begin
+        # Synced pages can be dropped, so that the disk is read and not the memory.
+        with contextlib.suppress(OSError, AttributeError):
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        begin, same = time.perf_counter(), True
+        for i in range(num_blocks):
+            read = os.pread(fd, len(block), i * len(block))
+            same = same and read == i.to_bytes(8, "little") + block[8:]
+        return write_s, time.perf_counter() - begin, same
+    finally:
+        os.close(fd)
+        path.unlink()
+
+
+def _write(fd: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(fd, data) :]
+
+
+def examine_shared_memory(num_gpus: int, path: str = "/dev/shm") -> list[Finding]:
+    """How much of /dev/shm there is."""
+    try:
+        usage = shutil.disk_usage(path)
+    except OSError:
+        return [judge_shared_memory(0, 0, num_gpus)]
+    return [judge_shared_memory(usage.total, usage.free, num_gpus)]
+
+
+def judge_shared_memory(total: int, free: int, num_gpus: int) -> Finding:
+    """NCCL passes data between the GPUs of a host through it where they have no direct way."""
+    text, numbers = f"{_gib(free)} of {_gib(total)} free in /dev/shm", {"free_bytes": free}
+    fix = (
+        "start the container with --shm-size=16g or --ipc=host (Kubernetes: an emptyDir with "
+        "medium Memory on /dev/shm), or remove what lies there"
+    )
+    if free >= _SMALL_SHM:
+        return ok("shared memory", text, **numbers)
+    if num_gpus > 1:
+        return error("shared memory", text + ": NCCL may not start", fix, **numbers)
+    return warning("shared memory", text, fix, **numbers)
+
+
+def examine_limits(num_gpus: int) -> list[Finding]:
+    """Files that may be open, memory that may be locked, cores that may be used."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    found = [judge_files(soft, hard)]
+    if Path("/sys/class/infiniband").is_dir() and os.listdir("/sys/class/infiniband"):
+        found.append(judge_locked(locked))
+    found.append(judge_cores(len(os.sched_getaffinity(0)), num_gpus))
+    return found
+
+
+def judge_files(soft: int, hard: int) -> Finding:
+    """A run opens sockets to its peers, and every file of a checkpoint."""
+    unlimited = resource.RLIM_INFINITY
+    text = "no limit" if soft == unlimited else f"{soft:,} files may be open"
+    if soft == unlimited or soft >= _FEW_FILES:
+        return ok("open files", text, limit=soft)
+    can = hard == unlimited or hard >= 65536
+    fix = "ulimit -n 65536" if can else "raise the hard limit (limits.conf, LimitNOFILE=1048576)"
+    return warning("open files", text + ": large jobs and checkpoints need more", fix, limit=soft)
+
+
+def judge_locked(limit: int) -> Finding:
+    """InfiniBand registers memory, which locks it."""
+    if limit == resource.RLIM_INFINITY:
+        return ok("locked memory", "no limit")
+    return warning(
+        "locked memory",
+        f"{limit >> 10:,} KiB may be locked, and InfiniBand locks what it sends",
+        "ulimit -l unlimited (limits.conf: memlock; container: --ulimit memlock=-1)",
+        limit=limit,
+    )
+
+
+def judge_cores(num_cores: int, num_gpus: int) -> Finding:
+    """The host dispatches, loads data and compiles for its GPUs."""
+    if num_gpus and num_cores < 2 * num_gpus:
+        return warning(
+            "cores",
+            f"{num_cores} CPU core(s) for {num_gpus} GPU(s): loading and compiling will lag",
+            "ask for more (SLURM: --cpus-per-task, and SRUN_CPUS_PER_TASK; Kubernetes: limits.cpu)",
+            cores=num_cores,
+        )
+    return ok("cores", f"{num_cores} CPU core(s)", cores=num_cores)
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:,.1f} GiB"

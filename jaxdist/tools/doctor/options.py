@@ -1,0 +1,84 @@
+"""What `jaxdist doctor` is asked: a run's settings, as training takes them, and how to look."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+from jaxdist.config import ALIASES, RunConfig, headed, read_settings
+from jaxdist.config.parser import all_problems
+from jaxdist.core.types import ConfigError, setting
+
+COMMAND = "jaxdist.doctor"
+_ALIASES = {
+    **ALIASES,
+    "coordinator": "runtime.coordinator",
+    "num_processes": "runtime.num_processes",
+    "process_index": "runtime.process_index",
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DoctorConfig(RunConfig):
+    """A run's settings and how hard to look at what it will run on."""
+
+    json: bool = setting(False, "print one JSON object instead of text")
+    strict: bool = setting(False, "end with 1 on warnings too, and not only on errors")
+    disk_mib: int = setting(64, "MiB written, synced and read back in the run directory; 0 = none")
+    allreduce_mib: int = setting(
+        0, "MiB per device added up over each mesh axis; 0 = 64 on GPUs, 1 on CPU"
+    )
+    wait_s: int = setting(60, "seconds that processes wait for each other in one check")
+
+    def problems(self) -> list[str]:
+        """Every violated rule of the question; the run's own are a finding of the report."""
+        found = [
+            f"{name}={getattr(self, name)} must be a whole number. Use {least} or more."
+            for name, least in (("disk_mib", 0), ("allreduce_mib", 0), ("wait_s", 1))
+            if getattr(self, name) < least
+        ]
+        if self.simulate < 0:
+            found.append(f"simulate={self.simulate} is not a number of devices. Use 0 or more.")
+        return found
+
+    @property
+    def run(self) -> RunConfig:
+        """The run's settings alone."""
+        names = [field.name for field in dataclasses.fields(RunConfig)]
+        return RunConfig(**{name: getattr(self, name) for name in names})
+
+    @property
+    def directory(self) -> Path:
+        """Where the run will write: the nearest directory that is already there."""
+        wanted = Path(self.run_dir or "runs").expanduser().absolute()
+        return next(path for path in (wanted, *wanted.parents) if path.is_dir())
+
+    @property
+    def checkpoints_bytes(self) -> int:
+        """What the run's checkpoints will take at most; 0 where the model's size is not known."""
+        # Parameters and moments; the state in memory has gradients too.
+        moments = self.optim.moment_bytes
+        one = self.state_bytes() * (4 + moments) // (8 + moments)
+        passing = 1 + self.checkpoint.saves_midway  # one being written, one midway
+        return one * (self.checkpoint.max_to_keep + self.checkpoint.keep_best + passing)
+
+
+def read_doctor(argv: Sequence[str], summary: str = "") -> DoctorConfig:
+    """The question.
+
+    Raises:
+        ConfigError: what cannot even be asked: values without meaning, half an address of a job.
+    """
+    config = read_settings(
+        DoctorConfig, argv, command=COMMAND, summary=summary, aliases=_ALIASES, check_rules=False
+    )
+    problems = config.problems() + config.runtime.problems()
+    if problems:
+        raise ConfigError(headed(COMMAND, problems))
+    return config
+
+
+def refused(config: DoctorConfig) -> list[str]:
+    """What training would refuse in these settings, one line each."""
+    return all_problems(config.run)

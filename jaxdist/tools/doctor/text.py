@@ -1,0 +1,77 @@
+"""The report for people: one line per finding, its fix below it, the verdict last."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+
+from jaxdist.tools.doctor.findings import SEVERITIES, Said, worst
+
+_MARKS = {"ok": "ok", "note": "note", "warning": "WARN", "error": "FAIL"}
+_WIDTH = 100
+_CHECK_WIDTH = 18
+
+
+def text_of(said: Sequence[Said], *, num_processes: int) -> str:
+    """What process 0 prints.
+
+    What is fine in one process only (the speed of its disk) is told of the first such process.
+    """
+    lines: list[str] = []
+    told: set[str] = set()
+    for one in said:
+        finding = one.finding
+        if finding.severity == "ok":
+            if finding.check in told:
+                continue
+            told.add(finding.check)
+        text = finding.text + _where(one, num_processes)
+        lines += _hang(f"{_MARKS[finding.severity]:<5} {finding.check:<{_CHECK_WIDTH}} ", text)
+        if finding.fix:
+            lines += _hang(" " * (7 + _CHECK_WIDTH) + "fix: ", finding.fix)
+    return "\n".join([*lines, "", verdict(said)])
+
+
+def verdict(said: Sequence[Said]) -> str:
+    """The last line."""
+    counts = {s: sum(one.finding.severity == s for one in said) for s in SEVERITIES}
+    shown = [
+        f"{counts[s]} {s}{'' if counts[s] == 1 else 's'}" for s in ("error", "warning") if counts[s]
+    ]
+    advice = {
+        "error": "do not start a long run before the errors are fixed",
+        "warning": "a run works, but see the warnings first",
+        "note": "ready for a run",
+        "ok": "ready for a run",
+    }[worst(said)]
+    return f"{', '.join(shown)}: {advice}" if shown else advice
+
+
+def _where(one: Said, num_processes: int) -> str:
+    """Which processes, unless it goes without saying."""
+    check = one.finding.check
+    if num_processes == 1 or len(one.processes) == num_processes:
+        return ""
+    if check in _OF_A_JOB or check.startswith("all-reduce"):
+        return ""
+    names = ", ".join(map(str, one.processes[:4])) + (" ..." if len(one.processes) > 4 else "")
+    hosts = ", ".join(one.hosts[:3]) + (" ..." if len(one.hosts) > 3 else "")
+    return f" [process {names} on {hosts}]"
+
+
+_OF_A_JOB = (
+    *("job", "same software", "network", "clocks", "shared directory", "mesh", "settings"),
+    "devices",
+)
+"""Checks that speak of the whole job; process 0 reports them."""
+
+
+def _hang(head: str, text: str) -> list[str]:
+    return textwrap.wrap(
+        text,
+        _WIDTH,
+        initial_indent=head,
+        subsequent_indent=" " * len(head),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )

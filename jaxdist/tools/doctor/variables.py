@@ -1,0 +1,318 @@
+"""Environment variables that hurt: leftovers of debugging, and what turns fast paths off.
+
+`judge` is a pure function of a mapping; `unreadable_flags` asks a child process, because a flag
+that XLA does not know ends the process that starts a device.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+
+from jaxdist.tools.doctor.findings import Finding, Severity, error, note, ok, warning
+
+CHECK = "environment"
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """A variable (or a flag inside XLA_FLAGS), the values that hurt, and why."""
+
+    name: str
+    hurts: Callable[[str], bool]
+    severity: Severity
+    why: str
+    fix: str = ""
+
+
+def _is_on(value: str) -> bool:
+    return value.strip().lower() in ("1", "true", "yes", "on")
+
+
+def _is_off(value: str) -> bool:
+    return value.strip().lower() in ("0", "false", "no", "off")
+
+
+def _is_set(value: str) -> bool:
+    return bool(value.strip())
+
+
+def _below(limit: float) -> Callable[[str], bool]:
+    return lambda value: bool(re.fullmatch(r"0?\.\d+|\d+", value)) and float(value) < limit
+
+
+_WITHOUT_GPUS = (
+    Rule("JAX_DISABLE_JIT", _is_on, "error", "nothing is compiled: every operation runs by itself"),
+    Rule("JAX_DEBUG_NANS", _is_on, "warning", "every result is fetched and looked at"),
+    Rule("JAX_DEBUG_INFS", _is_on, "warning", "every result is fetched and looked at"),
+    Rule("JAX_ENABLE_CHECKS", _is_on, "warning", "jax checks itself at every operation"),
+    Rule("JAX_CHECK_TRACER_LEAKS", _is_on, "warning", "tracing is slow and keeps memory"),
+    Rule("JAX_LOG_COMPILES", _is_on, "note", "the log fills with compilations"),
+    Rule("JAX_ENABLE_X64", _is_on, "warning", "stray float64 arithmetic is slow and takes memory"),
+    Rule(
+        "JAX_DEFAULT_MATMUL_PRECISION",
+        lambda v: v.lower() in ("highest", "float32", "tensorfloat32", "high", "bfloat16_3x"),
+        "note",
+        "products take more passes than precision.compute_dtype asks for",
+    ),
+    Rule(
+        "JAX_ENABLE_COMPILATION_CACHE",
+        _is_off,
+        "note",
+        "jaxdist turns the cache on again: --runtime.compilation_cache_dir=off means it",
+    ),
+    Rule(
+        "JAX_ENABLE_RECOVERABILITY",
+        _is_on,
+        "warning",
+        "a process that died does not end the others: they wait for it in a collective",
+    ),
+    Rule("XLA_PYTHON_CLIENT_ABORT_COLLECTIVES_ON_FAILURE", _is_off, "note", "peers hang longer"),
+    Rule("TF_CPP_MIN_LOG_LEVEL", lambda v: v.isdigit() and int(v) >= 3, "note",
+         "the compiler's errors are not printed"),
+)  # fmt: skip
+
+_WITH_GPUS = (
+    Rule(
+        "XLA_PYTHON_CLIENT_PREALLOCATE",
+        _is_off,
+        "warning",
+        "memory is taken piece by piece: it fragments, and a run that fits may not",
+    ),
+    Rule(
+        "XLA_PYTHON_CLIENT_ALLOCATOR",
+        lambda v: v in ("platform", "vmm") or v.startswith("cuda_async"),
+        "warning",
+        "another allocator than the one that fast steps count on; `platform` allocates anew for "
+        "every array",
+    ),
+    Rule(
+        "XLA_PYTHON_CLIENT_MEM_FRACTION",
+        _below(0.8),
+        "warning",
+        "the run gets this share of a GPU's memory, whatever runtime.memory_fraction says",
+    ),
+    Rule("TF_FORCE_UNIFIED_MEMORY", _is_on, "warning", "what does not fit is paged to the host"),
+    Rule("CUDA_LAUNCH_BLOCKING", _is_on, "warning", "the host waits for every kernel"),
+    Rule(
+        "CUDA_DEVICE_ORDER",
+        lambda v: v == "FASTEST_FIRST",
+        "note",
+        "numbers in CUDA_VISIBLE_DEVICES do not mean what nvidia-smi prints",
+    ),
+    Rule("NCCL_P2P_DISABLE", _is_on, "warning", "GPUs of a host talk through its memory"),
+    Rule("NCCL_SHM_DISABLE", _is_on, "warning", "GPUs without peer access talk through sockets"),
+    Rule("NCCL_IB_DISABLE", _is_on, "warning", "hosts talk over TCP, not InfiniBand or RoCE"),
+    Rule("NCCL_NVLS_ENABLE", _is_off, "note", "the switches do not add up (NVLink SHARP)"),
+    Rule("NCCL_NET", lambda v: v.lower() == "socket", "warning", "hosts talk over TCP"),
+    Rule("NCCL_NET_GDR_LEVEL", lambda v: v.upper() in ("0", "LOC"), "warning",
+         "the network cannot read a GPU's memory: every byte goes through the host's"),
+    Rule("NCCL_P2P_LEVEL", lambda v: v.upper() in ("0", "LOC"), "warning",
+         "GPUs of a host talk through its memory"),
+    Rule("NCCL_ALGO", _is_set, "note", "NCCL may not choose the algorithm by size"),
+    Rule("NCCL_PROTO", _is_set, "note", "NCCL may not choose the protocol by size"),
+    Rule("NCCL_DEBUG", lambda v: v.upper() in ("INFO", "TRACE"), "note",
+         "NCCL writes a great deal to stdout"),
+)  # fmt: skip
+
+_FLAGS = (
+    Rule(
+        "xla_force_host_platform_device_count",
+        _is_set,
+        "warning",
+        "makes CPU devices in every process, beside what --simulate makes",
+        "take it out and use --simulate N",
+    ),
+    Rule("xla_dump_to", _is_set, "warning", "every compilation writes its programs to disk"),
+    Rule("xla_backend_optimization_level", lambda v: v in ("0", "1", "2"), "warning",
+         "machine code for the CPU is optimised less"),
+    Rule("xla_gpu_autotune_level", lambda v: v == "0", "warning", "no kernel is chosen by time"),
+    Rule("xla_gpu_enable_latency_hiding_scheduler", _is_off, "warning",
+         "collectives do not hide behind computation"),
+    Rule("xla_gpu_deterministic_ops", _is_on, "note", "slower kernels; others measured 15 %"),
+    Rule("xla_gpu_exclude_nondeterministic_ops", _is_on, "note",
+         "slower kernels; others measured 15 %"),
+    Rule("xla_disable_hlo_passes", _is_set, "warning", "optimisations are left out"),
+    Rule(
+        "xla_gpu_enable_command_buffer",
+        lambda v: "COLLECTIVES" in v.upper() and "-COLLECTIVES" not in v.upper(),
+        "warning",
+        "collectives in CUDA graphs have been seen to hang after hundreds of steps",
+    ),
+)  # fmt: skip
+
+
+def flags_of(text: str) -> dict[str, str]:
+    """`--name=value --other` as a mapping; a flag without a value is "true"."""
+    try:
+        words = shlex.split(text)
+    except ValueError:
+        words = text.split()
+    pairs = [word.lstrip("-").partition("=") for word in words if word.startswith("-")]
+    return {name: value if equals else "true" for name, equals, value in pairs}
+
+
+def judge(
+    environ: Mapping[str, str],
+    *,
+    num_gpus: int,
+    simulated: bool = False,
+    coordinator: str = "",
+    num_hosts: int = 1,
+    interfaces: Sequence[str] = (),
+) -> list[Finding]:
+    """Every variable of `environ` that hurts a run.
+
+    Args:
+        environ: as the user's shell made it, before jaxdist sets variables of its own.
+        num_gpus: GPUs that the driver shows on this host.
+        simulated: the run asks for CPU devices.
+        coordinator: host:port of process 0; "" when alone.
+        num_hosts: of the job.
+        interfaces: names of this host's network interfaces.
+    """
+    on_gpus = num_gpus > 0 and not simulated
+    found = []
+    for rule in _WITHOUT_GPUS + (_WITH_GPUS if on_gpus else ()):
+        value = environ.get(rule.name)
+        if value is not None and rule.hurts(value):
+            found.append(_broken(rule, f"{rule.name}={value}", f"unset {rule.name}"))
+    flags = flags_of(environ.get("XLA_FLAGS", ""))
+    for rule in _FLAGS:
+        value = flags.get(rule.name)
+        if value is not None and rule.hurts(value):
+            given = f"XLA_FLAGS has --{rule.name}={value}"
+            found.append(_broken(rule, given, "take it out of XLA_FLAGS"))
+    if on_gpus:
+        found += _hidden_gpus(environ, num_gpus)
+        found += _interface(environ.get("NCCL_SOCKET_IFNAME", ""), num_hosts, interfaces)
+        found += _other_libraries(environ)
+    found += _proxies(environ, coordinator)
+    return found or [ok(CHECK, "no variable that hurts")]
+
+
+def _broken(rule: Rule, given: str, fix: str) -> Finding:
+    return Finding(rule.severity, CHECK, f"{given}: {rule.why}", rule.fix or fix)
+
+
+def _hidden_gpus(environ: Mapping[str, str], num_gpus: int) -> list[Finding]:
+    found = []
+    platforms = environ.get("JAX_PLATFORMS", "")
+    if platforms and not any(name in platforms for name in ("cuda", "gpu")):
+        found.append(
+            error(
+                CHECK,
+                f"JAX_PLATFORMS={platforms}: the run would not use the {num_gpus} GPU(s) of this "
+                "host",
+                "unset JAX_PLATFORMS, or ask for CPU devices with --simulate N",
+            )
+        )
+    if environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1"):
+        found.append(
+            error(
+                CHECK,
+                f"CUDA_VISIBLE_DEVICES={environ['CUDA_VISIBLE_DEVICES']!r} hides the {num_gpus} "
+                "GPU(s) of this host",
+                "unset CUDA_VISIBLE_DEVICES, or name GPUs in it",
+            )
+        )
+    return found
+
+
+def _interface(name: str, num_hosts: int, interfaces: Sequence[str]) -> list[Finding]:
+    """NCCL reads `ib` as a prefix, `=ib0` as a name, `^lo` as all but these."""
+    if not name or name.startswith("^"):
+        return []
+    exact, wanted = name.startswith("="), name.lstrip("=").split(",")
+    matches = [i for i in interfaces for w in wanted if i == w or (not exact and i.startswith(w))]
+    if interfaces and not matches:
+        return [
+            error(
+                CHECK,
+                f"NCCL_SOCKET_IFNAME={name} names no interface of this host, which has "
+                f"{', '.join(interfaces)}: NCCL would not start",
+                "unset it, or set runtime.network_interface to one of these",
+            )
+        ]
+    if num_hosts > 1 and matches and all(match == "lo" for match in matches):
+        return [
+            error(
+                CHECK,
+                f"NCCL_SOCKET_IFNAME={name} is the loopback interface, which reaches no other host",
+                "unset it, or set runtime.network_interface to the interface between the hosts",
+            )
+        ]
+    return []
+
+
+def _other_libraries(environ: Mapping[str, str]) -> list[Finding]:
+    """CUDA libraries in LD_LIBRARY_PATH are found before those that were installed with jax."""
+    for folder in filter(None, environ.get("LD_LIBRARY_PATH", "").split(":")):
+        try:
+            names = os.listdir(folder)
+        except OSError:
+            continue
+        clash = sorted(n for n in names if re.match(r"lib(cudnn|nccl|cublas|cudart)\.so", n))
+        if clash:
+            return [
+                warning(
+                    CHECK,
+                    f"LD_LIBRARY_PATH has {folder} with {clash[0]}: it is loaded instead of the "
+                    "one that was installed with jax",
+                    f"take {folder} out of LD_LIBRARY_PATH",
+                )
+            ]
+    return []
+
+
+def _proxies(environ: Mapping[str, str], coordinator: str) -> list[Finding]:
+    """GRPC asks these proxies, in this order; `no_grpc_proxy`, then `no_proxy` exempt hosts."""
+    given = [name for name in ("grpc_proxy", "https_proxy", "http_proxy") if environ.get(name)]
+    host = coordinator.rpartition(":")[0]
+    if not given or not host:
+        return []
+    exempt = environ.get("no_grpc_proxy") or environ.get("no_proxy", "")
+    if any(host == part.strip() or (part.strip() and host.endswith(part.strip().lstrip("*")))
+           for part in exempt.split(",")):  # fmt: skip
+        return []
+    return [
+        note(
+            CHECK,
+            f"{given[0]}={environ[given[0]]} would catch the coordinator {coordinator}; jaxdist "
+            "goes around it, other programs of the job may not",
+            f"export no_proxy={','.join(filter(None, (environ.get('no_proxy', ''), host)))}",
+        )
+    ]
+
+
+def unreadable_flags(environ: Mapping[str, str], timeout_s: float = 120) -> list[Finding]:
+    """Whether this XLA knows every flag of XLA_FLAGS; it would end the run's process otherwise."""
+    if not environ.get("XLA_FLAGS"):
+        return []
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", "import jax; jax.devices()"],
+            env={**environ, "JAX_PLATFORMS": "cpu"},
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+        )
+    except subprocess.TimeoutExpired:
+        return []
+    if done.returncode == 0:
+        return []
+    lines = [line for line in done.stderr.splitlines() if line.strip()]
+    said = next((line for line in lines if "nknown flag" in line), (lines or ["no message"])[-1])
+    said = said[said.find("nknown flag") - 1 :] if "nknown flag" in said else said
+    return [
+        error(
+            CHECK,
+            f"XLA_FLAGS={environ['XLA_FLAGS']} ends what starts jax: {said.strip()[:200]}",
+            "take out the flags that this version does not know",
+        )
+    ]

@@ -1,0 +1,34 @@
+"""`python -m jaxdist.launch`: start the processes of a job, watch them, and restart what fails.
+
+    python -m jaxdist.launch --nproc 4 -- --config run.toml --mesh fsdp=4
+    python -m jaxdist.launch --nproc 8 --nnodes 2 --node-rank 0 --coordinator node0:29400 -- ...
+    python -m jaxdist.launch --nproc 1:8 -- --config run.toml --mesh fsdp=8
+    python -m jaxdist.launch --nnodes 1:2 --node-rank 0 --nproc 8 --run-dir runs/shared -- ...
+    python -m jaxdist.launch slurm --nodes 2 --gpus-per-node 8 --time 24:00:00 -- --config run.toml
+
+What stands after `--` goes to `jaxdist.train`. With ranges MIN:MAX the job is elastic: it goes on
+with the hosts and GPUs that are there, and grows when more come back.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from jaxdist import runtime
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Launch; returns the exit code of the job."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words[:1] == ["slurm"]:
+        from jaxdist.tools.launch import slurm
+
+        return slurm.main(words[1:])
+    from jaxdist.tools.launch import local
+
+    return local.main(words)
+
+
+if __name__ == "__main__":
+    runtime.run_command(main)

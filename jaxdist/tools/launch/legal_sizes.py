@@ -1,0 +1,53 @@
+"""The device counts with which the arguments of a training command are legal, as a process.
+
+One line of JSON, as `elastic.Sizes` is made of. It is a process of its own because reading the
+settings of a run imports jax, and a launcher that has imported jax may not fork.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+
+from jaxdist import runtime
+from jaxdist.tools.launch.membership import Sizes
+
+
+def read_sizes(arguments: Sequence[str]) -> Sizes | int:
+    """What `jaxdist.train` with these arguments may be started with.
+
+    Returns:
+        The exit code instead where the arguments are refused; what is wrong is on stderr then.
+    """
+    command = [sys.executable, "-m", "jaxdist.tools.launch.legal_sizes", *arguments]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+    try:
+        return done.returncode or Sizes(**json.loads(done.stdout))
+    except ValueError:  # --help
+        print(done.stdout, end="")
+        return runtime.EXIT_OK
+
+
+def main() -> int:
+    """Print the sizes."""
+    from jaxdist.config import headed, legal_sizes, read_run
+    from jaxdist.core.mesh import MeshSpec
+    from jaxdist.core.types import ConfigError
+
+    # Rules that concern this machine's devices are the processes' own to judge.
+    config = read_run(sys.argv[1:], command="jaxdist.train", check_rules=False)
+    problems = config.mesh.problems() + config.train.problems() + config.pipeline.problems()
+    if problems:
+        raise ConfigError(headed("jaxdist.train", problems))
+    legal = None
+    if config.mesh.elastic:
+        config.check_mesh(MeshSpec.parse(config.mesh.shape))
+        legal = legal_sizes(config)
+    print(json.dumps({"legal": legal, "simulate": config.simulate}))
+    return runtime.EXIT_OK
+
+
+if __name__ == "__main__":
+    runtime.run_command(main)

@@ -1,0 +1,191 @@
+"""One run as its directory tells it; a run that still goes on, or was killed, reads as well."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxdist.core.types import ConfigError
+from jaxdist.run.metrics_log import Record, current, decode, device_seconds, read_records
+from jaxdist.run.run_directory import RunDirectory, flatten
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A run and its outcome; what is not known is None.
+
+    Attributes:
+        name: short and unique among the runs read.
+        path: its directory.
+        config: dotted field -> value, from config.toml; {} when there is none.
+        train: train records that led to the newest state, in order of steps.
+        evals: eval records likewise.
+        restarts: steps at which the run was started again.
+        unit: "tokens" or "images".
+        outcome: the numbers of the table, in its order.
+    """
+
+    name: str
+    path: Path
+    config: dict[str, Any]
+    train: list[Record]
+    evals: list[Record]
+    restarts: list[int]
+    unit: str
+    outcome: dict[str, Any]
+
+    def record(self) -> dict[str, Any]:
+        """For --json."""
+        return {"name": self.name, "path": self.path, "unit": self.unit, **self.outcome}
+
+
+def read_runs(paths: Sequence[str]) -> list[Run]:
+    """Read each run.
+
+    Raises:
+        ConfigError: with the problems of all paths, not only of the first.
+    """
+    problems = [
+        f"run {path} is named twice. Name each run once."
+        for i, path in enumerate(paths)
+        if Path(path).resolve() in {Path(other).resolve() for other in paths[:i]}
+    ]
+    runs: list[Run] = []
+    for path, name in zip(paths, _short_names(paths), strict=True):
+        try:
+            runs.append(read_run(path, name))
+        except ConfigError as error:
+            problems += error.problems
+    if problems:
+        raise ConfigError(problems)
+    return runs
+
+
+def read_run(path: str, name: str) -> Run:
+    """Read one run directory.
+
+    Raises:
+        ConfigError: there is no run there, or one of its files is damaged.
+    """
+    directory = RunDirectory.existing(path)
+    records = read_records(directory.metrics)
+    history = current(records)
+    starts = [r for r in history if r.get("event") == "start"]
+    train = [r for r in history if r.get("kind") == "train"]
+    evals = [r for r in history if r.get("kind") == "eval"]
+    unit = str(starts[-1].get("unit", "tokens")) if starts else "tokens"
+    config = _read_config(directory.config)
+    return Run(
+        name=name,
+        path=directory.path,
+        config=config,
+        train=train,
+        evals=evals,
+        restarts=[start.get("step", 0) for start in starts[1:]],
+        unit=unit,
+        outcome=_outcome(records, history, train, evals, unit, config)
+        | {"warnings": sum("level" in r for r in history)}
+        | _environment(directory.environment),
+    )
+
+
+def _outcome(
+    records: list[Record],
+    history: list[Record],
+    train: list[Record],
+    evals: list[Record],
+    unit: str,
+    config: dict[str, Any],
+) -> dict[str, Any]:
+    starts = [r for r in records if r.get("event") == "start"]
+    facts = [r for r in history if r.get("event") == "run"]
+    rated = [r for r in evals if math.isfinite(r.get("loss", math.nan))]
+    best = min(rated, key=lambda r: r["loss"]) if rated else {}
+    steady = _without_compiling_steps(train, starts)
+    device_hours = device_seconds(records) / 3600
+    price = config.get("monitoring.price_per_device_hour") or None
+    return {
+        "exit_reason": _exit_reason(records),
+        "step": train[-1]["step"] if train else None,
+        "total_steps": starts[-1].get("total_steps") if starts else None,
+        "train_loss": train[-1].get("loss") if train else None,
+        "eval_loss": evals[-1].get("loss") if evals else None,
+        "best_eval_loss": best.get("loss"),
+        "best_eval_step": best.get("step"),
+        "units": train[-1].get(unit) if train else None,
+        "units_per_s": _median(steady, f"{unit}_per_s"),
+        "units_per_s_per_device": _median(steady, f"{unit}_per_s_per_device"),
+        "step_time_s": _median(steady, "step_time_s"),
+        "mfu": _median(steady, "mfu"),
+        "mfu_convention": facts[-1].get("mfu_convention") if facts else None,
+        "memory_peak_bytes": max((r.get("memory_peak_bytes", 0) for r in train), default=0) or None,
+        "num_devices": starts[-1].get("num_devices") if starts else None,
+        "starts": len(starts),
+        "device_hours": device_hours,
+        "cost": None if price is None else device_hours * price,
+        "currency": config.get("monitoring.currency") if price else None,
+        "skipped_steps": sum(r.get("event") == "skipped_step" for r in history),
+        "recompilations": sum(r.get("event") == "recompile" for r in history),
+    }
+
+
+def _exit_reason(records: list[Record]) -> str:
+    """How the newest start ended; a start without an `end` event still goes on or was killed."""
+    for record in reversed(records):
+        if record.get("event") == "end":
+            return str(record.get("exit_reason", "ended"))
+        if record.get("event") == "start":
+            break
+    return "running or killed"
+
+
+def _without_compiling_steps(train: list[Record], starts: list[Record]) -> list[Record]:
+    """The first step of each start holds its compilation, so its times are no rate."""
+    first = {start.get("step", 0) + 1 for start in starts}
+    return [record for record in train if record["step"] not in first]
+
+
+def _median(records: list[Record], key: str) -> float | None:
+    values = [r[key] for r in records if isinstance(r.get(key), int | float)]
+    return statistics.median(values) if values else None
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        return {}
+    try:
+        return flatten(tomllib.loads(path.read_text(encoding="utf-8")))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError([f"{path} is no TOML ({error}). Mend it, or move it away."]) from error
+
+
+def _environment(path: Path) -> dict[str, Any]:
+    """Hardware and code of the newest start; {} when there is no environment.json."""
+    if not path.exists():
+        return {}
+    try:
+        record = decode(path.read_text(encoding="utf-8"))
+        found = {"device_kind": record.get("devices", {}).get("kind")}
+        git = record.get("git") or [{}]
+    except (ValueError, AttributeError) as error:
+        raise ConfigError([f"{path} is no JSON object ({error}). Move it away."]) from error
+    commit = git[0].get("commit")
+    if commit:
+        found["commit"] = commit[:9] + (" dirty" if git[0].get("dirty") else "")
+    return found
+
+
+def _short_names(paths: Sequence[str]) -> list[str]:
+    """The last part of each path, or as many parts as tell the paths apart."""
+    whole = [Path(path).resolve() for path in paths]
+    deepest = max(len(path.parts) for path in whole)
+    for depth in range(1, deepest + 1):
+        names = ["/".join(path.parts[-depth:]) for path in whole]
+        if len(set(names)) == len(names):
+            return names
+    return [str(path) for path in whole]

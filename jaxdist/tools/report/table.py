@@ -1,0 +1,162 @@
+"""The comparison as text: outcomes as rows, runs as columns, then what differs in the configs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jaxdist.run.monitoring import console
+from jaxdist.tools.report.runs import Run
+
+NOTHING = "-"
+
+_IGNORED = ("name", "run_dir")
+"""Config fields that always differ and say nothing about why results do."""
+
+
+def differences(runs: Sequence[Run]) -> dict[str, dict[str, Any]]:
+    """Config fields whose values are not the same in all runs: field -> run -> value or None."""
+    configured = [run for run in runs if run.config]
+    keys = sorted({key for run in configured for key in run.config})
+    found = {}
+    for key in keys:
+        if key.rpartition(".")[2] in _IGNORED:
+            continue
+        values = [run.config.get(key) for run in configured]
+        if any(value != values[0] for value in values):
+            found[key] = {run.name: run.config.get(key) for run in configured}
+    return found
+
+
+def outcome_rows(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
+    """Label and one cell per run; the best of several runs has a star. Rows without values go."""
+    rows: list[tuple[str, list[str]]] = []
+
+    def add(label: str, show: Callable[[Run], str], best: str = "", key: str = "") -> None:
+        cells = [show(run) for run in runs]
+        if best:
+            cells = _starred(cells, [run.outcome.get(key) for run in runs], best)
+        if any(cell != NOTHING for cell in cells):
+            rows.append((label, cells))
+
+    add("ended", lambda run: run.outcome["exit_reason"])
+    add("steps", _steps)
+    add("train loss", _number("train_loss", "{:.4f}"))
+    add("eval loss", _number("eval_loss", "{:.4f}"), "min", "eval_loss")
+    add("best eval loss", _best_eval, "min", "best_eval_loss")
+    add("trained on", lambda run: _units(run, "units", ""))
+    add("speed", lambda run: _units(run, "units_per_s", "/s"), "max", "units_per_s")
+    add("per device", lambda run: _units(run, "units_per_s_per_device", "/s"))
+    add("step time", _number("step_time_s", "{:.1f} ms", 1000))
+    add("MFU", _mfu, "max", "mfu")
+    add("peak memory", lambda run: _shown(run.outcome["memory_peak_bytes"], console.memory))
+    add("devices", _devices)
+    add("device-hours", _number("device_hours", "{:.3g}"))
+    add("cost", _cost)
+    add("starts", lambda run: str(run.outcome["starts"]))
+    add("skipped steps", lambda run: str(run.outcome["skipped_steps"]))
+    add("recompilations", lambda run: str(run.outcome["recompilations"]))
+    add("warnings", lambda run: str(run.outcome["warnings"]))
+    add("commit", lambda run: run.outcome.get("commit") or NOTHING)
+    return rows
+
+
+def difference_rows(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
+    """Label and one cell per run for each config field that differs."""
+    return [
+        (key, [_value(values.get(run.name)) for run in runs])
+        for key, values in differences(runs).items()
+    ]
+
+
+def text_table(runs: Sequence[Run]) -> str:
+    """Both tables, aligned, one under the other."""
+    head = ("", [run.name for run in runs])
+    outcome, changed = outcome_rows(runs), difference_rows(runs)
+    if len(runs) > 1:  # room for the star in every cell, so that numbers stay under numbers
+        (head,), outcome, changed = _padded([head]), _padded(outcome), _padded(changed)
+    widths = _widths([head, *outcome, *changed])
+    lines = [_line(head, widths), *(_line(row, widths) for row in outcome)]
+    if changed:
+        lines += ["", "config", *(_line(row, widths) for row in changed)]
+    elif len(runs) > 1 and any(run.config for run in runs):
+        lines += ["", "config      no difference"]
+    if len(runs) > 1:
+        lines += ["", "* the best of the row"]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _widths(rows: Sequence[tuple[str, list[str]]]) -> list[int]:
+    labels = max(len(label) for label, _ in rows)
+    columns = zip(*(cells for _, cells in rows), strict=True)
+    return [labels, *(max(map(len, column)) for column in columns)]
+
+
+def _line(row: tuple[str, list[str]], widths: Sequence[int]) -> str:
+    label, cells = row
+    shown = [f"{cell:>{width}}" for cell, width in zip(cells, widths[1:], strict=True)]
+    return "  ".join([f"{label:<{widths[0]}}", *shown])
+
+
+def _padded(rows: Sequence[tuple[str, list[str]]]) -> list[tuple[str, list[str]]]:
+    return [(label, [c if c.endswith(" *") else f"{c}  " for c in cells]) for label, cells in rows]
+
+
+def _starred(cells: list[str], values: list[Any], best: str) -> list[str]:
+    """Mark the best, where it is one and there is something to compare it with."""
+    finite = [v for v in values if isinstance(v, int | float) and math.isfinite(v)]
+    if len(finite) < 2 or min(finite) == max(finite):
+        return cells
+    winner = min(finite) if best == "min" else max(finite)
+    return [
+        f"{cell} *" if value == winner else cell
+        for cell, value in zip(cells, values, strict=True)
+    ]  # fmt: skip
+
+
+def _shown(value: Any, show: Callable[[Any], str]) -> str:
+    return NOTHING if value is None else show(value)
+
+
+def _number(key: str, pattern: str, scale: float = 1.0) -> Callable[[Run], str]:
+    return lambda run: _shown(run.outcome[key], lambda value: pattern.format(scale * value))
+
+
+def _steps(run: Run) -> str:
+    step, total = run.outcome["step"], run.outcome["total_steps"]
+    return NOTHING if step is None else f"{step}/{total}" if total else str(step)
+
+
+def _best_eval(run: Run) -> str:
+    loss, step = run.outcome["best_eval_loss"], run.outcome["best_eval_step"]
+    return NOTHING if loss is None else f"{loss:.4f} at {step}"
+
+
+def _units(run: Run, key: str, per: str) -> str:
+    short = console.UNITS.get(run.unit, run.unit)
+    show = console.count if per else console.big
+    return _shown(run.outcome[key], lambda value: f"{show(value)} {short}{per}")
+
+
+def _mfu(run: Run) -> str:
+    convention = run.outcome["mfu_convention"] or ""
+    return _shown(run.outcome["mfu"], lambda mfu: f"{console.percent(mfu)} {convention}".rstrip())
+
+
+def _devices(run: Run) -> str:
+    count, kind = run.outcome["num_devices"], run.outcome.get("device_kind")
+    return NOTHING if count is None else f"{count} {console.TIMES} {kind}" if kind else str(count)
+
+
+def _cost(run: Run) -> str:
+    cost, currency = run.outcome["cost"], run.outcome["currency"]
+    return NOTHING if cost is None else console.money(cost, currency or "")
+
+
+def _value(value: Any) -> str:
+    if value is None:
+        return "not set"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:g}" if isinstance(value, float) else str(value)
