@@ -2,6 +2,7 @@
 
 import logging
 import os
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,12 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 import jax
 
+CACHE = str(Path(tempfile.gettempdir()) / f"jaxdist-tests-{os.getuid()}" / "xla")
 jax.config.update("jax_num_cpu_devices", 8)
+# Each program is compiled once per machine, by whichever test, worker or leg needs it first.
+jax.config.update("jax_compilation_cache_dir", os.environ.setdefault("JAXDIST_CACHE", CACHE))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
 
 # Fixtures of more than one file; after the devices, since this imports what uses them.
 from damaged import pristine, run  # noqa: E402, F401

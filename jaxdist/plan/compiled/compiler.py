@@ -4,6 +4,8 @@
 is a process of its own for three reasons. jax must be set up for it: no GPU is touched and no
 cached executable is read. The compiler warns on the file descriptor of stderr. A compilation that
 takes too long can only be ended from outside.
+
+It answers with one line of JSON: the facts, or `{"refused": [...]}` for settings that are illegal.
 """
 
 from __future__ import annotations
