@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from jaxdist.data import Dataset, Loader
     from jaxdist.plan.estimate.memory_check import Budget
     from jaxdist.run.monitoring import Monitor
-    from jaxdist.run.resilience import LossGuard, ReplicaWatch, Rollback, Watchdog
+    from jaxdist.run.resilience import LossGuard, Rollback, SdcCheck, Watchdog
     from jaxdist.run.setup import Parts
 
 log = logging.getLogger("jaxdist")
@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from jaxdist.plan.estimate.memory_check import Budget, needs_of
     from jaxdist.run.monitoring import Monitor, environment
     from jaxdist.run.replay import replay
-    from jaxdist.run.resilience import LossGuard, ReplicaWatch, Watchdog
+    from jaxdist.run.resilience import LossGuard, SdcCheck, Watchdog
     from jaxdist.run.setup import assemble, check_data_fits
     from jaxdist.run.startup import announce, open_run_directory, start
 
@@ -113,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 config_text,
                 watchdog,
                 guard,
-                ReplicaWatch(
+                SdcCheck(
                     config.resilience, parts.layout, {row.process: row.host for row in job.devices}
                 ),
                 begin,
@@ -139,13 +139,13 @@ class Run:
         config_text: str,
         watchdog: Watchdog,
         guard: LossGuard,
-        replicas: ReplicaWatch,
+        replicas: SdcCheck,
         begin: Callable[..., tuple[TrainState, int, Loader]],
         budget: Budget | None = None,
     ):
         from jaxdist.run.monitoring import StepTimer
         from jaxdist.run.monitoring.environment import versions
-        from jaxdist.run.step_report import Judge
+        from jaxdist.run.step_report import StepReporter
 
         self.parts, self.state, self.loader, self.eval_data = parts, state, loader, eval_data
         self.checkpointer, self.monitor, self.preemption = checkpointer, monitor, preemption
@@ -154,10 +154,10 @@ class Run:
         self.watchdog, self.guard = watchdog, guard
         self.begin, self.budget = begin, budget
         step = parts.step.train_below if guard.limits_updates else parts.step.train
-        self.train_step = monitor.watch_compiles(step, "train step")
+        self.train_step = monitor.track_compiles(step, "train step")
         on_cpu = parts.step.context.platform == "cpu"
         self.timer = StepTimer(blocking_dispatch=on_cpu)
-        self.judge = Judge(monitor, self.timer, watchdog, guard, replicas, checkpointer)
+        self.judge = StepReporter(monitor, self.timer, watchdog, guard, replicas, checkpointer)
 
     def go(self, start_step: int) -> int:
         """Train from `start_step` to the end, going back where a guard asks for it."""
@@ -296,15 +296,20 @@ class Run:
 
     def leave_early(self, step: int) -> int:
         """Commit a checkpoint and leave with the code that asks to be started again."""
+        from jaxdist.run.exit_reason import ExitReason
+
         self.save(step, force=True)
         committed = self.commit()
         self.monitor.summary(
-            "preempted", next_commands=[f"python -m jaxdist.train --resume {self.monitor.run.path}"]
+            ExitReason.PREEMPTED if committed else ExitReason.CHECKPOINT_FAILURE,
+            next_commands=[f"python -m jaxdist.train --resume {self.monitor.run.path}"],
         )
         return runtime.EXIT_PREEMPTED if committed else runtime.EXIT_FAILURE
 
     def finish(self) -> int:
         """Evaluate, save, and say where everything is."""
+        from jaxdist.run.exit_reason import ExitReason
+
         config, last = self.config, self.config.train.steps
         evaluated = self.evaluate(last, config.eval.final_max_batches)
         if config.checkpoint.save_last and last not in self.checkpointer.steps():
@@ -315,7 +320,7 @@ class Run:
         if self.parts.model.decoding is not None:
             next_commands.insert(0, f"python -m jaxdist.generate {path} --prompt 'def '")
         self.monitor.summary(
-            "finished",
+            ExitReason.FINISHED if committed else ExitReason.CHECKPOINT_FAILURE,
             checkpoint=str(path / "checkpoints" / str(last)) if committed else "",
             next_commands=next_commands,
         )

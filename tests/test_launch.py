@@ -129,7 +129,7 @@ def test_a_process_killed_without_words_is_named_with_its_signal(tmp_path):
     [
         ("from jaxdist.core.types import ConfigError\nraise ConfigError(['mesh dp=3 is bad'])", 2),
         ("return runtime.EXIT_PREEMPTED", 75),
-        ("from jaxdist.run.resilience import DamagedState\nraise DamagedState('device 3')", 85),
+        ("from jaxdist.run.resilience import CorruptState\nraise CorruptState('device 3')", 85),
         ("raise KeyboardInterrupt", 130),
         ("return 0", 0),
     ],
@@ -160,8 +160,8 @@ def test_other_hosts_are_told_of_a_killed_process_and_their_watchdogs_follow(
         time.sleep(0.02)
     assert left == ([runtime.EXIT_HANG] if told else [])
     if told:
-        assert "process 0 on" in (tmp_path / "hang.json").read_text()
-        assert "killed by SIGKILL" in (tmp_path / "hang.json").read_text()
+        assert "process 0 on" in (tmp_path / "abort.json").read_text()
+        assert "killed by SIGKILL" in (tmp_path / "abort.json").read_text()
     other.close()
 
 

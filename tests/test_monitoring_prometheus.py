@@ -138,7 +138,7 @@ def test_an_impossible_port_is_refused():
 
 
 def test_the_dashboard_asks_for_what_is_served(tmp_path, monkeypatch):
-    class Sensors:
+    class GpuStats:
         def __init__(self, *_):
             pass
 
@@ -149,7 +149,7 @@ def test_the_dashboard_asks_for_what_is_served(tmp_path, monkeypatch):
             pass
 
     memory = {"memory_bytes": 1, "memory_peak_bytes": 2}
-    monkeypatch.setattr(monitor_module, "Sensors", Sensors)
+    monkeypatch.setattr(monitor_module, "GpuStats", GpuStats)
     monkeypatch.setattr(monitor_module, "device_memory", lambda _: memory)
     dashboard = json.loads((ROOT / "examples" / "grafana.json").read_text())
     asked = [t["expr"] for panel in dashboard["panels"] for t in panel["targets"]]

@@ -22,7 +22,7 @@ from typing import Any
 
 _KEY = "jaxdist/failure"
 FOLLOWED = "ends because process"
-ALARM = "hang.json"
+ALARM = "abort.json"
 """File beside the logs that ends all processes whose watchdogs see it appear."""
 _OWN_WORDS_S = 1.0
 """Time for a process to report its own error before another's failure ends it."""
@@ -81,7 +81,7 @@ def _follow(said: dict[str, Any], own_index: int) -> None:
 
 def raise_alarm(folder: Path, process: int, line: str) -> None:
     """Tell all watchdogs that look at this folder to end their processes, and why."""
-    fresh = folder / f"hang-{process}.writing"
+    fresh = folder / f"abort-{process}.writing"
     with contextlib.suppress(OSError):
         fresh.write_text(json.dumps({"process": process, "time": time.time(), "line": line}))
         os.replace(fresh, folder / ALARM)

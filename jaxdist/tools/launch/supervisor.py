@@ -215,7 +215,7 @@ class Supervisor:
                 return None
             _say("preempted after a committed save; the same command goes on from there")
             return runtime.EXIT_PREEMPTED
-        final = (runtime.EXIT_CONFIG, runtime.EXIT_DAMAGED, runtime.EXIT_INTERRUPTED)
+        final = (runtime.EXIT_CONFIG, runtime.EXIT_SDC, runtime.EXIT_INTERRUPTED)
         if outcome.exit_code in final:
             if not outcome.spoken:
                 print(outcome.report(), file=sys.stderr, flush=True)
