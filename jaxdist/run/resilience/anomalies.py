@@ -95,13 +95,12 @@ class LossGuard:
     """Judges the loss of every step; all processes see the same losses and judge alike.
 
     Args:
-        config: what a spike is, and what is done about one.
-        nan_policy: what is done about NaN and Inf.
+        config: what a spike is, and what is done about spikes, NaN and Inf.
         path: of anomalies.jsonl; None on processes that do not write.
     """
 
-    def __init__(self, config: ResilienceConfig, nan_policy: str, path: Path | None):
-        self.config, self.nan_policy = config, nan_policy
+    def __init__(self, config: ResilienceConfig, path: Path | None):
+        self.config = config
         self._path = path
         self._losses: list[tuple[int, float]] = []
         self._rollbacks, self._gave_up = 0, False
@@ -169,7 +168,7 @@ class LossGuard:
     def stop_text(self, anomaly: Anomaly) -> str:
         """What the error of a run that stops says."""
         nonfinite = anomaly.kind == ExitReason.NONFINITE_LOSS
-        setting = "train.nan_policy" if nonfinite else "resilience.spike_policy"
+        setting = f"resilience.{'nonfinite' if nonfinite else 'spike'}_policy"
         if self._gave_up:
             return (
                 f"{anomaly}: {self._rollbacks} rollbacks (resilience.max_rollbacks) did not get "
@@ -190,14 +189,15 @@ class LossGuard:
         return ExitReason.LOSS_SPIKE if values["loss"] > limit else ""
 
     def _action(self, kind: str) -> str:
-        action = self.nan_policy if kind == ExitReason.NONFINITE_LOSS else self.config.spike_policy
-        if action != "rollback":
-            return action
+        nonfinite = kind == ExitReason.NONFINITE_LOSS
+        policy = self.config.nonfinite_policy if nonfinite else self.config.spike_policy
+        if policy != "rollback":
+            return policy
         if self._rollbacks >= self.config.max_rollbacks:
             self._gave_up = True
             return "stop"
         self._rollbacks += 1
-        return action
+        return policy
 
 
 def _append(path: Path, line: str) -> None:
