@@ -84,9 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         process=job.process_id,
         num_processes=job.num_processes,
     )
-    guard = LossGuard(
-        config.resilience, config.train.nan_policy, run.anomalies if run.is_writer else None
-    )
+    guard = LossGuard(config.resilience, run.anomalies if run.is_writer else None)
     begin = functools.partial(start, parts, train_data, checkpointer, run, guard)
     try:
         state, start_step, loader = begin()

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 
 from jaxdist.run.monitoring import Monitor, MonitoringConfig, RunDirectory
 
-QUIET = MonitoringConfig(tensorboard=False, log_every_steps=1)
+QUIET = MonitoringConfig(tensorboard=False, log_interval_steps=1)
 
 
 class Clock:

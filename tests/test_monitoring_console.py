@@ -39,7 +39,7 @@ def test_header_says_what_the_run_is(tmp_path, caplog):
 
 def test_step_lines_align_and_say_everything(tmp_path, caplog):
     caplog.set_level(logging.INFO, logger="jaxdist")
-    config = MonitoringConfig(tensorboard=False, log_every_steps=1, peak_tflops=1e-6)
+    config = MonitoringConfig(tensorboard=False, log_interval_steps=1, peak_tflops=1e-6)
     monitor = start(tmp_path, config, total_steps=1000, flops_per_token={"causal": 10.0})
     for step in (1, 2, 999):
         train(monitor, step, learning_rate=3e-4, grad_norm=1.25, accuracy=0.5)

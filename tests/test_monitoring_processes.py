@@ -482,7 +482,7 @@ def test_readings_reach_records_and_summary(tmp_path, monkeypatch):
             return {"gpu_temperature_c": self.celsius, "gpu_power_w": 2 * self.celsius}
 
     monkeypatch.setattr(monitor_module, "Sensors", Warmer)
-    summary = finish(tmp_path, [(1.0, 0.0, 1.0)] * 3, log_every_steps=1)
+    summary = finish(tmp_path, [(1.0, 0.0, 1.0)] * 3, log_interval_steps=1)
     assert (summary["gpu_temperature_c"], summary["gpu_power_w"]) == (64.0, 125.0)
     trained = [r for r in read_records(tmp_path / "run" / "metrics.jsonl") if r["kind"] == "train"]
     assert [r["gpu_temperature_c"] for r in trained] == [61.0, 62.0, 63.0, 64.0]

@@ -105,7 +105,7 @@ def events(monitor: Monitor, name: str):
 
 def test_an_impossible_mfu_is_told_once(tmp_path):
     monitor = make_monitor(
-        tmp_path, log_every_steps=1, peak_tflops=1e-12, flops_per_token={"full": 1.0}
+        tmp_path, log_interval_steps=1, peak_tflops=1e-12, flops_per_token={"full": 1.0}
     )
     for step in range(1, 6):
         monitor.train(step, {"loss": 1.0}, tokens=80, step_time_s=1.0, data_wait_s=0.0)

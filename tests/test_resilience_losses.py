@@ -63,8 +63,8 @@ class Rows:
         return list(range(first_sample, first_sample + 4))
 
 
-def guard(path=None, nan_policy="skip", **settings) -> LossGuard:
-    return LossGuard(ResilienceConfig(**settings), nan_policy, path)
+def guard(path=None, **settings) -> LossGuard:
+    return LossGuard(ResilienceConfig(**settings), path)
 
 
 def feed(subject: LossGuard, losses, first_step=1, **metrics):
@@ -144,7 +144,7 @@ def test_nan_is_an_anomaly_and_an_overflow_under_a_loss_scale_is_none():
 
 
 def test_too_many_rollbacks_end_the_run():
-    subject = guard(nan_policy="rollback", max_rollbacks=2)
+    subject = guard(nonfinite_policy="rollback", max_rollbacks=2)
     actions = [o.action for o in feed(subject, [math.nan] * 3)]
     assert actions == ["rollback", "rollback", "stop"]
 
@@ -210,7 +210,9 @@ def train(tmp_path, name, *flags):
 
 
 def test_rollback_goes_on_past_the_offending_batch(tmp_path):
-    done, run_dir = train(tmp_path, "nan", "--run-dir=run", "--train.nan_policy=rollback")
+    done, run_dir = train(
+        tmp_path, "nan", "--run-dir=run", "--resilience.nonfinite_policy=rollback"
+    )
     assert done.returncode == 0, done.stderr
     bad = bad_step(SEED)
     (anomaly,) = read_anomalies(run_dir / "anomalies.jsonl")
@@ -260,7 +262,7 @@ def test_two_processes_go_back_together_and_end_like_one(tmp_path):
     """Real processes over gloo: both judge alike, and the run equals that of one process."""
     (tmp_path / "bad_rows.py").write_text(MODULE)
     job = [flag for flag in JOB if not flag.startswith("--simulate")]
-    job += ["--data.sources=bad_rows:nan", "--train.nan_policy=rollback", "--simulate=1"]
+    job += ["--data.sources=bad_rows:nan", "--resilience.nonfinite_policy=rollback", "--simulate=1"]
     words = [
         "-m",
         "jaxdist.launch",
@@ -278,7 +280,7 @@ def test_two_processes_go_back_together_and_end_like_one(tmp_path):
     (anomaly,) = read_anomalies(tmp_path / "two/anomalies.jsonl")
     assert (anomaly.step, anomaly.action) == (bad_step(SEED), "rollback")
     assert "without the batch of step" in done.stdout and "replicas differ" not in done.stdout
-    one, run_dir = train(tmp_path, "nan", "--run-dir=run", "--train.nan_policy=rollback")
+    one, run_dir = train(tmp_path, "nan", "--run-dir=run", "--resilience.nonfinite_policy=rollback")
     assert one.returncode == 0, one.stderr
     two = {r["step"]: float(r["loss"]) for r in records(tmp_path / "two", "train")}
     alone = {r["step"]: float(r["loss"]) for r in records(run_dir, "train")}

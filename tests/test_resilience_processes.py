@@ -84,7 +84,7 @@ def test_a_flipped_bit_on_another_process_is_found_and_ends_or_is_undone(job, mo
 
 def test_a_nan_batch_is_named_with_its_rows_and_left_out(job):
     row = int(Order([COUNT], [], 0).rows(np.arange(COUNT))[16 * BATCH + 2])  # in step 17
-    harmed = job("nan", "--train.nan_policy=skip")
+    harmed = job("nan", "--resilience.nonfinite_policy=skip")
     (harmed.folder / f"nan-{row}").touch()
     harmed.start()
     assert endings.finish(harmed) == 0, harmed.said()[-4000:]
@@ -151,7 +151,7 @@ def test_two_thousand_clean_steps_under_every_guard_have_no_finding(job, capsys)
         "--resilience.check_interval_steps=10",
         "--resilience.spike_policy=stop",
         "--resilience.damage_policy=stop",
-        "--train.nan_policy=stop",
+        "--resilience.nonfinite_policy=stop",
         "--resilience.step_timeout_s=3",
         "--monitoring.compare_every_steps=50",
         "--checkpoint.save_interval_steps=100",

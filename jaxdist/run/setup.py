@@ -226,7 +226,7 @@ def assemble(
         max_grad_norm=config.optim.max_grad_norm,
         loss_scale=loss_scale,
         pipeline_config=config.pipeline,
-        frozen=optim.frozen_leaves(config.optim, model.axes) if config.optim.frozen else None,
+        frozen=optim.frozen_leaves(config.optim, model.axes) if config.optim.freeze else None,
     )
     return Parts(
         config=config,

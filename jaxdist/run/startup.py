@@ -54,7 +54,7 @@ def start(
         state, step = parts.init_state(), 0
         if config.init_from:
             log.info("weights from %s", config.init_from)
-        if config.checkpoint.probe and not goes_back:
+        if config.checkpoint.preflight and not goes_back:
             checkpointer.probe(state)
     else:
         state, meta, step = checkpointer.restore(parts.abstract_state(), step=chosen)

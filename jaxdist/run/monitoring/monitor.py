@@ -154,7 +154,7 @@ class Monitor:
             self._alerts.step_times(step, step_time_s, data_wait_s, device_wait_s)
         self._alerts.values(step, values)
         on_record = step % self.config.record_every_steps == 0
-        on_log = step % self.config.log_every_steps == 0 or self._steps_here == 1
+        on_log = step % self.config.log_interval_steps == 0 or self._steps_here == 1
         ends = step == self.total_steps
         rate = tokens / step_time_s
         record: dict[str, Any] = {

@@ -94,13 +94,12 @@ class LossGuard:
     """Judges the loss of every step; all processes see the same losses and judge alike.
 
     Args:
-        config: what a spike is, and what is done about one.
-        nan_policy: what is done about NaN and Inf.
+        config: what a spike is, and what is done about spikes, NaN and Inf.
         path: of anomalies.jsonl; None on processes that do not write.
     """
 
-    def __init__(self, config: ResilienceConfig, nan_policy: str, path: Path | None):
-        self.config, self.nan_policy = config, nan_policy
+    def __init__(self, config: ResilienceConfig, path: Path | None):
+        self.config = config
         self._path = path
         self._losses: list[tuple[int, float]] = []
         self._rollbacks, self._gave_up = 0, False
@@ -167,7 +166,9 @@ class LossGuard:
 
     def stop_text(self, anomaly: Anomaly) -> str:
         """What the error of a run that stops says."""
-        setting = "train.nan_policy" if anomaly.kind == "nan" else "resilience.spike_policy"
+        setting = (
+            "resilience.nonfinite_policy" if anomaly.kind == "nan" else "resilience.spike_policy"
+        )
         if self._gave_up:
             return (
                 f"{anomaly}: {self._rollbacks} rollbacks (resilience.max_rollbacks) did not get "
@@ -188,14 +189,14 @@ class LossGuard:
         return "spike" if values["loss"] > limit else ""
 
     def _action(self, kind: str) -> str:
-        action = self.nan_policy if kind == "nan" else self.config.spike_policy
-        if action != "rollback":
-            return action
+        policy = self.config.nonfinite_policy if kind == "nan" else self.config.spike_policy
+        if policy != "rollback":
+            return policy
         if self._rollbacks >= self.config.max_rollbacks:
             self._gave_up = True
             return "stop"
         self._rollbacks += 1
-        return action
+        return policy
 
 
 def _append(path: Path, line: str) -> None:

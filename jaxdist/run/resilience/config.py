@@ -24,11 +24,17 @@ class ResilienceConfig:
         "seconds after which a start, a compilation, a restore, a save or one batch of an "
         "evaluation has hung",
     )
+    nonfinite_policy: Literal["skip", "rollback", "stop"] = setting(
+        "skip",
+        "what to do when the loss or a gradient is NaN or Inf (that update is never applied): "
+        "skip = go on; rollback = go back to the newest checkpoint and leave that batch out; "
+        "stop = end the run",
+    )
     spike_policy: Literal["off", "report", "skip", "rollback", "stop"] = setting(
         "report",
         "on a loss far above the ones before: report = write step and rows to anomalies.jsonl; "
         "skip = and leave the update out; rollback = and go back to the newest checkpoint, then on "
-        "without that batch; stop = and end the run (for NaN see train.nan_policy)",
+        "without that batch; stop = and end the run",
     )
     spike_deviations: float = setting(
         10.0,
