@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     runtime.reserve_memory(config.runtime.memory_fraction)
     runtime.setup_compilation_cache(config.runtime.compilation_cache_dir)
     job = runtime.join(config.runtime)
-    runtime.setup_logging(job.process_index)
+    runtime.setup_logging(job.process_id)
 
     import jax
 
@@ -67,8 +67,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     check_data_fits(parts, train_data)
     if config.replay:
         return replay(parts, train_data)
-    run = open_run_directory(config, job.process_index)
-    runtime.setup_logging(job.process_index, run.log(job.process_index))
+    run = open_run_directory(config, job.process_id)
+    runtime.setup_logging(job.process_id, run.log(job.process_id))
     if job.num_processes > 1:
         log.info("%s, attempt %d\n%s", job.source, job.attempt, job.table())
     config_text = write_toml(config)
@@ -81,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     watchdog = Watchdog(
         config.resilience,
         run.logs,
-        process=job.process_index,
+        process=job.process_id,
         num_processes=job.num_processes,
     )
     guard = LossGuard(config.resilience, run.anomalies if run.is_writer else None)

@@ -287,7 +287,7 @@ def test_environment_records_commit_and_uncommitted_changes(tmp_path, monkeypatc
 def test_only_process_0_writes(tmp_path, caplog):
     caplog.set_level(logging.INFO, logger="jaxdist")
     config = MonitoringConfig(log_interval_steps=1)
-    monitor = start(tmp_path, config, process_index=1)
+    monitor = start(tmp_path, config, process_id=1)
     header(monitor)
     values = monitor.train(
         1, {"loss": jnp.float32(2.0)}, tokens=1, step_time_s=1.0, data_wait_s=0.0

@@ -294,8 +294,8 @@ WORKER = """
         from jax.experimental import multihost_utils
         runtime.simulate(1)
         runtime.join(RuntimeConfig(
-            coordinator=f"127.0.0.1:{port}", num_processes=2, process_index=index))
-        run = RunDirectory.open(path, process_index=index)
+            coordinator_address=f"127.0.0.1:{port}", num_processes=2, process_id=index))
+        run = RunDirectory.open(path, process_id=index)
         config = MonitoringConfig(tensorboard=False, compare_every_steps=4)
         timer = StepTimer(blocking_dispatch=True)
         add_up = lambda: multihost_utils.process_allgather(jax.numpy.ones(1))

@@ -37,11 +37,11 @@ def fetch(port: int) -> dict[str, float]:
     return found
 
 
-def start(tmp_path, port: int, process_index: int = 0) -> Monitor:
+def start(tmp_path, port: int, process_id: int = 0) -> Monitor:
     config = MonitoringConfig(
         tensorboard=False, prometheus_port=port, prometheus_address="127.0.0.1"
     )
-    run = RunDirectory.open(tmp_path / "run", process_index=process_index)
+    run = RunDirectory.open(tmp_path / "run", process_id=process_id)
     return Monitor(config, run, total_steps=10, clock=lambda: 1234.5)
 
 
@@ -109,7 +109,7 @@ def test_what_is_fetched_is_what_was_reported(tmp_path):
 
 def test_only_process_0_serves(tmp_path):
     port = free_port()
-    monitor = start(tmp_path, port, process_index=1)
+    monitor = start(tmp_path, port, process_id=1)
     train(monitor, 1)
     with pytest.raises(urllib.error.URLError):
         fetch(port)

@@ -266,7 +266,15 @@ def test_two_processes_go_back_together_and_end_like_one(tmp_path):
     (tmp_path / "bad_rows.py").write_text(MODULE)
     job = [flag for flag in JOB if not flag.startswith("--simulate")]
     job += ["--data.sources=bad_rows:nan", "--resilience.nonfinite_policy=rollback", "--simulate=1"]
-    words = ["-m", "jaxdist.launch", "--nproc=2", "--max-restarts=0", "--", *job, "--run-dir=two"]
+    words = [
+        "-m",
+        "jaxdist.launch",
+        "--nproc-per-node=2",
+        "--max-restarts=0",
+        "--",
+        *job,
+        "--run-dir=two",
+    ]
     done = subprocess.run(
         [sys.executable, *words],
         cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=300,

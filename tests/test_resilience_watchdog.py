@@ -190,7 +190,7 @@ def test_watchdog_off_starts_no_thread(tmp_path):
 def start(run_dir, *flags: str) -> subprocess.Popen:
     job = ["--simulate=1", "--mesh=dp=2", "--checkpoint.save_interval_steps=20"]
     job += ["--eval.interval_steps=0", "--resilience.step_timeout_s=6", f"--run-dir={run_dir}"]
-    words = ["-m", "jaxdist.launch", "--nproc=2", "--backoff-s=0.1", "--"]
+    words = ["-m", "jaxdist.launch", "--nproc-per-node=2", "--backoff-s=0.1", "--"]
     return subprocess.Popen(
         [sys.executable, *words, *tiny("--steps=120", *job, *flags)],
         env=environment(), cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,

@@ -108,7 +108,7 @@ class StragglerDetector:
         return self._compared < self._newest
 
     def everyone(self) -> dict[int, dict[str, Any]]:
-        """By process index, the numbers of the newest interval that all have told; {} if seen."""
+        """By process id, the numbers of the newest interval that all have told; {} if seen."""
         told = runtime.published(_TOPIC)
         said = newest_common(told) if len(told) == self._num_processes else {}
         step = next((one["step"] for one in said.values()), 0)
@@ -145,7 +145,7 @@ def _means(steps: Sequence[tuple[float, float, float]]) -> tuple[float, float, f
 
 
 def newest_common(told: Mapping[int, Sequence[Mapping[str, Any]]]) -> dict[int, dict[str, Any]]:
-    """The newest interval that every process has told, by process index; {} when there is none."""
+    """The newest interval that every process has told, by process id; {} when there is none."""
     steps = [{one["step"] for one in intervals} for intervals in told.values()]
     common = set.intersection(*steps) if steps else set()
     if not common:
@@ -160,7 +160,7 @@ def find_stragglers(said: Mapping[int, Mapping[str, Any]]) -> list[Straggler]:
     """Processes that the others wait for, the worst first.
 
     Args:
-        said: by process index, as `StragglerDetector.end_interval` makes it.
+        said: by process id, as `StragglerDetector.end_interval` makes it.
     """
     if len(said) < 2:
         return []
