@@ -12,6 +12,7 @@ from typing import Any
 
 from jaxdist.core.types import ConfigError
 from jaxdist.run.metrics_log import RecordWriter, decode, encode
+from jaxdist.runtime import coordination
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,13 +31,13 @@ class RunDirectory:
 
     @classmethod
     def open(
-        cls, path: str | os.PathLike[str], *, process_index: int = 0, resume: bool = True
+        cls, path: str | os.PathLike[str], *, process_id: int = 0, resume: bool = True
     ) -> RunDirectory:
         """Make the directory, or go on in it.
 
         Args:
             path: the same on every process (see `new_run_path`).
-            process_index: process 0 makes the files; the others only need `logs/`.
+            process_id: process 0 makes the files; the others only need `logs/`.
             resume: go on with a run that is already there.
 
         Raises:
@@ -44,7 +45,7 @@ class RunDirectory:
             FileNotFoundError: it was there when the launcher started; made anew, it would hide
                 below a mount that was lost.
         """
-        run = cls(Path(path), is_writer=process_index == 0)
+        run = cls(Path(path), is_writer=process_id == 0)
         launched = os.environ.get("JAXDIST_LOG_DIR")  # the launcher has made it
         if launched and Path(launched) == run.logs and not run.logs.is_dir():
             raise FileNotFoundError(f"{run.path} is gone: is its file system still mounted?")
@@ -132,9 +133,9 @@ class RunDirectory:
         """What came of the run; written when it ends."""
         return self.path / "summary.json"
 
-    def log(self, process_index: int) -> Path:
+    def log(self, process_id: int) -> Path:
         """The log of one process."""
-        return self.logs / f"process-{process_index}.log"
+        return self.logs / f"process-{process_id}.log"
 
     def write_config(self, text: str) -> list[str]:
         """Write config.toml; return what differs from the config that was there, one line each."""
@@ -179,14 +180,7 @@ def new_run_path(name: str, root: str | os.PathLike[str] = "runs") -> Path:
 
     Collective where there are several processes: each must call it, after joining the job.
     """
-    import jax
-
-    seconds = int(time.time())
-    if jax.process_count() > 1:
-        import numpy as np
-        from jax.experimental import multihost_utils
-
-        seconds = int(multihost_utils.broadcast_one_to_all(np.uint32(seconds)))
+    seconds = coordination.gather("run_start", int(time.time()))[0]
     stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime(seconds))
     return Path(root) / f"{name}-{stamp}"
 

@@ -207,7 +207,7 @@ def assemble(
     )
     platform = devices[0].platform
     compute_dtype = config.precision.resolve("cpu" if platform == "cpu" else "gpu")
-    loss_scale = initial_loss_scale(config.precision, compute_dtype)
+    loss_scale = initial_loss_scale(compute_dtype)
     if problems := optim.frozen_problems(config.optim, model.axes):
         raise ConfigError(problems)
     optimizer = optim.make_optimizer(config.optim, model.axes)
@@ -261,7 +261,7 @@ def _fit_devices(
             [
                 f"mesh {config.mesh.shape} is elastic and legal with {used} of the {len(devices)} "
                 f"devices of {num_processes} processes: in a job of several processes none may "
-                f"be idle. Start {right}, or let jaxdist.launch choose: --nproc MIN:MAX."
+                f"be idle. Start {right}, or let jaxdist.launch choose: --nproc-per-node MIN:MAX."
             ]
         )
     return fitted, devices[:used]

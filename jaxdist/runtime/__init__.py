@@ -25,34 +25,27 @@ from jaxdist.runtime.cluster_environment import JoinPlan, resolve, visible_gpus
 from jaxdist.runtime.distributed import DeviceRow, Job, join
 from jaxdist.runtime.entry_point import (
     EXIT_CONFIG,
-    EXIT_DAMAGED,
     EXIT_FAILURE,
     EXIT_HANG,
     EXIT_INTERRUPTED,
     EXIT_OK,
     EXIT_PREEMPTED,
+    EXIT_SDC,
     Agreed,
     is_consequence,
     run_command,
-)
-from jaxdist.runtime.failure_broadcast import (
-    announce_failure,
-    exchange,
-    publish,
-    published,
-    raise_alarm,
 )
 from jaxdist.runtime.logs import setup_logging
 from jaxdist.runtime.signals import NOTICES, Preemption, TraceRequests
 
 __all__ = [
     "EXIT_CONFIG",
-    "EXIT_DAMAGED",
     "EXIT_FAILURE",
     "EXIT_HANG",
     "EXIT_INTERRUPTED",
     "EXIT_OK",
     "EXIT_PREEMPTED",
+    "EXIT_SDC",
     "MEMORY_FRACTION",
     "NOTICES",
     "Agreed",
@@ -61,14 +54,9 @@ __all__ = [
     "JoinPlan",
     "Preemption",
     "TraceRequests",
-    "announce_failure",
     "be_careful",
-    "exchange",
     "is_consequence",
     "join",
-    "publish",
-    "published",
-    "raise_alarm",
     "reserve_memory",
     "resolve",
     "run_command",

@@ -16,9 +16,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from jaxdist.runtime.cluster_environment import JoinPlan, is_loopback, resolve, visible_gpus
-from jaxdist.runtime.failure_broadcast import exchange, watch_failures
+from jaxdist.runtime.coordination import gather, watch_failures
 from jaxdist.runtime.logs import divert_c_stdout
-from jaxdist.runtime.rendezvous import gather
+from jaxdist.runtime.rendezvous import wait_for_all
 
 if TYPE_CHECKING:
     import jax
@@ -44,7 +44,7 @@ class Job:
     """This process's place in its job.
 
     Attributes:
-        process_index: from 0.
+        process_id: from 0.
         num_processes: in the whole job.
         host: name of this host.
         local_devices: jax devices of this process.
@@ -54,7 +54,7 @@ class Job:
         attempt: how often the job has been restarted (0 the first time).
     """
 
-    process_index: int
+    process_id: int
     num_processes: int
     host: str
     local_devices: tuple[jax.Device, ...]
@@ -66,7 +66,7 @@ class Job:
     @property
     def is_main(self) -> bool:
         """Whether this process speaks for the job: logs, metrics, summaries."""
-        return self.process_index == 0
+        return self.process_id == 0
 
     @property
     def num_devices(self) -> int:
@@ -112,7 +112,8 @@ def join(settings: RuntimeConfig | None = None, environ: Mapping[str, str] | Non
 
     Raises:
         ConfigError: in every process alike, naming the hosts and the fix.
-        NotGathered: processes are missing, or the coordinator's port is taken: a restart may heal.
+        RendezvousError: processes are missing, or the coordinator's port is taken. A restart may
+            succeed.
     """
     environ = os.environ if environ is None else environ
     if settings is not None and settings.network_interface:
@@ -134,7 +135,7 @@ def _connect(plan: JoinPlan, settings: RuntimeConfig | None, *, on_cpu: bool) ->
     join_s = settings.join_timeout_s if settings else 300
     # An abort of jax's C++ threads would leave a core file of 300 MB per CPU process.
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
-    host, port = plan.coordinator.rsplit(":", 1)
+    host, port = plan.coordinator_address.rsplit(":", 1)
     if on_cpu:
         _check_gloo_address(plan)
     if "NCCL_DEBUG" not in os.environ:
@@ -143,14 +144,14 @@ def _connect(plan: JoinPlan, settings: RuntimeConfig | None, *, on_cpu: bool) ->
     name = "no_grpc_proxy"  # lower case is how gRPC spells it
     jax.config.update("jax_check_proxy_envs", False)
     os.environ[name] = ",".join(part for part in (os.environ.get(name), host) if part)
-    gather(plan, join_s)
+    wait_for_all(plan, join_s)
     jax.distributed.initialize(
-        plan.coordinator,
+        plan.coordinator_address,
         plan.num_processes,
-        plan.process_index,
+        plan.process_id,
         local_device_ids=list(plan.local_device_ids or ()),
         cluster_detection_method="deactivate",
-        coordinator_bind_address=plan.coordinator if is_loopback(host) else f"[::]:{port}",
+        coordinator_bind_address=plan.coordinator_address if is_loopback(host) else f"[::]:{port}",
         initialization_timeout=join_s,
         heartbeat_timeout_seconds=settings.heartbeat_timeout_s if settings else 30,
         shutdown_timeout_seconds=settings.shutdown_timeout_s if settings else 60,
@@ -217,7 +218,7 @@ def _one_slice(plan: JoinPlan, gpus: list[str]) -> JoinPlan:
         return plan
     if len(plan.local_device_ids) > 1:
         _refuse(
-            f"{plan.local_processes} processes share {len(entries)} MIG slices on "
+            f"{plan.num_local_processes} processes share {len(entries)} MIG slices on "
             f"{socket.gethostname()}, but a process can use one slice. Start {len(entries)} "
             "processes per host."
         )
@@ -231,7 +232,7 @@ def _start_devices(plan: JoinPlan, gpus: list[str], timeout_s: int) -> Job:
     host = socket.gethostname()
     uuids = _own_gpus(plan, gpus, os.environ) if gpus else []
     facts = {"host": host, "versions": versions(), "gpus": uuids}
-    _check_processes(exchange("process", facts, timeout_s))
+    _check_processes(gather("process", facts, timeout_s))
     local = tuple(jax.local_devices())
     platform = local[0].platform
     rows = [
@@ -244,10 +245,10 @@ def _start_devices(plan: JoinPlan, gpus: list[str], timeout_s: int) -> Job:
         for i, device in enumerate(local)
     ]
     said = {"platform": platform, "rows": rows, "expected": uuids}
-    everyone = exchange("devices", said, timeout_s)
+    everyone = gather("devices", said, timeout_s)
     _check_devices(everyone)
     return Job(
-        process_index=plan.process_index,
+        process_id=plan.process_id,
         num_processes=plan.num_processes,
         host=host,
         local_devices=local,
