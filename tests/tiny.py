@@ -209,9 +209,9 @@ def layout_of(case: Case) -> Layout:
 
 
 def train_config(case: Case, **changes: Any) -> TrainConfig:
-    """Scanned layers, one per iteration: what a large model does, and quick to compile."""
+    """Sizes of a step of `ROWS` rows."""
     settings: dict[str, Any] = dict(
-        global_batch_size=ROWS, seq_len=SEQ, num_microbatches=case.microbatches, unroll_layers=1
+        global_batch_size=ROWS, seq_len=SEQ, num_microbatches=case.microbatches
     )
     return TrainConfig(**{**settings, **changes})
 
@@ -237,7 +237,7 @@ def step_of(
     """
     precision = precision or PrecisionConfig(compute_dtype="float32")
     layout, model, rule = layout_of(case), model_of(case.model), rule or optimizer()
-    loss_scale = initial_loss_scale(precision, precision.resolve("cpu"))
+    loss_scale = initial_loss_scale(precision.resolve("cpu"))
     config = train_config(case, **changes)
     step = make_step(
         model,
