@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from jaxdist.core import losses
 from jaxdist.core.step.layer_scan import remat_policy
-from jaxdist.core.types import Array, Batch, Context, Model, Params
+from jaxdist.core.types import Array, Batch, Context, Model, Params, Sums
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -87,7 +87,7 @@ def _difference(cost_of: Callable[[int], Cost]) -> Cost:
 def _loss(model: Model, seq_len: int, dtype: str, rows: int) -> Cost:
     """The whole loss, its layers left out."""
     reduced: list[int] = []
-    skip = lambda block, layers, x, aux, context: x
+    skip = lambda block, layers, x, aux, context: (x, {})
     context = dataclasses.replace(_context(dtype, reduced), run_layers=skip)
 
     def loss(params: Params, batch: Batch) -> Array:
@@ -106,7 +106,7 @@ def _block(model: Model, seq_len: int, dtype: str, remat: str, rows: int) -> Cos
     one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), layers)
     x, aux = _stream(model, seq_len, dtype, rows)
 
-    def run(weights: Params, x: Array, aux: Any) -> Array:
+    def run(weights: Params, x: Array, aux: Any) -> tuple[Array, Sums]:
         return block(weights, x, aux, context)
 
     if remat != "none":
@@ -123,7 +123,7 @@ def _cost(
     """Trace forward for the FLOPs and sums, and the VJP for what it keeps.
 
     Args:
-        function: (*differentiated, *others) -> array.
+        function: (*differentiated, *others) -> arrays.
         reduced: filled while `function` is traced.
         differentiated: trees of shapes, of floating point leaves.
         others: trees of shapes.
