@@ -18,7 +18,7 @@ TINY = [
     "--eval.max_batches=2",
     "--eval.final_max_batches=2",
     "--optim.warmup_steps=2",
-    "--monitoring.log_every_steps=1",
+    "--monitoring.log_interval_steps=1",
 ]
 
 

@@ -137,7 +137,11 @@ FLAGS = {
     "resume from nowhere": (["--resume=runs/none"], "resume='runs/none'", "use auto"),
     "resume misspelt": (["--resume=atuo"], "resume='atuo' is not auto, never", "use auto"),
     "run directory is a file": (["--run-dir=good.txt"], "run_dir='good.txt' is a file", "Name"),
-    "coordinator alone": (["--runtime.coordinator=node1:29400"], "node1:29400", "Give all three"),
+    "coordinator alone": (
+        ["--runtime.coordinator_address=node1:29400"],
+        "node1:29400",
+        "Give all three",
+    ),
     "negative seed": (["--seed=-1"], "seed=-1", "Use 0"),
 }
 
@@ -159,15 +163,15 @@ RULES = {
     "warmup negative": (["--optim.warmup_steps=-5"], "warmup_steps=-5", "Use 0"),
     "loss scale": (["--precision.loss_scale=0.5"], "loss_scale=0.5", "Use a power of 2"),
     "checkpoints kept": (["--checkpoint.max_to_keep=0"], "max_to_keep=0", "Use 1 or more"),
-    "log interval": (["--monitoring.log_every_steps=0"], "log_every_steps=0", "Set 1"),
+    "log interval": (["--monitoring.log_interval_steps=0"], "log_interval_steps=0", "Set 1"),
     "custom without factory": (["--model=custom"], "model.factory=''", "Use e.g."),
 }  # fmt: skip
 
 DATA = {
     "source missing": (["--data.sources=nope.txt"], "'nope.txt', which does not exist", "Check"),
     "no source": (["--data.sources="], "data.sources is empty", 'Use ["stdlib"]'),
-    "weights": (["--data.weights=1,2"], "2 numbers for 1 sources", "Add or remove"),
-    "weight negative": (["--data.weights=-1"], "must be positive", "remove it"),
+    "weights": (["--data.mixture_weights=1,2"], "2 numbers for 1 sources", "Add or remove"),
+    "weight negative": (["--data.mixture_weights=-1"], "must be positive", "remove it"),
     "held out": (["--data.eval_fraction=1"], "eval_fraction=1.0", "Use 0 for none"),
     "tokenizer missing": (["--data.tokenizer=gpt2.json"], "'gpt2.json' is not a file", "Check"),
     "text for a cnn": (["--model=cnn"], "not a CIFAR-10 folder", "--model decoder"),

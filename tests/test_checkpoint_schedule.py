@@ -150,7 +150,7 @@ def test_one_saved_midway_may_be_the_best():
 
 
 def test_retention_keeps_every_nth_beside_the_newest():
-    assert kept(range(0, 100, 10), max_to_keep=1, keep_every_steps=40) == [0, 40, 80, 90]
+    assert kept(range(0, 100, 10), max_to_keep=1, keep_interval_steps=40) == [0, 40, 80, 90]
 
 
 def test_retention_keeps_the_best_and_never_loses_the_newest():

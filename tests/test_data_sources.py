@@ -330,7 +330,7 @@ def test_the_command_learns_a_bpe_and_keeps_it_with_the_tokens(tmp_path):
         (["--train-bpe", "100"], "--train-bpe 100: a byte-level BPE holds 256 bytes"),
         (["--train-bpe", "90000"], "the text gives only [0-9]+ tokens"),
         (["--train-bpe", "300", "--tokenizer", "x"], "Drop one"),
-        (["--end-token", "<s>"], "Leave eos_token empty"),
+        (["--eos-token", "<s>"], "Leave eos_token empty"),
         (["--tokenizer", "nowhere.json"], "'nowhere.json' cannot be read"),
         (["--text-field", "body"], r"source.jsonl:1 has no field 'body' \(it has: text, other\)"),
     ],
@@ -477,7 +477,7 @@ def test_tokenizers_that_do_not_fit_are_refused(tmp_path, bpe):
 def test_the_config_reports_every_broken_rule_at_once():
     problems = DataConfig(
         sources=["nowhere", "stdlib"],
-        weights=[1.0],
+        mixture_weights=[1.0],
         tokenizer="nowhere.json",
         eval_fraction=1.0,
         eval_sources=["nothing"],
@@ -492,7 +492,7 @@ def test_the_config_reports_every_broken_rule_at_once():
     assert DataConfig().problems() == []
     assert "empty" in DataConfig(sources=[]).problems()[0]
     for weights in ([1.0, 0.0], [1.0, float("nan")], [1.0, -1.0], [1.0, 1e-9]):
-        assert DataConfig(sources=["stdlib"] * 2, weights=weights).problems()
+        assert DataConfig(sources=["stdlib"] * 2, mixture_weights=weights).problems()
 
 
 def test_importing_the_room_loads_no_heavy_library():

@@ -111,7 +111,7 @@ def test_state_is_what_the_shardings_say(mesh, zero, optimizer, frozen):
     config = RunConfig(
         model=CONFIGS["rotary"],
         mesh=MeshConfig(shape=mesh, zero=zero),
-        optim=OptimConfig(optimizer=optimizer, moment_dtype="bfloat16", frozen=frozen),
+        optim=OptimConfig(optimizer=optimizer, moment_dtype="bfloat16", freeze=frozen),
         train=TrainConfig(global_batch_size=16, seq_len=16),
     )
     spec = MeshSpec.parse(mesh)

@@ -27,7 +27,7 @@ FLAGS = [
     "--optim.peak_lr=3e-3",
     "--optim.warmup_steps=2",
     "--eval.interval_steps=0",
-    "--monitoring.log_every_steps=1",
+    "--monitoring.log_interval_steps=1",
 ]
 
 

@@ -149,8 +149,8 @@ def test_a_broken_line_inside_is_named(tmp_path):
 WRITER = """
 import itertools, sys
 import jax, jax.numpy as jnp
-from jaxdist.monitoring import Monitor, MonitoringConfig, RunDirectory
-monitor = Monitor(MonitoringConfig(log_every_steps=1), RunDirectory.open(sys.argv[1]),
+from jaxdist.run.monitoring import Monitor, MonitoringConfig, RunDirectory
+monitor = Monitor(MonitoringConfig(log_interval_steps=1), RunDirectory.open(sys.argv[1]),
                   total_steps=10**9)
 for step in itertools.count(1):
     monitor.train(step, {"loss": jnp.float32(1 / step)}, tokens=1, step_time_s=1.0, data_wait_s=0.0)
@@ -182,7 +182,7 @@ def test_kill_9_leaves_whole_lines_and_readable_curves(tmp_path):
 
 
 def test_resume_appends_and_purges_what_was_lost(tmp_path):
-    config = MonitoringConfig(log_every_steps=1)
+    config = MonitoringConfig(log_interval_steps=1)
     with start(tmp_path, config) as first:
         for step in range(1, 8):
             train(first, step)
@@ -286,8 +286,8 @@ def test_environment_records_commit_and_uncommitted_changes(tmp_path, monkeypatc
 
 def test_only_process_0_writes(tmp_path, caplog):
     caplog.set_level(logging.INFO, logger="jaxdist")
-    config = MonitoringConfig(log_every_steps=1)
-    monitor = start(tmp_path, config, process_index=1)
+    config = MonitoringConfig(log_interval_steps=1)
+    monitor = start(tmp_path, config, process_id=1)
     header(monitor)
     values = monitor.train(
         1, {"loss": jnp.float32(2.0)}, tokens=1, step_time_s=1.0, data_wait_s=0.0
@@ -314,7 +314,7 @@ jax.distributed.initialize(f"127.0.0.1:{port}", 2, rank, cluster_detection_metho
                            coordinator_bind_address=f"127.0.0.1:{port}")
 true_time = time.time
 time.time = lambda: true_time() + 100 * rank  # hosts whose clocks differ
-from jaxdist.monitoring import environment, new_run_path
+from jaxdist.run.monitoring import environment, new_run_path
 print("path", new_run_path("demo"), len(environment()["hosts"]), flush=True)
 """
 
@@ -343,7 +343,7 @@ def test_processes_agree_on_the_run_directory():
 
 def test_config_names_every_problem():
     bad = MonitoringConfig(
-        log_every_steps=0,
+        log_interval_steps=0,
         record_every_steps=-1,
         window_steps=1,
         data_wait_warning=0.0,
@@ -353,7 +353,9 @@ def test_config_names_every_problem():
     )
     problems = bad.problems()
     assert len(problems) == 7
-    assert problems[0].startswith("monitoring.log_every_steps=0: a whole number of steps ≥ 1. Set")
+    assert problems[0].startswith(
+        "monitoring.log_interval_steps=0: a whole number of steps ≥ 1. Set"
+    )
     assert MonitoringConfig().problems() == []
 
 

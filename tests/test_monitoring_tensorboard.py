@@ -17,7 +17,7 @@ def test_the_crc_of_these_tests_is_castagnoli():
 
 
 def test_tensorboard_holds_curves_and_config(tmp_path):
-    config = MonitoringConfig(log_every_steps=2)
+    config = MonitoringConfig(log_interval_steps=2)
     monitor = start(tmp_path, config, total_steps=6, config_text="[model]\nd_model = 8")
     for step in range(1, 7):
         train(monitor, step, finite=jnp.asarray(True))
@@ -38,7 +38,7 @@ def test_tensorboard_holds_curves_and_config(tmp_path):
 
 
 def test_diverged_losses_reach_tensorboard_without_noise(tmp_path, caplog):
-    monitor = start(tmp_path, MonitoringConfig(log_every_steps=1))
+    monitor = start(tmp_path, MonitoringConfig(log_interval_steps=1))
     train(monitor, 1, loss=math.nan)
     monitor.close()
     (point,) = [p for p in scalars(monitor.run.tensorboard) if p[1] == "train/loss"]

@@ -1,8 +1,9 @@
-"""What the README says is true today: commands run, drawings are the code's, the tour exists."""
+"""What README.md and docs/ say is true: commands run, drawings are the code's, files exist."""
 
 import dataclasses
 import json
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -13,22 +14,35 @@ from decoders import FAMILIES
 from hf_models import CHATML, write_model, write_tokenizer
 
 README = (ROOT / "README.md").read_text()
-COMMANDS = [
-    line
-    for block in re.findall(r"```bash\n(.*?)```", README, flags=re.S)
-    for line in block.splitlines()
-    if line.startswith("python ")
-]
+PAGES = {
+    path.name: path.read_text() for path in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+}
+COMMANDS = sorted(
+    {
+        line
+        for page in PAGES.values()
+        for block in re.findall(r"```bash\n(.*?)```", page, flags=re.S)
+        for line in block.splitlines()
+        if line.startswith("python ")
+    }
+)
 # What makes a command small enough for a test; it must still parse, start and end as printed.
 SMALLER = ["--steps=2", *TINY, "--eval.interval_steps=0"]
 NEEDS_GPUS = [
     line
     for line in COMMANDS
-    if "jaxdist.plan" not in line and ("configs/gpt2" in line or "configs/llama3" in line)
+    if "jaxdist.plan" not in line
+    and "slurm" not in line
+    and ("configs/gpt2" in line or "configs/llama3" in line)
 ]
 
 
-def test_there_are_commands_to_run():
+# They touch no device: a process of their own would prove nothing.
+IN_PROCESS = ("jaxdist.convert", "jaxdist.report", "jaxdist.data", "jaxdist.plan")
+
+
+def test_the_readme_is_a_door():
+    assert len(README.splitlines()) <= 150
     assert len(COMMANDS) >= 12
 
 
@@ -46,8 +60,15 @@ def home(tmp_path_factory):
     return home
 
 
-def run_in(home, words: list[str]) -> str:
+def run_in(home, words: list[str]) -> None:
     assert words[0] == "python"
+    if words[2] in IN_PROCESS:
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as left:
+            patch.chdir(home)
+            patch.setattr(sys, "argv", words[2:])
+            runpy.run_module(words[2], run_name="__main__")
+        assert left.value.code in (0, None)
+        return
     done = subprocess.run(
         [sys.executable, *words[1:]],
         cwd=home,
@@ -57,7 +78,6 @@ def run_in(home, words: list[str]) -> str:
         timeout=600,
     )
     assert done.returncode == 0, f"{shlex.join(words)}\n{done.stdout}\n{done.stderr}"
-    return done.stdout
 
 
 def smaller(line: str) -> list[str]:
@@ -107,15 +127,16 @@ def test_schedule_drawings_are_the_codes_own(name):
     from jaxdist.core.parallel.pipeline.schedules import make_schedule
     from jaxdist.core.parallel.pipeline.simulation import draw
 
-    printed = re.search(rf"<!-- drawing: {name} -->\n```\n(.*?)\n```", README, flags=re.S)
+    page = PAGES["pipelines.md"]
+    printed = re.search(rf"<!-- drawing: {name} -->\n```\n(.*?)\n```", page, flags=re.S)
     schedule_name, _, chunks = name.partition(" × ")
     schedule = make_schedule(schedule_name, 4, 8, int(chunks or 1))
     lines = lambda text: [line.rstrip() for line in text.strip().splitlines()]
     assert lines(printed[1]) == lines(draw(schedule))
 
 
-def test_the_reading_tour_leads_to_what_is_there():
-    tour = README[README.index("**A reading tour**") : README.index("## Measuring")]
+def test_names_in_the_reading_order_exist():
+    tour = README[README.index("To read it in an hour") :]
     stops = re.findall(r"`((?:jaxdist|tests)/[\w/.]+)`(?:\s+\(([^)]*)\))?", tour)
     assert len(stops) >= 8
     for path, names in stops:
@@ -124,18 +145,25 @@ def test_the_reading_tour_leads_to_what_is_there():
             assert re.search(rf"^(class|def) {name}\b|^{name}\b", source, re.M), (path, name)
 
 
-def test_the_file_tree_and_tables_name_files_that_exist():
-    for path in re.findall(r"`((?:configs|scripts|examples|tests)/[\w./]*\w)`", README):
+@pytest.mark.parametrize("page", PAGES)
+def test_files_and_pages_that_a_page_names_exist(page):
+    folder = ROOT if page == "README.md" else ROOT / "docs"
+    for path in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", PAGES[page]):
+        assert (folder / path).exists(), path
+    for path in re.findall(
+        r"`((?:jaxdist|configs|scripts|examples|tests|docs)/[\w./]*\w)`", PAGES[page]
+    ):
         assert (ROOT / path).exists(), path
-    tree = re.search(r"## The house.*?```\n(.*?)```", README, flags=re.S)[1]
-    for line in tree.splitlines()[1:]:
-        for name in re.findall(r"(?:^|\s)(\w+(?:\.py|/))(?=\s|$)", line[:39]):
-            base = (
-                ROOT
-                if name in ("configs/", "examples/", "scripts/", "tests/")
-                else ROOT / "jaxdist"
-            )
-            assert (base / name).exists(), name
+
+
+def test_the_file_tree_is_the_package():
+    tree = re.search(r"## The code.*?jaxdist/\n(.*?)```", README, flags=re.S)[1]
+    named = re.findall(r"(?:^|\s)([a-z]\w*(?:\.py|(?:/\w+)*/))", tree)
+    there = {p.name for p in (ROOT / "jaxdist").iterdir() if not p.name.startswith("__")}
+    assert there <= {name.rstrip("/") for name in named}
+    for name in named:
+        places = (ROOT, ROOT / "jaxdist", *(ROOT / "jaxdist").glob("**/"))
+        assert any((place / name).exists() for place in places), name
 
 
 def test_install_commands_are_those_that_ci_runs():

@@ -360,7 +360,7 @@ FROZEN = ["embed", "layers/attention", "params/layers/mlp/down"]
 @pytest.mark.parametrize("mesh", ["dp=2,fsdp=2,tp=2", "pp=2,tp=2"])
 def test_frozen_parts_stay_and_the_rest_moves_as_if_they_had_no_gradient(optimizer, mesh):
     start, grads = initial_state("rotary").params, reference("rotary").grads
-    config = OptimConfig(optimizer=optimizer, eps=1e-3, frozen=FROZEN)
+    config = OptimConfig(optimizer=optimizer, eps=1e-3, freeze=FROZEN)
     axes = model_of("rotary").axes
     moves = jax.tree_util.tree_map_with_path(lambda path, _: named(path) not in STAYING, start)
     assert sum(jax.tree.leaves(moves)) == len(jax.tree.leaves(moves)) - len(STAYING)
@@ -372,7 +372,7 @@ def test_frozen_parts_stay_and_the_rest_moves_as_if_they_had_no_gradient(optimiz
         )
     )
     clip = 0.5 * norm
-    unfrozen = make_optimizer(dataclasses.replace(config, frozen=[]), axes)
+    unfrozen = make_optimizer(dataclasses.replace(config, freeze=[]), axes)
     scaled = jax.tree.map(lambda g: g * np.float32(clip / norm), grads)
     directions, _ = jax.jit(unfrozen.update)(scaled, unfrozen.init(start), start)
     step, state = step_of(
@@ -411,7 +411,7 @@ STAYING = {
 
 def test_frozen_parts_have_no_moments_and_cost_no_products():
     axes = model_of("rotary").axes
-    config = OptimConfig(frozen=["layers/mlp", "layers/attention"])
+    config = OptimConfig(freeze=["layers/mlp", "layers/attention"])
     frozen = optim.frozen_leaves(config, axes)
 
     def program(config, frozen):
@@ -435,9 +435,9 @@ def test_frozen_parts_have_no_moments_and_cost_no_products():
 
 def test_what_cannot_be_frozen_is_said():
     axes = model_of("rotary").axes
-    (unknown,) = optim.frozen_problems(OptimConfig(frozen=["layers/mlpp", "embed"]), axes)
+    (unknown,) = optim.frozen_problems(OptimConfig(freeze=["layers/mlpp", "embed"]), axes)
     assert "'layers/mlpp'" in unknown and "layers/mlp/down" in unknown
-    (everything,) = optim.frozen_problems(OptimConfig(frozen=sorted(axes)), axes)
+    (everything,) = optim.frozen_problems(OptimConfig(freeze=sorted(axes)), axes)
     assert "nothing to train" in everything
     with pytest.raises(ValueError, match="nothing to train"):
-        optim.frozen_leaves(OptimConfig(frozen=sorted(axes)), axes)
+        optim.frozen_leaves(OptimConfig(freeze=sorted(axes)), axes)

@@ -21,7 +21,7 @@ def test_debug_is_two_simulated_devices_and_nothing_behind_ones_back():
     assert config.debug and config.simulate == 2
     assert config.model.num_params < RunConfig().model.num_params / 10
     assert not config.checkpoint.async_save and config.checkpoint.save_interval_steps < 8
-    assert config.train.nan_policy == "stop"
+    assert config.resilience.nonfinite_policy == "stop"
     assert config.runtime.compilation_cache_dir == "off"
     assert config.choose_mesh(2)[0].num_devices == 2
 

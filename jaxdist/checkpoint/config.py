@@ -26,7 +26,7 @@ class CheckpointConfig:
     max_to_keep: int = setting(
         3, "newest checkpoints kept; disk peaks at two more: one midway, one being written"
     )
-    keep_every_steps: int = setting(
+    keep_interval_steps: int = setting(
         0, "also keep for good each checkpoint whose step is a multiple of this; 0 = none"
     )
     keep_best: int = setting(0, "also keep this many with the best evaluation metric; 0 = none")
@@ -41,7 +41,7 @@ class CheckpointConfig:
         "full = check the CRC-32 of every file before loading and the digest of every array after; "
         "quick = file sizes and small files before, digests after; none = trust the disk",
     )
-    probe: bool = setting(
+    preflight: bool = setting(
         True, "before training, try a small save and restore in the checkpoint directory"
     )
     chunk_mb: int = setting(
@@ -72,7 +72,7 @@ class CheckpointConfig:
             "save_interval_steps": 0,
             "save_interval_minutes": 0,
             "max_to_keep": 1,
-            "keep_every_steps": 0,
+            "keep_interval_steps": 0,
             "keep_best": 0,
             "max_failures": 1,
             "chunk_mb": 1,

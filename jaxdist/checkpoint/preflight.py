@@ -33,7 +33,7 @@ def try_save_path(parent: Path, config: CheckpointConfig, agreement: Agreement) 
         raise CheckpointError(
             f"the checkpoint directory {parent} was tried before training and does not "
             f"work: {error}. Cure that, choose another --run-dir, or set "
-            "checkpoint.probe=false."
+            "checkpoint.preflight=false."
         ) from failure
     finally:
         if agreement.leader:

@@ -29,13 +29,13 @@ def steps_to_delete(saved: Mapping[int, Saved], config: CheckpointConfig) -> lis
 
     Args:
         saved: by step, each complete checkpoint.
-        config: `max_to_keep`, `keep_every_steps`, `keep_best`, `best_metric`, `best_mode`.
+        config: `max_to_keep`, `keep_interval_steps`, `keep_best`, `best_metric`, `best_mode`.
     """
     steps = sorted(saved)
     kept = set(steps[-1:])
     kept.update([step for step in steps if not saved[step].midway][-config.max_to_keep :])
-    if config.keep_every_steps:
-        kept.update(step for step in steps if step % config.keep_every_steps == 0)
+    if config.keep_interval_steps:
+        kept.update(step for step in steps if step % config.keep_interval_steps == 0)
     kept.update(best_steps(saved, config)[: config.keep_best])
     return [step for step in steps if step not in kept]
 

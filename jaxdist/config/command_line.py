@@ -21,6 +21,7 @@ from jaxdist.models.huggingface.directory import is_model, read_json
 from jaxdist.models.huggingface.families import read_config
 from jaxdist.optim import OptimConfig
 from jaxdist.run.monitoring.config import MonitoringConfig
+from jaxdist.run.resilience.config import ResilienceConfig
 from jaxdist.runtime.config import RuntimeConfig
 
 ALIASES = {
@@ -88,12 +89,13 @@ def _debug_run(argv: Sequence[str]) -> RunConfig:
         debug=True,
         simulate=0 if has_mesh else 2,
         model=DecoderConfig(d_model=64, num_layers=2, num_heads=8, mlp_dim=128),
-        train=TrainConfig(steps=8, global_batch_size=16, seq_len=64, nan_policy="stop"),
+        train=TrainConfig(steps=8, global_batch_size=16, seq_len=64),
+        resilience=ResilienceConfig(nonfinite_policy="stop"),
         optim=OptimConfig(warmup_steps=2),
         data=DataConfig(prefetch=1),
         eval=EvalConfig(interval_steps=4, max_batches=1, final_max_batches=1),
         checkpoint=CheckpointConfig(save_interval_steps=4, async_save=False),
-        monitoring=MonitoringConfig(log_every_steps=1),
+        monitoring=MonitoringConfig(log_interval_steps=1),
         runtime=RuntimeConfig(compilation_cache_dir="off"),
     )
 

@@ -176,7 +176,7 @@ def _parser() -> argparse.ArgumentParser:
         help="auto (default): the tokenizer's own, else plain; plain; or a Jinja file",
     )
     parser.add_argument(
-        "--end-token",
+        "--eos-token",
         default="",
         metavar="TOKEN",
         help="token put after each document (default: the tokenizer's own end of text, if any)",

@@ -29,7 +29,7 @@ class DataConfig:
         "by `jaxdist data`, a CIFAR-10 folder, or module:function for rows of your own (see "
         "jaxdist/data/custom.py)",
     )
-    weights: list[float] = setting(
+    mixture_weights: list[float] = setting(
         [],
         "share of rows drawn from each source, one number per source, in any unit; "
         "empty = in proportion to size, so that an epoch is one pass over everything",
@@ -165,22 +165,23 @@ class DataConfig:
         return found
 
     def _weight_problems(self) -> list[str]:
-        if not self.weights:
+        if not self.mixture_weights:
             return []
-        if len(self.weights) != len(self.sources):
+        if len(self.mixture_weights) != len(self.sources):
             return [
-                f"data.weights has {len(self.weights)} numbers for {len(self.sources)} sources: "
-                "one per source is needed. Add or remove some, or leave weights empty."
+                f"data.mixture_weights has {len(self.mixture_weights)} numbers for "
+                f"{len(self.sources)} sources: "
+                "one per source is needed. Add or remove some, or leave mixture_weights empty."
             ]
-        if not all(math.isfinite(w) and w > 0 for w in self.weights):
+        if not all(math.isfinite(w) and w > 0 for w in self.mixture_weights):
             return [
-                f"data.weights={self.weights} must be positive and finite. To leave a source out, "
-                "remove it from data.sources."
+                f"data.mixture_weights={self.mixture_weights} must be positive and finite. "
+                "To leave a source out, remove it from data.sources."
             ]
-        if min(self.weights) < SMALLEST_SHARE * sum(self.weights):
+        if min(self.mixture_weights) < SMALLEST_SHARE * sum(self.mixture_weights):
             return [
-                f"data.weights={self.weights}: {min(self.weights)} is less than {SMALLEST_SHARE} "
-                "of the sum. Raise it, or remove its source."
+                f"data.mixture_weights={self.mixture_weights}: {min(self.mixture_weights)} is less "
+                f"than {SMALLEST_SHARE} of the sum. Raise it, or remove its source."
             ]
         return []
 

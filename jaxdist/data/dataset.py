@@ -187,7 +187,7 @@ def _open_text(config: DataConfig, seq_len: int) -> tuple[Dataset, Dataset | Non
             identity={"kind": "text", **about, **prints},
         )
 
-    return dataset(train, list(config.weights)), dataset(rest, []) if rest else None
+    return dataset(train, list(config.mixture_weights)), dataset(rest, []) if rest else None
 
 
 def _packing(
@@ -294,7 +294,7 @@ def _open_images(config: DataConfig, folders: list[Path]) -> tuple[Dataset, Data
             identity={"kind": "images", **prints},
         )
 
-    train = dataset([images for images, _ in both], list(config.weights))
+    train = dataset([images for images, _ in both], list(config.mixture_weights))
     return train, dataset(held, []) if held else None
 
 

@@ -46,7 +46,7 @@ class OptimConfig:
         "matrices", "what decays; matrices = no biases, no norm scales"
     )
     max_grad_norm: float = setting(1.0, "largest global norm of the gradient; 0 = no clipping")
-    frozen: list[str] = setting(
+    freeze: list[str] = setting(
         [],
         "parts of the model that stay as they are, e.g. embed or layers/attention: no update, no "
         "moments, no share in the gradient norm; names as `jaxdist convert inspect` prints them",

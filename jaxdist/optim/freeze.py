@@ -12,7 +12,7 @@ from jaxdist.optim.config import OptimConfig
 
 
 def frozen_leaves(config: OptimConfig, axes: Params) -> Params:
-    """Tree of booleans like `axes`: the leaves that `config.frozen` names.
+    """Tree of booleans like `axes`: the leaves that `config.freeze` names.
 
     Raises:
         ValueError: `frozen_problems` has something to say.
@@ -23,22 +23,22 @@ def frozen_leaves(config: OptimConfig, axes: Params) -> Params:
 
 
 def is_frozen(config: OptimConfig, name: str) -> bool:
-    """Whether `config.frozen` names this parameter, e.g. "layers/mlp/up"."""
-    return any(_below(name, _plain(part)) for part in config.frozen)
+    """Whether `config.freeze` names this parameter, e.g. "layers/mlp/up"."""
+    return any(_below(name, _plain(part)) for part in config.freeze)
 
 
 def frozen_problems(config: OptimConfig, axes: Params) -> list[str]:
-    """What is wrong with `config.frozen` for a model with these parameters."""
+    """What is wrong with `config.freeze` for a model with these parameters."""
     names = [_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(axes)]
-    parts = [_plain(part) for part in config.frozen]
+    parts = [_plain(part) for part in config.freeze]
     unknown = [part for part in parts if not any(_below(name, part) for name in names)]
     found = [
-        f"optim.frozen names {part!r}, and the model has no such part. It has {', '.join(names)}, "
+        f"optim.freeze names {part!r}, and the model has no such part. It has {', '.join(names)}, "
         "and what these lie in."
         for part in unknown
     ]
     if all(is_frozen(config, name) for name in names):
-        found.append(f"optim.frozen={config.frozen} leaves nothing to train. Take a part out.")
+        found.append(f"optim.freeze={config.freeze} leaves nothing to train. Take a part out.")
     return found
 
 

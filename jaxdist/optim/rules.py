@@ -34,7 +34,7 @@ def make_optimizer(config: OptimConfig, axes: Params) -> optax.GradientTransform
         `optax.tree_utils.tree_map_params`, with a scalar 0 at leaves that another rule takes care
         of; `state_axes` names its dims.
     """
-    if not config.frozen:
+    if not config.freeze:
         return _chain(config, axes)
     frozen = frozen_leaves(config, axes)
     rule = _chain(config, without_frozen_leaves(axes, frozen))

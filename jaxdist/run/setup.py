@@ -226,7 +226,7 @@ def assemble(
         max_grad_norm=config.optim.max_grad_norm,
         loss_scale=loss_scale,
         pipeline_config=config.pipeline,
-        frozen=optim.frozen_leaves(config.optim, model.axes) if config.optim.frozen else None,
+        frozen=optim.frozen_leaves(config.optim, model.axes) if config.optim.freeze else None,
     )
     return Parts(
         config=config,
@@ -261,7 +261,7 @@ def _fit_devices(
             [
                 f"mesh {config.mesh.shape} is elastic and legal with {used} of the {len(devices)} "
                 f"devices of {num_processes} processes: in a job of several processes none may "
-                f"be idle. Start {right}, or let jaxdist.launch choose: --nproc MIN:MAX."
+                f"be idle. Start {right}, or let jaxdist.launch choose: --nproc-per-node MIN:MAX."
             ]
         )
     return fitted, devices[:used]

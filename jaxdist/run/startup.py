@@ -22,14 +22,14 @@ Samples: TypeAlias = tuple[tuple[int, int], ...]
 """Ranges [first, end) of samples."""
 
 
-def open_run_directory(config: RunConfig, process_index: int) -> RunDirectory:
+def open_run_directory(config: RunConfig, process_id: int) -> RunDirectory:
     """The run directory that the settings name, made or gone on in."""
     path = config.run_dir
     if config.resume not in ("auto", "never"):
         path = str(RunDirectory.existing(config.resume).path)
     return RunDirectory.open(
         path or new_run_path(config.name),
-        process_index=process_index,
+        process_id=process_id,
         resume=config.resume != "never",
     )
 
@@ -54,7 +54,7 @@ def start(
         state, step = parts.init_state(), 0
         if config.init_from:
             log.info("weights from %s", config.init_from)
-        if config.checkpoint.probe and not goes_back:
+        if config.checkpoint.preflight and not goes_back:
             checkpointer.probe(state)
     else:
         state, meta, step = checkpointer.restore(parts.abstract_state(), step=chosen)

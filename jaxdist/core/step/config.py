@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
 
 from jaxdist.core.types import setting
 
@@ -33,11 +32,6 @@ class TrainConfig:
     )
     loss_chunk_tokens: int = setting(
         0, "tokens whose logits exist at once; 0 = as many as fit 64 MiB of float32 logits"
-    )
-    nan_policy: Literal["skip", "rollback", "stop"] = setting(
-        "skip",
-        "on NaN or Inf in loss or gradients, whose update is never applied: skip = go on; rollback "
-        "= go back to the newest checkpoint and leave that batch out; stop = end the run",
     )
     offload_optimizer: bool = setting(False, "keep optimizer moments in host memory")
     replica_norms: bool = setting(

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from jaxdist.core import collectives
 from jaxdist.core.collective_order import in_order
 from jaxdist.core.parallel import data
-from jaxdist.core.parallel.pipeline import value_and_grad
+from jaxdist.core.parallel.pipeline import value_and_grad as pipeline
 from jaxdist.core.parallel.pipeline.config import PipelineConfig
 from jaxdist.core.precision import PrecisionConfig
 from jaxdist.core.sharding import Layout
@@ -47,7 +47,7 @@ def make_value_and_grad(
     num_stages = layout.sizes["pipeline"]
     if num_stages > 1:
         remat = resolve_remat(config, context.platform)
-        value_and_grad = value_and_grad.make_value_and_grad(
+        value_and_grad = pipeline.make_value_and_grad(
             model,
             layout,
             lambda rows: stages.make_schedule(
@@ -131,7 +131,7 @@ def make_evaluate(
     stages = stages or PipelineConfig()
     num_stages = layout.sizes["pipeline"]
     if num_stages > 1:
-        evaluate = value_and_grad.make_evaluate(
+        evaluate = pipeline.make_evaluate(
             model,
             layout,
             lambda rows: stages.make_evaluation_schedule(num_stages=num_stages, rows=rows),

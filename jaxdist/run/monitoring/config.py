@@ -13,7 +13,7 @@ from jaxdist.run.monitoring.profiler import steps_of
 class MonitoringConfig:
     """How often a run reports, what its devices cost and reach, and when its loader is too slow."""
 
-    log_every_steps: int = setting(10, "steps between console lines and TensorBoard points")
+    log_interval_steps: int = setting(10, "steps between console lines and TensorBoard points")
     record_every_steps: int = setting(1, "steps between train lines of metrics.jsonl")
     tensorboard: bool = setting(True, "write TensorBoard files, by process 0")
     prometheus_port: int = setting(
@@ -46,7 +46,7 @@ class MonitoringConfig:
     def problems(self) -> list[str]:
         """Every violated rule, one line each: given, allowed, fix."""
         found = []
-        for name in ("log_every_steps", "record_every_steps"):
+        for name in ("log_interval_steps", "record_every_steps"):
             value = getattr(self, name)
             if value < 1:
                 found.append(

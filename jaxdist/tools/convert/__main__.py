@@ -22,15 +22,7 @@ from collections.abc import Sequence
 from jaxdist.core.types import ConfigError
 from jaxdist.runtime import run_command
 
-VERBS = {
-    "inspect": "inspecting",
-    "verify": "checking",
-    "diff": "comparing",
-    "reshard": "resharding",
-    "consolidate": "consolidating",
-    "from-hf": "importing",
-    "to-hf": "exporting",
-}
+VERBS = ("inspect", "verify", "diff", "reshard", "consolidate", "from-hf", "to-hf")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -43,7 +35,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         near = difflib.get_close_matches(words[0], VERBS, n=1)
         fix = f"Did you mean {near[0]}?" if near else f"Use one of {', '.join(VERBS)}."
         raise ConfigError([f"jaxdist.convert {words[0]}: there is no such verb. {fix}"])
-    return importlib.import_module(f"jaxdist.convert.{VERBS[words[0]]}").main(words[1:])
+    return importlib.import_module(_module_of(words[0])).main(words[1:])
+
+
+def _module_of(verb: str) -> str:
+    return f"jaxdist.tools.convert.{verb.replace('-', '_')}"
 
 
 if __name__ == "__main__":
