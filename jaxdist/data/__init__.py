@@ -13,7 +13,7 @@ Nothing here knows a model; the only thing it asks of jax is to place arrays by 
 """
 
 from jaxdist.data.config import DataConfig
-from jaxdist.data.dataset import Dataset, open_datasets
+from jaxdist.data.dataset import Dataset, TrainData, open_datasets
 from jaxdist.data.loader import (
     Loader,
     Position,
@@ -22,7 +22,6 @@ from jaxdist.data.loader import (
     resume_position,
 )
 from jaxdist.data.order import Order
-from jaxdist.data.stream import StreamDataset
 from jaxdist.data.tokenizer import Tokenizer, load_tokenizer
 
 __all__ = [
@@ -31,8 +30,8 @@ __all__ = [
     "Loader",
     "Order",
     "Position",
-    "StreamDataset",
     "Tokenizer",
+    "TrainData",
     "check_same_everywhere",
     "eval_batches",
     "load_tokenizer",

@@ -9,6 +9,7 @@ Shapes: `batch` rows over all processes, `local` of them held by this process.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -220,10 +221,11 @@ def device_placer(
         with jax.transfer_guard_host_to_device("allow"):
             return first, {
                 name: jax.make_array_from_callback(
-                    (batch_size, *fields[name][0]), shardings[name],
-                    lambda index, values=values: part(values, index),
+                    (batch_size, *fields[name][0]),
+                    shardings[name],
+                    functools.partial(part, values),
                 )
                 for name, values in rows.items()
-            }  # fmt: skip
+            }
 
     return place

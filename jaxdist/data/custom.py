@@ -197,9 +197,7 @@ def stack_rows(
     Raises:
         ConfigError: a row is missing, or has another shape than the first one.
     """
-    out = {
-        field: np.empty((len(rows), *shape), dtype) for field, (shape, dtype) in fields.items()
-    }
+    out = {field: np.empty((len(rows), *shape), dtype) for field, (shape, dtype) in fields.items()}
     for at, row in enumerate(rows):
         for field, (shape, _) in fields.items():
             if row is None or np.shape(row[field]) != shape:

@@ -10,7 +10,7 @@ import hashlib
 import json
 import logging
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -111,9 +111,13 @@ class Dataset:
         return {name: values[0] for name, values in self.rows(np.array([index])).items()}
 
 
+TrainData: TypeAlias = Dataset | StreamDataset
+"""What a run can train on; evaluation needs rows by number."""
+
+
 def open_datasets(
     config: DataConfig, *, seq_len: int, seed: int = 0
-) -> tuple[Dataset | StreamDataset, Dataset | None]:
+) -> tuple[TrainData, Dataset | None]:
     """Open the sources: what to train on and what is held out, without a common row.
 
     Args:
@@ -298,9 +302,7 @@ def _open_images(config: DataConfig, folders: list[Path]) -> tuple[Dataset, Data
     return train, dataset(held, []) if held else None
 
 
-def _open_custom(
-    config: DataConfig, seq_len: int, seed: int
-) -> tuple[Dataset | StreamDataset, Dataset | None]:
+def _open_custom(config: DataConfig, seq_len: int, seed: int) -> tuple[TrainData, Dataset | None]:
     source = config.sources[0]
     problems = []
     if len(config.sources) > 1 or config.eval_sources:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import jax
@@ -18,11 +19,14 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jaxdist.core.types import Batch, ConfigError
-from jaxdist.data.dataset import Dataset
+from jaxdist.data.dataset import Dataset, TrainData
 from jaxdist.data.stream import StreamDataset
 
 STATE_VERSION = 1
 """Raised when the order of samples changes; an older state is then refused, not misread."""
+
+_CLOSE_S = 5.0
+"""How long to wait for the thread and the workers to end; they do not outlive the process."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,12 +58,12 @@ class Loader:
 
     def __init__(
         self,
-        dataset: Dataset | StreamDataset,
+        dataset: TrainData,
         *,
         global_batch_size: int,
         seed: int,
         sharding: NamedSharding,
-        start: Position = Position(),  # noqa: B008  # frozen
+        start: Position = Position(),
         prefetch: int = 2,
         num_workers: int = 0,
     ):
@@ -104,13 +108,14 @@ class Loader:
                 dataset, seed, global_batch_size, places,
                 start=start.sample, left_out=self.left_out,
             )  # fmt: skip
-        self._batches = read_ahead(
+        self._batches: Any = read_ahead(
             batches,
             device_placer(dataset.fields, global_batch_size, places, sharding),
             prefetch=prefetch,
             num_workers=num_workers,
             state=state,
         )
+        self._iterator_state = self._batches.get_state()
 
     def __iter__(self) -> Loader:
         return self
@@ -130,6 +135,7 @@ class Loader:
             self._failure = error
             raise
         self.wait_s = time.perf_counter() - asked
+        self._iterator_state = self._batches.get_state()
         self._next_sample = self.first_sample + self._batch_size
         return batch
 
@@ -148,7 +154,7 @@ class Loader:
         if self.left_out:
             state["left_out"] = [list(part) for part in self.left_out]
         if isinstance(self._dataset, StreamDataset):
-            state["iterators"] = _every_state(self._batches.get_state(), self._shard)
+            state["iterators"] = _every_state(self._iterator_state, self._shard)
         return state
 
     def rows(self, first_sample: int) -> list[int]:
@@ -163,7 +169,13 @@ class Loader:
 
     def close(self) -> None:
         """Stop the thread and the workers, free what they prepared; safe to call again."""
-        self._batches.close()
+        if self._batches is None:
+            return
+        # Closing waits for the read in progress, which a file system that is gone never ends.
+        closing = threading.Thread(target=self._batches.close, daemon=True)
+        closing.start()
+        closing.join(_CLOSE_S)
+        self._batches = None
         if self._failure is None:
             self._failure = RuntimeError("the loader is closed")
 
@@ -210,7 +222,7 @@ def _eval_batches(
 
 def resume_position(
     state: dict[str, Any],
-    dataset: Dataset | StreamDataset,
+    dataset: TrainData,
     *,
     seed: int,
     on_change: Literal["refuse", "restart"] = "refuse",
@@ -257,7 +269,7 @@ def resume_position(
     )
 
 
-def check_same_everywhere(dataset: Dataset | StreamDataset) -> None:
+def check_same_everywhere(dataset: TrainData) -> None:
     """Make sure that all processes of the job opened the same data; all must call it.
 
     Raises:

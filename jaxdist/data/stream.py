@@ -72,6 +72,7 @@ class StreamDataset:
         if not self.divides:
             return 0, 1
         held: dict[int, set[tuple[int, int]]] = {}
+        device: Any
         for device, index in sharding.devices_indices_map((batch_size,)).items():
             held.setdefault(device.process_index, set()).add(index[0].indices(batch_size)[:2])
         import jax
