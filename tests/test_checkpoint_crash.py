@@ -39,7 +39,7 @@ import numpy as np
 from pathlib import Path
 from jax.sharding import NamedSharding, PartitionSpec as P
 from jaxdist.checkpoint import CheckpointConfig, Checkpointer
-from jaxdist.mesh import MeshSpec
+from jaxdist.core.mesh import MeshSpec
 
 mesh = MeshSpec.parse(settings["mesh"]).build()
 split, whole = NamedSharding(mesh, P(None, "fsdp")), NamedSharding(mesh, P())
@@ -104,7 +104,7 @@ for step in range(start + 1, settings["steps"] + 1):
         checkpoints.wait()
         os.rename(directory + "-gone", directory)
 committed = checkpoints.wait()
-from jaxdist.checkpoint.digest import digests
+from jaxdist.checkpoint.checksum import digests
 found = digests([state["params"]["w"], state["opt_state"]["mu"]])
 say(finished=True, committed=committed, digests=found,
     events=[e["event"] for e in checkpoints.pop_events()])

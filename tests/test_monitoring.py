@@ -171,7 +171,7 @@ def test_kill_9_leaves_whole_lines_and_readable_curves(tmp_path):
             os.kill(child.pid, signal.SIGKILL)
     assert child.wait() == -signal.SIGKILL
     run = RunDirectory.existing(tmp_path / "run")
-    assert run.metrics.read_bytes().endswith(b"\n")
+    assert run.metrics.read().endswith(b"\n")
     steps = [r["step"] for r in of_kind(read_records(run.metrics), "train")]
     assert steps == list(range(1, len(steps) + 1)) and len(steps) >= reported >= 25
     drawn = [step for step, tag, _ in scalars(run.tensorboard) if tag == "train/loss"]
@@ -237,14 +237,14 @@ def test_a_changed_config_is_told_and_written(tmp_path):
         "model.heads: 2 -> not set",
         "optim.peak_lr: not set -> 0.1",
     ]
-    assert "d_model = 16" in run.config.read_text()
+    assert "d_model = 16" in run.config.text()
 
 
 def test_environment_keeps_every_start(tmp_path):
     run = RunDirectory.open(tmp_path / "run")
     for command in ("one", "two", "three"):
         run.write_environment({"command": command})
-    record = json.loads(run.environment.read_text())
+    record = json.loads(run.environment.text())
     assert record["command"] == "three"
     assert [earlier["command"] for earlier in record["earlier"]] == ["one", "two"]
 

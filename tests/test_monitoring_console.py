@@ -147,7 +147,7 @@ def test_summary_says_what_came_of_the_run(tmp_path, caplog):
         monitor.eval(step, {"loss": loss})
     clock.now += 900.0  # a quarter of an hour on eight devices
     returned = monitor.summary("finished", checkpoint=monitor.run.checkpoints / "4")
-    written = json.loads(monitor.run.summary.read_text())
+    written = json.loads(monitor.run.summary.text())
     assert written["exit_reason"] == "finished" and written["loss"] == 1.0
     assert written["eval"] == {"step": 4, "loss": 1.75}
     assert written["best_eval"] == {"step": 3, "loss": 1.5}
@@ -186,30 +186,30 @@ def test_summary_without_a_price_has_no_cost(tmp_path):
     monitor = start(tmp_path)
     summary = monitor.summary("error", error="out of memory")
     assert "cost" not in summary and "mfu" not in summary and "tokens_per_s" not in summary
-    assert json.loads(monitor.run.summary.read_text())["error"] == "out of memory"
+    assert json.loads(monitor.run.summary.text())["error"] == "out of memory"
 
 
 def test_an_exception_leaves_a_summary_that_says_why(tmp_path):
     with pytest.raises(RuntimeError, match="no memory"), start(tmp_path) as monitor:
         train(monitor, 1)
         raise RuntimeError("no memory\nand 300 lines more")
-    written = json.loads(monitor.run.summary.read_text())
+    written = json.loads(monitor.run.summary.text())
     assert (written["exit_reason"], written["error"]) == ("error", "RuntimeError: no memory")
     assert events(read_records(monitor.run.metrics), "end")[0]["exit_reason"] == "error"
     with pytest.raises(KeyboardInterrupt), start(tmp_path, start_step=1) as monitor:
         raise KeyboardInterrupt
-    assert json.loads(monitor.run.summary.read_text())["exit_reason"] == "interrupted"
+    assert json.loads(monitor.run.summary.text())["exit_reason"] == "interrupted"
 
 
 def test_a_summary_already_written_is_not_replaced_by_the_exception(tmp_path):
     with pytest.raises(RuntimeError), start(tmp_path) as monitor:
         monitor.summary("nonfinite_loss")
         raise RuntimeError("stop")
-    assert json.loads(monitor.run.summary.read_text())["exit_reason"] == "nonfinite_loss"
+    assert json.loads(monitor.run.summary.text())["exit_reason"] == "nonfinite_loss"
 
 
 def test_a_summary_that_cannot_be_written_does_not_hide_the_cause(tmp_path, caplog):
     with pytest.raises(RuntimeError, match="the cause"), start(tmp_path) as monitor:
-        monitor.run.summary.mkdir()  # os.replace of a file onto a directory fails
+        monitor.run.summary.make_directory()  # os.replace of a file onto a directory fails
         raise RuntimeError("the cause")
     assert "summary.json was not written" in caplog.text

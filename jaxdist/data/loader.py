@@ -8,19 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import threading
 import time
 from collections.abc import Iterator
 from typing import Any, Literal
 
-import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
 from jaxdist.core.types import Batch, ConfigError
 from jaxdist.data.dataset import Dataset, TrainData
 from jaxdist.data.stream import StreamDataset
+from jaxdist.runtime import coordination
 
 STATE_VERSION = 1
 """Raised when the order of samples changes; an older state is then refused, not misread."""
@@ -275,13 +274,8 @@ def check_same_everywhere(dataset: TrainData) -> None:
     Raises:
         ConfigError: naming the processes whose data differ from the first one's.
     """
-    if jax.process_count() == 1:
-        return
-    from jax.experimental import multihost_utils
-
-    mine = np.frombuffer(bytes.fromhex(dataset.fingerprint), np.uint8)
-    prints = np.asarray(multihost_utils.process_allgather(mine))
-    other = [i for i, row in enumerate(prints) if not np.array_equal(row, prints[0])]
+    fingerprints = coordination.gather("dataset", dataset.fingerprint)
+    other = [i for i, theirs in enumerate(fingerprints) if theirs != fingerprints[0]]
     if other:
         raise ConfigError(
             [
@@ -315,15 +309,7 @@ def _every_state(state: dict[str, Any], shard: tuple[int, int]) -> list[dict[str
     index, count = shard
     if count == 1:
         return [state]
-    from jax.experimental import multihost_utils
-
-    text = np.frombuffer(json.dumps([index, state]).encode(), np.uint8)
-    lengths = np.asarray(multihost_utils.process_allgather(np.int64(len(text)))).ravel()
-    padded = np.zeros(lengths.max(), np.uint8)
-    padded[: len(text)] = text
-    texts = np.asarray(multihost_utils.process_allgather(padded))
-    pairs = zip(texts, lengths, strict=True)
-    found = dict(json.loads(row[:length].tobytes()) for row, length in pairs)
+    found = dict(coordination.gather("stream", [index, state]))
     return [found[number] for number in range(count)]
 
 

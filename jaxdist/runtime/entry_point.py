@@ -24,7 +24,9 @@ import traceback
 from collections.abc import Callable
 from typing import NoReturn
 
-from jaxdist.runtime.failure_broadcast import FOLLOWED, announce_failure, leave_error, process_place
+from jaxdist.runtime.coordination import announce_failure, leave_error, process_place, service
+from jaxdist.runtime.coordination.failure_broadcast import FOLLOWED
+from jaxdist.runtime.storage import locate
 
 EXIT_OK = 0
 EXIT_FAILURE = 1
@@ -190,20 +192,14 @@ def _write_verdict(code: int) -> None:
     if not path or process_place()[0] != 0 or int(os.environ.get("SLURM_PROCID", 0)) != 0:
         return
     try:
-        with open(path, "w", encoding="utf-8") as file:
-            file.write(f"{code}\n")
-            file.flush()
-            os.fsync(file.fileno())
+        locate(path).write(f"{code}\n")
     except OSError as failure:
         print(f"cannot write {path}: {failure}", file=sys.stderr)
 
 
 def _shut_down() -> None:
-    distributed = sys.modules.get("jax._src.distributed")
-    if distributed is None or distributed.global_state.client is None:
-        return
     try:
-        distributed.global_state.shutdown()
+        service.leave()
     except Exception as error:  # the work is done and saved; the farewell changes no exit code
         print(f"warning: leaving without the other processes: {error}", file=sys.stderr)
 

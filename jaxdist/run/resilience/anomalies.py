@@ -9,11 +9,11 @@ import math
 import os
 import statistics
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from jaxdist.run.exit_reason import ExitReason
 from jaxdist.run.resilience.config import ResilienceConfig
+from jaxdist.runtime.storage import Location, locate
 
 log = logging.getLogger("jaxdist")
 
@@ -99,9 +99,9 @@ class LossGuard:
         path: of anomalies.jsonl; None on processes that do not write.
     """
 
-    def __init__(self, config: ResilienceConfig, path: Path | None):
+    def __init__(self, config: ResilienceConfig, path: str | os.PathLike[str] | None):
         self.config = config
-        self._path = path
+        self._path = None if path is None else locate(path)
         self._losses: list[tuple[int, float]] = []
         self._rollbacks, self._gave_up = 0, False
 
@@ -154,7 +154,7 @@ class LossGuard:
             left_out=list(loader.left_out),
         )
         if self._path is not None:
-            _append(self._path, json.dumps(dataclasses.asdict(anomaly)))
+            self._write(self._path, anomaly)
         return anomaly
 
     def state(self) -> list[list[float]]:
@@ -180,6 +180,13 @@ class LossGuard:
             f"Lower optim.peak_lr, look at the batch, or set {setting}=skip."
         )
 
+    def _write(self, path: Location, anomaly: Anomaly) -> None:
+        """Add a line; a last one that a kill cut short goes first."""
+        file = path.appender()
+        file.cut_torn_tail()
+        file.append(f"{json.dumps(dataclasses.asdict(anomaly))}\n".encode())
+        file.close()
+
     def _kind(self, values: Mapping[str, float], limit: float) -> str:
         if not math.isfinite(values["loss"]):
             return ExitReason.NONFINITE_LOSS
@@ -200,25 +207,16 @@ class LossGuard:
         return policy
 
 
-def _append(path: Path, line: str) -> None:
-    """Add a line; a last one that a kill cut short must not swallow it."""
-    with open(path, "ab+") as file:
-        if file.tell():
-            file.seek(-1, os.SEEK_END)
-            if file.read(1) != b"\n":
-                file.write(b"\n")
-        file.write(f"{line}\n".encode())
-
-
-def read_anomalies(path: Path) -> list[Anomaly]:
+def read_anomalies(path: str | os.PathLike[str]) -> list[Anomaly]:
     """What a run wrote down, oldest first; nothing without a file.
 
     A line that a kill cut short is left out, with a warning.
     """
+    file = locate(path)
     found = []
-    for number, line in enumerate(path.read_text().splitlines() if path.exists() else [], start=1):
+    for number, line in enumerate(file.text().splitlines() if file.exists() else [], start=1):
         try:
             found.append(Anomaly(**json.loads(line)))
         except (ValueError, TypeError):
-            log.warning("%s: line %d was cut short and is left out", path, number)
+            log.warning("%s: line %d was cut short and is left out", file, number)
     return found
