@@ -239,20 +239,6 @@ class Decoding:
     max_len: int
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class AttentionInfo:
-    """How the blocks of a decoder attend, for estimates of memory and time.
-
-    Attributes:
-        sliding_window: keys a query sees, itself included; 0 = all before it.
-        kernel: (context, packed) -> "cudnn" or "xla", the kernel that runs there; `packed` says
-            whether rows hold several documents.
-    """
-
-    sliding_window: int = 0
-    kernel: Callable[[Context, bool], str] = lambda context, packed: "xla"
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Model:
     """A model as pure functions over plain parameter dicts, plus the names of its dims.
@@ -283,9 +269,6 @@ class Model:
         decoding: how to generate text, or None.
         vocab_size: tokens of the vocabulary; `dims["vocab"]` holds its padding too. 0 = none.
         row: name -> shape and dtype of one row of a batch; {} = text rows of the training length.
-        attention: given where a block is one attention and one MLP, and `dims` has d_model, heads,
-            kv_heads, head_dim, mlp and vocab: the planner then uses its formulas for decoders.
-            Other models it traces.
         notes: facts worth one log line at start (chosen kernels and why).
     """
 
@@ -306,7 +289,6 @@ class Model:
     decoding: Decoding | None = None
     vocab_size: int = 0
     row: Mapping[str, jax.ShapeDtypeStruct] = dataclasses.field(default_factory=dict)
-    attention: AttentionInfo | None = None
     notes: Callable[[Context], list[str]] | None = None
 
     def loss(self, params: Params, batch: Batch, context: Context) -> Sums:

@@ -188,8 +188,8 @@ def _orthogonalisation(job: Job) -> float:
 
 def _keys_seen(job: Job) -> float:
     """Mean number of keys that a query sees."""
-    assert job.model.attention is not None
-    keys = min(job.seq_len, job.model.attention.sliding_window or job.seq_len)
+    assert job.attention_call is not None
+    keys = min(job.seq_len, job.attention_call.sliding_window or job.seq_len)
     seen = keys - keys * keys / (2 * job.seq_len)
     return seen if job.attention == "cudnn" else float(job.seq_len)
 

@@ -16,13 +16,14 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
 from jaxdist.config import RunConfig
+from jaxdist.core.attention import choose_kernel
 from jaxdist.core.mesh import AXES, BATCH_AXES, MeshSpec
 from jaxdist.core.parallel.pipeline.schedule_table import Schedule
 from jaxdist.core.sharding import RULES, Layout, axes_of
 from jaxdist.core.step import default_loss_chunk
-from jaxdist.core.types import Context, Dims, Model
+from jaxdist.core.types import Dims, Model
 from jaxdist.models.weights import Weight, weights_of
-from jaxdist.plan.estimate.model_trace import Trace, row_of, trace
+from jaxdist.plan.estimate.model_trace import AttentionCall, Trace, attention_of, row_of, trace
 from jaxdist.plan.estimate.schedule_costs import Stages, stages_of
 from jaxdist.plan.hardware import Cluster, Gpu
 
@@ -32,6 +33,10 @@ gradient's, or gathered over every axis that shards it (only `tensor` and stages
 
 WIDE = 4
 """Bytes of a float32: parameters, accumulated gradients, losses."""
+
+
+_DECODER_DIMS = {"d_model", "heads", "kv_heads", "head_dim", "mlp", "vocab"}
+"""Logical dims of a block that is one attention and one MLP on a residual stream."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -101,7 +106,12 @@ class Job:
     @property
     def is_decoder(self) -> bool:
         """Whether the formulas for decoders hold; other models are traced, which is rough."""
-        return self.model.attention is not None
+        return self.attention_call is not None and self.model.dims.keys() >= _DECODER_DIMS
+
+    @functools.cached_property
+    def attention_call(self) -> AttentionCall | None:
+        """How a block attends; None where it does not, or more than once."""
+        return attention_of(self.model, self.seq_len)
 
     @property
     def seq_len(self) -> int:
@@ -218,12 +228,19 @@ class Job:
     @functools.cached_property
     def attention(self) -> str:
         """The attention kernel: "cudnn", "xla", or "" where nothing attends."""
-        if self.model.attention is None:
+        call = self.attention_call
+        if call is None or not self.is_decoder:
             return ""
-        context = Context(
-            dtype=self.dtype, platform="gpu", compute_capability=self.gpu.compute_capability
+        kernel, _ = choose_kernel(
+            call.kernel,
+            platform="gpu",
+            compute_capability=self.gpu.compute_capability,
+            dtype=self.dtype,
+            head_dim=self.model.dims["head_dim"],
+            packed=self.config.data.packs_documents,
+            dropout=call.dropout,
         )
-        return self.model.attention.kernel(context, self.config.data.packs_documents)
+        return kernel
 
     @property
     def loss_chunk(self) -> int:

@@ -17,9 +17,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxdist.core import losses
+from jaxdist.core import attention, losses
 from jaxdist.core.step.layer_scan import remat_policy
-from jaxdist.core.types import Array, Batch, Context, Model, Params, Sums
+from jaxdist.core.types import Array, AttentionMask, Batch, Context, Model, Params, Sums
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,6 +70,49 @@ def trace(model: Model, seq_len: int, dtype: str, remat: str) -> Trace:
     return Trace(layer=layer, rest=rest, stream=math.prod(x.shape))
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttentionCall:
+    """What a block asks of `Context.attend`.
+
+    Attributes:
+        sliding_window: keys a query sees, itself included; 0 = all before it.
+        kernel: "auto", "xla" or "cudnn".
+        dropout: share of probabilities dropped in training.
+    """
+
+    sliding_window: int
+    kernel: str
+    dropout: float
+
+
+@functools.lru_cache(maxsize=64)
+def attention_of(model: Model, seq_len: int) -> AttentionCall | None:
+    """How a model's block attends; None where it does not, or more than once."""
+    if model.block is None:
+        return None
+    calls: list[AttentionCall] = []
+
+    def attend(query: Array, key: Array, value: Array, mask: AttentionMask, **asked: Any) -> Array:
+        dropout = asked.get("dropout")
+        calls.append(
+            AttentionCall(
+                sliding_window=mask.sliding_window,
+                kernel=asked.get("kernel", "auto"),
+                dropout=0.0 if dropout is None else dropout.rate,
+            )
+        )
+        return query
+
+    def run(weights: Params, x: Array, aux: Any, key: Array) -> Any:
+        assert model.block is not None
+        return model.block(weights, x, aux, dataclasses.replace(context, dropout_key=key))
+
+    context = dataclasses.replace(_context("float32", []), attend=attend)
+    x, aux = _stream(model, seq_len, "float32", rows=1)
+    jax.eval_shape(run, _one_layer(model, "float32"), x, aux, _key())
+    return calls[0] if len(calls) == 1 else None
+
+
 def row_of(model: Model, seq_len: int) -> dict[str, jax.ShapeDtypeStruct]:
     """One row of a batch: what the model says it reads, or text."""
     ids = jax.ShapeDtypeStruct((seq_len,), jnp.int32)
@@ -87,7 +130,7 @@ def _difference(cost_of: Callable[[int], Cost]) -> Cost:
 def _loss(model: Model, seq_len: int, dtype: str, rows: int) -> Cost:
     """The whole loss, its layers left out."""
     reduced: list[int] = []
-    skip = lambda block, layers, x, aux, context: (x, {})
+    skip: Any = lambda block, layers, x, aux, context: (x, {})
     context = dataclasses.replace(_context(dtype, reduced), run_layers=skip)
 
     def loss(params: Params, batch: Batch) -> Array:
@@ -102,8 +145,7 @@ def _block(model: Model, seq_len: int, dtype: str, remat: str, rows: int) -> Cos
     reduced: list[int] = []
     context, block = _context(dtype, reduced), model.block
     assert block is not None
-    layers = _params(model, dtype)["layers"]
-    one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), layers)
+    one = _one_layer(model, dtype)
     x, aux = _stream(model, seq_len, dtype, rows)
 
     def run(weights: Params, x: Array, aux: Any) -> tuple[Array, Sums]:
@@ -141,14 +183,25 @@ def _cost(
 
 def _params(model: Model, dtype: str) -> Params:
     """The parameters as the step hands them to the model: whole, in the compute dtype."""
-    shapes = jax.eval_shape(model.init, jax.eval_shape(lambda: jax.random.key(0)))
+    shapes = jax.eval_shape(model.init, _key())
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), shapes)
 
 
+def _one_layer(model: Model, dtype: str) -> Params:
+    layers = _params(model, dtype)["layers"]
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), layers)
+
+
+def _key() -> Any:
+    """The shape of a key only: a real one would start a device."""
+    return jax.eval_shape(lambda: jax.random.key(0))
+
+
 def _batch(model: Model, seq_len: int, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """A batch as the step hands it to the model, the rows' numbers added."""
+    fields = {**row_of(model, seq_len), "rows": jax.ShapeDtypeStruct((), jnp.int32)}
     return {
-        name: jax.ShapeDtypeStruct((rows, *leaf.shape), leaf.dtype)
-        for name, leaf in row_of(model, seq_len).items()
+        name: jax.ShapeDtypeStruct((rows, *leaf.shape), leaf.dtype) for name, leaf in fields.items()
     }
 
 
@@ -175,6 +228,7 @@ def _context(dtype: str, reduced: list[int]) -> Context:
         dtype=jnp.dtype(dtype),
         enter=counted,
         leave=counted,
+        attend=attention.make_attend(platform="cpu"),
         token_loss=_token_loss,
         label_loss=losses.label_cross_entropy,
     )
