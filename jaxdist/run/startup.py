@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 from jaxdist.checkpoint import Checkpointer
 from jaxdist.config import RunConfig
-from jaxdist.core.parallel.data import has_replica_norms
+from jaxdist.core.step import has_replica_norms
 from jaxdist.core.parallel.pipeline.config import describe
 from jaxdist.core.state import TrainState
 from jaxdist.data import Dataset, Loader, left_out_of, resume_sample

@@ -12,6 +12,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.core.parallel import fsdp
+from jaxdist.core.parallel.pipeline.axis import PIPELINE
 from jaxdist.core.precision import PrecisionConfig
 from jaxdist.core.sharding import Layout
 from jaxdist.core.step.config import TrainConfig
@@ -37,11 +38,11 @@ def make_run_layers(
     if not model.num_layers:
         return Context().run_layers
     layer = make_layer(model, layout, precision, platform, gather=gather)
-    specs = fsdp.layer_specs(layout.param_specs(model.axes)["layers"])
+    specs = fsdp.layer_specs(layout.gather_specs(model.axes)["layers"])
     remat = resolve_remat(config, platform)
     recomputes = remat != "none" or (gather and fsdp.is_sharded(specs))
     # A pipeline holds its layers in several loop bodies: unrolled, they would take long to compile.
-    few = 1 if layout.sizes["pipeline"] > 1 else model.num_layers
+    few = 1 if layout.size(PIPELINE) > 1 else model.num_layers
     unroll = config.unroll_layers or min(few, _default_unroll(few, platform, recomputes))
 
     def run_layers(
@@ -81,7 +82,7 @@ def make_layer(
 
     Without `gather` the weights are whole already and only cast.
     """
-    specs = fsdp.layer_specs(layout.param_specs(model.axes)["layers"])
+    specs = fsdp.layer_specs(layout.gather_specs(model.axes)["layers"])
     if not gather:
         specs = jax.tree.map(lambda _: P(), specs, is_leaf=lambda x: isinstance(x, P))
     dtype = precision.resolve(platform)
