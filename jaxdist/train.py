@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from jaxdist.data import Dataset, Loader
     from jaxdist.plan.estimate.memory_check import Budget
     from jaxdist.run.monitoring import Monitor
-    from jaxdist.run.resilience import LossGuard, ReplicaWatch, Rollback, Watchdog
+    from jaxdist.run.resilience import LossGuard, Rollback, SdcCheck, Watchdog
     from jaxdist.run.setup import Parts
 
 log = logging.getLogger("jaxdist")
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     runtime.reserve_memory(config.runtime.memory_fraction)
     runtime.setup_compilation_cache(config.runtime.compilation_cache_dir)
     job = runtime.join(config.runtime)
-    runtime.setup_logging(job.process_index)
+    runtime.setup_logging(job.process_id)
 
     import jax
 
@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from jaxdist.plan.estimate.memory_check import Budget, needs_of
     from jaxdist.run.monitoring import Monitor, environment
     from jaxdist.run.replay import replay
-    from jaxdist.run.resilience import LossGuard, ReplicaWatch, Watchdog
+    from jaxdist.run.resilience import LossGuard, SdcCheck, Watchdog
     from jaxdist.run.setup import assemble, check_data_fits
     from jaxdist.run.startup import announce, open_run_directory, start
 
@@ -67,8 +67,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     check_data_fits(parts, train_data)
     if config.replay:
         return replay(parts, train_data)
-    run = open_run_directory(config, job.process_index)
-    runtime.setup_logging(job.process_index, run.log(job.process_index))
+    run = open_run_directory(config, job.process_id)
+    runtime.setup_logging(job.process_id, run.log(job.process_id))
     if job.num_processes > 1:
         log.info("%s, attempt %d\n%s", job.source, job.attempt, job.table())
     config_text = write_toml(config)
@@ -81,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     watchdog = Watchdog(
         config.resilience,
         run.logs,
-        process=job.process_index,
+        process=job.process_id,
         num_processes=job.num_processes,
     )
     guard = LossGuard(config.resilience, run.anomalies if run.is_writer else None)
@@ -111,7 +111,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 config_text,
                 watchdog,
                 guard,
-                ReplicaWatch(
+                SdcCheck(
                     config.resilience, parts.layout, {row.process: row.host for row in job.devices}
                 ),
                 begin,
@@ -137,13 +137,13 @@ class Run:
         config_text: str,
         watchdog: Watchdog,
         guard: LossGuard,
-        replicas: ReplicaWatch,
+        replicas: SdcCheck,
         begin: Callable[..., tuple[TrainState, int, Loader]],
         budget: Budget | None = None,
     ):
         from jaxdist.run.monitoring import StepTimer
         from jaxdist.run.monitoring.environment import versions
-        from jaxdist.run.step_report import Judge
+        from jaxdist.run.step_report import StepReporter
 
         self.parts, self.state, self.loader, self.eval_data = parts, state, loader, eval_data
         self.checkpointer, self.monitor, self.preemption = checkpointer, monitor, preemption
@@ -152,10 +152,10 @@ class Run:
         self.watchdog, self.guard = watchdog, guard
         self.begin, self.budget = begin, budget
         step = parts.step.train_below if guard.limits_updates else parts.step.train
-        self.train_step = monitor.watch_compiles(step, "train step")
+        self.train_step = monitor.track_compiles(step, "train step")
         on_cpu = parts.step.context.platform == "cpu"
         self.timer = StepTimer(blocking_dispatch=on_cpu)
-        self.judge = Judge(monitor, self.timer, watchdog, guard, replicas, checkpointer)
+        self.judge = StepReporter(monitor, self.timer, watchdog, guard, replicas, checkpointer)
 
     def go(self, start_step: int) -> int:
         """Train from `start_step` to the end, going back where a guard asks for it."""
@@ -294,15 +294,20 @@ class Run:
 
     def leave_early(self, step: int) -> int:
         """Commit a checkpoint and leave with the code that asks to be started again."""
+        from jaxdist.run.exit_reason import ExitReason
+
         self.save(step, force=True)
         committed = self.commit()
         self.monitor.summary(
-            "preempted", next_commands=[f"python -m jaxdist.train --resume {self.monitor.run.path}"]
+            ExitReason.PREEMPTED if committed else ExitReason.CHECKPOINT_FAILURE,
+            next_commands=[f"python -m jaxdist.train --resume {self.monitor.run.path}"],
         )
         return runtime.EXIT_PREEMPTED if committed else runtime.EXIT_FAILURE
 
     def finish(self) -> int:
         """Evaluate, save, and say where everything is."""
+        from jaxdist.run.exit_reason import ExitReason
+
         config, last = self.config, self.config.train.steps
         evaluated = self.evaluate(last, config.eval.final_max_batches)
         if config.checkpoint.save_last and last not in self.checkpointer.steps():
@@ -313,7 +318,7 @@ class Run:
         if self.parts.model.decoding is not None:
             next_commands.insert(0, f"python -m jaxdist.generate {path} --prompt 'def '")
         self.monitor.summary(
-            "finished",
+            ExitReason.FINISHED if committed else ExitReason.CHECKPOINT_FAILURE,
             checkpoint=str(path / "checkpoints" / str(last)) if committed else "",
             next_commands=next_commands,
         )

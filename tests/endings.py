@@ -124,7 +124,7 @@ def _port_taken(job: Job, _: int, generator: random.Random) -> tuple[float, floa
     with socket.create_server(("127.0.0.1", 0)) as stranger:
         port = stranger.getsockname()[1]
         since, began = job.position(), time.monotonic()
-        job.start(f"--coordinator=127.0.0.1:{port}")
+        job.start(f"--coordinator-address=127.0.0.1:{port}")
         detected = job.wait_for_line(rf"coordinator port {port} on \S+ cannot be used", since)
         time.sleep(generator.uniform(0.0, 2.0))
     return detected, _new_work(job, began, job.num_bytes())

@@ -14,7 +14,7 @@ from jaxdist import runtime, train
 from jaxdist.run.monitoring import Monitor
 
 PLACE, STEP = map(int, os.environ["FLIP"].split(":"))
-real = Monitor.watch_compiles
+real = Monitor.track_compiles
 
 
 def damaged(self, function, name=None):
@@ -33,5 +33,5 @@ def damaged(self, function, name=None):
 
 
 if __name__ == "__main__":
-    Monitor.watch_compiles = damaged
+    Monitor.track_compiles = damaged
     runtime.run_command(train.main)

@@ -25,7 +25,7 @@ class Rows:
     def __init__(self, seq_len: int):
         self.seq_len, self.seen = seq_len, 0
         self.folder = Path(os.environ["HARM_FOLDER"])
-        self.process = os.environ.get("JAXDIST_PROCESS_INDEX", "0")
+        self.process = os.environ.get("JAXDIST_PROCESS_ID", "0")
 
     def __len__(self) -> int:
         return COUNT

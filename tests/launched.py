@@ -14,7 +14,7 @@ import os, signal, sys, time
 from pathlib import Path
 from jaxdist import runtime
 
-INDEX = int(os.environ["JAXDIST_PROCESS_INDEX"])
+INDEX = int(os.environ["JAXDIST_PROCESS_ID"])
 ATTEMPT = int(os.environ["JAXDIST_ATTEMPT"])
 RUN = Path(os.environ["RUN_DIR"])
 

@@ -70,7 +70,7 @@ class Job:
     def start(self, *flags: str) -> None:
         """The same command again, with flags of the launcher before the dashes."""
         own = [
-            *("--nproc=2", "--backoff-s=0.1", "--max-backoff-s=1", "--max-restarts=20"),
+            *("--nproc-per-node=2", "--backoff-s=0.1", "--max-backoff-s=1", "--max-restarts=20"),
             *(*flags, "--"),
         ]
         with open(self.console, "ab") as console:

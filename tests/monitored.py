@@ -19,8 +19,8 @@ class Clock:
         return self.now
 
 
-def start(tmp_path, config=QUIET, *, total_steps=10, process_index=0, **kwargs) -> Monitor:
-    run = RunDirectory.open(tmp_path / "run", process_index=process_index)
+def start(tmp_path, config=QUIET, *, total_steps=10, process_id=0, **kwargs) -> Monitor:
+    run = RunDirectory.open(tmp_path / "run", process_id=process_id)
     return Monitor(config, run, total_steps=total_steps, **kwargs)
 
 

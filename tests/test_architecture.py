@@ -32,6 +32,7 @@ LEVELS = {
     "core.step": 6,
     "checkpoint": 6,
     "run.metrics_log": 5,
+    "run.exit_reason": 5,
     "run.run_directory": 6,
     "run.monitoring": 7,
     "run.resilience": 7,

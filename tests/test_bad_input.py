@@ -137,7 +137,11 @@ FLAGS = {
     "resume from nowhere": (["--resume=runs/none"], "resume='runs/none'", "use auto"),
     "resume misspelt": (["--resume=atuo"], "resume='atuo' is not auto, never", "use auto"),
     "run directory is a file": (["--run-dir=good.txt"], "run_dir='good.txt' is a file", "Name"),
-    "coordinator alone": (["--runtime.coordinator=node1:29400"], "node1:29400", "Give all three"),
+    "coordinator alone": (
+        ["--runtime.coordinator_address=node1:29400"],
+        "node1:29400",
+        "Give all three",
+    ),
     "negative seed": (["--seed=-1"], "seed=-1", "Use 0"),
 }
 

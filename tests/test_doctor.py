@@ -90,7 +90,11 @@ def test_a_warning_without_a_fix_is_a_mistake_of_ours():
 )
 def test_a_variable_that_hurts_is_named_with_its_fix(environ, severity, words):
     (finding,) = variables.judge(
-        environ, num_gpus=8, coordinator="node1:29400", num_hosts=2, interfaces=["lo", "eth0"]
+        environ,
+        num_gpus=8,
+        coordinator_address="node1:29400",
+        num_hosts=2,
+        interfaces=["lo", "eth0"],
     )
     assert finding.severity == severity
     assert words in finding.text
@@ -113,7 +117,11 @@ def test_a_variable_that_hurts_is_named_with_its_fix(environ, severity, words):
 )
 def test_variables_that_do_no_harm_are_left_alone(environ):
     found = variables.judge(
-        environ, num_gpus=8, coordinator="node1:29400", num_hosts=2, interfaces=["lo", "eth0"]
+        environ,
+        num_gpus=8,
+        coordinator_address="node1:29400",
+        num_hosts=2,
+        interfaces=["lo", "eth0"],
     )
     assert severities(found) == ["ok"]
 
@@ -196,7 +204,7 @@ def test_settings_without_meaning_are_refused_together():
     with pytest.raises(ConfigError) as refused:
         read_doctor(["--disk_mib=-1", "--wait_s=0", "--num_processes=2"])
     text = str(refused.value)
-    assert "disk_mib=-1" in text and "wait_s=0" in text and "runtime.coordinator" in text
+    assert "disk_mib=-1" in text and "wait_s=0" in text and "runtime.coordinator_address" in text
 
 
 def test_room_for_checkpoints_is_asked_for_the_models_size():
@@ -244,7 +252,7 @@ def test_a_job_that_cannot_start_ends_with_one_and_says_why(tmp_path):
 def test_a_job_that_cannot_be_joined_is_a_finding_with_its_fix():
     with socket.create_server(("127.0.0.1", 0)) as other:
         address = f"127.0.0.1:{other.getsockname()[1]}"
-        flags = ["--coordinator", address, "--num-processes=2", "--process-index=0"]
+        flags = ["--coordinator-address", address, "--num-processes=2", "--process-id=0"]
         done = run("doctor", "--simulate=2", "--disk_mib=0", "--json", *flags)
     assert done.returncode == 1, done.stderr
     (wrong,) = [f for f in json.loads(done.stdout)["findings"] if f["severity"] == "error"]
@@ -261,7 +269,7 @@ def processes(tmp_path: Path, *, shared: bool, **environ: str):
         folder = tmp_path / ("runs" if shared else f"runs{i}")
         folder.mkdir(exist_ok=True)
         words = ["--simulate", "2", "--mesh", "dp=2,tp=2", "--run-dir", str(folder), "--json"]
-        flags = ["--coordinator", address, "--num-processes", "2", "--process-index", str(i)]
+        flags = ["--coordinator-address", address, "--num-processes", "2", "--process-id", str(i)]
         started.append(
             subprocess.Popen(
                 [sys.executable, "-m", "jaxdist.doctor", *words, *flags, "--disk_mib=1"],

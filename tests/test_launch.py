@@ -21,9 +21,9 @@ def test_processes_know_their_place_and_speak_with_a_prefix(tmp_path):
         tmp_path,
         """
         plan = runtime.resolve(os.environ)
-        print(plan.process_index, plan.num_processes, plan.local_index, plan.num_hosts)
+        print(plan.process_id, plan.num_processes, plan.local_process_id, plan.num_hosts)
         """,
-        "--nproc=2",
+        "--nproc-per-node=2",
     )
     code, out, _ = launched.end()
     assert code == 0
@@ -41,7 +41,7 @@ def test_first_failure_is_named_with_its_traceback_and_the_rest_is_ended(tmp_pat
             raise ValueError("boom")
         time.sleep(600)
         """,
-        "--nproc=2",
+        "--nproc-per-node=2",
         "--max-restarts=1",
     )
     code, _, err = launched.end()
@@ -63,7 +63,7 @@ def test_cause_is_told_from_consequence(tmp_path):
         time.sleep(0.5)
         raise ValueError("the cause, written later")
         """,
-        "--nproc=2",
+        "--nproc-per-node=2",
         "--max-restarts=0",
     )
     _, _, err = launched.end()
@@ -79,7 +79,7 @@ def test_a_program_that_knows_nothing_of_us_is_blamed_rightly(tmp_path):
             os._exit(3)
         time.sleep(600)
         """,
-        "--nproc=2",
+        "--nproc-per-node=2",
         "--max-restarts=0",
     )
     code, _, err = launched.end()
@@ -98,7 +98,7 @@ def test_a_process_that_stands_still_is_blamed_for_those_it_takes_along(tmp_path
         print("Terminating process because the JAX distributed service detected fatal errors")
         os.abort()
         """,
-        "--nproc=2",
+        "--nproc-per-node=2",
         "--max-restarts=0",
     )
     _, _, err = launched.end()
@@ -115,7 +115,7 @@ def test_a_process_killed_without_words_is_named_with_its_signal(tmp_path):
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(600)
         """,
-        "--nproc=2",
+        "--nproc-per-node=2",
         "--max-restarts=0",
     )
     code, _, err = launched.end()
@@ -129,7 +129,7 @@ def test_a_process_killed_without_words_is_named_with_its_signal(tmp_path):
     [
         ("from jaxdist.core.types import ConfigError\nraise ConfigError(['mesh dp=3 is bad'])", 2),
         ("return runtime.EXIT_PREEMPTED", 75),
-        ("from jaxdist.run.resilience import DamagedState\nraise DamagedState('device 3')", 85),
+        ("from jaxdist.run.resilience import CorruptState\nraise CorruptState('device 3')", 85),
         ("raise KeyboardInterrupt", 130),
         ("return 0", 0),
     ],
@@ -153,15 +153,15 @@ def test_other_hosts_are_told_of_a_killed_process_and_their_watchdogs_follow(
     other = Watchdog(ResilienceConfig(), tmp_path, process=5, beat_s=0.05, leave=left.append)
     time.sleep(0.2)
     command = [sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"]
-    place = Place(nproc=1, nnodes=nnodes, node_rank=0, coordinator="127.0.0.1:1")
+    place = Place(nproc_per_node=1, nnodes=nnodes, node_rank=0, coordinator_address="127.0.0.1:1")
     assert Attempt(command, place, 0, tmp_path).run(5.0).exit_code == 137
     until = time.monotonic() + (10 if told else 0.5)
     while time.monotonic() < until and not left:
         time.sleep(0.02)
     assert left == ([runtime.EXIT_HANG] if told else [])
     if told:
-        assert "process 0 on" in (tmp_path / "hang.json").read_text()
-        assert "killed by SIGKILL" in (tmp_path / "hang.json").read_text()
+        assert "process 0 on" in (tmp_path / "abort.json").read_text()
+        assert "killed by SIGKILL" in (tmp_path / "abort.json").read_text()
     other.close()
 
 
@@ -180,7 +180,7 @@ def test_whom_a_process_lost_is_named_with_its_host(tmp_path, listed, lost):
     (tmp_path / "process-1.progress.json").write_text('{"host": "n7"}')
     words = "the JAX distributed service detected fatal errors 15: tasks are unhealthy"
     code = f"import os; print({words!r}); print({listed!r}); print(3 * 'stack\\n'); os.abort()"
-    place = Place(nproc=1, nnodes=3, node_rank=2, coordinator="127.0.0.1:1")
+    place = Place(nproc_per_node=1, nnodes=3, node_rank=2, coordinator_address="127.0.0.1:1")
     outcome = Attempt([sys.executable, "-c", code], place, 0, tmp_path).run(5.0)
     assert outcome.cause == (
         f"killed by SIGABRT: lost {lost}; it died, its host did, or the network is cut"
@@ -225,7 +225,7 @@ def test_each_attempt_gets_a_new_port(tmp_path):
         tmp_path,
         """
         with open(RUN / "ports", "a") as file:
-            print(os.environ["JAXDIST_COORDINATOR"], file=file)
+            print(os.environ["JAXDIST_COORDINATOR_ADDRESS"], file=file)
         return int(ATTEMPT < 2)
         """,
     )
@@ -245,7 +245,7 @@ def test_a_request_to_stop_reaches_all_and_ends_with_the_save(tmp_path):
         (RUN / f"saved-{INDEX}").touch()
         return runtime.EXIT_PREEMPTED
         """,
-        "--nproc=2",
+        "--nproc-per-node=2",
     )
     launched.wait_for("ready-0", "ready-1")
     launched.process.send_signal(signal.SIGUSR1)
@@ -280,7 +280,7 @@ def test_processes_die_with_a_killed_launcher(tmp_path):
         (RUN / f"ready-{INDEX}").touch()
         time.sleep(600)
         """,
-        "--nproc=2",
+        "--nproc-per-node=2",
     )
     launched.wait_for("ready-0", "ready-1")
     launched.process.kill()
@@ -321,7 +321,7 @@ def test_a_notice_while_training_still_imports_is_not_lost(tmp_path):
     run_dir = tmp_path / "run"
     process = subprocess.Popen(
         [
-            *(sys.executable, "-m", "jaxdist.launch", "--nproc=1", "--"),
+            *(sys.executable, "-m", "jaxdist.launch", "--nproc-per-node=1", "--"),
             *(f"--run-dir={run_dir}", "--simulate=1", "--steps=100000", "--model.num_layers=1"),
             *("--model.d_model=32", "--model.num_heads=2", "--model.num_kv_heads=2"),
             *("--train.global_batch_size=2", "--train.seq_len=32"),
@@ -398,17 +398,17 @@ def test_a_program_that_is_not_there_is_one_line(tmp_path):
 
 
 def test_train_gets_one_run_directory_for_all_attempts():
-    plan = read_plan(["--nproc", "2", "--", "--steps", "5"])
+    plan = read_plan(["--nproc-per-node", "2", "--", "--steps", "5"])
     assert plan.command[1:3] == ["-m", "jaxdist.train"]
     assert plan.command[-1] == f"--run-dir={plan.run_dir}"
-    plan = read_plan(["--nproc", "2", "--", "--run_dir", "runs/mine"])
+    plan = read_plan(["--nproc-per-node", "2", "--", "--run_dir", "runs/mine"])
     assert str(plan.run_dir) == "runs/mine"
     assert plan.command[-2:] == ["--run_dir", "runs/mine"]
 
 
 def test_flags_of_the_program_before_the_dashes_are_explained(capsys):
     with pytest.raises(SystemExit) as leaving:
-        read_plan(["--nproc", "2", "--mesh", "dp=2"])
+        read_plan(["--nproc-per-node", "2", "--mesh", "dp=2"])
     assert leaving.value.code == 2
     assert "Flags of the program stand after --" in capsys.readouterr().err
 
@@ -416,17 +416,23 @@ def test_flags_of_the_program_before_the_dashes_are_explained(capsys):
 @pytest.mark.parametrize(
     ("fields", "text"),
     [
-        ({"nproc": -1}, "--nproc -1 is too small"),
-        ({"nproc": 0, "nnodes": 2, "coordinator": "n0:1"}, "--nnodes 2 without --nproc"),
+        ({"nproc_per_node": -1}, "--nproc-per-node -1 is too small"),
+        (
+            {"nproc_per_node": 0, "nnodes": 2, "coordinator_address": "n0:1"},
+            "--nnodes 2 without --nproc-per-node",
+        ),
         ({"budget": Budget(max_restarts=-1)}, "--max-restarts -1 is too small"),
         ({"budget": Budget(backoff_s=-1.0)}, "--backoff-s -1.0 is no time"),
         ({"nnodes": 2}, "the hosts need one address to meet"),
-        ({"nnodes": 2, "coordinator": "localhost:1"}, "loopback address"),
-        ({"nnodes": 2, "coordinator": "n0:1", "node_rank": 2}, "--node-rank 2 is not among 2"),
+        ({"nnodes": 2, "coordinator_address": "localhost:1"}, "loopback address"),
+        (
+            {"nnodes": 2, "coordinator_address": "n0:1", "node_rank": 2},
+            "--node-rank 2 is not among 2",
+        ),
     ],
 )
 def test_a_plan_names_what_is_wrong(fields, text):
-    plan = LaunchPlan(**{"command": ["x"], "nproc": 1, "run_dir": Path("x"), **fields})
+    plan = LaunchPlan(**{"command": ["x"], "nproc_per_node": 1, "run_dir": Path("x"), **fields})
     assert any(text in line for line in plan.problems())
 
 

@@ -17,20 +17,28 @@ from jaxdist.tools.launch.rendezvous import Host
 # --- the choice -----------------------------------------------------------------------------------
 
 
-def a_host(rank: int, devices: int, nproc: int | None = None, gpus: bool = True) -> Host:
-    nproc = devices if nproc is None else nproc
+def a_host(rank: int, devices: int, nproc_per_node: int | None = None, gpus: bool = True) -> Host:
+    nproc_per_node = devices if nproc_per_node is None else nproc_per_node
     return Host(
-        rank=rank, uuid=f"u{rank}", address=f"n{rank}", nproc=nproc, devices=devices, gpus=gpus
+        rank=rank,
+        uuid=f"u{rank}",
+        address=f"n{rank}",
+        nproc_per_node=nproc_per_node,
+        devices=devices,
+        gpus=gpus,
     )
 
 
-def a_plan(nproc: str = "1:8", nnodes: str = "1:4", **fields) -> ElasticPlan:
-    ranges = {"nproc": Range.parse("nproc", nproc), "nnodes": Range.parse("nnodes", nnodes)}
+def a_plan(nproc_per_node: str = "1:8", nnodes: str = "1:4", **fields) -> ElasticPlan:
+    ranges = {
+        "nproc_per_node": Range.parse("nproc-per-node", nproc_per_node),
+        "nnodes": Range.parse("nnodes", nnodes),
+    }
     return ElasticPlan(**{"address": "n", **ranges, **fields})
 
 
 @pytest.mark.parametrize(
-    ("gpus", "nproc", "nnodes", "legal", "expected"),
+    ("gpus", "nproc_per_node", "nnodes", "legal", "expected"),
     [
         ([8, 8], "1:8", "1:2", [4, 8, 16], ([0, 1], 8, 1)),
         ([8, 7], "1:8", "1:2", [4, 8, 16], ([0], 8, 1)),  # 14 is not legal; one host beats two
@@ -48,13 +56,15 @@ def a_plan(nproc: str = "1:8", nnodes: str = "1:4", **fields) -> ElasticPlan:
         ([3], "1:8", "1:2", [4, 8], None),
     ],
 )
-def test_the_largest_legal_job_is_chosen(gpus, nproc, nnodes, legal, expected):
-    hosts = [a_host(rank, count, min(count, int(nproc[-1]))) for rank, count in enumerate(gpus)]
-    choice = choose(hosts, a_plan(nproc, nnodes), Sizes(legal=legal))
+def test_the_largest_legal_job_is_chosen(gpus, nproc_per_node, nnodes, legal, expected):
+    hosts = [
+        a_host(rank, count, min(count, int(nproc_per_node[-1]))) for rank, count in enumerate(gpus)
+    ]
+    choice = choose(hosts, a_plan(nproc_per_node, nnodes), Sizes(legal=legal))
     if expected is None:
         assert choice is None
     else:
-        assert ([h.rank for h in choice.hosts], choice.nproc, choice.devices) == expected
+        assert ([h.rank for h in choice.hosts], choice.nproc_per_node, choice.devices) == expected
 
 
 def test_a_host_that_has_lost_all_gpus_has_no_place_beside_one_with_some():
@@ -64,13 +74,13 @@ def test_a_host_that_has_lost_all_gpus_has_no_place_beside_one_with_some():
 
 
 def test_simulated_devices_are_not_dealt_out():
-    hosts = [a_host(0, 8, nproc=2, gpus=False)]  # two processes that simulate four each
+    hosts = [a_host(0, 8, nproc_per_node=2, gpus=False)]  # two processes that simulate four each
     assert choose(hosts, a_plan("1:2"), Sizes(legal=[6], simulate=4)) is None
     choice = choose(hosts, a_plan("1:2"), Sizes(legal=[4, 6], simulate=4))
-    assert (choice.nproc, choice.devices) == (1, 4)
+    assert (choice.nproc_per_node, choice.devices) == (1, 4)
     # One process may leave devices idle: training takes the first ones.
     choice = choose(hosts, a_plan("1:2"), Sizes(legal=[3, 6], simulate=4))
-    assert (choice.nproc, choice.devices) == (1, 4)
+    assert (choice.nproc_per_node, choice.devices) == (1, 4)
     # It may not have more than the mesh names: training refuses that.
     assert choose(hosts, a_plan("1:1"), Sizes(legal=[1, 2], simulate=4)) is None
 
@@ -78,7 +88,7 @@ def test_simulated_devices_are_not_dealt_out():
 def test_ranges_that_never_make_a_legal_job_are_refused():
     plan = a_plan("3:3", "1:1")
     (line,) = impossible(plan, Sizes(legal=[1, 2, 4], simulate=1))
-    assert "--nnodes 1:1 × --nproc 3:3" in line and "1, 2, 4 devices" in line
+    assert "--nnodes 1:1 × --nproc-per-node 3:3" in line and "1, 2, 4 devices" in line
     assert impossible(a_plan("1:4", "1:1"), Sizes(legal=[1, 2, 4], simulate=1)) == []
     assert impossible(plan, Sizes()) == []
 
@@ -89,25 +99,43 @@ def test_ranges_that_never_make_a_legal_job_are_refused():
 @pytest.mark.parametrize(
     ("flags", "texts"),
     [
-        (["--nproc=8:4"], ["--nproc 8:4: MAX is smaller than MIN. Use --nproc 4:8."]),
-        (["--nproc=0:4"], ["--nproc 0:4: MIN is 0. Use MIN ≥ 1, e.g. --nproc 1:8."]),
-        (["--nproc=a:b"], ["--nproc 'a:b' is neither a number nor a range. Use e.g. --nproc 8"]),
-        (["--nproc=many"], ["--nproc 'many' is neither a number nor a range"]),
-        (["--nnodes=1:", "--nproc=1"], ["--nnodes '1:' is neither a number nor a range"]),
         (
-            ["--nnodes=1:2", "--nproc=1", "--coordinator=n0:1", "--run-dir=x"],
-            ["--coordinator n0:1 with a range: any host may be lost", "--address says"],
+            ["--nproc-per-node=8:4"],
+            ["--nproc-per-node 8:4: MAX is smaller than MIN. Use --nproc-per-node 4:8."],
         ),
-        (["--nnodes=1:2", "--nproc=1"], ["--nnodes 1:2 without --run-dir: the hosts meet there"]),
-        (["--nnodes=1:2", "--run-dir=x"], ["--nnodes 2 without --nproc"]),
         (
-            ["--nnodes=3:2", "--nproc=0:1", "--max-restarts=-1"],
-            ["--nnodes 3:2: MAX is smaller", "--nproc 0:1: MIN is 0", "--max-restarts -1"],
+            ["--nproc-per-node=0:4"],
+            ["--nproc-per-node 0:4: MIN is 0. Use MIN ≥ 1, e.g. --nproc-per-node 1:8."],
         ),
-        (["--nproc=2", "--address=n0"], ["--address n0 without a range"]),
-        (["--nproc=1:2", "--lost-after-s=1"], ["--lost-after-s 1 is too short"]),
-        (["--nproc=1:2", "--join-timeout-s=0"], ["--join-timeout-s 0 is no time"]),
-        (["--nnodes=1:2", "--nproc=1", "--node-rank=2", "--run-dir=x"], ["--node-rank 2 is not"]),
+        (
+            ["--nproc-per-node=a:b"],
+            ["--nproc-per-node 'a:b' is neither a number nor a range. Use e.g. --nproc-per-node 8"],
+        ),
+        (["--nproc-per-node=many"], ["--nproc-per-node 'many' is neither a number nor a range"]),
+        (["--nnodes=1:", "--nproc-per-node=1"], ["--nnodes '1:' is neither a number nor a range"]),
+        (
+            ["--nnodes=1:2", "--nproc-per-node=1", "--coordinator-address=n0:1", "--run-dir=x"],
+            ["--coordinator-address n0:1 with a range: any host may be lost", "--address says"],
+        ),
+        (
+            ["--nnodes=1:2", "--nproc-per-node=1"],
+            ["--nnodes 1:2 without --run-dir: the hosts meet there"],
+        ),
+        (["--nnodes=1:2", "--run-dir=x"], ["--nnodes 2 without --nproc-per-node"]),
+        (
+            ["--nnodes=3:2", "--nproc-per-node=0:1", "--max-restarts=-1"],
+            ["--nnodes 3:2: MAX is smaller", "--nproc-per-node 0:1: MIN is 0", "--max-restarts -1"],
+        ),
+        (["--nproc-per-node=2", "--address=n0"], ["--address n0 without a range"]),
+        (
+            ["--nproc-per-node=1:2", "--heartbeat-timeout-s=1"],
+            ["--heartbeat-timeout-s 1 is too short"],
+        ),
+        (["--nproc-per-node=1:2", "--rdzv-timeout-s=0"], ["--rdzv-timeout-s 0 is no time"]),
+        (
+            ["--nnodes=1:2", "--nproc-per-node=1", "--node-rank=2", "--run-dir=x"],
+            ["--node-rank 2 is not"],
+        ),
     ],
 )
 def test_bad_ranges_say_what_is_allowed(capsys, flags, texts):
@@ -119,13 +147,13 @@ def test_bad_ranges_say_what_is_allowed(capsys, flags, texts):
 
 
 def test_training_is_told_that_it_is_elastic():
-    plan = read_plan(["--nproc", "1:2", "--", "--mesh", "dp=2"])
-    assert plan.command[-1] == "--mesh.elastic=true" and plan.nproc == 2
-    plan = read_plan(["--nproc", "1:2", "--", "--mesh", "dp=2", "--mesh.elastic=true"])
+    plan = read_plan(["--nproc-per-node", "1:2", "--", "--mesh", "dp=2"])
+    assert plan.command[-1] == "--mesh.elastic=true" and plan.nproc_per_node == 2
+    plan = read_plan(["--nproc-per-node", "1:2", "--", "--mesh", "dp=2", "--mesh.elastic=true"])
     assert plan.command.count("--mesh.elastic=true") == 1
-    plan = read_plan(["--nproc", "1:2", "--program", "python worker.py"])
+    plan = read_plan(["--nproc-per-node", "1:2", "--program", "python worker.py"])
     assert plan.command == ["python", "worker.py"]
-    plan = read_plan(["--nproc", "2", "--", "--mesh", "dp=2"])
+    plan = read_plan(["--nproc-per-node", "2", "--", "--mesh", "dp=2"])
     assert "--mesh.elastic=true" not in plan.command and plan.elastic is None
 
 
@@ -145,12 +173,15 @@ def launch(*flags: str) -> subprocess.CompletedProcess:
         (["--simulate=1"], "mesh.elastic with mesh.shape='auto'"),
         (["--simulate=1", "--mesh=dp=-1"], "mesh.elastic with mesh.shape='dp=-1'"),
         (["--simulate=1", "--mesh=dp=5"], "global_batch_size=32 is not a multiple of 5"),
-        (["--simulate=1", "--mesh=tp=4"], "--nnodes 1:1 × --nproc 1:2 never makes a legal job"),
+        (
+            ["--simulate=1", "--mesh=tp=4"],
+            "--nnodes 1:1 × --nproc-per-node 1:2 never makes a legal job",
+        ),
         (["--no-such=1"], "--no_such is not a setting"),
     ],
 )
 def test_what_can_never_be_trained_is_refused_before_anything_starts(tmp_path, flags, text):
-    done = launch("--nproc=1:2", f"--run-dir={tmp_path / 'run'}", "--", *flags)
+    done = launch("--nproc-per-node=1:2", f"--run-dir={tmp_path / 'run'}", "--", *flags)
     assert done.returncode == 2 and text in done.stderr
     assert not (tmp_path / "run").exists()
 
@@ -197,7 +228,7 @@ def test_eight_gpus_then_seven_then_eight_again(tmp_path, monkeypatch):
                 time.sleep(0.02)
             return runtime.EXIT_PREEMPTED
         """,
-        "--nproc=1:8",
+        "--nproc-per-node=1:8",
         "--grow-interval-s=1",
     )
     code, _, err = launched.end()
@@ -231,8 +262,8 @@ def start(tmp_path):
     started: list[Launched] = []
 
     def start(rank: int, *flags: str) -> Launched:
-        flags = (f"--node-rank={rank}", "--address=127.0.0.1", "--lost-after-s=4", *flags)
-        elastic = ("--nnodes=1:2", "--nproc=1", "--join-timeout-s=15", *flags)
+        flags = (f"--node-rank={rank}", "--address=127.0.0.1", "--heartbeat-timeout-s=4", *flags)
+        elastic = ("--nnodes=1:2", "--nproc-per-node=1", "--rdzv-timeout-s=15", *flags)
         started.append(Launched(tmp_path, UNTIL_FINISH, *elastic))
         return started[-1]
 
@@ -254,7 +285,7 @@ def test_launchers_of_any_program_shrink_and_grow(start, victim):
     (left.run_dir / "finish").write_text("0")
     ends = [host.end() for host in hosts]
     assert [code for code, *_ in ends] == [0, 0], ends
-    assert f"host {victim} (127.0.0.1) is lost: no sign of life for 4 s" in ends[1 - victim][2]
+    assert f"host {victim} (127.0.0.1) is lost: no heartbeat for 4 s" in ends[1 - victim][2]
     assert ends[1 - victim][2].count("restart 1 of 3") == 1  # for the loss, not for growing
 
 

@@ -25,9 +25,9 @@ class Launcher:
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
                 [
-                    *(sys.executable, "-m", "jaxdist.launch", "--nnodes=1:2", "--nproc=1"),
+                    *(sys.executable, "-m", "jaxdist.launch", "--nnodes=1:2", "--nproc-per-node=1"),
                     *(f"--node-rank={rank}", "--address=127.0.0.1", f"--run-dir={run_dir}"),
-                    *("--lost-after-s=5", "--join-timeout-s=20", "--backoff-s=0.1", "--"),
+                    *("--heartbeat-timeout-s=5", "--rdzv-timeout-s=20", "--backoff-s=0.1", "--"),
                     *(f"--run-dir={run_dir}", "--simulate=1", "--mesh=dp=2", *flags),
                     *(f"--steps={STEPS}", "--model.num_layers=1", "--model.d_model=32"),
                     *("--model.num_heads=2", "--model.num_kv_heads=2", "--train.seq_len=32"),

@@ -42,7 +42,12 @@ class Run:
 
     def _launch(self, host: int, restarts: int, flags: tuple[str, ...]) -> subprocess.Popen:
         own = [
-            *("--nproc=1", "--nnodes=2", f"--node-rank={host}", f"--coordinator=h0:{PORT}"),
+            *(
+                "--nproc-per-node=1",
+                "--nnodes=2",
+                f"--node-rank={host}",
+                f"--coordinator-address=h0:{PORT}",
+            ),
             *("--backoff-s=0.2", "--max-backoff-s=1", f"--max-restarts={restarts}", "--"),
         ]
         train = training(

@@ -44,7 +44,9 @@ class Participant:
 
     def __init__(self, world: "World", rank: int):
         self.world, self.rank, self.lines = world, rank, []
-        meeting = Rendezvous(world.folder, rank, f"n{rank}", lost_after_s=LOST_S, clock=world.clock)
+        meeting = Rendezvous(
+            world.folder, rank, f"n{rank}", heartbeat_timeout_s=LOST_S, clock=world.clock
+        )
         self.places = ElasticPlaces(
             world.plan, meeting, world.sizes, tells_itself=world.trains, write=self.lines.append
         )
@@ -119,7 +121,7 @@ class World:
 def world(tmp_path, monkeypatch):
     monkeypatch.setattr(host_module, "count_gpus", lambda: 0)
     sizes = Sizes(legal=[1, 2, 3, 4], simulate=1)
-    return World(tmp_path / "launch", a_plan("1:1", "1:3", join_timeout_s=JOIN_S), sizes)
+    return World(tmp_path / "launch", a_plan("1:1", "1:3", rdzv_timeout_s=JOIN_S), sizes)
 
 
 def test_all_hosts_start_at_once(world):
@@ -128,7 +130,9 @@ def test_all_hosts_start_at_once(world):
     assert [h.ranks for h in hosts] == [[0, 1, 2]] * 3
     assert len({h.rounds[0].id for h in hosts}) == 1
     assert [h.place.node_rank for h in hosts] == [0, 1, 2]
-    assert {h.place.coordinator for h in hosts} == {f"n0:{hosts[0].rounds[0].members[0].port}"}
+    assert {h.place.coordinator_address for h in hosts} == {
+        f"n0:{hosts[0].rounds[0].members[0].port}"
+    }
 
 
 def test_a_host_that_does_not_come_is_not_waited_for_longer_than_said(world):
@@ -141,9 +145,9 @@ def test_a_host_that_does_not_come_is_not_waited_for_longer_than_said(world):
 
 
 def test_a_host_that_still_counts_its_gpus_is_waited_for(world):
-    world.plan = a_plan("1:1", "1:2", join_timeout_s=JOIN_S)
+    world.plan = a_plan("1:1", "1:2", rdzv_timeout_s=JOIN_S)
     early = world.start(0)
-    late = Rendezvous(world.folder, 1, "n1", lost_after_s=LOST_S, clock=world.clock)
+    late = Rendezvous(world.folder, 1, "n1", heartbeat_timeout_s=LOST_S, clock=world.clock)
     for _ in range(5):
         late.say()  # as from its claim on
         world.run(1)
@@ -155,11 +159,11 @@ def test_a_host_that_still_counts_its_gpus_is_waited_for(world):
 
 
 def test_too_few_hosts_give_up_with_the_code_that_asks_for_a_restart(world):
-    world.plan = a_plan("1:1", "2:3", join_timeout_s=JOIN_S)
+    world.plan = a_plan("1:1", "2:3", rdzv_timeout_s=JOIN_S)
     host = world.start(0)
     world.run(JOIN_S + 3)
     assert host.code == 75
-    assert any("makes no job of --nnodes 2:3" in line and "n0" in line for line in host.lines)
+    assert any("cannot run a job of --nnodes 2:3" in line and "n0" in line for line in host.lines)
 
 
 def test_stale_files_fool_nobody(world, tmp_path):
@@ -176,7 +180,7 @@ def test_stale_files_fool_nobody(world, tmp_path):
 
 
 def test_a_job_that_was_over_before_ends_nothing_now(world):
-    world.plan = a_plan("1:1", "1:1", join_timeout_s=JOIN_S)
+    world.plan = a_plan("1:1", "1:1", rdzv_timeout_s=JOIN_S)
     first = world.start(0)
     world.run(2)
     first.ends(2)
@@ -197,7 +201,7 @@ def test_a_lost_host_is_noticed_by_its_silence_and_named(world):
     assert not any(h.is_running for h in hosts[:2])
     for h in hosts[:2]:
         (cause,) = h.causes
-        assert cause.startswith("host 2 (n2) is lost: no sign of life for 15 s")
+        assert cause.startswith("host 2 (n2) is lost: no heartbeat for 15 s")
     world.run(JOIN_S + 3)
     assert [h.ranks for h in hosts[:2]] == [[0, 1]] * 2
 
@@ -208,7 +212,7 @@ def test_a_lost_leader_is_followed_by_the_next(world):
     world.kill(0)
     world.run(LOST_S + JOIN_S + 6)
     assert [h.ranks for h in hosts[1:]] == [[1, 2]] * 2
-    assert hosts[1].place.node_rank == 0 and hosts[1].place.coordinator.startswith("n1:")
+    assert hosts[1].place.node_rank == 0 and hosts[1].place.coordinator_address.startswith("n1:")
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
@@ -329,11 +333,11 @@ def test_gpus_that_come_back_make_the_next_round_larger(tmp_path, monkeypatch):
     world = World(tmp_path / "launch", plan, Sizes(legal=[4, 8]))
     host = world.start(0)
     world.run(2)
-    assert (host.place.nproc, host.place.visible_gpus) == (8, "")
+    assert (host.place.nproc_per_node, host.place.visible_gpus) == (8, "")
     there[0] = 7
     host.ends(1)
     world.run(2)
-    assert (host.place.nproc, host.place.visible_gpus) == (4, "0,1,2,3")
+    assert (host.place.nproc_per_node, host.place.visible_gpus) == (4, "0,1,2,3")
     there[0] = 8
     world.run(50)
     assert not host.attempt.is_stopping
@@ -342,7 +346,7 @@ def test_gpus_that_come_back_make_the_next_round_larger(tmp_path, monkeypatch):
     host.ends(75)
     assert host.places.goes_on()
     world.run(2)
-    assert host.place.nproc == 8
+    assert host.place.nproc_per_node == 8
     there[0] = 0  # a driver that fails is no CPU
     host.ends(1)
     world.run(JOIN_S + 3)
@@ -359,18 +363,18 @@ def test_a_save_on_one_host_alone_that_nobody_asked_for_ends_the_launch(world):
 
 def test_a_beating_launcher_of_the_same_rank_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(rendezvous, "BEAT_S", 0.1)
-    first = Rendezvous(tmp_path, 1, "n1", lost_after_s=3)
+    first = Rendezvous(tmp_path, 1, "n1", heartbeat_timeout_s=3)
     assert first.claim() is None
-    assert Rendezvous(tmp_path, 1, "n2", lost_after_s=3).claim().address == "n1"
+    assert Rendezvous(tmp_path, 1, "n2", heartbeat_timeout_s=3).claim().address == "n1"
     first.fall_silent()
     time.sleep(0.3)
-    assert Rendezvous(tmp_path, 1, "n2", lost_after_s=3).claim() is None
+    assert Rendezvous(tmp_path, 1, "n2", heartbeat_timeout_s=3).claim() is None
 
 
 def test_files_are_whole_at_any_moment_and_rubbish_is_no_host(tmp_path):
     (tmp_path / "host-3.json").write_text('{"rank": 3, "uu')
     (tmp_path / "host-4.json").write_text("[]")
     (tmp_path / "round.json").write_text("{}")
-    one = Rendezvous(tmp_path, 0, "n0", lost_after_s=3)
+    one = Rendezvous(tmp_path, 0, "n0", heartbeat_timeout_s=3)
     assert list(one.look()) == [0]
     assert one.read_round() is None

@@ -20,7 +20,14 @@ pytestmark = pytest.mark.slow
 def start(run_dir: Path) -> subprocess.Popen:
     return subprocess.Popen(
         [
-            *(sys.executable, "-m", "jaxdist.launch", "--nproc=2", "--backoff-s=0.1", "--"),
+            *(
+                sys.executable,
+                "-m",
+                "jaxdist.launch",
+                "--nproc-per-node=2",
+                "--backoff-s=0.1",
+                "--",
+            ),
             *(f"--run-dir={run_dir}", "--simulate=1", "--mesh=dp=2", f"--steps={STEPS}"),
             *("--model.num_layers=1", "--model.d_model=32", "--model.num_heads=2"),
             *("--model.num_kv_heads=2", "--train.global_batch_size=4", "--train.seq_len=32"),

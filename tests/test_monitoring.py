@@ -149,7 +149,7 @@ def test_a_broken_line_inside_is_named(tmp_path):
 WRITER = """
 import itertools, sys
 import jax, jax.numpy as jnp
-from jaxdist.monitoring import Monitor, MonitoringConfig, RunDirectory
+from jaxdist.run.monitoring import Monitor, MonitoringConfig, RunDirectory
 monitor = Monitor(MonitoringConfig(log_interval_steps=1), RunDirectory.open(sys.argv[1]),
                   total_steps=10**9)
 for step in itertools.count(1):
@@ -287,7 +287,7 @@ def test_environment_records_commit_and_uncommitted_changes(tmp_path, monkeypatc
 def test_only_process_0_writes(tmp_path, caplog):
     caplog.set_level(logging.INFO, logger="jaxdist")
     config = MonitoringConfig(log_interval_steps=1)
-    monitor = start(tmp_path, config, process_index=1)
+    monitor = start(tmp_path, config, process_id=1)
     header(monitor)
     values = monitor.train(
         1, {"loss": jnp.float32(2.0)}, tokens=1, step_time_s=1.0, data_wait_s=0.0
@@ -314,7 +314,7 @@ jax.distributed.initialize(f"127.0.0.1:{port}", 2, rank, cluster_detection_metho
                            coordinator_bind_address=f"127.0.0.1:{port}")
 true_time = time.time
 time.time = lambda: true_time() + 100 * rank  # hosts whose clocks differ
-from jaxdist.monitoring import environment, new_run_path
+from jaxdist.run.monitoring import environment, new_run_path
 print("path", new_run_path("demo"), len(environment()["hosts"]), flush=True)
 """
 

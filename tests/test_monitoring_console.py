@@ -122,7 +122,7 @@ def test_a_loss_that_is_not_finite_is_reported_without_a_skip(tmp_path, caplog):
     (event,) = events(read_records(monitor.run.metrics), "not_finite")
     assert event["step"] == 1 and math.isnan(event["loss"])
     assert "step 1: loss is nan" in caplog.messages
-    assert monitor.summary("stopped")["skipped_steps"] == 0
+    assert monitor.summary("sdc")["skipped_steps"] == 0
 
 
 # -- the end ---------------------------------------------------------------------------------------
@@ -184,7 +184,7 @@ def test_device_hours_add_up_over_starts_and_count_lost_work(tmp_path):
 
 def test_summary_without_a_price_has_no_cost(tmp_path):
     monitor = start(tmp_path)
-    summary = monitor.summary("failed", error="out of memory")
+    summary = monitor.summary("error", error="out of memory")
     assert "cost" not in summary and "mfu" not in summary and "tokens_per_s" not in summary
     assert json.loads(monitor.run.summary.read_text())["error"] == "out of memory"
 
@@ -194,8 +194,8 @@ def test_an_exception_leaves_a_summary_that_says_why(tmp_path):
         train(monitor, 1)
         raise RuntimeError("no memory\nand 300 lines more")
     written = json.loads(monitor.run.summary.read_text())
-    assert (written["exit_reason"], written["error"]) == ("failed", "RuntimeError: no memory")
-    assert events(read_records(monitor.run.metrics), "end")[0]["exit_reason"] == "failed"
+    assert (written["exit_reason"], written["error"]) == ("error", "RuntimeError: no memory")
+    assert events(read_records(monitor.run.metrics), "end")[0]["exit_reason"] == "error"
     with pytest.raises(KeyboardInterrupt), start(tmp_path, start_step=1) as monitor:
         raise KeyboardInterrupt
     assert json.loads(monitor.run.summary.read_text())["exit_reason"] == "interrupted"
@@ -203,9 +203,9 @@ def test_an_exception_leaves_a_summary_that_says_why(tmp_path):
 
 def test_a_summary_already_written_is_not_replaced_by_the_exception(tmp_path):
     with pytest.raises(RuntimeError), start(tmp_path) as monitor:
-        monitor.summary("NaN or Inf")
+        monitor.summary("nonfinite_loss")
         raise RuntimeError("stop")
-    assert json.loads(monitor.run.summary.read_text())["exit_reason"] == "NaN or Inf"
+    assert json.loads(monitor.run.summary.read_text())["exit_reason"] == "nonfinite_loss"
 
 
 def test_a_summary_that_cannot_be_written_does_not_hide_the_cause(tmp_path, caplog):

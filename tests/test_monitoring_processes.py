@@ -17,10 +17,15 @@ from jaxdist.run.monitoring import Monitor, MonitoringConfig, RunDirectory, Step
 from jaxdist.run.monitoring import gpu_stats as sensors_module
 from jaxdist.run.monitoring import monitor as monitor_module
 from jaxdist.run.monitoring.console import idle_lines
-from jaxdist.run.monitoring.gpu_stats import Sensors
-from jaxdist.run.monitoring.stragglers import ProcessWatch, find_slow, newest_common, summarise
+from jaxdist.run.monitoring.gpu_stats import GpuStats
+from jaxdist.run.monitoring.stragglers import (
+    StragglerDetector,
+    find_stragglers,
+    newest_common,
+    summarise,
+)
 from jaxdist.run.monitoring.summary import Idle
-from jaxdist.run.step_report import Judge
+from jaxdist.run.step_report import StepReporter
 
 pytestmark = pytest.mark.usefixtures("propagating")
 
@@ -60,7 +65,7 @@ def test_comparing_replicas_is_waiting_for_devices(blocking, expected):
         look=lambda step, state, *, force: clock.passes(0.5),
         found=lambda: clock.passes(0.25) and None,
     )
-    judge = Judge(*(None, timer, None, None, replicas, None))
+    judge = StepReporter(*(None, timer, None, None, replicas, None))
     judge.check_replicas()  # of the step before
     judge.look(7, None, force=True)
     timer.read(lambda: clock.passes(0.5))
@@ -113,17 +118,17 @@ def means(host: str, data_s: float, host_s: float, device_s: float, **extra) -> 
 
 
 def test_equal_processes_hold_nobody_up():
-    assert find_slow({i: means(f"n{i}", 0.01, 0.02, 0.97) for i in range(4)}) == []
-    assert find_slow({0: means("n0", 0.9, 0.1, 0.0)}) == []  # alone: there are no others
+    assert find_stragglers({i: means(f"n{i}", 0.01, 0.02, 0.97) for i in range(4)}) == []
+    assert find_stragglers({0: means("n0", 0.9, 0.1, 0.0)}) == []  # alone: there are no others
     every = {i: means(f"n{i}", 0.9, 0.1, 0.0) for i in range(4)}
-    assert find_slow(every) == []  # all wait for data alike: slow_loader says so
+    assert find_stragglers(every) == []  # all wait for data alike: slow_loader says so
 
 
 @pytest.mark.parametrize(("data_s", "host_s", "cause"), [(0.9, 0.1, "data"), (0.1, 0.9, "host")])
 def test_the_process_that_never_waits_for_devices_is_named(data_s, host_s, cause):
     said = {i: means(f"n{i}", 0.05, 0.05, 0.9) for i in range(4)}
     said[2] = means("n2", data_s, host_s, 0.0)
-    (slow,) = find_slow(said)
+    (slow,) = find_stragglers(said)
     assert (slow.process, slow.host, slow.cause) == (2, "n2", cause)
     assert slow.lost_s == pytest.approx(0.9)
     assert "process 2 on n2" in slow.text and "in 12 of 12 steps it" in slow.text
@@ -133,20 +138,20 @@ def test_the_process_that_never_waits_for_devices_is_named(data_s, host_s, cause
 def test_what_hides_behind_the_devices_holds_nobody_up():
     said = {i: means(f"n{i}", 0.05, 0.05, 0.9) for i in range(4)}
     said[2] = means("n2", 0.6, 0.05, 0.35)
-    assert find_slow(said) == []
+    assert find_stragglers(said) == []
 
 
 def test_one_that_is_ahead_of_all_others_is_not_named_nor_makes_them_slow():
     said = {i: means(f"n{i}", 0.9, 0.1, 0.0) for i in range(4)}
     said[2] = means("n2", 0.0, 0.1, 0.9)
-    assert find_slow(said) == []
+    assert find_stragglers(said) == []
 
 
 def test_of_two_that_take_turns_in_coming_last_both_are_named():
     last, first = (0.9, 0.1, 0.0), (0.4, 0.1, 0.5)
     said = {i: means(f"n{i}", 0.05, 0.1, 0.85) for i in range(4)}
     said[1], said[3] = told("n1", 6 * [last, first]), told("n3", 6 * [first, last])
-    assert [slow.process for slow in find_slow(said)] == [1, 3]
+    assert [slow.process for slow in find_stragglers(said)] == [1, 3]
 
 
 # A loader of 60 ms from step 24 on, two batches prefetched, and process 0 that waits for it.
@@ -163,7 +168,7 @@ def test_a_slow_loader_that_begins_amid_an_interval_is_named(before, after):
         0: told("n0", before * [WAITS] + after * [(0.0, 0.003, 0.057)]),
         1: told("n1", before * [PREFETCHED] + after * [SLOW]),
     }
-    (slow,) = find_slow(said)
+    (slow,) = find_stragglers(said)
     assert (slow.process, slow.cause) == (1, "data")
     assert f"in {after} of {before + after} steps it waits 52 ms for its data" in slow.text
     assert slow.lost_s == pytest.approx((0.058 - 0.003) * after / (before + after))
@@ -174,14 +179,14 @@ def test_a_few_late_steps_are_an_accident():
         0: told("n0", 49 * [(0.0, 0.003, 0.057)]),
         1: told("n1", 33 * [PREFETCHED] + 16 * [SLOW]),
     }
-    assert find_slow(said) == []
+    assert find_stragglers(said) == []
 
 
 @pytest.mark.parametrize(("late", "is_named"), [(13, False), (20, False), (40, True)])
 def test_the_rarer_late_steps_are_the_more_they_must_cost(late, is_named):
     steps = late * [(0.0, 0.035, 0.001)] + (52 - late) * [(0.0, 0.015, 0.035)]
     said = {0: told("n0", 52 * [(0.0, 0.015, 0.035)]), 1: told("n1", steps)}
-    assert bool(find_slow(said)) == is_named
+    assert bool(find_stragglers(said)) == is_named
 
 
 # Two processes, (step, data, device) milliseconds of steps 36 to 59; from 24 on a batch of process
@@ -208,7 +213,7 @@ def test_a_slow_loader_beside_saves_is_named_as_it_was_measured(steps):
         times = [tuple(value / 1e3 for value in values) for values in measured[steps]]
         return {"step": 50, "host": host, **summarise(times)}
 
-    (slow,) = find_slow({0: one("n0", MEASURED_0), 1: one("n1", MEASURED_1)})
+    (slow,) = find_stragglers({0: one("n0", MEASURED_0), 1: one("n1", MEASURED_1)})
     assert (slow.process, slow.cause) == (1, "data")
 
 
@@ -228,7 +233,7 @@ def test_jitter_of_shared_cores_names_nobody(length):
         part = JITTER[first : first + length]
         steps = [(0.0, (step - device) / 1e3, device / 1e3) for step, device in part]
         calm = [(0.0, 0.0015, step / 1e3 - 0.0015) for step, _ in part]
-        assert find_slow({0: told("n0", steps), 1: told("n1", calm)}) == []
+        assert find_stragglers({0: told("n0", steps), 1: told("n1", calm)}) == []
 
 
 def test_a_throttled_gpu_is_named():
@@ -237,7 +242,7 @@ def test_a_throttled_gpu_is_named():
         for i in range(4)
     }
     said[1] |= {"gpu_clock_mhz": 1200.0, "gpu_temperature_c": 91.0}
-    (slow,) = find_slow(said)
+    (slow,) = find_stragglers(said)
     assert (slow.process, slow.cause) == (1, "gpu clock")
     assert "1200 MHz, those of the others at 1980, 91 °C" in slow.text
 
@@ -251,13 +256,13 @@ def test_processes_are_compared_over_the_same_interval():
 
 
 def test_an_interval_ends_only_where_there_is_something_to_tell():
-    watch = ProcessWatch(2, 4)
+    watch = StragglerDetector(2, 4)
     assert not watch.ends(4)  # no step was timed
     watch.add(1.0, 0.25, 0.5)
     assert watch.ends(4) and not watch.ends(5)
     assert watch.end_interval(4, {})["host_s"] == 0.25
     assert not watch.ends(8)
-    for alone in (ProcessWatch(1, 4), ProcessWatch(2, 0)):
+    for alone in (StragglerDetector(1, 4), StragglerDetector(2, 0)):
         alone.add(1.0, 0.25, 0.5)
         assert not alone.ends(4)
 
@@ -266,7 +271,7 @@ def test_an_interval_stays_open_until_the_last_process_has_told_of_it(monkeypatc
     there = {}
     monkeypatch.setattr(runtime, "publish", lambda topic, value: there.update({0: value}))
     monkeypatch.setattr(runtime, "published", lambda topic: there)
-    watch = ProcessWatch(2, 4)
+    watch = StragglerDetector(2, 4)
     assert not watch.is_open
     watch.add(1.0, 0.25, 0.5)
     watch.end_interval(4, {})
@@ -280,7 +285,7 @@ WORKER = """
     import sys, time
     import jax
     from jaxdist import runtime
-    from jaxdist.monitoring import Monitor, MonitoringConfig, RunDirectory, StepTimer
+    from jaxdist.run.monitoring import Monitor, MonitoringConfig, RunDirectory, StepTimer
 
     index, port, path = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 
@@ -289,8 +294,8 @@ WORKER = """
         from jax.experimental import multihost_utils
         runtime.simulate(1)
         runtime.join(RuntimeConfig(
-            coordinator=f"127.0.0.1:{port}", num_processes=2, process_index=index))
-        run = RunDirectory.open(path, process_index=index)
+            coordinator_address=f"127.0.0.1:{port}", num_processes=2, process_id=index))
+        run = RunDirectory.open(path, process_id=index)
         config = MonitoringConfig(tensorboard=False, compare_every_steps=4)
         timer = StepTimer(blocking_dispatch=True)
         add_up = lambda: multihost_utils.process_allgather(jax.numpy.ones(1))
@@ -322,14 +327,14 @@ def test_of_two_real_processes_the_one_with_the_slow_loader_is_named(tmp_path):
     said = [process.communicate(timeout=120) for process in started]
     assert [process.returncode for process in started] == [0, 0], said
     events = [r for r in read_records(path / "metrics.jsonl") if r["kind"] == "event"]
-    tables = [e for e in events if e["event"] == "processes"]
+    tables = [e for e in events if e["event"] == "process_times"]
     steps = [e["step"] for e in tables]  # of the newest interval that both had told by then
     assert steps == sorted(set(steps)) and set(steps) <= {4, 8, 12} and len(steps) >= 2
     assert tables[-1]["of"] == [0, 1]
     assert tables[-1]["means"]["data_wait_s"][1] > 0.19 > tables[-1]["means"]["data_wait_s"][0]
-    slow = [e for e in events if e["event"] == "slow_process"]
+    slow = [e for e in events if e["event"] == "straggler"]
     assert [(e["process"], e["cause"]) for e in slow] == [(1, "data")]  # once, not thrice
-    (summed,) = json.loads((path / "summary.json").read_text())["slow_processes"]
+    (summed,) = json.loads((path / "summary.json").read_text())["stragglers"]
     assert summed["process"] == 1 and summed["intervals"] == len(steps)
 
 
@@ -435,7 +440,7 @@ def gpus(*numbers: int) -> list:
 def test_sensors_read_this_processs_gpus(monkeypatch, environ, numbers, expected):
     module = fake_nvml()
     monkeypatch.setitem(sys.modules, "pynvml", module)
-    sensors = Sensors(gpus(*numbers), environ)
+    sensors = GpuStats(gpus(*numbers), environ)
     names = ("utilization", "power_w", "temperature_c", "clock_mhz", "memory_used_bytes")
     assert sensors.read() == pytest.approx(
         {f"gpu_{name}": value for name, value in zip(names, expected, strict=True)}
@@ -447,14 +452,14 @@ def test_sensors_read_this_processs_gpus(monkeypatch, environ, numbers, expected
 
 def test_what_a_gpu_does_not_tell_is_left_out(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", fake_nvml(nvmlDeviceGetUtilizationRates=True))
-    found = Sensors(gpus(0), {}).read()
+    found = GpuStats(gpus(0), {}).read()
     assert "gpu_utilization" not in found and found["gpu_power_w"] == 100.0
 
 
 def test_without_the_package_one_line_says_so_and_the_run_goes_on(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", None)
     said = []
-    sensors = Sensors(gpus(0), {}, said.append)
+    sensors = GpuStats(gpus(0), {}, said.append)
     assert sensors.read() == {}
     assert len(said) == 1 and "nvidia-ml-py" in said[0]
 
@@ -462,28 +467,28 @@ def test_without_the_package_one_line_says_so_and_the_run_goes_on(monkeypatch):
 def test_a_driver_that_fails_ends_nothing(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", fake_nvml(nvmlInit=True))
     said = []
-    assert Sensors(gpus(0), {}, said.append).read() == {}
+    assert GpuStats(gpus(0), {}, said.append).read() == {}
     assert said == ["GPU power and temperature are not recorded: Not Supported"]
 
 
 def test_a_cpu_asks_no_sensor():
     said = []
     cpu = types.SimpleNamespace(platform="cpu", id=0)
-    assert Sensors([cpu], {}, said.append).read() == {}
+    assert GpuStats([cpu], {}, said.append).read() == {}
     assert said == []
 
 
 def test_readings_reach_records_and_summary(tmp_path, monkeypatch):
-    class Warmer(Sensors):
+    class Warmer(GpuStats):
         celsius = 60.0
 
         def read(self):
             self.celsius += 1
             return {"gpu_temperature_c": self.celsius, "gpu_power_w": 2 * self.celsius}
 
-    monkeypatch.setattr(monitor_module, "Sensors", Warmer)
+    monkeypatch.setattr(monitor_module, "GpuStats", Warmer)
     summary = finish(tmp_path, [(1.0, 0.0, 1.0)] * 3, log_interval_steps=1)
     assert (summary["gpu_temperature_c"], summary["gpu_power_w"]) == (64.0, 125.0)
     trained = [r for r in read_records(tmp_path / "run" / "metrics.jsonl") if r["kind"] == "train"]
     assert [r["gpu_temperature_c"] for r in trained] == [61.0, 62.0, 63.0, 64.0]
-    assert sensors_module.Sensors is not Warmer
+    assert sensors_module.GpuStats is not Warmer

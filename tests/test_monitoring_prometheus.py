@@ -37,11 +37,11 @@ def fetch(port: int) -> dict[str, float]:
     return found
 
 
-def start(tmp_path, port: int, process_index: int = 0) -> Monitor:
+def start(tmp_path, port: int, process_id: int = 0) -> Monitor:
     config = MonitoringConfig(
         tensorboard=False, prometheus_port=port, prometheus_address="127.0.0.1"
     )
-    run = RunDirectory.open(tmp_path / "run", process_index=process_index)
+    run = RunDirectory.open(tmp_path / "run", process_id=process_id)
     return Monitor(config, run, total_steps=10, clock=lambda: 1234.5)
 
 
@@ -109,7 +109,7 @@ def test_what_is_fetched_is_what_was_reported(tmp_path):
 
 def test_only_process_0_serves(tmp_path):
     port = free_port()
-    monitor = start(tmp_path, port, process_index=1)
+    monitor = start(tmp_path, port, process_id=1)
     train(monitor, 1)
     with pytest.raises(urllib.error.URLError):
         fetch(port)
@@ -138,7 +138,7 @@ def test_an_impossible_port_is_refused():
 
 
 def test_the_dashboard_asks_for_what_is_served(tmp_path, monkeypatch):
-    class Sensors:
+    class GpuStats:
         def __init__(self, *_):
             pass
 
@@ -149,7 +149,7 @@ def test_the_dashboard_asks_for_what_is_served(tmp_path, monkeypatch):
             pass
 
     memory = {"memory_bytes": 1, "memory_peak_bytes": 2}
-    monkeypatch.setattr(monitor_module, "Sensors", Sensors)
+    monkeypatch.setattr(monitor_module, "GpuStats", GpuStats)
     monkeypatch.setattr(monitor_module, "device_memory", lambda _: memory)
     dashboard = json.loads((ROOT / "examples" / "grafana.json").read_text())
     asked = [t["expr"] for panel in dashboard["panels"] for t in panel["targets"]]

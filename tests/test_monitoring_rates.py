@@ -11,8 +11,8 @@ from jaxdist.core.mesh import MeshSpec
 from jaxdist.plan.hardware import peak_flops
 from jaxdist.run.monitoring import (
     Compilation,
-    CompileWatch,
-    DataWaitWatch,
+    CompileTracker,
+    DataWaitTracker,
     Monitor,
     MonitoringConfig,
     RunDirectory,
@@ -151,24 +151,24 @@ def test_the_compiling_step_is_in_no_rate(tmp_path):
 # -- slow loader -----------------------------------------------------------------------------------
 
 
-def warned_at(watch: DataWaitWatch, waits) -> list[int]:
+def warned_at(watch: DataWaitTracker, waits) -> list[int]:
     return [step for step, wait in enumerate(waits, start=1) if watch.add(wait, 1.0)]
 
 
 def test_slow_loader_is_named_exactly_when_the_share_passes_the_threshold():
-    watch = DataWaitWatch(threshold=0.25, window_steps=4)
+    watch = DataWaitTracker(threshold=0.25, window_steps=4)
     # Window shares from step 5 on: 0.125, 0.25 (not above), 0.375 (above: step 7), 0.5 ...
     assert warned_at(watch, [0.0] * 4 + [0.5] * 6) == [7]
 
 
 def test_a_window_that_is_not_full_says_nothing():
-    watch = DataWaitWatch(threshold=0.25, window_steps=4)
+    watch = DataWaitTracker(threshold=0.25, window_steps=4)
     assert warned_at(watch, [0.9, 0.9, 0.9]) == []
     assert warned_at(watch, [0.9]) == [1]
 
 
 def test_an_episode_ends_below_half_the_threshold_and_a_new_one_warns_again():
-    watch = DataWaitWatch(threshold=0.25, window_steps=4)
+    watch = DataWaitTracker(threshold=0.25, window_steps=4)
     assert warned_at(watch, [0.5] * 4) == [4]
     assert warned_at(watch, [0.2] * 8 + [0.3] * 8) == []  # hovering near the threshold: one episode
     assert watch.in_episode
@@ -187,7 +187,7 @@ def test_monitor_names_the_loader_once(tmp_path, caplog):
 
 
 def test_a_threshold_of_one_never_warns():
-    watch = DataWaitWatch(threshold=1.0, window_steps=2)
+    watch = DataWaitTracker(threshold=1.0, window_steps=2)
     assert warned_at(watch, [1.0] * 6) == []
 
 
@@ -221,7 +221,7 @@ def test_step_timer_counts_waits_and_leaves_pauses_out():
 
 def watched(function, **kwargs):
     reports: list[Compilation] = []
-    return CompileWatch(jax.jit(function, **kwargs), reports.append), reports
+    return CompileTracker(jax.jit(function, **kwargs), reports.append), reports
 
 
 def test_the_first_compilation_is_counted_and_timed():
@@ -286,7 +286,7 @@ def test_programs_compiled_meanwhile_do_not_count():
             return step(x)
 
     reports: list[Compilation] = []
-    watch = CompileWatch(Busy(), reports.append)
+    watch = CompileTracker(Busy(), reports.append)
     watch(jnp.ones(4))
     assert reports == []
     watch(jnp.ones(5))
@@ -302,12 +302,12 @@ def test_a_changed_static_argument_is_told():
 
 def test_only_jitted_functions_can_be_watched():
     with pytest.raises(TypeError, match=r"only a function made by jax\.jit"):
-        CompileWatch(lambda x: x, print)
+        CompileTracker(lambda x: x, print)
 
 
 def test_monitor_warns_of_the_second_compilation(tmp_path, caplog):
     monitor = make_monitor(tmp_path)
-    step = monitor.watch_compiles(jax.jit(lambda x: x + 1), "train_step")
+    step = monitor.track_compiles(jax.jit(lambda x: x + 1), "train_step")
     step(jnp.ones(4))
     assert events(monitor, "recompile") == []
     step(jnp.ones(5))

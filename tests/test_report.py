@@ -169,11 +169,11 @@ def test_a_run_that_was_killed_is_readable(tmp_path, capsys):
 
 
 def test_a_run_without_a_step_is_readable(tmp_path, capsys):
-    path = make_run(tmp_path, "one", [], end="failed", price=False)
+    path = make_run(tmp_path, "one", [], end="error", price=False)
     page = tmp_path / "page.html"
     assert main([path, "--html", str(page)]) == 0
     rows = rows_of(capsys.readouterr().out)
-    assert rows["ended"] == ["failed"] and "train loss" not in rows and "cost" not in rows
+    assert rows["ended"] == ["error"] and "train loss" not in rows and "cost" not in rows
     assert "No step has been recorded yet" in page.read_text()
 
 

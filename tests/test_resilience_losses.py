@@ -83,7 +83,7 @@ def noisy(count, level=3.0, noise=0.05, slope=0.0, seed=0):
 def test_a_spike_is_found_and_written_with_its_rows(tmp_path):
     path = tmp_path / "anomalies.jsonl"
     (anomaly,) = feed(guard(path), [*noisy(40), 5.0, *noisy(20)])
-    assert (anomaly.step, anomaly.kind, anomaly.action) == (41, "spike", "report")
+    assert (anomaly.step, anomaly.kind, anomaly.action) == (41, "loss_spike", "report")
     assert anomaly.rows == [164, 165, 166, 167]
     assert read_anomalies(path) == [anomaly]
     assert "step 41: loss 5 is above" in str(anomaly) and "rows 164, 165" in str(anomaly)
@@ -138,8 +138,8 @@ def test_limit_is_the_same_in_a_resumed_run():
 
 
 def test_nan_is_an_anomaly_and_an_overflow_under_a_loss_scale_is_none():
-    assert [o.kind for o in feed(guard(), [math.nan, math.inf, 1.0])] == ["nan", "nan"]
-    assert [o.kind for o in feed(guard(), [1.0], grad_norm=math.inf)] == ["nan"]
+    assert [o.kind for o in feed(guard(), [math.nan, math.inf, 1.0])] == ["nonfinite_loss"] * 2
+    assert [o.kind for o in feed(guard(), [1.0], grad_norm=math.inf)] == ["nonfinite_loss"]
     assert feed(guard(), [1.0], grad_norm=math.inf, loss_scale=1024.0) == []
 
 
@@ -216,7 +216,7 @@ def test_rollback_goes_on_past_the_offending_batch(tmp_path):
     assert done.returncode == 0, done.stderr
     bad = bad_step(SEED)
     (anomaly,) = read_anomalies(run_dir / "anomalies.jsonl")
-    assert (anomaly.step, anomaly.kind, anomaly.action) == (bad, "nan", "rollback")
+    assert (anomaly.step, anomaly.kind, anomaly.action) == (bad, "nonfinite_loss", "rollback")
     assert BAD_ROW in anomaly.rows
     went_back_to = (bad - 1) // 5 * 5
     assert f"going on from step {went_back_to}, without the batch of step {bad}" in done.stdout
@@ -248,10 +248,13 @@ def test_a_spike_is_skipped_or_stops_the_run(tmp_path):
     done, run_dir = train(tmp_path, "spike", *skip)
     assert done.returncode == 0, done.stderr
     (anomaly,) = read_anomalies(run_dir / "anomalies.jsonl")
-    assert (anomaly.step, anomaly.kind) == (bad_step(SEED), "spike") and BAD_ROW in anomaly.rows
+    assert (anomaly.step, anomaly.kind) == (
+        bad_step(SEED),
+        "loss_spike",
+    ) and BAD_ROW in anomaly.rows
     applied = {r["step"]: r["applied"] for r in records(run_dir, "train")}
     assert [step for step, yes in applied.items() if not yes] == [anomaly.step]
-    assert "anomaly" in {r["event"] for r in records(run_dir, "event")}
+    assert "loss_anomaly" in {r["event"] for r in records(run_dir, "event")}
     done, _ = train(tmp_path, "spike", "--run-dir=stop", window, "--resilience.spike_policy=stop")
     assert done.returncode == 1
     assert "resilience.spike_policy='stop'" in done.stderr
@@ -263,7 +266,15 @@ def test_two_processes_go_back_together_and_end_like_one(tmp_path):
     (tmp_path / "bad_rows.py").write_text(MODULE)
     job = [flag for flag in JOB if not flag.startswith("--simulate")]
     job += ["--data.sources=bad_rows:nan", "--resilience.nonfinite_policy=rollback", "--simulate=1"]
-    words = ["-m", "jaxdist.launch", "--nproc=2", "--max-restarts=0", "--", *job, "--run-dir=two"]
+    words = [
+        "-m",
+        "jaxdist.launch",
+        "--nproc-per-node=2",
+        "--max-restarts=0",
+        "--",
+        *job,
+        "--run-dir=two",
+    ]
     done = subprocess.run(
         [sys.executable, *words],
         cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=300,

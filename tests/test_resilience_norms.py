@@ -50,5 +50,5 @@ def test_a_run_reports_them(tmp_path):
     done = run("train", *tiny(*flags, "--run-dir", tmp_path / "run"))
     assert done.returncode == 0, done.stderr
     assert "replica_norms" not in records(tmp_path / "run", "train")[0]
-    uneven = [r for r in records(tmp_path / "run", "event") if r["event"] == "uneven_replicas"]
+    uneven = [r for r in records(tmp_path / "run", "event") if r["event"] == "replica_norm_outlier"]
     assert uneven and "data replica" in uneven[0]["message"]  # two rows each: noise is above 10 %

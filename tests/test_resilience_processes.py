@@ -19,7 +19,7 @@ from jaxdist.run.resilience import read_anomalies
 
 STEPS, BATCH = 60, 4
 HOST = socket.gethostname()
-FINDINGS = {"damage", "anomaly", "rollback", "skipped_step", "slow_process", "uneven_replicas"}
+FINDINGS = {"sdc", "loss_anomaly", "rollback", "skipped_step", "straggler", "replica_norm_outlier"}
 # Every fifth step is followed by a save, which reads that step at once; at a step of 15 ms that is
 # seldom enough for what the other steps say.
 SELDOM_SAVED = "--checkpoint.save_interval_steps=10"
@@ -60,7 +60,7 @@ def step_times(job: Job) -> list[float]:
 
 def test_a_flipped_bit_on_another_process_is_found_and_ends_or_is_undone(job, monkeypatch):
     monkeypatch.setenv("FLIP", "3:17")  # of four copies, the last on process 1
-    four = ("--simulate=2", "--mesh=dp=4", "--resilience.check_interval_steps=3")
+    four = ("--simulate=2", "--mesh=dp=4", "--resilience.sdc_check_interval_steps=3")
     stopped = job("stopped", *four)
     stopped.start(FLIPPING)
     assert endings.finish(stopped) == 85
@@ -70,11 +70,11 @@ def test_a_flipped_bit_on_another_process_is_found_and_ends_or_is_undone(job, mo
     assert "cannot be told" not in stopped.said()
     assert "restart" not in stopped.said()
     assert [event["step"] for event in findings(stopped)] == [17]
-    undone = job("undone", *four, "--resilience.damage_policy=rollback")
+    undone = job("undone", *four, "--resilience.sdc_policy=rollback")
     undone.start(FLIPPING)
     assert endings.finish(undone) == 0, undone.said()[-4000:]
     assert re.search(named, undone.said())
-    assert [event["event"] for event in findings(undone)] == ["damage", "rollback"]
+    assert [event["event"] for event in findings(undone)] == ["sdc", "rollback"]
     clean = job("clean", *four)
     clean.start()
     assert endings.finish(clean) == 0
@@ -89,7 +89,7 @@ def test_a_nan_batch_is_named_with_its_rows_and_left_out(job):
     harmed.start()
     assert endings.finish(harmed) == 0, harmed.said()[-4000:]
     (anomaly,) = read_anomalies(harmed.run_dir / "anomalies.jsonl")
-    assert (anomaly.step, anomaly.kind, anomaly.action) == (17, "nan", "skip")
+    assert (anomaly.step, anomaly.kind, anomaly.action) == (17, "nonfinite_loss", "skip")
     assert row in anomaly.rows and len(anomaly.rows) == BATCH
     assert {event["step"] for event in findings(harmed)} == {17}
 
@@ -148,9 +148,9 @@ def test_two_thousand_clean_steps_under_every_guard_have_no_finding(job, capsys)
     """`train.replica_norms` is left out: with two rows per replica its reports are noise."""
     clean = job(
         "clean",
-        "--resilience.check_interval_steps=10",
+        "--resilience.sdc_check_interval_steps=10",
         "--resilience.spike_policy=stop",
-        "--resilience.damage_policy=stop",
+        "--resilience.sdc_policy=stop",
         "--resilience.nonfinite_policy=stop",
         "--resilience.step_timeout_s=3",
         "--monitoring.compare_every_steps=50",
@@ -161,7 +161,7 @@ def test_two_thousand_clean_steps_under_every_guard_have_no_finding(job, capsys)
     assert endings.finish(clean) == 0, clean.said()[-4000:]
     assert findings(clean) == []
     assert not (clean.run_dir / "anomalies.jsonl").exists()
-    assert not (clean.run_dir / "logs" / "hang.json").exists()
+    assert not (clean.run_dir / "logs" / "abort.json").exists()
     assert "watchdog" not in clean.said() and "restart" not in clean.said()
     assert len(endings.bits(clean.run_dir)) == 2000
     with capsys.disabled():

@@ -12,7 +12,7 @@ from jaxdist.run.replay import verdict
 from jaxdist.run.resilience import Anomaly
 
 OFFENCE = Anomaly(
-    step=3, kind="spike", loss=9.0, grad_norm=1.0, limit=4.0, action="report",
+    step=3, kind="loss_spike", loss=9.0, grad_norm=1.0, limit=4.0, action="report",
     first_sample=8, num_samples=4, rows=[1, 2, 3, 4], left_out=[],
 )  # fmt: skip
 GOOD, BAD = {"loss": 3.0, "grad_norm": 1.0}, {"loss": 8.0, "grad_norm": 1.0}

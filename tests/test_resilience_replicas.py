@@ -12,14 +12,14 @@ import tiny as reference
 from commands import losses, tiny
 
 from jaxdist.run.resilience.config import ResilienceConfig
-from jaxdist.run.resilience.sdc_check import ReplicaWatch, fingerprint, minority
+from jaxdist.run.resilience.sdc_check import SdcCheck, fingerprint, minority
 
 HOSTS = {0: "node-a"}
 
 
-def watch(case, **settings) -> ReplicaWatch:
-    config = ResilienceConfig(**{"check_interval_steps": 1, **settings})
-    return ReplicaWatch(config, reference.layout_of(case), HOSTS)
+def watch(case, **settings) -> SdcCheck:
+    config = ResilienceConfig(**{"sdc_check_interval_steps": 1, **settings})
+    return SdcCheck(config, reference.layout_of(case), HOSTS)
 
 
 def flipped(x: jax.Array, place: int, element: int = 3, bit: int = 0) -> jax.Array:
@@ -35,7 +35,7 @@ def flipped(x: jax.Array, place: int, element: int = 3, bit: int = 0) -> jax.Arr
     return jax.make_array_from_single_device_arrays(x.shape, x.sharding, parts)
 
 
-def look(subject: ReplicaWatch, state, step: int = 1):
+def look(subject: SdcCheck, state, step: int = 1):
     subject.look(step, state)
     return subject.found()
 
@@ -99,7 +99,7 @@ def test_nothing_replicated_means_nothing_to_do():
 
 def test_checks_come_at_the_interval_and_where_forced():
     case = reference.Case("rotary", "dp=2")
-    state, subject = reference.place_state(case), watch(case, check_interval_steps=3)
+    state, subject = reference.place_state(case), watch(case, sdc_check_interval_steps=3)
     begun = []
     for step in range(1, 8):
         subject.look(step, state, force=step == 5)
@@ -107,7 +107,7 @@ def test_checks_come_at_the_interval_and_where_forced():
             begun.append(step)
         subject.found()
     assert begun == [3, 5, 6]
-    off = watch(case, check_interval_steps=0)
+    off = watch(case, sdc_check_interval_steps=0)
     off.look(3, state, force=True)
     assert off._pending is None
 
@@ -144,7 +144,7 @@ def test_minority():
 
 JOB = tiny(
     *("--mesh=dp=8", "--steps=12", "--checkpoint.save_interval_steps=4", "--eval.interval_steps=0"),
-    *("--resilience.check_interval_steps=3", "--checkpoint.preflight=false"),
+    *("--resilience.sdc_check_interval_steps=3", "--checkpoint.preflight=false"),
 )
 
 
@@ -153,7 +153,7 @@ def train(monkeypatch, run_dir, *flags, damage_at=0):
     from jaxdist import train
     from jaxdist.run.monitoring import Monitor
 
-    real, done = Monitor.watch_compiles, []
+    real, done = Monitor.track_compiles, []
 
     def damaged(self, function, name=None):
         inner = real(self, function, name)
@@ -169,7 +169,7 @@ def train(monkeypatch, run_dir, *flags, damage_at=0):
 
         return step
 
-    monkeypatch.setattr(Monitor, "watch_compiles", damaged)
+    monkeypatch.setattr(Monitor, "track_compiles", damaged)
     try:
         return train.main([*JOB, "--run-dir", str(run_dir), *flags])
     finally:
@@ -177,19 +177,19 @@ def train(monkeypatch, run_dir, *flags, damage_at=0):
 
 
 def test_a_bit_that_flips_in_training_stops_it_or_is_gone_back_from(tmp_path, monkeypatch):
-    from jaxdist.run.resilience import DamagedState
+    from jaxdist.run.resilience import CorruptState
 
     assert train(monkeypatch, tmp_path / "clean") == 0
-    with pytest.raises(DamagedState, match=r"after step 9: device 6 .* params/head") as stop:
+    with pytest.raises(CorruptState, match=r"after step 9: device 6 .* params/head") as stop:
         train(monkeypatch, tmp_path / "stop", damage_at=9)
     assert stop.value.exit_code == 85
-    assert json.loads((tmp_path / "stop/summary.json").read_text())["exit_reason"] == "damaged"
-    again = ["--resilience.damage_policy=rollback"]
+    assert json.loads((tmp_path / "stop/summary.json").read_text())["exit_reason"] == "sdc"
+    again = ["--resilience.sdc_policy=rollback"]
     assert train(monkeypatch, tmp_path / "back", *again, damage_at=7) == 0  # saved at 8
     text = (tmp_path / "back/metrics.jsonl").read_text()
     assert text.count('"event": "rollback"') == 1 and "device 6" in text
     assert losses(tmp_path / "back") == losses(tmp_path / "clean")
-    assert '"damage"' not in (tmp_path / "clean/metrics.jsonl").read_text()
+    assert '"sdc"' not in (tmp_path / "clean/metrics.jsonl").read_text()
 
 
 def test_a_check_costs_little(capsys):
@@ -208,7 +208,7 @@ def test_a_check_costs_little(capsys):
         begin = time.perf_counter()
         look(subject, state)
         checks.append(time.perf_counter() - begin)
-    share = np.median(checks) / np.median(steps) / ResilienceConfig().check_interval_steps
+    share = np.median(checks) / np.median(steps) / ResilienceConfig().sdc_check_interval_steps
     with capsys.disabled():
         print(
             f" check {np.median(checks):.2e} s, step {np.median(steps):.2e} s: {share:.2%}", end=""

@@ -13,7 +13,7 @@ import pytest
 from commands import ROOT, environment, losses, tiny
 
 from jaxdist.run.resilience.config import ResilienceConfig
-from jaxdist.run.resilience.heartbeat import Standing, diagnose
+from jaxdist.run.resilience.heartbeat import Heartbeat, diagnose
 from jaxdist.run.resilience.watchdog import Watchdog
 
 BEAT_S = 0.05
@@ -22,41 +22,41 @@ BEAT_S = 0.05
 pytestmark = pytest.mark.usefixtures("propagating")
 
 
-def standing(process: int, **changes) -> Standing:
+def heartbeat(process: int, **changes) -> Heartbeat:
     values = {"host": f"host{process}", "pid": 7, "phase": "step", "step": 5, "beat": 1}
-    return Standing(process=process, **{**values, **changes})
+    return Heartbeat(process=process, **{**values, **changes})
 
 
-def beaten(*standings: Standing) -> list[Standing]:
-    """The same standings some beats later."""
-    return [Standing(**{**vars(s), "beat": s.beat + 4}) for s in standings]
+def beaten(*heartbeats: Heartbeat) -> list[Heartbeat]:
+    """The same heartbeats some beats later."""
+    return [Heartbeat(**{**vars(s), "beat": s.beat + 4}) for s in heartbeats]
 
 
 def test_a_silent_process_is_named_before_one_with_fewer_steps():
-    before = [standing(0, step=4), standing(1)]
+    before = [heartbeat(0, step=4), heartbeat(1)]
     after = [*beaten(before[0]), before[1]]
     assert "process 1 on host1 (pid 7), last step 5, phase step: no sign" in diagnose(before, after)
     assert "process 0" not in diagnose(before, after)
 
 
 @pytest.mark.parametrize(
-    ("standings", "named", "why"),
+    ("heartbeats", "named", "why"),
     [
-        ([standing(0), standing(1, step=4), standing(2)], "process 1", "finished step 5"),
-        ([standing(0), standing(1), standing(2, phase="data")], "process 2", "wait for it"),
-        ([standing(0, phase="save"), standing(1)], "process 0", "phase step"),
-        ([standing(0), standing(1)], "no process is behind", "network"),
-        ([standing(0)], "process 0 on host0", "no progress"),
+        ([heartbeat(0), heartbeat(1, step=4), heartbeat(2)], "process 1", "finished step 5"),
+        ([heartbeat(0), heartbeat(1), heartbeat(2, phase="data")], "process 2", "wait for it"),
+        ([heartbeat(0, phase="save"), heartbeat(1)], "process 0", "phase step"),
+        ([heartbeat(0), heartbeat(1)], "no process is behind", "network"),
+        ([heartbeat(0)], "process 0 on host0", "no progress"),
     ],
 )
-def test_who_is_behind(standings, named, why):
-    line = diagnose(standings, beaten(*standings))
+def test_who_is_behind(heartbeats, named, why):
+    line = diagnose(heartbeats, beaten(*heartbeats))
     assert line.startswith(named) and why in line
 
 
 def test_a_process_that_never_reported_is_named():
     assert "process 1, which never reported" in diagnose(
-        [standing(0), None], [*beaten(standing(0)), None]
+        [heartbeat(0), None], [*beaten(heartbeat(0)), None]
     )
 
 
@@ -101,7 +101,7 @@ def test_a_stuck_step_ends_all_processes_with_one_line_and_all_stacks(tmp_path, 
     for index in range(3):
         stacks = (tmp_path / f"process-{index}.stacks.txt").read_text()
         assert "test_a_stuck_step_ends_all" in stacks  # the main thread is in it
-    assert "process 1" in json.loads((tmp_path / "hang.json").read_text())["line"]
+    assert "process 1" in json.loads((tmp_path / "abort.json").read_text())["line"]
 
 
 def test_two_that_raise_the_alarm_at_once_say_one_line(tmp_path, caplog):
@@ -115,7 +115,7 @@ def test_two_that_raise_the_alarm_at_once_say_one_line(tmp_path, caplog):
     assert [r.getMessage() for r in caplog.records] == ["one"]
     second._follow()
     assert left == [86]
-    assert "one" in json.loads((tmp_path / "hang.json").read_text())["line"]
+    assert "one" in json.loads((tmp_path / "abort.json").read_text())["line"]
     later = Watchdog(config, tmp_path, leave=left.append)  # the next start, the next alarm
     assert later._announce("three")
 
@@ -159,7 +159,7 @@ def test_a_stuck_save_ends_too(tmp_path):
 
 
 def test_an_alarm_of_an_earlier_start_is_none(tmp_path):
-    (tmp_path / "hang.json").write_text('{"process": 0, "line": ""}')
+    (tmp_path / "abort.json").write_text('{"process": 0, "line": ""}')
     dogs = Dogs(tmp_path, 1)
     time.sleep(10 * BEAT_S)
     assert dogs.left == {}
@@ -169,7 +169,7 @@ def test_an_alarm_of_an_earlier_start_is_none(tmp_path):
 def test_a_folder_that_is_away_for_a_while_raises_no_alarm(tmp_path):
     folder = tmp_path / "logs"
     folder.mkdir()
-    (folder / "hang.json").write_text('{"process": 0, "line": "of an earlier start"}')
+    (folder / "abort.json").write_text('{"process": 0, "line": "of an earlier start"}')
     dogs = Dogs(folder, 1, step_timeout_s=60.0)
     time.sleep(4 * BEAT_S)
     folder.rename(tmp_path / "away")
@@ -190,7 +190,7 @@ def test_watchdog_off_starts_no_thread(tmp_path):
 def start(run_dir, *flags: str) -> subprocess.Popen:
     job = ["--simulate=1", "--mesh=dp=2", "--checkpoint.save_interval_steps=20"]
     job += ["--eval.interval_steps=0", "--resilience.step_timeout_s=6", f"--run-dir={run_dir}"]
-    words = ["-m", "jaxdist.launch", "--nproc=2", "--backoff-s=0.1", "--"]
+    words = ["-m", "jaxdist.launch", "--nproc-per-node=2", "--backoff-s=0.1", "--"]
     return subprocess.Popen(
         [sys.executable, *words, *tiny("--steps=120", *job, *flags)],
         env=environment(), cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,

@@ -71,7 +71,7 @@ def test_failure_is_left_for_the_launcher(tmp_path):
     run(
         "raise ValueError('boom')",
         JAXDIST_ERROR_FILE=str(path),
-        JAXDIST_PROCESS_INDEX="3",
+        JAXDIST_PROCESS_ID="3",
         JAXDIST_NUM_PROCESSES="4",
     )
     record = json.loads(path.read_text())
@@ -126,7 +126,7 @@ def test_simulate_needs_a_device():
 
 def test_a_process_alone_joins_without_connecting():
     job = runtime.join(environ={})
-    assert (job.process_index, job.num_processes, job.is_main) == (0, 1, True)
+    assert (job.process_id, job.num_processes, job.is_main) == (0, 1, True)
     assert (job.num_devices, job.platform, job.source) == (8, "cpu", "alone")
     assert len(job.hosts) == 1
     assert job.table().splitlines()[1].split()[2:] == ["0-7", "cpu", "-"]
@@ -139,7 +139,7 @@ def test_table_has_a_line_per_gpu():
         for d in range(2)
     )
     job = runtime.Job(
-        process_index=1,
+        process_id=1,
         num_processes=2,
         host="n1",
         local_devices=(),
@@ -225,14 +225,14 @@ def test_a_deadline_stops_the_job_by_itself():
     ("fields", "text"),
     [
         ({"join_timeout_s": 0}, "join_timeout_s=0 is not a waiting time"),
-        ({"coordinator": "n1:29400"}, "describe a job only together"),
+        ({"coordinator_address": "n1:29400"}, "describe a job only together"),
         ({"cluster": "flags"}, "describe a job only together"),
         (
-            {"coordinator": "n1:29400", "num_processes": 2, "process_index": 2},
-            "process_index=2 is not in a job of 2",
+            {"coordinator_address": "n1:29400", "num_processes": 2, "process_id": 2},
+            "process_id=2 is not in a job of 2",
         ),
         (
-            {"coordinator": "n1", "num_processes": 2, "process_index": 1},
+            {"coordinator_address": "n1", "num_processes": 2, "process_id": 1},
             "'n1' is not host:port",
         ),
     ],

@@ -1,5 +1,7 @@
 """The environment matrix: what each launcher and each way to hand out GPUs makes of a process."""
 
+import re
+
 import pytest
 
 from jaxdist.core.types import ConfigError
@@ -115,19 +117,19 @@ def test_gpus_that_do_not_divide_are_refused():
 
 def test_slurm_plan():
     plan = resolve(slurm())
-    assert (plan.process_index, plan.num_processes) == (3, 4)
-    assert (plan.local_index, plan.local_processes, plan.num_hosts) == (1, 2, 2)
-    assert plan.coordinator.startswith("n1:")
+    assert (plan.process_id, plan.num_processes) == (3, 4)
+    assert (plan.local_process_id, plan.num_local_processes, plan.num_hosts) == (1, 2, 2)
+    assert plan.coordinator_address.startswith("n1:")
     assert plan.attempt == 0
     assert plan.source == "SLURM job 17"
 
 
 def test_all_tasks_of_a_step_agree_on_the_coordinator_and_steps_and_restarts_do_not():
-    ports = {resolve(slurm(SLURM_PROCID=str(i))).coordinator for i in range(4)}
+    ports = {resolve(slurm(SLURM_PROCID=str(i))).coordinator_address for i in range(4)}
     assert len(ports) == 1
-    ports.add(resolve(slurm(SLURM_STEP_ID="1")).coordinator)
-    ports.add(resolve(slurm(SLURM_RESTART_COUNT="1")).coordinator)
-    ports.add(resolve(slurm(SLURM_JOB_ID=str(17 + 4096))).coordinator)
+    ports.add(resolve(slurm(SLURM_STEP_ID="1")).coordinator_address)
+    ports.add(resolve(slurm(SLURM_RESTART_COUNT="1")).coordinator_address)
+    ports.add(resolve(slurm(SLURM_JOB_ID=str(17 + 4096))).coordinator_address)
     assert len(ports) == 4
 
 
@@ -136,8 +138,8 @@ def test_slurm_restart_count_is_the_attempt():
 
 
 def test_given_coordinator_wins_over_the_node_list():
-    environ = slurm(JAXDIST_COORDINATOR="login-ib:4000")
-    assert resolve(environ).coordinator == "login-ib:4000"
+    environ = slurm(JAXDIST_COORDINATOR_ADDRESS="login-ib:4000")
+    assert resolve(environ).coordinator_address == "login-ib:4000"
 
 
 def test_sbatch_without_srun_is_refused():
@@ -150,7 +152,7 @@ def test_sbatch_without_srun_is_refused():
 def test_a_step_of_one_task_runs_alone():
     environ = slurm(SLURM_STEP_NUM_TASKS="1", SLURM_PROCID="0", SLURM_LOCALID="0")
     plan = resolve(environ)
-    assert (plan.num_processes, plan.coordinator) == (1, "")
+    assert (plan.num_processes, plan.coordinator_address) == (1, "")
 
 
 def test_a_step_on_fewer_nodes_than_its_job_is_a_job_of_its_own():
@@ -159,18 +161,18 @@ def test_a_step_on_fewer_nodes_than_its_job_is_a_job_of_its_own():
     job = {"SLURM_JOB_NUM_NODES": "4", "SLURM_JOB_NODELIST": "n[1-4]", "SLURM_NODELIST": "n[1-4]"}
     plain = {"SLURM_NNODES": "4", "SLURM_NTASKS": "8", "SLURM_TASKS_PER_NODE": "2(x4)"}
     plan = resolve(slurm(**step, **job, **plain))
-    assert (plan.num_processes, plan.num_hosts, plan.local_processes) == (4, 2, 2)
-    assert plan.coordinator.startswith("n2:")
+    assert (plan.num_processes, plan.num_hosts, plan.num_local_processes) == (4, 2, 2)
+    assert plan.coordinator_address.startswith("n2:")
 
 
 def test_launcher_inside_an_allocation_wins_over_slurm():
     environ = slurm(
-        JAXDIST_COORDINATOR="127.0.0.1:5000",
+        JAXDIST_COORDINATOR_ADDRESS="127.0.0.1:5000",
         JAXDIST_NUM_PROCESSES="2",
-        JAXDIST_PROCESS_INDEX="1",
+        JAXDIST_PROCESS_ID="1",
         JAXDIST_NUM_HOSTS="1",
-        JAXDIST_LOCAL_PROCESSES="2",
-        JAXDIST_LOCAL_INDEX="1",
+        JAXDIST_NUM_LOCAL_PROCESSES="2",
+        JAXDIST_LOCAL_PROCESS_ID="1",
         JAXDIST_ATTEMPT="3",
     )
     plan = resolve(environ)
@@ -187,8 +189,8 @@ def test_open_mpi_on_one_host():
         "PMIX_NAMESPACE": "prterun-host-4711@1",
     }
     plan = resolve(environ)
-    assert plan.coordinator.startswith("127.0.0.1:")
-    assert (plan.source, plan.process_index, plan.num_hosts) == ("Open MPI", 1, 1)
+    assert plan.coordinator_address.startswith("127.0.0.1:")
+    assert (plan.source, plan.process_id, plan.num_hosts) == ("Open MPI", 1, 1)
 
 
 def test_open_mpi_4_on_several_hosts_says_where_mpirun_is():
@@ -199,17 +201,22 @@ def test_open_mpi_4_on_several_hosts_says_where_mpirun_is():
         "OMPI_COMM_WORLD_LOCAL_RANK": "1",
         "OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.96.0.1,10.148.0.1:34911",
     }
-    assert resolve(environ).coordinator.startswith("10.96.0.1:")
+    assert resolve(environ).coordinator_address.startswith("10.96.0.1:")
     del environ["OMPI_MCA_orte_hnp_uri"]
-    with pytest.raises(ConfigError, match="mpirun -x JAXDIST_COORDINATOR="):
+    with pytest.raises(ConfigError, match="mpirun -x JAXDIST_COORDINATOR_ADDRESS="):
         resolve(environ)
-    environ["JAXDIST_COORDINATOR"] = "n1"
-    assert resolve(environ).coordinator == "n1:29400"
+    environ["JAXDIST_COORDINATOR_ADDRESS"] = "n1"
+    assert resolve(environ).coordinator_address == "n1:29400"
 
 
 @pytest.mark.parametrize(
     "environ",
     [
+        {
+            "JAX_COORDINATOR_ADDRESS": "job-0.job:6666",
+            "JAX_NUM_PROCESSES": "4",
+            "JAX_PROCESS_ID": "2",
+        },
         {
             "COORDINATOR_ADDRESS": "job-0.job",
             "COORDINATOR_PORT": "6666",
@@ -218,34 +225,54 @@ def test_open_mpi_4_on_several_hosts_says_where_mpirun_is():
         },
         {"MASTER_ADDR": "job-0.job", "MASTER_PORT": "6666", "WORLD_SIZE": "4", "RANK": "2"},
         {
-            "JAXDIST_COORDINATOR": "job-0.job:6666",
+            "JAXDIST_COORDINATOR_ADDRESS": "job-0.job:6666",
             "JAXDIST_NUM_PROCESSES": "4",
             "JOB_COMPLETION_INDEX": "2",
         },
     ],
-    ids=["jaxjob", "pytorchjob", "indexed_job"],
+    ids=["kubeflow_trainer", "jaxjob", "pytorchjob", "indexed_job"],
 )
 def test_kubernetes_style_environments(environ):
     plan = resolve(environ)
-    assert (plan.process_index, plan.num_processes) == (2, 4)
-    assert plan.coordinator == "job-0.job:6666"
+    assert (plan.process_id, plan.num_processes) == (2, 4)
+    assert plan.coordinator_address == "job-0.job:6666"
 
 
-def test_indexed_job_without_its_size_is_refused():
-    environ = {"JOB_COMPLETION_INDEX": "2", "JAXDIST_COORDINATOR": "job-0"}
-    with pytest.raises(ConfigError, match=r"JAXDIST_NUM_PROCESSES is not\. Set it"):
+@pytest.mark.parametrize(
+    ("environ", "missing"),
+    [
+        ({"JAX_COORDINATOR_ADDRESS": "n0:1", "JAX_NUM_PROCESSES": "2"}, "JAX_PROCESS_ID"),
+        ({"JAX_COORDINATOR_ADDRESS": "n0:1", "JAX_PROCESS_ID": "1"}, "JAX_NUM_PROCESSES"),
+        ({"MASTER_ADDR": "n0", "WORLD_SIZE": "2"}, "RANK"),
+        (
+            {"JAXDIST_COORDINATOR_ADDRESS": "n0", "JOB_COMPLETION_INDEX": "2"},
+            "JAXDIST_NUM_PROCESSES",
+        ),
+    ],
+)
+def test_a_process_that_would_run_alone_beside_its_peers_is_refused(environ, missing):
+    with pytest.raises(ConfigError) as refused:
         resolve(environ)
+    (problem,) = refused.value.problems
+    assert {missing, *environ} <= set(re.findall(r"[A-Z_]{4,}", problem))
+    assert resolve(environ, RuntimeConfig(cluster="alone")).num_processes == 1
+    # srun numbers the processes, whatever its script exports.
+    assert resolve(slurm(**environ)).source == "SLURM job 17"
+
+
+def test_an_address_alone_is_no_job():
+    assert resolve({"JAX_COORDINATOR_ADDRESS": "n0:1"}).source == "alone"
 
 
 def test_flags_win_over_every_environment():
-    settings = RuntimeConfig(coordinator="n9:1234", num_processes=2, process_index=0)
+    settings = RuntimeConfig(coordinator_address="n9:1234", num_processes=2, process_id=0)
     plan = resolve(slurm(), settings)
-    assert (plan.source, plan.coordinator, plan.num_processes) == ("flags", "n9:1234", 2)
+    assert (plan.source, plan.coordinator_address, plan.num_processes) == ("flags", "n9:1234", 2)
 
 
 def test_nothing_set_is_one_process():
     plan = resolve({})
-    assert (plan.source, plan.num_processes, plan.process_index) == ("alone", 1, 0)
+    assert (plan.source, plan.num_processes, plan.process_id) == ("alone", 1, 0)
 
 
 def test_a_named_cluster_that_is_not_there_is_refused():
@@ -256,15 +283,15 @@ def test_a_named_cluster_that_is_not_there_is_refused():
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "127.0.1.1", "[::1]"])
 def test_loopback_coordinator_of_several_hosts_is_refused(host):
     with pytest.raises(ConfigError, match=r"is a loopback address, which the other 1 host"):
-        resolve(slurm(JAXDIST_COORDINATOR=f"{host}:5000"))
+        resolve(slurm(JAXDIST_COORDINATOR_ADDRESS=f"{host}:5000"))
 
 
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
         ({"SLURM_PROCID": "x"}, "SLURM_PROCID='x' is not a whole number"),
-        ({"SLURM_PROCID": "4"}, "process index 4 is not in a job of 4"),
-        ({"JAXDIST_COORDINATOR": "n1:99999"}, "is not host:port"),
+        ({"SLURM_PROCID": "4"}, "process id 4 is not in a job of 4"),
+        ({"JAXDIST_COORDINATOR_ADDRESS": "n1:99999"}, "is not host:port"),
     ],
 )
 def test_contradictions_are_named(changes, text):

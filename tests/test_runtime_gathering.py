@@ -22,7 +22,7 @@ class Roll:
     """Processes of a job as threads; process 0 plays jax's service once the port is its own."""
 
     def __init__(self, count: int, timeout_s: float = 20.0):
-        self.plan = JoinPlan(num_processes=count, coordinator=f"127.0.0.1:{free_port()}")
+        self.plan = JoinPlan(num_processes=count, coordinator_address=f"127.0.0.1:{free_port()}")
         self.timeout_s = timeout_s
         self.ended: dict[int, str] = {}
         self.threads: list[threading.Thread] = []
@@ -34,7 +34,7 @@ class Roll:
             self.threads[-1].start()
 
     def come(self, index: int) -> None:
-        plan = dataclasses.replace(self.plan, process_index=index)
+        plan = dataclasses.replace(self.plan, process_id=index)
         try:
             gather(plan, self.timeout_s)
             if index == 0:
@@ -45,7 +45,7 @@ class Roll:
 
     @property
     def address(self) -> tuple[str, int]:
-        host, port = self.plan.coordinator.rsplit(":", 1)
+        host, port = self.plan.coordinator_address.rsplit(":", 1)
         return host, int(port)
 
     def end(self) -> dict[int, str]:
@@ -81,7 +81,7 @@ def test_without_process_0_the_others_say_so():
     roll = Roll(2, timeout_s=0.5)
     roll.start(1)
     text = roll.end()[1]
-    assert f"cannot reach the coordinator {roll.plan.coordinator} (process 0)" in text
+    assert f"cannot reach the coordinator {roll.plan.coordinator_address} (process 0)" in text
     assert "Connection refused" in text
 
 

@@ -18,7 +18,7 @@ from jaxdist import runtime
 from jaxdist.runtime import job as room
 from jaxdist.runtime.settings import RuntimeConfig
 
-INDEX = int(os.environ["JAXDIST_PROCESS_INDEX"])
+INDEX = int(os.environ["JAXDIST_PROCESS_ID"])
 
 def loop(job, stop, event=lambda step: None, num_steps=2000, first=0):
     import jax
@@ -61,12 +61,12 @@ class Processes:
                 preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, NOTICES),
                 env={
                     **os.environ,
-                    "JAXDIST_COORDINATOR": address,
+                    "JAXDIST_COORDINATOR_ADDRESS": address,
                     "JAXDIST_NUM_PROCESSES": str(num_processes),
-                    "JAXDIST_PROCESS_INDEX": str(i),
+                    "JAXDIST_PROCESS_ID": str(i),
                     "JAXDIST_NUM_HOSTS": "1",
-                    "JAXDIST_LOCAL_PROCESSES": str(num_processes),
-                    "JAXDIST_LOCAL_INDEX": str(i),
+                    "JAXDIST_NUM_LOCAL_PROCESSES": str(num_processes),
+                    "JAXDIST_LOCAL_PROCESS_ID": str(i),
                     **environ,
                 },
             )
@@ -191,7 +191,7 @@ def test_a_taken_port_is_refused_and_named():
         port = other.getsockname()[1]
         processes = Processes(
             "runtime.join(RuntimeConfig(join_timeout_s=2))",
-            JAXDIST_COORDINATOR=f"127.0.0.1:{port}",
+            JAXDIST_COORDINATOR_ADDRESS=f"127.0.0.1:{port}",
         )
         code = processes.processes[0].wait(60)
         for process in processes.processes:

@@ -310,7 +310,7 @@ def test_two_nodes_join_and_the_job_is_done(cluster):
 def test_gpus_are_handed_out_as_the_resolver_expects(cluster):
     body = """
     plan = runtime.resolve(os.environ)
-    print("took", plan.process_index, os.environ["CUDA_VISIBLE_DEVICES"], plan.local_device_ids)
+    print("took", plan.process_id, os.environ["CUDA_VISIBLE_DEVICES"], plan.local_device_ids)
     """
     wanted = {
         "node": ({"gpus_per_node": 2}, {"0 0,1 None", "1 0,1 None"}),

@@ -72,7 +72,7 @@ def verdict(
     if count == 0:
         return (
             f"transient: it does not come back in {len(again)} replays. Look at the devices, their "
-            "memory and links (resilience.check_interval_steps names a damaged one)."
+            "memory and links (resilience.sdc_check_interval_steps names a damaged one)."
         )
     if count < len(again):
         return (

@@ -30,13 +30,13 @@ class RunDirectory:
 
     @classmethod
     def open(
-        cls, path: str | os.PathLike[str], *, process_index: int = 0, resume: bool = True
+        cls, path: str | os.PathLike[str], *, process_id: int = 0, resume: bool = True
     ) -> RunDirectory:
         """Make the directory, or go on in it.
 
         Args:
             path: the same on every process (see `new_run_path`).
-            process_index: process 0 makes the files; the others only need `logs/`.
+            process_id: process 0 makes the files; the others only need `logs/`.
             resume: go on with a run that is already there.
 
         Raises:
@@ -44,7 +44,7 @@ class RunDirectory:
             FileNotFoundError: it was there when the launcher started; made anew, it would hide
                 below a mount that was lost.
         """
-        run = cls(Path(path), is_writer=process_index == 0)
+        run = cls(Path(path), is_writer=process_id == 0)
         launched = os.environ.get("JAXDIST_LOG_DIR")  # the launcher has made it
         if launched and Path(launched) == run.logs and not run.logs.is_dir():
             raise FileNotFoundError(f"{run.path} is gone: is its file system still mounted?")
@@ -132,9 +132,9 @@ class RunDirectory:
         """What came of the run; written when it ends."""
         return self.path / "summary.json"
 
-    def log(self, process_index: int) -> Path:
+    def log(self, process_id: int) -> Path:
         """The log of one process."""
-        return self.logs / f"process-{process_index}.log"
+        return self.logs / f"process-{process_id}.log"
 
     def write_config(self, text: str) -> list[str]:
         """Write config.toml; return what differs from the config that was there, one line each."""

@@ -264,7 +264,7 @@ def _fit_devices(
             [
                 f"mesh {config.mesh.shape} is elastic and legal with {used} of the {len(devices)} "
                 f"devices of {num_processes} processes: in a job of several processes none may "
-                f"be idle. Start {right}, or let jaxdist.launch choose: --nproc MIN:MAX."
+                f"be idle. Start {right}, or let jaxdist.launch choose: --nproc-per-node MIN:MAX."
             ]
         )
     return fitted, devices[:used]

@@ -22,14 +22,14 @@ Samples: TypeAlias = tuple[tuple[int, int], ...]
 """Ranges [first, end) of samples."""
 
 
-def open_run_directory(config: RunConfig, process_index: int) -> RunDirectory:
+def open_run_directory(config: RunConfig, process_id: int) -> RunDirectory:
     """The run directory that the settings name, made or gone on in."""
     path = config.run_dir
     if config.resume not in ("auto", "never"):
         path = str(RunDirectory.existing(config.resume).path)
     return RunDirectory.open(
         path or new_run_path(config.name),
-        process_index=process_index,
+        process_id=process_id,
         resume=config.resume != "never",
     )
 

@@ -8,20 +8,21 @@ from jaxdist.checkpoint import Checkpointer
 from jaxdist.core.state import TrainState
 from jaxdist.core.step import REPLICA_NORMS, Metrics
 from jaxdist.data import Loader
+from jaxdist.run.exit_reason import ExitReason
 from jaxdist.run.monitoring import Monitor, StepTimer
 from jaxdist.run.resilience import (
     Anomaly,
-    DamagedState,
+    CorruptState,
     LossGuard,
-    ReplicaWatch,
     Rollback,
+    SdcCheck,
     Stopped,
     Watchdog,
     uneven_norms,
 )
 
 
-class Judge:
+class StepReporter:
     """Reads the metrics of step n−1 once step n is dispatched, and acts on them.
 
     Args:
@@ -39,7 +40,7 @@ class Judge:
         timer: StepTimer,
         watchdog: Watchdog,
         guard: LossGuard,
-        replicas: ReplicaWatch,
+        replicas: SdcCheck,
         checkpointer: Checkpointer,
     ):
         self.monitor, self.timer, self.watchdog = monitor, timer, watchdog
@@ -65,7 +66,7 @@ class Judge:
         Raises:
             Rollback: the policy is to go back to a checkpoint.
             Stopped: the policy is to end the run.
-            DamagedState: see `check_replicas`.
+            CorruptState: see `check_replicas`.
         """
         if self._held is None:
             return
@@ -82,17 +83,17 @@ class Judge:
 
         Raises:
             Rollback: the policy is to go back to a checkpoint.
-            DamagedState: the policy is to end the run.
+            CorruptState: the policy is to end the run.
         """
         damage = self.timer.read(self.replicas.found)
         if damage is None:
             return
-        self.monitor.event("damage", step=damage.step, message=str(damage), level=logging.ERROR)
+        self.monitor.event("sdc", step=damage.step, message=str(damage), level=logging.ERROR)
         if not self.replicas.gives_up():
             raise Rollback
         self.checkpointer.wait()
-        self.monitor.summary("damaged", error=str(damage))
-        raise DamagedState(str(damage))
+        self.monitor.summary(ExitReason.SDC, error=str(damage))
+        raise CorruptState(str(damage))
 
     def _record(self, step: int, metrics: Metrics) -> dict[str, float]:
         """Wait for the step's numbers and hand them to the sinks; returns them."""
@@ -109,13 +110,15 @@ class Judge:
             device_wait_s=self.timer.device_wait_s,
         )
         if norms is not None and (uneven := uneven_norms(norms.tolist())):
-            self.monitor.event("uneven_replicas", step=step, message=f"step {step}: {uneven}")
+            self.monitor.event("replica_norm_outlier", step=step, message=f"step {step}: {uneven}")
         return values
 
     def _act_on(self, anomaly: Anomaly) -> None:
-        said = anomaly.kind == "nan" and anomaly.action == "skip"  # by the monitor
+        said = (
+            anomaly.kind == ExitReason.NONFINITE_LOSS and anomaly.action == "skip"
+        )  # by the monitor
         self.monitor.event(
-            "anomaly",
+            "loss_anomaly",
             step=anomaly.step,
             message=str(anomaly),
             level=logging.INFO if said else logging.WARNING,
@@ -125,6 +128,5 @@ class Judge:
             raise Rollback(anomaly)
         if anomaly.action == "stop":
             self.checkpointer.wait()
-            reason = "NaN or Inf" if anomaly.kind == "nan" else "loss spike"
-            self.monitor.summary(reason, error=str(anomaly))
+            self.monitor.summary(anomaly.kind, error=str(anomaly))
             raise Stopped(self.guard.stop_text(anomaly))

@@ -25,12 +25,12 @@ from jaxdist.runtime.cluster_environment import JoinPlan, resolve, visible_gpus
 from jaxdist.runtime.distributed import DeviceRow, Job, join
 from jaxdist.runtime.entry_point import (
     EXIT_CONFIG,
-    EXIT_DAMAGED,
     EXIT_FAILURE,
     EXIT_HANG,
     EXIT_INTERRUPTED,
     EXIT_OK,
     EXIT_PREEMPTED,
+    EXIT_SDC,
     Agreed,
     is_consequence,
     run_command,
@@ -47,12 +47,12 @@ from jaxdist.runtime.signals import NOTICES, Preemption, TraceRequests
 
 __all__ = [
     "EXIT_CONFIG",
-    "EXIT_DAMAGED",
     "EXIT_FAILURE",
     "EXIT_HANG",
     "EXIT_INTERRUPTED",
     "EXIT_OK",
     "EXIT_PREEMPTED",
+    "EXIT_SDC",
     "MEMORY_FRACTION",
     "NOTICES",
     "Agreed",

@@ -1,18 +1,21 @@
-"""Who started this process, and what that makes of it: environment variables to a `JoinPlan`.
+"""Who started this process: the environment variables of launchers and schedulers to a `JoinPlan`.
 
 Pure functions of a mapping: nothing here opens a socket, reads a file or imports jax.
 
-| started by | told by |
+| started by | variables read |
 |---|---|
-| `jaxdist.launch` | `JAXDIST_COORDINATOR`, `_NUM_PROCESSES`, `_PROCESS_INDEX`, `_LOCAL_*` |
-| Kubernetes-style operators | `COORDINATOR_ADDRESS`, `NUM_PROCESSES`, `PROCESS_ID` (JAXJob), |
-| | `MASTER_ADDR`, `WORLD_SIZE`, `RANK` (PyTorchJob, torchrun), |
-| | `JOB_COMPLETION_INDEX` with `JAXDIST_COORDINATOR` and `JAXDIST_NUM_PROCESSES` (Job, JobSet) |
+| `jaxdist.launch` | `JAXDIST_COORDINATOR_ADDRESS`, `_NUM_PROCESSES`, `_PROCESS_ID`, `_LOCAL_*` |
+| Kubeflow Trainer, JAX | `JAX_COORDINATOR_ADDRESS`, `JAX_NUM_PROCESSES`, `JAX_PROCESS_ID` |
+| Kubeflow JAXJob | `COORDINATOR_ADDRESS`, `COORDINATOR_PORT`, `NUM_PROCESSES`, `PROCESS_ID` |
+| PyTorchJob, torchrun | `MASTER_ADDR`, `MASTER_PORT`, `WORLD_SIZE`, `RANK` |
+| Kubernetes indexed Job, JobSet | `JOB_COMPLETION_INDEX`; set `JAXDIST_COORDINATOR_ADDRESS` and |
+| | `JAXDIST_NUM_PROCESSES` in the pod's environment |
 | `mpirun` of Open MPI | `OMPI_COMM_WORLD_SIZE`, `_RANK`, `_LOCAL_SIZE`, `_LOCAL_RANK` |
 | `srun` | `SLURM_STEP_NODELIST`, `SLURM_NTASKS`, `SLURM_PROCID`, `SLURM_LOCALID` |
 
-The first that applies wins: what stands closest to the process comes first, because a launcher or
-mpirun inside a SLURM allocation also sees SLURM's variables.
+The first row that applies wins. The launcher closest to the process comes first, because a
+launcher or mpirun inside a SLURM allocation also sees SLURM's variables. Where no row applies but
+some variables of one are set, the process is refused: it would train alone beside its peers.
 """
 
 from __future__ import annotations
@@ -37,22 +40,22 @@ class JoinPlan:
     Attributes:
         source: who said so, in words for a log line.
         num_processes: in the whole job.
-        process_index: of this process.
-        coordinator: host:port of process 0; empty when alone.
+        process_id: of this process.
+        coordinator_address: host:port of process 0; empty when alone.
         num_hosts: hosts of the job, 0 when the environment does not say.
-        local_processes: processes on this host, 0 when the environment does not say.
-        local_index: of this process on its host.
+        num_local_processes: processes on this host, 0 when the environment does not say.
+        local_process_id: of this process on its host.
         local_device_ids: positions among the visible GPUs that this process takes; None: all.
         attempt: how often the job has been restarted.
     """
 
     source: str = "alone"
     num_processes: int = 1
-    process_index: int = 0
-    coordinator: str = ""
+    process_id: int = 0
+    coordinator_address: str = ""
     num_hosts: int = 1
-    local_processes: int = 1
-    local_index: int = 0
+    num_local_processes: int = 1
+    local_process_id: int = 0
     local_device_ids: tuple[int, ...] | None = None
     attempt: int = 0
 
@@ -79,7 +82,7 @@ def resolve(
     else:
         plan = _from_environment(environ, cluster)
     if plan.num_processes == 1:
-        return dataclasses.replace(plan, coordinator="")
+        return dataclasses.replace(plan, coordinator_address="")
     _check_place(plan)
     _check_coordinator(plan)
     return dataclasses.replace(plan, local_device_ids=_local_devices(environ, plan, num_gpus))
@@ -131,11 +134,11 @@ def _from_flags(environ: Mapping[str, str], settings: RuntimeConfig) -> JoinPlan
     return JoinPlan(
         source="flags",
         num_processes=settings.num_processes,
-        process_index=settings.process_index,
-        coordinator=settings.coordinator,
+        process_id=settings.process_id,
+        coordinator_address=settings.coordinator_address,
         num_hosts=0,
-        local_processes=_number(environ, "JAXDIST_LOCAL_PROCESSES", 0),
-        local_index=_number(environ, "JAXDIST_LOCAL_INDEX", 0),
+        num_local_processes=_number(environ, "JAXDIST_NUM_LOCAL_PROCESSES", 0),
+        local_process_id=_number(environ, "JAXDIST_LOCAL_PROCESS_ID", 0),
         attempt=_number(environ, "JAXDIST_ATTEMPT", 0),
     )
 
@@ -158,6 +161,7 @@ def _from_environment(environ: Mapping[str, str], cluster: str) -> JoinPlan:
     for applies, read in readers.values():
         if applies(environ):
             return read(environ)
+    _refuse_incomplete(environ)
     return JoinPlan(attempt=_number(environ, "JAXDIST_ATTEMPT", 0))
 
 
@@ -165,29 +169,35 @@ def _from_environment(environ: Mapping[str, str], cluster: str) -> JoinPlan:
 
 
 def _is_launch(environ: Mapping[str, str]) -> bool:
-    return "JAXDIST_PROCESS_INDEX" in environ
+    return "JAXDIST_PROCESS_ID" in environ
 
 
 def _from_launch(environ: Mapping[str, str]) -> JoinPlan:
     return JoinPlan(
         source="jaxdist.launch",
         num_processes=_number(environ, "JAXDIST_NUM_PROCESSES"),
-        process_index=_number(environ, "JAXDIST_PROCESS_INDEX"),
-        coordinator=environ.get("JAXDIST_COORDINATOR", ""),
+        process_id=_number(environ, "JAXDIST_PROCESS_ID"),
+        coordinator_address=environ.get("JAXDIST_COORDINATOR_ADDRESS", ""),
         num_hosts=_number(environ, "JAXDIST_NUM_HOSTS", 0),
-        local_processes=_number(environ, "JAXDIST_LOCAL_PROCESSES", 0),
-        local_index=_number(environ, "JAXDIST_LOCAL_INDEX", 0),
+        num_local_processes=_number(environ, "JAXDIST_NUM_LOCAL_PROCESSES", 0),
+        local_process_id=_number(environ, "JAXDIST_LOCAL_PROCESS_ID", 0),
         attempt=_number(environ, "JAXDIST_ATTEMPT", 0),
     )
 
 
-# --- operators that speak in environment variables ------------------------------------------------
+# --- Kubernetes operators -------------------------------------------------------------------------
 
 _SPELLINGS = (
-    # address, port, processes, index
+    # coordinator address, its port, number of processes, process id
+    ("JAX_COORDINATOR_ADDRESS", "JAX_COORDINATOR_PORT", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"),
     ("COORDINATOR_ADDRESS", "COORDINATOR_PORT", "NUM_PROCESSES", "PROCESS_ID"),
     ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK"),
-    ("JAXDIST_COORDINATOR", "JAXDIST_PORT", "JAXDIST_NUM_PROCESSES", "JOB_COMPLETION_INDEX"),
+    (
+        "JAXDIST_COORDINATOR_ADDRESS",
+        "JAXDIST_COORDINATOR_PORT",
+        "JAXDIST_NUM_PROCESSES",
+        "JOB_COMPLETION_INDEX",
+    ),
 )
 
 
@@ -199,35 +209,43 @@ def _spelling(environ: Mapping[str, str]) -> tuple[str, str, str, str] | None:
 
 
 def _is_kubernetes(environ: Mapping[str, str]) -> bool:
-    if _spelling(environ) is not None:
-        return True
-    # An indexed Job says which pod this is, not how many there are.
-    if "JOB_COMPLETION_INDEX" in environ and "JAXDIST_COORDINATOR" in environ:
-        _refuse(
-            "JOB_COMPLETION_INDEX and JAXDIST_COORDINATOR are set, JAXDIST_NUM_PROCESSES is not. "
-            "Set it to the Job's completions in the pod's environment."
-        )
-    return False
+    return _spelling(environ) is not None
+
+
+def _refuse_incomplete(environ: Mapping[str, str]) -> None:
+    """Refuse an environment that names a coordinator and only part of the rest.
+
+    An address alone is no job: shells and pods keep one set for other programs.
+    """
+    for address, _, processes, process_id in _SPELLINGS:
+        rest = [name for name in (processes, process_id) if name in environ]
+        if address in environ and len(rest) == 1:
+            missing = process_id if rest == [processes] else processes
+            _refuse(
+                f"{address}={environ[address]} and {rest[0]}={environ[rest[0]]} are set but "
+                f"{missing} is not: this process would run alone. Set {missing}, or "
+                "runtime.cluster=alone if one process is meant."
+            )
 
 
 def _from_kubernetes(environ: Mapping[str, str]) -> JoinPlan:
-    address, port, processes, index = _spelling(environ) or _SPELLINGS[0]
+    address, port, processes, process_id = _spelling(environ) or _SPELLINGS[0]
     num_processes = _number(environ, processes)
     coordinator = environ.get(address, "")
     if not coordinator and num_processes > 1:
         _refuse(
-            f"{processes}={num_processes} and {index}={environ[index]} describe a job, but "
-            f"{address} is not set. Set it to the host of process 0."
+            f"{processes}={num_processes} and {process_id}={environ[process_id]} describe a job, "
+            f"but {address} is not set. Set it to the host of process 0."
         )
-    local_processes = _number(environ, "LOCAL_WORLD_SIZE", 0)
+    num_local_processes = _number(environ, "LOCAL_WORLD_SIZE", 0)
     return JoinPlan(
-        source=f"environment ({index})",
+        source=f"environment ({process_id})",
         num_processes=num_processes,
-        process_index=_number(environ, index),
-        coordinator=_with_port(coordinator, _number(environ, port, DEFAULT_PORT)),
-        num_hosts=num_processes // local_processes if local_processes else 0,
-        local_processes=local_processes,
-        local_index=_number(environ, "LOCAL_RANK", 0),
+        process_id=_number(environ, process_id),
+        coordinator_address=_with_port(coordinator, _number(environ, port, DEFAULT_PORT)),
+        num_hosts=num_processes // num_local_processes if num_local_processes else 0,
+        num_local_processes=num_local_processes,
+        local_process_id=_number(environ, "LOCAL_RANK", 0),
         attempt=_number(environ, "TORCHELASTIC_RESTART_COUNT", 0),
     )
 
@@ -241,18 +259,18 @@ def _is_open_mpi(environ: Mapping[str, str]) -> bool:
 
 def _from_open_mpi(environ: Mapping[str, str]) -> JoinPlan:
     num_processes = _number(environ, "OMPI_COMM_WORLD_SIZE")
-    local_processes = _number(environ, "OMPI_COMM_WORLD_LOCAL_SIZE", 0)
+    num_local_processes = _number(environ, "OMPI_COMM_WORLD_LOCAL_SIZE", 0)
     coordinator = _given_coordinator(environ)
     if not coordinator and num_processes > 1:
-        coordinator = _open_mpi_coordinator(environ, num_processes == local_processes)
+        coordinator = _open_mpi_coordinator(environ, num_processes == num_local_processes)
     return JoinPlan(
         source="Open MPI",
         num_processes=num_processes,
-        process_index=_number(environ, "OMPI_COMM_WORLD_RANK"),
-        coordinator=coordinator,
-        num_hosts=1 if num_processes == local_processes else 0,
-        local_processes=local_processes,
-        local_index=_number(environ, "OMPI_COMM_WORLD_LOCAL_RANK", 0),
+        process_id=_number(environ, "OMPI_COMM_WORLD_RANK"),
+        coordinator_address=coordinator,
+        num_hosts=1 if num_processes == num_local_processes else 0,
+        num_local_processes=num_local_processes,
+        local_process_id=_number(environ, "OMPI_COMM_WORLD_LOCAL_RANK", 0),
     )
 
 
@@ -269,7 +287,7 @@ def _open_mpi_coordinator(environ: Mapping[str, str], one_host: bool) -> str:
         return f"{found.group(1)}:{port}"
     _refuse(
         "mpirun started processes on several hosts and does not say where rank 0 is. "
-        f"Run mpirun -x JAXDIST_COORDINATOR=<host of rank 0>:{DEFAULT_PORT} ..."
+        f"Run mpirun -x JAXDIST_COORDINATOR_ADDRESS=<host of rank 0>:{DEFAULT_PORT} ..."
     )
 
 
@@ -305,11 +323,11 @@ def _from_slurm(environ: Mapping[str, str]) -> JoinPlan:
     return JoinPlan(
         source=f"SLURM job {environ['SLURM_JOB_ID']}",
         num_processes=num_processes,
-        process_index=_number(environ, "SLURM_PROCID"),
-        coordinator=coordinator,
+        process_id=_number(environ, "SLURM_PROCID"),
+        coordinator_address=coordinator,
         num_hosts=len(hosts),
-        local_processes=per_node[node] if node < len(per_node) else 0,
-        local_index=_number(environ, "SLURM_LOCALID", 0),
+        num_local_processes=per_node[node] if node < len(per_node) else 0,
+        local_process_id=_number(environ, "SLURM_LOCALID", 0),
         attempt=attempt,
     )
 
@@ -327,7 +345,7 @@ def _local_devices(
        takes whole: its visible GPUs are fewer than the host's, or exactly its share per task.
     3. What all processes of the host see alike is dealt out in order, equally.
     """
-    if plan.local_processes <= 1:
+    if plan.num_local_processes <= 1:
         return None
     visible = visible_gpus(environ)
     count = num_gpus if visible is None else len(visible)
@@ -338,38 +356,38 @@ def _local_devices(
         per_task = re.search(r"(\d+)$", environ.get("SLURM_GPUS_PER_TASK", ""))
         if count == 1 or count < on_host or (per_task and int(per_task.group(1)) == count):
             return None
-    if count % plan.local_processes:
+    if count % plan.num_local_processes:
         _refuse(
-            f"{plan.local_processes} processes share {count} GPUs on this host: they cannot be "
+            f"{plan.num_local_processes} processes share {count} GPUs on this host: they cannot be "
             "dealt out equally. Start as many processes as GPUs, a divisor of them, or one."
         )
-    share = count // plan.local_processes
-    return tuple(range(plan.local_index * share, (plan.local_index + 1) * share))
+    share = count // plan.num_local_processes
+    return tuple(range(plan.local_process_id * share, (plan.local_process_id + 1) * share))
 
 
 # --- checks and small readers ---------------------------------------------------------------------
 
 
 def _check_place(plan: JoinPlan) -> None:
-    if not 0 <= plan.process_index < plan.num_processes:
+    if not 0 <= plan.process_id < plan.num_processes:
         _refuse(
-            f"{plan.source}: process index {plan.process_index} is not in a job of "
+            f"{plan.source}: process id {plan.process_id} is not in a job of "
             f"{plan.num_processes} processes. Number them from 0 to {plan.num_processes - 1}."
         )
 
 
 def _check_coordinator(plan: JoinPlan) -> None:
-    host, colon, port = plan.coordinator.rpartition(":")
+    host, colon, port = plan.coordinator_address.rpartition(":")
     if not (host and colon and port.isdigit() and 1 <= int(port) <= 65535):
         _refuse(
-            f"{plan.source}: coordinator {plan.coordinator!r} is not host:port. Set it to the "
-            f"host of process 0 and a free port, e.g. node001:{DEFAULT_PORT}."
+            f"{plan.source}: coordinator {plan.coordinator_address!r} is not host:port. Set it to "
+            f"the host of process 0 and a free port, e.g. node001:{DEFAULT_PORT}."
         )
     if is_loopback(host) and plan.num_hosts > 1:
         _refuse(
-            f"{plan.source}: coordinator {plan.coordinator} is a loopback address, which the "
-            f"other {plan.num_hosts - 1} host(s) of the job cannot reach. Use a name or address "
-            "of process 0's host that they resolve."
+            f"{plan.source}: coordinator {plan.coordinator_address} is a loopback address, which "
+            f"the other {plan.num_hosts - 1} host(s) of the job cannot reach. Use a name or "
+            "address of process 0's host that they resolve."
         )
 
 
@@ -379,7 +397,7 @@ def is_loopback(host: str) -> bool:
 
 
 def _given_coordinator(environ: Mapping[str, str]) -> str:
-    for name in ("JAXDIST_COORDINATOR", "JAX_COORDINATOR_ADDRESS"):
+    for name in ("JAXDIST_COORDINATOR_ADDRESS", "JAX_COORDINATOR_ADDRESS"):
         if environ.get(name):
             return _with_port(environ[name], DEFAULT_PORT)
     return ""

@@ -17,11 +17,11 @@ class RuntimeConfig:
         "who started the processes; auto reads the environment, alone ignores it, "
         "flags takes the three fields below",
     )
-    coordinator: str = setting(
+    coordinator_address: str = setting(
         "", "host:port at which process 0 listens; empty: from the environment"
     )
     num_processes: int = setting(0, "processes in the job; 0: from the environment")
-    process_index: int = setting(-1, "this process, from 0; -1: from the environment")
+    process_id: int = setting(-1, "this process, from 0; -1: from the environment")
     join_timeout_s: int = setting(300, "seconds to wait for all processes to join")
     heartbeat_timeout_s: int = setting(30, "seconds of silence after which a process is dead")
     shutdown_timeout_s: int = setting(60, "seconds to wait for the others at the end")
@@ -48,16 +48,17 @@ class RuntimeConfig:
                     f"runtime.{name}={getattr(self, name)} is not a waiting time. "
                     "Use whole seconds ≥ 1."
                 )
-        explicit = (bool(self.coordinator), self.num_processes > 0, self.process_index >= 0)
+        explicit = (bool(self.coordinator_address), self.num_processes > 0, self.process_id >= 0)
         if not all(explicit) and (any(explicit) or self.cluster == "flags"):
             found.append(
-                f"runtime.coordinator={self.coordinator!r}, num_processes={self.num_processes} "
-                f"and process_index={self.process_index} describe a job only together. "
+                f"runtime.coordinator_address={self.coordinator_address!r}, "
+                f"num_processes={self.num_processes} and process_id={self.process_id} describe a "
+                "job only together. "
                 "Give all three, or none to read the environment."
             )
-        elif all(explicit) and self.process_index >= self.num_processes:
+        elif all(explicit) and self.process_id >= self.num_processes:
             found.append(
-                f"runtime.process_index={self.process_index} is not in a job of "
+                f"runtime.process_id={self.process_id} is not in a job of "
                 f"{self.num_processes} processes. Use 0 to {self.num_processes - 1}."
             )
         if not 0.0 < self.memory_fraction <= 1.0:
@@ -65,9 +66,9 @@ class RuntimeConfig:
                 f"runtime.memory_fraction={self.memory_fraction} is a share of a GPU's memory, "
                 "above 0 and at most 1. Use 0.92."
             )
-        if self.coordinator and not _is_address(self.coordinator):
+        if self.coordinator_address and not _is_address(self.coordinator_address):
             found.append(
-                f"runtime.coordinator={self.coordinator!r} is not host:port. "
+                f"runtime.coordinator_address={self.coordinator_address!r} is not host:port. "
                 "Use e.g. node001:29400, with a port from 1 to 65535."
             )
         return found

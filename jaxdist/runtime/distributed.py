@@ -44,7 +44,7 @@ class Job:
     """This process's place in its job.
 
     Attributes:
-        process_index: from 0.
+        process_id: from 0.
         num_processes: in the whole job.
         host: name of this host.
         local_devices: jax devices of this process.
@@ -54,7 +54,7 @@ class Job:
         attempt: how often the job has been restarted (0 the first time).
     """
 
-    process_index: int
+    process_id: int
     num_processes: int
     host: str
     local_devices: tuple[jax.Device, ...]
@@ -66,7 +66,7 @@ class Job:
     @property
     def is_main(self) -> bool:
         """Whether this process speaks for the job: logs, metrics, summaries."""
-        return self.process_index == 0
+        return self.process_id == 0
 
     @property
     def num_devices(self) -> int:
@@ -134,7 +134,7 @@ def _connect(plan: JoinPlan, settings: RuntimeConfig | None, *, on_cpu: bool) ->
     join_s = settings.join_timeout_s if settings else 300
     # An abort of jax's C++ threads would leave a core file of 300 MB per CPU process.
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
-    host, port = plan.coordinator.rsplit(":", 1)
+    host, port = plan.coordinator_address.rsplit(":", 1)
     if on_cpu:
         _check_gloo_address(plan)
     if "NCCL_DEBUG" not in os.environ:
@@ -145,12 +145,12 @@ def _connect(plan: JoinPlan, settings: RuntimeConfig | None, *, on_cpu: bool) ->
     os.environ[name] = ",".join(part for part in (os.environ.get(name), host) if part)
     gather(plan, join_s)
     jax.distributed.initialize(
-        plan.coordinator,
+        plan.coordinator_address,
         plan.num_processes,
-        plan.process_index,
+        plan.process_id,
         local_device_ids=list(plan.local_device_ids or ()),
         cluster_detection_method="deactivate",
-        coordinator_bind_address=plan.coordinator if is_loopback(host) else f"[::]:{port}",
+        coordinator_bind_address=plan.coordinator_address if is_loopback(host) else f"[::]:{port}",
         initialization_timeout=join_s,
         heartbeat_timeout_seconds=settings.heartbeat_timeout_s if settings else 30,
         shutdown_timeout_seconds=settings.shutdown_timeout_s if settings else 60,
@@ -217,7 +217,7 @@ def _one_slice(plan: JoinPlan, gpus: list[str]) -> JoinPlan:
         return plan
     if len(plan.local_device_ids) > 1:
         _refuse(
-            f"{plan.local_processes} processes share {len(entries)} MIG slices on "
+            f"{plan.num_local_processes} processes share {len(entries)} MIG slices on "
             f"{socket.gethostname()}, but a process can use one slice. Start {len(entries)} "
             "processes per host."
         )
@@ -247,7 +247,7 @@ def _start_devices(plan: JoinPlan, gpus: list[str], timeout_s: int) -> Job:
     everyone = exchange("devices", said, timeout_s)
     _check_devices(everyone)
     return Job(
-        process_index=plan.process_index,
+        process_id=plan.process_id,
         num_processes=plan.num_processes,
         host=host,
         local_devices=local,

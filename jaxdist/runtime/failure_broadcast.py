@@ -22,7 +22,7 @@ from typing import Any
 
 _KEY = "jaxdist/failure"
 FOLLOWED = "ends because process"
-ALARM = "hang.json"
+ALARM = "abort.json"
 """File beside the logs that ends all processes whose watchdogs see it appear."""
 _OWN_WORDS_S = 1.0
 """Time for a process to report its own error before another's failure ends it."""
@@ -81,7 +81,7 @@ def _follow(said: dict[str, Any], own_index: int) -> None:
 
 def raise_alarm(folder: Path, process: int, line: str) -> None:
     """Tell all watchdogs that look at this folder to end their processes, and why."""
-    fresh = folder / f"hang-{process}.writing"
+    fresh = folder / f"abort-{process}.writing"
     with contextlib.suppress(OSError):
         fresh.write_text(json.dumps({"process": process, "time": time.time(), "line": line}))
         os.replace(fresh, folder / ALARM)
@@ -111,7 +111,7 @@ def leave_error(code: int, text: str, advice: str) -> None:
 
 
 def exchange(topic: str, said: Any, timeout_s: float) -> list[Any]:
-    """What every process says about `topic`, by process index, through the coordinator.
+    """What every process says about `topic`, by process id, through the coordinator.
 
     No device takes part, so it works before devices start and while they compute. It returns when
     all have spoken, which makes it a barrier too.
@@ -147,7 +147,7 @@ def publish(topic: str, said: Any) -> None:
 
 
 def published(topic: str) -> dict[int, Any]:
-    """What processes have last said about `topic`, by process index; alone, {}."""
+    """What processes have last said about `topic`, by process id; alone, {}."""
     state = _state()
     if state is None:
         return {}
@@ -159,11 +159,11 @@ def published(topic: str) -> dict[int, Any]:
 
 
 def process_place() -> tuple[int, int]:
-    """(process index, number of processes), without touching a device."""
+    """(process id, number of processes), without touching a device."""
     distributed = sys.modules.get("jax._src.distributed")
     if distributed is not None and distributed.global_state.client is not None:
         return distributed.global_state.process_id, distributed.global_state.num_processes
-    return int(os.environ.get("JAXDIST_PROCESS_INDEX", 0)), int(
+    return int(os.environ.get("JAXDIST_PROCESS_ID", 0)), int(
         os.environ.get("JAXDIST_NUM_PROCESSES", 1)
     )
 

@@ -39,7 +39,7 @@ class _File(logging.FileHandler):
 
 
 def setup_logging(
-    process_index: int = 0, log_file: str | os.PathLike[str] | None = None
+    process_id: int = 0, log_file: str | os.PathLike[str] | None = None
 ) -> logging.Logger:
     """Point the logger `jaxdist` at the console (process 0 only) and at this process's file.
 
@@ -47,7 +47,7 @@ def setup_logging(
     (gloo, NCCL) goes to the file too: the console holds only our own lines.
 
     Args:
-        process_index: of this process in its job.
+        process_id: of this process in its job.
         log_file: opened for appending, parents made; None: no file.
     """
     logger = logging.getLogger("jaxdist")
@@ -62,10 +62,10 @@ def setup_logging(
         divert_c_stdout(path)
         to_file = _File(path, mode="a", encoding="utf-8")
         to_file.setFormatter(
-            logging.Formatter(f"%(asctime)s p{process_index} %(levelname)s %(message)s")
+            logging.Formatter(f"%(asctime)s p{process_id} %(levelname)s %(message)s")
         )
         logger.addHandler(to_file)
-    if process_index == 0:
+    if process_id == 0:
         console = logging.StreamHandler(sys.stdout)
         console.setFormatter(_Console("%(message)s"))
         logger.addHandler(console)

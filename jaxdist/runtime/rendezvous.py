@@ -42,9 +42,9 @@ def gather(plan: JoinPlan, timeout_s: float) -> None:
     Raises:
         NotGathered: the port is taken, process 0 is not there, or others are missing: named.
     """
-    host, port = plan.coordinator.rsplit(":", 1)
+    host, port = plan.coordinator_address.rsplit(":", 1)
     host, until = host.strip("[]"), time.monotonic() + timeout_s
-    if plan.process_index == 0:
+    if plan.process_id == 0:
         _call_the_roll(_listen(host, int(port)), plan, until, timeout_s)
     else:
         _answer_the_roll(host, int(port), plan, until, timeout_s)
@@ -67,8 +67,8 @@ def _listen(host: str, port: int) -> socket.socket:
         raise NotGathered(
             f"coordinator port {port} on {socket.gethostname()} cannot be used: "
             f"{failure.strerror or failure}; another job may run there, or the attempt before is "
-            "still ending. Set another port in JAXDIST_COORDINATOR or runtime.coordinator if that "
-            "stays."
+            "still ending. If that stays, set another port in JAXDIST_COORDINATOR_ADDRESS or "
+            "runtime.coordinator_address."
         ) from None
 
 
@@ -122,8 +122,8 @@ def _missing_text(
     names = ", ".join(map(str, missing[:_NAMED])) + (" ..." if len(missing) > _NAMED else "")
     there = ", ".join(f"{i} on {host}" for i, host in list(hosts.items())[:_NAMED])
     return (
-        f"process {names} of {plan.num_processes} has not joined at {plan.coordinator} within "
-        f"{timeout_s:.0f} s (runtime.join_timeout_s); there: {there}"
+        f"process {names} of {plan.num_processes} has not joined at {plan.coordinator_address} "
+        f"within {timeout_s:.0f} s (runtime.join_timeout_s); there: {there}"
     )
 
 
@@ -132,7 +132,7 @@ def _missing_text(
 
 def _answer_the_roll(host: str, port: int, plan: JoinPlan, until: float, timeout_s: float) -> None:
     line = {
-        "process": plan.process_index,
+        "process": plan.process_id,
         "of": plan.num_processes,
         "host": socket.gethostname(),
     }
@@ -171,8 +171,8 @@ def _wait_for_service(host: str, port: int, plan: JoinPlan, until: float) -> Non
 
 def _unreachable(plan: JoinPlan, seconds: float, why: str) -> NoReturn:
     raise NotGathered(
-        f"process {plan.process_index} on {socket.gethostname()} cannot reach the coordinator "
-        f"{plan.coordinator} (process 0) after {seconds:.0f} s: {why}"
+        f"process {plan.process_id} on {socket.gethostname()} cannot reach the coordinator "
+        f"{plan.coordinator_address} (process 0) after {seconds:.0f} s: {why}"
     ) from None
 
 

@@ -1,17 +1,19 @@
 """Watching a run: console, metrics.jsonl, TensorBoard, and the files of its run directory.
 
-    config         what a run may choose                 (MonitoringConfig)
-    run_directory  where the files lie, who writes       (RunDirectory, new_run_path)
-    environment    versions, git, hosts, devices         (environment)
-    records        metrics.jsonl, exact and kill-proof   (read_records, current)
-    monitor        the sinks of a running job            (Monitor)
-    watches        second compilations, slow loaders     (CompileWatch, DataWaitWatch, StepTimer)
-    throughput     rates and MFU
-    processes      which process the others wait for    (find_slow)
-    prometheus     the newest numbers, for fetching     (on request)
-    profiling      traces of a few steps                (Profiler)
-    sensors        power, temperature, clocks of GPUs   (NVML, where it is installed)
-    console        text for people, `tensorboard` its curves, `memory` how full devices are
+    config         settings                                  (MonitoringConfig)
+    monitor        hands every number to the sinks below     (Monitor)
+    console        the text on the terminal
+    tensorboard    curves
+    prometheus     an HTTP endpoint with the newest numbers  (optional)
+    timers         step time, data wait, compilations        (StepTimer, CompileTracker, ...)
+    throughput     tokens/s and MFU
+    stragglers     which process the others wait for         (find_stragglers)
+    gpu_stats      power, temperature, clocks                (NVML, where it is installed)
+    device_memory  bytes in use, peak and limit
+    alerts         events for what a healthy run never shows
+    profiler       traces of a few steps, trace_analysis what the GPUs did in them
+    environment    versions, git, hosts, devices             (environment.json)
+    summary        totals over all starts                    (summary.json)
 
 Importing this starts no device and imports no heavy library.
 """
@@ -22,13 +24,13 @@ from jaxdist.run.monitoring.device_memory import device_memory
 from jaxdist.run.monitoring.environment import environment
 from jaxdist.run.monitoring.monitor import Monitor
 from jaxdist.run.monitoring.throughput import Throughput
-from jaxdist.run.monitoring.timers import Compilation, CompileWatch, DataWaitWatch, StepTimer
+from jaxdist.run.monitoring.timers import Compilation, CompileTracker, DataWaitTracker, StepTimer
 from jaxdist.run.run_directory import RunDirectory, flatten, new_run_path
 
 __all__ = [
     "Compilation",
-    "CompileWatch",
-    "DataWaitWatch",
+    "CompileTracker",
+    "DataWaitTracker",
     "Monitor",
     "MonitoringConfig",
     "RunDirectory",

@@ -9,9 +9,9 @@ from typing import Any
 
 from jaxdist.run.monitoring import console
 from jaxdist.run.monitoring.config import MonitoringConfig
-from jaxdist.run.monitoring.stragglers import ProcessWatch, find_slow
-from jaxdist.run.monitoring.summary import Totals
-from jaxdist.run.monitoring.timers import Compilation, DataWaitWatch
+from jaxdist.run.monitoring.stragglers import StragglerDetector, find_stragglers
+from jaxdist.run.monitoring.summary import RunSummary
+from jaxdist.run.monitoring.timers import Compilation, DataWaitTracker
 
 
 class Alerts:
@@ -29,7 +29,7 @@ class Alerts:
     def __init__(
         self,
         config: MonitoringConfig,
-        totals: Totals,
+        totals: RunSummary,
         event: Callable[..., None],
         read_sensors: Callable[[], dict[str, float]],
         *,
@@ -38,10 +38,10 @@ class Alerts:
     ):
         self._config, self._totals, self._event = config, totals, event
         self._read_sensors, self._compares = read_sensors, compares
-        self._data_wait = DataWaitWatch(
+        self._data_wait = DataWaitTracker(
             threshold=config.data_wait_warning, window_steps=config.window_steps
         )
-        self._processes = ProcessWatch(num_processes, config.compare_every_steps)
+        self._processes = StragglerDetector(num_processes, config.compare_every_steps)
         self._held_up: set[tuple[int, str]] = set()
         self._said_impossible = False
 
@@ -108,20 +108,20 @@ class Alerts:
         names = ("step_time_s", "data_wait_s", "device_wait_s", "host_s")
         means = {name: [one[name] for one in said.values()] for name in names}
         self._event(
-            "processes",
+            "process_times",
             step=step,
             quiet=True,
             of=list(said),
             hosts=[one["host"] for one in said.values()],
             means=means,
         )
-        slow = find_slow(said)
+        slow = find_stragglers(said)
         for one in slow:
-            self._totals.add_slow(one)
+            self._totals.add_straggler(one)
             if (one.process, one.cause) in self._held_up:
                 continue  # said already: once per episode
             self._event(
-                "slow_process",
+                "straggler",
                 step=step,
                 process=one.process,
                 host=one.host,

@@ -297,7 +297,7 @@ def closing_rows(
     rows.append(("spent", ", ".join(spent)))
     if explained := idle_lines(summary):
         rows.append(("idle", explained))
-    for slow in summary.get("slow_processes", [])[:3]:
+    for slow in summary.get("stragglers", [])[:3]:
         rows.append(
             (
                 "slow",

@@ -13,7 +13,7 @@ from typing import Any
 from jaxdist import runtime
 
 
-class Sensors:
+class GpuStats:
     """NVML's readings of this process's GPUs; one log line where there should be some and are not.
 
     Args:

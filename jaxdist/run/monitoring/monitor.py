@@ -9,18 +9,19 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxdist.plan.hardware import peak_flops
+from jaxdist.run.exit_reason import ExitReason
 from jaxdist.run.metrics_log import RecordWriter, read_records
 from jaxdist.run.monitoring import console
 from jaxdist.run.monitoring.alerts import Alerts
 from jaxdist.run.monitoring.config import MonitoringConfig
 from jaxdist.run.monitoring.device_memory import device_memory
-from jaxdist.run.monitoring.gpu_stats import Sensors
+from jaxdist.run.monitoring.gpu_stats import GpuStats
 from jaxdist.run.monitoring.profiler import Profiler, steps_of
 from jaxdist.run.monitoring.prometheus import Prometheus
-from jaxdist.run.monitoring.summary import Totals
+from jaxdist.run.monitoring.summary import RunSummary
 from jaxdist.run.monitoring.tensorboard import TensorBoard
 from jaxdist.run.monitoring.throughput import Throughput
-from jaxdist.run.monitoring.timers import CompileWatch
+from jaxdist.run.monitoring.timers import CompileTracker
 from jaxdist.run.run_directory import RunDirectory
 
 logger = logging.getLogger("jaxdist")
@@ -30,7 +31,7 @@ class Monitor:
     """Console, metrics.jsonl and TensorBoard of one run; every process has one, process 0's writes.
 
     As a context it closes the sinks, and where an exception leaves a run without a summary, it
-    writes one that says "failed" (or "interrupted") and why.
+    writes one that says "error" (or "interrupted") and why.
 
     Opening a run that was here before continues it: metrics.jsonl is appended to, beginning with a
     `start` event at `start_step`, and TensorBoard's points beyond that step are purged.
@@ -91,19 +92,19 @@ class Monitor:
             asked=asked_to_trace,
             asked_steps=config.profile_steps,
         )
-        self._sensors = Sensors(
+        self._sensors = GpuStats(
             self._local_devices, os.environ, logger.info if run.is_writer else lambda line: None
         )
         self._clock = clock
         self._begin = clock()
         self._steps_here = 0
         self._ended = False
-        self._watches: list[CompileWatch] = []
+        self._watches: list[CompileTracker] = []
         self._records: RecordWriter | None = None
         self._tensorboard: TensorBoard | None = None
         self._prometheus: Prometheus | None = None
         earlier = read_records(run.metrics) if run.is_writer and run.resumed else []
-        self.totals = Totals(earlier, start_step=start_step, unit=unit)
+        self.totals = RunSummary(earlier, start_step=start_step, unit=unit)
         self._alerts = Alerts(
             config,
             self.totals,
@@ -251,7 +252,7 @@ class Monitor:
         self.event("rollback", step=step, message=message, level=logging.WARNING)
         if self._records is None:
             return
-        kept = Totals(read_records(self.run.metrics), start_step=step, unit=self.unit)
+        kept = RunSummary(read_records(self.run.metrics), start_step=step, unit=self.unit)
         for name in ("units", "last", "evals", "skipped_steps"):
             setattr(self.totals, name, getattr(kept, name))
 
@@ -322,27 +323,30 @@ class Monitor:
             )
         self._say_block([*console.header_rows(facts), ("run", str(self.run.path))])
 
-    def watch_compiles(self, function: Callable[..., Any], name: str | None = None) -> CompileWatch:
+    def track_compiles(
+        self, function: Callable[..., Any], name: str | None = None
+    ) -> CompileTracker:
         """`function` (made by `jax.jit`), with each of its compilations logged.
 
         A run needs one; each further one is a warning that says what changed.
         """
-        watch = CompileWatch(function, self._alerts.compilation, name)
+        watch = CompileTracker(function, self._alerts.compilation, name)
         self._watches.append(watch)
         return watch
 
     # -- the end --------------------------------------------------------------------------------
 
     def summary(
-        self, exit_reason: str, *, next_commands: Sequence[str] = (), **fields: Any
+        self, exit_reason: ExitReason | str, *, next_commands: Sequence[str] = (), **fields: Any
     ) -> dict[str, Any]:
         """Write summary.json and print the closing block; returns what it wrote.
 
         Args:
-            exit_reason: "finished", "preempted", "stopped", "failed", ...
+            exit_reason: one of `ExitReason`.
             next_commands: what the reader may run next, one command each.
             fields: more of the summary: `checkpoint`, `error`, ...
         """
+        exit_reason = ExitReason(exit_reason)
         summary: dict[str, Any] = {
             "exit_reason": exit_reason,
             "total_steps": self.total_steps,
@@ -386,7 +390,8 @@ class Monitor:
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         if error is not None and not self._ended:
-            reason = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+            interrupted = isinstance(error, KeyboardInterrupt)
+            reason = ExitReason.INTERRUPTED if interrupted else ExitReason.ERROR
             first_line = (str(error).splitlines() or [""])[0]
             try:
                 self.summary(reason, error=f"{type(error).__name__}: {first_line}"[:300])

@@ -45,7 +45,7 @@ READY_SHARE = 0.02
 
 
 @dataclasses.dataclass(frozen=True)
-class Slow:
+class Straggler:
     """A process that the others wait for.
 
     Attributes:
@@ -64,7 +64,7 @@ class Slow:
     text: str
 
 
-class ProcessWatch:
+class StragglerDetector:
     """Numbers of this process's steps, and at the end of each interval everybody's.
 
     Args:
@@ -108,7 +108,7 @@ class ProcessWatch:
         return self._compared < self._newest
 
     def everyone(self) -> dict[int, dict[str, Any]]:
-        """By process index, the numbers of the newest interval that all have told; {} if seen."""
+        """By process id, the numbers of the newest interval that all have told; {} if seen."""
         told = runtime.published(_TOPIC)
         said = newest_common(told) if len(told) == self._num_processes else {}
         step = next((one["step"] for one in said.values()), 0)
@@ -145,7 +145,7 @@ def _means(steps: Sequence[tuple[float, float, float]]) -> tuple[float, float, f
 
 
 def newest_common(told: Mapping[int, Sequence[Mapping[str, Any]]]) -> dict[int, dict[str, Any]]:
-    """The newest interval that every process has told, by process index; {} when there is none."""
+    """The newest interval that every process has told, by process id; {} when there is none."""
     steps = [{one["step"] for one in intervals} for intervals in told.values()]
     common = set.intersection(*steps) if steps else set()
     if not common:
@@ -156,11 +156,11 @@ def newest_common(told: Mapping[int, Sequence[Mapping[str, Any]]]) -> dict[int, 
     }
 
 
-def find_slow(said: Mapping[int, Mapping[str, Any]]) -> list[Slow]:
+def find_stragglers(said: Mapping[int, Mapping[str, Any]]) -> list[Straggler]:
     """Processes that the others wait for, the worst first.
 
     Args:
-        said: by process index, as `ProcessWatch.end_interval` makes it.
+        said: by process id, as `StragglerDetector.end_interval` makes it.
     """
     if len(said) < 2:
         return []
@@ -176,7 +176,7 @@ def find_slow(said: Mapping[int, Mapping[str, Any]]) -> list[Slow]:
 
 def _slow(
     process: int, one: Mapping[str, Any], others: list[Mapping[str, Any]], usual_step_s: float
-) -> Slow | None:
+) -> Straggler | None:
     late, steps = one["late_steps"], one["num_steps"]
     if late < max(_LATE_SHARE * steps, min(_LATE_STEPS, 2 / 3 * steps)):
         return None
@@ -199,12 +199,12 @@ def _slow(
         f"{doing}, {1e3 * (data_s + host_s):.0f} ms more than they take "
         f"({lost_s / usual_step_s:.0%} of the time). {look}"
     )
-    return Slow(process, str(one["host"]), cause, lost_s, text)
+    return Straggler(process, str(one["host"]), cause, lost_s, text)
 
 
 def _slow_clock(
     process: int, one: Mapping[str, Any], others: list[Mapping[str, Any]]
-) -> Slow | None:
+) -> Straggler | None:
     clocks = [other["gpu_clock_mhz"] for other in others if "gpu_clock_mhz" in other]
     if not clocks or "gpu_clock_mhz" not in one:
         return None
@@ -219,4 +219,4 @@ def _slow_clock(
         if name in one:
             text += ", " + words.format(one[name])
     text += ". Every step waits for it: look at its cooling and power limit."
-    return Slow(process, str(one["host"]), "gpu clock", 0.0, text)
+    return Straggler(process, str(one["host"]), "gpu clock", 0.0, text)

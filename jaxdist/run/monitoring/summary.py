@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxdist.run.metrics_log import Record, current, device_seconds
-from jaxdist.run.monitoring.stragglers import READY_SHARE, Slow
+from jaxdist.run.monitoring.stragglers import READY_SHARE, Straggler
 from jaxdist.run.monitoring.throughput import MFU_FORMULA, Throughput
-from jaxdist.run.monitoring.timers import CompileWatch
+from jaxdist.run.monitoring.timers import CompileTracker
 
 
-class Totals:
+class RunSummary:
     """Counts of a run. What an earlier start did beyond `start_step` was lost and does not count.
 
     Args:
@@ -59,7 +59,7 @@ class Totals:
             self._device_wait_s = (self._device_wait_s or 0.0) + device_wait_s
             self._idle.add(step_time_s, data_wait_s, device_wait_s)
 
-    def add_slow(self, slow: Slow) -> None:
+    def add_straggler(self, slow: Straggler) -> None:
         """Count one interval in which the others waited for a process."""
         found = self._slow.setdefault(
             (slow.process, slow.cause),
@@ -74,7 +74,7 @@ class Totals:
             self._readings.setdefault(name, []).append(value)
 
     def summary(
-        self, throughput: Throughput, watches: Sequence[CompileWatch], wall_s: float
+        self, throughput: Throughput, watches: Sequence[CompileTracker], wall_s: float
     ) -> dict[str, Any]:
         """The numbers of summary.json; what is not known is not in it."""
         unit, num_devices = self.unit, throughput.num_devices
@@ -100,7 +100,7 @@ class Totals:
                 summary["device_wait_share"] = self._device_wait_s / self._time_s
                 summary |= self._idle.summary()
         if self._slow:
-            summary["slow_processes"] = sorted(self._slow.values(), key=lambda s: -s["intervals"])
+            summary["stragglers"] = sorted(self._slow.values(), key=lambda s: -s["intervals"])
         summary |= self._gpu_readings()
         if self.memory_peak_bytes:
             summary["memory_peak_bytes"] = self.memory_peak_bytes

@@ -31,7 +31,7 @@ class Compilation:
     changes: tuple[str, ...]
 
 
-class CompileWatch:
+class CompileTracker:
     """Calls a jitted function and reports each compilation that a call causes.
 
     The function's own cache says that a call was new to it, and JAX's compile events say that XLA
@@ -168,7 +168,7 @@ def _changes(old: dict[str, str], new: dict[str, str]) -> tuple[str, ...]:
     return tuple(lines)
 
 
-class DataWaitWatch:
+class DataWaitTracker:
     """Tells when waiting for data takes a stated share of the time: once per episode.
 
     An episode begins when, over a full window, waiting took more than `threshold` of the time, and

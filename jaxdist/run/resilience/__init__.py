@@ -9,15 +9,15 @@ trains: the loop does, when a guard asks for it.
 """
 
 from jaxdist.run.resilience.anomalies import Anomaly, LossGuard, Rollback, Stopped, read_anomalies
-from jaxdist.run.resilience.sdc_check import DamagedState, ReplicaWatch, uneven_norms
+from jaxdist.run.resilience.sdc_check import CorruptState, SdcCheck, uneven_norms
 from jaxdist.run.resilience.watchdog import Watchdog
 
 __all__ = [
     "Anomaly",
-    "DamagedState",
+    "CorruptState",
     "LossGuard",
-    "ReplicaWatch",
     "Rollback",
+    "SdcCheck",
     "Stopped",
     "Watchdog",
     "read_anomalies",

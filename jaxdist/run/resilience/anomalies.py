@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from jaxdist.run.exit_reason import ExitReason
 from jaxdist.run.resilience.config import ResilienceConfig
 
 log = logging.getLogger("jaxdist")
@@ -28,7 +29,7 @@ class Anomaly:
 
     Attributes:
         step: which.
-        kind: "nan" or "spike".
+        kind: the exit reason of a run that stops for it: "nonfinite_loss" or "loss_spike".
         loss: of the step, mean.
         grad_norm: of the step.
         limit: above which a loss was a spike at that time; inf before there was one.
@@ -53,7 +54,7 @@ class Anomaly:
     def __str__(self) -> str:
         what = (
             f"loss {self.loss:.4g}, gradient norm {self.grad_norm:.4g}"
-            if self.kind == "nan"
+            if self.kind == ExitReason.NONFINITE_LOSS
             else f"loss {self.loss:.4g} is above {self.limit:.4g}"
         )
         rows = ", ".join(map(str, self.rows[:8])) + (" ..." if len(self.rows) > 8 else "")
@@ -75,7 +76,7 @@ class Anomaly:
         """Whether another result of this step is bad in the same way."""
         if not (math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"])):
             return True
-        return self.kind == "spike" and values["loss"] > self.limit
+        return self.kind == ExitReason.LOSS_SPIKE and values["loss"] > self.limit
 
 
 class Rollback(Exception):
@@ -166,15 +167,14 @@ class LossGuard:
 
     def stop_text(self, anomaly: Anomaly) -> str:
         """What the error of a run that stops says."""
-        setting = (
-            "resilience.nonfinite_policy" if anomaly.kind == "nan" else "resilience.spike_policy"
-        )
+        nonfinite = anomaly.kind == ExitReason.NONFINITE_LOSS
+        setting = f"resilience.{'nonfinite' if nonfinite else 'spike'}_policy"
         if self._gave_up:
             return (
                 f"{anomaly}: {self._rollbacks} rollbacks (resilience.max_rollbacks) did not get "
                 "past this. Lower optim.peak_lr, or look at the rows in anomalies.jsonl."
             )
-        applied = "The update was not applied; c" if anomaly.kind == "nan" else "C"
+        applied = "The update was not applied; c" if nonfinite else "C"
         return (
             f"{anomaly}, for {setting}='stop'. {applied}heckpoints up to here are good. "
             f"Lower optim.peak_lr, look at the batch, or set {setting}=skip."
@@ -182,14 +182,15 @@ class LossGuard:
 
     def _kind(self, values: Mapping[str, float], limit: float) -> str:
         if not math.isfinite(values["loss"]):
-            return "nan"
+            return ExitReason.NONFINITE_LOSS
         if not math.isfinite(values["grad_norm"]):
             # With a loss scale, gradients overflow now and then on purpose: the scale is lowered.
-            return "" if "loss_scale" in values else "nan"
-        return "spike" if values["loss"] > limit else ""
+            return "" if "loss_scale" in values else ExitReason.NONFINITE_LOSS
+        return ExitReason.LOSS_SPIKE if values["loss"] > limit else ""
 
     def _action(self, kind: str) -> str:
-        policy = self.config.nonfinite_policy if kind == "nan" else self.config.spike_policy
+        nonfinite = kind == ExitReason.NONFINITE_LOSS
+        policy = self.config.nonfinite_policy if nonfinite else self.config.spike_policy
         if policy != "rollback":
             return policy
         if self._rollbacks >= self.config.max_rollbacks:

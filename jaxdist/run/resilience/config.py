@@ -42,12 +42,12 @@ class ResilienceConfig:
         "2 % of the median) above the median of the window",
     )
     spike_window_steps: int = setting(64, "steps whose losses are looked at; at least 16")
-    check_interval_steps: int = setting(
+    sdc_check_interval_steps: int = setting(
         100,
         "steps between comparisons of what is replicated over the data axes, bit by bit on the "
         "devices; each save is preceded by one; 0 = never",
     )
-    damage_policy: Literal["rollback", "stop"] = setting(
+    sdc_policy: Literal["rollback", "stop"] = setting(
         "stop",
         "on replicas that differ: rollback = go back to the newest checkpoint, or stop with exit "
         "code 85, after which the launcher does not start again",
@@ -78,10 +78,10 @@ class ResilienceConfig:
                 f"resilience.spike_window_steps={self.spike_window_steps} is too short for a "
                 "median. Use 16 or more, or resilience.spike_policy=off."
             )
-        if self.check_interval_steps < 0:
+        if self.sdc_check_interval_steps < 0:
             found.append(
-                f"resilience.check_interval_steps={self.check_interval_steps} is no number of "
-                "steps. Use 1 or more, or 0 for never."
+                f"resilience.sdc_check_interval_steps={self.sdc_check_interval_steps} is no "
+                "number of steps. Use 1 or more, or 0 for never."
             )
         if self.max_rollbacks < 1:
             found.append(

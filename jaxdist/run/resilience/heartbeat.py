@@ -17,7 +17,7 @@ from pathlib import Path
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Standing:
+class Heartbeat:
     """One process as it last said.
 
     Attributes:
@@ -48,32 +48,32 @@ def path_of(folder: Path, process: int) -> Path:
     return folder / f"process-{process}.progress.json"
 
 
-def write(folder: Path, standing: Standing) -> None:
+def write(folder: Path, heartbeat: Heartbeat) -> None:
     """Replace this process's file; a full disk is no reason to stop."""
-    path = path_of(folder, standing.process)
+    path = path_of(folder, heartbeat.process)
     fresh = path.with_suffix(".writing")
     with contextlib.suppress(OSError):
-        fresh.write_text(json.dumps(dataclasses.asdict(standing)))
+        fresh.write_text(json.dumps(dataclasses.asdict(heartbeat)))
         os.replace(fresh, path)
 
 
-def read(folder: Path, num_processes: int) -> list[Standing | None]:
+def read(folder: Path, num_processes: int) -> list[Heartbeat | None]:
     """Every process's file; None where there is none."""
-    found: list[Standing | None] = []
+    found: list[Heartbeat | None] = []
     for process in range(num_processes):
         try:
-            found.append(Standing(**json.loads(path_of(folder, process).read_text())))
+            found.append(Heartbeat(**json.loads(path_of(folder, process).read_text())))
         except (OSError, ValueError, TypeError):
             found.append(None)
     return found
 
 
-def silent(before: Sequence[Standing | None], after: Sequence[Standing | None]) -> list[int]:
+def silent(before: Sequence[Heartbeat | None], after: Sequence[Heartbeat | None]) -> list[int]:
     """Processes that wrote nothing between two readings: stopped, dead, or their host is."""
     return [i for i, (old, new) in enumerate(zip(before, after, strict=True)) if old == new]
 
 
-def diagnose(before: Sequence[Standing | None], after: Sequence[Standing | None]) -> str:
+def diagnose(before: Sequence[Heartbeat | None], after: Sequence[Heartbeat | None]) -> str:
     """Who is behind, from two readings some beats apart; one line.
 
     In this order: who gives no sign of life; who has finished fewer steps; who does something else
@@ -82,21 +82,21 @@ def diagnose(before: Sequence[Standing | None], after: Sequence[Standing | None]
     if quiet := silent(before, after):
         who = [str(after[i] or f"process {i}, which never reported") for i in quiet]
         return f"{_some(who)}: no sign of life (stopped, dead, or its host is)"
-    standings = [standing for standing in after if standing is not None]
-    if len(standings) == 1:
-        return f"{standings[0]}: it makes no progress"
-    first = max(standing.step for standing in standings)
-    late = [str(standing) for standing in standings if standing.step < first]
+    heartbeats = [heartbeat for heartbeat in after if heartbeat is not None]
+    if len(heartbeats) == 1:
+        return f"{heartbeats[0]}: it makes no progress"
+    first = max(heartbeat.step for heartbeat in heartbeats)
+    late = [str(heartbeat) for heartbeat in heartbeats if heartbeat.step < first]
     if late:
         return f"{_some(late)}: behind the others, who have finished step {first}"
-    phases = Counter(standing.phase for standing in standings)
+    phases = Counter(heartbeat.phase for heartbeat in heartbeats)
     if len(phases) > 1:
         waiting = "step" if "step" in phases else phases.most_common(1)[0][0]
-        odd = [str(standing) for standing in standings if standing.phase != waiting]
+        odd = [str(heartbeat) for heartbeat in heartbeats if heartbeat.phase != waiting]
         return f"{_some(odd)}: the others wait for it in phase {waiting}"
     return (
-        f"no process is behind: all {len(standings)} stand after step {first} in phase "
-        f"{standings[0].phase}, so a device or the network between them hangs"
+        f"no process is behind: all {len(heartbeats)} stand after step {first} in phase "
+        f"{heartbeats[0].phase}, so a device or the network between them hangs"
     )
 
 

@@ -31,13 +31,13 @@ from jaxdist.core.types import Array
 from jaxdist.run.resilience.config import ResilienceConfig
 
 
-class DamagedState(RuntimeError):
+class CorruptState(RuntimeError):
     """Devices hold different bits of what must be one value."""
 
-    exit_code = runtime.EXIT_DAMAGED
+    exit_code = runtime.EXIT_SDC
     advice = (
         "take the device out of use or test it, then start the same command again: checkpoints up "
-        "to the last good check are good (resilience.damage_policy=rollback goes on by itself)"
+        "to the last good check are good (resilience.sdc_policy=rollback goes on by itself)"
     )
 
 
@@ -64,7 +64,7 @@ class Damage:
         return self.text
 
 
-class ReplicaWatch:
+class SdcCheck:
     """Compares the replicas of a state.
 
     Args:
@@ -91,7 +91,7 @@ class ReplicaWatch:
             state: as it is then; its arrays may be donated right after.
             force: also between the steps of the interval, e.g. before a save.
         """
-        every = self.config.check_interval_steps
+        every = self.config.sdc_check_interval_steps
         if not every or not (force or step % every == 0) or not self.layout.batch_axes:
             return
         if self._hash is None:
@@ -113,7 +113,7 @@ class ReplicaWatch:
     def gives_up(self) -> bool:
         """Whether the run must end: the policy says so, or it went back too often already."""
         self._rollbacks += 1
-        policy, most = self.config.damage_policy, self.config.max_rollbacks
+        policy, most = self.config.sdc_policy, self.config.max_rollbacks
         return policy == "stop" or self._rollbacks > most
 
     def forget(self) -> None:

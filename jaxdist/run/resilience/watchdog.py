@@ -4,9 +4,9 @@ One thread per process. It works while the main thread is stuck in a collective,
 without Python's lock, and it ends the process with `os._exit`, because nothing that is stuck can be
 asked to leave. What happens when a limit has passed:
 
-    1. every process whose limit has passed goes on beating and reads all standings twice
+    1. every process whose limit has passed goes on beating and reads all heartbeats twice
     2. the first process that is alive (process 0, unless it is the one that stands still) logs one
-       line and writes it to `hang.json`
+       line and writes it to `abort.json`
     3. each process that sees that file writes the stacks of all its threads and leaves with 86
 
 A launcher writes the same file for a process that was killed without a word, so that hosts which
@@ -48,7 +48,7 @@ class Watchdog:
 
     Args:
         config: limits; with `watchdog=False` nothing is watched and every call does nothing.
-        folder: of the standings, the stacks and `hang.json`; shared by all processes.
+        folder: of the heartbeats, the stacks and `abort.json`; shared by all processes.
         process: index of this process.
         num_processes: in the job.
         beat_s: seconds between two looks.
@@ -140,7 +140,7 @@ class Watchdog:
         self._beat += 1
         heartbeat.write(
             self._folder,
-            heartbeat.Standing(
+            heartbeat.Heartbeat(
                 process=self.process,
                 host=self._host,
                 pid=os.getpid(),
@@ -198,7 +198,7 @@ class Watchdog:
         """Say why the job ends, unless another process was first."""
         # A name of its own for each alarm, which only one process can make.
         try:
-            (self._folder / f".hang-after-{self._old_alarm}").touch(exist_ok=False)
+            (self._folder / f".abort-after-{self._old_alarm}").touch(exist_ok=False)
         except FileExistsError:
             return False
         except OSError:  # a full disk: two lines are better than none

@@ -2,7 +2,7 @@
 
     python -m jaxdist.doctor
     python -m jaxdist.doctor --config configs/llama3_8b.toml --mesh fsdp=8
-    python -m jaxdist.launch --nproc 8 --module jaxdist.doctor -- --mesh fsdp=8
+    python -m jaxdist.launch --nproc-per-node 8 --module jaxdist.doctor -- --mesh fsdp=8
     srun python -m jaxdist.doctor --config configs/pipeline_64gpu.toml
 
 Looks at software, GPUs and their links, environment variables, disk, shared memory and limits, and
@@ -80,7 +80,7 @@ def examine_host(config: DoctorConfig, environ: dict[str, str]) -> list[Finding]
         environ,
         num_gpus=num_gpus,
         simulated=config.simulate > 0,
-        coordinator=plan.coordinator,
+        coordinator_address=plan.coordinator_address,
         num_hosts=plan.num_hosts,
         interfaces=[name for _, name in socket.if_nameindex()],
     )
@@ -132,9 +132,9 @@ def _network(config: DoctorConfig, job: Job, hosts: list[str]) -> list[Finding]:
     from jaxdist.tools.doctor import network
 
     plan = runtime.resolve(os.environ, config.runtime)
-    listener = network.Listener(plan.coordinator.rpartition(":")[0])
+    listener = network.Listener(plan.coordinator_address.rpartition(":")[0])
     addresses = [(host, port) for host, port in _tell("addresses", listener.address, config)]
-    visits = _tell("visits", network.visit(addresses, job.process_index), config)
+    visits = _tell("visits", network.visit(addresses, job.process_id), config)
     listener.close()
     return network.judge(visits, hosts)
 
@@ -142,7 +142,7 @@ def _network(config: DoctorConfig, job: Job, hosts: list[str]) -> list[Finding]:
 def _shared_directory(config: DoctorConfig, job: Job, hosts: list[str]) -> list[Finding]:
     from jaxdist.tools.doctor import directory
 
-    own, here = job.process_index, config.directory
+    own, here = job.process_id, config.directory
     nonce = _tell("nonce", f"{os.getpid():x}{os.urandom(4).hex()}", config)[0]
     failed = {
         i: why

@@ -65,8 +65,8 @@ def judge_compute(
     Bits are compared within a process: two processes may choose unlike kernels by timing them.
 
     Args:
-        everyone: what `compute` gave, by process index.
-        hosts: by process index.
+        everyone: what `compute` gave, by process id.
+        hosts: by process id.
         simulated: the devices share the CPU, and their times say nothing.
     """
     found = []
@@ -224,7 +224,7 @@ def judge_axis(
         axis: of the mesh.
         groups: all of it.
         num_bytes: per device.
-        hosts: by process index.
+        hosts: by process id.
         simulated: the devices share the CPU, and their times say little.
         device_kind: jax's name of the GPUs, for what their links should reach.
     """

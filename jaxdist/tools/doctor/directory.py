@@ -63,7 +63,7 @@ def judge(
 
     Args:
         views: process -> processes whose token it has read.
-        hosts: by process index.
+        hosts: by process id.
         directory: as process 0 names it.
         failed: process -> why it could not write.
     """

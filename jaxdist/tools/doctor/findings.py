@@ -74,7 +74,7 @@ def merge(everyone: Sequence[tuple[str, Sequence[Finding]]]) -> list[Said]:
     """What all processes say, equal findings as one, in the order of the checks.
 
     Args:
-        everyone: (host, findings) by process index.
+        everyone: (host, findings) by process id.
     """
     groups: dict[tuple[str, str, str, str], tuple[Finding, list[int], list[str]]] = {}
     order: dict[str, int] = {}

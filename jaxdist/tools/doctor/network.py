@@ -106,8 +106,8 @@ def judge(visits: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> list[Fin
     """What all visits come to.
 
     Args:
-        visits: by process index; keys of the inner mappings are process indices (or their text).
-        hosts: by process index.
+        visits: by process id; keys of the inner mappings are process ids (or their text).
+        hosts: by process id.
     """
     return [_judge_pairs(visits, hosts), _judge_clocks(visits, hosts)]
 

@@ -13,9 +13,9 @@ from jaxdist.core.types import ConfigError, setting
 COMMAND = "jaxdist.doctor"
 _ALIASES = {
     **ALIASES,
-    "coordinator": "runtime.coordinator",
+    "coordinator_address": "runtime.coordinator_address",
     "num_processes": "runtime.num_processes",
-    "process_index": "runtime.process_index",
+    "process_id": "runtime.process_id",
 }
 
 

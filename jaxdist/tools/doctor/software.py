@@ -89,7 +89,7 @@ def compare(everyone: Sequence[tuple[str, Mapping[str, str]]]) -> list[Finding]:
     """Where versions or code of a job's processes differ.
 
     Args:
-        everyone: (host, name -> version) by process index; the code's digest is named `code`.
+        everyone: (host, name -> version) by process id; the code's digest is named `code`.
     """
     found = []
     for name in sorted({name for _, versions in everyone for name in versions}):

@@ -162,7 +162,7 @@ def judge(
     *,
     num_gpus: int,
     simulated: bool = False,
-    coordinator: str = "",
+    coordinator_address: str = "",
     num_hosts: int = 1,
     interfaces: Sequence[str] = (),
 ) -> list[Finding]:
@@ -172,7 +172,7 @@ def judge(
         environ: as the user's shell made it, before jaxdist sets variables of its own.
         num_gpus: GPUs that the driver shows on this host.
         simulated: the run asks for CPU devices.
-        coordinator: host:port of process 0; "" when alone.
+        coordinator_address: host:port of process 0; "" when alone.
         num_hosts: of the job.
         interfaces: names of this host's network interfaces.
     """
@@ -192,7 +192,7 @@ def judge(
         found += _hidden_gpus(environ, num_gpus)
         found += _interface(environ.get("NCCL_SOCKET_IFNAME", ""), num_hosts, interfaces)
         found += _other_libraries(environ)
-    found += _proxies(environ, coordinator)
+    found += _proxies(environ, coordinator_address)
     return found or [ok(CHECK, "no variable that hurts")]
 
 
@@ -270,10 +270,10 @@ def _other_libraries(environ: Mapping[str, str]) -> list[Finding]:
     return []
 
 
-def _proxies(environ: Mapping[str, str], coordinator: str) -> list[Finding]:
+def _proxies(environ: Mapping[str, str], coordinator_address: str) -> list[Finding]:
     """GRPC asks these proxies, in this order; `no_grpc_proxy`, then `no_proxy` exempt hosts."""
     given = [name for name in ("grpc_proxy", "https_proxy", "http_proxy") if environ.get(name)]
-    host = coordinator.rpartition(":")[0]
+    host = coordinator_address.rpartition(":")[0]
     if not given or not host:
         return []
     exempt = environ.get("no_grpc_proxy") or environ.get("no_proxy", "")
@@ -283,8 +283,8 @@ def _proxies(environ: Mapping[str, str], coordinator: str) -> list[Finding]:
     return [
         note(
             CHECK,
-            f"{given[0]}={environ[given[0]]} would catch the coordinator {coordinator}; jaxdist "
-            "goes around it, other programs of the job may not",
+            f"{given[0]}={environ[given[0]]} would catch the coordinator {coordinator_address}; "
+            "jaxdist goes around it, other programs of the job may not",
             f"export no_proxy={','.join(filter(None, (environ.get('no_proxy', ''), host)))}",
         )
     ]

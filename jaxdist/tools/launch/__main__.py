@@ -1,9 +1,11 @@
-"""`python -m jaxdist.launch`: start the processes of a job, watch them, and restart what fails.
+r"""`python -m jaxdist.launch`: start the processes of a job, watch them, and restart what fails.
 
-    python -m jaxdist.launch --nproc 4 -- --config run.toml --mesh fsdp=4
-    python -m jaxdist.launch --nproc 8 --nnodes 2 --node-rank 0 --coordinator node0:29400 -- ...
-    python -m jaxdist.launch --nproc 1:8 -- --config run.toml --mesh fsdp=8
-    python -m jaxdist.launch --nnodes 1:2 --node-rank 0 --nproc 8 --run-dir runs/shared -- ...
+    python -m jaxdist.launch --nproc-per-node 4 -- --config run.toml --mesh fsdp=4
+    python -m jaxdist.launch --nnodes 2 --node-rank 0 --nproc-per-node 8 \
+        --coordinator-address node0:29400 -- --config run.toml
+    python -m jaxdist.launch --nproc-per-node 1:8 -- --config run.toml --mesh fsdp=8
+    python -m jaxdist.launch --nnodes 1:2 --node-rank 0 --nproc-per-node 8 \
+        --run-dir runs/shared -- --config run.toml
     python -m jaxdist.launch slurm --nodes 2 --gpus-per-node 8 --time 24:00:00 -- --config run.toml
 
 What stands after `--` goes to `jaxdist.train`. With ranges MIN:MAX the job is elastic: it goes on

@@ -121,13 +121,13 @@ class ElasticPlaces:
         first = new.members[0]
         address = "127.0.0.1" if len(new.members) == 1 else first.address
         visible = ""
-        if me.gpus and new.nproc * new.devices < me.devices:
-            visible = first_gpus(new.nproc * new.devices)
+        if me.gpus and new.nproc_per_node * new.devices < me.devices:
+            visible = first_gpus(new.nproc_per_node * new.devices)
         return Place(
-            nproc=new.nproc,
+            nproc_per_node=new.nproc_per_node,
             nnodes=len(new.members),
             node_rank=index,
-            coordinator=f"{address}:{first.port}",
+            coordinator_address=f"{address}:{first.port}",
             num_hosts=len({host.address for host in new.members}),
             visible_gpus=visible,
         )
@@ -208,7 +208,7 @@ class ElasticPlaces:
         now = self.meeting.clock()
         self._idle_since = now if self._idle_since is None else self._idle_since
         waiting = [h for h in living if h.state == "waiting"]
-        is_late = now >= self._idle_since + self.plan.join_timeout_s
+        is_late = now >= self._idle_since + self.plan.rdzv_timeout_s
         choice = None
         if is_late or len(waiting) >= self.plan.nnodes.most:
             choice = choose(waiting, self.plan, self.sizes)
@@ -225,7 +225,7 @@ class ElasticPlaces:
             id=uuid.uuid4().hex,
             number=last_number + 1,
             members=choice.hosts,
-            nproc=choice.nproc,
+            nproc_per_node=choice.nproc_per_node,
             devices=choice.devices,
         )
         self.meeting.write_round(new)
@@ -233,7 +233,7 @@ class ElasticPlaces:
         short = f", {missing} short of {self.plan.nnodes.most}" if missing else ""
         self._say(
             f"round {new.number}: {', '.join(map(str, new.members))}{short}; processes on each: "
-            f"{new.nproc}, devices in all: {new.num_devices}"
+            f"{new.nproc_per_node}, devices in all: {new.num_devices}"
         )
 
     def _grow(self, current: Round, there: Sequence[Host]) -> None:
@@ -248,9 +248,10 @@ class ElasticPlaces:
         there = ", ".join(f"{h} with {_devices(h.devices)}" for h in waiting)
         legal = "" if self.sizes.legal is None else f"; legal device counts: {self.sizes.legal}"
         self._say(
-            f"what is there after {self.plan.join_timeout_s:g} s makes no job of --nnodes "
-            f"{self.plan.nnodes} × --nproc {self.plan.nproc}{legal}. There: {there}. Start the "
-            "same command again when more is back, or with a smaller MIN or mesh"
+            f"after {self.plan.rdzv_timeout_s:g} s the hosts that are here cannot run a job of "
+            f"--nnodes {self.plan.nnodes} × --nproc-per-node {self.plan.nproc_per_node}{legal}. "
+            f"Here: {there}. Start the same command again when more hosts are back, or with a "
+            "smaller MIN or mesh"
         )
         return runtime.EXIT_PREEMPTED
 
@@ -279,7 +280,7 @@ class ElasticPlaces:
         if host is None or host.uuid != member.uuid:
             return "lost"
         if host.round != current.id:  # it has not read of it yet, or will never
-            fresh = self.meeting.clock() < self._read_since + self.plan.join_timeout_s
+            fresh = self.meeting.clock() < self._read_since + self.plan.rdzv_timeout_s
             return "running" if fresh and self.meeting.is_living(host) else "lost"
         if host.state in ("running", "leaving"):
             return "running" if self.meeting.is_living(host) else "lost"
@@ -312,14 +313,14 @@ class ElasticPlaces:
                 if here is not None and here.uuid != member.uuid:
                     return f"{member} is lost: its launcher was started again"
                 return (
-                    f"{member} is lost: no sign of life for {self.plan.lost_after_s:g} s (power "
-                    "failure, network, or its launcher was killed)"
+                    f"{member} is lost: no heartbeat for {self.plan.heartbeat_timeout_s:g} s "
+                    "(power failure, network, or its launcher was killed)"
                 )
             if state in ("running", "done"):
                 continue
             now = self.meeting.clock()
             since = self._left_since.setdefault(member.rank, now)
-            if now > since + self.plan.lost_after_s and not is_stopping:
+            if now > since + self.plan.heartbeat_timeout_s and not is_stopping:
                 return f"{member} has ended its part of the round ({state})"
         return ""
 
@@ -349,7 +350,7 @@ class ElasticPlaces:
 
     def _count(self) -> Capacity:
         """What this host can run now; nvidia-smi may take seconds to tell."""
-        most, before = self.plan.nproc.most, self.meeting.me
+        most, before = self.plan.nproc_per_node.most, self.meeting.me
         now = capacity(most, self.sizes.simulate, had_gpus=self._had_gpus)
         self._had_gpus |= now.gpus
         self._next_count = self.meeting.clock() + self.plan.grow_interval_s
@@ -366,8 +367,8 @@ class ElasticPlaces:
             text = f"round {current.number} runs on {names}: {me} waits as a spare"
         else:
             text = (
-                f"{me} waits up to {plan.join_timeout_s:g} s for --nnodes {plan.nnodes} × --nproc "
-                f"{plan.nproc}"
+                f"{me} waits up to {plan.rdzv_timeout_s:g} s for --nnodes {plan.nnodes} × "
+                f"--nproc-per-node {plan.nproc_per_node}"
             )
         if text != self._said:
             self._say(text)

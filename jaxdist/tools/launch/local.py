@@ -29,21 +29,22 @@ class LaunchPlan:
 
     Attributes:
         command: program and arguments of every process.
-        nproc: processes on this host; 0: as many as GPUs, counted anew for each attempt.
+        nproc_per_node: processes on this host; 0: as many as GPUs, counted anew for each attempt.
         nnodes: hosts of the job, each with a launcher of its own.
         node_rank: of this host.
-        coordinator: host:port of the first process; empty on one host: a new port per attempt.
-        elastic: the ranges, where `nproc` or `nnodes` (their maximum then) was given as one.
+        coordinator_address: host:port of the first process; empty on one host: a new port for each
+            attempt.
+        elastic: the ranges, where one was given; `nproc_per_node` and `nnodes` are their maxima.
         run_dir: where checkpoints and logs are; empty: several elastic hosts without any.
         budget: how often to start again.
         misread: what the flags say wrong, one line each.
     """
 
     command: list[str]
-    nproc: int
+    nproc_per_node: int
     nnodes: int = 1
     node_rank: int = 0
-    coordinator: str = ""
+    coordinator_address: str = ""
     elastic: ElasticPlan | None = None
     run_dir: Path
     budget: Budget = dataclasses.field(default_factory=Budget)
@@ -52,42 +53,44 @@ class LaunchPlan:
     def problems(self) -> list[str]:
         """Every violated rule, one line each."""
         found = [*self.misread, *self.budget.problems()]
-        for name, least in (("nproc", 0), ("nnodes", 1)):
+        for name, least in (("nproc_per_node", 0), ("nnodes", 1)):
             value = getattr(self, name)
             if value < least:
-                found.append(f"--{name} {value} is too small. Use a whole number ≥ {least}.")
+                flag = name.replace("_", "-")
+                found.append(f"--{flag} {value} is too small. Use a whole number ≥ {least}.")
         if not 0 <= self.node_rank < max(1, self.nnodes):
             found.append(
                 f"--node-rank {self.node_rank} is not among {self.nnodes} nodes. "
                 f"Use 0 to {self.nnodes - 1}, another on each host."
             )
-        if self.nproc == 0 and (self.nnodes > 1 or self.elastic is not None):
+        if self.nproc_per_node == 0 and (self.nnodes > 1 or self.elastic is not None):
             found.append(
-                f"--nnodes {self.nnodes} without --nproc: all hosts must start equally many. "
-                "Give --nproc, e.g. the GPUs of a host."
+                f"--nnodes {self.nnodes} without --nproc-per-node: all hosts must start the same "
+                "number of processes. Give --nproc-per-node, e.g. the GPUs of a host."
             )
         if self.elastic is not None:
             return found + self._elastic_problems(self.elastic)
-        if self.nnodes > 1 and not re.fullmatch(r".+:\d+", self.coordinator):
+        if self.nnodes > 1 and not re.fullmatch(r".+:\d+", self.coordinator_address):
             found.append(
-                f"--coordinator {self.coordinator!r} with --nnodes {self.nnodes}: the hosts need "
-                "one address to meet. Use host:port of node 0, e.g. --coordinator node0:29400."
+                f"--coordinator-address {self.coordinator_address!r} with --nnodes {self.nnodes}: "
+                "the hosts need one address to meet. Use host:port of node 0, e.g. "
+                "--coordinator-address node0:29400."
             )
-        host = self.coordinator.rpartition(":")[0]
+        host = self.coordinator_address.rpartition(":")[0]
         if self.nnodes > 1 and (host == "localhost" or host.startswith("127.")):
             found.append(
-                f"--coordinator {self.coordinator} is a loopback address, which other hosts cannot "
-                "reach. Use a name of node 0 that they resolve."
+                f"--coordinator-address {self.coordinator_address} is a loopback address, which "
+                "other hosts cannot reach. Use a name of node 0 that they resolve."
             )
         return found
 
     def _elastic_problems(self, elastic: ElasticPlan) -> list[str]:
         found = elastic.problems()
-        if self.coordinator:
+        if self.coordinator_address:
             found.append(
-                f"--coordinator {self.coordinator} with a range: any host may be lost, that one "
-                "too, so hosts meet in the run directory instead. Leave --coordinator out; "
-                "--address says how others reach this host."
+                f"--coordinator-address {self.coordinator_address} with a range: any host may be "
+                "lost, that one too, so hosts meet in the run directory instead. Leave "
+                "--coordinator-address out; --address says how others reach this host."
             )
         if self.nnodes > 1 and self.run_dir == Path():
             found.append(
@@ -104,7 +107,9 @@ def main(argv: Sequence[str]) -> int:
     if problems:
         return _refuse(problems)
     if plan.elastic is None:
-        fixed = FixedPlaces(plan.nproc, plan.nnodes, plan.node_rank, plan.coordinator)
+        fixed = FixedPlaces(
+            plan.nproc_per_node, plan.nnodes, plan.node_rank, plan.coordinator_address
+        )
         return Supervisor(plan.command, fixed, plan.run_dir, plan.budget).run()
     trains = _TRAIN in plan.command
     sizes: Sizes | int = Sizes()
@@ -119,7 +124,7 @@ def main(argv: Sequence[str]) -> int:
         plan.run_dir / "launch",
         plan.node_rank,
         plan.elastic.address,
-        lost_after_s=plan.elastic.lost_after_s,
+        heartbeat_timeout_s=plan.elastic.heartbeat_timeout_s,
     )
     places = ElasticPlaces(plan.elastic, meeting, sizes, tells_itself=trains)
     return Supervisor(plan.command, places, plan.run_dir, plan.budget).run()
@@ -141,9 +146,9 @@ def read_plan(argv: Sequence[str]) -> LaunchPlan:
     if unknown:
         parser.error(
             f"{unknown[0]} is not a flag of the launcher. Flags of the program stand after --, "
-            f"e.g. --nproc 2 -- {unknown[0]}"
+            f"e.g. --nproc-per-node 2 -- {unknown[0]}"
         )
-    nproc, nnodes, elastic, misread = _read_numbers(args)
+    nproc_per_node, nnodes, elastic, misread = _read_numbers(args)
     run_dir = args.run_dir or _value_of(rest, "run-dir")
     if run_dir is None:
         shared = elastic is not None and nnodes > 1
@@ -151,10 +156,10 @@ def read_plan(argv: Sequence[str]) -> LaunchPlan:
         run_dir = "" if shared else f"runs/launch-{now}"
     return LaunchPlan(
         command=_command(args, rest, run_dir, elastic is not None),
-        nproc=nproc,
+        nproc_per_node=nproc_per_node,
         nnodes=nnodes,
         node_rank=args.node_rank,
-        coordinator=args.coordinator,
+        coordinator_address=args.coordinator_address,
         elastic=elastic,
         run_dir=Path(run_dir),
         budget=Budget(
@@ -192,12 +197,14 @@ def _command(
 def _read_numbers(args: argparse.Namespace) -> tuple[int, int, ElasticPlan | None, list[str]]:
     """Processes, hosts (the most of each), what is elastic about them, and what is misread."""
     ranges, misread = {}, []
-    for flag in ("nproc", "nnodes"):
+    for flag in ("nproc_per_node", "nnodes"):
         text = getattr(args, flag)
         try:
             number = int(text) if re.fullmatch(r"-?\d+", text) else None
             ranges[flag] = (
-                Range.parse(flag, text) if number is None else Range(least=number, most=number)
+                Range.parse(flag.replace("_", "-"), text)
+                if number is None
+                else Range(least=number, most=number)
             )
         except ValueError as error:
             misread.append(str(error))
@@ -205,18 +212,18 @@ def _read_numbers(args: argparse.Namespace) -> tuple[int, int, ElasticPlan | Non
     most = {flag: found.most for flag, found in ranges.items()}
     given = {name: getattr(args, name) for name in _ELASTIC_FLAGS}
     given = {name: value for name, value in given.items() if value is not None}
-    if ":" not in args.nproc + args.nnodes:
+    if ":" not in args.nproc_per_node + args.nnodes:
         misread += [
             f"--{name.replace('_', '-')} {value} without a range: it is of elastic jobs. Leave it "
-            "out, or give --nnodes MIN:MAX or --nproc MIN:MAX."
+            "out, or give --nnodes MIN:MAX or --nproc-per-node MIN:MAX."
             for name, value in given.items()
         ]
-        return most["nproc"], most["nnodes"], None, misread
+        return most["nproc_per_node"], most["nnodes"], None, misread
     plan = ElasticPlan(**{"address": socket.gethostname(), **ranges, **given})
-    return most["nproc"], most["nnodes"], plan, misread
+    return most["nproc_per_node"], most["nnodes"], plan, misread
 
 
-_ELASTIC_FLAGS = ("address", "lost_after_s", "join_timeout_s", "grow_interval_s")
+_ELASTIC_FLAGS = ("address", "heartbeat_timeout_s", "rdzv_timeout_s", "grow_interval_s")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -230,7 +237,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add(
-        "--nproc",
+        "--nproc-per-node",
         default="0",
         metavar="N|MIN:MAX",
         help="processes on this host (default: one per GPU, or 1)",
@@ -242,7 +249,7 @@ def _parser() -> argparse.ArgumentParser:
         help="hosts; start a launcher on each (default 1)",
     )
     add("--node-rank", type=int, default=0, help="of this host, from 0 (default 0)")
-    add("--coordinator", default="", help="host:port of node 0; needed with several hosts")
+    add("--coordinator-address", default="", help="host:port of node 0; needed with several hosts")
     add("--module", default=_TRAIN, help="what each process runs (default jaxdist.train)")
     add("--program", default="", help="another program instead, e.g. 'python worker.py'")
     add("--run-dir", help="run directory (default: the program's --run-dir, else runs/launch-TIME)")
@@ -258,10 +265,16 @@ def _parser() -> argparse.ArgumentParser:
     elastic.add_argument("--address", help="how others reach this host (default: its name)")
     # Their defaults are ElasticPlan's, so that it is known whether they were given.
     _add_seconds(
-        elastic, "lost-after-s", None, "without a sign of life until a host is lost (default 15)"
+        elastic,
+        "heartbeat-timeout-s",
+        None,
+        "without a heartbeat until a host counts as lost (default 15)",
     )
     _add_seconds(
-        elastic, "join-timeout-s", None, "for hosts to come before others go on (default 30)"
+        elastic,
+        "rdzv-timeout-s",
+        None,
+        "to wait for more hosts before those here start (default 30)",
     )
     _add_seconds(
         elastic, "grow-interval-s", None, "between two counts of the GPUs here (default 60)"

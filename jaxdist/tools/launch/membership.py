@@ -52,30 +52,30 @@ class ElasticPlan:
     """What an elastic job may be made of.
 
     Attributes:
-        nproc: processes on each host, as many on one as on another.
+        nproc_per_node: processes on each host, as many on one as on another.
         nnodes: hosts.
         address: by which other hosts reach this one.
-        lost_after_s: without a sign of life a host is lost.
-        join_timeout_s: for hosts to come, before those that are there go on.
+        heartbeat_timeout_s: without a sign of life a host is lost.
+        rdzv_timeout_s: for hosts to come, before those that are there go on.
         grow_interval_s: between two counts of this host's GPUs.
     """
 
-    nproc: Range
+    nproc_per_node: Range
     nnodes: Range
     address: str
-    lost_after_s: float = 15.0
-    join_timeout_s: float = 30.0
+    heartbeat_timeout_s: float = 15.0
+    rdzv_timeout_s: float = 30.0
     grow_interval_s: float = 60.0
 
     def problems(self) -> list[str]:
         """Every violated rule, one line each."""
         found = []
-        if self.lost_after_s < 3 * BEAT_S:
+        if self.heartbeat_timeout_s < 3 * BEAT_S:
             found.append(
-                f"--lost-after-s {self.lost_after_s:g} is too short: hosts give a sign of life "
-                f"each {BEAT_S:g} s. Use 3 or more; the default is 15."
+                f"--heartbeat-timeout-s {self.heartbeat_timeout_s:g} is too short: a host's "
+                f"heartbeat comes every {BEAT_S:g} s. Use 3 or more; the default is 15."
             )
-        for name in ("join_timeout_s", "grow_interval_s"):
+        for name in ("rdzv_timeout_s", "grow_interval_s"):
             if getattr(self, name) <= 0:
                 flag = name.replace("_", "-")
                 found.append(f"--{flag} {getattr(self, name):g} is no time. Use seconds > 0.")
@@ -116,13 +116,13 @@ class Choice:
     """The largest job that some hosts can run."""
 
     hosts: tuple[Host, ...]
-    nproc: int
+    nproc_per_node: int
     devices: int
 
     @property
     def num_devices(self) -> int:
         """Devices of all hosts."""
-        return len(self.hosts) * self.nproc * self.devices
+        return len(self.hosts) * self.nproc_per_node * self.devices
 
 
 def choose(hosts: Sequence[Host], plan: ElasticPlan, sizes: Sizes) -> Choice | None:
@@ -136,16 +136,20 @@ def choose(hosts: Sequence[Host], plan: ElasticPlan, sizes: Sizes) -> Choice | N
     if any(host.gpus for host in hosts):
         hosts = [host for host in hosts if host.gpus]
     best: tuple[tuple[int, ...], Choice] | None = None
-    for nproc in range(plan.nproc.least, plan.nproc.most + 1):
+    for nproc_per_node in range(plan.nproc_per_node.least, plan.nproc_per_node.most + 1):
         for devices in _device_counts(hosts):
-            able = [h for h in hosts if h.nproc >= nproc and h.devices >= nproc * devices]
+            able = [
+                h
+                for h in hosts
+                if h.nproc_per_node >= nproc_per_node and h.devices >= nproc_per_node * devices
+            ]
             for count in range(plan.nnodes.least, min(len(able), plan.nnodes.most) + 1):
-                if not sizes.suits(count * nproc, devices):
+                if not sizes.suits(count * nproc_per_node, devices):
                     continue
                 chosen = tuple(sorted(able, key=lambda host: host.rank)[:count])
-                found = Choice(hosts=chosen, nproc=nproc, devices=devices)
-                size = count * nproc * (1 if sizes.legal is None else devices)
-                value = (size, -count, nproc, devices)
+                found = Choice(hosts=chosen, nproc_per_node=nproc_per_node, devices=devices)
+                size = count * nproc_per_node * (1 if sizes.legal is None else devices)
+                value = (size, -count, nproc_per_node, devices)
                 if best is None or value > best[0]:
                     best = value, found
     return None if best is None else best[1]
@@ -155,34 +159,40 @@ def _device_counts(hosts: Sequence[Host]) -> list[int]:
     """Devices that a process may get: GPUs are dealt out, simulated ones are what they are."""
     if any(host.gpus for host in hosts):
         return list(range(1, max(host.devices for host in hosts) + 1))
-    return sorted({host.devices // host.nproc for host in hosts})
+    return sorted({host.devices // host.nproc_per_node for host in hosts})
 
 
-def legal_nodes(sizes: Sizes, nodes: Range, nproc: int, devices: int) -> list[int]:
+def legal_nodes(sizes: Sizes, nodes: Range, nproc_per_node: int, devices: int) -> list[int]:
     """Numbers of nodes with which the program can run.
 
     Args:
         sizes: what it may be started with.
         nodes: those to choose from.
-        nproc: processes on each node.
+        nproc_per_node: processes on each node.
         devices: of each process.
     """
     every = range(nodes.least, nodes.most + 1)
-    return [count for count in every if sizes.runs(count * nproc, devices)]
+    return [count for count in every if sizes.runs(count * nproc_per_node, devices)]
 
 
 def impossible(plan: ElasticPlan, sizes: Sizes) -> list[str]:
     """What is wrong with ranges that are illegal however many hosts and GPUs are there."""
     each = sizes.simulate or _MANY_GPUS
-    host = Host(rank=0, uuid="", address="", nproc=plan.nproc.most, gpus=not sizes.simulate)
-    host = dataclasses.replace(host, devices=plan.nproc.most * each)
+    host = Host(
+        rank=0,
+        uuid="",
+        address="",
+        nproc_per_node=plan.nproc_per_node.most,
+        gpus=not sizes.simulate,
+    )
+    host = dataclasses.replace(host, devices=plan.nproc_per_node.most * each)
     hosts = [dataclasses.replace(host, rank=rank) for rank in range(plan.nnodes.most)]
     if choose(hosts, plan, sizes) is not None:
         return []
     legal = ", ".join(map(str, sizes.legal or ()))
     return [
-        f"--nnodes {plan.nnodes} × --nproc {plan.nproc} never makes a legal job: model, batch and "
-        f"mesh are legal with {legal} devices. Use ranges that reach one of these."
+        f"--nnodes {plan.nnodes} × --nproc-per-node {plan.nproc_per_node} never makes a legal job: "
+        f"model, batch and mesh are legal with {legal} devices. Use ranges that reach one of these."
     ]
 
 

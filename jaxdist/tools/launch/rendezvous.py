@@ -56,7 +56,7 @@ class Host:
         address: name by which other hosts reach it.
         beat: counts up while the launcher lives.
         port: free on it, for the job's coordinator.
-        nproc: processes that it can run.
+        nproc_per_node: processes that it can run.
         devices: of the host in all.
         gpus: whether these are GPUs, which can be dealt out, or simulated ones.
         state: see `State`.
@@ -69,7 +69,7 @@ class Host:
     address: str
     beat: int = 0
     port: int = 0
-    nproc: int = 0
+    nproc_per_node: int = 0
     devices: int = 1
     gpus: bool = False
     state: State = "arriving"
@@ -88,7 +88,7 @@ class Round:
         id: unique.
         number: counts up in the run directory.
         members: hosts that take part, the coordinator's first.
-        nproc: processes on each.
+        nproc_per_node: processes on each.
         devices: of each process.
         stop: why this round shall save and end; empty while it shall run.
     """
@@ -96,14 +96,14 @@ class Round:
     id: str
     number: int
     members: tuple[Host, ...]
-    nproc: int
+    nproc_per_node: int
     devices: int
     stop: str = ""
 
     @property
     def num_devices(self) -> int:
         """Devices of all members."""
-        return len(self.members) * self.nproc * self.devices
+        return len(self.members) * self.nproc_per_node * self.devices
 
     def index_of(self, launcher: str) -> int | None:
         """Place of the launcher with this uuid among the members."""
@@ -123,7 +123,7 @@ class Rendezvous:
         folder: shared by all hosts.
         rank: of this host.
         address: name by which other hosts reach it.
-        lost_after_s: seconds without a beat after which a host counts as lost.
+        heartbeat_timeout_s: seconds without a beat after which a host counts as lost.
         clock: seconds, of this host alone.
     """
 
@@ -133,10 +133,10 @@ class Rendezvous:
         rank: int,
         address: str,
         *,
-        lost_after_s: float,
+        heartbeat_timeout_s: float,
         clock: Callable[[], float] = time.monotonic,
     ):
-        self.folder, self.lost_after_s, self.clock = folder, lost_after_s, clock
+        self.folder, self.heartbeat_timeout_s, self.clock = folder, heartbeat_timeout_s, clock
         self.me = Host(rank=rank, uuid=uuid.uuid4().hex, address=address)
         self.rival: Host | None = None
         self._sights: dict[int, _Sight] = {}
@@ -203,7 +203,7 @@ class Rendezvous:
         if host.uuid == self.me.uuid:
             return True
         moved_at = self._sights[host.rank].moved_at
-        return moved_at is not None and self.clock() - moved_at <= self.lost_after_s
+        return moved_at is not None and self.clock() - moved_at <= self.heartbeat_timeout_s
 
     def read_round(self) -> Round | None:
         """The round that was written last, of whatever launch."""
@@ -231,7 +231,7 @@ class Rendezvous:
             if not self._warned:
                 print(
                     f"launch: cannot write {self.folder / name}.json ({failure.strerror}): other "
-                    f"hosts will take this one for lost after {self.lost_after_s:.0f} s",
+                    f"hosts will take this one for lost after {self.heartbeat_timeout_s:.0f} s",
                     file=sys.stderr,
                     flush=True,
                 )

@@ -16,12 +16,12 @@ class Capacity:
     """What a host can run.
 
     Attributes:
-        nproc: processes at most.
+        nproc_per_node: processes at most.
         devices: in all.
         gpus: whether these are GPUs, which can be dealt out, or CPU devices of each process.
     """
 
-    nproc: int
+    nproc_per_node: int
     devices: int
     gpus: bool
 
@@ -36,8 +36,8 @@ def capacity(most: int, simulate: int = 0, *, had_gpus: bool = False) -> Capacit
     """
     gpus = 0 if simulate else count_gpus()
     if not gpus and not had_gpus:
-        return Capacity(nproc=most, devices=most * (simulate or 1), gpus=False)
-    return Capacity(nproc=min(most, gpus), devices=gpus, gpus=True)
+        return Capacity(nproc_per_node=most, devices=most * (simulate or 1), gpus=False)
+    return Capacity(nproc_per_node=min(most, gpus), devices=gpus, gpus=True)
 
 
 def count_gpus() -> int:

@@ -91,20 +91,26 @@ class Places(Protocol):
 class FixedPlaces:
     """As many hosts and processes as were asked for, or one process per GPU of this host."""
 
-    def __init__(self, nproc: int, nnodes: int = 1, node_rank: int = 0, coordinator: str = ""):
-        self._nproc, self._nnodes, self._node_rank = nproc, nnodes, node_rank
-        self._coordinator = coordinator
-        self._last_nproc = 0
+    def __init__(
+        self,
+        nproc_per_node: int,
+        nnodes: int = 1,
+        node_rank: int = 0,
+        coordinator_address: str = "",
+    ):
+        self._nproc_per_node, self._nnodes, self._node_rank = nproc_per_node, nnodes, node_rank
+        self._coordinator_address = coordinator_address
+        self._last_nproc_per_node = 0
         self._next_index = 0
 
     def next(self, stop_signal: Callable[[], int]) -> tuple[int, Place] | int:
         """A new port where there is one host alone."""
         index, self._next_index = self._next_index, self._next_index + 1
         return index, Place(
-            nproc=self._num_processes(),
+            nproc_per_node=self._num_processes(),
             nnodes=self._nnodes,
             node_rank=self._node_rank,
-            coordinator=self._coordinator or f"127.0.0.1:{free_port()}",
+            coordinator_address=self._coordinator_address or f"127.0.0.1:{free_port()}",
         )
 
     def watch(self, attempt: Attempt) -> None:
@@ -126,12 +132,12 @@ class FixedPlaces:
 
     def _num_processes(self) -> int:
         """As asked for, or one per GPU that is there now: a lost GPU ends no job."""
-        if self._nproc:
-            return self._nproc
+        if self._nproc_per_node:
+            return self._nproc_per_node
         now = count_gpus() or 1
-        if self._last_nproc and now != self._last_nproc:
-            _say(f"{now} GPUs are there, {self._last_nproc} were: going on with {now}")
-        self._last_nproc = now
+        if self._last_nproc_per_node and now != self._last_nproc_per_node:
+            _say(f"{now} GPUs are there, {self._last_nproc_per_node} were: going on with {now}")
+        self._last_nproc_per_node = now
         return now
 
 
@@ -215,7 +221,7 @@ class Supervisor:
                 return None
             _say("preempted after a committed save; the same command goes on from there")
             return runtime.EXIT_PREEMPTED
-        final = (runtime.EXIT_CONFIG, runtime.EXIT_DAMAGED, runtime.EXIT_INTERRUPTED)
+        final = (runtime.EXIT_CONFIG, runtime.EXIT_SDC, runtime.EXIT_INTERRUPTED)
         if outcome.exit_code in final:
             if not outcome.spoken:
                 print(outcome.report(), file=sys.stderr, flush=True)

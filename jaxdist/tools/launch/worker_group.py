@@ -36,18 +36,18 @@ class Place:
     """Where this host's processes stand in the job.
 
     Attributes:
-        nproc: processes of each launcher.
+        nproc_per_node: processes of each launcher.
         nnodes: launchers.
         node_rank: of this one.
-        coordinator: host:port of the first process.
+        coordinator_address: host:port of the first process.
         num_hosts: hosts, where several launchers share one; 0: as many as launchers.
         visible_gpus: `CUDA_VISIBLE_DEVICES` of the processes; empty: as it is.
     """
 
-    nproc: int
+    nproc_per_node: int
     nnodes: int
     node_rank: int
-    coordinator: str
+    coordinator_address: str
     num_hosts: int = 0
     visible_gpus: str = ""
 
@@ -56,12 +56,12 @@ class Place:
         shown = {"CUDA_VISIBLE_DEVICES": self.visible_gpus} if self.visible_gpus else {}
         return {
             **shown,
-            "JAXDIST_COORDINATOR": self.coordinator,
-            "JAXDIST_NUM_PROCESSES": str(self.nproc * self.nnodes),
-            "JAXDIST_PROCESS_INDEX": str(self.node_rank * self.nproc + local),
+            "JAXDIST_COORDINATOR_ADDRESS": self.coordinator_address,
+            "JAXDIST_NUM_PROCESSES": str(self.nproc_per_node * self.nnodes),
+            "JAXDIST_PROCESS_ID": str(self.node_rank * self.nproc_per_node + local),
             "JAXDIST_NUM_HOSTS": str(self.num_hosts or self.nnodes),
-            "JAXDIST_LOCAL_PROCESSES": str(self.nproc),
-            "JAXDIST_LOCAL_INDEX": str(local),
+            "JAXDIST_NUM_LOCAL_PROCESSES": str(self.nproc_per_node),
+            "JAXDIST_LOCAL_PROCESS_ID": str(local),
             "JAXDIST_ATTEMPT": str(attempt),
         }
 
@@ -72,7 +72,7 @@ class Worker:
     def __init__(
         self, command: list[str], environ: dict[str, str], log_file: Path, prefix: str
     ) -> None:
-        self.index = int(environ["JAXDIST_PROCESS_INDEX"])
+        self.index = int(environ["JAXDIST_PROCESS_ID"])
         self.error_file = log_file.with_suffix(".error.json")
         self.error_file.unlink(missing_ok=True)  # of an earlier launch in this run directory
         self.log_file = log_file
@@ -183,7 +183,7 @@ class Outcome:
     Attributes:
         exit_code: 0 and 75 when all processes agree; else that of the first failure.
         attempt: its index.
-        first: process index of the first failure, -1 where none is to blame.
+        first: process id of the first failure, -1 where none is to blame.
         cause: in a few words.
         words: traceback, or the last lines of its log.
         advice: what to do, when the process knew.
@@ -234,11 +234,11 @@ class Attempt:
         self._log_dir = log_dir
         self.workers: list[Worker] = []
         try:
-            for local in range(place.nproc):
+            for local in range(place.nproc_per_node):
                 environ = place.environ(local, index) | {"JAXDIST_LOG_DIR": str(log_dir)}
-                number = environ["JAXDIST_PROCESS_INDEX"]
+                number = environ["JAXDIST_PROCESS_ID"]
                 log_file = log_dir / f"attempt-{index}-process-{number}.out"
-                prefix = f"[{number}] " if place.nproc * place.nnodes > 1 else ""
+                prefix = f"[{number}] " if place.nproc_per_node * place.nnodes > 1 else ""
                 self.workers.append(Worker(command, environ, log_file, prefix))
         except OSError as failure:
             self.kill()

@@ -1,0 +1,22 @@
+"""Why a run ended: the values of `exit_reason` in summary.json and in the `end` event.
+
+A process that is killed writes neither, nor does one that the watchdog ends (exit code 86): its
+reason is in `logs/abort.json`.
+"""
+
+from __future__ import annotations
+
+import enum
+
+
+class ExitReason(enum.StrEnum):
+    """Every reason that a run writes, with the exit code of the process beside it."""
+
+    FINISHED = "finished"  # 0: all steps are done, and the last state is saved where asked
+    PREEMPTED = "preempted"  # 75: asked to leave, and did so after a committed save
+    NONFINITE_LOSS = "nonfinite_loss"  # 1: NaN or Inf, under resilience.nonfinite_policy
+    LOSS_SPIKE = "loss_spike"  # 1: under resilience.spike_policy
+    SDC = "sdc"  # 85: silent data corruption, under resilience.sdc_policy
+    CHECKPOINT_FAILURE = "checkpoint_failure"  # 1: the last save was not committed
+    INTERRUPTED = "interrupted"  # 130: Ctrl-C
+    ERROR = "error"  # 1, or 2 for a refused setting: any other exception
