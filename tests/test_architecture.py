@@ -52,6 +52,8 @@ LEVELS = {
     "tools.doctor": 12,
     "__main__": 13,
 }
+FORBIDDEN = {"models": ("core.parallel", "core.mesh", "core.mesh_choice", "core.sharding")}
+"""Rooms below that a room may not know all the same: models name dims, never a mesh."""
 EMPTY = {"jaxdist", "jaxdist.core", "jaxdist.run", "jaxdist.tools"}
 MAX_ENTRIES = 15
 
@@ -97,7 +99,11 @@ def violations(module: str, source: str) -> list[str]:
     return [
         f"{module} (level {LEVELS[room]}) imports {other} (level {LEVELS[room_of(other)]})"
         for other in sorted(imported_modules(source))
-        if room_of(other) != room and LEVELS[room_of(other)] >= LEVELS[room]
+        if room_of(other) != room
+        and (
+            LEVELS[room_of(other)] >= LEVELS[room]
+            or other.startswith(FORBIDDEN.get(module.partition(".")[0], ()))
+        )
     ]
 
 

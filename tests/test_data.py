@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxdist.core.mesh import BATCH_AXES, MeshSpec
+from jaxdist.core.mesh import MeshSpec
+from jaxdist.core.parallel.axes import row_axes
 from jaxdist.core.types import ConfigError
 from jaxdist.data import DataConfig, Loader, Order, eval_batches, open_datasets, resume_sample
 from jaxdist.data.loader import make_batch
@@ -37,7 +38,7 @@ def text(tmp_path):
 
 def sharding_on(mesh: str) -> NamedSharding:
     spec = MeshSpec.parse(mesh)
-    return NamedSharding(spec.build(jax.devices()[: spec.num_devices]), PartitionSpec(BATCH_AXES))
+    return NamedSharding(spec.build(jax.devices()[: spec.num_devices]), PartitionSpec(row_axes()))
 
 
 def open_text(*sources: Path, seq_len: int = 16, **settings):
@@ -484,11 +485,12 @@ WORKER = textwrap.dedent(
     jax.distributed.initialize(f"localhost:{port}", 2, process)
     from jax.sharding import NamedSharding, PartitionSpec
     from jaxdist.data import DataConfig, Loader, eval_batches, open_datasets
-    from jaxdist.mesh import BATCH_AXES, MeshSpec
-    from jaxdist.types import ConfigError
+    from jaxdist.core.mesh import MeshSpec
+    from jaxdist.core.parallel.axes import row_axes
+    from jaxdist.core.types import ConfigError
     train, held = open_datasets(DataConfig(sources=[source]), seq_len=16)
     for spec in ("dp=4", "dp=2,tp=2", "tp=4"):
-        sharding = NamedSharding(MeshSpec.parse(spec).build(), PartitionSpec(BATCH_AXES))
+        sharding = NamedSharding(MeshSpec.parse(spec).build(), PartitionSpec(row_axes()))
         try:
             loader = Loader(train, global_batch_size=8, seed=5, sharding=sharding)
         except ConfigError as error:

@@ -388,8 +388,8 @@ class RunConfig:
                 names = " or ".join(f"--mesh {other}" for other in legal)
                 return f"Legal with {in_devices(count)}, nearest first: {names}."
         return (
-            f"No mesh of {in_devices(num_devices)} or a few less is legal for this model and batch. "
-            "Change train.global_batch_size or the model's sizes."
+            f"No mesh of {in_devices(num_devices)} or a few less is legal for this model and "
+            "batch. Change train.global_batch_size or the model's sizes."
         )
 
     def _legal(

@@ -217,7 +217,7 @@ class Layout:
         entries: list[Any] = []
         for name in dims:
             axis = rules.get(name) if name else None
-            group = () if axis is None else (axis,)
+            group: tuple[str, ...] = () if axis is None else (axis,)
             if axis is not None and by_name[axis].weights == "gathered":
                 group = () if is_vector else group + replicated * with_zero
             here = tuple(a for a in group if a in used)

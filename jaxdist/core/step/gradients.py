@@ -12,8 +12,8 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.core import collectives
-from jaxdist.core.collective_order import in_order
 from jaxdist.core.axis import spec_over
+from jaxdist.core.collective_order import in_order
 from jaxdist.core.parallel import data, reduction
 from jaxdist.core.parallel.pipeline import value_and_grad as pipeline
 from jaxdist.core.parallel.pipeline.axis import PIPELINE

@@ -298,7 +298,11 @@ def _pipelines(config: RunConfig, spec: MeshSpec) -> Iterable[PipelineConfig]:
     chunks = {config.pipeline.num_virtual_stages, 1}
     if config.pipeline.schedule != "1f1b_lean":
         chunks |= {v for v in (2, 4) if layers % (v * spec[PIPELINE]) == 0}
-    gathers = ("action", "step") if any(axis.weights == "gathered" for axis in spec.used) else (config.pipeline.gather,)
+    gathers = (
+        ("action", "step")
+        if any(axis.weights == "gathered" for axis in spec.used)
+        else (config.pipeline.gather,)
+    )
     return [
         dataclasses.replace(config.pipeline, num_virtual_stages=v, gather=gather)  # type: ignore[arg-type]
         for v in sorted(chunks)

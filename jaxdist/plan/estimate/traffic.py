@@ -118,7 +118,13 @@ def _vectors(job: Job) -> Iterator[Moved]:
     """Norm scales and biases: whole on every device, one all-reduce a step."""
     for weights, extra in _groups(job, sharded=False):
         local = WIDE * job.total(weights, "param")
-        yield ("all-reduce", (*extra, *_summed(job, "replicated", "gathered")), "gradients", local, 1)
+        yield (
+            "all-reduce",
+            (*extra, *_summed(job, "replicated", "gathered")),
+            "gradients",
+            local,
+            1,
+        )
 
 
 def _groups(job: Job, *, sharded: bool) -> Iterator[tuple[list[Weight], tuple[str, ...]]]:

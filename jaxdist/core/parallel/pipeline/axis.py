@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jaxdist.core.axis import Axis, Workload
+from jaxdist.core.axis import Axis, Workload, allowed_sizes
 
 
 def _problems(size: int, workload: Workload) -> list[str]:
@@ -15,13 +15,11 @@ def _problems(size: int, workload: Workload) -> list[str]:
     pieces = size * workload.num_virtual_stages
     if workload.num_virtual_stages == 1 or not num_layers % pieces:
         return []
-    per_stage = range(1, num_layers // size + 1) if num_layers % size == 0 else ()
-    allowed = [str(count) for count in per_stage if num_layers // size % count == 0]
-    fix = f"Use pipeline.num_virtual_stages={' or '.join(allowed)}" if allowed else "Use 1"
+    allowed = "1" if num_layers % size else allowed_sizes(num_layers // size)
     return [
         f"mesh pp={size} × pipeline.num_virtual_stages={workload.num_virtual_stages} cuts the "
         f"model into {pieces} equal pieces, which do not divide {workload.named('layers')}. "
-        f"{fix}, or {-(-num_layers // pieces) * pieces} layers."
+        f"Use pipeline.num_virtual_stages={allowed}, or {-(-num_layers // pieces) * pieces} layers."
     ]
 
 

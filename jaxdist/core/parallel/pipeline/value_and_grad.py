@@ -128,9 +128,7 @@ def make_evaluate(
 
     def evaluate(params: Params, batch: Batch, context: Context) -> Sums:
         schedule = make_schedule(jax.tree.leaves(batch)[0].shape[0])
-        stage = _make_stage(
-            model, schedule, params, batch, context, gathered, gather, reduce_dtype
-        )
+        stage = _make_stage(model, schedule, params, batch, context, gathered, gather, reduce_dtype)
         return _evaluate(stage)
 
     return evaluate
