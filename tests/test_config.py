@@ -501,7 +501,7 @@ def test_a_custom_models_dims_are_judged_once_it_is_built():
     config = run_config("--model=custom", "--model.factory=my.model:build", "--mesh=tp=4")
     assert config.mesh_problems(MeshSpec(tensor=4)) == []
     model = Model(name="m", init=None, axes={}, dims={"mlp": 6}, head_loss=None)
-    with pytest.raises(ConfigError, match="tp=4 does not divide mlp=6"):
+    with pytest.raises(ConfigError, match="tp=4 does not divide model dim mlp=6"):
         config.choose_mesh(4, model=model)
 
 
