@@ -13,11 +13,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax.numpy as jnp
 from jax import lax
 
 from jaxdist.core import collectives
 from jaxdist.core.axis import Axis, Workload, allowed_sizes
-from jaxdist.core.types import Array
+from jaxdist.core.types import Array, Sums
 
 _SEQUENCE_DIM = 1
 
@@ -51,6 +52,21 @@ def _hooks(sequence_parallel: bool) -> dict[str, Any]:
         "leave": lambda x: collectives.reduce_scatter(x, TENSOR.name, dim=_SEQUENCE_DIM),
         "split": lambda x: _split_sequence(x),
         "tensor_index": index,
+    }
+
+
+def add_layers(sums: Sums) -> Sums:
+    """Sums of several layers, each float32 [layers], added up: scalars equal on all tensor devices.
+
+    One that varies over the axis holds this device's part, of its tokens or heads, and is added
+    over the axis too. One that does not vary is the same everywhere and counts once.
+    """
+    total = {name: jnp.sum(values, axis=0) for name, values in sums.items()}
+    return {
+        name: collectives.all_reduce(value, TENSOR.name)
+        if TENSOR.name in collectives.varying_axes(value)
+        else value
+        for name, value in total.items()
     }
 
 

@@ -23,7 +23,7 @@ from jaxdist.core.sharding import Layout
 from jaxdist.core.step.config import REPLICA_NORMS, TrainConfig
 from jaxdist.core.step.layer_scan import make_layer, remat_policy, resolve_remat
 from jaxdist.core.step.replica_norms import has_replica_norms, replica_norms
-from jaxdist.core.types import Array, Batch, Context, Model, Params, Sums
+from jaxdist.core.types import Array, Batch, Context, Model, Params, Sums, objective
 
 
 def make_value_and_grad(
@@ -103,7 +103,7 @@ def _make_accumulation(
     ) -> tuple[Sums, Params]:
         def scaled_loss(params: Params, micro: Batch) -> tuple[Array, Sums]:
             sums = model.loss(context.gather(params), micro, context)
-            return sums["loss"] * scale, sums
+            return objective(sums) * scale, sums
 
         def microbatch(micro: Batch) -> tuple[Sums, Params]:
             grads, sums = jax.grad(scaled_loss, has_aux=True)(params, micro)

@@ -28,7 +28,7 @@ from jaxdist.core import collectives
 from jaxdist.core.axis import axes_of
 from jaxdist.core.sharding import Layout
 from jaxdist.core.types import Array
-from jaxdist.run.resilience.config import ResilienceConfig
+from jaxdist.run.resilience.config import MAX_ROLLBACKS, ResilienceConfig
 
 
 class CorruptState(RuntimeError):
@@ -113,7 +113,7 @@ class SdcCheck:
     def gives_up(self) -> bool:
         """Whether the run must end: the policy says so, or it went back too often already."""
         self._rollbacks += 1
-        policy, most = self.config.sdc_policy, self.config.max_rollbacks
+        policy, most = self.config.sdc_policy, MAX_ROLLBACKS
         return policy == "stop" or self._rollbacks > most
 
     def forget(self) -> None:
