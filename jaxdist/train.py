@@ -310,7 +310,7 @@ class Run:
 
         config, last = self.config, self.config.train.steps
         evaluated = self.evaluate(last, config.eval.final_max_batches)
-        if config.checkpoint.save_last and last not in self.checkpointer.steps():
+        if last not in self.checkpointer.steps():
             self.save(last, force=True, metrics=evaluated)
         committed = self.commit()
         path = self.monitor.run.path

@@ -20,6 +20,7 @@ LEVELS = {
     "core.collective_order": 2,
     "core.precision": 2,
     "core.mesh": 3,
+    "core.attention": 3,
     "core.losses": 3,
     "core.mesh_choice": 4,
     "core.sharding": 4,
