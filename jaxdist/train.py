@@ -151,8 +151,7 @@ class Run:
         self.versions = versions()
         self.watchdog, self.guard = watchdog, guard
         self.begin, self.budget = begin, budget
-        step = parts.step.train_below if guard.limits_updates else parts.step.train
-        self.train_step = monitor.track_compiles(step, "train step")
+        self.train_step = monitor.track_compiles(parts.step.train, "train step")
         on_cpu = parts.step.context.platform == "cpu"
         self.timer = StepTimer(blocking_dispatch=on_cpu)
         self.judge = StepReporter(monitor, self.timer, watchdog, guard, replicas, checkpointer)
@@ -179,9 +178,9 @@ class Run:
                     self.monitor.profiler.turn(step)
             with self.watchdog.phase("data"):
                 batch = self.timer.fetch(lambda: next(self.loader))
-            limit = (self.guard.limit(step),) if self.guard.limits_updates else ()
-            self.check_budget(self.state, batch, *limit)
-            self.state, metrics = self.timer.dispatch(self.train_step, self.state, batch, *limit)
+            limit = self.guard.update_limit(step)
+            self.check_budget(self.state, batch, limit)
+            self.state, metrics = self.timer.dispatch(self.train_step, self.state, batch, limit)
             self.judge.report()
             self.judge.hold(step, metrics, self.loader)
             evaluated: dict[str, float] = {}

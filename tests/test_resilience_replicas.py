@@ -119,7 +119,7 @@ def test_training_on_every_kind_of_mesh_keeps_replicas_equal():
         batch = jax.device_put(reference.batch_of(case.model), step.batch_sharding)
         subject = watch(case)
         for number in range(1, 4):
-            state, _ = step.train(state, batch)
+            state, _ = step.train(state, batch, np.inf)
             assert look(subject, state, number) is None
 
 
@@ -198,12 +198,12 @@ def test_a_check_costs_little(capsys):
     step, state = reference.step_of(case)
     batch = jax.device_put(reference.batch_of(case.model), step.batch_sharding)
     subject = watch(case)
-    state, _ = step.train(state, batch)
+    state, _ = step.train(state, batch, np.inf)
     look(subject, state)
     steps, checks = [], []
     for _ in range(15):
         begin = time.perf_counter()
-        state, _ = jax.block_until_ready(step.train(state, batch))
+        state, _ = jax.block_until_ready(step.train(state, batch, np.inf))
         steps.append(time.perf_counter() - begin)
         begin = time.perf_counter()
         look(subject, state)

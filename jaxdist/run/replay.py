@@ -12,6 +12,7 @@ Nothing is written into the run.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -121,13 +122,13 @@ def _before(
         left_out=left_out,
     )
     for _ in range(done + 1, step):
-        state, _ = parts.step.train(state, next(loader))
+        state, _ = parts.step.train(state, next(loader), math.inf)
     return state, loader
 
 
 def _once(parts: Parts, state: TrainState, batch: Any) -> dict[str, float]:
     copy = jax.tree.map(jnp.copy, state)  # the step consumes what it is given
-    _, metrics = parts.step.train(copy, batch)
+    _, metrics = parts.step.train(copy, batch, math.inf)
     return {name: float(metrics[name]) for name in ("loss", "grad_norm")}
 
 

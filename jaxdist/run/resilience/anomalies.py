@@ -105,10 +105,9 @@ class LossGuard:
         self._losses: list[tuple[int, float]] = []
         self._rollbacks, self._gave_up = 0, False
 
-    @property
-    def limits_updates(self) -> bool:
-        """Whether the compiled step must know the limit, to leave a spike's update out."""
-        return self.config.spike_policy == "skip"
+    def update_limit(self, step: int) -> float:
+        """The loss above which the compiled step leaves its update out; inf = no limit."""
+        return self.limit(step) if self.config.spike_policy == "skip" else math.inf
 
     def limit(self, step: int) -> float:
         """The largest loss of `step` that is no spike; inf while too little is known.
