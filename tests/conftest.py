@@ -22,6 +22,10 @@ jax.config.update("jax_compilation_cache_dir", os.environ.setdefault("JAXDIST_CA
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
 
+from jaxdist.core.step import layer_scan  # noqa: E402
+
+layer_scan.UNROLL_UP_TO = 0  # scanned layers: what a large model has, and quick to compile
+
 # Fixtures of more than one file; after the devices, since this imports what uses them.
 from damaged import pristine, run  # noqa: E402, F401
 

@@ -161,7 +161,6 @@ RULES = {
     "learning rate nan": (["--optim.peak_lr=nan"], "optim.peak_lr=nan", "Try 1e-3"),
     "momentum 1": (["--optim.momentum=1"], "optim.momentum=1.0", "Try 0.9"),
     "warmup negative": (["--optim.warmup_steps=-5"], "warmup_steps=-5", "Use 0"),
-    "loss scale": (["--precision.loss_scale=0.5"], "loss_scale=0.5", "Use a power of 2"),
     "checkpoints kept": (["--checkpoint.max_to_keep=0"], "max_to_keep=0", "Use 1 or more"),
     "log interval": (["--monitoring.log_interval_steps=0"], "log_interval_steps=0", "Set 1"),
     "custom without factory": (["--model=custom"], "model.factory=''", "Use e.g."),

@@ -219,7 +219,7 @@ jax.config.update("jax_num_cpu_devices", 8)
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 from jaxdist.checkpoint.digest import digests, part_digest
-from jaxdist.mesh import MeshSpec
+from jaxdist.core.mesh import MeshSpec
 
 mesh = MeshSpec(fsdp=4, tensor=2).build()
 specs = [P("fsdp", "tensor"), P("tensor", "fsdp"), P("fsdp"), P(("fsdp", "tensor")), P()]

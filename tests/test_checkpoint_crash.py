@@ -39,7 +39,7 @@ import numpy as np
 from pathlib import Path
 from jax.sharding import NamedSharding, PartitionSpec as P
 from jaxdist.checkpoint import CheckpointConfig, Checkpointer
-from jaxdist.mesh import MeshSpec
+from jaxdist.core.mesh import MeshSpec
 
 mesh = MeshSpec.parse(settings["mesh"]).build()
 split, whole = NamedSharding(mesh, P(None, "fsdp")), NamedSharding(mesh, P())

@@ -6,7 +6,7 @@ import zlib
 import pytest
 
 from jaxdist.checkpoint import CheckpointConfig, manifest
-from jaxdist.checkpoint.coordination import Agreement
+from jaxdist.checkpoint.coordination import make_group
 from jaxdist.checkpoint.retention import Saved, best_steps, steps_to_delete
 from jaxdist.checkpoint.save_schedule import SaveSchedule
 
@@ -14,7 +14,7 @@ NEVER = 1e9
 
 
 def schedule(**settings) -> SaveSchedule:
-    return SaveSchedule(CheckpointConfig(**settings), Agreement())
+    return SaveSchedule(CheckpointConfig(**settings), make_group())
 
 
 def asked(schedule: SaveSchedule, times) -> list[tuple[int, str]]:
@@ -82,7 +82,7 @@ def most_lost(write_steps: int, steps: int, **settings) -> int:
     waits for its own.
     """
     config = CheckpointConfig(save_interval_minutes=0, **settings)
-    plan = SaveSchedule(config, Agreement())
+    plan = SaveSchedule(config, make_group())
     committed, writing, worst = 0, None, 0
     for step in range(1, steps + 1):
         if writing is not None and step - writing > write_steps:

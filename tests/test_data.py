@@ -484,8 +484,8 @@ WORKER = textwrap.dedent(
     jax.distributed.initialize(f"localhost:{port}", 2, process)
     from jax.sharding import NamedSharding, PartitionSpec
     from jaxdist.data import DataConfig, Loader, eval_batches, open_datasets
-    from jaxdist.mesh import BATCH_AXES, MeshSpec
-    from jaxdist.types import ConfigError
+    from jaxdist.core.mesh import BATCH_AXES, MeshSpec
+    from jaxdist.core.types import ConfigError
     train, held = open_datasets(DataConfig(sources=[source]), seq_len=16)
     for spec in ("dp=4", "dp=2,tp=2", "tp=4"):
         sharding = NamedSharding(MeshSpec.parse(spec).build(), PartitionSpec(BATCH_AXES))

@@ -227,7 +227,7 @@ from test_huggingface import target_of
 from jaxdist.huggingface import safetensors
 from jaxdist.huggingface.loading import load_params
 from jaxdist.models import DecoderConfig
-from jaxdist.types import ConfigError
+from jaxdist.core.types import ConfigError
 
 safetensors._PAGE_BYTES = 64
 counted, fill = [], safetensors._fill

@@ -192,7 +192,7 @@ def loss_and_gradients(config, mesh, *, batch, key=0, **layout):
     model = build(config, seq_len=16)
     spec = MeshSpec.parse(mesh)
     layout = Layout(mesh=spec.build(jax.devices()[: spec.num_devices]), **layout)
-    train = TrainConfig(num_microbatches=num_microbatches, unroll_layers=1)
+    train = TrainConfig(num_microbatches=num_microbatches)
     context = make_context(model, layout, train, PrecisionConfig())
     function = jax.jit(make_value_and_grad(model, layout, train, context))
     params = jax.device_put(random_params(model), layout.shardings(layout.param_specs(model.axes)))

@@ -12,7 +12,6 @@ import pytest
 from commands import ROOT, environment
 from test_runtime_job import free_port
 
-from jaxdist import runtime
 from jaxdist.run.monitoring import Monitor, MonitoringConfig, RunDirectory, StepTimer, read_records
 from jaxdist.run.monitoring import gpu_stats as sensors_module
 from jaxdist.run.monitoring import monitor as monitor_module
@@ -26,6 +25,7 @@ from jaxdist.run.monitoring.stragglers import (
 )
 from jaxdist.run.monitoring.summary import Idle
 from jaxdist.run.step_report import StepReporter
+from jaxdist.runtime import coordination
 
 pytestmark = pytest.mark.usefixtures("propagating")
 
@@ -269,8 +269,8 @@ def test_an_interval_ends_only_where_there_is_something_to_tell():
 
 def test_an_interval_stays_open_until_the_last_process_has_told_of_it(monkeypatch):
     there = {}
-    monkeypatch.setattr(runtime, "publish", lambda topic, value: there.update({0: value}))
-    monkeypatch.setattr(runtime, "published", lambda topic: there)
+    monkeypatch.setattr(coordination, "publish", lambda topic, value: there.update({0: value}))
+    monkeypatch.setattr(coordination, "published", lambda topic: there)
     watch = StragglerDetector(2, 4)
     assert not watch.is_open
     watch.add(1.0, 0.25, 0.5)
@@ -290,7 +290,8 @@ WORKER = """
     index, port, path = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 
     def main():
-        from jaxdist.runtime.settings import RuntimeConfig
+        from jaxdist.runtime import coordination
+        from jaxdist.runtime.config import RuntimeConfig
         from jax.experimental import multihost_utils
         runtime.simulate(1)
         runtime.join(RuntimeConfig(
@@ -306,7 +307,7 @@ WORKER = """
                 times = timer.lap()
                 monitor.train(step, {"loss": 1.0}, tokens=1, step_time_s=times[0],
                               data_wait_s=times[1], device_wait_s=timer.device_wait_s)
-                runtime.exchange(f"test/{step}", "together", 30)  # so that the test is no race
+                coordination.gather(f"test/{step}", "together", 30)
             monitor.summary("finished")
         return 0
 

@@ -355,7 +355,7 @@ def test_the_command_says_what_is_wrong_and_starts_no_device(tmp_path):
     assert len(done.stderr.splitlines()) == 1
     assert subprocess.run(module, capture_output=True).returncode == 2
     code = (
-        "import sys; from jaxdist.report import main; from jax._src import xla_bridge\n"
+        "import sys; from jaxdist.tools.report import main; from jax._src import xla_bridge\n"
         f"main([{str(tmp_path)!r}]); print(xla_bridge.backends_are_initialized())"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -15,8 +15,8 @@ from jaxdist.runtime import NOTICES
 HEADER = """
 import json, os, signal, sys, time
 from jaxdist import runtime
-from jaxdist.runtime import job as room
-from jaxdist.runtime.settings import RuntimeConfig
+from jaxdist.runtime import distributed as room
+from jaxdist.runtime.config import RuntimeConfig
 
 INDEX = int(os.environ["JAXDIST_PROCESS_ID"])
 
@@ -212,7 +212,7 @@ def test_a_process_that_never_joins_is_named_by_the_one_that_waits():
         for process in processes.processes:
             process.kill()
     err = processes.processes[0].stderr.read()
-    assert "NotGathered: process 1 of 2 has not joined at 127.0.0.1:" in err
+    assert "RendezvousError: process 1 of 2 has not joined at 127.0.0.1:" in err
     assert "to do:   see the logs of the processes named" in err
 
 

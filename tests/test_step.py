@@ -138,10 +138,10 @@ def test_clipping_is_its_closed_form(share):
     assert float(metrics["grad_norm"]) == pytest.approx(expected.norm, rel=1e-5)
 
 
-def test_float16_scales_its_loss_and_finds_the_scale():
-    precision = PrecisionConfig(
-        compute_dtype="float16", loss_scale=2.0**22, loss_scale_growth_steps=4
-    )
+def test_float16_scales_its_loss_and_finds_the_scale(monkeypatch):
+    monkeypatch.setattr("jaxdist.core.precision.INITIAL_LOSS_SCALE", 2.0**22)
+    monkeypatch.setattr("jaxdist.core.precision.GROWTH_STEPS", 4)
+    precision = PrecisionConfig(compute_dtype="float16")
     step, state = step_of(Case("learned", "dp=2"), precision=precision)
     batch = place(step, text_batch())
     scales, finite, losses = [float(state.loss_scale["scale"])], [], []
@@ -341,7 +341,6 @@ def test_offloaded_moments_live_in_host_memory():
     [
         (dict(steps=0), "train.steps=0"),
         (dict(num_microbatches=0), "train.num_microbatches=0"),
-        (dict(unroll_layers=-1), "train.unroll_layers=-1"),
         (dict(remat="half"), "train.remat='half' is unknown. Use auto, none, dots, full or names"),
         (dict(remat="names:"), "is unknown"),
         (dict(remat="names:qkv,logits"), "names logits, which no model marks. Use names from qkv"),

@@ -186,6 +186,7 @@ class Case:
     zero: int = 0
     sequence: bool = True
     microbatches: int = 1
+    remat: str = "none"
 
     def __str__(self) -> str:
         sizes = [(a, n) for a, n in MeshSpec.parse(self.mesh).sizes.items() if n > 1]
@@ -193,6 +194,7 @@ class Case:
         parts += [f"zero{self.zero}"] * bool(self.zero)
         parts += ["no_sequence"] * (not self.sequence)
         parts += [f"micro{self.microbatches}"] * (self.microbatches > 1)
+        parts += [f"remat_{self.remat}"] * (self.remat != "none")
         return "_".join(parts) if sizes else "_".join([self.model, "one_device", *parts[1:]])
 
 
@@ -209,9 +211,12 @@ def layout_of(case: Case) -> Layout:
 
 
 def train_config(case: Case, **changes: Any) -> TrainConfig:
-    """Scanned layers, one per iteration: what a large model does, and quick to compile."""
+    """Sizes of a step of `ROWS` rows."""
     settings: dict[str, Any] = dict(
-        global_batch_size=ROWS, seq_len=SEQ, num_microbatches=case.microbatches, unroll_layers=1
+        global_batch_size=ROWS,
+        seq_len=SEQ,
+        num_microbatches=case.microbatches,
+        remat=case.remat,
     )
     return TrainConfig(**{**settings, **changes})
 
@@ -237,7 +242,7 @@ def step_of(
     """
     precision = precision or PrecisionConfig(compute_dtype="float32")
     layout, model, rule = layout_of(case), model_of(case.model), rule or optimizer()
-    loss_scale = initial_loss_scale(precision, precision.resolve("cpu"))
+    loss_scale = initial_loss_scale(precision.resolve("cpu"))
     config = train_config(case, **changes)
     step = make_step(
         model,

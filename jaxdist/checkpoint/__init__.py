@@ -12,7 +12,7 @@ is found under a step's name was whole once.
 `checkpointer` is what a run talks to: `saving` and `restoring` do its two jobs. `store` is the only
 file that knows Orbax; `manifest` and `digest` prove that what is read is what was written; `tree`
 names leaves; `schedule` says when to save, `retention` what is kept; `lock` keeps a second run out;
-`agreement` lets process 0 decide for all; `probe` tries it all before training.
+`coordination` lets process 0 decide for all; `probe` tries it all before training.
 """
 
 from jaxdist.checkpoint.checkpointer import Checkpointer

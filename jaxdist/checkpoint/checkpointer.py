@@ -11,7 +11,7 @@ from typing import Any
 from jaxdist.checkpoint import manifest, pytree
 from jaxdist.checkpoint.checksum import digests
 from jaxdist.checkpoint.config import CheckpointConfig
-from jaxdist.checkpoint.coordination import Agreement
+from jaxdist.checkpoint.coordination import make_group
 from jaxdist.checkpoint.errors import Damaged
 from jaxdist.checkpoint.events import Event, Journal
 from jaxdist.checkpoint.lock import DirectoryLock
@@ -49,18 +49,18 @@ class Checkpointer:
     ) -> None:
         self.directory = Path(directory).absolute()
         self.config = config
-        self._agreement = Agreement()
+        self._group = make_group()
         self._journal = Journal(
-            log or logging.getLogger("jaxdist.checkpoint").warning, self._agreement.leader
+            log or logging.getLogger("jaxdist.checkpoint").warning, self._group.is_leader
         )
-        self._saver = Saver(self.directory, config, self._agreement, self._journal)
-        self._reader = Reader(self.directory, config, self._agreement, self._journal, read_only)
+        self._saver = Saver(self.directory, config, self._group, self._journal)
+        self._reader = Reader(self.directory, config, self._group, self._journal, read_only)
         self._read_only = read_only
         self._lock: DirectoryLock | None = None
         self._chosen: int | None = None
-        self._schedule = SaveSchedule(config, self._agreement)
+        self._schedule = SaveSchedule(config, self._group)
         if not read_only:
-            self._agreement.decide(self._open)
+            self._group.decide(self._open)
 
     def due(self, step: int, now: float | None = None) -> Due:
         """Which save the policies ask for after `step`; the same answer on every process.
@@ -165,7 +165,7 @@ class Checkpointer:
             return next(iter(best_steps(self._saver.complete(), self.config)), None)
 
         self._saver.settle()
-        return self._agreement.decide(first)
+        return self._group.decide(first)
 
     def verify(self, step: int) -> str:
         """Check every file of a checkpoint; "" when it is whole, else the one-line reason."""
@@ -254,9 +254,9 @@ class Checkpointer:
 
         start = time.perf_counter()
         leaves = pytree.leaves_of(state)
-        self._agreement.decide(lambda: self._saver.check_room(sum(x.num_bytes for x in leaves)))
+        self._group.decide(lambda: self._saver.check_room(sum(x.num_bytes for x in leaves)))
         digests([pytree.plain(leaf) for leaf in leaves])
-        try_save_path(self.directory, self.config, self._agreement)
+        try_save_path(self.directory, self.config, self._group)
         self._journal.event("probe", seconds=time.perf_counter() - start)
 
     def _open(self) -> None:

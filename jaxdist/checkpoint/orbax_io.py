@@ -16,7 +16,7 @@ import jax
 
 from jaxdist.checkpoint.config import CheckpointConfig
 from jaxdist.checkpoint.pytree import ITEMS
-from jaxdist.checkpoint.save_barrier import SaveBarrier
+from jaxdist.runtime.coordination import Barrier
 
 _DOCUMENT = "meta"  # the JSON item beside the array items
 _LEAST_SHARE_BYTES = 16 << 20
@@ -26,7 +26,7 @@ _DICT_KEY = 2  # Orbax's code for a key of a dict in its tree metadata
 class Store:
     """Writes one checkpoint at a time in the background; Orbax is imported on first use."""
 
-    def __init__(self, config: CheckpointConfig, barrier: SaveBarrier) -> None:
+    def __init__(self, config: CheckpointConfig, barrier: Barrier) -> None:
         self._config = config
         self._barrier = barrier
         self._writer: Any = None

@@ -13,12 +13,12 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxdist.checkpoint import manifest, orbax_io, pytree
 from jaxdist.checkpoint.checksum import digests
 from jaxdist.checkpoint.config import CheckpointConfig
-from jaxdist.checkpoint.coordination import Agreement
+from jaxdist.checkpoint.coordination import make_barrier
 from jaxdist.checkpoint.errors import CheckpointError
-from jaxdist.checkpoint.save_barrier import SaveBarrier
+from jaxdist.runtime.coordination import Group
 
 
-def try_save_path(parent: Path, config: CheckpointConfig, agreement: Agreement) -> None:
+def try_save_path(parent: Path, config: CheckpointConfig, group: Group) -> None:
     """Write a small array with a part on every device, read it back, compare, remove it.
 
     Raises:
@@ -26,7 +26,7 @@ def try_save_path(parent: Path, config: CheckpointConfig, agreement: Agreement) 
     """
     directory = parent / ".probe"
     try:
-        _round_trip(directory, config, agreement)
+        _round_trip(directory, config, group)
     except Exception as failure:  # any reason at all is a reason not to start
         # At once: the others may wait in Orbax, and are ended when they hear of this end.
         error = f"{type(failure).__name__}: {str(failure).strip().splitlines()[0][:200]}"
@@ -36,13 +36,13 @@ def try_save_path(parent: Path, config: CheckpointConfig, agreement: Agreement) 
             "checkpoint.preflight=false."
         ) from failure
     finally:
-        if agreement.leader:
+        if group.is_leader:
             shutil.rmtree(directory, ignore_errors=True)
 
 
-def _round_trip(directory: Path, config: CheckpointConfig, agreement: Agreement) -> None:
-    agreement.decide(lambda: shutil.rmtree(directory, ignore_errors=True))
-    agreement.decide(lambda: directory.mkdir(parents=True))
+def _round_trip(directory: Path, config: CheckpointConfig, group: Group) -> None:
+    group.decide(lambda: shutil.rmtree(directory, ignore_errors=True))
+    group.decide(lambda: directory.mkdir(parents=True))
     devices = jax.devices()
     mesh = Mesh(np.asarray(devices, dtype=object), ("all",), axis_types=(AxisType.Auto,))
     sharding = NamedSharding(mesh, PartitionSpec("all"))
@@ -51,7 +51,7 @@ def _round_trip(directory: Path, config: CheckpointConfig, agreement: Agreement)
     )
     leaves = pytree.leaves_of({"params": {"probe": make()}})
     arrays = [leaf.value for leaf in leaves]
-    writer = orbax_io.Store(config, SaveBarrier())
+    writer = orbax_io.Store(config, make_barrier())
     try:
         writer.start_write(directory / "0", pytree.nest(leaves, arrays), {"probe": True})
         writer.finish_write()
@@ -59,8 +59,8 @@ def _round_trip(directory: Path, config: CheckpointConfig, agreement: Agreement)
         restored = orbax_io.read(directory / "0", pytree.nest(leaves, targets), config)
     finally:
         writer.close()
-    agreement.gather(None)  # all have read before the directory goes
-    if agreement.leader:
+    group.gather(None)  # all have read before the directory goes
+    if group.is_leader:
         manifest.write(directory / "0", 0, {}, {})
     if digests([pytree.pick(restored, leaf) for leaf in leaves]) != digests(arrays):
         raise CheckpointError("what was read back is not what was written")

@@ -12,10 +12,10 @@ import jax
 from jaxdist.checkpoint import manifest, orbax_io, pytree
 from jaxdist.checkpoint.checksum import digests
 from jaxdist.checkpoint.config import CheckpointConfig
-from jaxdist.checkpoint.coordination import Agreement
 from jaxdist.checkpoint.errors import CheckpointError, Damaged
 from jaxdist.checkpoint.events import Journal, one_line
 from jaxdist.core.types import ConfigError
+from jaxdist.runtime.coordination import Group
 
 _SMALL_BYTES = 1 << 20  # metadata, checked also by "quick": digests cover arrays only
 
@@ -27,13 +27,13 @@ class Reader:
         self,
         directory: Path,
         config: CheckpointConfig,
-        agreement: Agreement,
+        group: Group,
         journal: Journal,
         read_only: bool,
     ) -> None:
         self._directory = directory
         self._config = config
-        self._agreement = agreement
+        self._group = group
         self._journal = journal
         self._read_only = read_only
         self._proven: set[int] = set()
@@ -41,7 +41,7 @@ class Reader:
 
     def steps(self) -> list[int]:
         """Steps of all checkpoints in the directory, whole or not."""
-        return self._agreement.decide(lambda: manifest.steps_in(self._directory))
+        return self._group.decide(lambda: manifest.steps_in(self._directory))
 
     def choose(self) -> int | None:
         """The newest step that can be trusted, or None; raises when there are only damaged ones."""
@@ -68,7 +68,7 @@ class Reader:
             if (chosen := self.choose()) is None:
                 raise CheckpointError(f"there is no checkpoint in {self._directory}.")
             return chosen
-        exists = self._agreement.decide(lambda: (self._directory / str(step)).is_dir())
+        exists = self._group.decide(lambda: (self._directory / str(step)).is_dir())
         if reason := self.problem(step) if exists else "it does not exist":
             others = ", ".join(str(s) for s in self.steps() if s != step) or "none"
             raise CheckpointError(
@@ -96,12 +96,12 @@ class Reader:
             found = found or manifest.content_problems(path, files, small)
             return {"reason": manifest.summary(found), "files": files}
 
-        answer = self._agreement.decide(listed)
+        answer = self._group.decide(listed)
         if answer["reason"] or level != "full" or (step in self._proven and not full):
             return answer["reason"]
         files = answer["files"]
-        mine = list(files)[self._agreement.process :: self._agreement.num_processes]
-        shares = self._agreement.gather(manifest.content_problems(path, files, mine))
+        mine = list(files)[self._group.process_id :: self._group.num_processes]
+        shares = self._group.gather(manifest.content_problems(path, files, mine))
         reason = manifest.summary([line for share in shares for line in share])
         if not reason:
             self._proven.add(step)
@@ -169,7 +169,7 @@ class Reader:
     def _set_aside(self, step: int, reason: str) -> None:
         if not self._read_only:
             path = self._directory / str(step)
-            self._agreement.decide(lambda: manifest.set_aside(path, "damaged").name)
+            self._group.decide(lambda: manifest.set_aside(path, "damaged").name)
         self._journal.event("checkpoint_skipped", step=step, reason=reason)
         self._journal.line(f"checkpoint {step} skipped: {reason}")
 
@@ -198,7 +198,7 @@ class Reader:
             return orbax_io.read(path, targets, self._config)
         except Exception as error:
             reason = f"it could not be read ({one_line(error)})"
-            if self._agreement.num_processes == 1:
+            if self._group.num_processes == 1:
                 if damage := self.problem(step, full=True):
                     raise Damaged(damage) from error
                 if "DATA_LOSS" in str(error):  # TensorStore's own checksums, of a part of the files

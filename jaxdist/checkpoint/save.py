@@ -19,12 +19,12 @@ from typing import Any
 from jaxdist.checkpoint import lock, manifest, pytree
 from jaxdist.checkpoint.checksum import digests
 from jaxdist.checkpoint.config import CheckpointConfig
-from jaxdist.checkpoint.coordination import Agreement
+from jaxdist.checkpoint.coordination import make_barrier, make_group
 from jaxdist.checkpoint.errors import CheckpointError
 from jaxdist.checkpoint.events import Journal, Outcome, one_line, size_text
 from jaxdist.checkpoint.orbax_io import Store
 from jaxdist.checkpoint.retention import Saved, steps_to_delete
-from jaxdist.checkpoint.save_barrier import GivenUp, SaveBarrier
+from jaxdist.runtime.coordination import GivenUp, Group
 
 
 class Saver:
@@ -36,16 +36,16 @@ class Saver:
     """
 
     def __init__(
-        self, directory: Path, config: CheckpointConfig, agreement: Agreement, journal: Journal
+        self, directory: Path, config: CheckpointConfig, group: Group, journal: Journal
     ) -> None:
         self.continues: int | None = -1
         self.last_committed = True
         self._directory = directory
         self._config = config
-        self._agreement = agreement
-        self._background = Agreement()  # the writing thread's exchanges keep an order of their own
+        self._group = group
+        self._background = make_group()  # the writing thread's exchanges keep an order of their own
         self._journal = journal
-        self._barrier = SaveBarrier()
+        self._barrier = make_barrier()
         self._store = Store(config, self._barrier)
         self._failures = 0
         self._pending: tuple[Outcome, threading.Thread] | None = None
@@ -68,7 +68,7 @@ class Saver:
             # A mount may be lost on one host alone. Begun without it, the save would fail on that
             # process amid Orbax, where the others wait.
             prepare = lambda absent: self._prepare(step, leaves, absent)
-            if not self._agreement.decide_from(self._why_absent(), prepare):
+            if not self._group.decide_from(self._why_absent(), prepare):
                 self._journal.event("save_skipped", step=step, reason="already saved")
                 self.last_committed = True
                 return
@@ -164,8 +164,8 @@ class Saver:
             self._check_there()
         except (CheckpointError, OSError) as error:  # OSError: a file server's stale handle
             reason = str(error) if isinstance(error, CheckpointError) else one_line(error)
-            if self._agreement.num_processes > 1:
-                reason += f" (process {self._agreement.process} on {socket.gethostname()})"
+            if self._group.num_processes > 1:
+                reason += f" (process {self._group.process_id} on {socket.gethostname()})"
             return reason
         return ""
 
@@ -203,9 +203,9 @@ class Saver:
             self._begin(step, leaves, meta)
         except Exception as error:
             outcome.error = one_line(error)
-            if self._agreement.num_processes > 1:
+            if self._group.num_processes > 1:
                 raise CheckpointError(
-                    f"the save of step {step} failed on process {self._agreement.process} after "
+                    f"the save of step {step} failed on process {self._group.process_id} after "
                     f"all had begun it: {outcome.error}"
                 ) from error
 
@@ -234,20 +234,20 @@ class Saver:
                 str(failure) if isinstance(failure, CheckpointError) else one_line(failure)
             )
             self._store.close()
-            if self._background.leader:
+            if self._background.is_leader:
                 self._discard(outcome.step)
             self._journal.failed(outcome, self._failures + 1, self._config.max_failures)
             return
         outcome.written_s = time.perf_counter() - begin
         self._journal.saved(outcome)
-        if self._background.leader:
+        if self._background.is_leader:
             self._retain()
 
     def _seal(self, outcome: Outcome, metrics: dict[str, float]) -> int:
         """Write the manifest, each process fingerprinting its share of the files; their bytes."""
         path = self._unsealed(outcome.step)
         names = self._background.decide(lambda: manifest.files_of(path))
-        mine = names[self._background.process :: self._background.num_processes]
+        mine = names[self._background.process_id :: self._background.num_processes]
         shares = self._background.gather(_fingerprints(path, mine))
         if errors := [share["error"] for share in shares if "error" in share]:
             raise CheckpointError(errors[0])

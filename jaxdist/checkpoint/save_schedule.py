@@ -12,7 +12,7 @@ import time
 from typing import Literal
 
 from jaxdist.checkpoint.config import CheckpointConfig
-from jaxdist.checkpoint.coordination import Agreement
+from jaxdist.runtime.coordination import Group
 
 Due = Literal["", "interval", "midway"]
 """No save is due; one that ends an interval is; one that halves it is, kept until the next."""
@@ -25,12 +25,12 @@ class SaveSchedule:
 
     Args:
         config: `save_interval_steps`, `save_interval_minutes`, `saves_midway`.
-        agreement: process 0 reads the clock for all.
+        group: process 0 reads the clock for all.
     """
 
-    def __init__(self, config: CheckpointConfig, agreement: Agreement) -> None:
+    def __init__(self, config: CheckpointConfig, group: Group) -> None:
         self._config = config
-        self._agreement = agreement
+        self._group = group
         self._last_step: int | None = None
         self._last_time = self._interval_began = time.monotonic()
 
@@ -65,7 +65,7 @@ class SaveSchedule:
 
     def _by_minutes(self, step: int, now: float | None) -> Due:
         interval_s = 60 * self._config.save_interval_minutes
-        if not interval_s or (self._agreement.num_processes > 1 and step % _CLOCK_STEPS):
+        if not interval_s or (self._group.num_processes > 1 and step % _CLOCK_STEPS):
             return ""
         read = time.monotonic() if now is None else now
 
@@ -75,5 +75,5 @@ class SaveSchedule:
             halved = self._config.saves_midway and read - self._last_time >= interval_s / 2
             return "midway" if halved else ""
 
-        answer: Due = self._agreement.decide(elapsed)
+        answer: Due = self._group.decide(elapsed)
         return answer

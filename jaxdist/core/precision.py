@@ -15,10 +15,16 @@ import jax.numpy as jnp
 
 from jaxdist.core.types import Array, setting
 
+INITIAL_LOSS_SCALE = 2.0**16
+"""First loss scale of a float16 run: too large a one is halved within the first steps."""
+
+GROWTH_STEPS = 2000
+"""Finite steps after which the loss scale doubles , as in PyTorch's GradScaler."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PrecisionConfig:
-    """Number formats of compute, reductions and loss scaling."""
+    """Number formats of compute and reductions."""
 
     compute_dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
         "auto", "dtype of matrix products; auto = float32 on CPU, bfloat16 on GPUs"
@@ -26,24 +32,6 @@ class PrecisionConfig:
     reduce_dtype: Literal["float32", "bfloat16"] = setting(
         "float32", "dtype in which gradients of fsdp-sharded weights are summed"
     )
-    loss_scale: float = setting(65536.0, "first loss scale; float16 only")
-    loss_scale_growth_steps: int = setting(
-        2000, "finite steps after which the loss scale doubles; float16 only"
-    )
-
-    def problems(self) -> list[str]:
-        """Every violated rule of this section."""
-        problems = []
-        if self.loss_scale < 1:
-            problems.append(
-                f"precision.loss_scale={self.loss_scale} shrinks gradients. Use a power of 2 ≥ 1."
-            )
-        if self.loss_scale_growth_steps < 1:
-            problems.append(
-                f"precision.loss_scale_growth_steps={self.loss_scale_growth_steps} must be ≥ 1 "
-                "step. Use 2000."
-            )
-        return problems
 
     def resolve(self, platform: str) -> Any:
         """The compute dtype on a platform ("cpu" or "gpu")."""
@@ -52,24 +40,22 @@ class PrecisionConfig:
         return jnp.dtype("bfloat16" if platform == "gpu" else "float32")
 
 
-def initial_loss_scale(config: PrecisionConfig, compute_dtype: Any) -> dict[str, Array]:
+def initial_loss_scale(compute_dtype: Any) -> dict[str, Array]:
     """The loss scale's state; empty unless the compute dtype is float16."""
     if jnp.dtype(compute_dtype) != jnp.float16:
         return {}
     return {
-        "scale": jnp.asarray(config.loss_scale, jnp.float32),
+        "scale": jnp.asarray(INITIAL_LOSS_SCALE, jnp.float32),
         "finite_steps": jnp.zeros((), jnp.int32),
     }
 
 
-def update_loss_scale(
-    loss_scale: dict[str, Array], finite: Array, config: PrecisionConfig
-) -> dict[str, Array]:
+def update_loss_scale(loss_scale: dict[str, Array], finite: Array) -> dict[str, Array]:
     """Halve after a step with NaN or Inf (never below 1), double after a run of finite ones."""
     if not loss_scale:
         return {}
     counted = loss_scale["finite_steps"] + 1
-    grow = counted >= config.loss_scale_growth_steps
+    grow = counted >= GROWTH_STEPS
     scale = loss_scale["scale"]
     grown = jnp.where(grow, scale * 2, scale)
     return {

@@ -20,6 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxdist.core.types import Batch, ConfigError
 from jaxdist.data.dataset import Dataset
+from jaxdist.runtime import coordination
 
 STATE_VERSION = 1
 """Raised when the order of samples changes; an older state is then refused, not misread."""
@@ -224,13 +225,8 @@ def check_same_everywhere(dataset: Dataset) -> None:
     Raises:
         ConfigError: naming the processes whose data differ from the first one's.
     """
-    if jax.process_count() == 1:
-        return
-    from jax.experimental import multihost_utils
-
-    mine = np.frombuffer(bytes.fromhex(dataset.fingerprint), np.uint8)
-    prints = np.asarray(multihost_utils.process_allgather(mine))
-    other = [i for i, row in enumerate(prints) if not np.array_equal(row, prints[0])]
+    fingerprints = coordination.gather("dataset", dataset.fingerprint)
+    other = [i for i, theirs in enumerate(fingerprints) if theirs != fingerprints[0]]
     if other:
         raise ConfigError(
             [

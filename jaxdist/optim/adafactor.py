@@ -12,6 +12,12 @@ from jaxdist.core.types import Array, Dims, Params
 from jaxdist.optim.config import OptimConfig
 from jaxdist.optim.matrices import Sides, sides_of
 
+DECAY_EXPONENT = 0.8
+"""c of the second-moment decay 1 - step^-c (Shazeer and Stern 2018, section 7.2)."""
+
+UPDATE_CLIP = 1.0
+"""Largest RMS of a matrix's update (Shazeer and Stern 2018, section 6)."""
+
 
 class FactoredState(NamedTuple):
     """Adafactor's second moments.
@@ -55,12 +61,12 @@ def adafactor(config: OptimConfig, axes: Params) -> optax.GradientTransformation
         grads: Params, state: FactoredState, params: Params | None = None
     ) -> tuple[Params, FactoredState]:
         step = state.step + 1
-        decay = 1.0 - step.astype(jnp.float32) ** -config.factored_decay
+        decay = 1.0 - step.astype(jnp.float32) ** -DECAY_EXPONENT
         treedef: Any
         leaves, treedef = jax.tree_util.tree_flatten_with_path(grads)
         moments = zip(*(treedef.flatten_up_to(tree) for tree in state[1:]), strict=True)
         results = [
-            _factored_update(grad, moment, sides[path], decay, config.update_clip)
+            _factored_update(grad, moment, sides[path], decay, UPDATE_CLIP)
             for (path, grad), moment in zip(leaves, moments, strict=True)
         ]
         trees = [treedef.unflatten(column) for column in zip(*results, strict=True)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from typing import Literal
 
@@ -22,23 +23,20 @@ class OptimConfig:
     )
     warmup_steps: int = setting(20, "steps of linear warmup; 0 = start at the peak")
     decay_steps: int = setting(
-        0, "steps from peak to min_lr_ratio (cosine, linear); 0 = the rest of the run"
+        0,
+        "steps of the decay to min_lr_ratio; 0 = all after warmup (cosine, linear), or the last "
+        "fifth of the run (wsd)",
     )
-    wsd_decay_ratio: float = setting(0.2, "share of the run's steps that wsd spends decaying")
     min_lr_ratio: float = setting(0.1, "learning rate after the decay, as a share of the peak")
-    lr_scaling: Literal["none", "linear", "sqrt"] = setting(
-        "none", "multiply peak_lr by global_batch_size / lr_base_batch_size, or its square root"
+    lr_scaling: str = setting(
+        "none",
+        "change peak_lr with the batch: linear:N multiplies it by train.global_batch_size / N, "
+        "sqrt:N by the square root of that; N is the batch for which peak_lr was chosen",
     )
-    lr_base_batch_size: int = setting(256, "rows per step for which peak_lr was chosen")
     beta1: float = setting(0.9, "decay of the first moment (adamw, lion)")
     beta2: float = setting(0.95, "decay of the second moment (adamw), of the momentum (lion)")
     eps: float = setting(1e-8, "added to denominators (adamw, muon)")
     momentum: float = setting(0.9, "decay of the momentum (sgd, muon; 0.95 is usual for muon)")
-    nesterov: bool = setting(False, "look ahead along the momentum (sgd; muon always does)")
-    factored_decay: float = setting(
-        0.8, "c of adafactor's second-moment decay 1 - step^-c (0.8 in the paper)"
-    )
-    update_clip: float = setting(1.0, "largest RMS of a matrix's update (adafactor)")
     weight_decay: float = setting(
         0.1, "decoupled decay: each step takes lr * weight_decay of a parameter away"
     )
@@ -94,30 +92,19 @@ class OptimConfig:
                 "must be 0 or more steps. Use 0 for the rest of the run.",
             ),
             (
-                "wsd_decay_ratio",
-                0 < self.wsd_decay_ratio <= 1,
-                "must be above 0 and at most 1. Try 0.2.",
-            ),
-            (
                 "min_lr_ratio",
                 0 <= self.min_lr_ratio <= 1,
                 "must lie between 0 and 1: it is a share of peak_lr. Try 0.1.",
             ),
-            ("lr_base_batch_size", self.lr_base_batch_size >= 1, "must be at least 1 row."),
+            (
+                "lr_scaling",
+                re.fullmatch(r"none|(linear|sqrt):[1-9]\d*", self.lr_scaling) is not None,
+                "must be none, linear:N or sqrt:N. Use e.g. linear:256.",
+            ),
             ("beta1", 0 <= self.beta1 < 1, share.format("0.9")),
             ("beta2", 0 <= self.beta2 < 1, share.format("0.95")),
             ("eps", finite(self.eps) and self.eps > 0, "must be above 0. Try 1e-8."),
             ("momentum", 0 <= self.momentum < 1, share.format("0.9")),
-            (
-                "factored_decay",
-                0 < self.factored_decay <= 1,
-                "must be above 0 and at most 1. Try 0.8.",
-            ),
-            (
-                "update_clip",
-                finite(self.update_clip) and self.update_clip > 0,
-                "must be above 0 and finite. Try 1.0.",
-            ),
             (
                 "weight_decay",
                 finite(self.weight_decay) and self.weight_decay >= 0,

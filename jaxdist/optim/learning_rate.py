@@ -12,6 +12,10 @@ from jaxdist.optim.config import OptimConfig
 
 Schedule = Callable[[Array], Array]
 
+WSD_DECAY_RATIO = 0.2
+"""Share of a run that wsd spends decaying where `decay_steps` says nothing (Hägele et al. 2024,
+"Scaling Laws and Compute-Optimal Training Beyond Fixed Training Durations": 10 to 20 %)."""
+
 
 def make_schedule(config: OptimConfig, *, total_steps: int, global_batch_size: int) -> Schedule:
     """The learning rate of each step.
@@ -54,13 +58,16 @@ def make_schedule(config: OptimConfig, *, total_steps: int, global_batch_size: i
 
 
 def _lr_scale(config: OptimConfig, global_batch_size: int) -> float:
-    ratio = global_batch_size / config.lr_base_batch_size
-    return {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[config.lr_scaling]
+    kind, _, base = config.lr_scaling.partition(":")
+    if kind == "none":
+        return 1.0
+    ratio = global_batch_size / int(base)
+    return ratio if kind == "linear" else math.sqrt(ratio)
 
 
 def _decay_span(config: OptimConfig, total_steps: int) -> tuple[int, int]:
     """First step of the decay and its length in steps (at least 1)."""
     if config.schedule == "wsd":
-        decay = max(1, round(total_steps * config.wsd_decay_ratio))
+        decay = config.decay_steps or max(1, round(total_steps * WSD_DECAY_RATIO))
         return max(config.warmup_steps, total_steps - decay), decay
     return config.warmup_steps, max(1, config.decay_steps or total_steps - config.warmup_steps)

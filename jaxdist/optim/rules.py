@@ -114,9 +114,7 @@ def _adam(config: OptimConfig, axes: Params) -> optax.GradientTransformation:
 
 def _sgd(config: OptimConfig, axes: Params) -> optax.GradientTransformation:
     """Momentum as PyTorch counts it: m = momentum * m + g; the update is m."""
-    return optax.trace(
-        decay=config.momentum, nesterov=config.nesterov, accumulator_dtype=config.moment_dtype
-    )
+    return optax.trace(decay=config.momentum, accumulator_dtype=config.moment_dtype)
 
 
 def _lion(config: OptimConfig, axes: Params) -> optax.GradientTransformation:

@@ -257,7 +257,7 @@ def _batch(plan: Plan) -> Iterator[Advice]:
         f"train.global_batch_size, multiply the rate by {scale}: "
     )
     if base.optim.lr_scaling == "none":
-        text += f"--optim.lr_scaling {name} --optim.lr_base_batch_size {rows} does it."
+        text += f"--optim.lr_scaling {name}:{rows} does it."
     else:
         text += f"optim.lr_scaling={base.optim.lr_scaling} does it."
     if job.rows == job.num_microbatches and job.spec.num_replicas > 1:

@@ -12,6 +12,7 @@ from typing import Any
 
 from jaxdist.core.types import ConfigError
 from jaxdist.run.metrics_log import RecordWriter, decode, encode
+from jaxdist.runtime import coordination
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,14 +180,7 @@ def new_run_path(name: str, root: str | os.PathLike[str] = "runs") -> Path:
 
     Collective where there are several processes: each must call it, after joining the job.
     """
-    import jax
-
-    seconds = int(time.time())
-    if jax.process_count() > 1:
-        import numpy as np
-        from jax.experimental import multihost_utils
-
-        seconds = int(multihost_utils.broadcast_one_to_all(np.uint32(seconds)))
+    seconds = coordination.gather("run_start", int(time.time()))[0]
     stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime(seconds))
     return Path(root) / f"{name}-{stamp}"
 

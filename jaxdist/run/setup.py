@@ -207,7 +207,7 @@ def assemble(
     )
     platform = devices[0].platform
     compute_dtype = config.precision.resolve("cpu" if platform == "cpu" else "gpu")
-    loss_scale = initial_loss_scale(config.precision, compute_dtype)
+    loss_scale = initial_loss_scale(compute_dtype)
     if problems := optim.frozen_problems(config.optim, model.axes):
         raise ConfigError(problems)
     optimizer = optim.make_optimizer(config.optim, model.axes)

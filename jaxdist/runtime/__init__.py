@@ -35,13 +35,6 @@ from jaxdist.runtime.entry_point import (
     is_consequence,
     run_command,
 )
-from jaxdist.runtime.failure_broadcast import (
-    announce_failure,
-    exchange,
-    publish,
-    published,
-    raise_alarm,
-)
 from jaxdist.runtime.logs import setup_logging
 from jaxdist.runtime.signals import NOTICES, Preemption, TraceRequests
 
@@ -61,14 +54,9 @@ __all__ = [
     "JoinPlan",
     "Preemption",
     "TraceRequests",
-    "announce_failure",
     "be_careful",
-    "exchange",
     "is_consequence",
     "join",
-    "publish",
-    "published",
-    "raise_alarm",
     "reserve_memory",
     "resolve",
     "run_command",

@@ -16,9 +16,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from jaxdist.runtime.cluster_environment import JoinPlan, is_loopback, resolve, visible_gpus
-from jaxdist.runtime.failure_broadcast import exchange, watch_failures
+from jaxdist.runtime.coordination import gather, watch_failures
 from jaxdist.runtime.logs import divert_c_stdout
-from jaxdist.runtime.rendezvous import gather
+from jaxdist.runtime.rendezvous import wait_for_all
 
 if TYPE_CHECKING:
     import jax
@@ -112,7 +112,8 @@ def join(settings: RuntimeConfig | None = None, environ: Mapping[str, str] | Non
 
     Raises:
         ConfigError: in every process alike, naming the hosts and the fix.
-        NotGathered: processes are missing, or the coordinator's port is taken: a restart may heal.
+        RendezvousError: processes are missing, or the coordinator's port is taken. A restart may
+            succeed.
     """
     environ = os.environ if environ is None else environ
     if settings is not None and settings.network_interface:
@@ -143,7 +144,7 @@ def _connect(plan: JoinPlan, settings: RuntimeConfig | None, *, on_cpu: bool) ->
     name = "no_grpc_proxy"  # lower case is how gRPC spells it
     jax.config.update("jax_check_proxy_envs", False)
     os.environ[name] = ",".join(part for part in (os.environ.get(name), host) if part)
-    gather(plan, join_s)
+    wait_for_all(plan, join_s)
     jax.distributed.initialize(
         plan.coordinator_address,
         plan.num_processes,
@@ -231,7 +232,7 @@ def _start_devices(plan: JoinPlan, gpus: list[str], timeout_s: int) -> Job:
     host = socket.gethostname()
     uuids = _own_gpus(plan, gpus, os.environ) if gpus else []
     facts = {"host": host, "versions": versions(), "gpus": uuids}
-    _check_processes(exchange("process", facts, timeout_s))
+    _check_processes(gather("process", facts, timeout_s))
     local = tuple(jax.local_devices())
     platform = local[0].platform
     rows = [
@@ -244,7 +245,7 @@ def _start_devices(plan: JoinPlan, gpus: list[str], timeout_s: int) -> Job:
         for i, device in enumerate(local)
     ]
     said = {"platform": platform, "rows": rows, "expected": uuids}
-    everyone = exchange("devices", said, timeout_s)
+    everyone = gather("devices", said, timeout_s)
     _check_devices(everyone)
     return Job(
         process_id=plan.process_id,

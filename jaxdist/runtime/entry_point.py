@@ -24,7 +24,8 @@ import traceback
 from collections.abc import Callable
 from typing import NoReturn
 
-from jaxdist.runtime.failure_broadcast import FOLLOWED, announce_failure, leave_error, process_place
+from jaxdist.runtime.coordination import announce_failure, leave_error, process_place, service
+from jaxdist.runtime.coordination.failure_broadcast import FOLLOWED
 
 EXIT_OK = 0
 EXIT_FAILURE = 1
@@ -199,11 +200,8 @@ def _write_verdict(code: int) -> None:
 
 
 def _shut_down() -> None:
-    distributed = sys.modules.get("jax._src.distributed")
-    if distributed is None or distributed.global_state.client is None:
-        return
     try:
-        distributed.global_state.shutdown()
+        service.leave()
     except Exception as error:  # the work is done and saved; the farewell changes no exit code
         print(f"warning: leaving without the other processes: {error}", file=sys.stderr)
 

@@ -1,11 +1,12 @@
-"""Before jax connects the processes: process 0 hears from each of them, or says who is missing.
+"""Before jax connects the processes: process 0 waits for all of them, or says who is missing.
 
 jax's own coordinator aborts every process in C++ when one of them does not come in time: no Python
-error, no name. And where another program holds the port, the others wait for it in vain. So the
-port first serves a roll call in plain TCP: each process sends one line with its index and host,
-process 0 answers all of them when the last one has come, closes the port and leaves it to jax.
+error, no name. Where another program holds the port, the others wait for it in vain. So the port
+first serves a check-in over plain TCP. Each process sends one line with its process id and host.
+When the last one has come, process 0 closes the port, answers all of them, and jax takes the port.
 
-Whoever is early, or meets a process 0 of an earlier attempt, tries again until its time is up.
+A process that is early, or that meets process 0 of an earlier attempt, tries again until its time
+is up.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ _LINE_BYTES = 4096
 _NAMED = 8  # missing processes that a message lists
 
 
-class NotGathered(RuntimeError):
-    """The processes of a job have not come together; the next attempt may succeed."""
+class RendezvousError(RuntimeError):
+    """The processes of a job have not met; the next attempt may succeed."""
 
     advice = (
         "see the logs of the processes named: they may have failed or been stopped before. A "
@@ -36,18 +37,20 @@ class NotGathered(RuntimeError):
     )
 
 
-def gather(plan: JoinPlan, timeout_s: float) -> None:
-    """Return in every process once all have come to the coordinator's address, and it is free.
+def wait_for_all(plan: JoinPlan, timeout_s: float) -> None:
+    """Return in every process once all have checked in at the coordinator's address.
+
+    The port is free again then, for jax's service.
 
     Raises:
-        NotGathered: the port is taken, process 0 is not there, or others are missing: named.
+        RendezvousError: the port is taken, process 0 is not there, or others are missing: named.
     """
     host, port = plan.coordinator_address.rsplit(":", 1)
     host, until = host.strip("[]"), time.monotonic() + timeout_s
     if plan.process_id == 0:
-        _call_the_roll(_listen(host, int(port)), plan, until, timeout_s)
+        _accept_all(_listen(host, int(port)), plan, until, timeout_s)
     else:
-        _answer_the_roll(host, int(port), plan, until, timeout_s)
+        _check_in(host, int(port), plan, until, timeout_s)
 
 
 # --- process 0 ------------------------------------------------------------------------------------
@@ -64,7 +67,7 @@ def _listen(host: str, port: int) -> socket.socket:
                 return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
         return socket.create_server(("", port))
     except OSError as failure:
-        raise NotGathered(
+        raise RendezvousError(
             f"coordinator port {port} on {socket.gethostname()} cannot be used: "
             f"{failure.strerror or failure}; another job may run there, or the attempt before is "
             "still ending. If that stays, set another port in JAXDIST_COORDINATOR_ADDRESS or "
@@ -72,7 +75,7 @@ def _listen(host: str, port: int) -> socket.socket:
         ) from None
 
 
-def _call_the_roll(server: socket.socket, plan: JoinPlan, until: float, timeout_s: float) -> None:
+def _accept_all(server: socket.socket, plan: JoinPlan, until: float, timeout_s: float) -> None:
     present: dict[int, socket.socket] = {}
     hosts = {0: socket.gethostname()}
     try:
@@ -88,7 +91,7 @@ def _call_the_roll(server: socket.socket, plan: JoinPlan, until: float, timeout_
             said = _read_line(connection)
             index = said.get("process")
             if said.get("of") != plan.num_processes or not isinstance(index, int):
-                connection.close()  # a stranger
+                connection.close()  # not of this job
                 continue
             if index in present:  # it had given up and was started again
                 present.pop(index).close()
@@ -106,7 +109,7 @@ def _call_the_roll(server: socket.socket, plan: JoinPlan, until: float, timeout_
         for connection in present.values():
             connection.close()
     if words:
-        raise NotGathered(words)
+        raise RendezvousError(words)
 
 
 def _drop_departed(present: dict[int, socket.socket]) -> None:
@@ -130,7 +133,7 @@ def _missing_text(
 # --- the others -----------------------------------------------------------------------------------
 
 
-def _answer_the_roll(host: str, port: int, plan: JoinPlan, until: float, timeout_s: float) -> None:
+def _check_in(host: str, port: int, plan: JoinPlan, until: float, timeout_s: float) -> None:
     line = {
         "process": plan.process_id,
         "of": plan.num_processes,
@@ -148,7 +151,7 @@ def _answer_the_roll(host: str, port: int, plan: JoinPlan, until: float, timeout
         else:
             if "missing" in said:
                 if said["missing"]:
-                    raise NotGathered(said["missing"])
+                    raise RendezvousError(said["missing"])
                 _wait_for_service(host, port, plan, max(until, time.monotonic() + _SERVICE_S))
                 return
             why = "what answers there is not process 0 of this job, or it ended"
@@ -170,7 +173,7 @@ def _wait_for_service(host: str, port: int, plan: JoinPlan, until: float) -> Non
 
 
 def _unreachable(plan: JoinPlan, seconds: float, why: str) -> NoReturn:
-    raise NotGathered(
+    raise RendezvousError(
         f"process {plan.process_id} on {socket.gethostname()} cannot reach the coordinator "
         f"{plan.coordinator_address} (process 0) after {seconds:.0f} s: {why}"
     ) from None

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import time
 from types import FrameType
-from typing import Any
+
+from jaxdist.runtime.coordination import service
 
 NOTICES = (signal.SIGTERM, signal.SIGUSR1)
 """Signals that ask for a save and an end: schedulers send TERM, our SLURM scripts USR1 first."""
@@ -36,7 +36,7 @@ class Preemption:
         self.reason = ""
         for number in NOTICES:
             # Once connected, SIGTERM belongs to jax's coordination service; see _share.
-            if number != signal.SIGTERM or _service() is None:
+            if number != signal.SIGTERM or not service.has_stop_service():
                 signal.signal(number, self._remember)
         # jaxdist.launch blocks notices until here, so that none is lost while Python imports.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, NOTICES)
@@ -65,10 +65,8 @@ class Preemption:
         if not self._share():
             return self.requested
         if not self._agreed:
-            from jax.experimental import multihost_utils
-
             self._calls += 1
-            self._agreed = bool(multihost_utils.reached_preemption_sync_point(self._calls))
+            self._agreed = service.reached_agreed_stop(self._calls)
             if self._agreed:
                 self._notices = max(1, self._notices)
                 self.reason = self.reason or "another process was asked to stop"
@@ -83,7 +81,7 @@ class Preemption:
         word), tells all processes and picks the step.
         """
         if not self._shared:
-            if _service() is None:
+            if not service.has_stop_service():
                 return False
             self._shared = True
             if self._notices:
@@ -118,9 +116,3 @@ class TraceRequests:
 
     def _remember(self, number: int, _: FrameType | None) -> None:
         self._asked = True
-
-
-def _service() -> Any:
-    """The part of jax that tells all processes of a SIGTERM; None while not connected."""
-    distributed = sys.modules.get("jax._src.distributed")
-    return None if distributed is None else distributed.global_state.preemption_sync_manager

@@ -50,7 +50,6 @@ def main() -> None:
         "--batch", type=int, default=0, help="rows of a step instead of the preset's"
     )
     parser.add_argument("--remat", default="", help="remat policy instead of the preset's")
-    parser.add_argument("--unroll", type=int, default=0, help="train.unroll_layers")
     parser.add_argument("--moments", default="float32", help="dtype of AdamW's first moment")
     parser.add_argument("--no-bare", action="store_true", help="measure ours alone")
     parser.add_argument("--json", default="", help="file to write")
@@ -139,7 +138,6 @@ def run_config(shape: bare.Shape, batch: int, remat: str, args: argparse.Namespa
             global_batch_size=batch,
             seq_len=shape.seq,
             remat=remat,
-            unroll_layers=args.unroll,
         ),
         optim=dataclasses.replace(
             base.optim, schedule="constant", warmup_steps=0, moment_dtype=args.moments

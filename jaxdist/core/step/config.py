@@ -25,11 +25,6 @@ class TrainConfig:
         "names:A,B (keep only these: qkv, attention, attention_out, mlp_hidden, mlp_out); "
         "auto = none on CPU, dots on GPUs",
     )
-    unroll_layers: int = setting(
-        0,
-        "layers per iteration of the layer scan; 0 = on CPU all up to 16 where backward recomputes "
-        "nothing, else 1",
-    )
     loss_chunk_tokens: int = setting(
         0, "tokens whose logits exist at once; 0 = as many as fit 64 MiB of float32 logits"
     )
@@ -47,10 +42,11 @@ class TrainConfig:
             value = getattr(self, name)
             if value < 1:
                 problems.append(f"train.{name}={value} must be a whole number. Use 1 or more.")
-        for name in ("unroll_layers", "loss_chunk_tokens"):
-            value = getattr(self, name)
-            if value < 0:
-                problems.append(f"train.{name}={value} must be ≥ 0 (0 has the meaning in --help).")
+        if self.loss_chunk_tokens < 0:
+            problems.append(
+                f"train.loss_chunk_tokens={self.loss_chunk_tokens} must be ≥ 0. Use 0 to have it "
+                "chosen."
+            )
         kind, _, names = self.remat.partition(":")
         if kind not in ("auto", "none", "dots", "full", "names") or (kind == "names") != bool(
             names

@@ -17,7 +17,8 @@ from jaxdist.core.sharding import Layout
 from jaxdist.core.step.config import TrainConfig
 from jaxdist.core.types import Array, Context, Model, Params
 
-_UNROLL_UP_TO = 16
+UNROLL_UP_TO = 16
+"""Layers that XLA:CPU gets unrolled, which it runs faster than a loop. More compile too slowly."""
 
 
 def make_run_layers(
@@ -42,7 +43,7 @@ def make_run_layers(
     recomputes = remat != "none" or (gather and fsdp.is_sharded(specs))
     # A pipeline holds its layers in several loop bodies: unrolled, they would take long to compile.
     few = 1 if layout.sizes["pipeline"] > 1 else model.num_layers
-    unroll = config.unroll_layers or min(few, _default_unroll(few, platform, recomputes))
+    unroll = _num_unrolled(few, platform, recomputes)
 
     def run_layers(
         block: Any, layers: Params, x: Array, aux: Any, context: Context, first: Any = 0
@@ -123,7 +124,7 @@ def remat_policy(remat: str, layers: Params) -> Callable[..., bool]:
     raise ValueError(f"remat={remat!r} is unknown. Use none, dots, full or names:A,B.")
 
 
-def _default_unroll(num_layers: int, platform: str, recomputes: bool) -> int:
+def _num_unrolled(num_layers: int, platform: str, recomputes: bool) -> int:
     # XLA:CPU merges what unrolled layers compute twice, with or without a barrier.
-    fits = platform == "cpu" and not recomputes and num_layers <= _UNROLL_UP_TO
+    fits = platform == "cpu" and not recomputes and num_layers <= UNROLL_UP_TO
     return num_layers if fits else 1

@@ -97,7 +97,7 @@ def make_step(
             step=state.step + 1,
             params=keep(params, state.params),
             opt_state=keep(opt_state, state.opt_state),
-            loss_scale=update_loss_scale(state.loss_scale, finite, precision),
+            loss_scale=update_loss_scale(state.loss_scale, finite),
             key=state.key,
         )
         metrics = means | {

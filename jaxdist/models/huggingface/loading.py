@@ -23,6 +23,7 @@ import numpy as np
 from jaxdist.core.types import Array, ConfigError, Params
 from jaxdist.models.huggingface.directory import Weights, open_weights
 from jaxdist.models.huggingface.families import Index, Piece
+from jaxdist.runtime import coordination
 
 BLOCK_BYTES = 64 << 20
 """Bytes of an array in host memory at a time, as it will lie on the device."""
@@ -167,17 +168,13 @@ def _written(shard: Array, values: Array, corner: tuple[Any, ...]) -> Array:
 
 def _check_same_everywhere(folder: Path, weights: Weights) -> None:
     """Refuse to mix weights: every process must see the same tensors in the same files."""
-    if jax.process_count() == 1:
-        return
-    from jax.experimental import multihost_utils
-
     facts = sorted(
         (name, tensor.file.name, tensor.offset, tensor.shape, tensor.dtype.name)
         for name, tensor in weights.tensors.items()
     )
-    digest = hashlib.sha256(json.dumps([repr(weights.model), facts]).encode()).digest()
-    prints = np.asarray(multihost_utils.process_allgather(np.frombuffer(digest, np.uint8)))
-    other = [i for i, row in enumerate(prints) if not np.array_equal(row, prints[0])]
+    digest = hashlib.sha256(json.dumps([repr(weights.model), facts]).encode()).hexdigest()
+    digests = coordination.gather("init_from", digest)
+    other = [i for i, theirs in enumerate(digests) if theirs != digests[0]]
     if other:
         raise ConfigError(
             [

@@ -14,6 +14,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from jaxdist.runtime import coordination
+
 _PACKAGES = (
     *("jaxdist", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy"),
     *("ml_dtypes", "pyarrow", "tensorboardX", "tokenizers"),
@@ -41,7 +43,7 @@ def environment(command: list[str] | None = None) -> dict[str, Any]:
         "versions": versions(),
         "nvidia": nvidia_versions(),
         "git": repositories(),
-        "hosts": _hosts(),
+        "hosts": coordination.gather("host", socket.gethostname()),
         "num_processes": jax.process_count(),
         "devices": {
             "count": len(devices),
@@ -113,20 +115,3 @@ def _git(directory: Path, *arguments: str) -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() if done.returncode == 0 else None
-
-
-_HOST_BYTES = 64  # the longest host name Linux allows
-
-
-def _hosts() -> list[str]:
-    """Host name of each process, in the order of processes."""
-    import jax
-
-    if jax.process_count() == 1:
-        return [socket.gethostname()]
-    import numpy as np
-    from jax.experimental import multihost_utils
-
-    name = socket.gethostname().encode()[:_HOST_BYTES].ljust(_HOST_BYTES, b"\0")
-    gathered = multihost_utils.process_allgather(np.frombuffer(name, dtype=np.uint8))
-    return [bytes(row).rstrip(b"\0").decode() for row in np.asarray(gathered)]

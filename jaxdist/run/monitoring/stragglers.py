@@ -26,7 +26,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxdist import runtime
+from jaxdist.runtime import coordination
 
 _LAG = 0.1
 """Share of the time that a process that is always late must lose to be named; more if it is not."""
@@ -99,7 +99,7 @@ class StragglerDetector:
         self._steps.clear()
         self._newest = step
         self._told = [*self._told[-1:], own]
-        runtime.publish(_TOPIC, self._told)
+        coordination.publish(_TOPIC, self._told)
         return own
 
     @property
@@ -109,7 +109,7 @@ class StragglerDetector:
 
     def everyone(self) -> dict[int, dict[str, Any]]:
         """By process id, the numbers of the newest interval that all have told; {} if seen."""
-        told = runtime.published(_TOPIC)
+        told = coordination.published(_TOPIC)
         said = newest_common(told) if len(told) == self._num_processes else {}
         step = next((one["step"] for one in said.values()), 0)
         if step <= self._compared:

@@ -32,7 +32,7 @@ from typing import Any
 from jaxdist import runtime
 from jaxdist.run.resilience import heartbeat
 from jaxdist.run.resilience.config import ResilienceConfig
-from jaxdist.runtime.failure_broadcast import ALARM, FOLLOWED, leave_error, raise_alarm
+from jaxdist.runtime.coordination.failure_broadcast import ALARM, FOLLOWED, leave_error, raise_alarm
 
 log = logging.getLogger("jaxdist")
 

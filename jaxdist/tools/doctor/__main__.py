@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxdist import runtime
+from jaxdist.runtime import coordination
 
 if TYPE_CHECKING:
     from jaxdist.core.mesh import MeshSpec
@@ -203,7 +204,7 @@ def _tell(topic: str, said: Any, config: DoctorConfig) -> list[Any]:
     """What every process says about `topic`, as JSON brings it back."""
     return [
         json.loads(json.dumps(one))
-        for one in runtime.exchange(f"doctor/{topic}", said, config.wait_s)
+        for one in coordination.gather(f"doctor/{topic}", said, config.wait_s)
     ]
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from jaxdist import runtime
+from jaxdist.runtime import coordination
 
 POLL_S = 0.05
 COLLECT_S = 2.0
@@ -304,7 +305,7 @@ class Attempt:
         for worker in self.workers:
             if self.place.nnodes > 1 and _is_failure(worker.poll()) and worker.said() is None:
                 line = f"process {worker.index} on {socket.gethostname()} is lost: {_cause(worker)}"
-                runtime.raise_alarm(self._log_dir, worker.index, line)
+                coordination.raise_alarm(self._log_dir, worker.index, line)
 
     def _end_survivors(self) -> None:
         for worker in self.workers:

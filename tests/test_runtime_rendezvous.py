@@ -1,4 +1,4 @@
-"""The roll call before a job is joined: all come, or those who do not are named."""
+"""The check-in before a job is joined: all processes come, or the missing ones are named."""
 
 import dataclasses
 import json
@@ -9,7 +9,7 @@ import time
 import pytest
 
 from jaxdist.runtime.cluster_environment import JoinPlan
-from jaxdist.runtime.rendezvous import NotGathered, gather
+from jaxdist.runtime.rendezvous import RendezvousError, wait_for_all
 
 
 def free_port() -> int:
@@ -18,7 +18,7 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-class Roll:
+class Job:
     """Processes of a job as threads; process 0 plays jax's service once the port is its own."""
 
     def __init__(self, count: int, timeout_s: float = 20.0):
@@ -36,11 +36,11 @@ class Roll:
     def come(self, index: int) -> None:
         plan = dataclasses.replace(self.plan, process_id=index)
         try:
-            gather(plan, self.timeout_s)
+            wait_for_all(plan, self.timeout_s)
             if index == 0:
                 self.services.append(socket.create_server(self.address))
             self.ended[index] = ""
-        except NotGathered as error:
+        except RendezvousError as error:
             self.ended[index] = str(error)
 
     @property
@@ -59,17 +59,17 @@ class Roll:
 
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 2, 1, 0)])
 def test_all_come_in_any_order_and_the_port_is_free_afterwards(order):
-    roll = Roll(4)
+    job = Job(4)
     for index in order:
-        roll.start(index)
+        job.start(index)
         time.sleep(0.05)
-    assert roll.end() == dict.fromkeys(range(4), "")
+    assert job.end() == dict.fromkeys(range(4), "")
 
 
 def test_who_is_missing_is_named_to_all_that_came():
-    roll = Roll(5, timeout_s=1.0)
-    roll.start(0, 2, 3)
-    said = roll.end()
+    job = Job(5, timeout_s=1.0)
+    job.start(0, 2, 3)
+    said = job.end()
     host = socket.gethostname()
     assert set(said) == {0, 2, 3} and len(set(said.values())) == 1
     assert "process 1, 4 of 5 has not joined at" in said[0]
@@ -78,27 +78,27 @@ def test_who_is_missing_is_named_to_all_that_came():
 
 
 def test_without_process_0_the_others_say_so():
-    roll = Roll(2, timeout_s=0.5)
-    roll.start(1)
-    text = roll.end()[1]
-    assert f"cannot reach the coordinator {roll.plan.coordinator_address} (process 0)" in text
+    job = Job(2, timeout_s=0.5)
+    job.start(1)
+    text = job.end()[1]
+    assert f"cannot reach the coordinator {job.plan.coordinator_address} (process 0)" in text
     assert "Connection refused" in text
 
 
 def test_a_taken_port_is_named_and_the_others_are_not_fooled_by_who_has_it():
-    roll = Roll(2, timeout_s=1.0)
-    with socket.create_server(roll.address) as stranger:
-        roll.start(0, 1)
-        said = roll.end()
+    job = Job(2, timeout_s=1.0)
+    with socket.create_server(job.address) as stranger:
+        job.start(0, 1)
+        said = job.end()
         stranger.close()
-    assert f"coordinator port {roll.address[1]} on {socket.gethostname()} cannot be used" in said[0]
+    assert f"coordinator port {job.address[1]} on {socket.gethostname()} cannot be used" in said[0]
     assert "Address already in use" in said[0]
     assert "cannot reach the coordinator" in said[1]
 
 
 def test_strangers_at_the_port_and_processes_that_leave_are_not_counted():
-    roll = Roll(3)
-    roll.start(0)
+    job = Job(3)
+    job.start(0)
     time.sleep(0.1)
     words = [
         b"GET / HTTP/1.1\r\n\r\n",
@@ -106,25 +106,25 @@ def test_strangers_at_the_port_and_processes_that_leave_are_not_counted():
         json.dumps({"process": 2, "of": 3, "host": "ends before the others come"}).encode() + b"\n",
     ]
     for line in words:
-        with socket.create_connection(roll.address) as visitor:
+        with socket.create_connection(job.address) as visitor:
             visitor.sendall(line)
             visitor.shutdown(socket.SHUT_WR)
             time.sleep(0.2)
-    roll.start(1)
+    job.start(1)
     time.sleep(0.5)
-    assert roll.ended == {}
-    roll.start(2)
-    assert roll.end() == {0: "", 1: "", 2: ""}
+    assert job.ended == {}
+    job.start(2)
+    assert job.end() == {0: "", 1: "", 2: ""}
 
 
 def test_a_process_that_starts_again_takes_its_own_place():
-    roll = Roll(3)
-    roll.start(0)
+    job = Job(3)
+    job.start(0)
     time.sleep(0.1)
-    first = socket.create_connection(roll.address)
+    first = socket.create_connection(job.address)
     first.sendall(json.dumps({"process": 1, "of": 3, "host": "x"}).encode() + b"\n")
     time.sleep(0.2)
     first.close()
     time.sleep(0.2)
-    roll.start(1, 2)
-    assert roll.end() == {0: "", 1: "", 2: ""}
+    job.start(1, 2)
+    assert job.end() == {0: "", 1: "", 2: ""}

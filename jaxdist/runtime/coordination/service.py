@@ -1,0 +1,121 @@
+"""jax's coordination service: the only file of the package that touches it.
+
+jax gives its key-value store no public name, so what we need of it stands here once. Importing this
+module does not import jax: a launcher and a command that runs alone never pay for it.
+
+Values are JSON. Keys begin with `jaxdist/`; the store holds each until it is deleted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from typing import Any
+
+_MODULE = "jax._src.distributed"
+_ROOT = "jaxdist/"
+
+
+def is_joined() -> bool:
+    """Whether this process is connected to others."""
+    return _state() is not None
+
+
+def process_place() -> tuple[int, int]:
+    """(process id, number of processes), without touching a device; (0, 1) when alone."""
+    state = _state()
+    if state is not None:
+        return state.process_id, state.num_processes
+    environ = os.environ
+    return int(environ.get("JAXDIST_PROCESS_ID", 0)), int(environ.get("JAXDIST_NUM_PROCESSES", 1))
+
+
+def put(key: str, value: Any, *, overwrite: bool = False) -> None:
+    """Store a JSON value under a key.
+
+    Raises:
+        RuntimeError: the key is taken and `overwrite` is not set, or process 0 is gone.
+    """
+    _client().key_value_set(_ROOT + key, json.dumps(value), allow_overwrite=overwrite)
+
+
+def get(key: str, timeout_s: float) -> Any:
+    """The value under a key, once some process has put it there.
+
+    Raises:
+        TimeoutError: nobody has within `timeout_s` seconds.
+        RuntimeError: process 0 is gone.
+    """
+    try:
+        text = _client().blocking_key_value_get(_ROOT + key, max(1, int(timeout_s * 1000)))
+    except Exception as error:  # jax's error class differs between versions, its text does not
+        if "DEADLINE_EXCEEDED" in str(error):
+            raise TimeoutError(f"no process has set {_ROOT}{key} within {timeout_s:g} s") from None
+        raise
+    return json.loads(text)
+
+
+def delete(key: str) -> None:
+    """Remove a key from the store."""
+    _client().key_value_delete(_ROOT + key)
+
+
+def publish(topic: str, value: Any) -> None:
+    """Store this process's latest value for `topic`, replacing its earlier one.
+
+    Waits for nobody. Alone it does nothing; an unreachable process 0 is no error here.
+    """
+    if is_joined():
+        with contextlib.suppress(Exception):
+            put(f"{topic}/{process_place()[0]}", value, overwrite=True)
+
+
+def published(topic: str) -> dict[int, Any]:
+    """The latest value of each process that has published on `topic`, by process id."""
+    if not is_joined():
+        return {}
+    try:
+        entries = _client().key_value_dir_get(f"{_ROOT}{topic}/")
+    except Exception:  # nobody has published yet, or process 0 is gone
+        return {}
+    return {int(key.rpartition("/")[2]): json.loads(value) for key, value in sorted(entries)}
+
+
+def has_stop_service() -> bool:
+    """Whether jax's service listens to SIGTERM for all processes; False while not joined."""
+    distributed = sys.modules.get(_MODULE)
+    return distributed is not None and distributed.global_state.preemption_sync_manager is not None
+
+
+def reached_agreed_stop(call: int) -> bool:
+    """Whether the service has chosen this call as the one at which all processes stop.
+
+    Args:
+        call: a number that all processes count alike.
+    """
+    from jax.experimental import multihost_utils
+
+    return bool(multihost_utils.reached_preemption_sync_point(call))
+
+
+def leave() -> None:
+    """Disconnect, waiting for the others to do the same; does nothing when alone."""
+    state = _state()
+    if state is not None:
+        state.shutdown()
+
+
+def _state() -> Any:
+    """What jax knows of its coordination service; None when alone."""
+    distributed = sys.modules.get(_MODULE)
+    state = getattr(distributed, "global_state", None)
+    return state if state is not None and state.client is not None else None
+
+
+def _client() -> Any:
+    state = _state()
+    if state is None:
+        raise RuntimeError("this process has joined no job: there is no key-value store")
+    return state.client

@@ -1,0 +1,194 @@
+"""The coordination room: groups, barriers, and the one file that touches jax's service."""
+
+import threading
+import time
+import types
+from pathlib import Path
+
+import pytest
+
+import jaxdist
+from jaxdist.core.types import ConfigError
+from jaxdist.runtime import coordination
+from jaxdist.runtime.coordination import Barrier, GivenUp, Group, barrier, group, service
+
+
+class KeyValueStore:
+    """What jax's coordinator does for us, in one process."""
+
+    def __init__(self):
+        self.values: dict[str, str] = {}
+        self.changed = threading.Condition()
+
+    def key_value_set(self, key, value, allow_overwrite=False):
+        with self.changed:
+            assert allow_overwrite or key not in self.values
+            self.values[key] = value
+            self.changed.notify_all()
+
+    def key_value_delete(self, key):
+        del self.values[key]
+
+    def blocking_key_value_get(self, key, timeout_ms):
+        with self.changed:
+            if not self.changed.wait_for(lambda: key in self.values, timeout_ms / 1000):
+                raise RuntimeError("DEADLINE_EXCEEDED: no such key")
+            return self.values[key]
+
+
+@pytest.fixture
+def processes(monkeypatch):
+    """Three processes as threads would see them, and the store that they share."""
+    store = KeyValueStore()
+    state = types.SimpleNamespace(client=store, process_id=0, num_processes=3)
+    monkeypatch.setattr(service, "_state", lambda: state)
+
+    def make(what):
+        made = []
+        for process_id in range(3):
+            state.process_id = process_id
+            group._made.clear()
+            made.append(what())
+        return made
+
+    return make, store
+
+
+@pytest.fixture
+def barriers(processes, monkeypatch):
+    """The barriers of three processes."""
+    monkeypatch.setattr(barrier, "_LOOK_S", 0.02)
+    make, _ = processes
+    made = make(lambda: Barrier("test"))
+    for one in made:
+        one.begin()
+    return made
+
+
+def meet(barriers, key="written", timeout_ms=20_000) -> dict[int, str]:
+    """What each of them gets out of one meeting."""
+    ended: dict[int, str] = {}
+
+    def wait(barrier):
+        try:
+            barrier.wait(key=key, timeout_ms=timeout_ms)
+            ended[barrier._process_id] = "met"
+        except (GivenUp, TimeoutError) as error:
+            ended[barrier._process_id] = type(error).__name__
+
+    threads = [threading.Thread(target=wait, args=(barrier,)) for barrier in barriers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return ended
+
+
+def test_all_meet_again_and_again_under_the_same_name(barriers, processes):
+    _, store = processes
+    for _ in range(3):
+        assert meet(barriers) == dict.fromkeys(range(3), "met")
+        for one in barriers:
+            one.begin()
+    assert store.values == {}
+
+
+@pytest.mark.parametrize("lost", [0, 1, 2])
+def test_who_gives_up_frees_all_others_of_this_work_only(barriers, lost):
+    others = [barrier for barrier in barriers if barrier._process_id != lost]
+    threading.Timer(0.1, barriers[lost].give_up).start()
+    begin = time.monotonic()
+    assert set(meet(others).values()) == {"GivenUp"}
+    assert time.monotonic() - begin < 15
+    for one in barriers:
+        one.begin()
+    assert meet(barriers) == dict.fromkeys(range(3), "met")
+
+
+def test_who_does_not_come_is_waited_for_until_the_time_is_up(barriers):
+    assert meet(barriers[1:], timeout_ms=80) == {1: "TimeoutError", 2: "TimeoutError"}
+
+
+def together(groups, call) -> list:
+    """What `call` gives in each process, or the error it raises, all at the same time."""
+    results: list = [None] * len(groups)
+
+    def run(process_id):
+        try:
+            results[process_id] = call(groups[process_id])
+        except Exception as error:
+            results[process_id] = error
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(groups))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return results
+
+
+def test_all_get_all_values_and_the_store_keeps_only_the_last(processes):
+    make, store = processes
+    groups = make(lambda: Group("test"))
+    for call in range(5):
+        values = together(groups, lambda one, call=call: one.gather([one.process_id, call]))
+        assert values == [[[0, call], [1, call], [2, call]]] * 3
+    assert len(store.values) == 3
+
+
+def test_process_0_decides_for_all(processes):
+    make, _ = processes
+    groups = make(lambda: Group("test"))
+    asked = []
+    decide = lambda one: one.decide(lambda: asked.append(one.process_id) or "yes")
+    assert together(groups, decide) == ["yes"] * 3
+    assert asked == [0]
+    add = lambda one: one.decide_from(one.process_id + 1, sum)
+    assert together(groups, add) == [6, 6, 6]
+
+
+class Refused(Exception):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [(Refused("no"), Refused), (ConfigError(["a", "b"]), ConfigError), (KeyError("k"), OSError)],
+)
+def test_an_error_of_process_0_reaches_all(processes, error, raised):
+    def fail():
+        raise error
+
+    make, _ = processes
+    groups = make(lambda: Group("test", errors=[Refused], otherwise=OSError))
+    first, *others = together(groups, lambda one: one.decide(fail))
+    assert first is error
+    assert [type(other) for other in others] == [raised] * 2
+    if isinstance(error, ConfigError):
+        assert others[0].problems == ["a", "b"]
+
+
+def test_a_missing_process_is_named_by_its_key(processes):
+    make, _ = processes
+    groups = make(lambda: Group("test", timeout_s=0.1))
+    late = together(groups[:2], lambda one: one.gather("here"))
+    assert all(isinstance(error, TimeoutError) and "test/1/0/2" in str(error) for error in late)
+
+
+def test_alone_everything_answers_at_once():
+    assert coordination.gather("test", "here") == ["here"]
+    assert Group("test").decide(lambda: 3) == 3
+    assert Group("test").decide_from(2, sum) == 2
+    coordination.publish("test", 1)
+    assert coordination.published("test") == {}
+
+
+def test_one_file_touches_the_service_of_jax():
+    package = Path(jaxdist.__file__).parent
+    marks = ("jax._src.distributed", "global_state", "multihost_utils", ".key_value_")
+    users = {
+        str(path.relative_to(package))
+        for path in package.rglob("*.py")
+        if any(mark in path.read_text() for mark in marks)
+    }
+    assert users == {"runtime/coordination/service.py"}
