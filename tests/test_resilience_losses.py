@@ -71,7 +71,7 @@ def feed(subject: LossGuard, losses, first_step=1, **metrics):
     found = []
     for step, loss in enumerate(losses, start=first_step):
         values = {"loss": loss, "grad_norm": 1.0, **metrics}
-        found.append(subject.judge(step, values, Rows(), 4 * step))
+        found.append(subject.check(step, values, Rows(), 4 * step))
     return [anomaly for anomaly in found if anomaly]
 
 

@@ -36,8 +36,8 @@ def flipped(x: jax.Array, place: int, element: int = 3, bit: int = 0) -> jax.Arr
 
 
 def look(subject: SdcCheck, state, step: int = 1):
-    subject.look(step, state)
-    return subject.found()
+    subject.start(step, state)
+    return subject.result()
 
 
 def name_of(path) -> str:
@@ -102,13 +102,13 @@ def test_checks_come_at_the_interval_and_where_forced():
     state, subject = reference.place_state(case), watch(case, sdc_check_interval_steps=3)
     begun = []
     for step in range(1, 8):
-        subject.look(step, state, force=step == 5)
+        subject.start(step, state, force=step == 5)
         if subject._pending is not None:
             begun.append(step)
-        subject.found()
+        subject.result()
     assert begun == [3, 5, 6]
     off = watch(case, sdc_check_interval_steps=0)
-    off.look(3, state, force=True)
+    off.start(3, state, force=True)
     assert off._pending is None
 
 

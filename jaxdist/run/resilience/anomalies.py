@@ -123,7 +123,7 @@ class LossGuard:
         spread = _MAD_TO_DEVIATION * statistics.median(abs(loss - median) for loss in known)
         return median + self.config.spike_deviations * max(spread, _LEAST_DEVIATION * abs(median))
 
-    def judge(
+    def check(
         self, step: int, values: Mapping[str, float], loader: Any, first_sample: int
     ) -> Anomaly | None:
         """Look at a step's metrics; what is bad is written to anomalies.jsonl.

@@ -15,7 +15,7 @@ from jaxdist.run.metrics_log import Record, current, decode, device_seconds, rea
 from jaxdist.run.run_directory import RunDirectory, flatten
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
     """A run and its outcome; what is not known is None.
 

@@ -80,7 +80,14 @@ def make_value_and_grad(
     ) -> tuple[Sums, Params]:
         schedule = make_schedule(jax.tree.leaves(batch)[0].shape[0])
         stage = _make_stage(
-            model, schedule, params, batch, context, specs["layers"], gather, reduce_dtype
+            model,
+            schedule,
+            params,
+            batch,
+            context,
+            layer_specs=specs["layers"],
+            gather=gather,
+            reduce_dtype=reduce_dtype,
         )
 
         def reduce_layer(grads: Params) -> Params:
@@ -127,7 +134,14 @@ def make_evaluate(
     def evaluate(params: Params, batch: Batch, context: Context) -> Sums:
         schedule = make_schedule(jax.tree.leaves(batch)[0].shape[0])
         stage = _make_stage(
-            model, schedule, params, batch, context, specs["layers"], gather, reduce_dtype
+            model,
+            schedule,
+            params,
+            batch,
+            context,
+            layer_specs=specs["layers"],
+            gather=gather,
+            reduce_dtype=reduce_dtype,
         )
         return _evaluate(stage)
 
@@ -212,6 +226,7 @@ def _make_stage(
     params: Params,
     batch: Batch,
     context: Context,
+    *,
     layer_specs: Any,
     gather: str,
     reduce_dtype: Any,
