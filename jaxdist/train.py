@@ -81,7 +81,7 @@ def start_devices(config: RunConfig) -> runtime.Job:
         runtime.be_careful()
     if config.simulate:
         runtime.simulate(config.simulate)
-    runtime.reserve_memory(config.runtime.memory_fraction)
+    runtime.reserve_memory()
     runtime.setup_compilation_cache(config.runtime.compilation_cache_dir)
     job = runtime.join(config.runtime)
     runtime.setup_logging(job.process_id)

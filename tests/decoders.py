@@ -42,7 +42,8 @@ FAMILIES = {
 
 def scan_layers(block, layers, x, aux, context):
     """Layers one after the other: the plainest `run_layers`."""
-    return jax.lax.scan(lambda x, layer: (block(layer, x, aux, context), None), x, layers)[0]
+    x, sums = jax.lax.scan(lambda x, layer: block(layer, x, aux, context), x, layers)
+    return x, jax.tree.map(lambda s: s.sum(0), sums)
 
 
 def capture_logits(x, kernel, targets, weights, *, vocab_size):

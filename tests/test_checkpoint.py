@@ -218,7 +218,7 @@ import jax
 jax.config.update("jax_num_cpu_devices", 8)
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
-from jaxdist.checkpoint.digest import digests, part_digest
+from jaxdist.checkpoint.checksum import digests, part_digest
 from jaxdist.core.mesh import MeshSpec
 
 mesh = MeshSpec(fsdp=4, tensor=2).build()

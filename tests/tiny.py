@@ -142,8 +142,8 @@ def reference(name: str, steps: int = 20) -> Trace:
 
     def run_layers(block: Any, layers: Params, x: Any, aux: Any, context: Context) -> Any:
         for i in range(model.num_layers):
-            x = block(jax.tree.map(lambda leaf, i=i: leaf[i], layers), x, aux, context)
-        return x
+            x, _ = block(jax.tree.map(lambda leaf, i=i: leaf[i], layers), x, aux, context)
+        return x, {}
 
     def token_loss(x: Any, kernel: Any, targets: Any, weights: Any, vocab_size: int) -> Any:
         logits = (x @ kernel)[..., :vocab_size]

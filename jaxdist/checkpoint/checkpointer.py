@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -41,7 +42,7 @@ class Checkpointer:
 
     def __init__(
         self,
-        directory: Path,
+        directory: str | os.PathLike[str],
         config: CheckpointConfig,
         *,
         log: Callable[[str], None] | None = None,

@@ -43,7 +43,9 @@ def build_decoder(config: DecoderConfig, *, seq_len: int) -> Model:
     def embed(params: Params, batch: Batch, context: Context) -> Array:
         return bind_embed(params["embed"])(batch, context)
 
-    def block(params: Params, x: Array, aux: dict[str, Any], context: Context) -> Array:
+    def block(
+        params: Params, x: Array, aux: dict[str, Any], context: Context
+    ) -> tuple[Array, Sums]:
         return bind_block(params)(x, aux, context)
 
     def head_kernel(params: Params) -> Array:
@@ -153,14 +155,14 @@ class Block(nnx.Module):
         self.mlp = Mlp(config, rngs)
         self.config = config
 
-    def __call__(self, x: Array, aux: dict[str, Any], context: Context) -> Array:
-        """Residual stream [batch, seq_shard, d_model] -> the same."""
+    def __call__(self, x: Array, aux: dict[str, Any], context: Context) -> tuple[Array, Sums]:
+        """Residual stream [batch, seq_shard, d_model] -> the same, and no sums of its own."""
         with jax.named_scope("attention"):
             branch = self.attention(context.enter(self.attention_norm(x)), aux, context)
             x = x + self._drop(context.leave(branch), _ATTENTION_SITE, aux, context)
         with jax.named_scope("mlp"):
             branch = self.mlp(context.enter(self.mlp_norm(x)), context)
-            return x + self._drop(context.leave(branch), _MLP_SITE, aux, context)
+            return x + self._drop(context.leave(branch), _MLP_SITE, aux, context), {}
 
     def decode(
         self, x: Array, cache: dict[str, Array], aux: dict[str, Any], context: Context

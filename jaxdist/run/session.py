@@ -17,7 +17,7 @@ from jaxdist import runtime
 from jaxdist.checkpoint import Checkpointer, Due
 from jaxdist.core.step import Metrics
 from jaxdist.core.types import Batch
-from jaxdist.data import Dataset, Loader
+from jaxdist.data import Dataset, Loader, TrainData
 from jaxdist.plan.estimate.memory_check import Budget
 from jaxdist.run.evaluation_loop import evaluate
 from jaxdist.run.exit_reason import ExitReason
@@ -78,7 +78,7 @@ class Session:
     parts: Parts
     run: RunDirectory
     config_text: str
-    train_data: Dataset
+    train_data: TrainData
     eval_data: Dataset | None
     checkpointer: Checkpointer
     monitor: Monitor
@@ -285,7 +285,7 @@ class Session:
 @contextlib.contextmanager
 def open_session(
     parts: Parts,
-    data: tuple[Dataset, Dataset | None],
+    data: tuple[TrainData, Dataset | None],
     run: RunDirectory,
     job: runtime.Job,
     config_text: str,

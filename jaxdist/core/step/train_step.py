@@ -18,7 +18,7 @@ from jaxdist.core.state import TrainState, opt_shardings, state_shardings
 from jaxdist.core.step.config import REPLICA_NORMS, TrainConfig
 from jaxdist.core.step.context import make_context
 from jaxdist.core.step.gradients import divisor, make_evaluate, make_value_and_grad
-from jaxdist.core.types import Array, Batch, Context, Model, Params, Sums
+from jaxdist.core.types import Array, Batch, Context, Model, Params, Sums, objective
 
 Metrics = dict[str, Array]
 
@@ -89,7 +89,7 @@ def make_step(
         sums, grads, norm = gradients(state.params, batch, key, scale)
         learning_rate = schedule(state.step)
         params, opt_state = update(state, grads, norm, learning_rate)
-        finite = jnp.isfinite(sums["loss"]) & jnp.isfinite(norm)
+        finite = jnp.isfinite(objective(sums)) & jnp.isfinite(norm)
         means = _means(sums)
         applied = finite & (means["loss"] <= limit)
         keep = lambda new, old: jax.tree.map(lambda n, o: jnp.where(applied, n, o), new, old)
@@ -101,7 +101,6 @@ def make_step(
             key=state.key,
         )
         metrics = means | {
-            **{name: sums[name] for name in (REPLICA_NORMS,) if name in sums},
             "grad_norm": norm,
             "learning_rate": learning_rate,
             "applied": applied,
@@ -158,9 +157,8 @@ def make_update(
 
 
 def _means(sums: Sums) -> Metrics:
-    """Global means from global sums; `accuracy` where hits were counted."""
+    """Global means, sum / weight, of float32 scalar sums; hits (`correct`) become `accuracy`."""
     weight = divisor(sums["weight"])
-    means = {"loss": sums["loss"] / weight, "weight": sums["weight"]}
-    if "correct" in sums:
-        means["accuracy"] = sums["correct"] / weight
-    return means
+    kept = ("weight", REPLICA_NORMS)
+    named = {"accuracy" if name == "correct" else name: value for name, value in sums.items()}
+    return {name: x if name in kept else x / weight for name, x in named.items()}

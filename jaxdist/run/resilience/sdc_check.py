@@ -27,7 +27,7 @@ from jaxdist import runtime
 from jaxdist.core import collectives
 from jaxdist.core.sharding import Layout, axes_of
 from jaxdist.core.types import Array
-from jaxdist.run.resilience.config import ResilienceConfig
+from jaxdist.run.resilience.config import MAX_ROLLBACKS, ResilienceConfig
 
 
 class CorruptState(RuntimeError):
@@ -114,7 +114,7 @@ class SdcCheck:
     def may_roll_back(self) -> bool:
         """Whether the run returns to a checkpoint after a mismatch, and does not end."""
         self._rollbacks += 1
-        policy, most = self.config.sdc_policy, self.config.max_rollbacks
+        policy, most = self.config.sdc_policy, MAX_ROLLBACKS
         return policy == "rollback" and self._rollbacks <= most
 
     def discard(self) -> None:
