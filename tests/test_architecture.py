@@ -18,6 +18,7 @@ LEVELS = {
     "core.collective_order": 2,
     "core.precision": 2,
     "core.sharding": 3,
+    "core.attention": 3,
     "core.losses": 3,
     "core.parallel": 4,
     "models": 4,

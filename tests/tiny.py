@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jaxdist.core.attention import make_attend
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.precision import PrecisionConfig, initial_loss_scale
 from jaxdist.core.sharding import RULES, Layout
@@ -154,7 +155,12 @@ def reference(name: str, steps: int = 20) -> Trace:
         picked = jax.nn.log_softmax(logits)[jnp.arange(len(labels)), labels]
         return {"loss": -jnp.sum(picked * weights), "weight": jnp.sum(weights)}
 
-    context = Context(run_layers=run_layers, token_loss=token_loss, label_loss=label_loss)
+    context = Context(
+        run_layers=run_layers,
+        token_loss=token_loss,
+        label_loss=label_loss,
+        attend=make_attend(platform="cpu"),
+    )
 
     def mean_loss(params: Params) -> Any:
         sums = model.loss(params, batch, context)

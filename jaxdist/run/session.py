@@ -247,7 +247,7 @@ class Session:
     def finish(self) -> int:
         """Evaluate and save the last state; returns the exit code."""
         evaluated = self.evaluate(self.config.eval.final_max_batches)
-        if self.config.checkpoint.save_last and self.step not in self.checkpointer.steps():
+        if self.step not in self.checkpointer.steps():
             self.save(evaluated, force=True)
         then = [f"tensorboard --logdir {self.run.tensorboard}"]
         if self.parts.model.decoding is not None:
