@@ -173,7 +173,7 @@ def test_nan_is_skipped_and_counted_or_stops_the_run(tmp_path):
     job += ["--checkpoint.preflight=false"]
     skipped = run("train", *job, "--run-dir", tmp_path / "skip")
     assert skipped.returncode == 0, skipped.stderr
-    flags = [r["finite"] for r in records(tmp_path / "skip", "train")]
+    flags = [r["applied"] for r in records(tmp_path / "skip", "train")]
     assert not all(flags)
     assert json.loads((tmp_path / "skip" / "summary.json").read_text())["skipped_steps"] >= 1
     stopped = run(

@@ -289,7 +289,7 @@ def run(case: Case, steps: int = 20, batch: Batch | None = None, **options: Any)
     placed = jax.device_put(batch or batch_of(case.model), step.batch_sharding)
     losses, first = [], None
     for _ in range(steps):
-        state, metrics = step.train(state, placed)
+        state, metrics = step.train(state, placed, np.inf)
         losses.append(float(metrics["loss"]))
         if first is None:
             grads = jax.tree.map(lambda mu: mu / (1 - BETA1), jax.device_get(state.opt_state.mu))

@@ -93,7 +93,14 @@ def make_value_and_grad(
     ) -> tuple[Sums, Params]:
         schedule = make_schedule(jax.tree.leaves(batch)[0].shape[0])
         stage = _make_stage(
-            model, schedule, params, batch, context, gathered["layers"], gather, reduce_dtype
+            model,
+            schedule,
+            params,
+            batch,
+            context,
+            layer_specs=gathered["layers"],
+            gather=gather,
+            reduce_dtype=reduce_dtype,
         )
 
         def reduce_layer(grads: Params) -> Params:
@@ -138,7 +145,16 @@ def make_evaluate(
 
     def evaluate(params: Params, batch: Batch, context: Context) -> Sums:
         schedule = make_schedule(jax.tree.leaves(batch)[0].shape[0])
-        stage = _make_stage(model, schedule, params, batch, context, gathered, gather, reduce_dtype)
+        stage = _make_stage(
+            model,
+            schedule,
+            params,
+            batch,
+            context,
+            layer_specs=gathered,
+            gather=gather,
+            reduce_dtype=reduce_dtype,
+        )
         return _evaluate(stage)
 
     return evaluate
@@ -222,6 +238,7 @@ def _make_stage(
     params: Params,
     batch: Batch,
     context: Context,
+    *,
     layer_specs: Any,
     gather: str,
     reduce_dtype: Any,
