@@ -146,7 +146,9 @@ def test_a_custom_model_is_searched_over_meshes_that_its_own_dims_allow(custom):
     shapes = {str(choice.job.spec) for choice in found.choices}
     assert {"dp=8", "fsdp=8", "tp=4,dp=2"} & shapes
     # Four heads, no stacked layers.
-    assert not any(c.job.spec.tensor > 4 or c.job.spec.pipeline > 1 for c in found.choices)
+    assert not any(
+        c.job.spec.sizes["tensor"] > 4 or c.job.spec.sizes["pipeline"] > 1 for c in found.choices
+    )
 
 
 @pytest.mark.parametrize("remat", ["none", "dots", "full", "names:qkv"])
@@ -328,7 +330,7 @@ def test_replicas_win_where_a_model_is_small_and_shards_where_it_is_not():
         vocab_size=128256, d_model=4096, num_layers=32, num_heads=32, num_kv_heads=8, mlp_dim=14336
     )
     found = search(job(model=large, train={"seq_len": 8192}).config, parse_gpus("h100:8")[0])
-    assert found.best is not None and found.best.job.spec.fsdp > 1
+    assert found.best is not None and found.best.job.spec["fsdp"] > 1
 
 
 def test_what_fits_nowhere_is_said_to():

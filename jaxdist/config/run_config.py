@@ -11,21 +11,18 @@ from pathlib import Path
 from jaxdist.checkpoint.config import CheckpointConfig
 from jaxdist.config.elastic import fit_devices
 from jaxdist.config.parser import headed
-from jaxdist.core.mesh import MeshSpec
+from jaxdist.core.axis import Workload
+from jaxdist.core.mesh import MeshSpec, in_devices
+from jaxdist.core.mesh_choice import Needs, default_mesh, legal_meshes, mesh_problems
+from jaxdist.core.parallel.pipeline.axis import PIPELINE
 from jaxdist.core.parallel.pipeline.config import PipelineConfig
 from jaxdist.core.precision import PrecisionConfig
-from jaxdist.core.sharding import (
-    RULES,
-    MeshConfig,
-    Needs,
-    default_mesh,
-    legal_meshes,
-    mesh_problems,
-)
+from jaxdist.core.sharding import MeshConfig
 from jaxdist.core.step import EvalConfig, TrainConfig
 from jaxdist.core.types import ConfigError, Model, setting
 from jaxdist.data.config import DataConfig
 from jaxdist.models import DecoderConfig, ModelConfig, build
+from jaxdist.models.configs import DIM_SETTINGS
 from jaxdist.models.huggingface.directory import is_model, read_json
 from jaxdist.models.huggingface.families import left_out, read_config
 from jaxdist.models.weights import weights_of
@@ -131,23 +128,22 @@ class RunConfig:
         """
         known = self.model if model is None else model
         if model is None and not known.dims:  # only the batch can be checked
-            spec = dataclasses.replace(spec, pipeline=1)
-        problems = mesh_problems(
-            spec,
-            known.dims,
-            rules={**RULES, **known.rules},
+            spec = spec.replace(**{PIPELINE.name: 1})
+        workload = Workload(
+            dims=known.dims,
+            rules=known.rules,
+            settings=DIM_SETTINGS if self.model.dims else {},
             zero=self.mesh.zero,
             global_batch_size=self.train.global_batch_size,
             num_microbatches=self.pipeline.given_microbatches(
-                spec.pipeline, self.train.num_microbatches
+                spec[PIPELINE], self.train.num_microbatches
             ),
+            num_virtual_stages=self.pipeline.num_virtual_stages,
             seq_len=(
                 self.train.seq_len if known.sequence and self.mesh.sequence_parallel else None
             ),
         )
-        return problems + self.pipeline.fit_problems(
-            num_stages=spec.pipeline, num_layers=known.dims.get("layers", 0)
-        )
+        return mesh_problems(spec, workload)
 
     def check_mesh(
         self, spec: MeshSpec, model: Model | None = None, num_devices: int | None = None
@@ -173,7 +169,7 @@ class RunConfig:
     ) -> tuple[MeshSpec, str]:
         """The mesh of a run and why, once devices are counted.
 
-        With `mesh.shape = "auto"`: `sharding.default_mesh`, or the legal mesh nearest to it.
+        With `mesh.shape = "auto"`: `mesh_choice.default_mesh`, or the legal mesh nearest to it.
 
         Args:
             num_devices: visible devices of the whole job.
@@ -184,8 +180,8 @@ class RunConfig:
         Raises:
             ConfigError: the mesh asked for is illegal, or no mesh of these devices is legal.
         """
-        if self.mesh.shape != "auto":
-            spec = MeshSpec.parse(self.mesh.shape, num_devices)
+        if self.mesh.spec is not None:
+            spec = self.mesh.spec.resolve(num_devices)
             self.check_mesh(spec, model, num_devices)
             return spec, self.mesh.reason or "asked for"
         state_bytes = 0 if model is None else self.state_bytes(model)
@@ -309,13 +305,15 @@ class RunConfig:
         """What can be said of the mesh before devices are counted."""
         num_devices = self._known_devices()
         try:
-            if self.mesh.shape == "auto":
+            if self.mesh.spec is None:
                 if num_devices is not None and self.model.dims:
                     self.choose_mesh(num_devices)
                 return []
-            if num_devices is None and "-1" in self.mesh.shape:
+            spec = self.mesh.spec
+            if num_devices is None and spec.is_open:
                 return []
-            spec = MeshSpec.parse(self.mesh.shape, num_devices)
+            if num_devices is not None:
+                spec = spec.resolve(num_devices)
             if num_devices is not None and fit_devices(self, num_devices) is not self:
                 return []
         except ConfigError as error:
@@ -351,10 +349,10 @@ class RunConfig:
             legal = self._legal(spec, count, model, count=3)
             if legal:
                 names = " or ".join(f"--mesh {other}" for other in legal)
-                return f"Legal with {count} devices, nearest first: {names}."
+                return f"Legal with {in_devices(count)}, nearest first: {names}."
         return (
-            f"No mesh of {num_devices} devices or a few less is legal for this model and batch. "
-            "Change train.global_batch_size or the model's sizes."
+            f"No mesh of {in_devices(num_devices)} or a few less is legal for this model and "
+            "batch. Change train.global_batch_size or the model's sizes."
         )
 
     def _legal(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from jaxdist.core.parallel.tensor import TENSOR
 from jaxdist.plan.estimate.job import WIDE, Job
 
 
@@ -24,7 +25,7 @@ class Widths:
     @classmethod
     def of(cls, job: Job) -> Widths:
         """The widths of the job's decoder."""
-        dims, tensor = job.model.dims, job.spec.tensor
+        dims, tensor = job.model.dims, job.spec[TENSOR]
         # Gate and up are one matrix [d_model, 2, mlp], without a gate [d_model, 1, mlp].
         (up,) = (
             w.size // w.shape[0] // w.shape[1]
@@ -138,4 +139,4 @@ def _kept_without_recomputation(job: Job) -> int:
 
 def heads(job: Job) -> int:
     """Query heads of a decoder on one device."""
-    return job.model.dims["heads"] // job.spec.tensor
+    return job.model.dims["heads"] // job.spec[TENSOR]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from jaxdist.core.parallel.tensor import TENSOR
 from jaxdist.plan.estimate.activations import Widths, heads
 from jaxdist.plan.estimate.job import WIDE, Job
 from jaxdist.plan.estimate.model_trace import Cost
@@ -87,7 +88,7 @@ def layer_forward(job: Job) -> Work:
 
 def _traced(job: Job, cost: Cost) -> Work:
     """Forward of a traced part: its products, and what it keeps written once and read once."""
-    rows, tensor = job.micro_rows, job.spec.tensor
+    rows, tensor = job.micro_rows, job.spec[TENSOR]
     return Work(products=rows * cost.flops / tensor, memory_bytes=2 * rows * cost.kept_bytes)
 
 
@@ -137,7 +138,7 @@ def head(job: Job) -> Work:
         forward = _traced(job, job.everything_kept.rest)
         return Work(products=3 * forward.products, memory_bytes=3 * forward.memory_bytes)
     d_model = job.model.dims["d_model"]
-    columns = job.model.dims["vocab"] / job.spec.tensor
+    columns = job.model.dims["vocab"] / job.spec[TENSOR]
     logit_passes = 5 * WIDE + 2 * job.compute_bytes
     kernel_passes = 2 * WIDE * d_model * columns * job.tokens / max(1, job.loss_chunk)
     return Work(
@@ -151,7 +152,7 @@ def embedding(job: Job) -> Work:
     if not job.is_decoder:
         return Work()
     d_model = job.model.dims["d_model"]
-    table = WIDE * job.model.dims["vocab"] * d_model / job.spec.tensor
+    table = WIDE * job.model.dims["vocab"] * d_model / job.spec[TENSOR]
     rows = 4 * job.compute_bytes * job.tokens * d_model
     return Work(memory_bytes=table + rows)
 

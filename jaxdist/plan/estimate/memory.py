@@ -17,6 +17,7 @@ import math
 import os
 from collections.abc import Mapping
 
+from jaxdist.core.parallel.tensor import TENSOR
 from jaxdist.models.weights import Weight
 from jaxdist.optim import is_frozen
 from jaxdist.plan.estimate import activations
@@ -191,8 +192,8 @@ def _head(job: Job) -> Parts:
     if not job.is_decoder:
         return {"head gradient": WIDE * job.total(job.outer, "param")}
     d_model, vocab = job.model.dims["d_model"], job.model.dims["vocab"]
-    kernel = d_model * vocab // job.spec.tensor
-    logits = job.loss_chunk * vocab // job.spec.tensor
+    kernel = d_model * vocab // job.spec[TENSOR]
+    logits = job.loss_chunk * vocab // job.spec[TENSOR]
     return {
         "head gradient": WIDE * kernel,
         "gathered weights": job.compute_bytes * kernel + _turned_table(job),
