@@ -20,7 +20,7 @@ from jaxdist.checkpoint.manifest import directory_of
 from jaxdist.checkpoint.pytree import in_params, under
 from jaxdist.config import RunConfig, fit_devices, legal_sizes, stored_run
 from jaxdist.core.mesh import MeshSpec
-from jaxdist.core.parallel.pipeline.schedule_table import Schedule
+from jaxdist.core.parallel.pipeline.schedule import Schedule
 from jaxdist.core.precision import initial_loss_scale
 from jaxdist.core.sharding import RULES, Layout, Needs
 from jaxdist.core.state import TrainState, abstract_state, init_state

@@ -18,7 +18,7 @@ from jax.sharding import AbstractMesh
 from jaxdist.config import RunConfig
 from jaxdist.core.attention import choose_kernel
 from jaxdist.core.mesh import AXES, BATCH_AXES, MeshSpec
-from jaxdist.core.parallel.pipeline.schedule_table import Schedule
+from jaxdist.core.parallel.pipeline.schedule import Schedule
 from jaxdist.core.sharding import RULES, Layout, axes_of
 from jaxdist.core.step import default_loss_chunk
 from jaxdist.core.types import Dims, Model

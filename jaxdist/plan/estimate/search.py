@@ -296,7 +296,7 @@ def _pipelines(config: RunConfig, spec: MeshSpec) -> Iterable[PipelineConfig]:
         return [config.pipeline]
     layers = getattr(config.model, "num_layers", 0)
     chunks = {config.pipeline.num_virtual_stages, 1}
-    if config.pipeline.schedule != "1f1b_lean":
+    if config.pipeline.schedule != "1f1b":
         chunks |= {v for v in (2, 4) if layers % (v * spec.pipeline) == 0}
     gathers = ("action", "step") if spec.fsdp > 1 else (config.pipeline.gather,)
     return [

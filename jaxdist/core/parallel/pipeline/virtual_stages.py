@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 
 from jaxdist.core import collectives
-from jaxdist.core.parallel.pipeline.schedule_table import Schedule
+from jaxdist.core.parallel.pipeline.schedule import Schedule
 from jaxdist.core.types import Array, Params
 
 AXIS = "pipeline"
