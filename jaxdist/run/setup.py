@@ -21,7 +21,7 @@ from jaxdist.config import RunConfig, fit_devices, legal_sizes, stored_run
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.mesh_choice import Needs
 from jaxdist.core.parallel.pipeline.axis import PIPELINE
-from jaxdist.core.parallel.pipeline.schedule_table import Schedule
+from jaxdist.core.parallel.pipeline.schedule import Schedule
 from jaxdist.core.precision import initial_loss_scale
 from jaxdist.core.sharding import Layout
 from jaxdist.core.state import TrainState, abstract_state, init_state

@@ -20,7 +20,7 @@ from jaxdist.core.attention import choose_kernel
 from jaxdist.core.axis import axes_of
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.parallel.pipeline.axis import PIPELINE
-from jaxdist.core.parallel.pipeline.schedule_table import Schedule
+from jaxdist.core.parallel.pipeline.schedule import Schedule
 from jaxdist.core.parallel.tensor import TENSOR
 from jaxdist.core.sharding import Layout
 from jaxdist.core.step import default_loss_chunk

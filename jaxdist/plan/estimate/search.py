@@ -297,7 +297,7 @@ def _pipelines(job: Job) -> Iterable[PipelineConfig]:
     if spec[PIPELINE] == 1:
         return [config.pipeline]
     chunks = {config.pipeline.num_virtual_stages, 1}
-    if config.pipeline.schedule != "1f1b_lean":
+    if config.pipeline.schedule != "1f1b":
         chunks |= {v for v in (2, 4) if job.num_layers % (v * spec[PIPELINE]) == 0}
     gathers = (
         ("action", "step")
