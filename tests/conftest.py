@@ -15,12 +15,12 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 import jax
 
+from jaxdist.runtime import setup_compilation_cache
+
 CACHE = str(Path(tempfile.gettempdir()) / f"jaxdist-tests-{os.getuid()}" / "xla")
 jax.config.update("jax_num_cpu_devices", 8)
 # Each program is compiled once per machine, by whichever test, worker or leg needs it first.
-jax.config.update("jax_compilation_cache_dir", os.environ.setdefault("JAXDIST_CACHE", CACHE))
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+setup_compilation_cache(os.environ.setdefault("JAXDIST_CACHE", CACHE))
 
 from jaxdist.core.step import layer_scan  # noqa: E402
 

@@ -1,6 +1,7 @@
 """A monitor to drive by hand, and readers of what it wrote."""
 
 import struct
+from pathlib import Path
 
 import jax.numpy as jnp
 
@@ -70,7 +71,7 @@ def masked_crc(data: bytes) -> int:
 def tensorboard_events(directory):
     from tensorboardX.proto import event_pb2
 
-    for path in sorted(directory.iterdir()):
+    for path in sorted(Path(directory).iterdir()):
         data, at = path.read_bytes(), 0
         while at < len(data):
             (length,) = struct.unpack_from("<Q", data, at)

@@ -18,6 +18,7 @@ LEVELS = {
     "core.collective_order": 2,
     "core.precision": 2,
     "core.sharding": 3,
+    "core.attention": 3,
     "core.losses": 3,
     "core.parallel": 4,
     "models": 4,
@@ -50,6 +51,7 @@ LEVELS = {
 }
 EMPTY = {"jaxdist", "jaxdist.core", "jaxdist.run", "jaxdist.tools"}
 MAX_ENTRIES = 15
+MAX_POSITIONAL = 7
 
 
 def name_of(path: Path) -> str:
@@ -155,6 +157,39 @@ def test_planted_back_edges_are_seen():
 def test_the_house_can_be_seen_from_its_door():
     entries = {path.name for path in PACKAGE.iterdir() if path.name != "__pycache__"}
     assert len(entries) <= MAX_ENTRIES, entries
+
+
+def too_many_positional(source: str) -> list[str]:
+    """Functions and dataclasses of a source that take more than `MAX_POSITIONAL` positionally."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            names = [arg.arg for arg in (*node.args.posonlyargs, *node.args.args)]
+            count = len([name for name in names if name not in ("self", "cls")])
+        elif isinstance(node, ast.ClassDef):
+            made = " ".join(map(ast.unparse, node.decorator_list))
+            if "dataclass" not in made or "kw_only=True" in made:
+                continue
+            count = sum(isinstance(line, ast.AnnAssign) for line in node.body)
+        else:
+            continue
+        if count > MAX_POSITIONAL:
+            found.append(f"{node.name} takes {count} positional arguments")
+    return found
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_nothing_takes_many_positional_arguments(module: str):
+    assert too_many_positional(MODULES[module].read_text()) == []
+
+
+def test_many_positional_arguments_are_seen():
+    names = "abcdefgh"
+    assert too_many_positional(f"def f({', '.join(names)}): ...")
+    assert not too_many_positional(f"def f(a, b, *, {', '.join(names[2:])}): ...")
+    fields = "".join(f"    {name}: int\n" for name in names)
+    assert too_many_positional(f"@dataclass\nclass A:\n{fields}")
+    assert not too_many_positional(f"@dataclass(kw_only=True)\nclass A:\n{fields}")
 
 
 def test_importing_the_package_imports_no_heavy_library():

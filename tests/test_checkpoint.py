@@ -218,7 +218,7 @@ import jax
 jax.config.update("jax_num_cpu_devices", 8)
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
-from jaxdist.checkpoint.digest import digests, part_digest
+from jaxdist.checkpoint.checksum import digests, part_digest
 from jaxdist.core.mesh import MeshSpec
 
 mesh = MeshSpec(fsdp=4, tensor=2).build()
@@ -491,10 +491,8 @@ def test_probe_says_what_does_not_work(tmp_path, monkeypatch):
 
 
 def test_config_names_every_broken_rule():
-    bad = CheckpointConfig(
-        save_interval_steps=-1, max_to_keep=0, max_failures=0, keep_best=1, best_metric=""
-    )
-    assert len(bad.problems()) == 4
+    bad = CheckpointConfig(save_interval_steps=-1, max_to_keep=0, keep_best=1, best_metric="")
+    assert len(bad.problems()) == 3
     assert "checkpoint.max_to_keep=0 is below 1. Use 1 or more." in bad.problems()
     assert CheckpointConfig().problems() == []
 

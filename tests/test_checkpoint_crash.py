@@ -104,7 +104,7 @@ for step in range(start + 1, settings["steps"] + 1):
         checkpoints.wait()
         os.rename(directory + "-gone", directory)
 committed = checkpoints.wait()
-from jaxdist.checkpoint.digest import digests
+from jaxdist.checkpoint.checksum import digests
 found = digests([state["params"]["w"], state["opt_state"]["mu"]])
 say(finished=True, committed=committed, digests=found,
     events=[e["event"] for e in checkpoints.pop_events()])

@@ -52,7 +52,7 @@ def train(mesh, num_steps=2, dtype="float32", num_microbatches=1, **layout):
     history = []
     for number in range(num_steps):
         batch = jax.device_put(random_batch(number), step.batch_sharding)
-        state, metrics = step.train(state, batch)
+        state, metrics = step.train(state, batch, np.inf)
         history.append((metrics["loss"], metrics["grad_norm"]))
     return np.array(jax.device_get(history)), state
 

@@ -68,7 +68,7 @@ def test_a_warning_without_a_fix_is_a_mistake_of_ours():
         ({"JAX_DEBUG_NANS": "True"}, "warning", "every result is fetched"),
         ({"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}, "warning", "fragments"),
         ({"XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}, "warning", "allocator"),
-        ({"XLA_PYTHON_CLIENT_MEM_FRACTION": ".5"}, "warning", "memory_fraction"),
+        ({"XLA_PYTHON_CLIENT_MEM_FRACTION": ".5"}, "warning", "0.92"),
         ({"NCCL_P2P_DISABLE": "1"}, "warning", "through its memory"),
         ({"NCCL_IB_DISABLE": "1"}, "warning", "TCP"),
         ({"NCCL_SOCKET_IFNAME": "ib0"}, "error", "names no interface"),

@@ -13,6 +13,7 @@ from jaxdist.run import metrics_log
 from jaxdist.run.metrics_log import RecordWriter, read_records
 from jaxdist.run.monitoring.tensorboard import TensorBoard
 from jaxdist.run.run_directory import RunDirectory
+from jaxdist.runtime.storage import posix
 
 
 @pytest.fixture(autouse=True)
@@ -66,7 +67,7 @@ def test_half_a_line_is_completed_and_not_repeated(tmp_path, monkeypatch):
         return real(descriptor, data)
 
     writer = RecordWriter(path)
-    monkeypatch.setattr(metrics_log.os, "write", short)
+    monkeypatch.setattr(posix.os, "write", short)
     writer.write(train_record(1))
     assert path.read_bytes() == b'{"kind"'
     writer.write(train_record(2))
@@ -78,11 +79,9 @@ def test_a_file_that_went_away_is_not_made_anew(tmp_path, monkeypatch):
     path = tmp_path / "metrics.jsonl"
     writer = RecordWriter(path)
     real = os.write
-    monkeypatch.setattr(
-        metrics_log.os, "write", lambda *_: (_ for _ in ()).throw(OSError(116, "Stale"))
-    )
+    monkeypatch.setattr(posix.os, "write", lambda *_: (_ for _ in ()).throw(OSError(116, "Stale")))
     writer.write(train_record(1))
-    monkeypatch.setattr(metrics_log.os, "write", real)
+    monkeypatch.setattr(posix.os, "write", real)
     path.rename(tmp_path / "away")
     writer.write(train_record(2))
     assert not path.exists()
@@ -94,7 +93,7 @@ def test_a_file_that_went_away_is_not_made_anew(tmp_path, monkeypatch):
 
 def test_what_is_kept_has_a_bound_and_what_is_lost_is_counted(full, monkeypatch, caplog):
     path, _ = full
-    monkeypatch.setattr(metrics_log, "_MOST_KEPT_BYTES", 200)
+    monkeypatch.setattr(metrics_log, "_MAX_PENDING_BYTES", 200)
     writer = RecordWriter(path)
     with pytest.raises(OSError, match="No space left"):
         for step in range(1, 20):

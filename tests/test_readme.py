@@ -103,7 +103,14 @@ def smaller(line: str) -> list[str]:
     return [*words, *SMALLER]
 
 
-@pytest.mark.parametrize("line", [c for c in COMMANDS if c not in NEEDS_GPUS])
+def marked(lines: list[str]) -> list:
+    """The commands to run, the first of each kind marked `smoke`."""
+    kinds = {line.split()[2]: line for line in reversed(lines)}
+    smoke = lambda line: [pytest.mark.smoke] if kinds[line.split()[2]] == line else []
+    return [pytest.param(line, marks=smoke(line)) for line in lines]
+
+
+@pytest.mark.parametrize("line", marked([c for c in COMMANDS if c not in NEEDS_GPUS]))
 def test_command_runs_as_printed(home, line):
     run_in(home, smaller(line))
 

@@ -19,7 +19,7 @@ def layer(weights, x, constants):
     kept = jax.random.bernoulli(key, 0.7, x.shape)
     up = normed @ weights["up"].astype(jnp.bfloat16).astype(jnp.float32)
     hidden = jax.nn.silu(up) * jnp.cos(angle)
-    return x + jnp.where(kept, hidden @ weights["down"], 0.0)
+    return x + jnp.where(kept, hidden @ weights["down"], 0.0), None, {}
 
 
 @pytest.fixture
@@ -33,10 +33,10 @@ def arguments():
 def test_both_halves_together_are_the_whole_gradient(arguments):
     weights, x, constants, dy = arguments
     apart = take_apart(layer, weights, x, constants)
-    y, saved = apart.forward(weights, x, constants)
+    y, _, saved = apart.forward(weights, x, constants)
     dx, kept = apart.input_gradient(weights, constants, saved, dy)
     grads = apart.weight_gradient(weights, constants, kept)
-    expected_y, pull = jax.vjp(lambda w, x: layer(w, x, constants), weights, x)
+    expected_y, pull = jax.vjp(lambda w, x: layer(w, x, constants)[0], weights, x)
     expected_grads, expected_dx = pull(dy)
     np.testing.assert_array_equal(y, expected_y)
     np.testing.assert_allclose(dx, expected_dx, rtol=1e-6)
@@ -46,7 +46,7 @@ def test_both_halves_together_are_the_whole_gradient(arguments):
 def test_every_product_is_done_once(arguments):
     weights, x, constants, dy = arguments
     apart = take_apart(layer, weights, x, constants)
-    _, saved = apart.forward(weights, x, constants)
+    _, _, saved = apart.forward(weights, x, constants)
     _, kept = apart.input_gradient(weights, constants, saved, dy)
     count = lambda function, *args: products(jax.make_jaxpr(function)(*args).jaxpr)
     forward = count(layer, weights, x, constants)
@@ -59,13 +59,13 @@ def test_every_product_is_done_once(arguments):
 def test_what_follows_from_weights_and_constants_is_not_kept(arguments):
     weights, x, constants, dy = arguments
     apart = take_apart(layer, weights, x, constants)
-    _, saved = apart.forward(weights, x, constants)
+    _, _, saved = apart.forward(weights, x, constants)
     _, kept = apart.input_gradient(weights, constants, saved, dy)
     rows = x.shape[:-1]
     assert all(value.shape[:2] == rows for value in saved), "activations only"
     others = [value for value in kept if value.shape[:2] != rows]
     # The gradient of the scale is a sum: kept as such, not as what it sums up.
-    expected = jax.grad(lambda w: jnp.vdot(layer(w, x, constants), dy))(weights)["scale"]
+    expected = jax.grad(lambda w: jnp.vdot(layer(w, x, constants)[0], dy))(weights)["scale"]
     assert len(others) == 1
     np.testing.assert_allclose(others[0], expected, rtol=1e-5)
     # The inputs of both products, and the gradients of their outputs.
@@ -89,17 +89,17 @@ def test_gathered_and_widened_values_are_kept_as_they_were_before():
         whole = collectives.all_gather(x, "tensor", dim=1).astype(jnp.float32)
         hidden = jnp.tanh(whole @ weights["up"])
         out = collectives.reduce_scatter(hidden @ weights["down"], "tensor", dim=1)
-        return x + out.astype(x.dtype)
+        return x + out.astype(x.dtype), None, {}
 
     def apart(weights, x, dy):
         halves = take_apart(split_layer, weights, x, (), enlarge_again=True)
-        _, saved = halves.forward(weights, x, ())
+        _, _, saved = halves.forward(weights, x, ())
         dx, kept = halves.input_gradient(weights, (), saved, dy)
         between.extend([saved, kept])
         return dx, halves.weight_gradient(weights, (), kept)
 
     def whole(weights, x, dy):
-        _, pull = jax.vjp(lambda weights, x: split_layer(weights, x, ()), weights, x)
+        _, pull = jax.vjp(lambda weights, x: split_layer(weights, x, ())[0], weights, x)
         weight_grads, dx = pull(dy)
         return dx, weight_grads
 

@@ -14,6 +14,7 @@ Theory (whole arrays, float32; M microbatches; Rajbhandari et al. 2020, Korthika
 Vectors (norm scales, biases) are never sharded by data or fsdp: one all-reduce a step.
 """
 
+import math
 import re
 from collections import Counter
 
@@ -32,7 +33,7 @@ TENSOR_DIMS = {"vocab", "heads", "kv_heads", "mlp"}
 
 def lowered(case: Case, **options):
     step, state = step_of(case, **options)
-    return step.train.lower(state, jax.device_put(text_batch(), step.batch_sharding))
+    return step.train.lower(state, jax.device_put(text_batch(), step.batch_sharding), math.inf)
 
 
 def parameter_bytes(case: Case) -> Counter:

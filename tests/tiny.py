@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jaxdist.core.attention import make_attend
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.precision import PrecisionConfig, initial_loss_scale
 from jaxdist.core.sharding import RULES, Layout
@@ -142,8 +143,8 @@ def reference(name: str, steps: int = 20) -> Trace:
 
     def run_layers(block: Any, layers: Params, x: Any, aux: Any, context: Context) -> Any:
         for i in range(model.num_layers):
-            x = block(jax.tree.map(lambda leaf, i=i: leaf[i], layers), x, aux, context)
-        return x
+            x, _ = block(jax.tree.map(lambda leaf, i=i: leaf[i], layers), x, aux, context)
+        return x, {}
 
     def token_loss(x: Any, kernel: Any, targets: Any, weights: Any, vocab_size: int) -> Any:
         logits = (x @ kernel)[..., :vocab_size]
@@ -154,7 +155,12 @@ def reference(name: str, steps: int = 20) -> Trace:
         picked = jax.nn.log_softmax(logits)[jnp.arange(len(labels)), labels]
         return {"loss": -jnp.sum(picked * weights), "weight": jnp.sum(weights)}
 
-    context = Context(run_layers=run_layers, token_loss=token_loss, label_loss=label_loss)
+    context = Context(
+        run_layers=run_layers,
+        token_loss=token_loss,
+        label_loss=label_loss,
+        attend=make_attend(platform="cpu"),
+    )
 
     def mean_loss(params: Params) -> Any:
         sums = model.loss(params, batch, context)
@@ -283,7 +289,7 @@ def run(case: Case, steps: int = 20, batch: Batch | None = None, **options: Any)
     placed = jax.device_put(batch or batch_of(case.model), step.batch_sharding)
     losses, first = [], None
     for _ in range(steps):
-        state, metrics = step.train(state, placed)
+        state, metrics = step.train(state, placed, np.inf)
         losses.append(float(metrics["loss"]))
         if first is None:
             grads = jax.tree.map(lambda mu: mu / (1 - BETA1), jax.device_get(state.opt_state.mu))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -41,7 +42,7 @@ class Checkpointer:
 
     def __init__(
         self,
-        directory: Path,
+        directory: str | os.PathLike[str],
         config: CheckpointConfig,
         *,
         log: Callable[[str], None] | None = None,
@@ -71,7 +72,7 @@ class Checkpointer:
 
         Returns:
             "" for none; else what to give to `save`: "interval", or "midway" for one that is kept
-            only until the next is committed (`checkpoint.save_midway`).
+            only until the next is committed.
         """
         return self._schedule.due(step, now)
 
@@ -101,7 +102,7 @@ class Checkpointer:
             now: as in `due`.
 
         Raises:
-            CheckpointError: `max_failures` saves in a row have failed.
+            CheckpointError: `MAX_FAILURES` saves in a row have failed.
         """
         if self._read_only:
             raise ValueError("this Checkpointer was opened read_only")
@@ -118,7 +119,7 @@ class Checkpointer:
             Whether the last save asked for is committed (True when none was asked for).
 
         Raises:
-            CheckpointError: `max_failures` saves in a row have failed.
+            CheckpointError: `MAX_FAILURES` saves in a row have failed.
         """
         self._saver.settle()
         return self._saver.last_committed

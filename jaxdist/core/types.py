@@ -1,6 +1,7 @@
 """What rooms exchange: batches, the `Model` record, its `Context`, errors and config fields.
 
-Nothing here computes. Shape vocabulary used in every docstring of the package:
+Nothing here computes but the plain defaults of one device. Shape vocabulary used in every docstring
+of the package:
 
     batch    rows of a global batch (inside the compiled step: this device's rows of one microbatch)
     seq      positions of a row; `seq_shard` = seq / tensor where sequence parallelism splits it
@@ -33,8 +34,37 @@ bits depend on the sample and never on the mesh.
 """
 
 Sums: TypeAlias = dict[str, Array]
-"""Float32 scalars summed over samples: always `loss` (nats) and `weight`; a model may add others
-(`correct`). Means are formed once, after summing over every device and microbatch."""
+"""Named float32 scalars, each a sum over this device's rows or tokens of one microbatch.
+
+The head returns `loss` (nats) and `weight` (what counts), and may add others (`correct`). A block
+may return any, or none: {}. Each name is summed exactly once over layers, head, microbatches and
+devices, whatever the mesh and the schedule; then means are formed, sum / weight.
+
+Training differentiates `loss` + `aux_loss`, whoever returns them (`objective`). `aux_loss` is for
+terms that are no likelihood, such as the balance loss of a router: they train the model and stay
+out of the loss that is reported and compared. Every other name is a metric.
+
+Over the `tensor` axis the array's type decides. A sum that varies over it is this device's part
+(its tokens under sequence parallelism, its heads) and is added up. One that does not vary is the
+same on every tensor device and counts once. So take sums of the residual stream, of what precedes
+`Context.enter` or of a split product: what `enter` returns varies, though all devices hold the
+same, and would count once for each."""
+
+
+OBJECTIVE = ("loss", "aux_loss")
+"""Names of the sums that training differentiates."""
+
+
+def objective(sums: Sums) -> Array:
+    """What training differentiates: a float32 scalar, the total of those of `OBJECTIVE` in it."""
+    first, *others = (sums[name] for name in OBJECTIVE if name in sums)
+    return sum(others, start=first)
+
+
+def add_sums(left: Sums, right: Sums) -> Sums:
+    """Sums of both, name by name; a name that one of them lacks counts as 0 there."""
+    both = {name: left[name] + right[name] for name in left if name in right}
+    return {**left, **right, **both}
 
 
 class ConfigError(ValueError):
@@ -66,6 +96,65 @@ def setting(default: Any, doc: str) -> Any:
     return dataclasses.field(default=default, metadata={"doc": doc})
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttentionMask:
+    """What decides which keys a query sees; never the [queries, keys] mask itself.
+
+    So an implementation that holds only a part of the keys can form its part of the mask.
+
+    Attributes:
+        causal: a query sees the keys up to its own position.
+        sliding_window: newest keys that a query sees, itself included; 0 = all.
+        segments: int32 [batch, seq], documents of packed rows: a query sees its own; None = one.
+        query_positions: int32 [batch, queries], place of each query among the keys; None = queries
+            and keys are the same positions 0, 1, ...
+    """
+
+    causal: bool = True
+    sliding_window: int = 0
+    segments: Array | None = None
+    query_positions: Array | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttentionDropout:
+    """Dropping attention probabilities with the same bits on every mesh.
+
+    Attributes:
+        rate: share of probabilities dropped.
+        key: PRNG key, consumed once.
+        rows: int32 [batch], index of each row in the global batch.
+    """
+
+    rate: float
+    key: Array
+    rows: Array
+
+
+def dot(dims: str, x: Array, w: Array, *, out_dtype: Any = None) -> Array:
+    """Matrix product of activations and a weight, its dims named: the plain `Context.dot`.
+
+    Args:
+        dims: names of the dims, "batch seq d_model, d_model mlp -> batch seq mlp"; those that the
+            result lacks are summed over.
+        x: activations, compute dtype.
+        w: weight, cast to the dtype of x.
+        out_dtype: dtype of the result and of its sums; None = that of x.
+    """
+    inputs, _, output = dims.partition("->")
+    letters = {name: chr(ord("a") + i) for i, name in enumerate(dict.fromkeys(_names(inputs)))}
+    left, right, out = (
+        "".join(letters[name] for name in part.split()) for part in (*inputs.split(","), output)
+    )
+    return jnp.einsum(
+        f"{left},{right}->{out}", x, w.astype(x.dtype), preferred_element_type=out_dtype
+    )
+
+
+def _names(dims: str) -> list[str]:
+    return dims.replace(",", " ").split()
+
+
 def _identity(x: Any) -> Any:
     return x
 
@@ -78,24 +167,35 @@ def _no_loss(*_: Any, **__: Any) -> Sums:
     raise ValueError("this Context has no losses: build it with step.make_context or pass one")
 
 
-def _no_layers(*_: Any, **__: Any) -> Array:
+def _no_layers(*_: Any, **__: Any) -> tuple[Array, Sums]:
     raise ValueError("this Context has no run_layers: build it with step.make_context or pass one")
+
+
+def _no_attention(*_: Any, **__: Any) -> Array:
+    raise ValueError("this Context has no attend: build it with attention.make_attend or pass one")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Context:
     """What a model is told of where it runs. The defaults are one device.
 
-    The three hooks are all that tensor and sequence parallelism ask of a model. Inside the step
-    they are collectives over the `tensor` mesh axis; on one device they are identities.
+    Tensor and sequence parallelism ask three hooks of a model: `enter`, `leave` and `split`. Inside
+    the step they are collectives over the `tensor` mesh axis; on one device they are identities.
+    Models call `dot` for every matrix product with a weight and `attend` for attention, so that
+    number formats, kernels and other ways to split either are chosen outside of them.
 
     Attributes:
         dtype: compute dtype of matrix products and of activations between blocks.
+        dot: (dims, x, w, out_dtype=None) -> product of x and w; see `types.dot`.
+        attend: (query [batch, queries, heads, head_dim], key [batch, keys, kv_heads, head_dim],
+            value like key, AttentionMask, kernel="auto", dropout=None) -> [batch, queries, heads,
+            head_dim] of the query's dtype; heads are this device's. See `attention.make_attend`.
         enter: [batch, seq_shard, ...] -> [batch, seq, ...]; before a column-parallel product.
         leave: partial sums [batch, seq, ...] -> [batch, seq_shard, ...]; after a row-parallel one.
         split: [batch, seq, ...] known to all -> this device's [batch, seq_shard, ...].
         tensor_index: index of this device on the `tensor` axis (0 on one device).
-        run_layers: (block, layers, x, aux, context) -> x; a scan, or the stage of a pipeline.
+        run_layers: (block, layers, x, aux, context) -> (x, Sums of all of them); a scan, or the
+            stage of a pipeline.
         token_loss: (x [batch, seq, d_model], kernel [d_model, vocab_shard], targets, weights,
             vocab_size=...) -> Sums; cross-entropy over a vocabulary that may be split.
         label_loss: (logits [batch, classes], labels, weights) -> Sums; cross-entropy and hits.
@@ -106,11 +206,13 @@ class Context:
     """
 
     dtype: Any = jnp.float32
+    dot: Callable[..., Array] = dot
+    attend: Callable[..., Array] = _no_attention
     enter: Callable[[Array], Array] = _identity
     leave: Callable[[Array], Array] = _identity
     split: Callable[[Array], Array] = _identity
     tensor_index: Callable[[], Any] = _zero
-    run_layers: Callable[..., Array] = _no_layers
+    run_layers: Callable[..., tuple[Array, Sums]] = _no_layers
     token_loss: Callable[..., Sums] = _no_loss
     label_loss: Callable[..., Sums] = _no_loss
     gather: Callable[[Params], Params] = _identity
@@ -152,7 +254,8 @@ class Model:
         head_loss: (params, x, batch, context) -> Sums over the local batch.
         embed: (params, batch, context) -> x [batch, seq_shard, d_model].
         prepare: (batch, context) -> aux, what every block needs beside x (rotary angles, masks).
-        block: (one layer's params, x, aux, context) -> x.
+        block: (one layer's params, x [batch, seq_shard, d_model], aux, context) -> (x, Sums). A
+            term of the loss is returned as `aux_loss`, any other name is a metric (see `Sums`).
         num_layers: size of the stacked dim; 0 when there is none.
         flops_per_token: floating point operations of forward and backward for one unit of
             `weight` (a token, an image) by convention: "causal" counts half of S² attention,
@@ -174,7 +277,7 @@ class Model:
     head_loss: Callable[..., Sums]
     embed: Callable[..., Array] | None = None
     prepare: Callable[..., Any] | None = None
-    block: Callable[..., Array] | None = None
+    block: Callable[..., tuple[Array, Sums]] | None = None
     num_layers: int = 0
     flops_per_token: Mapping[str, float] = dataclasses.field(default_factory=dict)
     unit: Literal["tokens", "images"] = "tokens"
@@ -185,10 +288,16 @@ class Model:
     notes: Callable[[Context], list[str]] | None = None
 
     def loss(self, params: Params, batch: Batch, context: Context) -> Sums:
-        """Summed loss and weight of the local batch: the function that training differentiates."""
+        """Sums of the local batch, of all layers and the head; training differentiates `objective`.
+
+        Args:
+            params: this device's parameters; stacked leaves `[num_layers, ...]`.
+            batch: this device's rows of one microbatch.
+            context: what the model is told.
+        """
         if self.block is None or self.embed is None:
             return self.head_loss(params, None, batch, context)
         x = self.embed(params, batch, context)
         aux = self.prepare(batch, context) if self.prepare is not None else batch
-        x = context.run_layers(self.block, params["layers"], x, aux, context)
-        return self.head_loss(params, x, batch, context)
+        x, sums = context.run_layers(self.block, params["layers"], x, aux, context)
+        return add_sums(self.head_loss(params, x, batch, context), sums)

@@ -12,17 +12,17 @@ import logging
 import math
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from jaxdist.core.types import ConfigError
+from jaxdist.runtime.storage import locate
 
 logger = logging.getLogger("jaxdist")
 
 Record = dict[str, Any]
 
-_MOST_KEPT_BYTES = 64 << 20
-"""Of records that cannot be written: about 100,000 steps."""
+_MAX_PENDING_BYTES = 64 << 20
+"""Bytes of records that cannot be written yet: about 100,000 steps."""
 
 _FLOATS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
@@ -71,7 +71,7 @@ def _with_floats(value: Any) -> Any:
 
 
 class RecordWriter:
-    """Appends records, each by one `write` of a whole line, so that a kill leaves whole lines.
+    """Appends records, one line each, so that a kill leaves whole lines.
 
     A line torn by the death of the machine was never a record: opening the file again cuts it off,
     and `torn` says how many bytes went.
@@ -80,11 +80,10 @@ class RecordWriter:
     next: a run does not end for want of room for a line, and no step is missing afterwards.
     """
 
-    def __init__(self, path: Path):
-        self._path = path
-        self._fd = self._open(os.O_CREAT)
-        self.torn = self._cut_torn_tail()
-        self._kept = b""  # not written yet; perhaps from the middle of a line on
+    def __init__(self, path: str | os.PathLike[str]):
+        self._path = locate(path)
+        self._file = self._path.appender()
+        self.torn = self._file.cut_torn_tail()
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Append one line; it is with the operating system when this returns, or kept and said so.
@@ -92,16 +91,11 @@ class RecordWriter:
         Raises:
             OSError: more is kept than a process should hold.
         """
-        was_refused = bool(self._kept)
-        self._kept += (encode(record) + "\n").encode()
+        was_refused = bool(self._file.pending)
         try:
-            if was_refused:  # a file server that was away knows the old descriptor no more
-                fresh = self._open()  # never made anew: that would be below a lost mount
-                os.close(self._fd)
-                self._fd = fresh
-            self._drain()
+            self._file.append((encode(record) + "\n").encode())
         except OSError as failure:
-            if len(self._kept) > _MOST_KEPT_BYTES:
+            if len(self._file.pending) > _MAX_PENDING_BYTES:
                 raise
             if not was_refused:
                 logger.warning(
@@ -115,50 +109,25 @@ class RecordWriter:
 
     def close(self) -> None:
         """Close the file; a second call does nothing."""
-        if self._fd < 0:
-            return
         try:
-            self._drain()
+            self._file.close()
         except OSError as failure:
             logger.warning(
                 "%s: %d records were lost (%s)",
                 self._path,
-                self._kept.count(b"\n"),
+                self._file.pending.count(b"\n"),
                 failure.strerror,
             )
-        os.close(self._fd)
-        self._fd = -1
-
-    def _drain(self) -> None:
-        while self._kept:
-            self._kept = self._kept[os.write(self._fd, self._kept) :]
-
-    def _open(self, flags: int = 0) -> int:
-        return os.open(self._path, os.O_RDWR | os.O_APPEND | flags, 0o644)
-
-    def _cut_torn_tail(self) -> int:
-        size = os.fstat(self._fd).st_size
-        end, block = size, 1 << 16
-        while end > 0:
-            start = max(0, end - block)
-            newline = os.pread(self._fd, end - start, start).rfind(b"\n")
-            if newline >= 0:
-                end = start + newline + 1
-                break
-            end = start
-        if end < size:
-            os.ftruncate(self._fd, end)
-        return size - end
 
 
-def read_records(path: Path) -> list[Record]:
+def read_records(path: str | os.PathLike[str]) -> list[Record]:
     """Every record of a metrics.jsonl, in the order written; a torn last line is left out.
 
     Raises:
         ConfigError: the file is missing, or another line is no record.
     """
     try:
-        text = path.read_text(encoding="utf-8", errors="replace")
+        text = locate(path).text()
     except OSError as error:
         raise ConfigError(
             [f"{path} cannot be read ({error.strerror}). Name a run directory with metrics.jsonl."]

@@ -7,17 +7,17 @@ import os
 import time
 import tomllib
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from jaxdist.core.types import ConfigError
 from jaxdist.run.metrics_log import RecordWriter, decode, encode
 from jaxdist.runtime import coordination
+from jaxdist.runtime.storage import Location, locate
 
 
 @dataclasses.dataclass(frozen=True)
 class RunDirectory:
-    """Paths of one run. Only process 0 writes here, but for each process's own log and checkpoints.
+    """The files of one run. Only process 0 writes them, but for each process's log and arrays.
 
     Attributes:
         path: the directory.
@@ -25,7 +25,7 @@ class RunDirectory:
         resumed: a run was here before; it is continued, never split.
     """
 
-    path: Path
+    path: Location
     is_writer: bool = True
     resumed: bool = False
 
@@ -45,11 +45,11 @@ class RunDirectory:
             FileNotFoundError: it was there when the launcher started; made anew, it would hide
                 below a mount that was lost.
         """
-        run = cls(Path(path), is_writer=process_id == 0)
+        run = cls(locate(path), is_writer=process_id == 0)
         launched = os.environ.get("JAXDIST_LOG_DIR")  # the launcher has made it
-        if launched and Path(launched) == run.logs and not run.logs.is_dir():
+        if launched and locate(launched) == run.logs and not run.logs.is_directory():
             raise FileNotFoundError(f"{run.path} is gone: is its file system still mounted?")
-        resumed = run.metrics.exists() and run.metrics.stat().st_size > 0
+        resumed = run.metrics.exists() and run.metrics.size() > 0
         if resumed and not resume and run.is_writer:
             raise ConfigError(
                 [
@@ -58,11 +58,10 @@ class RunDirectory:
                 ]
             )
         try:
-            run.logs.mkdir(parents=True, exist_ok=True)
+            run.logs.make_directory()
             if run.is_writer:
-                run.checkpoints.mkdir(exist_ok=True)
-                with open(run.metrics, "ab"):  # found out now, not after the first compilation
-                    pass
+                run.checkpoints.make_directory()
+                run.metrics.appender().close()  # fails now, not after the first compilation
         except OSError as error:
             raise ConfigError(
                 [
@@ -79,61 +78,61 @@ class RunDirectory:
         Raises:
             ConfigError: there is no run at `path`.
         """
-        run = cls(Path(path), is_writer=False, resumed=True)
-        if not run.path.is_dir():
+        run = cls(locate(path), is_writer=False, resumed=True)
+        if not run.path.is_directory():
             raise ConfigError([f"run {run.path} is no directory. {_runs_near(run.path)}"])
-        if not run.metrics.is_file():
+        if not run.metrics.exists():
             raise ConfigError(
                 [f"run {run.path} has no metrics.jsonl. {_runs_near(run.path / 'metrics.jsonl')}"]
             )
         return run
 
     @property
-    def config(self) -> Path:
+    def config(self) -> Location:
         """The resolved config, as TOML."""
         return self.path / "config.toml"
 
     @property
-    def environment(self) -> Path:
+    def environment(self) -> Location:
         """Versions, git, hosts, devices and command of the newest start; older ones inside it."""
         return self.path / "environment.json"
 
     @property
-    def metrics(self) -> Path:
+    def metrics(self) -> Location:
         """One JSON object per line (see `records`)."""
         return self.path / "metrics.jsonl"
 
     @property
-    def tensorboard(self) -> Path:
+    def tensorboard(self) -> Location:
         """TensorBoard's files."""
         return self.path / "tensorboard"
 
     @property
-    def profiles(self) -> Path:
+    def profiles(self) -> Location:
         """One directory per trace, where any was asked for."""
         return self.path / "profile"
 
     @property
-    def checkpoints(self) -> Path:
+    def checkpoints(self) -> Location:
         """One directory per saved step."""
         return self.path / "checkpoints"
 
     @property
-    def logs(self) -> Path:
+    def logs(self) -> Location:
         """One log per process."""
         return self.path / "logs"
 
     @property
-    def anomalies(self) -> Path:
+    def anomalies(self) -> Location:
         """One JSON line for each step whose loss was bad, with its rows; absent without one."""
         return self.path / "anomalies.jsonl"
 
     @property
-    def summary(self) -> Path:
+    def summary(self) -> Location:
         """What came of the run; written when it ends."""
         return self.path / "summary.json"
 
-    def log(self, process_id: int) -> Path:
+    def log(self, process_id: int) -> Location:
         """The log of one process."""
         return self.logs / f"process-{process_id}.log"
 
@@ -143,14 +142,14 @@ class RunDirectory:
             return []
         changes = []
         if self.config.exists():
-            old = flatten(tomllib.loads(self.config.read_text()))
+            old = flatten(tomllib.loads(self.config.text()))
             new = flatten(tomllib.loads(text))
             changes = [
                 f"{key}: {old.get(key, 'not set')} -> {new.get(key, 'not set')}"
                 for key in sorted(old.keys() | new.keys())
                 if old.get(key) != new.get(key)
             ]
-        write_whole(self.config, text)
+        self.config.write(text)
         return changes
 
     def write_environment(self, record: Mapping[str, Any]) -> None:
@@ -159,14 +158,14 @@ class RunDirectory:
             return
         earlier = []
         if self.environment.exists():
-            before = decode(self.environment.read_text())
+            before = decode(self.environment.text())
             earlier = [*before.pop("earlier", []), before]
-        write_whole(self.environment, encode({**record, "earlier": earlier}, indent=2) + "\n")
+        self.environment.write(encode({**record, "earlier": earlier}, indent=2) + "\n")
 
     def write_summary(self, record: Mapping[str, Any]) -> None:
         """Write summary.json; the newest end of the run is the one that counts."""
         if self.is_writer:
-            write_whole(self.summary, encode(record, indent=2) + "\n")
+            self.summary.write(encode(record, indent=2) + "\n")
 
     def open_metrics(self) -> RecordWriter:
         """Append to metrics.jsonl; for process 0 only."""
@@ -175,14 +174,14 @@ class RunDirectory:
         return RecordWriter(self.metrics)
 
 
-def new_run_path(name: str, root: str | os.PathLike[str] = "runs") -> Path:
+def new_run_path(name: str, root: str | os.PathLike[str] = "runs") -> Location:
     """`<root>/<name>-<time>`, the same on every process: they agree on process 0's clock (UTC).
 
     Collective where there are several processes: each must call it, after joining the job.
     """
     seconds = coordination.gather("run_start", int(time.time()))[0]
     stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime(seconds))
-    return Path(root) / f"{name}-{stamp}"
+    return locate(root) / f"{name}-{stamp}"
 
 
 def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -196,20 +195,13 @@ def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a file so that whoever reads it finds the old text or the new, never half of one."""
-    temporary = path.with_name(f".{path.name}.writing")
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-
-
-def _runs_near(path: Path) -> str:
+def _runs_near(path: Location) -> str:
     """Names runs beside what was asked for: most wrong paths are one directory off."""
     for root in (path.parent, path.parent.parent):
-        runs = sorted(root.glob("*/metrics.jsonl"), key=lambda p: p.stat().st_mtime, reverse=True)
+        written = {
+            root / name: (root / name / "metrics.jsonl").version() for name in root.entries()
+        }
+        runs = sorted((run for run in written if written[run]), key=lambda run: -written[run])
         if runs:
-            return "Runs there: " + ", ".join(str(run.parent) for run in runs[:3]) + "."
+            return "Runs there: " + ", ".join(map(str, runs[:3])) + "."
     return "Name a run directory, such as runs/<name>-<time>."

@@ -26,6 +26,7 @@ from typing import NoReturn
 
 from jaxdist.runtime.coordination import announce_failure, leave_error, process_place, service
 from jaxdist.runtime.coordination.failure_broadcast import FOLLOWED
+from jaxdist.runtime.storage import locate
 
 EXIT_OK = 0
 EXIT_FAILURE = 1
@@ -191,10 +192,7 @@ def _write_verdict(code: int) -> None:
     if not path or process_place()[0] != 0 or int(os.environ.get("SLURM_PROCID", 0)) != 0:
         return
     try:
-        with open(path, "w", encoding="utf-8") as file:
-            file.write(f"{code}\n")
-            file.flush()
-            os.fsync(file.fileno())
+        locate(path).write(f"{code}\n")
     except OSError as failure:
         print(f"cannot write {path}: {failure}", file=sys.stderr)
 

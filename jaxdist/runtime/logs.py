@@ -6,7 +6,8 @@ import io
 import logging
 import os
 import sys
-from pathlib import Path
+
+from jaxdist.runtime.storage import Location, locate
 
 
 class _Console(logging.Formatter):
@@ -22,7 +23,12 @@ class _Console(logging.Formatter):
 class _File(logging.FileHandler):
     """A log file whose disk may be full: said once, where `logging` prints a stack every time."""
 
-    _said = False
+    def __init__(self, location: Location) -> None:
+        self._location, self._said = location, False
+        super().__init__(location)
+
+    def _open(self) -> io.TextIOWrapper:
+        return os.fdopen(self._location.append_descriptor(), "a", encoding="utf-8")
 
     def handleError(self, record: logging.LogRecord) -> None:
         error = sys.exc_info()[1]
@@ -57,10 +63,10 @@ def setup_logging(
         logger.removeHandler(handler)
         handler.close()
     if log_file is not None:
-        path = Path(log_file)
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path = locate(log_file)
+        path.parent.make_directory()
         divert_c_stdout(path)
-        to_file = _File(path, mode="a", encoding="utf-8")
+        to_file = _File(path)
         to_file.setFormatter(
             logging.Formatter(f"%(asctime)s p{process_id} %(levelname)s %(message)s")
         )
@@ -88,7 +94,7 @@ def divert_c_stdout(path: str | os.PathLike[str]) -> None:
             os.fdopen(os.dup(1), "wb"), encoding=sys.stdout.encoding, errors="replace"
         )
         sys.stdout.reconfigure(line_buffering=True)
-    target = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    target = locate(path).append_descriptor()
     os.dup2(target, 1)
     os.close(target)
 

@@ -13,11 +13,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax.numpy as jnp
 from jax import lax
 
 from jaxdist.core import collectives
 from jaxdist.core.sharding import Layout
-from jaxdist.core.types import Array
+from jaxdist.core.types import Array, Sums
 
 AXIS = "tensor"
 SEQUENCE_DIM = 1
@@ -39,6 +40,21 @@ def hooks(layout: Layout) -> dict[str, Any]:
         "enter": lambda x: collectives.vary(x, AXIS),
         "leave": lambda x: collectives.all_reduce(x, AXIS),
         "tensor_index": lambda: collectives.group_index(AXIS),
+    }
+
+
+def add_layers(sums: Sums) -> Sums:
+    """Sums of several layers, each float32 [layers], added up: scalars equal on all tensor devices.
+
+    One that varies over the axis holds this device's part, of its tokens or heads, and is added
+    over the axis too. One that does not vary is the same everywhere and counts once.
+    """
+    total = {name: jnp.sum(values, axis=0) for name, values in sums.items()}
+    return {
+        name: collectives.all_reduce(value, AXIS)
+        if AXIS in collectives.varying_axes(value)
+        else value
+        for name, value in total.items()
     }
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxdist.core import losses
+from jaxdist.core import attention, losses
 from jaxdist.core.parallel import fsdp, tensor
 from jaxdist.core.parallel.pipeline.config import PipelineConfig
 from jaxdist.core.precision import PrecisionConfig
@@ -25,7 +25,15 @@ def make_context(
     precision: PrecisionConfig,
     stages: PipelineConfig | None = None,
 ) -> Context:
-    """What the model is told inside the step on this layout."""
+    """What the model is told inside the step on this layout.
+
+    Args:
+        model: the model.
+        layout: mesh and rules; the first device says the platform.
+        config: remat policy, unrolling, tokens of a loss chunk.
+        precision: compute and reduce dtypes.
+        stages: when the pipeline gathers weights; None without stages.
+    """
     device = layout.mesh.devices.flat[0]
     platform = "gpu" if device.platform in ("gpu", "cuda") else device.platform
     dtype = precision.resolve(platform)
@@ -40,17 +48,23 @@ def make_context(
         vocabulary = losses.Vocabulary(vocab_size, "tensor" if split_vocabulary else None, chunk)
         return losses.token_cross_entropy(x, kernel, targets, weights, vocabulary)
 
+    capability = str(getattr(device, "compute_capability", ""))
+    hooks = tensor.hooks(layout)
+    head_shard = {key: hooks[key] for key in ("tensor_index",) if key in hooks}
     return Context(
         dtype=dtype,
+        attend=attention.make_attend(
+            platform=platform, compute_capability=capability, **head_shard
+        ),
         token_loss=token_loss,
         label_loss=losses.label_cross_entropy,
         run_layers=make_run_layers(
             model, layout, config, precision, platform, gather=not _gathers_once(layout, stages)
         ),
         platform=platform,
-        compute_capability=str(getattr(device, "compute_capability", "")),
+        compute_capability=capability,
         gather=make_gather(layout, model, dtype, precision),
-        **tensor.hooks(layout),
+        **hooks,
     )
 
 

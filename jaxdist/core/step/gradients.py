@@ -20,7 +20,7 @@ from jaxdist.core.precision import PrecisionConfig
 from jaxdist.core.sharding import Layout
 from jaxdist.core.step.config import REPLICA_NORMS, TrainConfig
 from jaxdist.core.step.layer_scan import make_layer, remat_policy, resolve_remat
-from jaxdist.core.types import Array, Batch, Context, Model, Params, Sums
+from jaxdist.core.types import Array, Batch, Context, Model, Params, Sums, objective
 
 
 def make_value_and_grad(
@@ -100,7 +100,7 @@ def _make_accumulation(
     ) -> tuple[Sums, Params]:
         def scaled_loss(params: Params, micro: Batch) -> tuple[Array, Sums]:
             sums = model.loss(context.gather(params), micro, context)
-            return sums["loss"] * scale, sums
+            return objective(sums) * scale, sums
 
         def microbatch(micro: Batch) -> tuple[Sums, Params]:
             grads, sums = jax.grad(scaled_loss, has_aux=True)(params, micro)

@@ -11,11 +11,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jaxdist.core.parallel import fsdp
+from jaxdist.core import collectives
+from jaxdist.core.parallel import fsdp, tensor
 from jaxdist.core.precision import PrecisionConfig
 from jaxdist.core.sharding import Layout
 from jaxdist.core.step.config import TrainConfig
-from jaxdist.core.types import Array, Context, Model, Params
+from jaxdist.core.types import Array, Context, Model, Params, Sums
 
 UNROLL_UP_TO = 16
 """Layers that XLA:CPU gets unrolled, which it runs faster than a loop. More compile too slowly."""
@@ -29,11 +30,21 @@ def make_run_layers(
     platform: str,
     *,
     gather: bool = True,
-) -> Callable[..., Array]:
+) -> Callable[..., tuple[Array, Sums]]:
     """The layer runner: a scan over stacked layers that gathers each layer's weights as it goes.
 
-    The runner takes `first`, the index in the model of the first layer it is given; random bits
-    depend on it.
+    Args:
+        model: the model; without stacked layers there is nothing to run.
+        layout: mesh and rules.
+        config: remat policy and unrolling.
+        precision: compute and reduce dtypes.
+        platform: "cpu" or "gpu".
+        gather: whether weights arrive as shards; else they are whole and only cast.
+
+    Returns:
+        (block, layers [layers, ...], x [batch, seq_shard, d_model], aux, context, first=0) ->
+        (x, Sums of these layers). `first` is the index in the model of the first layer; random bits
+        depend on it.
     """
     if not model.num_layers:
         return Context().run_layers
@@ -47,10 +58,10 @@ def make_run_layers(
 
     def run_layers(
         block: Any, layers: Params, x: Array, aux: Any, context: Context, first: Any = 0
-    ) -> Array:
-        def body(x: Array, index_and_shards: tuple[Array, Params]) -> tuple[Array, None]:
+    ) -> tuple[Array, Sums]:
+        def body(x: Array, index_and_shards: tuple[Array, Params]) -> tuple[Array, Sums]:
             index, shards = index_and_shards
-            return layer(block, shards, x, index, aux, context), None
+            return layer(block, shards, x, index, aux, context)
 
         count = jax.tree.leaves(layers)[0].shape[0]
         # Forward and backward are two loops, over which the compiler cannot merge what is computed
@@ -62,8 +73,9 @@ def make_run_layers(
                 policy=remat_policy(remat, layers),
                 prevent_cse=recomputes and unroll >= count,
             )
-        x, _ = lax.scan(body, x, (first + jnp.arange(count), layers), unroll=min(unroll, count))
-        return x
+        indices = first + jnp.arange(count)
+        x, sums = lax.scan(body, x, (indices, layers), unroll=min(unroll, count))
+        return x, tensor.add_layers(sums)
 
     return run_layers
 
@@ -77,10 +89,12 @@ def resolve_remat(config: TrainConfig, platform: str) -> str:
 
 def make_layer(
     model: Model, layout: Layout, precision: PrecisionConfig, platform: str, *, gather: bool = True
-) -> Callable[..., Array]:
-    """(block, shards, x, index in the model, aux, context) -> x: one layer, its weights gathered.
+) -> Callable[..., tuple[Array, Sums]]:
+    """One layer, its weights gathered.
 
-    Without `gather` the weights are whole already and only cast.
+    Returns:
+        (block, shards of one layer, x [batch, seq_shard, d_model], index in the model, aux,
+        context) -> (x, Sums). Without `gather` the weights are whole already and only cast.
     """
     specs = fsdp.layer_specs(layout.param_specs(model.axes)["layers"])
     if not gather:
@@ -90,13 +104,37 @@ def make_layer(
 
     def layer(
         block: Any, shards: Params, x: Array, index: Array, aux: Any, context: Context
-    ) -> Array:
+    ) -> tuple[Array, Sums]:
         weights = fsdp.gather(shards, specs, dtype=dtype, reduce_dtype=reduce_dtype)
         key = context.dropout_key
         layer_key = None if key is None else jax.random.fold_in(key, index)
-        return block(weights, x, aux, dataclasses.replace(context, dropout_key=layer_key))
+        out = block(weights, x, aux, dataclasses.replace(context, dropout_key=layer_key))
+        return _checked(out, x)
 
     return layer
+
+
+def _checked(out: Any, x: Array) -> tuple[Array, Sums]:
+    """What a block returned: x of the shape it had, and float32 scalars that vary as rows do.
+
+    Raises:
+        TypeError: the block returned something else.
+    """
+    if not (isinstance(out, tuple) and len(out) == 2 and isinstance(out[1], dict)):
+        raise TypeError(
+            f"Model.block returned {type(out).__name__}, not (x, Sums). Return `x, {{}}` where the "
+            "block has nothing to sum."
+        )
+    y, sums = out
+    for name, value in sums.items():
+        if jnp.shape(value) != () or jnp.result_type(value) != jnp.float32:
+            raise TypeError(
+                f"Model.block returned {name!r} in its Sums as {jnp.result_type(value)} of shape "
+                f"{jnp.shape(value)}. Sum it over rows and tokens to a float32 scalar."
+            )
+    # A scan and a switch want one type of each sum, also of a constant.
+    rows = tuple(axis for axis in collectives.varying_axes(x) if axis != tensor.AXIS)
+    return y, collectives.vary(sums, rows)
 
 
 def remat_policy(remat: str, layers: Params) -> Callable[..., bool]:

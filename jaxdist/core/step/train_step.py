@@ -18,7 +18,7 @@ from jaxdist.core.state import TrainState, opt_shardings, state_shardings
 from jaxdist.core.step.config import REPLICA_NORMS, TrainConfig
 from jaxdist.core.step.context import make_context
 from jaxdist.core.step.gradients import divisor, make_evaluate, make_value_and_grad
-from jaxdist.core.types import Array, Batch, Context, Model, Params, Sums
+from jaxdist.core.types import Array, Batch, Context, Model, Params, Sums, objective
 
 Metrics = dict[str, Array]
 
@@ -28,16 +28,15 @@ class Step:
     """The compiled functions of a run.
 
     Attributes:
-        train: (state, batch) -> (state, metrics); jitted, `state` donated.
-        train_below: (state, batch, limit) -> (state, metrics); the same, but a step whose loss is
-            above the limit is not applied either; `applied` in its metrics says so.
+        train: (state, batch, limit) -> (state, metrics); jitted, `state` donated. The update is
+            left out where the loss is above `limit` (float32 [], inf = no limit) or where loss or
+            gradients are not finite; `applied` in the metrics says so.
         evaluate: (params, batch) -> Sums over the global batch; jitted.
         context: what the model is told (kernels, dtypes), for logs.
         batch_sharding: where a batch's leaves must lie.
     """
 
     train: Any
-    train_below: Any
     evaluate: Any
     context: Context
     batch_sharding: Any
@@ -81,9 +80,7 @@ def make_step(
     update = make_update(model, optimizer, layout, max_grad_norm)
     on_device = opt_shardings(model, optimizer, layout)
 
-    def train(
-        state: TrainState, batch: Batch, limit: Array | None = None
-    ) -> tuple[TrainState, Metrics]:
+    def train(state: TrainState, batch: Batch, limit: Array) -> tuple[TrainState, Metrics]:
         if config.offload_optimizer:
             fetched = jax.device_put(state.opt_state, on_device)
             state = dataclasses.replace(state, opt_state=fetched)
@@ -92,9 +89,9 @@ def make_step(
         sums, grads, norm = gradients(state.params, batch, key, scale)
         learning_rate = schedule(state.step)
         params, opt_state = update(state, grads, norm, learning_rate)
-        finite = jnp.isfinite(sums["loss"]) & jnp.isfinite(norm)
+        finite = jnp.isfinite(objective(sums)) & jnp.isfinite(norm)
         means = _means(sums)
-        applied = finite if limit is None else finite & (means["loss"] <= limit)
+        applied = finite & (means["loss"] <= limit)
         keep = lambda new, old: jax.tree.map(lambda n, o: jnp.where(applied, n, o), new, old)
         new_state = TrainState(
             step=state.step + 1,
@@ -104,11 +101,9 @@ def make_step(
             key=state.key,
         )
         metrics = means | {
-            **{name: sums[name] for name in (REPLICA_NORMS,) if name in sums},
             "grad_norm": norm,
             "learning_rate": learning_rate,
-            "finite": finite,
-            **({} if limit is None else {"applied": applied}),
+            "applied": applied,
             **{f"loss_{name}": value for name, value in state.loss_scale.items()},
         }
         return new_state, metrics
@@ -117,12 +112,6 @@ def make_step(
     whole = layout.sharding(P())
     return Step(
         train=jax.jit(
-            train,
-            donate_argnums=0,
-            in_shardings=(shardings, batch_sharding),
-            out_shardings=(shardings, whole),
-        ),
-        train_below=jax.jit(  # compiled only where a run asks for it
             train,
             donate_argnums=0,
             in_shardings=(shardings, batch_sharding, whole),
@@ -168,9 +157,8 @@ def make_update(
 
 
 def _means(sums: Sums) -> Metrics:
-    """Global means from global sums; `accuracy` where hits were counted."""
+    """Global means, sum / weight, of float32 scalar sums; hits (`correct`) become `accuracy`."""
     weight = divisor(sums["weight"])
-    means = {"loss": sums["loss"] / weight, "weight": sums["weight"]}
-    if "correct" in sums:
-        means["accuracy"] = sums["correct"] / weight
-    return means
+    kept = ("weight", REPLICA_NORMS)
+    named = {"accuracy" if name == "correct" else name: value for name, value in sums.items()}
+    return {name: x if name in kept else x / weight for name, x in named.items()}

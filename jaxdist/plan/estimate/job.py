@@ -16,13 +16,13 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
 from jaxdist.config import RunConfig
+from jaxdist.core.attention import choose_kernel
 from jaxdist.core.mesh import AXES, BATCH_AXES, MeshSpec
 from jaxdist.core.parallel.pipeline.schedule_table import Schedule
 from jaxdist.core.sharding import RULES, Layout, axes_of
 from jaxdist.core.step import default_loss_chunk
-from jaxdist.core.types import Context, Dims, Model
+from jaxdist.core.types import Dims, Model
 from jaxdist.models.configs import CNN_RULES, CnnConfig, DecoderConfig
-from jaxdist.models.kernels import choose_attention
 from jaxdist.plan.estimate.params import Weight, weights_of
 from jaxdist.plan.estimate.schedule_costs import Stages, stages_of
 from jaxdist.plan.hardware import Cluster, Gpu
@@ -195,15 +195,14 @@ class Job:
         """The attention kernel: "cudnn", "xla", or "" where nothing attends."""
         if self.decoder is None:
             return ""
-        context = Context(
-            dtype=self.dtype, platform="gpu", compute_capability=self.gpu.compute_capability
-        )
-        kernel, _ = choose_attention(
+        kernel, _ = choose_kernel(
             self.decoder.attention,
-            context,
+            platform="gpu",
+            compute_capability=self.gpu.compute_capability,
+            dtype=self.dtype,
             head_dim=self.decoder.head_width,
             packed=self.config.data.packs_documents,
-            attention_dropout=self.decoder.attention_dropout,
+            dropout=self.decoder.attention_dropout,
         )
         return kernel
 

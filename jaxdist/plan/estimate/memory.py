@@ -22,7 +22,7 @@ from jaxdist.optim import is_frozen
 from jaxdist.plan.estimate import activations
 from jaxdist.plan.estimate.job import WIDE, Job, Place
 from jaxdist.plan.estimate.params import Weight
-from jaxdist.runtime import MEMORY_FRACTION
+from jaxdist.runtime import DEFAULT_MEMORY_FRACTION, MEMORY_FRACTION
 
 MIB, GIB = 2**20, 2**30
 Parts = Mapping[str, float]
@@ -76,12 +76,12 @@ class Memory:
 
 
 def usable_bytes(job: Job) -> float:
-    """What a run may take of a GPU: `runtime.memory_fraction`, or what the environment says."""
+    """What a run may take of a GPU: what the environment says, or our default."""
     given = os.environ.get(MEMORY_FRACTION, "")
     try:
         share = float(given)
     except ValueError:
-        share = job.config.runtime.memory_fraction
+        share = DEFAULT_MEMORY_FRACTION
     return share * job.gpu.memory_bytes
 
 

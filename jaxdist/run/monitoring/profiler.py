@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from jaxdist.run.monitoring.trace_analysis import read_trace
+from jaxdist.runtime.storage import locate
 
 logger = logging.getLogger("jaxdist")
 
@@ -47,17 +48,17 @@ class Profiler:
     def __init__(
         self,
         planned: tuple[int, int] | None,
-        directory: Path,
+        directory: str | os.PathLike[str],
         *,
         process: int = 0,
         asked: Callable[[], bool] = lambda: False,
         asked_steps: int = 3,
     ):
         self._planned = planned
-        self._directory, self._process = directory, process
+        self._directory, self._process = locate(directory), process
         self._asked, self._asked_steps = asked, asked_steps
         self._now: tuple[int, int] | None = None  # steps of the trace that is being taken
-        self._path = directory
+        self._path = self._directory
         self._annotation: Any = None
         self._newest = 0
         self.traces: list[dict[str, Any]] = []
@@ -106,9 +107,9 @@ class Profiler:
         except Exception as failure:  # a full disk must not end the run that is looked at
             logger.warning("the trace of steps %d to %d was not written: %s", first, last, failure)
             return
-        files = sorted(self._path.rglob("*.trace.json.gz"))
+        files = [name for name in self._path.files() if name.endswith(".trace.json.gz")]
         self.traces.append({"first": first, "last": last, "path": str(self._path)})
-        self.traces[-1] |= {"file": str(files[-1])} if files else {}
+        self.traces[-1] |= {"file": str(self._path / files[-1])} if files else {}
         logger.info("steps %d to %d are traced in %s", first, last, self._path)
         self._tell_device_times()
 
@@ -129,7 +130,7 @@ class Profiler:
 
         self._path = self._directory / f"step-{first}-process-{self._process}"
         try:
-            jax.profiler.start_trace(self._path)
+            jax.profiler.start_trace(str(self._path))
         except Exception as failure:  # another profiler is at work
             logger.warning("steps %d to %d are not traced: %s", first, last, failure)
             return

@@ -8,12 +8,13 @@ once; this uses that one.
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 from jaxdist.core.types import ConfigError
+from jaxdist.runtime.storage import locate
 
 logger = logging.getLogger("jaxdist")
 
@@ -27,7 +28,7 @@ class TensorBoard:
             from there on that an earlier start wrote. None for a fresh run.
     """
 
-    def __init__(self, path: Path, first_step: int | None = None):
+    def __init__(self, path: str | os.PathLike[str], first_step: int | None = None):
         try:
             from tensorboardX.event_file_writer import EventsWriter
             from tensorboardX.proto.event_pb2 import SessionLog
@@ -39,11 +40,12 @@ class TensorBoard:
                     "--monitoring.tensorboard=false."
                 ]
             ) from error
-        path.mkdir(parents=True, exist_ok=True)
+        self._path = locate(path)
+        self._path.make_directory()
         # Files are read in the order of their names, which hold whole seconds; the nanoseconds
         # behind keep a quick restart from overwriting the file before it.
-        self._writer = EventsWriter(str(path / "events"), f".{time.time_ns() % 10**9:09d}")
-        self._path, self._refused = path, False
+        self._writer = EventsWriter(str(self._path / "events"), f".{time.time_ns() % 10**9:09d}")
+        self._refused = False
         if first_step is not None:
             self._write(first_step, session_log=SessionLog(status=SessionLog.START))
         self._safely(self._writer.flush)

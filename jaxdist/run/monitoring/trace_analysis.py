@@ -10,10 +10,12 @@ CPU devices have no kernels of their own in a trace: there is nothing to read th
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any, TypeAlias
+
+from jaxdist.runtime.storage import locate
 
 Span: TypeAlias = tuple[float, float]
 """Begin and end, nanoseconds."""
@@ -71,7 +73,7 @@ class DeviceTime:
         )
 
 
-def read_trace(directory: Path) -> list[DeviceTime]:
+def read_trace(directory: str | os.PathLike[str]) -> list[DeviceTime]:
     """The GPUs of the newest trace in a directory, by number; empty where there is none.
 
     Args:
@@ -79,8 +81,9 @@ def read_trace(directory: Path) -> list[DeviceTime]:
     """
     from jax.profiler import ProfileData
 
-    files = sorted(directory.rglob("*.xplane.pb"))
-    return device_times(ProfileData.from_file(str(files[-1]))) if files else []
+    folder = locate(directory)
+    files = [name for name in folder.files() if name.endswith(".xplane.pb")]
+    return device_times(ProfileData.from_file(str(folder / files[-1]))) if files else []
 
 
 def device_times(profile: Any) -> list[DeviceTime]:

@@ -9,11 +9,11 @@ import math
 import os
 import statistics
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from jaxdist.run.exit_reason import ExitReason
-from jaxdist.run.resilience.config import ResilienceConfig
+from jaxdist.run.resilience.config import MAX_ROLLBACKS, ResilienceConfig
+from jaxdist.runtime.storage import Location, locate
 
 log = logging.getLogger("jaxdist")
 
@@ -21,6 +21,14 @@ _MIN_LOSSES = 16
 """Losses without which nothing is called a spike: the first ones of a run fall steeply."""
 _MAD_TO_DEVIATION = 1.4826  # of a normal distribution
 _LEAST_DEVIATION = 0.02  # of the median: very even losses must not make every wrinkle a spike
+
+
+SPIKE_WINDOW_STEPS = 64
+"""Steps whose losses are looked at: short enough to follow a loss that falls."""
+
+SPIKE_DEVIATIONS = 10.0
+"""A spike is a loss so many standard deviations above the median of the window. The deviation is
+1.48 × the median deviation, and at least 2 % of the median; noise does not come near ten of it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -99,16 +107,15 @@ class LossGuard:
         path: of anomalies.jsonl; None on processes that do not write.
     """
 
-    def __init__(self, config: ResilienceConfig, path: Path | None):
+    def __init__(self, config: ResilienceConfig, path: str | os.PathLike[str] | None):
         self.config = config
-        self._path = path
+        self._path = None if path is None else locate(path)
         self._losses: list[tuple[int, float]] = []
         self._rollbacks, self._gave_up = 0, False
 
-    @property
-    def limits_updates(self) -> bool:
-        """Whether the compiled step must know the limit, to leave a spike's update out."""
-        return self.config.spike_policy == "skip"
+    def update_limit(self, step: int) -> float:
+        """The loss above which the compiled step leaves its update out; inf = no limit."""
+        return self.limit(step) if self.config.spike_policy == "skip" else math.inf
 
     def limit(self, step: int) -> float:
         """The largest loss of `step` that is no spike; inf while too little is known.
@@ -117,14 +124,14 @@ class LossGuard:
         that a step that is not applied and one that is reported are the same, resumed or not.
         """
         known = [loss for at, loss in self._losses if at <= step - 2]
-        known = known[-self.config.spike_window_steps :]
+        known = known[-SPIKE_WINDOW_STEPS:]
         if self.config.spike_policy == "off" or len(known) < _MIN_LOSSES:
             return math.inf
         median = statistics.median(known)
         spread = _MAD_TO_DEVIATION * statistics.median(abs(loss - median) for loss in known)
-        return median + self.config.spike_deviations * max(spread, _LEAST_DEVIATION * abs(median))
+        return median + SPIKE_DEVIATIONS * max(spread, _LEAST_DEVIATION * abs(median))
 
-    def judge(
+    def check(
         self, step: int, values: Mapping[str, float], loader: Any, first_sample: int
     ) -> Anomaly | None:
         """Look at a step's metrics; what is bad is written to anomalies.jsonl.
@@ -138,7 +145,7 @@ class LossGuard:
         loss, limit = values["loss"], self.limit(step)
         kind = self._kind(values, limit)
         if not kind:
-            self._losses = [*self._losses, (step, loss)][-(self.config.spike_window_steps + 2) :]
+            self._losses = [*self._losses, (step, loss)][-(SPIKE_WINDOW_STEPS + 2) :]
             return None
         rows = loader.rows(first_sample)
         anomaly = Anomaly(
@@ -154,7 +161,7 @@ class LossGuard:
             left_out=list(loader.left_out),
         )
         if self._path is not None:
-            _append(self._path, json.dumps(dataclasses.asdict(anomaly)))
+            self._write(self._path, anomaly)
         return anomaly
 
     def state(self) -> list[list[float]]:
@@ -171,7 +178,7 @@ class LossGuard:
         setting = f"resilience.{'nonfinite' if nonfinite else 'spike'}_policy"
         if self._gave_up:
             return (
-                f"{anomaly}: {self._rollbacks} rollbacks (resilience.max_rollbacks) did not get "
+                f"{anomaly}: {self._rollbacks} rollbacks, the most of one start, did not get "
                 "past this. Lower optim.peak_lr, or look at the rows in anomalies.jsonl."
             )
         applied = "The update was not applied; c" if nonfinite else "C"
@@ -179,6 +186,13 @@ class LossGuard:
             f"{anomaly}, for {setting}='stop'. {applied}heckpoints up to here are good. "
             f"Lower optim.peak_lr, look at the batch, or set {setting}=skip."
         )
+
+    def _write(self, path: Location, anomaly: Anomaly) -> None:
+        """Add a line; a last one that a kill cut short goes first."""
+        file = path.appender()
+        file.cut_torn_tail()
+        file.append(f"{json.dumps(dataclasses.asdict(anomaly))}\n".encode())
+        file.close()
 
     def _kind(self, values: Mapping[str, float], limit: float) -> str:
         if not math.isfinite(values["loss"]):
@@ -193,32 +207,23 @@ class LossGuard:
         policy = self.config.nonfinite_policy if nonfinite else self.config.spike_policy
         if policy != "rollback":
             return policy
-        if self._rollbacks >= self.config.max_rollbacks:
+        if self._rollbacks >= MAX_ROLLBACKS:
             self._gave_up = True
             return "stop"
         self._rollbacks += 1
         return policy
 
 
-def _append(path: Path, line: str) -> None:
-    """Add a line; a last one that a kill cut short must not swallow it."""
-    with open(path, "ab+") as file:
-        if file.tell():
-            file.seek(-1, os.SEEK_END)
-            if file.read(1) != b"\n":
-                file.write(b"\n")
-        file.write(f"{line}\n".encode())
-
-
-def read_anomalies(path: Path) -> list[Anomaly]:
+def read_anomalies(path: str | os.PathLike[str]) -> list[Anomaly]:
     """What a run wrote down, oldest first; nothing without a file.
 
     A line that a kill cut short is left out, with a warning.
     """
+    file = locate(path)
     found = []
-    for number, line in enumerate(path.read_text().splitlines() if path.exists() else [], start=1):
+    for number, line in enumerate(file.text().splitlines() if file.exists() else [], start=1):
         try:
             found.append(Anomaly(**json.loads(line)))
         except (ValueError, TypeError):
-            log.warning("%s: line %d was cut short and is left out", path, number)
+            log.warning("%s: line %d was cut short and is left out", file, number)
     return found

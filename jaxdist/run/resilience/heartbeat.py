@@ -10,10 +10,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import os
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
+
+from jaxdist.runtime.storage import Location
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,26 +43,25 @@ class Heartbeat:
         )
 
 
-def path_of(folder: Path, process: int) -> Path:
+def path_of(folder: Location, process: int) -> Location:
     """The file of one process."""
     return folder / f"process-{process}.progress.json"
 
 
-def write(folder: Path, heartbeat: Heartbeat) -> None:
+def write(folder: Location, heartbeat: Heartbeat) -> None:
     """Replace this process's file; a full disk is no reason to stop."""
-    path = path_of(folder, heartbeat.process)
-    fresh = path.with_suffix(".writing")
     with contextlib.suppress(OSError):
-        fresh.write_text(json.dumps(dataclasses.asdict(heartbeat)))
-        os.replace(fresh, path)
+        path_of(folder, heartbeat.process).write(
+            json.dumps(dataclasses.asdict(heartbeat)), durable=False
+        )
 
 
-def read(folder: Path, num_processes: int) -> list[Heartbeat | None]:
+def read(folder: Location, num_processes: int) -> list[Heartbeat | None]:
     """Every process's file; None where there is none."""
     found: list[Heartbeat | None] = []
     for process in range(num_processes):
         try:
-            found.append(Heartbeat(**json.loads(path_of(folder, process).read_text())))
+            found.append(Heartbeat(**path_of(folder, process).json()))
         except (OSError, ValueError, TypeError):
             found.append(None)
     return found

@@ -18,7 +18,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import faulthandler
-import json
 import logging
 import os
 import socket
@@ -26,13 +25,13 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 from jaxdist import runtime
 from jaxdist.run.resilience import heartbeat
 from jaxdist.run.resilience.config import ResilienceConfig
 from jaxdist.runtime.coordination.failure_broadcast import ALARM, FOLLOWED, leave_error, raise_alarm
+from jaxdist.runtime.storage import locate
 
 log = logging.getLogger("jaxdist")
 
@@ -40,6 +39,7 @@ _BEAT_S = 1.0
 _READINGS_APART = 4  # beats between two readings: a busy host may miss one or two
 _PATIENCE = 20  # beats that a process waits for another one's diagnosis before it leaves without
 _MEDIAN_OF = 50
+_HANG_FACTOR = 3.0  # a step has hung after so many times the median: a slow one takes less
 _SHORT = ("step", "data")  # phases that the limit of a step holds for
 
 
@@ -47,7 +47,7 @@ class Watchdog:
     """Watches this process from its making to `close`.
 
     Args:
-        config: limits; with `watchdog=False` nothing is watched and every call does nothing.
+        config: limits; with `step_timeout_s=0` nothing is watched and every call does nothing.
         folder: of the heartbeats, the stacks and `abort.json`; shared by all processes.
         process: index of this process.
         num_processes: in the job.
@@ -58,7 +58,7 @@ class Watchdog:
     def __init__(
         self,
         config: ResilienceConfig,
-        folder: Path,
+        folder: str | os.PathLike[str],
         *,
         process: int = 0,
         num_processes: int = 1,
@@ -67,9 +67,9 @@ class Watchdog:
     ):
         self.config = config
         self.process, self.num_processes = process, num_processes
-        self._folder, self._beat_s, self._leave = folder, beat_s, leave
-        self._alarm = folder / ALARM
-        self._old_alarm = _stamp(self._alarm)  # of an earlier start
+        self._folder, self._beat_s, self._leave = locate(folder), beat_s, leave
+        self._alarm = self._folder / ALARM
+        self._old_alarm = self._alarm.version()  # of an earlier start
         self._host = socket.gethostname()
         self._step, self._beat = 0, 0
         self._phase, self._since = "start", time.monotonic()
@@ -77,7 +77,7 @@ class Watchdog:
         self._step_times: collections.deque[float] = collections.deque(maxlen=_MEDIAN_OF)
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="jaxdist-watchdog", daemon=True)
-        if config.watchdog:
+        if config.step_timeout_s:
             self._thread.start()
 
     def enter(self, phase: str, step: int | None = None) -> None:
@@ -111,7 +111,7 @@ class Watchdog:
         if self._phase not in _SHORT or not self._warm:
             return self.config.phase_timeout_s
         median = statistics.median(self._step_times) if self._step_times else 0.0
-        return max(self.config.hang_factor * median, self.config.step_timeout_s)
+        return max(_HANG_FACTOR * median, self.config.step_timeout_s)
 
     def close(self) -> None:
         """Watch no longer: the process leaves by itself."""
@@ -192,28 +192,27 @@ class Watchdog:
 
     def _alarmed(self) -> bool:
         """Whether there is a new alarm; a directory that is away for a while tells of none."""
-        return _stamp(self._alarm) not in (0, self._old_alarm)
+        return self._alarm.version() not in (0, self._old_alarm)
 
     def _announce(self, line: str) -> bool:
         """Say why the job ends, unless another process was first."""
         # A name of its own for each alarm, which only one process can make.
         try:
-            (self._folder / f".abort-after-{self._old_alarm}").touch(exist_ok=False)
-        except FileExistsError:
-            return False
+            if not (self._folder / f".abort-after-{self._old_alarm}").create():
+                return False
         except OSError:  # a full disk: two lines are better than none
             pass
         log.error("%s", line)
         advice = "see the stacks; the launcher starts the job again from the newest checkpoint"
         leave_error(runtime.EXIT_HANG, line, advice)
         raise_alarm(self._folder, self.process, line)
-        self._old_alarm = _stamp(self._alarm)
+        self._old_alarm = self._alarm.version()
         return True
 
     def _follow(self) -> None:
         self._dump()
         try:
-            said = json.loads(self._alarm.read_text())
+            said = self._alarm.json()
         except (OSError, ValueError):
             said = {"process": 0, "line": ""}
         text = (
@@ -225,15 +224,7 @@ class Watchdog:
     def _dump(self) -> None:
         """Stacks of all threads, into the run directory."""
         path = self._folder / f"process-{self.process}.stacks.txt"
-        with contextlib.suppress(OSError), open(path, "a", encoding="utf-8") as file:
+        with contextlib.suppress(OSError), os.fdopen(path.append_descriptor(), "a") as file:
             file.write(f"\n{time.strftime('%Y-%m-%d %H:%M:%S')} phase {self._phase}\n")
             file.flush()
             faulthandler.dump_traceback(file, all_threads=True)
-
-
-def _stamp(path: Path) -> int:
-    """When a file was last written, 0 without one."""
-    try:
-        return path.stat().st_mtime_ns
-    except OSError:
-        return 0

@@ -19,10 +19,10 @@ import socket
 import sys
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 from jaxdist.runtime.coordination import service
+from jaxdist.runtime.storage import locate
 
 _KEY = "failure"
 FOLLOWED = "ends because process"
@@ -79,12 +79,11 @@ def _follow(said: dict[str, Any], process_id: int) -> None:
     os._exit(said["code"])
 
 
-def raise_alarm(folder: Path, process: int, line: str) -> None:
+def raise_alarm(folder: str | os.PathLike[str], process: int, line: str) -> None:
     """Tell all watchdogs that look at this folder to end their processes, and why."""
-    fresh = folder / f"abort-{process}.writing"
+    said = {"process": process, "time": time.time(), "line": line}
     with contextlib.suppress(OSError):
-        fresh.write_text(json.dumps({"process": process, "time": time.time(), "line": line}))
-        os.replace(fresh, folder / ALARM)
+        (locate(folder) / ALARM).write(json.dumps(said), durable=False)
 
 
 def leave_error(code: int, text: str, advice: str) -> None:
@@ -104,7 +103,6 @@ def leave_error(code: int, text: str, advice: str) -> None:
         "advice": advice,
     }
     try:
-        with open(path, "w", encoding="utf-8") as file:
-            json.dump(record, file)
+        locate(path).write(json.dumps(record))
     except OSError as failure:
         print(f"cannot write {path}: {failure}", file=sys.stderr)

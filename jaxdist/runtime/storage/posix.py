@@ -24,7 +24,7 @@ def locate(path: str | os.PathLike[str]) -> Location:
     Args:
         path: of a file or directory; a `Location` comes back as it is.
     """
-    return path if isinstance(path, Location) else Location(PosixStorage(), os.fspath(path))
+    return path if isinstance(path, Location) else Location(PosixStorage(), str(Path(path)))
 
 
 class PosixStorage:

@@ -160,7 +160,7 @@ class Location:
     @property
     def parent(self) -> Location:
         """The directory that this lies in."""
-        return Location(self.storage, os.path.dirname(self.path))
+        return Location(self.storage, os.path.dirname(self.path) or ".")
 
     def entries(self) -> list[str]:
         """Names directly below, sorted; [] where there is no directory."""

@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # 2. Devices and the other processes.
     if config.simulate:
         runtime.simulate(config.simulate)
-    runtime.reserve_memory(config.runtime.memory_fraction)
+    runtime.reserve_memory()
     try:
         job = runtime.join(config.runtime)
     except (ConfigError, RuntimeError) as failure:

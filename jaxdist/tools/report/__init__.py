@@ -17,7 +17,7 @@ from pathlib import Path
 
 from jaxdist.core.types import ConfigError
 from jaxdist.run.metrics_log import encode
-from jaxdist.run.run_directory import write_whole
+from jaxdist.runtime.storage import locate
 from jaxdist.tools.report.page import html_page
 from jaxdist.tools.report.runs import read_runs
 from jaxdist.tools.report.table import differences, text_table
@@ -72,7 +72,7 @@ def _print(text: str) -> None:
 
 def _write_page(path: Path, page: str) -> None:
     try:
-        write_whole(path, page)
+        locate(path).write(page)
     except OSError as error:
         raise ConfigError(
             [f"--html {path} cannot be written ({error.strerror}). Name a file in a directory."]

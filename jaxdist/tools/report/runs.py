@@ -13,9 +13,10 @@ from typing import Any
 from jaxdist.core.types import ConfigError
 from jaxdist.run.metrics_log import Record, current, decode, device_seconds, read_records
 from jaxdist.run.run_directory import RunDirectory, flatten
+from jaxdist.runtime.storage import Location
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
     """A run and its outcome; what is not known is None.
 
@@ -31,7 +32,7 @@ class Run:
     """
 
     name: str
-    path: Path
+    path: Location
     config: dict[str, Any]
     train: list[Record]
     evals: list[Record]
@@ -128,7 +129,6 @@ def _outcome(
         "starts": len(starts),
         "device_hours": device_hours,
         "cost": None if price is None else device_hours * price,
-        "currency": config.get("monitoring.currency") if price else None,
         "skipped_steps": sum(r.get("event") == "skipped_step" for r in history),
         "recompilations": sum(r.get("event") == "recompile" for r in history),
     }
@@ -155,21 +155,21 @@ def _median(records: list[Record], key: str) -> float | None:
     return statistics.median(values) if values else None
 
 
-def _read_config(path: Path) -> dict[str, Any]:
+def _read_config(path: Location) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        return flatten(tomllib.loads(path.read_text(encoding="utf-8")))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        return flatten(tomllib.loads(path.text()))
+    except tomllib.TOMLDecodeError as error:
         raise ConfigError([f"{path} is no TOML ({error}). Mend it, or move it away."]) from error
 
 
-def _environment(path: Path) -> dict[str, Any]:
+def _environment(path: Location) -> dict[str, Any]:
     """Hardware and code of the newest start; {} when there is no environment.json."""
     if not path.exists():
         return {}
     try:
-        record = decode(path.read_text(encoding="utf-8"))
+        record = decode(path.text())
         found = {"device_kind": record.get("devices", {}).get("kind")}
         git = record.get("git") or [{}]
     except (ValueError, AttributeError) as error:

@@ -14,8 +14,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxdist.core.parallel import tensor
 from jaxdist.core.parallel.pipeline.split_backward import Apart
-from jaxdist.core.types import Array, Params
+from jaxdist.core.types import Array, Params, Sums
 
 
 class Layers(NamedTuple):
@@ -46,14 +47,24 @@ class Layerwise:
         self._apart = apart
         self._reduce = reduce
 
-    def forward(self, layers: Layers, x: Array) -> tuple[Array, list[Array]]:
-        """The last layer's output, and what each layer's backward reads, [layers, ...]."""
+    def forward(self, layers: Layers, x: Array) -> tuple[Array, Sums, list[Array]]:
+        """Run the layers forward, keeping what their backward reads.
 
-        def one(x: Array, layer: tuple[Array, Params]) -> tuple[Array, list[Array]]:
+        Args:
+            layers: the layers.
+            x: [microbatch, seq_shard, d_model].
+
+        Returns:
+            (output like x, sums of all the layers, saved values [layers, ...]).
+        """
+
+        def one(x: Array, layer: tuple[Array, Params]) -> tuple[Array, tuple[Sums, list[Array]]]:
             index, weights = layer
-            return self._apart.forward(weights, x, (index, layers.aux))
+            y, sums, saved = self._apart.forward(weights, x, (index, layers.aux))
+            return y, (sums, saved)
 
-        return lax.scan(one, x, (layers.indices, layers.weights))
+        y, (sums, saved) = lax.scan(one, x, (layers.indices, layers.weights))
+        return y, tensor.add_layers(sums), saved
 
     def gradient(
         self, layers: Layers, saved: list[Array], dy: Array, totals: Params

@@ -17,26 +17,31 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.extend import core
 
 from jaxdist.core import collectives
-from jaxdist.core.types import Array, Params
+from jaxdist.core.types import Array, Params, Sums
 
-Layer = Callable[[Params, Array, Any], Array]
-"""(weights, x, constants) -> y; differentiable in weights and x."""
+Layer = Callable[[Params, Array, Any], tuple[Array, Array | None, Sums]]
+"""(weights, x, constants) -> (y, loss, sums); y and loss are differentiable in weights and x.
+
+`loss` is the layer's own term of the loss, a float32 scalar, or None. Its cotangent is 1, known to
+both halves of the backward, so nothing has to be carried to either.
+"""
 
 
 class Apart(NamedTuple):
     """A layer in two or three steps; lists of arrays carry values from one to the next.
 
     Attributes:
-        forward: (weights, x, constants) -> (y, saved).
+        forward: (weights, x, constants) -> (y, sums, saved).
         backward: (weights, constants, saved, dy) -> (dx, gradients of the weights): both at once.
         input_gradient: (weights, constants, saved, dy) -> (dx, kept).
         weight_gradient: (weights, constants, kept) -> gradients of the weights.
     """
 
-    forward: Callable[[Params, Array, Any], tuple[Array, list[Array]]]
+    forward: Callable[[Params, Array, Any], tuple[Array, Sums, list[Array]]]
     backward: Callable[[Params, Any, list[Array], Array], tuple[Array, Params]]
     input_gradient: Callable[[Params, Any, list[Array], Array], tuple[Array, list[Array]]]
     weight_gradient: Callable[[Params, Any, list[Array]], Params]
@@ -54,36 +59,52 @@ def take_apart(
         constants: whatever else it reads; not differentiated.
         enlarge_again: what is kept is kept at its smallest, and enlarged each time it is read.
     """
-    pulls = []
+    traces: list[tuple[Any, Any, Any]] = []
 
-    def differentiate(weights: Params, constants: Any, x: Array) -> tuple[Array, list[Array]]:
-        y, pull = jax.vjp(lambda weights, x: layer(weights, x, constants), weights, x)
-        leaves, tree = jax.tree.flatten(pull)
-        pulls.append(tree)
-        return y, leaves
+    def differentiate(weights: Params, constants: Any, x: Array) -> tuple[Any, ...]:
+        def outputs(weights: Params, x: Array) -> tuple[tuple[Array, Array | None], Sums]:
+            y, loss, sums = layer(weights, x, constants)
+            return (y, loss), sums
+
+        (y, loss), pull, sums = jax.vjp(outputs, weights, x, has_aux=True)
+        leaves, pull_tree = jax.tree.flatten(pull)
+        sum_leaves, sum_tree = jax.tree.flatten(sums)
+        seed_axes = None if loss is None else tuple(collectives.varying_axes(loss))
+        traces.append((pull_tree, sum_tree, seed_axes))
+        return y, sum_leaves, leaves
 
     traced = jax.make_jaxpr(differentiate)(weights, constants, x)
+    pull_tree, sum_tree, seed_axes = traces[0]
+    num_sums = sum_tree.num_leaves
     program, num_fixed = traced.jaxpr, len(jax.tree.leaves((weights, constants)))
-    y_var, *leaf_vars = program.outvars
+    y_var, sum_vars, leaf_vars = (
+        program.outvars[0],
+        program.outvars[1 : 1 + num_sums],
+        program.outvars[1 + num_sums :],
+    )
     fixed = _follows_from(program, program.invars[:num_fixed])
     made = {*program.invars, *_outputs(program.eqns)}
     own, again = _stored(program.eqns, leaf_vars, made, fixed, enlarge_again)
-    run = _function(traced, program.invars, [y_var, *own])
+    run = _function(traced, program.invars, [y_var, *sum_vars, *own])
     recall = _function(traced, [*program.invars[:num_fixed], *own], leaf_vars, equations=again)
 
-    def forward(weights: Params, x: Array, constants: Any) -> tuple[Array, list[Array]]:
-        y, *saved = run(*jax.tree.leaves((weights, constants)), x)
-        return y, saved
+    def forward(weights: Params, x: Array, constants: Any) -> tuple[Array, Sums, list[Array]]:
+        y, *rest = run(*jax.tree.leaves((weights, constants)), x)
+        return y, jax.tree.unflatten(sum_tree, rest[:num_sums]), rest[num_sums:]
 
     def backward(
         weights: Params, constants: Any, saved: list[Array], dy: Array
     ) -> tuple[Array, Params]:
         leaves = recall(*jax.tree.leaves((weights, constants)), *saved)
-        weight_grads, dx = jax.tree.unflatten(pulls[0], leaves)(dy)
+        pull = jax.tree.unflatten(pull_tree, leaves)
+        dloss = None if seed_axes is None else collectives.vary(jnp.float32(1.0), seed_axes)
+        weight_grads, dx = pull((dy, dloss))
         return dx, weight_grads
 
     # Values rather than their shapes: those lose their mesh where XLA shards an axis by itself.
-    y, saved = jax.tree.map(collectives.zeros_like, jax.eval_shape(forward, weights, x, constants))
+    y, _, saved = jax.tree.map(
+        collectives.zeros_like, jax.eval_shape(forward, weights, x, constants)
+    )
     return Apart(forward, backward, *_cut(backward, weights, constants, saved, y, enlarge_again))
 
 

@@ -37,7 +37,17 @@ from jaxdist.core.parallel.pipeline.layerwise_backward import Layers, Layerwise
 from jaxdist.core.parallel.pipeline.schedule_table import Kind, Schedule
 from jaxdist.core.parallel.pipeline.split_backward import take_apart
 from jaxdist.core.sharding import Layout
-from jaxdist.core.types import Array, Batch, Context, Model, Params, Sums
+from jaxdist.core.types import (
+    OBJECTIVE,
+    Array,
+    Batch,
+    Context,
+    Model,
+    Params,
+    Sums,
+    add_sums,
+    objective,
+)
 
 
 def make_value_and_grad(
@@ -45,7 +55,7 @@ def make_value_and_grad(
     layout: Layout,
     make_schedule: Callable[[int], Schedule],
     *,
-    layer: Callable[..., Array],
+    layer: Callable[..., tuple[Array, Sums]],
     policy: Callable[..., bool] | None = None,
     gather: Literal["action", "step"] = "action",
     reduce_dtype: Any = jnp.float32,
@@ -56,7 +66,7 @@ def make_value_and_grad(
         model: a model with stacked layers.
         layout: mesh and rules.
         make_schedule: rows of a replica -> the table to run.
-        layer: (block, shards, x, index in the model, aux, context) -> x, for the backward.
+        layer: (block, shards, x, index in the model, aux, context) -> (x, Sums), for the backward.
         policy: what `jax.checkpoint` may keep of a layer between the forward that its backward
             repeats and that backward; None = everything that does not follow from its weights.
         gather: when fsdp weights are gathered; for "step", `Context.run_layers` must not gather.
@@ -64,8 +74,9 @@ def make_value_and_grad(
 
     Returns:
         (local parameters, this replica's rows, context, loss scale) -> (sums, gradients). The sums
-        are this replica's, on the last stage and zero elsewhere. The gradients are float32, of the
-        scaled summed loss, laid out as `Layout.gradient_specs`, and local: still to be summed over
+        are this replica's: those of the head on the last stage, those of the layers on the stage
+        that holds them. The gradients are float32, of the
+        scaled objective, laid out as `Layout.gradient_specs`, and local: still to be summed over
         `data.summed_axes`.
     """
     specs = layout.param_specs(model.axes)
@@ -80,7 +91,14 @@ def make_value_and_grad(
     ) -> tuple[Sums, Params]:
         schedule = make_schedule(jax.tree.leaves(batch)[0].shape[0])
         stage = _make_stage(
-            model, schedule, params, batch, context, specs["layers"], gather, reduce_dtype
+            model,
+            schedule,
+            params,
+            batch,
+            context,
+            layer_specs=specs["layers"],
+            gather=gather,
+            reduce_dtype=reduce_dtype,
         )
 
         def reduce_layer(grads: Params) -> Params:
@@ -119,15 +137,21 @@ def make_evaluate(
     `make_schedule` gives `schedules.forward_only` tables.
 
     Returns:
-        (local parameters, this replica's rows, context) -> this replica's sums, on the last stage
-        and zero elsewhere.
+        (local parameters, this replica's rows, context) -> this replica's sums, as there.
     """
     specs = layout.param_specs(model.axes)
 
     def evaluate(params: Params, batch: Batch, context: Context) -> Sums:
         schedule = make_schedule(jax.tree.leaves(batch)[0].shape[0])
         stage = _make_stage(
-            model, schedule, params, batch, context, specs["layers"], gather, reduce_dtype
+            model,
+            schedule,
+            params,
+            batch,
+            context,
+            layer_specs=specs["layers"],
+            gather=gather,
+            reduce_dtype=reduce_dtype,
         )
         return _evaluate(stage)
 
@@ -190,8 +214,8 @@ class _Stage:
         count = jax.tree.leaves(self.layers)[0].shape[1]
         return self.piece(row) * count + jnp.arange(count)
 
-    def run(self, layers: Params, x: Array, row: Row) -> Array:
-        """The row's piece applied to its input."""
+    def run(self, layers: Params, x: Array, row: Row) -> tuple[Array, Sums]:
+        """The row's piece applied to its input, and the sums of its layers."""
         first = self.layer_indices(row)[0]
         return self.context.run_layers(
             self.model.block, layers, x, self.aux(row), self.context, first=first
@@ -212,6 +236,7 @@ def _make_stage(
     params: Params,
     batch: Batch,
     context: Context,
+    *,
     layer_specs: Any,
     gather: str,
     reduce_dtype: Any,
@@ -236,7 +261,7 @@ def _make_stage(
 
 def _train(
     stage: _Stage,
-    layer: Callable[..., Array],
+    layer: Callable[..., tuple[Array, Sums]],
     policy: Callable[..., bool] | None,
     reduce_layer: Callable[[Params], Params],
     scale: Array,
@@ -246,7 +271,7 @@ def _train(
     probe = jax.tree.map(lambda column: column[0], rows_of(schedule))
     x_kind = jax.eval_shape(stage.embed, stage.outer, probe)
     zero_x = collectives.zeros_like(x_kind)
-    layerwise = _layerwise(stage, layer, policy, reduce_layer, probe, zero_x)
+    layerwise = _layerwise(stage, layer, policy, scale, reduce_layer, probe, zero_x)
 
     def forward(row: Row, state: State) -> dict[str, Any]:
         x = lax.cond(
@@ -256,14 +281,15 @@ def _train(
         )
         # The last piece's output has no reader: its backward recomputes it.
         y = lax.cond(
-            stage.is_last(row), lambda: zero_x, lambda: stage.run(stage.chunk(row), x, row)
+            stage.is_last(row), lambda: zero_x, lambda: stage.run(stage.chunk(row), x, row)[0]
         )
         return {"entered": x, "up": y}
 
     def backward(row: Row, state: State) -> dict[str, Any]:
         layers = stage.layers_of(row)
-        y, saved = layerwise.forward(layers, take(state.activations, row.activation))
-        totals = dict(state.totals)
+        y, sums, saved = layerwise.forward(layers, take(state.activations, row.activation))
+        # Counted here and not in the forward action, which the last piece skips.
+        totals = {**state.totals, "sums": add_sums(state.totals["sums"], sums)}
         dy, totals["outer"], totals["sums"] = lax.cond(
             stage.is_last(row),
             lambda: _turn(stage, row, y, totals, scale),
@@ -286,14 +312,14 @@ def _train(
         totals = layerwise.weight_gradient(stage.layers_of(row), kept, state.totals["layers"])
         return {"totals": {**state.totals, "layers": totals}}
 
+    _, sum_kinds, saved_kinds = jax.eval_shape(layerwise.forward, stage.layers_of(probe), zero_x)
     kept_kinds: list[Any] = []
     if schedule.splits_backward:
-        kept_kinds = jax.eval_shape(
-            lambda layers, x: layerwise.input_gradient(layers, layerwise.forward(layers, x)[1], x),
-            stage.layers_of(probe),
-            zero_x,
-        )[1]
-    sum_kinds = jax.eval_shape(lambda: stage.head(stage.outer, zero_x, probe))
+        saved = jax.tree.map(collectives.zeros_like, saved_kinds)
+        _, kept_kinds = jax.eval_shape(
+            layerwise.input_gradient, stage.layers_of(probe), saved, zero_x
+        )
+    sum_kinds |= jax.eval_shape(lambda: stage.head(stage.outer, zero_x, probe))
     layer_kinds = jax.eval_shape(
         lambda: reduce_layer(_float32(jax.tree.map(lambda x: x[0], stage.chunk(probe))))
     )
@@ -319,8 +345,9 @@ def _train(
 
 def _layerwise(
     stage: _Stage,
-    layer: Callable[..., Array],
+    layer: Callable[..., tuple[Array, Sums]],
     policy: Callable[..., bool] | None,
+    scale: Array,
     reduce_layer: Callable[[Params], Params],
     probe: Row,
     zero_x: Array,
@@ -332,8 +359,12 @@ def _layerwise(
     would be computed again for either half.
     """
 
-    def apply(shards: Params, x: Array, constants: tuple[Array, Any]) -> Array:
-        return layer(stage.model.block, shards, x, *constants, stage.context)
+    def apply(
+        shards: Params, x: Array, constants: tuple[Array, Any]
+    ) -> tuple[Array, Array | None, Sums]:
+        y, sums = layer(stage.model.block, shards, x, *constants, stage.context)
+        loss = objective(sums) * scale if sums.keys() & set(OBJECTIVE) else None
+        return y, loss, sums
 
     if policy is not None and not stage.schedule.splits_backward:
         # Forward and backward are two loops, which the compiler cannot merge.
@@ -352,10 +383,10 @@ def _turn(
 
     def scaled_loss(outer: Params, y: Array) -> tuple[Array, Sums]:
         sums = stage.head(outer, y, row)
-        return sums["loss"] * scale, sums
+        return objective(sums) * scale, sums
 
     (outer_grads, dy), sums = jax.grad(scaled_loss, argnums=(0, 1), has_aux=True)(stage.outer, y)
-    return dy, _add(totals["outer"], outer_grads), _add(totals["sums"], sums)
+    return dy, _add(totals["outer"], outer_grads), add_sums(totals["sums"], sums)
 
 
 def _embed_grads(stage: _Stage, row: Row, dx: Array) -> Params:
@@ -377,19 +408,22 @@ def _evaluate(stage: _Stage) -> Sums:
             lambda: stage.embed(stage.outer, row),
             lambda: take(state.activations, row.activation),
         )
-        y = stage.run(stage.chunk(row), x, row)
-        sums = lax.cond(
+        y, sums = stage.run(stage.chunk(row), x, row)
+        totals = add_sums(state.totals, sums)
+        totals = lax.cond(
             stage.is_last(row),
-            lambda: _add(state.totals, stage.head(stage.outer, y, row)),
-            lambda: state.totals,
+            lambda: add_sums(totals, stage.head(stage.outer, y, row)),
+            lambda: totals,
         )
-        return {"entered": zero_x, "up": y, "totals": sums}
+        return {"entered": zero_x, "up": y, "totals": totals}
 
+    _, sum_kinds = jax.eval_shape(lambda: stage.run(stage.chunk(probe), zero_x, probe))
+    sum_kinds |= jax.eval_shape(lambda: stage.head(stage.outer, zero_x, probe))
     state = State(
         activations=_zeros(x_kind, tables.num_slots[0] + 1),
         cotangents=_zeros(x_kind, 0),
         pending=[],
-        totals=_zeros(jax.eval_shape(lambda: stage.head(stage.outer, zero_x, probe))),
+        totals=_zeros(sum_kinds),
     )
     idle = {"entered": zero_x, "up": zero_x}
     actions: dict[Kind, Action] = {"forward": Action(forward, ("entered", "up", "totals"))}

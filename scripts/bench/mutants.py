@@ -1,0 +1,154 @@
+"""Plants faults in a copy of the package, one at a time, and checks that tests turn red.
+
+    python scripts/bench/mutants.py [--only NAME ...] [--workers 2] [--out TABLE.md] [--check]
+
+`mutants.toml` lists the faults: a file, the text to replace, its replacement, and the tests that
+must fail. The text must occur exactly once, so a fault that no longer fits the code is an error and
+not a pass. Each selection of tests must pass without a fault first: a red test would prove nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import dataclasses
+import os
+import platform
+import queue
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent.parent
+TIMEOUT_S = 900
+
+
+@dataclasses.dataclass(frozen=True)
+class Fault:
+    """One wrong line. `tests` are pytest arguments; `room` groups the table."""
+
+    name: str
+    room: str
+    file: str
+    old: str
+    new: str
+    tests: str
+
+    def plant(self, root: Path) -> str:
+        """Change the file below `root`; its text before.
+
+        Raises:
+            ValueError: the text to replace does not occur exactly once.
+        """
+        path = root / self.file
+        text = path.read_text()
+        if (count := text.count(self.old)) != 1:
+            raise ValueError(f"{self.name}: {self.old!r} occurs {count} times in {self.file}")
+        path.write_text(text.replace(self.old, self.new))
+        return text
+
+
+def read_faults(only: list[str]) -> list[Fault]:
+    """The faults of mutants.toml, all or those named."""
+    tables = tomllib.loads((Path(__file__).with_suffix(".toml")).read_text())["fault"]
+    faults = [Fault(**table) for table in tables]
+    return [fault for fault in faults if not only or fault.name in only]
+
+
+def run_tests(root: Path, tests: str) -> tuple[int, str, float]:
+    """Exit code of pytest, the first test that failed, seconds."""
+    start = time.monotonic()
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests.split()]
+    environment = {**os.environ, "PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1"}
+    try:
+        done = subprocess.run(
+            command, cwd=root, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S
+        )
+        code, output = done.returncode, done.stdout + done.stderr
+    except subprocess.TimeoutExpired:
+        code, output = 1, "FAILED (ran into the time limit)"
+    failed = [line for line in output.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    first = failed[0].split(" ", 1)[1].split(" - ")[0] if failed else output[-300:]
+    return code, first, time.monotonic() - start
+
+
+def try_fault(fault: Fault, copies: queue.Queue[Path]) -> tuple[Fault, bool, str, float]:
+    """(fault, caught, the test that caught it, seconds) in a copy that is free."""
+    root = copies.get()
+    text = fault.plant(root)
+    try:
+        code, first, seconds = run_tests(root, fault.tests)
+    finally:
+        (root / fault.file).write_text(text)
+        copies.put(root)
+    return fault, code == 1, first if code == 1 else "", seconds
+
+
+def table(results: list[tuple[Fault, bool, str, float]]) -> str:
+    """The results as Markdown."""
+    lines = ["| room | fault | caught by | s |", "|---|---|---|---|"]
+    for fault, caught, first, seconds in sorted(results, key=lambda r: (r[0].room, r[0].name)):
+        test = f"`{first.removeprefix('tests/')}`" if caught else "**not caught**"
+        lines.append(f"| {fault.room} | {fault.name} | {test} | {seconds:.0f} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    """Plant, test, print the table; 1 when a fault survives."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--only", nargs="*", default=[], help="names of faults to plant")
+    parser.add_argument("--workers", type=int, default=2, help="faults tried at a time")
+    parser.add_argument("--out", type=Path, help="Markdown file to write")
+    parser.add_argument("--check", action="store_true", help="only check that all faults fit")
+    options = parser.parse_args()
+    faults = read_faults(options.only)
+    with tempfile.TemporaryDirectory() as folder:
+        copies: queue.Queue[Path] = queue.Queue()
+        for number in range(options.workers):
+            copy = Path(folder) / str(number)
+            subprocess.run(["git", "clone", "-q", str(ROOT), str(copy)], check=True)
+            copies.put(copy)
+        for fault in faults:
+            (copy / fault.file).write_text(fault.plant(copy))
+        if options.check:
+            print(f"{len(faults)} faults fit the code")
+            return 0
+        for tests in sorted({fault.tests for fault in faults}):
+            code, first, _ = run_tests(copy, tests)
+            if code:
+                print(f"red without a fault: {tests}: {first}", file=sys.stderr)
+                return 2
+        results = []
+        with concurrent.futures.ThreadPoolExecutor(options.workers) as pool:
+            tried = [pool.submit(try_fault, fault, copies) for fault in faults]
+            for done in concurrent.futures.as_completed(tried):
+                results.append(done.result())
+                fault, caught, first, seconds = results[-1]
+                print(
+                    f"{'caught' if caught else 'MISSED'} {fault.name} {seconds:.0f} s {first}",
+                    flush=True,
+                )
+    missed = [result for result in results if not result[1]]
+    text = table(results)
+    if options.out:
+        commit = subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
+        ).stdout.strip()
+        head = (
+            "# Planted faults\n\n"
+            f"`python scripts/bench/mutants.py`, commit {commit}, "
+            f"Python {platform.python_version()}: {len(results)} faults planted one at a time, "
+            f"{len(results) - len(missed)} caught.\n\n"
+        )
+        options.out.write_text(head + text)
+    print(text)
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

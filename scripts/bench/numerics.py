@@ -1,0 +1,97 @@
+"""Losses of the default run and of ten meshes, against recorded ones: does a change keep them?
+
+    python scripts/bench/numerics.py [--out TABLE.md] [--only NAME ...] [--record]
+
+Each run trains the default model for 12 steps; losses and gradient norms are compared to the last
+bit with `results/numerics.json`, recorded at the commit named in it. `--record` writes that file.
+About 10 minutes on 2 quiet cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent.parent
+RECORDED = ROOT / "scripts/bench/results/numerics.json"
+BASE = ["--steps=12", "--train.global_batch_size=32", "--monitoring.tensorboard=false"]
+RUNS = {
+    "default": [],
+    "dp8": ["--simulate=8", "--mesh=dp=8"],
+    "fsdp8": ["--simulate=8", "--mesh=fsdp=8"],
+    "dp4_zero2": ["--simulate=4", "--mesh=dp=4", "--mesh.zero=2"],
+    "tp4": ["--simulate=4", "--mesh=tp=4"],
+    "dp2fsdp2tp2": ["--simulate=8", "--mesh=dp=2,fsdp=2,tp=2"],
+    "pp4_1f1b_lockstep": ["--simulate=4", "--mesh=pp=4", "--pipeline.schedule=1f1b_lockstep"],
+    "pp4_gpipe": ["--simulate=4", "--mesh=pp=4", "--pipeline.schedule=gpipe"],
+    "pp2tp2dp2_zb": ["--simulate=8", "--mesh=pp=2,tp=2,dp=2", "--pipeline.schedule=zero_bubble"],
+    "dp2pp2_v2": [
+        "--simulate=4",
+        "--mesh=pp=2,dp=2",
+        "--pipeline.schedule=1f1b_lockstep",
+        "--pipeline.num_virtual_stages=2",
+    ],
+    "dp2_acc4": ["--simulate=2", "--mesh=dp=2", "--train.num_microbatches=4", "--train.remat=full"],
+}
+
+
+def losses(name: str, folder: Path) -> list[tuple[float, float]]:
+    """(loss, gradient norm) of each step of a run."""
+    command = [sys.executable, "-m", "jaxdist.train", "--run-dir", str(folder / name), *BASE]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    subprocess.run([*command, *RUNS[name]], env=environment, check=True, capture_output=True)
+    return read(folder / name)
+
+
+def read(run: Path) -> list[tuple[float, float]]:
+    """(loss, gradient norm) of each step, from a run directory."""
+    records = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return [(r["loss"], r["grad_norm"]) for r in records if r["kind"] == "train"]
+
+
+def compare(
+    found: list[tuple[float, float]], expected: list[list[float]]
+) -> tuple[int, float, float]:
+    """Steps with the same bits; the largest relative difference of a loss, and of the first."""
+    same = sum(list(a) == list(b) for a, b in zip(found, expected, strict=True))
+    distances = [abs(a[0] - b[0]) / b[0] for a, b in zip(found, expected, strict=True)]
+    return same, max(distances), distances[0]
+
+
+def main() -> int:
+    """Run, compare, print the table; 1 where a loss left the contract (20 steps within 2e-5)."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--only", nargs="*", default=list(RUNS), choices=list(RUNS))
+    parser.add_argument("--out", type=Path, help="Markdown file to write")
+    parser.add_argument("--record", action="store_true", help="write what is found as recorded")
+    options = parser.parse_args()
+    recorded = json.loads(RECORDED.read_text()) if RECORDED.exists() else {"runs": {}}
+    lines = ["| run | steps with the same bits | first loss differs by | largest difference |"]
+    lines += ["|---|---|---|---|"]
+    worst, found = 0.0, {}
+    with tempfile.TemporaryDirectory() as folder:
+        for name in options.only:
+            found[name] = losses(name, Path(folder))
+            if options.record:
+                continue
+            same, largest, first = compare(found[name], recorded["runs"][name])
+            worst = max(worst, largest)
+            lines.append(f"| {name} | {same} of {len(found[name])} | {first:.1e} | {largest:.1e} |")
+            print(lines[-1], flush=True)
+    if options.record:
+        head = ["git", "rev-parse", "--short", "HEAD"]
+        commit = subprocess.run(head, cwd=ROOT, capture_output=True, text=True, check=True)
+        recorded = {"commit": commit.stdout.strip(), "runs": recorded["runs"] | found}
+        RECORDED.write_text(json.dumps(recorded, indent=1) + "\n")
+    elif options.out:
+        options.out.write_text("\n".join(lines) + "\n")
+    return int(worst > 2e-5)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

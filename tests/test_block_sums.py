@@ -1,0 +1,198 @@
+"""What blocks sum reaches the step once, on every mesh and schedule, and `aux_loss` trains."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxdist.core.mesh import MeshSpec
+from jaxdist.core.parallel.pipeline.config import PipelineConfig
+from jaxdist.core.precision import PrecisionConfig
+from jaxdist.core.sharding import Layout
+from jaxdist.core.step import TrainConfig, make_context, make_evaluate, make_value_and_grad
+from jaxdist.core.types import Dims, Model
+
+LAYERS, ROWS, SEQ, WIDTH, MLP, VOCAB = 4, 8, 8, 8, 16, 16
+SCALE = 4.0
+"""Loss scale: gradients of every term of the loss are scaled, then divided."""
+
+
+def gated_block(params, x, aux, context):
+    """An MLP whose router is charged for its balance; rows weigh as their targets do."""
+    gates = jax.nn.softmax(x @ params["router"])
+    weights = context.split(aux["weights"][..., None])
+    hidden = jnp.tanh(
+        context.dot("batch seq d, d mlp -> batch seq mlp", context.enter(x), params["up"])
+    )
+    y = x + context.leave(hidden @ params["down"])
+    sums = {
+        "aux_loss": 0.1 * jnp.sum(weights * gates**2),
+        "first_gate": jnp.sum(weights[..., 0] * gates[..., 0]),
+        # Of this device's part of the hidden units: partial with and without sequence parallelism.
+        "hidden": jnp.sum(aux["weights"][..., None] * hidden**2),
+    }
+    return y, sums
+
+
+def make_model():
+    names = {"up": ("d_model", "mlp"), "down": ("mlp", "d_model"), "router": ("d_model", None)}
+
+    def init(key):
+        keys = iter(jax.random.split(key, 5))
+        draw = lambda *shape: 0.5 * jax.random.normal(next(keys), shape)
+        layers = {"up": draw(LAYERS, WIDTH, MLP), "down": draw(LAYERS, MLP, WIDTH)}
+        layers["router"] = draw(LAYERS, WIDTH, 3)
+        return {"layers": layers, "table": draw(VOCAB, WIDTH), "head": draw(WIDTH, VOCAB)}
+
+    def head_loss(params, x, batch, context):
+        x = context.enter(x)
+        return context.token_loss(
+            x, params["head"], batch["targets"], batch["weights"], vocab_size=VOCAB
+        )
+
+    return Model(
+        name="gated",
+        init=init,
+        axes={
+            "layers": {name: Dims(("layers", *dims)) for name, dims in names.items()},
+            "table": Dims((None, "d_model")),
+            "head": Dims(("d_model", "vocab")),
+        },
+        dims={"layers": LAYERS, "d_model": WIDTH, "mlp": MLP, "vocab": VOCAB},
+        embed=lambda params, batch, context: context.split(params["table"][batch["tokens"]]),
+        block=gated_block,
+        head_loss=head_loss,
+        num_layers=LAYERS,
+        sequence=True,
+    )
+
+
+def make_batch():
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, VOCAB, (ROWS, SEQ + 1), np.int32)
+    weights = rng.choice([0.0, 0.5, 1.0], (ROWS, SEQ)).astype(np.float32)
+    return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "weights": weights}
+
+
+@pytest.fixture(scope="module")
+def by_hand():
+    """(params, sums, gradients of the mean objective) of a plain loop over layers."""
+    model, batch = make_model(), make_batch()
+    params = jax.device_get(jax.jit(model.init)(jax.random.key(0)))
+
+    def loss(params):
+        x, weights = params["table"][batch["tokens"]], batch["weights"][..., None]
+        sums = dict.fromkeys(("aux_loss", "first_gate", "hidden"), 0.0)
+        for i in range(LAYERS):
+            layer = jax.tree.map(lambda w, i=i: w[i], params["layers"])
+            gates = jax.nn.softmax(x @ layer["router"])
+            hidden = jnp.tanh(x @ layer["up"])
+            x = x + hidden @ layer["down"]
+            sums["aux_loss"] += 0.1 * jnp.sum(weights * gates**2)
+            sums["first_gate"] += jnp.sum(weights[..., 0] * gates[..., 0])
+            sums["hidden"] += jnp.sum(weights * hidden**2)
+        log_probs = jax.nn.log_softmax(x @ params["head"])
+        picked = jnp.take_along_axis(log_probs, batch["targets"][..., None], -1)[..., 0]
+        sums["loss"] = -jnp.sum(picked * batch["weights"])
+        sums["weight"] = jnp.sum(batch["weights"])
+        return (sums["loss"] + sums["aux_loss"]) / sums["weight"], sums
+
+    grads, sums = jax.jit(jax.grad(loss, has_aux=True))(params)
+    return params, jax.device_get(sums), jax.device_get(grads)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    mesh: str
+    microbatches: int = 1
+    schedule: str = "1f1b"
+    chunks: int = 1
+    sequence: bool = False
+    zero: int = 0
+    remat: str = "none"
+
+    def __str__(self):
+        given = [f"{f.name}={v}" for f in dataclasses.fields(self) if (v := getattr(self, f.name))]
+        return "-".join(given)
+
+
+CASES = [
+    Case("1"),
+    Case("1", microbatches=4, remat="full"),
+    Case("dp=4", microbatches=2, zero=2),
+    Case("fsdp=4"),
+    Case("tp=4"),
+    Case("tp=4", sequence=True),
+    Case("dp=2,fsdp=2,tp=2", microbatches=2, sequence=True),
+    Case("pp=4", schedule="gpipe"),
+    Case("pp=2,dp=2", schedule="1f1b"),
+    Case("pp=2,tp=2", schedule="1f1b_lean", remat="full"),
+    Case("pp=2,fsdp=2", schedule="1f1b", chunks=2),
+    Case("pp=2,tp=2", schedule="zero_bubble", sequence=True),
+    Case("pp=2,dp=2", schedule="zero_bubble", chunks=2),
+]
+
+
+def make_parts(case):
+    model, spec = make_model(), MeshSpec.parse(case.mesh)
+    layout = Layout(
+        mesh=spec.build(jax.devices()[: spec.num_devices]),
+        zero=case.zero,
+        sequence_parallel=case.sequence,
+    )
+    config = TrainConfig(
+        global_batch_size=ROWS, seq_len=SEQ, num_microbatches=case.microbatches, remat=case.remat
+    )
+    stages = PipelineConfig(schedule=case.schedule, num_virtual_stages=case.chunks)
+    context = make_context(model, layout, config, PrecisionConfig(), stages)
+    return model, layout, config, context, stages
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_sums_and_gradients_are_those_of_a_plain_loop(case, by_hand):
+    params, expected, expected_grads = by_hand
+    model, layout, config, context, stages = make_parts(case)
+    function = jax.jit(make_value_and_grad(model, layout, config, context, stages=stages))
+    placed = jax.device_put(params, layout.shardings(layout.param_specs(model.axes)))
+    batch = jax.device_put(make_batch(), layout.sharding(layout.batch_spec()))
+    sums, grads, _ = function(placed, batch, jax.random.key(0), jnp.float32(SCALE))
+    check_sums(sums, expected)
+    largest = max(np.abs(g).max() for g in jax.tree.leaves(expected_grads))
+    jax.tree.map(
+        # float32 sums in another order.
+        lambda ours, theirs: np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5 * largest),
+        jax.device_get(grads),
+        expected_grads,
+    )
+
+
+@pytest.mark.parametrize(
+    "case", [Case("dp=2,tp=2", sequence=True), Case("pp=2,tp=2", chunks=2)], ids=str
+)
+def test_evaluation_sums_what_blocks_return(case, by_hand):
+    params, expected, _ = by_hand
+    model, layout, _, context, stages = make_parts(case)
+    batch = jax.device_put(make_batch(), layout.sharding(layout.batch_spec()))
+    placed = jax.device_put(params, layout.shardings(layout.param_specs(model.axes)))
+    check_sums(jax.jit(make_evaluate(model, layout, context, stages))(placed, batch), expected)
+
+
+def check_sums(sums, expected):
+    assert sums["weight"] == expected["weight"]
+    assert sums.keys() - {"correct"} == expected.keys()
+    for name, value in expected.items():
+        np.testing.assert_allclose(sums[name], value, rtol=1e-6, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    "returned", [lambda x: x, lambda x: (x, {"rows": jnp.sum(x, (1, 2))}), lambda x: (x, {"n": 1})]
+)
+def test_a_block_that_returns_something_else_is_refused(returned):
+    model = dataclasses.replace(make_model(), block=lambda params, x, *_: returned(x))
+    _, layout, _, context, _ = make_parts(Case("1"))
+    evaluate = make_evaluate(model, layout, context)
+    params = jax.eval_shape(model.init, jax.random.key(0))
+    with pytest.raises(TypeError, match=r"Model\.block returned"):
+        jax.eval_shape(evaluate, params, make_batch())
