@@ -10,7 +10,7 @@ import pytest
 
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.precision import PrecisionConfig
-from jaxdist.core.sharding import RULES, Layout
+from jaxdist.core.sharding import Layout
 from jaxdist.core.state import init_state
 from jaxdist.core.step import TrainConfig, make_context, make_step, make_value_and_grad
 from jaxdist.data.images import open_cifar
@@ -24,7 +24,7 @@ SGD = OptimConfig(optimizer="sgd", momentum=0.9, weight_decay=0.0)
 def layout_of(model, mesh, **options):
     spec = MeshSpec.parse(mesh)
     devices = jax.devices()[: spec.num_devices]
-    return Layout(mesh=spec.build(devices), rules={**RULES, **model.rules}, **options)
+    return Layout(mesh=spec.build(devices), rules=model.rules, **options)
 
 
 def random_batch(rows=8, seed=0, size=8):

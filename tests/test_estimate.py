@@ -185,12 +185,12 @@ def test_recomputing_more_keeps_less_and_computes_more():
 
 def test_the_stash_of_a_pipeline_follows_its_schedule():
     stash = {}
-    for name in ("gpipe", "1f1b", "1f1b_lean"):
+    for name in ("gpipe", "1f1b_lockstep", "1f1b"):
         one = job("pp=4", pipeline={"schedule": name, "num_microbatches": 16})
         stash[name] = estimate_memory(one).moments["layer backward"]["stage stash"]
     each = 2 * 4 * 1024 * 1024  # bytes of 4 rows of the stream
     # p stages: gpipe holds all 16, 1F1B 2p-1, the lean one p; one spare, and two for gradients.
-    assert stash == {"gpipe": 19 * each, "1f1b": 10 * each, "1f1b_lean": 7 * each}
+    assert stash == {"gpipe": 19 * each, "1f1b_lockstep": 10 * each, "1f1b": 7 * each}
 
 
 def test_a_run_may_take_the_share_that_the_environment_gives(monkeypatch):
@@ -307,7 +307,7 @@ def test_replicas_win_where_a_model_is_small_and_shards_where_it_is_not():
         vocab_size=128256, d_model=4096, num_layers=32, num_heads=32, num_kv_heads=8, mlp_dim=14336
     )
     found = search(job(model=large, train={"seq_len": 8192}).config, parse_gpus("h100:8")[0])
-    assert found.best is not None and found.best.job.spec.fsdp > 1
+    assert found.best is not None and found.best.job.spec["fsdp"] > 1
 
 
 def test_what_fits_nowhere_is_said_to():

@@ -55,7 +55,7 @@ qwen8b_fsdp8          h100:8   qwen3_8b
 8b_xla_attention      h100:8   llama3_8b --model.attention xla --train.seq_len 2048
 13b_pp4dp4tp4         h100:64  pipeline_64gpu
 13b_gpipe             h100:64  pipeline_64gpu --pipeline.schedule gpipe
-13b_lean              h100:64  pipeline_64gpu --pipeline.schedule 1f1b_lean
+13b_1f1b              h100:64  pipeline_64gpu --pipeline.schedule 1f1b
 13b_zero_bubble       h100:64  pipeline_64gpu --pipeline.schedule zero_bubble
 13b_interleaved2      h100:64  pipeline_64gpu --pipeline.num_virtual_stages 2
 13b_interleaved5      h100:64  pipeline_64gpu --pipeline.num_virtual_stages 5
