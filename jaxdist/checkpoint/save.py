@@ -21,10 +21,11 @@ from jaxdist.checkpoint.checksum import digests
 from jaxdist.checkpoint.config import CheckpointConfig
 from jaxdist.checkpoint.coordination import make_barrier, make_group
 from jaxdist.checkpoint.errors import CheckpointError
-from jaxdist.checkpoint.events import Journal, Outcome, one_line, size_text
+from jaxdist.checkpoint.events import Journal, Outcome, one_line
 from jaxdist.checkpoint.orbax_io import Store
 from jaxdist.checkpoint.retention import Saved, steps_to_delete
 from jaxdist.runtime.coordination import GivenUp, Group
+from jaxdist.runtime.formatting.numbers import in_bytes
 
 MAX_FAILURES = 3
 """Failed saves in a row after which a run stops: what it computes could not be kept."""
@@ -119,8 +120,8 @@ class Saver:
         free = shutil.disk_usage(self._directory).free
         if free < num_bytes:
             raise CheckpointError(
-                f"no space: a checkpoint takes {size_text(num_bytes)}, {self._directory} has "
-                f"{size_text(free)} free. Free some, lower checkpoint.max_to_keep, or choose "
+                f"no space: a checkpoint takes {in_bytes(num_bytes)}, {self._directory} has "
+                f"{in_bytes(free)} free. Free some, lower checkpoint.max_to_keep, or choose "
                 "another --run-dir."
             )
 
