@@ -17,6 +17,7 @@ from jaxdist.checkpoint.streaming_io import StoredArrays, block_shape, even_chun
 from jaxdist.config import read_run, stored_run, write_toml
 from jaxdist.core.types import ConfigError
 from jaxdist.run.setup import assemble
+from jaxdist.runtime.storage import locate
 from jaxdist.tools.convert.__main__ import VERBS, main
 
 QUIET = {"log": lambda line: None}
@@ -96,8 +97,9 @@ def test_verify_arrays_sees_what_the_files_hide(run, tmp_path, capsys):
 
     copy = copied(run, tmp_path) / "checkpoints" / "2"
     document = json.loads((copy / "meta" / "metadata").read_text())
-    document["arrays"]["params/layers/w"]["digest"] ^= 1
+    document["arrays"]["params/layers/w"]["checksum"] ^= 1
     (copy / "meta" / "metadata").write_text(json.dumps(document))
+    copy = locate(copy)
     files = {name: manifest.fingerprint(copy / name) for name in manifest.files_of(copy)}
     manifest.write(copy, 2, files, {})
     assert main(["verify", str(copy)]) == 0
@@ -272,13 +274,14 @@ def test_reshard_refuses_damaged_arrays_and_leaves_nothing(trained, tmp_path):
     shutil.copytree(trained[0], copy)
     step = copy / "checkpoints" / "3"
     document = json.loads((step / "meta" / "metadata").read_text())
-    document["arrays"]["params/embed/table"]["digest"] ^= 4
+    document["arrays"]["params/embed/table"]["checksum"] ^= 4
     (step / "meta" / "metadata").write_text(json.dumps(document))
+    step = locate(step)
     files = {name: manifest.fingerprint(step / name) for name in manifest.files_of(step)}
     manifest.write(step, 3, files, {})
     with pytest.raises(CheckpointError, match=r"params/embed/table .* other bits than were saved"):
         main(["reshard", str(copy), str(tmp_path / "out"), "--mesh=fsdp=8"])
-    assert manifest.steps_in(tmp_path / "out" / "checkpoints") == []
+    assert manifest.steps_in(locate(tmp_path / "out" / "checkpoints")) == []
 
 
 # -- blocks ----------------------------------------------------------------------------------------

@@ -56,7 +56,7 @@ def start(
         if config.init_from:
             log.info("weights from %s", config.init_from)
         if config.checkpoint.preflight and not goes_back:
-            checkpointer.probe(state)
+            checkpointer.preflight(state)
     else:
         state, meta, step = checkpointer.restore(parts.abstract_state(), step=chosen)
         position = resume_position(

@@ -4,7 +4,7 @@ Every so many steps, and before every save, each device hashes its part of every
 that is replicated over the data axes; the hashes (4 bytes each) are gathered and compared on the
 host one step later. One wrong bit always changes a hash. With three copies or more the majority
 says which device is wrong; of two, both are named. Arrays that are sharded over all data axes have
-no second copy: only the digests of checkpoints cover them.
+no second copy: only the checksums of checkpoints cover them.
 
 Copies over `tensor` and `pipeline` are not compared: where nothing is reduced over these axes, two
 devices may round differently without being damaged.

@@ -19,7 +19,6 @@ host (2, 85, 130, the budget) ends it on all, spares too.
 from __future__ import annotations
 
 import dataclasses
-import os
 import random
 import signal
 import sys
@@ -30,6 +29,7 @@ from types import FrameType
 from typing import Protocol
 
 from jaxdist import runtime
+from jaxdist.runtime.storage import locate
 from jaxdist.tools.launch.resources import count_gpus, free_port
 from jaxdist.tools.launch.worker_group import Attempt, Outcome, Place
 
@@ -160,7 +160,7 @@ class Supervisor:
         """Attempts until one decides; returns the job's exit code."""
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
             signal.signal(number, self._on_signal)
-        (self.run_dir / "logs").mkdir(parents=True, exist_ok=True)
+        (locate(self.run_dir) / "logs").make_directory()
         code = runtime.EXIT_CONFIG  # if an error leaves here, it is one of what was asked for
         try:
             code = self._attempts()
@@ -170,11 +170,12 @@ class Supervisor:
 
     def newest_checkpoint(self) -> int:
         """Step of the newest committed checkpoint, -1 without one."""
-        try:
-            names = os.listdir(self.run_dir / "checkpoints")
+        directory = locate(self.run_dir) / "checkpoints"
+        try:  # the manifest is written last: without one a save is not finished
+            saved = [n for n in directory.entries() if (directory / n / "manifest.json").exists()]
         except OSError:
             return -1
-        return max((int(name) for name in names if name.isdigit()), default=-1)
+        return max((int(name) for name in saved if name.isdecimal()), default=-1)
 
     def _attempts(self) -> int:
         failures, newest = 0, self.newest_checkpoint()
