@@ -45,7 +45,7 @@ def assert_is_step(restored, step: int) -> None:
 @pytest.fixture(scope="module")
 def pristine(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("pristine")
-    writer = Checkpointer(path, CheckpointConfig(), log=print)
+    writer = Checkpointer(path, CheckpointConfig(), log=lambda line: None)
     for step in STEPS:
         writer.save(step, state_at(step), {"next": step})
     writer.close()

@@ -231,7 +231,7 @@ def test_a_full_disk_harms_no_older_checkpoint(tmp_path, monkeypatch, known_befo
         assert opened.wait() is False, lines
         assert any(line.startswith("SAVE FAILED at step 4") for line in lines)
         assert opened.verify(2) == ""
-        assert sorted(p.name for p in opened.directory.iterdir()) == [".lock", "2"]
+        assert opened.directory.entries() == [".lock", "2"]
         opened.save(6, state_at(6), {}, force=True)  # a smaller one fits
         assert opened.wait() is True and opened.verify(6) == ""
         opened.close()

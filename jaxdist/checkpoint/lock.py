@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxdist.core.types import ConfigError
-from jaxdist.runtime.storage import Location, Locked, LockFile, locate
+from jaxdist.runtime.storage import Locked, LockFile, locate
 
 FILE_NAME = ".lock"
 HEARTBEAT_S = 10.0
@@ -31,12 +31,16 @@ class DirectoryLock:
     """The right to write into one directory, for one process at a time.
 
     Args:
-        directory: absolute.
+        directory: by an absolute path, which tells directories of this process apart.
         log: receives what is found out about an earlier holder.
     """
 
-    def __init__(self, directory: Location, log: Callable[[str], None] = lambda line: None) -> None:
-        self._directory = directory
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        log: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        self._directory = locate(directory)
         self._log = log
         self._file: LockFile | None = None
         self._stop = threading.Event()
