@@ -74,32 +74,33 @@ def losses(records: list[dict]) -> dict[int, list[str]]:
 
 
 # Crash point, and from which checkpoint the start that dies there goes on (None: it dies before).
-# A save is due every 2 steps and 2 checkpoints are kept; the first start leaves 4 and 6.
+# Saves are due at every even step, those at 2, 6, 10, ... are kept only until the next. Two of the
+# others are kept; the first start leaves 4 and 8.
 CRASHES = {
     "lock_taken": None,
-    "before_arrays": 6,
-    "during_arrays": 6,
-    "after_arrays": 6,
-    "before_manifest": 6,
-    "after_manifest": 6,  # leaves 8
-    "during_retention": 8,  # leaves 10
+    "before_arrays": 8,
+    "during_arrays": 8,
+    "after_arrays": 8,
+    "before_manifest": 8,
+    "after_manifest": 8,  # leaves 10
+    "during_retention": 10,  # leaves 12
     "during_restore": None,
-    "during_mark": None,  # 10 is corrupt before this start
+    "during_mark": None,  # 12 is corrupt before this start
 }
 
 
 def test_a_kill_at_any_named_point_leaves_whole_checkpoints_and_costs_no_bits(tmp_path):
     assert set(CRASHES) == set(POINTS)
-    settings = {"every": 2, "width": 64, "pause_s": 0}
-    settings["config"] = {"save_midway": False, "max_to_keep": 2, "preflight": False}
+    settings = {"every": 4, "width": 64, "pause_s": 0}
+    settings["config"] = {"max_to_keep": 2, "preflight": False}
     run = Run(tmp_path, **settings)
     whole = {
         "directory": str(tmp_path / "whole"),
         "out": str(tmp_path / "whole.jsonl"),
         "every": 99,
     }
-    starts = [["", {"steps": 6}], *[[point, {"steps": 100}] for point in CRASHES]]
-    starts += [["", {"steps": 14}], ["", {"steps": 14, **whole}]]
+    starts = [["", {"steps": 8}], *[[point, {"steps": 100}] for point in CRASHES]]
+    starts += [["", {"steps": 16}], ["", {"steps": 16, **whole}]]
     command = [sys.executable, WORKER, json.dumps(run.settings), json.dumps(starts)]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -114,13 +115,13 @@ def test_a_kill_at_any_named_point_leaves_whole_checkpoints_and_costs_no_bits(tm
         record, began = children[point]
         assert record["killed"] and record["status"] == signal.SIGKILL, (point, done.stderr[-3000:])
         assert began == start, point
-        corrupt = {"10"} if point == "during_mark" else set()
+        corrupt = {"12"} if point == "during_mark" else set()
         assert {step for step, is_whole in record["left"].items() if not is_whole} == corrupt, point
-    assert list(children["before_manifest"][0]["left"]) == ["4", "6"]
-    assert list(children["after_manifest"][0]["left"]) == ["4", "6", "8"]
-    assert list(children["during_retention"][0]["left"]) == ["6", "8", "10"]
-    assert [record["start"] for record in records if "start" in record][-1] == 8  # past corrupt 10
-    assert list(children[""][0]["left"]) == ["12", "14"]
+    assert list(children["before_manifest"][0]["left"]) == ["4", "8"]
+    assert list(children["after_manifest"][0]["left"]) == ["4", "8", "10"]
+    assert list(children["during_retention"][0]["left"]) == ["8", "10", "12"]
+    assert [record["start"] for record in records if "start" in record][-1] == 10  # past corrupt 12
+    assert list(children[""][0]["left"]) == ["12", "16"]
 
     uninterrupted = [json.loads(line) for line in Path(whole["out"]).read_text().splitlines()]
     assert losses(records) == losses(uninterrupted)

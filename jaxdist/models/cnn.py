@@ -58,9 +58,14 @@ class Cnn(nnx.Module):
             x = halve(jax.nn.relu(self.conv_2.add_bias(x)))
         with jax.named_scope("dense_1"):
             x = context.enter(x.reshape(x.shape[0], -1))
-            x = jax.nn.relu(self.dense_1.add_bias(self.dense_1.product(x)))
+            product = context.dot(
+                "batch flat, flat hidden -> batch hidden", x, self.dense_1.kernel[...]
+            )
+            x = jax.nn.relu(self.dense_1.add_bias(product))
         with jax.named_scope("dense_2"):
-            return self.dense_2.add_bias(context.leave(self.dense_2.product(x)))
+            dims = "batch hidden, hidden classes -> batch classes"
+            product = context.dot(dims, x, self.dense_2.kernel[...])
+            return self.dense_2.add_bias(context.leave(product))
 
 
 class Affine(nnx.Module):
@@ -76,10 +81,6 @@ class Affine(nnx.Module):
         self.kernel = layers.uniform(rngs, shape, bound, *area, fan_in, out)
         self.bias = layers.uniform(rngs, shape[-1:], bound, out)
 
-    def product(self, x: Array) -> Array:
-        """[batch, in] -> [batch, out], without the bias."""
-        return x @ self.kernel[...].astype(x.dtype)
-
     def conv(self, x: Array) -> Array:
         """[batch, height, width, in] -> the same with `out` channels, zero-padded, no bias."""
         dims = ("NHWC", "HWIO", "NHWC")
@@ -87,7 +88,7 @@ class Affine(nnx.Module):
         return lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=dims)
 
     def add_bias(self, x: Array) -> Array:
-        """X plus the bias over its last dim."""
+        """[..., out] plus the bias over its last dim."""
         return x + self.bias[...].astype(x.dtype)
 
 

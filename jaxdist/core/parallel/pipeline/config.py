@@ -49,25 +49,6 @@ class PipelineConfig:
             )
         return problems
 
-    def fit_problems(self, *, num_stages: int, num_layers: int) -> list[str]:
-        """Every rule that a model with stacked layers breaks on this many stages.
-
-        That stages divide the layers, and microbatches the rows, `sharding.mesh_problems` says.
-        """
-        pieces = num_stages * self.num_virtual_stages
-        if num_stages == 1 or self.num_virtual_stages == 1 or not num_layers % pieces:
-            return []
-        allowed = [d for d in _divisors(num_layers) if d % num_stages == 0]
-        fix = (
-            f"Use pipeline.num_virtual_stages={_either([d // num_stages for d in allowed])}, or "
-            * (bool(allowed))
-        )
-        return [
-            f"mesh pp={num_stages} × pipeline.num_virtual_stages={self.num_virtual_stages} cuts "
-            f"the model into {pieces} equal pieces, which do not divide num_layers={num_layers}. "
-            f"{fix}num_layers={-(-num_layers // pieces) * pieces}."
-        ]
-
     def given_microbatches(self, num_stages: int, accumulation: int) -> int:
         """Microbatches that the settings name, 1 where the choice is open.
 
@@ -134,11 +115,6 @@ def describe(schedule: Schedule, rows: int) -> str:
         f"{rows // m} rows, bubble {report.bubble:.1%}, at most {max(report.peak_stash)} "
         f"microbatches stashed, {report.forward_permutes}+{report.backward_permutes} permutes"
     )
-
-
-def _either(numbers: list[int]) -> str:
-    *others, last = map(str, numbers)
-    return f"{', '.join(others)} or {last}" if others else last
 
 
 def _divisors(n: int) -> list[int]:
