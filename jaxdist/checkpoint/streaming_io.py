@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -16,7 +17,7 @@ import numpy as np
 from jaxdist.checkpoint import manifest, orbax_io
 from jaxdist.checkpoint.checksum import part_checksum
 from jaxdist.checkpoint.errors import CorruptCheckpoint
-from jaxdist.runtime.storage import Location
+from jaxdist.runtime.storage import Location, locate
 
 BLOCK_BYTES = 64 << 20
 """Bytes of an array held at a time."""
@@ -33,9 +34,9 @@ class StoredArrays:
         entries: name -> shape, dtype, checksum, as stored (a key as its uint32 data).
     """
 
-    def __init__(self, checkpoint: Location) -> None:
-        self.checkpoint = checkpoint
-        self.document = orbax_io.read_document(checkpoint)
+    def __init__(self, checkpoint: str | os.PathLike[str]) -> None:
+        self.checkpoint = locate(checkpoint)
+        self.document = orbax_io.read_document(self.checkpoint)
         self.entries: dict[str, dict[str, Any]] = self.document["arrays"]
         self._open: tuple[str, Any] | None = None
 
@@ -118,11 +119,11 @@ class CheckpointWriter:
         destination: directory of the step, e.g. `checkpoints/100`; what is there is deleted.
     """
 
-    def __init__(self, destination: Location) -> None:
+    def __init__(self, destination: str | os.PathLike[str]) -> None:
         self.num_bytes = 0
         self.entries: dict[str, dict[str, Any]] = {}
-        self._destination = destination
-        manifest.delete(destination)
+        self._destination = locate(destination)
+        manifest.delete(self._destination)
 
     def write(
         self,
