@@ -1,5 +1,6 @@
 """Worker processes of the loader: same batches, no devices, no signals, no orphans."""
 
+import gc
 import os
 import signal
 import subprocess
@@ -7,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import grain
 import numpy as np
 import pytest
 from data_cases import open_case, sharding_on, write_sources, write_text
@@ -92,6 +94,8 @@ def test_workers_make_the_same_batches_touch_no_device_and_outlive_signals(tmp_p
     assert len(pids) == 2 and os.getpid() not in pids
     loader.close()
     assert gone(pids)
+    shared = grain.multiprocessing.SharedMemoryArray
+    assert not any(isinstance(found, shared) for found in gc.get_objects())
     sys.modules.pop("worker_rows", None)
 
 
