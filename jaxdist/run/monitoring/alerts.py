@@ -11,14 +11,19 @@ from jaxdist.run.monitoring import console
 from jaxdist.run.monitoring.config import MonitoringConfig
 from jaxdist.run.monitoring.stragglers import StragglerDetector, find_stragglers
 from jaxdist.run.monitoring.summary import RunSummary
-from jaxdist.run.monitoring.timers import Compilation, DataWaitTracker
+from jaxdist.run.monitoring.timers import (
+    DATA_WAIT_WARNING,
+    WINDOW_STEPS,
+    Compilation,
+    DataWaitTracker,
+)
 
 
 class Alerts:
     """Watches a run's numbers and makes an event of what is out of order, once per episode.
 
     Args:
-        config: thresholds and windows.
+        config: how often processes are compared.
         totals: counts what is found.
         event: `Monitor.event`.
         read_sensors: readings of this process's GPUs.
@@ -36,12 +41,10 @@ class Alerts:
         num_processes: int,
         compares: bool,
     ):
-        self._config, self._totals, self._event = config, totals, event
+        self._totals, self._event = totals, event
         self._read_sensors, self._compares = read_sensors, compares
-        self._data_wait = DataWaitTracker(
-            threshold=config.data_wait_warning, window_steps=config.window_steps
-        )
-        self._processes = StragglerDetector(num_processes, config.compare_every_steps)
+        self._data_wait = DataWaitTracker(threshold=DATA_WAIT_WARNING, window_steps=WINDOW_STEPS)
+        self._processes = StragglerDetector(num_processes, config.straggler_interval_steps)
         self._held_up: set[tuple[int, str]] = set()
         self._said_impossible = False
 
@@ -65,8 +68,8 @@ class Alerts:
             data_wait_share=share,
             level=logging.WARNING,
             message=f"the data loader is the bottleneck: {console.percent(share)} of the last "
-            f"{self._config.window_steps} steps went to waiting for data (warned above "
-            f"{console.percent(self._config.data_wait_warning)}). Tokenise the corpus once, give "
+            f"{WINDOW_STEPS} steps went to waiting for data (warned above "
+            f"{console.percent(DATA_WAIT_WARNING)}). Tokenise the corpus once, give "
             "the loader more workers, or a faster disk.",
         )
 
@@ -74,7 +77,7 @@ class Alerts:
         """Report a step that was skipped, or whose loss or gradient is not finite."""
         bad = [k for k in ("loss", "grad_norm") if not math.isfinite(values.get(k, 0.0))]
         shown: dict[str, Any] = {k: values[k] for k in bad}
-        if not values.get("applied", values.get("finite", True)):
+        if not values.get("applied", True):
             self._totals.skipped_steps += 1
             skipped = self._totals.skipped_steps
             why = f" ({' and '.join(f'{k} is {values[k]}' for k in bad)})" if bad else ""

@@ -73,9 +73,9 @@ def duration(seconds: float) -> str:
     return f"{days}d{hours:02d}h"
 
 
-def money(amount: float, currency: str) -> str:
+def money(amount: float) -> str:
     """Two digits after the point, four when the amount is small."""
-    return f"{amount:,.2f} {currency}" if amount >= 1 else f"{amount:.4f} {currency}"
+    return f"{amount:,.2f}" if amount >= 1 else f"{amount:.4f}"
 
 
 def percent(share: float) -> str:
@@ -87,7 +87,7 @@ UNITS = {"tokens": "tok", "images": "img"}
 """Short name of `Model.unit` in rates."""
 
 _SHOWN = ("loss", "learning_rate", "grad_norm")
-_BOOKKEEPING = ("weight", "finite", "tokens", "loss_finite_steps")
+_BOOKKEEPING = ("weight", "applied", "tokens", "loss_finite_steps")
 
 
 def step_line(
@@ -289,7 +289,7 @@ def closing_rows(
         rows.append(("speed", ", ".join(speed)))
     spent = [f"{summary['device_hours']:.3g} device-hours"]
     if "cost" in summary:
-        spent.append(money(summary["cost"], summary["currency"]))
+        spent.append(f"cost {money(summary['cost'])}")
     if summary.get("compile_s"):
         spent.append(f"compilation {duration(summary['compile_s'])}")
     if summary.get("data_wait_share") is not None:

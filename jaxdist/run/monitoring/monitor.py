@@ -82,7 +82,6 @@ class Monitor:
             num_devices=len(devices),
             flops_per_token=flops_per_token,
             peak_flops=peak,
-            window_steps=config.window_steps,
         )
         self._local_devices = [d for d in devices if d.process_index == jax.process_index()]
         self.profiler = Profiler(
@@ -90,7 +89,6 @@ class Monitor:
             run.profiles,
             process=jax.process_index(),
             asked=asked_to_trace,
-            asked_steps=config.profile_steps,
         )
         self._sensors = GpuStats(
             self._local_devices, os.environ, logger.info if run.is_writer else lambda line: None
@@ -135,9 +133,8 @@ class Monitor:
 
         Args:
             step: steps done, this one included; the first is 1.
-            metrics: replicated scalars, e.g. loss, grad_norm, learning_rate; `finite`, where there
-                is one, is False when the step's update was skipped (NaN or Inf), and so is
-                `applied`, for any reason.
+            metrics: replicated scalars, e.g. loss, grad_norm, learning_rate; `applied` is False
+                where the update was left out (NaN, Inf, a loss above the limit).
             tokens: how many of `unit` the step trained on, whole job.
             step_time_s: seconds from the step before to this one, the wait included.
             data_wait_s: seconds of it that the loop waited for its batch.
@@ -154,7 +151,6 @@ class Monitor:
             self.totals.add_times(step_time_s, data_wait_s, device_wait_s)
             self._alerts.step_times(step, step_time_s, data_wait_s, device_wait_s)
         self._alerts.values(step, values)
-        on_record = step % self.config.record_every_steps == 0
         on_log = step % self.config.log_interval_steps == 0 or self._steps_here == 1
         ends = step == self.total_steps
         rate = tokens / step_time_s
@@ -171,8 +167,7 @@ class Monitor:
             **({} if device_wait_s is None else {"device_wait_s": device_wait_s}),
             **self.throughput.mfu_fields(rate),
         }
-        if on_record or on_log or ends:
-            record |= device_memory(self._local_devices)
+        record |= device_memory(self._local_devices)
         if on_log or ends:
             readings = self._sensors.read()
             record |= readings
@@ -183,7 +178,7 @@ class Monitor:
         self.totals.last = record
         if self._prometheus is not None:
             self._prometheus.train(record, self.unit)
-        if (on_record or ends) and self._records is not None:
+        if self._records is not None:
             self._records.write(record)
         if (on_log or ends) and self.run.is_writer:
             self._show_step(record, list(values))
@@ -360,7 +355,6 @@ class Monitor:
             summary["profiles"] = self.profiler.traces
         if self.config.price_per_device_hour:
             summary["cost"] = summary["device_hours"] * self.config.price_per_device_hour
-            summary["currency"] = self.config.currency
         summary |= fields
         self._ended = True
         if self._records is None:
@@ -402,10 +396,8 @@ class Monitor:
     # -- private -----------------------------------------------------------------------------------
 
     def _open(self, config_text: str) -> None:
-        if self.config.prometheus_port:
-            self._prometheus = Prometheus(
-                self.config.prometheus_port, self.config.prometheus_address, self.run.path.name
-            )
+        if self.config.prometheus:
+            self._prometheus = Prometheus(self.config.prometheus, self.run.path.name)
         self._records = self.run.open_metrics()
         if self.config.tensorboard:
             first = self.start_step + 1 if self.run.resumed else None

@@ -168,6 +168,13 @@ def _changes(old: dict[str, str], new: dict[str, str]) -> tuple[str, ...]:
     return tuple(lines)
 
 
+WINDOW_STEPS = 20
+"""Steps over which rates (their median) and waiting for data (its share) are taken."""
+
+DATA_WAIT_WARNING = 0.1
+"""Share of a window spent waiting for data above which the loader is reported as too slow."""
+
+
 class DataWaitTracker:
     """Tells when waiting for data takes a stated share of the time: once per episode.
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxdist.run.exit_reason import ExitReason
-from jaxdist.run.resilience.config import ResilienceConfig
+from jaxdist.run.resilience.config import MAX_ROLLBACKS, ResilienceConfig
 from jaxdist.runtime.storage import Location, locate
 
 log = logging.getLogger("jaxdist")
@@ -21,6 +21,14 @@ _MIN_LOSSES = 16
 """Losses without which nothing is called a spike: the first ones of a run fall steeply."""
 _MAD_TO_DEVIATION = 1.4826  # of a normal distribution
 _LEAST_DEVIATION = 0.02  # of the median: very even losses must not make every wrinkle a spike
+
+
+SPIKE_WINDOW_STEPS = 64
+"""Steps whose losses are looked at: short enough to follow a loss that falls."""
+
+SPIKE_DEVIATIONS = 10.0
+"""A spike is a loss so many standard deviations above the median of the window. The deviation is
+1.48 × the median deviation, and at least 2 % of the median; noise does not come near ten of it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -105,10 +113,9 @@ class LossGuard:
         self._losses: list[tuple[int, float]] = []
         self._rollbacks, self._gave_up = 0, False
 
-    @property
-    def limits_updates(self) -> bool:
-        """Whether the compiled step must know the limit, to leave a spike's update out."""
-        return self.config.spike_policy == "skip"
+    def update_limit(self, step: int) -> float:
+        """The loss above which the compiled step leaves its update out; inf = no limit."""
+        return self.limit(step) if self.config.spike_policy == "skip" else math.inf
 
     def limit(self, step: int) -> float:
         """The largest loss of `step` that is no spike; inf while too little is known.
@@ -117,14 +124,14 @@ class LossGuard:
         that a step that is not applied and one that is reported are the same, resumed or not.
         """
         known = [loss for at, loss in self._losses if at <= step - 2]
-        known = known[-self.config.spike_window_steps :]
+        known = known[-SPIKE_WINDOW_STEPS:]
         if self.config.spike_policy == "off" or len(known) < _MIN_LOSSES:
             return math.inf
         median = statistics.median(known)
         spread = _MAD_TO_DEVIATION * statistics.median(abs(loss - median) for loss in known)
-        return median + self.config.spike_deviations * max(spread, _LEAST_DEVIATION * abs(median))
+        return median + SPIKE_DEVIATIONS * max(spread, _LEAST_DEVIATION * abs(median))
 
-    def judge(
+    def check(
         self, step: int, values: Mapping[str, float], loader: Any, first_sample: int
     ) -> Anomaly | None:
         """Look at a step's metrics; what is bad is written to anomalies.jsonl.
@@ -138,7 +145,7 @@ class LossGuard:
         loss, limit = values["loss"], self.limit(step)
         kind = self._kind(values, limit)
         if not kind:
-            self._losses = [*self._losses, (step, loss)][-(self.config.spike_window_steps + 2) :]
+            self._losses = [*self._losses, (step, loss)][-(SPIKE_WINDOW_STEPS + 2) :]
             return None
         rows = loader.rows(first_sample)
         anomaly = Anomaly(
@@ -171,7 +178,7 @@ class LossGuard:
         setting = f"resilience.{'nonfinite' if nonfinite else 'spike'}_policy"
         if self._gave_up:
             return (
-                f"{anomaly}: {self._rollbacks} rollbacks (resilience.max_rollbacks) did not get "
+                f"{anomaly}: {self._rollbacks} rollbacks, the most of one start, did not get "
                 "past this. Lower optim.peak_lr, or look at the rows in anomalies.jsonl."
             )
         applied = "The update was not applied; c" if nonfinite else "C"
@@ -200,7 +207,7 @@ class LossGuard:
         policy = self.config.nonfinite_policy if nonfinite else self.config.spike_policy
         if policy != "rollback":
             return policy
-        if self._rollbacks >= self.config.max_rollbacks:
+        if self._rollbacks >= MAX_ROLLBACKS:
             self._gave_up = True
             return "stop"
         self._rollbacks += 1

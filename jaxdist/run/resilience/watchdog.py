@@ -39,6 +39,7 @@ _BEAT_S = 1.0
 _READINGS_APART = 4  # beats between two readings: a busy host may miss one or two
 _PATIENCE = 20  # beats that a process waits for another one's diagnosis before it leaves without
 _MEDIAN_OF = 50
+_HANG_FACTOR = 3.0  # a step has hung after so many times the median: a slow one takes less
 _SHORT = ("step", "data")  # phases that the limit of a step holds for
 
 
@@ -46,7 +47,7 @@ class Watchdog:
     """Watches this process from its making to `close`.
 
     Args:
-        config: limits; with `watchdog=False` nothing is watched and every call does nothing.
+        config: limits; with `step_timeout_s=0` nothing is watched and every call does nothing.
         folder: of the heartbeats, the stacks and `abort.json`; shared by all processes.
         process: index of this process.
         num_processes: in the job.
@@ -76,7 +77,7 @@ class Watchdog:
         self._step_times: collections.deque[float] = collections.deque(maxlen=_MEDIAN_OF)
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="jaxdist-watchdog", daemon=True)
-        if config.watchdog:
+        if config.step_timeout_s:
             self._thread.start()
 
     def enter(self, phase: str, step: int | None = None) -> None:
@@ -110,7 +111,7 @@ class Watchdog:
         if self._phase not in _SHORT or not self._warm:
             return self.config.phase_timeout_s
         median = statistics.median(self._step_times) if self._step_times else 0.0
-        return max(self.config.hang_factor * median, self.config.step_timeout_s)
+        return max(_HANG_FACTOR * median, self.config.step_timeout_s)
 
     def close(self) -> None:
         """Watch no longer: the process leaves by itself."""

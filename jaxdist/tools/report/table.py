@@ -150,8 +150,8 @@ def _devices(run: Run) -> str:
 
 
 def _cost(run: Run) -> str:
-    cost, currency = run.outcome["cost"], run.outcome["currency"]
-    return NOTHING if cost is None else console.money(cost, currency or "")
+    cost = run.outcome["cost"]
+    return NOTHING if cost is None else console.money(cost)
 
 
 def _value(value: Any) -> str:
