@@ -98,7 +98,7 @@ def _traffic(plan: Plan) -> Iterable[str]:
     job = plan.choice.job
     yield from _aligned(
         (
-            f"  {flow.kind:<19}{'+'.join(flow.axes):<14}{flow.purpose}",
+            f"  {flow.kind:<19}{'+'.join(flow.axes):<14}{flow.purpose:<16}",
             in_bytes(flow.wire_bytes),
             f"{flow.times:>6}{TIMES}  {'between nodes' if flow.crosses_nodes else 'inside a node'}",
         )
