@@ -20,7 +20,7 @@ def test_tensorboard_holds_curves_and_config(tmp_path):
     config = MonitoringConfig(log_interval_steps=2)
     monitor = start(tmp_path, config, total_steps=6, config_text="[model]\nd_model = 8")
     for step in range(1, 7):
-        train(monitor, step, finite=jnp.asarray(True))
+        train(monitor, step, applied=jnp.asarray(True))
     monitor.eval(6, {"loss": 0.5})
     monitor.close()
     points = scalars(monitor.run.tensorboard)
