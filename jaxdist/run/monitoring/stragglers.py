@@ -35,8 +35,8 @@ _AHEAD = 0.05
 """Share of a step spent waiting for the devices, above which the step is not late."""
 _LATE_SHARE, _LATE_STEPS = 1 / 3, 5
 """Late steps of an interval from which a process counts as slow: this share and this number, or two
-thirds of an interval too short for that. Jitter of overloaded cores made 13 of 52 steps late, 3 of 8
-and 2 of 4; a slow loader beside saves every five steps three fifths of them."""
+thirds of an interval too short for it. Jitter of overloaded cores made 13 of 52, 3 of 8 and 2 of 4
+steps late; a slow loader beside saves every five steps made three fifths late."""
 _SLOW_CLOCK = 0.85
 """Share of the median GPU clock below which a GPU is named."""
 _TOPIC = "monitoring/processes"
