@@ -306,7 +306,7 @@ def test_a_model_without_hooks_runs_with_the_tensor_axis_left_to_the_compiler():
         for _ in range(3):
             state, metrics = step.train(state, place(step, batch), np.inf)
             losses[text].append(float(metrics["loss"]))
-        if spec.tensor > 1:
+        if spec["tensor"] > 1:
             assert state.params["up"].sharding.spec[-1] == "tensor"
     np.testing.assert_allclose(losses["dp=2,tp=2"], losses["1"], rtol=2e-6)
     np.testing.assert_allclose(losses["fsdp=2,tp=4"], losses["1"], rtol=2e-6)

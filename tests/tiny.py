@@ -19,7 +19,7 @@ import optax
 from jaxdist.core.attention import make_attend
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.precision import PrecisionConfig, initial_loss_scale
-from jaxdist.core.sharding import RULES, Layout
+from jaxdist.core.sharding import Layout
 from jaxdist.core.state import TrainState, make_state, state_shardings
 from jaxdist.core.step import Step, TrainConfig, make_step
 from jaxdist.core.types import Batch, Context, Model, Params
@@ -210,9 +210,9 @@ def layout_of(case: Case) -> Layout:
     model = model_of(case.model)
     return Layout(
         mesh=spec.build(jax.devices()[: spec.num_devices]),
-        rules={**RULES, **model.rules},
+        rules=model.rules,
         zero=case.zero,
-        sequence_parallel=case.sequence and spec.tensor > 1 and model.sequence,
+        sequence_parallel=case.sequence and spec["tensor"] > 1 and model.sequence,
     )
 
 

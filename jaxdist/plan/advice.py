@@ -6,7 +6,11 @@ import dataclasses
 import math
 from collections.abc import Iterator, Mapping
 
+from jaxdist.core.axis import Axis
 from jaxdist.core.mesh import MeshSpec
+from jaxdist.core.parallel import axes
+from jaxdist.core.parallel.data import DATA
+from jaxdist.core.types import Model
 from jaxdist.plan.compiled.check import CompiledStep
 from jaxdist.plan.estimate.cost import break_even, checkpoint_bytes
 from jaxdist.plan.estimate.memory import GIB
@@ -15,7 +19,7 @@ from jaxdist.plan.estimate.suggestions import smallest_changes
 from jaxdist.plan.hardware import Gpu
 from jaxdist.plan.numbers import duration, in_days, in_usd
 from jaxdist.plan.options import PlanConfig
-from jaxdist.plan.planner import Plan, build_model
+from jaxdist.plan.planner import Plan
 from jaxdist.plan.scaling import Size, right_sizes, size_of
 
 
@@ -87,7 +91,7 @@ def _fit(plan: Plan) -> Iterator[Advice]:
 
 
 def _more_gpus(plan: Plan) -> Iterator[Advice]:
-    count, model = plan.cluster.num_gpus, build_model(plan.base)
+    count, model = plan.cluster.num_gpus, plan.choice.job.model
     tokens = plan.on_demand.tokens
     for times in (2, 4, 8, 16):
         size = size_of(plan.base, plan.cluster.gpu, count * times, tokens, model)
@@ -126,18 +130,18 @@ def _mesh(plan: Plan) -> Iterator[Advice]:
         yield Advice(topic="mesh", text="one GPU: nothing to split.")
         return
     reasons = [_on_data(plan)]
-    for axis, short in (("fsdp", "fsdp"), ("tensor", "tp"), ("pipeline", "pp")):
-        reasons.append(_on_axis(plan, axis, short))
+    by_complexity = sorted(axes.AXES, key=lambda axis: axis.complexity)
+    reasons += [_on_axis(plan, axis) for axis in by_complexity if axis is not DATA]
     if choice.job.config.mesh.zero:
         reasons.append(
             f"ZeRO-{choice.job.config.mesh.zero} keeps only a share of the moments on each of the "
-            f"{spec.data} replicas."
+            f"{spec[DATA]} replicas."
         )
     yield Advice(topic="mesh", text=" ".join(filter(None, reasons)))
 
 
 def _on_data(plan: Plan) -> str:
-    alone = _choice_of(plan, MeshSpec(data=plan.cluster.num_gpus))
+    alone = _choice_of(plan, MeshSpec.over(DATA, plan.cluster.num_gpus))
     if alone is None:
         return "Data parallelism alone is refused for this batch."
     size, limit = alone.memory.total_bytes / GIB, alone.usable_bytes / GIB
@@ -156,16 +160,12 @@ def _on_data(plan: Plan) -> str:
     return f"Data parallelism alone would fit too ({size:.0f} GiB), {_compared(slower)}."
 
 
-def _on_axis(plan: Plan, axis: str, short: str) -> str:
+def _on_axis(plan: Plan, axis: Axis) -> str:
     """Why an axis is used, or what it would cost."""
-    used = plan.choice.job.spec.sizes[axis]
-    others = [c for c in plan.found.choices if (c.job.spec.sizes[axis] > 1) != (used > 1)]
+    used = plan.choice.job.spec[axis]
+    others = [c for c in plan.found.choices if (c.job.spec[axis] > 1) != (used > 1)]
     fitting = [c for c in others if c.fits]
-    what = {
-        "fsdp": "shards parameters, gradients and moments",
-        "tensor": "splits every layer",
-        "pipeline": "puts layers on stages",
-    }[axis]
+    short, what = axis.short, f"({axis.help})"
     if used > 1 and not others:
         return f"{short}={used} {what}: no mesh without it is legal."
     if used > 1 and not fitting:
@@ -195,7 +195,7 @@ def _choice_of(plan: Plan, spec: MeshSpec) -> Choice | None:
 
 
 def _size(plan: Plan, known: Mapping[str, Gpu]) -> Iterator[Advice]:
-    base, model = plan.base, build_model(plan.base)
+    base, model = plan.base, plan.choice.job.model
     tokens = plan.on_demand.tokens
     sizes = right_sizes(base, known, tokens, checkpoint_bytes(plan.choice.job), model)
     if sizes:
@@ -213,14 +213,14 @@ def _described(size: Size) -> str:
     )
 
 
-def _scaling(plan: Plan, model: object) -> Iterator[Advice]:
+def _scaling(plan: Plan, model: Model) -> Iterator[Advice]:
     """What twice as many of the same GPUs would bring."""
     if not plan.fits:
         return
     cluster, best = plan.cluster, plan.found.best or plan.choice
     now = best.time.tokens_per_s
     number = cluster.num_gpus * 2
-    double = size_of(plan.base, cluster.gpu, number, plan.on_demand.tokens, model)  # type: ignore[arg-type]
+    double = size_of(plan.base, cluster.gpu, number, plan.on_demand.tokens, model)
     if double is None:
         rows = plan.base.train.global_batch_size
         yield Advice(

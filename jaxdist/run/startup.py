@@ -8,9 +8,9 @@ from typing import TypeAlias
 
 from jaxdist.checkpoint import Checkpointer
 from jaxdist.config import RunConfig
-from jaxdist.core.parallel.data import has_replica_norms
 from jaxdist.core.parallel.pipeline.config import describe
 from jaxdist.core.state import TrainState
+from jaxdist.core.step import has_replica_norms
 from jaxdist.data import Loader, Position, TrainData, resume_position
 from jaxdist.plan.estimate.memory_check import Budget
 from jaxdist.run.monitoring import Monitor, RunDirectory, new_run_path

@@ -25,7 +25,8 @@ from jax.sharding import PartitionSpec as P
 
 from jaxdist import runtime
 from jaxdist.core import collectives
-from jaxdist.core.sharding import Layout, axes_of
+from jaxdist.core.axis import axes_of
+from jaxdist.core.sharding import Layout
 from jaxdist.core.types import Array
 from jaxdist.run.resilience.config import MAX_ROLLBACKS, ResilienceConfig
 

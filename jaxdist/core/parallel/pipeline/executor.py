@@ -16,12 +16,11 @@ import numpy as np
 from jax import lax
 
 from jaxdist.core import collectives
+from jaxdist.core.parallel.pipeline.axis import PIPELINE
 from jaxdist.core.parallel.pipeline.buffers import tabulate
 from jaxdist.core.parallel.pipeline.loop_plan import Phase, phases
-from jaxdist.core.parallel.pipeline.schedule_table import KINDS, Kind, Schedule
+from jaxdist.core.parallel.pipeline.schedule import KINDS, Kind, Schedule
 from jaxdist.core.types import Array
-
-AXIS = "pipeline"
 
 
 class Row(NamedTuple):
@@ -62,7 +61,7 @@ class Action(NamedTuple):
 
 def rows_of(schedule: Schedule) -> Row:
     """This stage's column of the tables, each [ticks]."""
-    tables, stage = tabulate(schedule), collectives.group_index(AXIS)
+    tables, stage = tabulate(schedule), collectives.group_index(PIPELINE.name)
     return Row(*(take(jnp.asarray(getattr(tables, name).T), stage) for name in Row._fields))
 
 
@@ -128,10 +127,10 @@ def _exchange(row: Row, state: State, out: dict[str, Any]) -> State:
     if "up" in out:
         entered = row.branch == _BRANCH["forward"]
         activations = _put(activations, out["entered"], row.activation, entered)
-        arrived = collectives.permute(out["up"], AXIS, 1)
+        arrived = collectives.permute(out["up"], PIPELINE.name, 1)
         activations = _put(activations, arrived, row.activation_arrival)
     if "down" in out:
-        arrived = collectives.permute(out["down"], AXIS, -1)
+        arrived = collectives.permute(out["down"], PIPELINE.name, -1)
         cotangents = _put(cotangents, arrived, row.cotangent_arrival)
     if "kept" in out:
         # Written inside the branch, XLA:GPU would hold each of these large buffers twice.

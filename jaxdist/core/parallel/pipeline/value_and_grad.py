@@ -29,12 +29,13 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.core import collectives
-from jaxdist.core.parallel import data, fsdp
+from jaxdist.core.parallel import data, fsdp, reduction
 from jaxdist.core.parallel.pipeline import virtual_stages
+from jaxdist.core.parallel.pipeline.axis import PIPELINE
 from jaxdist.core.parallel.pipeline.buffers import tabulate
-from jaxdist.core.parallel.pipeline.executor import AXIS, Action, Row, State, rows_of, run, take
+from jaxdist.core.parallel.pipeline.executor import Action, Row, State, rows_of, run, take
 from jaxdist.core.parallel.pipeline.layerwise_backward import Layers, Layerwise
-from jaxdist.core.parallel.pipeline.schedule_table import Kind, Schedule
+from jaxdist.core.parallel.pipeline.schedule import Kind, Schedule
 from jaxdist.core.parallel.pipeline.split_backward import take_apart
 from jaxdist.core.sharding import Layout
 from jaxdist.core.types import (
@@ -77,14 +78,15 @@ def make_value_and_grad(
         are this replica's: those of the head on the last stage, those of the layers on the stage
         that holds them. The gradients are float32, of the
         scaled objective, laid out as `Layout.gradient_specs`, and local: still to be summed over
-        `data.summed_axes`.
+        `Layout.summed_axes`.
     """
     specs = layout.param_specs(model.axes)
     micro_specs = layout.gradient_specs(model.axes)
-    outer_specs = {name: specs[name] for name in specs if name != "layers"}
+    gathered = layout.gather_specs(model.axes)
+    outer_specs = {name: gathered[name] for name in specs if name != "layers"}
     layer_specs = fsdp.layer_specs(specs["layers"])
     layer_micro_specs = fsdp.layer_specs(micro_specs["layers"])
-    axes = data.summed_axes(layout)
+    axes = layout.summed_axes
 
     def value_and_grad(
         params: Params, batch: Batch, context: Context, scale: Array
@@ -96,7 +98,7 @@ def make_value_and_grad(
             params,
             batch,
             context,
-            layer_specs=specs["layers"],
+            layer_specs=gathered["layers"],
             gather=gather,
             reduce_dtype=reduce_dtype,
         )
@@ -104,19 +106,19 @@ def make_value_and_grad(
         def reduce_layer(grads: Params) -> Params:
             if gather == "step":
                 return grads
-            return data.scatter_gradients(grads, layer_specs, layer_micro_specs, axes)
+            return reduction.scatter_gradients(grads, layer_specs, layer_micro_specs, axes)
 
         totals = _train(stage, layer, policy, reduce_layer, scale)
         layer_grads = totals["layers"]
         if gather == "step":
             layer_grads = fsdp.scatter(
-                layer_grads, _chunked(specs["layers"]), reduce_dtype=reduce_dtype
+                layer_grads, _chunked(gathered["layers"]), reduce_dtype=reduce_dtype
             )
         outer_grads = fsdp.scatter(totals["outer"], outer_specs, reduce_dtype=reduce_dtype)
         grads = {**outer_grads, "layers": virtual_stages.from_pieces(layer_grads, schedule)}
         for name in grads:
             if name != "layers" or gather == "step":
-                grads[name] = data.scatter_gradients(
+                grads[name] = reduction.scatter_gradients(
                     grads[name], specs[name], micro_specs[name], axes
                 )
         return totals["sums"], {name: grads[name] for name in params}
@@ -139,7 +141,7 @@ def make_evaluate(
     Returns:
         (local parameters, this replica's rows, context) -> this replica's sums, as there.
     """
-    specs = layout.param_specs(model.axes)
+    gathered = layout.gather_specs(model.axes)["layers"]
 
     def evaluate(params: Params, batch: Batch, context: Context) -> Sums:
         schedule = make_schedule(jax.tree.leaves(batch)[0].shape[0])
@@ -149,7 +151,7 @@ def make_evaluate(
             params,
             batch,
             context,
-            layer_specs=specs["layers"],
+            layer_specs=gathered,
             gather=gather,
             reduce_dtype=reduce_dtype,
         )
@@ -255,7 +257,7 @@ def _make_stage(
         layers=layers,
         outer=context.gather(outer),
         parts=data.split_microbatches(batch, schedule.num_microbatches),
-        index=collectives.group_index(AXIS),
+        index=collectives.group_index(PIPELINE.name),
     )
 
 

@@ -13,10 +13,9 @@ import numpy as np
 from jax import lax
 
 from jaxdist.core import collectives
-from jaxdist.core.parallel.pipeline.schedule_table import Schedule
+from jaxdist.core.parallel.pipeline.axis import PIPELINE
+from jaxdist.core.parallel.pipeline.schedule import Schedule
 from jaxdist.core.types import Array, Params
-
-AXIS = "pipeline"
 
 
 def to_pieces(layers: Params, schedule: Schedule) -> Params:
@@ -41,7 +40,7 @@ def _travel(x: Array, schedule: Schedule, *, home: bool) -> Array:
     p, v = schedule.num_stages, schedule.num_virtual_stages
     if v == 1:
         return x
-    stage = collectives.group_index(AXIS)
+    stage = collectives.group_index(PIPELINE.name)
     out = jnp.zeros_like(x)
     for pieces in matchings(p, v):
         stored_on, runs_on = pieces // v, pieces % p
@@ -51,7 +50,7 @@ def _travel(x: Array, schedule: Schedule, *, home: bool) -> Array:
         senders, receivers = (runs_on, stored_on) if home else (stored_on, runs_on)
         pairs = list(zip(senders.tolist(), receivers.tolist(), strict=True))
         piece = lax.dynamic_index_in_dim(x, source, 0, keepdims=False)
-        moved = lax.ppermute(piece, AXIS, pairs)
+        moved = lax.ppermute(piece, PIPELINE.name, pairs)
         out = lax.dynamic_update_index_in_dim(out, moved, target, 0)
     return out
 
