@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import time
@@ -25,6 +26,40 @@ from jaxdist.run.monitoring.timers import CompileTracker
 from jaxdist.run.run_directory import RunDirectory
 
 logger = logging.getLogger("jaxdist")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunFacts:
+    """What the header of a run says beyond what the monitor knows itself.
+
+    Attributes:
+        mesh: `str(MeshSpec)`.
+        mesh_reason: why this mesh.
+        model: its name.
+        num_parameters: parameters of the whole model.
+        per_device_batch: rows of one microbatch on one replica.
+        num_replicas: parts into which a batch's rows are split.
+        accumulation: microbatches of a step.
+        tokens_per_row: seq_len; 1 for images.
+        precision: e.g. "bfloat16 compute, float32 parameters".
+        notes: chosen kernels and why, one each.
+    """
+
+    mesh: str
+    mesh_reason: str = ""
+    model: str
+    num_parameters: int
+    per_device_batch: int
+    num_replicas: int
+    accumulation: int
+    tokens_per_row: int = 1
+    precision: str
+    notes: list[str] = dataclasses.field(default_factory=list)
+
+    @property
+    def global_batch_size(self) -> int:
+        """Rows of one step."""
+        return self.per_device_batch * self.num_replicas * self.accumulation
 
 
 class Monitor:
@@ -252,49 +287,13 @@ class Monitor:
         for name in ("units", "last", "evals", "skipped_steps"):
             setattr(self.run_summary, name, getattr(kept, name))
 
-    def header(
-        self,
-        *,
-        mesh: str,
-        mesh_reason: str = "",
-        model: str,
-        num_parameters: int,
-        per_device_batch: int,
-        num_replicas: int,
-        accumulation: int,
-        tokens_per_row: int = 1,
-        precision: str,
-        notes: Sequence[str] = (),
-        memory_estimate_bytes: float | None = None,
-    ) -> None:
-        """The first lines of a run, and one `run` event that holds the same facts.
-
-        Args:
-            mesh: `str(MeshSpec)`.
-            mesh_reason: why this mesh.
-            model: its name.
-            num_parameters: of the whole model.
-            per_device_batch: rows of one microbatch on one replica.
-            num_replicas: parts into which a batch's rows are split (data × fsdp).
-            accumulation: microbatches of a step.
-            tokens_per_row: seq_len; 1 for images.
-            precision: e.g. "bfloat16 compute, float32 parameters".
-            notes: `Model.notes(context)`: chosen kernels and why.
-            memory_estimate_bytes: of one device, where it was estimated.
-        """
-        facts = {
-            "mesh": mesh,
-            "mesh_reason": mesh_reason,
-            "model": model,
-            "num_parameters": num_parameters,
-            "global_batch_size": per_device_batch * num_replicas * accumulation,
-            "per_device_batch": per_device_batch,
-            "num_replicas": num_replicas,
-            "accumulation": accumulation,
-            "tokens_per_row": tokens_per_row,
-            "precision": precision,
-            "notes": list(notes),
-            "memory_estimate_bytes": memory_estimate_bytes,
+    def header(self, facts: RunFacts) -> None:
+        """Print the first lines of a run, and write them as one `run` event."""
+        if self._records is None:
+            return
+        known = {
+            **dataclasses.asdict(facts),
+            "global_batch_size": facts.global_batch_size,
             "num_devices": self.throughput.num_devices,
             "device_kind": self.device_kind,
             "unit": self.unit,
@@ -302,22 +301,16 @@ class Monitor:
             "mfu_convention": self.throughput.convention,
             "flops_per_token": self.throughput.flops_per_token,
         }
-        if self._records is None:
-            return
         self._records.write(
             {"kind": "event", "event": "run", "time": self._clock(), "step": self.start_step}
-            | {name: value for name, value in facts.items() if value not in (None, "")}
+            | {name: value for name, value in known.items() if value not in (None, "")}
         )
         if self._prometheus is not None:
+            names = ("model", "mesh", "device_kind", "num_parameters", "num_devices")
             self._prometheus.facts(
-                model=model,
-                mesh=mesh,
-                device_kind=self.device_kind,
-                num_parameters=num_parameters,
-                num_devices=self.throughput.num_devices,
-                total_steps=self.total_steps,
+                total_steps=self.total_steps, **{name: known[name] for name in names}
             )
-        self._say_block([*console.header_rows(facts), ("run", str(self.run.path))])
+        self._say_block([*console.header_rows(known), ("run", str(self.run.path))])
 
     def track_compiles(
         self, function: Callable[..., Any], name: str | None = None
@@ -326,9 +319,9 @@ class Monitor:
 
         A run needs one; each further one is a warning that says what changed.
         """
-        watch = CompileTracker(function, self._alerts.compilation, name)
-        self._trackers.append(watch)
-        return watch
+        tracker = CompileTracker(function, self._alerts.compilation, name)
+        self._trackers.append(tracker)
+        return tracker
 
     # -- the end --------------------------------------------------------------------------------
 
