@@ -63,7 +63,7 @@ class Lifetimes:
         return lives
 
 
-def colour(intervals: Mapping[Work, Interval]) -> dict[Work, int]:
+def assign_slots(intervals: Mapping[Work, Interval]) -> dict[Work, int]:
     """Give each interval a slot so that intervals that overlap never share one; fewest slots.
 
     A slot read in tick t is free for what arrives at the end of t, which is alive from t + 1.
@@ -90,11 +90,11 @@ def peak(intervals: Iterable[Interval]) -> int:
 
 def num_slots(stages: list[dict[Work, Interval]]) -> int:
     """Slots that the fullest stage needs."""
-    return max(max(colour(stage).values(), default=-1) + 1 for stage in stages)
+    return max(max(assign_slots(stage).values(), default=-1) + 1 for stage in stages)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Tables:
+class ScheduleArrays:
     """A schedule as integer arrays [num_ticks + 1, num_stages], for a program that stages share.
 
     In the last row all are idle.
@@ -123,11 +123,11 @@ class Tables:
     num_slots: tuple[int, int, int]
 
 
-def tabulate(schedule: Schedule) -> Tables:
+def to_arrays(schedule: Schedule) -> ScheduleArrays:
     """Number the actions and give every stashed value its slot."""
     lives = Lifetimes.of(schedule)
     families = (lives.activations, lives.cotangents, lives.pending)
-    slots = [[colour(stage) for stage in family] for family in families]
+    slots = [[assign_slots(stage) for stage in family] for family in families]
     counts = [num_slots(family) for family in families]
     shape = (len(schedule.ticks) + 1, schedule.num_stages)
     branch, microbatch, chunk, activation, cotangent, pending = (
@@ -150,7 +150,7 @@ def tabulate(schedule: Schedule) -> Tables:
             if step and target:
                 way = 0 if step == 1 else 1
                 arrivals[way][t, target[0]] = slots[way][target[0]][action.microbatch, target[1]]
-    return Tables(
+    return ScheduleArrays(
         branch=branch,
         microbatch=microbatch,
         chunk=chunk,

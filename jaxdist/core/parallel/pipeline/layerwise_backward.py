@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxdist.core.parallel import tensor
-from jaxdist.core.parallel.pipeline.split_backward import Apart
+from jaxdist.core.parallel.pipeline.split_backward import SplitLayer
 from jaxdist.core.types import Array, Params, Sums
 
 
@@ -35,7 +35,7 @@ class Layers(NamedTuple):
     chunk: Array
 
 
-class Layerwise:
+class LayerwiseBackward:
     """A layer taken apart (see `splitting.py`), run over a stack of such layers.
 
     Args:
@@ -43,7 +43,7 @@ class Layerwise:
         reduce: what happens to one layer's gradients before they are added to the totals.
     """
 
-    def __init__(self, apart: Apart, reduce: Callable[[Params], Params]) -> None:
+    def __init__(self, apart: SplitLayer, reduce: Callable[[Params], Params]) -> None:
         self._apart = apart
         self._reduce = reduce
 

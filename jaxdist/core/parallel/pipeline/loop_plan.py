@@ -7,7 +7,7 @@ from typing import NamedTuple
 from jaxdist.core.parallel.pipeline.schedule import Kind, Schedule, kinds_of, ordered
 
 
-class Phase(NamedTuple):
+class Loop(NamedTuple):
     """A loop: rounds of ticks, all of one form.
 
     `kinds[i]` are the kinds of action that the i-th tick of a round may hold; a tick whose kinds
@@ -19,7 +19,7 @@ class Phase(NamedTuple):
     kinds: tuple[tuple[Kind, ...], ...]
 
 
-def phases(schedule: Schedule) -> list[Phase]:
+def plan_loops(schedule: Schedule) -> list[Loop]:
     """Cut a schedule into few loops, so that a compiled loop body holds only what its ticks need.
 
     A forward-only warm-up then moves no gradients, and an alternation F, B becomes a loop over
@@ -44,7 +44,7 @@ def phases(schedule: Schedule) -> list[Phase]:
             best = _Stretch(last.start, 1, (ordered(mixed),) * ticks)
         found.append(best)
         start = best.start + best.num_ticks
-    loops: list[Phase] = []
+    loops: list[Loop] = []
     for stretch in found:
         phase = stretch.rolled()
         if loops and len(phase.kinds) == 1 < len(phase.rounds) and phase.kinds[0] in _pair(loops):
@@ -70,14 +70,14 @@ class _Stretch(NamedTuple):
         """Ticks that the stretch covers."""
         return len(self.kinds) * self.repeats
 
-    def rolled(self) -> Phase:
+    def rolled(self) -> Loop:
         """As a loop; one round of equal ticks as rounds of one tick."""
         kinds = self.kinds
         if self.repeats == 1 and len(set(kinds)) == 1:
             kinds = kinds[:1]
         ticks = range(self.start, self.start + self.num_ticks)
         period = len(kinds)
-        return Phase(
+        return Loop(
             tuple(tuple(ticks[i : i + period]) for i in range(0, len(ticks), period)), kinds
         )
 
@@ -91,17 +91,17 @@ def _rhythm(shapes: list[set[Kind]], start: int, period: int) -> _Stretch:
     return _Stretch(start, repeats, tuple(map(ordered, pattern)))
 
 
-def _pair(loops: list[Phase]) -> tuple[tuple[Kind, ...], ...]:
+def _pair(loops: list[Loop]) -> tuple[tuple[Kind, ...], ...]:
     """Kinds of the last loop where it alternates forwards and backwards, else none."""
     kinds = loops[-1].kinds
     return kinds if sorted(kinds) == [("backward",), ("forward",)] else ()
 
 
-def _continued(loop: Phase, alone: Phase, idle: int) -> Phase:
+def _continued(loop: Loop, alone: Loop, idle: int) -> Loop:
     """A loop over pairs that goes on with ticks of one of its kinds."""
     place = loop.kinds.index(alone.kinds[0])
     more = tuple(
         tuple(tick if i == place else idle for i in range(len(loop.kinds)))
         for (tick,) in alone.rounds
     )
-    return Phase(loop.rounds + more, loop.kinds)
+    return Loop(loop.rounds + more, loop.kinds)

@@ -56,7 +56,7 @@ class Schedule:
     ticks: tuple[Tick, ...]
 
     @property
-    def num_pieces(self) -> int:
+    def total_virtual_stages(self) -> int:
         """Pieces into which the layers are cut."""
         return self.num_stages * self.num_virtual_stages
 
@@ -76,8 +76,8 @@ class Schedule:
 
     def neighbour(self, stage: int, chunk: int, step: int) -> tuple[int, int] | None:
         """(stage, chunk) of the piece `step` further along the model; None past its ends."""
-        piece = self.piece(stage, chunk) + step
-        if not 0 <= piece < self.num_pieces:
+        piece = self.virtual_stage(stage, chunk) + step
+        if not 0 <= piece < self.total_virtual_stages:
             return None
         chunk, stage = divmod(piece, self.num_stages)
         return stage, chunk

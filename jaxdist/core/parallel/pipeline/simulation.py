@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from jaxdist.core.parallel.pipeline.buffers import Lifetimes, num_slots, peak
-from jaxdist.core.parallel.pipeline.loop_plan import phases
+from jaxdist.core.parallel.pipeline.loop_plan import plan_loops
 from jaxdist.core.parallel.pipeline.schedule import Action, Kind, Schedule, check
 
 
@@ -91,11 +91,11 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Report:
         ]
         for s in stages
     ]
-    messages = schedule.num_microbatches * (schedule.num_pieces - 1)
+    messages = schedule.num_microbatches * (schedule.total_virtual_stages - 1)
     exchanges = [
         kind
-        for phase in phases(schedule)
-        for kinds in phase.kinds * len(phase.rounds)
+        for loop in plan_loops(schedule)
+        for kinds in loop.kinds * len(loop.rounds)
         for kind in kinds
     ]
     return Report(

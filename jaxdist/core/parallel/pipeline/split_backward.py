@@ -31,7 +31,7 @@ both halves of the backward, so nothing has to be carried to either.
 """
 
 
-class Apart(NamedTuple):
+class SplitLayer(NamedTuple):
     """A layer in two or three steps; lists of arrays carry values from one to the next.
 
     Attributes:
@@ -47,9 +47,9 @@ class Apart(NamedTuple):
     weight_gradient: Callable[[Params, Any, list[Array]], Params]
 
 
-def take_apart(
-    layer: Layer, weights: Params, x: Array, constants: Any, *, enlarge_again: bool = False
-) -> Apart:
+def split_layer(
+    layer: Layer, weights: Params, x: Array, constants: Any, *, recompute_enlarged: bool = False
+) -> SplitLayer:
     """Cut a layer's backward, for arguments of these shapes.
 
     Args:
@@ -57,7 +57,7 @@ def take_apart(
         weights: its parameters, or their shapes.
         x: its input.
         constants: whatever else it reads; not differentiated.
-        enlarge_again: what is kept is kept at its smallest, and enlarged each time it is read.
+        recompute_enlarged: what is kept is kept at its smallest, and enlarged each time it is read.
     """
     traces: list[tuple[Any, Any, Any]] = []
 
@@ -84,7 +84,7 @@ def take_apart(
     )
     fixed = _follows_from(program, program.invars[:num_fixed])
     made = {*program.invars, *_outputs(program.eqns)}
-    own, again = _stored(program.eqns, leaf_vars, made, fixed, enlarge_again)
+    own, again = _stored(program.eqns, leaf_vars, made, fixed, recompute_enlarged)
     run = _function(traced, program.invars, [y_var, *sum_vars, *own])
     recall = _function(traced, [*program.invars[:num_fixed], *own], leaf_vars, equations=again)
 
@@ -105,7 +105,9 @@ def take_apart(
     y, _, saved = jax.tree.map(
         collectives.zeros_like, jax.eval_shape(forward, weights, x, constants)
     )
-    return Apart(forward, backward, *_cut(backward, weights, constants, saved, y, enlarge_again))
+    return SplitLayer(
+        forward, backward, *_cut(backward, weights, constants, saved, y, recompute_enlarged)
+    )
 
 
 def _cut(
@@ -114,7 +116,7 @@ def _cut(
     constants: Any,
     saved: list[Any],
     dy: Any,
-    enlarge_again: bool,
+    recompute_enlarged: bool,
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """The two halves of a backward: (input_gradient, weight_gradient)."""
     traced = jax.make_jaxpr(backward)(weights, constants, saved, dy)
@@ -126,7 +128,7 @@ def _cut(
     leading_to = lambda var: _needed(program.eqns, [var], first.__contains__)
     sums = [var for var in weight_vars if not _multiplies(leading_to(var))]
     made = {*program.invars[num_fixed:], *first, *_outputs(_needed(program.eqns, sums))}
-    kept_vars, second = _stored(program.eqns, weight_vars, made, fixed, enlarge_again)
+    kept_vars, second = _stored(program.eqns, weight_vars, made, fixed, recompute_enlarged)
     first_half = _function(traced, program.invars, [dx_var, *kept_vars])
     second_half = _function(
         traced, [*program.invars[:num_fixed], *kept_vars], weight_vars, equations=second
@@ -151,14 +153,14 @@ def _stored(
     wanted: Sequence[Any],
     made: set[Any],
     fixed: set[Any],
-    enlarge_again: bool,
+    recompute_enlarged: bool,
 ) -> tuple[list[Any], list[Any]]:
     """Where to cut: (variables to keep, equations that lead from them to the wanted ones).
 
     Kept is what is wanted or read by the second part, exists after the first part (`made`), does
     not follow from weights and constants (`fixed`), and is no enlargement of something smaller.
     """
-    enlarged = _outputs(eqn for eqn in equations if enlarge_again and _enlarges(eqn, fixed))
+    enlarged = _outputs(eqn for eqn in equations if recompute_enlarged and _enlarges(eqn, fixed))
     between = lambda var: var in made and var not in fixed and var not in enlarged
     second = _needed(equations, wanted, stop=between)
     read = [*(var for equation in second for var in equation.invars), *wanted]

@@ -31,11 +31,19 @@ from jax.sharding import PartitionSpec as P
 from jaxdist.core import collectives
 from jaxdist.core.parallel import data, fsdp
 from jaxdist.core.parallel.pipeline import virtual_stages
-from jaxdist.core.parallel.pipeline.buffers import tabulate
-from jaxdist.core.parallel.pipeline.executor import AXIS, Action, Row, State, rows_of, run, take
-from jaxdist.core.parallel.pipeline.layerwise_backward import Layers, Layerwise
+from jaxdist.core.parallel.pipeline.buffers import to_arrays
+from jaxdist.core.parallel.pipeline.executor import (
+    AXIS,
+    Action,
+    Instruction,
+    State,
+    instructions_of,
+    run,
+    take,
+)
+from jaxdist.core.parallel.pipeline.layerwise_backward import Layers, LayerwiseBackward
 from jaxdist.core.parallel.pipeline.schedule import Kind, Schedule
-from jaxdist.core.parallel.pipeline.split_backward import take_apart
+from jaxdist.core.parallel.pipeline.split_backward import split_layer
 from jaxdist.core.sharding import Layout
 from jaxdist.core.types import (
     OBJECTIVE,
@@ -106,7 +114,7 @@ def make_value_and_grad(
                 layer_grads, _chunked(specs["layers"]), reduce_dtype=reduce_dtype
             )
         outer_grads = fsdp.scatter(totals["outer"], outer_specs, reduce_dtype=reduce_dtype)
-        grads = {**outer_grads, "layers": virtual_stages.from_pieces(layer_grads, schedule)}
+        grads = {**outer_grads, "layers": virtual_stages.from_virtual_stages(layer_grads, schedule)}
         for name in grads:
             if name != "layers" or gather == "step":
                 grads[name] = data.scatter_gradients(
@@ -166,52 +174,52 @@ class _Stage:
     parts: Batch
     index: Array
 
-    def piece(self, row: Row) -> Array:
+    def piece(self, row: Instruction) -> Array:
         """Which piece of the model the row names."""
         return row.chunk * self.schedule.num_stages + self.index
 
-    def is_first(self, row: Row) -> Array:
+    def is_first(self, row: Instruction) -> Array:
         """Whether the row's piece begins with the embedding."""
-        return self.piece(row) == 0
+        return self.virtual_stage(row) == 0
 
-    def is_last(self, row: Row) -> Array:
+    def is_last(self, row: Instruction) -> Array:
         """Whether the row's piece ends in the loss head."""
-        return self.piece(row) == self.schedule.num_pieces - 1
+        return self.virtual_stage(row) == self.schedule.total_virtual_stages - 1
 
-    def microbatch(self, row: Row) -> Batch:
+    def microbatch(self, row: Instruction) -> Batch:
         """The rows of the row's microbatch."""
         return jax.tree.map(lambda x: take(x, row.microbatch), self.parts)
 
-    def chunk(self, row: Row) -> Params:
+    def chunk(self, row: Instruction) -> Params:
         """Parameters of the row's piece, [layers of a piece, ...]."""
         return jax.tree.map(lambda x: take(x, row.chunk), self.layers)
 
-    def embed(self, outer: Params, row: Row) -> Array:
+    def embed(self, outer: Params, row: Instruction) -> Array:
         """Input of the first piece."""
         return self.model.embed(outer, self.microbatch(row), self.context)  # type: ignore[misc]
 
-    def aux(self, row: Row) -> Any:
+    def aux(self, row: Instruction) -> Any:
         """What every block needs beside its input."""
         batch, prepare = self.microbatch(row), self.model.prepare
         return batch if prepare is None else prepare(batch, self.context)
 
-    def layer_indices(self, row: Row) -> Array:
+    def layer_indices(self, row: Instruction) -> Array:
         """Index in the model of each layer of the row's piece; random bits depend on it."""
         count = jax.tree.leaves(self.layers)[0].shape[1]
-        return self.piece(row) * count + jnp.arange(count)
+        return self.virtual_stage(row) * count + jnp.arange(count)
 
-    def run(self, layers: Params, x: Array, row: Row) -> tuple[Array, Sums]:
+    def run(self, layers: Params, x: Array, row: Instruction) -> tuple[Array, Sums]:
         """The row's piece applied to its input, and the sums of its layers."""
         first = self.layer_indices(row)[0]
         return self.context.run_layers(
             self.model.block, layers, x, self.aux(row), self.context, first=first
         )
 
-    def layers_of(self, row: Row) -> Layers:
+    def layers_of(self, row: Instruction) -> Layers:
         """The layers of the row's piece."""
         return Layers(self.chunk(row), self.layer_indices(row), self.aux(row), row.chunk)
 
-    def head(self, outer: Params, x: Array, row: Row) -> Sums:
+    def head(self, outer: Params, x: Array, row: Instruction) -> Sums:
         """Loss of the last piece's output."""
         return self.model.head_loss(outer, x, self.microbatch(row), self.context)
 
@@ -227,7 +235,7 @@ def _make_stage(
     reduce_dtype: Any,
 ) -> _Stage:
     """This device's stage: its pieces where they run, what is gathered once, the microbatches."""
-    layers = virtual_stages.to_pieces(params["layers"], schedule)
+    layers = virtual_stages.to_virtual_stages(params["layers"], schedule)
     if gather == "step":
         layers = fsdp.gather(
             layers, _chunked(layer_specs), dtype=context.dtype, reduce_dtype=reduce_dtype
@@ -252,13 +260,13 @@ def _train(
     scale: Array,
 ) -> Any:
     """Run a training table; returns the totals."""
-    schedule, tables = stage.schedule, tabulate(stage.schedule)
-    probe = jax.tree.map(lambda column: column[0], rows_of(schedule))
+    schedule, tables = stage.schedule, to_arrays(stage.schedule)
+    probe = jax.tree.map(lambda column: column[0], instructions_of(schedule))
     x_kind = jax.eval_shape(stage.embed, stage.outer, probe)
     zero_x = collectives.zeros_like(x_kind)
     layerwise = _layerwise(stage, layer, policy, scale, reduce_layer, probe, zero_x)
 
-    def forward(row: Row, state: State) -> dict[str, Any]:
+    def forward(row: Instruction, state: State) -> dict[str, Any]:
         x = lax.cond(
             stage.is_first(row),
             lambda: stage.embed(stage.outer, row),
@@ -270,7 +278,7 @@ def _train(
         )
         return {"entered": x, "up": y}
 
-    def backward(row: Row, state: State) -> dict[str, Any]:
+    def backward(row: Instruction, state: State) -> dict[str, Any]:
         layers = stage.layers_of(row)
         y, sums, saved = layerwise.forward(layers, take(state.activations, row.activation))
         # Counted here and not in the forward action, which the last piece skips.
@@ -292,7 +300,7 @@ def _train(
         )
         return {"down": dx, "totals": totals, "kept": kept}
 
-    def weight(row: Row, state: State) -> dict[str, Any]:
+    def weight(row: Instruction, state: State) -> dict[str, Any]:
         kept = [take(x, row.pending) for x in state.pending]
         totals = layerwise.weight_gradient(stage.layers_of(row), kept, state.totals["layers"])
         return {"totals": {**state.totals, "layers": totals}}
@@ -334,9 +342,9 @@ def _layerwise(
     policy: Callable[..., bool] | None,
     scale: Array,
     reduce_layer: Callable[[Params], Params],
-    probe: Row,
+    probe: Instruction,
     zero_x: Array,
-) -> Layerwise:
+) -> LayerwiseBackward:
     """The stage's layers, to be run forward and backward one by one.
 
     Without a policy everything that a layer's backward reads is kept from its forward, but what
@@ -357,12 +365,14 @@ def _layerwise(
     one = jax.tree.map(lambda x: x[0], stage.chunk(probe))
     constants = (stage.layer_indices(probe)[0], stage.aux(probe))
     # What waits for a weight gradient waits long; what a whole backward reads is read at once.
-    apart = take_apart(apply, one, zero_x, constants, enlarge_again=stage.schedule.splits_backward)
-    return Layerwise(apart, reduce_layer)
+    apart = split_layer(
+        apply, one, zero_x, constants, recompute_enlarged=stage.schedule.splits_backward
+    )
+    return LayerwiseBackward(apart, reduce_layer)
 
 
 def _turn(
-    stage: _Stage, row: Row, y: Array, totals: dict[str, Any], scale: Array
+    stage: _Stage, row: Instruction, y: Array, totals: dict[str, Any], scale: Array
 ) -> tuple[Array, Params, Sums]:
     """Loss head of the last piece: gradient of its output, and both totals it adds to."""
 
@@ -374,7 +384,7 @@ def _turn(
     return dy, _add(totals["outer"], outer_grads), add_sums(totals["sums"], sums)
 
 
-def _embed_grads(stage: _Stage, row: Row, dx: Array) -> Params:
+def _embed_grads(stage: _Stage, row: Instruction, dx: Array) -> Params:
     """Gradients of the parameters outside the layers from that of the first piece's input."""
     _, pull = jax.vjp(lambda outer: stage.embed(outer, row), stage.outer)
     return pull(dx)[0]
@@ -382,12 +392,12 @@ def _embed_grads(stage: _Stage, row: Row, dx: Array) -> Params:
 
 def _evaluate(stage: _Stage) -> Sums:
     """Run a forward table; returns the sums."""
-    schedule, tables = stage.schedule, tabulate(stage.schedule)
-    probe = jax.tree.map(lambda column: column[0], rows_of(schedule))
+    schedule, tables = stage.schedule, to_arrays(stage.schedule)
+    probe = jax.tree.map(lambda column: column[0], instructions_of(schedule))
     x_kind = jax.eval_shape(stage.embed, stage.outer, probe)
     zero_x = collectives.zeros_like(x_kind)
 
-    def forward(row: Row, state: State) -> dict[str, Any]:
+    def forward(row: Instruction, state: State) -> dict[str, Any]:
         x = lax.cond(
             stage.is_first(row),
             lambda: stage.embed(stage.outer, row),

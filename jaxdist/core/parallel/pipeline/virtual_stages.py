@@ -19,14 +19,14 @@ from jaxdist.core.types import Array, Params
 AXIS = "pipeline"
 
 
-def to_pieces(layers: Params, schedule: Schedule) -> Params:
+def to_virtual_stages(layers: Params, schedule: Schedule) -> Params:
     """[layers of the stage, ...] as stored -> [chunks, layers of a piece, ...] of its pieces."""
     cut = lambda x: x.reshape(schedule.num_virtual_stages, -1, *x.shape[1:])
     return jax.tree.map(lambda x: _travel(cut(x), schedule, home=False), layers)
 
 
-def from_pieces(grads: Params, schedule: Schedule) -> Params:
-    """The way back of `to_pieces`."""
+def from_virtual_stages(grads: Params, schedule: Schedule) -> Params:
+    """The way back of `to_virtual_stages`."""
     join = lambda x: x.reshape(-1, *x.shape[2:])
     return jax.tree.map(lambda x: join(_travel(x, schedule, home=True)), grads)
 
@@ -43,7 +43,7 @@ def _travel(x: Array, schedule: Schedule, *, home: bool) -> Array:
         return x
     stage = collectives.group_index(AXIS)
     out = jnp.zeros_like(x)
-    for pieces in matchings(p, v):
+    for pieces in exchange_rounds(p, v):
         stored_on, runs_on = pieces // v, pieces % p
         stored_at = _of_stage(stage, stored_on, pieces % v)
         runs_at = _of_stage(stage, runs_on, pieces // p)
@@ -63,11 +63,11 @@ def _of_stage(stage: Array, stages: np.ndarray, values: np.ndarray) -> Array:
     return lax.dynamic_index_in_dim(jnp.asarray(by_stage), stage, 0, keepdims=False)
 
 
-def matchings(p: int, v: int) -> list[np.ndarray]:
+def exchange_rounds(p: int, v: int) -> list[np.ndarray]:
     """Cut the p·v pieces into v rounds that name every storing and every running stage once each.
 
     Stages that store and stages that run form a bipartite graph in which every vertex has degree v,
-    so v perfect matchings exist (Kőnig 1916); each is found by augmenting paths.
+    so v perfect exchange_rounds exist (Kőnig 1916); each is found by augmenting paths.
     """
     left = set(range(p * v))
     rounds = []

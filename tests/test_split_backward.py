@@ -9,7 +9,7 @@ from test_pipeline_program import products
 
 from jaxdist.core import collectives
 from jaxdist.core.mesh import MeshSpec
-from jaxdist.core.parallel.pipeline.split_backward import take_apart
+from jaxdist.core.parallel.pipeline.split_backward import split_layer
 
 
 def layer(weights, x, constants):
@@ -32,7 +32,7 @@ def arguments():
 
 def test_both_halves_together_are_the_whole_gradient(arguments):
     weights, x, constants, dy = arguments
-    apart = take_apart(layer, weights, x, constants)
+    apart = split_layer(layer, weights, x, constants)
     y, _, saved = apart.forward(weights, x, constants)
     dx, kept = apart.input_gradient(weights, constants, saved, dy)
     grads = apart.weight_gradient(weights, constants, kept)
@@ -45,7 +45,7 @@ def test_both_halves_together_are_the_whole_gradient(arguments):
 
 def test_every_product_is_done_once(arguments):
     weights, x, constants, dy = arguments
-    apart = take_apart(layer, weights, x, constants)
+    apart = split_layer(layer, weights, x, constants)
     _, _, saved = apart.forward(weights, x, constants)
     _, kept = apart.input_gradient(weights, constants, saved, dy)
     count = lambda function, *args: products(jax.make_jaxpr(function)(*args).jaxpr)
@@ -58,7 +58,7 @@ def test_every_product_is_done_once(arguments):
 
 def test_what_follows_from_weights_and_constants_is_not_kept(arguments):
     weights, x, constants, dy = arguments
-    apart = take_apart(layer, weights, x, constants)
+    apart = split_layer(layer, weights, x, constants)
     _, _, saved = apart.forward(weights, x, constants)
     _, kept = apart.input_gradient(weights, constants, saved, dy)
     rows = x.shape[:-1]
@@ -92,7 +92,7 @@ def test_gathered_and_widened_values_are_kept_as_they_were_before():
         return x + out.astype(x.dtype), None, {}
 
     def apart(weights, x, dy):
-        halves = take_apart(split_layer, weights, x, (), enlarge_again=True)
+        halves = split_layer(split_layer, weights, x, (), recompute_enlarged=True)
         _, _, saved = halves.forward(weights, x, ())
         dx, kept = halves.input_gradient(weights, (), saved, dy)
         between.extend([saved, kept])
