@@ -491,10 +491,8 @@ def test_probe_says_what_does_not_work(tmp_path, monkeypatch):
 
 
 def test_config_names_every_broken_rule():
-    bad = CheckpointConfig(
-        save_interval_steps=-1, max_to_keep=0, max_failures=0, keep_best=1, best_metric=""
-    )
-    assert len(bad.problems()) == 4
+    bad = CheckpointConfig(save_interval_steps=-1, max_to_keep=0, keep_best=1, best_metric="")
+    assert len(bad.problems()) == 3
     assert "checkpoint.max_to_keep=0 is below 1. Use 1 or more." in bad.problems()
     assert CheckpointConfig().problems() == []
 

@@ -142,7 +142,8 @@ def test_too_little_space_is_known_before_writing(run, pristine, monkeypatch):
 
 
 def test_training_stops_after_so_many_failures_in_a_row(run, monkeypatch):
-    opened = resume_then(run, max_failures=2)
+    monkeypatch.setattr(save, "MAX_FAILURES", 2)
+    opened = resume_then(run)
     finish = orbax_io.Store.finish_write
     broken = True
 

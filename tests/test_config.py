@@ -465,7 +465,7 @@ def test_auto_takes_replicas_or_the_nearest_legal_mesh_and_says_why():
     assert RunConfig().choose_mesh(8)[0] == MeshSpec(data=8)
     spec, reason = run_config("--train.global_batch_size=6").choose_mesh(4)
     assert spec == MeshSpec(data=2, tensor=2)
-    assert "dp=4 is refused (global_batch_size=6 is not a multiple of 4" in reason
+    assert "dp=4 is refused (train.global_batch_size=6 is not a multiple of 4" in reason
     assert RunConfig().choose_mesh(8, memory_bytes=2**20)[0] == MeshSpec(fsdp=8)
     config = run_config("--mesh=dp=2,tp=-1", "--mesh.reason=because")
     assert config.choose_mesh(8) == (MeshSpec(data=2, tensor=4), "because")
@@ -478,7 +478,13 @@ def test_a_bad_mesh_names_every_rule_and_legal_meshes_nearby():
     heading, *lines = caught.value.problems
     assert heading == "mesh: 6 problems in what was asked for; nothing was started."
     text = "\n".join(lines)
-    for part in ("needs 9 devices, 8 are", "layers=8", "heads=8", "vocab=256", "seq_len="):
+    for part in (
+        "needs 9 devices, 8 are",
+        "num_layers=8",
+        "num_heads=8",
+        "vocab_size=256",
+        "seq_len=",
+    ):
         assert part in text
     suggested = re.findall(r"--mesh (\S+?)[ .]", lines[-1].partition("Legal with 8")[2] + " ")
     assert len(suggested) == 3
@@ -495,7 +501,7 @@ def test_a_custom_models_dims_are_judged_once_it_is_built():
     config = run_config("--model=custom", "--model.factory=my.model:build", "--mesh=tp=4")
     assert config.mesh_problems(MeshSpec(tensor=4)) == []
     model = Model(name="m", init=None, axes={}, dims={"mlp": 6}, head_loss=None)
-    with pytest.raises(ConfigError, match="tp=4 does not divide mlp=6"):
+    with pytest.raises(ConfigError, match="tp=4 does not divide model dim mlp=6"):
         config.choose_mesh(4, model=model)
 
 

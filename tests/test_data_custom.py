@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxdist.core.mesh import BATCH_AXES, MeshSpec
+from jaxdist.core.mesh import MeshSpec
+from jaxdist.core.parallel.axes import row_axes
 from jaxdist.core.types import ConfigError
 from jaxdist.data import DataConfig, Loader, eval_batches, open_datasets
 
@@ -60,7 +61,7 @@ def open_function(name, **settings):
 
 
 def on_two_devices() -> NamedSharding:
-    return NamedSharding(MeshSpec(data=2).build(jax.devices()[:2]), PartitionSpec(BATCH_AXES))
+    return NamedSharding(MeshSpec(data=2).build(jax.devices()[:2]), PartitionSpec(row_axes()))
 
 
 def test_a_grain_pipeline_is_shuffled_and_batched_like_files():

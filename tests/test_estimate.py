@@ -307,7 +307,7 @@ def test_replicas_win_where_a_model_is_small_and_shards_where_it_is_not():
         vocab_size=128256, d_model=4096, num_layers=32, num_heads=32, num_kv_heads=8, mlp_dim=14336
     )
     found = search(job(model=large, train={"seq_len": 8192}).config, parse_gpus("h100:8")[0])
-    assert found.best is not None and found.best.job.spec.fsdp > 1
+    assert found.best is not None and found.best.job.spec["fsdp"] > 1
 
 
 def test_what_fits_nowhere_is_said_to():

@@ -62,12 +62,12 @@ def test_comparing_replicas_is_waiting_for_devices(blocking, expected):
     clock = Clock()
     timer = StepTimer(clock, blocking_dispatch=blocking)
     replicas = types.SimpleNamespace(
-        look=lambda step, state, *, force: clock.passes(0.5),
-        found=lambda: clock.passes(0.25) and None,
+        start=lambda step, state, *, force: clock.passes(0.5),
+        result=lambda: clock.passes(0.25) and None,
     )
-    judge = StepReporter(*(None, timer, None, None, replicas, None))
-    judge.check_replicas()  # of the step before
-    judge.look(7, None, force=True)
+    reporter = StepReporter(*(None, timer, None, None, replicas, None))
+    reporter._check_replicas()  # of the step before
+    reporter.start_check(7, None, force=True)
     timer.read(lambda: clock.passes(0.5))
     assert timer.lap() == (1.25, 0.0)
     assert timer.device_wait_s == expected

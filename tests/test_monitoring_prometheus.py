@@ -46,7 +46,7 @@ def start(tmp_path, port: int, process_id: int = 0) -> Monitor:
 def train(monitor: Monitor, step: int) -> None:
     monitor.train(
         step,
-        {"loss": jnp.float32(2.5), "grad_norm": 1.5, "learning_rate": 3e-4, "finite": True},
+        {"loss": jnp.float32(2.5), "grad_norm": 1.5, "learning_rate": 3e-4, "applied": True},
         tokens=100,
         step_time_s=0.5,
         data_wait_s=0.125,
@@ -171,7 +171,7 @@ def test_the_dashboard_asks_for_what_is_served(tmp_path, monkeypatch):
 
 def test_units_are_those_of_prometheus():
     record = {"gpu_clock_mhz": 1980, "gpu_power_w": 700.0, "step_time_s": 0.5, "mfu": 0.4}
-    assert _numbers({**record, "kind": "train", "note": "text", "finite": True}) == {
+    assert _numbers({**record, "kind": "train", "note": "text", "applied": True}) == {
         "gpu_clock_hertz": 1.98e9,
         "gpu_power_watts": 700.0,
         "step_time_seconds": 0.5,

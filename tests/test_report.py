@@ -65,7 +65,7 @@ def make_run(
     for step, loss in enumerate(losses, start=start_step + 1):
         took = 10 * seconds if step == start_step + 1 else seconds  # the first step compiles
         clock.now += took
-        values = {"loss": loss, "finite": math.isfinite(loss)}
+        values = {"loss": loss, "applied": math.isfinite(loss)}
         monitor.train(step, values, tokens=800, step_time_s=took, data_wait_s=took / 4)
         for at, value in evals:
             if at == step:

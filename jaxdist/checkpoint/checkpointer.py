@@ -72,7 +72,7 @@ class Checkpointer:
 
         Returns:
             "" for none; else what to give to `save`: "interval", or "midway" for one that is kept
-            only until the next is committed (`checkpoint.save_midway`).
+            only until the next is committed.
         """
         return self._schedule.due(step, now)
 
@@ -102,7 +102,7 @@ class Checkpointer:
             now: as in `due`.
 
         Raises:
-            CheckpointError: `max_failures` saves in a row have failed.
+            CheckpointError: `MAX_FAILURES` saves in a row have failed.
         """
         if self._read_only:
             raise ValueError("this Checkpointer was opened read_only")
@@ -119,7 +119,7 @@ class Checkpointer:
             Whether the last save asked for is committed (True when none was asked for).
 
         Raises:
-            CheckpointError: `max_failures` saves in a row have failed.
+            CheckpointError: `MAX_FAILURES` saves in a row have failed.
         """
         self._saver.settle()
         return self._saver.last_committed

@@ -20,6 +20,13 @@ from jaxdist.runtime.coordination import Barrier
 
 _DOCUMENT = "meta"  # the JSON item beside the array items
 _LEAST_SHARE_BYTES = 16 << 20
+
+CHUNK_BYTES = 64 << 20
+"""Largest chunk of an array on disk: the least that a restore on another mesh reads."""
+
+SAVE_TIMEOUT_S = 300
+"""How long processes wait for each other to finish writing one checkpoint."""
+
 _DICT_KEY = 2  # Orbax's code for a key of a dict in its tree metadata
 
 
@@ -45,7 +52,7 @@ class Store:
 
         if self._writer is None:
             self._writer = self._make_writer()
-        save_args = ocp.SaveArgs(chunk_byte_size=self._config.chunk_mb << 20)
+        save_args = ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES)
         parts: dict[str, Any] = {
             item: ocp.args.PyTreeSave(tree, save_args=jax.tree.map(lambda _: save_args, tree))
             for item, tree in items.items()
@@ -73,7 +80,7 @@ class Store:
             # Made in the background, a directory that cannot be made would be noticed only after
             # the time-out, by threads that keep the process from exiting.
             async_options=ocp.AsyncOptions(
-                timeout_secs=self._config.timeout_s,
+                timeout_secs=SAVE_TIMEOUT_S,
                 create_directories_asynchronously=False,
                 barrier_sync_fn=self._barrier.wait,
             ),

@@ -26,6 +26,9 @@ from jaxdist.checkpoint.orbax_io import Store
 from jaxdist.checkpoint.retention import Saved, steps_to_delete
 from jaxdist.runtime.coordination import GivenUp, Group
 
+MAX_FAILURES = 3
+"""Failed saves in a row after which a run stops: what it computes could not be kept."""
+
 
 class Saver:
     """Writes checkpoints, one at a time, in the background.
@@ -88,7 +91,7 @@ class Saver:
         """Wait for the save being written and count its outcome; seconds waited.
 
         Raises:
-            CheckpointError: `max_failures` saves in a row have failed.
+            CheckpointError: `MAX_FAILURES` saves in a row have failed.
         """
         if self._pending is None:
             return 0.0
@@ -99,10 +102,10 @@ class Saver:
         waited_s = time.perf_counter() - start
         self.last_committed = not outcome.error
         self._failures = self._failures + 1 if outcome.error else 0
-        if self._failures >= self._config.max_failures:
+        if self._failures >= MAX_FAILURES:
             raise CheckpointError(
                 f"{self._failures} saves in a row have failed, the last at step {outcome.step}: "
-                f"{outcome.error}\nThe run stops (checkpoint.max_failures): what it computes could "
+                f"{outcome.error}\nThe run stops: what it computes could "
                 f"not be kept. Older checkpoints in {self._directory} are untouched."
             )
         return waited_s
@@ -236,7 +239,7 @@ class Saver:
             self._store.close()
             if self._background.is_leader:
                 self._discard(outcome.step)
-            self._journal.failed(outcome, self._failures + 1, self._config.max_failures)
+            self._journal.failed(outcome, self._failures + 1, MAX_FAILURES)
             return
         outcome.written_s = time.perf_counter() - begin
         self._journal.saved(outcome)

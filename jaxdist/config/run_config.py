@@ -12,21 +12,24 @@ from pathlib import Path
 from jaxdist.checkpoint.config import CheckpointConfig
 from jaxdist.config.elastic import fit_devices
 from jaxdist.config.parser import headed
-from jaxdist.core.mesh import MeshSpec
+from jaxdist.core.axis import Workload
+from jaxdist.core.mesh import MeshSpec, in_devices
+from jaxdist.core.mesh_choice import Needs, default_mesh, legal_meshes, mesh_problems
+from jaxdist.core.parallel.pipeline.axis import PIPELINE
 from jaxdist.core.parallel.pipeline.config import PipelineConfig
 from jaxdist.core.precision import PrecisionConfig
-from jaxdist.core.sharding import (
-    RULES,
-    MeshConfig,
-    Needs,
-    default_mesh,
-    legal_meshes,
-    mesh_problems,
-)
+from jaxdist.core.sharding import MeshConfig
 from jaxdist.core.step import EvalConfig, TrainConfig
 from jaxdist.core.types import ConfigError, Model, setting
 from jaxdist.data.config import DataConfig
-from jaxdist.models.configs import CNN_RULES, CnnConfig, CustomConfig, DecoderConfig, ModelConfig
+from jaxdist.models.configs import (
+    CNN_RULES,
+    DIM_SETTINGS,
+    CnnConfig,
+    CustomConfig,
+    DecoderConfig,
+    ModelConfig,
+)
 from jaxdist.models.huggingface.directory import is_model, read_json
 from jaxdist.models.huggingface.families import left_out, read_config
 from jaxdist.optim import OptimConfig
@@ -130,27 +133,26 @@ class RunConfig:
             model: the built model; needed for a custom one, whose dims are not known before.
         """
         if model is not None:
-            dims, rules, sequence = model.dims, {**RULES, **model.rules}, model.sequence
+            dims, rules, sequence = model.dims, model.rules, model.sequence
         elif isinstance(self.model, DecoderConfig):
-            dims, rules, sequence = self.model.dims, dict(RULES), True
+            dims, rules, sequence = self.model.dims, {}, True
         elif isinstance(self.model, CnnConfig):
-            dims, rules, sequence = self.model.dims, dict(CNN_RULES), False
-        else:  # only the batch can be judged
-            spec, dims, rules, sequence = dataclasses.replace(spec, pipeline=1), {}, {}, False
-        problems = mesh_problems(
-            spec,
-            dims,
+            dims, rules, sequence = self.model.dims, CNN_RULES, False
+        else:  # only the batch can be checked
+            spec, dims, rules, sequence = spec.replace(**{PIPELINE.name: 1}), {}, {}, False
+        workload = Workload(
+            dims=dims,
             rules=rules,
+            settings={} if isinstance(self.model, CustomConfig) else DIM_SETTINGS,
             zero=self.mesh.zero,
             global_batch_size=self.train.global_batch_size,
             num_microbatches=self.pipeline.given_microbatches(
-                spec.pipeline, self.train.num_microbatches
+                spec[PIPELINE], self.train.num_microbatches
             ),
+            num_virtual_stages=self.pipeline.num_virtual_stages,
             seq_len=self.train.seq_len if sequence and self.mesh.sequence_parallel else None,
         )
-        return problems + self.pipeline.fit_problems(
-            num_stages=spec.pipeline, num_layers=dims.get("layers", 0)
-        )
+        return mesh_problems(spec, workload)
 
     def check_mesh(
         self, spec: MeshSpec, model: Model | None = None, num_devices: int | None = None
@@ -176,7 +178,7 @@ class RunConfig:
     ) -> tuple[MeshSpec, str]:
         """The mesh of a run and why, once devices are counted.
 
-        With `mesh.shape = "auto"`: `sharding.default_mesh`, or the legal mesh nearest to it.
+        With `mesh.shape = "auto"`: `mesh_choice.default_mesh`, or the legal mesh nearest to it.
 
         Args:
             num_devices: visible devices of the whole job.
@@ -187,8 +189,8 @@ class RunConfig:
         Raises:
             ConfigError: the mesh asked for is illegal, or no mesh of these devices is legal.
         """
-        if self.mesh.shape != "auto":
-            spec = MeshSpec.parse(self.mesh.shape, num_devices)
+        if self.mesh.spec is not None:
+            spec = self.mesh.spec.resolve(num_devices)
             self.check_mesh(spec, model, num_devices)
             return spec, self.mesh.reason or "asked for"
         spec, reason = default_mesh(num_devices, self.state_bytes(model), memory_bytes, needs)
@@ -340,13 +342,15 @@ class RunConfig:
         """What can be said of the mesh before devices are counted."""
         num_devices = self._known_devices()
         try:
-            if self.mesh.shape == "auto":
+            if self.mesh.spec is None:
                 if num_devices is not None and not isinstance(self.model, CustomConfig):
                     self.choose_mesh(num_devices)
                 return []
-            if num_devices is None and "-1" in self.mesh.shape:
+            spec = self.mesh.spec
+            if num_devices is None and spec.is_open:
                 return []
-            spec = MeshSpec.parse(self.mesh.shape, num_devices)
+            if num_devices is not None:
+                spec = spec.resolve(num_devices)
             if num_devices is not None and fit_devices(self, num_devices) is not self:
                 return []
         except ConfigError as error:
@@ -382,10 +386,10 @@ class RunConfig:
             legal = self._legal(spec, count, model, count=3)
             if legal:
                 names = " or ".join(f"--mesh {other}" for other in legal)
-                return f"Legal with {count} devices, nearest first: {names}."
+                return f"Legal with {in_devices(count)}, nearest first: {names}."
         return (
-            f"No mesh of {num_devices} devices or a few less is legal for this model and batch. "
-            "Change train.global_batch_size or the model's sizes."
+            f"No mesh of {in_devices(num_devices)} or a few less is legal for this model and "
+            "batch. Change train.global_batch_size or the model's sizes."
         )
 
     def _legal(

@@ -228,6 +228,20 @@ class CnnConfig:
         return problems
 
 
+DIM_SETTINGS = {
+    "layers": "model.num_layers",
+    "vocab": "padded model.vocab_size",
+    "d_model": "model.d_model",
+    "heads": "model.num_heads",
+    "kv_heads": "model.num_kv_heads",
+    "mlp": "model.mlp_dim",
+    "channels_1": "model.channels_1",
+    "channels_2": "model.channels_2",
+    "hidden": "model.hidden",
+    "flat": "pixels × model.channels_2",
+}
+"""Logical dim -> the setting that gives its size, for messages."""
+
 CNN_RULES: dict[str, str | None] = {
     "channels_1": "tensor",
     "hidden": "tensor",

@@ -6,7 +6,10 @@ import dataclasses
 import math
 from collections.abc import Iterator, Mapping
 
+from jaxdist.core.axis import Axis
 from jaxdist.core.mesh import MeshSpec
+from jaxdist.core.parallel import axes
+from jaxdist.core.parallel.data import DATA
 from jaxdist.plan.compiled.check import CompiledStep
 from jaxdist.plan.estimate.cost import break_even, checkpoint_bytes
 from jaxdist.plan.estimate.memory import GIB
@@ -126,18 +129,18 @@ def _mesh(plan: Plan) -> Iterator[Advice]:
         yield Advice(topic="mesh", text="one GPU: nothing to split.")
         return
     reasons = [_on_data(plan)]
-    for axis, short in (("fsdp", "fsdp"), ("tensor", "tp"), ("pipeline", "pp")):
-        reasons.append(_on_axis(plan, axis, short))
+    by_complexity = sorted(axes.AXES, key=lambda axis: axis.complexity)
+    reasons += [_on_axis(plan, axis) for axis in by_complexity if axis is not DATA]
     if choice.job.config.mesh.zero:
         reasons.append(
             f"ZeRO-{choice.job.config.mesh.zero} keeps only a share of the moments on each of the "
-            f"{spec.data} replicas."
+            f"{spec[DATA]} replicas."
         )
     yield Advice(topic="mesh", text=" ".join(filter(None, reasons)))
 
 
 def _on_data(plan: Plan) -> str:
-    alone = _choice_of(plan, MeshSpec(data=plan.cluster.num_gpus))
+    alone = _choice_of(plan, MeshSpec.over(DATA, plan.cluster.num_gpus))
     if alone is None:
         return "Data parallelism alone is refused for this batch."
     size, limit = alone.memory.total_bytes / GIB, alone.usable_bytes / GIB
@@ -156,16 +159,12 @@ def _on_data(plan: Plan) -> str:
     return f"Data parallelism alone would fit too ({size:.0f} GiB), {_compared(slower)}."
 
 
-def _on_axis(plan: Plan, axis: str, short: str) -> str:
+def _on_axis(plan: Plan, axis: Axis) -> str:
     """Why an axis is used, or what it would cost."""
-    used = plan.choice.job.spec.sizes[axis]
-    others = [c for c in plan.found.choices if (c.job.spec.sizes[axis] > 1) != (used > 1)]
+    used = plan.choice.job.spec[axis]
+    others = [c for c in plan.found.choices if (c.job.spec[axis] > 1) != (used > 1)]
     fitting = [c for c in others if c.fits]
-    what = {
-        "fsdp": "shards parameters, gradients and moments",
-        "tensor": "splits every layer",
-        "pipeline": "puts layers on stages",
-    }[axis]
+    short, what = axis.short, f"({axis.help})"
     if used > 1 and not others:
         return f"{short}={used} {what}: no mesh without it is legal."
     if used > 1 and not fitting:

@@ -6,6 +6,7 @@ import dataclasses
 
 from jaxdist.config import RunConfig
 from jaxdist.core.mesh import MeshSpec
+from jaxdist.core.parallel.data import DATA
 from jaxdist.core.types import Model
 from jaxdist.models.configs import CustomConfig
 from jaxdist.plan.compiled.check import CompiledStep, NotCompiled, compile_step
@@ -96,7 +97,7 @@ def make_plan(config: PlanConfig, cluster: Cluster, mesh: str) -> Plan:
         candidates = list(found.choices)
         if not candidates:
             # No mesh is legal: the check says why, and what to change.
-            run.check_mesh(MeshSpec(data=cluster.num_gpus), model, cluster.num_gpus)
+            run.check_mesh(MeshSpec.over(DATA, cluster.num_gpus), model, cluster.num_gpus)
     choice, proof = _prove(candidates, config, asked=bool(mesh))
     return _priced(config, cluster, choice, bool(mesh), found, proof)
 

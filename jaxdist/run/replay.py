@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -120,13 +121,13 @@ def _before(
         start=position,
     )
     for _ in range(done + 1, step):
-        state, _ = parts.step.train(state, next(loader))
+        state, _ = parts.step.train(state, next(loader), math.inf)
     return state, loader
 
 
 def _once(parts: Parts, state: TrainState, batch: Any) -> dict[str, float]:
     copy = jax.tree.map(jnp.copy, state)  # the step consumes what it is given
-    _, metrics = parts.step.train(copy, batch)
+    _, metrics = parts.step.train(copy, batch, math.inf)
     return {name: float(metrics[name]) for name in ("loss", "grad_norm")}
 
 

@@ -20,9 +20,11 @@ from jaxdist.checkpoint.manifest import directory_of
 from jaxdist.checkpoint.pytree import in_params, under
 from jaxdist.config import RunConfig, fit_devices, legal_sizes, stored_run
 from jaxdist.core.mesh import MeshSpec
+from jaxdist.core.mesh_choice import Needs
+from jaxdist.core.parallel.pipeline.axis import PIPELINE
 from jaxdist.core.parallel.pipeline.schedule import Schedule
 from jaxdist.core.precision import initial_loss_scale
-from jaxdist.core.sharding import RULES, Layout, Needs
+from jaxdist.core.sharding import Layout
 from jaxdist.core.state import TrainState, abstract_state, init_state
 from jaxdist.core.step import Step, make_step
 from jaxdist.core.types import Array, ConfigError, Model, Params
@@ -73,10 +75,10 @@ class Parts:
     @property
     def pipeline_schedule(self) -> Schedule | None:
         """What the stages of one step do; None without stages."""
-        if self.spec.pipeline == 1:
+        if self.spec[PIPELINE] == 1:
             return None
         return self.config.pipeline.make_schedule(
-            num_stages=self.spec.pipeline,
+            num_stages=self.spec[PIPELINE],
             rows=self.config.train.global_batch_size // self.spec.num_replicas,
             accumulation=self.config.train.num_microbatches,
         )
@@ -200,7 +202,7 @@ def assemble(
     )
     layout = Layout(
         mesh=spec.build(devices),
-        rules={**RULES, **model.rules},
+        rules=model.rules,
         zero=config.mesh.zero,
         sequence_parallel=config.mesh.sequence_parallel and model.sequence,
         auto_tensor=model.tensor == "auto",
@@ -251,7 +253,8 @@ def _fit_devices(
     fitted = fit_devices(config, len(devices), model)
     if fitted is config:
         return config, devices
-    used = MeshSpec.parse(fitted.mesh.shape).num_devices
+    assert fitted.mesh.spec is not None
+    used = fitted.mesh.spec.num_devices
     num_processes = len({device.process_index for device in devices})
     if used < len(devices) and num_processes > 1:  # a process without a device cannot take part
         each = len(devices) // num_processes

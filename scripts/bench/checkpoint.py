@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import os
 import shutil
 import statistics
@@ -181,13 +182,13 @@ def throughput(directory: Path, num_blocks: int, rows: int) -> None:
     settings = CheckpointConfig(save_interval_steps=50, save_interval_minutes=0, max_to_keep=1)
     writer = Checkpointer(directory, settings, **QUIET)
     writer.probe(state)
-    state, _ = jax.block_until_ready(parts.step.train(state, batch))
+    state, _ = jax.block_until_ready(parts.step.train(state, batch, math.inf))
     seconds: dict[bool, list[float]] = {True: [], False: []}
     for block in range(2 * num_blocks):
         saving = block % 2 == 1
         start = time.perf_counter()
         for step in range(50 * block + 1, 50 * block + 51):
-            state, _ = jax.block_until_ready(parts.step.train(state, batch))
+            state, _ = jax.block_until_ready(parts.step.train(state, batch, math.inf))
             if saving and (due := writer.due(step)):
                 writer.save(step, state, {}, due=due)
         assert writer.wait()

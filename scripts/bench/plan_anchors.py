@@ -460,7 +460,7 @@ def job_of(row: Row) -> Job:
     """The row in our settings."""
     spec = MeshSpec.parse(row.mesh)
     rows = row.micro_rows * row.microbatches * spec.num_replicas
-    staged = spec.pipeline > 1
+    staged = spec["pipeline"] > 1
     config = RunConfig(
         model=row.model,
         mesh=MeshConfig(zero=row.zero),  # type: ignore[arg-type]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import re
 import sys
@@ -63,7 +64,7 @@ def compile_step(request: dict[str, Any]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="jaxdist-plan-") as scratch:
         start = time.perf_counter()
         parts = _assemble(request["config"], devices, scratch)
-        lowered = parts.step.train.lower(parts.abstract_state(), parts.abstract_batch())
+        lowered = parts.step.train.lower(parts.abstract_state(), parts.abstract_batch(), math.inf)
         compiled = lowered.compile(
             compiler_options={"xla_dump_to": scratch, "xla_dump_hlo_as_text": True}
         )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from jaxdist.core.parallel.tensor import TENSOR
 from jaxdist.plan.estimate.job import WIDE, Job
 
 
@@ -25,7 +26,7 @@ class Widths:
         """The widths of the job's decoder."""
         model = job.decoder
         assert model is not None
-        tensor, ways = job.spec.tensor, 2 if model.activation == "swiglu" else 1
+        tensor, ways = job.spec[TENSOR], 2 if model.activation == "swiglu" else 1
         return cls(
             stream=model.d_model,
             queries=model.num_heads * model.head_width // tensor,
@@ -122,4 +123,4 @@ def _kept_without_recomputation(job: Job) -> int:
 
 def _heads(job: Job) -> int:
     assert job.decoder is not None
-    return job.decoder.num_heads // job.spec.tensor
+    return job.decoder.num_heads // job.spec[TENSOR]

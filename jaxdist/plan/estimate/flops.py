@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from jaxdist.core.parallel.tensor import TENSOR
 from jaxdist.models.configs import CnnConfig
 from jaxdist.plan.estimate.activations import Widths
 from jaxdist.plan.estimate.job import WIDE, Job
@@ -123,7 +124,7 @@ def head(job: Job) -> Work:
     model = job.decoder
     if model is None:
         return Work()
-    columns = model.padded_vocab / job.spec.tensor
+    columns = model.padded_vocab / job.spec[TENSOR]
     logit_passes = 5 * WIDE + 2 * job.compute_bytes
     kernel_passes = 2 * WIDE * model.d_model * columns * job.tokens / max(1, job.loss_chunk)
     return Work(
@@ -137,7 +138,7 @@ def embedding(job: Job) -> Work:
     model = job.decoder
     if model is None:
         return Work()
-    table = WIDE * model.padded_vocab * model.d_model / job.spec.tensor
+    table = WIDE * model.padded_vocab * model.d_model / job.spec[TENSOR]
     rows = 4 * job.compute_bytes * job.tokens * model.d_model
     return Work(memory_bytes=table + rows)
 
@@ -185,5 +186,5 @@ def _score_bytes(job: Job) -> float:
     """Scores written and read where no fused kernel avoids them."""
     if job.attention != "xla" or job.decoder is None:
         return 0.0
-    heads = job.decoder.num_heads / job.spec.tensor
+    heads = job.decoder.num_heads / job.spec[TENSOR]
     return 4.0 * WIDE * job.micro_rows * heads * job.seq_len**2

@@ -17,9 +17,12 @@ from jax.sharding import AbstractMesh
 
 from jaxdist.config import RunConfig
 from jaxdist.core.attention import choose_kernel
-from jaxdist.core.mesh import AXES, BATCH_AXES, MeshSpec
+from jaxdist.core.axis import axes_of
+from jaxdist.core.mesh import MeshSpec
+from jaxdist.core.parallel.pipeline.axis import PIPELINE
 from jaxdist.core.parallel.pipeline.schedule import Schedule
-from jaxdist.core.sharding import RULES, Layout, axes_of
+from jaxdist.core.parallel.tensor import TENSOR
+from jaxdist.core.sharding import Layout
 from jaxdist.core.step import default_loss_chunk
 from jaxdist.core.types import Dims, Model
 from jaxdist.models.configs import CNN_RULES, CnnConfig, DecoderConfig
@@ -121,11 +124,11 @@ class Job:
     @functools.cached_property
     def stages(self) -> Stages | None:
         """What the stages do and what that costs; None without stages."""
-        if self.spec.pipeline == 1:
+        if self.spec[PIPELINE] == 1:
             return None
         return stages_of(
             self.config.pipeline,
-            self.spec.pipeline,
+            self.spec[PIPELINE],
             self.rows,
             self.config.train.num_microbatches,
         )
@@ -160,12 +163,12 @@ class Job:
     @property
     def sequence_parallel(self) -> bool:
         """Whether activations between blocks are split over `tensor`."""
-        return self.layout.sequence_parallel and self.spec.tensor > 1
+        return self.layout.sequence_parallel and self.spec[TENSOR] > 1
 
     @property
     def stream_tokens(self) -> int:
         """Tokens of a microbatch whose residual stream one device holds."""
-        return self.tokens // self.spec.tensor if self.sequence_parallel else self.tokens
+        return self.tokens // self.spec[TENSOR] if self.sequence_parallel else self.tokens
 
     # -- layers and stages -------------------------------------------------------------------------
 
@@ -177,7 +180,7 @@ class Job:
     @property
     def layers_per_stage(self) -> int:
         """Layers that one device runs."""
-        return self.num_layers // self.spec.pipeline
+        return self.num_layers // self.spec[PIPELINE]
 
     @property
     def layers_per_piece(self) -> int:
@@ -211,7 +214,7 @@ class Job:
         """Tokens whose logits exist at once."""
         if self.decoder is None:
             return 0
-        vocab_shard = self.decoder.padded_vocab // self.spec.tensor
+        vocab_shard = self.decoder.padded_vocab // self.spec[TENSOR]
         given = self.config.train.loss_chunk_tokens
         return min(self.tokens, given or default_loss_chunk(vocab_shard))
 
@@ -220,14 +223,14 @@ class Job:
     @functools.cached_property
     def layout(self) -> Layout:
         """Where arrays lie, as training would place them."""
-        rules = dict(RULES)
+        rules: dict[str, str | None] = {}
         if isinstance(self.config.model, CnnConfig):
             rules |= CNN_RULES
         if self.model is not None:
             rules |= self.model.rules
         sequence = self.decoder is not None or bool(self.model and self.model.sequence)
         return Layout(
-            mesh=AbstractMesh(tuple(self.spec.sizes.values()), AXES),  # type: ignore[arg-type]
+            mesh=_abstract_mesh(self.spec),
             rules=rules,
             zero=self.config.mesh.zero,
             sequence_parallel=self.config.mesh.sequence_parallel and sequence,
@@ -286,25 +289,30 @@ class _Placement:
         found = self._found.get((dims, place))
         if found is None:
             axes = self._look_up(dims, place)
-            ways = math.prod(self._layout.sizes[axis] for axis in axes)
+            ways = math.prod(self._layout.spec[axis] for axis in axes)
             found = self._found[dims, place] = axes, ways
         return found
 
     def _look_up(self, dims: Dims, place: Place) -> tuple[str, ...]:
         layout = self._layout
         if place == "whole":
-            found = set(axes_of(layout.param_spec(dims))) - set(BATCH_AXES)
+            gathered = axes_of(layout.gather_spec(dims))
+            found = set(axes_of(layout.param_spec(dims))) - set(gathered)
         else:
-            spec_of = {
+            by_place = {
                 "param": layout.param_spec,
                 "moment": layout.moment_spec,
                 "gradient": layout.gradient_spec,
             }[place]
-            found = set(axes_of(spec_of(dims)))
-        return tuple(axis for axis in AXES if axis in found)
+            found = set(axes_of(by_place(dims)))
+        return tuple(axis for axis in layout.spec.sizes if axis in found)
 
 
 @functools.lru_cache(maxsize=4096)
 def _placement(spec: MeshSpec, zero: int, rules: tuple[tuple[str, str | None], ...]) -> _Placement:
-    mesh: Any = AbstractMesh(tuple(spec.sizes.values()), AXES)
-    return _Placement(Layout(mesh=mesh, rules=dict(rules), zero=zero))
+    return _Placement(Layout(mesh=_abstract_mesh(spec), rules=dict(rules), zero=zero))
+
+
+def _abstract_mesh(spec: MeshSpec) -> Any:
+    """The mesh without devices."""
+    return AbstractMesh(tuple(spec.sizes.values()), tuple(spec.sizes))

@@ -17,6 +17,7 @@ import math
 import os
 from collections.abc import Mapping
 
+from jaxdist.core.parallel.tensor import TENSOR
 from jaxdist.models.configs import CnnConfig
 from jaxdist.optim import is_frozen
 from jaxdist.plan.estimate import activations
@@ -201,8 +202,8 @@ def _head(job: Job) -> Parts:
     model = job.decoder
     if model is None:
         return {"head gradient": 0.0}
-    kernel = model.d_model * model.padded_vocab // job.spec.tensor
-    logits = job.loss_chunk * model.padded_vocab // job.spec.tensor
+    kernel = model.d_model * model.padded_vocab // job.spec[TENSOR]
+    logits = job.loss_chunk * model.padded_vocab // job.spec[TENSOR]
     return {
         "head gradient": WIDE * kernel,
         "gathered weights": job.compute_bytes * kernel + _turned_table(job),

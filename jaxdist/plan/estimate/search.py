@@ -14,7 +14,9 @@ from collections.abc import Iterable, Iterator
 
 from jaxdist.config import RunConfig
 from jaxdist.core.mesh import MeshSpec, factorisations
+from jaxdist.core.parallel.pipeline.axis import PIPELINE
 from jaxdist.core.parallel.pipeline.config import PipelineConfig
+from jaxdist.core.parallel.tensor import TENSOR
 from jaxdist.core.types import Model
 from jaxdist.plan.estimate.job import Job
 from jaxdist.plan.estimate.memory import GIB, Memory, estimate_memory, usable_bytes
@@ -77,7 +79,7 @@ def _settings(config: RunConfig, spec: MeshSpec) -> dict[str, object]:
         "optim.moment_dtype": config.optim.moment_dtype,
         "precision.compute_dtype": config.precision.compute_dtype,
     }
-    if spec.pipeline > 1:
+    if spec[PIPELINE] > 1:
         found |= _fields(config.pipeline)
     return found
 
@@ -138,7 +140,7 @@ def search(
     """
     start = time.perf_counter()
     refused, choices, tried = [], [], 0
-    for spec in factorisations(cluster.num_gpus, pipeline=stages):
+    for spec in factorisations(cluster.num_gpus, without=() if stages else (PIPELINE,)):
         problems = _mesh_problems(config, spec, model)
         if problems:
             refused.append(Refusal(spec=spec, problem=problems[0]))
@@ -176,7 +178,7 @@ def why_not(choice: Choice, best: Choice) -> str:
     more = {name: s - ours.get(name, 0.0) for name, s in theirs.items()}
     cause = max(more, key=lambda name: more[name])
     why = _CAUSES.get(cause, cause)
-    if cause == "memory-bound kernels" and choice.job.spec.tensor >= best.job.spec.tensor:
+    if cause == "memory-bound kernels" and choice.job.spec[TENSOR] >= best.job.spec[TENSOR]:
         why = "weights are cast and gradients added more often, or more of them"
     return f"{slower:.0%} slower: {why} (+{more[cause] / best.time.seconds:.0%})"
 
@@ -199,15 +201,13 @@ _CAUSES = {
 
 def _rank(choice: Choice) -> tuple[bool, float, int]:
     """Fits first, then fast and simple; what does not fit by how much it lacks."""
-    split = sum(_SPLIT[axis] for axis, size in choice.job.spec.sizes.items() if size > 1)
+    split = sum(axis.complexity for axis in choice.job.spec.used)
     split += choice.job.config.mesh.zero
     if not choice.fits:
         return True, choice.memory.total_bytes, split
     return False, choice.time.seconds * (1 + _BELOW_KNOWLEDGE * split), split
 
 
-_SPLIT = {"data": 0, "fsdp": 1, "tensor": 2, "pipeline": 3}
-"""How much each axis complicates a run; replicas alone do not."""
 _BELOW_KNOWLEDGE = 0.05
 """A faster step this much per complication is below what the estimate knows."""
 
@@ -281,7 +281,7 @@ def _variants(job: Job) -> Iterator[Job]:
 
 
 def _zeros(given: int, spec: MeshSpec) -> list[int]:
-    if spec.data == 1:
+    if not any(axis.weights == "replicated" for axis in spec.used):
         return [0]
     return sorted({0, 1, given})
 
@@ -292,13 +292,17 @@ def _remats(given: str) -> list[str]:
 
 
 def _pipelines(config: RunConfig, spec: MeshSpec) -> Iterable[PipelineConfig]:
-    if spec.pipeline == 1:
+    if spec[PIPELINE] == 1:
         return [config.pipeline]
     layers = getattr(config.model, "num_layers", 0)
     chunks = {config.pipeline.num_virtual_stages, 1}
     if config.pipeline.schedule != "1f1b":
-        chunks |= {v for v in (2, 4) if layers % (v * spec.pipeline) == 0}
-    gathers = ("action", "step") if spec.fsdp > 1 else (config.pipeline.gather,)
+        chunks |= {v for v in (2, 4) if layers % (v * spec[PIPELINE]) == 0}
+    gathers = (
+        ("action", "step")
+        if any(axis.weights == "gathered" for axis in spec.used)
+        else (config.pipeline.gather,)
+    )
     return [
         dataclasses.replace(config.pipeline, num_virtual_stages=v, gather=gather)  # type: ignore[arg-type]
         for v in sorted(chunks)
@@ -310,13 +314,13 @@ def _by_microbatches(job: Job) -> Iterator[RunConfig]:
     """The settings with more and more microbatches, from the fastest on."""
     config = job.config
     counts = [n for n in range(1, job.rows + 1) if job.rows % n == 0]
-    if job.spec.pipeline == 1:
+    if job.spec[PIPELINE] == 1:
         for count in counts:
             train = dataclasses.replace(config.train, num_microbatches=count)
             yield dataclasses.replace(config, train=train)
         return
     # Enough to keep stages busy; the bubble shrinks and the stash does not grow with more.
-    enough = [n for n in counts if n >= 4 * job.spec.pipeline] or counts[-1:]
+    enough = [n for n in counts if n >= 4 * job.spec[PIPELINE]] or counts[-1:]
     for count in enough:
         yield dataclasses.replace(
             config,

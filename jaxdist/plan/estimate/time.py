@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from jaxdist.core.parallel.tensor import TENSOR
 from jaxdist.plan.estimate import flops, traffic
 from jaxdist.plan.estimate.flops import Work
 from jaxdist.plan.estimate.job import Job
@@ -200,7 +201,7 @@ def _compute(job: Job, rates: _Rates) -> tuple[Work, float, float]:
     """Work of the busiest device, seconds it waits for other stages, seconds of launch gaps."""
     if job.decoder is None:
         count = flops.model_flops_per_token(job) * job.tokens * job.num_microbatches
-        elsewhere = Work(products=count / job.spec.tensor, memory_bytes=count / 50)
+        elsewhere = Work(products=count / job.spec[TENSOR], memory_bytes=count / 50)
         return elsewhere, 0.0, 0.0
     forward, backward = flops.layer_forward(job), flops.layer_backward(job)
     ends = flops.head(job) + flops.embedding(job)

@@ -77,7 +77,7 @@ class Alerts:
         """Report a step that was skipped, or whose loss or gradient is not finite."""
         bad = [k for k in ("loss", "grad_norm") if not math.isfinite(values.get(k, 0.0))]
         shown: dict[str, Any] = {k: values[k] for k in bad}
-        if not values.get("applied", values.get("finite", True)):
+        if not values.get("applied", True):
             self._totals.skipped_steps += 1
             skipped = self._totals.skipped_steps
             why = f" ({' and '.join(f'{k} is {values[k]}' for k in bad)})" if bad else ""

@@ -87,7 +87,7 @@ UNITS = {"tokens": "tok", "images": "img"}
 """Short name of `Model.unit` in rates."""
 
 _SHOWN = ("loss", "learning_rate", "grad_norm")
-_BOOKKEEPING = ("weight", "finite", "tokens", "loss_finite_steps")
+_BOOKKEEPING = ("weight", "applied", "tokens", "loss_finite_steps")
 
 
 def step_line(

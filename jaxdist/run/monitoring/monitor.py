@@ -133,9 +133,8 @@ class Monitor:
 
         Args:
             step: steps done, this one included; the first is 1.
-            metrics: replicated scalars, e.g. loss, grad_norm, learning_rate; `finite`, where there
-                is one, is False when the step's update was skipped (NaN or Inf), and so is
-                `applied`, for any reason.
+            metrics: replicated scalars, e.g. loss, grad_norm, learning_rate; `applied` is False
+                where the update was left out (NaN, Inf, a loss above the limit).
             tokens: how many of `unit` the step trained on, whole job.
             step_time_s: seconds from the step before to this one, the wait included.
             data_wait_s: seconds of it that the loop waited for its batch.

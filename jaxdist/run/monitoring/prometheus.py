@@ -28,7 +28,7 @@ _UNITS = (
     ("_c", "_celsius", 1.0),
     ("_mhz", "_hertz", 1e6),
 )
-_LEFT_OUT = ("kind", "time", "finite", "weight")
+_LEFT_OUT = ("kind", "time", "applied", "weight")
 
 
 class Prometheus:

@@ -113,10 +113,9 @@ class LossGuard:
         self._losses: list[tuple[int, float]] = []
         self._rollbacks, self._gave_up = 0, False
 
-    @property
-    def limits_updates(self) -> bool:
-        """Whether the compiled step must know the limit, to leave a spike's update out."""
-        return self.config.spike_policy == "skip"
+    def update_limit(self, step: int) -> float:
+        """The loss above which the compiled step leaves its update out; inf = no limit."""
+        return self.limit(step) if self.config.spike_policy == "skip" else math.inf
 
     def limit(self, step: int) -> float:
         """The largest loss of `step` that is no spike; inf while too little is known.
@@ -132,7 +131,7 @@ class LossGuard:
         spread = _MAD_TO_DEVIATION * statistics.median(abs(loss - median) for loss in known)
         return median + SPIKE_DEVIATIONS * max(spread, _LEAST_DEVIATION * abs(median))
 
-    def judge(
+    def check(
         self, step: int, values: Mapping[str, float], loader: Any, first_sample: int
     ) -> Anomaly | None:
         """Look at a step's metrics; what is bad is written to anomalies.jsonl.

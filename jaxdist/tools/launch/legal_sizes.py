@@ -33,7 +33,6 @@ def read_sizes(arguments: Sequence[str]) -> Sizes | int:
 def main() -> int:
     """Print the sizes."""
     from jaxdist.config import headed, legal_sizes, read_run
-    from jaxdist.core.mesh import MeshSpec
     from jaxdist.core.types import ConfigError
 
     # Rules that concern this machine's devices are the processes' own to judge.
@@ -42,8 +41,8 @@ def main() -> int:
     if problems:
         raise ConfigError(headed("jaxdist.train", problems))
     legal = None
-    if config.mesh.elastic:
-        config.check_mesh(MeshSpec.parse(config.mesh.shape))
+    if config.mesh.elastic and config.mesh.spec is not None:
+        config.check_mesh(config.mesh.spec)
         legal = legal_sizes(config)
     print(json.dumps({"legal": legal, "simulate": config.simulate}))
     return runtime.EXIT_OK

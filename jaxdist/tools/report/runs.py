@@ -16,7 +16,7 @@ from jaxdist.run.run_directory import RunDirectory, flatten
 from jaxdist.runtime.storage import Location
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
     """A run and its outcome; what is not known is None.
 

@@ -27,12 +27,11 @@ import numpy as np
 from jax import lax
 
 from jaxdist.core import collectives
+from jaxdist.core.parallel.pipeline.axis import PIPELINE
 from jaxdist.core.parallel.pipeline.buffers import to_arrays
 from jaxdist.core.parallel.pipeline.loop_plan import Loop, plan_loops
 from jaxdist.core.parallel.pipeline.schedule import KINDS, Kind, Schedule
 from jaxdist.core.types import Array
-
-AXIS = "pipeline"
 
 
 class Instruction(NamedTuple):
@@ -78,7 +77,7 @@ class Handler(NamedTuple):
 
 def instructions_of(schedule: Schedule) -> Instruction:
     """This stage's column of the schedule, each field int32 [ticks + 1]; idle in the last."""
-    arrays, stage = to_arrays(schedule), collectives.group_index(AXIS)
+    arrays, stage = to_arrays(schedule), collectives.group_index(PIPELINE.name)
     fields = Instruction._fields
     return Instruction(*(take(jnp.asarray(getattr(arrays, name).T), stage) for name in fields))
 
@@ -147,17 +146,16 @@ def _filled(
 def _exchange(now: Instruction, state: State, outputs: dict[str, Any]) -> State:
     """Send what a tick made around the ring; store what this stage keeps and what arrives.
 
-    The order matters. The slot of an input may be freed by this tick's backward and taken at once
-    by what arrives, so what the stage itself enters is stored first, and arrivals last.
+    Arrivals are stored last: they may be given the slot that this tick read.
     """
     activations, cotangents, pending = state.activations, state.cotangents, state.pending
     if "up" in outputs:
         entered = now.branch == _BRANCH["forward"]
         activations = _store(activations, outputs["entered"], now.activation, entered)
-        arrived = collectives.permute(outputs["up"], AXIS, 1)
+        arrived = collectives.permute(outputs["up"], PIPELINE.name, 1)
         activations = _store(activations, arrived, now.activation_arrival)
     if "down" in outputs:
-        arrived = collectives.permute(outputs["down"], AXIS, -1)
+        arrived = collectives.permute(outputs["down"], PIPELINE.name, -1)
         cotangents = _store(cotangents, arrived, now.cotangent_arrival)
     if "kept" in outputs:
         # Written inside the branch, XLA:GPU would hold each of these large buffers twice.
