@@ -85,21 +85,21 @@ def test_gathered_and_widened_values_are_kept_as_they_were_before():
     x, dy = draw(3, 8, 16).astype(jnp.bfloat16), draw(3, 8, 16).astype(jnp.bfloat16)
     between = []
 
-    def split_layer(weights, x, _):
+    def sharded_layer(weights, x, _):
         whole = collectives.all_gather(x, "tensor", dim=1).astype(jnp.float32)
         hidden = jnp.tanh(whole @ weights["up"])
         out = collectives.reduce_scatter(hidden @ weights["down"], "tensor", dim=1)
         return x + out.astype(x.dtype), None, {}
 
     def halved(weights, x, dy):
-        halves = split_layer(split_layer, weights, x, (), recompute_enlarged=True)
+        halves = split_layer(sharded_layer, weights, x, (), recompute_enlarged=True)
         _, _, saved = halves.forward(weights, x, ())
         dx, kept = halves.input_gradient(weights, (), saved, dy)
         between.extend([saved, kept])
         return dx, halves.weight_gradient(weights, (), kept)
 
     def whole(weights, x, dy):
-        _, pull = jax.vjp(lambda weights, x: split_layer(weights, x, ())[0], weights, x)
+        _, pull = jax.vjp(lambda weights, x: sharded_layer(weights, x, ())[0], weights, x)
         weight_grads, dx = pull(dy)
         return dx, weight_grads
 

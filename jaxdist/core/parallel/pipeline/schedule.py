@@ -77,7 +77,7 @@ class Schedule:
         return chunk * self.num_stages + stage
 
     def neighbour(self, stage: int, chunk: int, step: int) -> tuple[int, int] | None:
-        """(stage, chunk) of the virtual stage `step` further on in the model; None past its ends."""
+        """(stage, chunk) of the virtual stage `step` further in the model; None past its ends."""
         virtual = self.virtual_stage(stage, chunk) + step
         if not 0 <= virtual < self.total_virtual_stages:
             return None
