@@ -65,7 +65,7 @@ def restore_or_init(
         if config.init_from:
             log.info("weights from %s", config.init_from)
         if config.checkpoint.preflight and not rolls_back:
-            checkpointer.probe(state)
+            checkpointer.preflight(state)
     else:
         state, meta, step = checkpointer.restore(parts.abstract_state(), step=chosen)
         position = resume_position(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import statistics
 from pathlib import Path
@@ -81,14 +82,14 @@ class Case:
     config: str
     flags: tuple[str, ...]
 
-    @property
+    @functools.cached_property
     def run(self) -> RunConfig:
         """The settings; data need not exist."""
         argv = ["--config", str(ROOT / "configs" / f"{self.config}.toml"), *self.flags]
         argv += ["--data.sources", "stdlib", "--data.tokenizer", "bytes"]
         return read_run(argv, command="plan_memory")
 
-    @property
+    @functools.cached_property
     def job(self) -> Job:
         """What is estimated."""
         cluster = parse_gpus(self.gpus)[0]
