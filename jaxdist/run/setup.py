@@ -33,6 +33,7 @@ from jaxdist.data.packing import text_fields
 from jaxdist.models.huggingface.directory import is_model
 from jaxdist.models.huggingface.loading import load_params
 from jaxdist.models.weights import num_params
+from jaxdist.runtime.storage import Location, locate
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -294,7 +295,7 @@ def check_data_fits(parts: Parts, dataset: TrainData) -> None:
 class TrainedRun:
     """A run directory opened for reading: its settings, its parts on this machine, its weights."""
 
-    path: Path
+    path: Location
     parts: Parts
 
     def params(self, step: int | None = None) -> tuple[Params, int]:
@@ -337,7 +338,7 @@ def open_run(
     Raises:
         ConfigError: no run is there, its settings cannot be read, or the mesh is not legal.
     """
-    run = _run_of(Path(path))
+    run = _run_of(locate(path))
     config = stored_run(run / "config.toml")
     if simulate:
         runtime.simulate(simulate)
@@ -354,9 +355,9 @@ def open_run(
     return TrainedRun(path=run, parts=assemble(config, devices))
 
 
-def _run_of(path: Path) -> Path:
+def _run_of(path: Location) -> Location:
     for candidate in (path, path.parent, path.parent.parent):
-        if (candidate / "config.toml").is_file():
+        if (candidate / "config.toml").exists():
             return candidate
     raise ConfigError(
         [
