@@ -104,7 +104,7 @@ def _target(
             [f"{run} holds no config.toml, so the model's dims are not known. Name a whole run."]
         )
     from jaxdist.config import stored_run, write_toml
-    from jaxdist.run.setup import open_run
+    from jaxdist.run.trained_run import open_run
 
     spec = MeshSpec.parse(mesh)
     parts = open_run(str(run), mesh=mesh, simulate=spec.num_devices).parts
