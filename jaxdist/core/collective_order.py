@@ -4,7 +4,7 @@ XLA:CPU starts the collectives of one computation in one order, but it counts a 
 started when its first operation starts. A later collective that does not read its result may then
 overtake the collectives inside it, on one device and not on another. All collectives of a program
 share one rendezvous per group of devices, so two such collectives exchange each other's data, or
-wait forever. We saw this in a pipeline whose last ticks only compute weight gradients: the gradients
+wait forever. We saw this in a pipeline whose last ticks compute weight gradients only: gradients
 of two weights were wrong in every second step. GPUs run collectives in program order and need none
 of this.
 
@@ -182,7 +182,7 @@ def _element(x: jax.Array) -> jax.Array:
 
 
 def _where_all(x: jax.Array, *marks: jax.Array) -> jax.Array:
-    """x unchanged, once the marks (non-empty arrays) are there.
+    """Pass x on unchanged, once the marks (non-empty arrays) are there.
 
     The other side of the `where` differs from x, so that XLA cannot drop the choice, even for a
     constant x.
