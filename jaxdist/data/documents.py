@@ -219,7 +219,7 @@ def _digest(text: str) -> str:
 
 
 def _decompressed(path: Path, raw: BinaryIO) -> Any:
-    """The bytes of a file, decompressed where its name says so; `raw.tell()` counts stored bytes."""
+    """The bytes of a file, decompressed if its name says so; `raw.tell()` counts stored bytes."""
     kind = {".gz": "gzip", ".zst": "zstd"}.get(path.suffix)
     if kind is None:
         return raw
