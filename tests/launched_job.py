@@ -107,7 +107,7 @@ class Job:
             return []
         return found if len(found) == 2 else []
 
-    def error_record(self, since: int = 0) -> str:
+    def output(self, since: int = 0) -> str:
         """The console from a position on."""
         with open(self.console, "rb") as file:
             file.seek(since)
@@ -142,7 +142,7 @@ class Job:
 
     def wait_for_line(self, pattern: str, since: int, timeout_s: float = DETECT_S) -> float:
         """Seconds until a line on the console matches."""
-        return self.wait(lambda: re.search(pattern, self.said(since)), pattern, timeout_s)
+        return self.wait(lambda: re.search(pattern, self.output(since)), pattern, timeout_s)
 
     def wait_for_end(self, timeout_s: float = RECOVER_S) -> int:
         """The launcher's exit code."""
@@ -156,7 +156,7 @@ class Job:
         self.process.send_signal(signal.SIGTERM)
         code = self.wait_for_end()
         if code != 75:
-            raise Bad(f"exit code {code} after SIGTERM to the launcher: {self.said(since)[-800:]}")
+            raise Bad(f"SIGTERM to the launcher: exit code {code}: {self.output(since)[-800:]}")
 
     @contextlib.contextmanager
     def full(self) -> Iterator[None]:

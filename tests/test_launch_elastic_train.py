@@ -48,21 +48,21 @@ class Launcher:
             os.kill(int(pid), number)
 
     @property
-    def error_record(self) -> str:
+    def output(self) -> str:
         return self.log.read_text(errors="replace")
 
     def wait(self) -> int:
         return self.process.wait(300)
 
     def wait_for(self, text: str) -> None:
-        wait_until(lambda: text in self.said, self, f"{text!r} was not said")
+        wait_until(lambda: text in self.output, self, f"{text!r} was not said")
 
 
 def wait_until(condition, launcher: Launcher, otherwise: str) -> None:
     until = time.monotonic() + 240
     while not condition():
         assert launcher.process.poll() is None and time.monotonic() < until, (
-            f"{otherwise}; it said:\n{launcher.said[-5000:]}"
+            f"{otherwise}; it said:\n{launcher.output[-5000:]}"
         )
         time.sleep(0.05)
 
@@ -95,7 +95,7 @@ def undisturbed(tmp_path_factory) -> dict[int, float]:
     run_dir = tmp_path_factory.mktemp("undisturbed") / "run"
     both = [Launcher(run_dir, rank) for rank in (0, 1)]
     try:
-        assert [host.wait() for host in both] == [0, 0], both[0].said[-5000:]
+        assert [host.wait() for host in both] == [0, 0], both[0].output[-5000:]
     finally:
         for host in both:
             host.process.kill()
@@ -120,7 +120,7 @@ def test_a_killed_host_is_done_without_and_taken_in_again(tmp_path, hosts, undis
     (said,) = events(run_dir, "elastic")
     assert said["mesh"] == "dp=1"
     assert "1 of the 2 devices of dp=2 are there; 2 microbatches of 2 rows" in said["message"]
-    assert said["message"] in left.said
+    assert said["message"] in left.output
     reached = max(losses(run_dir))
     first_s = time.monotonic() - began
     wait_until(lambda: max(losses(run_dir)) > reached, left, "no step was done alone")
@@ -135,7 +135,7 @@ def test_a_killed_host_is_done_without_and_taken_in_again(tmp_path, hosts, undis
     leader.wait_for("launch: round 2: ")
     grown_s = time.monotonic() - began
     codes = [host.wait() for host in (left, hosts[-1])]
-    assert codes == [0, 0], left.said[-5000:]
+    assert codes == [0, 0], left.output[-5000:]
     print(
         f"\nthe round alone {alone_s:.1f} s after the kill, its first words {first_s:.1f} s; the "
         f"round of both {grown_s:.1f} s after the wish to grow"
@@ -153,8 +153,8 @@ def test_a_host_that_is_asked_to_leave_saves_and_the_other_goes_on(tmp_path, hos
     wait_until(lambda: max(losses(run_dir), default=0) >= 30, hosts[0], "step 30 was not reached")
     hosts[1].process.send_signal(signal.SIGTERM)
     assert hosts[1].wait() == 75
-    assert hosts[0].wait() == 0, hosts[0].said[-5000:]
-    assert "restart 1 of" not in hosts[0].said  # a preemption is no failure
+    assert hosts[0].wait() == 0, hosts[0].output[-5000:]
+    assert "restart 1 of" not in hosts[0].output  # a preemption is no failure
     records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     steps = [r["step"] for r in records if r["kind"] == "train"]
     assert steps == list(range(1, STEPS + 1))  # none lost, none done twice
@@ -167,9 +167,9 @@ def test_a_killed_process_costs_no_host(tmp_path, hosts, undisturbed):
     hosts += [Launcher(run_dir, rank) for rank in (0, 1)]
     wait_until(lambda: max(losses(run_dir), default=0) >= 120, hosts[0], "step 120 not reached")
     hosts[1].signal_processes(signal.SIGKILL)
-    assert [host.wait() for host in hosts] == [0, 0], hosts[0].said[-5000:]
-    assert "killed by SIGKILL" in hosts[1].said
-    assert all("restart 1 of 3" in host.said for host in hosts)
+    assert [host.wait() for host in hosts] == [0, 0], hosts[0].output[-5000:]
+    assert "killed by SIGKILL" in hosts[1].output
+    assert all("restart 1 of 3" in host.output for host in hosts)
     assert not events(run_dir, "elastic")
     assert losses(run_dir) == undisturbed  # the same mesh: the same bits
 

@@ -66,14 +66,14 @@ def test_a_flipped_bit_on_another_process_is_found_and_ends_or_is_undone(job, mo
     assert endings.finish(stopped) == 85
     # At once, not at 18: they are compared before every save, and one is due midway.
     named = rf"replicas differ after step 17: device \d+ of process 1 on {HOST} in params/head"
-    assert re.search(named, stopped.said()), stopped.said()[-4000:]
-    assert "cannot be told" not in stopped.said()
-    assert "restart" not in stopped.said()
+    assert re.search(named, stopped.output()), stopped.output()[-4000:]
+    assert "cannot be told" not in stopped.output()
+    assert "restart" not in stopped.output()
     assert [event["step"] for event in findings(stopped)] == [17]
     undone = job("undone", *four, "--resilience.sdc_policy=rollback")
     undone.start(FLIPPING)
-    assert endings.finish(undone) == 0, undone.said()[-4000:]
-    assert re.search(named, undone.said())
+    assert endings.finish(undone) == 0, undone.output()[-4000:]
+    assert re.search(named, undone.output())
     assert [event["event"] for event in findings(undone)] == ["sdc", "rollback"]
     clean = job("clean", *four)
     clean.start()
@@ -87,7 +87,7 @@ def test_a_nan_batch_is_named_with_its_rows_and_left_out(job):
     harmed = job("nan", "--resilience.nonfinite_policy=skip")
     (harmed.folder / f"nan-{row}").touch()
     harmed.start()
-    assert endings.finish(harmed) == 0, harmed.said()[-4000:]
+    assert endings.finish(harmed) == 0, harmed.output()[-4000:]
     (anomaly,) = read_anomalies(harmed.run_dir / "anomalies.jsonl")
     assert (anomaly.step, anomaly.kind, anomaly.action) == (17, "nonfinite_loss", "skip")
     assert row in anomaly.rows and len(anomaly.rows) == BATCH
@@ -99,10 +99,10 @@ def test_a_slow_process_is_named_with_its_host_and_cause(job, slow):
     harmed = job("slow", "--monitoring.straggler_interval_steps=8", SELDOM_SAVED, steps=24)
     (harmed.folder / f"slow-{slow}").write_text("0.25")  # of each row: much on any machine
     harmed.start()
-    assert endings.finish(harmed) == 0, harmed.said()[-4000:]
+    assert endings.finish(harmed) == 0, harmed.output()[-4000:]
     found = findings(harmed)
     assert {(event["process"], event["cause"]) for event in found} == {(slow, "data")}
-    assert f"process {slow} on {HOST}" in harmed.said()
+    assert f"process {slow} on {HOST}" in harmed.output()
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_a_loader_that_turns_slow_amid_the_run_is_named(job, interval, flags, ca
     usual_s = statistics.median(step_times(harmed)[4:])
     row_s = max(0.03, 2 * usual_s)  # of two rows; other programs may slow steps down meanwhile
     (harmed.folder / "slow-1").write_text(f"{row_s:.3f}")
-    assert endings.finish(harmed) == 0, harmed.said()[-4000:]
+    assert endings.finish(harmed) == 0, harmed.output()[-4000:]
     found = findings(harmed)
     assert {(event["process"], event["cause"]) for event in found} == {(1, "data")}
     with capsys.disabled():
@@ -138,7 +138,7 @@ def test_stuck_processes_are_named_and_the_run_goes_on_to_the_same_bits(job):
         line = rf"watchdog: .*process {stuck} on {HOST} \(pid \d+\), last step \d+, phase data"
         harmed.wait_for_line(line, since)
         harmed.wait_for_line("launch: restart", since)
-    assert endings.finish(harmed) == 0, harmed.said()[-4000:]
+    assert endings.finish(harmed) == 0, harmed.output()[-4000:]
     clean.start()
     assert endings.finish(clean) == 0
     assert endings.bits(harmed.run_dir) == endings.bits(clean.run_dir)
@@ -158,11 +158,11 @@ def test_two_thousand_clean_steps_under_every_guard_have_no_finding(job, capsys)
         steps=2000,
     )
     clean.start()
-    assert endings.finish(clean) == 0, clean.said()[-4000:]
+    assert endings.finish(clean) == 0, clean.output()[-4000:]
     assert findings(clean) == []
     assert not (clean.run_dir / "anomalies.jsonl").exists()
     assert not (clean.run_dir / "logs" / "abort.json").exists()
-    assert "watchdog" not in clean.said() and "restart" not in clean.said()
+    assert "watchdog" not in clean.output() and "restart" not in clean.output()
     assert len(endings.bits(clean.run_dir)) == 2000
     with capsys.disabled():
         summary = json.loads((clean.run_dir / "summary.json").read_text())
