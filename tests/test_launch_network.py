@@ -12,7 +12,7 @@ import sys
 import time
 from pathlib import Path
 
-import endings
+import fault_scenarios
 import pytest
 import two_hosts
 from commands import ROOT
@@ -63,7 +63,7 @@ class Run:
             env={
                 **os.environ,
                 "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}",
-                "HARM_FOLDER": str(self.folder),
+                "FAULT_FOLDER": str(self.folder),
             },
         )
 
@@ -104,7 +104,7 @@ def uncut(tmp_path_factory):
     with TwoHosts(folder / "hosts") as running:
         run = Run(running, folder / "job")
         assert run.end() == [0, 0], run.outputs()
-    return endings.bits(run.run_dir)
+    return fault_scenarios.step_results(run.run_dir)
 
 
 FIRST = {
@@ -144,7 +144,7 @@ def test_a_cut_link_ends_both_with_its_name_and_is_resumed_after(
     back = run.wait(grown, 120)
     assert run.end() == [0, 0], run.outputs()
     assert "resumed from step" in run.output(0)
-    assert endings.bits(run.run_dir) == uncut
+    assert fault_scenarios.step_results(run.run_dir) == uncut
     with capsys.disabled():
         print(f" named after {named[0]:.1f} and {named[1]:.1f} s, back {back:.1f} s after", end="")
 

@@ -53,7 +53,7 @@ def take_token(directory: Path, nonce: str, process: int) -> None:
         token_path(directory, nonce, process).unlink()
 
 
-def judge(
+def check_views(
     views: Mapping[int, Sequence[int]],
     hosts: Sequence[str],
     directory: Path,
