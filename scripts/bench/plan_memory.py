@@ -4,7 +4,7 @@
 
 Needs the extra `plan` (no GPU). Each case compiles the very train step of a config on a mesh, half
 a minute each on 2 cores. Results go to `results/plan_memory.json`, which a test compares with the
-estimate of today, and `results/plan_memory.md`. Cases that are there already are not compiled again.
+estimate of today, and `results/plan_memory.md`. Cases already there are kept.
 """
 
 from __future__ import annotations
