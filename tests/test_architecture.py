@@ -10,7 +10,8 @@ PACKAGE = Path(__file__).parent.parent / "jaxdist"
 
 # The longest prefix of a module's name is its room: a room may hold rooms of other levels.
 LEVELS = {
-    "core.types": 0,
+    "core.settings": 0,
+    "core.types": 1,
     "core.axis": 0,
     "runtime": 1,
     "plan.hardware": 1,

@@ -14,11 +14,10 @@ import pytest
 from jaxdist.__main__ import find_commands
 from jaxdist.__main__ import main as jaxdist
 from jaxdist.config import RunConfig, read_run, stored_run
-from jaxdist.config.help import help_text
-from jaxdist.config.parser import read_settings
-from jaxdist.config.schema import fields_of
-from jaxdist.config.toml_writer import write_toml
 from jaxdist.core.mesh import MeshSpec
+from jaxdist.core.settings import read_settings, write_toml
+from jaxdist.core.settings.help import help_text
+from jaxdist.core.settings.schema import fields_of
 from jaxdist.core.types import ConfigError, Model, setting
 
 

@@ -14,7 +14,8 @@ import pytest
 from jaxdist.checkpoint import CheckpointConfig, Checkpointer
 from jaxdist.checkpoint import streaming_io as stored_arrays
 from jaxdist.checkpoint.streaming_io import StoredArrays, block_shape, even_chunk, grid
-from jaxdist.config import read_run, stored_run, write_toml
+from jaxdist.config import read_run, stored_run
+from jaxdist.core.settings import write_toml
 from jaxdist.core.types import ConfigError
 from jaxdist.run.setup import assemble
 from jaxdist.tools.convert.__main__ import VERBS, main

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Literal, TypeAlias
 
-from jaxdist.core.types import setting
+from jaxdist.core.settings import setting
 
 VOCAB_MULTIPLE = 64
 """Embedding tables are padded to a multiple of this, on every mesh alike, so that a tensor axis of

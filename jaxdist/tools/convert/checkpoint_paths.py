@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from jaxdist.checkpoint import manifest
-from jaxdist.core.types import ConfigError
+from jaxdist.core.settings import ConfigError
 
 
 def checkpoint_of(path: str, step: int) -> Path:

@@ -11,8 +11,7 @@ from typing import Any
 from jaxdist.checkpoint.events import size_text
 from jaxdist.checkpoint.pytree import ITEMS
 from jaxdist.checkpoint.streaming_io import StoredArrays
-from jaxdist.config import read_settings
-from jaxdist.core.types import setting
+from jaxdist.core.settings import read_settings, setting
 from jaxdist.tools.convert.checkpoint_paths import checkpoint_of
 
 

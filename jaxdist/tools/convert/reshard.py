@@ -16,9 +16,8 @@ from typing import Literal
 from jaxdist.checkpoint import manifest, pytree
 from jaxdist.checkpoint.events import size_text
 from jaxdist.checkpoint.streaming_io import StoredArrays, dtype_of, even_chunk, rewrite
-from jaxdist.config import read_settings
 from jaxdist.core.mesh import MeshSpec
-from jaxdist.core.types import ConfigError, setting
+from jaxdist.core.settings import ConfigError, read_settings, setting
 from jaxdist.tools.convert.checkpoint_paths import checkpoint_of, new_directory
 
 
@@ -101,7 +100,8 @@ def _target(run: Path, mesh: str, stored: StoredArrays) -> tuple[str, dict[str, 
         raise ConfigError(
             [f"{run} holds no config.toml, so the model's dims are not known. Name a whole run."]
         )
-    from jaxdist.config import stored_run, write_toml
+    from jaxdist.config import stored_run
+    from jaxdist.core.settings import write_toml
     from jaxdist.run.setup import open_run
 
     spec = MeshSpec.parse(mesh)

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Look at everything and report; returns the exit code, the same in all processes."""
-    from jaxdist.core.types import ConfigError
+    from jaxdist.core.settings import ConfigError
     from jaxdist.tools.doctor import findings
     from jaxdist.tools.doctor.options import read_doctor
 
@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def examine_host(config: DoctorConfig, environ: dict[str, str]) -> list[Finding]:
     """What one process sees of its host, its software and its environment."""
-    from jaxdist.core.types import ConfigError
+    from jaxdist.core.settings import ConfigError
     from jaxdist.run.monitoring.environment import nvidia_versions, versions
     from jaxdist.tools.doctor import gpus, host, slurm, software, variables
 
@@ -160,7 +160,7 @@ def _mesh(config: DoctorConfig, job: Job) -> tuple[MeshSpec, list[Finding]]:
     """The mesh to try: the run's, or, where training would refuse it, all devices as replicas."""
     from jaxdist.core.mesh import MeshSpec
     from jaxdist.core.parallel.data import DATA
-    from jaxdist.core.types import ConfigError
+    from jaxdist.core.settings import ConfigError
     from jaxdist.tools.doctor.findings import error, ok
     from jaxdist.tools.doctor.options import refused
 
@@ -216,7 +216,7 @@ def _plain(finding: Finding) -> dict[str, Any]:
 
 
 def _not_joined(failure: Exception) -> Finding:
-    from jaxdist.core.types import ConfigError
+    from jaxdist.core.settings import ConfigError
     from jaxdist.runtime.entry_point import RERUN, advice_for
     from jaxdist.tools.doctor.findings import error
 

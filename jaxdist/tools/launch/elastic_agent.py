@@ -379,7 +379,7 @@ class ElasticPlaces:
 
 
 def _refuse_rank(rival: Host) -> None:
-    from jaxdist.core.types import ConfigError
+    from jaxdist.core.settings import ConfigError
 
     raise ConfigError(
         [

@@ -243,7 +243,7 @@ class Attempt:
                 self.workers.append(Worker(command, environ, log_file, prefix))
         except OSError as failure:
             self.kill()
-            from jaxdist.core.types import ConfigError
+            from jaxdist.core.settings import ConfigError
 
             raise ConfigError(
                 [f"{command[0]} cannot be started: {failure.strerror}. Check --program."]
