@@ -107,7 +107,7 @@ class Job:
             return []
         return found if len(found) == 2 else []
 
-    def said(self, since: int = 0) -> str:
+    def error_record(self, since: int = 0) -> str:
         """The console from a position on."""
         with open(self.console, "rb") as file:
             file.seek(since)

@@ -2,6 +2,7 @@
 
 import ast
 import itertools
+import re
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,8 @@ PACKAGE = Path(__file__).parent.parent / "jaxdist"
 
 # The longest prefix of a module's name is its room: a room may hold rooms of other levels.
 LEVELS = {
-    "core.settings": 0,
-    "core.types": 1,
+    "core.settings": -1,  # below all: the launcher reads its flags without jax
+    "core.types": 0,
     "core.axis": 0,
     "runtime": 1,
     "plan.hardware": 1,
@@ -163,6 +164,13 @@ def test_planted_back_edges_are_seen():
     assert violations("models.decoder", "import jaxdist.core.parallel.tensor")
     assert violations("core.step.context", "def f():\n    from jaxdist.checkpoint import lock")
     assert violations("train", "from jaxdist import evaluate")
+
+
+def test_model_kinds_are_told_apart_in_their_own_room_only():
+    kinds = re.compile(r"isinstance\([^()]*(Decoder|Cnn|Custom|Model)Config")
+    found = [name for name, path in MODULES.items() if kinds.search(path.read_text())]
+    assert [name for name in found if not name.startswith("models")] == []
+    assert "models" in found
 
 
 def test_the_house_can_be_seen_from_its_door():

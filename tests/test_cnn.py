@@ -15,6 +15,7 @@ from jaxdist.core.state import init_state
 from jaxdist.core.step import TrainConfig, make_context, make_step, make_value_and_grad
 from jaxdist.data.images import open_cifar
 from jaxdist.models import CnnConfig, build
+from jaxdist.models.weights import num_params
 from jaxdist.optim import OptimConfig, make_optimizer
 
 TINY = CnnConfig(image_size=8, channels_1=8, channels_2=16, hidden=24, num_classes=10)
@@ -173,7 +174,7 @@ def test_counts_and_flops_are_those_of_the_layers():
     config = CnnConfig()
     model = build(config, seq_len=1)
     shapes = jax.tree.leaves(jax.eval_shape(model.init, jax.random.key(0)))
-    assert sum(x.size for x in shapes) == config.num_params == 2_122_186
+    assert sum(x.size for x in shapes) == num_params(model) == 2_122_186
     macs = 32 * 32 * 27 * 32 + 16 * 16 * 288 * 64 + 4096 * 512 + 512 * 10
     assert model.flops_per_token == {"causal": 6 * macs, "full": 6 * macs}
     assert model.unit == "images" and model.num_layers == 0

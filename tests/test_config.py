@@ -19,6 +19,7 @@ from jaxdist.core.settings import read_settings, write_toml
 from jaxdist.core.settings.help import help_text
 from jaxdist.core.settings.schema import fields_of
 from jaxdist.core.types import ConfigError, Model, setting
+from jaxdist.models.weights import num_params as count
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -208,8 +209,8 @@ def test_every_problem_is_in_one_message(tmp_path):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--paint.num_coat=1"], "Did you mean --paint.num_coats"),
-        (["--num_coats=1"], "Did you mean --paint.num_coats"),
+        (["--paint.num_coat=1"], "Did you mean --paint.num-coats"),
+        (["--num_coats=1"], "Did you mean --paint.num-coats"),
         (["--pain.colour=red"], "Did you mean --paint.colour"),
         (["--paint.zzz=1"], "--paint.zzz is not a setting. Sections: shape, paint. See --help."),
         (["--shape.radius=1"], "--shape.radius is not a setting of kind square."),
@@ -221,7 +222,7 @@ def test_every_problem_is_in_one_message(tmp_path):
         (["--paint.glossy=yes"], "is not true or false"),
         (["--paint.shares=1,x"], "has an item that is not a number"),
         (["--paint.level=3"], "is not a choice: 0, 1 or 2"),
-        (["--paint.num_coats"], "has no value: a whole number is needed. Use --paint.num_coats=2"),
+        (["--paint.num_coats"], "has no value: a whole number is needed. Use --paint.num-coats=2"),
         (
             ["--coats=1", "--paint.num_coats=2"],
             "given twice (flag --coats, flag --paint.num_coats)",
@@ -298,16 +299,16 @@ def test_help_names_every_field_with_type_default_and_doc_in_100_columns():
     assert max(map(len, text.splitlines())) <= 100
     for line in (
         "--name TEXT = job",
-        "--run_dir TEXT = (empty)",
+        "--run-dir TEXT = (empty)",
         "--shape.side NUMBER = 1.0",
         "--shape.radius NUMBER = 2.0",
         "--paint.colour {red,green,blue} = red",
-        "--paint.num_coats INT = 2",
+        "--paint.num-coats INT = 2",
         "--paint.glossy true|false = false",
         "--paint.tools TEXT,... = brush",
         "--paint.thinner NUMBER|none = none",
         "shape (kind = circle): A circle.",
-        "Short spellings: --coats = --paint.num_coats",
+        "Short spellings: --coats = --paint.num-coats",
     ):
         assert line in text
     for doc in ("coats, each dried before the next", "length of a side, metres", "anything else"):
@@ -364,7 +365,7 @@ def test_every_field_of_a_run_has_a_doc_and_stands_in_the_help(capsys):
     assert max(map(len, text.splitlines())) <= 100
     for field in fields_of(RunConfig):
         assert len(field.doc) > 3, f"{field.name} has no doc"
-        assert f"\n  --{field.name} " in text
+        assert f"\n  {field.flag} " in text
         assert " ".join(field.doc.split()) in " ".join(text.split())
 
 
@@ -426,7 +427,7 @@ PUBLISHED_NUM_PARAMS = {
 @pytest.mark.parametrize(("name", "num_params"), PUBLISHED_NUM_PARAMS.items())
 def test_shapes_equal_the_published_ones(name, num_params):
     path = next(p for p in CONFIGS if p.stem == name)
-    assert stored_run(path).model.num_params == num_params
+    assert count(stored_run(path).build_model()) == num_params
 
 
 def test_every_model_config_has_its_published_size():
@@ -440,7 +441,7 @@ def test_tokens_per_step_and_state_in_the_comments_are_right(path):
         tokens = config.train.global_batch_size * config.train.seq_len
         assert int(stated[1].replace(",", "")) == tokens
     if stated := re.search(r"state \(([\d.]+) (GB|TB)\)", text):
-        size = config.state_bytes() / {"GB": 1e9, "TB": 1e12}[stated[2]]
+        size = config.state_bytes(config.build_model()) / {"GB": 1e9, "TB": 1e12}[stated[2]]
         assert float(stated[1]) == pytest.approx(size, rel=0.006)  # three digits, rounded
 
 
@@ -465,7 +466,8 @@ def test_auto_takes_replicas_or_the_nearest_legal_mesh_and_says_why():
     spec, reason = run_config("--train.global_batch_size=6").choose_mesh(4)
     assert spec == MeshSpec(data=2, tensor=2)
     assert "dp=4 is refused (train.global_batch_size=6 is not a multiple of 4" in reason
-    assert RunConfig().choose_mesh(8, memory_bytes=2**20)[0] == MeshSpec(fsdp=8)
+    model = RunConfig().build_model()
+    assert RunConfig().choose_mesh(8, model=model, memory_bytes=2**20)[0] == MeshSpec(fsdp=8)
     config = run_config("--mesh=dp=2,tp=-1", "--mesh.reason=because")
     assert config.choose_mesh(8) == (MeshSpec(data=2, tensor=4), "because")
 
@@ -505,11 +507,12 @@ def test_a_custom_models_dims_are_judged_once_it_is_built():
 
 
 def test_state_bytes_follow_the_optimizer():
-    count = RunConfig().model.num_params
-    assert RunConfig().state_bytes() == 16 * count
-    assert run_config("--optim.optimizer=lion").state_bytes() == 12 * count
-    assert run_config("--optim.moment_dtype=bfloat16").state_bytes() == 14 * count
-    assert run_config("--optim.optimizer=adafactor").state_bytes() == 8 * count
+    model = RunConfig().build_model()
+    stored = count(model)  # 256 tokens need no padding
+    assert RunConfig().state_bytes(model) == 16 * stored
+    assert run_config("--optim.optimizer=lion").state_bytes(model) == 12 * stored
+    assert run_config("--optim.moment_dtype=bfloat16").state_bytes(model) == 14 * stored
+    assert run_config("--optim.optimizer=adafactor").state_bytes(model) == 8 * stored
 
 
 def test_remarks_name_a_warmup_longer_than_the_run():

@@ -15,6 +15,7 @@ from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.step import TrainConfig
 from jaxdist.core.types import ConfigError
 from jaxdist.models import DecoderConfig
+from jaxdist.models.weights import num_params
 from jaxdist.plan.estimate.memory_check import Budget, executable_bytes, needs_of
 
 GIB = 2**30
@@ -207,4 +208,4 @@ def needed_state(run_dir) -> int:
     """Bytes of the float32 parameters and AdamW's two moments, from the run's own settings."""
     from jaxdist.config import stored_run
 
-    return 12 * stored_run(run_dir / "config.toml").model.num_params
+    return 12 * num_params(stored_run(run_dir / "config.toml").build_model())

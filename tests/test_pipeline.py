@@ -23,7 +23,7 @@ FAST = [
     Case(mesh="pp=2,dp=2,tp=2", schedule="gpipe"),
     Case(mesh="pp=4,tp=2", family="llama_tied", rows=6, microbatches=3),
     Case(mesh="pp=2,fsdp=2,tp=2", chunks=2, family="gpt2"),
-    Case(mesh="pp=4,dp=2", schedule="1f1b_lean", family="gpt2"),
+    Case(mesh="pp=4,dp=2", schedule="1f1b", family="gpt2"),
     Case(mesh="pp=2,dp=2,fsdp=2", schedule="zero_bubble", zero=2, family="llama_tied", rows=16),
 ]
 SLOW = [
@@ -151,7 +151,7 @@ def test_microbatches_are_chosen_from_stages_and_rows():
 def test_the_choice_and_its_bubble_are_said():
     schedule = PipelineConfig().make_schedule(num_stages=4, rows=32)
     assert describe(schedule, 32) == (
-        "pipeline: 1f1b, 4 stages, 16 microbatches of 2 rows, bubble 15.8%, at most 7 "
+        "pipeline: 1f1b_lockstep, 4 stages, 16 microbatches of 2 rows, bubble 15.8%, at most 7 "
         "microbatches stashed, 23+19 permutes"
     )
 
@@ -169,8 +169,8 @@ def test_settings_that_cannot_work_are_refused_with_the_fix():
     problems = PipelineConfig(num_microbatches=-1, num_virtual_stages=0).problems()
     assert len(problems) == 2
     assert "Use 0 to have it chosen" in problems[0]
-    (problem,) = PipelineConfig(schedule="1f1b_lean", num_virtual_stages=2).problems()
-    assert "Use pipeline.num_virtual_stages=1, or 1f1b" in problem
+    (problem,) = PipelineConfig(schedule="1f1b", num_virtual_stages=2).problems()
+    assert "pipeline.schedule=1f1b_lockstep" in problem
 
 
 @pytest.mark.parametrize(("p", "v"), [(2, 2), (2, 3), (4, 2), (4, 3), (4, 4), (8, 2), (3, 5)])

@@ -15,7 +15,7 @@ from jax import lax
 
 from jaxdist.core.types import Array, Batch, Context, Model, Params, Sums
 from jaxdist.models import layers
-from jaxdist.models.configs import CNN_RULES, CnnConfig
+from jaxdist.models.configs import CnnConfig
 
 
 def build_cnn(config: CnnConfig) -> Model:
@@ -33,10 +33,26 @@ def build_cnn(config: CnnConfig) -> Model:
         axes=axes,
         dims=config.dims,
         head_loss=head_loss,
-        flops_per_token=config.flops_per_token(),
+        flops_per_token=_flops_per_image(config),
         unit="images",
-        rules=CNN_RULES,
+        rules=config.rules,
+        row={
+            "images": jax.ShapeDtypeStruct(
+                (config.image_size, config.image_size, config.in_channels), jnp.float32
+            ),
+            "labels": jax.ShapeDtypeStruct((), jnp.int32),
+            "weights": jax.ShapeDtypeStruct((), jnp.float32),
+        },
     )
+
+
+def _flops_per_image(config: CnnConfig) -> dict[str, float]:
+    """Forward and backward FLOPs of one image; no attention, so both conventions agree."""
+    area, pixels = config.kernel_size**2, config.image_size**2
+    macs = pixels * area * config.in_channels * config.channels_1
+    macs += pixels // 4 * area * config.channels_1 * config.channels_2
+    macs += config.flat_size * config.hidden + config.hidden * config.num_classes
+    return {"causal": 6.0 * macs, "full": 6.0 * macs}
 
 
 class Cnn(nnx.Module):

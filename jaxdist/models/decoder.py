@@ -8,6 +8,7 @@ likewise, [d_model, 2, mlp].
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -31,6 +32,7 @@ from jaxdist.core.types import (
 )
 from jaxdist.models import layers
 from jaxdist.models.configs import DecoderConfig
+from jaxdist.models.weights import weights_of
 
 # Where random bits are used: folded into the key, so that sites never share bits.
 _ATTENTION_SITE, _PROBS_SITE, _MLP_SITE = range(3)
@@ -101,7 +103,7 @@ def build_decoder(config: DecoderConfig, *, seq_len: int) -> Model:
 
     cache_dims = Dims(("layers", "batch", None, "kv_heads", "head_dim"))
     unlimited = config.positions == "rotary"
-    return Model(
+    model = Model(
         name="decoder",
         init=init,
         axes={"embed": embed_axes, "layers": stacked_axes, "head": head_axes},
@@ -111,8 +113,8 @@ def build_decoder(config: DecoderConfig, *, seq_len: int) -> Model:
         block=block,
         head_loss=head_loss,
         num_layers=config.num_layers,
-        flops_per_token=config.flops_per_token(seq_len),
-        sequence=True,
+        sequence=config.sequence,
+        vocab_size=config.vocab_size,
         decoding=Decoding(
             init_cache=init_cache,
             cache_dims={"key": cache_dims, "value": cache_dims},
@@ -121,6 +123,26 @@ def build_decoder(config: DecoderConfig, *, seq_len: int) -> Model:
         ),
         notes=lambda context: _notes(config, context),
     )
+    return dataclasses.replace(model, flops_per_token=_flops_per_token(model, config, seq_len))
+
+
+def _flops_per_token(model: Model, config: DecoderConfig, seq_len: int) -> dict[str, float]:
+    """Forward and backward FLOPs of one token: 6 per weight that multiplies, plus attention.
+
+    "causal" counts the half of S² attention that a causal mask leaves, "full" all of it (as
+    Chowdhery et al. 2022, "PaLM", appendix B). The embedding lookup is not a product; the head is,
+    tied or not, without the padding of the vocabulary.
+    """
+    products = sum(w.size for w in weights_of(model) if w.is_stacked and w.is_matrix)
+    products += config.vocab_size * config.d_model
+    keys = min(seq_len, config.sliding_window or seq_len)
+    attention = 12.0 * config.num_layers * config.num_heads * config.head_width
+    # Mean number of keys a query sees under the causal window, counted as S/2 when it is all.
+    causal = keys - keys * keys / (2 * seq_len)
+    return {
+        "causal": 6.0 * products + attention * causal,
+        "full": 6.0 * products + attention * keys,
+    }
 
 
 class Embedding(nnx.Module):

@@ -10,6 +10,7 @@ from jaxdist.core.axis import Axis
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.parallel import axes
 from jaxdist.core.parallel.data import DATA
+from jaxdist.core.types import Model
 from jaxdist.plan.compiled.check import CompiledStep
 from jaxdist.plan.estimate.cost import break_even, checkpoint_bytes
 from jaxdist.plan.estimate.memory import GIB
@@ -18,7 +19,7 @@ from jaxdist.plan.estimate.suggestions import smallest_changes
 from jaxdist.plan.hardware import Gpu
 from jaxdist.plan.numbers import duration, in_days, in_usd
 from jaxdist.plan.options import PlanConfig
-from jaxdist.plan.planner import Plan, build_model
+from jaxdist.plan.planner import Plan
 from jaxdist.plan.scaling import Size, right_sizes, size_of
 
 
@@ -90,7 +91,7 @@ def _fit(plan: Plan) -> Iterator[Advice]:
 
 
 def _more_gpus(plan: Plan) -> Iterator[Advice]:
-    count, model = plan.cluster.num_gpus, build_model(plan.base)
+    count, model = plan.cluster.num_gpus, plan.choice.job.model
     tokens = plan.on_demand.tokens
     for times in (2, 4, 8, 16):
         size = size_of(plan.base, plan.cluster.gpu, count * times, tokens, model)
@@ -194,7 +195,7 @@ def _choice_of(plan: Plan, spec: MeshSpec) -> Choice | None:
 
 
 def _size(plan: Plan, known: Mapping[str, Gpu]) -> Iterator[Advice]:
-    base, model = plan.base, build_model(plan.base)
+    base, model = plan.base, plan.choice.job.model
     tokens = plan.on_demand.tokens
     sizes = right_sizes(base, known, tokens, checkpoint_bytes(plan.choice.job), model)
     if sizes:
@@ -212,14 +213,14 @@ def _described(size: Size) -> str:
     )
 
 
-def _scaling(plan: Plan, model: object) -> Iterator[Advice]:
+def _scaling(plan: Plan, model: Model) -> Iterator[Advice]:
     """What twice as many of the same GPUs would bring."""
     if not plan.fits:
         return
     cluster, best = plan.cluster, plan.found.best or plan.choice
     now = best.time.tokens_per_s
     number = cluster.num_gpus * 2
-    double = size_of(plan.base, cluster.gpu, number, plan.on_demand.tokens, model)  # type: ignore[arg-type]
+    double = size_of(plan.base, cluster.gpu, number, plan.on_demand.tokens, model)
     if double is None:
         rows = plan.base.train.global_batch_size
         yield Advice(

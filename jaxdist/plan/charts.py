@@ -6,7 +6,7 @@ import html
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
-from jaxdist.core.parallel.pipeline.schedule_table import Schedule
+from jaxdist.core.parallel.pipeline.schedule import Schedule
 from jaxdist.core.parallel.pipeline.simulation import Costs
 
 COLOURS = (

@@ -13,7 +13,7 @@ from jaxdist.plan.advice import Advice
 from jaxdist.plan.estimate.memory import GIB
 from jaxdist.plan.estimate.search import Choice, why_not
 from jaxdist.plan.numbers import in_days, in_gib, in_usd
-from jaxdist.plan.planner import Plan, build_model
+from jaxdist.plan.planner import Plan
 from jaxdist.plan.scaling import Size, sweep
 from jaxdist.plan.text import text_of
 
@@ -129,9 +129,7 @@ def _costs(plan: Plan) -> list[str]:
     """Days and money over the number of GPUs of this kind."""
     now = plan.cluster.num_gpus
     counts = sorted({max(1, now // 4), max(1, now // 2), now, now * 2, now * 4})
-    sizes = sweep(
-        plan.base, plan.cluster.gpu, counts, plan.on_demand.tokens, build_model(plan.base)
-    )
+    sizes = sweep(plan.base, plan.cluster.gpu, counts, plan.on_demand.tokens, plan.choice.job.model)
     if len(sizes) < 2:
         return []
     line = lambda of: [(float(size.cluster.num_gpus), of(size)) for size in sizes]

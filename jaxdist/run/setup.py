@@ -7,14 +7,13 @@ and planning cannot disagree. Nothing is compiled and no array is made.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from jaxdist import models, optim, runtime
+from jaxdist import optim, runtime
 from jaxdist.checkpoint import Checkpointer
 from jaxdist.checkpoint.manifest import directory_of
 from jaxdist.checkpoint.pytree import in_params, under
@@ -22,7 +21,7 @@ from jaxdist.config import RunConfig, fit_devices, legal_sizes, stored_run
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.mesh_choice import Needs
 from jaxdist.core.parallel.pipeline.axis import PIPELINE
-from jaxdist.core.parallel.pipeline.schedule_table import Schedule
+from jaxdist.core.parallel.pipeline.schedule import Schedule
 from jaxdist.core.precision import initial_loss_scale
 from jaxdist.core.sharding import Layout
 from jaxdist.core.state import TrainState, abstract_state, init_state
@@ -33,6 +32,7 @@ from jaxdist.data.images import image_fields
 from jaxdist.data.packing import text_fields
 from jaxdist.models.huggingface.directory import is_model
 from jaxdist.models.huggingface.loading import load_params
+from jaxdist.models.weights import num_params
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ class Parts:
         schedule: step -> learning rate.
         loss_scale: initial loss scale, {} without.
         compute_dtype: dtype of matrix products.
-        num_params: parameters as stored.
+        num_params: number of parameters, without vocabulary padding (as model cards count).
         step: the compiled functions.
     """
 
@@ -189,11 +189,9 @@ def assemble(
     Raises:
         ConfigError: every rule that the mesh breaks, with legal meshes nearby.
     """
-    model = models.build(config.model, seq_len=config.train.seq_len)
+    model = config.build_model()
     asked = config
     config, devices = _fit_devices(asked, devices, model)
-    shapes = jax.eval_shape(model.init, jax.random.key(0))
-    num_params = sum(math.prod(x.shape) for x in jax.tree.leaves(shapes))
     spec, reason = config.choose_mesh(
         len(devices),
         model=model,
@@ -241,7 +239,7 @@ def assemble(
         schedule=schedule,
         loss_scale=loss_scale,
         compute_dtype=compute_dtype,
-        num_params=num_params,
+        num_params=num_params(model),
         step=step,
     )
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from jaxdist.core.parallel.pipeline.config import PipelineConfig
 from jaxdist.core.parallel.pipeline.loop_plan import phases
-from jaxdist.core.parallel.pipeline.schedule_table import Kind, Schedule
+from jaxdist.core.parallel.pipeline.schedule import Kind, Schedule
 from jaxdist.core.parallel.pipeline.simulation import RECOMPUTE, Report, simulate
 
 

@@ -135,10 +135,11 @@ def search(
     Args:
         config: the run; its mesh is not looked at, the settings named above are only a start.
         cluster: the GPUs.
-        model: the built model, for a custom one.
+        model: the built model; built from the settings where it is not given.
         stages: whether pipelines are looked at; without them it is several times faster.
     """
     start = time.perf_counter()
+    model = model or config.build_model()
     refused, choices, tried = [], [], 0
     for spec in factorisations(cluster.num_gpus, without=() if stages else (PIPELINE,)):
         problems = _mesh_problems(config, spec, model)
@@ -212,7 +213,7 @@ _BELOW_KNOWLEDGE = 0.05
 """A faster step this much per complication is below what the estimate knows."""
 
 
-def _mesh_problems(config: RunConfig, spec: MeshSpec, model: Model | None) -> list[str]:
+def _mesh_problems(config: RunConfig, spec: MeshSpec, model: Model) -> list[str]:
     # Microbatches are chosen below: only their being possible at all is a rule of the mesh.
     one = dataclasses.replace(
         config,
@@ -225,7 +226,7 @@ def _mesh_problems(config: RunConfig, spec: MeshSpec, model: Model | None) -> li
 def _with_larger_chunks(choice: Choice) -> Choice:
     """The same with more logits at once where they fit and save passes over the head's gradient."""
     given = choice.job.config.train.loss_chunk_tokens
-    if given or choice.job.decoder is None or not choice.fits:
+    if given or not choice.job.is_decoder or not choice.fits:
         return choice
     for tokens in _CHUNKS:
         train = dataclasses.replace(choice.job.config.train, loss_chunk_tokens=tokens)
@@ -274,7 +275,7 @@ def _variants(job: Job) -> Iterator[Job]:
                 mesh=dataclasses.replace(base.mesh, zero=zero),  # type: ignore[arg-type]
                 train=dataclasses.replace(base.train, remat=remat),
             )
-            for pipeline in _pipelines(config, spec):
+            for pipeline in _pipelines(dataclasses.replace(job, config=config)):
                 changed = dataclasses.replace(config, pipeline=pipeline)
                 if not _mesh_problems(changed, spec, job.model):
                     yield dataclasses.replace(job, config=changed)
@@ -291,13 +292,13 @@ def _remats(given: str) -> list[str]:
     return found if given in (*found, "auto") else [given, *found]
 
 
-def _pipelines(config: RunConfig, spec: MeshSpec) -> Iterable[PipelineConfig]:
+def _pipelines(job: Job) -> Iterable[PipelineConfig]:
+    config, spec = job.config, job.spec
     if spec[PIPELINE] == 1:
         return [config.pipeline]
-    layers = getattr(config.model, "num_layers", 0)
     chunks = {config.pipeline.num_virtual_stages, 1}
-    if config.pipeline.schedule != "1f1b_lean":
-        chunks |= {v for v in (2, 4) if layers % (v * spec[PIPELINE]) == 0}
+    if config.pipeline.schedule != "1f1b":
+        chunks |= {v for v in (2, 4) if job.num_layers % (v * spec[PIPELINE]) == 0}
     gathers = (
         ("action", "step")
         if any(axis.weights == "gathered" for axis in spec.used)

@@ -15,9 +15,8 @@ from typing import Literal
 from jaxdist.core.parallel import axes as mesh_axes
 from jaxdist.core.parallel.pipeline.axis import PIPELINE
 from jaxdist.core.parallel.tensor import TENSOR
-from jaxdist.plan.estimate.activations import Widths
+from jaxdist.models.weights import Weight
 from jaxdist.plan.estimate.job import WIDE, Job
-from jaxdist.plan.estimate.params import Weight
 
 Kind = Literal["all-gather", "reduce-scatter", "all-reduce", "collective-permute"]
 
@@ -163,9 +162,12 @@ def _is_gathered(job: Job, dim: str) -> bool:
 
 def _tensor(job: Job) -> Iterator[Moved]:
     """Tensor parallelism: activations of every layer, and the split vocabulary's scalars."""
-    if job.decoder is None or job.spec[TENSOR] == 1:
+    if job.spec[TENSOR] == 1:
         return
-    each = float(job.compute_bytes * job.tokens * Widths.of(job).stream)
+    if not job.is_decoder:
+        yield from _traced_sums(job)
+        return
+    each = float(job.compute_bytes * job.tokens * job.stream_width)
     layers, microbatches = job.layers_per_stage, job.num_microbatches
     # The embedding's reduction and the head's gather, and their backwards.
     ends = 2
@@ -182,6 +184,20 @@ def _tensor(job: Job) -> Iterator[Moved]:
     yield ("all-reduce", (TENSOR.name,), "loss", 3.0 * WIDE * job.tokens, microbatches)
 
 
+def _traced_sums(job: Job) -> Iterator[Moved]:
+    """What a model asks to be summed over `tensor`; nothing is known where XLA places the sums."""
+    cost, rows = job.everything_kept, job.compute_bytes * job.micro_rows
+    layers = job.layers_per_stage * job.num_microbatches
+    yield ("all-reduce", (TENSOR.name,), "activations", rows * cost.layer.reduced, layers)
+    yield (
+        "all-reduce",
+        (TENSOR.name,),
+        "activations",
+        rows * cost.rest.reduced,
+        job.num_microbatches,
+    )
+
+
 def _repeated(job: Job) -> tuple[int, int]:
     """Gathers and reductions per layer that backward's recomputation repeats.
 
@@ -192,10 +208,10 @@ def _repeated(job: Job) -> tuple[int, int]:
 
 def _stages(job: Job) -> Iterator[Moved]:
     """The ring between stages: activations, their gradients, and pieces on their way."""
-    if job.stages is None or job.decoder is None:
+    if job.stages is None:
         return
     schedule, report = job.stages.schedule, job.stages.report
-    each = float(job.compute_bytes * job.stream_tokens * job.decoder.d_model)
+    each = float(job.compute_bytes * job.stream_tokens * job.stream_width)
     permutes = report.forward_permutes + report.backward_permutes
     yield ("collective-permute", (PIPELINE.name,), "stages", each, permutes)
     if schedule.num_virtual_stages > 1 and job.engine.pieces_travel:

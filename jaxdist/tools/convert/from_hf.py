@@ -17,9 +17,10 @@ from jaxdist.checkpoint.events import size_text
 from jaxdist.checkpoint.streaming_io import CheckpointWriter, Index, even_chunk, grid
 from jaxdist.config import RunConfig
 from jaxdist.core.settings import read_settings, setting, write_toml
-from jaxdist.models.configs import DecoderConfig
+from jaxdist.models import DecoderConfig, build
 from jaxdist.models.huggingface.directory import Weights, open_weights, read_json
 from jaxdist.models.huggingface.families import Piece, left_out
+from jaxdist.models.weights import num_params
 from jaxdist.tools.convert.checkpoint_paths import new_directory
 
 TOKENIZER_FILES = (
@@ -70,9 +71,10 @@ def main(argv: Sequence[str]) -> int:
     settings = _settings(model, source, out)
     writer.finish({"mesh": "", "config": settings, "source": str(source)})
     (out / "config.toml").write_text(settings)
+    count = num_params(build(model, seq_len=1))
     remarks = "".join(f"{line}\n" for line in left_out(theirs))
     print(
-        f"{theirs['model_type']}, {model.num_params:,} parameters, {size_text(writer.num_bytes)}: "
+        f"{theirs['model_type']}, {count:,} parameters, {size_text(writer.num_bytes)}: "
         f"{out}\n{remarks}next: python -m jaxdist.generate {out} --prompt 'Once'"
     )
     return 0

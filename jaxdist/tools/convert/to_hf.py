@@ -69,7 +69,7 @@ def main(argv: Sequence[str]) -> int:
         )
     settings = stored_run(run / "config.toml")
     model = settings.model
-    if not isinstance(model, DecoderConfig):
+    if model.kind != "decoder":
         raise ConfigError([f"{run} holds a {model.kind}, and Hugging Face has decoders only here."])
     out = new_directory(config.out)
     dtype = _dtype(stored, config.dtype)

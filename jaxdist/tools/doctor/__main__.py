@@ -169,7 +169,7 @@ def _mesh(config: DoctorConfig, job: Job) -> tuple[MeshSpec, list[Finding]]:
         for problem in refused(config)
     ]
     try:
-        spec, reason = config.choose_mesh(job.num_devices)
+        spec, reason = config.choose_mesh(job.num_devices, model=config.build_model())
     except ConfigError as failure:
         if not found:
             problems = [line.removeprefix("  - ") for line in failure.problems[-1:]]

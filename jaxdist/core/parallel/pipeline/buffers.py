@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from jaxdist.core.parallel.pipeline.schedule_table import KINDS, Schedule
+from jaxdist.core.parallel.pipeline.schedule import KINDS, Schedule
 
 Work: TypeAlias = tuple[int, int]
 """(microbatch, chunk): what one buffer slot of a stage belongs to."""

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Literal
 
 from jaxdist.core.parallel.pipeline import schedules
-from jaxdist.core.parallel.pipeline.schedule_table import Schedule
+from jaxdist.core.parallel.pipeline.schedule import Schedule
 from jaxdist.core.parallel.pipeline.schedules import ScheduleName
 from jaxdist.core.parallel.pipeline.simulation import RECOMPUTE, simulate
 from jaxdist.core.types import setting
@@ -17,8 +17,9 @@ class PipelineConfig:
     """How microbatches flow through the stages of the `pipeline` axis (`pp` > 1)."""
 
     schedule: ScheduleName = setting(
-        "1f1b",
-        "gpipe, 1f1b, 1f1b_lean (least stash, more waiting) or zero_bubble (least waiting)",
+        "1f1b_lockstep",
+        "1f1b_lockstep, 1f1b (fewest microbatches in memory, more waiting), zero_bubble (least "
+        "waiting, most memory) or gpipe",
     )
     num_microbatches: int = setting(
         0, "parts into which a replica's rows are cut; 0 = about four per stage"
@@ -42,10 +43,11 @@ class PipelineConfig:
             problems.append(
                 f"pipeline.num_virtual_stages={self.num_virtual_stages} must be ≥ 1. Use 1."
             )
-        if self.schedule == "1f1b_lean" and self.num_virtual_stages > 1:
+        if self.schedule == "1f1b" and self.num_virtual_stages > 1:
             problems.append(
-                f"pipeline.schedule=1f1b_lean has one chunk per stage, not "
-                f"{self.num_virtual_stages}. Use pipeline.num_virtual_stages=1, or 1f1b."
+                f"pipeline.schedule=1f1b with pipeline.num_virtual_stages="
+                f"{self.num_virtual_stages}: it is not interleaved. "
+                "Use pipeline.num_virtual_stages=1, or pipeline.schedule=1f1b_lockstep."
             )
         return problems
 

@@ -19,7 +19,7 @@ from jaxdist.core import collectives
 from jaxdist.core.parallel.pipeline.axis import PIPELINE
 from jaxdist.core.parallel.pipeline.buffers import tabulate
 from jaxdist.core.parallel.pipeline.loop_plan import Phase, phases
-from jaxdist.core.parallel.pipeline.schedule_table import KINDS, Kind, Schedule
+from jaxdist.core.parallel.pipeline.schedule import KINDS, Kind, Schedule
 from jaxdist.core.types import Array
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from jaxdist.core.parallel.pipeline.schedule_table import Kind, Schedule, kinds_of, ordered
+from jaxdist.core.parallel.pipeline.schedule import Kind, Schedule, kinds_of, ordered
 
 
 class Phase(NamedTuple):

@@ -6,7 +6,7 @@ import dataclasses
 
 from jaxdist.core.parallel.pipeline.buffers import Lifetimes, num_slots, peak
 from jaxdist.core.parallel.pipeline.loop_plan import phases
-from jaxdist.core.parallel.pipeline.schedule_table import Action, Kind, Schedule, check
+from jaxdist.core.parallel.pipeline.schedule import Action, Kind, Schedule, check
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

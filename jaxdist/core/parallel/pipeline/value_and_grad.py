@@ -35,7 +35,7 @@ from jaxdist.core.parallel.pipeline.axis import PIPELINE
 from jaxdist.core.parallel.pipeline.buffers import tabulate
 from jaxdist.core.parallel.pipeline.executor import Action, Row, State, rows_of, run, take
 from jaxdist.core.parallel.pipeline.layerwise_backward import Layers, Layerwise
-from jaxdist.core.parallel.pipeline.schedule_table import Kind, Schedule
+from jaxdist.core.parallel.pipeline.schedule import Kind, Schedule
 from jaxdist.core.parallel.pipeline.split_backward import take_apart
 from jaxdist.core.sharding import Layout
 from jaxdist.core.types import (

@@ -14,7 +14,7 @@ from jax import lax
 
 from jaxdist.core import collectives
 from jaxdist.core.parallel.pipeline.axis import PIPELINE
-from jaxdist.core.parallel.pipeline.schedule_table import Schedule
+from jaxdist.core.parallel.pipeline.schedule import Schedule
 from jaxdist.core.types import Array, Params
 
 
