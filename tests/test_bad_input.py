@@ -86,7 +86,7 @@ def refusal(command, argv, capsys):
 
 
 MESH = {
-    "axis unknown": (["--mesh=ddp=8"], "axis 'ddp' is unknown", "Use dp, fsdp, tp or pp"),
+    "axis unknown": (["--mesh=ddp=8"], "axis 'ddp' is unknown", "Use pp"),
     "axis twice": (["--mesh=dp=2,dp=4"], "names dp twice", "Give each axis one size"),
     "no size": (["--mesh=dp"], "dp=(nothing) is not a size", "Use a whole number"),
     "size 0": (["--mesh=tp=0"], "tp=0 is not a size", "Use a whole number"),

@@ -541,7 +541,7 @@ def test_jaxdist_train_is_python_m_jaxdist_train():
         out = subprocess.run(
             [sys.executable, "-m", *program, "--help", "optim"], capture_output=True, text=True
         )
-        assert out.returncode == 0 and "--optim.peak_lr NUMBER" in out.stdout
+        assert out.returncode == 0 and "--optim.peak-lr NUMBER" in out.stdout
 
 
 def test_reading_a_config_imports_no_heavy_library_and_starts_no_device():
