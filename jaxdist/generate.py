@@ -81,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         positional=("run",),
     )
     from jaxdist.data import load_tokenizer
-    from jaxdist.run.setup import open_run
+    from jaxdist.run.trained_run import open_run
 
     run = open_run(config.run, mesh=config.mesh, simulate=config.simulate)
     model, data = run.parts.model, run.parts.config.data

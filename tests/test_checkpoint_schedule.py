@@ -9,6 +9,7 @@ from jaxdist.checkpoint import CheckpointConfig, manifest
 from jaxdist.checkpoint.coordination import make_group
 from jaxdist.checkpoint.retention import Saved, best_steps, steps_to_delete
 from jaxdist.checkpoint.save_schedule import SaveSchedule
+from jaxdist.runtime.storage import locate
 
 NEVER = 1e9
 
@@ -160,11 +161,11 @@ def test_of_equally_good_checkpoints_the_later_is_best():
 
 
 def test_the_manifest_says_what_was_saved_midway_and_older_ones_say_nothing(tmp_path):
-    checkpoint = tmp_path / "7"
-    checkpoint.mkdir()
+    checkpoint = locate(tmp_path / "7")
+    checkpoint.make_directory()
     manifest.write(checkpoint, 7, {}, {"loss": 0.5}, midway=True)
     assert manifest.read(checkpoint)["midway"] is True
     body = {"format": 1, "step": 7, "metrics": {}, "files": {}}
     crc32 = zlib.crc32(json.dumps(body, sort_keys=True).encode())
-    (checkpoint / manifest.FILE_NAME).write_text(json.dumps({**body, "crc32": crc32}))
+    (checkpoint / manifest.FILE_NAME).write(json.dumps({**body, "crc32": crc32}))
     assert manifest.read(checkpoint) == {**body, "midway": False}

@@ -195,7 +195,7 @@ def test_a_new_checkpoint_refills_the_budget(tmp_path):
         tmp_path,
         """
         if ATTEMPT < 4:
-            (RUN / "checkpoints" / str(10 * ATTEMPT)).mkdir(parents=True)
+            (RUN / "checkpoints" / str(10 * ATTEMPT) / "manifest.json").mkdir(parents=True)
             raise OSError("lost a node")
         """,
         "--max-restarts=1",
@@ -210,7 +210,7 @@ def test_a_crash_loop_ends(tmp_path):
     launched = Launched(
         tmp_path,
         """
-        (RUN / "checkpoints" / "5").mkdir(parents=True, exist_ok=True)
+        (RUN / "checkpoints" / "5" / "manifest.json").mkdir(parents=True, exist_ok=True)
         raise OSError("always")
         """,
         "--max-restarts=2",

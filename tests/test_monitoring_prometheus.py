@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from test_runtime_job import free_port
 
 from jaxdist.core.types import ConfigError
-from jaxdist.run.monitoring import Monitor, MonitoringConfig, RunDirectory
+from jaxdist.run.monitoring import Monitor, MonitoringConfig, RunDirectory, RunFacts
 from jaxdist.run.monitoring import monitor as monitor_module
 from jaxdist.run.monitoring.prometheus import _numbers
 
@@ -54,7 +54,7 @@ def train(monitor: Monitor, step: int) -> None:
     )
 
 
-HEADER = dict(
+HEADER = RunFacts(
     mesh="dp=8",
     model="decoder",
     num_parameters=1234,
@@ -68,7 +68,7 @@ HEADER = dict(
 def test_what_is_fetched_is_what_was_reported(tmp_path):
     port = free_port()
     monitor = start(tmp_path, port)
-    monitor.header(**HEADER)
+    monitor.header(HEADER)
     train(monitor, 1)
     train(monitor, 2)
     monitor.eval(2, {"loss": 2.25})
@@ -160,7 +160,7 @@ def test_the_dashboard_asks_for_what_is_served(tmp_path, monkeypatch):
     run = RunDirectory.open(tmp_path / "run")
     flops = {"causal": 1e9}
     with Monitor(config, run, total_steps=10, flops_per_token=flops) as monitor:
-        monitor.header(**HEADER)
+        monitor.header(HEADER)
         train(monitor, 1)
         monitor.eval(1, {"loss": 2.25})
         monitor.event("w", level=logging.WARNING, message="w")

@@ -12,9 +12,9 @@ import pytest
 from pipeline_parity import Case, compare
 
 from jaxdist.core.parallel.pipeline import executor, value_and_grad
-from jaxdist.core.parallel.pipeline.buffers import tabulate
+from jaxdist.core.parallel.pipeline.buffers import to_arrays
 from jaxdist.core.parallel.pipeline.config import PipelineConfig, choose_num_microbatches, describe
-from jaxdist.core.parallel.pipeline.virtual_stages import matchings
+from jaxdist.core.parallel.pipeline.virtual_stages import exchange_rounds
 
 # The project's contract for float32 across meshes: sums of another order, nothing else.
 LOSS, GRADIENT = 1e-6, 1e-5
@@ -128,11 +128,11 @@ def wrong_microbatch(tables):
 @pytest.mark.parametrize("fault", [one_tick_late, chunks_swapped, wrong_microbatch])
 def test_a_wrong_table_gives_wrong_gradients(fault, monkeypatch):
     def faulty(schedule):
-        tables = tabulate(schedule)
+        tables = to_arrays(schedule)
         return dataclasses.replace(tables, **fault(tables))
 
-    monkeypatch.setattr(executor, "tabulate", faulty)
-    monkeypatch.setattr(value_and_grad, "tabulate", faulty)
+    monkeypatch.setattr(executor, "to_arrays", faulty)
+    monkeypatch.setattr(value_and_grad, "to_arrays", faulty)
     difference = compare(Case(mesh="pp=2", chunks=2, rows=4))
     assert difference.gradient > 100 * GRADIENT
 
@@ -175,7 +175,7 @@ def test_settings_that_cannot_work_are_refused_with_the_fix():
 
 @pytest.mark.parametrize(("p", "v"), [(2, 2), (2, 3), (4, 2), (4, 3), (4, 4), (8, 2), (3, 5)])
 def test_pieces_travel_in_rounds_that_take_and_give_one_each(p, v):
-    rounds = matchings(p, v)
+    rounds = exchange_rounds(p, v)
     assert sorted(np.concatenate(rounds).tolist()) == list(range(p * v))
     for pieces in rounds:
         assert sorted(pieces // v) == list(range(p)), "one from every stage that stores"

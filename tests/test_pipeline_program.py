@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from pipeline_parity import FAST_COMPILE, Case, lowered
 
-from jaxdist.core.parallel.pipeline.loop_plan import phases
+from jaxdist.core.parallel.pipeline.loop_plan import plan_loops
 from jaxdist.core.parallel.pipeline.schedules import make_schedule
 from jaxdist.core.parallel.pipeline.simulation import simulate
 
@@ -124,7 +124,7 @@ def test_the_compiler_adds_no_exchange_between_stages():
     text = compiled(case).as_text()
     bodies_with_permutes = sum(
         kind != "weight"
-        for phase in phases(make_schedule("1f1b_lockstep", 4, 8))
+        for phase in plan_loops(make_schedule("1f1b_lockstep", 4, 8))
         for kinds in phase.kinds
         for kind in kinds
     )

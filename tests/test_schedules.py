@@ -5,8 +5,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-from jaxdist.core.parallel.pipeline.buffers import Lifetimes, colour, tabulate
-from jaxdist.core.parallel.pipeline.loop_plan import phases
+from jaxdist.core.parallel.pipeline.buffers import Lifetimes, assign_slots, to_arrays
+from jaxdist.core.parallel.pipeline.loop_plan import plan_loops
 from jaxdist.core.parallel.pipeline.schedule import Action, Schedule, ScheduleError, check
 from jaxdist.core.parallel.pipeline.schedules import (
     SCHEDULES,
@@ -59,7 +59,7 @@ def test_evaluation_runs_every_piece_once_and_holds_little(p, m, v):
 
 def run_by_hand(schedule: Schedule) -> None:
     """An independent machine: values move through the tables the executor reads, slot by slot."""
-    tables = tabulate(schedule)
+    tables = to_arrays(schedule)
     p, v = schedule.num_stages, schedule.num_virtual_stages
     stash = [[None] * (tables.num_slots[0] + 1) for _ in range(p)]
     cotangents = [[None] * (tables.num_slots[1] + 1) for _ in range(p)]
@@ -163,7 +163,7 @@ def test_textbook_1f1b_pays_for_its_stash_when_backwards_are_longer():
 @pytest.mark.parametrize(("p", "m"), [(2, 5), (4, 8), (4, 32), (8, 16)])
 def test_phases_cover_every_tick_once_and_allow_what_it_holds(name, p, m):
     schedule = make_schedule(name, p, m)
-    found = phases(schedule)
+    found = plan_loops(schedule)
     covered = []
     for phase in found:
         for ticks in phase.rounds:
@@ -263,12 +263,12 @@ def test_drawing_shows_each_stage_and_the_costs():
 
 
 def test_colouring_reuses_a_slot_only_after_its_last_tick():
-    slots = colour({(0, 0): (0, 3), (1, 0): (1, 2), (2, 0): (3, 5), (3, 0): (4, 6)})
+    slots = assign_slots({(0, 0): (0, 3), (1, 0): (1, 2), (2, 0): (3, 5), (3, 0): (4, 6)})
     assert slots == {(0, 0): 0, (1, 0): 1, (2, 0): 1, (3, 0): 0}
 
 
 def test_tables_name_the_spare_slot_where_nothing_arrives():
-    tables = tabulate(make_schedule("gpipe", 2, 2))
+    tables = to_arrays(make_schedule("gpipe", 2, 2))
     assert tables.num_slots[0] == 2
     assert np.all(tables.activation_arrival[:, 0] == 2), "stage 0 of two has no stage before it"
     assert sorted(tables.activation_arrival[:, 1].tolist())[:2] == [0, 1]

@@ -111,7 +111,7 @@ def test_killed_run_resumes_from_its_checkpoint_bit_for_bit(finished, tmp_path):
         stderr=subprocess.DEVNULL,
     )
     deadline = time.monotonic() + 200
-    while time.monotonic() < deadline and not (run_dir / "checkpoints" / "4").exists():
+    while time.monotonic() < deadline and not (run_dir / "checkpoints/4/manifest.json").exists():
         time.sleep(0.01)
     process.kill()
     process.wait()

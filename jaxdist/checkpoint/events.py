@@ -33,7 +33,7 @@ class Outcome:
     error: str = ""
 
 
-class Journal:
+class EventLog:
     """Collects events on every process and writes lines on process 0."""
 
     def __init__(self, write_line: Callable[[str], None], leader: bool) -> None:
@@ -43,7 +43,7 @@ class Journal:
             collections.deque()
         )  # appends come from two threads
 
-    def line(self, text: str) -> None:
+    def log(self, text: str) -> None:
         """One line for people."""
         if self._leader:
             self._write_line(text)
@@ -71,7 +71,7 @@ class Journal:
         )
         waited = f", waited {outcome.waited_s:.2f} s for the save before"
         midway = "; midway, kept until the next"
-        self.line(
+        self.log(
             f"checkpoint {outcome.step} saved: {size_text(outcome.num_bytes)} in "
             f"{outcome.written_s:.2f} s ({gb_per_s:.2f} GB/s), training blocked "
             f"{outcome.blocked_s:.2f} s{waited * (outcome.waited_s > 0.01)}"
@@ -81,7 +81,7 @@ class Journal:
     def failed(self, outcome: Outcome, in_a_row: int, allowed: int) -> None:
         """A save that did not happen, with how many more may fail."""
         self.event("save_failed", step=outcome.step, reason=outcome.error, in_a_row=in_a_row)
-        self.line(
+        self.log(
             f"SAVE FAILED at step {outcome.step}: {outcome.error} ({in_a_row} in a row, the run "
             f"stops at {allowed}; older checkpoints are untouched, the next interval tries again)"
         )

@@ -13,7 +13,7 @@ from jaxdist.core.state import TrainState
 from jaxdist.core.step import has_replica_norms
 from jaxdist.data import Loader, Position, TrainData, resume_position
 from jaxdist.plan.estimate.memory_check import Budget
-from jaxdist.run.monitoring import Monitor, RunDirectory, new_run_path
+from jaxdist.run.monitoring import Monitor, RunDirectory, RunFacts, new_run_path
 from jaxdist.run.resilience import LossGuard
 from jaxdist.run.setup import Parts
 
@@ -65,7 +65,7 @@ def restore_or_init(
         if config.init_from:
             log.info("weights from %s", config.init_from)
         if config.checkpoint.preflight and not rolls_back:
-            checkpointer.probe(state)
+            checkpointer.preflight(state)
     else:
         state, meta, step = checkpointer.restore(parts.abstract_state(), step=chosen)
         position = resume_position(
@@ -110,7 +110,7 @@ def announce(parts: Parts, monitor: Monitor, budget: Budget | None) -> None:
         )
     if budget is not None:
         notes.append(budget.line())
-    monitor.header(
+    facts = RunFacts(
         mesh=str(parts.spec),
         mesh_reason=reason,
         model=model.name,
@@ -122,3 +122,4 @@ def announce(parts: Parts, monitor: Monitor, budget: Budget | None) -> None:
         precision=f"{parts.compute_dtype} compute, float32 parameters",
         notes=notes,
     )
+    monitor.header(facts)

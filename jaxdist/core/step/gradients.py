@@ -15,7 +15,8 @@ from jaxdist.core import collectives
 from jaxdist.core.axis import spec_over
 from jaxdist.core.collective_order import in_order
 from jaxdist.core.parallel import data, reduction
-from jaxdist.core.parallel.pipeline import value_and_grad as pipeline
+from jaxdist.core.parallel.pipeline import evaluate as pipeline_evaluate
+from jaxdist.core.parallel.pipeline import value_and_grad as pipeline_train
 from jaxdist.core.parallel.pipeline.axis import PIPELINE
 from jaxdist.core.parallel.pipeline.config import PipelineConfig
 from jaxdist.core.precision import PrecisionConfig
@@ -50,7 +51,7 @@ def make_value_and_grad(
     num_stages = layout.size(PIPELINE)
     if num_stages > 1:
         remat = resolve_remat(config, context.platform)
-        value_and_grad = pipeline.make_value_and_grad(
+        value_and_grad = pipeline_train.make_value_and_grad(
             model,
             layout,
             lambda rows: stages.make_schedule(
@@ -133,7 +134,7 @@ def make_evaluate(
     stages = stages or PipelineConfig()
     num_stages = layout.size(PIPELINE)
     if num_stages > 1:
-        evaluate = pipeline.make_evaluate(
+        evaluate = pipeline_evaluate.make_evaluate(
             model,
             layout,
             lambda rows: stages.make_evaluation_schedule(num_stages=num_stages, rows=rows),

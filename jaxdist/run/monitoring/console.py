@@ -186,8 +186,6 @@ def header_rows(facts: Mapping[str, Any]) -> list[tuple[str, str | Sequence[str]
         ("batch", batch),
         ("precision", facts["precision"]),
     ]
-    if facts["memory_estimate_bytes"] is not None:
-        rows.append(("memory", f"{memory(facts['memory_estimate_bytes'])} a device, estimated"))
     if facts["notes"]:
         rows.append(("kernels", [line for note in facts["notes"] for line in wrap(note)]))
     rows.append(("MFU", _describe_mfu(facts)))

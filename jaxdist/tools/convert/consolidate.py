@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -41,7 +42,7 @@ class ConsolidateConfig:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Write the files; reads and proves one array at a time."""
+    """Write the files; reads and verifies one array at a time."""
     config = read_settings(
         ConsolidateConfig,
         argv,
@@ -53,9 +54,9 @@ def main(argv: Sequence[str]) -> int:
     out = new_directory(config.out)
     names = [name for name in stored.entries if config.items == "all" or name.startswith("params/")]
     tensors = {_tensor_name(name): _tensor(stored, name, config) for name in names}
-    out.mkdir(parents=True, exist_ok=True)
+    out.make_directory()
     metadata = {"format": "pt", "step": str(stored.document["step"])}
-    files = safetensors.write_shards(out, tensors, config.shard_gb, metadata)
+    files = safetensors.write_shards(Path(out), tensors, config.shard_gb, metadata)
     total = sum(tensor.num_bytes for tensor in tensors.values())
     print(f"{len(tensors)} arrays, {size_text(total)}, in {len(files)} file(s): {out}")
     return 0

@@ -63,7 +63,7 @@ def main(argv: Sequence[str]) -> int:
     )
     stored = StoredArrays(checkpoint_of(config.src, config.step))
     run = manifest.directory_of(config.src).parent
-    if not (run / "config.toml").is_file():
+    if not (run / "config.toml").exists():
         raise ConfigError(
             [f"{run} holds no config.toml: the model is not known. Name a whole run."]
         )
@@ -71,7 +71,7 @@ def main(argv: Sequence[str]) -> int:
     model = settings.model
     if model.kind != "decoder":
         raise ConfigError([f"{run} holds a {model.kind}, and Hugging Face has decoders only here."])
-    out = new_directory(config.out)
+    out = Path(new_directory(config.out))
     dtype = _dtype(stored, config.dtype)
     tensors = _tensors(stored, model, dtype)
     out.mkdir(parents=True, exist_ok=True)

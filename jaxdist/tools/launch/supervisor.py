@@ -19,7 +19,6 @@ hosts, while a crash loop ends after a few attempts. What ends an elastic job fo
 from __future__ import annotations
 
 import dataclasses
-import os
 import random
 import signal
 import sys
@@ -30,6 +29,7 @@ from types import FrameType
 from typing import Protocol
 
 from jaxdist import runtime
+from jaxdist.runtime.storage import locate
 from jaxdist.tools.launch.resources import count_gpus, free_port
 from jaxdist.tools.launch.worker_group import GroupResult, Placement, WorkerGroup
 
@@ -160,7 +160,7 @@ class Supervisor:
         """Run attempts until one settles the job's exit code, and return it."""
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
             signal.signal(number, self._on_signal)
-        (self.run_dir / "logs").mkdir(parents=True, exist_ok=True)
+        (locate(self.run_dir) / "logs").make_directory()
         code = runtime.EXIT_CONFIG  # of a ConfigError; nothing else is raised
         try:
             code = self._run_groups()
@@ -170,11 +170,12 @@ class Supervisor:
 
     def newest_checkpoint(self) -> int:
         """Step of the newest committed checkpoint, -1 without one."""
-        try:
-            names = os.listdir(self.run_dir / "checkpoints")
+        directory = locate(self.run_dir) / "checkpoints"
+        try:  # the manifest is written last: without one a save is not finished
+            saved = [n for n in directory.entries() if (directory / n / "manifest.json").exists()]
         except OSError:
             return -1
-        return max((int(name) for name in names if name.isdigit()), default=-1)
+        return max((int(name) for name in saved if name.isdecimal()), default=-1)
 
     def _run_groups(self) -> int:
         failures, newest = 0, self.newest_checkpoint()

@@ -12,14 +12,14 @@ def _problems(size: int, workload: Workload) -> list[str]:
             f"mesh pp={size}: this model has no stacked layers to cut into stages. "
             "Use pp=1 and give the devices to another axis."
         ]
-    pieces = size * workload.num_virtual_stages
-    if workload.num_virtual_stages == 1 or not num_layers % pieces:
+    total = size * workload.num_virtual_stages
+    if workload.num_virtual_stages == 1 or not num_layers % total:
         return []
     allowed = "1" if num_layers % size else allowed_sizes(num_layers // size)
     return [
         f"mesh pp={size} × pipeline.num_virtual_stages={workload.num_virtual_stages} cuts the "
-        f"model into {pieces} equal pieces, which do not divide {workload.named('layers')}. "
-        f"Use pipeline.num_virtual_stages={allowed}, or {-(-num_layers // pieces) * pieces} layers."
+        f"model into {total} virtual stages, which do not divide {workload.named('layers')}. "
+        f"Use pipeline.num_virtual_stages={allowed}, or {-(-num_layers // total) * total} layers."
     ]
 
 

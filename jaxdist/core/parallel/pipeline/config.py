@@ -25,7 +25,7 @@ class PipelineConfig:
         0, "parts into which a replica's rows are cut; 0 = about four per stage"
     )
     num_virtual_stages: int = setting(
-        1, "pieces of the model on each stage; more = less waiting, more messages (interleaved)"
+        1, "virtual stages on each stage (interleaving); more = less waiting, more messages"
     )
     gather: Literal["action", "step"] = setting(
         "action", "when fsdp weights are gathered: in every action, or once per step (more memory)"
@@ -61,7 +61,7 @@ class PipelineConfig:
         return (num_stages > 1 and self.num_microbatches) or accumulation
 
     def make_schedule(self, *, num_stages: int, rows: int, accumulation: int = 1) -> Schedule:
-        """The checked table for this many stages and rows of a replica.
+        """The checked schedule for this many stages and rows of a replica.
 
         Args:
             num_stages: size of the pipeline axis.
@@ -86,7 +86,7 @@ class PipelineConfig:
         return num_microbatches or self._choose(rows, num_stages)
 
     def make_evaluation_schedule(self, *, num_stages: int, rows: int) -> Schedule:
-        """The forward-only table for this many stages and rows of a replica."""
+        """The forward-only schedule for this many stages and rows of a replica."""
         num_microbatches = self._choose(rows, num_stages)
         return schedules.forward_only(num_stages, num_microbatches, self.num_virtual_stages)
 
@@ -97,7 +97,7 @@ class PipelineConfig:
 def choose_num_microbatches(rows: int, num_stages: int, num_virtual_stages: int = 1) -> int:
     """Microbatches for a replica's rows: the fewest that reach four per stage, else one row each.
 
-    Four per stage leave a 1F1B bubble below a fifth; more would only make products smaller. With
+    Four per stage leave a bubble below a fifth; more would only make products smaller. With
     chunks, multiples of the number of stages come first, because their groups are full.
     """
     divisors = _divisors(rows)

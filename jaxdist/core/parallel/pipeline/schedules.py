@@ -50,7 +50,7 @@ def forward_only(num_stages: int, num_microbatches: int, num_virtual_stages: int
             num_stages, num_microbatches, num_virtual_stages
         ).items()
     ]
-    return _table("forward_only", num_stages, num_microbatches, num_virtual_stages, cells)
+    return _from_cells("forward_only", num_stages, num_microbatches, num_virtual_stages, cells)
 
 
 def gpipe(num_stages: int, num_microbatches: int, num_virtual_stages: int = 1) -> Schedule:
@@ -61,7 +61,7 @@ def gpipe(num_stages: int, num_microbatches: int, num_virtual_stages: int = 1) -
     for (stage, chunk, microbatch), tick in forwards.items():
         cells.append((tick, stage, Action("forward", microbatch, chunk)))
         cells.append((2 * last + 1 - tick, stage, Action("backward", microbatch, chunk)))
-    return _table("gpipe", num_stages, num_microbatches, num_virtual_stages, cells)
+    return _from_cells("gpipe", num_stages, num_microbatches, num_virtual_stages, cells)
 
 
 def one_forward_one_backward_lockstep(
@@ -79,12 +79,12 @@ def one_forward_one_backward_lockstep(
     for (stage, chunk, microbatch), tick in _forward_ticks(p, num_microbatches, v).items():
         cells.append((2 * tick, stage, Action("forward", microbatch, chunk)))
         group, place = divmod(microbatch, p)
-        # The last piece turns around in the same pair of ticks; gradients then walk back as
+        # The last virtual stage turns around in the same pair of ticks; gradients then walk back as
         # activations came.
         turn = v * p - 1 + group * v * p + place
         backward = turn + (p - 1 - stage) + (v - 1 - chunk) * p
         cells.append((2 * backward + 1, stage, Action("backward", microbatch, chunk)))
-    return _table("1f1b_lockstep", p, num_microbatches, v, cells)
+    return _from_cells("1f1b_lockstep", p, num_microbatches, v, cells)
 
 
 def one_forward_one_backward(
@@ -223,8 +223,8 @@ def _stage_order(p: int, m: int, stage: int) -> deque[Action]:
     return deque(order)
 
 
-def _table(name: str, p: int, m: int, v: int, cells: Iterable[_Cell]) -> Schedule:
-    """Lay cells out in the order of their times; times at which no stage acts take no tick."""
+def _from_cells(name: str, p: int, m: int, v: int, cells: Iterable[_Cell]) -> Schedule:
+    """Order the cells by their times; times at which no stage acts take no tick."""
     ticks: dict[int, list[Action | None]] = {}
     for time, stage, action in cells:
         ticks.setdefault(time, [None] * p)[stage] = action
