@@ -21,6 +21,7 @@ from jaxdist.optim import OptimConfig
 from jaxdist.run.monitoring.config import MonitoringConfig
 from jaxdist.run.resilience.config import ResilienceConfig
 from jaxdist.runtime.config import RuntimeConfig
+from jaxdist.runtime.storage import locate
 
 ALIASES = {
     "mesh": "mesh.shape",
@@ -58,9 +59,9 @@ def read_run(
 
 def _base_of(given: GivenValues) -> RunConfig | None:
     """What stands in the place of the defaults, where something does."""
-    stored = Path(_stored(given)) / "config.toml"
-    if stored.parent != Path() and stored.is_file():
-        return dataclasses.replace(stored_run(stored), run_dir="")
+    run = _stored(given)
+    if run and (locate(run) / "config.toml").exists():
+        return dataclasses.replace(stored_run(locate(run) / "config.toml"), run_dir="")
     start = given.get("init_from")
     if isinstance(start, str) and start and is_model(start):
         try:

@@ -93,6 +93,8 @@ def _is_value(word: str, of_switch: bool) -> bool:
 
 def read_file(file: str) -> tuple[dict[str, Any], list[str], str]:
     """A TOML file: (its table, problems, its text)."""
+    from jaxdist.runtime.storage import locate  # the room `runtime` imports this one
+
     path = FilePath(file)
     if not file:
         return (
@@ -104,7 +106,7 @@ def read_file(file: str) -> tuple[dict[str, Any], list[str], str]:
         near = _files_like(path)
         return {}, [f"--config {file} does not exist: a TOML file is needed. {near}"], ""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = locate(path).read().decode()
         return tomllib.loads(text), [], text
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"

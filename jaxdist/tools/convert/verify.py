@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxdist.checkpoint import CheckpointError, manifest
-from jaxdist.checkpoint.events import one_line, size_text
+from jaxdist.checkpoint.events import one_line
 from jaxdist.checkpoint.streaming_io import StoredArrays
 from jaxdist.core.settings import read_settings, setting
+from jaxdist.runtime.formatting.numbers import in_bytes
 from jaxdist.runtime.storage import Location
 from jaxdist.tools.convert.checkpoint_paths import problem_of
 
@@ -57,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
 def _whole(checkpoint: Location) -> str:
     files = manifest.read(checkpoint)["files"]
     num_bytes = sum(size for size, _ in files.values())
-    return f"whole, {len(files)} files, {size_text(num_bytes)}"
+    return f"whole, {len(files)} files, {in_bytes(num_bytes)}"
 
 
 def _array_problem(checkpoint: Location) -> str:
