@@ -180,6 +180,7 @@ def _mesh(config: DoctorConfig, job: Job) -> tuple[MeshSpec, list[Finding]]:
 def _compute(config: DoctorConfig, job: Job, hosts: list[str], spec: MeshSpec) -> list[Finding]:
     import jax
 
+    from jaxdist.core.parallel.axes import by_name
     from jaxdist.tools.doctor import devices
 
     on_cpu = job.platform == "cpu"
@@ -196,6 +197,7 @@ def _compute(config: DoctorConfig, job: Job, hosts: list[str], spec: MeshSpec) -
             hosts=hosts,
             simulated=on_cpu,
             device_kind=job.devices[0].kind,
+            moves=by_name()[axis].moves,
         )
     return found
 
