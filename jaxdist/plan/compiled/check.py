@@ -30,9 +30,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from jaxdist.config import RunConfig, write_toml
+from jaxdist.config import RunConfig
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.parallel.axes import row_axes
+from jaxdist.core.settings import write_toml
 from jaxdist.plan.compiled.collectives import Collective
 from jaxdist.plan.hardware import Cluster
 
