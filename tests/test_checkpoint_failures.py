@@ -136,7 +136,7 @@ def test_too_little_space_is_known_before_writing(run, pristine, monkeypatch):
     opened.save(6, state_at(6), {})
     assert opened.wait() is False
     untouched(run, pristine)
-    assert any("no space: a checkpoint takes 8.20 kB" in line for line in run.lines)
+    assert any("no space: a checkpoint takes 8.0 KiB" in line for line in run.lines)
 
 
 def test_training_stops_after_so_many_failures_in_a_row(run, monkeypatch):

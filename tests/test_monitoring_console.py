@@ -26,7 +26,7 @@ def test_header_says_what_the_run_is(tmp_path, caplog):
     lines = caplog.messages
     assert "devices     8 \u00d7 cpu" in lines
     assert "mesh        dp=4,tp=2" in lines and "            the model fits one device" in lines
-    assert "model       decoder, 124.4 M parameters" in lines
+    assert "model       decoder, 124M parameters" in lines
     batch = (
         "batch       32 = 4 per device \u00d7 4 replicas \u00d7 2 accumulation; 4,096 tokens a step"
     )

@@ -10,8 +10,8 @@ import xml.etree.ElementTree as ET
 import pytest
 
 from jaxdist.run.monitoring import Monitor, MonitoringConfig, RunDirectory
+from jaxdist.runtime.formatting.charts import Line, chart, thin, ticks
 from jaxdist.tools.report import main
-from jaxdist.tools.report.charts import Line, chart, thin, ticks
 
 CONFIG = """
 name = "{name}"

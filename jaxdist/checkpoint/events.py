@@ -7,6 +7,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+from jaxdist.runtime.formatting.numbers import in_bytes
+
 Event = dict[str, Any]
 
 
@@ -72,7 +74,7 @@ class EventLog:
         waited = f", waited {outcome.waited_s:.2f} s for the save before"
         midway = "; midway, kept until the next"
         self.log(
-            f"checkpoint {outcome.step} saved: {size_text(outcome.num_bytes)} in "
+            f"checkpoint {outcome.step} saved: {in_bytes(outcome.num_bytes)} in "
             f"{outcome.written_s:.2f} s ({gb_per_s:.2f} GB/s), training blocked "
             f"{outcome.blocked_s:.2f} s{waited * (outcome.waited_s > 0.01)}"
             f"{midway * outcome.midway}"
@@ -91,11 +93,3 @@ def one_line(error: BaseException) -> str:
     """The first line of an error, short: Orbax's run to hundreds of lines."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:240]}" if lines else type(error).__name__
-
-
-def size_text(num_bytes: float) -> str:
-    """Bytes as people read them."""
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if num_bytes >= 0.1 * size:
-            return f"{num_bytes / size:.2f} {unit}"
-    return f"{num_bytes:.0f} B"

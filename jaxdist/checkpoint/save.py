@@ -25,10 +25,11 @@ from jaxdist.checkpoint.config import CheckpointConfig
 from jaxdist.checkpoint.coordination import make_barrier, make_group
 from jaxdist.checkpoint.crash_points import crash_point
 from jaxdist.checkpoint.errors import CheckpointError
-from jaxdist.checkpoint.events import EventLog, Outcome, one_line, size_text
+from jaxdist.checkpoint.events import EventLog, Outcome, one_line
 from jaxdist.checkpoint.orbax_io import OrbaxWriter
 from jaxdist.checkpoint.retention import Saved, steps_to_delete
 from jaxdist.runtime.coordination import GivenUp, Group
+from jaxdist.runtime.formatting.numbers import in_bytes
 from jaxdist.runtime.storage import Location
 
 MAX_FAILURES = 3
@@ -126,8 +127,8 @@ class Saver:
         free = self._directory.free_bytes()
         if free < num_bytes:
             raise CheckpointError(
-                f"no space: a checkpoint takes {size_text(num_bytes)}, {self._directory} has "
-                f"{size_text(free)} free. Free some, lower checkpoint.max_to_keep, or choose "
+                f"no space: a checkpoint takes {in_bytes(num_bytes)}, {self._directory} has "
+                f"{in_bytes(free)} free. Free some, lower checkpoint.max_to_keep, or choose "
                 "another --run-dir."
             )
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,6 +14,7 @@ from jaxdist.config import stored_run
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.types import ConfigError, Params
 from jaxdist.run.setup import Parts, assemble
+from jaxdist.runtime.storage import Location, locate
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -26,7 +26,7 @@ class TrainedRun:
         parts: mesh, model and compiled functions on this machine's devices.
     """
 
-    path: Path
+    path: Location
     parts: Parts
 
     def params(self, step: int | None = None) -> tuple[Params, int]:
@@ -75,7 +75,7 @@ def open_run(
     Raises:
         ConfigError: no run is there, its settings cannot be read, or the mesh is not legal.
     """
-    run = _run_of(Path(path))
+    run = _run_of(locate(path))
     config = stored_run(run / "config.toml")
     if simulate:
         runtime.simulate(simulate)
@@ -92,9 +92,9 @@ def open_run(
     return TrainedRun(path=run, parts=assemble(config, devices))
 
 
-def _run_of(path: Path) -> Path:
+def _run_of(path: Location) -> Location:
     for candidate in (path, path.parent, path.parent.parent):
-        if (candidate / "config.toml").is_file():
+        if (candidate / "config.toml").exists():
             return candidate
     raise ConfigError(
         [

@@ -23,8 +23,8 @@ from jaxdist.optim import is_frozen
 from jaxdist.plan.estimate import activations
 from jaxdist.plan.estimate.job import WIDE, Job, Place
 from jaxdist.runtime import DEFAULT_MEMORY_FRACTION, MEMORY_FRACTION
+from jaxdist.runtime.formatting.numbers import in_bytes
 
-MIB, GIB = 2**20, 2**30
 Parts = Mapping[str, float]
 
 
@@ -73,6 +73,11 @@ class Memory:
         if self.workspace_bytes:
             found["attention workspace"] = self.workspace_bytes
         return {name: size for name, size in found.items() if size}
+
+    def largest(self, number: int) -> str:
+        """The classes that take most, with their sizes."""
+        most = sorted(self.parts.items(), key=lambda part: -part[1])[:number]
+        return ", ".join(f"{name} {in_bytes(size)}" for name, size in most)
 
 
 def usable_bytes(job: Job) -> float:

@@ -19,9 +19,10 @@ from jaxdist.core.parallel.pipeline.config import PipelineConfig
 from jaxdist.core.parallel.tensor import TENSOR
 from jaxdist.core.types import Model
 from jaxdist.plan.estimate.job import Job
-from jaxdist.plan.estimate.memory import GIB, Memory, estimate_memory, usable_bytes
+from jaxdist.plan.estimate.memory import Memory, estimate_memory, usable_bytes
 from jaxdist.plan.estimate.time import StepTime, estimate_time
 from jaxdist.plan.hardware import Cluster
+from jaxdist.runtime.formatting.numbers import in_bytes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -165,12 +166,9 @@ def why_not(choice: Choice, best: Choice) -> str:
     if choice.job.spec == best.job.spec and choice.job.config == best.job.config:
         return ""
     if not choice.fits:
-        parts = choice.memory.parts
-        largest = sorted(parts, key=lambda name: -parts[name])[:2]
-        named = ", ".join(f"{name} {parts[name] / GIB:.1f}" for name in largest)
         return (
-            f"does not fit: {choice.memory.total_bytes / GIB:.1f} GiB of "
-            f"{choice.usable_bytes / GIB:.1f} usable ({named})"
+            f"does not fit: {in_bytes(choice.memory.total_bytes)} of "
+            f"{in_bytes(choice.usable_bytes)} usable ({choice.memory.largest(2)})"
         )
     slower = choice.time.seconds / best.time.seconds - 1
     if slower < 0.005:

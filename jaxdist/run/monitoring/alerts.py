@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jaxdist.run.monitoring import console
 from jaxdist.run.monitoring.config import MonitoringConfig
 from jaxdist.run.monitoring.stragglers import StragglerDetector, find_stragglers
 from jaxdist.run.monitoring.summary import RunSummary
@@ -17,6 +16,7 @@ from jaxdist.run.monitoring.timers import (
     Compilation,
     DataWaitTracker,
 )
+from jaxdist.runtime.formatting.numbers import duration, percent
 
 
 class Alerts:
@@ -67,9 +67,9 @@ class Alerts:
             step=step,
             data_wait_share=share,
             level=logging.WARNING,
-            message=f"the data loader is the bottleneck: {console.percent(share)} of the last "
+            message=f"the data loader is the bottleneck: {percent(share)} of the last "
             f"{WINDOW_STEPS} steps went to waiting for data (warned above "
-            f"{console.percent(DATA_WAIT_WARNING)}). Tokenise the corpus once, give "
+            f"{percent(DATA_WAIT_WARNING)}). Tokenise the corpus once, give "
             "the loader more workers, or a faster disk.",
         )
 
@@ -137,14 +137,14 @@ class Alerts:
             "impossible_mfu",
             mfu=mfu,
             level=logging.WARNING,
-            message=f"an MFU of {console.percent(mfu)} is impossible: the peak or the model's "
+            message=f"an MFU of {percent(mfu)} is impossible: the peak or the model's "
             "FLOPs per token are wrong. Check monitoring.peak_tflops and Model.flops_per_token.",
         )
 
     def compilation(self, done: Compilation) -> None:
         """Report a compilation; every one after a function's first is a warning."""
         source = " from the compile cache" if done.from_cache else ""
-        took = f"{done.function} compiled{source} in {console.duration(done.seconds)}"
+        took = f"{done.function} compiled{source} in {duration(done.seconds)}"
         fields: dict[str, Any] = {
             "function": done.function,
             "seconds": done.seconds,

@@ -9,11 +9,11 @@ from typing import Literal
 
 import numpy as np
 
-from jaxdist.checkpoint.events import size_text
 from jaxdist.checkpoint.streaming_io import StoredArrays, dtype_of
 from jaxdist.config import read_settings
 from jaxdist.core.types import ConfigError, setting
 from jaxdist.models.huggingface import safetensors
+from jaxdist.runtime.formatting.numbers import in_bytes
 from jaxdist.tools.convert.checkpoint_paths import checkpoint_of, new_directory
 
 
@@ -59,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
     metadata = {"format": "pt", "step": str(stored.document["step"])}
     files = safetensors.write_shards(Path(out), tensors, config.shard_gb, metadata)
     total = sum(tensor.num_bytes for tensor in tensors.values())
-    print(f"{len(tensors)} arrays, {size_text(total)}, in {len(files)} file(s): {out}")
+    print(f"{len(tensors)} arrays, {in_bytes(total)}, in {len(files)} file(s): {out}")
     return 0
 
 

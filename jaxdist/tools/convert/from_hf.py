@@ -12,7 +12,6 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxdist.checkpoint.events import size_text
 from jaxdist.checkpoint.streaming_io import CheckpointWriter, Index, even_chunk, grid
 from jaxdist.config import RunConfig, read_settings, write_toml
 from jaxdist.core.types import setting
@@ -20,6 +19,7 @@ from jaxdist.models import DecoderConfig, build
 from jaxdist.models.huggingface.directory import Weights, open_weights, read_json
 from jaxdist.models.huggingface.families import Piece, left_out
 from jaxdist.models.weights import num_params
+from jaxdist.runtime.formatting.numbers import in_bytes
 from jaxdist.runtime.storage import Location
 from jaxdist.tools.convert.checkpoint_paths import new_directory
 
@@ -74,7 +74,7 @@ def main(argv: Sequence[str]) -> int:
     count = num_params(build(model, seq_len=1))
     remarks = "".join(f"{line}\n" for line in left_out(theirs))
     print(
-        f"{theirs['model_type']}, {count:,} parameters, {size_text(writer.num_bytes)}: "
+        f"{theirs['model_type']}, {count:,} parameters, {in_bytes(writer.num_bytes)}: "
         f"{out}\n{remarks}next: python -m jaxdist.generate {out} --prompt 'Once'"
     )
     return 0

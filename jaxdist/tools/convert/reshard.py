@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from typing import Literal
 
 from jaxdist.checkpoint import manifest, pytree
-from jaxdist.checkpoint.events import size_text
 from jaxdist.checkpoint.streaming_io import StoredArrays, dtype_of, even_chunk, rewrite
 from jaxdist.config import read_settings
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.types import ConfigError, setting
+from jaxdist.runtime.formatting.numbers import in_bytes
 from jaxdist.runtime.storage import Location
 from jaxdist.tools.convert.checkpoint_paths import checkpoint_of, new_directory
 
@@ -89,7 +89,7 @@ def main(argv: Sequence[str]) -> int:
     seconds = time.perf_counter() - start
     print(
         f"checkpoint {checkpoint.name} rewritten for {config.mesh}: {len(writer.entries)} arrays, "
-        f"{size_text(writer.num_bytes)} in {seconds:.1f} s\nnext: python -m jaxdist.train --resume "
+        f"{in_bytes(writer.num_bytes)} in {seconds:.1f} s\nnext: python -m jaxdist.train --resume "
         f"{destination} --mesh {config.mesh}"
     )
     return 0

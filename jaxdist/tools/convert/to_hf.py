@@ -17,13 +17,13 @@ from typing import Literal
 import numpy as np
 
 from jaxdist.checkpoint import manifest
-from jaxdist.checkpoint.events import size_text
 from jaxdist.checkpoint.streaming_io import Index, StoredArrays, dtype_of
 from jaxdist.config import read_settings, stored_run
 from jaxdist.core.types import ConfigError, setting
 from jaxdist.models.configs import DecoderConfig
 from jaxdist.models.huggingface import safetensors
 from jaxdist.models.huggingface.families import Piece, Source, family_of, pieces, write_config
+from jaxdist.runtime.formatting.numbers import in_bytes
 from jaxdist.tools.convert.checkpoint_paths import checkpoint_of, new_directory
 from jaxdist.tools.convert.from_hf import TOKENIZER_FILES
 
@@ -80,7 +80,7 @@ def main(argv: Sequence[str]) -> int:
     _copy_tokenizer(settings.data.tokenizer, out)
     total = sum(tensor.num_bytes for tensor in tensors.values())
     print(
-        f"{family_of(model)}, {len(tensors)} tensors, {size_text(total)}, "
+        f"{family_of(model)}, {len(tensors)} tensors, {in_bytes(total)}, "
         f"{len(files)} file(s): {out}"
     )
     return 0

@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxdist.checkpoint import CheckpointError, manifest
-from jaxdist.checkpoint.events import one_line, size_text
+from jaxdist.checkpoint.events import one_line
 from jaxdist.checkpoint.streaming_io import StoredArrays
 from jaxdist.config import read_settings
 from jaxdist.core.types import setting
+from jaxdist.runtime.formatting.numbers import in_bytes
 from jaxdist.runtime.storage import Location
 from jaxdist.tools.convert.checkpoint_paths import problem_of
 
@@ -58,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
 def _whole(checkpoint: Location) -> str:
     files = manifest.read(checkpoint)["files"]
     num_bytes = sum(size for size, _ in files.values())
-    return f"whole, {len(files)} files, {size_text(num_bytes)}"
+    return f"whole, {len(files)} files, {in_bytes(num_bytes)}"
 
 
 def _array_problem(checkpoint: Location) -> str:

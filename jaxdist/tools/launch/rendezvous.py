@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import sys
 import threading
 import time
@@ -29,6 +28,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
+from jaxdist.runtime.storage import Location, locate
 from jaxdist.tools.launch.resources import Capacity
 
 HEARTBEAT_S = 1.0
@@ -141,7 +141,8 @@ class Rendezvous:
         heartbeat_timeout_s: float,
         clock: Callable[[], float] = time.monotonic,
     ):
-        self.folder, self.heartbeat_timeout_s, self.clock = folder, heartbeat_timeout_s, clock
+        self.folder = locate(folder)
+        self.heartbeat_timeout_s, self.clock = heartbeat_timeout_s, clock
         self.own = Host(rank=rank, uuid=uuid.uuid4().hex, address=address)
         self.rival: Host | None = None
         self._observed: dict[int, _Observation] = {}
@@ -152,7 +153,7 @@ class Rendezvous:
 
     def claim_rank(self) -> Host | None:
         """Start the heartbeats, or return another living launcher that has this rank."""
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self.folder.make_directory()
         own = self.folder / f"host-{self.own.rank}.json"
         old = _read_host(own)
         until = time.monotonic() + 2.5 * HEARTBEAT_S
@@ -186,8 +187,9 @@ class Rendezvous:
     def read_hosts(self) -> dict[int, Host]:
         """State of every host whose heartbeat has moved since the first look, and of this one."""
         now = self.clock()
-        for path in self.folder.glob("host-*.json"):
-            host = _read_host(path)
+        names = [name for name in self.folder.entries() if name.startswith("host-")]
+        for name in names:
+            host = _read_host(self.folder / name)
             if host is None:
                 continue
             if host.rank == self.own.rank:
@@ -228,10 +230,8 @@ class Rendezvous:
             self.publish()
 
     def _write(self, name: str, record: dict[str, Any]) -> None:
-        fresh = self.folder / f".{name}-{self.own.uuid}"
         try:
-            fresh.write_text(json.dumps(record))
-            os.replace(fresh, self.folder / f"{name}.json")
+            (self.folder / f"{name}.json").write(json.dumps(record), durable=False)
         except OSError as failure:
             if not self._warned:
                 print(
@@ -243,15 +243,15 @@ class Rendezvous:
             self._warned = True
 
 
-def _read_host(path: Path) -> Host | None:
+def _read_host(path: Location) -> Host | None:
     try:
         return Host(**_read_json(path))
     except TypeError:  # not there, or of another version
         return None
 
 
-def _read_json(path: Path) -> Any:
+def _read_json(path: Location) -> Any:
     try:
-        return json.loads(path.read_text())
+        return path.json()
     except (OSError, ValueError):  # not there, or cut short by a full disk
         return None

@@ -246,8 +246,8 @@ class Supervisor:
 
     def _wait_for_run_dir(self) -> bool:
         """Whether the run directory is here: without its mount, a start would make a new run."""
-        logs = self.run_dir / "logs"  # made before the first attempt
-        if logs.is_dir():
+        logs = locate(self.run_dir) / "logs"  # made before the first attempt
+        if logs.is_directory():
             return True
         _say(
             f"{self.run_dir} is gone: is its file system still mounted? "
@@ -255,7 +255,7 @@ class Supervisor:
         )
         until = time.monotonic() + _LOST_DIRECTORY_S
         while not self.stop_signal and time.monotonic() < until:
-            if logs.is_dir():
+            if logs.is_directory():
                 _say(f"{self.run_dir} is back")
                 return True
             time.sleep(0.2)

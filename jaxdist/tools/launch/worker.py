@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import json
 import os
 import re
 import signal
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from jaxdist import runtime
+from jaxdist.runtime.storage import locate
 
 _SERVICE_MARK = "JAX distributed service detected fatal"
 _SERVICE_LINES = 6  # of its message, before the stacks of all threads
@@ -40,8 +40,8 @@ class Worker:
         self, command: list[str], environ: dict[str, str], log_file: Path, prefix: str
     ) -> None:
         self.process_id = int(environ["JAXDIST_PROCESS_ID"])
-        self.error_file = log_file.with_suffix(".error.json")
-        self.error_file.unlink(missing_ok=True)  # of an earlier launch in this run directory
+        self.error_file = locate(log_file.with_suffix(".error.json"))
+        self.error_file.delete()  # of an earlier launch in this run directory
         self.log_file = log_file
         self.ended_at = 0.0
         self.killed = False
@@ -99,7 +99,7 @@ class Worker:
     def error_record(self) -> dict[str, Any] | None:
         """What `runtime.run_command` wrote about its failure; None where it wrote nothing."""
         try:
-            record: dict[str, Any] = json.loads(self.error_file.read_text())
+            record: dict[str, Any] = self.error_file.json()
         except (OSError, ValueError):
             return None
         return record
@@ -130,8 +130,8 @@ class Worker:
         names = []
         for process_id in lost[:4]:
             try:
-                standing = self.log_file.with_name(f"process-{process_id}.progress.json")
-                host = json.loads(standing.read_text())["host"]
+                progress = self.log_file.with_name(f"process-{process_id}.progress.json")
+                host = locate(progress).json()["host"]
                 names.append(f"process {process_id} on {host}")
             except (OSError, ValueError, KeyError):
                 names.append(f"process {process_id}")
@@ -153,7 +153,8 @@ class Worker:
         """Append to the log; on a full disk go on without it, or the pipe would fill and block."""
         try:
             if self._log is None:
-                self._log = open(self.log_file, "ab", buffering=0)  # noqa: SIM115, closed by _read
+                descriptor = locate(self.log_file).append_descriptor()
+                self._log = os.fdopen(descriptor, "ab", buffering=0)
             self._log.write(line)
         except OSError as failure:
             if not self._lost_log:
