@@ -1,15 +1,13 @@
 """The order of training: sample number -> row, a pure function of (sizes, weights, seed).
 
-Why not grain's `MapDataset.shuffle().repeat()` and `.mix()`, which order rows in the same spirit
-(checked with 0.2.18: one-to-one in each epoch, other epochs differ, independent of processes)?
+grain reads the batches (`jaxdist.data.batches`), but its `MapDataset.shuffle().repeat()`, `.mix()`
+and `experimental.index_shuffle` do not choose their rows. With grain 0.2.18:
 
-* One row costs 13-20 us of Python there, 130 us when mixed, on the thread that also has to let the
-  train loop dispatch; 1024 images are then 20 ms. Here they are 0.2 to 1 ms of numpy.
-* Its order may change between releases; a resumed run has to see the order it left.
+* Each row costs 13-20 us of Python, 130 us when mixed, in the interpreter that also dispatches the
+  steps: 20 ms for 1024 images. Here they take 0.2 to 1 ms of numpy. See `grain by row` in
+  `scripts/bench/results/data.md`.
+* Its order may change between releases. A resumed run has to see the order it left.
 * `mix` rounds shares to whole multiples of a hundredth of the smallest.
-
-A pipeline written with grain gives the rows instead (`jaxdist.data.custom`), and any dataset is a
-source for `grain.MapDataset.source`.
 """
 
 from __future__ import annotations

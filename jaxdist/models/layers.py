@@ -28,7 +28,7 @@ def functional(
             that carry none.
 
     Returns:
-        init: key -> plain nested dict of float32 arrays.
+        init: key -> plain nested dict of float32 arrays, shapes as the module makes them.
         axes: the same tree with a `Dims` at each leaf.
         bind: params -> the module holding them (whatever their shapes), for calling its methods.
 
@@ -78,7 +78,7 @@ def uniform(rngs: nnx.Rngs, shape: tuple[int, ...], bound: float, *dims: str | N
 
 
 def filled(value: float, shape: tuple[int, ...], *dims: str | None) -> nnx.Param:
-    """A constant float32 vector (norm scale, bias), its dims named."""
+    """A constant float32 array (norm scale, bias), its dims named."""
     return nnx.Param(jnp.full(shape, value, jnp.float32), dims=Dims(dims))
 
 
@@ -130,7 +130,7 @@ def rotary_angles(
 def llama3_stretch(
     factor: float, low: float, high: float, original_len: int
 ) -> Callable[[Array], Array]:
-    """Frequencies of Llama 3.1: low ones divided by `factor`, high ones kept, a ramp between.
+    """Frequencies [head_dim / 2] of Llama 3.1: low ones / `factor`, high ones kept, a ramp between.
 
     Source: the Llama 3.1 model card's rope scaling (Grattafiori et al. 2024, section 3.4.2).
     """

@@ -57,7 +57,7 @@ def compute(devices: Sequence[jax.Device], size: int) -> list[dict[str, Any]]:
     return found
 
 
-def judge_compute(
+def check_compute(
     everyone: Sequence[Sequence[Mapping[str, Any]]], hosts: Sequence[str], *, simulated: bool
 ) -> list[Finding]:
     """Devices that give other bits than their neighbours, or need longer than the others.
@@ -209,7 +209,7 @@ def groups_of(
     return found
 
 
-def judge_axis(
+def check_axis(
     axis: str,
     groups: Sequence[Group],
     *,
