@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeAlias, TypeVar
 
 import numpy as np
 
-from jaxdist.core.types import ConfigError
+from jaxdist.core.settings import ConfigError, problems_of
 from jaxdist.data.config import DataConfig
 from jaxdist.data.corpus import Corpus, cached_corpus
 from jaxdist.data.custom import CustomRows, is_custom, open_custom
@@ -128,7 +128,7 @@ def open_datasets(
     Raises:
         ConfigError: rules broken, or files that cannot be read as what they are said to be.
     """
-    if problems := config.problems():
+    if problems := problems_of(config, "data"):
         raise ConfigError(problems)
     if any(is_custom(source) for source in config.sources):
         return _open_custom(config, seq_len, seed)

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Check everything and report; the exit code is the same in all processes."""
-    from jaxdist.core.types import ConfigError
+    from jaxdist.core.settings import ConfigError
     from jaxdist.tools.doctor import findings
     from jaxdist.tools.doctor.options import read_doctor
 
@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def examine_host(config: DoctorConfig, environ: dict[str, str]) -> list[Finding]:
     """Findings of one process about its host, its software and its environment."""
-    from jaxdist.core.types import ConfigError
+    from jaxdist.core.settings import ConfigError
     from jaxdist.run.monitoring.environment import nvidia_versions, versions
     from jaxdist.tools.doctor import gpus, host, slurm, software, variables
 
@@ -159,7 +159,7 @@ def _mesh(config: DoctorConfig, job: Job) -> tuple[MeshSpec, list[Finding]]:
     """The run's mesh; where training would refuse it, all devices as replicas."""
     from jaxdist.core.mesh import MeshSpec
     from jaxdist.core.parallel.data import DATA
-    from jaxdist.core.types import ConfigError
+    from jaxdist.core.settings import ConfigError
     from jaxdist.tools.doctor.findings import error, ok
     from jaxdist.tools.doctor.options import refused
 
@@ -180,6 +180,7 @@ def _mesh(config: DoctorConfig, job: Job) -> tuple[MeshSpec, list[Finding]]:
 def _compute(config: DoctorConfig, job: Job, hosts: list[str], spec: MeshSpec) -> list[Finding]:
     import jax
 
+    from jaxdist.core.parallel.axes import by_name
     from jaxdist.tools.doctor import devices
 
     on_cpu = job.platform == "cpu"
@@ -196,6 +197,7 @@ def _compute(config: DoctorConfig, job: Job, hosts: list[str], spec: MeshSpec) -
             hosts=hosts,
             simulated=on_cpu,
             device_kind=job.devices[0].kind,
+            moves=by_name()[axis].moves,
         )
     return found
 
@@ -215,7 +217,7 @@ def _plain(finding: Finding) -> dict[str, Any]:
 
 
 def _not_joined(failure: Exception) -> Finding:
-    from jaxdist.core.types import ConfigError
+    from jaxdist.core.settings import ConfigError
     from jaxdist.runtime.entry_point import RERUN, advice_for
     from jaxdist.tools.doctor.findings import error
 

@@ -130,7 +130,7 @@ class WorkerGroup:
                 self.workers.append(self._start(command, local_process_id))
         except OSError as failure:
             self.kill()
-            from jaxdist.core.types import ConfigError
+            from jaxdist.core.settings import ConfigError
 
             raise ConfigError(
                 [f"{command[0]} cannot be started: {failure.strerror}. Check --program."]
