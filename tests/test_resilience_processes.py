@@ -67,7 +67,7 @@ def test_a_flipped_bit_on_another_process_is_found_and_ends_or_is_undone(job, mo
     # At once, not at 18: they are compared before every save, and one is due midway.
     named = rf"replicas differ after step 17: device \d+ of process 1 on {HOST} in params/head"
     assert re.search(named, stopped.output()), stopped.output()[-4000:]
-    assert "cannot be told" not in stopped.output()
+    assert "without a majority" not in stopped.output()
     assert "restart" not in stopped.output()
     assert [event["step"] for event in findings(stopped)] == [17]
     undone = job("undone", *four, "--resilience.sdc_policy=rollback")
