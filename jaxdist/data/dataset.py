@@ -65,7 +65,7 @@ class Dataset:
         return _digest(self.identity)
 
     def rows(self, indices: np.ndarray) -> Rows:
-        """Rows stacked in the order of `indices` (integers in [0, num_rows), one dim).
+        """Rows of `indices`, int64 [n] in [0, num_rows): field name -> [n, ...] (see `fields`).
 
         Pure: the same indices give the same rows, in any process.
         """

@@ -197,6 +197,9 @@ def eval_batches(
         sharding: of a batch's first dim.
         max_batches: at most so many batches, of rows spread evenly over the dataset.
 
+    Yields:
+        name -> [global_batch_size, ...], placed by the sharding.
+
     Raises:
         ConfigError: the batch does not divide over the sharding, or processes see other data.
     """

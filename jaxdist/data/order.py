@@ -49,7 +49,7 @@ class Order:
         self._mixture = _mixture(tuple(weights)) if len(weights) > 1 else None
 
     def rows(self, samples: np.ndarray) -> np.ndarray:
-        """Row index of each sample number; both int64, any shape that is one dim."""
+        """Row of each sample number; int64 [n] -> int64 [n]."""
         samples = np.asarray(samples, np.int64)
         if self._mixture is None:
             return self._part_rows(0, samples)
@@ -64,6 +64,7 @@ class Order:
         return rows
 
     def _part_rows(self, part: int, samples: np.ndarray) -> np.ndarray:
+        """Rows of one part by that part's own sample numbers; int64 [n] -> int64 [n]."""
         size = int(self._sizes[part])
         epochs, places = np.divmod(samples, size)
         rows = np.empty_like(samples)
@@ -82,7 +83,7 @@ def _keys(seed: int, part: int, epoch: int) -> tuple[int, ...]:
 
 
 def _permute(index: np.ndarray, size: int, keys: Sequence[int]) -> np.ndarray:
-    """A permutation of range(size), evaluated at `index`, in constant memory.
+    """A permutation of range(size) at `index`, int64 [n] -> int64 [n], in constant memory.
 
     A balanced Feistel network permutes the next larger power of 4; a result outside the range is
     sent through again until it is inside.
@@ -107,6 +108,7 @@ def _permute(index: np.ndarray, size: int, keys: Sequence[int]) -> np.ndarray:
 
 
 def _scramble(x: np.ndarray) -> np.ndarray:
+    """Mix the bits of uint64 [n]; one-to-one."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
@@ -114,7 +116,15 @@ def _scramble(x: np.ndarray) -> np.ndarray:
 
 @functools.lru_cache(maxsize=8)
 def _mixture(weights: tuple[float, ...]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Of each place in a period: its part and its number among that part's; samples per part."""
+    """How samples are drawn from parts, over one period of _PERIOD samples.
+
+    Args:
+        weights: share of each part, in any unit.
+
+    Returns:
+        Part of each place, int64 [_PERIOD]; its number among the places of that part, int64
+        [_PERIOD]; places of each part, int64 [parts].
+    """
     shares = np.asarray(weights, np.float64) / np.sum(weights) * _PERIOD
     quota = np.floor(shares).astype(np.int64)
     largest = np.argsort(quota - shares, kind="stable")  # largest remainder first

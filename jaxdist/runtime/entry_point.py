@@ -3,9 +3,9 @@
 | code | meaning |
 |---|---|
 | 0 | finished |
-| 2 | bad usage or configuration: a restart cannot heal it |
-| 75 | preempted after a committed save, or too little is there for an elastic job: run me again |
-| 85 | devices hold different bits of one value: look at the device before a restart |
+| 2 | bad usage or configuration: a restart cannot help |
+| 75 | preempted after a committed save, or too few hosts for an elastic job: start it again |
+| 85 | silent data corruption: devices hold different bits of one value, test the hardware |
 | 86 | the watchdog ended a process that made no progress |
 | 130 | interrupted from the keyboard |
 | 1 | anything else |

@@ -1,4 +1,4 @@
-"""The GPUs that are known here, and a user's own beside them."""
+"""The known GPUs, and a user's own."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def find_gpu(name: str, known: Mapping[str, Gpu] = GPUS) -> Gpu:
 
 
 def read_hardware(path: str | Path) -> dict[str, Gpu]:
-    """One's own GPUs from a TOML file, beside the known ones.
+    """A user's own GPUs from a TOML file, added to the known ones.
 
     A table per GPU; with `like` it starts from a known one and says what differs:
 
