@@ -117,6 +117,22 @@ def test_an_image_classifier_has_a_plan_too(capsys):
     assert found["fits"] and found["step"]["tokens_per_s"] > 0
 
 
+def test_a_custom_model_has_a_plan_too(capsys, monkeypatch):
+    """Memory, traffic, time and every mesh; what only decoders have formulas for is said."""
+    monkeypatch.setattr(sys, "path", [os.getcwd(), *sys.path])
+    argv = ["--model=custom", "--model.factory=examples.custom_model:build", "--gpus", "h100:8"]
+    argv += ["--compile=false", "--train.seq_len=32", "--mesh", "fsdp=4,tp=2"]
+    assert main([*argv, "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)["plans"]
+    assert found["mesh"] == "fsdp=4,tp=2" and found["step"]["tokens_per_s"] > 0
+    assert found["memory"]["is_upper_bound"]
+    assert {flow["purpose"] for flow in found["traffic"]} >= {"weights", "gradients"}
+    assert len(found["meshes"]) > 4 and found["refused"]
+    assert main(argv) == 0
+    text = capsys.readouterr().out
+    assert "upper bound" in text and "over tensor: not known" in text
+
+
 def test_the_page_is_whole_and_loads_nothing(capsys, tmp_path):
     page = tmp_path / "plan.html"
     main([*SMALL, "--gpus", "h100:8", "--mesh", "pp=2,dp=4", "--html", str(page)])
