@@ -42,7 +42,7 @@ class EvaluateConfig:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Load a checkpoint and print what it reaches."""
-    from jaxdist.config import read_settings
+    from jaxdist.core.settings import read_settings
 
     config = read_settings(
         EvaluateConfig,

@@ -71,7 +71,7 @@ class GenerateConfig:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Load a checkpoint and write continuations to stdout."""
-    from jaxdist.config import read_settings
+    from jaxdist.core.settings import read_settings
 
     config = read_settings(
         GenerateConfig,

@@ -86,7 +86,7 @@ def refusal(command, argv, capsys):
 
 
 MESH = {
-    "axis unknown": (["--mesh=ddp=8"], "axis 'ddp' is unknown", "Use dp, fsdp, tp or pp"),
+    "axis unknown": (["--mesh=ddp=8"], "axis 'ddp' is unknown", "Use pp"),
     "axis twice": (["--mesh=dp=2,dp=4"], "names dp twice", "Give each axis one size"),
     "no size": (["--mesh=dp"], "dp=(nothing) is not a size", "Use a whole number"),
     "size 0": (["--mesh=tp=0"], "tp=0 is not a size", "Use a whole number"),
@@ -123,7 +123,7 @@ MESH = {
 FLAGS = {
     "typo": (["--train.stpes=3"], "--train.stpes", "Did you mean --train.steps"),
     "typo without section": (["--stepz=3"], "--stepz", "Did you mean --steps"),
-    "typo of the section": (["--optimizer.peak_lr=1"], "--optimizer.peak_lr", "--optim.peak_lr"),
+    "typo of the section": (["--optimizer.peak_lr=1"], "--optimizer.peak-lr", "--optim.peak-lr"),
     "other kind's field": (["--model.hidden=3"], "of kind decoder", "See --help"),
     "not a whole number": (["--steps=1.5"], "train.steps='1.5' (flag --steps)", "The default is "),
     "not a number": (["--optim.peak_lr=fast"], "optim.peak_lr='fast'", "The default is"),
@@ -205,7 +205,7 @@ TRAIN = {**MESH, **FLAGS, **RULES, **DATA, **FILES}
 OTHERS = {
     "evaluate nothing": ("evaluate", [], "no run was named", "Give a run directory"),
     "evaluate no run": ("evaluate", ["a/run"], "'a/run' holds no config.toml", "Name a run"),
-    "evaluate typo": ("evaluate", ["x", "--max_batch=3"], "--max_batch", "--max_batches"),
+    "evaluate typo": ("evaluate", ["x", "--max_batch=3"], "--max-batch", "--max-batches"),
     "generate nothing": ("generate", [], "no run was named", "Give a run directory"),
     "generate no run": ("generate", ["runs/none"], "'runs/none' holds no", "Name a run"),
     "generate top_p": ("generate", ["x", "--top_p=2"], "top_p=2.0", "1 leaves all"),

@@ -13,7 +13,8 @@ import pytest
 
 from jaxdist.checkpoint import CheckpointConfig, Checkpointer, orbax_io, streaming_io
 from jaxdist.checkpoint.streaming_io import StoredArrays, block_shape, even_chunk, grid
-from jaxdist.config import read_run, stored_run, write_toml
+from jaxdist.config import read_run, stored_run
+from jaxdist.core.settings import write_toml
 from jaxdist.core.types import ConfigError
 from jaxdist.run.setup import assemble
 from jaxdist.runtime.storage import locate

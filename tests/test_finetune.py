@@ -207,7 +207,7 @@ def test_a_new_head_is_random_and_what_is_left_out_is_named(tmp_path):
     flags += ["--train.global_batch_size=8"]
     with pytest.raises(ConfigError, match=r"model.tie_embeddings=False is not what"):
         read_run(flags, command="jaxdist.train")
-    config = read_run([*flags, "--init-fresh=head/kernel"], command="jaxdist.train")
+    config = read_run([*flags, "--reinit-params=head/kernel"], command="jaxdist.train")
     parts = assemble(config, jax.devices()[:4])
     params = parts.init_state().params
     random = assemble(
@@ -228,4 +228,4 @@ def test_a_new_head_is_random_and_what_is_left_out_is_named(tmp_path):
     unused = dataclasses.replace(other, ignore_params=["layers/attention/qkv_bias"])
     assemble(unused, jax.devices()[:4]).init_state()
     with pytest.raises(ConfigError, match=r"reinit_params=\['head'\] without init_from"):
-        read_run(["--init-fresh=head"], command="jaxdist.train")
+        read_run(["--reinit-params=head"], command="jaxdist.train")

@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, TypeAlias
 
-from jaxdist.core.types import setting
+from jaxdist.core.settings import setting
 
 VOCAB_MULTIPLE = 64
 """Embedding tables are padded to a multiple of this, on every mesh alike, so that a tensor axis of

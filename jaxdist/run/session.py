@@ -229,7 +229,7 @@ class Session:
         self.monitor.rewind(self.step, f"going on from step {self.step}{without}")
 
     def forward_events(self) -> None:
-        """Record what the checkpointer did; it has told the console itself."""
+        """Record what the checkpointer did; it has logged that itself."""
         for event in self.checkpointer.pop_events():
             fields = dict(event)
             name = str(fields.pop("event"))

@@ -326,6 +326,6 @@ def _check_devices(everyone: list[dict[str, Any]]) -> None:
 
 
 def _refuse(*problems: str) -> None:
-    from jaxdist.core.types import ConfigError
+    from jaxdist.core.settings import ConfigError
 
     raise ConfigError(list(problems))

@@ -3,9 +3,9 @@
 | code | meaning |
 |---|---|
 | 0 | finished |
-| 2 | bad usage or configuration: a restart cannot heal it |
-| 75 | preempted after a committed save, or too little is there for an elastic job: run me again |
-| 85 | devices hold different bits of one value: look at the device before a restart |
+| 2 | bad usage or configuration: a restart cannot help |
+| 75 | preempted after a committed save, or too few hosts for an elastic job: start it again |
+| 85 | silent data corruption: devices hold different bits of one value, test the hardware |
 | 86 | the watchdog ended a process that made no progress |
 | 130 | interrupted from the keyboard |
 | 1 | anything else |
@@ -24,6 +24,7 @@ import traceback
 from collections.abc import Callable
 from typing import NoReturn
 
+from jaxdist.core.settings import ConfigError
 from jaxdist.runtime.coordination import announce_failure, leave_error, process_place, service
 from jaxdist.runtime.coordination.failure_broadcast import FOLLOWED
 from jaxdist.runtime.storage import locate
@@ -75,7 +76,7 @@ def run_command(main: Callable[[], int | None]) -> NoReturn:
 
     * `ConfigError`: its problems on stderr, one per line, and exit code 2; no traceback.
     * Ctrl-C: one line, 130.
-    * `SystemExit` (argparse): its code.
+    * `SystemExit` (`--help`): its code.
     * Anything else: one closing block - what, where, traceback, what to do - and exit code 1.
 
     `kill -QUIT` prints the stacks of all threads to stderr while the command goes on.
@@ -128,9 +129,7 @@ def _report(error: BaseException) -> int:
 
 
 def _config_problems(error: BaseException) -> list[str] | None:
-    # Whoever raised a ConfigError has imported jaxdist.core.types; nobody else has to.
-    types = sys.modules.get("jaxdist.core.types")
-    return error.problems if types is not None and isinstance(error, types.ConfigError) else None
+    return error.problems if isinstance(error, ConfigError) else None
 
 
 def _print_block(error: BaseException, text: str, advice: str) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxdist.core.types import ConfigError
+from jaxdist.core.settings import ConfigError, problems_of
 from jaxdist.models.configs import DecoderConfig
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gpt2")
@@ -153,7 +153,7 @@ def read_config(theirs: Mapping[str, Any]) -> DecoderConfig:
             [f"model_type={family!r} is not supported. Supported are {', '.join(FAMILIES)}."]
         )
     config = _read_gpt2(theirs) if family == "gpt2" else _read_llama(theirs, family)
-    problems = _unsupported(theirs, family) + config.problems()
+    problems = _unsupported(theirs, family) + problems_of(config, "model")
     if problems:
         raise ConfigError(problems)
     return config

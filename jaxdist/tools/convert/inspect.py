@@ -10,8 +10,7 @@ from typing import Any
 
 from jaxdist.checkpoint.pytree import ITEMS
 from jaxdist.checkpoint.streaming_io import StoredArrays
-from jaxdist.config import read_settings
-from jaxdist.core.types import setting
+from jaxdist.core.settings import read_settings, setting
 from jaxdist.runtime.formatting.numbers import in_bytes
 from jaxdist.tools.convert.checkpoint_paths import checkpoint_of
 

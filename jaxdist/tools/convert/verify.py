@@ -10,8 +10,7 @@ from pathlib import Path
 from jaxdist.checkpoint import CheckpointError, manifest
 from jaxdist.checkpoint.events import one_line
 from jaxdist.checkpoint.streaming_io import StoredArrays
-from jaxdist.config import read_settings
-from jaxdist.core.types import setting
+from jaxdist.core.settings import read_settings, setting
 from jaxdist.runtime.formatting.numbers import in_bytes
 from jaxdist.runtime.storage import Location
 from jaxdist.tools.convert.checkpoint_paths import problem_of

@@ -57,7 +57,7 @@ def compute(devices: Sequence[jax.Device], size: int) -> list[dict[str, Any]]:
     return found
 
 
-def judge_compute(
+def check_compute(
     everyone: Sequence[Sequence[Mapping[str, Any]]], hosts: Sequence[str], *, simulated: bool
 ) -> list[Finding]:
     """Devices that give other bits than their neighbours, or need longer than the others.
@@ -209,7 +209,7 @@ def groups_of(
     return found
 
 
-def judge_axis(
+def check_axis(
     axis: str,
     groups: Sequence[Group],
     *,
@@ -217,6 +217,7 @@ def judge_axis(
     hosts: Sequence[str],
     simulated: bool,
     device_kind: str = "",
+    moves: str = "",
 ) -> list[Finding]:
     """Groups whose sums are wrong or slow.
 
@@ -227,6 +228,7 @@ def judge_axis(
         hosts: by process id.
         simulated: the devices share the CPU, and their times say little.
         device_kind: jax's name of the GPUs, for what their links should reach.
+        moves: what a run exchanges over the axis, for the report.
     """
     size = len(groups[0].members)
     # What a ring puts on each link; `nccl-tests` calls it bus bandwidth.
@@ -253,7 +255,7 @@ def judge_axis(
     }
     text = (
         f"{len(groups)} group(s) of {size}: {statistics.median(speeds) / 1e9:.3g} GB/s bus, "
-        f"{num_bytes / 2**20:g} MiB a device"
+        f"{num_bytes / 2**20:g} MiB a device" + (f"; a run moves {moves}" if moves else "")
     )
     if simulated:
         return [*found, ok(check, text + " (through the CPU's memory)", **numbers)]

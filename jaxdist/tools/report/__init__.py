@@ -15,7 +15,7 @@ import os
 import sys
 from pathlib import Path
 
-from jaxdist.core.types import ConfigError
+from jaxdist.core.settings import ConfigError
 from jaxdist.run.metrics_log import encode
 from jaxdist.runtime.storage import locate
 from jaxdist.tools.report.page import html_page
