@@ -154,7 +154,7 @@ RULES = {
     "heads and width": (["--model.num_heads=3"], "num_heads=3 does not divide", "Choose a"),
     "kv heads and heads": (["--model.num_kv_heads=3"], "num_kv_heads=3", "Use a divisor"),
     "odd rotary head": (["--model.head_dim=15"], "head_dim=15 is odd", "Use an even"),
-    "dropout 1": (["--model.dropout=1.0"], "model.dropout=1.0", "Use e.g. 0.1"),
+    "dropout 1": (["--model.dropout=1.0"], "model.dropout=1.0", "The default is 0.0"),
     "cudnn on CPU": (
         ["--model.attention=cudnn", "--simulate=1"], "needs a GPU", "attention='auto'"),
     "position table": (
@@ -180,7 +180,7 @@ DATA = {
     "text for a cnn": (["--model=cnn"], "not a CIFAR-10 folder", "--model decoder"),
     "images for a decoder": (["--data.sources=cifar"], "holds images", "--model cnn"),
     "wrong image size": (
-        ["--model=cnn", "--data.sources=cifar", "--model.image_size=64"], "image_size=64", "32, 3"),
+        ["--model=cnn", "--data.sources=cifar", "--model.image_size=64"], "image_size=64", "Use"),
 }  # fmt: skip
 
 FILES = {
