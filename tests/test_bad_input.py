@@ -154,7 +154,7 @@ RULES = {
     "heads and width": (["--model.num_heads=3"], "num_heads=3 does not divide", "Choose a"),
     "kv heads and heads": (["--model.num_kv_heads=3"], "num_kv_heads=3", "Use a divisor"),
     "odd rotary head": (["--model.head_dim=15"], "head_dim=15 is odd", "Use an even"),
-    "dropout 1": (["--model.dropout=1.0"], "model.dropout=1.0", "Use e.g. 0.1"),
+    "dropout 1": (["--model.dropout=1.0"], "model.dropout=1.0", "The default is 0.0"),
     "cudnn on CPU": (
         ["--model.attention=cudnn", "--simulate=1"], "needs a GPU", "attention='auto'"),
     "position table": (
@@ -166,7 +166,7 @@ RULES = {
     "momentum 1": (["--optim.momentum=1"], "optim.momentum=1.0", "Try 0.9"),
     "warmup negative": (["--optim.warmup_steps=-5"], "warmup_steps=-5", "Use 0"),
     "checkpoints kept": (["--checkpoint.max_to_keep=0"], "max_to_keep=0", "Use 1 or more"),
-    "log interval": (["--monitoring.log_interval_steps=0"], "log_interval_steps=0", "Set 1"),
+    "log interval": (["--monitoring.log_interval_steps=0"], "log_interval_steps=0", "1 or more"),
     "custom without factory": (["--model=custom"], "model.factory=''", "Use e.g."),
 }  # fmt: skip
 
@@ -180,7 +180,7 @@ DATA = {
     "text for a cnn": (["--model=cnn"], "not a CIFAR-10 folder", "--model decoder"),
     "images for a decoder": (["--data.sources=cifar"], "holds images", "--model cnn"),
     "wrong image size": (
-        ["--model=cnn", "--data.sources=cifar", "--model.image_size=64"], "image_size=64", "32, 3"),
+        ["--model=cnn", "--data.sources=cifar", "--model.image_size=64"], "image_size=64", "Use"),
 }  # fmt: skip
 
 FILES = {
@@ -208,7 +208,7 @@ OTHERS = {
     "evaluate typo": ("evaluate", ["x", "--max_batch=3"], "--max-batch", "--max-batches"),
     "generate nothing": ("generate", [], "no run was named", "Give a run directory"),
     "generate no run": ("generate", ["runs/none"], "'runs/none' holds no", "Name a run"),
-    "generate top_p": ("generate", ["x", "--top_p=2"], "top_p=2.0", "1 leaves all"),
+    "generate top_p": ("generate", ["x", "--top_p=2"], "top_p=2.0", "above 0 and at most 1"),
     "generate temperature": ("generate", ["x", "--temperature=hot"], "'hot'", "default is 0.8"),
     "data nothing": ("data", [], "the following arguments are required", "usage"),
     "data no source": ("data", ["nope.txt", "--out=t"], "'nope.txt'", "Check the path"),

@@ -221,7 +221,7 @@ def test_a_new_head_is_random_and_what_is_left_out_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"reinit_params names params/tail, and the model has no"):
         broken = dataclasses.replace(config, reinit_params=["head/kernel", "tail"])
         assemble(broken, jax.devices()[:4]).init_state()
-    tied = dataclasses.replace(config.model, tie_embeddings=True, qkv_bias=False)
+    tied = dataclasses.replace(config.model, tie_embeddings=True, bias=[])
     other = dataclasses.replace(config, model=tied, reinit_params=[])
     with pytest.raises(ConfigError, match=r"has params/layers/attention/qkv_bias, the model has"):
         assemble(other, jax.devices()[:4]).init_state()

@@ -25,7 +25,7 @@ FINDINGS = {"sdc", "loss_anomaly", "rollback", "skipped_step", "straggler", "rep
 SELDOM_SAVED = "--checkpoint.save_interval_steps=10"
 HEAVIER = ["--model.d_model=256", "--model.num_layers=2", "--train.seq_len=128"]
 HEAVIER += ["--checkpoint.save_interval_steps=1000"]
-FLIPPING = f"--program={sys.executable} {Path(__file__).with_name('flipped_train.py')}"
+FLIPPING = f"--program={sys.executable} {Path(__file__).with_name('bit_flip_train.py')}"
 
 pytestmark = pytest.mark.slow
 

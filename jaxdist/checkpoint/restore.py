@@ -172,6 +172,7 @@ class Reader:
         if not self._read_only:
             path = self._directory / step
             self._group.decide(lambda: _mark_corrupt(path, reason))
+            self._corrupt.pop(step, None)  # the mark says it, until the step is saved again
         self._events.event("checkpoint_skipped", step=step, reason=reason)
         self._events.log(f"checkpoint {step} skipped: {reason}")
 

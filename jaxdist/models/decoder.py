@@ -31,7 +31,7 @@ from jaxdist.core.types import (
     Sums,
 )
 from jaxdist.models import layers
-from jaxdist.models.configs import DecoderConfig
+from jaxdist.models.configs import ROPE_SCALING, DecoderConfig
 from jaxdist.models.weights import weights_of
 
 # Places that drop something; folded into the key, so that no two share random bits.
@@ -374,13 +374,8 @@ def _positions(batch: Batch) -> Array:
 def _angles(config: DecoderConfig, positions: Array) -> tuple[Array, Array]:
     """(cos, sin), each float32 [batch or 1, seq, head_dim / 2], of positions [batch or 1, seq]."""
     stretch = None
-    if config.rope_scaling == "llama3":
-        stretch = layers.llama3_stretch(
-            config.rope_factor,
-            config.rope_low_freq_factor,
-            config.rope_high_freq_factor,
-            config.rope_original_len,
-        )
+    if config.rope_scaling:
+        stretch = layers.llama3_stretch(*(config.rope_scaling[name] for name in ROPE_SCALING[1:]))
     return layers.rotary_angles(positions, config.head_width, config.rope_theta, stretch)
 
 
