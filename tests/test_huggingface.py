@@ -224,8 +224,8 @@ import numpy as np
 from pathlib import Path
 from jax.experimental import multihost_utils
 from test_huggingface import target_of
-from jaxdist.huggingface import safetensors
-from jaxdist.huggingface.loading import load_params
+from jaxdist.models.huggingface import safetensors
+from jaxdist.models.huggingface.loading import load_params
 from jaxdist.models import DecoderConfig
 from jaxdist.core.types import ConfigError
 
