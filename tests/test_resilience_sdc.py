@@ -14,7 +14,7 @@ from commands import losses, tiny
 from jaxdist.run.resilience.config import ResilienceConfig
 from jaxdist.run.resilience.sdc_check import SdcCheck, fingerprint, minority
 
-HOSTS = ["node-a"]
+HOSTS = {0: "node-a"}
 
 
 def watch(case, **settings) -> SdcCheck:

@@ -200,7 +200,7 @@ class Script:
 def test_a_job_runs_on_the_most_legal_nodes_of_those_given(tmp_path, given, used, is_said):
     script = Script(
         tmp_path,
-        'echo 0 >"$JAXDIST_VERDICT_FILE"',
+        'echo 0 >"$JAXDIST_EXIT_CODE_FILE"',
         nodes=8,
         min_nodes=2,
         node_counts=(2, 4, 6, 8),
@@ -215,27 +215,27 @@ def test_a_job_runs_on_the_most_legal_nodes_of_those_given(tmp_path, given, used
         assert f"--nodes={used} --ntasks-per-node=3 " in started.read_text()
 
 
-VERDICT = 'echo {} >"$JAXDIST_VERDICT_FILE"; exit {}'
+EXIT_CODE = 'echo {} >"$JAXDIST_EXIT_CODE_FILE"; exit {}'
 
 
 @pytest.mark.parametrize(
     ("srun", "reason", "expected"),
     [
-        (VERDICT.format(0, 0), "None", (0, False)),
-        (VERDICT.format(0, 1), "None", (0, False)),  # another process failed after the last save
-        (VERDICT.format(2, 2), "None", (2, False)),
-        (VERDICT.format(75, 75), "None", (75, True)),
+        (EXIT_CODE.format(0, 0), "None", (0, False)),
+        (EXIT_CODE.format(0, 1), "None", (0, False)),  # another process failed after the last save
+        (EXIT_CODE.format(2, 2), "None", (2, False)),
+        (EXIT_CODE.format(75, 75), "None", (75, True)),
         ("exit 1", "None", (75, True)),
         # The time limit is near: USR1 is passed on, and srun's processes save.
         (
-            "trap 'echo 75 >\"$JAXDIST_VERDICT_FILE\"; exit 75' USR1; kill -USR1 $PPID; "
+            "trap 'echo 75 >\"$JAXDIST_EXIT_CODE_FILE\"; exit 75' USR1; kill -USR1 $PPID; "
             "sleep 20 & wait",
             "None",
             (75, True),
         ),
         # scancel: TERM alone, and SLURM does not name the time limit.
-        ("kill -TERM $PPID; sleep 0.2; " + VERDICT.format(75, 75), "None", (75, False)),
-        ("kill -TERM $PPID; sleep 0.2; " + VERDICT.format(75, 75), "TimeLimit", (75, True)),
+        ("kill -TERM $PPID; sleep 0.2; " + EXIT_CODE.format(75, 75), "None", (75, False)),
+        ("kill -TERM $PPID; sleep 0.2; " + EXIT_CODE.format(75, 75), "TimeLimit", (75, True)),
     ],
     ids=["done", "done_late", "config", "saved", "crash", "limit", "cancelled", "limit_by_term"],
 )
@@ -386,7 +386,7 @@ def whole(cluster) -> tuple[str, str, dict[int, str]]:
 @pytest.mark.slow
 def test_two_nodes_join_and_the_job_is_done(whole):
     out, restarts, found = whole
-    assert "verdict 0, srun 0, signal none" in out and restarts == "0"
+    assert "exit code 0, srun 0, signal none" in out and restarts == "0"
     assert re.search(r"^0 +n1 ", out, re.MULTILINE) and re.search(r"^1 +n2 ", out, re.MULTILINE)
     assert sorted(found) == list(range(1, 121))
 
@@ -417,6 +417,6 @@ def test_an_elastic_job_trains_on_the_nodes_with_which_a_mesh_is_legal(cluster):
     out = cluster.output(job_id)
     assert "3 nodes given" in out and "using 2" in out
     assert "2 of the 4 devices of dp=4" in out
-    assert "attempt 0 ended: verdict 0, srun 0" in out
+    assert "attempt 0 ended: exit code 0, srun 0" in out
     run = cluster.root / f"jobs/runs/uneven-{job_id}"
     assert sorted(losses(run)) == [1, 2, 3, 4, 5]

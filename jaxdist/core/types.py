@@ -235,7 +235,7 @@ class Model:
         dims: size of each logical dim; what the mesh must divide.
         head_loss: (params, x, batch, context) -> Sums over the local batch.
         embed: (params, batch, context) -> x [batch, seq_shard, d_model].
-        prepare: (batch, context) -> aux, what every block needs beside x (rotary angles, masks).
+        prepare: (batch, context) -> aux, what every block needs in addition to x.
         block: (one layer's params, x [batch, seq_shard, d_model], aux, context) -> (x, Sums). A
             term of the loss is returned as `aux_loss`, any other name is a metric (see `Sums`).
         num_layers: size of the stacked dim; 0 when there is none.

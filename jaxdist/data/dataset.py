@@ -317,7 +317,7 @@ def _open_custom(config: DataConfig, seq_len: int, seed: int) -> tuple[TrainData
         )
     if problems:
         raise ConfigError(problems)
-    custom = open_custom(source, seq_len=seq_len, seed=seed)
+    custom = open_custom(source, seq_len=seq_len, seed=seed, num_threads=config.num_threads)
     tokenizer = load_tokenizer(config.tokenizer, config.eos_token)
 
     def dataset(part: CustomRows) -> Dataset:

@@ -84,7 +84,7 @@ class Cnn(nnx.Module):
 
 
 class Affine(nnx.Module):
-    """A kernel and a bias; the bias is apart because a row-parallel product is summed before it.
+    """A kernel and a bias; the bias is added separately, after the sum of a row-parallel product.
 
     Both are drawn from U(−1/√fan_in, 1/√fan_in), PyTorch's default (He et al. 2015 with a = √5), so
     that recipes written for PyTorch learn alike.

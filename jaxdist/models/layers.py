@@ -33,15 +33,15 @@ def functional(
         bind: params -> the module holding them (whatever their shapes), for calling its methods.
 
     Raises:
-        ValueError: the module holds state beside its parameters, such as batch statistics.
+        ValueError: the module holds state other than parameters, such as batch statistics.
     """
     module = nnx.eval_shape(lambda: make(nnx.Rngs(0)))
     split: Any = nnx.split(module, nnx.Param, ...)
     graph, abstract, others = split
     if found := sorted({type(v).__name__ for v in jax.tree.leaves(others, is_leaf=_is_variable)}):
         raise ValueError(
-            f"{type(module).__name__} holds {', '.join(found)} beside nnx.Param: models are pure "
-            "functions of their parameters. Use layers without such state (LayerNorm for "
+            f"{type(module).__name__} holds {', '.join(found)} as well as nnx.Param: models are "
+            "pure functions of their parameters. Use layers without such state (LayerNorm for "
             "BatchNorm, Context.dropout_key for Dropout's own keys)."
         )
 

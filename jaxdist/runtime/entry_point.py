@@ -1,4 +1,4 @@
-"""The guard around every command: what its exit code means and how it says what went wrong.
+"""The entry point of every command: what its exit code means, and how it reports a failure.
 
 | code | meaning |
 |---|---|
@@ -39,11 +39,11 @@ EXIT_INTERRUPTED = 130
 
 
 class Agreed(int):
-    """An exit code that all processes of a job return alike: a verdict, not the failure of one."""
+    """An exit code on which all processes have agreed, and not the failure of one of them."""
 
 
 _CONSEQUENCE = ("Gloo", "NCCL", "Connection reset", "Connection closed", "Socket closed")
-_MISSED = ("has not joined at", "cannot reach the coordinator")  # see gathering
+_MISSED = ("has not joined at", "cannot reach the coordinator")  # see rendezvous
 _ADVICE = (
     (
         ("RESOURCE_EXHAUSTED", "out of memory", "OUT_OF_MEMORY"),
@@ -68,11 +68,11 @@ _ADVICE = (
     ),
 )
 RERUN = "start the same command again: it resumes from the newest valid checkpoint"
-"""What is advised where nothing better is known."""
+"""Advice where nothing better is known."""
 
 
 def run_command(main: Callable[[], int | None]) -> NoReturn:
-    """Run `main` and leave the process with its exit code; never hang on the way out.
+    """Run `main` and end the process with its exit code, without hanging on the way out.
 
     * `ConfigError`: its problems on stderr, one per line, and exit code 2; no traceback.
     * Ctrl-C: one line, 130.
@@ -171,7 +171,7 @@ def is_consequence(error: str) -> bool:
 
 
 def _leave(code: int, line: str) -> NoReturn:
-    _write_verdict(code)
+    _write_exit_code(code)
     if process_place()[1] == 1:
         sys.exit(code)
     # jax's atexit hook waits for every process. That is right after a success; after a failure
@@ -185,9 +185,9 @@ def _leave(code: int, line: str) -> NoReturn:
     os._exit(code)
 
 
-def _write_verdict(code: int) -> None:
-    """Tell the batch script how the job ended: srun's own code is the highest of all tasks."""
-    path = os.environ.get("JAXDIST_VERDICT_FILE")
+def _write_exit_code(code: int) -> None:
+    """Write process 0's exit code for the batch script; srun's is the highest of all tasks."""
+    path = os.environ.get("JAXDIST_EXIT_CODE_FILE")
     if not path or process_place()[0] != 0 or int(os.environ.get("SLURM_PROCID", 0)) != 0:
         return
     try:

@@ -9,8 +9,9 @@ medians over the rounds, and the median of the ratios to the earlier loader with
 earlier loader is read from git (`--old`), not kept as a copy. Processor time is that of the
 process that trains, all its threads, without workers; it says what a batch costs on a busy machine.
 
-Cases: `text` (stream of bytes), `chat` (conversations packed by best_fit), `images` (a transform of
-a few milliseconds per image, as a grain pipeline). Each block first takes what lies ready.
+Cases: `text` (stream of bytes), `chat` (conversations packed by best_fit), and two grain pipelines:
+`images` (two milliseconds of numpy per image), `remote` (two milliseconds of waiting per image).
+Each block first takes what lies ready.
 """
 
 from __future__ import annotations
@@ -34,23 +35,31 @@ ROOT = Path(__file__).parents[2]
 ROWS = 64
 SEQ_LEN = 512
 READY = 8  # batches that may lie ready when a block begins
-VARIANTS = {"old": None, "0 workers": 0, "1 worker": 1, "2 workers": 2, "grain by row": None}
-CASES = {"text": 400, "chat": 60, "images": 12}  # batches of a block
-UNITS = {"text": "tokens", "chat": "tokens", "images": "images"}
+VARIANTS = ("old", "0 workers", "1 worker", "2 workers", "4 threads", "grain by row")
+CASES = {"text": 400, "chat": 60, "images": 12, "remote": 12}  # batches of a block
+OWN = ("images", "remote")  # rows of a user's function, in Python
 
-IMAGES = """
+ROWS_MODULE = """
+import time
 import grain
 import numpy as np
 
 def row(i):
     image = np.random.default_rng(i).random((96, 96, 3), np.float32)
-    for _ in range(2):  # a few milliseconds of numpy, as decoding and augmenting an image take
+    for _ in range(2):  # two milliseconds of numpy, as decoding and augmenting an image take
         spectrum = np.fft.fft2(image, axes=(0, 1))
         image = np.fft.ifft2(spectrum * 0.9, axes=(0, 1)).real.astype(np.float32)
     return {"images": image, "labels": i % 10, "weights": 1}
 
-def rows(*, seq_len, seed):
+def late_row(i):
+    time.sleep(0.002)  # as a read over a network takes
+    return {"images": np.full((96, 96, 3), i, np.float32), "labels": i % 10, "weights": 1}
+
+def images(*, seq_len, seed):
     return grain.MapDataset.range(50_000).map(row)
+
+def remote(*, seq_len, seed):
+    return grain.MapDataset.range(50_000).map(late_row)
 """
 
 
@@ -78,7 +87,7 @@ def main() -> None:
 
 
 def write_sources(folder: Path) -> None:
-    """20 MB of text, 20,000 conversations, and the module of the images."""
+    """20 MB of text, 20,000 conversations, and the module of the grain pipelines."""
     library = Path(os.__file__).parent
     text = b"".join(path.read_bytes() for path in sorted(library.glob("*.py")))
     (folder / "text.txt").write_bytes((text * (1 + 20_000_000 // len(text)))[:20_000_000])
@@ -93,7 +102,7 @@ def write_sources(folder: Path) -> None:
         ]
         lines.append(json.dumps({"messages": messages}))
     (folder / "chats.jsonl").write_text("\n".join(lines))
-    (folder / "bench_images.py").write_text(IMAGES)
+    (folder / "bench_rows.py").write_text(ROWS_MODULE)
 
 
 def write_old(commit: str, folder: Path) -> None:
@@ -108,7 +117,7 @@ def write_old(commit: str, folder: Path) -> None:
 def run(case: str, folder: Path, rounds: int) -> dict[str, list[list[float]]]:
     """Rows per second and processor seconds per row of each variant, one pair per round."""
     processes = {}
-    for variant in VARIANTS:
+    for variant in variants(case):
         package = folder / "old" if variant == "old" else ROOT
         environment = {
             **os.environ,
@@ -122,9 +131,9 @@ def run(case: str, folder: Path, rounds: int) -> dict[str, list[list[float]]]:
             stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         )  # fmt: skip
         answer(processes[variant])  # started, and its first batch was made
-    rates: dict[str, list[list[float]]] = {variant: [] for variant in VARIANTS}
+    rates: dict[str, list[list[float]]] = {variant: [] for variant in processes}
     for number in range(rounds):
-        for variant in list(VARIANTS)[:: 1 if number % 2 else -1]:
+        for variant in list(processes)[:: 1 if number % 2 else -1]:
             processes[variant].stdin.write("go\n")
             processes[variant].stdin.flush()
             rates[variant].append(answer(processes[variant]))
@@ -133,6 +142,11 @@ def run(case: str, folder: Path, rounds: int) -> dict[str, list[list[float]]]:
         process.stdin.close()
         process.wait(timeout=60)
     return rates
+
+
+def variants(case: str) -> list[str]:
+    """What is measured: threads read the rows of a user's function only."""
+    return [name for name in VARIANTS if name != "4 threads" or case in OWN]
 
 
 def answer(process: subprocess.Popen) -> list[float]:
@@ -173,8 +187,11 @@ def open_batches(case: str, variant: str) -> Iterator[Any]:
     settings: dict[str, Any] = {
         "text": {"sources": ["text.txt"]},
         "chat": {"sources": ["chats.jsonl"], "records": "chat"},
-        "images": {"sources": ["bench_images:rows"], "vocab_size": 10},
+        "images": {"sources": ["bench_rows:images"], "vocab_size": 10},
+        "remote": {"sources": ["bench_rows:remote"], "vocab_size": 10},
     }[case]
+    if variant == "4 threads":
+        settings["num_threads"] = 4
     train, _ = open_datasets(DataConfig(**settings), seq_len=SEQ_LEN)
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("data",))
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
@@ -188,7 +205,7 @@ def open_batches(case: str, variant: str) -> Iterator[Any]:
                 batches, sharding, cpu_buffer_size=1, device_buffer_size=2
             )
         )
-    workers = {} if variant == "old" else {"num_workers": VARIANTS[variant]}
+    workers = {"num_workers": int(variant[0])} if "worker" in variant else {}
     return Loader(train, global_batch_size=ROWS, seed=0, sharding=sharding, **workers)
 
 
@@ -221,7 +238,7 @@ def table(report: dict[str, Any]) -> str:
             faster, dearer = (
                 statistics.median(new[at] / old[at] for new, old in pairs) for at in (0, 1)
             )
-            tokens = f"{rows * SEQ_LEN:,.0f}" if UNITS[case] == "tokens" else ""
+            tokens = f"{rows * SEQ_LEN:,.0f}" if case not in OWN else ""
             lines.append(
                 f"| {case} | {variant} | {rows:,.0f} | {tokens} | {faster:.2f} | "
                 f"{used * 1e6:,.1f} | {dearer:.2f} |"
