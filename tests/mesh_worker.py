@@ -74,7 +74,7 @@ def run(job: dict, parts) -> dict:
     import numpy as np
 
     from jaxdist.checkpoint import CheckpointConfig, Checkpointer
-    from jaxdist.data import Loader, open_datasets, resume_sample
+    from jaxdist.data import Loader, Position, open_datasets, resume_position
 
     config = parts.config
     dataset, _ = open_datasets(config.data, seq_len=config.train.seq_len, seed=config.seed)
@@ -83,16 +83,16 @@ def run(job: dict, parts) -> dict:
     if job["source"]:
         reader = Checkpointer(Path(job["source"]), CheckpointConfig(), read_only=True, **quiet)
         state, meta, step = reader.restore(parts.abstract_state())
-        first = resume_sample(meta["data"], dataset, seed=config.seed)
+        position = resume_position(meta["data"], dataset, seed=config.seed)
     else:
-        state, step, first = parts.init_state(), 0, 0
+        state, step, position = parts.init_state(), 0, Position()
     record |= {"start": step, "restored": leaf_digests(state)}
     loader = Loader(
         dataset,
         global_batch_size=config.train.global_batch_size,
         seed=config.seed,
         sharding=parts.step.batch_sharding,
-        start_sample=first,
+        start=position,
     )
     for number in range(1, job["steps"] + 1):
         batch = next(loader)

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxdist.core.mesh import BATCH_AXES, MeshSpec
 from jaxdist.core.types import ConfigError
-from jaxdist.data import DataConfig, Loader, load_tokenizer, open_datasets
+from jaxdist.data import DataConfig, Loader, Position, load_tokenizer, open_datasets
 from jaxdist.data.__main__ import main
 from jaxdist.data.chat import JinjaTemplate, PlainTemplate, load_template
 from jaxdist.data.corpus import Corpus
@@ -254,7 +254,9 @@ def test_a_step_has_one_batch_wherever_it_starts_and_on_every_mesh(chats, mesh):
     )
     order = train.order(3)
     for start in (0, 5):
-        loader = Loader(train, global_batch_size=4, seed=3, sharding=sharding, start_step=start)
+        loader = Loader(
+            train, global_batch_size=4, seed=3, sharding=sharding, start=Position(4 * start)
+        )
         for step in range(start, 7):
             expected = train.rows(order.rows(np.arange(4 * step, 4 * step + 4)))
             batch = next(loader)

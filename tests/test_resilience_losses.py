@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import tiny as reference
 from commands import environment, losses, records, run, tiny
-from test_data import sharding_on
+from data_cases import sharding_on
 
-from jaxdist.data import DataConfig, Loader, left_out_of, open_datasets
+from jaxdist.data import DataConfig, Loader, Position, open_datasets, resume_position
 from jaxdist.data.order import Order
 from jaxdist.run.metrics_log import current, read_records
 from jaxdist.run.resilience import LossGuard, read_anomalies
@@ -160,7 +160,7 @@ def test_left_out_batches_are_missing_and_the_others_come_in_order(dataset):
     settings = {"global_batch_size": 4, "seed": 3, "sharding": sharding_on("dp=2")}
     whole = Loader(dataset, **settings)
     expected = [jax.device_get(next(whole)["tokens"]) for _ in range(7)]
-    loader = Loader(dataset, **settings, left_out=[(8, 12), (12, 16)])
+    loader = Loader(dataset, **settings, start=Position(0, ((8, 12), (12, 16))))
     firsts, found = [], []
     for _ in range(4):
         found.append(jax.device_get(next(loader)["tokens"]))
@@ -170,9 +170,10 @@ def test_left_out_batches_are_missing_and_the_others_come_in_order(dataset):
     assert firsts == [0, 4, 16, 20]
     for batch, wanted in zip(found, [expected[i] for i in (0, 1, 4, 5, 6)], strict=True):
         assert np.array_equal(batch, wanted)
-    assert state["next_sample"] == 24 and left_out_of(state, dataset) == ((8, 12), (12, 16))
+    position = resume_position(state, dataset, seed=3)
+    assert position == Position(24, ((8, 12), (12, 16)))
     assert loader.rows(4) == [int(row) for row in dataset.order(3).rows(np.arange(4, 8))]
-    larger = Loader(dataset, **{**settings, "global_batch_size": 6}, left_out=[(8, 12)])
+    larger = Loader(dataset, **{**settings, "global_batch_size": 6}, start=Position(0, ((8, 12),)))
     firsts = [(next(larger), larger.first_sample)[1] for _ in range(3)]
     assert firsts == [0, 12, 18]  # a batch from 6 on would reach into them
     for each in (whole, loader, larger):

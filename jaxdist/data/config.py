@@ -84,7 +84,13 @@ class DataConfig:
         "pixels x in 0..255 become: half = x/127.5 - 1; unit = x/255; channel = zero mean and unit "
         "variance per colour over the CIFAR-10 training set",
     )
-    prefetch: int = setting(2, "batches prepared ahead of the step by a thread, at least 1")
+    prefetch: int = setting(2, "batches kept ready on the devices ahead of the step, at least 1")
+    num_workers: int = setting(
+        0,
+        "processes beside each training process that read rows and run transforms; 0 = a thread "
+        "of the training process does, which is fastest for text. Raise it when the run says that "
+        "its loader is the bottleneck",
+    )
     on_change: Literal["refuse", "restart"] = setting(
         "refuse",
         "when a resumed run finds other data than its checkpoint was trained on: refuse, or "
@@ -117,6 +123,11 @@ class DataConfig:
             found.append(
                 f"data.prefetch={self.prefetch} is below 1: the loader needs room for one batch. "
                 "Use 1 or more."
+            )
+        if self.num_workers < 0:
+            found.append(
+                f"data.num_workers={self.num_workers} is negative: it counts processes. Use 0 to "
+                "read in the training process."
             )
         if self.vocab_size < 0:
             found.append(

@@ -10,6 +10,7 @@ DIR/tokenizer.json     the tokenizer, unless it is bytes
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import logging
@@ -46,11 +47,9 @@ class Corpus:
     Attributes:
         num_tokens: tokens of all shards.
         num_documents: documents.
-        vocab_size: of the tokenizer.
         weighted: whether only some tokens are learned.
         fingerprint: digest of tokens, weights and document ends, whatever the shards and the place.
         document_ends: uint64 [num_documents], exclusive, ascending.
-        tokenizer: the tokenizer it was made with.
     """
 
     def __init__(self, folder: Path):
@@ -77,20 +76,38 @@ class Corpus:
         ]
         self.weighted = bool(self._weights)
         self.document_ends = _map(folder / "documents.bin", np.dtype("<u8"), self.num_documents)
-        name = about["tokenizer"]["name"]
-        self.tokenizer: Tokenizer = (
+        self._about_tokenizer: dict[str, Any] = about["tokenizer"]
+
+    def __reduce__(self) -> tuple[type[Corpus], tuple[Path]]:
+        """For worker processes: they map the same files instead of getting a copy."""
+        return Corpus, (self.folder.absolute(),)
+
+    @functools.cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer it was made with; loaded on first use, which reading rows is not.
+
+        Raises:
+            ConfigError: the file beside the tokens is another one.
+        """
+        about = self._about_tokenizer
+        tokenizer: Tokenizer = (
             load_tokenizer("bytes")
-            if name == "bytes"
-            else FileTokenizer(folder / "tokenizer.json", about["tokenizer"]["eos_token"])
+            if about["name"] == "bytes"
+            else FileTokenizer(self.folder / "tokenizer.json", about["eos_token"])
         )
-        self.vocab_size = self.tokenizer.vocab_size
-        if self.tokenizer.fingerprint != about["tokenizer"]["fingerprint"]:
+        if tokenizer.fingerprint != about["fingerprint"]:
             raise ConfigError(
                 [
-                    f"{str(folder)!r}: tokenizer.json is not the one the tokens were made with. "
-                    "Make the folder again with `python -m jaxdist.data`."
+                    f"{str(self.folder)!r}: tokenizer.json is not the one the tokens were made "
+                    "with. Make the folder again with `python -m jaxdist.data`."
                 ]
             )
+        return tokenizer
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens of the tokenizer."""
+        return self.tokenizer.vocab_size
 
     def tokens(self, start: int, stop: int) -> np.ndarray:
         """Tokens [start, stop), across shards where needed; a view inside one shard."""

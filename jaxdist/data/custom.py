@@ -6,18 +6,23 @@
 
 Rows are dicts of arrays as in `jaxdist.core.types.Batch`, without the batch dim. They are stacked
 in float32 and int32, and shuffled here: leave order, repetition and batching out of the pipeline.
+With `data.num_workers` the pipeline runs in worker processes, and must be something that can be
+pickled. A `grain.IterDataset` of such rows trains too, in its own order (`jaxdist.data.stream`);
+what to evaluate on is always rows by number.
 """
 
 from __future__ import annotations
 
 import hashlib
 import importlib
+import inspect
 import json
 import os
 import re
 import sys
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
@@ -26,6 +31,7 @@ from jaxdist.data.packing import Fields, Rows
 
 _NAMED = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _NEEDED = {"tokens": ("tokens", "targets", "weights"), "images": ("images", "labels", "weights")}
+_SHARD = ("shard_index", "num_shards")
 
 
 class RowSource(Protocol):
@@ -34,6 +40,20 @@ class RowSource(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> Any: ...
+
+
+class Custom(NamedTuple):
+    """What a user's function returned.
+
+    Attributes:
+        train: rows by number, or how to open a stream: (shard_index, num_shards) -> IterDataset.
+        held: rows to evaluate on, or None.
+        divides: whether the function divides its stream into shards.
+    """
+
+    train: CustomRows | Callable[[int, int], Any]
+    held: CustomRows | None
+    divides: bool
 
 
 def is_custom(source: str) -> bool:
@@ -48,55 +68,32 @@ class CustomRows:
         """Look at the first row to learn the fields.
 
         Raises:
-            ConfigError: no rows, or fields that a batch cannot have.
+            ConfigError: no rows, no end, or fields that a batch cannot have.
         """
         self._source, self._name = source, name
         self.num_rows = len(source)
         if not self.num_rows:
             raise ConfigError([f"data source {name!r} has no rows. Return at least one."])
+        if self.num_rows == sys.maxsize:
+            raise ConfigError(
+                [
+                    f"data source {name!r} repeats without end: training repeats rows by itself, "
+                    "each epoch in another order. Leave .repeat() out."
+                ]
+            )
         first = source[0]
-        if not isinstance(first, dict):
-            raise ConfigError(
-                [
-                    f"data source {name!r} gives rows of type {type(first).__name__}, not dicts of "
-                    "arrays. Return the fields of jaxdist.core.types.Batch."
-                ]
-            )
-        self.kind = "images" if "images" in first else "tokens"
-        missing = [field for field in _NEEDED[self.kind] if field not in first]
-        if missing:
-            raise ConfigError(
-                [
-                    f"data source {name!r} gives rows without {', '.join(missing)} (they have: "
-                    f"{', '.join(map(str, first))}). Return the fields of jaxdist.core.types.Batch."
-                ]
-            )
-        self.fields: Fields = {
-            field: (np.shape(value), _stored_as(field)) for field, value in first.items()
-        }
+        self.kind = check_row(first, name)
+        self.fields = fields_of(first)
         self.fingerprint = self._fingerprint()
 
     def rows(self, indices: np.ndarray) -> Rows:
         """See `Part.rows`.
 
         Raises:
-            ConfigError: a row has another shape than the first one.
+            ConfigError: a row is missing or has another shape than the first one.
         """
         found = [self._source[int(index)] for index in indices]
-        out = {}
-        for field, (shape, dtype) in self.fields.items():
-            out[field] = np.empty((len(found), *shape), dtype)
-            for at, row in enumerate(found):
-                if np.shape(row[field]) != shape:
-                    raise ConfigError(
-                        [
-                            f"data source {self._name!r}: {field} of row {int(indices[at])} has "
-                            f"shape {np.shape(row[field])}, the first row has {shape}. Make all "
-                            "rows alike."
-                        ]
-                    )
-                out[field][at] = row[field]
-        return out
+        return stack_rows(found, self.fields, self._name, indices)
 
     def _fingerprint(self) -> str:
         """Of the number of rows and a few of them: reading all could take hours."""
@@ -108,17 +105,46 @@ class CustomRows:
         return f"custom-{digest.hexdigest()[:32]}"
 
 
-def open_custom(source: str, *, seq_len: int, seed: int) -> tuple[CustomRows, CustomRows | None]:
+def open_custom(source: str, *, seq_len: int, seed: int) -> Custom:
     """Call the user's function; the current directory is importable, as for a script.
 
     Raises:
         ConfigError: the function is not there, takes other arguments, or returns something else.
     """
+    import grain
+
+    factory = _function(source)
+    divides = set(_SHARD) <= inspect.signature(factory).parameters.keys()
+
+    def call(shard_index: int, num_shards: int) -> tuple[Any, Any]:
+        shard = dict(zip(_SHARD, (shard_index, num_shards), strict=True)) if divides else {}
+        made = factory(seq_len=seq_len, seed=seed, **shard)
+        return made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+
+    train, held = call(0, 1)
+    is_stream = isinstance(train, grain.IterDataset)
+    for rows in (None if is_stream else train, held):
+        if rows is not None and not (hasattr(rows, "__len__") and hasattr(rows, "__getitem__")):
+            raise ConfigError(
+                [
+                    f"data source {source!r} returned {type(rows).__name__}, which has no random "
+                    "access and cannot be resumed. Return something with len() and [index], such "
+                    "as grain.MapDataset; to train on, a grain.IterDataset will do too."
+                ]
+            )
+    return Custom(
+        (lambda index, count: call(index, count)[0]) if is_stream else CustomRows(train, source),
+        None if held is None else CustomRows(held, source),
+        divides,
+    )
+
+
+def _function(source: str) -> Callable[..., Any]:
     module, _, function = source.partition(":")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        factory = getattr(importlib.import_module(module), function)
+        return getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError) as error:
         raise ConfigError(
             [
@@ -126,17 +152,71 @@ def open_custom(source: str, *, seq_len: int, seed: int) -> tuple[CustomRows, Cu
                 "module:function (the current directory is on the path)."
             ]
         ) from error
-    made = factory(seq_len=seq_len, seed=seed)
-    train, held = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
-    for rows in (train, held):
-        if rows is not None and not (hasattr(rows, "__len__") and hasattr(rows, "__getitem__")):
-            raise ConfigError(
-                [
-                    f"data source {source!r} returned {type(rows).__name__}, which has no random "
-                    "access. Return something with len() and [index], such as grain.MapDataset."
-                ]
-            )
-    return CustomRows(train, source), None if held is None else CustomRows(held, source)
+
+
+def check_row(row: Any, name: str) -> Literal["tokens", "images"]:
+    """Which kind of row it is.
+
+    Raises:
+        ConfigError: not a dict, or fields are missing.
+    """
+    if not isinstance(row, Mapping):
+        raise ConfigError(
+            [
+                f"data source {name!r} gives rows of type {type(row).__name__}, not dicts of "
+                "arrays. Return the fields of jaxdist.core.types.Batch."
+            ]
+        )
+    kind: Literal["tokens", "images"] = "images" if "images" in row else "tokens"
+    if missing := [field for field in _NEEDED[kind] if field not in row]:
+        raise ConfigError(
+            [
+                f"data source {name!r} gives rows without {', '.join(missing)} (they have: "
+                f"{', '.join(map(str, row))}). Return the fields of jaxdist.core.types.Batch."
+            ]
+        )
+    return kind
+
+
+def fields_of(row: Mapping[str, Any]) -> Fields:
+    """Name -> (shape, dtype it is stored in) of a row."""
+    return {field: (np.shape(value), _stored_as(field)) for field, value in row.items()}
+
+
+def stack_rows(
+    rows: Sequence[Any], fields: Fields, name: str, numbers: Sequence[int] | np.ndarray = ()
+) -> Rows:
+    """Rows as one array per field, [len(rows), ...] in the field's dtype.
+
+    Args:
+        rows: dicts of arrays.
+        fields: shape and dtype of each field of the first row.
+        name: of the source, for the error.
+        numbers: of the rows, for the error; empty = they have none.
+
+    Raises:
+        ConfigError: a row is missing, or has another shape than the first one.
+    """
+    out = {field: np.empty((len(rows), *shape), dtype) for field, (shape, dtype) in fields.items()}
+    for at, row in enumerate(rows):
+        for field, (shape, _) in fields.items():
+            if row is None or np.shape(row[field]) != shape:
+                which = f"row {int(numbers[at])}" if len(numbers) else "a row"
+                raise ConfigError([_unlike(name, which, row, field, shape)])
+            out[field][at] = row[field]
+    return out
+
+
+def _unlike(name: str, which: str, row: Any, field: str, shape: tuple[int, ...]) -> str:
+    if row is None:
+        return (
+            f"data source {name!r}: {which} is missing, as behind a filter. Filter the records "
+            "first, or return an IterDataset (.to_iter_dataset()), which skips what is missing."
+        )
+    return (
+        f"data source {name!r}: {field} of {which} has shape {np.shape(row[field])}, the first "
+        f"row has {shape}. Make all rows alike."
+    )
 
 
 def _stored_as(field: str) -> np.dtype:

@@ -10,7 +10,7 @@ import hashlib
 import json
 import logging
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -23,6 +23,7 @@ from jaxdist.data.encoding import Encoder, make_encoder
 from jaxdist.data.images import NUM_CLASSES, Images, is_cifar, open_cifar
 from jaxdist.data.order import Order
 from jaxdist.data.packing import Fields, Part, Rows, split_text
+from jaxdist.data.stream import StreamDataset, open_stream
 from jaxdist.data.tokenizer import Tokenizer, load_tokenizer
 
 log = logging.getLogger("jaxdist")
@@ -110,9 +111,13 @@ class Dataset:
         return {name: values[0] for name, values in self.rows(np.array([index])).items()}
 
 
+TrainData: TypeAlias = Dataset | StreamDataset
+"""What a run can train on; evaluation needs rows by number."""
+
+
 def open_datasets(
     config: DataConfig, *, seq_len: int, seed: int = 0
-) -> tuple[Dataset, Dataset | None]:
+) -> tuple[TrainData, Dataset | None]:
     """Open the sources: what to train on and what is held out, without a common row.
 
     Args:
@@ -297,7 +302,7 @@ def _open_images(config: DataConfig, folders: list[Path]) -> tuple[Dataset, Data
     return train, dataset(held, []) if held else None
 
 
-def _open_custom(config: DataConfig, seq_len: int, seed: int) -> tuple[Dataset, Dataset | None]:
+def _open_custom(config: DataConfig, seq_len: int, seed: int) -> tuple[TrainData, Dataset | None]:
     source = config.sources[0]
     problems = []
     if len(config.sources) > 1 or config.eval_sources:
@@ -312,7 +317,7 @@ def _open_custom(config: DataConfig, seq_len: int, seed: int) -> tuple[Dataset, 
         )
     if problems:
         raise ConfigError(problems)
-    parts = open_custom(source, seq_len=seq_len, seed=seed)
+    custom = open_custom(source, seq_len=seq_len, seed=seed)
     tokenizer = load_tokenizer(config.tokenizer, config.eos_token)
 
     def dataset(part: CustomRows) -> Dataset:
@@ -325,8 +330,18 @@ def _open_custom(config: DataConfig, seq_len: int, seed: int) -> tuple[Dataset, 
             identity={"kind": "custom", "seq_len": seq_len, "parts": [part.fingerprint]},
         )
 
-    train, held = parts
-    return dataset(train), None if held is None else dataset(held)
+    held = None if custom.held is None else dataset(custom.held)
+    if isinstance(custom.train, CustomRows):
+        return dataset(custom.train), held
+    stream = open_stream(
+        source,
+        custom.train,
+        divides=custom.divides,
+        vocab_size=config.vocab_size,
+        tokenizer=tokenizer,
+        seq_len=seq_len,
+    )
+    return stream, held
 
 
 def _digest(identity: dict[str, Any]) -> str:

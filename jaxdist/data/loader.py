@@ -1,148 +1,180 @@
 """Rows to global device batches: the batch of step s depends on data, seed and s alone.
 
-A process reads only the rows that its own devices hold, asked for by the sharding itself, so it
-is right for any number of processes and for axes that span them.
+A process reads only the rows that its own devices hold, as the sharding itself says, so it is
+right for any number of processes and for axes that span them.
 """
 
 from __future__ import annotations
 
-import functools
-import queue
+import contextlib
+import dataclasses
 import threading
 import time
-import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, Literal
 
-import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 from jaxdist.core.types import Batch, ConfigError
-from jaxdist.data.dataset import Dataset
+from jaxdist.data.dataset import Dataset, TrainData
+from jaxdist.data.stream import StreamDataset
 from jaxdist.runtime import coordination
 
 STATE_VERSION = 1
 """Raised when the order of samples changes; an older state is then refused, not misread."""
 
-_LOOK_S = 5.0
-"""How often a waiting step checks that the thread is alive; a batch that comes wakes it at once."""
+_CLOSE_S = 5.0
+"""How long to wait for the thread and the workers to end; they do not outlive the process."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Position:
+    """Where training stands in its data.
+
+    Attributes:
+        sample: first sample of the next batch. Step s begins at sample s · global_batch_size
+            where all steps had that batch size and nothing was left out.
+        left_out: samples [first, end) that no batch may hold.
+        iterators: states of a stream's readers, by shard; None = at its start, and for rows by
+            random access.
+    """
+
+    sample: int = 0
+    left_out: tuple[tuple[int, int], ...] = ()
+    iterators: tuple[dict[str, Any], ...] | None = None
 
 
 class Loader:
-    """Iterator of training batches, prepared ahead by one thread; it never ends.
+    """Iterator of training batches, prepared ahead; it never ends.
 
     Attributes:
         wait_s: seconds the last `next()` waited for its batch.
         first_sample: first sample of the batch handed out last.
-        left_out: samples [first, end) that no batch may have; a batch that would begin among them,
+        left_out: samples [first, end) that no batch holds; a batch that would begin among them,
             or reach into them, begins behind them.
     """
 
     def __init__(
         self,
-        dataset: Dataset,
+        dataset: TrainData,
         *,
         global_batch_size: int,
         seed: int,
         sharding: NamedSharding,
-        start_step: int = 0,
-        start_sample: int | None = None,
-        left_out: Sequence[tuple[int, int]] = (),
+        start: Position = Position(),
         prefetch: int = 2,
+        num_workers: int = 0,
     ):
-        """Start loading.
+        """Start loading; every process of the job must.
 
         Args:
             dataset: what to train on.
             global_batch_size: rows of a batch over all processes.
-            seed: of the order.
+            seed: of the order; a stream has its own.
             sharding: of a batch's first dim; further dims as far as a field has them.
-            start_step: first step, when all steps before had this batch size.
-            start_sample: first sample instead, as `resume_sample` returns it.
-            left_out: samples [first, end) that training leaves out, as `left_out_of` returns them.
-            prefetch: batches kept ready, at least 1.
+            start: where to begin, as `resume_position` returns it.
+            prefetch: batches kept ready on the devices, at least 1.
+            num_workers: processes that read and transform rows; 0 = a thread of this one.
 
         Raises:
-            ConfigError: the batch does not divide over the sharding, or processes see other data.
+            ConfigError: the batch does not divide over the sharding, processes see other data, or
+                a stream cannot be read this way (see `StreamDataset.batches`).
         """
+        # grain takes 0.2 s to import: commands that read no data do without.
+        from jaxdist.data.batches import TrainBatches, device_placer, rows_held
+        from jaxdist.data.prefetch import read_ahead
+
         _check_batch(global_batch_size, sharding)
         check_same_everywhere(dataset)
-        self.wait_s = 0.0
-        self._dataset, self._seed = dataset, seed
-        self._batch_size = global_batch_size
-        self._next_sample = start_step * global_batch_size if start_sample is None else start_sample
-        self.first_sample = self._next_sample
-        self.left_out = tuple((int(first), int(end)) for first, end in left_out)
-        self._order = order = dataset.order(seed)
-
-        def make(first: int) -> Batch:
-            samples = np.arange(first, first + global_batch_size, dtype=np.int64)
-            # Each device's rows are looked up alone: no process pays for the whole batch.
-            return make_batch(
-                dataset, lambda place: dataset.rows(order.rows(samples[place])),
-                global_batch_size, sharding,
-            )  # fmt: skip
-
-        place = functools.partial(_past, self.left_out, global_batch_size)
-        self._ready: queue.Queue[tuple[int, Batch] | Exception] = queue.Queue(maxsize=prefetch)
-        self._stop = threading.Event()
+        self.wait_s, self.first_sample = 0.0, start.sample
+        self.left_out = tuple((int(first), int(end)) for first, end in start.left_out)
+        self._dataset, self._seed, self._batch_size = dataset, seed, global_batch_size
+        self._next_sample = start.sample
         self._failure: Exception | None = None
-        # The thread knows the queue but not the loader: a forgotten loader is collected.
-        self._thread = threading.Thread(
-            target=_prepare,
-            args=(make, place, self._next_sample, global_batch_size, self._ready, self._stop),
-            name="jaxdist-data",
-            daemon=True,
+        places = rows_held(sharding, global_batch_size)
+        self._shard = (0, 1)
+        state = None
+        if isinstance(dataset, StreamDataset):
+            self._shard = dataset.shard(sharding, global_batch_size)
+            state = _own_state(start.iterators, self._shard)
+            batches: Any = dataset.batches(
+                global_batch_size, places, self._shard,
+                start=start.sample, left_out=self.left_out, num_workers=num_workers,
+            )  # fmt: skip
+        else:
+            batches = TrainBatches(
+                dataset, seed, global_batch_size, places,
+                start=start.sample, left_out=self.left_out,
+            )  # fmt: skip
+        self._batches: Any = read_ahead(
+            batches,
+            device_placer(dataset.fields, global_batch_size, places, sharding),
+            prefetch=prefetch,
+            num_workers=num_workers,
+            state=state,
         )
-        self._closer = weakref.finalize(self, _stop, self._thread, self._ready, self._stop)
-        self._thread.start()
+        self._iterator_state = self._batches.get_state()
 
     def __iter__(self) -> Loader:
         return self
 
     def __next__(self) -> Batch:
-        """The next batch.
+        """The next batch: name -> [global_batch_size, ...], placed by the sharding.
 
         Raises:
-            Exception: whatever failed in the thread, now and at every later call.
+            Exception: whatever failed while it was prepared, now and at every later call.
         """
+        if self._failure is not None:
+            raise self._failure
         asked = time.perf_counter()
-        while self._failure is None:
-            try:
-                item = self._ready.get(timeout=_LOOK_S)
-            except queue.Empty:
-                if not self._thread.is_alive() and self._ready.empty():
-                    self._failure = RuntimeError("the data thread ended without a word")
-                continue
-            self.wait_s = time.perf_counter() - asked
-            if not isinstance(item, Exception):
-                self.first_sample, batch = item
-                self._next_sample = self.first_sample + self._batch_size
-                return batch
-            self._failure = item
-        raise self._failure
+        try:
+            self.first_sample, batch = next(self._batches)
+        except Exception as error:
+            self._failure = error
+            raise
+        self.wait_s = time.perf_counter() - asked
+        self._iterator_state = self._batches.get_state()
+        self._next_sample = self.first_sample + self._batch_size
+        return batch
 
     def state(self) -> dict[str, Any]:
-        """Where the run is, as JSON: batches handed out count, those only prepared do not."""
-        left_out = {"left_out": [list(part) for part in self.left_out]} if self.left_out else {}
-        return {
+        """Where the run is, as JSON: batches handed out count, those only prepared do not.
+
+        Of a stream, every process of the job must ask.
+        """
+        state: dict[str, Any] = {
             "version": STATE_VERSION,
             "next_sample": self._next_sample,
             "seed": self._seed,
             "fingerprint": self._dataset.fingerprint,
             "dataset": self._dataset.identity,
-            **left_out,
         }
+        if self.left_out:
+            state["left_out"] = [list(part) for part in self.left_out]
+        if isinstance(self._dataset, StreamDataset):
+            state["iterators"] = _every_state(self._iterator_state, self._shard)
+        return state
 
     def rows(self, first_sample: int) -> list[int]:
-        """Rows of the dataset in the batch that begins with this sample."""
+        """Rows of the dataset in the batch that begins with this sample.
+
+        A stream numbers its rows as they come, so that they are the samples themselves.
+        """
         samples = np.arange(first_sample, first_sample + self._batch_size, dtype=np.int64)
-        return [int(row) for row in self._order.rows(samples)]
+        if isinstance(self._dataset, StreamDataset):
+            return samples.tolist()
+        return self._dataset.order(self._seed).rows(samples).tolist()
 
     def close(self) -> None:
-        """Stop the thread and free what it prepared; safe to call again."""
-        self._closer()
+        """Stop the thread and the workers, free what they prepared; safe to call again."""
+        if self._batches is None:
+            return
+        # Closing waits for the read in progress, which a file system that is gone never ends.
+        closing = threading.Thread(target=self._batches.close, daemon=True)
+        closing.start()
+        closing.join(_CLOSE_S)
+        self._batches = None
         if self._failure is None:
             self._failure = RuntimeError("the loader is closed")
 
@@ -170,14 +202,31 @@ def eval_batches(
     return _eval_batches(dataset, global_batch_size, sharding, max_batches)
 
 
-def resume_sample(
+def _eval_batches(
+    dataset: Dataset, batch_size: int, sharding: NamedSharding, max_batches: int | None
+) -> Iterator[Batch]:
+    from jaxdist.data.batches import EvalBatches, device_placer, rows_held
+    from jaxdist.data.prefetch import read_ahead
+
+    places = rows_held(sharding, batch_size)
+    batches = read_ahead(
+        EvalBatches(dataset, batch_size, places, max_batches),
+        device_placer(dataset.fields, batch_size, places, sharding),
+        prefetch=1,
+    )
+    with contextlib.closing(batches):
+        for _, batch in batches:
+            yield batch
+
+
+def resume_position(
     state: dict[str, Any],
-    dataset: Dataset,
+    dataset: TrainData,
     *,
     seed: int,
     on_change: Literal["refuse", "restart"] = "refuse",
-) -> int:
-    """The sample at which a run goes on, from the `Loader.state()` of its checkpoint.
+) -> Position:
+    """Where a run goes on, from the `Loader.state()` of its checkpoint.
 
     Args:
         state: as saved.
@@ -196,12 +245,19 @@ def resume_sample(
             ]
         )
     changes = [] if state["seed"] == seed else [f"seed was {state['seed']} and is {seed}"]
-    if state["fingerprint"] != dataset.fingerprint:
+    same_data = state["fingerprint"] == dataset.fingerprint
+    if not same_data:
         changes += _changes(state["dataset"], dataset.identity)
+    # Which samples were left out still holds for another order of the same data.
+    parts = state.get("left_out", []) if same_data else []
+    left_out = tuple((int(first), int(end)) for first, end in parts)
     if not changes:
-        return int(state["next_sample"])
+        iterators = state.get("iterators")
+        return Position(
+            int(state["next_sample"]), left_out, None if iterators is None else tuple(iterators)
+        )
     if on_change == "restart":
-        return 0
+        return Position(0, left_out)
     raise ConfigError(
         [
             f"the data changed since the checkpoint ({'; '.join(changes)}): sample "
@@ -212,14 +268,7 @@ def resume_sample(
     )
 
 
-def left_out_of(state: dict[str, Any], dataset: Dataset) -> tuple[tuple[int, int], ...]:
-    """Samples that a run left out, from its `Loader.state()`; other data has none of them."""
-    if state["fingerprint"] != dataset.fingerprint:
-        return ()
-    return tuple((int(first), int(end)) for first, end in state.get("left_out", ()))
-
-
-def check_same_everywhere(dataset: Dataset) -> None:
+def check_same_everywhere(dataset: TrainData) -> None:
     """Make sure that all processes of the job opened the same data; all must call it.
 
     Raises:
@@ -236,104 +285,32 @@ def check_same_everywhere(dataset: Dataset) -> None:
         )
 
 
-def make_batch(
-    dataset: Dataset,
-    rows: Callable[[slice], dict[str, np.ndarray]],
-    global_batch_size: int,
-    sharding: NamedSharding,
-) -> Batch:
-    """A global batch, of which this process makes the rows its devices hold.
-
-    Args:
-        dataset: names the fields.
-        rows: slice of the batch -> its rows.
-        global_batch_size: rows of the batch.
-        sharding: of the first dim; further dims as far as a field has them.
-    """
-    read: dict[tuple[int, int], dict[str, np.ndarray]] = {}
-
-    def local(name: str, index: tuple[slice, ...]) -> np.ndarray:
-        start, stop, _ = index[0].indices(global_batch_size)
-        if (start, stop) not in read:  # several devices hold the same rows
-            read[start, stop] = rows(slice(start, stop))
-        return read[start, stop][name][(slice(None), *index[1:])]
-
-    # The one place where batches are meant to move to devices, whatever the run forbids elsewhere.
-    with jax.transfer_guard_host_to_device("allow"):
-        return {
-            name: jax.make_array_from_callback(
-                (global_batch_size, *shape),
-                NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[: 1 + len(shape)])),
-                functools.partial(local, name),
-            )
-            for name, (shape, _) in dataset.fields.items()
-        }
+def _own_state(
+    iterators: tuple[dict[str, Any], ...] | None, shard: tuple[int, int]
+) -> dict[str, Any] | None:
+    """The state of this process's reader among those of a checkpoint."""
+    index, count = shard
+    if iterators is None:
+        return None
+    if len(iterators) != count:
+        raise ConfigError(
+            [
+                f"the checkpoint holds the positions of {len(iterators)} readers of the stream, "
+                f"this run has {count}: what each has read cannot be divided again. Resume with "
+                "the processes and mesh of the checkpoint, or set data.on_change=restart and "
+                "another seed; a function without shard_index resumes on any number."
+            ]
+        )
+    return iterators[index]
 
 
-def _past(left_out: Sequence[tuple[int, int]], batch_size: int, first: int) -> int:
-    """Where a batch begins that would begin at `first`."""
-    for start, end in sorted(left_out):
-        if first < end and start < first + batch_size:
-            first = end
-    return first
-
-
-def _prepare(
-    make: Callable[[int], Batch],
-    place: Callable[[int], int],
-    first: int,
-    batch_size: int,
-    ready: queue.Queue[tuple[int, Batch] | Exception],
-    stop: threading.Event,
-) -> None:
-    while not stop.is_set():
-        first = place(first)
-        try:
-            item: tuple[int, Batch] | Exception = (first, make(first))
-        except Exception as error:
-            item = error
-        ready.put(item)
-        if isinstance(item, Exception):
-            return
-        first += batch_size
-
-
-def _stop(
-    thread: threading.Thread,
-    ready: queue.Queue[tuple[int, Batch] | Exception],
-    stop: threading.Event,
-) -> None:
-    stop.set()
-    # A thread waiting for room finds it, puts one more and sees the flag.
-    while True:
-        try:
-            ready.get_nowait()
-        except queue.Empty:
-            break
-    thread.join(timeout=_LOOK_S)
-
-
-def _eval_batches(
-    dataset: Dataset, batch_size: int, sharding: NamedSharding, max_batches: int | None
-) -> Iterator[Batch]:
-    count = dataset.num_rows
-    if max_batches is not None:
-        count = min(count, max_batches * batch_size)
-    chosen = np.arange(count, dtype=np.int64) * dataset.num_rows // max(1, count)
-    for first in range(0, count, batch_size):
-        # Padding repeats a real row: rows of zeros could make a model divide by nothing.
-        places = np.arange(first, first + batch_size)
-        real = places < count
-        indices = chosen[np.minimum(places, count - 1)]
-
-        def rows(
-            place: slice, indices: np.ndarray = indices, real: np.ndarray = real
-        ) -> dict[str, np.ndarray]:
-            out = dataset.rows(indices[place])
-            out["weights"][~real[place]] = 0
-            return out
-
-        yield make_batch(dataset, rows, batch_size, sharding)
+def _every_state(state: dict[str, Any], shard: tuple[int, int]) -> list[dict[str, Any]]:
+    """The states of all readers by shard; where there are several, every process must call it."""
+    index, count = shard
+    if count == 1:
+        return [state]
+    found = dict(coordination.gather("stream", [index, state]))
+    return [found[number] for number in range(count)]
 
 
 def _check_batch(global_batch_size: int, sharding: NamedSharding) -> None:

@@ -11,6 +11,7 @@ Nothing is written into the run.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,7 +22,7 @@ import jax.numpy as jnp
 
 from jaxdist.checkpoint import Checkpointer
 from jaxdist.core.state import TrainState
-from jaxdist.data import Dataset, Loader, left_out_of, resume_sample
+from jaxdist.data import Loader, Position, TrainData, resume_position
 from jaxdist.run.metrics_log import read_records
 from jaxdist.run.monitoring import RunDirectory
 from jaxdist.run.resilience import Anomaly, read_anomalies
@@ -32,7 +33,7 @@ log = logging.getLogger("jaxdist")
 _TIMES = 3
 
 
-def replay(parts: Parts, dataset: Dataset) -> int:
+def replay(parts: Parts, dataset: TrainData) -> int:
     """Do the step that `replay` names again and say what became of it; returns the exit code."""
     folder, _, number = parts.config.replay.rpartition(":")
     run, step = RunDirectory.existing(Path(folder).expanduser()), int(number)
@@ -93,32 +94,30 @@ def verdict(
 
 
 def _before(
-    parts: Parts, dataset: Dataset, run: RunDirectory, step: int, anomaly: Anomaly | None
+    parts: Parts, dataset: TrainData, run: RunDirectory, step: int, anomaly: Anomaly | None
 ) -> tuple[TrainState, Loader]:
     """State and data as they were before the step."""
     config = parts.config
     checkpointer = Checkpointer(run.checkpoints, config.checkpoint, read_only=True)
     earlier = [done for done in checkpointer.steps() if done < step]
     done = next((done for done in reversed(earlier) if not checkpointer.verify(done)), 0)
-    first_sample = 0
-    left_out: tuple[tuple[int, int], ...] = ()
+    position = Position()
     if done:
         state, meta, _ = checkpointer.restore(parts.abstract_state(), step=done)
-        first_sample = resume_sample(meta["data"], dataset, seed=config.seed)
-        left_out = left_out_of(meta["data"], dataset)
+        position = resume_position(meta["data"], dataset, seed=config.seed)
     else:
         state = parts.init_state()
     checkpointer.close()
     log.info("replaying step %d of %s from step %d", step, run.path, done)
     if anomaly is not None:  # at that time more may have been left out than at the checkpoint
         left_out = tuple((first, end) for first, end in anomaly.left_out)
+        position = dataclasses.replace(position, left_out=left_out)
     loader = Loader(
         dataset,
         global_batch_size=config.train.global_batch_size,
         seed=config.seed,
         sharding=parts.step.batch_sharding,
-        start_sample=first_sample,
-        left_out=left_out,
+        start=position,
     )
     for _ in range(done + 1, step):
         state, _ = parts.step.train(state, next(loader))

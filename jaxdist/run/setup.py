@@ -26,7 +26,7 @@ from jaxdist.core.sharding import RULES, Layout, Needs
 from jaxdist.core.state import TrainState, abstract_state, init_state
 from jaxdist.core.step import Step, make_step
 from jaxdist.core.types import Array, ConfigError, Model, Params
-from jaxdist.data import Dataset
+from jaxdist.data import TrainData
 from jaxdist.data.images import image_fields
 from jaxdist.data.packing import text_fields
 from jaxdist.models.huggingface.directory import is_model
@@ -267,7 +267,7 @@ def _fit_devices(
     return fitted, devices[:used]
 
 
-def check_data_fits(parts: Parts, dataset: Dataset) -> None:
+def check_data_fits(parts: Parts, dataset: TrainData) -> None:
     """Refuse data of another kind than the model's, or with tokens the model has no row for."""
     model = parts.config.model
     wanted = "text" if parts.model.unit == "tokens" else "images"

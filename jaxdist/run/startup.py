@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from typing import TypeAlias
 
@@ -10,7 +11,7 @@ from jaxdist.config import RunConfig
 from jaxdist.core.parallel.data import has_replica_norms
 from jaxdist.core.parallel.pipeline.config import describe
 from jaxdist.core.state import TrainState
-from jaxdist.data import Dataset, Loader, left_out_of, resume_sample
+from jaxdist.data import Loader, Position, TrainData, resume_position
 from jaxdist.plan.estimate.memory_check import Budget
 from jaxdist.run.monitoring import Monitor, RunDirectory, new_run_path
 from jaxdist.run.resilience import LossGuard
@@ -36,7 +37,7 @@ def open_run_directory(config: RunConfig, process_id: int) -> RunDirectory:
 
 def start(
     parts: Parts,
-    dataset: Dataset,
+    dataset: TrainData,
     checkpointer: Checkpointer,
     run: RunDirectory,
     guard: LossGuard,
@@ -49,7 +50,7 @@ def start(
     config = parts.config
     goes_back = left_out is not None
     chosen = checkpointer.choose() if goes_back or config.resume != "never" else None
-    first_sample, judged = 0, []
+    position, judged = Position(), []
     if chosen is None:
         state, step = parts.init_state(), 0
         if config.init_from:
@@ -58,21 +59,22 @@ def start(
             checkpointer.probe(state)
     else:
         state, meta, step = checkpointer.restore(parts.abstract_state(), step=chosen)
-        first_sample = resume_sample(
+        position = resume_position(
             meta["data"], dataset, seed=config.seed, on_change=config.data.on_change
         )
         judged = meta.get("guard", [])
-        left_out = left_out if goes_back else left_out_of(meta["data"], dataset)
         log.info("resumed from step %d of %s", step, run.path)
     guard.restore(judged)
+    if left_out is not None:
+        position = dataclasses.replace(position, left_out=left_out)
     loader = Loader(
         dataset,
         global_batch_size=config.train.global_batch_size,
         seed=config.seed,
         sharding=parts.step.batch_sharding,
-        start_sample=first_sample,
-        left_out=left_out or (),
+        start=position,
         prefetch=config.data.prefetch,
+        num_workers=config.data.num_workers,
     )
     return state, step, loader
 

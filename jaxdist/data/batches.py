@@ -1,0 +1,231 @@
+"""Batches as grain datasets: batch number to the rows of it that this process holds.
+
+One element is a whole local batch and not a row: reading, prefetching and handing over then cost
+grain's Python once per batch (`scripts/bench/results/data.md` has both ways side by side).
+
+Shapes: `batch` rows over all processes, `local` of them held by this process.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import grain
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxdist.core.types import Batch, ConfigError
+from jaxdist.data.packing import Fields, Rows
+
+if TYPE_CHECKING:
+    from jaxdist.data.dataset import Dataset
+
+Numbered = tuple[int, Rows]
+"""First sample of a batch, and field name -> [local, ...]."""
+
+Samples = Sequence[tuple[int, int]]
+"""Ranges [first, end) of sample numbers."""
+
+
+class TrainBatches(grain.MapDataset[Numbered]):
+    """Batch number -> first sample and rows, a pure function of (data, seed, start, left_out)."""
+
+    def __init__(
+        self, dataset: Dataset, seed: int, batch_size: int, places: np.ndarray, *,
+        start: int, left_out: Samples,
+    ):  # fmt: skip
+        """Nothing is read yet.
+
+        Args:
+            dataset: what to train on.
+            seed: of the order.
+            batch_size: rows of a batch over all processes.
+            places: int64 [local], ascending: which rows of a batch this process holds.
+            start: first sample of batch 0.
+            left_out: samples that no batch may hold.
+        """
+        super().__init__()
+        # Worker processes get a copy, and rows need no tokenizer.
+        self._dataset = dataclasses.replace(dataset, tokenizer=None)
+        self._order = dataset.order(seed)
+        self._batch_size, self._places = batch_size, places
+        self._start, self._left_out = start, left_out
+
+    def __len__(self) -> int:
+        return sys.maxsize  # epoch follows epoch
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):  # the part of one worker process
+            return self.slice(index)
+        first = first_sample(index, self._batch_size, self._start, self._left_out)
+        return first, self._dataset.rows(self._order.rows(first + self._places))
+
+
+class EvalBatches(grain.MapDataset[Numbered]):
+    """Batch number -> rows in storage order, each once; what the last batch lacks has weights 0."""
+
+    def __init__(
+        self, dataset: Dataset, batch_size: int, places: np.ndarray, max_batches: int | None
+    ):
+        """Nothing is read yet.
+
+        Args:
+            dataset: what to evaluate on.
+            batch_size: rows of a batch over all processes.
+            places: int64 [local], ascending: which rows of a batch this process holds.
+            max_batches: at most so many batches, of rows spread evenly over the dataset.
+        """
+        super().__init__()
+        self._dataset = dataset
+        self._batch_size, self._places = batch_size, places
+        limit = dataset.num_rows if max_batches is None else max_batches * batch_size
+        self._count = min(dataset.num_rows, limit)
+
+    def __len__(self) -> int:
+        return -(-self._count // self._batch_size)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return self.slice(index)
+        numbers = index * self._batch_size + self._places
+        # Padding repeats a real row: rows of zeros could make a model divide by nothing.
+        chosen = np.minimum(numbers, self._count - 1) * self._dataset.num_rows // self._count
+        rows = self._dataset.rows(chosen)
+        rows["weights"][numbers >= self._count] = 0
+        return index * self._batch_size, rows
+
+
+class StreamBatches(grain.IterDataset[Numbered]):
+    """Batches of a stream, in its own order; the state is the stream's and the next sample."""
+
+    def __init__(
+        self, rows: grain.IterDataset[Any], stack: Callable[[list[Any]], Rows], *,
+        batch_size: int, num_read: int, chosen: np.ndarray, start: int, left_out: Samples,
+    ):  # fmt: skip
+        """Nothing is read yet.
+
+        Args:
+            rows: the stream, one row per element.
+            stack: rows -> field name -> [rows, ...].
+            batch_size: rows of a batch over all processes.
+            num_read: rows of the stream that a batch takes: all of the batch where every process
+                reads the whole stream, else those of its shard.
+            chosen: int64 [local], which of them this process holds.
+            start: first sample of the stream's first row.
+            left_out: samples that no batch may hold; they are read and dropped.
+        """
+        super().__init__(rows)
+        self.stack, self.batch_size = stack, batch_size
+        self.num_read, self.chosen = num_read, chosen
+        self.start, self.left_out = start, left_out
+
+    def __iter__(self) -> grain.DatasetIterator[Numbered]:
+        return _StreamIterator(iter(self._parent), self)
+
+
+class _StreamIterator(grain.DatasetIterator[Numbered]):
+    def __init__(self, rows: grain.DatasetIterator[Any], plan: StreamBatches):
+        super().__init__(rows)
+        self._plan, self._sample = plan, plan.start
+
+    def __next__(self) -> Numbered:
+        plan = self._plan
+        first = first_sample(0, plan.batch_size, self._sample, plan.left_out)
+        # A shard drops its part of the samples left out, rounded up in all shards alike.
+        dropped = -(-(first - self._sample) * plan.num_read // plan.batch_size)
+        try:
+            read = [next(self._parent) for _ in range(dropped + plan.num_read)][dropped:]
+        except StopIteration:
+            raise ConfigError(
+                [
+                    f"the stream of data.sources ended in the batch of sample {first}: training "
+                    "takes as many rows as it has steps. Repeat it, e.g. with `.repeat()` before "
+                    "`.to_iter_dataset()`, or lower train.steps."
+                ]
+            ) from None
+        self._sample = first + plan.batch_size
+        return first, plan.stack([read[place] for place in plan.chosen])
+
+    def get_state(self) -> dict[str, Any]:
+        return {"sample": self._sample, "rows": self._parent.get_state()}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        self._sample = state["sample"]
+        self._parent.set_state(state["rows"])
+
+
+def first_sample(number: int, batch_size: int, start: int, left_out: Samples) -> int:
+    """First sample of batch `number`, when batch 0 begins at `start` or behind what is left out.
+
+    A batch that would begin among samples left out, or reach into them, begins behind them.
+    """
+    for begin, end in sorted(left_out):
+        whole = max(0, (begin - start) // batch_size)  # batches that fit in before
+        if number < whole:
+            break
+        number -= whole
+        start = max(start + whole * batch_size, end)
+    return start + number * batch_size
+
+
+def rows_held(
+    sharding: NamedSharding, batch_size: int, devices: Sequence[jax.Device] | None = None
+) -> np.ndarray:
+    """Which rows of a batch some devices hold; int64 [local], ascending.
+
+    Args:
+        sharding: of a batch's first dim.
+        batch_size: rows of a batch over all processes.
+        devices: whose; None = this process's.
+    """
+    held = sharding.devices_indices_map((batch_size,))
+    mine = sharding.addressable_devices if devices is None else devices
+    parts = {held[device][0].indices(batch_size)[:2] for device in mine}
+    return np.unique(np.concatenate([np.arange(*part, dtype=np.int64) for part in parts]))
+
+
+def device_placer(
+    fields: Fields, batch_size: int, places: np.ndarray, sharding: NamedSharding
+) -> Callable[[Numbered], tuple[int, Batch]]:
+    """A function that makes a global batch on the devices from this process's rows of it.
+
+    Args:
+        fields: of the rows.
+        batch_size: rows of a batch over all processes.
+        places: int64 [local], ascending: which rows of a batch this process holds.
+        sharding: of a batch's first dim; further dims as far as a field has them.
+
+    Returns:
+        (first sample, name -> numpy [local, ...]) -> (first sample, name -> jax [batch, ...]).
+    """
+    shardings = {
+        name: NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[: 1 + len(shape)]))
+        for name, (shape, _) in fields.items()
+    }
+
+    def part(values: np.ndarray, index: tuple[slice, ...]) -> np.ndarray:
+        start, stop, _ = index[0].indices(batch_size)
+        first = int(np.searchsorted(places, start))
+        return np.asarray(values)[(slice(first, first + stop - start), *index[1:])]
+
+    def place(numbered: Numbered) -> tuple[int, Batch]:
+        first, rows = numbered
+        # The one place where batches are meant to move to devices, whatever the run forbids
+        # elsewhere. By callback and not `make_array_from_process_local_data`: that one refuses
+        # meshes on which two processes share some of their rows but not all.
+        with jax.transfer_guard_host_to_device("allow"):
+            return first, {
+                name: jax.make_array_from_callback(
+                    (batch_size, *fields[name][0]),
+                    shardings[name],
+                    functools.partial(part, values),
+                )
+                for name, values in rows.items()
+            }
+
+    return place

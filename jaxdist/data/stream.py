@@ -1,0 +1,255 @@
+"""A stream of the user's own: a `grain.IterDataset`, whose rows come in its order and no other.
+
+Where a run stands in it is the state of its iterator, which grain makes and the checkpoint holds.
+A stream whose iterator has no state that fits JSON, or that does not go on where the state says,
+is refused before training. Every process reads the whole stream and keeps its rows of each batch,
+so that a run resumes on any number of processes. A function that takes `shard_index` and
+`num_shards` divides the reading instead; such a run resumes on as many shards as it had.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+from jax.sharding import NamedSharding
+
+from jaxdist.core.types import ConfigError
+from jaxdist.data.custom import check_row, fields_of, stack_rows
+from jaxdist.data.packing import Fields
+from jaxdist.data.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    import grain
+
+    from jaxdist.data.batches import StreamBatches
+
+_PEEKED = 4
+"""Rows read before training, to learn the fields, to tell streams apart and to try resuming."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StreamDataset:
+    """What to train on when rows cannot be asked for by number.
+
+    Attributes:
+        name: the source as the user wrote it.
+        open: (shard_index, num_shards) -> the stream of that shard.
+        divides: whether `open` looks at its arguments; else every shard is the whole stream.
+        kind: "text" or "images".
+        fields: name -> (shape of one row, dtype).
+        vocab_size: tokens of the vocabulary, or classes of images.
+        tokenizer: of text.
+        identity: what the rows depend on, as JSON.
+        fingerprint: digest of the first rows.
+    """
+
+    name: str
+    open: Callable[[int, int], grain.IterDataset[Any]]
+    divides: bool
+    kind: Literal["text", "images"]
+    fields: Fields
+    vocab_size: int
+    tokenizer: Tokenizer | None
+    identity: dict[str, Any]
+    fingerprint: str
+
+    def describe(self) -> str:
+        """One line for the log."""
+        how = "divided among the processes" if self.divides else "read by every process"
+        return f"{self.kind}, a stream of rows {how}, vocabulary {self.vocab_size:,}"
+
+    def shard(self, sharding: NamedSharding, batch_size: int) -> tuple[int, int]:
+        """Which shard of how many this process reads: (0, 1) where the stream is not divided.
+
+        Raises:
+            ConfigError: processes hold parts of a batch that are neither the same nor apart.
+        """
+        if not self.divides:
+            return 0, 1
+        held: dict[int, set[tuple[int, int]]] = {}
+        device: Any
+        for device, index in sharding.devices_indices_map((batch_size,)).items():
+            held.setdefault(device.process_index, set()).add(index[0].indices(batch_size)[:2])
+        import jax
+
+        return shard_of(held, jax.process_index(), self.name)
+
+    def batches(
+        self, batch_size: int, places: np.ndarray, shard: tuple[int, int], *,
+        start: int, left_out: Sequence[tuple[int, int]], num_workers: int,
+    ) -> StreamBatches:  # fmt: skip
+        """Batches of this process's shard.
+
+        Args:
+            batch_size: rows of a batch over all processes.
+            places: int64 [local], ascending: which rows of a batch this process holds.
+            shard: see `shard`.
+            start: first sample of the first batch.
+            left_out: samples that no batch may hold.
+            num_workers: must be 0: worker processes would change the order of a stream.
+
+        Raises:
+            ConfigError: `num_workers` is not 0.
+        """
+        from jaxdist.data.batches import StreamBatches
+
+        if num_workers:
+            raise ConfigError(
+                [
+                    f"data.num_workers={num_workers} with {self.name!r}, which returns an "
+                    "IterDataset: dividing it would change its order. Set data.num_workers=0 and "
+                    "call .mp_prefetch() inside the function, or return a grain.MapDataset."
+                ]
+            )
+        whole = not self.divides
+        return StreamBatches(
+            self.open(*shard),
+            self._stack,
+            batch_size=batch_size,
+            num_read=batch_size if whole else len(places),
+            chosen=places if whole else np.arange(len(places)),
+            start=start,
+            left_out=left_out,
+        )
+
+    def _stack(self, rows: list[Any]) -> dict[str, np.ndarray]:
+        return stack_rows(rows, self.fields, self.name)
+
+
+def open_stream(
+    name: str,
+    open_shard: Callable[[int, int], grain.IterDataset[Any]],
+    *,
+    divides: bool,
+    vocab_size: int,
+    tokenizer: Tokenizer,
+    seq_len: int,
+) -> StreamDataset:
+    """Read the first rows and try to resume behind the first one.
+
+    Args:
+        name: the source as the user wrote it.
+        open_shard: see `StreamDataset.open`.
+        divides: see `StreamDataset.divides`.
+        vocab_size: tokens or classes.
+        tokenizer: of text.
+        seq_len: as configured.
+
+    Raises:
+        ConfigError: no rows, fields that a batch cannot have, or an iterator that cannot resume.
+    """
+    rows, state = _peek(name, open_shard)
+    kind = check_row(rows[0], name)
+    fields = fields_of(rows[0])
+    digest = hashlib.sha256()
+    for field, values in sorted(stack_rows(rows, fields, name).items()):
+        digest.update(json.dumps([field, values.shape, values.dtype.str]).encode())
+        digest.update(values.tobytes())
+    if len(rows) > 1:
+        _check_resumes(name, open_shard, state, rows[1])
+    fingerprint = digest.hexdigest()[:32]
+    return StreamDataset(
+        name=name,
+        open=open_shard,
+        divides=divides,
+        kind="images" if kind == "images" else "text",
+        fields=fields,
+        vocab_size=vocab_size,
+        tokenizer=tokenizer if kind == "tokens" else None,
+        identity={"kind": "stream", "seq_len": seq_len, "parts": [fingerprint]},
+        fingerprint=fingerprint,
+    )
+
+
+def shard_of(held: Mapping[int, set[tuple[int, int]]], process: int, name: str) -> tuple[int, int]:
+    """Shard of a process, and how many there are.
+
+    Processes that hold the same rows of every batch (split by tensor or pipeline alone) read the
+    same shard.
+
+    Args:
+        held: process -> ranges [first, end) of a batch's rows that its devices hold.
+        process: whose shard.
+        name: of the source, for the error.
+
+    Raises:
+        ConfigError: two processes share some rows and not all, or hold unequal numbers of them.
+    """
+    shards = sorted({tuple(sorted(parts)) for parts in held.values()})
+    parts = [part for shard in shards for part in shard]
+    sizes = {sum(end - first for first, end in shard) for shard in shards}
+    if len(parts) != len(set(parts)) or len(sizes) > 1:
+        raise ConfigError(
+            [
+                f"data source {name!r} takes shard_index, but on this mesh processes share some "
+                "rows of a batch and not all. Use a mesh that splits the batch between processes, "
+                "or leave shard_index out: every process then reads the whole stream."
+            ]
+        )
+    return shards.index(tuple(sorted(held[process]))), len(shards)
+
+
+def _peek(
+    name: str, open_shard: Callable[[int, int], grain.IterDataset[Any]]
+) -> tuple[list[Any], dict[str, Any]]:
+    """The first rows, and the iterator's state after the first one."""
+    iterator = iter(open_shard(0, 1))
+    rows = []
+    try:
+        for row in iterator:
+            rows.append(row)
+            if len(rows) == 1:
+                state = _json_state(name, iterator)
+            if len(rows) == _PEEKED:
+                break
+    finally:
+        iterator.close()
+    if not rows:
+        raise ConfigError([f"data source {name!r} has no rows. Return at least one."])
+    return rows, state
+
+
+def _json_state(name: str, iterator: grain.DatasetIterator[Any]) -> dict[str, Any]:
+    try:
+        state = iterator.get_state()
+        if json.loads(json.dumps(state)) == state:
+            return state
+        problem = "its state is not the same after a round trip through JSON"
+    except Exception as error:  # the user's iterator may fail in any way
+        problem = f"its state cannot be saved ({type(error).__name__}: {error})"
+    raise _not_resumable(name, problem)
+
+
+def _check_resumes(
+    name: str,
+    open_shard: Callable[[int, int], grain.IterDataset[Any]],
+    state: dict[str, Any],
+    expected: Mapping[str, Any],
+) -> None:
+    iterator = iter(open_shard(0, 1))
+    try:
+        iterator.set_state(state)
+        again = next(iterator)
+        same = all(np.array_equal(again[field], value) for field, value in expected.items())
+        problem = "" if same else "from the state behind its first row it goes on with another row"
+    except Exception as error:
+        problem = f"its state cannot be restored ({type(error).__name__}: {error})"
+    finally:
+        iterator.close()
+    if problem:
+        raise _not_resumable(name, problem)
+
+
+def _not_resumable(name: str, problem: str) -> ConfigError:
+    return ConfigError(
+        [
+            f"data source {name!r} cannot be resumed: {problem}. Build it from grain's own "
+            "datasets with a fixed seed, give its iterators get_state and set_state, or return "
+            "rows by number (len() and [index])."
+        ]
+    )

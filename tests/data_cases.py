@@ -1,0 +1,87 @@
+"""Small sources of every kind, and what rooms need to read them, for the tests of data."""
+
+import json
+from pathlib import Path
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxdist.core.mesh import BATCH_AXES, MeshSpec
+from jaxdist.data import DataConfig, open_datasets
+
+MESHES = ["dp=1", "dp=8", "dp=2,tp=4", "fsdp=4,dp=2", "pp=2,dp=2,tp=2", "fsdp=8"]
+
+CASES: dict[str, dict] = {
+    "stream": {"sources": ["text.txt"]},
+    "documents": {"sources": ["documents.jsonl"], "packing": "documents"},
+    "best_fit": {"sources": ["documents.jsonl"], "packing": "best_fit"},
+    "chat": {"sources": ["chats.jsonl"], "records": "chat"},
+    "joined": {"sources": ["text.txt", "other.txt"]},
+    "mixture": {
+        "sources": ["text.txt", "other.txt", "documents.jsonl"],
+        "mixture_weights": [5.0, 3.0, 2.0],
+    },
+    "images": {"sources": ["cifar"], "image_scaling": "channel"},
+    "grain": {"sources": ["case_rows:rows"], "vocab_size": 300},
+}
+"""Settings of each, to be opened with the folder of `write_sources` as current directory."""
+
+ROWS = """
+import grain
+import numpy as np
+
+def row(i):
+    tokens = np.arange(i, i + 17)
+    return {"tokens": tokens[:-1], "targets": tokens[1:], "weights": np.ones(16)}
+
+def rows(*, seq_len, seed):
+    return grain.MapDataset.range(150).map(row)
+"""
+
+
+def write_sources(folder: Path) -> None:
+    """The files of `CASES`."""
+    (folder / "text.txt").write_bytes(bytes(1 + i * 37 % 100 for i in range(5000)))
+    (folder / "other.txt").write_bytes(bytes(33 + i * i % 89 for i in range(1700)))
+    lines = [json.dumps({"text": chr(65 + i % 57) * (1 + i * 7 % 40)}) for i in range(300)]
+    (folder / "documents.jsonl").write_text("\n".join(lines))
+    chats = [
+        {
+            "messages": [
+                {"role": "user", "content": "ask " * (1 + i % 3)},
+                {"role": "assistant", "content": chr(97 + i % 26) * (1 + i * 5 % 23)},
+            ]
+        }
+        for i in range(200)
+    ]
+    (folder / "chats.jsonl").write_text("\n".join(map(json.dumps, chats)))
+    (folder / "cifar").mkdir()
+    for number, name in enumerate([*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"]):
+        records = np.arange(20 * 3073, dtype=np.int64) * (number + 3) * 97 % 251
+        records = records.astype(np.uint8).reshape(20, 3073)
+        records[:, 0] %= 10
+        records.tofile(folder / "cifar" / f"{name}.bin")
+    (folder / "case_rows.py").write_text(ROWS)
+
+
+def open_case(name: str):
+    """The dataset to train on."""
+    return open_datasets(DataConfig(**CASES[name]), seq_len=16, seed=3)[0]
+
+
+def sharding_on(mesh: str) -> NamedSharding:
+    spec = MeshSpec.parse(mesh)
+    return NamedSharding(spec.build(jax.devices()[: spec.num_devices]), PartitionSpec(BATCH_AXES))
+
+
+def write_text(folder: Path) -> Path:
+    """A text of 1000 different-looking bytes without byte 0."""
+    path = folder / "text.txt"
+    path.write_bytes(bytes(1 + i * 37 % 100 for i in range(1000)))
+    return path
+
+
+def open_text(*sources: Path, seq_len: int = 16, **settings):
+    names = [str(source) for source in sources]
+    return open_datasets(DataConfig(sources=names, **settings), seq_len=seq_len)

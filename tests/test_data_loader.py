@@ -1,0 +1,410 @@
+"""Batches on devices, resuming, evaluation: a step's batch depends on (data, seed, step) alone."""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from data_cases import CASES, MESHES, open_case, open_text, sharding_on, write_sources, write_text
+
+from jaxdist.core.mesh import MeshSpec
+from jaxdist.core.types import ConfigError
+from jaxdist.data import Loader, Position, eval_batches, resume_position
+from jaxdist.data.batches import TrainBatches, device_placer, first_sample, rows_held
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory, monkeypatch):
+    monkeypatch.setenv("JAXDIST_CACHE", str(tmp_path_factory.mktemp("cache")))
+
+
+@pytest.fixture
+def text(tmp_path):
+    return write_text(tmp_path)
+
+
+PINNED = {
+    "stream": "4893c4ba3086fd91d9252308385db038",
+    "documents": "4626d736fb07ac4e492b03d8b173d6e8",
+    "best_fit": "7edcfc0f0665f441fba362adca99c80c",
+    "chat": "740e0fa3140ab1e933b314ad094fd6c3",
+    "joined": "aa725108dc060022b80767aa7f7122a0",
+    "mixture": "2b9be027ad95dc50dbb058d300f8d8c6",
+    "images": "f0a8479c31a9e0451ff1e507e52ffe15",
+    "grain": "96cfd7f0c5f35902ea202bd87eb6adf4",
+}
+"""Digests of batches 0 to 39 and 1000 to 1002 of 8 rows, seed 5, as the loader of commit 4fb57d1
+made them with a thread and a queue of its own. Where one changes, raise STATE_VERSION."""
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_batches_are_those_of_earlier_versions(name, tmp_path, monkeypatch):
+    write_sources(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    train = open_case(name)
+    sys.modules.pop("case_rows", None)
+    digest = hashlib.sha256()
+    for start, count in ((0, 40), (1000, 3)):
+        loader = Loader(
+            train, global_batch_size=8, seed=5, sharding=sharding_on("dp=2,tp=2"),
+            start=Position(8 * start),
+        )  # fmt: skip
+        for _ in range(count):
+            batch = next(loader)
+            for field in sorted(batch):
+                values = np.asarray(batch[field])
+                digest.update(f"{field} {values.dtype.str} {values.shape} ".encode())
+                digest.update(values.tobytes())
+        loader.close()
+    assert digest.hexdigest()[:32] == PINNED[name]
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_batches_are_the_same_on_every_mesh(text, mesh):
+    train, _ = open_text(text)
+    loader = Loader(train, global_batch_size=8, seed=5, sharding=sharding_on(mesh))
+    order = train.order(5)
+    for step in range(12):  # more than an epoch
+        expected = train.rows(order.rows(np.arange(step * 8, step * 8 + 8)))
+        batch = next(loader)
+        assert batch.keys() == expected.keys()
+        for name, values in batch.items():
+            assert isinstance(values, jax.Array)
+            np.testing.assert_array_equal(values, expected[name])
+    loader.close()
+
+
+@pytest.mark.parametrize("num_processes", [1, 2, 4, 8])
+@pytest.mark.parametrize("mesh", [m for m in MESHES if m != "dp=1"])
+def test_a_process_reads_only_the_rows_of_its_devices(text, monkeypatch, mesh, num_processes):
+    """Of 8 devices in mesh order, process p is played with the p-th part of them."""
+    train, _ = open_text(text)
+    order = train.order(5)
+    expected = train.rows(order.rows(np.arange(16, 32)))
+    sharding = sharding_on(mesh)
+    devices = list(sharding.mesh.devices.flat)
+    own = len(devices) // num_processes
+    everything = set()
+    for process in range(num_processes):
+        mine = devices[process * own : (process + 1) * own]
+
+        def play(shape, sharding, callback, mine=mine):
+            places = sharding.devices_indices_map(shape)
+            return {d: (places[d], callback(places[d])) for d in mine}
+
+        monkeypatch.setattr(jax, "make_array_from_callback", play)
+        places = rows_held(sharding, 16, mine)
+        batches = TrainBatches(train, 5, 16, places, start=0, left_out=())
+        first, batch = device_placer(train.fields, 16, places, sharding)(batches[1])
+        assert first == 16
+        for name, held in batch.items():
+            for place, values in held.values():
+                np.testing.assert_array_equal(values, expected[name][place])
+        replicas = {(c[1], c[2]) for c, d in np.ndenumerate(sharding.mesh.devices) if d in mine}
+        assert len(places) == len(replicas) * 16 // MeshSpec.parse(mesh).num_replicas
+        everything |= set(places.tolist())
+    assert everything == set(range(16))
+
+
+def test_rows_are_read_once_per_batch_however_many_devices_hold_them(text, monkeypatch):
+    train, _ = open_text(text)
+    asked = []
+    part = type(train.parts[0])
+    original = part.rows
+    monkeypatch.setattr(part, "rows", lambda self, i: (asked.append(len(i)), original(self, i))[1])
+    sharding = sharding_on("dp=2,tp=4")
+    list(eval_batches(train, global_batch_size=8, sharding=sharding, max_batches=1))
+    assert asked == [8]
+
+
+def test_the_first_sample_of_a_batch_is_that_of_counting_on():
+    generator = np.random.default_rng(0)
+    for _ in range(200):
+        batch, start = generator.integers(1, 9, 2)
+        begins = generator.integers(0, 60, generator.integers(0, 4))
+        left_out = [(int(b), int(b + generator.integers(1, 12))) for b in begins]
+        sample = int(start)
+        for number in range(20):
+            for begin, end in sorted(left_out):
+                if sample < end and begin < sample + batch:
+                    sample = end
+            assert first_sample(number, int(batch), int(start), left_out) == sample
+            sample += int(batch)
+
+
+def test_starting_at_a_step_equals_having_run_to_it(text):
+    train, _ = open_text(text)
+    settings = {"global_batch_size": 8, "seed": 1, "sharding": sharding_on("dp=2")}
+    whole = Loader(train, **settings)
+    batches = [next(whole) for _ in range(10)]
+    later = Loader(train, **settings, start=Position(48))
+    for batch in batches[6:]:
+        np.testing.assert_array_equal(next(later)["tokens"], batch["tokens"])
+    whole.close()
+    later.close()
+
+
+def test_state_counts_batches_handed_out_and_survives_another_batch_size(text):
+    train, _ = open_text(text)
+    sharding = sharding_on("dp=2")
+    loader = Loader(train, global_batch_size=8, seed=1, sharding=sharding, prefetch=4)
+    for _ in range(3):
+        next(loader)
+    state = json.loads(json.dumps(loader.state()))
+    loader.close()
+    start = resume_position(state, train, seed=1)
+    assert start == Position(24)
+    resumed = Loader(train, global_batch_size=4, seed=1, sharding=sharding, start=start)
+    expected = train.rows(train.order(1).rows(np.arange(24, 28)))
+    np.testing.assert_array_equal(next(resumed)["tokens"], expected["tokens"])
+    resumed.close()
+
+
+def state_of(dataset, seed=0):
+    loader = Loader(dataset, global_batch_size=4, seed=seed, sharding=sharding_on("dp=1"))
+    next(loader)
+    loader.close()
+    return loader.state()
+
+
+def test_resuming_refuses_other_data_and_says_what_changed(text):
+    train, _ = open_text(text)
+    state = state_of(train)
+    assert resume_position(state, train, seed=0).sample == 4
+    with pytest.raises(ConfigError, match="seq_len was 16 and is 8"):
+        resume_position(state, open_text(text, seq_len=8)[0], seed=0)
+    with pytest.raises(ConfigError, match="seed was 0 and is 1"):
+        resume_position(state, train, seed=1)
+    text.write_bytes(text.read_bytes()[:-1] + b"!")
+    changed, _ = open_text(text)
+    with pytest.raises(ConfigError, match="sources"):
+        resume_position(state, changed, seed=0)
+    assert resume_position(state, changed, seed=0, on_change="restart").sample == 0
+    with pytest.raises(ConfigError, match="version 0"):
+        resume_position(state | {"version": 0}, train, seed=0)
+
+
+def test_fingerprint_follows_content_and_not_place(text, tmp_path):
+    copy = tmp_path / "elsewhere.txt"
+    copy.write_bytes(text.read_bytes())
+    assert open_text(text)[0].fingerprint == open_text(copy)[0].fingerprint
+    assert open_text(text)[0].fingerprint != open_text(text)[1].fingerprint
+
+
+class Broken(Exception):
+    pass
+
+
+def test_a_failure_while_preparing_is_raised_at_every_next(text, monkeypatch):
+    train, _ = open_text(text)
+    part = type(train.parts[0])
+    original, calls = part.rows, []
+
+    def rows(self, indices):
+        calls.append(1)
+        if len(calls) > 2:
+            raise Broken
+        return original(self, indices)
+
+    monkeypatch.setattr(part, "rows", rows)
+    loader = Loader(train, global_batch_size=4, seed=0, sharding=sharding_on("dp=1"))
+    next(loader), next(loader)
+    for _ in range(2):
+        with pytest.raises(Broken):
+            next(loader)
+    loader.close()
+
+
+def test_closing_or_forgetting_a_loader_ends_its_thread(text):
+    train, _ = open_text(text)
+    settings = {"global_batch_size": 4, "seed": 0, "sharding": sharding_on("dp=1")}
+    before = threading.active_count()
+    loader = Loader(train, **settings)
+    next(loader)
+    assert threading.active_count() > before
+    loader.close()
+    loader.close()
+    assert threading.active_count() == before
+    with pytest.raises(RuntimeError, match="closed"):
+        next(loader)
+    forgotten = Loader(train, **settings)
+    next(forgotten)
+    del forgotten
+    assert threading.active_count() == before
+
+
+def test_batches_are_made_under_the_transfer_guard(text):
+    train, _ = open_text(text)
+    jax.config.update("jax_transfer_guard", "disallow")
+    try:
+        loader = Loader(train, global_batch_size=8, seed=0, sharding=sharding_on("dp=8"))
+        next(loader)
+        loader.close()
+    finally:
+        jax.config.update("jax_transfer_guard", "allow")
+
+
+def test_a_batch_that_does_not_divide_is_refused(text):
+    train, held = open_text(text)
+    sharding = sharding_on("fsdp=4,dp=2")
+    with pytest.raises(ConfigError, match="global_batch_size=12"):
+        Loader(train, global_batch_size=12, seed=0, sharding=sharding)
+    with pytest.raises(ConfigError, match="global_batch_size=4"):
+        eval_batches(held, global_batch_size=4, sharding=sharding)
+
+
+# --- evaluation
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("packing", ["stream", "documents", "best_fit"])
+def test_evaluation_counts_each_row_once(text, mesh, packing):
+    _, held = open_text(text, text, packing=packing, eval_fraction=0.3)
+    whole = held.rows(np.arange(held.num_rows))
+    assert held.num_rows % 8, "the last batch must be ragged for this test to say something"
+    batches = list(eval_batches(held, global_batch_size=8, sharding=sharding_on(mesh)))
+    assert len(batches) == -(-held.num_rows // 8)
+    weights = np.concatenate([b["weights"] for b in batches])
+    assert weights[held.num_rows :].sum() == 0
+    for name, values in whole.items():
+        joined = np.concatenate([np.asarray(b[name]) for b in batches])
+        np.testing.assert_array_equal(joined[: held.num_rows], values)
+
+
+def test_limited_evaluation_takes_different_rows_from_all_over(text):
+    train, _ = open_text(text)
+    batches = eval_batches(train, global_batch_size=4, sharding=sharding_on("dp=1"), max_batches=5)
+    got = np.concatenate([np.asarray(b["tokens"]) for b in batches])
+    expected = train.rows(np.arange(20) * train.num_rows // 20)["tokens"]
+    np.testing.assert_array_equal(got, expected)
+
+
+def test_an_evaluation_that_stops_early_ends_its_thread(text):
+    train, _ = open_text(text)
+    before = threading.active_count()
+    batches = eval_batches(train, global_batch_size=4, sharding=sharding_on("dp=1"))
+    next(batches)
+    batches.close()
+    assert threading.active_count() == before
+
+
+# --- many processes
+
+WORKER = textwrap.dedent(
+    """
+    import json
+    import sys
+    import jax
+    import numpy as np
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 2)
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    port, process, source = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+    jax.distributed.initialize(f"localhost:{port}", 2, process)
+    from jax.sharding import NamedSharding, PartitionSpec
+    from jaxdist.core.mesh import BATCH_AXES, MeshSpec
+    from jaxdist.core.types import ConfigError
+    from jaxdist.data import DataConfig, Loader, eval_batches, open_datasets, resume_position
+    train, held = open_datasets(DataConfig(sources=[source]), seq_len=16)
+    for spec in ("dp=4", "dp=2,tp=2", "tp=4"):
+        sharding = NamedSharding(MeshSpec.parse(spec).build(), PartitionSpec(BATCH_AXES))
+        try:
+            loader = Loader(train, global_batch_size=8, seed=5, sharding=sharding)
+        except ConfigError as error:
+            print("REFUSED", "processes [1]" in str(error))
+            sys.exit(0)
+        order = train.order(5)
+        for step in range(3):
+            expected = train.rows(order.rows(np.arange(step * 8, step * 8 + 8)))
+            for name, values in next(loader).items():
+                for shard in values.addressable_shards:
+                    np.testing.assert_array_equal(shard.data, expected[name][shard.index])
+        loader.close()
+        total = sum(
+            float(jax.jit(lambda x: x.sum())(b["weights"]))
+            for b in eval_batches(held, global_batch_size=8, sharding=sharding)
+        )
+        assert total == held.num_rows * 16, total
+
+    # A stream that is divided: each process reads its part, and each part's place is saved.
+    config = DataConfig(sources=["two_streams:rows"], vocab_size=300, eval_fraction=0.0)
+    stream, _ = open_datasets(config, seq_len=4)
+    settings = {"global_batch_size": 8, "seed": 5}
+    settings["sharding"] = NamedSharding(MeshSpec.parse("dp=4").build(), PartitionSpec(BATCH_AXES))
+
+    def firsts(batch):
+        return [int(s.data[0, 0]) for s in batch["tokens"].addressable_shards]
+
+    loader = Loader(stream, **settings)
+    for step in range(2):
+        assert firsts(next(loader)) == [100 * process + 4 * step + n for n in (0, 2)]
+    state = json.loads(json.dumps(loader.state()))
+    expected = firsts(next(loader))
+    loader.close()
+    assert len(state["iterators"]) == 2
+    resumed = Loader(stream, **settings, start=resume_position(state, stream, seed=5))
+    assert firsts(next(resumed)) == expected
+    resumed.close()
+    state["iterators"].pop()
+    try:
+        Loader(stream, **settings, start=resume_position(state, stream, seed=5))
+    except ConfigError:
+        print("SAME")
+    """
+)
+
+STREAMS = """
+import grain
+import numpy as np
+
+def row(i):
+    tokens = np.arange(i, i + 5)
+    return {"tokens": tokens[:-1], "targets": tokens[1:], "weights": np.ones(4)}
+
+def rows(*, seq_len, seed, shard_index, num_shards):
+    return grain.MapDataset.range(100 * shard_index, 1000).map(row).to_iter_dataset()
+"""
+
+
+def run_two_processes(folder, sources):
+    import socket
+
+    (folder / "two_streams.py").write_text(STREAMS)
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    environment = dict(os.environ, PYTHONPATH=f"{Path(__file__).parent.parent}:{folder}")
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", WORKER, str(port), str(i), str(source)], cwd=folder,
+            env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for i, source in enumerate(sources)
+    ]  # fmt: skip
+    try:
+        return [p.communicate(timeout=180)[0] for p in processes]
+    finally:
+        for process in processes:
+            process.kill()
+
+
+@pytest.mark.slow
+def test_two_processes_hold_the_batches_of_one(text, tmp_path):
+    for output in run_two_processes(tmp_path, [text, text]):
+        assert output.strip().endswith("SAME"), output
+
+
+@pytest.mark.slow
+def test_processes_with_other_data_are_refused(text, tmp_path):
+    other = tmp_path / "other.txt"
+    other.write_bytes(text.read_bytes()[::-1])
+    for output in run_two_processes(tmp_path, [text, other]):
+        assert "REFUSED True" in output, output
