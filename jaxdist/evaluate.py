@@ -52,7 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         positional=("run",),
     )
     from jaxdist.run.evaluation_loop import evaluate
-    from jaxdist.run.setup import check_data_fits, open_run
+    from jaxdist.run.setup import check_data_fits
+    from jaxdist.run.trained_run import open_run
 
     changes = {"global_batch_size": config.global_batch_size} if config.global_batch_size else {}
     run = open_run(config.run, mesh=config.mesh, simulate=config.simulate, train=changes)

@@ -81,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         positional=("run",),
     )
     from jaxdist.data import load_tokenizer
-    from jaxdist.run.setup import open_run
+    from jaxdist.run.trained_run import open_run
 
     run = open_run(config.run, mesh=config.mesh, simulate=config.simulate)
     model, data = run.parts.model, run.parts.config.data
@@ -192,13 +192,15 @@ def _compiled(model: Model, layout: Any, config: GenerateConfig, dtype: Any) -> 
 
     import jax
 
+    from jaxdist.core.attention import make_attend
     from jaxdist.core.collective_order import in_order
     from jaxdist.core.types import Context
 
     decoding = model.decoding
     assert decoding is not None
     platform = layout.mesh.devices.flat[0].platform
-    context = Context(dtype=dtype, platform="gpu" if platform in ("gpu", "cuda") else platform)
+    platform = "gpu" if platform in ("gpu", "cuda") else platform
+    context = Context(dtype=dtype, platform=platform, attend=make_attend(platform=platform))
 
     def decode(params: Params, cache: Any, tokens: Array, positions: Array) -> tuple[Array, Any]:
         # Products take their weights in the compute dtype; the masters stay float32.

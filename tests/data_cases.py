@@ -7,7 +7,8 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxdist.core.mesh import BATCH_AXES, MeshSpec
+from jaxdist.core.mesh import MeshSpec
+from jaxdist.core.parallel.axes import row_axes
 from jaxdist.data import DataConfig, open_datasets
 
 MESHES = ["dp=1", "dp=8", "dp=2,tp=4", "fsdp=4,dp=2", "pp=2,dp=2,tp=2", "fsdp=8"]
@@ -72,7 +73,7 @@ def open_case(name: str):
 
 def sharding_on(mesh: str) -> NamedSharding:
     spec = MeshSpec.parse(mesh)
-    return NamedSharding(spec.build(jax.devices()[: spec.num_devices]), PartitionSpec(BATCH_AXES))
+    return NamedSharding(spec.build(jax.devices()[: spec.num_devices]), PartitionSpec(row_axes()))
 
 
 def write_text(folder: Path) -> Path:

@@ -114,7 +114,7 @@ def _never_joins(job: Job, chosen: int, generator: random.Random) -> tuple[float
     time.sleep(generator.uniform(0.0, 0.5))
     since, began = job.position(), time.monotonic()
     os.kill(job.workers()[chosen], signal.SIGSTOP)
-    line = f"process {chosen} of 2 has not joined|process {chosen} failed first.*it stood still"
+    line = f"process {chosen} of 2 has not joined|process {chosen} failed first.*it hung"
     detected = job.wait_for_line(line, since)
     return detected, _new_work(job, began, job.num_bytes())
 
@@ -155,7 +155,7 @@ def _directory_gone(job: Job, _: int, generator: random.Random) -> tuple[float, 
 
 
 _STILL = (
-    r"process {p} on \S+ \(pid \d+\).*no sign of life|process {p} failed first.*it stood still"
+    r"process {p} on \S+ \(pid \d+\).*no sign of life|process {p} failed first.*it hung"
     r"|process {p}, which never reported|process {p} of 2 has not joined"
 )
 KINDS = {

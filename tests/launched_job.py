@@ -26,7 +26,7 @@ TRAIN = [
     *("--model.num_heads=2", "--model.num_kv_heads=2", "--train.global_batch_size=4"),
     *("--train.seq_len=32", "--data.sources=harmed_rows:rows", "--data.vocab_size=64"),
     *("--checkpoint.save_interval_steps=5", "--eval.interval_steps=0"),
-    *("--monitoring.record_every_steps=1", "--monitoring.tensorboard=true"),
+    *("--monitoring.tensorboard=true"),
     *("--runtime.heartbeat_timeout_s=10", "--runtime.join_timeout_s=10"),
     "--resilience.step_timeout_s=5",
 ]
@@ -107,7 +107,7 @@ class Job:
             return []
         return found if len(found) == 2 else []
 
-    def said(self, since: int = 0) -> str:
+    def error_record(self, since: int = 0) -> str:
         """The console from a position on."""
         with open(self.console, "rb") as file:
             file.seek(since)

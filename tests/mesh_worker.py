@@ -9,6 +9,7 @@ as it was restored and as it was saved, of every batch, and every loss.
 
 import hashlib
 import json
+import math
 import os
 import sys
 from pathlib import Path
@@ -97,7 +98,7 @@ def run(job: dict, parts) -> dict:
     for number in range(1, job["steps"] + 1):
         batch = next(loader)
         record["batches"].append(digest({k: gathered(v) for k, v in batch.items()}))
-        state, metrics = parts.step.train(state, batch)
+        state, metrics = parts.step.train(state, batch, math.inf)
         record["losses"].append(float(np.asarray(metrics["loss"])))
         if job["target"] and number == job["save_after"]:
             record["saved"] = leaf_digests(state)

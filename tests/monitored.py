@@ -5,7 +5,7 @@ from pathlib import Path
 
 import jax.numpy as jnp
 
-from jaxdist.run.monitoring import Monitor, MonitoringConfig, RunDirectory
+from jaxdist.run.monitoring import Monitor, MonitoringConfig, RunDirectory, RunFacts
 
 QUIET = MonitoringConfig(tensorboard=False, log_interval_steps=1)
 
@@ -39,7 +39,7 @@ def events(records, name):
 
 
 def header(monitor: Monitor) -> None:
-    monitor.header(
+    facts = RunFacts(
         mesh="dp=4,tp=2",
         mesh_reason="the model fits one device",
         model="decoder",
@@ -51,6 +51,7 @@ def header(monitor: Monitor) -> None:
         precision="bfloat16 compute, float32 parameters",
         notes=["attention: XLA, because this is a CPU"],
     )
+    monitor.header(facts)
 
 
 def crc32c(data: bytes) -> int:

@@ -27,7 +27,7 @@ class Case:
     """One comparison; `automatic` leaves the tensor axis to XLA, as for a model without hooks."""
 
     mesh: str
-    schedule: str = "1f1b"
+    schedule: str = "1f1b_lockstep"
     microbatches: int = 0
     chunks: int = 1
     gather: str = "action"
@@ -224,9 +224,9 @@ def compare(case: Case) -> Difference:
 
 SCHEDULES: tuple[dict[str, Any], ...] = (
     {"schedule": "gpipe"},
+    {"schedule": "1f1b_lockstep"},
+    {"schedule": "1f1b_lockstep", "chunks": 2},
     {"schedule": "1f1b"},
-    {"schedule": "1f1b", "chunks": 2},
-    {"schedule": "1f1b_lean"},
     {"schedule": "zero_bubble"},
     {"schedule": "zero_bubble", "chunks": 2},
 )

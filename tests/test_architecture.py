@@ -2,6 +2,7 @@
 
 import ast
 import itertools
+import re
 from pathlib import Path
 
 import pytest
@@ -11,19 +12,24 @@ PACKAGE = Path(__file__).parent.parent / "jaxdist"
 # The longest prefix of a module's name is its room: a room may hold rooms of other levels.
 LEVELS = {
     "core.types": 0,
+    "core.axis": 0,
     "runtime": 1,
     "plan.hardware": 1,
-    "core.mesh": 2,
-    "core.collectives": 2,
+    "core.parallel.pipeline.axis": 1,
+    "core.collectives": 1,
+    "core.parallel": 2,  # one file per axis, and their list
     "core.collective_order": 2,
     "core.precision": 2,
-    "core.sharding": 3,
+    "core.mesh": 3,
+    "core.attention": 3,
     "core.losses": 3,
-    "core.parallel": 4,
+    "core.mesh_choice": 4,
+    "core.sharding": 4,
     "models": 4,
     "data": 4,
     "optim": 4,
     "core.state": 5,
+    "core.parallel.pipeline": 5,
     "models.huggingface": 5,
     "core.step": 6,
     "checkpoint": 6,
@@ -48,8 +54,11 @@ LEVELS = {
     "tools.doctor": 12,
     "__main__": 13,
 }
+FORBIDDEN = {"models": ("core.parallel", "core.mesh", "core.mesh_choice", "core.sharding")}
+"""Rooms below that a room may not know all the same: models name dims, never a mesh."""
 EMPTY = {"jaxdist", "jaxdist.core", "jaxdist.run", "jaxdist.tools"}
 MAX_ENTRIES = 15
+MAX_POSITIONAL = 7
 
 
 def name_of(path: Path) -> str:
@@ -93,7 +102,11 @@ def violations(module: str, source: str) -> list[str]:
     return [
         f"{module} (level {LEVELS[room]}) imports {other} (level {LEVELS[room_of(other)]})"
         for other in sorted(imported_modules(source))
-        if room_of(other) != room and LEVELS[room_of(other)] >= LEVELS[room]
+        if room_of(other) != room
+        and (
+            LEVELS[room_of(other)] >= LEVELS[room]
+            or other.startswith(FORBIDDEN.get(module.partition(".")[0], ()))
+        )
     ]
 
 
@@ -152,9 +165,49 @@ def test_planted_back_edges_are_seen():
     assert violations("train", "from jaxdist import evaluate")
 
 
+def test_model_kinds_are_told_apart_in_their_own_room_only():
+    kinds = re.compile(r"isinstance\([^()]*(Decoder|Cnn|Custom|Model)Config")
+    found = [name for name, path in MODULES.items() if kinds.search(path.read_text())]
+    assert [name for name in found if not name.startswith("models")] == []
+    assert "models" in found
+
+
 def test_the_house_can_be_seen_from_its_door():
     entries = {path.name for path in PACKAGE.iterdir() if path.name != "__pycache__"}
     assert len(entries) <= MAX_ENTRIES, entries
+
+
+def too_many_positional(source: str) -> list[str]:
+    """Functions and dataclasses of a source that take more than `MAX_POSITIONAL` positionally."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            names = [arg.arg for arg in (*node.args.posonlyargs, *node.args.args)]
+            count = len([name for name in names if name not in ("self", "cls")])
+        elif isinstance(node, ast.ClassDef):
+            made = " ".join(map(ast.unparse, node.decorator_list))
+            if "dataclass" not in made or "kw_only=True" in made:
+                continue
+            count = sum(isinstance(line, ast.AnnAssign) for line in node.body)
+        else:
+            continue
+        if count > MAX_POSITIONAL:
+            found.append(f"{node.name} takes {count} positional arguments")
+    return found
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_nothing_takes_many_positional_arguments(module: str):
+    assert too_many_positional(MODULES[module].read_text()) == []
+
+
+def test_many_positional_arguments_are_seen():
+    names = "abcdefgh"
+    assert too_many_positional(f"def f({', '.join(names)}): ...")
+    assert not too_many_positional(f"def f(a, b, *, {', '.join(names[2:])}): ...")
+    fields = "".join(f"    {name}: int\n" for name in names)
+    assert too_many_positional(f"@dataclass\nclass A:\n{fields}")
+    assert not too_many_positional(f"@dataclass(kw_only=True)\nclass A:\n{fields}")
 
 
 def test_importing_the_package_imports_no_heavy_library():

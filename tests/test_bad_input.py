@@ -97,17 +97,21 @@ MESH = {
     "too many devices": (
         ["--simulate=8", "--mesh=dp=4,tp=4"], "needs 16 devices, 8 are", "--mesh dp=2,tp=4"),
     "too few devices": (["--simulate=8", "--mesh=dp=4"], "needs 4 devices", "--mesh dp=8"),
-    "heads": (["--mesh=tp=16"], "tp=16 does not divide heads=8", "Legal with 16 devices"),
+    "heads": (["--mesh=tp=16"],
+        "tp=16 does not divide model.num_heads=8", "Legal with 16 devices"),
     "kv heads": (
-        ["--mesh=tp=4", "--model.num_kv_heads=2"], "does not divide kv_heads=2", "Legal with 4"),
-    "layers": (["--mesh=pp=3"], "pp=3 does not divide layers=8", "1, 2, 4 or 8"),
+        ["--mesh=tp=4", "--model.num_kv_heads=2"],
+        "does not divide model.num_kv_heads=2", "Legal with 4"),
+    "layers": (["--mesh=pp=3"], "pp=3 does not divide model.num_layers=8", "1, 2, 4 or 8"),
     "batch": (["--mesh=dp=3"], "global_batch_size=32 is not a multiple of 3", "Use 30 or 33"),
     "microbatches": (
         ["--mesh=dp=4", "--train.num_microbatches=16"], "multiple of 64", "Use 64"),
     "sequence": (
-        ["--mesh=tp=8", "--train.seq_len=100"], "tp=8 does not divide seq_len=100", "Legal with 8"),
+        ["--mesh=tp=8", "--train.seq_len=100"],
+        "tp=8 does not divide train.seq_len=100", "Legal with 8"),
     "fsdp width": (
-        ["--mesh=fsdp=32", "--model.d_model=240"], "fsdp=32 does not divide d_model=240", "Legal"),
+        ["--mesh=fsdp=32", "--model.d_model=240"],
+        "fsdp=32 does not divide model.d_model=240", "Legal"),
     "zero width": (
         ["--mesh=dp=32", "--zero=3", "--model.d_model=240"], "(zero=3) does not divide", "Legal"),
     "stages of a cnn": (

@@ -107,7 +107,7 @@ def by_hand():
 class Case:
     mesh: str
     microbatches: int = 1
-    schedule: str = "1f1b"
+    schedule: str = "1f1b_lockstep"
     chunks: int = 1
     sequence: bool = False
     zero: int = 0
@@ -127,9 +127,9 @@ CASES = [
     Case("tp=4", sequence=True),
     Case("dp=2,fsdp=2,tp=2", microbatches=2, sequence=True),
     Case("pp=4", schedule="gpipe"),
-    Case("pp=2,dp=2", schedule="1f1b"),
-    Case("pp=2,tp=2", schedule="1f1b_lean", remat="full"),
-    Case("pp=2,fsdp=2", schedule="1f1b", chunks=2),
+    Case("pp=2,dp=2", schedule="1f1b_lockstep"),
+    Case("pp=2,tp=2", schedule="1f1b", remat="full"),
+    Case("pp=2,fsdp=2", schedule="1f1b_lockstep", chunks=2),
     Case("pp=2,tp=2", schedule="zero_bubble", sequence=True),
     Case("pp=2,dp=2", schedule="zero_bubble", chunks=2),
 ]

@@ -15,8 +15,8 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxdist.checkpoint import CheckpointConfig, Checkpointer, CheckpointError
-from jaxdist.checkpoint.checksum import digests, part_digest
+from jaxdist.checkpoint import CheckpointConfig, Checkpointer, CheckpointError, manifest
+from jaxdist.checkpoint.checksum import checksums, part_checksum
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.types import ConfigError
 
@@ -170,11 +170,11 @@ def test_a_restore_reads_each_byte_once(tmp_path, mesh, spec, verify, times):
 
 
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16, np.int8, np.uint16, np.bool_, "int4"])
-def test_digest_is_the_same_on_every_mesh_and_sees_every_bit(dtype):
+def test_a_checksum_is_the_same_on_every_mesh_and_sees_every_bit(dtype):
     host = np.random.default_rng(0).integers(0, 2, (8, 6)).astype(dtype)
     mesh = MeshSpec.parse("fsdp=4,tp=2").build()
     shardings = [NamedSharding(mesh, spec) for spec in (P(), P("fsdp", "tensor"), P("tensor"))]
-    values = {digests([jax.device_put(host, s)])[0] for s in [*shardings, jax.devices()[0]]}
+    values = {checksums([jax.device_put(host, s)])[0] for s in [*shardings, jax.devices()[0]]}
     assert len(values) == 1
     if host.dtype.itemsize * 8 in (8, 16, 32) and dtype not in (np.bool_, "int4"):
         width = host.dtype.itemsize
@@ -183,7 +183,7 @@ def test_digest_is_the_same_on_every_mesh_and_sees_every_bit(dtype):
                 flipped = bytearray(host.tobytes())
                 flipped[byte] ^= 1 << bit
                 wrong = np.frombuffer(bytes(flipped), host.dtype).reshape(host.shape)
-                assert digests([jnp.asarray(wrong)])[0] not in values, (byte, bit, width)
+                assert checksums([jnp.asarray(wrong)])[0] not in values, (byte, bit, width)
 
 
 @pytest.mark.parametrize(
@@ -200,17 +200,17 @@ def test_digest_is_the_same_on_every_mesh_and_sees_every_bit(dtype):
         "complex64",
     ],
 )
-def test_parts_on_the_host_add_up_to_the_digest_on_the_devices(dtype):
+def test_parts_on_the_host_add_up_to_the_checksum_on_the_devices(dtype):
     values = np.random.default_rng(1).standard_normal((5, 4, 6)) * 4
     whole = jnp.asarray(values, jnp.dtype(dtype))
     host = np.asarray(whole)
     parts = 0
     for rows, columns in itertools.product((slice(0, 2), slice(2, 5)), (slice(0, 5), slice(5, 6))):
         index = (rows, slice(0, 4), columns)
-        parts += part_digest(host[index], [s.start for s in index], host.shape)
-    assert parts % 2**32 == digests([whole])[0]
+        parts += part_checksum(host[index], [s.start for s in index], host.shape)
+    assert parts % 2**32 == checksums([whole])[0]
     scalar = jnp.asarray(3, jnp.dtype(dtype))
-    assert part_digest(np.asarray(scalar), (), ()) == digests([scalar])[0]
+    assert part_checksum(np.asarray(scalar), (), ()) == checksums([scalar])[0]
 
 
 MANY_LEAVES = """
@@ -218,7 +218,7 @@ import jax
 jax.config.update("jax_num_cpu_devices", 8)
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
-from jaxdist.checkpoint.checksum import digests, part_digest
+from jaxdist.checkpoint.checksum import checksums, part_checksum
 from jaxdist.core.mesh import MeshSpec
 
 mesh = MeshSpec(fsdp=4, tensor=2).build()
@@ -226,14 +226,14 @@ specs = [P("fsdp", "tensor"), P("tensor", "fsdp"), P("fsdp"), P(("fsdp", "tensor
 values = [np.full((32, 64), i, np.float32) for i in range(80)]
 leaves = [jax.device_put(x, NamedSharding(mesh, specs[i % 5])) for i, x in enumerate(values)]
 busy = jax.jit(lambda leaves: [leaf * 1 for leaf in leaves])
-expected = [part_digest(x, (0, 0), x.shape) for x in values]
+expected = [part_checksum(x, (0, 0), x.shape) for x in values]
 for _ in range(10):
     leaves = busy(leaves)
-    assert digests(leaves) == expected
+    assert checksums(leaves) == expected
 """
 
 
-def test_the_digests_of_many_leaves_never_wait_for_each_other():
+def test_the_checksums_of_many_leaves_never_wait_for_each_other():
     """Dispatched all at once they did: XLA:CPU ended the process after a minute, every time."""
     done = subprocess.run(
         [sys.executable, "-c", MANY_LEAVES], capture_output=True, text=True, timeout=300
@@ -241,11 +241,11 @@ def test_the_digests_of_many_leaves_never_wait_for_each_other():
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-def test_digest_sees_swapped_elements_and_another_shape():
+def test_a_checksum_sees_swapped_elements_and_another_shape():
     x = np.arange(12, dtype=np.float32).reshape(3, 4)
     swapped = x.copy()
     swapped[0, 0], swapped[2, 3] = x[2, 3], x[0, 0]
-    first, second, third = digests([jnp.asarray(v) for v in (x, swapped, x.T)])
+    first, second, third = checksums([jnp.asarray(v) for v in (x, swapped, x.T)])
     assert first != second and first != third
 
 
@@ -408,10 +408,10 @@ def test_retention_on_disk_survives_a_restart(tmp_path):
 def test_a_second_save_waits_and_says_so(tmp_path, monkeypatch):
     import time
 
-    from jaxdist.checkpoint.orbax_io import Store
+    from jaxdist.checkpoint.orbax_io import OrbaxWriter
 
-    finish = Store.finish_write
-    monkeypatch.setattr(Store, "finish_write", lambda self: (time.sleep(0.2), finish(self))[1])
+    wait = OrbaxWriter.wait
+    monkeypatch.setattr(OrbaxWriter, "wait", lambda self: (time.sleep(0.2), wait(self))[1])
     lines = []
     writer = Checkpointer(tmp_path, CheckpointConfig(), log=lines.append)
     writer.save(1, small_state(), {})
@@ -448,7 +448,7 @@ def test_saving_a_saved_step_leaves_it_alone(tmp_path):
     writer.close()
 
 
-def test_going_on_from_an_older_step_sets_the_newer_ones_aside(tmp_path):
+def test_going_on_from_an_older_step_supersedes_the_newer_ones(tmp_path):
     writer = checkpointer(tmp_path, max_to_keep=5)
     for step in (1, 2, 3):
         writer.save(step, small_state(step), {})
@@ -459,25 +459,28 @@ def test_going_on_from_an_older_step_sets_the_newer_ones_aside(tmp_path):
     assert writer.steps() == [1, 2]
     restored, _, _ = writer.restore(like(small_state()))
     np.testing.assert_array_equal(restored["params"]["w"], np.full(4, 20.0))
-    assert {"2.superseded", "3.superseded"} <= {p.name for p in tmp_path.iterdir()}
+    assert (tmp_path / "3" / manifest.SUPERSEDED).exists()
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".lock", "1", "2", "3"]
+    with pytest.raises(CheckpointError, match="marked SUPERSEDED"):
+        writer.restore(like(small_state()), step=3)
     writer.close()
 
 
-def test_probe_leaves_nothing_behind_and_looks_for_room(tmp_path, monkeypatch):
+def test_the_preflight_leaves_nothing_behind_and_looks_for_room(tmp_path, monkeypatch):
     writer = checkpointer(tmp_path)
-    writer.probe(small_state())
+    writer.preflight(small_state())
     assert [p.name for p in tmp_path.iterdir()] == [".lock"]
-    assert [e["event"] for e in writer.pop_events()] == ["probe"]
+    assert [e["event"] for e in writer.pop_events()] == ["preflight"]
     usage = shutil.disk_usage(tmp_path)._replace(free=10)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
     with pytest.raises(
         CheckpointError, match=r"no space: a checkpoint takes 20 B, .* has 10 B free"
     ):
-        writer.probe(small_state())
+        writer.preflight(small_state())
     writer.close()
 
 
-def test_probe_says_what_does_not_work(tmp_path, monkeypatch):
+def test_the_preflight_says_what_does_not_work(tmp_path, monkeypatch):
     from jaxdist.checkpoint import orbax_io
 
     def broken(*_):
@@ -486,15 +489,13 @@ def test_probe_says_what_does_not_work(tmp_path, monkeypatch):
     monkeypatch.setattr(orbax_io, "read", broken)
     writer = checkpointer(tmp_path)
     with pytest.raises(CheckpointError, match="tried before training and does not work: OSError"):
-        writer.probe()
+        writer.preflight()
     writer.close()
 
 
 def test_config_names_every_broken_rule():
-    bad = CheckpointConfig(
-        save_interval_steps=-1, max_to_keep=0, max_failures=0, keep_best=1, best_metric=""
-    )
-    assert len(bad.problems()) == 4
+    bad = CheckpointConfig(save_interval_steps=-1, max_to_keep=0, keep_best=1, best_metric="")
+    assert len(bad.problems()) == 3
     assert "checkpoint.max_to_keep=0 is below 1. Use 1 or more." in bad.problems()
     assert CheckpointConfig().problems() == []
 

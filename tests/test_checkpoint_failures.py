@@ -20,10 +20,9 @@ from jaxdist.checkpoint import (
     CheckpointError,
     lock,
     manifest,
-    orbax_io,
     save,
 )
-from jaxdist.checkpoint.orbax_io import Store
+from jaxdist.checkpoint.orbax_io import OrbaxWriter
 from jaxdist.core.types import ConfigError
 
 # -- saves that fail -------------------------------------------------------------------------------
@@ -37,16 +36,15 @@ def untouched(run, pristine) -> None:
             assert copy.read_bytes() == file.read_bytes()
 
 
-def test_a_file_in_the_way_is_set_aside(run):
+def test_what_is_in_the_way_and_no_checkpoint_is_replaced(run):
     opened = resume_then(run)
     (run.path / "6").write_text("in the way")
-    (run.path / ".saving").mkdir()
-    (run.path / ".saving" / "8").write_text("in the way")
+    (run.path / "8" / "params").mkdir(parents=True)  # as a failed save leaves it
     for step in (6, 8):
         opened.save(step, state_at(step), {})
         assert opened.wait() is True
+        assert opened.verify(step) == ""
     assert opened.steps() == [2, 4, 6, 8]
-    assert (run.path / "6.damaged").read_text() == "in the way"
 
 
 def test_files_that_cannot_grow_fail_the_save_in_the_background(run, pristine):
@@ -84,8 +82,8 @@ def test_a_stale_handle_is_told_to_the_others_instead_of_raised(run, monkeypatch
         raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
 
     with monkeypatch.context() as patch:
-        patch.setattr(save.Saver, "_check_there", stale)
-        assert "Stale file handle" in opened._saver._why_absent()
+        patch.setattr(save.Saver, "_check_reachable", stale)
+        assert "Stale file handle" in opened._saver._why_unreachable()
         opened.save(6, state_at(6), {})
         assert opened.wait() is False
     assert any("Stale file handle" in line for line in run.lines)
@@ -97,19 +95,19 @@ def test_what_is_made_anew_below_a_lost_mount_holds_no_checkpoint(run, pristine,
     """Orbax makes missing directories: a save under way when the mount goes would look complete."""
     opened = resume_then(run)
     away = run.path.with_name("elsewhere")
-    real = Store.start_write
+    real = OrbaxWriter.start
 
     def goes_away(self, *args):
         shutil.move(run.path, away)
         real(self, *args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Store, "start_write", goes_away)
+        patch.setattr(OrbaxWriter, "start", goes_away)
         opened.save(6, state_at(6), {}, force=True)
     opened.save(8, state_at(8), {}, force=True)  # what Orbax made is there now
     assert opened.wait() is False
     assert sum("is gone: is its file system still mounted?" in line for line in run.lines) == 2
-    assert not any(path.name.isdecimal() for path in run.path.iterdir())
+    assert opened.steps() == []
     shutil.rmtree(run.path)
     shutil.move(away, run.path)
     untouched(run, pristine)
@@ -134,16 +132,17 @@ def test_a_manifest_that_cannot_be_written_means_no_checkpoint(run, pristine, mo
 def test_too_little_space_is_known_before_writing(run, pristine, monkeypatch):
     opened = resume_then(run)
     usage = shutil.disk_usage(run.path)._replace(free=100)
-    monkeypatch.setattr(save.shutil, "disk_usage", lambda _: usage)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
     opened.save(6, state_at(6), {})
     assert opened.wait() is False
     untouched(run, pristine)
-    assert any("no space: a checkpoint takes 8.20 kB" in line for line in run.lines)
+    assert any("no space: a checkpoint takes 8.0 KiB" in line for line in run.lines)
 
 
 def test_training_stops_after_so_many_failures_in_a_row(run, monkeypatch):
-    opened = resume_then(run, max_failures=2)
-    finish = orbax_io.Store.finish_write
+    monkeypatch.setattr(save, "MAX_FAILURES", 2)
+    opened = resume_then(run)
+    finish = OrbaxWriter.wait
     broken = True
 
     def fail(self):
@@ -151,7 +150,7 @@ def test_training_stops_after_so_many_failures_in_a_row(run, monkeypatch):
         if broken:
             raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(orbax_io.Store, "finish_write", fail)
+    monkeypatch.setattr(OrbaxWriter, "wait", fail)
     opened.save(6, state_at(6), {})
     assert opened.wait() is False
     broken = False
@@ -224,7 +223,7 @@ def test_a_full_disk_harms_no_older_checkpoint(tmp_path, monkeypatch, known_befo
     try:
         if not known_before:
             usage = shutil.disk_usage(disk)._replace(free=1 << 40)
-            monkeypatch.setattr(save.shutil, "disk_usage", lambda _: usage)
+            monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
         lines = []
         opened = Checkpointer(disk / "checkpoints", CheckpointConfig(), log=lines.append)
         opened.save(2, state_at(2, size=1 << 19), {}, force=True)
@@ -233,7 +232,7 @@ def test_a_full_disk_harms_no_older_checkpoint(tmp_path, monkeypatch, known_befo
         assert opened.wait() is False, lines
         assert any(line.startswith("SAVE FAILED at step 4") for line in lines)
         assert opened.verify(2) == ""
-        assert sorted(p.name for p in opened.directory.iterdir()) == [".lock", "2"]
+        assert opened.directory.entries() == [".lock", "2"]
         opened.save(6, state_at(6), {}, force=True)  # a smaller one fits
         assert opened.wait() is True and opened.verify(6) == ""
         opened.close()

@@ -20,6 +20,7 @@ from jaxdist.config.schema import fields_of
 from jaxdist.config.toml_writer import write_toml
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.types import ConfigError, Model, setting
+from jaxdist.models.weights import num_params as count
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -427,7 +428,7 @@ PUBLISHED_NUM_PARAMS = {
 @pytest.mark.parametrize(("name", "num_params"), PUBLISHED_NUM_PARAMS.items())
 def test_shapes_equal_the_published_ones(name, num_params):
     path = next(p for p in CONFIGS if p.stem == name)
-    assert stored_run(path).model.num_params == num_params
+    assert count(stored_run(path).build_model()) == num_params
 
 
 def test_every_model_config_has_its_published_size():
@@ -441,7 +442,7 @@ def test_tokens_per_step_and_state_in_the_comments_are_right(path):
         tokens = config.train.global_batch_size * config.train.seq_len
         assert int(stated[1].replace(",", "")) == tokens
     if stated := re.search(r"state \(([\d.]+) (GB|TB)\)", text):
-        size = config.state_bytes() / {"GB": 1e9, "TB": 1e12}[stated[2]]
+        size = config.state_bytes(config.build_model()) / {"GB": 1e9, "TB": 1e12}[stated[2]]
         assert float(stated[1]) == pytest.approx(size, rel=0.006)  # three digits, rounded
 
 
@@ -465,8 +466,9 @@ def test_auto_takes_replicas_or_the_nearest_legal_mesh_and_says_why():
     assert RunConfig().choose_mesh(8)[0] == MeshSpec(data=8)
     spec, reason = run_config("--train.global_batch_size=6").choose_mesh(4)
     assert spec == MeshSpec(data=2, tensor=2)
-    assert "dp=4 is refused (global_batch_size=6 is not a multiple of 4" in reason
-    assert RunConfig().choose_mesh(8, memory_bytes=2**20)[0] == MeshSpec(fsdp=8)
+    assert "dp=4 is refused (train.global_batch_size=6 is not a multiple of 4" in reason
+    model = RunConfig().build_model()
+    assert RunConfig().choose_mesh(8, model=model, memory_bytes=2**20)[0] == MeshSpec(fsdp=8)
     config = run_config("--mesh=dp=2,tp=-1", "--mesh.reason=because")
     assert config.choose_mesh(8) == (MeshSpec(data=2, tensor=4), "because")
 
@@ -478,7 +480,13 @@ def test_a_bad_mesh_names_every_rule_and_legal_meshes_nearby():
     heading, *lines = caught.value.problems
     assert heading == "mesh: 6 problems in what was asked for; nothing was started."
     text = "\n".join(lines)
-    for part in ("needs 9 devices, 8 are", "layers=8", "heads=8", "vocab=256", "seq_len="):
+    for part in (
+        "needs 9 devices, 8 are",
+        "num_layers=8",
+        "num_heads=8",
+        "vocab_size=256",
+        "seq_len=",
+    ):
         assert part in text
     suggested = re.findall(r"--mesh (\S+?)[ .]", lines[-1].partition("Legal with 8")[2] + " ")
     assert len(suggested) == 3
@@ -495,16 +503,17 @@ def test_a_custom_models_dims_are_judged_once_it_is_built():
     config = run_config("--model=custom", "--model.factory=my.model:build", "--mesh=tp=4")
     assert config.mesh_problems(MeshSpec(tensor=4)) == []
     model = Model(name="m", init=None, axes={}, dims={"mlp": 6}, head_loss=None)
-    with pytest.raises(ConfigError, match="tp=4 does not divide mlp=6"):
+    with pytest.raises(ConfigError, match="tp=4 does not divide model dim mlp=6"):
         config.choose_mesh(4, model=model)
 
 
 def test_state_bytes_follow_the_optimizer():
-    count = RunConfig().model.num_params
-    assert RunConfig().state_bytes() == 16 * count
-    assert run_config("--optim.optimizer=lion").state_bytes() == 12 * count
-    assert run_config("--optim.moment_dtype=bfloat16").state_bytes() == 14 * count
-    assert run_config("--optim.optimizer=adafactor").state_bytes() == 8 * count
+    model = RunConfig().build_model()
+    stored = count(model)  # 256 tokens need no padding
+    assert RunConfig().state_bytes(model) == 16 * stored
+    assert run_config("--optim.optimizer=lion").state_bytes(model) == 12 * stored
+    assert run_config("--optim.moment_dtype=bfloat16").state_bytes(model) == 14 * stored
+    assert run_config("--optim.optimizer=adafactor").state_bytes(model) == 8 * stored
 
 
 def test_remarks_name_a_warmup_longer_than_the_run():

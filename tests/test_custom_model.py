@@ -12,7 +12,7 @@ from flax import nnx
 
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.precision import PrecisionConfig
-from jaxdist.core.sharding import RULES, Layout
+from jaxdist.core.sharding import Layout
 from jaxdist.core.state import abstract_state, init_state
 from jaxdist.core.step import TrainConfig, make_step
 from jaxdist.core.types import ConfigError, Dims
@@ -39,7 +39,7 @@ def train(mesh, num_steps=2, dtype="float32", num_microbatches=1, **layout):
     spec = MeshSpec.parse(mesh)
     layout = Layout(
         mesh=spec.build(jax.devices()[: spec.num_devices]),
-        rules={**RULES, **model.rules},
+        rules=model.rules,
         auto_tensor=model.tensor == "auto",
         **layout,
     )
@@ -52,7 +52,7 @@ def train(mesh, num_steps=2, dtype="float32", num_microbatches=1, **layout):
     history = []
     for number in range(num_steps):
         batch = jax.device_put(random_batch(number), step.batch_sharding)
-        state, metrics = step.train(state, batch)
+        state, metrics = step.train(state, batch, np.inf)
         history.append((metrics["loss"], metrics["grad_norm"]))
     return np.array(jax.device_get(history)), state
 
@@ -96,7 +96,7 @@ def test_the_example_trains_alike_on_every_mesh(mesh, options, one_device):
 def test_the_tensor_axis_is_used_and_not_only_stored():
     """Under automatic partitioning too, no device multiplies by whole kernels."""
     model, mesh = example(), MeshSpec.parse("tp=4").build(jax.devices()[:4])
-    layout = Layout(mesh=mesh, rules={**RULES, **model.rules}, auto_tensor=True)
+    layout = Layout(mesh=mesh, rules=model.rules, auto_tensor=True)
     args = (lambda step: jnp.float32(1e-2), layout, TrainConfig(), PrecisionConfig())
     step = make_step(model, optax.scale_by_adam(), *args)
     state = abstract_state(model, optax.scale_by_adam(), layout, loss_scale={})

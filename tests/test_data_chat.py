@@ -10,7 +10,8 @@ import pytest
 from hf_models import CHATML, write_tokenizer
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxdist.core.mesh import BATCH_AXES, MeshSpec
+from jaxdist.core.mesh import MeshSpec
+from jaxdist.core.parallel.axes import row_axes
 from jaxdist.core.types import ConfigError
 from jaxdist.data import DataConfig, Loader, Position, load_tokenizer, open_datasets
 from jaxdist.data.__main__ import main
@@ -250,7 +251,7 @@ def test_a_step_has_one_batch_wherever_it_starts_and_on_every_mesh(chats, mesh):
     train, _ = open_datasets(config, seq_len=32)
     spec = MeshSpec.parse(mesh)
     sharding = NamedSharding(
-        spec.build(jax.devices()[: spec.num_devices]), PartitionSpec(BATCH_AXES)
+        spec.build(jax.devices()[: spec.num_devices]), PartitionSpec(row_axes())
     )
     order = train.order(3)
     for start in (0, 5):

@@ -1,5 +1,7 @@
 """A pipeline of the user's own, written with grain, named as module:function."""
 
+import dataclasses
+import json
 import sys
 import textwrap
 
@@ -8,9 +10,11 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxdist.core.mesh import BATCH_AXES, MeshSpec
+from jaxdist.core.mesh import MeshSpec
+from jaxdist.core.parallel.axes import row_axes
 from jaxdist.core.types import ConfigError
-from jaxdist.data import DataConfig, Loader, eval_batches, open_datasets
+from jaxdist.data import DataConfig, Loader, eval_batches, open_datasets, resume_position
+from jaxdist.data.stream import shard_of
 
 MODULE = """
 import grain
@@ -43,6 +47,54 @@ def empty(*, seq_len, seed):
 
 def iterator(*, seq_len, seed):
     return (i for i in range(3))
+
+def gaps(*, seq_len, seed):
+    rows = grain.MapDataset.range(100).map(row(seq_len, seed))
+    return rows.filter(lambda r: r["tokens"][0] != 107)
+
+def endless(*, seq_len, seed):
+    return grain.MapDataset.range(100).map(row(seq_len, seed)).repeat()
+
+def stream(*, seq_len, seed):
+    rows = grain.MapDataset.range(60).seed(seed).shuffle().repeat().map(row(seq_len, 0))
+    rows = rows.to_iter_dataset().filter(lambda r: r["tokens"][0] % 3 != 0)
+    return rows, grain.MapDataset.range(5).map(row(seq_len, 0))
+
+def short(*, seq_len, seed):
+    return grain.MapDataset.range(20).map(row(seq_len, 0)).to_iter_dataset()
+
+def nothing_left(*, seq_len, seed):
+    return short(seq_len=seq_len, seed=seed).filter(lambda r: False)
+
+class Forgetful(grain.DatasetIterator):
+    # Counts on from the start whatever it is told; what it calls its state is not one.
+    def __init__(self, state):
+        super().__init__()
+        self.number, self.state = -1, state
+
+    def __next__(self):
+        self.number += 1
+        return row(8, 0)(self.number)
+
+    def get_state(self):
+        return self.state
+
+    def set_state(self, state):
+        pass
+
+class ForgetfulRows(grain.IterDataset):
+    def __init__(self, state):
+        super().__init__()
+        self.state = state
+
+    def __iter__(self):
+        return Forgetful(self.state)
+
+def forgetful(*, seq_len, seed):
+    return ForgetfulRows({"number": 1})
+
+def stateless(*, seq_len, seed):
+    return ForgetfulRows({"number": object()})
 """
 
 
@@ -60,7 +112,7 @@ def open_function(name, **settings):
 
 
 def on_two_devices() -> NamedSharding:
-    return NamedSharding(MeshSpec(data=2).build(jax.devices()[:2]), PartitionSpec(BATCH_AXES))
+    return NamedSharding(MeshSpec(data=2).build(jax.devices()[:2]), PartitionSpec(row_axes()))
 
 
 def test_a_grain_pipeline_is_shuffled_and_batched_like_files():
@@ -103,11 +155,17 @@ def test_fingerprint_follows_rows():
         ("arrays", "rows of type ndarray, not dicts"),
         ("empty", "has no rows"),
         ("iterator", "returned generator, which has no random access"),
+        ("endless", "repeats without end"),
+        ("gaps", "row 7 is missing"),
+        ("nothing_left", "has no rows"),
+        ("forgetful", "cannot be resumed: from the state behind its first row"),
+        ("stateless", "cannot be resumed: its state cannot be saved"),
     ],
 )
 def test_functions_that_cannot_be_used_are_refused(name, error):
     with pytest.raises(ConfigError, match=error):
-        open_function(name)
+        train, _ = open_function(name)
+        train.rows(np.arange(train.num_rows))
 
 
 def test_what_a_function_needs_is_said_at_once():
@@ -122,3 +180,74 @@ def test_a_row_of_another_shape_is_named():
     train, _ = open_function("ragged")
     with pytest.raises(ConfigError, match=r"tokens of row 5 has shape \(9,\), the first row has"):
         train.rows(np.arange(12))
+
+
+# --- streams: grain.IterDataset
+
+
+def starts(loader, count):
+    return [np.asarray(next(loader)["tokens"])[:, 0].tolist() for _ in range(count)]
+
+
+def test_a_stream_trains_in_its_own_order_and_resumes_exactly():
+    train, held = open_function("stream")
+    assert (train.kind, train.vocab_size, held.num_rows) == ("text", 300, 5)
+    assert train.fingerprint == open_function("stream")[0].fingerprint
+    settings = {"seed": 1, "sharding": on_two_devices()}
+    whole = Loader(train, global_batch_size=4, **settings)
+    batches = starts(whole, 6)
+    assert batches[0] != sorted(batches[0])
+    assert all(start % 3 for batch in batches for start in batch)
+    assert whole.rows(8) == [8, 9, 10, 11]
+    whole.close()
+    loader = Loader(train, global_batch_size=4, prefetch=3, **settings)
+    assert starts(loader, 2) == batches[:2]
+    state = json.loads(json.dumps(loader.state()))
+    loader.close()
+    position = resume_position(state, train, seed=1)
+    resumed = Loader(train, global_batch_size=4, start=position, **settings)
+    assert (starts(resumed, 4), resumed.first_sample) == (batches[2:], 20)
+    resumed.close()
+    # Two of the old batches in one of the new, and samples 16 to 19 left out.
+    position = dataclasses.replace(position, left_out=((16, 20),))
+    larger = Loader(train, global_batch_size=8, start=position, **settings)
+    assert starts(larger, 1) == [batches[2] + batches[3]]
+    assert larger.state()["iterators"][0]["sample"] == 16
+    assert (starts(larger, 1)[0][:4], larger.first_sample) == (batches[5], 20)
+    larger.close()
+
+
+def test_a_stream_that_ends_is_an_error_and_not_an_epoch():
+    train, _ = open_function("short")
+    loader = Loader(train, global_batch_size=8, seed=0, sharding=on_two_devices())
+    starts(loader, 2)
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="sample 16"):
+            next(loader)
+    loader.close()
+
+
+def test_a_stream_takes_no_workers_and_other_streams_are_refused_on_resume():
+    train, _ = open_function("stream")
+    settings = {"global_batch_size": 4, "seed": 0, "sharding": on_two_devices()}
+    with pytest.raises(ConfigError, match=r"data\.num_workers=2"):
+        Loader(train, **settings, num_workers=2)
+    loader = Loader(train, **settings)
+    next(loader)
+    state = loader.state()
+    loader.close()
+    with pytest.raises(ConfigError, match="the data changed"):
+        resume_position(state, open_function("short")[0], seed=0)
+    split = dataclasses.replace(resume_position(state, train, seed=0), iterators=({}, {}))
+    with pytest.raises(ConfigError, match="2 readers"):
+        Loader(train, **settings, start=split)
+
+
+def test_shards_follow_the_rows_that_processes_hold():
+    first, second = {(0, 4)}, {(4, 8)}
+    assert shard_of({0: first, 1: second}, 1, "x") == (1, 2)
+    assert shard_of({0: first, 1: second, 2: first, 3: second}, 2, "x") == (0, 2)  # pipeline
+    assert shard_of({0: {(0, 2), (4, 6)}, 1: {(2, 4), (6, 8)}}, 1, "x") == (1, 2)
+    for held in ({0: first, 1: first | second}, {0: {(0, 2)}, 1: {(2, 8)}}):
+        with pytest.raises(ConfigError, match="shard_index"):
+            shard_of(held, 0, "x")

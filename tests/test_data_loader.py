@@ -310,12 +310,13 @@ WORKER = textwrap.dedent(
     port, process, source = sys.argv[1], int(sys.argv[2]), sys.argv[3]
     jax.distributed.initialize(f"localhost:{port}", 2, process)
     from jax.sharding import NamedSharding, PartitionSpec
-    from jaxdist.core.mesh import BATCH_AXES, MeshSpec
+    from jaxdist.core.mesh import MeshSpec
+    from jaxdist.core.parallel.axes import row_axes
     from jaxdist.core.types import ConfigError
     from jaxdist.data import DataConfig, Loader, eval_batches, open_datasets, resume_position
     train, held = open_datasets(DataConfig(sources=[source]), seq_len=16)
     for spec in ("dp=4", "dp=2,tp=2", "tp=4"):
-        sharding = NamedSharding(MeshSpec.parse(spec).build(), PartitionSpec(BATCH_AXES))
+        sharding = NamedSharding(MeshSpec.parse(spec).build(), PartitionSpec(row_axes()))
         try:
             loader = Loader(train, global_batch_size=8, seed=5, sharding=sharding)
         except ConfigError as error:
@@ -338,7 +339,7 @@ WORKER = textwrap.dedent(
     config = DataConfig(sources=["two_streams:rows"], vocab_size=300, eval_fraction=0.0)
     stream, _ = open_datasets(config, seq_len=4)
     settings = {"global_batch_size": 8, "seed": 5}
-    settings["sharding"] = NamedSharding(MeshSpec.parse("dp=4").build(), PartitionSpec(BATCH_AXES))
+    settings["sharding"] = NamedSharding(MeshSpec.parse("dp=4").build(), PartitionSpec(row_axes()))
 
     def firsts(batch):
         return [int(s.data[0, 0]) for s in batch["tokens"].addressable_shards]

@@ -15,7 +15,7 @@ from jaxdist.config import read_run
 from jaxdist.core.types import ConfigError
 from jaxdist.data import open_datasets
 from jaxdist.models import DecoderConfig, build
-from jaxdist.run.setup import open_run
+from jaxdist.run.trained_run import open_run
 from jaxdist.tools.convert.__main__ import main as convert
 
 VOCAB = 320

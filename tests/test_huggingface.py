@@ -17,7 +17,7 @@ from decoders import FAMILIES
 from hf_models import write_model
 
 from jaxdist.core.mesh import MeshSpec
-from jaxdist.core.sharding import RULES, Layout
+from jaxdist.core.sharding import Layout
 from jaxdist.core.types import ConfigError
 from jaxdist.models import DecoderConfig, build
 from jaxdist.models.huggingface import directory, loading, safetensors
@@ -109,7 +109,7 @@ def test_any_block_of_a_part_is_read_from_what_it_is_made_of(name):
 def target_of(config, mesh: str):
     spec = MeshSpec.parse(mesh)
     model = build(config, seq_len=SEQ)
-    layout = Layout(mesh=spec.build(jax.devices()[: spec.num_devices]), rules=dict(RULES))
+    layout = Layout(mesh=spec.build(jax.devices()[: spec.num_devices]))
     shapes = jax.eval_shape(model.init, jax.random.key(0))
     shardings = layout.shardings(layout.param_specs(model.axes))
     return jax.tree.map(

@@ -13,7 +13,7 @@ from launched import Launched, is_running
 
 from jaxdist import runtime
 from jaxdist.tools.launch.local import LaunchPlan, read_plan
-from jaxdist.tools.launch.supervisor import Budget
+from jaxdist.tools.launch.supervisor import RestartPolicy
 
 
 def test_processes_know_their_place_and_speak_with_a_prefix(tmp_path):
@@ -102,7 +102,7 @@ def test_a_process_that_stands_still_is_blamed_for_those_it_takes_along(tmp_path
         "--max-restarts=0",
     )
     _, _, err = launched.end()
-    assert "process 1 failed first" in err and "it stood still" in err
+    assert "process 1 failed first" in err and "it hung" in err
 
 
 def test_a_process_killed_without_words_is_named_with_its_signal(tmp_path):
@@ -147,14 +147,16 @@ def test_other_hosts_are_told_of_a_killed_process_and_their_watchdogs_follow(
 ):
     from jaxdist.run.resilience.config import ResilienceConfig
     from jaxdist.run.resilience.watchdog import Watchdog
-    from jaxdist.tools.launch.worker_group import Attempt, Place
+    from jaxdist.tools.launch.worker_group import Placement, WorkerGroup
 
     left: list[int] = []
     other = Watchdog(ResilienceConfig(), tmp_path, process=5, beat_s=0.05, leave=left.append)
     time.sleep(0.2)
     command = [sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"]
-    place = Place(nproc_per_node=1, nnodes=nnodes, node_rank=0, coordinator_address="127.0.0.1:1")
-    assert Attempt(command, place, 0, tmp_path).run(5.0).exit_code == 137
+    place = Placement(
+        nproc_per_node=1, nnodes=nnodes, node_rank=0, coordinator_address="127.0.0.1:1"
+    )
+    assert WorkerGroup(command, place, 0, tmp_path).run(5.0).exit_code == 137
     until = time.monotonic() + (10 if told else 0.5)
     while time.monotonic() < until and not left:
         time.sleep(0.02)
@@ -175,17 +177,17 @@ def test_other_hosts_are_told_of_a_killed_process_and_their_watchdogs_follow(
     ],
 )  # fmt: skip
 def test_whom_a_process_lost_is_named_with_its_host(tmp_path, listed, lost):
-    from jaxdist.tools.launch.worker_group import Attempt, Place
+    from jaxdist.tools.launch.worker_group import Placement, WorkerGroup
 
     (tmp_path / "process-1.progress.json").write_text('{"host": "n7"}')
     words = "the JAX distributed service detected fatal errors 15: tasks are unhealthy"
     code = f"import os; print({words!r}); print({listed!r}); print(3 * 'stack\\n'); os.abort()"
-    place = Place(nproc_per_node=1, nnodes=3, node_rank=2, coordinator_address="127.0.0.1:1")
-    outcome = Attempt([sys.executable, "-c", code], place, 0, tmp_path).run(5.0)
-    assert outcome.cause == (
+    place = Placement(nproc_per_node=1, nnodes=3, node_rank=2, coordinator_address="127.0.0.1:1")
+    result = WorkerGroup([sys.executable, "-c", code], place, 0, tmp_path).run(5.0)
+    assert result.cause == (
         f"killed by SIGABRT: lost {lost}; it died, its host did, or the network is cut"
     )
-    assert outcome.words.startswith(words)
+    assert result.details.startswith(words)
 
 
 def test_a_new_checkpoint_refills_the_budget(tmp_path):
@@ -193,7 +195,7 @@ def test_a_new_checkpoint_refills_the_budget(tmp_path):
         tmp_path,
         """
         if ATTEMPT < 4:
-            (RUN / "checkpoints" / str(10 * ATTEMPT)).mkdir(parents=True)
+            (RUN / "checkpoints" / str(10 * ATTEMPT) / "manifest.json").mkdir(parents=True)
             raise OSError("lost a node")
         """,
         "--max-restarts=1",
@@ -208,7 +210,7 @@ def test_a_crash_loop_ends(tmp_path):
     launched = Launched(
         tmp_path,
         """
-        (RUN / "checkpoints" / "5").mkdir(parents=True, exist_ok=True)
+        (RUN / "checkpoints" / "5" / "manifest.json").mkdir(parents=True, exist_ok=True)
         raise OSError("always")
         """,
         "--max-restarts=2",
@@ -312,7 +314,7 @@ def test_a_lost_gpu_makes_the_next_attempt_smaller(tmp_path, monkeypatch):
     )
     code, _, err = launched.end()
     assert code == 0
-    assert "1 GPUs are there, 2 were: going on with 1" in err
+    assert "1 GPUs are here, 2 before" in err
     ran = sorted(path.name for path in launched.run_dir.glob("ran-*"))
     assert ran[-1] == "ran-1-0" and "ran-0-1" in ran and "ran-1-1" not in ran
 
@@ -379,10 +381,10 @@ def test_a_run_directory_that_does_not_come_back_ends_the_launch(tmp_path, monke
 
     monkeypatch.setattr(supervisor, "_LOST_DIRECTORY_S", 0.3)
     subject = supervisor.Supervisor(
-        ["x"], supervisor.FixedPlaces(1), tmp_path / "nowhere", supervisor.Budget()
+        ["x"], supervisor.FixedAgent(1), tmp_path / "nowhere", supervisor.RestartPolicy()
     )
     assert not subject._wait_for_run_dir()
-    assert "giving up: it did not come back; nothing was started" in capsys.readouterr().err
+    assert "giving up: it did not come back" in capsys.readouterr().err
 
 
 def test_a_program_that_is_not_there_is_one_line(tmp_path):
@@ -421,8 +423,8 @@ def test_flags_of_the_program_before_the_dashes_are_explained(capsys):
             {"nproc_per_node": 0, "nnodes": 2, "coordinator_address": "n0:1"},
             "--nnodes 2 without --nproc-per-node",
         ),
-        ({"budget": Budget(max_restarts=-1)}, "--max-restarts -1 is too small"),
-        ({"budget": Budget(backoff_s=-1.0)}, "--backoff-s -1.0 is no time"),
+        ({"restart_policy": RestartPolicy(max_restarts=-1)}, "--max-restarts -1 is too small"),
+        ({"restart_policy": RestartPolicy(backoff_s=-1.0)}, "--backoff-s -1.0 is no time"),
         ({"nnodes": 2}, "the hosts need one address to meet"),
         ({"nnodes": 2, "coordinator_address": "localhost:1"}, "loopback address"),
         (
@@ -454,4 +456,4 @@ def test_the_launcher_imports_no_jax():
     ],
 )
 def test_what_writes_no_checkpoint_is_not_started_again_unless_asked(flags, restarts):
-    assert read_plan(flags).budget.max_restarts == restarts
+    assert read_plan(flags).restart_policy.max_restarts == restarts

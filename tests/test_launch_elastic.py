@@ -11,7 +11,13 @@ from launched import Launched
 
 from jaxdist.tools.launch.legal_sizes import read_sizes
 from jaxdist.tools.launch.local import read_plan
-from jaxdist.tools.launch.membership import ElasticPlan, Range, Sizes, choose, impossible
+from jaxdist.tools.launch.membership import (
+    ElasticConfig,
+    LegalSizes,
+    Range,
+    choose_members,
+    impossible,
+)
 from jaxdist.tools.launch.rendezvous import Host
 
 # --- the choice -----------------------------------------------------------------------------------
@@ -23,18 +29,18 @@ def a_host(rank: int, devices: int, nproc_per_node: int | None = None, gpus: boo
         rank=rank,
         uuid=f"u{rank}",
         address=f"n{rank}",
-        nproc_per_node=nproc_per_node,
+        max_processes=nproc_per_node,
         devices=devices,
         gpus=gpus,
     )
 
 
-def a_plan(nproc_per_node: str = "1:8", nnodes: str = "1:4", **fields) -> ElasticPlan:
+def a_plan(nproc_per_node: str = "1:8", nnodes: str = "1:4", **fields) -> ElasticConfig:
     ranges = {
         "nproc_per_node": Range.parse("nproc-per-node", nproc_per_node),
         "nnodes": Range.parse("nnodes", nnodes),
     }
-    return ElasticPlan(**{"address": "n", **ranges, **fields})
+    return ElasticConfig(**{"address": "n", **ranges, **fields})
 
 
 @pytest.mark.parametrize(
@@ -60,7 +66,7 @@ def test_the_largest_legal_job_is_chosen(gpus, nproc_per_node, nnodes, legal, ex
     hosts = [
         a_host(rank, count, min(count, int(nproc_per_node[-1]))) for rank, count in enumerate(gpus)
     ]
-    choice = choose(hosts, a_plan(nproc_per_node, nnodes), Sizes(legal=legal))
+    choice = choose_members(hosts, a_plan(nproc_per_node, nnodes), LegalSizes(legal=legal))
     if expected is None:
         assert choice is None
     else:
@@ -69,28 +75,28 @@ def test_the_largest_legal_job_is_chosen(gpus, nproc_per_node, nnodes, legal, ex
 
 def test_a_host_that_has_lost_all_gpus_has_no_place_beside_one_with_some():
     hosts = [a_host(0, 8, gpus=False), a_host(1, 2)]
-    choice = choose(hosts, a_plan(), Sizes())
+    choice = choose_members(hosts, a_plan(), LegalSizes())
     assert [h.rank for h in choice.hosts] == [1]
 
 
 def test_simulated_devices_are_not_dealt_out():
     hosts = [a_host(0, 8, nproc_per_node=2, gpus=False)]  # two processes that simulate four each
-    assert choose(hosts, a_plan("1:2"), Sizes(legal=[6], simulate=4)) is None
-    choice = choose(hosts, a_plan("1:2"), Sizes(legal=[4, 6], simulate=4))
+    assert choose_members(hosts, a_plan("1:2"), LegalSizes(legal=[6], simulate=4)) is None
+    choice = choose_members(hosts, a_plan("1:2"), LegalSizes(legal=[4, 6], simulate=4))
     assert (choice.nproc_per_node, choice.devices) == (1, 4)
     # One process may leave devices idle: training takes the first ones.
-    choice = choose(hosts, a_plan("1:2"), Sizes(legal=[3, 6], simulate=4))
+    choice = choose_members(hosts, a_plan("1:2"), LegalSizes(legal=[3, 6], simulate=4))
     assert (choice.nproc_per_node, choice.devices) == (1, 4)
     # It may not have more than the mesh names: training refuses that.
-    assert choose(hosts, a_plan("1:1"), Sizes(legal=[1, 2], simulate=4)) is None
+    assert choose_members(hosts, a_plan("1:1"), LegalSizes(legal=[1, 2], simulate=4)) is None
 
 
 def test_ranges_that_never_make_a_legal_job_are_refused():
     plan = a_plan("3:3", "1:1")
-    (line,) = impossible(plan, Sizes(legal=[1, 2, 4], simulate=1))
+    (line,) = impossible(plan, LegalSizes(legal=[1, 2, 4], simulate=1))
     assert "--nnodes 1:1 × --nproc-per-node 3:3" in line and "1, 2, 4 devices" in line
-    assert impossible(a_plan("1:4", "1:1"), Sizes(legal=[1, 2, 4], simulate=1)) == []
-    assert impossible(plan, Sizes()) == []
+    assert impossible(a_plan("1:4", "1:1"), LegalSizes(legal=[1, 2, 4], simulate=1)) == []
+    assert impossible(plan, LegalSizes()) == []
 
 
 # --- the command ----------------------------------------------------------------------------------
@@ -188,8 +194,8 @@ def test_what_can_never_be_trained_is_refused_before_anything_starts(tmp_path, f
 
 def test_sizes_are_those_of_the_mesh_where_it_is_elastic():
     train = ["--simulate=2", "--mesh=dp=4,tp=2"]
-    assert read_sizes([*train, "--mesh.elastic=true"]) == Sizes(legal=[2, 4, 8], simulate=2)
-    assert read_sizes(train) == Sizes(legal=None, simulate=2)
+    assert read_sizes([*train, "--mesh.elastic=true"]) == LegalSizes(legal=[2, 4, 8], simulate=2)
+    assert read_sizes(train) == LegalSizes(legal=None, simulate=2)
 
 
 def gpu_list(count: int) -> str:
@@ -239,7 +245,7 @@ def test_eight_gpus_then_seven_then_eight_again(tmp_path, monkeypatch):
         for attempt, count in enumerate((8, 7, 8))
         for i in range(count)
     )
-    assert "7 devices are here, 8 were" in err and "8 devices can be used" in err
+    assert "7 devices are here, 8 before" in err and "8 devices can be used" in err
     assert err.count("restart 1 of 3") == 1  # growing is no failure
     assert len(re.findall(r"launch: round \d:", err)) == 3
 
@@ -294,7 +300,7 @@ def test_a_second_launcher_with_the_same_rank_is_refused_and_harms_nobody(start)
     hosts = [start(0), start(1)]
     hosts[0].wait_for("ran-0-2-0", "ran-0-2-1")
     code, _, err = start(1).end()
-    assert code == 2 and "--node-rank 1 is taken by a launcher on 127.0.0.1" in err
+    assert code == 2 and "--node-rank 1 is taken by a running launcher on 127.0.0.1" in err
     (hosts[0].run_dir / "finish").write_text("0")
     assert [host.end()[0] for host in hosts] == [0, 0]
 

@@ -48,7 +48,7 @@ class Launcher:
             os.kill(int(pid), number)
 
     @property
-    def said(self) -> str:
+    def error_record(self) -> str:
         return self.log.read_text(errors="replace")
 
     def wait(self) -> int:
@@ -128,7 +128,7 @@ def test_a_killed_host_is_done_without_and_taken_in_again(tmp_path, hosts, undis
     # It must not be done before the other is back, however slow this machine starts that one.
     left.signal_processes(signal.SIGSTOP)
     hosts.append(Launcher(run_dir, victim))
-    left.wait_for("2 devices can be used, round 1 has 1: saving, then the next round")
+    left.wait_for("2 devices can be used, round 1 uses 1: saving")
     began = time.monotonic()
     left.signal_processes(signal.SIGCONT)
     leader = hosts[-1] if victim == 0 else left

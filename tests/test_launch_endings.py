@@ -28,7 +28,7 @@ def story(tmp_path_factory):
     generator = random.Random(REPEATS)
     try:
         unharmed.start()
-        assert endings.finish(unharmed) == 0, unharmed.said()[-3000:]
+        assert endings.finish(unharmed) == 0, unharmed.error_record()[-3000:]
         job.pace(PACE_S)
         job.start()
         told: list[Told] = []
@@ -53,11 +53,11 @@ def test_the_cause_is_named_and_the_job_goes_on(story, name):
     if not mine and KINDS[name].mounts and no_mounts():
         pytest.skip(no_mounts())
     assert len(mine) == REPEATS, [one.problem for one in told if one.problem]
-    assert [one.problem for one in mine if one.problem] == [], job.said()[-6000:]
+    assert [one.problem for one in mine if one.problem] == [], job.error_record()[-6000:]
 
 
 def test_the_job_ends_well_and_with_the_bits_of_an_unharmed_one(story):
     _, code, job, expected = story
-    assert code == 0, job.said()[-6000:]
+    assert code == 0, job.error_record()[-6000:]
     assert len(expected) == job.steps
     assert endings.bits(job.run_dir) == expected

@@ -67,7 +67,7 @@ class Run:
             },
         )
 
-    def said(self, host: int) -> str:
+    def error_record(self, host: int) -> str:
         return (self.folder / f"console-{host}.log").read_text(errors="replace")
 
     def wait_for_step(self, step: int) -> None:

@@ -9,10 +9,10 @@ from test_launch_elastic import a_plan
 
 from jaxdist.tools.launch import rendezvous
 from jaxdist.tools.launch import resources as host_module
-from jaxdist.tools.launch.elastic_agent import ElasticPlaces
-from jaxdist.tools.launch.membership import ElasticPlan, Sizes
+from jaxdist.tools.launch.elastic_agent import ElasticAgent
+from jaxdist.tools.launch.membership import ElasticConfig, LegalSizes
 from jaxdist.tools.launch.rendezvous import Rendezvous, Round
-from jaxdist.tools.launch.worker_group import Outcome
+from jaxdist.tools.launch.worker_group import GroupResult
 
 LOST_S, JOIN_S = 15.0, 30.0
 
@@ -25,17 +25,17 @@ class Clock:
         return self.now
 
 
-class FakeAttempt:
+class FakeGroup:
     """What `watch` may do to an attempt."""
 
     def __init__(self) -> None:
         self.is_stopping = False
         self.cause = ""
 
-    def ask_to_stop(self) -> None:
+    def request_stop(self) -> None:
         self.is_stopping = True
 
-    def abandon(self, cause: str) -> None:
+    def abort(self, cause: str) -> None:
         self.cause = cause
 
 
@@ -44,45 +44,49 @@ class Participant:
 
     def __init__(self, world: "World", rank: int):
         self.world, self.rank, self.lines = world, rank, []
-        meeting = Rendezvous(
+        rendezvous = Rendezvous(
             world.folder, rank, f"n{rank}", heartbeat_timeout_s=LOST_S, clock=world.clock
         )
-        self.places = ElasticPlaces(
-            world.plan, meeting, world.sizes, tells_itself=world.trains, write=self.lines.append
+        self.agent = ElasticAgent(
+            world.plan,
+            rendezvous,
+            world.sizes,
+            stop_reaches_all=world.trains,
+            write=self.lines.append,
         )
-        meeting.look()
-        self.attempt: FakeAttempt | None = None
+        rendezvous.read_hosts()
+        self.group: FakeGroup | None = None
         self.code: int | None = None
         self.rounds: list[Round] = []
         self.causes: list[str] = []
-        self.places.wait()
+        self.agent.offer_host()
 
     def step(self) -> None:
-        self.places.meeting.say()  # as the beating thread does
-        if self.attempt is not None:
-            self.places.watch(self.attempt)
-            if self.attempt.cause:
-                self.causes.append(self.attempt.cause)
+        self.agent.rendezvous.publish()  # as the beating thread does
+        if self.group is not None:
+            self.agent.watch(self.group)
+            if self.group.cause:
+                self.causes.append(self.group.cause)
                 self.ends(1)
             return
         if self.code is not None:
             return
-        found = self.places.poll()
+        found = self.agent.poll()
         if isinstance(found, Round):
-            self.place = self.places.enter(found)
+            self.place = self.agent.join_round(found)
             self.rounds.append(found)
-            self.attempt = FakeAttempt()
+            self.group = FakeGroup()
         elif found is not None:
             self.code = found
-            self.places.close(found, 0)
+            self.agent.close(found, 0)
 
     def ends(self, code: int) -> None:
         """Its processes end, and it goes on as the supervisor would after a failure or a save."""
-        cause = self.attempt.cause
-        self.attempt = None
-        self.places.ended(Outcome(exit_code=code, attempt=0, cause=cause))
+        cause = self.group.cause
+        self.group = None
+        self.agent.on_group_end(GroupResult(exit_code=code, attempt=0, cause=cause))
         if code:
-            self.places.wait()
+            self.agent.offer_host()
 
     @property
     def ranks(self) -> list[int]:
@@ -90,13 +94,13 @@ class Participant:
 
     @property
     def is_running(self) -> bool:
-        return self.attempt is not None
+        return self.group is not None
 
 
 class World:
     """A directory, a clock and the launchers that live."""
 
-    def __init__(self, folder: Path, plan: ElasticPlan, sizes: Sizes):
+    def __init__(self, folder: Path, plan: ElasticConfig, sizes: LegalSizes):
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.plan, self.sizes, self.trains = folder, plan, sizes, True
         self.clock = Clock()
@@ -120,7 +124,7 @@ class World:
 @pytest.fixture
 def world(tmp_path, monkeypatch):
     monkeypatch.setattr(host_module, "count_gpus", lambda: 0)
-    sizes = Sizes(legal=[1, 2, 3, 4], simulate=1)
+    sizes = LegalSizes(legal=[1, 2, 3, 4], simulate=1)
     return World(tmp_path / "launch", a_plan("1:1", "1:3", rdzv_timeout_s=JOIN_S), sizes)
 
 
@@ -149,7 +153,7 @@ def test_a_host_that_still_counts_its_gpus_is_waited_for(world):
     early = world.start(0)
     late = Rendezvous(world.folder, 1, "n1", heartbeat_timeout_s=LOST_S, clock=world.clock)
     for _ in range(5):
-        late.say()  # as from its claim on
+        late.publish()  # as from its claim on
         world.run(1)
     assert not early.is_running
     hosts = [early, world.start(1)]
@@ -184,7 +188,7 @@ def test_a_job_that_was_over_before_ends_nothing_now(world):
     first = world.start(0)
     world.run(2)
     first.ends(2)
-    first.places.close(2, 0)
+    first.agent.close(2, 0)
     world.kill(0)
     again = world.start(0)
     world.run(2)
@@ -196,7 +200,7 @@ def test_a_lost_host_is_noticed_by_its_silence_and_named(world):
     world.run(4)
     world.kill(2)
     world.run(LOST_S - 2)
-    assert all(h.is_running and not h.attempt.cause for h in hosts[:2])
+    assert all(h.is_running and not h.group.cause for h in hosts[:2])
     world.run(5)
     assert not any(h.is_running for h in hosts[:2])
     for h in hosts[:2]:
@@ -226,10 +230,10 @@ def test_a_host_that_comes_back_is_taken_in_without_a_failure(world, rank):
     hosts[rank] = world.start(rank)
     world.run(4)
     # One host's processes are asked; they tell the others themselves.
-    assert [h.attempt.is_stopping for h in others] == [True, False]
+    assert [h.group.is_stopping for h in others] == [True, False]
     for h in others:
         h.ends(75)
-        assert h.places.goes_on()
+        assert h.agent.continues_after_save()
     world.run(4)
     assert [h.ranks for h in hosts.values()] == [[0, 1, 2]] * 3
 
@@ -240,11 +244,11 @@ def test_processes_that_do_not_tell_each_other_are_all_asked(world):
     world.run(JOIN_S + 3)
     world.start(2)
     world.run(4)
-    assert all(h.attempt.is_stopping for h in hosts)
+    assert all(h.group.is_stopping for h in hosts)
 
 
 def test_who_is_not_needed_waits_as_a_spare_and_ends_with_the_job(world):
-    world.sizes = Sizes(legal=[1, 2], simulate=1)
+    world.sizes = LegalSizes(legal=[1, 2], simulate=1)
     hosts = [world.start(rank) for rank in range(3)]
     world.run(4)
     assert [h.is_running for h in hosts] == [True, True, False]
@@ -253,13 +257,13 @@ def test_who_is_not_needed_waits_as_a_spare_and_ends_with_the_job(world):
     assert hosts[2].code is None and len(hosts[0].rounds) == 1
     for h in hosts[:2]:
         h.ends(0)
-        h.places.close(0, 0)
+        h.agent.close(0, 0)
     world.run(2)
     assert hosts[2].code == 0
 
 
 def test_a_spare_takes_the_place_of_a_lost_host(world):
-    world.sizes = Sizes(legal=[1, 2], simulate=1)
+    world.sizes = LegalSizes(legal=[1, 2], simulate=1)
     hosts = [world.start(rank) for rank in range(3)]
     world.run(4)
     world.kill(0)
@@ -269,11 +273,11 @@ def test_a_spare_takes_the_place_of_a_lost_host(world):
 
 @pytest.mark.parametrize("code", [2, 85, 1])
 def test_a_final_failure_ends_spares_and_members_alike(world, code):
-    world.sizes = Sizes(legal=[1, 2], simulate=1)
+    world.sizes = LegalSizes(legal=[1, 2], simulate=1)
     hosts = [world.start(rank) for rank in range(3)]
     world.run(4)
     hosts[0].ends(code)
-    hosts[0].places.close(code, 0)
+    hosts[0].agent.close(code, 0)
     world.kill(0)
     hosts[1].ends(1)
     world.run(3)
@@ -283,14 +287,14 @@ def test_a_final_failure_ends_spares_and_members_alike(world, code):
 def test_a_host_that_was_asked_to_leave_is_not_waited_for(world):
     hosts = [world.start(rank) for rank in range(3)]
     world.run(4)
-    hosts[2].attempt.ask_to_stop()
+    hosts[2].group.request_stop()
     world.run(2)
-    assert hosts[2].places.meeting.me.state == "leaving"
+    assert hosts[2].agent.rendezvous.own.state == "leaving"
     for h in hosts:
         h.ends(75)
-    hosts[2].places.close(75, int(signal.SIGTERM))
+    hosts[2].agent.close(75, int(signal.SIGTERM))
     world.kill(2)
-    assert all(h.places.goes_on() for h in hosts[:2])
+    assert all(h.agent.continues_after_save() for h in hosts[:2])
     world.run(JOIN_S + 3)
     assert [h.ranks for h in hosts[:2]] == [[0, 1]] * 2
 
@@ -312,17 +316,17 @@ def test_done_is_done_when_all_are(world):
     hosts[1].ends(0)
     hosts[2].ends(1)
     never = lambda: 0
-    assert not hosts[0].places.all_done(never)
+    assert not hosts[0].agent.all_hosts_done(never)
     for h in hosts[:2]:
-        h.places.wait()
+        h.agent.offer_host()
     world.run(4)
     assert all(h.is_running for h in hosts)
     for h in hosts:
         h.ends(0)
     world.clock.now += 1
     for h in hosts:
-        h.places.meeting.say()
-    assert all(h.places.all_done(never) for h in hosts)
+        h.agent.rendezvous.publish()
+    assert all(h.agent.all_hosts_done(never) for h in hosts)
 
 
 def test_gpus_that_come_back_make_the_next_round_larger(tmp_path, monkeypatch):
@@ -330,7 +334,7 @@ def test_gpus_that_come_back_make_the_next_round_larger(tmp_path, monkeypatch):
     monkeypatch.setattr(host_module, "count_gpus", lambda: there[0])
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     plan = a_plan("1:8", "1:1", grow_interval_s=60.0)
-    world = World(tmp_path / "launch", plan, Sizes(legal=[4, 8]))
+    world = World(tmp_path / "launch", plan, LegalSizes(legal=[4, 8]))
     host = world.start(0)
     world.run(2)
     assert (host.place.nproc_per_node, host.place.visible_gpus) == (8, "")
@@ -340,11 +344,11 @@ def test_gpus_that_come_back_make_the_next_round_larger(tmp_path, monkeypatch):
     assert (host.place.nproc_per_node, host.place.visible_gpus) == (4, "0,1,2,3")
     there[0] = 8
     world.run(50)
-    assert not host.attempt.is_stopping
+    assert not host.group.is_stopping
     world.run(15)
-    assert host.attempt.is_stopping
+    assert host.group.is_stopping
     host.ends(75)
-    assert host.places.goes_on()
+    assert host.agent.continues_after_save()
     world.run(2)
     assert host.place.nproc_per_node == 8
     there[0] = 0  # a driver that fails is no CPU
@@ -358,17 +362,17 @@ def test_a_save_on_one_host_alone_that_nobody_asked_for_ends_the_launch(world):
     host = world.start(0)
     world.run(2)
     host.ends(75)
-    assert not host.places.goes_on()
+    assert not host.agent.continues_after_save()
 
 
 def test_a_beating_launcher_of_the_same_rank_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(rendezvous, "BEAT_S", 0.1)
+    monkeypatch.setattr(rendezvous, "HEARTBEAT_S", 0.1)
     first = Rendezvous(tmp_path, 1, "n1", heartbeat_timeout_s=3)
-    assert first.claim() is None
-    assert Rendezvous(tmp_path, 1, "n2", heartbeat_timeout_s=3).claim().address == "n1"
-    first.fall_silent()
+    assert first.claim_rank() is None
+    assert Rendezvous(tmp_path, 1, "n2", heartbeat_timeout_s=3).claim_rank().address == "n1"
+    first.stop_heartbeat()
     time.sleep(0.3)
-    assert Rendezvous(tmp_path, 1, "n2", heartbeat_timeout_s=3).claim() is None
+    assert Rendezvous(tmp_path, 1, "n2", heartbeat_timeout_s=3).claim_rank() is None
 
 
 def test_files_are_whole_at_any_moment_and_rubbish_is_no_host(tmp_path):
@@ -376,5 +380,5 @@ def test_files_are_whole_at_any_moment_and_rubbish_is_no_host(tmp_path):
     (tmp_path / "host-4.json").write_text("[]")
     (tmp_path / "round.json").write_text("{}")
     one = Rendezvous(tmp_path, 0, "n0", heartbeat_timeout_s=3)
-    assert list(one.look()) == [0]
+    assert list(one.read_hosts()) == [0]
     assert one.read_round() is None

@@ -3,7 +3,9 @@
 import jax
 import pytest
 
-from jaxdist.core.mesh import AXES, MeshSpec, factorisations, nearest, spec_of
+from jaxdist.core.mesh import MeshSpec, factorisations, nearest
+from jaxdist.core.parallel.axes import names
+from jaxdist.core.parallel.pipeline.axis import PIPELINE
 from jaxdist.core.types import ConfigError
 
 
@@ -20,7 +22,7 @@ from jaxdist.core.types import ConfigError
 )
 def test_short_and_long_names_in_any_order(text, sizes):
     assert tuple(MeshSpec.parse(text).sizes.values()) == sizes
-    assert tuple(MeshSpec().sizes) == AXES
+    assert tuple(MeshSpec().sizes) == names()
 
 
 @pytest.mark.parametrize(
@@ -39,7 +41,10 @@ def test_printing_and_parsing_are_inverse(spec):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("ddp=2", r"axis 'ddp' is unknown\. Use dp, fsdp, tp or pp .* e\.g\. --mesh dp=2,tp=4"),
+        (
+            "ddp=2",
+            r"axis 'ddp' is unknown\. Use pp = .*, dp = .*, fsdp = .*, tp = .* --mesh dp=2,tp=4",
+        ),
         ("dp", r"dp=\(nothing\) is not a size\. Use a whole number ≥ 1, or -1"),
         ("dp=", r"dp=\(nothing\) is not a size"),
         ("dp=0", r"dp=0 is not a size"),
@@ -49,7 +54,7 @@ def test_printing_and_parsing_are_inverse(spec):
         ("dp=²", r"dp=² is not a size"),
         ("dp=2,data=2", r"names data twice\. Give each axis one size"),
         ("dp=-1,tp=-1", r"sets dp and tp to -1: only one axis .* Give all but one a size"),
-        ("dp=-1,tp=3", r"multiply to 3, which does not divide the 8 visible .* product divides 8"),
+        ("dp=-1,tp=3", r"multiply to 3, which does not divide the 8 devices .* product divides 8"),
         ("dp=2 tp=2", r"dp=2 tp=2 is not a size"),
     ],
 )
@@ -64,19 +69,21 @@ def test_every_problem_is_reported_at_once():
     assert len(error.value.problems) == 4
 
 
-def test_minus_one_needs_the_number_of_devices():
+def test_minus_one_stays_open_until_devices_are_counted():
+    spec = MeshSpec.parse("dp=-1,tp=2")
+    assert spec.is_open and spec.resolve(8) == MeshSpec(data=4, tensor=2)
     with pytest.raises(ConfigError, match="number of devices is not known"):
-        MeshSpec.parse("dp=-1")
+        _ = spec.num_devices
 
 
 def test_a_built_mesh_keeps_the_order_of_devices():
     spec = MeshSpec(data=2, fsdp=2, tensor=2)
     mesh = spec.build()
-    assert mesh.axis_names == AXES
+    assert mesh.axis_names == names()
     assert list(mesh.devices.flat) == jax.devices()
     # Neighbours differ in tensor first.
     assert list(mesh.devices[0, 0, 0]) == jax.devices()[:2]
-    assert spec_of(mesh) == spec
+    assert MeshSpec.of(mesh) == spec
 
 
 @pytest.mark.parametrize(
@@ -84,6 +91,8 @@ def test_a_built_mesh_keeps_the_order_of_devices():
     [
         ("dp=2,tp=2,pp=3", 8, "needs 12 devices, 8 are visible. Set --simulate 12"),
         ("dp=16", 8, "needs 16 devices, 8 are visible. Set dp=-1 to use what is there, or"),
+        ("dp=4", 1, "needs 4 devices, 1 is visible. Set dp=-1"),
+        ("1", 8, "needs 1 device, 8 are visible"),
         ("dp=2,tp=2", 8, "needs 4 devices, 8 are visible. Set dp=-1 to use them all, or CUDA_VIS"),
     ],
 )
@@ -98,7 +107,7 @@ def test_factorisations_are_all_and_each_once():
     # Ways to write 2³ as an ordered product of four powers of two: C(3 + 3, 3).
     assert len(specs) == len(set(specs)) == 20
     assert all(spec.num_devices == 8 for spec in specs)
-    assert len(factorisations(8, pipeline=False)) == 10
+    assert len(factorisations(8, without=[PIPELINE])) == 10
 
 
 def test_the_nearest_mesh_changes_least():

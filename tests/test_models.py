@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from decoders import FAMILIES, SIZES, logits_of, random_params, random_tokens
 
+from jaxdist.core.attention import choose_kernel, make_attend
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.precision import PrecisionConfig
 from jaxdist.core.sharding import Layout
 from jaxdist.core.step import TrainConfig, make_context, make_value_and_grad
-from jaxdist.core.types import ConfigError, Context
+from jaxdist.core.types import AttentionDropout, AttentionMask, ConfigError, Context, dot
 from jaxdist.models import build, layers
-from jaxdist.models.kernels import choose_attention
 
 # The same float32 numbers, summed in another order; logits are of order 1.
 TOLERANCE = 1e-5
@@ -29,7 +29,8 @@ def test_decoding_with_a_cache_equals_the_full_forward(name):
     tokens = random_tokens(3, 12)
     expected = np.array(logits_of(model, params, {"tokens": tokens}))
     lengths = np.array([7, 2, 5])
-    step = jax.jit(lambda *args: model.decoding.step(*args, Context()))
+    context = Context(attend=make_attend(platform="cpu"))
+    step = jax.jit(lambda *args: model.decoding.step(*args, context))
 
     positions = np.where(np.arange(7) < lengths[:, None], np.arange(7), -1)
     prompt = np.where(positions < 0, 3, tokens[:, :7])  # padding holds some other token
@@ -109,39 +110,30 @@ GPU = dict(platform="gpu", dtype=jnp.bfloat16, compute_capability="9.0")
 
 
 @pytest.mark.parametrize(
-    "change, context, reason",
+    "change, reason",
     [
-        ({}, {"platform": "cpu"}, "needs an NVIDIA GPU, this is cpu"),
-        ({}, {"dtype": jnp.float32}, "needs bfloat16 or float16, compute is float32"),
-        ({}, {"compute_capability": "7.5"}, "needs compute capability 8.0, this is 7.5"),
-        ({"packed": True}, {}, "no document boundaries"),
-        ({"head_dim": 36}, {}, "multiple of 8, this is 36"),
-        ({"head_dim": 512}, {}, "this is 512"),
-        ({"attention_dropout": 0.1}, {}, "same bits on every mesh"),
+        ({"platform": "cpu"}, "needs an NVIDIA GPU, this is cpu"),
+        ({"dtype": jnp.float32}, "needs bfloat16 or float16, compute is float32"),
+        ({"compute_capability": "7.5"}, "needs compute capability 8.0, this is 7.5"),
+        ({"packed": True}, "no document boundaries"),
+        ({"head_dim": 36}, "multiple of 8, this is 36"),
+        ({"head_dim": 512}, "this is 512"),
+        ({"dropout": 0.1}, "same bits on every mesh"),
     ],
 )
-def test_cudnn_is_left_alone_for_a_stated_reason_and_refused_by_name(change, context, reason):
-    context = Context(**{**GPU, **context})
-    ask = {"head_dim": 64, "packed": False, "attention_dropout": 0.0, **change}
-    kernel, why = choose_attention("auto", context, **ask)
+def test_cudnn_is_left_alone_for_a_stated_reason_and_refused_by_name(change, reason):
+    ask = {**GPU, "head_dim": 64, "packed": False, **change}
+    kernel, why = choose_kernel("auto", **ask)
     assert kernel == "xla" and reason in why
     with pytest.raises(ConfigError, match=f"attention='cudnn' is impossible here: .*{reason}"):
-        choose_attention("cudnn", context, **ask)
-    assert choose_attention("xla", context, **ask) == ("xla", "asked for")
+        choose_kernel("cudnn", **ask)
+    assert choose_kernel("xla", **ask) == ("xla", "asked for")
 
 
 def test_cudnn_is_chosen_on_a_gpu_that_can():
-    ask = {"head_dim": 128, "packed": False, "attention_dropout": 0.0}
     for wanted in ("auto", "cudnn"):
-        kernel, why = choose_attention(wanted, Context(**GPU), **ask)
+        kernel, why = choose_kernel(wanted, **GPU, head_dim=128, packed=False)
         assert kernel == "cudnn" and "causal" in why
-
-
-def test_a_mask_never_reaches_cudnn():
-    x = jnp.zeros((1, 4, 2, 8))
-    mask = layers.document_mask(jnp.ones((1, 4), jnp.int32))
-    with pytest.raises(ValueError, match="cannot honour document boundaries; use kernel='xla'"):
-        layers.attend(x, x, x, kernel="cudnn", mask=mask)
 
 
 def test_packed_rows_are_refused_when_cudnn_was_asked_for():
@@ -162,12 +154,8 @@ def test_attention_sees_the_keys_that_the_definition_allows(window, packed):
     rng = np.random.default_rng(0)
     query, key, value = (rng.normal(size=(2, 8, n, 4)).astype(np.float32) for n in (4, 2, 2))
     segments = np.sort(rng.integers(1, 4, (2, 8))) if packed else np.ones((2, 8), int)
-    mixed = layers.attend(
-        *(query, key, value),
-        kernel="xla",
-        mask=layers.document_mask(jnp.asarray(segments)) if packed else None,
-        sliding_window=window,
-    )
+    mask = AttentionMask(sliding_window=window, segments=jnp.asarray(segments) if packed else None)
+    mixed = make_attend(platform="cpu")(query, key, value, mask)
     for row, head, at in np.ndindex(2, 4, 8):
         seen = [
             k
@@ -178,6 +166,34 @@ def test_attention_sees_the_keys_that_the_definition_allows(window, packed):
         probs = np.exp(scores) / np.exp(scores).sum()
         expected = probs @ value[row, seen, head // 2]
         np.testing.assert_allclose(mixed[row, at, head], expected, atol=1e-6)
+
+
+def test_queries_at_given_positions_see_what_they_would_in_the_whole_row():
+    rng = np.random.default_rng(0)
+    query, key, value = (rng.normal(size=(2, 8, n, 4)).astype(np.float32) for n in (4, 2, 2))
+    attend = make_attend(platform="cpu")
+    whole = attend(query, key, value, AttentionMask(sliding_window=3))
+    at = np.array([[5, 2], [0, 7]])
+    mask = AttentionMask(sliding_window=3, query_positions=jnp.asarray(at))
+    some = attend(np.take_along_axis(query, at[..., None, None], 1), key, value, mask)
+    np.testing.assert_allclose(some, np.take_along_axis(whole, at[..., None, None], 1), atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("dims", "w", "expected"),
+    [
+        ("batch seq d, d mlp -> batch seq mlp", (8, 5), "bsd,dm->bsm"),
+        ("batch seq d, d kv group -> batch seq kv group", (8, 2, 3), "bsd,dkg->bskg"),
+        ("batch seq d, batch d -> seq", (2, 8), "bsd,bd->s"),
+    ],
+)
+def test_dot_contracts_the_dims_that_its_result_lacks(dims, w, expected):
+    rng = np.random.default_rng(0)
+    x, w = (rng.normal(size=shape).astype(np.float32) for shape in ((2, 4, 8), w))
+    np.testing.assert_allclose(dot(dims, x, w), np.einsum(expected, x, w), rtol=1e-4, atol=1e-5)
+    half = dot(dims, x.astype(jnp.bfloat16), w)
+    assert half.dtype == jnp.bfloat16
+    assert dot(dims, x.astype(jnp.bfloat16), w, out_dtype=jnp.float32).dtype == jnp.float32
 
 
 # Dropout
@@ -269,22 +285,19 @@ def test_dropout_keeps_the_mean_and_the_share():
 def test_attention_dropout_keeps_the_mean():
     rng = np.random.default_rng(0)
     query, key, value = (jnp.asarray(rng.normal(size=(2, 6, n, 4)), jnp.float32) for n in (4, 2, 2))
-    allowed = layers.causal_mask(6, 3)
+    attend, mask = make_attend(platform="cpu"), AttentionMask(sliding_window=3)
 
     @jax.jit
     def mean(keys):
-        drop = lambda dropout_key: layers.attend_with_dropout(
+        drop = lambda dropout_key: attend(
             *(query, key, value),
-            allowed=allowed,
-            rate=0.3,
-            dropout_key=dropout_key,
-            rows=jnp.arange(2),
-            first_head=0,
+            mask,
+            dropout=AttentionDropout(rate=0.3, key=dropout_key, rows=jnp.arange(2)),
         )
         return jax.vmap(drop)(keys).mean(0)
 
     means = mean(jax.random.split(jax.random.key(0), 512))
-    plain = layers.attend(query, key, value, kernel="xla", mask=None, sliding_window=3)
+    plain = attend(query, key, value, mask)
     # A probability's estimate has standard deviation ≤ 0.65 / √512 ≈ 0.03; values reach 2.5.
     np.testing.assert_allclose(means, plain, atol=0.25)
     np.testing.assert_allclose(means.mean(), plain.mean(), atol=0.02)

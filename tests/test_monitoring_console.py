@@ -26,7 +26,7 @@ def test_header_says_what_the_run_is(tmp_path, caplog):
     lines = caplog.messages
     assert "devices     8 \u00d7 cpu" in lines
     assert "mesh        dp=4,tp=2" in lines and "            the model fits one device" in lines
-    assert "model       decoder, 124.4 M parameters" in lines
+    assert "model       decoder, 124M parameters" in lines
     batch = (
         "batch       32 = 4 per device \u00d7 4 replicas \u00d7 2 accumulation; 4,096 tokens a step"
     )
@@ -102,7 +102,7 @@ def test_skipped_steps_are_counted_and_reported(tmp_path, caplog):
     for step in range(1, 6):
         skipped = step in (2, 4)
         train(
-            monitor, step, finite=jnp.asarray(not skipped), grad_norm=math.inf if skipped else 1.0
+            monitor, step, applied=jnp.asarray(not skipped), grad_norm=math.inf if skipped else 1.0
         )
     records = read_records(monitor.run.metrics)
     assert [(e["step"], e["skipped_steps"]) for e in events(records, "skipped_step")] == [
@@ -116,24 +116,13 @@ def test_skipped_steps_are_counted_and_reported(tmp_path, caplog):
     assert resumed.summary("finished")["skipped_steps"] == 1
 
 
-def test_a_loss_that_is_not_finite_is_reported_without_a_skip(tmp_path, caplog):
-    monitor = start(tmp_path)
-    train(monitor, 1, loss=math.nan)
-    (event,) = events(read_records(monitor.run.metrics), "not_finite")
-    assert event["step"] == 1 and math.isnan(event["loss"])
-    assert "step 1: loss is nan" in caplog.messages
-    assert monitor.summary("sdc")["skipped_steps"] == 0
-
-
 # -- the end ---------------------------------------------------------------------------------------
 
 
 def test_summary_says_what_came_of_the_run(tmp_path, caplog):
     caplog.set_level(logging.INFO, logger="jaxdist")
     clock = Clock()
-    config = MonitoringConfig(
-        tensorboard=False, peak_tflops=1e-6, price_per_device_hour=2.5, currency="EUR"
-    )
+    config = MonitoringConfig(tensorboard=False, peak_tflops=1e-6, price_per_device_hour=2.5)
     monitor = start(
         tmp_path,
         config,
@@ -153,7 +142,7 @@ def test_summary_says_what_came_of_the_run(tmp_path, caplog):
     assert written["best_eval"] == {"step": 3, "loss": 1.5}
     assert written["tokens"] == 400 and written["tokens_per_s"] == 200.0
     assert written["device_hours"] == 2.0 and written["cost"] == 5.0
-    assert written["currency"] == "EUR" and written["starts"] == 1
+    assert written["starts"] == 1
     # 25 tokens/s/device × 1000 FLOPs / 1e6 FLOP/s
     assert written["mfu"] == pytest.approx(0.025, rel=1e-12)
     assert written["mfu_full"] == pytest.approx(0.0375, rel=1e-12)
@@ -162,7 +151,7 @@ def test_summary_says_what_came_of_the_run(tmp_path, caplog):
     closing = "\n".join(caplog.messages)
     assert "ended       finished at step 4/4 after 15m00s" in closing
     assert "loss        1.0000 train, 1.7500 eval at step 4, best 1.5000 at step 3" in closing
-    assert "2 device-hours, 5.00 EUR" in closing
+    assert "2 device-hours, cost 5.00" in closing
 
 
 def test_device_hours_add_up_over_starts_and_count_lost_work(tmp_path):

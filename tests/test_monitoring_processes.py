@@ -62,12 +62,12 @@ def test_comparing_replicas_is_waiting_for_devices(blocking, expected):
     clock = Clock()
     timer = StepTimer(clock, blocking_dispatch=blocking)
     replicas = types.SimpleNamespace(
-        look=lambda step, state, *, force: clock.passes(0.5),
-        found=lambda: clock.passes(0.25) and None,
+        start=lambda step, state, *, force: clock.passes(0.5),
+        result=lambda: clock.passes(0.25) and None,
     )
-    judge = StepReporter(*(None, timer, None, None, replicas, None))
-    judge.check_replicas()  # of the step before
-    judge.look(7, None, force=True)
+    reporter = StepReporter(*(None, timer, None, None, replicas, None))
+    reporter._check_replicas()  # of the step before
+    reporter.start_check(7, None, force=True)
     timer.read(lambda: clock.passes(0.5))
     assert timer.lap() == (1.25, 0.0)
     assert timer.device_wait_s == expected
@@ -297,7 +297,7 @@ WORKER = """
         runtime.join(RuntimeConfig(
             coordinator_address=f"127.0.0.1:{port}", num_processes=2, process_id=index))
         run = RunDirectory.open(path, process_id=index)
-        config = MonitoringConfig(tensorboard=False, compare_every_steps=4)
+        config = MonitoringConfig(tensorboard=False, straggler_interval_steps=4)
         timer = StepTimer(blocking_dispatch=True)
         add_up = lambda: multihost_utils.process_allgather(jax.numpy.ones(1))
         with Monitor(config, run, total_steps=12) as monitor:
@@ -381,14 +381,14 @@ def test_device_hours_and_money_add_up(tmp_path, monkeypatch, caplog):
     caplog.set_level(logging.INFO, logger="jaxdist")
     run = RunDirectory.open(tmp_path / "run")
     clock = Clock()
-    config = MonitoringConfig(tensorboard=False, price_per_device_hour=2.5, currency="EUR")
+    config = MonitoringConfig(tensorboard=False, price_per_device_hour=2.5)
     monitor = Monitor(config, run, total_steps=1, clock=clock)
     clock.passes(1800)
     summary = monitor.summary("finished")
     monitor.close()
     assert summary["device_hours"] == 4.0  # eight simulated devices for half an hour
-    assert (summary["cost"], summary["currency"]) == (10.0, "EUR")
-    assert any("4 device-hours, 10.00 EUR" in line for line in caplog.messages)
+    assert summary["cost"] == 10.0
+    assert any("4 device-hours, cost 10.00" in line for line in caplog.messages)
 
 
 # -- NVML, by a fake module ------------------------------------------------------------------------

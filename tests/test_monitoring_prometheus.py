@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from test_runtime_job import free_port
 
 from jaxdist.core.types import ConfigError
-from jaxdist.run.monitoring import Monitor, MonitoringConfig, RunDirectory
+from jaxdist.run.monitoring import Monitor, MonitoringConfig, RunDirectory, RunFacts
 from jaxdist.run.monitoring import monitor as monitor_module
 from jaxdist.run.monitoring.prometheus import _numbers
 
@@ -38,9 +38,7 @@ def fetch(port: int) -> dict[str, float]:
 
 
 def start(tmp_path, port: int, process_id: int = 0) -> Monitor:
-    config = MonitoringConfig(
-        tensorboard=False, prometheus_port=port, prometheus_address="127.0.0.1"
-    )
+    config = MonitoringConfig(tensorboard=False, prometheus=f"127.0.0.1:{port}")
     run = RunDirectory.open(tmp_path / "run", process_id=process_id)
     return Monitor(config, run, total_steps=10, clock=lambda: 1234.5)
 
@@ -48,7 +46,7 @@ def start(tmp_path, port: int, process_id: int = 0) -> Monitor:
 def train(monitor: Monitor, step: int) -> None:
     monitor.train(
         step,
-        {"loss": jnp.float32(2.5), "grad_norm": 1.5, "learning_rate": 3e-4, "finite": True},
+        {"loss": jnp.float32(2.5), "grad_norm": 1.5, "learning_rate": 3e-4, "applied": True},
         tokens=100,
         step_time_s=0.5,
         data_wait_s=0.125,
@@ -56,7 +54,7 @@ def train(monitor: Monitor, step: int) -> None:
     )
 
 
-HEADER = dict(
+HEADER = RunFacts(
     mesh="dp=8",
     model="decoder",
     num_parameters=1234,
@@ -70,7 +68,7 @@ HEADER = dict(
 def test_what_is_fetched_is_what_was_reported(tmp_path):
     port = free_port()
     monitor = start(tmp_path, port)
-    monitor.header(**HEADER)
+    monitor.header(HEADER)
     train(monitor, 1)
     train(monitor, 2)
     monitor.eval(2, {"loss": 2.25})
@@ -123,7 +121,7 @@ def test_a_port_that_is_taken_is_a_warning_and_the_run_goes_on(tmp_path, caplog,
         train(monitor, 1)
         monitor.close()
     (warning,) = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
-    assert f"port {port} cannot be used" in warning
+    assert f"127.0.0.1:{port} cannot be used" in warning
 
 
 def test_without_the_package_the_fix_is_named(tmp_path, monkeypatch):
@@ -132,9 +130,10 @@ def test_without_the_package_the_fix_is_named(tmp_path, monkeypatch):
         start(tmp_path, 9400)
 
 
-def test_an_impossible_port_is_refused():
-    (problem,) = MonitoringConfig(prometheus_port=70000).problems()
-    assert "prometheus_port=70000" in problem
+@pytest.mark.parametrize("address", ["9400", ":9400", "localhost:70000", "localhost:http"])
+def test_an_impossible_address_is_refused(address):
+    (problem,) = MonitoringConfig(prometheus=address).problems()
+    assert f"prometheus={address!r}" in problem
 
 
 def test_the_dashboard_asks_for_what_is_served(tmp_path, monkeypatch):
@@ -157,11 +156,11 @@ def test_the_dashboard_asks_for_what_is_served(tmp_path, monkeypatch):
     names = {name for text in asked for name in re.findall(r"jaxdist_\w+", text)}
     assert len(names) >= 15
     port = free_port()
-    config = MonitoringConfig(tensorboard=False, prometheus_port=port, peak_tflops=1.0)
+    config = MonitoringConfig(tensorboard=False, prometheus=f"127.0.0.1:{port}", peak_tflops=1.0)
     run = RunDirectory.open(tmp_path / "run")
     flops = {"causal": 1e9}
     with Monitor(config, run, total_steps=10, flops_per_token=flops) as monitor:
-        monitor.header(**HEADER)
+        monitor.header(HEADER)
         train(monitor, 1)
         monitor.eval(1, {"loss": 2.25})
         monitor.event("w", level=logging.WARNING, message="w")
@@ -172,7 +171,7 @@ def test_the_dashboard_asks_for_what_is_served(tmp_path, monkeypatch):
 
 def test_units_are_those_of_prometheus():
     record = {"gpu_clock_mhz": 1980, "gpu_power_w": 700.0, "step_time_s": 0.5, "mfu": 0.4}
-    assert _numbers({**record, "kind": "train", "note": "text", "finite": True}) == {
+    assert _numbers({**record, "kind": "train", "note": "text", "applied": True}) == {
         "gpu_clock_hertz": 1.98e9,
         "gpu_power_watts": 700.0,
         "step_time_seconds": 0.5,
@@ -183,7 +182,7 @@ def test_units_are_those_of_prometheus():
 @pytest.mark.slow
 def test_a_training_run_is_scraped_while_it_runs(tmp_path):
     port = free_port()
-    flags = tiny("--simulate=2", "--steps=400", f"--monitoring.prometheus_port={port}")
+    flags = tiny("--simulate=2", "--steps=400", f"--monitoring.prometheus=127.0.0.1:{port}")
     process = subprocess.Popen(
         command("train", *flags, "--run-dir", tmp_path / "run"),
         env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=tmp_path,

@@ -18,6 +18,7 @@ from jaxdist.run.monitoring import (
     RunDirectory,
     StepTimer,
     Throughput,
+    alerts,
     device_memory,
     read_records,
 )
@@ -175,8 +176,10 @@ def test_an_episode_ends_below_half_the_threshold_and_a_new_one_warns_again():
     assert warned_at(watch, [0.0] * 4 + [0.5] * 4) == [7]
 
 
-def test_monitor_names_the_loader_once(tmp_path, caplog):
-    monitor = make_monitor(tmp_path, window_steps=3, data_wait_warning=0.5)
+def test_monitor_names_the_loader_once(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(alerts, "WINDOW_STEPS", 3)
+    monkeypatch.setattr(alerts, "DATA_WAIT_WARNING", 0.5)
+    monitor = make_monitor(tmp_path)
     for step in range(1, 11):
         wait = 0.8 if step > 5 else 0.1
         monitor.train(step, {"loss": 1.0}, tokens=1, step_time_s=1.0, data_wait_s=wait)

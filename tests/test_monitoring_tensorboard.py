@@ -20,13 +20,13 @@ def test_tensorboard_holds_curves_and_config(tmp_path):
     config = MonitoringConfig(log_interval_steps=2)
     monitor = start(tmp_path, config, total_steps=6, config_text="[model]\nd_model = 8")
     for step in range(1, 7):
-        train(monitor, step, finite=jnp.asarray(True))
+        train(monitor, step, applied=jnp.asarray(True))
     monitor.eval(6, {"loss": 0.5})
     monitor.close()
     points = scalars(monitor.run.tensorboard)
     loss = [(step, value) for step, tag, value in points if tag == "train/loss"]
     assert loss == [(s, float(np.float32(1 / s))) for s in (1, 2, 4, 6)]  # the first is shown too
-    assert (6, "eval/loss", 0.5) in points and (6, "train/finite", 1.0) in points
+    assert (6, "eval/loss", 0.5) in points and (6, "train/applied", 1.0) in points
     assert (6, "speed/tokens_per_s", 200.0) in points
     texts = [
         value.tensor.string_val[0].decode()

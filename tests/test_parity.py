@@ -24,7 +24,8 @@ from tiny import (
 
 from jaxdist.core import collectives
 from jaxdist.core.mesh import MeshSpec, factorisations
-from jaxdist.core.parallel import data
+from jaxdist.core.parallel import reduction
+from jaxdist.core.parallel.pipeline.axis import PIPELINE
 from jaxdist.core.state import init_state
 
 FIRST_LOSS = 1e-6  # relative: the order of one sum
@@ -32,16 +33,16 @@ GRADIENTS = 1e-5  # of the largest gradient
 UPDATE = 1e-4  # of the learning rate: Adam divides gradients by themselves
 LOSSES = 2e-5  # relative, over 20 steps, each building on the last
 
-MESHES = [str(spec) for spec in factorisations(8, pipeline=False)]
+MESHES = [str(spec) for spec in factorisations(8, without=[PIPELINE])]
 
 
 def is_legal(**choice) -> bool:
     """Whether the choices differ from a case without them, and the model has room for the mesh."""
     case, spec = Case(**choice), MeshSpec.parse(choice["mesh"])
     return not (
-        (case.model == "rotary" and spec.tensor > 4)  # it has four key/value heads
-        or (case.zero and spec.data == 1)
-        or (not case.sequence and (spec.tensor == 1 or case.model == "cnn"))
+        (case.model == "rotary" and spec["tensor"] > 4)  # it has four key/value heads
+        or (case.zero and spec["data"] == 1)
+        or (not case.sequence and (spec["tensor"] == 1 or case.model == "cnn"))
         or (case.remat != "none" and case.model == "cnn")
     )
 
@@ -125,12 +126,12 @@ def test_another_seed_gives_other_parameters():
 
 def mean_of_replicas(monkeypatch):
     """Each replica's gradients averaged instead of summed."""
-    reduce_gradients = data.reduce_gradients
+    reduce_gradients = reduction.reduce_gradients
 
     def averaged(grads, *args):
         return jax.tree.map(lambda g: g / 2, reduce_gradients(grads, *args))
 
-    monkeypatch.setattr(data, "reduce_gradients", averaged)
+    monkeypatch.setattr(reduction, "reduce_gradients", averaged)
 
 
 def rows_counted_locally(monkeypatch):

@@ -12,9 +12,9 @@ import pytest
 from pipeline_parity import Case, compare
 
 from jaxdist.core.parallel.pipeline import executor, value_and_grad
-from jaxdist.core.parallel.pipeline.buffers import tabulate
+from jaxdist.core.parallel.pipeline.buffers import to_arrays
 from jaxdist.core.parallel.pipeline.config import PipelineConfig, choose_num_microbatches, describe
-from jaxdist.core.parallel.pipeline.virtual_stages import matchings
+from jaxdist.core.parallel.pipeline.virtual_stages import exchange_rounds
 
 # The project's contract for float32 across meshes: sums of another order, nothing else.
 LOSS, GRADIENT = 1e-6, 1e-5
@@ -23,7 +23,7 @@ FAST = [
     Case(mesh="pp=2,dp=2,tp=2", schedule="gpipe"),
     Case(mesh="pp=4,tp=2", family="llama_tied", rows=6, microbatches=3),
     Case(mesh="pp=2,fsdp=2,tp=2", chunks=2, family="gpt2"),
-    Case(mesh="pp=4,dp=2", schedule="1f1b_lean", family="gpt2"),
+    Case(mesh="pp=4,dp=2", schedule="1f1b", family="gpt2"),
     Case(mesh="pp=2,dp=2,fsdp=2", schedule="zero_bubble", zero=2, family="llama_tied", rows=16),
 ]
 SLOW = [
@@ -128,11 +128,11 @@ def wrong_microbatch(tables):
 @pytest.mark.parametrize("fault", [one_tick_late, chunks_swapped, wrong_microbatch])
 def test_a_wrong_table_gives_wrong_gradients(fault, monkeypatch):
     def faulty(schedule):
-        tables = tabulate(schedule)
+        tables = to_arrays(schedule)
         return dataclasses.replace(tables, **fault(tables))
 
-    monkeypatch.setattr(executor, "tabulate", faulty)
-    monkeypatch.setattr(value_and_grad, "tabulate", faulty)
+    monkeypatch.setattr(executor, "to_arrays", faulty)
+    monkeypatch.setattr(value_and_grad, "to_arrays", faulty)
     difference = compare(Case(mesh="pp=2", chunks=2, rows=4))
     assert difference.gradient > 100 * GRADIENT
 
@@ -151,7 +151,7 @@ def test_microbatches_are_chosen_from_stages_and_rows():
 def test_the_choice_and_its_bubble_are_said():
     schedule = PipelineConfig().make_schedule(num_stages=4, rows=32)
     assert describe(schedule, 32) == (
-        "pipeline: 1f1b, 4 stages, 16 microbatches of 2 rows, bubble 15.8%, at most 7 "
+        "pipeline: 1f1b_lockstep, 4 stages, 16 microbatches of 2 rows, bubble 15.8%, at most 7 "
         "microbatches stashed, 23+19 permutes"
     )
 
@@ -169,17 +169,13 @@ def test_settings_that_cannot_work_are_refused_with_the_fix():
     problems = PipelineConfig(num_microbatches=-1, num_virtual_stages=0).problems()
     assert len(problems) == 2
     assert "Use 0 to have it chosen" in problems[0]
-    (problem,) = PipelineConfig(schedule="1f1b_lean", num_virtual_stages=2).problems()
-    assert "Use pipeline.num_virtual_stages=1, or 1f1b" in problem
-    (problem,) = PipelineConfig(num_virtual_stages=3).fit_problems(num_stages=4, num_layers=32)
-    assert "12 equal pieces, which do not divide num_layers=32" in problem
-    assert "num_virtual_stages=1, 2, 4 or 8, or num_layers=36" in problem
-    assert not PipelineConfig(num_virtual_stages=2).fit_problems(num_stages=4, num_layers=32)
+    (problem,) = PipelineConfig(schedule="1f1b", num_virtual_stages=2).problems()
+    assert "pipeline.schedule=1f1b_lockstep" in problem
 
 
 @pytest.mark.parametrize(("p", "v"), [(2, 2), (2, 3), (4, 2), (4, 3), (4, 4), (8, 2), (3, 5)])
 def test_pieces_travel_in_rounds_that_take_and_give_one_each(p, v):
-    rounds = matchings(p, v)
+    rounds = exchange_rounds(p, v)
     assert sorted(np.concatenate(rounds).tolist()) == list(range(p * v))
     for pieces in rounds:
         assert sorted(pieces // v) == list(range(p)), "one from every stage that stores"

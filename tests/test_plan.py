@@ -133,11 +133,11 @@ def test_the_page_is_whole_and_loads_nothing(capsys, tmp_path):
 def test_schedules_are_drawn_with_their_bubble_and_stash(capsys):
     assert main(["--show-schedule", "--stages", "4", "--microbatches", "8"]) == 0
     text = capsys.readouterr().out
-    for name in ("gpipe", "1f1b", "1f1b_lean", "zero_bubble", "1f1b × 2 chunks"):
+    for name in ("gpipe", "1f1b_lockstep", "1f1b", "zero_bubble", "1f1b_lockstep × 2 chunks"):
         assert re.search(rf"^{name} +\d+\.\d%", text, re.M), name
-    # F = 1, B = 3: (p - 1) / (m + p - 1) of the time waits under gpipe and 1f1b.
+    # F = 1, B = 3: (p - 1) / (m + p - 1) of the time waits under gpipe and 1f1b_lockstep.
     assert re.search(r"^gpipe +27\.3% +44\.0 +8\.0", text, re.M)
-    assert re.search(r"^1f1b_lean .* 4\.0 ", text, re.M)
+    assert re.search(r"^1f1b .* 4\.0 ", text, re.M)
     assert "F0" in text and "B7" in text
 
 

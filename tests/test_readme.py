@@ -129,7 +129,9 @@ def test_command_for_gpus_reads_its_settings(line, monkeypatch):
     assert config.mesh_problems(spec) == []
 
 
-@pytest.mark.parametrize("name", ["gpipe", "1f1b", "1f1b × 2", "1f1b_lean", "zero_bubble"])
+@pytest.mark.parametrize(
+    "name", ["gpipe", "1f1b_lockstep", "1f1b_lockstep × 2", "1f1b", "zero_bubble"]
+)
 def test_schedule_drawings_are_the_codes_own(name):
     from jaxdist.core.parallel.pipeline.schedules import make_schedule
     from jaxdist.core.parallel.pipeline.simulation import draw

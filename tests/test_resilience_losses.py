@@ -16,7 +16,7 @@ from data_cases import sharding_on
 from jaxdist.data import DataConfig, Loader, Position, open_datasets, resume_position
 from jaxdist.data.order import Order
 from jaxdist.run.metrics_log import current, read_records
-from jaxdist.run.resilience import LossGuard, read_anomalies
+from jaxdist.run.resilience import LossGuard, anomalies, read_anomalies
 from jaxdist.run.resilience.config import ResilienceConfig
 
 ROWS, BATCH, STEPS = 320, 8, 40
@@ -71,7 +71,7 @@ def feed(subject: LossGuard, losses, first_step=1, **metrics):
     found = []
     for step, loss in enumerate(losses, start=first_step):
         values = {"loss": loss, "grad_norm": 1.0, **metrics}
-        found.append(subject.judge(step, values, Rows(), 4 * step))
+        found.append(subject.check(step, values, Rows(), 4 * step))
     return [anomaly for anomaly in found if anomaly]
 
 
@@ -116,8 +116,10 @@ def test_a_sound_run_reports_nothing(values):
     assert feed(guard(), values) == []
 
 
-def test_limit_is_the_median_and_the_deviation_by_hand():
-    subject = guard(spike_deviations=5.0, spike_window_steps=16)
+def test_limit_is_the_median_and_the_deviation_by_hand(monkeypatch):
+    monkeypatch.setattr(anomalies, "SPIKE_DEVIATIONS", 5.0)
+    monkeypatch.setattr(anomalies, "SPIKE_WINDOW_STEPS", 16)
+    subject = guard()
     values = noisy(40, noise=0.3)
     feed(subject, values)
     known = np.array(values[39 - 17 : 39])  # steps up to 39 are known when 41 is dispatched
@@ -143,8 +145,9 @@ def test_nan_is_an_anomaly_and_an_overflow_under_a_loss_scale_is_none():
     assert feed(guard(), [1.0], grad_norm=math.inf, loss_scale=1024.0) == []
 
 
-def test_too_many_rollbacks_end_the_run():
-    subject = guard(nonfinite_policy="rollback", max_rollbacks=2)
+def test_too_many_rollbacks_end_the_run(monkeypatch):
+    monkeypatch.setattr(anomalies, "MAX_ROLLBACKS", 2)
+    subject = guard(nonfinite_policy="rollback")
     actions = [o.action for o in feed(subject, [math.nan] * 3)]
     assert actions == ["rollback", "rollback", "stop"]
 
@@ -185,12 +188,12 @@ def test_a_step_above_the_limit_is_not_applied_and_one_below_is(test_case="rotar
     step, state = reference.step_of(case)
     batch = jax.device_put(reference.batch_of(test_case), step.batch_sharding)
     before = jax.device_get(state.params)
-    state, plain = step.train(state, batch)
+    state, plain = step.train(state, batch, np.inf)
     after = jax.device_get(state.params)
     for limit, applied in ((float(plain["loss"]) - 0.1, False), (math.inf, True)):
         _, state = reference.step_of(case)
-        state, metrics = step.train_below(state, batch, limit)
-        assert bool(metrics["applied"]) is applied and bool(metrics["finite"])
+        state, metrics = step.train(state, batch, limit)
+        assert bool(metrics["applied"]) is applied
         assert float(metrics["loss"]) == float(plain["loss"])
         assert reference.distance(jax.device_get(state.params), after if applied else before) == 0
         assert int(state.step) == 1
@@ -244,8 +247,7 @@ def test_rollback_goes_on_past_the_offending_batch(tmp_path):
 
 
 def test_a_spike_is_skipped_or_stops_the_run(tmp_path):
-    window = "--resilience.spike_window_steps=16"
-    skip = ("--run-dir=run", window, "--resilience.spike_policy=skip")
+    skip = ("--run-dir=run", "--resilience.spike_policy=skip")
     done, run_dir = train(tmp_path, "spike", *skip)
     assert done.returncode == 0, done.stderr
     (anomaly,) = read_anomalies(run_dir / "anomalies.jsonl")
@@ -256,7 +258,7 @@ def test_a_spike_is_skipped_or_stops_the_run(tmp_path):
     applied = {r["step"]: r["applied"] for r in records(run_dir, "train")}
     assert [step for step, yes in applied.items() if not yes] == [anomaly.step]
     assert "loss_anomaly" in {r["event"] for r in records(run_dir, "event")}
-    done, _ = train(tmp_path, "spike", "--run-dir=stop", window, "--resilience.spike_policy=stop")
+    done, _ = train(tmp_path, "spike", "--run-dir=stop", "--resilience.spike_policy=stop")
     assert done.returncode == 1
     assert "resilience.spike_policy='stop'" in done.stderr
 

@@ -16,7 +16,7 @@ def test_norms_are_those_of_each_replicas_rows(mesh, expected):
     case = reference.Case("rotary", mesh)
     step, state = reference.step_of(case, replica_norms=True)
     batch = jax.device_put(reference.batch_of("rotary"), step.batch_sharding)
-    _, metrics = step.train(state, batch)
+    _, metrics = step.train(state, batch, np.inf)
     norms = np.asarray(metrics["replica_norms"])
     assert norms.shape == (4,)
     # Sums of other orders in float32.
@@ -32,7 +32,7 @@ def expected() -> list[float]:
     for first in range(0, 16, 4):
         _, start = reference.step_of(reference.Case("rotary", "dp=1"), global_batch_size=4)
         part = {field: values[first : first + 4] for field, values in batch.items()}
-        _, metrics = step.train(start, jax.device_put(part, step.batch_sharding))
+        _, metrics = step.train(start, jax.device_put(part, step.batch_sharding), np.inf)
         norms.append(float(metrics["grad_norm"]))
     return norms
 

@@ -96,7 +96,7 @@ def test_a_nan_batch_is_named_with_its_rows_and_left_out(job):
 
 @pytest.mark.parametrize("slow", [0, 1])
 def test_a_slow_process_is_named_with_its_host_and_cause(job, slow):
-    harmed = job("slow", "--monitoring.compare_every_steps=8", SELDOM_SAVED, steps=24)
+    harmed = job("slow", "--monitoring.straggler_interval_steps=8", SELDOM_SAVED, steps=24)
     (harmed.folder / f"slow-{slow}").write_text("0.25")  # of each row: much on any machine
     harmed.start()
     assert endings.finish(harmed) == 0, harmed.said()[-4000:]
@@ -110,7 +110,7 @@ def test_a_slow_process_is_named_with_its_host_and_cause(job, slow):
 )
 def test_a_loader_that_turns_slow_amid_the_run_is_named(job, interval, flags, capsys):
     """From step 24 on; prefetched batches hide it at first, and saves read a step at once."""
-    harmed = job("turned", f"--monitoring.compare_every_steps={interval}", *flags)
+    harmed = job("turned", f"--monitoring.straggler_interval_steps={interval}", *flags)
     harmed.start()
     harmed.wait(lambda: len(step_times(harmed)) >= 24, "step 24", RECOVER_S)
     usual_s = statistics.median(step_times(harmed)[4:])
@@ -153,7 +153,7 @@ def test_two_thousand_clean_steps_under_every_guard_have_no_finding(job, capsys)
         "--resilience.sdc_policy=stop",
         "--resilience.nonfinite_policy=stop",
         "--resilience.step_timeout_s=3",
-        "--monitoring.compare_every_steps=50",
+        "--monitoring.straggler_interval_steps=50",
         "--checkpoint.save_interval_steps=100",
         steps=2000,
     )

@@ -36,8 +36,8 @@ def flipped(x: jax.Array, place: int, element: int = 3, bit: int = 0) -> jax.Arr
 
 
 def look(subject: SdcCheck, state, step: int = 1):
-    subject.look(step, state)
-    return subject.found()
+    subject.start(step, state)
+    return subject.result()
 
 
 def name_of(path) -> str:
@@ -60,7 +60,7 @@ def test_a_flipped_bit_is_found_in_every_replicated_array(case):
     subject = watch(case)
     assert look(subject, state) is None
     leaves, tree = jax.tree_util.tree_flatten_with_path(state)
-    sizes = reference.layout_of(case).sizes
+    sizes = reference.layout_of(case).spec.sizes
     seen = 0
     for index, (path, leaf) in enumerate(leaves):
         taken = {a for e in leaf.sharding.spec for a in (e if isinstance(e, tuple) else (e,))}
@@ -102,13 +102,13 @@ def test_checks_come_at_the_interval_and_where_forced():
     state, subject = reference.place_state(case), watch(case, sdc_check_interval_steps=3)
     begun = []
     for step in range(1, 8):
-        subject.look(step, state, force=step == 5)
+        subject.start(step, state, force=step == 5)
         if subject._pending is not None:
             begun.append(step)
-        subject.found()
+        subject.result()
     assert begun == [3, 5, 6]
     off = watch(case, sdc_check_interval_steps=0)
-    off.look(3, state, force=True)
+    off.start(3, state, force=True)
     assert off._pending is None
 
 
@@ -119,7 +119,7 @@ def test_training_on_every_kind_of_mesh_keeps_replicas_equal():
         batch = jax.device_put(reference.batch_of(case.model), step.batch_sharding)
         subject = watch(case)
         for number in range(1, 4):
-            state, _ = step.train(state, batch)
+            state, _ = step.train(state, batch, np.inf)
             assert look(subject, state, number) is None
 
 
@@ -198,12 +198,12 @@ def test_a_check_costs_little(capsys):
     step, state = reference.step_of(case)
     batch = jax.device_put(reference.batch_of(case.model), step.batch_sharding)
     subject = watch(case)
-    state, _ = step.train(state, batch)
+    state, _ = step.train(state, batch, np.inf)
     look(subject, state)
     steps, checks = [], []
     for _ in range(15):
         begin = time.perf_counter()
-        state, _ = jax.block_until_ready(step.train(state, batch))
+        state, _ = jax.block_until_ready(step.train(state, batch, np.inf))
         steps.append(time.perf_counter() - begin)
         begin = time.perf_counter()
         look(subject, state)

@@ -106,7 +106,7 @@ def test_a_stuck_step_ends_all_processes_with_one_line_and_all_stacks(tmp_path, 
 
 def test_two_that_raise_the_alarm_at_once_say_one_line(tmp_path, caplog):
     """Each takes the other for dead: nobody waits for anybody."""
-    config = ResilienceConfig(watchdog=False)
+    config = ResilienceConfig(step_timeout_s=0.0)
     left: list[int] = []
     first, second = (
         Watchdog(config, tmp_path, process=i, num_processes=2, leave=left.append) for i in (0, 1)
@@ -182,7 +182,7 @@ def test_a_folder_that_is_away_for_a_while_raises_no_alarm(tmp_path):
 
 def test_watchdog_off_starts_no_thread(tmp_path):
     before = threading.active_count()
-    dog = Watchdog(ResilienceConfig(watchdog=False), tmp_path)
+    dog = Watchdog(ResilienceConfig(step_timeout_s=0.0), tmp_path)
     assert threading.active_count() == before
     dog.close()
 

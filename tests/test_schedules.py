@@ -5,9 +5,9 @@ import dataclasses
 import numpy as np
 import pytest
 
-from jaxdist.core.parallel.pipeline.buffers import Lifetimes, colour, tabulate
-from jaxdist.core.parallel.pipeline.loop_plan import phases
-from jaxdist.core.parallel.pipeline.schedule_table import Action, Schedule, ScheduleError, check
+from jaxdist.core.parallel.pipeline.buffers import Lifetimes, assign_slots, to_arrays
+from jaxdist.core.parallel.pipeline.loop_plan import plan_loops
+from jaxdist.core.parallel.pipeline.schedule import Action, Schedule, ScheduleError, check
 from jaxdist.core.parallel.pipeline.schedules import (
     SCHEDULES,
     ScheduleName,
@@ -24,7 +24,7 @@ GRID = [
     for name in SCHEDULES
     for p in STAGES
     for m in MICROBATCHES
-    for v in (CHUNKS if name != "1f1b_lean" else (1,))
+    for v in (CHUNKS if name != "1f1b" else (1,))
 ]
 
 
@@ -59,7 +59,7 @@ def test_evaluation_runs_every_piece_once_and_holds_little(p, m, v):
 
 def run_by_hand(schedule: Schedule) -> None:
     """An independent machine: values move through the tables the executor reads, slot by slot."""
-    tables = tabulate(schedule)
+    tables = to_arrays(schedule)
     p, v = schedule.num_stages, schedule.num_virtual_stages
     stash = [[None] * (tables.num_slots[0] + 1) for _ in range(p)]
     cotangents = [[None] * (tables.num_slots[1] + 1) for _ in range(p)]
@@ -108,9 +108,9 @@ def most_alive(intervals) -> int:
 @pytest.mark.parametrize("ratio", [1.0, 2.0, 3.0])
 @pytest.mark.parametrize("m", [1, 4, 7, 32])
 @pytest.mark.parametrize("p", [2, 4, 8])
-def test_1f1b_and_gpipe_bubble_is_the_textbook_one_at_any_cost_ratio(p, m, ratio):
+def test_1f1b_lockstep_and_gpipe_bubble_is_the_textbook_one_at_any_cost_ratio(p, m, ratio):
     costs = Costs(input_gradient=ratio / 2, weight_gradient=ratio / 2)
-    for name in ("gpipe", "1f1b"):
+    for name in ("gpipe", "1f1b_lockstep"):
         report = simulate(make_schedule(name, p, m), costs)
         assert report.bubble == pytest.approx((p - 1) / (m + p - 1), abs=1e-12)
         assert report.num_ticks == 2 * (m + p - 1)
@@ -119,7 +119,7 @@ def test_1f1b_and_gpipe_bubble_is_the_textbook_one_at_any_cost_ratio(p, m, ratio
 @pytest.mark.parametrize("v", [2, 3, 4])
 @pytest.mark.parametrize(("p", "m"), [(2, 4), (4, 4), (4, 8), (8, 16)])
 def test_chunks_divide_the_bubble(p, m, v):
-    for name in ("gpipe", "1f1b"):
+    for name in ("gpipe", "1f1b_lockstep"):
         report = simulate(make_schedule(name, p, m, v))
         assert report.bubble == pytest.approx((p - 1) / (v * m + p - 1), abs=1e-12)
 
@@ -131,9 +131,9 @@ def test_zero_bubble_leaves_a_third_of_the_bubble_at_equal_costs(p, m, v):
 
 
 @pytest.mark.parametrize(("p", "m"), [(2, 8), (4, 8), (4, 32), (8, 16)])
-def test_zero_bubble_waits_less_than_1f1b_also_when_backwards_recompute(p, m):
+def test_zero_bubble_waits_less_than_1f1b_lockstep_also_when_backwards_recompute(p, m):
     apart = simulate(make_schedule("zero_bubble", p, m), RECOMPUTE).bubble
-    whole = simulate(make_schedule("1f1b", p, m), RECOMPUTE).bubble
+    whole = simulate(make_schedule("1f1b_lockstep", p, m), RECOMPUTE).bubble
     assert apart < 0.65 * whole
 
 
@@ -144,26 +144,26 @@ def test_stash_is_bounded_by_the_stages_and_not_by_the_microbatches(p, m):
         return simulate(make_schedule(name, p, m)).peak_stash
 
     assert stash("gpipe") == (m,) * p
-    assert stash("1f1b_lean") == tuple(min(p - s, m) for s in range(p))
-    assert stash("1f1b") == tuple(min(2 * (p - s) - 1, m) for s in range(p))
-    assert stash("zero_bubble") == stash("1f1b")
+    assert stash("1f1b") == tuple(min(p - s, m) for s in range(p))
+    assert stash("1f1b_lockstep") == tuple(min(2 * (p - s) - 1, m) for s in range(p))
+    assert stash("zero_bubble") == stash("1f1b_lockstep")
     assert simulate(make_schedule("zero_bubble", p, m)).pending_slots <= 2 * p - 1
-    assert simulate(make_schedule("1f1b", p, m, 2)).activation_slots <= 4 * p
+    assert simulate(make_schedule("1f1b_lockstep", p, m, 2)).activation_slots <= 4 * p
 
 
-def test_lean_1f1b_pays_for_its_stash_when_backwards_are_longer():
-    lean, full = make_schedule("1f1b_lean", 4, 32), make_schedule("1f1b", 4, 32)
-    assert simulate(lean, Costs(input_gradient=0.5, weight_gradient=0.5)).bubble == pytest.approx(
-        simulate(full).bubble
-    )
-    assert simulate(lean).bubble > 0.25 > 3 * simulate(full).bubble * 0.9
+def test_textbook_1f1b_pays_for_its_stash_when_backwards_are_longer():
+    textbook, lockstep = make_schedule("1f1b", 4, 32), make_schedule("1f1b_lockstep", 4, 32)
+    assert simulate(
+        textbook, Costs(input_gradient=0.5, weight_gradient=0.5)
+    ).bubble == pytest.approx(simulate(lockstep).bubble)
+    assert simulate(textbook).bubble > 0.25 > 3 * simulate(lockstep).bubble * 0.9
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize(("p", "m"), [(2, 5), (4, 8), (4, 32), (8, 16)])
 def test_phases_cover_every_tick_once_and_allow_what_it_holds(name, p, m):
     schedule = make_schedule(name, p, m)
-    found = phases(schedule)
+    found = plan_loops(schedule)
     covered = []
     for phase in found:
         for ticks in phase.rounds:
@@ -174,7 +174,7 @@ def test_phases_cover_every_tick_once_and_allow_what_it_holds(name, p, m):
                     covered.append(tick)
     assert covered == list(range(len(schedule.ticks)))
     assert sum(len(phase.kinds) for phase in found) <= 12
-    if name in ("gpipe", "1f1b") and m >= 3:
+    if name in ("gpipe", "1f1b_lockstep") and m >= 3:
         bodies = [("forward",), ("backward",)]
         assert {kinds for phase in found for kinds in phase.kinds} == set(bodies)
         assert len(found) <= 2
@@ -204,7 +204,7 @@ def test_a_stage_that_starts_one_tick_early_is_refused(name: ScheduleName):
         check(shifted)
 
 
-@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zero_bubble"])
+@pytest.mark.parametrize("name", ["gpipe", "1f1b_lockstep", "zero_bubble"])
 def test_swapped_chunks_are_refused(name: ScheduleName):
     schedule = make_schedule(name, 2, 4, 2)
     swap = {
@@ -229,7 +229,7 @@ def test_swapped_chunks_are_refused(name: ScheduleName):
 )
 def test_lost_repeated_and_reordered_work_is_refused(changes, message):
     with pytest.raises(ScheduleError, match=message):
-        check(planted(make_schedule("1f1b", 4, 8), changes))
+        check(planted(make_schedule("1f1b_lockstep", 4, 8), changes))
 
 
 def test_a_weight_gradient_before_its_backward_is_refused():
@@ -243,17 +243,17 @@ def test_a_weight_gradient_before_its_backward_is_refused():
 
 def test_sizes_and_combinations_that_do_not_exist_are_refused_with_the_fix():
     with pytest.raises(ScheduleError, match=r"num_microbatches=0 is below 1. Use 1 or more."):
-        make_schedule("1f1b", 4, 0)
-    with pytest.raises(ScheduleError, match=r"Use num_virtual_stages=1, or schedule 1f1b"):
-        make_schedule("1f1b_lean", 4, 8, 2)
+        make_schedule("1f1b_lockstep", 4, 0)
+    with pytest.raises(ScheduleError, match=r"Use num_virtual_stages=1, or schedule 1f1b_lockstep"):
+        make_schedule("1f1b", 4, 8, 2)
 
 
 # --- drawing and slots ---------------------------------------------------------------------------
 
 
 def test_drawing_shows_each_stage_and_the_costs():
-    assert draw(make_schedule("1f1b", 2, 3)) == (
-        "1f1b: 2 stages, 3 microbatches\n"
+    assert draw(make_schedule("1f1b_lockstep", 2, 3)) == (
+        "1f1b_lockstep: 2 stages, 3 microbatches\n"
         "stage 0 F0 F1 ·  F2 B0 ·  B1 B2\n"
         "stage 1 ·  F0 B0 F1 B1 F2 B2 ·\n"
         "8 ticks, bubble 25.0% at F=1 B=2, stash per stage 3 1, 6+4 permutes"
@@ -263,12 +263,12 @@ def test_drawing_shows_each_stage_and_the_costs():
 
 
 def test_colouring_reuses_a_slot_only_after_its_last_tick():
-    slots = colour({(0, 0): (0, 3), (1, 0): (1, 2), (2, 0): (3, 5), (3, 0): (4, 6)})
+    slots = assign_slots({(0, 0): (0, 3), (1, 0): (1, 2), (2, 0): (3, 5), (3, 0): (4, 6)})
     assert slots == {(0, 0): 0, (1, 0): 1, (2, 0): 1, (3, 0): 0}
 
 
 def test_tables_name_the_spare_slot_where_nothing_arrives():
-    tables = tabulate(make_schedule("gpipe", 2, 2))
+    tables = to_arrays(make_schedule("gpipe", 2, 2))
     assert tables.num_slots[0] == 2
     assert np.all(tables.activation_arrival[:, 0] == 2), "stage 0 of two has no stage before it"
     assert sorted(tables.activation_arrival[:, 1].tolist())[:2] == [0, 1]

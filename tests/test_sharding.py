@@ -6,20 +6,13 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from jaxdist.core.axis import Workload, axes_of, dim_of
 from jaxdist.core.mesh import MeshSpec, factorisations
-from jaxdist.core.sharding import (
-    RULES,
-    Layout,
-    MeshConfig,
-    axes_of,
-    default_mesh,
-    dim_of,
-    legal_meshes,
-    mesh_problems,
-    shard_bytes,
-)
+from jaxdist.core.mesh_choice import default_mesh, legal_meshes, mesh_problems
+from jaxdist.core.parallel import axes
+from jaxdist.core.sharding import Layout, MeshConfig, shard_bytes
 from jaxdist.core.types import ConfigError, Dims
-from jaxdist.models.configs import CnnConfig, DecoderConfig
+from jaxdist.models.configs import DIM_SETTINGS, CnnConfig, DecoderConfig
 
 MATRIX = Dims(("layers", "d_model", "mlp"))
 TABLE = Dims(("vocab", "d_model"))
@@ -73,10 +66,31 @@ def test_two_dims_on_one_axis_are_refused():
         layout("dp=2").param_spec(Dims(("heads", "mlp")))
 
 
-def test_a_models_own_rules_are_used():
-    here = layout("fsdp=2,tp=2", rules={"flat": "fsdp", "hidden": "tensor"})
+def test_a_models_own_rules_come_beside_those_of_the_axes():
+    here = layout("fsdp=2,tp=2", rules={"flat": "fsdp", "hidden": "tensor", "vocab": None})
     assert here.param_spec(Dims(("flat", "hidden"))) == P("fsdp", "tensor")
-    assert here.param_spec(TABLE) == P()
+    assert here.param_spec(TABLE) == P(None, "fsdp")
+
+
+def test_a_weight_is_gathered_over_the_axes_that_shard_it_and_no_others():
+    here = layout("pp=2,dp=2,fsdp=2", zero=3)
+    assert here.param_spec(MATRIX) == P("pipeline", BOTH)
+    assert here.gather_spec(MATRIX) == P(None, BOTH)
+    assert layout("dp=2,tp=2").gather_spec(MATRIX) == P()
+
+
+@pytest.mark.parametrize(
+    ("text", "sequence", "summed", "loss"),
+    [
+        ("dp=2,tp=2", False, ("data",), ("data",)),
+        ("dp=2,tp=2", True, ("data", "tensor"), ("data",)),
+        ("pp=2,fsdp=2,tp=2", True, ("pipeline", "fsdp", "tensor"), ("pipeline", "fsdp")),
+        ("1", True, (), ()),
+    ],
+)
+def test_gradients_and_losses_are_summed_over_the_axes_that_say_so(text, sequence, summed, loss):
+    here = layout(text, sequence_parallel=sequence)
+    assert (here.summed_axes, here.loss_axes) == (summed, loss)
 
 
 def test_axes_and_dims_of_a_spec():
@@ -103,50 +117,68 @@ def test_constrain_lays_arrays_out():
 @pytest.mark.parametrize(
     ("text", "options", "message"),
     [
-        ("tp=3", {}, "mesh tp=3 does not divide heads=8: each device computes an equal part of it. "
-         "Use tp=1, 2, 4 or 8."),
-        ("fsdp=3", {}, "mesh fsdp=3 does not divide d_model=64: each device holds an equal slice"),
-        ("dp=3,fsdp=2", dict(zero=1), "mesh fsdp=2 × dp=3 (zero=1) does not divide d_model=64"),
-        ("pp=3", {}, "mesh pp=3 does not divide layers=4: each stage holds layers/pp layers. "
-         "Use pp=1, 2 or 4."),
-        ("dp=3", dict(global_batch_size=16), "global_batch_size=16 is not a multiple of 3 (dp=3 × "
-         "fsdp=1 × microbatches=1): every device takes the same number of rows. Use 15 or 18, or"),
+        ("tp=3", {}, "mesh tp=3 does not divide model.num_heads=8: each device computes an equal "
+         "part of it. Use tp=1, 2, 4 or 8."),
+        ("fsdp=3", {}, "mesh fsdp=3 does not divide model.d_model=64: each device holds an equal "
+         "slice"),
+        ("dp=3,fsdp=2", dict(zero=1),
+         "mesh fsdp=2 × dp=3 (zero=1) does not divide model.d_model=64"),
+        ("pp=3", {}, "mesh pp=3 does not divide model.num_layers=4: each stage holds an equal "
+         "number of layers. Use pp=1, 2 or 4."),
+        ("dp=3", dict(global_batch_size=16), "train.global_batch_size=16 is not a multiple of 3 "
+         "(dp=3 × fsdp=1 × microbatches=1): every device takes the same number of "
+         "rows. Use 15 or 18, or"),
         ("dp=2", dict(global_batch_size=16, num_microbatches=3), "multiple of 6"),
         ("dp=8", dict(global_batch_size=4), "Use 8, or a smaller dp × fsdp"),
-        ("tp=4", dict(seq_len=30), "mesh tp=4 does not divide seq_len=30: sequence parallelism "
-         "gives each device seq_len/tp positions. Use tp=1, 2, 3, 5, 6, 10, 15 or 30 or "
-         "--mesh.sequence_parallel=false."),
+        ("tp=4", dict(seq_len=30), "mesh tp=4 does not divide train.seq_len=30: sequence "
+         "parallelism gives each device an equal part of the positions. "
+         "Use tp=1, 2, 3, 5, 6, 10, 15 or 30, or --mesh.sequence_parallel=false."),
     ],
     ids=str,
 )  # fmt: skip
 def test_a_mesh_that_does_not_fit_says_given_allowed_and_fix(text, options, message):
     dims = {"heads": 8, "kv_heads": 4, "layers": 4, "d_model": 64, "mlp": 192, "vocab": 192}
-    problems = mesh_problems(MeshSpec.parse(text), dims, **options)
+    workload = Workload(dims=dims, settings=DIM_SETTINGS, **options)
+    problems = mesh_problems(MeshSpec.parse(text), workload)
     assert any(message in problem for problem in problems), problems
 
 
 def test_all_problems_come_at_once():
     dims = {"heads": 6, "kv_heads": 2, "layers": 4, "d_model": 64}
-    found = mesh_problems(
-        MeshSpec(tensor=4, pipeline=3), dims, global_batch_size=16, num_microbatches=5, seq_len=30
-    )
+    workload = Workload(dims=dims, global_batch_size=16, num_microbatches=5, seq_len=30)
+    found = mesh_problems(MeshSpec(tensor=4, pipeline=3), workload)
     assert len(found) == 5  # heads, kv_heads, layers, batch, sequence
 
 
 def test_stages_need_stacked_layers():
-    (problem,) = mesh_problems(MeshSpec(pipeline=2), CnnConfig().dims)
+    (problem,) = mesh_problems(MeshSpec(pipeline=2), Workload(dims=CnnConfig().dims))
     assert "no stacked layers" in problem
 
 
+def test_virtual_stages_must_divide_the_layers():
+    workload = Workload(dims={"layers": 32}, settings=DIM_SETTINGS, num_virtual_stages=3)
+    (problem,) = mesh_problems(MeshSpec(pipeline=4), workload)
+    assert "12 equal pieces, which do not divide model.num_layers=32" in problem
+    assert "num_virtual_stages=1, 2, 4 or 8, or 36 layers" in problem
+    two = Workload(dims={"layers": 32}, num_virtual_stages=2)
+    assert mesh_problems(MeshSpec(pipeline=4), two) == []
+
+
+def test_a_models_rule_that_names_no_axis_is_refused():
+    workload = Workload(dims={"width": 8}, rules={"width": "tensors"})
+    (problem,) = mesh_problems(MeshSpec(data=2), workload)
+    assert "'tensors', which is no mesh axis. Use pipeline, data, fsdp, tensor" in problem
+
+
 def test_the_default_decoder_fits_every_mesh_of_eight_and_4_4_4():
-    dims = DecoderConfig().dims
+    workload = Workload(dims=DecoderConfig().dims, global_batch_size=32, seq_len=128)
     for spec in [*factorisations(8), MeshSpec(pipeline=4, data=4, tensor=4)]:
-        assert mesh_problems(spec, dims, global_batch_size=32, seq_len=128) == []
+        assert mesh_problems(spec, workload) == []
 
 
 def test_legal_meshes_are_legal_and_near():
-    dims = {"heads": 4, "layers": 6}
-    problems_of = lambda spec: mesh_problems(spec, dims)
+    workload = Workload(dims={"heads": 4, "layers": 6})
+    problems_of = lambda spec: mesh_problems(spec, workload)
     found = legal_meshes(MeshSpec(tensor=8), 8, problems_of)
     assert [str(spec) for spec in found] == ["dp=2,tp=4", "fsdp=2,tp=4", "pp=2,tp=4"]
     assert legal_meshes(MeshSpec(), 8, lambda spec: ["never"]) == []
@@ -171,10 +203,12 @@ def test_a_mesh_section_is_judged_by_its_text_alone():
     assert MeshConfig().problems() == []
     assert MeshConfig(shape="dp=-1,tp=4").problems() == []
     assert len(MeshConfig(shape="dp=x,zz=2").problems()) == 2
+    config = MeshConfig(shape="dp=-1,tp=4")
+    assert config.spec is config.spec and config.spec.resolve(8) == MeshSpec(data=2, tensor=4)
 
 
 def test_rules_name_only_mesh_axes():
-    assert set(RULES.values()) <= set(MeshSpec().sizes)
+    assert set(axes.rules().values()) <= set(MeshSpec().sizes)
 
 
 def test_a_batch_is_split_in_the_order_of_its_rows():

@@ -341,7 +341,7 @@ def test_a_job_that_is_told_of_its_limit_saves_and_queues_itself_again(cluster):
         if ATTEMPT and step > saved + 3:
             return 0
         if stop.preempted():
-            (RUN / "checkpoints" / str(step)).mkdir(parents=True, exist_ok=True)
+            (RUN / "checkpoints" / str(step) / "manifest.json").mkdir(parents=True, exist_ok=True)
             print("saved", step)
             return runtime.EXIT_PREEMPTED
         time.sleep(0.05)

@@ -1,9 +1,11 @@
 """The storage of a run directory: what each operation guarantees, and that nothing goes past it."""
 
+import ast
 import os
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -147,3 +149,97 @@ def test_a_lock_keeps_other_processes_out_and_names_its_holder(folder):
     held.write(b"i")
     assert file.text() == "i"
     held.close()
+
+
+# -- nothing goes past this room ---------------------------------------------------------------
+
+PACKAGE = Path(__file__).parent.parent / "jaxdist"
+
+# Modules that open files of their own, none of them in a run directory, and which files these are.
+OTHER_FILES = {
+    "runtime/storage": "the room itself",
+    "__main__.py": "the package's own sources, for the list of commands",
+    "config/sources.py": "looks for the user's TOML files",
+    "config/run_config.py": "whether the paths that a user named exist",
+    "data": "data sources, tokenizers and the cache of encoded corpora",
+    "models/huggingface": "model directories of Hugging Face",
+    "plan": "hardware descriptions, XLA's dumps and the page that the user asked for",
+    "runtime/backend.py": "jax's compilation cache and /proc",
+    "run/monitoring/environment.py": "/proc/driver",
+    "generate.py": "the user's file of prompts",
+    "tools/convert/from_hf.py": "reads a model directory of Hugging Face",
+    "tools/convert/to_hf.py": "writes a model directory of Hugging Face",
+    "tools/doctor/host.py": "measures a file system: size, speed, damaged bytes",
+    "tools/doctor/options.py": "which parent of a run directory exists, to measure it",
+    "tools/doctor/software.py": "the package's own sources",
+    "tools/doctor/variables.py": "NCCL's libraries on the library path",
+    "tools/launch/slurm.py": "the batch script that the user asked for",
+    "tools/report/__init__.py": "/dev/null, when the console is gone",
+}
+METHODS = {"read_text", "write_text", "read_bytes", "write_bytes", "mkdir", "iterdir", "glob"}
+METHODS |= {
+    "rglob",
+    "unlink",
+    "rename",
+    "rmdir",
+    "touch",
+    "stat",
+    "is_file",
+    "is_dir",
+    "symlink_to",
+}
+FUNCTIONS = {"open", "replace", "rename", "listdir", "scandir", "remove", "unlink", "makedirs"}
+FUNCTIONS |= {"mkdir", "stat", "fsync", "link", "truncate", "walk"}
+SHUTIL = {"copyfile", "copy", "copytree", "rmtree", "move", "disk_usage"}
+
+
+def file_system_calls(source: str) -> list[str]:
+    """Calls that reach the file system by another way than a `Location`."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.Call):
+            continue
+        name, called = ast.unparse(node.func), node.func
+        attribute = called.attr if isinstance(called, ast.Attribute) else ""
+        module = ast.unparse(called.value) if isinstance(called, ast.Attribute) else ""
+        if (
+            name == "open"
+            or (module == "os" and attribute in FUNCTIONS)
+            or (module == "shutil" and attribute in SHUTIL)
+            or (module not in ("os", "shutil") and attribute in METHODS)
+        ):
+            found.append(f"line {node.lineno}: {name}")
+    return found
+
+
+def test_run_directories_are_reached_through_the_storage_room_only():
+    past, unused = {}, set(OTHER_FILES)
+    for path in sorted(PACKAGE.rglob("*.py")):
+        name = path.relative_to(PACKAGE).as_posix()
+        calls = file_system_calls(path.read_text())
+        room = next((r for r in OTHER_FILES if name == r or name.startswith(f"{r}/")), None)
+        if calls and room is None:
+            past[name] = calls
+        if calls:
+            unused.discard(room)
+    assert past == {}, "use jaxdist.runtime.storage"
+    assert unused == set(), "these open no file any more"
+
+
+def test_calls_past_the_room_are_seen():
+    planted = "open(p); p.read_text(); os.replace(a, b); shutil.rmtree(d); (d / 'x').mkdir()"
+    assert len(file_system_calls(planted)) == 5
+    assert file_system_calls("file.read(); text.replace('a', 'b'); os.getpid()") == []
+
+
+def test_one_module_knows_orbax():
+    importing = {"orbax": set(), "tensorstore": set()}
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                names = [alias.name for alias in node.names]
+                names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+                for library in importing:
+                    if any(name.partition(".")[0] == library for name in names):
+                        importing[library].add(path.relative_to(PACKAGE).as_posix())
+    assert set.union(*importing.values()) == {"checkpoint/orbax_io.py"}

@@ -14,6 +14,7 @@ Theory (whole arrays, float32; M microbatches; Rajbhandari et al. 2020, Korthika
 Vectors (norm scales, biases) are never sharded by data or fsdp: one all-reduce a step.
 """
 
+import math
 import re
 from collections import Counter
 
@@ -23,7 +24,7 @@ from tiny import ROWS, SEQ, Case, initial_state, layout_of, model_of, step_of, t
 
 from jaxdist.core import collectives
 from jaxdist.core.mesh import MeshSpec
-from jaxdist.core.parallel import data
+from jaxdist.core.parallel import reduction
 from jaxdist.core.precision import PrecisionConfig
 from jaxdist.plan.compiled.collectives import traffic
 
@@ -32,7 +33,7 @@ TENSOR_DIMS = {"vocab", "heads", "kv_heads", "mlp"}
 
 def lowered(case: Case, **options):
     step, state = step_of(case, **options)
-    return step.train.lower(state, jax.device_put(text_batch(), step.batch_sharding))
+    return step.train.lower(state, jax.device_put(text_batch(), step.batch_sharding), math.inf)
 
 
 def parameter_bytes(case: Case) -> Counter:
@@ -43,7 +44,7 @@ def parameter_bytes(case: Case) -> Counter:
     for (path, dims), value in zip(
         leaves, jax.tree.leaves(initial_state(case.model).params), strict=True
     ):
-        split = spec.tensor if TENSOR_DIMS & set(dims) else 1
+        split = spec["tensor"] if TENSOR_DIMS & set(dims) else 1
         is_matrix = "d_model" in dims and len(set(dims) - {"layers"}) > 1
         kind = ("layers" if path[0].key == "layers" else "outer") if is_matrix else "vector"
         kind += "_split" if not is_matrix and split > 1 else ""
@@ -67,13 +68,13 @@ def theory(case: Case) -> dict[tuple[str, str], int]:
     add("reduce-scatter", shard, case.microbatches * matrices)
 
     if case.zero == 0:
-        add("all-reduce", ("data",), matrices // spec.fsdp)
+        add("all-reduce", ("data",), matrices // spec["fsdp"])
     elif case.zero < 3:
         times = case.microbatches if case.zero == 2 else 1
-        add("reduce-scatter", ("data",), times * matrices // spec.fsdp)
-        add("all-gather", ("data",), matrices // spec.fsdp)
+        add("reduce-scatter", ("data",), times * matrices // spec["fsdp"])
+        add("all-gather", ("data",), matrices // spec["fsdp"])
 
-    sequence = case.sequence and spec.tensor > 1
+    sequence = case.sequence and spec["tensor"] > 1
     everyone = ("data", "fsdp", "tensor") if sequence else ("data", "fsdp")
     add("all-reduce", everyone, size["vector"])
     add("all-reduce", ("data", "fsdp"), size["vector_split"])
@@ -114,14 +115,14 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_the_compiled_step_moves_the_bytes_of_its_theory(case):
     text = lowered(case).compile().as_text()
-    found = traffic(text, layout_of(case).sizes)
+    found = traffic(text, layout_of(case).spec.sizes)
     assert {key: moved for key, (_, moved) in found.items()} == theory(case)
 
 
 @pytest.mark.parametrize("microbatches", [1, 4])
 def test_data_parallelism_is_one_collective_per_step(microbatches):
     case = Case("rotary", "dp=2", microbatches=microbatches)
-    found = traffic(lowered(case).compile().as_text(), layout_of(case).sizes)
+    found = traffic(lowered(case).compile().as_text(), layout_of(case).spec.sizes)
     assert [(kind, count) for (kind, _), (count, _) in found.items()] == [("all-reduce", 1)]
 
 
@@ -145,6 +146,6 @@ def test_a_reduction_in_every_microbatch_is_seen(monkeypatch):
             lambda g: collectives.vary(collectives.all_reduce(g, axes), axes), grads
         )
 
-    monkeypatch.setattr(data, "scatter_gradients", every_time)
-    found = traffic(lowered(case).compile().as_text(), layout_of(case).sizes)
+    monkeypatch.setattr(reduction, "scatter_gradients", every_time)
+    found = traffic(lowered(case).compile().as_text(), layout_of(case).spec.sizes)
     assert found["all-reduce", "data"][1] > 4 * theory(case)["all-reduce", "data"]

@@ -111,7 +111,7 @@ def test_killed_run_resumes_from_its_checkpoint_bit_for_bit(finished, tmp_path):
         stderr=subprocess.DEVNULL,
     )
     deadline = time.monotonic() + 200
-    while time.monotonic() < deadline and not (run_dir / "checkpoints" / "4").exists():
+    while time.monotonic() < deadline and not (run_dir / "checkpoints/4/manifest.json").exists():
         time.sleep(0.01)
     process.kill()
     process.wait()
@@ -170,10 +170,10 @@ def test_generate_gives_the_same_text_on_any_mesh(finished):
 
 def test_nan_is_skipped_and_counted_or_stops_the_run(tmp_path):
     job = tiny("--steps", 6, "--optim.peak_lr=1e30", "--optim.warmup_steps=0")
-    job += ["--checkpoint.save_last=false", "--checkpoint.preflight=false"]
+    job += ["--checkpoint.preflight=false"]
     skipped = run("train", *job, "--run-dir", tmp_path / "skip")
     assert skipped.returncode == 0, skipped.stderr
-    flags = [r["finite"] for r in records(tmp_path / "skip", "train")]
+    flags = [r["applied"] for r in records(tmp_path / "skip", "train")]
     assert not all(flags)
     assert json.loads((tmp_path / "skip" / "summary.json").read_text())["skipped_steps"] >= 1
     stopped = run(

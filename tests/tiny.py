@@ -16,9 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jaxdist.core.attention import make_attend
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.precision import PrecisionConfig, initial_loss_scale
-from jaxdist.core.sharding import RULES, Layout
+from jaxdist.core.sharding import Layout
 from jaxdist.core.state import TrainState, make_state, state_shardings
 from jaxdist.core.step import Step, TrainConfig, make_step
 from jaxdist.core.types import Batch, Context, Model, Params
@@ -154,7 +155,12 @@ def reference(name: str, steps: int = 20) -> Trace:
         picked = jax.nn.log_softmax(logits)[jnp.arange(len(labels)), labels]
         return {"loss": -jnp.sum(picked * weights), "weight": jnp.sum(weights)}
 
-    context = Context(run_layers=run_layers, token_loss=token_loss, label_loss=label_loss)
+    context = Context(
+        run_layers=run_layers,
+        token_loss=token_loss,
+        label_loss=label_loss,
+        attend=make_attend(platform="cpu"),
+    )
 
     def mean_loss(params: Params) -> Any:
         sums = model.loss(params, batch, context)
@@ -204,9 +210,9 @@ def layout_of(case: Case) -> Layout:
     model = model_of(case.model)
     return Layout(
         mesh=spec.build(jax.devices()[: spec.num_devices]),
-        rules={**RULES, **model.rules},
+        rules=model.rules,
         zero=case.zero,
-        sequence_parallel=case.sequence and spec.tensor > 1 and model.sequence,
+        sequence_parallel=case.sequence and spec["tensor"] > 1 and model.sequence,
     )
 
 
@@ -283,7 +289,7 @@ def run(case: Case, steps: int = 20, batch: Batch | None = None, **options: Any)
     placed = jax.device_put(batch or batch_of(case.model), step.batch_sharding)
     losses, first = [], None
     for _ in range(steps):
-        state, metrics = step.train(state, placed)
+        state, metrics = step.train(state, placed, np.inf)
         losses.append(float(metrics["loss"]))
         if first is None:
             grads = jax.tree.map(lambda mu: mu / (1 - BETA1), jax.device_get(state.opt_state.mu))

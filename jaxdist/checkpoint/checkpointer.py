@@ -6,21 +6,22 @@ import logging
 import os
 import time
 from collections.abc import Callable, Collection
-from pathlib import Path
 from typing import Any
 
 from jaxdist.checkpoint import manifest, pytree
-from jaxdist.checkpoint.checksum import digests
+from jaxdist.checkpoint.checksum import checksums
 from jaxdist.checkpoint.config import CheckpointConfig
 from jaxdist.checkpoint.coordination import make_group
-from jaxdist.checkpoint.errors import Damaged
-from jaxdist.checkpoint.events import Event, Journal
+from jaxdist.checkpoint.crash_points import crash_point
+from jaxdist.checkpoint.errors import CorruptCheckpoint
+from jaxdist.checkpoint.events import Event, EventLog
 from jaxdist.checkpoint.lock import DirectoryLock
 from jaxdist.checkpoint.restore import Reader
 from jaxdist.checkpoint.retention import best_steps
 from jaxdist.checkpoint.save import Saver
 from jaxdist.checkpoint.save_schedule import Due, SaveSchedule
 from jaxdist.core.types import ConfigError
+from jaxdist.runtime.storage import locate
 
 
 class Checkpointer:
@@ -28,13 +29,13 @@ class Checkpointer:
 
     Every process of a job builds one and makes the same calls in the same order; process 0 decides
     for all. A run that goes on from a checkpoint calls `choose` and `restore` before its first
-    `save`: checkpoints newer than what was restored are set aside by that save.
+    `save`: that save marks checkpoints newer than what was restored as superseded.
 
     Args:
         directory: holds one directory per step; made if absent.
         config: when to save, what to keep, how far to trust.
         log: receives one line per event on process 0; default: the logger `jaxdist.checkpoint`.
-        read_only: for commands that only read: no lock, nothing is made, renamed or deleted.
+        read_only: for commands that only read: no lock, nothing is written or deleted.
 
     Raises:
         ConfigError: another run uses the directory, or it cannot be written.
@@ -48,14 +49,14 @@ class Checkpointer:
         log: Callable[[str], None] | None = None,
         read_only: bool = False,
     ) -> None:
-        self.directory = Path(directory).absolute()
+        self.directory = locate(directory).absolute()
         self.config = config
         self._group = make_group()
-        self._journal = Journal(
+        self._events = EventLog(
             log or logging.getLogger("jaxdist.checkpoint").warning, self._group.is_leader
         )
-        self._saver = Saver(self.directory, config, self._group, self._journal)
-        self._reader = Reader(self.directory, config, self._group, self._journal, read_only)
+        self._saver = Saver(self.directory, config, self._group, self._events)
+        self._reader = Reader(self.directory, config, self._group, self._events, read_only)
         self._read_only = read_only
         self._lock: DirectoryLock | None = None
         self._chosen: int | None = None
@@ -72,7 +73,7 @@ class Checkpointer:
 
         Returns:
             "" for none; else what to give to `save`: "interval", or "midway" for one that is kept
-            only until the next is committed (`checkpoint.save_midway`).
+            only until the next is committed.
         """
         return self._schedule.due(step, now)
 
@@ -102,7 +103,7 @@ class Checkpointer:
             now: as in `due`.
 
         Raises:
-            CheckpointError: `max_failures` saves in a row have failed.
+            CheckpointError: `MAX_FAILURES` saves in a row have failed.
         """
         if self._read_only:
             raise ValueError("this Checkpointer was opened read_only")
@@ -110,7 +111,7 @@ class Checkpointer:
         numbers = {name: float(value) for name, value in (metrics or {}).items()}
         self._saver.start(step, state, meta, numbers, midway=due == "midway")
         if force or not self.config.in_background:
-            self._saver.settle()
+            self._saver.wait()
 
     def wait(self) -> bool:
         """Wait for the save being written.
@@ -119,15 +120,15 @@ class Checkpointer:
             Whether the last save asked for is committed (True when none was asked for).
 
         Raises:
-            CheckpointError: `max_failures` saves in a row have failed.
+            CheckpointError: `MAX_FAILURES` saves in a row have failed.
         """
-        self._saver.settle()
+        self._saver.wait()
         return self._saver.last_committed
 
     def close(self) -> None:
         """Finish what is being written, stop the threads, give up the lock."""
         try:
-            self._saver.settle()
+            self._saver.wait()
         finally:
             self._saver.close()
             if self._lock is not None:
@@ -139,23 +140,23 @@ class Checkpointer:
 
         `save` (step, blocked_s, waited_s, written_s, bytes, gb_per_s), `save_failed` (step, reason,
         in_a_row), `save_skipped`, `checkpoint_skipped` (step, reason), `restore` (step, seconds,
-        bytes), `probe` (seconds).
+        bytes), `preflight` (seconds).
         """
-        return self._journal.pop()
+        return self._events.pop()
 
     def steps(self) -> list[int]:
-        """Steps of all checkpoints in the directory, whole or not, in increasing order."""
+        """Steps of all checkpoints in the directory, corrupt ones included, in increasing order."""
         return self._reader.steps()
 
     def choose(self) -> int | None:
         """The newest step that can be trusted; None when the directory holds no checkpoint.
 
-        Each one passed over is set aside (`<step>.damaged`) with a one-line reason.
+        Each one passed over is marked (`<step>/CORRUPT`) with a one-line reason.
 
         Raises:
             CheckpointError: there are checkpoints and none is good: starting over is no default.
         """
-        self._saver.settle()  # a save being written would look like a broken one
+        self._saver.wait()  # one that is being written has no manifest yet
         self._chosen = self._reader.choose()
         return self._chosen
 
@@ -165,12 +166,12 @@ class Checkpointer:
         def first() -> int | None:
             return next(iter(best_steps(self._saver.complete(), self.config)), None)
 
-        self._saver.settle()
+        self._saver.wait()
         return self._group.decide(first)
 
     def verify(self, step: int) -> str:
         """Check every file of a checkpoint; "" when it is whole, else the one-line reason."""
-        self._saver.settle()
+        self._saver.wait()
         return self._reader.problem(step, full=True)
 
     def meta(self, step: int) -> dict[str, Any]:
@@ -186,28 +187,28 @@ class Checkpointer:
             abstract_state: tree like the one saved, of `jax.ShapeDtypeStruct` with sharding;
                 another dtype than saved is cast.
             step: which one; None, or what `choose` answered, = the newest that can be trusted,
-                falling back to an older one when its arrays turn out damaged.
+                falling back to an older one when its arrays turn out corrupt.
 
         Returns:
             (state, meta, step).
 
         Raises:
             ConfigError: leaves are missing, left over, or of other shapes; all are named.
-            CheckpointError: nothing to restore, or the checkpoint asked for is damaged.
+            CheckpointError: nothing to restore, or the checkpoint asked for is corrupt.
         """
-        self._saver.settle()
+        self._saver.wait()
         if step is not None and step == self._chosen:
             step = None
         while True:
             chosen = self._reader.require(step)
             try:
                 state = self._reader.load(chosen, abstract_state)
-            except Damaged as error:
+            except CorruptCheckpoint as error:
                 if step is not None or self._read_only:
                     raise
-                self._reader.condemn(chosen, str(error))
+                self._reader.mark_invalid(chosen, str(error))
                 continue
-            self._saver.continues = chosen
+            self._saver.resumed_from = chosen
             return state, self.meta(chosen), chosen
 
     def restore_params(
@@ -229,9 +230,9 @@ class Checkpointer:
 
         Raises:
             ConfigError: leaves are missing, left over, of other shapes, or a name matches none.
-            CheckpointError: nothing to restore, or the checkpoint is damaged.
+            CheckpointError: nothing to restore, or the checkpoint is corrupt.
         """
-        self._saver.settle()
+        self._saver.wait()
         loaded = self._reader.load(
             self._reader.require(step),
             {"params": target},
@@ -241,12 +242,12 @@ class Checkpointer:
         )
         return loaded["params"]
 
-    def probe(self, state: Any = None) -> None:
+    def preflight(self, state: Any = None) -> None:
         """Try the save path now rather than at the first save: write, read back and compare.
 
         Args:
             state: what will be saved, if it exists already: the disk must have room for it, and
-                its digests are compiled here, so that the first save blocks no longer than others.
+                the programs for its checksums are compiled here and not in the first save.
 
         Raises:
             CheckpointError: with what does not work.
@@ -256,13 +257,13 @@ class Checkpointer:
         start = time.perf_counter()
         leaves = pytree.leaves_of(state)
         self._group.decide(lambda: self._saver.check_room(sum(x.num_bytes for x in leaves)))
-        digests([pytree.plain(leaf) for leaf in leaves])
+        checksums([pytree.plain(leaf) for leaf in leaves])
         try_save_path(self.directory, self.config, self._group)
-        self._journal.event("probe", seconds=time.perf_counter() - start)
+        self._events.event("preflight", seconds=time.perf_counter() - start)
 
     def _open(self) -> None:
         try:
-            self.directory.mkdir(parents=True, exist_ok=True)
+            self.directory.make_directory()
         except OSError as error:
             raise ConfigError(
                 [
@@ -270,7 +271,9 @@ class Checkpointer:
                     "Choose another --run-dir or make its parent writable."
                 ]
             ) from error
-        say = lambda text: self._journal.line(f"checkpoint directory {self.directory}: {text}")
-        self._lock = DirectoryLock(self.directory, say)
+        log = lambda text: self._events.log(f"checkpoint directory {self.directory}: {text}")
+        self._lock = DirectoryLock(self.directory, log)
         self._lock.acquire()
-        manifest.remove_leftovers(self.directory)
+        crash_point("lock_taken")
+        if partial := manifest.delete_partial(self.directory):
+            log(f"removed unfinished saves of steps {', '.join(map(str, partial))}")

@@ -1,4 +1,4 @@
-"""A 32-bit digest of an array's bits: the same on every mesh, changed by any single wrong bit.
+"""A 32-bit checksum of an array's bits: the same on every mesh, changed by any single wrong bit.
 
 Each element's bits are mixed with its position in the global array and the results summed modulo
 2³². The mix is a bijection of the element, so one damaged element always changes the sum; more of
@@ -18,15 +18,18 @@ import numpy as np
 from jaxdist.core.types import Array
 
 
-def digests(arrays: Sequence[Array]) -> list[int]:
-    """Digest of each array; one pass over device memory, only a scalar each leaves the device.
+def checksums(arrays: Sequence[Array]) -> list[int]:
+    """Checksum of each array; one pass over device memory, only a scalar each leaves the device.
 
     Args:
-        arrays: global arrays of any sharding; typed keys must be given as their key data.
+        arrays: global arrays of any shape, dtype and sharding; PRNG keys as their key data.
+
+    Returns:
+        One number below 2³² for each array, the same on every process.
     """
     found: list[int] = []
     for start in range(0, len(arrays), _IN_FLIGHT):
-        some = [_digest(_on_device(x)) for x in arrays[start : start + _IN_FLIGHT]]
+        some = [_checksum(_on_device(x)) for x in arrays[start : start + _IN_FLIGHT]]
         found += map(int, jax.device_get(jax.block_until_ready(some)))
     return found
 
@@ -36,13 +39,16 @@ def digests(arrays: Sequence[Array]) -> list[int]:
 _IN_FLIGHT = 16
 
 
-def part_digest(part: np.ndarray, start: Sequence[int], shape: Sequence[int]) -> int:
-    """What a part contributes to an array's digest: the sum over all parts, modulo 2³², is it.
+def part_checksum(part: np.ndarray, start: Sequence[int], shape: Sequence[int]) -> int:
+    """What a part contributes to an array's checksum: the sum over all parts, modulo 2³², is it.
 
     Args:
-        part: a block of the array, on the host.
-        start: index of the block's first element in the array.
+        part: a block of the array, on the host; any shape and dtype.
+        start: index of the block's first element in the array, one number for each dim.
         shape: of the whole array.
+
+    Returns:
+        A number below 2³².
     """
     if part.dtype.name in ("int4", "uint4", "int2", "uint2"):
         part = part.astype(np.int32)
@@ -90,7 +96,8 @@ def _on_device(x: Array) -> Array:
 
 
 @jax.jit
-def _digest(x: Array) -> Array:
+def _checksum(x: Array) -> Array:
+    """The checksum of one array of any shape and dtype, as a uint32 scalar."""
     words = _words(x)
     position = jnp.zeros(words.shape, jnp.uint32)
     stride = 1

@@ -16,13 +16,6 @@ class CheckpointConfig:
     save_interval_minutes: float = setting(
         30.0, "minutes between saves, beside those by steps; 0 = not by time"
     )
-    save_midway: bool = setting(
-        True,
-        "also save half way between two saves, kept until the next one is whole, so that a crash "
-        "that cuts off a write costs one interval at most; false = half the writing, and such a "
-        "crash costs the steps beside that write besides",
-    )
-    save_last: bool = setting(True, "save after the last step of the run")
     max_to_keep: int = setting(
         3, "newest checkpoints kept; disk peaks at two more: one midway, one being written"
     )
@@ -31,11 +24,11 @@ class CheckpointConfig:
     )
     keep_best: int = setting(0, "also keep this many with the best evaluation metric; 0 = none")
     best_metric: str = setting("loss", "evaluation metric that keep_best looks at")
-    best_mode: Literal["min", "max"] = setting("min", "whether the best metric is the lowest")
     async_save: bool = setting(
-        True, "write while training goes on; false = wait for every save, and make none midway"
+        True,
+        "write while training goes on, also once halfway between two saves, so that a crash that "
+        "cuts off a write costs one interval at most; false = wait for every save",
     )
-    max_failures: int = setting(3, "failed saves in a row after which the run stops")
     verify: Literal["full", "quick", "none"] = setting(
         "full",
         "full = check the CRC-32 of every file before loading and the digest of every array after; "
@@ -44,27 +37,16 @@ class CheckpointConfig:
     preflight: bool = setting(
         True, "before training, try a small save and restore in the checkpoint directory"
     )
-    chunk_mb: int = setting(
-        64, "MiB of an array written as one chunk: the least a restore on another mesh reads"
-    )
     host_memory_gb: int = setting(
         32,
         "GB of host memory, per process, for arrays being read or written at a time; less than the "
         "state makes restoring onto other shards read bytes again",
     )
-    timeout_s: int = setting(
-        300, "seconds that processes wait for each other to finish writing one checkpoint"
-    )
-
-    @property
-    def saves_midway(self) -> bool:
-        """Whether intervals are halved: a save that training waits for is never cut off late."""
-        return self.async_save and self.save_midway
 
     @property
     def in_background(self) -> bool:
         """Whether training goes on beside a write; an interval of one step cannot be halved."""
-        return self.async_save and not (self.save_midway and self.save_interval_steps == 1)
+        return self.async_save and self.save_interval_steps != 1
 
     def problems(self) -> list[str]:
         """Every violated rule, one line each; empty when the settings are legal."""
@@ -74,10 +56,7 @@ class CheckpointConfig:
             "max_to_keep": 1,
             "keep_interval_steps": 0,
             "keep_best": 0,
-            "max_failures": 1,
-            "chunk_mb": 1,
             "host_memory_gb": 1,
-            "timeout_s": 1,
         }
         found = [
             f"checkpoint.{name}={getattr(self, name)} is below {least}. Use {least} or more."

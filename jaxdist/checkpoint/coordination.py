@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from jaxdist.checkpoint.errors import CheckpointError, Damaged
+from jaxdist.checkpoint.errors import CheckpointError, CorruptCheckpoint
 from jaxdist.runtime import coordination
 
 
 def make_group() -> coordination.Group:
     """A group for one thread's exchanges about checkpoints."""
-    errors = (Damaged, CheckpointError)
+    errors = (CorruptCheckpoint, CheckpointError)
     return coordination.Group("checkpoint", errors=errors, otherwise=CheckpointError)
 
 

@@ -7,6 +7,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+from jaxdist.runtime.formatting.numbers import in_bytes
+
 Event = dict[str, Any]
 
 
@@ -33,7 +35,7 @@ class Outcome:
     error: str = ""
 
 
-class Journal:
+class EventLog:
     """Collects events on every process and writes lines on process 0."""
 
     def __init__(self, write_line: Callable[[str], None], leader: bool) -> None:
@@ -43,7 +45,7 @@ class Journal:
             collections.deque()
         )  # appends come from two threads
 
-    def line(self, text: str) -> None:
+    def log(self, text: str) -> None:
         """One line for people."""
         if self._leader:
             self._write_line(text)
@@ -71,8 +73,8 @@ class Journal:
         )
         waited = f", waited {outcome.waited_s:.2f} s for the save before"
         midway = "; midway, kept until the next"
-        self.line(
-            f"checkpoint {outcome.step} saved: {size_text(outcome.num_bytes)} in "
+        self.log(
+            f"checkpoint {outcome.step} saved: {in_bytes(outcome.num_bytes)} in "
             f"{outcome.written_s:.2f} s ({gb_per_s:.2f} GB/s), training blocked "
             f"{outcome.blocked_s:.2f} s{waited * (outcome.waited_s > 0.01)}"
             f"{midway * outcome.midway}"
@@ -81,7 +83,7 @@ class Journal:
     def failed(self, outcome: Outcome, in_a_row: int, allowed: int) -> None:
         """A save that did not happen, with how many more may fail."""
         self.event("save_failed", step=outcome.step, reason=outcome.error, in_a_row=in_a_row)
-        self.line(
+        self.log(
             f"SAVE FAILED at step {outcome.step}: {outcome.error} ({in_a_row} in a row, the run "
             f"stops at {allowed}; older checkpoints are untouched, the next interval tries again)"
         )
@@ -91,11 +93,3 @@ def one_line(error: BaseException) -> str:
     """The first line of an error, short: Orbax's run to hundreds of lines."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:240]}" if lines else type(error).__name__
-
-
-def size_text(num_bytes: float) -> str:
-    """Bytes as people read them."""
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if num_bytes >= 0.1 * size:
-            return f"{num_bytes / size:.2f} {unit}"
-    return f"{num_bytes:.0f} B"

@@ -1,47 +1,55 @@
 """The list of a checkpoint's files with size and CRC-32: written last, checked before loading.
 
-No JAX here: a checkpoint can be proven whole on any machine that sees its files.
+A directory `<step>/` is a checkpoint because it holds `manifest.json`, and for no other reason.
+Saving writes that file last and deleting removes it first, so a kill at any moment leaves a whole
+checkpoint or none. What a killed save or deletion leaves behind has no manifest: readers pass it
+over, and the next run that holds the lock removes it.
+
+Nothing is ever renamed. A checkpoint that must not be loaded keeps its files and gets a marker,
+a file with the one-line reason, until its step is saved again:
+
+    CORRUPT      it holds other bytes than were saved, or could not be read
+    SUPERSEDED   a run started again from an older step, and this one is newer
+
+No JAX here: a checkpoint can be verified on any machine that sees its files.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import shutil
 import zlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxdist.checkpoint.crash_points import crash_point
 from jaxdist.core.types import ConfigError
+from jaxdist.runtime.storage import Location, locate
 
 FILE_NAME = "manifest.json"
-REJECTED_NAME = "rejected.txt"
-"""Reason why a process could not load this checkpoint: the next start goes past it."""
-
-SAVING_NAME = ".saving"
-"""Where a checkpoint is written until its manifest is complete; then it gets its name at once."""
+CORRUPT = "CORRUPT"
+SUPERSEDED = "SUPERSEDED"
 
 _FORMAT = 1
 _KEYS = {"format", "step", "metrics", "files"}
-_BLOCK_BYTES = 8 << 20
 
 
-def steps_in(directory: Path) -> list[int]:
-    """Steps of the checkpoints in a directory, whole or not, in increasing order."""
-    if not directory.is_dir():
-        return []
-    return sorted(int(p.name) for p in directory.iterdir() if p.is_dir() and p.name.isdecimal())
+def steps_in(directory: Location) -> list[int]:
+    """Steps of the checkpoints in a directory, corrupt ones included, in increasing order."""
+    return [
+        step
+        for step in _directories(directory)
+        if (directory / step / FILE_NAME).exists() and not (directory / step / SUPERSEDED).exists()
+    ]
 
 
-def directory_of(path: str) -> Path:
+def directory_of(path: str) -> Location:
     """The directory that holds a run's checkpoints, for any path inside or above it.
 
     Raises:
         ConfigError: there are none.
     """
-    given = Path(path).expanduser().absolute()
+    given = locate(Path(path).expanduser()).absolute()
     for candidate in (given / "checkpoints", given, given.parent):
         if steps_in(candidate) and (candidate != given.parent or given.name.isdecimal()):
             return candidate
@@ -55,31 +63,29 @@ def directory_of(path: str) -> Path:
     )
 
 
-def files_of(checkpoint: Path) -> list[str]:
+def files_of(checkpoint: Location) -> list[str]:
     """Every file that a manifest covers, by path inside the checkpoint, sorted."""
-    files = (p.relative_to(checkpoint).as_posix() for p in checkpoint.rglob("*") if p.is_file())
-    return sorted(name for name in files if not name.startswith((FILE_NAME, REJECTED_NAME)))
+    return [name for name in checkpoint.files() if name not in (FILE_NAME, CORRUPT, SUPERSEDED)]
 
 
-def fingerprint(file: Path) -> list[int]:
+def fingerprint(file: Location) -> list[int]:
     """Size in bytes and CRC-32 of a file."""
     crc = size = 0
-    with file.open("rb") as stream:
-        while block := stream.read(_BLOCK_BYTES):
-            crc = zlib.crc32(block, crc)
-            size += len(block)
+    for block in file.stream():
+        crc = zlib.crc32(block, crc)
+        size += len(block)
     return [size, crc]
 
 
 def write(
-    checkpoint: Path,
+    checkpoint: Location,
     step: int,
     files: dict[str, list[int]],
     metrics: dict[str, float],
     *,
     midway: bool = False,
 ) -> None:
-    """Write the manifest of a checkpoint whose files are all there.
+    """Commit a checkpoint whose files are all there: from now on it counts.
 
     Args:
         checkpoint: its directory.
@@ -89,41 +95,25 @@ def write(
         midway: it is kept only until the next one is committed.
     """
     body = {"format": _FORMAT, "step": step, "midway": midway, "metrics": metrics, "files": files}
-    text = json.dumps({**body, "crc32": _crc_of(body)}, indent=1)
-    partial = checkpoint / (FILE_NAME + ".partial")
-    with partial.open("w") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
-    partial.replace(checkpoint / FILE_NAME)
-    sync_directory(checkpoint)
+    (checkpoint / FILE_NAME).write(json.dumps({**body, "crc32": _crc_of(body)}, indent=1))
 
 
-def publish(saved: Path, checkpoint: Path) -> None:
-    """Give a checkpoint with its manifest the name under which it is found; atomic and durable."""
-    saved.rename(checkpoint)
-    sync_directory(checkpoint.parent)
-    with contextlib.suppress(OSError):  # late files of a failed save before: removed by the next
-        saved.parent.rmdir()
-
-
-def read(checkpoint: Path) -> dict[str, Any]:
+def read(checkpoint: Location) -> dict[str, Any]:
     """The manifest of a checkpoint.
 
     Raises:
-        ValueError: with the one-line reason why there is no valid one.
+        ValueError: with the one-line reason why the checkpoint must not be loaded.
     """
-    if (checkpoint / REJECTED_NAME).exists():
-        reason = (checkpoint / REJECTED_NAME).read_text(errors="replace").strip()
-        raise ValueError(f"an earlier start could not load it: {reason}")
+    for marker in (CORRUPT, SUPERSEDED):
+        if (checkpoint / marker).exists():
+            raise ValueError(f"it is marked {marker}: {(checkpoint / marker).text().strip()}")
     try:
-        body = dict(json.loads((checkpoint / FILE_NAME).read_text()))
+        body = dict((checkpoint / FILE_NAME).json())
         crc = body.pop("crc32")
         if not body.keys() >= _KEYS:
             raise KeyError("files")
     except FileNotFoundError:
-        empty = not any(checkpoint.iterdir()) if checkpoint.is_dir() else False
-        raise ValueError("an empty directory" if empty else f"no {FILE_NAME}") from None
+        raise ValueError(f"no {FILE_NAME}") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{FILE_NAME} is unreadable ({type(error).__name__})") from None
     if crc != _crc_of(body):
@@ -132,15 +122,15 @@ def read(checkpoint: Path) -> dict[str, Any]:
         raise ValueError(f"format {body['format']} is unknown here, {_FORMAT} is supported")
     if str(body["step"]) != checkpoint.name:
         raise ValueError(f"its manifest is of step {body['step']}: the directory was renamed")
-    return {"midway": False, **body}  # not said by manifests older than this word
+    return {"midway": False, **body}  # older manifests do not have this key
 
 
-def size_problems(checkpoint: Path, files: dict[str, list[int]]) -> list[str]:
+def size_problems(checkpoint: Location, files: dict[str, list[int]]) -> list[str]:
     """One reason for each listed file that is missing or has another size."""
     found = []
     for name, (size, _) in files.items():
         try:
-            actual = (checkpoint / name).stat().st_size
+            actual = (checkpoint / name).size()
         except OSError:
             found.append(f"{name} is missing")
             continue
@@ -150,7 +140,7 @@ def size_problems(checkpoint: Path, files: dict[str, list[int]]) -> list[str]:
 
 
 def content_problems(
-    checkpoint: Path, files: dict[str, list[int]], names: Iterable[str]
+    checkpoint: Location, files: dict[str, list[int]], names: Iterable[str]
 ) -> list[str]:
     """One reason for each named file whose content is not what was written."""
     found = []
@@ -172,44 +162,41 @@ def summary(problems: Sequence[str]) -> str:
     return f"{problems[0]} (and {len(problems) - 1} more)"
 
 
-def set_aside(checkpoint: Path, why: str) -> Path:
-    """Rename a checkpoint that must not be loaded to `<step>.<why>[-n]`, keeping its files."""
-    number = 1
-    while True:
-        suffix = f".{why}" if number == 1 else f".{why}-{number}"
-        aside = checkpoint.with_name(checkpoint.name + suffix)
-        if not aside.exists():
-            checkpoint.rename(aside)
-            return aside
-        number += 1
+def mark(checkpoint: Location, marker: str, reason: str) -> None:
+    """Mark a checkpoint as one that must not be loaded.
+
+    Args:
+        checkpoint: its directory; all its files stay.
+        marker: `CORRUPT` or `SUPERSEDED`.
+        reason: one line.
+    """
+    crash_point("during_mark")
+    (checkpoint / marker).write(reason)
 
 
-def delete(checkpoint: Path) -> None:
-    """Delete a checkpoint so that a kill half way leaves nothing that looks like one."""
-    trash = checkpoint.with_name(f".deleted-{checkpoint.name}")
-    if trash.exists():
-        shutil.rmtree(trash)
-    checkpoint.rename(trash)
-    shutil.rmtree(trash)
+def delete(checkpoint: Location) -> None:
+    """Delete a checkpoint, the manifest first: killed half way, it is none any more."""
+    (checkpoint / FILE_NAME).delete()
+    crash_point("during_retention")
+    checkpoint.delete_tree()
 
 
-def remove_leftovers(directory: Path) -> None:
-    """Remove half-written saves and half-done deletions; only while no save is running."""
-    if not directory.is_dir():
-        return
-    for path in directory.iterdir():
-        if path.name == SAVING_NAME or path.name.startswith(".deleted-"):
-            shutil.rmtree(path, ignore_errors=True)
+def delete_partial(directory: Location) -> list[int]:
+    """Delete what killed saves and deletions left behind; only while no save is running.
+
+    Returns:
+        Their steps.
+    """
+    partial = [s for s in _directories(directory) if not (directory / s / FILE_NAME).exists()]
+    for step in partial:
+        (directory / step).delete_tree()
+    return partial
 
 
-def sync_directory(directory: Path) -> None:
-    """Flush a directory's entries to disk, where the file system knows how to."""
-    with contextlib.suppress(OSError):
-        descriptor = os.open(directory, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+def _directories(directory: Location) -> list[int]:
+    """Steps that a directory is named after, in increasing order."""
+    steps = sorted(int(name) for name in directory.entries() if name.isdecimal())
+    return [step for step in steps if (directory / step).is_directory()]
 
 
 def _crc_of(body: dict[str, Any]) -> int:

@@ -1,15 +1,21 @@
-"""Orbax, and nothing else of the package knows it: arrays to files and back.
+"""Arrays to files and back. The only file that knows Orbax and its format on disk.
 
-Orbax's `AsyncCheckpointer` gives the atomic directory and the background writes. Its
-`CheckpointManager` is not used: when to save, what to keep and what to trust is decided by us,
-because the manager trusts damaged files, takes an empty directory for the newest checkpoint and
-hides a failed save until the next one.
+Orbax's `AsyncCheckpointer` copies arrays to the host and writes them in the background, each
+process what its devices hold. It writes under the final name (`CommitFileTemporaryPath`, as it does
+on object stores): our manifest makes the checkpoint count, so nothing has to be renamed.
+
+Its `CheckpointManager` is not used. It trusts damaged files, takes an empty directory for the
+newest checkpoint and hides a failed save until the next one, so when to save, what to keep and what
+to trust is decided here (`save_schedule`, `retention`, `manifest`).
+
+On disk an array of an item is a zarr array in one OCDBT store per item; TensorStore reads and
+writes both. `open_array` does so without JAX, for tools.
 """
 
 from __future__ import annotations
 
 import json
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,45 +23,58 @@ import jax
 from jaxdist.checkpoint.config import CheckpointConfig
 from jaxdist.checkpoint.pytree import ITEMS
 from jaxdist.runtime.coordination import Barrier
+from jaxdist.runtime.storage import Location
 
 _DOCUMENT = "meta"  # the JSON item beside the array items
 _LEAST_SHARE_BYTES = 16 << 20
+
+CHUNK_BYTES = 64 << 20
+"""Largest chunk of an array on disk: the least that a restore on another mesh reads."""
+
+SAVE_TIMEOUT_S = 300
+"""How long processes wait for each other to finish writing one checkpoint."""
+
 _DICT_KEY = 2  # Orbax's code for a key of a dict in its tree metadata
 
 
-class Store:
-    """Writes one checkpoint at a time in the background; Orbax is imported on first use."""
+class OrbaxWriter:
+    """Writes one checkpoint at a time in the background; Orbax is imported on first use.
+
+    Args:
+        config: chunk sizes, host memory, time-out.
+        barrier: where the processes of the job wait for each other during a save.
+    """
 
     def __init__(self, config: CheckpointConfig, barrier: Barrier) -> None:
         self._config = config
         self._barrier = barrier
         self._writer: Any = None
 
-    def start_write(
-        self, checkpoint: Path, items: dict[str, dict[str, Any]], document: dict[str, Any]
+    def start(
+        self, checkpoint: Location, items: dict[str, dict[str, Any]], document: dict[str, Any]
     ) -> None:
         """Copy arrays to the host and begin to write; returns before they are on disk.
 
         Args:
-            checkpoint: directory to make; it appears under this name only when complete.
-            items: item -> nested dict of global arrays.
+            checkpoint: directory to make.
+            items: item -> nested dict of global arrays, of any shape, dtype and sharding.
             document: JSON beside the arrays.
         """
         import orbax.checkpoint as ocp
 
         if self._writer is None:
             self._writer = self._make_writer()
-        save_args = ocp.SaveArgs(chunk_byte_size=self._config.chunk_mb << 20)
+        save_args = ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES)
         parts: dict[str, Any] = {
             item: ocp.args.PyTreeSave(tree, save_args=jax.tree.map(lambda _: save_args, tree))
             for item, tree in items.items()
         }
         parts[_DOCUMENT] = ocp.args.JsonSave(document)
         self._barrier.begin()
-        self._writer.save(checkpoint, args=ocp.args.Composite(**parts))
+        self._writer.save(str(checkpoint), args=ocp.args.Composite(**parts))
 
-    def finish_write(self) -> None:
-        """Wait until what `start_write` began is committed on every process; raise if it failed."""
+    def wait(self) -> None:
+        """Wait until what `start` began is on disk on every process; raise if it failed."""
         self._writer.wait_until_finished()
 
     def close(self) -> None:
@@ -67,13 +86,19 @@ class Store:
     def _make_writer(self) -> Any:
         import orbax.checkpoint as ocp
 
+        in_place = ocp.path.atomicity.CommitFileTemporaryPath
         handlers = {item: _handler(self._config) for item in ITEMS}
         return ocp.AsyncCheckpointer(
-            ocp.CompositeCheckpointHandler(**handlers, **{_DOCUMENT: ocp.JsonCheckpointHandler()}),
+            ocp.CompositeCheckpointHandler(
+                composite_options=ocp.CompositeOptions(temporary_path_class=in_place),
+                **handlers,
+                **{_DOCUMENT: ocp.JsonCheckpointHandler()},
+            ),
+            temporary_path_class=in_place,
             # Made in the background, a directory that cannot be made would be noticed only after
             # the time-out, by threads that keep the process from exiting.
             async_options=ocp.AsyncOptions(
-                timeout_secs=self._config.timeout_s,
+                timeout_secs=SAVE_TIMEOUT_S,
                 create_directories_asynchronously=False,
                 barrier_sync_fn=self._barrier.wait,
             ),
@@ -81,7 +106,7 @@ class Store:
 
 
 def read(
-    checkpoint: Path, targets: dict[str, dict[str, Any]], config: CheckpointConfig
+    checkpoint: Location, targets: dict[str, dict[str, Any]], config: CheckpointConfig
 ) -> dict[str, dict[str, Any]]:
     """Read items onto shardings; each process reads what its own devices hold.
 
@@ -90,6 +115,9 @@ def read(
         targets: item -> nested dict of `jax.ShapeDtypeStruct` with sharding, as stored; a part of
             an item's leaves is enough.
         config: bounds the host memory.
+
+    Returns:
+        The same items and dicts with global arrays of the shapes, dtypes and shardings asked for.
     """
     import orbax.checkpoint as ocp
 
@@ -100,24 +128,58 @@ def read(
         item: ocp.args.PyTreeRestore(
             tree,
             restore_args=ocp.checkpoint_utils.construct_restore_args(tree),
-            partial_restore=True,  # `tree.mismatches` has named what is missing or left over
+            partial_restore=True,  # `pytree.mismatches` has named what is missing or left over
         )
         for item, tree in targets.items()
     }
     try:
-        restored = reader.restore(checkpoint, args=ocp.args.Composite(**parts))
+        restored = reader.restore(str(checkpoint), args=ocp.args.Composite(**parts))
     finally:
         reader.close()
     return {item: restored[item] for item in targets}
 
 
-def read_document(checkpoint: Path) -> dict[str, Any]:
+def read_document(checkpoint: Location) -> dict[str, Any]:
     """The JSON that was written beside the arrays."""
-    return json.loads((checkpoint / _DOCUMENT / "metadata").read_text())
+    return (checkpoint / _DOCUMENT / "metadata").json()
 
 
-def write_frame(checkpoint: Path, document: dict[str, Any]) -> None:
-    """Write what Orbax wants beside arrays that were written by other means, and the document."""
+def open_array(
+    checkpoint: Location, item: str, keys: Sequence[str], create: Mapping[str, Any] | None = None
+) -> Any:
+    """TensorStore's handle on one array, to read it or to make it.
+
+    Args:
+        checkpoint: directory of the step.
+        item: `params`, `opt_state` or `rest`.
+        keys: of the array inside the item, outermost first.
+        create: `shape`, `chunks` (shape of a piece on disk) and NumPy `dtype` of a new array.
+    """
+    import tensorstore
+
+    spec: dict[str, Any] = {
+        "driver": "zarr",
+        "kvstore": {
+            "driver": "ocdbt",
+            "base": (checkpoint / item).uri() + "/",
+            "path": ".".join(keys) + "/",
+        },
+    }
+    if create is None:
+        return tensorstore.open(spec, open=True, read=True).result()
+    spec["kvstore"]["config"] = {"max_inline_value_bytes": 1024}
+    zarr_dtype = create["dtype"].name if create["dtype"].kind == "V" else create["dtype"].str
+    spec["metadata"] = {
+        "shape": list(create["shape"]),
+        "chunks": [max(size, 1) for size in create["chunks"]],
+        "dtype": zarr_dtype,
+        "compressor": None,
+    }
+    return tensorstore.open(spec, create=True).result()
+
+
+def write_frame(checkpoint: Location, document: dict[str, Any]) -> None:
+    """Write what Orbax needs beside arrays made with `open_array`, and the document."""
     trees: dict[str, dict[str, Any]] = {}
     for name, entry in document["arrays"].items():
         item, keys = name.partition("/")[0], entry["path"]
@@ -133,9 +195,9 @@ def write_frame(checkpoint: Path, document: dict[str, Any]) -> None:
             "store_array_data_equal_to_fill_value": True,
             "custom_metadata": None,
         }
-        (checkpoint / item / "_METADATA").write_text(json.dumps(metadata))
-    (checkpoint / _DOCUMENT).mkdir(parents=True)
-    (checkpoint / _DOCUMENT / "metadata").write_text(json.dumps(document))
+        (checkpoint / item / "_METADATA").write(json.dumps(metadata))
+    (checkpoint / _DOCUMENT).make_directory()
+    (checkpoint / _DOCUMENT / "metadata").write(json.dumps(document))
 
 
 def _handler(config: CheckpointConfig) -> Any:

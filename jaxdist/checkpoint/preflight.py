@@ -1,9 +1,8 @@
-"""The save path tried before training: operators learn to demand it after one lost night."""
+"""A small save and restore before training finds a directory that cannot hold checkpoints."""
 
 from __future__ import annotations
 
-import shutil
-from pathlib import Path
+import contextlib
 
 import jax
 import jax.numpy as jnp
@@ -11,20 +10,21 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxdist.checkpoint import manifest, orbax_io, pytree
-from jaxdist.checkpoint.checksum import digests
+from jaxdist.checkpoint.checksum import checksums
 from jaxdist.checkpoint.config import CheckpointConfig
 from jaxdist.checkpoint.coordination import make_barrier
 from jaxdist.checkpoint.errors import CheckpointError
 from jaxdist.runtime.coordination import Group
+from jaxdist.runtime.storage import Location
 
 
-def try_save_path(parent: Path, config: CheckpointConfig, group: Group) -> None:
+def try_save_path(parent: Location, config: CheckpointConfig, group: Group) -> None:
     """Write a small array with a part on every device, read it back, compare, remove it.
 
     Raises:
         CheckpointError: what did not work, on every process alike.
     """
-    directory = parent / ".probe"
+    directory = parent / ".preflight"
     try:
         _round_trip(directory, config, group)
     except Exception as failure:  # any reason at all is a reason not to start
@@ -32,29 +32,30 @@ def try_save_path(parent: Path, config: CheckpointConfig, group: Group) -> None:
         error = f"{type(failure).__name__}: {str(failure).strip().splitlines()[0][:200]}"
         raise CheckpointError(
             f"the checkpoint directory {parent} was tried before training and does not "
-            f"work: {error}. Cure that, choose another --run-dir, or set "
+            f"work: {error}. Fix that, choose another --run-dir, or set "
             "checkpoint.preflight=false."
         ) from failure
     finally:
         if group.is_leader:
-            shutil.rmtree(directory, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                directory.delete_tree()
 
 
-def _round_trip(directory: Path, config: CheckpointConfig, group: Group) -> None:
-    group.decide(lambda: shutil.rmtree(directory, ignore_errors=True))
-    group.decide(lambda: directory.mkdir(parents=True))
+def _round_trip(directory: Location, config: CheckpointConfig, group: Group) -> None:
+    group.decide(directory.delete_tree)
+    group.decide(directory.make_directory)
     devices = jax.devices()
     mesh = Mesh(np.asarray(devices, dtype=object), ("all",), axis_types=(AxisType.Auto,))
     sharding = NamedSharding(mesh, PartitionSpec("all"))
     make = jax.jit(
         lambda: jnp.arange(len(devices) * 128.0).reshape(-1, 128), out_shardings=sharding
     )
-    leaves = pytree.leaves_of({"params": {"probe": make()}})
+    leaves = pytree.leaves_of({"params": {"preflight": make()}})
     arrays = [leaf.value for leaf in leaves]
-    writer = orbax_io.Store(config, make_barrier())
+    writer = orbax_io.OrbaxWriter(config, make_barrier())
     try:
-        writer.start_write(directory / "0", pytree.nest(leaves, arrays), {"probe": True})
-        writer.finish_write()
+        writer.start(directory / "0", pytree.nest(leaves, arrays), {"preflight": True})
+        writer.wait()
         targets = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding) for a in arrays]
         restored = orbax_io.read(directory / "0", pytree.nest(leaves, targets), config)
     finally:
@@ -62,5 +63,5 @@ def _round_trip(directory: Path, config: CheckpointConfig, group: Group) -> None
     group.gather(None)  # all have read before the directory goes
     if group.is_leader:
         manifest.write(directory / "0", 0, {}, {})
-    if digests([pytree.pick(restored, leaf) for leaf in leaves]) != digests(arrays):
+    if checksums([pytree.pick(restored, leaf) for leaf in leaves]) != checksums(arrays):
         raise CheckpointError("what was read back is not what was written")

@@ -101,15 +101,15 @@ def plain(leaf: Leaf) -> Array:
     return jax.random.key_data(leaf.value) if leaf.is_key else leaf.value
 
 
-def describe(leaves: Sequence[Leaf], digests: Sequence[int]) -> dict[str, dict[str, Any]]:
-    """Name -> shape, dtype, digest, keys (and kind of PRNG key) of what is written, as JSON."""
+def describe(leaves: Sequence[Leaf], checksums: Sequence[int]) -> dict[str, dict[str, Any]]:
+    """Name -> shape, dtype, checksum, keys (and kind of PRNG key) of what is written, as JSON."""
     described = {}
-    for leaf, digest in zip(leaves, digests, strict=True):
+    for leaf, checksum in zip(leaves, checksums, strict=True):
         array = jax.eval_shape(jax.random.key_data, leaf.value) if leaf.is_key else leaf.value
         entry = {
             "shape": list(array.shape),
             "dtype": array.dtype.name,
-            "digest": digest,
+            "checksum": checksum,
             "path": list(leaf.path),  # keys may contain slashes
         }
         if leaf.is_key:

@@ -4,62 +4,63 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection
-from pathlib import Path
 from typing import Any
 
 import jax
 
 from jaxdist.checkpoint import manifest, orbax_io, pytree
-from jaxdist.checkpoint.checksum import digests
+from jaxdist.checkpoint.checksum import checksums
 from jaxdist.checkpoint.config import CheckpointConfig
-from jaxdist.checkpoint.errors import CheckpointError, Damaged
-from jaxdist.checkpoint.events import Journal, one_line
+from jaxdist.checkpoint.crash_points import crash_point
+from jaxdist.checkpoint.errors import CheckpointError, CorruptCheckpoint
+from jaxdist.checkpoint.events import EventLog, one_line
 from jaxdist.core.types import ConfigError
 from jaxdist.runtime.coordination import Group
+from jaxdist.runtime.storage import Location
 
-_SMALL_BYTES = 1 << 20  # metadata, checked also by "quick": digests cover arrays only
+_SMALL_BYTES = 1 << 20  # metadata, checked also by "quick": checksums cover arrays only
 
 
 class Reader:
-    """Verifies and loads checkpoints of one directory; renames damaged ones unless `read_only`."""
+    """Verifies and loads checkpoints of one directory; marks corrupt ones unless `read_only`."""
 
     def __init__(
         self,
-        directory: Path,
+        directory: Location,
         config: CheckpointConfig,
         group: Group,
-        journal: Journal,
+        events: EventLog,
         read_only: bool,
     ) -> None:
         self._directory = directory
         self._config = config
         self._group = group
-        self._journal = journal
+        self._events = events
         self._read_only = read_only
-        self._proven: set[int] = set()
-        self._condemned: dict[int, str] = {}  # found damaged only when they were loaded
+        self._verified: set[int] = set()
+        self._corrupt: dict[int, str] = {}  # found only when they were loaded
 
     def steps(self) -> list[int]:
         """Steps of all checkpoints in the directory, whole or not."""
         return self._group.decide(lambda: manifest.steps_in(self._directory))
 
     def choose(self) -> int | None:
-        """The newest step that can be trusted, or None; raises when there are only damaged ones."""
+        """The newest step that can be trusted, or None; raises when there are only corrupt ones."""
         passed_over: dict[int, str] = {}
         for step in reversed(self.steps()):
             if reason := self.problem(step):
                 passed_over[step] = reason
                 continue
-            for damaged, why in passed_over.items():
-                self._set_aside(damaged, why)
+            for corrupt, why in passed_over.items():
+                self._skip(corrupt, why)
             return step
         if not passed_over:
             return None
-        # None is renamed: the next start must refuse too, not find an empty directory.
+        # None is marked: restored files must be enough for the next start to go on.
         raise CheckpointError(
             f"no checkpoint in {self._directory} can be trusted, so nothing was resumed:\n"
             + "\n".join(f"  checkpoint {step}: {why}" for step, why in passed_over.items())
-            + "\nRestore their files, or start anew in another --run-dir."
+            + "\nRestore their files, or start again in another --run-dir."
         )
 
     def require(self, step: int | None) -> int:
@@ -68,7 +69,7 @@ class Reader:
             if (chosen := self.choose()) is None:
                 raise CheckpointError(f"there is no checkpoint in {self._directory}.")
             return chosen
-        exists = self._group.decide(lambda: (self._directory / str(step)).is_dir())
+        exists = self._group.decide(lambda: (self._directory / step).is_directory())
         if reason := self.problem(step) if exists else "it does not exist":
             others = ", ".join(str(s) for s in self.steps() if s != step) or "none"
             raise CheckpointError(
@@ -79,10 +80,10 @@ class Reader:
 
     def problem(self, step: int, *, full: bool = False) -> str:
         """Why a checkpoint must not be loaded, or ""; the same answer on every process."""
-        if step in self._condemned:
-            return self._condemned[step]
+        if step in self._corrupt:
+            return self._corrupt[step]
         level = "full" if full else self._config.verify
-        path = self._directory / str(step)
+        path = self._directory / step
 
         def listed() -> dict[str, Any]:
             try:
@@ -97,24 +98,24 @@ class Reader:
             return {"reason": manifest.summary(found), "files": files}
 
         answer = self._group.decide(listed)
-        if answer["reason"] or level != "full" or (step in self._proven and not full):
+        if answer["reason"] or level != "full" or (step in self._verified and not full):
             return answer["reason"]
         files = answer["files"]
         mine = list(files)[self._group.process_id :: self._group.num_processes]
         shares = self._group.gather(manifest.content_problems(path, files, mine))
         reason = manifest.summary([line for share in shares for line in share])
         if not reason:
-            self._proven.add(step)
+            self._verified.add(step)
         return reason
 
-    def condemn(self, step: int, reason: str) -> None:
-        """Remember that a checkpoint turned out damaged when it was loaded."""
-        self._condemned[step] = reason
+    def mark_invalid(self, step: int, reason: str) -> None:
+        """Remember that a checkpoint turned out corrupt when it was loaded."""
+        self._corrupt[step] = reason
 
     def document(self, step: int) -> dict[str, Any]:
         """The JSON beside the arrays: `meta` and the description of every array."""
         try:
-            return orbax_io.read_document(self._directory / str(step))
+            return orbax_io.read_document(self._directory / step)
         except (OSError, ValueError) as error:
             raise CheckpointError(
                 f"checkpoint {step} in {self._directory} has no readable meta: {one_line(error)}"
@@ -129,18 +130,18 @@ class Reader:
         fresh: Collection[str] = (),
         unused: Collection[str] = (),
     ) -> Any:
-        """Read the leaves of `target`, prove them, and put them into its structure.
+        """Read the leaves of `target`, verify them, and put them into its structure.
 
         Args:
             step: a checkpoint whose files were verified.
-            target: tree of `jax.ShapeDtypeStruct` with sharding.
+            target: tree of `jax.ShapeDtypeStruct` with sharding, of any shapes and dtypes.
             items: parts of the checkpoint that `target` must account for.
             fresh: names whose leaves in `target` are arrays and come back as they are.
             unused: names in the checkpoint that may stay unread.
 
         Raises:
             ConfigError: what does not fit, all of it.
-            Damaged: other bits than were saved; on every process alike.
+            CorruptCheckpoint: other bits than were saved; on every process alike.
         """
         start = time.perf_counter()
         everything = pytree.leaves_of(target)
@@ -163,54 +164,61 @@ class Reader:
         ]
         seconds = time.perf_counter() - start
         num_bytes = sum(leaf.num_bytes for leaf in leaves)
-        self._journal.event("restore", step=step, seconds=seconds, bytes=num_bytes)
+        self._events.event("restore", step=step, seconds=seconds, bytes=num_bytes)
         return jax.tree.unflatten(jax.tree.structure(target), filled)
 
-    def _set_aside(self, step: int, reason: str) -> None:
+    def _skip(self, step: int, reason: str) -> None:
+        """Say that a checkpoint is passed over, and leave word for later starts."""
         if not self._read_only:
-            path = self._directory / str(step)
-            self._group.decide(lambda: manifest.set_aside(path, "damaged").name)
-        self._journal.event("checkpoint_skipped", step=step, reason=reason)
-        self._journal.line(f"checkpoint {step} skipped: {reason}")
+            path = self._directory / step
+            self._group.decide(lambda: _mark_corrupt(path, reason))
+        self._events.event("checkpoint_skipped", step=step, reason=reason)
+        self._events.log(f"checkpoint {step} skipped: {reason}")
 
     def _arrays(
         self, step: int, leaves: list[pytree.Leaf], entries: list[dict[str, Any]]
     ) -> list[jax.Array]:
-        """The stored arrays on the shardings asked for, their digests compared."""
+        """The stored arrays on the shardings asked for, their checksums compared."""
         targets = [pytree.target_of(leaf, e) for leaf, e in zip(leaves, entries, strict=True)]
         restored = self._read(step, pytree.nest(leaves, targets))
         arrays = [pytree.pick(restored, leaf) for leaf in leaves]
+        crash_point("during_restore")
         if self._config.verify == "none":
             return arrays
         wrong = [
             leaf.name
-            for leaf, digest, entry in zip(leaves, digests(arrays), entries, strict=True)
-            if digest != entry["digest"]
+            for leaf, checksum, entry in zip(leaves, checksums(arrays), entries, strict=True)
+            if checksum != entry["checksum"]
         ]
         if wrong:
             more = f" and {len(wrong) - 3} more" * (len(wrong) > 3)
-            raise Damaged(f"other bits than were saved in {', '.join(wrong[:3])}{more}")
+            raise CorruptCheckpoint(f"other bits than were saved in {', '.join(wrong[:3])}{more}")
         return arrays
 
     def _read(self, step: int, targets: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-        path = self._directory / str(step)
+        path = self._directory / step
         try:
             return orbax_io.read(path, targets, self._config)
         except Exception as error:
             reason = f"it could not be read ({one_line(error)})"
             if self._group.num_processes == 1:
                 if damage := self.problem(step, full=True):
-                    raise Damaged(damage) from error
+                    raise CorruptCheckpoint(damage) from error
                 if "DATA_LOSS" in str(error):  # TensorStore's own checksums, of a part of the files
-                    raise Damaged(reason) from error
+                    raise CorruptCheckpoint(reason) from error
                 raise CheckpointError(f"checkpoint {step}: {reason}") from error
             # The other processes wait inside Orbax until this one is gone, so there is no fallback
             # in place: leave word for the next start, which the launcher makes.
             if not self._read_only:
-                (path / manifest.REJECTED_NAME).write_text(reason)
+                _mark_corrupt(path, reason)
             raise CheckpointError(
                 f"checkpoint {step}: {reason}; the next start will go past it."
             ) from error
+
+
+def _mark_corrupt(checkpoint: Location, reason: str) -> None:
+    if not (checkpoint / manifest.CORRUPT).exists():
+        manifest.mark(checkpoint, manifest.CORRUPT, reason)
 
 
 def _unmatched(prefixes: Collection[str], names: list[str], role: str, where: str) -> list[str]:

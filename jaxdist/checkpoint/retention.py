@@ -8,6 +8,9 @@ from typing import NamedTuple
 
 from jaxdist.checkpoint.config import CheckpointConfig
 
+LARGER_IS_BETTER = ("accuracy",)
+"""Evaluation metrics whose best value is the largest; of all others it is the smallest."""
+
 
 class Saved(NamedTuple):
     """What retention goes by.
@@ -29,7 +32,7 @@ def steps_to_delete(saved: Mapping[int, Saved], config: CheckpointConfig) -> lis
 
     Args:
         saved: by step, each complete checkpoint.
-        config: `max_to_keep`, `keep_interval_steps`, `keep_best`, `best_metric`, `best_mode`.
+        config: `max_to_keep`, `keep_interval_steps`, `keep_best`, `best_metric`.
     """
     steps = sorted(saved)
     kept = set(steps[-1:])
@@ -42,7 +45,7 @@ def steps_to_delete(saved: Mapping[int, Saved], config: CheckpointConfig) -> lis
 
 def best_steps(saved: Mapping[int, Saved], config: CheckpointConfig) -> list[int]:
     """Steps that have the metric, best first; of equals the later first; NaN is never best."""
-    sign = 1.0 if config.best_mode == "min" else -1.0
+    sign = -1.0 if config.best_metric in LARGER_IS_BETTER else 1.0
     scored = [
         (sign * one.metrics[config.best_metric], -step)
         for step, one in saved.items()

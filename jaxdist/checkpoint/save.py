@@ -1,52 +1,63 @@
 """How one save is made, and what becomes of it.
 
-The order: see whether it can work at all (process 0; that the directory is there, all) → digest of
-every array → copy to the host and begin writing → the loop goes on → all files are there → CRC-32
-of every file, shared among the processes → manifest, then the step's name → delete what retention
-does not keep. Process 0's answer is everyone's.
+    1. see whether it can work at all (process 0; that the directory is there: all)
+    2. checksum of every array, copy to the host, begin writing; the loop goes on
+    3. in the background: all files are on disk on all processes
+    4. CRC-32 of every file, shared among the processes
+    5. process 0 writes the manifest: from now on the checkpoint counts
+    6. process 0 deletes what retention does not keep
+
+Process 0's answer is everyone's. A failure at any point leaves a directory without a manifest,
+which the next save removes.
 """
 
 from __future__ import annotations
 
 import json
-import shutil
 import socket
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 from jaxdist.checkpoint import lock, manifest, pytree
-from jaxdist.checkpoint.checksum import digests
+from jaxdist.checkpoint.checksum import checksums
 from jaxdist.checkpoint.config import CheckpointConfig
 from jaxdist.checkpoint.coordination import make_barrier, make_group
+from jaxdist.checkpoint.crash_points import crash_point
 from jaxdist.checkpoint.errors import CheckpointError
-from jaxdist.checkpoint.events import Journal, Outcome, one_line, size_text
-from jaxdist.checkpoint.orbax_io import Store
+from jaxdist.checkpoint.events import EventLog, Outcome, one_line
+from jaxdist.checkpoint.orbax_io import OrbaxWriter
 from jaxdist.checkpoint.retention import Saved, steps_to_delete
 from jaxdist.runtime.coordination import GivenUp, Group
+from jaxdist.runtime.formatting.numbers import in_bytes
+from jaxdist.runtime.storage import Location
+
+MAX_FAILURES = 3
+"""Failed saves in a row after which a run stops: what it computes could not be kept."""
 
 
 class Saver:
     """Writes checkpoints, one at a time, in the background.
 
     Attributes:
-        continues: the newest step that this run continues from; checkpoints above it belong to a
-            run that was given up and are set aside by the first save. None once that is done.
+        resumed_from: the step that this run continues from, -1 for none. Newer checkpoints belong
+            to a run that was given up; the first save marks them superseded. None once that is
+            done.
+        last_committed: whether the last save asked for is a checkpoint now.
     """
 
     def __init__(
-        self, directory: Path, config: CheckpointConfig, group: Group, journal: Journal
+        self, directory: Location, config: CheckpointConfig, group: Group, events: EventLog
     ) -> None:
-        self.continues: int | None = -1
+        self.resumed_from: int | None = -1
         self.last_committed = True
         self._directory = directory
         self._config = config
         self._group = group
         self._background = make_group()  # the writing thread's exchanges keep an order of their own
-        self._journal = journal
+        self._events = events
         self._barrier = make_barrier()
-        self._store = Store(config, self._barrier)
+        self._writer = OrbaxWriter(config, self._barrier)
         self._failures = 0
         self._pending: tuple[Outcome, threading.Thread] | None = None
 
@@ -62,14 +73,14 @@ class Saver:
         """Begin a save, after waiting for the one before; one `midway` is kept until the next."""
         leaves = pytree.leaves_of(state)
         json.dumps(meta)  # raises here and now, not as a save that fails again and again
-        outcome = Outcome(step, midway=midway, waited_s=self.settle())
+        outcome = Outcome(step, midway=midway, waited_s=self.wait())
         begin = time.perf_counter()
         try:
-            # A mount may be lost on one host alone. Begun without it, the save would fail on that
-            # process amid Orbax, where the others wait.
-            prepare = lambda absent: self._prepare(step, leaves, absent)
-            if not self._group.decide_from(self._why_absent(), prepare):
-                self._journal.event("save_skipped", step=step, reason="already saved")
+            # A mount may be lost on one host alone. A save begun without it would fail on that
+            # process inside Orbax, where the others wait.
+            prepare = lambda unreachable: self._prepare(step, leaves, unreachable)
+            if not self._group.decide_from(self._why_unreachable(), prepare):
+                self._events.event("save_skipped", step=step, reason="already saved")
                 self.last_committed = True
                 return
         except Exception as error:  # decided by process 0, so alike everywhere
@@ -84,11 +95,11 @@ class Saver:
         self._pending = (outcome, thread)
         thread.start()
 
-    def settle(self) -> float:
+    def wait(self) -> float:
         """Wait for the save being written and count its outcome; seconds waited.
 
         Raises:
-            CheckpointError: `max_failures` saves in a row have failed.
+            CheckpointError: `MAX_FAILURES` saves in a row have failed.
         """
         if self._pending is None:
             return 0.0
@@ -99,25 +110,25 @@ class Saver:
         waited_s = time.perf_counter() - start
         self.last_committed = not outcome.error
         self._failures = self._failures + 1 if outcome.error else 0
-        if self._failures >= self._config.max_failures:
+        if self._failures >= MAX_FAILURES:
             raise CheckpointError(
                 f"{self._failures} saves in a row have failed, the last at step {outcome.step}: "
-                f"{outcome.error}\nThe run stops (checkpoint.max_failures): what it computes could "
+                f"{outcome.error}\nThe run stops: what it computes could "
                 f"not be kept. Older checkpoints in {self._directory} are untouched."
             )
         return waited_s
 
     def close(self) -> None:
         """Stop Orbax's threads."""
-        self._store.close()
+        self._writer.close()
 
     def check_room(self, num_bytes: int) -> None:
         """Raise unless the disk has that much free space."""
-        free = shutil.disk_usage(self._directory).free
+        free = self._directory.free_bytes()
         if free < num_bytes:
             raise CheckpointError(
-                f"no space: a checkpoint takes {size_text(num_bytes)}, {self._directory} has "
-                f"{size_text(free)} free. Free some, lower checkpoint.max_to_keep, or choose "
+                f"no space: a checkpoint takes {in_bytes(num_bytes)}, {self._directory} has "
+                f"{in_bytes(free)} free. Free some, lower checkpoint.max_to_keep, or choose "
                 "another --run-dir."
             )
 
@@ -126,42 +137,41 @@ class Saver:
         found = {}
         for step in manifest.steps_in(self._directory):
             try:
-                body = manifest.read(self._directory / str(step))
+                body = manifest.read(self._directory / step)
             except ValueError:
-                continue  # neither kept for its step nor deleted
+                continue  # corrupt: neither counted among those to keep nor deleted
             found[step] = Saved(body["metrics"], body["midway"])
         return found
 
-    def _prepare(self, step: int, leaves: list[pytree.Leaf], absent: list[str]) -> bool:
+    def _prepare(self, step: int, leaves: list[pytree.Leaf], unreachable: list[str]) -> bool:
         """On process 0: make room, look for reasons to fail; False when `step` is saved already.
 
         Args:
             step: to save.
             leaves: what of.
-            absent: why processes cannot reach the directory, "" of each that can.
+            unreachable: why processes cannot reach the directory, "" of each that can.
         """
-        if reasons := [reason for reason in absent if reason]:
+        if reasons := [reason for reason in unreachable if reason]:
             more = f", and {len(reasons) - 1} more" if len(reasons) > 1 else ""
             raise CheckpointError(reasons[0] + more)
-        manifest.remove_leftovers(self._directory)
-        if self.continues is not None:
-            self._supersede(self.continues)
-        path = self._directory / str(step)
+        manifest.delete_partial(self._directory)
+        if self.resumed_from is not None:
+            self._supersede(self.resumed_from)
+        path = self._directory / step
         if path.exists():
             try:
                 manifest.read(path)
                 return False
             except ValueError as reason:
-                manifest.set_aside(path, "damaged")
-                self._journal.line(f"checkpoint {step} set aside, it is saved anew: {reason}")
+                manifest.delete(path)
+                self._events.log(f"checkpoint {step} is replaced by this save: {reason}")
         self.check_room(sum(leaf.num_bytes for leaf in leaves))
-        (self._directory / manifest.SAVING_NAME).mkdir(exist_ok=True)
         return True
 
-    def _why_absent(self) -> str:
+    def _why_unreachable(self) -> str:
         """Why this process cannot reach the directory; "" where it can."""
         try:
-            self._check_there()
+            self._check_reachable()
         except (CheckpointError, OSError) as error:  # OSError: a file server's stale handle
             reason = str(error) if isinstance(error, CheckpointError) else one_line(error)
             if self._group.num_processes > 1:
@@ -169,26 +179,28 @@ class Saver:
             return reason
         return ""
 
-    def _check_there(self) -> None:
+    def _check_reachable(self) -> None:
         """Raise unless this is the directory that was opened.
 
-        Made anew it would fill the disk below a lost mount, and hide when that is back. Orbax makes
-        what is missing, so that a directory is no proof; the lock file in it is.
+        Below a lost mount another directory would fill the local disk and vanish when the mount is
+        back. Orbax makes missing directories, so only the lock file is proof.
         """
         if not (self._directory / lock.FILE_NAME).exists():
             raise CheckpointError(f"{self._directory} is gone: is its file system still mounted?")
 
-    def _supersede(self, continues: int) -> None:
-        newer = [s for s in manifest.steps_in(self._directory) if s > continues]
+    def _supersede(self, resumed_from: int) -> None:
+        """Mark the checkpoints of a run that was given up; each keeps its files until replaced."""
+        newer = [s for s in manifest.steps_in(self._directory) if s > resumed_from]
+        start = f"step {resumed_from}" if resumed_from >= 0 else "the beginning"
         for step in newer:
-            manifest.set_aside(self._directory / str(step), "superseded")
+            reason = f"a run started again from {start}"
+            manifest.mark(self._directory / step, manifest.SUPERSEDED, reason)
         if newer:
-            start = f"step {continues}" if continues >= 0 else "the beginning"
-            self._journal.line(
-                f"checkpoints {', '.join(map(str, newer))} set aside (.superseded): "
+            self._events.log(
+                f"checkpoints {', '.join(map(str, newer))} are marked {manifest.SUPERSEDED}: "
                 f"this run started again from {start}"
             )
-        self.continues = None
+        self.resumed_from = None
 
     def _try_begin(
         self, step: int, leaves: list[pytree.Leaf], meta: dict[str, Any], outcome: Outcome
@@ -196,8 +208,8 @@ class Saver:
         """Begin to write; whatever the disk or Orbax raises must not stop training.
 
         Raises:
-            CheckpointError: this process of several failed; the others may wait for it in Orbax,
-                where nothing frees them but the end of this process.
+            CheckpointError: one process of several failed. The others may wait for it inside
+                Orbax, where only the end of this process frees them.
         """
         try:
             self._begin(step, leaves, meta)
@@ -211,14 +223,18 @@ class Saver:
 
     def _begin(self, step: int, leaves: list[pytree.Leaf], meta: dict[str, Any]) -> None:
         arrays = [pytree.plain(leaf) for leaf in leaves]
-        document = {"step": step, "meta": meta, "arrays": pytree.describe(leaves, digests(arrays))}
-        self._store.start_write(self._unsealed(step), pytree.nest(leaves, arrays), document)
+        described = pytree.describe(leaves, checksums(arrays))
+        document = {"step": step, "meta": meta, "arrays": described}
+        crash_point("before_arrays")
+        self._writer.start(self._directory / step, pytree.nest(leaves, arrays), document)
+        crash_point("during_arrays")
 
     def _finish(self, outcome: Outcome, begin: float, metrics: dict[str, float]) -> None:
         """In the background, on every process: what became of the save, the same for all."""
         try:
             if not outcome.error:
-                self._store.finish_write()
+                self._writer.wait()
+                crash_point("after_arrays")
         except GivenUp:
             pass  # who gave up says why
         except Exception as failure:
@@ -228,61 +244,59 @@ class Saver:
             errors = [text for text in self._background.gather(outcome.error) if text]
             if errors:
                 raise CheckpointError(errors[0])
-            outcome.num_bytes = self._seal(outcome, metrics)
+            outcome.num_bytes = self._commit(outcome, metrics)
         except Exception as failure:
             outcome.error = (
                 str(failure) if isinstance(failure, CheckpointError) else one_line(failure)
             )
-            self._store.close()
+            self._writer.close()
             if self._background.is_leader:
                 self._discard(outcome.step)
-            self._journal.failed(outcome, self._failures + 1, self._config.max_failures)
+            self._events.failed(outcome, self._failures + 1, MAX_FAILURES)
             return
         outcome.written_s = time.perf_counter() - begin
-        self._journal.saved(outcome)
+        self._events.saved(outcome)
         if self._background.is_leader:
+            crash_point("after_manifest")
             self._retain()
 
-    def _seal(self, outcome: Outcome, metrics: dict[str, float]) -> int:
+    def _commit(self, outcome: Outcome, metrics: dict[str, float]) -> int:
         """Write the manifest, each process fingerprinting its share of the files; their bytes."""
-        path = self._unsealed(outcome.step)
+        path = self._directory / outcome.step
         names = self._background.decide(lambda: manifest.files_of(path))
         mine = names[self._background.process_id :: self._background.num_processes]
         shares = self._background.gather(_fingerprints(path, mine))
         if errors := [share["error"] for share in shares if "error" in share]:
             raise CheckpointError(errors[0])
         files = {name: entry for share in shares for name, entry in share["files"].items()}
-        self._background.decide(lambda: self._publish(outcome, files, metrics))
+        self._background.decide(lambda: self._write_manifest(outcome, files, metrics))
         return sum(size for size, _ in files.values())
 
-    def _publish(
+    def _write_manifest(
         self, outcome: Outcome, files: dict[str, list[int]], metrics: dict[str, float]
     ) -> None:
-        """On process 0: the manifest, then the name. A kill before that leaves no checkpoint."""
-        self._check_there()  # it may have gone while the save was written
-        path = self._unsealed(outcome.step)
+        """On process 0. A kill before this is done leaves no checkpoint."""
+        self._check_reachable()  # it may have gone while the save was written
+        crash_point("before_manifest")
+        path = self._directory / outcome.step
         manifest.write(path, outcome.step, files, metrics, midway=outcome.midway)
-        manifest.publish(path, self._directory / str(outcome.step))
-
-    def _unsealed(self, step: int) -> Path:
-        return self._directory / manifest.SAVING_NAME / str(step)
 
     def _discard(self, step: int) -> None:
         """Free the space of a failed save."""
         try:
-            manifest.remove_leftovers(self._directory)
+            (self._directory / step).delete_tree()
         except OSError as error:
-            self._journal.line(f"checkpoint {step}: leftovers stay behind: {one_line(error)}")
+            self._events.log(f"checkpoint {step}: leftovers stay behind: {one_line(error)}")
 
     def _retain(self) -> None:
         for step in steps_to_delete(self.complete(), self._config):
             try:
-                manifest.delete(self._directory / str(step))
+                manifest.delete(self._directory / step)
             except OSError as error:
-                self._journal.line(f"checkpoint {step} could not be deleted: {one_line(error)}")
+                self._events.log(f"checkpoint {step} could not be deleted: {one_line(error)}")
 
 
-def _fingerprints(path: Path, names: list[str]) -> dict[str, Any]:
+def _fingerprints(path: Location, names: list[str]) -> dict[str, Any]:
     """Size and CRC-32 of files, or why not: the other processes wait for an answer either way."""
     try:
         return {"files": {name: manifest.fingerprint(path / name) for name in names}}

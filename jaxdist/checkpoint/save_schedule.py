@@ -24,7 +24,7 @@ class SaveSchedule:
     """Says after which steps to save; the same answers on every process.
 
     Args:
-        config: `save_interval_steps`, `save_interval_minutes`, `saves_midway`.
+        config: `save_interval_steps`, `save_interval_minutes`, `async_save`.
         group: process 0 reads the clock for all.
     """
 
@@ -61,7 +61,7 @@ class SaveSchedule:
             return ""
         if step % every == 0:
             return "interval"
-        return "midway" if self._config.saves_midway and step % every == every // 2 else ""
+        return "midway" if self._config.async_save and step % every == every // 2 else ""
 
     def _by_minutes(self, step: int, now: float | None) -> Due:
         interval_s = 60 * self._config.save_interval_minutes
@@ -72,7 +72,7 @@ class SaveSchedule:
         def elapsed() -> Due:
             if read - self._interval_began >= interval_s:
                 return "interval"
-            halved = self._config.saves_midway and read - self._last_time >= interval_s / 2
+            halved = self._config.async_save and read - self._last_time >= interval_s / 2
             return "midway" if halved else ""
 
         answer: Due = self._group.decide(elapsed)

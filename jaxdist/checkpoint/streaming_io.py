@@ -1,23 +1,23 @@
-"""The arrays of a checkpoint piece by piece: streamed on a machine without devices or much memory.
+"""The arrays of a checkpoint piece by piece, on a machine without devices or much memory.
 
-Restoring onto a mesh is `restoring`'s work; this is for looking at, comparing and rewriting
-checkpoints. Every array read to its end is proven by its digest.
+For inspecting, comparing and rewriting checkpoints; `restore` is what loads one onto a mesh. An
+array that is read to its end is verified by its checksum.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-import shutil
+import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from jaxdist.checkpoint import manifest, orbax_io
-from jaxdist.checkpoint.checksum import part_digest
-from jaxdist.checkpoint.errors import Damaged
+from jaxdist.checkpoint.checksum import part_checksum
+from jaxdist.checkpoint.errors import CorruptCheckpoint
+from jaxdist.runtime.storage import Location, locate
 
 BLOCK_BYTES = 64 << 20
 """Bytes of an array held at a time."""
@@ -31,12 +31,12 @@ class StoredArrays:
     Attributes:
         checkpoint: the directory of the step.
         document: the JSON beside the arrays: `step`, `meta`, `arrays`.
-        entries: name -> shape, dtype, digest, as stored (a key as its uint32 data).
+        entries: name -> shape, dtype, checksum, as stored (a key as its uint32 data).
     """
 
-    def __init__(self, checkpoint: Path) -> None:
-        self.checkpoint = checkpoint
-        self.document = orbax_io.read_document(checkpoint)
+    def __init__(self, checkpoint: str | os.PathLike[str]) -> None:
+        self.checkpoint = locate(checkpoint)
+        self.document = orbax_io.read_document(self.checkpoint)
         self.entries: dict[str, dict[str, Any]] = self.document["arrays"]
         self._open: tuple[str, Any] | None = None
 
@@ -46,11 +46,24 @@ class StoredArrays:
         return math.prod(entry["shape"]) * dtype_of(entry["dtype"]).itemsize
 
     def read(self, name: str, index: Index = ()) -> np.ndarray:
-        """A part of an array, or all of it; nothing is proven."""
+        """A part of an array, or all of it, as stored; not verified.
+
+        Args:
+            name: e.g. `params/layers/w`.
+            index: one slice for each leading dim; () = all.
+
+        Returns:
+            The values in the stored dtype, in the shape of the part.
+        """
         return self._handle(name)[index].read().result()
 
     def gather(self, name: str, index: Index) -> np.ndarray:
-        """As `read`, one chunk on disk after the other, so that chunks never pile up in memory."""
+        """As `read`, one chunk on disk after the other, so that chunks never pile up in memory.
+
+        Args:
+            name: e.g. `params/layers/w`.
+            index: one slice with start and stop for each dim.
+        """
         handle = self._handle(name)
         steps = handle.chunk_layout.read_chunk.shape
         out = np.empty([s.stop - s.start for s in index], dtype_of(self.entries[name]["dtype"]))
@@ -79,7 +92,7 @@ class StoredArrays:
             block: shape of a block; default: whole rows up to `BLOCK_BYTES`.
 
         Raises:
-            Damaged: after the last block, if their digest is not the one that was saved.
+            CorruptCheckpoint: after the last block, if their checksum is not the one saved.
         """
         entry = self.entries[name]
         shape = tuple(entry["shape"])
@@ -87,34 +100,30 @@ class StoredArrays:
         total = 0
         for index in grid(shape, block):
             part = self.read(name, index)
-            total += part_digest(part, [s.start for s in index], shape)
+            total += part_checksum(part, [s.start for s in index], shape)
             yield index, part
-        if total % 2**32 != entry["digest"]:
-            raise Damaged(f"{name} in {self.checkpoint} has other bits than were saved")
+        if total % 2**32 != entry["checksum"]:
+            raise CorruptCheckpoint(f"{name} in {self.checkpoint} has other bits than were saved")
 
     def _handle(self, name: str) -> Any:
         if self._open is None or self._open[0] != name:
-            self._open = (name, _open_array(self.checkpoint, self._place(name)))
+            item, path = name.partition("/")[0], self.entries[name]["path"]
+            self._open = (name, orbax_io.open_array(self.checkpoint, item, path))
         return self._open[1]
-
-    def _place(self, name: str) -> tuple[str, str]:
-        return name.partition("/")[0], ".".join(self.entries[name]["path"])
 
 
 class CheckpointWriter:
-    """Writes one checkpoint array by array, part by part; it appears only when complete.
+    """Writes one checkpoint array by array, part by part; it counts when `finish` returns.
 
     Args:
-        destination: directory of the step, e.g. `checkpoints/100`.
+        destination: directory of the step, e.g. `checkpoints/100`; what is there is deleted.
     """
 
-    def __init__(self, destination: Path) -> None:
+    def __init__(self, destination: str | os.PathLike[str]) -> None:
         self.num_bytes = 0
         self.entries: dict[str, dict[str, Any]] = {}
-        self._destination = destination
-        self._partial = destination.parent / manifest.SAVING_NAME / destination.name
-        if self._partial.exists():
-            shutil.rmtree(self._partial)
+        self._destination = locate(destination)
+        manifest.delete(self._destination)
 
     def write(
         self,
@@ -132,41 +141,40 @@ class CheckpointWriter:
             parts: where each part belongs, and its values; together the whole array.
         """
         shape, dtype = tuple(entry["shape"]), dtype_of(entry["dtype"])
-        place = (name.partition("/")[0], ".".join(entry["path"]))
         create = {"shape": shape, "chunks": chunk, "dtype": dtype}
-        target = _open_array(self._partial, place, create=create)
-        digest = 0
+        item = name.partition("/")[0]
+        target = orbax_io.open_array(self._destination, item, entry["path"], create)
+        checksum = 0
         for index, part in parts:
             cast = part.astype(dtype)
-            digest += part_digest(cast, [s.start for s in index], shape)
+            checksum += part_checksum(cast, [s.start for s in index], shape)
             target[index].write(cast).result()
-        self.entries[name] = {**entry, "digest": digest % 2**32}
+        self.entries[name] = {**entry, "checksum": checksum % 2**32}
         self.num_bytes += math.prod(shape) * dtype.itemsize
 
     def finish(self, meta: dict[str, Any]) -> None:
         """Write what belongs beside the arrays, then the manifest."""
         step = int(self._destination.name)
         document = {"step": step, "meta": meta, "arrays": self.entries}
-        orbax_io.write_frame(self._partial, document)
-        names = manifest.files_of(self._partial)
-        files = {name: manifest.fingerprint(self._partial / name) for name in names}
-        manifest.write(self._partial, step, files, {})
-        manifest.publish(self._partial, self._destination)
+        orbax_io.write_frame(self._destination, document)
+        names = manifest.files_of(self._destination)
+        files = {name: manifest.fingerprint(self._destination / name) for name in names}
+        manifest.write(self._destination, step, files, {})
 
 
 def rewrite(
     source: StoredArrays,
-    destination: Path,
+    destination: Location,
     *,
     items: Collection[str],
     chunk_of: Callable[[str], tuple[int, ...]],
     dtype_for: Callable[[str], str],
     meta: dict[str, Any],
 ) -> CheckpointWriter:
-    """Write a checkpoint anew, in other chunks or dtypes, one chunk in memory at a time.
+    """Rewrite a checkpoint in other chunks or dtypes, one chunk in memory at a time.
 
     Args:
-        source: what to copy; each array is proven while it is read.
+        source: what to copy; each array is verified while it is read.
         destination: directory of the new step.
         items: which of `params`, `opt_state`, `rest` to copy.
         chunk_of: name -> shape of a chunk.
@@ -218,31 +226,3 @@ def dtype_of(name: str) -> np.dtype:
     import ml_dtypes
 
     return np.dtype(getattr(ml_dtypes, name, name))
-
-
-def _open_array(
-    checkpoint: Path, place: tuple[str, str], create: Mapping[str, Any] | None = None
-) -> Any:
-    """TensorStore's handle on one array, opened or made."""
-    import tensorstore
-
-    item, path = place
-    spec: dict[str, Any] = {
-        "driver": "zarr",
-        "kvstore": {
-            "driver": "ocdbt",
-            "base": (checkpoint / item).absolute().as_uri() + "/",
-            "path": path + "/",
-        },
-    }
-    if create is None:
-        return tensorstore.open(spec, open=True, read=True).result()
-    spec["kvstore"]["config"] = {"max_inline_value_bytes": 1024}
-    zarr_dtype = create["dtype"].name if create["dtype"].kind == "V" else create["dtype"].str
-    spec["metadata"] = {
-        "shape": list(create["shape"]),
-        "chunks": [max(size, 1) for size in create["chunks"]],
-        "dtype": zarr_dtype,
-        "compressor": None,
-    }
-    return tensorstore.open(spec, create=True).result()

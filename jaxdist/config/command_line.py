@@ -23,6 +23,7 @@ from jaxdist.optim import OptimConfig
 from jaxdist.run.monitoring.config import MonitoringConfig
 from jaxdist.run.resilience.config import ResilienceConfig
 from jaxdist.runtime.config import RuntimeConfig
+from jaxdist.runtime.storage import locate
 
 ALIASES = {
     "mesh": "mesh.shape",
@@ -49,8 +50,8 @@ def read_run(
     """
     resumed = _resumed(argv)
     base = None
-    if resumed is not None and (Path(resumed) / "config.toml").is_file():
-        base = dataclasses.replace(stored_run(Path(resumed) / "config.toml"), run_dir="")
+    if resumed is not None and (locate(resumed) / "config.toml").exists():
+        base = dataclasses.replace(stored_run(locate(resumed) / "config.toml"), run_dir="")
     start = _start_of(argv)
     if base is None and start and is_model(start):
         try:

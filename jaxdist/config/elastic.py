@@ -8,10 +8,12 @@ it are cut into more microbatches; its share of the state may, and then the reas
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import TYPE_CHECKING
 
 from jaxdist.config.parser import headed
-from jaxdist.core.mesh import MeshSpec, shrink, shrunk_sizes
+from jaxdist.core.mesh import MeshSpec, in_devices, shrink, shrunk_sizes
+from jaxdist.core.parallel.pipeline.axis import PIPELINE
 from jaxdist.core.types import ConfigError, Model
 
 if TYPE_CHECKING:
@@ -32,23 +34,24 @@ def fit_devices(config: RunConfig, num_devices: int, model: Model | None = None)
     Raises:
         ConfigError: the mesh asked for is illegal, or none of so few devices is legal.
     """
-    if not config.mesh.elastic:
-        return config
-    asked = MeshSpec.parse(config.mesh.shape)
-    if num_devices >= asked.num_devices:
+    asked = config.mesh.spec
+    if not config.mesh.elastic or asked is None or num_devices >= asked.num_devices:
         return config
     config.check_mesh(asked, model)
     spec = shrink(asked, num_devices, lambda spec: _is_legal(config, asked, spec, model))
     if spec is None:
         least = min(legal_sizes(config, model))
+        fixed = [axis for axis in asked.used if not axis.shrinks]
+        kept = " × ".join(f"{axis.short}={asked[axis]}" for axis in fixed)
+        smaller = f", or ask for smaller {' and '.join(axis.short for axis in fixed)}"
         raise ConfigError(
             headed(
                 "mesh",
                 [
                     f"mesh {asked} is elastic and {num_devices} of its {asked.num_devices} devices "
-                    f"are there: pp={asked.pipeline} × tp={asked.tensor} do not shrink, and with "
-                    f"this model and batch {least} devices are the fewest. Wait for {least}, or "
-                    "ask for smaller pp and tp."
+                    f"are there: {f'{kept} cannot shrink, and ' if fixed else ''}with this model "
+                    f"and batch {in_devices(least)} {'is' if least == 1 else 'are'} the fewest. "
+                    f"Wait for {least}{smaller if fixed else ''}."
                 ],
             )
         )
@@ -57,7 +60,9 @@ def fit_devices(config: RunConfig, num_devices: int, model: Model | None = None)
 
 def legal_sizes(config: RunConfig, model: Model | None = None) -> list[int]:
     """Device counts with which an elastic run leaves no device idle; the mesh asked for is last."""
-    asked = MeshSpec.parse(config.mesh.shape)
+    asked = config.mesh.spec
+    if asked is None:
+        raise ConfigError(["mesh.shape=auto has no sizes to shrink from. Give each axis a size."])
     fewer = shrunk_sizes(asked, lambda spec: _is_legal(config, asked, spec, model))
     return [*fewer, asked.num_devices]
 
@@ -83,7 +88,7 @@ def _with_batches(config: RunConfig, asked: MeshSpec, spec: MeshSpec) -> RunConf
     microbatch = batch // asked.num_replicas // _num_microbatches(config, asked)
     count = _count(batch // spec.num_replicas, microbatch)
     train, pipeline = config.train, config.pipeline
-    if spec.pipeline > 1:
+    if spec[PIPELINE] > 1:
         pipeline = dataclasses.replace(pipeline, num_microbatches=count)
     else:
         train = dataclasses.replace(train, num_microbatches=count)
@@ -101,10 +106,10 @@ def _with_batches(config: RunConfig, asked: MeshSpec, spec: MeshSpec) -> RunConf
 
 def _num_microbatches(config: RunConfig, spec: MeshSpec) -> int:
     train = config.train
-    if spec.pipeline == 1:
+    if spec[PIPELINE] == 1:
         return train.num_microbatches
     rows = train.global_batch_size // spec.num_replicas
-    return config.pipeline.count_microbatches(spec.pipeline, rows, train.num_microbatches)
+    return config.pipeline.count_microbatches(spec[PIPELINE], rows, train.num_microbatches)
 
 
 def _count(rows: int, most: int) -> int:
@@ -119,7 +124,7 @@ def _eval_rows(config: RunConfig) -> int:
 def _reason(
     config: RunConfig, adapted: RunConfig, asked: MeshSpec, spec: MeshSpec, num_devices: int
 ) -> str:
-    batch = config.train.global_batch_size
+    batch, zero = config.train.global_batch_size, config.mesh.zero
     before, now = _num_microbatches(config, asked), _num_microbatches(adapted, spec)
     text = (
         f"elastic: {num_devices} of the {asked.num_devices} devices of {asked} are there; "
@@ -130,10 +135,10 @@ def _reason(
     idle = num_devices - spec.num_devices
     if idle:
         text += f"; {idle} idle, with which no mesh is legal"
-    if config.mesh.zero:
-        shares = asked.num_replicas, spec.num_replicas
-    else:
-        shares = asked.fsdp, spec.fsdp
+    shares = [
+        math.prod(mesh[a] for a in mesh.used if a.shrinks and (a.weights == "gathered" or zero))
+        for mesh in (asked, spec)
+    ]
     if shares[1] < shares[0]:
         text += f"; sharded state over {shares[1]} devices instead of {shares[0]}: more on each"
     return text

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 import re
 from collections.abc import Sequence
@@ -12,23 +11,21 @@ from pathlib import Path
 from jaxdist.checkpoint.config import CheckpointConfig
 from jaxdist.config.elastic import fit_devices
 from jaxdist.config.parser import headed
-from jaxdist.core.mesh import MeshSpec
+from jaxdist.core.axis import Workload
+from jaxdist.core.mesh import MeshSpec, in_devices
+from jaxdist.core.mesh_choice import Needs, default_mesh, legal_meshes, mesh_problems
+from jaxdist.core.parallel.pipeline.axis import PIPELINE
 from jaxdist.core.parallel.pipeline.config import PipelineConfig
 from jaxdist.core.precision import PrecisionConfig
-from jaxdist.core.sharding import (
-    RULES,
-    MeshConfig,
-    Needs,
-    default_mesh,
-    legal_meshes,
-    mesh_problems,
-)
+from jaxdist.core.sharding import MeshConfig
 from jaxdist.core.step import EvalConfig, TrainConfig
 from jaxdist.core.types import ConfigError, Model, setting
 from jaxdist.data.config import DataConfig
-from jaxdist.models.configs import CNN_RULES, CnnConfig, CustomConfig, DecoderConfig, ModelConfig
+from jaxdist.models import DecoderConfig, ModelConfig, build
+from jaxdist.models.configs import DIM_SETTINGS
 from jaxdist.models.huggingface.directory import is_model, read_json
 from jaxdist.models.huggingface.families import left_out, read_config
+from jaxdist.models.weights import weights_of
 from jaxdist.optim import OptimConfig
 from jaxdist.run.monitoring.config import MonitoringConfig
 from jaxdist.run.resilience.config import ResilienceConfig
@@ -129,28 +126,24 @@ class RunConfig:
             spec: the mesh.
             model: the built model; needed for a custom one, whose dims are not known before.
         """
-        if model is not None:
-            dims, rules, sequence = model.dims, {**RULES, **model.rules}, model.sequence
-        elif isinstance(self.model, DecoderConfig):
-            dims, rules, sequence = self.model.dims, dict(RULES), True
-        elif isinstance(self.model, CnnConfig):
-            dims, rules, sequence = self.model.dims, dict(CNN_RULES), False
-        else:  # only the batch can be judged
-            spec, dims, rules, sequence = dataclasses.replace(spec, pipeline=1), {}, {}, False
-        problems = mesh_problems(
-            spec,
-            dims,
-            rules=rules,
+        known = self.model if model is None else model
+        if model is None and not known.dims:  # only the batch can be checked
+            spec = spec.replace(**{PIPELINE.name: 1})
+        workload = Workload(
+            dims=known.dims,
+            rules=known.rules,
+            settings=DIM_SETTINGS if self.model.dims else {},
             zero=self.mesh.zero,
             global_batch_size=self.train.global_batch_size,
             num_microbatches=self.pipeline.given_microbatches(
-                spec.pipeline, self.train.num_microbatches
+                spec[PIPELINE], self.train.num_microbatches
             ),
-            seq_len=self.train.seq_len if sequence and self.mesh.sequence_parallel else None,
+            num_virtual_stages=self.pipeline.num_virtual_stages,
+            seq_len=(
+                self.train.seq_len if known.sequence and self.mesh.sequence_parallel else None
+            ),
         )
-        return problems + self.pipeline.fit_problems(
-            num_stages=spec.pipeline, num_layers=dims.get("layers", 0)
-        )
+        return mesh_problems(spec, workload)
 
     def check_mesh(
         self, spec: MeshSpec, model: Model | None = None, num_devices: int | None = None
@@ -176,7 +169,7 @@ class RunConfig:
     ) -> tuple[MeshSpec, str]:
         """The mesh of a run and why, once devices are counted.
 
-        With `mesh.shape = "auto"`: `sharding.default_mesh`, or the legal mesh nearest to it.
+        With `mesh.shape = "auto"`: `mesh_choice.default_mesh`, or the legal mesh nearest to it.
 
         Args:
             num_devices: visible devices of the whole job.
@@ -187,11 +180,12 @@ class RunConfig:
         Raises:
             ConfigError: the mesh asked for is illegal, or no mesh of these devices is legal.
         """
-        if self.mesh.shape != "auto":
-            spec = MeshSpec.parse(self.mesh.shape, num_devices)
+        if self.mesh.spec is not None:
+            spec = self.mesh.spec.resolve(num_devices)
             self.check_mesh(spec, model, num_devices)
             return spec, self.mesh.reason or "asked for"
-        spec, reason = default_mesh(num_devices, self.state_bytes(model), memory_bytes, needs)
+        state_bytes = 0 if model is None else self.state_bytes(model)
+        spec, reason = default_mesh(num_devices, state_bytes, memory_bytes, needs)
         refused = self.mesh_problems(spec, model)
         if refused:
             legal = self._legal(spec, num_devices, model, count=1)
@@ -202,18 +196,14 @@ class RunConfig:
             spec = legal[0]
         return spec, self.mesh.reason or reason
 
-    def state_bytes(self, model: Model | None = None) -> int:
-        """Bytes of parameters, gradients and moments of the whole model (0 if not known)."""
-        if not isinstance(self.model, CustomConfig):
-            num_params = self.model.num_params
-        elif model is None:
-            return 0
-        else:
-            import jax
+    def build_model(self) -> Model:
+        """The model of these settings; imports Flax, starts no device, makes no weights."""
+        return build(self.model, seq_len=self.train.seq_len)
 
-            shapes = jax.eval_shape(model.init, jax.random.key(0))
-            num_params = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
-        return num_params * (_PARAM_AND_GRADIENT_BYTES + self.optim.moment_bytes)
+    def state_bytes(self, model: Model) -> int:
+        """Bytes of parameters, gradients and moments of the whole model, as they are stored."""
+        stored = sum(weight.size for weight in weights_of(model))
+        return stored * (_PARAM_AND_GRADIENT_BYTES + self.optim.moment_bytes)
 
     def _place_problems(self) -> list[str]:
         """Name, directories and the number of simulated devices."""
@@ -269,7 +259,7 @@ class RunConfig:
             stored = read_config(read_json(folder))
         except ConfigError as error:
             return [f"init_from={self.init_from!r}: {line}" for line in error.problems]
-        if not isinstance(self.model, DecoderConfig):
+        if self.model.kind != stored.kind:
             return [
                 f"model.kind={self.model.kind!r} with init_from={self.init_from!r}, which holds a "
                 "decoder. Leave model.kind out."
@@ -289,64 +279,41 @@ class RunConfig:
 
     def _data_problems(self) -> list[str]:
         """Rules between the model and what it is fed."""
-        if isinstance(self.model, DecoderConfig):
-            return self._text_problems(self.model)
-        return self._image_problems(self.model) if isinstance(self.model, CnnConfig) else []
-
-    def _text_problems(self, model: DecoderConfig) -> list[str]:
-        found = []
-        if model.positions == "learned" and self.train.seq_len > model.max_seq_len:
-            found.append(
-                f"train.seq_len={self.train.seq_len} is longer than model.max_seq_len="
-                f"{model.max_seq_len}, the learned position table. Shorten one or lengthen the "
-                "other."
-            )
-        smallest = self.data.vocab_size or (self.data.tokenizer == "bytes") * _BYTE_VALUES
-        if model.vocab_size < smallest:
-            found.append(
-                f"model.vocab_size={model.vocab_size} is smaller than the {smallest} tokens of "
-                f"data.tokenizer={self.data.tokenizer!r}. Use {smallest} or more."
-            )
-        for source in self.data.sources:
-            if _is_images(source):
+        data, reads = self.data, self.model.reads
+        num_tokens = data.vocab_size or (data.tokenizer == "bytes") * _BYTE_VALUES
+        found = self.model.run_problems(
+            seq_len=self.train.seq_len,
+            num_tokens=num_tokens,
+            tokenizer=data.tokenizer,
+            simulate=self.simulate,
+        )
+        for source in data.sources:
+            exists = source != "stdlib" and Path(source).expanduser().exists()
+            if reads == "text" and exists and _is_images(source):
                 found.append(
                     f"data.sources has {source!r}, which holds images: a decoder reads text. "
                     "Use --model cnn, or a text source."
                 )
-        if model.attention == "cudnn" and self.simulate:
-            found.append(
-                f"model.attention='cudnn' needs a GPU, and simulate={self.simulate} asks for CPU "
-                "devices. Use attention='auto'."
-            )
-        return found
-
-    def _image_problems(self, model: CnnConfig) -> list[str]:
-        found = [
-            f"data.sources has {source!r}, which is not a CIFAR-10 folder: a cnn reads images. "
-            "Name the folder that holds data_batch_1, or use --model decoder."
-            for source in self.data.sources
-            if source == "stdlib" or (Path(source).expanduser().exists() and not _is_images(source))
-        ]
-        shape = (model.image_size, model.in_channels, model.num_classes)
-        if shape != (32, 3, 10):
-            found.append(
-                f"model.image_size={model.image_size}, in_channels={model.in_channels}, "
-                f"num_classes={model.num_classes} do not fit CIFAR-10, which has 32, 3 and 10. Use "
-                "those."
-            )
+            if reads == "images" and (source == "stdlib" or (exists and not _is_images(source))):
+                found.append(
+                    f"data.sources has {source!r}, which is not a CIFAR-10 folder: a cnn reads "
+                    "images. Name the folder that holds data_batch_1, or use --model decoder."
+                )
         return found
 
     def _early_mesh_problems(self) -> list[str]:
         """What can be said of the mesh before devices are counted."""
         num_devices = self._known_devices()
         try:
-            if self.mesh.shape == "auto":
-                if num_devices is not None and not isinstance(self.model, CustomConfig):
+            if self.mesh.spec is None:
+                if num_devices is not None and self.model.dims:
                     self.choose_mesh(num_devices)
                 return []
-            if num_devices is None and "-1" in self.mesh.shape:
+            spec = self.mesh.spec
+            if num_devices is None and spec.is_open:
                 return []
-            spec = MeshSpec.parse(self.mesh.shape, num_devices)
+            if num_devices is not None:
+                spec = spec.resolve(num_devices)
             if num_devices is not None and fit_devices(self, num_devices) is not self:
                 return []
         except ConfigError as error:
@@ -382,10 +349,10 @@ class RunConfig:
             legal = self._legal(spec, count, model, count=3)
             if legal:
                 names = " or ".join(f"--mesh {other}" for other in legal)
-                return f"Legal with {count} devices, nearest first: {names}."
+                return f"Legal with {in_devices(count)}, nearest first: {names}."
         return (
-            f"No mesh of {num_devices} devices or a few less is legal for this model and batch. "
-            "Change train.global_batch_size or the model's sizes."
+            f"No mesh of {in_devices(num_devices)} or a few less is legal for this model and "
+            "batch. Change train.global_batch_size or the model's sizes."
         )
 
     def _legal(

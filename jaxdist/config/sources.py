@@ -10,6 +10,7 @@ from pathlib import Path as FilePath
 from typing import Any
 
 from jaxdist.config.schema import FlagText, Path
+from jaxdist.runtime.storage import locate
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +90,7 @@ def read_file(file: str) -> tuple[dict[str, Any], list[str], str]:
         near = _files_like(path)
         return {}, [f"--config {file} does not exist: a TOML file is needed. {near}"], ""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = locate(path).read().decode()
         return tomllib.loads(text), [], text
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"

@@ -1,9 +1,6 @@
-"""The device mesh: its four named axes, the `dp=4,tp=4,pp=4` notation, and the only device count.
+"""The device mesh: how many devices along each axis, the `dp=4,tp=4` notation, the device count.
 
-Axes are ordered from the slowest interconnect to the fastest, so `tensor` stays inside a node:
-
-    pipeline (pp)  stages of layers           data (dp)    replicas
-    fsdp           sharded replicas           tensor (tp)  splits of one layer
+Which axes there are, and in which order, `core/parallel/axes.py` says.
 """
 
 from __future__ import annotations
@@ -11,88 +8,133 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from jaxdist.core.axis import Axis
+from jaxdist.core.parallel import axes
 from jaxdist.core.types import ConfigError
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
-AXES = ("pipeline", "data", "fsdp", "tensor")
-"""Mesh axes, slow to fast interconnect."""
-
-BATCH_AXES = ("data", "fsdp")
-"""Axes over which the rows of a batch are split."""
-
-_SHORT = {"pp": "pipeline", "dp": "data", "fsdp": "fsdp", "tp": "tensor"}
-_SHORT_OF = {long: short for short, long in _SHORT.items()}
+_OPEN = -1
+"""Size of an axis that takes the devices left over, until `MeshSpec.resolve`."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, init=False)
 class MeshSpec:
-    """Sizes of the mesh axes, each at least 1."""
+    """Sizes of the mesh axes, each at least 1, by name: `MeshSpec(data=2, tensor=4)["tensor"]`."""
 
-    pipeline: int = 1
-    data: int = 1
-    fsdp: int = 1
-    tensor: int = 1
+    _sizes: tuple[tuple[str, int], ...]
+
+    def __init__(self, **sizes: int):
+        unknown = set(sizes) - set(axes.names())
+        if unknown:
+            raise TypeError(f"no mesh axis {', '.join(sorted(unknown))}; axes: {axes.names()}")
+        ordered = tuple((name, sizes.get(name, 1)) for name in axes.names())
+        object.__setattr__(self, "_sizes", ordered)
+
+    @classmethod
+    def over(cls, axis: Axis, size: int) -> MeshSpec:
+        """A mesh with one axis."""
+        return cls(**{axis.name: size})
+
+    @classmethod
+    def of(cls, mesh: Mesh) -> MeshSpec:
+        """The sizes of a built mesh."""
+        return cls(**{name: mesh.shape.get(name, 1) for name in axes.names()})
 
     @classmethod
     def parse(cls, text: str, num_devices: int | None = None) -> MeshSpec:
-        """Read `dp=2,tp=4`; short (`pp dp fsdp tp`) or long names, `-1` for the devices left over.
+        """Read `dp=2,tp=4`; short or long names of axes, `-1` for the devices left over.
 
         Args:
             text: comma-separated `name=size`; axes not named have size 1; "" or "1" is one device.
-            num_devices: visible devices; needed only to resolve `-1`.
+            num_devices: visible devices, for `resolve`; without it a `-1` stays open.
 
         Raises:
             ConfigError: with every problem of the text, not only the first.
         """
         sizes, problems = _read_sizes(text)
-        unknown = [axis for axis, size in sizes.items() if size == -1]
+        unknown = [name for name, size in sizes.items() if size == _OPEN]
         if len(unknown) > 1:
-            names = " and ".join(_SHORT_OF[axis] for axis in unknown)
+            names = " and ".join(axes.by_name()[name].short for name in unknown)
             problems.append(
                 f"mesh {text!r} sets {names} to -1: only one axis can take the devices left over. "
                 "Give all but one a size."
             )
-        elif unknown and not problems:
-            rest = math.prod(size for size in sizes.values() if size != -1)
-            if num_devices is None:
-                raise ConfigError(
-                    [f"mesh {text!r} has -1 but the number of devices is not known here."]
-                )
-            if num_devices % rest:
-                problems.append(
-                    f"mesh {text!r}: the sizes given multiply to {rest}, which does not divide the "
-                    f"{num_devices} visible devices. Choose sizes whose product divides "
-                    f"{num_devices}."
-                )
-            else:
-                sizes[unknown[0]] = num_devices // rest
         if problems:
             raise ConfigError(problems)
-        return cls(**sizes)
+        spec = cls(**sizes)
+        return spec if num_devices is None else spec.resolve(num_devices)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether an axis takes the devices left over, which are not counted yet."""
+        return any(size == _OPEN for _, size in self._sizes)
+
+    def resolve(self, num_devices: int) -> MeshSpec:
+        """The mesh with its open axis, if any, as large as the devices left over.
+
+        Raises:
+            ConfigError: the sizes given do not divide the devices.
+        """
+        if not self.is_open:
+            return self
+        rest = math.prod(size for _, size in self._sizes if size != _OPEN)
+        if num_devices % rest:
+            raise ConfigError(
+                [
+                    f"mesh {str(self)!r}: the sizes given multiply to {rest}, which does not "
+                    f"divide the {in_devices(num_devices)} that are visible. Choose sizes whose "
+                    f"product divides {num_devices}."
+                ]
+            )
+        return self.replace(
+            **{name: num_devices // rest for name, size in self._sizes if size == _OPEN}
+        )
+
+    def replace(self, **sizes: int) -> MeshSpec:
+        """The same mesh with other sizes for some axes."""
+        return MeshSpec(**{**self.sizes, **sizes})
+
+    def __getitem__(self, axis: Axis | str) -> int:
+        """Size of an axis, given itself or its name."""
+        return self.sizes[axis if isinstance(axis, str) else axis.name]
 
     @property
     def sizes(self) -> dict[str, int]:
         """Axis name -> size, in mesh order."""
-        return {axis: getattr(self, axis) for axis in AXES}
+        return dict(self._sizes)
+
+    @property
+    def used(self) -> tuple[Axis, ...]:
+        """Axes of more than one device, in mesh order."""
+        return tuple(axis for axis in axes.AXES if self[axis] != 1)
 
     @property
     def num_devices(self) -> int:
-        """Devices that the mesh takes."""
-        return math.prod(self.sizes.values())
+        """Devices that the mesh takes.
+
+        Raises:
+            ConfigError: an axis is open.
+        """
+        if self.is_open:
+            raise ConfigError([f"mesh {self} has -1 but the number of devices is not known here."])
+        return math.prod(size for _, size in self._sizes)
 
     @property
     def num_replicas(self) -> int:
-        """Parts into which the rows of a batch are split (data × fsdp)."""
-        return self.data * self.fsdp
+        """Parts into which the rows of a batch are split."""
+        return math.prod(self[axis] for axis in axes.AXES if axis.splits_rows)
 
     def __str__(self) -> str:
-        named = [f"{_SHORT_OF[axis]}={size}" for axis, size in self.sizes.items() if size > 1]
-        return ",".join(named) or "dp=1"
+        named = ",".join(f"{axis.short}={self[axis]}" for axis in self.used)
+        return named or f"{_rows_axis().short}=1"
+
+    def __repr__(self) -> str:
+        return f"MeshSpec({self})"
 
     def build(self, devices: Sequence[Any] | None = None) -> Mesh:
         """Lay the mesh over devices (default: all of this job's).
@@ -106,47 +148,61 @@ class MeshSpec:
 
         devices = list(jax.devices()) if devices is None else list(devices)
         self.check_device_count(len(devices))
-        shape = tuple(self.sizes.values())
+        names, shape = self.sizes.keys(), tuple(self.sizes.values())
         # Auto is named because jax.make_mesh now defaults to Explicit; the plain reshape keeps
         # jax.devices() order, in which the GPUs of one host are neighbours.
         grid = np.asarray(devices, dtype=object).reshape(shape)
-        return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+        return Mesh(grid, tuple(names), axis_types=(AxisType.Auto,) * len(names))
 
     def check_device_count(self, num_devices: int) -> None:
         """Raise `ConfigError` unless the mesh takes exactly `num_devices`."""
         if self.num_devices == num_devices:
             return
+        rows = _rows_axis()
         fix = f"--simulate {self.num_devices} to try it on CPU"
         if self.num_devices < num_devices:
-            fix = "dp=-1 to use them all, or CUDA_VISIBLE_DEVICES to hide the rest"
-        elif num_devices % max(1, self.num_devices // self.data) == 0:
-            fix = f"dp=-1 to use what is there, or {fix}"
+            fix = f"{rows.short}=-1 to use them all, or CUDA_VISIBLE_DEVICES to hide the rest"
+        elif num_devices % max(1, self.num_devices // self[rows]) == 0:
+            fix = f"{rows.short}=-1 to use what is there, or {fix}"
         raise ConfigError(
-            [f"mesh {self} needs {self.num_devices} devices, {num_devices} are visible. Set {fix}."]
+            [
+                f"mesh {self} needs {in_devices(self.num_devices)}, {num_devices} "
+                f"{'is' if num_devices == 1 else 'are'} visible. Set {fix}."
+            ]
         )
 
 
-def spec_of(mesh: Mesh) -> MeshSpec:
-    """The sizes of a built mesh."""
-    return MeshSpec(**{axis: mesh.shape.get(axis, 1) for axis in AXES})
+def in_devices(count: int) -> str:
+    """`1 device`, `8 devices`."""
+    return f"{count} device{'' if count == 1 else 's'}"
 
 
-def factorisations(num_devices: int, *, pipeline: bool = True) -> list[MeshSpec]:
-    """Every mesh of exactly `num_devices` devices."""
-    specs = []
-    for pp in _divisors(num_devices) if pipeline else [1]:
-        for dp in _divisors(num_devices // pp):
-            for fsdp in _divisors(num_devices // pp // dp):
-                tp = num_devices // pp // dp // fsdp
-                specs.append(MeshSpec(pipeline=pp, data=dp, fsdp=fsdp, tensor=tp))
-    return specs
+def notation() -> str:
+    """How a mesh is written, for help texts and errors: every axis with what it does."""
+    return ", ".join(f"{axis.short} = {axis.help}" for axis in axes.AXES)
+
+
+def factorisations(num_devices: int, *, without: Sequence[Axis] = ()) -> list[MeshSpec]:
+    """Every mesh of exactly `num_devices` devices that leaves the axes `without` at 1."""
+    names = [axis.name for axis in axes.AXES if axis not in without]
+
+    def sizes(left: int, count: int) -> Iterator[tuple[int, ...]]:
+        if count == 1:
+            yield (left,)
+            return
+        for size in _divisors(left):
+            for rest in sizes(left // size, count - 1):
+                yield (size, *rest)
+
+    found = sizes(num_devices, len(names))
+    return [MeshSpec(**dict(zip(names, each, strict=True))) for each in found]
 
 
 def nearest(spec: MeshSpec, candidates: Sequence[MeshSpec], count: int = 3) -> list[MeshSpec]:
     """The `count` candidates closest to `spec`, by the sum of |log2| ratios of their axes."""
 
     def distance(other: MeshSpec) -> float:
-        return sum(abs(math.log2(spec.sizes[a] / other.sizes[a])) for a in AXES)
+        return sum(abs(math.log2(spec[axis] / other[axis])) for axis in axes.AXES)
 
     return sorted(candidates, key=lambda other: (distance(other), str(other)))[:count]
 
@@ -156,18 +212,17 @@ def shrink(
 ) -> MeshSpec | None:
     """The legal mesh for at most `num_devices`, fewer than `asked` takes; None without one.
 
-    Pipeline and tensor stay as asked. Data × fsdp use as many devices as they legally can; among
-    equals fsdp is the size asked for, else the next larger one, so that no device holds more of
-    the state, else the next smaller one.
+    Axes that do not shrink stay as asked. The others use as many devices as they legally can; among
+    equals those nearer to the fast interconnect have the size asked for, else the next larger one,
+    so that no device holds more of the state, else the next smaller one.
 
     Args:
         asked: the mesh for all devices.
         num_devices: devices that are there.
         is_legal: whether model and batch allow a mesh.
     """
-    num_replicas = num_devices // (asked.pipeline * asked.tensor)
-    for count in range(num_replicas, 0, -1):
-        for spec in _with_replicas(asked, count):
+    for count in range(num_devices // fixed_devices(asked), 0, -1):
+        for spec in _with_shrunk(asked, count):
             if is_legal(spec):
                 return spec
     return None
@@ -175,16 +230,36 @@ def shrink(
 
 def shrunk_sizes(asked: MeshSpec, is_legal: Callable[[MeshSpec], bool]) -> list[int]:
     """Device counts below that of `asked` of which `shrink` would use every device."""
-    fewer = range(1, asked.num_replicas)
-    counts = [n for n in fewer if any(map(is_legal, _with_replicas(asked, n)))]
-    return [n * asked.pipeline * asked.tensor for n in counts]
+    fixed = fixed_devices(asked)
+    fewer = range(1, asked.num_devices // fixed)
+    return [n * fixed for n in fewer if any(map(is_legal, _with_shrunk(asked, n)))]
 
 
-def _with_replicas(asked: MeshSpec, count: int) -> Iterator[MeshSpec]:
-    """Meshes with data × fsdp = `count`, in the order of preference that `shrink` states."""
-    preferred = lambda size: (size != asked.fsdp, size < asked.fsdp, abs(size - asked.fsdp))
-    for fsdp in sorted(_divisors(count), key=preferred):
-        yield dataclasses.replace(asked, data=count // fsdp, fsdp=fsdp)
+def fixed_devices(asked: MeshSpec) -> int:
+    """Devices that axes which do not shrink multiply to: the least step of an elastic job."""
+    return math.prod(asked[axis] for axis in axes.AXES if not axis.shrinks)
+
+
+def _with_shrunk(asked: MeshSpec, count: int) -> Iterator[MeshSpec]:
+    """Meshes whose shrinking axes multiply to `count`, in the order of preference of `shrink`."""
+    slowest, *others = (axis for axis in axes.AXES if axis.shrinks)
+
+    def fill(sizes: Mapping[str, int], left: int, todo: Sequence[Axis]) -> Iterator[MeshSpec]:
+        if not todo:
+            yield asked.replace(**sizes, **{slowest.name: left})
+            return
+        *rest, axis = todo
+        wanted = asked[axis]
+        preferred = lambda size: (size != wanted, size < wanted, abs(size - wanted))
+        for size in sorted(_divisors(left), key=preferred):
+            yield from fill({**sizes, axis.name: size}, left // size, rest)
+
+    yield from fill({}, count, others)
+
+
+def _rows_axis() -> Axis:
+    """The first axis that splits rows: `data`, which takes devices where nothing else is asked."""
+    return next(axis for axis in axes.AXES if axis.splits_rows)
 
 
 def _divisors(n: int) -> list[int]:
@@ -192,6 +267,7 @@ def _divisors(n: int) -> list[int]:
 
 
 def _read_sizes(text: str) -> tuple[dict[str, int], list[str]]:
+    known = axes.by_name()
     sizes: dict[str, int] = {}
     problems: list[str] = []
     stripped = text.strip()
@@ -199,13 +275,12 @@ def _read_sizes(text: str) -> tuple[dict[str, int], list[str]]:
         return sizes, problems
     for part in stripped.split(","):
         name, _, value = (piece.strip() for piece in part.partition("="))
-        axis = _SHORT.get(name, name)
-        if axis not in AXES:
+        if name not in known:
             problems.append(
-                f"mesh {text!r}: axis {name!r} is unknown. Use dp, fsdp, tp or pp "
-                "(data, fsdp, tensor, pipeline), e.g. --mesh dp=2,tp=4."
+                f"mesh {text!r}: axis {name!r} is unknown. Use {notation()}; e.g. --mesh dp=2,tp=4."
             )
             continue
+        axis = known[name].name
         if axis in sizes:
             problems.append(f"mesh {text!r} names {name} twice. Give each axis one size.")
             continue

@@ -239,7 +239,7 @@ class Decoding:
     max_len: int
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Model:
     """A model as pure functions over plain parameter dicts, plus the names of its dims.
 
@@ -267,6 +267,8 @@ class Model:
             parallelism may split.
         rules: extra logical dim -> mesh axis entries for dims of this model's own.
         decoding: how to generate text, or None.
+        vocab_size: tokens of the vocabulary; `dims["vocab"]` holds its padding too. 0 = none.
+        row: name -> shape and dtype of one row of a batch; {} = text rows of the training length.
         notes: facts worth one log line at start (chosen kernels and why).
     """
 
@@ -285,6 +287,8 @@ class Model:
     sequence: bool = False
     rules: Mapping[str, str | None] = dataclasses.field(default_factory=dict)
     decoding: Decoding | None = None
+    vocab_size: int = 0
+    row: Mapping[str, jax.ShapeDtypeStruct] = dataclasses.field(default_factory=dict)
     notes: Callable[[Context], list[str]] | None = None
 
     def loss(self, params: Params, batch: Batch, context: Context) -> Sums:

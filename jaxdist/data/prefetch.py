@@ -15,10 +15,11 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from multiprocessing import resource_tracker
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import grain
 import jax
+import numpy as np
 from absl import flags
 
 T = TypeVar("T")
@@ -49,9 +50,10 @@ def read_ahead(
         flags.FLAGS.mark_as_parsed()  # grain reads its absl flags; this package parses its own
     if isinstance(batches, grain.MapDataset):
         # The prefetching thread below reads: more threads would share one interpreter lock.
-        batches = batches.to_iter_dataset(
-            grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
-        ).mp_prefetch(grain.MultiprocessingOptions(num_workers=num_workers), _start_worker)
+        batches = batches.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
+        if num_workers:
+            options = grain.MultiprocessingOptions(num_workers=num_workers)
+            batches = batches.mp_prefetch(options, _start_worker).map(_copied)
     ahead = grain.experimental.ThreadPrefetchIterDataset(
         batches.map(place), prefetch_buffer_size=prefetch
     )
@@ -61,6 +63,15 @@ def read_ahead(
             iterator.set_state(state)
         iterator.start_prefetch()
     return iterator
+
+
+def _copied(batch: Any) -> Any:
+    """A batch out of shared memory.
+
+    jax may hold on to the memory of an array that it placed until a later call; shared memory
+    that is still held when the process ends is reported as leaked.
+    """
+    return jax.tree.map(lambda x: np.array(x) if isinstance(x, np.ndarray) else x, batch)
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from jax import lax
 
 from jaxdist.core.types import Array, Batch, Context, Model, Params, Sums
 from jaxdist.models import layers
-from jaxdist.models.configs import CNN_RULES, CnnConfig
+from jaxdist.models.configs import CnnConfig
 
 
 def build_cnn(config: CnnConfig) -> Model:
@@ -33,10 +33,26 @@ def build_cnn(config: CnnConfig) -> Model:
         axes=axes,
         dims=config.dims,
         head_loss=head_loss,
-        flops_per_token=config.flops_per_token(),
+        flops_per_token=_flops_per_image(config),
         unit="images",
-        rules=CNN_RULES,
+        rules=config.rules,
+        row={
+            "images": jax.ShapeDtypeStruct(
+                (config.image_size, config.image_size, config.in_channels), jnp.float32
+            ),
+            "labels": jax.ShapeDtypeStruct((), jnp.int32),
+            "weights": jax.ShapeDtypeStruct((), jnp.float32),
+        },
     )
+
+
+def _flops_per_image(config: CnnConfig) -> dict[str, float]:
+    """Forward and backward FLOPs of one image; no attention, so both conventions agree."""
+    area, pixels = config.kernel_size**2, config.image_size**2
+    macs = pixels * area * config.in_channels * config.channels_1
+    macs += pixels // 4 * area * config.channels_1 * config.channels_2
+    macs += config.flat_size * config.hidden + config.hidden * config.num_classes
+    return {"causal": 6.0 * macs, "full": 6.0 * macs}
 
 
 class Cnn(nnx.Module):
@@ -58,9 +74,14 @@ class Cnn(nnx.Module):
             x = halve(jax.nn.relu(self.conv_2.add_bias(x)))
         with jax.named_scope("dense_1"):
             x = context.enter(x.reshape(x.shape[0], -1))
-            x = jax.nn.relu(self.dense_1.add_bias(self.dense_1.product(x)))
+            product = context.dot(
+                "batch flat, flat hidden -> batch hidden", x, self.dense_1.kernel[...]
+            )
+            x = jax.nn.relu(self.dense_1.add_bias(product))
         with jax.named_scope("dense_2"):
-            return self.dense_2.add_bias(context.leave(self.dense_2.product(x)))
+            dims = "batch hidden, hidden classes -> batch classes"
+            product = context.dot(dims, x, self.dense_2.kernel[...])
+            return self.dense_2.add_bias(context.leave(product))
 
 
 class Affine(nnx.Module):
@@ -76,10 +97,6 @@ class Affine(nnx.Module):
         self.kernel = layers.uniform(rngs, shape, bound, *area, fan_in, out)
         self.bias = layers.uniform(rngs, shape[-1:], bound, out)
 
-    def product(self, x: Array) -> Array:
-        """[batch, in] -> [batch, out], without the bias."""
-        return x @ self.kernel[...].astype(x.dtype)
-
     def conv(self, x: Array) -> Array:
         """[batch, height, width, in] -> the same with `out` channels, zero-padded, no bias."""
         dims = ("NHWC", "HWIO", "NHWC")
@@ -87,7 +104,7 @@ class Affine(nnx.Module):
         return lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=dims)
 
     def add_bias(self, x: Array) -> Array:
-        """X plus the bias over its last dim."""
+        """[..., out] plus the bias over its last dim."""
         return x + self.bias[...].astype(x.dtype)
 
 

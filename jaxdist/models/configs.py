@@ -1,9 +1,15 @@
-"""Sizes and families of the models, with their rules. Pure data: imports no Flax."""
+"""Sizes and families of the models, with their rules. Pure data: imports no Flax.
+
+Beside its settings a kind says what must be known before it is built: `dims` and `rules` (as of
+`Model`; {} where only the built model knows), whether `sequence` parallelism may split its rows,
+and what it `reads`: "text", "images" or "" where any data may do.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal, TypeAlias
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal, TypeAlias
 
 from jaxdist.core.types import setting
 
@@ -83,37 +89,9 @@ class DecoderConfig:
             "positions": self.max_seq_len,
         }
 
-    @property
-    def num_params(self) -> int:
-        """Parameters, padding of the vocabulary left out (as model cards count)."""
-        d, width = self.d_model, self.head_width
-        norm = d * (2 if self.norm == "layer" else 1)
-        qkv = (self.num_heads + 2 * self.kv_heads) * width
-        attention = d * qkv + self.num_heads * width * d
-        attention += qkv * self.qkv_bias + d * self.out_bias + 2 * width * self.qk_norm
-        gates = 2 if self.activation == "swiglu" else 1
-        mlp = (gates + 1) * d * self.mlp_dim + (gates * self.mlp_dim + d) * self.mlp_bias
-        tables = self.vocab_size * d * (1 if self.tie_embeddings else 2)
-        tables += self.max_seq_len * d * (self.positions == "learned")
-        return self.num_layers * (attention + mlp + 2 * norm) + norm + tables
-
-    def flops_per_token(self, seq_len: int) -> dict[str, float]:
-        """Forward and backward FLOPs of one token: 6 per weight that multiplies, plus attention.
-
-        "causal" counts the half of S² attention that a causal mask leaves, "full" all of it (as
-        Chowdhery et al. 2022, "PaLM", appendix B). The embedding lookup is not a product; the head
-        is, tied or not.
-        """
-        d, width = self.d_model, self.head_width
-        gates = 2 if self.activation == "swiglu" else 1
-        per_layer = d * (self.num_heads + 2 * self.kv_heads) * width + self.num_heads * width * d
-        per_layer += (gates + 1) * d * self.mlp_dim
-        products = 6.0 * (self.num_layers * per_layer + self.vocab_size * d)
-        keys = min(seq_len, self.sliding_window or seq_len)
-        attention = 12.0 * self.num_layers * self.num_heads * width
-        # Mean number of keys a query sees under the causal window, counted as S/2 when it is all.
-        causal = keys - keys * keys / (2 * seq_len)
-        return {"causal": products + attention * causal, "full": products + attention * keys}
+    rules: ClassVar[Mapping[str, str | None]] = {}
+    sequence: ClassVar[bool] = True
+    reads: ClassVar[str] = "text"
 
     def problems(self) -> list[str]:
         """Every violated rule of this section."""
@@ -132,6 +110,35 @@ class DecoderConfig:
         if problems:
             return problems
         return problems + self._shape_problems()
+
+    def run_problems(
+        self, *, seq_len: int, num_tokens: int, tokenizer: str, simulate: int
+    ) -> list[str]:
+        """Violated rules between this model and the rest of a run.
+
+        Args:
+            seq_len: tokens of a row.
+            num_tokens: tokens that the data holds; 0 = not known.
+            tokenizer: its name, for the message.
+            simulate: simulated CPU devices; 0 = none.
+        """
+        found = []
+        if self.positions == "learned" and seq_len > self.max_seq_len:
+            found.append(
+                f"train.seq_len={seq_len} is longer than model.max_seq_len={self.max_seq_len}, the "
+                "learned position table. Shorten one or lengthen the other."
+            )
+        if self.vocab_size < num_tokens:
+            found.append(
+                f"model.vocab_size={self.vocab_size} is smaller than the {num_tokens} tokens of "
+                f"data.tokenizer={tokenizer!r}. Use {num_tokens} or more."
+            )
+        if self.attention == "cudnn" and simulate:
+            found.append(
+                f"model.attention='cudnn' needs a GPU, and simulate={simulate} asks for CPU "
+                "devices. Use attention='auto'."
+            )
+        return found
 
     def _shape_problems(self) -> list[str]:
         problems = []
@@ -178,6 +185,15 @@ class CnnConfig:
     hidden: int = setting(512, "width of the first dense layer")
     num_classes: int = setting(10, "classes")
 
+    rules: ClassVar[Mapping[str, str | None]] = {
+        "channels_1": "tensor",
+        "hidden": "tensor",
+        "channels_2": "fsdp",
+        "flat": "fsdp",
+    }
+    sequence: ClassVar[bool] = False
+    reads: ClassVar[str] = "images"
+
     @property
     def flat_size(self) -> int:
         """Features after the conv blocks (each halves height and width)."""
@@ -192,24 +208,6 @@ class CnnConfig:
             "flat": self.flat_size,
             "hidden": self.hidden,
         }
-
-    @property
-    def num_params(self) -> int:
-        """Parameters."""
-        area = self.kernel_size**2
-        convs = area * self.in_channels * self.channels_1 + self.channels_1
-        convs += area * self.channels_1 * self.channels_2 + self.channels_2
-        dense = self.flat_size * self.hidden + self.hidden
-        return convs + dense + self.hidden * self.num_classes + self.num_classes
-
-    def flops_per_token(self, seq_len: int = 0) -> dict[str, float]:
-        """Forward and backward FLOPs of one image; no attention, so both conventions agree."""
-        del seq_len
-        area, pixels = self.kernel_size**2, self.image_size**2
-        macs = pixels * area * self.in_channels * self.channels_1
-        macs += pixels // 4 * area * self.channels_1 * self.channels_2
-        macs += self.flat_size * self.hidden + self.hidden * self.num_classes
-        return {"causal": 6.0 * macs, "full": 6.0 * macs}
 
     def problems(self) -> list[str]:
         """Every violated rule of this section."""
@@ -227,13 +225,30 @@ class CnnConfig:
             problems.append(f"model.kernel_size={self.kernel_size} must be odd. Use 3 or 5.")
         return problems
 
+    def run_problems(self, **_: Any) -> list[str]:
+        """Violated rules between this model and the rest of a run: CIFAR-10 fits these sizes."""
+        if (self.image_size, self.in_channels, self.num_classes) == (32, 3, 10):
+            return []
+        return [
+            f"model.image_size={self.image_size}, in_channels={self.in_channels}, "
+            f"num_classes={self.num_classes} do not fit CIFAR-10, which has 32, 3 and 10. Use "
+            "those."
+        ]
 
-CNN_RULES: dict[str, str | None] = {
-    "channels_1": "tensor",
-    "hidden": "tensor",
-    "channels_2": "fsdp",
-    "flat": "fsdp",
+
+DIM_SETTINGS = {
+    "layers": "model.num_layers",
+    "vocab": "padded model.vocab_size",
+    "d_model": "model.d_model",
+    "heads": "model.num_heads",
+    "kv_heads": "model.num_kv_heads",
+    "mlp": "model.mlp_dim",
+    "channels_1": "model.channels_1",
+    "channels_2": "model.channels_2",
+    "hidden": "model.hidden",
+    "flat": "pixels × model.channels_2",
 }
+"""Logical dim -> the setting that gives its size, for messages."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -244,6 +259,11 @@ class CustomConfig:
     factory: str = setting("", "module:function that returns a Model, called with args and seq_len")
     args: dict[str, Any] = setting({}, "keyword arguments for the factory")
 
+    dims: ClassVar[Mapping[str, int]] = {}
+    rules: ClassVar[Mapping[str, str | None]] = {}
+    sequence: ClassVar[bool] = False
+    reads: ClassVar[str] = ""
+
     def problems(self) -> list[str]:
         """Every violated rule of this section."""
         module, _, function = self.factory.partition(":")
@@ -252,6 +272,10 @@ class CustomConfig:
                 f"model.factory={self.factory!r} is not module:function. "
                 "Use e.g. my_package.my_model:build."
             ]
+        return []
+
+    def run_problems(self, **_: Any) -> list[str]:
+        """Nothing is known before the factory was called."""
         return []
 
 

@@ -8,18 +8,31 @@ likewise, [d_model, 2, mlp].
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxdist.core.types import Array, Batch, Context, Decoding, Dims, Model, Params, Sums
+from jaxdist.core.attention import choose_kernel
+from jaxdist.core.types import (
+    Array,
+    AttentionDropout,
+    AttentionMask,
+    Batch,
+    Context,
+    Decoding,
+    Dims,
+    Model,
+    Params,
+    Sums,
+)
 from jaxdist.models import layers
 from jaxdist.models.configs import DecoderConfig
-from jaxdist.models.kernels import choose_attention
+from jaxdist.models.weights import weights_of
 
 # Where random bits are used: folded into the key, so that sites never share bits.
 _ATTENTION_SITE, _PROBS_SITE, _MLP_SITE = range(3)
@@ -76,8 +89,12 @@ def build_decoder(config: DecoderConfig, *, seq_len: int) -> Model:
 
         x, cache = jax.lax.scan(layer, x, (params["layers"], cache))
         x = bind_head(params["head"]).norm(x)
-        kernel = head_kernel(params).astype(x.dtype)
-        logits = jnp.einsum("bsd,dv->bsv", x, kernel, preferred_element_type=jnp.float32)
+        logits = context.dot(
+            "batch seq d_model, d_model vocab -> batch seq vocab",
+            x,
+            head_kernel(params),
+            out_dtype=jnp.float32,
+        )
         return logits[..., : config.vocab_size], cache
 
     def init_cache(batch: int, max_len: int, dtype: Any) -> dict[str, Array]:
@@ -86,7 +103,7 @@ def build_decoder(config: DecoderConfig, *, seq_len: int) -> Model:
 
     cache_dims = Dims(("layers", "batch", None, "kv_heads", "head_dim"))
     unlimited = config.positions == "rotary"
-    return Model(
+    model = Model(
         name="decoder",
         init=init,
         axes={"embed": embed_axes, "layers": stacked_axes, "head": head_axes},
@@ -96,8 +113,8 @@ def build_decoder(config: DecoderConfig, *, seq_len: int) -> Model:
         block=block,
         head_loss=head_loss,
         num_layers=config.num_layers,
-        flops_per_token=config.flops_per_token(seq_len),
-        sequence=True,
+        sequence=config.sequence,
+        vocab_size=config.vocab_size,
         decoding=Decoding(
             init_cache=init_cache,
             cache_dims={"key": cache_dims, "value": cache_dims},
@@ -106,6 +123,26 @@ def build_decoder(config: DecoderConfig, *, seq_len: int) -> Model:
         ),
         notes=lambda context: _notes(config, context),
     )
+    return dataclasses.replace(model, flops_per_token=_flops_per_token(model, config, seq_len))
+
+
+def _flops_per_token(model: Model, config: DecoderConfig, seq_len: int) -> dict[str, float]:
+    """Forward and backward FLOPs of one token: 6 per weight that multiplies, plus attention.
+
+    "causal" counts the half of S² attention that a causal mask leaves, "full" all of it (as
+    Chowdhery et al. 2022, "PaLM", appendix B). The embedding lookup is not a product; the head is,
+    tied or not, without the padding of the vocabulary.
+    """
+    products = sum(w.size for w in weights_of(model) if w.is_stacked and w.is_matrix)
+    products += config.vocab_size * config.d_model
+    keys = min(seq_len, config.sliding_window or seq_len)
+    attention = 12.0 * config.num_layers * config.num_heads * config.head_width
+    # Mean number of keys a query sees under the causal window, counted as S/2 when it is all.
+    causal = keys - keys * keys / (2 * seq_len)
+    return {
+        "causal": 6.0 * products + attention * causal,
+        "full": 6.0 * products + attention * keys,
+    }
 
 
 class Embedding(nnx.Module):
@@ -202,13 +239,29 @@ class Attention(nnx.Module):
 
     def __call__(self, x: Array, aux: dict[str, Any], context: Context) -> Array:
         """[batch, seq, d_model] -> this device's partial sums of the same shape."""
-        query, key, value = self.project(x, aux)
-        mixed = checkpoint_name(self._mix(query, key, value, aux, context), "attention")
-        return self.project_out(mixed, context)
+        config = self.config
+        mask = AttentionMask(sliding_window=config.sliding_window, segments=aux["segments"])
+        dropout = None
+        if config.attention_dropout and context.dropout_key is not None:
+            key = jax.random.fold_in(context.dropout_key, _PROBS_SITE)
+            dropout = AttentionDropout(rate=config.attention_dropout, key=key, rows=aux["rows"])
+        heads = self.project(x, aux, context)
+        mixed = context.attend(*heads, mask, kernel=config.attention, dropout=dropout)
+        return self.project_out(checkpoint_name(mixed, "attention"), context)
 
-    def project(self, x: Array, aux: dict[str, Any]) -> tuple[Array, Array, Array]:
-        """Queries [batch, seq, heads, head_dim], keys and values [..., kv_heads, head_dim]."""
-        qkv = jnp.einsum("bsd,dkgh->bskgh", x, self.qkv[...].astype(x.dtype))
+    def project(
+        self, x: Array, aux: dict[str, Any], context: Context
+    ) -> tuple[Array, Array, Array]:
+        """[batch, seq, d_model] -> queries, keys and values of this device's heads.
+
+        Queries are [batch, seq, heads, head_dim], keys and values [batch, seq, kv_heads, head_dim].
+        """
+        qkv = context.dot(
+            "batch seq d_model, d_model kv_heads group head_dim"
+            " -> batch seq kv_heads group head_dim",
+            x,
+            self.qkv[...],
+        )
         if self.config.qkv_bias:
             qkv = qkv + self.qkv_bias[...].astype(x.dtype)
         qkv = checkpoint_name(qkv, "qkv")
@@ -223,7 +276,8 @@ class Attention(nnx.Module):
 
     def project_out(self, mixed: Array, context: Context) -> Array:
         """[batch, seq, heads, head_dim] -> partial sums [batch, seq, d_model]."""
-        out = jnp.einsum("bshk,hkd->bsd", mixed, self.out[...].astype(mixed.dtype))
+        dims = "batch seq heads head_dim, heads head_dim d_model -> batch seq d_model"
+        out = context.dot(dims, mixed, self.out[...])
         if self.config.out_bias:
             out = out + _once(self.out_bias[...].astype(mixed.dtype), context)
         return checkpoint_name(out, "attention_out")
@@ -232,52 +286,15 @@ class Attention(nnx.Module):
         self, x: Array, cache: dict[str, Array], aux: dict[str, Any], context: Context
     ) -> tuple[Array, dict[str, Array]]:
         """Attend to the cache; write keys and values of x's positions first."""
-        query, key, value = self.project(x, aux)
+        query, key, value = self.project(x, aux, context)
         rows = jnp.arange(x.shape[0])[:, None]
         write = lambda old, new: old.at[rows, aux["slots"]].set(new.astype(old.dtype), mode="drop")
         cache = {"key": write(cache["key"], key), "value": write(cache["value"], value)}
-        # XLA:CPU has no float16 product with float32 sums, which jax's attention asks for.
-        wide = context.platform == "cpu" and query.dtype == jnp.float16
-        dtype = jnp.float32 if wide else query.dtype
-        mixed = jax.nn.dot_product_attention(
-            query.astype(dtype),
-            cache["key"].astype(dtype),
-            cache["value"].astype(dtype),
-            mask=aux["cache_mask"],
-            implementation="xla",
-        ).astype(query.dtype)
-        return self.project_out(mixed, context), cache
-
-    def _mix(
-        self, query: Array, key: Array, value: Array, aux: dict[str, Any], context: Context
-    ) -> Array:
-        config = self.config
-        packed = aux["mask"] is not None
-        if config.attention_dropout and context.dropout_key is not None:
-            allowed = layers.causal_mask(query.shape[1], config.sliding_window)
-            return layers.attend_with_dropout(
-                query,
-                key,
-                value,
-                allowed=allowed & aux["mask"] if packed else allowed,
-                rate=config.attention_dropout,
-                dropout_key=jax.random.fold_in(context.dropout_key, _PROBS_SITE),
-                rows=aux["rows"],
-                first_head=context.tensor_index() * query.shape[2],
-            )
-        kernel, _ = _kernel(config, context, packed=packed)
-        dtype = query.dtype
-        if context.platform == "cpu" and dtype == jnp.float16:
-            # XLA:CPU has no float16 product with float32 sums, which jax's attention asks for.
-            query, key, value = (x.astype(jnp.float32) for x in (query, key, value))
-        return layers.attend(
-            query,
-            key,
-            value,
-            kernel=kernel,
-            mask=aux["mask"],
-            sliding_window=config.sliding_window,
-        ).astype(dtype)
+        mask = AttentionMask(
+            sliding_window=self.config.sliding_window, query_positions=aux["positions"]
+        )
+        keys = (cache[name].astype(query.dtype) for name in ("key", "value"))
+        return self.project_out(context.attend(query, *keys, mask, kernel="xla"), context), cache
 
 
 class Mlp(nnx.Module):
@@ -296,7 +313,8 @@ class Mlp(nnx.Module):
 
     def __call__(self, x: Array, context: Context) -> Array:
         """[batch, seq, d_model] -> this device's partial sums of the same shape."""
-        up = jnp.einsum("bsd,dgf->bsgf", x, self.up[...].astype(x.dtype))
+        dims = "batch seq d_model, d_model ways mlp -> batch seq ways mlp"
+        up = context.dot(dims, x, self.up[...])
         if self.config.mlp_bias:
             up = up + self.up_bias[...].astype(x.dtype)
         if self.config.activation == "swiglu":
@@ -304,7 +322,7 @@ class Mlp(nnx.Module):
         else:
             hidden = jax.nn.gelu(up[:, :, 0], approximate=True)
         hidden = checkpoint_name(hidden, "mlp_hidden")
-        out = jnp.einsum("bsf,fd->bsd", hidden, self.down[...].astype(x.dtype))
+        out = context.dot("batch seq mlp, mlp d_model -> batch seq d_model", hidden, self.down[...])
         if self.config.mlp_bias:
             out = out + _once(self.down_bias[...].astype(x.dtype), context)
         return checkpoint_name(out, "mlp_out")
@@ -322,10 +340,16 @@ class Head(nnx.Module):
 
 
 def prepare(config: DecoderConfig, batch: Batch, context: Context) -> dict[str, Any]:
-    """What every block needs: rotary angles, the document mask, and indices for random bits."""
+    """What every block needs: rotary angles, the documents, and indices for random bits.
+
+    Returns:
+        `segments` int32 [batch, seq] or None, `rows` int32 [batch] or None, `index` int32
+        [seq_shard]; and where positions are rotary `cos`, `sin` float32 [batch or 1, seq,
+        head_dim / 2].
+    """
     seq = batch["tokens"].shape[1]
     aux: dict[str, Any] = {
-        "mask": layers.document_mask(batch["segments"]) if "segments" in batch else None,
+        "segments": batch.get("segments"),
         "rows": batch.get("rows"),
         "index": context.split(jnp.arange(seq)[None])[0],
     }
@@ -352,16 +376,12 @@ def _angles(config: DecoderConfig, positions: Array) -> tuple[Array, Array]:
 
 
 def _decoding_aux(config: DecoderConfig, positions: Array, *, max_len: int) -> dict[str, Any]:
-    """Cache slots, mask and angles for positions [batch, n]; position -1 writes nowhere."""
+    """Cache slots, positions and angles for positions [batch, n]; position -1 writes nowhere."""
     real = jnp.maximum(positions, 0)
-    slots = jnp.arange(max_len)
-    allowed = slots <= real[..., None]
-    if config.sliding_window:
-        allowed &= real[..., None] - slots < config.sliding_window
     aux: dict[str, Any] = {
         # Scatter drops what lies outside; a negative index would wrap to the end.
         "slots": jnp.where(positions < 0, max_len, positions),
-        "cache_mask": allowed[:, None],
+        "positions": real,
     }
     if config.positions == "rotary":
         aux["cos"], aux["sin"] = _angles(config, real)
@@ -374,18 +394,14 @@ def _once(bias: Array, context: Context) -> Array:
     return bias if isinstance(index, int) else jnp.where(index == 0, bias, jnp.zeros_like(bias))
 
 
-def _kernel(
-    config: DecoderConfig, context: Context, *, packed: bool
-) -> tuple[Literal["xla", "cudnn"], str]:
-    return choose_attention(
-        config.attention,
-        context,
-        head_dim=config.head_width,
-        packed=packed,
-        attention_dropout=config.attention_dropout,
-    )
-
-
 def _notes(config: DecoderConfig, context: Context) -> list[str]:
-    kernel, reason = _kernel(config, context, packed=False)
+    kernel, reason = choose_kernel(
+        config.attention,
+        platform=context.platform,
+        compute_capability=context.compute_capability,
+        dtype=context.dtype,
+        head_dim=config.head_width,
+        packed=False,
+        dropout=config.attention_dropout,
+    )
     return [f"attention kernel: {kernel} ({reason}); rows packed from several documents use xla"]

@@ -1,4 +1,4 @@
-"""Parts that models are made of: products, norms, rotary positions, dropout, attention kernels.
+"""Parts that models are made of: weights with named dims, norms, rotary positions, dropout.
 
 Modules are Flax NNX. Weights are used with the shapes they arrive in: under tensor parallelism a
 module sees its shard of `heads`, `mlp` or `vocab`, and nothing here needs to know.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -170,93 +170,3 @@ def dropout(x: Array, rate: float, key: Array | None, rows: Array, index: Array)
     draw = lambda k: jax.random.bernoulli(k, 1 - rate, x.shape[2:])
     kept = jax.vmap(jax.vmap(draw))(token_keys)
     return jnp.where(kept, x / (1 - rate), jnp.zeros_like(x))
-
-
-def attend(
-    query: Array,
-    key: Array,
-    value: Array,
-    *,
-    kernel: Literal["xla", "cudnn"],
-    mask: Array | None,
-    sliding_window: int = 0,
-) -> Array:
-    """Causal attention. query [batch, seq, heads, head_dim], key/value [batch, seq, kv_heads, ...].
-
-    Args:
-        query: queries.
-        key: keys.
-        value: values.
-        kernel: "xla" or "cudnn".
-        mask: bool [batch, 1, seq, seq] beside the causal one (document boundaries), or None.
-        sliding_window: keys a query sees, itself included; 0 = all.
-
-    Raises:
-        ValueError: a mask was given to a kernel that cannot honour it.
-    """
-    if mask is not None and kernel == "cudnn":
-        raise ValueError("the cuDNN kernel cannot honour document boundaries; use kernel='xla'")
-    window = (sliding_window - 1, 0) if sliding_window else None
-    return jax.nn.dot_product_attention(
-        query,
-        key,
-        value,
-        mask=mask,
-        is_causal=True,
-        local_window_size=window,
-        implementation=kernel,
-    )
-
-
-def attend_with_dropout(
-    query: Array,
-    key: Array,
-    value: Array,
-    *,
-    allowed: Array,
-    rate: float,
-    dropout_key: Array,
-    rows: Array,
-    first_head: Any,
-) -> Array:
-    """Attention with dropped probabilities, the bits of a head's query depending on it alone.
-
-    Args:
-        query: [batch, seq, heads, head_dim].
-        key: [batch, seq, kv_heads, head_dim].
-        value: like key.
-        allowed: bool [batch or 1, 1, seq, seq], the whole mask.
-        rate: share of probabilities dropped.
-        dropout_key: consumed once.
-        rows: int32 [batch], index in the global batch.
-        first_head: index of the first local head among all heads.
-    """
-    _, seq, heads, head_dim = query.shape
-    groups = heads // key.shape[2]
-    key, value = (jnp.repeat(x, groups, axis=2) for x in (key, value))
-    scores = jnp.einsum("bqhd,bkhd->bhqk", query, key, preferred_element_type=jnp.float32)
-    scores = jnp.where(allowed, scores / math.sqrt(head_dim), jnp.finfo(jnp.float32).min)
-    probs = jax.nn.softmax(scores, axis=-1)
-
-    def draw(row: Array, head: Array) -> Array:
-        own = jax.random.fold_in(jax.random.fold_in(dropout_key, row), head)
-        return jax.random.bernoulli(own, 1 - rate, (seq, seq))
-
-    local_heads = first_head + jnp.arange(heads)
-    kept = jax.vmap(lambda row: jax.vmap(lambda head: draw(row, head))(local_heads))(rows)
-    probs = jnp.where(kept, probs / (1 - rate), 0.0).astype(value.dtype)
-    return jnp.einsum("bhqk,bkhd->bqhd", probs, value)
-
-
-def causal_mask(seq: int, sliding_window: int = 0) -> Array:
-    """Which keys a query sees, bool [1, 1, seq, seq]."""
-    query, key = jnp.arange(seq)[:, None], jnp.arange(seq)[None, :]
-    allowed = key <= query
-    if sliding_window:
-        allowed &= query - key < sliding_window
-    return allowed[None, None]
-
-
-def document_mask(segments: Array) -> Array:
-    """Same document only: bool [batch, 1, seq, seq] from segments [batch, seq]."""
-    return (segments[:, :, None] == segments[:, None, :])[:, None]

@@ -1,4 +1,4 @@
-"""What a person can do with a plan: sentences with numbers, each with the flags to type."""
+"""Advice on a plan: sentences with numbers, and the flags to type."""
 
 from __future__ import annotations
 
@@ -6,17 +6,20 @@ import dataclasses
 import math
 from collections.abc import Iterator, Mapping
 
+from jaxdist.core.axis import Axis
 from jaxdist.core.mesh import MeshSpec
+from jaxdist.core.parallel import axes
+from jaxdist.core.parallel.data import DATA
+from jaxdist.core.types import Model
 from jaxdist.plan.compiled.check import CompiledStep
-from jaxdist.plan.estimate.cost import break_even, checkpoint_bytes
-from jaxdist.plan.estimate.memory import GIB
+from jaxdist.plan.estimate.cost import DAY_S, Bill, break_even, checkpoint_bytes
 from jaxdist.plan.estimate.search import Choice
 from jaxdist.plan.estimate.suggestions import smallest_changes
 from jaxdist.plan.hardware import Gpu
-from jaxdist.plan.numbers import duration, in_days, in_usd
 from jaxdist.plan.options import PlanConfig
-from jaxdist.plan.planner import Plan, build_model
+from jaxdist.plan.planner import Plan
 from jaxdist.plan.scaling import Size, right_sizes, size_of
+from jaxdist.runtime.formatting.numbers import duration, in_bytes, money
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,40 +73,36 @@ def _fit(plan: Plan) -> Iterator[Advice]:
     changes = smallest_changes(choice)
     for change in changes[:3]:
         cost = f"{change.slowdown:+.0%} time" if abs(change.slowdown) >= 0.005 else "no slower"
-        size = change.choice.memory.total_bytes / GIB
-        yield Advice(
-            topic="make it fit",
-            text=f"{change.flags}: {change.why}; {size:.1f} GiB, {cost}.",
-        )
+        size = in_bytes(change.choice.memory.total_bytes)
+        yield Advice(topic="make it fit", text=f"{change.flags}: {change.why}; {size}, {cost}.")
     best = plan.found.best
     if plan.asked and best is not None:
         yield Advice(
             topic="make it fit",
-            text=f"{command(plan, best)} fits on these GPUs "
-            f"({best.memory.total_bytes / GIB:.1f} GiB).",
+            text=f"{command(plan, best)} fits on these GPUs ({in_bytes(best.memory.total_bytes)}).",
         )
     if best is None and not changes:
         yield from _more_gpus(plan)
 
 
 def _more_gpus(plan: Plan) -> Iterator[Advice]:
-    count, model = plan.cluster.num_gpus, build_model(plan.base)
+    count, model = plan.cluster.num_gpus, plan.choice.job.model
     tokens = plan.on_demand.tokens
     for times in (2, 4, 8, 16):
         size = size_of(plan.base, plan.cluster.gpu, count * times, tokens, model)
         if size is not None:
             yield Advice(
                 topic="make it fit",
-                text=f"take {count * times} {plan.cluster.gpu.name}: "
+                text=f"use {count * times} {plan.cluster.gpu.name}: "
                 f"{command(plan, size.choice)} needs "
-                f"{size.choice.memory.total_bytes / GIB:.1f} GiB.",
+                f"{in_bytes(size.choice.memory.total_bytes)} of each.",
             )
             return
     yield Advice(
         topic="make it fit",
-        text="no setting and no number of these GPUs up to sixteen times as many holds it: take "
-        "GPUs with more memory, a smaller model, shorter rows, or "
-        "--train.offload_optimizer=true if the moments are what is too large.",
+        text="no settings fit, even on sixteen times as many of these GPUs. Use GPUs with more "
+        "memory, a smaller model or a shorter train.seq_len. If the optimizer's moments are the "
+        "largest part, add --train.offload_optimizer=true.",
     )
 
 
@@ -126,52 +125,51 @@ def _mesh(plan: Plan) -> Iterator[Advice]:
         yield Advice(topic="mesh", text="one GPU: nothing to split.")
         return
     reasons = [_on_data(plan)]
-    for axis, short in (("fsdp", "fsdp"), ("tensor", "tp"), ("pipeline", "pp")):
-        reasons.append(_on_axis(plan, axis, short))
+    by_complexity = sorted(axes.AXES, key=lambda axis: axis.complexity)
+    reasons += [_on_axis(plan, axis) for axis in by_complexity if axis is not DATA]
     if choice.job.config.mesh.zero:
         reasons.append(
             f"ZeRO-{choice.job.config.mesh.zero} keeps only a share of the moments on each of the "
-            f"{spec.data} replicas."
+            f"{spec[DATA]} replicas."
         )
     yield Advice(topic="mesh", text=" ".join(filter(None, reasons)))
 
 
 def _on_data(plan: Plan) -> str:
-    alone = _choice_of(plan, MeshSpec(data=plan.cluster.num_gpus))
+    alone = _choice_of(plan, MeshSpec.over(DATA, plan.cluster.num_gpus))
     if alone is None:
-        return "Data parallelism alone is refused for this batch."
-    size, limit = alone.memory.total_bytes / GIB, alone.usable_bytes / GIB
+        return "Data parallelism alone is not legal with this batch."
+    size, limit = in_bytes(alone.memory.total_bytes), in_bytes(alone.usable_bytes)
     if not alone.fits:
-        state = alone.memory.state_bytes / GIB
+        state = in_bytes(alone.memory.state_bytes)
         return (
-            f"Data parallelism alone does not fit: {size:.0f} GiB of {limit:.0f} "
-            f"(state {state:.0f})."
+            f"Data parallelism alone does not fit: it needs {size} of {limit}, {state} of that for "
+            "parameters and optimizer."
         )
     if plan.choice.job.spec == alone.job.spec:
         return (
-            f"Data parallelism alone is enough: a replica takes {size:.1f} of {limit:.1f} GiB, and "
-            "only gradients move, once a step."
+            f"Data parallelism alone is enough: a replica takes {size} of {limit}, and only "
+            "gradients are exchanged, once a step."
         )
     slower = alone.time.seconds / plan.choice.time.seconds - 1
-    return f"Data parallelism alone would fit too ({size:.0f} GiB), {_compared(slower)}."
+    return f"Data parallelism alone also fits ({size}) and is {_compared(slower)}."
 
 
-def _on_axis(plan: Plan, axis: str, short: str) -> str:
+def _on_axis(plan: Plan, axis: Axis) -> str:
     """Why an axis is used, or what it would cost."""
-    used = plan.choice.job.spec.sizes[axis]
-    others = [c for c in plan.found.choices if (c.job.spec.sizes[axis] > 1) != (used > 1)]
+    used = plan.choice.job.spec[axis]
+    others = [c for c in plan.found.choices if (c.job.spec[axis] > 1) != (used > 1)]
     fitting = [c for c in others if c.fits]
-    what = {
-        "fsdp": "shards parameters, gradients and moments",
-        "tensor": "splits every layer",
-        "pipeline": "puts layers on stages",
-    }[axis]
+    short, what = axis.short, f"({axis.help})"
     if used > 1 and not others:
         return f"{short}={used} {what}: no mesh without it is legal."
     if used > 1 and not fitting:
         least = min(others, key=lambda c: c.memory.total_bytes)
-        size = least.memory.total_bytes / GIB
-        return f"{short}={used} {what}: without it nothing fits ({least.job.spec} {size:.0f} GiB)."
+        size = in_bytes(least.memory.total_bytes)
+        return (
+            f"{short}={used} {what}: nothing fits without it; the least, {least.job.spec}, needs "
+            f"{size}."
+        )
     if not fitting:
         return ""
     other = min(fitting, key=lambda c: c.time.seconds)
@@ -183,7 +181,7 @@ def _on_axis(plan: Plan, axis: str, short: str) -> str:
 
 def _compared(slower: float) -> str:
     if abs(slower) < 0.02:
-        return "as fast within what the estimate knows"
+        return "as fast, within the accuracy of the estimate"
     return f"{slower:.0%} slower" if slower > 0 else f"{-slower:.0%} faster"
 
 
@@ -195,13 +193,14 @@ def _choice_of(plan: Plan, spec: MeshSpec) -> Choice | None:
 
 
 def _size(plan: Plan, known: Mapping[str, Gpu]) -> Iterator[Advice]:
-    base, model = plan.base, build_model(plan.base)
+    base, model = plan.base, plan.choice.job.model
     tokens = plan.on_demand.tokens
     sizes = right_sizes(base, known, tokens, checkpoint_bytes(plan.choice.job), model)
     if sizes:
         shown = "; ".join(_described(size) for size in sizes[:4])
         yield Advice(
-            topic="right size", text=f"The fewest that hold it, cheapest run first: {shown}."
+            topic="other GPUs",
+            text=f"The fewest of each kind that fit the run, cheapest first: {shown}.",
         )
     yield from _scaling(plan, model)
 
@@ -209,36 +208,36 @@ def _size(plan: Plan, known: Mapping[str, Gpu]) -> Iterator[Advice]:
 def _described(size: Size) -> str:
     return (
         f"{size.cluster.num_gpus}× {size.cluster.gpu.name} ({size.choice.job.spec}): "
-        f"{in_days(size.days)}, {in_usd(size.money)}"
+        f"{duration(DAY_S * size.days)}, {money(size.money, 'USD')}"
     )
 
 
-def _scaling(plan: Plan, model: object) -> Iterator[Advice]:
+def _scaling(plan: Plan, model: Model) -> Iterator[Advice]:
     """What twice as many of the same GPUs would bring."""
     if not plan.fits:
         return
     cluster, best = plan.cluster, plan.found.best or plan.choice
     now = best.time.tokens_per_s
     number = cluster.num_gpus * 2
-    double = size_of(plan.base, cluster.gpu, number, plan.on_demand.tokens, model)  # type: ignore[arg-type]
+    double = size_of(plan.base, cluster.gpu, number, plan.on_demand.tokens, model)
     if double is None:
         rows = plan.base.train.global_batch_size
         yield Advice(
             topic="more GPUs",
-            text=f"{number} {cluster.gpu.name} would not help: no mesh of them is legal for "
-            f"train.global_batch_size={rows} and this model. A larger batch would let them in.",
+            text=f"{number} {cluster.gpu.name} do not help: no mesh of them is legal for "
+            f"train.global_batch_size={rows} and this model. Use a larger batch.",
         )
         return
     gain = double.tokens_per_s / now
-    verdict = "worth it if time matters" if gain > 1.6 else "they will not help much"
+    verdict = "worth it if time matters" if gain > 1.6 else "not worth it"
     parts = double.choice.time.parts
     compute = ("products", "attention", "memory-bound kernels")
     rest = max((name for name in parts if name not in compute), key=lambda name: parts[name])
-    why = f", {parts[rest] / double.choice.time.seconds:.0%} of a step then being {rest}"
+    share = parts[rest] / double.choice.time.seconds
     yield Advice(
         topic="more GPUs",
-        text=f"{number} {cluster.gpu.name} would be {gain:.2f} times as fast for "
-        f"{2 / gain:.2f} times the money ({double.choice.job.spec}): {verdict}{why}.",
+        text=f"{number} {cluster.gpu.name} are {gain:.2f} times as fast for {2 / gain:.2f} times "
+        f"the money ({double.choice.job.spec}): {verdict}. {share:.0%} of a step is then {rest}.",
     )
 
 
@@ -247,7 +246,7 @@ def _scaling(plan: Plan, model: object) -> Iterator[Advice]:
 
 def _batch(plan: Plan) -> Iterator[Advice]:
     job, base = plan.choice.job, plan.base
-    unit = "tokens" if job.seq_len > 1 else "images"
+    unit = job.model.unit
     rows = base.train.global_batch_size
     scale = "its ratio" if base.optim.optimizer == "sgd" else "its square root"
     name = "linear" if base.optim.optimizer == "sgd" else "sqrt"
@@ -277,17 +276,17 @@ def _batch(plan: Plan) -> Iterator[Advice]:
 def _checkpoints(plan: Plan) -> Iterator[Advice]:
     saving, seconds = plan.saving, plan.choice.time.seconds
     text = (
-        f"A checkpoint is {saving.bytes / 1e9:,.1f} GB; training waits {duration(saving.copy_s)} "
-        f"for the copy and storage takes {duration(saving.write_s)} behind it. "
+        f"A checkpoint is {in_bytes(saving.bytes)}. Training waits {duration(saving.copy_s)} for "
+        f"the copy to host memory; writing takes {duration(saving.write_s)} in the background. "
     )
     if math.isinf(saving.interval_s):
-        yield Advice(topic="checkpoints", text=text + "No failures were assumed.")
+        yield Advice(topic="checkpoints", text=text + "No failures are assumed.")
         return
     steps = max(1, round(saving.interval_s / seconds))
     text += (
-        f"With a failure every {duration(saving.mean_time_to_failure_s)} save every "
-        f"{duration(saving.interval_s)} (Daly): --checkpoint.interval_steps {steps}; saving, "
-        f"repeated work and restarts then take {saving.lost:.1%} of the time."
+        f"With one failure every {duration(saving.mean_time_to_failure_s)}, save every "
+        f"{duration(saving.interval_s)} (Daly 2006): --checkpoint.save_interval_steps {steps}. "
+        f"Saving, repeated work and restarts then take {saving.lost:.1%} of the time."
     )
     yield Advice(topic="checkpoints", text=text)
 
@@ -302,13 +301,16 @@ def _spot(plan: Plan, config: PlanConfig) -> Iterator[Advice]:
     cheaper = plan.spot.money < plan.on_demand.money
     yield Advice(
         topic="spot",
-        text=f"At {gpu.spot_price_per_hour:.2f} USD a GPU-hour with "
-        f"{config.preemptions_per_day:g} preemptions a day: {in_usd(plan.spot.money)} in "
-        f"{in_days(plan.spot.days)} against {in_usd(plan.on_demand.money)} in "
-        f"{in_days(plan.on_demand.days)} on demand, saving every "
-        f"{'step' if steps == 1 else f'{steps} steps'}. "
-        f"{'Cheaper' if cheaper else 'Not cheaper'}; even at {even:.0f} preemptions a day.",
+        text=f"At {gpu.spot_price_per_hour:.2f} USD a GPU-hour and "
+        f"{config.preemptions_per_day:g} preemptions a day the run costs {_cost(plan.spot)}; on "
+        f"demand {_cost(plan.on_demand)}. Spot is {'cheaper' if cheaper else 'not cheaper'}, with "
+        f"--checkpoint.save_interval_steps {steps}; the two cost the same at {even:.0f} "
+        "preemptions a day.",
     )
+
+
+def _cost(bill: Bill) -> str:
+    return f"{money(bill.money, 'USD')} and takes {duration(DAY_S * bill.days)}"
 
 
 # --- the compiler ---------------------------------------------------------------------------------
@@ -320,15 +322,15 @@ def _compiler(plan: Plan) -> Iterator[Advice]:
     for choice, step in plan.proof.refuted:
         yield Advice(
             topic="refuted",
-            text=f"{choice.job.spec} ({command(plan, choice)}) was estimated to fit and does not: "
-            f"{step.memory.total_bytes / GIB:.1f} GiB of {choice.usable_bytes / GIB:.1f}.",
+            text=f"{choice.job.spec} ({command(plan, choice)}) was estimated to fit, but compiled "
+            f"it takes {in_bytes(step.memory.total_bytes)} of {in_bytes(choice.usable_bytes)}.",
         )
     if isinstance(plan.proof.outcome, CompiledStep):
         for remark in plan.proof.outcome.remarks:
             text = remark.text
             if remark.kind == "memory" and plan.fits:
                 text = (
-                    "XLA tried to stay below four fifths of the GPU by computing again and could "
-                    "not. It fits all the same, with less room than XLA likes."
+                    "XLA tried to stay below 80 % of the GPU's memory by recomputing and could "
+                    "not. The step still fits."
                 )
             yield Advice(topic=f"compiler: {remark.kind}", text=text)

@@ -6,8 +6,7 @@ import dataclasses
 
 from jaxdist.config import RunConfig
 from jaxdist.core.mesh import MeshSpec
-from jaxdist.core.types import Model
-from jaxdist.models.configs import CustomConfig
+from jaxdist.core.parallel.data import DATA
 from jaxdist.plan.compiled.check import CompiledStep, NotCompiled, compile_step
 from jaxdist.plan.estimate.cost import FAILURES_PER_1000_GPU_DAYS, Bill, Saving, bill, saving_of
 from jaxdist.plan.estimate.job import Job
@@ -86,7 +85,7 @@ def make_plan(config: PlanConfig, cluster: Cluster, mesh: str) -> Plan:
     Raises:
         ConfigError: the mesh asked for is not legal there.
     """
-    run, model = config.run, build_model(config.run)
+    run, model = config.run, config.run.build_model()
     found = search(run, cluster, model)
     if mesh:
         spec = MeshSpec.parse(mesh, cluster.num_gpus)
@@ -96,18 +95,9 @@ def make_plan(config: PlanConfig, cluster: Cluster, mesh: str) -> Plan:
         candidates = list(found.choices)
         if not candidates:
             # No mesh is legal: the check says why, and what to change.
-            run.check_mesh(MeshSpec(data=cluster.num_gpus), model, cluster.num_gpus)
+            run.check_mesh(MeshSpec.over(DATA, cluster.num_gpus), model, cluster.num_gpus)
     choice, proof = _prove(candidates, config, asked=bool(mesh))
     return _priced(config, cluster, choice, bool(mesh), found, proof)
-
-
-def build_model(run: RunConfig) -> Model | None:
-    """The model where its sizes are not known from settings alone."""
-    if not isinstance(run.model, CustomConfig):
-        return None
-    from jaxdist import models
-
-    return models.build(run.model, seq_len=run.train.seq_len)
 
 
 def _prove(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jaxdist.core.parallel.pipeline.schedule_table import Schedule
+from jaxdist.core.parallel.pipeline.schedule import Schedule
 from jaxdist.core.parallel.pipeline.schedules import SCHEDULES, make_schedule
 from jaxdist.core.parallel.pipeline.simulation import RECOMPUTE, draw, simulate
 from jaxdist.core.types import ConfigError
@@ -15,21 +15,23 @@ def drawings(num_stages: int, num_microbatches: int, num_virtual_stages: int) ->
     """
     tables = [make_schedule(name, num_stages, num_microbatches) for name in SCHEDULES]
     if num_virtual_stages > 1:
-        tables.append(make_schedule("1f1b", num_stages, num_microbatches, num_virtual_stages))
+        tables.append(
+            make_schedule("1f1b_lockstep", num_stages, num_microbatches, num_virtual_stages)
+        )
     drawn = [draw(table, RECOMPUTE) for table in tables]
     return "\n\n".join([*drawn, comparison(tables)])
 
 
 def comparison(tables: list[Schedule]) -> str:
     """One line for each: waiting, stash, messages."""
-    lines = [f"{'schedule':<22}{'bubble':>8}{'time':>8}{'peak stash':>12}{'messages':>10}"]
+    lines = [f"{'schedule':<26}{'bubble':>8}{'time':>8}{'peak stash':>12}{'messages':>10}"]
     for table in tables:
         report = simulate(table, RECOMPUTE)
         chunks = table.num_virtual_stages
         name = table.name + (f" × {chunks} chunks" if chunks > 1 else "")
         # Chunks are pieces of a stage: counted in whole stages they compare.
         lines.append(
-            f"{name:<22}{report.bubble:>8.1%}{report.duration / chunks:>8.1f}"
+            f"{name:<26}{report.bubble:>8.1%}{report.duration / chunks:>8.1f}"
             f"{max(report.peak_stash) / chunks:>12.1f}{report.messages:>10}"
         )
     lines.append("time in forwards of a stage; stash in microbatches of a stage's input")

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterable, Sequence
 
+from jaxdist.core.parallel.tensor import TENSOR
+from jaxdist.models.weights import num_params
 from jaxdist.plan.advice import Advice, command
 from jaxdist.plan.compiled.check import CompiledStep, NotCompiled
-from jaxdist.plan.estimate.memory import GIB
+from jaxdist.plan.estimate.cost import DAY_S
 from jaxdist.plan.estimate.search import Choice, why_not
-from jaxdist.plan.numbers import duration, in_days, in_gib, in_si, in_usd
 from jaxdist.plan.planner import Plan
-
-_WIDTH = 100
+from jaxdist.runtime.formatting.numbers import TIMES, duration, in_bytes, in_si, money
+from jaxdist.runtime.formatting.tables import columns, wrap
 
 
 def text_of(plan: Plan, advice: Sequence[Advice], *, top: int) -> str:
@@ -38,17 +38,16 @@ def _section(title: str, lines: Iterable[str]) -> str:
 
 def _head(plan: Plan) -> str:
     job, cluster = plan.choice.job, plan.cluster
-    params = sum(weight.size for weight in job.weights)
     return (
-        f"{plan.base.name}: {plan.base.model.kind}, {in_si(params)} parameters, "
+        f"{plan.base.name}: {plan.base.model.kind}, {in_si(num_params(job.model))} parameters, "
         f"{job.tokens_per_step:,} {_unit(plan)} a step, on {cluster.num_gpus}× {cluster.gpu.name} "
         f"({cluster.num_nodes} × {cluster.gpus_per_node}), "
-        f"{in_gib(plan.choice.usable_bytes)} usable of {in_gib(cluster.gpu.memory_bytes)} each"
+        f"{in_bytes(plan.choice.usable_bytes)} usable of {in_bytes(cluster.gpu.memory_bytes)} each"
     )
 
 
 def _unit(plan: Plan) -> str:
-    return "tokens" if plan.choice.job.seq_len > 1 else "images"
+    return plan.choice.job.model.unit
 
 
 def _verdict(plan: Plan) -> str:
@@ -57,7 +56,7 @@ def _verdict(plan: Plan) -> str:
     does = "FITS" if plan.fits else "DOES NOT FIT"
     time = plan.choice.time
     lines = [
-        f"{does}: {in_gib(plan.total_bytes)} of {in_gib(plan.choice.usable_bytes)} ({known}), "
+        f"{does}: {in_bytes(plan.total_bytes)} of {in_bytes(plan.choice.usable_bytes)} ({known}), "
         f"with {command(plan, plan.choice)}"
     ]
     if plan.fits:
@@ -71,48 +70,69 @@ def _verdict(plan: Plan) -> str:
 
 def _memory(plan: Plan) -> Iterable[str]:
     memory = plan.choice.memory
-    for name, size in sorted(memory.parts.items(), key=lambda item: -item[1]):
-        yield f"  {name:<28}{in_gib(size):>12}"
-    total = f"  {'estimated':<28}{in_gib(memory.total_bytes):>12}  fullest in: {memory.peak}"
-    yield total + (" (activations only roughly known)" if memory.is_rough else "")
+    parts = sorted(memory.parts.items(), key=lambda item: -item[1])
+    rows = [(f"  {name}", in_bytes(size), "") for name, size in parts]
+    rows.append(("  estimated", in_bytes(memory.total_bytes), f"peak: {memory.peak}"))
     if memory.host_bytes:
-        yield f"  {'moments in host memory':<28}{in_gib(memory.host_bytes):>12}"
+        rows.append(("  moments in host memory", in_bytes(memory.host_bytes), ""))
+    yield from _aligned(rows)
+    if memory.is_rough:
+        yield "  activations are an upper bound, traced from the model before any compiler fuses"
     job = plan.choice.job
     if job.stages is not None:
         stash = " ".join(map(str, job.stages.report.peak_stash))
-        yield f"  every stage holds the same program; microbatches stashed by stage: {stash}"
+        yield f"  all stages allocate the same; microbatches stashed on each stage: {stash}"
 
 
 def _time(plan: Plan) -> Iterable[str]:
     time = plan.choice.time
-    for name, seconds in sorted(time.parts.items(), key=lambda item: -item[1]):
-        if seconds >= 0.002 * time.seconds:
-            share = f"{seconds / time.seconds:.1%}"
-            yield f"  {name:<28}{duration(seconds):>12}{share:>9}"
+    parts = sorted(time.parts.items(), key=lambda item: -item[1])
+    yield from _aligned(
+        (f"  {name}", duration(seconds), f"{seconds / time.seconds:>6.1%}")
+        for name, seconds in parts
+        if seconds >= 0.002 * time.seconds
+    )
 
 
 def _traffic(plan: Plan) -> Iterable[str]:
-    flows = sorted(plan.flows, key=lambda flow: -flow.wire_bytes)
-    for flow in flows:
-        if flow.wire_bytes < 1e6:
-            continue
-        where = "between nodes" if flow.crosses_nodes else "inside a node"
-        yield (
-            f"  {flow.kind:<19}{'+'.join(flow.axes):<14}{flow.purpose:<16}"
-            f"{in_gib(flow.wire_bytes):>12}{flow.times:>8}×  {where}"
+    job = plan.choice.job
+    yield from _aligned(
+        (
+            f"  {flow.kind:<19}{'+'.join(flow.axes):<14}{flow.purpose:<16}",
+            in_bytes(flow.wire_bytes),
+            f"{flow.times:>6}{TIMES}  {'between nodes' if flow.crosses_nodes else 'inside a node'}",
         )
+        for flow in sorted(plan.flows, key=lambda flow: -flow.wire_bytes)
+        if flow.wire_bytes >= 1e6
+    )
+    if job.model.tensor == "auto" and job.spec[TENSOR] > 1:
+        yield "  over tensor: not known, XLA's partitioner places the collectives of this model"
 
 
 def _money(plan: Plan) -> Iterable[str]:
     gpu = plan.cluster.gpu
-    for name, price, cost in (
+    bills = (
         ("on demand", gpu.price_per_hour, plan.on_demand),
         ("spot", gpu.spot_price_per_hour, plan.spot),
-    ):
-        yield (
-            f"  {name:<11}{price:>6.2f} USD per GPU-hour{in_days(cost.days):>16}"
-            f"{cost.gpu_hours:>14,.0f} GPU-hours{in_usd(cost.money):>18}"
-        )
+    )
+    yield from columns(
+        [
+            (
+                f"  {name}",
+                f"{price:.2f} USD per GPU-hour",
+                duration(DAY_S * bill.days),
+                f"{bill.gpu_hours:,.0f} GPU-hours",
+                money(bill.money, "USD"),
+            )
+            for name, price, bill in bills
+        ],
+        gap="   ",
+    )
+
+
+def _aligned(rows: Iterable[tuple[str, str, str]]) -> list[str]:
+    """Label, amount, remark: amounts under each other, the same columns in every section."""
+    return [f"{label:<30}{amount:>12}  {remark}".rstrip() for label, amount, remark in rows]
 
 
 def _meshes(plan: Plan, top: int) -> Iterable[str]:
@@ -127,7 +147,7 @@ def _meshes(plan: Plan, top: int) -> Iterable[str]:
     if found.refused:
         example = found.refused[0]
         yield f"  {len(found.refused)} are refused, e.g. {example.problem.partition(':')[0]}"
-    yield f"  ({found.num_tried} settings weighed in {found.seconds:.1f} s)"
+    yield f"  ({found.num_tried} combinations of settings compared in {found.seconds:.1f} s)"
 
 
 def _mesh(plan: Plan, place: int, choice: Choice, best: Choice | None) -> Iterable[str]:
@@ -137,7 +157,7 @@ def _mesh(plan: Plan, place: int, choice: Choice, best: Choice | None) -> Iterab
     details += f", zero {config.mesh.zero}" if config.mesh.zero else ""
     mark = "*" if choice.job.spec == plan.choice.job.spec else " "
     yield (
-        f" {mark}{place:>2}  {choice.job.spec!s:<20}{choice.memory.total_bytes / GIB:>7.1f} GiB"
+        f" {mark}{place:>2}  {choice.job.spec!s:<20}{in_bytes(choice.memory.total_bytes):>11}"
         f"{time.seconds:>9.3g} s{time.mfu:>7.1%}  {details}"
     )
     why = why_not(choice, best) if best is not None else ""
@@ -166,11 +186,11 @@ def _step(plan: Plan, step: CompiledStep) -> Iterable[str]:
         ("attention workspace", memory.workspace_bytes),
     ):
         if size:
-            yield f"  {name:<28}{in_gib(size):>12}"
+            yield from _aligned([(f"  {name}", in_bytes(size), "")])
     error = plan.choice.memory.total_bytes / memory.total_bytes - 1
-    yield f"  {'all':<28}{in_gib(memory.total_bytes):>12}  (the estimate is {error:+.1%})"
+    yield from _aligned([("  all", in_bytes(memory.total_bytes), f"(estimate: {error:+.1%})")])
     for buffer in step.buffers[:3]:
-        yield f"    {in_gib(buffer.bytes):>10}  {', '.join(buffer.shapes[:3])}  {buffer.op_name}"
+        yield f"    {in_bytes(buffer.bytes):>10}  {', '.join(buffer.shapes[:3])}  {buffer.op_name}"
     overlapped = sum(c.overlapped for c in step.collectives)
     jaxlib = step.versions.get("jaxlib", "?")
     yield (
@@ -179,16 +199,9 @@ def _step(plan: Plan, step: CompiledStep) -> Iterable[str]:
     )
     for (kind, axes), moved in sorted(step.wire_bytes().items(), key=lambda item: -item[1]):
         if moved >= 1e6:
-            yield f"    {kind:<19}{axes:<14}{in_gib(moved):>12} sent"
+            yield f"    {kind:<19}{axes:<14}{in_bytes(moved):>12} sent"
 
 
 def _advice(advice: Sequence[Advice]) -> Iterable[str]:
     for item in advice:
-        yield textwrap.fill(
-            f"{item.topic}: {item.text}",
-            _WIDTH,
-            initial_indent="  - ",
-            subsequent_indent="    ",
-            break_long_words=False,
-            break_on_hyphens=False,
-        )
+        yield from wrap(f"{item.topic}: {item.text}", head="  - ")

@@ -1,4 +1,4 @@
-"""Evaluation: every held-out row once, on any mesh, as means over what was counted."""
+"""Evaluation on held-out rows: each row once, on any mesh."""
 
 from __future__ import annotations
 
@@ -21,16 +21,19 @@ def evaluate(
     max_batches: int = 0,
     on_batch: Callable[[], None] = lambda: None,
 ) -> dict[str, float]:
-    """Loss (nats), perplexity of text, accuracy where hits are counted, and how much was counted.
+    """Mean loss in nats, perplexity of text, accuracy where it is counted, and the total weight.
 
     Args:
         step: the compiled functions of the run.
-        params: laid out as in training.
+        params: sharded as in training.
         dataset: held-out rows; the last batch may be ragged (its padding has weight 0).
         global_batch_size: rows of a batch over all devices.
-        unit: what weights count, "tokens" or "images".
+        unit: "tokens" or "images", what the weights count.
         max_batches: batches spread over the dataset; 0 = every row once.
         on_batch: called after each batch.
+
+    Returns:
+        `loss`, `perplexity` or `accuracy`, and the total weight under the name of `unit`.
     """
     batches = eval_batches(
         dataset,

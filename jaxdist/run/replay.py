@@ -1,18 +1,19 @@
-"""One step of a run again: does what was bad about it come back, and is it the batch?
+"""Replay one step of a run, to find out whether its data, its numbers or its devices are at fault.
 
-| verdict | what was seen | look at |
+| verdict | replays | look at |
 |---|---|---|
-| data | bad every time, good with the next batch in its place | the rows of the batch |
-| deterministic | bad every time, with the next batch too | learning rate, precision, the code |
-| transient | it does not come back, or not every time | the devices, their memory and links |
+| data | bad each time, good with the next batch instead | the rows of the batch |
+| deterministic | bad each time, also with the next batch | learning rate, precision, the code |
+| transient | good, or not the same each time | the devices, their memory and links |
 
-Nothing is written into the run.
+Nothing is written into the run directory.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ _TIMES = 3
 
 
 def replay(parts: Parts, dataset: TrainData) -> int:
-    """Do the step that `replay` names again and say what became of it; returns the exit code."""
+    """Replay the step that `config.replay` names and log the verdict; returns the exit code."""
     folder, _, number = parts.config.replay.rpartition(":")
     run, step = RunDirectory.existing(Path(folder).expanduser()), int(number)
     recorded = _recorded(run, step)
@@ -44,7 +45,7 @@ def replay(parts: Parts, dataset: TrainData) -> int:
     again = [_once(parts, state, batch) for _ in range(_TIMES)]
     following = _once(parts, state, next(loader))
     loader.close()
-    same = lambda values: _text(values) == _text(recorded)  # NaN is NaN here
+    same = lambda values: _text(values) == _text(recorded)  # as text, NaN equals NaN
     is_bad = anomaly.is_bad if anomaly is not None else same
     log.info("rows of step %d: %s", step, ", ".join(map(str, rows)))
     log.info("recorded: %s", _text(recorded))
@@ -61,23 +62,23 @@ def verdict(
     again: Sequence[dict[str, float]],
     following: dict[str, float] | None,
 ) -> str:
-    """One line.
+    """The verdict, as one line.
 
     Args:
-        is_bad: whether a result is bad as the recorded one was; for a step without an anomaly,
-            whether it is the recorded one.
-        again: results of the replays.
-        following: result with another batch; None where none was bad.
+        is_bad: whether a result is as bad as the recorded one; for a step without an anomaly,
+            whether it equals the recorded one.
+        again: loss and gradient norm of each replay.
+        following: the same with the next batch; None for a step without an anomaly.
     """
     count = sum(map(is_bad, again))
     if count == 0:
         return (
             f"transient: it does not come back in {len(again)} replays. Look at the devices, their "
-            "memory and links (resilience.sdc_check_interval_steps names a damaged one)."
+            "memory and links (resilience.sdc_check_interval_steps finds a bad one)."
         )
     if count < len(again):
         return (
-            f"transient: it comes back in {count} of {len(again)} replays, so the same numbers do "
+            f"transient: it comes back in {count} of {len(again)} replays, so the same inputs do "
             "not always give the same result. Look at the devices and at nondeterministic kernels."
         )
     if following is None:
@@ -85,7 +86,7 @@ def verdict(
     if is_bad(following):
         return (
             f"deterministic: bad in {len(again)} of {len(again)} replays, and with another batch "
-            "too. It is in the parameters already: learning rate, precision, an earlier step."
+            "too. The parameters are bad already: learning rate, precision, an earlier step."
         )
     return (
         f"data: bad in {len(again)} of {len(again)} replays, and it goes away when the batch is "
@@ -96,7 +97,7 @@ def verdict(
 def _before(
     parts: Parts, dataset: TrainData, run: RunDirectory, step: int, anomaly: Anomaly | None
 ) -> tuple[TrainState, Loader]:
-    """State and data as they were before the step."""
+    """The state and the loader as they were before the step."""
     config = parts.config
     checkpointer = Checkpointer(run.checkpoints, config.checkpoint, read_only=True)
     earlier = [done for done in checkpointer.steps() if done < step]
@@ -109,7 +110,7 @@ def _before(
         state = parts.init_state()
     checkpointer.close()
     log.info("replaying step %d of %s from step %d", step, run.path, done)
-    if anomaly is not None:  # at that time more may have been left out than at the checkpoint
+    if anomaly is not None:  # rollbacks after the checkpoint may have left out more
         left_out = tuple((first, end) for first, end in anomaly.left_out)
         position = dataclasses.replace(position, left_out=left_out)
     loader = Loader(
@@ -120,18 +121,18 @@ def _before(
         start=position,
     )
     for _ in range(done + 1, step):
-        state, _ = parts.step.train(state, next(loader))
+        state, _ = parts.step.train(state, next(loader), math.inf)
     return state, loader
 
 
 def _once(parts: Parts, state: TrainState, batch: Any) -> dict[str, float]:
-    copy = jax.tree.map(jnp.copy, state)  # the step consumes what it is given
-    _, metrics = parts.step.train(copy, batch)
+    copy = jax.tree.map(jnp.copy, state)  # the step donates its argument
+    _, metrics = parts.step.train(copy, batch, math.inf)
     return {name: float(metrics[name]) for name in ("loss", "grad_norm")}
 
 
 def _recorded(run: RunDirectory, step: int) -> dict[str, float] | None:
-    """What the run itself had, the first time it did the step."""
+    """Loss and gradient norm that the run recorded the first time it did the step."""
     for record in read_records(run.metrics):
         if record["kind"] == "train" and record["step"] == step:
             return {name: float(record[name]) for name in ("loss", "grad_norm")}

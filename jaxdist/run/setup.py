@@ -1,28 +1,29 @@
-"""From settings to the parts of a run: mesh, model, layout, optimizer, compiled step.
+"""Builds the parts of a run from its settings: mesh, model, layout, optimizer, train step.
 
-Every command that touches a model puts it together here, so that training, evaluation, generation
-and planning cannot disagree. Nothing is compiled and no array is made.
+Training, evaluation, generation and planning all use it, so that they cannot disagree. Nothing is
+compiled and no array is made.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from jaxdist import models, optim, runtime
+from jaxdist import optim
 from jaxdist.checkpoint import Checkpointer
 from jaxdist.checkpoint.manifest import directory_of
 from jaxdist.checkpoint.pytree import in_params, under
-from jaxdist.config import RunConfig, fit_devices, legal_sizes, stored_run
+from jaxdist.config import RunConfig, fit_devices, legal_sizes
 from jaxdist.core.mesh import MeshSpec
-from jaxdist.core.parallel.pipeline.schedule_table import Schedule
+from jaxdist.core.mesh_choice import Needs
+from jaxdist.core.parallel.pipeline.axis import PIPELINE
+from jaxdist.core.parallel.pipeline.schedule import Schedule
 from jaxdist.core.precision import initial_loss_scale
-from jaxdist.core.sharding import RULES, Layout, Needs
+from jaxdist.core.sharding import Layout
 from jaxdist.core.state import TrainState, abstract_state, init_state
 from jaxdist.core.step import Step, make_step
 from jaxdist.core.types import Array, ConfigError, Model, Params
@@ -31,25 +32,26 @@ from jaxdist.data.images import image_fields
 from jaxdist.data.packing import text_fields
 from jaxdist.models.huggingface.directory import is_model
 from jaxdist.models.huggingface.loading import load_params
+from jaxdist.models.weights import num_params
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Parts:
-    """A run, put together.
+    """The parts of a run.
 
     Attributes:
-        config: what it was made from; of an elastic run, what fits the devices that are there.
+        config: the settings; of an elastic run, changed to fit the devices that are there.
         spec: mesh sizes.
         mesh_reason: why this mesh.
         is_shrunk: whether an elastic run has fewer devices than its mesh names.
-        layout: where arrays lie.
+        layout: how arrays are sharded over the mesh.
         model: the model record.
         optimizer: update direction, without the learning rate.
-        schedule: step -> learning rate.
-        loss_scale: initial loss scale, {} without.
+        schedule: step -> learning rate, float32 [].
+        loss_scale: initial loss scale of float16, scalars []; {} without.
         compute_dtype: dtype of matrix products.
-        num_params: parameters as stored.
-        step: the compiled functions.
+        num_params: number of parameters, without vocabulary padding (as model cards count).
+        step: the jitted functions.
     """
 
     config: RunConfig
@@ -72,17 +74,17 @@ class Parts:
 
     @property
     def pipeline_schedule(self) -> Schedule | None:
-        """What the stages of one step do; None without stages."""
-        if self.spec.pipeline == 1:
+        """The pipeline schedule of one step; None without stages."""
+        if self.spec[PIPELINE] == 1:
             return None
         return self.config.pipeline.make_schedule(
-            num_stages=self.spec.pipeline,
+            num_stages=self.spec[PIPELINE],
             rows=self.config.train.global_batch_size // self.spec.num_replicas,
             accumulation=self.config.train.num_microbatches,
         )
 
     def init_state(self) -> TrainState:
-        """A new state, with the weights that `init_from` names, or random ones."""
+        """A new train state, sharded over the mesh: weights of `init_from`, or random ones."""
         start = self.config.init_from
         return init_state(
             self.model,
@@ -95,7 +97,7 @@ class Parts:
         )
 
     def abstract_state(self) -> TrainState:
-        """The state's shapes and shardings: what a restore aims at."""
+        """Shapes, dtypes and shardings of the train state, e.g. for a restore."""
         return abstract_state(
             self.model,
             self.optimizer,
@@ -105,7 +107,7 @@ class Parts:
         )
 
     def abstract_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """A training batch's shapes and shardings, as the built-in readers make it."""
+        """Shapes [global_batch_size, ...], dtypes and shardings of a built-in reader's batch."""
         train = self.config.train
         if self.model.unit == "tokens":
             fields = text_fields(train.seq_len, packed=self.config.data.packs_documents)
@@ -119,7 +121,7 @@ class Parts:
         }
 
     def _started_params(self, path: str) -> Params:
-        """What a run starts from: stored weights, and random ones where the settings say so."""
+        """Stored weights, and random ones for `reinit_params`."""
         fresh = self.config.reinit_params
         target = self.abstract_state().params
         named, structure = jax.tree_util.tree_flatten_with_path(target)
@@ -147,12 +149,10 @@ class Parts:
         fresh: Collection[str] = (),
         unused: Collection[str] = (),
     ) -> Params:
-        """Weights of a Hugging Face directory, a run or one of its checkpoints, on this mesh.
-
-        Those of a run are verified.
+        """Load weights onto this mesh; those of a run are verified.
 
         Args:
-            path: where they are.
+            path: a Hugging Face directory, a run, or one of its checkpoints.
             target: see `Checkpointer.restore_params`; default: all parameters of the model.
             fresh: see `Checkpointer.restore_params`.
             unused: see `Checkpointer.restore_params`.
@@ -177,21 +177,19 @@ def assemble(
     devices: Sequence[Any],
     needs_of: Callable[[RunConfig, Sequence[Any], Model], Needs | None] | None = None,
 ) -> Parts:
-    """Put a run together on these devices.
+    """Build the parts of a run for these devices.
 
     Args:
         config: the run.
         devices: all devices of the job.
-        needs_of: makes the estimate by which the default mesh is chosen (`estimate.budget`).
+        needs_of: estimates memory, by which the default mesh is chosen.
 
     Raises:
         ConfigError: every rule that the mesh breaks, with legal meshes nearby.
     """
-    model = models.build(config.model, seq_len=config.train.seq_len)
+    model = config.build_model()
     asked = config
     config, devices = _fit_devices(asked, devices, model)
-    shapes = jax.eval_shape(model.init, jax.random.key(0))
-    num_params = sum(math.prod(x.shape) for x in jax.tree.leaves(shapes))
     spec, reason = config.choose_mesh(
         len(devices),
         model=model,
@@ -200,7 +198,7 @@ def assemble(
     )
     layout = Layout(
         mesh=spec.build(devices),
-        rules={**RULES, **model.rules},
+        rules=model.rules,
         zero=config.mesh.zero,
         sequence_parallel=config.mesh.sequence_parallel and model.sequence,
         auto_tensor=model.tensor == "auto",
@@ -239,7 +237,7 @@ def assemble(
         schedule=schedule,
         loss_scale=loss_scale,
         compute_dtype=compute_dtype,
-        num_params=num_params,
+        num_params=num_params(model),
         step=step,
     )
 
@@ -247,11 +245,12 @@ def assemble(
 def _fit_devices(
     config: RunConfig, devices: Sequence[Any], model: Model
 ) -> tuple[RunConfig, Sequence[Any]]:
-    """The settings for the devices that are there, and those of them that take part."""
+    """Settings that fit the devices that are there, and the devices that take part."""
     fitted = fit_devices(config, len(devices), model)
     if fitted is config:
         return config, devices
-    used = MeshSpec.parse(fitted.mesh.shape).num_devices
+    assert fitted.mesh.spec is not None
+    used = fitted.mesh.spec.num_devices
     num_processes = len({device.process_index for device in devices})
     if used < len(devices) and num_processes > 1:  # a process without a device cannot take part
         each = len(devices) // num_processes
@@ -268,7 +267,11 @@ def _fit_devices(
 
 
 def check_data_fits(parts: Parts, dataset: TrainData) -> None:
-    """Refuse data of another kind than the model's, or with tokens the model has no row for."""
+    """Refuse data of a kind that the model does not take, or with more tokens or classes.
+
+    Raises:
+        ConfigError: what does not fit, and the fix.
+    """
     model = parts.config.model
     wanted = "text" if parts.model.unit == "tokens" else "images"
     if dataset.kind != wanted:
@@ -289,87 +292,11 @@ def check_data_fits(parts: Parts, dataset: TrainData) -> None:
         )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TrainedRun:
-    """A run directory opened for reading: its settings, its parts on this machine, its weights."""
-
-    path: Path
-    parts: Parts
-
-    def params(self, step: int | None = None) -> tuple[Params, int]:
-        """Parameters of a checkpoint (None = the newest that can be trusted), and its step.
-
-        Raises:
-            ConfigError: there is no such checkpoint, or it holds another model.
-        """
-        checkpointer = Checkpointer(
-            self.path / "checkpoints", self.parts.config.checkpoint, read_only=True
-        )
-        chosen = checkpointer.choose() if step is None else step
-        if chosen is None or chosen not in checkpointer.steps():
-            there = ", ".join(map(str, checkpointer.steps())) or "none"
-            raise ConfigError(
-                [
-                    f"run {self.path} has no checkpoint {step or ''}, it has: {there}. "
-                    "Name one of these, or leave --step out for the newest."
-                ]
-            )
-        target = self.parts.abstract_state().params
-        return checkpointer.restore_params(target, chosen), chosen
-
-
-def open_run(
-    path: str,
-    *,
-    mesh: str = "auto",
-    simulate: int = 0,
-    train: Mapping[str, Any] | None = None,
-) -> TrainedRun:
-    """Open a run for evaluation or generation on another mesh, device count or machine.
-
-    Args:
-        path: run directory, or a checkpoint inside it.
-        mesh: mesh axes; "auto" = one device.
-        simulate: simulated CPU devices; 0 = the machine's own.
-        train: settings of the section `train` to replace.
-
-    Raises:
-        ConfigError: no run is there, its settings cannot be read, or the mesh is not legal.
-    """
-    run = _run_of(Path(path))
-    config = stored_run(run / "config.toml")
-    if simulate:
-        runtime.simulate(simulate)
-    runtime.setup_compilation_cache(config.runtime.compilation_cache_dir)
-    devices = list(jax.devices())
-    spec = None if mesh == "auto" else MeshSpec.parse(mesh, len(devices))
-    devices = devices[: spec.num_devices if spec is not None else 1]
-    config = dataclasses.replace(
-        config,
-        mesh=dataclasses.replace(config.mesh, shape=str(spec) if spec else "dp=1", reason=""),
-        train=dataclasses.replace(config.train, num_microbatches=1, **(train or {})),
-        pipeline=dataclasses.replace(config.pipeline, num_microbatches=0),
-    )
-    return TrainedRun(path=run, parts=assemble(config, devices))
-
-
-def _run_of(path: Path) -> Path:
-    for candidate in (path, path.parent, path.parent.parent):
-        if (candidate / "config.toml").is_file():
-            return candidate
-    raise ConfigError(
-        [
-            f"run {str(path)!r} holds no config.toml. Name a run directory as training printed it, "
-            "e.g. runs/default-20260101-120000."
-        ]
-    )
-
-
 def _device_memory(devices: Sequence[Any]) -> int | None:
-    """Bytes of one device; only a process's own devices answer, and all are alike."""
+    """Bytes of one of this process's devices; None where that is not known. All are alike."""
     own = [device for device in devices if device.process_index == jax.process_index()]
     try:
         stats = own[0].memory_stats() if own else None
-    except jax.errors.JaxRuntimeError:  # described for a compilation, and not there to be asked
+    except jax.errors.JaxRuntimeError:  # a described topology has no memory to ask for
         stats = None
     return (stats or {}).get("bytes_limit")

@@ -1,4 +1,4 @@
-"""How a run begins: its directory, its state and data, its first words."""
+"""The start of a run: its directory, its state and data, its header."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import TypeAlias
 
 from jaxdist.checkpoint import Checkpointer
 from jaxdist.config import RunConfig
-from jaxdist.core.parallel.data import has_replica_norms
 from jaxdist.core.parallel.pipeline.config import describe
 from jaxdist.core.state import TrainState
+from jaxdist.core.step import has_replica_norms
 from jaxdist.data import Loader, Position, TrainData, resume_position
 from jaxdist.plan.estimate.memory_check import Budget
-from jaxdist.run.monitoring import Monitor, RunDirectory, new_run_path
+from jaxdist.run.monitoring import Monitor, RunDirectory, RunFacts, new_run_path
 from jaxdist.run.resilience import LossGuard
 from jaxdist.run.setup import Parts
 
@@ -24,7 +24,7 @@ Samples: TypeAlias = tuple[tuple[int, int], ...]
 
 
 def open_run_directory(config: RunConfig, process_id: int) -> RunDirectory:
-    """The run directory that the settings name, made or gone on in."""
+    """The run directory that the settings name: a new one, or one to resume in."""
     path = config.run_dir
     if config.resume not in ("auto", "never"):
         path = str(RunDirectory.existing(config.resume).path)
@@ -35,7 +35,7 @@ def open_run_directory(config: RunConfig, process_id: int) -> RunDirectory:
     )
 
 
-def start(
+def restore_or_init(
     parts: Parts,
     dataset: TrainData,
     checkpointer: Checkpointer,
@@ -43,28 +43,37 @@ def start(
     guard: LossGuard,
     left_out: Samples | None = None,
 ) -> tuple[TrainState, int, Loader]:
-    """State, steps done and loader: of the newest valid checkpoint, or new ones.
+    """The newest valid checkpoint, or a new state where there is none.
 
-    A run that goes back says in `left_out` which samples it goes on without.
+    Args:
+        parts: of the run.
+        dataset: rows to train on.
+        checkpointer: of the run.
+        run: the run directory.
+        guard: gets back the losses that it had seen.
+        left_out: of a run that rolls back, the samples that it leaves out from now on.
+
+    Returns:
+        The state, sharded over the mesh; steps done; the loader of the next batch.
     """
     config = parts.config
-    goes_back = left_out is not None
-    chosen = checkpointer.choose() if goes_back or config.resume != "never" else None
-    position, judged = Position(), []
+    rolls_back = left_out is not None
+    chosen = checkpointer.choose() if rolls_back or config.resume != "never" else None
+    position, losses = Position(), []
     if chosen is None:
         state, step = parts.init_state(), 0
         if config.init_from:
             log.info("weights from %s", config.init_from)
-        if config.checkpoint.preflight and not goes_back:
-            checkpointer.probe(state)
+        if config.checkpoint.preflight and not rolls_back:
+            checkpointer.preflight(state)
     else:
         state, meta, step = checkpointer.restore(parts.abstract_state(), step=chosen)
         position = resume_position(
             meta["data"], dataset, seed=config.seed, on_change=config.data.on_change
         )
-        judged = meta.get("guard", [])
+        losses = meta.get("guard", [])
         log.info("resumed from step %d of %s", step, run.path)
-    guard.restore(judged)
+    guard.restore(losses)
     if left_out is not None:
         position = dataclasses.replace(position, left_out=left_out)
     loader = Loader(
@@ -80,7 +89,7 @@ def start(
 
 
 def announce(parts: Parts, monitor: Monitor, budget: Budget | None) -> None:
-    """The first lines of a run: what will happen, where, and why this way."""
+    """The header of a run: devices, mesh, model, batch, and why it is this mesh."""
     config, model = parts.config, parts.model
     for remark in config.remarks():
         log.warning("%s", remark)
@@ -101,7 +110,7 @@ def announce(parts: Parts, monitor: Monitor, budget: Budget | None) -> None:
         )
     if budget is not None:
         notes.append(budget.line())
-    monitor.header(
+    facts = RunFacts(
         mesh=str(parts.spec),
         mesh_reason=reason,
         model=model.name,
@@ -113,3 +122,4 @@ def announce(parts: Parts, monitor: Monitor, budget: Budget | None) -> None:
         precision=f"{parts.compute_dtype} compute, float32 parameters",
         notes=notes,
     )
+    monitor.header(facts)

@@ -1,11 +1,11 @@
-"""What a step's metrics lead to: a record, and where they are bad, going back or stopping."""
+"""What follows from a step's metrics: a record, and where they are bad, a rollback or the end."""
 
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 from jaxdist.checkpoint import Checkpointer
-from jaxdist.core.state import TrainState
 from jaxdist.core.step import REPLICA_NORMS, Metrics
 from jaxdist.data import Loader
 from jaxdist.run.exit_reason import ExitReason
@@ -26,11 +26,11 @@ class StepReporter:
     """Reads the metrics of step n−1 once step n is dispatched, and acts on them.
 
     Args:
-        monitor: where they are recorded.
+        monitor: records them.
         timer: of the loop.
-        watchdog: hears of every finished step.
-        guard: judges losses.
-        replicas: compares what devices hold of one value.
+        watchdog: is told of every finished step.
+        guard: looks at the losses.
+        sdc_check: compares replicas of the state.
         checkpointer: finishes its save before a run is stopped.
     """
 
@@ -40,63 +40,55 @@ class StepReporter:
         timer: StepTimer,
         watchdog: Watchdog,
         guard: LossGuard,
-        replicas: SdcCheck,
+        sdc_check: SdcCheck,
         checkpointer: Checkpointer,
     ):
         self.monitor, self.timer, self.watchdog = monitor, timer, watchdog
-        self.guard, self.replicas, self.checkpointer = guard, replicas, checkpointer
-        self._held: tuple[int, Metrics, Loader, int] | None = None
+        self.guard, self.sdc_check, self.checkpointer = guard, sdc_check, checkpointer
+        self._deferred: tuple[int, Metrics, Loader, int] | None = None
 
-    def hold(self, step: int, metrics: Metrics, loader: Loader) -> None:
-        """Keep a dispatched step's metrics, still on the devices, and the place of its data."""
-        self._held = (step, metrics, loader, loader.first_sample)
+    def defer(self, step: int, state: Any, metrics: Metrics, loader: Loader) -> None:
+        """Keep a dispatched step's metrics for the next `flush`; waits for nothing.
 
-    def forget(self) -> None:
-        """Drop what is held: the run goes back."""
-        self._held = None
-        self.replicas.forget()
+        Args:
+            step: steps done once it is finished.
+            state: the train state after it; its replicas are compared where that is due.
+            metrics: scalars [], still on the devices.
+            loader: where its batch came from.
+        """
+        # The loader moves on with the next batch; the place of this one is needed then.
+        self._deferred = (step, metrics, loader, loader.first_sample)
+        self.start_check(step, state)
 
-    def look(self, step: int, state: TrainState, *, force: bool = False) -> None:
-        """Start comparing the replicas of the state after `step`, when it is time or forced."""
-        self.timer.dispatch(self.replicas.look, step, state, force=force)
+    def start_check(self, step: int, state: Any, *, force: bool = False) -> None:
+        """Start comparing the replicas of the state after `step`, when it is due or forced."""
+        self.timer.dispatch(self.sdc_check.start, step, state, force=force)
 
-    def report(self) -> None:
-        """Record the step that is held, if one is, and judge it.
+    def discard(self) -> None:
+        """Drop what was deferred: an earlier state was restored."""
+        self._deferred = None
+        self.sdc_check.discard()
+
+    def flush(self) -> None:
+        """Wait for the deferred step, if there is one, record it and look for what is wrong.
 
         Raises:
-            Rollback: the policy is to go back to a checkpoint.
-            Stopped: the policy is to end the run.
-            CorruptState: see `check_replicas`.
+            Rollback: the policy is to return to a checkpoint.
+            Stopped: the loss is bad, and the policy is to end the run.
+            CorruptState: replicas differ, and the policy is to end the run.
         """
-        if self._held is None:
+        if self._deferred is None:
             return
-        step, metrics, loader, first_sample = self._held
-        self._held = None
+        step, metrics, loader, first_sample = self._deferred
+        self._deferred = None
         values = self._record(step, metrics)
-        self.check_replicas()
-        anomaly = self.guard.judge(step, values, loader, first_sample)
+        self._check_replicas()
+        anomaly = self.guard.check(step, values, loader, first_sample)
         if anomaly is not None:
             self._act_on(anomaly)
 
-    def check_replicas(self) -> None:
-        """Act on devices that hold different bits of one value.
-
-        Raises:
-            Rollback: the policy is to go back to a checkpoint.
-            CorruptState: the policy is to end the run.
-        """
-        damage = self.timer.read(self.replicas.found)
-        if damage is None:
-            return
-        self.monitor.event("sdc", step=damage.step, message=str(damage), level=logging.ERROR)
-        if not self.replicas.gives_up():
-            raise Rollback
-        self.checkpointer.wait()
-        self.monitor.summary(ExitReason.SDC, error=str(damage))
-        raise CorruptState(str(damage))
-
     def _record(self, step: int, metrics: Metrics) -> dict[str, float]:
-        """Wait for the step's numbers and hand them to the sinks; returns them."""
+        """Wait for the step's numbers and hand them to the monitor; returns them."""
         weight = self.timer.read(lambda: float(metrics["weight"]))
         step_time_s, data_wait_s = self.timer.lap()
         self.watchdog.finished(step, step_time_s)
@@ -113,16 +105,27 @@ class StepReporter:
             self.monitor.event("replica_norm_outlier", step=step, message=f"step {step}: {uneven}")
         return values
 
+    def _check_replicas(self) -> None:
+        mismatch = self.timer.read(self.sdc_check.result)
+        if mismatch is None:
+            return
+        text = str(mismatch)
+        self.monitor.event("sdc", step=mismatch.step, message=text, level=logging.ERROR)
+        if self.sdc_check.may_roll_back():
+            raise Rollback
+        self.checkpointer.wait()
+        self.monitor.summary(ExitReason.SDC, error=text)
+        raise CorruptState(text)
+
     def _act_on(self, anomaly: Anomaly) -> None:
-        said = (
-            anomaly.kind == ExitReason.NONFINITE_LOSS and anomaly.action == "skip"
-        )  # by the monitor
+        # The monitor has reported a skipped step already.
+        reported = anomaly.kind == ExitReason.NONFINITE_LOSS and anomaly.action == "skip"
         self.monitor.event(
             "loss_anomaly",
             step=anomaly.step,
             message=str(anomaly),
-            level=logging.INFO if said else logging.WARNING,
-            quiet=said,
+            level=logging.INFO if reported else logging.WARNING,
+            quiet=reported,
         )
         if anomaly.action == "rollback":
             raise Rollback(anomaly)

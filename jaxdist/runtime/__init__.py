@@ -15,6 +15,7 @@ computes, starts in milliseconds. The settings dataclass lives in `jaxdist.runti
 """
 
 from jaxdist.runtime.backend import (
+    DEFAULT_MEMORY_FRACTION,
     MEMORY_FRACTION,
     be_careful,
     reserve_memory,
@@ -39,6 +40,7 @@ from jaxdist.runtime.logs import setup_logging
 from jaxdist.runtime.signals import NOTICES, Preemption, TraceRequests
 
 __all__ = [
+    "DEFAULT_MEMORY_FRACTION",
     "EXIT_CONFIG",
     "EXIT_FAILURE",
     "EXIT_HANG",

@@ -57,15 +57,19 @@ def be_careful() -> None:
     jax.config.update("jax_enable_checks", True)
 
 
-def reserve_memory(fraction: float) -> None:
-    """Let the run take this share of each GPU's memory; what the environment says comes first.
-
-    JAX would take three quarters. Must be called before a device is started; CPUs do not mind.
-    """
-    os.environ.setdefault(MEMORY_FRACTION, f"{fraction:g}")
-
-
 MEMORY_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+"""JAX's variable for the share of a GPU's memory that a process takes."""
+
+DEFAULT_MEMORY_FRACTION = 0.92
+"""JAX itself would take three quarters. The rest is for the CUDA context and NCCL."""
+
+
+def reserve_memory() -> None:
+    """Take `DEFAULT_MEMORY_FRACTION` of each GPU's memory, where the environment says nothing.
+
+    Must be called before a device is started. CPU runs ignore it.
+    """
+    os.environ.setdefault(MEMORY_FRACTION, f"{DEFAULT_MEMORY_FRACTION:g}")
 
 
 def setup_compilation_cache(directory: str | os.PathLike[str] | None = None) -> Path | None:

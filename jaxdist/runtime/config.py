@@ -24,15 +24,6 @@ class RuntimeConfig:
     process_id: int = setting(-1, "this process, from 0; -1: from the environment")
     join_timeout_s: int = setting(300, "seconds to wait for all processes to join")
     heartbeat_timeout_s: int = setting(30, "seconds of silence after which a process is dead")
-    shutdown_timeout_s: int = setting(60, "seconds to wait for the others at the end")
-    network_interface: str = setting(
-        "", "interface for NCCL (NCCL_SOCKET_IFNAME), e.g. ib0; empty: NCCL chooses"
-    )
-    memory_fraction: float = setting(
-        0.92,
-        "share of a GPU's memory that the run may take (JAX's own default is 0.75), the rest being "
-        "for the CUDA context and NCCL; XLA_PYTHON_CLIENT_MEM_FRACTION comes first",
-    )
     compilation_cache_dir: str = setting(
         "",
         "folder of compiled programs; empty: $JAXDIST_CACHE or ~/.cache/jaxdist/xla; "
@@ -42,7 +33,7 @@ class RuntimeConfig:
     def problems(self) -> list[str]:
         """Every violated rule, one line each."""
         found = []
-        for name in ("join_timeout_s", "heartbeat_timeout_s", "shutdown_timeout_s"):
+        for name in ("join_timeout_s", "heartbeat_timeout_s"):
             if getattr(self, name) < 1:
                 found.append(
                     f"runtime.{name}={getattr(self, name)} is not a waiting time. "
@@ -60,11 +51,6 @@ class RuntimeConfig:
             found.append(
                 f"runtime.process_id={self.process_id} is not in a job of "
                 f"{self.num_processes} processes. Use 0 to {self.num_processes - 1}."
-            )
-        if not 0.0 < self.memory_fraction <= 1.0:
-            found.append(
-                f"runtime.memory_fraction={self.memory_fraction} is a share of a GPU's memory, "
-                "above 0 and at most 1. Use 0.92."
             )
         if self.coordinator_address and not _is_address(self.coordinator_address):
             found.append(

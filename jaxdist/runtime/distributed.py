@@ -116,8 +116,6 @@ def join(settings: RuntimeConfig | None = None, environ: Mapping[str, str] | Non
             succeed.
     """
     environ = os.environ if environ is None else environ
-    if settings is not None and settings.network_interface:
-        os.environ["NCCL_SOCKET_IFNAME"] = settings.network_interface
     # Numbers in CUDA_VISIBLE_DEVICES then mean what nvidia-smi prints.
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     gpus = _gpus_of_host() if _wants_gpu() else []
@@ -154,7 +152,7 @@ def _connect(plan: JoinPlan, settings: RuntimeConfig | None, *, on_cpu: bool) ->
         coordinator_bind_address=plan.coordinator_address if is_loopback(host) else f"[::]:{port}",
         initialization_timeout=join_s,
         heartbeat_timeout_seconds=settings.heartbeat_timeout_s if settings else 30,
-        shutdown_timeout_seconds=settings.shutdown_timeout_s if settings else 60,
+        shutdown_timeout_seconds=60,  # processes end within a save of each other
     )
 
 

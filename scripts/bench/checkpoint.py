@@ -5,10 +5,10 @@
 
 All contenders write the same bytes in one run, interleaved; the medians of the repetitions are
 printed. `blocked` is what a training loop waits for, `total` the time until the files are complete;
-ours includes the digests, the CRC-32 of every file and the manifest. The last part trains the
+ours includes the checksums, the CRC-32 of every file and the manifest. The last part trains the
 default model of `jaxdist.train` with a save every 50 steps and without, in alternating blocks.
 
-On CPU the copy from device to host is none, so `blocked` is the digests; on a GPU it is the copy.
+On CPU the copy from device to host is none, so `blocked` is the checksums; on a GPU it is the copy.
 PyTorch's rows are absent when it is not installed.
 """
 
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import os
 import shutil
 import statistics
@@ -74,7 +75,7 @@ def make_state(mesh: Mesh, spec: P, gb: float) -> dict[str, Any]:
 def ours(directory: Path, state: Any) -> Callable[[int], tuple[float, float]]:
     """Save with `Checkpointer`; returns (seconds blocked, seconds in all)."""
     writer = Checkpointer(directory, CheckpointConfig(max_to_keep=1), **QUIET)
-    writer.probe(state)
+    writer.preflight(state)
 
     def save(step: int) -> tuple[float, float]:
         start = time.perf_counter()
@@ -180,14 +181,14 @@ def throughput(directory: Path, num_blocks: int, rows: int) -> None:
     }
     settings = CheckpointConfig(save_interval_steps=50, save_interval_minutes=0, max_to_keep=1)
     writer = Checkpointer(directory, settings, **QUIET)
-    writer.probe(state)
-    state, _ = jax.block_until_ready(parts.step.train(state, batch))
+    writer.preflight(state)
+    state, _ = jax.block_until_ready(parts.step.train(state, batch, math.inf))
     seconds: dict[bool, list[float]] = {True: [], False: []}
     for block in range(2 * num_blocks):
         saving = block % 2 == 1
         start = time.perf_counter()
         for step in range(50 * block + 1, 50 * block + 51):
-            state, _ = jax.block_until_ready(parts.step.train(state, batch))
+            state, _ = jax.block_until_ready(parts.step.train(state, batch, math.inf))
             if saving and (due := writer.due(step)):
                 writer.save(step, state, {}, due=due)
         assert writer.wait()

@@ -1,7 +1,7 @@
 """Seconds that a train step takes to compile: 32 layers on dp=4, tp=4, pp=4, simulated on CPU.
 
     python scripts/bench/compile.py                        # every schedule
-    python scripts/bench/compile.py 1f1b --layers 64
+    python scripts/bench/compile.py 1f1b_lockstep --layers 64
 
 Each schedule is a run of its own, `python -m jaxdist.train` for one step with an empty compile
 cache; the seconds are those that the run itself records (trace, lowering and compilation), with its
@@ -35,7 +35,7 @@ def main() -> None:
     print("| schedule | chunks | compile, s | whole run, s |\n|---|---|---|---|")
     for schedule in arguments.schedules:
         for chunks in (1, 2):
-            if chunks == 1 or schedule in ("1f1b", "zero_bubble"):
+            if chunks == 1 or schedule in ("1f1b_lockstep", "zero_bubble"):
                 compile_s, wall_s = measure(schedule, chunks, arguments.layers)
                 print(f"| {schedule} | {chunks} | {compile_s:.1f} | {wall_s:.1f} |", flush=True)
     peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20

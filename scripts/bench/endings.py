@@ -75,7 +75,7 @@ def _unharmed(folder: Path, steps: int) -> dict[int, tuple[str, str]]:
     try:
         job.start()
         if harness.finish(job) != 0:
-            raise SystemExit(f"the unharmed run failed:\n{job.said()[-3000:]}")
+            raise SystemExit(f"the unharmed run failed:\n{job.error_record()[-3000:]}")
         return harness.bits(job.run_dir)
     finally:
         job.close()
@@ -102,16 +102,16 @@ def _one_round(
             told.append(harness.suffer(job, kind, generator, moment))
             print(told[-1], flush=True)
             if told[-1].problem:
-                print(job.said()[-4000:], flush=True)
+                print(job.error_record()[-4000:], flush=True)
                 return told, ""
         code = harness.finish(job)
         if code != 0:
-            print(job.said()[-4000:], flush=True)
+            print(job.error_record()[-4000:], flush=True)
             return told, f"a job ended with exit code {code}"
         found = harness.bits(job.run_dir)
         return told, "" if found == expected else "a job ended with other bits"
     except Bad as error:
-        print(job.said()[-4000:], flush=True)
+        print(job.error_record()[-4000:], flush=True)
         return told, str(error)
     finally:
         job.close()

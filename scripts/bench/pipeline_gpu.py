@@ -30,9 +30,9 @@ TIMEOUT_S = 600.0
 
 SCHEDULES = (
     ("gpipe", 1),
+    ("1f1b_lockstep", 1),
     ("1f1b", 1),
-    ("1f1b_lean", 1),
-    ("1f1b", 2),
+    ("1f1b_lockstep", 2),
     ("zero_bubble", 1),
 )
 
@@ -47,9 +47,9 @@ def main() -> int:
     ]
     rows = [(label, given, *compiled(given, mesh, label)) for given, label in schedules]
     growth = []
-    for name in ("gpipe", "1f1b"):
+    for name in ("gpipe", "1f1b_lockstep"):
         for times in (1, 2, 4, 8):
-            microbatches = times * mesh.pipeline
+            microbatches = times * mesh["pipeline"]
             given = with_microbatches(with_schedule(config, name, 1), mesh, microbatches)
             step, report = compiled(given, mesh, f"{name}, {microbatches} microbatches")
             growth.append((name, microbatches, step, report))
@@ -77,7 +77,7 @@ def compiled(config: RunConfig, mesh: MeshSpec, label: str) -> tuple[CompiledSte
     if isinstance(step, NotCompiled):
         raise SystemExit(f"{label}: {step.reason}. {step.fix}\n{step.details}")
     schedule = config.pipeline.make_schedule(
-        num_stages=mesh.pipeline,
+        num_stages=mesh["pipeline"],
         rows=config.train.global_batch_size // mesh.num_replicas,
         accumulation=config.train.num_microbatches,
     )

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import statistics
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,8 @@ from jaxdist.core.parallel.pipeline.config import PipelineConfig
 from jaxdist.core.precision import PrecisionConfig
 from jaxdist.core.sharding import MeshConfig
 from jaxdist.core.step import TrainConfig
-from jaxdist.models import DecoderConfig
+from jaxdist.core.types import Model
+from jaxdist.models import DecoderConfig, build
 from jaxdist.optim import OptimConfig
 from jaxdist.plan.estimate.job import Engine, Job
 from jaxdist.plan.estimate.time import estimate_time
@@ -460,7 +462,7 @@ def job_of(row: Row) -> Job:
     """The row in our settings."""
     spec = MeshSpec.parse(row.mesh)
     rows = row.micro_rows * row.microbatches * spec.num_replicas
-    staged = spec.pipeline > 1
+    staged = spec["pipeline"] > 1
     config = RunConfig(
         model=row.model,
         mesh=MeshConfig(zero=row.zero),  # type: ignore[arg-type]
@@ -483,7 +485,14 @@ def job_of(row: Row) -> Job:
     cluster = Cluster(
         gpu=row.gpu, num_nodes=max(1, spec.num_devices // per_node), gpus_per_node=per_node
     )
-    return dataclasses.replace(Job.of(config, spec, cluster), engine=row.engine)
+    job = Job.of(config, spec, cluster, built(row.model, row.seq_len))
+    return dataclasses.replace(job, engine=row.engine)
+
+
+@functools.lru_cache
+def built(model: DecoderConfig, seq_len: int) -> Model:
+    """The model of several rows, built once."""
+    return build(model, seq_len=seq_len)
 
 
 def tokens_per_gpu(row: Row, job: Job) -> float:
@@ -491,7 +500,7 @@ def tokens_per_gpu(row: Row, job: Job) -> float:
     if row.step_s:
         return job.tokens_per_step / row.step_s / job.spec.num_devices
     if row.mfu_full:
-        flops = row.model.flops_per_token(row.seq_len)["full"]
+        flops = job.model.flops_per_token["full"]
         return row.mfu_full * 989.4e12 / flops
     return row.published
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import statistics
 from pathlib import Path
@@ -55,7 +56,7 @@ qwen8b_fsdp8          h100:8   qwen3_8b
 8b_xla_attention      h100:8   llama3_8b --model.attention xla --train.seq_len 2048
 13b_pp4dp4tp4         h100:64  pipeline_64gpu
 13b_gpipe             h100:64  pipeline_64gpu --pipeline.schedule gpipe
-13b_lean              h100:64  pipeline_64gpu --pipeline.schedule 1f1b_lean
+13b_1f1b              h100:64  pipeline_64gpu --pipeline.schedule 1f1b
 13b_zero_bubble       h100:64  pipeline_64gpu --pipeline.schedule zero_bubble
 13b_interleaved2      h100:64  pipeline_64gpu --pipeline.num_virtual_stages 2
 13b_interleaved5      h100:64  pipeline_64gpu --pipeline.num_virtual_stages 5
@@ -81,14 +82,14 @@ class Case:
     config: str
     flags: tuple[str, ...]
 
-    @property
+    @functools.cached_property
     def run(self) -> RunConfig:
         """The settings; data need not exist."""
         argv = ["--config", str(ROOT / "configs" / f"{self.config}.toml"), *self.flags]
         argv += ["--data.sources", "stdlib", "--data.tokenizer", "bytes"]
         return read_run(argv, command="plan_memory")
 
-    @property
+    @functools.cached_property
     def job(self) -> Job:
         """What is estimated."""
         cluster = parse_gpus(self.gpus)[0]

@@ -1,4 +1,4 @@
-"""Sharded parameters: gathered where they are used, their gradients reduce-scattered back.
+"""The fsdp axis: parameters sharded, gathered where they are used, gradients scattered back.
 
 Forward all-gathers a weight in the compute dtype; backward reduce-scatters its gradient in
 `reduce_dtype` (float32 by default, so that no bits are lost in the sum). A layer's whole weights
@@ -18,19 +18,37 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.core import collectives
-from jaxdist.core.sharding import dim_of
+from jaxdist.core.axis import Axis, axes_of, dim_of
 from jaxdist.core.types import Array, Params
 
-GATHERED = "gathered_weight"
-SHARD_AXES = ("fsdp", "data")
+FSDP = Axis(
+    name="fsdp",
+    short="fsdp",
+    help="replicas that share one copy of the model's state",
+    moves="weights, gathered for each layer, and their gradients, scattered back",
+    weights="gathered",
+    splits_rows=True,
+    dims=("d_model",),
+    sums_gradients="always",
+    sums_loss=True,
+    shrinks=True,
+    complexity=1,
+    divides="each device holds an equal slice of every matrix",
+)
+
+_GATHERED = "gathered_weight"
 
 
 def gather(params: Params, specs: Any, *, dtype: Any, reduce_dtype: Any) -> Params:
     """Whole weights in the compute dtype from local shards.
 
+    Wire, per leaf of B bytes whole in `dtype` over n shards: B·(n−1)/n forward, the same in
+    `reduce_dtype` backward.
+
     Args:
-        params: local shards, any subtree of the parameters.
-        specs: the `PartitionSpec` of each leaf (for one layer: without the stacked dim).
+        params: local shards, any subtree of the parameters, float32.
+        specs: the `PartitionSpec` of each leaf, with the axes to gather over and no others
+            (`Layout.gather_specs`; for one layer: without the stacked dim).
         dtype: dtype of the result.
         reduce_dtype: dtype in which gradients are summed over the shards' axes.
     """
@@ -55,7 +73,7 @@ def keep_all_but_weights(layers: Params) -> Callable[..., bool]:
 
     def keep(primitive: Any, *avals: Any, **params: Any) -> bool:
         if primitive.name == "name":
-            return params["name"] != GATHERED
+            return params["name"] != _GATHERED
         if primitive.name in ("custom_vjp_call", "convert_element_type") and len(avals) == 1:
             return (avals[0].shape, avals[0].dtype) not in shards
         return True
@@ -64,9 +82,9 @@ def keep_all_but_weights(layers: Params) -> Callable[..., bool]:
 
 
 def is_sharded(specs: Any) -> bool:
-    """Whether any leaf must be gathered before use."""
+    """Whether any leaf of `Layout.gather_specs` must be gathered before use."""
     leaves = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, P))
-    return any(dim_of(spec, axis) is not None for spec in leaves for axis in SHARD_AXES)
+    return any(axes_of(spec) for spec in leaves)
 
 
 def scatter(grads: Params, specs: Any, *, reduce_dtype: Any) -> Params:
@@ -74,10 +92,15 @@ def scatter(grads: Params, specs: Any, *, reduce_dtype: Any) -> Params:
 
     What differentiating `gather` does, for gradients that were added up before. Leaves that no axis
     shards stay as they are.
+
+    Args:
+        grads: gradients of the gathered weights, float32.
+        specs: as for `gather`.
+        reduce_dtype: dtype in which they are summed; the result has the dtype of `grads`.
     """
 
     def leaf(spec: P, grad: Array) -> Array:
-        axes = tuple(axis for axis in SHARD_AXES if dim_of(spec, axis) is not None)
+        axes = axes_of(spec)
         if not axes:
             return grad
         dim = dim_of(spec, axes[0])
@@ -94,12 +117,12 @@ def layer_specs(specs: Any) -> Any:
 
 
 def _gather_leaf(w: Array, spec: P, dtype: Any, reduce_dtype: Any) -> Array:
-    axes = tuple(axis for axis in SHARD_AXES if dim_of(spec, axis) is not None)
+    axes = axes_of(spec)
     if not axes:
-        return w if w.dtype == dtype else checkpoint_name(w.astype(dtype), GATHERED)
+        return w if w.dtype == dtype else checkpoint_name(w.astype(dtype), _GATHERED)
     dim = dim_of(spec, axes[0])
     assert dim is not None and dim_of(spec, axes[-1]) == dim
-    return checkpoint_name(_gather(w, axes, dim, dtype, reduce_dtype), GATHERED)
+    return checkpoint_name(_gather(w, axes, dim, dtype, reduce_dtype), _GATHERED)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))

@@ -1,4 +1,4 @@
-"""The tensor axis: what a model's three hooks do when one layer is split over several devices.
+"""The tensor axis: one layer split over several devices, and the hooks a model calls there.
 
 Column-parallel products follow `enter`, row-parallel products precede `leave`. With sequence
 parallelism the activations between blocks are split by sequence, so the all-reduce after a
@@ -17,29 +17,41 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxdist.core import collectives
-from jaxdist.core.sharding import Layout
+from jaxdist.core.axis import Axis, Workload, allowed_sizes
 from jaxdist.core.types import Array, Sums
 
-AXIS = "tensor"
-SEQUENCE_DIM = 1
+_SEQUENCE_DIM = 1
 
 
-def hooks(layout: Layout) -> dict[str, Any]:
-    """The `enter`, `leave`, `split` and `tensor_index` of a `Context` on this layout."""
-    if layout.sizes[AXIS] == 1 or layout.auto_tensor:
-        return {}
-    if layout.sequence_parallel:
+def _problems(size: int, workload: Workload) -> list[str]:
+    if workload.seq_len is None or workload.seq_len % size == 0:
+        return []
+    return [
+        f"mesh tp={size} does not divide train.seq_len={workload.seq_len}: sequence parallelism "
+        f"gives each device an equal part of the positions. Use tp="
+        f"{allowed_sizes(workload.seq_len)}, or --mesh.sequence_parallel=false."
+    ]
+
+
+def _hooks(sequence_parallel: bool) -> dict[str, Any]:
+    """`enter`, `leave`, `split` and `tensor_index` of a `Context`; `seq_shard` = seq / tp.
+
+    With sequence parallelism `enter` is [batch, seq_shard, ...] -> [batch, seq, ...], `leave` the
+    way back with a sum, `split` the same without one. Without it they keep the shape.
+    """
+    index = lambda: collectives.group_index(TENSOR.name)
+    if not sequence_parallel:
         return {
-            "enter": lambda x: collectives.all_gather(x, AXIS, dim=SEQUENCE_DIM),
-            "leave": lambda x: collectives.reduce_scatter(x, AXIS, dim=SEQUENCE_DIM),
-            "split": _split_sequence,
-            "tensor_index": lambda: collectives.group_index(AXIS),
+            # Forward moves nothing; backward sums the gradients of the column-parallel parts.
+            "enter": lambda x: collectives.vary(x, TENSOR.name),
+            "leave": lambda x: collectives.all_reduce(x, TENSOR.name),
+            "tensor_index": index,
         }
     return {
-        # Forward moves nothing; backward sums the gradients of the column-parallel parts.
-        "enter": lambda x: collectives.vary(x, AXIS),
-        "leave": lambda x: collectives.all_reduce(x, AXIS),
-        "tensor_index": lambda: collectives.group_index(AXIS),
+        "enter": lambda x: collectives.all_gather(x, TENSOR.name, dim=_SEQUENCE_DIM),
+        "leave": lambda x: collectives.reduce_scatter(x, TENSOR.name, dim=_SEQUENCE_DIM),
+        "split": lambda x: _split_sequence(x),
+        "tensor_index": index,
     }
 
 
@@ -51,14 +63,31 @@ def add_layers(sums: Sums) -> Sums:
     """
     total = {name: jnp.sum(values, axis=0) for name, values in sums.items()}
     return {
-        name: collectives.all_reduce(value, AXIS)
-        if AXIS in collectives.varying_axes(value)
+        name: collectives.all_reduce(value, TENSOR.name)
+        if TENSOR.name in collectives.varying_axes(value)
         else value
         for name, value in total.items()
     }
 
 
 def _split_sequence(x: Array) -> Array:
-    length = x.shape[SEQUENCE_DIM] // lax.axis_size(AXIS)
-    start = collectives.group_index(AXIS) * length
-    return lax.dynamic_slice_in_dim(x, start, length, axis=SEQUENCE_DIM)
+    """[batch, seq, ...] -> this device's [batch, seq_shard, ...]; moves nothing."""
+    length = x.shape[_SEQUENCE_DIM] // lax.axis_size(TENSOR.name)
+    start = collectives.group_index(TENSOR.name) * length
+    return lax.dynamic_slice_in_dim(x, start, length, axis=_SEQUENCE_DIM)
+
+
+TENSOR = Axis(
+    name="tensor",
+    short="tp",
+    help="devices that share the heads, hidden units and vocabulary of each layer",
+    moves="activations, four times per layer and microbatch",
+    weights="split",
+    dims=("vocab", "heads", "kv_heads", "mlp"),
+    # With sequence parallelism each device sees other tokens; without it, all see the same.
+    sums_gradients="sequence_parallel",
+    complexity=2,
+    divides="each device computes an equal part of it",
+    problems=_problems,
+    hooks=_hooks,
+)

@@ -6,9 +6,11 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxdist.core import losses
-from jaxdist.core.parallel import fsdp, tensor
+from jaxdist.core import attention, losses
+from jaxdist.core.parallel import fsdp
+from jaxdist.core.parallel.pipeline.axis import PIPELINE
 from jaxdist.core.parallel.pipeline.config import PipelineConfig
+from jaxdist.core.parallel.tensor import TENSOR
 from jaxdist.core.precision import PrecisionConfig
 from jaxdist.core.sharding import Layout
 from jaxdist.core.step.config import TrainConfig
@@ -25,38 +27,61 @@ def make_context(
     precision: PrecisionConfig,
     stages: PipelineConfig | None = None,
 ) -> Context:
-    """What the model is told inside the step on this layout."""
+    """What the model is told inside the step on this layout.
+
+    Args:
+        model: the model.
+        layout: mesh and rules; the first device says the platform.
+        config: remat policy, unrolling, tokens of a loss chunk.
+        precision: compute and reduce dtypes.
+        stages: when the pipeline gathers weights; None without stages.
+    """
     device = layout.mesh.devices.flat[0]
     platform = "gpu" if device.platform in ("gpu", "cuda") else device.platform
     dtype = precision.resolve(platform)
-    split_vocabulary = layout.sizes["tensor"] > 1 and not layout.auto_tensor
+    split_vocabulary = TENSOR in layout.used
     chunk = config.loss_chunk_tokens or default_loss_chunk(
-        model.dims.get("vocab", 0) // layout.sizes["tensor"]
+        model.dims.get("vocab", 0) // layout.size(TENSOR)
     )
 
     def token_loss(
         x: Array, kernel: Array, targets: Array, weights: Array, vocab_size: int
     ) -> Sums:
-        vocabulary = losses.Vocabulary(vocab_size, "tensor" if split_vocabulary else None, chunk)
+        vocabulary = losses.Vocabulary(vocab_size, TENSOR.name if split_vocabulary else None, chunk)
         return losses.token_cross_entropy(x, kernel, targets, weights, vocabulary)
 
+    capability = str(getattr(device, "compute_capability", ""))
+    hooks = _hooks(layout)
+    head_shard = {key: hooks[key] for key in ("tensor_index",) if key in hooks}
     return Context(
         dtype=dtype,
+        attend=attention.make_attend(
+            platform=platform, compute_capability=capability, **head_shard
+        ),
         token_loss=token_loss,
         label_loss=losses.label_cross_entropy,
         run_layers=make_run_layers(
             model, layout, config, precision, platform, gather=not _gathers_once(layout, stages)
         ),
         platform=platform,
-        compute_capability=str(getattr(device, "compute_capability", "")),
+        compute_capability=capability,
         gather=make_gather(layout, model, dtype, precision),
-        **tensor.hooks(layout),
+        **hooks,
     )
+
+
+def _hooks(layout: Layout) -> dict[str, Any]:
+    """What the axes in use give a model to call."""
+    return {
+        name: hook
+        for axis in layout.used
+        for name, hook in axis.hooks(layout.sequence_parallel).items()
+    }
 
 
 def make_gather(layout: Layout, model: Model, dtype: Any, precision: PrecisionConfig) -> Any:
     """A function that makes all but the stacked layers whole, in the compute dtype."""
-    specs = layout.param_specs(model.axes)
+    specs = layout.gather_specs(model.axes)
 
     def gather(params: Params) -> Params:
         outer = {name: tree for name, tree in params.items() if name != "layers"}
@@ -71,7 +96,7 @@ def make_gather(layout: Layout, model: Model, dtype: Any, precision: PrecisionCo
 
 def _gathers_once(layout: Layout, stages: PipelineConfig | None) -> bool:
     """Whether the pipeline gathers a stage's weights itself, before the first tick."""
-    return layout.sizes["pipeline"] > 1 and stages is not None and stages.gather == "step"
+    return layout.size(PIPELINE) > 1 and stages is not None and stages.gather == "step"
 
 
 def default_loss_chunk(vocab_shard: int) -> int:

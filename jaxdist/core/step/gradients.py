@@ -12,14 +12,18 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.core import collectives
+from jaxdist.core.axis import spec_over
 from jaxdist.core.collective_order import in_order
-from jaxdist.core.parallel import data
-from jaxdist.core.parallel.pipeline import value_and_grad as pipeline
+from jaxdist.core.parallel import data, reduction
+from jaxdist.core.parallel.pipeline import evaluate as pipeline_evaluate
+from jaxdist.core.parallel.pipeline import value_and_grad as pipeline_train
+from jaxdist.core.parallel.pipeline.axis import PIPELINE
 from jaxdist.core.parallel.pipeline.config import PipelineConfig
 from jaxdist.core.precision import PrecisionConfig
 from jaxdist.core.sharding import Layout
 from jaxdist.core.step.config import REPLICA_NORMS, TrainConfig
 from jaxdist.core.step.layer_scan import make_layer, remat_policy, resolve_remat
+from jaxdist.core.step.replica_norms import has_replica_norms, replica_norms
 from jaxdist.core.types import Array, Batch, Context, Model, Params, Sums, objective
 
 
@@ -43,11 +47,11 @@ def make_value_and_grad(
     param_specs = layout.param_specs(model.axes)
     micro_specs = layout.gradient_specs(model.axes)
     grad_specs = layout.moment_specs(model.axes)
-    axes = data.summed_axes(layout)
-    num_stages = layout.sizes["pipeline"]
+    axes = layout.summed_axes
+    num_stages = layout.size(PIPELINE)
     if num_stages > 1:
         remat = resolve_remat(config, context.platform)
-        value_and_grad = pipeline.make_value_and_grad(
+        value_and_grad = pipeline_train.make_value_and_grad(
             model,
             layout,
             lambda rows: stages.make_schedule(
@@ -64,22 +68,22 @@ def make_value_and_grad(
         value_and_grad = _make_accumulation(model, layout, config.num_microbatches)
 
     def local(params: Params, batch: Batch, key: Array, scale: Array) -> Any:
-        batch = data.number_rows(batch, layout)
-        local_params = data.localise(params, layout)
+        batch = data.number_rows(batch, layout.batch_axes)
+        local_params = reduction.localise(params, axes)
         step_context = dataclasses.replace(context, dropout_key=key)
         sums, grads = value_and_grad(local_params, batch, step_context, scale)
         norms = {}
-        if config.replica_norms and data.has_replica_norms(layout):
-            found = data.replica_norms(grads, micro_specs, sums["weight"], layout) / scale
+        if config.replica_norms and has_replica_norms(layout):
+            found = replica_norms(grads, micro_specs, sums["weight"], layout) / scale
             norms = {REPLICA_NORMS: found}
         sums = _sum_over_devices(sums, layout) | norms
-        grads = data.reduce_gradients(grads, micro_specs, grad_specs, layout, axes)
+        grads = reduction.reduce_gradients(grads, micro_specs, grad_specs, axes)
         inverse = 1.0 / (divisor(sums["weight"]) * scale)
         grads = jax.tree.map(lambda g: g * inverse, grads)
         if frozen is not None:
             zero = lambda is_frozen, g: collectives.zeros_like(g) if is_frozen else g
             grads = jax.tree.map(zero, frozen, grads)
-        norm = jnp.sqrt(data.squared_norm(grads, grad_specs, layout))
+        norm = jnp.sqrt(reduction.squared_norm(grads, grad_specs, layout.manual_axes))
         return sums, grads, norm
 
     return _manual(
@@ -93,7 +97,7 @@ def _make_accumulation(
     """(local params, rows, context, scale) -> sums and local gradients, one microbatch a time."""
     param_specs = layout.param_specs(model.axes)
     micro_specs = layout.gradient_specs(model.axes)
-    axes = data.summed_axes(layout)
+    axes = layout.summed_axes
 
     def value_and_grad(
         params: Params, batch: Batch, context: Context, scale: Array
@@ -105,7 +109,7 @@ def _make_accumulation(
         def microbatch(micro: Batch) -> tuple[Sums, Params]:
             grads, sums = jax.grad(scaled_loss, has_aux=True)(params, micro)
             # ZeRO-2 shards each microbatch's gradient at once; the rest is reduced once a step.
-            return sums, data.scatter_gradients(grads, param_specs, micro_specs, axes)
+            return sums, reduction.scatter_gradients(grads, param_specs, micro_specs, axes)
 
         return _accumulate(microbatch, batch, num_microbatches)
 
@@ -114,8 +118,7 @@ def _make_accumulation(
 
 def _sum_over_devices(sums: Sums, layout: Layout) -> Sums:
     """Sums over replicas, and from the last stage to all."""
-    stages = ("pipeline",) if layout.sizes["pipeline"] > 1 else ()
-    axes = (*stages, *layout.batch_axes)
+    axes = layout.loss_axes
     if not axes:
         return sums
     return {name: collectives.all_reduce(s, axes) for name, s in sums.items()}
@@ -129,9 +132,9 @@ def make_evaluate(
     Where the mesh has stages, a forward pipeline.
     """
     stages = stages or PipelineConfig()
-    num_stages = layout.sizes["pipeline"]
+    num_stages = layout.size(PIPELINE)
     if num_stages > 1:
-        evaluate = pipeline.make_evaluate(
+        evaluate = pipeline_evaluate.make_evaluate(
             model,
             layout,
             lambda rows: stages.make_evaluation_schedule(num_stages=num_stages, rows=rows),
@@ -141,7 +144,7 @@ def make_evaluate(
         evaluate = lambda params, batch, context: model.loss(context.gather(params), batch, context)
 
     def local(params: Params, batch: Batch) -> Sums:
-        batch = data.number_rows(batch, layout)
+        batch = data.number_rows(batch, layout.batch_axes)
         return _sum_over_devices(evaluate(params, batch, context), layout)
 
     return _manual(local, layout, (layout.param_specs(model.axes), layout.batch_spec()), P())
@@ -165,7 +168,7 @@ def _accumulate(
 
 def _manual(function: Any, layout: Layout, in_specs: Any, out_specs: Any) -> Any:
     if layout.auto_tensor:
-        in_specs, out_specs = _without_tensor(in_specs), _without_tensor(out_specs)
+        in_specs, out_specs = (_over(specs, layout.manual_axes) for specs in (in_specs, out_specs))
     if layout.mesh.size > 1 and layout.mesh.devices.flat[0].platform == "cpu":
         function = in_order(function, hidden=layout.auto_tensor)
     return jax.shard_map(
@@ -177,16 +180,11 @@ def _manual(function: Any, layout: Layout, in_specs: Any, out_specs: Any) -> Any
     )
 
 
-def _without_tensor(specs: Any) -> Any:
-    def strip(spec: P) -> P:
-        kept = []
-        for entry in spec:
-            names = entry if isinstance(entry, tuple) else (entry,)
-            names = tuple(n for n in names if n not in (None, "tensor"))
-            kept.append(names if len(names) > 1 else names[0] if names else None)
-        return P(*kept)
-
-    return jax.tree.map(strip, specs, is_leaf=lambda x: isinstance(x, P))
+def _over(specs: Any, axes: tuple[str, ...]) -> Any:
+    """Specs with every axis but `axes` left out."""
+    return jax.tree.map(
+        lambda spec: spec_over(spec, axes), specs, is_leaf=lambda x: isinstance(x, P)
+    )
 
 
 def divisor(weight: Array) -> Array:

@@ -13,6 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 from jaxdist.core import collectives
 from jaxdist.core.parallel import fsdp, tensor
+from jaxdist.core.parallel.pipeline.axis import PIPELINE
+from jaxdist.core.parallel.tensor import TENSOR
 from jaxdist.core.precision import PrecisionConfig
 from jaxdist.core.sharding import Layout
 from jaxdist.core.step.config import TrainConfig
@@ -49,11 +51,11 @@ def make_run_layers(
     if not model.num_layers:
         return Context().run_layers
     layer = make_layer(model, layout, precision, platform, gather=gather)
-    specs = fsdp.layer_specs(layout.param_specs(model.axes)["layers"])
+    specs = fsdp.layer_specs(layout.gather_specs(model.axes)["layers"])
     remat = resolve_remat(config, platform)
     recomputes = remat != "none" or (gather and fsdp.is_sharded(specs))
     # A pipeline holds its layers in several loop bodies: unrolled, they would take long to compile.
-    few = 1 if layout.sizes["pipeline"] > 1 else model.num_layers
+    few = 1 if layout.size(PIPELINE) > 1 else model.num_layers
     unroll = _num_unrolled(few, platform, recomputes)
 
     def run_layers(
@@ -96,7 +98,7 @@ def make_layer(
         (block, shards of one layer, x [batch, seq_shard, d_model], index in the model, aux,
         context) -> (x, Sums). Without `gather` the weights are whole already and only cast.
     """
-    specs = fsdp.layer_specs(layout.param_specs(model.axes)["layers"])
+    specs = fsdp.layer_specs(layout.gather_specs(model.axes)["layers"])
     if not gather:
         specs = jax.tree.map(lambda _: P(), specs, is_leaf=lambda x: isinstance(x, P))
     dtype = precision.resolve(platform)
@@ -133,7 +135,7 @@ def _checked(out: Any, x: Array) -> tuple[Array, Sums]:
                 f"{jnp.shape(value)}. Sum it over rows and tokens to a float32 scalar."
             )
     # A scan and a switch want one type of each sum, also of a constant.
-    rows = tuple(axis for axis in collectives.varying_axes(x) if axis != tensor.AXIS)
+    rows = tuple(axis for axis in collectives.varying_axes(x) if axis != TENSOR.name)
     return y, collectives.vary(sums, rows)
 
 

@@ -28,16 +28,15 @@ class Step:
     """The compiled functions of a run.
 
     Attributes:
-        train: (state, batch) -> (state, metrics); jitted, `state` donated.
-        train_below: (state, batch, limit) -> (state, metrics); the same, but a step whose loss is
-            above the limit is not applied either; `applied` in its metrics says so.
+        train: (state, batch, limit) -> (state, metrics); jitted, `state` donated. The update is
+            left out where the loss is above `limit` (float32 [], inf = no limit) or where loss or
+            gradients are not finite; `applied` in the metrics says so.
         evaluate: (params, batch) -> Sums over the global batch; jitted.
         context: what the model is told (kernels, dtypes), for logs.
         batch_sharding: where a batch's leaves must lie.
     """
 
     train: Any
-    train_below: Any
     evaluate: Any
     context: Context
     batch_sharding: Any
@@ -81,9 +80,7 @@ def make_step(
     update = make_update(model, optimizer, layout, max_grad_norm)
     on_device = opt_shardings(model, optimizer, layout)
 
-    def train(
-        state: TrainState, batch: Batch, limit: Array | None = None
-    ) -> tuple[TrainState, Metrics]:
+    def train(state: TrainState, batch: Batch, limit: Array) -> tuple[TrainState, Metrics]:
         if config.offload_optimizer:
             fetched = jax.device_put(state.opt_state, on_device)
             state = dataclasses.replace(state, opt_state=fetched)
@@ -94,7 +91,7 @@ def make_step(
         params, opt_state = update(state, grads, norm, learning_rate)
         finite = jnp.isfinite(objective(sums)) & jnp.isfinite(norm)
         means = _means(sums)
-        applied = finite if limit is None else finite & (means["loss"] <= limit)
+        applied = finite & (means["loss"] <= limit)
         keep = lambda new, old: jax.tree.map(lambda n, o: jnp.where(applied, n, o), new, old)
         new_state = TrainState(
             step=state.step + 1,
@@ -106,8 +103,7 @@ def make_step(
         metrics = means | {
             "grad_norm": norm,
             "learning_rate": learning_rate,
-            "finite": finite,
-            **({} if limit is None else {"applied": applied}),
+            "applied": applied,
             **{f"loss_{name}": value for name, value in state.loss_scale.items()},
         }
         return new_state, metrics
@@ -116,12 +112,6 @@ def make_step(
     whole = layout.sharding(P())
     return Step(
         train=jax.jit(
-            train,
-            donate_argnums=0,
-            in_shardings=(shardings, batch_sharding),
-            out_shardings=(shardings, whole),
-        ),
-        train_below=jax.jit(  # compiled only where a run asks for it
             train,
             donate_argnums=0,
             in_shardings=(shardings, batch_sharding, whole),

@@ -32,6 +32,7 @@ from typing import Any, Literal
 
 from jaxdist.config import RunConfig, write_toml
 from jaxdist.core.mesh import MeshSpec
+from jaxdist.core.parallel.axes import row_axes
 from jaxdist.plan.compiled.collectives import Collective
 from jaxdist.plan.hardware import Cluster
 
@@ -406,7 +407,7 @@ def _reductions(step: CompiledStep) -> list[Remark]:
     """Gradients summed in less than float32."""
     narrow: dict[str, set[str]] = {}
     for c in step.collectives:
-        if c.kind in ("all-reduce", "reduce-scatter") and {"data", "fsdp"} & set(c.axes):
+        if c.kind in ("all-reduce", "reduce-scatter") and set(row_axes()) & set(c.axes):
             for dtype in set(c.dtypes) & {"bf16", "f16"}:
                 narrow.setdefault(dtype, set()).add("+".join(c.axes))
     return [

@@ -70,7 +70,7 @@ class Collective:
     op_name: str
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class _Site:
     """A collective found on the walk: where it starts, where it ends, how often it runs."""
 
@@ -78,10 +78,10 @@ class _Site:
     started: Instruction
     inner: Instruction
     result: Instruction
-    between: int
-    overlapped: bool
-    times: int
-    in_branch: bool
+    between: int = 0
+    overlapped: bool = False
+    times: int = 1
+    in_branch: bool = False
 
 
 def read_collectives(
@@ -244,13 +244,20 @@ def _site(
 ) -> _Site:
     started = instructions[place]
     if not split:
-        return _Site(kind, started, inner, started, 0, False, 1, False)
+        return _Site(kind=kind, started=started, inner=inner, result=started)
     end = _end(instructions, place)
     computing = sum(other.opcode in _COMPUTES for other in instructions[place + 1 : end])
     # The type of a start holds operands and results alike; that of its end the results alone.
     result = inner if inner is not started else instructions[end]
     overlapped = '"is_sync":true' not in started.attributes
-    return _Site(kind, started, inner, result, computing, overlapped, 1, False)
+    return _Site(
+        kind=kind,
+        started=started,
+        inner=inner,
+        result=result,
+        between=computing,
+        overlapped=overlapped,
+    )
 
 
 def _end(instructions: list[Instruction], place: int) -> int:

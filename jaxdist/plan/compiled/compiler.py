@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import re
 import sys
@@ -63,7 +64,7 @@ def compile_step(request: dict[str, Any]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="jaxdist-plan-") as scratch:
         start = time.perf_counter()
         parts = _assemble(request["config"], devices, scratch)
-        lowered = parts.step.train.lower(parts.abstract_state(), parts.abstract_batch())
+        lowered = parts.step.train.lower(parts.abstract_state(), parts.abstract_batch(), math.inf)
         compiled = lowered.compile(
             compiler_options={"xla_dump_to": scratch, "xla_dump_hlo_as_text": True}
         )
@@ -130,15 +131,15 @@ def _assemble(config_text: str, devices: list[Any], scratch: str) -> Any:
 
 def _branch_shares(parts: Any) -> dict[str, float]:
     """Kind of action -> a stage's actions of it, as a share of the switches that may hold one."""
-    from jaxdist.core.parallel.pipeline.loop_plan import phases
+    from jaxdist.core.parallel.pipeline.loop_plan import plan_loops
 
     schedule = parts.pipeline_schedule
     if schedule is None:
         return {}
     slots = Counter(
         kind
-        for phase in phases(schedule)
-        for kinds in phase.kinds * len(phase.rounds)
+        for loop in plan_loops(schedule)
+        for kinds in loop.kinds * len(loop.rounds)
         for kind in kinds
     )
     actions = Counter(tick[0].kind for tick in schedule.ticks if tick[0] is not None)

@@ -1,12 +1,14 @@
-"""What a decoder's layers keep for the backward pass and work with, in bytes on one device.
+"""What a model's layers keep for the backward pass and work with, in bytes on one device.
 
-Each figure names the arrays it counts; they were found in the GPU compiler's buffer assignments.
+Of a decoder each figure names the arrays it counts; they were found in the GPU compiler's buffer
+assignments. Of any other model the figures are what its own functions keep (`model_trace`).
 """
 
 from __future__ import annotations
 
 import dataclasses
 
+from jaxdist.core.parallel.tensor import TENSOR
 from jaxdist.plan.estimate.job import WIDE, Job
 
 
@@ -23,20 +25,26 @@ class Widths:
     @classmethod
     def of(cls, job: Job) -> Widths:
         """The widths of the job's decoder."""
-        model = job.decoder
-        assert model is not None
-        tensor, ways = job.spec.tensor, 2 if model.activation == "swiglu" else 1
+        dims, tensor = job.model.dims, job.spec[TENSOR]
+        # Gate and up are one matrix [d_model, 2, mlp], without a gate [d_model, 1, mlp].
+        (up,) = (
+            w.size // w.shape[0] // w.shape[1]
+            for w in job.layers
+            if w.is_matrix and w.dims[1] == "d_model" and "mlp" in w.dims
+        )
         return cls(
-            stream=model.d_model,
-            queries=model.num_heads * model.head_width // tensor,
-            keys=model.kv_heads * model.head_width // tensor,
-            up=ways * model.mlp_dim // tensor,
-            hidden=model.mlp_dim // tensor,
+            stream=dims["d_model"],
+            queries=dims["heads"] * dims["head_dim"] // tensor,
+            keys=dims["kv_heads"] * dims["head_dim"] // tensor,
+            up=up // tensor,
+            hidden=dims["mlp"] // tensor,
         )
 
 
-def kept_per_layer(job: Job) -> int:
+def kept_per_layer(job: Job) -> float:
     """Bytes that one layer keeps from its forward to its backward, by the remat policy."""
+    if not job.is_decoder:
+        return job.micro_rows * job.trace.layer.kept_bytes
     widths, tokens, carry = Widths.of(job), job.tokens, job.stream_tokens
     names = {
         "qkv": tokens * (widths.queries + 2 * widths.keys),
@@ -64,11 +72,18 @@ def relaid_per_layer(job: Job) -> int:
     the compiler turns the whole stack around at once.
     """
     turned = job.sequence_parallel and job.micro_rows > 1 and job.remat in ("dots", "none")
-    return job.compute_bytes * job.tokens * Widths.of(job).stream if turned else 0
+    return job.compute_bytes * job.tokens * job.stream_width if turned else 0
 
 
-def working(job: Job) -> int:
+def kept_outside(job: Job) -> float:
+    """Bytes that a traced model keeps outside its layers; a decoder's head has its own account."""
+    return 0.0 if job.is_decoder else job.micro_rows * job.trace.rest.kept_bytes
+
+
+def working(job: Job) -> float:
     """Activations alive while one layer's backward runs, its recomputation included."""
+    if not job.is_decoder:
+        return job.micro_rows * job.everything_kept.layer.kept_bytes
     widths, tokens = Widths.of(job), job.tokens
     mlp = 2 * widths.up + 2 * widths.hidden  # the products' outputs and their gradients
     stream = 5 * widths.stream  # norms, residual and gradients between the branches
@@ -79,7 +94,7 @@ def attention_scores(job: Job) -> int:
     """Scores, probabilities and their gradients where no fused kernel avoids them."""
     if job.attention != "xla":
         return 0
-    return 3 * WIDE * job.micro_rows * _heads(job) * job.seq_len**2
+    return 3 * WIDE * job.micro_rows * heads(job) * job.seq_len**2
 
 
 def attention_workspace(job: Job) -> int:
@@ -87,23 +102,25 @@ def attention_workspace(job: Job) -> int:
 
     Measured on the kernels: exact on every shape tried for compute capability 9.0, one for 8.0.
     """
-    model = job.decoder
-    if model is None or job.attention != "cudnn":
+    if job.attention != "cudnn":
         return 0
-    rows = job.micro_rows * _heads(job) * job.seq_len
-    width = model.head_width
+    dims, rows = job.model.dims, job.micro_rows * heads(job) * job.seq_len
+    width = dims["head_dim"]
     if float(job.gpu.compute_capability) < 9.0:
         return WIDE * rows * (3 * width + 1) + 128
-    grouped = model.kv_heads != model.num_heads
+    grouped = dims["kv_heads"] != dims["heads"]
     return WIDE * rows * (width + 1) + WIDE * rows * width * grouped + 256
 
 
-def put_off_per_layer(job: Job) -> int:
+def put_off_per_layer(job: Job) -> float:
     """What a layer's weight gradients read, when they are taken apart (zero bubble).
 
     Of products with split weights the inputs and gradients as they are; of the residual stream
-    this device's shards: both norms' outputs, and the gradients of both branches.
+    this device's shards: both norms' outputs, and the gradients of both branches. Of a model that
+    is traced, all that it keeps, and as much in gradients.
     """
+    if not job.is_decoder:
+        return 2 * job.micro_rows * job.everything_kept.layer.kept_bytes
     widths, stream = Widths.of(job), job.stream_tokens * Widths.of(job).stream
     split = widths.up + widths.hidden + 2 * widths.queries + 2 * widths.keys
     return job.compute_bytes * (job.tokens * split + 4 * stream)
@@ -116,10 +133,10 @@ def _kept_without_recomputation(job: Job) -> int:
     wide = 6 * stream * widths.stream
     kept = job.compute_bytes * tokens * products + WIDE * wide
     if job.attention == "xla":  # probabilities, as scores and as multiplied
-        kept += (WIDE + job.compute_bytes) * job.micro_rows * _heads(job) * job.seq_len**2
+        kept += (WIDE + job.compute_bytes) * job.micro_rows * heads(job) * job.seq_len**2
     return kept
 
 
-def _heads(job: Job) -> int:
-    assert job.decoder is not None
-    return job.decoder.num_heads // job.spec.tensor
+def heads(job: Job) -> int:
+    """Query heads of a decoder on one device."""
+    return job.model.dims["heads"] // job.spec[TENSOR]

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import dataclasses
 
-from jaxdist.models.configs import CnnConfig
-from jaxdist.plan.estimate.activations import Widths
+from jaxdist.core.parallel.tensor import TENSOR
+from jaxdist.plan.estimate.activations import Widths, heads
 from jaxdist.plan.estimate.job import WIDE, Job
+from jaxdist.plan.estimate.model_trace import Cost
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,19 +59,21 @@ _BACKWARD_PASSES = 2.5  # of forward: reads what was kept too
 
 
 def model_flops_per_token(job: Job, convention: str = "causal") -> float:
-    """Useful FLOPs of one token or image, forward and backward, as the MFU counts them."""
-    if job.model is not None:
+    """Useful FLOPs of one token or image, forward and backward, as the MFU counts them.
+
+    A model that does not say is traced; backward counts as twice the forward, attention as whole.
+    """
+    if job.model.flops_per_token:
         return float(job.model.flops_per_token.get(convention, 0.0))
-    model = job.config.model
-    if isinstance(model, CnnConfig):
-        return model.flops_per_token()[convention]
-    return job.decoder.flops_per_token(job.seq_len)[convention] if job.decoder else 0.0
+    cost = job.everything_kept
+    return 3 * (job.num_layers * cost.layer.flops + cost.rest.flops) / job.seq_len
 
 
 def layer_forward(job: Job) -> Work:
     """One layer's forward of one microbatch on one device."""
-    widths, model = Widths.of(job), job.decoder
-    assert model is not None
+    if not job.is_decoder:
+        return _traced(job, job.everything_kept.layer)
+    widths = Widths.of(job)
     queries, keys = widths.queries, widths.keys
     weights = widths.stream * (2 * queries + 2 * keys + widths.up + widths.hidden)
     elements = _QUERY_PASSES * (queries + keys) + _HIDDEN_PASSES * (widths.up + widths.hidden) / 2
@@ -81,6 +84,12 @@ def layer_forward(job: Job) -> Work:
         attention=4.0 * job.tokens * scores,
         memory_bytes=job.compute_bytes * (job.tokens * elements + stream) + _score_bytes(job),
     )
+
+
+def _traced(job: Job, cost: Cost) -> Work:
+    """Forward of a traced part: its products, and what it keeps written once and read once."""
+    rows, tensor = job.micro_rows, job.spec[TENSOR]
+    return Work(products=rows * cost.flops / tensor, memory_bytes=2 * rows * cost.kept_bytes)
 
 
 def layer_backward(job: Job) -> Work:
@@ -98,6 +107,8 @@ def recomputed(job: Job, forward: Work) -> Work:
     """What backward does again."""
     if job.remat == "none":
         return Work()
+    if not job.is_decoder:  # what of the block is kept is not told apart: all of it runs again
+        return forward
     widths = Widths.of(job)
     per_token = {
         "qkv": widths.stream * (widths.queries + 2 * widths.keys),
@@ -119,26 +130,30 @@ def recomputed(job: Job, forward: Work) -> Work:
 
 
 def head(job: Job) -> Work:
-    """Loss and its gradients: three products, logits written and read in float32 by chunks."""
-    model = job.decoder
-    if model is None:
-        return Work()
-    columns = model.padded_vocab / job.spec.tensor
+    """Loss and its gradients: three products, logits written and read in float32 by chunks.
+
+    Of a traced model everything outside its layers.
+    """
+    if not job.is_decoder:
+        forward = _traced(job, job.everything_kept.rest)
+        return Work(products=3 * forward.products, memory_bytes=3 * forward.memory_bytes)
+    d_model = job.model.dims["d_model"]
+    columns = job.model.dims["vocab"] / job.spec[TENSOR]
     logit_passes = 5 * WIDE + 2 * job.compute_bytes
-    kernel_passes = 2 * WIDE * model.d_model * columns * job.tokens / max(1, job.loss_chunk)
+    kernel_passes = 2 * WIDE * d_model * columns * job.tokens / max(1, job.loss_chunk)
     return Work(
-        products=6.0 * job.tokens * model.d_model * columns,
+        products=6.0 * job.tokens * d_model * columns,
         memory_bytes=logit_passes * job.tokens * columns + kernel_passes,
     )
 
 
 def embedding(job: Job) -> Work:
     """The lookup and its gradient's scatter, whose table is cleared first."""
-    model = job.decoder
-    if model is None:
+    if not job.is_decoder:
         return Work()
-    table = WIDE * model.padded_vocab * model.d_model / job.spec.tensor
-    rows = 4 * job.compute_bytes * job.tokens * model.d_model
+    d_model = job.model.dims["d_model"]
+    table = WIDE * job.model.dims["vocab"] * d_model / job.spec[TENSOR]
+    rows = 4 * job.compute_bytes * job.tokens * d_model
     return Work(memory_bytes=table + rows)
 
 
@@ -174,16 +189,14 @@ def _orthogonalisation(job: Job) -> float:
 
 def _keys_seen(job: Job) -> float:
     """Mean number of keys that a query sees."""
-    model = job.decoder
-    assert model is not None
-    keys = min(job.seq_len, model.sliding_window or job.seq_len)
+    assert job.attention_call is not None
+    keys = min(job.seq_len, job.attention_call.sliding_window or job.seq_len)
     seen = keys - keys * keys / (2 * job.seq_len)
     return seen if job.attention == "cudnn" else float(job.seq_len)
 
 
 def _score_bytes(job: Job) -> float:
     """Scores written and read where no fused kernel avoids them."""
-    if job.attention != "xla" or job.decoder is None:
+    if job.attention != "xla":
         return 0.0
-    heads = job.decoder.num_heads / job.spec.tensor
-    return 4.0 * WIDE * job.micro_rows * heads * job.seq_len**2
+    return 4.0 * WIDE * job.micro_rows * heads(job) * job.seq_len**2

@@ -16,14 +16,17 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
 from jaxdist.config import RunConfig
-from jaxdist.core.mesh import AXES, BATCH_AXES, MeshSpec
-from jaxdist.core.parallel.pipeline.schedule_table import Schedule
-from jaxdist.core.sharding import RULES, Layout, axes_of
+from jaxdist.core.attention import choose_kernel
+from jaxdist.core.axis import axes_of
+from jaxdist.core.mesh import MeshSpec
+from jaxdist.core.parallel.pipeline.axis import PIPELINE
+from jaxdist.core.parallel.pipeline.schedule import Schedule
+from jaxdist.core.parallel.tensor import TENSOR
+from jaxdist.core.sharding import Layout
 from jaxdist.core.step import default_loss_chunk
-from jaxdist.core.types import Context, Dims, Model
-from jaxdist.models.configs import CNN_RULES, CnnConfig, DecoderConfig
-from jaxdist.models.kernels import choose_attention
-from jaxdist.plan.estimate.params import Weight, weights_of
+from jaxdist.core.types import Dims, Model
+from jaxdist.models.weights import Weight, weights_of
+from jaxdist.plan.estimate.model_trace import AttentionCall, Trace, attention_of, row_of, trace
 from jaxdist.plan.estimate.schedule_costs import Stages, stages_of
 from jaxdist.plan.hardware import Cluster, Gpu
 
@@ -33,6 +36,10 @@ gradient's, or gathered over every axis that shards it (only `tensor` and stages
 
 WIDE = 4
 """Bytes of a float32: parameters, accumulated gradients, losses."""
+
+
+_DECODER_DIMS = {"d_model", "heads", "kv_heads", "head_dim", "mlp", "vocab"}
+"""Logical dims of a block that is one attention and one MLP on a residual stream."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,25 +65,22 @@ class Job:
         config: the run's settings; its `mesh.shape` is not looked at.
         spec: the mesh.
         cluster: the GPUs.
-        weights: the model's parameters, leaf by leaf.
-        model: the built model, for a custom one.
+        model: the built model.
         engine: how the step is run; ours unless said.
     """
 
     config: RunConfig
     spec: MeshSpec
     cluster: Cluster
-    weights: tuple[Weight, ...]
-    model: Model | None = None
+    model: Model
     engine: Engine = dataclasses.field(default_factory=Engine)
 
     @classmethod
     def of(
         cls, config: RunConfig, spec: MeshSpec, cluster: Cluster, model: Model | None = None
     ) -> Job:
-        """The job of these settings; a custom model must be given built."""
-        weights = weights_of(config.model, model)
-        return cls(config=config, spec=spec, cluster=cluster, weights=weights, model=model)
+        """The job of these settings, whose model is built where it is not given."""
+        return cls(config=config, spec=spec, cluster=cluster, model=model or config.build_model())
 
     # -- hardware and number formats --------------------------------------------------------------
 
@@ -103,15 +107,19 @@ class Job:
     # -- rows and tokens ---------------------------------------------------------------------------
 
     @property
-    def decoder(self) -> DecoderConfig | None:
-        """The model's sizes where it is a decoder."""
-        return self.config.model if isinstance(self.config.model, DecoderConfig) else None
+    def is_decoder(self) -> bool:
+        """Whether the formulas for decoders hold; other models are traced, which is rough."""
+        return self.attention_call is not None and self.model.dims.keys() >= _DECODER_DIMS
+
+    @functools.cached_property
+    def attention_call(self) -> AttentionCall | None:
+        """How a block attends; None where it does not, or more than once."""
+        return attention_of(self.model, self.seq_len)
 
     @property
     def seq_len(self) -> int:
         """Tokens of a row; 1 where the model reads no text."""
-        is_text = self.decoder is not None or (self.model is not None and self.model.sequence)
-        return self.config.train.seq_len if is_text else 1
+        return self.config.train.seq_len if self.model.unit == "tokens" else 1
 
     @property
     def rows(self) -> int:
@@ -121,11 +129,11 @@ class Job:
     @functools.cached_property
     def stages(self) -> Stages | None:
         """What the stages do and what that costs; None without stages."""
-        if self.spec.pipeline == 1:
+        if self.spec[PIPELINE] == 1:
             return None
         return stages_of(
             self.config.pipeline,
-            self.spec.pipeline,
+            self.spec[PIPELINE],
             self.rows,
             self.config.train.num_microbatches,
         )
@@ -160,24 +168,54 @@ class Job:
     @property
     def sequence_parallel(self) -> bool:
         """Whether activations between blocks are split over `tensor`."""
-        return self.layout.sequence_parallel and self.spec.tensor > 1
+        return self.layout.sequence_parallel and self.spec[TENSOR] > 1
 
     @property
     def stream_tokens(self) -> int:
         """Tokens of a microbatch whose residual stream one device holds."""
-        return self.tokens // self.spec.tensor if self.sequence_parallel else self.tokens
+        return self.tokens // self.spec[TENSOR] if self.sequence_parallel else self.tokens
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row of the batch."""
+        row = row_of(self.model, self.seq_len).values()
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in row)
+
+    # -- the model ---------------------------------------------------------------------------------
+
+    @property
+    def weights(self) -> tuple[Weight, ...]:
+        """The model's parameters, leaf by leaf."""
+        return weights_of(self.model)
+
+    @property
+    def trace(self) -> Trace:
+        """What the model costs by its own functions, remat as in this run."""
+        return trace(self.model, self.seq_len, str(self.dtype), self.remat)
+
+    @property
+    def everything_kept(self) -> Trace:
+        """The same without recomputation."""
+        return trace(self.model, self.seq_len, str(self.dtype), "none")
+
+    @property
+    def stream_width(self) -> int:
+        """Elements of the residual stream per token; 0 where the model has no blocks."""
+        if self.is_decoder:
+            return self.model.dims["d_model"]
+        return self.trace.stream // self.seq_len
 
     # -- layers and stages -------------------------------------------------------------------------
 
     @property
     def num_layers(self) -> int:
         """Stacked layers of the whole model."""
-        return next((w.shape[0] for w in self.weights if w.is_stacked), 0)
+        return self.model.num_layers
 
     @property
     def layers_per_stage(self) -> int:
         """Layers that one device runs."""
-        return self.num_layers // self.spec.pipeline
+        return self.num_layers // self.spec[PIPELINE]
 
     @property
     def layers_per_piece(self) -> int:
@@ -193,26 +231,26 @@ class Job:
     @functools.cached_property
     def attention(self) -> str:
         """The attention kernel: "cudnn", "xla", or "" where nothing attends."""
-        if self.decoder is None:
+        call = self.attention_call
+        if call is None or not self.is_decoder:
             return ""
-        context = Context(
-            dtype=self.dtype, platform="gpu", compute_capability=self.gpu.compute_capability
-        )
-        kernel, _ = choose_attention(
-            self.decoder.attention,
-            context,
-            head_dim=self.decoder.head_width,
+        kernel, _ = choose_kernel(
+            call.kernel,
+            platform="gpu",
+            compute_capability=self.gpu.compute_capability,
+            dtype=self.dtype,
+            head_dim=self.model.dims["head_dim"],
             packed=self.config.data.packs_documents,
-            attention_dropout=self.decoder.attention_dropout,
+            dropout=call.dropout,
         )
         return kernel
 
     @property
     def loss_chunk(self) -> int:
         """Tokens whose logits exist at once."""
-        if self.decoder is None:
+        if not self.is_decoder:
             return 0
-        vocab_shard = self.decoder.padded_vocab // self.spec.tensor
+        vocab_shard = self.model.dims["vocab"] // self.spec[TENSOR]
         given = self.config.train.loss_chunk_tokens
         return min(self.tokens, given or default_loss_chunk(vocab_shard))
 
@@ -221,18 +259,12 @@ class Job:
     @functools.cached_property
     def layout(self) -> Layout:
         """Where arrays lie, as training would place them."""
-        rules = dict(RULES)
-        if isinstance(self.config.model, CnnConfig):
-            rules |= CNN_RULES
-        if self.model is not None:
-            rules |= self.model.rules
-        sequence = self.decoder is not None or bool(self.model and self.model.sequence)
         return Layout(
-            mesh=AbstractMesh(tuple(self.spec.sizes.values()), AXES),  # type: ignore[arg-type]
-            rules=rules,
+            mesh=_abstract_mesh(self.spec),
+            rules=self.model.rules,
             zero=self.config.mesh.zero,
-            sequence_parallel=self.config.mesh.sequence_parallel and sequence,
-            auto_tensor=bool(self.model and self.model.tensor == "auto"),
+            sequence_parallel=self.config.mesh.sequence_parallel and self.model.sequence,
+            auto_tensor=self.model.tensor == "auto",
         )
 
     def size(self, weight: Weight, place: Place) -> int:
@@ -287,25 +319,30 @@ class _Placement:
         found = self._found.get((dims, place))
         if found is None:
             axes = self._look_up(dims, place)
-            ways = math.prod(self._layout.sizes[axis] for axis in axes)
+            ways = math.prod(self._layout.spec[axis] for axis in axes)
             found = self._found[dims, place] = axes, ways
         return found
 
     def _look_up(self, dims: Dims, place: Place) -> tuple[str, ...]:
         layout = self._layout
         if place == "whole":
-            found = set(axes_of(layout.param_spec(dims))) - set(BATCH_AXES)
+            gathered = axes_of(layout.gather_spec(dims))
+            found = set(axes_of(layout.param_spec(dims))) - set(gathered)
         else:
-            spec_of = {
+            by_place = {
                 "param": layout.param_spec,
                 "moment": layout.moment_spec,
                 "gradient": layout.gradient_spec,
             }[place]
-            found = set(axes_of(spec_of(dims)))
-        return tuple(axis for axis in AXES if axis in found)
+            found = set(axes_of(by_place(dims)))
+        return tuple(axis for axis in layout.spec.sizes if axis in found)
 
 
 @functools.lru_cache(maxsize=4096)
 def _placement(spec: MeshSpec, zero: int, rules: tuple[tuple[str, str | None], ...]) -> _Placement:
-    mesh: Any = AbstractMesh(tuple(spec.sizes.values()), AXES)
-    return _Placement(Layout(mesh=mesh, rules=dict(rules), zero=zero))
+    return _Placement(Layout(mesh=_abstract_mesh(spec), rules=dict(rules), zero=zero))
+
+
+def _abstract_mesh(spec: MeshSpec) -> Any:
+    """The mesh without devices."""
+    return AbstractMesh(tuple(spec.sizes.values()), tuple(spec.sizes))

@@ -17,14 +17,14 @@ import math
 import os
 from collections.abc import Mapping
 
-from jaxdist.models.configs import CnnConfig
+from jaxdist.core.parallel.tensor import TENSOR
+from jaxdist.models.weights import Weight
 from jaxdist.optim import is_frozen
 from jaxdist.plan.estimate import activations
 from jaxdist.plan.estimate.job import WIDE, Job, Place
-from jaxdist.plan.estimate.params import Weight
-from jaxdist.runtime import MEMORY_FRACTION
+from jaxdist.runtime import DEFAULT_MEMORY_FRACTION, MEMORY_FRACTION
+from jaxdist.runtime.formatting.numbers import in_bytes
 
-MIB, GIB = 2**20, 2**30
 Parts = Mapping[str, float]
 
 
@@ -37,7 +37,7 @@ class Memory:
         moments: name of a moment of the step -> what is alive in it besides the state, by class.
         workspace_bytes: scratch of attention kernels, outside the compiler's account.
         host_bytes: moments kept in host memory.
-        is_rough: the model's activations are not known here (custom) or only roughly (cnn).
+        is_rough: activations are what the model's functions keep, before a compiler saw them.
     """
 
     state: Parts
@@ -74,14 +74,19 @@ class Memory:
             found["attention workspace"] = self.workspace_bytes
         return {name: size for name, size in found.items() if size}
 
+    def largest(self, number: int) -> str:
+        """The classes that take most, with their sizes."""
+        most = sorted(self.parts.items(), key=lambda part: -part[1])[:number]
+        return ", ".join(f"{name} {in_bytes(size)}" for name, size in most)
+
 
 def usable_bytes(job: Job) -> float:
-    """What a run may take of a GPU: `runtime.memory_fraction`, or what the environment says."""
+    """What a run may take of a GPU: what the environment says, or our default."""
     given = os.environ.get(MEMORY_FRACTION, "")
     try:
         share = float(given)
     except ValueError:
-        share = job.config.runtime.memory_fraction
+        share = DEFAULT_MEMORY_FRACTION
     return share * job.gpu.memory_bytes
 
 
@@ -92,7 +97,7 @@ def estimate_memory(job: Job) -> Memory:
     state = {
         "parameters": WIDE * job.total(job.weights, "param"),
         "optimizer moments": 0.0 if offload else moments_bytes,
-        "batch": _batch_bytes(job),
+        "batch": float(job.rows * job.row_bytes),
     }
     fetched = {"fetched moments": moments_bytes} if offload else {}
     steps = _pipeline_moments(job) if job.schedule else _moments(job)
@@ -101,7 +106,7 @@ def estimate_memory(job: Job) -> Memory:
         moments={name: {**parts, **fetched} for name, parts in steps.items()},
         workspace_bytes=activations.attention_workspace(job),
         host_bytes=moments_bytes if offload else 0.0,
-        is_rough=job.decoder is None,
+        is_rough=not job.is_decoder,
     )
 
 
@@ -137,13 +142,6 @@ def _factored(job: Job, weight: Weight) -> int:
     return stacked * (model_side + weight.size // stacked // model_side)
 
 
-def _batch_bytes(job: Job) -> float:
-    if isinstance(job.config.model, CnnConfig):
-        model = job.config.model
-        return job.rows * WIDE * (model.image_size**2 * model.in_channels + 2)
-    return 3.0 * WIDE * job.rows * job.seq_len  # tokens, targets, weights
-
-
 # --- the step without stages ----------------------------------------------------------------------
 
 
@@ -169,13 +167,12 @@ def _moments(job: Job) -> dict[str, Parts]:
 
 
 def _kept(job: Job) -> Parts:
-    if job.decoder is None:
-        return {"kept activations": _cnn_activations(job)}
-    return {"kept activations": job.layers_per_piece * activations.kept_per_layer(job)}
+    in_layers = job.layers_per_piece * activations.kept_per_layer(job)
+    return {"kept activations": in_layers + activations.kept_outside(job)}
 
 
 def _turned(job: Job) -> float:
-    return job.layers_per_piece * activations.relaid_per_layer(job) if job.decoder else 0.0
+    return job.layers_per_piece * activations.relaid_per_layer(job)
 
 
 def _accumulated(job: Job) -> Parts:
@@ -183,8 +180,7 @@ def _accumulated(job: Job) -> Parts:
     if job.num_microbatches == 1:
         return {}
     total = WIDE * job.total(job.weights, "gradient")
-    untied = job.decoder is not None and not job.decoder.tie_embeddings
-    table = WIDE * job.total(_embedding(job), "param") if untied else 0
+    table = 0 if _is_tied(job) else WIDE * job.total(_embedding(job), "param")
     return {"accumulated gradients": total + table}
 
 
@@ -198,24 +194,24 @@ def _relaid_weights(job: Job) -> Parts:
 
 def _head(job: Job) -> Parts:
     """The loss, chunk by chunk, and the gradient of its kernel."""
-    model = job.decoder
-    if model is None:
-        return {"head gradient": 0.0}
-    kernel = model.d_model * model.padded_vocab // job.spec.tensor
-    logits = job.loss_chunk * model.padded_vocab // job.spec.tensor
+    if not job.is_decoder:
+        return {"head gradient": WIDE * job.total(job.outer, "param")}
+    d_model, vocab = job.model.dims["d_model"], job.model.dims["vocab"]
+    kernel = d_model * vocab // job.spec[TENSOR]
+    logits = job.loss_chunk * vocab // job.spec[TENSOR]
     return {
         "head gradient": WIDE * kernel,
         "gathered weights": job.compute_bytes * kernel + _turned_table(job),
         "logits": (WIDE + job.compute_bytes) * logits,
-        "head activations": 3 * job.compute_bytes * job.tokens * model.d_model,
+        "head activations": 3 * job.compute_bytes * job.tokens * d_model,
     }
 
 
 def _layer(job: Job) -> Parts:
     """One layer's whole weights, their gradients before they are scattered, and its activations."""
-    if job.decoder is None:
-        return {}
     depth = job.layers_per_stage
+    if not depth:
+        return {}
     gathered = [w for w in job.layers if job.is_gathered(w)]
     whole = job.total(job.layers, "whole") / depth
     return {
@@ -227,13 +223,19 @@ def _layer(job: Job) -> Parts:
 
 def _turned_table(job: Job) -> float:
     """A tied table as the head reads it, turned around before it is cast; gathered ones after."""
-    if job.decoder is None or not job.decoder.tie_embeddings:
+    if not _is_tied(job):
         return 0.0
     return sum(WIDE * job.size(w, "whole") for w in _embedding(job) if not job.is_gathered(w))
 
 
 def _embedding(job: Job) -> tuple[Weight, ...]:
-    return tuple(w for w in job.outer if w.name == "embed.table")
+    """A decoder's table of tokens."""
+    return tuple(w for w in job.outer if w.dims[:1] == ("vocab",))
+
+
+def _is_tied(job: Job) -> bool:
+    """Whether a decoder's head is its embedding table."""
+    return job.is_decoder and sum("vocab" in w.dims for w in job.outer) == 1
 
 
 def _update(job: Job) -> Parts:
@@ -243,16 +245,6 @@ def _update(job: Job) -> Parts:
         "reduced gradients": WIDE * job.total(job.weights, "moment"),
         "new parameters": WIDE * job.total(sharded_finer, "param"),
     }
-
-
-def _cnn_activations(job: Job) -> float:
-    """Outputs of both conv blocks and of the dense layers, kept twice; roughly."""
-    model = job.config.model
-    if not isinstance(model, CnnConfig):
-        return 0.0
-    area = model.image_size**2
-    convs = area * model.channels_1 * 5 / 4 + area / 4 * model.channels_2 * 5 / 4
-    return 2.0 * job.compute_bytes * job.tokens * (convs + model.flat_size + model.hidden)
 
 
 # --- the step with stages -------------------------------------------------------------------------
@@ -297,10 +289,10 @@ def _scattering(job: Job) -> Parts:
 
 def _stage(job: Job) -> dict[str, float]:
     """What a stage carries from tick to tick."""
-    assert job.stages is not None and job.decoder is not None
+    assert job.stages is not None
     schedule, report = job.stages.schedule, job.stages.report
     once = job.config.pipeline.gather == "step"
-    stream = job.compute_bytes * job.stream_tokens * job.decoder.d_model
+    stream = job.compute_bytes * job.stream_tokens * job.stream_width
     slots = report.activation_slots + 1 + report.cotangent_slots + 1
     totals = WIDE * job.total(job.layers, "whole" if once else "gradient")
     found: dict[str, float] = {

@@ -13,10 +13,11 @@ from jaxdist.config import RunConfig
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.types import ConfigError, Model
 from jaxdist.plan.estimate.job import Job
-from jaxdist.plan.estimate.memory import GIB, Memory, estimate_memory
+from jaxdist.plan.estimate.memory import Memory, estimate_memory
 from jaxdist.plan.estimate.search import Choice, search
 from jaxdist.plan.estimate.suggestions import smallest_changes
 from jaxdist.plan.hardware import GPUS, Cluster, Gpu, gpu_of
+from jaxdist.runtime.formatting.numbers import in_bytes
 
 TOLERANCE = 0.05
 """How far the estimate may be off: a run is refused only beyond it, and a warning given."""
@@ -56,13 +57,10 @@ class Budget:
 
     def line(self) -> str:
         """One line for the start of a run."""
-        parts = self.memory.parts
-        largest = sorted(parts, key=lambda name: -parts[name])[:3]
-        named = ", ".join(f"{name} {parts[name] / GIB:.1f}" for name in largest)
-        rough = ", activations unknown" if self.memory.is_rough else ""
+        rough = "; activations are an upper bound" if self.memory.is_rough else ""
         return (
-            f"memory estimate: {self.memory.total_bytes / GIB:.1f} GiB a GPU of "
-            f"{self.limit_bytes / GIB:.1f} ({named}{rough})"
+            f"memory estimate: {in_bytes(self.memory.total_bytes)} of each GPU, "
+            f"{in_bytes(self.limit_bytes)} may be used ({self.memory.largest(3)}{rough})"
         )
 
     def check(self) -> None:
@@ -76,9 +74,9 @@ class Budget:
             return
         raise ConfigError(
             [
-                f"memory: this run needs about {self.memory.total_bytes / GIB:.1f} GiB of each GPU "
-                f"and may take {self.limit_bytes / GIB:.1f}. {self._fix(self.limit_bytes)} "
-                "Use --force to start all the same."
+                f"memory: this run needs {in_bytes(self.memory.total_bytes)} of each GPU, and "
+                f"{in_bytes(self.limit_bytes)} may be used. {self._fix(self.limit_bytes)} "
+                "Use --force to start anyway."
             ]
         )
 
@@ -93,9 +91,9 @@ class Budget:
         if self.memory.is_rough or abs(error) <= TOLERANCE:
             return ""
         return (
-            f"memory: the compiled step takes {needed / GIB:.1f} GiB of each GPU, "
-            f"{self.memory.total_bytes / GIB:.1f} were estimated ({error:+.0%}): plans for this "
-            "run are off by as much"
+            f"memory: the compiled step takes {in_bytes(needed)} of each GPU; the estimate was "
+            f"{in_bytes(self.memory.total_bytes)} ({error:+.0%}), so plans for this run are off by "
+            "as much"
         )
 
     def check_executable(self, stats: Any) -> None:
@@ -113,9 +111,9 @@ class Budget:
             target = self.limit_bytes * self.memory.total_bytes / needed
             raise ConfigError(
                 [
-                    f"memory: the compiled step takes {needed / GIB:.1f} GiB of each GPU and may "
-                    f"take {self.limit_bytes / GIB:.1f}. {self._fix(target)} "
-                    "Use --force to try it all the same."
+                    f"memory: the compiled step takes {in_bytes(needed)} of each GPU, and "
+                    f"{in_bytes(self.limit_bytes)} may be used. {self._fix(target)} "
+                    "Use --force to try anyway."
                 ]
             )
 

@@ -8,8 +8,8 @@ from collections import Counter
 from collections.abc import Mapping
 
 from jaxdist.core.parallel.pipeline.config import PipelineConfig
-from jaxdist.core.parallel.pipeline.loop_plan import phases
-from jaxdist.core.parallel.pipeline.schedule_table import Kind, Schedule
+from jaxdist.core.parallel.pipeline.loop_plan import plan_loops
+from jaxdist.core.parallel.pipeline.schedule import Kind, Schedule
 from jaxdist.core.parallel.pipeline.simulation import RECOMPUTE, Report, simulate
 
 
@@ -42,7 +42,7 @@ def stages_of(config: PipelineConfig, num_stages: int, rows: int, accumulation: 
         schedule=schedule,
         report=simulate(schedule, RECOMPUTE),
         longest=longest,
-        num_loops=len(phases(schedule)),
+        num_loops=len(plan_loops(schedule)),
         mixes=any({"forward", "backward"} <= found for found in kinds),
     )
 

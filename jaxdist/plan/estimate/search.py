@@ -14,12 +14,15 @@ from collections.abc import Iterable, Iterator
 
 from jaxdist.config import RunConfig
 from jaxdist.core.mesh import MeshSpec, factorisations
+from jaxdist.core.parallel.pipeline.axis import PIPELINE
 from jaxdist.core.parallel.pipeline.config import PipelineConfig
+from jaxdist.core.parallel.tensor import TENSOR
 from jaxdist.core.types import Model
 from jaxdist.plan.estimate.job import Job
-from jaxdist.plan.estimate.memory import GIB, Memory, estimate_memory, usable_bytes
+from jaxdist.plan.estimate.memory import Memory, estimate_memory, usable_bytes
 from jaxdist.plan.estimate.time import StepTime, estimate_time
 from jaxdist.plan.hardware import Cluster
+from jaxdist.runtime.formatting.numbers import in_bytes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -77,7 +80,7 @@ def _settings(config: RunConfig, spec: MeshSpec) -> dict[str, object]:
         "optim.moment_dtype": config.optim.moment_dtype,
         "precision.compute_dtype": config.precision.compute_dtype,
     }
-    if spec.pipeline > 1:
+    if spec[PIPELINE] > 1:
         found |= _fields(config.pipeline)
     return found
 
@@ -133,12 +136,13 @@ def search(
     Args:
         config: the run; its mesh is not looked at, the settings named above are only a start.
         cluster: the GPUs.
-        model: the built model, for a custom one.
+        model: the built model; built from the settings where it is not given.
         stages: whether pipelines are looked at; without them it is several times faster.
     """
     start = time.perf_counter()
+    model = model or config.build_model()
     refused, choices, tried = [], [], 0
-    for spec in factorisations(cluster.num_gpus, pipeline=stages):
+    for spec in factorisations(cluster.num_gpus, without=() if stages else (PIPELINE,)):
         problems = _mesh_problems(config, spec, model)
         if problems:
             refused.append(Refusal(spec=spec, problem=problems[0]))
@@ -162,12 +166,9 @@ def why_not(choice: Choice, best: Choice) -> str:
     if choice.job.spec == best.job.spec and choice.job.config == best.job.config:
         return ""
     if not choice.fits:
-        parts = choice.memory.parts
-        largest = sorted(parts, key=lambda name: -parts[name])[:2]
-        named = ", ".join(f"{name} {parts[name] / GIB:.1f}" for name in largest)
         return (
-            f"does not fit: {choice.memory.total_bytes / GIB:.1f} GiB of "
-            f"{choice.usable_bytes / GIB:.1f} usable ({named})"
+            f"does not fit: {in_bytes(choice.memory.total_bytes)} of "
+            f"{in_bytes(choice.usable_bytes)} usable ({choice.memory.largest(2)})"
         )
     slower = choice.time.seconds / best.time.seconds - 1
     if slower < 0.005:
@@ -176,7 +177,7 @@ def why_not(choice: Choice, best: Choice) -> str:
     more = {name: s - ours.get(name, 0.0) for name, s in theirs.items()}
     cause = max(more, key=lambda name: more[name])
     why = _CAUSES.get(cause, cause)
-    if cause == "memory-bound kernels" and choice.job.spec.tensor >= best.job.spec.tensor:
+    if cause == "memory-bound kernels" and choice.job.spec[TENSOR] >= best.job.spec[TENSOR]:
         why = "weights are cast and gradients added more often, or more of them"
     return f"{slower:.0%} slower: {why} (+{more[cause] / best.time.seconds:.0%})"
 
@@ -199,20 +200,18 @@ _CAUSES = {
 
 def _rank(choice: Choice) -> tuple[bool, float, int]:
     """Fits first, then fast and simple; what does not fit by how much it lacks."""
-    split = sum(_SPLIT[axis] for axis, size in choice.job.spec.sizes.items() if size > 1)
+    split = sum(axis.complexity for axis in choice.job.spec.used)
     split += choice.job.config.mesh.zero
     if not choice.fits:
         return True, choice.memory.total_bytes, split
     return False, choice.time.seconds * (1 + _BELOW_KNOWLEDGE * split), split
 
 
-_SPLIT = {"data": 0, "fsdp": 1, "tensor": 2, "pipeline": 3}
-"""How much each axis complicates a run; replicas alone do not."""
 _BELOW_KNOWLEDGE = 0.05
 """A faster step this much per complication is below what the estimate knows."""
 
 
-def _mesh_problems(config: RunConfig, spec: MeshSpec, model: Model | None) -> list[str]:
+def _mesh_problems(config: RunConfig, spec: MeshSpec, model: Model) -> list[str]:
     # Microbatches are chosen below: only their being possible at all is a rule of the mesh.
     one = dataclasses.replace(
         config,
@@ -225,7 +224,7 @@ def _mesh_problems(config: RunConfig, spec: MeshSpec, model: Model | None) -> li
 def _with_larger_chunks(choice: Choice) -> Choice:
     """The same with more logits at once where they fit and save passes over the head's gradient."""
     given = choice.job.config.train.loss_chunk_tokens
-    if given or choice.job.decoder is None or not choice.fits:
+    if given or not choice.job.is_decoder or not choice.fits:
         return choice
     for tokens in _CHUNKS:
         train = dataclasses.replace(choice.job.config.train, loss_chunk_tokens=tokens)
@@ -274,14 +273,14 @@ def _variants(job: Job) -> Iterator[Job]:
                 mesh=dataclasses.replace(base.mesh, zero=zero),  # type: ignore[arg-type]
                 train=dataclasses.replace(base.train, remat=remat),
             )
-            for pipeline in _pipelines(config, spec):
+            for pipeline in _pipelines(dataclasses.replace(job, config=config)):
                 changed = dataclasses.replace(config, pipeline=pipeline)
                 if not _mesh_problems(changed, spec, job.model):
                     yield dataclasses.replace(job, config=changed)
 
 
 def _zeros(given: int, spec: MeshSpec) -> list[int]:
-    if spec.data == 1:
+    if not any(axis.weights == "replicated" for axis in spec.used):
         return [0]
     return sorted({0, 1, given})
 
@@ -291,14 +290,18 @@ def _remats(given: str) -> list[str]:
     return found if given in (*found, "auto") else [given, *found]
 
 
-def _pipelines(config: RunConfig, spec: MeshSpec) -> Iterable[PipelineConfig]:
-    if spec.pipeline == 1:
+def _pipelines(job: Job) -> Iterable[PipelineConfig]:
+    config, spec = job.config, job.spec
+    if spec[PIPELINE] == 1:
         return [config.pipeline]
-    layers = getattr(config.model, "num_layers", 0)
     chunks = {config.pipeline.num_virtual_stages, 1}
-    if config.pipeline.schedule != "1f1b_lean":
-        chunks |= {v for v in (2, 4) if layers % (v * spec.pipeline) == 0}
-    gathers = ("action", "step") if spec.fsdp > 1 else (config.pipeline.gather,)
+    if config.pipeline.schedule != "1f1b":
+        chunks |= {v for v in (2, 4) if job.num_layers % (v * spec[PIPELINE]) == 0}
+    gathers = (
+        ("action", "step")
+        if any(axis.weights == "gathered" for axis in spec.used)
+        else (config.pipeline.gather,)
+    )
     return [
         dataclasses.replace(config.pipeline, num_virtual_stages=v, gather=gather)  # type: ignore[arg-type]
         for v in sorted(chunks)
@@ -310,13 +313,13 @@ def _by_microbatches(job: Job) -> Iterator[RunConfig]:
     """The settings with more and more microbatches, from the fastest on."""
     config = job.config
     counts = [n for n in range(1, job.rows + 1) if job.rows % n == 0]
-    if job.spec.pipeline == 1:
+    if job.spec[PIPELINE] == 1:
         for count in counts:
             train = dataclasses.replace(config.train, num_microbatches=count)
             yield dataclasses.replace(config, train=train)
         return
     # Enough to keep stages busy; the bubble shrinks and the stash does not grow with more.
-    enough = [n for n in counts if n >= 4 * job.spec.pipeline] or counts[-1:]
+    enough = [n for n in counts if n >= 4 * job.spec[PIPELINE]] or counts[-1:]
     for count in enough:
         yield dataclasses.replace(
             config,

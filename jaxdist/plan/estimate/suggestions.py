@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from jaxdist.config import RunConfig
+from jaxdist.core.parallel.pipeline.axis import PIPELINE
+from jaxdist.core.parallel.tensor import TENSOR
 from jaxdist.plan.estimate.search import Choice
 
 
@@ -62,17 +64,17 @@ def _changes(choice: Choice) -> Iterator[tuple[str, str, RunConfig]]:
             "backward computes again what it would have kept",
             _with(config, "train", remat=remat),
         )
-    if spec.data > 1 and config.mesh.zero == 0:
+    if any(axis.weights == "replicated" for axis in spec.used) and config.mesh.zero == 0:
         changed = _with(config, "mesh", zero=1)
         if not changed.mesh_problems(spec, job.model):
             yield "--zero 1", "each replica keeps only its share of the moments", changed
-    if spec.pipeline > 1 and config.pipeline.gather == "step":
+    if spec[PIPELINE] > 1 and config.pipeline.gather == "step":
         yield (
             "--pipeline.gather action",
             "weights are gathered for each action instead of once",
             _with(config, "pipeline", gather="action"),
         )
-    if spec.tensor > 1 and not config.mesh.sequence_parallel:
+    if spec[TENSOR] > 1 and not config.mesh.sequence_parallel:
         yield (
             "--mesh.sequence_parallel=true",
             "activations between blocks are split by sequence",
@@ -89,7 +91,7 @@ def _changes(choice: Choice) -> Iterator[tuple[str, str, RunConfig]]:
 def _more_microbatches(choice: Choice) -> Iterator[tuple[str, str, RunConfig]]:
     job, config = choice.job, choice.job.config
     now = job.num_microbatches
-    section = "pipeline" if job.spec.pipeline > 1 else "train"
+    section = "pipeline" if job.spec[PIPELINE] > 1 else "train"
     for count in range(now + 1, job.rows + 1):
         if job.rows % count:
             continue

@@ -173,8 +173,9 @@ class _Rates:
         products = reach.products * peak
         if job.engine.products_dtype == "float8":
             products = reach.float8 * peaks["float8"]
-        if job.decoder is not None:
-            products *= job.decoder.d_model / (job.decoder.d_model + reach.half_width)
+        width = job.stream_width
+        if width:
+            products *= width / (width + reach.half_width)
         return cls(
             reach=reach,
             products=products,
@@ -198,10 +199,6 @@ class _Rates:
 
 def _compute(job: Job, rates: _Rates) -> tuple[Work, float, float]:
     """Work of the busiest device, seconds it waits for other stages, seconds of launch gaps."""
-    if job.decoder is None:
-        count = flops.model_flops_per_token(job) * job.tokens * job.num_microbatches
-        elsewhere = Work(products=count / job.spec.tensor, memory_bytes=count / 50)
-        return elsewhere, 0.0, 0.0
     forward, backward = flops.layer_forward(job), flops.layer_backward(job)
     ends = flops.head(job) + flops.embedding(job)
     extra, launch = flops.microbatch_extra(job), rates.reach.launch_s

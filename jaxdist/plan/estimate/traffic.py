@@ -12,10 +12,11 @@ import math
 from collections.abc import Iterator
 from typing import Literal
 
-from jaxdist.core.mesh import AXES
-from jaxdist.plan.estimate.activations import Widths
+from jaxdist.core.parallel import axes as mesh_axes
+from jaxdist.core.parallel.pipeline.axis import PIPELINE
+from jaxdist.core.parallel.tensor import TENSOR
+from jaxdist.models.weights import Weight
 from jaxdist.plan.estimate.job import WIDE, Job
-from jaxdist.plan.estimate.params import Weight
 
 Kind = Literal["all-gather", "reduce-scatter", "all-reduce", "collective-permute"]
 
@@ -70,7 +71,7 @@ Moved = tuple[Kind, tuple[str, ...], str, float, int]
 
 def _weights(job: Job) -> Iterator[Moved]:
     used = {axis for w in job.weights for axis in job.axes(w, "param")}
-    shard = tuple(axis for axis in ("data", "fsdp") if axis in used)
+    shard = tuple(a.name for a in mesh_axes.AXES if a.weights != "split" and a.name in used)
     once = job.schedule is not None and job.config.pipeline.gather == "step"
     depth = max(1, job.layers_per_stage)
     gathers = depth * (1 if once else _passes(job) * job.num_microbatches)
@@ -100,14 +101,15 @@ def _passes(job: Job) -> int:
 def _replicas(job: Job) -> Iterator[Moved]:
     """Gradients of matrices over replicas, and stages for what lies outside the layers."""
     zero = job.config.mesh.zero
+    replicas = _summed(job, "replicated")
     for weights, extra in _groups(job, sharded=True):
         local = WIDE * job.total(weights, "param")
         if zero in (0, 3):
-            yield ("all-reduce", (*extra, *(("data",) if zero == 0 else ())), "gradients", local, 1)
+            yield ("all-reduce", (*extra, *(replicas if zero == 0 else ())), "gradients", local, 1)
             continue
-        times = job.num_microbatches if zero == 2 and "pipeline" not in extra else 1
-        yield ("reduce-scatter", ("data",), "gradients", local, times)
-        yield ("all-gather", ("data",), "new parameters", local, 1)
+        times = job.num_microbatches if zero == 2 and PIPELINE.name not in extra else 1
+        yield ("reduce-scatter", replicas, "gradients", local, times)
+        yield ("all-gather", replicas, "new parameters", local, 1)
         yield ("all-reduce", extra, "gradients", WIDE * job.total(weights, "moment"), 1)
 
 
@@ -115,34 +117,44 @@ def _vectors(job: Job) -> Iterator[Moved]:
     """Norm scales and biases: whole on every device, one all-reduce a step."""
     for weights, extra in _groups(job, sharded=False):
         local = WIDE * job.total(weights, "param")
-        yield ("all-reduce", (*extra, "data", "fsdp"), "gradients", local, 1)
+        yield (
+            "all-reduce",
+            (*extra, *_summed(job, "replicated", "gathered")),
+            "gradients",
+            local,
+            1,
+        )
 
 
 def _groups(job: Job, *, sharded: bool) -> Iterator[tuple[list[Weight], tuple[str, ...]]]:
     """Weights that fsdp and ZeRO shard, or do not, and the axes besides those that sum them.
 
-    Stages sum what lies outside the layers; tensor sums what it does not split where each of its
-    devices sees other tokens.
+    An axis that splits weights sums the gradients of those it does not split: stages those outside
+    the layers, tensor the norms where each of its devices sees other tokens.
     """
-    for stacked in (True, False):
-        for split in (True, False):
-            weights = [
-                w
-                for w in job.weights
-                if w.is_stacked == stacked
-                and _is_sharded_kind(job, w) == sharded
-                and ("tensor" in job.axes(w, "whole")) == split
-            ]
-            stages = ("pipeline",) if job.schedule and not stacked else ()
-            tensor = ("tensor",) if job.sequence_parallel and not split else ()
-            if weights:
-                yield weights, (*stages, *tensor)
+    groups: dict[tuple[bool, tuple[str, ...]], list[Weight]] = {}
+    for weight in job.weights:
+        if _is_sharded_kind(job, weight) == sharded:
+            groups.setdefault((weight.is_stacked, job.axes(weight, "whole")), []).append(weight)
+    for (_, splits), weights in sorted(groups.items(), reverse=True):
+        yield weights, tuple(axis for axis in _summed(job, "split") if axis not in splits)
+
+
+def _summed(job: Job, *kinds: str) -> tuple[str, ...]:
+    """Axes in use that sum gradients, of these kinds of `Axis.weights`."""
+    used = job.layout.summed_axes
+    return tuple(a.name for a in mesh_axes.AXES if a.name in used and a.weights in kinds)
 
 
 def _is_sharded_kind(job: Job, weight: Weight) -> bool:
     """Whether fsdp and ZeRO shard a weight: matrices with a dim for it."""
     names = [name for name in weight.dims if name != "layers"]
-    return len(names) > 1 and any(name and job.layout.rules.get(name) == "fsdp" for name in names)
+    return len(names) > 1 and any(_is_gathered(job, name) for name in names if name)
+
+
+def _is_gathered(job: Job, dim: str) -> bool:
+    name = {**mesh_axes.rules(), **job.layout.rules}.get(dim)
+    return name is not None and mesh_axes.by_name()[name].weights == "gathered"
 
 
 # --- activations ----------------------------------------------------------------------------------
@@ -150,9 +162,12 @@ def _is_sharded_kind(job: Job, weight: Weight) -> bool:
 
 def _tensor(job: Job) -> Iterator[Moved]:
     """Tensor parallelism: activations of every layer, and the split vocabulary's scalars."""
-    if job.decoder is None or job.spec.tensor == 1:
+    if job.spec[TENSOR] == 1:
         return
-    each = float(job.compute_bytes * job.tokens * Widths.of(job).stream)
+    if not job.is_decoder:
+        yield from _traced_sums(job)
+        return
+    each = float(job.compute_bytes * job.tokens * job.stream_width)
     layers, microbatches = job.layers_per_stage, job.num_microbatches
     # The embedding's reduction and the head's gather, and their backwards.
     ends = 2
@@ -162,11 +177,25 @@ def _tensor(job: Job) -> Iterator[Moved]:
     gathers = microbatches * ((times + gathered_again) * layers + ends)
     reductions = microbatches * ((times + reduced_again) * layers + ends)
     if job.sequence_parallel:
-        yield ("all-gather", ("tensor",), "activations", each, gathers)
-        yield ("reduce-scatter", ("tensor",), "activations", each, reductions)
+        yield ("all-gather", (TENSOR.name,), "activations", each, gathers)
+        yield ("reduce-scatter", (TENSOR.name,), "activations", each, reductions)
     else:
-        yield ("all-reduce", ("tensor",), "activations", each, reductions)
-    yield ("all-reduce", ("tensor",), "loss", 3.0 * WIDE * job.tokens, microbatches)
+        yield ("all-reduce", (TENSOR.name,), "activations", each, reductions)
+    yield ("all-reduce", (TENSOR.name,), "loss", 3.0 * WIDE * job.tokens, microbatches)
+
+
+def _traced_sums(job: Job) -> Iterator[Moved]:
+    """What a model asks to be summed over `tensor`; nothing is known where XLA places the sums."""
+    cost, rows = job.everything_kept, job.compute_bytes * job.micro_rows
+    layers = job.layers_per_stage * job.num_microbatches
+    yield ("all-reduce", (TENSOR.name,), "activations", rows * cost.layer.reduced, layers)
+    yield (
+        "all-reduce",
+        (TENSOR.name,),
+        "activations",
+        rows * cost.rest.reduced,
+        job.num_microbatches,
+    )
 
 
 def _repeated(job: Job) -> tuple[int, int]:
@@ -179,17 +208,17 @@ def _repeated(job: Job) -> tuple[int, int]:
 
 def _stages(job: Job) -> Iterator[Moved]:
     """The ring between stages: activations, their gradients, and pieces on their way."""
-    if job.stages is None or job.decoder is None:
+    if job.stages is None:
         return
     schedule, report = job.stages.schedule, job.stages.report
-    each = float(job.compute_bytes * job.stream_tokens * job.decoder.d_model)
+    each = float(job.compute_bytes * job.stream_tokens * job.stream_width)
     permutes = report.forward_permutes + report.backward_permutes
-    yield ("collective-permute", ("pipeline",), "stages", each, permutes)
+    yield ("collective-permute", (PIPELINE.name,), "stages", each, permutes)
     if schedule.num_virtual_stages > 1 and job.engine.pieces_travel:
         pieces = WIDE * job.total(job.layers, "param") / schedule.num_virtual_stages
         yield (
             "collective-permute",
-            ("pipeline",),
+            (PIPELINE.name,),
             "pieces",
             pieces,
             2 * schedule.num_virtual_stages,
@@ -202,7 +231,7 @@ def _stages(job: Job) -> Iterator[Moved]:
 def _flow(
     job: Job, kind: Kind, axes: tuple[str, ...], purpose: str, each: float, times: int
 ) -> Flow:
-    axes = tuple(a for a in AXES if a in axes and job.spec.sizes[a] > 1)
+    axes = tuple(a.name for a in job.spec.used if a.name in axes)
     group = math.prod(_sizes(job, axes))
     inside = members_per_fabric(job, axes)
     nodes = group // inside
@@ -237,8 +266,7 @@ of the order that NCCL's own tests show for small messages."""
 def members_per_fabric(job: Job, axes: tuple[str, ...]) -> int:
     """Devices of one group that fast links join; axes lie slow to fast over the devices."""
     stride, members = 1, 1
-    for axis in reversed(AXES):
-        size = job.spec.sizes[axis]
+    for axis, size in reversed(job.spec.sizes.items()):
         if axis in axes:
             members *= min(size, max(1, job.cluster.gpus_per_fabric // stride))
         stride *= size
@@ -246,4 +274,4 @@ def members_per_fabric(job: Job, axes: tuple[str, ...]) -> int:
 
 
 def _sizes(job: Job, axes: tuple[str, ...]) -> list[int]:
-    return [job.spec.sizes[axis] for axis in axes]
+    return [job.spec[axis] for axis in axes]

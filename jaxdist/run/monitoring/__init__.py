@@ -22,7 +22,7 @@ from jaxdist.run.metrics_log import current, device_seconds, read_records
 from jaxdist.run.monitoring.config import MonitoringConfig
 from jaxdist.run.monitoring.device_memory import device_memory
 from jaxdist.run.monitoring.environment import environment
-from jaxdist.run.monitoring.monitor import Monitor
+from jaxdist.run.monitoring.monitor import Monitor, RunFacts
 from jaxdist.run.monitoring.throughput import Throughput
 from jaxdist.run.monitoring.timers import Compilation, CompileTracker, DataWaitTracker, StepTimer
 from jaxdist.run.run_directory import RunDirectory, flatten, new_run_path
@@ -34,6 +34,7 @@ __all__ = [
     "Monitor",
     "MonitoringConfig",
     "RunDirectory",
+    "RunFacts",
     "StepTimer",
     "Throughput",
     "current",

@@ -7,43 +7,46 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jaxdist.run.monitoring import console
 from jaxdist.run.monitoring.config import MonitoringConfig
 from jaxdist.run.monitoring.stragglers import StragglerDetector, find_stragglers
 from jaxdist.run.monitoring.summary import RunSummary
-from jaxdist.run.monitoring.timers import Compilation, DataWaitTracker
+from jaxdist.run.monitoring.timers import (
+    DATA_WAIT_WARNING,
+    WINDOW_STEPS,
+    Compilation,
+    DataWaitTracker,
+)
+from jaxdist.runtime.formatting.numbers import duration, percent
 
 
 class Alerts:
-    """Watches a run's numbers and makes an event of what is out of order, once per episode.
+    """Turns what is wrong with a run's numbers into warnings, once per episode.
 
     Args:
-        config: thresholds and windows.
-        totals: counts what is found.
+        config: how often processes are compared.
+        summary: counts what is found.
         event: `Monitor.event`.
-        read_sensors: readings of this process's GPUs.
-        num_processes: of the job.
-        compares: whether this process compares what all processes tell.
+        read_gpus: `GpuStats.read` of this process.
+        num_processes: processes of the job.
+        compares: whether this process compares the numbers of all.
     """
 
     def __init__(
         self,
         config: MonitoringConfig,
-        totals: RunSummary,
+        summary: RunSummary,
         event: Callable[..., None],
-        read_sensors: Callable[[], dict[str, float]],
+        read_gpus: Callable[[], dict[str, float]],
         *,
         num_processes: int,
         compares: bool,
     ):
-        self._config, self._totals, self._event = config, totals, event
-        self._read_sensors, self._compares = read_sensors, compares
-        self._data_wait = DataWaitTracker(
-            threshold=config.data_wait_warning, window_steps=config.window_steps
-        )
-        self._processes = StragglerDetector(num_processes, config.compare_every_steps)
-        self._held_up: set[tuple[int, str]] = set()
-        self._said_impossible = False
+        self._summary, self._event = summary, event
+        self._read_gpus, self._compares = read_gpus, compares
+        self._data_wait = DataWaitTracker(threshold=DATA_WAIT_WARNING, window_steps=WINDOW_STEPS)
+        self._stragglers = StragglerDetector(num_processes, config.straggler_interval_steps)
+        self._slow: set[tuple[int, str]] = set()
+        self._warned_of_mfu = False
 
     @property
     def data_wait_share(self) -> float:
@@ -53,9 +56,9 @@ class Alerts:
     def step_times(
         self, step: int, step_time_s: float, data_wait_s: float, device_wait_s: float | None
     ) -> None:
-        """Count a step's seconds; warn where waiting for data takes too many of them."""
+        """Count the seconds of a step; warn when too many of them went to waiting for data."""
         if device_wait_s is not None:
-            self._processes.add(step_time_s, data_wait_s, device_wait_s)
+            self._stragglers.add(step_time_s, data_wait_s, device_wait_s)
         if not self._data_wait.add(data_wait_s, step_time_s):
             return
         share = self._data_wait.share
@@ -64,62 +67,55 @@ class Alerts:
             step=step,
             data_wait_share=share,
             level=logging.WARNING,
-            message=f"the data loader is the bottleneck: {console.percent(share)} of the last "
-            f"{self._config.window_steps} steps went to waiting for data (warned above "
-            f"{console.percent(self._config.data_wait_warning)}). Tokenise the corpus once, give "
+            message=f"the data loader is the bottleneck: {percent(share)} of the last "
+            f"{WINDOW_STEPS} steps went to waiting for data (warned above "
+            f"{percent(DATA_WAIT_WARNING)}). Tokenise the corpus once, give "
             "the loader more workers, or a faster disk.",
         )
 
     def values(self, step: int, values: Mapping[str, float]) -> None:
-        """Report a step that was skipped, or whose loss or gradient is not finite."""
+        """Report a step whose update was not applied."""
+        if values.get("applied", True):
+            return
         bad = [k for k in ("loss", "grad_norm") if not math.isfinite(values.get(k, 0.0))]
         shown: dict[str, Any] = {k: values[k] for k in bad}
-        if not values.get("applied", values.get("finite", True)):
-            self._totals.skipped_steps += 1
-            skipped = self._totals.skipped_steps
-            why = f" ({' and '.join(f'{k} is {values[k]}' for k in bad)})" if bad else ""
-            self._event(
-                "skipped_step",
-                step=step,
-                skipped_steps=skipped,
-                **shown,
-                level=logging.WARNING,
-                message=f"step {step} was skipped{why}; {skipped} skipped so far",
-            )
-        elif bad:
-            self._event(
-                "not_finite",
-                step=step,
-                **shown,
-                level=logging.WARNING,
-                message=f"step {step}: {' and '.join(f'{k} is {values[k]}' for k in bad)}",
-            )
+        self._summary.skipped_steps += 1
+        skipped = self._summary.skipped_steps
+        why = f" ({' and '.join(f'{k} is {values[k]}' for k in bad)})" if bad else ""
+        self._event(
+            "skipped_step",
+            step=step,
+            skipped_steps=skipped,
+            **shown,
+            level=logging.WARNING,
+            message=f"step {step} was skipped{why}; {skipped} skipped so far",
+        )
 
     def processes(self, step: int) -> None:
-        """At the end of an interval tell the coordinator how this process fares; one compares."""
-        if self._processes.ends(step):
-            self._processes.end_interval(step, self._read_sensors())
-        if not (self._compares and self._processes.is_open):
+        """Publish this process's times at the end of an interval; process 0 compares all."""
+        if self._stragglers.ends(step):
+            self._stragglers.end_interval(step, self._read_gpus())
+        if not (self._compares and self._stragglers.is_open):
             return
-        said = self._processes.everyone()
-        if not said:
+        reports = self._stragglers.everyone()
+        if not reports:
             return
-        step = said[0]["step"]
+        step = reports[0]["step"]
         names = ("step_time_s", "data_wait_s", "device_wait_s", "host_s")
-        means = {name: [one[name] for one in said.values()] for name in names}
+        means = {name: [one[name] for one in reports.values()] for name in names}
         self._event(
             "process_times",
             step=step,
             quiet=True,
-            of=list(said),
-            hosts=[one["host"] for one in said.values()],
+            of=list(reports),
+            hosts=[one["host"] for one in reports.values()],
             means=means,
         )
-        slow = find_stragglers(said)
+        slow = find_stragglers(reports)
         for one in slow:
-            self._totals.add_straggler(one)
-            if (one.process, one.cause) in self._held_up:
-                continue  # said already: once per episode
+            self._summary.add_straggler(one)
+            if (one.process, one.cause) in self._slow:
+                continue  # reported already in this episode
             self._event(
                 "straggler",
                 step=step,
@@ -130,25 +126,25 @@ class Alerts:
                 level=logging.WARNING,
                 message=one.text,
             )
-        self._held_up = {(one.process, one.cause) for one in slow}
+        self._slow = {(one.process, one.cause) for one in slow}
 
     def mfu(self, mfu: float | None) -> None:
-        """Report, once, a utilisation above 1."""
-        if mfu is None or mfu <= 1.0 or self._said_impossible:
+        """Warn, once, of a utilisation above 1."""
+        if mfu is None or mfu <= 1.0 or self._warned_of_mfu:
             return
-        self._said_impossible = True
+        self._warned_of_mfu = True
         self._event(
             "impossible_mfu",
             mfu=mfu,
             level=logging.WARNING,
-            message=f"an MFU of {console.percent(mfu)} cannot be: the peak or the model's FLOPs "
-            "per token is wrong. Check monitoring.peak_tflops and Model.flops_per_token.",
+            message=f"an MFU of {percent(mfu)} is impossible: the peak or the model's "
+            "FLOPs per token are wrong. Check monitoring.peak_tflops and Model.flops_per_token.",
         )
 
     def compilation(self, done: Compilation) -> None:
-        """Report a compilation; from the second of a function on as a warning."""
+        """Report a compilation; every one after a function's first is a warning."""
         source = " from the compile cache" if done.from_cache else ""
-        took = f"{done.function} compiled{source} in {console.duration(done.seconds)}"
+        took = f"{done.function} compiled{source} in {duration(done.seconds)}"
         fields: dict[str, Any] = {
             "function": done.function,
             "seconds": done.seconds,

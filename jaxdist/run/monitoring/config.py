@@ -14,25 +14,18 @@ class MonitoringConfig:
     """How often a run reports, what its devices cost and reach, and when its loader is too slow."""
 
     log_interval_steps: int = setting(10, "steps between console lines and TensorBoard points")
-    record_every_steps: int = setting(1, "steps between train lines of metrics.jsonl")
     tensorboard: bool = setting(True, "write TensorBoard files, by process 0")
-    prometheus_port: int = setting(
-        0, "port at which process 0 serves the newest numbers to Prometheus; 0 = none"
+    prometheus: str = setting(
+        "",
+        "host:port at which process 0 serves the newest numbers to Prometheus, e.g. 0.0.0.0:9400 "
+        "for all interfaces; empty = no server",
     )
-    prometheus_address: str = setting("", "address of the interface it listens on; empty = all")
     profile: str = setting(
         "",
-        "steps to trace with jax's profiler, first:last, e.g. 10:13; empty = none. SIGUSR2 asks a "
-        "live process for profile_steps more",
+        "steps to trace with jax's profiler, first:last, e.g. 10:13; empty = none. SIGUSR2 traces "
+        "three steps of a live process",
     )
-    profile_steps: int = setting(3, "steps of a trace that SIGUSR2 asks for")
-    window_steps: int = setting(
-        20, "steps over which the console's rates (median) and the data wait (share) are taken"
-    )
-    data_wait_warning: float = setting(
-        0.1, "warn when this share of the window went to waiting for data, in (0, 1]; 1 = never"
-    )
-    compare_every_steps: int = setting(
+    straggler_interval_steps: int = setting(
         50,
         "steps between comparisons of the processes, which name the one that the others wait for; "
         "0 = none",
@@ -41,22 +34,20 @@ class MonitoringConfig:
         0.0, "dense peak of one device for the MFU, TFLOP/s; 0 = look the device up"
     )
     price_per_device_hour: float = setting(0.0, "price of one device for an hour; 0 = not known")
-    currency: str = setting("USD", "currency of the price")
 
     def problems(self) -> list[str]:
         """Every violated rule, one line each: given, allowed, fix."""
         found = []
-        for name in ("log_interval_steps", "record_every_steps"):
-            value = getattr(self, name)
-            if value < 1:
-                found.append(
-                    f"monitoring.{name}={value}: a whole number of steps ≥ 1. "
-                    "Set 1 to report every step."
-                )
-        if not 0 <= self.prometheus_port <= 65535:
+        if self.log_interval_steps < 1:
             found.append(
-                f"monitoring.prometheus_port={self.prometheus_port}: a port from 1 to 65535, or 0 "
-                "for none. Set 9400."
+                f"monitoring.log_interval_steps={self.log_interval_steps}: a whole number of steps "
+                "≥ 1. Set 1 to report every step."
+            )
+        host, _, port = self.prometheus.rpartition(":")
+        if self.prometheus and not (host and port.isdigit() and 1 <= int(port) <= 65535):
+            found.append(
+                f"monitoring.prometheus={self.prometheus!r} is not host:port, with a port from 1 "
+                "to 65535. Use e.g. 0.0.0.0:9400."
             )
         if self.profile:
             try:
@@ -66,24 +57,10 @@ class MonitoringConfig:
                     f"monitoring.profile={self.profile!r}: first:last, counted from 1. "
                     "Set 10:13 for steps 10 to 13."
                 )
-        if self.profile_steps < 1:
+        if self.straggler_interval_steps < 0:
             found.append(
-                f"monitoring.profile_steps={self.profile_steps}: a whole number ≥ 1. Set 3."
-            )
-        if self.compare_every_steps < 0:
-            found.append(
-                f"monitoring.compare_every_steps={self.compare_every_steps}: a whole number of "
-                "steps, or 0 for no comparison. Set 50."
-            )
-        if self.window_steps < 2:
-            found.append(
-                f"monitoring.window_steps={self.window_steps}: a whole number of steps ≥ 2, for a "
-                "median needs several. Set 20."
-            )
-        if not 0.0 < self.data_wait_warning <= 1.0:
-            found.append(
-                f"monitoring.data_wait_warning={self.data_wait_warning}: a share of the step time "
-                "above 0 and at most 1. Set 0.1 for 10 %, or 1 to never warn."
+                f"monitoring.straggler_interval_steps={self.straggler_interval_steps}: a whole "
+                "number of steps, or 0 for no comparison. Set 50."
             )
         for name, unknown in (
             ("peak_tflops", "look the device up"),
@@ -92,9 +69,4 @@ class MonitoringConfig:
             value = getattr(self, name)
             if not math.isfinite(value) or value < 0:
                 found.append(f"monitoring.{name}={value}: a finite number ≥ 0. Set 0 to {unknown}.")
-        if not self.currency.strip():
-            found.append(
-                "monitoring.currency='': a short name such as USD or EUR. "
-                "Set price_per_device_hour to 0 to leave the cost out."
-            )
         return found

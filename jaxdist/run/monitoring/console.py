@@ -6,16 +6,28 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-TIMES = "\u00d7"
-"""The multiplication sign."""
+from jaxdist.runtime.formatting.numbers import (
+    TIMES,
+    UNITS,
+    count,
+    duration,
+    in_bytes,
+    in_si,
+    money,
+    percent,
+)
+from jaxdist.runtime.formatting.tables import wrap
 
 LABEL_WIDTH = 11
 """Width of the label column of header and closing block."""
+
+
+def _lines(text: str) -> list[str]:
+    """A long sentence as the lines of a block."""
+    return wrap(text, 84)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,57 +49,8 @@ class Style:
         return f"\033[33m{text}\033[0m" if self.enabled else text
 
 
-def count(value: float) -> str:
-    """1234 -> "1,234"; below 100, two digits after the point."""
-    return f"{value:,.0f}" if value >= 100 else f"{value:,.2f}"
-
-
-def big(value: float) -> str:
-    """124439808 -> "124.4 M"."""
-    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= size:
-            return f"{value / size:.1f} {unit}"
-    return f"{value:g}"
-
-
-def memory(num_bytes: float) -> str:
-    """Bytes as GiB, or MiB below one."""
-    if num_bytes >= 2**30:
-        return f"{num_bytes / 2**30:.1f} GiB"
-    return f"{num_bytes / 2**20:.0f} MiB"
-
-
-def duration(seconds: float) -> str:
-    """4.2s, 3m12s, 2h05m, 3d04h: two units at most."""
-    if not math.isfinite(seconds):
-        return "?"
-    if seconds < 59.95:
-        return f"{seconds:.1f}s"
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes < 60:
-        return f"{minutes}m{rest:02d}s"
-    hours, minutes = divmod(minutes, 60)
-    if hours < 24:
-        return f"{hours}h{minutes:02d}m"
-    days, hours = divmod(hours, 24)
-    return f"{days}d{hours:02d}h"
-
-
-def money(amount: float, currency: str) -> str:
-    """Two digits after the point, four when the amount is small."""
-    return f"{amount:,.2f} {currency}" if amount >= 1 else f"{amount:.4f} {currency}"
-
-
-def percent(share: float) -> str:
-    """0.4321 -> "43.2 %"."""
-    return f"{100 * share:.1f} %"
-
-
-UNITS = {"tokens": "tok", "images": "img"}
-"""Short name of `Model.unit` in rates."""
-
 _SHOWN = ("loss", "learning_rate", "grad_norm")
-_BOOKKEEPING = ("weight", "finite", "tokens", "loss_finite_steps")
+_BOOKKEEPING = ("weight", "applied", "tokens", "loss_finite_steps")
 
 
 def step_line(
@@ -137,7 +100,7 @@ def step_line(
     if record.get("step_time_s") is not None:
         add("", f"{1000 * record['step_time_s']:7.1f}", " ms")
     if "memory_bytes" in record:
-        add("mem", f"{memory(record['memory_bytes']):>9}")
+        add("mem", f"{in_bytes(record['memory_bytes']):>9}")
     if eta_s is not None:
         add("ETA", f"{duration(eta_s):>6}")
     return "  ".join(parts)
@@ -181,15 +144,13 @@ def header_rows(facts: Mapping[str, Any]) -> list[tuple[str, str | Sequence[str]
         batch += f"; {units:,} {facts['unit']} a step"
     rows: list[tuple[str, str | Sequence[str]]] = [
         ("devices", f"{facts['num_devices']} {TIMES} {facts['device_kind']}"),
-        ("mesh", [facts["mesh"], *(wrap(facts["mesh_reason"]) if facts["mesh_reason"] else [])]),
-        ("model", f"{facts['model']}, {big(facts['num_parameters'])} parameters"),
+        ("mesh", [facts["mesh"], *(_lines(facts["mesh_reason"]) if facts["mesh_reason"] else [])]),
+        ("model", f"{facts['model']}, {in_si(facts['num_parameters'])} parameters"),
         ("batch", batch),
         ("precision", facts["precision"]),
     ]
-    if facts["memory_estimate_bytes"] is not None:
-        rows.append(("memory", f"{memory(facts['memory_estimate_bytes'])} a device, estimated"))
     if facts["notes"]:
-        rows.append(("kernels", [line for note in facts["notes"] for line in wrap(note)]))
+        rows.append(("kernels", [line for note in facts["notes"] for line in _lines(note)]))
     rows.append(("MFU", _describe_mfu(facts)))
     return rows
 
@@ -215,11 +176,6 @@ def event_line(event: str, fields: Mapping[str, Any]) -> str:
     return " ".join([event.replace("_", " "), *shown])
 
 
-def wrap(text: str, width: int = 84) -> list[str]:
-    """A long sentence as the lines of a block."""
-    return textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False) or [""]
-
-
 def idle_lines(summary: Mapping[str, Any]) -> list[str]:
     """Why devices were surely busy for less than 80 % of the steps; [] when they were."""
     lines = []
@@ -234,7 +190,7 @@ def idle_lines(summary: Mapping[str, Any]) -> list[str]:
             "waiting for data": "tokenise the corpus once, or use a faster disk",
             "work on the host between dispatches": "log less often, or give the host more cores",
         }[max(causes)[1]]
-        lines += wrap(
+        lines += _lines(
             f"devices ran out of work in {percent(1 - busy)} of the time of steps: {shown} "
             f"({advice})"
         )
@@ -242,7 +198,7 @@ def idle_lines(summary: Mapping[str, Any]) -> list[str]:
     if steps_s and steps_s < _BUSY * wall_s and wall_s > _LONG_S:
         compile_s = summary.get("compile_s", 0.0)
         rest = max(0.0, wall_s - steps_s - compile_s)
-        lines += wrap(
+        lines += _lines(
             f"steps took {percent(steps_s / wall_s)} of the time; compilation "
             f"{percent(compile_s / wall_s)}; start, evaluation and saves {percent(rest / wall_s)}"
         )
@@ -266,7 +222,7 @@ def closing_rows(
         )
     ]
     if summary.get("error"):
-        rows.append(("error", wrap(str(summary["error"]))))
+        rows.append(("error", _lines(str(summary["error"]))))
     losses = []
     if "loss" in summary:
         losses.append(f"{summary['loss']:.4f} train")
@@ -289,7 +245,7 @@ def closing_rows(
         rows.append(("speed", ", ".join(speed)))
     spent = [f"{summary['device_hours']:.3g} device-hours"]
     if "cost" in summary:
-        spent.append(money(summary["cost"], summary["currency"]))
+        spent.append(f"cost {money(summary['cost'])}")
     if summary.get("compile_s"):
         spent.append(f"compilation {duration(summary['compile_s'])}")
     if summary.get("data_wait_share") is not None:
@@ -306,7 +262,7 @@ def closing_rows(
             )
         )
     if "memory_peak_bytes" in summary:
-        rows.append(("memory", f"{memory(summary['memory_peak_bytes'])} at most, fullest device"))
+        rows.append(("memory", f"{in_bytes(summary['memory_peak_bytes'])} at most, fullest device"))
     troubles = [
         f"{summary[key]} {label}"
         for key, label in (

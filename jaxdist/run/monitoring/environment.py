@@ -1,4 +1,4 @@
-"""What a run ran on: versions, code, hosts, devices, command. Read once, at start."""
+"""The environment of a run: versions, git commits, hosts, devices and command line."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _PACKAGES = (
 
 
 def environment(command: list[str] | None = None) -> dict[str, Any]:
-    """Everything needed to run this again, as a record for environment.json.
+    """The record of environment.json: what is needed to run this again.
 
-    Collective where there are several processes (it gathers host names): each must call it, after
-    joining the job. It starts the devices.
+    Collective in a job of several processes, because it gathers host names: each must call it,
+    after joining the job. It starts the devices.
 
     Args:
-        command: the command line; this process's by default.
+        command: the command line; default: that of this process.
     """
     import jax
 
@@ -88,7 +88,7 @@ def nvidia_versions() -> dict[str, str]:
 
 
 def repositories() -> list[dict[str, Any]]:
-    """Commit and cleanliness of the git repositories of jaxdist itself and of the directory."""
+    """Commit and state of the git repositories of jaxdist and of the current directory."""
     found: dict[str, dict[str, Any]] = {}
     package = Path(__file__).parents[1]
     # A package installed inside someone's repository (.venv/...) is not that repository's code.

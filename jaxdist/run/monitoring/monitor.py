@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import time
@@ -27,29 +28,64 @@ from jaxdist.run.run_directory import RunDirectory
 logger = logging.getLogger("jaxdist")
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunFacts:
+    """What the header of a run says beyond what the monitor knows itself.
+
+    Attributes:
+        mesh: `str(MeshSpec)`.
+        mesh_reason: why this mesh.
+        model: its name.
+        num_parameters: parameters of the whole model.
+        per_device_batch: rows of one microbatch on one replica.
+        num_replicas: parts into which a batch's rows are split.
+        accumulation: microbatches of a step.
+        tokens_per_row: seq_len; 1 for images.
+        precision: e.g. "bfloat16 compute, float32 parameters".
+        notes: chosen kernels and why, one each.
+    """
+
+    mesh: str
+    mesh_reason: str = ""
+    model: str
+    num_parameters: int
+    per_device_batch: int
+    num_replicas: int
+    accumulation: int
+    tokens_per_row: int = 1
+    precision: str
+    notes: list[str] = dataclasses.field(default_factory=list)
+
+    @property
+    def global_batch_size(self) -> int:
+        """Rows of one step."""
+        return self.per_device_batch * self.num_replicas * self.accumulation
+
+
 class Monitor:
-    """Console, metrics.jsonl and TensorBoard of one run; every process has one, process 0's writes.
+    """Console, metrics.jsonl, TensorBoard and Prometheus of one run.
 
-    As a context it closes the sinks, and where an exception leaves a run without a summary, it
-    writes one that says "error" (or "interrupted") and why.
+    Every process has one; only process 0 writes.
 
-    Opening a run that was here before continues it: metrics.jsonl is appended to, beginning with a
-    `start` event at `start_step`, and TensorBoard's points beyond that step are purged.
+    As a context manager it closes the sinks. When an exception ends a run without a summary, it
+    writes one with the exit reason "error" or "interrupted".
 
-    Log records carry their coloured text as the attribute `styled`; the console's handler may
-    prefer it on a terminal.
+    A resumed run is continued: metrics.jsonl is appended to, from a `start` event at `start_step`
+    on, and TensorBoard hides the points beyond that step.
+
+    Log records carry their coloured text as the attribute `styled`, for handlers on a terminal.
 
     Args:
-        config: how often, and what a device costs.
+        config: intervals, and the price of a device.
         run: the run directory; `run.is_writer` decides who writes.
         total_steps: the step at which the run ends.
         start_step: the step of the restored state, i.e. steps already done; 0 for a fresh run.
         flops_per_token: `Model.flops_per_token`.
-        unit: `Model.unit`; names the rates (`tokens_per_s`, `images_per_s`).
+        unit: `Model.unit`, which names the rates (`tokens_per_s`, `images_per_s`).
         compute_dtype: of matrix products, for the peak.
         devices: all devices of the job; `jax.devices()` by default.
         config_text: the resolved config, shown in TensorBoard.
-        asked_to_trace: whether a trace of the next steps was asked for since the last call.
+        asked_to_trace: whether a trace was asked for since the last call.
         clock: seconds since 1970, for the times of records.
     """
 
@@ -82,7 +118,6 @@ class Monitor:
             num_devices=len(devices),
             flops_per_token=flops_per_token,
             peak_flops=peak,
-            window_steps=config.window_steps,
         )
         self._local_devices = [d for d in devices if d.process_index == jax.process_index()]
         self.profiler = Profiler(
@@ -90,26 +125,25 @@ class Monitor:
             run.profiles,
             process=jax.process_index(),
             asked=asked_to_trace,
-            asked_steps=config.profile_steps,
         )
-        self._sensors = GpuStats(
+        self._gpu_stats = GpuStats(
             self._local_devices, os.environ, logger.info if run.is_writer else lambda line: None
         )
         self._clock = clock
         self._begin = clock()
         self._steps_here = 0
         self._ended = False
-        self._watches: list[CompileTracker] = []
+        self._trackers: list[CompileTracker] = []
         self._records: RecordWriter | None = None
         self._tensorboard: TensorBoard | None = None
         self._prometheus: Prometheus | None = None
         earlier = read_records(run.metrics) if run.is_writer and run.resumed else []
-        self.totals = RunSummary(earlier, start_step=start_step, unit=unit)
+        self.run_summary = RunSummary(earlier, start_step=start_step, unit=unit)
         self._alerts = Alerts(
             config,
-            self.totals,
+            self.run_summary,
             self.event,
-            self._sensors.read,
+            self._gpu_stats.read,
             num_processes=jax.process_count(),
             compares=run.is_writer,
         )
@@ -135,9 +169,8 @@ class Monitor:
 
         Args:
             step: steps done, this one included; the first is 1.
-            metrics: replicated scalars, e.g. loss, grad_norm, learning_rate; `finite`, where there
-                is one, is False when the step's update was skipped (NaN or Inf), and so is
-                `applied`, for any reason.
+            metrics: replicated scalars, e.g. loss, grad_norm, learning_rate; `applied` is False
+                where the update was left out (NaN, Inf, a loss above the limit).
             tokens: how many of `unit` the step trained on, whole job.
             step_time_s: seconds from the step before to this one, the wait included.
             data_wait_s: seconds of it that the loop waited for its batch.
@@ -148,13 +181,12 @@ class Monitor:
         """
         values = read(metrics)
         self._steps_here += 1
-        self.totals.units += tokens
+        self.run_summary.units += tokens
         if self._steps_here > 1:  # the first step of a start compiles and fills the prefetch
             self.throughput.add(tokens, step_time_s)
-            self.totals.add_times(step_time_s, data_wait_s, device_wait_s)
+            self.run_summary.add_times(step_time_s, data_wait_s, device_wait_s)
             self._alerts.step_times(step, step_time_s, data_wait_s, device_wait_s)
         self._alerts.values(step, values)
-        on_record = step % self.config.record_every_steps == 0
         on_log = step % self.config.log_interval_steps == 0 or self._steps_here == 1
         ends = step == self.total_steps
         rate = tokens / step_time_s
@@ -163,7 +195,7 @@ class Monitor:
             "time": self._clock(),
             "step": step,
             **values,
-            self.unit: self.totals.units,
+            self.unit: self.run_summary.units,
             f"{self.unit}_per_s": rate,
             f"{self.unit}_per_s_per_device": rate / self.throughput.num_devices,
             "step_time_s": step_time_s,
@@ -171,19 +203,18 @@ class Monitor:
             **({} if device_wait_s is None else {"device_wait_s": device_wait_s}),
             **self.throughput.mfu_fields(rate),
         }
-        if on_record or on_log or ends:
-            record |= device_memory(self._local_devices)
+        record |= device_memory(self._local_devices)
         if on_log or ends:
-            readings = self._sensors.read()
+            readings = self._gpu_stats.read()
             record |= readings
-            self.totals.add_readings(readings)
-            self.totals.memory_peak_bytes = max(
-                self.totals.memory_peak_bytes, record.get("memory_peak_bytes", 0)
+            self.run_summary.add_readings(readings)
+            self.run_summary.memory_peak_bytes = max(
+                self.run_summary.memory_peak_bytes, record.get("memory_peak_bytes", 0)
             )
-        self.totals.last = record
+        self.run_summary.last = record
         if self._prometheus is not None:
             self._prometheus.train(record, self.unit)
-        if (on_record or ends) and self._records is not None:
+        if self._records is not None:
             self._records.write(record)
         if (on_log or ends) and self.run.is_writer:
             self._show_step(record, list(values))
@@ -196,7 +227,7 @@ class Monitor:
         """Report an evaluation of the state after `step` steps; `loss` where there is one."""
         values = read(metrics)
         record = {"kind": "eval", "time": self._clock(), "step": step, **values}
-        self.totals.evals.append(record)
+        self.run_summary.evals.append(record)
         if self._prometheus is not None:
             self._prometheus.eval(record)
         if self._records is not None:
@@ -217,17 +248,17 @@ class Monitor:
         quiet: bool = False,
         **fields: Any,
     ) -> None:
-        """Report a save, a restore, a skip, a warning: one line each, on process 0 alone.
+        """Record a save, a restore, a warning, ...: one line each, on process 0 alone.
 
         Args:
             event: its name, `snake_case`; the key `event` of the record.
-            message: the sentence for people; `event key=value ...` by default.
-            level: of the log record; from WARNING on it counts as a warning.
-            quiet: record it only; whoever reports it has told the console already.
-            fields: what else the record holds; `step` is the last one reported unless given.
+            message: the console line; default: `event key=value ...`.
+            level: of the log record; WARNING and above count as warnings.
+            quiet: record it, and leave the console to the caller.
+            fields: the rest of the record; `step` defaults to the last one reported.
         """
         if level >= logging.WARNING:
-            self.totals.warnings += 1
+            self.run_summary.warnings += 1
         if self._prometheus is not None:
             self._prometheus.event(event, is_warning=level >= logging.WARNING)
         if self._records is None:
@@ -236,7 +267,7 @@ class Monitor:
             "kind": "event",
             "event": event,
             "time": self._clock(),
-            "step": self.totals.last["step"],
+            "step": self.run_summary.last["step"],
             **fields,
         }
         if level >= logging.WARNING:
@@ -248,57 +279,21 @@ class Monitor:
             self._say(lambda _: message or console.event_line(event, fields), level)
 
     def rewind(self, step: int, message: str) -> None:
-        """The run went back to the checkpoint of `step`: what it did beyond counts no more."""
+        """Record a rollback to the checkpoint of `step`: what came after it no longer counts."""
         self.event("rollback", step=step, message=message, level=logging.WARNING)
         if self._records is None:
             return
         kept = RunSummary(read_records(self.run.metrics), start_step=step, unit=self.unit)
         for name in ("units", "last", "evals", "skipped_steps"):
-            setattr(self.totals, name, getattr(kept, name))
+            setattr(self.run_summary, name, getattr(kept, name))
 
-    def header(
-        self,
-        *,
-        mesh: str,
-        mesh_reason: str = "",
-        model: str,
-        num_parameters: int,
-        per_device_batch: int,
-        num_replicas: int,
-        accumulation: int,
-        tokens_per_row: int = 1,
-        precision: str,
-        notes: Sequence[str] = (),
-        memory_estimate_bytes: float | None = None,
-    ) -> None:
-        """The first lines of a run, and one `run` event that holds the same facts.
-
-        Args:
-            mesh: `str(MeshSpec)`.
-            mesh_reason: why this mesh.
-            model: its name.
-            num_parameters: of the whole model.
-            per_device_batch: rows of one microbatch on one replica.
-            num_replicas: parts into which a batch's rows are split (data × fsdp).
-            accumulation: microbatches of a step.
-            tokens_per_row: seq_len; 1 for images.
-            precision: e.g. "bfloat16 compute, float32 parameters".
-            notes: `Model.notes(context)`: chosen kernels and why.
-            memory_estimate_bytes: of one device, where it was estimated.
-        """
-        facts = {
-            "mesh": mesh,
-            "mesh_reason": mesh_reason,
-            "model": model,
-            "num_parameters": num_parameters,
-            "global_batch_size": per_device_batch * num_replicas * accumulation,
-            "per_device_batch": per_device_batch,
-            "num_replicas": num_replicas,
-            "accumulation": accumulation,
-            "tokens_per_row": tokens_per_row,
-            "precision": precision,
-            "notes": list(notes),
-            "memory_estimate_bytes": memory_estimate_bytes,
+    def header(self, facts: RunFacts) -> None:
+        """Print the first lines of a run, and write them as one `run` event."""
+        if self._records is None:
+            return
+        known = {
+            **dataclasses.asdict(facts),
+            "global_batch_size": facts.global_batch_size,
             "num_devices": self.throughput.num_devices,
             "device_kind": self.device_kind,
             "unit": self.unit,
@@ -306,22 +301,16 @@ class Monitor:
             "mfu_convention": self.throughput.convention,
             "flops_per_token": self.throughput.flops_per_token,
         }
-        if self._records is None:
-            return
         self._records.write(
             {"kind": "event", "event": "run", "time": self._clock(), "step": self.start_step}
-            | {name: value for name, value in facts.items() if value not in (None, "")}
+            | {name: value for name, value in known.items() if value not in (None, "")}
         )
         if self._prometheus is not None:
+            names = ("model", "mesh", "device_kind", "num_parameters", "num_devices")
             self._prometheus.facts(
-                model=model,
-                mesh=mesh,
-                device_kind=self.device_kind,
-                num_parameters=num_parameters,
-                num_devices=self.throughput.num_devices,
-                total_steps=self.total_steps,
+                total_steps=self.total_steps, **{name: known[name] for name in names}
             )
-        self._say_block([*console.header_rows(facts), ("run", str(self.run.path))])
+        self._say_block([*console.header_rows(known), ("run", str(self.run.path))])
 
     def track_compiles(
         self, function: Callable[..., Any], name: str | None = None
@@ -330,20 +319,20 @@ class Monitor:
 
         A run needs one; each further one is a warning that says what changed.
         """
-        watch = CompileTracker(function, self._alerts.compilation, name)
-        self._watches.append(watch)
-        return watch
+        tracker = CompileTracker(function, self._alerts.compilation, name)
+        self._trackers.append(tracker)
+        return tracker
 
     # -- the end --------------------------------------------------------------------------------
 
     def summary(
         self, exit_reason: ExitReason | str, *, next_commands: Sequence[str] = (), **fields: Any
     ) -> dict[str, Any]:
-        """Write summary.json and print the closing block; returns what it wrote.
+        """Write summary.json and print the closing block; returns what was written.
 
         Args:
             exit_reason: one of `ExitReason`.
-            next_commands: what the reader may run next, one command each.
+            next_commands: what to run next, one command each.
             fields: more of the summary: `checkpoint`, `error`, ...
         """
         exit_reason = ExitReason(exit_reason)
@@ -354,13 +343,12 @@ class Monitor:
             "device_kind": self.device_kind,
         }
         wall_s = self._clock() - self._begin
-        summary |= self.totals.summary(self.throughput, self._watches, wall_s)
+        summary |= self.run_summary.summary(self.throughput, self._trackers, wall_s)
         self.profiler.stop()
         if self.profiler.traces:
             summary["profiles"] = self.profiler.traces
         if self.config.price_per_device_hour:
             summary["cost"] = summary["device_hours"] * self.config.price_per_device_hour
-            summary["currency"] = self.config.currency
         summary |= fields
         self._ended = True
         if self._records is None:
@@ -382,7 +370,7 @@ class Monitor:
         if self._records is not None:
             self._records.close()
             self._records = None
-        self._sensors.close()
+        self._gpu_stats.close()
         self.profiler.stop()
 
     def __enter__(self) -> Monitor:
@@ -402,10 +390,8 @@ class Monitor:
     # -- private -----------------------------------------------------------------------------------
 
     def _open(self, config_text: str) -> None:
-        if self.config.prometheus_port:
-            self._prometheus = Prometheus(
-                self.config.prometheus_port, self.config.prometheus_address, self.run.path.name
-            )
+        if self.config.prometheus:
+            self._prometheus = Prometheus(self.config.prometheus, self.run.path.name)
         self._records = self.run.open_metrics()
         if self.config.tensorboard:
             first = self.start_step + 1 if self.run.resumed else None

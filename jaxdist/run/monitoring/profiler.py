@@ -1,8 +1,8 @@
-"""Traces of a few steps by jax's profiler: planned by `--profile 10:13`, or asked of a live run.
+"""Traces of a few steps by jax's profiler, planned by a setting or requested by a signal.
 
-A trace slows the steps it covers and takes megabytes for each, so it is never on by itself. What is
-planned is traced by process 0; SIGUSR2 makes the process that gets it trace its own next steps, so
-that the one that the others wait for can be looked at.
+A trace slows its steps down and takes megabytes for each, so it is off by default. Process 0 takes
+the trace that `monitoring.profile` plans. A process that gets SIGUSR2 traces its own next steps, so
+that a straggler can be examined.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ def steps_of(text: str) -> tuple[int, int]:
 
 
 class Profiler:
-    """Begins and ends traces between steps.
+    """Starts and ends traces between steps.
 
     Args:
         planned: first and last step to trace, or None.
-        directory: of the traces; each gets its own in it.
-        process: index of this process, for the trace's name.
-        asked: whether a trace of the next steps has been asked for since the last call.
-        asked_steps: how many steps such a trace covers.
+        directory: where each trace gets a directory of its own.
+        process: index of this process, part of the trace's name.
+        asked: whether a trace was requested since the last call.
+        asked_steps: steps of a requested trace.
     """
 
     def __init__(
@@ -64,10 +64,9 @@ class Profiler:
         self.traces: list[dict[str, Any]] = []
 
     def reaches(self, step: int) -> bool:
-        """Whether a trace begins or ends before `step`; call it before each, then `turn`.
+        """Whether a trace starts or ends just before `step`. Call it before each step.
 
-        Between the two the caller waits for the devices, so that a trace holds whole steps and
-        nothing of the steps around them.
+        Where it is true, wait for the devices and call `turn`: a trace then holds whole steps only.
         """
         self._newest = step
         if self._now is not None:
@@ -81,7 +80,7 @@ class Profiler:
         return self._planned is not None and self._planned[0] <= step <= self._planned[1]
 
     def turn(self, step: int) -> None:
-        """End the trace that is over, begin the one that is due."""
+        """End the trace that is over and start the one that is due before `step`."""
         self.stop(step - 1)
         if self._planned is None or not self._planned[0] <= step <= self._planned[1]:
             return
@@ -90,10 +89,10 @@ class Profiler:
         self._annotate(step)
 
     def stop(self, last: int | None = None) -> None:
-        """End a trace that is being taken; without one, nothing happens.
+        """End the current trace, if there is one.
 
         Args:
-            last: the newest step in it; the one that `reaches` heard of last by default.
+            last: the newest step in it; default: the newest step known to `reaches`.
         """
         if self._now is None:
             return
@@ -104,7 +103,7 @@ class Profiler:
         self._annotate(None)
         try:
             jax.profiler.stop_trace()
-        except Exception as failure:  # a full disk must not end the run that is looked at
+        except Exception as failure:  # a full disk must not end the run
             logger.warning("the trace of steps %d to %d was not written: %s", first, last, failure)
             return
         files = [name for name in self._path.files() if name.endswith(".trace.json.gz")]
@@ -114,10 +113,10 @@ class Profiler:
         self._tell_device_times()
 
     def _tell_device_times(self) -> None:
-        """How this process's GPUs spent the trace, on the console and in the summary."""
+        """Report how this process's GPUs spent the trace, on the console and in the summary."""
         try:
             found = read_trace(self._path)
-        except Exception as failure:  # a trace that cannot be read is still a trace
+        except Exception as failure:  # the trace itself is written, and may be read elsewhere
             logger.warning("the trace in %s cannot be read: %s", self._path, failure)
             return
         for one in found:
@@ -131,14 +130,14 @@ class Profiler:
         self._path = self._directory / f"step-{first}-process-{self._process}"
         try:
             jax.profiler.start_trace(str(self._path))
-        except Exception as failure:  # another profiler is at work
+        except Exception as failure:  # another profiler is running
             logger.warning("steps %d to %d are not traced: %s", first, last, failure)
             return
         self._now = (first, last)
         logger.info("tracing steps %d to %d", first, last)
 
     def _annotate(self, step: int | None) -> None:
-        """Mark the steps in the trace: from here on it is `step`'s."""
+        """Mark in the trace that `step` starts here; None = the trace ends."""
         if self._annotation is not None:
             with contextlib.suppress(Exception):
                 self._annotation.__exit__(None, None, None)

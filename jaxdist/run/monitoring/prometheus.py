@@ -28,7 +28,7 @@ _UNITS = (
     ("_c", "_celsius", 1.0),
     ("_mhz", "_hertz", 1e6),
 )
-_LEFT_OUT = ("kind", "time", "finite", "weight")
+_LEFT_OUT = ("kind", "time", "applied", "weight")
 
 
 class Prometheus:
@@ -37,20 +37,19 @@ class Prometheus:
     A port that is taken is a warning, not the end of a run: nobody watches it then.
 
     Args:
-        port: to listen on.
-        address: of the interface to listen on; "" = all.
+        address: host:port to listen on.
         run: the label on every number.
     """
 
-    def __init__(self, port: int, address: str, run: str):
+    def __init__(self, address: str, run: str):
         try:
             from prometheus_client import CollectorRegistry, start_http_server
         except ImportError as error:
             raise ConfigError(
                 [
-                    f"monitoring.prometheus_port={port} needs the package prometheus-client "
-                    f"({error}). Install it with `pip install prometheus-client`, or set the port "
-                    "to 0."
+                    f"monitoring.prometheus={address} needs the package prometheus-client "
+                    f"({error}). Install it with `pip install prometheus-client`, or leave the "
+                    "setting empty."
                 ]
             ) from error
         self._run = run
@@ -63,14 +62,13 @@ class Prometheus:
         registry.register(self)
         self._server: Any = None
         try:
-            self._server, self._thread = start_http_server(
-                port, addr=address or "0.0.0.0", registry=registry
-            )
+            host, _, port = address.rpartition(":")
+            self._server, self._thread = start_http_server(int(port), addr=host, registry=registry)
         except OSError as failure:
             logger.warning(
-                "nothing is served to Prometheus: port %d cannot be used (%s). "
-                "Set monitoring.prometheus_port to a free one.",
-                port,
+                "nothing is served to Prometheus: %s cannot be used (%s). "
+                "Set monitoring.prometheus to a free port.",
+                address,
                 failure.strerror,
             )
 

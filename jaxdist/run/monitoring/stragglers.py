@@ -1,21 +1,22 @@
-"""Which process the others wait for, from numbers that each measures anyway; without a barrier.
+"""Which process the others wait for, from numbers that each process measures anyway.
 
-In a job that computes together all steps take equally long, whoever is at fault. What differs is
-how a process spends its step: waiting for the devices, waiting for data, or working on the host.
-While it waits for the devices, what it did before was hidden behind their work, or another process
-came later. A step without such a wait is one in which it came last, after the devices had run out
-of work: a late step. The process that spends its late steps longer on data or on the host than the
-others do is the one that they wait for.
+In a job that computes together all steps take equally long, whoever is slow. What differs is how a
+process spends its step: waiting for the devices, waiting for data, or working on the host. A
+process that waits for the devices holds nobody up: its own work was hidden behind theirs, or
+another process came later. In a step without such a wait the devices had run out of work and this
+process came last: a late step. The straggler is the process that spends its late steps longer on
+data or on the host than the others do.
 
 Late steps are counted one by one. A mean over the interval would hide a fault that began in the
-middle of it, or behind batches that were prefetched, and a save makes a process wait for the step
-before it: waiting in some steps does not undo having come last in others. A few late steps are no
-one's fault: cores are shared, files are written. The rarer they are, the more they must cost.
+middle of it or behind prefetched batches. It would also hide one beside saves, during which a
+process waits for its devices: waiting in some steps does not undo having come last in others. A few
+late steps are normal, because cores are shared and files are written. The rarer they are, the more
+they must cost.
 
-Every process leaves its numbers with the coordinator when an interval ends and goes on; process 0
-reads what is there, and again at the next steps until the slow ones have told too. Each leaves its
-last two intervals, and the newest that all have told is compared: what is slow for all at once is
-then no one's fault.
+At the end of an interval each process publishes its numbers and goes on, without a barrier. Process
+0 reads what is there, and again after each of the next steps until slow processes have published
+too. Each publishes its last two intervals, and the newest that all of them have is compared: what
+is slow for all at once is then nobody's fault.
 """
 
 from __future__ import annotations
@@ -29,19 +30,19 @@ from typing import Any
 from jaxdist.runtime import coordination
 
 _LAG = 0.1
-"""Share of the time that a process that is always late must lose to be named; more if it is not."""
+"""Share of the step time that a process must cost to be named; more if it is not always late."""
 _AHEAD = 0.05
-"""Share of a step spent waiting for the devices from which a process holds nobody up in it."""
+"""Share of a step spent waiting for the devices, above which the step is not late."""
 _LATE_SHARE, _LATE_STEPS = 1 / 3, 5
-"""Late steps of an interval from which they are no accident: this share and this number, or two
-thirds of an interval too short for it. Jitter of overloaded cores made 13 of 52 steps late, 3 of 8
-and 2 of 4; a slow loader beside saves every five steps three fifths of them."""
+"""Late steps of an interval from which a process counts as slow: this share and this number, or two
+thirds of an interval too short for it. Jitter of overloaded cores made 13 of 52, 3 of 8 and 2 of 4
+steps late; a slow loader beside saves every five steps made three fifths late."""
 _SLOW_CLOCK = 0.85
-"""Share of the usual clock of a GPU below which it is named."""
+"""Share of the median GPU clock below which a GPU is named."""
 _TOPIC = "monitoring/processes"
 
 READY_SHARE = 0.02
-"""Results were there before the host asked when it waited less than this share of the step."""
+"""Share of a step below which waiting for results counts as none: they were there already."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,64 +66,69 @@ class Straggler:
 
 
 class StragglerDetector:
-    """Numbers of this process's steps, and at the end of each interval everybody's.
+    """Collects the step times of this process, and at the end of an interval those of all.
 
     Args:
-        num_processes: of the job.
-        interval_steps: steps of an interval, which all processes end at the same step; 0 = never.
+        num_processes: processes of the job.
+        interval_steps: steps of an interval, the same on all processes; 0 = never.
     """
 
     def __init__(self, num_processes: int, interval_steps: int):
         self._num_processes, self._interval_steps = num_processes, interval_steps
         self._steps: list[tuple[float, float, float]] = []
-        self._told: list[dict[str, Any]] = []
+        self._published: list[dict[str, Any]] = []
         self._newest = self._compared = 0  # step at which the interval ended
 
     def add(self, step_time_s: float, data_wait_s: float, device_wait_s: float) -> None:
-        """Count one step."""
+        """Count one step: its seconds, and those of it spent waiting for data and for devices."""
         self._steps.append((step_time_s, data_wait_s, device_wait_s))
 
     def ends(self, step: int) -> bool:
-        """Whether an interval that has something to tell ends with `step`."""
+        """Whether an interval ends with `step`."""
         if self._num_processes == 1 or not self._interval_steps or not self._steps:
             return False
         return step % self._interval_steps == 0
 
     def end_interval(self, step: int, extra: Mapping[str, float]) -> dict[str, Any]:
-        """This process's numbers since the last interval, which begin anew; told to process 0.
+        """Publish the numbers of this process since the last interval, and start a new interval.
 
         Args:
-            step: the newest.
-            extra: more numbers of this process (its GPUs' clocks).
+            step: the last of the interval.
+            extra: more numbers of this process, e.g. the clocks of its GPUs.
+
+        Returns:
+            What was published.
         """
         own = {"step": step, "host": socket.gethostname(), **summarise(self._steps), **extra}
         self._steps.clear()
         self._newest = step
-        self._told = [*self._told[-1:], own]
-        coordination.publish(_TOPIC, self._told)
+        self._published = [*self._published[-1:], own]
+        coordination.publish(_TOPIC, self._published)
         return own
 
     @property
     def is_open(self) -> bool:
-        """Whether this process has told of an interval that was not yet compared."""
+        """Whether an interval was published that is not compared yet."""
         return self._compared < self._newest
 
     def everyone(self) -> dict[int, dict[str, Any]]:
-        """By process id, the numbers of the newest interval that all have told; {} if seen."""
-        told = coordination.published(_TOPIC)
-        said = newest_common(told) if len(told) == self._num_processes else {}
-        step = next((one["step"] for one in said.values()), 0)
+        """Process id -> its numbers of the newest interval that all have; {} if it was compared."""
+        reports = coordination.published(_TOPIC)
+        if len(reports) < self._num_processes:
+            return {}
+        newest = newest_common(reports)
+        step = next((one["step"] for one in newest.values()), 0)
         if step <= self._compared:
             return {}
         self._compared = step
-        return said
+        return newest
 
 
 def summarise(steps: Sequence[tuple[float, float, float]]) -> dict[str, float]:
-    """Means over some steps, and those over the late ones among them (0 without any).
+    """Means over steps, and over the late ones among them (0 without any).
 
     Args:
-        steps: of each its seconds, those waiting for data, and those waiting for the devices.
+        steps: for each step its seconds, those waiting for data, and those waiting for devices.
     """
     late = [one for one in steps if one[2] <= _AHEAD * one[0]]
     step_time_s, data_wait_s, device_wait_s = _means(steps)
@@ -144,30 +150,30 @@ def _means(steps: Sequence[tuple[float, float, float]]) -> tuple[float, float, f
     return statistics.fmean(step_s), statistics.fmean(data_s), statistics.fmean(device_s)
 
 
-def newest_common(told: Mapping[int, Sequence[Mapping[str, Any]]]) -> dict[int, dict[str, Any]]:
-    """The newest interval that every process has told, by process id; {} when there is none."""
-    steps = [{one["step"] for one in intervals} for intervals in told.values()]
+def newest_common(reports: Mapping[int, Sequence[Mapping[str, Any]]]) -> dict[int, dict[str, Any]]:
+    """The newest interval that every process has published, by process id; {} without one."""
+    steps = [{one["step"] for one in intervals} for intervals in reports.values()]
     common = set.intersection(*steps) if steps else set()
     if not common:
         return {}
     return {
         process: dict(next(one for one in intervals if one["step"] == max(common)))
-        for process, intervals in told.items()
+        for process, intervals in reports.items()
     }
 
 
-def find_stragglers(said: Mapping[int, Mapping[str, Any]]) -> list[Straggler]:
-    """Processes that the others wait for, the worst first.
+def find_stragglers(reports: Mapping[int, Mapping[str, Any]]) -> list[Straggler]:
+    """The processes that the others wait for, the most costly first.
 
     Args:
-        said: by process id, as `StragglerDetector.end_interval` makes it.
+        reports: by process id, as `StragglerDetector.end_interval` makes it.
     """
-    if len(said) < 2:
+    if len(reports) < 2:
         return []
     found = []
-    usual_step_s = statistics.median(one["step_time_s"] for one in said.values())
-    for process, one in said.items():
-        others = [said[i] for i in said if i != process]
+    usual_step_s = statistics.median(one["step_time_s"] for one in reports.values())
+    for process, one in reports.items():
+        others = [reports[i] for i in reports if i != process]
         slow = _slow(process, one, others, usual_step_s) or _slow_clock(process, one, others)
         if slow is not None:
             found.append(slow)

@@ -1,4 +1,4 @@
-"""What a run has come to so far, across its starts: the content of summary.json."""
+"""The totals of a run over all its starts: the content of summary.json."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jaxdist.run.monitoring.timers import CompileTracker
 
 
 class RunSummary:
-    """Counts of a run. What an earlier start did beyond `start_step` was lost and does not count.
+    """Totals of a run. Steps of an earlier start beyond `start_step` are lost and do not count.
 
     Args:
         earlier: records of the run's earlier starts, from its metrics.jsonl.
@@ -60,7 +60,7 @@ class RunSummary:
             self._idle.add(step_time_s, data_wait_s, device_wait_s)
 
     def add_straggler(self, slow: Straggler) -> None:
-        """Count one interval in which the others waited for a process."""
+        """Count one interval in which the others waited for this process."""
         found = self._slow.setdefault(
             (slow.process, slow.cause),
             {"process": slow.process, "host": slow.host, "cause": slow.cause, "intervals": 0},
@@ -69,7 +69,7 @@ class RunSummary:
         found["lost_s_per_step"] = max(slow.lost_s, found.get("lost_s_per_step", 0.0))
 
     def add_readings(self, readings: Mapping[str, float]) -> None:
-        """Count what the GPUs said of themselves."""
+        """Count readings of `GpuStats`."""
         for name, value in readings.items():
             self._readings.setdefault(name, []).append(value)
 

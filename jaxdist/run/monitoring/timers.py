@@ -1,4 +1,4 @@
-"""What a healthy run does not do: compile twice, or wait for its data."""
+"""Timers of the training loop: step time, data wait, device wait and compilations."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class Compilation:
-    """One compilation of a watched function.
+    """One compilation of a tracked function.
 
     Attributes:
         function: its name.
-        count: 1 for the first, which every run needs.
-        seconds: trace, lowering and compilation; the call that met it blocked this long.
-        from_cache: the executable came from the persistent compilation cache.
-        changes: arguments that differ from the previous compilation's, one line each.
+        count: number of compilations so far; a healthy run has one.
+        seconds: tracing, lowering and compiling, during which the call blocked.
+        from_cache: whether the executable came from the persistent compilation cache.
+        changes: what changed in the arguments since the last compilation, one line each.
     """
 
     function: str
@@ -34,15 +34,15 @@ class Compilation:
 class CompileTracker:
     """Calls a jitted function and reports each compilation that a call causes.
 
-    The function's own cache says that a call was new to it, and JAX's compile events say that XLA
-    was at work for it: a numpy array where a jax array was is new to the former alone, and a
-    small program compiled while tracing is one of the latter alone. A call that compiles nothing
-    costs a few microseconds more.
+    A call counts as a compilation when the function's cache grew and XLA compiled. Either alone is
+    not enough: a numpy array in place of a jax array grows the cache without a compilation, and
+    tracing may compile small programs of its own. A call that compiles nothing costs a few
+    microseconds more.
 
     Args:
         function: made by `jax.jit`.
         report: called with each `Compilation`.
-        name: for the report; the function's own by default.
+        name: used in the report; default: the name of the function.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class CompileTracker:
         name: str | None = None,
     ):
         if not hasattr(function, "_cache_size"):
-            raise TypeError(f"only a function made by jax.jit can be watched, not {function!r}")
+            raise TypeError(f"only a function made by jax.jit can be tracked, not {function!r}")
         self.name = str(name or getattr(function, "__name__", "function"))
         self.count = 0
         self.seconds = 0.0
@@ -73,7 +73,7 @@ class CompileTracker:
     def compile(self, *args: Any) -> Any:
         """Compile for these arguments without a call; returns the `jax.stages.Compiled`.
 
-        jax keeps the executable: a call with the like compiles nothing more.
+        jax keeps the executable, so that a later call with such arguments does not compile.
         """
         begin = time.perf_counter()
         with _compile_events() as events:
@@ -168,11 +168,18 @@ def _changes(old: dict[str, str], new: dict[str, str]) -> tuple[str, ...]:
     return tuple(lines)
 
 
-class DataWaitTracker:
-    """Tells when waiting for data takes a stated share of the time: once per episode.
+WINDOW_STEPS = 20
+"""Steps over which rates (their median) and waiting for data (its share) are taken."""
 
-    An episode begins when, over a full window, waiting took more than `threshold` of the time, and
-    ends when it took less than half of that, so that a share near the threshold warns once.
+DATA_WAIT_WARNING = 0.1
+"""Share of a window spent waiting for data above which the loader is reported as too slow."""
+
+
+class DataWaitTracker:
+    """Says when waiting for data takes too large a share of the time, once per episode.
+
+    An episode begins when waiting took more than `threshold` of a full window, and ends when it
+    took less than half of that. A share near the threshold therefore warns once.
     """
 
     def __init__(self, *, threshold: float, window_steps: int):
@@ -201,19 +208,19 @@ class DataWaitTracker:
 
 
 class StepTimer:
-    """Times a training loop: how long a step took, and how long of it the loop waited for data.
+    """Times a training loop: how long a step took, and how long the loop waited for data.
 
-    `lap` once per step; with steps dispatched ahead of the device, laps still follow the device's
-    pace, because reading the metrics of step n−1 blocks until the device has done them.
+    Call `lap` once per step. Steps are dispatched ahead of the devices, yet laps follow the pace of
+    the devices, because reading the metrics of step n−1 blocks until they exist.
 
     Args:
         clock: seconds.
-        blocking_dispatch: a dispatch waits until the step before is done (jax on several CPU
-            devices), so that its time is waiting for the device too.
+        blocking_dispatch: whether a dispatch waits for the step before (jax on several CPU
+            devices), so that its time counts as waiting for the devices.
 
     Attributes:
-        device_wait_s: seconds of the last lap that reading blocked. Near 0, the device had done its
-            work before the host asked, and had none until the next dispatch.
+        device_wait_s: seconds of the last lap spent waiting for the devices. Near 0 means that they
+            had finished before the host asked, and were idle until the next dispatch.
     """
 
     def __init__(
@@ -235,7 +242,7 @@ class StepTimer:
         return value
 
     def dispatch(self, function: Callable[..., T], *arguments: Any, **named: Any) -> T:
-        """Return `function(*arguments, **named)`, which hands work to the device."""
+        """Return `function(*arguments, **named)`, which hands work to the devices."""
         begin = self._clock()
         value = function(*arguments, **named)
         if self._blocking_dispatch:
@@ -243,7 +250,7 @@ class StepTimer:
         return value
 
     def read(self, get: Callable[[], T]) -> T:
-        """Return `get()`, counting its time as waiting for the device."""
+        """Return `get()`, counting its time as waiting for the devices."""
         begin = self._clock()
         value = get()
         self._device_wait += self._clock() - begin
@@ -251,7 +258,7 @@ class StepTimer:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave the time of an evaluation or a save out of the steps."""
+        """Leave the time of the block, such as a save, out of the step times."""
         begin = self._clock()
         try:
             yield
@@ -259,7 +266,7 @@ class StepTimer:
             self._paused += self._clock() - begin
 
     def lap(self) -> tuple[float, float]:
-        """(step_time_s, data_wait_s) since the last lap, pauses left out."""
+        """Seconds since the last lap without pauses, and those of them spent waiting for data."""
         now = self._clock()
         times = (now - self._begin - self._paused, self._wait)
         self.device_wait_s = self._device_wait

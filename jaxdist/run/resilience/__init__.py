@@ -1,11 +1,10 @@
-"""Guards of a run: what ends it, sets it back or speaks up when something is wrong.
+"""Guards of a run. They find what is wrong and name it; the loop saves, restores and stops.
 
-    watchdog    no progress: one line says which process is behind, exit code 86, restart
-    anomalies    a loss that is not finite or far too high: skip, go back, or stop
-    replicas    copies of a value whose bits differ: the device is named; stop (85) or go back
-
-The settings dataclass lives in `jaxdist.run.resilience.config`. Nothing here saves, restores or
-trains: the loop does, when a guard asks for it.
+watchdog   no progress: names the process that is behind, exits with 86    (Watchdog)
+heartbeat  the progress of each process, read by the watchdogs
+anomalies  a loss that is not finite, or far above the ones before         (LossGuard)
+sdc_check  replicas whose bits differ: names the device, exits with 85     (SdcCheck)
+config     settings                                                        (ResilienceConfig)
 """
 
 from jaxdist.run.resilience.anomalies import Anomaly, LossGuard, Rollback, Stopped, read_anomalies

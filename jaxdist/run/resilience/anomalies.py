@@ -1,4 +1,4 @@
-"""Losses that are not finite, or far above what they were: found, written down, acted upon."""
+"""Loss anomalies: losses that are not finite, or far above the ones before."""
 
 from __future__ import annotations
 
@@ -12,32 +12,40 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxdist.run.exit_reason import ExitReason
-from jaxdist.run.resilience.config import ResilienceConfig
+from jaxdist.run.resilience.config import MAX_ROLLBACKS, ResilienceConfig
 from jaxdist.runtime.storage import Location, locate
 
 log = logging.getLogger("jaxdist")
 
 _MIN_LOSSES = 16
-"""Losses without which nothing is called a spike: the first ones of a run fall steeply."""
+"""Losses that must be known before one counts as a spike: the first ones of a run fall steeply."""
 _MAD_TO_DEVIATION = 1.4826  # of a normal distribution
-_LEAST_DEVIATION = 0.02  # of the median: very even losses must not make every wrinkle a spike
+_LEAST_DEVIATION = 0.02  # of the median: small changes of a very even loss are no spikes
+
+
+SPIKE_WINDOW_STEPS = 64
+"""Steps whose losses are looked at: short enough to follow a loss that falls."""
+
+SPIKE_DEVIATIONS = 10.0
+"""A spike is a loss so many standard deviations above the median of the window. The deviation is
+1.48 × the median deviation, and at least 2 % of the median; noise does not come near ten of it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Anomaly:
-    """A step whose result is bad.
+    """A step whose loss or gradient norm is bad; one line of anomalies.jsonl.
 
     Attributes:
-        step: which.
+        step: the step.
         kind: the exit reason of a run that stops for it: "nonfinite_loss" or "loss_spike".
-        loss: of the step, mean.
-        grad_norm: of the step.
-        limit: above which a loss was a spike at that time; inf before there was one.
-        action: what the policy makes of it: report, skip, rollback or stop.
-        first_sample: of its batch.
-        num_samples: in its batch.
-        rows: of the dataset in its batch.
-        left_out: samples [first, end) that the run had left out before.
+        loss: mean loss of the step.
+        grad_norm: gradient norm of the step.
+        limit: loss above which the step was a spike; inf while too few losses were known.
+        action: report, skip, rollback or stop, by the policy.
+        first_sample: first sample of its batch.
+        num_samples: samples of its batch.
+        rows: rows of the dataset in its batch.
+        left_out: samples [first, end) that earlier rollbacks had left out.
     """
 
     step: int
@@ -68,19 +76,19 @@ class Anomaly:
 
     @property
     def all_left_out(self) -> tuple[tuple[int, int], ...]:
-        """What a run that goes on without this batch leaves out."""
+        """Samples [first, end) that the run leaves out after a rollback for this anomaly."""
         before = tuple((first, end) for first, end in self.left_out)
         return (*before, (self.first_sample, self.first_sample + self.num_samples))
 
     def is_bad(self, values: Mapping[str, float]) -> bool:
-        """Whether another result of this step is bad in the same way."""
+        """Whether the metrics of a replay of this step are bad in the same way."""
         if not (math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"])):
             return True
         return self.kind == ExitReason.LOSS_SPIKE and values["loss"] > self.limit
 
 
 class Rollback(Exception):
-    """Go back to the newest checkpoint, and on without the batch of the anomaly if there is one."""
+    """Asks for the newest checkpoint back, and to leave out the batch of the anomaly, if any."""
 
     def __init__(self, anomaly: Anomaly | None = None):
         self.anomaly = anomaly
@@ -88,15 +96,15 @@ class Rollback(Exception):
 
 
 class Stopped(FloatingPointError):
-    """A policy says that the run ends here."""
+    """The run ends, because a policy says so."""
 
 
 class LossGuard:
-    """Judges the loss of every step; all processes see the same losses and judge alike.
+    """Checks the loss of every step. All processes see the same losses and decide alike.
 
     Args:
-        config: what a spike is, and what is done about spikes, NaN and Inf.
-        path: of anomalies.jsonl; None on processes that do not write.
+        config: policies.
+        path: path of anomalies.jsonl; None on processes that do not write it.
     """
 
     def __init__(self, config: ResilienceConfig, path: str | os.PathLike[str] | None):
@@ -105,40 +113,40 @@ class LossGuard:
         self._losses: list[tuple[int, float]] = []
         self._rollbacks, self._gave_up = 0, False
 
-    @property
-    def limits_updates(self) -> bool:
-        """Whether the compiled step must know the limit, to leave a spike's update out."""
-        return self.config.spike_policy == "skip"
+    def update_limit(self, step: int) -> float:
+        """The loss above which the compiled step leaves its update out; inf = no limit."""
+        return self.limit(step) if self.config.spike_policy == "skip" else math.inf
 
     def limit(self, step: int) -> float:
-        """The largest loss of `step` that is no spike; inf while too little is known.
+        """The loss above which `step` is a spike; inf while too few losses are known.
 
-        It depends on losses up to two steps before: those are known when a step is dispatched, so
-        that a step that is not applied and one that is reported are the same, resumed or not.
+        It depends on losses up to step − 2 only. Those are known when the step is dispatched, so
+        that the limit in the compiled step and the one of the report are the same, also in a
+        resumed run.
         """
         known = [loss for at, loss in self._losses if at <= step - 2]
-        known = known[-self.config.spike_window_steps :]
+        known = known[-SPIKE_WINDOW_STEPS:]
         if self.config.spike_policy == "off" or len(known) < _MIN_LOSSES:
             return math.inf
         median = statistics.median(known)
         spread = _MAD_TO_DEVIATION * statistics.median(abs(loss - median) for loss in known)
-        return median + self.config.spike_deviations * max(spread, _LEAST_DEVIATION * abs(median))
+        return median + SPIKE_DEVIATIONS * max(spread, _LEAST_DEVIATION * abs(median))
 
-    def judge(
+    def check(
         self, step: int, values: Mapping[str, float], loader: Any, first_sample: int
     ) -> Anomaly | None:
-        """Look at a step's metrics; what is bad is written to anomalies.jsonl.
+        """Look for an anomaly in a step's metrics, and append it to anomalies.jsonl.
 
         Args:
             step: the step.
             values: its metrics as numbers.
-            loader: where its batch came from (`data.Loader`).
-            first_sample: of its batch.
+            loader: the `data.Loader` that its batch came from.
+            first_sample: first sample of its batch.
         """
         loss, limit = values["loss"], self.limit(step)
         kind = self._kind(values, limit)
         if not kind:
-            self._losses = [*self._losses, (step, loss)][-(self.config.spike_window_steps + 2) :]
+            self._losses = [*self._losses, (step, loss)][-(SPIKE_WINDOW_STEPS + 2) :]
             return None
         rows = loader.rows(first_sample)
         anomaly = Anomaly(
@@ -158,20 +166,20 @@ class LossGuard:
         return anomaly
 
     def state(self) -> list[list[float]]:
-        """What a resumed run must know, as JSON."""
+        """The losses that a resumed run must know: [step, loss] each, as JSON."""
         return [[step, loss] for step, loss in self._losses]
 
     def restore(self, state: list[list[float]]) -> None:
-        """Go on from what a checkpoint holds."""
+        """Take over what `state` returned."""
         self._losses = [(int(step), float(loss)) for step, loss in state]
 
     def stop_text(self, anomaly: Anomaly) -> str:
-        """What the error of a run that stops says."""
+        """The error message of a run that stops for an anomaly."""
         nonfinite = anomaly.kind == ExitReason.NONFINITE_LOSS
         setting = f"resilience.{'nonfinite' if nonfinite else 'spike'}_policy"
         if self._gave_up:
             return (
-                f"{anomaly}: {self._rollbacks} rollbacks (resilience.max_rollbacks) did not get "
+                f"{anomaly}: {self._rollbacks} rollbacks, the most of one start, did not get "
                 "past this. Lower optim.peak_lr, or look at the rows in anomalies.jsonl."
             )
         applied = "The update was not applied; c" if nonfinite else "C"
@@ -181,7 +189,7 @@ class LossGuard:
         )
 
     def _write(self, path: Location, anomaly: Anomaly) -> None:
-        """Add a line; a last one that a kill cut short goes first."""
+        """Append a line, after removing one that a kill cut short."""
         file = path.appender()
         file.cut_torn_tail()
         file.append(f"{json.dumps(dataclasses.asdict(anomaly))}\n".encode())
@@ -200,7 +208,7 @@ class LossGuard:
         policy = self.config.nonfinite_policy if nonfinite else self.config.spike_policy
         if policy != "rollback":
             return policy
-        if self._rollbacks >= self.config.max_rollbacks:
+        if self._rollbacks >= MAX_ROLLBACKS:
             self._gave_up = True
             return "stop"
         self._rollbacks += 1
@@ -208,9 +216,9 @@ class LossGuard:
 
 
 def read_anomalies(path: str | os.PathLike[str]) -> list[Anomaly]:
-    """What a run wrote down, oldest first; nothing without a file.
+    """The anomalies of a run, oldest first; [] without a file.
 
-    A line that a kill cut short is left out, with a warning.
+    A line that a kill cut short is skipped with a warning.
     """
     file = locate(path)
     found = []

@@ -1,8 +1,7 @@
-"""Where each process of a run stands, in one small file each, and which of them is behind.
+"""Heartbeats: the progress of each process in one small file, and which process is behind.
 
-Files in the run directory and not the job's key-value store: that store lives in process 0, and it
-must be found out just the same when it is process 0 that stands still. Nobody reads them until
-something is wrong.
+They are files of the run directory. The job's key-value store lives in process 0, which may itself
+be the one that is stuck. Nobody reads the files until something is wrong.
 """
 
 from __future__ import annotations
@@ -18,15 +17,15 @@ from jaxdist.runtime.storage import Location
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Heartbeat:
-    """One process as it last said.
+    """What a process last wrote.
 
     Attributes:
         process: its index.
-        host: its host.
-        pid: its process id there.
-        phase: what it is doing: start, restore, compile, data, step, evaluation, save, end.
-        step: the last step it has finished.
-        beat: grows as long as the process can run Python at all.
+        host: its host name.
+        pid: its process id on that host.
+        phase: see `Watchdog.enter`.
+        step: last step it has finished.
+        beat: a count that grows while the process can run Python at all.
     """
 
     process: int
@@ -44,12 +43,12 @@ class Heartbeat:
 
 
 def path_of(folder: Location, process: int) -> Location:
-    """The file of one process."""
+    """The heartbeat file of a process."""
     return folder / f"process-{process}.progress.json"
 
 
 def write(folder: Location, heartbeat: Heartbeat) -> None:
-    """Replace this process's file; a full disk is no reason to stop."""
+    """Replace the file of this process. A full disk is ignored: it must not end the run."""
     with contextlib.suppress(OSError):
         path_of(folder, heartbeat.process).write(
             json.dumps(dataclasses.asdict(heartbeat)), durable=False
@@ -57,7 +56,7 @@ def write(folder: Location, heartbeat: Heartbeat) -> None:
 
 
 def read(folder: Location, num_processes: int) -> list[Heartbeat | None]:
-    """Every process's file; None where there is none."""
+    """Heartbeats by process; None where there is none."""
     found: list[Heartbeat | None] = []
     for process in range(num_processes):
         try:
@@ -68,18 +67,22 @@ def read(folder: Location, num_processes: int) -> list[Heartbeat | None]:
 
 
 def silent(before: Sequence[Heartbeat | None], after: Sequence[Heartbeat | None]) -> list[int]:
-    """Processes that wrote nothing between two readings: stopped, dead, or their host is."""
+    """Processes that wrote nothing between two readings: stopped, dead, or on a dead host."""
     return [i for i, (old, new) in enumerate(zip(before, after, strict=True)) if old == new]
 
 
 def diagnose(before: Sequence[Heartbeat | None], after: Sequence[Heartbeat | None]) -> str:
-    """Who is behind, from two readings some beats apart; one line.
+    """Which process is behind, as one line.
 
-    In this order: who gives no sign of life; who has finished fewer steps; who does something else
-    while the others wait for it inside a step.
+    Looked for in this order: processes without a heartbeat; those that have finished fewer steps;
+    those in another phase while the others wait inside a step.
+
+    Args:
+        before: heartbeats by process.
+        after: the same, read some heartbeats later.
     """
-    if quiet := silent(before, after):
-        who = [str(after[i] or f"process {i}, which never reported") for i in quiet]
+    if stopped := silent(before, after):
+        who = [str(after[i] or f"process {i}, which never reported") for i in stopped]
         return f"{_some(who)}: no sign of life (stopped, dead, or its host is)"
     heartbeats = [heartbeat for heartbeat in after if heartbeat is not None]
     if len(heartbeats) == 1:
@@ -94,7 +97,7 @@ def diagnose(before: Sequence[Heartbeat | None], after: Sequence[Heartbeat | Non
         odd = [str(heartbeat) for heartbeat in heartbeats if heartbeat.phase != waiting]
         return f"{_some(odd)}: the others wait for it in phase {waiting}"
     return (
-        f"no process is behind: all {len(heartbeats)} stand after step {first} in phase "
+        f"no process is behind: all {len(heartbeats)} have finished step {first} and are in phase "
         f"{heartbeats[0].phase}, so a device or the network between them hangs"
     )
 

@@ -1,13 +1,13 @@
-"""Silent damage: what several devices hold a copy of must be the same bits on all of them.
+"""Silent data corruption (SDC): copies of one value must have the same bits on all devices.
 
-Every so many steps, and before every save, each device hashes its part of every array of the state
-that is replicated over the data axes; the hashes (4 bytes each) are gathered and compared on the
-host one step later. One wrong bit always changes a hash. With three copies or more the majority
-says which device is wrong; of two, both are named. Arrays that are sharded over all data axes have
-no second copy: only the digests of checkpoints cover them.
+Every `resilience.sdc_check_interval_steps` and before every save, each device hashes its part of
+every array of the state that is replicated over the data axes. The hashes, 4 bytes each, are
+gathered and compared on the host one step later. A single wrong bit always changes a hash. With
+three copies or more the majority says which device is wrong; of two, both are named. Arrays that
+are sharded over all data axes have no second copy: only the checksums of checkpoints cover them.
 
-Copies over `tensor` and `pipeline` are not compared: where nothing is reduced over these axes, two
-devices may round differently without being damaged.
+Copies over `tensor` and `pipeline` are not compared. Nothing is reduced over these axes there, so
+two healthy devices may round differently.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ from jax.sharding import PartitionSpec as P
 
 from jaxdist import runtime
 from jaxdist.core import collectives
-from jaxdist.core.sharding import Layout, axes_of
+from jaxdist.core.axis import axes_of
+from jaxdist.core.sharding import Layout
 from jaxdist.core.types import Array
-from jaxdist.run.resilience.config import ResilienceConfig
+from jaxdist.run.resilience.config import MAX_ROLLBACKS, ResilienceConfig
 
 
 class CorruptState(RuntimeError):
@@ -41,16 +42,16 @@ class CorruptState(RuntimeError):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Damage:
-    """What a check found.
+class Mismatch:
+    """Replicas that differ.
 
     Attributes:
-        step: after which the state was looked at.
-        devices: mesh places that differ from the majority of their replicas, or all replicas
-            where there is none, with the names of the arrays.
+        step: steps done when the state was checked.
+        devices: flat index in the mesh -> names of the arrays in which that device differs from
+            the majority of its replicas. Without a majority, all replicas are listed.
         certain: whether there was a majority everywhere.
-        since: the last step after which all was well.
-        text: the same for people.
+        since: step of the last check that found nothing.
+        text: the message for people.
     """
 
     step: int
@@ -64,12 +65,12 @@ class Damage:
 
 
 class SdcCheck:
-    """Compares the replicas of a state.
+    """Compares the replicas of a train state.
 
     Args:
-        config: how often.
+        config: interval and policy.
         layout: mesh and data axes.
-        hosts: host name of each process.
+        hosts: process id -> host name.
     """
 
     def __init__(self, config: ResilienceConfig, layout: Layout, hosts: Mapping[int, str]):
@@ -82,41 +83,43 @@ class SdcCheck:
         self._good = 0
         self._rollbacks = 0
 
-    def look(self, step: int, state: Any, *, force: bool = False) -> None:
-        """Begin a check of the state after `step` if one is due; waits for nothing.
+    def start(self, step: int, state: Any, *, force: bool = False) -> None:
+        """Start a check of the state after `step` if one is due; waits for nothing.
 
         Args:
             step: steps done.
-            state: as it is then; its arrays may be donated right after.
-            force: also between the steps of the interval, e.g. before a save.
+            state: the train state of global arrays; it may be donated right after.
+            force: check also between the steps of the interval, e.g. before a save.
         """
         every = self.config.sdc_check_interval_steps
         if not every or not (force or step % every == 0) or not self.layout.batch_axes:
             return
+        if self._pending is not None and self._pending[0] == step:
+            return  # started already
         if self._hash is None:
             self._make(state)
         if self._names:
             self._pending = step, self._hash(self._chosen(state))
 
-    def found(self) -> Damage | None:
-        """What the check that was begun last says; None when all is well or none was begun."""
+    def result(self) -> Mismatch | None:
+        """Wait for the check that was started last; None when all is well or none was started."""
         if self._pending is None:
             return None
         step, hashes = self._pending
         self._pending = None
-        damage = self._compare(step, np.asarray(jax.device_get(hashes)))
-        if damage is None:
+        mismatch = self._compare(step, np.asarray(jax.device_get(hashes)))
+        if mismatch is None:
             self._good = step
-        return damage
+        return mismatch
 
-    def gives_up(self) -> bool:
-        """Whether the run must end: the policy says so, or it went back too often already."""
+    def may_roll_back(self) -> bool:
+        """Whether the run returns to a checkpoint after a mismatch, and does not end."""
         self._rollbacks += 1
-        policy, most = self.config.sdc_policy, self.config.max_rollbacks
-        return policy == "stop" or self._rollbacks > most
+        policy, most = self.config.sdc_policy, MAX_ROLLBACKS
+        return policy == "rollback" and self._rollbacks <= most
 
-    def forget(self) -> None:
-        """A state was restored: what was begun on the old one counts no more."""
+    def discard(self) -> None:
+        """Drop a check that was started: an earlier state was restored."""
         self._pending = None
 
     def _make(self, state: Any) -> None:
@@ -147,14 +150,14 @@ class SdcCheck:
         return [leaves[place] for place in self._places]
 
     def _replica_axes(self, leaf: Any) -> tuple[str, ...]:
-        """Data axes over which a leaf is replicated; none for what cannot be looked at."""
+        """Data axes over which a leaf is replicated; none for a leaf that cannot be hashed."""
         if leaf.sharding.memory_kind == "pinned_host" or not leaf.size:
             return ()
         taken = axes_of(leaf.sharding.spec)
         return tuple(axis for axis in self.layout.batch_axes if axis not in taken)
 
-    def _compare(self, step: int, hashes: np.ndarray) -> Damage | None:
-        """Args: hashes [devices in mesh order, arrays]."""
+    def _compare(self, step: int, hashes: np.ndarray) -> Mismatch | None:
+        """Args: hashes, uint32 [num_devices in mesh order, num_arrays]."""
         if not self._differs(hashes):
             return None
         devices: dict[int, list[str]] = {}
@@ -165,7 +168,7 @@ class SdcCheck:
                 certain &= sure
                 for place in odd:
                     devices.setdefault(int(group[place]), []).append(name)
-        return Damage(
+        return Mismatch(
             step=step,
             devices=devices,
             certain=certain,
@@ -181,7 +184,7 @@ class SdcCheck:
         )
 
     def _groups(self, axes: tuple[str, ...]) -> np.ndarray:
-        """Mesh places that hold the same values: one row per group."""
+        """Flat mesh indices that hold the same values: int64 [num_groups, group_size]."""
         mesh = self.layout.mesh
         places = np.arange(mesh.devices.size).reshape(mesh.devices.shape)
         dims = [mesh.axis_names.index(axis) for axis in axes]
@@ -191,27 +194,31 @@ class SdcCheck:
 
     def _text(self, step: int, devices: dict[int, list[str]], certain: bool) -> str:
         flat = self.layout.mesh.devices.flat
-        words = []
+        found = []
         for place, names in devices.items():
             device = flat[place]
             host = self._hosts.get(device.process_index, "?")
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            words.append(
+            found.append(
                 f"device {device.id} of process {device.process_index} on {host} in "
                 f"{', '.join(names[:3])}{more}"
             )
-        head = "; ".join(words[:4]) + (f"; and {len(words) - 4} more" if len(words) > 4 else "")
-        doubt = "" if certain else " (two copies: which of them is wrong cannot be told)"
+        head = "; ".join(found[:4]) + (f"; and {len(found) - 4} more" if len(found) > 4 else "")
+        doubt = "" if certain else " (without a majority, all copies are named)"
         return (
-            f"replicas differ after step {step}: {head}{doubt}. All was well after step "
-            f"{self._good}."
+            f"replicas differ after step {step}: {head}{doubt}. The last check that "
+            f"found nothing was after step {self._good}."
         )
 
 
 def uneven_norms(norms: Sequence[float], tolerance: float = 0.1) -> str:
-    """Which data replicas have gradient norms off the median of all; "" when none has.
+    """The data replicas whose gradient norm is off the median of all; "" when there is none.
 
-    With few rows per replica that is ordinary noise; the same replica again and again is not.
+    With few rows per replica that is ordinary noise. The same replica again and again is not.
+
+    Args:
+        norms: gradient norm of each data replica, before gradients are reduced.
+        tolerance: share of the median.
     """
     finite = [norm for norm in norms if np.isfinite(norm)]
     median = float(np.median(finite)) if finite else 0.0
@@ -224,7 +231,10 @@ def uneven_norms(norms: Sequence[float], tolerance: float = 0.1) -> str:
 
 
 def minority(values: Sequence[int]) -> tuple[list[int], bool]:
-    """Places whose value is not the majority's, and whether there is one; all without."""
+    """Indices whose value is not the majority's, and whether there is a majority.
+
+    Without one, all indices are returned.
+    """
     counts = Counter(values).most_common()
     if len(counts) == 1:
         return [], True
@@ -235,10 +245,17 @@ def minority(values: Sequence[int]) -> tuple[list[int], bool]:
 
 
 def fingerprint(words: Array) -> Array:
-    """uint32 [] of a block of uint32; any single other bit gives another value.
+    """A hash in which any single flipped bit shows.
 
-    A flipped bit changes its word by a power of two, its weight is odd: the product does not vanish
-    modulo 2³². Positions enter the weights, so that exchanged elements show too.
+    A flipped bit changes its word by a power of two. The word's weight is odd, so the change times
+    the weight does not vanish modulo 2³². Weights depend on positions, so that exchanged elements
+    show too.
+
+    Args:
+        words: uint32, any shape; the local block of an array.
+
+    Returns:
+        uint32 [].
     """
     position = jnp.zeros(words.shape, jnp.uint32)
     stride = 1
@@ -251,7 +268,7 @@ def fingerprint(words: Array) -> Array:
 
 
 def _bits(x: Array) -> Array:
-    """The bits of x as uint32, with a trailing dim of 2 where an element has 64 of them."""
+    """The bits of x as uint32 [*x.shape]; 64-bit elements and keys get a trailing dim of 2."""
     if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
         return jax.random.key_data(x)
     if x.dtype == jnp.bool_:

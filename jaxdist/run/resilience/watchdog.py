@@ -1,16 +1,17 @@
-"""The watchdog: a run that makes no progress ends, says which process is behind, and is restarted.
+"""The watchdog: ends a run that makes no progress, and names the process that is behind.
 
-One thread per process. It works while the main thread is stuck in a collective, because that waits
-without Python's lock, and it ends the process with `os._exit`, because nothing that is stuck can be
-asked to leave. What happens when a limit has passed:
+One thread per process. It keeps running while the main thread is stuck in a collective, because
+that waits without holding Python's lock. It ends the process with `os._exit`, because a stuck main
+thread cannot be asked to leave. When a limit has passed:
 
-    1. every process whose limit has passed goes on beating and reads all heartbeats twice
-    2. the first process that is alive (process 0, unless it is the one that stands still) logs one
-       line and writes it to `abort.json`
-    3. each process that sees that file writes the stacks of all its threads and leaves with 86
+    1. each process whose limit has passed keeps writing its heartbeat, and reads all heartbeats
+       twice
+    2. the first live process (process 0, unless it is the stuck one) logs one line and writes it
+       to `abort.json`
+    3. each process that sees that file writes the stacks of its threads and exits with code 86
 
-A launcher writes the same file for a process that was killed without a word, so that hosts which
-have lost a peer learn it within a second or two and not from the heartbeat.
+The launcher writes the same file for a process that was killed, so that the other hosts learn of it
+in a second or two and do not wait for a heartbeat to stop.
 """
 
 from __future__ import annotations
@@ -36,22 +37,23 @@ from jaxdist.runtime.storage import locate
 log = logging.getLogger("jaxdist")
 
 _BEAT_S = 1.0
-_READINGS_APART = 4  # beats between two readings: a busy host may miss one or two
-_PATIENCE = 20  # beats that a process waits for another one's diagnosis before it leaves without
-_MEDIAN_OF = 50
-_SHORT = ("step", "data")  # phases that the limit of a step holds for
+_READINGS_APART = 4  # heartbeats between two readings: a busy host may miss one or two
+_PATIENCE = 20  # heartbeats that a process waits for the diagnosis of another one
+_MEDIAN_STEPS = 50
+_HANG_FACTOR = 3.0  # × the median step time: merely slow steps take less
+_STEP_PHASES = ("step", "data")  # phases with the limit of a step, others have the long one
 
 
 class Watchdog:
-    """Watches this process from its making to `close`.
+    """Watches this process until `close`.
 
     Args:
-        config: limits; with `watchdog=False` nothing is watched and every call does nothing.
-        folder: of the heartbeats, the stacks and `abort.json`; shared by all processes.
+        config: limits; with `step_timeout_s=0` nothing is watched.
+        folder: directory of heartbeats, stacks and `abort.json`, shared by all processes.
         process: index of this process.
-        num_processes: in the job.
-        beat_s: seconds between two looks.
-        leave: ends the process; `os._exit`.
+        num_processes: processes of the job.
+        beat_s: seconds between heartbeats.
+        leave: ends the process; another one in tests.
     """
 
     def __init__(
@@ -67,26 +69,31 @@ class Watchdog:
         self.config = config
         self.process, self.num_processes = process, num_processes
         self._folder, self._beat_s, self._leave = locate(folder), beat_s, leave
-        self._alarm = self._folder / ALARM
-        self._old_alarm = self._alarm.version()  # of an earlier start
+        self._abort_file = self._folder / ALARM
+        self._old_abort = self._abort_file.version()  # left by an earlier start
         self._host = socket.gethostname()
         self._step, self._beat = 0, 0
         self._phase, self._since = "start", time.monotonic()
-        self._warm = False  # a step has been finished
-        self._step_times: collections.deque[float] = collections.deque(maxlen=_MEDIAN_OF)
+        self._warm = False  # whether a step has finished
+        self._step_times: collections.deque[float] = collections.deque(maxlen=_MEDIAN_STEPS)
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="jaxdist-watchdog", daemon=True)
-        if config.watchdog:
+        if config.step_timeout_s:
             self._thread.start()
 
     def enter(self, phase: str, step: int | None = None) -> None:
-        """From now on this is what the process does; the clock starts anew."""
+        """Start a phase; its time counts from now.
+
+        Args:
+            phase: start, restore, compile, data, step, evaluation, save, trace or end.
+            step: steps done; None = as before.
+        """
         self._step = self._step if step is None else step
         self._phase, self._since = phase, time.monotonic()
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Do something else for a while: save, evaluate, restore."""
+        """Be in another phase while the block runs: save, evaluation, restore, ..."""
         before = self._phase
         self.enter(name)
         try:
@@ -95,25 +102,25 @@ class Watchdog:
             self.enter(before)
 
     def alive(self) -> None:
-        """A part of a long phase is done: a batch of an evaluation."""
+        """Report progress within a long phase, such as one batch of an evaluation."""
         self._since = time.monotonic()
 
     def finished(self, step: int, step_time_s: float) -> None:
-        """The devices have finished a step. The first one, which compiles, counts in no median."""
+        """The devices have finished a step. The first one compiles: not part of the median."""
         if self._phase != "compile":
             self._step_times.append(step_time_s)
         self._warm = True
         self.enter("step", step)
 
     def limit_s(self) -> float:
-        """Seconds without progress that the present phase is given."""
-        if self._phase not in _SHORT or not self._warm:
+        """Seconds without progress after which the current phase counts as hung."""
+        if self._phase not in _STEP_PHASES or not self._warm:
             return self.config.phase_timeout_s
         median = statistics.median(self._step_times) if self._step_times else 0.0
-        return max(self.config.hang_factor * median, self.config.step_timeout_s)
+        return max(_HANG_FACTOR * median, self.config.step_timeout_s)
 
     def close(self) -> None:
-        """Watch no longer: the process leaves by itself."""
+        """Stop watching: the process ends by itself."""
         self._closed.set()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(timeout=5 * self._beat_s)
@@ -121,21 +128,21 @@ class Watchdog:
     # --- the thread -------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        looked = time.monotonic()
+        last = time.monotonic()
         while not self._closed.wait(self._beat_s):
             now = time.monotonic()
-            if now - looked > _READINGS_APART * self._beat_s:
-                self._since += now - looked  # the whole process stood still (Ctrl-Z, a frozen host)
-            looked = now
-            self._say()
-            if self._alarmed():
-                self._follow()
+            if now - last > _READINGS_APART * self._beat_s:
+                self._since += now - last  # the whole process was stopped (Ctrl-Z, frozen host)
+            last = now
+            self._beat_once()
+            if self._abort_requested():
+                self._abort()
                 return
             if now - self._since > self.limit_s():
-                self._raise_alarm()
-                looked = time.monotonic()
+                self._check_progress()
+                last = time.monotonic()
 
-    def _say(self) -> None:
+    def _beat_once(self) -> None:
         self._beat += 1
         heartbeat.write(
             self._folder,
@@ -149,79 +156,81 @@ class Watchdog:
             ),
         )
 
-    def _raise_alarm(self) -> None:
+    def _check_progress(self) -> None:
+        """End the job, unless another process is to do that or this one has moved on."""
         stuck_at = (self._phase, self._since)
         before = heartbeat.read(self._folder, self.num_processes)
-        if not self._go_on(_READINGS_APART):
+        if not self._keep_beating(_READINGS_APART):
             return
         after = heartbeat.read(self._folder, self.num_processes)
-        quiet = heartbeat.silent(before, after)
-        alive = [there for i, there in enumerate(after) if there is not None and i not in quiet]
+        silent = heartbeat.silent(before, after)
+        alive = [beat for i, beat in enumerate(after) if beat is not None and i not in silent]
         limit_s = self.limit_s()
-        if any(there.phase not in _SHORT for there in alive):  # it may well take its time
+        if any(beat.phase not in _STEP_PHASES for beat in alive):
+            # This process waits in a step for one that saves or evaluates, which takes longer.
             limit_s = max(limit_s, self.config.phase_timeout_s)
-        first = min([self.process, *(there.process for there in alive)])
+        first = min([self.process, *(beat.process for beat in alive)])
         if time.monotonic() - self._since <= limit_s or not (
-            self.process == first or self._go_on(_PATIENCE)
+            self.process == first or self._keep_beating(_PATIENCE)
         ):
             return
         if stuck_at != (self._phase, self._since):
-            return  # it moved after all
-        self._dump()
+            return  # it has moved on
+        self._dump_stacks()
         line = (
             f"watchdog: {time.monotonic() - self._since:.0f} s without progress in phase "
             f"{self._phase} (limit {limit_s:.0f} s). {heartbeat.diagnose(before, after)}. "
             f"Stacks: {self._folder}/process-*.stacks.txt"
         )
-        if self._announce(line):
-            self._go_on(2)  # the coordinator lives in process 0: the others first
+        if self._request_abort(line):
+            self._keep_beating(2)  # process 0 holds the coordinator: the others leave first
             self._leave(runtime.EXIT_HANG)
-        elif self._go_on(_PATIENCE):  # whoever was first has not finished its line
+        elif self._keep_beating(_PATIENCE):  # the other one was ended before it wrote the file
             self._leave(runtime.EXIT_HANG)
 
-    def _go_on(self, beats: int) -> bool:
-        """Beat on; False as soon as another process has raised the alarm, or all is over."""
+    def _keep_beating(self, beats: int) -> bool:
+        """Write some heartbeats; False as soon as another process aborts or the watchdog closes."""
         for _ in range(beats):
             if self._closed.wait(self._beat_s):
                 return False
-            self._say()
-            if self._alarmed():
+            self._beat_once()
+            if self._abort_requested():
                 return False
         return True
 
-    def _alarmed(self) -> bool:
-        """Whether there is a new alarm; a directory that is away for a while tells of none."""
-        return self._alarm.version() not in (0, self._old_alarm)
+    def _abort_requested(self) -> bool:
+        """Whether there is a new `abort.json`; False while the directory cannot be read."""
+        return self._abort_file.version() not in (0, self._old_abort)
 
-    def _announce(self, line: str) -> bool:
-        """Say why the job ends, unless another process was first."""
-        # A name of its own for each alarm, which only one process can make.
+    def _request_abort(self, line: str) -> bool:
+        """Tell all processes to end, and why; False when another process has done so."""
+        # Each abort has its own name, which only one process can create.
         try:
-            if not (self._folder / f".abort-after-{self._old_alarm}").create():
+            if not (self._folder / f".abort-after-{self._old_abort}").create():
                 return False
-        except OSError:  # a full disk: two lines are better than none
+        except OSError:  # full disk: two processes may then report
             pass
         log.error("%s", line)
         advice = "see the stacks; the launcher starts the job again from the newest checkpoint"
         leave_error(runtime.EXIT_HANG, line, advice)
         raise_alarm(self._folder, self.process, line)
-        self._old_alarm = self._alarm.version()
+        self._old_abort = self._abort_file.version()
         return True
 
-    def _follow(self) -> None:
-        self._dump()
+    def _abort(self) -> None:
+        """End this process because another one asked for it."""
+        self._dump_stacks()
         try:
-            said = self._alarm.json()
+            request = self._abort_file.json()
         except (OSError, ValueError):
-            said = {"process": 0, "line": ""}
-        text = (
-            f"process {self.process} on {self._host} {FOLLOWED} {said['process']}: {said['line']}"
-        )
+            request = {"process": 0, "line": ""}
+        origin, line = request["process"], request["line"]
+        text = f"process {self.process} on {self._host} {FOLLOWED} {origin}: {line}"
         leave_error(runtime.EXIT_HANG, text, "")
         self._leave(runtime.EXIT_HANG)
 
-    def _dump(self) -> None:
-        """Stacks of all threads, into the run directory."""
+    def _dump_stacks(self) -> None:
+        """Append the stacks of all threads to a file of the run directory."""
         path = self._folder / f"process-{self.process}.stacks.txt"
         with contextlib.suppress(OSError), os.fdopen(path.append_descriptor(), "a") as file:
             file.write(f"\n{time.strftime('%Y-%m-%d %H:%M:%S')} phase {self._phase}\n")

@@ -36,6 +36,14 @@ class PosixStorage:
     def __hash__(self) -> int:
         return hash(PosixStorage)
 
+    def absolute(self, path: str) -> str:
+        """The path from the root."""
+        return os.path.abspath(path)
+
+    def uri(self, path: str) -> str:
+        """`file://` and the path from the root."""
+        return Path(path).absolute().as_uri()
+
     def entries(self, path: str) -> list[str]:
         """Names directly below a directory."""
         try:
@@ -106,6 +114,7 @@ class PosixStorage:
             raise
         if durable:
             _sync_directory(folder)
+            _sync_directory(os.path.dirname(folder))  # the directory itself may be new
 
     def create(self, path: str, data: bytes) -> bool:
         """Open exclusively: of several writers one succeeds; a reader may see an empty file."""
@@ -137,7 +146,7 @@ class PosixStorage:
 
     def delete(self, path: str) -> None:
         """Delete a file; durable with the next durable write beside it."""
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             os.unlink(path)
 
     def delete_tree(self, path: str) -> None:

@@ -75,6 +75,12 @@ class Storage(Protocol):
     Every method raises `OSError` where the storage cannot be reached or refuses.
     """
 
+    def absolute(self, path: str) -> str:
+        """The path that names the same place whatever the working directory."""
+
+    def uri(self, path: str) -> str:
+        """The address that TensorStore reads and writes."""
+
     def entries(self, path: str) -> list[str]:
         """Names directly below a directory, sorted; [] where there is no directory."""
 
@@ -161,6 +167,14 @@ class Location:
     def parent(self) -> Location:
         """The directory that this lies in."""
         return Location(self.storage, os.path.dirname(self.path) or ".")
+
+    def absolute(self) -> Location:
+        """The same place by a path that holds in any working directory."""
+        return Location(self.storage, self.storage.absolute(self.path))
+
+    def uri(self) -> str:
+        """The address that TensorStore reads and writes."""
+        return self.storage.uri(self.path)
 
     def entries(self) -> list[str]:
         """Names directly below, sorted; [] where there is no directory."""

@@ -6,17 +6,18 @@ from pathlib import Path
 
 from jaxdist.checkpoint import manifest
 from jaxdist.core.types import ConfigError
+from jaxdist.runtime.storage import Location, locate
 
 
-def checkpoint_of(path: str, step: int) -> Path:
-    """One checkpoint, its files proven by size and CRC-32.
+def checkpoint_of(path: str, step: int) -> Location:
+    """One checkpoint, its files verified by size and CRC-32.
 
     Args:
         path: as in `manifest.directory_of`.
         step: which; negative = the one that `path` names, or the newest whole one.
 
     Raises:
-        ConfigError: there is no such checkpoint, or it is damaged.
+        ConfigError: there is no such checkpoint, or it is corrupt.
     """
     directory = manifest.directory_of(path)
     there = manifest.steps_in(directory)
@@ -31,14 +32,14 @@ def checkpoint_of(path: str, step: int) -> Path:
         )
     reasons = []
     for candidate in [step] if step >= 0 else reversed(there):
-        reason = problem_of(directory / str(candidate))
+        reason = problem_of(directory / candidate)
         if not reason:
-            return directory / str(candidate)
+            return directory / candidate
         reasons.append(f"checkpoint {candidate} in {directory} is not whole: {reason}")
     raise ConfigError([*reasons, "Name another with --step, or restore its files."])
 
 
-def problem_of(checkpoint: Path) -> str:
+def problem_of(checkpoint: Location) -> str:
     """Why a checkpoint must not be read, or "": every file against the manifest."""
     try:
         files = manifest.read(checkpoint)["files"]
@@ -48,10 +49,10 @@ def problem_of(checkpoint: Path) -> str:
     return manifest.summary(found or manifest.content_problems(checkpoint, files, files))
 
 
-def new_directory(path: str) -> Path:
+def new_directory(path: str) -> Location:
     """A directory to write into, which must not hold anything yet."""
-    given = Path(path).expanduser().absolute()
-    if given.exists() and (not given.is_dir() or any(given.iterdir())):
+    given = locate(Path(path).expanduser()).absolute()
+    if given.exists() and (not given.is_directory() or given.entries()):
         raise ConfigError(
             [f"{path} exists and is not empty. Name a directory that does not exist."]
         )

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
 
-from jaxdist.checkpoint.events import size_text
 from jaxdist.checkpoint.streaming_io import StoredArrays, dtype_of
 from jaxdist.config import read_settings
 from jaxdist.core.types import ConfigError, setting
 from jaxdist.models.huggingface import safetensors
+from jaxdist.runtime.formatting.numbers import in_bytes
 from jaxdist.tools.convert.checkpoint_paths import checkpoint_of, new_directory
 
 
@@ -42,7 +43,7 @@ class ConsolidateConfig:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Write the files; reads and proves one array at a time."""
+    """Write the files; reads and verifies one array at a time."""
     config = read_settings(
         ConsolidateConfig,
         argv,
@@ -54,11 +55,11 @@ def main(argv: Sequence[str]) -> int:
     out = new_directory(config.out)
     names = [name for name in stored.entries if config.items == "all" or name.startswith("params/")]
     tensors = {_tensor_name(name): _tensor(stored, name, config) for name in names}
-    out.mkdir(parents=True, exist_ok=True)
+    out.make_directory()
     metadata = {"format": "pt", "step": str(stored.document["step"])}
-    files = safetensors.write_shards(out, tensors, config.shard_gb, metadata)
+    files = safetensors.write_shards(Path(out), tensors, config.shard_gb, metadata)
     total = sum(tensor.num_bytes for tensor in tensors.values())
-    print(f"{len(tensors)} arrays, {size_text(total)}, in {len(files)} file(s): {out}")
+    print(f"{len(tensors)} arrays, {in_bytes(total)}, in {len(files)} file(s): {out}")
     return 0
 
 

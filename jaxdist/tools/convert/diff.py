@@ -60,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
 def compare(a: StoredArrays, b: StoredArrays, under: str = "") -> dict[str, Any]:
     """Names only in one, of other shapes, identical, and differing with numbers.
 
-    Arrays of the same shape, dtype and digest are the same and are not read.
+    Arrays of the same shape, dtype and checksum are the same and are not read.
     """
     mine = {name: entry for name, entry in a.entries.items() if name.startswith(under)}
     theirs = {name: entry for name, entry in b.entries.items() if name.startswith(under)}
@@ -77,7 +77,7 @@ def compare(a: StoredArrays, b: StoredArrays, under: str = "") -> dict[str, Any]
         one, other = mine[name], theirs[name]
         if one["shape"] != other["shape"]:
             result["reshaped"][name] = [one["shape"], other["shape"]]
-        elif (one["dtype"], one["digest"]) == (other["dtype"], other["digest"]):
+        elif (one["dtype"], one["checksum"]) == (other["dtype"], other["checksum"]):
             result["identical"].append(name)
         else:
             result["differing"][name] = _difference(a, b, name)

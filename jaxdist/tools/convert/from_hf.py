@@ -7,19 +7,20 @@ dtype and move in blocks of a few MB: memory does not grow with the model or its
 from __future__ import annotations
 
 import dataclasses
-import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
-from jaxdist.checkpoint.events import size_text
 from jaxdist.checkpoint.streaming_io import CheckpointWriter, Index, even_chunk, grid
 from jaxdist.config import RunConfig, read_settings, write_toml
 from jaxdist.core.types import setting
-from jaxdist.models.configs import DecoderConfig
+from jaxdist.models import DecoderConfig, build
 from jaxdist.models.huggingface.directory import Weights, open_weights, read_json
 from jaxdist.models.huggingface.families import Piece, left_out
+from jaxdist.models.weights import num_params
+from jaxdist.runtime.formatting.numbers import in_bytes
+from jaxdist.runtime.storage import Location
 from jaxdist.tools.convert.checkpoint_paths import new_directory
 
 TOKENIZER_FILES = (
@@ -63,16 +64,17 @@ def main(argv: Sequence[str]) -> int:
     source, out = Path(config.src).expanduser(), new_directory(config.out)
     weights = open_weights(source)
     theirs, model = read_json(source), weights.model
-    (out / "checkpoints").mkdir(parents=True)
+    (out / "checkpoints").make_directory()
     writer = CheckpointWriter(out / "checkpoints" / "0")
     for name, parts in weights.pieces.items():
         _write(writer, name, parts, weights)
     settings = _settings(model, source, out)
     writer.finish({"mesh": "", "config": settings, "source": str(source)})
-    (out / "config.toml").write_text(settings)
+    (out / "config.toml").write(settings)
+    count = num_params(build(model, seq_len=1))
     remarks = "".join(f"{line}\n" for line in left_out(theirs))
     print(
-        f"{theirs['model_type']}, {model.num_params:,} parameters, {size_text(writer.num_bytes)}: "
+        f"{theirs['model_type']}, {count:,} parameters, {in_bytes(writer.num_bytes)}: "
         f"{out}\n{remarks}next: python -m jaxdist.generate {out} --prompt 'Once'"
     )
     return 0
@@ -106,16 +108,16 @@ def _chunk(piece: Piece, itemsize: int) -> tuple[int, ...]:
     return tuple(cut[order.index(dim)] for dim in range(len(piece.shape)))
 
 
-def _settings(model: DecoderConfig, source: Path, out: Path) -> str:
+def _settings(model: DecoderConfig, source: Path, out: Location) -> str:
     """The run's config.toml; the tokenizer is copied, so that the run stands alone."""
     run = RunConfig(name=source.resolve().name, model=model)
     there = [name for name in TOKENIZER_FILES if (source / name).is_file()]
     if there:
-        (out / "tokenizer").mkdir()
+        (out / "tokenizer").make_directory()
     for name in there:
-        shutil.copyfile(source / name, out / "tokenizer" / name)
+        (out / "tokenizer" / name).write((source / name).read_bytes())
     if "tokenizer.json" in there:
-        path = str((out / "tokenizer" / "tokenizer.json").absolute())
+        path = str(out / "tokenizer" / "tokenizer.json")
         data = dataclasses.replace(run.data, tokenizer=path, vocab_size=model.vocab_size)
         run = dataclasses.replace(run, data=data)
     return write_toml(run)

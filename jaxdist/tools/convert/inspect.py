@@ -8,11 +8,11 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from jaxdist.checkpoint.events import size_text
 from jaxdist.checkpoint.pytree import ITEMS
 from jaxdist.checkpoint.streaming_io import StoredArrays
 from jaxdist.config import read_settings
 from jaxdist.core.types import setting
+from jaxdist.runtime.formatting.numbers import in_bytes
 from jaxdist.tools.convert.checkpoint_paths import checkpoint_of
 
 
@@ -71,7 +71,7 @@ def _totals(stored: StoredArrays) -> dict[str, Any]:
         names = [name for name in stored.entries if name.startswith(item + "/")]
         elements = sum(math.prod(stored.entries[name]["shape"]) for name in names)
         num_bytes = sum(stored.num_bytes(name) for name in names)
-        totals[item] = f"{len(names)} arrays, {elements:,} elements, {size_text(num_bytes)}"
+        totals[item] = f"{len(names)} arrays, {elements:,} elements, {in_bytes(num_bytes)}"
     return totals
 
 
@@ -80,7 +80,7 @@ def _table(stored: StoredArrays, names: Sequence[str]) -> str:
     for name in names:
         entry = stored.entries[name]
         dtype = f"{entry['key']} key" if "key" in entry else entry["dtype"]
-        rows.append((name, str(entry["shape"]), dtype, size_text(stored.num_bytes(name))))
+        rows.append((name, str(entry["shape"]), dtype, in_bytes(stored.num_bytes(name))))
     widths = [max(len(row[column]) for row in rows) for column in range(4)]
     return "\n".join(
         f"{name:<{widths[0]}}  {shape:<{widths[1]}}  {dtype:<{widths[2]}}  {size:>{widths[3]}}"

@@ -2,7 +2,7 @@
 
 Any checkpoint loads on any mesh as it is. Rewriting it in chunks that are exactly what each device
 of a mesh holds makes every later start there read each byte once. It needs no GPU and holds one
-chunk at a time; arrays are proven on the way.
+chunk at a time; arrays are verified on the way.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Literal
 
 from jaxdist.checkpoint import manifest, pytree
-from jaxdist.checkpoint.events import size_text
 from jaxdist.checkpoint.streaming_io import StoredArrays, dtype_of, even_chunk, rewrite
 from jaxdist.config import read_settings
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.types import ConfigError, setting
+from jaxdist.runtime.formatting.numbers import in_bytes
+from jaxdist.runtime.storage import Location
 from jaxdist.tools.convert.checkpoint_paths import checkpoint_of, new_directory
 
 
@@ -76,7 +76,7 @@ def main(argv: Sequence[str]) -> int:
         return even_chunk(shard_shapes[name], itemsize, config.chunk_mb << 20)
 
     start = time.perf_counter()
-    (destination / "checkpoints").mkdir(parents=True)
+    (destination / "checkpoints").make_directory()
     writer = rewrite(
         stored,
         destination / "checkpoints" / checkpoint.name,
@@ -85,24 +85,26 @@ def main(argv: Sequence[str]) -> int:
         dtype_for=dtype_for,
         meta={**stored.document["meta"], "mesh": config.mesh, "config": settings},
     )
-    (destination / "config.toml").write_text(settings)
+    (destination / "config.toml").write(settings)
     seconds = time.perf_counter() - start
     print(
         f"checkpoint {checkpoint.name} rewritten for {config.mesh}: {len(writer.entries)} arrays, "
-        f"{size_text(writer.num_bytes)} in {seconds:.1f} s\nnext: python -m jaxdist.train --resume "
+        f"{in_bytes(writer.num_bytes)} in {seconds:.1f} s\nnext: python -m jaxdist.train --resume "
         f"{destination} --mesh {config.mesh}"
     )
     return 0
 
 
-def _target(run: Path, mesh: str, stored: StoredArrays) -> tuple[str, dict[str, tuple[int, ...]]]:
+def _target(
+    run: Location, mesh: str, stored: StoredArrays
+) -> tuple[str, dict[str, tuple[int, ...]]]:
     """The run's settings with the new mesh, and what one device of it holds of each array."""
-    if not (run / "config.toml").is_file():
+    if not (run / "config.toml").exists():
         raise ConfigError(
             [f"{run} holds no config.toml, so the model's dims are not known. Name a whole run."]
         )
     from jaxdist.config import stored_run, write_toml
-    from jaxdist.run.setup import open_run
+    from jaxdist.run.trained_run import open_run
 
     spec = MeshSpec.parse(mesh)
     parts = open_run(str(run), mesh=mesh, simulate=spec.num_devices).parts

@@ -17,13 +17,13 @@ from typing import Literal
 import numpy as np
 
 from jaxdist.checkpoint import manifest
-from jaxdist.checkpoint.events import size_text
 from jaxdist.checkpoint.streaming_io import Index, StoredArrays, dtype_of
 from jaxdist.config import read_settings, stored_run
 from jaxdist.core.types import ConfigError, setting
 from jaxdist.models.configs import DecoderConfig
 from jaxdist.models.huggingface import safetensors
 from jaxdist.models.huggingface.families import Piece, Source, family_of, pieces, write_config
+from jaxdist.runtime.formatting.numbers import in_bytes
 from jaxdist.tools.convert.checkpoint_paths import checkpoint_of, new_directory
 from jaxdist.tools.convert.from_hf import TOKENIZER_FILES
 
@@ -63,15 +63,15 @@ def main(argv: Sequence[str]) -> int:
     )
     stored = StoredArrays(checkpoint_of(config.src, config.step))
     run = manifest.directory_of(config.src).parent
-    if not (run / "config.toml").is_file():
+    if not (run / "config.toml").exists():
         raise ConfigError(
             [f"{run} holds no config.toml: the model is not known. Name a whole run."]
         )
     settings = stored_run(run / "config.toml")
     model = settings.model
-    if not isinstance(model, DecoderConfig):
+    if model.kind != "decoder":
         raise ConfigError([f"{run} holds a {model.kind}, and Hugging Face has decoders only here."])
-    out = new_directory(config.out)
+    out = Path(new_directory(config.out))
     dtype = _dtype(stored, config.dtype)
     tensors = _tensors(stored, model, dtype)
     out.mkdir(parents=True, exist_ok=True)
@@ -80,7 +80,7 @@ def main(argv: Sequence[str]) -> int:
     _copy_tokenizer(settings.data.tokenizer, out)
     total = sum(tensor.num_bytes for tensor in tensors.values())
     print(
-        f"{family_of(model)}, {len(tensors)} tensors, {size_text(total)}, "
+        f"{family_of(model)}, {len(tensors)} tensors, {in_bytes(total)}, "
         f"{len(files)} file(s): {out}"
     )
     return 0

@@ -8,10 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxdist.checkpoint import CheckpointError, manifest
-from jaxdist.checkpoint.events import one_line, size_text
+from jaxdist.checkpoint.events import one_line
 from jaxdist.checkpoint.streaming_io import StoredArrays
 from jaxdist.config import read_settings
 from jaxdist.core.types import setting
+from jaxdist.runtime.formatting.numbers import in_bytes
+from jaxdist.runtime.storage import Location
 from jaxdist.tools.convert.checkpoint_paths import problem_of
 
 
@@ -21,7 +23,7 @@ class VerifyConfig:
 
     path: str = setting("", "run directory, its checkpoints, or one checkpoint")
     arrays: bool = setting(
-        False, "also read every array and compare its digest with the one taken on the devices"
+        False, "also read every array and compare its checksum with the one taken on the devices"
     )
     json: bool = setting(False, "print one JSON object per checkpoint instead of text")
 
@@ -44,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
     steps = [int(named)] if named.isdecimal() else manifest.steps_in(directory)
     damaged = 0
     for step in steps:
-        checkpoint = directory / str(step)
+        checkpoint = directory / step
         reason = problem_of(checkpoint) or (_array_problem(checkpoint) if config.arrays else "")
         damaged += bool(reason)
         if config.json:
@@ -54,13 +56,13 @@ def main(argv: Sequence[str]) -> int:
     return 1 if damaged else 0
 
 
-def _whole(checkpoint: Path) -> str:
+def _whole(checkpoint: Location) -> str:
     files = manifest.read(checkpoint)["files"]
     num_bytes = sum(size for size, _ in files.values())
-    return f"whole, {len(files)} files, {size_text(num_bytes)}"
+    return f"whole, {len(files)} files, {in_bytes(num_bytes)}"
 
 
-def _array_problem(checkpoint: Path) -> str:
+def _array_problem(checkpoint: Location) -> str:
     """Why the arrays are not those that were saved, or ""."""
     stored = StoredArrays(checkpoint)
     try:

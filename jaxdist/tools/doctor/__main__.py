@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # 2. Devices and the other processes.
     if config.simulate:
         runtime.simulate(config.simulate)
-    runtime.reserve_memory(config.runtime.memory_fraction)
+    runtime.reserve_memory()
     try:
         job = runtime.join(config.runtime)
     except (ConfigError, RuntimeError) as failure:
@@ -159,6 +159,7 @@ def _shared_directory(config: DoctorConfig, job: Job, hosts: list[str]) -> list[
 def _mesh(config: DoctorConfig, job: Job) -> tuple[MeshSpec, list[Finding]]:
     """The mesh to try: the run's, or, where training would refuse it, all devices as replicas."""
     from jaxdist.core.mesh import MeshSpec
+    from jaxdist.core.parallel.data import DATA
     from jaxdist.core.types import ConfigError
     from jaxdist.tools.doctor.findings import error, ok
     from jaxdist.tools.doctor.options import refused
@@ -168,12 +169,12 @@ def _mesh(config: DoctorConfig, job: Job) -> tuple[MeshSpec, list[Finding]]:
         for problem in refused(config)
     ]
     try:
-        spec, reason = config.choose_mesh(job.num_devices)
+        spec, reason = config.choose_mesh(job.num_devices, model=config.build_model())
     except ConfigError as failure:
         if not found:
             problems = [line.removeprefix("  - ") for line in failure.problems[-1:]]
             found.append(error("mesh", problems[0], "name a mesh that is legal with --mesh"))
-        return MeshSpec(data=job.num_devices), found
+        return MeshSpec.over(DATA, job.num_devices), found
     return spec, [*found, ok("mesh", f"{spec}: {reason}")]
 
 

@@ -7,21 +7,22 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from jaxdist.runtime.storage import Location, locate
 from jaxdist.tools.doctor.findings import Finding, error, ok
 
 _PATIENCE_S = 5.0
 """NFS shows a new file to other hosts when its cache of the directory has aged (3 s by default)."""
 
 
-def token_path(directory: Path, nonce: str, process: int) -> Path:
+def token_path(directory: Path, nonce: str, process: int) -> Location:
     """Where a process leaves its token."""
-    return directory / f".doctor-{nonce}-{process}"
+    return locate(directory) / f".doctor-{nonce}-{process}"
 
 
 def leave_token(directory: Path, nonce: str, process: int) -> str:
     """Write this process's token; returns why it could not, or ""."""
     try:
-        token_path(directory, nonce, process).write_text(f"{nonce} {process}\n", encoding="ascii")
+        token_path(directory, nonce, process).write(f"{nonce} {process}\n")
     except OSError as failure:
         return failure.strerror or str(failure)
     return ""
@@ -41,8 +42,8 @@ def read_tokens(
 
 def _holds_token(directory: Path, nonce: str, process: int) -> bool:
     try:
-        text = token_path(directory, nonce, process).read_text(encoding="ascii")
-    except (OSError, UnicodeDecodeError):
+        text = token_path(directory, nonce, process).text()
+    except OSError:
         return False
     return text == f"{nonce} {process}\n"
 
@@ -50,7 +51,7 @@ def _holds_token(directory: Path, nonce: str, process: int) -> bool:
 def take_token(directory: Path, nonce: str, process: int) -> None:
     """Remove this process's token."""
     with contextlib.suppress(OSError):
-        token_path(directory, nonce, process).unlink()
+        token_path(directory, nonce, process).delete()
 
 
 def judge(

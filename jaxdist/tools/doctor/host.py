@@ -9,6 +9,7 @@ import shutil
 import time
 from pathlib import Path
 
+from jaxdist.runtime.formatting.numbers import in_bytes
 from jaxdist.tools.doctor.findings import Finding, error, note, ok, warning
 
 _SLOW_DISK = 50e6
@@ -54,19 +55,19 @@ def judge_disk(
     directory: Path, free: int, total: int, needed: int, free_files: int | None = None
 ) -> list[Finding]:
     """Room for the run's checkpoints, and for the files they are made of."""
-    text = f"{_gib(free)} of {_gib(total)} free in {directory}"
+    text = f"{in_bytes(free)} of {in_bytes(total)} free in {directory}"
     numbers = {"free_bytes": free, "total_bytes": total, "needed_bytes": needed}
     fix = "make room, keep fewer checkpoints (checkpoint.max_to_keep), or name another --run-dir"
     if needed and free < needed:
-        text += f", but the checkpoints that are kept take {_gib(needed)}"
+        text += f", but the checkpoints that are kept take {in_bytes(needed)}"
         found = [error("disk space", text, fix, **numbers)]
     elif free < 1 << 30:
         found = [error("disk space", text, fix, **numbers)]
     elif (needed and free < 1.5 * needed) or free < 10 << 30:
-        text += f"; checkpoints take {_gib(needed)}" if needed else ""
+        text += f"; checkpoints take {in_bytes(needed)}" if needed else ""
         found = [warning("disk space", text, fix, **numbers)]
     else:
-        text += f"; the checkpoints that are kept take {_gib(needed)}" if needed else ""
+        text += f"; the checkpoints that are kept take {in_bytes(needed)}" if needed else ""
         found = [ok("disk space", text, **numbers)]
     if free_files is not None and free_files < 10_000:
         found.append(
@@ -144,7 +145,7 @@ def examine_shared_memory(num_gpus: int, path: str = "/dev/shm") -> list[Finding
 
 def judge_shared_memory(total: int, free: int, num_gpus: int) -> Finding:
     """NCCL passes data between the GPUs of a host through it where they have no direct way."""
-    text, numbers = f"{_gib(free)} of {_gib(total)} free in /dev/shm", {"free_bytes": free}
+    text, numbers = f"{in_bytes(free)} of {in_bytes(total)} free in /dev/shm", {"free_bytes": free}
     fix = (
         "start the container with --shm-size=16g or --ipc=host (Kubernetes: an emptyDir with "
         "medium Memory on /dev/shm), or remove what lies there"
@@ -200,7 +201,3 @@ def judge_cores(num_cores: int, num_gpus: int) -> Finding:
             cores=num_cores,
         )
     return ok("cores", f"{num_cores} CPU core(s)", cores=num_cores)
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:,.1f} GiB"

@@ -135,7 +135,7 @@ def _judge_pairs(visits: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> F
         f"{len(failed)} of {pairs} ways between processes are closed: {shown}"
         + (" ..." if len(failed) > 4 else ""),
         "open all TCP ports between the hosts of the job; if an address is wrong, set "
-        "runtime.network_interface and a coordinator that the others resolve",
+        "NCCL_SOCKET_IFNAME and a coordinator that the others resolve",
         failed=[[i, j] for i, j, _ in failed],
     )
 

@@ -56,11 +56,11 @@ class DoctorConfig(RunConfig):
 
     @property
     def checkpoints_bytes(self) -> int:
-        """What the run's checkpoints will take at most; 0 where the model's size is not known."""
+        """What the run's checkpoints will take at most."""
         # Parameters and moments; the state in memory has gradients too.
         moments = self.optim.moment_bytes
-        one = self.state_bytes() * (4 + moments) // (8 + moments)
-        passing = 1 + self.checkpoint.saves_midway  # one being written, one midway
+        one = self.state_bytes(self.build_model()) * (4 + moments) // (8 + moments)
+        passing = 1 + self.checkpoint.async_save  # one being written, one midway
         return one * (self.checkpoint.max_to_keep + self.checkpoint.keep_best + passing)
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Sequence
 
+from jaxdist.runtime.formatting.tables import wrap
 from jaxdist.tools.doctor.findings import SEVERITIES, Said, worst
 
 _MARKS = {"ok": "ok", "note": "note", "warning": "WARN", "error": "FAIL"}
-_WIDTH = 100
 _CHECK_WIDTH = 18
 
 
@@ -26,9 +25,9 @@ def text_of(said: Sequence[Said], *, num_processes: int) -> str:
                 continue
             told.add(finding.check)
         text = finding.text + _where(one, num_processes)
-        lines += _hang(f"{_MARKS[finding.severity]:<5} {finding.check:<{_CHECK_WIDTH}} ", text)
+        lines += wrap(text, head=f"{_MARKS[finding.severity]:<5} {finding.check:<{_CHECK_WIDTH}} ")
         if finding.fix:
-            lines += _hang(" " * (7 + _CHECK_WIDTH) + "fix: ", finding.fix)
+            lines += wrap(finding.fix, head=" " * (7 + _CHECK_WIDTH) + "fix: ")
     return "\n".join([*lines, "", verdict(said)])
 
 
@@ -64,14 +63,3 @@ _OF_A_JOB = (
     "devices",
 )
 """Checks that speak of the whole job; process 0 reports them."""
-
-
-def _hang(head: str, text: str) -> list[str]:
-    return textwrap.wrap(
-        text,
-        _WIDTH,
-        initial_indent=head,
-        subsequent_indent=" " * len(head),
-        break_long_words=False,
-        break_on_hyphens=False,
-    )

@@ -95,7 +95,7 @@ _WITH_GPUS = (
         "XLA_PYTHON_CLIENT_MEM_FRACTION",
         _below(0.8),
         "warning",
-        "the run gets this share of a GPU's memory, whatever runtime.memory_fraction says",
+        "the run gets this share of a GPU's memory, not our default of 0.92",
     ),
     Rule("TF_FORCE_UNIFIED_MEMORY", _is_on, "warning", "what does not fit is paged to the host"),
     Rule("CUDA_LAUNCH_BLOCKING", _is_on, "warning", "the host waits for every kernel"),
@@ -236,7 +236,7 @@ def _interface(name: str, num_hosts: int, interfaces: Sequence[str]) -> list[Fin
                 CHECK,
                 f"NCCL_SOCKET_IFNAME={name} names no interface of this host, which has "
                 f"{', '.join(interfaces)}: NCCL would not start",
-                "unset it, or set runtime.network_interface to one of these",
+                "unset it, or name one of these",
             )
         ]
     if num_hosts > 1 and matches and all(match == "lo" for match in matches):
@@ -244,7 +244,7 @@ def _interface(name: str, num_hosts: int, interfaces: Sequence[str]) -> list[Fin
             error(
                 CHECK,
                 f"NCCL_SOCKET_IFNAME={name} is the loopback interface, which reaches no other host",
-                "unset it, or set runtime.network_interface to the interface between the hosts",
+                "unset it, or name the interface between the hosts",
             )
         ]
     return []

@@ -1,13 +1,30 @@
-"""Jobs that go on with the hosts and GPUs that are there, and grow when more come back.
+"""Jobs that continue with the hosts and GPUs that are here, and grow when more come back.
 
-The launchers of a job meet in the run directory (`rendezvous`) and go through it in rounds. The
-lowest living rank leads: it waits for all hosts, or some seconds for those that come, chooses the
-hosts and processes that make the largest legal mesh, and writes the round. Whom it chose starts
-its processes; who is left out waits as a spare. A round ends when
+jax cannot add or remove a process while a job runs: a change of membership is a restart from the
+newest checkpoint. So the job runs in rounds of fixed membership, and this agent decides when one
+ends and who takes part in the next. One agent runs in each host's launcher. They see each other
+through the files of `rendezvous` only.
 
-    its processes have ended           0: the job is done; 75 or a failure: the next round
-    a member is lost                   its counter stands still: the others end their processes
-    more is possible than it uses      the leader asks it to save and end: the next round
+The life of a round:
+
+1. The agent with the lowest rank alive leads. Any agent can, because everything it needs is in the
+   files, so a lost leader is replaced by the next rank without an election.
+2. The leader waits until all hosts are here, or `rdzv_timeout_s` for those that come. It chooses
+   the largest legal job (`membership.choose_members`) and writes the round.
+3. Each member that reads the round starts its processes. A host that was not chosen waits as a
+   spare.
+4. The round ends in one of three ways:
+
+       all processes have ended     with 0 the job is done; with 75 or a failure the next round
+                                    follows
+       a member is lost             its heartbeat stops. The processes of the others wait for it in
+                                    a collective and cannot save, so they are killed
+       a larger job is possible     the leader writes `stop` into the round. The members save, exit
+                                    with 75 and meet again
+
+Why a member whose own processes have ended is given `heartbeat_timeout_s` before the others are
+killed: a failure inside one process reaches the others' processes by itself within seconds, and
+their own reports name the cause better than this agent can.
 """
 
 from __future__ import annotations
@@ -20,63 +37,64 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 
 from jaxdist import runtime
-from jaxdist.tools.launch.membership import Choice, ElasticPlan, Sizes, choose
-from jaxdist.tools.launch.rendezvous import BEAT_S, Host, Rendezvous, Round
+from jaxdist.tools.launch.membership import ElasticConfig, LegalSizes, Membership, choose_members
+from jaxdist.tools.launch.rendezvous import HEARTBEAT_S, Host, Rendezvous, Round
 from jaxdist.tools.launch.resources import Capacity, capacity, first_gpus, free_port
-from jaxdist.tools.launch.worker_group import Attempt, Outcome, Place
+from jaxdist.tools.launch.worker_group import GroupResult, Placement, WorkerGroup
 
 _POLL_S = 0.3
 
 
-class ElasticPlaces:
-    """Where the attempts of an elastic job run, seen from one of its hosts.
+class ElasticAgent:
+    """Decides where the attempts of an elastic job run, on behalf of one of its hosts.
 
     Args:
-        plan: what the job may be made of.
-        meeting: this host's part in the rendezvous.
-        sizes: what the program may be started with.
-        tells_itself: a request to stop one process reaches all, as jaxdist.train's do.
+        plan: limits of the job.
+        rendezvous: what this host publishes and sees.
+        sizes: sizes at which the program can run.
+        stop_reaches_all: whether processes pass a request to stop on to each other, as those of
+            jaxdist.train do.
         write: takes a line for the console.
     """
 
     def __init__(
         self,
-        plan: ElasticPlan,
-        meeting: Rendezvous,
-        sizes: Sizes,
+        plan: ElasticConfig,
+        rendezvous: Rendezvous,
+        sizes: LegalSizes,
         *,
-        tells_itself: bool,
+        stop_reaches_all: bool,
         write: Callable[[str], None] | None = None,
     ):
-        self.plan, self.meeting, self.sizes = plan, meeting, sizes
-        self.round: Round | None = None  # that this host is in, or was in last
-        self._tells_itself = tells_itself
+        self.plan, self.rendezvous, self.sizes = plan, rendezvous, sizes
+        self.round: Round | None = None  # the last one that this host took part in
+        self._stop_reaches_all = stop_reaches_all
         self._write_line = write or _print
-        self._said = ""
+        self._last_message = ""
         self._had_gpus = False
-        self._read: Round | None = None  # round.json, and since when it is this round's
-        self._read_since = 0.0
-        self._idle_since: float | None = None  # nothing runs, and this host leads
-        self._left_since: dict[int, float] = {}
+        self._newest: Round | None = None  # in round.json, and when it was first read
+        self._newest_since = 0.0
+        self._idle_since: float | None = None  # since when this host leads and nothing runs
+        self._ended_since: dict[int, float] = {}
         self._next_look = 0.0
-        self._next_count = 0.0
-        self._told = False
+        self._next_capacity_s = 0.0
+        self._stop_passed_on = False
 
     # --- between rounds ---------------------------------------------------------------------------
 
-    def next(self, stop_signal: Callable[[], int]) -> tuple[int, Place] | int:
-        """Wait for a round with a place for this host; or the exit code with which all is over."""
-        if not self.meeting.me.beat:
-            rival = self.meeting.claim()
+    def next_placement(self, stop_signal: Callable[[], int]) -> tuple[int, Placement] | int:
+        """Wait for a round with a place for this host, or for the job's exit code."""
+        if not self.rendezvous.own.heartbeat:
+            rival = self.rendezvous.claim_rank()
             if rival is not None:
                 _refuse_rank(rival)
-        self.wait()
+        self.offer_host()
         while not stop_signal():
-            if self.meeting.clock() >= self._next_count:
+            if self.rendezvous.clock() >= self._next_capacity_s:
                 self._offer()
             found = self.poll()
             if isinstance(found, Round):
-                return found.number, self.enter(found)
+                return found.number, self.join_round(found)
             if found is not None:
                 return found
             time.sleep(_POLL_S)
@@ -84,46 +102,53 @@ class ElasticPlaces:
             runtime.EXIT_INTERRUPTED if stop_signal() == signal.SIGINT else runtime.EXIT_PREEMPTED
         )
 
-    def wait(self) -> None:
-        """Offer this host, with what it has now, for the next round."""
-        self._idle_since, self._said = None, ""
+    def offer_host(self) -> None:
+        """Publish that this host waits for a round, with what it can run now."""
+        self._idle_since, self._last_message = None, ""
         self._offer()
 
     def poll(self) -> Round | int | None:
-        """A round with a place for this host, the job's exit code, or nothing yet; leads if it can.
+        """Look once, and lead if it is this host's turn.
+
+        Returns:
+            A round with a place for this host, the job's exit code, or None to look again.
 
         Raises:
             ConfigError: another launcher has the same rank.
         """
-        hosts = self.meeting.look()
-        if self.meeting.rival is not None and self.round is None:
-            _refuse_rank(self.meeting.rival)
+        hosts = self.rendezvous.read_hosts()
+        if self.rendezvous.rival is not None and self.round is None:
+            _refuse_rank(self.rendezvous.rival)
         current = self._current_round()
-        code = self._over(hosts, current)
+        code = self._exit_code_of_job(hosts, current)
         if code is not None:
             return code
         is_new = current is not None and (self.round is None or current.id != self.round.id)
-        if current is not None and is_new and current.index_of(self.meeting.me.uuid) is not None:
+        if (
+            current is not None
+            and is_new
+            and current.index_of(self.rendezvous.own.uuid) is not None
+        ):
             return current
         if self._leads(hosts):
             return self._lead(hosts, current)
         self._say_waiting(current, hosts)
         return None
 
-    def enter(self, new: Round) -> Place:
-        """Take this host's place in a round."""
-        self.round, self._told, self._left_since = new, False, {}
-        self._next_look = self.meeting.clock() + BEAT_S
-        self.meeting.say(state="running", round=new.id)
-        me = self.meeting.me
+    def join_round(self, new: Round) -> Placement:
+        """Publish that this host's processes run, and say where they stand."""
+        self.round, self._stop_passed_on, self._ended_since = new, False, {}
+        self._next_look = self.rendezvous.clock() + HEARTBEAT_S
+        self.rendezvous.publish(state="running", round=new.id)
+        me = self.rendezvous.own
         index = new.index_of(me.uuid)
-        assert index is not None  # poll gives out no other
+        assert index is not None  # poll returns no other round
         first = new.members[0]
         address = "127.0.0.1" if len(new.members) == 1 else first.address
         visible = ""
         if me.gpus and new.nproc_per_node * new.devices < me.devices:
             visible = first_gpus(new.nproc_per_node * new.devices)
-        return Place(
+        return Placement(
             nproc_per_node=new.nproc_per_node,
             nnodes=len(new.members),
             node_rank=index,
@@ -134,37 +159,41 @@ class ElasticPlaces:
 
     # --- while a round runs -----------------------------------------------------------------------
 
-    def watch(self, attempt: Attempt) -> None:
-        """End the processes where a member is lost; pass a wish to stop on; lead."""
-        now = self.meeting.clock()
+    def watch(self, group: WorkerGroup) -> None:
+        """Once a second: end the processes if a member is lost, pass on a request to stop, lead."""
+        now = self.rendezvous.clock()
         if now < self._next_look:
             return
-        self._next_look = now + BEAT_S
-        if attempt.is_stopping and not self._told and self.meeting.me.state == "running":
-            self.meeting.say(state="leaving")
-        if now >= self._next_count:
-            self.meeting.say(self._count())
-        hosts, current = self.meeting.look(), self._current_round()
-        lost = self._loss(hosts, current, attempt.is_stopping)
+        self._next_look = now + HEARTBEAT_S
+        if (
+            group.is_stopping
+            and not self._stop_passed_on
+            and self.rendezvous.own.state == "running"
+        ):
+            self.rendezvous.publish(state="leaving")
+        if now >= self._next_capacity_s:
+            self.rendezvous.publish(self._capacity_now())
+        hosts, current = self.rendezvous.read_hosts(), self._current_round()
+        lost = self._missing_member(hosts, current, group.is_stopping)
         if lost:
-            attempt.abandon(lost)
+            group.abort(lost)
             return
-        self._pass_on(attempt, hosts, current)
+        self._pass_on_stop(group, hosts, current)
         if self._leads(hosts):
             self._lead(hosts, current)
 
-    def ended(self, outcome: Outcome) -> None:
-        """Tell the others how this host's processes ended."""
-        if self.meeting.me.state == "running":
+    def on_group_end(self, result: GroupResult) -> None:
+        """Publish how this host's processes ended."""
+        if self.rendezvous.own.state == "running":
             ends = {runtime.EXIT_OK: "done", runtime.EXIT_PREEMPTED: "saved"}
-            self.meeting.say(state=ends.get(outcome.exit_code, "failed"))
+            self.rendezvous.publish(state=ends.get(result.exit_code, "failed"))
 
-    def all_done(self, stop_signal: Callable[[], int]) -> bool:
-        """Whether the processes of every member end with 0; waits for those that still run."""
+    def all_hosts_done(self, stop_signal: Callable[[], int]) -> bool:
+        """Whether the processes of every member end with 0; wait for those that still run."""
         assert self.round is not None  # something has ended
         while not stop_signal():
-            hosts = self.meeting.look()
-            states = [self._state_in_round(hosts, host) for host in self.round.members]
+            hosts = self.rendezvous.read_hosts()
+            states = [self._state_in(self.round, hosts, host) for host in self.round.members]
             if all(state == "done" for state in states):
                 break
             if not any(state == "running" for state in states):
@@ -172,55 +201,62 @@ class ElasticPlaces:
             time.sleep(_POLL_S)
         return True
 
-    def goes_on(self) -> bool:
-        """Whether there will be another round after a save that nobody asked of this host."""
+    def continues_after_save(self) -> bool:
+        """Whether another round follows a save that nobody asked this host for.
+
+        It does if the leader asked for the save or another member may have. A host alone preempted
+        itself, e.g. at its time limit.
+        """
         assert self.round is not None  # something has ended
-        current = self._current_round()
-        ended = self.round if current is None else current
-        return ended.id != self.round.id or bool(ended.stop) or len(ended.members) > 1
+        current = self._current_round() or self.round
+        return current.id != self.round.id or bool(current.stop) or len(current.members) > 1
 
     def close(self, code: int, stop_signal: int) -> None:
-        """Leave: for good with the job's exit code, or alone."""
-        if not self.meeting.me.beat or self.meeting.rival is not None:
-            self.meeting.fall_silent()
+        """Publish whether this host leaves alone or ends the job for all."""
+        if not self.rendezvous.own.heartbeat or self.rendezvous.rival is not None:
+            self.rendezvous.stop_heartbeat()
         elif code == runtime.EXIT_OK:
-            self.meeting.close()
+            self.rendezvous.close()
         elif stop_signal or code == runtime.EXIT_PREEMPTED:
-            self.meeting.close(state="left")
+            self.rendezvous.close(state="left")
         else:
-            self.meeting.close(state="over", code=code)
+            self.rendezvous.close(state="ended", code=code)
 
     # --- leading ----------------------------------------------------------------------------------
 
     def _leads(self, hosts: Mapping[int, Host]) -> bool:
         ready = [h.rank for h in hosts.values() if h.state in ("waiting", "running")]
-        living = [rank for rank in ready if self.meeting.is_living(hosts[rank])]
-        return bool(living) and min(living) == self.meeting.me.rank
+        living = [rank for rank in ready if self.rendezvous.is_alive(hosts[rank])]
+        return bool(living) and min(living) == self.rendezvous.own.rank
 
     def _lead(self, hosts: Mapping[int, Host], current: Round | None) -> int | None:
-        """Write the next round when it is time, or the wish for one; an exit code to give up."""
-        living = [h for h in hosts.values() if self.meeting.is_living(h)]
-        if current is not None and self._runs(current, hosts):
+        """Write the next round when it is time, or ask the running one to grow.
+
+        Returns:
+            The job's exit code if the hosts that are here cannot run it; else None.
+        """
+        living = [h for h in hosts.values() if self.rendezvous.is_alive(h)]
+        if current is not None and self._is_running(current, hosts):
             self._idle_since = None
             self._say_waiting(current, hosts)
-            self._grow(current, [h for h in living if h.state in ("waiting", "running")])
+            self._ask_to_grow(current, [h for h in living if h.state in ("waiting", "running")])
             return None
-        now = self.meeting.clock()
+        now = self.rendezvous.clock()
         self._idle_since = now if self._idle_since is None else self._idle_since
         waiting = [h for h in living if h.state == "waiting"]
         is_late = now >= self._idle_since + self.plan.rdzv_timeout_s
         choice = None
-        if is_late or len(waiting) >= self.plan.nnodes.most:
-            choice = choose(waiting, self.plan, self.sizes)
+        if is_late or len(waiting) >= self.plan.nnodes.maximum:
+            choice = choose_members(waiting, self.plan, self.sizes)
         if choice is not None:
-            self._begin(choice, -1 if current is None else current.number)
+            self._start_round(choice, -1 if current is None else current.number)
         elif is_late:
             return self._give_up(waiting)
         else:
             self._say_waiting(None, hosts)
         return None
 
-    def _begin(self, choice: Choice, last_number: int) -> None:
+    def _start_round(self, choice: Membership, last_number: int) -> None:
         new = Round(
             id=uuid.uuid4().hex,
             number=last_number + 1,
@@ -228,21 +264,23 @@ class ElasticPlaces:
             nproc_per_node=choice.nproc_per_node,
             devices=choice.devices,
         )
-        self.meeting.write_round(new)
-        missing = self.plan.nnodes.most - len(choice.hosts)
-        short = f", {missing} short of {self.plan.nnodes.most}" if missing else ""
+        self.rendezvous.write_round(new)
+        missing = self.plan.nnodes.maximum - len(choice.hosts)
+        short = f", {missing} short of {self.plan.nnodes.maximum}" if missing else ""
         self._say(
             f"round {new.number}: {', '.join(map(str, new.members))}{short}; processes on each: "
             f"{new.nproc_per_node}, devices in all: {new.num_devices}"
         )
 
-    def _grow(self, current: Round, there: Sequence[Host]) -> None:
-        choice = choose(there, self.plan, self.sizes)
+    def _ask_to_grow(self, current: Round, there: Sequence[Host]) -> None:
+        choice = choose_members(there, self.plan, self.sizes)
         if current.stop or choice is None or choice.num_devices <= current.num_devices:
             return
-        text = f"{choice.num_devices} devices can be used, round {current.number} has "
-        stop = text + str(current.num_devices)
-        self.meeting.write_round(dataclasses.replace(current, stop=stop))
+        stop = (
+            f"{choice.num_devices} devices can be used, round {current.number} uses "
+            f"{current.num_devices}"
+        )
+        self.rendezvous.write_round(dataclasses.replace(current, stop=stop))
 
     def _give_up(self, waiting: Sequence[Host]) -> int:
         there = ", ".join(f"{h} with {_devices(h.devices)}" for h in waiting)
@@ -258,41 +296,37 @@ class ElasticPlaces:
     # --- reading the others -----------------------------------------------------------------------
 
     def _current_round(self) -> Round | None:
-        current = self.meeting.read_round()
+        current = self.rendezvous.read_round()
         if current is None:  # it cannot be read now: nothing new
-            return self._read
-        if self._read is None or current.id != self._read.id:
-            self._read_since = self.meeting.clock()
-        self._read = current
+            return self._newest
+        if self._newest is None or current.id != self._newest.id:
+            self._newest_since = self.rendezvous.clock()
+        self._newest = current
         return current
 
-    def _runs(self, current: Round, hosts: Mapping[int, Host]) -> bool:
-        """Whether any member runs this round, or is about to."""
+    def _is_running(self, current: Round, hosts: Mapping[int, Host]) -> bool:
+        """Whether any member runs this round or is about to."""
         return any(self._state_in(current, hosts, host) == "running" for host in current.members)
 
-    def _state_in_round(self, hosts: Mapping[int, Host], member: Host) -> str:
-        assert self.round is not None
-        return self._state_in(self.round, hosts, member)
-
     def _state_in(self, current: Round, hosts: Mapping[int, Host], member: Host) -> str:
-        """running, lost, or how the member's part of a round ended."""
+        """`running`, `lost`, or the state in which the member's part of the round ended."""
         host = hosts.get(member.rank)
         if host is None or host.uuid != member.uuid:
             return "lost"
-        if host.round != current.id:  # it has not read of it yet, or will never
-            fresh = self.meeting.clock() < self._read_since + self.plan.rdzv_timeout_s
-            return "running" if fresh and self.meeting.is_living(host) else "lost"
+        if host.round != current.id:  # it has not read the round yet, or never will
+            fresh = self.rendezvous.clock() < self._newest_since + self.plan.rdzv_timeout_s
+            return "running" if fresh and self.rendezvous.is_alive(host) else "lost"
         if host.state in ("running", "leaving"):
-            return "running" if self.meeting.is_living(host) else "lost"
+            return "running" if self.rendezvous.is_alive(host) else "lost"
         return host.state
 
-    def _over(self, hosts: Mapping[int, Host], current: Round | None) -> int | None:
-        """The exit code of a job that others have ended while this host was there to see it."""
+    def _exit_code_of_job(self, hosts: Mapping[int, Host], current: Round | None) -> int | None:
+        """The job's exit code if another host has ended it; None while it goes on."""
         if current is None:
             return None
         for member in current.members:
             host = hosts.get(member.rank)
-            if host is not None and host.uuid == member.uuid and host.state == "over":
+            if host is not None and host.uuid == member.uuid and host.state == "ended":
                 self._say(f"{host} has ended the job with exit code {host.code}")
                 return host.code
         states = [self._state_in(current, hosts, member) for member in current.members]
@@ -301,11 +335,13 @@ class ElasticPlaces:
             return runtime.EXIT_OK
         return None
 
-    def _loss(self, hosts: Mapping[int, Host], current: Round | None, is_stopping: bool) -> str:
-        """Why this host's processes wait in vain for others, in words; empty where they do not."""
+    def _missing_member(
+        self, hosts: Mapping[int, Host], current: Round | None, is_stopping: bool
+    ) -> str:
+        """Why this host's processes wait for others that do not come; empty if they do not."""
         assert self.round is not None  # it runs
         if current is None or current.id != self.round.id:
-            return f"the other hosts have gone on without {self.meeting.me}"
+            return f"the other hosts have started a round without {self.rendezvous.own}"
         for member in self.round.members:
             state = self._state_in(self.round, hosts, member)
             if state == "lost":
@@ -318,51 +354,54 @@ class ElasticPlaces:
                 )
             if state in ("running", "done"):
                 continue
-            now = self.meeting.clock()
-            since = self._left_since.setdefault(member.rank, now)
+            now = self.rendezvous.clock()
+            since = self._ended_since.setdefault(member.rank, now)
             if now > since + self.plan.heartbeat_timeout_s and not is_stopping:
                 return f"{member} has ended its part of the round ({state})"
         return ""
 
-    def _pass_on(self, attempt: Attempt, hosts: Mapping[int, Host], current: Round | None) -> None:
-        """Ask this host's processes to save and end where the round shall."""
-        assert self.round is not None and current is not None  # else it was given up
-        if attempt.is_stopping:
+    def _pass_on_stop(
+        self, group: WorkerGroup, hosts: Mapping[int, Host], current: Round | None
+    ) -> None:
+        """Ask this host's processes to save and end if the round is asked to."""
+        assert self.round is not None and current is not None  # else it was aborted
+        if group.is_stopping:
             return
         members = [hosts[m.rank] for m in self.round.members if m.rank in hosts]
         if current.stop:
-            # One host is enough where the processes tell each other: a second notice could reach
-            # one that is just leaving.
+            # Where processes pass the request on, one host is enough. A second signal could reach a
+            # process that has saved and is just leaving, and kill it.
             first = min(h.rank for h in members if h.state in ("running", "leaving"))
-            if self._tells_itself and first != self.meeting.me.rank:
+            if self._stop_reaches_all and first != self.rendezvous.own.rank:
                 return
-            self._say(f"{current.stop}: saving, then the next round")
-        elif self._tells_itself or not any(h.state in ("leaving", "saved") for h in members):
+            self._say(f"{current.stop}: saving before the next round")
+        elif self._stop_reaches_all or not any(h.state in ("leaving", "saved") for h in members):
             return
-        self._told = True
-        attempt.ask_to_stop()
+        self._stop_passed_on = True
+        group.request_stop()
 
     # --- this host --------------------------------------------------------------------------------
 
     def _offer(self) -> None:
-        # In one word: a leader that heard "waiting" first would choose without knowing for what.
-        self.meeting.say(self._count(), state="waiting", port=free_port(""))
+        # State and capacity in one write: a leader that saw "waiting" first would choose this host
+        # without knowing what it can run.
+        self.rendezvous.publish(self._capacity_now(), state="waiting", port=free_port(""))
 
-    def _count(self) -> Capacity:
-        """What this host can run now; nvidia-smi may take seconds to tell."""
-        most, before = self.plan.nproc_per_node.most, self.meeting.me
+    def _capacity_now(self) -> Capacity:
+        """What this host can run now; nvidia-smi may take seconds."""
+        most, before = self.plan.nproc_per_node.maximum, self.rendezvous.own
         now = capacity(most, self.sizes.simulate, had_gpus=self._had_gpus)
         self._had_gpus |= now.gpus
-        self._next_count = self.meeting.clock() + self.plan.grow_interval_s
+        self._next_capacity_s = self.rendezvous.clock() + self.plan.grow_interval_s
         if now.devices != before.devices and self.round is not None:
-            self._say(f"{now.devices} devices are here, {before.devices} were")
+            self._say(f"{now.devices} devices are here, {before.devices} before")
         return now
 
     def _say_waiting(self, current: Round | None, hosts: Mapping[int, Host]) -> None:
-        me, plan = self.meeting.me, self.plan
+        me, plan = self.rendezvous.own, self.plan
         if me.state != "waiting":
             return
-        if current is not None and self._runs(current, hosts):
+        if current is not None and self._is_running(current, hosts):
             names = ", ".join(map(str, current.members))
             text = f"round {current.number} runs on {names}: {me} waits as a spare"
         else:
@@ -370,9 +409,9 @@ class ElasticPlaces:
                 f"{me} waits up to {plan.rdzv_timeout_s:g} s for --nnodes {plan.nnodes} × "
                 f"--nproc-per-node {plan.nproc_per_node}"
             )
-        if text != self._said:
+        if text != self._last_message:
             self._say(text)
-        self._said = text
+        self._last_message = text
 
     def _say(self, text: str) -> None:
         self._write_line(text)
@@ -383,7 +422,7 @@ def _refuse_rank(rival: Host) -> None:
 
     raise ConfigError(
         [
-            f"--node-rank {rival.rank} is taken by a launcher on {rival.address}, which lives. "
+            f"--node-rank {rival.rank} is taken by a running launcher on {rival.address}. "
             "Give every host another rank, or end that launcher first."
         ]
     )

@@ -1,7 +1,7 @@
 """The device counts with which the arguments of a training command are legal, as a process.
 
-One line of JSON, as `elastic.Sizes` is made of. It is a process of its own because reading the
-settings of a run imports jax, and a launcher that has imported jax may not fork.
+It prints one line of JSON. It runs as a process of its own because reading the settings of a run
+imports jax, and a process that has imported jax should not fork.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import sys
 from collections.abc import Sequence
 
 from jaxdist import runtime
-from jaxdist.tools.launch.membership import Sizes
+from jaxdist.tools.launch.membership import LegalSizes
 
 
-def read_sizes(arguments: Sequence[str]) -> Sizes | int:
+def read_sizes(arguments: Sequence[str]) -> LegalSizes | int:
     """What `jaxdist.train` with these arguments may be started with.
 
     Returns:
@@ -24,7 +24,7 @@ def read_sizes(arguments: Sequence[str]) -> Sizes | int:
     command = [sys.executable, "-m", "jaxdist.tools.launch.legal_sizes", *arguments]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     try:
-        return done.returncode or Sizes(**json.loads(done.stdout))
+        return done.returncode or LegalSizes(**json.loads(done.stdout))
     except ValueError:  # --help
         print(done.stdout, end="")
         return runtime.EXIT_OK
@@ -33,17 +33,16 @@ def read_sizes(arguments: Sequence[str]) -> Sizes | int:
 def main() -> int:
     """Print the sizes."""
     from jaxdist.config import headed, legal_sizes, read_run
-    from jaxdist.core.mesh import MeshSpec
     from jaxdist.core.types import ConfigError
 
-    # Rules that concern this machine's devices are the processes' own to judge.
+    # Rules about this machine's devices are checked by the processes that have the devices.
     config = read_run(sys.argv[1:], command="jaxdist.train", check_rules=False)
     problems = config.mesh.problems() + config.train.problems() + config.pipeline.problems()
     if problems:
         raise ConfigError(headed("jaxdist.train", problems))
     legal = None
-    if config.mesh.elastic:
-        config.check_mesh(MeshSpec.parse(config.mesh.shape))
+    if config.mesh.elastic and config.mesh.spec is not None:
+        config.check_mesh(config.mesh.spec)
         legal = legal_sizes(config)
     print(json.dumps({"legal": legal, "simulate": config.simulate}))
     return runtime.EXIT_OK

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from jaxdist import runtime
-from jaxdist.tools.launch.elastic_agent import ElasticPlaces
+from jaxdist.tools.launch.elastic_agent import ElasticAgent
 from jaxdist.tools.launch.legal_sizes import read_sizes
-from jaxdist.tools.launch.membership import ElasticPlan, Range, Sizes, impossible
+from jaxdist.tools.launch.membership import ElasticConfig, LegalSizes, Range, impossible
 from jaxdist.tools.launch.rendezvous import Rendezvous
-from jaxdist.tools.launch.supervisor import Budget, FixedPlaces, Supervisor
+from jaxdist.tools.launch.supervisor import FixedAgent, RestartPolicy, Supervisor
 
 _TRAIN = "jaxdist.train"
 
@@ -36,8 +36,8 @@ class LaunchPlan:
             attempt.
         elastic: the ranges, where one was given; `nproc_per_node` and `nnodes` are their maxima.
         run_dir: where checkpoints and logs are; empty: several elastic hosts without any.
-        budget: how often to start again.
-        misread: what the flags say wrong, one line each.
+        restart_policy: how often to start again.
+        misread: flags that cannot be read, one line each.
     """
 
     command: list[str]
@@ -45,14 +45,14 @@ class LaunchPlan:
     nnodes: int = 1
     node_rank: int = 0
     coordinator_address: str = ""
-    elastic: ElasticPlan | None = None
+    elastic: ElasticConfig | None = None
     run_dir: Path
-    budget: Budget = dataclasses.field(default_factory=Budget)
+    restart_policy: RestartPolicy = dataclasses.field(default_factory=RestartPolicy)
     misread: tuple[str, ...] = ()
 
     def problems(self) -> list[str]:
         """Every violated rule, one line each."""
-        found = [*self.misread, *self.budget.problems()]
+        found = [*self.misread, *self.restart_policy.problems()]
         for name, least in (("nproc_per_node", 0), ("nnodes", 1)):
             value = getattr(self, name)
             if value < least:
@@ -84,7 +84,7 @@ class LaunchPlan:
             )
         return found
 
-    def _elastic_problems(self, elastic: ElasticPlan) -> list[str]:
+    def _elastic_problems(self, elastic: ElasticConfig) -> list[str]:
         found = elastic.problems()
         if self.coordinator_address:
             found.append(
@@ -107,12 +107,12 @@ def main(argv: Sequence[str]) -> int:
     if problems:
         return _refuse(problems)
     if plan.elastic is None:
-        fixed = FixedPlaces(
+        fixed = FixedAgent(
             plan.nproc_per_node, plan.nnodes, plan.node_rank, plan.coordinator_address
         )
-        return Supervisor(plan.command, fixed, plan.run_dir, plan.budget).run()
+        return Supervisor(plan.command, fixed, plan.run_dir, plan.restart_policy).run()
     trains = _TRAIN in plan.command
-    sizes: Sizes | int = Sizes()
+    sizes: LegalSizes | int = LegalSizes()
     if trains:
         sizes = read_sizes(plan.command[plan.command.index(_TRAIN) + 1 :])
     if isinstance(sizes, int):
@@ -120,14 +120,14 @@ def main(argv: Sequence[str]) -> int:
     problems = impossible(plan.elastic, sizes)
     if problems:
         return _refuse(problems)
-    meeting = Rendezvous(
+    rendezvous = Rendezvous(
         plan.run_dir / "launch",
         plan.node_rank,
         plan.elastic.address,
         heartbeat_timeout_s=plan.elastic.heartbeat_timeout_s,
     )
-    places = ElasticPlaces(plan.elastic, meeting, sizes, tells_itself=trains)
-    return Supervisor(plan.command, places, plan.run_dir, plan.budget).run()
+    agent = ElasticAgent(plan.elastic, rendezvous, sizes, stop_reaches_all=trains)
+    return Supervisor(plan.command, agent, plan.run_dir, plan.restart_policy).run()
 
 
 def _refuse(problems: Sequence[str]) -> int:
@@ -162,7 +162,7 @@ def read_plan(argv: Sequence[str]) -> LaunchPlan:
         coordinator_address=args.coordinator_address,
         elastic=elastic,
         run_dir=Path(run_dir),
-        budget=Budget(
+        restart_policy=RestartPolicy(
             max_restarts=_max_restarts(args),
             backoff_s=args.backoff_s,
             max_backoff_s=args.max_backoff_s,
@@ -177,7 +177,7 @@ def _max_restarts(args: argparse.Namespace) -> int:
     if args.max_restarts is not None:
         return int(args.max_restarts)
     is_ours = args.module.startswith("jaxdist.") and not args.program
-    return 0 if is_ours and args.module != _TRAIN else Budget.max_restarts
+    return 0 if is_ours and args.module != _TRAIN else RestartPolicy.max_restarts
 
 
 def _command(
@@ -194,7 +194,7 @@ def _command(
     return command
 
 
-def _read_numbers(args: argparse.Namespace) -> tuple[int, int, ElasticPlan | None, list[str]]:
+def _read_numbers(args: argparse.Namespace) -> tuple[int, int, ElasticConfig | None, list[str]]:
     """Processes, hosts (the most of each), what is elastic about them, and what is misread."""
     ranges, misread = {}, []
     for flag in ("nproc_per_node", "nnodes"):
@@ -204,12 +204,12 @@ def _read_numbers(args: argparse.Namespace) -> tuple[int, int, ElasticPlan | Non
             ranges[flag] = (
                 Range.parse(flag.replace("_", "-"), text)
                 if number is None
-                else Range(least=number, most=number)
+                else Range(minimum=number, maximum=number)
             )
         except ValueError as error:
             misread.append(str(error))
-            ranges[flag] = Range(least=1, most=1)
-    most = {flag: found.most for flag, found in ranges.items()}
+            ranges[flag] = Range(minimum=1, maximum=1)
+    most = {flag: found.maximum for flag, found in ranges.items()}
     given = {name: getattr(args, name) for name in _ELASTIC_FLAGS}
     given = {name: value for name, value in given.items() if value is not None}
     if ":" not in args.nproc_per_node + args.nnodes:
@@ -219,7 +219,7 @@ def _read_numbers(args: argparse.Namespace) -> tuple[int, int, ElasticPlan | Non
             for name, value in given.items()
         ]
         return most["nproc_per_node"], most["nnodes"], None, misread
-    plan = ElasticPlan(**{"address": socket.gethostname(), **ranges, **given})
+    plan = ElasticConfig(**{"address": socket.gethostname(), **ranges, **given})
     return most["nproc_per_node"], most["nnodes"], plan, misread
 
 
@@ -263,7 +263,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_seconds(parser, "stop-timeout-s", 300.0, "for saving after a request to stop")
     elastic = parser.add_argument_group("elastic jobs (with MIN:MAX)")
     elastic.add_argument("--address", help="how others reach this host (default: its name)")
-    # Their defaults are ElasticPlan's, so that it is known whether they were given.
+    # Their defaults are ElasticConfig's, so that it is known whether they were given.
     _add_seconds(
         elastic,
         "heartbeat-timeout-s",

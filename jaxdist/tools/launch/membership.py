@@ -1,6 +1,6 @@
-"""What an elastic job may be made of, and the largest part of it that can run now.
+"""Which hosts take part in an elastic job: its limits, and the largest legal job of those here.
 
-Pure functions: who is there, and what for, is told; `rounds` acts on it.
+Pure functions of what the hosts report; `elastic_agent` acts on the answer.
 """
 
 from __future__ import annotations
@@ -9,22 +9,22 @@ import dataclasses
 import re
 from collections.abc import Sequence
 
-from jaxdist.tools.launch.rendezvous import BEAT_S, Host
+from jaxdist.tools.launch.rendezvous import HEARTBEAT_S, Host
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Range:
-    """From `least` to `most`, both included."""
+    """From `minimum` to `maximum`, both included."""
 
-    least: int
-    most: int
+    minimum: int
+    maximum: int
 
     @classmethod
     def parse(cls, flag: str, text: str) -> Range:
         """Read `MIN:MAX`.
 
         Raises:
-            ValueError: it is none; the message names the fix.
+            ValueError: the text is no such range; the message names the fix.
         """
         found = re.fullmatch(r"(-?\d+):(-?\d+)", text.strip())
         if found is None:
@@ -41,23 +41,23 @@ class Range:
                 if most >= 1
                 else f"--{flag} {text}: MAX is {most}. Use MIN:MAX, e.g. --{flag} 1:8."
             )
-        return cls(least=least, most=most)
+        return cls(minimum=least, maximum=most)
 
     def __str__(self) -> str:
-        return f"{self.least}:{self.most}"
+        return f"{self.minimum}:{self.maximum}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ElasticPlan:
-    """What an elastic job may be made of.
+class ElasticConfig:
+    """The limits of an elastic job, and how long its launchers wait for each other.
 
     Attributes:
-        nproc_per_node: processes on each host, as many on one as on another.
+        nproc_per_node: processes on each host, equally many on all.
         nnodes: hosts.
-        address: by which other hosts reach this one.
-        heartbeat_timeout_s: without a sign of life a host is lost.
-        rdzv_timeout_s: for hosts to come, before those that are there go on.
-        grow_interval_s: between two counts of this host's GPUs.
+        address: name by which other hosts reach this one.
+        heartbeat_timeout_s: seconds without a heartbeat after which a host counts as lost.
+        rdzv_timeout_s: seconds to wait for more hosts before those that are here start.
+        grow_interval_s: seconds between two counts of this host's GPUs.
     """
 
     nproc_per_node: Range
@@ -70,10 +70,10 @@ class ElasticPlan:
     def problems(self) -> list[str]:
         """Every violated rule, one line each."""
         found = []
-        if self.heartbeat_timeout_s < 3 * BEAT_S:
+        if self.heartbeat_timeout_s < 3 * HEARTBEAT_S:
             found.append(
                 f"--heartbeat-timeout-s {self.heartbeat_timeout_s:g} is too short: a host's "
-                f"heartbeat comes every {BEAT_S:g} s. Use 3 or more; the default is 15."
+                f"heartbeat comes every {HEARTBEAT_S:g} s. Use 3 or more; the default is 15."
             )
         for name in ("rdzv_timeout_s", "grow_interval_s"):
             if getattr(self, name) <= 0:
@@ -85,35 +85,35 @@ class ElasticPlan:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Sizes:
-    """What the program may be started with.
+class LegalSizes:
+    """The sizes at which a program can run.
 
     Attributes:
-        legal: device counts that leave none idle; None: any.
-        simulate: simulated devices of each process; 0: real ones.
+        legal: device counts that leave no device idle; None: any count.
+        simulate: simulated devices of each process; 0: real devices.
     """
 
     legal: Sequence[int] | None = None
     simulate: int = 0
 
     def runs(self, num_processes: int, devices: int) -> bool:
-        """Whether so many processes with so many devices each can run it; one may leave some idle.
+        """Whether `num_processes` with `devices` each can run it; one process may leave some idle.
 
-        Not if there are more than the mesh names: that is refused, whoever asks.
+        Not with more devices than the mesh names: training refuses that.
         """
         if self.legal is None or num_processes * devices in self.legal:
             return True
         return num_processes == 1 and min(self.legal) <= devices <= max(self.legal)
 
     def suits(self, num_processes: int, devices: int) -> bool:
-        """Whether they can run it and no GPU is idle, since fewer can be shown to a process."""
+        """Whether they can run it and leave no GPU idle: a process can be shown fewer GPUs."""
         all_used = self.legal is None or num_processes * devices in self.legal
         return all_used or (bool(self.simulate) and self.runs(num_processes, devices))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Choice:
-    """The largest job that some hosts can run."""
+class Membership:
+    """Hosts that take part, with equally many processes on each and devices in each process."""
 
     hosts: tuple[Host, ...]
     nproc_per_node: int
@@ -125,29 +125,31 @@ class Choice:
         return len(self.hosts) * self.nproc_per_node * self.devices
 
 
-def choose(hosts: Sequence[Host], plan: ElasticPlan, sizes: Sizes) -> Choice | None:
+def choose_members(
+    hosts: Sequence[Host], plan: ElasticConfig, sizes: LegalSizes
+) -> Membership | None:
     """The hosts, processes and devices that make the largest legal job; None without one.
 
-    The largest has the most devices, or, of a program with which any number is legal, the most
-    processes. Among equals: the fewest hosts, between which the network is; then the most processes
-    on each. All hosts run equally many. Where any has GPUs, one without has lost them and has no
-    place.
+    The largest job has the most devices or, where every number of devices is legal, the most
+    processes. Among equals the fewest hosts win, because the network between hosts is slower; then
+    the most processes on each host. Where some hosts have GPUs, a host without has lost its own and
+    takes no part.
     """
     if any(host.gpus for host in hosts):
         hosts = [host for host in hosts if host.gpus]
-    best: tuple[tuple[int, ...], Choice] | None = None
-    for nproc_per_node in range(plan.nproc_per_node.least, plan.nproc_per_node.most + 1):
+    best: tuple[tuple[int, ...], Membership] | None = None
+    for nproc_per_node in range(plan.nproc_per_node.minimum, plan.nproc_per_node.maximum + 1):
         for devices in _device_counts(hosts):
             able = [
                 h
                 for h in hosts
-                if h.nproc_per_node >= nproc_per_node and h.devices >= nproc_per_node * devices
+                if h.max_processes >= nproc_per_node and h.devices >= nproc_per_node * devices
             ]
-            for count in range(plan.nnodes.least, min(len(able), plan.nnodes.most) + 1):
+            for count in range(plan.nnodes.minimum, min(len(able), plan.nnodes.maximum) + 1):
                 if not sizes.suits(count * nproc_per_node, devices):
                     continue
                 chosen = tuple(sorted(able, key=lambda host: host.rank)[:count])
-                found = Choice(hosts=chosen, nproc_per_node=nproc_per_node, devices=devices)
+                found = Membership(hosts=chosen, nproc_per_node=nproc_per_node, devices=devices)
                 size = count * nproc_per_node * (1 if sizes.legal is None else devices)
                 value = (size, -count, nproc_per_node, devices)
                 if best is None or value > best[0]:
@@ -156,13 +158,13 @@ def choose(hosts: Sequence[Host], plan: ElasticPlan, sizes: Sizes) -> Choice | N
 
 
 def _device_counts(hosts: Sequence[Host]) -> list[int]:
-    """Devices that a process may get: GPUs are dealt out, simulated ones are what they are."""
+    """Devices that a process may get. GPUs can be divided; simulated devices are fixed."""
     if any(host.gpus for host in hosts):
         return list(range(1, max(host.devices for host in hosts) + 1))
-    return sorted({host.devices // host.nproc_per_node for host in hosts})
+    return sorted({host.devices // host.max_processes for host in hosts})
 
 
-def legal_nodes(sizes: Sizes, nodes: Range, nproc_per_node: int, devices: int) -> list[int]:
+def legal_nodes(sizes: LegalSizes, nodes: Range, nproc_per_node: int, devices: int) -> list[int]:
     """Numbers of nodes with which the program can run.
 
     Args:
@@ -171,23 +173,23 @@ def legal_nodes(sizes: Sizes, nodes: Range, nproc_per_node: int, devices: int) -
         nproc_per_node: processes on each node.
         devices: of each process.
     """
-    every = range(nodes.least, nodes.most + 1)
+    every = range(nodes.minimum, nodes.maximum + 1)
     return [count for count in every if sizes.runs(count * nproc_per_node, devices)]
 
 
-def impossible(plan: ElasticPlan, sizes: Sizes) -> list[str]:
-    """What is wrong with ranges that are illegal however many hosts and GPUs are there."""
+def impossible(plan: ElasticConfig, sizes: LegalSizes) -> list[str]:
+    """What is wrong with ranges that allow no legal job, however many hosts and GPUs are here."""
     each = sizes.simulate or _MANY_GPUS
     host = Host(
         rank=0,
         uuid="",
         address="",
-        nproc_per_node=plan.nproc_per_node.most,
+        max_processes=plan.nproc_per_node.maximum,
         gpus=not sizes.simulate,
     )
-    host = dataclasses.replace(host, devices=plan.nproc_per_node.most * each)
-    hosts = [dataclasses.replace(host, rank=rank) for rank in range(plan.nnodes.most)]
-    if choose(hosts, plan, sizes) is not None:
+    host = dataclasses.replace(host, devices=plan.nproc_per_node.maximum * each)
+    hosts = [dataclasses.replace(host, rank=rank) for rank in range(plan.nnodes.maximum)]
+    if choose_members(hosts, plan, sizes) is not None:
         return []
     legal = ", ".join(map(str, sizes.legal or ()))
     return [

@@ -1,21 +1,25 @@
-"""Where the launchers of a job meet: small files in a directory that all hosts share.
+"""Where the launchers of an elastic job meet: small files in a directory that all hosts share.
 
-    host-<rank>.json   what a host says of itself, written by it alone, every second
-    round.json         who is in the job now, written by the leader
+    host-<rank>.json   the state of one host, written by its launcher alone, every second
+    round.json         which hosts take part now, written by the leader
 
-A file moves by being replaced whole, so nobody reads half of one. Whether a host lives is judged by
-the observer's own clock, from its counter's moving: clocks of hosts are never compared. A file that
-was there at an observer's first look and has not moved since is of an earlier launch; every
-launcher has a uuid, so that a host that was started again is another one.
+Why files and not a server (torchrun's c10d store, etcd)? A server lives on one host, and that host
+may be the one that is lost. The run directory is there as long as the job can save at all.
 
-No host is needed to keep the others together: each may go at any time, the first too.
+How the files are read:
+
+* A file is replaced whole, so that nobody reads half of one.
+* A host is alive while the counter in its file grows, timed by the reader's own clock. Clocks of
+  different hosts are never compared.
+* A file whose counter has not moved since the reader's first look may be left from an earlier
+  launch. It counts for nothing until it moves.
+* Every launcher has a uuid: a launcher that was started again is another member.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import sys
 import threading
 import time
@@ -24,55 +28,56 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
+from jaxdist.runtime.storage import Location, locate
 from jaxdist.tools.launch.resources import Capacity
 
-BEAT_S = 1.0
-"""Between two counts of a host; also between two looks at the others."""
+HEARTBEAT_S = 1.0
+"""Seconds between two heartbeats of a host, and between two looks at the others."""
 
 State = Literal[
-    "arriving", "waiting", "running", "done", "saved", "failed", "leaving", "left", "over"
+    "starting", "waiting", "running", "done", "saved", "failed", "leaving", "left", "ended"
 ]
-"""What a host does.
+"""What a host is doing.
 
 | state | meaning |
 |---|---|
-| arriving | its launcher has begun and does not know yet what it can run |
-| waiting | ready for a round |
-| running | its processes run in round `round` |
-| done, saved, failed | its processes ended in that round with 0, with 75, with anything else |
+| starting | its launcher does not know yet how many processes and devices it has |
+| waiting | ready to take part in a round |
+| running | its processes run, in round `round` |
+| done, saved, failed | its processes ended that round with 0, with 75, with anything else |
 | leaving | its launcher was asked to stop, its processes are saving |
-| left | its launcher has ended, the job may go on without it |
-| over | its launcher has ended with `code`, which ends the job |
+| left | its launcher has ended and the job continues without it |
+| ended | its launcher has ended with `code`, which ends the job on all hosts |
 """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Host:
-    """What a host says of itself.
+    """The state of one host, as its launcher writes it.
 
     Attributes:
-        rank: its place among the hosts, as given to its launcher.
+        rank: `--node-rank` of its launcher.
         uuid: of its launcher.
         address: name by which other hosts reach it.
-        beat: counts up while the launcher lives.
-        port: free on it, for the job's coordinator.
-        nproc_per_node: processes that it can run.
-        devices: of the host in all.
-        gpus: whether these are GPUs, which can be dealt out, or simulated ones.
+        heartbeat: counter that grows while the launcher lives.
+        port: a free one, for the job's coordinator.
+        max_processes: processes that it can run.
+        devices: of all its processes.
+        gpus: whether these are GPUs, which can be divided among processes, or simulated devices.
         state: see `State`.
-        round: id of the round that it has last been in.
-        code: exit code with which the job is over.
+        round: id of the last round that it took part in.
+        code: exit code of a launcher whose end ends the job.
     """
 
     rank: int
     uuid: str
     address: str
-    beat: int = 0
+    heartbeat: int = 0
     port: int = 0
-    nproc_per_node: int = 0
+    max_processes: int = 0
     devices: int = 1
     gpus: bool = False
-    state: State = "arriving"
+    state: State = "starting"
     round: str = ""
     code: int = 0
 
@@ -82,15 +87,15 @@ class Host:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Round:
-    """Who takes part, until someone is lost or more is possible.
+    """One membership of the job, until a host is lost or a larger job becomes possible.
 
     Attributes:
         id: unique.
         number: counts up in the run directory.
-        members: hosts that take part, the coordinator's first.
-        nproc_per_node: processes on each.
+        members: hosts that take part; the first one runs the coordinator.
+        nproc_per_node: processes on each host.
         devices: of each process.
-        stop: why this round shall save and end; empty while it shall run.
+        stop: why the round is asked to save and end; empty while it should run.
     """
 
     id: str
@@ -106,24 +111,24 @@ class Round:
         return len(self.members) * self.nproc_per_node * self.devices
 
     def index_of(self, launcher: str) -> int | None:
-        """Place of the launcher with this uuid among the members."""
+        """Position of the launcher with this uuid among the members; None if it is not one."""
         return next((i for i, host in enumerate(self.members) if host.uuid == launcher), None)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Sight:
+class _Observation:
     host: Host
-    moved_at: float | None  # None: it has not moved since the first look
+    moved_at: float | None  # None: the heartbeat has not moved since the first look
 
 
 class Rendezvous:
-    """One launcher's place in the meeting: what it says and what it sees.
+    """What one launcher publishes about its host, and what it sees of the others.
 
     Args:
         folder: shared by all hosts.
         rank: of this host.
         address: name by which other hosts reach it.
-        heartbeat_timeout_s: seconds without a beat after which a host counts as lost.
+        heartbeat_timeout_s: seconds without a heartbeat after which a host counts as lost.
         clock: seconds, of this host alone.
     """
 
@@ -136,77 +141,79 @@ class Rendezvous:
         heartbeat_timeout_s: float,
         clock: Callable[[], float] = time.monotonic,
     ):
-        self.folder, self.heartbeat_timeout_s, self.clock = folder, heartbeat_timeout_s, clock
-        self.me = Host(rank=rank, uuid=uuid.uuid4().hex, address=address)
+        self.folder = locate(folder)
+        self.heartbeat_timeout_s, self.clock = heartbeat_timeout_s, clock
+        self.own = Host(rank=rank, uuid=uuid.uuid4().hex, address=address)
         self.rival: Host | None = None
-        self._sights: dict[int, _Sight] = {}
+        self._observed: dict[int, _Observation] = {}
         self._looked = False
         self._lock = threading.Lock()
         self._ended = threading.Event()
         self._warned = False
 
-    def claim(self) -> Host | None:
-        """Another living launcher with this rank, if one beats on; else this one begins to beat."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        own = self.folder / f"host-{self.me.rank}.json"
+    def claim_rank(self) -> Host | None:
+        """Start the heartbeats, or return another living launcher that has this rank."""
+        self.folder.make_directory()
+        own = self.folder / f"host-{self.own.rank}.json"
         old = _read_host(own)
-        until = time.monotonic() + 2.5 * BEAT_S
+        until = time.monotonic() + 2.5 * HEARTBEAT_S
         while old is not None and time.monotonic() < until:
             now = _read_host(own)
-            if now is not None and (now.uuid, now.beat) != (old.uuid, old.beat):
+            if now is not None and (now.uuid, now.heartbeat) != (old.uuid, old.heartbeat):
                 return now
-            time.sleep(BEAT_S / 10)
-        self.look()
-        self.say()
-        threading.Thread(target=self._beat_on, name="launch-beat", daemon=True).start()
+            time.sleep(HEARTBEAT_S / 10)
+        self.read_hosts()
+        self.publish()
+        threading.Thread(target=self._send_heartbeats, name="launch-heartbeat", daemon=True).start()
         return None
 
-    def say(self, capacity: Capacity | None = None, **changes: Any) -> None:
-        """Change what this host says of itself, and count on."""
+    def publish(self, capacity: Capacity | None = None, **changes: Any) -> None:
+        """Write this host's state with these changes; each write is a heartbeat."""
         if capacity is not None:
             changes |= dataclasses.asdict(capacity)
         with self._lock:
-            self.me = dataclasses.replace(self.me, beat=self.me.beat + 1, **changes)
-            self._write(f"host-{self.me.rank}", dataclasses.asdict(self.me))
+            self.own = dataclasses.replace(self.own, heartbeat=self.own.heartbeat + 1, **changes)
+            self._write(f"host-{self.own.rank}", dataclasses.asdict(self.own))
 
     def close(self, **changes: Any) -> None:
-        """Say a last word and be silent."""
-        self.fall_silent()
-        self.say(**changes)
+        """Publish a last state and stop the heartbeats."""
+        self.stop_heartbeat()
+        self.publish(**changes)
 
-    def fall_silent(self) -> None:
-        """Beat no more, without a last word."""
+    def stop_heartbeat(self) -> None:
+        """Stop the heartbeats without a last state."""
         self._ended.set()
 
-    def look(self) -> dict[int, Host]:
-        """The last words of every host that has moved since the first look, this one's included."""
+    def read_hosts(self) -> dict[int, Host]:
+        """State of every host whose heartbeat has moved since the first look, and of this one."""
         now = self.clock()
-        for path in self.folder.glob("host-*.json"):
-            host = _read_host(path)
+        names = [name for name in self.folder.entries() if name.startswith("host-")]
+        for name in names:
+            host = _read_host(self.folder / name)
             if host is None:
                 continue
-            if host.rank == self.me.rank:
-                if host.uuid != self.me.uuid and self.me.beat:
+            if host.rank == self.own.rank:
+                if host.uuid != self.own.uuid and self.own.heartbeat:
                     self.rival = host
                 continue
-            before = self._sights.get(host.rank)
+            before = self._observed.get(host.rank)
             if before is None:
-                self._sights[host.rank] = _Sight(host, now if self._looked else None)
-            elif (before.host.uuid, before.host.beat) != (host.uuid, host.beat):
-                self._sights[host.rank] = _Sight(host, now)
+                self._observed[host.rank] = _Observation(host, now if self._looked else None)
+            elif (before.host.uuid, before.host.heartbeat) != (host.uuid, host.heartbeat):
+                self._observed[host.rank] = _Observation(host, now)
         self._looked = True
-        moved = {rank: s.host for rank, s in self._sights.items() if s.moved_at is not None}
-        return {**moved, self.me.rank: self.me}
+        moved = {rank: s.host for rank, s in self._observed.items() if s.moved_at is not None}
+        return {**moved, self.own.rank: self.own}
 
-    def is_living(self, host: Host) -> bool:
-        """Whether its counter has moved lately, seen from here."""
-        if host.uuid == self.me.uuid:
+    def is_alive(self, host: Host) -> bool:
+        """Whether its heartbeat has moved within `heartbeat_timeout_s`, by this host's clock."""
+        if host.uuid == self.own.uuid:
             return True
-        moved_at = self._sights[host.rank].moved_at
+        moved_at = self._observed[host.rank].moved_at
         return moved_at is not None and self.clock() - moved_at <= self.heartbeat_timeout_s
 
     def read_round(self) -> Round | None:
-        """The round that was written last, of whatever launch."""
+        """The round that was written last, possibly by an earlier launch."""
         record = _read_json(self.folder / "round.json")
         try:
             members = tuple(Host(**host) for host in record.pop("members"))
@@ -215,18 +222,16 @@ class Rendezvous:
             return None
 
     def write_round(self, new: Round) -> None:
-        """For the leader."""
+        """Replace the round; only the leader does."""
         self._write("round", dataclasses.asdict(new))
 
-    def _beat_on(self) -> None:
-        while not self._ended.wait(BEAT_S):
-            self.say()
+    def _send_heartbeats(self) -> None:
+        while not self._ended.wait(HEARTBEAT_S):
+            self.publish()
 
     def _write(self, name: str, record: dict[str, Any]) -> None:
-        fresh = self.folder / f".{name}-{self.me.uuid}"
         try:
-            fresh.write_text(json.dumps(record))
-            os.replace(fresh, self.folder / f"{name}.json")
+            (self.folder / f"{name}.json").write(json.dumps(record), durable=False)
         except OSError as failure:
             if not self._warned:
                 print(
@@ -238,15 +243,15 @@ class Rendezvous:
             self._warned = True
 
 
-def _read_host(path: Path) -> Host | None:
+def _read_host(path: Location) -> Host | None:
     try:
         return Host(**_read_json(path))
     except TypeError:  # not there, or of another version
         return None
 
 
-def _read_json(path: Path) -> Any:
+def _read_json(path: Location) -> Any:
     try:
-        return json.loads(path.read_text())
+        return path.json()
     except (OSError, ValueError):  # not there, or cut short by a full disk
         return None

@@ -16,12 +16,12 @@ class Capacity:
     """What a host can run.
 
     Attributes:
-        nproc_per_node: processes at most.
+        max_processes: processes that it can run.
         devices: in all.
-        gpus: whether these are GPUs, which can be dealt out, or CPU devices of each process.
+        gpus: whether these are GPUs, which can be divided among processes, or CPU devices.
     """
 
-    nproc_per_node: int
+    max_processes: int
     devices: int
     gpus: bool
 
@@ -32,12 +32,12 @@ def capacity(most: int, simulate: int = 0, *, had_gpus: bool = False) -> Capacit
     Args:
         most: processes that are asked for.
         simulate: simulated devices of each process; 0: the host's own.
-        had_gpus: it had some before, so that none means lost ones and not a CPU job.
+        had_gpus: the host had GPUs before, so that 0 now means lost ones and not a CPU job.
     """
     gpus = 0 if simulate else count_gpus()
     if not gpus and not had_gpus:
-        return Capacity(nproc_per_node=most, devices=most * (simulate or 1), gpus=False)
-    return Capacity(nproc_per_node=min(most, gpus), devices=gpus, gpus=True)
+        return Capacity(max_processes=most, devices=most * (simulate or 1), gpus=False)
+    return Capacity(max_processes=min(most, gpus), devices=gpus, gpus=True)
 
 
 def count_gpus() -> int:

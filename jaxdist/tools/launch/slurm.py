@@ -13,7 +13,7 @@ from typing import Any
 
 from jaxdist import runtime
 from jaxdist.tools.launch.legal_sizes import read_sizes
-from jaxdist.tools.launch.membership import Range, Sizes, legal_nodes
+from jaxdist.tools.launch.membership import LegalSizes, Range, legal_nodes
 from jaxdist.tools.launch.slurm_script import BatchPlan, batch_script
 
 
@@ -58,8 +58,8 @@ def _read_plan(args: dict[str, Any], rest: list[str]) -> BatchPlan | int:
         args[name] = tuple(args[name])
     plan = BatchPlan(args=rest, **args)
     problems += plan.problems()
-    sizes = read_sizes(rest) if is_elastic else Sizes()  # told before anyone waits for nodes
-    if not problems and isinstance(sizes, Sizes) and sizes.legal is not None:
+    sizes = read_sizes(rest) if is_elastic else LegalSizes()  # told before anyone waits for nodes
+    if not problems and isinstance(sizes, LegalSizes) and sizes.legal is not None:
         plan, problems = _with_legal_nodes(plan, sizes)
     if problems:
         print("\n".join(problems), file=sys.stderr)
@@ -67,7 +67,7 @@ def _read_plan(args: dict[str, Any], rest: list[str]) -> BatchPlan | int:
     return sizes if isinstance(sizes, int) else plan
 
 
-def _with_legal_nodes(plan: BatchPlan, sizes: Sizes) -> tuple[BatchPlan, list[str]]:
+def _with_legal_nodes(plan: BatchPlan, sizes: LegalSizes) -> tuple[BatchPlan, list[str]]:
     """The plan for the numbers of nodes on which a mesh is legal, or what is wrong with all."""
     hidden = [option for option in plan.sbatch if re.match(r"--(gpus|gres=.*gpu)", option)]
     if hidden and not sizes.simulate and not plan.gpus_per_node:
@@ -77,13 +77,13 @@ def _with_legal_nodes(plan: BatchPlan, sizes: Sizes) -> tuple[BatchPlan, list[st
         ]
     tasks = plan.tasks_per_node
     devices = sizes.simulate or plan.gpus_per_node // tasks or 1
-    asked = Range(least=plan.min_nodes, most=plan.nodes)
+    asked = Range(minimum=plan.min_nodes, maximum=plan.nodes)
     counts = legal_nodes(sizes, asked, tasks, devices)
     if not counts:
         return plan, [_never_legal(plan, sizes, tasks * devices)]
-    if (counts[0], counts[-1]) != (asked.least, asked.most):
+    if (counts[0], counts[-1]) != (asked.minimum, asked.maximum):
         print(
-            f"warning: of --nodes {asked.least}-{asked.most}, meshes are legal with "
+            f"warning: of --nodes {asked.minimum}-{asked.maximum}, meshes are legal with "
             f"{_listed(counts)} only: SLURM is asked for {counts[0]}-{counts[-1]}.",
             file=sys.stderr,
         )
@@ -91,7 +91,7 @@ def _with_legal_nodes(plan: BatchPlan, sizes: Sizes) -> tuple[BatchPlan, list[st
     return dataclasses.replace(plan, min_nodes=least, nodes=most, node_counts=tuple(counts)), []
 
 
-def _never_legal(plan: BatchPlan, sizes: Sizes, each: int) -> str:
+def _never_legal(plan: BatchPlan, sizes: LegalSizes, each: int) -> str:
     legal = sizes.legal or ()
     counts = [count // each for count in legal if count % each == 0]
     fix = "Change --gpus-per-node, --tasks-per-node or the mesh so that nodes make one of these."
@@ -112,7 +112,7 @@ def _read_nodes(text: str) -> dict[str, int]:
     if re.fullmatch(r"-?\d+", text):
         return {"min_nodes": 0, "nodes": int(text)}
     found = Range.parse("nodes", re.sub(r"(?<=\d)-", ":", text, count=1))
-    return {"min_nodes": found.least, "nodes": found.most}
+    return {"min_nodes": found.minimum, "nodes": found.maximum}
 
 
 def _submit(path: Path) -> int:

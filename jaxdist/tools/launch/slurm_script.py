@@ -193,7 +193,8 @@ def _run(plan: BatchPlan) -> list[str]:
     words = [program, '--run-dir="$run_dir"', *_flags(plan.args)]
     return [
         "newest_checkpoint() {",
-        "    ls \"$run_dir/checkpoints\" 2>/dev/null | grep -E '^[0-9]+$' | sort -n | tail -n 1",
+        '    (cd "$run_dir/checkpoints" 2>/dev/null && ls -d [0-9]*/manifest.json 2>/dev/null) |',
+        "        cut -d / -f 1 | sort -n | tail -n 1  # a checkpoint without its manifest is none",
         "}",
         "before=$(newest_checkpoint)",
         "",

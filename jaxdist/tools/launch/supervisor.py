@@ -1,25 +1,24 @@
 """The loop of attempts of a job on this host, and the rules for starting again.
 
-| processes end with | then |
+| processes exit with | the launcher |
 |---|---|
-| 0, all of them | the job is done: 0 (an elastic job: when every host's are) |
-| 75 | preempted after a committed save: 75, the scheduler starts the job again |
-| 75, elastic, this host not being asked | the next round, with the hosts and GPUs there are |
-| 2 | bad configuration, which a restart cannot heal: 2 |
-| 85 | a device holds wrong bits, which a restart on it would not heal: 85 |
-| 130 | interrupted from the keyboard: 130 |
-| anything else | all are stopped and started again, up to `--max-restarts` times without progress |
-| elastic: too little is there | 75: the same command goes on when more is back |
+| 0, all of them | exits with 0: the job is done (an elastic job: when all hosts are done) |
+| 75 | exits with 75: saved after a preemption, the scheduler starts the job again |
+| 75, elastic, this host was not asked to stop | starts a round with the hosts that are here |
+| 2 | exits with 2: bad configuration, which a restart would not repair |
+| 85 | exits with 85: a device holds wrong bits, which a restart on it would not repair |
+| 130 | exits with 130: interrupted from the keyboard |
+| anything else | starts all again, up to `--max-restarts` times without a new checkpoint |
+| elastic, too few hosts or GPUs | exits with 75: the same command resumes when more are back |
 
-Progress is a newer checkpoint: it refills the budget, so that a long run survives any number of
-lost hosts, while a crash loop ends after a few attempts. What ends an elastic job for good on one
-host (2, 85, 130, the budget) ends it on all, spares too.
+A new checkpoint resets the count of restarts. A long run therefore survives any number of lost
+hosts, while a crash loop ends after a few attempts. What ends an elastic job for good on one host
+(2, 85, 130, too many restarts) ends it on all hosts, spares too.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import os
 import random
 import signal
 import sys
@@ -30,21 +29,22 @@ from types import FrameType
 from typing import Protocol
 
 from jaxdist import runtime
+from jaxdist.runtime.storage import locate
 from jaxdist.tools.launch.resources import count_gpus, free_port
-from jaxdist.tools.launch.worker_group import Attempt, Outcome, Place
+from jaxdist.tools.launch.worker_group import GroupResult, Placement, WorkerGroup
 
 _LOST_DIRECTORY_S = 900.0  # a file server that restarts takes minutes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Budget:
-    """How often and how soon processes are started again.
+class RestartPolicy:
+    """How often and how soon failed processes are started again.
 
     Attributes:
-        max_restarts: attempts after the first without a new checkpoint.
-        backoff_s: wait before the first restart; doubled for each further one without progress.
-        max_backoff_s: where doubling ends.
-        stop_timeout_s: how long processes may save after a request to stop.
+        max_restarts: restarts in a row without a new checkpoint.
+        backoff_s: seconds before the first restart; doubled for each further one in a row.
+        max_backoff_s: seconds at which the doubling ends.
+        stop_timeout_s: seconds that processes get to save after a request to stop.
     """
 
     max_restarts: int = 3
@@ -66,30 +66,30 @@ class Budget:
         return found
 
 
-class Places(Protocol):
-    """Where the attempts of a job run: the same each time, or what is there."""
+class Agent(Protocol):
+    """Decides where each attempt runs: on fixed hosts, or on those that are here."""
 
-    def next(self, stop_signal: Callable[[], int]) -> tuple[int, Place] | int:
-        """The next attempt's number and place, or the exit code with which there is none."""
+    def next_placement(self, stop_signal: Callable[[], int]) -> tuple[int, Placement] | int:
+        """Index and placement of the next attempt, or the job's exit code if there is none."""
 
-    def watch(self, attempt: Attempt) -> None:
-        """Called again and again while it runs."""
+    def watch(self, group: WorkerGroup) -> None:
+        """Called every `POLL_S` seconds while the processes run."""
 
-    def ended(self, outcome: Outcome) -> None:
-        """Called when it has ended."""
+    def on_group_end(self, result: GroupResult) -> None:
+        """Called when all processes of an attempt have ended."""
 
-    def all_done(self, stop_signal: Callable[[], int]) -> bool:
-        """After 0 on this host: whether that is so on all."""
+    def all_hosts_done(self, stop_signal: Callable[[], int]) -> bool:
+        """Called after 0 on this host: whether the processes of all hosts ended with 0."""
 
-    def goes_on(self) -> bool:
-        """After 75 that this host's launcher was not asked for: whether another attempt follows."""
+    def continues_after_save(self) -> bool:
+        """Called after 75 that nobody asked this host for: whether another attempt follows."""
 
     def close(self, code: int, stop_signal: int) -> None:
         """Called when the launcher ends, with its exit code."""
 
 
-class FixedPlaces:
-    """As many hosts and processes as were asked for, or one process per GPU of this host."""
+class FixedAgent:
+    """Runs on the hosts and processes that were asked for, or one process per GPU of this host."""
 
     def __init__(
         self,
@@ -103,150 +103,151 @@ class FixedPlaces:
         self._last_nproc_per_node = 0
         self._next_index = 0
 
-    def next(self, stop_signal: Callable[[], int]) -> tuple[int, Place] | int:
-        """A new port where there is one host alone."""
+    def next_placement(self, stop_signal: Callable[[], int]) -> tuple[int, Placement] | int:
+        """The same placement each time; on a single host with a new port."""
         index, self._next_index = self._next_index, self._next_index + 1
-        return index, Place(
+        return index, Placement(
             nproc_per_node=self._num_processes(),
             nnodes=self._nnodes,
             node_rank=self._node_rank,
             coordinator_address=self._coordinator_address or f"127.0.0.1:{free_port()}",
         )
 
-    def watch(self, attempt: Attempt) -> None:
-        """Processes watch each other themselves."""
+    def watch(self, group: WorkerGroup) -> None:
+        """Nothing to do: processes watch each other."""
 
-    def ended(self, outcome: Outcome) -> None:
-        """There is nobody to tell."""
+    def on_group_end(self, result: GroupResult) -> None:
+        """Nothing to do: there is no other launcher to tell."""
 
-    def all_done(self, stop_signal: Callable[[], int]) -> bool:
-        """Other hosts' launchers judge for themselves."""
+    def all_hosts_done(self, stop_signal: Callable[[], int]) -> bool:
+        """True: launchers of other hosts decide for themselves."""
         return True
 
-    def goes_on(self) -> bool:
-        """The scheduler starts the job again."""
+    def continues_after_save(self) -> bool:
+        """False: the scheduler starts the job again."""
         return False
 
     def close(self, code: int, stop_signal: int) -> None:
-        """There is nobody to tell."""
+        """Nothing to do: there is no other launcher to tell."""
 
     def _num_processes(self) -> int:
-        """As asked for, or one per GPU that is there now: a lost GPU ends no job."""
+        """As asked for, or one per GPU that is here now: a lost GPU does not end the job."""
         if self._nproc_per_node:
             return self._nproc_per_node
         now = count_gpus() or 1
         if self._last_nproc_per_node and now != self._last_nproc_per_node:
-            _say(f"{now} GPUs are there, {self._last_nproc_per_node} were: going on with {now}")
+            _say(f"{now} GPUs are here, {self._last_nproc_per_node} before: continuing with {now}")
         self._last_nproc_per_node = now
         return now
 
 
 class Supervisor:
-    """Attempts of one command, until one decides.
+    """Runs attempts of one command until one settles the job's exit code.
 
     Args:
         command: program and arguments of every process.
-        places: where they run.
-        run_dir: where checkpoints and logs are.
-        budget: how often to start again.
+        agent: decides where they run.
+        run_dir: directory of checkpoints and logs.
+        policy: how often to start again.
     """
 
-    def __init__(self, command: list[str], places: Places, run_dir: Path, budget: Budget):
-        self.command, self.places, self.run_dir, self.budget = command, places, run_dir, budget
+    def __init__(self, command: list[str], agent: Agent, run_dir: Path, policy: RestartPolicy):
+        self.command, self.agent, self.run_dir, self.policy = command, agent, run_dir, policy
         self.stop_signal = 0
-        self.attempt: Attempt | None = None
+        self.group: WorkerGroup | None = None
 
     def run(self) -> int:
-        """Attempts until one decides; returns the job's exit code."""
+        """Run attempts until one settles the job's exit code, and return it."""
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
             signal.signal(number, self._on_signal)
-        (self.run_dir / "logs").mkdir(parents=True, exist_ok=True)
-        code = runtime.EXIT_CONFIG  # if an error leaves here, it is one of what was asked for
+        (locate(self.run_dir) / "logs").make_directory()
+        code = runtime.EXIT_CONFIG  # of a ConfigError; nothing else is raised
         try:
-            code = self._attempts()
+            code = self._run_groups()
         finally:
-            self.places.close(code, self.stop_signal)
+            self.agent.close(code, self.stop_signal)
         return code
 
     def newest_checkpoint(self) -> int:
         """Step of the newest committed checkpoint, -1 without one."""
-        try:
-            names = os.listdir(self.run_dir / "checkpoints")
+        directory = locate(self.run_dir) / "checkpoints"
+        try:  # the manifest is written last: without one a save is not finished
+            saved = [n for n in directory.entries() if (directory / n / "manifest.json").exists()]
         except OSError:
             return -1
-        return max((int(name) for name in names if name.isdigit()), default=-1)
+        return max((int(name) for name in saved if name.isdecimal()), default=-1)
 
-    def _attempts(self) -> int:
+    def _run_groups(self) -> int:
         failures, newest = 0, self.newest_checkpoint()
         while True:
-            found = self.places.next(lambda: self.stop_signal)
+            found = self.agent.next_placement(lambda: self.stop_signal)
             if isinstance(found, int):
                 return found
-            outcome = self._one_attempt(*found)
-            code = self._decided(outcome)
+            result = self._run_group(*found)
+            code = self._decided(result)
             if code is not None:
                 return code
-            if outcome.exit_code in (runtime.EXIT_OK, runtime.EXIT_PREEMPTED):
-                continue  # others are not done, or the next round has other hosts: no failure
-            print(outcome.report(), file=sys.stderr, flush=True)
+            if result.exit_code in (runtime.EXIT_OK, runtime.EXIT_PREEMPTED):
+                continue  # not all hosts are done, or the hosts change: no failure
+            print(result.report(), file=sys.stderr, flush=True)
             reached = self.newest_checkpoint()
             failures = 1 if reached > newest else failures + 1
             newest = max(newest, reached)
-            if failures > self.budget.max_restarts:
+            if failures > self.policy.max_restarts:
                 _say(
                     f"giving up: {failures} attempts in a row ended without a new checkpoint. "
                     f"Logs: {self.run_dir / 'logs'}"
                 )
-                return outcome.exit_code
+                return result.exit_code
             if not self._wait_before_restart(failures, newest) or not self._wait_for_run_dir():
-                return 128 + self.stop_signal if self.stop_signal else outcome.exit_code
+                return 128 + self.stop_signal if self.stop_signal else result.exit_code
 
-    def _one_attempt(self, index: int, place: Place) -> Outcome:
-        self.attempt = Attempt(self.command, place, index, self.run_dir / "logs")
+    def _run_group(self, attempt: int, placement: Placement) -> GroupResult:
+        self.group = WorkerGroup(self.command, placement, attempt, self.run_dir / "logs")
         if self.stop_signal:  # it came while the processes were being started
-            self.attempt.ask_to_stop()
+            self.group.request_stop()
         try:
-            outcome = self.attempt.run(self.budget.stop_timeout_s, self.places.watch)
+            result = self.group.run(self.policy.stop_timeout_s, self.agent.watch)
         finally:
-            self.attempt = None
-        self.places.ended(outcome)
-        return outcome
+            self.group = None
+        self.agent.on_group_end(result)
+        return result
 
-    def _decided(self, outcome: Outcome) -> int | None:
-        """The job's exit code if this attempt settles it, None to try again."""
-        if outcome.exit_code == runtime.EXIT_OK:
-            return runtime.EXIT_OK if self.places.all_done(lambda: self.stop_signal) else None
-        if outcome.exit_code == runtime.EXIT_PREEMPTED:
-            if not self.stop_signal and self.places.goes_on():
+    def _decided(self, result: GroupResult) -> int | None:
+        """The job's exit code if this attempt settles it; None to try again."""
+        if result.exit_code == runtime.EXIT_OK:
+            return runtime.EXIT_OK if self.agent.all_hosts_done(lambda: self.stop_signal) else None
+        if result.exit_code == runtime.EXIT_PREEMPTED:
+            if not self.stop_signal and self.agent.continues_after_save():
                 return None
-            _say("preempted after a committed save; the same command goes on from there")
+            _say("preempted after a committed save: start the same command again to resume")
             return runtime.EXIT_PREEMPTED
         final = (runtime.EXIT_CONFIG, runtime.EXIT_SDC, runtime.EXIT_INTERRUPTED)
-        if outcome.exit_code in final:
-            if not outcome.spoken:
-                print(outcome.report(), file=sys.stderr, flush=True)
-            return outcome.exit_code
+        if result.exit_code in final:
+            if not result.already_printed:
+                print(result.report(), file=sys.stderr, flush=True)
+            return result.exit_code
         if self.stop_signal:
-            print(outcome.report(), file=sys.stderr, flush=True)
+            print(result.report(), file=sys.stderr, flush=True)
             return 128 + self.stop_signal
         return None
 
     def _wait_before_restart(self, failures: int, newest: int) -> bool:
-        """Back off; False when asked to stop meanwhile."""
-        budget = self.budget
-        seconds = min(budget.max_backoff_s, budget.backoff_s * 2 ** (failures - 1))
-        seconds *= 1 + 0.25 * random.random()  # hosts of one job must not come back in step
+        """Wait the backoff; False when asked to stop meanwhile."""
+        policy = self.policy
+        seconds = min(policy.max_backoff_s, policy.backoff_s * 2 ** (failures - 1))
+        seconds *= 1 + 0.25 * random.random()  # so that hosts do not all return at once
         point = f"checkpoint {newest}" if newest >= 0 else "the beginning"
-        _say(f"restart {failures} of {budget.max_restarts} in {seconds:.1f} s, from {point}")
+        _say(f"restart {failures} of {policy.max_restarts} in {seconds:.1f} s, from {point}")
         until = time.monotonic() + seconds
         while time.monotonic() < until and not self.stop_signal:
             time.sleep(min(0.1, seconds))
         return not self.stop_signal
 
     def _wait_for_run_dir(self) -> bool:
-        """Whether the run directory is there; a start without it would begin a new run below it."""
-        logs = self.run_dir / "logs"  # made before the first attempt
-        if logs.is_dir():
+        """Whether the run directory is here: without its mount, a start would make a new run."""
+        logs = locate(self.run_dir) / "logs"  # made before the first attempt
+        if logs.is_directory():
             return True
         _say(
             f"{self.run_dir} is gone: is its file system still mounted? "
@@ -254,23 +255,23 @@ class Supervisor:
         )
         until = time.monotonic() + _LOST_DIRECTORY_S
         while not self.stop_signal and time.monotonic() < until:
-            if logs.is_dir():
+            if logs.is_directory():
                 _say(f"{self.run_dir} is back")
                 return True
             time.sleep(0.2)
         if not self.stop_signal:
-            _say("giving up: it did not come back; nothing was started without it")
+            _say("giving up: it did not come back. Nothing was started without it")
         return False
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
         again = self.stop_signal != 0
         self.stop_signal = number
-        if self.attempt is None:
+        if self.group is None:
             return
         if number == signal.SIGINT and again:
-            self.attempt.kill()
+            self.group.kill()
         else:
-            self.attempt.ask_to_stop()
+            self.group.request_stop()
 
 
 def _say(text: str) -> None:

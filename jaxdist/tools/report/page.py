@@ -2,31 +2,12 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Sequence
 
-from jaxdist.tools.report.charts import COLOURS, Line, chart
+from jaxdist.runtime.formatting import html
+from jaxdist.runtime.formatting.charts import COLOURS, Line, chart
 from jaxdist.tools.report.runs import Run
 from jaxdist.tools.report.table import difference_rows, outcome_rows
-
-_STYLE = """
-:root { color-scheme: light dark; --ink: #1b1f24; --paper: #ffffff; --faint: #8884; --soft: #667; }
-@media (prefers-color-scheme: dark) { :root { --ink: #e6e6e6; --paper: #16181c; --soft: #9aa; } }
-body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper);
-       max-width: 960px; margin: 2.5rem auto; padding: 0 1rem; }
-h1 { font-size: 1.5rem; } h2 { font-size: 1.1rem; margin-top: 2rem; }
-.scroll { overflow-x: auto; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
-th, td { padding: .25rem .9rem .25rem 0; text-align: right; border-bottom: 1px solid var(--faint); }
-th:first-child { text-align: left; font-weight: normal; color: var(--soft); }
-figure { margin: 1.5rem 0; } figcaption { font-weight: 600; margin-bottom: .3rem; }
-svg { width: 100%; height: auto; } svg text { font-size: 12px; fill: var(--soft); }
-svg .grid { stroke: var(--faint); } svg .bad { fill: #d00; font-size: 15px; }
-svg .mark { stroke: var(--soft); stroke-dasharray: 2 4; }
-.swatch { display: inline-block; width: .8em; height: .8em; border-radius: 2px;
-          margin-right: .4em; }
-.note { color: var(--soft); }
-"""
 
 
 def html_page(runs: Sequence[Run], *, x: str = "step") -> str:
@@ -38,34 +19,16 @@ def html_page(runs: Sequence[Run], *, x: str = "step") -> str:
     """
     names = ", ".join(run.name for run in runs)
     changed = difference_rows(runs)
-    parts = [
-        "<!doctype html>",
-        '<html lang="en"><head><meta charset="utf-8">',
-        '<meta name="viewport" content="width=device-width, initial-scale=1">',
-        f"<title>{html.escape(names)}</title><style>{_STYLE}</style></head><body>",
-        f"<h1>{html.escape(names)}</h1>",
-        _table(runs, outcome_rows(runs)),
-        *_curves(runs, x),
-    ]
+    body = [_table(runs, outcome_rows(runs)), *_curves(runs, x)]
     if changed:
-        parts += ["<h2>What differs in the configs</h2>", _table(runs, changed)]
-    parts.append("</body></html>")
-    return "\n".join(parts) + "\n"
+        body += ["<h2>What differs in the configs</h2>", _table(runs, changed)]
+    return html.page(names, body)
 
 
 def _table(runs: Sequence[Run], rows: Sequence[tuple[str, list[str]]]) -> str:
-    head = "".join(
-        f'<th><span class="swatch" style="background:{_colour(i)}"></span>'
-        f"{html.escape(run.name)}</th>"
-        for i, run in enumerate(runs)
-    )
-    body = []
-    for label, cells in rows:
-        shown = "".join(f"<td>{html.escape(cell)}</td>" for cell in cells)
-        body.append(f"<tr><th>{html.escape(label)}</th>{shown}</tr>")
-    return "\n".join(
-        ['<div class="scroll"><table>', f"<tr><th></th>{head}</tr>", *body, "</table></div>"]
-    )
+    head = ["", *(run.name for run in runs)]
+    colours = [_colour(i) for i in range(len(runs))]
+    return html.table(head, [(label, *cells) for label, cells in rows], colours)
 
 
 def _curves(runs: Sequence[Run], x: str) -> list[str]:

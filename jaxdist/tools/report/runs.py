@@ -16,7 +16,7 @@ from jaxdist.run.run_directory import RunDirectory, flatten
 from jaxdist.runtime.storage import Location
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
     """A run and its outcome; what is not known is None.
 
@@ -129,7 +129,6 @@ def _outcome(
         "starts": len(starts),
         "device_hours": device_hours,
         "cost": None if price is None else device_hours * price,
-        "currency": config.get("monitoring.currency") if price else None,
         "skipped_steps": sum(r.get("event") == "skipped_step" for r in history),
         "recompilations": sum(r.get("event") == "recompile" for r in history),
     }

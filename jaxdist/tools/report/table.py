@@ -6,7 +6,16 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxdist.run.monitoring import console
+from jaxdist.runtime.formatting.numbers import (
+    TIMES,
+    UNITS,
+    count,
+    in_bytes,
+    in_si,
+    money,
+    percent,
+)
+from jaxdist.runtime.formatting.tables import columns
 from jaxdist.tools.report.runs import Run
 
 NOTHING = "-"
@@ -50,7 +59,7 @@ def outcome_rows(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
     add("per device", lambda run: _units(run, "units_per_s_per_device", "/s"))
     add("step time", _number("step_time_s", "{:.1f} ms", 1000))
     add("MFU", _mfu, "max", "mfu")
-    add("peak memory", lambda run: _shown(run.outcome["memory_peak_bytes"], console.memory))
+    add("peak memory", lambda run: _shown(run.outcome["memory_peak_bytes"], in_bytes))
     add("devices", _devices)
     add("device-hours", _number("device_hours", "{:.3g}"))
     add("cost", _cost)
@@ -76,27 +85,15 @@ def text_table(runs: Sequence[Run]) -> str:
     outcome, changed = outcome_rows(runs), difference_rows(runs)
     if len(runs) > 1:  # room for the star in every cell, so that numbers stay under numbers
         (head,), outcome, changed = _padded([head]), _padded(outcome), _padded(changed)
-    widths = _widths([head, *outcome, *changed])
-    lines = [_line(head, widths), *(_line(row, widths) for row in outcome)]
+    rows = columns([(label, *cells) for label, cells in [head, *outcome, *changed]])
+    lines, below = rows[: 1 + len(outcome)], rows[1 + len(outcome) :]
     if changed:
-        lines += ["", "config", *(_line(row, widths) for row in changed)]
+        lines += ["", "config", *below]
     elif len(runs) > 1 and any(run.config for run in runs):
         lines += ["", "config      no difference"]
     if len(runs) > 1:
         lines += ["", "* the best of the row"]
-    return "\n".join(line.rstrip() for line in lines)
-
-
-def _widths(rows: Sequence[tuple[str, list[str]]]) -> list[int]:
-    labels = max(len(label) for label, _ in rows)
-    columns = zip(*(cells for _, cells in rows), strict=True)
-    return [labels, *(max(map(len, column)) for column in columns)]
-
-
-def _line(row: tuple[str, list[str]], widths: Sequence[int]) -> str:
-    label, cells = row
-    shown = [f"{cell:>{width}}" for cell, width in zip(cells, widths[1:], strict=True)]
-    return "  ".join([f"{label:<{widths[0]}}", *shown])
+    return "\n".join(lines)
 
 
 def _padded(rows: Sequence[tuple[str, list[str]]]) -> list[tuple[str, list[str]]]:
@@ -134,24 +131,24 @@ def _best_eval(run: Run) -> str:
 
 
 def _units(run: Run, key: str, per: str) -> str:
-    short = console.UNITS.get(run.unit, run.unit)
-    show = console.count if per else console.big
+    short = UNITS.get(run.unit, run.unit)
+    show = count if per else in_si
     return _shown(run.outcome[key], lambda value: f"{show(value)} {short}{per}")
 
 
 def _mfu(run: Run) -> str:
     convention = run.outcome["mfu_convention"] or ""
-    return _shown(run.outcome["mfu"], lambda mfu: f"{console.percent(mfu)} {convention}".rstrip())
+    return _shown(run.outcome["mfu"], lambda mfu: f"{percent(mfu)} {convention}".rstrip())
 
 
 def _devices(run: Run) -> str:
     count, kind = run.outcome["num_devices"], run.outcome.get("device_kind")
-    return NOTHING if count is None else f"{count} {console.TIMES} {kind}" if kind else str(count)
+    return NOTHING if count is None else f"{count} {TIMES} {kind}" if kind else str(count)
 
 
 def _cost(run: Run) -> str:
-    cost, currency = run.outcome["cost"], run.outcome["currency"]
-    return NOTHING if cost is None else console.money(cost, currency or "")
+    cost = run.outcome["cost"]
+    return NOTHING if cost is None else money(cost)
 
 
 def _value(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""Where a stage keeps what waits: lifetimes of stashed values, their slots, a program's tables."""
+"""Where a stage keeps what waits: lifetimes of values, their slots, and a schedule as arrays."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from typing import TypeAlias
 
 import numpy as np
 
-from jaxdist.core.parallel.pipeline.schedule_table import KINDS, Schedule
+from jaxdist.core.parallel.pipeline.schedule import KINDS, Schedule
 
 Work: TypeAlias = tuple[int, int]
-"""(microbatch, chunk): what one buffer slot of a stage belongs to."""
+"""(microbatch, chunk): what a slot of a stage's buffer holds a value for."""
 Interval: TypeAlias = tuple[int, int]
 """First and last tick, both included."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Lifetimes:
-    """Per stage, from which tick to which each stashed value is alive.
+    """Per stage, from which tick to which each buffered value is alive.
 
     Attributes:
-        activations: input of a piece, from its arrival to its backward.
-        cotangents: gradient of a piece's output, from its arrival to its backward. The last piece
-            has none: it starts from the loss.
+        activations: input of a virtual stage, from its arrival to its backward.
+        cotangents: gradient of its output, from its arrival to its backward. The last virtual
+            stage has none: it starts from the loss.
         pending: what a weight gradient needs, from the backward to the weight action.
     """
 
@@ -63,7 +63,7 @@ class Lifetimes:
         return lives
 
 
-def colour(intervals: Mapping[Work, Interval]) -> dict[Work, int]:
+def assign_slots(intervals: Mapping[Work, Interval]) -> dict[Work, int]:
     """Give each interval a slot so that intervals that overlap never share one; fewest slots.
 
     A slot read in tick t is free for what arrives at the end of t, which is alive from t + 1.
@@ -90,20 +90,20 @@ def peak(intervals: Iterable[Interval]) -> int:
 
 def num_slots(stages: list[dict[Work, Interval]]) -> int:
     """Slots that the fullest stage needs."""
-    return max(max(colour(stage).values(), default=-1) + 1 for stage in stages)
+    return max(max(assign_slots(stage).values(), default=-1) + 1 for stage in stages)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Tables:
-    """A schedule as integer arrays [num_ticks + 1, num_stages], for a program that stages share.
+class ScheduleArrays:
+    """A schedule as int32 arrays [num_ticks + 1, num_stages], for a program that stages share.
 
-    In the last row all are idle.
+    In the last row all stages are idle: rounds of a loop that lack an action name it.
 
     Attributes:
         branch: 0 idle, 1 forward, 2 backward, 3 weight.
         microbatch: which microbatch (0 when idle).
         chunk: which chunk of the stage (0 when idle).
-        activation: slot of the piece's input.
+        activation: slot of the virtual stage's input.
         cotangent: slot of the gradient of its output.
         pending: slot of what the weight gradient needs.
         activation_arrival: slot for the activation that arrives at the end of the tick. Stages that
@@ -123,11 +123,11 @@ class Tables:
     num_slots: tuple[int, int, int]
 
 
-def tabulate(schedule: Schedule) -> Tables:
-    """Number the actions and give every stashed value its slot."""
+def to_arrays(schedule: Schedule) -> ScheduleArrays:
+    """Number the actions and give every buffered value its slot."""
     lives = Lifetimes.of(schedule)
     families = (lives.activations, lives.cotangents, lives.pending)
-    slots = [[colour(stage) for stage in family] for family in families]
+    slots = [[assign_slots(stage) for stage in family] for family in families]
     counts = [num_slots(family) for family in families]
     shape = (len(schedule.ticks) + 1, schedule.num_stages)
     branch, microbatch, chunk, activation, cotangent, pending = (
@@ -142,7 +142,7 @@ def tabulate(schedule: Schedule) -> Tables:
             branch[t, s] = 1 + KINDS.index(action.kind)
             microbatch[t, s], chunk[t, s] = work
             activation[t, s] = slots[0][s][work]
-            # The last piece reads no gradient: the spare slot.
+            # The last virtual stage reads no gradient: the spare slot.
             cotangent[t, s] = slots[1][s].get(work, counts[1])
             pending[t, s] = slots[2][s].get(work, 0)
             step = {"forward": 1, "backward": -1}.get(action.kind)
@@ -150,7 +150,7 @@ def tabulate(schedule: Schedule) -> Tables:
             if step and target:
                 way = 0 if step == 1 else 1
                 arrivals[way][t, target[0]] = slots[way][target[0]][action.microbatch, target[1]]
-    return Tables(
+    return ScheduleArrays(
         branch=branch,
         microbatch=microbatch,
         chunk=chunk,

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Literal
 
 from jaxdist.core.parallel.pipeline import schedules
-from jaxdist.core.parallel.pipeline.schedule_table import Schedule
+from jaxdist.core.parallel.pipeline.schedule import Schedule
 from jaxdist.core.parallel.pipeline.schedules import ScheduleName
 from jaxdist.core.parallel.pipeline.simulation import RECOMPUTE, simulate
 from jaxdist.core.types import setting
@@ -17,14 +17,15 @@ class PipelineConfig:
     """How microbatches flow through the stages of the `pipeline` axis (`pp` > 1)."""
 
     schedule: ScheduleName = setting(
-        "1f1b",
-        "gpipe, 1f1b, 1f1b_lean (least stash, more waiting) or zero_bubble (least waiting)",
+        "1f1b_lockstep",
+        "1f1b_lockstep, 1f1b (fewest microbatches in memory, more waiting), zero_bubble (least "
+        "waiting, most memory) or gpipe",
     )
     num_microbatches: int = setting(
         0, "parts into which a replica's rows are cut; 0 = about four per stage"
     )
     num_virtual_stages: int = setting(
-        1, "pieces of the model on each stage; more = less waiting, more messages (interleaved)"
+        1, "virtual stages on each stage (interleaving); more = less waiting, more messages"
     )
     gather: Literal["action", "step"] = setting(
         "action", "when fsdp weights are gathered: in every action, or once per step (more memory)"
@@ -42,31 +43,13 @@ class PipelineConfig:
             problems.append(
                 f"pipeline.num_virtual_stages={self.num_virtual_stages} must be ≥ 1. Use 1."
             )
-        if self.schedule == "1f1b_lean" and self.num_virtual_stages > 1:
+        if self.schedule == "1f1b" and self.num_virtual_stages > 1:
             problems.append(
-                f"pipeline.schedule=1f1b_lean has one chunk per stage, not "
-                f"{self.num_virtual_stages}. Use pipeline.num_virtual_stages=1, or 1f1b."
+                f"pipeline.schedule=1f1b with pipeline.num_virtual_stages="
+                f"{self.num_virtual_stages}: it is not interleaved. "
+                "Use pipeline.num_virtual_stages=1, or pipeline.schedule=1f1b_lockstep."
             )
         return problems
-
-    def fit_problems(self, *, num_stages: int, num_layers: int) -> list[str]:
-        """Every rule that a model with stacked layers breaks on this many stages.
-
-        That stages divide the layers, and microbatches the rows, `sharding.mesh_problems` says.
-        """
-        pieces = num_stages * self.num_virtual_stages
-        if num_stages == 1 or self.num_virtual_stages == 1 or not num_layers % pieces:
-            return []
-        allowed = [d for d in _divisors(num_layers) if d % num_stages == 0]
-        fix = (
-            f"Use pipeline.num_virtual_stages={_either([d // num_stages for d in allowed])}, or "
-            * (bool(allowed))
-        )
-        return [
-            f"mesh pp={num_stages} × pipeline.num_virtual_stages={self.num_virtual_stages} cuts "
-            f"the model into {pieces} equal pieces, which do not divide num_layers={num_layers}. "
-            f"{fix}num_layers={-(-num_layers // pieces) * pieces}."
-        ]
 
     def given_microbatches(self, num_stages: int, accumulation: int) -> int:
         """Microbatches that the settings name, 1 where the choice is open.
@@ -78,7 +61,7 @@ class PipelineConfig:
         return (num_stages > 1 and self.num_microbatches) or accumulation
 
     def make_schedule(self, *, num_stages: int, rows: int, accumulation: int = 1) -> Schedule:
-        """The checked table for this many stages and rows of a replica.
+        """The checked schedule for this many stages and rows of a replica.
 
         Args:
             num_stages: size of the pipeline axis.
@@ -103,7 +86,7 @@ class PipelineConfig:
         return num_microbatches or self._choose(rows, num_stages)
 
     def make_evaluation_schedule(self, *, num_stages: int, rows: int) -> Schedule:
-        """The forward-only table for this many stages and rows of a replica."""
+        """The forward-only schedule for this many stages and rows of a replica."""
         num_microbatches = self._choose(rows, num_stages)
         return schedules.forward_only(num_stages, num_microbatches, self.num_virtual_stages)
 
@@ -114,7 +97,7 @@ class PipelineConfig:
 def choose_num_microbatches(rows: int, num_stages: int, num_virtual_stages: int = 1) -> int:
     """Microbatches for a replica's rows: the fewest that reach four per stage, else one row each.
 
-    Four per stage leave a 1F1B bubble below a fifth; more would only make products smaller. With
+    Four per stage leave a bubble below a fifth; more would only make products smaller. With
     chunks, multiples of the number of stages come first, because their groups are full.
     """
     divisors = _divisors(rows)
@@ -134,11 +117,6 @@ def describe(schedule: Schedule, rows: int) -> str:
         f"{rows // m} rows, bubble {report.bubble:.1%}, at most {max(report.peak_stash)} "
         f"microbatches stashed, {report.forward_permutes}+{report.backward_permutes} permutes"
     )
-
-
-def _either(numbers: list[int]) -> str:
-    *others, last = map(str, numbers)
-    return f"{', '.join(others)} or {last}" if others else last
 
 
 def _divisors(n: int) -> list[int]:

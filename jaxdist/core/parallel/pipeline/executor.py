@@ -1,7 +1,18 @@
-"""The engine of a pipeline: a table run tick by tick, each stage doing its own action.
+"""Runs a schedule on the devices: one program for all stages, each doing its own action in a tick.
 
-It knows nothing of models: an action is a function of the stage's row of the tables and its
-buffers, and yields what is to be sent, kept or added up.
+It knows nothing of models. A handler does one kind of action from the stage's instruction and its
+buffers, and returns what is to be sent, kept or added up.
+
+How a tick runs, and why so:
+
+1. Every device runs the same program, so the instructions of all stages are constant arrays, of
+   which each device reads its own stage's column.
+2. A `lax.switch` on the instruction picks the handler. Devices of different stages take different
+   branches. A branch may hold collectives over the other axes, because their groups lie within one
+   stage and so take the same branch. Idle stages take an empty branch and compute nothing.
+3. Exchanges stand after the switch, where all stages meet: a permute over the pipeline axis needs
+   every stage to take part. A stage that sends nothing sends zeros, and its receiver stores them
+   in the spare slot that nobody reads.
 """
 
 from __future__ import annotations
@@ -16,16 +27,15 @@ import numpy as np
 from jax import lax
 
 from jaxdist.core import collectives
-from jaxdist.core.parallel.pipeline.buffers import tabulate
-from jaxdist.core.parallel.pipeline.loop_plan import Phase, phases
-from jaxdist.core.parallel.pipeline.schedule_table import KINDS, Kind, Schedule
+from jaxdist.core.parallel.pipeline.axis import PIPELINE
+from jaxdist.core.parallel.pipeline.buffers import to_arrays
+from jaxdist.core.parallel.pipeline.loop_plan import Loop, plan_loops
+from jaxdist.core.parallel.pipeline.schedule import KINDS, Kind, Schedule
 from jaxdist.core.types import Array
 
-AXIS = "pipeline"
 
-
-class Row(NamedTuple):
-    """This stage's entry of the tables in one tick; int32 scalars (see `slots.Tables`)."""
+class Instruction(NamedTuple):
+    """What this stage does in one tick; int32 scalars (see `buffers.ScheduleArrays`)."""
 
     branch: Array
     microbatch: Array
@@ -41,10 +51,10 @@ class State(NamedTuple):
     """What a stage carries from tick to tick; each buffer has a spare slot at its end.
 
     Attributes:
-        activations: [slots + 1, microbatch, seq_shard, d_model] inputs of pieces.
-        cotangents: the same of gradients of their outputs.
-        pending: list of [slots + 1, ...], what weight gradients put off need.
-        totals: `layers`, `outer` (gradients so far) and `sums`.
+        activations: [slots + 1, microbatch, seq_shard, d_model], inputs of virtual stages.
+        cotangents: the same shape, gradients of their outputs.
+        pending: list of [slots + 1, ...], what postponed weight gradients need.
+        totals: `layers`, `outer` (float32 gradients so far) and `sums`.
     """
 
     activations: Array
@@ -53,44 +63,51 @@ class State(NamedTuple):
     totals: dict[str, Any]
 
 
-class Action(NamedTuple):
-    """What a stage does for one kind of action, and the names of what that yields."""
+class Handler(NamedTuple):
+    """Does one kind of action; `outputs` names what it returns, known before it is traced.
 
-    do: Callable[[Row, State], dict[str, Any]]
-    yields: tuple[str, ...]
+    Outputs are `entered` (an input to keep, which forwards read again in the backward), `up` (sent
+    to the next stage), `down` (sent to the one before), `kept` (for a postponed weight gradient)
+    and `totals`.
+    """
+
+    do: Callable[[Instruction, State], dict[str, Any]]
+    outputs: tuple[str, ...]
 
 
-def rows_of(schedule: Schedule) -> Row:
-    """This stage's column of the tables, each [ticks]."""
-    tables, stage = tabulate(schedule), collectives.group_index(AXIS)
-    return Row(*(take(jnp.asarray(getattr(tables, name).T), stage) for name in Row._fields))
+def instructions_of(schedule: Schedule) -> Instruction:
+    """This stage's column of the schedule, each field int32 [ticks + 1]; idle in the last."""
+    arrays, stage = to_arrays(schedule), collectives.group_index(PIPELINE.name)
+    fields = Instruction._fields
+    return Instruction(*(take(jnp.asarray(getattr(arrays, name).T), stage) for name in fields))
 
 
 def run(
-    schedule: Schedule, actions: dict[Kind, Action], idle: dict[str, Any], state: State
+    schedule: Schedule, handlers: dict[Kind, Handler], idle: dict[str, Any], state: State
 ) -> State:
-    """Run this stage's table tick by tick, in the fewest loops (`phases.phases`).
+    """Run this stage's part of a schedule tick by tick, in few loops (`plan_loops`).
 
     Args:
-        schedule: the table.
-        actions: by kind. They may yield `entered` (an embedded input to keep), `up` (sent to the
-            next stage), `down` (sent to the one before), `kept` (for a weight gradient put off) and
-            `totals`.
-        idle: what each of these is where an action does not yield it; `totals` stay as they are.
-        state: the first state.
-    """
-    rows = rows_of(schedule)
-    for phase in phases(schedule):
+        schedule: the schedule, the same on all stages.
+        handlers: what does each kind of action.
+        idle: zeros in place of the outputs that a stage does not make; `totals` stay as they are.
+        state: the buffers, zeros, and the totals.
 
-        def one_round(state: State, ticks: Array, phase: Phase = phase) -> tuple[State, None]:
-            for place, kinds in enumerate(phase.kinds):
-                row = jax.tree.map(lambda column: take(column, ticks[place]), rows)  # noqa: B023
-                out = _act(row, state, {kind: actions[kind] for kind in kinds}, idle)
-                state = _exchange(row, state, out)
+    Returns:
+        The last state.
+    """
+    instructions = instructions_of(schedule)
+    for loop in plan_loops(schedule):
+
+        def one_round(state: State, ticks: Array, loop: Loop = loop) -> tuple[State, None]:
+            for place, kinds in enumerate(loop.kinds):
+                now = jax.tree.map(lambda column: take(column, ticks[place]), instructions)  # noqa: B023
+                outputs = _act(now, state, {kind: handlers[kind] for kind in kinds}, idle)
+                state = _exchange(now, state, outputs)
             return state, None
 
-        rounds = jnp.asarray(phase.rounds)
-        if len(phase.rounds) == 1:
+        rounds = jnp.asarray(loop.rounds)
+        if len(loop.rounds) == 1:
             state, _ = one_round(state, rounds[0])
         else:
             state, _ = lax.scan(one_round, state, rounds)
@@ -98,57 +115,70 @@ def run(
 
 
 def _act(
-    row: Row, state: State, actions: dict[Kind, Action], idle: dict[str, Any]
+    now: Instruction, state: State, handlers: dict[Kind, Handler], idle: dict[str, Any]
 ) -> dict[str, Any]:
-    """Do this stage's action of the tick, one of a few that the tick may hold, or none."""
-    names = {name for action in actions.values() for name in action.yields}
+    """Do this stage's action: one of the few kinds that the tick may hold, or none.
+
+    All branches of a switch return the same names, so each fills in zeros for what it lacks.
+    """
+    names = {name for handler in handlers.values() for name in handler.outputs}
     nothing = {name: {**idle, "totals": state.totals}[name] for name in names}
     branches = [lambda: nothing]
-    place = np.zeros(len(KINDS) + 1, np.int32)
+    # From the number of a kind in the whole schedule to that of its branch in this tick.
+    branch_of = np.zeros(len(KINDS) + 1, np.int32)
     for number, kind in enumerate(KINDS, start=1):
-        if kind in actions:
-            place[number] = len(branches)
-            do = jax.named_scope(f"pipeline_{kind}")(actions[kind].do)
-            branches.append(partial(_with, nothing, do, row, state))
-    return lax.switch(take(jnp.asarray(place), row.branch), branches)
+        if kind in handlers:
+            branch_of[number] = len(branches)
+            do = jax.named_scope(f"pipeline_{kind}")(handlers[kind].do)
+            branches.append(partial(_filled, nothing, do, now, state))
+    return lax.switch(take(jnp.asarray(branch_of), now.branch), branches)
 
 
-def _with(
+def _filled(
     nothing: dict[str, Any],
-    do: Callable[[Row, State], dict[str, Any]],
-    row: Row,
+    do: Callable[[Instruction, State], dict[str, Any]],
+    now: Instruction,
     state: State,
 ) -> dict[str, Any]:
-    return {**nothing, **do(row, state)}
+    return {**nothing, **do(now, state)}
 
 
-def _exchange(row: Row, state: State, out: dict[str, Any]) -> State:
-    """Send what a tick made around the ring and store what it made and what arrives."""
+def _exchange(now: Instruction, state: State, outputs: dict[str, Any]) -> State:
+    """Send what a tick made around the ring; store what this stage keeps and what arrives.
+
+    Arrivals are stored last: they may be given the slot that this tick read.
+    """
     activations, cotangents, pending = state.activations, state.cotangents, state.pending
-    if "up" in out:
-        entered = row.branch == _BRANCH["forward"]
-        activations = _put(activations, out["entered"], row.activation, entered)
-        arrived = collectives.permute(out["up"], AXIS, 1)
-        activations = _put(activations, arrived, row.activation_arrival)
-    if "down" in out:
-        arrived = collectives.permute(out["down"], AXIS, -1)
-        cotangents = _put(cotangents, arrived, row.cotangent_arrival)
-    if "kept" in out:
+    if "up" in outputs:
+        entered = now.branch == _BRANCH["forward"]
+        activations = _store(activations, outputs["entered"], now.activation, entered)
+        arrived = collectives.permute(outputs["up"], PIPELINE.name, 1)
+        activations = _store(activations, arrived, now.activation_arrival)
+    if "down" in outputs:
+        arrived = collectives.permute(outputs["down"], PIPELINE.name, -1)
+        cotangents = _store(cotangents, arrived, now.cotangent_arrival)
+    if "kept" in outputs:
         # Written inside the branch, XLA:GPU would hold each of these large buffers twice.
-        kept = row.branch == _BRANCH["backward"]
-        pending = [_put(b, x, row.pending, kept) for b, x in zip(pending, out["kept"], strict=True)]
-    return State(activations, cotangents, pending, out.get("totals", state.totals))
+        kept = now.branch == _BRANCH["backward"]
+        pending = [
+            _store(buffer, x, now.pending, kept)
+            for buffer, x in zip(pending, outputs["kept"], strict=True)
+        ]
+    return State(activations, cotangents, pending, outputs.get("totals", state.totals))
 
 
 _BRANCH = {kind: 1 + KINDS.index(kind) for kind in KINDS}
 
 
-def _put(buffer: Array, x: Array, slot: Array, really: Array | bool = True) -> Array:
-    """Store x in a slot of a buffer, or in the spare slot at its end."""
+def _store(buffer: Array, x: Array, slot: Array, really: Array | bool = True) -> Array:
+    """`buffer` [slots + 1, ...] with `x` [...] in a slot, or in the spare slot at its end.
+
+    A write to the spare slot costs a copy of x; a condition around the write would copy the buffer.
+    """
     slot = jnp.where(really, slot, buffer.shape[0] - 1)
     return lax.dynamic_update_index_in_dim(buffer, x.astype(buffer.dtype), slot, 0)
 
 
 def take(x: Array, index: Array) -> Array:
-    """`x[index]` along the first dim."""
+    """`x[index]`: [n, ...] and an int32 scalar -> [...]."""
     return lax.dynamic_index_in_dim(x, index, 0, keepdims=False)

@@ -3,6 +3,9 @@
 Differentiating a scan over layers returns the gradients of all of them at once: a second copy of
 all weights in float32 beside the totals that they are added to. Here the backward is a scan of its
 own, which adds each layer's gradient into the totals before it makes the next one's.
+
+Shapes: x, y and their gradients dx, dy are [microbatch, seq_shard, d_model]; what is carried from
+one pass to the next is a list of [layers, ...]; totals are float32 [chunks, layers, ...].
 """
 
 from __future__ import annotations
@@ -15,18 +18,18 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxdist.core.parallel import tensor
-from jaxdist.core.parallel.pipeline.split_backward import Apart
+from jaxdist.core.parallel.pipeline.split_backward import SplitLayer
 from jaxdist.core.types import Array, Params, Sums
 
 
 class Layers(NamedTuple):
-    """Layers to run over.
+    """The layers of one virtual stage.
 
     Attributes:
         weights: [layers, ...] of each leaf.
         indices: int32 [layers], each layer's index in the model.
         aux: what every layer reads beside its input.
-        chunk: int32 scalar, where in totals `[chunks, layers, ...]` their gradients belong.
+        chunk: int32 scalar, where in totals [chunks, layers, ...] their gradients belong.
     """
 
     weights: Params
@@ -35,32 +38,24 @@ class Layers(NamedTuple):
     chunk: Array
 
 
-class Layerwise:
-    """A layer taken apart (see `splitting.py`), run over a stack of such layers.
+class LayerwiseBackward:
+    """A layer whose backward is split (`split_backward.py`), run over a stack of such layers.
 
     Args:
-        apart: the layer; its constants are (index, aux).
+        layer: the split layer; its constants are (index, aux).
         reduce: what happens to one layer's gradients before they are added to the totals.
     """
 
-    def __init__(self, apart: Apart, reduce: Callable[[Params], Params]) -> None:
-        self._apart = apart
+    def __init__(self, layer: SplitLayer, reduce: Callable[[Params], Params]) -> None:
+        self._layer = layer
         self._reduce = reduce
 
     def forward(self, layers: Layers, x: Array) -> tuple[Array, Sums, list[Array]]:
-        """Run the layers forward, keeping what their backward reads.
-
-        Args:
-            layers: the layers.
-            x: [microbatch, seq_shard, d_model].
-
-        Returns:
-            (output like x, sums of all the layers, saved values [layers, ...]).
-        """
+        """Run the layers on x: (y, sums of all the layers, what their backward reads)."""
 
         def one(x: Array, layer: tuple[Array, Params]) -> tuple[Array, tuple[Sums, list[Array]]]:
             index, weights = layer
-            y, sums, saved = self._apart.forward(weights, x, (index, layers.aux))
+            y, sums, saved = self._layer.forward(weights, x, (index, layers.aux))
             return y, (sums, saved)
 
         y, (sums, saved) = lax.scan(one, x, (layers.indices, layers.weights))
@@ -69,14 +64,14 @@ class Layerwise:
     def gradient(
         self, layers: Layers, saved: list[Array], dy: Array, totals: Params
     ) -> tuple[Array, Params]:
-        """Gradient of the first layer's input, and the totals with those of the weights added."""
+        """Go back at once: (dx, totals with the gradients of the weights added)."""
 
         def one(
             carry: tuple[Array, Params], layer: tuple[Array, Array, Params, list[Array]]
         ) -> tuple[tuple[Array, Params], None]:
             dy, totals = carry
             place, index, weights, own = layer
-            dx, grads = self._apart.backward(weights, (index, layers.aux), own, dy)
+            dx, grads = self._layer.backward(weights, (index, layers.aux), own, dy)
             return (dx, self._add(totals, grads, layers.chunk, place)), None
 
         xs = (_places(layers), layers.indices, layers.weights, saved)
@@ -85,28 +80,28 @@ class Layerwise:
     def input_gradient(
         self, layers: Layers, saved: list[Array], dy: Array
     ) -> tuple[Array, list[Array]]:
-        """Gradient of the first layer's input; what the weights' gradients read, [layers, ...]."""
+        """Go back to the input alone: (dx, what the gradients of the weights will read)."""
 
         def one(dy: Array, layer: tuple[Array, Params, list[Array]]) -> tuple[Array, list[Array]]:
             index, weights, own = layer
-            return self._apart.input_gradient(weights, (index, layers.aux), own, dy)
+            return self._layer.input_gradient(weights, (index, layers.aux), own, dy)
 
         return lax.scan(one, dy, (layers.indices, layers.weights, saved), reverse=True)
 
     def weight_gradient(self, layers: Layers, kept: list[Array], totals: Params) -> Params:
-        """The totals with the gradients of the weights added."""
+        """The totals with the postponed gradients of the weights added, from what was kept."""
 
         def one(
             totals: Params, layer: tuple[Array, Array, Params, list[Array]]
         ) -> tuple[Params, None]:
             place, index, weights, own = layer
-            grads = self._apart.weight_gradient(weights, (index, layers.aux), own)
+            grads = self._layer.weight_gradient(weights, (index, layers.aux), own)
             return self._add(totals, grads, layers.chunk, place), None
 
         return lax.scan(one, totals, (_places(layers), layers.indices, layers.weights, kept))[0]
 
     def _add(self, totals: Params, grads: Params, chunk: Array, place: Array) -> Params:
-        """Add one layer's gradients to totals [chunks, layers, ...]."""
+        """Add one layer's gradients [...] to totals [chunks, layers, ...], in place in a loop."""
 
         def leaf(total: Array, grad: Array) -> Array:
             start: list[Any] = [chunk, place, *([0] * grad.ndim)]
@@ -117,4 +112,5 @@ class Layerwise:
 
 
 def _places(layers: Layers) -> Array:
+    """Place of each layer in its virtual stage, int32 [layers]."""
     return jnp.arange(layers.indices.shape[0])

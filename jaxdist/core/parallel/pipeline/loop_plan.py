@@ -1,14 +1,18 @@
-"""A schedule cut into few loops, each of which compiles to one body."""
+"""Which loops run a schedule: ticks of one form become rounds of one loop, compiled once.
+
+A program with one body per tick would take minutes to compile; one loop whose every tick may hold
+anything would exchange activations and gradients in each of them. The plan lies between.
+"""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from jaxdist.core.parallel.pipeline.schedule_table import Kind, Schedule, kinds_of, ordered
+from jaxdist.core.parallel.pipeline.schedule import Kind, Schedule, kinds_of, ordered
 
 
-class Phase(NamedTuple):
-    """A loop: rounds of ticks, all of one form.
+class Loop(NamedTuple):
+    """Rounds of ticks, all of one form.
 
     `kinds[i]` are the kinds of action that the i-th tick of a round may hold; a tick whose kinds
     include forward exchanges activations, one that includes backward exchanges gradients.
@@ -19,21 +23,22 @@ class Phase(NamedTuple):
     kinds: tuple[tuple[Kind, ...], ...]
 
 
-def phases(schedule: Schedule) -> list[Phase]:
+def plan_loops(schedule: Schedule) -> list[Loop]:
     """Cut a schedule into few loops, so that a compiled loop body holds only what its ticks need.
 
-    A forward-only warm-up then moves no gradients, and an alternation F, B becomes a loop over
-    pairs; backwards alone that follow it go on in pairs without a forward. (A loop of their own
-    would be one more to compile, and XLA:GPU copies all totals in it.) Stretches without a rhythm
-    become one loop whose every tick may hold any of their kinds: a few idle exchanges instead of
-    many loop bodies to compile.
+    1. From each tick on, the pattern of up to three ticks that repeats longest becomes a loop: a
+       warm-up of forwards moves no gradients, and an alternation F, B is a loop over pairs.
+    2. Ticks without such a pattern are joined into one loop whose every tick may hold any of their
+       kinds: a few idle exchanges instead of many loop bodies to compile.
+    3. Backwards alone that follow a loop over pairs continue it, in pairs without a forward. A loop
+       of their own would be one more to compile, and XLA:GPU copies all totals in it.
     """
     shapes = [kinds_of(tick) for tick in schedule.ticks]
     found: list[_Stretch] = []
     start = 0
     while start < len(shapes):
         best = max(
-            (_rhythm(shapes, start, period) for period in range(1, _LONGEST_PERIOD + 1)),
+            (_longest_stretch(shapes, start, period) for period in range(1, _LONGEST_PERIOD + 1)),
             key=lambda stretch: (stretch.repeats > 1) * stretch.num_ticks - len(stretch.kinds),
         )
         irregular = best.repeats < _FEWEST_REPEATS
@@ -44,13 +49,13 @@ def phases(schedule: Schedule) -> list[Phase]:
             best = _Stretch(last.start, 1, (ordered(mixed),) * ticks)
         found.append(best)
         start = best.start + best.num_ticks
-    loops: list[Phase] = []
+    loops: list[Loop] = []
     for stretch in found:
-        phase = stretch.rolled()
-        if loops and len(phase.kinds) == 1 < len(phase.rounds) and phase.kinds[0] in _pair(loops):
-            loops[-1] = _continued(loops[-1], phase, len(shapes))
+        loop = stretch.as_loop()
+        if loops and len(loop.kinds) == 1 < len(loop.rounds) and loop.kinds[0] in _pair(loops):
+            loops[-1] = _continued(loops[-1], loop, len(shapes))
         else:
-            loops.append(phase)
+            loops.append(loop)
     return loops
 
 
@@ -70,19 +75,18 @@ class _Stretch(NamedTuple):
         """Ticks that the stretch covers."""
         return len(self.kinds) * self.repeats
 
-    def rolled(self) -> Phase:
+    def as_loop(self) -> Loop:
         """As a loop; one round of equal ticks as rounds of one tick."""
         kinds = self.kinds
         if self.repeats == 1 and len(set(kinds)) == 1:
             kinds = kinds[:1]
         ticks = range(self.start, self.start + self.num_ticks)
         period = len(kinds)
-        return Phase(
-            tuple(tuple(ticks[i : i + period]) for i in range(0, len(ticks), period)), kinds
-        )
+        rounds = (tuple(ticks[i : i + period]) for i in range(0, len(ticks), period))
+        return Loop(tuple(rounds), kinds)
 
 
-def _rhythm(shapes: list[set[Kind]], start: int, period: int) -> _Stretch:
+def _longest_stretch(shapes: list[set[Kind]], start: int, period: int) -> _Stretch:
     """The longest run of rounds of `period` ticks from `start`."""
     pattern = shapes[start : start + period]
     repeats = 1
@@ -91,17 +95,17 @@ def _rhythm(shapes: list[set[Kind]], start: int, period: int) -> _Stretch:
     return _Stretch(start, repeats, tuple(map(ordered, pattern)))
 
 
-def _pair(loops: list[Phase]) -> tuple[tuple[Kind, ...], ...]:
+def _pair(loops: list[Loop]) -> tuple[tuple[Kind, ...], ...]:
     """Kinds of the last loop where it alternates forwards and backwards, else none."""
     kinds = loops[-1].kinds
     return kinds if sorted(kinds) == [("backward",), ("forward",)] else ()
 
 
-def _continued(loop: Phase, alone: Phase, idle: int) -> Phase:
-    """A loop over pairs that goes on with ticks of one of its kinds."""
+def _continued(loop: Loop, alone: Loop, idle: int) -> Loop:
+    """A loop over pairs, continued with ticks of one of its kinds; `idle` is the idle tick."""
     place = loop.kinds.index(alone.kinds[0])
     more = tuple(
         tuple(tick if i == place else idle for i in range(len(loop.kinds)))
         for (tick,) in alone.rounds
     )
-    return Phase(loop.rounds + more, loop.kinds)
+    return Loop(loop.rounds + more, loop.kinds)

@@ -5,15 +5,15 @@ from __future__ import annotations
 import dataclasses
 
 from jaxdist.core.parallel.pipeline.buffers import Lifetimes, num_slots, peak
-from jaxdist.core.parallel.pipeline.loop_plan import phases
-from jaxdist.core.parallel.pipeline.schedule_table import Action, Kind, Schedule, check
+from jaxdist.core.parallel.pipeline.loop_plan import plan_loops
+from jaxdist.core.parallel.pipeline.schedule import Action, Kind, Schedule, check
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Costs:
     """Time of each action on one chunk, in units of one forward.
 
-    The default is without recomputation; a backward that recomputes its forward takes one more.
+    The default is without recomputation; a backward that repeats its forward takes one more.
     """
 
     forward: float = 1.0
@@ -30,7 +30,7 @@ class Costs:
 
 
 RECOMPUTE = Costs(input_gradient=2.0)
-"""Costs when the backward first repeats the forward of its piece."""
+"""Costs when the backward first repeats the forward of its virtual stage."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,16 +38,16 @@ class Report:
     """What a schedule costs, by simulation.
 
     Attributes:
-        num_ticks: ticks of the table.
+        num_ticks: ticks of the schedule.
         duration: sum over ticks of the longest action, in forwards of one chunk.
         bubble: share of the duration in which a stage waits, 0..1, averaged over stages.
         peak_stash: per stage, most microbatch activations alive between forward and backward.
-        peak_pending: per stage, most weight gradients put off.
+        peak_pending: per stage, most postponed weight gradients.
         activation_slots: buffers needed for stage inputs, arrivals included, on the fullest stage.
         cotangent_slots: the same for gradients of stage outputs.
-        pending_slots: the same for weight gradients put off.
+        pending_slots: the same for postponed weight gradients.
         messages: activations and gradients sent to a neighbour, all stages together.
-        forward_permutes: ring permutes of activations in the compiled program (see `phases`).
+        forward_permutes: ring permutes of activations in the compiled program (see `plan_loops`).
         backward_permutes: ring permutes of gradients in the compiled program.
     """
 
@@ -68,11 +68,11 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Report:
     """Check a schedule, then count its time, messages and buffers.
 
     Args:
-        schedule: the table.
-        costs: time of each action; default F = 1, B = 2 (B = 1 and W = 1 when they are apart).
+        schedule: the schedule.
+        costs: time of each action; default F = 1, B = 2 (B = W = 1 when the backward is split).
 
     Raises:
-        ScheduleError: the table is wrong.
+        ScheduleError: the schedule breaks a rule.
     """
     check(schedule)
     costs = costs or Costs()
@@ -91,11 +91,11 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Report:
         ]
         for s in stages
     ]
-    messages = schedule.num_microbatches * (schedule.num_pieces - 1)
+    messages = schedule.num_microbatches * (schedule.total_virtual_stages - 1)
     exchanges = [
         kind
-        for phase in phases(schedule)
-        for kinds in phase.kinds * len(phase.rounds)
+        for loop in plan_loops(schedule)
+        for kinds in loop.kinds * len(loop.rounds)
         for kind in kinds
     ]
     return Report(
@@ -114,7 +114,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Report:
 
 
 def draw(schedule: Schedule, costs: Costs | None = None) -> str:
-    """The table as text: one row per stage, one column per tick, and what it costs below.
+    """The schedule as text: one row per stage, one column per tick, and what it costs below.
 
     `F2` is the forward of microbatch 2, `B` backward, `W` weight gradient, `·` idle; with chunks a
     letter follows (`F2a` the stage's first chunk).

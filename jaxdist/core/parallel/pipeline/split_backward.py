@@ -1,11 +1,27 @@
-"""A layer's backward taken apart: the gradient of its input now, of its weights later.
+"""A layer's backward, split: the gradient of its input now, that of its weights later.
 
-Differentiating gives one function for both. Here its trace is cut in two: what the input's gradient
-needs, and the rest, which is mostly one product per weight. Between them stands what the rest reads
-(inputs of products and gradients of their outputs). No product is computed twice; done again rather
-than kept is what follows from weights and constants alone (casts, gathered weights, random bits)
-and, on request, what only makes a kept value larger: gathering it over the tensor axis, a wider
-dtype, copies of it. Then shards alone are kept, for the gathers that recomputation would cost too.
+Zero-bubble schedules need the two as separate actions, since only the first is waited for by
+another stage. `jax.vjp` gives one function for both, so its traced program is cut in two:
+
+    layer       x ──► forward ──► y, saved
+    first half  saved, dy ──► dx, kept        the equations that dx needs
+    second half kept ──► gradients of weights  the others, mostly one matrix product per weight
+
+`kept` is what the second half reads of what exists after the first: inputs of products and
+gradients of their outputs. It waits in a buffer for as long as the weight action is postponed, so
+its size decides how much memory the schedule takes. Three rules keep it small, and none computes a
+matrix product twice:
+
+1. What follows from weights and constants alone is computed again: casts, gathered weights, random
+   bits.
+2. Gradients of biases and norm scales are sums over rows, and are kept as sums, not as what they
+   sum up.
+3. With `recompute_enlarged`, a value that is only a larger copy of another (gathered over the
+   tensor axis, in a wider dtype, broadcast) is kept as the smaller one and enlarged when it is
+   read. The second half then gathers again, as recomputation of a whole layer would too.
+
+A layer may add a term to the loss. Its cotangent is the constant 1, which either half makes for
+itself, so a router's balance loss reaches both gradients.
 
 Source of the idea: Qi et al. 2024, "Zero Bubble Pipeline Parallelism", section 2. Deviation: the
 cut is found in the traced program, so that any layer can be cut, not only hand-written products.
@@ -31,8 +47,11 @@ both halves of the backward, so nothing has to be carried to either.
 """
 
 
-class Apart(NamedTuple):
+class SplitLayer(NamedTuple):
     """A layer in two or three steps; lists of arrays carry values from one to the next.
+
+    x, y and their gradients dx, dy are [microbatch, seq_shard, d_model]. Gradients of weights have
+    the shapes of the weights. `saved` and `kept` are what the cut found, of any shapes and dtypes.
 
     Attributes:
         forward: (weights, x, constants) -> (y, sums, saved).
@@ -47,17 +66,17 @@ class Apart(NamedTuple):
     weight_gradient: Callable[[Params, Any, list[Array]], Params]
 
 
-def take_apart(
-    layer: Layer, weights: Params, x: Array, constants: Any, *, enlarge_again: bool = False
-) -> Apart:
-    """Cut a layer's backward, for arguments of these shapes.
+def split_layer(
+    layer: Layer, weights: Params, x: Array, constants: Any, *, recompute_enlarged: bool = False
+) -> SplitLayer:
+    """Split a layer's backward, for arguments of these shapes and dtypes.
 
     Args:
         layer: the layer.
         weights: its parameters, or their shapes.
         x: its input.
         constants: whatever else it reads; not differentiated.
-        enlarge_again: what is kept is kept at its smallest, and enlarged each time it is read.
+        recompute_enlarged: keep values at their smallest and enlarge them each time they are read.
     """
     traces: list[tuple[Any, Any, Any]] = []
 
@@ -73,6 +92,8 @@ def take_apart(
         traces.append((pull_tree, sum_tree, seed_axes))
         return y, sum_leaves, leaves
 
+    # 1. Trace the layer with what `jax.vjp` keeps for its backward. The leaves of `pull` are those
+    # residuals; which of them follow from the weights is read off the trace.
     traced = jax.make_jaxpr(differentiate)(weights, constants, x)
     pull_tree, sum_tree, seed_axes = traces[0]
     num_sums = sum_tree.num_leaves
@@ -84,9 +105,11 @@ def take_apart(
     )
     fixed = _follows_from(program, program.invars[:num_fixed])
     made = {*program.invars, *_outputs(program.eqns)}
-    own, again = _stored(program.eqns, leaf_vars, made, fixed, enlarge_again)
+    # 2. Save the residuals that do not follow from weights and constants; `rebuild` makes all of
+    # them from those.
+    own, again = _stored(program.eqns, leaf_vars, made, fixed, recompute_enlarged)
     run = _function(traced, program.invars, [y_var, *sum_vars, *own])
-    recall = _function(traced, [*program.invars[:num_fixed], *own], leaf_vars, equations=again)
+    rebuild = _function(traced, [*program.invars[:num_fixed], *own], leaf_vars, equations=again)
 
     def forward(weights: Params, x: Array, constants: Any) -> tuple[Array, Sums, list[Array]]:
         y, *rest = run(*jax.tree.leaves((weights, constants)), x)
@@ -95,7 +118,7 @@ def take_apart(
     def backward(
         weights: Params, constants: Any, saved: list[Array], dy: Array
     ) -> tuple[Array, Params]:
-        leaves = recall(*jax.tree.leaves((weights, constants)), *saved)
+        leaves = rebuild(*jax.tree.leaves((weights, constants)), *saved)
         pull = jax.tree.unflatten(pull_tree, leaves)
         dloss = None if seed_axes is None else collectives.vary(jnp.float32(1.0), seed_axes)
         weight_grads, dx = pull((dy, dloss))
@@ -105,7 +128,9 @@ def take_apart(
     y, _, saved = jax.tree.map(
         collectives.zeros_like, jax.eval_shape(forward, weights, x, constants)
     )
-    return Apart(forward, backward, *_cut(backward, weights, constants, saved, y, enlarge_again))
+    return SplitLayer(
+        forward, backward, *_cut(backward, weights, constants, saved, y, recompute_enlarged)
+    )
 
 
 def _cut(
@@ -114,19 +139,22 @@ def _cut(
     constants: Any,
     saved: list[Any],
     dy: Any,
-    enlarge_again: bool,
+    recompute_enlarged: bool,
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """The two halves of a backward: (input_gradient, weight_gradient)."""
+    """The two halves of a backward: (input_gradient, weight_gradient), as in `SplitLayer`."""
     traced = jax.make_jaxpr(backward)(weights, constants, saved, dy)
     program, num_fixed = traced.jaxpr, len(jax.tree.leaves((weights, constants)))
     dx_var, *weight_vars = program.outvars
     fixed = _follows_from(program, program.invars[:num_fixed])
+    # 1. The first half computes what the input's gradient needs, and no more.
     first = _outputs(_needed(program.eqns, [dx_var]))
-    # Gradients of biases and norm scales are sums: kept as such, not as all that they sum up.
+    # 2. It also computes the weight gradients that are mere sums, of biases and norm scales: kept
+    # as such they are small, kept as what they sum up they are activations.
     leading_to = lambda var: _needed(program.eqns, [var], first.__contains__)
     sums = [var for var in weight_vars if not _multiplies(leading_to(var))]
     made = {*program.invars[num_fixed:], *first, *_outputs(_needed(program.eqns, sums))}
-    kept_vars, second = _stored(program.eqns, weight_vars, made, fixed, enlarge_again)
+    # 3. Of all that exists by then, keep what the second half reads.
+    kept_vars, second = _stored(program.eqns, weight_vars, made, fixed, recompute_enlarged)
     first_half = _function(traced, program.invars, [dx_var, *kept_vars])
     second_half = _function(
         traced, [*program.invars[:num_fixed], *kept_vars], weight_vars, equations=second
@@ -151,14 +179,14 @@ def _stored(
     wanted: Sequence[Any],
     made: set[Any],
     fixed: set[Any],
-    enlarge_again: bool,
+    recompute_enlarged: bool,
 ) -> tuple[list[Any], list[Any]]:
     """Where to cut: (variables to keep, equations that lead from them to the wanted ones).
 
     Kept is what is wanted or read by the second part, exists after the first part (`made`), does
     not follow from weights and constants (`fixed`), and is no enlargement of something smaller.
     """
-    enlarged = _outputs(eqn for eqn in equations if enlarge_again and _enlarges(eqn, fixed))
+    enlarged = _outputs(eqn for eqn in equations if recompute_enlarged and _enlarges(eqn, fixed))
     between = lambda var: var in made and var not in fixed and var not in enlarged
     second = _needed(equations, wanted, stop=between)
     read = [*(var for equation in second for var in equation.invars), *wanted]

@@ -1,8 +1,9 @@
-"""Pieces of the model, moved between where they are stored and where they run.
+"""Parameters of virtual stages, moved between where they are stored and where they run.
 
 Parameters are stored as `[num_layers, ...]` with contiguous layers on each stage, whatever the
-schedule, so that checkpoints know nothing of it. With several chunks per stage a stage runs pieces
-that are not neighbours; they travel to it once per step and their gradients travel back.
+schedule, so that checkpoints do not depend on it. With several virtual stages on each stage
+(interleaving) a stage runs layers that are not contiguous: they are sent to it once per step, and
+their gradients are sent back.
 """
 
 from __future__ import annotations
@@ -13,46 +14,45 @@ import numpy as np
 from jax import lax
 
 from jaxdist.core import collectives
-from jaxdist.core.parallel.pipeline.schedule_table import Schedule
+from jaxdist.core.parallel.pipeline.axis import PIPELINE
+from jaxdist.core.parallel.pipeline.schedule import Schedule
 from jaxdist.core.types import Array, Params
 
-AXIS = "pipeline"
 
-
-def to_pieces(layers: Params, schedule: Schedule) -> Params:
-    """[layers of the stage, ...] as stored -> [chunks, layers of a piece, ...] of its pieces."""
+def to_virtual_stages(layers: Params, schedule: Schedule) -> Params:
+    """Parameters where they run: [layers stored here, ...] -> [chunks, layers, ...]."""
     cut = lambda x: x.reshape(schedule.num_virtual_stages, -1, *x.shape[1:])
-    return jax.tree.map(lambda x: _travel(cut(x), schedule, home=False), layers)
+    return jax.tree.map(lambda x: _move(cut(x), schedule, home=False), layers)
 
 
-def from_pieces(grads: Params, schedule: Schedule) -> Params:
-    """The way back of `to_pieces`."""
+def from_virtual_stages(grads: Params, schedule: Schedule) -> Params:
+    """Gradients where they are stored: [chunks, layers, ...] -> [layers stored here, ...]."""
     join = lambda x: x.reshape(-1, *x.shape[2:])
-    return jax.tree.map(lambda x: join(_travel(x, schedule, home=True)), grads)
+    return jax.tree.map(lambda x: join(_move(x, schedule, home=True)), grads)
 
 
-def _travel(x: Array, schedule: Schedule, *, home: bool) -> Array:
-    """Move pieces [chunks, ...] from where they are stored to where they run, or back home.
+def _move(x: Array, schedule: Schedule, *, home: bool) -> Array:
+    """Move x [chunks, ...] from where its virtual stages are stored to where they run, or home.
 
-    Stored, stage s holds pieces s·v .. s·v + v - 1; running, pieces s, s + p, s + 2p, ... Each of v
-    rounds is one permutation that takes a piece from every stage and gives one to every stage, so
-    exactly the pieces cross the wire.
+    Stage s stores virtual stages s·v .. s·v + v - 1, and runs s, s + p, s + 2p, ... Each of v
+    rounds is one permutation that takes one from every stage and gives one to every stage, so each
+    crosses the wire once and nothing else does.
     """
     p, v = schedule.num_stages, schedule.num_virtual_stages
     if v == 1:
         return x
-    stage = collectives.group_index(AXIS)
+    stage = collectives.group_index(PIPELINE.name)
     out = jnp.zeros_like(x)
-    for pieces in matchings(p, v):
-        stored_on, runs_on = pieces // v, pieces % p
-        stored_at = _of_stage(stage, stored_on, pieces % v)
-        runs_at = _of_stage(stage, runs_on, pieces // p)
+    for moved_now in exchange_rounds(p, v):
+        stored_on, runs_on = moved_now // v, moved_now % p
+        stored_at = _of_stage(stage, stored_on, moved_now % v)
+        runs_at = _of_stage(stage, runs_on, moved_now // p)
         source, target = (runs_at, stored_at) if home else (stored_at, runs_at)
         senders, receivers = (runs_on, stored_on) if home else (stored_on, runs_on)
         pairs = list(zip(senders.tolist(), receivers.tolist(), strict=True))
-        piece = lax.dynamic_index_in_dim(x, source, 0, keepdims=False)
-        moved = lax.ppermute(piece, AXIS, pairs)
-        out = lax.dynamic_update_index_in_dim(out, moved, target, 0)
+        sent = lax.dynamic_index_in_dim(x, source, 0, keepdims=False)
+        received = lax.ppermute(sent, PIPELINE.name, pairs)
+        out = lax.dynamic_update_index_in_dim(out, received, target, 0)
     return out
 
 
@@ -63,34 +63,36 @@ def _of_stage(stage: Array, stages: np.ndarray, values: np.ndarray) -> Array:
     return lax.dynamic_index_in_dim(jnp.asarray(by_stage), stage, 0, keepdims=False)
 
 
-def matchings(p: int, v: int) -> list[np.ndarray]:
-    """Cut the p·v pieces into v rounds that name every storing and every running stage once each.
+def exchange_rounds(p: int, v: int) -> list[np.ndarray]:
+    """Cut the p·v virtual stages into v rounds, each naming every storing and running stage once.
 
     Stages that store and stages that run form a bipartite graph in which every vertex has degree v,
-    so v perfect matchings exist (Kőnig 1916); each is found by augmenting paths.
+    so v perfect exchange_rounds exist (Kőnig 1916); each is found by augmenting paths.
     """
     left = set(range(p * v))
     rounds = []
     for _ in range(v):
-        piece_of: dict[int, int] = {}
+        virtual_of: dict[int, int] = {}
         for storing in range(p):
-            _augment(storing, left, piece_of, set(), p, v)
-        found = np.asarray([piece_of[running] for running in range(p)], np.int32)
+            _augment(storing, left, virtual_of, set(), p, v)
+        found = np.asarray([virtual_of[running] for running in range(p)], np.int32)
         left -= set(found.tolist())
         rounds.append(found)
     return rounds
 
 
 def _augment(
-    storing: int, left: set[int], piece_of: dict[int, int], seen: set[int], p: int, v: int
+    storing: int, left: set[int], virtual_of: dict[int, int], seen: set[int], p: int, v: int
 ) -> bool:
-    """Give a storing stage one of its pieces, making others take another of theirs if need be."""
-    for piece in sorted(left):
-        running = piece % p
-        if piece // v != storing or running in seen:
+    """Give a storing stage one of its virtual stages; others change to another if need be."""
+    for virtual in sorted(left):
+        running = virtual % p
+        if virtual // v != storing or running in seen:
             continue
         seen.add(running)
-        if running not in piece_of or _augment(piece_of[running] // v, left, piece_of, seen, p, v):
-            piece_of[running] = piece
+        if running not in virtual_of or _augment(
+            virtual_of[running] // v, left, virtual_of, seen, p, v
+        ):
+            virtual_of[running] = virtual
             return True
     return False

@@ -1,4 +1,7 @@
-"""Line charts as SVG text: no library, no script, readable in light and dark pages."""
+"""Charts as SVG text: curves, stacked bars, timelines; no library, no script.
+
+Colours of text and lines come from the page's stylesheet (`html`), so they suit light and dark.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,16 @@ import dataclasses
 import html
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6bb1", "#666666")
-"""Told apart by people with any colour vision (after Okabe and Ito); reused beyond eight runs."""
+from jaxdist.runtime.formatting.html import swatch
+from jaxdist.runtime.formatting.numbers import in_si
+
+COLOURS = (
+    *("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9"),
+    *("#8c6bb1", "#666666", "#a6761d", "#1b9e77", "#7570b3", "#b07aa1"),
+)
+"""Told apart by people with any colour vision as far as twelve can be (after Okabe and Ito)."""
 
 _WIDTH, _HEIGHT = 900, 340
 _LEFT, _RIGHT, _TOP, _BOTTOM = 76, 16, 14, 46
@@ -40,8 +49,9 @@ def chart(
     *,
     x_label: str,
     marks: Sequence[tuple[float, str]] = (),
+    log: bool = False,
 ) -> str:
-    """One chart with axes and a grid; "" when no line has a finite point.
+    """Curves with axes and a grid; "" when no line has a finite point.
 
     Long lines are drawn as the median of each stretch over a band from its least to its greatest
     value, so that a single spike stays visible.
@@ -51,31 +61,101 @@ def chart(
         lines: what is drawn.
         x_label: below the axis.
         marks: vertical dashed lines at x, with a tooltip.
+        log: logarithmic axes, marked at every x; all values are above 0.
     """
     finite = [p for line in lines for p in line.points if all(map(math.isfinite, p))]
     if not finite:
         return ""
-    x_ticks = ticks(min(x for x, _ in finite), max(x for x, _ in finite))
-    y_ticks = ticks(min(y for _, y in finite), max(y for _, y in finite))
-    frame = _Frame(
-        x=(min(x for x, _ in finite), max(x for x, _ in finite)),
-        y=(min(y_ticks[0], *(y for _, y in finite)), max(y_ticks[-1], *(y for _, y in finite))),
-    )
+    xs, ys = [x for x, _ in finite], [y for _, y in finite]
+    x_ticks = sorted(set(xs)) if log else ticks(min(xs), max(xs))
+    y_ticks = log_ticks(min(ys), max(ys)) if log else ticks(min(ys), max(ys))
+    frame = _Frame(x=(min(xs), max(xs)), y=(min(y_ticks[0], *ys), max(y_ticks[-1], *ys)), log=log)
     drawn = [
         *_grid(frame, x_ticks, y_ticks, x_label),
         *(_mark(frame, x, label) for x, label in marks if frame.holds_x(x)),
         *(part for line in lines for part in _draw(frame, line)),
     ]
-    return "\n".join(
-        [
-            "<figure>",
-            f"<figcaption>{html.escape(title)}</figcaption>",
-            f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{html.escape(title)}">',
-            *drawn,
-            "</svg>",
-            "</figure>",
-        ]
-    )
+    return _figure(title, _HEIGHT, drawn)
+
+
+def stacked_bars(
+    title: str,
+    bars: Sequence[tuple[str, Mapping[str, float]]],
+    *,
+    limit: float,
+    limit_name: str,
+    unit: str,
+) -> str:
+    """Horizontal bars cut into classes, with a line at the limit and a legend.
+
+    Args:
+        title: above the bars.
+        bars: (label, class -> amount).
+        limit: where the line stands.
+        limit_name: what it is.
+        unit: of amounts and limit.
+    """
+    names = dict.fromkeys(name for _, parts in bars for name in parts)
+    colours = {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(names)}
+    left, step = 190, 30
+    bottom = 8 + len(bars) * step
+    most = max([limit, *(sum(parts.values()) for _, parts in bars)]) * 1.04
+    scale = (_WIDTH - left - 10) / most
+    body = []
+    for row, (label, parts) in enumerate(bars):
+        y, x = 8 + row * step, float(left)
+        body.append(_text(left - 8, y + 15, label, anchor="end"))
+        for name, amount in parts.items():
+            tip = f"{name}: {amount:,.1f} {unit}"
+            body.append(_box(x, y, amount * scale, step - 9, colours[name], tip))
+            x += amount * scale
+    x = left + limit * scale
+    body.append(f'<line class="limit" x1="{x:.1f}" x2="{x:.1f}" y1="2" y2="{bottom}"/>')
+    body.append(_text(x, bottom + 16, f"{limit_name} {limit:,.1f} {unit}"))
+    return _figure(title, bottom + 26, body) + _legend(colours)
+
+
+@dataclasses.dataclass(frozen=True)
+class Span:
+    """A stretch of a timeline.
+
+    Attributes:
+        start: in the timeline's unit.
+        length: in the same.
+        kind: gives its colour.
+        tip: shown under the pointer.
+    """
+
+    start: float
+    length: float
+    kind: str
+    tip: str
+
+
+def timeline(title: str, rows: Sequence[tuple[str, Sequence[Span]]]) -> str:
+    """Who does what when: a row of spans under each other, with a legend of their kinds."""
+    spans = [span for _, row in rows for span in row]
+    kinds = dict.fromkeys(span.kind for span in spans)
+    colours = {kind: COLOURS[2 * i % len(COLOURS)] for i, kind in enumerate(kinds)}
+    left, step = 70, 26
+    scale = (_WIDTH - left - 10) / max(span.start + span.length for span in spans)
+    body = []
+    for number, (label, row) in enumerate(rows):
+        y = 8 + number * step
+        body.append(_text(left - 8, y + 14, label, anchor="end"))
+        for span in row:
+            x, width = left + span.start * scale, span.length * scale - 0.4
+            body.append(_box(x, y, width, step - 5, colours[span.kind], span.tip))
+    return _figure(title, len(rows) * step + 16, body) + _legend(colours)
+
+
+def log_ticks(low: float, high: float) -> list[float]:
+    """1, 2 and 5 times powers of ten from just below `low` to just above `high`."""
+    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
+    every = [m * 10.0**e for e in range(first - 1, last + 1) for m in (1, 2, 5)]
+    below = max(tick for tick in every if tick <= low * (1 + 1e-9))
+    above = min((tick for tick in every if tick >= high * (1 - 1e-9)), default=every[-1])
+    return [tick for tick in every if below <= tick <= max(above, 2 * below)]
 
 
 def ticks(low: float, high: float, about: int = 6) -> list[float]:
@@ -108,17 +188,23 @@ class _Frame:
 
     x: tuple[float, float]
     y: tuple[float, float]
+    log: bool = False
 
     def at(self, x: float, y: float) -> str:
         return f"{self.px(x):.1f},{self.py(y):.1f}"
 
     def px(self, x: float) -> float:
-        span = (self.x[1] - self.x[0]) or 1.0
-        return _LEFT + (x - self.x[0]) / span * (_WIDTH - _LEFT - _RIGHT)
+        return _LEFT + self._share(x, self.x) * (_WIDTH - _LEFT - _RIGHT)
 
     def py(self, y: float) -> float:
-        span = (self.y[1] - self.y[0]) or 1.0
-        return _HEIGHT - _BOTTOM - (y - self.y[0]) / span * (_HEIGHT - _TOP - _BOTTOM)
+        return _HEIGHT - _BOTTOM - self._share(y, self.y) * (_HEIGHT - _TOP - _BOTTOM)
+
+    def _share(self, value: float, ends: tuple[float, float]) -> float:
+        """Where a value lies between the ends of an axis, 0 to 1."""
+        low, high = ends
+        if self.log:
+            value, low, high = math.log(value), math.log(low), math.log(high)
+        return (value - low) / ((high - low) or 1.0)
 
     def holds_x(self, x: float) -> bool:
         return self.x[0] <= x <= self.x[1]
@@ -132,19 +218,15 @@ def _grid(
     for y in y_ticks:
         at = frame.py(y)
         parts.append(f'<line class="grid" x1="{_LEFT}" x2="{right}" y1="{at:.1f}" y2="{at:.1f}"/>')
-        parts.append(f'<text x="{_LEFT - 8}" y="{at + 4:.1f}" text-anchor="end">{_tick(y)}</text>')
+        parts.append(_text(_LEFT - 8, at + 4, _tick(y), anchor="end"))
     for x in x_ticks:
         if frame.holds_x(x):
             at = frame.px(x)
             parts.append(
                 f'<line class="grid" x1="{at:.1f}" x2="{at:.1f}" y1="{bottom}" y2="{bottom + 5}"/>'
             )
-            parts.append(
-                f'<text x="{at:.1f}" y="{bottom + 19}" text-anchor="middle">{_tick(x)}</text>'
-            )
-    middle = (_LEFT + right) / 2
-    label = html.escape(x_label)
-    parts.append(f'<text x="{middle:.0f}" y="{_HEIGHT - 8}" text-anchor="middle">{label}</text>')
+            parts.append(_text(at, bottom + 19, _tick(x)))
+    parts.append(_text((_LEFT + right) / 2, _HEIGHT - 8, x_label))
     return parts
 
 
@@ -220,7 +302,37 @@ def _finite_stretches(
 
 def _tick(value: float) -> str:
     """12500 -> "12.5k", 0.25 -> "0.25"."""
-    for size, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= size:
-            return f"{value / size:g}{unit}"
-    return f"{value:g}"
+    return in_si(value, digits=6)
+
+
+def _text(x: float, y: float, text: str, *, anchor: str = "middle") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{html.escape(text)}</text>'
+
+
+def _box(x: float, y: float, width: float, height: float, colour: str, tip: str) -> str:
+    return (
+        f'<rect x="{x:.1f}" y="{y:.1f}" width="{max(width, 0.5):.1f}" height="{height:.1f}" '
+        f'fill="{colour}"><title>{html.escape(tip)}</title></rect>'
+    )
+
+
+def _figure(title: str, height: float, body: Sequence[str]) -> str:
+    title = html.escape(title)
+    return "\n".join(
+        [
+            "<figure>",
+            f"<figcaption>{title}</figcaption>",
+            f'<svg viewBox="0 0 {_WIDTH} {height:.0f}" role="img" aria-label="{title}">',
+            *body,
+            "</svg>",
+            "</figure>",
+        ]
+    )
+
+
+def _legend(colours: Mapping[str, str]) -> str:
+    items = "".join(
+        f'<span class="key">{swatch(colour)}{html.escape(name)}</span>'
+        for name, colour in colours.items()
+    )
+    return f'<p class="legend">{items}</p>'

@@ -1,4 +1,4 @@
-"""A backward taken apart gives the gradients of the whole one, each product once."""
+"""A split backward gives the gradients of the whole one, each product once."""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ from test_pipeline_program import products
 
 from jaxdist.core import collectives
 from jaxdist.core.mesh import MeshSpec
-from jaxdist.core.parallel.pipeline.split_backward import take_apart
+from jaxdist.core.parallel.pipeline.split_backward import split_layer
 
 
 def layer(weights, x, constants):
@@ -32,10 +32,10 @@ def arguments():
 
 def test_both_halves_together_are_the_whole_gradient(arguments):
     weights, x, constants, dy = arguments
-    apart = take_apart(layer, weights, x, constants)
-    y, _, saved = apart.forward(weights, x, constants)
-    dx, kept = apart.input_gradient(weights, constants, saved, dy)
-    grads = apart.weight_gradient(weights, constants, kept)
+    split = split_layer(layer, weights, x, constants)
+    y, _, saved = split.forward(weights, x, constants)
+    dx, kept = split.input_gradient(weights, constants, saved, dy)
+    grads = split.weight_gradient(weights, constants, kept)
     expected_y, pull = jax.vjp(lambda w, x: layer(w, x, constants)[0], weights, x)
     expected_grads, expected_dx = pull(dy)
     np.testing.assert_array_equal(y, expected_y)
@@ -45,22 +45,22 @@ def test_both_halves_together_are_the_whole_gradient(arguments):
 
 def test_every_product_is_done_once(arguments):
     weights, x, constants, dy = arguments
-    apart = take_apart(layer, weights, x, constants)
-    _, _, saved = apart.forward(weights, x, constants)
-    _, kept = apart.input_gradient(weights, constants, saved, dy)
+    split = split_layer(layer, weights, x, constants)
+    _, _, saved = split.forward(weights, x, constants)
+    _, kept = split.input_gradient(weights, constants, saved, dy)
     count = lambda function, *args: products(jax.make_jaxpr(function)(*args).jaxpr)
     forward = count(layer, weights, x, constants)
     assert forward > 0
-    assert count(apart.forward, weights, x, constants) == forward
-    assert count(apart.input_gradient, weights, constants, saved, dy) == forward
-    assert count(apart.weight_gradient, weights, constants, kept) == forward
+    assert count(split.forward, weights, x, constants) == forward
+    assert count(split.input_gradient, weights, constants, saved, dy) == forward
+    assert count(split.weight_gradient, weights, constants, kept) == forward
 
 
 def test_what_follows_from_weights_and_constants_is_not_kept(arguments):
     weights, x, constants, dy = arguments
-    apart = take_apart(layer, weights, x, constants)
-    _, _, saved = apart.forward(weights, x, constants)
-    _, kept = apart.input_gradient(weights, constants, saved, dy)
+    split = split_layer(layer, weights, x, constants)
+    _, _, saved = split.forward(weights, x, constants)
+    _, kept = split.input_gradient(weights, constants, saved, dy)
     rows = x.shape[:-1]
     assert all(value.shape[:2] == rows for value in saved), "activations only"
     others = [value for value in kept if value.shape[:2] != rows]
@@ -85,21 +85,21 @@ def test_gathered_and_widened_values_are_kept_as_they_were_before():
     x, dy = draw(3, 8, 16).astype(jnp.bfloat16), draw(3, 8, 16).astype(jnp.bfloat16)
     between = []
 
-    def split_layer(weights, x, _):
+    def sharded_layer(weights, x, _):
         whole = collectives.all_gather(x, "tensor", dim=1).astype(jnp.float32)
         hidden = jnp.tanh(whole @ weights["up"])
         out = collectives.reduce_scatter(hidden @ weights["down"], "tensor", dim=1)
         return x + out.astype(x.dtype), None, {}
 
-    def apart(weights, x, dy):
-        halves = take_apart(split_layer, weights, x, (), enlarge_again=True)
+    def halved(weights, x, dy):
+        halves = split_layer(sharded_layer, weights, x, (), recompute_enlarged=True)
         _, _, saved = halves.forward(weights, x, ())
         dx, kept = halves.input_gradient(weights, (), saved, dy)
         between.extend([saved, kept])
         return dx, halves.weight_gradient(weights, (), kept)
 
     def whole(weights, x, dy):
-        _, pull = jax.vjp(lambda weights, x: split_layer(weights, x, ())[0], weights, x)
+        _, pull = jax.vjp(lambda weights, x: sharded_layer(weights, x, ())[0], weights, x)
         weight_grads, dx = pull(dy)
         return dx, weight_grads
 
@@ -113,7 +113,7 @@ def test_gathered_and_widened_values_are_kept_as_they_were_before():
             out_specs=(by_sequence, split),
         )
     )(weights, x, dy)
-    dx, grads = run(apart)
+    dx, grads = run(halved)
     expected_dx, expected = run(whole)
     np.testing.assert_array_equal(dx, expected_dx)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), grads, expected)

@@ -1,15 +1,17 @@
-"""What a pipeline schedule is: a table of actions, and the laws that it must keep.
+"""What a pipeline schedule is: which stage does what in which tick, and the rules it must keep.
 
-Pure Python: nothing here touches a device. `schedules.py` makes the tables, `simulation.py` counts
-and draws what they cost, `slots.py` and `phases.py` turn them into what `ticks.py` runs.
+Pure Python: nothing here touches a device. `schedules.py` makes the schedules, `simulation.py`
+counts and draws what they cost, `buffers.py` and `loop_plan.py` turn them into what `executor.py`
+runs.
 
-The model's layers are cut into `num_stages × num_virtual_stages` *pieces*; piece `k` lives on stage
-`k % num_stages` as its chunk `k // num_stages`, so neighbours in the model are neighbours on a
-ring. A schedule is a list of *ticks*; in a tick each stage does one action or nothing:
+The model's layers are cut into `num_stages × num_virtual_stages` virtual stages. Virtual stage `k`
+runs on stage `k % num_stages` as its *chunk* `k // num_stages`, so neighbours in the model are
+neighbours on a ring. A schedule is a list of *ticks*; in a tick each stage does one action or
+nothing:
 
-    forward   run a piece on a microbatch and send the result to the next piece
-    backward  gradient of a piece's input, sent to the piece before; and of its weights, unless
-    weight    the schedule takes the weights' gradient apart, as an action of its own
+    forward   run a virtual stage on a microbatch and send the result to the next one
+    backward  gradient of its input, sent to the one before; and of its weights, unless
+    weight    the schedule splits the backward: then the weights' gradient is an action of its own
 
 What is sent in a tick can be used from the next tick on. Every tick ends in an exchange between
 neighbours, so stages advance together and a tick lasts as long as its longest action.
@@ -30,7 +32,7 @@ Key: TypeAlias = tuple[Kind, int, int, int]
 
 
 class Action(NamedTuple):
-    """One piece of work: `kind` on a microbatch with one of the stage's chunks."""
+    """`kind` of work on a microbatch with one of the stage's chunks."""
 
     kind: Kind
     microbatch: int
@@ -42,12 +44,12 @@ Tick: TypeAlias = tuple[Action | None, ...]
 
 
 class ScheduleError(ValueError):
-    """A table that would compute wrong numbers or never finish; the text lists what is wrong."""
+    """A schedule that would compute wrong numbers or never finish; the text lists what is wrong."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """A table of actions; `ticks[t][s]` is what stage `s` does in tick `t`."""
+    """`ticks[t][s]` is what stage `s` does in tick `t`; `num_virtual_stages` is on each stage."""
 
     name: str
     num_stages: int
@@ -56,13 +58,13 @@ class Schedule:
     ticks: tuple[Tick, ...]
 
     @property
-    def num_pieces(self) -> int:
-        """Pieces into which the layers are cut."""
+    def total_virtual_stages(self) -> int:
+        """Virtual stages into which the layers are cut."""
         return self.num_stages * self.num_virtual_stages
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
-        """Kinds of action in the table; evaluation has forwards only."""
+        """Kinds of action that occur; evaluation has forwards only."""
         return ordered(set().union(*map(kinds_of, self.ticks)))
 
     @property
@@ -70,16 +72,16 @@ class Schedule:
         """Whether weight gradients are actions of their own."""
         return "weight" in self.kinds
 
-    def piece(self, stage: int, chunk: int) -> int:
-        """Which piece of the model a stage holds as `chunk`."""
+    def virtual_stage(self, stage: int, chunk: int) -> int:
+        """Which virtual stage of the model a stage holds as `chunk`."""
         return chunk * self.num_stages + stage
 
     def neighbour(self, stage: int, chunk: int, step: int) -> tuple[int, int] | None:
-        """(stage, chunk) of the piece `step` further along the model; None past its ends."""
-        piece = self.piece(stage, chunk) + step
-        if not 0 <= piece < self.num_pieces:
+        """(stage, chunk) of the virtual stage `step` further in the model; None past its ends."""
+        virtual = self.virtual_stage(stage, chunk) + step
+        if not 0 <= virtual < self.total_virtual_stages:
             return None
-        chunk, stage = divmod(piece, self.num_stages)
+        chunk, stage = divmod(virtual, self.num_stages)
         return stage, chunk
 
     def when(self) -> dict[Key, int]:
@@ -102,11 +104,11 @@ def ordered(kinds: Iterable[str]) -> tuple[Kind, ...]:
     return tuple(kind for kind in KINDS if kind in kinds)
 
 
-# --- laws -----------------------------------------------------------------------------------------
+# --- rules ----------------------------------------------------------------------------------------
 
 
 def check(schedule: Schedule) -> None:
-    """Refuse a table that loses, repeats or reorders work.
+    """Refuse a schedule that loses, repeats or reorders work.
 
     Raises:
         ScheduleError: with one line per violation (the first twenty).

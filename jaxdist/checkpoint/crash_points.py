@@ -1,0 +1,29 @@
+"""Named moments of saving and restoring at which a test kills the process."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Literal, get_args
+
+VARIABLE = "JAXDIST_CRASH_POINT"
+"""Environment variable that names the point at which this process dies; for tests."""
+
+CrashPoint = Literal[
+    "lock_taken",  # the directory is locked, leftovers of earlier saves are still there
+    "before_arrays",  # a save is prepared, none of its files exists
+    "during_arrays",  # Orbax writes arrays in the background
+    "after_arrays",  # all arrays are on disk on this process
+    "before_manifest",  # every file has its CRC-32, the manifest is not written
+    "after_manifest",  # the checkpoint counts, older ones are not deleted yet
+    "during_retention",  # an old checkpoint has lost its manifest, not its other files
+    "during_mark",  # a checkpoint was found corrupt and is not marked yet
+    "during_restore",  # the arrays are read, nothing is handed to the run yet
+]
+POINTS: tuple[CrashPoint, ...] = get_args(CrashPoint)
+
+
+def crash_point(name: CrashPoint) -> None:
+    """Kill this process (SIGKILL) if the environment asks for it at this point."""
+    if os.environ.get(VARIABLE) == name:
+        os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,182 @@
+"""Attention on one device: which kernel runs and why, the kernels, and their dropout.
+
+A model calls `Context.attend`, which `make_attend` builds for a platform. It is told what the mask
+depends on (`AttentionMask`), never the mask itself.
+
+Shapes: query [batch, queries, heads, head_dim]; key and value [batch, keys, kv_heads, head_dim],
+each key/value head serving heads / kv_heads query heads. Heads are those of this device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, Literal, TypeAlias
+
+import jax
+import jax.numpy as jnp
+
+from jaxdist.core.types import Array, AttentionDropout, AttentionMask, ConfigError
+
+Kernel: TypeAlias = Literal["xla", "cudnn"]
+
+
+def make_attend(
+    *, platform: str, compute_capability: str = "", tensor_index: Callable[[], Any] = lambda: 0
+) -> Callable[..., Array]:
+    """The `attend` of a `Context`: softmax(query · key / √head_dim, masked) · value, in float32.
+
+    Args:
+        platform: "cpu" or "gpu".
+        compute_capability: of NVIDIA GPUs, e.g. "9.0"; "" elsewhere.
+        tensor_index: index of this device on the tensor axis, which splits the heads.
+
+    Returns:
+        (query, key, value, mask, kernel="auto", dropout=None) -> [batch, queries, heads, head_dim]
+        in the query's dtype. `kernel` is "auto", "xla" or "cudnn". It raises `ConfigError` where
+        "cudnn" cannot do what is asked.
+    """
+
+    def attend(
+        query: Array,
+        key: Array,
+        value: Array,
+        mask: AttentionMask,
+        *,
+        kernel: str = "auto",
+        dropout: AttentionDropout | None = None,
+    ) -> Array:
+        if dropout is not None:
+            first_head = tensor_index() * query.shape[2]
+            return _attend_with_dropout(query, key, value, mask, dropout, first_head)
+        chosen, _ = choose_kernel(
+            kernel,
+            platform=platform,
+            compute_capability=compute_capability,
+            dtype=query.dtype,
+            head_dim=query.shape[-1],
+            packed=mask.segments is not None or mask.query_positions is not None,
+        )
+        dtype = query.dtype
+        if platform == "cpu" and dtype == jnp.float16:
+            # XLA:CPU has no float16 product with float32 sums, which jax's attention asks for.
+            query, key, value = (x.astype(jnp.float32) for x in (query, key, value))
+        return _attend(query, key, value, mask, chosen).astype(dtype)
+
+    return attend
+
+
+def choose_kernel(
+    wanted: str,
+    *,
+    platform: str,
+    compute_capability: str,
+    dtype: Any,
+    head_dim: int,
+    packed: bool,
+    dropout: float = 0.0,
+) -> tuple[Kernel, str]:
+    """The attention kernel and the reason.
+
+    Args:
+        wanted: "auto", "xla" or "cudnn".
+        platform: "cpu" or "gpu".
+        compute_capability: of NVIDIA GPUs, e.g. "9.0"; "" where it is not known.
+        dtype: of queries, keys and values.
+        head_dim: width of a head.
+        packed: whether the mask is more than causal with a window (documents, cached positions).
+        dropout: share of probabilities dropped.
+
+    Raises:
+        ConfigError: cuDNN was asked for by name and cannot honour the mask or the shapes.
+    """
+    obstacles = []
+    if platform != "gpu":
+        obstacles.append(f"cuDNN needs an NVIDIA GPU, this is {platform}")
+    elif compute_capability and float(compute_capability) < 8.0:
+        obstacles.append(
+            f"cuDNN's kernel needs compute capability 8.0, this is {compute_capability}"
+        )
+    if dtype not in (jnp.bfloat16, jnp.float16):
+        obstacles.append(f"cuDNN needs bfloat16 or float16, compute is {jnp.dtype(dtype)}")
+    if packed:
+        obstacles.append("cuDNN's kernel knows no document boundaries and rows are packed")
+    if head_dim % 8 or head_dim > 128:
+        obstacles.append(f"cuDNN needs head_dim ≤ 128 and a multiple of 8, this is {head_dim}")
+    if dropout:
+        obstacles.append("attention dropout must give the same bits on every mesh")
+    if wanted == "xla":
+        return "xla", "asked for"
+    if not obstacles:
+        return "cudnn", "fused, and it honours the causal mask and the window"
+    if wanted == "cudnn":
+        raise ConfigError(
+            [
+                f"model.attention='cudnn' is impossible here: {'; '.join(obstacles)}. "
+                "Use attention='xla' or 'auto'."
+            ]
+        )
+    return "xla", "; ".join(obstacles)
+
+
+def visible(mask: AttentionMask, queries: int, keys: int) -> Array:
+    """Which keys a query sees, bool [batch or 1, 1, queries, keys]; the 1 stands for all heads."""
+    place = jnp.arange(keys)
+    query = jnp.arange(queries)[None] if mask.query_positions is None else mask.query_positions
+    behind = query[..., None] - place  # [batch or 1, queries, keys]
+    allowed = behind >= 0 if mask.causal else jnp.ones_like(behind, bool)
+    if mask.sliding_window:
+        allowed &= behind < mask.sliding_window
+    if mask.segments is not None:
+        allowed &= mask.segments[:, :, None] == mask.segments[:, None, :]
+    return allowed[:, None]
+
+
+def _attend(query: Array, key: Array, value: Array, mask: AttentionMask, kernel: Kernel) -> Array:
+    """A kernel of jax on a mask that it can honour; shapes as in the file's docstring."""
+    if mask.query_positions is not None:
+        allowed = visible(mask, query.shape[1], key.shape[1])
+        return jax.nn.dot_product_attention(query, key, value, mask=allowed, implementation="xla")
+    documents = None
+    if mask.segments is not None:
+        documents = (mask.segments[:, :, None] == mask.segments[:, None, :])[:, None]
+    return jax.nn.dot_product_attention(
+        query,
+        key,
+        value,
+        mask=documents,
+        is_causal=mask.causal,
+        local_window_size=(mask.sliding_window - 1, 0) if mask.sliding_window else None,
+        implementation=kernel,
+    )
+
+
+def _attend_with_dropout(
+    query: Array,
+    key: Array,
+    value: Array,
+    mask: AttentionMask,
+    dropout: AttentionDropout,
+    first_head: Any,
+) -> Array:
+    """Attention with dropped probabilities, the bits of a head's query depending on it alone.
+
+    Shapes as in the file's docstring; `first_head` is the index of the first local head among all
+    heads. Scores and probabilities are float32 [batch, heads, queries, keys].
+    """
+    _, queries, heads, head_dim = query.shape
+    keys, groups = key.shape[1], heads // key.shape[2]
+    key, value = (jnp.repeat(x, groups, axis=2) for x in (key, value))
+    scores = jnp.einsum("bqhd,bkhd->bhqk", query, key, preferred_element_type=jnp.float32)
+    allowed = visible(mask, queries, keys)
+    scores = jnp.where(allowed, scores / math.sqrt(head_dim), jnp.finfo(jnp.float32).min)
+    probs = jax.nn.softmax(scores, axis=-1)
+
+    def draw(row: Array, head: Array) -> Array:
+        own = jax.random.fold_in(jax.random.fold_in(dropout.key, row), head)
+        return jax.random.bernoulli(own, 1 - dropout.rate, (queries, keys))
+
+    local_heads = first_head + jnp.arange(heads)
+    kept = jax.vmap(lambda row: jax.vmap(lambda head: draw(row, head))(local_heads))(dropout.rows)
+    probs = jnp.where(kept, probs / (1 - dropout.rate), 0.0).astype(value.dtype)
+    return jnp.einsum("bhqk,bkhd->bqhd", probs, value)

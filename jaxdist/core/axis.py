@@ -1,0 +1,129 @@
+"""What a mesh axis is: one record that the mesh, sharding, planner, elastic jobs and help read.
+
+Each axis of the product is one `Axis` in one file of `core/parallel/`, and one entry in the list of
+`core/parallel/axes.py`. Nothing else names the axes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+from jax.sharding import PartitionSpec as P
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Workload:
+    """What a mesh must fit: the sizes of a run's model and batch.
+
+    Attributes:
+        dims: logical dim -> size (`Model.dims`); `layers` is absent when nothing is stacked.
+        rules: logical dim -> mesh axis, for dims of the model's own (`Model.rules`).
+        settings: logical dim -> the setting that gives its size, for messages.
+        zero: ZeRO stage (`mesh.zero`).
+        global_batch_size: rows of one step, or None to leave the batch out.
+        num_microbatches: microbatches that a device's rows are cut into.
+        num_virtual_stages: pieces of the model on each pipeline stage.
+        seq_len: sequence length where sequence parallelism splits it, else None.
+    """
+
+    dims: Mapping[str, int]
+    rules: Mapping[str, str | None] = dataclasses.field(default_factory=dict)
+    settings: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    zero: int = 0
+    global_batch_size: int | None = None
+    num_microbatches: int = 1
+    num_virtual_stages: int = 1
+    seq_len: int | None = None
+
+    def named(self, dim: str) -> str:
+        """`model.num_layers=8`: a dim with its size, by the setting it comes from."""
+        return f"{self.settings.get(dim, f'model dim {dim}')}={self.dims[dim]}"
+
+
+def _no_problems(size: int, workload: Workload) -> list[str]:
+    del size, workload
+    return []
+
+
+def _no_hooks(sequence_parallel: bool) -> dict[str, Any]:
+    del sequence_parallel
+    return {}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Axis:
+    """One axis of the device mesh, with all that the rest of the package asks of it.
+
+    Attributes:
+        name: name in `jax.sharding.Mesh` and in every `PartitionSpec`.
+        short: name in `--mesh`, e.g. "tp" in `--mesh tp=4`.
+        help: what it does, one phrase for help texts.
+        moves: what its devices exchange in one step, one phrase for the planner and the doctor.
+        weights: what its devices hold of the parameters.
+            "replicated" = all of them, unless ZeRO shards them over the axis;
+            "gathered" = a shard, made whole just before it is used;
+            "split" = the part they compute with.
+        splits_rows: each of its devices takes other rows of the batch.
+        dims: logical dims that it splits, in every model.
+        sums_gradients: when the local gradients of a parameter that the axis does not split differ
+            between its devices, and must be summed.
+        sums_loss: the loss of a step is summed over it.
+        shrinks: an elastic job may use fewer devices along it.
+        complexity: how much harder it makes a run; the planner prefers simple meshes when two are
+            equally fast.
+        divides: why its size must divide its dims; completes "mesh tp=3 does not divide ...: ".
+        problems: (size > 1, workload) -> what makes the size illegal, beside dims it does not
+            divide. Each problem says what was given, what is allowed and the fix.
+        hooks: whether sequences are split -> the `Context` hooks that it gives a model.
+    """
+
+    name: str
+    short: str
+    help: str
+    moves: str
+    weights: Literal["replicated", "gathered", "split"]
+    splits_rows: bool = False
+    dims: tuple[str, ...] = ()
+    sums_gradients: Literal["always", "sequence_parallel", "never"] = "never"
+    sums_loss: bool = False
+    shrinks: bool = False
+    complexity: int = 0
+    divides: str = ""
+    problems: Callable[[int, Workload], list[str]] = _no_problems
+    hooks: Callable[[bool], dict[str, Any]] = _no_hooks
+
+
+def axes_of(spec: P) -> tuple[str, ...]:
+    """Names of the mesh axes that a spec mentions, in its order."""
+    entries = [entry if isinstance(entry, tuple) else (entry,) for entry in spec]
+    return tuple(axis for entry in entries for axis in entry if axis is not None)
+
+
+def dim_of(spec: P, axis: str) -> int | None:
+    """The dim that the mesh axis `axis` splits, or None."""
+    for dim, entry in enumerate(spec):
+        if axis == entry or (isinstance(entry, tuple) and axis in entry):
+            return dim
+    return None
+
+
+def spec_over(spec: P, axes: tuple[str, ...]) -> P:
+    """The same spec with every mesh axis but `axes` left out."""
+    kept: list[Any] = []
+    for entry in spec:
+        names = tuple(a for a in (entry if isinstance(entry, tuple) else (entry,)) if a in axes)
+        kept.append(names if len(names) > 1 else names[0] if names else None)
+    while kept and kept[-1] is None:
+        kept.pop()
+    return P(*kept)
+
+
+def allowed_sizes(size: int) -> str:
+    """The divisors of a dim as text: `1, 2, 4 or 8`."""
+    divisors = [str(d) for d in range(1, min(size, 512) + 1) if size % d == 0]
+    if len(divisors) > 8:
+        return f"{', '.join(divisors[:7])} … {divisors[-1]}"
+    *others, last = divisors
+    return f"{', '.join(others)} or {last}" if others else last

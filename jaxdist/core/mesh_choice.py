@@ -1,0 +1,140 @@
+"""Which meshes are legal for a model and a batch, and the one used where none is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeAlias
+
+from jaxdist.core.axis import Workload, allowed_sizes
+from jaxdist.core.mesh import MeshSpec, factorisations, nearest
+from jaxdist.core.parallel import axes
+from jaxdist.core.parallel.data import DATA
+from jaxdist.core.parallel.fsdp import FSDP
+
+
+def mesh_problems(spec: MeshSpec, workload: Workload) -> list[str]:
+    """Every rule that a model and batch break on a mesh, before anything is built.
+
+    Args:
+        spec: the mesh.
+        workload: sizes of the model and the batch.
+    """
+    return [
+        *_dim_problems(spec, workload),
+        *(p for axis in spec.used for p in axis.problems(spec[axis], workload)),
+        *_batch_problems(spec, workload),
+    ]
+
+
+def _dim_problems(spec: MeshSpec, workload: Workload) -> Iterable[str]:
+    """Dims that the axis which splits them does not divide."""
+    rules, by_name = {**axes.rules(), **workload.rules}, axes.by_name()
+    for dim, size in workload.dims.items():
+        name = rules.get(dim)
+        if name is None:
+            continue
+        if name not in by_name:
+            yield (
+                f"Model.rules splits dim {dim!r} over {name!r}, which is no mesh axis. "
+                f"Use {', '.join(axes.names())}, or None to keep it whole."
+            )
+            continue
+        axis = by_name[name]
+        ways, label, fix = spec[axis], f"{axis.short}={spec[axis]}", f"{axis.short}="
+        if axis.weights == "gathered" and workload.zero:
+            shared = [other for other in axes.AXES if other.weights == "replicated"]
+            for other in shared:
+                ways *= spec[other]
+            parts = " × ".join(f"{other.short}={spec[other]}" for other in (axis, *shared))
+            label, fix = f"{parts} (zero={workload.zero})", "a product of "
+        if size % ways:
+            yield (
+                f"mesh {label} does not divide {workload.named(dim)}: {axis.divides}. "
+                f"Use {fix}{allowed_sizes(size)}."
+            )
+
+
+def _batch_problems(spec: MeshSpec, workload: Workload) -> Iterable[str]:
+    """A global batch whose rows the devices cannot share equally."""
+    batch = workload.global_batch_size
+    rows = spec.num_replicas * workload.num_microbatches
+    if batch is None or batch % rows == 0:
+        return
+    down, up = batch // rows * rows, -(-batch // rows) * rows
+    replicas = [axis for axis in axes.AXES if axis.splits_rows]
+    sizes = " × ".join(f"{axis.short}={spec[axis]}" for axis in replicas)
+    yield (
+        f"train.global_batch_size={batch} is not a multiple of {rows} ({sizes} × "
+        f"microbatches={workload.num_microbatches}): every device takes the same number of rows. "
+        f"Use {f'{down} or ' if down else ''}{up}, or a smaller "
+        f"{' × '.join(axis.short for axis in replicas)}."
+    )
+
+
+def legal_meshes(
+    asked: MeshSpec, num_devices: int, problems_of: Callable[[MeshSpec], list[str]], count: int = 3
+) -> Sequence[MeshSpec]:
+    """Up to `count` meshes of `num_devices` without problems, nearest to the one asked for.
+
+    Args:
+        asked: the mesh that was refused.
+        num_devices: devices to use.
+        problems_of: MeshSpec -> list of problems.
+        count: how many to name.
+    """
+    legal = [spec for spec in factorisations(num_devices) if not problems_of(spec)]
+    return nearest(asked, legal, count)
+
+
+def default_mesh(
+    num_devices: int,
+    state_bytes: int,
+    memory_bytes: int | None,
+    needs: Needs | None = None,
+) -> tuple[MeshSpec, str]:
+    """The mesh used when none is asked for, and why.
+
+    Args:
+        num_devices: visible devices.
+        state_bytes: parameters, gradients and moments of the whole model.
+        memory_bytes: memory of one device, or None when the backend does not say.
+        needs: the estimate of a mesh's memory; without it the state alone is looked at.
+    """
+    if num_devices == 1:
+        return MeshSpec(), "one device: nothing to split"
+    if needs is not None:
+        return _by_estimate(num_devices, needs)
+    gib = state_bytes / 2**30
+    if memory_bytes is None or state_bytes <= memory_bytes * _STATE_SHARE:
+        return (
+            MeshSpec.over(DATA, num_devices),
+            f"the state ({gib:.2f} GiB) fits one device, so data parallelism alone moves least",
+        )
+    return (
+        MeshSpec.over(FSDP, num_devices),
+        f"the state ({gib:.2f} GiB) does not fit one device ({memory_bytes / 2**30:.0f} GiB, of "
+        f"which {_STATE_SHARE:.0%} may hold state), so it is sharded over all",
+    )
+
+
+Needs: TypeAlias = Callable[[MeshSpec], tuple[float, float]]
+"""Mesh -> (bytes that one device needs, bytes that a run may take of it)."""
+
+
+def _by_estimate(num_devices: int, needs: Needs) -> tuple[MeshSpec, str]:
+    replicas, shards = MeshSpec.over(DATA, num_devices), MeshSpec.over(FSDP, num_devices)
+    needed, limit = (size / 2**30 for size in needs(replicas))
+    if needed <= limit:
+        return replicas, (
+            f"a replica takes {needed:.1f} of {limit:.1f} GiB, so data parallelism alone moves "
+            "least"
+        )
+    sharded = needs(shards)[0] / 2**30
+    return shards, (
+        f"a replica would take {needed:.1f} of {limit:.1f} GiB; sharded over all devices it takes "
+        f"{sharded:.1f}"
+    )
+
+
+# The rest is for activations, the loss head and communication buffers.
+_STATE_SHARE = 0.5

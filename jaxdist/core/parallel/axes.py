@@ -1,0 +1,36 @@
+"""The list of mesh axes, slow to fast interconnect. A new axis is a file here and an entry in it.
+
+`tensor` comes last, so that its devices are neighbours inside a node. Everything that depends on
+which axes there are reads `AXES` when it is called; a test may replace it with a longer list.
+"""
+
+from __future__ import annotations
+
+from jaxdist.core.axis import Axis
+from jaxdist.core.parallel.data import DATA
+from jaxdist.core.parallel.fsdp import FSDP
+from jaxdist.core.parallel.pipeline.axis import PIPELINE
+from jaxdist.core.parallel.tensor import TENSOR
+
+AXES: tuple[Axis, ...] = (PIPELINE, DATA, FSDP, TENSOR)
+"""Mesh axes, slow to fast interconnect."""
+
+
+def names() -> tuple[str, ...]:
+    """Names of the axes, in mesh order."""
+    return tuple(axis.name for axis in AXES)
+
+
+def row_axes() -> tuple[str, ...]:
+    """Names of the axes over which the rows of a batch are split, in mesh order."""
+    return tuple(axis.name for axis in AXES if axis.splits_rows)
+
+
+def by_name() -> dict[str, Axis]:
+    """Name -> axis; long names and the short ones of `--mesh`."""
+    return {name: axis for axis in AXES for name in (axis.name, axis.short)}
+
+
+def rules() -> dict[str, str | None]:
+    """Logical dim -> the mesh axis that splits it; dims not named are never split."""
+    return {dim: axis.name for axis in AXES for dim in axis.dims}

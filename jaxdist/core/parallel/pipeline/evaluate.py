@@ -1,0 +1,100 @@
+"""Evaluation by a pipeline: forwards only, each stage handing its output to the next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxdist.core import collectives
+from jaxdist.core.parallel.pipeline.buffers import to_arrays
+from jaxdist.core.parallel.pipeline.executor import (
+    Handler,
+    Instruction,
+    State,
+    instructions_of,
+    run,
+    take,
+)
+from jaxdist.core.parallel.pipeline.schedule import Kind, Schedule
+from jaxdist.core.parallel.pipeline.stage import Stage, make_stage, zeros
+from jaxdist.core.sharding import Layout
+from jaxdist.core.types import Batch, Context, Model, Params, Sums, add_sums
+
+
+def make_evaluate(
+    model: Model,
+    layout: Layout,
+    make_schedule: Callable[[int], Schedule],
+    *,
+    gather: Literal["action", "step"] = "action",
+    reduce_dtype: Any = jnp.float32,
+) -> Callable[[Params, Batch, Context], Sums]:
+    """Sums by a forward pipeline, for use inside the manual step.
+
+    Args:
+        model: a model with stacked layers.
+        layout: mesh and rules.
+        make_schedule: rows of a replica -> a schedule of `schedules.forward_only`.
+        gather: when fsdp weights are gathered; for "step", `Context.run_layers` must not gather.
+        reduce_dtype: as for training; evaluation sums no gradients.
+
+    Returns:
+        (local parameters, this replica's rows, context) -> this replica's sums: those of the head
+        on the last stage, those of the layers on the stage that runs them.
+    """
+    gathered = layout.gather_specs(model.axes)["layers"]
+
+    def evaluate(params: Params, batch: Batch, context: Context) -> Sums:
+        schedule = make_schedule(jax.tree.leaves(batch)[0].shape[0])
+        stage = make_stage(
+            model,
+            schedule,
+            params,
+            batch,
+            context,
+            layer_specs=gathered,
+            gather=gather,
+            reduce_dtype=reduce_dtype,
+        )
+        return _run(stage)
+
+    return evaluate
+
+
+def _run(stage: Stage) -> Sums:
+    """Run a forward schedule on one stage; returns this stage's sums."""
+    schedule = stage.schedule
+    example = jax.tree.map(lambda column: column[0], instructions_of(schedule))
+    x_kind = jax.eval_shape(stage.embed, stage.outer, example)
+    zero_x = collectives.zeros_like(x_kind)
+
+    def forward(now: Instruction, state: State) -> dict[str, Any]:
+        x = lax.cond(
+            stage.is_first(now),
+            lambda: stage.embed(stage.outer, now),
+            lambda: take(state.activations, now.activation),
+        )
+        y, sums = stage.run(x, now)
+        totals = add_sums(state.totals, sums)
+        totals = lax.cond(
+            stage.is_last(now),
+            lambda: add_sums(totals, stage.head(stage.outer, y, now)),
+            lambda: totals,
+        )
+        return {"entered": zero_x, "up": y, "totals": totals}
+
+    _, sum_kinds = jax.eval_shape(lambda: stage.run(zero_x, example))
+    sum_kinds |= jax.eval_shape(lambda: stage.head(stage.outer, zero_x, example))
+    state = State(
+        activations=zeros(x_kind, to_arrays(schedule).num_slots[0] + 1),
+        cotangents=zeros(x_kind, 0),
+        pending=[],
+        totals=zeros(sum_kinds),
+    )
+    idle = {"entered": zero_x, "up": zero_x}
+    handlers: dict[Kind, Handler] = {"forward": Handler(forward, ("entered", "up", "totals"))}
+    return run(schedule, handlers, idle, state).totals

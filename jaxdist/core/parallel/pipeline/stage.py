@@ -1,0 +1,156 @@
+"""One stage of a pipeline: its layers, its microbatches, and the model applied to either.
+
+Everything here runs inside the manual step: arrays are this device's parts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from jaxdist.core import collectives
+from jaxdist.core.parallel import data, fsdp
+from jaxdist.core.parallel.pipeline import virtual_stages
+from jaxdist.core.parallel.pipeline.axis import PIPELINE
+from jaxdist.core.parallel.pipeline.executor import Instruction, take
+from jaxdist.core.parallel.pipeline.layerwise_backward import Layers
+from jaxdist.core.parallel.pipeline.schedule import Schedule
+from jaxdist.core.types import Array, Batch, Context, Model, Params, Sums
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Stage:
+    """What this device computes with. An instruction names a microbatch and one of its chunks.
+
+    Attributes:
+        model: the model.
+        schedule: the schedule being run.
+        context: what the model is told; its key is the step's.
+        layers: this stage's parameters, [chunks, layers of a virtual stage, ...].
+        outer: the parameters outside the layers, whole, in the compute dtype.
+        microbatches: [num_microbatches, rows of one, ...].
+        index: int32 scalar, this stage's place on the ring.
+    """
+
+    model: Model
+    schedule: Schedule
+    context: Context
+    layers: Params
+    outer: Params
+    microbatches: Batch
+    index: Array
+
+    def virtual_stage(self, now: Instruction) -> Array:
+        """Which virtual stage of the model this is; int32 scalar."""
+        return now.chunk * self.schedule.num_stages + self.index
+
+    def is_first(self, now: Instruction) -> Array:
+        """Whether the virtual stage begins with the embedding; bool scalar."""
+        return self.virtual_stage(now) == 0
+
+    def is_last(self, now: Instruction) -> Array:
+        """Whether the virtual stage ends in the loss head; bool scalar."""
+        return self.virtual_stage(now) == self.schedule.total_virtual_stages - 1
+
+    def microbatch(self, now: Instruction) -> Batch:
+        """Rows of the microbatch, [rows, ...]."""
+        return jax.tree.map(lambda x: take(x, now.microbatch), self.microbatches)
+
+    def chunk(self, now: Instruction) -> Params:
+        """Parameters of the virtual stage, [layers, ...]."""
+        return jax.tree.map(lambda x: take(x, now.chunk), self.layers)
+
+    def embed(self, outer: Params, now: Instruction) -> Array:
+        """Input of the first virtual stage, [rows, seq_shard, d_model]."""
+        return self.model.embed(outer, self.microbatch(now), self.context)  # type: ignore[misc]
+
+    def aux(self, now: Instruction) -> Any:
+        """What every block needs beside its input."""
+        batch, prepare = self.microbatch(now), self.model.prepare
+        return batch if prepare is None else prepare(batch, self.context)
+
+    def layer_indices(self, now: Instruction) -> Array:
+        """Index in the model of each layer, int32 [layers]; random bits depend on it."""
+        count = jax.tree.leaves(self.layers)[0].shape[1]
+        return self.virtual_stage(now) * count + jnp.arange(count)
+
+    def layers_of(self, now: Instruction) -> Layers:
+        """The layers of the virtual stage, for their backward."""
+        return Layers(self.chunk(now), self.layer_indices(now), self.aux(now), now.chunk)
+
+    def run(self, x: Array, now: Instruction) -> tuple[Array, Sums]:
+        """The virtual stage applied to x [rows, seq_shard, d_model], and the sums of its layers."""
+        return self.context.run_layers(
+            self.model.block,
+            self.chunk(now),
+            x,
+            self.aux(now),
+            self.context,
+            first=self.layer_indices(now)[0],
+        )
+
+    def head(self, outer: Params, x: Array, now: Instruction) -> Sums:
+        """Sums of the loss head, from the output x [rows, seq_shard, d_model] of the last layer."""
+        return self.model.head_loss(outer, x, self.microbatch(now), self.context)
+
+
+def make_stage(
+    model: Model,
+    schedule: Schedule,
+    params: Params,
+    batch: Batch,
+    context: Context,
+    *,
+    layer_specs: Any,
+    gather: str,
+    reduce_dtype: Any,
+) -> Stage:
+    """This device's stage: its layers where they run, what is gathered once, the microbatches.
+
+    Args:
+        model: a model with stacked layers.
+        schedule: the schedule to run.
+        params: local shards; layers [layers stored on this stage, ...].
+        batch: this replica's rows, [rows, ...].
+        context: what the model is told.
+        layer_specs: specs of the stacked leaves, over the axes whose shards are gathered.
+        gather: "step" gathers the layers here, once; "action" leaves it to each action.
+        reduce_dtype: dtype in which gradients of gathered weights are summed.
+    """
+    layers = virtual_stages.to_virtual_stages(params["layers"], schedule)
+    if gather == "step":
+        layers = fsdp.gather(
+            layers, chunked(layer_specs), dtype=context.dtype, reduce_dtype=reduce_dtype
+        )
+    outer = {name: tree for name, tree in params.items() if name != "layers"}
+    return Stage(
+        model=model,
+        schedule=schedule,
+        context=context,
+        layers=layers,
+        outer=context.gather(outer),
+        microbatches=data.split_microbatches(batch, schedule.num_microbatches),
+        index=collectives.group_index(PIPELINE.name),
+    )
+
+
+def chunked(specs: Any) -> Any:
+    """Specs of [chunks, layers, ...] from those of the stacked leaves [layers, ...]."""
+    return jax.tree.map(lambda spec: P(None, *spec), specs, is_leaf=lambda x: isinstance(x, P))
+
+
+def zeros(kinds: Any, *lead: int) -> Any:
+    """Zeros like each leaf of a tree of shapes, with leading dims if given.
+
+    They are declared to vary over the mesh as the leaf does, since a loop's carry keeps its type.
+    """
+    return jax.tree.map(
+        lambda x: collectives.vary(
+            jnp.zeros((*lead, *x.shape), x.dtype), tuple(collectives.varying_axes(x))
+        ),
+        kinds,
+    )

@@ -1,0 +1,99 @@
+"""Gradients over the mesh: each device's own sums, and their one reduction per step.
+
+Parameters enter the differentiated function marked as varying (`localise`), so that its gradients
+are each device's own sums; `reduce_gradients` then adds them over every axis a leaf is not sharded
+on, by reduce-scatter where ZeRO wants the result sharded and by all-reduce elsewhere.
+
+Everything here runs inside `jax.shard_map`: arrays are local. Specs are trees of `PartitionSpec`
+like the parameters. `axes` are names of mesh axes in use, in mesh order; which they are, `Layout`
+says.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from jaxdist.core import collectives
+from jaxdist.core.axis import axes_of, dim_of
+from jaxdist.core.types import Array, Params
+
+
+def localise(params: Params, axes: tuple[str, ...]) -> Params:
+    """Parameters whose gradients stay local sums until `reduce_gradients`; moves nothing.
+
+    Args:
+        params: local shards, float32, any shapes.
+        axes: `Layout.summed_axes`.
+    """
+    return collectives.vary(params, axes)
+
+
+def scatter_gradients(
+    grads: Params, from_specs: Any, to_specs: Any, axes: tuple[str, ...]
+) -> Params:
+    """Reduce-scatter over `axes` the local gradients that `to_specs` shards and `from_specs` not.
+
+    The others stay local sums: nothing is moved for them.
+
+    Args:
+        grads: local gradients, laid out as `from_specs`; float32.
+        from_specs: specs of the leaves as they are.
+        to_specs: specs of the result.
+        axes: axes to reduce over.
+    """
+
+    def leaf(source: P, target: P, grad: Array) -> Array:
+        for axis in axes:
+            dim = dim_of(target, axis)
+            if dim is not None and dim_of(source, axis) is None:
+                grad = collectives.reduce_scatter(grad, axis, dim=dim)
+        return grad
+
+    return jax.tree.map(leaf, from_specs, to_specs, grads, is_leaf=lambda x: isinstance(x, P))
+
+
+def reduce_gradients(
+    grads: Params, from_specs: Any, to_specs: Any, axes: tuple[str, ...]
+) -> Params:
+    """Sum local gradients over `axes`, each leaf ending as `to_specs` says.
+
+    Args:
+        grads: local gradients, laid out as `from_specs`; float32.
+        from_specs: specs of the leaves as they are.
+        to_specs: the same, plus the axes over which the result is to be sharded.
+        axes: axes to sum over; those a leaf is already sharded on are left out.
+    """
+
+    def leaf(target: P, grad: Array) -> Array:
+        rest = tuple(axis for axis in axes if dim_of(target, axis) is None)
+        return collectives.all_reduce(grad, rest) if rest else grad
+
+    grads = scatter_gradients(grads, from_specs, to_specs, axes)
+    return jax.tree.map(leaf, to_specs, grads, is_leaf=lambda x: isinstance(x, P))
+
+
+def squared_norm(grads: Params, specs: Any, axes: tuple[str, ...]) -> Array:
+    """Sum of squares of reduced gradients over the whole model, float32 [], equal on every device.
+
+    Args:
+        grads: reduced gradients, any shapes.
+        specs: where they lie.
+        axes: axes whose collectives the step writes itself (`Layout.manual_axes`).
+    """
+    by_axes: dict[tuple[str, ...], Array] = {}
+    for spec, grad in zip(
+        jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, P)),
+        jax.tree.leaves(grads),
+        strict=True,
+    ):
+        over = tuple(sorted(axis for axis in axes_of(spec) if axis in axes))
+        square = jnp.sum(jnp.square(grad.astype(jnp.float32)))
+        by_axes[over] = by_axes.get(over, jnp.zeros((), jnp.float32)) + square
+    return sum(
+        (collectives.all_reduce(part, over) if over else part for over, part in by_axes.items()),
+        start=jnp.zeros((), jnp.float32),
+    )

@@ -1,0 +1,65 @@
+"""The parameters of a built model, leaf by leaf, without making any: names, dims and shapes."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+
+import jax
+
+from jaxdist.core.types import Dims, Model
+
+
+@dataclasses.dataclass(frozen=True)
+class Weight:
+    """One array of the parameters.
+
+    Attributes:
+        name: its path, e.g. "layers.mlp.up".
+        dims: logical dims.
+        shape: of the whole array.
+    """
+
+    name: str
+    dims: Dims
+    shape: tuple[int, ...]
+
+    @functools.cached_property
+    def size(self) -> int:
+        """Elements."""
+        return math.prod(self.shape)
+
+    @property
+    def is_stacked(self) -> bool:
+        """Whether it holds all layers."""
+        return bool(self.dims) and self.dims[0] == "layers"
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether it multiplies; norm scales and biases do not."""
+        return not self.name.endswith(("bias", "scale")) and len(self.dims) - self.is_stacked > 1
+
+
+@functools.lru_cache(maxsize=64)
+def weights_of(model: Model) -> tuple[Weight, ...]:
+    """The parameters of a model, in the order of its tree. Starts no device."""
+    # The key's shape only: a real key would start a device.
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    shapes = jax.tree_util.tree_leaves_with_path(jax.eval_shape(model.init, key))
+    return tuple(
+        Weight(jax.tree_util.keystr(path, simple=True, separator="."), dims, tuple(shape.shape))
+        for (path, shape), dims in zip(shapes, jax.tree.leaves(model.axes), strict=True)
+    )
+
+
+def num_params(model: Model) -> int:
+    """Number of parameters, without vocabulary padding (as model cards count)."""
+    padded = model.dims.get("vocab", 0)
+    total = 0
+    for weight in weights_of(model):
+        if model.vocab_size and "vocab" in weight.dims:
+            total += weight.size // padded * model.vocab_size
+        else:
+            total += weight.size
+    return total

@@ -1,0 +1,355 @@
+"""A running job: its parts, its data, its guards, and what may happen between two steps.
+
+`jaxdist.train` holds the loop; here is what each of its lines does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+
+from jaxdist import runtime
+from jaxdist.checkpoint import Checkpointer, Due
+from jaxdist.core.step import Metrics
+from jaxdist.core.types import Batch
+from jaxdist.data import Dataset, Loader, TrainData
+from jaxdist.plan.estimate.memory_check import Budget
+from jaxdist.run.evaluation_loop import evaluate
+from jaxdist.run.exit_reason import ExitReason
+from jaxdist.run.monitoring import Monitor, RunDirectory, StepTimer
+from jaxdist.run.monitoring.environment import versions
+from jaxdist.run.resilience import LossGuard, Rollback, SdcCheck, Watchdog
+from jaxdist.run.setup import Parts
+from jaxdist.run.startup import announce, restore_or_init
+from jaxdist.run.step_report import StepReporter
+
+log = logging.getLogger("jaxdist")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Between:
+    """What is to be done between a step and the next; false when there is nothing.
+
+    Attributes:
+        evaluate: an evaluation is due.
+        save: which save is due, "" for none.
+        leave: the job was asked to stop.
+        trace: a profiler trace begins or ends here.
+        last: this was the last step.
+    """
+
+    evaluate: bool = False
+    save: Due = ""
+    leave: bool = False
+    trace: bool = False
+    last: bool = False
+
+    def __bool__(self) -> bool:
+        return self.evaluate or bool(self.save) or self.leave or self.trace or self.last
+
+
+@dataclasses.dataclass(kw_only=True)
+class Session:
+    """Everything that a running job holds.
+
+    Attributes:
+        parts: mesh, model, optimizer and compiled step.
+        run: the run directory.
+        config_text: the resolved config, kept in each checkpoint.
+        train_data: rows to train on.
+        eval_data: held-out rows; None without any.
+        checkpointer: saves and restores.
+        monitor: console, metrics.jsonl and the other sinks.
+        watchdog: ends a process that hangs.
+        guard: looks at each loss.
+        sdc_check: compares replicas.
+        preemption: says when the job was asked to stop.
+        budget: estimated memory of a GPU, checked once the step is compiled; None on CPUs.
+        state: the train state after `step` steps, sharded over the mesh; donated to each step.
+        step: steps done.
+        loader: batches from here on.
+    """
+
+    parts: Parts
+    run: RunDirectory
+    config_text: str
+    train_data: TrainData
+    eval_data: Dataset | None
+    checkpointer: Checkpointer
+    monitor: Monitor
+    watchdog: Watchdog
+    guard: LossGuard
+    sdc_check: SdcCheck
+    preemption: runtime.Preemption
+    budget: Budget | None
+    state: Any
+    step: int
+    loader: Loader
+
+    def __post_init__(self) -> None:
+        self.config, self.versions = self.parts.config, versions()
+        # On CPU devices a dispatch waits for the step before it.
+        self.timer = StepTimer(blocking_dispatch=self.parts.step.context.platform == "cpu")
+        self.train_step = self.monitor.track_compiles(self.parts.step.train, "train step")
+        self.reporter = StepReporter(
+            self.monitor,
+            self.timer,
+            self.watchdog,
+            self.guard,
+            self.sdc_check,
+            self.checkpointer,
+        )
+
+    # -- one step ----------------------------------------------------------------------------------
+
+    def start_steps(self) -> None:
+        """Before the first step of this start, or of the steps after a rollback."""
+        self.forward_events()
+        self.watchdog.enter("compile", self.step)
+        if self.monitor.profiler.reaches(self.step + 1):
+            self.turn_trace()
+
+    def next_batch(self) -> Batch:
+        """Wait for the batch of the next step: global arrays [global_batch_size, ...]."""
+        with self.watchdog.phase("data"):
+            return self.timer.fetch(lambda: next(self.loader))
+
+    def dispatch(self, batch: Batch) -> Metrics:
+        """Hand the next step to the devices; returns at once.
+
+        Args:
+            batch: global arrays [global_batch_size, ...].
+
+        Returns:
+            Scalars [], replicated, still being computed.
+        """
+        limit = self.guard.update_limit(self.step + 1)
+        if self.budget is not None:
+            self._check_memory(self.budget, batch, limit)
+            self.budget = None
+        self.state, metrics = self.timer.dispatch(self.train_step, self.state, batch, limit)
+        self.step += 1
+        return metrics
+
+    def between(self) -> Between:
+        """What is to be done before the next step; the same on every process, once per step."""
+        config, step = self.config, self.step
+        if step == config.train.steps:
+            return Between(last=True)  # evaluated and saved by `finish`
+        every = config.eval.interval_steps
+        return Between(
+            evaluate=bool(every) and step % every == 0,
+            save=self.checkpointer.due(step),
+            leave=self.preemption.preempted(),
+            trace=self.monitor.profiler.reaches(step + 1),
+        )
+
+    def drain(self, due: Between) -> None:
+        """Wait for the newest step and report it, so that nothing is in flight.
+
+        Raises:
+            Rollback, Stopped, CorruptState: see `StepReporter.flush`.
+        """
+        if due.save or due.leave or due.last:  # a corrupt replica must not reach a checkpoint
+            self.reporter.start_check(self.step, self.state, force=True)
+        self.reporter.flush()
+
+    # -- between two steps -------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Do something that is no part of a step: neither its time nor its hang limit counts."""
+        with self.timer.paused(), self.watchdog.phase(name):
+            yield
+
+    def turn_trace(self) -> None:
+        """End the profiler trace that is over, begin the one that is due before the next step."""
+        with self.phase("trace"):
+            self.monitor.profiler.turn(self.step + 1)
+
+    def evaluate(self, max_batches: int) -> dict[str, float]:
+        """Evaluate the current parameters on held-out rows; {} without any.
+
+        Args:
+            max_batches: batches spread over the rows; 0 = every row once.
+        """
+        if self.eval_data is None:
+            return {}
+        config = self.config
+        with self.phase("evaluation"):
+            metrics = evaluate(
+                self.parts.step,
+                self.state.params,
+                self.eval_data,
+                global_batch_size=config.eval.global_batch_size or config.train.global_batch_size,
+                unit=self.parts.model.unit,
+                max_batches=max_batches,
+                on_batch=self.watchdog.alive,
+            )
+            return self.monitor.eval(self.step, metrics)
+
+    def save(self, metrics: dict[str, float], *, due: Due = "", force: bool = False) -> None:
+        """Save the state; training waits only for the copy to the host.
+
+        Args:
+            metrics: of an evaluation of this state, for `checkpoint.keep_best`; may be empty.
+            due: which save the schedule asks for; "" = it was asked for otherwise.
+            force: wait until it is committed.
+        """
+        with self.phase("save"):
+            meta = {
+                "data": self.loader.state(),
+                "guard": self.guard.state(),
+                "config": self.config_text,
+                "mesh": str(self.parts.spec),
+                "versions": self.versions,
+            }
+            self.checkpointer.save(
+                self.step, self.state, meta, due=due, force=force, metrics=metrics
+            )
+        self.forward_events()
+
+    def roll_back(self, rollback: Rollback) -> None:
+        """Return to the newest checkpoint, and leave the batch of the anomaly out from now on."""
+        anomaly = rollback.anomaly
+        left_out = anomaly.all_left_out if anomaly else self.loader.left_out
+        self.loader.close()
+        self.reporter.discard()
+        self.state = None  # two states may not fit into memory
+        with self.phase("restore"):
+            self.state, self.step, self.loader = restore_or_init(
+                self.parts, self.train_data, self.checkpointer, self.run, self.guard, left_out
+            )
+        without = f", without the batch of step {anomaly.step}" if anomaly else ""
+        self.monitor.rewind(self.step, f"going on from step {self.step}{without}")
+
+    def forward_events(self) -> None:
+        """Record what the checkpointer did; it has told the console itself."""
+        for event in self.checkpointer.pop_events():
+            fields = dict(event)
+            name = str(fields.pop("event"))
+            level = logging.WARNING if name.endswith("failed") else logging.INFO
+            self.monitor.event(name, level=level, quiet=True, **fields)
+
+    # -- the end -----------------------------------------------------------------------------------
+
+    def leave(self) -> int:
+        """Commit a checkpoint; returns the exit code that asks for a restart."""
+        self.save({}, force=True)
+        again = [f"python -m jaxdist.train --resume {self.run.path}"]
+        return self._end(ExitReason.PREEMPTED, runtime.EXIT_PREEMPTED, again)
+
+    def finish(self) -> int:
+        """Evaluate and save the last state; returns the exit code."""
+        evaluated = self.evaluate(self.config.eval.final_max_batches)
+        if self.step not in self.checkpointer.steps():
+            self.save(evaluated, force=True)
+        then = [f"tensorboard --logdir {self.run.tensorboard}"]
+        if self.parts.model.decoding is not None:
+            then.insert(0, f"python -m jaxdist.generate {self.run.path} --prompt 'def '")
+        return self._end(ExitReason.FINISHED, runtime.EXIT_OK, then)
+
+    def _end(self, reason: ExitReason, code: int, next_commands: list[str]) -> int:
+        """Wait for the last save and write the summary; returns `code`, or failure without it."""
+        with self.watchdog.phase("save"):
+            committed = self.checkpointer.wait()
+        self.watchdog.enter("end")
+        self.loader.close()
+        self.forward_events()
+        checkpoint = self.run.checkpoints / str(self.step)
+        self.monitor.summary(
+            reason if committed else ExitReason.CHECKPOINT_FAILURE,
+            checkpoint=str(checkpoint) if committed else "",
+            next_commands=next_commands,
+        )
+        return code if committed else runtime.EXIT_FAILURE
+
+    def _check_memory(self, budget: Budget, batch: Batch, limit: float) -> None:
+        """Compare what the compiled step takes of a GPU with the estimate and the GPU's memory.
+
+        Raises:
+            ConfigError: it takes more than there is, and `--force` was not given.
+        """
+        stats = self.train_step.compile(self.state, batch, limit).memory_analysis()
+        if warning := budget.compare(stats):
+            log.warning("%s", warning)
+        if not self.config.force:
+            budget.check_executable(stats)
+
+
+@contextlib.contextmanager
+def open_session(
+    parts: Parts,
+    data: tuple[TrainData, Dataset | None],
+    run: RunDirectory,
+    job: runtime.Job,
+    config_text: str,
+    *,
+    budget: Budget | None,
+    preemption: runtime.Preemption,
+    asked_to_trace: Callable[[], bool],
+) -> Iterator[Session]:
+    """The newest valid state or a new one, and all that watches over it, until the block ends.
+
+    Args:
+        parts: of the run.
+        data: rows to train on and rows held out.
+        run: the run directory.
+        job: this process's place among all.
+        config_text: the resolved config.
+        budget: estimated memory; None where there is no limit to compare with.
+        preemption: made before jax starts, so that no signal is lost.
+        asked_to_trace: whether a trace was asked for since the last call.
+
+    Raises:
+        ConfigError: the checkpoints do not fit the config, or another run uses the directory.
+        CheckpointError: there are checkpoints and none is good.
+    """
+    config, (train_data, eval_data) = parts.config, data
+    checkpointer = Checkpointer(run.checkpoints, config.checkpoint, log=log.info)
+    watchdog = Watchdog(
+        config.resilience, run.logs, process=job.process_id, num_processes=job.num_processes
+    )
+    guard = LossGuard(config.resilience, run.anomalies if run.is_writer else None)
+    try:
+        state, step, loader = restore_or_init(parts, train_data, checkpointer, run, guard)
+        with Monitor(
+            config.monitoring,
+            run,
+            total_steps=config.train.steps,
+            start_step=step,
+            flops_per_token=parts.model.flops_per_token,
+            unit=parts.model.unit,
+            compute_dtype=str(parts.compute_dtype),
+            devices=jax.devices(),
+            config_text=config_text,
+            asked_to_trace=asked_to_trace,
+        ) as monitor:
+            announce(parts, monitor, budget)
+            yield Session(
+                parts=parts,
+                run=run,
+                config_text=config_text,
+                train_data=train_data,
+                eval_data=eval_data,
+                checkpointer=checkpointer,
+                monitor=monitor,
+                watchdog=watchdog,
+                guard=guard,
+                sdc_check=SdcCheck(
+                    config.resilience, parts.layout, {row.process: row.host for row in job.devices}
+                ),
+                preemption=preemption,
+                budget=budget,
+                state=state,
+                step=step,
+                loader=loader,
+            )
+    finally:
+        checkpointer.close()
+        watchdog.close()

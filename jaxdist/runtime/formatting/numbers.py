@@ -1,0 +1,63 @@
+"""Sizes, counts, durations, money and shares as people read them: one form of each."""
+
+from __future__ import annotations
+
+import math
+
+MIB, GIB = 2**20, 2**30
+
+TIMES = "\u00d7"
+"""The multiplication sign."""
+
+UNITS = {"tokens": "tok", "images": "img"}
+"""Short name of `Model.unit` in rates."""
+
+
+def in_bytes(num_bytes: float) -> str:
+    """85899345920 -> "80.0 GiB"; MiB, KiB and B where it is less than one of the next."""
+    for size, unit in ((GIB, "GiB"), (MIB, "MiB"), (2**10, "KiB")):
+        if num_bytes >= size:
+            return f"{num_bytes / size:,.1f} {unit}"
+    return f"{num_bytes:.0f} B"
+
+
+def in_si(number: float, digits: int = 3) -> str:
+    """8030261248 -> "8.03B", as model cards write it."""
+    for value, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if abs(number) >= value:
+            return f"{number / value:.{digits}g}{letter}"
+    return f"{number:.{digits}g}"
+
+
+def count(value: float) -> str:
+    """1234 -> "1,234"; below 100, two digits after the point."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:,.2f}"
+
+
+def duration(seconds: float) -> str:
+    """0.34s, 4.2s, 3m12s, 2h05m, 3d04h: two units at most."""
+    if not math.isfinite(seconds):
+        return "?"
+    if seconds < 1:
+        return f"{seconds:.2g}s"
+    if seconds < 59.95:
+        return f"{seconds:.1f}s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes}m{rest:02d}s"
+    hours, minutes = divmod(minutes, 60)
+    if hours < 24:
+        return f"{hours}h{minutes:02d}m"
+    days, hours = divmod(hours, 24)
+    return f"{days:,}d{hours:02d}h"
+
+
+def money(amount: float, currency: str = "") -> str:
+    """Two digits after the point: none from 1,000 on, four where the amount is small."""
+    digits = 0 if amount >= 1000 else 2 if amount >= 1 else 4
+    return f"{amount:,.{digits}f} {currency}".rstrip()
+
+
+def percent(share: float) -> str:
+    """0.4321 -> "43.2 %"."""
+    return f"{100 * share:.1f} %"

@@ -1,0 +1,46 @@
+"""Text in columns for a terminal: tables, labels beside text, wrapped lines."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+
+WIDTH = 100
+"""Columns of a line."""
+
+
+def columns(rows: Sequence[Sequence[str]], *, left: int = 1, gap: str = "  ") -> list[str]:
+    """Rows of cells as aligned lines.
+
+    Args:
+        rows: cells; all rows have as many.
+        left: how many of the first columns are aligned to the left; the others to the right.
+        gap: between two columns.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    aligned = ["<"] * left + [">"] * (len(widths) - left)
+    return [
+        gap.join(
+            f"{cell:{side}{width}}" for cell, side, width in zip(row, aligned, widths, strict=True)
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def wrap(text: str, width: int = WIDTH, *, head: str = "", below: str | None = None) -> list[str]:
+    """A long text as lines; words, paths and flags stay whole.
+
+    Args:
+        text: one paragraph.
+        width: columns.
+        head: what the first line begins with.
+        below: what the others begin with; as many blanks as `head` has where it is not given.
+    """
+    return textwrap.wrap(
+        text,
+        width,
+        initial_indent=head,
+        subsequent_indent=" " * len(head) if below is None else below,
+        break_long_words=False,
+        break_on_hyphens=False,
+    ) or [head.rstrip()]

@@ -1,0 +1,177 @@
+"""One process of a job, started by the launcher: its output, its end and what it said about it."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from pathlib import Path
+from typing import IO, Any
+
+from jaxdist import runtime
+from jaxdist.runtime.storage import locate
+
+_SERVICE_MARK = "JAX distributed service detected fatal"
+_SERVICE_LINES = 6  # of its message, before the stacks of all threads
+
+_LIBC = ctypes.CDLL(None, use_errno=True)  # loaded before any fork
+_PR_SET_PDEATHSIG = 1
+
+
+class Worker:
+    """One process in a session of its own. Its output goes to a file and to the console.
+
+    Attributes:
+        process_id: in the job.
+        ended_at: time of its end (seconds since the epoch); 0 while it runs.
+        killed: it had to be killed.
+        quiet: its output goes to the file only.
+        service_lines: what jax's service printed when it ended this process for another one's loss.
+        last_lines: of its output.
+    """
+
+    def __init__(
+        self, command: list[str], environ: dict[str, str], log_file: Path, prefix: str
+    ) -> None:
+        self.process_id = int(environ["JAXDIST_PROCESS_ID"])
+        self.error_file = locate(log_file.with_suffix(".error.json"))
+        self.error_file.delete()  # of an earlier launch in this run directory
+        self.log_file = log_file
+        self.ended_at = 0.0
+        self.killed = False
+        self.quiet = False
+        self.service_lines: list[str] = []
+        self.last_lines: deque[str] = deque(maxlen=40)
+        self._log: IO[bytes] | None = None
+        self._lost_log = False
+        self.process = subprocess.Popen(
+            command,
+            env={
+                **os.environ,
+                **environ,
+                "PYTHONUNBUFFERED": "1",
+                "JAXDIST_ERROR_FILE": str(self.error_file),
+            },
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=_block_notices if "jaxdist.train" in command else _die_with_parent,
+        )
+        assert self.process.stdout is not None  # PIPE above
+        self._reader = threading.Thread(
+            target=self._read, args=(self.process.stdout, prefix), daemon=True
+        )
+        self._reader.start()
+
+    def poll(self) -> int | None:
+        """Exit code once it has ended."""
+        code = self.process.poll()
+        if code is not None and not self.ended_at:
+            self.ended_at = time.time()
+        return code
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the process alone; it tells its data workers itself."""
+        if self.process.poll() is None:
+            self.process.send_signal(number)
+
+    def kill(self) -> None:
+        """Kill it and every process that it has started."""
+        self.killed = self.killed or self.process.poll() is None
+        try:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            return
+
+    def finish(self) -> None:
+        """Wait for its end and for its last output."""
+        self.process.wait()
+        self.poll()
+        self._reader.join(timeout=2)  # a stray grandchild may hold the pipe open
+
+    def error_record(self) -> dict[str, Any] | None:
+        """What `runtime.run_command` wrote about its failure; None where it wrote nothing."""
+        try:
+            record: dict[str, Any] = self.error_file.json()
+        except (OSError, ValueError):
+            return None
+        return record
+
+    def cause(self) -> str:
+        """How it ended, in a few words."""
+        code = self.process.returncode
+        if self.killed:
+            return "it hung, did not end with the others and was killed"
+        if code >= 0:
+            return f"exit code {code}"
+        hint = ""
+        if code == -signal.SIGKILL:
+            hint = " (out of memory? see dmesg)"
+        elif self.service_lines:
+            hint = f": lost {self._lost_peers()}; it died, its host did, or the network is cut"
+        return f"killed by {signal.Signals(-code).name}{hint}"
+
+    def _lost_peers(self) -> str:
+        """Whom jax's service missed when it ended this process, with the hosts they ran on."""
+        named = set()
+        for line in self.service_lines[1:]:  # a list of numbers, or of /job:.../task:<number>
+            numbers = re.findall(r"/task:(\d+)", line) or (
+                re.findall(r"\d+", line) if re.fullmatch(r"[\d,\s]+", line) else []
+            )
+            named |= set(map(int, numbers))
+        lost = sorted(named - {self.process_id}) or [0]  # without a name it is the coordinator
+        names = []
+        for process_id in lost[:4]:
+            try:
+                progress = self.log_file.with_name(f"process-{process_id}.progress.json")
+                host = locate(progress).json()["host"]
+                names.append(f"process {process_id} on {host}")
+            except (OSError, ValueError, KeyError):
+                names.append(f"process {process_id}")
+        return ", ".join(names) + (f" and {len(lost) - 4} more" if len(lost) > 4 else "")
+
+    def _read(self, stream: IO[bytes], prefix: str) -> None:
+        for line in stream:
+            self._keep(line)
+            text = line.decode(errors="replace").rstrip("\n")
+            self.last_lines.append(text)
+            if _SERVICE_MARK in text or 0 < len(self.service_lines) < _SERVICE_LINES:
+                self.service_lines.append(text)
+            if not self.quiet:
+                print(prefix + text, flush=True)
+        if self._log is not None:
+            self._log.close()
+
+    def _keep(self, line: bytes) -> None:
+        """Append to the log; on a full disk go on without it, or the pipe would fill and block."""
+        try:
+            if self._log is None:
+                descriptor = locate(self.log_file).append_descriptor()
+                self._log = os.fdopen(descriptor, "ab", buffering=0)
+            self._log.write(line)
+        except OSError as failure:
+            if not self._lost_log:
+                self._lost_log = True
+                print(
+                    f"launch: {self.log_file} cannot be written ({failure.strerror}): lines of "
+                    f"process {self.process_id} are on the console only",
+                    file=sys.stderr,
+                    flush=True,
+                )
+
+
+def _die_with_parent() -> None:
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _block_notices() -> None:
+    _die_with_parent()
+    # Unblocked by `runtime.Preemption`: until training can act on a notice, it would be killed.
+    signal.pthread_sigmask(signal.SIG_BLOCK, runtime.NOTICES)
