@@ -1,7 +1,7 @@
 """`python -m jaxdist.evaluate RUN`: loss and perplexity, or accuracy, of a checkpoint.
 
-Each held-out row counts once, on any legal mesh and device count; by default on the run's own
-held-out data, or on any other.
+Evaluates on the rows that the run held out, or on other data, each row once. It runs on any legal
+mesh, whatever mesh the run was trained on.
 """
 
 from __future__ import annotations
@@ -14,35 +14,34 @@ from typing import Any
 
 from jaxdist.core.types import ConfigError, setting
 from jaxdist.runtime import run_command
+from jaxdist.runtime.formatting.tables import columns
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvaluateConfig:
     """What to evaluate, on what, and where."""
 
-    run: str = setting("", "run directory (or one of its checkpoints)")
-    step: int = setting(-1, "which checkpoint; -1 = the newest that can be trusted")
-    sources: list[str] = setting([], "data to evaluate on; empty = what the run held out")
-    global_batch_size: int = setting(0, "rows of a batch over all devices; 0 = as in the run")
-    max_batches: int = setting(0, "batches, spread over the data; 0 = every row once")
+    run: str = setting("", "run directory, or one of its checkpoints")
+    step: int = setting(-1, "step of the checkpoint; -1 = the newest valid one", ge=-1)
+    sources: list[str] = setting([], "data to evaluate on; empty = the rows that the run held out")
+    global_batch_size: int = setting(0, "rows of a batch over all devices; 0 = as in the run", ge=0)
+    max_batches: int = setting(
+        0, "batches to evaluate, spread over the data; 0 = every row once", ge=0
+    )
     mesh: str = setting("auto", "mesh axes, e.g. fsdp=8; auto = one device")
-    simulate: int = setting(0, "simulated CPU devices; 0 = the machine's own")
+    simulate: int = setting(0, "simulated CPU devices; 0 = the machine's own devices", ge=0)
     json: bool = setting(False, "print one JSON object instead of text")
 
     def problems(self) -> list[str]:
-        """Every violated rule."""
-        problems = []
-        if not self.run:
-            problems.append("no run was named. Give a run directory: jaxdist evaluate runs/NAME.")
-        for name in ("global_batch_size", "max_batches", "simulate"):
-            if getattr(self, name) < 0:
-                problems.append(f"{name}={getattr(self, name)} must be ≥ 0 (0: see --help).")
-        return problems
+        """The run must be named."""
+        if self.run:
+            return []
+        return ["no run was named. Give a run directory: jaxdist evaluate runs/NAME."]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Load a checkpoint and print what it reaches."""
-    from jaxdist.config import read_settings
+    """Load a checkpoint and print its metrics."""
+    from jaxdist.core.settings import read_settings
 
     config = read_settings(
         EvaluateConfig,
@@ -73,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _open_data(config: Any, sources: list[str]) -> Any:
-    """The named sources whole, or what the run held out."""
+    """All rows of the named sources, or the rows that the run held out."""
     from jaxdist.data import open_datasets
 
     data = config.data
@@ -94,13 +93,8 @@ def _show(result: dict[str, Any], as_json: bool) -> None:
     if as_json:
         print(json.dumps(result))
         return
-    width = max(map(len, result))
-    for name, value in result.items():
-        print(
-            f"{name:<{width}}  {value:,.6g}"
-            if isinstance(value, float)
-            else f"{name:<{width}}  {value}"
-        )
+    shown = lambda value: f"{value:,.6g}" if isinstance(value, float) else str(value)
+    print("\n".join(columns([(name, shown(value)) for name, value in result.items()], left=2)))
 
 
 if __name__ == "__main__":

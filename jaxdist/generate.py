@@ -1,7 +1,7 @@
-"""`python -m jaxdist.generate RUN`: text from a trained checkpoint, as it is made.
+"""`python -m jaxdist.generate RUN`: generate text from a checkpoint.
 
-Prompts of any lengths are decoded together over one key/value cache. Partitioned automatically on
-any legal mesh: parameters lie as in training, XLA writes the collectives.
+Prompts of any lengths are continued together; a single one is printed as it grows. It runs on any
+legal mesh, whatever mesh the run was trained on.
 """
 
 from __future__ import annotations
@@ -28,38 +28,30 @@ _BUCKET = 64
 class GenerateConfig:
     """What to continue, how, and where."""
 
-    run: str = setting("", "run directory (or one of its checkpoints)")
-    prompt: tuple[str, ...] = setting(
-        ("\n",), "texts to continue, all at once; give --prompt again for each"
-    )
+    run: str = setting("", "run directory, or one of its checkpoints")
+    prompt: tuple[str, ...] = setting(("\n",), "text to continue; may be given several times")
     prompt_file: str = setting("", "file with one prompt per line, instead of --prompt")
-    max_new_tokens: int = setting(200, "tokens to add to each prompt")
-    temperature: float = setting(0.8, "0 = always the likeliest token; 1 = as the model says")
-    top_k: int = setting(0, "sample from this many likeliest tokens only; 0 = all")
-    top_p: float = setting(1.0, "sample from the likeliest tokens that hold this probability")
-    seed: int = setting(0, "of the sampling")
-    stop_at_end: bool = setting(True, "stop a text at the tokenizer's end token")
-    step: int = setting(-1, "which checkpoint; -1 = the newest that can be trusted")
+    max_new_tokens: int = setting(200, "tokens to add to each prompt", ge=1)
+    temperature: float = setting(
+        0.8, "divides the logits before sampling; 0 = always the likeliest token", ge=0
+    )
+    top_k: int = setting(0, "sample from this many likeliest tokens only; 0 = all", ge=0)
+    top_p: float = setting(
+        1.0, "sample from the likeliest tokens that hold this probability; 1 = all", gt=0, le=1
+    )
+    seed: int = setting(0, "seed of the sampling")
+    stop_at_end: bool = setting(True, "stop a text at the tokenizer's end-of-text token")
+    step: int = setting(-1, "step of the checkpoint; -1 = the newest valid one", ge=-1)
     mesh: str = setting("auto", "mesh axes, e.g. tp=2; auto = one device")
-    simulate: int = setting(0, "simulated CPU devices; 0 = the machine's own")
+    simulate: int = setting(0, "simulated CPU devices; 0 = the machine's own devices", ge=0)
 
     def problems(self) -> list[str]:
-        """Every violated rule."""
+        """Violated rules beyond the bounds of each setting."""
         problems = []
         if not self.run:
             problems.append("no run was named. Give a run directory: jaxdist generate runs/NAME.")
-        if self.max_new_tokens < 1:
-            problems.append(f"max_new_tokens={self.max_new_tokens} must be ≥ 1 token.")
-        if self.temperature < 0:
-            problems.append(f"temperature={self.temperature} must be ≥ 0; 0 takes the likeliest.")
-        if self.top_k < 0:
-            problems.append(f"top_k={self.top_k} must be ≥ 0; 0 leaves all tokens.")
-        if not 0 < self.top_p <= 1:
-            problems.append(f"top_p={self.top_p} must be in (0, 1]; 1 leaves all tokens.")
         if self.prompt_file and not Path(self.prompt_file).is_file():
             problems.append(f"prompt_file={self.prompt_file!r} is no file. Name a text file.")
-        if self.simulate < 0:
-            problems.append(f"simulate={self.simulate} must be ≥ 0 devices.")
         return problems
 
     def prompts(self) -> list[str]:
@@ -71,7 +63,7 @@ class GenerateConfig:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Load a checkpoint and write continuations to stdout."""
-    from jaxdist.config import read_settings
+    from jaxdist.core.settings import read_settings
 
     config = read_settings(
         GenerateConfig,
@@ -113,16 +105,16 @@ def generate(
     """Continue prompts together, one token of each at a time.
 
     Args:
-        model: with `decoding`.
-        params: laid out as in training.
-        layout: of the mesh the parameters lie on.
-        prompts: token numbers, one dim each, of any lengths ≥ 1.
-        config: how many tokens, and how they are drawn.
+        model: a model with `decoding`.
+        params: tree of float32 arrays, sharded as in training.
+        layout: of the mesh that holds the parameters.
+        prompts: token ids, int [length] each; lengths ≥ 1 may differ.
+        config: number of tokens and sampling.
         dtype: compute dtype.
-        stop: token that ends a text, or None.
+        stop: token id that ends a text; None = none does.
 
     Yields:
-        The next token of each text; None for texts that have ended.
+        The next token id of each text; None for texts that have ended.
     """
     import jax
     import numpy as np

@@ -24,7 +24,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Train; returns the exit code."""
     # 1. From here on a request to stop is remembered. Settings are checked before jax starts.
     preemption, traces = runtime.Preemption(), runtime.TraceRequests()
-    from jaxdist.config import read_run, write_toml
+    from jaxdist.config import read_run
+    from jaxdist.core.settings import write_toml
 
     config = read_run(
         sys.argv[1:] if argv is None else argv, command="jaxdist.train", summary=__doc__ or ""

@@ -16,14 +16,19 @@ FAMILIES = {
         **SIZES,
         num_kv_heads=2,
         rope_theta=500000.0,
-        rope_scaling="llama3",
-        # Short enough that the test's positions meet stretched, blended and kept frequencies.
-        rope_original_len=64,
+        rope_scaling={
+            "type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            # Short enough that the test's positions meet stretched, blended and kept frequencies.
+            "original_max_position_embeddings": 64,
+        },
         tie_embeddings=True,
     ),
     "mistral": DecoderConfig(**SIZES, num_kv_heads=2, sliding_window=5),
     "qwen2": DecoderConfig(
-        **SIZES, num_kv_heads=2, qkv_bias=True, norm_eps=1e-6, rope_theta=1e6, tie_embeddings=True
+        **SIZES, num_kv_heads=2, bias=["qkv"], norm_eps=1e-6, rope_theta=1e6, tie_embeddings=True
     ),
     "qwen3": DecoderConfig(
         **SIZES, num_kv_heads=2, head_dim=16, qk_norm=True, norm_eps=1e-6, rope_theta=1e6
@@ -33,9 +38,7 @@ FAMILIES = {
         norm="layer",
         positions="learned",
         activation="gelu",
-        qkv_bias=True,
-        out_bias=True,
-        mlp_bias=True,
+        bias=["qkv", "out", "mlp"],
         tie_embeddings=True,
     ),
 }

@@ -22,18 +22,28 @@ def main():
 """
 
 
+# As `python -m jaxdist.launch`, with less time for processes to report after the first failure.
+LAUNCHER = """
+from jaxdist import runtime
+from jaxdist.tools.launch import __main__, worker_group
+worker_group.COLLECT_S = 1.0
+runtime.run_command(__main__.main)
+"""
+
+
 class Launched:
     """A launcher in a process of its own, with a worker whose `main` is `body`."""
 
-    def __init__(self, tmp_path: Path, body: str, *flags: str):
+    def __init__(self, tmp_path: Path, body: str, *flags: str, args: tuple[str, ...] = ()):
         self.run_dir = tmp_path / "run"
         worker = tmp_path / "worker.py"
         code = WORKER + textwrap.indent(textwrap.dedent(body), "    ")
         worker.write_text(code + "\n\nruntime.run_command(main)\n")
         self.process = subprocess.Popen(
             [
-                *(sys.executable, "-m", "jaxdist.launch", "--backoff-s=0.05", *flags),
+                *(sys.executable, "-c", LAUNCHER, "--backoff-s=0.05", *flags),
                 *(f"--run-dir={self.run_dir}", f"--program={sys.executable} {worker}"),
+                *(("--", *args) if args else ()),
             ],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

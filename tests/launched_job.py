@@ -1,6 +1,6 @@
 """A tiny training of two processes under the launcher, as a user starts it, for tests that harm it.
 
-Its rows are those of `harmed_rows`; its run can lie on a file system of its own, which can be
+Its rows are those of `faulty_dataset`; its run can lie on a file system of its own, which can be
 filled and taken away.
 """
 
@@ -19,14 +19,14 @@ from pathlib import Path
 
 from commands import ROOT
 
-PACE_S = 0.05  # of each row, two rows a step and process: slow enough to strike between steps
+PACE_S = 0.05  # of each row, two rows a step and process: slow enough to inject between steps
 DETECT_S, RECOVER_S = 120.0, 180.0  # on a loaded machine; measured are a few seconds
 TRAIN = [
     *("--simulate=1", "--mesh=dp=2", "--model.num_layers=1", "--model.d_model=32"),
     *("--model.num_heads=2", "--model.num_kv_heads=2", "--train.global_batch_size=4"),
-    *("--train.seq_len=32", "--data.sources=harmed_rows:rows", "--data.vocab_size=64"),
+    *("--train.seq_len=32", "--data.sources=faulty_dataset:rows", "--data.vocab_size=64"),
     *("--checkpoint.save_interval_steps=5", "--eval.interval_steps=0"),
-    *("--monitoring.tensorboard=true"),
+    "--monitoring.tensorboard=true",
     *("--runtime.heartbeat_timeout_s=10", "--runtime.join_timeout_s=10"),
     "--resilience.step_timeout_s=5",
 ]
@@ -38,15 +38,15 @@ def training(*flags: str) -> list[str]:
     return [flag for flag in TRAIN if flag.partition("=")[0] not in names] + list(flags)
 
 
-class Bad(Exception):
-    """An ending that must not be: nothing was said, or nothing went on."""
+class ScenarioFailed(Exception):
+    """What must follow a fault did not: the cause was not named, or the job did not go on."""
 
 
 class Job:
     """A run in `folder`, started again by `start` as a scheduler does.
 
     Args:
-        folder: made; holds the console, the requests of `harmed_rows` and the run.
+        folder: made; holds the console, the requests of `faulty_dataset` and the run.
         steps: of the whole run.
         flags: of the training; they replace those of `TRAIN` with the same name.
         disk_mb: of a file system of its own for the run, which can be filled and taken away; 0: the
@@ -82,7 +82,7 @@ class Job:
                 env={
                     **os.environ,
                     "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}",
-                    "HARM_FOLDER": str(self.folder),
+                    "FAULT_FOLDER": str(self.folder),
                 },
             )
 
@@ -107,7 +107,7 @@ class Job:
             return []
         return found if len(found) == 2 else []
 
-    def error_record(self, since: int = 0) -> str:
+    def output(self, since: int = 0) -> str:
         """The console from a position on."""
         with open(self.console, "rb") as file:
             file.seek(since)
@@ -136,13 +136,13 @@ class Job:
         began = time.monotonic()
         while not condition():
             if time.monotonic() > began + timeout_s:
-                raise Bad(f"not within {timeout_s:.0f} s: {what}")
+                raise ScenarioFailed(f"not within {timeout_s:.0f} s: {what}")
             time.sleep(0.02)
         return time.monotonic() - began
 
     def wait_for_line(self, pattern: str, since: int, timeout_s: float = DETECT_S) -> float:
         """Seconds until a line on the console matches."""
-        return self.wait(lambda: re.search(pattern, self.said(since)), pattern, timeout_s)
+        return self.wait(lambda: re.search(pattern, self.output(since)), pattern, timeout_s)
 
     def wait_for_end(self, timeout_s: float = RECOVER_S) -> int:
         """The launcher's exit code."""
@@ -156,7 +156,9 @@ class Job:
         self.process.send_signal(signal.SIGTERM)
         code = self.wait_for_end()
         if code != 75:
-            raise Bad(f"exit code {code} after SIGTERM to the launcher: {self.said(since)[-800:]}")
+            raise ScenarioFailed(
+                f"SIGTERM to the launcher: exit code {code}: {self.output(since)[-800:]}"
+            )
 
     @contextlib.contextmanager
     def full(self) -> Iterator[None]:

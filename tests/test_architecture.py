@@ -11,6 +11,8 @@ PACKAGE = Path(__file__).parent.parent / "jaxdist"
 
 # The longest prefix of a module's name is its room: a room may hold rooms of other levels.
 LEVELS = {
+    "runtime.storage": -2,
+    "core.settings": -1,  # below all: the launcher reads its flags without jax
     "core.types": 0,
     "core.axis": 0,
     "runtime": 1,

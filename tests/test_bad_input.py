@@ -86,7 +86,7 @@ def refusal(command, argv, capsys):
 
 
 MESH = {
-    "axis unknown": (["--mesh=ddp=8"], "axis 'ddp' is unknown", "Use dp, fsdp, tp or pp"),
+    "axis unknown": (["--mesh=ddp=8"], "axis 'ddp' is unknown", "Use pp"),
     "axis twice": (["--mesh=dp=2,dp=4"], "names dp twice", "Give each axis one size"),
     "no size": (["--mesh=dp"], "dp=(nothing) is not a size", "Use a whole number"),
     "size 0": (["--mesh=tp=0"], "tp=0 is not a size", "Use a whole number"),
@@ -123,7 +123,7 @@ MESH = {
 FLAGS = {
     "typo": (["--train.stpes=3"], "--train.stpes", "Did you mean --train.steps"),
     "typo without section": (["--stepz=3"], "--stepz", "Did you mean --steps"),
-    "typo of the section": (["--optimizer.peak_lr=1"], "--optimizer.peak_lr", "--optim.peak_lr"),
+    "typo of the section": (["--optimizer.peak_lr=1"], "--optimizer.peak-lr", "--optim.peak-lr"),
     "other kind's field": (["--model.hidden=3"], "of kind decoder", "See --help"),
     "not a whole number": (["--steps=1.5"], "train.steps='1.5' (flag --steps)", "The default is "),
     "not a number": (["--optim.peak_lr=fast"], "optim.peak_lr='fast'", "The default is"),
@@ -154,7 +154,7 @@ RULES = {
     "heads and width": (["--model.num_heads=3"], "num_heads=3 does not divide", "Choose a"),
     "kv heads and heads": (["--model.num_kv_heads=3"], "num_kv_heads=3", "Use a divisor"),
     "odd rotary head": (["--model.head_dim=15"], "head_dim=15 is odd", "Use an even"),
-    "dropout 1": (["--model.dropout=1.0"], "model.dropout=1.0", "Use e.g. 0.1"),
+    "dropout 1": (["--model.dropout=1.0"], "model.dropout=1.0", "The default is 0.0"),
     "cudnn on CPU": (
         ["--model.attention=cudnn", "--simulate=1"], "needs a GPU", "attention='auto'"),
     "position table": (
@@ -166,7 +166,7 @@ RULES = {
     "momentum 1": (["--optim.momentum=1"], "optim.momentum=1.0", "Try 0.9"),
     "warmup negative": (["--optim.warmup_steps=-5"], "warmup_steps=-5", "Use 0"),
     "checkpoints kept": (["--checkpoint.max_to_keep=0"], "max_to_keep=0", "Use 1 or more"),
-    "log interval": (["--monitoring.log_interval_steps=0"], "log_interval_steps=0", "Set 1"),
+    "log interval": (["--monitoring.log_interval_steps=0"], "log_interval_steps=0", "1 or more"),
     "custom without factory": (["--model=custom"], "model.factory=''", "Use e.g."),
 }  # fmt: skip
 
@@ -180,7 +180,7 @@ DATA = {
     "text for a cnn": (["--model=cnn"], "not a CIFAR-10 folder", "--model decoder"),
     "images for a decoder": (["--data.sources=cifar"], "holds images", "--model cnn"),
     "wrong image size": (
-        ["--model=cnn", "--data.sources=cifar", "--model.image_size=64"], "image_size=64", "32, 3"),
+        ["--model=cnn", "--data.sources=cifar", "--model.image_size=64"], "image_size=64", "Use"),
 }  # fmt: skip
 
 FILES = {
@@ -205,12 +205,12 @@ TRAIN = {**MESH, **FLAGS, **RULES, **DATA, **FILES}
 OTHERS = {
     "evaluate nothing": ("evaluate", [], "no run was named", "Give a run directory"),
     "evaluate no run": ("evaluate", ["a/run"], "'a/run' holds no config.toml", "Name a run"),
-    "evaluate typo": ("evaluate", ["x", "--max_batch=3"], "--max_batch", "--max_batches"),
+    "evaluate typo": ("evaluate", ["x", "--max_batch=3"], "--max-batch", "--max-batches"),
     "generate nothing": ("generate", [], "no run was named", "Give a run directory"),
     "generate no run": ("generate", ["runs/none"], "'runs/none' holds no", "Name a run"),
-    "generate top_p": ("generate", ["x", "--top_p=2"], "top_p=2.0", "1 leaves all"),
+    "generate top_p": ("generate", ["x", "--top_p=2"], "top_p=2.0", "above 0 and at most 1"),
     "generate temperature": ("generate", ["x", "--temperature=hot"], "'hot'", "default is 0.8"),
-    "data nothing": ("data", [], "the following arguments are required", "usage"),
+    "data nothing": ("data", [], "SOURCES is missing", "Use python -m jaxdist.data SOURCES"),
     "data no source": ("data", ["nope.txt", "--out=t"], "'nope.txt'", "Check the path"),
     "data empty": ("data", ["empty.txt", "--out=t"], "empty.txt", "Check the path"),
     "data .json": ("data", ["notes.json", "--out=t"], "notes.json", "Rename it"),

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from pipeline_parity import FAST_COMPILE
 
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.parallel.pipeline.config import PipelineConfig
@@ -154,10 +155,10 @@ def make_parts(case):
 def test_sums_and_gradients_are_those_of_a_plain_loop(case, by_hand):
     params, expected, expected_grads = by_hand
     model, layout, config, context, stages = make_parts(case)
-    function = jax.jit(make_value_and_grad(model, layout, config, context, stages=stages))
+    function = make_value_and_grad(model, layout, config, context, stages=stages)
     placed = jax.device_put(params, layout.shardings(layout.param_specs(model.axes)))
     batch = jax.device_put(make_batch(), layout.sharding(layout.batch_spec()))
-    sums, grads, _ = function(placed, batch, jax.random.key(0), jnp.float32(SCALE))
+    sums, grads, _ = run(function, placed, batch, jax.random.key(0), jnp.float32(SCALE))
     check_sums(sums, expected)
     largest = max(np.abs(g).max() for g in jax.tree.leaves(expected_grads))
     jax.tree.map(
@@ -176,7 +177,12 @@ def test_evaluation_sums_what_blocks_return(case, by_hand):
     model, layout, _, context, stages = make_parts(case)
     batch = jax.device_put(make_batch(), layout.sharding(layout.batch_spec()))
     placed = jax.device_put(params, layout.shardings(layout.param_specs(model.axes)))
-    check_sums(jax.jit(make_evaluate(model, layout, context, stages))(placed, batch), expected)
+    check_sums(run(make_evaluate(model, layout, context, stages), placed, batch), expected)
+
+
+def run(function, *arguments):
+    compiled = jax.jit(function).lower(*arguments).compile(compiler_options=FAST_COMPILE)
+    return compiled(*arguments)
 
 
 def check_sums(sums, expected):

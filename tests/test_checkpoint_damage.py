@@ -60,13 +60,18 @@ def data_file_of(checkpoint: Path, value: np.ndarray) -> tuple[Path, int]:
     raise AssertionError("no file holds the array uncompressed")
 
 
-@pytest.mark.parametrize("verify", ["full", "quick"])
-def test_checksums_catch_what_the_manifest_cannot(run, verify):
-    file, at = data_file_of(run.path / "4", state_at(4)["params"]["w"])
+def commit_with_wrong_arrays(checkpoint: Path) -> None:
+    """Flip a bit of an array and commit the files as they are then."""
+    file, at = data_file_of(checkpoint, state_at(4)["params"]["w"])
     data = bytearray(file.read_bytes())
     data[at + 100] ^= 1
     file.write_bytes(data)
-    commit_again(run.path / "4")
+    commit_again(checkpoint)
+
+
+@pytest.mark.parametrize("verify", ["full", "quick"])
+def test_checksums_catch_what_the_manifest_cannot(run, verify):
+    commit_with_wrong_arrays(run.path / "4")
     opened = run.open(verify=verify)
     assert opened.choose() == 4  # the files look right
     restored, _, step = opened.restore(like(state_at(4)), step=4)  # as the training loop does
@@ -144,6 +149,10 @@ def test_a_corrupt_checkpoint_stays_marked_until_its_step_is_saved_again(run):
     opened.restore(like(state_at(4)))
     opened.save(4, state_at(4), {}, force=True)
     assert opened.verify(4) == "" and opened.choose() == 4
+    commit_with_wrong_arrays(run.path / "4")  # found only while it is loaded
+    assert opened.restore(like(state_at(4)))[2] == 2
+    opened.save(4, state_at(4), {}, force=True)
+    assert opened.choose() == 4
 
 
 def test_a_clock_that_runs_backwards_changes_nothing(run, monkeypatch):

@@ -91,6 +91,20 @@ def test_a_stale_handle_is_told_to_the_others_instead_of_raised(run, monkeypatch
     assert opened.wait() is True
 
 
+def test_a_failed_save_of_a_saved_step_leaves_its_checkpoint_alone(run, pristine, monkeypatch):
+    opened = resume_then(run)
+
+    def gone(self):
+        raise CheckpointError("gone")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(save.Saver, "_check_reachable", gone)
+        opened.save(4, state_at(4), {})
+        assert opened.wait() is False
+    untouched(run, pristine)
+    assert opened.verify(4) == ""
+
+
 def test_what_is_made_anew_below_a_lost_mount_holds_no_checkpoint(run, pristine, monkeypatch):
     """Orbax makes missing directories: a save under way when the mount goes would look complete."""
     opened = resume_then(run)

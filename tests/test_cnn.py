@@ -15,10 +15,11 @@ from jaxdist.core.state import init_state
 from jaxdist.core.step import TrainConfig, make_context, make_step, make_value_and_grad
 from jaxdist.data.images import open_cifar
 from jaxdist.models import CnnConfig, build
+from jaxdist.models.configs import IMAGE_CHANNELS, KERNEL_SIZE
 from jaxdist.models.weights import num_params
 from jaxdist.optim import OptimConfig, make_optimizer
 
-TINY = CnnConfig(image_size=8, channels_1=8, channels_2=16, hidden=24, num_classes=10)
+TINY = CnnConfig(image_size=8, channels=[8, 16], hidden=24, num_classes=10)
 SGD = OptimConfig(optimizer="sgd", momentum=0.9, weight_decay=0.0)
 
 
@@ -52,12 +53,12 @@ def trainer(config, mesh="1", learning_rate=0.1, num_microbatches=1, **options):
 
 def torch_cnn(torch, config):
     """The tutorial's network; its classes draw their own initial weights."""
-    nn, size = torch.nn, config.kernel_size
+    nn, size = torch.nn, KERNEL_SIZE
     return nn.Sequential(
-        nn.Conv2d(config.in_channels, config.channels_1, size, padding="same"),
+        nn.Conv2d(IMAGE_CHANNELS, config.channels[0], size, padding="same"),
         nn.ReLU(),
         nn.MaxPool2d(2),
-        nn.Conv2d(config.channels_1, config.channels_2, size, padding="same"),
+        nn.Conv2d(*config.channels, size, padding="same"),
         nn.ReLU(),
         nn.MaxPool2d(2),
         nn.Flatten(),
@@ -80,7 +81,7 @@ def from_torch(network, config, read=lambda weight: weight.detach()):
         elif name == "dense_1":
             # Theirs flattens channels first, ours last.
             side = config.image_size // 4
-            kernel = kernel.reshape(-1, config.channels_2, side, side).transpose(2, 3, 1, 0)
+            kernel = kernel.reshape(-1, config.channels[1], side, side).transpose(2, 3, 1, 0)
             kernel = kernel.reshape(config.flat_size, -1)
         else:
             kernel = kernel.T
@@ -199,7 +200,7 @@ def test_images_of_weight_zero_are_not_counted():
 # Learning on real images
 
 
-SMALL = CnnConfig(channels_1=8, channels_2=16, hidden=64)
+SMALL = CnnConfig(channels=[8, 16], hidden=64)
 EPOCHS, BATCH, PEAK_LR, SEEDS = 6, 64, 0.05, (0, 1, 2)
 
 

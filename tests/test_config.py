@@ -14,11 +14,10 @@ import pytest
 from jaxdist.__main__ import find_commands
 from jaxdist.__main__ import main as jaxdist
 from jaxdist.config import RunConfig, read_run, stored_run
-from jaxdist.config.help import help_text
-from jaxdist.config.parser import read_settings
-from jaxdist.config.schema import fields_of
-from jaxdist.config.toml_writer import write_toml
 from jaxdist.core.mesh import MeshSpec
+from jaxdist.core.settings import read_settings, write_toml
+from jaxdist.core.settings.help import help_text
+from jaxdist.core.settings.schema import fields_of
 from jaxdist.core.types import ConfigError, Model, setting
 from jaxdist.models.weights import num_params as count
 
@@ -210,8 +209,8 @@ def test_every_problem_is_in_one_message(tmp_path):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--paint.num_coat=1"], "Did you mean --paint.num_coats"),
-        (["--num_coats=1"], "Did you mean --paint.num_coats"),
+        (["--paint.num_coat=1"], "Did you mean --paint.num-coats"),
+        (["--num_coats=1"], "Did you mean --paint.num-coats"),
         (["--pain.colour=red"], "Did you mean --paint.colour"),
         (["--paint.zzz=1"], "--paint.zzz is not a setting. Sections: shape, paint. See --help."),
         (["--shape.radius=1"], "--shape.radius is not a setting of kind square."),
@@ -223,7 +222,7 @@ def test_every_problem_is_in_one_message(tmp_path):
         (["--paint.glossy=yes"], "is not true or false"),
         (["--paint.shares=1,x"], "has an item that is not a number"),
         (["--paint.level=3"], "is not a choice: 0, 1 or 2"),
-        (["--paint.num_coats"], "has no value: a whole number is needed. Use --paint.num_coats=2"),
+        (["--paint.num_coats"], "has no value: a whole number is needed. Use --paint.num-coats=2"),
         (
             ["--coats=1", "--paint.num_coats=2"],
             "given twice (flag --coats, flag --paint.num_coats)",
@@ -300,16 +299,16 @@ def test_help_names_every_field_with_type_default_and_doc_in_100_columns():
     assert max(map(len, text.splitlines())) <= 100
     for line in (
         "--name TEXT = job",
-        "--run_dir TEXT = (empty)",
+        "--run-dir TEXT = (empty)",
         "--shape.side NUMBER = 1.0",
         "--shape.radius NUMBER = 2.0",
         "--paint.colour {red,green,blue} = red",
-        "--paint.num_coats INT = 2",
+        "--paint.num-coats INT = 2",
         "--paint.glossy true|false = false",
         "--paint.tools TEXT,... = brush",
         "--paint.thinner NUMBER|none = none",
         "shape (kind = circle): A circle.",
-        "Short spellings: --coats = --paint.num_coats",
+        "Short spellings: --coats = --paint.num-coats",
     ):
         assert line in text
     for doc in ("coats, each dried before the next", "length of a side, metres", "anything else"):
@@ -366,7 +365,7 @@ def test_every_field_of_a_run_has_a_doc_and_stands_in_the_help(capsys):
     assert max(map(len, text.splitlines())) <= 100
     for field in fields_of(RunConfig):
         assert len(field.doc) > 3, f"{field.name} has no doc"
-        assert f"\n  --{field.name} " in text
+        assert f"\n  {field.flag} " in text
         assert " ".join(field.doc.split()) in " ".join(text.split())
 
 
@@ -542,7 +541,7 @@ def test_jaxdist_train_is_python_m_jaxdist_train():
         out = subprocess.run(
             [sys.executable, "-m", *program, "--help", "optim"], capture_output=True, text=True
         )
-        assert out.returncode == 0 and "--optim.peak_lr NUMBER" in out.stdout
+        assert out.returncode == 0 and "--optim.peak-lr NUMBER" in out.stdout
 
 
 def test_reading_a_config_imports_no_heavy_library_and_starts_no_device():

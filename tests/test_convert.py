@@ -13,7 +13,8 @@ import pytest
 
 from jaxdist.checkpoint import CheckpointConfig, Checkpointer, orbax_io, streaming_io
 from jaxdist.checkpoint.streaming_io import StoredArrays, block_shape, even_chunk, grid
-from jaxdist.config import read_run, stored_run, write_toml
+from jaxdist.config import read_run, stored_run
+from jaxdist.core.settings import write_toml
 from jaxdist.core.types import ConfigError
 from jaxdist.run.setup import assemble
 from jaxdist.runtime.storage import locate
@@ -76,7 +77,7 @@ def largest_file(checkpoint: Path) -> Path:
     return max(files, key=lambda p: p.stat().st_size)
 
 
-def test_verify_checks_all_and_fails_when_one_is_damaged(run, tmp_path, capsys):
+def test_verify_checks_all_and_fails_when_one_is_corrupt(run, tmp_path, capsys):
     copy = copied(run, tmp_path)
     assert main(["verify", str(copy), "--arrays=true"]) == 0
     assert capsys.readouterr().out.count(": whole, ") == 2
@@ -84,7 +85,7 @@ def test_verify_checks_all_and_fails_when_one_is_damaged(run, tmp_path, capsys):
     victim.write_bytes(victim.read_bytes()[:-1])
     assert main(["verify", str(copy)]) == 1
     text = capsys.readouterr().out
-    assert "checkpoint 1: whole" in text and "checkpoint 2: DAMAGED: " in text
+    assert "checkpoint 1: whole" in text and "checkpoint 2: CORRUPT: " in text
     assert main(["verify", str(copy / "checkpoints" / "1")]) == 0
     with pytest.raises(ConfigError, match=r"checkpoint 2 .* is not whole"):
         main(["inspect", str(copy), "--step=2"])

@@ -35,7 +35,6 @@ import sys
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxdist.core.mesh import MeshSpec
-from jaxdist.core.parallel.axes import row_axes
 from jaxdist.data import DataConfig, Loader, open_datasets
 
 if __name__ == "__main__":

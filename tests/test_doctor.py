@@ -53,7 +53,7 @@ def test_exit_code_is_one_for_errors_and_by_wish_for_warnings(findings, strict, 
 
 
 def test_a_warning_without_a_fix_is_a_mistake_of_ours():
-    with pytest.raises(ValueError, match="without a fix"):
+    with pytest.raises(ValueError, match="needs a fix"):
         warning("disk", "slow", "")
 
 
@@ -90,7 +90,7 @@ def test_a_warning_without_a_fix_is_a_mistake_of_ours():
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_a_variable_that_hurts_is_named_with_its_fix(environ, severity, words):
-    (finding,) = variables.judge(
+    (finding,) = variables.check_variables(
         environ,
         num_gpus=8,
         coordinator_address="node1:29400",
@@ -117,7 +117,7 @@ def test_a_variable_that_hurts_is_named_with_its_fix(environ, severity, words):
     ids=lambda environ: next(iter(environ)),
 )
 def test_variables_that_do_no_harm_are_left_alone(environ):
-    found = variables.judge(
+    found = variables.check_variables(
         environ,
         num_gpus=8,
         coordinator_address="node1:29400",
@@ -129,14 +129,14 @@ def test_variables_that_do_no_harm_are_left_alone(environ):
 
 def test_settings_of_gpus_do_not_matter_on_a_laptop_or_in_a_simulation():
     environ = {"NCCL_P2P_DISABLE": "1", "JAX_PLATFORMS": "cpu"}
-    assert severities(variables.judge(environ, num_gpus=0)) == ["ok"]
-    assert severities(variables.judge(environ, num_gpus=8, simulated=True)) == ["ok"]
+    assert severities(variables.check_variables(environ, num_gpus=0)) == ["ok"]
+    assert severities(variables.check_variables(environ, num_gpus=8, simulated=True)) == ["ok"]
 
 
 def test_libraries_that_shadow_those_of_jax_are_named(tmp_path):
     (tmp_path / "libcudnn.so.9").touch()
     environ = {"LD_LIBRARY_PATH": f"/nowhere:{tmp_path}"}
-    (finding,) = variables.judge(environ, num_gpus=1)
+    (finding,) = variables.check_variables(environ, num_gpus=1)
     assert str(tmp_path) in finding.text and "libcudnn.so.9" in finding.text
 
 
@@ -164,13 +164,13 @@ CUDA = {"jax-cuda13-plugin": "0.10.2", "jax-cuda13-pjrt": "0.10.2", "driver": "5
     ],
 )
 def test_versions_that_do_not_go_together_are_errors(versions, nvidia, words):
-    facts, finding = software.judge_versions(versions, nvidia)
+    facts, finding = software.check_versions(versions, nvidia)
     assert facts.severity == "ok" and finding.severity == "error"
     assert words in finding.text
 
 
 def test_versions_that_go_together_are_fine():
-    assert severities(software.judge_versions(GOOD, CUDA)) == ["ok"]
+    assert severities(software.check_versions(GOOD, CUDA)) == ["ok"]
 
 
 def test_the_digest_of_the_code_sees_one_byte_and_one_name(tmp_path):

@@ -55,7 +55,7 @@ def test_a_clock_that_is_wrong_is_measured(offset_s, severity):
     visit = network.visit([("127.0.0.1", 1), Elsewhen(offset_s).address], own=0)
     assert visit["offset_s"][1] == pytest.approx(offset_s, abs=0.2)
     back = {"failed": {}, "offset_s": {0: -offset_s}, "rtt_s": {0: 0.001}}
-    pairs, clocks = network.judge([visit, back], ["a", "b"])
+    pairs, clocks = network.check_visits([visit, back], ["a", "b"])
     assert pairs.severity == "ok"
     assert clocks.severity == severity and "on a and b" in clocks.text
 
@@ -64,7 +64,9 @@ def test_a_pair_that_cannot_meet_is_named():
     with socket.create_server(("127.0.0.1", 0)) as server:
         closed = server.getsockname()
     visit = network.visit([("127.0.0.1", 1), closed], own=0)
-    pairs, clocks = network.judge([visit, {"failed": {}, "offset_s": {}, "rtt_s": {}}], ["a", "b"])
+    pairs, clocks = network.check_visits(
+        [visit, {"failed": {}, "offset_s": {}, "rtt_s": {}}], ["a", "b"]
+    )
     assert pairs.severity == "error"
     assert "process 0 on a cannot reach process 1 on b" in pairs.text
     assert "1 of 2 ways" in pairs.text
@@ -81,7 +83,7 @@ def look(folders: list[Path]) -> list[Finding]:
     views = {i: directory.read_tokens(f, "x", writers, 0.2) for i, f in enumerate(folders)}
     for i, folder in enumerate(folders):
         directory.take_token(folder, "x", i)
-    return directory.judge(views, ["a", "b", "c"], folders[0], failed)
+    return directory.check_views(views, ["a", "b", "c"], folders[0], failed)
 
 
 def test_one_directory_is_one_and_is_left_as_it_was(tmp_path):
@@ -116,23 +118,23 @@ def test_a_token_that_comes_late_is_waited_for(tmp_path):
 def test_simulated_devices_compute_the_same_bits():
     alone = devices.compute(jax.devices()[:3], 32)
     assert len({digest for device in alone for digest in device["digests"]}) == 1
-    assert severities(devices.judge_compute([alone], ["a"], simulated=True)) == ["ok"]
+    assert severities(devices.check_compute([alone], ["a"], simulated=True)) == ["ok"]
 
 
 def test_a_device_that_computes_other_bits_once_is_named():
     good = {"seconds": 1.0, "digests": [7, 7, 7]}
     bad = {"seconds": 1.0, "digests": [7, 9, 7]}
-    (finding,) = devices.judge_compute([[good, good], [good, bad]], ["a", "b"], simulated=False)
+    (finding,) = devices.check_compute([[good, good], [good, bad]], ["a", "b"], simulated=False)
     assert finding.severity == "error"
     assert "device 1 of process 1 on b" in finding.text and "1 of 3" in finding.text
 
 
 def test_a_slow_device_is_named_but_not_in_a_simulation():
     times = [[{"seconds": s, "digests": [7]} for s in (1.0, 1.02, 1.7, 0.99)]]
-    (finding,) = devices.judge_compute(times, ["a"], simulated=False)
+    (finding,) = devices.check_compute(times, ["a"], simulated=False)
     assert finding.severity == "warning"
     assert "device 2 of process 0 on a needs 1.7 times as long" in finding.text
-    assert severities(devices.judge_compute(times, ["a"], simulated=True)) == ["ok"]
+    assert severities(devices.check_compute(times, ["a"], simulated=True)) == ["ok"]
 
 
 def test_every_axis_is_timed_in_all_its_groups_and_the_sum_is_right():
@@ -172,35 +174,35 @@ def group(first: int, seconds: float, right: bool = True) -> devices.Group:
     return devices.Group(((first // 8, first % 8), (first // 8, first % 8 + 1)), seconds, right)
 
 
-def judge_axis(groups, **changes):
+def check_axis(groups, **changes):
     given = {"num_bytes": 256 << 20, "hosts": ["a", "b"], "simulated": False} | changes
-    return devices.judge_axis("tensor", groups, **given)
+    return devices.check_axis("tensor", groups, **given)
 
 
 def test_bandwidth_is_what_goes_over_each_link():
     four = devices.Group(tuple((0, i) for i in range(4)), 0.001, True)
     # Each of four devices sends a quarter of its bytes three times to add up, and three to share.
-    (finding,) = judge_axis([four])
+    (finding,) = check_axis([four])
     assert finding.numbers["bytes_per_s"] == pytest.approx(6 * 64 * 2**20 / 0.001)
 
 
 def test_a_slow_group_is_named_by_host_and_devices():
-    found = judge_axis([group(0, 0.001), group(2, 0.00101), group(8, 0.0016), group(10, 0.001)])
+    found = check_axis([group(0, 0.001), group(2, 0.00101), group(8, 0.0016), group(10, 0.001)])
     assert severities(found) == ["note", "warning"]
     assert "devices 0,1 of process 1 on b" in found[1].text
 
 
 def test_groups_of_a_simulation_are_not_compared():
-    assert severities(judge_axis([group(0, 0.001), group(2, 1.0)], simulated=True)) == ["ok"]
+    assert severities(check_axis([group(0, 0.001), group(2, 1.0)], simulated=True)) == ["ok"]
 
 
 def test_a_wrong_sum_is_an_error_whatever_the_speed():
-    found = judge_axis([group(0, 0.001), group(2, 0.001, right=False)], simulated=True)
+    found = check_axis([group(0, 0.001), group(2, 0.001, right=False)], simulated=True)
     assert found[0].severity == "error" and "devices 2,3 of process 0 on a" in found[0].text
 
 
 def test_links_far_below_their_figure_are_told():
-    found = judge_axis([group(0, 0.01)], device_kind="NVIDIA H100 80GB HBM3")  # 27 GB/s
+    found = check_axis([group(0, 0.01)], device_kind="NVIDIA H100 80GB HBM3")  # 27 GB/s
     assert severities(found) == ["note", "warning"]
     assert "NCCL_DEBUG=INFO" in found[1].fix
-    assert severities(judge_axis([group(0, 0.001)], device_kind="NVIDIA H100 80GB HBM3")) == ["ok"]
+    assert severities(check_axis([group(0, 0.001)], device_kind="NVIDIA H100 80GB HBM3")) == ["ok"]

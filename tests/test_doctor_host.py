@@ -23,7 +23,7 @@ HEALTHY = "0, NVIDIA H100 80GB HBM3, GPU-aa, 580.65.06, 81559, 4, 31, 0, 16, 16\
 def test_a_query_of_healthy_gpus_reads_back():
     rows = gpus.read_query(HEALTHY + HEALTHY.replace("0, N", "1, N", 1).replace("aa", "bb"))
     assert [row["uuid"] for row in rows] == ["GPU-aa", "GPU-bb"]
-    (finding,) = gpus.judge_gpus(rows)
+    (finding,) = gpus.check_gpus(rows)
     assert finding.text == "2 × NVIDIA H100 80GB HBM3, driver 580.65.06"
     assert gpus.read_query("No devices were found\n") == gpus.read_query("") == []
 
@@ -38,14 +38,14 @@ def test_a_query_of_healthy_gpus_reads_back():
     ],
 )
 def test_an_ill_gpu_is_named(line, severity, words):
-    found = gpus.judge_gpus(gpus.read_query(line))
+    found = gpus.check_gpus(gpus.read_query(line))
     assert [f.severity for f in found[1:]] == [severity]
     assert words in found[1].text
 
 
 def test_what_a_gpu_does_not_tell_is_no_finding():
     line = HEALTHY.replace(" 0, 16, 16", " [N/A], [Not Supported], [N/A]")
-    assert severities(gpus.judge_gpus(gpus.read_query(line))) == ["ok"]
+    assert severities(gpus.check_gpus(gpus.read_query(line))) == ["ok"]
 
 
 LEGEND = "\nLegend:\n\n  X    = Self\n  SYS  = Connection traversing PCIe and the interconnect\n"
@@ -70,7 +70,7 @@ def test_a_full_nvlink_host_is_read_and_fine():
     assert topology.gpus == tuple(f"GPU{i}" for i in range(8))
     assert set(topology.links.values()) == {"NV18"} and len(topology.links) == 28
     assert topology.nics == dict.fromkeys(topology.gpus, "PXB")
-    (finding,) = gpus.judge_topology(topology)
+    (finding,) = gpus.check_topology(topology)
     assert (finding.severity, finding.text) == ("ok", "NV18 between all 8 GPUs")
 
 
@@ -88,15 +88,15 @@ def test_a_full_nvlink_host_is_read_and_fine():
     ids=["pcie", "bridged_pairs", "lame_gpu"],
 )
 def test_links_that_are_missing_or_lame_are_named(link, severity, words):
-    (finding,) = gpus.judge_topology(gpus.read_topology(matrix(link, 4)))
+    (finding,) = gpus.check_topology(gpus.read_topology(matrix(link, 4)))
     assert finding.severity == severity
     assert words in finding.text
 
 
 def test_no_topology_says_nothing():
-    assert gpus.judge_topology(gpus.read_topology("")) == []
-    assert gpus.judge_topology(gpus.read_topology("NVIDIA-SMI has failed")) == []
-    assert gpus.judge_topology(gpus.read_topology(matrix(lambda i, j: "", 1))) == []
+    assert gpus.check_topology(gpus.read_topology("")) == []
+    assert gpus.check_topology(gpus.read_topology("NVIDIA-SMI has failed")) == []
+    assert gpus.check_topology(gpus.read_topology(matrix(lambda i, j: "", 1))) == []
 
 
 # -- host ------------------------------------------------------------------------------------------
@@ -128,20 +128,20 @@ def test_a_directory_that_cannot_be_written_is_an_error(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("finding", "severity"),
     [
-        (host.judge_disk(Path("/r"), 500 * GIB, 900 * GIB, 0)[0], "ok"),
-        (host.judge_disk(Path("/r"), 5 * GIB, 900 * GIB, 0)[0], "warning"),
-        (host.judge_disk(Path("/r"), 500 * GIB, 900 * GIB, 600 * GIB)[0], "error"),
-        (host.judge_disk(Path("/r"), 500 * GIB, 900 * GIB, 400 * GIB)[0], "warning"),
-        (host.judge_disk(Path("/r"), 500 * GIB, 900 * GIB, 0, free_files=12)[1], "warning"),
-        (host.judge_speed(Path("/r"), 10**8, 4.0, 0.1, True), "warning"),
-        (host.judge_shared_memory(64 << 20, 64 << 20, num_gpus=8), "error"),
-        (host.judge_shared_memory(64 << 20, 64 << 20, num_gpus=0), "warning"),
-        (host.judge_shared_memory(16 * GIB, 16 * GIB, num_gpus=8), "ok"),
-        (host.judge_files(1024, 524288), "warning"),
-        (host.judge_files(65536, 524288), "ok"),
-        (host.judge_locked(64 << 10), "warning"),
-        (host.judge_cores(8, num_gpus=8), "warning"),
-        (host.judge_cores(1, num_gpus=0), "ok"),
+        (host.check_disk(Path("/r"), 500 * GIB, 900 * GIB, 0)[0], "ok"),
+        (host.check_disk(Path("/r"), 5 * GIB, 900 * GIB, 0)[0], "warning"),
+        (host.check_disk(Path("/r"), 500 * GIB, 900 * GIB, 600 * GIB)[0], "error"),
+        (host.check_disk(Path("/r"), 500 * GIB, 900 * GIB, 400 * GIB)[0], "warning"),
+        (host.check_disk(Path("/r"), 500 * GIB, 900 * GIB, 0, free_files=12)[1], "warning"),
+        (host.check_speed(Path("/r"), 10**8, 4.0, 0.1, True), "warning"),
+        (host.check_shared_memory(64 << 20, 64 << 20, num_gpus=8), "error"),
+        (host.check_shared_memory(64 << 20, 64 << 20, num_gpus=0), "warning"),
+        (host.check_shared_memory(16 * GIB, 16 * GIB, num_gpus=8), "ok"),
+        (host.check_files(1024, 524288), "warning"),
+        (host.check_files(65536, 524288), "ok"),
+        (host.check_locked(64 << 10), "warning"),
+        (host.check_cores(8, num_gpus=8), "warning"),
+        (host.check_cores(1, num_gpus=0), "ok"),
     ],
 )
 def test_what_a_host_gives_is_judged_by_what_a_run_needs(finding, severity):
@@ -149,8 +149,8 @@ def test_what_a_host_gives_is_judged_by_what_a_run_needs(finding, severity):
 
 
 def test_the_fix_for_few_files_depends_on_the_hard_limit():
-    assert host.judge_files(1024, 524288).fix == "ulimit -n 65536"
-    assert "hard limit" in host.judge_files(1024, 4096).fix
+    assert host.check_files(1024, 524288).fix == "ulimit -n 65536"
+    assert "hard limit" in host.check_files(1024, 4096).fix
 
 
 # -- SLURM, from recorded text ---------------------------------------------------------------------
@@ -169,15 +169,17 @@ Slurmctld(primary) at ctl is UP
 def test_the_clusters_settings_are_read_and_told():
     config = slurm.read_config(SCONTROL)
     assert config["KillWait"] == "30 sec" and config["SLURM_VERSION"] == "24.11.5"
-    found = slurm.judge(config)
+    found = slurm.check_config(config)
     assert severities(found) == ["note", "note"]
     assert found[0].numbers["kill_wait_s"] == 30 and "300 s" in found[1].text
 
 
 def test_a_cluster_that_does_not_requeue_is_a_warning():
-    found = slurm.judge(slurm.read_config(SCONTROL.replace("= 1\n", "= 0\n", 1)))
+    found = slurm.check_config(slurm.read_config(SCONTROL.replace("= 1\n", "= 0\n", 1)))
     assert severities(found)[0] == "warning" and "--requeue" in found[0].fix
-    assert severities(slurm.judge({"KillWait": "UNLIMITED", "SlurmdTimeout": "60 sec"})) == ["ok"]
+    assert severities(slurm.check_config({"KillWait": "UNLIMITED", "SlurmdTimeout": "60 sec"})) == [
+        "ok"
+    ]
 
 
 def test_outside_a_job_slurm_is_not_asked(monkeypatch):

@@ -137,7 +137,7 @@ def test_a_custom_models_parameters_and_flops_are_those_of_its_arithmetic(custom
     forward = 2 * (2 * 12 * d * d + 2 * 2 * seq * d + vocab * d)
     assert flops.model_flops_per_token(one) == 3 * forward
     assert estimate_time(one).model_flops == 3 * forward * 64 * seq
-    assert memory.is_rough and memory.moments["loss"]["kept activations"] > 0
+    assert memory.is_rough and memory.phases["loss"]["kept activations"] > 0
 
 
 def test_a_custom_model_is_searched_over_meshes_that_its_own_dims_allow(custom):
@@ -210,7 +210,7 @@ def test_the_stash_of_a_pipeline_follows_its_schedule():
     stash = {}
     for name in ("gpipe", "1f1b_lockstep", "1f1b"):
         one = job("pp=4", pipeline={"schedule": name, "num_microbatches": 16})
-        stash[name] = estimate_memory(one).moments["layer backward"]["stage stash"]
+        stash[name] = estimate_memory(one).phases["layer backward"]["stashed inputs"]
     each = 2 * 4 * 1024 * 1024  # bytes of 4 rows of the stream
     # p stages: gpipe holds all 16, 1F1B 2p-1, the lean one p; one spare, and two for gradients.
     assert stash == {"gpipe": 19 * each, "1f1b_lockstep": 10 * each, "1f1b": 7 * each}

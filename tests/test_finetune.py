@@ -207,7 +207,7 @@ def test_a_new_head_is_random_and_what_is_left_out_is_named(tmp_path):
     flags += ["--train.global_batch_size=8"]
     with pytest.raises(ConfigError, match=r"model.tie_embeddings=False is not what"):
         read_run(flags, command="jaxdist.train")
-    config = read_run([*flags, "--init-fresh=head/kernel"], command="jaxdist.train")
+    config = read_run([*flags, "--reinit-params=head/kernel"], command="jaxdist.train")
     parts = assemble(config, jax.devices()[:4])
     params = parts.init_state().params
     random = assemble(
@@ -221,11 +221,11 @@ def test_a_new_head_is_random_and_what_is_left_out_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"reinit_params names params/tail, and the model has no"):
         broken = dataclasses.replace(config, reinit_params=["head/kernel", "tail"])
         assemble(broken, jax.devices()[:4]).init_state()
-    tied = dataclasses.replace(config.model, tie_embeddings=True, qkv_bias=False)
+    tied = dataclasses.replace(config.model, tie_embeddings=True, bias=[])
     other = dataclasses.replace(config, model=tied, reinit_params=[])
     with pytest.raises(ConfigError, match=r"has params/layers/attention/qkv_bias, the model has"):
         assemble(other, jax.devices()[:4]).init_state()
     unused = dataclasses.replace(other, ignore_params=["layers/attention/qkv_bias"])
     assemble(unused, jax.devices()[:4]).init_state()
     with pytest.raises(ConfigError, match=r"reinit_params=\['head'\] without init_from"):
-        read_run(["--init-fresh=head"], command="jaxdist.train")
+        read_run(["--reinit-params=head"], command="jaxdist.train")

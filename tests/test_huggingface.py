@@ -224,8 +224,8 @@ import numpy as np
 from pathlib import Path
 from jax.experimental import multihost_utils
 from test_huggingface import target_of
-from jaxdist.huggingface import safetensors
-from jaxdist.huggingface.loading import load_params
+from jaxdist.models.huggingface import safetensors
+from jaxdist.models.huggingface.loading import load_params
 from jaxdist.models import DecoderConfig
 from jaxdist.core.types import ConfigError
 
@@ -240,6 +240,8 @@ try:
     params = load_params(Path(settings["folder"]), target)
 except ConfigError as error:
     print(json.dumps({"refused": str(error)}))
+    sys.stdout.flush()
+    jax.distributed.shutdown()  # together: a process whose coordinator is gone aborts
     os._exit(0)
 read = sum(counted)
 whole = {}

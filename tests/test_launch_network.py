@@ -12,7 +12,7 @@ import sys
 import time
 from pathlib import Path
 
-import endings
+import fault_scenarios
 import pytest
 import two_hosts
 from commands import ROOT
@@ -63,24 +63,27 @@ class Run:
             env={
                 **os.environ,
                 "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}",
-                "HARM_FOLDER": str(self.folder),
+                "FAULT_FOLDER": str(self.folder),
             },
         )
 
-    def error_record(self, host: int) -> str:
+    def output(self, host: int) -> str:
         return (self.folder / f"console-{host}.log").read_text(errors="replace")
+
+    def outputs(self) -> str:
+        return self.output(0)[-4000:] + self.output(1)[-4000:]
 
     def wait_for_step(self, step: int) -> None:
         metrics = self.run_dir / "metrics.jsonl"
         self.wait(lambda: metrics.exists() and f'"step": {step},' in metrics.read_text(), 180)
 
     def wait_for_line(self, host: int, pattern: str, timeout_s: float) -> float:
-        return self.wait(lambda: re.search(pattern, self.said(host)), timeout_s)
+        return self.wait(lambda: re.search(pattern, self.output(host)), timeout_s)
 
     def wait(self, condition, timeout_s: float) -> float:
         began = time.monotonic()
         while not condition():
-            assert time.monotonic() < began + timeout_s, self.said(0)[-4000:] + self.said(1)[-4000:]
+            assert time.monotonic() < began + timeout_s, self.outputs()
             time.sleep(0.02)
         return time.monotonic() - began
 
@@ -100,8 +103,8 @@ def uncut(tmp_path_factory):
     folder = tmp_path_factory.mktemp("uncut")
     with TwoHosts(folder / "hosts") as running:
         run = Run(running, folder / "job")
-        assert run.end() == [0, 0], run.said(0)[-4000:] + run.said(1)[-4000:]
-    return endings.bits(run.run_dir)
+        assert run.end() == [0, 0], run.outputs()
+    return fault_scenarios.step_results(run.run_dir)
 
 
 FIRST = {
@@ -118,10 +121,9 @@ FIRST = {
 }
 
 
-@pytest.mark.parametrize(("flags", "first", "second"), FIRST.values(), ids=FIRST)
-def test_a_cut_link_ends_both_with_its_name_and_is_resumed_after(
-    hosts, tmp_path, uncut, flags, first, second, capsys
-):
+def cut_and_mend(hosts, tmp_path, uncut, case: str) -> None:
+    """Cut the link while both train; both must name it and end, and resume when it is back."""
+    flags, first, second = FIRST[case]
     generator = random.Random(len(flags[0]))
     # Within a save the watchdog is patient, and the heartbeat is what finds a cut link: not here.
     run = Run(hosts, tmp_path / "job", *flags, "--checkpoint.save_interval_steps=25")
@@ -139,26 +141,11 @@ def test_a_cut_link_ends_both_with_its_name_and_is_resumed_after(
     hosts.mend()
     grown = lambda: b'"kind": "train"' in (run.run_dir / "metrics.jsonl").read_bytes()[size:]
     back = run.wait(grown, 120)
-    assert run.end() == [0, 0], run.said(0)[-4000:] + run.said(1)[-4000:]
-    assert "resumed from step" in run.said(0)
-    assert endings.bits(run.run_dir) == uncut
-    with capsys.disabled():
-        print(f" named after {named[0]:.1f} and {named[1]:.1f} s, back {back:.1f} s after", end="")
+    assert run.end() == [0, 0], run.outputs()
+    assert "resumed from step" in run.output(0)
+    assert fault_scenarios.step_results(run.run_dir) == uncut
+    print(f"named after {named[0]:.1f} and {named[1]:.1f} s, back {back:.1f} s after")
 
 
-def test_a_link_that_stays_cut_ends_the_job_with_its_name(hosts, tmp_path, capsys):
-    run = Run(hosts, tmp_path / "job", *FIRST["heartbeat"][0], restarts=1)
-    (run.folder / "pace").write_text("0.03")
-    run.wait_for_step(3)
-    hosts.cut()
-    began = time.monotonic()
-    codes = run.end()
-    assert all(code not in (0, 75) for code in codes)
-    for host, words in (
-        (0, "process 1 of 2 has not joined at h0:29400"),
-        (1, "process 1 on h1 cannot reach the coordinator h0:29400 (process 0)"),
-    ):
-        assert words in run.said(host), run.said(host)[-4000:]
-        assert "giving up" in run.said(host)
-    with capsys.disabled():
-        print(f" given up after {time.monotonic() - began:.0f} s", end="")
+def test_a_cut_link_ends_both_with_its_name_and_is_resumed_after(hosts, tmp_path, uncut):
+    cut_and_mend(hosts, tmp_path, uncut, "heartbeat")

@@ -11,6 +11,7 @@ from jaxdist.core.attention import make_attend
 from jaxdist.core.losses import Vocabulary, token_cross_entropy
 from jaxdist.core.types import Context
 from jaxdist.models import build
+from jaxdist.models.configs import ROPE_SCALING
 from jaxdist.models.weights import num_params
 
 torch = pytest.importorskip("torch", reason="needs the reference extra (torch)")
@@ -49,10 +50,7 @@ def reference_of(name, config):
         if name == "llama3.1":
             common["rope_parameters"] |= {
                 "rope_type": "llama3",
-                "factor": config.rope_factor,
-                "low_freq_factor": config.rope_low_freq_factor,
-                "high_freq_factor": config.rope_high_freq_factor,
-                "original_max_position_embeddings": config.rope_original_len,
+                **{name: config.rope_scaling[name] for name in ROPE_SCALING[1:]},
             }
         if name == "mistral":
             common["sliding_window"] = config.sliding_window

@@ -287,7 +287,7 @@ def test_matrices_decay_and_biases_and_norms_do_not():
 def test_in_a_gpt2_only_matrices_and_tables_decay_and_muon_takes_the_blocks():
     from jaxdist.models import DecoderConfig, build
 
-    biases = dict(qkv_bias=True, out_bias=True, mlp_bias=True, norm="layer", activation="gelu")
+    biases = dict(bias=["qkv", "out", "mlp"], norm="layer", activation="gelu")
     config = DecoderConfig(d_model=16, num_layers=2, num_heads=2, positions="learned", **biases)
     axes = build(config, seq_len=8).axes
     names = lambda mask: {

@@ -126,7 +126,7 @@ def wrong_microbatch(tables):
 
 
 @pytest.mark.parametrize("fault", [one_tick_late, chunks_swapped, wrong_microbatch])
-def test_a_wrong_table_gives_wrong_gradients(fault, monkeypatch):
+def test_a_wrong_instruction_gives_wrong_gradients(fault, monkeypatch):
     def faulty(schedule):
         tables = to_arrays(schedule)
         return dataclasses.replace(tables, **fault(tables))
@@ -148,12 +148,12 @@ def test_microbatches_are_chosen_from_stages_and_rows():
     assert choose_num_microbatches(24, 4, num_virtual_stages=2) == 24
 
 
-def test_the_choice_and_its_bubble_are_said():
+def test_the_description_of_a_schedule_has_its_sizes_and_bubble():
     schedule = PipelineConfig().make_schedule(num_stages=4, rows=32)
-    assert describe(schedule, 32) == (
-        "pipeline: 1f1b_lockstep, 4 stages, 16 microbatches of 2 rows, bubble 15.8%, at most 7 "
-        "microbatches stashed, 23+19 permutes"
-    )
+    assert schedule.name == "1f1b_lockstep" and schedule.num_microbatches == 16
+    text = describe(schedule, 32)
+    for fact in ("1f1b_lockstep", "4 stages", "16 microbatches", "2 rows", "15.8%", "23+19"):
+        assert fact in text
 
 
 def test_given_microbatches_win_over_accumulation_and_over_the_choice():
@@ -174,9 +174,9 @@ def test_settings_that_cannot_work_are_refused_with_the_fix():
 
 
 @pytest.mark.parametrize(("p", "v"), [(2, 2), (2, 3), (4, 2), (4, 3), (4, 4), (8, 2), (3, 5)])
-def test_pieces_travel_in_rounds_that_take_and_give_one_each(p, v):
+def test_virtual_stages_move_in_rounds_that_take_and_give_one_each(p, v):
     rounds = exchange_rounds(p, v)
     assert sorted(np.concatenate(rounds).tolist()) == list(range(p * v))
-    for pieces in rounds:
-        assert sorted(pieces // v) == list(range(p)), "one from every stage that stores"
-        assert sorted(pieces % p) == list(range(p)), "one to every stage that runs"
+    for moved in rounds:
+        assert sorted(moved // v) == list(range(p)), "one from every stage that stores"
+        assert sorted(moved % p) == list(range(p)), "one to every stage that runs"

@@ -19,7 +19,7 @@ from jaxdist.plan.schedule_view import drawings
 SMALL = [
     *("--model.d_model=512", "--model.num_layers=8", "--model.num_heads=8"),
     *("--model.mlp_dim=2048", "--model.vocab_size=32000", "--train.seq_len=1024"),
-    *("--train.global_batch_size=256", "--no-compile"),
+    *("--train.global_batch_size=256", "--compile=false"),
 ]
 
 
@@ -111,10 +111,26 @@ def test_a_type_that_the_gpu_lacks_is_said(capsys):
 
 
 def test_an_image_classifier_has_a_plan_too(capsys):
-    argv = ["--model", "cnn", "--gpus", "h100:2", "--no-compile", "--json"]
+    argv = ["--model", "cnn", "--gpus", "h100:2", "--compile=false", "--json"]
     assert main(argv) == 0
     (found,) = json.loads(capsys.readouterr().out)["plans"]
     assert found["fits"] and found["step"]["tokens_per_s"] > 0
+
+
+def test_a_custom_model_has_a_plan_too(capsys, monkeypatch):
+    """Memory, traffic, time and every mesh; what only decoders have formulas for is said."""
+    monkeypatch.setattr(sys, "path", [os.getcwd(), *sys.path])
+    argv = ["--model=custom", "--model.factory=examples.custom_model:build", "--gpus", "h100:8"]
+    argv += ["--compile=false", "--train.seq_len=32", "--mesh", "fsdp=4,tp=2"]
+    assert main([*argv, "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)["plans"]
+    assert found["mesh"] == "fsdp=4,tp=2" and found["step"]["tokens_per_s"] > 0
+    assert found["memory"]["is_upper_bound"]
+    assert {flow["purpose"] for flow in found["traffic"]} >= {"weights", "gradients"}
+    assert len(found["meshes"]) > 4 and found["refused"]
+    assert main(argv) == 0
+    text = capsys.readouterr().out
+    assert "upper bound" in text and "over tensor: not known" in text
 
 
 def test_the_page_is_whole_and_loads_nothing(capsys, tmp_path):
@@ -176,7 +192,7 @@ def test_data_need_not_exist_and_the_files_mesh_does_not_bind(capsys, tmp_path):
     file.write_text(
         '[data]\nsources = ["nowhere"]\ntokenizer = "nowhere.json"\n[mesh]\nshape = "fsdp=64"\n'
     )
-    assert main(["--config", str(file), "--gpus", "h100:8", "--no-compile", "--json"]) == 0
+    assert main(["--config", str(file), "--gpus", "h100:8", "--compile=false", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["plans"][0]["num_gpus"] == 8
 
 
@@ -206,7 +222,7 @@ def step_of(total: int) -> CompiledStep:
     )
 
 
-WITH = [flag for flag in SMALL if flag != "--no-compile"]
+WITH = [flag for flag in SMALL if flag != "--compile=false"]
 
 
 def test_the_compilers_word_counts(monkeypatch, capsys):

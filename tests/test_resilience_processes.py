@@ -7,10 +7,10 @@ import statistics
 import sys
 from pathlib import Path
 
-import endings
+import fault_scenarios
 import numpy as np
 import pytest
-from harmed_rows import COUNT
+from faulty_dataset import COUNT
 from launched_job import PACE_S, RECOVER_S, Job
 
 from jaxdist.data.order import Order
@@ -25,7 +25,7 @@ FINDINGS = {"sdc", "loss_anomaly", "rollback", "skipped_step", "straggler", "rep
 SELDOM_SAVED = "--checkpoint.save_interval_steps=10"
 HEAVIER = ["--model.d_model=256", "--model.num_layers=2", "--train.seq_len=128"]
 HEAVIER += ["--checkpoint.save_interval_steps=1000"]
-FLIPPING = f"--program={sys.executable} {Path(__file__).with_name('flipped_train.py')}"
+FLIPPING = f"--program={sys.executable} {Path(__file__).with_name('bit_flip_train.py')}"
 
 pytestmark = pytest.mark.slow
 
@@ -63,46 +63,48 @@ def test_a_flipped_bit_on_another_process_is_found_and_ends_or_is_undone(job, mo
     four = ("--simulate=2", "--mesh=dp=4", "--resilience.sdc_check_interval_steps=3")
     stopped = job("stopped", *four)
     stopped.start(FLIPPING)
-    assert endings.finish(stopped) == 85
+    assert fault_scenarios.finish(stopped) == 85
     # At once, not at 18: they are compared before every save, and one is due midway.
     named = rf"replicas differ after step 17: device \d+ of process 1 on {HOST} in params/head"
-    assert re.search(named, stopped.said()), stopped.said()[-4000:]
-    assert "cannot be told" not in stopped.said()
-    assert "restart" not in stopped.said()
+    assert re.search(named, stopped.output()), stopped.output()[-4000:]
+    assert "without a majority" not in stopped.output()
+    assert "restart" not in stopped.output()
     assert [event["step"] for event in findings(stopped)] == [17]
     undone = job("undone", *four, "--resilience.sdc_policy=rollback")
     undone.start(FLIPPING)
-    assert endings.finish(undone) == 0, undone.said()[-4000:]
-    assert re.search(named, undone.said())
+    assert fault_scenarios.finish(undone) == 0, undone.output()[-4000:]
+    assert re.search(named, undone.output())
     assert [event["event"] for event in findings(undone)] == ["sdc", "rollback"]
     clean = job("clean", *four)
     clean.start()
-    assert endings.finish(clean) == 0
+    assert fault_scenarios.finish(clean) == 0
     assert findings(clean) == []
-    assert endings.bits(undone.run_dir) == endings.bits(clean.run_dir)
+    assert fault_scenarios.step_results(undone.run_dir) == fault_scenarios.step_results(
+        clean.run_dir
+    )
 
 
 def test_a_nan_batch_is_named_with_its_rows_and_left_out(job):
     row = int(Order([COUNT], [], 0).rows(np.arange(COUNT))[16 * BATCH + 2])  # in step 17
-    harmed = job("nan", "--resilience.nonfinite_policy=skip")
-    (harmed.folder / f"nan-{row}").touch()
-    harmed.start()
-    assert endings.finish(harmed) == 0, harmed.said()[-4000:]
-    (anomaly,) = read_anomalies(harmed.run_dir / "anomalies.jsonl")
+    faulty = job("nan", "--resilience.nonfinite_policy=skip")
+    (faulty.folder / f"nan-{row}").touch()
+    faulty.start()
+    assert fault_scenarios.finish(faulty) == 0, faulty.output()[-4000:]
+    (anomaly,) = read_anomalies(faulty.run_dir / "anomalies.jsonl")
     assert (anomaly.step, anomaly.kind, anomaly.action) == (17, "nonfinite_loss", "skip")
     assert row in anomaly.rows and len(anomaly.rows) == BATCH
-    assert {event["step"] for event in findings(harmed)} == {17}
+    assert {event["step"] for event in findings(faulty)} == {17}
 
 
 @pytest.mark.parametrize("slow", [0, 1])
 def test_a_slow_process_is_named_with_its_host_and_cause(job, slow):
-    harmed = job("slow", "--monitoring.straggler_interval_steps=8", SELDOM_SAVED, steps=24)
-    (harmed.folder / f"slow-{slow}").write_text("0.25")  # of each row: much on any machine
-    harmed.start()
-    assert endings.finish(harmed) == 0, harmed.said()[-4000:]
-    found = findings(harmed)
+    faulty = job("slow", "--monitoring.straggler_interval_steps=8", SELDOM_SAVED, steps=24)
+    (faulty.folder / f"slow-{slow}").write_text("0.25")  # of each row: much on any machine
+    faulty.start()
+    assert fault_scenarios.finish(faulty) == 0, faulty.output()[-4000:]
+    found = findings(faulty)
     assert {(event["process"], event["cause"]) for event in found} == {(slow, "data")}
-    assert f"process {slow} on {HOST}" in harmed.said()
+    assert f"process {slow} on {HOST}" in faulty.output()
 
 
 @pytest.mark.parametrize(
@@ -110,14 +112,14 @@ def test_a_slow_process_is_named_with_its_host_and_cause(job, slow):
 )
 def test_a_loader_that_turns_slow_amid_the_run_is_named(job, interval, flags, capsys):
     """From step 24 on; prefetched batches hide it at first, and saves read a step at once."""
-    harmed = job("turned", f"--monitoring.straggler_interval_steps={interval}", *flags)
-    harmed.start()
-    harmed.wait(lambda: len(step_times(harmed)) >= 24, "step 24", RECOVER_S)
-    usual_s = statistics.median(step_times(harmed)[4:])
+    faulty = job("turned", f"--monitoring.straggler_interval_steps={interval}", *flags)
+    faulty.start()
+    faulty.wait(lambda: len(step_times(faulty)) >= 24, "step 24", RECOVER_S)
+    usual_s = statistics.median(step_times(faulty)[4:])
     row_s = max(0.03, 2 * usual_s)  # of two rows; other programs may slow steps down meanwhile
-    (harmed.folder / "slow-1").write_text(f"{row_s:.3f}")
-    assert endings.finish(harmed) == 0, harmed.said()[-4000:]
-    found = findings(harmed)
+    (faulty.folder / "slow-1").write_text(f"{row_s:.3f}")
+    assert fault_scenarios.finish(faulty) == 0, faulty.output()[-4000:]
+    found = findings(faulty)
     assert {(event["process"], event["cause"]) for event in found} == {(1, "data")}
     with capsys.disabled():
         print(
@@ -128,20 +130,22 @@ def test_a_loader_that_turns_slow_amid_the_run_is_named(job, interval, flags, ca
 
 
 def test_stuck_processes_are_named_and_the_run_goes_on_to_the_same_bits(job):
-    harmed, clean = job("stuck"), job("clean")
-    harmed.pace(PACE_S)
-    harmed.start()
+    faulty, clean = job("stuck"), job("clean")
+    faulty.pace(PACE_S)
+    faulty.start()
     for stuck in (1, 0):
-        size, since = harmed.num_bytes(), harmed.position()
-        harmed.wait(lambda: harmed.trains(size), "new steps", RECOVER_S)  # noqa: B023
-        (harmed.folder / f"stuck-{stuck}").touch()
+        size, since = faulty.num_bytes(), faulty.position()
+        faulty.wait(lambda: faulty.trains(size), "new steps", RECOVER_S)  # noqa: B023
+        (faulty.folder / f"stuck-{stuck}").touch()
         line = rf"watchdog: .*process {stuck} on {HOST} \(pid \d+\), last step \d+, phase data"
-        harmed.wait_for_line(line, since)
-        harmed.wait_for_line("launch: restart", since)
-    assert endings.finish(harmed) == 0, harmed.said()[-4000:]
+        faulty.wait_for_line(line, since)
+        faulty.wait_for_line("launch: restart", since)
+    assert fault_scenarios.finish(faulty) == 0, faulty.output()[-4000:]
     clean.start()
-    assert endings.finish(clean) == 0
-    assert endings.bits(harmed.run_dir) == endings.bits(clean.run_dir)
+    assert fault_scenarios.finish(clean) == 0
+    assert fault_scenarios.step_results(faulty.run_dir) == fault_scenarios.step_results(
+        clean.run_dir
+    )
 
 
 def test_two_thousand_clean_steps_under_every_guard_have_no_finding(job, capsys):
@@ -158,12 +162,12 @@ def test_two_thousand_clean_steps_under_every_guard_have_no_finding(job, capsys)
         steps=2000,
     )
     clean.start()
-    assert endings.finish(clean) == 0, clean.said()[-4000:]
+    assert fault_scenarios.finish(clean) == 0, clean.output()[-4000:]
     assert findings(clean) == []
     assert not (clean.run_dir / "anomalies.jsonl").exists()
     assert not (clean.run_dir / "logs" / "abort.json").exists()
-    assert "watchdog" not in clean.said() and "restart" not in clean.said()
-    assert len(endings.bits(clean.run_dir)) == 2000
+    assert "watchdog" not in clean.output() and "restart" not in clean.output()
+    assert len(fault_scenarios.step_results(clean.run_dir)) == 2000
     with capsys.disabled():
         summary = json.loads((clean.run_dir / "summary.json").read_text())
         print(f" {summary['step']} steps, {summary.get('warnings', 0)} warnings", end="")

@@ -104,23 +104,23 @@ def test_a_stuck_step_ends_all_processes_with_one_line_and_all_stacks(tmp_path, 
     assert "process 1" in json.loads((tmp_path / "abort.json").read_text())["line"]
 
 
-def test_two_that_raise_the_alarm_at_once_say_one_line(tmp_path, caplog):
+def test_of_two_aborts_at_once_one_is_reported(tmp_path, caplog):
     """Each takes the other for dead: nobody waits for anybody."""
     config = ResilienceConfig(step_timeout_s=0.0)
     left: list[int] = []
     first, second = (
         Watchdog(config, tmp_path, process=i, num_processes=2, leave=left.append) for i in (0, 1)
     )
-    assert first._announce("one") and not second._announce("two")
+    assert first._request_abort("one") and not second._request_abort("two")
     assert [r.getMessage() for r in caplog.records] == ["one"]
-    second._follow()
+    second._abort()
     assert left == [86]
     assert "one" in json.loads((tmp_path / "abort.json").read_text())["line"]
-    later = Watchdog(config, tmp_path, leave=left.append)  # the next start, the next alarm
-    assert later._announce("three")
+    later = Watchdog(config, tmp_path, leave=left.append)  # the next start
+    assert later._request_abort("three")
 
 
-def test_slow_compilation_evaluation_and_save_raise_no_alarm(tmp_path):
+def test_slow_compilation_evaluation_and_save_end_no_run(tmp_path):
     dogs = Dogs(tmp_path, 2)
     for dog in dogs.dogs:
         dog.enter("compile")
@@ -158,7 +158,7 @@ def test_a_stuck_save_ends_too(tmp_path):
         assert dogs.wait() == {0: 86}
 
 
-def test_an_alarm_of_an_earlier_start_is_none(tmp_path):
+def test_the_abort_file_of_an_earlier_start_is_ignored(tmp_path):
     (tmp_path / "abort.json").write_text('{"process": 0, "line": ""}')
     dogs = Dogs(tmp_path, 1)
     time.sleep(10 * BEAT_S)
@@ -166,7 +166,7 @@ def test_an_alarm_of_an_earlier_start_is_none(tmp_path):
     dogs.close()
 
 
-def test_a_folder_that_is_away_for_a_while_raises_no_alarm(tmp_path):
+def test_a_folder_that_is_away_for_a_while_ends_no_run(tmp_path):
     folder = tmp_path / "logs"
     folder.mkdir()
     (folder / "abort.json").write_text('{"process": 0, "line": "of an earlier start"}')

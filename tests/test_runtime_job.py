@@ -6,7 +6,6 @@ import socket
 import subprocess
 import sys
 import textwrap
-import time
 
 import pytest
 
@@ -236,18 +235,3 @@ def test_a_notice_between_joining_and_the_first_of_many_steps_is_not_lost():
     ).end()
     assert codes == [75, 75]
     assert out[0] == out[1] and out[0].startswith("stopped 15")
-
-
-@pytest.mark.slow
-def test_processes_at_random_moments_always_stop_on_one_step():
-    import random
-
-    generator = random.Random(0)
-    for _ in range(5):
-        processes = Processes("return loop(runtime.join(), stop, num_steps=100000)")
-        time.sleep(generator.uniform(0.0, 6.0))
-        chosen = generator.choice(processes.processes)
-        chosen.send_signal(generator.choice([signal.SIGTERM, signal.SIGUSR1]))
-        codes, out, _ = processes.end()
-        assert codes == [75, 75]
-        assert out[0] == out[1]

@@ -2,10 +2,10 @@
 
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
-import textwrap
 import time
 from pathlib import Path
 
@@ -130,7 +130,10 @@ def test_an_elastic_job_knows_its_legal_numbers_of_nodes(capsys, command, counts
         (elastic("--sbatch=--gpus-per-task=1"), ["without --gpus-per-node: how many devices"]),
         (elastic(mesh="dp=3"), ["global_batch_size=8 is not a multiple of 3"]),
         (elastic(mesh="auto"), ["mesh.elastic with mesh.shape='auto'"]),
-        ([*elastic("--time=soon"), "--no-such=1"], ["--time 'soon'", "--no_such is not a setting"]),
+        (
+            ["--nodes=1-8", "--time=soon", "--dry-run", "--", "--mesh=dp=8", "--no-such=1"],
+            ["--time 'soon'", "--no-such is not a setting"],
+        ),
     ],
     ids=["nodes", "devices", "hidden", "mesh", "sizes", "both"],
 )
@@ -141,40 +144,122 @@ def test_what_an_elastic_job_can_never_run_is_refused_when_it_is_written(capfd, 
     assert said.out == ""
 
 
+FAKES = {
+    "srun": 'echo "$@" >started; {srun}',
+    "squeue": "echo {reason}",
+    # SLURM ends the script of a job that it queues again.
+    "scontrol": 'echo "$@" >requeued; kill -TERM $PPID',
+}
+
+
+class Script:
+    """A batch script run by bash in `folder`, with commands that play SLURM.
+
+    Args:
+        folder: the run directory is `run` in it.
+        srun: what srun does, in shell.
+        reason: what squeue says of the job.
+    """
+
+    def __init__(self, folder: Path, srun: str, *, reason: str = "None", **fields):
+        self.folder, self.run_dir = folder, folder / "run"
+        self.text = batch_script(plan(run_dir=str(self.run_dir), **fields))
+        for name, body in FAKES.items():
+            (folder / name).write_text("#!/bin/bash\n" + body.format(srun=srun, reason=reason))
+            (folder / name).chmod(0o755)
+
+    def run(self, restarts: int = 0, nodes: int = 1) -> tuple[int, bool]:
+        """Its exit code, and whether it asked SLURM to queue the job again."""
+        requeued = self.folder / "requeued"
+        requeued.unlink(missing_ok=True)
+        environ = {
+            "SLURM_JOB_ID": "1",
+            "SLURM_JOB_NAME": "it",
+            "SLURM_JOB_NUM_NODES": str(nodes),
+            "SLURM_RESTART_COUNT": str(restarts),
+            "PATH": f"{self.folder}:{os.environ['PATH']}",
+        }
+        done = subprocess.run(
+            ["bash"],
+            input=self.text,
+            capture_output=True,
+            text=True,
+            cwd=self.folder,
+            env=environ,
+            timeout=60,
+        )
+        self.out = done.stdout
+        assert not done.stderr, done.stderr
+        return done.returncode, requeued.exists()
+
+
 @pytest.mark.parametrize(
-    ("given", "used", "line"),
-    [
-        (1, None, "slurm: 1 nodes given, no mesh is legal for them: at least 2 are needed"),
-        (2, 2, ""),
-        (3, 2, "slurm: 3 nodes given, no mesh is legal for them: using 2"),
-        (4, 4, ""),
-        (7, 6, "slurm: 7 nodes given, no mesh is legal for them: using 6"),
-        (8, 8, ""),
-        (12, 8, "slurm: 12 nodes given, no mesh is legal for them: using 8"),
-    ],
+    ("given", "used", "is_said"),
+    [(1, None, True), (2, 2, False), (3, 2, True), (4, 4, False), (7, 6, True), (12, 8, True)],
 )
-def test_a_job_runs_on_the_most_legal_nodes_of_those_given(tmp_path, given, used, line):
-    srun = tmp_path / "srun"
-    srun.write_text('#!/bin/bash\necho "$@" >started\necho 0 >"$JAXDIST_VERDICT_FILE"\n')
-    srun.chmod(0o755)
-    text = batch_script(plan(nodes=8, min_nodes=2, node_counts=(2, 4, 6, 8), tasks_per_node=3))
-    environ = {"SLURM_JOB_ID": "1", "SLURM_JOB_NAME": "it", "SLURM_JOB_NUM_NODES": str(given)}
-    done = subprocess.run(
-        ["bash"],
-        input=text,
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        env=environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"},
-        timeout=60,
+def test_a_job_runs_on_the_most_legal_nodes_of_those_given(tmp_path, given, used, is_said):
+    script = Script(
+        tmp_path,
+        'echo 0 >"$JAXDIST_EXIT_CODE_FILE"',
+        nodes=8,
+        min_nodes=2,
+        node_counts=(2, 4, 6, 8),
+        tasks_per_node=3,
     )
-    said = [one for one in done.stdout.splitlines() if "nodes given" in one]
-    assert said == ([line] if line else []), done.stderr
-    assert done.returncode == (2 if used is None else 0)
+    code, _ = script.run(nodes=given)
+    assert code == (2 if used is None else 0)
+    assert (f"{given} nodes given" in script.out) == is_said
     started = tmp_path / "started"
     assert started.exists() == (used is not None)
     if used is not None:
         assert f"--nodes={used} --ntasks-per-node=3 " in started.read_text()
+
+
+EXIT_CODE = 'echo {} >"$JAXDIST_EXIT_CODE_FILE"; exit {}'
+
+
+@pytest.mark.parametrize(
+    ("srun", "reason", "expected"),
+    [
+        (EXIT_CODE.format(0, 0), "None", (0, False)),
+        (EXIT_CODE.format(0, 1), "None", (0, False)),  # another process failed after the last save
+        (EXIT_CODE.format(2, 2), "None", (2, False)),
+        (EXIT_CODE.format(75, 75), "None", (75, True)),
+        ("exit 1", "None", (75, True)),
+        # The time limit is near: USR1 is passed on, and srun's processes save.
+        (
+            "trap 'echo 75 >\"$JAXDIST_EXIT_CODE_FILE\"; exit 75' USR1; kill -USR1 $PPID; "
+            "sleep 20 & wait",
+            "None",
+            (75, True),
+        ),
+        # scancel: TERM alone, and SLURM does not name the time limit.
+        ("kill -TERM $PPID; sleep 0.2; " + EXIT_CODE.format(75, 75), "None", (75, False)),
+        ("kill -TERM $PPID; sleep 0.2; " + EXIT_CODE.format(75, 75), "TimeLimit", (75, True)),
+    ],
+    ids=["done", "done_late", "config", "saved", "crash", "limit", "cancelled", "limit_by_term"],
+)
+def test_the_script_queues_again_what_can_go_on(tmp_path, srun, reason, expected):
+    script = Script(tmp_path, srun, reason=reason)
+    assert script.run() == expected
+    if expected[0] == 0:  # SLURM 24.11 may start a finished job again
+        (tmp_path / "started").unlink()
+        assert script.run() == (0, False)
+        assert not (tmp_path / "started").exists()
+
+
+SAVES = """
+at="run/checkpoints/1$SLURM_RESTART_COUNT"; mkdir -p "$at"; touch "$at/manifest.json"; exit 9
+"""
+
+
+def test_the_script_gives_up_after_crashes_without_a_new_checkpoint(tmp_path):
+    script = Script(tmp_path, "exit 9", max_crashes=1)
+    assert script.run() == (75, True)
+    assert script.run(restarts=1) == (9, False)
+    saves = Script(tmp_path, SAVES, max_crashes=1)
+    assert saves.run(restarts=1) == (75, True)  # a new checkpoint: the count starts again
+    assert saves.run(restarts=50) == (75, False)  # queued again 50 times: enough
 
 
 @pytest.mark.parametrize(
@@ -268,149 +353,20 @@ def cluster(tmp_path_factory):
         yield slurm
 
 
-def submit(cluster, name: str, body: str, **fields) -> str:
-    """Submit a job of two nodes whose program's `main` is `body`; returns the job id."""
-    jobs = cluster.root / "jobs"
-    code = "import os, sys, time, signal\nfrom pathlib import Path\nfrom jaxdist import runtime\n"
-    code += "RUN = Path(sys.argv[1].partition('=')[2])\n"
-    code += "ATTEMPT = int(os.environ.get('SLURM_RESTART_COUNT', 0))\n\ndef main():\n"
-    code += textwrap.indent(textwrap.dedent(body), "    ") + "\n\nruntime.run_command(main)\n"
-    (jobs / f"{name}.py").write_text(code)
-    settings = {"nodes": 2, "time": "10", "program": f"{sys.executable} {jobs / name}.py", **fields}
-    (jobs / f"{name}.sbatch").write_text(batch_script(plan(name=name, **settings)))
-    return cluster.submit(jobs / f"{name}.sbatch", PYTHONPATH=str(ROOT), JAX_PLATFORMS="cpu")
-
-
-def wait_for(path: Path, cluster, job_id: str) -> None:
-    until = time.monotonic() + 120
-    while not path.exists():
-        assert time.monotonic() < until, cluster.output(job_id)
-        time.sleep(0.1)
-
-
-JOIN = """
-runtime.simulate(1)
-job = runtime.join()
-import jax
-from jax.experimental import multihost_utils
-"""
-
-
-@pytest.mark.slow
-def test_two_nodes_join_and_the_job_is_done(cluster):
-    body = JOIN + "print(job.table())\nprint(multihost_utils.process_allgather(jax.numpy.ones(1)))"
-    job_id = submit(cluster, "join", body)
-    assert cluster.wait(job_id) == "COMPLETED", cluster.output(job_id)
-    out = cluster.output(job_id)
-    assert "verdict 0, srun 0, signal none" in out
-    assert "0        n1" in out and "1        n2" in out
-
-
-@pytest.mark.slow
-def test_gpus_are_handed_out_as_the_resolver_expects(cluster):
-    body = """
-    plan = runtime.resolve(os.environ)
-    print("took", plan.process_id, os.environ["CUDA_VISIBLE_DEVICES"], plan.local_device_ids)
-    """
-    wanted = {
-        "node": ({"gpus_per_node": 2}, {"0 0,1 None", "1 0,1 None"}),
-        "gpu": (
-            {"gpus_per_node": 2, "tasks_per_node": 2},
-            {"0 0,1 (0,)", "1 0,1 (1,)", "2 0,1 (0,)", "3 0,1 (1,)"},
-        ),
-        "task": (
-            {"tasks_per_node": 2, "sbatch": ("--gpus-per-task=1",)},
-            {"0 0 None", "1 1 None", "2 0 None", "3 1 None"},
-        ),
-    }
-    for name, (fields, lines) in wanted.items():
-        job_id = submit(cluster, f"gpus-{name}", body, **fields)
-        assert cluster.wait(job_id) == "COMPLETED", cluster.output(job_id)
-        said = cluster.output(job_id).splitlines()
-        assert {line[5:] for line in said if line.startswith("took ")} == lines
-
-
-@pytest.mark.slow
-def test_a_job_that_is_told_of_its_limit_saves_and_queues_itself_again(cluster):
-    body = """
-    stop = runtime.Preemption()
-    saved = max([int(p.name) for p in (RUN / "checkpoints").glob("*")], default=0)
-    for step in range(saved + 1, 100000):
-        multihost_utils.process_allgather(jax.numpy.ones(1))
-        (RUN / f"running-{ATTEMPT}").touch()
-        if ATTEMPT and step > saved + 3:
-            return 0
-        if stop.preempted():
-            (RUN / "checkpoints" / str(step) / "manifest.json").mkdir(parents=True, exist_ok=True)
-            print("saved", step)
-            return runtime.EXIT_PREEMPTED
-        time.sleep(0.05)
-    """
-    job_id = submit(cluster, "limit", JOIN + textwrap.dedent(body))
-    run = cluster.root / f"jobs/runs/limit-{job_id}"
-    wait_for(run / "running-0", cluster, job_id)
-    # What --signal=B:USR1@... does ahead of the limit, which itself is minutes away.
-    cluster.run("scancel", "--signal=USR1", "--batch", job_id)
-    assert cluster.wait(job_id, timeout_s=240) == "COMPLETED", cluster.output(job_id)
-    out = cluster.output(job_id)
-    assert "attempt 0 ended: verdict 75" in out and "signal USR1" in out
-    assert "queueing again from checkpoint" in out
-    assert "attempt 1 ended: verdict 0" in out
-
-
 TINY = [
-    *("--model.num_layers=1", "--model.d_model=32", "--model.num_heads=2"),
+    *("--simulate=1", "--model.num_layers=1", "--model.d_model=32", "--model.num_heads=2"),
     *("--model.num_kv_heads=2", "--train.global_batch_size=4", "--train.seq_len=32"),
     *("--eval.interval_steps=0", "--eval.final_max_batches=1"),
 ]
+TRAINING = [*TINY, "--mesh=dp=2", "--steps=120", "--checkpoint.save_interval_steps=40"]
 
 
-@pytest.mark.slow
-def test_training_that_is_queued_again_ends_with_the_bits_of_one_that_was_not(cluster):
-    args = ["--simulate=1", "--mesh=dp=2", "--steps=120", *TINY]
-    args += ["--checkpoint.save_interval_steps=40"]
-    found = {}
-    for name in ("whole", "parted"):
-        script = cluster.root / f"jobs/{name}.sbatch"
-        settings = plan(name=name, nodes=2, time="10", python=sys.executable, args=args)
-        script.write_text(batch_script(settings))
-        job_id = cluster.submit(script, PYTHONPATH=str(ROOT), JAX_PLATFORMS="cpu")
-        run = cluster.root / f"jobs/runs/{name}-{job_id}"
-        if name == "parted":
-            wait_for(run / "checkpoints/40", cluster, job_id)
-            cluster.run("scancel", "--signal=USR1", "--batch", job_id)
-        assert cluster.wait(job_id, timeout_s=300) == "COMPLETED", cluster.output(job_id)
-        found[name] = losses(run)
-        restarts = cluster.job(job_id)["Restarts"]
-        assert restarts == ("1" if name == "parted" else "0"), cluster.output(job_id)
-    assert len(found["whole"]) == 120
-    assert found["parted"] == found["whole"]
-
-
-@pytest.mark.slow
-def test_an_elastic_job_gets_all_nodes_that_are_idle_and_its_tasks_on_each(cluster):
-    body = "print('task', os.environ['SLURMD_NODENAME'], os.environ['SLURM_LOCALID'])"
-    fields = {"nodes": 4, "min_nodes": 2, "tasks_per_node": 2, "cpus_per_task": 2}
-    job_id = submit(cluster, "idle", body, **fields)
-    assert cluster.wait(job_id) == "COMPLETED", cluster.output(job_id)
-    said = {line for line in cluster.output(job_id).splitlines() if line.startswith("task ")}
-    assert said == {f"task n{node} {local}" for node in (1, 2, 3) for local in (0, 1)}
-
-
-@pytest.mark.slow
-def test_a_job_given_a_number_of_nodes_without_a_mesh_trains_on_fewer(cluster):
-    script = cluster.root / "jobs/uneven.sbatch"
-    flags = ["--name=uneven", "--nodes=2-4", "--time=10", f"--python={sys.executable}"]
-    args = ["--simulate=1", "--mesh=dp=4", "--steps=5", *TINY]
-    assert main([*flags, f"--script={script}", "--", *args]) == 0
-    job_id = cluster.submit(script, PYTHONPATH=str(ROOT), JAX_PLATFORMS="cpu")
-    assert cluster.wait(job_id, timeout_s=300) == "COMPLETED", cluster.output(job_id)
-    out = cluster.output(job_id)
-    assert "slurm: 3 nodes given, no mesh is legal for them: using 2" in out
-    assert "2 of the 4 devices of dp=4 are there" in out
-    assert "attempt 0 ended: verdict 0, srun 0" in out
-    run = cluster.root / f"jobs/runs/uneven-{job_id}"
-    assert sorted(losses(run)) == [1, 2, 3, 4, 5]
+def submit(cluster, name: str) -> str:
+    """Submit the training on two nodes; returns the job id."""
+    script = cluster.root / f"jobs/{name}.sbatch"
+    settings = plan(name=name, nodes=2, time="10", python=sys.executable, args=TRAINING)
+    script.write_text(batch_script(settings))
+    return cluster.submit(script, PYTHONPATH=str(ROOT), JAX_PLATFORMS="cpu")
 
 
 def losses(run: Path) -> dict[int, str]:
@@ -418,56 +374,49 @@ def losses(run: Path) -> dict[int, str]:
     return {r["step"]: float(r["loss"]).hex() for r in records if r["kind"] == "train"}
 
 
-@pytest.mark.slow
-def test_a_job_whose_node_is_lost_goes_on_with_another(tmp_path_factory):
-    reason = real_slurm.missing()
-    if reason:
-        pytest.skip(reason)
-    body = """
-    stop = runtime.Preemption()
-    (RUN / f"on-{job.host}-{ATTEMPT}").touch()
-    for step in range(100000):
-        multihost_utils.process_allgather(jax.numpy.ones(1))
-        (RUN / f"running-{ATTEMPT}").touch()
-        if ATTEMPT:
-            return 0
-        time.sleep(0.05)
-    """
-    with real_slurm.RealSlurm(tmp_path_factory.mktemp("lost")) as cluster:
-        job_id = submit(cluster, "lost", JOIN + textwrap.dedent(body))
-        run = cluster.root / f"jobs/runs/lost-{job_id}"
-        wait_for(run / "running-0", cluster, job_id)
-        cluster.power_off(2)
-        wait_for(run / "running-1", cluster, job_id)
-        assert cluster.wait(job_id) == "COMPLETED", cluster.output(job_id)
-        assert {path.name for path in run.glob("on-*-1")} == {"on-n1-1", "on-n3-1"}
+@pytest.fixture(scope="module")
+def whole(cluster) -> tuple[str, str, dict[int, str]]:
+    """Output, number of restarts and losses of a training that nothing interrupts."""
+    job_id = submit(cluster, "whole")
+    assert cluster.wait(job_id, timeout_s=300) == "COMPLETED", cluster.output(job_id)
+    run = cluster.root / f"jobs/runs/whole-{job_id}"
+    return cluster.output(job_id), cluster.job(job_id)["Restarts"], losses(run)
 
 
 @pytest.mark.slow
-def test_a_cancelled_job_stays_cancelled(cluster):
-    body = """
-    stop = runtime.Preemption()
-    RUN.mkdir(parents=True, exist_ok=True)
-    (RUN / "running-0").touch()
-    while not stop.preempted():
-        time.sleep(0.05)
-    return runtime.EXIT_PREEMPTED
-    """
-    job_id = submit(cluster, "cancel", body, nodes=1)
-    wait_for(cluster.root / f"jobs/runs/cancel-{job_id}/running-0", cluster, job_id)
-    cluster.run("scancel", job_id)
-    assert cluster.wait(job_id) == "CANCELLED"
-    time.sleep(8)  # a requeued job would run again after 7 s here
-    assert cluster.job(job_id)["JobState"] == "CANCELLED"
+def test_two_nodes_join_and_the_job_is_done(whole):
+    out, restarts, found = whole
+    assert "exit code 0, srun 0, signal none" in out and restarts == "0"
+    assert re.search(r"^0 +n1 ", out, re.MULTILINE) and re.search(r"^1 +n2 ", out, re.MULTILINE)
+    assert sorted(found) == list(range(1, 121))
 
 
 @pytest.mark.slow
-def test_bad_configuration_ends_the_job_and_crashes_are_counted(cluster):
-    bad = "from jaxdist.core.types import ConfigError\nraise ConfigError(['mesh dp=3 is bad'])"
-    job_id = submit(cluster, "bad", bad, nodes=1)
-    assert cluster.wait(job_id) == "FAILED"
-    assert "verdict 2" in cluster.output(job_id) and cluster.job(job_id)["Restarts"] == "0"
-    job_id = submit(cluster, "crash", "raise OSError('boom')", nodes=1, max_crashes=1)
-    assert cluster.wait(job_id) == "FAILED", cluster.output(job_id)
-    assert cluster.job(job_id)["Restarts"] == "1"
-    assert "2 crashes without a new checkpoint: giving up" in cluster.output(job_id)
+def test_training_that_is_queued_again_ends_with_the_bits_of_one_that_was_not(cluster, whole):
+    job_id = submit(cluster, "parted")
+    run = cluster.root / f"jobs/runs/parted-{job_id}"
+    until = time.monotonic() + 120
+    while not (run / "checkpoints/40").exists():
+        assert time.monotonic() < until, cluster.output(job_id)
+        time.sleep(0.1)
+    # What --signal=B:USR1@... does ahead of the limit, which itself is minutes away.
+    cluster.run("scancel", "--signal=USR1", "--batch", job_id)
+    assert cluster.wait(job_id, timeout_s=300) == "COMPLETED", cluster.output(job_id)
+    assert cluster.job(job_id)["Restarts"] == "1", cluster.output(job_id)
+    assert losses(run) == whole[2]
+
+
+@pytest.mark.slow
+def test_an_elastic_job_trains_on_the_nodes_with_which_a_mesh_is_legal(cluster):
+    script = cluster.root / "jobs/uneven.sbatch"
+    flags = ["--name=uneven", "--nodes=2-4", "--time=10", f"--python={sys.executable}"]
+    args = [*TINY, "--mesh=dp=4", "--steps=5"]
+    assert main([*flags, f"--script={script}", "--", *args]) == 0
+    job_id = cluster.submit(script, PYTHONPATH=str(ROOT), JAX_PLATFORMS="cpu")
+    assert cluster.wait(job_id, timeout_s=300) == "COMPLETED", cluster.output(job_id)
+    out = cluster.output(job_id)
+    assert "3 nodes given" in out and "using 2" in out
+    assert "2 of the 4 devices of dp=4" in out
+    assert "attempt 0 ended: exit code 0, srun 0" in out
+    run = cluster.root / f"jobs/runs/uneven-{job_id}"
+    assert sorted(losses(run)) == [1, 2, 3, 4, 5]

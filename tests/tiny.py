@@ -36,7 +36,7 @@ _SIZES: dict[str, Any] = dict(
 CONFIGS = {
     # Llama and Qwen parts: grouped queries, rotary, q/k norm, gated MLP, untied.
     "rotary": DecoderConfig(
-        num_heads=8, num_kv_heads=4, head_dim=8, qk_norm=True, qkv_bias=True, **_SIZES
+        num_heads=8, num_kv_heads=4, head_dim=8, qk_norm=True, bias=["qkv"], **_SIZES
     ),
     # GPT-2 parts: learned positions, layer norm, biases everywhere, tied.
     "learned": DecoderConfig(
@@ -47,11 +47,9 @@ CONFIGS = {
         norm="layer",
         activation="gelu",
         tie_embeddings=True,
-        qkv_bias=True,
-        out_bias=True,
-        mlp_bias=True,
+        bias=["qkv", "out", "mlp"],
     ),
-    "cnn": CnnConfig(image_size=IMAGE_SIZE, channels_1=8, channels_2=16, hidden=32),
+    "cnn": CnnConfig(image_size=IMAGE_SIZE, channels=[8, 16], hidden=32),
 }
 
 

@@ -3,16 +3,20 @@
 On disk (`checkpoints/<step>/`), independent of mesh, processes and pipeline schedule:
 
     params/ opt_state/ rest/   arrays, written by Orbax; each can be read without the others
-    meta/metadata              JSON: the caller's meta, and shape, dtype and digest of every array
+    meta/metadata              JSON: the caller's meta, and shape, dtype, checksum of every array
     manifest.json              size and CRC-32 of every file, written last
+    CORRUPT, SUPERSEDED        why it must not be loaded, where that is so
 
-A checkpoint is written under `.saving/` and gets its name when its manifest is complete: whatever
-is found under a step's name was whole once.
+A directory without a manifest is no checkpoint: its save was not finished. Nothing is renamed.
 
-`checkpointer` is what a run talks to: `saving` and `restoring` do its two jobs. `store` is the only
-file that knows Orbax; `manifest` and `digest` prove that what is read is what was written; `tree`
-names leaves; `schedule` says when to save, `retention` what is kept; `lock` keeps a second run out;
-`coordination` lets process 0 decide for all; `probe` tries it all before training.
+A leaf on its way to disk and back: `pytree` names it, `checksum` takes its checksum on the devices,
+`orbax_io` writes it, `save` commits the files with `manifest`. `restore` checks the files against
+the manifest, `orbax_io` reads the leaf onto its new sharding, and its checksum is compared.
+
+`checkpointer` is what a run talks to. `save_schedule` says when to save, `retention` what to keep,
+`lock` keeps a second run out, `coordination` lets process 0 decide for all, `preflight` tries the
+save path before training. `streaming_io` reads and writes checkpoints without devices, for tools.
+`orbax_io` is the only module that knows Orbax.
 """
 
 from jaxdist.checkpoint.checkpointer import Checkpointer

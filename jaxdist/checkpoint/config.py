@@ -31,8 +31,8 @@ class CheckpointConfig:
     )
     verify: Literal["full", "quick", "none"] = setting(
         "full",
-        "full = check the CRC-32 of every file before loading and the digest of every array after; "
-        "quick = file sizes and small files before, digests after; none = trust the disk",
+        "full = check the CRC-32 of every file before loading and every array's checksum after; "
+        "quick = file sizes and small files before, checksums after; none = trust the disk",
     )
     preflight: bool = setting(
         True, "before training, try a small save and restore in the checkpoint directory"

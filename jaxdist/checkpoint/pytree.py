@@ -8,6 +8,7 @@ restore asks for puts them back.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
 from collections.abc import Collection, Sequence
@@ -55,6 +56,9 @@ class Leaf:
 def leaves_of(state: Any) -> list[Leaf]:
     """The leaves of a state in `jax.tree.leaves` order.
 
+    Args:
+        state: tree of arrays (or `jax.ShapeDtypeStruct`s) of any shape, dtype and sharding.
+
     Raises:
         TypeError: a leaf is not an array, or two leaves would have one name.
     """
@@ -69,16 +73,19 @@ def leaves_of(state: Any) -> list[Leaf]:
         leaves.append(leaf)
     # Orbax joins keys with dots, so "a.b" and ("a", "b") would be one array on disk.
     dotted = [".".join((leaf.item, *leaf.path)) for leaf in leaves]
-    twice = sorted(
-        {name for name in dotted if dotted.count(name) > 1} if _has_twins(dotted) else ()
-    )
+    twice = sorted(name for name, count in collections.Counter(dotted).items() if count > 1)
     if twice:
         raise TypeError(f"two leaves of the state share the name {', '.join(twice)}")
     return leaves
 
 
 def nest(leaves: Sequence[Leaf], values: Sequence[Any]) -> dict[str, dict[str, Any]]:
-    """Item -> nested plain dicts, with `values` in the place of the leaves."""
+    """Item -> nested plain dicts, with `values` in the place of the leaves.
+
+    Args:
+        leaves: where each value belongs.
+        values: one for each leaf: arrays or `jax.ShapeDtypeStruct`s, unchanged.
+    """
     items: dict[str, dict[str, Any]] = {}
     for leaf, value in zip(leaves, values, strict=True):
         inner = items.setdefault(leaf.item, {})
@@ -97,7 +104,11 @@ def pick(items: dict[str, dict[str, Any]], leaf: Leaf) -> Any:
 
 
 def plain(leaf: Leaf) -> Array:
-    """The array that is written for a leaf: itself, or a key's uint32 data."""
+    """The array that is written for a leaf.
+
+    Returns:
+        The leaf's own array; for a PRNG key of shape `[...]` its uint32 data `[..., words]`.
+    """
     return jax.random.key_data(leaf.value) if leaf.is_key else leaf.value
 
 
@@ -171,8 +182,16 @@ def target_of(leaf: Leaf, entry: dict[str, Any]) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(tuple(entry["shape"]), dtype, sharding=leaf.value.sharding)
 
 
-def finished(leaf: Leaf, array: Array, entry: dict[str, Any]) -> Array:
-    """The leaf as asked for, from the array read: keys wrapped, other dtypes cast (and freed).
+def restored(leaf: Leaf, array: Array, entry: dict[str, Any]) -> Array:
+    """The leaf as asked for, from the array that was read.
+
+    Args:
+        leaf: what is asked for.
+        array: as stored, on the leaf's sharding; deleted where it is cast.
+        entry: the array's description in the checkpoint.
+
+    Returns:
+        The array in the leaf's dtype, or the PRNG key that the data belong to.
 
     Raises:
         ConfigError: a key of another implementation than asked for.
@@ -203,10 +222,6 @@ def finished(leaf: Leaf, array: Array, entry: dict[str, Any]) -> Array:
 def _shape(entry: dict[str, Any]) -> list[int]:
     """Stored shape as the user sees it: a key's data has one dim more than the key."""
     return entry["shape"][:-1] if "key" in entry else entry["shape"]
-
-
-def _has_twins(names: Sequence[str]) -> bool:
-    return len(set(names)) < len(names)
 
 
 def _text(key: Any) -> str:

@@ -158,7 +158,7 @@ class Reader:
             raise ConfigError([f"checkpoint {step} does not fit: {line}" for line in problems])
         entries = [stored[leaf.name] for leaf in leaves]
         arrays = self._arrays(step, leaves, entries)
-        values = (pytree.finished(*each) for each in zip(leaves, arrays, entries, strict=True))
+        values = (pytree.restored(*each) for each in zip(leaves, arrays, entries, strict=True))
         filled = [
             leaf.value if pytree.under(leaf.name, fresh) else next(values) for leaf in everything
         ]
@@ -172,6 +172,7 @@ class Reader:
         if not self._read_only:
             path = self._directory / step
             self._group.decide(lambda: _mark_corrupt(path, reason))
+            self._corrupt.pop(step, None)  # the mark says it, until the step is saved again
         self._events.event("checkpoint_skipped", step=step, reason=reason)
         self._events.log(f"checkpoint {step} skipped: {reason}")
 

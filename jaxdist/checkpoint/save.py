@@ -284,7 +284,7 @@ class Saver:
     def _discard(self, step: int) -> None:
         """Free the space of a failed save."""
         try:
-            (self._directory / step).delete_tree()
+            manifest.delete_partial(self._directory)  # never a checkpoint that was there before
         except OSError as error:
             self._events.log(f"checkpoint {step}: leftovers stay behind: {one_line(error)}")
 

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from jaxdist.checkpoint.config import CheckpointConfig
-from jaxdist.config.parser import headed, read_settings
 from jaxdist.config.run_config import RunConfig
-from jaxdist.config.sources import read_file, split_arguments
+from jaxdist.core.settings import ConfigError, read_settings
+from jaxdist.core.settings.reader import GivenValues
 from jaxdist.core.step import EvalConfig, TrainConfig
-from jaxdist.core.types import ConfigError
 from jaxdist.data.config import DataConfig
 from jaxdist.models.configs import DecoderConfig
 from jaxdist.models.huggingface.directory import is_model, read_json
@@ -45,46 +43,46 @@ def read_run(
     """A run's settings from `--config FILE.toml` and flags; see `read_settings`.
 
     With `--resume PATH` or `--replay PATH:STEP` the settings of that run are the defaults, so that
-    only what shall differ needs a flag; with `--init-from DIR` of Hugging Face the model's sizes
-    and tokenizer are.
+    only what differs needs a flag. With `--init-from DIR` of Hugging Face the model's sizes and
+    tokenizer are, and with `--debug` those of a tiny run.
     """
-    resumed = _resumed(argv)
-    base = None
-    if resumed is not None and (locate(resumed) / "config.toml").exists():
-        base = dataclasses.replace(stored_run(locate(resumed) / "config.toml"), run_dir="")
-    start = _start_of(argv)
-    if base is None and start and is_model(start):
-        try:
-            base = _run_of_model(Path(start).expanduser())
-        except ConfigError as error:
-            lines = [f"init_from={start!r}: {line}" for line in error.problems]
-            raise ConfigError(headed(command, lines)) from None
-    if base is None and _asks_to_debug(argv):
-        base = _debug_run(argv)
     return read_settings(
         RunConfig,
         argv,
         command=command,
         summary=summary,
         aliases=ALIASES,
-        base=base,
+        base=_base_of,
         check_rules=check_rules,
     )
 
 
-def _asks_to_debug(argv: Sequence[str]) -> bool:
-    return any(
-        given.path == ("debug",) and given.raw in (None, "true")
-        for given in split_arguments(argv, ALIASES).flags
-    )
+def _base_of(given: GivenValues) -> RunConfig | None:
+    """What stands in the place of the defaults, where something does."""
+    run = _stored(given)
+    if run and (locate(run) / "config.toml").exists():
+        return dataclasses.replace(stored_run(locate(run) / "config.toml"), run_dir="")
+    start = given.get("init_from")
+    if isinstance(start, str) and start and is_model(start):
+        try:
+            return _run_of_model(Path(start).expanduser())
+        except ConfigError as error:
+            raise ConfigError([f"init_from={start!r}: {p}" for p in error.problems]) from None
+    if "debug" in given and given["debug"] in (None, True, "true"):
+        return _debug_run(has_mesh="mesh.shape" in given)
+    return None
 
 
-def _debug_run(argv: Sequence[str]) -> RunConfig:
-    """The defaults of `--debug`: as little as exercises everything, nothing behind one's back."""
-    arguments = split_arguments(argv, ALIASES)
-    has_mesh = any(given.path == ("mesh", "shape") for given in arguments.flags) or any(
-        "shape" in read_file(file)[0].get("mesh", {}) for file in arguments.files
-    )
+def _stored(given: GivenValues) -> str:
+    """The run that `--resume` or `--replay` names, if one does."""
+    if given.get("replay"):
+        return str(given["replay"]).rpartition(":")[0]
+    resume = str(given.get("resume") or "")
+    return "" if resume in ("auto", "never") else resume
+
+
+def _debug_run(has_mesh: bool) -> RunConfig:
+    """The defaults of `--debug`: as little as exercises everything, nothing in the background."""
     return RunConfig(
         name="debug",
         debug=True,
@@ -99,26 +97,6 @@ def _debug_run(argv: Sequence[str]) -> RunConfig:
         monitoring=MonitoringConfig(log_interval_steps=1),
         runtime=RuntimeConfig(compilation_cache_dir="off"),
     )
-
-
-def _resumed(argv: Sequence[str]) -> str | None:
-    """The run that `--resume` or `--replay` names, if one does."""
-    for word, following in itertools.zip_longest(argv, argv[1:], fillvalue=""):
-        flag, equals, value = word.partition("=")
-        named = value if equals else following
-        if flag == "--replay":
-            return named.rpartition(":")[0]
-        if flag == "--resume":
-            return None if named in ("", "auto", "never") else named
-    return None
-
-
-def _start_of(argv: Sequence[str]) -> str:
-    """What `init_from` will be: the flag's value, or the config file's."""
-    arguments = split_arguments(argv, ALIASES)
-    flags = [given.raw for given in arguments.flags if given.path == ("init_from",)]
-    found = flags or [read_file(file)[0].get("init_from") for file in arguments.files]
-    return found[0] if found and isinstance(found[0], str) else ""
 
 
 def _run_of_model(folder: Path) -> RunConfig:

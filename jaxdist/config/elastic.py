@@ -11,10 +11,10 @@ import dataclasses
 import math
 from typing import TYPE_CHECKING
 
-from jaxdist.config.parser import headed
 from jaxdist.core.mesh import MeshSpec, in_devices, shrink, shrunk_sizes
 from jaxdist.core.parallel.pipeline.axis import PIPELINE
-from jaxdist.core.types import ConfigError, Model
+from jaxdist.core.settings import ConfigError, headed
+from jaxdist.core.types import Model
 
 if TYPE_CHECKING:
     from jaxdist.config.run_config import RunConfig

@@ -10,16 +10,16 @@ from pathlib import Path
 
 from jaxdist.checkpoint.config import CheckpointConfig
 from jaxdist.config.elastic import fit_devices
-from jaxdist.config.parser import headed
 from jaxdist.core.axis import Workload
 from jaxdist.core.mesh import MeshSpec, in_devices
 from jaxdist.core.mesh_choice import Needs, default_mesh, legal_meshes, mesh_problems
 from jaxdist.core.parallel.pipeline.axis import PIPELINE
 from jaxdist.core.parallel.pipeline.config import PipelineConfig
 from jaxdist.core.precision import PrecisionConfig
+from jaxdist.core.settings import ConfigError, headed, problems_of, setting
 from jaxdist.core.sharding import MeshConfig
 from jaxdist.core.step import EvalConfig, TrainConfig
-from jaxdist.core.types import ConfigError, Model, setting
+from jaxdist.core.types import Model
 from jaxdist.data.config import DataConfig
 from jaxdist.models import DecoderConfig, ModelConfig, build
 from jaxdist.models.configs import DIM_SETTINGS
@@ -96,8 +96,8 @@ class RunConfig:
         """Violated rules of the top level and between sections (sections have their own)."""
         found = self._place_problems() + self._start_problems()
         # Sizes that are not even numbers of something would only repeat themselves below.
-        sections = (self.model, self.train, self.mesh, self.pipeline)
-        if any(section.problems() for section in sections):
+        sections = {name: getattr(self, name) for name in ("model", "train", "mesh", "pipeline")}
+        if self.simulate < 0 or any(problems_of(sections[name], name) for name in sections):
             return found
         return found + self._data_problems() + self._early_mesh_problems()
 

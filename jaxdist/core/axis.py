@@ -42,6 +42,55 @@ class Workload:
         return f"{self.settings.get(dim, f'model dim {dim}')}={self.dims[dim]}"
 
 
+Kind = Literal["all-gather", "reduce-scatter", "all-reduce", "collective-permute"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ActivationSizes:
+    """Sizes of one step's activations on one device, from which its traffic follows.
+
+    Attributes:
+        stream_bytes: residual stream of a microbatch, [rows, seq, d_model] in the compute dtype.
+        num_tokens: tokens of a microbatch, rows × seq.
+        num_layers: layers that the device runs.
+        num_microbatches: microbatches of a step.
+        num_forwards: how often a microbatch goes forward through a layer; 2 where a pipeline's
+            backward repeats it.
+        recomputes: whether backward recomputes what a layer does not keep.
+        sequence_parallel: whether sequences are split between blocks.
+    """
+
+    stream_bytes: float
+    num_tokens: int
+    num_layers: int
+    num_microbatches: int
+    num_forwards: int
+    recomputes: bool
+    sequence_parallel: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Traffic:
+    """Collectives of one kind and purpose, over one axis, in one step.
+
+    Attributes:
+        kind: the collective.
+        purpose: what is moved, e.g. "activations".
+        num_bytes: whole arrays each time: before a reduce-scatter, after an all-gather.
+        times: how often one step runs it.
+    """
+
+    kind: Kind
+    purpose: str
+    num_bytes: float
+    times: int
+
+
+def _no_traffic(sizes: ActivationSizes) -> list[Traffic]:
+    del sizes
+    return []
+
+
 def _no_problems(size: int, workload: Workload) -> list[str]:
     del size, workload
     return []
@@ -76,6 +125,8 @@ class Axis:
         divides: why its size must divide its dims; completes "mesh tp=3 does not divide ...: ".
         problems: (size > 1, workload) -> what makes the size illegal, beside dims it does not
             divide. Each problem says what was given, what is allowed and the fix.
+        traffic: what it moves of activations in one step of a decoder. Weights and gradients
+            follow from `weights` and `sums_gradients`.
         hooks: whether sequences are split -> the `Context` hooks that it gives a model.
     """
 
@@ -92,6 +143,7 @@ class Axis:
     complexity: int = 0
     divides: str = ""
     problems: Callable[[int, Workload], list[str]] = _no_problems
+    traffic: Callable[[ActivationSizes], list[Traffic]] = _no_traffic
     hooks: Callable[[bool], dict[str, Any]] = _no_hooks
 
 

@@ -1,14 +1,16 @@
-"""One order of collectives on every device of a simulated mesh.
+"""The same order of collectives on every device of a simulated (CPU) mesh.
 
-XLA:CPU starts the collectives of one computation in one order, but a loop or a branch counts as
-started when its first operation is: a later collective that does not read its result may overtake
-the collectives inside it, on one device and not on another. All collectives of a program share one
-rendezvous per group of devices, so such a pair exchanges each other's data, or waits for ever. (In
-a pipeline whose last ticks only made weight gradients, the gradients of two weights were wrong in
-every second step.) GPUs run collectives in the order of the program and need none of this.
+XLA:CPU starts the collectives of one computation in one order, but it counts a loop or a branch as
+started when its first operation starts. A later collective that does not read its result may then
+overtake the collectives inside it, on one device and not on another. All collectives of a program
+share one rendezvous per group of devices, so two such collectives exchange each other's data, or
+wait forever. We saw this in a pipeline whose last ticks compute weight gradients only: gradients
+of two weights were wrong in every second step. GPUs run collectives in program order and need none
+of this.
 
-`in_order` makes each loop and branch that holds collectives wait for the collectives before it,
-and those after it wait for it, by a data dependence that no compiler pass sees through.
+`in_order` rewrites the traced program (a jaxpr). Each loop and branch that holds collectives waits
+for the collectives before it, and those after it wait for it. Waiting is a data dependence that no
+compiler pass removes.
 """
 
 from __future__ import annotations
@@ -46,7 +48,8 @@ def in_order(function: Callable[..., Any], *, hidden: bool = False) -> Callable[
     """`function`, its collectives in program order; for use inside `jax.shard_map` on CPU devices.
 
     Args:
-        function: arrays in, arrays out; not to be differentiated any more.
+        function: trees of arrays in and out, of any shapes and dtypes. The result has the same
+            values; it cannot be differentiated.
         hidden: any loop or branch may hold collectives that the trace does not show, because XLA
             partitions an axis by itself.
     """
@@ -61,7 +64,11 @@ def in_order(function: Callable[..., Any], *, hidden: bool = False) -> Callable[
 
 
 def _ordered(program: core.Jaxpr, hidden: bool) -> core.Jaxpr:
-    """The program with ties between its control flow and its collectives."""
+    """The program with its control flow and its collectives made to wait for each other.
+
+    `flat` collects results of collectives outside of loops; the next loop waits for all of them,
+    and its own end (`block`) is one boolean that the collectives after it wait for.
+    """
     equations: list[core.JaxprEqn] = []
     block: Any = None  # stands for the end of the last loop or branch
     flat: list[Any] = []  # results of the collectives since
@@ -107,7 +114,11 @@ def _holds_collectives(equation: core.JaxprEqn, hidden: bool) -> bool:
 
 
 def _gate(equation: core.JaxprEqn) -> Iterable[int]:
-    """Operands without which nothing inside an equation can begin; no more, they are copied."""
+    """Indices of operands that everything inside an equation needs before it starts.
+
+    As few as possible, because an operand that waits is copied: the branch index of a `cond`, the
+    carry of a `while` or `scan`.
+    """
     name, number = equation.primitive.name, len(equation.invars)
     if name == "cond":
         return range(1)  # which branch
@@ -164,18 +175,23 @@ def _is_usable(variable: Any) -> bool:
 
 
 def _element(x: jax.Array) -> jax.Array:
-    """True, which only the array's first element can tell."""
+    """True, as bool [], computed from the first element of x, which must not be empty."""
     first = lax.index_in_dim(x.reshape(-1), 0, keepdims=False).astype(jnp.float32)
     # No rule of the compiler joins the three; one on integers' bits it sees through.
     return (first < 0) | (first >= 0) | (first != first)
 
 
 def _where_all(x: jax.Array, *marks: jax.Array) -> jax.Array:
-    """x; what it would be otherwise has to differ, also where x is a constant."""
+    """Pass x on unchanged, once the marks (non-empty arrays) are there.
+
+    The other side of the `where` differs from x, so that XLA cannot drop the choice, even for a
+    constant x.
+    """
     return jnp.where(_all(marks), x, ~x if x.dtype == bool else x + jnp.ones_like(x))
 
 
 def _all(marks: Iterable[jax.Array]) -> jax.Array:
+    """True, as bool [], once every mark is there."""
     truth = jnp.asarray(True)
     for mark in marks:
         truth &= _element(mark)

@@ -1,9 +1,10 @@
 """Collectives between the devices of a mesh axis, for use inside `jax.shard_map`.
 
 Each function names the mesh axis (or axes, slow to fast) it moves data over and says what goes on
-the wire for a group of n devices and an array of B bytes per device. All are differentiable unless
-they say otherwise. JAX tracks over which axes a value may differ between devices ("varying"):
-`vary` declares it, and a reduction ends it.
+the wire for a group of n devices and an array of B bytes per device. Arrays are local, of any shape
+and dtype unless said, and keep their dtype. All functions are differentiable unless they say
+otherwise. JAX tracks over which axes a value may differ between devices ("varying"): `vary`
+declares it, and a reduction ends it.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def group_size(axes: Axes) -> int:
 
 
 def group_index(axes: Axes) -> Array:
-    """This device's place in its group, the first axis being the slowest."""
+    """This device's place in its group, int32 []; the first axis is the slowest."""
     return lax.axis_index(_names(axes))
 
 
@@ -55,14 +56,17 @@ def vary(tree: Tree, axes: Axes) -> Tree:
 
 
 def zeros_like(x: Array | jax.ShapeDtypeStruct) -> Array:
-    """Zeros of the shape and dtype of `x`, declared to vary as it does: a scan's first carry."""
+    """Zeros of the shape and dtype of `x` that vary as it does, e.g. for a scan's first carry."""
     return vary(jnp.zeros(x.shape, x.dtype), tuple(varying_axes(x)))
 
 
 def all_reduce(x: Array, axes: Axes, op: str = "sum") -> Array:
-    """Every device gets the sum (or "max", "min", "mean") over the group.
+    """Every device gets the sum (or "max", "min", "mean") over the group, in the shape of `x`.
 
     Wire: 2·B·(n−1)/n per device. "max" and "min" are not differentiable.
+
+    Raises:
+        ValueError: `op` is unknown.
     """
     reductions = {"sum": lax.psum, "max": lax.pmax, "min": lax.pmin, "mean": lax.pmean}
     if op not in reductions:
@@ -71,12 +75,17 @@ def all_reduce(x: Array, axes: Axes, op: str = "sum") -> Array:
 
 
 def all_gather(x: Array, axes: Axes, dim: int = 0) -> Array:
-    """Concatenate the group's arrays along `dim`, in group order. Wire: B·(n−1) per device."""
+    """Concatenate the group's arrays along `dim`, in group order: [..., d, ...] -> [..., n·d, ...].
+
+    Wire: B·(n−1) per device.
+    """
     return lax.all_gather(x, _names(axes), axis=dim, tiled=True)
 
 
 def reduce_scatter(x: Array, axes: Axes, dim: int = 0) -> Array:
-    """Sum over the group and keep this device's n-th part of `dim`. Wire: B·(n−1)/n per device.
+    """Sum over the group and keep this device's part of `dim`: [..., d, ...] -> [..., d/n, ...].
+
+    Wire: B·(n−1)/n per device.
 
     Raises:
         ValueError: the group does not divide `dim`.
@@ -90,20 +99,30 @@ def reduce_scatter(x: Array, axes: Axes, dim: int = 0) -> Array:
 
 
 def broadcast(x: Array, axes: Axes, root: int = 0) -> Array:
-    """Every device gets the root's array. Wire: that of `all_reduce`."""
+    """Every device gets the root's array. Wire: that of `all_reduce`.
+
+    Raises:
+        ValueError: `root` is not in the group.
+    """
     _check_root(root, axes)
     return lax.psum(jnp.where(group_index(axes) == root, x, jnp.zeros_like(x)), _names(axes))
 
 
 def reduce(x: Array, axes: Axes, root: int = 0) -> Array:
-    """The root gets the sum over the group, the others zeros. Wire: that of `all_reduce`."""
+    """The root gets the sum over the group, the others zeros. Wire: that of `all_reduce`.
+
+    Raises:
+        ValueError: `root` is not in the group.
+    """
     _check_root(root, axes)
     total = lax.psum(x, _names(axes))
     return jnp.where(group_index(axes) == root, total, jnp.zeros_like(total))
 
 
 def scatter(x: Array, axes: Axes, root: int = 0, dim: int = 0) -> Array:
-    """Each device gets its n-th part of the root's array along `dim`. Wire: B·(n−1)/n per device.
+    """Each device gets its part of the root's array: [..., d, ...] -> [..., d/n, ...].
+
+    Wire: B·(n−1)/n per device.
 
     Raises:
         ValueError: the group does not divide `dim`, or `root` is not in the group.
@@ -116,7 +135,7 @@ def scatter(x: Array, axes: Axes, root: int = 0, dim: int = 0) -> Array:
 def all_to_all(x: Array, axis: str, split_dim: int, concat_dim: int) -> Array:
     """Send the i-th part of `split_dim` to device i, concatenate what arrives along `concat_dim`.
 
-    Wire: B·(n−1)/n per device.
+    [..., s, ..., c, ...] -> [..., s/n, ..., n·c, ...]. Wire: B·(n−1)/n per device.
     """
     return lax.all_to_all(x, axis, split_axis=split_dim, concat_axis=concat_dim, tiled=True)
 

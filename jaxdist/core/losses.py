@@ -1,4 +1,4 @@
-"""Losses as sums over samples: token cross-entropy over a vocabulary that may be split, and labels.
+"""Losses as sums over rows or tokens: token cross-entropy over a split vocabulary, and labels.
 
 The token loss fuses the head's product with its softmax. When differentiated it forms gradients in
 the same pass, chunk by chunk, so the logits of a large vocabulary never exist whole: neither in the
@@ -58,7 +58,16 @@ def token_cross_entropy(
 
 
 def label_cross_entropy(logits: Array, labels: Array, weights: Array) -> Sums:
-    """Summed cross-entropy and hits of labels. logits [batch, classes], labels int32 [batch]."""
+    """Summed cross-entropy of labels.
+
+    Args:
+        logits: [batch, classes], any float dtype; the loss is computed in float32.
+        labels: int32 [batch].
+        weights: float32 [batch].
+
+    Returns:
+        `loss` (nats), `weight` and `correct` (arg-max hits), each summed with `weights`.
+    """
     log_probs = jax.nn.log_softmax(logits.astype(jnp.float32))
     picked = jnp.take_along_axis(log_probs, labels[:, None], axis=-1)[:, 0]
     hits = (jnp.argmax(logits, -1) == labels).astype(jnp.float32)
@@ -73,6 +82,11 @@ def label_cross_entropy(logits: Array, labels: Array, weights: Array) -> Sums:
 def _linear_cross_entropy(
     x: Array, kernel: Array, targets: Array, weights: Array, vocabulary: Vocabulary
 ) -> tuple[Array, Array]:
+    """(loss, correct) of x [tokens, d_model] and kernel [d_model, vocab_shard]; float32 scalars.
+
+    targets int32 [tokens], weights float32 [tokens]. Gradients are made by `_forward`.
+    """
+
     def chunk(
         carry: tuple[Array, Array], part: tuple[Array, ...]
     ) -> tuple[tuple[Array, Array], None]:
@@ -89,6 +103,11 @@ def _linear_cross_entropy(
 def _forward(
     x: Array, kernel: Array, targets: Array, weights: Array, vocabulary: Vocabulary
 ) -> tuple[tuple[Array, Array], tuple[Array, ...]]:
+    """The same, and the gradients of the loss in x [tokens, d_model] and kernel [d_model, vocab].
+
+    They are made here, where probabilities exist anyway, and only scaled by the backward pass: the
+    logits are neither kept nor computed again.
+    """
     # float16 cannot hold an unscaled gradient of x: it is kept in float32 until it meets the
     # scaled cotangent.
     grad_dtype = jnp.float32 if x.dtype == jnp.float16 else x.dtype
@@ -117,6 +136,7 @@ def _forward(
 
 
 def _backward(vocabulary: Vocabulary, saved: tuple[Array, ...], grads: tuple[Array, Array]) -> Any:
+    """Gradients of x and kernel in their dtypes: those saved times the cotangent of the loss."""
     dx, dkernel, like_x, like_kernel = saved
     scale = grads[0]
     return (
@@ -133,7 +153,12 @@ _linear_cross_entropy.defvjp(_forward, _backward)
 def _chunk_loss(
     x: Array, targets: Array, weights: Array, kernel: Array, vocabulary: Vocabulary
 ) -> tuple[Array, Array, Array, Array]:
-    """Probabilities and one-hot targets [tokens, vocab_shard], summed loss and hits."""
+    """Softmax of one chunk of tokens, over a vocabulary that `vocabulary.axis` may split.
+
+    x [tokens, d_model], targets int32 [tokens], weights float32 [tokens], kernel [d_model,
+    vocab_shard] -> (probabilities float32 and one-hot targets bool [tokens, vocab_shard], loss and
+    hits, float32 scalars equal on all devices of the axis).
+    """
     axis = vocabulary.axis
     width = kernel.shape[1]
     logits = jnp.einsum("td,dv->tv", x, kernel, preferred_element_type=jnp.float32)
@@ -169,7 +194,7 @@ def _chunks(arrays: tuple[Array, ...], chunk: int) -> tuple[Array, ...]:
 
 
 def _scan(body: Any, carry: Any, parts: tuple[Array, ...]) -> tuple[Any, Any]:
-    """`lax.scan`, without a loop when there is one chunk."""
+    """`lax.scan` over parts [chunks, ...], without a loop when there is one chunk."""
     if parts[0].shape[0] > 1:
         return lax.scan(body, carry, parts)
     return body(carry, tuple(x[0] for x in parts))

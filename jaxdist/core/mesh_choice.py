@@ -10,6 +10,7 @@ from jaxdist.core.mesh import MeshSpec, factorisations, nearest
 from jaxdist.core.parallel import axes
 from jaxdist.core.parallel.data import DATA
 from jaxdist.core.parallel.fsdp import FSDP
+from jaxdist.runtime.formatting.numbers import in_bytes
 
 
 def mesh_problems(spec: MeshSpec, workload: Workload) -> list[str]:
@@ -104,16 +105,16 @@ def default_mesh(
         return MeshSpec(), "one device: nothing to split"
     if needs is not None:
         return _by_estimate(num_devices, needs)
-    gib = state_bytes / 2**30
+    state = in_bytes(state_bytes)
     if memory_bytes is None or state_bytes <= memory_bytes * _STATE_SHARE:
         return (
             MeshSpec.over(DATA, num_devices),
-            f"the state ({gib:.2f} GiB) fits one device, so data parallelism alone moves least",
+            f"the state ({state}) fits one device, so data parallelism alone moves least",
         )
     return (
         MeshSpec.over(FSDP, num_devices),
-        f"the state ({gib:.2f} GiB) does not fit one device ({memory_bytes / 2**30:.0f} GiB, of "
-        f"which {_STATE_SHARE:.0%} may hold state), so it is sharded over all",
+        f"the state ({state}) does not fit one device ({in_bytes(memory_bytes)}, of which "
+        f"{_STATE_SHARE:.0%} may hold state), so it is sharded over all",
     )
 
 
@@ -123,16 +124,15 @@ Needs: TypeAlias = Callable[[MeshSpec], tuple[float, float]]
 
 def _by_estimate(num_devices: int, needs: Needs) -> tuple[MeshSpec, str]:
     replicas, shards = MeshSpec.over(DATA, num_devices), MeshSpec.over(FSDP, num_devices)
-    needed, limit = (size / 2**30 for size in needs(replicas))
+    needed, limit = needs(replicas)
     if needed <= limit:
         return replicas, (
-            f"a replica takes {needed:.1f} of {limit:.1f} GiB, so data parallelism alone moves "
-            "least"
+            f"a replica takes {in_bytes(needed)} of {in_bytes(limit)}, so data parallelism alone "
+            "moves least"
         )
-    sharded = needs(shards)[0] / 2**30
     return shards, (
-        f"a replica would take {needed:.1f} of {limit:.1f} GiB; sharded over all devices it takes "
-        f"{sharded:.1f}"
+        f"a replica would take {in_bytes(needed)} of {in_bytes(limit)}; sharded over all devices "
+        f"it takes {in_bytes(needs(shards)[0])}"
     )
 
 

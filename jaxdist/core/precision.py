@@ -19,7 +19,7 @@ INITIAL_LOSS_SCALE = 2.0**16
 """First loss scale of a float16 run: too large a one is halved within the first steps."""
 
 GROWTH_STEPS = 2000
-"""Finite steps after which the loss scale doubles , as in PyTorch's GradScaler."""
+"""Finite steps after which the loss scale doubles, as in PyTorch's GradScaler."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ class PrecisionConfig:
 
 
 def initial_loss_scale(compute_dtype: Any) -> dict[str, Array]:
-    """The loss scale's state; empty unless the compute dtype is float16."""
+    """`scale` float32 [] and `finite_steps` int32 []; {} unless the compute dtype is float16."""
     if jnp.dtype(compute_dtype) != jnp.float16:
         return {}
     return {
@@ -51,7 +51,12 @@ def initial_loss_scale(compute_dtype: Any) -> dict[str, Array]:
 
 
 def update_loss_scale(loss_scale: dict[str, Array], finite: Array) -> dict[str, Array]:
-    """Halve after a step with NaN or Inf (never below 1), double after a run of finite ones."""
+    """Halve after a step with NaN or Inf (never below 1), double after `GROWTH_STEPS` finite ones.
+
+    Args:
+        loss_scale: as `initial_loss_scale` makes it.
+        finite: bool [], whether loss and gradients of the step were finite.
+    """
     if not loss_scale:
         return {}
     counted = loss_scale["finite_steps"] + 1

@@ -51,8 +51,9 @@ class MeshConfig:
     )
     elastic: bool = setting(
         False,
-        "with fewer devices than the mesh names, go on with smaller dp and fsdp and more "
-        "microbatches: same rows in every step; needs a size for each axis",
+        "go on with fewer devices than the mesh names: "
+        f"{' and '.join(axis.short for axis in axes.AXES if axis.shrinks)} shrink, microbatches "
+        "become more, the rows of every step stay the same; needs a size for each axis",
     )
 
     def problems(self) -> list[str]:
@@ -198,7 +199,10 @@ class Layout:
         )
 
     def constrain(self, tree: Any, specs: Any) -> Any:
-        """Lay a tree of arrays out as `specs` inside a jitted function."""
+        """Lay a tree of arrays, of any shapes, out as `specs` inside a jitted function.
+
+        Values, shapes and dtypes stay. XLA moves what lies elsewhere.
+        """
         return jax.tree.map(
             lambda spec, x: jax.lax.with_sharding_constraint(x, self.sharding(spec)),
             specs,

@@ -49,7 +49,7 @@ def init_state(
     offload: bool = False,
     params: Params | None = None,
 ) -> TrainState:
-    """A new state, every leaf born where it belongs.
+    """A new state, every leaf created on the devices that hold it; float32 parameters.
 
     Args:
         model: gives `init` and the logical axes.
@@ -75,7 +75,7 @@ def abstract_state(
     loss_scale: dict[str, Array],
     offload: bool = False,
 ) -> TrainState:
-    """The state's shapes, dtypes and shardings, without an array: what a restore aims at."""
+    """The state as `ShapeDtypeStruct`s with shardings: what a restore fills in."""
     shapes = jax.eval_shape(lambda: make_state(model, optimizer, loss_scale)(0))
     shardings = state_shardings(model, optimizer, layout, loss_scale=loss_scale, offload=offload)
     return jax.tree.map(
@@ -86,7 +86,7 @@ def abstract_state(
 def make_state(
     model: Model, optimizer: optax.GradientTransformation, loss_scale: dict[str, Array]
 ) -> Any:
-    """A pure function (seed, params = random ones) -> TrainState."""
+    """A pure function (seed, params = random ones) -> TrainState; stacked leaves [layers, ...]."""
 
     def make(seed: int, params: Params | None = None) -> TrainState:
         init_key, run_key = jax.random.split(jax.random.key(seed))
@@ -110,7 +110,7 @@ def state_shardings(
     loss_scale: dict[str, Array],
     offload: bool = False,
 ) -> TrainState:
-    """A `TrainState` of `NamedSharding`s."""
+    """A `TrainState` with a `NamedSharding` at each leaf; scalars [] are whole everywhere."""
     whole: Any = layout.sharding(P())
     return TrainState(
         step=whole,

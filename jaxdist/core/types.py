@@ -18,6 +18,8 @@ from typing import Any, Literal, TypeAlias
 import jax
 import jax.numpy as jnp
 
+from jaxdist.core.settings import ConfigError, setting  # noqa: F401
+
 Array: TypeAlias = jax.Array
 Params: TypeAlias = dict[str, Any]
 """Plain nested dicts of arrays; stacked layers live under `layers` as `[num_layers, ...]`."""
@@ -67,17 +69,6 @@ def add_sums(left: Sums, right: Sums) -> Sums:
     return {**left, **right, **both}
 
 
-class ConfigError(ValueError):
-    """What the user asked for breaks rules; `problems` lists all of them, one line each.
-
-    Every line says what was given, what is allowed and the fix. Commands print it and exit 2.
-    """
-
-    def __init__(self, problems: list[str]):
-        self.problems = list(problems)
-        super().__init__("\n".join(self.problems))
-
-
 class Dims(tuple[str | None, ...]):
     """Logical names of an array's dims, e.g. `Dims(("layers", "d_model", "mlp"))`; a pytree leaf.
 
@@ -85,15 +76,6 @@ class Dims(tuple[str | None, ...]):
     """
 
     __slots__ = ()
-
-
-def setting(default: Any, doc: str) -> Any:
-    """A config field: its default and one line of help with its unit (shown by `--help`)."""
-    if isinstance(default, list | dict):
-        return dataclasses.field(
-            default_factory=lambda: type(default)(default), metadata={"doc": doc}
-        )
-    return dataclasses.field(default=default, metadata={"doc": doc})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -253,7 +235,7 @@ class Model:
         dims: size of each logical dim; what the mesh must divide.
         head_loss: (params, x, batch, context) -> Sums over the local batch.
         embed: (params, batch, context) -> x [batch, seq_shard, d_model].
-        prepare: (batch, context) -> aux, what every block needs beside x (rotary angles, masks).
+        prepare: (batch, context) -> aux, what every block needs in addition to x.
         block: (one layer's params, x [batch, seq_shard, d_model], aux, context) -> (x, Sums). A
             term of the loss is returned as `aux_loss`, any other name is a metric (see `Sums`).
         num_layers: size of the stacked dim; 0 when there is none.

@@ -209,6 +209,7 @@ def device_placer(
     }
 
     def part(values: np.ndarray, index: tuple[slice, ...]) -> np.ndarray:
+        """Of one field [local, ...], what a device with this index of [batch, ...] holds."""
         start, stop, _ = index[0].indices(batch_size)
         first = int(np.searchsorted(places, start))
         return np.asarray(values)[(slice(first, first + stop - start), *index[1:])]

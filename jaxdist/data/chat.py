@@ -1,8 +1,8 @@
-"""Conversations to tokens and weights: which tokens a model shall learn to say.
+"""Conversations to tokens and weights: which tokens a model learns to produce.
 
-Two ways to write a conversation down. A tokenizer's own chat template (Jinja, as Hugging Face keeps
-it beside `tokenizer.json`), so that a tuned model is asked the way it was trained; or `plain`, for
-tokenizers that bring none:
+A conversation is written down with the tokenizer's own chat template (Jinja, as Hugging Face keeps
+it beside `tokenizer.json`), so that a tuned model is asked the way it was trained. Tokenizers
+without one use `plain`:
 
     <|system|>
     Be brief.
@@ -29,7 +29,7 @@ from jaxdist.core.types import ConfigError
 from jaxdist.data.tokenizer import FileTokenizer, Tokenizer
 
 ROLES = ("system", "user", "assistant")
-"""Who may speak; tools and functions are refused, not written down in a way of our own."""
+"""Roles that are read. Tools and functions are refused: no format for them is common to models."""
 
 _STAND_IN = "\ue000what the assistant says\ue001"  # private use characters: no text has them
 
@@ -37,14 +37,14 @@ Message = dict[str, str]
 
 
 class Weighted(NamedTuple):
-    """A document and what of it counts: `tokens` and `weights` (uint8, 0 or 1), both [length]."""
+    """A document: `tokens` (unsigned) and `weights` (uint8, 1 = in the loss), both [length]."""
 
     tokens: np.ndarray
     weights: np.ndarray
 
 
 class BadRecord(ValueError):
-    """What is wrong with a record; whoever read it knows where it stands."""
+    """What is wrong with a record; the caller adds the file and line."""
 
 
 class ChatTemplate(Protocol):
@@ -59,7 +59,11 @@ class ChatTemplate(Protocol):
     fingerprint: str
 
     def encode(self, messages: Sequence[Message]) -> Weighted:
-        """Tokens of a conversation (see `checked_messages`); raises `BadRecord`."""
+        """Tokens and weights [length] of a conversation (see `checked_messages`).
+
+        Raises:
+            BadRecord: the conversation does not fit the template.
+        """
         ...
 
 
@@ -97,9 +101,10 @@ def checked_messages(record: dict[str, Any]) -> list[Message]:
 
 
 def encode_completion(record: dict[str, Any], tokenizer: Tokenizer) -> Weighted:
-    """`prompt`, then `completion` and the end token, which alone count.
+    """`prompt`, then `completion` and the end token, tokens and weights [length].
 
-    Both are tokenised by themselves, as the prompt is when text is generated.
+    Only the completion and the end token have weight 1. Prompt and completion are tokenised apart,
+    as the prompt is when text is generated.
 
     Raises:
         BadRecord: one of them is missing or no text, or there is nothing to learn.
@@ -115,7 +120,7 @@ def encode_completion(record: dict[str, Any], tokenizer: Tokenizer) -> Weighted:
 
 
 class PlainTemplate:
-    """Roles in angle brackets on lines of their own; see the head of this file."""
+    """Roles in angle brackets on lines of their own; the module's docstring shows it."""
 
     name = "plain"
     fingerprint = "plain-1"
@@ -125,7 +130,7 @@ class PlainTemplate:
         self._end = _end(tokenizer)
 
     def encode(self, messages: Sequence[Message]) -> Weighted:
-        """See `ChatTemplate`; answers are tokenised by themselves, as when one is generated."""
+        """See `ChatTemplate`; answers are tokenised apart, as they are generated."""
         texts, answers = [""], []
         for number, message in enumerate(messages):
             texts[-1] += f"{chr(10) * (number > 0)}<|{message['role']}|>\n"
@@ -185,7 +190,18 @@ class JinjaTemplate:
     def _mark_end(
         self, text: str, stop: int, offsets: np.ndarray, special: np.ndarray, weights: np.ndarray
     ) -> bool:
-        """Count the special token that follows an answer, and white space before it."""
+        """Give weight 1 to the special token after an answer, and to white space before it.
+
+        Args:
+            text: the whole conversation.
+            stop: where the answer ends, in characters.
+            offsets: int64 [n, 2], characters [start, stop) of each token.
+            special: bool [n], which tokens are special.
+            weights: uint8 [n], changed in place.
+
+        Returns:
+            Whether there is such a token.
+        """
         after = np.flatnonzero((offsets[:, 0] >= stop) & special)
         if not len(after) or text[stop : offsets[after[0], 0]].strip():
             return False
@@ -335,6 +351,7 @@ def _common(a: str, b: str) -> int:
 
 
 def _end(tokenizer: Tokenizer) -> np.ndarray:
+    """The end token, uint32 [1]."""
     if tokenizer.end_id is None:
         raise ConfigError(
             [
@@ -346,6 +363,7 @@ def _end(tokenizer: Tokenizer) -> np.ndarray:
 
 
 def _joined(parts: Sequence[tuple[np.ndarray, int | np.ndarray]]) -> Weighted:
+    """Parts one after the other; each is tokens [n] and their weight, one for all or [n]."""
     tokens = [tokens.astype(np.uint32) for tokens, _ in parts]
     weights = [np.broadcast_to(np.asarray(weight, np.uint8), len(t)) for t, weight in parts]
     return Weighted(np.concatenate(tokens), np.concatenate(weights))

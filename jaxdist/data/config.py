@@ -91,6 +91,12 @@ class DataConfig:
         "of the training process does, which is fastest for text. Raise it when the run says that "
         "its loader is the bottleneck",
     )
+    num_threads: int = setting(
+        0,
+        "threads that read rows of your own pipeline (module:function), in each process that "
+        "reads; 0 = one row after the other. Raise it for rows that come over a network and for "
+        "transforms that release the interpreter lock, such as decoding images",
+    )
     on_change: Literal["refuse", "restart"] = setting(
         "refuse",
         "when a resumed run finds other data than its checkpoint was trained on: refuse, or "
@@ -124,11 +130,9 @@ class DataConfig:
                 f"data.prefetch={self.prefetch} is below 1: the loader needs room for one batch. "
                 "Use 1 or more."
             )
-        if self.num_workers < 0:
-            found.append(
-                f"data.num_workers={self.num_workers} is negative: it counts processes. Use 0 to "
-                "read in the training process."
-            )
+        for name in ("num_workers", "num_threads"):
+            if (value := getattr(self, name)) < 0:
+                found.append(f"data.{name}={value} is negative. Use 0 for none.")
         if self.vocab_size < 0:
             found.append(
                 f"data.vocab_size={self.vocab_size} is negative: it counts tokens. Use 0 for the "

@@ -110,16 +110,17 @@ class Corpus:
         return self.tokenizer.vocab_size
 
     def tokens(self, start: int, stop: int) -> np.ndarray:
-        """Tokens [start, stop), across shards where needed; a view inside one shard."""
+        """Tokens [start, stop), unsigned [stop - start]; a view where one shard holds them all."""
         return self._part(self._shards, start, stop)
 
     def weights(self, start: int, stop: int) -> np.ndarray:
-        """1 where a token of [start, stop) is learned, else 0; uint8."""
+        """1 where a token of [start, stop) is learned, else 0; uint8 [stop - start]."""
         if not self.weighted:
             return np.ones(stop - start, _WEIGHT_DTYPE)
         return self._part(self._weights, start, stop)
 
     def _part(self, shards: list[np.ndarray], start: int, stop: int) -> np.ndarray:
+        """Elements [start, stop) of shards, each [tokens of the shard], as [stop - start]."""
         first = int(np.searchsorted(self._starts, start, side="right")) - 1
         if stop <= self._starts[first + 1]:
             offset = self._starts[first]
@@ -300,6 +301,7 @@ class _ShardWriter:
         self._file: BinaryIO | None = None
 
     def write(self, tokens: np.ndarray) -> None:
+        """Append tokens, unsigned [n]."""
         while len(tokens):
             if self._file is None:
                 name = f"{self._stem}-{len(self.about):05d}.bin"
@@ -349,6 +351,7 @@ def _read_about(folder: Path) -> dict[str, Any]:
 
 
 def _map(path: Path, dtype: np.dtype[Any], count: int) -> np.ndarray:
+    """A file as a read-only array [count] of `dtype`."""
     size = path.stat().st_size if path.is_file() else 0
     if size != count * dtype.itemsize:
         raise ConfigError(

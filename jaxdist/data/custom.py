@@ -13,6 +13,7 @@ what to evaluate on is always rows by number.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib
 import inspect
@@ -64,13 +65,18 @@ def is_custom(source: str) -> bool:
 class CustomRows:
     """A part made of a user's rows (see `jaxdist.data.packing.Part`)."""
 
-    def __init__(self, source: RowSource, name: str):
+    def __init__(self, source: RowSource, name: str, num_threads: int = 0):
         """Look at the first row to learn the fields.
+
+        Args:
+            source: the user's rows.
+            name: as the user wrote it.
+            num_threads: that read rows; 0 = the caller's alone.
 
         Raises:
             ConfigError: no rows, no end, or fields that a batch cannot have.
         """
-        self._source, self._name = source, name
+        self._source, self._name, self._num_threads = source, name, num_threads
         self.num_rows = len(source)
         if not self.num_rows:
             raise ConfigError([f"data source {name!r} has no rows. Return at least one."])
@@ -92,7 +98,13 @@ class CustomRows:
         Raises:
             ConfigError: a row is missing or has another shape than the first one.
         """
-        found = [self._source[int(index)] for index in indices]
+        import grain
+
+        threads = min(self._num_threads, len(indices))
+        rows = grain.MapDataset.source(np.asarray(indices).tolist()).map(self._source.__getitem__)
+        options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=len(indices))
+        with contextlib.closing(iter(rows.to_iter_dataset(options, allow_nones=True))) as reader:
+            found = list(reader)
         return stack_rows(found, self.fields, self._name, indices)
 
     def _fingerprint(self) -> str:
@@ -105,8 +117,14 @@ class CustomRows:
         return f"custom-{digest.hexdigest()[:32]}"
 
 
-def open_custom(source: str, *, seq_len: int, seed: int) -> Custom:
+def open_custom(source: str, *, seq_len: int, seed: int, num_threads: int = 0) -> Custom:
     """Call the user's function; the current directory is importable, as for a script.
+
+    Args:
+        source: "module:function".
+        seq_len: given to the function.
+        seed: given to the function.
+        num_threads: that read rows by number; a stream has threads of its own.
 
     Raises:
         ConfigError: the function is not there, takes other arguments, or returns something else.
@@ -133,8 +151,10 @@ def open_custom(source: str, *, seq_len: int, seed: int) -> Custom:
                 ]
             )
     return Custom(
-        (lambda index, count: call(index, count)[0]) if is_stream else CustomRows(train, source),
-        None if held is None else CustomRows(held, source),
+        (lambda index, count: call(index, count)[0])
+        if is_stream
+        else CustomRows(train, source, num_threads),
+        None if held is None else CustomRows(held, source, num_threads),
         divides,
     )
 

@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeAlias, TypeVar
 
 import numpy as np
 
-from jaxdist.core.types import ConfigError
+from jaxdist.core.settings import ConfigError, problems_of
 from jaxdist.data.config import DataConfig
 from jaxdist.data.corpus import Corpus, cached_corpus
 from jaxdist.data.custom import CustomRows, is_custom, open_custom
@@ -65,7 +65,7 @@ class Dataset:
         return _digest(self.identity)
 
     def rows(self, indices: np.ndarray) -> Rows:
-        """Rows stacked in the order of `indices` (integers in [0, num_rows), one dim).
+        """Rows of `indices`, int64 [n] in [0, num_rows): field name -> [n, ...] (see `fields`).
 
         Pure: the same indices give the same rows, in any process.
         """
@@ -128,7 +128,7 @@ def open_datasets(
     Raises:
         ConfigError: rules broken, or files that cannot be read as what they are said to be.
     """
-    if problems := config.problems():
+    if problems := problems_of(config, "data"):
         raise ConfigError(problems)
     if any(is_custom(source) for source in config.sources):
         return _open_custom(config, seq_len, seed)
@@ -317,7 +317,7 @@ def _open_custom(config: DataConfig, seq_len: int, seed: int) -> tuple[TrainData
         )
     if problems:
         raise ConfigError(problems)
-    custom = open_custom(source, seq_len=seq_len, seed=seed)
+    custom = open_custom(source, seq_len=seq_len, seed=seed, num_threads=config.num_threads)
     tokenizer = load_tokenizer(config.tokenizer, config.eos_token)
 
     def dataset(part: CustomRows) -> Dataset:

@@ -8,12 +8,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import glob
-import gzip
 import hashlib
 import io
 import json
 import os
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -127,7 +125,10 @@ def read_pieces(path: Path, text_field: str) -> Iterator[Piece]:
     kind = _kind(path)
     with _read_errors(path):
         if kind == "parquet":
-            yield from _read_parquet(path, text_field)
+            fix = "Set data.text_field to the column that holds the text."
+            for record in _parquet_rows(path, [text_field], fix, texts=True):
+                if record.value[text_field]:
+                    yield Piece(record.value[text_field], True, record.position)
             return
         if kind == "json":
             raise _unclear(path)
@@ -147,7 +148,8 @@ def read_records(path: Path, columns: list[str]) -> Iterator[Record]:
     kind = _kind(path)
     with _read_errors(path):
         if kind == "parquet":
-            yield from _read_rows(path, columns)
+            fix = "data.records says which columns are needed."
+            yield from _parquet_rows(path, columns, fix, texts=False)
             return
         if kind != "lines":
             raise ConfigError(
@@ -181,15 +183,11 @@ def _read_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if isinstance(error, gzip.BadGzipFile):
-            raise _damaged(path, error) from None
+        if error.errno is None:  # no error of the system, but of the decompressing library
+            raise ConfigError(
+                [f"{str(path)!r} is damaged: it cannot be decompressed ({error}). Copy it again."]
+            ) from None
         raise ConfigError([f"{str(path)!r} cannot be read: {error.strerror or error}."]) from None
-    except (EOFError, zlib.error) as error:
-        raise _damaged(path, error) from None
-    except Exception as error:
-        if type(error).__name__ == "ZstdError":  # zstandard is imported only when needed
-            raise _damaged(path, error) from None
-        raise
 
 
 def content_digest(files: list[Path]) -> str:
@@ -220,49 +218,14 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _damaged(path: Path, error: Exception) -> ConfigError:
-    return ConfigError(
-        [f"{str(path)!r} is damaged: it cannot be decompressed ({error}). Copy the file again."]
-    )
-
-
 def _decompressed(path: Path, raw: BinaryIO) -> Any:
-    if path.suffix == ".gz":
-        return gzip.GzipFile(fileobj=raw)
-    if path.suffix == ".zst":
-        import zstandard
+    """The bytes of a file, decompressed if its name says so; `raw.tell()` counts stored bytes."""
+    kind = {".gz": "gzip", ".zst": "zstd"}.get(path.suffix)
+    if kind is None:
+        return raw
+    import pyarrow as pa
 
-        return io.BufferedReader(_WholeFrames(zstandard, raw))
-    return raw
-
-
-class _WholeFrames(io.RawIOBase):
-    """Decompressed zstd frames that, unlike the library's own reader, notices a cut-off file."""
-
-    def __init__(self, zstandard: Any, raw: BinaryIO):
-        self._zstd, self._raw = zstandard, raw
-        self._frame: Any = None
-        self._input = self._output = b""
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        while not self._output:
-            self._input = self._input or self._raw.read(1 << 20)
-            if not self._input:
-                if self._frame is not None:
-                    raise EOFError("the file ends inside a zstd frame")
-                return 0
-            if self._frame is None:
-                self._frame = self._zstd.ZstdDecompressor().decompressobj()
-            self._output = self._frame.decompress(self._input)
-            self._input = b""
-            if self._frame.eof:
-                self._input, self._frame = self._frame.unused_data, None
-        count = min(len(buffer), len(self._output))
-        buffer[:count], self._output = self._output[:count], self._output[count:]
-        return count
+    return io.BufferedReader(pa.input_stream(raw, compression=kind))
 
 
 def _decode(path: Path, data: bytes, start: int, line: int | None = None) -> str:
@@ -348,64 +311,36 @@ def _json_lines(path: Path, stream: BinaryIO) -> Iterator[tuple[int, Any]]:
             ) from None
 
 
-def _read_rows(path: Path, columns: list[str]) -> Iterator[Record]:
+def _parquet_rows(path: Path, columns: list[str], fix: str, *, texts: bool) -> Iterator[Record]:
+    """Rows of some columns, which must hold text where `texts`; `fix` says what to do else."""
     import pyarrow as pa
     import pyarrow.parquet as parquet
 
     size = path.stat().st_size
     try:
         with parquet.ParquetFile(path) as file:
-            names = file.schema_arrow.names
-            if missing := [column for column in columns if column not in names]:
-                raise ConfigError(
-                    [
-                        f"{str(path)!r} has no column {', '.join(missing)} (it has: "
-                        f"{', '.join(names)}). data.records says which are needed."
-                    ]
-                )
+            schema = file.schema_arrow
+            problem = ""
+            if missing := [column for column in columns if column not in schema.names]:
+                problem = f"no column {', '.join(missing)} (it has: {', '.join(schema.names)})"
+            elif texts:
+                kinds = {column: schema.field(column).type for column in columns}
+                wrong = [f"{column} of {kind}" for column, kind in kinds.items() if not _text(kind)]
+                problem = f"column {', '.join(wrong)}, not of text" if wrong else ""
+            if problem:
+                raise ConfigError([f"{str(path)!r} has {problem}. {fix}"])
             number, total = 0, max(1, file.metadata.num_rows)
             for batch in file.iter_batches(batch_size=1024, columns=columns):
                 for row in batch.to_pylist():
                     number += 1
                     yield Record(row, f"{path}:{number}", size * number // total)
     except pa.ArrowInvalid as error:
-        raise _not_parquet(path, error) from None
+        raise ConfigError(
+            [f"{str(path)!r} is not a whole Parquet file ({str(error).splitlines()[0]})."]
+        ) from None
 
 
-def _not_parquet(path: Path, error: Exception) -> ConfigError:
-    return ConfigError(
-        [f"{str(path)!r} is not a whole Parquet file ({str(error).splitlines()[0]})."]
-    )
-
-
-def _read_parquet(path: Path, column: str) -> Iterator[Piece]:
+def _text(kind: Any) -> bool:
     import pyarrow as pa
-    import pyarrow.parquet as parquet
 
-    size = path.stat().st_size
-    try:
-        with parquet.ParquetFile(path) as file:
-            names = file.schema_arrow.names
-            if column not in names:
-                raise ConfigError(
-                    [
-                        f"{str(path)!r} has no column {column!r} (it has: {', '.join(names)}). Set "
-                        "data.text_field to the column that holds the text."
-                    ]
-                )
-            kind = file.schema_arrow.field(column).type
-            if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
-                raise ConfigError(
-                    [
-                        f"{str(path)!r}: column {column!r} holds {kind}, not text. Set "
-                        "data.text_field to a column of strings."
-                    ]
-                )
-            rows, total = 0, max(1, file.metadata.num_rows)
-            for batch in file.iter_batches(batch_size=1024, columns=[column]):
-                for text in batch.column(0).to_pylist():
-                    rows += 1
-                    if text:
-                        yield Piece(text, True, size * rows // total)
-    except pa.ArrowInvalid as error:
-        raise _not_parquet(path, error) from None
+    return pa.types.is_string(kind) or pa.types.is_large_string(kind)

@@ -167,6 +167,7 @@ class RecordEncoder:
 
 
 def _chunk(documents: Sequence[Weighted], position: int) -> Chunk:
+    """Documents, tokens and weights [length] each, one after the other."""
     return Chunk(
         np.concatenate([document.tokens for document in documents]),
         np.concatenate([document.weights for document in documents]),

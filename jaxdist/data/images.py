@@ -129,6 +129,7 @@ def open_cifar(folder: Path, scaling: Scaling) -> tuple[Images, Images]:
 
 
 def _read_binary(path: Path) -> tuple[np.ndarray, np.ndarray]:
+    """Pixels uint8 [n, 3072], colour by colour, and labels int32 [n]."""
     data = np.fromfile(path, np.uint8)
     if not len(data) or len(data) % _RECORD:
         raise ConfigError(
@@ -142,6 +143,7 @@ def _read_binary(path: Path) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _read_pickle(path: Path) -> tuple[np.ndarray, np.ndarray]:
+    """Pixels uint8 [n, 3072], colour by colour, and labels int32 [n]."""
     try:
         with path.open("rb") as file:
             batch = _Reader(file, encoding="bytes").load()
@@ -176,6 +178,7 @@ def _read_pickle(path: Path) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _checked_labels(path: Path, labels: np.ndarray) -> np.ndarray:
+    """The labels, int32 [n], if all of them are classes of CIFAR-10."""
     if labels.ndim != 1 or not len(labels) or labels.min() < 0 or labels.max() >= NUM_CLASSES:
         raise ConfigError(
             [
@@ -219,6 +222,7 @@ class _StoredArray:
             raise ValueError("an array that is not stored as uint8 bytes")
 
     def array(self) -> np.ndarray:
+        """The stored array, uint8, in its stored shape."""
         flat = np.frombuffer(self._data, np.uint8)
         return flat.reshape(self._shape, order="F" if self._by_column else "C")
 

@@ -25,7 +25,10 @@ STATE_VERSION = 1
 """Raised when the order of samples changes; an older state is then refused, not misread."""
 
 _CLOSE_S = 5.0
-"""How long to wait for the thread and the workers to end; they do not outlive the process."""
+"""How long to wait for the thread to end; it does not outlive the process."""
+
+_CLOSE_WORKER_S = 30.0
+"""How much longer to wait for each worker: grain kills one that has not ended after 25 s."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +93,7 @@ class Loader:
         self.wait_s, self.first_sample = 0.0, start.sample
         self.left_out = tuple((int(first), int(end)) for first, end in start.left_out)
         self._dataset, self._seed, self._batch_size = dataset, seed, global_batch_size
-        self._next_sample = start.sample
+        self._next_sample, self._num_workers = start.sample, num_workers
         self._failure: Exception | None = None
         places = rows_held(sharding, global_batch_size)
         self._shard = (0, 1)
@@ -173,7 +176,7 @@ class Loader:
         # Closing waits for the read in progress, which a file system that is gone never ends.
         closing = threading.Thread(target=self._batches.close, daemon=True)
         closing.start()
-        closing.join(_CLOSE_S)
+        closing.join(_CLOSE_S + _CLOSE_WORKER_S * self._num_workers)
         self._batches = None
         if self._failure is None:
             self._failure = RuntimeError("the loader is closed")
@@ -193,6 +196,9 @@ def eval_batches(
         global_batch_size: rows of a batch over all processes.
         sharding: of a batch's first dim.
         max_batches: at most so many batches, of rows spread evenly over the dataset.
+
+    Yields:
+        name -> [global_batch_size, ...], placed by the sharding.
 
     Raises:
         ConfigError: the batch does not divide over the sharding, or processes see other data.

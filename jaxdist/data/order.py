@@ -1,15 +1,13 @@
 """The order of training: sample number -> row, a pure function of (sizes, weights, seed).
 
-Why not grain's `MapDataset.shuffle().repeat()` and `.mix()`, which order rows in the same spirit
-(checked with 0.2.18: one-to-one in each epoch, other epochs differ, independent of processes)?
+grain reads the batches (`jaxdist.data.batches`), but its `MapDataset.shuffle().repeat()`, `.mix()`
+and `experimental.index_shuffle` do not choose their rows. With grain 0.2.18:
 
-* One row costs 13-20 us of Python there, 130 us when mixed, on the thread that also has to let the
-  train loop dispatch; 1024 images are then 20 ms. Here they are 0.2 to 1 ms of numpy.
-* Its order may change between releases; a resumed run has to see the order it left.
+* Each row costs 13-20 us of Python, 130 us when mixed, in the interpreter that also dispatches the
+  steps: 20 ms for 1024 images. Here they take 0.2 to 1 ms of numpy. See `grain by row` in
+  `scripts/bench/results/data.md`.
+* Its order may change between releases. A resumed run has to see the order it left.
 * `mix` rounds shares to whole multiples of a hundredth of the smallest.
-
-A pipeline written with grain gives the rows instead (`jaxdist.data.custom`), and any dataset is a
-source for `grain.MapDataset.source`.
 """
 
 from __future__ import annotations
@@ -51,7 +49,7 @@ class Order:
         self._mixture = _mixture(tuple(weights)) if len(weights) > 1 else None
 
     def rows(self, samples: np.ndarray) -> np.ndarray:
-        """Row index of each sample number; both int64, any shape that is one dim."""
+        """Row of each sample number; int64 [n] -> int64 [n]."""
         samples = np.asarray(samples, np.int64)
         if self._mixture is None:
             return self._part_rows(0, samples)
@@ -66,6 +64,7 @@ class Order:
         return rows
 
     def _part_rows(self, part: int, samples: np.ndarray) -> np.ndarray:
+        """Rows of one part by that part's own sample numbers; int64 [n] -> int64 [n]."""
         size = int(self._sizes[part])
         epochs, places = np.divmod(samples, size)
         rows = np.empty_like(samples)
@@ -84,7 +83,7 @@ def _keys(seed: int, part: int, epoch: int) -> tuple[int, ...]:
 
 
 def _permute(index: np.ndarray, size: int, keys: Sequence[int]) -> np.ndarray:
-    """A permutation of range(size), evaluated at `index`, in constant memory.
+    """A permutation of range(size) at `index`, int64 [n] -> int64 [n], in constant memory.
 
     A balanced Feistel network permutes the next larger power of 4; a result outside the range is
     sent through again until it is inside.
@@ -109,6 +108,7 @@ def _permute(index: np.ndarray, size: int, keys: Sequence[int]) -> np.ndarray:
 
 
 def _scramble(x: np.ndarray) -> np.ndarray:
+    """Mix the bits of uint64 [n]; one-to-one."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
@@ -116,7 +116,15 @@ def _scramble(x: np.ndarray) -> np.ndarray:
 
 @functools.lru_cache(maxsize=8)
 def _mixture(weights: tuple[float, ...]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Of each place in a period: its part and its number among that part's; samples per part."""
+    """How samples are drawn from parts, over one period of _PERIOD samples.
+
+    Args:
+        weights: share of each part, in any unit.
+
+    Returns:
+        Part of each place, int64 [_PERIOD]; its number among the places of that part, int64
+        [_PERIOD]; places of each part, int64 [parts].
+    """
     shares = np.asarray(weights, np.float64) / np.sum(weights) * _PERIOD
     quota = np.floor(shares).astype(np.int64)
     largest = np.argsort(quota - shares, kind="stable")  # largest remainder first

@@ -36,7 +36,7 @@ class Part(Protocol):
         ...
 
     def rows(self, indices: np.ndarray) -> Rows:
-        """The rows of `indices` (int64, one dim), stacked in that order."""
+        """Rows of `indices`, int64 [n], in that order: name -> [n, ...], as `fields` says."""
         ...
 
 
@@ -104,6 +104,7 @@ class Windows:
         return batch
 
     def _mark(self, batch: Rows, starts: np.ndarray) -> None:
+        """Add segments and positions, int32 [n, seq_len], of windows at `starts`, int64 [n]."""
         seq_len = self.seq_len
         ends = self.corpus.document_ends
         batch["segments"] = np.ones((len(starts), seq_len), np.int32)
@@ -214,14 +215,14 @@ def fit_documents(corpus: Corpus, start: int, stop: int, seq_len: int) -> Fitted
 
 
 def _teaching(corpus: Corpus, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Which pieces have a target that is learned."""
+    """Which pieces have a target that is learned; starts and lengths int64 [n] -> bool [n]."""
     pieces = zip(starts.tolist(), lengths.tolist(), strict=True)
     found = (corpus.weights(start + 1, start + length + 1).any() for start, length in pieces)
     return np.fromiter(found, bool, len(starts))
 
 
 def _best_fit(lengths: np.ndarray, seq_len: int) -> tuple[np.ndarray, int]:
-    """Row of each piece, and the number of rows."""
+    """Row of each piece, int64 [n] from lengths int64 [n], and the number of rows."""
     row_of = np.empty(len(lengths), np.int64)
     free: list[list[int]] = [[] for _ in range(seq_len + 1)]  # rows by the room they have
     rooms = 0  # bit r is set when some row has room r: the best fit is the next set bit

@@ -31,11 +31,11 @@ class Tokenizer(Protocol):
     fingerprint: str
 
     def encode(self, text: str) -> np.ndarray:
-        """Tokens of a text, one dim, without an end token."""
+        """Tokens of a text, unsigned [n], without an end token."""
         ...
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """`encode` of each text."""
+        """`encode` of each text: one array [n] per text."""
         ...
 
     def decode(self, tokens: Iterable[int]) -> str:
@@ -52,11 +52,11 @@ class ByteTokenizer:
     fingerprint = "bytes-end0"
 
     def encode(self, text: str) -> np.ndarray:
-        """Tokens of a text, uint8."""
+        """Tokens of a text, uint8 [n]."""
         return np.frombuffer(text.encode("utf-8"), np.uint8)
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """`encode` of each text."""
+        """`encode` of each text: one array [n] per text."""
         return [self.encode(text) for text in texts]
 
     def decode(self, tokens: Iterable[int]) -> str:
@@ -112,11 +112,11 @@ class FileTokenizer:
         self.fingerprint = f"file-{digest}-end{self.end_id}"
 
     def encode(self, text: str) -> np.ndarray:
-        """Tokens of a text, uint32."""
+        """Tokens of a text, uint32 [n]."""
         return np.asarray(self._inner.encode(text, add_special_tokens=False).ids, np.uint32)
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """`encode` of each text, on all cores."""
+        """`encode` of each text, on all cores: one array [n] per text."""
         encoded = self._inner.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.asarray(e.ids, np.uint32) for e in encoded]
 

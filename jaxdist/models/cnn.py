@@ -15,7 +15,7 @@ from jax import lax
 
 from jaxdist.core.types import Array, Batch, Context, Model, Params, Sums
 from jaxdist.models import layers
-from jaxdist.models.configs import CnnConfig
+from jaxdist.models.configs import IMAGE_CHANNELS, KERNEL_SIZE, CnnConfig
 
 
 def build_cnn(config: CnnConfig) -> Model:
@@ -38,7 +38,7 @@ def build_cnn(config: CnnConfig) -> Model:
         rules=config.rules,
         row={
             "images": jax.ShapeDtypeStruct(
-                (config.image_size, config.image_size, config.in_channels), jnp.float32
+                (config.image_size, config.image_size, IMAGE_CHANNELS), jnp.float32
             ),
             "labels": jax.ShapeDtypeStruct((), jnp.int32),
             "weights": jax.ShapeDtypeStruct((), jnp.float32),
@@ -48,9 +48,8 @@ def build_cnn(config: CnnConfig) -> Model:
 
 def _flops_per_image(config: CnnConfig) -> dict[str, float]:
     """Forward and backward FLOPs of one image; no attention, so both conventions agree."""
-    area, pixels = config.kernel_size**2, config.image_size**2
-    macs = pixels * area * config.in_channels * config.channels_1
-    macs += pixels // 4 * area * config.channels_1 * config.channels_2
+    area, pixels, (first, second) = KERNEL_SIZE**2, config.image_size**2, config.channels
+    macs = pixels * area * IMAGE_CHANNELS * first + pixels // 4 * area * first * second
     macs += config.flat_size * config.hidden + config.hidden * config.num_classes
     return {"causal": 6.0 * macs, "full": 6.0 * macs}
 
@@ -59,9 +58,9 @@ class Cnn(nnx.Module):
     """Conv, relu, pool; conv, relu, pool; dense, relu; dense."""
 
     def __init__(self, config: CnnConfig, rngs: nnx.Rngs):
-        size, width = config.kernel_size, (config.in_channels, config.channels_1, config.channels_2)
-        self.conv_1 = Affine(rngs, (size, size, width[0], width[1]), None, "channels_1")
-        self.conv_2 = Affine(rngs, (size, size, width[1], width[2]), "channels_1", "channels_2")
+        kernel, (first, second) = (KERNEL_SIZE, KERNEL_SIZE), config.channels
+        self.conv_1 = Affine(rngs, (*kernel, IMAGE_CHANNELS, first), None, "channels_1")
+        self.conv_2 = Affine(rngs, (*kernel, first, second), "channels_1", "channels_2")
         self.dense_1 = Affine(rngs, (config.flat_size, config.hidden), "flat", "hidden")
         self.dense_2 = Affine(rngs, (config.hidden, config.num_classes), "hidden", None)
 
@@ -85,7 +84,7 @@ class Cnn(nnx.Module):
 
 
 class Affine(nnx.Module):
-    """A kernel and a bias; the bias is apart because a row-parallel product is summed before it.
+    """A kernel and a bias; the bias is added separately, after the sum of a row-parallel product.
 
     Both are drawn from U(−1/√fan_in, 1/√fan_in), PyTorch's default (He et al. 2015 with a = √5), so
     that recipes written for PyTorch learn alike.

@@ -11,11 +11,26 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, TypeAlias
 
-from jaxdist.core.types import setting
+from jaxdist.core.settings import setting
 
 VOCAB_MULTIPLE = 64
 """Embedding tables are padded to a multiple of this, on every mesh alike, so that a tensor axis of
 up to 64 divides them and matrix units run full; padding entries never get probability."""
+
+ROPE_SCALING = (
+    "type",
+    "factor",
+    "low_freq_factor",
+    "high_freq_factor",
+    "original_max_position_embeddings",
+)
+"""Keys of `rope_scaling`, as in Hugging Face's config.json."""
+
+IMAGE_CHANNELS = 3
+"""Colours of an image."""
+
+KERNEL_SIZE = 3
+"""Height and width of the cnn's kernels, pixels."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -23,42 +38,64 @@ class DecoderConfig:
     """A decoder-only language model: Llama, Mistral, Qwen and GPT-2 families by their parts."""
 
     kind: Literal["decoder"] = setting("decoder", "decoder = a language model")
-    vocab_size: int = setting(256, "tokens of the vocabulary")
-    d_model: int = setting(128, "width of the residual stream")
-    num_layers: int = setting(8, "blocks")
-    num_heads: int = setting(8, "query heads")
-    num_kv_heads: int = setting(0, "key/value heads; 0 = num_heads, fewer = grouped-query")
-    head_dim: int = setting(0, "width of a head; 0 = d_model / num_heads")
-    mlp_dim: int = setting(384, "hidden width of the MLP")
-    max_seq_len: int = setting(2048, "longest sequence (the learned position table's length)")
+    vocab_size: int = setting(256, "tokens of the vocabulary", ge=1)
+    d_model: int = setting(128, "width of the residual stream", ge=1)
+    num_layers: int = setting(8, "blocks", ge=1)
+    num_heads: int = setting(8, "query heads", ge=1)
+    num_kv_heads: int = setting(0, "key/value heads; 0 = num_heads, fewer = grouped-query", ge=0)
+    head_dim: int = setting(0, "width of a head; 0 = d_model / num_heads", ge=0)
+    mlp_dim: int = setting(384, "hidden width of the MLP", ge=1)
+    max_seq_len: int = setting(2048, "longest sequence (the learned position table's length)", ge=1)
     norm: Literal["rms", "layer"] = setting("rms", "rms = RMSNorm, layer = LayerNorm with bias")
-    norm_eps: float = setting(1e-5, "added to the variance")
+    norm_eps: float = setting(1e-5, "added to the variance", gt=0)
     positions: Literal["rotary", "learned"] = setting("rotary", "how positions enter")
-    rope_theta: float = setting(10000.0, "base of the rotary frequencies")
-    rope_scaling: Literal["none", "llama3"] = setting(
-        "none", "llama3 = stretch low frequencies as Llama 3.1 does"
+    rope_theta: float = setting(10000.0, "base of the rotary frequencies", gt=0)
+    rope_scaling: dict[str, Any] = setting(
+        {},
+        "stretch rotary positions as Llama 3.1 does, keys as in Hugging Face's config.json, e.g. "
+        '{type = "llama3", factor = 8.0, low_freq_factor = 1.0, high_freq_factor = 4.0, '
+        "original_max_position_embeddings = 8192}; empty = not at all",
     )
-    rope_factor: float = setting(8.0, "llama3 scaling: by how much low frequencies are stretched")
-    rope_low_freq_factor: float = setting(1.0, "llama3 scaling: below it, stretched fully")
-    rope_high_freq_factor: float = setting(4.0, "llama3 scaling: above it, left alone")
-    rope_original_len: int = setting(8192, "llama3 scaling: context length before stretching")
     activation: Literal["swiglu", "gelu"] = setting(
         "swiglu", "swiglu = gated SiLU, gelu = tanh GELU as in GPT-2"
     )
     qk_norm: bool = setting(False, "RMSNorm on each query and key head (Qwen 3)")
-    qkv_bias: bool = setting(False, "bias on query, key and value products (Qwen 2, GPT-2)")
-    out_bias: bool = setting(False, "bias on the attention output product (GPT-2)")
-    mlp_bias: bool = setting(False, "bias on the MLP products (GPT-2)")
+    bias: list[Literal["qkv", "out", "mlp"]] = setting(
+        [],
+        "products with a bias: qkv = query, key and value (Qwen 2, GPT-2), out = the attention "
+        "output, mlp = both of the MLP (GPT-2)",
+    )
     tie_embeddings: bool = setting(False, "the head uses the embedding table")
-    sliding_window: int = setting(0, "keys a query sees, itself included; 0 = all (Mistral 4096)")
-    dropout: float = setting(0.0, "share of the embedding and of each branch dropped (GPT-2 0.1)")
-    attention_dropout: float = setting(0.0, "share of attention probabilities dropped (GPT-2 0.1)")
+    sliding_window: int = setting(
+        0, "keys a query sees, itself included; 0 = all (Mistral 4096)", ge=0
+    )
+    dropout: float = setting(
+        0.0, "share of the embedding and of each branch dropped (GPT-2 0.1)", ge=0, lt=1
+    )
+    attention_dropout: float = setting(
+        0.0, "share of attention probabilities dropped (GPT-2 0.1)", ge=0, lt=1
+    )
     init_std: float = setting(
-        0.02, "standard deviation of weights; output products get it over sqrt(2 num_layers)"
+        0.02, "standard deviation of weights; output products get it over sqrt(2 num_layers)", gt=0
     )
     attention: Literal["auto", "xla", "cudnn"] = setting(
         "auto", "attention kernel; auto = cuDNN on GPUs where it can honour the mask, else XLA"
     )
+
+    @property
+    def qkv_bias(self) -> bool:
+        """Whether query, key and value products have a bias."""
+        return "qkv" in self.bias
+
+    @property
+    def out_bias(self) -> bool:
+        """Whether the attention output product has a bias."""
+        return "out" in self.bias
+
+    @property
+    def mlp_bias(self) -> bool:
+        """Whether the products of the MLP have a bias."""
+        return "mlp" in self.bias
 
     @property
     def kv_heads(self) -> int:
@@ -93,24 +130,6 @@ class DecoderConfig:
     sequence: ClassVar[bool] = True
     reads: ClassVar[str] = "text"
 
-    def problems(self) -> list[str]:
-        """Every violated rule of this section."""
-        problems = []
-        for name in ("vocab_size", "d_model", "num_layers", "num_heads", "mlp_dim", "max_seq_len"):
-            if getattr(self, name) < 1:
-                problems.append(f"model.{name}={getattr(self, name)} is too few. Use 1 or more.")
-        for name in ("num_kv_heads", "head_dim", "sliding_window"):
-            if getattr(self, name) < 0:
-                problems.append(f"model.{name}={getattr(self, name)} must be ≥ 0 (0: see --help).")
-        for name in ("dropout", "attention_dropout"):
-            if not 0 <= getattr(self, name) < 1:
-                problems.append(
-                    f"model.{name}={getattr(self, name)} is a share: 0 ≤ {name} < 1. Use e.g. 0.1."
-                )
-        if problems:
-            return problems
-        return problems + self._shape_problems()
-
     def run_problems(
         self, *, seq_len: int, num_tokens: int, tokenizer: str, simulate: int
     ) -> list[str]:
@@ -140,7 +159,8 @@ class DecoderConfig:
             )
         return found
 
-    def _shape_problems(self) -> list[str]:
+    def problems(self) -> list[str]:
+        """Rules between sizes."""
         problems = []
         if not self.head_dim and self.d_model % self.num_heads:
             problems.append(
@@ -162,14 +182,25 @@ class DecoderConfig:
                 "model.attention='cudnn' cannot drop attention probabilities reproducibly on "
                 "every mesh. Use attention='xla' or attention_dropout=0."
             )
-        if self.rope_scaling == "llama3" and (
-            self.rope_low_freq_factor >= self.rope_high_freq_factor
+        return problems + self._rope_problems()
+
+    def _rope_problems(self) -> list[str]:
+        rope = self.rope_scaling
+        if not rope:
+            return []
+        numbers: list[Any] = [rope.get(name) for name in ROPE_SCALING[1:]]
+        if (
+            set(rope) != set(ROPE_SCALING)
+            or rope["type"] != "llama3"
+            or not all(type(n) in (int, float) and n > 0 for n in numbers)
+            or rope["low_freq_factor"] >= rope["high_freq_factor"]
         ):
-            problems.append(
-                f"model.rope_low_freq_factor={self.rope_low_freq_factor} must be below "
-                f"rope_high_freq_factor={self.rope_high_freq_factor}. Llama 3.1 uses 1 and 4."
-            )
-        return problems
+            return [
+                f"model.rope_scaling={rope} must have the keys {', '.join(ROPE_SCALING)}, with "
+                "type='llama3', numbers above 0 and low_freq_factor below high_freq_factor. Llama "
+                "3.1 uses llama3, 8, 1, 4 and 8192."
+            ]
+        return []
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -177,13 +208,10 @@ class CnnConfig:
     """A small convolutional classifier: two conv blocks, two dense layers (CIFAR-10 tutorial)."""
 
     kind: Literal["cnn"] = setting("cnn", "cnn = an image classifier")
-    image_size: int = setting(32, "height and width of the images, pixels")
-    in_channels: int = setting(3, "channels of the images")
-    channels_1: int = setting(32, "channels of the first conv block")
-    channels_2: int = setting(64, "channels of the second conv block")
-    kernel_size: int = setting(3, "height and width of the conv kernels, pixels")
-    hidden: int = setting(512, "width of the first dense layer")
-    num_classes: int = setting(10, "classes")
+    image_size: int = setting(32, "height and width of the images, pixels", ge=4)
+    channels: list[int] = setting([32, 64], "channels of the two conv blocks", ge=1)
+    hidden: int = setting(512, "width of the first dense layer", ge=1)
+    num_classes: int = setting(10, "classes", ge=1)
 
     rules: ClassVar[Mapping[str, str | None]] = {
         "channels_1": "tensor",
@@ -197,42 +225,37 @@ class CnnConfig:
     @property
     def flat_size(self) -> int:
         """Features after the conv blocks (each halves height and width)."""
-        return (self.image_size // 4) ** 2 * self.channels_2
+        return (self.image_size // 4) ** 2 * self.channels[1]
 
     @property
     def dims(self) -> dict[str, int]:
         """Logical dim -> size."""
         return {
-            "channels_1": self.channels_1,
-            "channels_2": self.channels_2,
+            "channels_1": self.channels[0],
+            "channels_2": self.channels[1],
             "flat": self.flat_size,
             "hidden": self.hidden,
         }
 
     def problems(self) -> list[str]:
         """Every violated rule of this section."""
-        problems = [
-            f"model.{field.name}={getattr(self, field.name)} is too few. Use 1 or more."
-            for field in dataclasses.fields(self)
-            if field.name != "kind" and getattr(self, field.name) < 1
-        ]
+        problems = []
+        if len(self.channels) != 2:
+            problems.append(f"model.channels={self.channels} must be two numbers. Use 32,64.")
         if self.image_size % 4:
             problems.append(
                 f"model.image_size={self.image_size} must be divisible by 4: each of the two conv "
                 "blocks halves it. CIFAR-10 has 32."
             )
-        if self.kernel_size % 2 == 0:
-            problems.append(f"model.kernel_size={self.kernel_size} must be odd. Use 3 or 5.")
         return problems
 
     def run_problems(self, **_: Any) -> list[str]:
         """Violated rules between this model and the rest of a run: CIFAR-10 fits these sizes."""
-        if (self.image_size, self.in_channels, self.num_classes) == (32, 3, 10):
+        if (self.image_size, self.num_classes) == (32, 10):
             return []
         return [
-            f"model.image_size={self.image_size}, in_channels={self.in_channels}, "
-            f"num_classes={self.num_classes} do not fit CIFAR-10, which has 32, 3 and 10. Use "
-            "those."
+            f"model.image_size={self.image_size}, model.num_classes={self.num_classes} do not fit "
+            "CIFAR-10, which has 32 and 10. Use those."
         ]
 
 
@@ -243,10 +266,10 @@ DIM_SETTINGS = {
     "heads": "model.num_heads",
     "kv_heads": "model.num_kv_heads",
     "mlp": "model.mlp_dim",
-    "channels_1": "model.channels_1",
-    "channels_2": "model.channels_2",
+    "channels_1": "the first of model.channels",
+    "channels_2": "the second of model.channels",
     "hidden": "model.hidden",
-    "flat": "pixels × model.channels_2",
+    "flat": "pixels × the second of model.channels",
 }
 """Logical dim -> the setting that gives its size, for messages."""
 

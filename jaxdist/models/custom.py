@@ -13,7 +13,7 @@ from jaxdist.models.configs import CustomConfig
 def build_custom(config: CustomConfig, *, seq_len: int) -> Model:
     """Import the factory and call it.
 
-    The current directory is importable, as for a script, so a file beside the config works.
+    The current directory is importable, as for a script, so a file next to the config works.
 
     Raises:
         ConfigError: the module or function is not there, or the result is not a `Model`.

@@ -31,10 +31,10 @@ from jaxdist.core.types import (
     Sums,
 )
 from jaxdist.models import layers
-from jaxdist.models.configs import DecoderConfig
+from jaxdist.models.configs import ROPE_SCALING, DecoderConfig
 from jaxdist.models.weights import weights_of
 
-# Where random bits are used: folded into the key, so that sites never share bits.
+# Places that drop something; folded into the key, so that no two share random bits.
 _ATTENTION_SITE, _PROBS_SITE, _MLP_SITE = range(3)
 
 
@@ -169,7 +169,10 @@ class Embedding(nnx.Module):
         return layers.dropout(x, self.config.dropout, key, batch["rows"], index)
 
     def lookup(self, tokens: Array, context: Context) -> Array:
-        """Rows of the local part of the table; zeros for tokens that another device holds."""
+        """Partial sums [batch, seq, d_model] of tokens [batch, seq], for `Context.leave`.
+
+        The table is split by vocabulary: a token's row is here, or zeros are.
+        """
         table = self.table[...].astype(context.dtype)
         local = tokens - context.tensor_index() * table.shape[0]
         here = (local >= 0) & (local < table.shape[0])
@@ -210,6 +213,7 @@ class Block(nnx.Module):
         return x + context.leave(self.mlp(self.mlp_norm(x), context)), cache
 
     def _drop(self, x: Array, site: int, aux: dict[str, Any], context: Context) -> Array:
+        """Dropout of x [batch, seq_shard, d_model] where training drops features."""
         if not self.config.dropout or context.dropout_key is None:
             return x
         key = jax.random.fold_in(context.dropout_key, site)
@@ -285,7 +289,11 @@ class Attention(nnx.Module):
     def decode(
         self, x: Array, cache: dict[str, Array], aux: dict[str, Any], context: Context
     ) -> tuple[Array, dict[str, Array]]:
-        """Attend to the cache; write keys and values of x's positions first."""
+        """Write the keys and values of x [batch, n, d_model] to the cache, then attend to it.
+
+        Cache leaves are [batch, max_len, kv_heads, head_dim]. Returns partial sums like x, and the
+        cache.
+        """
         query, key, value = self.project(x, aux, context)
         rows = jnp.arange(x.shape[0])[:, None]
         write = lambda old, new: old.at[rows, aux["slots"]].set(new.astype(old.dtype), mode="drop")
@@ -364,19 +372,20 @@ def _positions(batch: Batch) -> Array:
 
 
 def _angles(config: DecoderConfig, positions: Array) -> tuple[Array, Array]:
+    """(cos, sin), each float32 [batch or 1, seq, head_dim / 2], of positions [batch or 1, seq]."""
     stretch = None
-    if config.rope_scaling == "llama3":
-        stretch = layers.llama3_stretch(
-            config.rope_factor,
-            config.rope_low_freq_factor,
-            config.rope_high_freq_factor,
-            config.rope_original_len,
-        )
+    if config.rope_scaling:
+        stretch = layers.llama3_stretch(*(config.rope_scaling[name] for name in ROPE_SCALING[1:]))
     return layers.rotary_angles(positions, config.head_width, config.rope_theta, stretch)
 
 
 def _decoding_aux(config: DecoderConfig, positions: Array, *, max_len: int) -> dict[str, Any]:
-    """Cache slots, positions and angles for positions [batch, n]; position -1 writes nowhere."""
+    """What cached attention needs, for positions int32 [batch, n]; -1 writes nowhere.
+
+    Returns:
+        `slots` and `positions` int32 [batch, n]; where positions are rotary `cos`, `sin` float32
+        [batch, n, head_dim / 2].
+    """
     real = jnp.maximum(positions, 0)
     aux: dict[str, Any] = {
         # Scatter drops what lies outside; a negative index would wrap to the end.
@@ -389,7 +398,10 @@ def _decoding_aux(config: DecoderConfig, positions: Array, *, max_len: int) -> d
 
 
 def _once(bias: Array, context: Context) -> Array:
-    """A row-parallel product's bias, counted by the first tensor device only before the sum."""
+    """A row-parallel product's bias [d_model], zeros on all tensor devices but the first.
+
+    What precedes `Context.leave` is summed over the devices, which must count the bias once.
+    """
     index = context.tensor_index()
     return bias if isinstance(index, int) else jnp.where(index == 0, bias, jnp.zeros_like(bias))
 

@@ -28,20 +28,20 @@ def functional(
             that carry none.
 
     Returns:
-        init: key -> plain nested dict of float32 arrays.
+        init: key -> plain nested dict of float32 arrays, shapes as the module makes them.
         axes: the same tree with a `Dims` at each leaf.
         bind: params -> the module holding them (whatever their shapes), for calling its methods.
 
     Raises:
-        ValueError: the module holds state beside its parameters, such as batch statistics.
+        ValueError: the module holds state other than parameters, such as batch statistics.
     """
     module = nnx.eval_shape(lambda: make(nnx.Rngs(0)))
     split: Any = nnx.split(module, nnx.Param, ...)
     graph, abstract, others = split
     if found := sorted({type(v).__name__ for v in jax.tree.leaves(others, is_leaf=_is_variable)}):
         raise ValueError(
-            f"{type(module).__name__} holds {', '.join(found)} beside nnx.Param: models are pure "
-            "functions of their parameters. Use layers without such state (LayerNorm for "
+            f"{type(module).__name__} holds {', '.join(found)} as well as nnx.Param: models are "
+            "pure functions of their parameters. Use layers without such state (LayerNorm for "
             "BatchNorm, Context.dropout_key for Dropout's own keys)."
         )
 
@@ -78,7 +78,7 @@ def uniform(rngs: nnx.Rngs, shape: tuple[int, ...], bound: float, *dims: str | N
 
 
 def filled(value: float, shape: tuple[int, ...], *dims: str | None) -> nnx.Param:
-    """A constant float32 vector (norm scale, bias), its dims named."""
+    """A constant float32 array (norm scale, bias), its dims named."""
     return nnx.Param(jnp.full(shape, value, jnp.float32), dims=Dims(dims))
 
 
@@ -130,7 +130,7 @@ def rotary_angles(
 def llama3_stretch(
     factor: float, low: float, high: float, original_len: int
 ) -> Callable[[Array], Array]:
-    """Frequencies of Llama 3.1: low ones divided by `factor`, high ones kept, a ramp between.
+    """Frequencies [head_dim / 2] of Llama 3.1: low ones / `factor`, high ones kept, a ramp between.
 
     Source: the Llama 3.1 model card's rope scaling (Grattafiori et al. 2024, section 3.4.2).
     """

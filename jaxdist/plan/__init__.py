@@ -1,8 +1,9 @@
-"""`python -m jaxdist.plan`: does it fit, with which mesh, how fast, at what price, and the proof.
+"""`python -m jaxdist.plan`: does a run fit, on which mesh, how fast, at what price.
 
-__main__   the command, its advice and its page
-compiled   the very train step compiled by the real XLA:GPU compiler, without a GPU
-compiler   the process that compiles
-program    what a compiled program moves: its text read collective by collective
-target     a GPU described to the compiler, from its datasheet
+options, planner    the question; its answer: the search, the compiler's check, the bill
+advice, scaling     what to change, and what other GPUs would do
+text, page, json_record, schedule_view   the answer as text, HTML, JSON; schedules drawn
+estimate            memory, traffic, time and cost by arithmetic
+compiled            the train step compiled by the real XLA:GPU compiler, without a GPU
+hardware            what is known of GPUs
 """

@@ -6,10 +6,9 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-from jaxdist.config import RunConfig, read_settings
+from jaxdist.config import RunConfig
 from jaxdist.config.command_line import ALIASES
-from jaxdist.config.parser import all_problems, headed
-from jaxdist.core.sharding import MeshConfig
+from jaxdist.core.settings import headed, problems_of, read_with_origins
 from jaxdist.core.types import ConfigError, setting
 from jaxdist.plan.estimate.cost import FAILURES_PER_1000_GPU_DAYS
 from jaxdist.plan.hardware import GPUS, Cluster, Gpu, parse_gpus, read_hardware
@@ -102,9 +101,8 @@ def read_plan(argv: Sequence[str], summary: str = "") -> tuple[PlanConfig, str]:
     Raises:
         ConfigError: every problem of the settings.
     """
-    words = ["--compile=false" if word == "--no-compile" else word for word in argv]
-    config = read_settings(
-        PlanConfig, words, command=COMMAND, summary=summary, aliases=ALIASES, check_rules=False
+    config, origins = read_with_origins(
+        PlanConfig, argv, command=COMMAND, summary=summary, aliases=ALIASES, check_rules=False
     )
     elsewhere = dataclasses.replace(
         config.run,
@@ -114,16 +112,14 @@ def read_plan(argv: Sequence[str], summary: str = "") -> tuple[PlanConfig, str]:
         simulate=0,
         mesh=dataclasses.replace(config.mesh, shape="auto"),
     )
-    rules = [] if config.show_schedule else all_problems(elsewhere)
-    problems = config.problems() + [rule for rule in rules if not rule.startswith("data.")]
+    rules = [] if config.show_schedule else problems_of(elsewhere)
+    problems = problems_of(config, deep=False) + [
+        rule for rule in rules if not rule.startswith("data.")
+    ]
     if problems:
         raise ConfigError(headed(COMMAND, problems))
-    return config, _asked_mesh(config.mesh, words)
-
-
-def _asked_mesh(mesh: MeshConfig, words: Sequence[str]) -> str:
-    asked = any(word.partition("=")[0] in ("--mesh", "--mesh.shape") for word in words)
-    return mesh.shape if asked and mesh.shape != "auto" else ""
+    asked = origins.get("mesh.shape", "").startswith("flag") and config.mesh.shape != "auto"
+    return config, config.mesh.shape if asked else ""
 
 
 def clusters_of(config: PlanConfig) -> list[Cluster]:

@@ -1,4 +1,4 @@
-"""The plan of a run on one cluster: the settings chosen, the proof, what it costs."""
+"""The plan of a run on one cluster: the settings, the compiler's check, the cost."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MOST_COMPILATIONS = 3
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Proof:
-    """What the compiler answered for a choice; `refuted` are better ones that it refused."""
+    """What the compiler says of a choice; `refuted`: faster ones that it found not to fit."""
 
     outcome: CompiledStep | NotCompiled
     refuted: tuple[tuple[Choice, CompiledStep], ...] = ()
@@ -64,7 +64,7 @@ class Plan:
 
     @property
     def total_bytes(self) -> float:
-        """Of one device, by the best knowledge there is."""
+        """Of one device: compiled where it was compiled, else estimated."""
         compiled = self.proof.compiled if self.proof else None
         return compiled.memory.total_bytes if compiled else self.choice.memory.total_bytes
 
@@ -103,7 +103,7 @@ def make_plan(config: PlanConfig, cluster: Cluster, mesh: str) -> Plan:
 def _prove(
     candidates: list[Choice], config: PlanConfig, *, asked: bool
 ) -> tuple[Choice, Proof | None]:
-    """The first candidate that the compiler agrees fits, or the first of all."""
+    """The first candidate that fits once compiled, or the first of all."""
     if not config.compile:
         return candidates[0], None
     refuted: list[tuple[Choice, CompiledStep]] = []

@@ -167,14 +167,20 @@ def _mesh(plan: Plan, place: int, choice: Choice, best: Choice | None) -> Iterab
 
 def _compiled(plan: Plan) -> Iterable[str]:
     if plan.proof is None:
-        yield "  not asked for (--compile=false): memory is estimated, usually within 5 %"
+        yield f"  not asked for (--compile=false): memory is {_accuracy(plan)}"
         return
     outcome = plan.proof.outcome
     if isinstance(outcome, NotCompiled):
         yield f"  not compiled: {outcome.reason}. {outcome.fix}"
-        yield "  the answer above is estimated, usually within 5 %"
+        yield f"  the memory above is {_accuracy(plan)}"
         return
     yield from _step(plan, outcome)
+
+
+def _accuracy(plan: Plan) -> str:
+    if plan.choice.memory.is_rough:
+        return "an estimate, too high rather than too low for a model that is no decoder"
+    return "an estimate, usually within 5 %"
 
 
 def _step(plan: Plan, step: CompiledStep) -> Iterable[str]:
@@ -194,7 +200,7 @@ def _step(plan: Plan, step: CompiledStep) -> Iterable[str]:
     overlapped = sum(c.overlapped for c in step.collectives)
     jaxlib = step.versions.get("jaxlib", "?")
     yield (
-        f"  {len(step.collectives)} collectives, {overlapped} with work beside them; attention "
+        f"  {len(step.collectives)} collectives, {overlapped} overlapped with compute; attention "
         f"{step.attention or '-'}; compiled in {step.compile_s:.0f} s by jaxlib {jaxlib}"
     )
     for (kind, axes), moved in sorted(step.wire_bytes().items(), key=lambda item: -item[1]):

@@ -18,7 +18,7 @@ def simulate(num_devices: int) -> None:
     """
     import jax
 
-    from jaxdist.core.types import ConfigError
+    from jaxdist.core.settings import ConfigError
 
     if num_devices < 1:
         raise ConfigError([f"--simulate {num_devices} makes no device. Use a whole number ≥ 1."])

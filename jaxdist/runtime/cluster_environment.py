@@ -423,6 +423,6 @@ def _number(environ: Mapping[str, str], name: str, default: int | None = None) -
 
 
 def _refuse(problem: str) -> NoReturn:
-    from jaxdist.core.types import ConfigError
+    from jaxdist.core.settings import ConfigError
 
     raise ConfigError([problem])

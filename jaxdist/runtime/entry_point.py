@@ -1,11 +1,11 @@
-"""The guard around every command: what its exit code means and how it says what went wrong.
+"""The entry point of every command: what its exit code means, and how it reports a failure.
 
 | code | meaning |
 |---|---|
 | 0 | finished |
-| 2 | bad usage or configuration: a restart cannot heal it |
-| 75 | preempted after a committed save, or too little is there for an elastic job: run me again |
-| 85 | devices hold different bits of one value: look at the device before a restart |
+| 2 | bad usage or configuration: a restart cannot help |
+| 75 | preempted after a committed save, or too few hosts for an elastic job: start it again |
+| 85 | silent data corruption: devices hold different bits of one value, test the hardware |
 | 86 | the watchdog ended a process that made no progress |
 | 130 | interrupted from the keyboard |
 | 1 | anything else |
@@ -24,6 +24,7 @@ import traceback
 from collections.abc import Callable
 from typing import NoReturn
 
+from jaxdist.core.settings import ConfigError
 from jaxdist.runtime.coordination import announce_failure, leave_error, process_place, service
 from jaxdist.runtime.coordination.failure_broadcast import FOLLOWED
 from jaxdist.runtime.storage import locate
@@ -38,11 +39,11 @@ EXIT_INTERRUPTED = 130
 
 
 class Agreed(int):
-    """An exit code that all processes of a job return alike: a verdict, not the failure of one."""
+    """An exit code on which all processes have agreed, and not the failure of one of them."""
 
 
 _CONSEQUENCE = ("Gloo", "NCCL", "Connection reset", "Connection closed", "Socket closed")
-_MISSED = ("has not joined at", "cannot reach the coordinator")  # see gathering
+_MISSED = ("has not joined at", "cannot reach the coordinator")  # see rendezvous
 _ADVICE = (
     (
         ("RESOURCE_EXHAUSTED", "out of memory", "OUT_OF_MEMORY"),
@@ -67,15 +68,15 @@ _ADVICE = (
     ),
 )
 RERUN = "start the same command again: it resumes from the newest valid checkpoint"
-"""What is advised where nothing better is known."""
+"""Advice where nothing better is known."""
 
 
 def run_command(main: Callable[[], int | None]) -> NoReturn:
-    """Run `main` and leave the process with its exit code; never hang on the way out.
+    """Run `main` and end the process with its exit code, without hanging on the way out.
 
     * `ConfigError`: its problems on stderr, one per line, and exit code 2; no traceback.
     * Ctrl-C: one line, 130.
-    * `SystemExit` (argparse): its code.
+    * `SystemExit` (`--help`): its code.
     * Anything else: one closing block - what, where, traceback, what to do - and exit code 1.
 
     `kill -QUIT` prints the stacks of all threads to stderr while the command goes on.
@@ -128,9 +129,7 @@ def _report(error: BaseException) -> int:
 
 
 def _config_problems(error: BaseException) -> list[str] | None:
-    # Whoever raised a ConfigError has imported jaxdist.core.types; nobody else has to.
-    types = sys.modules.get("jaxdist.core.types")
-    return error.problems if types is not None and isinstance(error, types.ConfigError) else None
+    return error.problems if isinstance(error, ConfigError) else None
 
 
 def _print_block(error: BaseException, text: str, advice: str) -> None:
@@ -172,7 +171,7 @@ def is_consequence(error: str) -> bool:
 
 
 def _leave(code: int, line: str) -> NoReturn:
-    _write_verdict(code)
+    _write_exit_code(code)
     if process_place()[1] == 1:
         sys.exit(code)
     # jax's atexit hook waits for every process. That is right after a success; after a failure
@@ -186,9 +185,9 @@ def _leave(code: int, line: str) -> NoReturn:
     os._exit(code)
 
 
-def _write_verdict(code: int) -> None:
-    """Tell the batch script how the job ended: srun's own code is the highest of all tasks."""
-    path = os.environ.get("JAXDIST_VERDICT_FILE")
+def _write_exit_code(code: int) -> None:
+    """Write process 0's exit code for the batch script; srun's is the highest of all tasks."""
+    path = os.environ.get("JAXDIST_EXIT_CODE_FILE")
     if not path or process_place()[0] != 0 or int(os.environ.get("SLURM_PROCID", 0)) != 0:
         return
     try:

@@ -4,7 +4,7 @@
 
 Needs the extra `plan` (no GPU). Each case compiles the very train step of a config on a mesh, half
 a minute each on 2 cores. Results go to `results/plan_memory.json`, which a test compares with the
-estimate of today, and `results/plan_memory.md`. Cases that are there already are not compiled anew.
+estimate of today, and `results/plan_memory.md`. Cases already there are kept.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from jaxdist.config import RunConfig, read_run
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.plan.compiled.check import NotCompiled, compile_step
 from jaxdist.plan.estimate.job import Job
-from jaxdist.plan.estimate.memory import GIB, estimate_memory
-from jaxdist.plan.hardware import parse_gpus
+from jaxdist.plan.estimate.memory import estimate_memory
+from jaxdist.plan.hardware import GIB, parse_gpus
 
 ROOT = Path(__file__).parents[2]
 RESULTS = Path(__file__).parent / "results"

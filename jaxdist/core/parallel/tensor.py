@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxdist.core import collectives
-from jaxdist.core.axis import Axis, Workload, allowed_sizes
+from jaxdist.core.axis import ActivationSizes, Axis, Traffic, Workload, allowed_sizes
 from jaxdist.core.types import Array, Sums
 
 _SEQUENCE_DIM = 1
@@ -30,6 +30,27 @@ def _problems(size: int, workload: Workload) -> list[str]:
         f"mesh tp={size} does not divide train.seq_len={workload.seq_len}: sequence parallelism "
         f"gives each device an equal part of the positions. Use tp="
         f"{allowed_sizes(workload.seq_len)}, or --mesh.sequence_parallel=false."
+    ]
+
+
+def _traffic(sizes: ActivationSizes) -> list[Traffic]:
+    """Activations of every layer, and three float32 scalars per token of the split vocabulary."""
+    # The embedding's reduction and the head's gather, and their backwards.
+    ends = 2
+    # Two of each forward and two of the backward.
+    per_layer = 2 * sizes.num_forwards + 2
+    # Products' inputs are gathered again; of the outputs only the attention's is read again.
+    gathers, reductions = (
+        sizes.num_microbatches * ((per_layer + again * sizes.recomputes) * sizes.num_layers + ends)
+        for again in (2, 1)
+    )
+    scalars = Traffic("all-reduce", "loss", 3.0 * 4 * sizes.num_tokens, sizes.num_microbatches)
+    if not sizes.sequence_parallel:
+        return [Traffic("all-reduce", "activations", sizes.stream_bytes, reductions), scalars]
+    return [
+        Traffic("all-gather", "activations", sizes.stream_bytes, gathers),
+        Traffic("reduce-scatter", "activations", sizes.stream_bytes, reductions),
+        scalars,
     ]
 
 
@@ -89,5 +110,6 @@ TENSOR = Axis(
     complexity=2,
     divides="each device computes an equal part of it",
     problems=_problems,
+    traffic=_traffic,
     hooks=_hooks,
 )

@@ -1,4 +1,4 @@
-"""The compiled train step: the only `jax.jit` of training, and the evaluation step beside it.
+"""The compiled train step: the only `jax.jit` of training, and the evaluation step.
 
 One step, read from the outside in:
 

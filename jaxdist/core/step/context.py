@@ -47,17 +47,16 @@ def make_context(
     def token_loss(
         x: Array, kernel: Array, targets: Array, weights: Array, vocab_size: int
     ) -> Sums:
+        """Shapes as in `losses.token_cross_entropy`."""
         vocabulary = losses.Vocabulary(vocab_size, TENSOR.name if split_vocabulary else None, chunk)
         return losses.token_cross_entropy(x, kernel, targets, weights, vocabulary)
 
     capability = str(getattr(device, "compute_capability", ""))
     hooks = _hooks(layout)
     head_shard = {key: hooks[key] for key in ("tensor_index",) if key in hooks}
+    attend = attention.make_attend(platform=platform, compute_capability=capability, **head_shard)
     return Context(
         dtype=dtype,
-        attend=attention.make_attend(
-            platform=platform, compute_capability=capability, **head_shard
-        ),
         token_loss=token_loss,
         label_loss=losses.label_cross_entropy,
         run_layers=make_run_layers(
@@ -66,7 +65,7 @@ def make_context(
         platform=platform,
         compute_capability=capability,
         gather=make_gather(layout, model, dtype, precision),
-        **hooks,
+        **{"attend": attend, **hooks},
     )
 
 

@@ -37,11 +37,22 @@ def make_value_and_grad(
     stages: PipelineConfig | None = None,
     frozen: Params | None = None,
 ) -> Callable[..., tuple[Sums, Params, Array]]:
-    """(params, batch, key, loss scale) -> (global sums, gradients of the mean loss, their norm).
+    """The differentiated part of a step, as a function of global arrays.
 
-    The gradients are sharded like the moments where ZeRO says so, else like the parameters.
-    `precision` and `stages` matter where the mesh has stages. Those of `frozen` leaves are 0, and
-    nothing that only they need is computed or moved.
+    Args:
+        model: the model.
+        layout: mesh and rules.
+        config: microbatches and remat policy.
+        context: what the model is told.
+        precision: reduce dtype; matters where the mesh has stages.
+        stages: schedule; matters where the mesh has stages.
+        frozen: tree of booleans; gradients of these leaves are 0, and nothing that only they need
+            is computed or moved. None = no leaf.
+
+    Returns:
+        (params, batch [rows, ...], key, loss scale float32 []) -> (global sums, float32 [] each;
+        gradients of `objective` / weight, float32, sharded like the moments where ZeRO says so,
+        else like the parameters; their global norm, float32 []).
     """
     precision, stages = precision or PrecisionConfig(), stages or PipelineConfig()
     param_specs = layout.param_specs(model.axes)
@@ -94,7 +105,12 @@ def make_value_and_grad(
 def _make_accumulation(
     model: Model, layout: Layout, num_microbatches: int
 ) -> Callable[[Params, Batch, Context, Array], tuple[Sums, Params]]:
-    """(local params, rows, context, scale) -> sums and local gradients, one microbatch a time."""
+    """Sums and local gradients, one microbatch [rows / num_microbatches, ...] at a time.
+
+    Returns:
+        (local params, rows, context, loss scale) -> (sums of this device, gradients of the scaled
+        objective, float32, still local sums, laid out as `Layout.gradient_specs`).
+    """
     param_specs = layout.param_specs(model.axes)
     micro_specs = layout.gradient_specs(model.axes)
     axes = layout.summed_axes
@@ -117,7 +133,7 @@ def _make_accumulation(
 
 
 def _sum_over_devices(sums: Sums, layout: Layout) -> Sums:
-    """Sums over replicas, and from the last stage to all."""
+    """Float32 scalars summed over replicas and stages, then equal on every device."""
     axes = layout.loss_axes
     if not axes:
         return sums
@@ -127,9 +143,10 @@ def _sum_over_devices(sums: Sums, layout: Layout) -> Sums:
 def make_evaluate(
     model: Model, layout: Layout, context: Context, stages: PipelineConfig | None = None
 ) -> Callable[..., Sums]:
-    """(params, batch) -> sums over the global batch, nothing dropped.
+    """Evaluation, where the mesh has stages by a forward pipeline.
 
-    Where the mesh has stages, a forward pipeline.
+    Returns:
+        (params, batch [rows, ...]) -> sums over the global batch, float32 [] each. No dropout.
     """
     stages = stages or PipelineConfig()
     num_stages = layout.size(PIPELINE)
@@ -188,5 +205,5 @@ def _over(specs: Any, axes: tuple[str, ...]) -> Any:
 
 
 def divisor(weight: Array) -> Array:
-    """The global weight, or 1 where nothing counts: a batch without weight has gradient 0."""
+    """Float32 []: the global weight, or 1 where it is 0, so that such a batch has gradient 0."""
     return jnp.where(weight > 0, weight, jnp.ones_like(weight))

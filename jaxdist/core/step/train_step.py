@@ -60,7 +60,7 @@ def make_step(
     Args:
         model: the model record.
         optimizer: update direction, without the learning rate.
-        schedule: step -> learning rate, float32.
+        schedule: step, int32 [] -> learning rate, float32 [].
         layout: mesh and rules.
         config: shape of the step.
         precision: number formats.

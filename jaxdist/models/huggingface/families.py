@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxdist.core.types import ConfigError
-from jaxdist.models.configs import DecoderConfig
+from jaxdist.core.settings import ConfigError, problems_of
+from jaxdist.models.configs import ROPE_SCALING, DecoderConfig
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gpt2")
 """`model_type` of the configs that can be read and written."""
@@ -153,7 +153,7 @@ def read_config(theirs: Mapping[str, Any]) -> DecoderConfig:
             [f"model_type={family!r} is not supported. Supported are {', '.join(FAMILIES)}."]
         )
     config = _read_gpt2(theirs) if family == "gpt2" else _read_llama(theirs, family)
-    problems = _unsupported(theirs, family) + config.problems()
+    problems = _unsupported(theirs, family) + problems_of(config, "model")
     if problems:
         raise ConfigError(problems)
     return config
@@ -241,14 +241,10 @@ def write_config(config: DecoderConfig, dtype: str) -> dict[str, Any]:
         "hidden_act": "silu",
         "attention_bias": False,
     }
-    if config.rope_scaling == "llama3":
-        sizes["rope_scaling"] = {
-            "rope_type": "llama3",
-            "factor": config.rope_factor,
-            "low_freq_factor": config.rope_low_freq_factor,
-            "high_freq_factor": config.rope_high_freq_factor,
-            "original_max_position_embeddings": config.rope_original_len,
-        }
+    if config.rope_scaling:
+        kind, *names = ROPE_SCALING
+        numbers = {name: config.rope_scaling[name] for name in names}
+        sizes["rope_scaling"] = {"rope_type": config.rope_scaling[kind], **numbers}
     if family == "mistral":
         sizes["sliding_window"] = config.sliding_window
     return sizes
@@ -265,15 +261,10 @@ def _read_llama(theirs: Mapping[str, Any], family: str) -> DecoderConfig:
     heads = theirs["num_attention_heads"]
     kv_heads = theirs.get("num_key_value_heads") or heads
     rope = {**(theirs.get("rope_scaling") or {}), **(theirs.get("rope_parameters") or {})}
-    stretched = {}
+    scaling: dict[str, Any] = {}
     if rope.get("rope_type", rope.get("type")) == "llama3":
-        stretched = {
-            "rope_scaling": "llama3",
-            "rope_factor": float(rope["factor"]),
-            "rope_low_freq_factor": float(rope["low_freq_factor"]),
-            "rope_high_freq_factor": float(rope["high_freq_factor"]),
-            "rope_original_len": rope["original_max_position_embeddings"],
-        }
+        kind, *names = ROPE_SCALING
+        scaling = {kind: "llama3", **{name: rope[name] for name in names}}
     width = theirs.get("head_dim") or theirs["hidden_size"] // heads
     return DecoderConfig(
         vocab_size=theirs["vocab_size"],
@@ -287,10 +278,10 @@ def _read_llama(theirs: Mapping[str, Any], family: str) -> DecoderConfig:
         norm_eps=theirs["rms_norm_eps"],
         rope_theta=float(rope.get("rope_theta", theirs.get("rope_theta", 10000.0))),
         qk_norm=family == "qwen3",
-        qkv_bias=family == "qwen2",
+        bias=["qkv"] if family == "qwen2" else [],
         tie_embeddings=bool(theirs.get("tie_word_embeddings", False)),
         sliding_window=(theirs.get("sliding_window") or 0) if family == "mistral" else 0,
-        **stretched,
+        rope_scaling=scaling,
     )
 
 
@@ -306,9 +297,7 @@ def _read_gpt2(theirs: Mapping[str, Any]) -> DecoderConfig:
         norm_eps=theirs["layer_norm_epsilon"],
         positions="learned",
         activation="gelu",
-        qkv_bias=True,
-        out_bias=True,
-        mlp_bias=True,
+        bias=["qkv", "out", "mlp"],
         tie_embeddings=True,
     )
 

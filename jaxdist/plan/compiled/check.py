@@ -1,4 +1,4 @@
-"""The compiled proof: the very train step, compiled by the real XLA:GPU compiler without a GPU.
+"""The compiler's check: the train step itself, compiled by the real XLA:GPU compiler without a GPU.
 
 `compile_step` starts a process of its own, which puts the run together on the devices of a topology
 description instead of real ones, compiles, and answers with `CompiledStep`. Whatever stands in the
@@ -30,9 +30,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from jaxdist.config import RunConfig, write_toml
+from jaxdist.config import RunConfig
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.parallel.axes import row_axes
+from jaxdist.core.settings import write_toml
 from jaxdist.plan.compiled.collectives import Collective
 from jaxdist.plan.hardware import Cluster
 
@@ -376,14 +377,14 @@ def _from_log(log: str) -> list[Remark]:
             Remark(
                 kind="memory",
                 text=f"before placing its buffers the compiler wanted them below {limits[-1]} and "
-                "could not get there by recomputing. Believe the total, not that it compiled.",
+                "could not get there by recomputing. Trust the total, not that it compiled.",
             )
         )
     return found
 
 
 def _synchronous(step: CompiledStep) -> list[Remark]:
-    """Large collectives that nothing runs beside."""
+    """Large collectives that overlap with nothing."""
     found = []
     for c in step.collectives:
         if not c.overlapped and c.bytes >= _SYNCHRONOUS_MIB * 2**20:
@@ -396,7 +397,7 @@ def _synchronous(step: CompiledStep) -> list[Remark]:
     return [
         Remark(
             kind="synchronous",
-            text=f"{len(found)} collectives above {_SYNCHRONOUS_MIB} MiB have nothing beside them, "
+            text=f"{len(found)} collectives above {_SYNCHRONOUS_MIB} MiB overlap with nothing, "
             f"{total / whole:.0%} of what a step sends ({total / 2**30:.1f} GiB); the largest is "
             f"{worst.kind} over {'+'.join(worst.axes)} of {worst.bytes / 2**20:.0f} MiB.",
         )

@@ -1,12 +1,17 @@
-"""Arithmetic before any device is touched: memory, traffic, time and cost of a run on a cluster.
+"""Arithmetic before any device is started: memory, traffic, time and cost of a run on a cluster.
 
-    job          one run's settings on one mesh of some GPUs, and the sizes all else counts in
-    weights      the parameters, leaf by leaf         stages     what a pipeline's schedule costs
-    memory       bytes of one device; `activations` what layers keep and work with
-    traffic      every collective by mesh axes        work       FLOPs and bytes of the rest
-    time         a step's seconds, by a roofline      cost       days, money, checkpoints
-    search       the best mesh, and why others lose   fixing     the least change that makes it fit
-    budget       what training says, refuses and compares on the GPUs it has
+    job            one run's settings on one mesh of some GPUs, and the sizes all else counts in
+    model_trace    what a model computes and keeps, read off its own functions
+    memory         bytes of one device; `activations`: what layers keep and work with
+    memory_check   what training logs, refuses and compares on the GPUs it has
+    flops          FLOPs, and bytes of memory-bound kernels
+    traffic        every collective by mesh axes
+    schedule_costs what a pipeline's schedule costs
+    time           seconds of a step, by a roofline
+    cost           days, money, checkpoints
+    search         the best mesh, and why others lose
+    suggestions    the least change that makes a run fit
 
-`jaxdist plan` and `train` use it. No device is started and no model code imported.
+`python -m jaxdist.plan` and `train` use it. The model is built (its shapes, never its weights) and
+no device is started.
 """

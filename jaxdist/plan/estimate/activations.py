@@ -65,7 +65,7 @@ def kept_per_layer(job: Job) -> float:
     return job.compute_bytes * elements
 
 
-def relaid_per_layer(job: Job) -> int:
+def transposed_per_layer(job: Job) -> int:
     """Bytes of kept values that are copied into another order before the backward loop.
 
     A reduce-scatter or gather over the sequence wants it as the first dim: with more than one row
@@ -112,7 +112,7 @@ def attention_workspace(job: Job) -> int:
     return WIDE * rows * (width + 1) + WIDE * rows * width * grouped + 256
 
 
-def put_off_per_layer(job: Job) -> float:
+def deferred_per_layer(job: Job) -> float:
     """What a layer's weight gradients read, when they are taken apart (zero bubble).
 
     Of products with split weights the inputs and gradients as they are; of the residual stream

@@ -1,12 +1,12 @@
-"""Memory of one device: the state, and the fullest moment of the step.
+"""Memory of one device: the state, and the phase of the step that needs most.
 
-All devices run one program, so all hold the same: stages differ in what they use of it, not in what
-is allocated. The step's temporary memory is the fullest of a few moments (`Moment`), each a list of
-what is alive then; the structure was read off the GPU compiler's buffer assignments and is compared
-with them in `scripts/bench/results/plan_memory.md`.
+All devices run one program, so all allocate the same: stages differ only in what they use of it.
+The step's temporary memory is that of its largest phase; each phase is a list of what is alive in
+it. The lists were read off the GPU compiler's buffer assignments and are compared with them in
+`scripts/bench/results/plan_memory.md`.
 
-Outside this account, as outside the compiler's: the CUDA context, NCCL's buffers, CUDA graphs and
-the allocator's losses: for them `usable_bytes` leaves a share of the GPU.
+Not counted, here as by the compiler: the CUDA context, NCCL's buffers, CUDA graphs and
+fragmentation. `usable_bytes` leaves a share of the GPU for them.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ class Memory:
 
     Attributes:
         state: what lives from step to step, by class: parameters, moments, batch.
-        moments: name of a moment of the step -> what is alive in it besides the state, by class.
+        phases: phase of the step -> what is alive in it besides the state, by class.
         workspace_bytes: scratch of attention kernels, outside the compiler's account.
         host_bytes: moments kept in host memory.
         is_rough: activations are what the model's functions keep, before a compiler saw them.
     """
 
     state: Parts
-    moments: Mapping[str, Parts]
+    phases: Mapping[str, Parts]
     workspace_bytes: float
     host_bytes: float = 0.0
     is_rough: bool = False
@@ -53,13 +53,13 @@ class Memory:
 
     @functools.cached_property
     def peak(self) -> str:
-        """The fullest moment."""
-        return max(self.moments, key=lambda name: sum(self.moments[name].values()))
+        """The phase that needs most memory."""
+        return max(self.phases, key=lambda name: sum(self.phases[name].values()))
 
     @property
     def temporary_bytes(self) -> float:
         """What lives only inside the step, at its fullest."""
-        return sum(self.moments[self.peak].values())
+        return sum(self.phases[self.peak].values())
 
     @property
     def total_bytes(self) -> float:
@@ -68,8 +68,8 @@ class Memory:
 
     @property
     def parts(self) -> dict[str, float]:
-        """Class -> bytes at the fullest moment."""
-        found = {**self.state, **self.moments[self.peak]}
+        """Class -> bytes in the phase that needs most."""
+        found = {**self.state, **self.phases[self.peak]}
         if self.workspace_bytes:
             found["attention workspace"] = self.workspace_bytes
         return {name: size for name, size in found.items() if size}
@@ -92,20 +92,20 @@ def usable_bytes(job: Job) -> float:
 
 def estimate_memory(job: Job) -> Memory:
     """The memory of one device of the job."""
-    moments_bytes = _moment_bytes(job)
+    moment_bytes = _moment_bytes(job)
     offload = job.config.train.offload_optimizer
     state = {
         "parameters": WIDE * job.total(job.weights, "param"),
-        "optimizer moments": 0.0 if offload else moments_bytes,
+        "optimizer moments": 0.0 if offload else moment_bytes,
         "batch": float(job.rows * job.row_bytes),
     }
-    fetched = {"fetched moments": moments_bytes} if offload else {}
-    steps = _pipeline_moments(job) if job.schedule else _moments(job)
+    fetched = {"fetched moments": moment_bytes} if offload else {}
+    steps = _pipeline_phases(job) if job.schedule else _phases(job)
     return Memory(
         state=state,
-        moments={name: {**parts, **fetched} for name, parts in steps.items()},
+        phases={name: {**parts, **fetched} for name, parts in steps.items()},
         workspace_bytes=activations.attention_workspace(job),
-        host_bytes=moments_bytes if offload else 0.0,
+        host_bytes=moment_bytes if offload else 0.0,
         is_rough=not job.is_decoder,
     )
 
@@ -145,15 +145,15 @@ def _factored(job: Job, weight: Weight) -> int:
 # --- the step without stages ----------------------------------------------------------------------
 
 
-def _moments(job: Job) -> dict[str, Parts]:
+def _phases(job: Job) -> dict[str, Parts]:
     kept = _kept(job)
     accumulated = _accumulated(job)
-    head, relaid = _head(job), _relaid_weights(job)
+    head, relaid = _head(job), _transposed_weights(job)
     layer_grads = {"layer gradients": WIDE * job.total(job.layers, "param")}
     before = {**accumulated, **kept, **relaid, "head gradient": head["head gradient"]}
     return {
         "loss": {**accumulated, **kept, **relaid, **layer_grads, **head},
-        "turning": {**before, "turned activations": _turned(job)},
+        "layout change": {**before, "transposed activations": _transposed(job)},
         "layer backward": {**before, **layer_grads, **_layer(job)},
         "embedding backward": {
             **accumulated,
@@ -171,8 +171,8 @@ def _kept(job: Job) -> Parts:
     return {"kept activations": in_layers + activations.kept_outside(job)}
 
 
-def _turned(job: Job) -> float:
-    return job.layers_per_piece * activations.relaid_per_layer(job)
+def _transposed(job: Job) -> float:
+    return job.layers_per_piece * activations.transposed_per_layer(job)
 
 
 def _accumulated(job: Job) -> Parts:
@@ -184,12 +184,12 @@ def _accumulated(job: Job) -> Parts:
     return {"accumulated gradients": total + table}
 
 
-def _relaid_weights(job: Job) -> Parts:
+def _transposed_weights(job: Job) -> Parts:
     """Float32 copies of shards whose gathered dim is not the first: made once, for every gather."""
     turned = [
         w for w in job.layers if job.is_gathered(w) and w.is_matrix and w.dims.index("d_model") > 1
     ]
-    return {"relaid weights": WIDE * job.total(turned, "param")}
+    return {"transposed weights": WIDE * job.total(turned, "param")}
 
 
 def _head(job: Job) -> Parts:
@@ -201,7 +201,7 @@ def _head(job: Job) -> Parts:
     logits = job.loss_chunk * vocab // job.spec[TENSOR]
     return {
         "head gradient": WIDE * kernel,
-        "gathered weights": job.compute_bytes * kernel + _turned_table(job),
+        "gathered weights": job.compute_bytes * kernel + _transposed_table(job),
         "logits": (WIDE + job.compute_bytes) * logits,
         "head activations": 3 * job.compute_bytes * job.tokens * d_model,
     }
@@ -215,13 +215,13 @@ def _layer(job: Job) -> Parts:
     gathered = [w for w in job.layers if job.is_gathered(w)]
     whole = job.total(job.layers, "whole") / depth
     return {
-        "gathered weights": job.compute_bytes * whole + _turned_table(job),
+        "gathered weights": job.compute_bytes * whole + _transposed_table(job),
         "whole gradients": WIDE * job.total(gathered, "whole") / depth,
         "activations": activations.working(job),
     }
 
 
-def _turned_table(job: Job) -> float:
+def _transposed_table(job: Job) -> float:
     """A tied table as the head reads it, turned around before it is cast; gathered ones after."""
     if not _is_tied(job):
         return 0.0
@@ -250,8 +250,8 @@ def _update(job: Job) -> Parts:
 # --- the step with stages -------------------------------------------------------------------------
 
 
-def _pipeline_moments(job: Job) -> dict[str, Parts]:
-    common = {**_stage(job), **_relaid_weights(job)}
+def _pipeline_phases(job: Job) -> dict[str, Parts]:
+    common = {**_stage(job), **_transposed_weights(job)}
     kept, head = _kept(job), _head(job)
     turn = {
         "logits": head.get("logits", 0.0),
@@ -261,7 +261,7 @@ def _pipeline_moments(job: Job) -> dict[str, Parts]:
     return {
         "loss": {**common, **kept, **turn},
         "layer backward": {**common, **kept, **_layer_of_stage(job)},
-        "turning": {**common, **kept, "turned activations": _turned(job)},
+        "layout change": {**common, **kept, "transposed activations": _transposed(job)},
         "reduction": _scattering(job),
         "update": _update(job),
     }
@@ -282,7 +282,7 @@ def _scattering(job: Job) -> Parts:
     held = job.compute_bytes * job.total(job.layers, "whole") if once else 0.0
     return {
         "accumulated gradients": WIDE * totals,
-        "turned gradients": WIDE * at_once * job.total(finer, place),
+        "transposed gradients": WIDE * at_once * job.total(finer, place),
         "gathered weights": held,
     }
 
@@ -298,22 +298,22 @@ def _stage(job: Job) -> dict[str, float]:
     found: dict[str, float] = {
         "gathered weights": job.compute_bytes * job.total(job.outer, "whole"),
         "accumulated gradients": totals + WIDE * job.total(job.outer, "whole"),
-        "stage stash": slots * stream,
+        "stashed inputs": slots * stream,
     }
     if once:
         found["gathered weights"] += job.compute_bytes * job.total(job.layers, "whole")
     if schedule.num_virtual_stages > 1:
         # Pieces where they run; and one in use, one on its way and the copy it is turned into.
         sets = 1 + 3 / schedule.num_virtual_stages
-        found["travelling pieces"] = sets * WIDE * job.total(job.layers, "param")
+        found["virtual stage weights"] = sets * WIDE * job.total(job.layers, "param")
     if job.stages.mixes:
         # A switch between forward and backward cannot add in place to the largest of them.
         found["accumulated gradients"] += WIDE * max(job.size(w, "gradient") for w in job.layers)
     if schedule.splits_backward:
         # The spare slot, the idle value, the one just made, and what the piece at work keeps.
         held = report.pending_slots + 4
-        found["weight gradients put off"] = (
-            held * job.layers_per_piece * activations.put_off_per_layer(job)
+        found["deferred weight gradients"] = (
+            held * job.layers_per_piece * activations.deferred_per_layer(job)
         )
     return found
 

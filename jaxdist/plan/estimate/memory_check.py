@@ -1,6 +1,6 @@
-"""A run's memory on the devices it has: said at its start, refused where hopeless, checked after.
+"""Memory of a run on the devices it has: logged at start, refused if far too much, then compared.
 
-Only GPUs are judged: the memory of simulated devices is the host's.
+Only GPUs are checked: the memory of simulated devices is the host's.
 """
 
 from __future__ import annotations

@@ -62,12 +62,17 @@ def trace(model: Model, seq_len: int, dtype: str, remat: str) -> Trace:
         dtype: compute dtype.
         remat: what backward recomputes of each block, as in `train.remat`.
     """
-    rest = _difference(lambda rows: _loss(model, seq_len, dtype, rows))
+    rest = _outside_layers(model, seq_len, dtype)
     if model.block is None:
         return Trace(layer=Cost(), rest=rest, stream=0)
     x, _ = _stream(model, seq_len, dtype, rows=1)
     layer = _difference(lambda rows: _block(model, seq_len, dtype, remat, rows))
     return Trace(layer=layer, rest=rest, stream=math.prod(x.shape))
+
+
+@functools.lru_cache(maxsize=64)
+def _outside_layers(model: Model, seq_len: int, dtype: str) -> Cost:
+    return _difference(lambda rows: _loss(model, seq_len, dtype, rows))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

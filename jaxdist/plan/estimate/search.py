@@ -1,9 +1,9 @@
 """The best mesh and settings for a run on a cluster, and why every other mesh loses.
 
-All meshes of the cluster's GPUs are judged by the rules of training. On each legal one the settings
+Every mesh of the cluster's GPUs is checked by the rules of training. On each legal one the settings
 that trade memory for time are chosen: what backward recomputes, ZeRO's stage, the number of
 microbatches, and how a pipeline gathers and cuts its stages. The global batch, the model and the
-optimizer are the user's and never touched.
+optimizer are the user's and stay as they are.
 """
 
 from __future__ import annotations
@@ -172,29 +172,29 @@ def why_not(choice: Choice, best: Choice) -> str:
         )
     slower = choice.time.seconds / best.time.seconds - 1
     if slower < 0.005:
-        return "as fast, but more is split than needed"
+        return "as fast, but a more complex mesh"
     theirs, ours = choice.time.parts, best.time.parts
     more = {name: s - ours.get(name, 0.0) for name, s in theirs.items()}
     cause = max(more, key=lambda name: more[name])
     why = _CAUSES.get(cause, cause)
     if cause == "memory-bound kernels" and choice.job.spec[TENSOR] >= best.job.spec[TENSOR]:
-        why = "weights are cast and gradients added more often, or more of them"
+        why = "weights are cast and gradients accumulated more often"
     return f"{slower:.0%} slower: {why} (+{more[cause] / best.time.seconds:.0%})"
 
 
 _CAUSES = {
-    "products": "backward computes more again",
-    "attention": "backward computes more again",
-    "memory-bound kernels": "norms and residuals are not split by tensor",
+    "products": "backward recomputes more",
+    "attention": "backward recomputes more",
+    "memory-bound kernels": "norms and residuals are not split over tensor",
     "launch gaps": "more and smaller microbatches",
     "optimizer": "each GPU updates more parameters",
     "pipeline bubble": "stages wait for each other",
-    "waiting for weights": "fsdp gathers weights that nothing hides",
-    "waiting for gradients": "gradients are summed over slow links",
-    "waiting for new parameters": "ZeRO gathers new parameters after each step",
-    "waiting for activations": "tensor parallelism stands in the way of every layer",
+    "waiting for weights": "gathering weights is not hidden behind compute",
+    "waiting for gradients": "gradients are reduced over slow links",
+    "waiting for new parameters": "ZeRO gathers the new parameters after each step",
+    "waiting for activations": "tensor parallelism reduces activations in every layer",
     "waiting for stages": "activations move between stages",
-    "waiting for pieces": "interleaved pieces move to their stages in every step",
+    "waiting for pieces": "weights of virtual stages move to their stages in every step",
 }
 
 
@@ -204,11 +204,11 @@ def _rank(choice: Choice) -> tuple[bool, float, int]:
     split += choice.job.config.mesh.zero
     if not choice.fits:
         return True, choice.memory.total_bytes, split
-    return False, choice.time.seconds * (1 + _BELOW_KNOWLEDGE * split), split
+    return False, choice.time.seconds * (1 + _COMPLEXITY_COST * split), split
 
 
-_BELOW_KNOWLEDGE = 0.05
-"""A faster step this much per complication is below what the estimate knows."""
+_COMPLEXITY_COST = 0.05
+"""A mesh must be faster by this share for each degree of complexity, the estimate's own error."""
 
 
 def _mesh_problems(config: RunConfig, spec: MeshSpec, model: Model) -> list[str]:
@@ -248,17 +248,17 @@ def _on_mesh(job: Job) -> Iterator[Choice]:
     for variant in _variants(job):
         configs, last = list(_by_microbatches(variant)), None
         for config in configs:
-            last = _weighed(job, config)
+            last = _sized(job, config)
             if last[1].total_bytes <= limit:
                 break  # more microbatches would only be slower
             if last[1].state_bytes > limit:
-                last = _weighed(job, configs[-1])
+                last = _sized(job, configs[-1])
                 break  # no number of them helps: the most, which lacks least
         if last is not None:
             yield Choice._of(*last)
 
 
-def _weighed(job: Job, config: RunConfig) -> tuple[Job, Memory]:
+def _sized(job: Job, config: RunConfig) -> tuple[Job, Memory]:
     tried = dataclasses.replace(job, config=config)
     return tried, estimate_memory(tried)
 

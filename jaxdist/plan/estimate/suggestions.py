@@ -1,4 +1,4 @@
-"""A run that does not fit: the smallest change to its settings with which it does."""
+"""The smallest change of settings with which a run fits that does not fit now."""
 
 from __future__ import annotations
 
@@ -61,13 +61,13 @@ def _changes(choice: Choice) -> Iterator[tuple[str, str, RunConfig]]:
     for remat in order[place + 1 :]:
         yield (
             f"--train.remat {remat}",
-            "backward computes again what it would have kept",
+            "backward recomputes more and keeps less",
             _with(config, "train", remat=remat),
         )
     if any(axis.weights == "replicated" for axis in spec.used) and config.mesh.zero == 0:
         changed = _with(config, "mesh", zero=1)
         if not changed.mesh_problems(spec, job.model):
-            yield "--zero 1", "each replica keeps only its share of the moments", changed
+            yield "--zero 1", "each replica keeps only its share of the optimizer moments", changed
     if spec[PIPELINE] > 1 and config.pipeline.gather == "step":
         yield (
             "--pipeline.gather action",

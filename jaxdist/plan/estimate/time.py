@@ -1,10 +1,10 @@
 """How long a step takes: a roofline with overlap, the pipeline's waiting, links and optimizer.
 
 Compute is products, attention and memory-bound kernels one after the other, each at the share of
-its peak that such kernels reach (`Reach`). Collectives run beside it: what is longer than the
-compute they can hide behind is waited for, and a share of the rest too, since they take
-multiprocessors and memory bandwidth from it. One set of constants per kind of GPU; none is fitted
-to a row.
+its peak that such kernels reach (`Reach`). Collectives overlap with it: what is longer than
+the compute that can hide it is exposed, and a share of the rest too, since collectives take
+multiprocessors and memory bandwidth from compute. One set of constants per kind of GPU; none is
+fitted to a row.
 `scripts/bench/results/plan_anchors.md` compares with published runs.
 """
 
@@ -30,7 +30,7 @@ class Reach:
         attention: the fused kernel, of the same peak.
         memory: fused elementwise kernels, of the memory bandwidth.
         links: collectives, of the links' rate.
-        hidden: of collectives that may run beside compute, the share that costs nothing.
+        hidden: of collectives that overlap with compute, the share that costs nothing.
         launch_s: seconds lost per layer and direction to launches and gaps.
     """
 
@@ -230,8 +230,8 @@ def _compute(job: Job, rates: _Rates) -> tuple[Work, float, float]:
 
 # --- communication --------------------------------------------------------------------------------
 
-_BESIDE = ("weights", "gradients")
-"""Purposes whose collectives other work can run beside; the rest stand in its way."""
+_OVERLAPPED = ("weights", "gradients")
+"""Purposes whose collectives overlap with other work; the rest block it."""
 
 
 def _exposed(job: Job, flows: list[Flow], busy: float, reach: Reach) -> dict[str, float]:
@@ -239,10 +239,10 @@ def _exposed(job: Job, flows: list[Flow], busy: float, reach: Reach) -> dict[str
     seconds: dict[str, float] = {}
     for flow in flows:
         seconds[flow.purpose] = seconds.get(flow.purpose, 0.0) + flow.seconds / reach.links
-    beside = {name: s for name, s in seconds.items() if name in _BESIDE}
-    found = {name: s for name, s in seconds.items() if name not in _BESIDE}
-    together = sum(beside.values())
-    for name, spent in beside.items():
+    overlapped = {name: s for name, s in seconds.items() if name in _OVERLAPPED}
+    found = {name: s for name, s in seconds.items() if name not in _OVERLAPPED}
+    together = sum(overlapped.values())
+    for name, spent in overlapped.items():
         share = spent / together if together else 0.0
         found[name] = (1 - reach.hidden) * spent + max(0.0, reach.hidden * together - busy) * share
     return {name: s for name, s in found.items() if s > 0}

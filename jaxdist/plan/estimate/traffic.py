@@ -10,15 +10,13 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator
-from typing import Literal
 
+from jaxdist.core.axis import ActivationSizes, Kind
 from jaxdist.core.parallel import axes as mesh_axes
 from jaxdist.core.parallel.pipeline.axis import PIPELINE
 from jaxdist.core.parallel.tensor import TENSOR
 from jaxdist.models.weights import Weight
 from jaxdist.plan.estimate.job import WIDE, Job
-
-Kind = Literal["all-gather", "reduce-scatter", "all-reduce", "collective-permute"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,7 +47,7 @@ class Flow:
 
 def flows_of(job: Job) -> list[Flow]:
     """What one device takes part in during one step; on the busiest stage, where there are any."""
-    moved = [*_weights(job), *_vectors(job), *_tensor(job), *_stages(job)]
+    moved = [*_weights(job), *_vectors(job), *_activations(job), *_stages(job)]
     return [_flow(job, *each) for each in moved if each[3] and math.prod(_sizes(job, each[1])) > 1]
 
 
@@ -160,32 +158,29 @@ def _is_gathered(job: Job, dim: str) -> bool:
 # --- activations ----------------------------------------------------------------------------------
 
 
-def _tensor(job: Job) -> Iterator[Moved]:
-    """Tensor parallelism: activations of every layer, and the split vocabulary's scalars."""
-    if job.spec[TENSOR] == 1:
-        return
+def _activations(job: Job) -> Iterator[Moved]:
+    """What the axes move of a decoder's activations, stages left out."""
     if not job.is_decoder:
         yield from _traced_sums(job)
         return
-    each = float(job.compute_bytes * job.tokens * job.stream_width)
-    layers, microbatches = job.layers_per_stage, job.num_microbatches
-    # The embedding's reduction and the head's gather, and their backwards.
-    ends = 2
-    # Two of each forward and two backward; a pipeline's backward goes forward again first.
-    times = 2 * (_passes(job) - 1) + 2
-    gathered_again, reduced_again = _repeated(job)
-    gathers = microbatches * ((times + gathered_again) * layers + ends)
-    reductions = microbatches * ((times + reduced_again) * layers + ends)
-    if job.sequence_parallel:
-        yield ("all-gather", (TENSOR.name,), "activations", each, gathers)
-        yield ("reduce-scatter", (TENSOR.name,), "activations", each, reductions)
-    else:
-        yield ("all-reduce", (TENSOR.name,), "activations", each, reductions)
-    yield ("all-reduce", (TENSOR.name,), "loss", 3.0 * WIDE * job.tokens, microbatches)
+    sizes = ActivationSizes(
+        stream_bytes=float(job.compute_bytes * job.tokens * job.stream_width),
+        num_tokens=job.tokens,
+        num_layers=job.layers_per_stage,
+        num_microbatches=job.num_microbatches,
+        num_forwards=_passes(job) - 1,
+        recomputes=job.remat != "none",
+        sequence_parallel=job.sequence_parallel,
+    )
+    for axis in job.spec.used:
+        for moved in axis.traffic(sizes):
+            yield (moved.kind, (axis.name,), moved.purpose, moved.num_bytes, moved.times)
 
 
 def _traced_sums(job: Job) -> Iterator[Moved]:
     """What a model asks to be summed over `tensor`; nothing is known where XLA places the sums."""
+    if job.spec[TENSOR] == 1:
+        return
     cost, rows = job.everything_kept, job.compute_bytes * job.micro_rows
     layers = job.layers_per_stage * job.num_microbatches
     yield ("all-reduce", (TENSOR.name,), "activations", rows * cost.layer.reduced, layers)
@@ -196,14 +191,6 @@ def _traced_sums(job: Job) -> Iterator[Moved]:
         rows * cost.rest.reduced,
         job.num_microbatches,
     )
-
-
-def _repeated(job: Job) -> tuple[int, int]:
-    """Gathers and reductions per layer that backward's recomputation repeats.
-
-    The products' inputs are gathered again; of the outputs only the attention's is read again.
-    """
-    return (0, 0) if job.remat == "none" else (2, 1)
 
 
 def _stages(job: Job) -> Iterator[Moved]:

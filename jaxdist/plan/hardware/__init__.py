@@ -1,13 +1,12 @@
-"""What is known of GPUs: memory, peaks, bandwidths, prices, each with its source; and `--gpus`.
+"""What is known of GPUs: memory, peak rates, bandwidths and prices, each with its source.
 
-Facts of the data sheet and price list only (`known.toml`). What of them a program reaches is judged
-by whoever estimates (`jaxdist.plan.estimate`); what a GPU really has is asked of the GPU where
-there is one.
+Only facts of data sheets and price lists (`known.toml`). `plan.estimate` says what share of them a
+program reaches.
 
-    gpu     what a GPU and a cluster are
-    files   GPUs described in TOML
-    known   those of `known.toml`, and a user's own
-    asked   `--gpus h100:8x8`
+    gpu         what a GPU and a cluster are
+    toml_files  GPUs described in TOML
+    catalog     those of `known.toml`, and a user's own
+    request     `--gpus h100:8x8`
 """
 
 from jaxdist.plan.hardware.catalog import GPUS, find_gpu, gpu_of, peak_flops, read_hardware

@@ -1,4 +1,4 @@
-"""The GPUs that are known here, and a user's own beside them."""
+"""The known GPUs, and a user's own."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 
-from jaxdist.core.types import ConfigError
+from jaxdist.core.settings import ConfigError
 from jaxdist.plan.hardware.gpu import Gpu
 from jaxdist.plan.hardware.toml_files import read_tables
 
@@ -72,7 +72,7 @@ def find_gpu(name: str, known: Mapping[str, Gpu] = GPUS) -> Gpu:
 
 
 def read_hardware(path: str | Path) -> dict[str, Gpu]:
-    """One's own GPUs from a TOML file, beside the known ones.
+    """A user's own GPUs from a TOML file, added to the known ones.
 
     A table per GPU; with `like` it starts from a known one and says what differs:
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from jaxdist.core.types import ConfigError
+from jaxdist.core.settings import ConfigError
 from jaxdist.plan.hardware.catalog import GPUS, find_gpu
 from jaxdist.plan.hardware.gpu import Cluster, Gpu
 

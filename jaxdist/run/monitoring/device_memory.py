@@ -1,4 +1,4 @@
-"""How full the devices are, where the backend tells."""
+"""Memory in use on the devices, where the backend reports it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def device_memory(devices: list[Any]) -> dict[str, int]:
-    """Bytes on the fullest of this process's devices; {} where the backend does not tell (CPU).
+    """Bytes on the fullest of this process's devices; {} on backends that do not report it (CPU).
 
     Returns:
         `memory_bytes` in use now, `memory_peak_bytes` the most so far, `memory_limit_bytes`.

@@ -1,7 +1,7 @@
-"""What the GPUs say of themselves through NVML: how busy, how hot, at what power and clock.
+"""Utilisation, power, temperature and clocks of GPUs, read through NVML.
 
 `pynvml` comes with the package nvidia-ml-py, NVIDIA's own binding (the extra `nvml`). Without it,
-without a driver, or on a GPU that does not tell, the numbers are left out and the run goes on.
+without a driver, or on a GPU that does not report a number, that number is left out.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from jaxdist import runtime
 
 
 class GpuStats:
-    """NVML's readings of this process's GPUs; one log line where there should be some and are not.
+    """Reads this process's GPUs through NVML; logs one line where that does not work.
 
     Args:
         devices: jax devices of this process.
-        environ: whose `CUDA_VISIBLE_DEVICES` says which GPUs those are.
-        say: takes that line.
+        environ: environment with `CUDA_VISIBLE_DEVICES`, which maps devices to GPUs.
+        say: logs that line.
     """
 
     def __init__(
@@ -32,12 +32,12 @@ class GpuStats:
         self._handles: list[Any] = []
         try:
             self._handles = self._open(devices, environ)
-        except Exception as failure:  # an unreadable sensor must never end a run
+        except Exception as failure:  # an unreadable GPU must never end a run
             say(f"GPU power and temperature are not recorded: {failure}")
 
     def _open(self, devices: Sequence[Any], environ: Mapping[str, str]) -> list[Any]:
         if devices[0].platform != "gpu":
-            return []  # nobody expects a word about it
+            return []  # no GPU, no message
         try:
             nvml: Any = importlib.import_module("pynvml")
         except ImportError as missing:
@@ -89,7 +89,7 @@ class GpuStats:
         return found
 
     def close(self) -> None:
-        """Let go of NVML; a second call does nothing."""
+        """Release NVML; a second call does nothing."""
         if self._nvml is not None:
             self._nvml.nvmlShutdown()
         self._nvml, self._handles = None, []

@@ -1,7 +1,7 @@
-"""The newest numbers of a run for Prometheus to fetch, served by process 0.
+"""An HTTP endpoint from which Prometheus scrapes the newest numbers of a run.
 
-Names follow Prometheus' rules: base units in full at the end, `_total` for what only grows, and
-the label `run` on everything, so that one dashboard shows many runs.
+Names follow Prometheus' rules: base units at the end, `_total` for counters. Every number has the
+label `run`, so that one dashboard shows many runs.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _LEFT_OUT = ("kind", "time", "applied", "weight")
 class Prometheus:
     """An HTTP endpoint with the newest numbers of a run.
 
-    A port that is taken is a warning, not the end of a run: nobody watches it then.
+    A port that is in use is a warning and does not end the run.
 
     Args:
         address: host:port to listen on.
@@ -73,7 +73,7 @@ class Prometheus:
             )
 
     def train(self, record: Mapping[str, Any], unit: str) -> None:
-        """The newest step; `unit` is what only grows (tokens, images)."""
+        """Take over the newest step; `unit` (tokens, images) is a counter."""
         found = _numbers(record)
         total = found.pop(unit, None)
         with self._lock:
@@ -82,7 +82,7 @@ class Prometheus:
                 self._totals[unit] = total
 
     def eval(self, record: Mapping[str, Any]) -> None:
-        """The newest evaluation."""
+        """Take over the newest evaluation."""
         found = {f"eval_{name}": value for name, value in _numbers(record).items()}
         with self._lock:
             self._gauges |= found
@@ -95,7 +95,7 @@ class Prometheus:
                 self._totals["warnings"] = self._totals.get("warnings", 0) + 1
 
     def facts(self, **facts: Any) -> None:
-        """What does not change: numbers become gauges, words labels of `jaxdist_run_info`."""
+        """Constants of the run: numbers become gauges, texts labels of `jaxdist_run_info`."""
         with self._lock:
             for name, value in facts.items():
                 if isinstance(value, str):
@@ -104,7 +104,10 @@ class Prometheus:
                     self._gauges[name] = float(value)
 
     def collect(self) -> Iterator[Any]:
-        """What Prometheus' client asks for at each fetch."""
+        """Called by the Prometheus client at each scrape.
+
+        Totals are set, not incremented, because a rollback lowers them; `Counter` cannot do that.
+        """
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         with self._lock:

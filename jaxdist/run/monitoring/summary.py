@@ -18,7 +18,7 @@ class RunSummary:
 
     Args:
         earlier: records of the run's earlier starts, from its metrics.jsonl.
-        start_step: the step this start goes on from.
+        start_step: steps done when this start began.
         unit: what is counted, `Model.unit`.
 
     Attributes:

@@ -23,7 +23,7 @@ class TensorBoard:
     """Scalars and text of a run, on disk when a method returns.
 
     Args:
-        path: directory of the event files; a resumed run adds a file beside the earlier ones.
+        path: directory of the event files; a resumed run adds a file.
         first_step: on resume, the first step that will be written: TensorBoard hides the points
             from there on that an earlier start wrote. None for a fresh run.
     """
@@ -59,7 +59,7 @@ class TensorBoard:
         self._safely(self._writer.flush)
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """One point for each tag, all in one event; what is no number is left out."""
+        """One point for each tag, all in one event; values that are no numbers are left out."""
         from tensorboardX.proto.summary_pb2 import Summary
 
         points = [
@@ -75,7 +75,7 @@ class TensorBoard:
         self._safely(self._writer.close)
 
     def _safely(self, write: Callable[[], Any]) -> None:
-        """A full disk ends no run: points may be missing here, metrics.jsonl has them."""
+        """Ignore a full disk: points may be missing here, and metrics.jsonl has them."""
         try:
             write()
         except OSError as failure:

@@ -1,4 +1,4 @@
-"""How fast: tokens per second, model FLOP utilisation by convention, time left."""
+"""Throughput: tokens per second, model FLOP utilisation (MFU), time left."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ MFU_FORMULA = (
 
 
 class Throughput:
-    """Rates of a run. A rate over many steps is a median, so one slow step does not colour it.
+    """Rates of a run. A rate over many steps is a median, so that one slow step does not change it.
 
     Args:
         num_devices: devices of the whole job.
         flops_per_token: `Model.flops_per_token`, convention -> FLOPs of forward and backward.
-        peak_flops: FLOP/s of one device, or None when not known: then there is no MFU at all.
+        peak_flops: FLOP/s of one device; None = not known, and no MFU is computed.
         window_steps: steps of the rolling rates.
     """
 
@@ -50,7 +50,7 @@ class Throughput:
         return known[0] if known else next(iter(self.flops_per_token))
 
     def add(self, tokens: float, step_time_s: float) -> None:
-        """Count one step. A start's first step, which compiles, is told apart by not adding it."""
+        """Count one step. Leave out the first one of a start, which compiles."""
         self._rates.append(tokens / step_time_s)
         self._times.append(step_time_s)
         self._all_rates.append(tokens / step_time_s)
@@ -89,7 +89,7 @@ class Throughput:
         return tokens_per_s / self.num_devices * flops / self.peak_flops
 
     def mfu_fields(self, tokens_per_s: float) -> dict[str, float]:
-        """`mfu` by `convention`, and `mfu_full` beside it where that differs; {} if unknown."""
+        """`mfu` by `convention`, and `mfu_full` where that differs; {} if unknown."""
         fields = {}
         main = self.mfu(tokens_per_s)
         if main is not None:

@@ -1,10 +1,10 @@
-"""What the GPUs did in a trace: how much of the time they worked, and waited for each other.
+"""What the GPUs did during a trace: shares of computation, communication and idle time.
 
-A collective that runs beside computation costs little; one with nothing beside it is time lost. So
-the kernels of a device are laid on one line of time, those of NCCL apart from the others, and what
-only NCCL covers is counted as exposed.
+A collective that overlaps with computation costs little. One that does not is time lost: it is
+exposed. So the kernels of each device are merged into intervals, NCCL's apart from the others, and
+what only NCCL covers counts as exposed.
 
-CPU devices have no kernels of their own in a trace: there is nothing to read then.
+Traces of CPU devices hold no kernels, so that nothing is reported for them.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class DeviceTime:
     def __str__(self) -> str:
         return (
             f"GPU {self.device}: communication {self.communication_share:.1%} of the time, "
-            f"{self.exposed_share:.1%} with no computation beside it; idle {self.idle_share:.1%}"
+            f"{self.exposed_share:.1%} not overlapped with computation; idle {self.idle_share:.1%}"
         )
 
 

@@ -37,7 +37,7 @@ class CorruptState(RuntimeError):
     exit_code = runtime.EXIT_SDC
     advice = (
         "take the device out of use or test it, then start the same command again: checkpoints up "
-        "to the last good check are good (resilience.sdc_policy=rollback goes on by itself)"
+        "to the last good check are good (resilience.sdc_policy=rollback resumes by itself)"
     )
 
 

@@ -31,7 +31,12 @@ from typing import Any
 from jaxdist import runtime
 from jaxdist.run.resilience import heartbeat
 from jaxdist.run.resilience.config import ResilienceConfig
-from jaxdist.runtime.coordination.failure_broadcast import ALARM, FOLLOWED, leave_error, raise_alarm
+from jaxdist.runtime.coordination.failure_broadcast import (
+    ABORT_FILE,
+    FOLLOWED,
+    leave_error,
+    request_abort,
+)
 from jaxdist.runtime.storage import locate
 
 log = logging.getLogger("jaxdist")
@@ -69,7 +74,7 @@ class Watchdog:
         self.config = config
         self.process, self.num_processes = process, num_processes
         self._folder, self._beat_s, self._leave = locate(folder), beat_s, leave
-        self._abort_file = self._folder / ALARM
+        self._abort_file = self._folder / ABORT_FILE
         self._old_abort = self._abort_file.version()  # left by an earlier start
         self._host = socket.gethostname()
         self._step, self._beat = 0, 0
@@ -213,7 +218,7 @@ class Watchdog:
         log.error("%s", line)
         advice = "see the stacks; the launcher starts the job again from the newest checkpoint"
         leave_error(runtime.EXIT_HANG, line, advice)
-        raise_alarm(self._folder, self.process, line)
+        request_abort(self._folder, self.process, line)
         self._old_abort = self._abort_file.version()
         return True
 

@@ -29,7 +29,7 @@ from jaxdist.runtime.coordination.barrier import Barrier, GivenUp
 from jaxdist.runtime.coordination.failure_broadcast import (
     announce_failure,
     leave_error,
-    raise_alarm,
+    request_abort,
     watch_failures,
 )
 from jaxdist.runtime.coordination.group import Group, gather
@@ -45,6 +45,6 @@ __all__ = [
     "process_place",
     "publish",
     "published",
-    "raise_alarm",
+    "request_abort",
     "watch_failures",
 ]

@@ -26,7 +26,7 @@ from jaxdist.runtime.storage import locate
 
 _KEY = "failure"
 FOLLOWED = "ends because process"
-ALARM = "abort.json"
+ABORT_FILE = "abort.json"
 """File beside the logs that ends all processes whose watchdogs see it appear."""
 _OWN_WORDS_S = 1.0
 """Time for a process to report its own error before another's failure ends it."""
@@ -79,11 +79,11 @@ def _follow(said: dict[str, Any], process_id: int) -> None:
     os._exit(said["code"])
 
 
-def raise_alarm(folder: str | os.PathLike[str], process: int, line: str) -> None:
+def request_abort(folder: str | os.PathLike[str], process: int, line: str) -> None:
     """Tell all watchdogs that look at this folder to end their processes, and why."""
     said = {"process": process, "time": time.time(), "line": line}
     with contextlib.suppress(OSError):
-        (locate(folder) / ALARM).write(json.dumps(said), durable=False)
+        (locate(folder) / ABORT_FILE).write(json.dumps(said), durable=False)
 
 
 def leave_error(code: int, text: str, advice: str) -> None:

@@ -126,7 +126,7 @@ class Group:
         return service.get(key, self.timeout_s)
 
     def _rebuilt(self, kind: str, text: str) -> Exception:
-        from jaxdist.core.types import ConfigError
+        from jaxdist.core.settings import ConfigError
 
         if kind == "ConfigError":
             return ConfigError(text.split("\n"))

@@ -35,11 +35,11 @@ def count(value: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """0.34s, 4.2s, 3m12s, 2h05m, 3d04h: two units at most."""
+    """12.3ms, 4.2s, 3m12s, 2h05m, 3d04h: two units at most."""
     if not math.isfinite(seconds):
         return "?"
-    if seconds < 1:
-        return f"{seconds:.2g}s"
+    if 0 < seconds < 0.1:
+        return f"{1e3 * seconds:.3g}ms"
     if seconds < 59.95:
         return f"{seconds:.1f}s"
     minutes, rest = divmod(round(seconds), 60)

@@ -15,11 +15,11 @@ on a run directory or a checkpoint. They are what an object store can offer too:
 There is no rename. Several files become valid together when the file that names them is written
 last (`checkpoint.manifest`).
 
-`storage` defines the operations and `Location`, `posix` does them on a local or shared file system.
-Another kind of storage is another file beside `posix` and one line in `locate`.
+`location` defines the operations, `posix` does them on a local or shared file system. Another kind
+of storage is another file beside `posix`, with a `Location` of its own, and one line in `locate`.
 """
 
+from jaxdist.runtime.storage.location import Appender, Location, Locked, LockFile
 from jaxdist.runtime.storage.posix import locate
-from jaxdist.runtime.storage.storage import Appender, Location, Locked, LockFile, Storage
 
-__all__ = ["Appender", "Location", "LockFile", "Locked", "Storage", "locate"]
+__all__ = ["Appender", "Location", "LockFile", "Locked", "locate"]

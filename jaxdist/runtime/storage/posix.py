@@ -1,4 +1,4 @@
-"""The storage of a local or shared POSIX file system (ext4, XFS, NFS, Lustre)."""
+"""Locations on a local or shared POSIX file system (ext4, XFS, NFS, Lustre)."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ import errno
 import fcntl
 import os
 import shutil
+import threading
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
-from jaxdist.runtime.storage.storage import BLOCK_BYTES, Location, Locked
+from jaxdist.runtime.storage.location import BLOCK_BYTES, Location, Locked
 
 _MODE = 0o644
 _UNFINISHED = ".writing"  # ending of a file that `write` has not put in its place yet
-_OWN = uuid.uuid4().hex[:8]  # several processes may replace one file at the same time
+_OWN = uuid.uuid4().hex[:8]  # several processes and threads may replace one file at the same time
 
 
 def locate(path: str | os.PathLike[str]) -> Location:
@@ -24,90 +25,84 @@ def locate(path: str | os.PathLike[str]) -> Location:
     Args:
         path: of a file or directory; a `Location` comes back as it is.
     """
-    return path if isinstance(path, Location) else Location(PosixStorage(), str(Path(path)))
+    return path if isinstance(path, Location) else PosixLocation(str(Path(path)))
 
 
-class PosixStorage:
-    """Files and directories; see `Storage` for what each method does."""
+class PosixLocation(Location):
+    """A file or directory; see `Location` for what each method does."""
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, PosixStorage)
-
-    def __hash__(self) -> int:
-        return hash(PosixStorage)
-
-    def absolute(self, path: str) -> str:
+    def absolute(self) -> PosixLocation:
         """The path from the root."""
-        return os.path.abspath(path)
+        return PosixLocation(os.path.abspath(self.path))
 
-    def uri(self, path: str) -> str:
+    def uri(self) -> str:
         """`file://` and the path from the root."""
-        return Path(path).absolute().as_uri()
+        return Path(self.path).absolute().as_uri()
 
-    def entries(self, path: str) -> list[str]:
+    def entries(self) -> list[str]:
         """Names directly below a directory."""
         try:
-            return sorted(name for name in os.listdir(path) if not name.endswith(_UNFINISHED))
+            return sorted(name for name in os.listdir(self.path) if not name.endswith(_UNFINISHED))
         except (FileNotFoundError, NotADirectoryError):
             return []
 
-    def files(self, path: str) -> list[str]:
+    def files(self) -> list[str]:
         """Every file below a directory."""
         found = (
-            os.path.relpath(os.path.join(folder, name), path)
-            for folder, _, names in os.walk(path)
+            os.path.relpath(os.path.join(folder, name), self.path)
+            for folder, _, names in os.walk(self.path)
             for name in names
         )
         return sorted(name for name in found if not name.endswith(_UNFINISHED))
 
-    def exists(self, path: str) -> bool:
+    def exists(self) -> bool:
         """Whether anything has this name. A file server that is away raises, it does not say no."""
         try:
-            os.stat(path)
+            os.stat(self.path)
         except (FileNotFoundError, NotADirectoryError):
             return False
         return True
 
-    def is_directory(self, path: str) -> bool:
+    def is_directory(self) -> bool:
         """Whether a directory has this name."""
-        return os.path.isdir(path)
+        return os.path.isdir(self.path)
 
-    def size(self, path: str) -> int:
+    def size(self) -> int:
         """Bytes of a file."""
-        return os.stat(path).st_size
+        return os.stat(self.path).st_size
 
-    def version(self, path: str) -> int:
+    def version(self) -> int:
         """The time of the last write, in nanoseconds; 0 where there is no file or it is away."""
         try:
-            return os.stat(path).st_mtime_ns
+            return os.stat(self.path).st_mtime_ns
         except OSError:
             return 0
 
-    def free_bytes(self, path: str) -> int:
+    def free_bytes(self) -> int:
         """What the file system has left for this user."""
-        return shutil.disk_usage(path).free
+        return shutil.disk_usage(self.path).free
 
-    def read(self, path: str) -> bytes:
+    def read(self) -> bytes:
         """All of a file."""
-        return Path(path).read_bytes()
+        return Path(self.path).read_bytes()
 
-    def stream(self, path: str) -> Iterator[bytes]:
+    def stream(self) -> Iterator[bytes]:
         """A file in blocks."""
-        with open(path, "rb") as file:
+        with open(self.path, "rb") as file:
             while block := file.read(BLOCK_BYTES):
                 yield block
 
-    def write(self, path: str, data: bytes, *, durable: bool) -> None:
+    def write(self, data: str | bytes, *, durable: bool = True) -> None:
         """Write beside the file, then take its place: rename is the atomic step of POSIX."""
-        folder, name = os.path.split(path)
-        beside = os.path.join(folder, f".{name}.{_OWN}{_UNFINISHED}")
+        folder, name = os.path.split(self.path)
+        beside = os.path.join(folder, f".{name}.{_OWN}-{threading.get_ident()}{_UNFINISHED}")
         try:
             with open(beside, "wb") as file:
-                file.write(data)
+                file.write(_encoded(data))
                 file.flush()
                 if durable:
                     os.fsync(file.fileno())
-            os.replace(beside, path)
+            os.replace(beside, self.path)
         except OSError:
             with contextlib.suppress(OSError):
                 os.unlink(beside)
@@ -116,45 +111,45 @@ class PosixStorage:
             _sync_directory(folder)
             _sync_directory(os.path.dirname(folder))  # the directory itself may be new
 
-    def create(self, path: str, data: bytes) -> bool:
+    def create(self, data: str | bytes = b"") -> bool:
         """Open exclusively: of several writers one succeeds; a reader may see an empty file."""
         try:
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, _MODE)
+            descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, _MODE)
         except FileExistsError:
             return False
         with os.fdopen(descriptor, "wb") as file:
-            file.write(data)
+            file.write(_encoded(data))
             file.flush()
             os.fsync(descriptor)
         return True
 
-    def appender(self, path: str) -> PosixAppender:
+    def appender(self) -> PosixAppender:
         """A file to append to."""
-        return PosixAppender(path)
+        return PosixAppender(self.path)
 
-    def append_descriptor(self, path: str) -> int:
+    def append_descriptor(self) -> int:
         """A file descriptor in append mode."""
-        return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, _MODE)
+        return os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, _MODE)
 
-    def lock(self, path: str) -> PosixLock:
+    def lock(self) -> PosixLock:
         """Open a file and lock all of it."""
-        return PosixLock(path)
+        return PosixLock(self.path)
 
-    def make_directory(self, path: str) -> None:
+    def make_directory(self) -> None:
         """Make a directory and its parents."""
-        os.makedirs(path, exist_ok=True)
+        os.makedirs(self.path, exist_ok=True)
 
-    def delete(self, path: str) -> None:
+    def delete(self) -> None:
         """Delete a file; durable with the next durable write beside it."""
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            os.unlink(path)
+            os.unlink(self.path)
 
-    def delete_tree(self, path: str) -> None:
+    def delete_tree(self) -> None:
         """Delete a directory, or a file that has its name."""
-        if os.path.isdir(path) and not os.path.islink(path):
-            shutil.rmtree(path)
+        if os.path.isdir(self.path) and not os.path.islink(self.path):
+            shutil.rmtree(self.path)
         else:
-            self.delete(path)
+            self.delete()
 
 
 class PosixAppender:
@@ -243,6 +238,10 @@ class PosixLock:
     def close(self) -> None:
         """Let go of the lock."""
         os.close(self._descriptor)
+
+
+def _encoded(data: str | bytes) -> bytes:
+    return data.encode() if isinstance(data, str) else data
 
 
 def _sync_directory(path: str) -> None:

@@ -19,7 +19,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-from jaxdist.core.types import ConfigError
+from jaxdist.core.settings import ConfigError
 from jaxdist.runtime import run_command
 
 VERBS = ("inspect", "verify", "diff", "reshard", "consolidate", "from-hf", "to-hf")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from jaxdist.checkpoint import manifest
-from jaxdist.core.types import ConfigError
+from jaxdist.core.settings import ConfigError
 from jaxdist.runtime.storage import Location, locate
 
 

@@ -10,8 +10,7 @@ from typing import Literal
 import numpy as np
 
 from jaxdist.checkpoint.streaming_io import StoredArrays, dtype_of
-from jaxdist.config import read_settings
-from jaxdist.core.types import ConfigError, setting
+from jaxdist.core.settings import ConfigError, read_settings, setting
 from jaxdist.models.huggingface import safetensors
 from jaxdist.runtime.formatting.numbers import in_bytes
 from jaxdist.tools.convert.checkpoint_paths import checkpoint_of, new_directory

@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 
 from jaxdist.checkpoint.streaming_io import BLOCK_BYTES, StoredArrays, block_shape, grid
-from jaxdist.config import read_settings
-from jaxdist.core.types import setting
+from jaxdist.core.settings import read_settings, setting
 from jaxdist.tools.convert.checkpoint_paths import checkpoint_of
 
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 
 from jaxdist.checkpoint.streaming_io import CheckpointWriter, Index, even_chunk, grid
-from jaxdist.config import RunConfig, read_settings, write_toml
-from jaxdist.core.types import setting
+from jaxdist.config import RunConfig
+from jaxdist.core.settings import read_settings, setting, write_toml
 from jaxdist.models import DecoderConfig, build
 from jaxdist.models.huggingface.directory import Weights, open_weights, read_json
 from jaxdist.models.huggingface.families import Piece, left_out

@@ -14,9 +14,8 @@ from typing import Literal
 
 from jaxdist.checkpoint import manifest, pytree
 from jaxdist.checkpoint.streaming_io import StoredArrays, dtype_of, even_chunk, rewrite
-from jaxdist.config import read_settings
 from jaxdist.core.mesh import MeshSpec
-from jaxdist.core.types import ConfigError, setting
+from jaxdist.core.settings import ConfigError, read_settings, setting
 from jaxdist.runtime.formatting.numbers import in_bytes
 from jaxdist.runtime.storage import Location
 from jaxdist.tools.convert.checkpoint_paths import checkpoint_of, new_directory
@@ -103,7 +102,8 @@ def _target(
         raise ConfigError(
             [f"{run} holds no config.toml, so the model's dims are not known. Name a whole run."]
         )
-    from jaxdist.config import stored_run, write_toml
+    from jaxdist.config import stored_run
+    from jaxdist.core.settings import write_toml
     from jaxdist.run.trained_run import open_run
 
     spec = MeshSpec.parse(mesh)

@@ -18,8 +18,8 @@ import numpy as np
 
 from jaxdist.checkpoint import manifest
 from jaxdist.checkpoint.streaming_io import Index, StoredArrays, dtype_of
-from jaxdist.config import read_settings, stored_run
-from jaxdist.core.types import ConfigError, setting
+from jaxdist.config import stored_run
+from jaxdist.core.settings import ConfigError, read_settings, setting
 from jaxdist.models.configs import DecoderConfig
 from jaxdist.models.huggingface import safetensors
 from jaxdist.models.huggingface.families import Piece, Source, family_of, pieces, write_config

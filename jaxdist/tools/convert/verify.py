@@ -10,8 +10,7 @@ from pathlib import Path
 from jaxdist.checkpoint import CheckpointError, manifest
 from jaxdist.checkpoint.events import one_line
 from jaxdist.checkpoint.streaming_io import StoredArrays
-from jaxdist.config import read_settings
-from jaxdist.core.types import setting
+from jaxdist.core.settings import read_settings, setting
 from jaxdist.runtime.formatting.numbers import in_bytes
 from jaxdist.runtime.storage import Location
 from jaxdist.tools.convert.checkpoint_paths import problem_of
@@ -44,16 +43,16 @@ def main(argv: Sequence[str]) -> int:
     directory = manifest.directory_of(config.path)
     named = Path(config.path).name
     steps = [int(named)] if named.isdecimal() else manifest.steps_in(directory)
-    damaged = 0
+    corrupt = 0
     for step in steps:
         checkpoint = directory / step
         reason = problem_of(checkpoint) or (_array_problem(checkpoint) if config.arrays else "")
-        damaged += bool(reason)
+        corrupt += bool(reason)
         if config.json:
             print(json.dumps({"step": step, "whole": not reason, "reason": reason}))
         else:
-            print(f"checkpoint {step}: {f'DAMAGED: {reason}' if reason else _whole(checkpoint)}")
-    return 1 if damaged else 0
+            print(f"checkpoint {step}: {f'CORRUPT: {reason}' if reason else _whole(checkpoint)}")
+    return 1 if corrupt else 0
 
 
 def _whole(checkpoint: Location) -> str:

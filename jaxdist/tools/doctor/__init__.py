@@ -12,6 +12,6 @@
     devices     each device computes the same, and how fast they add up over each mesh axis
     text        the report for people
 
-Checks read the world in one function and judge it in another, so that what a broken machine looks
-like is a test's argument.
+Each check reads the machine in one function (`examine_...`) and rates what it read in another
+(`check_...`), so that tests can show it the output of broken machines.
 """

@@ -5,13 +5,12 @@
     python -m jaxdist.launch --nproc-per-node 8 --module jaxdist.doctor -- --mesh fsdp=8
     srun python -m jaxdist.doctor --config configs/pipeline_64gpu.toml
 
-Looks at software, GPUs and their links, environment variables, disk, shared memory and limits, and
-what the settings of a run ask of them. With other processes (started as training would be) also at
-whether all run the same code, reach each other, agree on the time and share the run directory. Adds
-up arrays over each axis of the mesh and names what is slow or wrong.
+Checks software, GPUs and their links, environment variables, disk, shared memory and limits against
+the settings of a run. With several processes, started as training would be, it also checks that all
+run the same code, reach each other, agree on the time and share the run directory. It times an
+all-reduce over each axis of the mesh and names what is slow or wrong.
 
-It ends with 0 when a run can start, 1 when something is wrong (with --strict: or warned of), 2 when
-its own flags are.
+Exit code: 0 if a run can start, 1 on an error (with --strict also on a warning), 2 on bad flags.
 """
 
 from __future__ import annotations
@@ -30,18 +29,18 @@ from jaxdist.runtime import coordination
 if TYPE_CHECKING:
     from jaxdist.core.mesh import MeshSpec
     from jaxdist.runtime import Job
-    from jaxdist.tools.doctor.findings import Finding, Said
+    from jaxdist.tools.doctor.findings import Finding, Reported
     from jaxdist.tools.doctor.options import DoctorConfig
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Look at everything and report; returns the exit code, the same in all processes."""
-    from jaxdist.core.types import ConfigError
+    """Check everything and report; the exit code is the same in all processes."""
+    from jaxdist.core.settings import ConfigError
     from jaxdist.tools.doctor import findings
     from jaxdist.tools.doctor.options import read_doctor
 
     config = read_doctor(sys.argv[1:] if argv is None else argv, summary=__doc__ or "")
-    # 1. What can be seen alone, before jax starts a device or sets variables of its own.
+    # 1. What one process can see, before jax starts a device or sets variables of its own.
     host = socket.gethostname()
     alone = examine_host(config, dict(os.environ))
     # 2. Devices and the other processes.
@@ -52,32 +51,32 @@ def main(argv: Sequence[str] | None = None) -> int:
         job = runtime.join(config.runtime)
     except (ConfigError, RuntimeError) as failure:
         alone.append(_not_joined(failure))
-        said = findings.merge([(host, alone)])
-        return report(said, config, num_processes=1)
-    everyone = _tell("findings", {"host": host, "findings": [_plain(f) for f in alone]}, config)
+        reported = findings.merge([(host, alone)])
+        return report(reported, config, num_processes=1)
+    everyone = _gather("findings", {"host": host, "findings": [_plain(f) for f in alone]}, config)
     hosts = [one["host"] for one in everyone]
     lists = [[findings.Finding(**f) for f in one["findings"]] for one in everyone]
-    # 3. What can only be seen together; every process learns the same, and process 0 says it.
+    # 3. What only all processes together can see. Process 0 reports it.
     lists[0] = [*lists[0], *examine_job(config, job, hosts)]
-    said = findings.merge(list(zip(hosts, lists, strict=True)))
-    code = report(said, config, num_processes=job.num_processes, quiet=not job.is_main)
+    reported = findings.merge(list(zip(hosts, lists, strict=True)))
+    code = report(reported, config, num_processes=job.num_processes, quiet=not job.is_main)
     return runtime.Agreed(code)
 
 
 def examine_host(config: DoctorConfig, environ: dict[str, str]) -> list[Finding]:
-    """What one process sees of its host, its software and its environment."""
-    from jaxdist.core.types import ConfigError
+    """Findings of one process about its host, its software and its environment."""
+    from jaxdist.core.settings import ConfigError
     from jaxdist.run.monitoring.environment import nvidia_versions, versions
     from jaxdist.tools.doctor import gpus, host, slurm, software, variables
 
-    found = software.judge_versions(versions(), nvidia_versions())
+    found = software.check_versions(versions(), nvidia_versions())
     of_gpus, num_gpus = gpus.examine_gpus()
     found += of_gpus
     try:
         plan = runtime.resolve(environ, config.runtime, num_gpus)
-    except ConfigError:  # said when the job is joined
+    except ConfigError:  # reported when the job is joined
         plan = runtime.JoinPlan()
-    found += variables.judge(
+    found += variables.check_variables(
         environ,
         num_gpus=num_gpus,
         simulated=config.simulate > 0,
@@ -87,7 +86,7 @@ def examine_host(config: DoctorConfig, environ: dict[str, str]) -> list[Finding]
     )
     unreadable = variables.unreadable_flags(environ)
     if unreadable:
-        os.environ.pop("XLA_FLAGS")  # or this process would end here
+        os.environ.pop("XLA_FLAGS")  # XLA would end this process
     found += unreadable
     found += host.examine_disk(config.directory, config.disk_mib << 20, config.checkpoints_bytes)
     found += host.examine_shared_memory(num_gpus)
@@ -96,7 +95,7 @@ def examine_host(config: DoctorConfig, environ: dict[str, str]) -> list[Finding]
 
 
 def examine_job(config: DoctorConfig, job: Job, hosts: list[str]) -> list[Finding]:
-    """What all processes see together; collective."""
+    """Findings of all processes together; collective."""
     found = _devices_found(job)
     if job.num_processes > 1:
         found += _same_software(config, hosts)
@@ -125,7 +124,7 @@ def _same_software(config: DoctorConfig, hosts: list[str]) -> list[Finding]:
     from jaxdist.tools.doctor import software
 
     code = {"code": software.code_digest(Path(__file__).parents[1])}
-    everyone = _tell("software", versions() | nvidia_versions() | code, config)
+    everyone = _gather("software", versions() | nvidia_versions() | code, config)
     return software.compare(list(zip(hosts, everyone, strict=True)))
 
 
@@ -134,33 +133,33 @@ def _network(config: DoctorConfig, job: Job, hosts: list[str]) -> list[Finding]:
 
     plan = runtime.resolve(os.environ, config.runtime)
     listener = network.Listener(plan.coordinator_address.rpartition(":")[0])
-    addresses = [(host, port) for host, port in _tell("addresses", listener.address, config)]
-    visits = _tell("visits", network.visit(addresses, job.process_id), config)
+    addresses = [(host, port) for host, port in _gather("addresses", listener.address, config)]
+    visits = _gather("visits", network.visit(addresses, job.process_id), config)
     listener.close()
-    return network.judge(visits, hosts)
+    return network.check_visits(visits, hosts)
 
 
 def _shared_directory(config: DoctorConfig, job: Job, hosts: list[str]) -> list[Finding]:
     from jaxdist.tools.doctor import directory
 
     own, here = job.process_id, config.directory
-    nonce = _tell("nonce", f"{os.getpid():x}{os.urandom(4).hex()}", config)[0]
+    nonce = _gather("nonce", f"{os.getpid():x}{os.urandom(4).hex()}", config)[0]
     failed = {
         i: why
-        for i, why in enumerate(_tell("wrote", directory.leave_token(here, nonce, own), config))
+        for i, why in enumerate(_gather("wrote", directory.leave_token(here, nonce, own), config))
         if why
     }
     writers = [i for i in range(job.num_processes) if i not in failed]
-    views = _tell("read", directory.read_tokens(here, nonce, writers), config)
+    views = _gather("read", directory.read_tokens(here, nonce, writers), config)
     directory.take_token(here, nonce, own)
-    return directory.judge(dict(enumerate(views)), hosts, here, failed)
+    return directory.check_views(dict(enumerate(views)), hosts, here, failed)
 
 
 def _mesh(config: DoctorConfig, job: Job) -> tuple[MeshSpec, list[Finding]]:
-    """The mesh to try: the run's, or, where training would refuse it, all devices as replicas."""
+    """The run's mesh; where training would refuse it, all devices as replicas."""
     from jaxdist.core.mesh import MeshSpec
     from jaxdist.core.parallel.data import DATA
-    from jaxdist.core.types import ConfigError
+    from jaxdist.core.settings import ConfigError
     from jaxdist.tools.doctor.findings import error, ok
     from jaxdist.tools.doctor.options import refused
 
@@ -181,31 +180,33 @@ def _mesh(config: DoctorConfig, job: Job) -> tuple[MeshSpec, list[Finding]]:
 def _compute(config: DoctorConfig, job: Job, hosts: list[str], spec: MeshSpec) -> list[Finding]:
     import jax
 
+    from jaxdist.core.parallel.axes import by_name
     from jaxdist.tools.doctor import devices
 
     on_cpu = job.platform == "cpu"
-    alone = _tell("compute", devices.compute(job.local_devices, 128 if on_cpu else 8192), config)
-    found = devices.judge_compute(alone, hosts, simulated=on_cpu)
+    alone = _gather("compute", devices.compute(job.local_devices, 128 if on_cpu else 8192), config)
+    found = devices.check_compute(alone, hosts, simulated=on_cpu)
     mesh = spec.build(jax.devices())
     num_bytes = (config.allreduce_mib or (1 if on_cpu else 256)) << 20
-    timed = _tell("axes", devices.time_axes(mesh, num_bytes), config)
+    timed = _gather("axes", devices.time_axes(mesh, num_bytes), config)
     for axis, groups in devices.groups_of(mesh, timed).items():
-        found += devices.judge_axis(
+        found += devices.check_axis(
             axis,
             groups,
             num_bytes=num_bytes,
             hosts=hosts,
             simulated=on_cpu,
             device_kind=job.devices[0].kind,
+            moves=by_name()[axis].moves,
         )
     return found
 
 
-def _tell(topic: str, said: Any, config: DoctorConfig) -> list[Any]:
-    """What every process says about `topic`, as JSON brings it back."""
+def _gather(topic: str, value: Any, config: DoctorConfig) -> list[Any]:
+    """The values of every process about `topic`, as JSON returns them."""
     return [
         json.loads(json.dumps(one))
-        for one in coordination.gather(f"doctor/{topic}", said, config.wait_s)
+        for one in coordination.gather(f"doctor/{topic}", value, config.wait_s)
     ]
 
 
@@ -216,7 +217,7 @@ def _plain(finding: Finding) -> dict[str, Any]:
 
 
 def _not_joined(failure: Exception) -> Finding:
-    from jaxdist.core.types import ConfigError
+    from jaxdist.core.settings import ConfigError
     from jaxdist.runtime.entry_point import RERUN, advice_for
     from jaxdist.tools.doctor.findings import error
 
@@ -229,17 +230,17 @@ def _not_joined(failure: Exception) -> Finding:
 
 
 def report(
-    said: list[Said], config: DoctorConfig, *, num_processes: int, quiet: bool = False
+    reported: list[Reported], config: DoctorConfig, *, num_processes: int, quiet: bool = False
 ) -> int:
     """Print the report (process 0's task); returns the exit code."""
     from jaxdist.tools.doctor import findings
     from jaxdist.tools.doctor.text import text_of
 
     if not quiet and config.json:
-        print(json.dumps(findings.record_of(said, strict=config.strict), indent=2))
+        print(json.dumps(findings.record_of(reported, strict=config.strict), indent=2))
     elif not quiet:
-        print(text_of(said, num_processes=num_processes))
-    return findings.exit_code(said, strict=config.strict)
+        print(text_of(reported, num_processes=num_processes))
+    return findings.exit_code(reported, strict=config.strict)
 
 
 if __name__ == "__main__":

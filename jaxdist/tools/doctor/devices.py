@@ -57,7 +57,7 @@ def compute(devices: Sequence[jax.Device], size: int) -> list[dict[str, Any]]:
     return found
 
 
-def judge_compute(
+def check_compute(
     everyone: Sequence[Sequence[Mapping[str, Any]]], hosts: Sequence[str], *, simulated: bool
 ) -> list[Finding]:
     """Devices that give other bits than their neighbours, or need longer than the others.
@@ -209,7 +209,7 @@ def groups_of(
     return found
 
 
-def judge_axis(
+def check_axis(
     axis: str,
     groups: Sequence[Group],
     *,
@@ -217,6 +217,7 @@ def judge_axis(
     hosts: Sequence[str],
     simulated: bool,
     device_kind: str = "",
+    moves: str = "",
 ) -> list[Finding]:
     """Groups whose sums are wrong or slow.
 
@@ -227,21 +228,14 @@ def judge_axis(
         hosts: by process id.
         simulated: the devices share the CPU, and their times say little.
         device_kind: jax's name of the GPUs, for what their links should reach.
+        moves: what a run exchanges over the axis, for the report.
     """
     size = len(groups[0].members)
     # What a ring puts on each link; `nccl-tests` calls it bus bandwidth.
     wire = 2 * num_bytes * (size - 1) / size
     speeds = [wire / group.seconds for group in groups]
     check = f"all-reduce {axis}"
-    found = [
-        error(
-            check,
-            f"the sum over {_names(group, hosts)} is wrong",
-            "take these devices out of the job: data is damaged between them",
-        )
-        for group in groups
-        if not group.right
-    ]
+    found = _wrong_sums(check, groups, hosts)
     usual = statistics.median(speeds) if len(groups) > 2 else max(speeds)
     numbers: dict[str, Any] = {
         "bytes_per_s": statistics.median(speeds),
@@ -253,21 +247,21 @@ def judge_axis(
     }
     text = (
         f"{len(groups)} group(s) of {size}: {statistics.median(speeds) / 1e9:.3g} GB/s bus, "
-        f"{num_bytes / 2**20:g} MiB a device"
+        f"{num_bytes / 2**20:g} MiB a device" + (f"; a run moves {moves}" if moves else "")
     )
     if simulated:
         return [*found, ok(check, text + " (through the CPU's memory)", **numbers)]
     slow = [i for i, speed in enumerate(speeds) if speed < _SLOW * usual]
-    for i in sorted(slow, key=lambda i: speeds[i])[:4]:
-        found.append(
-            warning(
-                check,
-                f"{_names(groups[i], hosts)}: {speeds[i] / 1e9:.3g} GB/s, where other groups "
-                f"have {usual / 1e9:.3g}",
-                "every step waits for them: look at their links (nvidia-smi nvlink --status, "
-                "ibstat), or leave them out",
-            )
+    found += [
+        warning(
+            check,
+            f"{_names(groups[i], hosts)}: {speeds[i] / 1e9:.3g} GB/s, where other groups "
+            f"have {usual / 1e9:.3g}",
+            "every step waits for them: look at their links (nvidia-smi nvlink --status, "
+            "ibstat), or leave them out",
         )
+        for i in sorted(slow, key=lambda i: speeds[i])[:4]
+    ]
     link = _link(groups[0], hosts, device_kind)
     if link and usual < _OF_THE_LINK * link:
         found.append(
@@ -279,6 +273,18 @@ def judge_axis(
             )
         )
     return [ok(check, text, **numbers) if not found else note(check, text, **numbers), *found]
+
+
+def _wrong_sums(check: str, groups: Sequence[Group], hosts: Sequence[str]) -> list[Finding]:
+    return [
+        error(
+            check,
+            f"the sum over {_names(group, hosts)} is wrong",
+            "take these devices out of the job: data is damaged between them",
+        )
+        for group in groups
+        if not group.right
+    ]
 
 
 def _link(group: Group, hosts: Sequence[str], device_kind: str) -> float:

@@ -54,7 +54,7 @@ def take_token(directory: Path, nonce: str, process: int) -> None:
         token_path(directory, nonce, process).delete()
 
 
-def judge(
+def check_views(
     views: Mapping[int, Sequence[int]],
     hosts: Sequence[str],
     directory: Path,

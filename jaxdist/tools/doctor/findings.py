@@ -1,4 +1,4 @@
-"""What a check says, and what the sayings of many processes come to."""
+"""Results of one check, and how results of all processes are merged."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Any, Literal
 
 Severity = Literal["ok", "note", "warning", "error"]
 SEVERITIES: tuple[Severity, ...] = ("ok", "note", "warning", "error")
-"""From harmless to what ends a run."""
+"""From harmless to fatal for a run."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One thing that a check saw.
+    """One result of a check.
 
     Attributes:
-        severity: ok = looked at and fine; note = good to know; warning = the run is slower or less
+        severity: ok = checked and fine; note = good to know; warning = the run is slower or less
             safe than it could be; error = the run will fail or compute wrong numbers.
-        check: what was looked at, in a word or two.
-        text: what was seen.
+        check: what was checked, in a word or two.
+        text: what was found.
         fix: what to do; every warning and error has one.
         numbers: what was measured, for `--json`.
     """
@@ -32,11 +32,11 @@ class Finding:
 
     def __post_init__(self) -> None:
         if self.severity in ("warning", "error") and not self.fix:
-            raise ValueError(f"{self.check}: a finding without a fix helps nobody")
+            raise ValueError(f"{self.check}: a warning or error needs a fix")
 
 
 def ok(check: str, text: str, **numbers: Any) -> Finding:
-    """Looked at, and fine."""
+    """Checked and fine."""
     return Finding("ok", check, text, numbers=numbers)
 
 
@@ -56,13 +56,13 @@ def error(check: str, text: str, fix: str, **numbers: Any) -> Finding:
 
 
 @dataclasses.dataclass(frozen=True)
-class Said:
+class Reported:
     """A finding and the processes that made it.
 
     Attributes:
-        finding: what they all saw alike.
-        processes: their indices.
-        hosts: where they run, each name once.
+        finding: equal in all of them.
+        processes: their process ids.
+        hosts: their hosts, each name once.
     """
 
     finding: Finding
@@ -70,8 +70,8 @@ class Said:
     hosts: tuple[str, ...]
 
 
-def merge(everyone: Sequence[tuple[str, Sequence[Finding]]]) -> list[Said]:
-    """What all processes say, equal findings as one, in the order of the checks.
+def merge(everyone: Sequence[tuple[str, Sequence[Finding]]]) -> list[Reported]:
+    """Findings of all processes in the order of the checks; equal ones become one.
 
     Args:
         everyone: (host, findings) by process id.
@@ -86,32 +86,34 @@ def merge(everyone: Sequence[tuple[str, Sequence[Finding]]]) -> list[Said]:
             processes.append(process)
             if host not in hosts:
                 hosts.append(host)
-    said = [Said(f, tuple(processes), tuple(hosts)) for f, processes, hosts in groups.values()]
-    return sorted(said, key=lambda s: (order[s.finding.check], s.processes))
+    reported = [
+        Reported(f, tuple(processes), tuple(hosts)) for f, processes, hosts in groups.values()
+    ]
+    return sorted(reported, key=lambda s: (order[s.finding.check], s.processes))
 
 
-def worst(said: Sequence[Said]) -> Severity:
-    """The gravest severity; "ok" when nothing was said."""
-    ranks = [SEVERITIES.index(s.finding.severity) for s in said]
+def worst(reported: Sequence[Reported]) -> Severity:
+    """The highest severity; "ok" without findings."""
+    ranks = [SEVERITIES.index(s.finding.severity) for s in reported]
     return SEVERITIES[max(ranks, default=0)]
 
 
-def exit_code(said: Sequence[Said], *, strict: bool) -> int:
+def exit_code(reported: Sequence[Reported], *, strict: bool) -> int:
     """1 when something is wrong: an error, or with `strict` a warning; else 0."""
-    return int(worst(said) == "error" or (strict and worst(said) == "warning"))
+    return int(worst(reported) == "error" or (strict and worst(reported) == "warning"))
 
 
-def record_of(said: Sequence[Said], *, strict: bool) -> dict[str, Any]:
-    """The report as what JSON can hold."""
+def record_of(reported: Sequence[Reported], *, strict: bool) -> dict[str, Any]:
+    """The report as values that JSON can hold."""
     return {
-        "worst": worst(said),
-        "exit_code": exit_code(said, strict=strict),
+        "worst": worst(reported),
+        "exit_code": exit_code(reported, strict=strict),
         "findings": [
             {
                 **dataclasses.asdict(s.finding),
                 "processes": list(s.processes),
                 "hosts": list(s.hosts),
             }
-            for s in said
+            for s in reported
         ],
     }

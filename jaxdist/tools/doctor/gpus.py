@@ -39,7 +39,7 @@ def examine_gpus() -> tuple[list[Finding], int]:
     rows = read_query(ask(f"--query-gpu={','.join(QUERY)}", "--format=csv,noheader,nounits"))
     if not rows:
         return [], 0
-    return [*judge_gpus(rows), *judge_topology(read_topology(ask("topo", "-m")))], len(rows)
+    return [*check_gpus(rows), *check_topology(read_topology(ask("topo", "-m")))], len(rows)
 
 
 def read_query(text: str) -> list[dict[str, str]]:
@@ -48,7 +48,7 @@ def read_query(text: str) -> list[dict[str, str]]:
     return [dict(zip(QUERY, row, strict=True)) for row in rows if len(row) == len(QUERY)]
 
 
-def judge_gpus(rows: Sequence[dict[str, str]]) -> list[Finding]:
+def check_gpus(rows: Sequence[dict[str, str]]) -> list[Finding]:
     """Alike, healthy and free?"""
     kinds = Counter(row["name"] for row in rows)
     text = ", ".join(f"{count} × {name}" for name, count in kinds.items())
@@ -62,11 +62,11 @@ def judge_gpus(rows: Sequence[dict[str, str]]) -> list[Finding]:
             )
         )
     for row in rows:
-        found += _judge_gpu(row, f"GPU {row['index']} ({row['uuid']})")
+        found += _check_gpu(row, f"GPU {row['index']} ({row['uuid']})")
     return found
 
 
-def _judge_gpu(row: dict[str, str], name: str) -> list[Finding]:
+def _check_gpu(row: dict[str, str], name: str) -> list[Finding]:
     found = []
     used, errors = (
         _number(row["memory.used"]),
@@ -162,7 +162,7 @@ def read_topology(text: str) -> Topology:
     return Topology(gpus, links, nics)
 
 
-def judge_topology(topology: Topology) -> list[Finding]:
+def check_topology(topology: Topology) -> list[Finding]:
     """Whether all GPUs of a host are joined alike, and fast."""
     if len(topology.gpus) < 2:
         return []

@@ -30,7 +30,7 @@ def examine_disk(directory: Path, test_bytes: int, needed_bytes: int = 0) -> lis
     """
     stats = os.statvfs(directory)
     free, total = shutil.disk_usage(directory).free, shutil.disk_usage(directory).total
-    found = judge_disk(
+    found = check_disk(
         directory, free, total, needed_bytes, stats.f_favail if stats.f_files else None
     )
     if not test_bytes:
@@ -48,10 +48,10 @@ def examine_disk(directory: Path, test_bytes: int, needed_bytes: int = 0) -> lis
                 "name a directory that can with --run-dir, or make room",
             ),
         ]
-    return [*found, judge_speed(directory, test_bytes, write_s, read_s, same)]
+    return [*found, check_speed(directory, test_bytes, write_s, read_s, same)]
 
 
-def judge_disk(
+def check_disk(
     directory: Path, free: int, total: int, needed: int, free_files: int | None = None
 ) -> list[Finding]:
     """Room for the run's checkpoints, and for the files they are made of."""
@@ -80,7 +80,7 @@ def judge_disk(
     return found
 
 
-def judge_speed(
+def check_speed(
     directory: Path, num_bytes: int, write_s: float, read_s: float, same: bool
 ) -> Finding:
     """What came back must be what was written, at a bearable speed."""
@@ -139,11 +139,11 @@ def examine_shared_memory(num_gpus: int, path: str = "/dev/shm") -> list[Finding
     try:
         usage = shutil.disk_usage(path)
     except OSError:
-        return [judge_shared_memory(0, 0, num_gpus)]
-    return [judge_shared_memory(usage.total, usage.free, num_gpus)]
+        return [check_shared_memory(0, 0, num_gpus)]
+    return [check_shared_memory(usage.total, usage.free, num_gpus)]
 
 
-def judge_shared_memory(total: int, free: int, num_gpus: int) -> Finding:
+def check_shared_memory(total: int, free: int, num_gpus: int) -> Finding:
     """NCCL passes data between the GPUs of a host through it where they have no direct way."""
     text, numbers = f"{in_bytes(free)} of {in_bytes(total)} free in /dev/shm", {"free_bytes": free}
     fix = (
@@ -161,14 +161,14 @@ def examine_limits(num_gpus: int) -> list[Finding]:
     """Files that may be open, memory that may be locked, cores that may be used."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    found = [judge_files(soft, hard)]
+    found = [check_files(soft, hard)]
     if Path("/sys/class/infiniband").is_dir() and os.listdir("/sys/class/infiniband"):
-        found.append(judge_locked(locked))
-    found.append(judge_cores(len(os.sched_getaffinity(0)), num_gpus))
+        found.append(check_locked(locked))
+    found.append(check_cores(len(os.sched_getaffinity(0)), num_gpus))
     return found
 
 
-def judge_files(soft: int, hard: int) -> Finding:
+def check_files(soft: int, hard: int) -> Finding:
     """A run opens sockets to its peers, and every file of a checkpoint."""
     unlimited = resource.RLIM_INFINITY
     text = "no limit" if soft == unlimited else f"{soft:,} files may be open"
@@ -179,7 +179,7 @@ def judge_files(soft: int, hard: int) -> Finding:
     return warning("open files", text + ": large jobs and checkpoints need more", fix, limit=soft)
 
 
-def judge_locked(limit: int) -> Finding:
+def check_locked(limit: int) -> Finding:
     """InfiniBand registers memory, which locks it."""
     if limit == resource.RLIM_INFINITY:
         return ok("locked memory", "no limit")
@@ -191,7 +191,7 @@ def judge_locked(limit: int) -> Finding:
     )
 
 
-def judge_cores(num_cores: int, num_gpus: int) -> Finding:
+def check_cores(num_cores: int, num_gpus: int) -> Finding:
     """The host dispatches, loads data and compiles for its GPUs."""
     if num_gpus and num_cores < 2 * num_gpus:
         return warning(

@@ -102,17 +102,17 @@ def _ask(address: tuple[str, int]) -> tuple[float, float] | str:
     return best or "no answer"
 
 
-def judge(visits: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> list[Finding]:
+def check_visits(visits: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> list[Finding]:
     """What all visits come to.
 
     Args:
         visits: by process id; keys of the inner mappings are process ids (or their text).
         hosts: by process id.
     """
-    return [_judge_pairs(visits, hosts), _judge_clocks(visits, hosts)]
+    return [_check_pairs(visits, hosts), _check_clocks(visits, hosts)]
 
 
-def _judge_pairs(visits: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> Finding:
+def _check_pairs(visits: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> Finding:
     failed = [
         (i, int(j), why)
         for i, visit in enumerate(visits)
@@ -140,7 +140,7 @@ def _judge_pairs(visits: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> F
     )
 
 
-def _judge_clocks(visits: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> Finding:
+def _check_clocks(visits: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> Finding:
     """By process 0's clock; a difference below half the round trip may be none."""
     offsets = {int(i): offset for i, offset in visits[0]["offset_s"].items()}
     trips = {int(i): trip for i, trip in visits[0]["rtt_s"].items()}

@@ -6,9 +6,8 @@ import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxdist.config import ALIASES, RunConfig, headed, read_settings
-from jaxdist.config.parser import all_problems
-from jaxdist.core.types import ConfigError, setting
+from jaxdist.config import ALIASES, RunConfig
+from jaxdist.core.settings import ConfigError, headed, problems_of, read_settings, setting
 
 COMMAND = "jaxdist.doctor"
 _ALIASES = {
@@ -73,7 +72,7 @@ def read_doctor(argv: Sequence[str], summary: str = "") -> DoctorConfig:
     config = read_settings(
         DoctorConfig, argv, command=COMMAND, summary=summary, aliases=_ALIASES, check_rules=False
     )
-    problems = config.problems() + config.runtime.problems()
+    problems = problems_of(config, deep=False) + problems_of(config.runtime, "runtime")
     if problems:
         raise ConfigError(headed(COMMAND, problems))
     return config
@@ -81,4 +80,4 @@ def read_doctor(argv: Sequence[str], summary: str = "") -> DoctorConfig:
 
 def refused(config: DoctorConfig) -> list[str]:
     """What training would refuse in these settings, one line each."""
-    return all_problems(config.run)
+    return problems_of(config.run)

@@ -24,7 +24,7 @@ def examine_slurm(environ: Mapping[str, str]) -> list[Finding]:
         ).stdout
     except (OSError, subprocess.SubprocessError):
         return [note(CHECK, "scontrol does not answer here: the cluster's settings are not known")]
-    return judge(read_config(text))
+    return check_config(read_config(text))
 
 
 def read_config(text: str) -> dict[str, str]:
@@ -33,7 +33,7 @@ def read_config(text: str) -> dict[str, str]:
     return dict(pairs)
 
 
-def judge(config: Mapping[str, str]) -> list[Finding]:
+def check_config(config: Mapping[str, str]) -> list[Finding]:
     """Whether a job that is ended has the time to save, and is started again."""
     found = []
     kill_s, lost_s = _seconds(config, "KillWait"), _seconds(config, "SlurmdTimeout")

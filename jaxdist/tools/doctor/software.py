@@ -16,7 +16,7 @@ _OLDEST_DRIVER = {"13": 580, "12": 525}
 """CUDA's major version -> the first driver that runs it (CUDA release notes, table 2)."""
 
 
-def judge_versions(versions: Mapping[str, str], nvidia: Mapping[str, str]) -> list[Finding]:
+def check_versions(versions: Mapping[str, str], nvidia: Mapping[str, str]) -> list[Finding]:
     """Whether the packages of one process go together.
 
     Args:
@@ -52,7 +52,7 @@ def judge_versions(versions: Mapping[str, str], nvidia: Mapping[str, str]) -> li
             )
         )
     for major in majors:
-        found += _judge_driver(nvidia.get("driver", ""), major)
+        found += _check_driver(nvidia.get("driver", ""), major)
     shown = ", ".join(f"{n} {versions[n]}" for n in _SHOWN if n in versions)
     extra = ", ".join(f"{n} {v}" for n, v in nvidia.items() if re.search("driver|nccl|cudnn", n))
     facts = ok(CHECK, "; ".join(filter(None, (shown, extra))), **versions, **nvidia)
@@ -62,7 +62,7 @@ def judge_versions(versions: Mapping[str, str], nvidia: Mapping[str, str]) -> li
 _SHOWN = ("jaxdist", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 
 
-def _judge_driver(driver: str, cuda: str) -> list[Finding]:
+def _check_driver(driver: str, cuda: str) -> list[Finding]:
     oldest = _OLDEST_DRIVER.get(cuda)
     if not driver or oldest is None or int(driver.partition(".")[0]) >= oldest:
         return []

@@ -5,35 +5,35 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from jaxdist.runtime.formatting.tables import wrap
-from jaxdist.tools.doctor.findings import SEVERITIES, Said, worst
+from jaxdist.tools.doctor.findings import SEVERITIES, Reported, worst
 
 _MARKS = {"ok": "ok", "note": "note", "warning": "WARN", "error": "FAIL"}
 _CHECK_WIDTH = 18
 
 
-def text_of(said: Sequence[Said], *, num_processes: int) -> str:
-    """What process 0 prints.
+def text_of(reported: Sequence[Reported], *, num_processes: int) -> str:
+    """The text that process 0 prints.
 
-    What is fine in one process only (the speed of its disk) is told of the first such process.
+    A check that is fine but differs between processes (disk speed) is shown for the first one only.
     """
     lines: list[str] = []
-    told: set[str] = set()
-    for one in said:
+    shown_checks: set[str] = set()
+    for one in reported:
         finding = one.finding
         if finding.severity == "ok":
-            if finding.check in told:
+            if finding.check in shown_checks:
                 continue
-            told.add(finding.check)
+            shown_checks.add(finding.check)
         text = finding.text + _where(one, num_processes)
         lines += wrap(text, head=f"{_MARKS[finding.severity]:<5} {finding.check:<{_CHECK_WIDTH}} ")
         if finding.fix:
             lines += wrap(finding.fix, head=" " * (7 + _CHECK_WIDTH) + "fix: ")
-    return "\n".join([*lines, "", verdict(said)])
+    return "\n".join([*lines, "", verdict(reported)])
 
 
-def verdict(said: Sequence[Said]) -> str:
+def verdict(reported: Sequence[Reported]) -> str:
     """The last line."""
-    counts = {s: sum(one.finding.severity == s for one in said) for s in SEVERITIES}
+    counts = {s: sum(one.finding.severity == s for one in reported) for s in SEVERITIES}
     shown = [
         f"{counts[s]} {s}{'' if counts[s] == 1 else 's'}" for s in ("error", "warning") if counts[s]
     ]
@@ -42,12 +42,12 @@ def verdict(said: Sequence[Said]) -> str:
         "warning": "a run works, but see the warnings first",
         "note": "ready for a run",
         "ok": "ready for a run",
-    }[worst(said)]
+    }[worst(reported)]
     return f"{', '.join(shown)}: {advice}" if shown else advice
 
 
-def _where(one: Said, num_processes: int) -> str:
-    """Which processes, unless it goes without saying."""
+def _where(one: Reported, num_processes: int) -> str:
+    """Which processes a finding is about; empty if it is about all."""
     check = one.finding.check
     if num_processes == 1 or len(one.processes) == num_processes:
         return ""
@@ -62,4 +62,4 @@ _OF_A_JOB = (
     *("job", "same software", "network", "clocks", "shared directory", "mesh", "settings"),
     "devices",
 )
-"""Checks that speak of the whole job; process 0 reports them."""
+"""Checks of the whole job; process 0 reports them."""

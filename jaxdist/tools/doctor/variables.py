@@ -1,7 +1,7 @@
 """Environment variables that hurt: leftovers of debugging, and what turns fast paths off.
 
-`judge` is a pure function of a mapping; `unreadable_flags` asks a child process, because a flag
-that XLA does not know ends the process that starts a device.
+`check_variables` is a pure function of a mapping. `unreadable_flags` asks a child process, because
+a flag that XLA does not know ends the process that starts a device.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ def flags_of(text: str) -> dict[str, str]:
     return {name: value if equals else "true" for name, equals, value in pairs}
 
 
-def judge(
+def check_variables(
     environ: Mapping[str, str],
     *,
     num_gpus: int,

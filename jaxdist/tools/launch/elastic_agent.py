@@ -418,7 +418,7 @@ class ElasticAgent:
 
 
 def _refuse_rank(rival: Host) -> None:
-    from jaxdist.core.types import ConfigError
+    from jaxdist.core.settings import ConfigError
 
     raise ConfigError(
         [

@@ -32,12 +32,13 @@ def read_sizes(arguments: Sequence[str]) -> LegalSizes | int:
 
 def main() -> int:
     """Print the sizes."""
-    from jaxdist.config import headed, legal_sizes, read_run
-    from jaxdist.core.types import ConfigError
+    from jaxdist.config import legal_sizes, read_run
+    from jaxdist.core.settings import ConfigError, headed, problems_of
 
     # Rules about this machine's devices are checked by the processes that have the devices.
     config = read_run(sys.argv[1:], command="jaxdist.train", check_rules=False)
-    problems = config.mesh.problems() + config.train.problems() + config.pipeline.problems()
+    sections = {"mesh": config.mesh, "train": config.train, "pipeline": config.pipeline}
+    problems = [p for name, section in sections.items() for p in problems_of(section, name)]
     if problems:
         raise ConfigError(headed("jaxdist.train", problems))
     legal = None

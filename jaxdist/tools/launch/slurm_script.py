@@ -1,9 +1,9 @@
 """One SLURM job as a readable batch script: what is asked for, its rules, its text.
 
-The script does what SLURM leaves to its jobs: it passes the signal that comes ahead of the time
-limit on to every process, and decides by process 0's own verdict - not by srun's exit code, which
-is the highest of all tasks - whether the job is done, wants to be queued again, or must end. It
-never queues again a job that its user has cancelled.
+The script does what SLURM leaves to its jobs. It passes the signal that comes ahead of the time
+limit on to every process. When they have ended it decides whether the job is done, is queued again,
+or ends. It goes by the exit code that process 0 writes to a file, because srun's own is the highest
+of all tasks. A job that its user has cancelled is never queued again.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class BatchPlan:
 
 def batch_script(plan: BatchPlan) -> str:
     """The whole script."""
-    parts = [_header(plan), _preamble(plan), _choice_of_nodes(plan), _run(plan), _VERDICT]
+    parts = [_header(plan), _preamble(plan), _choice_of_nodes(plan), _run(plan), _NEXT]
     return "\n".join([line for part in parts for line in part] + [""])
 
 
@@ -149,7 +149,7 @@ def _preamble(plan: BatchPlan) -> list[str]:
         '    echo "slurm: nothing left to do"',
         "    exit 0",
         "fi",
-        "export JAXDIST_VERDICT_FILE=$state/verdict-$attempt",
+        "export JAXDIST_EXIT_CODE_FILE=$state/exit-code-$attempt",
         "export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1}  # srun 22.05 does not inherit it",
         "",
     ]
@@ -226,15 +226,15 @@ def _flags(args: list[str]) -> list[str]:
     return lines
 
 
-_VERDICT = """\
+_NEXT = """\
 # Process 0 writes its exit code after the last save; srun's is the highest of all tasks.
-verdict=$(cat "$JAXDIST_VERDICT_FILE" 2>/dev/null || echo "none")
+job_code=$(cat "$JAXDIST_EXIT_CODE_FILE" 2>/dev/null || echo "none")
 after=$(newest_checkpoint)
-echo "slurm: attempt $attempt ended: verdict $verdict, srun $code, signal ${notice:-none}," \\
+echo "slurm: attempt $attempt ended: exit code $job_code, srun $code, signal ${notice:-none}," \\
     "checkpoint ${after:-none}"
-case $verdict in
+case $job_code in
     0) touch "$state/done"; exit 0 ;;
-    2) exit 2 ;;                   # bad configuration: a restart cannot heal it
+    2) exit 2 ;;                   # bad configuration: a restart would not repair it
     75) rm -f "$state/crashes" ;;  # saved: go on
     *)
         crashes=$(cat "$state/crashes" 2>/dev/null || echo 0)

@@ -130,7 +130,7 @@ class WorkerGroup:
                 self.workers.append(self._start(command, local_process_id))
         except OSError as failure:
             self.kill()
-            from jaxdist.core.types import ConfigError
+            from jaxdist.core.settings import ConfigError
 
             raise ConfigError(
                 [f"{command[0]} cannot be started: {failure.strerror}. Check --program."]
@@ -206,7 +206,7 @@ class WorkerGroup:
             if _is_failure(worker.poll()) and worker.error_record() is None:
                 host = socket.gethostname()
                 line = f"process {worker.process_id} on {host} is lost: {worker.cause()}"
-                coordination.raise_alarm(self._log_dir, worker.process_id, line)
+                coordination.request_abort(self._log_dir, worker.process_id, line)
 
     def _end_survivors(self) -> None:
         for worker in self.workers:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxdist.core.types import ConfigError
+from jaxdist.core.settings import ConfigError
 from jaxdist.run.metrics_log import Record, current, decode, device_seconds, read_records
 from jaxdist.run.run_directory import RunDirectory, flatten
 from jaxdist.runtime.storage import Location

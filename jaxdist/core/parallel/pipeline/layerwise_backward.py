@@ -1,8 +1,8 @@
 """Forward and backward of a stack of layers, written out layer by layer.
 
-Differentiating a scan over layers returns the gradients of all of them at once: a second copy of
-all weights in float32 beside the totals that they are added to. Here the backward is a scan of its
-own, which adds each layer's gradient into the totals before it makes the next one's.
+Differentiating a scan over layers returns the gradients of all of them at once. That is a second
+copy of all weights in float32, next to the totals that they are added to. Here the backward is a
+scan of its own, which adds each layer's gradient to the totals before it makes the next one's.
 
 Shapes: x, y and their gradients dx, dy are [microbatch, seq_shard, d_model]; what is carried from
 one pass to the next is a list of [layers, ...]; totals are float32 [chunks, layers, ...].
@@ -28,7 +28,7 @@ class Layers(NamedTuple):
     Attributes:
         weights: [layers, ...] of each leaf.
         indices: int32 [layers], each layer's index in the model.
-        aux: what every layer reads beside its input.
+        aux: what every layer reads in addition to its input.
         chunk: int32 scalar, where in totals [chunks, layers, ...] their gradients belong.
     """
 

@@ -12,8 +12,8 @@ one function `(num_stages, num_microbatches, num_virtual_stages) -> Schedule`, i
 
 Why the default is not the textbook one: in one compiled program all stages advance tick by tick,
 and a tick lasts as long as its longest action. The textbook order puts forwards of some stages
-beside backwards of others, so those forwards wait for the backwards. Keeping the kinds apart costs
-stash, 2(p - s) - 1 inputs, and saves time. For Llama 2 13B on pp=4,dp=4,tp=4 with 16 microbatches
+in one tick with backwards of others, so those forwards wait for the backwards. Separate ticks cost
+stash, 2(p - s) - 1 inputs, and save time. For Llama 2 13B on pp=4,dp=4,tp=4 with 16 microbatches
 the bubble is 15.8 % against 39.6 %. XLA:GPU assigns 9.8 GiB against 11.8 GiB, because for the
 textbook order it holds the gradients twice (scripts/bench/results/pipeline_gpu_compile.md).
 

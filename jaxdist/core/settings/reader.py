@@ -5,28 +5,33 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, TypeVar, get_args, get_origin
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, TypeAlias, TypeVar, get_args, get_origin
 
-from jaxdist.config.help import help_text
-from jaxdist.config.schema import (
+from jaxdist.core.settings.declare import ConfigError, problems_of
+from jaxdist.core.settings.help import help_text, usage
+from jaxdist.core.settings.schema import (
     BadValueError,
     Field,
     FlagText,
     Path,
+    default_of,
     describe,
     example,
     fields_of,
+    flag_of,
     is_list,
     join_choices,
     kinds_of,
     read_value,
     types_of,
 )
-from jaxdist.config.sources import Given, flatten, read_file, split_arguments
-from jaxdist.core.types import ConfigError
+from jaxdist.core.settings.sources import Given, flatten, read_file, split_arguments
 
 T = TypeVar("T")
+
+GivenValues: TypeAlias = Mapping[str, Any]
+"""Dotted name -> value as TOML or a flag gave it, for every setting that was given."""
 
 
 def read_settings(
@@ -37,7 +42,8 @@ def read_settings(
     summary: str = "",
     aliases: Mapping[str, str] | None = None,
     positional: Sequence[str] = (),
-    base: T | None = None,
+    rest: str = "",
+    base: T | Callable[[GivenValues], T | None] | None = None,
     check_rules: bool = True,
 ) -> T:
     """Read the settings of a command.
@@ -50,32 +56,72 @@ def read_settings(
         command: for help and messages, e.g. "jaxdist.train".
         summary: first lines of `--help`.
         aliases: short spelling -> dotted name, e.g. {"steps": "train.steps"}.
-        positional: dotted names that arguments without a flag fill, in order.
-        base: where to start from instead of the defaults (a stored run's settings).
-        check_rules: ask `problems()` too, and not only whether each value has its type.
+        positional: dotted names that arguments without a flag fill, in order; a list, which must be
+            the last, takes all that are left.
+        rest: name of the list that takes what stands after `--`; "" = nothing may stand there.
+        base: where to start from instead of the defaults (a stored run's settings), or a function
+            of what was given that finds it, or None for the defaults.
+        check_rules: also ask for rules and bounds, and not only whether each value has its type.
 
     Raises:
         ConfigError: a heading, then every problem on one line each.
         SystemExit: `--help [SECTION]`, after printing it; code 0.
     """
+    return read_with_origins(
+        cls,
+        argv,
+        command=command,
+        summary=summary,
+        aliases=aliases,
+        positional=positional,
+        rest=rest,
+        base=base,
+        check_rules=check_rules,
+    )[0]
+
+
+def read_with_origins(
+    cls: type[T],
+    argv: Sequence[str],
+    *,
+    command: str,
+    summary: str = "",
+    aliases: Mapping[str, str] | None = None,
+    positional: Sequence[str] = (),
+    rest: str = "",
+    base: T | Callable[[GivenValues], T | None] | None = None,
+    check_rules: bool = True,
+) -> tuple[T, dict[str, str]]:
+    """As `read_settings`; also where each given setting came from ("flag --steps")."""
     aliases = aliases or {}
-    arguments = split_arguments(argv, aliases)
+    switches = {field.path for field in fields_of(cls) if field.type is bool}
+    arguments = split_arguments(argv, aliases, switches.__contains__)
     if arguments.help is not None:
         try:
-            print(help_text(cls, command, summary, aliases, positional, arguments.help))
+            print(help_text(cls, command, summary, aliases, positional, rest, arguments.help))
         except ConfigError as error:
             raise ConfigError(headed(command, error.problems)) from None
         raise SystemExit(0)
     givens, problems = _gather(arguments.files)
-    flags, more = _positional_flags(arguments.positional, positional)
-    reader = _Reader(cls, base, [*givens, *flags, *arguments.flags], aliases)
+    words, more = _positional_values(cls, arguments.positional, positional)
+    after, even_more = _values_after_dashes(arguments.rest, rest)
+    givens += [*words, *arguments.flags, *after]
+    if callable(base):
+        try:
+            base = base({".".join(given.path): given.raw for given in givens})
+        except ConfigError as error:
+            raise ConfigError(headed(command, error.problems)) from None
+    hint = "What belongs to the program stands after --." if rest else "See --help."
+    reader = _Reader(cls, base, givens, aliases, hint)
     config = reader.read()
-    rules = all_problems(config) if check_rules else []
+    problems += [*more, *even_more, *reader.problems]
+    problems += _missing(cls, config, command, positional, rest)
+    rules = problems_of(config) if check_rules else []
     rules = [p for p in rules if not reader.concerns_bad_value(p)]
-    problems += more + reader.problems + [reader.with_origin(p) for p in rules]
+    problems += [reader.with_origin(p) for p in rules]
     if problems:
         raise ConfigError(headed(command, problems))
-    return config
+    return config, reader.origins
 
 
 def headed(command: str, problems: list[str]) -> list[str]:
@@ -87,13 +133,6 @@ def headed(command: str, problems: list[str]) -> list[str]:
     ]
 
 
-def all_problems(config: Any) -> list[str]:
-    """Problems of each section of a config, then its own (the rules between sections)."""
-    values = [getattr(config, field.name) for field in dataclasses.fields(config)]
-    found = [p for value in values if dataclasses.is_dataclass(value) for p in all_problems(value)]
-    return found + (list(config.problems()) if hasattr(config, "problems") else [])
-
-
 def _gather(files: Sequence[str]) -> tuple[list[Given], list[str]]:
     if len(files) > 1:
         return [], [f"--config is given {len(files)} times ({', '.join(files)}). Give one file."]
@@ -103,25 +142,59 @@ def _gather(files: Sequence[str]) -> tuple[list[Given], list[str]]:
     return [], []
 
 
-def _positional_flags(words: Sequence[str], names: Sequence[str]) -> tuple[list[Given], list[str]]:
+def _positional_values(
+    cls: type, words: Sequence[str], names: Sequence[str]
+) -> tuple[list[Given], list[str]]:
+    fields = {field.name: field for field in fields_of(cls)}
+    takes_all = bool(names) and is_list(fields[names[-1]].type)
+    slots = [*names, *[name for name in names[-1:] for _ in words]] if takes_all else list(names)
     givens = [
-        Given(tuple(name.split(".")), FlagText(word), f"argument {word!r}")
-        for word, name in zip(words, names, strict=False)
+        Given(
+            fields[name].path,
+            [word] if is_list(fields[name].type) else FlagText(word),
+            f"argument {word!r}",
+        )
+        for word, name in zip(words, slots, strict=False)
     ]
     takes = f"takes {join_choices(n.upper() for n in names)}" if names else "takes flags only"
     problems = [
         f"argument {word!r} is one too many: the command {takes}. "
         "Settings are --name=value, see --help."
-        for word in words[len(names) :]
+        for word in words[len(slots) :]
     ]
     return givens, problems
+
+
+def _values_after_dashes(words: list[str], name: str) -> tuple[list[Given], list[str]]:
+    if not words:
+        return [], []
+    if name:
+        return [Given((name,), words, "arguments after --")], []
+    return [], [f"arguments after -- ({' '.join(words)}) have no meaning here. Remove them."]
+
+
+def _missing(
+    cls: type, config: Any, command: str, positional: Sequence[str], rest: str
+) -> list[str]:
+    return [
+        f"{field.name.upper() if field.name in positional else field.flag} is missing: "
+        f"{field.doc}. Use {usage(command, positional, rest)}."
+        for field in fields_of(cls)
+        if field.required and getattr(config, field.name) == field.default
+    ]
+
+
+_TYPED = ("flag", "argument")  # how the origin of what was typed begins; else it is a file's
 
 
 class _Reader:
     """Places given values into the schema; remembers what was wrong and where each came from."""
 
-    def __init__(self, cls: type, base: Any, givens: list[Given], aliases: Mapping[str, str]):
+    def __init__(
+        self, cls: type, base: Any, givens: list[Given], aliases: Mapping[str, str], hint: str
+    ):
         self.cls, self.base, self.givens, self.aliases = cls, base, givens, aliases
+        self.hint = hint  # where a setting that is not known may belong
         self.problems: list[str] = []
         self.values: dict[Path, Any] = {}
         self.origins: dict[str, str] = {}
@@ -184,8 +257,7 @@ class _Reader:
         for name in path[:-1]:
             cls = next(iter(kinds_of(types_of(cls)[name]).values()))
         (field,) = (f for f in dataclasses.fields(cls) if f.name == path[-1])
-        factory = field.default_factory
-        default: Any = factory() if factory is not dataclasses.MISSING else field.default
+        default = default_of(field)
         return next(iter(kinds)) if default is dataclasses.MISSING else default.kind
 
     def _place(self, given: Given, skipped: set[Path]) -> None:
@@ -212,8 +284,8 @@ class _Reader:
         if given.raw is None and not is_bare_switch:
             self.bad.add(field.name)
             self.problems.append(
-                f"--{field.name} has no value: {describe(field.type)} is needed. "
-                f"Use --{field.name}={example(field)}."
+                f"{field.flag} has no value: {describe(field.type)} is needed. "
+                f"Use {field.flag}={example(field)}."
             )
             return
         if inside and not isinstance(field.default, dict):
@@ -232,9 +304,9 @@ class _Reader:
         self.origins[field.name] = given.origin
 
     def _after_earlier_flag(self, field: Field, given: Given, value: Any) -> Any:
-        """A repeated flag adds to a list; any other field takes one value."""
+        """A repeated flag or argument adds to a list; any other field takes one value."""
         earlier = self.origins.get(field.name, "")
-        if not (earlier.startswith("flag") and given.origin.startswith("flag")):
+        if not (earlier.startswith(_TYPED) and given.origin.startswith(_TYPED)):
             return value
         if is_list(field.type):
             return self.values[field.path] + value
@@ -252,11 +324,10 @@ class _Reader:
     def _unknown(self, given: Given, here: Path, cls: type, skipped: set[Path]) -> None:
         if here in skipped:  # one message for a whole unknown section
             return
-        in_file = not given.origin.startswith(("flag", "argument"))
+        in_file = not given.origin.startswith(_TYPED)
         if in_file and len(here) < len(given.path):
             skipped.add(here)
         name = ".".join(here if in_file else given.path)
-        spell = "" if in_file else "--"
         known = [field.name for field in fields_of(self.cls)]
         if cls is not self.cls:
             # Fields of this kind first: `[model]` of another kind may know the name.
@@ -266,13 +337,14 @@ class _Reader:
         candidates = (
             sections if in_file and len(here) < len(given.path) and len(here) == 1 else known
         )
+        spell = str if in_file else flag_of
         mean = _did_you_mean(name, [*candidates, *self.aliases], spell)
         kind = self.kinds.get(here[:-1])
         of_kind = f" of kind {kind}" if kind else ""
         origin = given.origin if len(here) == len(given.path) else given.section_origin
-        shown = f"{spell}{name}" if not in_file else f"{name} ({origin})"
+        shown = f"{name} ({origin})" if in_file else flag_of(name)
         fix = mean or (f" Sections: {', '.join(sections)}." if sections else "")
-        self.problems.append(f"{shown} is not a setting{of_kind}.{fix} See --help.")
+        self.problems.append(f"{shown} is not a setting{of_kind}.{fix} {self.hint}")
 
     def _is_section(self, given: Given, cls: type) -> None:
         name = ".".join(given.path)
@@ -312,7 +384,7 @@ def _choices(annotation: Any) -> list[str]:
     return [str(c) for c in get_args(annotation)] if get_origin(annotation) is Literal else []
 
 
-def _did_you_mean(given: str, known: Iterable[str], spell: str = "") -> str:
+def _did_you_mean(given: str, known: Iterable[str], spell: Callable[[str], str] = str) -> str:
     """A question naming the closest names, with a space before it; nothing without any."""
     known = list(dict.fromkeys(known))
     close = difflib.get_close_matches(given, known, n=2, cutoff=0.75)
@@ -324,4 +396,4 @@ def _did_you_mean(given: str, known: Iterable[str], spell: str = "") -> str:
         if not close:
             ends = difflib.get_close_matches(last, set(by_last.values()), n=1, cutoff=0.75)
             close = [name for name, end in by_last.items() if end in ends]
-    return f" Did you mean {join_choices(spell + name for name in close[:3])}?" if close else ""
+    return f" Did you mean {join_choices(map(spell, close[:3]))}?" if close else ""

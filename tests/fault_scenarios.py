@@ -1,7 +1,7 @@
-"""Every bad ending that a launched job may meet: how it is brought about, and what must follow.
+"""Faults of a launched job: how each is caused, and what must follow.
 
-`KINDS` are the endings as data. `suffer` strikes a `Job` once, at a random moment, and measures the
-seconds until the console names the cause and until the job does new work. `bits` reads what must be
+`FAULTS` lists them as data. `inject` causes one at a random moment and measures the seconds until
+the console names the cause and until the job makes progress. `step_results` reads what must be
 the same whatever happened.
 """
 
@@ -16,25 +16,26 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from launched_job import DETECT_S, RECOVER_S, Bad, Job
+from launched_job import DETECT_S, RECOVER_S, Job, ScenarioFailed
 
 from jaxdist.run.metrics_log import current, read_records
 
 
 @dataclasses.dataclass(frozen=True)
-class Told:
-    """What one ending was like.
+class FaultResult:
+    """What followed one fault.
 
     Attributes:
-        kind: of the ending.
-        victim: index of the process it befell.
-        moment: "training", or "start" where it was struck while processes started or compiled.
-        detected_s: from the blow to the first line that names the cause.
-        recovered_s: from the blow, or from the end of what lasts (a full disk), to new work.
-        problem: why it was a bad ending; empty.
+        fault: its name.
+        victim: process id of the process that it hit.
+        moment: "training", or "start" where processes were starting or compiling.
+        detected_s: seconds from the fault to the first line that names the cause.
+        recovered_s: seconds from the fault to the first new train record; for a fault that lasts (a
+            full disk), from its end to the next save.
+        problem: what went wrong; empty.
     """
 
-    kind: str
+    fault: str
     victim: int
     moment: str
     detected_s: float = 0.0
@@ -43,18 +44,18 @@ class Told:
 
 
 @dataclasses.dataclass(frozen=True)
-class Kind:
-    """One way to end badly.
+class Fault:
+    """One fault.
 
     Attributes:
         name: in the table.
-        strike: brings it about and returns seconds to detection and to recovery.
+        inject: causes it and returns the seconds to detection and to recovery.
         at_start: it can only happen when a job begins.
         mounts: it needs a file system of its own.
     """
 
     name: str
-    strike: Callable[[Job, int, random.Random], tuple[float, float]]
+    inject: Callable[[Job, int, random.Random], tuple[float, float]]
     at_start: bool = False
     mounts: bool = False
 
@@ -66,7 +67,7 @@ def _new_work(job: Job, began: float, since: int) -> float:
 
 
 def _signalled(number: signal.Signals, victim: int | None, line: str) -> Callable:
-    def strike(job: Job, chosen: int, _: random.Random) -> tuple[float, float]:
+    def inject(job: Job, chosen: int, _: random.Random) -> tuple[float, float]:
         index = chosen if victim is None else victim
         job.wait(job.workers, "two processes", DETECT_S)
         since, began = job.position(), time.monotonic()
@@ -74,7 +75,7 @@ def _signalled(number: signal.Signals, victim: int | None, line: str) -> Callabl
         detected = job.wait_for_line(line.format(p=index), since)
         return detected, _new_work(job, began, job.num_bytes())
 
-    return strike
+    return inject
 
 
 def _preempted(job: Job, chosen: int, generator: random.Random) -> tuple[float, float]:
@@ -83,7 +84,7 @@ def _preempted(job: Job, chosen: int, generator: random.Random) -> tuple[float, 
     os.kill(job.workers()[chosen], generator.choice([signal.SIGTERM, signal.SIGUSR1]))
     detected = job.wait_for_line("preempted after a committed save", since)
     if (code := job.wait_for_end()) != 75:
-        raise Bad(f"exit code {code}, not 75")
+        raise ScenarioFailed(f"exit code {code}, not 75")
     job.start()
     return detected, _new_work(job, began, job.num_bytes())
 
@@ -158,38 +159,40 @@ _STILL = (
     r"process {p} on \S+ \(pid \d+\).*no sign of life|process {p} failed first.*it hung"
     r"|process {p}, which never reported|process {p} of 2 has not joined"
 )
-KINDS = {
-    kind.name: kind
-    for kind in (
-        Kind(
+FAULTS = {
+    fault.name: fault
+    for fault in (
+        Fault(
             "SIGKILL of process 0, the coordinator",
             _signalled(signal.SIGKILL, 0, "process {p} failed first.*killed by SIGKILL"),
         ),
-        Kind(
+        Fault(
             "SIGKILL of process 1",
             _signalled(signal.SIGKILL, 1, "process {p} failed first.*killed by SIGKILL"),
         ),
-        Kind("SIGSTOP of one process", _signalled(signal.SIGSTOP, None, _STILL)),
-        Kind("SIGTERM or SIGUSR1 to one process", _preempted),
-        Kind("exception on one process", _raised),
-        Kind("SIGKILL of the launcher", _launcher_killed),
-        Kind("one process never joins", _never_joins, at_start=True),
-        Kind("the coordinator's port is taken", _port_taken, at_start=True),
-        Kind("full disk", _disk_full, mounts=True),
-        Kind("run directory gone", _directory_gone, mounts=True),
+        Fault("SIGSTOP of one process", _signalled(signal.SIGSTOP, None, _STILL)),
+        Fault("SIGTERM or SIGUSR1 to one process", _preempted),
+        Fault("exception on one process", _raised),
+        Fault("SIGKILL of the launcher", _launcher_killed),
+        Fault("one process never joins", _never_joins, at_start=True),
+        Fault("the coordinator's port is taken", _port_taken, at_start=True),
+        Fault("full disk", _disk_full, mounts=True),
+        Fault("run directory gone", _directory_gone, mounts=True),
     )
 }
 
 
-def suffer(job: Job, kind: Kind, generator: random.Random, moment: str = "training") -> Told:
-    """Strike once, at a random moment of training or of a start, and see what becomes of it.
+def inject(
+    job: Job, fault: Fault, generator: random.Random, moment: str = "training"
+) -> FaultResult:
+    """Cause a fault at a random moment of training or of a start, and measure what follows.
 
-    The job must be running; it is afterwards, unless the ending was bad.
+    The job must be running. It is running afterwards, unless the result has a problem.
     """
     chosen = generator.randrange(2)
-    told = Told(kind.name, chosen, "start" if kind.at_start else moment)
+    told = FaultResult(fault.name, chosen, "start" if fault.at_start else moment)
     try:
-        if told.moment == "start" and not kind.at_start:
+        if told.moment == "start" and not fault.at_start:
             job.preempt()
             job.start()
             job.wait(job.workers, "two processes", DETECT_S)
@@ -197,8 +200,8 @@ def suffer(job: Job, kind: Kind, generator: random.Random, moment: str = "traini
         else:
             _new_work(job, time.monotonic(), job.num_bytes())
             time.sleep(generator.uniform(0.0, 3.0))
-        detected, recovered = kind.strike(job, chosen, generator)
-    except (Bad, OSError, IndexError) as error:
+        detected, recovered = fault.inject(job, chosen, generator)
+    except (ScenarioFailed, OSError, IndexError) as error:
         return dataclasses.replace(told, problem=f"{type(error).__name__}: {error}")
     return dataclasses.replace(told, detected_s=detected, recovered_s=recovered)
 
@@ -209,11 +212,11 @@ def finish(job: Job, timeout_s: float = 600.0) -> int:
     return job.wait_for_end(timeout_s)
 
 
-def bits(run_dir: Path) -> dict[int, tuple[str, str]]:
+def step_results(run_dir: Path) -> dict[int, tuple[str, str]]:
     """Step -> loss and gradient norm to the last bit, after checking that each step is there once.
 
     Raises:
-        Bad: a step is missing, or one that was done twice had another result.
+        ScenarioFailed: a step is missing, or one that was done twice had another result.
     """
     records = read_records(run_dir / "metrics.jsonl")
     value = lambda r: (float(r["loss"]).hex(), float(r["grad_norm"]).hex())
@@ -222,9 +225,11 @@ def bits(run_dir: Path) -> dict[int, tuple[str, str]]:
         if record["kind"] == "train" and found.setdefault(record["step"], value(record)) != value(
             record
         ):
-            raise Bad(f"step {record['step']} had two results")
+            raise ScenarioFailed(f"step {record['step']} had two results")
     steps = [record["step"] for record in current(records) if record["kind"] == "train"]
     if steps != list(range(1, len(steps) + 1)):
         missing = sorted(set(range(1, max(steps) + 1)) - set(steps))
-        raise Bad(f"steps are not there once each: {len(steps)} records, missing {missing[:10]}")
+        raise ScenarioFailed(
+            f"steps are not there once each: {len(steps)} records, missing {missing[:10]}"
+        )
     return found

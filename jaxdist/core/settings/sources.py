@@ -5,12 +5,11 @@ from __future__ import annotations
 import dataclasses
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path as FilePath
 from typing import Any
 
-from jaxdist.config.schema import FlagText, Path
-from jaxdist.runtime.storage import locate
+from jaxdist.core.settings.schema import FlagText, Path
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,47 +37,64 @@ class Arguments:
         files: arguments of `--config`.
         flags: values given by flags.
         positional: arguments that are not flags.
+        rest: what stands after `--`.
         help: None without `--help`, else the section asked for ("" = everything).
     """
 
     files: list[str] = dataclasses.field(default_factory=list)
     flags: list[Given] = dataclasses.field(default_factory=list)
     positional: list[str] = dataclasses.field(default_factory=list)
+    rest: list[str] = dataclasses.field(default_factory=list)
     help: str | None = None
 
 
-def split_arguments(argv: Sequence[str], aliases: Mapping[str, str]) -> Arguments:
-    """Read `--a.b=value`, `--a.b value`, bare `--a.b`, `--config FILE`, `--help [SECTION]`.
+def split_arguments(
+    argv: Sequence[str], aliases: Mapping[str, str], is_switch: Callable[[Path], bool]
+) -> Arguments:
+    """Read `--a.b=value`, `--a.b value`, bare `--a.b`, `--config FILE`, `--help [SECTION]`, `--`.
 
-    Dashes inside names are underscores (`--run-dir` is `run_dir`); `aliases` maps short spellings
-    to dotted names. What follows a flag is its value unless it starts with `--`.
+    Dashes inside names are underscores (`--run-dir` is `run_dir`).
+
+    Args:
+        argv: arguments without the program's name.
+        aliases: short spelling -> dotted name.
+        is_switch: whether a setting is true or false: what follows it is its value only where it
+            says so. What follows any other flag is its value unless it starts with `--`.
     """
-    found = Arguments()
-    rest = list(argv)
-    while rest:
-        word = rest.pop(0)
+    found, words = Arguments(), list(argv)
+    while words:
+        word = words.pop(0)
+        if word == "--":
+            found.rest = words
+            break
         if word in ("-h", "--help"):
-            takes_section = bool(rest) and not rest[0].startswith("-")
-            found.help = rest.pop(0) if takes_section else ""
+            takes_section = bool(words) and not words[0].startswith("-")
+            found.help = words.pop(0) if takes_section else ""
             continue
-        if not word.startswith("--") or word == "--":
+        if not word.startswith("--"):
             found.positional.append(word)
             continue
         spelled, equals, text = word[2:].partition("=")
-        value = FlagText(text) if equals else None
-        if value is None and rest and not rest[0].startswith("--"):
-            value = FlagText(rest.pop(0))
         name = spelled.replace("-", "_")
+        path = tuple(aliases.get(name, name).split("."))
+        value = FlagText(text) if equals else None
+        if value is None and words and _is_value(words[0], is_switch(path)):
+            value = FlagText(words.pop(0))
         if name == "config":
             found.files.append(value or "")
-            continue
-        path = tuple(aliases.get(name, name).split("."))
-        found.flags.append(Given(path, value, f"flag --{spelled}"))
+        else:
+            found.flags.append(Given(path, value, f"flag --{spelled}"))
     return found
+
+
+def _is_value(word: str, of_switch: bool) -> bool:
+    return word in ("true", "false") if of_switch else not word.startswith("--")
 
 
 def read_file(file: str) -> tuple[dict[str, Any], list[str], str]:
     """A TOML file: (its table, problems, its text)."""
+    from jaxdist.runtime.storage import locate  # the room `runtime` imports this one
+
     path = FilePath(file)
     if not file:
         return (

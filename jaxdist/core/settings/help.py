@@ -7,10 +7,16 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, get_args, get_origin
 
-from jaxdist.config.schema import Field, fields_of, kinds_of, types_of
-from jaxdist.core.types import ConfigError
+from jaxdist.core.settings.declare import ConfigError
+from jaxdist.core.settings.schema import Field, fields_of, flag_of, kinds_of, types_of
 
 WIDTH = 100
+
+
+def usage(command: str, positional: Sequence[str] = (), rest: str = "") -> str:
+    """How a command is called: "python -m jaxdist.evaluate RUN"."""
+    words = [f"python -m {command}", *(name.upper() for name in positional)]
+    return " ".join(words + ["--", rest.upper()] * bool(rest))
 
 
 def help_text(
@@ -19,6 +25,7 @@ def help_text(
     summary: str,
     aliases: Mapping[str, str],
     positional: Sequence[str] = (),
+    rest: str = "",
     section: str = "",
 ) -> str:
     """The help of a command, or of one section of its settings.
@@ -26,33 +33,35 @@ def help_text(
     Raises:
         ConfigError: there is no such section.
     """
-    groups = dict(_groups(cls))
+    groups = dict(groups_of(cls))
+    names = ", ".join(dict.fromkeys(name.split(" ")[0] for name in groups if name))
     if section:
         chosen = [name for name in groups if name.split(" ")[0] == section]
         if not chosen:
-            names = ", ".join(dict.fromkeys(name.split(" ")[0] for name in groups if name))
             raise ConfigError([f"--help {section}: there is no such section. Use one of {names}."])
-        return "\n\n".join(_group(name, *groups[name]) for name in chosen)
-    words = "".join(f" [{name.upper()}]" for name in positional)
-    sections = ", ".join(dict.fromkeys(name.split(" ")[0] for name in groups if name))
+        return "\n\n".join(_group(name, *groups[name], {}) for name in chosen)
+    spelled = {name: name.upper() for name in positional} | ({rest: f"-- {rest.upper()}"})
+    flags = " [--config FILE.toml] [--SECTION.NAME=VALUE ...]" if names else " [--NAME=VALUE ...]"
     parts = [
-        f"usage: python -m {command}{words} [--config FILE.toml] "
-        f"[--{'SECTION.' if sections else ''}FIELD=VALUE ...]",
+        f"usage: {usage(command, positional)}{flags}{f' -- {rest.upper()}' if rest else ''}",
         # Indented paragraphs are commands: they stay line by line.
         *(p if p.startswith(" ") else _wrap(p, "") for p in summary.split("\n\n")),
-        _wrap(
-            "Flags win over the file, the file wins over the defaults. A list is a,b,c; a switch "
-            "is true or false, bare = true; dashes in names are underscores.",
-            "",
-        ),
+        _wrap(_RULES if names else _SHORT_RULES, ""),
         _short_spellings(aliases),
-        _wrap(f"--help SECTION shows one of: {sections}." if sections else "", ""),
-        *(_group(name, *group) for name, group in groups.items()),
+        _wrap(f"--help SECTION shows one of: {names}." if names else "", ""),
+        *(_group(name, *group, spelled) for name, group in groups.items()),
     ]
     return "\n\n".join(part for part in parts if part.strip())
 
 
-def _groups(cls: type) -> Iterator[tuple[str, tuple[str, list[Field]]]]:
+_SHORT_RULES = "A list is a,b,c. A switch is true or false; alone it is true."
+_RULES = (
+    f"Flags win over the file, the file wins over the defaults. {_SHORT_RULES} In a file, names "
+    "have underscores for dashes: --train.global-batch-size is global_batch_size in [train]."
+)
+
+
+def groups_of(cls: type) -> Iterator[tuple[str, tuple[str, list[Field]]]]:
     """(heading, (doc, fields)) of the root and of each section and kind."""
     plain = [f for f in fields_of(cls) if len(f.path) == 1]
     yield "", (_doc(cls), plain)
@@ -66,18 +75,26 @@ def _doc(cls: type) -> str:
     return (cls.__doc__ or "").strip().splitlines()[0] if cls.__doc__ else ""
 
 
-def _group(heading: str, doc: str, fields: list[Field]) -> str:
+def _group(heading: str, doc: str, fields: list[Field], spelled: Mapping[str, str]) -> str:
     if not fields:
         return ""
     title = f"{heading}: {doc}" if heading else "General"
-    return "\n".join([_wrap(title, "", hanging="  "), *(_field(field) for field in fields)])
+    return "\n".join([_wrap(title, "", hanging="  "), *(_field(f, spelled) for f in fields)])
 
 
-def _field(field: Field) -> str:
-    head = f"  --{field.name} {_kind_of_value(field.type)}"
-    shown = _default(field.default)
-    line = f"{head} = {shown}" if shown else head
+def _field(field: Field, spelled: Mapping[str, str]) -> str:
+    line = f"  {spelled.get(field.name, field.flag)} {kind_of_value(field)} = {default_text(field)}"
     return "\n".join([_wrap(line, "", hanging="      "), _wrap(field.doc, "      ")])
+
+
+def kind_of_value(field: Field) -> str:
+    """What a setting takes, e.g. "INT", "{adamw,sgd}"."""
+    return _kind_of_value(field.type)
+
+
+def default_text(field: Field) -> str:
+    """A setting's default in words."""
+    return "(must be given)" if field.required else _default(field.default)
 
 
 def _kind_of_value(annotation: Any) -> str:
@@ -106,12 +123,8 @@ def _default(default: Any) -> str:
 
 
 def _short_spellings(aliases: Mapping[str, str]) -> str:
-    return _wrap(
-        "Short spellings: " + ", ".join(f"--{s} = --{name}" for s, name in aliases.items()) + "."
-        if aliases
-        else "",
-        "",
-    )
+    pairs = ", ".join(f"{flag_of(short)} = {flag_of(name)}" for short, name in aliases.items())
+    return _wrap(f"Short spellings: {pairs}." if pairs else "", "")
 
 
 def _wrap(text: str, indent: str, hanging: str | None = None) -> str:

@@ -1,11 +1,11 @@
-"""A user's own rows, named `harmed_rows:rows`, that do harm when they are asked to.
+"""A user's own dataset, `faulty_dataset:rows`, that causes faults when it is asked to.
 
-The folder in `HARM_FOLDER` holds the requests, one file each; without one the rows are sound. What
-a row holds depends on its index alone.
+The folder in `FAULT_FOLDER` holds the requests, one file each; without one the rows are sound. A
+row's content depends on its index alone.
 
-    pace           its text: seconds that each row takes, so that moments can be met
+    pace           its text: seconds that each row takes, so that a test can meet a moment
     raise-<i>      process i raises once
-    stuck-<i>      process i stands still in its loader, once
+    stuck-<i>      process i hangs in its loader, once
     slow-<i>       its text: seconds that each row of process i takes longer
     nan-<row>      that row has a weight that is not a number
 """
@@ -18,13 +18,13 @@ from pathlib import Path
 import numpy as np
 
 VOCAB, COUNT = 64, 4096
-_OPENED = 20  # rows that opening a dataset may look at: harm is for the training after it
+_OPENED = 20  # rows that opening a dataset may look at: faults come after it
 
 
 class Rows:
     def __init__(self, seq_len: int):
         self.seq_len, self.seen = seq_len, 0
-        self.folder = Path(os.environ["HARM_FOLDER"])
+        self.folder = Path(os.environ["FAULT_FOLDER"])
         self.process = os.environ.get("JAXDIST_PROCESS_ID", "0")
 
     def __len__(self) -> int:

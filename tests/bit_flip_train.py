@@ -1,6 +1,6 @@
 """`jaxdist.train` in which a bit flips: `FLIP=place:step` names a device of the mesh and a moment.
 
-For launchers: `--program "python tests/flipped_train.py"`. The flip befalls the memory of that one
+For launchers: `--program "python tests/bit_flip_train.py"`. The flip befalls the memory of that one
 device after that step of the first attempt, as a bad cell or a broken link would bring it about.
 """
 
@@ -8,7 +8,7 @@ import dataclasses
 import os
 
 import jax
-from test_resilience_replicas import flipped
+from test_resilience_sdc import flipped
 
 from jaxdist import runtime, train
 from jaxdist.run.monitoring import Monitor

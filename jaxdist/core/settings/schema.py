@@ -16,6 +16,8 @@ import typing
 from collections.abc import Iterator
 from typing import Any, Literal, Union, get_args, get_origin
 
+from jaxdist.core.settings.declare import Bounds
+
 Path = tuple[str, ...]
 """Names from the root to a field: ("train", "steps")."""
 
@@ -29,21 +31,35 @@ class Field:
         type: its annotation.
         default: its default.
         doc: one line of help.
+        bounds: what a number may be.
+        required: whether it must be given.
     """
 
     path: Path
     type: Any
     default: Any
     doc: str
+    bounds: Bounds | None = None
+    required: bool = False
 
     @property
     def name(self) -> str:
-        """Dotted path."""
+        """Dotted path: "train.global_batch_size"."""
         return ".".join(self.path)
+
+    @property
+    def flag(self) -> str:
+        """As the command line spells it: "--train.global-batch-size"."""
+        return flag_of(self.name)
 
 
 class BadValueError(ValueError):
     """A value of another type than its field's; the message says what the field takes."""
+
+
+def flag_of(name: str) -> str:
+    """How the command line spells a setting. Flags have dashes where TOML keys have underscores."""
+    return f"--{name.replace('_', '-')}"
 
 
 @functools.cache
@@ -71,8 +87,8 @@ def fields_of(cls: type, prefix: Path = ()) -> Iterator[Field]:
         for kind in kinds.values():
             yield from fields_of(kind, path)
         if not kinds:
-            doc = field.metadata.get("doc", "")
-            yield Field(path, types_of(cls)[field.name], default_of(field), doc)
+            about = {"doc": "", **field.metadata}
+            yield Field(path, types_of(cls)[field.name], default_of(field), **about)
 
 
 def default_of(field: dataclasses.Field) -> Any:

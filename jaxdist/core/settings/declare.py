@@ -1,0 +1,116 @@
+"""How a setting is declared, with its bounds, and which settings of a dataclass break theirs."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+
+class ConfigError(ValueError):
+    """What the user asked for breaks rules; `problems` lists all of them, one line each.
+
+    Every line says what was given, what is allowed and the fix. Commands print it and exit 2.
+    """
+
+    def __init__(self, problems: list[str]):
+        self.problems = list(problems)
+        super().__init__("\n".join(self.problems))
+
+
+@dataclasses.dataclass(frozen=True)
+class Bounds:
+    """What a number, or each number of a list, may be; None = no bound. Never NaN or infinite.
+
+    Attributes:
+        ge: at least.
+        gt: above.
+        le: at most.
+        lt: below.
+    """
+
+    ge: float | None = None
+    gt: float | None = None
+    le: float | None = None
+    lt: float | None = None
+
+    def allow(self, value: Any) -> bool:
+        """Whether a value, or every item of a list, is within."""
+        if isinstance(value, list | tuple):
+            return all(map(self.allow, value))
+        return (
+            math.isfinite(value)
+            and (self.ge is None or value >= self.ge)
+            and (self.gt is None or value > self.gt)
+            and (self.le is None or value <= self.le)
+            and (self.lt is None or value < self.lt)
+        )
+
+    def __str__(self) -> str:
+        """In words: "1 or more", "above 0 and at most 1"."""
+        if self.le is None and self.lt is None:
+            return f"{self.ge:g} or more" if self.ge is not None else f"above {self.gt:g}"
+        low = [f"at least {self.ge:g}"] if self.ge is not None else []
+        low = [f"above {self.gt:g}"] if self.gt is not None else low
+        high = f"at most {self.le:g}" if self.le is not None else f"below {self.lt:g}"
+        return " and ".join([*low, high])
+
+
+def setting(
+    default: Any,
+    doc: str,
+    *,
+    ge: float | None = None,
+    gt: float | None = None,
+    le: float | None = None,
+    lt: float | None = None,
+    required: bool = False,
+) -> Any:
+    """A field of a settings dataclass.
+
+    Args:
+        default: its default.
+        doc: one line of help: what it does, its unit, what a special value means.
+        ge: least value allowed, of a list of each item.
+        gt: the value must be above it.
+        le: largest value allowed.
+        lt: the value must be below it.
+        required: it must be given; the default stands for "not given".
+    """
+    bounds = Bounds(ge, gt, le, lt) if (ge, gt, le, lt) != (None,) * 4 else None
+    metadata = {"doc": doc, "bounds": bounds, "required": required}
+    if isinstance(default, list | dict):
+        copy = lambda: type(default)(default)
+        return dataclasses.field(default_factory=copy, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def problems_of(config: Any, section: str = "", *, deep: bool = True) -> list[str]:
+    """Every problem of settings and of the sections in them, one line each; [] where there is none.
+
+    A dataclass may have a method `problems`, for rules between its settings. It is asked where its
+    own settings are within their bounds; that of the outermost dataclass always.
+
+    Args:
+        config: a settings dataclass.
+        section: its dotted name, for the messages; "" = the outermost.
+        deep: look into its sections too.
+    """
+    bad, found = [], []
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        name = f"{section}.{field.name}" if section else field.name
+        bounds: Bounds | None = field.metadata.get("bounds")
+        if dataclasses.is_dataclass(value) and deep:
+            found += problems_of(value, name)
+        elif bounds is not None and value is not None and not bounds.allow(value):
+            bad.append(f"{name}={value} must be {bounds}. {_fix(field, bounds)}")
+    rules = config.problems() if hasattr(config, "problems") and not (bad and section) else []
+    return [*bad, *found, *rules]
+
+
+def _fix(field: dataclasses.Field, bounds: Bounds) -> str:
+    default = field.default
+    if default is dataclasses.MISSING or not bounds.allow(default):
+        return f"Use a number that is {bounds}."
+    return f"The default is {default}: {field.metadata['doc']}."

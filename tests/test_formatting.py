@@ -1,0 +1,79 @@
+"""Numbers, tables and charts as every command shows them."""
+
+import re
+from xml.etree import ElementTree
+
+import pytest
+
+from jaxdist.runtime.formatting import charts, html, numbers, tables
+
+
+@pytest.mark.parametrize(
+    ("show", "value", "shown"),
+    [
+        (numbers.in_bytes, 80 * 2**30, "80.0 GiB"),
+        (numbers.in_bytes, 2**30 - 1, "1,024.0 MiB"),
+        (numbers.in_bytes, 1536, "1.5 KiB"),
+        (numbers.in_bytes, 0, "0 B"),
+        (numbers.in_si, 8_030_261_248, "8.03B"),
+        (numbers.in_si, 124_439_808, "124M"),
+        (numbers.in_si, 999, "999"),
+        (numbers.count, 1234.4, "1,234"),
+        (numbers.count, 12.345, "12.35"),
+        (numbers.duration, 0.0123, "12.3ms"),
+        (numbers.duration, 59.9, "59.9s"),
+        (numbers.duration, 59.96, "1m00s"),
+        (numbers.duration, 7500, "2h05m"),
+        (numbers.duration, 3 * 86400 + 4 * 3600, "3d04h"),
+        (numbers.duration, float("inf"), "?"),
+        (numbers.money, 0.0533, "0.0533"),
+        (numbers.money, 12.5, "12.50"),
+        (numbers.money, 9250.4, "9,250"),
+        (numbers.percent, 0.4321, "43.2 %"),
+    ],
+)
+def test_numbers_have_one_form(show, value, shown):
+    assert show(value) == shown
+
+
+def test_columns_align_labels_left_and_numbers_right():
+    assert tables.columns([("a", "1", "22"), ("bbb", "333", "4")]) == [
+        "a      1  22",
+        "bbb  333   4",
+    ]
+
+
+def test_wrapped_lines_hang_below_their_head():
+    lines = tables.wrap("one two --a.long-flag", 12, head="- ")
+    assert lines == ["- one two", "  --a.long-flag"]
+    assert tables.wrap("") == [""]
+
+
+def points_of(figure: str) -> list[list[float]]:
+    svg = ElementTree.fromstring(re.search(r"<svg.*</svg>", figure, re.S)[0])
+    (line,) = svg.iter("polyline")
+    return [[float(x) for x in point.split(",")] for point in line.attrib["points"].split()]
+
+
+def test_equal_factors_are_equal_distances_on_logarithmic_axes():
+    line = charts.Line("l", "red", [(1, 1.0), (10, 10.0), (100, 100.0)], dots=True)
+    (x1, y1), (x2, y2), (x3, y3) = points_of(charts.chart("t", [line], x_label="x", log=True))
+    assert x2 - x1 == pytest.approx(x3 - x2, abs=0.2)
+    assert y1 - y2 == pytest.approx(y2 - y3, abs=0.2)
+
+
+@pytest.mark.parametrize(("low", "high"), [(1, 1), (0.03, 0.04), (7, 7000), (1e-6, 2e-6)])
+def test_logarithmic_ticks_span_the_data(low, high):
+    found = charts.log_ticks(low, high)
+    assert found[0] <= low * (1 + 1e-9) and found[-1] >= high * (1 - 1e-9)
+    assert found == sorted(set(found)) and len(found) >= 2
+
+
+def test_what_users_name_cannot_break_a_page():
+    table = html.table(["<i>", "b"], [("<script>", "&")])
+    page = html.page("<b>", [table])
+    assert "<script>" not in page and "&lt;script&gt;" in page and "&lt;b&gt;" in page
+    bars = charts.stacked_bars("<t>", [("<a>", {"<c>": 1.0})], limit=2, limit_name="<l>", unit="s")
+    assert not re.search("<[tacl]>", bars)
+    spans = [charts.Span(0, 1, "forward", "<x>"), charts.Span(1, 2, "backward", "y")]
+    assert "<x>" not in charts.timeline("t", [("stage 0", spans)])

@@ -1,0 +1,126 @@
+"""The order of the training loop, with a session that only records what it is asked to do."""
+
+import types
+
+import pytest
+
+from jaxdist import train
+from jaxdist.run.exit_reason import ExitReason
+from jaxdist.run.resilience import Rollback
+from jaxdist.run.session import Between
+
+
+class Recorder:
+    """A session of `steps` steps; `due` maps a step to what comes after it."""
+
+    def __init__(self, steps: int, due: dict[int, Between], roll_back_at: int = 0):
+        self.config = types.SimpleNamespace(
+            train=types.SimpleNamespace(steps=steps), eval=types.SimpleNamespace(max_batches=2)
+        )
+        self.due, self.roll_back_at = due, roll_back_at
+        self.step, self.state, self.loader = 0, None, None
+        self.reporter, self.deferred = self, 0
+        self.calls: list[str] = []
+
+    def start_steps(self):
+        self.calls.append(f"start {self.step}")
+
+    def next_batch(self):
+        self.calls.append("batch")
+
+    def dispatch(self, batch):
+        self.step += 1
+        self.calls.append(f"dispatch {self.step}")
+
+    def flush(self):
+        step, self.deferred = self.deferred, 0
+        if step:
+            self.calls.append(f"report {step}")
+        if step and step == self.roll_back_at:
+            self.roll_back_at = 0
+            raise Rollback
+
+    def defer(self, step, state, metrics, loader):
+        self.deferred = step
+
+    def between(self):
+        return self.due.get(self.step, Between(last=self.step == self.config.train.steps))
+
+    def drain(self, due):
+        self.flush()
+        self.calls.append("drained")
+
+    def evaluate(self, max_batches):
+        self.calls.append("evaluate")
+        return {"loss": 1.0}
+
+    def save(self, metrics, *, due):
+        self.calls.append(f"save {due} {metrics}")
+
+    def turn_trace(self):
+        self.calls.append("trace")
+
+    def roll_back(self, rollback):
+        self.step, self.deferred = 0, 0
+        self.calls.append("roll back")
+
+    def leave(self):
+        self.calls.append("leave")
+        return 75
+
+    def finish(self):
+        self.calls.append("finish")
+        return 0
+
+
+def test_a_step_is_reported_while_the_next_one_runs():
+    session = Recorder(3, {})
+    assert train.train(session) == 0
+    assert session.calls == [
+        *("start 0", "batch", "dispatch 1"),
+        *("batch", "dispatch 2", "report 1"),
+        *("batch", "dispatch 3", "report 2"),
+        *("report 3", "drained", "finish"),
+    ]
+
+
+def test_nothing_is_in_flight_while_something_else_is_done():
+    every = Between(evaluate=True, save="interval", trace=True)
+    session = Recorder(2, {1: every})
+    assert train.train(session) == 0
+    assert session.calls[2:7] == [
+        *("dispatch 1", "report 1", "drained", "evaluate", "save interval {'loss': 1.0}"),
+    ]
+    assert session.calls[7:10] == ["trace", "batch", "dispatch 2"]
+
+
+def test_a_job_that_is_asked_to_stop_saves_and_leaves():
+    session = Recorder(9, {2: Between(leave=True)})
+    assert train.train(session) == 75
+    assert session.calls[-3:] == ["report 2", "drained", "leave"]
+
+
+def test_a_rollback_starts_the_steps_again():
+    session = Recorder(2, {}, roll_back_at=1)
+    assert train.train(session) == 0
+    place = session.calls.index("roll back")
+    assert session.calls[place - 1] == "report 1" and session.calls[place + 1] == "start 0"
+    assert session.calls[-1] == "finish"
+
+
+def test_a_finished_run_trains_no_further():
+    session = Recorder(2, {})
+    session.step = 2
+    assert train.train(session) == 0
+    assert session.calls == ["start 2", "finish"]
+
+
+def test_between_is_true_when_anything_is_due():
+    assert not Between()
+    due = ({"evaluate": True}, {"save": "midway"}, {"leave": True}, {"trace": True}, {"last": True})
+    assert all(Between(**one) for one in due)
+
+
+def test_only_documented_exit_reasons_are_written():
+    with pytest.raises(ValueError):
+        ExitReason("stopped")
