@@ -2,7 +2,6 @@
 
     runs    one run read from its directory: outcome, config, curves   (read_runs)
     table   the comparison as text                                      (differences, text_table)
-    charts  curves as SVG                                               (Line, chart)
     page    one HTML file that needs nothing else                       (html_page)
 
 Reads only; touches no device. Exit code 2 when a run is missing or damaged.
