@@ -240,6 +240,8 @@ try:
     params = load_params(Path(settings["folder"]), target)
 except ConfigError as error:
     print(json.dumps({"refused": str(error)}))
+    sys.stdout.flush()
+    jax.distributed.shutdown()  # together: a process whose coordinator is gone aborts
     os._exit(0)
 read = sum(counted)
 whole = {}

@@ -2,8 +2,8 @@
 
 The order in which a command uses the room:
 
-    run_command(main)        the guard: exit codes, closing block, no hang at exit
-    Preemption()             first line of main: SIGTERM and SIGUSR1 are remembered from here on
+    run_command(main)        entry point: exit codes, report of a failure, no hang at exit
+    Preemption()             first line of main: SIGTERM and SIGUSR1 are kept from here on
     simulate(8)              optional: N CPU devices instead of what the machine has
     reserve_memory(0.92)     what a run may take of a GPU
     setup_compilation_cache()    compiled programs survive restarts

@@ -1,7 +1,7 @@
-"""Being asked to stop: SIGTERM, SIGUSR1 or a deadline become one step at which all processes stop.
+"""Requests to stop: SIGTERM, SIGUSR1 or a deadline become one step at which all processes stop.
 
-The handlers only remember. A loop asks `preempted()` once per step in every process, and gets
-True on the same step in every process; it then saves and leaves with `EXIT_PREEMPTED`.
+The handlers only set a flag. The loop calls `preempted()` once per step in every process, which is
+True on the same step in every process. It then saves and exits with `EXIT_PREEMPTED`.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from types import FrameType
 from jaxdist.runtime.coordination import service
 
 NOTICES = (signal.SIGTERM, signal.SIGUSR1)
-"""Signals that ask for a save and an end: schedulers send TERM, our SLURM scripts USR1 first."""
+"""Signals that ask for a save and an end: schedulers send TERM, our SLURM scripts USR1."""
 
 
 class Preemption:
-    """The notices this process has got, and the step on which the whole job acts on them.
+    """The requests to stop that this process got, and the step on which the whole job acts on them.
 
-    Make it first thing in a command: until then a notice kills the process, since that is what
-    the system does by default. Only the main thread may make it.
+    Make it first in a command: until then such a signal kills the process. Only the main thread may
+    make it.
 
     Args:
         deadline_s: seconds from now after which the job preempts itself; None: never.

@@ -1,15 +1,16 @@
 """Starting jobs and keeping them alive: on this host (`local`), or through SLURM (`slurm`).
 
-    local        flags to a plan
-    supervisor   attempts, and the rules for starting again
-    attempt      the processes of one attempt, and why it ended
-    host         GPUs and ports of this host
-    elastic      ranges of hosts and processes: the largest legal job of what is there
-    rendezvous   small files in the run directory by which launchers see each other
-    rounds       who takes part until when: waiting, leading, losing a host, growing
-    sizing       device counts with which training is legal
-    slurm        flags to a batch script, and sbatch
-    batch        the script: one SLURM job, its rules, its text
+    local          flags to a plan
+    supervisor     runs attempts, and decides whether to start again
+    worker_group   the processes of one attempt, and why it ended; `worker` is one of them
+    elastic_agent  elastic jobs: who takes part in each round, and when it ends
+    membership     the limits of an elastic job, and the largest legal one of the hosts here
+    rendezvous     small files in the run directory by which launchers see each other
+    resources      GPUs and ports of this host
+    legal_sizes    device counts with which training is legal
+    slurm          flags to a batch script, and sbatch
+    slurm_script   the batch script: its rules and its text
 
-No jax: a launcher holds no device and starts in milliseconds (`sizing` asks a process of its own).
+No jax is imported: a launcher holds no device and starts in milliseconds. `legal_sizes` asks a
+process of its own.
 """
