@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"jaxdist {name}: there is no such command. {fix}", file=sys.stderr)
         return 2
     sys.argv = [f"jaxdist {name}", *words[1:]]
-    runpy.run_module(f"jaxdist.{name}", run_name="__main__", alter_sys=False)
+    runpy.run_module(f"jaxdist.{name}", run_name="__main__", alter_sys=True)
     return 0
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from jaxdist.core.types import ConfigError, setting
 from jaxdist.runtime import run_command
+from jaxdist.runtime.formatting.tables import columns
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -92,13 +93,8 @@ def _show(result: dict[str, Any], as_json: bool) -> None:
     if as_json:
         print(json.dumps(result))
         return
-    width = max(map(len, result))
-    for name, value in result.items():
-        print(
-            f"{name:<{width}}  {value:,.6g}"
-            if isinstance(value, float)
-            else f"{name:<{width}}  {value}"
-        )
+    shown = lambda value: f"{value:,.6g}" if isinstance(value, float) else str(value)
+    print("\n".join(columns([(name, shown(value)) for name, value in result.items()], left=2)))
 
 
 if __name__ == "__main__":

@@ -210,7 +210,7 @@ OTHERS = {
     "generate no run": ("generate", ["runs/none"], "'runs/none' holds no", "Name a run"),
     "generate top_p": ("generate", ["x", "--top_p=2"], "top_p=2.0", "above 0 and at most 1"),
     "generate temperature": ("generate", ["x", "--temperature=hot"], "'hot'", "default is 0.8"),
-    "data nothing": ("data", [], "the following arguments are required", "usage"),
+    "data nothing": ("data", [], "SOURCES is missing", "Use python -m jaxdist.data SOURCES"),
     "data no source": ("data", ["nope.txt", "--out=t"], "'nope.txt'", "Check the path"),
     "data empty": ("data", ["empty.txt", "--out=t"], "empty.txt", "Check the path"),
     "data .json": ("data", ["notes.json", "--out=t"], "notes.json", "Rename it"),

@@ -14,6 +14,7 @@ import pytest
 from jaxdist.__main__ import find_commands
 from jaxdist.__main__ import main as jaxdist
 from jaxdist.config import RunConfig, read_run, stored_run
+from jaxdist.config.reference import reference
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.settings import read_settings, write_toml
 from jaxdist.core.settings.help import help_text
@@ -553,3 +554,20 @@ def test_reading_a_config_imports_no_heavy_library_and_starts_no_device():
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[] False"
+
+
+# ---- the settings of a run, as a whole ----
+
+MAX_SETTINGS = 125
+
+
+def test_settings_are_added_and_removed_knowingly():
+    """tests/settings.txt is the list of all; whoever changes it says why in the commit."""
+    listed = (Path(__file__).parent / "settings.txt").read_text().split()
+    assert sorted({field.name for field in fields_of(RunConfig)}) == listed
+    assert len(listed) <= MAX_SETTINGS
+
+
+def test_the_settings_reference_is_up_to_date():
+    path = Path(__file__).parent.parent / "docs" / "settings.md"
+    assert path.read_text() == reference(), "run python -m jaxdist.config.reference"

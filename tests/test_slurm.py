@@ -130,7 +130,10 @@ def test_an_elastic_job_knows_its_legal_numbers_of_nodes(capsys, command, counts
         (elastic("--sbatch=--gpus-per-task=1"), ["without --gpus-per-node: how many devices"]),
         (elastic(mesh="dp=3"), ["global_batch_size=8 is not a multiple of 3"]),
         (elastic(mesh="auto"), ["mesh.elastic with mesh.shape='auto'"]),
-        ([*elastic("--time=soon"), "--no-such=1"], ["--time 'soon'", "--no-such is not a setting"]),
+        (
+            ["--nodes=1-8", "--time=soon", "--dry-run", "--", "--mesh=dp=8", "--no-such=1"],
+            ["--time 'soon'", "--no-such is not a setting"],
+        ),
     ],
     ids=["nodes", "devices", "hidden", "mesh", "sizes", "both"],
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
+import dataclasses
 import itertools
 import shutil
 import sys
@@ -10,47 +10,94 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Literal
 
-from jaxdist.core.types import ConfigError
+from jaxdist.core.settings import ConfigError, read_settings, setting
 from jaxdist.data.corpus import Corpus, total_bytes, write_corpus
 from jaxdist.data.documents import find_files, read_pieces
 from jaxdist.data.encoding import RecordKind, make_encoder
 from jaxdist.data.tokenizer import Tokenizer, load_tokenizer, train_bpe
 
-EXAMPLES = """\
-examples:
-  python -m jaxdist.data book.txt --out tokens
-  python -m jaxdist.data 'crawl/*.jsonl.zst' --out tokens --tokenizer gpt2/tokenizer.json
-  python -m jaxdist.data stdlib --out tokens --train-bpe 8192
-  python -m jaxdist.data chats.jsonl --out tokens --records chat --tokenizer qwen3/tokenizer.json
+SUMMARY = """\
+Tokenise text once into memory-mapped shards that training reads at random.
 
-then train on it:
-  python -m jaxdist.train --data.sources='["tokens"]'
+    python -m jaxdist.data book.txt --out tokens
+    python -m jaxdist.data 'crawl/*.jsonl.zst' --out tokens --tokenizer gpt2/tokenizer.json
+    python -m jaxdist.data stdlib --out tokens --train-bpe 8192
+    python -m jaxdist.data chats.jsonl --out tokens --records chat --tokenizer qwen3/tokenizer.json
 
-DIR appears whole or not at all: an interrupted run leaves nothing that could be mistaken for it.
-"""
+Then train on it:
+
+    python -m jaxdist.train --data.sources tokens
+
+The folder appears whole or not at all: an interrupted run leaves nothing behind."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PrepareConfig:
+    """What to tokenise, with which tokenizer, and where to."""
+
+    sources: list[str] = setting(
+        [],
+        'text files, folders, globs, .jsonl[.gz|.zst], .parquet, or "stdlib"',
+        required=True,
+    )
+    out: str = setting("", "folder to make; it must not exist", required=True)
+    tokenizer: str = setting("bytes", 'a tokenizer.json, or "bytes": 256 tokens, no file needed')
+    train_bpe: int = setting(
+        0,
+        "learn a byte-level BPE of so many tokens on the sources first, and keep it as "
+        "tokenizer.json in the folder; 0 = no",
+        ge=0,
+    )
+    bpe_mb: float = setting(
+        200.0, "megabytes of text to learn the BPE on, spread over the files", gt=0
+    )
+    text_field: str = setting(
+        "text", "field of a JSON line, or column of a Parquet file, that holds the text"
+    )
+    records: Literal["text", "chat", "completion"] = setting(
+        "text",
+        'what a JSON line or Parquet row holds: a text, a conversation {"messages": [{"role", '
+        '"content"}, ...]}, or {"prompt", "completion"}; of the last two only the answers are '
+        "learned",
+    )
+    chat_template: str = setting(
+        "auto", "auto = the tokenizer's own, else plain; plain; or a Jinja file"
+    )
+    eos_token: str = setting(
+        "", "token put after each document; empty = the tokenizer's own end of text, if it has one"
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code (0, or 2 for what the user can mend)."""
-    arguments = _parser().parse_args(argv)
+    out = ""
     try:
+        config = read_settings(
+            PrepareConfig,
+            sys.argv[1:] if argv is None else argv,
+            command="jaxdist.data",
+            summary=SUMMARY,
+            positional=("sources",),
+        )
+        out = config.out
         prepare(
-            arguments.sources,
-            Path(arguments.out).expanduser(),
-            tokenizer=arguments.tokenizer,
-            eos_token=arguments.eos_token,
-            bpe_vocab_size=arguments.train_bpe,
-            bpe_bytes=int(arguments.bpe_mb * 1e6),
-            text_field=arguments.text_field,
-            records=arguments.records,
-            chat_template=arguments.chat_template,
+            config.sources,
+            Path(config.out).expanduser(),
+            tokenizer=config.tokenizer,
+            eos_token=config.eos_token,
+            bpe_vocab_size=config.train_bpe or None,
+            bpe_bytes=int(config.bpe_mb * 1e6),
+            text_field=config.text_field,
+            records=config.records,
+            chat_template=config.chat_template,
         )
     except ConfigError as error:
         print(*error.problems, sep="\n", file=sys.stderr)
         return 2
     except OSError as error:
-        print(f"{arguments.out} cannot be written: {error.strerror or error}", file=sys.stderr)
+        print(f"{out} cannot be written: {error.strerror or error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("\ninterrupted: nothing was left behind", file=sys.stderr)
@@ -120,68 +167,6 @@ def prepare(
         f"next: python -m jaxdist.train --data.sources='[\"{out}\"]'"
     )
     return corpus
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="jaxdist data",
-        description="Tokenise text once into memory-mapped shards that training reads at random.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "sources",
-        nargs="+",
-        metavar="SRC",
-        help='text files, folders, globs, .jsonl[.gz|.zst], .parquet, or "stdlib"',
-    )
-    parser.add_argument("--out", required=True, metavar="DIR", help="folder to make")
-    parser.add_argument(
-        "--tokenizer",
-        default="bytes",
-        metavar="PATH",
-        help='a tokenizer.json, or "bytes" (default): 256 tokens, no file needed',
-    )
-    parser.add_argument(
-        "--train-bpe",
-        type=int,
-        metavar="VOCAB",
-        help="learn a byte-level BPE of VOCAB tokens on SRC, kept as DIR/tokenizer.json",
-    )
-    parser.add_argument(
-        "--bpe-mb",
-        type=float,
-        default=200.0,
-        metavar="MB",
-        help="megabytes of text to learn the BPE on, spread over the files (default 200)",
-    )
-    parser.add_argument(
-        "--text-field",
-        default="text",
-        metavar="NAME",
-        help="field of a JSON line or column of a Parquet file that holds the text (default text)",
-    )
-    parser.add_argument(
-        "--records",
-        choices=("text", "chat", "completion"),
-        default="text",
-        help="what a JSON line or Parquet row holds: a text (default), a conversation "
-        '{"messages": [{"role", "content"}, ...]}, or {"prompt", "completion"}; of the last two '
-        "only the answers are learned",
-    )
-    parser.add_argument(
-        "--chat-template",
-        default="auto",
-        metavar="NAME",
-        help="auto (default): the tokenizer's own, else plain; plain; or a Jinja file",
-    )
-    parser.add_argument(
-        "--eos-token",
-        default="",
-        metavar="TOKEN",
-        help="token put after each document (default: the tokenizer's own end of text, if any)",
-    )
-    return parser
 
 
 def _learn(files: list[Path], vocab_size: int, path: str, limit: int, text_field: str) -> None:

@@ -188,7 +188,7 @@ class DecoderConfig:
         rope = self.rope_scaling
         if not rope:
             return []
-        numbers = [rope.get(name) for name in ROPE_SCALING[1:]]
+        numbers: list[Any] = [rope.get(name) for name in ROPE_SCALING[1:]]
         if (
             set(rope) != set(ROPE_SCALING)
             or rope["type"] != "llama3"

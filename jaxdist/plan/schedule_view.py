@@ -6,6 +6,7 @@ from jaxdist.core.parallel.pipeline.schedule import Schedule
 from jaxdist.core.parallel.pipeline.schedules import SCHEDULES, make_schedule
 from jaxdist.core.parallel.pipeline.simulation import RECOMPUTE, draw, simulate
 from jaxdist.core.types import ConfigError
+from jaxdist.runtime.formatting.tables import columns
 
 
 def drawings(num_stages: int, num_microbatches: int, num_virtual_stages: int) -> str:
@@ -24,18 +25,17 @@ def drawings(num_stages: int, num_microbatches: int, num_virtual_stages: int) ->
 
 def comparison(tables: list[Schedule]) -> str:
     """One line for each: waiting, stash, messages."""
-    lines = [f"{'schedule':<26}{'bubble':>8}{'time':>8}{'peak stash':>12}{'messages':>10}"]
+    rows = [("schedule", "bubble", "time", "peak stash", "messages")]
     for table in tables:
         report = simulate(table, RECOMPUTE)
         chunks = table.num_virtual_stages
         name = table.name + (f" × {chunks} chunks" if chunks > 1 else "")
         # Chunks are pieces of a stage: counted in whole stages they compare.
-        lines.append(
-            f"{name:<26}{report.bubble:>8.1%}{report.duration / chunks:>8.1f}"
-            f"{max(report.peak_stash) / chunks:>12.1f}{report.messages:>10}"
-        )
-    lines.append("time in forwards of a stage; stash in microbatches of a stage's input")
-    return "\n".join(lines)
+        stash = max(report.peak_stash) / chunks
+        numbers = (f"{report.bubble:.1%}", f"{report.duration / chunks:.1f}", f"{stash:.1f}")
+        rows.append((name, *numbers, str(report.messages)))
+    below = "time in forwards of a stage; stash in microbatches of a stage's input"
+    return "\n".join([*columns(rows), below])
 
 
 def check_sizes(num_stages: int, num_microbatches: int) -> None:

@@ -150,11 +150,16 @@ class Session:
         )
 
     def drain(self, due: Between) -> None:
-        """Wait for the newest step and report it, so that nothing is in flight.
+        """Wait for the newest step, so that nothing is in flight, and report it.
 
         Raises:
             Rollback, Stopped, CorruptState: see `StepReporter.flush`.
         """
+        if due.trace and not (due.evaluate or due.save or due.leave):
+            # A trace is due on this process alone. The others report this step after dispatching
+            # the next one, and a rollback must find all processes at the same step.
+            self.timer.read(lambda: jax.block_until_ready(self.state))
+            return
         if due.save or due.leave or due.last:  # a corrupt replica must not reach a checkpoint
             self.reporter.start_check(self.step, self.state, force=True)
         self.reporter.flush()

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxdist.runtime.cluster_environment import JoinPlan, is_loopback, resolve, visible_gpus
 from jaxdist.runtime.coordination import gather, watch_failures
+from jaxdist.runtime.formatting.tables import columns
 from jaxdist.runtime.logs import divert_c_stdout
 from jaxdist.runtime.rendezvous import wait_for_all
 
@@ -86,11 +87,7 @@ class Job:
         ]
         rows = _folded(rows) if all(row.uuid == "" for row in self.devices) else rows
         head: tuple[str, ...] = ("process", "host", "device", "kind", "uuid")
-        widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
-        return "\n".join(
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-            for row in [head, *rows]
-        )
+        return "\n".join(columns([head, *rows], left=len(head)))
 
 
 def _folded(rows: list[tuple[str, ...]]) -> list[tuple[str, ...]]:

@@ -111,7 +111,8 @@ def read_with_origins(
             base = base({".".join(given.path): given.raw for given in givens})
         except ConfigError as error:
             raise ConfigError(headed(command, error.problems)) from None
-    reader = _Reader(cls, base, givens, aliases)
+    hint = "What belongs to the program stands after --." if rest else "See --help."
+    reader = _Reader(cls, base, givens, aliases, hint)
     config = reader.read()
     problems += [*more, *even_more, *reader.problems]
     problems += _missing(cls, config, command, positional, rest)
@@ -189,8 +190,11 @@ _TYPED = ("flag", "argument")  # how the origin of what was typed begins; else i
 class _Reader:
     """Places given values into the schema; remembers what was wrong and where each came from."""
 
-    def __init__(self, cls: type, base: Any, givens: list[Given], aliases: Mapping[str, str]):
+    def __init__(
+        self, cls: type, base: Any, givens: list[Given], aliases: Mapping[str, str], hint: str
+    ):
         self.cls, self.base, self.givens, self.aliases = cls, base, givens, aliases
+        self.hint = hint  # where a setting that is not known may belong
         self.problems: list[str] = []
         self.values: dict[Path, Any] = {}
         self.origins: dict[str, str] = {}
@@ -340,7 +344,7 @@ class _Reader:
         origin = given.origin if len(here) == len(given.path) else given.section_origin
         shown = f"{name} ({origin})" if in_file else flag_of(name)
         fix = mean or (f" Sections: {', '.join(sections)}." if sections else "")
-        self.problems.append(f"{shown} is not a setting{of_kind}.{fix} See --help.")
+        self.problems.append(f"{shown} is not a setting{of_kind}.{fix} {self.hint}")
 
     def _is_section(self, given: Given, cls: type) -> None:
         name = ".".join(given.path)

@@ -12,6 +12,7 @@ from jaxdist.checkpoint.pytree import ITEMS
 from jaxdist.checkpoint.streaming_io import StoredArrays
 from jaxdist.core.settings import read_settings, setting
 from jaxdist.runtime.formatting.numbers import in_bytes
+from jaxdist.runtime.formatting.tables import columns
 from jaxdist.tools.convert.checkpoint_paths import checkpoint_of
 
 
@@ -53,9 +54,8 @@ def main(argv: Sequence[str]) -> int:
         arrays = {name: stored.entries[name] for name in names}
         print(json.dumps({**facts, "arrays": arrays, "config": meta.get("config")}))
         return 0
-    width = max(map(len, facts))
-    for key, value in facts.items():
-        print(f"{key:<{width}}  {value if isinstance(value, str | int) else json.dumps(value)}")
+    shown = lambda value: str(value) if isinstance(value, str | int) else json.dumps(value)
+    print("\n".join(columns([(key, shown(value)) for key, value in facts.items()], left=2)))
     print()
     print(_table(stored, names))
     if config.settings:
@@ -80,8 +80,4 @@ def _table(stored: StoredArrays, names: Sequence[str]) -> str:
         entry = stored.entries[name]
         dtype = f"{entry['key']} key" if "key" in entry else entry["dtype"]
         rows.append((name, str(entry["shape"]), dtype, in_bytes(stored.num_bytes(name))))
-    widths = [max(len(row[column]) for row in rows) for column in range(4)]
-    return "\n".join(
-        f"{name:<{widths[0]}}  {shape:<{widths[1]}}  {dtype:<{widths[2]}}  {size:>{widths[3]}}"
-        for name, shape, dtype, size in rows
-    )
+    return "\n".join(columns(rows, left=3))

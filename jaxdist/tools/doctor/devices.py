@@ -235,15 +235,7 @@ def check_axis(
     wire = 2 * num_bytes * (size - 1) / size
     speeds = [wire / group.seconds for group in groups]
     check = f"all-reduce {axis}"
-    found = [
-        error(
-            check,
-            f"the sum over {_names(group, hosts)} is wrong",
-            "take these devices out of the job: data is damaged between them",
-        )
-        for group in groups
-        if not group.right
-    ]
+    found = _wrong_sums(check, groups, hosts)
     usual = statistics.median(speeds) if len(groups) > 2 else max(speeds)
     numbers: dict[str, Any] = {
         "bytes_per_s": statistics.median(speeds),
@@ -260,16 +252,16 @@ def check_axis(
     if simulated:
         return [*found, ok(check, text + " (through the CPU's memory)", **numbers)]
     slow = [i for i, speed in enumerate(speeds) if speed < _SLOW * usual]
-    for i in sorted(slow, key=lambda i: speeds[i])[:4]:
-        found.append(
-            warning(
-                check,
-                f"{_names(groups[i], hosts)}: {speeds[i] / 1e9:.3g} GB/s, where other groups "
-                f"have {usual / 1e9:.3g}",
-                "every step waits for them: look at their links (nvidia-smi nvlink --status, "
-                "ibstat), or leave them out",
-            )
+    found += [
+        warning(
+            check,
+            f"{_names(groups[i], hosts)}: {speeds[i] / 1e9:.3g} GB/s, where other groups "
+            f"have {usual / 1e9:.3g}",
+            "every step waits for them: look at their links (nvidia-smi nvlink --status, "
+            "ibstat), or leave them out",
         )
+        for i in sorted(slow, key=lambda i: speeds[i])[:4]
+    ]
     link = _link(groups[0], hosts, device_kind)
     if link and usual < _OF_THE_LINK * link:
         found.append(
@@ -281,6 +273,18 @@ def check_axis(
             )
         )
     return [ok(check, text, **numbers) if not found else note(check, text, **numbers), *found]
+
+
+def _wrong_sums(check: str, groups: Sequence[Group], hosts: Sequence[str]) -> list[Finding]:
+    return [
+        error(
+            check,
+            f"the sum over {_names(group, hosts)} is wrong",
+            "take these devices out of the job: data is damaged between them",
+        )
+        for group in groups
+        if not group.right
+    ]
 
 
 def _link(group: Group, hosts: Sequence[str], device_kind: str) -> float:

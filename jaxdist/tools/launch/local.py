@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import re
 import shlex
@@ -11,9 +10,9 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from jaxdist import runtime
+from jaxdist.core.settings import read_settings, setting
 from jaxdist.tools.launch.elastic_agent import ElasticAgent
 from jaxdist.tools.launch.legal_sizes import read_sizes
 from jaxdist.tools.launch.membership import ElasticConfig, LegalSizes, Range, impossible
@@ -135,19 +134,71 @@ def _refuse(problems: Sequence[str]) -> int:
     return runtime.EXIT_CONFIG
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LaunchConfig:
+    """What to start on this host, and how often.
+
+    What is None was not given: its default depends on the rest, or it belongs to elastic jobs only.
+    """
+
+    nproc_per_node: str = setting(
+        "0", "processes on this host, N or MIN:MAX; 0 = one per GPU, or 1 without GPUs"
+    )
+    nnodes: str = setting("1", "hosts, N or MIN:MAX; start a launcher on each")
+    node_rank: int = setting(0, "number of this host, from 0")
+    coordinator_address: str = setting("", "host:port of node 0; needed with several hosts")
+    module: str = setting(_TRAIN, "Python module that each process runs")
+    program: str = setting("", "another program instead, e.g. 'python worker.py'")
+    run_dir: str | None = setting(
+        None, "run directory; none = the program's --run-dir, else runs/launch-TIME"
+    )
+    max_restarts: int | None = setting(
+        None,
+        "restarts without a new checkpoint; none = 3, or 0 for commands that write no checkpoints",
+    )
+    backoff_s: float = setting(1.0, "seconds before the first restart; doubled for each one after")
+    max_backoff_s: float = setting(60.0, "seconds at which the doubling ends")
+    stop_timeout_s: float = setting(300.0, "seconds for saving after a request to stop")
+    address: str | None = setting(
+        None, "elastic jobs: how other hosts reach this one; none = its name"
+    )
+    heartbeat_timeout_s: float | None = setting(
+        None, "elastic jobs: seconds without a heartbeat until a host counts as lost; none = 15"
+    )
+    rdzv_timeout_s: float | None = setting(
+        None, "elastic jobs: seconds to wait for more hosts before those here start; none = 30"
+    )
+    grow_interval_s: float | None = setting(
+        None, "elastic jobs: seconds between two counts of the GPUs here; none = 60"
+    )
+    arguments: list[str] = setting([], "arguments of the program")
+
+
+SUMMARY = """\
+Start the processes of a job on this host, watch them, and restart what fails.
+
+    python -m jaxdist.launch --nproc-per-node 4 -- --config run.toml --mesh fsdp=4
+    python -m jaxdist.launch --nproc-per-node 8 --nnodes 2 --node-rank 0 \\
+        --coordinator-address node0:29400 -- --config run.toml
+    python -m jaxdist.launch --nproc-per-node 1:8 -- --config run.toml --mesh fsdp=8
+    python -m jaxdist.launch slurm --help
+
+What stands after -- goes to the program. With a range MIN:MAX the job is elastic: it goes on with \
+the hosts and GPUs that are there, on a smaller legal mesh with the same batches (--mesh names the \
+largest), and grows again when more are back. With --program the range only says how many \
+processes run."""
+
+
 def read_plan(argv: Sequence[str]) -> LaunchPlan:
-    """Flags before `--` to a plan; what follows belongs to the program."""
-    own, rest = list(argv), []
-    if "--" in own:
-        at = own.index("--")
-        own, rest = own[:at], own[at + 1 :]
-    parser = _parser()
-    args, unknown = parser.parse_known_args(own)
-    if unknown:
-        parser.error(
-            f"{unknown[0]} is not a flag of the launcher. Flags of the program stand after --, "
-            f"e.g. --nproc-per-node 2 -- {unknown[0]}"
-        )
+    """Flags before `--` to a plan; what follows belongs to the program.
+
+    Raises:
+        ConfigError: flags that cannot be read.
+    """
+    args = read_settings(
+        LaunchConfig, argv, command="jaxdist.launch", summary=SUMMARY, rest="arguments"
+    )
+    rest = args.arguments
     nproc_per_node, nnodes, elastic, misread = _read_numbers(args)
     run_dir = args.run_dir or _value_of(rest, "run-dir")
     if run_dir is None:
@@ -172,7 +223,7 @@ def read_plan(argv: Sequence[str]) -> LaunchPlan:
     )
 
 
-def _max_restarts(args: argparse.Namespace) -> int:
+def _max_restarts(args: LaunchConfig) -> int:
     """As asked for; what a doctor finds, or an evaluation refuses, it does again."""
     if args.max_restarts is not None:
         return int(args.max_restarts)
@@ -180,9 +231,7 @@ def _max_restarts(args: argparse.Namespace) -> int:
     return 0 if is_ours and args.module != _TRAIN else RestartPolicy.max_restarts
 
 
-def _command(
-    args: argparse.Namespace, rest: Sequence[str], run_dir: str, is_elastic: bool
-) -> list[str]:
+def _command(args: LaunchConfig, rest: Sequence[str], run_dir: str, is_elastic: bool) -> list[str]:
     if args.program:
         return [*shlex.split(args.program), *rest]
     command = [sys.executable, "-m", args.module, *rest]
@@ -194,7 +243,7 @@ def _command(
     return command
 
 
-def _read_numbers(args: argparse.Namespace) -> tuple[int, int, ElasticConfig | None, list[str]]:
+def _read_numbers(args: LaunchConfig) -> tuple[int, int, ElasticConfig | None, list[str]]:
     """Processes, hosts (the most of each), what is elastic about them, and what is misread."""
     ranges, misread = {}, []
     for flag in ("nproc_per_node", "nnodes"):
@@ -224,67 +273,6 @@ def _read_numbers(args: argparse.Namespace) -> tuple[int, int, ElasticConfig | N
 
 
 _ELASTIC_FLAGS = ("address", "heartbeat_timeout_s", "rdzv_timeout_s", "grow_interval_s")
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m jaxdist.launch",
-        description="Start the processes of a job on this host, watch them, restart what fails.",
-        epilog="With MIN:MAX the job is elastic: it goes on with the hosts and GPUs that are "
-        "there, on a smaller legal mesh with the same batches (--mesh names that of all), and "
-        "grows again when more are back. With --program the range only says how many processes "
-        "run. python -m jaxdist.launch slurm --help: write a SLURM batch script instead.",
-    )
-    add = parser.add_argument
-    add(
-        "--nproc-per-node",
-        default="0",
-        metavar="N|MIN:MAX",
-        help="processes on this host (default: one per GPU, or 1)",
-    )
-    add(
-        "--nnodes",
-        default="1",
-        metavar="N|MIN:MAX",
-        help="hosts; start a launcher on each (default 1)",
-    )
-    add("--node-rank", type=int, default=0, help="of this host, from 0 (default 0)")
-    add("--coordinator-address", default="", help="host:port of node 0; needed with several hosts")
-    add("--module", default=_TRAIN, help="what each process runs (default jaxdist.train)")
-    add("--program", default="", help="another program instead, e.g. 'python worker.py'")
-    add("--run-dir", help="run directory (default: the program's --run-dir, else runs/launch-TIME)")
-    add(
-        "--max-restarts",
-        type=int,
-        help="without a new checkpoint (default 3; 0 for jaxdist's modules that write none)",
-    )
-    _add_seconds(parser, "backoff-s", 1.0, "before the first restart")
-    _add_seconds(parser, "max-backoff-s", 60.0, "at which its doubling ends")
-    _add_seconds(parser, "stop-timeout-s", 300.0, "for saving after a request to stop")
-    elastic = parser.add_argument_group("elastic jobs (with MIN:MAX)")
-    elastic.add_argument("--address", help="how others reach this host (default: its name)")
-    # Their defaults are ElasticConfig's, so that it is known whether they were given.
-    _add_seconds(
-        elastic,
-        "heartbeat-timeout-s",
-        None,
-        "without a heartbeat until a host counts as lost (default 15)",
-    )
-    _add_seconds(
-        elastic,
-        "rdzv-timeout-s",
-        None,
-        "to wait for more hosts before those here start (default 30)",
-    )
-    _add_seconds(
-        elastic, "grow-interval-s", None, "between two counts of the GPUs here (default 60)"
-    )
-    return parser
-
-
-def _add_seconds(parser: Any, flag: str, default: float | None, what: str) -> None:
-    tail = "" if default is None else f" (default {default:g})"
-    parser.add_argument(f"--{flag}", type=float, default=default, help=f"seconds {what}{tail}")
 
 
 def _value_of(words: Sequence[str], flag: str) -> str | None:

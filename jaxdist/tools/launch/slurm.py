@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import re
 import subprocess
@@ -12,18 +11,61 @@ from pathlib import Path
 from typing import Any
 
 from jaxdist import runtime
+from jaxdist.core.settings import read_settings, setting
 from jaxdist.tools.launch.legal_sizes import read_sizes
 from jaxdist.tools.launch.membership import LegalSizes, Range, legal_nodes
 from jaxdist.tools.launch.slurm_script import BatchPlan, batch_script
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SlurmConfig:
+    """What to ask SLURM for, and what to run."""
+
+    name: str = setting("jaxdist", "job name")
+    nodes: str = setting(
+        "1",
+        "nodes, N or MIN-MAX; a range makes the job elastic: it runs on the most nodes of those "
+        "that SLURM gives with which a mesh is legal (--mesh names that of MAX)",
+    )
+    gpus_per_node: int = setting(0, "GPUs of a node; 0 = a CPU job")
+    tasks_per_node: int = setting(1, "processes of a node; 1 = one with all GPUs")
+    cpus_per_task: int = setting(0, "CPU cores of a process; 0 = SLURM's default")
+    time: str = setting("", "limit, e.g. 24:00:00; the job queues itself again when it is reached")
+    mem: str = setting("", "memory of a node, e.g. 512G")
+    partition: str = setting("", "SLURM's --partition")
+    account: str = setting("", "SLURM's --account")
+    qos: str = setting("", "SLURM's --qos")
+    constraint: str = setting("", "SLURM's --constraint")
+    signal_s: int = setting(180, "seconds ahead of the limit at which the run saves and stops")
+    max_requeues: int = setting(50, "times that the job queues itself again")
+    max_crashes: int = setting(3, "crashes in a row without a new checkpoint")
+    run_dir: str = setting("", "run directory on a shared disk; empty = runs/NAME-JOBID")
+    module: tuple[str, ...] = setting((), "module load ...")
+    setup: tuple[str, ...] = setting((), "a line of shell before the run")
+    sbatch: tuple[str, ...] = setting((), "a further #SBATCH option")
+    container: str = setting("", "an image: FILE.sif for apptainer, else pyxis")
+    python: str = setting("python", "interpreter on the nodes")
+    program: str = setting("", "another program instead of jaxdist.train")
+    script: str = setting("", "file to write; empty = NAME.sbatch")
+    submit: bool = setting(False, "hand the script to sbatch")
+    dry_run: bool = setting(False, "print the script and write nothing")
+    arguments: list[str] = setting([], "arguments of jaxdist.train, in every process")
+
+
+SUMMARY = """\
+Write a SLURM batch script for a training run.
+
+    python -m jaxdist.launch slurm --nodes 2 --gpus-per-node 8 --time 24:00:00 -- --config run.toml
+"""
+
+
 def main(argv: Sequence[str]) -> int:
     """Write the script; print, keep or submit it."""
-    own, rest = list(argv), []
-    if "--" in own:
-        at = own.index("--")
-        own, rest = own[:at], own[at + 1 :]
-    args = vars(_parser().parse_args(own))
+    config = read_settings(
+        SlurmConfig, argv, command="jaxdist.launch slurm", summary=SUMMARY, rest="arguments"
+    )
+    args = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    rest = args.pop("arguments")
     script_path, submit, dry_run = (args.pop(name) for name in ("script", "submit", "dry_run"))
     plan = _read_plan(args, rest)
     if isinstance(plan, int):
@@ -54,8 +96,7 @@ def _read_plan(args: dict[str, Any], rest: list[str]) -> BatchPlan | int:
     is_elastic = bool(args["min_nodes"]) and not args["program"]
     if is_elastic and not any(word.startswith("--mesh.elastic") for word in rest):
         rest.append("--mesh.elastic=true")
-    for name in ("modules", "setup", "sbatch"):
-        args[name] = tuple(args[name])
+    args["modules"] = args.pop("module")
     plan = BatchPlan(args=rest, **args)
     problems += plan.problems()
     sizes = read_sizes(rest) if is_elastic else LegalSizes()  # told before anyone waits for nodes
@@ -123,43 +164,3 @@ def _submit(path: Path) -> int:
         return runtime.EXIT_CONFIG
     print(done.stdout.strip() or done.stderr.strip())
     return runtime.EXIT_OK if done.returncode == 0 else runtime.EXIT_FAILURE
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m jaxdist.launch slurm",
-        description="Write a SLURM batch script for a training run.",
-        epilog="What stands after -- goes to jaxdist.train in every process.",
-    )
-    add = parser.add_argument
-    add("--name", default="jaxdist", help="job name (default jaxdist)")
-    add(
-        "--nodes",
-        default="1",
-        metavar="N|MIN-MAX",
-        help="(default 1); a range makes the job elastic: it runs on the most nodes of those that "
-        "SLURM gives with which a mesh is legal (--mesh names that of MAX)",
-    )
-    add("--gpus-per-node", type=int, default=0, help="0: a CPU job (default)")
-    add("--tasks-per-node", type=int, default=1, help="1: one process with all GPUs (default)")
-    add("--cpus-per-task", type=int, default=0, help="0: SLURM's default")
-    add("--time", default="", help="limit, e.g. 24:00:00; the job queues itself again at its end")
-    add("--mem", default="", help="memory per node, e.g. 512G")
-    add("--partition", default="")
-    add("--account", default="")
-    add("--qos", default="")
-    add("--constraint", default="")
-    add("--signal-s", type=int, default=180, help="seconds ahead of the limit to save (180)")
-    add("--max-requeues", type=int, default=50, help="(default 50)")
-    add("--max-crashes", type=int, default=3, help="in a row without a new checkpoint (default 3)")
-    add("--run-dir", default="", help="on a shared disk (default runs/NAME-JOBID)")
-    add("--module", dest="modules", action="append", default=[], help="module load ...; repeatable")
-    add("--setup", action="append", default=[], help="a line of shell before the run; repeatable")
-    add("--sbatch", action="append", default=[], help="a further #SBATCH option; repeatable")
-    add("--container", default="", help="an image: FILE.sif for apptainer, else pyxis")
-    add("--python", default="python", help="interpreter on the nodes (default python)")
-    add("--program", default="", help="another program instead of jaxdist.train")
-    add("--script", default="", help="where to write (default NAME.sbatch)")
-    add("--submit", action="store_true", help="hand it to sbatch")
-    add("--dry-run", action="store_true", help="print it, write nothing")
-    return parser

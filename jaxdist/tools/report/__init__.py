@@ -2,7 +2,6 @@
 
     runs    one run read from its directory: outcome, config, curves   (read_runs)
     table   the comparison as text                                      (differences, text_table)
-    charts  curves as SVG                                               (Line, chart)
     page    one HTML file that needs nothing else                       (html_page)
 
 Reads only; touches no device. Exit code 2 when a run is missing or damaged.
@@ -10,12 +9,13 @@ Reads only; touches no device. Exit code 2 when a run is missing or damaged.
 
 from __future__ import annotations
 
-import argparse
+import dataclasses
 import os
 import sys
 from pathlib import Path
+from typing import Literal
 
-from jaxdist.core.settings import ConfigError
+from jaxdist.core.settings import ConfigError, read_settings, setting
 from jaxdist.run.metrics_log import encode
 from jaxdist.runtime.storage import locate
 from jaxdist.tools.report.page import html_page
@@ -23,44 +23,44 @@ from jaxdist.tools.report.runs import read_runs
 from jaxdist.tools.report.table import differences, text_table
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReportConfig:
+    """Which runs to compare, and how to show them."""
+
+    run: list[str] = setting([], "run directories", required=True)
+    json: bool = setting(False, "print JSON in place of the table")
+    html: str = setting("", "write a page with the curves of the runs to this file")
+    x: Literal["step", "tokens"] = setting(
+        "step",
+        "what the curves run over; tokens (or images) compares runs of different batch size",
+    )
+
+
 def main(argv: list[str] | None = None) -> int:
     """Read the runs, print the comparison, write the page; returns the exit code."""
-    arguments = _parser().parse_args(argv)
     try:
-        runs = read_runs(arguments.run)
-        if arguments.html is not None:
-            _write_page(arguments.html, html_page(runs, x=arguments.x))
+        config = read_settings(
+            ReportConfig,
+            sys.argv[1:] if argv is None else argv,
+            command="jaxdist.report",
+            summary="Compare runs: outcome, speed, cost, and what differs in their settings.",
+            positional=("run",),
+        )
+        runs = read_runs(config.run)
+        if config.html:
+            _write_page(Path(config.html), html_page(runs, x=config.x))
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
-    if arguments.json:
+    if config.json:
         record = {"runs": [run.record() for run in runs], "differences": differences(runs)}
         text = encode(record, indent=2)
     else:
         text = text_table(runs)
-        if arguments.html is not None:
-            text += f"\n\ncurves: {arguments.html}"
+        if config.html:
+            text += f"\n\ncurves: {config.html}"
     _print(text)
     return 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m jaxdist.report",
-        description="Compare runs: outcome, speed, cost, and what differs in their configs.",
-    )
-    parser.add_argument("run", nargs="+", metavar="RUN", help="a run directory")
-    parser.add_argument("--json", action="store_true", help="print JSON in place of the table")
-    parser.add_argument(
-        "--html", type=Path, metavar="FILE", help="write a page with the curves of the runs"
-    )
-    parser.add_argument(
-        "--x",
-        choices=("step", "tokens"),
-        default="step",
-        help="what the curves run over; tokens (or images) compares runs of different batch size",
-    )
-    return parser
 
 
 def _print(text: str) -> None:
