@@ -99,7 +99,7 @@ def reduce_scatter(x: Array, axes: Axes, dim: int = 0) -> Array:
 
 
 def broadcast(x: Array, axes: Axes, root: int = 0) -> Array:
-    """Every device gets the root's array. Wire: that of `all_reduce`.
+    """Every device gets the root's array: [...] -> [...]. Wire: that of `all_reduce`.
 
     Raises:
         ValueError: `root` is not in the group.
@@ -109,7 +109,9 @@ def broadcast(x: Array, axes: Axes, root: int = 0) -> Array:
 
 
 def reduce(x: Array, axes: Axes, root: int = 0) -> Array:
-    """The root gets the sum over the group, the others zeros. Wire: that of `all_reduce`.
+    """The root gets the sum over the group, the others zeros: [...] -> [...].
+
+    Wire: that of `all_reduce`.
 
     Raises:
         ValueError: `root` is not in the group.
@@ -141,13 +143,16 @@ def all_to_all(x: Array, axis: str, split_dim: int, concat_dim: int) -> Array:
 
 
 def permute(x: Array, axis: str, shift: int = 1) -> Array:
-    """Send to the device `shift` places further on the ring. Wire: B per device."""
+    """Send [...] to the device `shift` places further on the ring. Wire: B per device."""
     size = lax.axis_size(axis)
     return lax.ppermute(x, axis, [(i, (i + shift) % size) for i in range(size)])
 
 
 def barrier(x: Array, axes: Axes) -> Array:
-    """`x`, available only after every device of the group has made its own. Wire: 4 bytes."""
+    """`x` [...], available only after every device of the group has made its own.
+
+    Wire: 4 bytes.
+    """
     # A number that needs x and that x then needs; a constant, or one unused, is compiled away.
     first = jnp.ravel(x)[0]
     arrived = lax.psum(vary(first == first, _names(axes)).astype(jnp.float32), _names(axes))

@@ -250,5 +250,5 @@ def _check_collisions(dims: Dims, rules: Mapping[str, str | None]) -> None:
 
 
 def shard_bytes(x: Array | jax.ShapeDtypeStruct, sharding: NamedSharding) -> int:
-    """Bytes of `x` that one device holds."""
+    """Bytes that one device holds of `x` [...], of any dtype."""
     return math.prod(sharding.shard_shape(x.shape)) * x.dtype.itemsize

@@ -119,9 +119,12 @@ def dot(dims: str, x: Array, w: Array, *, out_dtype: Any = None) -> Array:
     Args:
         dims: names of the dims, "batch seq d_model, d_model mlp -> batch seq mlp"; those that the
             result lacks are summed over.
-        x: activations, compute dtype.
-        w: weight, cast to the dtype of x.
+        x: activations [*first dims named], compute dtype.
+        w: weight [*second dims named], cast to the dtype of x.
         out_dtype: dtype of the result and of its sums; None = that of x.
+
+    Returns:
+        [*dims named after the arrow].
     """
     inputs, _, output = dims.partition("->")
     letters = {name: chr(ord("a") + i) for i, name in enumerate(dict.fromkeys(_names(inputs)))}

@@ -83,7 +83,7 @@ def _empty_moment(param: Array, sides: Sides, part: str) -> Any:
 
 
 def absent() -> Array:
-    """What fills the place of a moment that a leaf does not have."""
+    """What fills the place of a moment that a leaf does not have: float32 []."""
     return jnp.zeros((), jnp.float32)
 
 

@@ -47,7 +47,7 @@ def make_context(
     def token_loss(
         x: Array, kernel: Array, targets: Array, weights: Array, vocab_size: int
     ) -> Sums:
-        """Shapes as in `losses.token_cross_entropy`."""
+        """As `losses.token_cross_entropy`: x [batch, seq, d_model] -> Sums."""
         vocabulary = losses.Vocabulary(vocab_size, TENSOR.name if split_vocabulary else None, chunk)
         return losses.token_cross_entropy(x, kernel, targets, weights, vocabulary)
 

@@ -52,7 +52,7 @@ class Weights:
         return np.result_type(*(self.tensors[name].dtype for name in piece.theirs))
 
     def fetch(self, source: Source, index: Index) -> np.ndarray:
-        """The values of a block of a tensor's view, read from its file."""
+        """A block of a tensor's view, [*lengths of `index`] in the stored dtype, from its file."""
         return self.tensors[source.name].reshape(source.view).read(index)
 
 

@@ -107,6 +107,9 @@ class Piece:
             index: the block, with start and stop in every dim.
             fetch: (tensor, place in its view) -> the values there.
             dtype: of the result.
+
+        Returns:
+            The values, [*lengths of `index`].
         """
         shape = tuple(s.stop - s.start for s in index)
         out: np.ndarray | None = None
@@ -128,13 +131,16 @@ class Piece:
         return np.zeros(shape, dtype) if out is None else out
 
     def join(self, tensors: Sequence[np.ndarray]) -> np.ndarray:
-        """Our part from their tensors, in the order of `sources`."""
+        """Our part [*shape] from their tensors, in the order of `sources`; their dtype."""
         views = {s.name: x.reshape(s.view) for s, x in zip(self.sources, tensors, strict=True)}
         whole = tuple(slice(0, size) for size in self.shape)
         return self.read(whole, lambda source, index: views[source.name][index], tensors[0].dtype)
 
     def split(self, part: np.ndarray) -> list[np.ndarray]:
-        """Their tensors from our part, in the order of `sources`; views where possible."""
+        """Their tensors, in the order and shapes of `sources`, from our part [*shape].
+
+        Views where possible.
+        """
         return [
             part[source.block].transpose(np.argsort(source.order)).reshape(source.shape)
             for source in self.sources

@@ -145,6 +145,9 @@ class StoredTensor:
 
         Args:
             index: the block, with start and stop in every dim; None = everything.
+
+        Returns:
+            [*lengths of `index`], in the stored dtype.
         """
         whole = tuple(slice(0, size) for size in self.shape)
         wanted = whole if index is None else tuple(index)

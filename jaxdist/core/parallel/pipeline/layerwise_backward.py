@@ -51,7 +51,12 @@ class LayerwiseBackward:
         self._reduce = reduce
 
     def forward(self, layers: Layers, x: Array) -> tuple[Array, Sums, list[Array]]:
-        """Run the layers on x: (y, sums of all the layers, what their backward reads)."""
+        """Run the layers on x [rows, seq_shard, d_model].
+
+        Returns:
+            y of the shape of x, the sums of all the layers (scalars), and what their backward
+            reads, [layers, ...] each.
+        """
 
         def one(x: Array, layer: tuple[Array, Params]) -> tuple[Array, tuple[Sums, list[Array]]]:
             index, weights = layer
@@ -64,7 +69,17 @@ class LayerwiseBackward:
     def gradient(
         self, layers: Layers, saved: list[Array], dy: Array, totals: Params
     ) -> tuple[Array, Params]:
-        """Go back at once: (dx, totals with the gradients of the weights added)."""
+        """Go back at once.
+
+        Args:
+            layers: as in `forward`.
+            saved: [layers, ...] each, from `forward`.
+            dy: gradient of the output, [rows, seq_shard, d_model].
+            totals: gradients so far, [chunks, layers, ...] of each leaf.
+
+        Returns:
+            The gradient of the input, shaped as dy, and the totals with those of the weights added.
+        """
 
         def one(
             carry: tuple[Array, Params], layer: tuple[Array, Array, Params, list[Array]]
@@ -80,7 +95,12 @@ class LayerwiseBackward:
     def input_gradient(
         self, layers: Layers, saved: list[Array], dy: Array
     ) -> tuple[Array, list[Array]]:
-        """Go back to the input alone: (dx, what the gradients of the weights will read)."""
+        """Go back to the input alone.
+
+        Returns:
+            The gradient of the input, shaped as dy [rows, seq_shard, d_model], and what the
+            gradients of the weights will read, [layers, ...] each.
+        """
 
         def one(dy: Array, layer: tuple[Array, Params, list[Array]]) -> tuple[Array, list[Array]]:
             index, weights, own = layer
@@ -89,7 +109,10 @@ class LayerwiseBackward:
         return lax.scan(one, dy, (layers.indices, layers.weights, saved), reverse=True)
 
     def weight_gradient(self, layers: Layers, kept: list[Array], totals: Params) -> Params:
-        """The totals with the postponed gradients of the weights added, from what was kept."""
+        """Totals [chunks, layers, ...] with the postponed gradients of the weights added.
+
+        `kept` is what `input_gradient` returned, [layers, ...] each.
+        """
 
         def one(
             totals: Params, layer: tuple[Array, Array, Params, list[Array]]

@@ -66,8 +66,10 @@ def _of_stage(stage: Array, stages: np.ndarray, values: np.ndarray) -> Array:
 def exchange_rounds(p: int, v: int) -> list[np.ndarray]:
     """Cut the p·v virtual stages into v rounds, each naming every storing and running stage once.
 
+    Each round is int32 [p], the virtual stage that running stage i takes.
+
     Stages that store and stages that run form a bipartite graph in which every vertex has degree v,
-    so v perfect exchange_rounds exist (Kőnig 1916); each is found by augmenting paths.
+    so v perfect matchings exist (Kőnig 1916); each is found by augmenting paths.
     """
     left = set(range(p * v))
     rounds = []
