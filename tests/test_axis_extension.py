@@ -66,7 +66,7 @@ def test_it_trains_as_data_does_and_resumes_with_the_same_bits(tmp_path):
 
 def test_it_is_planned_as_data_is(capsys):
     def planned(mesh: str) -> dict:
-        flags = ["--gpus=h100:8", "--no-compile", "--json", f"--mesh={mesh}"]
+        flags = ["--gpus=h100:8", "--compile=false", "--json", f"--mesh={mesh}"]
         assert plan([*flags, "--train.global_batch_size=256", "--zero=1"]) == 0
         (found,) = json.loads(capsys.readouterr().out)["plans"]
         return found

@@ -10,10 +10,13 @@ from xml.etree import ElementTree
 
 import pytest
 
+from jaxdist.config.command_line import ALIASES
+from jaxdist.core.settings.schema import fields_of
 from jaxdist.core.types import ConfigError
 from jaxdist.plan import planner
 from jaxdist.plan.__main__ import main
 from jaxdist.plan.compiled.check import CompiledStep, Memory, NotCompiled
+from jaxdist.plan.options import PlanConfig
 from jaxdist.plan.schedule_view import drawings
 
 SMALL = [
@@ -43,6 +46,9 @@ def test_the_answer_has_a_verdict_and_the_flags_to_type(capsys):
         assert section in text
     assert "the run: 10B tokens" in text
     assert "Data parallelism alone is enough" in text
+    settings = {field.name for field in fields_of(PlanConfig)} | ALIASES.keys()
+    named = set(re.findall(r"--([a-z][\w.]*)", text))
+    assert "checkpoint.save_interval_steps" in named and named <= settings
 
 
 def test_the_flags_of_an_answer_give_that_answer(capsys):

@@ -1,7 +1,7 @@
 """Conversations to tokens and weights: which tokens a model learns to produce.
 
 A conversation is written down with the tokenizer's own chat template (Jinja, as Hugging Face keeps
-it beside `tokenizer.json`), so that a tuned model is asked the way it was trained. Tokenizers
+it next to `tokenizer.json`), so that a tuned model is asked the way it was trained. Tokenizers
 without one use `plain`:
 
     <|system|>

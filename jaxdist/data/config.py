@@ -60,7 +60,7 @@ class DataConfig:
     chat_template: str = setting(
         "auto",
         "how conversations are written down: auto = the tokenizer's own template "
-        "(chat_template.jinja or tokenizer_config.json beside tokenizer.json), plain where it has "
+        "(chat_template.jinja or tokenizer_config.json next to tokenizer.json), plain where it has "
         "none; plain = <|role|>, a new line, the text, answers closed by the end token; or the "
         "path of a Jinja template",
     )
@@ -87,7 +87,7 @@ class DataConfig:
     prefetch: int = setting(2, "batches kept ready on the devices ahead of the step, at least 1")
     num_workers: int = setting(
         0,
-        "processes beside each training process that read rows and run transforms; 0 = a thread "
+        "processes that read rows and run transforms, for each training process; 0 = a thread "
         "of the training process does, which is fastest for text. Raise it when the run says that "
         "its loader is the bottleneck",
     )

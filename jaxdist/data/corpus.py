@@ -87,7 +87,7 @@ class Corpus:
         """The tokenizer it was made with; loaded on first use, which reading rows is not.
 
         Raises:
-            ConfigError: the file beside the tokens is another one.
+            ConfigError: the tokenizer.json next to the tokens is another one.
         """
         about = self._about_tokenizer
         tokenizer: Tokenizer = (

@@ -15,6 +15,7 @@ import dataclasses
 import os
 import platform
 import queue
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -61,7 +62,8 @@ def read_faults(only: list[str]) -> list[Fault]:
 def run_tests(root: Path, tests: str) -> tuple[int, str, float]:
     """Exit code of pytest, the first test that failed, seconds."""
     start = time.monotonic()
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests.split()]
+    pytest = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
+    command = [*pytest, *shlex.split(tests)]
     environment = {**os.environ, "PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1"}
     try:
         done = subprocess.run(

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
 import statistics
 from pathlib import Path
 from typing import Any
@@ -489,10 +488,15 @@ def job_of(row: Row) -> Job:
     return dataclasses.replace(job, engine=row.engine)
 
 
-@functools.lru_cache
+_BUILT: dict[str, Model] = {}
+
+
 def built(model: DecoderConfig, seq_len: int) -> Model:
     """The model of several rows, built once."""
-    return build(model, seq_len=seq_len)
+    key = f"{model} {seq_len}"
+    if key not in _BUILT:
+        _BUILT[key] = build(model, seq_len=seq_len)
+    return _BUILT[key]
 
 
 def tokens_per_gpu(row: Row, job: Job) -> float:

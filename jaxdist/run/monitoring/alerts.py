@@ -69,8 +69,8 @@ class Alerts:
             level=logging.WARNING,
             message=f"the data loader is the bottleneck: {percent(share)} of the last "
             f"{WINDOW_STEPS} steps went to waiting for data (warned above "
-            f"{percent(DATA_WAIT_WARNING)}). Tokenise the corpus once, give "
-            "the loader more workers, or a faster disk.",
+            f"{percent(DATA_WAIT_WARNING)}). Raise data.num_workers for costly transforms, "
+            "data.num_threads for rows from a network, or use a faster disk.",
         )
 
     def values(self, step: int, values: Mapping[str, float]) -> None:
