@@ -196,7 +196,7 @@ FILES = {
     "unknown kind": (
         ["--config=kind.toml"], "model.kind='transformer' (kind.toml line 2)", "decoder, cnn or"),
     "section as value": (["--config=flat.toml"], "mesh='dp=2' (flat.toml line 1)", "mesh.shape"),
-    "broken rules": (["--config=rules.toml"], "[train.steps: rules.toml line 2]", "The default is "),
+    "broken rules": (["--config=rules.toml"], "[train.steps: rules.toml line 2]", "The default"),
     "two files": (["--config=a.toml", "--config=b.toml"], "given 2 times", "Give one file"),
 }  # fmt: skip
 
