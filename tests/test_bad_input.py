@@ -150,7 +150,7 @@ FLAGS = {
 }
 
 RULES = {
-    "steps 0": (["--steps=0"], "train.steps=0", "Use 1 or more"),
+    "steps 0": (["--steps=0"], "train.steps=0", "The default is 160"),
     "heads and width": (["--model.num_heads=3"], "num_heads=3 does not divide", "Choose a"),
     "kv heads and heads": (["--model.num_kv_heads=3"], "num_kv_heads=3", "Use a divisor"),
     "odd rotary head": (["--model.head_dim=15"], "head_dim=15 is odd", "Use an even"),
@@ -162,10 +162,10 @@ RULES = {
     "vocabulary below bytes": (["--model.vocab_size=100"], "vocab_size=100 is smaller", "Use 256"),
     "remat": (["--train.remat=some"], "remat='some'", "Use auto, none"),
     "remat name": (["--train.remat=names:qkv,mlp"], "names mlp", "Use names from"),
-    "learning rate nan": (["--optim.peak_lr=nan"], "optim.peak_lr=nan", "Try 1e-3"),
-    "momentum 1": (["--optim.momentum=1"], "optim.momentum=1.0", "Try 0.9"),
-    "warmup negative": (["--optim.warmup_steps=-5"], "warmup_steps=-5", "Use 0"),
-    "checkpoints kept": (["--checkpoint.max_to_keep=0"], "max_to_keep=0", "Use 1 or more"),
+    "learning rate nan": (["--optim.peak_lr=nan"], "optim.peak_lr=nan", "The default is"),
+    "momentum 1": (["--optim.momentum=1"], "optim.momentum=1.0", "The default is 0.9"),
+    "warmup negative": (["--optim.warmup_steps=-5"], "warmup_steps=-5", "The default is"),
+    "checkpoints kept": (["--checkpoint.max_to_keep=0"], "max_to_keep=0", "The default is"),
     "log interval": (["--monitoring.log_interval_steps=0"], "log_interval_steps=0", "1 or more"),
     "custom without factory": (["--model=custom"], "model.factory=''", "Use e.g."),
 }  # fmt: skip
@@ -196,7 +196,7 @@ FILES = {
     "unknown kind": (
         ["--config=kind.toml"], "model.kind='transformer' (kind.toml line 2)", "decoder, cnn or"),
     "section as value": (["--config=flat.toml"], "mesh='dp=2' (flat.toml line 1)", "mesh.shape"),
-    "broken rules": (["--config=rules.toml"], "[train.steps: rules.toml line 2]", "Use "),
+    "broken rules": (["--config=rules.toml"], "[train.steps: rules.toml line 2]", "The default"),
     "two files": (["--config=a.toml", "--config=b.toml"], "given 2 times", "Give one file"),
 }  # fmt: skip
 

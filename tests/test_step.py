@@ -27,6 +27,7 @@ from tiny import (
 
 from jaxdist import optim
 from jaxdist.core.precision import PrecisionConfig
+from jaxdist.core.settings import problems_of
 from jaxdist.core.sharding import Layout
 from jaxdist.core.state import init_state
 from jaxdist.core.step import TrainConfig, make_step, remat_policy
@@ -348,7 +349,7 @@ def test_offloaded_moments_live_in_host_memory():
     ids=str,
 )
 def test_wrong_settings_say_what_is_allowed(changes, message):
-    (problem,) = TrainConfig(**changes).problems()
+    (problem,) = problems_of(TrainConfig(**changes), "train")
     assert message in problem
 
 

@@ -12,17 +12,19 @@ from jaxdist.core.types import setting
 class CheckpointConfig:
     """When to save, what to keep, how far to trust what is read."""
 
-    save_interval_steps: int = setting(1000, "steps between saves; 0 = not by steps")
+    save_interval_steps: int = setting(1000, "steps between saves; 0 = not by steps", ge=0)
     save_interval_minutes: float = setting(
-        30.0, "minutes between saves, beside those by steps; 0 = not by time"
+        30.0, "minutes between saves, beside those by steps; 0 = not by time", ge=0
     )
     max_to_keep: int = setting(
-        3, "newest checkpoints kept; disk peaks at two more: one midway, one being written"
+        3, "newest checkpoints kept; disk peaks at two more: one midway, one being written", ge=1
     )
     keep_interval_steps: int = setting(
-        0, "also keep for good each checkpoint whose step is a multiple of this; 0 = none"
+        0, "also keep for good each checkpoint whose step is a multiple of this; 0 = none", ge=0
     )
-    keep_best: int = setting(0, "also keep this many with the best evaluation metric; 0 = none")
+    keep_best: int = setting(
+        0, "also keep this many with the best evaluation metric; 0 = none", ge=0
+    )
     best_metric: str = setting("loss", "evaluation metric that keep_best looks at")
     async_save: bool = setting(
         True,
@@ -41,6 +43,7 @@ class CheckpointConfig:
         32,
         "GB of host memory, per process, for arrays being read or written at a time; less than the "
         "state makes restoring onto other shards read bytes again",
+        ge=1,
     )
 
     @property
@@ -49,23 +52,10 @@ class CheckpointConfig:
         return self.async_save and self.save_interval_steps != 1
 
     def problems(self) -> list[str]:
-        """Every violated rule, one line each; empty when the settings are legal."""
-        at_least = {
-            "save_interval_steps": 0,
-            "save_interval_minutes": 0,
-            "max_to_keep": 1,
-            "keep_interval_steps": 0,
-            "keep_best": 0,
-            "host_memory_gb": 1,
-        }
-        found = [
-            f"checkpoint.{name}={getattr(self, name)} is below {least}. Use {least} or more."
-            for name, least in at_least.items()
-            if not getattr(self, name) >= least
+        """What no bound says."""
+        if not self.keep_best or self.best_metric:
+            return []
+        return [
+            f"checkpoint.keep_best={self.keep_best} needs checkpoint.best_metric, which is empty. "
+            "Name an evaluation metric, e.g. loss."
         ]
-        if self.keep_best > 0 and not self.best_metric:
-            found.append(
-                f"checkpoint.keep_best={self.keep_best} needs checkpoint.best_metric, which is "
-                "empty. Name an evaluation metric, e.g. loss."
-            )
-        return found

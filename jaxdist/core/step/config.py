@@ -11,13 +11,14 @@ from jaxdist.core.types import setting
 class TrainConfig:
     """The run's length and the shape of one step."""
 
-    steps: int = setting(160, "optimizer steps of the whole run")
-    global_batch_size: int = setting(32, "rows of one optimizer step over all devices")
-    seq_len: int = setting(128, "tokens of a row (text only)")
+    steps: int = setting(160, "optimizer steps of the whole run", ge=1)
+    global_batch_size: int = setting(32, "rows of one optimizer step over all devices", ge=1)
+    seq_len: int = setting(128, "tokens of a row (text only)", ge=1)
     num_microbatches: int = setting(
         1,
         "parts into which a device's rows are cut; their gradients are accumulated (with pp > 1 "
         "they flow through the stages, and pipeline.num_microbatches comes first)",
+        ge=1,
     )
     remat: str = setting(
         "auto",
@@ -26,7 +27,7 @@ class TrainConfig:
         "auto = none on CPU, dots on GPUs",
     )
     loss_chunk_tokens: int = setting(
-        0, "tokens whose logits exist at once; 0 = as many as fit 64 MiB of float32 logits"
+        0, "tokens whose logits exist at once; 0 = as many as fit 64 MiB of float32 logits", ge=0
     )
     offload_optimizer: bool = setting(False, "keep optimizer moments in host memory")
     replica_norms: bool = setting(
@@ -38,15 +39,6 @@ class TrainConfig:
     def problems(self) -> list[str]:
         """Every violated rule of this section."""
         problems = []
-        for name in ("steps", "global_batch_size", "seq_len", "num_microbatches"):
-            value = getattr(self, name)
-            if value < 1:
-                problems.append(f"train.{name}={value} must be a whole number. Use 1 or more.")
-        if self.loss_chunk_tokens < 0:
-            problems.append(
-                f"train.loss_chunk_tokens={self.loss_chunk_tokens} must be ≥ 0. Use 0 to have it "
-                "chosen."
-            )
         kind, _, names = self.remat.partition(":")
         if kind not in ("auto", "none", "dots", "full", "names") or (kind == "names") != bool(
             names
@@ -66,20 +58,18 @@ class TrainConfig:
 class EvalConfig:
     """When the run evaluates, and on how much."""
 
-    interval_steps: int = setting(100, "steps between evaluations; 0 = only after the last step")
-    max_batches: int = setting(
-        20, "batches of an evaluation during the run, spread over the data; 0 = every row once"
+    interval_steps: int = setting(
+        100, "steps between evaluations; 0 = only after the last step", ge=0
     )
-    final_max_batches: int = setting(0, "the same for the evaluation after the last step")
-    global_batch_size: int = setting(0, "rows of an evaluation batch; 0 = train.global_batch_size")
-
-    def problems(self) -> list[str]:
-        """Every violated rule of this section."""
-        return [
-            f"eval.{field.name}={getattr(self, field.name)} must be ≥ 0 (0: see --help)."
-            for field in dataclasses.fields(self)
-            if getattr(self, field.name) < 0
-        ]
+    max_batches: int = setting(
+        20,
+        "batches of an evaluation during the run, spread over the data; 0 = every row once",
+        ge=0,
+    )
+    final_max_batches: int = setting(0, "the same for the evaluation after the last step", ge=0)
+    global_batch_size: int = setting(
+        0, "rows of an evaluation batch; 0 = train.global_batch_size", ge=0
+    )
 
 
 REMAT_NAMES = ("qkv", "attention", "attention_out", "mlp_hidden", "mlp_out")
