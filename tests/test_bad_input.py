@@ -136,7 +136,7 @@ FLAGS = {
     "stray argument": (["train.toml"], "'train.toml' is one too many", "--help"),
     "value for a section": (["--optim=adamw"], "gives a value to a section", "optim.FIELD"),
     "help of no section": (["--help", "optimizer"], "--help optimizer", "Use one of model, mesh"),
-    "negative devices": (["--simulate=-1"], "simulate=-1", "Use 0"),
+    "negative devices": (["--simulate=-1"], "simulate=-1", "The default is 0"),
     "bad name": (["--name=a/b"], "name='a/b'", "Use run_dir for a path"),
     "resume from nowhere": (["--resume=runs/none"], "resume='runs/none'", "use auto"),
     "resume misspelt": (["--resume=atuo"], "resume='atuo' is not auto, never", "use auto"),
@@ -146,7 +146,7 @@ FLAGS = {
         "node1:29400",
         "Give all three",
     ),
-    "negative seed": (["--seed=-1"], "seed=-1", "Use 0"),
+    "negative seed": (["--seed=-1"], "seed=-1", "The default is 0"),
 }
 
 RULES = {

@@ -41,7 +41,9 @@ class RunConfig:
     """Everything that a run is made of; what is not said here has its room's default."""
 
     name: str = setting("default", "name of the run; its directory is runs/<name>-<time>")
-    seed: int = setting(0, "of the initial parameters, the data order and all random bits")
+    seed: int = setting(
+        0, "seed of the initial parameters, the data order and all random bits", ge=0
+    )
     run_dir: str = setting("", "run directory; empty = runs/<name>-<time>")
     resume: str = setting(
         "auto",
@@ -77,7 +79,7 @@ class RunConfig:
         "kernels, jax's own checks, stop on NaN; what a file or flags say wins",
     )
     simulate: int = setting(
-        0, "simulated CPU devices of each process; 0 = the machine's own devices"
+        0, "simulated CPU devices of each process; 0 = the machine's own devices", ge=0
     )
     model: ModelConfig = dataclasses.field(default_factory=DecoderConfig)
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
@@ -208,11 +210,6 @@ class RunConfig:
     def _place_problems(self) -> list[str]:
         """Name, directories and the number of simulated devices."""
         found = []
-        if self.simulate < 0:
-            found.append(
-                f"simulate={self.simulate} is not a number of devices. Use 0 for the machine's "
-                "own, or e.g. 8 to simulate them on CPU."
-            )
         if not re.fullmatch(r"[\w][\w.+-]*", self.name):
             found.append(
                 f"name={self.name!r} must be one word of letters, digits and . _ + -: it names the "
@@ -239,8 +236,6 @@ class RunConfig:
                 f"replay={self.replay!r} is not RUN:STEP, a run directory and a step from 1 on. "
                 "Use e.g. --replay runs/NAME:120; anomalies.jsonl there names the bad steps."
             )
-        if self.seed < 0:
-            found.append(f"seed={self.seed} must be 0 or more. Use 0.")
         return found
 
     def _start_problems(self) -> list[str]:
