@@ -116,11 +116,15 @@ def make_parts(case: Case) -> tuple[Any, ...]:
         auto_tensor=case.automatic,
     )
     model = make_model(case.family, case.layers)
-    config = TrainConfig(global_batch_size=case.rows, seq_len=SEQ_LEN, remat=case.remat)
+    config = TrainConfig(
+        global_batch_size=case.rows,
+        seq_len=SEQ_LEN,
+        num_microbatches=case.microbatches,
+        remat=case.remat,
+    )
     precision = PrecisionConfig(compute_dtype=case.dtype)  # type: ignore[arg-type]
     stages = PipelineConfig(
         schedule=case.schedule,  # type: ignore[arg-type]
-        num_microbatches=case.microbatches,
         num_virtual_stages=case.chunks,
         gather=case.gather,  # type: ignore[arg-type]
     )

@@ -9,7 +9,6 @@ import pytest
 
 from jaxdist.config import RunConfig, fit_devices, legal_sizes, read_run
 from jaxdist.core.mesh import MeshSpec, factorisations, shrink, shrunk_sizes
-from jaxdist.core.parallel.pipeline.config import PipelineConfig
 from jaxdist.core.sharding import MeshConfig
 from jaxdist.core.step import EvalConfig, TrainConfig
 from jaxdist.core.types import ConfigError
@@ -113,18 +112,17 @@ def rows_at_once(config: RunConfig, spec: MeshSpec) -> int:
     if spec["pipeline"] == 1:
         return rows // config.train.num_microbatches
     schedule = config.pipeline.make_schedule(
-        num_stages=spec["pipeline"], rows=rows, accumulation=config.train.num_microbatches
+        num_stages=spec["pipeline"], rows=rows, num_microbatches=config.train.num_microbatches
     )
     return rows // schedule.num_microbatches
 
 
 def test_microbatches_of_the_pipeline_that_were_chosen_for_few_rows_grow_too():
-    config = a_run("dp=4,pp=2", 32)
-    assert config.pipeline.num_microbatches == 0  # 8 rows per replica: 8 of one row
+    config = a_run("dp=4,pp=2", 32, microbatches=0)  # 8 rows per replica: 8 of one row
     fitted = fit_devices(config, 4)
-    assert fitted.mesh.shape == "pp=2,dp=2" and fitted.pipeline.num_microbatches == 16
-    named = dataclasses.replace(config, pipeline=PipelineConfig(num_microbatches=4))
-    assert fit_devices(named, 2).pipeline.num_microbatches == 16
+    assert fitted.mesh.shape == "pp=2,dp=2" and fitted.train.num_microbatches == 16
+    named = a_run("dp=4,pp=2", 32, microbatches=4)
+    assert fit_devices(named, 2).train.num_microbatches == 16
 
 
 def test_an_evaluation_batch_that_does_not_divide_is_not_legal():

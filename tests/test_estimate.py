@@ -209,7 +209,7 @@ def test_recomputing_more_keeps_less_and_computes_more():
 def test_the_stash_of_a_pipeline_follows_its_schedule():
     stash = {}
     for name in ("gpipe", "1f1b_lockstep", "1f1b"):
-        one = job("pp=4", pipeline={"schedule": name, "num_microbatches": 16})
+        one = job("pp=4", train={"num_microbatches": 16}, pipeline={"schedule": name})
         stash[name] = estimate_memory(one).phases["layer backward"]["stashed inputs"]
     each = 2 * 4 * 1024 * 1024  # bytes of 4 rows of the stream
     # p stages: gpipe holds all 16, 1F1B 2p-1, the lean one p; one spare, and two for gradients.
@@ -246,7 +246,7 @@ def test_tensor_parallelism_divides_the_products():
 def test_the_bubble_is_that_of_the_schedule(stages):
     """1F1B: p-1 of m+p-1 rounds wait (Narayanan et al. 2021)."""
     microbatches = 16
-    one = job(f"pp={stages}", pipeline={"num_microbatches": microbatches})
+    one = job(f"pp={stages}", train={"num_microbatches": microbatches})
     time = estimate_time(one)
     layers = (flops.layer_forward(one) * 2 + flops.layer_backward(one)) * one.layers_per_stage
     reach = time.products / (
@@ -256,7 +256,7 @@ def test_the_bubble_is_that_of_the_schedule(stages):
     # The waiting covers attention and memory-bound work too, so it is more than its products.
     assert rounds < time.waiting
     whole = time.waiting / (stages - 1)
-    twice = estimate_time(job(f"pp={stages}", pipeline={"num_microbatches": 2 * microbatches}))
+    twice = estimate_time(job(f"pp={stages}", train={"num_microbatches": 2 * microbatches}))
     assert twice.waiting / (stages - 1) == pytest.approx(whole / 2, rel=0.02)
 
 

@@ -282,8 +282,8 @@ def test_a_gpu_of_an_unknown_architecture_is_refused():
 
 
 def test_stages_and_offloaded_state_are_counted_before_compiling():
-    pipeline = PipelineConfig(schedule="gpipe", num_microbatches=8)
-    train = dataclasses.replace(TRAIN, num_microbatches=1, global_batch_size=8, remat="none")
+    pipeline = PipelineConfig(schedule="gpipe")
+    train = dataclasses.replace(TRAIN, num_microbatches=8, global_batch_size=8, remat="none")
     config = RunConfig(model=MODEL, train=train, pipeline=pipeline, mesh=MeshConfig(shape="pp=2"))
     devices = jax.devices()[:2]
     parts = assemble(config, devices)

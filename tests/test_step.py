@@ -341,7 +341,7 @@ def test_offloaded_moments_live_in_host_memory():
     ("changes", "message"),
     [
         (dict(steps=0), "train.steps=0"),
-        (dict(num_microbatches=0), "train.num_microbatches=0"),
+        (dict(num_microbatches=-1), "train.num_microbatches=-1"),
         (dict(remat="half"), "train.remat='half' is unknown. Use auto, none, dots, full or names"),
         (dict(remat="names:"), "is unknown"),
         (dict(remat="names:qkv,logits"), "names logits, which no model marks. Use names from qkv"),

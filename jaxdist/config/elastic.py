@@ -87,11 +87,7 @@ def _with_batches(config: RunConfig, asked: MeshSpec, spec: MeshSpec) -> RunConf
     batch = config.train.global_batch_size
     microbatch = batch // asked.num_replicas // _num_microbatches(config, asked)
     count = _count(batch // spec.num_replicas, microbatch)
-    train, pipeline = config.train, config.pipeline
-    if spec[PIPELINE] > 1:
-        pipeline = dataclasses.replace(pipeline, num_microbatches=count)
-    else:
-        train = dataclasses.replace(train, num_microbatches=count)
+    train = dataclasses.replace(config.train, num_microbatches=count)
     # Smaller evaluation batches, and as many more: the same rows are evaluated.
     rows = _eval_rows(config)
     times = _count(rows // spec.num_replicas, -(-rows // asked.num_replicas))
@@ -101,15 +97,15 @@ def _with_batches(config: RunConfig, asked: MeshSpec, spec: MeshSpec) -> RunConf
         max_batches=config.eval.max_batches * times,
         final_max_batches=config.eval.final_max_batches * times,
     )
-    return dataclasses.replace(config, train=train, pipeline=pipeline, eval=evaluation)
+    return dataclasses.replace(config, train=train, eval=evaluation)
 
 
 def _num_microbatches(config: RunConfig, spec: MeshSpec) -> int:
     train = config.train
     if spec[PIPELINE] == 1:
-        return train.num_microbatches
+        return train.accumulation
     rows = train.global_batch_size // spec.num_replicas
-    return config.pipeline.count_microbatches(spec[PIPELINE], rows, train.num_microbatches)
+    return train.num_microbatches or config.pipeline.choose_microbatches(spec[PIPELINE], rows)
 
 
 def _count(rows: int, most: int) -> int:

@@ -137,9 +137,7 @@ class RunConfig:
             settings=DIM_SETTINGS if self.model.dims else {},
             zero=self.mesh.zero,
             global_batch_size=self.train.global_batch_size,
-            num_microbatches=self.pipeline.given_microbatches(
-                spec[PIPELINE], self.train.num_microbatches
-            ),
+            num_microbatches=self.train.accumulation,
             num_virtual_stages=self.pipeline.num_virtual_stages,
             seq_len=(
                 self.train.seq_len if known.sequence and self.mesh.sequence_parallel else None

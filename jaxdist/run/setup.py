@@ -80,7 +80,7 @@ class Parts:
         return self.config.pipeline.make_schedule(
             num_stages=self.spec[PIPELINE],
             rows=self.config.train.global_batch_size // self.spec.num_replicas,
-            accumulation=self.config.train.num_microbatches,
+            num_microbatches=self.config.train.num_microbatches,
         )
 
     def init_state(self) -> TrainState:

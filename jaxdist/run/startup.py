@@ -99,7 +99,7 @@ def announce(parts: Parts, monitor: Monitor, budget: Budget | None) -> None:
         reason = reason.partition(";")[0]
     rows = config.train.global_batch_size // parts.layout.num_replicas
     schedule = parts.pipeline_schedule
-    microbatches = schedule.num_microbatches if schedule else config.train.num_microbatches
+    microbatches = schedule.num_microbatches if schedule else config.train.accumulation
     notes = list(model.notes(parts.step.context)) if model.notes else []
     if schedule is not None:
         notes.append(describe(schedule, rows))

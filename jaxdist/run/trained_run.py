@@ -86,8 +86,7 @@ def open_run(
     config = dataclasses.replace(
         config,
         mesh=dataclasses.replace(config.mesh, shape=str(spec) if spec else "dp=1", reason=""),
-        train=dataclasses.replace(config.train, num_microbatches=1, **(train or {})),
-        pipeline=dataclasses.replace(config.pipeline, num_microbatches=0),
+        train=dataclasses.replace(config.train, num_microbatches=0, **(train or {})),
     )
     return TrainedRun(path=run, parts=assemble(config, devices))
 

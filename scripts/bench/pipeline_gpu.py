@@ -79,7 +79,7 @@ def compiled(config: RunConfig, mesh: MeshSpec, label: str) -> tuple[CompiledSte
     schedule = config.pipeline.make_schedule(
         num_stages=mesh["pipeline"],
         rows=config.train.global_batch_size // mesh.num_replicas,
-        accumulation=config.train.num_microbatches,
+        num_microbatches=config.train.num_microbatches,
     )
     print(f"{label}: {step.compile_s:.1f} s, {gib(step.memory.total_bytes)} GiB", flush=True)
     for remark in step.remarks:

@@ -461,19 +461,17 @@ def job_of(row: Row) -> Job:
     """The row in our settings."""
     spec = MeshSpec.parse(row.mesh)
     rows = row.micro_rows * row.microbatches * spec.num_replicas
-    staged = spec["pipeline"] > 1
     config = RunConfig(
         model=row.model,
         mesh=MeshConfig(zero=row.zero),  # type: ignore[arg-type]
         train=TrainConfig(
             global_batch_size=rows,
             seq_len=row.seq_len,
-            num_microbatches=1 if staged else row.microbatches,
+            num_microbatches=row.microbatches,
             remat=row.remat,
             loss_chunk_tokens=4096,  # others form logits whole
         ),
         pipeline=PipelineConfig(
-            num_microbatches=row.microbatches if staged else 0,
             num_virtual_stages=row.chunks,
             gather="step",
         ),

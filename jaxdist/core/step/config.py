@@ -15,10 +15,10 @@ class TrainConfig:
     global_batch_size: int = setting(32, "rows of one optimizer step over all devices", ge=1)
     seq_len: int = setting(128, "tokens of a row (text only)", ge=1)
     num_microbatches: int = setting(
-        1,
-        "parts into which a device's rows are cut; their gradients are accumulated (with pp > 1 "
-        "they flow through the stages, and pipeline.num_microbatches comes first)",
-        ge=1,
+        0,
+        "parts into which a device's rows are cut: their gradients are accumulated, and with "
+        "pp > 1 they flow through the stages; 0 = 1, with pp > 1 about four per stage",
+        ge=0,
     )
     remat: str = setting(
         "auto",
@@ -35,6 +35,11 @@ class TrainConfig:
         "for debugging: measure the gradient norm of every data replica before gradients are "
         "reduced, and report one that is more than 10 % off the median (with zero 0 or 1)",
     )
+
+    @property
+    def accumulation(self) -> int:
+        """Microbatches of a step that has no pipeline stages."""
+        return self.num_microbatches or 1
 
     def problems(self) -> list[str]:
         """Every violated rule of this section."""

@@ -66,7 +66,7 @@ def make_value_and_grad(
             model,
             layout,
             lambda rows: stages.make_schedule(
-                num_stages=num_stages, rows=rows, accumulation=config.num_microbatches
+                num_stages=num_stages, rows=rows, num_microbatches=config.num_microbatches
             ),
             layer=make_layer(
                 model, layout, precision, context.platform, gather=stages.gather == "action"
@@ -76,7 +76,7 @@ def make_value_and_grad(
             reduce_dtype=jnp.dtype(precision.reduce_dtype),
         )
     else:
-        value_and_grad = _make_accumulation(model, layout, config.num_microbatches)
+        value_and_grad = _make_accumulation(model, layout, config.accumulation)
 
     def local(params: Params, batch: Batch, key: Array, scale: Array) -> Any:
         batch = data.number_rows(batch, layout.batch_axes)

@@ -148,7 +148,7 @@ class Job:
         """Parts into which a replica's rows are cut."""
         if self.schedule is not None:
             return self.schedule.num_microbatches
-        return self.config.train.num_microbatches
+        return self.config.train.accumulation
 
     @property
     def micro_rows(self) -> int:

@@ -213,11 +213,7 @@ _COMPLEXITY_COST = 0.05
 
 def _mesh_problems(config: RunConfig, spec: MeshSpec, model: Model) -> list[str]:
     # Microbatches are chosen below: only their being possible at all is a rule of the mesh.
-    one = dataclasses.replace(
-        config,
-        train=dataclasses.replace(config.train, num_microbatches=1),
-        pipeline=dataclasses.replace(config.pipeline, num_microbatches=0),
-    )
+    one = dataclasses.replace(config, train=dataclasses.replace(config.train, num_microbatches=0))
     return one.mesh_problems(spec, model)
 
 
@@ -313,16 +309,9 @@ def _by_microbatches(job: Job) -> Iterator[RunConfig]:
     """The settings with more and more microbatches, from the fastest on."""
     config = job.config
     counts = [n for n in range(1, job.rows + 1) if job.rows % n == 0]
-    if job.spec[PIPELINE] == 1:
-        for count in counts:
-            train = dataclasses.replace(config.train, num_microbatches=count)
-            yield dataclasses.replace(config, train=train)
-        return
-    # Enough to keep stages busy; the bubble shrinks and the stash does not grow with more.
-    enough = [n for n in counts if n >= 4 * job.spec[PIPELINE]] or counts[-1:]
-    for count in enough:
-        yield dataclasses.replace(
-            config,
-            train=dataclasses.replace(config.train, num_microbatches=1),
-            pipeline=dataclasses.replace(config.pipeline, num_microbatches=count),
-        )
+    if job.spec[PIPELINE] > 1:
+        # Enough to keep stages busy; the bubble shrinks and the stash does not grow with more.
+        counts = [n for n in counts if n >= 4 * job.spec[PIPELINE]] or counts[-1:]
+    for count in counts:
+        train = dataclasses.replace(config.train, num_microbatches=count)
+        yield dataclasses.replace(config, train=train)

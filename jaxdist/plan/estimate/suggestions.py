@@ -91,14 +91,13 @@ def _changes(choice: Choice) -> Iterator[tuple[str, str, RunConfig]]:
 def _more_microbatches(choice: Choice) -> Iterator[tuple[str, str, RunConfig]]:
     job, config = choice.job, choice.job.config
     now = job.num_microbatches
-    section = "pipeline" if job.spec[PIPELINE] > 1 else "train"
     for count in range(now + 1, job.rows + 1):
         if job.rows % count:
             continue
-        changed = _with(config, section, num_microbatches=count)
+        changed = _with(config, "train", num_microbatches=count)
         if _changed(choice, changed).fits:
             yield (
-                f"--{section}.num_microbatches {count}",
+                f"--train.num_microbatches {count}",
                 "fewer rows at once, the same batch",
                 changed,
             )

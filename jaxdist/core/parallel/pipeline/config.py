@@ -21,9 +21,6 @@ class PipelineConfig:
         "1f1b_lockstep, 1f1b (fewest microbatches in memory, more waiting), zero_bubble (least "
         "waiting, most memory) or gpipe",
     )
-    num_microbatches: int = setting(
-        0, "parts into which a replica's rows are cut; 0 = about four per stage"
-    )
     num_virtual_stages: int = setting(
         1, "virtual stages on each stage (interleaving); more = less waiting, more messages"
     )
@@ -34,11 +31,6 @@ class PipelineConfig:
     def problems(self) -> list[str]:
         """Every violated rule of this section."""
         problems = []
-        if self.num_microbatches < 0:
-            problems.append(
-                f"pipeline.num_microbatches={self.num_microbatches} must be ≥ 0. "
-                "Use 0 to have it chosen from stages and batch."
-            )
         if self.num_virtual_stages < 1:
             problems.append(
                 f"pipeline.num_virtual_stages={self.num_virtual_stages} must be ≥ 1. Use 1."
@@ -51,46 +43,24 @@ class PipelineConfig:
             )
         return problems
 
-    def given_microbatches(self, num_stages: int, accumulation: int) -> int:
-        """Microbatches that the settings name, 1 where the choice is open.
-
-        Args:
-            num_stages: size of the pipeline axis.
-            accumulation: `train.num_microbatches`, which counts where this section is silent.
-        """
-        return (num_stages > 1 and self.num_microbatches) or accumulation
-
-    def make_schedule(self, *, num_stages: int, rows: int, accumulation: int = 1) -> Schedule:
+    def make_schedule(self, *, num_stages: int, rows: int, num_microbatches: int = 0) -> Schedule:
         """The checked schedule for this many stages and rows of a replica.
 
         Args:
             num_stages: size of the pipeline axis.
             rows: rows of one step on one replica.
-            accumulation: `train.num_microbatches`, used where this section leaves the choice open.
+            num_microbatches: `train.num_microbatches`; 0 = chosen from stages and rows.
         """
-        num_microbatches = self.count_microbatches(num_stages, rows, accumulation)
-        return schedules.make_schedule(
-            self.schedule, num_stages, num_microbatches, self.num_virtual_stages
-        )
-
-    def count_microbatches(self, num_stages: int, rows: int, accumulation: int) -> int:
-        """Microbatches of a step: those named, else chosen from stages and rows.
-
-        Args:
-            num_stages: size of the pipeline axis, at least 2.
-            rows: rows of one step on one replica.
-            accumulation: `train.num_microbatches`, used where this section leaves the choice open.
-        """
-        given = self.given_microbatches(num_stages, accumulation)
-        num_microbatches = given if given > 1 else self.num_microbatches
-        return num_microbatches or self._choose(rows, num_stages)
+        count = num_microbatches or self.choose_microbatches(num_stages, rows)
+        return schedules.make_schedule(self.schedule, num_stages, count, self.num_virtual_stages)
 
     def make_evaluation_schedule(self, *, num_stages: int, rows: int) -> Schedule:
         """The forward-only schedule for this many stages and rows of a replica."""
-        num_microbatches = self._choose(rows, num_stages)
-        return schedules.forward_only(num_stages, num_microbatches, self.num_virtual_stages)
+        count = self.choose_microbatches(num_stages, rows)
+        return schedules.forward_only(num_stages, count, self.num_virtual_stages)
 
-    def _choose(self, rows: int, num_stages: int) -> int:
+    def choose_microbatches(self, num_stages: int, rows: int) -> int:
+        """See `choose_num_microbatches`."""
         return choose_num_microbatches(rows, num_stages, self.num_virtual_stages)
 
 
