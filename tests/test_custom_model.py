@@ -88,8 +88,8 @@ def test_the_example_trains_alike_on_every_mesh(mesh, options, one_device):
     # float32 sums in another order, two Adam steps.
     np.testing.assert_allclose(history, one_device, rtol=1e-5)
     kernel = state.params["blocks"][0]["up"]["kernel"]
-    ways = MeshSpec.parse(mesh).tensor * MeshSpec.parse(mesh).fsdp
-    ways *= MeshSpec.parse(mesh).data if options.get("zero") == 3 else 1
+    spec = MeshSpec.parse(mesh)
+    ways = spec["tensor"] * spec["fsdp"] * (spec["data"] if options.get("zero") == 3 else 1)
     assert kernel.addressable_shards[0].data.size == kernel.size // ways
 
 

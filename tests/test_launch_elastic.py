@@ -183,7 +183,7 @@ def launch(*flags: str) -> subprocess.CompletedProcess:
             ["--simulate=1", "--mesh=tp=4"],
             "--nnodes 1:1 × --nproc-per-node 1:2 never makes a legal job",
         ),
-        (["--no-such=1"], "--no_such is not a setting"),
+        (["--no-such=1"], "--no-such is not a setting"),
     ],
 )
 def test_what_can_never_be_trained_is_refused_before_anything_starts(tmp_path, flags, text):

@@ -9,8 +9,10 @@ import pytest
 from pipeline_parity import SEQ_LEN, Case, host_batch, host_params, make_model, make_parts
 
 from jaxdist.checkpoint import CheckpointConfig, Checkpointer
+from jaxdist.core.attention import make_attend
 from jaxdist.core.state import abstract_state, init_state
 from jaxdist.core.step import make_step
+from jaxdist.core.types import Context
 
 OPTIMIZER = optax.scale_by_adam()
 
@@ -98,7 +100,7 @@ def test_generation_on_stages_gives_the_logits_of_one_device():
     logits = {}
     for mesh in ("dp=1", "pp=4,tp=2"):
         model, layout, _, _, context, _ = make_parts(Case(mesh=mesh))
-        plain = dataclasses.replace(type(context)(), dtype=context.dtype)
+        plain = Context(dtype=context.dtype, attend=make_attend(platform="cpu"))
         params = jax.device_put(
             host_params("llama", 4), layout.shardings(layout.param_specs(model.axes))
         )

@@ -66,7 +66,7 @@ def run_in(home, words: list[str]) -> None:
         with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as left:
             patch.chdir(home)
             patch.setattr(sys, "argv", words[2:])
-            runpy.run_module(words[2], run_name="__main__")
+            runpy.run_module(words[2], run_name="__main__", alter_sys=True)
         assert left.value.code in (0, None)
         return
     done = subprocess.run(
@@ -97,6 +97,8 @@ def smaller(line: str) -> list[str]:
         return [*words, "--steps=2", *deep, "--eval.interval_steps=0"]
     if "--resume" in words:
         return [*words, "--steps=3"]
+    if "--model.kind=custom" in words:
+        return [*words, *(flag for flag in SMALLER if not flag.startswith("--model."))]
     if "--init-from" in words:
         given = lambda flag: flag.partition("=")[0] in words or flag.startswith("--model.")
         return [*words, *(flag for flag in SMALLER if not given(flag))]
