@@ -421,7 +421,7 @@ def test_a_second_save_waits_and_says_so(tmp_path, monkeypatch):
     first, second = [e for e in writer.pop_events() if e["event"] == "save"]
     assert first["waited_s"] == 0 and second["waited_s"] > 0.1
     assert set(first) == {
-        *("event", "step", "midway", "blocked_s", "waited_s", "written_s", "bytes", "gb_per_s")
+        *("event", "step", "halfway", "blocked_s", "waited_s", "written_s", "bytes", "gb_per_s")
     }
     assert first["written_s"] > 0.2 and first["blocked_s"] > 0 and first["bytes"] > 0
     assert any("waited" in line for line in lines)

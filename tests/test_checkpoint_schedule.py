@@ -31,16 +31,16 @@ def asked(schedule: SaveSchedule, times) -> list[tuple[int, str]]:
 # -- when ------------------------------------------------------------------------------------------
 
 
-def test_saves_are_due_at_the_multiples_of_the_interval_and_midway():
+def test_saves_are_due_at_the_multiples_of_the_interval_and_halfway():
     times = [0.0] * 20
     found = asked(schedule(save_interval_steps=10, save_interval_minutes=0), times)
-    assert found == [(5, "midway"), (10, "interval"), (15, "midway"), (20, "interval")]
+    assert found == [(5, "halfway"), (10, "interval"), (15, "halfway"), (20, "interval")]
     odd = asked(schedule(save_interval_steps=3, save_interval_minutes=0), times)
     assert [step for step, why in odd if why == "interval"] == [3, 6, 9, 12, 15, 18]
-    assert [step for step, why in odd if why == "midway"] == [1, 4, 7, 10, 13, 16, 19]
+    assert [step for step, why in odd if why == "halfway"] == [1, 4, 7, 10, 13, 16, 19]
 
 
-def test_nothing_is_saved_midway_where_training_waits_for_saves():
+def test_nothing_is_saved_halfway_where_training_waits_for_saves():
     plan = schedule(save_interval_steps=10, save_interval_minutes=0, async_save=False)
     assert asked(plan, [0.0] * 20) == [(10, "interval"), (20, "interval")]
 
@@ -50,7 +50,7 @@ def test_saves_are_due_by_minutes_too():
     plan.saved(0, "", 1000.0)
     times = [1000.0 + 20 * step for step in range(1, 13)]
     found = asked(plan, times)
-    assert found == [(3, "midway"), (6, "interval"), (9, "midway"), (12, "interval")]
+    assert found == [(3, "halfway"), (6, "interval"), (9, "halfway"), (12, "interval")]
     assert plan.due(13, now=0.0) == ""  # a clock that went backwards asks for nothing
 
 
@@ -110,12 +110,12 @@ def test_a_crash_never_costs_more_than_one_interval(interval):
 # -- what is kept ----------------------------------------------------------------------------------
 
 
-def kept(steps, metrics=None, midway=(), **settings) -> list[int]:
+def kept(steps, metrics=None, halfway=(), **settings) -> list[int]:
     """What survives when checkpoints appear one by one, each followed by a clean-up."""
     config = CheckpointConfig(**settings)
     alive: dict[int, Saved] = {}
     for step in steps:
-        alive[step] = Saved((metrics or {}).get(step, {}), step in midway)
+        alive[step] = Saved((metrics or {}).get(step, {}), step in halfway)
         for gone in steps_to_delete(alive, config):
             del alive[gone]
     return sorted(alive)
@@ -125,17 +125,17 @@ def test_retention_keeps_the_newest():
     assert kept(range(0, 100, 10), max_to_keep=3) == [70, 80, 90]
 
 
-def test_one_saved_midway_is_kept_until_the_next_and_is_not_counted():
-    midway = range(5, 100, 10)
-    assert kept(range(0, 91, 5), midway=midway, max_to_keep=3) == [70, 80, 90]
-    assert kept(range(0, 96, 5), midway=midway, max_to_keep=3) == [70, 80, 90, 95]
-    assert kept([5], midway=midway, max_to_keep=1) == [5]
-    assert kept([5, 15], midway=midway, max_to_keep=1) == [15]  # the save of 10 failed
+def test_one_saved_halfway_is_kept_until_the_next_and_is_not_counted():
+    halfway = range(5, 100, 10)
+    assert kept(range(0, 91, 5), halfway=halfway, max_to_keep=3) == [70, 80, 90]
+    assert kept(range(0, 96, 5), halfway=halfway, max_to_keep=3) == [70, 80, 90, 95]
+    assert kept([5], halfway=halfway, max_to_keep=1) == [5]
+    assert kept([5, 15], halfway=halfway, max_to_keep=1) == [15]  # the save of 10 failed
 
 
-def test_one_saved_midway_may_be_the_best():
+def test_one_saved_halfway_may_be_the_best():
     metrics = {10: {"loss": 0.5}, 15: {"loss": 0.1}, 20: {"loss": 0.4}, 30: {"loss": 0.3}}
-    settings = {"midway": (15, 25), "max_to_keep": 1}
+    settings = {"halfway": (15, 25), "max_to_keep": 1}
     assert kept([10, 15, 20, 25, 30], metrics, keep_best=1, **settings) == [15, 30]
     assert kept([10, 15, 20, 25, 30], metrics, **settings) == [30]
 
@@ -160,12 +160,12 @@ def test_of_equally_good_checkpoints_the_later_is_best():
     assert best_steps(saved, config) == [2, 1]
 
 
-def test_the_manifest_says_what_was_saved_midway_and_older_ones_say_nothing(tmp_path):
+def test_the_manifest_says_what_was_saved_halfway_and_older_ones_say_nothing(tmp_path):
     checkpoint = locate(tmp_path / "7")
     checkpoint.make_directory()
-    manifest.write(checkpoint, 7, {}, {"loss": 0.5}, midway=True)
-    assert manifest.read(checkpoint)["midway"] is True
+    manifest.write(checkpoint, 7, {}, {"loss": 0.5}, halfway=True)
+    assert manifest.read(checkpoint)["halfway"] is True
     body = {"format": 1, "step": 7, "metrics": {}, "files": {}}
     crc32 = zlib.crc32(json.dumps(body, sort_keys=True).encode())
     (checkpoint / manifest.FILE_NAME).write(json.dumps({**body, "crc32": crc32}))
-    assert manifest.read(checkpoint) == {**body, "midway": False}
+    assert manifest.read(checkpoint) == {**body, "halfway": False}

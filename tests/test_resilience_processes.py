@@ -64,7 +64,7 @@ def test_a_flipped_bit_on_another_process_is_found_and_ends_or_is_undone(job, mo
     stopped = job("stopped", *four)
     stopped.start(FLIPPING)
     assert fault_scenarios.finish(stopped) == 85
-    # At once, not at 18: they are compared before every save, and one is due midway.
+    # At once, not at 18: they are compared before every save, and one is due halfway.
     named = rf"replicas differ after step 17: device \d+ of process 1 on {HOST} in params/head"
     assert re.search(named, stopped.output()), stopped.output()[-4000:]
     assert "without a majority" not in stopped.output()

@@ -117,7 +117,13 @@ def test_a_finished_run_trains_no_further():
 
 def test_between_is_true_when_anything_is_due():
     assert not Between()
-    due = ({"evaluate": True}, {"save": "midway"}, {"leave": True}, {"trace": True}, {"last": True})
+    due = (
+        {"evaluate": True},
+        {"save": "halfway"},
+        {"leave": True},
+        {"trace": True},
+        {"last": True},
+    )
     assert all(Between(**one) for one in due)
 
 

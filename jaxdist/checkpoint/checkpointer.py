@@ -72,7 +72,7 @@ class Checkpointer:
             now: seconds of a clock that never runs backwards; default `time.monotonic()`.
 
         Returns:
-            "" for none; else what to give to `save`: "interval", or "midway" for one that is kept
+            "" for none; else what to give to `save`: "interval", or "halfway" for one that is kept
             only until the next is committed.
         """
         return self._schedule.due(step, now)
@@ -109,7 +109,7 @@ class Checkpointer:
             raise ValueError("this Checkpointer was opened read_only")
         self._schedule.saved(step, due, now)
         numbers = {name: float(value) for name, value in (metrics or {}).items()}
-        self._saver.start(step, state, meta, numbers, midway=due == "midway")
+        self._saver.start(step, state, meta, numbers, halfway=due == "halfway")
         if force or not self.config.in_background:
             self._saver.wait()
 

@@ -14,10 +14,10 @@ class CheckpointConfig:
 
     save_interval_steps: int = setting(1000, "steps between saves; 0 = not by steps", ge=0)
     save_interval_minutes: float = setting(
-        30.0, "minutes between saves, beside those by steps; 0 = not by time", ge=0
+        30.0, "minutes between saves, in addition to those by steps; 0 = not by time", ge=0
     )
     max_to_keep: int = setting(
-        3, "newest checkpoints kept; disk peaks at two more: one midway, one being written", ge=1
+        3, "newest checkpoints kept; disk peaks at two more: one halfway, one being written", ge=1
     )
     keep_interval_steps: int = setting(
         0, "also keep for good each checkpoint whose step is a multiple of this; 0 = none", ge=0
@@ -48,7 +48,7 @@ class CheckpointConfig:
 
     @property
     def in_background(self) -> bool:
-        """Whether training goes on beside a write; an interval of one step cannot be halved."""
+        """Whether training goes on during a write; an interval of one step cannot be halved."""
         return self.async_save and self.save_interval_steps != 1
 
     def problems(self) -> list[str]:

@@ -18,7 +18,7 @@ class Outcome:
 
     Attributes:
         step: number of finished steps it holds.
-        midway: it halves an interval, and is kept until the next save is committed.
+        halfway: it halves an interval, and is kept until the next save is committed.
         waited_s: seconds the loop waited for the save before.
         blocked_s: seconds the loop waited for the copy to the host.
         written_s: seconds from the start until the manifest was durable.
@@ -27,7 +27,7 @@ class Outcome:
     """
 
     step: int
-    midway: bool = False
+    halfway: bool = False
     waited_s: float = 0.0
     blocked_s: float = 0.0
     written_s: float = 0.0
@@ -64,7 +64,7 @@ class EventLog:
         self.event(
             "save",
             step=outcome.step,
-            midway=outcome.midway,
+            halfway=outcome.halfway,
             blocked_s=outcome.blocked_s,
             waited_s=outcome.waited_s,
             written_s=outcome.written_s,
@@ -72,12 +72,12 @@ class EventLog:
             gb_per_s=gb_per_s,
         )
         waited = f", waited {outcome.waited_s:.2f} s for the save before"
-        midway = "; midway, kept until the next"
+        halfway = "; halfway, kept until the next"
         self.log(
             f"checkpoint {outcome.step} saved: {in_bytes(outcome.num_bytes)} in "
             f"{outcome.written_s:.2f} s ({gb_per_s:.2f} GB/s), training blocked "
             f"{outcome.blocked_s:.2f} s{waited * (outcome.waited_s > 0.01)}"
-            f"{midway * outcome.midway}"
+            f"{halfway * outcome.halfway}"
         )
 
     def failed(self, outcome: Outcome, in_a_row: int, allowed: int) -> None:

@@ -83,7 +83,7 @@ def write(
     files: dict[str, list[int]],
     metrics: dict[str, float],
     *,
-    midway: bool = False,
+    halfway: bool = False,
 ) -> None:
     """Commit a checkpoint whose files are all there: from now on it counts.
 
@@ -92,9 +92,9 @@ def write(
         step: number of finished steps.
         files: size and CRC-32 of each, by path inside the checkpoint.
         metrics: evaluation metrics at this step.
-        midway: it is kept only until the next one is committed.
+        halfway: it is kept only until the next one is committed.
     """
-    body = {"format": _FORMAT, "step": step, "midway": midway, "metrics": metrics, "files": files}
+    body = {"format": _FORMAT, "step": step, "halfway": halfway, "metrics": metrics, "files": files}
     (checkpoint / FILE_NAME).write(json.dumps({**body, "crc32": _crc_of(body)}, indent=1))
 
 
@@ -122,7 +122,7 @@ def read(checkpoint: Location) -> dict[str, Any]:
         raise ValueError(f"format {body['format']} is unknown here, {_FORMAT} is supported")
     if str(body["step"]) != checkpoint.name:
         raise ValueError(f"its manifest is of step {body['step']}: the directory was renamed")
-    return {"midway": False, **body}  # older manifests do not have this key
+    return {"halfway": False, **body}  # older manifests do not have this key
 
 
 def size_problems(checkpoint: Location, files: dict[str, list[int]]) -> list[str]:

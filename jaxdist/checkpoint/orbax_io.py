@@ -25,7 +25,7 @@ from jaxdist.checkpoint.pytree import ITEMS
 from jaxdist.runtime.coordination import Barrier
 from jaxdist.runtime.storage import Location
 
-_DOCUMENT = "meta"  # the JSON item beside the array items
+_DOCUMENT = "meta"  # the JSON item next to the array items
 _LEAST_SHARE_BYTES = 16 << 20
 
 CHUNK_BYTES = 64 << 20
@@ -58,7 +58,7 @@ class OrbaxWriter:
         Args:
             checkpoint: directory to make.
             items: item -> nested dict of global arrays, of any shape, dtype and sharding.
-            document: JSON beside the arrays.
+            document: JSON next to the arrays.
         """
         import orbax.checkpoint as ocp
 
@@ -140,7 +140,7 @@ def read(
 
 
 def read_document(checkpoint: Location) -> dict[str, Any]:
-    """The JSON that was written beside the arrays."""
+    """The JSON that was written next to the arrays."""
     return (checkpoint / _DOCUMENT / "metadata").json()
 
 
@@ -179,7 +179,7 @@ def open_array(
 
 
 def write_frame(checkpoint: Location, document: dict[str, Any]) -> None:
-    """Write what Orbax needs beside arrays made with `open_array`, and the document."""
+    """Write what Orbax needs next to arrays made with `open_array`, and the document."""
     trees: dict[str, dict[str, Any]] = {}
     for name, entry in document["arrays"].items():
         item, keys = name.partition("/")[0], entry["path"]

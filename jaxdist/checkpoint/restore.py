@@ -113,7 +113,7 @@ class Reader:
         self._corrupt[step] = reason
 
     def document(self, step: int) -> dict[str, Any]:
-        """The JSON beside the arrays: `meta` and the description of every array."""
+        """The JSON next to the arrays: `meta` and the description of every array."""
         try:
             return orbax_io.read_document(self._directory / step)
         except (OSError, ValueError) as error:

@@ -17,18 +17,18 @@ class Saved(NamedTuple):
 
     Attributes:
         metrics: evaluation metrics at its step, if there were any.
-        midway: it halves an interval, and has done its duty when the next one is committed.
+        halfway: it halves an interval, and has done its duty when the next one is committed.
     """
 
     metrics: Mapping[str, float] = {}
-    midway: bool = False
+    halfway: bool = False
 
 
 def steps_to_delete(saved: Mapping[int, Saved], config: CheckpointConfig) -> list[int]:
     """Steps that no rule keeps, in increasing order.
 
     The newest `max_to_keep` are always kept, however bad their metrics: a run resumes from there.
-    One saved midway is not counted among them, and kept as long as it is the newest of all.
+    One saved halfway is not counted among them, and kept as long as it is the newest of all.
 
     Args:
         saved: by step, each complete checkpoint.
@@ -36,7 +36,7 @@ def steps_to_delete(saved: Mapping[int, Saved], config: CheckpointConfig) -> lis
     """
     steps = sorted(saved)
     kept = set(steps[-1:])
-    kept.update([step for step in steps if not saved[step].midway][-config.max_to_keep :])
+    kept.update([step for step in steps if not saved[step].halfway][-config.max_to_keep :])
     if config.keep_interval_steps:
         kept.update(step for step in steps if step % config.keep_interval_steps == 0)
     kept.update(best_steps(saved, config)[: config.keep_best])

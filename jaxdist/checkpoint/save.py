@@ -68,12 +68,12 @@ class Saver:
         meta: dict[str, Any],
         metrics: dict[str, float],
         *,
-        midway: bool = False,
+        halfway: bool = False,
     ) -> None:
-        """Begin a save, after waiting for the one before; one `midway` is kept until the next."""
+        """Begin a save, after waiting for the one before; one `halfway` is kept until the next."""
         leaves = pytree.leaves_of(state)
         json.dumps(meta)  # raises here and now, not as a save that fails again and again
-        outcome = Outcome(step, midway=midway, waited_s=self.wait())
+        outcome = Outcome(step, halfway=halfway, waited_s=self.wait())
         begin = time.perf_counter()
         try:
             # A mount may be lost on one host alone. A save begun without it would fail on that
@@ -140,7 +140,7 @@ class Saver:
                 body = manifest.read(self._directory / step)
             except ValueError:
                 continue  # corrupt: neither counted among those to keep nor deleted
-            found[step] = Saved(body["metrics"], body["midway"])
+            found[step] = Saved(body["metrics"], body["halfway"])
         return found
 
     def _prepare(self, step: int, leaves: list[pytree.Leaf], unreachable: list[str]) -> bool:
@@ -279,7 +279,7 @@ class Saver:
         self._check_reachable()  # it may have gone while the save was written
         crash_point("before_manifest")
         path = self._directory / outcome.step
-        manifest.write(path, outcome.step, files, metrics, midway=outcome.midway)
+        manifest.write(path, outcome.step, files, metrics, halfway=outcome.halfway)
 
     def _discard(self, step: int) -> None:
         """Free the space of a failed save."""

@@ -1,9 +1,10 @@
 """When to save, so that a crash at any moment costs one interval at most.
 
 A write in the background that a crash cuts off leaves the checkpoint before it as the newest. When
-the write began that one was an interval old, so every step beside the write would be lost on top.
-Hence a second save midway in each interval: with the one before always committed when a save begins
-(`Saver` waits for it), what can be lost is two gaps between saves, and those are one interval.
+the write began that one was an interval old, so every step during the write would be lost on top.
+Hence a second save halfway in each interval: with the one before always committed when a save
+begins (`Saver` waits for it), what can be lost is two gaps between saves, and those are one
+interval.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Literal
 from jaxdist.checkpoint.config import CheckpointConfig
 from jaxdist.runtime.coordination import Group
 
-Due = Literal["", "interval", "midway"]
+Due = Literal["", "interval", "halfway"]
 """No save is due; one that ends an interval is; one that halves it is, kept until the next."""
 
 _CLOCK_STEPS = 10  # several processes agree on the wall clock only every so often: a round trip
@@ -52,7 +53,7 @@ class SaveSchedule:
         """A save of `step` has begun, for the reason `due`; "" = nobody's schedule asked for it."""
         self._last_step = step
         self._last_time = time.monotonic() if now is None else now
-        if due != "midway":
+        if due != "halfway":
             self._interval_began = self._last_time
 
     def _by_steps(self, step: int) -> Due:
@@ -61,7 +62,7 @@ class SaveSchedule:
             return ""
         if step % every == 0:
             return "interval"
-        return "midway" if self._config.async_save and step % every == every // 2 else ""
+        return "halfway" if self._config.async_save and step % every == every // 2 else ""
 
     def _by_minutes(self, step: int, now: float | None) -> Due:
         interval_s = 60 * self._config.save_interval_minutes
@@ -73,7 +74,7 @@ class SaveSchedule:
             if read - self._interval_began >= interval_s:
                 return "interval"
             halved = self._config.async_save and read - self._last_time >= interval_s / 2
-            return "midway" if halved else ""
+            return "halfway" if halved else ""
 
         answer: Due = self._group.decide(elapsed)
         return answer

@@ -30,7 +30,7 @@ class StoredArrays:
 
     Attributes:
         checkpoint: the directory of the step.
-        document: the JSON beside the arrays: `step`, `meta`, `arrays`.
+        document: the JSON next to the arrays: `step`, `meta`, `arrays`.
         entries: name -> shape, dtype, checksum, as stored (a key as its uint32 data).
     """
 
@@ -153,7 +153,7 @@ class CheckpointWriter:
         self.num_bytes += math.prod(shape) * dtype.itemsize
 
     def finish(self, meta: dict[str, Any]) -> None:
-        """Write what belongs beside the arrays, then the manifest."""
+        """Write what belongs next to the arrays, then the manifest."""
         step = int(self._destination.name)
         document = {"step": step, "meta": meta, "arrays": self.entries}
         orbax_io.write_frame(self._destination, document)

@@ -63,8 +63,8 @@ class RunConfig:
     )
     reinit_params: list[str] = setting(
         [],
-        "parts of the model that start random beside init_from, e.g. head; names as `jaxdist "
-        "convert inspect` prints them",
+        "parts of the model that start random although init_from has them, e.g. head; names as "
+        "`jaxdist convert inspect` prints them",
     )
     ignore_params: list[str] = setting(
         [], "parts of init_from's weights that have no place in the model and are left unread"
@@ -237,7 +237,7 @@ class RunConfig:
         return found
 
     def _start_problems(self) -> list[str]:
-        """What the model is told to be beside what the weights of `init_from` make it."""
+        """What the model is told to be in addition to what the weights of `init_from` make it."""
         given = {"reinit_params": self.reinit_params, "ignore_params": self.ignore_params}
         found = [
             f"{name}={names} without init_from: all weights are random then. Set init_from, or "

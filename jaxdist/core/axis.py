@@ -123,7 +123,7 @@ class Axis:
         complexity: how much harder it makes a run; the planner prefers simple meshes when two are
             equally fast.
         divides: why its size must divide its dims; completes "mesh tp=3 does not divide ...: ".
-        problems: (size > 1, workload) -> what makes the size illegal, beside dims it does not
+        problems: (size > 1, workload) -> what makes the size illegal, besides dims it does not
             divide. Each problem says what was given, what is allowed and the fix.
         traffic: what it moves of activations in one step of a decoder. Weights and gradients
             follow from `weights` and `sums_gradients`.

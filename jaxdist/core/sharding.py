@@ -89,7 +89,7 @@ class Layout:
 
     Attributes:
         mesh: the device mesh.
-        rules: logical dim -> mesh axis for dims of the model's own, beside those of the axes.
+        rules: logical dim -> mesh axis for dims of the model's own, besides those of the axes.
         zero: what is sharded over `data` (see the module's docstring).
         sequence_parallel: activations between blocks are split by sequence over `tensor`.
         auto_tensor: the tensor axis is left to XLA's partitioner (a model without hooks).

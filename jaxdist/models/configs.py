@@ -1,6 +1,6 @@
 """Sizes and families of the models, with their rules. Pure data: imports no Flax.
 
-Beside its settings a kind says what must be known before it is built: `dims` and `rules` (as of
+Besides its settings a kind says what must be known before it is built: `dims` and `rules` (as of
 `Model`; {} where only the built model knows), whether `sequence` parallelism may split its rows,
 and what it `reads`: "text", "images" or "" where any data may do.
 """

@@ -10,7 +10,7 @@ import enum
 
 
 class ExitReason(enum.StrEnum):
-    """Every reason that a run writes, with the exit code of the process beside it."""
+    """Every reason that a run writes, with the exit code of the process next to it."""
 
     FINISHED = "finished"  # 0: all steps are done, and the last state is saved where asked
     PREEMPTED = "preempted"  # 75: asked to leave, and did so after a committed save

@@ -42,7 +42,7 @@ class RunDirectory:
 
         Raises:
             ConfigError: a run is there and `resume` is False; the path is a file or not writable.
-            FileNotFoundError: it was there when the launcher started; made anew, it would hide
+            FileNotFoundError: it was there when the launcher started; made again, it would hide
                 below a mount that was lost.
         """
         run = cls(locate(path), is_writer=process_id == 0)
@@ -196,7 +196,7 @@ def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _runs_near(path: Location) -> str:
-    """Names runs beside what was asked for: most wrong paths are one directory off."""
+    """Names runs next to what was asked for: most wrong paths are one directory off."""
     for root in (path.parent, path.parent.parent):
         written = {
             root / name: (root / name / "metrics.jsonl").version() for name in root.entries()

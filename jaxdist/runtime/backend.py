@@ -100,7 +100,7 @@ def setup_compilation_cache(directory: str | os.PathLike[str] | None = None) -> 
         import logging
 
         logging.getLogger("jaxdist").warning(
-            "compile cache %s is not writable: programs are compiled anew each time. "
+            "compile cache %s is not writable: programs are compiled again each time. "
             "Set runtime.compilation_cache_dir or JAXDIST_CACHE to another folder, or to off.",
             folder,
         )

@@ -15,7 +15,7 @@ Pure functions of a mapping: nothing here opens a socket, reads a file or import
 
 The first row that applies wins. The launcher closest to the process comes first, because a
 launcher or mpirun inside a SLURM allocation also sees SLURM's variables. Where no row applies but
-some variables of one are set, the process is refused: it would train alone beside its peers.
+some variables of one are set, the process is refused: it would train alone next to its peers.
 """
 
 from __future__ import annotations
@@ -281,7 +281,7 @@ def _open_mpi_coordinator(environ: Mapping[str, str], one_host: bool) -> str:
     port = _port_of(job)
     if one_host:
         return f"127.0.0.1:{port}"
-    # mpirun runs on the first host in most set-ups, and rank 0 beside it.
+    # mpirun runs on the first host in most set-ups, and rank 0 there too.
     found = re.search(r"tcp://([\d.]+)", environ.get("OMPI_MCA_orte_hnp_uri", ""))
     if found:
         return f"{found.group(1)}:{port}"
@@ -315,7 +315,7 @@ def _from_slurm(environ: Mapping[str, str]) -> JoinPlan:
     node = _number(environ, "SLURM_NODEID", 0)
     coordinator = _given_coordinator(environ)
     if not coordinator:
-        # Not jax's choice of port (job id alone): two steps of a job, or a restart beside a
+        # Not jax's choice of port (job id alone): two steps of a job, or a restart next to a
         # process that lingers, would meet on it, and gRPC's SO_REUSEPORT lets them.
         step = environ.get("SLURM_STEP_ID", "0")
         port = _port_of(f"{environ['SLURM_JOB_ID']}.{step}.{attempt}")

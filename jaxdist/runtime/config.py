@@ -27,7 +27,7 @@ class RuntimeConfig:
     compilation_cache_dir: str = setting(
         "",
         "folder of compiled programs; empty: $JAXDIST_CACHE or ~/.cache/jaxdist/xla; "
-        "off: compile anew each time",
+        "off: compile again each time",
     )
 
     def problems(self) -> list[str]:

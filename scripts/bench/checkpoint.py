@@ -160,7 +160,7 @@ def restores(directory: Path, state: Any, mesh: Mesh, repeats: int, gb: float) -
 def throughput(directory: Path, num_blocks: int, rows: int) -> None:
     """Seconds of 50 training steps with `save_interval_steps=50` and of 50 without, in turn.
 
-    As training does it: one save midway and one at the end, each written in the background of the
+    As training does it: one save halfway and one at the end, each written in the background of the
     steps that follow; a block ends when its saves are committed, so nothing of them is left out.
 
     Args:

@@ -177,7 +177,7 @@ def left_out(theirs: Mapping[str, Any]) -> list[str]:
     told = ", ".join(f"{name}={rate}" for name, rate in rates.items())
     return [
         f"config.json has {told}: not taken over, dropout is 0. Set model.dropout and "
-        "model.attention_dropout if training shall drop."
+        "model.attention_dropout if training should drop."
     ]
 
 

@@ -211,7 +211,7 @@ def _batch(model: Model, seq_len: int, rows: int) -> dict[str, jax.ShapeDtypeStr
 
 
 def _stream(model: Model, seq_len: int, dtype: str, rows: int) -> tuple[Any, Any]:
-    """Shapes of the block's input and of what it needs beside it."""
+    """Shapes of the block's input and of what else it needs."""
     context = _context(dtype, [])
 
     def start(params: Params, batch: Batch) -> tuple[Array, Any]:

@@ -81,7 +81,7 @@ def read_hardware(path: str | Path) -> dict[str, Gpu]:
         network_gb_per_s = 12.5
         price_per_hour = 1.9
 
-    Without `like` a table says all, as those of `known.toml` beside this file do; `device_kind`,
+    Without `like` a table says all, as those of `known.toml` next to this file do; `device_kind`,
     the pattern of JAX's name for a device, stands only there.
 
     Raises:

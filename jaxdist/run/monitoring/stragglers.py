@@ -8,7 +8,7 @@ process came last: a late step. The straggler is the process that spends its lat
 data or on the host than the others do.
 
 Late steps are counted one by one. A mean over the interval would hide a fault that began in the
-middle of it or behind prefetched batches. It would also hide one beside saves, during which a
+middle of it or behind prefetched batches. It would also hide one during saves, during which a
 process waits for its devices: waiting in some steps does not undo having come last in others. A few
 late steps are normal, because cores are shared and files are written. The rarer they are, the more
 they must cost.
@@ -36,7 +36,7 @@ _AHEAD = 0.05
 _LATE_SHARE, _LATE_STEPS = 1 / 3, 5
 """Late steps of an interval from which a process counts as slow: this share and this number, or two
 thirds of an interval too short for it. Jitter of overloaded cores made 13 of 52, 3 of 8 and 2 of 4
-steps late; a slow loader beside saves every five steps made three fifths late."""
+steps late; a slow loader with saves every five steps made three fifths late."""
 _SLOW_CLOCK = 0.85
 """Share of the median GPU clock below which a GPU is named."""
 _TOPIC = "monitoring/processes"

@@ -6,7 +6,7 @@ when that process has ended, and then half a minute later. Three ways a failure 
 1. The process can still speak: it puts one line into the key-value store. A thread in every other
    process waits for that line and ends its process with the same exit code.
 2. The process was killed without a word (SIGKILL): its launcher notices at once, ends the others on
-   its host, and writes `abort.json` beside the logs, which every watchdog looks for each second.
+   its host, and writes `abort.json` next to the logs, which every watchdog looks for each second.
 3. The host has lost power or its network: jax's heartbeat runs out.
 """
 
@@ -27,7 +27,7 @@ from jaxdist.runtime.storage import locate
 _KEY = "failure"
 FOLLOWED = "ends because process"
 ABORT_FILE = "abort.json"
-"""File beside the logs that ends all processes whose watchdogs see it appear."""
+"""File next to the logs that ends all processes whose watchdogs see it appear."""
 _OWN_WORDS_S = 1.0
 """Time for a process to report its own error before another's failure ends it."""
 

@@ -58,7 +58,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], colours: Sequence[
     Args:
         head: names of the columns.
         rows: label, then cells.
-        colours: of the columns after the first, shown beside their names; none where empty.
+        colours: of the columns after the first, shown next to their names; none where empty.
     """
     keys = ["", *(swatch(colour) for colour in colours)] if colours else [""] * len(head)
     names = "".join(f"<th>{k}{escape(name)}</th>" for k, name in zip(keys, head, strict=True))

@@ -1,4 +1,4 @@
-"""Text in columns for a terminal: tables, labels beside text, wrapped lines."""
+"""Text in columns for a terminal: tables, labels next to text, wrapped lines."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ There is no rename. Several files become valid together when the file that names
 last (`checkpoint.manifest`).
 
 `location` defines the operations, `posix` does them on a local or shared file system. Another kind
-of storage is another file beside `posix`, with a `Location` of its own, and one line in `locate`.
+of storage is another file next to `posix`, with a `Location` of its own, and one line in `locate`.
 """
 
 from jaxdist.runtime.storage.location import Appender, Location, Locked, LockFile

@@ -93,19 +93,19 @@ class PosixLocation(Location):
                 yield block
 
     def write(self, data: str | bytes, *, durable: bool = True) -> None:
-        """Write beside the file, then take its place: rename is the atomic step of POSIX."""
+        """Write next to the file, then take its place: rename is the atomic step of POSIX."""
         folder, name = os.path.split(self.path)
-        beside = os.path.join(folder, f".{name}.{_OWN}-{threading.get_ident()}{_UNFINISHED}")
+        temporary = os.path.join(folder, f".{name}.{_OWN}-{threading.get_ident()}{_UNFINISHED}")
         try:
-            with open(beside, "wb") as file:
+            with open(temporary, "wb") as file:
                 file.write(_encoded(data))
                 file.flush()
                 if durable:
                     os.fsync(file.fileno())
-            os.replace(beside, self.path)
+            os.replace(temporary, self.path)
         except OSError:
             with contextlib.suppress(OSError):
-                os.unlink(beside)
+                os.unlink(temporary)
             raise
         if durable:
             _sync_directory(folder)
@@ -140,7 +140,7 @@ class PosixLocation(Location):
         os.makedirs(self.path, exist_ok=True)
 
     def delete(self) -> None:
-        """Delete a file; durable with the next durable write beside it."""
+        """Delete a file; durable with the next durable write next to it."""
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             os.unlink(self.path)
 

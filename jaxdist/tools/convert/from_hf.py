@@ -33,7 +33,7 @@ TOKENIZER_FILES = (
     "tokenizer.model",
     "generation_config.json",
 )
-"""Copied beside the weights in both directions, those that there are."""
+"""Copied next to the weights in both directions, those that there are."""
 
 _CHUNK_BYTES = 16 << 20
 

@@ -70,7 +70,7 @@ def visit(addresses: Sequence[tuple[str, int]], own: int) -> dict[str, Any]:
     """Connect to all others.
 
     Returns:
-        `failed`: process -> why; `offset_s`: process -> its clock minus ours, `rtt_s` beside it.
+        `failed`: process -> why; `offset_s`: process -> its clock minus ours, `rtt_s` next to it.
     """
     others = [i for i in range(len(addresses)) if i != own]
     failed, offsets, trips = {}, {}, {}

@@ -54,7 +54,7 @@ class DoctorConfig(RunConfig):
         # Parameters and moments; the state in memory has gradients too.
         moments = self.optim.moment_bytes
         one = self.state_bytes(self.build_model()) * (4 + moments) // (8 + moments)
-        passing = 1 + self.checkpoint.async_save  # one being written, one midway
+        passing = 1 + self.checkpoint.async_save  # one being written, one halfway
         return one * (self.checkpoint.max_to_keep + self.checkpoint.keep_best + passing)
 
 

@@ -30,7 +30,7 @@ def check_versions(versions: Mapping[str, str], nvidia: Mapping[str, str]) -> li
             found.append(
                 error(
                     CHECK,
-                    f"{name} {version} beside jaxlib {jaxlib}: jax will not use the GPUs",
+                    f"{name} {version} next to jaxlib {jaxlib}: jax will not use the GPUs",
                     "pip install -c constraints.txt -e '.[cuda13]'",
                 )
             )

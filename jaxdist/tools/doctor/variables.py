@@ -88,7 +88,7 @@ _WITH_GPUS = (
         "XLA_PYTHON_CLIENT_ALLOCATOR",
         lambda v: v in ("platform", "vmm") or v.startswith("cuda_async"),
         "warning",
-        "another allocator than the one that fast steps count on; `platform` allocates anew for "
+        "another allocator than the one that fast steps count on; `platform` allocates again for "
         "every array",
     ),
     Rule(
@@ -125,7 +125,7 @@ _FLAGS = (
         "xla_force_host_platform_device_count",
         _is_set,
         "warning",
-        "makes CPU devices in every process, beside what --simulate makes",
+        "makes CPU devices in every process, in addition to what --simulate makes",
         "take it out and use --simulate N",
     ),
     Rule("xla_dump_to", _is_set, "warning", "every compilation writes its programs to disk"),

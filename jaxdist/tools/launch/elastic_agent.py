@@ -85,9 +85,9 @@ class ElasticAgent:
     def next_placement(self, stop_signal: Callable[[], int]) -> tuple[int, Placement] | int:
         """Wait for a round with a place for this host, or for the job's exit code."""
         if not self.rendezvous.own.heartbeat:
-            rival = self.rendezvous.claim_rank()
-            if rival is not None:
-                _refuse_rank(rival)
+            duplicate = self.rendezvous.claim_rank()
+            if duplicate is not None:
+                _refuse_rank(duplicate)
         self.offer_host()
         while not stop_signal():
             if self.rendezvous.clock() >= self._next_capacity_s:
@@ -117,8 +117,8 @@ class ElasticAgent:
             ConfigError: another launcher has the same rank.
         """
         hosts = self.rendezvous.read_hosts()
-        if self.rendezvous.rival is not None and self.round is None:
-            _refuse_rank(self.rendezvous.rival)
+        if self.rendezvous.duplicate is not None and self.round is None:
+            _refuse_rank(self.rendezvous.duplicate)
         current = self._current_round()
         code = self._exit_code_of_job(hosts, current)
         if code is not None:
@@ -213,7 +213,7 @@ class ElasticAgent:
 
     def close(self, code: int, stop_signal: int) -> None:
         """Publish whether this host leaves alone or ends the job for all."""
-        if not self.rendezvous.own.heartbeat or self.rendezvous.rival is not None:
+        if not self.rendezvous.own.heartbeat or self.rendezvous.duplicate is not None:
             self.rendezvous.stop_heartbeat()
         elif code == runtime.EXIT_OK:
             self.rendezvous.close()
@@ -417,12 +417,12 @@ class ElasticAgent:
         self._write_line(text)
 
 
-def _refuse_rank(rival: Host) -> None:
+def _refuse_rank(duplicate: Host) -> None:
     from jaxdist.core.settings import ConfigError
 
     raise ConfigError(
         [
-            f"--node-rank {rival.rank} is taken by a running launcher on {rival.address}. "
+            f"--node-rank {duplicate.rank} is taken by a running launcher on {duplicate.address}. "
             "Give every host another rank, or end that launcher first."
         ]
     )

@@ -28,7 +28,7 @@ class LaunchPlan:
 
     Attributes:
         command: program and arguments of every process.
-        nproc_per_node: processes on this host; 0: as many as GPUs, counted anew for each attempt.
+        nproc_per_node: processes on this host; 0: as many as GPUs, counted again for each attempt.
         nnodes: hosts of the job, each with a launcher of its own.
         node_rank: of this host.
         coordinator_address: host:port of the first process; empty on one host: a new port for each

@@ -144,7 +144,7 @@ class Rendezvous:
         self.folder = locate(folder)
         self.heartbeat_timeout_s, self.clock = heartbeat_timeout_s, clock
         self.own = Host(rank=rank, uuid=uuid.uuid4().hex, address=address)
-        self.rival: Host | None = None
+        self.duplicate: Host | None = None
         self._observed: dict[int, _Observation] = {}
         self._looked = False
         self._lock = threading.Lock()
@@ -194,7 +194,7 @@ class Rendezvous:
                 continue
             if host.rank == self.own.rank:
                 if host.uuid != self.own.uuid and self.own.heartbeat:
-                    self.rival = host
+                    self.duplicate = host
                 continue
             before = self._observed.get(host.rank)
             if before is None:
