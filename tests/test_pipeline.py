@@ -56,7 +56,6 @@ def test_gradients_match_one_device_everywhere(case):
     [
         (8, "cover:2"),
         (16, "cover:4"),
-        (32, "cover:8"),
         (16, "pp=2,dp=2,fsdp=2,tp=2;family=gpt2"),
         (16, "pp=4,dp=2,tp=2;schedule=zero_bubble;family=llama_tied"),
         (64, "pp=4,dp=4,tp=4;rows=32;family=llama_tied"),
