@@ -49,7 +49,7 @@ def step() -> CompiledStep:
 @needs_compiler
 def test_a_pipeline_step_compiles_for_gpus_that_are_not_here(step):
     assert step.attention == "cudnn"
-    state = 3 * 4 * num_params(build(MODEL, seq_len=1)) // (MESH.pipeline * MESH.tensor)
+    state = 3 * 4 * num_params(build(MODEL, seq_len=1)) // (MESH["pipeline"] * MESH["tensor"])
     # Outside the layers, every stage holds the embedding and the head.
     assert state < step.memory.argument_bytes < 2 * state
     assert step.memory.temporary_bytes > 0
