@@ -320,7 +320,7 @@ def test_every_other_mesh_has_a_reason():
     best = found.choices[0]
     assert why_not(best, best) == ""
     assert all(why_not(choice, best) for choice in found.choices[1:])
-    assert {str(r.spec) for r in found.refused}.isdisjoint(str(c.job.spec) for c in found.choices)
+    assert set(map(str, found.refused)).isdisjoint(str(c.job.spec) for c in found.choices)
 
 
 def test_replicas_win_where_a_model_is_small_and_shards_where_it_is_not():

@@ -22,14 +22,9 @@ from jaxdist.plan.scaling import Size, right_sizes, size_of
 from jaxdist.runtime.formatting.numbers import duration, in_bytes, money
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Advice:
-    """One thing to know or to do.
-
-    Attributes:
-        topic: a word or two: "fit", "mesh", "size", "batch", "checkpoints", "spot", ...
-        text: sentences.
-    """
+    """One thing to know or to do: a word or two, and sentences."""
 
     topic: str
     text: str
@@ -49,12 +44,6 @@ def advise(plan: Plan, config: PlanConfig, known: Mapping[str, Gpu]) -> list[Adv
     ]
 
 
-def command(plan: Plan, choice: Choice) -> str:
-    """Flags that ask for a choice, to be added to the command as it was."""
-    flags = choice.flags(plan.base)
-    return " ".join(f"--{name} {value}" for name, value in flags.items())
-
-
 # --- does it fit ----------------------------------------------------------------------------------
 
 
@@ -66,20 +55,20 @@ def _fit(plan: Plan) -> Iterator[Advice]:
             gain = choice.time.seconds / best.time.seconds - 1
             if gain > 0.05:
                 yield Advice(
-                    topic="faster",
-                    text=f"{command(plan, best)} is estimated {gain:.0%} faster on the same GPUs.",
+                    "faster",
+                    f"{best.command(plan.base)} is estimated {gain:.0%} faster on the same GPUs.",
                 )
         return
     changes = smallest_changes(choice)
     for change in changes[:3]:
         cost = f"{change.slowdown:+.0%} time" if abs(change.slowdown) >= 0.005 else "no slower"
         size = in_bytes(change.choice.memory.total_bytes)
-        yield Advice(topic="make it fit", text=f"{change.flags}: {change.why}; {size}, {cost}.")
+        yield Advice("make it fit", f"{change.flags}: {change.why}; {size}, {cost}.")
     best = plan.found.best
     if plan.asked and best is not None:
         yield Advice(
-            topic="make it fit",
-            text=f"{command(plan, best)} fits on these GPUs ({in_bytes(best.memory.total_bytes)}).",
+            "make it fit",
+            f"{best.command(plan.base)} fits on these GPUs ({in_bytes(best.memory.total_bytes)}).",
         )
     if best is None and not changes:
         yield from _more_gpus(plan)
@@ -92,15 +81,15 @@ def _more_gpus(plan: Plan) -> Iterator[Advice]:
         size = size_of(plan.base, plan.cluster.gpu, count * times, tokens, model)
         if size is not None:
             yield Advice(
-                topic="make it fit",
-                text=f"use {count * times} {plan.cluster.gpu.name}: "
-                f"{command(plan, size.choice)} needs "
+                "make it fit",
+                f"use {count * times} {plan.cluster.gpu.name}: "
+                f"{size.choice.command(plan.base)} needs "
                 f"{in_bytes(size.choice.memory.total_bytes)} of each.",
             )
             return
     yield Advice(
-        topic="make it fit",
-        text="no settings fit, even on sixteen times as many of these GPUs. Use GPUs with more "
+        "make it fit",
+        "no settings fit, even on sixteen times as many of these GPUs. Use GPUs with more "
         "memory, a smaller model or a shorter train.seq_len. If the optimizer's moments are the "
         "largest part, add --train.offload_optimizer=true.",
     )
@@ -110,8 +99,8 @@ def _dtype(plan: Plan) -> Iterator[Advice]:
     job = plan.choice.job
     if str(job.dtype) not in job.gpu.peak_flops:
         yield Advice(
-            topic="number format",
-            text=f"{job.gpu.name} has no {job.dtype} matrix units: add "
+            "number format",
+            f"{job.gpu.name} has no {job.dtype} matrix units: add "
             "--precision.compute_dtype float16 (with loss scaling, which is automatic).",
         )
 
@@ -122,7 +111,7 @@ def _dtype(plan: Plan) -> Iterator[Advice]:
 def _mesh(plan: Plan) -> Iterator[Advice]:
     choice, spec = plan.choice, plan.choice.job.spec
     if plan.cluster.num_gpus == 1:
-        yield Advice(topic="mesh", text="one GPU: nothing to split.")
+        yield Advice("mesh", "one GPU: nothing to split.")
         return
     reasons = [_on_data(plan)]
     by_complexity = sorted(axes.AXES, key=lambda axis: axis.complexity)
@@ -132,7 +121,7 @@ def _mesh(plan: Plan) -> Iterator[Advice]:
             f"ZeRO-{choice.job.config.mesh.zero} keeps only a share of the moments on each of the "
             f"{spec[DATA]} replicas."
         )
-    yield Advice(topic="mesh", text=" ".join(filter(None, reasons)))
+    yield Advice("mesh", " ".join(filter(None, reasons)))
 
 
 def _on_data(plan: Plan) -> str:
@@ -199,8 +188,8 @@ def _size(plan: Plan, known: Mapping[str, Gpu]) -> Iterator[Advice]:
     if sizes:
         shown = "; ".join(_described(size) for size in sizes[:4])
         yield Advice(
-            topic="other GPUs",
-            text=f"The fewest of each kind that fit the run, cheapest first: {shown}.",
+            "other GPUs",
+            f"The fewest of each kind that fit the run, cheapest first: {shown}.",
         )
     yield from _scaling(plan, model)
 
@@ -208,7 +197,7 @@ def _size(plan: Plan, known: Mapping[str, Gpu]) -> Iterator[Advice]:
 def _described(size: Size) -> str:
     return (
         f"{size.cluster.num_gpus}× {size.cluster.gpu.name} ({size.choice.job.spec}): "
-        f"{duration(DAY_S * size.days)}, {money(size.money, 'USD')}"
+        f"{duration(DAY_S * size.cost.days)}, {money(size.cost.money, 'USD')}"
     )
 
 
@@ -223,20 +212,20 @@ def _scaling(plan: Plan, model: Model) -> Iterator[Advice]:
     if double is None:
         rows = plan.base.train.global_batch_size
         yield Advice(
-            topic="more GPUs",
-            text=f"{number} {cluster.gpu.name} do not help: no mesh of them is legal for "
+            "more GPUs",
+            f"{number} {cluster.gpu.name} do not help: no mesh of them is legal for "
             f"train.global_batch_size={rows} and this model. Use a larger batch.",
         )
         return
-    gain = double.tokens_per_s / now
+    gain = double.choice.time.tokens_per_s / now
     verdict = "worth it if time matters" if gain > 1.6 else "not worth it"
     parts = double.choice.time.parts
     compute = ("products", "attention", "memory-bound kernels")
     rest = max((name for name in parts if name not in compute), key=lambda name: parts[name])
     share = parts[rest] / double.choice.time.seconds
     yield Advice(
-        topic="more GPUs",
-        text=f"{number} {cluster.gpu.name} are {gain:.2f} times as fast for {2 / gain:.2f} times "
+        "more GPUs",
+        f"{number} {cluster.gpu.name} are {gain:.2f} times as fast for {2 / gain:.2f} times "
         f"the money ({double.choice.job.spec}): {verdict}. {share:.0%} of a step is then {rest}.",
     )
 
@@ -267,7 +256,7 @@ def _batch(plan: Plan) -> Iterator[Advice]:
     warmup = base.optim.warmup_steps / max(1, base.train.steps)
     if warmup > 0.2:
         text += f" Warmup is {warmup:.0%} of the run; a few percent is usual."
-    yield Advice(topic="batch and learning rate", text=text)
+    yield Advice("batch and learning rate", text)
 
 
 # --- failures -------------------------------------------------------------------------------------
@@ -280,7 +269,7 @@ def _checkpoints(plan: Plan) -> Iterator[Advice]:
         f"the copy to host memory; writing takes {duration(saving.write_s)} in the background. "
     )
     if math.isinf(saving.interval_s):
-        yield Advice(topic="checkpoints", text=text + "No failures are assumed.")
+        yield Advice("checkpoints", text + "No failures are assumed.")
         return
     steps = max(1, round(saving.interval_s / seconds))
     text += (
@@ -288,7 +277,7 @@ def _checkpoints(plan: Plan) -> Iterator[Advice]:
         f"{duration(saving.interval_s)} (Daly 2006): --checkpoint.save_interval_steps {steps}. "
         f"Saving, repeated work and restarts then take {saving.lost:.1%} of the time."
     )
-    yield Advice(topic="checkpoints", text=text)
+    yield Advice("checkpoints", text)
 
 
 def _spot(plan: Plan, config: PlanConfig) -> Iterator[Advice]:
@@ -300,8 +289,8 @@ def _spot(plan: Plan, config: PlanConfig) -> Iterator[Advice]:
     steps = max(1, round(plan.spot_saving.interval_s / plan.choice.time.seconds))
     cheaper = plan.spot.money < plan.on_demand.money
     yield Advice(
-        topic="spot",
-        text=f"At {gpu.spot_price_per_hour:.2f} USD a GPU-hour and "
+        "spot",
+        f"At {gpu.spot_price_per_hour:.2f} USD a GPU-hour and "
         f"{config.preemptions_per_day:g} preemptions a day the run costs {_cost(plan.spot)}; on "
         f"demand {_cost(plan.on_demand)}. Spot is {'cheaper' if cheaper else 'not cheaper'}, with "
         f"--checkpoint.save_interval_steps {steps}; the two cost the same at {even:.0f} "
@@ -321,8 +310,8 @@ def _compiler(plan: Plan) -> Iterator[Advice]:
         return
     for choice, step in plan.proof.refuted:
         yield Advice(
-            topic="refuted",
-            text=f"{choice.job.spec} ({command(plan, choice)}) was estimated to fit, but compiled "
+            "refuted",
+            f"{choice.job.spec} ({choice.command(plan.base)}) was estimated to fit, but compiled "
             f"it takes {in_bytes(step.memory.total_bytes)} of {in_bytes(choice.usable_bytes)}.",
         )
     if isinstance(plan.proof.outcome, CompiledStep):
@@ -333,4 +322,4 @@ def _compiler(plan: Plan) -> Iterator[Advice]:
                     "XLA tried to stay below 80 % of the GPU's memory by recomputing and could "
                     "not. The step still fits."
                 )
-            yield Advice(topic=f"compiler: {remark.kind}", text=text)
+            yield Advice(f"compiler: {remark.kind}", text)

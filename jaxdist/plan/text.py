@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from jaxdist.core.parallel.tensor import TENSOR
 from jaxdist.models.weights import num_params
-from jaxdist.plan.advice import Advice, command
+from jaxdist.plan.advice import Advice
 from jaxdist.plan.compiled.check import CompiledStep, NotCompiled
 from jaxdist.plan.estimate.cost import DAY_S
 from jaxdist.plan.estimate.search import Choice, why_not
@@ -57,7 +57,7 @@ def _verdict(plan: Plan) -> str:
     time = plan.choice.time
     lines = [
         f"{does}: {in_bytes(plan.total_bytes)} of {in_bytes(plan.choice.usable_bytes)} ({known}), "
-        f"with {command(plan, plan.choice)}"
+        f"with {plan.choice.command(plan.base)}"
     ]
     if plan.fits:
         lines.append(
@@ -145,8 +145,8 @@ def _meshes(plan: Plan, top: int) -> Iterable[str]:
         fitting = sum(choice.fits for choice in rest)
         yield f"  and {len(rest)} more legal ones, of which {fitting} fit"
     if found.refused:
-        example = found.refused[0]
-        yield f"  {len(found.refused)} are refused, e.g. {example.problem.partition(':')[0]}"
+        example = next(iter(found.refused.values())).partition(":")[0]
+        yield f"  {len(found.refused)} are refused, e.g. {example}"
     yield f"  ({found.num_tried} combinations of settings compared in {found.seconds:.1f} s)"
 
 

@@ -26,7 +26,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -36,6 +36,7 @@ from jaxdist.core.parallel.axes import row_axes
 from jaxdist.core.settings import write_toml
 from jaxdist.plan.compiled.collectives import Collective
 from jaxdist.plan.hardware import Cluster
+from jaxdist.runtime.formatting.numbers import in_bytes
 
 INSTALL = "pip install 'jaxdist[plan]'"
 """Brings the compiler: no GPU, driver or CUDA installation is needed."""
@@ -91,7 +92,7 @@ class Buffer:
     op_name: str
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Remark:
     """Something in the program or in the compiler's output that a person should know.
 
@@ -100,9 +101,7 @@ class Remark:
         text: one sentence: what, how much, what to do.
     """
 
-    kind: Literal[
-        "rematerialization", "memory", "synchronous", "reduction dtype", "attention", "compiler"
-    ]
+    kind: Literal["rematerialization", "memory", "synchronous", "reduction dtype", "attention"]
     text: str
 
 
@@ -323,111 +322,67 @@ def _last_error(log: str, code: int) -> str:
 
 
 def _read(facts: dict[str, Any], log: str) -> CompiledStep:
-    memory = Memory(**facts["memory"])
-    collectives = tuple(
-        Collective(**{**c, "axes": tuple(c["axes"]), "dtypes": tuple(c["dtypes"])})
-        for c in facts["collectives"]
-    )
-    step = CompiledStep(
-        memory=memory,
-        buffers=tuple(
-            Buffer(bytes=b["bytes"], shapes=tuple(b["shapes"]), op_name=b["op_name"])
-            for b in facts["buffers"]
-        ),
-        collectives=collectives,
-        branch_shares=facts["branch_shares"],
-        attention=facts["attention"],
-        remarks=(),
-        compile_s=facts["compile_s"],
-        versions=facts["versions"],
-        xla_flags=facts["xla_flags"],
-        target=facts["target"],
-    )
-    return dataclasses.replace(step, remarks=tuple(remarks(step, log)))
+    kinds: dict[str, Any] = {"buffers": Buffer, "collectives": Collective}
+    lists: dict[str, Any] = {
+        name: tuple(
+            kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in record.items()})
+            for record in facts[name]
+        )
+        for name, kind in kinds.items()
+    }
+    step = CompiledStep(**{**facts, **lists, "memory": Memory(**facts["memory"]), "remarks": ()})
+    return dataclasses.replace(step, remarks=(*_log_remarks(log), *_step_remarks(step)))
 
 
 # --- remarks -------------------------------------------------------------------------------------
 
 
-def remarks(step: CompiledStep, log: str) -> list[Remark]:
-    """What a person should know of a compiled step and of what its compiler warned of."""
-    return [
-        *_from_log(log),
-        *_synchronous(step),
-        *_reductions(step),
-        *_attention(step),
-    ]
-
-
-def _from_log(log: str) -> list[Remark]:
-    found = []
+def _log_remarks(log: str) -> Iterator[Remark]:
+    """What the compiler warned of."""
     rematerialized = re.findall(r"Involuntary full rematerialization.*?(%[\w.\-]+)", log)
     if rematerialized:
-        found.append(
-            Remark(
-                kind="rematerialization",
-                text=f"the partitioner gathers {len(rematerialized)} arrays whole because it knows "
-                f"no cheaper way between their shardings ({', '.join(rematerialized[:3])}). Only "
-                "a model whose tensor parallelism is left to XLA can meet this.",
-            )
+        yield Remark(
+            "rematerialization",
+            f"the partitioner gathers {len(rematerialized)} arrays whole because it knows no "
+            f"cheaper way between their shardings ({', '.join(rematerialized[:3])}). Only a model "
+            "whose tensor parallelism is left to XLA can meet this.",
         )
     limits = re.findall(r"[Cc]an't reduce memory use below ([\d.]+\s?\w+)", log)
     if limits:
-        found.append(
-            Remark(
-                kind="memory",
-                text=f"before placing its buffers the compiler wanted them below {limits[-1]} and "
-                "could not get there by recomputing. Trust the total, not that it compiled.",
-            )
+        yield Remark(
+            "memory",
+            f"before placing its buffers the compiler wanted them below {limits[-1]} and could not "
+            "get there by recomputing. Trust the total, not that it compiled.",
         )
-    return found
 
 
-def _synchronous(step: CompiledStep) -> list[Remark]:
-    """Large collectives that overlap with nothing."""
-    found = []
-    for c in step.collectives:
-        if not c.overlapped and c.bytes >= _SYNCHRONOUS_MIB * 2**20:
-            found.append((step.runs(c) * c.wire_bytes, c))
-    if not found:
-        return []
-    total = sum(moved for moved, _ in found)
-    whole = sum(step.wire_bytes().values())
-    _, worst = max(found, key=lambda pair: pair[0])
-    return [
-        Remark(
-            kind="synchronous",
-            text=f"{len(found)} collectives above {_SYNCHRONOUS_MIB} MiB overlap with nothing, "
-            f"{total / whole:.0%} of what a step sends ({total / 2**30:.1f} GiB); the largest is "
-            f"{worst.kind} over {'+'.join(worst.axes)} of {worst.bytes / 2**20:.0f} MiB.",
+def _step_remarks(step: CompiledStep) -> Iterator[Remark]:
+    """Large collectives that overlap with nothing, gradients summed in less than float32."""
+    sends = lambda c: step.runs(c) * c.wire_bytes
+    large = [c for c in step.collectives if c.bytes >= _SYNCHRONOUS_MIB * 2**20]
+    if waited := [c for c in large if not c.overlapped]:
+        total, whole = sum(map(sends, waited)), sum(step.wire_bytes().values())
+        worst = max(waited, key=sends)
+        yield Remark(
+            "synchronous",
+            f"{len(waited)} collectives above {_SYNCHRONOUS_MIB} MiB overlap with nothing, "
+            f"{total / whole:.0%} of what a step sends ({in_bytes(total)}); the largest is "
+            f"{worst.kind} over {'+'.join(worst.axes)} of {in_bytes(worst.bytes)}.",
         )
-    ]
-
-
-def _reductions(step: CompiledStep) -> list[Remark]:
-    """Gradients summed in less than float32."""
     narrow: dict[str, set[str]] = {}
     for c in step.collectives:
         if c.kind in ("all-reduce", "reduce-scatter") and set(row_axes()) & set(c.axes):
             for dtype in set(c.dtypes) & {"bf16", "f16"}:
                 narrow.setdefault(dtype, set()).add("+".join(c.axes))
-    return [
-        Remark(
-            kind="reduction dtype",
-            text=f"gradients are summed in {dtype} over {', '.join(sorted(axes))} "
+    for dtype, axes in narrow.items():
+        yield Remark(
+            "reduction dtype",
+            f"gradients are summed in {dtype} over {', '.join(sorted(axes))} "
             "(precision.reduce_dtype).",
         )
-        for dtype, axes in narrow.items()
-    ]
-
-
-def _attention(step: CompiledStep) -> list[Remark]:
-    if step.attention != "xla":
-        return []
-    return [
-        Remark(
-            kind="attention",
-            text="attention is not cuDNN's fused kernel: its scores take memory that grows with "
-            "the square of train.seq_len.",
+    if step.attention == "xla":
+        yield Remark(
+            "attention",
+            "attention is not cuDNN's fused kernel: its scores take memory that grows with the "
+            "square of train.seq_len.",
         )
-    ]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import jax.numpy as jnp
@@ -81,6 +81,10 @@ class Job:
     ) -> Job:
         """The job of these settings, whose model is built where it is not given."""
         return cls(config=config, spec=spec, cluster=cluster, model=model or config.build_model())
+
+    def changed(self, section: str, **changes: Any) -> Job:
+        """The job with other settings in a section."""
+        return dataclasses.replace(self, config=with_section(self.config, section, **changes))
 
     # -- hardware and number formats --------------------------------------------------------------
 
@@ -269,7 +273,7 @@ class Job:
 
     def size(self, weight: Weight, place: Place) -> int:
         """Elements of a weight-shaped array that one device holds."""
-        return weight.size // self._placement.ways(weight.dims, place)
+        return weight.size // self._placed(weight.dims, place)[1]
 
     def total(self, weights: Iterable[Weight], place: Place) -> int:
         """Elements of several weight-shaped arrays that one device holds."""
@@ -287,60 +291,46 @@ class Job:
 
     def is_gathered(self, weight: Weight) -> bool:
         """Whether a weight is sharded over data or fsdp, and gathered before use."""
-        ways = self._placement.ways
-        return ways(weight.dims, "param") > ways(weight.dims, "whole")
+        return self.size(weight, "param") < self.size(weight, "whole")
 
     def axes(self, weight: Weight, place: Place) -> tuple[str, ...]:
         """Mesh axes that split a weight-shaped array, in mesh order."""
-        return self._placement.axes(weight.dims, place)
+        return self._placed(weight.dims, place)[0]
 
     @functools.cached_property
-    def _placement(self) -> _Placement:
+    def _placed(self) -> Callable[[Dims, Place], tuple[tuple[str, ...], int]]:
         rules = tuple(sorted(self.layout.rules.items()))
-        return _placement(self.spec, self.config.mesh.zero, rules)
+        return _placements(self.spec, self.config.mesh.zero, rules)
 
 
-class _Placement:
-    """Where arrays of given dims lie on a mesh; asked of its `Layout` once for each."""
-
-    def __init__(self, layout: Layout):
-        self._layout = layout
-        self._found: dict[tuple[Dims, Place], tuple[tuple[str, ...], int]] = {}
-
-    def axes(self, dims: Dims, place: Place) -> tuple[str, ...]:
-        """Mesh axes that split such an array, in mesh order."""
-        return self._of(dims, place)[0]
-
-    def ways(self, dims: Dims, place: Place) -> int:
-        """Parts into which it is split."""
-        return self._of(dims, place)[1]
-
-    def _of(self, dims: Dims, place: Place) -> tuple[tuple[str, ...], int]:
-        found = self._found.get((dims, place))
-        if found is None:
-            axes = self._look_up(dims, place)
-            ways = math.prod(self._layout.spec[axis] for axis in axes)
-            found = self._found[dims, place] = axes, ways
-        return found
-
-    def _look_up(self, dims: Dims, place: Place) -> tuple[str, ...]:
-        layout = self._layout
-        if place == "whole":
-            gathered = axes_of(layout.gather_spec(dims))
-            found = set(axes_of(layout.param_spec(dims))) - set(gathered)
-        else:
-            by_place = {
-                "param": layout.param_spec,
-                "moment": layout.moment_spec,
-                "gradient": layout.gradient_spec,
-            }[place]
-            found = set(axes_of(by_place(dims)))
-        return tuple(axis for axis in layout.spec.sizes if axis in found)
+def with_section(config: RunConfig, section: str, **changes: Any) -> RunConfig:
+    """The settings of a run with others in a section."""
+    changed: Any = dataclasses.replace(getattr(config, section), **changes)
+    return dataclasses.replace(config, **{section: changed})
 
 
 @functools.lru_cache(maxsize=4096)
-def _placement(spec: MeshSpec, zero: int, rules: tuple[tuple[str, str | None], ...]) -> _Placement:
-    return _Placement(Layout(mesh=_abstract_mesh(spec), rules=dict(rules), zero=zero))
+def _placements(
+    spec: MeshSpec, zero: int, rules: tuple[tuple[str, str | None], ...]
+) -> Callable[[Dims, Place], tuple[tuple[str, ...], int]]:
+    """(dims, place) -> mesh axes that split such an array, in mesh order, and into how many."""
+    layout = Layout(mesh=_abstract_mesh(spec), rules=dict(rules), zero=zero)
+    specs = {
+        "param": layout.param_spec,
+        "moment": layout.moment_spec,
+        "gradient": layout.gradient_spec,
+    }
+
+    @functools.cache
+    def placed(dims: Dims, place: Place) -> tuple[tuple[str, ...], int]:
+        if place == "whole":
+            found = set(axes_of(layout.param_spec(dims))) - set(axes_of(layout.gather_spec(dims)))
+        else:
+            found = set(axes_of(specs[place](dims)))
+        axes = tuple(axis for axis in spec.sizes if axis in found)
+        return axes, math.prod(spec[axis] for axis in axes)
+
+    return placed
 
 
 def _abstract_mesh(spec: MeshSpec) -> Any:

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
+
+import jax
 
 from jaxdist.config import RunConfig
 from jaxdist.core.mesh import MeshSpec
@@ -16,7 +18,7 @@ from jaxdist.plan.estimate.job import Job
 from jaxdist.plan.estimate.memory import Memory, estimate_memory
 from jaxdist.plan.estimate.search import Choice, search
 from jaxdist.plan.estimate.suggestions import smallest_changes
-from jaxdist.plan.hardware import GPUS, Cluster, Gpu, gpu_of
+from jaxdist.plan.hardware import GPUS, Cluster, gpu_of
 from jaxdist.runtime.formatting.numbers import in_bytes
 
 TOLERANCE = 0.05
@@ -49,11 +51,11 @@ class Budget:
             devices: all devices of the job.
             model: the built model.
         """
-        cluster, limit = _cluster_of(devices)
-        if cluster is None or limit is None:
+        found = _cluster_of(devices)
+        if found is None:
             return None
-        job = Job.of(config, spec, cluster, model)
-        return cls(job=job, memory=estimate_memory(job), limit_bytes=limit)
+        job = Job.of(config, spec, found[0], model)
+        return cls(job=job, memory=estimate_memory(job), limit_bytes=found[1])
 
     def line(self) -> str:
         """One line for the start of a run."""
@@ -72,13 +74,7 @@ class Budget:
         sure = self.memory.state_bytes if self.memory.is_rough else self.memory.total_bytes
         if sure * (1 - TOLERANCE) <= self.limit_bytes:
             return
-        raise ConfigError(
-            [
-                f"memory: this run needs {in_bytes(self.memory.total_bytes)} of each GPU, and "
-                f"{in_bytes(self.limit_bytes)} may be used. {self._fix(self.limit_bytes)} "
-                "Use --force to start anyway."
-            ]
-        )
+        self._refuse("this run needs", self.memory.total_bytes, self.limit_bytes)
 
     def compare(self, stats: Any) -> str:
         """A warning where the compiled step takes another amount than was estimated, else "".
@@ -109,13 +105,16 @@ class Budget:
         if needed > self.limit_bytes:
             # What the estimate must come down to, if it stays as far off as it is here.
             target = self.limit_bytes * self.memory.total_bytes / needed
-            raise ConfigError(
-                [
-                    f"memory: the compiled step takes {in_bytes(needed)} of each GPU, and "
-                    f"{in_bytes(self.limit_bytes)} may be used. {self._fix(target)} "
-                    "Use --force to try anyway."
-                ]
-            )
+            self._refuse("the compiled step takes", needed, target)
+
+    def _refuse(self, what: str, needed: float, target: float) -> NoReturn:
+        """Say what to change so that the estimate is within `target` bytes."""
+        raise ConfigError(
+            [
+                f"memory: {what} {in_bytes(needed)} of each GPU, and {in_bytes(self.limit_bytes)} "
+                f"may be used. {self._fix(target)} Use --force to try anyway."
+            ]
+        )
 
     def _fix(self, usable: float) -> str:
         """The least change with which the estimate is within `usable` bytes, or another mesh."""
@@ -124,8 +123,7 @@ class Budget:
             return f"Add {change.flags}: {change.why}."
         best = search(self.job.config, self.job.cluster, self.job.model).best
         if best is not None:
-            flags = " ".join(f"--{k} {v}" for k, v in best.flags(self.job.config).items())
-            return f"Use {flags}."
+            return f"Use {best.command(self.job.config)}."
         return (
             "No mesh of these GPUs holds it: ask `jaxdist plan` how many would, or take a smaller "
             "model or shorter rows."
@@ -146,9 +144,10 @@ def needs_of(
     config: RunConfig, devices: Sequence[Any], model: Model | None
 ) -> Callable[[MeshSpec], tuple[float, float]] | None:
     """A function mesh -> (bytes that one GPU needs, bytes it may take); None without GPUs."""
-    cluster, limit = _cluster_of(devices)
-    if cluster is None or limit is None:
+    found = _cluster_of(devices)
+    if found is None:
         return None
+    cluster, limit = found
 
     def needs(spec: MeshSpec) -> tuple[float, float]:
         return estimate_memory(Job.of(config, spec, cluster, model)).total_bytes, limit
@@ -156,28 +155,21 @@ def needs_of(
     return needs
 
 
-def _cluster_of(devices: Sequence[Any]) -> tuple[Cluster | None, float | None]:
-    """The devices as a cluster, and what the allocator of one may give out."""
+def _cluster_of(devices: Sequence[Any]) -> tuple[Cluster, float] | None:
+    """The devices as a cluster, and what the allocator of one may give out; None if unknown."""
     first = devices[0]
-    if first.platform not in ("gpu", "cuda"):
-        return None, None
-    import jax
-
     own = [device for device in devices if device.process_index == jax.process_index()]
-    limit = ((own[0].memory_stats() or {}) if own else {}).get("bytes_limit")
+    if first.platform not in ("gpu", "cuda") or not own:
+        return None
+    limit = (own[0].memory_stats() or {}).get("bytes_limit")
     if not limit:
-        return None, None
+        return None
     nodes = len({device.process_index for device in devices}) if len(devices) > 8 else 1
-    gpu = gpu_of(first.device_kind) or _unknown(first, limit)
-    return Cluster(gpu=gpu, num_nodes=nodes, gpus_per_node=len(devices) // nodes), float(limit)
-
-
-def _unknown(device: Any, limit: float) -> Gpu:
-    """A GPU of which only capability and memory matter here."""
-    capability = str(getattr(device, "compute_capability", "9.0"))
-    return dataclasses.replace(
+    # Of an unknown GPU only capability and memory matter here.
+    gpu = gpu_of(first.device_kind) or dataclasses.replace(
         GPUS["h100"],
-        name=device.device_kind,
-        compute_capability=capability,
+        name=first.device_kind,
+        compute_capability=str(getattr(first, "compute_capability", "9.0")),
         memory_bytes=int(limit),
     )
+    return Cluster(gpu=gpu, num_nodes=nodes, gpus_per_node=len(devices) // nodes), float(limit)

@@ -71,8 +71,3 @@ def read_doctor(argv: Sequence[str], summary: str = "") -> DoctorConfig:
     if problems:
         raise ConfigError(headed(COMMAND, problems))
     return config
-
-
-def refused(config: DoctorConfig) -> list[str]:
-    """What training would refuse in these settings, one line each."""
-    return problems_of(config.run)

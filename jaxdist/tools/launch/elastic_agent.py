@@ -31,21 +31,23 @@ from __future__ import annotations
 
 import dataclasses
 import signal
-import sys
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 
 from jaxdist import runtime
+from jaxdist.core.settings import ConfigError
+from jaxdist.tools.launch.console import say
 from jaxdist.tools.launch.membership import ElasticConfig, LegalSizes, Membership, choose_members
 from jaxdist.tools.launch.rendezvous import HEARTBEAT_S, Host, Rendezvous, Round
 from jaxdist.tools.launch.resources import Capacity, capacity, first_gpus, free_port
+from jaxdist.tools.launch.supervisor import Agent
 from jaxdist.tools.launch.worker_group import GroupResult, Placement, WorkerGroup
 
 _POLL_S = 0.3
 
 
-class ElasticAgent:
+class ElasticAgent(Agent):
     """Decides where the attempts of an elastic job run, on behalf of one of its hosts.
 
     Args:
@@ -64,12 +66,12 @@ class ElasticAgent:
         sizes: LegalSizes,
         *,
         stop_reaches_all: bool,
-        write: Callable[[str], None] | None = None,
+        write: Callable[[str], None] = say,
     ):
         self.plan, self.rendezvous, self.sizes = plan, rendezvous, sizes
         self.round: Round | None = None  # the last one that this host took part in
         self._stop_reaches_all = stop_reaches_all
-        self._write_line = write or _print
+        self._say = write
         self._last_message = ""
         self._had_gpus = False
         self._newest: Round | None = None  # in round.json, and when it was first read
@@ -413,13 +415,8 @@ class ElasticAgent:
             self._say(text)
         self._last_message = text
 
-    def _say(self, text: str) -> None:
-        self._write_line(text)
-
 
 def _refuse_rank(duplicate: Host) -> None:
-    from jaxdist.core.settings import ConfigError
-
     raise ConfigError(
         [
             f"--node-rank {duplicate.rank} is taken by a running launcher on {duplicate.address}. "
@@ -430,7 +427,3 @@ def _refuse_rank(duplicate: Host) -> None:
 
 def _devices(number: int) -> str:
     return "1 device" if number == 1 else f"{number} devices"
-
-
-def _print(text: str) -> None:
-    print(f"launch: {text}", file=sys.stderr, flush=True)

@@ -9,7 +9,7 @@ import dataclasses
 import re
 from collections.abc import Sequence
 
-from jaxdist.tools.launch.rendezvous import HEARTBEAT_S, Host
+from jaxdist.tools.launch.rendezvous import Host
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -20,28 +20,28 @@ class Range:
     maximum: int
 
     @classmethod
-    def parse(cls, flag: str, text: str) -> Range:
-        """Read `MIN:MAX`.
+    def parse(cls, flag: str, text: str, least: int = 1) -> Range:
+        """Read `N` or `MIN:MAX`, no number below `least`.
 
         Raises:
-            ValueError: the text is no such range; the message names the fix.
+            ValueError: the text is neither; the message names the fix.
         """
-        found = re.fullmatch(r"(-?\d+):(-?\d+)", text.strip())
+        found = re.fullmatch(r"(-?\d+)(?::(-?\d+))?", text.strip())
         if found is None:
             raise ValueError(
                 f"--{flag} {text!r} is neither a number nor a range. Use e.g. --{flag} 8, or "
                 f"--{flag} 4:8 for at least 4 and at most 8."
             )
-        least, most = int(found[1]), int(found[2])
-        if least < 1:
-            raise ValueError(f"--{flag} {text}: MIN is {least}. Use MIN ≥ 1, e.g. --{flag} 1:8.")
-        if most < least:
+        low, high = int(found[1]), int(found[2] or found[1])
+        if min(low, high) < least:
             raise ValueError(
-                f"--{flag} {text}: MAX is smaller than MIN. Use --{flag} {most}:{least}."
-                if most >= 1
-                else f"--{flag} {text}: MAX is {most}. Use MIN:MAX, e.g. --{flag} 1:8."
+                f"--{flag} {text}: {min(low, high)} is too small. Use {least} or more."
             )
-        return cls(minimum=least, maximum=most)
+        if high < low:
+            raise ValueError(
+                f"--{flag} {text}: MAX is smaller than MIN. Use --{flag} {high}:{low}."
+            )
+        return cls(minimum=low, maximum=high)
 
     def __str__(self) -> str:
         return f"{self.minimum}:{self.maximum}"
@@ -66,22 +66,6 @@ class ElasticConfig:
     heartbeat_timeout_s: float = 15.0
     rdzv_timeout_s: float = 30.0
     grow_interval_s: float = 60.0
-
-    def problems(self) -> list[str]:
-        """Every violated rule, one line each."""
-        found = []
-        if self.heartbeat_timeout_s < 3 * HEARTBEAT_S:
-            found.append(
-                f"--heartbeat-timeout-s {self.heartbeat_timeout_s:g} is too short: a host's "
-                f"heartbeat comes every {HEARTBEAT_S:g} s. Use 3 or more; the default is 15."
-            )
-        for name in ("rdzv_timeout_s", "grow_interval_s"):
-            if getattr(self, name) <= 0:
-                flag = name.replace("_", "-")
-                found.append(f"--{flag} {getattr(self, name):g} is no time. Use seconds > 0.")
-        if not self.address:
-            found.append("--address '' is no name of this host. Leave it out, or name it.")
-        return found
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 import threading
 import time
 import uuid
@@ -29,6 +28,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from jaxdist.runtime.storage import Location, locate
+from jaxdist.tools.launch.console import say
 from jaxdist.tools.launch.resources import Capacity
 
 HEARTBEAT_S = 1.0
@@ -234,11 +234,9 @@ class Rendezvous:
             (self.folder / f"{name}.json").write(json.dumps(record), durable=False)
         except OSError as failure:
             if not self._warned:
-                print(
-                    f"launch: cannot write {self.folder / name}.json ({failure.strerror}): other "
-                    f"hosts will take this one for lost after {self.heartbeat_timeout_s:.0f} s",
-                    file=sys.stderr,
-                    flush=True,
+                say(
+                    f"cannot write {self.folder / name}.json ({failure.strerror}): other hosts "
+                    f"will take this one for lost after {self.heartbeat_timeout_s:.0f} s"
                 )
             self._warned = True
 

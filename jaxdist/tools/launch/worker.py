@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections import deque
@@ -16,6 +15,7 @@ from typing import IO, Any
 
 from jaxdist import runtime
 from jaxdist.runtime.storage import locate
+from jaxdist.tools.launch.console import say
 
 _SERVICE_MARK = "JAX distributed service detected fatal"
 _SERVICE_LINES = 6  # of its message, before the stacks of all threads
@@ -159,11 +159,9 @@ class Worker:
         except OSError as failure:
             if not self._lost_log:
                 self._lost_log = True
-                print(
-                    f"launch: {self.log_file} cannot be written ({failure.strerror}): lines of "
-                    f"process {self.process_id} are on the console only",
-                    file=sys.stderr,
-                    flush=True,
+                say(
+                    f"{self.log_file} cannot be written ({failure.strerror}): lines of process "
+                    f"{self.process_id} are on the console only"
                 )
 
 

@@ -10,13 +10,14 @@ from __future__ import annotations
 import dataclasses
 import signal
 import socket
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 from jaxdist import runtime
+from jaxdist.core.settings import ConfigError
 from jaxdist.runtime import coordination
+from jaxdist.tools.launch.console import say
 from jaxdist.tools.launch.worker import Worker
 
 POLL_S = 0.05
@@ -130,8 +131,6 @@ class WorkerGroup:
                 self.workers.append(self._start(command, local_process_id))
         except OSError as failure:
             self.kill()
-            from jaxdist.core.settings import ConfigError
-
             raise ConfigError(
                 [f"{command[0]} cannot be started: {failure.strerror}. Check --program."]
             ) from None
@@ -162,10 +161,7 @@ class WorkerGroup:
             if failed_at is not None and now > failed_at + COLLECT_S:
                 self._end_survivors()
             if self._stop_at is not None and now > self._stop_at + stop_timeout_s:
-                print(
-                    f"launch: still running {stop_timeout_s:g} s after the request to stop: killed",
-                    file=sys.stderr,
-                )
+                say(f"still running {stop_timeout_s:g} s after the request to stop: killed")
                 self.kill()
             watch(self)
             time.sleep(POLL_S)
