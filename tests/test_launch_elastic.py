@@ -128,7 +128,7 @@ def test_ranges_that_never_make_a_legal_job_are_refused():
             ["--nnodes=1:2", "--nproc-per-node=1"],
             ["--nnodes 1:2 without --run-dir: the hosts meet there"],
         ),
-        (["--nnodes=1:2", "--run-dir=x"], ["--nnodes 2 without --nproc-per-node"]),
+        (["--nnodes=1:2", "--run-dir=x"], ["--nnodes 1:2 without --nproc-per-node"]),
         (
             ["--nnodes=3:2", "--nproc-per-node=0:1", "--max-restarts=-1"],
             ["--nnodes 3:2: MAX is smaller", "--nproc-per-node 0:1: 0 is too", "max_restarts=-1"],

@@ -75,12 +75,7 @@ class Plan:
 
 
 def make_plan(config: PlanConfig, cluster: Cluster, mesh: str) -> Plan:
-    """Plan a run on one cluster.
-
-    Args:
-        config: the question.
-        cluster: the GPUs.
-        mesh: the mesh asked for; "" to find the best.
+    """Plan a run on one cluster, on the mesh asked for; "" = on the best.
 
     Raises:
         ConfigError: the mesh asked for is not legal there.
@@ -107,24 +102,17 @@ def _prove(
     if not config.compile:
         return candidates[0], None
     refuted: list[tuple[Choice, CompiledStep]] = []
-    first: tuple[Choice, CompiledStep] | None = None
     for choice in candidates[: 1 if asked else _MOST_COMPILATIONS]:
         if refuted and not choice.fits:
             break
+        job = choice.job
         outcome = compile_step(
-            choice.job.config,
-            choice.job.spec,
-            choice.job.cluster,
-            timeout_s=config.compile_timeout_s,
+            job.config, job.spec, job.cluster, timeout_s=config.compile_timeout_s
         )
-        if isinstance(outcome, NotCompiled):
+        if isinstance(outcome, NotCompiled) or outcome.memory.total_bytes <= choice.usable_bytes:
             return choice, Proof(outcome=outcome, refuted=tuple(refuted))
-        if outcome.memory.total_bytes <= choice.usable_bytes:
-            return choice, Proof(outcome=outcome, refuted=tuple(refuted))
-        first = first or (choice, outcome)
         refuted.append((choice, outcome))
-    assert first is not None
-    choice, compiled = first
+    choice, compiled = refuted[0]
     return choice, Proof(outcome=compiled, refuted=tuple(refuted[1:]))
 
 

@@ -19,13 +19,7 @@ _MOST_GPUS = 4096
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Size:
-    """The best of one number of GPUs of one kind.
-
-    Attributes:
-        cluster: the GPUs.
-        choice: the fastest that fits.
-        cost: days and money to the run's tokens.
-    """
+    """The fastest that fits of one number of GPUs of one kind, and its cost to the run's tokens."""
 
     cluster: Cluster
     choice: Choice
@@ -50,15 +44,7 @@ def size_of(config: RunConfig, gpu: Gpu, num_gpus: int, tokens: float, model: Mo
 def smallest(
     config: RunConfig, gpu: Gpu, tokens: float, state_bytes: float, model: Model
 ) -> Size | None:
-    """The fewest GPUs of a kind that hold the run, by doubling from those that hold its state.
-
-    Args:
-        config: the run.
-        gpu: the kind.
-        tokens: of the whole run.
-        state_bytes: parameters and moments, whole.
-        model: the built model.
-    """
+    """The fewest GPUs of a kind that hold the run, by doubling; at least its whole state."""
     number = 1
     while number <= min(_MOST_GPUS, 16 * config.train.global_batch_size):
         if number * gpu.memory_bytes >= state_bytes:

@@ -94,12 +94,7 @@ class Buffer:
 
 @dataclasses.dataclass(frozen=True)
 class Remark:
-    """Something in the program or in the compiler's output that a person should know.
-
-    Attributes:
-        kind: what it is about.
-        text: one sentence: what, how much, what to do.
-    """
+    """Something in the program or in the compiler's output that a person should know."""
 
     kind: Literal["rematerialization", "memory", "synchronous", "reduction dtype", "attention"]
     text: str
@@ -204,13 +199,8 @@ def compile_step(
 ) -> CompiledStep | NotCompiled:
     """Compile a run's train step for GPUs that are not here.
 
-    Takes seconds to a minute of one core and about a gigabyte; several can run side by side.
-
-    Args:
-        config: the run; its own mesh and simulated devices are ignored.
-        mesh: the mesh to compile for.
-        cluster: machines and GPUs; as many GPUs as the mesh takes.
-        timeout_s: seconds after which the compilation is given up.
+    The run's own mesh and simulated devices are ignored. Takes seconds to a minute of one core and
+    about a gigabyte; several can run side by side.
 
     Returns:
         The compiled step, or why there is none; nothing is raised.

@@ -10,6 +10,7 @@ import dataclasses
 
 from jaxdist.core.parallel.tensor import TENSOR
 from jaxdist.plan.estimate.job import WIDE, Job
+from jaxdist.plan.hardware import Gpu
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -98,18 +99,29 @@ def attention_scores(job: Job) -> int:
 
 
 def attention_workspace(job: Job) -> int:
-    """Scratch of cuDNN's attention backward, which the compiler leaves out of its account.
-
-    Measured on the kernels: exact on every shape tried for compute capability 9.0, one for 8.0.
-    """
+    """Scratch of cuDNN's attention backward, which the compiler leaves out of its account."""
     if job.attention != "cudnn":
         return 0
     dims, rows = job.model.dims, job.micro_rows * heads(job) * job.seq_len
-    width = dims["head_dim"]
-    if float(job.gpu.compute_capability) < 9.0:
-        return WIDE * rows * (3 * width + 1) + 128
     grouped = dims["kv_heads"] != dims["heads"]
-    return WIDE * rows * (width + 1) + WIDE * rows * width * grouped + 256
+    return cudnn_scratch(rows, dims["head_dim"], shares_keys=grouped, gpu=job.gpu)
+
+
+def cudnn_scratch(rows: int, width: int, *, shares_keys: bool, gpu: Gpu) -> int:
+    """Bytes that cuDNN's attention backward asks for at run time.
+
+    Measured by compiling cuDNN's own engines: exact on every shape tried on Hopper, one measurement
+    on Ampere. Blackwell is taken to be like Hopper, Ada like Ampere.
+
+    Args:
+        rows: batch × query heads × positions.
+        width: of a head.
+        shares_keys: several query heads read one key head.
+        gpu: what it runs on.
+    """
+    if float(gpu.compute_capability) < 9.0:
+        return WIDE * rows * (3 * width + 1) + 128
+    return WIDE * rows * (width * (1 + shares_keys) + 1) + 256
 
 
 def deferred_per_layer(job: Job) -> float:

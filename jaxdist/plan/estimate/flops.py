@@ -16,7 +16,7 @@ from jaxdist.plan.estimate.job import WIDE, Job
 from jaxdist.plan.estimate.model_trace import Cost
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Work:
     """What one device does for something.
 
@@ -32,19 +32,12 @@ class Work:
 
     def __add__(self, other: Work) -> Work:
         """Both."""
-        return Work(
-            products=self.products + other.products,
-            attention=self.attention + other.attention,
-            memory_bytes=self.memory_bytes + other.memory_bytes,
-        )
+        pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
+        return Work(*(one + two for one, two in pairs))
 
     def __mul__(self, times: float) -> Work:
         """The same several times."""
-        return Work(
-            products=self.products * times,
-            attention=self.attention * times,
-            memory_bytes=self.memory_bytes * times,
-        )
+        return Work(*(amount * times for amount in dataclasses.astuple(self)))
 
 
 _ATTENTION_BACKWARD = 2.5

@@ -59,15 +59,7 @@ class Engine:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Job:
-    """One run on one mesh of one cluster.
-
-    Attributes:
-        config: the run's settings; its `mesh.shape` is not looked at.
-        spec: the mesh.
-        cluster: the GPUs.
-        model: the built model.
-        engine: how the step is run; ours unless said.
-    """
+    """One run on one mesh of one cluster; the settings' own `mesh.shape` is not looked at."""
 
     config: RunConfig
     spec: MeshSpec

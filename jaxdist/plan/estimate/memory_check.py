@@ -27,13 +27,7 @@ TOLERANCE = 0.05
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Budget:
-    """What a run needs of one GPU and what it may take.
-
-    Attributes:
-        job: what runs where.
-        memory: the estimate.
-        limit_bytes: what the allocator may give out.
-    """
+    """What a run needs of one GPU, by estimate, and what the allocator may give out."""
 
     job: Job
     memory: Memory
@@ -43,14 +37,7 @@ class Budget:
     def of(
         cls, config: RunConfig, spec: MeshSpec, devices: Sequence[Any], model: Model | None
     ) -> Budget | None:
-        """The budget of a run on these devices; None where they are no GPUs or do not say.
-
-        Args:
-            config: the run.
-            spec: its mesh.
-            devices: all devices of the job.
-            model: the built model.
-        """
+        """The budget of a run on the devices of its job; None where they are no known GPUs."""
         found = _cluster_of(devices)
         if found is None:
             return None
@@ -77,11 +64,7 @@ class Budget:
         self._refuse("this run needs", self.memory.total_bytes, self.limit_bytes)
 
     def compare(self, stats: Any) -> str:
-        """A warning where the compiled step takes another amount than was estimated, else "".
-
-        Args:
-            stats: `memory_analysis()` of the executable.
-        """
+        """A warning where the compiled step (`memory_analysis()`) takes another amount, else ""."""
         needed = executable_bytes(stats)
         error = self.memory.total_bytes / needed - 1
         if self.memory.is_rough or abs(error) <= TOLERANCE:
@@ -94,9 +77,6 @@ class Budget:
 
     def check_executable(self, stats: Any) -> None:
         """Refuse a compiled step that cannot run, before it is tried.
-
-        Args:
-            stats: `memory_analysis()` of the executable.
 
         Raises:
             ConfigError: it takes more than the allocator may give out.
@@ -131,11 +111,7 @@ class Budget:
 
 
 def executable_bytes(stats: Any) -> int:
-    """Bytes of one device's memory that an executable takes while it runs, by its own account.
-
-    Args:
-        stats: `jax.stages.Compiled.memory_analysis()`.
-    """
+    """Bytes of one device that an executable takes, by its own `memory_analysis()`."""
     arguments, outputs = stats.argument_size_in_bytes, stats.output_size_in_bytes
     return int(arguments + outputs - stats.alias_size_in_bytes + stats.temp_size_in_bytes)
 

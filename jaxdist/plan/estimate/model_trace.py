@@ -54,14 +54,7 @@ class Trace:
 
 @functools.lru_cache(maxsize=256)
 def trace(model: Model, seq_len: int, dtype: str, remat: str) -> Trace:
-    """Trace a model's block and loss.
-
-    Args:
-        model: the built model.
-        seq_len: tokens of a text row.
-        dtype: compute dtype.
-        remat: what backward recomputes of each block, as in `train.remat`.
-    """
+    """Trace a model's block and loss on rows of `seq_len`, with remat as in `train.remat`."""
     rest = _outside_layers(model, seq_len, dtype)
     if model.block is None:
         return Trace(layer=Cost(), rest=rest, stream=0)

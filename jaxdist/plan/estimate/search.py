@@ -27,14 +27,7 @@ from jaxdist.runtime.formatting.numbers import in_bytes
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Choice:
-    """Settings on a mesh, with what they cost.
-
-    Attributes:
-        job: what runs where.
-        memory: of one device.
-        time: of one step.
-        usable_bytes: what a run may take of a device.
-    """
+    """Settings on a mesh: memory of one device and what it may take, time of a step."""
 
     job: Job
     memory: Memory

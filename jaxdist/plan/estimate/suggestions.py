@@ -13,14 +13,7 @@ from jaxdist.plan.estimate.search import Choice
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Change:
-    """One change with which a run fits.
-
-    Attributes:
-        flags: what to add to the command, e.g. "--train.remat full".
-        why: what it does, in a few words.
-        choice: the run with it.
-        slowdown: of the step, as a share; negative where it is faster.
-    """
+    """One change with which a run fits: flags, what they do, slowdown of a step (a share)."""
 
     flags: str
     why: str

@@ -29,12 +29,7 @@ _OF_THE_LINK = 0.3
 
 
 def compute(devices: Sequence[jax.Device], size: int) -> list[dict[str, Any]]:
-    """The same products on each device: `seconds` (median) and `digests` of the bits, per repeat.
-
-    Args:
-        devices: of this process.
-        size: rows and columns of the square matrices.
-    """
+    """Products of [size, size] matrices on each device: median `seconds`, `digests` of the bits."""
 
     @jax.jit
     def products(x: jax.Array) -> jax.Array:
@@ -61,11 +56,8 @@ def check_compute(
     """Devices that give other bits than their neighbours, or need longer than the others.
 
     Bits are compared within a process: two processes may choose unlike kernels by timing them.
-
-    Args:
-        everyone: what `compute` gave, by process id.
-        hosts: by process id.
-        simulated: the devices share the CPU, and their times say nothing.
+    `everyone` holds what `compute` gave and `hosts` their names, both by process id. Simulated
+    devices share the CPU, so that their times say nothing.
     """
     times = {(i, j): d["seconds"] for i, ds in enumerate(everyone) for j, d in enumerate(ds)}
     usual_s = statistics.median(times.values())
@@ -208,16 +200,9 @@ def check_axis(
     device_kind: str = "",
     moves: str = "",
 ) -> list[Finding]:
-    """Groups whose sums are wrong or slow.
+    """Groups of an axis whose sums of `num_bytes` per device are wrong or slow.
 
-    Args:
-        axis: of the mesh.
-        groups: all of it.
-        num_bytes: per device.
-        hosts: by process id.
-        simulated: the devices share the CPU, and their times say little.
-        device_kind: jax's name of the GPUs, for what their links should reach.
-        moves: what a run exchanges over the axis, for the report.
+    `hosts` are by process id; `moves` says what a run exchanges over the axis.
     """
     size = len(groups[0].members)
     # What a ring puts on each link; `nccl-tests` calls it bus bandwidth.

@@ -62,11 +62,8 @@ def check_views(
 ) -> list[Finding]:
     """What all have seen.
 
-    Args:
-        views: process -> processes whose token it has read.
-        hosts: by process id.
-        directory: as process 0 names it.
-        failed: process -> why it could not write.
+    `views` maps a process to the processes whose token it has read, `failed` to why it could not
+    write its own; `hosts` are by process id.
     """
     found = [
         error(

@@ -102,12 +102,7 @@ def _ask(address: tuple[str, int]) -> tuple[float, float] | str:
 
 
 def check_visits(visits: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> list[Finding]:
-    """What all visits come to.
-
-    Args:
-        visits: by process id; keys of the inner mappings are process ids (or their text).
-        hosts: by process id.
-    """
+    """What all visits come to; both lists are by process id."""
     return [_check_pairs(visits, hosts), _check_clocks(visits, hosts)]
 
 

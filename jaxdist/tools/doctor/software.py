@@ -17,12 +17,7 @@ _OLDEST_DRIVER = {"13": 580, "12": 525}
 
 
 def check_versions(versions: Mapping[str, str], nvidia: Mapping[str, str]) -> list[Finding]:
-    """Whether the packages of one process go together.
-
-    Args:
-        versions: `monitoring.environment.versions()`.
-        nvidia: `monitoring.environment.nvidia_versions()`; `driver` is the kernel module.
-    """
+    """Whether the packages of one process go together; mappings as `run.monitoring` has them."""
     shown = ", ".join(f"{n} {versions[n]}" for n in _SHOWN if n in versions)
     extra = ", ".join(f"{n} {v}" for n, v in nvidia.items() if re.search("driver|nccl|cudnn", n))
     facts = ok(CHECK, "; ".join(filter(None, (shown, extra))), **versions, **nvidia)
@@ -75,11 +70,7 @@ def code_digest(package: Path) -> str:
 
 
 def compare(everyone: Sequence[tuple[str, Mapping[str, str]]]) -> list[Finding]:
-    """Where versions or code of a job's processes differ.
-
-    Args:
-        everyone: (host, name -> version) by process id; the code's digest is named `code`.
-    """
+    """Where versions, or the `code`, of processes differ: (host, name -> version) by process id."""
     code = everyone[0][1].get("code", "?")
     agreed = ok("same software", f"{len(everyone)} processes, code {code}")
     return list(_differences(everyone)) or [agreed]

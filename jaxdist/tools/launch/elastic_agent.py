@@ -50,13 +50,8 @@ _POLL_S = 0.3
 class ElasticAgent(Agent):
     """Decides where the attempts of an elastic job run, on behalf of one of its hosts.
 
-    Args:
-        plan: limits of the job.
-        rendezvous: what this host publishes and sees.
-        sizes: sizes at which the program can run.
-        stop_reaches_all: whether processes pass a request to stop on to each other, as those of
-            jaxdist.train do.
-        write: takes a line for the console.
+    With `stop_reaches_all` processes pass a request to stop on to each other, as those of
+    jaxdist.train do. `write` takes a line for the console.
     """
 
     def __init__(

@@ -176,13 +176,8 @@ processes run."""
 class LaunchPlan:
     """What the settings come to on this host.
 
-    Attributes:
-        command: program and arguments of every process.
-        nproc_per_node: processes on this host; 0: as many as GPUs, counted again for each attempt.
-        nnodes: hosts of the job, each with a launcher of its own.
-        elastic: the ranges, where one was given; `nproc_per_node` and `nnodes` are their maxima.
-        run_dir: where checkpoints and logs are.
-        restart_policy: how often to start again.
+    Of ranges (`elastic`) `nproc_per_node` and `nnodes` are the maxima. `nproc_per_node` 0 means as
+    many processes as GPUs, counted again for each attempt.
     """
 
     command: list[str]

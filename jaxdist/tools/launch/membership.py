@@ -49,16 +49,7 @@ class Range:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ElasticConfig:
-    """The limits of an elastic job, and how long its launchers wait for each other.
-
-    Attributes:
-        nproc_per_node: processes on each host, equally many on all.
-        nnodes: hosts.
-        address: name by which other hosts reach this one.
-        heartbeat_timeout_s: seconds without a heartbeat after which a host counts as lost.
-        rdzv_timeout_s: seconds to wait for more hosts before those that are here start.
-        grow_interval_s: seconds between two counts of this host's GPUs.
-    """
+    """The limits of an elastic job and its times to wait; `LaunchConfig` explains each."""
 
     nproc_per_node: Range
     nnodes: Range
@@ -149,14 +140,7 @@ def _device_counts(hosts: Sequence[Host]) -> list[int]:
 
 
 def legal_nodes(sizes: LegalSizes, nodes: Range, nproc_per_node: int, devices: int) -> list[int]:
-    """Numbers of nodes with which the program can run.
-
-    Args:
-        sizes: what it may be started with.
-        nodes: those to choose from.
-        nproc_per_node: processes on each node.
-        devices: of each process.
-    """
+    """Numbers of nodes with which a program can run, `devices` in each of a node's processes."""
     every = range(nodes.minimum, nodes.maximum + 1)
     return [count for count in every if sizes.runs(count * nproc_per_node, devices)]
 

@@ -124,12 +124,7 @@ class _Observation:
 class Rendezvous:
     """What one launcher publishes about its host, and what it sees of the others.
 
-    Args:
-        folder: shared by all hosts.
-        rank: of this host.
-        address: name by which other hosts reach it.
-        heartbeat_timeout_s: seconds without a heartbeat after which a host counts as lost.
-        clock: seconds, of this host alone.
+    All hosts share `folder`. `clock` (seconds) is this host's alone.
     """
 
     def __init__(

@@ -13,12 +13,9 @@ from jaxdist import runtime
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Capacity:
-    """What a host can run.
+    """What a host can run: processes, and devices in all.
 
-    Attributes:
-        max_processes: processes that it can run.
-        devices: in all.
-        gpus: whether these are GPUs, which can be divided among processes, or CPU devices.
+    GPUs can be divided among the processes, CPU devices cannot.
     """
 
     max_processes: int

@@ -38,14 +38,7 @@ _LOST_DIRECTORY_S = 900.0  # a file server that restarts takes minutes
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RestartPolicy:
-    """How often and how soon failed processes are started again.
-
-    Attributes:
-        max_restarts: restarts in a row without a new checkpoint.
-        backoff_s: seconds before the first restart; doubled for each further one in a row.
-        max_backoff_s: seconds at which the doubling ends.
-        stop_timeout_s: seconds that processes get to save after a request to stop.
-    """
+    """How often and how soon failed processes are started again; `LaunchConfig` explains each."""
 
     max_restarts: int = 3
     backoff_s: float = 1.0
@@ -118,14 +111,7 @@ class FixedAgent(Agent):
 
 
 class Supervisor:
-    """Runs attempts of one command until one settles the job's exit code.
-
-    Args:
-        command: program and arguments of every process.
-        agent: decides where they run.
-        run_dir: directory of checkpoints and logs.
-        policy: how often to start again.
-    """
+    """Runs attempts of one command, the same for all processes, until one settles the exit code."""
 
     def __init__(self, command: list[str], agent: Agent, run_dir: Path, policy: RestartPolicy):
         self.command, self.agent, self.run_dir, self.policy = command, agent, run_dir, policy

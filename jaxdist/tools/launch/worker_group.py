@@ -107,13 +107,7 @@ class GroupResult:
 
 
 class WorkerGroup:
-    """All processes of one attempt on this host, from the start to the last one's end.
-
-    Args:
-        command: program and arguments of every process.
-        placement: where they stand in the job.
-        attempt: index of the attempt, from 0.
-        log_dir: for their logs and errors.
+    """All processes of one attempt (from 0) on this host, from the start to the last one's end.
 
     Raises:
         ConfigError: the program cannot be started.
@@ -145,9 +139,7 @@ class WorkerGroup:
     ) -> GroupResult:
         """Wait until all processes have ended; the first failure ends the others.
 
-        Args:
-            stop_timeout_s: seconds that the processes get to save after a request to stop.
-            watch: called every `POLL_S` seconds meanwhile.
+        They get `stop_timeout_s` to save after a request to stop; `watch` is called every `POLL_S`.
         """
         failed_at: float | None = None
         while True:

@@ -11,12 +11,7 @@ from jaxdist.tools.report.table import difference_rows, outcome_rows
 
 
 def html_page(runs: Sequence[Run], *, x: str = "step") -> str:
-    """The page for `runs`.
-
-    Args:
-        runs: in the order of their colours.
-        x: "step" or "tokens", what the curves run over.
-    """
+    """The page for `runs` in the order of their colours; curves run over "step" or "tokens"."""
     names = ", ".join(run.name for run in runs)
     changed = difference_rows(runs)
     body = [_table(runs, outcome_rows(runs)), *_curves(runs, x)]
