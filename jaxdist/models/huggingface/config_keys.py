@@ -154,9 +154,9 @@ def _layer_type_problems(kinds: Any, theirs: Mapping[str, Any], family: str) -> 
 
 
 def _is(value: Any, kind: type) -> bool:
-    if kind is float:
-        return type(value) in (int, float) and 0 < value < float("inf")
-    return type(value) is kind and (kind is not int or value > 0)
+    if kind in (int, float):
+        return type(value) in (int, kind) and 0 < value < float("inf")
+    return type(value) is kind
 
 
 def _short(value: Any) -> str:
