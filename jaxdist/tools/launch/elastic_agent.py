@@ -152,6 +152,7 @@ class ElasticAgent(Agent):
             coordinator_address=f"{address}:{first.port}",
             num_hosts=len({host.address for host in new.members}),
             visible_gpus=visible,
+            token=new.id,
         )
 
     # --- while a round runs -----------------------------------------------------------------------
