@@ -4,7 +4,7 @@ import collections
 import dataclasses
 
 import pytest
-from test_traffic import CASES, lowered
+from test_traffic import CASES, lowered, traffic
 from tiny import CONFIGS, ROWS, SEQ, Case, layout_of
 
 from jaxdist.config import RunConfig
@@ -12,7 +12,6 @@ from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.precision import PrecisionConfig
 from jaxdist.core.sharding import MeshConfig
 from jaxdist.core.step import TrainConfig
-from jaxdist.plan.compiled.collectives import traffic
 from jaxdist.plan.estimate.job import Job
 from jaxdist.plan.estimate.traffic import flows_of
 from jaxdist.plan.hardware import GPUS, Cluster

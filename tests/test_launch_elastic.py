@@ -71,13 +71,13 @@ def test_the_largest_legal_job_is_chosen(gpus, nproc_per_node, nnodes, legal, ex
     if expected is None:
         assert choice is None
     else:
-        assert ([h.rank for h in choice.hosts], choice.nproc_per_node, choice.devices) == expected
+        assert ([h.rank for h in choice.members], choice.nproc_per_node, choice.devices) == expected
 
 
 def test_a_host_that_has_lost_all_gpus_has_no_place_beside_one_with_some():
     hosts = [a_host(0, 8, gpus=False), a_host(1, 2)]
     choice = choose_members(hosts, a_plan(), LegalSizes())
-    assert [h.rank for h in choice.hosts] == [1]
+    assert [h.rank for h in choice.members] == [1]
 
 
 def test_simulated_devices_are_not_dealt_out():

@@ -87,18 +87,12 @@ class PlanConfig(RunConfig):
             )
         return found
 
-    @property
-    def run(self) -> RunConfig:
-        """The run's settings alone."""
-        names = [field.name for field in dataclasses.fields(RunConfig)]
-        return RunConfig(**{name: getattr(self, name) for name in names})
-
 
 def read_plan(argv: Sequence[str], summary: str = "") -> tuple[PlanConfig, str]:
     """The question, and the mesh that flags ask for ("" = find one).
 
-    A mesh in a config file belongs to the machine that file was written for: it is listed among
-    the others but does not bind. Data need not exist here.
+    A mesh in a config file belongs to the machine of that file: here it is one of many. Data need
+    not exist.
 
     Raises:
         ConfigError: every problem of the settings.

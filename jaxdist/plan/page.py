@@ -32,7 +32,10 @@ def _plan(plan: Plan, advice: Sequence[Advice]) -> list[str]:
         f"{duration(DAY_S * plan.on_demand.days)}, {money(plan.on_demand.money, 'USD')}</p>",
         charts.stacked_bars(
             "memory of one GPU, by mesh",
-            [(str(choice.job.spec), _in_gib(choice)) for choice in _shown(plan)],
+            [
+                (str(c.job.spec), {k: v / GIB for k, v in c.memory.parts.items()})
+                for c in _shown(plan)
+            ],
             limit=plan.choice.usable_bytes / GIB,
             limit_name="usable",
             unit="GiB",
@@ -58,10 +61,6 @@ def _shown(plan: Plan) -> list[Choice]:
     """The chosen mesh, and the best others."""
     others = [c for c in plan.found.choices if c.job.spec != plan.choice.job.spec]
     return [plan.choice, *others[:5]]
-
-
-def _in_gib(choice: Choice) -> dict[str, float]:
-    return {name: size / GIB for name, size in choice.memory.parts.items()}
 
 
 def _schedule(plan: Plan) -> list[str]:

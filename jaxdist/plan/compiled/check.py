@@ -5,12 +5,6 @@ description instead of real ones, compiles, and answers with `CompiledStep`. Wha
 way comes back as `NotCompiled`, never as a traceback: a caller falls back on its estimate and says
 why.
 
-    outcome = compile_step(config, mesh, cluster, timeout_s=300.0)
-    if isinstance(outcome, NotCompiled):
-        print(outcome.reason, outcome.fix)
-    else:
-        print(outcome.memory.total_bytes, outcome.wire_bytes())
-
 What the compiler cannot know here: kernels are not tuned (memory within a few percent, times
 worthless), and the memory of the CUDA context, of NCCL and of CUDA graphs is outside its account.
 """
@@ -19,7 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
-import importlib.util
 import json
 import os
 import re
@@ -41,7 +34,7 @@ from jaxdist.runtime.formatting.numbers import in_bytes
 INSTALL = "pip install 'jaxdist[plan]'"
 """Brings the compiler: no GPU, driver or CUDA installation is needed."""
 
-_MODULES = ("jax_plugins.xla_cuda13", "jax_cuda13_plugin")
+_PACKAGES = ("jax-cuda13-plugin", "jax-cuda13-pjrt")
 _SYNCHRONOUS_MIB = 64
 _DETAIL_LINES = 20
 
@@ -81,10 +74,8 @@ class Memory:
 class Buffer:
     """One of the largest pieces of temporary memory.
 
-    Attributes:
-        bytes: its size.
-        shapes: arrays that take turns in it, e.g. "f32[10,5120,2,3456]", the largest first.
-        op_name: where the code asked for the first of them.
+    `shapes` take turns in it, e.g. "f32[10,5120,2,3456]", the largest first; `op_name` says where
+    the code asked for the first of them.
     """
 
     bytes: int
@@ -105,13 +96,11 @@ class CompiledStep:
     """The compiled train step of one device.
 
     Attributes:
-        memory: bytes by class.
         buffers: the largest pieces of `temporary_bytes`, largest first.
         collectives: all of them, in program order.
         branch_shares: kind of a pipeline's action -> how often a stage takes its branch, as a share
             of the ticks that hold it; {} without a pipeline. Idle ticks of a schedule move nothing.
         attention: "cudnn" or "xla" where the model attends, "" where it does not.
-        remarks: what a person should know.
         compile_s: seconds of lowering and compilation.
         versions: jax, jaxlib and plugin.
         xla_flags: XLA_FLAGS that it was compiled with.
@@ -150,13 +139,11 @@ class CompiledStep:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NotCompiled:
-    """Why there is no compiled step.
+    """Why there is no compiled step, in a sentence, and what to do about it.
 
     Attributes:
         kind: missing = the extra is not installed; refused = the settings or the mesh are illegal;
             failed = the compiler gave up; timeout.
-        reason: one sentence.
-        fix: what to do about it.
         details: the end of the compiler's own output, for a log.
     """
 
@@ -168,15 +155,15 @@ class NotCompiled:
 
 def missing_compiler() -> NotCompiled | None:
     """Why there is no compiler here, or None where there is one. Starts nothing."""
-    lacking = [name for name in _MODULES if not _is_there(name)]
-    if lacking:
+    try:
+        jax, plugin, _ = map(importlib.metadata.version, ("jax", *_PACKAGES))
+    except importlib.metadata.PackageNotFoundError as error:
         return NotCompiled(
             kind="missing",
             reason="the XLA:GPU compiler is not installed (the extra `plan`)",
             fix=f"Install it: {INSTALL}. It needs no GPU.",
-            details=f"missing: {', '.join(lacking)}",
+            details=str(error),
         )
-    jax, plugin = (importlib.metadata.version(name) for name in ("jax", "jax-cuda13-plugin"))
     if jax != plugin:
         return NotCompiled(
             kind="missing",
@@ -185,13 +172,6 @@ def missing_compiler() -> NotCompiled | None:
             f"jax-cuda13-pjrt=={jax}.",
         )
     return None
-
-
-def _is_there(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:
-        return False
 
 
 def compile_step(
@@ -249,17 +229,16 @@ def _ask(command: Sequence[str], request: dict[str, Any], timeout_s: float) -> _
         env=_environment(),
         start_new_session=True,  # so that its children end with it
     )
+    code: int | None = None
     try:
         answer, log = process.communicate(json.dumps(request), timeout=timeout_s)
-        return _Answer(code=process.returncode, answer=answer, log=log, timeout_s=timeout_s)
-    except subprocess.TimeoutExpired:
+        code = process.returncode
+    except BaseException as error:
         os.killpg(process.pid, signal.SIGKILL)
         answer, log = process.communicate()
-        return _Answer(code=None, answer=answer, log=log, timeout_s=timeout_s)
-    except BaseException:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        raise
+        if not isinstance(error, subprocess.TimeoutExpired):
+            raise
+    return _Answer(code=code, answer=answer, log=log, timeout_s=timeout_s)
 
 
 def _environment() -> dict[str, str]:

@@ -28,13 +28,11 @@ _COPY_BYTES_PER_S = 10e9
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Saving:
-    """Checkpoints of a job.
+    """Checkpoints of a job, over all devices.
 
     Attributes:
-        bytes: of one checkpoint, over all devices.
         copy_s: seconds for which training waits (the copy to the hosts).
         write_s: seconds that storage takes meanwhile.
-        mean_time_to_failure_s: of the whole job.
         interval_s: between checkpoints, by Daly, never shorter than a write.
         lost: share of the time lost to saving, to work done twice and to restarts.
     """
@@ -79,19 +77,15 @@ def saving_of(
     )
 
 
-def young(cost_s: float, mean_s: float) -> float:
-    """Seconds between savings, to first order; the mean may be infinite."""
-    return math.sqrt(2 * cost_s * mean_s)
-
-
 def daly(cost_s: float, mean_s: float) -> float:
-    """Seconds between savings, to higher order."""
+    """Seconds between savings; the mean time to a failure may be infinite."""
     if math.isinf(mean_s):
         return math.inf
     if cost_s >= 2 * mean_s:
         return mean_s
     ratio = math.sqrt(cost_s / (2 * mean_s))
-    return young(cost_s, mean_s) * (1 + ratio / 3 + ratio**2 / 9) - cost_s
+    first_order = math.sqrt(2 * cost_s * mean_s)
+    return first_order * (1 + ratio / 3 + ratio**2 / 9) - cost_s
 
 
 def lost_share(cost_s: float, interval_s: float, mean_s: float, restart_s: float) -> float:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 
 from jaxdist.core.parallel.tensor import TENSOR
-from jaxdist.plan.estimate.activations import Widths, heads
+from jaxdist.plan.estimate.activations import Widths, score_bytes
 from jaxdist.plan.estimate.job import WIDE, Job
 from jaxdist.plan.estimate.model_trace import Cost
 
@@ -75,7 +75,7 @@ def layer_forward(job: Job) -> Work:
     return Work(
         products=2.0 * job.tokens * weights,
         attention=4.0 * job.tokens * scores,
-        memory_bytes=job.compute_bytes * (job.tokens * elements + stream) + _score_bytes(job),
+        memory_bytes=job.compute_bytes * (job.tokens * elements + stream) + 4 * score_bytes(job),
     )
 
 
@@ -186,10 +186,3 @@ def _keys_seen(job: Job) -> float:
     keys = min(job.seq_len, job.attention_call.sliding_window or job.seq_len)
     seen = keys - keys * keys / (2 * job.seq_len)
     return seen if job.attention == "cudnn" else float(job.seq_len)
-
-
-def _score_bytes(job: Job) -> float:
-    """Scores written and read where no fused kernel avoids them."""
-    if job.attention != "xla":
-        return 0.0
-    return 4.0 * WIDE * job.micro_rows * heads(job) * job.seq_len**2

@@ -12,7 +12,6 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
-import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
 from jaxdist.config import RunConfig
@@ -26,7 +25,7 @@ from jaxdist.core.sharding import Layout
 from jaxdist.core.step import default_loss_chunk
 from jaxdist.core.types import Dims, Model
 from jaxdist.models.weights import Weight, weights_of
-from jaxdist.plan.estimate.model_trace import AttentionCall, Trace, attention_of, row_of, trace
+from jaxdist.plan.estimate.model_trace import AttentionCall, Trace, attention_of, trace
 from jaxdist.plan.estimate.schedule_costs import Stages, stages_of
 from jaxdist.plan.hardware import Cluster, Gpu
 
@@ -94,11 +93,6 @@ class Job:
     def compute_bytes(self) -> int:
         """Bytes of an activation or a gathered weight's element."""
         return int(self.dtype.itemsize)
-
-    @property
-    def reduce_bytes(self) -> int:
-        """Bytes in which gradients of sharded weights are summed."""
-        return int(jnp.dtype(self.config.precision.reduce_dtype).itemsize)
 
     # -- rows and tokens ---------------------------------------------------------------------------
 
@@ -170,12 +164,6 @@ class Job:
     def stream_tokens(self) -> int:
         """Tokens of a microbatch whose residual stream one device holds."""
         return self.tokens // self.spec[TENSOR] if self.sequence_parallel else self.tokens
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of one row of the batch."""
-        row = row_of(self.model, self.seq_len).values()
-        return sum(leaf.size * leaf.dtype.itemsize for leaf in row)
 
     # -- the model ---------------------------------------------------------------------------------
 

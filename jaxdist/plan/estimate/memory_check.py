@@ -37,7 +37,7 @@ class Budget:
     def of(
         cls, config: RunConfig, spec: MeshSpec, devices: Sequence[Any], model: Model | None
     ) -> Budget | None:
-        """The budget of a run on the devices of its job; None where they are no known GPUs."""
+        """The budget of a run on the devices of its job; None where they are no GPUs."""
         found = _cluster_of(devices)
         if found is None:
             return None
@@ -59,9 +59,8 @@ class Budget:
             ConfigError: the estimate is beyond the limit by more than its own error.
         """
         sure = self.memory.state_bytes if self.memory.is_rough else self.memory.total_bytes
-        if sure * (1 - TOLERANCE) <= self.limit_bytes:
-            return
-        self._refuse("this run needs", self.memory.total_bytes, self.limit_bytes)
+        if sure * (1 - TOLERANCE) > self.limit_bytes:
+            self._refuse("this run needs", self.memory.total_bytes, self.limit_bytes)
 
     def compare(self, stats: Any) -> str:
         """A warning where the compiled step (`memory_analysis()`) takes another amount, else ""."""
@@ -134,10 +133,10 @@ def needs_of(
 def _cluster_of(devices: Sequence[Any]) -> tuple[Cluster, float] | None:
     """The devices as a cluster, and what the allocator of one may give out; None if unknown."""
     first = devices[0]
-    own = [device for device in devices if device.process_index == jax.process_index()]
-    if first.platform not in ("gpu", "cuda") or not own:
+    if first.platform not in ("gpu", "cuda"):
         return None
-    limit = (own[0].memory_stats() or {}).get("bytes_limit")
+    own = [device for device in devices if device.process_index == jax.process_index()]
+    limit = (own[0].memory_stats() or {}).get("bytes_limit") if own else None
     if not limit:
         return None
     nodes = len({device.process_index for device in devices}) if len(devices) > 8 else 1

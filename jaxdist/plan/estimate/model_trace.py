@@ -162,11 +162,8 @@ def _cost(
 ) -> Cost:
     """Trace forward for the FLOPs and sums, and the VJP for what it keeps.
 
-    Args:
-        function: (*differentiated, *others) -> arrays.
-        reduced: filled while `function` is traced.
-        differentiated: trees of shapes, of floating point leaves.
-        others: trees of shapes.
+    `function` takes all trees of shapes and fills `reduced` while it is traced; those
+    `differentiated` have floating point leaves.
     """
     jaxpr = jax.make_jaxpr(function)(*differentiated, *others)
     summed = sum(reduced)

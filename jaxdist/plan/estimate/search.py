@@ -9,6 +9,7 @@ optimizer are the user's and stay as they are.
 from __future__ import annotations
 
 import dataclasses
+import operator
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -61,22 +62,23 @@ class Choice:
         return " ".join(f"--{name} {value}" for name, value in self.flags(base).items())
 
 
+_MAY_CHANGE = (
+    *("train.remat", "train.num_microbatches", "train.loss_chunk_tokens"),
+    *("train.global_batch_size", "train.offload_optimizer", "optim.moment_dtype"),
+    "precision.compute_dtype",
+)
+"""What a search or an advice may change besides ZeRO's stage and the pipeline's settings."""
+
+
 def _settings(config: RunConfig, spec: MeshSpec) -> dict[str, object]:
     """Flag -> value of what a search or an advice may change."""
-    found: dict[str, object] = {
+    found = {name: operator.attrgetter(name)(config) for name in _MAY_CHANGE}
+    pipeline = dataclasses.asdict(config.pipeline) if spec[PIPELINE] > 1 else {}
+    return {
         "zero": config.mesh.zero,
-        "train.remat": config.train.remat,
-        "train.num_microbatches": config.train.num_microbatches,
-        "train.loss_chunk_tokens": config.train.loss_chunk_tokens,
-        "train.global_batch_size": config.train.global_batch_size,
-        "train.offload_optimizer": config.train.offload_optimizer,
-        "optim.moment_dtype": config.optim.moment_dtype,
-        "precision.compute_dtype": config.precision.compute_dtype,
+        **found,
+        **{f"pipeline.{name}": value for name, value in pipeline.items()},
     }
-    if spec[PIPELINE] > 1:
-        pipeline = dataclasses.asdict(config.pipeline)
-        found |= {f"pipeline.{name}": value for name, value in pipeline.items()}
-    return found
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -109,13 +111,9 @@ def search(
     *,
     stages: bool = True,
 ) -> Found:
-    """The best settings on every mesh of the cluster.
+    """The best settings on every mesh of the cluster; without `stages` several times faster.
 
-    Args:
-        config: the run; its mesh is not looked at, the settings named above are only a start.
-        cluster: the GPUs.
-        model: the built model; built from the settings where it is not given.
-        stages: whether pipelines are looked at; without them it is several times faster.
+    The run's own mesh is not looked at, and the settings named above are only a start.
     """
     start = time.perf_counter()
     model = model or config.build_model()

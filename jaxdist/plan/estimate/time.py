@@ -17,7 +17,6 @@ from jaxdist.plan.estimate import flops, traffic
 from jaxdist.plan.estimate.flops import Work
 from jaxdist.plan.estimate.job import Job
 from jaxdist.plan.estimate.traffic import Flow
-from jaxdist.plan.hardware import Gpu
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,11 +54,6 @@ _REACH = {
     "9.0": Reach(),
     "10.0": Reach(products=0.74, attention=0.45),
 }
-
-
-def reach_of(gpu: Gpu) -> Reach:
-    """The constants of a kind of GPU, by its compute capability."""
-    return _REACH.get(gpu.compute_capability, Reach())
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -139,7 +133,8 @@ class _Rates:
 
     @classmethod
     def of(cls, job: Job) -> _Rates:
-        reach, peaks = reach_of(job.gpu), job.gpu.peak_flops
+        reach = _REACH.get(job.gpu.compute_capability, Reach())
+        peaks = job.gpu.peak_flops
         peak = peaks.get(str(job.dtype)) or peaks["float32"]
         products = reach.products * peak
         if job.engine.products_dtype == "float8":

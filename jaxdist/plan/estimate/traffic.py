@@ -11,6 +11,8 @@ import dataclasses
 import math
 from collections.abc import Iterator
 
+import jax.numpy as jnp
+
 from jaxdist.core.axis import ActivationSizes, Kind
 from jaxdist.core.parallel import axes as mesh_axes
 from jaxdist.core.parallel.pipeline.axis import PIPELINE
@@ -24,10 +26,8 @@ class Flow:
     """Collectives of one kind, over the same axes, for the same purpose.
 
     Attributes:
-        kind: the collective.
         axes: mesh axes that its groups span.
-        purpose: why it is there: weights, gradients, new parameters, activations, loss, stages,
-            pieces.
+        purpose: weights, gradients, new parameters, activations, loss, stages, pieces.
         bytes: whole arrays of one group in one step, all times together.
         times: how often one step runs it.
         wire_bytes: sent by one device in one step (ring algorithm).
@@ -68,7 +68,7 @@ def _weights(job: Job) -> Iterator[Moved]:
     layers = [w for w in job.layers if job.is_gathered(w)]
     outer = [w for w in job.outer if job.is_gathered(w)]
     in_layer, outside = job.total(layers, "whole") // depth, job.total(outer, "whole")
-    c, r = job.compute_bytes, job.reduce_bytes
+    c, r = job.compute_bytes, jnp.dtype(job.config.precision.reduce_dtype).itemsize
     yield ("all-gather", shard, "weights", c * in_layer, gathers)
     yield ("all-gather", shard, "weights", c * outside, 1)
     yield ("reduce-scatter", shard, "gradients", r * in_layer, scatters)
@@ -126,13 +126,10 @@ def _summed(job: Job, *kinds: str) -> tuple[str, ...]:
 
 def _is_sharded_kind(job: Job, weight: Weight) -> bool:
     """Whether fsdp and ZeRO shard a weight: matrices with a dim for it."""
-    names = [name for name in weight.dims if name != "layers"]
-    return len(names) > 1 and any(_is_gathered(job, name) for name in names if name)
-
-
-def _is_gathered(job: Job, dim: str) -> bool:
-    name = {**mesh_axes.rules(), **job.layout.rules}.get(dim)
-    return name is not None and mesh_axes.by_name()[name].weights == "gathered"
+    rules, by_name = {**mesh_axes.rules(), **job.layout.rules}, mesh_axes.by_name()
+    dims = [dim for dim in weight.dims if dim != "layers"]
+    axes = [by_name[axis] for dim in dims if dim and (axis := rules.get(dim)) is not None]
+    return len(dims) > 1 and any(axis.weights == "gathered" for axis in axes)
 
 
 # --- activations ----------------------------------------------------------------------------------

@@ -41,9 +41,8 @@ def read_tables(
 ) -> tuple[dict[str, Gpu], list[str]]:
     """GPUs of a TOML file, a table each, and every problem found in it.
 
-    With `like` a table starts from a known one (`aliases` are other names of these) and says what
-    differs; without, every key must be there but `gpus_per_fabric`. `peak_tflops` is a table by
-    dtype.
+    `aliases` are other names of the `known` ones. `peak_tflops` is a table by dtype. A table that
+    starts from no other (`like`) may leave out `gpus_per_fabric` only.
     """
     found: dict[str, Gpu] = {}
     problems: list[str] = []

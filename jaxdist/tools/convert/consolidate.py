@@ -37,18 +37,15 @@ def run(config: Config) -> int:
     stored = StoredArrays(checkpoint_of(config.src, config.step))
     out = new_directory(config.out)
     names = [name for name in stored.entries if config.items == "all" or name.startswith("params/")]
-    tensors = {_tensor_name(name): _tensor(stored, name, config) for name in names}
+    # `params/layers/w` -> `layers.w`; other parts keep their item's name.
+    theirs = [name.removeprefix("params/").replace("/", ".") for name in names]
+    tensors = {new: _tensor(stored, old, config) for new, old in zip(theirs, names, strict=True)}
     out.make_directory()
     metadata = {"format": "pt", "step": str(stored.document["step"])}
     files = safetensors.write_shards(Path(out), tensors, config.shard_gb, metadata)
     total = sum(tensor.num_bytes for tensor in tensors.values())
     print(f"{len(tensors)} arrays, {in_bytes(total)}, in {len(files)} file(s): {out}")
     return 0
-
-
-def _tensor_name(name: str) -> str:
-    """`params/layers/w` -> `layers.w`; other parts keep their item's name."""
-    return name.removeprefix("params/").replace("/", ".")
 
 
 def _tensor(stored: StoredArrays, name: str, config: Config) -> safetensors.Tensor:

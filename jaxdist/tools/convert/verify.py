@@ -39,14 +39,11 @@ def run(config: Config) -> int:
         if config.json:
             print(json.dumps({"step": step, "whole": not reason, "reason": reason}))
         else:
-            print(f"checkpoint {step}: {f'CORRUPT: {reason}' if reason else _whole(checkpoint)}")
+            files = {} if reason else manifest.read(checkpoint)["files"]
+            size = in_bytes(sum(size for size, _ in files.values()))
+            said = f"CORRUPT: {reason}" if reason else f"whole, {len(files)} files, {size}"
+            print(f"checkpoint {step}: {said}")
     return 1 if corrupt else 0
-
-
-def _whole(checkpoint: Location) -> str:
-    files = manifest.read(checkpoint)["files"]
-    num_bytes = sum(size for size, _ in files.values())
-    return f"whole, {len(files)} files, {in_bytes(num_bytes)}"
 
 
 def _array_problem(checkpoint: Location) -> str:

@@ -21,12 +21,9 @@ _FEW_FILES = 4096
 
 
 def examine_disk(directory: Path, test_bytes: int, needed_bytes: int = 0) -> list[Finding]:
-    """Free space in `directory`, and what becomes of bytes that are written there.
+    """Free space in an existing directory, and what becomes of bytes that are written there.
 
-    Args:
-        directory: must exist.
-        test_bytes: written, synced, read back and removed; 0 = nothing is written.
-        needed_bytes: what the run will write; 0 = not known.
+    `test_bytes` are written, synced, read back and removed. The run will write `needed_bytes`.
     """
     stats = os.statvfs(directory)
     free, total = shutil.disk_usage(directory).free, shutil.disk_usage(directory).total

@@ -37,12 +37,6 @@ class DoctorConfig(RunConfig):
         return []
 
     @property
-    def run(self) -> RunConfig:
-        """The run's settings alone."""
-        names = [field.name for field in dataclasses.fields(RunConfig)]
-        return RunConfig(**{name: getattr(self, name) for name in names})
-
-    @property
     def directory(self) -> Path:
         """Where the run will write: the nearest directory that is already there."""
         wanted = Path(self.run_dir or "runs").expanduser().absolute()

@@ -157,21 +157,6 @@ class LaunchConfig:
         return self.run_dir or _value_of(self.arguments, "run-dir") or ""
 
 
-SUMMARY = """\
-Start the processes of a job on this host, watch them, and restart what fails.
-
-    python -m jaxdist.launch --nproc-per-node 4 -- --config run.toml --mesh fsdp=4
-    python -m jaxdist.launch --nproc-per-node 8 --nnodes 2 --node-rank 0 \\
-        --coordinator-address node0:29400 -- --config run.toml
-    python -m jaxdist.launch --nproc-per-node 1:8 -- --config run.toml --mesh fsdp=8
-    python -m jaxdist.launch slurm --help
-
-What stands after -- goes to the program. With a range MIN:MAX the job is elastic: it goes on with \
-the hosts and GPUs that are there, on a smaller legal mesh with the same batches (--mesh names the \
-largest), and grows again when more are back. With --program the range only says how many \
-processes run."""
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LaunchPlan:
     """What the settings come to on this host.
@@ -188,9 +173,9 @@ class LaunchPlan:
     restart_policy: RestartPolicy
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run a job on this host until it is done or cannot be."""
-    config = read_config(argv)
+def main(argv: Sequence[str], summary: str) -> int:
+    """Run a job on this host until it is done or cannot be; `--help` begins with `summary`."""
+    config = read_config(argv, summary)
     plan = make_plan(config)
     if plan.elastic is None:
         agent: Agent = FixedAgent(
@@ -216,14 +201,14 @@ def main(argv: Sequence[str]) -> int:
     return Supervisor(plan.command, agent, plan.run_dir, plan.restart_policy).run()
 
 
-def read_config(argv: Sequence[str]) -> LaunchConfig:
+def read_config(argv: Sequence[str], summary: str = "") -> LaunchConfig:
     """Flags before `--`; what follows belongs to the program.
 
     Raises:
         ConfigError: every problem of the flags.
     """
     return read_settings(
-        LaunchConfig, argv, command="jaxdist.launch", summary=SUMMARY, rest="arguments"
+        LaunchConfig, argv, command="jaxdist.launch", summary=summary, rest="arguments"
     )
 
 

@@ -9,7 +9,7 @@ import dataclasses
 import re
 from collections.abc import Sequence
 
-from jaxdist.tools.launch.rendezvous import Host
+from jaxdist.tools.launch.rendezvous import Host, Membership
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -86,20 +86,6 @@ class LegalSizes:
         return all_used or (bool(self.simulate) and self.runs(num_processes, devices))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Membership:
-    """Hosts that take part, with equally many processes on each and devices in each process."""
-
-    hosts: tuple[Host, ...]
-    nproc_per_node: int
-    devices: int
-
-    @property
-    def num_devices(self) -> int:
-        """Devices of all hosts."""
-        return len(self.hosts) * self.nproc_per_node * self.devices
-
-
 def choose_members(
     hosts: Sequence[Host], plan: ElasticConfig, sizes: LegalSizes
 ) -> Membership | None:
@@ -124,7 +110,7 @@ def choose_members(
                 if not sizes.suits(count * nproc_per_node, devices):
                     continue
                 chosen = tuple(sorted(able, key=lambda host: host.rank)[:count])
-                found = Membership(hosts=chosen, nproc_per_node=nproc_per_node, devices=devices)
+                found = Membership(members=chosen, nproc_per_node=nproc_per_node, devices=devices)
                 size = count * nproc_per_node * (1 if sizes.legal is None else devices)
                 value = (size, -count, nproc_per_node, devices)
                 if best is None or value > best[0]:
@@ -147,16 +133,18 @@ def legal_nodes(sizes: LegalSizes, nodes: Range, nproc_per_node: int, devices: i
 
 def impossible(plan: ElasticConfig, sizes: LegalSizes) -> list[str]:
     """What is wrong with ranges that allow no legal job, however many hosts and GPUs are here."""
-    each = sizes.simulate or _MANY_GPUS
-    host = Host(
-        rank=0,
-        uuid="",
-        address="",
-        max_processes=plan.nproc_per_node.maximum,
-        gpus=not sizes.simulate,
-    )
-    host = dataclasses.replace(host, devices=plan.nproc_per_node.maximum * each)
-    hosts = [dataclasses.replace(host, rank=rank) for rank in range(plan.nnodes.maximum)]
+    most = plan.nproc_per_node.maximum
+    hosts = [
+        Host(
+            rank=rank,
+            uuid="",
+            address="",
+            max_processes=most,
+            devices=most * (sizes.simulate or _MANY_GPUS),
+            gpus=not sizes.simulate,
+        )
+        for rank in range(plan.nnodes.maximum)
+    ]
     if choose_members(hosts, plan, sizes) is not None:
         return []
     legal = ", ".join(map(str, sizes.legal or ()))

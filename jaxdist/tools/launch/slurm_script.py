@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from jaxdist.core.settings import setting
 from jaxdist.tools.launch.membership import Range
 
+_PASSED_ON = ("mem", "time", "partition", "account", "qos", "constraint")
 _TIME = re.compile(r"\d+|\d+:\d\d|\d+:\d\d:\d\d|\d+-\d+|\d+-\d+:\d\d|\d+-\d+:\d\d:\d\d")
 
 
@@ -145,12 +146,7 @@ def _options(config: SlurmConfig, nodes: Nodes) -> dict[str, object]:
         "mincpus": tasks * max(1, config.cpus_per_task) if elastic and tasks > 1 else 0,
         "gpus-per-node": config.gpus_per_node,
         "cpus-per-task": config.cpus_per_task,
-        "mem": config.mem,
-        "time": config.time,
-        "partition": config.partition,
-        "account": config.account,
-        "qos": config.qos,
-        "constraint": config.constraint,
+        **{name: getattr(config, name) for name in _PASSED_ON},
         "output": "%x-%j.out",
         "open-mode": "append",
         "signal": f"B:USR1@{config.signal_s}",

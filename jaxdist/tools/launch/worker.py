@@ -28,12 +28,9 @@ class Worker:
     """One process in a session of its own. Its output goes to a file and to the console.
 
     Attributes:
-        process_id: in the job.
         ended_at: time of its end (seconds since the epoch); 0 while it runs.
-        killed: it had to be killed.
         quiet: its output goes to the file only.
         service_lines: what jax's service printed when it ended this process for another one's loss.
-        last_lines: of its output.
     """
 
     def __init__(

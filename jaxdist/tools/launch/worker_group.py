@@ -30,11 +30,7 @@ class Placement:
     """Where this host's processes stand in the job.
 
     Attributes:
-        nproc_per_node: processes of each launcher.
-        nnodes: launchers.
-        node_rank: of this one.
-        coordinator_address: host:port of the first process.
-        num_hosts: hosts, where several launchers share one; 0: as many as launchers.
+        num_hosts: hosts, where several launchers share one; 0: as many as launchers (`nnodes`).
         visible_gpus: `CUDA_VISIBLE_DEVICES` of the processes; empty: as the launcher sees it.
         token: by which the processes of this attempt know each other; empty: what the environment
             has in `JAXDIST_JOB_TOKEN`.
@@ -71,12 +67,9 @@ class GroupResult:
 
     Attributes:
         exit_code: 0 or 75 when no process failed; else that of the first failure.
-        attempt: index of the attempt.
         first_process: process id of the first failure, -1 where none is to blame.
-        cause: in one line.
         details: traceback, or the last lines of its log.
         advice: what to do, where the process said it.
-        log_file: of the first failure.
         seconds: from the start to the first failure.
         already_printed: the console shows the error already.
     """
@@ -93,22 +86,12 @@ class GroupResult:
 
     def report(self) -> str:
         """The block that closes a failed attempt; the cause stands on top."""
-        line = "-" * 100
+        line, after = "-" * 100, f"after {self.seconds:.1f} s: {self.cause}"
         if self.first_process < 0:
-            text = f"launch: attempt {self.attempt} was ended after {self.seconds:.1f} s: "
-            return "\n".join(["", line, text + self.cause, line])
-        parts = [
-            "",
-            line,
-            f"launch: attempt {self.attempt}: process {self.first_process} failed first, after "
-            f"{self.seconds:.1f} s: {self.cause}",
-            "",
-            self.details,
-            "",
-        ]
-        if self.advice:
-            parts.append(f"to do:  {self.advice}")
-        return "\n".join([*parts, f"log:    {self.log_file}", line])
+            return f"\n{line}\nlaunch: attempt {self.attempt} was ended {after}\n{line}"
+        head = f"launch: attempt {self.attempt}: process {self.first_process} failed first, {after}"
+        to_do = f"to do:  {self.advice}\n" if self.advice else ""
+        return f"\n{line}\n{head}\n\n{self.details}\n\n{to_do}log:    {self.log_file}\n{line}"
 
 
 class WorkerGroup:
