@@ -266,10 +266,8 @@ class Checkpointer:
             self.directory.make_directory()
         except OSError as error:
             raise ConfigError(
-                [
-                    f"checkpoint directory {self.directory} cannot be made ({error.strerror}). "
-                    "Choose another --run-dir or make its parent writable."
-                ]
+                f"checkpoint directory {self.directory} cannot be made ({error.strerror}). "
+                "Choose another --run-dir or make its parent writable."
             ) from error
         log = lambda text: self._events.log(f"checkpoint directory {self.directory}: {text}")
         self._lock = DirectoryLock(self.directory, log)

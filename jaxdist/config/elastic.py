@@ -45,7 +45,7 @@ def fit_devices(config: RunConfig, num_devices: int, model: Model | None = None)
         kept = " × ".join(f"{axis.short}={asked[axis]}" for axis in fixed)
         smaller = f", or ask for smaller {' and '.join(axis.short for axis in fixed)}"
         raise ConfigError(
-            headed(
+            *headed(
                 "mesh",
                 [
                     f"mesh {asked} is elastic and {num_devices} of its {asked.num_devices} devices "
@@ -62,7 +62,7 @@ def legal_sizes(config: RunConfig, model: Model | None = None) -> list[int]:
     """Device counts with which an elastic run leaves no device idle; the mesh asked for is last."""
     asked = config.mesh.spec
     if asked is None:
-        raise ConfigError(["mesh.shape=auto has no sizes to shrink from. Give each axis a size."])
+        raise ConfigError("mesh.shape=auto has no sizes to shrink from. Give each axis a size.")
     fewer = shrunk_sizes(asked, lambda spec: _is_legal(config, asked, spec, model))
     return [*fewer, asked.num_devices]
 

@@ -157,7 +157,7 @@ class RunConfig:
         """
         problems = self._problems_with_fix(spec, model, num_devices)
         if problems:
-            raise ConfigError(headed("mesh", problems))
+            raise ConfigError(*headed("mesh", problems))
 
     def choose_mesh(
         self,

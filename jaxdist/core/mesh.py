@@ -65,7 +65,7 @@ class MeshSpec:
                 "Give all but one a size."
             )
         if problems:
-            raise ConfigError(problems)
+            raise ConfigError(*problems)
         spec = cls(**sizes)
         return spec if num_devices is None else spec.resolve(num_devices)
 
@@ -85,11 +85,9 @@ class MeshSpec:
         rest = math.prod(size for _, size in self._sizes if size != _OPEN)
         if num_devices % rest:
             raise ConfigError(
-                [
-                    f"mesh {str(self)!r}: the sizes given multiply to {rest}, which does not "
-                    f"divide the {in_devices(num_devices)} that are visible. Choose sizes whose "
-                    f"product divides {num_devices}."
-                ]
+                f"mesh {str(self)!r}: the sizes given multiply to {rest}, which does not "
+                f"divide the {in_devices(num_devices)} that are visible. Choose sizes whose "
+                f"product divides {num_devices}."
             )
         return self.replace(
             **{name: num_devices // rest for name, size in self._sizes if size == _OPEN}
@@ -121,7 +119,7 @@ class MeshSpec:
             ConfigError: an axis is open.
         """
         if self.is_open:
-            raise ConfigError([f"mesh {self} has -1 but the number of devices is not known here."])
+            raise ConfigError(f"mesh {self} has -1 but the number of devices is not known here.")
         return math.prod(size for _, size in self._sizes)
 
     @property
@@ -165,10 +163,8 @@ class MeshSpec:
         elif num_devices % max(1, self.num_devices // self[rows]) == 0:
             fix = f"{rows.short}=-1 to use what is there, or {fix}"
         raise ConfigError(
-            [
-                f"mesh {self} needs {in_devices(self.num_devices)}, {num_devices} "
-                f"{'is' if num_devices == 1 else 'are'} visible. Set {fix}."
-            ]
+            f"mesh {self} needs {in_devices(self.num_devices)}, {num_devices} "
+            f"{'is' if num_devices == 1 else 'are'} visible. Set {fix}."
         )
 
 

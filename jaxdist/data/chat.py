@@ -249,10 +249,8 @@ def load_template(name: str, tokenizer: Tokenizer) -> ChatTemplate:
         return PlainTemplate(tokenizer)
     if not isinstance(tokenizer, FileTokenizer):
         raise ConfigError(
-            [
-                f"data.chat_template={name!r} with tokenizer {tokenizer.name!r}: a template's "
-                "special tokens are those of a tokenizer.json. Set data.tokenizer, or use plain."
-            ]
+            f"data.chat_template={name!r} with tokenizer {tokenizer.name!r}: a template's "
+            "special tokens are those of a tokenizer.json. Set data.tokenizer, or use plain."
         )
     folder = Path(tokenizer.name).parent
     settings = _tokenizer_settings(folder)
@@ -262,10 +260,8 @@ def load_template(name: str, tokenizer: Tokenizer) -> ChatTemplate:
         return JinjaTemplate(path.read_text("utf-8"), str(path), tokenizer, variables)
     if name != "auto":
         raise ConfigError(
-            [
-                f"data.chat_template={name!r} is not a file: it is auto, plain, or the path of a "
-                "Jinja template. Check the path."
-            ]
+            f"data.chat_template={name!r} is not a file: it is auto, plain, or the path of a "
+            "Jinja template. Check the path."
         )
     source = _own_template(settings)
     if source is None:
@@ -281,10 +277,7 @@ def _tokenizer_settings(folder: Path) -> dict[str, Any]:
         found = json.loads(path.read_text("utf-8"))
     except ValueError as error:
         raise ConfigError(
-            [
-                f"{str(path)!r} is not JSON ({error}). Copy it again, or use "
-                "data.chat_template=plain."
-            ]
+            f"{str(path)!r} is not JSON ({error}). Copy it again, or use data.chat_template=plain."
         ) from None
     return found if isinstance(found, dict) else {}
 
@@ -337,10 +330,8 @@ def _compiled(source: str, name: str) -> Callable[..., str]:
         return environment.from_string(source).render
     except jinja2.TemplateSyntaxError as error:
         raise ConfigError(
-            [
-                f"chat template {name} is broken (line {error.lineno}: {error.message}). Repair "
-                "it, or use data.chat_template=plain."
-            ]
+            f"chat template {name} is broken (line {error.lineno}: {error.message}). Repair "
+            "it, or use data.chat_template=plain."
         ) from None
 
 
@@ -354,10 +345,8 @@ def _end(tokenizer: Tokenizer) -> np.ndarray:
     """The end token, uint32 [1]."""
     if tokenizer.end_id is None:
         raise ConfigError(
-            [
-                f"tokenizer {tokenizer.name!r} has no end token that is known: a model could not "
-                "learn where an answer ends. Set data.eos_token to one of its tokens."
-            ]
+            f"tokenizer {tokenizer.name!r} has no end token that is known: a model could not "
+            "learn where an answer ends. Set data.eos_token to one of its tokens."
         )
     return np.array([tokenizer.end_id], np.uint32)
 

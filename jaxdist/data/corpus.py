@@ -97,10 +97,8 @@ class Corpus:
         )
         if tokenizer.fingerprint != about["fingerprint"]:
             raise ConfigError(
-                [
-                    f"{str(self.folder)!r}: tokenizer.json is not the one the tokens were made "
-                    "with. Make the folder again with `python -m jaxdist.data`."
-                ]
+                f"{str(self.folder)!r}: tokenizer.json is not the one the tokens were made "
+                "with. Make the folder again with `python -m jaxdist.data`."
             )
         return tokenizer
 
@@ -144,7 +142,7 @@ def write_corpus(
     """
     if folder.exists():
         raise ConfigError(
-            [f"{str(folder)!r} exists: a corpus is never overwritten. Remove it or name another."]
+            f"{str(folder)!r} exists: a corpus is never overwritten. Remove it or name another."
         )
     folder.parent.mkdir(parents=True, exist_ok=True)
     _write(files, folder, encoder, progress, shard_tokens)
@@ -205,10 +203,7 @@ def cache_folder() -> Path:
     except OSError as error:
         if named:
             raise ConfigError(
-                [
-                    f"JAXDIST_CACHE={named!r} cannot be written: {error.strerror}. Name another "
-                    "folder."
-                ]
+                f"JAXDIST_CACHE={named!r} cannot be written: {error.strerror}. Name another folder."
             ) from None
         spare = Path(tempfile.gettempdir()) / f"jaxdist-cache-{os.getuid()}"
         spare.mkdir(mode=0o700, exist_ok=True)
@@ -259,7 +254,7 @@ def _fill(
     if not shards.num_tokens:
         names = ", ".join(repr(str(path)) for path in files[:3])
         what = "records" if encoder.weighted else "text"
-        raise ConfigError([f"{names} holds no {what}: nothing to train on. Check the path."])
+        raise ConfigError(f"{names} holds no {what}: nothing to train on. Check the path.")
     (folder / "documents.bin").write_bytes(all_ends.tobytes())
     if isinstance(tokenizer, FileTokenizer):
         (folder / "tokenizer.json").write_bytes(tokenizer.json)
@@ -336,17 +331,15 @@ def _read_about(folder: Path) -> dict[str, Any]:
         about = json.loads(path.read_text())
         if about["format"] != FORMAT:
             raise ConfigError(
-                [
-                    f"{str(path)!r} has format {about['format']!r}, this version reads {FORMAT!r}. "
-                    f"{again}"
-                ]
+                f"{str(path)!r} has format {about['format']!r}, this version reads {FORMAT!r}. "
+                f"{again}"
             )
         needed = ("dtype", "num_tokens", "num_documents", "tokenizer", "fingerprint", "shards")
         missing = [key for key in needed if key not in about]
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise ConfigError([f"{str(path)!r} cannot be read ({error}). {again}"]) from None
+        raise ConfigError(f"{str(path)!r} cannot be read ({error}). {again}") from None
     if missing:
-        raise ConfigError([f"{str(path)!r} lacks {', '.join(missing)}. {again}"])
+        raise ConfigError(f"{str(path)!r} lacks {', '.join(missing)}. {again}")
     return about
 
 
@@ -355,11 +348,9 @@ def _map(path: Path, dtype: np.dtype[Any], count: int) -> np.ndarray:
     size = path.stat().st_size if path.is_file() else 0
     if size != count * dtype.itemsize:
         raise ConfigError(
-            [
-                f"{str(path)!r} has {size} bytes, corpus.json says "
-                f"{count * dtype.itemsize}: it was cut off or changed. Remove the folder (a cached "
-                "one is then made again by itself, others with `python -m jaxdist.data`)."
-            ]
+            f"{str(path)!r} has {size} bytes, corpus.json says "
+            f"{count * dtype.itemsize}: it was cut off or changed. Remove the folder (a cached "
+            "one is then made again by itself, others with `python -m jaxdist.data`)."
         )
     if not count:
         return np.zeros(0, dtype)

@@ -79,13 +79,11 @@ class CustomRows:
         self._source, self._name, self._num_threads = source, name, num_threads
         self.num_rows = len(source)
         if not self.num_rows:
-            raise ConfigError([f"data source {name!r} has no rows. Return at least one."])
+            raise ConfigError(f"data source {name!r} has no rows. Return at least one.")
         if self.num_rows == sys.maxsize:
             raise ConfigError(
-                [
-                    f"data source {name!r} repeats without end: training repeats rows by itself, "
-                    "each epoch in another order. Leave .repeat() out."
-                ]
+                f"data source {name!r} repeats without end: training repeats rows by itself, "
+                "each epoch in another order. Leave .repeat() out."
             )
         first = source[0]
         self.kind = check_row(first, name)
@@ -144,11 +142,9 @@ def open_custom(source: str, *, seq_len: int, seed: int, num_threads: int = 0) -
     for rows in (None if is_stream else train, held):
         if rows is not None and not (hasattr(rows, "__len__") and hasattr(rows, "__getitem__")):
             raise ConfigError(
-                [
-                    f"data source {source!r} returned {type(rows).__name__}, which has no random "
-                    "access and cannot be resumed. Return something with len() and [index], such "
-                    "as grain.MapDataset; to train on, a grain.IterDataset will do too."
-                ]
+                f"data source {source!r} returned {type(rows).__name__}, which has no random "
+                "access and cannot be resumed. Return something with len() and [index], such "
+                "as grain.MapDataset; to train on, a grain.IterDataset will do too."
             )
     return Custom(
         (lambda index, count: call(index, count)[0])
@@ -167,10 +163,8 @@ def _function(source: str) -> Callable[..., Any]:
         return getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError) as error:
         raise ConfigError(
-            [
-                f"data source {source!r} cannot be loaded: {error}. Name a file, or an importable "
-                "module:function (the current directory is on the path)."
-            ]
+            f"data source {source!r} cannot be loaded: {error}. Name a file, or an importable "
+            "module:function (the current directory is on the path)."
         ) from error
 
 
@@ -182,18 +176,14 @@ def check_row(row: Any, name: str) -> Literal["tokens", "images"]:
     """
     if not isinstance(row, Mapping):
         raise ConfigError(
-            [
-                f"data source {name!r} gives rows of type {type(row).__name__}, not dicts of "
-                "arrays. Return the fields of jaxdist.core.types.Batch."
-            ]
+            f"data source {name!r} gives rows of type {type(row).__name__}, not dicts of "
+            "arrays. Return the fields of jaxdist.core.types.Batch."
         )
     kind: Literal["tokens", "images"] = "images" if "images" in row else "tokens"
     if missing := [field for field in _NEEDED[kind] if field not in row]:
         raise ConfigError(
-            [
-                f"data source {name!r} gives rows without {', '.join(missing)} (they have: "
-                f"{', '.join(map(str, row))}). Return the fields of jaxdist.core.types.Batch."
-            ]
+            f"data source {name!r} gives rows without {', '.join(missing)} (they have: "
+            f"{', '.join(map(str, row))}). Return the fields of jaxdist.core.types.Batch."
         )
     return kind
 
@@ -222,7 +212,7 @@ def stack_rows(
         for field, (shape, _) in fields.items():
             if row is None or np.shape(row[field]) != shape:
                 which = f"row {int(numbers[at])}" if len(numbers) else "a row"
-                raise ConfigError([_unlike(name, which, row, field, shape)])
+                raise ConfigError(_unlike(name, which, row, field, shape))
             out[field][at] = row[field]
     return out
 

@@ -129,7 +129,7 @@ def open_datasets(
         ConfigError: rules broken, or files that cannot be read as what they are said to be.
     """
     if problems := problems_of(config, "data"):
-        raise ConfigError(problems)
+        raise ConfigError(*problems)
     if any(is_custom(source) for source in config.sources):
         return _open_custom(config, seq_len, seed)
     folders = [_cifar_folder(source) for source in config.sources]
@@ -137,13 +137,11 @@ def open_datasets(
         return _open_images(config, [f for f in folders if f])
     if any(folders):
         raise ConfigError(
-            [
-                f"data.sources={config.sources} mixes CIFAR-10 with text: a model learns one of "
-                "them. Name sources of one kind."
-            ]
+            f"data.sources={config.sources} mixes CIFAR-10 with text: a model learns one of "
+            "them. Name sources of one kind."
         )
     if seq_len < 1:
-        raise ConfigError([f"seq_len={seq_len} is below 1: a row needs a token. Use 64 or more."])
+        raise ConfigError(f"seq_len={seq_len} is below 1: a row needs a token. Use 64 or more.")
     return _open_text(config, seq_len)
 
 
@@ -172,11 +170,9 @@ def _open_text(config: DataConfig, seq_len: int) -> tuple[Dataset, Dataset | Non
     vocab_size = config.vocab_size or used.vocab_size
     if vocab_size < used.vocab_size:
         raise ConfigError(
-            [
-                f"data.vocab_size={vocab_size} is smaller than the {used.vocab_size} tokens of "
-                f"tokenizer {used.name!r}: some tokens would have no place in the model. Use "
-                f"{used.vocab_size} or more, or 0."
-            ]
+            f"data.vocab_size={vocab_size} is smaller than the {used.vocab_size} tokens of "
+            f"tokenizer {used.name!r}: some tokens would have no place in the model. Use "
+            f"{used.vocab_size} or more, or 0."
         )
     about = {"seq_len": seq_len, "packing": packing, "tokenizer": used.fingerprint}
 
@@ -201,10 +197,8 @@ def _packing(
     weighted = [corpus for corpus in corpora if corpus.weighted]
     if weighted and config.packing == "stream":
         raise ConfigError(
-            [
-                "data.packing=stream with conversations or completions: they would read each "
-                "other. Use best_fit or documents."
-            ]
+            "data.packing=stream with conversations or completions: they would read each "
+            "other. Use best_fit or documents."
         )
     ends = [np.diff(corpus.document_ends.astype(np.int64), prepend=0) for corpus in weighted]
     long = sum(int((lengths > seq_len + 1).sum()) for lengths in ends)
@@ -225,13 +219,11 @@ def _open_corpus(source: str, encoder: Encoder) -> Corpus:
         return Corpus(path)
     files = find_files(source)
     if len(files) == 1 and files[0].stat().st_size == 0:
-        raise ConfigError([f"{str(files[0])!r} is empty: nothing to train on. Check the path."])
+        raise ConfigError(f"{str(files[0])!r} is empty: nothing to train on. Check the path.")
     if len(files) == 1 and files[0].suffix in (".bin", ".npy", ".pt", ".safetensors"):
         raise ConfigError(
-            [
-                f"{str(files[0])!r} is not text. Token folders are made by `python -m jaxdist.data "
-                "SRC --out DIR` from text; give the folder."
-            ]
+            f"{str(files[0])!r} is not text. Token folders are made by `python -m jaxdist.data "
+            "SRC --out DIR` from text; give the folder."
         )
     return cached_corpus(files, source, encoder)
 
@@ -241,10 +233,8 @@ def _check_tokenizers(sources: list[str], corpora: list[Corpus]) -> None:
     if len(names) > 1:
         pairs = "; ".join(f"{s}: {c.tokenizer.name}" for s, c in zip(sources, corpora, strict=True))
         raise ConfigError(
-            [
-                f"sources were tokenised in different ways ({pairs}): their token numbers mean "
-                "different things. Set data.tokenizer to the one of the token folder."
-            ]
+            f"sources were tokenised in different ways ({pairs}): their token numbers mean "
+            "different things. Set data.tokenizer to the one of the token folder."
         )
 
 
@@ -260,11 +250,9 @@ def _with_rows(
     if held is not None:
         fix = f"Raise data.eval_fraction={held}, set it to 0, or use a smaller seq_len."
     raise ConfigError(
-        [
-            f"{role} {source!r} holds no row of seq_len={seq_len}: the source has "
-            f"{corpus.num_tokens} tokens in {corpus.num_documents} documents, and a row needs "
-            f"seq_len+1 tokens. {fix}"
-        ]
+        f"{role} {source!r} holds no row of seq_len={seq_len}: the source has "
+        f"{corpus.num_tokens} tokens in {corpus.num_documents} documents, and a row needs "
+        f"seq_len+1 tokens. {fix}"
     )
 
 
@@ -280,11 +268,9 @@ def _open_images(config: DataConfig, folders: list[Path]) -> tuple[Dataset, Data
         others = [_cifar_folder(source) for source in config.eval_sources]
         if not all(others):
             raise ConfigError(
-                [
-                    f"data.eval_sources={config.eval_sources} are not all CIFAR-10 folders, as "
-                    "data.sources are. Name folders, or leave eval_sources empty to use the test "
-                    "files."
-                ]
+                f"data.eval_sources={config.eval_sources} are not all CIFAR-10 folders, as "
+                "data.sources are. Name folders, or leave eval_sources empty to use the test "
+                "files."
             )
         held = [open_cifar(folder, config.image_scaling)[1] for folder in others if folder]
 
@@ -316,7 +302,7 @@ def _open_custom(config: DataConfig, seq_len: int, seed: int) -> tuple[TrainData
             "are. Set data.vocab_size."
         )
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError(*problems)
     custom = open_custom(source, seq_len=seq_len, seed=seed, num_threads=config.num_threads)
     tokenizer = load_tokenizer(config.tokenizer, config.eos_token)
 

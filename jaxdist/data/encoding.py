@@ -150,7 +150,7 @@ class RecordEncoder:
                 try:
                     held.append(self._encoded(record.value))
                 except BadRecord as error:
-                    raise ConfigError([f"{record.place} {error}"]) from None
+                    raise ConfigError(f"{record.place} {error}") from None
                 length += len(held[-1].tokens)
                 position = before + record.position
                 if length >= _BATCH_TOKENS:

@@ -110,10 +110,7 @@ def open_cifar(folder: Path, scaling: Scaling) -> tuple[Images, Images]:
     ]
     if missing:
         raise ConfigError(
-            [
-                f"CIFAR-10 folder {str(folder)!r} lacks {', '.join(missing)}. Unpack the archive "
-                "again."
-            ]
+            f"CIFAR-10 folder {str(folder)!r} lacks {', '.join(missing)}. Unpack the archive again."
         )
 
     def images(names: tuple[str, ...]) -> Images:
@@ -133,10 +130,8 @@ def _read_binary(path: Path) -> tuple[np.ndarray, np.ndarray]:
     data = np.fromfile(path, np.uint8)
     if not len(data) or len(data) % _RECORD:
         raise ConfigError(
-            [
-                f"{str(path)!r} has {len(data)} bytes, not a multiple of {_RECORD} (one label and "
-                "3·32·32 pixels). Copy or unpack it again."
-            ]
+            f"{str(path)!r} has {len(data)} bytes, not a multiple of {_RECORD} (one label and "
+            "3·32·32 pixels). Copy or unpack it again."
         )
     records = data.reshape(-1, _RECORD)
     return records[:, 1:], _checked_labels(path, records[:, 0].astype(np.int32))
@@ -154,25 +149,19 @@ def _read_pickle(path: Path) -> tuple[np.ndarray, np.ndarray]:
         pixels = pixels.array()
     except _Refused as error:
         raise ConfigError(
-            [
-                f"{str(path)!r} asks Python to load {error}: a CIFAR-10 batch holds only a dict of "
-                "bytes, lists and one uint8 array. Nothing was run; get the archive from a source "
-                "you trust."
-            ]
+            f"{str(path)!r} asks Python to load {error}: a CIFAR-10 batch holds only a dict of "
+            "bytes, lists and one uint8 array. Nothing was run; get the archive from a source "
+            "you trust."
         ) from None
     except Exception as error:  # a damaged pickle can fail in any way
         raise ConfigError(
-            [
-                f"{str(path)!r} is not a CIFAR-10 batch in Python form ({type(error).__name__}: "
-                f"{error}). Copy or unpack it again."
-            ]
+            f"{str(path)!r} is not a CIFAR-10 batch in Python form ({type(error).__name__}: "
+            f"{error}). Copy or unpack it again."
         ) from None
     if pixels.shape != (len(labels), _PIXELS):
         raise ConfigError(
-            [
-                f"{str(path)!r} has pixels of shape {pixels.shape} for {len(labels)} labels, "
-                f"expected ({len(labels)}, {_PIXELS}). Copy or unpack it again."
-            ]
+            f"{str(path)!r} has pixels of shape {pixels.shape} for {len(labels)} labels, "
+            f"expected ({len(labels)}, {_PIXELS}). Copy or unpack it again."
         )
     return pixels, _checked_labels(path, labels)
 
@@ -181,10 +170,8 @@ def _checked_labels(path: Path, labels: np.ndarray) -> np.ndarray:
     """The labels, int32 [n], if all of them are classes of CIFAR-10."""
     if labels.ndim != 1 or not len(labels) or labels.min() < 0 or labels.max() >= NUM_CLASSES:
         raise ConfigError(
-            [
-                f"{str(path)!r} has labels outside 0..{NUM_CLASSES - 1}: it is not CIFAR-10 "
-                "(CIFAR-100 is another layout). Copy or unpack it again."
-            ]
+            f"{str(path)!r} has labels outside 0..{NUM_CLASSES - 1}: it is not CIFAR-10 "
+            "(CIFAR-100 is another layout). Copy or unpack it again."
         )
     return labels
 

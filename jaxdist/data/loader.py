@@ -245,10 +245,8 @@ def resume_position(
     """
     if state.get("version") != STATE_VERSION:
         raise ConfigError(
-            [
-                f"the checkpoint's data position has version {state.get('version')!r}, this code "
-                f"reads {STATE_VERSION}. Resume with the version of jaxdist that saved it."
-            ]
+            f"the checkpoint's data position has version {state.get('version')!r}, this code "
+            f"reads {STATE_VERSION}. Resume with the version of jaxdist that saved it."
         )
     changes = [] if state["seed"] == seed else [f"seed was {state['seed']} and is {seed}"]
     same_data = state["fingerprint"] == dataset.fingerprint
@@ -265,12 +263,10 @@ def resume_position(
     if on_change == "restart":
         return Position(0, left_out)
     raise ConfigError(
-        [
-            f"the data changed since the checkpoint ({'; '.join(changes)}): sample "
-            f"{state['next_sample']} would be another one, and rows would repeat or be left out. "
-            "Restore the data and settings, or set data.on_change=restart to begin the new data at "
-            "its start."
-        ]
+        f"the data changed since the checkpoint ({'; '.join(changes)}): sample "
+        f"{state['next_sample']} would be another one, and rows would repeat or be left out. "
+        "Restore the data and settings, or set data.on_change=restart to begin the new data at "
+        "its start."
     )
 
 
@@ -284,10 +280,8 @@ def check_same_everywhere(dataset: TrainData) -> None:
     other = [i for i, theirs in enumerate(fingerprints) if theirs != fingerprints[0]]
     if other:
         raise ConfigError(
-            [
-                f"processes {other} opened other data than process 0: batches would mix them. Give "
-                "every host the same files (for stdlib: the same Python), or a shared path."
-            ]
+            f"processes {other} opened other data than process 0: batches would mix them. Give "
+            "every host the same files (for stdlib: the same Python), or a shared path."
         )
 
 
@@ -300,12 +294,10 @@ def _own_state(
         return None
     if len(iterators) != count:
         raise ConfigError(
-            [
-                f"the checkpoint holds the positions of {len(iterators)} readers of the stream, "
-                f"this run has {count}: what each has read cannot be divided again. Resume with "
-                "the processes and mesh of the checkpoint, or set data.on_change=restart and "
-                "another seed; a function without shard_index resumes on any number."
-            ]
+            f"the checkpoint holds the positions of {len(iterators)} readers of the stream, "
+            f"this run has {count}: what each has read cannot be divided again. Resume with "
+            "the processes and mesh of the checkpoint, or set data.on_change=restart and "
+            "another seed; a function without shard_index resumes on any number."
         )
     return iterators[index]
 
@@ -325,10 +317,8 @@ def _check_batch(global_batch_size: int, sharding: NamedSharding) -> None:
     parts = int(np.prod([sharding.mesh.shape[name] for name in names], dtype=np.int64))
     if global_batch_size < 1 or global_batch_size % parts:
         raise ConfigError(
-            [
-                f"global_batch_size={global_batch_size} does not divide over {parts} parts (mesh "
-                f"axes {', '.join(names)}). Use a multiple of {parts}."
-            ]
+            f"global_batch_size={global_batch_size} does not divide over {parts} parts (mesh "
+            f"axes {', '.join(names)}). Use a multiple of {parts}."
         )
 
 

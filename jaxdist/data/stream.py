@@ -100,11 +100,9 @@ class StreamDataset:
 
         if num_workers:
             raise ConfigError(
-                [
-                    f"data.num_workers={num_workers} with {self.name!r}, which returns an "
-                    "IterDataset: dividing it would change its order. Set data.num_workers=0 and "
-                    "call .mp_prefetch() inside the function, or return a grain.MapDataset."
-                ]
+                f"data.num_workers={num_workers} with {self.name!r}, which returns an "
+                "IterDataset: dividing it would change its order. Set data.num_workers=0 and "
+                "call .mp_prefetch() inside the function, or return a grain.MapDataset."
             )
         whole = not self.divides
         return StreamBatches(
@@ -185,11 +183,9 @@ def shard_of(held: Mapping[int, set[tuple[int, int]]], process: int, name: str) 
     sizes = {sum(end - first for first, end in shard) for shard in shards}
     if len(parts) != len(set(parts)) or len(sizes) > 1:
         raise ConfigError(
-            [
-                f"data source {name!r} takes shard_index, but on this mesh processes share some "
-                "rows of a batch and not all. Use a mesh that splits the batch between processes, "
-                "or leave shard_index out: every process then reads the whole stream."
-            ]
+            f"data source {name!r} takes shard_index, but on this mesh processes share some "
+            "rows of a batch and not all. Use a mesh that splits the batch between processes, "
+            "or leave shard_index out: every process then reads the whole stream."
         )
     return shards.index(tuple(sorted(held[process]))), len(shards)
 
@@ -210,7 +206,7 @@ def _peek(
     finally:
         iterator.close()
     if not rows:
-        raise ConfigError([f"data source {name!r} has no rows. Return at least one."])
+        raise ConfigError(f"data source {name!r} has no rows. Return at least one.")
     return rows, state
 
 
@@ -247,9 +243,7 @@ def _check_resumes(
 
 def _not_resumable(name: str, problem: str) -> ConfigError:
     return ConfigError(
-        [
-            f"data source {name!r} cannot be resumed: {problem}. Build it from grain's own "
-            "datasets with a fixed seed, give its iterators get_state and set_state, or return "
-            "rows by number (len() and [index])."
-        ]
+        f"data source {name!r} cannot be resumed: {problem}. Build it from grain's own "
+        "datasets with a fixed seed, give its iterators get_state and set_state, or return "
+        "rows by number (len() and [index])."
     )

@@ -80,14 +80,12 @@ class FileTokenizer:
             self._inner: Any = tokenizers.Tokenizer.from_str(self.json.decode("utf-8"))
         except OSError as error:
             raise ConfigError(
-                [f"tokenizer {str(path)!r} cannot be read: {error.strerror}. Check the path."]
+                f"tokenizer {str(path)!r} cannot be read: {error.strerror}. Check the path."
             ) from None
         except Exception as error:  # the library raises bare Exception for a broken file
             raise ConfigError(
-                [
-                    f"tokenizer {str(path)!r} is not a tokenizer.json of the tokenizers library "
-                    f"({_first_line(error)}). Use the file named tokenizer.json of a model."
-                ]
+                f"tokenizer {str(path)!r} is not a tokenizer.json of the tokenizers library "
+                f"({_first_line(error)}). Use the file named tokenizer.json of a model."
             ) from None
         # A stored truncation or padding would silently drop or add tokens of long documents.
         self._inner.no_truncation()
@@ -96,10 +94,8 @@ class FileTokenizer:
         if eos_token and eos_token not in vocab:
             known = [name for name in END_TOKENS if name in vocab] or "none of the usual ones"
             raise ConfigError(
-                [
-                    f"data.eos_token={eos_token!r} is not a token of {str(path)!r} (it has: "
-                    f"{known}). Use one of its tokens, or leave eos_token empty."
-                ]
+                f"data.eos_token={eos_token!r} is not a token of {str(path)!r} (it has: "
+                f"{known}). Use one of its tokens, or leave eos_token empty."
             )
         candidates = [eos_token] if eos_token else END_TOKENS
         self.name = str(path)
@@ -142,10 +138,8 @@ def load_tokenizer(name: str, eos_token: str = "") -> Tokenizer:
         return FileTokenizer(name, eos_token)
     if eos_token:
         raise ConfigError(
-            [
-                f'data.eos_token={eos_token!r} with tokenizer "bytes", which ends documents with '
-                "byte 0. Leave eos_token empty."
-            ]
+            f'data.eos_token={eos_token!r} with tokenizer "bytes", which ends documents with '
+            "byte 0. Leave eos_token empty."
         )
     return ByteTokenizer()
 
@@ -165,10 +159,8 @@ def train_bpe(texts: Iterable[str], vocab_size: int, path: str | Path) -> None:
 
     if vocab_size < 257:
         raise ConfigError(
-            [
-                f"--train-bpe {vocab_size}: a byte-level BPE holds 256 bytes and the end token. "
-                "Use at least 257, e.g. 8192."
-            ]
+            f"--train-bpe {vocab_size}: a byte-level BPE holds 256 bytes and the end token. "
+            "Use at least 257, e.g. 8192."
         )
     inner = Inner(models.BPE())
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

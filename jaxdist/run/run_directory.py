@@ -52,10 +52,8 @@ class RunDirectory:
         resumed = run.metrics.exists() and run.metrics.size() > 0
         if resumed and not resume and run.is_writer:
             raise ConfigError(
-                [
-                    f"run directory {run.path} already holds a run, and resuming is off. "
-                    "Use --resume auto to go on with it, or another --run-dir."
-                ]
+                f"run directory {run.path} already holds a run, and resuming is off. "
+                "Use --resume auto to go on with it, or another --run-dir."
             )
         try:
             run.logs.make_directory()
@@ -64,10 +62,8 @@ class RunDirectory:
                 run.metrics.appender().close()  # fails now, not after the first compilation
         except OSError as error:
             raise ConfigError(
-                [
-                    f"run directory {run.path} cannot be written ({error.strerror}). "
-                    "Name a directory that can with --run-dir."
-                ]
+                f"run directory {run.path} cannot be written ({error.strerror}). "
+                "Name a directory that can with --run-dir."
             ) from error
         return dataclasses.replace(run, resumed=resumed)
 
@@ -80,10 +76,10 @@ class RunDirectory:
         """
         run = cls(locate(path), is_writer=False, resumed=True)
         if not run.path.is_directory():
-            raise ConfigError([f"run {run.path} is no directory. {_runs_near(run.path)}"])
+            raise ConfigError(f"run {run.path} is no directory. {_runs_near(run.path)}")
         if not run.metrics.exists():
             raise ConfigError(
-                [f"run {run.path} has no metrics.jsonl. {_runs_near(run.path / 'metrics.jsonl')}"]
+                f"run {run.path} has no metrics.jsonl. {_runs_near(run.path / 'metrics.jsonl')}"
             )
         return run
 

@@ -21,7 +21,7 @@ def simulate(num_devices: int) -> None:
     from jaxdist.core.settings import ConfigError
 
     if num_devices < 1:
-        raise ConfigError([f"--simulate {num_devices} makes no device. Use a whole number ≥ 1."])
+        raise ConfigError(f"--simulate {num_devices} makes no device. Use a whole number ≥ 1.")
     try:
         # 1. The device count first: jax refuses it once a backend runs, while it would accept
         #    the platform and silently ignore it.
@@ -31,11 +31,9 @@ def simulate(num_devices: int) -> None:
         if len(running) == num_devices and running[0].platform == "cpu":
             return
         raise ConfigError(
-            [
-                f"--simulate {num_devices}: this process already runs {len(running)} "
-                f"{running[0].platform} device(s), and devices cannot change while a process "
-                "lives. Call simulate before any other use of jax."
-            ]
+            f"--simulate {num_devices}: this process already runs {len(running)} "
+            f"{running[0].platform} device(s), and devices cannot change while a process "
+            "lives. Call simulate before any other use of jax."
         ) from None
     jax.config.update("jax_platforms", "cpu")
 

@@ -425,4 +425,4 @@ def _number(environ: Mapping[str, str], name: str, default: int | None = None) -
 def _refuse(problem: str) -> NoReturn:
     from jaxdist.core.settings import ConfigError
 
-    raise ConfigError([problem])
+    raise ConfigError(problem)

@@ -325,4 +325,4 @@ def _check_devices(everyone: list[dict[str, Any]]) -> None:
 def _refuse(*problems: str) -> None:
     from jaxdist.core.settings import ConfigError
 
-    raise ConfigError(list(problems))
+    raise ConfigError(*problems)

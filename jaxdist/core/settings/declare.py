@@ -13,7 +13,7 @@ class ConfigError(ValueError):
     Every line says what was given, what is allowed and the fix. Commands print it and exit 2.
     """
 
-    def __init__(self, problems: list[str]):
+    def __init__(self, *problems: str):
         self.problems = list(problems)
         super().__init__("\n".join(self.problems))
 

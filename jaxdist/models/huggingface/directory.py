@@ -29,7 +29,7 @@ def read_json(folder: Path) -> dict[str, Any]:
         return json.loads((folder / "config.json").read_text())
     except (OSError, ValueError) as error:
         raise ConfigError(
-            [f"{folder}/config.json cannot be read ({error}). Name a Hugging Face model directory."]
+            f"{folder}/config.json cannot be read ({error}). Name a Hugging Face model directory."
         ) from error
 
 
@@ -103,4 +103,4 @@ def _check_complete(
         if not name.endswith((*_CONSTANTS, *tied))
     ]
     if problems:
-        raise ConfigError(problems[:20])
+        raise ConfigError(*problems[:20])

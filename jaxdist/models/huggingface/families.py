@@ -156,12 +156,12 @@ def read_config(theirs: Mapping[str, Any]) -> DecoderConfig:
     family = theirs.get("model_type")
     if family not in FAMILIES:
         raise ConfigError(
-            [f"model_type={family!r} is not supported. Supported are {', '.join(FAMILIES)}."]
+            f"model_type={family!r} is not supported. Supported are {', '.join(FAMILIES)}."
         )
     config = _read_gpt2(theirs) if family == "gpt2" else _read_llama(theirs, family)
     problems = _unsupported(theirs, family) + problems_of(config, "model")
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError(*problems)
     return config
 
 
@@ -202,10 +202,8 @@ def family_of(config: DecoderConfig) -> str:
     if learned and biases and square and config.tie_embeddings:
         return "gpt2"
     raise ConfigError(
-        [
-            "this combination of model settings is none of the families "
-            f"{', '.join(FAMILIES)}, so Hugging Face has no model for it. See configs/ for theirs."
-        ]
+        "this combination of model settings is none of the families "
+        f"{', '.join(FAMILIES)}, so Hugging Face has no model for it. See configs/ for theirs."
     )
 
 

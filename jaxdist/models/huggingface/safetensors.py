@@ -205,10 +205,8 @@ def open_all(directory: Path) -> dict[str, StoredTensor]:
     files = sorted(directory.glob("*.safetensors"))
     if not files:
         raise ConfigError(
-            [
-                f"{directory} holds no *.safetensors. Save the model with save_pretrained(..., "
-                "safe_serialization=True) or name its directory."
-            ]
+            f"{directory} holds no *.safetensors. Save the model with save_pretrained(..., "
+            "safe_serialization=True) or name its directory."
         )
     tensors: dict[str, StoredTensor] = {}
     for file in files:
@@ -218,7 +216,7 @@ def open_all(directory: Path) -> dict[str, StoredTensor]:
         missing = set(json.loads(index.read_text())["weight_map"]) - set(tensors)
         if missing:
             raise ConfigError(
-                [f"{directory} lacks {len(missing)} tensors of its index, e.g. {min(missing)}."]
+                f"{directory} lacks {len(missing)} tensors of its index, e.g. {min(missing)}."
             )
     return tensors
 
@@ -245,5 +243,5 @@ def _open(file: Path) -> dict[str, StoredTensor]:
         }
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(
-            [f"{file} is no whole safetensors file ({error}). Fetch it again."]
+            f"{file} is no whole safetensors file ({error}). Fetch it again."
         ) from error

@@ -46,11 +46,9 @@ class Prometheus:
             from prometheus_client import CollectorRegistry, start_http_server
         except ImportError as error:
             raise ConfigError(
-                [
-                    f"monitoring.prometheus={address} needs the package prometheus-client "
-                    f"({error}). Install it with `pip install prometheus-client`, or leave the "
-                    "setting empty."
-                ]
+                f"monitoring.prometheus={address} needs the package prometheus-client "
+                f"({error}). Install it with `pip install prometheus-client`, or leave the "
+                "setting empty."
             ) from error
         self._run = run
         self._lock = threading.Lock()

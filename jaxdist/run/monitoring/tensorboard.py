@@ -34,11 +34,9 @@ class TensorBoard:
             from tensorboardX.proto.event_pb2 import SessionLog
         except ImportError as error:
             raise ConfigError(
-                [
-                    f"monitoring.tensorboard=true needs the package tensorboardX ({error}). "
-                    "Install it with `pip install tensorboardX`, or set "
-                    "--monitoring.tensorboard=false."
-                ]
+                f"monitoring.tensorboard=true needs the package tensorboardX ({error}). "
+                "Install it with `pip install tensorboardX`, or set "
+                "--monitoring.tensorboard=false."
             ) from error
         self._path = locate(path)
         self._path.make_directory()
