@@ -161,10 +161,10 @@ class Checkpointer:
         return self._chosen
 
     def best(self) -> int | None:
-        """The complete checkpoint with the best `best_metric`, or None when none has it."""
+        """The complete checkpoint with the lowest evaluation loss, or None when none has one."""
 
         def first() -> int | None:
-            return next(iter(best_steps(self._saver.complete(), self.config)), None)
+            return next(iter(best_steps(self._saver.complete())), None)
 
         self._saver.wait()
         return self._group.decide(first)

@@ -13,7 +13,6 @@ what to evaluate on is always rows by number.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import importlib
 import inspect
@@ -65,18 +64,17 @@ def is_custom(source: str) -> bool:
 class CustomRows:
     """A part made of a user's rows (see `jaxdist.data.packing.Part`)."""
 
-    def __init__(self, source: RowSource, name: str, num_threads: int = 0):
+    def __init__(self, source: RowSource, name: str):
         """Look at the first row to learn the fields.
 
         Args:
             source: the user's rows.
             name: as the user wrote it.
-            num_threads: that read rows; 0 = the caller's alone.
 
         Raises:
             ConfigError: no rows, no end, or fields that a batch cannot have.
         """
-        self._source, self._name, self._num_threads = source, name, num_threads
+        self._source, self._name = source, name
         self.num_rows = len(source)
         if not self.num_rows:
             raise ConfigError(f"data source {name!r} has no rows. Return at least one.")
@@ -96,13 +94,7 @@ class CustomRows:
         Raises:
             ConfigError: a row is missing or has another shape than the first one.
         """
-        import grain
-
-        threads = min(self._num_threads, len(indices))
-        rows = grain.MapDataset.source(np.asarray(indices).tolist()).map(self._source.__getitem__)
-        options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=len(indices))
-        with contextlib.closing(iter(rows.to_iter_dataset(options, allow_nones=True))) as reader:
-            found = list(reader)
+        found = [self._source[index] for index in np.asarray(indices).tolist()]
         return stack_rows(found, self.fields, self._name, indices)
 
     def _fingerprint(self) -> str:
@@ -115,14 +107,13 @@ class CustomRows:
         return f"custom-{digest.hexdigest()[:32]}"
 
 
-def open_custom(source: str, *, seq_len: int, seed: int, num_threads: int = 0) -> Custom:
+def open_custom(source: str, *, seq_len: int, seed: int) -> Custom:
     """Call the user's function; the current directory is importable, as for a script.
 
     Args:
         source: "module:function".
         seq_len: given to the function.
         seed: given to the function.
-        num_threads: that read rows by number; a stream has threads of its own.
 
     Raises:
         ConfigError: the function is not there, takes other arguments, or returns something else.
@@ -147,10 +138,8 @@ def open_custom(source: str, *, seq_len: int, seed: int, num_threads: int = 0) -
                 "as grain.MapDataset; to train on, a grain.IterDataset will do too."
             )
     return Custom(
-        (lambda index, count: call(index, count)[0])
-        if is_stream
-        else CustomRows(train, source, num_threads),
-        None if held is None else CustomRows(held, source, num_threads),
+        (lambda index, count: call(index, count)[0]) if is_stream else CustomRows(train, source),
+        None if held is None else CustomRows(held, source),
         divides,
     )
 

@@ -262,7 +262,7 @@ def _cifar_folder(source: str) -> Path | None:
 
 
 def _open_images(config: DataConfig, folders: list[Path]) -> tuple[Dataset, Dataset | None]:
-    both = [open_cifar(folder, config.image_scaling) for folder in folders]
+    both = [open_cifar(folder) for folder in folders]
     held = [test for _, test in both] if config.eval_fraction else []
     if config.eval_sources:
         others = [_cifar_folder(source) for source in config.eval_sources]
@@ -272,7 +272,7 @@ def _open_images(config: DataConfig, folders: list[Path]) -> tuple[Dataset, Data
                 "data.sources are. Name folders, or leave eval_sources empty to use the test "
                 "files."
             )
-        held = [open_cifar(folder, config.image_scaling)[1] for folder in others if folder]
+        held = [open_cifar(folder)[1] for folder in others if folder]
 
     def dataset(parts: list[Images], weights: list[float]) -> Dataset:
         prints = {"parts": [part.fingerprint for part in parts], "weights": weights}
@@ -303,7 +303,7 @@ def _open_custom(config: DataConfig, seq_len: int, seed: int) -> tuple[TrainData
         )
     if problems:
         raise ConfigError(*problems)
-    custom = open_custom(source, seq_len=seq_len, seed=seed, num_threads=config.num_threads)
+    custom = open_custom(source, seq_len=seq_len, seed=seed)
     tokenizer = load_tokenizer(config.tokenizer, config.eos_token)
 
     def dataset(part: CustomRows) -> Dataset:

@@ -51,14 +51,12 @@ def _chain(config: OptimConfig, axes: Params) -> optax.GradientTransformation:
     }
     parts = [rules[config.optimizer](config, axes)]
     if config.weight_decay:
-        parts.append(optax.add_decayed_weights(config.weight_decay, mask=decay_mask(config, axes)))
+        parts.append(optax.add_decayed_weights(config.weight_decay, mask=decay_mask(axes)))
     return optax.chain(*parts)
 
 
-def decay_mask(config: OptimConfig, axes: Params) -> Params:
+def decay_mask(axes: Params) -> Params:
     """Tree of booleans like `axes`: the leaves that weight decay shrinks."""
-    if config.decay_mask == "all":
-        return jax.tree.map(lambda _: True, axes)
     return jax.tree.map(lambda sides: sides.is_matrix, sides_of(axes))
 
 
