@@ -21,7 +21,7 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -45,26 +45,6 @@ class Weighted(NamedTuple):
 
 class BadRecord(ValueError):
     """What is wrong with a record; the caller adds the file and line."""
-
-
-class ChatTemplate(Protocol):
-    """How a conversation is written down.
-
-    Attributes:
-        name: for the log.
-        fingerprint: changes whenever the same conversation could be written in another way.
-    """
-
-    name: str
-    fingerprint: str
-
-    def encode(self, messages: Sequence[Message]) -> Weighted:
-        """Tokens and weights [length] of a conversation (see `checked_messages`).
-
-        Raises:
-            BadRecord: the conversation does not fit the template.
-        """
-        ...
 
 
 def checked_messages(record: dict[str, Any]) -> list[Message]:
@@ -120,9 +100,12 @@ def encode_completion(record: dict[str, Any], tokenizer: Tokenizer) -> Weighted:
 
 
 class PlainTemplate:
-    """Roles in angle brackets on lines of their own; the module's docstring shows it."""
+    """Roles in angle brackets on lines of their own; the module's docstring shows it.
 
-    name = "plain"
+    Attributes:
+        fingerprint: changes whenever the same conversation could be written in another way.
+    """
+
     fingerprint = "plain-1"
 
     def __init__(self, tokenizer: Tokenizer):
@@ -130,7 +113,10 @@ class PlainTemplate:
         self._end = _end(tokenizer)
 
     def encode(self, messages: Sequence[Message]) -> Weighted:
-        """See `ChatTemplate`; answers are tokenised apart, as they are generated."""
+        """Tokens and weights [length] of a conversation (see `checked_messages`).
+
+        Answers are tokenised apart, as they are generated.
+        """
         texts, answers = [""], []
         for number, message in enumerate(messages):
             texts[-1] += f"{chr(10) * (number > 0)}<|{message['role']}|>\n"
@@ -169,7 +155,11 @@ class JinjaTemplate:
         self._render = _compiled(source, name)
 
     def encode(self, messages: Sequence[Message]) -> Weighted:
-        """See `ChatTemplate`."""
+        """Tokens and weights [length] of a conversation (see `checked_messages`).
+
+        Raises:
+            BadRecord: the conversation does not fit the template.
+        """
         text = self._rendered(messages)
         spans = [
             self._span(text, messages, number)
@@ -233,6 +223,9 @@ class JinjaTemplate:
                 f"does not fit the chat template {self.name} ({str(error) or type(error).__name__})"
                 ". Repair it, or use data.chat_template=plain."
             ) from None
+
+
+ChatTemplate: TypeAlias = PlainTemplate | JinjaTemplate
 
 
 def load_template(name: str, tokenizer: Tokenizer) -> ChatTemplate:

@@ -90,11 +90,8 @@ class Corpus:
             ConfigError: the tokenizer.json next to the tokens is another one.
         """
         about = self._about_tokenizer
-        tokenizer: Tokenizer = (
-            load_tokenizer("bytes")
-            if about["name"] == "bytes"
-            else FileTokenizer(self.folder / "tokenizer.json", about["eos_token"])
-        )
+        name = "bytes" if about["name"] == "bytes" else str(self.folder / "tokenizer.json")
+        tokenizer = load_tokenizer(name, about["eos_token"])
         if tokenizer.fingerprint != about["fingerprint"]:
             raise ConfigError(
                 f"{str(self.folder)!r}: tokenizer.json is not the one the tokens were made "
@@ -152,8 +149,8 @@ def _write(
     files: list[Path],
     folder: Path,
     encoder: Encoder,
-    progress: Progress | None,
-    shard_tokens: int,
+    progress: Progress | None = None,
+    shard_tokens: int = SHARD_TOKENS,
 ) -> None:
     partial = folder.with_name(f".{folder.name}.partial-{uuid.uuid4().hex[:8]}")
     partial.mkdir()
@@ -187,7 +184,7 @@ def cached_corpus(files: list[Path], name: str, encoder: Encoder) -> Corpus:
                 "tokenising %s: %d files, %.1f MB, tokenizer %s, kept in %s",
                 name, len(files), total_bytes(files) / 1e6, encoder.tokenizer.name, folder,
             )  # fmt: skip
-            _write(files, folder, encoder, None, SHARD_TOKENS)
+            _write(files, folder, encoder)
     return Corpus(folder)
 
 
@@ -272,7 +269,7 @@ def _fill(
             "name": Path(tokenizer.name).name,
             "fingerprint": tokenizer.fingerprint,
             "end_id": tokenizer.end_id,
-            "eos_token": _end_token(tokenizer),
+            "eos_token": tokenizer.eos_token,
         },
         "fingerprint": digest.hexdigest()[:32],
         "shards": shards.about,
@@ -280,10 +277,6 @@ def _fill(
     if encoder.weighted:
         about["weights"] = weights.about
     (folder / "corpus.json").write_text(json.dumps(about, indent=1) + "\n")
-
-
-def _end_token(tokenizer: Tokenizer) -> str:
-    return getattr(tokenizer, "eos_token", "")
 
 
 class _ShardWriter:

@@ -22,7 +22,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -30,16 +30,8 @@ from jaxdist.core.types import ConfigError
 from jaxdist.data.packing import Fields, Rows
 
 _NAMED = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
-_NEEDED = {"tokens": ("tokens", "targets", "weights"), "images": ("images", "labels", "weights")}
+_NEEDED = {"text": ("tokens", "targets", "weights"), "images": ("images", "labels", "weights")}
 _SHARD = ("shard_index", "num_shards")
-
-
-class RowSource(Protocol):
-    """Random access to rows; a `grain.MapDataset` is one."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int) -> Any: ...
 
 
 class Custom(NamedTuple):
@@ -64,11 +56,11 @@ def is_custom(source: str) -> bool:
 class CustomRows:
     """A part made of a user's rows (see `jaxdist.data.packing.Part`)."""
 
-    def __init__(self, source: RowSource, name: str):
+    def __init__(self, source: Any, name: str):
         """Look at the first row to learn the fields.
 
         Args:
-            source: the user's rows.
+            source: the user's rows, with len() and [index]; a `grain.MapDataset` is one.
             name: as the user wrote it.
 
         Raises:
@@ -99,12 +91,8 @@ class CustomRows:
 
     def _fingerprint(self) -> str:
         """Of the number of rows and a few of them: reading all could take hours."""
-        digest = hashlib.sha256(f"{self.num_rows}".encode())
         places = np.unique(np.linspace(0, self.num_rows - 1, 16).astype(np.int64))
-        for field, values in sorted(self.rows(places).items()):
-            digest.update(json.dumps([field, values.shape, values.dtype.str]).encode())
-            digest.update(values.tobytes())
-        return f"custom-{digest.hexdigest()[:32]}"
+        return f"custom-{digest_of(self.rows(places), str(self.num_rows))}"
 
 
 def open_custom(source: str, *, seq_len: int, seed: int) -> Custom:
@@ -157,7 +145,7 @@ def _function(source: str) -> Callable[..., Any]:
         ) from error
 
 
-def check_row(row: Any, name: str) -> Literal["tokens", "images"]:
+def check_row(row: Any, name: str) -> Literal["text", "images"]:
     """Which kind of row it is.
 
     Raises:
@@ -168,7 +156,7 @@ def check_row(row: Any, name: str) -> Literal["tokens", "images"]:
             f"data source {name!r} gives rows of type {type(row).__name__}, not dicts of "
             "arrays. Return the fields of jaxdist.core.types.Batch."
         )
-    kind: Literal["tokens", "images"] = "images" if "images" in row else "tokens"
+    kind: Literal["text", "images"] = "images" if "images" in row else "text"
     if missing := [field for field in _NEEDED[kind] if field not in row]:
         raise ConfigError(
             f"data source {name!r} gives rows without {', '.join(missing)} (they have: "
@@ -180,6 +168,15 @@ def check_row(row: Any, name: str) -> Literal["tokens", "images"]:
 def fields_of(row: Mapping[str, Any]) -> Fields:
     """Name -> (shape, dtype it is stored in) of a row."""
     return {field: (np.shape(value), _stored_as(field)) for field, value in row.items()}
+
+
+def digest_of(rows: Rows, text: str = "") -> str:
+    """Digest of a text and of rows [n, ...] by field."""
+    digest = hashlib.sha256(text.encode())
+    for field, values in sorted(rows.items()):
+        digest.update(json.dumps([field, values.shape, values.dtype.str]).encode())
+        digest.update(values.tobytes())
+    return digest.hexdigest()[:32]
 
 
 def stack_rows(

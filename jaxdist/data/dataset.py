@@ -6,9 +6,11 @@ A dataset has `__len__` and `__getitem__`, so it is also a source for `grain.Map
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypeVar
 
@@ -20,7 +22,7 @@ from jaxdist.data.corpus import Corpus, cached_corpus
 from jaxdist.data.custom import CustomRows, is_custom, open_custom
 from jaxdist.data.documents import find_files
 from jaxdist.data.encoding import Encoder, make_encoder
-from jaxdist.data.images import NUM_CLASSES, Images, is_cifar, open_cifar
+from jaxdist.data.images import NUM_CLASSES, is_cifar, open_cifar
 from jaxdist.data.order import Order
 from jaxdist.data.packing import Fields, Part, Rows, split_text
 from jaxdist.data.stream import StreamDataset, open_stream
@@ -176,18 +178,29 @@ def _open_text(config: DataConfig, seq_len: int) -> tuple[Dataset, Dataset | Non
         )
     about = {"seq_len": seq_len, "packing": packing, "tokenizer": used.fingerprint}
 
-    def dataset(parts: list[Part], weights: list[float]) -> Dataset:
-        prints = {"parts": [part.fingerprint for part in parts], "weights": weights}
-        return Dataset(
-            kind="text",
-            parts=tuple(parts),
-            weights=tuple(weights),
-            vocab_size=vocab_size,
-            tokenizer=used,
-            identity={"kind": "text", **about, **prints},
-        )
+    dataset = functools.partial(_dataset, "text", vocab_size=vocab_size, tokenizer=used, **about)
+    return dataset(train, config.mixture_weights), dataset(rest) if rest else None
 
-    return dataset(train, list(config.mixture_weights)), dataset(rest, []) if rest else None
+
+def _dataset(
+    kind: Literal["text", "images"],
+    parts: Sequence[Part],
+    weights: Sequence[float] = (),
+    *,
+    vocab_size: int,
+    tokenizer: Tokenizer | None = None,
+    **about: Any,
+) -> Dataset:
+    """Parts as one dataset; `about` is what else the rows depend on."""
+    prints = {"parts": [part.fingerprint for part in parts], "weights": list(weights)}
+    return Dataset(
+        kind=kind,
+        parts=tuple(parts),
+        weights=tuple(weights),
+        vocab_size=vocab_size,
+        tokenizer=tokenizer,
+        identity={"kind": kind, **about, **prints},
+    )
 
 
 def _packing(
@@ -274,18 +287,9 @@ def _open_images(config: DataConfig, folders: list[Path]) -> tuple[Dataset, Data
             )
         held = [open_cifar(folder)[1] for folder in others if folder]
 
-    def dataset(parts: list[Images], weights: list[float]) -> Dataset:
-        prints = {"parts": [part.fingerprint for part in parts], "weights": weights}
-        return Dataset(
-            kind="images",
-            parts=tuple(parts),
-            weights=tuple(weights),
-            vocab_size=NUM_CLASSES,
-            identity={"kind": "images", **prints},
-        )
-
-    train = dataset([images for images, _ in both], list(config.mixture_weights))
-    return train, dataset(held, []) if held else None
+    dataset = functools.partial(_dataset, "images", vocab_size=NUM_CLASSES)
+    train = dataset([images for images, _ in both], config.mixture_weights)
+    return train, dataset(held) if held else None
 
 
 def _open_custom(config: DataConfig, seq_len: int, seed: int) -> tuple[TrainData, Dataset | None]:
@@ -307,14 +311,9 @@ def _open_custom(config: DataConfig, seq_len: int, seed: int) -> tuple[TrainData
     tokenizer = load_tokenizer(config.tokenizer, config.eos_token)
 
     def dataset(part: CustomRows) -> Dataset:
-        text = part.kind == "tokens"
-        return Dataset(
-            kind="text" if text else "images",
-            parts=(part,),
-            vocab_size=config.vocab_size,
-            tokenizer=tokenizer if text else None,
-            identity={"kind": "custom", "seq_len": seq_len, "parts": [part.fingerprint]},
-        )
+        used = tokenizer if part.kind == "text" else None
+        size = config.vocab_size
+        return _dataset(part.kind, [part], vocab_size=size, tokenizer=used, seq_len=seq_len)
 
     held = None if custom.held is None else dataset(custom.held)
     if isinstance(custom.train, CustomRows):

@@ -10,7 +10,6 @@ so that a run resumes on any number of processes. A function that takes `shard_i
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
@@ -19,7 +18,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jaxdist.core.types import ConfigError
-from jaxdist.data.custom import check_row, fields_of, stack_rows
+from jaxdist.data.custom import check_row, digest_of, fields_of, stack_rows
 from jaxdist.data.packing import Fields
 from jaxdist.data.tokenizer import Tokenizer
 
@@ -144,21 +143,17 @@ def open_stream(
     rows, state = _peek(name, open_shard)
     kind = check_row(rows[0], name)
     fields = fields_of(rows[0])
-    digest = hashlib.sha256()
-    for field, values in sorted(stack_rows(rows, fields, name).items()):
-        digest.update(json.dumps([field, values.shape, values.dtype.str]).encode())
-        digest.update(values.tobytes())
     if len(rows) > 1:
         _check_resumes(name, open_shard, state, rows[1])
-    fingerprint = digest.hexdigest()[:32]
+    fingerprint = digest_of(stack_rows(rows, fields, name))
     return StreamDataset(
         name=name,
         open=open_shard,
         divides=divides,
-        kind="images" if kind == "images" else "text",
+        kind=kind,
         fields=fields,
         vocab_size=vocab_size,
-        tokenizer=tokenizer if kind == "tokens" else None,
+        tokenizer=tokenizer if kind == "text" else None,
         identity={"kind": "stream", "seq_len": seq_len, "parts": [fingerprint]},
         fingerprint=fingerprint,
     )
