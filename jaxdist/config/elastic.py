@@ -26,11 +26,6 @@ def fit_devices(config: RunConfig, num_devices: int, model: Model | None = None)
     Returned unchanged where `mesh.elastic` is off or no device is missing. Else `mesh.shape` and
     `mesh.reason` are those of the smaller mesh, which may take fewer devices than there are.
 
-    Args:
-        config: the run as asked for.
-        num_devices: devices of the whole job.
-        model: the built model, if it is.
-
     Raises:
         ConfigError: the mesh asked for is illegal, or none of so few devices is legal.
     """

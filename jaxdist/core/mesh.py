@@ -49,9 +49,8 @@ class MeshSpec:
     def parse(cls, text: str, num_devices: int | None = None) -> MeshSpec:
         """Read `dp=2,tp=4`; short or long names of axes, `-1` for the devices left over.
 
-        Args:
-            text: comma-separated `name=size`; axes not named have size 1; "" or "1" is one device.
-            num_devices: visible devices, for `resolve`; without it a `-1` stays open.
+        Axes that are not named have size 1; "" or "1" is one device. Without `num_devices`, those
+        that are visible, a `-1` stays open.
 
         Raises:
             ConfigError: with every problem of the text, not only the first.
@@ -211,11 +210,6 @@ def shrink(
     Axes that do not shrink stay as asked. The others use as many devices as they legally can; among
     equals those nearer to the fast interconnect have the size asked for, else the next larger one,
     so that no device holds more of the state, else the next smaller one.
-
-    Args:
-        asked: the mesh for all devices.
-        num_devices: devices that are there.
-        is_legal: whether model and batch allow a mesh.
     """
     for count in range(num_devices // fixed_devices(asked), 0, -1):
         for spec in _with_shrunk(asked, count):

@@ -231,9 +231,7 @@ ChatTemplate: TypeAlias = PlainTemplate | JinjaTemplate
 def load_template(name: str, tokenizer: Tokenizer) -> ChatTemplate:
     """The template that `data.chat_template` names.
 
-    Args:
-        name: "auto" = the tokenizer's own if there is one, else plain; "plain"; or a file's path.
-        tokenizer: what conversations are tokenised with.
+    It is "auto" (the tokenizer's own if there is one, else plain), "plain", or a file's path.
 
     Raises:
         ConfigError: no such file, a broken template, or a tokenizer it cannot be used with.

@@ -168,10 +168,7 @@ def _write(
 def cached_corpus(files: list[Path], name: str, encoder: Encoder) -> Corpus:
     """The corpus of files, tokenised on first use and kept by content.
 
-    Args:
-        files: what to read, in order.
-        name: the source as the user wrote it, for the log.
-        encoder: how.
+    `name` is the source as the user wrote it, for the log.
     """
     key = hashlib.sha256(
         json.dumps([FORMAT, content_digest(files), *encoder.identity]).encode()

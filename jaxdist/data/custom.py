@@ -59,9 +59,7 @@ class CustomRows:
     def __init__(self, source: Any, name: str):
         """Look at the first row to learn the fields.
 
-        Args:
-            source: the user's rows, with len() and [index]; a `grain.MapDataset` is one.
-            name: as the user wrote it.
+        `source` has len() and [index]; a `grain.MapDataset` has.
 
         Raises:
             ConfigError: no rows, no end, or fields that a batch cannot have.
@@ -97,11 +95,6 @@ class CustomRows:
 
 def open_custom(source: str, *, seq_len: int, seed: int) -> Custom:
     """Call the user's function; the current directory is importable, as for a script.
-
-    Args:
-        source: "module:function".
-        seq_len: given to the function.
-        seed: given to the function.
 
     Raises:
         ConfigError: the function is not there, takes other arguments, or returns something else.
@@ -184,11 +177,7 @@ def stack_rows(
 ) -> Rows:
     """Rows as one array per field, [len(rows), ...] in the field's dtype.
 
-    Args:
-        rows: dicts of arrays.
-        fields: shape and dtype of each field of the first row.
-        name: of the source, for the error.
-        numbers: of the rows, for the error; empty = they have none.
+    `numbers` of the rows, if they have any, and the `name` of the source are for the error.
 
     Raises:
         ConfigError: a row is missing, or has another shape than the first one.

@@ -122,10 +122,7 @@ def open_datasets(
 ) -> tuple[TrainData, Dataset | None]:
     """Open the sources: what to train on and what is held out, without a common row.
 
-    Args:
-        config: see `DataConfig`.
-        seq_len: tokens of a row; not used for images.
-        seed: given to a source of the user's own; rows of files do not depend on it.
+    `seed` is given to a source of the user's own; rows of files do not depend on it.
 
     Raises:
         ConfigError: rules broken, or files that cannot be read as what they are said to be.

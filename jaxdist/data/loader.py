@@ -71,14 +71,9 @@ class Loader:
     ):
         """Start loading; every process of the job must.
 
-        Args:
-            dataset: what to train on.
-            global_batch_size: rows of a batch over all processes.
-            seed: of the order; a stream has its own.
-            sharding: of a batch's first dim; further dims as far as a field has them.
-            start: where to begin, as `resume_position` returns it.
-            prefetch: batches kept ready on the devices, at least 1.
-            num_workers: processes that read and transform rows; 0 = a thread of this one.
+        `sharding` is that of a batch's first dim; further dims follow it as far as a field has
+        them. `start` is where to begin, as `resume_position` returns it. `seed` sets the order of
+        rows by number; a stream has its own.
 
         Raises:
             ConfigError: the batch does not divide over the sharding, processes see other data, or
@@ -191,11 +186,8 @@ def eval_batches(
 ) -> Iterator[Batch]:
     """Each row once, in storage order; what the last batch lacks has weights 0.
 
-    Args:
-        dataset: what to evaluate on.
-        global_batch_size: rows of a batch over all processes.
-        sharding: of a batch's first dim.
-        max_batches: at most so many batches, of rows spread evenly over the dataset.
+    With `max_batches`, at most so many, of rows spread evenly over the dataset; `sharding` is that
+    of a batch's first dim.
 
     Yields:
         name -> [global_batch_size, ...], placed by the sharding.
@@ -233,12 +225,6 @@ def resume_position(
     on_change: Literal["refuse", "restart"] = "refuse",
 ) -> Position:
     """Where a run goes on, from the `Loader.state()` of its checkpoint.
-
-    Args:
-        state: as saved.
-        dataset: as opened now.
-        seed: as configured now.
-        on_change: what to do when data or seed are not those of the state (see `DataConfig`).
 
     Raises:
         ConfigError: the state is of another version, or the data changed: says what.

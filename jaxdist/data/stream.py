@@ -129,13 +129,7 @@ def open_stream(
 ) -> StreamDataset:
     """Read the first rows and try to resume behind the first one.
 
-    Args:
-        name: the source as the user wrote it.
-        open_shard: see `StreamDataset.open`.
-        divides: see `StreamDataset.divides`.
-        vocab_size: tokens or classes.
-        tokenizer: of text.
-        seq_len: as configured.
+    `StreamDataset` says what the arguments mean.
 
     Raises:
         ConfigError: no rows, fields that a batch cannot have, or an iterator that cannot resume.

@@ -97,11 +97,8 @@ def write_shards(
 ) -> list[str]:
     """Write `model.safetensors`, or shards and their index where it would be larger.
 
-    Args:
-        directory: where to write.
-        tensors: name -> tensor, in order.
-        shard_gb: GB in one file at most, 0 = no limit; a larger tensor has a file of its own.
-        metadata: text facts for each header.
+    No file exceeds `shard_gb` GB (0 = no limit) but that of a tensor larger than that. `metadata`
+    are text facts for each header.
 
     Returns:
         The names of the files.

@@ -41,10 +41,7 @@ class PipelineConfig:
     def make_schedule(self, *, num_stages: int, rows: int, num_microbatches: int = 0) -> Schedule:
         """The checked schedule for this many stages and rows of a replica.
 
-        Args:
-            num_stages: size of the pipeline axis.
-            rows: rows of one step on one replica.
-            num_microbatches: `train.num_microbatches`; 0 = chosen from stages and rows.
+        0 as `num_microbatches` chooses from stages and rows.
         """
         count = num_microbatches or self.choose_microbatches(num_stages, rows)
         return schedules.make_schedule(self.schedule, num_stages, count, self.num_virtual_stages)
