@@ -10,8 +10,9 @@ import functools
 import hashlib
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, TypeAlias, TypeVar
 
 import numpy as np
@@ -174,8 +175,9 @@ def _open_text(config: DataConfig, seq_len: int) -> tuple[Dataset, Dataset | Non
             f"{used.vocab_size} or more, or 0."
         )
     about = {"seq_len": seq_len, "packing": packing, "tokenizer": used.fingerprint}
-
-    dataset = functools.partial(_dataset, "text", vocab_size=vocab_size, tokenizer=used, **about)
+    dataset = functools.partial(
+        _dataset, "text", vocab_size=vocab_size, tokenizer=used, about=about
+    )
     return dataset(train, config.mixture_weights), dataset(rest) if rest else None
 
 
@@ -186,7 +188,7 @@ def _dataset(
     *,
     vocab_size: int,
     tokenizer: Tokenizer | None = None,
-    **about: Any,
+    about: Mapping[str, Any] = MappingProxyType({}),
 ) -> Dataset:
     """Parts as one dataset; `about` is what else the rows depend on."""
     prints = {"parts": [part.fingerprint for part in parts], "weights": list(weights)}
@@ -310,7 +312,8 @@ def _open_custom(config: DataConfig, seq_len: int, seed: int) -> tuple[TrainData
     def dataset(part: CustomRows) -> Dataset:
         used = tokenizer if part.kind == "text" else None
         size = config.vocab_size
-        return _dataset(part.kind, [part], vocab_size=size, tokenizer=used, seq_len=seq_len)
+        about = {"seq_len": seq_len}
+        return _dataset(part.kind, [part], vocab_size=size, tokenizer=used, about=about)
 
     held = None if custom.held is None else dataset(custom.held)
     if isinstance(custom.train, CustomRows):
