@@ -229,7 +229,7 @@ def _check_prompts(tokens: Sequence[np.ndarray], max_len: int, max_new_tokens: i
     if not tokens:
         problems.append("there is no prompt. Give --prompt TEXT, or a prompt_file with lines.")
     if problems:
-        raise ConfigError(*problems)
+        raise ConfigError(problems)
 
 
 def _round_up(length: int) -> int:

@@ -153,7 +153,7 @@ class Refused(Exception):
 
 @pytest.mark.parametrize(
     ("error", "raised"),
-    [(Refused("no"), Refused), (ConfigError("a", "b"), ConfigError), (KeyError("k"), OSError)],
+    [(Refused("no"), Refused), (ConfigError(["a", "b"]), ConfigError), (KeyError("k"), OSError)],
 )
 def test_an_error_of_process_0_reaches_all(processes, error, raised):
     def fail():

@@ -151,7 +151,7 @@ JOB = tiny(
 def train(monkeypatch, run_dir, *flags, damage_at=0):
     """Train here, a bit flipping on one device after a step."""
     from jaxdist import train
-    from jaxdist.run.monitoring import Monitor
+    from jaxdist.run.monitoring.monitor import Monitor
 
     real, done = Monitor.track_compiles, []
 

@@ -155,7 +155,7 @@ class Reader:
         problems += _unmatched(fresh, [leaf.name for leaf in everything], "fresh", "the model")
         problems += _unmatched(unused, list(stored), "unused", "the checkpoint")
         if problems:
-            raise ConfigError(*(f"checkpoint {step} does not fit: {line}" for line in problems))
+            raise ConfigError([f"checkpoint {step} does not fit: {line}" for line in problems])
         entries = [stored[leaf.name] for leaf in leaves]
         arrays = self._arrays(step, leaves, entries)
         values = (pytree.restored(*each) for each in zip(leaves, arrays, entries, strict=True))

@@ -67,7 +67,7 @@ def _base_of(given: GivenValues) -> RunConfig | None:
         try:
             return _run_of_model(Path(start).expanduser())
         except ConfigError as error:
-            raise ConfigError(*(f"init_from={start!r}: {p}" for p in error.problems)) from None
+            raise ConfigError([f"init_from={start!r}: {p}" for p in error.problems]) from None
     if "debug" in given and given["debug"] in (None, True, "true"):
         return _debug_run(has_mesh="mesh.shape" in given)
     return None

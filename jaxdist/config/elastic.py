@@ -40,7 +40,7 @@ def fit_devices(config: RunConfig, num_devices: int, model: Model | None = None)
         kept = " × ".join(f"{axis.short}={asked[axis]}" for axis in fixed)
         smaller = f", or ask for smaller {' and '.join(axis.short for axis in fixed)}"
         raise ConfigError(
-            *headed(
+            headed(
                 "mesh",
                 [
                     f"mesh {asked} is elastic and {num_devices} of its {asked.num_devices} devices "

@@ -152,7 +152,7 @@ class RunConfig:
         """
         problems = self._problems_with_fix(spec, model, num_devices)
         if problems:
-            raise ConfigError(*headed("mesh", problems))
+            raise ConfigError(headed("mesh", problems))
 
     def choose_mesh(
         self,

@@ -64,7 +64,7 @@ class MeshSpec:
                 "Give all but one a size."
             )
         if problems:
-            raise ConfigError(*problems)
+            raise ConfigError(problems)
         spec = cls(**sizes)
         return spec if num_devices is None else spec.resolve(num_devices)
 

@@ -129,7 +129,7 @@ def open_datasets(
         ConfigError: rules broken, or files that cannot be read as what they are said to be.
     """
     if problems := problems_of(config, "data"):
-        raise ConfigError(*problems)
+        raise ConfigError(problems)
     if any(is_custom(source) for source in config.sources):
         return _open_custom(config, seq_len, seed)
     folders = [_cifar_folder(source) for source in config.sources]
@@ -305,7 +305,7 @@ def _open_custom(config: DataConfig, seq_len: int, seed: int) -> tuple[TrainData
             "are. Set data.vocab_size."
         )
     if problems:
-        raise ConfigError(*problems)
+        raise ConfigError(problems)
     custom = open_custom(source, seq_len=seq_len, seed=seed)
     tokenizer = load_tokenizer(config.tokenizer, config.eos_token)
 

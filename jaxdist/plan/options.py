@@ -117,7 +117,7 @@ def read_plan(argv: Sequence[str], summary: str = "") -> tuple[PlanConfig, str]:
         rule for rule in rules if not rule.startswith("data.")
     ]
     if problems:
-        raise ConfigError(*headed(COMMAND, problems))
+        raise ConfigError(headed(COMMAND, problems))
     asked = origins.get("mesh.shape", "").startswith("flag") and config.mesh.shape != "auto"
     return config, config.mesh.shape if asked else ""
 
@@ -131,7 +131,7 @@ def clusters_of(config: PlanConfig) -> list[Cluster]:
     try:
         clusters = parse_gpus(config.gpus, known_gpus(config))
     except ConfigError as error:
-        raise ConfigError(*headed(COMMAND, error.problems)) from None
+        raise ConfigError(headed(COMMAND, error.problems)) from None
     return [dataclasses.replace(c, gpu=_priced(c.gpu, config)) for c in clusters]
 
 

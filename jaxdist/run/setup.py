@@ -207,7 +207,7 @@ def assemble(
     compute_dtype = config.precision.resolve("cpu" if platform == "cpu" else "gpu")
     loss_scale = initial_loss_scale(compute_dtype)
     if problems := optim.frozen_problems(config.optim, model.axes):
-        raise ConfigError(*problems)
+        raise ConfigError(problems)
     optimizer = optim.make_optimizer(config.optim, model.axes)
     schedule = optim.make_schedule(
         config.optim,

@@ -100,7 +100,7 @@ def read_with_origins(
         try:
             print(help_text(cls, command, summary, aliases, positional, rest, arguments.help))
         except ConfigError as error:
-            raise ConfigError(*headed(command, error.problems)) from None
+            raise ConfigError(headed(command, error.problems)) from None
         raise SystemExit(0)
     givens, problems = _gather(arguments.files)
     words, more = _positional_values(cls, arguments.positional, positional)
@@ -110,7 +110,7 @@ def read_with_origins(
         try:
             base = base({".".join(given.path): given.raw for given in givens})
         except ConfigError as error:
-            raise ConfigError(*headed(command, error.problems)) from None
+            raise ConfigError(headed(command, error.problems)) from None
     hint = "What belongs to the program stands after --." if rest else "See --help."
     reader = _Reader(cls, base, givens, aliases, hint)
     config = reader.read()
@@ -120,7 +120,7 @@ def read_with_origins(
     rules = [p for p in rules if not reader.concerns_bad_value(p)]
     problems += [reader.with_origin(p) for p in rules]
     if problems:
-        raise ConfigError(*headed(command, problems))
+        raise ConfigError(headed(command, problems))
     return config, reader.origins
 
 

@@ -103,4 +103,4 @@ def _check_complete(
         if not name.endswith((*_CONSTANTS, *tied))
     ]
     if problems:
-        raise ConfigError(*problems[:20])
+        raise ConfigError(problems[:20])

@@ -161,7 +161,7 @@ def read_config(theirs: Mapping[str, Any]) -> DecoderConfig:
     config = _read_gpt2(theirs) if family == "gpt2" else _read_llama(theirs, family)
     problems = _unsupported(theirs, family) + problems_of(config, "model")
     if problems:
-        raise ConfigError(*problems)
+        raise ConfigError(problems)
     return config
 
 

@@ -69,7 +69,7 @@ def load_params(
         if not any(below(name, [part]) for name in named)
     ]
     if problems:
-        raise ConfigError(*problems)
+        raise ConfigError(problems)
     values = [_leaf(weights, n, leaf) if n in read else leaf for n, leaf in named.items()]
     return jax.tree.unflatten(structure, values)
 

@@ -91,5 +91,5 @@ def read_hardware(path: str | Path) -> dict[str, Gpu]:
         raise ConfigError(f"hardware {str(path)!r} cannot be read: {error}.") from error
     found, problems = read_tables(tables, GPUS, _ALIASES)
     if problems:
-        raise ConfigError(*(f"hardware {str(path)!r}: {line}" for line in problems))
+        raise ConfigError([f"hardware {str(path)!r}: {line}" for line in problems])
     return {**GPUS, **found}

@@ -25,7 +25,7 @@ def parse_gpus(text: str, known: Mapping[str, Gpu] = GPUS) -> list[Cluster]:
         except ConfigError as error:
             problems += error.problems
     if problems:
-        raise ConfigError(*problems)
+        raise ConfigError(problems)
     return clusters
 
 

@@ -129,7 +129,7 @@ class Group:
         from jaxdist.core.settings import ConfigError
 
         if kind == "ConfigError":
-            return ConfigError(*text.split("\n"))
+            return ConfigError(text.split("\n"))
         if kind in self._errors:
             return self._errors[kind](text)
         return self._otherwise(f"{kind} on process 0: {text}")

@@ -34,7 +34,7 @@ def checkpoint_of(path: str, step: int) -> Location:
         if not reason:
             return directory / candidate
         reasons.append(f"checkpoint {candidate} in {directory} is not whole: {reason}")
-    raise ConfigError(*reasons, "Name another with --step, or restore its files.")
+    raise ConfigError([*reasons, "Name another with --step, or restore its files."])
 
 
 def problem_of(checkpoint: Location) -> str:

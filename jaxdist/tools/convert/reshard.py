@@ -112,7 +112,7 @@ def _target(
     problems = pytree.mismatches(leaves, stored.entries)
     if problems:
         raise ConfigError(
-            *[f"{stored.checkpoint} does not fit {run}/config.toml: {p}" for p in problems]
+            [f"{stored.checkpoint} does not fit {run}/config.toml: {p}" for p in problems]
         )
     shapes = {}
     for leaf in leaves:

@@ -69,7 +69,7 @@ def read_doctor(argv: Sequence[str], summary: str = "") -> DoctorConfig:
     )
     problems = problems_of(config, deep=False) + problems_of(config.runtime, "runtime")
     if problems:
-        raise ConfigError(*headed(COMMAND, problems))
+        raise ConfigError(headed(COMMAND, problems))
     return config
 
 

@@ -40,7 +40,7 @@ def main() -> int:
     sections = {"mesh": config.mesh, "train": config.train, "pipeline": config.pipeline}
     problems = [p for name, section in sections.items() for p in problems_of(section, name)]
     if problems:
-        raise ConfigError(*headed("jaxdist.train", problems))
+        raise ConfigError(headed("jaxdist.train", problems))
     legal = None
     if config.mesh.elastic and config.mesh.spec is not None:
         config.check_mesh(config.mesh.spec)

@@ -63,7 +63,7 @@ def read_runs(paths: Sequence[str]) -> list[Run]:
         except ConfigError as error:
             problems += error.problems
     if problems:
-        raise ConfigError(*problems)
+        raise ConfigError(problems)
     return runs
 
 
