@@ -22,7 +22,7 @@ import jax
 
 from jaxdist.checkpoint.config import CheckpointConfig
 from jaxdist.checkpoint.pytree import ITEMS
-from jaxdist.runtime.coordination import Barrier
+from jaxdist.runtime.coordination.barrier import Barrier
 from jaxdist.runtime.storage import Location
 
 _DOCUMENT = "meta"  # the JSON item next to the array items

@@ -27,8 +27,10 @@ from jaxdist.checkpoint.errors import CheckpointError, make_group
 from jaxdist.checkpoint.events import EventLog, Outcome, one_line
 from jaxdist.checkpoint.orbax_io import OrbaxWriter
 from jaxdist.checkpoint.retention import Saved, steps_to_delete
-from jaxdist.runtime.coordination import GivenUp, Group
+from jaxdist.runtime.coordination import Group
+from jaxdist.runtime.coordination.barrier import GivenUp
 from jaxdist.runtime.formatting.numbers import in_bytes
+from jaxdist.runtime.formatting.tables import few
 from jaxdist.runtime.storage import Location
 
 MAX_FAILURES = 3
@@ -150,8 +152,7 @@ class Saver:
             unreachable: why processes cannot reach the directory, "" of each that can.
         """
         if reasons := [reason for reason in unreachable if reason]:
-            more = f", and {len(reasons) - 1} more" if len(reasons) > 1 else ""
-            raise CheckpointError(reasons[0] + more)
+            raise CheckpointError(few(reasons, 1))
         manifest.delete_partial(self._directory)
         if self.resumed_from is not None:
             self._supersede(self.resumed_from)

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 from jaxdist.core.settings import ConfigError
 from jaxdist.runtime.cluster_environment import JoinPlan, is_loopback, resolve, visible_gpus
 from jaxdist.runtime.config import RuntimeConfig
-from jaxdist.runtime.coordination import gather, watch_failures
+from jaxdist.runtime.coordination import gather
+from jaxdist.runtime.coordination.failure_broadcast import watch_failures
 from jaxdist.runtime.formatting.tables import columns
 from jaxdist.runtime.logs import divert_c_stdout
 from jaxdist.runtime.rendezvous import wait_for_all
