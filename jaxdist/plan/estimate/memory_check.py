@@ -89,10 +89,8 @@ class Budget:
     def _refuse(self, what: str, needed: float, target: float) -> NoReturn:
         """Say what to change so that the estimate is within `target` bytes."""
         raise ConfigError(
-            [
-                f"memory: {what} {in_bytes(needed)} of each GPU, and {in_bytes(self.limit_bytes)} "
-                f"may be used. {self._fix(target)} Use --force to try anyway."
-            ]
+            f"memory: {what} {in_bytes(needed)} of each GPU, and {in_bytes(self.limit_bytes)} "
+            f"may be used. {self._fix(target)} Use --force to try anyway."
         )
 
     def _fix(self, usable: float) -> str:

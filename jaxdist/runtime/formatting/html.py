@@ -66,7 +66,7 @@ def write(path: str, text: str) -> None:
         locate(Path(path)).write(text)
     except OSError as error:
         raise ConfigError(
-            [f"--html {path} cannot be written ({error.strerror}). Name a file in a directory."]
+            f"--html {path} cannot be written ({error.strerror}). Name a file in a directory."
         ) from error
 
 

@@ -48,7 +48,7 @@ def run(config: Config) -> int:
     model = settings.model
     if model.kind != "decoder":
         raise ConfigError(
-            [f"{config.src} holds a {model.kind}. Only decoders can be written for Hugging Face."]
+            f"{config.src} holds a {model.kind}. Only decoders can be written for Hugging Face."
         )
     out = Path(new_directory(config.out))
     dtype = _dtype(stored, config.dtype)

@@ -400,8 +400,6 @@ class ElasticAgent(Agent):
 def _refuse_rank(duplicate: Host | None) -> None:
     if duplicate is not None:
         raise ConfigError(
-            [
-                f"--node-rank {duplicate.rank} is taken by a running launcher on "
-                f"{duplicate.address}. Give every host another rank, or end that launcher first."
-            ]
+            f"--node-rank {duplicate.rank} is taken by a running launcher on "
+            f"{duplicate.address}. Give every host another rank, or end that launcher first."
         )

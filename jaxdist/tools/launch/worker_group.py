@@ -114,7 +114,7 @@ class WorkerGroup:
         except OSError as failure:
             self.kill()
             raise ConfigError(
-                [f"{command[0]} cannot be started: {failure.strerror}. Check --program."]
+                f"{command[0]} cannot be started: {failure.strerror}. Check --program."
             ) from None
 
     @property

@@ -166,11 +166,9 @@ def _read(path: Location, parse: Callable[[str], Any]) -> dict[str, Any]:
     try:
         record = parse(path.text()) if path.exists() else {}
     except ValueError as error:
-        raise ConfigError(
-            [f"{path} cannot be read ({error}). Mend it, or move it away."]
-        ) from error
+        raise ConfigError(f"{path} cannot be read ({error}). Mend it, or move it away.") from error
     if not isinstance(record, dict):
-        raise ConfigError([f"{path} holds no table of values. Mend it, or move it away."])
+        raise ConfigError(f"{path} holds no table of values. Mend it, or move it away.")
     return record
 
 
