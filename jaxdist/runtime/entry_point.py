@@ -4,7 +4,8 @@
 |---|---|
 | 0 | finished |
 | 2 | bad usage or configuration: a restart cannot help |
-| 75 | preempted after a committed save, or too few hosts for an elastic job: start it again |
+| 75 | preempted after a committed save, asked to stop before all processes had joined, or too few |
+| | hosts for an elastic job: start it again |
 | 85 | silent data corruption: devices hold different bits of one value, test the hardware |
 | 86 | the watchdog ended a process that made no progress |
 | 130 | interrupted from the keyboard |
