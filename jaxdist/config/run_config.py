@@ -79,7 +79,7 @@ class RunConfig:
         "kernels, jax's own checks, stop on NaN; what a file or flags say wins",
     )
     simulate: int = setting(
-        0, "simulated CPU devices of each process; 0 = the machine's own devices", ge=0
+        0, "simulated CPU devices of each process; 0 = the machine's own devices", ge=0, le=4096
     )
     model: ModelConfig = dataclasses.field(default_factory=DecoderConfig)
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
@@ -226,7 +226,9 @@ class RunConfig:
                 "directory or a run directory, or leave it empty."
             )
         run, _, step = self.replay.rpartition(":")
-        if self.replay and not (step.isdigit() and int(step) and Path(run).expanduser().is_dir()):
+        if self.replay and not (
+            re.fullmatch("0*[1-9][0-9]{0,17}", step) and Path(run).expanduser().is_dir()
+        ):
             found.append(
                 f"replay={self.replay!r} is not RUN:STEP, a run directory and a step from 1 on. "
                 "Use e.g. --replay runs/NAME:120; anomalies.jsonl there names the bad steps."

@@ -7,6 +7,7 @@ Each axis of the product is one `Axis` in one file of `core/parallel/`, and one 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
@@ -164,3 +165,9 @@ def allowed_sizes(size: int) -> str:
         return f"{', '.join(divisors[:7])} … {divisors[-1]}"
     *others, last = divisors
     return f"{', '.join(others)} or {last}" if others else last
+
+
+def divisors(n: int) -> list[int]:
+    """All divisors of n, in order."""
+    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    return small + [n // d for d in reversed(small) if d * d != n]

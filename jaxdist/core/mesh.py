@@ -11,12 +11,15 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from jaxdist.core.axis import Axis
+from jaxdist.core.axis import Axis, divisors
 from jaxdist.core.parallel import axes
 from jaxdist.core.types import ConfigError
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
+
+MAX_DEVICES = 1_000_000
+"""More than any cluster has; the search for legal meshes stays below a second."""
 
 _OPEN = -1
 """Size of an axis that takes the devices left over, until `MeshSpec.resolve`."""
@@ -62,6 +65,10 @@ class MeshSpec:
             problems.append(
                 f"mesh {text!r} sets {names} to -1: only one axis can take the devices left over. "
                 "Give all but one a size."
+            )
+        if (total := math.prod(size for size in sizes.values() if size != _OPEN)) > MAX_DEVICES:
+            problems.append(
+                f"mesh {text!r} needs {total} devices. Use a mesh of at most {MAX_DEVICES}."
             )
         if problems:
             raise ConfigError(problems)
@@ -185,7 +192,7 @@ def factorisations(num_devices: int, *, without: Sequence[Axis] = ()) -> list[Me
         if count == 1:
             yield (left,)
             return
-        for size in _divisors(left):
+        for size in divisors(left):
             for rest in sizes(left // size, count - 1):
                 yield (size, *rest)
 
@@ -241,7 +248,7 @@ def _with_shrunk(asked: MeshSpec, count: int) -> Iterator[MeshSpec]:
         *rest, axis = todo
         wanted = asked[axis]
         preferred = lambda size: (size != wanted, size < wanted, abs(size - wanted))
-        for size in sorted(_divisors(left), key=preferred):
+        for size in sorted(divisors(left), key=preferred):
             yield from fill({**sizes, axis.name: size}, left // size, rest)
 
     yield from fill({}, count, others)
@@ -250,10 +257,6 @@ def _with_shrunk(asked: MeshSpec, count: int) -> Iterator[MeshSpec]:
 def _rows_axis() -> Axis:
     """The first axis that splits rows: `data`, which takes devices where nothing else is asked."""
     return next(axis for axis in axes.AXES if axis.splits_rows)
-
-
-def _divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]
 
 
 def _read_sizes(text: str) -> tuple[dict[str, int], list[str]]:
@@ -274,10 +277,10 @@ def _read_sizes(text: str) -> tuple[dict[str, int], list[str]]:
         if axis in sizes:
             problems.append(f"mesh {text!r} names {name} twice. Give each axis one size.")
             continue
-        if not re.fullmatch(r"-1|0*[1-9][0-9]*", value):
+        if not re.fullmatch(r"-1|0*[1-9][0-9]{0,6}", value):
             problems.append(
                 f"mesh {text!r}: {name}={value or '(nothing)'} is not a size. "
-                "Use a whole number ≥ 1, or -1 for the devices left over."
+                "Use a whole number from 1 to 9999999, or -1 for the devices left over."
             )
             continue
         sizes[axis] = int(value)

@@ -19,13 +19,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from jaxdist.core.types import ConfigError
+from jaxdist.data.template_sandbox import Template, TemplateFailed
 from jaxdist.data.tokenizer import FileTokenizer, Tokenizer
 
 ROLES = ("system", "user", "assistant")
@@ -152,7 +153,7 @@ class JinjaTemplate:
         told = json.dumps([source, variables], sort_keys=True)
         self.fingerprint = f"jinja-{hashlib.sha256(told.encode()).hexdigest()[:16]}"
         self._tokenizer, self._variables = tokenizer, variables
-        self._render = _compiled(source, name)
+        self._template = _compiled(source, name)
 
     def encode(self, messages: Sequence[Message]) -> Weighted:
         """Tokens and weights [length] of a conversation (see `checked_messages`).
@@ -213,15 +214,17 @@ class JinjaTemplate:
 
     def _rendered(self, messages: Sequence[Message]) -> str:
         try:
-            return self._render(
-                messages=[dict(message) for message in messages],
-                add_generation_prompt=False,
-                **self._variables,
+            return self._template.render(
+                {
+                    "messages": list(messages),
+                    "add_generation_prompt": False,
+                    **self._variables,
+                }
             )
-        except Exception as error:  # a template may fail as any program
+        except TemplateFailed as error:
             raise BadRecord(
-                f"does not fit the chat template {self.name} ({str(error) or type(error).__name__})"
-                ". Repair it, or use data.chat_template=plain."
+                f"does not fit the chat template {self.name} ({error}). Repair it, or use "
+                "data.chat_template=plain."
             ) from None
 
 
@@ -290,39 +293,14 @@ def _token_text(key: str, value: Any) -> str:
     return text if isinstance(text, str) else ""
 
 
-def _compiled(source: str, name: str) -> Callable[..., str]:
-    """A Jinja template as a function; it can reach nothing but what it is given."""
-    import jinja2
-    from jinja2.ext import Extension
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    class Generation(Extension):
-        """`{% generation %}`: marks answers for those who read it; here they are found anyway."""
-
-        tags = {"generation"}  # noqa: RUF012  # the base class's own form
-
-        def parse(self, parser: Any) -> Any:
-            next(parser.stream)
-            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-    def raise_exception(message: str) -> None:
-        raise jinja2.TemplateError(message)
-
-    def to_json(value: Any, **options: Any) -> str:
-        return json.dumps(value, ensure_ascii=False, **options)
-
-    # Trimmed blocks and loop controls are what templates are written for.
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
-    )
-    environment.globals["raise_exception"] = raise_exception
-    environment.filters["tojson"] = to_json
+def _compiled(source: str, name: str) -> Template:
+    """A Jinja template; it can reach nothing but what it is given, with limits."""
     try:
-        return environment.from_string(source).render
-    except jinja2.TemplateSyntaxError as error:
+        return Template(source)
+    except TemplateFailed as error:
         raise ConfigError(
-            f"chat template {name} is broken (line {error.lineno}: {error.message}). Repair "
-            "it, or use data.chat_template=plain."
+            f"chat template {name} is broken (line {error.line}: {error}). Repair it, or use "
+            "data.chat_template=plain."
         ) from None
 
 

@@ -4,7 +4,8 @@
 |---|---|
 | 0 | finished |
 | 2 | bad usage or configuration: a restart cannot help |
-| 75 | preempted after a committed save, or too few hosts for an elastic job: start it again |
+| 75 | preempted after a committed save, asked to stop before all processes had joined, or too few |
+| | hosts for an elastic job: start it again |
 | 85 | silent data corruption: devices hold different bits of one value, test the hardware |
 | 86 | the watchdog ended a process that made no progress |
 | 130 | interrupted from the keyboard |
@@ -14,6 +15,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import faulthandler
 import logging
 import os
@@ -97,9 +99,25 @@ def run_command(main: Callable[[], int | None]) -> NoReturn:
         code = _system_exit_code(leaving)
         line = f"exit code {code}"
     except BaseException as error:
-        code = _report(error)
+        if isinstance(error, BrokenPipeError) and _stdout_is_closed():  # `... | head`
+            code = 128 + signal.SIGPIPE
+        else:
+            code = _report(error)
         line = _first_line(error)
+    _stdout_is_closed()
     _leave(code, line)
+
+
+def _stdout_is_closed() -> bool:
+    """Whether nobody reads stdout any more; what is left for it goes nowhere, without an error."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return True
+    except (OSError, ValueError):  # a full disk, or no stdout at all
+        return False
+    return False
 
 
 def _system_exit_code(leaving: SystemExit) -> int:
@@ -111,6 +129,8 @@ def _system_exit_code(leaving: SystemExit) -> int:
 
 def _report(error: BaseException) -> int:
     """Print what ended the command, leave it for the launcher, and return the exit code."""
+    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+        error = ConfigError(f"{_first_line(error)}. Use a shorter path.")
     if isinstance(error, ConfigError):
         text, code, advice = str(error), EXIT_CONFIG, ""  # every problem names its fix
         print(text, file=sys.stderr)
