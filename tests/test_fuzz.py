@@ -309,11 +309,11 @@ JSON = st.recursive(
     ),
     max_leaves=8,
 )
-NAMES = """
-steps train.steps mesh mesh.shape model optim.peak_lr data.sources seed zero model.rope_scaling
-monitoring.profile train.remat optim.freeze replay runtime.coordinator_address
-monitoring.prometheus precision.compute_dtype
-""".split()
+NAMES = [
+    *("steps", "train.steps", "mesh", "mesh.shape", "model", "optim.peak_lr", "data.sources"),
+    *("seed", "zero", "model.rope_scaling", "monitoring.profile", "train.remat", "optim.freeze"),
+    *("replay", "runtime.coordinator_address", "monitoring.prometheus", "precision.compute_dtype"),
+]
 VALUES = st.text(max_size=20) | st.integers().map(str) | st.floats().map(str) | JSON.map(json.dumps)
 
 
