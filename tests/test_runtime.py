@@ -9,8 +9,8 @@ import textwrap
 import pytest
 
 from jaxdist import runtime
-from jaxdist.runtime import backend
 from jaxdist.core.types import ConfigError
+from jaxdist.runtime import backend
 from jaxdist.runtime.config import RuntimeConfig
 from jaxdist.runtime.entry_point import advice_for
 
