@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -33,6 +34,7 @@ from jaxdist.runtime import resolve
 from jaxdist.runtime.config import RuntimeConfig
 
 _BYTE_VALUES = 256
+_SEARCH_S = 0.5  # for legal meshes to name in a refusal; of thousands of devices there are many
 _PARAM_AND_GRADIENT_BYTES = 4 + 4
 
 
@@ -332,14 +334,17 @@ class RunConfig:
 
     def _nearest_legal(self, spec: MeshSpec, num_devices: int, model: Model | None) -> str:
         # Fewer devices only when none of this many will do; each try factorises one number.
+        until = time.monotonic() + _SEARCH_S
         for count in range(num_devices, max(0, num_devices - 64), -1):
+            if time.monotonic() > until:
+                break
             legal = self._legal(spec, count, model, count=3)
             if legal:
                 names = " or ".join(f"--mesh {other}" for other in legal)
                 return f"Legal with {in_devices(count)}, nearest first: {names}."
         return (
-            f"No mesh of {in_devices(num_devices)} or a few less is legal for this model and "
-            "batch. Change train.global_batch_size or the model's sizes."
+            f"No legal mesh of {in_devices(num_devices)} or a few less was found for this model "
+            "and batch. Change train.global_batch_size or the model's sizes."
         )
 
     def _legal(

@@ -6,6 +6,7 @@ Which axes there are, and in which order, `core/parallel/axes.py` says.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,7 +20,9 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh
 
 MAX_DEVICES = 1_000_000
-"""More than any cluster has; the search for legal meshes stays below a second."""
+"""More than any cluster has."""
+
+_MOST_MESHES = 10_000
 
 _OPEN = -1
 """Size of an axis that takes the devices left over, until `MeshSpec.resolve`."""
@@ -185,7 +188,10 @@ def notation() -> str:
 
 
 def factorisations(num_devices: int, *, without: Sequence[Axis] = ()) -> list[MeshSpec]:
-    """Every mesh of exactly `num_devices` devices that leaves the axes `without` at 1."""
+    """Every mesh of exactly `num_devices` devices that leaves the axes `without` at 1.
+
+    Of a number with very many divisors, which no cluster has, the first `_MOST_MESHES`.
+    """
     names = [axis.name for axis in axes.AXES if axis not in without]
 
     def sizes(left: int, count: int) -> Iterator[tuple[int, ...]]:
@@ -196,7 +202,7 @@ def factorisations(num_devices: int, *, without: Sequence[Axis] = ()) -> list[Me
             for rest in sizes(left // size, count - 1):
                 yield (size, *rest)
 
-    found = sizes(num_devices, len(names))
+    found = itertools.islice(sizes(num_devices, len(names)), _MOST_MESHES)
     return [MeshSpec(**dict(zip(names, each, strict=True))) for each in found]
 
 
