@@ -165,7 +165,7 @@ def files(tmp_path, monkeypatch):
 MODULES = {
     "convert": "jaxdist.tools.convert.__main__",
     "plan": "jaxdist.plan.__main__",
-    "report": "jaxdist.tools.report.__main__",
+    "report": "jaxdist.tools.report",
     "data": "jaxdist.data.__main__",
 }
 
@@ -224,7 +224,7 @@ TALK = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes
                     "{% set n.x = n.x ~ n.x %}{% endfor %}{{ n.x }}", "memory"),
         "prints": ("{% for a in range(99999) %}{{ 'a' * 1000 }}{% endfor %}", "characters"),
         "recurses": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
-        "powers": ("{{ 9 ** 9 ** 9 }}", "processor time"),
+        "powers": ("{% set n = 9 ** 9 %}{{ 9 ** n }}", "processor time"),
         "reaches out": ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "unsafe"),
     }.values(),
 )  # fmt: skip
@@ -235,6 +235,12 @@ def test_a_template_has_limits(tokenizer_folder, tmp_path, monkeypatch, source, 
     template = load_template(str(path), FileTokenizer(tokenizer_folder / "tokenizer.json"))
     with bounded(), pytest.raises(BadRecord, match=f"({why}|ended the process)"):
         template.encode(TALK)
+
+
+def test_a_template_that_is_not_text_is_refused(tokenizer_folder, tmp_path):
+    (tmp_path / "t.jinja").write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match=r"t\.jinja"):
+        load_template(str(tmp_path / "t.jinja"), FileTokenizer(tokenizer_folder / "tokenizer.json"))
 
 
 @pytest.mark.parametrize("settings_file", [

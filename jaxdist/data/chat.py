@@ -251,7 +251,11 @@ def load_template(name: str, tokenizer: Tokenizer) -> ChatTemplate:
     variables = {key: text for key, value in settings.items() if (text := _token_text(key, value))}
     path = folder / "chat_template.jinja" if name == "auto" else Path(name).expanduser()
     if path.is_file():
-        return JinjaTemplate(path.read_text("utf-8"), str(path), tokenizer, variables)
+        try:
+            text = path.read_text("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{str(path)!r} is no text of a template ({error}).") from None
+        return JinjaTemplate(text, str(path), tokenizer, variables)
     if name != "auto":
         raise ConfigError(
             f"data.chat_template={name!r} is not a file: it is auto, plain, or the path of a "
@@ -269,7 +273,7 @@ def _tokenizer_settings(folder: Path) -> dict[str, Any]:
         return {}
     try:
         found = json.loads(path.read_text("utf-8"))
-    except ValueError as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(
             f"{str(path)!r} is not JSON ({error}). Copy it again, or use data.chat_template=plain."
         ) from None
@@ -280,7 +284,8 @@ def _own_template(settings: dict[str, Any]) -> str | None:
     """`chat_template`: a text, or several by name."""
     found = settings.get("chat_template")
     if isinstance(found, list):
-        named = {entry.get("name"): entry.get("template") for entry in found}
+        entries = [entry for entry in found if isinstance(entry, dict)]
+        named = {str(entry.get("name")): entry.get("template") for entry in entries}
         found = named.get("default")
     return found if isinstance(found, str) else None
 
