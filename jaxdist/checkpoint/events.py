@@ -18,7 +18,6 @@ class Outcome:
     """One save, measured by the training loop and by the background thread.
 
     Attributes:
-        step: number of finished steps it holds.
         halfway: it halves an interval, and is kept until the next save is committed.
         waited_s: seconds the loop waited for the save before.
         blocked_s: seconds the loop waited for the copy to the host.

@@ -128,12 +128,10 @@ def size_problems(checkpoint: Location, files: dict[str, list[int]]) -> list[str
     found = []
     for name, (size, _) in files.items():
         try:
-            actual = (checkpoint / name).size()
+            if (actual := (checkpoint / name).size()) != size:
+                found.append(f"{name} has {actual} of {size} bytes")
         except OSError:
             found.append(f"{name} is missing")
-            continue
-        if actual != size:
-            found.append(f"{name} has {actual} of {size} bytes")
     return found
 
 
@@ -144,12 +142,10 @@ def content_problems(
     found = []
     for name in names:
         try:
-            actual = fingerprint(checkpoint / name)
+            if fingerprint(checkpoint / name) != files[name]:
+                found.append(f"{name} has other content than was written (CRC-32)")
         except OSError as error:
             found.append(f"{name} cannot be read ({error.strerror})")
-            continue
-        if actual != files[name]:
-            found.append(f"{name} has other content than was written (CRC-32)")
     return found
 
 
@@ -161,13 +157,7 @@ def summary(problems: Sequence[str]) -> str:
 
 
 def mark(checkpoint: Location, marker: str, reason: str) -> None:
-    """Mark a checkpoint as one that must not be loaded.
-
-    Args:
-        checkpoint: its directory; all its files stay.
-        marker: `CORRUPT` or `SUPERSEDED`.
-        reason: one line.
-    """
+    """Mark a checkpoint as `CORRUPT` or `SUPERSEDED`, for a reason of one line."""
     crash_point("during_mark")
     (checkpoint / marker).write(reason)
 
@@ -180,11 +170,7 @@ def delete(checkpoint: Location) -> None:
 
 
 def delete_partial(directory: Location) -> list[int]:
-    """Delete what killed saves and deletions left behind; only while no save is running.
-
-    Returns:
-        Their steps.
-    """
+    """Delete what killed saves left behind, while no save is running; returns their steps."""
     partial = [s for s in _directories(directory) if not (directory / s / FILE_NAME).exists()]
     for step in partial:
         (directory / step).delete_tree()

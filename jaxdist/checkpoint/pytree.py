@@ -80,12 +80,7 @@ def leaves_of(state: Any) -> list[Leaf]:
 
 
 def nest(leaves: Sequence[Leaf], values: Sequence[Any]) -> dict[str, dict[str, Any]]:
-    """Item -> nested plain dicts, with `values` in the place of the leaves.
-
-    Args:
-        leaves: where each value belongs.
-        values: one for each leaf: arrays or `jax.ShapeDtypeStruct`s, unchanged.
-    """
+    """Item -> nested plain dicts, with `values` (arrays or their shapes) in place of the leaves."""
     items: dict[str, dict[str, Any]] = {}
     for leaf, value in zip(leaves, values, strict=True):
         inner = items.setdefault(leaf.item, {})
@@ -196,20 +191,16 @@ def restored(leaf: Leaf, array: Array, entry: dict[str, Any]) -> Array:
     Raises:
         ConfigError: a key of another implementation than asked for.
     """
+    wanted, sharding = leaf.value.dtype, leaf.value.sharding
     if not leaf.is_key:
-        if array.dtype == leaf.value.dtype:
+        if array.dtype == wanted:
             return array
-        cast = jax.jit(lambda x: x.astype(leaf.value.dtype), out_shardings=leaf.value.sharding)(
-            array
-        )
+        cast = jax.jit(lambda x: x.astype(wanted), out_shardings=sharding)(array)
         array.delete()  # leaf by leaf, so that both dtypes of the whole state never coexist
         return cast
-    wrap = jax.jit(
-        lambda data: jax.random.wrap_key_data(data, impl=entry["key"]),
-        out_shardings=leaf.value.sharding,
-    )
-    key = wrap(array)
-    if key.dtype != leaf.value.dtype:
+    wrap = lambda data: jax.random.wrap_key_data(data, impl=entry["key"])
+    key = jax.jit(wrap, out_shardings=sharding)(array)
+    if key.dtype != wanted:
         raise ConfigError(
             f"{leaf.name} is a {entry['key']} key in the checkpoint and {leaf.value.dtype} "
             "here. Set jax_default_prng_impl to the one that wrote it."

@@ -168,13 +168,10 @@ def current(records: list[Record]) -> list[Record]:
     for record in records:
         if record.get("event") in ("start", "rollback"):
             resumed_at = record.get("step", 0)
-            kept = [r for r in kept if not _of_a_step(r) or r["step"] <= resumed_at]
+            lasting = lambda r: r["kind"] == "event" and r.get("event") != "skipped_step"
+            kept = [r for r in kept if lasting(r) or r["step"] <= resumed_at]
         kept.append(record)
     return kept
-
-
-def _of_a_step(record: Record) -> bool:
-    return record["kind"] != "event" or record.get("event") == "skipped_step"
 
 
 def device_seconds(records: list[Record]) -> float:

@@ -70,26 +70,26 @@ def verdict(
         again: loss and gradient norm of each replay.
         following: the same with the next batch; None for a step without an anomaly.
     """
-    count = sum(map(is_bad, again))
+    count, times = sum(map(is_bad, again)), len(again)
     if count == 0:
         return (
-            f"transient: it does not come back in {len(again)} replays. Look at the devices, their "
+            f"transient: it does not come back in {times} replays. Look at the devices, their "
             "memory and links (resilience.sdc_check_interval_steps finds a bad one)."
         )
-    if count < len(again):
+    if count < times:
         return (
-            f"transient: it comes back in {count} of {len(again)} replays, so the same inputs do "
+            f"transient: it comes back in {count} of {times} replays, so the same inputs do "
             "not always give the same result. Look at the devices and at nondeterministic kernels."
         )
     if following is None:
-        return f"deterministic: {len(again)} replays give the recorded bits."
+        return f"deterministic: {times} replays give the recorded bits."
     if is_bad(following):
         return (
-            f"deterministic: bad in {len(again)} of {len(again)} replays, and with another batch "
+            f"deterministic: bad in {times} of {times} replays, and with another batch "
             "too. The parameters are bad already: learning rate, precision, an earlier step."
         )
     return (
-        f"data: bad in {len(again)} of {len(again)} replays, and it goes away when the batch is "
+        f"data: bad in {times} of {times} replays, and it goes away when the batch is "
         "left out. Look at these rows, or set the policy rollback."
     )
 

@@ -41,11 +41,8 @@ class Parts:
 
     Attributes:
         config: the settings; of an elastic run, changed to fit the devices that are there.
-        spec: mesh sizes.
-        mesh_reason: why this mesh.
         is_shrunk: whether an elastic run has fewer devices than its mesh names.
         layout: how arrays are sharded over the mesh.
-        model: the model record.
         optimizer: update direction, without the learning rate.
         schedule: step -> learning rate, float32 [].
         loss_scale: initial loss scale of float16, scalars []; {} without.
@@ -134,9 +131,8 @@ class Parts:
             return [leaf for leaf, fresh in zip(leaves, wanted, strict=True) if fresh]
 
         placed = [leaf.sharding for (_, leaf), new in zip(named, wanted, strict=True) if new]
-        made = iter(
-            jax.jit(random_leaves, static_argnums=0, out_shardings=placed)(self.config.seed)
-        )
+        make = jax.jit(random_leaves, static_argnums=0, out_shardings=placed)
+        made = iter(make(self.config.seed))
         leaves = [next(made) if new else leaf for (_, leaf), new in zip(named, wanted, strict=True)]
         target = jax.tree.unflatten(structure, leaves)
         return self.stored_params(path, target, fresh=fresh, unused=self.config.ignore_params)
@@ -151,11 +147,8 @@ class Parts:
     ) -> Params:
         """Load weights onto this mesh; those of a run are verified.
 
-        Args:
-            path: a Hugging Face directory, a run, or one of its checkpoints.
-            target: see `Checkpointer.restore_params`; default: all parameters of the model.
-            fresh: see `Checkpointer.restore_params`.
-            unused: see `Checkpointer.restore_params`.
+        `path` is a Hugging Face directory, a run, or one of its checkpoints. The rest is as for
+        `Checkpointer.restore_params`; `target` defaults to all parameters of the model.
 
         Raises:
             ConfigError: there is nothing to load, or its weights do not fit this run's model.
@@ -165,10 +158,9 @@ class Parts:
             return load_params(
                 Path(path).expanduser(), target, fresh=in_params(fresh), unused=in_params(unused)
             )
-        directory = directory_of(path)
-        named = Path(path).name
-        reader = Checkpointer(directory, self.config.checkpoint, read_only=True)
-        step = int(named) if named.isdecimal() else None
+        name = Path(path).name
+        reader = Checkpointer(directory_of(path), self.config.checkpoint, read_only=True)
+        step = int(name) if name.isdecimal() else None
         return reader.restore_params(target, step, fresh=fresh, unused=unused)
 
 

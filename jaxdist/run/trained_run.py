@@ -56,11 +56,7 @@ class TrainedRun:
 
 
 def open_run(
-    path: str,
-    *,
-    mesh: str = "auto",
-    simulate: int = 0,
-    train: Mapping[str, Any] | None = None,
+    path: str, *, mesh: str = "auto", simulate: int = 0, train: Mapping[str, Any] | None = None
 ) -> TrainedRun:
     """Open a run for evaluation or generation on another mesh, device count or machine.
 

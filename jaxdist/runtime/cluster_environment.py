@@ -38,8 +38,6 @@ class JoinPlan:
 
     Attributes:
         source: who said so, in words for a log line.
-        num_processes: in the whole job.
-        process_id: of this process.
         coordinator_address: host:port of process 0; empty when alone.
         num_hosts: hosts of the job, 0 when the environment does not say.
         num_local_processes: processes on this host, 0 when the environment does not say.

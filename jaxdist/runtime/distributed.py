@@ -47,9 +47,6 @@ class Job:
     """This process's place in its job.
 
     Attributes:
-        process_id: from 0.
-        num_processes: in the whole job.
-        host: name of this host.
         local_devices: jax devices of this process.
         devices: every device of the job, process by process.
         platform: "cpu" or "gpu".

@@ -19,6 +19,7 @@ import time
 from typing import Any, NoReturn
 
 from jaxdist.runtime.cluster_environment import JoinPlan, is_loopback
+from jaxdist.runtime.formatting.tables import few
 
 _RETRY_S = 0.1
 _LINE_S = 5.0  # for one short line, once the connection stands
@@ -122,8 +123,8 @@ def _drop_departed(present: dict[int, socket.socket]) -> None:
 def _missing_text(
     plan: JoinPlan, missing: list[int], hosts: dict[int, str], timeout_s: float
 ) -> str:
-    names = ", ".join(map(str, missing[:_NAMED])) + (" ..." if len(missing) > _NAMED else "")
-    there = ", ".join(f"{i} on {host}" for i, host in list(hosts.items())[:_NAMED])
+    names = few(list(map(str, missing)), _NAMED)
+    there = few([f"{i} on {host}" for i, host in hosts.items()], _NAMED)
     return (
         f"process {names} of {plan.num_processes} has not joined at {plan.coordinator_address} "
         f"within {timeout_s:.0f} s (runtime.join_timeout_s); there: {there}"
@@ -134,11 +135,7 @@ def _missing_text(
 
 
 def _check_in(host: str, port: int, plan: JoinPlan, until: float, timeout_s: float) -> None:
-    line = {
-        "process": plan.process_id,
-        "of": plan.num_processes,
-        "host": socket.gethostname(),
-    }
+    line = {"process": plan.process_id, "of": plan.num_processes, "host": socket.gethostname()}
     why = ""
     while time.monotonic() < until:
         try:

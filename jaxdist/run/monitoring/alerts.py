@@ -23,13 +23,7 @@ from jaxdist.runtime.formatting.numbers import duration, percent
 class Alerts:
     """Turns what is wrong with a run's numbers into warnings, once per episode.
 
-    Args:
-        config: how often processes are compared.
-        summary: counts what is found.
-        event: `Monitor.event`.
-        read_gpus: `GpuStats.read` of this process.
-        num_processes: processes of the job.
-        compares: whether this process compares the numbers of all.
+    `event` and `read_gpus` are `Monitor.event` and `GpuStats.read`; one process `compares` all.
     """
 
     def __init__(

@@ -30,10 +30,9 @@ logger = logging.getLogger("jaxdist")
 class Monitor:
     """Console, metrics.jsonl, TensorBoard and Prometheus of one run.
 
-    Every process has one; only process 0 writes.
-
-    As a context manager it closes the sinks. When an exception ends a run without a summary, it
-    writes one with the exit reason "error" or "interrupted".
+    Every process has one; only process 0 writes. As a context manager it closes the sinks. When an
+    exception ends a run without a summary, it writes one with the exit reason "error" or
+    "interrupted".
 
     A resumed run is continued: metrics.jsonl is appended to, from a `start` event at `start_step`
     on, and TensorBoard hides the points beyond that step.
@@ -173,9 +172,7 @@ class Monitor:
             readings = self._gpu_stats.read()
             record |= readings
             self.run_summary.add_readings(readings)
-            self.run_summary.memory_peak_bytes = max(
-                self.run_summary.memory_peak_bytes, record.get("memory_peak_bytes", 0)
-            )
+            self.run_summary.memory_peak_bytes = record.get("memory_peak_bytes", 0)
         self.run_summary.last = record
         if self._prometheus is not None:
             self._prometheus.train(record, self.unit)
@@ -306,14 +303,14 @@ class Monitor:
             fields: more of the summary: `checkpoint`, `error`, ...
         """
         exit_reason = ExitReason(exit_reason)
+        wall_s = self._clock() - self._begin
         summary: dict[str, Any] = {
             "exit_reason": exit_reason,
             "total_steps": self.total_steps,
             "run_dir": self.run.path,
             "device_kind": self.device_kind,
+            **self.run_summary.summary(self.throughput, self._trackers, wall_s),
         }
-        wall_s = self._clock() - self._begin
-        summary |= self.run_summary.summary(self.throughput, self._trackers, wall_s)
         self.profiler.stop()
         if self.profiler.traces:
             summary["profiles"] = self.profiler.traces
@@ -368,17 +365,9 @@ class Monitor:
             self._tensorboard = TensorBoard(self.run.tensorboard, first)
             if config_text:
                 self._tensorboard.text("config", config_text)
-        self._records.write(
-            {
-                "kind": "event",
-                "event": "start",
-                "time": self._begin,
-                "step": self.start_step,
-                "total_steps": self.total_steps,
-                "num_devices": self.throughput.num_devices,
-                "unit": self.unit,
-            }
-        )
+        totals = {"total_steps": self.total_steps, "num_devices": self.throughput.num_devices}
+        start = {"event": "start", "time": self._begin, "step": self.start_step}
+        self._records.write({"kind": "event", **start, **totals, "unit": self.unit})
         if self._records.torn:
             self.event(
                 "torn_line",
@@ -418,16 +407,12 @@ class Monitor:
         )
         if self._tensorboard is not None:
             points = {f"train/{name}": record[name] for name in metrics}
-            for name in ("mfu", "mfu_full", "step_time_s", "memory_bytes", "memory_peak_bytes"):
-                if name in shown:
-                    points[f"speed/{name}"] = shown[name]
-            for name in (f"{unit}_per_s", f"{unit}_per_s_per_device"):
-                points[f"speed/{name}"] = shown[name]
-            points |= {
-                f"gpu/{name.removeprefix('gpu_')}": value
-                for name, value in shown.items()
-                if name.startswith("gpu_")
-            }
+            speeds = ("mfu", "mfu_full", "step_time_s", "memory_bytes", "memory_peak_bytes")
+            for name, value in shown.items():
+                if name in (*speeds, f"{unit}_per_s", f"{unit}_per_s_per_device"):
+                    points[f"speed/{name}"] = value
+                elif name.startswith("gpu_"):
+                    points[f"gpu/{name.removeprefix('gpu_')}"] = value
             points["speed/data_wait_share"] = self._alerts.data_wait_share
             self._tensorboard.scalars(record["step"], points)
 
@@ -435,11 +420,7 @@ class Monitor:
 def read(metrics: Mapping[str, Any]) -> dict[str, float]:
     """Fetch a dict of replicated scalars in one transfer, as Python numbers."""
     import jax
+    import numpy as np
 
     fetched = jax.device_get(dict(metrics))  # a pytree: its keys come back sorted
-    return {name: _number(fetched[name]) for name in metrics}
-
-
-def _number(value: Any) -> Any:
-    """A numpy scalar as Python's; Python's own pass."""
-    return value.item() if hasattr(value, "item") else value
+    return {name: np.asarray(fetched[name]).item() for name in metrics}

@@ -39,9 +39,9 @@ class Profiler:
 
     Args:
         planned: first and last step to trace, or None.
-        directory: where each trace gets a directory of its own.
-        process: index of this process, part of the trace's name.
-        asked: whether a trace was requested since the last call.
+        directory: where each trace gets a directory of its own, with `process` in its name.
+        process: index of this process.
+        asked: whether a trace of `asked_steps` steps was requested since the last call.
         asked_steps: steps of a requested trace.
     """
 
@@ -91,11 +91,7 @@ class Profiler:
         return self._planned is not None and self._planned[0] <= step <= self._planned[1]
 
     def stop(self, last: int | None = None) -> None:
-        """End the current trace, if there is one.
-
-        Args:
-            last: the newest step in it; default: the newest step known to `reaches`.
-        """
+        """End the current trace, if any; `last` is the newest step in it (None: of `reaches`)."""
         if self._now is None:
             return
         import jax

@@ -50,8 +50,6 @@ class Straggler:
     """A process that the others wait for.
 
     Attributes:
-        process: its index.
-        host: where it runs.
         cause: "data", "host" or "gpu clock".
         lost_s: seconds of a step, in the interval's mean, beyond what the others need; 0 for a
             clock.
@@ -68,9 +66,7 @@ class Straggler:
 class StragglerDetector:
     """Collects the step times of this process, and at the end of an interval those of all.
 
-    Args:
-        num_processes: processes of the job.
-        interval_steps: steps of an interval, the same on all processes; 0 = never.
+    An interval has as many steps on all processes; with `interval_steps=0` none ends.
     """
 
     def __init__(self, num_processes: int, interval_steps: int):

@@ -47,7 +47,6 @@ class TensorBoard:
 
         indented = "\n".join("    " + line for line in text.splitlines())  # Markdown for code
         self._write(0, summary=summary_of(tag, indented))
-        self._safely(self._writer.flush)
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         """One point for each tag, all in one event; values that are no numbers are left out."""
@@ -59,7 +58,6 @@ class TensorBoard:
             if isinstance(value, int | float)
         ]
         self._write(step, summary=Summary(value=points))
-        self._safely(self._writer.flush)
 
     def close(self) -> None:
         """Flush and close."""
@@ -83,4 +81,4 @@ class TensorBoard:
         from tensorboardX.proto.event_pb2 import Event
 
         event = Event(wall_time=time.time(), step=step, **content)
-        self._safely(lambda: self._writer.write_event(event))
+        self._safely(lambda: (self._writer.write_event(event), self._writer.flush()))

@@ -38,11 +38,6 @@ class CompileTracker:
     not enough: a numpy array in place of a jax array grows the cache without a compilation, and
     tracing may compile small programs of its own. A call that compiles nothing costs a few
     microseconds more.
-
-    Args:
-        function: made by `jax.jit`.
-        report: called with each `Compilation`.
-        name: used in the report; default: the name of the function.
     """
 
     def __init__(

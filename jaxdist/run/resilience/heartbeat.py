@@ -21,9 +21,6 @@ class Heartbeat:
     """What a process last wrote.
 
     Attributes:
-        process: its index.
-        host: its host name.
-        pid: its process id on that host.
         phase: see `Watchdog.enter`.
         step: last step it has finished.
         beat: a count that grows while the process can run Python at all.

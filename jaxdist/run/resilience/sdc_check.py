@@ -50,7 +50,6 @@ class Mismatch:
     """Replicas that differ.
 
     Attributes:
-        step: steps done when the state was checked.
         devices: flat index in the mesh -> names of the arrays in which that device differs from
             the majority of its replicas. Without a majority, all replicas are listed.
         certain: whether there was a majority everywhere.
@@ -67,13 +66,7 @@ class Mismatch:
 
 
 class SdcCheck:
-    """Compares the replicas of a train state.
-
-    Args:
-        config: interval and policy.
-        layout: mesh and data axes.
-        hosts: process id -> host name.
-    """
+    """Compares the replicas of a train state; `hosts` names the host of each process."""
 
     def __init__(self, config: ResilienceConfig, layout: Layout, hosts: Mapping[int, str]):
         self.config, self.layout, self._hosts = config, layout, hosts
@@ -86,12 +79,9 @@ class SdcCheck:
         self._rollbacks = 0
 
     def start(self, step: int, state: Any, *, force: bool = False) -> None:
-        """Start a check of the state after `step` if one is due; waits for nothing.
+        """Start a check of the state after `step` if one is due or forced; waits for nothing.
 
-        Args:
-            step: steps done.
-            state: the train state of global arrays; it may be donated right after.
-            force: check also between the steps of the interval, e.g. before a save.
+        The state, a tree of global arrays, may be donated right after.
         """
         every = self.config.sdc_check_interval_steps
         if not every or not (force or step % every == 0) or not self.layout.batch_axes:

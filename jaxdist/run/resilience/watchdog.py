@@ -225,12 +225,11 @@ class Watchdog:
     def _abort(self) -> None:
         """End this process because another one asked for it."""
         self._dump_stacks()
-        try:
+        request = {"process": 0, "line": ""}
+        with contextlib.suppress(OSError, ValueError):
             request = self._abort_file.json()
-        except (OSError, ValueError):
-            request = {"process": 0, "line": ""}
-        origin, line = request["process"], request["line"]
-        text = f"process {self.process} on {self._host} {FOLLOWED} {origin}: {line}"
+        whose = f"{FOLLOWED} {request['process']}: {request['line']}"
+        text = f"process {self.process} on {self._host} {whose}"
         leave_error(runtime.EXIT_HANG, text, "")
         self._leave(runtime.EXIT_HANG)
 
