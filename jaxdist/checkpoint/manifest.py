@@ -83,14 +83,10 @@ def write(
     *,
     halfway: bool = False,
 ) -> None:
-    """Commit a checkpoint whose files are all there: from now on it counts.
+    """Commit the checkpoint of a step whose files are all there: from now on it counts.
 
-    Args:
-        checkpoint: its directory.
-        step: number of finished steps.
-        files: size and CRC-32 of each, by path inside the checkpoint.
-        metrics: evaluation metrics at this step.
-        halfway: it is kept only until the next one is committed.
+    `files` are size and CRC-32 of each, by path inside the checkpoint; `metrics` are of an
+    evaluation at this step. One `halfway` is kept only until the next one is committed.
     """
     body = {"format": _FORMAT, "step": step, "halfway": halfway, "metrics": metrics, "files": files}
     (checkpoint / FILE_NAME).write(json.dumps({**body, "crc32": _crc_of(body)}, indent=1))

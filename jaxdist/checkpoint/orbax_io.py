@@ -54,10 +54,8 @@ class OrbaxWriter:
     ) -> None:
         """Copy arrays to the host and begin to write; returns before they are on disk.
 
-        Args:
-            checkpoint: directory to make.
-            items: item -> nested dict of global arrays, of any shape, dtype and sharding.
-            document: JSON next to the arrays.
+        `items` are nested dicts of global arrays, of any shape, dtype and sharding. The document is
+        JSON next to the arrays.
         """
         import orbax.checkpoint as ocp
 

@@ -129,10 +129,7 @@ def mismatches(
 ) -> list[str]:
     """One line for each leaf that is missing, left over, or of another shape.
 
-    Args:
-        leaves: what is asked for.
-        stored: what the checkpoint's items hold, by name.
-        unused: names, or beginnings of names, that may stay unread.
+    `stored` is what the checkpoint's items hold, by name; what lies under `unused` may stay unread.
     """
     found = []
     names = {leaf.name for leaf in leaves}

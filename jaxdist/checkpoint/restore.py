@@ -133,12 +133,8 @@ class Reader:
     ) -> Any:
         """Read the leaves of `target`, verify them, and put them into its structure.
 
-        Args:
-            step: a checkpoint whose files were verified.
-            target: tree of `jax.ShapeDtypeStruct` with sharding, of any shapes and dtypes.
-            items: parts of the checkpoint that `target` must account for.
-            fresh: names whose leaves in `target` are arrays and come back as they are.
-            unused: names in the checkpoint that may stay unread.
+        `step` is a checkpoint whose files were verified; `target` must account for its `items`. For
+        the rest see `Checkpointer.restore_params`.
 
         Raises:
             ConfigError: what does not fit, all of it.

@@ -146,10 +146,7 @@ class Saver:
     def _prepare(self, step: int, leaves: list[pytree.Leaf], unreachable: list[str]) -> bool:
         """On process 0: make room, look for reasons to fail; False when `step` is saved already.
 
-        Args:
-            step: to save.
-            leaves: what of.
-            unreachable: why processes cannot reach the directory, "" of each that can.
+        `unreachable` says of each process why it cannot reach the directory, "" where it can.
         """
         if reasons := [reason for reason in unreachable if reason]:
             raise CheckpointError(few(reasons, 1))

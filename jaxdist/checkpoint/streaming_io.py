@@ -67,11 +67,7 @@ class StoredArrays:
     def blocks(
         self, name: str, block: tuple[int, ...] | None = None
     ) -> Iterator[tuple[Index, np.ndarray]]:
-        """All of an array in blocks, in row-major order.
-
-        Args:
-            name: e.g. `params/layers/w`.
-            block: shape of a block; default: whole rows up to `BLOCK_BYTES`.
+        """All of an array in blocks, by default whole rows up to `BLOCK_BYTES`, in row-major order.
 
         Raises:
             CorruptCheckpoint: after the last block, if their checksum is not the one saved.
@@ -95,10 +91,9 @@ class StoredArrays:
 
 
 class CheckpointWriter:
-    """Writes one checkpoint array by array, part by part; it counts when `finish` returns.
+    """Writes one checkpoint, array by array and part by part; it counts when `finish` returns.
 
-    Args:
-        destination: directory of the step, e.g. `checkpoints/100`; what is there is deleted.
+    What is at the destination, e.g. `checkpoints/100`, is deleted.
     """
 
     def __init__(self, destination: str | os.PathLike[str]) -> None:
@@ -114,10 +109,10 @@ class CheckpointWriter:
         chunk: tuple[int, ...],
         parts: Iterable[tuple[Index, np.ndarray]],
     ) -> None:
-        """Write one array.
+        """Write one array, e.g. `params/layers/w`.
 
         Args:
-            name: e.g. `params/layers/w`.
+            name: of the array.
             entry: `shape`, `dtype`, `path` (its keys) and, for a key, `key`.
             chunk: what is one piece on disk; parts should be whole pieces.
             parts: where each part belongs, and its values; together the whole array.
@@ -155,13 +150,8 @@ def rewrite(
 ) -> CheckpointWriter:
     """Rewrite a checkpoint in other chunks or dtypes, one chunk in memory at a time.
 
-    Args:
-        source: what to copy; each array is verified while it is read.
-        destination: directory of the new step.
-        items: which of `params`, `opt_state`, `rest` to copy.
-        chunk_of: name -> shape of a chunk.
-        dtype_for: name -> dtype to store.
-        meta: the caller's JSON for the new checkpoint.
+    Each array of the items is verified while it is read. By its name, `chunk_of` gives the shape of
+    its chunks and `dtype_for` the dtype to store.
     """
     writer = CheckpointWriter(destination)
     for name, entry in source.entries.items():

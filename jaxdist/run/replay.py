@@ -64,11 +64,9 @@ def verdict(
 ) -> str:
     """The verdict, as one line.
 
-    Args:
-        is_bad: whether a result is as bad as the recorded one; for a step without an anomaly,
-            whether it equals the recorded one.
-        again: loss and gradient norm of each replay.
-        following: the same with the next batch; None for a step without an anomaly.
+    `is_bad` says whether a result is as bad as the recorded one, or for a step without an anomaly
+    whether it equals the recorded one. `following` is a replay with the next batch in place; None
+    for a step without an anomaly.
     """
     count, times = sum(map(is_bad, again)), len(again)
     if count == 0:

@@ -49,12 +49,7 @@ class RunDirectory:
     def open(
         cls, path: str | os.PathLike[str], *, process_id: int = 0, resume: bool = True
     ) -> RunDirectory:
-        """Make the directory, or go on in it.
-
-        Args:
-            path: the same on every process (see `new_run_path`).
-            process_id: process 0 makes the files; the others only need `logs/`.
-            resume: go on with a run that is already there.
+        """Make the directory, or go on in it; `path` is the same on every process (`new_run_path`).
 
         Raises:
             ConfigError: a run is there and `resume` is False; the path is a file or not writable.

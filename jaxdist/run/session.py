@@ -37,12 +37,7 @@ log = logging.getLogger("jaxdist")
 class Between:
     """What is to be done between a step and the next; false when there is nothing.
 
-    Attributes:
-        evaluate: an evaluation is due.
-        save: which save is due, "" for none.
-        leave: the job was asked to stop.
-        trace: a profiler trace begins or ends here.
-        last: this was the last step.
+    `trace`: a profiler trace begins or ends here. `last`: this was the last step.
     """
 
     evaluate: bool = False
@@ -58,17 +53,9 @@ class Between:
 class Session:
     """Everything that a running job holds, until its `with` block ends.
 
-    Made of the newest valid state or a new one, and of all that watches over it.
-
-    Args:
-        parts: of the run.
-        data: rows to train on, and rows held out.
-        run: the run directory.
-        job: this process's place among all.
-        config_text: the resolved config, kept in each checkpoint.
-        budget: estimated memory of a GPU, checked once the step is compiled; None on CPUs.
-        preemption: made before jax starts, so that no signal is lost.
-        asked_to_trace: whether a trace was asked for since the last call.
+    Made of the newest valid state or a new one, and of all that watches over it. The preemption is
+    made before jax starts, so that no signal is lost. The budget, None on CPUs, is checked once the
+    step is compiled.
 
     Attributes:
         step: steps done.
@@ -226,10 +213,8 @@ class Session:
     def save(self, metrics: dict[str, float], *, due: Due = "", force: bool = False) -> None:
         """Save the state; training waits only for the copy to the host.
 
-        Args:
-            metrics: of an evaluation of this state, for `checkpoint.keep_best`; may be empty.
-            due: which save the schedule asks for; "" = it was asked for otherwise.
-            force: wait until it is committed.
+        `metrics` are of an evaluation of this state, for `checkpoint.keep_best`; `due` is what the
+        schedule asks for, "" where something else does; `force` waits until it is committed.
         """
         with self.phase("save"):
             meta = {

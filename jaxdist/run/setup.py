@@ -169,12 +169,9 @@ def assemble(
     devices: Sequence[Any],
     needs_of: Callable[[RunConfig, Sequence[Any], Model], Needs | None] | None = None,
 ) -> Parts:
-    """Build the parts of a run for these devices.
+    """Build the parts of a run for all devices of the job.
 
-    Args:
-        config: the run.
-        devices: all devices of the job.
-        needs_of: estimates memory, by which the default mesh is chosen.
+    `needs_of` estimates memory, by which the default mesh is chosen.
 
     Raises:
         ConfigError: every rule that the mesh breaks, with legal meshes nearby.

@@ -46,13 +46,8 @@ def restore_or_init(
 ) -> tuple[TrainState, int, Loader]:
     """The newest valid checkpoint, or a new state where there is none.
 
-    Args:
-        parts: of the run.
-        dataset: rows to train on.
-        checkpointer: of the run.
-        run: the run directory.
-        guard: gets back the losses that it had seen.
-        left_out: of a run that rolls back, the samples that it leaves out from now on.
+    The guard gets back the losses that it had seen. A run that rolls back says which samples it
+    leaves out from now on.
 
     Returns:
         The state, sharded over the mesh; steps done; the loader of the next batch.

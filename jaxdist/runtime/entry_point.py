@@ -1,15 +1,4 @@
-"""The entry point of every command: what its exit code means, and how it reports a failure.
-
-| code | meaning |
-|---|---|
-| 0 | finished |
-| 2 | bad usage or configuration: a restart cannot help |
-| 75 | preempted after a committed save, or too few hosts for an elastic job: start it again |
-| 85 | silent data corruption: devices hold different bits of one value, test the hardware |
-| 86 | the watchdog ended a process that made no progress |
-| 130 | interrupted from the keyboard |
-| 1 | anything else |
-"""
+"""The entry point of every command: what its exit code means, and how it reports a failure."""
 
 from __future__ import annotations
 
@@ -29,13 +18,13 @@ from jaxdist.runtime.coordination import process_place, service
 from jaxdist.runtime.coordination.failure_broadcast import FOLLOWED, announce_failure, leave_error
 from jaxdist.runtime.storage import locate
 
-EXIT_OK = 0
-EXIT_FAILURE = 1
-EXIT_CONFIG = 2
-EXIT_PREEMPTED = 75
-EXIT_SDC = 85
-EXIT_HANG = 86
-EXIT_INTERRUPTED = 130
+EXIT_OK = 0  # finished
+EXIT_FAILURE = 1  # anything that has no code of its own
+EXIT_CONFIG = 2  # bad usage or configuration: a restart cannot help
+EXIT_PREEMPTED = 75  # after a committed save, or too few hosts for an elastic job: start it again
+EXIT_SDC = 85  # silent data corruption: devices hold different bits of one value, test them
+EXIT_HANG = 86  # the watchdog ended a process that made no progress
+EXIT_INTERRUPTED = 130  # from the keyboard
 
 
 class Agreed(int):

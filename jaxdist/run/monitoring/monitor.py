@@ -211,7 +211,7 @@ class Monitor:
         """Record a save, a restore, a warning, ...: one line each, on process 0 alone.
 
         Args:
-            event: its name, `snake_case`; the key `event` of the record.
+            event: its name, `snake_case`.
             message: the console line; default: `event key=value ...`.
             level: of the log record; WARNING and above count as warnings.
             quiet: record it, and leave the console to the caller.
@@ -223,18 +223,12 @@ class Monitor:
             self._prometheus.event(event, is_warning=level >= logging.WARNING)
         if self._records is None:
             return
-        record = {
-            "kind": "event",
-            "event": event,
-            "time": self._clock(),
-            "step": self.run_summary.last["step"],
-            **fields,
-        }
+        record = {"step": self.run_summary.last["step"], **fields}
         if level >= logging.WARNING:
             record["level"] = logging.getLevelName(level).lower()
         if message:
             record["message"] = message
-        self._records.write(record)
+        self._write_event(event, record)
         if not quiet:
             self._say(message or console.event_line(event, fields), level)
 
@@ -268,10 +262,8 @@ class Monitor:
             "mfu_convention": self.throughput.convention,
             "flops_per_token": self.throughput.flops_per_token,
         }
-        self._records.write(
-            {"kind": "event", "event": "run", "time": self._clock(), "step": self.start_step}
-            | {name: value for name, value in known.items() if value not in (None, "")}
-        )
+        given = {name: value for name, value in known.items() if value not in (None, "")}
+        self._write_event("run", {"step": self.start_step, **given})
         if self._prometheus is not None:
             names = ("model", "mesh", "device_kind", "num_parameters", "num_devices")
             self._prometheus.facts(
@@ -295,12 +287,9 @@ class Monitor:
     def summary(
         self, exit_reason: ExitReason | str, *, next_commands: Sequence[str] = (), **fields: Any
     ) -> dict[str, Any]:
-        """Write summary.json and print the closing block; returns what was written.
+        """Write summary.json, with more `fields`, and print the closing block; returns the summary.
 
-        Args:
-            exit_reason: one of `ExitReason`.
-            next_commands: what to run next, one command each.
-            fields: more of the summary: `checkpoint`, `error`, ...
+        `next_commands` are what to run next, one command each.
         """
         exit_reason = ExitReason(exit_reason)
         wall_s = self._clock() - self._begin
@@ -320,8 +309,7 @@ class Monitor:
         self._ended = True
         if self._records is None:
             return summary
-        end = {"step": summary["step"], "exit_reason": exit_reason}
-        self._records.write({"kind": "event", "event": "end", "time": self._clock(), **end})
+        self._write_event("end", {"step": summary["step"], "exit_reason": exit_reason})
         self.run.write_summary(summary)
         self._say_block(console.closing_rows(summary, next_commands))
         return summary
@@ -366,8 +354,8 @@ class Monitor:
             if config_text:
                 self._tensorboard.text("config", config_text)
         totals = {"total_steps": self.total_steps, "num_devices": self.throughput.num_devices}
-        start = {"event": "start", "time": self._begin, "step": self.start_step}
-        self._records.write({"kind": "event", **start, **totals, "unit": self.unit})
+        start = {"time": self._begin, "step": self.start_step}
+        self._write_event("start", {**start, **totals, "unit": self.unit})
         if self._records.torn:
             self.event(
                 "torn_line",
@@ -376,6 +364,10 @@ class Monitor:
                 message=f"metrics.jsonl ended in a line that was cut short by an earlier failure; "
                 f"its {self._records.torn} bytes were removed",
             )
+
+    def _write_event(self, event: str, fields: Mapping[str, Any]) -> None:
+        assert self._records is not None
+        self._records.write({"kind": "event", "event": event, "time": self._clock(), **fields})
 
     def _say(self, line: str, level: int = logging.INFO) -> None:
         logger.log(level, console.plain(line), extra={"styled": line})

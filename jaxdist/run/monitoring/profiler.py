@@ -37,12 +37,8 @@ def steps_of(text: str) -> tuple[int, int]:
 class Profiler:
     """Starts and ends traces between steps.
 
-    Args:
-        planned: first and last step to trace, or None.
-        directory: where each trace gets a directory of its own, with `process` in its name.
-        process: index of this process.
-        asked: whether a trace of `asked_steps` steps was requested since the last call.
-        asked_steps: steps of a requested trace.
+    A trace of the `planned` first to last step, and one of `asked_steps` steps when `asked()` says
+    that one was requested since its last call, each in a directory named after step and process.
     """
 
     def __init__(

@@ -118,8 +118,7 @@ class StragglerDetector:
 def summarise(steps: Sequence[tuple[float, float, float]]) -> dict[str, float]:
     """Means over steps, and over the late ones among them (0 without any).
 
-    Args:
-        steps: for each step its seconds, those waiting for data, and those waiting for devices.
+    Each step is given by its seconds, those waiting for data, and those waiting for devices.
     """
     late = [one for one in steps if one[2] <= _AHEAD * one[0]]
     step_time_s, data_wait_s, device_wait_s = _means(steps)
@@ -154,11 +153,7 @@ def newest_common(reports: Mapping[int, Sequence[Mapping[str, Any]]]) -> dict[in
 
 
 def find_stragglers(reports: Mapping[int, Mapping[str, Any]]) -> list[Straggler]:
-    """The processes that the others wait for, the most costly first.
-
-    Args:
-        reports: by process id, as `StragglerDetector.end_interval` makes it.
-    """
+    """Processes that others wait for, most costly first; from `StragglerDetector.everyone`."""
     if len(reports) < 2:
         return []
     found = []

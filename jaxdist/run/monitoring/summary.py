@@ -16,10 +16,7 @@ from jaxdist.run.monitoring.timers import CompileTracker
 class RunSummary:
     """Totals of a run. Steps of an earlier start beyond `start_step` are lost and do not count.
 
-    Args:
-        earlier: records of the run's earlier starts, from its metrics.jsonl.
-        start_step: steps done when this start began.
-        unit: what is counted, `Model.unit`.
+    `earlier` are the records of the run's earlier starts, from its metrics.jsonl.
 
     Attributes:
         units: tokens (or images) trained on.

@@ -19,12 +19,9 @@ logger = logging.getLogger("jaxdist")
 
 
 class TensorBoard:
-    """Scalars and text of a run, on disk when a method returns.
+    """Scalars and text of a run, on disk when a method returns; a resumed run adds a file.
 
-    Args:
-        path: directory of the event files; a resumed run adds a file.
-        first_step: on resume, the first step that will be written: TensorBoard hides the points
-            from there on that an earlier start wrote. None for a fresh run.
+    From `first_step` on, where it is given, TensorBoard hides points that earlier starts wrote.
     """
 
     def __init__(self, path: str | os.PathLike[str], first_step: int | None = None):

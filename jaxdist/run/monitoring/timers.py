@@ -17,7 +17,6 @@ class Compilation:
     """One compilation of a tracked function.
 
     Attributes:
-        function: its name.
         count: number of compilations so far; a healthy run has one.
         seconds: tracing, lowering and compiling, during which the call blocked.
         from_cache: whether the executable came from the persistent compilation cache.
@@ -203,12 +202,9 @@ class StepTimer:
     """Times a training loop: how long a step took, and how long the loop waited for data.
 
     Call `lap` once per step. Steps are dispatched ahead of the devices, yet laps follow the pace of
-    the devices, because reading the metrics of step n−1 blocks until they exist.
-
-    Args:
-        clock: seconds.
-        blocking_dispatch: whether a dispatch waits for the step before (jax on several CPU
-            devices), so that its time counts as waiting for the devices.
+    the devices, because reading the metrics of step n−1 blocks until they exist. Where a dispatch
+    waits for the step before (`blocking_dispatch`: jax on several CPU devices), its time counts as
+    waiting for the devices.
 
     Attributes:
         device_wait_s: seconds of the last lap spent waiting for the devices. Near 0 means that they

@@ -59,11 +59,7 @@ class DeviceTime:
 
 
 def read_trace(directory: str | os.PathLike[str]) -> list[DeviceTime]:
-    """The GPUs of the newest trace in a directory, by number; empty where there is none.
-
-    Args:
-        directory: as given to `jax.profiler.start_trace`.
-    """
+    """The GPUs of the newest trace in a profiler's directory, by number; empty without one."""
     from jax.profiler import ProfileData
 
     folder = locate(directory)

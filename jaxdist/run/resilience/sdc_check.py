@@ -197,10 +197,8 @@ class SdcCheck:
 def uneven_norms(norms: Sequence[float]) -> str:
     """The data replicas whose gradient norm is 10 % off the median of all; "" when none is.
 
-    With few rows per replica that is ordinary noise. The same replica again and again is not.
-
-    Args:
-        norms: gradient norm of each data replica, before gradients are reduced.
+    Norms are those before gradients are reduced. With few rows per replica that is ordinary noise.
+    The same replica again and again is not.
     """
     finite = [norm for norm in norms if np.isfinite(norm)]
     median = float(np.median(finite)) if finite else 0.0

@@ -50,15 +50,9 @@ _STEP_PHASES = ("step", "data")  # phases with the limit of a step, others have 
 
 
 class Watchdog:
-    """Watches this process until `close`.
+    """Watches this process until `close`; with `step_timeout_s=0` nothing is watched.
 
-    Args:
-        config: limits; with `step_timeout_s=0` nothing is watched.
-        folder: directory of heartbeats, stacks and `abort.json`, shared by all processes.
-        process: index of this process.
-        num_processes: processes of the job.
-        beat_s: seconds between heartbeats.
-        leave: ends the process; another one in tests.
+    All processes share the folder of heartbeats, stacks and `abort.json`. `leave` ends the process.
     """
 
     def __init__(

@@ -20,11 +20,7 @@ class GivenUp(Exception):
 
 
 class Barrier:
-    """A barrier among the processes of a job, for one piece of work after the other.
-
-    Args:
-        name: of the work, the same in all processes.
-    """
+    """A barrier among the processes of a job, for one piece of such work after the other."""
 
     def __init__(self, name: str) -> None:
         self._group = Group(name)  # for a prefix that no other barrier has

@@ -28,13 +28,9 @@ _MAX_POINTS = 250
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """One curve: points in order of x; y that is not finite leaves a gap and a mark.
+    """One curve: points (x, y) in order of x; y that is not finite leaves a gap and a mark.
 
-    Attributes:
-        label: for tooltips.
-        colour: any CSS colour.
-        points: (x, y).
-        dots: draw each point with a tooltip (few points) instead of a smoothed line (many).
+    With `dots` each point is drawn with a tooltip (few points), else a smoothed line (many).
     """
 
     label: str
@@ -54,14 +50,8 @@ def chart(
     """Curves with axes and a grid; "" when no line has a finite point.
 
     Long lines are drawn as the median of each stretch over a band from its least to its greatest
-    value, so that a single spike stays visible.
-
-    Args:
-        title: above the chart.
-        lines: what is drawn.
-        x_label: below the axis.
-        marks: vertical dashed lines at x, with a tooltip.
-        log: logarithmic axes, marked at every x; all values are above 0.
+    value, so that a single spike stays visible. `marks` are vertical dashed lines at x, with a
+    tooltip. `log` makes both axes logarithmic and marks every x; all values are above 0.
     """
     finite = [p for line in lines for p in line.points if all(map(math.isfinite, p))]
     if not finite:
