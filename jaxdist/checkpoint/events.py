@@ -69,13 +69,13 @@ class EventLog:
             bytes=outcome.num_bytes,
             gb_per_s=gb_per_s,
         )
-        waited = f", waited {outcome.waited_s:.2f} s for the save before"
-        halfway = "; halfway, kept until the next"
+        late = outcome.waited_s > 0.01
+        waited = f", waited {outcome.waited_s:.2f} s for the save before" if late else ""
+        halfway = "; halfway, kept until the next" if outcome.halfway else ""
         self.log(
             f"checkpoint {outcome.step} saved: {in_bytes(outcome.num_bytes)} in "
             f"{outcome.written_s:.2f} s ({gb_per_s:.2f} GB/s), training blocked "
-            f"{outcome.blocked_s:.2f} s{waited * (outcome.waited_s > 0.01)}"
-            f"{halfway * outcome.halfway}"
+            f"{outcome.blocked_s:.2f} s{waited}{halfway}"
         )
 
     def failed(self, outcome: Outcome, in_a_row: int, allowed: int) -> None:

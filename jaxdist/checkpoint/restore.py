@@ -70,7 +70,7 @@ class Reader:
             if (chosen := self.choose()) is None:
                 raise CheckpointError(f"there is no checkpoint in {self._directory}.")
             return chosen
-        exists = self._group.decide(lambda: (self._directory / step).is_directory())
+        exists = self._group.decide((self._directory / step).is_directory)
         if reason := self.problem(step) if exists else "it does not exist":
             others = ", ".join(str(s) for s in self.steps() if s != step) or "none"
             raise CheckpointError(
@@ -159,9 +159,8 @@ class Reader:
         filled = [
             leaf.value if pytree.under(leaf.name, fresh) else next(values) for leaf in everything
         ]
-        seconds = time.perf_counter() - start
-        num_bytes = sum(leaf.num_bytes for leaf in leaves)
-        self._events.event("restore", step=step, seconds=seconds, bytes=num_bytes)
+        spent = {"seconds": time.perf_counter() - start, "bytes": sum(x.num_bytes for x in leaves)}
+        self._events.event("restore", step=step, **spent)
         return jax.tree.unflatten(jax.tree.structure(target), filled)
 
     def _skip(self, step: int, reason: str) -> None:

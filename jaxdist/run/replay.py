@@ -111,13 +111,7 @@ def _before(
     if anomaly is not None:  # rollbacks after the checkpoint may have left out more
         left_out = tuple((first, end) for first, end in anomaly.left_out)
         position = dataclasses.replace(position, left_out=left_out)
-    loader = Loader(
-        dataset,
-        global_batch_size=config.train.global_batch_size,
-        seed=config.seed,
-        sharding=parts.step.batch_sharding,
-        start=position,
-    )
+    loader = parts.open_loader(dataset, position)
     for _ in range(done + 1, step):
         state, _ = parts.step.train(state, next(loader), math.inf)
     return state, loader

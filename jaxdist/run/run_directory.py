@@ -102,17 +102,14 @@ class RunDirectory:
         """Write config.toml; return what differs from the config that was there, one line each."""
         if not self.is_writer:
             return []
-        changes = []
-        if self.config.exists():
-            old = flatten(tomllib.loads(self.config.text()))
-            new = flatten(tomllib.loads(text))
-            changes = [
-                f"{key}: {old.get(key, 'not set')} -> {new.get(key, 'not set')}"
-                for key in sorted(old.keys() | new.keys())
-                if old.get(key) != new.get(key)
-            ]
+        new = flatten(tomllib.loads(text))
+        old = flatten(tomllib.loads(self.config.text())) if self.config.exists() else new
         self.config.write(text)
-        return changes
+        return [
+            f"{key}: {old.get(key, 'not set')} -> {new.get(key, 'not set')}"
+            for key in sorted(old.keys() | new.keys())
+            if old.get(key) != new.get(key)
+        ]
 
     def write_environment(self, record: Mapping[str, Any]) -> None:
         """Write environment.json, keeping the records of earlier starts under `earlier`."""

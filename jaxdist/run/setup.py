@@ -27,7 +27,7 @@ from jaxdist.core.sharding import Layout
 from jaxdist.core.state import TrainState, abstract_state, init_state
 from jaxdist.core.step import Step, make_step
 from jaxdist.core.types import Array, ConfigError, Model, Params
-from jaxdist.data import TrainData
+from jaxdist.data import Loader, Position, TrainData
 from jaxdist.data.images import image_fields
 from jaxdist.data.packing import text_fields
 from jaxdist.models.huggingface.directory import is_model
@@ -116,6 +116,18 @@ class Parts:
             )
             for name, (shape, dtype) in fields.items()
         }
+
+    def open_loader(self, dataset: TrainData, start: Position) -> Loader:
+        """Global batches of the dataset on this mesh, from a position on."""
+        return Loader(
+            dataset,
+            global_batch_size=self.config.train.global_batch_size,
+            seed=self.config.seed,
+            sharding=self.step.batch_sharding,
+            start=start,
+            prefetch=self.config.data.prefetch,
+            num_workers=self.config.data.num_workers,
+        )
 
     def _started_params(self, path: str) -> Params:
         """Stored weights, and random ones for `reinit_params`."""

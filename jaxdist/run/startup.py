@@ -72,16 +72,7 @@ def restore_or_init(
     guard.restore(losses)
     if left_out is not None:
         position = dataclasses.replace(position, left_out=left_out)
-    loader = Loader(
-        dataset,
-        global_batch_size=config.train.global_batch_size,
-        seed=config.seed,
-        sharding=parts.step.batch_sharding,
-        start=position,
-        prefetch=config.data.prefetch,
-        num_workers=config.data.num_workers,
-    )
-    return state, step, loader
+    return state, step, parts.open_loader(dataset, position)
 
 
 def announce(parts: Parts, monitor: Monitor, budget: Budget | None) -> None:

@@ -176,20 +176,19 @@ class DataWaitTracker:
     def __init__(self, *, threshold: float, window_steps: int):
         self.threshold = threshold
         self.in_episode = False
-        self._window: collections.deque[tuple[float, float]] = collections.deque(
-            maxlen=window_steps
-        )
+        self._waits: collections.deque[float] = collections.deque(maxlen=window_steps)
+        self._times: collections.deque[float] = collections.deque(maxlen=window_steps)
 
     @property
     def share(self) -> float:
         """Share of the window's time spent waiting, in [0, 1]; 0 before the first step."""
-        total = sum(step_time for _, step_time in self._window)
-        return sum(wait for wait, _ in self._window) / total if total > 0 else 0.0
+        return sum(self._waits) / (sum(self._times) or 1.0)
 
     def add(self, data_wait_s: float, step_time_s: float) -> bool:
         """Count one step (its time includes the wait); True when an episode begins with it."""
-        self._window.append((data_wait_s, step_time_s))
-        if len(self._window) < (self._window.maxlen or 0):
+        self._waits.append(data_wait_s)
+        self._times.append(step_time_s)
+        if len(self._times) < (self._times.maxlen or 0):
             return False
         if self.in_episode:
             self.in_episode = self.share >= self.threshold / 2

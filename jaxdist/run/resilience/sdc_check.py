@@ -91,7 +91,8 @@ class SdcCheck:
         if self._hash is None:
             self._make(state)
         if self._names:
-            self._pending = step, self._hash(self._chosen(state))
+            leaves = jax.tree.leaves(state)
+            self._pending = step, self._hash([leaves[place] for place in self._places])
 
     def result(self) -> Mismatch | None:
         """Wait for the check that was started last; None when all is well or none was started."""
@@ -126,19 +127,14 @@ class SdcCheck:
         mesh = self.layout.mesh
 
         def local(*parts: Array) -> Array:
-            return collectives.all_gather(
-                jnp.stack([checksum(part) for part in parts])[None], tuple(mesh.axis_names)
-            )
+            sums = jnp.stack([checksum(part) for part in parts])
+            return collectives.all_gather(sums[None], tuple(mesh.axis_names))
 
         # The gathered table is one value on all devices, which the types cannot know.
         gathered = jax.shard_map(
             local, mesh=mesh, in_specs=tuple(specs), out_specs=P(), check_vma=False
         )
         self._hash = jax.jit(lambda chosen: gathered(*map(_data, chosen)))
-
-    def _chosen(self, state: Any) -> list[Array]:
-        leaves = jax.tree.leaves(state)
-        return [leaves[place] for place in self._places]
 
     def _replica_axes(self, leaf: Any) -> tuple[str, ...]:
         """Data axes over which a leaf is replicated; none for a leaf that cannot be hashed."""
