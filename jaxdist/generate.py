@@ -233,24 +233,23 @@ def _round_up(length: int) -> int:
 def _write(texts: Iterator[list[int | None]], prompts: list[str], tokenizer: Any) -> None:
     """One prompt streams as it grows; several are printed one after another at the end."""
     made: list[list[int]] = [[] for _ in prompts]
-    shown = 0
-    if len(prompts) == 1:
+    alone, shown = len(prompts) == 1, 0
+    if alone:
         print(prompts[0], end="", flush=True)
     for tokens in texts:
-        for row, token in enumerate(tokens):
+        for row, token in zip(made, tokens, strict=True):
             if token is not None:
-                made[row].append(token)
-        if len(prompts) == 1:
-            text = tokenizer.decode(made[0])
+                row.append(token)
+        if alone:
             # The last character may be half of one that the next token completes.
-            whole = text.rstrip("\ufffd")
+            whole = tokenizer.decode(made[0]).rstrip("\ufffd")
             print(whole[shown:], end="", flush=True)
             shown = max(shown, len(whole))
-    if len(prompts) == 1:
+    if alone:
         print(tokenizer.decode(made[0])[shown:])
         return
-    for number, (prompt, row_tokens) in enumerate(zip(prompts, made, strict=True), 1):
-        print(f"--- {number} ---\n{prompt}{tokenizer.decode(row_tokens)}\n")
+    for number, (prompt, row) in enumerate(zip(prompts, made, strict=True), 1):
+        print(f"--- {number} ---\n{prompt}{tokenizer.decode(row)}\n")
 
 
 if __name__ == "__main__":

@@ -100,7 +100,7 @@ def train(session: Session) -> int:
     Returns:
         The exit code.
     """
-    from jaxdist.run.resilience import Rollback
+    from jaxdist.run.resilience.anomalies import Rollback
 
     while True:
         try:

@@ -298,11 +298,6 @@ def test_a_changed_static_argument_is_told():
     assert reports[1].changes == ("arg[1]: int 2 -> int 3",)
 
 
-def test_only_jitted_functions_can_be_watched():
-    with pytest.raises(TypeError, match=r"only a function made by jax\.jit"):
-        CompileTracker(lambda x: x, print)
-
-
 def test_monitor_warns_of_the_second_compilation(tmp_path, caplog):
     monitor = make_monitor(tmp_path)
     step = monitor.track_compiles(jax.jit(lambda x: x + 1), "train_step")

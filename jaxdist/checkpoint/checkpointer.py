@@ -149,10 +149,6 @@ class Checkpointer:
         self._saver.wait()
         return self._reader.problem(step, full=True)
 
-    def meta(self, step: int) -> dict[str, Any]:
-        """What was given to `save` as `meta`."""
-        return self._reader.document(step)["meta"]
-
     def restore(
         self, abstract_state: Any, *, step: int | None = None
     ) -> tuple[Any, dict[str, Any], int]:
@@ -184,7 +180,7 @@ class Checkpointer:
                 self._reader.mark_invalid(chosen, str(error))
                 continue
             self._saver.resumed_from = chosen
-            return state, self.meta(chosen), chosen
+            return state, self._reader.document(chosen)["meta"], chosen
 
     def restore_params(
         self,

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -143,13 +143,6 @@ def content_problems(
         except OSError as error:
             found.append(f"{name} cannot be read ({error.strerror})")
     return found
-
-
-def summary(problems: Sequence[str]) -> str:
-    """The first reason and the number of the others; "" when there is none."""
-    if len(problems) < 2:
-        return "".join(problems)
-    return f"{problems[0]} (and {len(problems) - 1} more)"
 
 
 def mark(checkpoint: Location, marker: str, reason: str) -> None:

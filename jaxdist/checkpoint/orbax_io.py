@@ -154,14 +154,8 @@ def open_array(
     """
     import tensorstore
 
-    spec: dict[str, Any] = {
-        "driver": "zarr",
-        "kvstore": {
-            "driver": "ocdbt",
-            "base": (checkpoint / item).uri() + "/",
-            "path": ".".join(keys) + "/",
-        },
-    }
+    place = {"base": (checkpoint / item).uri() + "/", "path": ".".join(keys) + "/"}
+    spec: dict[str, Any] = {"driver": "zarr", "kvstore": {"driver": "ocdbt", **place}}
     if create is None:
         return tensorstore.open(spec, open=True, read=True).result()
     spec["kvstore"]["config"] = {"max_inline_value_bytes": 1024}

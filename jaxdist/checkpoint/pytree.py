@@ -64,7 +64,7 @@ def leaves_of(state: Any) -> list[Leaf]:
     """
     leaves = []
     for path, value in jax.tree_util.tree_flatten_with_path(state)[0]:
-        keys = tuple(_text(key) for key in path)
+        keys = tuple(jax.tree_util.keystr((key,), simple=True) for key in path)
         item = keys[0] if keys and keys[0] in ITEMS else "rest"
         inner = keys[1:] if keys and keys[0] in ITEMS else keys
         leaf = Leaf(item, inner or ("value",), value)
@@ -208,10 +208,3 @@ def restored(leaf: Leaf, array: Array, entry: dict[str, Any]) -> Array:
 def _shape(entry: dict[str, Any]) -> list[int]:
     """Stored shape as the user sees it: a key's data has one dim more than the key."""
     return entry["shape"][:-1] if "key" in entry else entry["shape"]
-
-
-def _text(key: Any) -> str:
-    for attribute in ("key", "name", "idx"):
-        if hasattr(key, attribute):
-            return str(getattr(key, attribute))
-    raise TypeError(f"a state's nodes are dicts, sequences or dataclasses, not {key!r}")

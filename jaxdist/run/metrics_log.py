@@ -142,19 +142,13 @@ def read_records(path: str | os.PathLike[str]) -> list[Record]:
             raise ConfigError(
                 f"{path}, line {number} is no JSON ({error.msg}): {line[:60]!r}. Remove the line."
             ) from error
-        if not _is_record(record):
+        kind, step = (record.get("kind"), record.get("step")) if type(record) is dict else ("", 0)
+        if kind != "event" and not (kind in ("train", "eval") and isinstance(step, int)):
             raise ConfigError(
                 f"{path}, line {number} is no record (kind, step, ...): {line[:60]!r}. Remove it."
             )
         records.append(record)
     return records
-
-
-def _is_record(record: Any) -> bool:
-    if not isinstance(record, dict):
-        return False
-    kind, step = record.get("kind"), record.get("step")
-    return kind == "event" or (kind in ("train", "eval") and isinstance(step, int))
 
 
 def current(records: list[Record]) -> list[Record]:

@@ -25,7 +25,7 @@ from jaxdist.checkpoint import Checkpointer
 from jaxdist.core.state import TrainState
 from jaxdist.data import Loader, Position, TrainData, resume_position
 from jaxdist.run.metrics_log import read_records
-from jaxdist.run.resilience import Anomaly, read_anomalies
+from jaxdist.run.resilience.anomalies import Anomaly, read_anomalies
 from jaxdist.run.run_directory import RunDirectory
 from jaxdist.run.setup import Parts
 

@@ -18,17 +18,13 @@ class RunDirectory:
     """The files of one run. Only process 0 writes them, but for each process's log and arrays.
 
     Attributes:
-        path: the directory.
         is_writer: this is process 0.
         resumed: a run was here before; it is continued, never split.
         config: the resolved config, as TOML.
         environment: versions, git, hosts, devices and command of the newest start; older ones
             inside it.
         metrics: one JSON object per line, see `metrics_log`.
-        tensorboard: TensorBoard's files.
         profiles: one directory per trace, where any was asked for.
-        checkpoints: one directory per saved step.
-        logs: one log per process.
         anomalies: one JSON line for each step whose loss was bad, with its rows; absent without.
         summary: what came of the run; written when it ends.
     """

@@ -24,7 +24,9 @@ from jaxdist.run.exit_reason import ExitReason
 from jaxdist.run.monitoring.environment import versions
 from jaxdist.run.monitoring.monitor import Monitor
 from jaxdist.run.monitoring.timers import StepTimer
-from jaxdist.run.resilience import LossGuard, Rollback, SdcCheck, Watchdog
+from jaxdist.run.resilience.anomalies import LossGuard, Rollback
+from jaxdist.run.resilience.sdc_check import SdcCheck
+from jaxdist.run.resilience.watchdog import Watchdog
 from jaxdist.run.run_directory import RunDirectory
 from jaxdist.run.setup import Parts
 from jaxdist.run.startup import Samples, announce, restore_or_init

@@ -14,7 +14,7 @@ from jaxdist.core.step import has_replica_norms
 from jaxdist.data import Loader, Position, TrainData, resume_position
 from jaxdist.plan.estimate.memory_check import Budget
 from jaxdist.run.monitoring.monitor import Monitor
-from jaxdist.run.resilience import LossGuard
+from jaxdist.run.resilience.anomalies import LossGuard
 from jaxdist.run.run_directory import RunDirectory, new_run_path
 from jaxdist.run.setup import Parts
 

@@ -8,16 +8,9 @@ Importing the room imports neither jax nor any device library, so that a launche
 computes, starts in milliseconds. The settings dataclass lives in `jaxdist.runtime.config`.
 """
 
-from jaxdist.runtime.backend import (
-    DEFAULT_MEMORY_FRACTION,
-    MEMORY_FRACTION,
-    be_careful,
-    reserve_memory,
-    setup_compilation_cache,
-    simulate,
-)
+from jaxdist.runtime.backend import be_careful, reserve_memory, setup_compilation_cache, simulate
 from jaxdist.runtime.cluster_environment import JoinPlan, resolve, visible_gpus
-from jaxdist.runtime.distributed import DeviceRow, Job, join
+from jaxdist.runtime.distributed import Job, join
 from jaxdist.runtime.entry_point import (
     EXIT_CONFIG,
     EXIT_FAILURE,
@@ -34,7 +27,6 @@ from jaxdist.runtime.logs import setup_logging
 from jaxdist.runtime.signals import NOTICES, Preemption, TraceRequests
 
 __all__ = [
-    "DEFAULT_MEMORY_FRACTION",
     "EXIT_CONFIG",
     "EXIT_FAILURE",
     "EXIT_HANG",
@@ -42,10 +34,8 @@ __all__ = [
     "EXIT_OK",
     "EXIT_PREEMPTED",
     "EXIT_SDC",
-    "MEMORY_FRACTION",
     "NOTICES",
     "Agreed",
-    "DeviceRow",
     "Job",
     "JoinPlan",
     "Preemption",

@@ -249,13 +249,9 @@ def _start_devices(plan: JoinPlan, gpus: list[str], timeout_s: int) -> Job:
     _check_processes(gather("process", facts, timeout_s))
     local = tuple(jax.local_devices())
     platform = local[0].platform
+    known = uuids if platform == "gpu" and len(uuids) == len(local) else [""] * len(local)
     rows = [
-        {
-            "host": host,
-            "device": i,
-            "kind": device.device_kind,
-            "uuid": uuids[i] if platform == "gpu" and len(uuids) == len(local) else "",
-        }
+        {"host": host, "device": i, "kind": device.device_kind, "uuid": known[i]}
         for i, device in enumerate(local)
     ]
     said = {"platform": platform, "rows": rows, "expected": uuids}

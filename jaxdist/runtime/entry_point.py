@@ -133,10 +133,8 @@ def _first_line(error: BaseException) -> str:
 
 def advice_for(message: str) -> str:
     """One line of what to do about an error with this message."""
-    for marks, advice in _ADVICE:
-        if any(mark in message for mark in marks):
-            return advice
-    return RERUN
+    fitting = (advice for marks, advice in _ADVICE if any(mark in message for mark in marks))
+    return next(fitting, RERUN)
 
 
 def is_consequence(error: str) -> bool:
@@ -152,7 +150,10 @@ def _leave(code: int, line: str) -> NoReturn:
     # the others are stuck in a collective, waiting for us.
     _flush()
     if code in (EXIT_OK, EXIT_PREEMPTED) or isinstance(code, Agreed):
-        _shut_down()
+        try:
+            service.leave()
+        except Exception as error:  # the work is done and saved
+            print(f"warning: leaving without the other processes: {error}", file=sys.stderr)
     else:
         announce_failure(code, line)
     _flush()
@@ -168,13 +169,6 @@ def _write_exit_code(code: int) -> None:
         locate(path).write(f"{code}\n")
     except OSError as failure:
         print(f"cannot write {path}: {failure}", file=sys.stderr)
-
-
-def _shut_down() -> None:
-    try:
-        service.leave()
-    except Exception as error:  # the work is done and saved; the farewell changes no exit code
-        print(f"warning: leaving without the other processes: {error}", file=sys.stderr)
 
 
 def _flush() -> None:

@@ -316,15 +316,10 @@ class Monitor:
 
     def close(self) -> None:
         """Flush and close all sinks; a second call does nothing."""
-        if self._prometheus is not None:
-            self._prometheus.close()
-            self._prometheus = None
-        if self._tensorboard is not None:
-            self._tensorboard.close()
-            self._tensorboard = None
-        if self._records is not None:
-            self._records.close()
-            self._records = None
+        for sink in (self._prometheus, self._tensorboard, self._records):
+            if sink is not None:
+                sink.close()
+        self._prometheus = self._tensorboard = self._records = None
         self._gpu_stats.close()
         self.profiler.stop()
 
@@ -405,7 +400,7 @@ class Monitor:
                     points[f"speed/{name}"] = value
                 elif name.startswith("gpu_"):
                     points[f"gpu/{name.removeprefix('gpu_')}"] = value
-            points["speed/data_wait_share"] = self._alerts.data_wait_share
+            points["speed/data_wait_share"] = self._alerts.data_wait.share
             self._tensorboard.scalars(record["step"], points)
 
 

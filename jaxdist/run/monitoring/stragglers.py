@@ -97,13 +97,10 @@ class StragglerDetector:
         coordination.publish(_TOPIC, self._published)
         return own
 
-    @property
-    def is_open(self) -> bool:
-        """Whether an interval was published that is not compared yet."""
-        return self._compared < self._newest
-
     def everyone(self) -> dict[int, dict[str, Any]]:
         """Process id -> its numbers of the newest interval that all have; {} if it was compared."""
+        if self._compared >= self._newest:
+            return {}
         reports = coordination.published(_TOPIC)
         if len(reports) < self._num_processes:
             return {}
@@ -143,12 +140,12 @@ def _means(steps: Sequence[tuple[float, float, float]]) -> tuple[float, float, f
 def newest_common(reports: Mapping[int, Sequence[Mapping[str, Any]]]) -> dict[int, dict[str, Any]]:
     """The newest interval that every process has published, by process id; {} without one."""
     steps = [{one["step"] for one in intervals} for intervals in reports.values()]
-    common = set.intersection(*steps) if steps else set()
-    if not common:
-        return {}
+    newest = max(set.intersection(*steps), default=None) if steps else None
     return {
-        process: dict(next(one for one in intervals if one["step"] == max(common)))
+        process: dict(one)
         for process, intervals in reports.items()
+        for one in intervals
+        if one["step"] == newest
     }
 
 

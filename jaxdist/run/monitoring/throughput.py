@@ -40,9 +40,8 @@ class Throughput:
         """The convention of `mfu`: causal where the model has it; None when there is no MFU."""
         if self.peak_flops is None or not self.flops_per_token:
             return None
-        return next((c for c in ("causal", "full") if c in self.flops_per_token), None) or next(
-            iter(self.flops_per_token)
-        )
+        names = ("causal", "full", *self.flops_per_token)
+        return next(name for name in names if name in self.flops_per_token)
 
     def add(self, tokens: float, step_time_s: float) -> None:
         """Count one step. Leave out the first one of a start, which compiles."""

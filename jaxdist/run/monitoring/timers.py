@@ -45,8 +45,6 @@ class CompileTracker:
         report: Callable[[Compilation], None],
         name: str | None = None,
     ):
-        if not hasattr(function, "_cache_size"):
-            raise TypeError(f"only a function made by jax.jit can be tracked, not {function!r}")
         self.name = str(name or getattr(function, "__name__", "function"))
         self.count = 0
         self.seconds = 0.0
@@ -57,27 +55,24 @@ class CompileTracker:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function; report if that compiled it."""
         before = self._function._cache_size()
-        begin = time.perf_counter()
-        with _compile_events() as events:
-            result = self._function(*args, **kwargs)
-        if self._function._cache_size() > before and any(_IS_COMPILE in event for event in events):
-            self._compiled(time.perf_counter() - begin, events, (args, kwargs))
-        return result
+        with self._reported((args, kwargs), lambda: self._function._cache_size() > before):
+            return self._function(*args, **kwargs)
 
     def compile(self, *args: Any) -> Any:
         """Compile for these arguments without a call; returns the `jax.stages.Compiled`.
 
         jax keeps the executable, so that a later call with such arguments does not compile.
         """
+        with self._reported((args, {}), lambda: True):
+            return self._function.lower(*args).compile()
+
+    @contextlib.contextmanager
+    def _reported(self, arguments: Any, is_new: Callable[[], bool]) -> Iterator[None]:
         begin = time.perf_counter()
         with _compile_events() as events:
-            executable = self._function.lower(*args).compile()
-        if any(_IS_COMPILE in event for event in events):
-            self._compiled(time.perf_counter() - begin, events, (args, {}))
-        return executable
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._function, name)  # lower, trace, eval_shape, ... of the function
+            yield
+        if any(_IS_COMPILE in event for event in events) and is_new():
+            self._compiled(time.perf_counter() - begin, events, arguments)
 
     def _compiled(self, seconds: float, events: list[str], arguments: Any) -> None:
         self.count += 1

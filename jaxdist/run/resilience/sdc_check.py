@@ -123,7 +123,7 @@ class SdcCheck:
             axes = self._replica_axes(leaf)
             if axes:
                 self._places.append(place)
-                self._names.append(_name(path))
+                self._names.append(jax.tree_util.keystr(path, simple=True, separator="/"))
                 self._axes.append(axes)
                 specs.append(leaf.sharding.spec)
         mesh = self.layout.mesh
@@ -147,25 +147,20 @@ class SdcCheck:
 
     def _compare(self, step: int, hashes: np.ndarray) -> Mismatch | None:
         """Args: hashes, uint32 [num_devices in mesh order, num_arrays]."""
-        if not self._differs(hashes):
-            return None
         devices: dict[int, list[str]] = {}
         certain = True
         for column, (name, axes) in enumerate(zip(self._names, self._axes, strict=True)):
-            for group in self._groups(axes):
-                odd, sure = minority([int(hashes[place, column]) for place in group])
+            groups = self._groups(axes)
+            values = hashes[groups, column]
+            for row in np.flatnonzero((values != values[:, :1]).any(axis=1)):
+                odd, sure = minority(values[row].tolist())
                 certain &= sure
                 for place in odd:
-                    devices.setdefault(int(group[place]), []).append(name)
+                    devices.setdefault(int(groups[row, place]), []).append(name)
+        if not devices:
+            return None
         text = self._text(step, devices, certain)
         return Mismatch(step=step, devices=devices, certain=certain, text=text)
-
-    def _differs(self, hashes: np.ndarray) -> bool:
-        return any(
-            bool((hashes[group, column] != hashes[group[0], column]).any())
-            for column, axes in enumerate(self._axes)
-            for group in self._groups(axes)
-        )
 
     def _groups(self, axes: tuple[str, ...]) -> np.ndarray:
         """Flat mesh indices that hold the same values: int64 [num_groups, group_size]."""
@@ -225,8 +220,3 @@ def minority(values: Sequence[int]) -> tuple[list[int], bool]:
 def _data(x: Array) -> Array:
     """The array itself; of PRNG keys [...] their uint32 data [..., words]."""
     return jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
-
-
-def _name(path: Any) -> str:
-    keys = (str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in path)
-    return "/".join(keys)
