@@ -266,7 +266,7 @@ def test_a_host_array_for_a_device_array_is_no_compilation():
     watch, reports = watched(lambda x: x + 1)
     watch(jnp.ones(4))
     watch(np.ones(4, np.float32))
-    assert watch._cache_size() == 2  # new to jit's cache of calls, yet not to XLA
+    assert watch._function._cache_size() == 2  # new to jit's cache of calls, yet not to XLA
     assert len(reports) == 1
 
 
