@@ -208,16 +208,15 @@ def family_of(config: DecoderConfig) -> str:
         ConfigError: none can.
     """
     rotary = (config.positions, config.norm, config.activation) == ("rotary", "rms", "swiglu")
-    plain = not (config.out_bias or config.mlp_bias)
-    if rotary and plain:
-        if config.qk_norm and not config.qkv_bias and not config.sliding_window:
+    if rotary and set(config.bias) <= {"qkv"}:
+        if config.qk_norm and "qkv" not in config.bias and not config.sliding_window:
             return "qwen3"
-        if config.qkv_bias and not config.qk_norm and not config.sliding_window:
+        if "qkv" in config.bias and not config.qk_norm and not config.sliding_window:
             return "qwen2"
-        if not config.qk_norm and not config.qkv_bias:
+        if not config.qk_norm and "qkv" not in config.bias:
             return "mistral" if config.sliding_window else "llama"
     learned = (config.positions, config.norm, config.activation) == ("learned", "layer", "gelu")
-    biases = config.qkv_bias and config.out_bias and config.mlp_bias
+    biases = set(config.bias) == {"qkv", "out", "mlp"}
     square = config.kv_heads == config.num_heads and not config.head_dim and not config.qk_norm
     if learned and biases and square and config.tie_embeddings:
         return "gpt2"
@@ -343,7 +342,7 @@ def _llama_pieces(config: DecoderConfig) -> Iterator[Piece]:
         yield Piece("params/head/kernel", None, (d, config.padded_vocab), (head,))
     yield from of_layer("attention_norm/scale", (d,), _same("input_layernorm.weight", d))
     yield from of_layer("attention/qkv", *_qkv(config, "weight"))
-    if config.qkv_bias:
+    if "qkv" in config.bias:
         yield from of_layer("attention/qkv_bias", *_qkv(config, "bias"))
     if config.qk_norm:
         for ours, theirs in (("query_norm", "q_norm"), ("key_norm", "k_norm")):
