@@ -76,18 +76,19 @@ class Images:
         }
 
 
-def is_cifar(folder: Path) -> bool:
-    """Whether a folder holds CIFAR-10, in part at least."""
-    names = [*TRAIN_FILES, TEST_FILE]
+def is_cifar(source: str) -> bool:
+    """Whether a source is a folder that holds CIFAR-10, in part at least."""
+    folder, names = Path(source).expanduser(), [*TRAIN_FILES, TEST_FILE]
     return any((folder / n).is_file() or (folder / f"{n}.bin").is_file() for n in names)
 
 
-def open_cifar(folder: Path) -> tuple[Images, Images]:
+def open_cifar(source: str | Path) -> tuple[Images, Images]:
     """Training and test images of a CIFAR-10 folder.
 
     Raises:
         ConfigError: files missing, of a wrong size, damaged, or pickles that hold something else.
     """
+    folder = Path(source).expanduser()
     suffix = ".bin" if any(folder.glob("*_batch*.bin")) else ""
     read = _read_binary if suffix else _read_pickle
     missing = [
