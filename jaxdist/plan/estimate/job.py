@@ -330,9 +330,9 @@ class _Placement:
             found = set(axes_of(layout.param_specs(dims))) - set(gathered)
         else:
             by_place = {
-                "param": layout.param_spec,
-                "moment": layout.moment_spec,
-                "gradient": layout.gradient_spec,
+                "param": layout.param_specs,
+                "moment": layout.moment_specs,
+                "gradient": layout.gradient_specs,
             }[place]
             found = set(axes_of(by_place(dims)))
         return tuple(axis for axis in layout.spec.sizes if axis in found)
