@@ -24,16 +24,7 @@ Path = tuple[str, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Field:
-    """One setting.
-
-    Attributes:
-        path: where it is.
-        type: its annotation.
-        default: its default.
-        doc: one line of help.
-        bounds: what a number may be.
-        required: whether it must be given.
-    """
+    """One setting: where it is, its annotation, and what `declare.setting` says of it."""
 
     path: Path
     type: Any
