@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from jaxdist.core.axis import Axis, divisors
+from jaxdist.core.axis import Axis, divisors_of
 from jaxdist.core.parallel import axes
 from jaxdist.core.types import ConfigError
 
@@ -198,7 +198,7 @@ def factorisations(num_devices: int, *, without: Sequence[Axis] = ()) -> list[Me
         if count == 1:
             yield (left,)
             return
-        for size in divisors(left):
+        for size in divisors_of(left):
             for rest in sizes(left // size, count - 1):
                 yield (size, *rest)
 
@@ -254,7 +254,7 @@ def _with_shrunk(asked: MeshSpec, count: int) -> Iterator[MeshSpec]:
         *rest, axis = todo
         wanted = asked[axis]
         preferred = lambda size: (size != wanted, size < wanted, abs(size - wanted))
-        for size in sorted(divisors(left), key=preferred):
+        for size in sorted(divisors_of(left), key=preferred):
             yield from fill({**sizes, axis.name: size}, left // size, rest)
 
     yield from fill({}, count, others)
