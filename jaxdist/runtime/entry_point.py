@@ -7,6 +7,7 @@ import errno
 import faulthandler
 import logging
 import os
+import select
 import signal
 import socket
 import sys
@@ -101,13 +102,14 @@ def run_command(main: Callable[[], int | None]) -> NoReturn:
 def _stdout_is_closed() -> bool:
     """Whether nobody reads stdout any more; what is left for it goes nowhere, without an error."""
     try:
-        sys.stdout.flush()
-    except BrokenPipeError:
+        poll = select.poll()
+        poll.register(sys.stdout.fileno(), select.POLLERR)  # of a pipe: its reader is gone
+        if not poll.poll(0):
+            return False
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return True
-    except (OSError, ValueError):  # a full disk, or no stdout at all
+    except (OSError, ValueError):  # no stdout at all
         return False
-    return False
+    return True
 
 
 def _system_exit_code(leaving: SystemExit) -> int:
