@@ -185,9 +185,6 @@ def test_an_exception_leaves_a_summary_that_says_why(tmp_path):
     written = json.loads(monitor.run.summary.text())
     assert (written["exit_reason"], written["error"]) == ("error", "RuntimeError: no memory")
     assert events(read_records(monitor.run.metrics), "end")[0]["exit_reason"] == "error"
-    with pytest.raises(KeyboardInterrupt), start(tmp_path, start_step=1) as monitor:
-        raise KeyboardInterrupt
-    assert json.loads(monitor.run.summary.text())["exit_reason"] == "interrupted"
 
 
 def test_a_summary_already_written_is_not_replaced_by_the_exception(tmp_path):

@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import json
+import shlex
 import shutil
 import signal
 import subprocess
@@ -83,7 +84,11 @@ def test_preempted_and_resumed_equals_uninterrupted_bit_for_bit(finished, tmp_pa
     run_dir = tmp_path / "run"
     start = command("train", *JOB, "--run-dir", run_dir)
     process = subprocess.Popen(
-        start, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        start,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # ignored in background
     )
     metrics = run_dir / "metrics.jsonl"
     deadline = time.monotonic() + 200
@@ -91,10 +96,13 @@ def test_preempted_and_resumed_equals_uninterrupted_bit_for_bit(finished, tmp_pa
         if metrics.exists() and '"step": 3' in metrics.read_text():
             break
         time.sleep(0.02)
-    process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGINT)
     out, _ = process.communicate(timeout=120)
     assert process.returncode == 75, out.decode()
-    again = run("train", *JOB, "--run-dir", run_dir)
+    (then,) = [line for line in out.decode().splitlines() if line.startswith("next ")]
+    words = shlex.split(then)[1:]
+    assert words[:3] == ["python", "-m", "jaxdist.train"]
+    again = run("train", *words[3:])
     assert again.returncode == 0, again.stderr
     assert "resumed from step" in again.stdout
     assert losses(run_dir) == losses(finished[0])

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import shlex
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -246,7 +247,7 @@ class Session:
     def leave(self) -> int:
         """Commit a checkpoint; returns the exit code that asks for a restart."""
         self.save({}, force=True)
-        again = [f"python -m jaxdist.train --resume {self.run.path}"]
+        again = [f"python -m jaxdist.train --resume {shlex.quote(str(self.run.path))}"]
         return self._end(ExitReason.PREEMPTED, runtime.EXIT_PREEMPTED, again)
 
     def finish(self) -> int:

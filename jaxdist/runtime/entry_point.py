@@ -7,7 +7,7 @@
 | 75 | preempted after a committed save, or too few hosts for an elastic job: start it again |
 | 85 | silent data corruption: devices hold different bits of one value, test the hardware |
 | 86 | the watchdog ended a process that made no progress |
-| 130 | interrupted from the keyboard |
+| 130 | Ctrl-C; of training the second, as the first saves and ends with 75 |
 | 1 | anything else |
 """
 
@@ -88,10 +88,7 @@ def run_command(main: Callable[[], int | None]) -> NoReturn:
         code = main() or EXIT_OK
         line = f"exit code {code}"
     except KeyboardInterrupt:
-        print(
-            "\ninterrupted: what was saved stays, and --resume auto goes on from it",
-            file=sys.stderr,
-        )
+        print("\ninterrupted", file=sys.stderr)
         code, line = EXIT_INTERRUPTED, "interrupted from the keyboard"
     except SystemExit as leaving:
         code = _system_exit_code(leaving)
