@@ -11,6 +11,7 @@ PACKAGE = Path(__file__).parent.parent / "jaxdist"
 
 # The longest prefix of a module's name is its room: a room may hold rooms of other levels.
 LEVELS = {
+    "core.settings.declare": -3,  # `ConfigError`
     "runtime.storage": -2,
     "core.settings": -1,  # below all: the launcher reads its flags without jax
     "core.types": 0,

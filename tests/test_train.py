@@ -65,7 +65,7 @@ def test_console_says_what_will_happen_and_what_to_do_next(finished):
     for words in ("mesh", "dp=2,fsdp=2,tp=2", "parameters", "attention kernel", "checkpoint"):
         assert words in done.stdout
     assert f"python -m jaxdist.generate {run_dir}" in done.stdout
-    assert "tensorboard --logdir" in done.stdout
+    assert f"python -m jaxdist.report {run_dir} --html" in done.stdout
 
 
 def test_a_checkpoint_says_what_made_it_and_what_it_cost(finished):

@@ -31,6 +31,7 @@ from jaxdist.run.monitoring.config import MonitoringConfig
 from jaxdist.run.resilience.config import ResilienceConfig
 from jaxdist.runtime import resolve
 from jaxdist.runtime.config import RuntimeConfig
+from jaxdist.runtime.storage import url_problem
 
 _BYTE_VALUES = 256
 _PARAM_AND_GRADIENT_BYTES = 4 + 4
@@ -213,6 +214,10 @@ class RunConfig:
                 f"name={self.name!r} must be one word of letters, digits and . _ + -: it names the "
                 "run directory. Use run_dir for a path."
             )
+        urls = {"run_dir": self.run_dir, "resume": self.resume, "init_from": self.init_from}
+        urls = {name: problem for name, path in urls.items() if (problem := url_problem(path))}
+        if urls:
+            return [*found, *(f"{name}={problem}" for name, problem in urls.items())]
         if self.run_dir and Path(self.run_dir).expanduser().is_file():
             found.append(
                 f"run_dir={self.run_dir!r} is a file: a directory, new or of a run, is needed. "

@@ -53,10 +53,14 @@ class Encoder(Protocol):
         tokenizer: what it uses.
         weighted: whether chunks have weights.
         identity: JSON that changes whenever the same files could become other tokens.
+        records: what is read.
+        template: how conversations are written down; None for anything else.
     """
 
     tokenizer: Tokenizer
     weighted: bool
+    records: RecordKind
+    template: ChatTemplate | None
     identity: list[str]
 
     def chunks(self, files: Sequence[Path]) -> Iterator[Chunk]:
@@ -86,6 +90,8 @@ class TextEncoder:
     """Each text is a document; the tokenizer's end token, if it has one, closes it."""
 
     weighted = False
+    records: RecordKind = "text"
+    template: ChatTemplate | None = None
 
     def __init__(self, tokenizer: Tokenizer, text_field: str):
         self.tokenizer, self._text_field = tokenizer, text_field
@@ -135,7 +141,8 @@ class RecordEncoder:
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None):
         """Without a template: prompt and completion."""
-        self.tokenizer, self._template = tokenizer, template
+        self.tokenizer, self.template = tokenizer, template
+        self.records: RecordKind = "completion" if template is None else "chat"
         kind = template.fingerprint if template is not None else "completion-1"
         self.identity = [tokenizer.fingerprint, kind]
         self._columns = ["prompt", "completion"] if template is None else ["messages"]
@@ -161,9 +168,9 @@ class RecordEncoder:
             yield _chunk(held, before)
 
     def _encoded(self, record: dict[str, Any]) -> Weighted:
-        if self._template is None:
+        if self.template is None:
             return encode_completion(record, self.tokenizer)
-        return self._template.encode(checked_messages(record))
+        return self.template.encode(checked_messages(record))
 
 
 def _chunk(documents: Sequence[Weighted], position: int) -> Chunk:

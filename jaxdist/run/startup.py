@@ -16,6 +16,7 @@ from jaxdist.plan.estimate.memory_check import Budget
 from jaxdist.run.monitoring import Monitor, RunDirectory, RunFacts, new_run_path
 from jaxdist.run.resilience import LossGuard
 from jaxdist.run.setup import Parts
+from jaxdist.runtime.storage import locate
 
 log = logging.getLogger("jaxdist")
 
@@ -27,7 +28,9 @@ def open_run_directory(config: RunConfig, process_id: int) -> RunDirectory:
     """The run directory that the settings name: a new one, or one to resume in."""
     path = config.run_dir
     if config.resume not in ("auto", "never"):
-        path = str(RunDirectory.existing(config.resume).path)
+        path = config.resume
+        if not (locate(path) / "config.toml").exists():  # a converted run has no metrics yet
+            path = str(RunDirectory.existing(path).path)
     return RunDirectory.open(
         path or new_run_path(config.name),
         process_id=process_id,

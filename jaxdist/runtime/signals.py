@@ -1,8 +1,8 @@
 """Requests to stop: SIGTERM, SIGUSR1, Ctrl-C or a deadline become one step at which all stop.
 
 The handlers only set a flag. The loop calls `preempted()` once per step in every process, which is
-True on the same step in every process. It then saves and exits with `EXIT_PREEMPTED`. A second Ctrl-C
-ends the process at once.
+True on the same step in every process. It then saves and exits with `EXIT_PREEMPTED`. A second
+Ctrl-C ends the process at once.
 """
 
 from __future__ import annotations

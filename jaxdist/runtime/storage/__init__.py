@@ -20,6 +20,6 @@ of storage is another file next to `posix`, with a `Location` of its own, and on
 """
 
 from jaxdist.runtime.storage.location import Appender, Location, Locked, LockFile
-from jaxdist.runtime.storage.posix import locate
+from jaxdist.runtime.storage.posix import locate, url_problem
 
-__all__ = ["Appender", "Location", "LockFile", "Locked", "locate"]
+__all__ = ["Appender", "Location", "LockFile", "Locked", "locate", "url_problem"]

@@ -6,12 +6,14 @@ import contextlib
 import errno
 import fcntl
 import os
+import re
 import shutil
 import threading
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
+from jaxdist.core.settings.declare import ConfigError
 from jaxdist.runtime.storage.location import BLOCK_BYTES, Location, Locked
 
 _MODE = 0o644
@@ -24,8 +26,25 @@ def locate(path: str | os.PathLike[str]) -> Location:
 
     Args:
         path: of a file or directory; a `Location` comes back as it is.
+
+    Raises:
+        ConfigError: it is the URL of an object store.
     """
-    return path if isinstance(path, Location) else PosixLocation(str(Path(path)))
+    if isinstance(path, Location):
+        return path
+    if problem := url_problem(path):
+        raise ConfigError([problem])
+    return PosixLocation(str(Path(path)))
+
+
+def url_problem(path: str | os.PathLike[str]) -> str:
+    """Why a path cannot be used; "" when it is one of a file system."""
+    if not re.match("[a-z][a-z0-9+]*:/", os.fspath(path)):  # Path makes s3:/ of s3://
+        return ""
+    return (
+        f"{os.fspath(path)!r} is a URL: files are read and written on file systems only. Use a "
+        "shared disk, or mount the bucket (gcsfuse, mountpoint-s3) and name the directory."
+    )
 
 
 class PosixLocation(Location):

@@ -8,6 +8,7 @@ chunk at a time; arrays are verified on the way.
 from __future__ import annotations
 
 import dataclasses
+import shlex
 import time
 from collections.abc import Sequence
 from typing import Literal
@@ -89,7 +90,7 @@ def main(argv: Sequence[str]) -> int:
     print(
         f"checkpoint {checkpoint.name} rewritten for {config.mesh}: {len(writer.entries)} arrays, "
         f"{in_bytes(writer.num_bytes)} in {seconds:.1f} s\nnext: python -m jaxdist.train --resume "
-        f"{destination} --mesh {config.mesh}"
+        f"{shlex.quote(str(destination))} --mesh {config.mesh}"
     )
     return 0
 
