@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     from jaxdist.data import open_datasets
     from jaxdist.plan.estimate.memory_check import Budget, needs_of
-    from jaxdist.run.monitoring import environment
+    from jaxdist.run.monitoring.environment import environment
     from jaxdist.run.replay import replay
     from jaxdist.run.session import open_session
     from jaxdist.run.setup import assemble, check_data_fits

@@ -48,18 +48,14 @@ class TrainedRun:
         steps = checkpointer.steps()
         if not steps:
             raise ConfigError(
-                [
-                    f"run {self.path} has no checkpoint: it was not trained far enough to save "
-                    f"one. Continue it: python -m jaxdist.train --resume {self.path}."
-                ]
+                f"run {self.path} has no checkpoint: it was not trained far enough to save one. "
+                f"Continue it: python -m jaxdist.train --resume {self.path}."
             )
         if chosen not in steps:
             there = ", ".join(map(str, steps))
             raise ConfigError(
-                [
-                    f"run {self.path} has no valid checkpoint {'' if step is None else step}, it "
-                    f"has: {there}. Name one of these, or leave --step out for the newest."
-                ]
+                f"run {self.path} has no valid checkpoint {'' if step is None else step}, it has: "
+                f"{there}. Name one of these, or leave --step out for the newest."
             )
         target = self.parts.abstract_state().params
         return checkpointer.restore_params(target, chosen), chosen
@@ -104,8 +100,6 @@ def _run_of(path: Location) -> Location:
         if (candidate / "config.toml").exists():
             return candidate
     raise ConfigError(
-        [
-            f"run {str(path)!r} holds no config.toml. Name a run directory as training printed it, "
-            "e.g. runs/default-20260101-120000."
-        ]
+        f"run {str(path)!r} holds no config.toml. Name a run directory as training printed it, "
+        "e.g. runs/default-20260101-120000."
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.metadata
 import logging
@@ -12,19 +13,20 @@ import resource
 import socket
 import subprocess
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from jaxdist.core.settings import ConfigError
 from jaxdist.runtime.cluster_environment import JoinPlan, is_loopback, resolve, visible_gpus
-from jaxdist.runtime.coordination import gather, watch_failures
+from jaxdist.runtime.config import RuntimeConfig
+from jaxdist.runtime.coordination import gather
+from jaxdist.runtime.coordination.failure_broadcast import watch_failures
 from jaxdist.runtime.formatting.tables import columns
 from jaxdist.runtime.logs import divert_c_stdout
 from jaxdist.runtime.rendezvous import wait_for_all
 
 if TYPE_CHECKING:
     import jax
-
-    from jaxdist.runtime.config import RuntimeConfig
 
 log = logging.getLogger("jaxdist")
 
@@ -81,24 +83,23 @@ class Job:
 
     def table(self) -> str:
         """Process · host · device · kind · UUID, one line per device; equal ones in one line."""
-        rows: list[tuple[str, ...]] = [
-            (str(row.process), row.host, str(row.device), row.kind, row.uuid or "-")
-            for row in self.devices
-        ]
-        rows = _folded(rows) if all(row.uuid == "" for row in self.devices) else rows
+        lines: dict[tuple[str, ...], list[int]] = {}
+        for row in self.devices:  # devices without a UUID differ in nothing but their number
+            lines.setdefault((str(row.process), row.host, row.kind, row.uuid), []).append(
+                row.device
+            )
         head: tuple[str, ...] = ("process", "host", "device", "kind", "uuid")
+        rows = [
+            (
+                process,
+                host,
+                f"{ids[0]}-{ids[-1]}" if len(ids) > 1 else str(ids[0]),
+                kind,
+                uuid or "-",
+            )
+            for (process, host, kind, uuid), ids in lines.items()
+        ]
         return "\n".join(columns([head, *rows], left=len(head)))
-
-
-def _folded(rows: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """Simulated devices differ in nothing but their number: one line per process."""
-    groups: dict[tuple[str, str, str], list[str]] = {}
-    for process, host, device, kind, _ in rows:
-        groups.setdefault((process, host, kind), []).append(device)
-    return [
-        (process, host, ids[0] if len(ids) == 1 else f"{ids[0]}-{ids[-1]}", kind, "-")
-        for (process, host, kind), ids in groups.items()
-    ]
 
 
 def join(settings: RuntimeConfig | None = None, environ: Mapping[str, str] | None = None) -> Job:
@@ -115,19 +116,19 @@ def join(settings: RuntimeConfig | None = None, environ: Mapping[str, str] | Non
     environ = os.environ if environ is None else environ
     # Numbers in CUDA_VISIBLE_DEVICES then mean what nvidia-smi prints.
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+    settings = settings or RuntimeConfig()
     gpus = _gpus_of_host() if _wants_gpu() else []
     plan = resolve(environ, settings, num_gpus=len(gpus))
     if plan.num_processes > 1:
         plan = _one_slice(plan, gpus)
         _connect(plan, settings, on_cpu=not gpus)
         watch_failures()
-    return _start_devices(plan, gpus, settings.join_timeout_s if settings else 300)
+    return _start_devices(plan, gpus, settings.join_timeout_s)
 
 
-def _connect(plan: JoinPlan, settings: RuntimeConfig | None, *, on_cpu: bool) -> None:
+def _connect(plan: JoinPlan, settings: RuntimeConfig, *, on_cpu: bool) -> None:
     import jax
 
-    join_s = settings.join_timeout_s if settings else 300
     # An abort of jax's C++ threads would leave a core file of 300 MB per CPU process.
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     host, port = plan.coordinator_address.rsplit(":", 1)
@@ -136,10 +137,10 @@ def _connect(plan: JoinPlan, settings: RuntimeConfig | None, *, on_cpu: bool) ->
     if "NCCL_DEBUG" not in os.environ:
         divert_c_stdout(os.devnull)  # gloo greets on stdout; setup_logging gives it the log file
     # A proxy between processes of one job is never meant; gRPC would hang on it.
-    name = "no_grpc_proxy"  # lower case is how gRPC spells it
     jax.config.update("jax_check_proxy_envs", False)
+    name = "no_grpc_proxy"  # lower case is how gRPC spells it
     os.environ[name] = ",".join(part for part in (os.environ.get(name), host) if part)
-    wait_for_all(plan, join_s)
+    wait_for_all(plan, settings.join_timeout_s)
     jax.distributed.initialize(
         plan.coordinator_address,
         plan.num_processes,
@@ -147,8 +148,8 @@ def _connect(plan: JoinPlan, settings: RuntimeConfig | None, *, on_cpu: bool) ->
         local_device_ids=list(plan.local_device_ids or ()),
         cluster_detection_method="deactivate",
         coordinator_bind_address=plan.coordinator_address if is_loopback(host) else f"[::]:{port}",
-        initialization_timeout=join_s,
-        heartbeat_timeout_seconds=settings.heartbeat_timeout_s if settings else 30,
+        initialization_timeout=settings.join_timeout_s,
+        heartbeat_timeout_seconds=settings.heartbeat_timeout_s,
         shutdown_timeout_seconds=60,  # processes end within a save of each other
     )
 
@@ -163,7 +164,7 @@ def _check_gloo_address(plan: JoinPlan) -> None:
     except OSError:
         return
     if is_loopback(address):
-        _refuse(
+        raise ConfigError(
             f"host {name} resolves its own name to {address}, which CPU processes on the other "
             f"hosts would be told to connect to. Remove that line from /etc/hosts on {name}."
         )
@@ -212,7 +213,7 @@ def _one_slice(plan: JoinPlan, gpus: list[str]) -> JoinPlan:
     if plan.local_device_ids is None or not any(entry.startswith("MIG-") for entry in entries):
         return plan
     if len(plan.local_device_ids) > 1:
-        _refuse(
+        raise ConfigError(
             f"{plan.num_local_processes} processes share {len(entries)} MIG slices on "
             f"{socket.gethostname()}, but a process can use one slice. Start {len(entries)} "
             "processes per host."
@@ -258,12 +259,16 @@ def _start_devices(plan: JoinPlan, gpus: list[str], timeout_s: int) -> Job:
 
 def versions() -> dict[str, str]:
     """Versions that must be equal in all processes, and Python's."""
-    found = {"python": machine.python_version()}
-    for package in ("jax", "jaxlib", "jaxdist", "nvidia-nccl-cu12", "nvidia-nccl-cu13"):
-        try:
+    packages = ("jax", "jaxlib", "jaxdist", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
+    return {"python": machine.python_version(), **installed_versions(packages)}
+
+
+def installed_versions(packages: Iterable[str]) -> dict[str, str]:
+    """Package -> version, of those that are installed."""
+    found = {}
+    for package in packages:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return found
 
 
@@ -283,12 +288,9 @@ def _check_processes(everyone: list[dict[str, Any]]) -> None:
                 f"{versions[odd[0]]} in {which}{' ...' if len(odd) > 4 else ''}. "
                 "Use one environment on all hosts."
             )
-    users: dict[str, list[int]] = {}
-    for i, said in enumerate(everyone):
-        for uuid in said["gpus"]:
-            if uuid:
-                users.setdefault(uuid, []).append(i)
-    for uuid, processes in users.items():
+    uuids = dict.fromkeys(uuid for said in everyone for uuid in said["gpus"] if uuid)
+    for uuid in uuids:
+        processes = [i for i, said in enumerate(everyone) for own in said["gpus"] if own == uuid]
         if len(processes) > 1:
             problems.append(
                 f"GPU {uuid} on {everyone[processes[0]]['host']} would be used by processes "
@@ -296,19 +298,18 @@ def _check_processes(everyone: list[dict[str, Any]]) -> None:
                 "CUDA_VISIBLE_DEVICES, or one process per host."
             )
     if problems:
-        _refuse(*problems)
+        raise ConfigError(problems)
 
 
 def _check_devices(everyone: list[dict[str, Any]]) -> None:
     """Refuse unlike platforms and counts, and a CPU run where GPUs were given."""
     places = [f"process {i} on {said['rows'][0]['host']}" for i, said in enumerate(everyone)]
-    problems = []
-    for said, place in zip(everyone, places, strict=True):
-        if said["platform"] == "cpu" and said["expected"] and len(everyone) > 1:
-            problems.append(
-                f"{place} was given {len(said['expected'])} GPU(s) but jax sees only the CPU. "
-                "Install jaxdist[cuda13] there, or set JAX_PLATFORMS=cpu to mean it."
-            )
+    problems = [
+        f"{place} was given {len(said['expected'])} GPU(s) but jax sees only the CPU. "
+        "Install jaxdist[cuda13] there, or set JAX_PLATFORMS=cpu to mean it."
+        for said, place in zip(everyone, places, strict=True)
+        if said["platform"] == "cpu" and said["expected"] and len(everyone) > 1
+    ]
     shapes = [f"{len(said['rows'])} {said['platform']} device(s)" for said in everyone]
     common = Counter(shapes).most_common(1)[0][0]
     odd = [i for i, shape in enumerate(shapes) if shape != common]
@@ -319,10 +320,4 @@ def _check_devices(everyone: list[dict[str, Any]]) -> None:
             "process as many, by CUDA_VISIBLE_DEVICES, --gpus-per-task or --simulate."
         )
     if problems:
-        _refuse(*problems)
-
-
-def _refuse(*problems: str) -> None:
-    from jaxdist.core.settings import ConfigError
-
-    raise ConfigError(list(problems))
+        raise ConfigError(problems)

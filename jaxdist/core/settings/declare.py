@@ -13,8 +13,8 @@ class ConfigError(ValueError):
     Every line says what was given, what is allowed and the fix. Commands print it and exit 2.
     """
 
-    def __init__(self, problems: list[str]):
-        self.problems = list(problems)
+    def __init__(self, problems: str | list[str]):
+        self.problems = [problems] if isinstance(problems, str) else list(problems)
         super().__init__("\n".join(self.problems))
 
 

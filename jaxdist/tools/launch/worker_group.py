@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from jaxdist import runtime
-from jaxdist.runtime import coordination
+from jaxdist.runtime.coordination import failure_broadcast
 from jaxdist.tools.launch.worker import Worker
 
 POLL_S = 0.05
@@ -206,7 +206,7 @@ class WorkerGroup:
             if _is_failure(worker.poll()) and worker.error_record() is None:
                 host = socket.gethostname()
                 line = f"process {worker.process_id} on {host} is lost: {worker.cause()}"
-                coordination.request_abort(self._log_dir, worker.process_id, line)
+                failure_broadcast.request_abort(self._log_dir, worker.process_id, line)
 
     def _end_survivors(self) -> None:
         for worker in self.workers:
