@@ -86,7 +86,7 @@ def _with_tokens(run: RunConfig, given: GivenValues) -> RunConfig:
         return run
     settings, vocab_size = told
     model = run.model
-    if isinstance(model, DecoderConfig):
+    if model.kind == "decoder":
         model = dataclasses.replace(model, vocab_size=vocab_size or model.vocab_size)
     return dataclasses.replace(run, model=model, data=dataclasses.replace(run.data, **settings))
 
