@@ -1,189 +1,164 @@
-"""Generation: where a text ends, how a conversation is asked, what goes to a file."""
+"""Generated text: which token each row of a batch gets, how tokens are drawn, what is printed."""
 
 import dataclasses
-import io
-import json
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from decoders import FAMILIES
-from hf_models import CHATML, write_model, write_tokenizer
+from decoders import FAMILIES, logits_of, random_params, random_tokens
 
-from jaxdist import generate
-from jaxdist.core.types import ConfigError
-from jaxdist.data import load_tokenizer
-from jaxdist.data.chat import load_template
-from jaxdist.run.decoding import Decoder
-from jaxdist.tools.convert.__main__ import main as convert
+from jaxdist.core.mesh import MeshSpec
+from jaxdist.core.sharding import Layout
+from jaxdist.generate import GenerateConfig, Writer, _print, _prompt_problems
+from jaxdist.models import build
+from jaxdist.run.decoding import Decoder, Sampling, sample_tokens
 
-VOCAB = 320
-
-
-@pytest.fixture(scope="module")
-def model_folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("generate") / "model"
-    config = dataclasses.replace(FAMILIES["qwen3"], vocab_size=VOCAB, max_seq_len=256)
-    write_model(folder, config, scale=0.1)
-    write_tokenizer(folder, ["Hello, who are you? I am a model."], VOCAB, CHATML)
-    return folder
+ROWS = 20_000
+"""Draws of one call: a share of p has a standard error of sqrt(p (1 - p) / ROWS) ≤ 0.0035."""
 
 
 @pytest.fixture(scope="module")
-def run_dir(model_folder, tmp_path_factory):
-    out = tmp_path_factory.mktemp("generate") / "run"
-    assert convert(["from-hf", str(model_folder), str(out)]) == 0
-    return out
+def case():
+    """A decoder, its parameters, three prompts of other lengths, and what must follow each.
+
+    The reference reads the whole text again for each token, one prompt at a time, without a cache.
+    """
+    config = FAMILIES["llama3.1"]
+    model = build(config, seq_len=16)
+    params = random_params(model)
+    # Weights of 0.1 say the same after every text; larger ones look at what came before.
+    params = jax.tree.map(lambda x: x * 3 if x.ndim > 2 else x, params)
+    prompts = [random_tokens(1, length, seed=length)[0] for length in (9, 2, 5)]
+    expected = []
+    for prompt in prompts:
+        text = np.zeros((1, 16), np.int32)
+        text[0, : len(prompt)] = prompt
+        for end in range(len(prompt), len(prompt) + 6):
+            logits = np.asarray(logits_of(model, params, {"tokens": text}))
+            text[0, end] = logits[0, end - 1].argmax()
+        expected.append(text[0, len(prompt) : len(prompt) + 6].tolist())
+    return model, params, prompts, expected
 
 
-def ids(folder, *names: str) -> list[int]:
-    vocab = json.loads((folder / "tokenizer.json").read_text())
-    added = {token["content"]: token["id"] for token in vocab["added_tokens"]}
-    return [added[name] for name in names]
+def continued(case, stop=(), seed=0, **sampling):
+    model, params, prompts, _ = case
+    layout = Layout(mesh=MeshSpec.parse("dp=1").build(jax.devices()[:1]))
+    sampling = Sampling(**sampling)
+    decoder = Decoder(model, params, layout, dtype=jnp.float32, sampling=sampling)
+    steps = decoder.tokens(prompts, max_new_tokens=6, stop=stop, seed=seed)
+    return [list(row) for row in zip(*steps, strict=True)]
 
 
-def copy_with(model_folder, tmp_path, **files: dict):
-    """The tokenizer alone, with these JSON files next to it."""
-    (tmp_path / "tokenizer.json").write_bytes((model_folder / "tokenizer.json").read_bytes())
-    for name, content in files.items():
-        (tmp_path / f"{name}.json").write_text(json.dumps(content))
-    return load_tokenizer(str(tmp_path / "tokenizer.json"))
+def test_every_row_goes_on_from_the_end_of_its_own_prompt(case):
+    expected = case[-1]
+    assert len(set(map(tuple, expected))) == 3  # rows that agreed would hide a mistaken place
+    assert continued(case, temperature=0.0) == expected
 
 
-def test_a_text_ends_where_the_models_own_files_say(model_folder, tmp_path):
-    end, asks, done = ids(model_folder, "<|endoftext|>", "<|im_start|>", "<|im_end|>")
-    cases = [
-        ({}, end, {end}),  # the usual name, where no file says more
-        ({"tokenizer_config": {"eos_token": "<|im_end|>"}}, done, {done}),
-        ({"tokenizer_config": {"eos_token": {"content": "<|im_end|>"}}}, done, {done}),
-        ({"generation_config": {"eos_token_id": [done, asks]}}, done, {done, asks}),
-        ({"config": {"eos_token_id": done}}, done, {done}),
-        (
-            {
-                "tokenizer_config": {"eos_token": "<|im_end|>"},
-                "generation_config": {"eos_token_id": [end, done], "bos_token_id": asks},
-                "config": {"eos_token_id": asks},
-            },
-            done,
-            {end, done},
-        ),
-    ]
-    for number, (files, end_id, stop_ids) in enumerate(cases):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        tokenizer = copy_with(model_folder, folder, **files)
-        assert (tokenizer.end_id, tokenizer.stop_ids) == (end_id, stop_ids), files
-    assert tokenizer.bos_id == asks
+def test_a_row_that_has_ended_says_nothing_more_and_changes_no_other(case):
+    expected = case[-1]
+    stop = next(token for token in expected[1] if token not in expected[0] + expected[2])
+    end = expected[1].index(stop)
+    ended = expected[1][: end + 1] + [None] * (5 - end)
+    assert continued(case, temperature=0.0, stop={stop}) == [expected[0], ended, expected[2]]
 
 
-def test_a_chat_stops_where_its_template_ends_an_answer(model_folder, tmp_path):
-    end, done = ids(model_folder, "<|endoftext|>", "<|im_end|>")
-    tokenizer = copy_with(model_folder, tmp_path)
-    (tmp_path / "chat_template.jinja").write_text(CHATML)
-    assert tokenizer.stop_ids == {end}
-    assert load_template("auto", tokenizer).stop_ids == {end, done}
-    assert load_template("plain", tokenizer).stop_ids == {end}
+def test_each_token_is_drawn_anew_and_the_seed_decides(case):
+    flat = dict(temperature=1e6)  # every token equally likely: equal ones mean equal draws
+    first = continued(case, seed=1, **flat)
+    assert first == continued(case, seed=1, **flat) != continued(case, seed=2, **flat)
+    assert all(len(set(row)) > 2 for row in first)
+    assert len(set(map(tuple, first))) == 3
 
 
-def test_a_prompt_is_the_conversation_as_it_was_trained_up_to_the_answer(model_folder):
-    talk = [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": "Hello"},
-        {"role": "assistant", "content": "I am"},
-        {"role": "user", "content": "who?"},
-    ]
-    answer = {"role": "assistant", "content": "a model"}
-    for tokenizer in (
-        load_tokenizer(str(model_folder / "tokenizer.json")),
-        load_tokenizer("bytes"),
-    ):
-        template = load_template("auto", tokenizer)
-        prompt, whole = template.prompt(talk), template.encode([*talk, answer])
-        np.testing.assert_array_equal(whole.tokens[: len(prompt)], prompt)
-        assert whole.weights[: len(prompt)].sum() == len(tokenizer.encode("I am")) + 1
-        assert whole.weights[len(prompt)] == 1
+def shares(probs, temperature=1.0, top_k=0, top_p=1.0):
+    """How often each token is drawn from these probabilities, and the order of rows' draws."""
+    logits = jnp.log(jnp.tile(jnp.array(probs), (ROWS, 1)))
+    drawn = sample_tokens(
+        logits, jax.random.key(0), temperature=temperature, top_k=top_k, top_p=top_p
+    )
+    assert drawn.shape == (ROWS,) and drawn.dtype == jnp.int32
+    return np.bincount(np.asarray(drawn), minlength=len(probs)) / ROWS
 
 
-def scripted(monkeypatch, answers: list[str], tokenizer) -> list[str]:
-    """Let the model say `answers`, one call each, every one ended; returns what it was asked."""
-    asked, said = [], iter(answers)
-
-    def tokens(self, prompts, *, max_new_tokens, stop, seed):
-        asked.extend(tokenizer.decode(prompt, show_special=True) for prompt in prompts)
-        made = [*tokenizer.encode(next(said)), tokenizer.end_id]
-        assert tokenizer.end_id in stop
-        for token in made:
-            yield [int(token)] * len(prompts)
-
-    monkeypatch.setattr(Decoder, "tokens", tokens)
-    return asked
-
-
-def test_a_talk_keeps_its_turns_until_a_new_one(run_dir, monkeypatch, capsys):
-    tokenizer = load_tokenizer(str(run_dir / "tokenizer" / "tokenizer.json"))
-    asked = scripted(monkeypatch, ["I am", "a model", "Hello"], tokenizer)
-    monkeypatch.setattr("sys.stdin", io.StringIO("Hello\n\nwho?\n/new\nyou\n"))
-    assert generate.main([str(run_dir), "--chat", "--system", "Be brief."]) == 0
-    assert capsys.readouterr().out == "I am\na model\nHello\n"
-    turn = lambda role, text: f"<|im_start|>{role}\n{text}<|im_end|>\n"
-    start, opened = turn("system", "Be brief."), "<|im_start|>assistant\n"
-    assert asked == [
-        start + turn("user", "Hello") + opened,
-        start + turn("user", "Hello") + turn("assistant", "I am") + turn("user", "who?") + opened,
-        start + turn("user", "you") + opened,
-    ]
-
-
-def test_answers_to_a_file_can_be_trained_on(run_dir, tmp_path, capsys):
-    asks, out = tmp_path / "asks.jsonl", tmp_path / "answers.jsonl"
-    said = [{"role": "user", "content": "Hello"}]
-    asks.write_text(json.dumps({"prompt": "who?"}) + "\n" + json.dumps({"messages": said}) + "\n")
-    flags = [str(run_dir), "--chat", "--prompt_file", str(asks), "--max_new_tokens=3"]
-    assert generate.main([*flags, "--out", str(out), "--batch_size=1"]) == 0
-    answers = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [[m["role"] for m in answer["messages"]] for answer in answers] == [
-        ["user", "assistant"]
-    ] * 2
-    assert answers[1]["messages"][0] == said[0]
-    assert {answer["finish_reason"] for answer in answers} <= {"stop", "length"}
-    with pytest.raises(ConfigError, match="never overwritten"):
-        generate.main([*flags, "--out", str(out)])
-
-
-def test_special_tokens_are_shown_on_request(run_dir, monkeypatch, capsys):
-    tokenizer = load_tokenizer(str(run_dir / "tokenizer" / "tokenizer.json"))
-    scripted(monkeypatch, ["I am", "I am"], tokenizer)
-    generate.main([str(run_dir), "--prompt", "Hello"])
-    generate.main([str(run_dir), "--prompt", "Hello", "--show_special"])
-    assert capsys.readouterr().out == "HelloI am\nHelloI am<|im_end|>\n"
+PROBS = (0.05, 0.5, 0.15, 0.3)
 
 
 @pytest.mark.parametrize(
-    ("lines", "flags", "error"),
-    [
-        ('{"text": "a"}', [], "asks.jsonl:1 has no text 'prompt'"),
-        ('{"messages": [{"role": "assistant", "content": "a"}]}', ["--chat"], "does not end with"),
-        ('{"messages": []}', [], "has no text 'prompt'"),
-        ("{", [], "asks.jsonl:1"),
-    ],
+    ("settings", "expected"),
+    {
+        "all": ({}, PROBS),
+        "temperature": (dict(temperature=0.5), np.square(PROBS) / np.square(PROBS).sum()),
+        "the likeliest": (dict(temperature=0.0), (0, 1, 0, 0)),
+        "top 1": (dict(top_k=1), (0, 1, 0, 0)),
+        "top 2": (dict(top_k=2), (0, 0.5 / 0.8, 0, 0.3 / 0.8)),
+        "top 3": (dict(top_k=3), (0, 0.5 / 0.95, 0.15 / 0.95, 0.3 / 0.95)),
+        "top 4 of 4": (dict(top_k=4), PROBS),
+        "more than there are": (dict(top_k=9), PROBS),
+        # 0.5 alone does not reach 0.6: the token that crosses it belongs to the nucleus.
+        "p crossed by the second": (dict(top_p=0.6), (0, 0.5 / 0.8, 0, 0.3 / 0.8)),
+        "p reached by the first": (dict(top_p=0.45), (0, 1, 0, 0)),
+        "p crossed by the third": (dict(top_p=0.9), (0, 0.5 / 0.95, 0.15 / 0.95, 0.3 / 0.95)),
+        # Of the two that top_k leaves the first has 0.625 of the probability.
+        "p after k": (dict(top_k=2, top_p=0.6), (0, 1, 0, 0)),
+        "p after temperature": (dict(temperature=0.5, top_p=0.6), (0, 1, 0, 0)),
+    }.values(),
 )
-def test_bad_prompts_are_named_before_weights_are_read(run_dir, tmp_path, lines, flags, error):
-    (tmp_path / "asks.jsonl").write_text(lines + "\n")
-    with pytest.raises(ConfigError, match=error):
-        generate.main([str(run_dir), "--prompt_file", str(tmp_path / "asks.jsonl"), *flags])
+def test_tokens_are_drawn_with_the_probabilities_that_the_settings_name(settings, expected):
+    found = shares(PROBS, **settings)
+    assert set(np.flatnonzero(found)) == set(np.flatnonzero(expected))
+    np.testing.assert_allclose(found, expected, atol=0.015)  # four standard errors
 
 
-def test_an_exported_model_says_where_its_texts_begin_and_end(run_dir, model_folder, tmp_path):
-    assert convert(["to-hf", str(run_dir), str(tmp_path / "out")]) == 0
-    written = json.loads((tmp_path / "out" / "config.json").read_text())
-    begin, end = ids(model_folder, "<|endoftext|>", "<|im_end|>")
-    assert (written["bos_token_id"], written["eos_token_id"]) == (begin, end)
-    generation = json.loads((tmp_path / "out" / "generation_config.json").read_text())
-    assert generation == {"bos_token_id": begin, "eos_token_id": end}
+def test_rows_are_cut_each_by_its_own_probabilities():
+    logits = jnp.log(jnp.array([PROBS, PROBS[::-1]] * (ROWS // 2)))
+    for settings in (dict(top_k=1, top_p=1.0), dict(top_k=0, top_p=0.4)):
+        drawn = sample_tokens(logits, jax.random.key(0), temperature=1.0, **settings)
+        np.testing.assert_array_equal(drawn, [1, 2] * (ROWS // 2))
 
 
-def test_a_run_without_a_checkpoint_says_so(run_dir, tmp_path):
-    (tmp_path / "checkpoints").mkdir()
-    (tmp_path / "config.toml").write_text((run_dir / "config.toml").read_text())
-    with pytest.raises(ConfigError, match=r"has no checkpoint: .* --resume") as refused:
-        generate.main([str(tmp_path)])
-    assert "--step" not in str(refused.value)
+def test_prompts_fill_the_positions_of_the_model_and_no_more():
+    found = [len(_prompt_problems(np.arange(length), 16, 4)) for length in (12, 3, 13, 0)]
+    assert found == [0, 0, 1, 1]
+
+
+def test_a_file_of_prompts_is_one_prompt_a_line(tmp_path):
+    file = tmp_path / "prompts.txt"
+    file.write_text("first\n second \nthird")
+    config = GenerateConfig(run="none", prompt_file=str(file))
+    texts = lambda config: [request["prompt"] for request in config.requests()]
+    assert texts(config) == ["first", " second ", "third"]
+    assert texts(dataclasses.replace(config, prompt_file="")) == ["\n"]
+
+
+class Utf8:
+    """A tokenizer of bytes, in which a character may take several tokens."""
+
+    stop_ids = frozenset()
+
+    def decode(self, tokens, *, show_special):
+        return bytes(tokens).decode(errors="replace")
+
+
+class Scripted:
+    """A model whose next tokens of each prompt are given."""
+
+    def __init__(self, steps):
+        self.tokens = lambda prompts, **settings: iter(steps)
+
+
+def printed(steps, prompts, capsys) -> str:
+    writer = Writer(GenerateConfig(run="none"), Scripted(steps), Utf8(), None)
+    _print(writer, [{"prompt": prompt} for prompt in prompts], prompts, batch_size=8)
+    return capsys.readouterr().out
+
+
+def test_what_is_printed_is_prompt_and_text_however_characters_are_cut(capsys):
+    text = "naïve 漢字 ok"
+    one = ([token] for token in [*text.encode(), None])
+    assert printed(one, ["say: "], capsys) == f"say: {text}\n"
+    cut = ([token] for token in "漢".encode()[:2])
+    assert printed(cut, ["say: "], capsys) == "say: \ufffd\n"
+    two = zip(b"abc", [*b"x", None, None], strict=True)
+    assert printed(map(list, two), ["1:", "2:"], capsys) == "--- 1 ---\n1:abc\n\n--- 2 ---\n2:x\n\n"

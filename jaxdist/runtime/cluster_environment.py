@@ -46,6 +46,8 @@ class JoinPlan:
         local_process_id: of this process on its host.
         local_device_ids: positions among the visible GPUs that this process takes; None: all.
         attempt: how often the job has been restarted.
+        token: what only processes of this job and attempt know, or at least no other job has:
+            `JAXDIST_JOB_TOKEN`, else the scheduler's name of the job.
     """
 
     source: str = "alone"
@@ -57,6 +59,7 @@ class JoinPlan:
     local_process_id: int = 0
     local_device_ids: tuple[int, ...] | None = None
     attempt: int = 0
+    token: str = dataclasses.field(default="", repr=False)
 
 
 def resolve(
@@ -83,7 +86,11 @@ def resolve(
     if plan.num_processes == 1:
         return dataclasses.replace(plan, coordinator_address="")
     _check(plan)
-    return dataclasses.replace(plan, local_device_ids=_local_devices(environ, plan, num_gpus))
+    return dataclasses.replace(
+        plan,
+        local_device_ids=_local_devices(environ, plan, num_gpus),
+        token=environ.get("JAXDIST_JOB_TOKEN", plan.token),
+    )
 
 
 def visible_gpus(environ: Mapping[str, str]) -> list[str] | None:
@@ -256,14 +263,12 @@ def _from_open_mpi(environ: Mapping[str, str]) -> JoinPlan | None:
         num_hosts=1 if num_processes == num_local_processes else 0,
         num_local_processes=num_local_processes,
         local_process_id=_number(environ, "OMPI_COMM_WORLD_LOCAL_RANK", 0),
+        token=_open_mpi_job(environ),
     )
 
 
 def _open_mpi_coordinator(environ: Mapping[str, str], one_host: bool) -> str:
-    # Open MPI 4 names the mpirun process in orte_hnp_uri, Open MPI 5 the job in PMIX_NAMESPACE;
-    # either makes a port that two jobs on one host do not share.
-    job = environ.get("OMPI_MCA_orte_hnp_uri", "") or environ.get("PMIX_NAMESPACE", "")
-    port = _port_of(job)
+    port = _port_of(_open_mpi_job(environ))
     if one_host:
         return f"127.0.0.1:{port}"
     # mpirun runs on the first host in most set-ups, and rank 0 there too.
@@ -273,6 +278,11 @@ def _open_mpi_coordinator(environ: Mapping[str, str], one_host: bool) -> str:
         "mpirun started processes on several hosts and does not say where rank 0 is. "
         f"Run mpirun -x JAXDIST_COORDINATOR_ADDRESS=<host of rank 0>:{DEFAULT_PORT} ..."
     )
+
+
+def _open_mpi_job(environ: Mapping[str, str]) -> str:
+    """What two jobs on one host do not share: Open MPI 4's mpirun process, Open MPI 5's job."""
+    return environ.get("OMPI_MCA_orte_hnp_uri", "") or environ.get("PMIX_NAMESPACE", "")
 
 
 # --- SLURM ----------------------------------------------------------------------------------------
@@ -296,12 +306,11 @@ def _from_slurm(environ: Mapping[str, str]) -> JoinPlan | None:
     per_node = expand_counts(environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
     node = _number(environ, "SLURM_NODEID", 0)
     coordinator = _given_coordinator(environ)
+    name = f"{environ['SLURM_JOB_ID']}.{environ.get('SLURM_STEP_ID', '0')}.{attempt}"
     if not coordinator:
         # Not jax's choice of port (job id alone): two steps of a job, or a restart next to a
         # process that lingers, would meet on it, and gRPC's SO_REUSEPORT lets them.
-        step = environ.get("SLURM_STEP_ID", "0")
-        port = _port_of(f"{environ['SLURM_JOB_ID']}.{step}.{attempt}")
-        coordinator = f"{hosts[0]}:{port}"
+        coordinator = f"{hosts[0]}:{_port_of(name)}"
     return JoinPlan(
         source=f"SLURM job {environ['SLURM_JOB_ID']}",
         num_processes=num_processes,
@@ -311,6 +320,7 @@ def _from_slurm(environ: Mapping[str, str]) -> JoinPlan | None:
         num_local_processes=per_node[node] if node < len(per_node) else 0,
         local_process_id=_number(environ, "SLURM_LOCALID", 0),
         attempt=attempt,
+        token=name,
     )
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import importlib.metadata
+import json
 import logging
 import os
 import platform as machine
@@ -14,6 +16,7 @@ import socket
 import subprocess
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxdist.core.settings import ConfigError
@@ -27,6 +30,8 @@ from jaxdist.runtime.rendezvous import wait_for_all
 
 if TYPE_CHECKING:
     import jax
+
+    from jaxdist.runtime.signals import Preemption
 
 log = logging.getLogger("jaxdist")
 
@@ -102,16 +107,30 @@ class Job:
         return "\n".join(columns([head, *rows], left=len(head)))
 
 
-def join(settings: RuntimeConfig | None = None, environ: Mapping[str, str] | None = None) -> Job:
+def join(
+    settings: RuntimeConfig | None = None,
+    environ: Mapping[str, str] | None = None,
+    *,
+    same: Mapping[str, str] | None = None,
+    stop: Preemption | None = None,
+) -> Job:
     """Find this process's place, connect it to the others, and start its devices.
 
     In this order: read the environment, wait until all processes are there, connect them, compare
-    versions and GPUs, start devices, compare devices. Nothing is computed before all of it agrees.
+    versions, code, settings and GPUs, start devices, compare devices. Nothing is computed before
+    all of it agrees.
+
+    Args:
+        settings: how to join.
+        environ: of this process; default: its own.
+        same: name -> text of every setting that must be equal in all processes.
+        stop: requests to stop, which end the wait for other processes at once.
 
     Raises:
         ConfigError: in every process alike, naming the hosts and the fix.
         RendezvousError: processes are missing, or the coordinator's port is taken. A restart may
             succeed.
+        SystemExit: asked to stop before all processes were there; code 75.
     """
     environ = os.environ if environ is None else environ
     # Numbers in CUDA_VISIBLE_DEVICES then mean what nvidia-smi prints.
@@ -121,8 +140,10 @@ def join(settings: RuntimeConfig | None = None, environ: Mapping[str, str] | Non
     plan = resolve(environ, settings, num_gpus=len(gpus))
     if plan.num_processes > 1:
         plan = _one_slice(plan, gpus)
-        _connect(plan, settings, on_cpu=not gpus)
+        with stop.at_once() if stop else contextlib.nullcontext():
+            _connect(plan, settings, on_cpu=not gpus)
         watch_failures()
+    _check_settings(dict(same or {}), settings.join_timeout_s)
     return _start_devices(plan, gpus, settings.join_timeout_s)
 
 
@@ -131,7 +152,7 @@ def _connect(plan: JoinPlan, settings: RuntimeConfig, *, on_cpu: bool) -> None:
 
     # An abort of jax's C++ threads would leave a core file of 300 MB per CPU process.
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
-    host, port = plan.coordinator_address.rsplit(":", 1)
+    host = plan.coordinator_address.rsplit(":", 1)[0]
     if on_cpu:
         _check_gloo_address(plan)
     if "NCCL_DEBUG" not in os.environ:
@@ -140,14 +161,14 @@ def _connect(plan: JoinPlan, settings: RuntimeConfig, *, on_cpu: bool) -> None:
     jax.config.update("jax_check_proxy_envs", False)
     name = "no_grpc_proxy"  # lower case is how gRPC spells it
     os.environ[name] = ",".join(part for part in (os.environ.get(name), host) if part)
-    wait_for_all(plan, settings.join_timeout_s)
+    bind_address = wait_for_all(plan, settings.join_timeout_s)
     jax.distributed.initialize(
         plan.coordinator_address,
         plan.num_processes,
         plan.process_id,
         local_device_ids=list(plan.local_device_ids or ()),
         cluster_detection_method="deactivate",
-        coordinator_bind_address=plan.coordinator_address if is_loopback(host) else f"[::]:{port}",
+        coordinator_bind_address=bind_address,
         initialization_timeout=settings.join_timeout_s,
         heartbeat_timeout_seconds=settings.heartbeat_timeout_s,
         shutdown_timeout_seconds=60,  # processes end within a save of each other
@@ -257,10 +278,16 @@ def _start_devices(plan: JoinPlan, gpus: list[str], timeout_s: int) -> Job:
     )
 
 
+_EQUAL_PACKAGES = (
+    *("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "jaxdist"),
+    *("nvidia-nccl-cu12", "nvidia-nccl-cu13"),
+)
+
+
 def versions() -> dict[str, str]:
-    """Versions that must be equal in all processes, and Python's."""
-    packages = ("jax", "jaxlib", "jaxdist", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
-    return {"python": machine.python_version(), **installed_versions(packages)}
+    """Versions that must be equal in all processes, and Python's; of jaxdist's code a digest."""
+    found = {"python": machine.python_version(), "jaxdist's code": _digest_of_code()}
+    return {**found, **installed_versions(_EQUAL_PACKAGES)}
 
 
 def installed_versions(packages: Iterable[str]) -> dict[str, str]:
@@ -270,6 +297,38 @@ def installed_versions(packages: Iterable[str]) -> dict[str, str]:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[package] = importlib.metadata.version(package)
     return found
+
+
+def _digest_of_code() -> str:
+    """Of every source file of the package: an edited checkout has the version of the original."""
+    root = Path(__file__).parents[1]
+    digest = hashlib.sha256()
+    for file in sorted(root.rglob("*.py")):
+        digest.update(f"{file.relative_to(root)}\n".encode() + file.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def _check_settings(same: dict[str, str], timeout_s: int) -> None:
+    """Refuse settings that differ between processes; only digests travel where they are equal."""
+    text = json.dumps(same, sort_keys=True)
+    if len(set(gather("settings", hashlib.sha256(text.encode()).hexdigest(), timeout_s))) == 1:
+        return
+    everyone = gather("different settings", {"host": socket.gethostname(), "same": same}, timeout_s)
+    problems = []
+    for name in sorted({name for said in everyone for name in said["same"]}):
+        values = [said["same"].get(name, "(nothing)") for said in everyone]
+        common = Counter(values).most_common(1)[0][0]
+        odd = [i for i, value in enumerate(values) if value != common]
+        if odd:
+            which = ", ".join(
+                f"{values[i]} in process {i} on {everyone[i]['host']}" for i in odd[:4]
+            )
+            problems.append(
+                f"{name} differs between processes: {common} in {len(everyone) - len(odd)}, but "
+                f"{which}{' ...' if len(odd) > 4 else ''}. Start all processes with the same "
+                "flags and the same --config file."
+            )
+    raise ConfigError(problems)
 
 
 def _check_processes(everyone: list[dict[str, Any]]) -> None:

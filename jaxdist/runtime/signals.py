@@ -7,14 +7,17 @@ Ctrl-C ends the process at once.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
 import threading
+from collections.abc import Iterator
 from types import FrameType
+from typing import NoReturn
 
 from jaxdist.runtime.coordination import service
-from jaxdist.runtime.entry_point import EXIT_INTERRUPTED
+from jaxdist.runtime.entry_point import EXIT_INTERRUPTED, EXIT_PREEMPTED
 
 NOTICES = (signal.SIGTERM, signal.SIGUSR1)
 """Signals that ask for a save and an end: schedulers send TERM, our SLURM scripts USR1."""
@@ -32,6 +35,7 @@ class Preemption:
         self._calls = 0  # to the service, by all processes alike
         self._shared = False  # the other processes are told; alone, there are none
         self._agreed = False
+        self._at_once = False
         for number in NOTICES:
             # Once connected, SIGTERM belongs to jax's coordination service; see _share.
             if number != signal.SIGTERM or not service.has_stop_service():
@@ -60,6 +64,29 @@ class Preemption:
                 signal.signal(signal.SIGTERM, self._remember)
         return self._agreed
 
+    @contextlib.contextmanager
+    def at_once(self) -> Iterator[None]:
+        """While processes wait for each other: a request to stop ends the command, 75, by itself.
+
+        There is nothing to save yet, and nobody to agree on a step with.
+        """
+        self._at_once = True
+        try:
+            if self._noticed:
+                self._end()
+            yield
+        finally:
+            self._at_once = False
+
+    def _end(self) -> NoReturn:
+        print(
+            "asked to stop before all processes of the job were there: nothing was started. "
+            "Start the same command again.",
+            file=sys.stderr,
+            flush=True,
+        )
+        raise SystemExit(EXIT_PREEMPTED)
+
     def _share(self) -> bool:
         """Whether there are other processes to tell; what came before they were is told now.
 
@@ -76,6 +103,8 @@ class Preemption:
 
     def _remember(self, number: int, _: FrameType | None) -> None:
         self._noticed = True
+        if self._at_once:
+            self._end()
         if self._shared and not self._agreed and number != signal.SIGTERM:
             os.kill(os.getpid(), signal.SIGTERM)
 

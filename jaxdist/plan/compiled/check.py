@@ -37,7 +37,7 @@ from jaxdist.core.settings import write_toml
 from jaxdist.plan.compiled.collectives import Collective
 from jaxdist.plan.hardware import Cluster
 
-INSTALL = "pip install 'jaxdist[plan]'"
+INSTALL = "pip install -c constraints.txt -e '.[plan]'"
 """Brings the compiler: no GPU, driver or CUDA installation is needed."""
 
 _MODULES = ("jax_plugins.xla_cuda13", "jax_cuda13_plugin")

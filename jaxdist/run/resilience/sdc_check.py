@@ -40,8 +40,10 @@ class CorruptState(RuntimeError):
 
     exit_code = runtime.EXIT_SDC
     advice = (
-        "take the device out of use or test it, then start the same command again: checkpoints up "
-        "to the last good check are good (resilience.sdc_policy=rollback resumes by itself)"
+        "did all processes have the same data and, if the model or the data are code of yours, the "
+        "same code? (settings and jaxdist's code were compared at the start.) If so, take the "
+        "device out of use or test it, then start the same command again: checkpoints up to the "
+        "last good check are good (resilience.sdc_policy=rollback resumes by itself)"
     )
 
 

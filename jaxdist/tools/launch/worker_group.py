@@ -35,6 +35,8 @@ class Placement:
         coordinator_address: host:port of the first process.
         num_hosts: hosts, where several launchers share one; 0: as many as launchers.
         visible_gpus: `CUDA_VISIBLE_DEVICES` of the processes; empty: as the launcher sees it.
+        token: by which the processes of this attempt know each other; empty: what the environment
+            has in `JAXDIST_JOB_TOKEN`.
     """
 
     nproc_per_node: int
@@ -43,12 +45,15 @@ class Placement:
     coordinator_address: str
     num_hosts: int = 0
     visible_gpus: str = ""
+    token: str = ""
 
     def environ(self, local_process_id: int, attempt: int) -> dict[str, str]:
         """The variables from which `runtime.resolve` makes this process's `JoinPlan`."""
         shown = {"CUDA_VISIBLE_DEVICES": self.visible_gpus} if self.visible_gpus else {}
+        known = {"JAXDIST_JOB_TOKEN": self.token} if self.token else {}
         return {
             **shown,
+            **known,
             "JAXDIST_COORDINATOR_ADDRESS": self.coordinator_address,
             "JAXDIST_NUM_PROCESSES": str(self.nproc_per_node * self.nnodes),
             "JAXDIST_PROCESS_ID": str(self.node_rank * self.nproc_per_node + local_process_id),
