@@ -392,6 +392,7 @@ def _did_you_mean(given: str, known: Iterable[str], spell: Callable[[str], str] 
         last = given.rsplit(".", 1)[-1]
         by_last = {name: name.rsplit(".", 1)[-1] for name in known}
         close = [name for name, end in by_last.items() if end == last]
+        close = close or [name for name, end in by_last.items() if last in end.split("_")]
         close = close or [n for n, e in by_last.items() if len(last) > 3 and (last in e)]
         if not close:
             ends = difflib.get_close_matches(last, set(by_last.values()), n=1, cutoff=0.75)

@@ -409,7 +409,7 @@ class Monitor:
                 shown,
                 total_steps=self.total_steps,
                 unit=unit,
-                convention=self.throughput.convention,
+                num_devices=self.throughput.num_devices,
                 eta_s=eta_s,
                 metrics=metrics,
             )
