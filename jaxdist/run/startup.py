@@ -8,6 +8,8 @@ import tomllib
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
+import jax.numpy as jnp
+
 from jaxdist.checkpoint import Checkpointer
 from jaxdist.config import RunConfig
 from jaxdist.core.parallel.pipeline.config import describe
@@ -112,8 +114,10 @@ def _raised_rate(parts: Parts, stored: Mapping[str, Any], step: int) -> str:
     if not step or not total or not batch or total == now.train.steps:
         return ""
     before = OptimConfig(**stored["optim"])
-    was = float(make_schedule(before, total_steps=total, global_batch_size=batch)(step - 1))
-    rate = float(parts.schedule(step))
+    was = float(
+        make_schedule(before, total_steps=total, global_batch_size=batch)(jnp.int32(step - 1))
+    )
+    rate = float(parts.schedule(jnp.int32(step)))
     if step <= now.optim.warmup_steps or rate <= was * _SAME_RATE:
         return ""
     keep = f"set --optim.decay-steps {max(1, total - now.optim.warmup_steps)}"
