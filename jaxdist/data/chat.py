@@ -17,11 +17,12 @@ what the assistant says and on the token that ends it, 0 everywhere else.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -45,36 +46,6 @@ class Weighted(NamedTuple):
 
 class BadRecord(ValueError):
     """What is wrong with a record; the caller adds the file and line."""
-
-
-class ChatTemplate(Protocol):
-    """How a conversation is written down.
-
-    Attributes:
-        name: for the log.
-        fingerprint: changes whenever the same conversation could be written in another way.
-        stop_ids: tokens that end an answer.
-    """
-
-    name: str
-    fingerprint: str
-    stop_ids: frozenset[int]
-
-    def encode(self, messages: Sequence[Message]) -> Weighted:
-        """Tokens and weights [length] of a conversation (see `checked_messages`).
-
-        Raises:
-            BadRecord: the conversation does not fit the template.
-        """
-        ...
-
-    def prompt(self, messages: Sequence[Message]) -> np.ndarray:
-        """Tokens uint32 [length] of a conversation, up to where the assistant's answer begins.
-
-        Raises:
-            BadRecord: the conversation does not fit the template.
-        """
-        ...
 
 
 def checked_messages(record: dict[str, Any], *, answered: bool = True) -> list[Message]:
@@ -141,9 +112,12 @@ def encode_completion(record: dict[str, Any], tokenizer: Tokenizer) -> Weighted:
 
 
 class PlainTemplate:
-    """Roles in angle brackets on lines of their own; the module's docstring shows it."""
+    """Roles in angle brackets on lines of their own; the module's docstring shows it.
 
-    name = "plain"
+    Attributes:
+        fingerprint: changes whenever the same conversation could be written in another way.
+    """
+
     fingerprint = "plain-1"
 
     def __init__(self, tokenizer: Tokenizer):
@@ -152,7 +126,10 @@ class PlainTemplate:
         self.stop_ids = tokenizer.stop_ids
 
     def encode(self, messages: Sequence[Message]) -> Weighted:
-        """See `ChatTemplate`; answers are tokenised apart, as they are generated."""
+        """Tokens and weights [length] of a conversation (see `checked_messages`).
+
+        Answers are tokenised apart, as they are generated.
+        """
         texts, answers = [""], []
         for number, message in enumerate(messages):
             texts[-1] += f"{chr(10) * (number > 0)}<|{message['role']}|>\n"
@@ -169,7 +146,7 @@ class PlainTemplate:
         return _joined(parts)
 
     def prompt(self, messages: Sequence[Message]) -> np.ndarray:
-        """See `ChatTemplate`."""
+        """Tokens uint32 [length] of a conversation, up to where the assistant's answer begins."""
         return self.encode([*messages, {"role": "assistant", "content": ""}]).tokens[:-1]
 
 
@@ -197,7 +174,11 @@ class JinjaTemplate:
         self.stop_ids = tokenizer.stop_ids | self._answer_ends()
 
     def encode(self, messages: Sequence[Message]) -> Weighted:
-        """See `ChatTemplate`."""
+        """Tokens and weights [length] of a conversation (see `checked_messages`).
+
+        Raises:
+            BadRecord: the conversation does not fit the template.
+        """
         text = self._rendered(messages)
         spans = [
             self._span(text, messages, number)
@@ -216,7 +197,11 @@ class JinjaTemplate:
         return Weighted(tokens, weights)
 
     def prompt(self, messages: Sequence[Message]) -> np.ndarray:
-        """See `ChatTemplate`."""
+        """Tokens uint32 [length] of a conversation, up to where the assistant's answer begins.
+
+        Raises:
+            BadRecord: the conversation does not fit the template.
+        """
         return self._tokenizer.encode(self._rendered(messages, asks=True))
 
     def _answer_ends(self) -> frozenset[int]:
@@ -279,12 +264,13 @@ class JinjaTemplate:
             ) from None
 
 
+ChatTemplate: TypeAlias = PlainTemplate | JinjaTemplate
+
+
 def load_template(name: str, tokenizer: Tokenizer) -> ChatTemplate:
     """The template that `data.chat_template` names.
 
-    Args:
-        name: "auto" = the tokenizer's own if there is one, else plain; "plain"; or a file's path.
-        tokenizer: what conversations are tokenised with.
+    It is "auto" (the tokenizer's own if there is one, else plain), "plain", or a file's path.
 
     Raises:
         ConfigError: no such file, a broken template, or a tokenizer it cannot be used with.
@@ -293,10 +279,8 @@ def load_template(name: str, tokenizer: Tokenizer) -> ChatTemplate:
         return PlainTemplate(tokenizer)
     if not isinstance(tokenizer, FileTokenizer):
         raise ConfigError(
-            [
-                f"data.chat_template={name!r} with tokenizer {tokenizer.name!r}: a template's "
-                "special tokens are those of a tokenizer.json. Set data.tokenizer, or use plain."
-            ]
+            f"data.chat_template={name!r} with tokenizer {tokenizer.name!r}: a template's "
+            "special tokens are those of a tokenizer.json. Set data.tokenizer, or use plain."
         )
     folder = Path(tokenizer.name).parent
     variables = token_texts(tokenizer.settings)
@@ -305,24 +289,15 @@ def load_template(name: str, tokenizer: Tokenizer) -> ChatTemplate:
         return JinjaTemplate(path.read_text("utf-8"), str(path), tokenizer, variables)
     if name != "auto":
         raise ConfigError(
-            [
-                f"data.chat_template={name!r} is not a file: it is auto, plain, or the path of a "
-                "Jinja template. Check the path."
-            ]
+            f"data.chat_template={name!r} is not a file: it is auto, plain, or the path of a "
+            "Jinja template. Check the path."
         )
-    source = _own_template(tokenizer.settings)
-    if source is None:
+    source = tokenizer.settings.get("chat_template")
+    if isinstance(source, list):  # several by name
+        source = {entry.get("name"): entry.get("template") for entry in source}.get("default")
+    if not isinstance(source, str):
         return PlainTemplate(tokenizer)
     return JinjaTemplate(source, f"of {folder / 'tokenizer_config.json'}", tokenizer, variables)
-
-
-def _own_template(settings: dict[str, Any]) -> str | None:
-    """`chat_template`: a text, or several by name."""
-    found = settings.get("chat_template")
-    if isinstance(found, list):
-        named = {entry.get("name"): entry.get("template") for entry in found}
-        found = named.get("default")
-    return found if isinstance(found, str) else None
 
 
 def _compiled(source: str, name: str) -> Callable[..., str]:
@@ -343,23 +318,18 @@ def _compiled(source: str, name: str) -> Callable[..., str]:
     def raise_exception(message: str) -> None:
         raise jinja2.TemplateError(message)
 
-    def to_json(value: Any, **options: Any) -> str:
-        return json.dumps(value, ensure_ascii=False, **options)
-
     # Trimmed blocks and loop controls are what templates are written for.
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
     )
     environment.globals["raise_exception"] = raise_exception
-    environment.filters["tojson"] = to_json
+    environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
     try:
         return environment.from_string(source).render
     except jinja2.TemplateSyntaxError as error:
         raise ConfigError(
-            [
-                f"chat template {name} is broken (line {error.lineno}: {error.message}). Repair "
-                "it, or use data.chat_template=plain."
-            ]
+            f"chat template {name} is broken (line {error.lineno}: {error.message}). Repair "
+            "it, or use data.chat_template=plain."
         ) from None
 
 
@@ -373,10 +343,8 @@ def _end(tokenizer: Tokenizer) -> np.ndarray:
     """The end token, uint32 [1]."""
     if tokenizer.end_id is None:
         raise ConfigError(
-            [
-                f"tokenizer {tokenizer.name!r} has no end token that is known: a model could not "
-                "learn where an answer ends. Set data.eos_token to one of its tokens."
-            ]
+            f"tokenizer {tokenizer.name!r} has no end token that is known: a model could not "
+            "learn where an answer ends. Set data.eos_token to one of its tokens."
         )
     return np.array([tokenizer.end_id], np.uint32)
 

@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -28,11 +28,12 @@ TOKENIZER_FILES = (
 """What belongs to a tokenizer; wherever it is copied, those that there are go with it."""
 
 
-class Tokenizer(Protocol):
-    """What the data room and `generate` need of a tokenizer.
+class ByteTokenizer:
+    """Each UTF-8 byte is a token; byte 0, which text does not use, ends a document.
 
     Attributes:
         name: for logs: "bytes" or the file's path.
+        eos_token: the end token that the user asked for; "" = the tokenizer's own.
         vocab_size: one more than the largest token number.
         end_id: token put after each document, or None.
         bos_id: token that begins a text, or None; for models that are exported.
@@ -40,30 +41,8 @@ class Tokenizer(Protocol):
         fingerprint: changes whenever the same text could become other tokens.
     """
 
-    name: str
-    vocab_size: int
-    end_id: int | None
-    bos_id: int | None
-    stop_ids: frozenset[int]
-    fingerprint: str
-
-    def encode(self, text: str) -> np.ndarray:
-        """Tokens of a text, unsigned [n], without an end token."""
-        ...
-
-    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """`encode` of each text: one array [n] per text."""
-        ...
-
-    def decode(self, tokens: Iterable[int], *, show_special: bool = False) -> str:
-        """The text of tokens; special ones, such as the end, only with `show_special`."""
-        ...
-
-
-class ByteTokenizer:
-    """Each UTF-8 byte is a token; byte 0, which text does not use, ends a document."""
-
     name = "bytes"
+    eos_token = ""
     vocab_size = 256
     end_id: int | None = 0
     bos_id: int | None = None
@@ -71,7 +50,7 @@ class ByteTokenizer:
     fingerprint = "bytes-end0"
 
     def encode(self, text: str) -> np.ndarray:
-        """Tokens of a text, uint8 [n]."""
+        """Tokens of a text, uint8 [n], without an end token."""
         return np.frombuffer(text.encode("utf-8"), np.uint8)
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
@@ -91,7 +70,7 @@ class FileTokenizer:
     `generation_config.json` or `config.json`, then one of `END_TOKENS`. Generation stops at each
     token that one of the first three names.
 
-    Attributes:
+    Attributes, with those of `ByteTokenizer`:
         files: name -> content of the file and of those next to it.
         settings: what `tokenizer_config.json` holds.
     """
@@ -109,14 +88,12 @@ class FileTokenizer:
             self._inner: Any = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
         except OSError as error:
             raise ConfigError(
-                [f"tokenizer {str(path)!r} cannot be read: {error.strerror}. Check the path."]
+                f"tokenizer {str(path)!r} cannot be read: {error.strerror}. Check the path."
             ) from None
         except Exception as error:  # the library raises bare Exception for a broken file
             raise ConfigError(
-                [
-                    f"tokenizer {str(path)!r} is not a tokenizer.json of the tokenizers library "
-                    f"({_first_line(error)}). Use the file named tokenizer.json of a model."
-                ]
+                f"tokenizer {str(path)!r} is not a tokenizer.json of the tokenizers library "
+                f"({_first_line(error)}). Use the file named tokenizer.json of a model."
             ) from None
         # A stored truncation or padding would silently drop or add tokens of long documents.
         self._inner.no_truncation()
@@ -125,10 +102,8 @@ class FileTokenizer:
         if eos_token and eos_token not in vocab:
             known = [name for name in END_TOKENS if name in vocab] or "none of the usual ones"
             raise ConfigError(
-                [
-                    f"data.eos_token={eos_token!r} is not a token of {str(path)!r} (it has: "
-                    f"{known}). Use one of its tokens, or leave eos_token empty."
-                ]
+                f"data.eos_token={eos_token!r} is not a token of {str(path)!r} (it has: "
+                f"{known}). Use one of its tokens, or leave eos_token empty."
             )
         self.files = {**tokenizer_files(Path(path).parent), "tokenizer.json": content}
         self.settings = _table(self.files, "tokenizer_config.json", path)
@@ -151,7 +126,7 @@ class FileTokenizer:
         self.fingerprint = f"file-{digest}-end{self.end_id}"
 
     def encode(self, text: str) -> np.ndarray:
-        """Tokens of a text, uint32 [n]."""
+        """Tokens of a text, uint32 [n], without an end token."""
         return np.asarray(self._inner.encode(text, add_special_tokens=False).ids, np.uint32)
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
@@ -171,6 +146,9 @@ class FileTokenizer:
         return self._inner.decode([int(t) for t in tokens], skip_special_tokens=not show_special)
 
 
+Tokenizer: TypeAlias = ByteTokenizer | FileTokenizer
+
+
 def load_tokenizer(name: str, eos_token: str = "") -> Tokenizer:
     """The tokenizer that `data.tokenizer` names.
 
@@ -181,10 +159,8 @@ def load_tokenizer(name: str, eos_token: str = "") -> Tokenizer:
         return FileTokenizer(name, eos_token)
     if eos_token:
         raise ConfigError(
-            [
-                f'data.eos_token={eos_token!r} with tokenizer "bytes", which ends documents with '
-                "byte 0. Leave eos_token empty."
-            ]
+            f'data.eos_token={eos_token!r} with tokenizer "bytes", which ends documents with '
+            "byte 0. Leave eos_token empty."
         )
     return ByteTokenizer()
 
@@ -242,10 +218,8 @@ def train_bpe(texts: Iterable[str], vocab_size: int, path: str | Path) -> None:
 
     if vocab_size < 257:
         raise ConfigError(
-            [
-                f"--train-bpe {vocab_size}: a byte-level BPE holds 256 bytes and the end token. "
-                "Use at least 257, e.g. 8192."
-            ]
+            f"--train-bpe {vocab_size}: a byte-level BPE holds 256 bytes and the end token. "
+            "Use at least 257, e.g. 8192."
         )
     inner = Inner(models.BPE())
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

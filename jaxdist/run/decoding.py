@@ -107,7 +107,7 @@ class Decoder:
 
     def _new_cache(self, batch: int, max_len: int) -> Any:
         make = lambda: self._decoding.init_cache(batch, _round_up(max_len), self._dtype)
-        specs = jax.tree.map(self._layout.param_spec, self._decoding.cache_dims)
+        specs = self._layout.param_specs(self._decoding.cache_dims)
         return jax.jit(make, out_shardings=self._layout.shardings(specs))()
 
 
