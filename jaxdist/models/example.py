@@ -1,6 +1,6 @@
 """Your own Flax model on every mesh: a transformer of Flax's layers as a `Model` record.
 
-    python -m jaxdist.train --model=custom --model.factory=examples.custom_model:build
+    python -m jaxdist.train --model=custom --model.factory=jaxdist.models.example:build
 
 `dp` and `fsdp` split the rows of a batch. What `fsdp` and `tp` may split of the weights is said by
 naming their dims and, in `RULES`, each name's mesh axis. `tensor="auto"` leaves products over `tp`
