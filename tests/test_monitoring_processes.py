@@ -8,11 +8,13 @@ import types
 import jax.numpy as jnp
 import pytest
 
-from jaxdist.run.monitoring import Monitor, MonitoringConfig, RunDirectory, StepTimer, read_records
+from jaxdist.run.metrics_log import read_records
 from jaxdist.run.monitoring import gpu_stats as sensors_module
 from jaxdist.run.monitoring import monitor as monitor_module
+from jaxdist.run.monitoring.config import MonitoringConfig
 from jaxdist.run.monitoring.console import idle_lines
 from jaxdist.run.monitoring.gpu_stats import GpuStats
+from jaxdist.run.monitoring.monitor import Monitor
 from jaxdist.run.monitoring.stragglers import (
     StragglerDetector,
     find_stragglers,
@@ -20,6 +22,8 @@ from jaxdist.run.monitoring.stragglers import (
     summarise,
 )
 from jaxdist.run.monitoring.summary import Idle
+from jaxdist.run.monitoring.timers import StepTimer
+from jaxdist.run.run_directory import RunDirectory
 from jaxdist.run.step_report import StepReporter
 from jaxdist.runtime import coordination
 
