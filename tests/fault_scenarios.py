@@ -26,7 +26,7 @@ GUARDS = [
     "--resilience.spike_policy=stop",
     "--resilience.sdc_policy=stop",
     "--resilience.nonfinite_policy=stop",
-    "--monitoring.straggler_interval_steps=50",
+    "--monitoring.log_interval_steps=10",
     "--checkpoint.save_interval_steps=100",
 ]
 """Every guard, none of which may find anything in a sound run. `train.replica_norms` is left out:

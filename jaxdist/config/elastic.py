@@ -26,11 +26,6 @@ def fit_devices(config: RunConfig, num_devices: int, model: Model | None = None)
     Returned unchanged where `mesh.elastic` is off or no device is missing. Else `mesh.shape` and
     `mesh.reason` are those of the smaller mesh, which may take fewer devices than there are.
 
-    Args:
-        config: the run as asked for.
-        num_devices: devices of the whole job.
-        model: the built model, if it is.
-
     Raises:
         ConfigError: the mesh asked for is illegal, or none of so few devices is legal.
     """
@@ -55,14 +50,17 @@ def fit_devices(config: RunConfig, num_devices: int, model: Model | None = None)
                 ],
             )
         )
-    return _adapted(config, asked, spec, num_devices)
+    adapted = _with_batches(config, asked, spec)
+    reason = _reason(config, adapted, asked, spec, num_devices)
+    mesh = dataclasses.replace(config.mesh, shape=str(spec), reason=reason)
+    return dataclasses.replace(adapted, mesh=mesh)
 
 
 def legal_sizes(config: RunConfig, model: Model | None = None) -> list[int]:
     """Device counts with which an elastic run leaves no device idle; the mesh asked for is last."""
     asked = config.mesh.spec
     if asked is None:
-        raise ConfigError(["mesh.shape=auto has no sizes to shrink from. Give each axis a size."])
+        raise ConfigError("mesh.shape=auto has no sizes to shrink from. Give each axis a size.")
     fewer = shrunk_sizes(asked, lambda spec: _is_legal(config, asked, spec, model))
     return [*fewer, asked.num_devices]
 
@@ -72,14 +70,6 @@ def _is_legal(config: RunConfig, asked: MeshSpec, spec: MeshSpec, model: Model |
     if any(count % spec.num_replicas for count in rows):
         return False
     return not _with_batches(config, asked, spec).mesh_problems(spec, model)
-
-
-def _adapted(config: RunConfig, asked: MeshSpec, spec: MeshSpec, num_devices: int) -> RunConfig:
-    adapted = _with_batches(config, asked, spec)
-    mesh = dataclasses.replace(
-        config.mesh, shape=str(spec), reason=_reason(config, adapted, asked, spec, num_devices)
-    )
-    return dataclasses.replace(adapted, mesh=mesh)
 
 
 def _with_batches(config: RunConfig, asked: MeshSpec, spec: MeshSpec) -> RunConfig:

@@ -21,6 +21,7 @@ from jaxdist.core.sharding import MeshConfig
 from jaxdist.core.step import EvalConfig, TrainConfig
 from jaxdist.core.types import Model
 from jaxdist.data.config import DataConfig
+from jaxdist.data.images import is_cifar
 from jaxdist.models import DecoderConfig, ModelConfig, build
 from jaxdist.models.configs import DIM_SETTINGS
 from jaxdist.models.huggingface.directory import is_model, read_json
@@ -124,9 +125,7 @@ class RunConfig:
     def mesh_problems(self, spec: MeshSpec, model: Model | None = None) -> list[str]:
         """What the model, the batch and the sequence break on a mesh.
 
-        Args:
-            spec: the mesh.
-            model: the built model; needed for a custom one, whose dims are not known before.
+        A custom model must be built (`model`): its dims are not known before.
         """
         known = self.model if model is None else model
         if model is None and not known.dims:  # only the batch can be checked
@@ -150,10 +149,7 @@ class RunConfig:
     ) -> None:
         """Raise `ConfigError` with every problem of a mesh and up to three legal ones nearby.
 
-        Args:
-            spec: the mesh.
-            model: the built model, if it is.
-            num_devices: visible devices, or None when they are not known.
+        Without `num_devices`, those that are visible, their number is not checked.
         """
         problems = self._problems_with_fix(spec, model, num_devices)
         if problems:
@@ -171,11 +167,8 @@ class RunConfig:
 
         With `mesh.shape = "auto"`: `mesh_choice.default_mesh`, or the legal mesh nearest to it.
 
-        Args:
-            num_devices: visible devices of the whole job.
-            model: the built model, if it is.
-            memory_bytes: memory of one device, if the backend says.
-            needs: the estimate of a mesh's memory, where there is one; else the state alone counts.
+        `num_devices` and `memory_bytes` (of one device) are what the backend says. Without `needs`,
+        the estimate of a mesh's memory, the state alone counts.
 
         Raises:
             ConfigError: the mesh asked for is illegal, or no mesh of these devices is legal.
@@ -282,12 +275,12 @@ class RunConfig:
         )
         for source in data.sources:
             exists = source != "stdlib" and Path(source).expanduser().exists()
-            if reads == "text" and exists and _is_images(source):
+            if reads == "text" and is_cifar(source):
                 found.append(
                     f"data.sources has {source!r}, which holds images: a decoder reads text. "
                     "Use --model cnn, or a text source."
                 )
-            if reads == "images" and (source == "stdlib" or (exists and not _is_images(source))):
+            if reads == "images" and (source == "stdlib" or (exists and not is_cifar(source))):
                 found.append(
                     f"data.sources has {source!r}, which is not a CIFAR-10 folder: a cnn reads "
                     "images. Name the folder that holds data_batch_1, or use --model decoder."
@@ -354,10 +347,3 @@ class RunConfig:
         return legal_meshes(
             spec, num_devices, lambda other: self.mesh_problems(other, model), count
         )
-
-
-def _is_images(source: str) -> bool:
-    from jaxdist.data.images import is_cifar
-
-    path = Path(source).expanduser()
-    return path.is_dir() and is_cifar(path)

@@ -12,6 +12,8 @@ from typing import Any, Literal
 
 from jax.sharding import PartitionSpec as P
 
+from jaxdist.core.settings.schema import join_choices
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Workload:
@@ -86,21 +88,6 @@ class Traffic:
     times: int
 
 
-def _no_traffic(sizes: ActivationSizes) -> list[Traffic]:
-    del sizes
-    return []
-
-
-def _no_problems(size: int, workload: Workload) -> list[str]:
-    del size, workload
-    return []
-
-
-def _no_hooks(sequence_parallel: bool) -> dict[str, Any]:
-    del sequence_parallel
-    return {}
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Axis:
     """One axis of the device mesh, with all that the rest of the package asks of it.
@@ -142,9 +129,9 @@ class Axis:
     shrinks: bool = False
     complexity: int = 0
     divides: str = ""
-    problems: Callable[[int, Workload], list[str]] = _no_problems
-    traffic: Callable[[ActivationSizes], list[Traffic]] = _no_traffic
-    hooks: Callable[[bool], dict[str, Any]] = _no_hooks
+    problems: Callable[[int, Workload], list[str]] = lambda size, workload: []
+    traffic: Callable[[ActivationSizes], list[Traffic]] = lambda sizes: []
+    hooks: Callable[[bool], dict[str, Any]] = lambda sequence_parallel: {}
 
 
 def axes_of(spec: P) -> tuple[str, ...]:
@@ -172,10 +159,12 @@ def spec_over(spec: P, axes: tuple[str, ...]) -> P:
     return P(*kept)
 
 
+def divisors_of(number: int) -> list[int]:
+    """Whole numbers that divide it, ascending."""
+    return [d for d in range(1, number + 1) if number % d == 0]
+
+
 def allowed_sizes(size: int) -> str:
     """The divisors of a dim as text: `1, 2, 4 or 8`."""
-    divisors = [str(d) for d in range(1, min(size, 512) + 1) if size % d == 0]
-    if len(divisors) > 8:
-        return f"{', '.join(divisors[:7])} … {divisors[-1]}"
-    *others, last = divisors
-    return f"{', '.join(others)} or {last}" if others else last
+    sizes = [str(d) for d in range(1, min(size, 512) + 1) if size % d == 0]
+    return f"{', '.join(sizes[:7])} … {sizes[-1]}" if len(sizes) > 8 else join_choices(sizes)

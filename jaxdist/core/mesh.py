@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from jaxdist.core.axis import Axis
+from jaxdist.core.axis import Axis, divisors_of
 from jaxdist.core.parallel import axes
 from jaxdist.core.types import ConfigError
 
@@ -49,9 +49,8 @@ class MeshSpec:
     def parse(cls, text: str, num_devices: int | None = None) -> MeshSpec:
         """Read `dp=2,tp=4`; short or long names of axes, `-1` for the devices left over.
 
-        Args:
-            text: comma-separated `name=size`; axes not named have size 1; "" or "1" is one device.
-            num_devices: visible devices, for `resolve`; without it a `-1` stays open.
+        Axes that are not named have size 1; "" or "1" is one device. Without `num_devices`, those
+        that are visible, a `-1` stays open.
 
         Raises:
             ConfigError: with every problem of the text, not only the first.
@@ -85,11 +84,9 @@ class MeshSpec:
         rest = math.prod(size for _, size in self._sizes if size != _OPEN)
         if num_devices % rest:
             raise ConfigError(
-                [
-                    f"mesh {str(self)!r}: the sizes given multiply to {rest}, which does not "
-                    f"divide the {in_devices(num_devices)} that are visible. Choose sizes whose "
-                    f"product divides {num_devices}."
-                ]
+                f"mesh {str(self)!r}: the sizes given multiply to {rest}, which does not "
+                f"divide the {in_devices(num_devices)} that are visible. Choose sizes whose "
+                f"product divides {num_devices}."
             )
         return self.replace(
             **{name: num_devices // rest for name, size in self._sizes if size == _OPEN}
@@ -121,7 +118,7 @@ class MeshSpec:
             ConfigError: an axis is open.
         """
         if self.is_open:
-            raise ConfigError([f"mesh {self} has -1 but the number of devices is not known here."])
+            raise ConfigError(f"mesh {self} has -1 but the number of devices is not known here.")
         return math.prod(size for _, size in self._sizes)
 
     @property
@@ -165,10 +162,8 @@ class MeshSpec:
         elif num_devices % max(1, self.num_devices // self[rows]) == 0:
             fix = f"{rows.short}=-1 to use what is there, or {fix}"
         raise ConfigError(
-            [
-                f"mesh {self} needs {in_devices(self.num_devices)}, {num_devices} "
-                f"{'is' if num_devices == 1 else 'are'} visible. Set {fix}."
-            ]
+            f"mesh {self} needs {in_devices(self.num_devices)}, {num_devices} "
+            f"{'is' if num_devices == 1 else 'are'} visible. Set {fix}."
         )
 
 
@@ -190,7 +185,7 @@ def factorisations(num_devices: int, *, without: Sequence[Axis] = ()) -> list[Me
         if count == 1:
             yield (left,)
             return
-        for size in _divisors(left):
+        for size in divisors_of(left):
             for rest in sizes(left // size, count - 1):
                 yield (size, *rest)
 
@@ -215,11 +210,6 @@ def shrink(
     Axes that do not shrink stay as asked. The others use as many devices as they legally can; among
     equals those nearer to the fast interconnect have the size asked for, else the next larger one,
     so that no device holds more of the state, else the next smaller one.
-
-    Args:
-        asked: the mesh for all devices.
-        num_devices: devices that are there.
-        is_legal: whether model and batch allow a mesh.
     """
     for count in range(num_devices // fixed_devices(asked), 0, -1):
         for spec in _with_shrunk(asked, count):
@@ -251,7 +241,7 @@ def _with_shrunk(asked: MeshSpec, count: int) -> Iterator[MeshSpec]:
         *rest, axis = todo
         wanted = asked[axis]
         preferred = lambda size: (size != wanted, size < wanted, abs(size - wanted))
-        for size in sorted(_divisors(left), key=preferred):
+        for size in sorted(divisors_of(left), key=preferred):
             yield from fill({**sizes, axis.name: size}, left // size, rest)
 
     yield from fill({}, count, others)
@@ -260,10 +250,6 @@ def _with_shrunk(asked: MeshSpec, count: int) -> Iterator[MeshSpec]:
 def _rows_axis() -> Axis:
     """The first axis that splits rows: `data`, which takes devices where nothing else is asked."""
     return next(axis for axis in axes.AXES if axis.splits_rows)
-
-
-def _divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]
 
 
 def _read_sizes(text: str) -> tuple[dict[str, int], list[str]]:

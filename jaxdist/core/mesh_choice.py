@@ -14,12 +14,7 @@ from jaxdist.runtime.formatting.numbers import in_bytes
 
 
 def mesh_problems(spec: MeshSpec, workload: Workload) -> list[str]:
-    """Every rule that a model and batch break on a mesh, before anything is built.
-
-    Args:
-        spec: the mesh.
-        workload: sizes of the model and the batch.
-    """
+    """Every rule that a model and batch break on a mesh, before anything is built."""
     return [
         *_dim_problems(spec, workload),
         *(p for axis in spec.used for p in axis.problems(spec[axis], workload)),
@@ -75,14 +70,7 @@ def _batch_problems(spec: MeshSpec, workload: Workload) -> Iterable[str]:
 def legal_meshes(
     asked: MeshSpec, num_devices: int, problems_of: Callable[[MeshSpec], list[str]], count: int = 3
 ) -> Sequence[MeshSpec]:
-    """Up to `count` meshes of `num_devices` without problems, nearest to the one asked for.
-
-    Args:
-        asked: the mesh that was refused.
-        num_devices: devices to use.
-        problems_of: MeshSpec -> list of problems.
-        count: how many to name.
-    """
+    """Up to `count` meshes of `num_devices` without problems, nearest to the one asked for."""
     legal = [spec for spec in factorisations(num_devices) if not problems_of(spec)]
     return nearest(asked, legal, count)
 
@@ -95,45 +83,35 @@ def default_mesh(
 ) -> tuple[MeshSpec, str]:
     """The mesh used when none is asked for, and why.
 
-    Args:
-        num_devices: visible devices.
-        state_bytes: parameters, gradients and moments of the whole model.
-        memory_bytes: memory of one device, or None when the backend does not say.
-        needs: the estimate of a mesh's memory; without it the state alone is looked at.
+    `state_bytes` are parameters, gradients and moments of the whole model; `memory_bytes` is the
+    memory of one device, None when the backend does not say. Without the estimate `needs` the state
+    alone is looked at.
     """
     if num_devices == 1:
         return MeshSpec(), "one device: nothing to split"
+    replicas, shards = MeshSpec.over(DATA, num_devices), MeshSpec.over(FSDP, num_devices)
     if needs is not None:
-        return _by_estimate(num_devices, needs)
+        needed, limit = needs(replicas)
+        takes = f"{in_bytes(needed)} of {in_bytes(limit)}"
+        if needed <= limit:
+            return replicas, f"a replica takes {takes}, so data parallelism alone moves least"
+        return shards, (
+            f"a replica would take {takes}; sharded over all devices it takes "
+            f"{in_bytes(needs(shards)[0])}"
+        )
     state = in_bytes(state_bytes)
     if memory_bytes is None or state_bytes <= memory_bytes * _STATE_SHARE:
-        return (
-            MeshSpec.over(DATA, num_devices),
-            f"the state ({state}) fits one device, so data parallelism alone moves least",
+        return replicas, (
+            f"the state ({state}) fits one device, so data parallelism alone moves least"
         )
-    return (
-        MeshSpec.over(FSDP, num_devices),
+    return shards, (
         f"the state ({state}) does not fit one device ({in_bytes(memory_bytes)}, of which "
-        f"{_STATE_SHARE:.0%} may hold state), so it is sharded over all",
+        f"{_STATE_SHARE:.0%} may hold state), so it is sharded over all"
     )
 
 
 Needs: TypeAlias = Callable[[MeshSpec], tuple[float, float]]
 """Mesh -> (bytes that one device needs, bytes that a run may take of it)."""
-
-
-def _by_estimate(num_devices: int, needs: Needs) -> tuple[MeshSpec, str]:
-    replicas, shards = MeshSpec.over(DATA, num_devices), MeshSpec.over(FSDP, num_devices)
-    needed, limit = needs(replicas)
-    if needed <= limit:
-        return replicas, (
-            f"a replica takes {in_bytes(needed)} of {in_bytes(limit)}, so data parallelism alone "
-            "moves least"
-        )
-    return shards, (
-        f"a replica would take {in_bytes(needed)} of {in_bytes(limit)}; sharded over all devices "
-        f"it takes {in_bytes(needs(shards)[0])}"
-    )
 
 
 # The rest is for activations, the loss head and communication buffers.

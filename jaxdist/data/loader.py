@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import threading
 import time
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from typing import Any, Literal
 import numpy as np
 from jax.sharding import NamedSharding
 
+from jaxdist.core.axis import axes_of
 from jaxdist.core.types import Batch, ConfigError
 from jaxdist.data.dataset import Dataset, TrainData
 from jaxdist.data.stream import StreamDataset
@@ -71,14 +73,9 @@ class Loader:
     ):
         """Start loading; every process of the job must.
 
-        Args:
-            dataset: what to train on.
-            global_batch_size: rows of a batch over all processes.
-            seed: of the order; a stream has its own.
-            sharding: of a batch's first dim; further dims as far as a field has them.
-            start: where to begin, as `resume_position` returns it.
-            prefetch: batches kept ready on the devices, at least 1.
-            num_workers: processes that read and transform rows; 0 = a thread of this one.
+        `sharding` is that of a batch's first dim; further dims follow it as far as a field has
+        them. `start` is where to begin, as `resume_position` returns it. `seed` sets the order of
+        rows by number; a stream has its own.
 
         Raises:
             ConfigError: the batch does not divide over the sharding, processes see other data, or
@@ -191,11 +188,8 @@ def eval_batches(
 ) -> Iterator[Batch]:
     """Each row once, in storage order; what the last batch lacks has weights 0.
 
-    Args:
-        dataset: what to evaluate on.
-        global_batch_size: rows of a batch over all processes.
-        sharding: of a batch's first dim.
-        max_batches: at most so many batches, of rows spread evenly over the dataset.
+    With `max_batches`, at most so many, of rows spread evenly over the dataset; `sharding` is that
+    of a batch's first dim.
 
     Yields:
         name -> [global_batch_size, ...], placed by the sharding.
@@ -234,21 +228,13 @@ def resume_position(
 ) -> Position:
     """Where a run goes on, from the `Loader.state()` of its checkpoint.
 
-    Args:
-        state: as saved.
-        dataset: as opened now.
-        seed: as configured now.
-        on_change: what to do when data or seed are not those of the state (see `DataConfig`).
-
     Raises:
         ConfigError: the state is of another version, or the data changed: says what.
     """
     if state.get("version") != STATE_VERSION:
         raise ConfigError(
-            [
-                f"the checkpoint's data position has version {state.get('version')!r}, this code "
-                f"reads {STATE_VERSION}. Resume with the version of jaxdist that saved it."
-            ]
+            f"the checkpoint's data position has version {state.get('version')!r}, this code "
+            f"reads {STATE_VERSION}. Resume with the version of jaxdist that saved it."
         )
     changes = [] if state["seed"] == seed else [f"seed was {state['seed']} and is {seed}"]
     same_data = state["fingerprint"] == dataset.fingerprint
@@ -265,12 +251,10 @@ def resume_position(
     if on_change == "restart":
         return Position(0, left_out)
     raise ConfigError(
-        [
-            f"the data changed since the checkpoint ({'; '.join(changes)}): sample "
-            f"{state['next_sample']} would be another one, and rows would repeat or be left out. "
-            "Restore the data and settings, or set data.on_change=restart to begin the new data at "
-            "its start."
-        ]
+        f"the data changed since the checkpoint ({'; '.join(changes)}): sample "
+        f"{state['next_sample']} would be another one, and rows would repeat or be left out. "
+        "Restore the data and settings, or set data.on_change=restart to begin the new data at "
+        "its start."
     )
 
 
@@ -284,10 +268,8 @@ def check_same_everywhere(dataset: TrainData) -> None:
     other = [i for i, theirs in enumerate(fingerprints) if theirs != fingerprints[0]]
     if other:
         raise ConfigError(
-            [
-                f"processes {other} opened other data than process 0: batches would mix them. Give "
-                "every host the same files (for stdlib: the same Python), or a shared path."
-            ]
+            f"processes {other} opened other data than process 0: batches would mix them. Give "
+            "every host the same files (for stdlib: the same Python), or a shared path."
         )
 
 
@@ -300,12 +282,10 @@ def _own_state(
         return None
     if len(iterators) != count:
         raise ConfigError(
-            [
-                f"the checkpoint holds the positions of {len(iterators)} readers of the stream, "
-                f"this run has {count}: what each has read cannot be divided again. Resume with "
-                "the processes and mesh of the checkpoint, or set data.on_change=restart and "
-                "another seed; a function without shard_index resumes on any number."
-            ]
+            f"the checkpoint holds the positions of {len(iterators)} readers of the stream, "
+            f"this run has {count}: what each has read cannot be divided again. Resume with "
+            "the processes and mesh of the checkpoint, or set data.on_change=restart and "
+            "another seed; a function without shard_index resumes on any number."
         )
     return iterators[index]
 
@@ -320,15 +300,11 @@ def _every_state(state: dict[str, Any], shard: tuple[int, int]) -> list[dict[str
 
 
 def _check_batch(global_batch_size: int, sharding: NamedSharding) -> None:
-    axes = sharding.spec[0] if len(sharding.spec) else None
-    names = () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
-    parts = int(np.prod([sharding.mesh.shape[name] for name in names], dtype=np.int64))
+    parts = math.prod(sharding.mesh.shape[axis] for axis in axes_of(sharding.spec))
     if global_batch_size < 1 or global_batch_size % parts:
         raise ConfigError(
-            [
-                f"global_batch_size={global_batch_size} does not divide over {parts} parts (mesh "
-                f"axes {', '.join(names)}). Use a multiple of {parts}."
-            ]
+            f"global_batch_size={global_batch_size} does not divide over {parts} parts (mesh axes "
+            f"{', '.join(axes_of(sharding.spec))}). Use a multiple of {parts}."
         )
 
 

@@ -83,21 +83,6 @@ class DecoderConfig:
     )
 
     @property
-    def qkv_bias(self) -> bool:
-        """Whether query, key and value products have a bias."""
-        return "qkv" in self.bias
-
-    @property
-    def out_bias(self) -> bool:
-        """Whether the attention output product has a bias."""
-        return "out" in self.bias
-
-    @property
-    def mlp_bias(self) -> bool:
-        """Whether the products of the MLP have a bias."""
-        return "mlp" in self.bias
-
-    @property
     def kv_heads(self) -> int:
         """Key/value heads."""
         return self.num_kv_heads or self.num_heads
@@ -135,11 +120,7 @@ class DecoderConfig:
     ) -> list[str]:
         """Violated rules between this model and the rest of a run.
 
-        Args:
-            seq_len: tokens of a row.
-            num_tokens: tokens that the data holds; 0 = not known.
-            tokenizer: its name, for the message.
-            simulate: simulated CPU devices; 0 = none.
+        0 as `num_tokens` of the data = not known; 0 as `simulate` = no simulated devices.
         """
         found = []
         if self.positions == "learned" and seq_len > self.max_seq_len:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
+from jaxdist.core.axis import divisors_of
 from jaxdist.core.parallel.pipeline import schedules
 from jaxdist.core.parallel.pipeline.schedule import Schedule
 from jaxdist.core.parallel.pipeline.schedules import ScheduleName
@@ -22,34 +23,26 @@ class PipelineConfig:
         "waiting, most memory) or gpipe",
     )
     num_virtual_stages: int = setting(
-        1, "virtual stages on each stage (interleaving); more = less waiting, more messages"
+        1, "virtual stages on each stage (interleaving); more = less waiting, more messages", ge=1
     )
     gather: Literal["action", "step"] = setting(
         "action", "when fsdp weights are gathered: in every action, or once per step (more memory)"
     )
 
     def problems(self) -> list[str]:
-        """Every violated rule of this section."""
-        problems = []
-        if self.num_virtual_stages < 1:
-            problems.append(
-                f"pipeline.num_virtual_stages={self.num_virtual_stages} must be ≥ 1. Use 1."
-            )
-        if self.schedule == "1f1b" and self.num_virtual_stages > 1:
-            problems.append(
-                f"pipeline.schedule=1f1b with pipeline.num_virtual_stages="
-                f"{self.num_virtual_stages}: it is not interleaved. "
-                "Use pipeline.num_virtual_stages=1, or pipeline.schedule=1f1b_lockstep."
-            )
-        return problems
+        """What no bound says."""
+        if self.schedule != "1f1b" or self.num_virtual_stages == 1:
+            return []
+        return [
+            f"pipeline.schedule=1f1b with pipeline.num_virtual_stages={self.num_virtual_stages}: "
+            "it is not interleaved. Use pipeline.num_virtual_stages=1, or "
+            "pipeline.schedule=1f1b_lockstep."
+        ]
 
     def make_schedule(self, *, num_stages: int, rows: int, num_microbatches: int = 0) -> Schedule:
         """The checked schedule for this many stages and rows of a replica.
 
-        Args:
-            num_stages: size of the pipeline axis.
-            rows: rows of one step on one replica.
-            num_microbatches: `train.num_microbatches`; 0 = chosen from stages and rows.
+        0 as `num_microbatches` chooses from stages and rows.
         """
         count = num_microbatches or self.choose_microbatches(num_stages, rows)
         return schedules.make_schedule(self.schedule, num_stages, count, self.num_virtual_stages)
@@ -60,21 +53,15 @@ class PipelineConfig:
         return schedules.forward_only(num_stages, count, self.num_virtual_stages)
 
     def choose_microbatches(self, num_stages: int, rows: int) -> int:
-        """See `choose_num_microbatches`."""
-        return choose_num_microbatches(rows, num_stages, self.num_virtual_stages)
+        """Microbatches of a replica: the fewest that reach four per stage, else one row each.
 
-
-def choose_num_microbatches(rows: int, num_stages: int, num_virtual_stages: int = 1) -> int:
-    """Microbatches for a replica's rows: the fewest that reach four per stage, else one row each.
-
-    Four per stage leave a bubble below a fifth; more would only make products smaller. With
-    chunks, multiples of the number of stages come first, because their groups are full.
-    """
-    divisors = _divisors(rows)
-    if num_virtual_stages > 1:
-        divisors = [d for d in divisors if d % num_stages == 0] or divisors
-    enough = [d for d in divisors if d >= 4 * num_stages]
-    return min(enough, default=max(divisors))
+        Four per stage leave a bubble below a fifth; more would only make products smaller. With
+        interleaving, multiples of the number of stages come first, because their groups are full.
+        """
+        counts = divisors_of(rows)
+        if self.num_virtual_stages > 1:
+            counts = [d for d in counts if d % num_stages == 0] or counts
+        return min((d for d in counts if d >= 4 * num_stages), default=max(counts))
 
 
 def describe(schedule: Schedule, rows: int) -> str:
@@ -87,7 +74,3 @@ def describe(schedule: Schedule, rows: int) -> str:
         f"{rows // m} rows, bubble {report.bubble:.1%}, at most {max(report.peak_stash)} "
         f"microbatches stashed, {report.forward_permutes}+{report.backward_permutes} permutes"
     )
-
-
-def _divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]

@@ -31,16 +31,11 @@ def make_evaluate(
     make_schedule: Callable[[int], Schedule],
     *,
     gather: Literal["action", "step"] = "action",
-    reduce_dtype: Any = jnp.float32,
 ) -> Callable[[Params, Batch, Context], Sums]:
     """Sums by a forward pipeline, for use inside the manual step.
 
-    Args:
-        model: a model with stacked layers.
-        layout: mesh and rules.
-        make_schedule: rows of a replica -> a schedule of `schedules.forward_only`.
-        gather: when fsdp weights are gathered; for "step", `Context.run_layers` must not gather.
-        reduce_dtype: as for training; evaluation sums no gradients.
+    `make_schedule` maps the rows of a replica to a schedule of `schedules.forward_only`. With
+    `gather` = "step", `Context.run_layers` must not gather.
 
     Returns:
         (local parameters, this replica's rows, context) -> this replica's sums: those of the head
@@ -58,7 +53,7 @@ def make_evaluate(
             context,
             layer_specs=gathered,
             gather=gather,
-            reduce_dtype=reduce_dtype,
+            reduce_dtype=jnp.float32,  # of gradients, which there are none of
         )
         return _run(stage)
 
