@@ -187,7 +187,7 @@ class RunConfig:
         spec, reason = default_mesh(num_devices, state_bytes, memory_bytes, needs)
         refused = self.mesh_problems(spec, model)
         if refused:
-            legal = self._legal(spec, num_devices, model, count=1)
+            legal = self._legal(spec, num_devices, model)
             if not legal:
                 self.check_mesh(spec, model, num_devices)
             rule = refused[0].partition(":")[0]
@@ -342,8 +342,7 @@ class RunConfig:
     def _nearest_legal(self, spec: MeshSpec, num_devices: int, model: Model | None) -> str:
         # Fewer devices only when none of this many will do; each try factorises one number.
         for count in range(num_devices, max(0, num_devices - 64), -1):
-            legal = self._legal(spec, count, model, count=3)
-            if legal:
+            if legal := self._legal(spec, count, model):
                 names = " or ".join(f"--mesh {other}" for other in legal)
                 return f"Legal with {in_devices(count)}, nearest first: {names}."
         return (
@@ -351,9 +350,5 @@ class RunConfig:
             "batch. Change train.global_batch_size or the model's sizes."
         )
 
-    def _legal(
-        self, spec: MeshSpec, num_devices: int, model: Model | None, count: int
-    ) -> Sequence[MeshSpec]:
-        return legal_meshes(
-            spec, num_devices, lambda other: self.mesh_problems(other, model), count
-        )
+    def _legal(self, spec: MeshSpec, num_devices: int, model: Model | None) -> Sequence[MeshSpec]:
+        return legal_meshes(spec, num_devices, lambda other: self.mesh_problems(other, model))

@@ -71,11 +71,14 @@ def main() -> int:
 
 
 def _undisturbed(folder: Path, steps: int) -> dict[int, tuple[str, str]]:
-    job = Job(folder, steps)
+    """The bits of a run that nothing happens to, under every guard: none may find anything."""
+    job = Job(folder, steps, *harness.GUARDS)
     try:
         job.start()
         if harness.finish(job) != 0:
             raise SystemExit(f"the undisturbed run failed:\n{job.output()[-3000:]}")
+        if found := harness.findings(job.run_dir):
+            raise SystemExit(f"{steps} clean steps had findings: {found[:10]}")
         return harness.step_results(job.run_dir)
     finally:
         job.close()
