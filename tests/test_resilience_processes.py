@@ -15,7 +15,7 @@ from launched_job import RECOVER_S, Job
 
 from jaxdist.data.order import Order
 from jaxdist.run.metrics_log import read_records
-from jaxdist.run.resilience import read_anomalies
+from jaxdist.run.resilience.anomalies import read_anomalies
 
 BATCH = 4
 # Every fifth step is followed by a save, which reads that step at once; at a step of 15 ms that is

@@ -22,7 +22,7 @@ from jaxdist.models.weights import Weight
 from jaxdist.optim import is_frozen
 from jaxdist.plan.estimate import activations
 from jaxdist.plan.estimate.job import WIDE, Job, Place
-from jaxdist.runtime import DEFAULT_MEMORY_FRACTION, MEMORY_FRACTION
+from jaxdist.runtime.backend import DEFAULT_MEMORY_FRACTION, MEMORY_FRACTION
 from jaxdist.runtime.formatting.numbers import in_bytes
 
 Parts = Mapping[str, float]

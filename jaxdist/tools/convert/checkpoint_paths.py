@@ -6,6 +6,7 @@ from pathlib import Path
 
 from jaxdist.checkpoint import manifest
 from jaxdist.core.settings import ConfigError
+from jaxdist.runtime.formatting.tables import few
 from jaxdist.runtime.storage import Location, locate
 
 
@@ -44,7 +45,7 @@ def problem_of(checkpoint: Location) -> str:
     except ValueError as reason:
         return str(reason)
     found = manifest.size_problems(checkpoint, files)
-    return manifest.summary(found or manifest.content_problems(checkpoint, files, files))
+    return few(found or manifest.content_problems(checkpoint, files, files), 1)
 
 
 def new_directory(path: str) -> Location:
