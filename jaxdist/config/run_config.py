@@ -33,6 +33,7 @@ from jaxdist.run.monitoring.config import MonitoringConfig
 from jaxdist.run.resilience.config import ResilienceConfig
 from jaxdist.runtime import resolve
 from jaxdist.runtime.config import RuntimeConfig
+from jaxdist.runtime.storage import url_problem
 
 _BYTE_VALUES = 256
 _SEARCH_S = 0.5  # for legal meshes to name in a refusal; of thousands of devices there are many
@@ -105,6 +106,11 @@ class RunConfig:
         if self.simulate < 0 or any(problems_of(sections[name], name) for name in sections):
             return found
         return found + self._data_problems() + self._early_mesh_problems()
+
+    @property
+    def run(self) -> RunConfig:
+        """A run's settings alone, without those that a command adds to them."""
+        return RunConfig(**{f.name: getattr(self, f.name) for f in dataclasses.fields(RunConfig)})
 
     def remarks(self) -> list[str]:
         """What is legal but may surprise: one line each, for the run's first log lines."""
@@ -183,7 +189,7 @@ class RunConfig:
         spec, reason = default_mesh(num_devices, state_bytes, memory_bytes, needs)
         refused = self.mesh_problems(spec, model)
         if refused:
-            legal = self._legal(spec, num_devices, model, count=1)
+            legal = self._legal(spec, num_devices, model)
             if not legal:
                 self.check_mesh(spec, model, num_devices)
             rule = refused[0].partition(":")[0]
@@ -208,6 +214,10 @@ class RunConfig:
                 f"name={self.name!r} must be one word of letters, digits and . _ + -: it names the "
                 "run directory. Use run_dir for a path."
             )
+        urls = {"run_dir": self.run_dir, "resume": self.resume, "init_from": self.init_from}
+        urls = {name: problem for name, path in urls.items() if (problem := url_problem(path))}
+        if urls:
+            return [*found, *(f"{name}={problem}" for name, problem in urls.items())]
         if self.run_dir and Path(self.run_dir).expanduser().is_file():
             found.append(
                 f"run_dir={self.run_dir!r} is a file: a directory, new or of a run, is needed. "
@@ -337,10 +347,14 @@ class RunConfig:
         # Fewer devices only when none of this many will do; each try factorises one number.
         until = time.monotonic() + _SEARCH_S
         for count in range(num_devices, max(0, num_devices - 64), -1):
+<<<<<<< HEAD
             if time.monotonic() > until:
                 break
             legal = self._legal(spec, count, model, count=3)
             if legal:
+=======
+            if legal := self._legal(spec, count, model):
+>>>>>>> main
                 names = " or ".join(f"--mesh {other}" for other in legal)
                 return f"Legal with {in_devices(count)}, nearest first: {names}."
         return (
@@ -348,9 +362,5 @@ class RunConfig:
             "and batch. Change train.global_batch_size or the model's sizes."
         )
 
-    def _legal(
-        self, spec: MeshSpec, num_devices: int, model: Model | None, count: int
-    ) -> Sequence[MeshSpec]:
-        return legal_meshes(
-            spec, num_devices, lambda other: self.mesh_problems(other, model), count
-        )
+    def _legal(self, spec: MeshSpec, num_devices: int, model: Model | None) -> Sequence[MeshSpec]:
+        return legal_meshes(spec, num_devices, lambda other: self.mesh_problems(other, model))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import itertools
+import shlex
 import shutil
 import signal
 import sys
@@ -134,10 +135,11 @@ def _prepare(config: PrepareConfig, out: Path) -> None:
         write_corpus(files, out, encoder, progress=progress)
     progress.finish()
     corpus = Corpus(out)
+    source = f'["{out}"]' if "," in str(out) else str(out)  # commas separate sources
     print(
         f"{out}: {corpus.num_tokens:,} tokens in {corpus.num_documents:,} documents, vocabulary "
         f"{corpus.vocab_size:,}, {size / corpus.num_tokens:.2f} bytes per token\n"
-        f"next: python -m jaxdist.train --data.sources='[\"{out}\"]'"
+        f"next: python -m jaxdist.train --data.sources={shlex.quote(source)}"
     )
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from jaxdist.core.types import ConfigError
+from jaxdist.runtime.storage import url_problem
 
 PIECE_BYTES = 4 << 20
 """Longest piece of a text that is tokenised at once; cut at line ends where tokens break too."""
@@ -96,6 +97,8 @@ def find_files(source: str) -> list[Path]:
     Raises:
         ConfigError: nothing there, or a folder that mixes text with JSON lines or Parquet.
     """
+    if problem := url_problem(source):
+        raise ConfigError([f"data source {problem}"])
     if source == "stdlib":
         return library_files()
     path = Path(source).expanduser()

@@ -81,10 +81,7 @@ def run_command(main: Callable[[], int | None]) -> NoReturn:
         code = main() or EXIT_OK
         line = f"exit code {code}"
     except KeyboardInterrupt:
-        print(
-            "\ninterrupted: what was saved stays, and --resume auto goes on from it",
-            file=sys.stderr,
-        )
+        print("\ninterrupted", file=sys.stderr)
         code, line = EXIT_INTERRUPTED, "interrupted from the keyboard"
     except SystemExit as leaving:
         code = _system_exit_code(leaving)

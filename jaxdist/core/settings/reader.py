@@ -294,7 +294,12 @@ class _Reader:
                 self.values[field.path] = self._after_earlier_flag(field, given, value)
         except BadValueError as error:
             self.bad.add(field.name)
-            self.problems.append(self._bad_value(field, given, str(error)))
+            choices = get_args(field.type) if get_origin(field.type) is Literal else ()
+            hint = _did_you_mean(str(given.raw), map(str, choices))
+            self.problems.append(
+                f"{field.name}={given.raw!r} ({given.origin}) {error}."
+                + (hint or f" The default is {example(field)}: {field.doc}.")
+            )
         self.origins[field.name] = given.origin
 
     def _after_earlier_flag(self, field: Field, given: Given, value: Any) -> Any:
@@ -309,11 +314,6 @@ class _Reader:
             "Remove one of them."
         )
         return value
-
-    def _bad_value(self, field: Field, given: Given, rule: str) -> str:
-        text = f"{field.name}={given.raw!r} ({given.origin}) {rule}."
-        hint = _did_you_mean(str(given.raw), _choices(field.type))
-        return text + (hint or f" The default is {example(field)}: {field.doc}.")
 
     def _unknown(self, given: Given, here: Path, cls: type, skipped: set[Path]) -> None:
         if here in skipped:  # one message for a whole unknown section
@@ -374,10 +374,6 @@ def _insert(table: dict[str, Any], path: Path, value: Any) -> dict[str, Any]:
     return {**table, path[0]: _insert(dict(table.get(path[0], {})), path[1:], value)}
 
 
-def _choices(annotation: Any) -> list[str]:
-    return [str(c) for c in get_args(annotation)] if get_origin(annotation) is Literal else []
-
-
 def _did_you_mean(given: str, known: Iterable[str], spell: Callable[[str], str] = str) -> str:
     """A question naming the closest names, with a space before it; nothing without any."""
     known = list(dict.fromkeys(known))
@@ -386,6 +382,7 @@ def _did_you_mean(given: str, known: Iterable[str], spell: Callable[[str], str] 
         last = given.rsplit(".", 1)[-1]
         by_last = {name: name.rsplit(".", 1)[-1] for name in known}
         close = [name for name, end in by_last.items() if end == last]
+        close = close or [name for name, end in by_last.items() if last in end.split("_")]
         close = close or [n for n, e in by_last.items() if len(last) > 3 and (last in e)]
         if not close:
             ends = difflib.get_close_matches(last, set(by_last.values()), n=1, cutoff=0.75)

@@ -11,6 +11,9 @@ from typing import Any
 
 from jaxdist.core.settings.schema import FlagText, Path
 
+NAMED_FILES = FilePath(__file__).parents[2] / "config" / "named"
+"""Configs that come with the package: `--config llama3_8b` needs no path."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Given:
@@ -89,10 +92,12 @@ def split_arguments(
 
 
 def read_file(file: str) -> tuple[dict[str, Any], list[str], str]:
-    """A TOML file: (its table, problems, its text)."""
+    """A TOML file, by its path or its name in `NAMED_FILES`: (its table, problems, its text)."""
     from jaxdist.runtime.storage import locate  # the room `runtime` imports this one
 
     path = FilePath(file)
+    if not path.exists() and (NAMED_FILES / f"{file}.toml").exists():
+        path = NAMED_FILES / f"{file}.toml"
     if not file:
         problem = "--config has no value: the path of a TOML file is needed. Use --config=FILE."
         return {}, [problem], ""
@@ -164,4 +169,6 @@ def _names(dotted: str) -> Path:
 def _files_like(path: FilePath) -> str:
     folder = path.parent
     names = sorted(str(p) for p in folder.glob("*.toml")) if folder.is_dir() else []
-    return f"There are {', '.join(names[:8])}." if names else "Check the path."
+    near = f"There are {', '.join(names[:8])}." if names else "Check the path."
+    known = ", ".join(sorted(path.stem for path in NAMED_FILES.glob("*.toml")))
+    return f"{near} By name there are {known}."

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import html
 from collections.abc import Sequence
+from pathlib import Path
+
+from jaxdist.core.settings import ConfigError
+from jaxdist.runtime.storage import locate
 
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1b1f24; --paper: #ffffff; --faint: #8884; --soft: #667; }
@@ -45,6 +49,20 @@ def page(title: str, body: Sequence[str]) -> str:
             "</body></html>\n",
         ]
     )
+
+
+def write(path: str, text: str) -> None:
+    """Write a page to the file that `--html` names.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    try:
+        locate(Path(path)).write(text)
+    except OSError as error:
+        raise ConfigError(
+            f"--html {path} cannot be written ({error.strerror}). Name a file in a directory."
+        ) from error
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], colours: Sequence[str] = ()) -> str:

@@ -10,36 +10,29 @@ from typing import Any
 
 from jaxdist.checkpoint.pytree import ITEMS
 from jaxdist.checkpoint.streaming_io import StoredArrays
-from jaxdist.core.settings import read_settings, setting
+from jaxdist.core.settings import setting
+from jaxdist.run.run_directory import flatten
 from jaxdist.runtime.formatting.numbers import in_bytes
 from jaxdist.runtime.formatting.tables import columns
 from jaxdist.tools.convert.checkpoint_paths import checkpoint_of
 
+_WIDEST = 60
+"""Characters of a list that is printed as it is."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class InspectConfig:
+class Config:
     """Which checkpoint to show, and how much of it."""
 
-    path: str = setting("", "run directory, its checkpoints, or one checkpoint")
+    path: str = setting("", "run directory, its checkpoints, or one checkpoint", required=True)
     step: int = setting(-1, "which checkpoint; -1 = the newest whole one")
     under: str = setting("", "show only arrays whose name begins with this, e.g. params/layers")
     settings: bool = setting(False, "also print the settings that the run had")
     json: bool = setting(False, "print one JSON object instead of text")
 
-    def problems(self) -> list[str]:
-        """Every violated rule."""
-        return [] if self.path else ["no checkpoint was named. Give a run directory."]
 
-
-def main(argv: Sequence[str]) -> int:
+def run(config: Config) -> int:
     """Print a checkpoint's tree and facts."""
-    config = read_settings(
-        InspectConfig,
-        argv,
-        command="jaxdist.convert inspect",
-        summary=__doc__ or "",
-        positional=("path",),
-    )
     stored = StoredArrays(checkpoint_of(config.path, config.step))
     meta = stored.document["meta"]
     facts = {
@@ -54,13 +47,20 @@ def main(argv: Sequence[str]) -> int:
         arrays = {name: stored.entries[name] for name in names}
         print(json.dumps({**facts, "arrays": arrays, "config": meta.get("config")}))
         return 0
-    shown = lambda value: str(value) if isinstance(value, str | int) else json.dumps(value)
-    print("\n".join(columns([(key, shown(value)) for key, value in facts.items()], left=2)))
+    rows = [(key, _short(value)) for key, value in flatten(facts).items()]
+    print("\n".join(columns(rows, left=2)))
     print()
     print(_table(stored, names))
     if config.settings:
         print(f"\n{meta.get('config', 'no settings were stored')}")
     return 0
+
+
+def _short(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value)
+    if len(text) <= _WIDEST or not isinstance(value, list):
+        return text
+    return f"{len(value)} values; --json prints them"
 
 
 def _totals(stored: StoredArrays) -> dict[str, Any]:

@@ -5,21 +5,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from jaxdist.runtime.formatting import html
-from jaxdist.runtime.formatting.charts import COLOURS, Line, chart
+from jaxdist.runtime.formatting.charts import Line, chart, colour_of
+from jaxdist.runtime.formatting.numbers import GIB
 from jaxdist.tools.report.runs import Run
 from jaxdist.tools.report.table import difference_rows, outcome_rows
 
+_LOGARITHMIC = ("loss", "eval", "grad_norm", "learning_rate")
+"""Curves that `log_y` draws on a logarithmic axis; the others are shares and amounts."""
 
-def html_page(runs: Sequence[Run], *, x: str = "step") -> str:
-    """The page for `runs`.
 
-    Args:
-        runs: in the order of their colours.
-        x: "step" or "tokens", what the curves run over.
+def html_page(runs: Sequence[Run], *, x: str = "step", log_y: bool = False) -> str:
+    """The page for `runs` in the order of their colours; curves run over "step" or "tokens".
+
+    `log_y` draws losses, gradient norm and learning rate on logarithmic axes.
     """
     names = ", ".join(run.name for run in runs)
     changed = difference_rows(runs)
-    body = [_table(runs, outcome_rows(runs)), *_curves(runs, x)]
+    body = [_table(runs, outcome_rows(runs)), *_curves(runs, x, log_y)]
     if changed:
         body += ["<h2>What differs in the configs</h2>", _table(runs, changed)]
     return html.page(names, body)
@@ -27,11 +29,11 @@ def html_page(runs: Sequence[Run], *, x: str = "step") -> str:
 
 def _table(runs: Sequence[Run], rows: Sequence[tuple[str, list[str]]]) -> str:
     head = ["", *(run.name for run in runs)]
-    colours = [_colour(i) for i in range(len(runs))]
+    colours = [colour_of(i) for i in range(len(runs))]
     return html.table(head, [(label, *cells) for label, cells in rows], colours)
 
 
-def _curves(runs: Sequence[Run], x: str) -> list[str]:
+def _curves(runs: Sequence[Run], x: str, log_y: bool) -> list[str]:
     unit = runs[0].unit
     x_label = "step" if x == "step" else unit
     marks = [
@@ -47,13 +49,17 @@ def _curves(runs: Sequence[Run], x: str) -> list[str]:
         ("MFU (%)", "mfu", 100.0),
         ("gradient norm", "grad_norm", 1.0),
         ("learning rate", "learning_rate", 1.0),
-        ("time spent waiting for data (% of the step)", "data_wait", 100.0),
+        ("time spent waiting for data (% of the step)", "data_wait_s", 100.0),
+        ("device memory in use (GiB)", "memory_bytes", 1 / GIB),
+        ("GPU power, mean (W)", "gpu_power_w", 1.0),
+        ("GPU temperature, hottest (°C)", "gpu_temperature_c", 1.0),
     ):
         lines = [
-            Line(run.name, _colour(i), _points(run, key, x, scale), dots=key == "eval")
+            Line(run.name, colour_of(i), _points(run, key, x, scale), dots=key == "eval")
             for i, run in enumerate(runs)
         ]
-        figures.append(chart(title, lines, x_label=x_label, marks=marks))
+        log = log_y and key in _LOGARITHMIC
+        figures.append(chart(title, lines, x_label=x_label, marks=marks, log_y=log))
     drawn = [figure for figure in figures if figure]
     if not drawn:
         return ['<p class="note">No step has been recorded yet.</p>']
@@ -69,17 +75,14 @@ def _points(run: Run, key: str, x: str, scale: float) -> list[tuple[float, float
         return [(_position(run, r["step"], x), scale * r["loss"]) for r in run.evals if "loss" in r]
     points = []
     for record in run.train:
-        value = _share(record) if key == "data_wait" else record.get(key)
+        value = record.get(key)
+        if key == "data_wait_s":  # as a share of the step
+            step_s = record.get("step_time_s")
+            value = value / step_s if step_s and value is not None else None
         if isinstance(value, int | float):
             at = record["step"] if x == "step" else record.get(run.unit, 0.0)
             points.append((float(at), scale * value))
     return points
-
-
-def _share(record: dict[str, float]) -> float | None:
-    if not record.get("step_time_s") or "data_wait_s" not in record:
-        return None
-    return record["data_wait_s"] / record["step_time_s"]
 
 
 def _position(run: Run, step: int, x: str) -> float:
@@ -88,7 +91,3 @@ def _position(run: Run, step: int, x: str) -> float:
         return float(step)
     before = [record.get(run.unit, 0.0) for record in run.train if record["step"] <= step]
     return float(before[-1]) if before else 0.0
-
-
-def _colour(index: int) -> str:
-    return COLOURS[index % len(COLOURS)]
