@@ -404,5 +404,10 @@ def test_damaged_safetensors(place, content):
 def test_tokenizers(content):
     Path("tokenizer.json").write_bytes(content)
     refusal_or(lambda: load_tokenizer("tokenizer.json"))
+    model = {"type": "BPE", "vocab": {"a": 0} if content else {}, "merges": []}
+    Path("tokenizer.json").write_text(json.dumps({"version": "1.0", "model": model}))
+    Path("generation_config.json").write_bytes(content)
+    Path("tokenizer_config.json").write_bytes(content)
+    refusal_or(lambda: load_tokenizer("tokenizer.json"))
     Path("config.json").write_bytes(content)
     refusal_or(lambda: read_config(read_json(Path())))

@@ -347,14 +347,9 @@ class RunConfig:
         # Fewer devices only when none of this many will do; each try factorises one number.
         until = time.monotonic() + _SEARCH_S
         for count in range(num_devices, max(0, num_devices - 64), -1):
-<<<<<<< HEAD
             if time.monotonic() > until:
                 break
-            legal = self._legal(spec, count, model, count=3)
-            if legal:
-=======
             if legal := self._legal(spec, count, model):
->>>>>>> main
                 names = " or ".join(f"--mesh {other}" for other in legal)
                 return f"Legal with {in_devices(count)}, nearest first: {names}."
         return (

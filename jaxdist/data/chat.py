@@ -26,12 +26,8 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from jaxdist.core.types import ConfigError
-<<<<<<< HEAD
 from jaxdist.data.template_sandbox import Template, TemplateFailed
-from jaxdist.data.tokenizer import FileTokenizer, Tokenizer
-=======
 from jaxdist.data.tokenizer import FileTokenizer, Tokenizer, token_texts
->>>>>>> main
 
 ROLES = ("system", "user", "assistant")
 """Roles that are read. Tools and functions are refused: no format for them is common to models."""
@@ -174,12 +170,8 @@ class JinjaTemplate:
         self.source = source
         self.fingerprint = f"jinja-{hashlib.sha256(told.encode()).hexdigest()[:16]}"
         self._tokenizer, self._variables = tokenizer, variables
-<<<<<<< HEAD
         self._template = _compiled(source, name)
-=======
-        self._render = _compiled(source, name)
         self.stop_ids = tokenizer.stop_ids | self._answer_ends()
->>>>>>> main
 
     def encode(self, messages: Sequence[Message]) -> Weighted:
         """Tokens and weights [length] of a conversation (see `checked_messages`).
@@ -260,19 +252,12 @@ class JinjaTemplate:
 
     def _rendered(self, messages: Sequence[Message], *, asks: bool = False) -> str:
         try:
-<<<<<<< HEAD
             return self._template.render(
                 {
                     "messages": list(messages),
-                    "add_generation_prompt": False,
+                    "add_generation_prompt": asks,
                     **self._variables,
                 }
-=======
-            return self._render(
-                messages=[dict(message) for message in messages],
-                add_generation_prompt=asks,
-                **self._variables,
->>>>>>> main
             )
         except TemplateFailed as error:
             raise BadRecord(
@@ -323,47 +308,8 @@ def load_template(name: str, tokenizer: Tokenizer) -> ChatTemplate:
     return JinjaTemplate(source, f"of {folder / 'tokenizer_config.json'}", tokenizer, variables)
 
 
-<<<<<<< HEAD
-def _tokenizer_settings(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        found = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(
-            f"{str(path)!r} is not JSON ({error}). Copy it again, or use data.chat_template=plain."
-        ) from None
-    return found if isinstance(found, dict) else {}
-
-
 def _compiled(source: str, name: str) -> Template:
     """A Jinja template; it can reach nothing but what it is given, with limits."""
-=======
-def _compiled(source: str, name: str) -> Callable[..., str]:
-    """A Jinja template as a function; it can reach nothing but what it is given."""
-    import jinja2
-    from jinja2.ext import Extension
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    class Generation(Extension):
-        """`{% generation %}`: marks answers for those who read it; here they are found anyway."""
-
-        tags = {"generation"}  # noqa: RUF012  # the base class's own form
-
-        def parse(self, parser: Any) -> Any:
-            next(parser.stream)
-            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-    def raise_exception(message: str) -> None:
-        raise jinja2.TemplateError(message)
-
-    # Trimmed blocks and loop controls are what templates are written for.
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
-    )
-    environment.globals["raise_exception"] = raise_exception
-    environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
->>>>>>> main
     try:
         return Template(source)
     except TemplateFailed as error:
