@@ -165,7 +165,7 @@ def files(tmp_path, monkeypatch):
 MODULES = {
     "convert": "jaxdist.tools.convert.__main__",
     "plan": "jaxdist.plan.__main__",
-    "report": "jaxdist.tools.report.__main__",
+    "report": "jaxdist.tools.report",
     "data": "jaxdist.data.__main__",
 }
 
@@ -224,7 +224,7 @@ TALK = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes
                     "{% set n.x = n.x ~ n.x %}{% endfor %}{{ n.x }}", "memory"),
         "prints": ("{% for a in range(99999) %}{{ 'a' * 1000 }}{% endfor %}", "characters"),
         "recurses": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
-        "powers": ("{{ 9 ** 9 ** 9 }}", "processor time"),
+        "powers": ("{% set n = 9 ** 9 %}{{ 9 ** n }}", "processor time"),
         "reaches out": ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "unsafe"),
     }.values(),
 )  # fmt: skip
@@ -235,6 +235,12 @@ def test_a_template_has_limits(tokenizer_folder, tmp_path, monkeypatch, source, 
     template = load_template(str(path), FileTokenizer(tokenizer_folder / "tokenizer.json"))
     with bounded(), pytest.raises(BadRecord, match=f"({why}|ended the process)"):
         template.encode(TALK)
+
+
+def test_a_template_that_is_not_text_is_refused(tokenizer_folder, tmp_path):
+    (tmp_path / "t.jinja").write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match=r"t\.jinja"):
+        load_template(str(tmp_path / "t.jinja"), FileTokenizer(tokenizer_folder / "tokenizer.json"))
 
 
 @pytest.mark.parametrize("settings_file", [
@@ -310,23 +316,9 @@ JSON = st.recursive(
     max_leaves=8,
 )
 NAMES = [
-    "steps",
-    "train.steps",
-    "mesh",
-    "mesh.shape",
-    "model",
-    "optim.peak_lr",
-    "data.sources",
-    "seed",
-    "zero",
-    "model.rope_scaling",
-    "monitoring.profile",
-    "train.remat",
-    "optim.freeze",
-    "replay",
-    "runtime.coordinator_address",
-    "monitoring.prometheus",
-    "precision.compute_dtype",
+    *("steps", "train.steps", "mesh", "mesh.shape", "model", "optim.peak_lr", "data.sources"),
+    *("seed", "zero", "model.rope_scaling", "monitoring.profile", "train.remat", "optim.freeze"),
+    *("replay", "runtime.coordinator_address", "monitoring.prometheus", "precision.compute_dtype"),
 ]
 VALUES = st.text(max_size=20) | st.integers().map(str) | st.floats().map(str) | JSON.map(json.dumps)
 
@@ -411,6 +403,11 @@ def test_damaged_safetensors(place, content):
 @given(st.binary(max_size=60) | JSON.map(lambda value: json.dumps(value).encode()))
 def test_tokenizers(content):
     Path("tokenizer.json").write_bytes(content)
+    refusal_or(lambda: load_tokenizer("tokenizer.json"))
+    model = {"type": "BPE", "vocab": {"a": 0} if content else {}, "merges": []}
+    Path("tokenizer.json").write_text(json.dumps({"version": "1.0", "model": model}))
+    Path("generation_config.json").write_bytes(content)
+    Path("tokenizer_config.json").write_bytes(content)
     refusal_or(lambda: load_tokenizer("tokenizer.json"))
     Path("config.json").write_bytes(content)
     refusal_or(lambda: read_config(read_json(Path())))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from jaxdist.core.sharding import MeshConfig
 from jaxdist.core.step import EvalConfig, TrainConfig
 from jaxdist.core.types import Model
 from jaxdist.data.config import DataConfig
+from jaxdist.data.images import is_cifar
 from jaxdist.models import DecoderConfig, ModelConfig, build
 from jaxdist.models.configs import DIM_SETTINGS
 from jaxdist.models.huggingface.directory import is_model, read_json
@@ -31,8 +33,10 @@ from jaxdist.run.monitoring.config import MonitoringConfig
 from jaxdist.run.resilience.config import ResilienceConfig
 from jaxdist.runtime import resolve
 from jaxdist.runtime.config import RuntimeConfig
+from jaxdist.runtime.storage import url_problem
 
 _BYTE_VALUES = 256
+_SEARCH_S = 0.5  # for legal meshes to name in a refusal; of thousands of devices there are many
 _PARAM_AND_GRADIENT_BYTES = 4 + 4
 
 
@@ -185,7 +189,7 @@ class RunConfig:
         spec, reason = default_mesh(num_devices, state_bytes, memory_bytes, needs)
         refused = self.mesh_problems(spec, model)
         if refused:
-            legal = self._legal(spec, num_devices, model, count=1)
+            legal = self._legal(spec, num_devices, model)
             if not legal:
                 self.check_mesh(spec, model, num_devices)
             rule = refused[0].partition(":")[0]
@@ -210,6 +214,10 @@ class RunConfig:
                 f"name={self.name!r} must be one word of letters, digits and . _ + -: it names the "
                 "run directory. Use run_dir for a path."
             )
+        urls = {"run_dir": self.run_dir, "resume": self.resume, "init_from": self.init_from}
+        urls = {name: problem for name, path in urls.items() if (problem := url_problem(path))}
+        if urls:
+            return [*found, *(f"{name}={problem}" for name, problem in urls.items())]
         if self.run_dir and Path(self.run_dir).expanduser().is_file():
             found.append(
                 f"run_dir={self.run_dir!r} is a file: a directory, new or of a run, is needed. "
@@ -281,12 +289,12 @@ class RunConfig:
         )
         for source in data.sources:
             exists = source != "stdlib" and Path(source).expanduser().exists()
-            if reads == "text" and exists and _is_images(source):
+            if reads == "text" and is_cifar(source):
                 found.append(
                     f"data.sources has {source!r}, which holds images: a decoder reads text. "
                     "Use --model cnn, or a text source."
                 )
-            if reads == "images" and (source == "stdlib" or (exists and not _is_images(source))):
+            if reads == "images" and (source == "stdlib" or (exists and not is_cifar(source))):
                 found.append(
                     f"data.sources has {source!r}, which is not a CIFAR-10 folder: a cnn reads "
                     "images. Name the folder that holds data_batch_1, or use --model decoder."
@@ -337,26 +345,17 @@ class RunConfig:
 
     def _nearest_legal(self, spec: MeshSpec, num_devices: int, model: Model | None) -> str:
         # Fewer devices only when none of this many will do; each try factorises one number.
+        until = time.monotonic() + _SEARCH_S
         for count in range(num_devices, max(0, num_devices - 64), -1):
-            legal = self._legal(spec, count, model, count=3)
-            if legal:
+            if time.monotonic() > until:
+                break
+            if legal := self._legal(spec, count, model):
                 names = " or ".join(f"--mesh {other}" for other in legal)
                 return f"Legal with {in_devices(count)}, nearest first: {names}."
         return (
-            f"No mesh of {in_devices(num_devices)} or a few less is legal for this model and "
-            "batch. Change train.global_batch_size or the model's sizes."
+            f"No legal mesh of {in_devices(num_devices)} or a few less was found for this model "
+            "and batch. Change train.global_batch_size or the model's sizes."
         )
 
-    def _legal(
-        self, spec: MeshSpec, num_devices: int, model: Model | None, count: int
-    ) -> Sequence[MeshSpec]:
-        return legal_meshes(
-            spec, num_devices, lambda other: self.mesh_problems(other, model), count
-        )
-
-
-def _is_images(source: str) -> bool:
-    from jaxdist.data.images import is_cifar
-
-    path = Path(source).expanduser()
-    return path.is_dir() and is_cifar(path)
+    def _legal(self, spec: MeshSpec, num_devices: int, model: Model | None) -> Sequence[MeshSpec]:
+        return legal_meshes(spec, num_devices, lambda other: self.mesh_problems(other, model))

@@ -6,12 +6,13 @@ Which axes there are, and in which order, `core/parallel/axes.py` says.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from jaxdist.core.axis import Axis, divisors
+from jaxdist.core.axis import Axis, divisors_of
 from jaxdist.core.parallel import axes
 from jaxdist.core.types import ConfigError
 
@@ -19,7 +20,9 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh
 
 MAX_DEVICES = 1_000_000
-"""More than any cluster has; the search for legal meshes stays below a second."""
+"""More than any cluster has."""
+
+_MOST_MESHES = 10_000
 
 _OPEN = -1
 """Size of an axis that takes the devices left over, until `MeshSpec.resolve`."""
@@ -185,18 +188,21 @@ def notation() -> str:
 
 
 def factorisations(num_devices: int, *, without: Sequence[Axis] = ()) -> list[MeshSpec]:
-    """Every mesh of exactly `num_devices` devices that leaves the axes `without` at 1."""
+    """Every mesh of exactly `num_devices` devices that leaves the axes `without` at 1.
+
+    Of a number with very many divisors, which no cluster has, the first `_MOST_MESHES`.
+    """
     names = [axis.name for axis in axes.AXES if axis not in without]
 
     def sizes(left: int, count: int) -> Iterator[tuple[int, ...]]:
         if count == 1:
             yield (left,)
             return
-        for size in divisors(left):
+        for size in divisors_of(left):
             for rest in sizes(left // size, count - 1):
                 yield (size, *rest)
 
-    found = sizes(num_devices, len(names))
+    found = itertools.islice(sizes(num_devices, len(names)), _MOST_MESHES)
     return [MeshSpec(**dict(zip(names, each, strict=True))) for each in found]
 
 
@@ -248,7 +254,7 @@ def _with_shrunk(asked: MeshSpec, count: int) -> Iterator[MeshSpec]:
         *rest, axis = todo
         wanted = asked[axis]
         preferred = lambda size: (size != wanted, size < wanted, abs(size - wanted))
-        for size in sorted(divisors(left), key=preferred):
+        for size in sorted(divisors_of(left), key=preferred):
             yield from fill({**sizes, axis.name: size}, left // size, rest)
 
     yield from fill({}, count, others)

@@ -13,7 +13,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
@@ -132,10 +132,10 @@ def open_datasets(
         raise ConfigError(problems)
     if any(is_custom(source) for source in config.sources):
         return _open_custom(config, seq_len, seed)
-    folders = [_cifar_folder(source) for source in config.sources]
-    if all(folders):
-        return _open_images(config, [f for f in folders if f])
-    if any(folders):
+    images = [is_cifar(source) for source in config.sources]
+    if all(images):
+        return _open_images(config)
+    if any(images):
         raise ConfigError(
             f"data.sources={config.sources} mixes CIFAR-10 with text: a model learns one of "
             "them. Name sources of one kind."
@@ -155,7 +155,8 @@ def _open_text(config: DataConfig, seq_len: int) -> tuple[Dataset, Dataset | Non
     held = 0.0 if config.eval_sources else config.eval_fraction
     opened = [_open_corpus(source, encoder) for source in config.sources]
     others = [_open_corpus(source, encoder) for source in config.eval_sources]
-    _check_tokenizers([*config.sources, *config.eval_sources], [*opened, *others])
+    sources = [*config.sources, *config.eval_sources]
+    _check_tokenizers(encoder.tokenizer, sources, [*opened, *others])
     packing = _packing(config, [*opened, *others], seq_len)
     train, rest = [], []
     for source, corpus in zip(config.sources, opened, strict=True):
@@ -240,22 +241,23 @@ def _open_corpus(source: str, encoder: Encoder) -> Corpus:
     return cached_corpus(files, source, encoder)
 
 
-def _check_tokenizers(sources: list[str], corpora: list[Corpus]) -> None:
-    names = {corpus.tokenizer.fingerprint: corpus.tokenizer.name for corpus in corpora}
-    if len(names) > 1:
-        pairs = "; ".join(f"{s}: {c.tokenizer.name}" for s, c in zip(sources, corpora, strict=True))
-        raise ConfigError(
-            f"sources were tokenised in different ways ({pairs}): their token numbers mean "
-            "different things. Set data.tokenizer to the one of the token folder."
-        )
-
-
-P = TypeVar("P", bound=Part)
+def _check_tokenizers(tokenizer: Tokenizer, sources: list[str], corpora: list[Corpus]) -> None:
+    """Refuse token folders that were made with another tokenizer than the run's."""
+    problems = [
+        f"{source!r} was made with tokenizer {made.name!r} (end token {made.end_id}), and "
+        f"data.tokenizer is {tokenizer.name!r} (end token {tokenizer.end_id}): the same token "
+        f"numbers mean different things. Set data.tokenizer={made.name!r}, or leave data.tokenizer "
+        "and data.eos_token out."
+        for source, corpus in zip(sources, corpora, strict=True)
+        if (made := corpus.tokenizer).fingerprint != tokenizer.fingerprint
+    ]
+    if problems:
+        raise ConfigError(problems)
 
 
 def _with_rows(
-    part: P, role: str, source: str, corpus: Corpus, seq_len: int, held: float | None = None
-) -> P:
+    part: Part, role: str, source: str, corpus: Corpus, seq_len: int, held: float | None = None
+) -> Part:
     if part.num_rows:
         return part
     fix = "Use a smaller seq_len or more text."
@@ -268,23 +270,17 @@ def _with_rows(
     )
 
 
-def _cifar_folder(source: str) -> Path | None:
-    path = Path(source).expanduser()
-    return path if path.is_dir() and is_cifar(path) else None
-
-
-def _open_images(config: DataConfig, folders: list[Path]) -> tuple[Dataset, Dataset | None]:
-    both = [open_cifar(folder) for folder in folders]
+def _open_images(config: DataConfig) -> tuple[Dataset, Dataset | None]:
+    both = [open_cifar(folder) for folder in config.sources]
     held = [test for _, test in both] if config.eval_fraction else []
     if config.eval_sources:
-        others = [_cifar_folder(source) for source in config.eval_sources]
-        if not all(others):
+        if not all(map(is_cifar, config.eval_sources)):
             raise ConfigError(
                 f"data.eval_sources={config.eval_sources} are not all CIFAR-10 folders, as "
                 "data.sources are. Name folders, or leave eval_sources empty to use the test "
                 "files."
             )
-        held = [open_cifar(folder)[1] for folder in others if folder]
+        held = [open_cifar(folder)[1] for folder in config.eval_sources]
 
     dataset = functools.partial(_dataset, "images", vocab_size=NUM_CLASSES)
     train = dataset([images for images, _ in both], config.mixture_weights)

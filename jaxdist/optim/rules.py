@@ -12,7 +12,7 @@ from optax.contrib import MuonDimensionNumbers, scale_by_muon
 from jaxdist.core.types import Array, Dims, Params
 from jaxdist.optim.adafactor import FactoredState, absent, adafactor, factored_axes
 from jaxdist.optim.config import OptimConfig
-from jaxdist.optim.freeze import frozen_leaves, without_frozen, without_frozen_leaves
+from jaxdist.optim.freeze import frozen_leaves
 from jaxdist.optim.matrices import Sides, sides_of
 
 _ADAM_RMS = 0.2
@@ -34,9 +34,12 @@ def make_optimizer(config: OptimConfig, axes: Params) -> optax.GradientTransform
     """
     if not config.freeze:
         return _chain(config, axes)
+    # The rule sees holes where leaves are frozen: they have no moments, and their update is 0.
     frozen = frozen_leaves(config, axes)
-    rule = _chain(config, without_frozen_leaves(axes, frozen))
-    return _without_holes(without_frozen(rule, frozen))
+    moving = jax.tree.map(lambda hole: not hole, frozen)
+    holed = jax.tree.map(lambda dims, hole: optax.MaskedNode() if hole else dims, axes, frozen)
+    rule = optax.masked(_chain(config, holed), moving)
+    return _without_holes(optax.chain(rule, optax.masked(optax.set_to_zero(), frozen)))
 
 
 def _chain(config: OptimConfig, axes: Params) -> optax.GradientTransformation:
@@ -124,8 +127,11 @@ def _muon(config: OptimConfig, axes: Params) -> optax.GradientTransformation:
     """
     is_hidden = hidden_matrices(axes)
     others = jax.tree.map(lambda is_hidden: not is_hidden, is_hidden)
+    matrix = lambda sides: MuonDimensionNumbers(
+        reduction_axis=sides.rows, output_axis=sides.columns
+    )
     numbers = jax.tree.map(
-        lambda sides, is_hidden: _muon_numbers(sides) if is_hidden else optax.MaskedNode(),
+        lambda sides, is_hidden: matrix(sides) if is_hidden else optax.MaskedNode(),
         sides_of(axes),
         is_hidden,
     )
@@ -158,10 +164,6 @@ def _without_holes(inner: optax.GradientTransformation) -> optax.GradientTransfo
         return updates, fill(state)
 
     return optax.GradientTransformation(lambda params: fill(inner.init(params)), update)
-
-
-def _muon_numbers(sides: Sides) -> MuonDimensionNumbers:
-    return MuonDimensionNumbers(reduction_axis=sides.rows, output_axis=sides.columns)
 
 
 def _scale_to_adam_rms(numbers: Params) -> optax.GradientTransformation:

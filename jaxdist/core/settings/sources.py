@@ -11,6 +11,9 @@ from typing import Any
 
 from jaxdist.core.settings.schema import FlagText, Path
 
+NAMED_FILES = FilePath(__file__).parents[2] / "config" / "named"
+"""Configs that come with the package: `--config llama3_8b` needs no path."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Given:
@@ -78,8 +81,9 @@ def split_arguments(
         name = spelled.replace("-", "_")
         path = tuple(aliases.get(name, name).split("."))
         value = FlagText(text) if equals else None
-        if value is None and words and _is_value(words[0], is_switch(path)):
-            value = FlagText(words.pop(0))
+        if value is None and words:
+            follows = words[0] in ("true", "false") if is_switch(path) else words[0][:2] != "--"
+            value = FlagText(words.pop(0)) if follows else None
         if name == "config":
             found.files.append(value or "")
         else:
@@ -87,21 +91,16 @@ def split_arguments(
     return found
 
 
-def _is_value(word: str, of_switch: bool) -> bool:
-    return word in ("true", "false") if of_switch else not word.startswith("--")
-
-
 def read_file(file: str) -> tuple[dict[str, Any], list[str], str]:
-    """A TOML file: (its table, problems, its text)."""
+    """A TOML file, by its path or its name in `NAMED_FILES`: (its table, problems, its text)."""
     from jaxdist.runtime.storage import locate  # the room `runtime` imports this one
 
     path = FilePath(file)
+    if not path.exists() and (NAMED_FILES / f"{file}.toml").exists():
+        path = NAMED_FILES / f"{file}.toml"
     if not file:
-        return (
-            {},
-            ["--config has no value: the path of a TOML file is needed. Use --config=FILE."],
-            "",
-        )
+        problem = "--config has no value: the path of a TOML file is needed. Use --config=FILE."
+        return {}, [problem], ""
     try:
         if not path.exists():
             near = _files_like(path)
@@ -114,14 +113,12 @@ def read_file(file: str) -> tuple[dict[str, Any], list[str], str]:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         return {}, [f"--config {file} cannot be read: {reason}. Give a readable TOML file."], ""
     except (ValueError, RecursionError) as error:
-        return (
-            {},
-            [
-                f"--config {file} is not TOML: {_lower_first(str(error))}. Use [train] for "
-                'sections, and steps = 400, name = "text", flag = true for values.'
-            ],
-            "",
+        reason = str(error)[:1].lower() + str(error)[1:]
+        problem = (
+            f"--config {file} is not TOML: {reason}. Use [train] for sections, and steps = 400, "
+            'name = "text", flag = true for values.'
         )
+        return {}, [problem], ""
 
 
 def flatten(table: Mapping[str, Any], file: str, text: str) -> list[Given]:
@@ -172,8 +169,6 @@ def _names(dotted: str) -> Path:
 def _files_like(path: FilePath) -> str:
     folder = path.parent
     names = sorted(str(p) for p in folder.glob("*.toml")) if folder.is_dir() else []
-    return f"There are {', '.join(names[:8])}." if names else "Check the path."
-
-
-def _lower_first(text: str) -> str:
-    return text[:1].lower() + text[1:]
+    near = f"There are {', '.join(names[:8])}." if names else "Check the path."
+    known = ", ".join(sorted(path.stem for path in NAMED_FILES.glob("*.toml")))
+    return f"{near} By name there are {known}."

@@ -296,15 +296,15 @@ def _placements(
     """(dims, place) -> mesh axes that split such an array, in mesh order, and into how many."""
     layout = Layout(mesh=_abstract_mesh(spec), rules=dict(rules), zero=zero)
     specs = {
-        "param": layout.param_spec,
-        "moment": layout.moment_spec,
-        "gradient": layout.gradient_spec,
+        "param": layout.param_specs,
+        "moment": layout.moment_specs,
+        "gradient": layout.gradient_specs,
     }
 
     @functools.cache
     def placed(dims: Dims, place: Place) -> tuple[tuple[str, ...], int]:
         if place == "whole":
-            found = set(axes_of(layout.param_spec(dims))) - set(axes_of(layout.gather_spec(dims)))
+            found = set(axes_of(layout.param_specs(dims))) - set(axes_of(layout.gather_specs(dims)))
         else:
             found = set(axes_of(specs[place](dims)))
         axes = tuple(axis for axis in spec.sizes if axis in found)

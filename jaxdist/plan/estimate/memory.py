@@ -23,7 +23,7 @@ from jaxdist.optim import is_frozen
 from jaxdist.plan.estimate import activations
 from jaxdist.plan.estimate.job import WIDE, Job, Place
 from jaxdist.plan.estimate.model_trace import row_of
-from jaxdist.runtime import DEFAULT_MEMORY_FRACTION, MEMORY_FRACTION
+from jaxdist.runtime.backend import DEFAULT_MEMORY_FRACTION, MEMORY_FRACTION
 from jaxdist.runtime.formatting.numbers import in_bytes
 
 Parts = Mapping[str, float]

@@ -28,13 +28,9 @@ _MAX_POINTS = 250
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """One curve: points in order of x; y that is not finite leaves a gap and a mark.
+    """One curve: points (x, y) in order of x; y that is not finite leaves a gap and a mark.
 
-    Attributes:
-        label: for tooltips.
-        colour: any CSS colour.
-        points: (x, y).
-        dots: draw each point with a tooltip (few points) instead of a smoothed line (many).
+    With `dots` each point is drawn with a tooltip (few points), else a smoothed line (many).
     """
 
     label: str
@@ -43,36 +39,47 @@ class Line:
     dots: bool = False
 
 
+def colour_of(index: int) -> str:
+    """A colour of its own for each line: `COLOURS`, then hues that lie far from the last ones."""
+    if index < len(COLOURS):
+        return COLOURS[index]
+    hue, light = 137.508 * index % 360, (35, 50, 65)[index % 3]  # the golden angle
+    return f"hsl({hue:.1f} 70% {light}%)"
+
+
 def chart(
     title: str,
     lines: Sequence[Line],
     *,
     x_label: str,
     marks: Sequence[tuple[float, str]] = (),
-    log: bool = False,
+    log_x: bool = False,
+    log_y: bool = False,
 ) -> str:
     """Curves with axes and a grid; "" when no line has a finite point.
 
     Long lines are drawn as the median of each stretch over a band from its least to its greatest
-    value, so that a single spike stays visible.
-
-    Args:
-        title: above the chart.
-        lines: what is drawn.
-        x_label: below the axis.
-        marks: vertical dashed lines at x, with a tooltip.
-        log: logarithmic axes, marked at every x; all values are above 0.
+    value, so that a single spike stays visible. `marks` are vertical dashed lines at x, with a
+    tooltip. `log_x` marks every x; all are above 0. `log_y` leaves out what is not above 0.
     """
+    if log_y:
+        above = lambda points: [(x, y) for x, y in points if y > 0 or not math.isfinite(y)]
+        lines = [dataclasses.replace(line, points=above(line.points)) for line in lines]
     finite = [p for line in lines for p in line.points if all(map(math.isfinite, p))]
     if not finite:
         return ""
     xs, ys = [x for x, _ in finite], [y for _, y in finite]
-    x_ticks = sorted(set(xs)) if log else ticks(min(xs), max(xs))
-    y_ticks = log_ticks(min(ys), max(ys)) if log else ticks(min(ys), max(ys))
-    frame = _Frame(x=(min(xs), max(xs)), y=(min(y_ticks[0], *ys), max(y_ticks[-1], *ys)), log=log)
+    x_ticks = sorted(set(xs)) if log_x else ticks(min(xs), max(xs))
+    y_ticks = (log_ticks if log_y else ticks)(min(ys), max(ys))
+    y_ends = min(y_ticks[0], *ys), max(y_ticks[-1], *ys)
+    frame = _Frame((min(xs), max(xs)), y_ends, log_x, log_y)
     drawn = [
         *_grid(frame, x_ticks, y_ticks, x_label),
-        *(_mark(frame, x, label) for x, label in marks if frame.holds_x(x)),
+        *(
+            _line("mark", (frame.px(x),) * 2, (_TOP, _HEIGHT - _BOTTOM), _tip(label))
+            for x, label in marks
+            if frame.holds_x(x)
+        ),
         *(part for line in lines for part in _draw(frame, line)),
     ]
     return _figure(title, _HEIGHT, drawn)
@@ -88,7 +95,7 @@ def stacked_bars(
 ) -> str:
     """Horizontal bars (label, class -> amount) cut into classes, with a line at the limit."""
     names = dict.fromkeys(name for _, parts in bars for name in parts)
-    colours = {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(names)}
+    colours = {name: colour_of(i) for i, name in enumerate(names)}
     left, step = 190, 30
     bottom = 8 + len(bars) * step
     most = max([limit, *(sum(parts.values()) for _, parts in bars)]) * 1.04
@@ -102,7 +109,7 @@ def stacked_bars(
             body.append(_box(x, y, amount * scale, step - 9, colours[name], tip))
             x += amount * scale
     x = left + limit * scale
-    body.append(f'<line class="limit" x1="{x:.1f}" x2="{x:.1f}" y1="2" y2="{bottom}"/>')
+    body.append(_line("limit", (x, x), (2, bottom)))
     body.append(_text(x, bottom + 16, f"{limit_name} {limit:,.1f} {unit}"))
     return _figure(title, bottom + 26, body) + _legend(colours)
 
@@ -135,7 +142,12 @@ def timeline(title: str, rows: Sequence[tuple[str, Sequence[Span]]]) -> str:
 
 
 def log_ticks(low: float, high: float) -> list[float]:
-    """1, 2 and 5 times powers of ten from just below `low` to just above `high`."""
+    """1, 2 and 5 times powers of ten from just below `low` to just above `high`.
+
+    Round numbers where the two are so close that this would mark little but the ends.
+    """
+    if high < 4 * low:
+        return [tick for tick in ticks(low, high) if tick > 0]
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
     every = [m * 10.0**e for e in range(first - 1, last + 1) for m in (1, 2, 5)]
     below = max(tick for tick in every if tick <= low * (1 + 1e-9))
@@ -173,21 +185,22 @@ class _Frame:
 
     x: tuple[float, float]
     y: tuple[float, float]
-    log: bool
+    log_x: bool
+    log_y: bool
 
     def at(self, x: float, y: float) -> str:
         return f"{self.px(x):.1f},{self.py(y):.1f}"
 
     def px(self, x: float) -> float:
-        return _LEFT + self._share(x, self.x) * (_WIDTH - _LEFT - _RIGHT)
+        return _LEFT + self._share(x, self.x, self.log_x) * (_WIDTH - _LEFT - _RIGHT)
 
     def py(self, y: float) -> float:
-        return _HEIGHT - _BOTTOM - self._share(y, self.y) * (_HEIGHT - _TOP - _BOTTOM)
+        return _HEIGHT - _BOTTOM - self._share(y, self.y, self.log_y) * (_HEIGHT - _TOP - _BOTTOM)
 
-    def _share(self, value: float, ends: tuple[float, float]) -> float:
+    def _share(self, value: float, ends: tuple[float, float], log: bool) -> float:
         """Where a value lies between the ends of an axis, 0 to 1."""
         low, high = ends
-        if self.log:
+        if log:
             value, low, high = math.log(value), math.log(low), math.log(high)
         return (value - low) / ((high - low) or 1.0)
 
@@ -202,25 +215,19 @@ def _grid(
     bottom, right = _HEIGHT - _BOTTOM, _WIDTH - _RIGHT
     for y in y_ticks:
         at = frame.py(y)
-        parts.append(f'<line class="grid" x1="{_LEFT}" x2="{right}" y1="{at:.1f}" y2="{at:.1f}"/>')
+        parts.append(_line("grid", (_LEFT, right), (at, at)))
         parts.append(_text(_LEFT - 8, at + 4, _tick(y), anchor="end"))
-    for x in x_ticks:
-        if frame.holds_x(x):
-            at = frame.px(x)
-            parts.append(
-                f'<line class="grid" x1="{at:.1f}" x2="{at:.1f}" y1="{bottom}" y2="{bottom + 5}"/>'
-            )
-            parts.append(_text(at, bottom + 19, _tick(x)))
+    for x in filter(frame.holds_x, x_ticks):
+        at = frame.px(x)
+        parts.append(_line("grid", (at, at), (bottom, bottom + 5)))
+        parts.append(_text(at, bottom + 19, _tick(x)))
     parts.append(_text((_LEFT + right) / 2, _HEIGHT - 8, x_label))
     return parts
 
 
-def _mark(frame: _Frame, x: float, label: str) -> str:
-    at = f"{frame.px(x):.1f}"
-    return (
-        f'<line class="mark" x1="{at}" x2="{at}" y1="{_TOP}" y2="{_HEIGHT - _BOTTOM}">'
-        f"{_tip(label)}</line>"
-    )
+def _line(kind: str, x: tuple[float, float], y: tuple[float, float], inside: str = "") -> str:
+    ends = f'x1="{x[0]:.1f}" x2="{x[1]:.1f}" y1="{y[0]:.1f}" y2="{y[1]:.1f}"'
+    return f'<line class="{kind}" {ends}>{inside}</line>'
 
 
 def _draw(frame: _Frame, line: Line) -> list[str]:

@@ -36,12 +36,7 @@ escape = html.escape
 
 
 def page(title: str, body: Sequence[str]) -> str:
-    """A whole page.
-
-    Args:
-        title: plain text.
-        body: HTML, part by part.
-    """
+    """A whole page: a title in plain text, and HTML part by part."""
     title = escape(title)
     return "\n".join(
         [
@@ -73,10 +68,7 @@ def write(path: str, text: str) -> None:
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], colours: Sequence[str] = ()) -> str:
     """A table whose first column holds labels; cells are plain text.
 
-    Args:
-        head: names of the columns.
-        rows: label, then cells.
-        colours: of the columns after the first, shown next to their names; none where empty.
+    Colours, where given, are those of the columns after the first, shown next to their names.
     """
     keys = ["", *(swatch(colour) for colour in colours)] if colours else [""] * len(head)
     names = "".join(f"<th>{k}{escape(name)}</th>" for k, name in zip(keys, head, strict=True))

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from jaxdist.checkpoint import manifest
 from jaxdist.core.settings import ConfigError
+from jaxdist.runtime.formatting.tables import few
 from jaxdist.runtime.storage import Location, locate
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ def problem_of(checkpoint: Location) -> str:
     except ValueError as reason:
         return str(reason)
     found = manifest.size_problems(checkpoint, files)
-    return manifest.summary(found or manifest.content_problems(checkpoint, files, files))
+    return few(found or manifest.content_problems(checkpoint, files, files), 1)
 
 
 def settings_of(path: str) -> RunConfig:

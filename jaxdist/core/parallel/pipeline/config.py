@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-from jaxdist.core.axis import divisors
+from jaxdist.core.axis import divisors_of
 from jaxdist.core.parallel.pipeline import schedules
 from jaxdist.core.parallel.pipeline.schedule import Schedule
 from jaxdist.core.parallel.pipeline.schedules import ScheduleName
@@ -53,21 +53,15 @@ class PipelineConfig:
         return schedules.forward_only(num_stages, count, self.num_virtual_stages)
 
     def choose_microbatches(self, num_stages: int, rows: int) -> int:
-        """See `choose_num_microbatches`."""
-        return choose_num_microbatches(rows, num_stages, self.num_virtual_stages)
+        """Microbatches of a replica: the fewest that reach four per stage, else one row each.
 
-
-def choose_num_microbatches(rows: int, num_stages: int, num_virtual_stages: int = 1) -> int:
-    """Microbatches for a replica's rows: the fewest that reach four per stage, else one row each.
-
-    Four per stage leave a bubble below a fifth; more would only make products smaller. With
-    chunks, multiples of the number of stages come first, because their groups are full.
-    """
-    counts = divisors(rows)
-    if num_virtual_stages > 1:
-        counts = [d for d in counts if d % num_stages == 0] or counts
-    enough = [d for d in counts if d >= 4 * num_stages]
-    return min(enough, default=max(counts))
+        Four per stage leave a bubble below a fifth; more would only make products smaller. With
+        interleaving, multiples of the number of stages come first, because their groups are full.
+        """
+        counts = divisors_of(rows)
+        if self.num_virtual_stages > 1:
+            counts = [d for d in counts if d % num_stages == 0] or counts
+        return min((d for d in counts if d >= 4 * num_stages), default=max(counts))
 
 
 def describe(schedule: Schedule, rows: int) -> str:
