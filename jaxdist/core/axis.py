@@ -25,7 +25,11 @@ class Workload:
         global_batch_size: rows of one step, or None to leave the batch out.
         num_microbatches: microbatches that a device's rows are cut into.
         num_virtual_stages: pieces of the model on each pipeline stage.
-        seq_len: sequence length where sequence parallelism splits it, else None.
+        fsdp_over_context: what fsdp shards is sharded over the context axis too.
+        seq_len: positions of a row where sequence parallelism splits them, else None.
+        context_len: positions of a row where the context axis may split them, else None.
+        context_size: devices along that axis, on the mesh in question.
+        attention_dropout: share of attention probabilities dropped.
     """
 
     dims: Mapping[str, int]
@@ -35,7 +39,11 @@ class Workload:
     global_batch_size: int | None = None
     num_microbatches: int = 1
     num_virtual_stages: int = 1
+    fsdp_over_context: bool = True
     seq_len: int | None = None
+    context_len: int | None = None
+    context_size: int = 1
+    attention_dropout: float = 0.0
 
     def named(self, dim: str) -> str:
         """`model.num_layers=8`: a dim with its size, by the setting it comes from."""
@@ -58,6 +66,9 @@ class ActivationSizes:
             backward repeats it.
         recomputes: whether backward recomputes what a layer does not keep.
         sequence_parallel: whether sequences are split between blocks.
+        key_value_bytes: keys and values of a microbatch's positions, of one layer and device.
+        query_bytes: its queries.
+        query_groups: query heads for each key/value head.
     """
 
     stream_bytes: float

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeAlias
 
 from jaxdist.core.axis import Workload, allowed_sizes
 from jaxdist.core.mesh import MeshSpec, factorisations, nearest
 from jaxdist.core.parallel import axes
+from jaxdist.core.parallel.context import CONTEXT
 from jaxdist.core.parallel.data import DATA
 from jaxdist.core.parallel.fsdp import FSDP
 from jaxdist.runtime.formatting.numbers import in_bytes
@@ -20,6 +22,7 @@ def mesh_problems(spec: MeshSpec, workload: Workload) -> list[str]:
         spec: the mesh.
         workload: sizes of the model and the batch.
     """
+    workload = dataclasses.replace(workload, context_size=spec[CONTEXT])
     return [
         *_dim_problems(spec, workload),
         *(p for axis in spec.used for p in axis.problems(spec[axis], workload)),
@@ -42,12 +45,14 @@ def _dim_problems(spec: MeshSpec, workload: Workload) -> Iterable[str]:
             continue
         axis = by_name[name]
         ways, label, fix = spec[axis], f"{axis.short}={spec[axis]}", f"{axis.short}="
-        if axis.weights == "gathered" and workload.zero:
-            shared = [other for other in axes.AXES if other.weights == "replicated"]
+        joining = axes.joining_fsdp(workload.zero, workload.fsdp_over_context)
+        shared = [by_name[other] for other in joining if workload.zero or spec[other] > 1]
+        if axis.weights == "gathered" and shared:
             for other in shared:
                 ways *= spec[other]
             parts = " × ".join(f"{other.short}={spec[other]}" for other in (axis, *shared))
-            label, fix = f"{parts} (zero={workload.zero})", "a product of "
+            stage = f" (zero={workload.zero})" if workload.zero else ""
+            label, fix = f"{parts}{stage}", "a product of "
         if size % ways:
             yield (
                 f"mesh {label} does not divide {workload.named(dim)}: {axis.divides}. "

@@ -1,8 +1,8 @@
 """Sizes and families of the models, with their rules. Pure data: imports no Flax.
 
 Besides its settings a kind says what must be known before it is built: `dims` and `rules` (as of
-`Model`; {} where only the built model knows), whether `sequence` parallelism may split its rows,
-and what it `reads`: "text", "images" or "" where any data may do.
+`Model`; {} where only the built model knows), whether `sequence` parallelism and the context axis
+(`context_parallel`) may split its rows, and what it `reads`: "text", "images" or "" where any data may do.
 """
 
 from __future__ import annotations
@@ -128,6 +128,7 @@ class DecoderConfig:
 
     rules: ClassVar[Mapping[str, str | None]] = {}
     sequence: ClassVar[bool] = True
+    context_parallel: ClassVar[bool] = True
     reads: ClassVar[str] = "text"
 
     def run_problems(
@@ -220,6 +221,7 @@ class CnnConfig:
         "flat": "fsdp",
     }
     sequence: ClassVar[bool] = False
+    context_parallel: ClassVar[bool] = False
     reads: ClassVar[str] = "images"
 
     @property
@@ -285,6 +287,7 @@ class CustomConfig:
     dims: ClassVar[Mapping[str, int]] = {}
     rules: ClassVar[Mapping[str, str | None]] = {}
     sequence: ClassVar[bool] = False
+    context_parallel: ClassVar[bool] = False
     reads: ClassVar[str] = ""
 
     def problems(self) -> list[str]:

@@ -230,7 +230,7 @@ class Job:
 
     @functools.cached_property
     def attention(self) -> str:
-        """The attention kernel: "cudnn", "xla", or "" where nothing attends."""
+        """The attention kernel: "cudnn", "blockwise", "xla", or "" where nothing attends."""
         call = self.attention_call
         if call is None or not self.is_decoder:
             return ""
@@ -240,6 +240,7 @@ class Job:
             compute_capability=self.gpu.compute_capability,
             dtype=self.dtype,
             head_dim=self.model.dims["head_dim"],
+            num_keys=self.seq_len,
             packed=self.config.data.packs_documents,
             dropout=call.dropout,
         )
@@ -265,6 +266,8 @@ class Job:
             zero=self.config.mesh.zero,
             sequence_parallel=self.config.mesh.sequence_parallel and self.model.sequence,
             auto_tensor=self.model.tensor == "auto",
+            fsdp_over_context=self.config.mesh.fsdp_over_context,
+            context_attention=self.config.mesh.context_attention,
         )
 
     def size(self, weight: Weight, place: Place) -> int:
