@@ -141,6 +141,7 @@ class RunConfig:
             num_microbatches=self.train.accumulation,
             num_virtual_stages=self.pipeline.num_virtual_stages,
             fsdp_over_context=self.mesh.fsdp_over_context,
+            context_attention=self.mesh.context_attention,
             seq_len=(
                 self.train.seq_len if known.sequence and self.mesh.sequence_parallel else None
             ),

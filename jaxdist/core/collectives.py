@@ -164,13 +164,13 @@ def permute_in_pairs(x: Array, axis: str, shift: int = 1) -> Array:
     size = lax.axis_size(axis)
     length = size // shift
     if size % (2 * shift):
-        raise ValueError(f"permute_in_pairs by {shift} over {axis!r} needs an even ring, not {length}.")
+        raise ValueError(
+            f"permute_in_pairs by {shift} over {axis!r} needs an even ring, not {length}."
+        )
     place = lax.axis_index(axis) // shift
     nothing, received = jnp.zeros_like(x), []
     for parity in range(1 if length == 2 else 2):
-        pairs = [
-            [i, (i + shift) % size] for i in range(size) if i // shift % 2 == parity
-        ]
+        pairs = [[i, (i + shift) % size] for i in range(size) if i // shift % 2 == parity]
         is_first = place % 2 == parity
         # On a ring of two each is the other's next.
         back = x if length == 2 else nothing

@@ -6,12 +6,16 @@ import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeAlias
 
+from jaxdist.core.attention.context import plan_exchange
 from jaxdist.core.axis import Workload, allowed_sizes
 from jaxdist.core.mesh import MeshSpec, factorisations, nearest
 from jaxdist.core.parallel import axes
 from jaxdist.core.parallel.context import CONTEXT
 from jaxdist.core.parallel.data import DATA
 from jaxdist.core.parallel.fsdp import FSDP
+from jaxdist.core.parallel.pipeline.axis import PIPELINE
+from jaxdist.core.parallel.tensor import TENSOR
+from jaxdist.core.types import ConfigError
 from jaxdist.runtime.formatting.numbers import in_bytes
 
 
@@ -26,6 +30,7 @@ def mesh_problems(spec: MeshSpec, workload: Workload) -> list[str]:
     return [
         *_dim_problems(spec, workload),
         *(p for axis in spec.used for p in axis.problems(spec[axis], workload)),
+        *_exchange_problems(spec, workload),
         *_batch_problems(spec, workload),
     ]
 
@@ -60,6 +65,26 @@ def _dim_problems(spec: MeshSpec, workload: Workload) -> Iterable[str]:
             )
 
 
+def _exchange_problems(spec: MeshSpec, workload: Workload) -> list[str]:
+    """An exchange of keys and values, asked for by name, that heads or stages do not allow."""
+    heads, kv_heads = workload.dims.get("heads", 0), workload.dims.get("kv_heads", 0)
+    tensor = spec[TENSOR]
+    if spec[CONTEXT] == 1 or heads % tensor or kv_heads % tensor or not kv_heads:
+        return []
+    try:
+        plan_exchange(
+            workload.context_attention,
+            size=spec[CONTEXT],
+            heads=heads // tensor,
+            kv_heads=kv_heads // tensor,
+            per_node=spec[CONTEXT],
+            has_stages=spec[PIPELINE] > 1,
+        )
+    except ConfigError as error:
+        return error.problems
+    return []
+
+
 def _batch_problems(spec: MeshSpec, workload: Workload) -> Iterable[str]:
     """A global batch whose rows the devices cannot share equally."""
     batch = workload.global_batch_size
@@ -88,7 +113,10 @@ def legal_meshes(
         problems_of: MeshSpec -> list of problems.
         count: how many to name.
     """
-    legal = [spec for spec in factorisations(num_devices) if not problems_of(spec)]
+    # Splitting rows is proposed to those who asked for it: it serves long rows alone.
+    without = () if asked[CONTEXT] > 1 else (CONTEXT,)
+    candidates = factorisations(num_devices, without=without)
+    legal = [spec for spec in candidates if not problems_of(spec)]
     return nearest(asked, legal, count)
 
 

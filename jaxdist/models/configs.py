@@ -2,7 +2,8 @@
 
 Besides its settings a kind says what must be known before it is built: `dims` and `rules` (as of
 `Model`; {} where only the built model knows), whether `sequence` parallelism and the context axis
-(`context_parallel`) may split its rows, and what it `reads`: "text", "images" or "" where any data may do.
+(`context_parallel`) may split its rows, and what it `reads`: "text", "images" or "" where any data
+may do.
 """
 
 from __future__ import annotations

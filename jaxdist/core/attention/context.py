@@ -147,8 +147,15 @@ def make_attend(plan: Plan, attend_rows: Callable[..., Array]) -> Callable[..., 
     """
 
     def attend(
-        query: Array, key: Array, value: Array, mask: AttentionMask, *, kernel: str = "auto", **_: Any
+        query: Array,
+        key: Array,
+        value: Array,
+        mask: AttentionMask,
+        *,
+        kernel: str = "auto",
+        dropout: None = None,
     ) -> Array:
+        assert dropout is None  # a mesh on which there would be some is refused
         rule = Rule(mask.causal, mask.sliding_window)
         query, key, value = blockwise.declare_alike(query, key, value)
         if plan.exchange == "all_gather":

@@ -74,8 +74,8 @@ def _problems(size: int, workload: Workload) -> list[str]:
     if workload.context_len % (2 * size):
         nearest = -(-workload.context_len // (2 * size)) * 2 * size
         found.append(
-            f"mesh cp={size} does not divide train.seq_len={workload.context_len}: each device holds "
-            f"two of {2 * size} equal chunks of a row. Use train.seq_len={nearest}, or a cp of "
+            f"mesh cp={size} does not divide train.seq_len={workload.context_len}: each device "
+            f"holds two of {2 * size} equal chunks of a row. Use train.seq_len={nearest}, or a cp of "
             "which twice divides it."
         )
     if workload.attention_dropout:
@@ -88,7 +88,30 @@ def _problems(size: int, workload: Workload) -> list[str]:
 
 
 def _traffic(sizes: ActivationSizes) -> list[Traffic]:
-    return []
+    """Keys and values of every layer, forward and backward; their gradients in float32."""
+    layers = sizes.num_layers * sizes.num_microbatches
+    forwards = layers * (sizes.num_forwards + sizes.repeats_attention)
+    keys, wide = sizes.key_value_bytes, sizes.widening * sizes.key_value_bytes
+    if sizes.exchange == "all_gather":
+        whole = sizes.context_size
+        return [
+            Traffic("all-gather", "keys and values", whole * keys, forwards + layers),
+            Traffic("reduce-scatter", "keys and values", whole * wide, layers),
+        ]
+    moved = []
+    if sizes.exchanged_heads > 1:
+        # Queries, keys, values there and the output back; their gradients the other way.
+        both = 2 * sizes.query_bytes + keys
+        moved = [Traffic("all-to-all", "heads", both, forwards + layers)]
+    places = sizes.context_size // sizes.exchanged_heads
+    if places > 1:
+        moved += [
+            Traffic(
+                "collective-permute", "keys and values", keys, (places - 1) * (forwards + layers)
+            ),
+            Traffic("collective-permute", "gradients of keys", wide, places * layers),
+        ]
+    return moved
 
 
 def _hooks(sequence_parallel: bool) -> dict[str, Any]:

@@ -11,7 +11,12 @@ One step, read from the outside in:
 """
 
 from jaxdist.core.step.config import REMAT_NAMES, REPLICA_NORMS, EvalConfig, TrainConfig
-from jaxdist.core.step.context import default_loss_chunk, describe_exchange, make_context
+from jaxdist.core.step.context import (
+    default_loss_chunk,
+    describe_exchange,
+    exchange_of,
+    make_context,
+)
 from jaxdist.core.step.gradients import make_evaluate, make_value_and_grad
 from jaxdist.core.step.layer_scan import remat_policy
 from jaxdist.core.step.replica_norms import has_replica_norms
@@ -26,6 +31,7 @@ __all__ = [
     "TrainConfig",
     "default_loss_chunk",
     "describe_exchange",
+    "exchange_of",
     "has_replica_norms",
     "make_context",
     "make_evaluate",

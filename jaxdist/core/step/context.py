@@ -77,13 +77,18 @@ def make_context(
     )
 
 
-def exchange_of(model: Model, layout: Layout) -> Plan | None:
+def exchange_of(model: Model, layout: Layout, per_node: int = 0) -> Plan | None:
     """How devices that share rows exchange keys and values; None where none do.
+
+    Args:
+        model: the model, for its heads.
+        layout: the mesh, and what the settings ask for.
+        per_node: neighbours along the context axis on one node; 0 = ask the mesh's devices.
 
     Raises:
         ConfigError: the model's heads do not allow what the settings ask for.
     """
-    if CONTEXT not in layout.used:
+    if CONTEXT not in layout.used or not model.context_parallel:
         return None
     tensor = layout.size(TENSOR)
     return plan_exchange(
@@ -91,7 +96,7 @@ def exchange_of(model: Model, layout: Layout) -> Plan | None:
         size=layout.size(CONTEXT),
         heads=model.dims["heads"] // tensor,
         kv_heads=model.dims["kv_heads"] // tensor,
-        per_node=_on_one_node(layout),
+        per_node=per_node or _on_one_node(layout),
         has_stages=layout.size(PIPELINE) > 1,
     )
 

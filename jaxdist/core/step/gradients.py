@@ -135,7 +135,7 @@ def _make_accumulation(
 
 
 def _local_batch(batch: Batch, layout: Layout) -> Batch:
-    """This device's rows, numbered; [rows, ...]. Where devices share rows, its positions of them."""
+    """This device's rows [rows, ...], numbered; where devices share rows, its positions of them."""
     batch = data.number_rows(batch, layout.batch_axes)
     return context_axis.split_rows(batch) if CONTEXT in layout.used else batch
 

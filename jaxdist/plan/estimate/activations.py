@@ -104,7 +104,8 @@ def attention_workspace(job: Job) -> int:
     """
     if job.attention != "cudnn":
         return 0
-    dims, rows = job.model.dims, job.micro_rows * heads(job) * job.seq_len
+    # Heads exchanged for positions: as many of the products.
+    dims, rows = job.model.dims, heads(job) * job.tokens
     width = dims["head_dim"]
     if float(job.gpu.compute_capability) < 9.0:
         return WIDE * rows * (3 * width + 1) + 128

@@ -192,11 +192,11 @@ def _keys_seen(job: Job) -> float:
     assert job.attention_call is not None
     keys = min(job.seq_len, job.attention_call.sliding_window or job.seq_len)
     seen = keys - keys * keys / (2 * job.seq_len)
-    return seen if job.attention == "cudnn" else float(job.seq_len)
+    return float(job.seq_len) if job.attention == "xla" else seen
 
 
 def _score_bytes(job: Job) -> float:
     """Scores written and read where no fused kernel avoids them."""
-    if job.attention != "xla":
+    if job.attention not in ("xla", "blockwise"):
         return 0.0
-    return 4.0 * WIDE * job.micro_rows * heads(job) * job.seq_len**2
+    return 4.0 * WIDE * job.tokens * heads(job) * _keys_seen(job)

@@ -17,13 +17,15 @@ from jax.sharding import AbstractMesh
 
 from jaxdist.config import RunConfig
 from jaxdist.core.attention import choose_kernel
+from jaxdist.core.attention.context import Plan
 from jaxdist.core.axis import axes_of
 from jaxdist.core.mesh import MeshSpec
+from jaxdist.core.parallel.context import CONTEXT
 from jaxdist.core.parallel.pipeline.axis import PIPELINE
 from jaxdist.core.parallel.pipeline.schedule import Schedule
 from jaxdist.core.parallel.tensor import TENSOR
 from jaxdist.core.sharding import Layout
-from jaxdist.core.step import default_loss_chunk
+from jaxdist.core.step import default_loss_chunk, exchange_of
 from jaxdist.core.types import Dims, Model
 from jaxdist.models.weights import Weight, weights_of
 from jaxdist.plan.estimate.model_trace import AttentionCall, Trace, attention_of, row_of, trace
@@ -157,8 +159,8 @@ class Job:
 
     @property
     def tokens(self) -> int:
-        """Tokens (or images) of a microbatch on one replica."""
-        return self.micro_rows * self.seq_len
+        """Tokens (or images) of a microbatch on one device, before tensor splits them."""
+        return self.micro_rows * self.seq_len // self.spec[CONTEXT]
 
     @property
     def tokens_per_step(self) -> int:
@@ -229,11 +231,25 @@ class Job:
         return "dots" if self.config.train.remat == "auto" else self.config.train.remat
 
     @functools.cached_property
+    def exchange(self) -> Plan | None:
+        """How devices that share rows see all keys; None where none do."""
+        stride = self.spec[TENSOR]
+        per_node = max(1, self.cluster.gpus_per_fabric // stride)
+        return exchange_of(self.model, self.layout, per_node)
+
+    @property
+    def keeps_attention(self) -> bool:
+        """Whether the output of attention is kept for the backward pass."""
+        return self.remat in ("none", "dots") or "attention" in self.remat.split(":")[-1].split(",")
+
+    @functools.cached_property
     def attention(self) -> str:
         """The attention kernel: "cudnn", "blockwise", "xla", or "" where nothing attends."""
-        call = self.attention_call
+        call, plan = self.attention_call, self.exchange
         if call is None or not self.is_decoder:
             return ""
+        if plan is not None and plan.exchange != "all_to_all":
+            return "blockwise"
         kernel, _ = choose_kernel(
             call.kernel,
             platform="gpu",
@@ -300,7 +316,8 @@ class Job:
     @functools.cached_property
     def _placement(self) -> _Placement:
         rules = tuple(sorted(self.layout.rules.items()))
-        return _placement(self.spec, self.config.mesh.zero, rules)
+        mesh = self.config.mesh
+        return _placement(self.spec, mesh.zero, mesh.fsdp_over_context, rules)
 
 
 class _Placement:
@@ -342,8 +359,13 @@ class _Placement:
 
 
 @functools.lru_cache(maxsize=4096)
-def _placement(spec: MeshSpec, zero: int, rules: tuple[tuple[str, str | None], ...]) -> _Placement:
-    return _Placement(Layout(mesh=_abstract_mesh(spec), rules=dict(rules), zero=zero))
+def _placement(
+    spec: MeshSpec, zero: int, over_context: bool, rules: tuple[tuple[str, str | None], ...]
+) -> _Placement:
+    layout = Layout(
+        mesh=_abstract_mesh(spec), rules=dict(rules), zero=zero, fsdp_over_context=over_context
+    )
+    return _Placement(layout)
 
 
 def _abstract_mesh(spec: MeshSpec) -> Any:

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator
 
 from jaxdist.config import RunConfig
 from jaxdist.core.mesh import MeshSpec, factorisations
+from jaxdist.core.parallel.context import CONTEXT
 from jaxdist.core.parallel.pipeline.axis import PIPELINE
 from jaxdist.core.parallel.pipeline.config import PipelineConfig
 from jaxdist.core.parallel.tensor import TENSOR
@@ -93,6 +94,10 @@ def _fields(section: object) -> dict[str, object]:
     }
 
 
+_CONTEXT_FROM = 16_384
+"""Tokens of a row from which meshes that split it are looked at; a device holds shorter ones."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Refusal:
     """A mesh that training would refuse, and the first rule it breaks."""
@@ -142,7 +147,9 @@ def search(
     start = time.perf_counter()
     model = model or config.build_model()
     refused, choices, tried = [], [], 0
-    for spec in factorisations(cluster.num_gpus, without=() if stages else (PIPELINE,)):
+    left_out = [] if stages else [PIPELINE]
+    left_out += [] if config.train.seq_len >= _CONTEXT_FROM else [CONTEXT]
+    for spec in factorisations(cluster.num_gpus, without=left_out):
         problems = _mesh_problems(config, spec, model)
         if problems:
             refused.append(Refusal(spec=spec, problem=problems[0]))
