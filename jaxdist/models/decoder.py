@@ -31,7 +31,7 @@ from jaxdist.core.types import (
     Sums,
 )
 from jaxdist.models import layers
-from jaxdist.models.configs import ROPE_SCALING, DecoderConfig
+from jaxdist.models.configs import DecoderConfig
 from jaxdist.models.weights import weights_of
 
 # Places that drop something; folded into the key, so that no two share random bits.
@@ -376,10 +376,11 @@ def _positions(batch: Batch, context: Context) -> Array:
 
 def _angles(config: DecoderConfig, positions: Array) -> tuple[Array, Array]:
     """(cos, sin), each float32 [batch or 1, seq, head_dim / 2], of positions [batch or 1, seq]."""
-    stretch = None
-    if config.rope_scaling:
-        stretch = layers.llama3_stretch(*(config.rope_scaling[name] for name in ROPE_SCALING[1:]))
-    return layers.rotary_angles(positions, config.head_width, config.rope_theta, stretch)
+    width, theta = config.head_width, config.rope_theta
+    if not config.rope_scaling:
+        return layers.rotary_angles(positions, width, theta)
+    stretch, length = layers.rope_stretch(config.rope_scaling, width, theta)
+    return layers.rotary_angles(positions, width, theta, stretch, length)
 
 
 def _decoding_aux(config: DecoderConfig, positions: Array, *, max_len: int) -> dict[str, Any]:

@@ -75,8 +75,8 @@ def _problems(size: int, workload: Workload) -> list[str]:
         nearest = -(-workload.context_len // (2 * size)) * 2 * size
         found.append(
             f"mesh cp={size} does not divide train.seq_len={workload.context_len}: each device "
-            f"holds two of {2 * size} equal chunks of a row. Use train.seq_len={nearest}, or a cp of "
-            "which twice divides it."
+            f"holds two of {2 * size} equal chunks of a row. Use train.seq_len={nearest}, or a cp "
+            "of which twice divides it."
         )
     if workload.attention_dropout:
         found.append(

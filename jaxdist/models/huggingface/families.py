@@ -248,9 +248,8 @@ def write_config(config: DecoderConfig, dtype: str) -> dict[str, Any]:
         "attention_bias": False,
     }
     if config.rope_scaling:
-        kind, *names = ROPE_SCALING
-        numbers = {name: config.rope_scaling[name] for name in names}
-        sizes["rope_scaling"] = {"rope_type": config.rope_scaling[kind], **numbers}
+        numbers = {name: value for name, value in config.rope_scaling.items() if name != "type"}
+        sizes["rope_scaling"] = {"rope_type": config.rope_scaling["type"], **numbers}
     if family == "mistral":
         sizes["sliding_window"] = config.sliding_window
     return sizes
@@ -266,11 +265,13 @@ def pieces(config: DecoderConfig, family: str) -> Iterator[Piece]:
 def _read_llama(theirs: Mapping[str, Any], family: str) -> DecoderConfig:
     heads = theirs["num_attention_heads"]
     kv_heads = theirs.get("num_key_value_heads") or heads
-    rope = {**(theirs.get("rope_scaling") or {}), **(theirs.get("rope_parameters") or {})}
+    kind, rope = _rope(theirs)
     scaling: dict[str, Any] = {}
-    if rope.get("rope_type", rope.get("type")) == "llama3":
-        kind, *names = ROPE_SCALING
-        scaling = {kind: "llama3", **{name: rope[name] for name in names}}
+    if kind in ROPE_SCALING:
+        known = {name: rope[name] for name in ROPE_SCALING[kind] if rope.get(name) is not None}
+        scaling = {"type": kind, **known}
+    if kind == "yarn":  # as transformers reads a config without it
+        scaling.setdefault("original_max_position_embeddings", theirs["max_position_embeddings"])
     width = theirs.get("head_dim") or theirs["hidden_size"] // heads
     return DecoderConfig(
         vocab_size=theirs["vocab_size"],
@@ -289,6 +290,12 @@ def _read_llama(theirs: Mapping[str, Any], family: str) -> DecoderConfig:
         sliding_window=(theirs.get("sliding_window") or 0) if family == "mistral" else 0,
         rope_scaling=scaling,
     )
+
+
+def _rope(theirs: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Type and keys of their rope scaling, under either of its names."""
+    rope = {**(theirs.get("rope_scaling") or {}), **(theirs.get("rope_parameters") or {})}
+    return rope.get("rope_type", rope.get("type", "default")), rope
 
 
 def _read_gpt2(theirs: Mapping[str, Any]) -> DecoderConfig:
@@ -315,10 +322,16 @@ def _unsupported(theirs: Mapping[str, Any], family: str) -> list[str]:
     found = []
     if activation is not None and activation not in allowed:
         found.append(f"activation {activation!r}: only {', '.join(allowed)} is supported.")
-    rope = {**(theirs.get("rope_scaling") or {}), **(theirs.get("rope_parameters") or {})}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in ("default", "llama3"):
-        found.append(f"rope_type={kind!r}: only default and llama3 are supported.")
+    kind, rope = _rope(theirs)
+    known = ", ".join(ROPE_SCALING)
+    if kind != "default" and kind not in ROPE_SCALING:
+        found.append(f"rope_type={kind!r}: only default, {known} are supported.")
+    allowed_keys = {"rope_type", "type", "rope_theta", *ROPE_SCALING.get(kind, ())}
+    found += [
+        f"rope_scaling has {name}={value!r}, which is not supported for {kind!r}."
+        for name, value in rope.items()
+        if value is not None and kind in ROPE_SCALING and name not in allowed_keys
+    ]
     wrong = {
         "attention_bias": (family != "gpt2", "biases of the attention products"),
         "mlp_bias": (True, "biases of the MLP products"),
