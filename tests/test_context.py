@@ -16,8 +16,7 @@ from jax.sharding import PartitionSpec as P
 from pipeline_parity import Case as StagesCase
 from pipeline_parity import compare, evaluation
 from test_parity import check
-from test_traffic import lowered
-from tiny import SEQ, Case, layout_of, model_of, reference, run
+from tiny import ROWS, SEQ, Case, layout_of, model_of, reference, run, step_of, text_batch
 
 from jaxdist.config import read_run
 from jaxdist.core import collectives
@@ -354,13 +353,13 @@ def test_evaluation_counts_every_token_once():
 def test_the_ring_moves_what_its_theory_says():
     """Of each layer: keys and values 3 times forward and backward, their gradients 4 times."""
     case = Case("rotary", "cp=4", exchange="ring", over_context=False)
-    found = traffic(lowered(case).compile().as_text(), layout_of(case).spec.sizes)
-    config = model_of("rotary")
-    local = 16 * SEQ // 4
-    keys_values = 4 * 2 * local * config.dims["kv_heads"] * config.dims["head_dim"]
-    segments = 4 * local
-    _, moved = found["collective-permute", "context"]
-    assert moved == config.num_layers * ((3 + 3) * (keys_values + segments) + 4 * keys_values)
+    step, state = step_of(case)
+    batch = jax.device_put(text_batch(packed=False), step.batch_sharding)
+    text = step.train.lower(state, batch, np.inf).compile().as_text()
+    model = model_of("rotary")
+    each = 4 * 2 * (ROWS * SEQ // 4) * model.dims["kv_heads"] * model.dims["head_dim"]
+    _, moved = traffic(text, layout_of(case).spec.sizes)["collective-permute", "context"]
+    assert moved == model.num_layers * (3 + 3 + 4) * each
 
 
 # --- which exchange, which mesh -------------------------------------------------------------------

@@ -12,12 +12,13 @@ from jaxdist.core.types import ConfigError
 @pytest.mark.parametrize(
     ("text", "sizes"),
     [
-        ("", (1, 1, 1, 1)),
-        ("1", (1, 1, 1, 1)),
-        ("dp=4", (1, 4, 1, 1)),
-        ("dp=2,tp=4", (1, 2, 1, 4)),
-        (" tp = 2 , pp = 3 ", (3, 1, 1, 2)),
-        ("data=2,fsdp=2,tensor=2,pipeline=2", (2, 2, 2, 2)),
+        ("", (1, 1, 1, 1, 1)),
+        ("1", (1, 1, 1, 1, 1)),
+        ("dp=4", (1, 4, 1, 1, 1)),
+        ("dp=2,tp=4", (1, 2, 1, 1, 4)),
+        (" tp = 2 , pp = 3 ", (3, 1, 1, 1, 2)),
+        ("data=2,fsdp=2,tensor=2,pipeline=2", (2, 2, 2, 1, 2)),
+        ("context=4,tp=2", (1, 1, 1, 4, 2)),
     ],
 )
 def test_short_and_long_names_in_any_order(text, sizes):

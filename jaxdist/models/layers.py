@@ -168,7 +168,7 @@ def llama3_stretch(
 
 
 def yarn_stretch(factor: float, first: int, last: int) -> Callable[[Array], Array]:
-    """Frequencies [head_dim / 2] of YaRN: kept up to `first`, / `factor` from `last`, a ramp between.
+    """Frequencies [head_dim / 2] of YaRN: kept to `first`, / `factor` from `last`, a ramp between.
 
     Source: Peng et al. 2023, "YaRN", section 3.2 (NTK-by-parts), `first` and `last` rounded
     outwards as in its published code.
