@@ -52,26 +52,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def find_commands() -> dict[str, str]:
     """Command -> first sentence of its module's docstring, for those that are installed."""
-    found = {}
-    for name in COMMANDS:
-        source = _source_of(name)
-        if source is not None:
-            found[name] = _first_sentence(source)
-    return found
+    sources = {name: _source_of(name) for name in COMMANDS}
+    return {name: _first_sentence(source) for name, source in sources.items() if source}
 
 
 def overview(commands: dict[str, str]) -> str:
     """What `jaxdist --help` prints."""
     width = max((len(name) for name in commands), default=0)
     lines = [f"  {name:<{width}}  {doc}" for name, doc in commands.items()]
-    return "\n".join(
-        [
-            "usage: jaxdist COMMAND [--FLAG=VALUE ...]        (also: python -m jaxdist.COMMAND)",
-            "",
-            *lines,
-            "",
-            "jaxdist COMMAND --help explains every setting of a command.",
-        ]
+    return (
+        "usage: jaxdist COMMAND [--FLAG=VALUE ...]        (also: python -m jaxdist.COMMAND)\n\n"
+        + "\n".join(lines)
+        + "\n\njaxdist COMMAND --help explains every setting of a command."
     )
 
 

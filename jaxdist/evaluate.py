@@ -81,10 +81,8 @@ def _open_data(config: Any, sources: list[str]) -> Any:
     _, held_out = open_datasets(data, seq_len=config.train.seq_len, seed=config.seed)
     if held_out is None:
         raise ConfigError(
-            [
-                "the run held nothing out (data.eval_fraction=0 and no eval_sources). "
-                "Name data with --sources=PATH."
-            ]
+            "the run held nothing out (data.eval_fraction=0 and no eval_sources). "
+            "Name data with --sources=PATH."
         )
     return held_out
 

@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     run = open_run(config.run, mesh=config.mesh, simulate=config.simulate)
     model, data = run.parts.model, run.parts.config.data
     if model.decoding is None:
-        raise ConfigError([f"model {model.name!r} does not generate text. Name a decoder's run."])
+        raise ConfigError(f"model {model.name!r} does not generate text. Name a decoder's run.")
     tokenizer = load_tokenizer(data.tokenizer, data.eos_token)
     prompts = config.prompts()
     tokens = [tokenizer.encode(text) for text in prompts]

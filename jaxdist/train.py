@@ -31,12 +31,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.argv[1:] if argv is None else argv, command="jaxdist.train", summary=__doc__ or ""
     )
     # 2. The devices of all processes.
-    job = start_devices(config)
+    job = start_devices(config, preemption)
     import jax
 
     from jaxdist.data import open_datasets
     from jaxdist.plan.estimate.memory_check import Budget, needs_of
-    from jaxdist.run.monitoring import environment
+    from jaxdist.run.monitoring.environment import environment
     from jaxdist.run.replay import replay
     from jaxdist.run.session import open_session
     from jaxdist.run.setup import assemble, check_data_fits
@@ -76,15 +76,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         return train(session)
 
 
-def start_devices(config: RunConfig) -> runtime.Job:
+def start_devices(config: RunConfig, stop: runtime.Preemption) -> runtime.Job:
     """Choose and start the devices, in the order in which each choice is still possible."""
+    from jaxdist.core.settings import to_table
+    from jaxdist.run.run_directory import flatten
+
     if config.debug:
         runtime.be_careful()
     if config.simulate:
         runtime.simulate(config.simulate)
     runtime.reserve_memory()
     runtime.setup_compilation_cache(config.runtime.compilation_cache_dir)
-    job = runtime.join(config.runtime)
+    # How a process joins is its own affair; all else must be the same, or steps would not be.
+    same = {k: str(v) for k, v in flatten(to_table(config)).items() if not k.startswith("runtime.")}
+    job = runtime.join(config.runtime, same=same, stop=stop)
     runtime.setup_logging(job.process_id)
     return job
 

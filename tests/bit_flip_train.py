@@ -11,7 +11,7 @@ import jax
 from test_resilience_sdc import flipped
 
 from jaxdist import runtime, train
-from jaxdist.run.monitoring import Monitor
+from jaxdist.run.monitoring.monitor import Monitor
 
 PLACE, STEP = map(int, os.environ["FLIP"].split(":"))
 real = Monitor.track_compiles

@@ -5,7 +5,9 @@ from pathlib import Path
 
 import jax.numpy as jnp
 
-from jaxdist.run.monitoring import Monitor, MonitoringConfig, RunDirectory, RunFacts
+from jaxdist.run.monitoring.config import MonitoringConfig
+from jaxdist.run.monitoring.monitor import Monitor
+from jaxdist.run.run_directory import RunDirectory
 
 QUIET = MonitoringConfig(tensorboard=False, log_interval_steps=1)
 
@@ -39,7 +41,7 @@ def events(records, name):
 
 
 def header(monitor: Monitor) -> None:
-    facts = RunFacts(
+    facts = dict(
         mesh="dp=4,tp=2",
         mesh_reason="the model fits one device",
         model="decoder",

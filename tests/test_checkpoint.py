@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import os
 import shutil
 import subprocess
 import sys
@@ -401,8 +402,8 @@ def test_retention_on_disk_survives_a_restart(tmp_path):
             writer.restore(like(small_state()))
         writer.save(step, small_state(step), {}, metrics={"loss": loss})
         writer.wait()
-        assert writer.best() == min((s for s in losses if s <= step), key=losses.get)
         writer.close()
+        assert str(min((s for s in losses if s <= step), key=losses.get)) in os.listdir(tmp_path)
     assert sorted(p.name for p in tmp_path.iterdir()) == [".lock", "2", "4", "5"]
 
 

@@ -10,7 +10,8 @@ import pytest
 import jaxdist
 from jaxdist.core.types import ConfigError
 from jaxdist.runtime import coordination
-from jaxdist.runtime.coordination import Barrier, GivenUp, Group, barrier, group, service
+from jaxdist.runtime.coordination import Group, barrier, group, service
+from jaxdist.runtime.coordination.barrier import Barrier, GivenUp
 
 
 class KeyValueStore:

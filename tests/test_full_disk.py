@@ -13,7 +13,7 @@ from jaxdist.run import metrics_log
 from jaxdist.run.metrics_log import RecordWriter, read_records
 from jaxdist.run.monitoring.tensorboard import TensorBoard
 from jaxdist.run.run_directory import RunDirectory
-from jaxdist.runtime.storage import posix
+from jaxdist.runtime import storage
 
 
 @pytest.fixture(autouse=True)
@@ -67,7 +67,7 @@ def test_half_a_line_is_completed_and_not_repeated(tmp_path, monkeypatch):
         return real(descriptor, data)
 
     writer = RecordWriter(path)
-    monkeypatch.setattr(posix.os, "write", short)
+    monkeypatch.setattr(storage.os, "write", short)
     writer.write(train_record(1))
     assert path.read_bytes() == b'{"kind"'
     writer.write(train_record(2))
@@ -79,9 +79,11 @@ def test_a_file_that_went_away_is_not_made_anew(tmp_path, monkeypatch):
     path = tmp_path / "metrics.jsonl"
     writer = RecordWriter(path)
     real = os.write
-    monkeypatch.setattr(posix.os, "write", lambda *_: (_ for _ in ()).throw(OSError(116, "Stale")))
+    monkeypatch.setattr(
+        storage.os, "write", lambda *_: (_ for _ in ()).throw(OSError(116, "Stale"))
+    )
     writer.write(train_record(1))
-    monkeypatch.setattr(posix.os, "write", real)
+    monkeypatch.setattr(storage.os, "write", real)
     path.rename(tmp_path / "away")
     writer.write(train_record(2))
     assert not path.exists()

@@ -22,7 +22,13 @@ from jaxdist.core.types import ConfigError
 from jaxdist.models import DecoderConfig, build
 from jaxdist.models.huggingface import directory, loading, safetensors
 from jaxdist.models.huggingface.directory import is_model, open_weights
-from jaxdist.models.huggingface.families import family_of, left_out, pieces, write_config
+from jaxdist.models.huggingface.families import (
+    family_of,
+    left_out,
+    pieces,
+    read_config,
+    write_config,
+)
 from jaxdist.models.huggingface.loading import load_params
 
 SEQ = 16
@@ -302,3 +308,70 @@ def test_processes_that_see_other_files_are_refused(tmp_path):
     found = two_processes([tmp_path / "a", tmp_path / "b"], config, "fsdp=4")
     for process in found:
         assert "processes [1] see other files" in process["refused"]
+
+
+# --- config.json
+
+LLAMA = write_config(FAMILIES["llama3.1"], "float32")
+GPT2 = write_config(FAMILIES["gpt2"], "float32")
+
+
+@pytest.mark.parametrize(
+    ("theirs", "changes", "key"),
+    {
+        "unscaled attention": (GPT2, {"scale_attn_weights": False}, "scale_attn_weights=false"),
+        "scaled by layer": (GPT2, {"scale_attn_by_inverse_layer_idx": True}, "inverse_layer_idx"),
+        "exact gelu": (GPT2, {"activation_function": "gelu"}, 'activation_function="gelu"'),
+        "untied": (GPT2, {"tie_word_embeddings": False}, "tie_word_embeddings=false"),
+        "no key of anyone": (LLAMA, {"residual_multiplier": 0.5}, "residual_multiplier=0.5"),
+        "quantised": (LLAMA, {"quantization_config": {"bits": 4}}, "quantization_config"),
+        "code of its own": (LLAMA, {"auto_map": {"AutoModel": "x"}}, "auto_map"),
+        "biases": (LLAMA, {"attention_bias": True, "mlp_bias": True}, "mlp_bias=true"),
+        "another family's window": (LLAMA, {"sliding_window": 64}, "sliding_window"),
+        "windows in some layers": (
+            LLAMA, {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
+        "part of a head rotates": (LLAMA, {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        "yarn": (LLAMA, {"rope_scaling": {"type": "yarn", "factor": 4.0}}, 'rope_type="yarn"'),
+        "half of llama3": (LLAMA, {"rope_scaling": {"rope_type": "llama3"}}, "rope factor=null"),
+        "more than llama3": (
+            LLAMA, {"rope_scaling": {**LLAMA["rope_scaling"], "attention_factor": 2.0}},
+            "rope attention_factor=2.0"),
+        "factor of nothing": (LLAMA, {"rope_scaling": {"factor": 8.0}}, "rope factor=8.0"),
+        "no heads": (LLAMA, {"num_attention_heads": 0}, "num_attention_heads=0"),
+        "heads as text": (LLAMA, {"num_attention_heads": "8"}, 'num_attention_heads="8"'),
+        "half a layer": (LLAMA, {"num_hidden_layers": 1.5}, "num_hidden_layers=1.5"),
+        "a billion layers": (LLAMA, {"num_hidden_layers": 10**9}, "num_layers=1000000000"),
+        "a missing size": (LLAMA, {"intermediate_size": None}, "intermediate_size is missing"),
+        "epsilon": (LLAMA, {"rms_norm_eps": float("nan")}, "rms_norm_eps=NaN"),
+        "dropout": (LLAMA, {"attention_dropout": "some"}, 'attention_dropout="some"'),
+        "a list": ([1, 2], None, "holds no object but list"),
+        "no family": ({"model_type": ["llama"]}, {}, "model_type=['llama']"),
+    }.values(),
+)  # fmt: skip
+def test_a_config_that_asks_for_what_is_not_computed_is_refused(theirs, changes, key):
+    with pytest.raises(ConfigError) as refused:
+        read_config(theirs if changes is None else {**theirs, **changes})
+    assert key in str(refused.value)
+
+
+def test_every_wrong_key_is_named_at_once():
+    with pytest.raises(ConfigError) as refused:
+        read_config({**GPT2, "scale_attn_weights": False, "alibi": True, "n_head": 0})
+    assert len(refused.value.problems) == 3
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Mistral", "Qwen2", "Qwen3", "GPT2"])
+def test_what_transformers_writes_by_itself_is_read(kind):
+    transformers = pytest.importorskip("transformers", reason="needs the reference extra")
+    config = getattr(transformers, f"{kind}Config")()
+    written = json.loads(config.to_json_string(use_diff=False))
+    assert read_config(written).vocab_size == config.vocab_size
+
+
+def test_keys_without_effect_change_nothing():
+    more = {
+        "torch_dtype": "bfloat16", "use_cache": False, "bos_token_id": 1, "max_window_layers": 3,
+        "temperature": 0.7, "pretraining_tp": 2, "rope_parameters": None, "head_dim": 8,
+        "some_new_key": None, "layer_types": ["full_attention"] * 2, "mlp_bias": False,
+    }  # fmt: skip
+    assert read_config({**LLAMA, **more}) == read_config(LLAMA) == FAMILIES["llama3.1"]

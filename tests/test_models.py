@@ -2,6 +2,7 @@
 a test says otherwise; families against transformers are in test_model_families.py."""
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -53,6 +54,28 @@ def test_decoding_with_a_cache_equals_the_full_forward(name):
 def test_decoding_bounds_learned_positions():
     assert build(FAMILIES["gpt2"], seq_len=16).decoding.max_len == SIZES["max_seq_len"]
     assert build(FAMILIES["llama2"], seq_len=16).decoding.max_len > 10**6
+
+
+def test_llama3_frequencies_are_those_of_its_published_code():
+    """Meta's `apply_scaling` frequency by frequency, with many in each of its three ranges."""
+    factor, low, high, old_len = 8.0, 1.0, 4.0, 8192
+    frequencies = 500000.0 ** -(np.arange(256) / 256)
+    expected, ranges = [], []
+    for frequency in frequencies:
+        wavelength = 2 * math.pi / frequency
+        if wavelength < old_len / high:
+            ranges.append("kept")
+            expected.append(frequency)
+        elif wavelength > old_len / low:
+            ranges.append("stretched")
+            expected.append(frequency / factor)
+        else:
+            ranges.append("ramp")
+            smooth = (old_len / wavelength - low) / (high - low)
+            expected.append((1 - smooth) * frequency / factor + smooth * frequency)
+    assert min(ranges.count(name) for name in ("kept", "stretched", "ramp")) > 20
+    found = layers.llama3_stretch(factor, low, high, old_len)(jnp.array(frequencies, jnp.float32))
+    np.testing.assert_allclose(found, expected, rtol=1e-6)  # float32
 
 
 # Packed documents

@@ -19,14 +19,10 @@ import pytest
 from monitored import header, of_kind, scalars, start, train
 
 from jaxdist.core.settings import ConfigError, problems_of
-from jaxdist.run.metrics_log import RecordWriter, decode, encode
-from jaxdist.run.monitoring import (
-    MonitoringConfig,
-    RunDirectory,
-    current,
-    environment,
-    read_records,
-)
+from jaxdist.run.metrics_log import RecordWriter, current, decode, encode, read_records
+from jaxdist.run.monitoring.config import MonitoringConfig
+from jaxdist.run.monitoring.environment import environment
+from jaxdist.run.run_directory import RunDirectory
 
 pytestmark = pytest.mark.usefixtures("propagating")
 
@@ -141,7 +137,9 @@ def test_a_broken_line_inside_is_named(tmp_path):
 WRITER = """
 import itertools, sys
 import jax, jax.numpy as jnp
-from jaxdist.run.monitoring import Monitor, MonitoringConfig, RunDirectory
+from jaxdist.run.monitoring.config import MonitoringConfig
+from jaxdist.run.monitoring.monitor import Monitor
+from jaxdist.run.run_directory import RunDirectory
 monitor = Monitor(MonitoringConfig(log_interval_steps=1), RunDirectory.open(sys.argv[1]),
                   total_steps=10**9)
 for step in itertools.count(1):
@@ -306,7 +304,8 @@ jax.distributed.initialize(f"127.0.0.1:{port}", 2, rank, cluster_detection_metho
                            coordinator_bind_address=f"127.0.0.1:{port}")
 true_time = time.time
 time.time = lambda: true_time() + 100 * rank  # hosts whose clocks differ
-from jaxdist.run.monitoring import environment, new_run_path
+from jaxdist.run.monitoring.environment import environment
+from jaxdist.run.run_directory import new_run_path
 print("path", new_run_path("demo"), len(environment()["hosts"]), flush=True)
 """
 

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import pytest
 from monitored import Clock, events, header, start, train
 
-from jaxdist.run.monitoring import MonitoringConfig, device_seconds, read_records
+from jaxdist.run.metrics_log import device_seconds, read_records
+from jaxdist.run.monitoring.config import MonitoringConfig
 
 pytestmark = pytest.mark.usefixtures("propagating")
 

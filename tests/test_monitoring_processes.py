@@ -12,11 +12,13 @@ import pytest
 from commands import ROOT, environment
 from test_runtime_job import free_port
 
-from jaxdist.run.monitoring import Monitor, MonitoringConfig, RunDirectory, StepTimer, read_records
+from jaxdist.run.metrics_log import read_records
 from jaxdist.run.monitoring import gpu_stats as sensors_module
 from jaxdist.run.monitoring import monitor as monitor_module
+from jaxdist.run.monitoring.config import MonitoringConfig
 from jaxdist.run.monitoring.console import idle_lines
 from jaxdist.run.monitoring.gpu_stats import GpuStats
+from jaxdist.run.monitoring.monitor import Monitor
 from jaxdist.run.monitoring.stragglers import (
     StragglerDetector,
     find_stragglers,
@@ -24,6 +26,8 @@ from jaxdist.run.monitoring.stragglers import (
     summarise,
 )
 from jaxdist.run.monitoring.summary import Idle
+from jaxdist.run.monitoring.timers import StepTimer
+from jaxdist.run.run_directory import RunDirectory
 from jaxdist.run.step_report import StepReporter
 from jaxdist.runtime import coordination
 
@@ -285,7 +289,10 @@ WORKER = """
     import sys, time
     import jax
     from jaxdist import runtime
-    from jaxdist.run.monitoring import Monitor, MonitoringConfig, RunDirectory, StepTimer
+    from jaxdist.run.monitoring.config import MonitoringConfig
+    from jaxdist.run.monitoring.monitor import Monitor
+    from jaxdist.run.monitoring.timers import StepTimer
+    from jaxdist.run.run_directory import RunDirectory
 
     index, port, path = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import pytest
 from commands import command, environment, run, tiny
 
-from jaxdist.run.monitoring import MonitoringConfig
+from jaxdist.run.monitoring.config import MonitoringConfig
 from jaxdist.run.monitoring.profiler import Profiler, steps_of
 from jaxdist.runtime import TraceRequests
 

@@ -9,19 +9,14 @@ from jax.sharding import PartitionSpec as P
 
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.plan.hardware import peak_flops
-from jaxdist.run.monitoring import (
-    Compilation,
-    CompileTracker,
-    DataWaitTracker,
-    Monitor,
-    MonitoringConfig,
-    RunDirectory,
-    StepTimer,
-    Throughput,
-    alerts,
-    device_memory,
-    read_records,
-)
+from jaxdist.run.metrics_log import read_records
+from jaxdist.run.monitoring import alerts
+from jaxdist.run.monitoring.config import MonitoringConfig
+from jaxdist.run.monitoring.device_memory import device_memory
+from jaxdist.run.monitoring.monitor import Monitor
+from jaxdist.run.monitoring.throughput import Throughput
+from jaxdist.run.monitoring.timers import Compilation, CompileTracker, DataWaitTracker, StepTimer
+from jaxdist.run.run_directory import RunDirectory
 
 pytestmark = pytest.mark.usefixtures("propagating")
 

@@ -9,7 +9,9 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from jaxdist.run.monitoring import Monitor, MonitoringConfig, RunDirectory
+from jaxdist.run.monitoring.config import MonitoringConfig
+from jaxdist.run.monitoring.monitor import Monitor
+from jaxdist.run.run_directory import RunDirectory
 from jaxdist.runtime.formatting.charts import Line, chart, thin, ticks
 from jaxdist.tools.report import main
 

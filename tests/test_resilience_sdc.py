@@ -5,14 +5,13 @@ import json
 import time
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny as reference
 from commands import losses, tiny
 
 from jaxdist.run.resilience.config import ResilienceConfig
-from jaxdist.run.resilience.sdc_check import SdcCheck, fingerprint, minority
+from jaxdist.run.resilience.sdc_check import SdcCheck, minority
 
 HOSTS = {0: "node-a"}
 
@@ -74,7 +73,7 @@ def test_a_flipped_bit_is_found_in_every_replicated_array(case):
         found = look(subject, jax.tree.unflatten(tree, values), step=7)
         assert found is not None and found.certain
         assert found.devices == {place: [name_of(path)]}
-        assert (found.step, found.since) == (7, 1)
+        assert found.step == 7 and "after step 1." in str(found)
         device = leaf.sharding.mesh.devices.flat[place]
         assert f"device {device.id} of process 0 on node-a in {name_of(path)}" in str(found)
     assert seen >= 3
@@ -123,18 +122,6 @@ def test_training_on_every_kind_of_mesh_keeps_replicas_equal():
             assert look(subject, state, number) is None
 
 
-@pytest.mark.parametrize("shape", [(), (5,), (3, 4), (2, 3, 5)])
-def test_fingerprint_by_hand_and_every_bit_changes_it(shape):
-    words = np.random.default_rng(1).integers(0, 2**32, shape, dtype=np.uint32)
-    flat = words.reshape(-1)
-    expected = sum(int(w) * ((i * 2654435761 % 2**32) | 1) for i, w in enumerate(flat)) % 2**32
-    assert int(fingerprint(jnp.asarray(words))) == expected
-    for bit in range(32):
-        other = words.copy()
-        other.reshape(-1)[-1] ^= np.uint32(1 << bit)
-        assert int(fingerprint(jnp.asarray(other))) != expected
-
-
 def test_minority():
     assert minority([4, 4, 4]) == ([], True)
     assert minority([4, 9, 4]) == ([1], True)
@@ -151,7 +138,7 @@ JOB = tiny(
 def train(monkeypatch, run_dir, *flags, damage_at=0):
     """Train here, a bit flipping on one device after a step."""
     from jaxdist import train
-    from jaxdist.run.monitoring import Monitor
+    from jaxdist.run.monitoring.monitor import Monitor
 
     real, done = Monitor.track_compiles, []
 

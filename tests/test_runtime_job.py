@@ -157,6 +157,12 @@ def test_an_exception_in_one_process_ends_all_and_is_named_in_all():
             id="mixed_versions",
         ),
         pytest.param(
+            "same = {'optim.peak_lr': str(0.1 + INDEX), 'train.steps': '3'}\n"
+            "runtime.join(same=same)",
+            "optim.peak_lr differs between processes: 0.1 in 1, but 1.1 in process 1 on",
+            id="different_settings",
+        ),
+        pytest.param(
             "os.environ['CUDA_VISIBLE_DEVICES'] = 'GPU-aa'\n"
             "room._gpus_of_host = lambda: ['GPU-aa']\nroom._wants_gpu = lambda: True",
             "would be used by processes 0 and 1",

@@ -1,13 +1,17 @@
 """The check-in before a job is joined: all processes come, or the missing ones are named."""
 
 import dataclasses
-import json
+import os
+import signal
 import socket
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
+from jaxdist import runtime
+from jaxdist.runtime import rendezvous
 from jaxdist.runtime.cluster_environment import JoinPlan
 from jaxdist.runtime.rendezvous import RendezvousError, wait_for_all
 
@@ -21,8 +25,9 @@ def free_port() -> int:
 class Job:
     """Processes of a job as threads; process 0 plays jax's service once the port is its own."""
 
-    def __init__(self, count: int, timeout_s: float = 20.0):
-        self.plan = JoinPlan(num_processes=count, coordinator_address=f"127.0.0.1:{free_port()}")
+    def __init__(self, count: int, timeout_s: float = 20.0, token: str = "a"):
+        address = f"127.0.0.1:{free_port()}"
+        self.plan = JoinPlan(num_processes=count, coordinator_address=address, token=token)
         self.timeout_s = timeout_s
         self.ended: dict[int, str] = {}
         self.threads: list[threading.Thread] = []
@@ -42,6 +47,13 @@ class Job:
             self.ended[index] = ""
         except RendezvousError as error:
             self.ended[index] = str(error)
+
+    def line(self, index: object, of: object = None, token: str = "a") -> bytes:
+        """What process `index` says when it comes."""
+        proof = rendezvous._proof(dataclasses.replace(self.plan, token=token), str(index))
+        return b"jaxdist %b %b %b host\n" % (
+            proof, str(index).encode(), str(of or self.plan.num_processes).encode(),
+        )  # fmt: skip
 
     @property
     def address(self) -> tuple[str, int]:
@@ -102,14 +114,24 @@ def test_strangers_at_the_port_and_processes_that_leave_are_not_counted():
     time.sleep(0.1)
     words = [
         b"GET / HTTP/1.1\r\n\r\n",
-        json.dumps({"process": 2, "of": 8, "host": "of another job"}).encode() + b"\n",
-        json.dumps({"process": 2, "of": 3, "host": "ends before the others come"}).encode() + b"\n",
+        b"[" * 4000 + b"\n",
+        b"x" * 100_000,
+        b"\xff\x00\n",
+        job.line(2, of=8),
+        job.line(2, token="b"),  # of another job
+        job.line(-1),
+        job.line(0),
+        job.line(3),
+        job.line(10**30),
+        job.line(2)[:-9] + b"\n",
+        job.line(2).replace(b" 2 ", b" 1 "),  # the proof of another process
+        job.line(2),  # ends before the others come
     ]
     for line in words:
         with socket.create_connection(job.address) as visitor:
             visitor.sendall(line)
             visitor.shutdown(socket.SHUT_WR)
-            time.sleep(0.2)
+            time.sleep(0.05)
     job.start(1)
     time.sleep(0.5)
     assert job.ended == {}
@@ -122,9 +144,104 @@ def test_a_process_that_starts_again_takes_its_own_place():
     job.start(0)
     time.sleep(0.1)
     first = socket.create_connection(job.address)
-    first.sendall(json.dumps({"process": 1, "of": 3, "host": "x"}).encode() + b"\n")
+    first.sendall(job.line(1))
     time.sleep(0.2)
     first.close()
     time.sleep(0.2)
     job.start(1, 2)
     assert job.end() == {0: "", 1: "", 2: ""}
+
+
+def test_silent_connections_delay_nobody():
+    job = Job(3)
+    job.start(0)
+    time.sleep(0.1)
+    silent = [socket.create_connection(job.address) for _ in range(200)]
+    silent[0].sendall(b"jaxdist")
+    began = time.monotonic()
+    job.start(1, 2)
+    assert job.end() == {0: "", 1: "", 2: ""}
+    assert time.monotonic() - began < 4  # one that is waited for costs 5 s
+    for connection in silent:
+        connection.close()
+
+
+def test_two_jobs_on_one_port_do_not_mix():
+    ours, theirs = Job(2, timeout_s=1.5), Job(2, timeout_s=1.5, token="b")
+    theirs.plan = dataclasses.replace(
+        theirs.plan, coordinator_address=ours.plan.coordinator_address
+    )
+    ours.start(0)
+    time.sleep(0.1)
+    theirs.start(1)
+    refused = theirs.end()[1]
+    assert "not process 0 of this job" in refused
+    missing = ours.end()[0]
+    assert "turned away: 127.0.0.1: a process of another job (its token differs)" in missing
+
+
+def test_an_answer_without_the_token_is_not_believed():
+    job = Job(2, timeout_s=1.0)
+    with socket.create_server(job.address) as stranger:
+
+        def answer():
+            while True:
+                try:
+                    connection, _ = stranger.accept()
+                except OSError:
+                    return
+                with connection:
+                    connection.recv(4096)
+                    connection.sendall(b"jaxdist " + b"0" * 64 + b" \n")
+
+        threading.Thread(target=answer, daemon=True).start()
+        job.start(1)
+        assert "not process 0 of this job" in job.end()[1]
+        stranger.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.mark.parametrize("process", [0, 1])
+@pytest.mark.parametrize("early", [True, False])
+def test_a_request_to_stop_ends_the_wait_at_once(process, early, capsys):
+    handlers = {number: signal.getsignal(number) for number in runtime.NOTICES}
+    plan = dataclasses.replace(Job(2).plan, process_id=process)
+    try:
+        stop = runtime.Preemption()
+        kill = lambda: os.kill(os.getpid(), signal.SIGTERM)
+        if early:
+            kill()
+        threading.Timer(0 if early else 0.3, kill).start()
+        began = time.monotonic()
+        with pytest.raises(SystemExit) as left, stop.at_once():
+            wait_for_all(plan, 30.0)
+        assert left.value.code == runtime.EXIT_PREEMPTED
+        assert time.monotonic() - began < 1.3
+        time.sleep(0.1)  # the second notice comes while nothing waits, and ends nothing
+        assert capsys.readouterr().err.count("asked to stop before all processes") == 1
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+@pytest.mark.parametrize(
+    ("came_by", "own", "expected"),
+    {
+        "one address": (["::ffff:10.0.0.7", "::ffff:10.0.0.7"], ["10.0.0.7"], "10.0.0.7:4000"),
+        "IPv6": (["fd00::7"], ["fd00::7", "10.0.0.7"], "[fd00::7]:4000"),
+        "two networks": (["10.0.0.7", "192.168.1.7"], ["10.0.0.7"], "[::]:4000"),
+        "its own name is loopback": (["10.0.0.7"], ["127.0.1.1"], "[::]:4000"),
+    }.values(),
+)
+def test_jaxs_service_listens_where_all_processes_come(
+    came_by, own, expected, monkeypatch, propagating, caplog
+):
+    entries = [(None, None, None, "", (address, 0)) for address in own]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_: entries)
+    connections = [SimpleNamespace(getsockname=lambda a=a: (a, 1, 0, 0)) for a in came_by]
+    plan = JoinPlan(num_processes=3, coordinator_address="node0:4000")
+    assert rendezvous._service_address(plan, connections) == expected
+    assert len(caplog.records) == (expected == "[::]:4000")
+
+
+def test_on_one_host_jaxs_service_listens_on_loopback_alone():
+    assert rendezvous._service_address(Job(2).plan, []).startswith("127.0.0.1:")

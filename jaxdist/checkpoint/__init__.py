@@ -14,8 +14,8 @@ A leaf on its way to disk and back: `pytree` names it, `checksum` takes its chec
 the manifest, `orbax_io` reads the leaf onto its new sharding, and its checksum is compared.
 
 `checkpointer` is what a run talks to. `save_schedule` says when to save, `retention` what to keep,
-`lock` keeps a second run out, `coordination` lets process 0 decide for all, `preflight` tries the
-save path before training. `streaming_io` reads and writes checkpoints without devices, for tools.
+`lock` keeps a second run out, `preflight` tries the save path before training. `streaming_io` reads
+and writes checkpoints without devices, for tools.
 `orbax_io` is the only module that knows Orbax.
 """
 

@@ -11,13 +11,11 @@ from typing import Any
 from jaxdist.checkpoint import manifest, pytree
 from jaxdist.checkpoint.checksum import checksums
 from jaxdist.checkpoint.config import CheckpointConfig
-from jaxdist.checkpoint.coordination import make_group
 from jaxdist.checkpoint.crash_points import crash_point
-from jaxdist.checkpoint.errors import CorruptCheckpoint
+from jaxdist.checkpoint.errors import CorruptCheckpoint, make_group
 from jaxdist.checkpoint.events import Event, EventLog
 from jaxdist.checkpoint.lock import DirectoryLock
 from jaxdist.checkpoint.restore import Reader
-from jaxdist.checkpoint.retention import best_steps
 from jaxdist.checkpoint.save import Saver
 from jaxdist.checkpoint.save_schedule import Due, SaveSchedule
 from jaxdist.core.types import ConfigError
@@ -65,16 +63,7 @@ class Checkpointer:
             self._group.decide(self._open)
 
     def due(self, step: int, now: float | None = None) -> Due:
-        """Which save the policies ask for after `step`; the same answer on every process.
-
-        Args:
-            step: number of finished steps.
-            now: seconds of a clock that never runs backwards; default `time.monotonic()`.
-
-        Returns:
-            "" for none; else what to give to `save`: "interval", or "halfway" for one that is kept
-            only until the next is committed.
-        """
+        """Which save the policies ask for after `step`, for `save`; see `SaveSchedule.due`."""
         return self._schedule.due(step, now)
 
     def save(
@@ -86,7 +75,6 @@ class Checkpointer:
         due: Due = "",
         force: bool = False,
         metrics: dict[str, float] | None = None,
-        now: float | None = None,
     ) -> None:
         """Save the state of `step`; blocks only while arrays are copied to the host.
 
@@ -100,14 +88,13 @@ class Checkpointer:
             due: what `due` answered; "" = asked for by something else, and kept like "interval".
             force: return only when it is committed or has failed (preemption, end of the run).
             metrics: evaluation metrics at this step, for `keep_best`.
-            now: as in `due`.
 
         Raises:
             CheckpointError: `MAX_FAILURES` saves in a row have failed.
         """
         if self._read_only:
             raise ValueError("this Checkpointer was opened read_only")
-        self._schedule.saved(step, due, now)
+        self._schedule.saved(step, due)
         numbers = {name: float(value) for name, value in (metrics or {}).items()}
         self._saver.start(step, state, meta, numbers, halfway=due == "halfway")
         if force or not self.config.in_background:
@@ -159,15 +146,6 @@ class Checkpointer:
         self._saver.wait()  # one that is being written has no manifest yet
         self._chosen = self._reader.choose()
         return self._chosen
-
-    def best(self) -> int | None:
-        """The complete checkpoint with the best `best_metric`, or None when none has it."""
-
-        def first() -> int | None:
-            return next(iter(best_steps(self._saver.complete(), self.config)), None)
-
-        self._saver.wait()
-        return self._group.decide(first)
 
     def verify(self, step: int) -> str:
         """Check every file of a checkpoint; "" when it is whole, else the one-line reason."""
@@ -266,10 +244,8 @@ class Checkpointer:
             self.directory.make_directory()
         except OSError as error:
             raise ConfigError(
-                [
-                    f"checkpoint directory {self.directory} cannot be made ({error.strerror}). "
-                    "Choose another --run-dir or make its parent writable."
-                ]
+                f"checkpoint directory {self.directory} cannot be made ({error.strerror}). "
+                "Choose another --run-dir or make its parent writable."
             ) from error
         log = lambda text: self._events.log(f"checkpoint directory {self.directory}: {text}")
         self._lock = DirectoryLock(self.directory, log)

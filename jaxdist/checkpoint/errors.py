@@ -1,4 +1,8 @@
-"""The failure of a checkpoint that no change of config would cure."""
+"""Failures of a checkpoint that no change of config would cure; all processes raise them alike."""
+
+from __future__ import annotations
+
+from jaxdist.runtime.coordination import Group
 
 
 class CheckpointError(RuntimeError):
@@ -7,3 +11,9 @@ class CheckpointError(RuntimeError):
 
 class CorruptCheckpoint(CheckpointError):
     """This checkpoint holds other bits than were saved; an older one may be good."""
+
+
+def make_group() -> Group:
+    """The processes that save and restore together, for one thread's exchanges."""
+    errors = (CorruptCheckpoint, CheckpointError)
+    return Group("checkpoint", errors=errors, otherwise=CheckpointError)

@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+from jaxdist.checkpoint.errors import CheckpointError
 from jaxdist.runtime.formatting.numbers import in_bytes
 
 Event = dict[str, Any]
@@ -41,9 +42,7 @@ class EventLog:
     def __init__(self, write_line: Callable[[str], None], leader: bool) -> None:
         self._write_line = write_line
         self._leader = leader
-        self._events: collections.deque[Event] = (
-            collections.deque()
-        )  # appends come from two threads
+        self._events: collections.deque[Event] = collections.deque()  # two threads append
 
     def log(self, text: str) -> None:
         """One line for people."""
@@ -90,6 +89,8 @@ class EventLog:
 
 
 def one_line(error: BaseException) -> str:
-    """The first line of an error, short: Orbax's run to hundreds of lines."""
+    """An error as one line: ours are written to be one, Orbax's run to hundreds."""
+    if isinstance(error, CheckpointError):
+        return str(error)
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:240]}" if lines else type(error).__name__

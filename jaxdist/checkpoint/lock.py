@@ -67,10 +67,8 @@ class DirectoryLock:
             raise self._refusal(_parsed(refused.holder)) from None
         except OSError as error:
             raise ConfigError(
-                [
-                    f"checkpoint directory {self._directory} cannot be written "
-                    f"({error.strerror}). Choose another --run-dir or make it writable."
-                ]
+                f"checkpoint directory {self._directory} cannot be written "
+                f"({error.strerror}). Choose another --run-dir or make it writable."
             ) from error
         try:
             self._refuse_living_holder(file)
@@ -111,11 +109,9 @@ class DirectoryLock:
     def _refusal(self, holder: dict[str, Any]) -> ConfigError:
         who = f"process {holder.get('pid', '?')} on {holder.get('host', '?')}"
         return ConfigError(
-            [
-                f"checkpoint directory {self._directory} is in use by {who}: two runs would "
-                "overwrite each other's checkpoints. Wait for that run, stop it, or choose another "
-                "--run-dir."
-            ]
+            f"checkpoint directory {self._directory} is in use by {who}: two runs would "
+            "overwrite each other's checkpoints. Wait for that run, stop it, or choose another "
+            "--run-dir."
         )
 
     def _beat(self) -> None:

@@ -54,12 +54,10 @@ def directory_of(path: str) -> Location:
         if steps_in(candidate) and (candidate != given.parent or given.name.isdecimal()):
             return candidate
     if not given.exists():
-        raise ConfigError([f"{path} does not exist. Name a run directory or one checkpoint."])
+        raise ConfigError(f"{path} does not exist. Name a run directory or one checkpoint.")
     raise ConfigError(
-        [
-            f"{path} holds no checkpoint. Name a run directory (with checkpoints/ in it), its "
-            "checkpoints directory, or one checkpoint in there."
-        ]
+        f"{path} holds no checkpoint. Name a run directory (with checkpoints/ in it), its "
+        "checkpoints directory, or one checkpoint in there."
     )
 
 

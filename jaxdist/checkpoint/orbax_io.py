@@ -22,7 +22,7 @@ import jax
 
 from jaxdist.checkpoint.config import CheckpointConfig
 from jaxdist.checkpoint.pytree import ITEMS
-from jaxdist.runtime.coordination import Barrier
+from jaxdist.runtime.coordination.barrier import Barrier
 from jaxdist.runtime.storage import Location
 
 _DOCUMENT = "meta"  # the JSON item next to the array items
@@ -40,14 +40,13 @@ _DICT_KEY = 2  # Orbax's code for a key of a dict in its tree metadata
 class OrbaxWriter:
     """Writes one checkpoint at a time in the background; Orbax is imported on first use.
 
-    Args:
-        config: chunk sizes, host memory, time-out.
-        barrier: where the processes of the job wait for each other during a save.
+    Attributes:
+        barrier: where the writers of all processes meet; one whose disk is full gives it up.
     """
 
-    def __init__(self, config: CheckpointConfig, barrier: Barrier) -> None:
+    def __init__(self, config: CheckpointConfig) -> None:
+        self.barrier = Barrier("checkpoint/save")
         self._config = config
-        self._barrier = barrier
         self._writer: Any = None
 
     def start(
@@ -70,7 +69,7 @@ class OrbaxWriter:
             for item, tree in items.items()
         }
         parts[_DOCUMENT] = ocp.args.JsonSave(document)
-        self._barrier.begin()
+        self.barrier.begin()
         self._writer.save(str(checkpoint), args=ocp.args.Composite(**parts))
 
     def wait(self) -> None:
@@ -100,7 +99,7 @@ class OrbaxWriter:
             async_options=ocp.AsyncOptions(
                 timeout_secs=SAVE_TIMEOUT_S,
                 create_directories_asynchronously=False,
-                barrier_sync_fn=self._barrier.wait,
+                barrier_sync_fn=self.barrier.wait,
             ),
         )
 

@@ -12,8 +12,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxdist.checkpoint import manifest, orbax_io, pytree
 from jaxdist.checkpoint.checksum import checksums
 from jaxdist.checkpoint.config import CheckpointConfig
-from jaxdist.checkpoint.coordination import make_barrier
 from jaxdist.checkpoint.errors import CheckpointError
+from jaxdist.checkpoint.events import one_line
 from jaxdist.runtime.coordination import Group
 from jaxdist.runtime.storage import Location
 
@@ -29,10 +29,9 @@ def try_save_path(parent: Location, config: CheckpointConfig, group: Group) -> N
         _round_trip(directory, config, group)
     except Exception as failure:  # any reason at all is a reason not to start
         # At once: the others may wait in Orbax, and are ended when they hear of this end.
-        error = f"{type(failure).__name__}: {str(failure).strip().splitlines()[0][:200]}"
         raise CheckpointError(
-            f"the checkpoint directory {parent} was tried before training and does not "
-            f"work: {error}. Fix that, choose another --run-dir, or set "
+            f"the checkpoint directory {parent} was tried before training and does not work: "
+            f"{one_line(failure)}. Fix that, choose another --run-dir, or set "
             "checkpoint.preflight=false."
         ) from failure
     finally:
@@ -52,7 +51,7 @@ def _round_trip(directory: Location, config: CheckpointConfig, group: Group) -> 
     )
     leaves = pytree.leaves_of({"params": {"preflight": make()}})
     arrays = [leaf.value for leaf in leaves]
-    writer = orbax_io.OrbaxWriter(config, make_barrier())
+    writer = orbax_io.OrbaxWriter(config)
     try:
         writer.start(directory / "0", pytree.nest(leaves, arrays), {"preflight": True})
         writer.wait()

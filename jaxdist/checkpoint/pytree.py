@@ -211,10 +211,8 @@ def restored(leaf: Leaf, array: Array, entry: dict[str, Any]) -> Array:
     key = wrap(array)
     if key.dtype != leaf.value.dtype:
         raise ConfigError(
-            [
-                f"{leaf.name} is a {entry['key']} key in the checkpoint and {leaf.value.dtype} "
-                "here. Set jax_default_prng_impl to the one that wrote it."
-            ]
+            f"{leaf.name} is a {entry['key']} key in the checkpoint and {leaf.value.dtype} "
+            "here. Set jax_default_prng_impl to the one that wrote it."
         )
     return key
 

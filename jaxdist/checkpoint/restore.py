@@ -16,6 +16,7 @@ from jaxdist.checkpoint.errors import CheckpointError, CorruptCheckpoint
 from jaxdist.checkpoint.events import EventLog, one_line
 from jaxdist.core.types import ConfigError
 from jaxdist.runtime.coordination import Group
+from jaxdist.runtime.formatting.tables import few
 from jaxdist.runtime.storage import Location
 
 _SMALL_BYTES = 1 << 20  # metadata, checked also by "quick": checksums cover arrays only
@@ -192,8 +193,7 @@ class Reader:
             if checksum != entry["checksum"]
         ]
         if wrong:
-            more = f" and {len(wrong) - 3} more" * (len(wrong) > 3)
-            raise CorruptCheckpoint(f"other bits than were saved in {', '.join(wrong[:3])}{more}")
+            raise CorruptCheckpoint(f"other bits than were saved in {few(wrong, 3)}")
         return arrays
 
     def _read(self, step: int, targets: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:

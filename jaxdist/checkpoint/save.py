@@ -22,14 +22,15 @@ from typing import Any
 from jaxdist.checkpoint import lock, manifest, pytree
 from jaxdist.checkpoint.checksum import checksums
 from jaxdist.checkpoint.config import CheckpointConfig
-from jaxdist.checkpoint.coordination import make_barrier, make_group
 from jaxdist.checkpoint.crash_points import crash_point
-from jaxdist.checkpoint.errors import CheckpointError
+from jaxdist.checkpoint.errors import CheckpointError, make_group
 from jaxdist.checkpoint.events import EventLog, Outcome, one_line
 from jaxdist.checkpoint.orbax_io import OrbaxWriter
 from jaxdist.checkpoint.retention import Saved, steps_to_delete
-from jaxdist.runtime.coordination import GivenUp, Group
+from jaxdist.runtime.coordination import Group
+from jaxdist.runtime.coordination.barrier import GivenUp
 from jaxdist.runtime.formatting.numbers import in_bytes
+from jaxdist.runtime.formatting.tables import few
 from jaxdist.runtime.storage import Location
 
 MAX_FAILURES = 3
@@ -56,8 +57,7 @@ class Saver:
         self._group = group
         self._background = make_group()  # the writing thread's exchanges keep an order of their own
         self._events = events
-        self._barrier = make_barrier()
-        self._writer = OrbaxWriter(config, self._barrier)
+        self._writer = OrbaxWriter(config)
         self._failures = 0
         self._pending: tuple[Outcome, threading.Thread] | None = None
 
@@ -86,7 +86,7 @@ class Saver:
         except Exception as error:  # decided by process 0, so alike everywhere
             outcome.error = one_line(error)
         else:
-            self._try_begin(step, leaves, meta, outcome)
+            self._begin(step, leaves, meta, outcome)
         outcome.blocked_s = time.perf_counter() - begin
         # Not a daemon: a process that ends by an exception still completes the checkpoint.
         thread = threading.Thread(
@@ -152,8 +152,7 @@ class Saver:
             unreachable: why processes cannot reach the directory, "" of each that can.
         """
         if reasons := [reason for reason in unreachable if reason]:
-            more = f", and {len(reasons) - 1} more" if len(reasons) > 1 else ""
-            raise CheckpointError(reasons[0] + more)
+            raise CheckpointError(few(reasons, 1))
         manifest.delete_partial(self._directory)
         if self.resumed_from is not None:
             self._supersede(self.resumed_from)
@@ -173,7 +172,7 @@ class Saver:
         try:
             self._check_reachable()
         except (CheckpointError, OSError) as error:  # OSError: a file server's stale handle
-            reason = str(error) if isinstance(error, CheckpointError) else one_line(error)
+            reason = one_line(error)
             if self._group.num_processes > 1:
                 reason += f" (process {self._group.process_id} on {socket.gethostname()})"
             return reason
@@ -202,7 +201,7 @@ class Saver:
             )
         self.resumed_from = None
 
-    def _try_begin(
+    def _begin(
         self, step: int, leaves: list[pytree.Leaf], meta: dict[str, Any], outcome: Outcome
     ) -> None:
         """Begin to write; whatever the disk or Orbax raises must not stop training.
@@ -212,7 +211,12 @@ class Saver:
                 Orbax, where only the end of this process frees them.
         """
         try:
-            self._begin(step, leaves, meta)
+            arrays = [pytree.plain(leaf) for leaf in leaves]
+            described = pytree.describe(leaves, checksums(arrays))
+            document = {"step": step, "meta": meta, "arrays": described}
+            crash_point("before_arrays")
+            self._writer.start(self._directory / step, pytree.nest(leaves, arrays), document)
+            crash_point("during_arrays")
         except Exception as error:
             outcome.error = one_line(error)
             if self._group.num_processes > 1:
@@ -220,14 +224,6 @@ class Saver:
                     f"the save of step {step} failed on process {self._group.process_id} after "
                     f"all had begun it: {outcome.error}"
                 ) from error
-
-    def _begin(self, step: int, leaves: list[pytree.Leaf], meta: dict[str, Any]) -> None:
-        arrays = [pytree.plain(leaf) for leaf in leaves]
-        described = pytree.describe(leaves, checksums(arrays))
-        document = {"step": step, "meta": meta, "arrays": described}
-        crash_point("before_arrays")
-        self._writer.start(self._directory / step, pytree.nest(leaves, arrays), document)
-        crash_point("during_arrays")
 
     def _finish(self, outcome: Outcome, begin: float, metrics: dict[str, float]) -> None:
         """In the background, on every process: what became of the save, the same for all."""
@@ -239,16 +235,13 @@ class Saver:
             pass  # who gave up says why
         except Exception as failure:
             outcome.error = one_line(failure)
-            self._barrier.give_up()
+            self._writer.barrier.give_up()
         try:
-            errors = [text for text in self._background.gather(outcome.error) if text]
-            if errors:
+            if errors := [text for text in self._background.gather(outcome.error) if text]:
                 raise CheckpointError(errors[0])
             outcome.num_bytes = self._commit(outcome, metrics)
         except Exception as failure:
-            outcome.error = (
-                str(failure) if isinstance(failure, CheckpointError) else one_line(failure)
-            )
+            outcome.error = one_line(failure)
             self._writer.close()
             if self._background.is_leader:
                 self._discard(outcome.step)

@@ -49,13 +49,13 @@ class DecoderConfig:
     """A decoder-only language model: Llama, Mistral, Qwen and GPT-2 families by their parts."""
 
     kind: Literal["decoder"] = setting("decoder", "decoder = a language model")
-    vocab_size: int = setting(256, "tokens of the vocabulary", ge=1)
-    d_model: int = setting(128, "width of the residual stream", ge=1)
-    num_layers: int = setting(8, "blocks", ge=1)
-    num_heads: int = setting(8, "query heads", ge=1)
+    vocab_size: int = setting(256, "tokens of the vocabulary", ge=1, le=2**31)
+    d_model: int = setting(128, "width of the residual stream", ge=1, le=2**20)
+    num_layers: int = setting(8, "blocks", ge=1, le=10_000)
+    num_heads: int = setting(8, "query heads", ge=1, le=2**16)
     num_kv_heads: int = setting(0, "key/value heads; 0 = num_heads, fewer = grouped-query", ge=0)
     head_dim: int = setting(0, "width of a head; 0 = d_model / num_heads", ge=0)
-    mlp_dim: int = setting(384, "hidden width of the MLP", ge=1)
+    mlp_dim: int = setting(384, "hidden width of the MLP", ge=1, le=2**24)
     max_seq_len: int = setting(2048, "longest sequence (the learned position table's length)", ge=1)
     norm: Literal["rms", "layer"] = setting("rms", "rms = RMSNorm, layer = LayerNorm with bias")
     norm_eps: float = setting(1e-5, "added to the variance", gt=0)

@@ -130,7 +130,7 @@ def read_records(path: str | os.PathLike[str]) -> list[Record]:
         text = locate(path).text()
     except OSError as error:
         raise ConfigError(
-            [f"{path} cannot be read ({error.strerror}). Name a run directory with metrics.jsonl."]
+            f"{path} cannot be read ({error.strerror}). Name a run directory with metrics.jsonl."
         ) from error
     records = []
     for number, line in enumerate(text.split("\n")[:-1], start=1):  # the last piece has no newline
@@ -140,11 +140,11 @@ def read_records(path: str | os.PathLike[str]) -> list[Record]:
             record = decode(line)
         except json.JSONDecodeError as error:
             raise ConfigError(
-                [f"{path}, line {number} is no JSON ({error.msg}): {line[:60]!r}. Remove the line."]
+                f"{path}, line {number} is no JSON ({error.msg}): {line[:60]!r}. Remove the line."
             ) from error
         if not _is_record(record):
             raise ConfigError(
-                [f"{path}, line {number} is no record (kind, step, ...): {line[:60]!r}. Remove it."]
+                f"{path}, line {number} is no record (kind, step, ...): {line[:60]!r}. Remove it."
             )
         records.append(record)
     return records

@@ -25,8 +25,8 @@ from jaxdist.checkpoint import Checkpointer
 from jaxdist.core.state import TrainState
 from jaxdist.data import Loader, Position, TrainData, resume_position
 from jaxdist.run.metrics_log import read_records
-from jaxdist.run.monitoring import RunDirectory
 from jaxdist.run.resilience import Anomaly, read_anomalies
+from jaxdist.run.run_directory import RunDirectory
 from jaxdist.run.setup import Parts
 
 log = logging.getLogger("jaxdist")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import time
 import tomllib
@@ -15,7 +14,6 @@ from jaxdist.runtime import coordination
 from jaxdist.runtime.storage import Location, locate
 
 
-@dataclasses.dataclass(frozen=True)
 class RunDirectory:
     """The files of one run. Only process 0 writes them, but for each process's log and arrays.
 
@@ -23,11 +21,29 @@ class RunDirectory:
         path: the directory.
         is_writer: this is process 0.
         resumed: a run was here before; it is continued, never split.
+        config: the resolved config, as TOML.
+        environment: versions, git, hosts, devices and command of the newest start; older ones
+            inside it.
+        metrics: one JSON object per line, see `metrics_log`.
+        tensorboard: TensorBoard's files.
+        profiles: one directory per trace, where any was asked for.
+        checkpoints: one directory per saved step.
+        logs: one log per process.
+        anomalies: one JSON line for each step whose loss was bad, with its rows; absent without.
+        summary: what came of the run; written when it ends.
     """
 
-    path: Location
-    is_writer: bool = True
-    resumed: bool = False
+    def __init__(self, path: str | os.PathLike[str], *, is_writer: bool, resumed: bool):
+        self.path, self.is_writer, self.resumed = locate(path), is_writer, resumed
+        self.config = self.path / "config.toml"
+        self.environment = self.path / "environment.json"
+        self.metrics = self.path / "metrics.jsonl"
+        self.tensorboard = self.path / "tensorboard"
+        self.profiles = self.path / "profile"
+        self.checkpoints = self.path / "checkpoints"
+        self.logs = self.path / "logs"
+        self.anomalies = self.path / "anomalies.jsonl"
+        self.summary = self.path / "summary.json"
 
     @classmethod
     def open(
@@ -45,17 +61,15 @@ class RunDirectory:
             FileNotFoundError: it was there when the launcher started; made again, it would hide
                 below a mount that was lost.
         """
-        run = cls(locate(path), is_writer=process_id == 0)
+        run = cls(path, is_writer=process_id == 0, resumed=False)
         launched = os.environ.get("JAXDIST_LOG_DIR")  # the launcher has made it
         if launched and locate(launched) == run.logs and not run.logs.is_directory():
             raise FileNotFoundError(f"{run.path} is gone: is its file system still mounted?")
-        resumed = run.metrics.exists() and run.metrics.size() > 0
-        if resumed and not resume and run.is_writer:
+        run.resumed = run.metrics.exists() and run.metrics.size() > 0
+        if run.resumed and not resume and run.is_writer:
             raise ConfigError(
-                [
-                    f"run directory {run.path} already holds a run, and resuming is off. "
-                    "Use --resume auto to go on with it, or another --run-dir."
-                ]
+                f"run directory {run.path} already holds a run, and resuming is off. "
+                "Use --resume auto to go on with it, or another --run-dir."
             )
         try:
             run.logs.make_directory()
@@ -64,12 +78,10 @@ class RunDirectory:
                 run.metrics.appender().close()  # fails now, not after the first compilation
         except OSError as error:
             raise ConfigError(
-                [
-                    f"run directory {run.path} cannot be written ({error.strerror}). "
-                    "Name a directory that can with --run-dir."
-                ]
+                f"run directory {run.path} cannot be written ({error.strerror}). "
+                "Name a directory that can with --run-dir."
             ) from error
-        return dataclasses.replace(run, resumed=resumed)
+        return run
 
     @classmethod
     def existing(cls, path: str | os.PathLike[str]) -> RunDirectory:
@@ -78,59 +90,14 @@ class RunDirectory:
         Raises:
             ConfigError: there is no run at `path`.
         """
-        run = cls(locate(path), is_writer=False, resumed=True)
+        run = cls(path, is_writer=False, resumed=True)
         if not run.path.is_directory():
-            raise ConfigError([f"run {run.path} is no directory. {_runs_near(run.path)}"])
+            raise ConfigError(f"run {run.path} is no directory. {_runs_near(run.path)}")
         if not run.metrics.exists():
             raise ConfigError(
-                [f"run {run.path} has no metrics.jsonl. {_runs_near(run.path / 'metrics.jsonl')}"]
+                f"run {run.path} has no metrics.jsonl. {_runs_near(run.path / 'metrics.jsonl')}"
             )
         return run
-
-    @property
-    def config(self) -> Location:
-        """The resolved config, as TOML."""
-        return self.path / "config.toml"
-
-    @property
-    def environment(self) -> Location:
-        """Versions, git, hosts, devices and command of the newest start; older ones inside it."""
-        return self.path / "environment.json"
-
-    @property
-    def metrics(self) -> Location:
-        """One JSON object per line (see `records`)."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def tensorboard(self) -> Location:
-        """TensorBoard's files."""
-        return self.path / "tensorboard"
-
-    @property
-    def profiles(self) -> Location:
-        """One directory per trace, where any was asked for."""
-        return self.path / "profile"
-
-    @property
-    def checkpoints(self) -> Location:
-        """One directory per saved step."""
-        return self.path / "checkpoints"
-
-    @property
-    def logs(self) -> Location:
-        """One log per process."""
-        return self.path / "logs"
-
-    @property
-    def anomalies(self) -> Location:
-        """One JSON line for each step whose loss was bad, with its rows; absent without one."""
-        return self.path / "anomalies.jsonl"
-
-    @property
-    def summary(self) -> Location:
-        """What came of the run; written when it ends."""
-        return self.path / "summary.json"
 
     def log(self, process_id: int) -> Location:
         """The log of one process."""
@@ -174,14 +141,14 @@ class RunDirectory:
         return RecordWriter(self.metrics)
 
 
-def new_run_path(name: str, root: str | os.PathLike[str] = "runs") -> Location:
-    """`<root>/<name>-<time>`, the same on every process: they agree on process 0's clock (UTC).
+def new_run_path(name: str) -> Location:
+    """`runs/<name>-<time>`, the same on every process: they agree on process 0's clock (UTC).
 
     Collective where there are several processes: each must call it, after joining the job.
     """
     seconds = coordination.gather("run_start", int(time.time()))[0]
     stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime(seconds))
-    return locate(root) / f"{name}-{stamp}"
+    return locate("runs") / f"{name}-{stamp}"
 
 
 def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -21,9 +21,11 @@ from jaxdist.data import Dataset, Loader, TrainData
 from jaxdist.plan.estimate.memory_check import Budget
 from jaxdist.run.evaluation_loop import evaluate
 from jaxdist.run.exit_reason import ExitReason
-from jaxdist.run.monitoring import Monitor, RunDirectory, StepTimer
 from jaxdist.run.monitoring.environment import versions
+from jaxdist.run.monitoring.monitor import Monitor
+from jaxdist.run.monitoring.timers import StepTimer
 from jaxdist.run.resilience import LossGuard, Rollback, SdcCheck, Watchdog
+from jaxdist.run.run_directory import RunDirectory
 from jaxdist.run.setup import Parts
 from jaxdist.run.startup import announce, restore_or_init
 from jaxdist.run.step_report import StepReporter
@@ -50,7 +52,7 @@ class Between:
     last: bool = False
 
     def __bool__(self) -> bool:
-        return self.evaluate or bool(self.save) or self.leave or self.trace or self.last
+        return self != Between()
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -58,20 +60,10 @@ class Session:
     """Everything that a running job holds.
 
     Attributes:
-        parts: mesh, model, optimizer and compiled step.
-        run: the run directory.
         config_text: the resolved config, kept in each checkpoint.
-        train_data: rows to train on.
         eval_data: held-out rows; None without any.
-        checkpointer: saves and restores.
-        monitor: console, metrics.jsonl and the other sinks.
-        watchdog: ends a process that hangs.
-        guard: looks at each loss.
-        sdc_check: compares replicas.
-        preemption: says when the job was asked to stop.
         budget: estimated memory of a GPU, checked once the step is compiled; None on CPUs.
         state: the train state after `step` steps, sharded over the mesh; donated to each step.
-        step: steps done.
         loader: batches from here on.
     """
 
@@ -92,17 +84,12 @@ class Session:
     loader: Loader
 
     def __post_init__(self) -> None:
-        self.config, self.versions = self.parts.config, versions()
+        self.config = self.parts.config
         # On CPU devices a dispatch waits for the step before it.
         self.timer = StepTimer(blocking_dispatch=self.parts.step.context.platform == "cpu")
         self.train_step = self.monitor.track_compiles(self.parts.step.train, "train step")
         self.reporter = StepReporter(
-            self.monitor,
-            self.timer,
-            self.watchdog,
-            self.guard,
-            self.sdc_check,
-            self.checkpointer,
+            self.monitor, self.timer, self.watchdog, self.guard, self.sdc_check, self.checkpointer
         )
 
     # -- one step ----------------------------------------------------------------------------------
@@ -120,10 +107,7 @@ class Session:
             return self.timer.fetch(lambda: next(self.loader))
 
     def dispatch(self, batch: Batch) -> Metrics:
-        """Hand the next step to the devices; returns at once.
-
-        Args:
-            batch: global arrays [global_batch_size, ...].
+        """Hand a batch of arrays [global_batch_size, ...] to the devices, and return at once.
 
         Returns:
             Scalars [], replicated, still being computed.
@@ -150,11 +134,7 @@ class Session:
         )
 
     def drain(self, due: Between) -> None:
-        """Wait for the newest step, so that nothing is in flight, and report it.
-
-        Raises:
-            Rollback, Stopped, CorruptState: see `StepReporter.flush`.
-        """
+        """Wait for the newest step and report it; raises as `StepReporter.flush` does."""
         if due.trace and not (due.evaluate or due.save or due.leave):
             # A trace is due on this process alone. The others report this step after dispatching
             # the next one, and a rollback must find all processes at the same step.
@@ -178,11 +158,7 @@ class Session:
             self.monitor.profiler.turn(self.step + 1)
 
     def evaluate(self, max_batches: int) -> dict[str, float]:
-        """Evaluate the current parameters on held-out rows; {} without any.
-
-        Args:
-            max_batches: batches spread over the rows; 0 = every row once.
-        """
+        """Evaluate on `max_batches` of the held-out rows, 0 = every row once; {} without any."""
         if self.eval_data is None:
             return {}
         config = self.config
@@ -212,7 +188,7 @@ class Session:
                 "guard": self.guard.state(),
                 "config": self.config_text,
                 "mesh": str(self.parts.spec),
-                "versions": self.versions,
+                "versions": versions(),
             }
             self.checkpointer.save(
                 self.step, self.state, meta, due=due, force=force, metrics=metrics
@@ -303,7 +279,7 @@ def open_session(
 
     Args:
         parts: of the run.
-        data: rows to train on and rows held out.
+        data: rows to train on, and rows held out.
         run: the run directory.
         job: this process's place among all.
         config_text: the resolved config.

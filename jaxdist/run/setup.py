@@ -259,11 +259,9 @@ def _fit_devices(
         legal = legal_sizes(config, model)
         right = max((n for n in range(1, num_processes) if n * each in legal), default=1)
         raise ConfigError(
-            [
-                f"mesh {config.mesh.shape} is elastic and legal with {used} of the {len(devices)} "
-                f"devices of {num_processes} processes: in a job of several processes none may "
-                f"be idle. Start {right}, or let jaxdist.launch choose: --nproc-per-node MIN:MAX."
-            ]
+            f"mesh {config.mesh.shape} is elastic and legal with {used} of the {len(devices)} "
+            f"devices of {num_processes} processes: in a job of several processes none may "
+            f"be idle. Start {right}, or let jaxdist.launch choose: --nproc-per-node MIN:MAX."
         )
     return fitted, devices[:used]
 
@@ -278,19 +276,15 @@ def check_data_fits(parts: Parts, dataset: TrainData) -> None:
     wanted = "text" if parts.model.unit == "tokens" else "images"
     if dataset.kind != wanted:
         raise ConfigError(
-            [
-                f"data.sources={parts.config.data.sources} holds {dataset.kind}, the model "
-                f"({parts.model.name}) takes {wanted}. Change data.sources or model.kind."
-            ]
+            f"data.sources={parts.config.data.sources} holds {dataset.kind}, the model "
+            f"({parts.model.name}) takes {wanted}. Change data.sources or model.kind."
         )
     size = getattr(model, "vocab_size", None) or getattr(model, "num_classes", None)
     if size is not None and dataset.vocab_size > size:
         name = "vocab_size" if wanted == "text" else "num_classes"
         raise ConfigError(
-            [
-                f"the data has {dataset.vocab_size} tokens or classes, model.{name}={size} is too "
-                f"small for it. Set model.{name}={dataset.vocab_size}."
-            ]
+            f"the data has {dataset.vocab_size} tokens or classes, model.{name}={size} is too "
+            f"small for it. Set model.{name}={dataset.vocab_size}."
         )
 
 

@@ -13,8 +13,9 @@ from jaxdist.core.state import TrainState
 from jaxdist.core.step import describe_exchange, has_replica_norms
 from jaxdist.data import Loader, Position, TrainData, resume_position
 from jaxdist.plan.estimate.memory_check import Budget
-from jaxdist.run.monitoring import Monitor, RunDirectory, RunFacts, new_run_path
+from jaxdist.run.monitoring.monitor import Monitor
 from jaxdist.run.resilience import LossGuard
+from jaxdist.run.run_directory import RunDirectory, new_run_path
 from jaxdist.run.setup import Parts
 
 log = logging.getLogger("jaxdist")
@@ -111,16 +112,16 @@ def announce(parts: Parts, monitor: Monitor, budget: Budget | None) -> None:
         )
     if budget is not None:
         notes.append(budget.line())
-    facts = RunFacts(
-        mesh=str(parts.spec),
-        mesh_reason=reason,
-        model=model.name,
-        num_parameters=parts.num_params,
-        per_device_batch=rows // microbatches,
-        num_replicas=parts.layout.num_replicas,
-        accumulation=microbatches,
-        tokens_per_row=config.train.seq_len if model.unit == "tokens" else 1,
-        precision=f"{parts.compute_dtype} compute, float32 parameters",
-        notes=notes,
-    )
+    facts = {
+        "mesh": str(parts.spec),
+        "mesh_reason": reason,
+        "model": model.name,
+        "num_parameters": parts.num_params,
+        "per_device_batch": rows // microbatches,
+        "num_replicas": parts.layout.num_replicas,
+        "accumulation": microbatches,
+        "tokens_per_row": config.train.seq_len if model.unit == "tokens" else 1,
+        "precision": f"{parts.compute_dtype} compute, float32 parameters",
+        "notes": notes,
+    }
     monitor.header(facts)

@@ -9,7 +9,8 @@ from jaxdist.checkpoint import Checkpointer
 from jaxdist.core.step import REPLICA_NORMS, Metrics
 from jaxdist.data import Loader
 from jaxdist.run.exit_reason import ExitReason
-from jaxdist.run.monitoring import Monitor, StepTimer
+from jaxdist.run.monitoring.monitor import Monitor
+from jaxdist.run.monitoring.timers import StepTimer
 from jaxdist.run.resilience import (
     Anomaly,
     CorruptState,
@@ -25,13 +26,7 @@ from jaxdist.run.resilience import (
 class StepReporter:
     """Reads the metrics of step n−1 once step n is dispatched, and acts on them.
 
-    Args:
-        monitor: records them.
-        timer: of the loop.
-        watchdog: is told of every finished step.
-        guard: looks at the losses.
-        sdc_check: compares replicas of the state.
-        checkpointer: finishes its save before a run is stopped.
+    The checkpointer finishes its save before a run is stopped.
     """
 
     def __init__(

@@ -48,10 +48,8 @@ class TrainedRun:
         if chosen is None or chosen not in checkpointer.steps():
             there = ", ".join(map(str, checkpointer.steps())) or "none"
             raise ConfigError(
-                [
-                    f"run {self.path} has no checkpoint {step or ''}, it has: {there}. "
-                    "Name one of these, or leave --step out for the newest."
-                ]
+                f"run {self.path} has no checkpoint {step or ''}, it has: {there}. "
+                "Name one of these, or leave --step out for the newest."
             )
         target = self.parts.abstract_state().params
         return checkpointer.restore_params(target, chosen), chosen
@@ -96,8 +94,6 @@ def _run_of(path: Location) -> Location:
         if (candidate / "config.toml").exists():
             return candidate
     raise ConfigError(
-        [
-            f"run {str(path)!r} holds no config.toml. Name a run directory as training printed it, "
-            "e.g. runs/default-20260101-120000."
-        ]
+        f"run {str(path)!r} holds no config.toml. Name a run directory as training printed it, "
+        "e.g. runs/default-20260101-120000."
     )

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import logging
 import os
 import platform
 from pathlib import Path
+
+from jaxdist.core.settings import ConfigError
+
+log = logging.getLogger("jaxdist")
 
 
 def simulate(num_devices: int) -> None:
@@ -18,10 +24,8 @@ def simulate(num_devices: int) -> None:
     """
     import jax
 
-    from jaxdist.core.settings import ConfigError
-
     if num_devices < 1:
-        raise ConfigError([f"--simulate {num_devices} makes no device. Use a whole number ≥ 1."])
+        raise ConfigError(f"--simulate {num_devices} makes no device. Use a whole number ≥ 1.")
     try:
         # 1. The device count first: jax refuses it once a backend runs, while it would accept
         #    the platform and silently ignore it.
@@ -31,11 +35,9 @@ def simulate(num_devices: int) -> None:
         if len(running) == num_devices and running[0].platform == "cpu":
             return
         raise ConfigError(
-            [
-                f"--simulate {num_devices}: this process already runs {len(running)} "
-                f"{running[0].platform} device(s), and devices cannot change while a process "
-                "lives. Call simulate before any other use of jax."
-            ]
+            f"--simulate {num_devices}: this process already runs {len(running)} "
+            f"{running[0].platform} device(s), and devices cannot change while a process "
+            "lives. Call simulate before any other use of jax."
         ) from None
     jax.config.update("jax_platforms", "cpu")
 
@@ -91,15 +93,10 @@ def setup_compilation_cache(directory: str | os.PathLike[str] | None = None) -> 
     # XLA compiles CPU code for the features of this very processor; in a home directory shared by
     # unlike machines another's program could die of an illegal instruction.
     folder = Path(chosen).expanduser() / _machine()
-    try:
+    with contextlib.suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
-        writable = os.access(folder, os.W_OK)
-    except OSError:
-        writable = False
-    if not writable:
-        import logging
-
-        logging.getLogger("jaxdist").warning(
+    if not os.access(folder, os.W_OK):
+        log.warning(
             "compile cache %s is not writable: programs are compiled again each time. "
             "Set runtime.compilation_cache_dir or JAXDIST_CACHE to another folder, or to off.",
             folder,
@@ -114,20 +111,16 @@ def setup_compilation_cache(directory: str | os.PathLike[str] | None = None) -> 
 
 
 def _default_cache() -> str:
-    for name in ("JAX_COMPILATION_CACHE_DIR", "JAXDIST_CACHE"):
-        if os.environ.get(name):
-            return os.environ[name]
-    return "~/.cache/jaxdist/xla"
+    environ = os.environ
+    given = environ.get("JAX_COMPILATION_CACHE_DIR") or environ.get("JAXDIST_CACHE")
+    return given or "~/.cache/jaxdist/xla"
 
 
 def _machine() -> str:
-    features = ""
     try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith(("flags", "Features", "model name")):
-                features += line
-            elif not line:  # one processor says it all
-                break
+        first, _, _ = Path("/proc/cpuinfo").read_text().partition("\n\n")  # one processor of all
     except OSError:
-        features = platform.processor()
+        first = ""
+    kept = [s for s in first.splitlines() if s.startswith(("flags", "Features", "model name"))]
+    features = "".join(kept) or platform.processor()
     return f"{platform.machine()}-{hashlib.sha256(features.encode()).hexdigest()[:8]}"

@@ -23,11 +23,10 @@ from __future__ import annotations
 import dataclasses
 import re
 import zlib
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, NoReturn
+from collections.abc import Mapping
 
-if TYPE_CHECKING:
-    from jaxdist.runtime.config import RuntimeConfig
+from jaxdist.core.settings import ConfigError
+from jaxdist.runtime.config import RuntimeConfig, is_address
 
 DEFAULT_PORT = 29400
 """Where a coordinator listens when only its host is known; outside Linux's ephemeral range."""
@@ -47,6 +46,8 @@ class JoinPlan:
         local_process_id: of this process on its host.
         local_device_ids: positions among the visible GPUs that this process takes; None: all.
         attempt: how often the job has been restarted.
+        token: what only processes of this job and attempt know, or at least no other job has:
+            `JAXDIST_JOB_TOKEN`, else the scheduler's name of the job.
     """
 
     source: str = "alone"
@@ -58,6 +59,7 @@ class JoinPlan:
     local_process_id: int = 0
     local_device_ids: tuple[int, ...] | None = None
     attempt: int = 0
+    token: str = dataclasses.field(default="", repr=False)
 
 
 def resolve(
@@ -74,18 +76,21 @@ def resolve(
     Raises:
         ConfigError: the environment contradicts itself, or a job is not started as it must be.
     """
-    cluster = settings.cluster if settings else "auto"
-    if cluster == "alone":
+    settings = settings or RuntimeConfig()
+    if settings.cluster == "alone":
         return JoinPlan()
-    if settings is not None and settings.num_processes > 0:
+    if settings.num_processes > 0:
         plan = _from_flags(environ, settings)
     else:
-        plan = _from_environment(environ, cluster)
+        plan = _from_environment(environ, settings.cluster)
     if plan.num_processes == 1:
         return dataclasses.replace(plan, coordinator_address="")
-    _check_place(plan)
-    _check_coordinator(plan)
-    return dataclasses.replace(plan, local_device_ids=_local_devices(environ, plan, num_gpus))
+    _check(plan)
+    return dataclasses.replace(
+        plan,
+        local_device_ids=_local_devices(environ, plan, num_gpus),
+        token=environ.get("JAXDIST_JOB_TOKEN", plan.token),
+    )
 
 
 def visible_gpus(environ: Mapping[str, str]) -> list[str] | None:
@@ -114,11 +119,9 @@ def expand_hosts(hostlist: str) -> list[str]:
 def _expand_ranges(ranges: str) -> list[str]:
     pieces = []
     for part in ranges.split(","):
-        first, dash, last = part.partition("-")
-        if not dash:
-            pieces.append(first)
-            continue
-        pieces.extend(str(n).zfill(len(first)) for n in range(int(first), int(last) + 1))
+        first, _, last = part.partition("-")
+        numbers = range(int(first), int(last or first) + 1)
+        pieces += [str(n).zfill(len(first)) for n in numbers]
     return pieces
 
 
@@ -144,23 +147,23 @@ def _from_flags(environ: Mapping[str, str], settings: RuntimeConfig) -> JoinPlan
 
 
 def _from_environment(environ: Mapping[str, str], cluster: str) -> JoinPlan:
-    readers: dict[str, tuple[Callable[[Mapping[str, str]], bool], Callable[..., JoinPlan]]] = {
-        "launch": (_is_launch, _from_launch),
-        "kubernetes": (_is_kubernetes, _from_kubernetes),
-        "ompi": (_is_open_mpi, _from_open_mpi),
-        "slurm": (_is_slurm, _from_slurm),
+    readers = {
+        "launch": _from_launch,
+        "kubernetes": _from_kubernetes,
+        "ompi": _from_open_mpi,
+        "slurm": _from_slurm,
     }
     if cluster != "auto":
-        applies, read = readers[cluster]
-        if not applies(environ):
-            _refuse(
+        plan = readers[cluster](environ)
+        if plan is None:
+            raise ConfigError(
                 f"runtime.cluster={cluster}, but the environment has none of its variables. "
                 "Start the job with that launcher, or set runtime.cluster=auto."
             )
-        return read(environ)
-    for applies, read in readers.values():
-        if applies(environ):
-            return read(environ)
+        return plan
+    for read in readers.values():
+        if plan := read(environ):
+            return plan
     _refuse_incomplete(environ)
     return JoinPlan(attempt=_number(environ, "JAXDIST_ATTEMPT", 0))
 
@@ -168,11 +171,9 @@ def _from_environment(environ: Mapping[str, str], cluster: str) -> JoinPlan:
 # --- python -m jaxdist.launch -------------------------------------------------------------------
 
 
-def _is_launch(environ: Mapping[str, str]) -> bool:
-    return "JAXDIST_PROCESS_ID" in environ
-
-
-def _from_launch(environ: Mapping[str, str]) -> JoinPlan:
+def _from_launch(environ: Mapping[str, str]) -> JoinPlan | None:
+    if "JAXDIST_PROCESS_ID" not in environ:
+        return None
     return JoinPlan(
         source="jaxdist.launch",
         num_processes=_number(environ, "JAXDIST_NUM_PROCESSES"),
@@ -201,17 +202,6 @@ _SPELLINGS = (
 )
 
 
-def _spelling(environ: Mapping[str, str]) -> tuple[str, str, str, str] | None:
-    for names in _SPELLINGS:
-        if names[2] in environ and names[3] in environ:
-            return names
-    return None
-
-
-def _is_kubernetes(environ: Mapping[str, str]) -> bool:
-    return _spelling(environ) is not None
-
-
 def _refuse_incomplete(environ: Mapping[str, str]) -> None:
     """Refuse an environment that names a coordinator and only part of the rest.
 
@@ -221,19 +211,23 @@ def _refuse_incomplete(environ: Mapping[str, str]) -> None:
         rest = [name for name in (processes, process_id) if name in environ]
         if address in environ and len(rest) == 1:
             missing = process_id if rest == [processes] else processes
-            _refuse(
+            raise ConfigError(
                 f"{address}={environ[address]} and {rest[0]}={environ[rest[0]]} are set but "
                 f"{missing} is not: this process would run alone. Set {missing}, or "
                 "runtime.cluster=alone if one process is meant."
             )
 
 
-def _from_kubernetes(environ: Mapping[str, str]) -> JoinPlan:
-    address, port, processes, process_id = _spelling(environ) or _SPELLINGS[0]
+def _from_kubernetes(environ: Mapping[str, str]) -> JoinPlan | None:
+    complete = (names for names in _SPELLINGS if names[2] in environ and names[3] in environ)
+    names = next(complete, None)
+    if names is None:
+        return None
+    address, port, processes, process_id = names
     num_processes = _number(environ, processes)
     coordinator = environ.get(address, "")
     if not coordinator and num_processes > 1:
-        _refuse(
+        raise ConfigError(
             f"{processes}={num_processes} and {process_id}={environ[process_id]} describe a job, "
             f"but {address} is not set. Set it to the host of process 0."
         )
@@ -253,11 +247,9 @@ def _from_kubernetes(environ: Mapping[str, str]) -> JoinPlan:
 # --- Open MPI -------------------------------------------------------------------------------------
 
 
-def _is_open_mpi(environ: Mapping[str, str]) -> bool:
-    return "OMPI_COMM_WORLD_SIZE" in environ and "OMPI_COMM_WORLD_RANK" in environ
-
-
-def _from_open_mpi(environ: Mapping[str, str]) -> JoinPlan:
+def _from_open_mpi(environ: Mapping[str, str]) -> JoinPlan | None:
+    if "OMPI_COMM_WORLD_SIZE" not in environ or "OMPI_COMM_WORLD_RANK" not in environ:
+        return None
     num_processes = _number(environ, "OMPI_COMM_WORLD_SIZE")
     num_local_processes = _number(environ, "OMPI_COMM_WORLD_LOCAL_SIZE", 0)
     coordinator = _given_coordinator(environ)
@@ -271,40 +263,40 @@ def _from_open_mpi(environ: Mapping[str, str]) -> JoinPlan:
         num_hosts=1 if num_processes == num_local_processes else 0,
         num_local_processes=num_local_processes,
         local_process_id=_number(environ, "OMPI_COMM_WORLD_LOCAL_RANK", 0),
+        token=_open_mpi_job(environ),
     )
 
 
 def _open_mpi_coordinator(environ: Mapping[str, str], one_host: bool) -> str:
-    # Open MPI 4 names the mpirun process in orte_hnp_uri, Open MPI 5 the job in PMIX_NAMESPACE;
-    # either makes a port that two jobs on one host do not share.
-    job = environ.get("OMPI_MCA_orte_hnp_uri", "") or environ.get("PMIX_NAMESPACE", "")
-    port = _port_of(job)
+    port = _port_of(_open_mpi_job(environ))
     if one_host:
         return f"127.0.0.1:{port}"
     # mpirun runs on the first host in most set-ups, and rank 0 there too.
-    found = re.search(r"tcp://([\d.]+)", environ.get("OMPI_MCA_orte_hnp_uri", ""))
-    if found:
-        return f"{found.group(1)}:{port}"
-    _refuse(
+    if found := re.search(r"tcp://([\d.]+)", environ.get("OMPI_MCA_orte_hnp_uri", "")):
+        return f"{found[1]}:{port}"
+    raise ConfigError(
         "mpirun started processes on several hosts and does not say where rank 0 is. "
         f"Run mpirun -x JAXDIST_COORDINATOR_ADDRESS=<host of rank 0>:{DEFAULT_PORT} ..."
     )
 
 
+def _open_mpi_job(environ: Mapping[str, str]) -> str:
+    """What two jobs on one host do not share: Open MPI 4's mpirun process, Open MPI 5's job."""
+    return environ.get("OMPI_MCA_orte_hnp_uri", "") or environ.get("PMIX_NAMESPACE", "")
+
+
 # --- SLURM ----------------------------------------------------------------------------------------
 
 
-def _is_slurm(environ: Mapping[str, str]) -> bool:
-    return "SLURM_JOB_ID" in environ
-
-
-def _from_slurm(environ: Mapping[str, str]) -> JoinPlan:
+def _from_slurm(environ: Mapping[str, str]) -> JoinPlan | None:
+    if "SLURM_JOB_ID" not in environ:
+        return None
     attempt = _number(environ, "SLURM_RESTART_COUNT", 0)
     num_processes = _number(environ, "SLURM_STEP_NUM_TASKS", _number(environ, "SLURM_NTASKS", 1))
     if "SLURM_STEP_NODELIST" not in environ:
         # The batch shell (or salloc's) itself: the allocation may be large, this is one process.
         if _number(environ, "SLURM_NTASKS", 1) > 1 or _number(environ, "SLURM_NNODES", 1) > 1:
-            _refuse(
+            raise ConfigError(
                 f"SLURM allocated {environ.get('SLURM_NTASKS', '1')} tasks on "
                 f"{environ.get('SLURM_NNODES', '1')} nodes, but this process was not started by "
                 "srun and would run alone. Put srun before python, or set runtime.cluster=alone."
@@ -314,12 +306,11 @@ def _from_slurm(environ: Mapping[str, str]) -> JoinPlan:
     per_node = expand_counts(environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
     node = _number(environ, "SLURM_NODEID", 0)
     coordinator = _given_coordinator(environ)
+    name = f"{environ['SLURM_JOB_ID']}.{environ.get('SLURM_STEP_ID', '0')}.{attempt}"
     if not coordinator:
         # Not jax's choice of port (job id alone): two steps of a job, or a restart next to a
         # process that lingers, would meet on it, and gRPC's SO_REUSEPORT lets them.
-        step = environ.get("SLURM_STEP_ID", "0")
-        port = _port_of(f"{environ['SLURM_JOB_ID']}.{step}.{attempt}")
-        coordinator = f"{hosts[0]}:{port}"
+        coordinator = f"{hosts[0]}:{_port_of(name)}"
     return JoinPlan(
         source=f"SLURM job {environ['SLURM_JOB_ID']}",
         num_processes=num_processes,
@@ -329,6 +320,7 @@ def _from_slurm(environ: Mapping[str, str]) -> JoinPlan:
         num_local_processes=per_node[node] if node < len(per_node) else 0,
         local_process_id=_number(environ, "SLURM_LOCALID", 0),
         attempt=attempt,
+        token=name,
     )
 
 
@@ -357,7 +349,7 @@ def _local_devices(
         if count == 1 or count < on_host or (per_task and int(per_task.group(1)) == count):
             return None
     if count % plan.num_local_processes:
-        _refuse(
+        raise ConfigError(
             f"{plan.num_local_processes} processes share {count} GPUs on this host: they cannot be "
             "dealt out equally. Start as many processes as GPUs, a divisor of them, or one."
         )
@@ -368,23 +360,20 @@ def _local_devices(
 # --- checks and small readers ---------------------------------------------------------------------
 
 
-def _check_place(plan: JoinPlan) -> None:
+def _check(plan: JoinPlan) -> None:
+    """Refuse a place outside the job, and a coordinator that the others cannot reach."""
     if not 0 <= plan.process_id < plan.num_processes:
-        _refuse(
+        raise ConfigError(
             f"{plan.source}: process id {plan.process_id} is not in a job of "
             f"{plan.num_processes} processes. Number them from 0 to {plan.num_processes - 1}."
         )
-
-
-def _check_coordinator(plan: JoinPlan) -> None:
-    host, colon, port = plan.coordinator_address.rpartition(":")
-    if not (host and colon and port.isdigit() and 1 <= int(port) <= 65535):
-        _refuse(
+    if not is_address(plan.coordinator_address):
+        raise ConfigError(
             f"{plan.source}: coordinator {plan.coordinator_address!r} is not host:port. Set it to "
             f"the host of process 0 and a free port, e.g. node001:{DEFAULT_PORT}."
         )
-    if is_loopback(host) and plan.num_hosts > 1:
-        _refuse(
+    if is_loopback(plan.coordinator_address.rpartition(":")[0]) and plan.num_hosts > 1:
+        raise ConfigError(
             f"{plan.source}: coordinator {plan.coordinator_address} is a loopback address, which "
             f"the other {plan.num_hosts - 1} host(s) of the job cannot reach. Use a name or "
             "address of process 0's host that they resolve."
@@ -418,11 +407,7 @@ def _number(environ: Mapping[str, str], name: str, default: int | None = None) -
     if not text and default is not None:
         return default
     if not re.fullmatch(r"-?\d+", text):
-        _refuse(f"environment variable {name}={text!r} is not a whole number. Correct or unset it.")
+        raise ConfigError(
+            f"environment variable {name}={text!r} is not a whole number. Correct or unset it."
+        )
     return int(text)
-
-
-def _refuse(problem: str) -> NoReturn:
-    from jaxdist.core.settings import ConfigError
-
-    raise ConfigError([problem])

@@ -20,10 +20,12 @@ class RuntimeConfig:
     coordinator_address: str = setting(
         "", "host:port at which process 0 listens; empty: from the environment"
     )
-    num_processes: int = setting(0, "processes in the job; 0: from the environment")
-    process_id: int = setting(-1, "this process, from 0; -1: from the environment")
-    join_timeout_s: int = setting(300, "seconds to wait for all processes to join")
-    heartbeat_timeout_s: int = setting(30, "seconds of silence after which a process is dead")
+    num_processes: int = setting(0, "processes in the job; 0: from the environment", ge=0)
+    process_id: int = setting(-1, "this process, from 0; -1: from the environment", ge=-1)
+    join_timeout_s: int = setting(300, "seconds to wait for all processes to join", ge=1)
+    heartbeat_timeout_s: int = setting(
+        30, "seconds of silence after which a process counts as dead", ge=1
+    )
     compilation_cache_dir: str = setting(
         "",
         "folder of compiled programs; empty: $JAXDIST_CACHE or ~/.cache/jaxdist/xla; "
@@ -33,26 +35,19 @@ class RuntimeConfig:
     def problems(self) -> list[str]:
         """Every violated rule, one line each."""
         found = []
-        for name in ("join_timeout_s", "heartbeat_timeout_s"):
-            if getattr(self, name) < 1:
-                found.append(
-                    f"runtime.{name}={getattr(self, name)} is not a waiting time. "
-                    "Use whole seconds ≥ 1."
-                )
         explicit = (bool(self.coordinator_address), self.num_processes > 0, self.process_id >= 0)
         if not all(explicit) and (any(explicit) or self.cluster == "flags"):
             found.append(
                 f"runtime.coordinator_address={self.coordinator_address!r}, "
                 f"num_processes={self.num_processes} and process_id={self.process_id} describe a "
-                "job only together. "
-                "Give all three, or none to read the environment."
+                "job only together. Give all three, or none to read the environment."
             )
         elif all(explicit) and self.process_id >= self.num_processes:
             found.append(
                 f"runtime.process_id={self.process_id} is not in a job of "
                 f"{self.num_processes} processes. Use 0 to {self.num_processes - 1}."
             )
-        if self.coordinator_address and not _is_address(self.coordinator_address):
+        if self.coordinator_address and not is_address(self.coordinator_address):
             found.append(
                 f"runtime.coordinator_address={self.coordinator_address!r} is not host:port. "
                 "Use e.g. node001:29400, with a port from 1 to 65535."
@@ -60,6 +55,7 @@ class RuntimeConfig:
         return found
 
 
-def _is_address(text: str) -> bool:
+def is_address(text: str) -> bool:
+    """Whether a text is host:port."""
     host, colon, port = text.rpartition(":")
     return bool(host and colon) and port.isdigit() and 1 <= int(port) <= 65535

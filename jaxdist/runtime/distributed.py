@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import hashlib
 import importlib.metadata
+import json
 import logging
 import os
 import platform as machine
@@ -12,11 +15,15 @@ import resource
 import socket
 import subprocess
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jaxdist.core.settings import ConfigError
 from jaxdist.runtime.cluster_environment import JoinPlan, is_loopback, resolve, visible_gpus
-from jaxdist.runtime.coordination import gather, watch_failures
+from jaxdist.runtime.config import RuntimeConfig
+from jaxdist.runtime.coordination import gather
+from jaxdist.runtime.coordination.failure_broadcast import watch_failures
 from jaxdist.runtime.formatting.tables import columns
 from jaxdist.runtime.logs import divert_c_stdout
 from jaxdist.runtime.rendezvous import wait_for_all
@@ -24,7 +31,7 @@ from jaxdist.runtime.rendezvous import wait_for_all
 if TYPE_CHECKING:
     import jax
 
-    from jaxdist.runtime.config import RuntimeConfig
+    from jaxdist.runtime.signals import Preemption
 
 log = logging.getLogger("jaxdist")
 
@@ -81,74 +88,89 @@ class Job:
 
     def table(self) -> str:
         """Process · host · device · kind · UUID, one line per device; equal ones in one line."""
-        rows: list[tuple[str, ...]] = [
-            (str(row.process), row.host, str(row.device), row.kind, row.uuid or "-")
-            for row in self.devices
-        ]
-        rows = _folded(rows) if all(row.uuid == "" for row in self.devices) else rows
+        lines: dict[tuple[str, ...], list[int]] = {}
+        for row in self.devices:  # devices without a UUID differ in nothing but their number
+            lines.setdefault((str(row.process), row.host, row.kind, row.uuid), []).append(
+                row.device
+            )
         head: tuple[str, ...] = ("process", "host", "device", "kind", "uuid")
+        rows = [
+            (
+                process,
+                host,
+                f"{ids[0]}-{ids[-1]}" if len(ids) > 1 else str(ids[0]),
+                kind,
+                uuid or "-",
+            )
+            for (process, host, kind, uuid), ids in lines.items()
+        ]
         return "\n".join(columns([head, *rows], left=len(head)))
 
 
-def _folded(rows: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """Simulated devices differ in nothing but their number: one line per process."""
-    groups: dict[tuple[str, str, str], list[str]] = {}
-    for process, host, device, kind, _ in rows:
-        groups.setdefault((process, host, kind), []).append(device)
-    return [
-        (process, host, ids[0] if len(ids) == 1 else f"{ids[0]}-{ids[-1]}", kind, "-")
-        for (process, host, kind), ids in groups.items()
-    ]
-
-
-def join(settings: RuntimeConfig | None = None, environ: Mapping[str, str] | None = None) -> Job:
+def join(
+    settings: RuntimeConfig | None = None,
+    environ: Mapping[str, str] | None = None,
+    *,
+    same: Mapping[str, str] | None = None,
+    stop: Preemption | None = None,
+) -> Job:
     """Find this process's place, connect it to the others, and start its devices.
 
     In this order: read the environment, wait until all processes are there, connect them, compare
-    versions and GPUs, start devices, compare devices. Nothing is computed before all of it agrees.
+    versions, code, settings and GPUs, start devices, compare devices. Nothing is computed before
+    all of it agrees.
+
+    Args:
+        settings: how to join.
+        environ: of this process; default: its own.
+        same: name -> text of every setting that must be equal in all processes.
+        stop: requests to stop, which end the wait for other processes at once.
 
     Raises:
         ConfigError: in every process alike, naming the hosts and the fix.
         RendezvousError: processes are missing, or the coordinator's port is taken. A restart may
             succeed.
+        SystemExit: asked to stop before all processes were there; code 75.
     """
     environ = os.environ if environ is None else environ
     # Numbers in CUDA_VISIBLE_DEVICES then mean what nvidia-smi prints.
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+    settings = settings or RuntimeConfig()
     gpus = _gpus_of_host() if _wants_gpu() else []
     plan = resolve(environ, settings, num_gpus=len(gpus))
     if plan.num_processes > 1:
         plan = _one_slice(plan, gpus)
-        _connect(plan, settings, on_cpu=not gpus)
+        with stop.at_once() if stop else contextlib.nullcontext():
+            _connect(plan, settings, on_cpu=not gpus)
         watch_failures()
-    return _start_devices(plan, gpus, settings.join_timeout_s if settings else 300)
+    _check_settings(dict(same or {}), settings.join_timeout_s)
+    return _start_devices(plan, gpus, settings.join_timeout_s)
 
 
-def _connect(plan: JoinPlan, settings: RuntimeConfig | None, *, on_cpu: bool) -> None:
+def _connect(plan: JoinPlan, settings: RuntimeConfig, *, on_cpu: bool) -> None:
     import jax
 
-    join_s = settings.join_timeout_s if settings else 300
     # An abort of jax's C++ threads would leave a core file of 300 MB per CPU process.
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
-    host, port = plan.coordinator_address.rsplit(":", 1)
+    host = plan.coordinator_address.rsplit(":", 1)[0]
     if on_cpu:
         _check_gloo_address(plan)
     if "NCCL_DEBUG" not in os.environ:
         divert_c_stdout(os.devnull)  # gloo greets on stdout; setup_logging gives it the log file
     # A proxy between processes of one job is never meant; gRPC would hang on it.
-    name = "no_grpc_proxy"  # lower case is how gRPC spells it
     jax.config.update("jax_check_proxy_envs", False)
+    name = "no_grpc_proxy"  # lower case is how gRPC spells it
     os.environ[name] = ",".join(part for part in (os.environ.get(name), host) if part)
-    wait_for_all(plan, join_s)
+    bind_address = wait_for_all(plan, settings.join_timeout_s)
     jax.distributed.initialize(
         plan.coordinator_address,
         plan.num_processes,
         plan.process_id,
         local_device_ids=list(plan.local_device_ids or ()),
         cluster_detection_method="deactivate",
-        coordinator_bind_address=plan.coordinator_address if is_loopback(host) else f"[::]:{port}",
-        initialization_timeout=join_s,
-        heartbeat_timeout_seconds=settings.heartbeat_timeout_s if settings else 30,
+        coordinator_bind_address=bind_address,
+        initialization_timeout=settings.join_timeout_s,
+        heartbeat_timeout_seconds=settings.heartbeat_timeout_s,
         shutdown_timeout_seconds=60,  # processes end within a save of each other
     )
 
@@ -163,7 +185,7 @@ def _check_gloo_address(plan: JoinPlan) -> None:
     except OSError:
         return
     if is_loopback(address):
-        _refuse(
+        raise ConfigError(
             f"host {name} resolves its own name to {address}, which CPU processes on the other "
             f"hosts would be told to connect to. Remove that line from /etc/hosts on {name}."
         )
@@ -212,7 +234,7 @@ def _one_slice(plan: JoinPlan, gpus: list[str]) -> JoinPlan:
     if plan.local_device_ids is None or not any(entry.startswith("MIG-") for entry in entries):
         return plan
     if len(plan.local_device_ids) > 1:
-        _refuse(
+        raise ConfigError(
             f"{plan.num_local_processes} processes share {len(entries)} MIG slices on "
             f"{socket.gethostname()}, but a process can use one slice. Start {len(entries)} "
             "processes per host."
@@ -256,15 +278,57 @@ def _start_devices(plan: JoinPlan, gpus: list[str], timeout_s: int) -> Job:
     )
 
 
+_EQUAL_PACKAGES = (
+    *("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "jaxdist"),
+    *("nvidia-nccl-cu12", "nvidia-nccl-cu13"),
+)
+
+
 def versions() -> dict[str, str]:
-    """Versions that must be equal in all processes, and Python's."""
-    found = {"python": machine.python_version()}
-    for package in ("jax", "jaxlib", "jaxdist", "nvidia-nccl-cu12", "nvidia-nccl-cu13"):
-        try:
+    """Versions that must be equal in all processes, and Python's; of jaxdist's code a digest."""
+    found = {"python": machine.python_version(), "jaxdist's code": _digest_of_code()}
+    return {**found, **installed_versions(_EQUAL_PACKAGES)}
+
+
+def installed_versions(packages: Iterable[str]) -> dict[str, str]:
+    """Package -> version, of those that are installed."""
+    found = {}
+    for package in packages:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return found
+
+
+def _digest_of_code() -> str:
+    """Of every source file of the package: an edited checkout has the version of the original."""
+    root = Path(__file__).parents[1]
+    digest = hashlib.sha256()
+    for file in sorted(root.rglob("*.py")):
+        digest.update(f"{file.relative_to(root)}\n".encode() + file.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def _check_settings(same: dict[str, str], timeout_s: int) -> None:
+    """Refuse settings that differ between processes; only digests travel where they are equal."""
+    text = json.dumps(same, sort_keys=True)
+    if len(set(gather("settings", hashlib.sha256(text.encode()).hexdigest(), timeout_s))) == 1:
+        return
+    everyone = gather("different settings", {"host": socket.gethostname(), "same": same}, timeout_s)
+    problems = []
+    for name in sorted({name for said in everyone for name in said["same"]}):
+        values = [said["same"].get(name, "(nothing)") for said in everyone]
+        common = Counter(values).most_common(1)[0][0]
+        odd = [i for i, value in enumerate(values) if value != common]
+        if odd:
+            which = ", ".join(
+                f"{values[i]} in process {i} on {everyone[i]['host']}" for i in odd[:4]
+            )
+            problems.append(
+                f"{name} differs between processes: {common} in {len(everyone) - len(odd)}, but "
+                f"{which}{' ...' if len(odd) > 4 else ''}. Start all processes with the same "
+                "flags and the same --config file."
+            )
+    raise ConfigError(problems)
 
 
 def _check_processes(everyone: list[dict[str, Any]]) -> None:
@@ -283,12 +347,9 @@ def _check_processes(everyone: list[dict[str, Any]]) -> None:
                 f"{versions[odd[0]]} in {which}{' ...' if len(odd) > 4 else ''}. "
                 "Use one environment on all hosts."
             )
-    users: dict[str, list[int]] = {}
-    for i, said in enumerate(everyone):
-        for uuid in said["gpus"]:
-            if uuid:
-                users.setdefault(uuid, []).append(i)
-    for uuid, processes in users.items():
+    uuids = dict.fromkeys(uuid for said in everyone for uuid in said["gpus"] if uuid)
+    for uuid in uuids:
+        processes = [i for i, said in enumerate(everyone) for own in said["gpus"] if own == uuid]
         if len(processes) > 1:
             problems.append(
                 f"GPU {uuid} on {everyone[processes[0]]['host']} would be used by processes "
@@ -296,19 +357,18 @@ def _check_processes(everyone: list[dict[str, Any]]) -> None:
                 "CUDA_VISIBLE_DEVICES, or one process per host."
             )
     if problems:
-        _refuse(*problems)
+        raise ConfigError(problems)
 
 
 def _check_devices(everyone: list[dict[str, Any]]) -> None:
     """Refuse unlike platforms and counts, and a CPU run where GPUs were given."""
     places = [f"process {i} on {said['rows'][0]['host']}" for i, said in enumerate(everyone)]
-    problems = []
-    for said, place in zip(everyone, places, strict=True):
-        if said["platform"] == "cpu" and said["expected"] and len(everyone) > 1:
-            problems.append(
-                f"{place} was given {len(said['expected'])} GPU(s) but jax sees only the CPU. "
-                "Install jaxdist[cuda13] there, or set JAX_PLATFORMS=cpu to mean it."
-            )
+    problems = [
+        f"{place} was given {len(said['expected'])} GPU(s) but jax sees only the CPU. "
+        "Install jaxdist[cuda13] there, or set JAX_PLATFORMS=cpu to mean it."
+        for said, place in zip(everyone, places, strict=True)
+        if said["platform"] == "cpu" and said["expected"] and len(everyone) > 1
+    ]
     shapes = [f"{len(said['rows'])} {said['platform']} device(s)" for said in everyone]
     common = Counter(shapes).most_common(1)[0][0]
     odd = [i for i, shape in enumerate(shapes) if shape != common]
@@ -319,10 +379,4 @@ def _check_devices(everyone: list[dict[str, Any]]) -> None:
             "process as many, by CUDA_VISIBLE_DEVICES, --gpus-per-task or --simulate."
         )
     if problems:
-        _refuse(*problems)
-
-
-def _refuse(*problems: str) -> None:
-    from jaxdist.core.settings import ConfigError
-
-    raise ConfigError(list(problems))
+        raise ConfigError(problems)

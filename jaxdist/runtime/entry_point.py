@@ -25,8 +25,8 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from jaxdist.core.settings import ConfigError
-from jaxdist.runtime.coordination import announce_failure, leave_error, process_place, service
-from jaxdist.runtime.coordination.failure_broadcast import FOLLOWED
+from jaxdist.runtime.coordination import process_place, service
+from jaxdist.runtime.coordination.failure_broadcast import FOLLOWED, announce_failure, leave_error
 from jaxdist.runtime.storage import locate
 
 EXIT_OK = 0
@@ -103,20 +103,16 @@ def run_command(main: Callable[[], int | None]) -> NoReturn:
 
 
 def _system_exit_code(leaving: SystemExit) -> int:
-    if leaving.code is None:
-        return EXIT_OK
-    if isinstance(leaving.code, int):
-        return leaving.code
+    if leaving.code is None or isinstance(leaving.code, int):
+        return leaving.code or EXIT_OK
     print(leaving.code, file=sys.stderr)
     return EXIT_FAILURE
 
 
 def _report(error: BaseException) -> int:
     """Print what ended the command, leave it for the launcher, and return the exit code."""
-    problems = _config_problems(error)
-    if problems is not None:
-        text = "\n".join(problems)
-        code, advice = EXIT_CONFIG, ""  # every problem names its fix
+    if isinstance(error, ConfigError):
+        text, code, advice = str(error), EXIT_CONFIG, ""  # every problem names its fix
         print(text, file=sys.stderr)
     else:
         text = "".join(traceback.format_exception(error)).rstrip()
@@ -128,25 +124,14 @@ def _report(error: BaseException) -> int:
     return code
 
 
-def _config_problems(error: BaseException) -> list[str] | None:
-    return error.problems if isinstance(error, ConfigError) else None
-
-
 def _print_block(error: BaseException, text: str, advice: str) -> None:
     process, total = process_place()
     where = f"process {process} of {total} on {socket.gethostname()} (pid {os.getpid()})"
-    lines = [
-        "",
-        "=" * 100,
-        f"failed:  {_first_line(error)}",
-        f"where:   {where}",
-        "",
-        text,
-        "",
-        f"to do:   {advice}",
-        "=" * 100,
-    ]
-    block = "\n".join(lines)
+    rule = "=" * 100
+    block = (
+        f"\n{rule}\nfailed:  {_first_line(error)}\nwhere:   {where}\n\n{text}\n\n"
+        f"to do:   {advice}\n{rule}"
+    )
     print(block, file=sys.stderr, flush=True)
     for handler in logging.getLogger("jaxdist").handlers:
         if isinstance(handler, logging.FileHandler):
@@ -208,7 +193,5 @@ def _flush() -> None:
         with contextlib.suppress(OSError, ValueError):  # a full disk must not change the exit code
             handler.flush()
     for stream in (sys.stdout, sys.stderr):
-        try:
+        with contextlib.suppress(OSError, ValueError):  # nor a closed pipe
             stream.flush()
-        except (OSError, ValueError):  # a closed pipe must not change the exit code
-            continue

@@ -1,4 +1,4 @@
-"""Requests to stop: SIGTERM, SIGUSR1 or a deadline become one step at which all processes stop.
+"""Requests to stop: SIGTERM or SIGUSR1 becomes one step at which all processes stop.
 
 The handlers only set a flag. The loop calls `preempted()` once per step in every process, which is
 True on the same step in every process. It then saves and exits with `EXIT_PREEMPTED`.
@@ -6,12 +6,16 @@ True on the same step in every process. It then saves and exits with `EXIT_PREEM
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
-import time
+import sys
+from collections.abc import Iterator
 from types import FrameType
+from typing import NoReturn
 
 from jaxdist.runtime.coordination import service
+from jaxdist.runtime.entry_point import EXIT_PREEMPTED
 
 NOTICES = (signal.SIGTERM, signal.SIGUSR1)
 """Signals that ask for a save and an end: schedulers send TERM, our SLURM scripts USR1."""
@@ -22,34 +26,20 @@ class Preemption:
 
     Make it first in a command: until then such a signal kills the process. Only the main thread may
     make it.
-
-    Args:
-        deadline_s: seconds from now after which the job preempts itself; None: never.
     """
 
-    def __init__(self, deadline_s: float | None = None) -> None:
-        self._deadline = None if deadline_s is None else time.monotonic() + deadline_s
-        self._notices = 0
+    def __init__(self) -> None:
+        self._noticed = False
         self._calls = 0  # to the service, by all processes alike
         self._shared = False  # the other processes are told; alone, there are none
         self._agreed = False
-        self.reason = ""
+        self._at_once = False
         for number in NOTICES:
             # Once connected, SIGTERM belongs to jax's coordination service; see _share.
             if number != signal.SIGTERM or not service.has_stop_service():
                 signal.signal(number, self._remember)
         # jaxdist.launch blocks notices until here, so that none is lost while Python imports.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, NOTICES)
-
-    @property
-    def requested(self) -> bool:
-        """This process was asked to stop; the others may not know yet."""
-        return self._notices > 0
-
-    @property
-    def hurried(self) -> bool:
-        """Asked a second time: skip what is optional and leave as soon as the save is committed."""
-        return self._notices > 1
 
     def preempted(self) -> bool:
         """Whether the job stops after this step: the same answer in every process.
@@ -59,20 +49,37 @@ class Preemption:
         a run that begins at step 150 would never meet the call 1 that a notice during its start
         asks for.
         """
-        if self._deadline is not None and time.monotonic() > self._deadline:
-            self._deadline = None
-            self._remember(signal.SIGALRM, None)
         if not self._share():
-            return self.requested
+            return self._noticed
         if not self._agreed:
             self._calls += 1
             self._agreed = service.reached_agreed_stop(self._calls)
-            if self._agreed:
-                self._notices = max(1, self._notices)
-                self.reason = self.reason or "another process was asked to stop"
-                # The service has done its work; a further SIGTERM is ours to count.
+            if self._agreed:  # the service has done its work; a further SIGTERM must not kill
                 signal.signal(signal.SIGTERM, self._remember)
         return self._agreed
+
+    @contextlib.contextmanager
+    def at_once(self) -> Iterator[None]:
+        """While processes wait for each other: a request to stop ends the command, 75, by itself.
+
+        There is nothing to save yet, and nobody to agree on a step with.
+        """
+        self._at_once = True
+        try:
+            if self._noticed:
+                self._end()
+            yield
+        finally:
+            self._at_once = False
+
+    def _end(self) -> NoReturn:
+        print(
+            "asked to stop before all processes of the job were there: nothing was started. "
+            "Start the same command again.",
+            file=sys.stderr,
+            flush=True,
+        )
+        raise SystemExit(EXIT_PREEMPTED)
 
     def _share(self) -> bool:
         """Whether there are other processes to tell; what came before they were is told now.
@@ -84,17 +91,14 @@ class Preemption:
             if not service.has_stop_service():
                 return False
             self._shared = True
-            if self._notices:
+            if self._noticed:
                 os.kill(os.getpid(), signal.SIGTERM)
         return True
 
     def _remember(self, number: int, _: FrameType | None) -> None:
-        self._notices += 1
-        self.reason = self.reason or {
-            signal.SIGALRM: "the deadline has come",
-            signal.SIGTERM: "SIGTERM",
-            signal.SIGUSR1: "SIGUSR1",
-        }.get(signal.Signals(number), signal.Signals(number).name)
+        self._noticed = True
+        if self._at_once:
+            self._end()
         if self._shared and not self._agreed and number != signal.SIGTERM:
             os.kill(os.getpid(), signal.SIGTERM)
 

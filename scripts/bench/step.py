@@ -27,7 +27,7 @@ from jaxdist.config import RunConfig
 from jaxdist.core.sharding import MeshConfig
 from jaxdist.models import DecoderConfig
 from jaxdist.plan.hardware import peak_flops
-from jaxdist.run.monitoring import device_memory
+from jaxdist.run.monitoring.device_memory import device_memory
 from jaxdist.run.setup import assemble
 
 # name: (vocab, d_model, layers, heads, kv_heads, mlp, seq, batch, remat, against the bare step)

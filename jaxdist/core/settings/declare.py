@@ -13,8 +13,8 @@ class ConfigError(ValueError):
     Every line says what was given, what is allowed and the fix. Commands print it and exit 2.
     """
 
-    def __init__(self, problems: list[str]):
-        self.problems = list(problems)
+    def __init__(self, problems: str | list[str]):
+        self.problems = [problems] if isinstance(problems, str) else list(problems)
         super().__init__("\n".join(self.problems))
 
 
@@ -39,7 +39,7 @@ class Bounds:
         if isinstance(value, list | tuple):
             return all(map(self.allow, value))
         return (
-            math.isfinite(value)
+            (isinstance(value, int) or math.isfinite(value))
             and (self.ge is None or value >= self.ge)
             and (self.gt is None or value > self.gt)
             and (self.le is None or value <= self.le)
@@ -48,11 +48,15 @@ class Bounds:
 
     def __str__(self) -> str:
         """In words: "1 or more", "above 0 and at most 1"."""
+        ge, gt, le, lt = (
+            str(n) if isinstance(n, int | None) else f"{n:g}"
+            for n in (self.ge, self.gt, self.le, self.lt)
+        )
         if self.le is None and self.lt is None:
-            return f"{self.ge:g} or more" if self.ge is not None else f"above {self.gt:g}"
-        low = [f"at least {self.ge:g}"] if self.ge is not None else []
-        low = [f"above {self.gt:g}"] if self.gt is not None else low
-        high = f"at most {self.le:g}" if self.le is not None else f"below {self.lt:g}"
+            return f"{ge} or more" if self.ge is not None else f"above {gt}"
+        low = [f"at least {ge}"] if self.ge is not None else []
+        low = [f"above {gt}"] if self.gt is not None else low
+        high = f"at most {le}" if self.le is not None else f"below {lt}"
         return " and ".join([*low, high])
 
 

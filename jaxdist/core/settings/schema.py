@@ -122,7 +122,9 @@ def read_value(raw: Any, annotation: Any) -> Any:
     if get_origin(annotation) is dict or annotation is dict:
         return _read_dict(raw)
     if isinstance(raw, FlagText):
-        return _read_text(raw, annotation)
+        raw = _read_text(raw, annotation)
+    if annotation in (int, float) and isinstance(raw, int) and abs(raw) >= 2**63:
+        raise BadValueError("is too large: a whole number has 63 bits at most")
     if annotation is float and isinstance(raw, int) and not isinstance(raw, bool):
         return float(raw)
     if annotation is not Any and type(raw) is not annotation:

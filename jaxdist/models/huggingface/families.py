@@ -19,6 +19,7 @@ import numpy as np
 
 from jaxdist.core.settings import ConfigError, problems_of
 from jaxdist.models.configs import ROPE_SCALING, DecoderConfig
+from jaxdist.models.huggingface.config_keys import key_problems, rope_of
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gpt2")
 """`model_type` of the configs that can be read and written."""
@@ -147,21 +148,25 @@ class Piece:
         ]
 
 
-def read_config(theirs: Mapping[str, Any]) -> DecoderConfig:
-    """Our sizes from a Hugging Face `config.json`.
+def read_config(theirs: Any) -> DecoderConfig:
+    """Our sizes from what a Hugging Face `config.json` holds.
 
     Raises:
-        ConfigError: the family, or something it asks for, is not supported.
+        ConfigError: the family, or something it asks for, is not supported or not known.
     """
+    if not isinstance(theirs, Mapping):
+        raise ConfigError([f"config.json holds no object but {type(theirs).__name__}."])
     family = theirs.get("model_type")
     if family not in FAMILIES:
         raise ConfigError(
             [f"model_type={family!r} is not supported. Supported are {', '.join(FAMILIES)}."]
         )
-    config = _read_gpt2(theirs) if family == "gpt2" else _read_llama(theirs, family)
-    problems = _unsupported(theirs, family) + problems_of(config, "model")
+    problems = key_problems(theirs, family)
+    if not problems:
+        config = _read_gpt2(theirs) if family == "gpt2" else _read_llama(theirs, family)
+        problems = problems_of(config, "model")
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError([f"config.json: {problem}" for problem in problems])
     return config
 
 
@@ -265,7 +270,8 @@ def pieces(config: DecoderConfig, family: str) -> Iterator[Piece]:
 def _read_llama(theirs: Mapping[str, Any], family: str) -> DecoderConfig:
     heads = theirs["num_attention_heads"]
     kv_heads = theirs.get("num_key_value_heads") or heads
-    kind, rope = _rope(theirs)
+    rope = rope_of(theirs)
+    kind = rope["rope_type"]
     scaling: dict[str, Any] = {}
     if kind in ROPE_SCALING:
         known = {name: rope[name] for name in ROPE_SCALING[kind] if rope.get(name) is not None}
@@ -283,19 +289,13 @@ def _read_llama(theirs: Mapping[str, Any], family: str) -> DecoderConfig:
         mlp_dim=theirs["intermediate_size"],
         max_seq_len=theirs["max_position_embeddings"],
         norm_eps=theirs["rms_norm_eps"],
-        rope_theta=float(rope.get("rope_theta", theirs.get("rope_theta", 10000.0))),
+        rope_theta=float(rope["rope_theta"]),
         qk_norm=family == "qwen3",
         bias=["qkv"] if family == "qwen2" else [],
         tie_embeddings=bool(theirs.get("tie_word_embeddings", False)),
         sliding_window=(theirs.get("sliding_window") or 0) if family == "mistral" else 0,
         rope_scaling=scaling,
     )
-
-
-def _rope(theirs: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Type and keys of their rope scaling, under either of its names."""
-    rope = {**(theirs.get("rope_scaling") or {}), **(theirs.get("rope_parameters") or {})}
-    return rope.get("rope_type", rope.get("type", "default")), rope
 
 
 def _read_gpt2(theirs: Mapping[str, Any]) -> DecoderConfig:
@@ -313,40 +313,6 @@ def _read_gpt2(theirs: Mapping[str, Any]) -> DecoderConfig:
         bias=["qkv", "out", "mlp"],
         tie_embeddings=True,
     )
-
-
-def _unsupported(theirs: Mapping[str, Any], family: str) -> list[str]:
-    """What a config asks for that our decoder would silently not do."""
-    activation = theirs.get("activation_function" if family == "gpt2" else "hidden_act")
-    allowed = {"gpt2": ("gelu_new", "gelu_pytorch_tanh")}.get(family, ("silu", "swish"))
-    found = []
-    if activation is not None and activation not in allowed:
-        found.append(f"activation {activation!r}: only {', '.join(allowed)} is supported.")
-    kind, rope = _rope(theirs)
-    known = ", ".join(ROPE_SCALING)
-    if kind != "default" and kind not in ROPE_SCALING:
-        found.append(f"rope_type={kind!r}: only default, {known} are supported.")
-    allowed_keys = {"rope_type", "type", "rope_theta", *ROPE_SCALING.get(kind, ())}
-    found += [
-        f"rope_scaling has {name}={value!r}, which is not supported for {kind!r}."
-        for name, value in rope.items()
-        if value is not None and kind in ROPE_SCALING and name not in allowed_keys
-    ]
-    wrong = {
-        "attention_bias": (family != "gpt2", "biases of the attention products"),
-        "mlp_bias": (True, "biases of the MLP products"),
-        "use_sliding_window": (family in ("qwen2", "qwen3"), "a sliding window in some layers"),
-        "scale_attn_by_inverse_layer_idx": (family == "gpt2", "scaling by layer"),
-        "add_cross_attention": (family == "gpt2", "cross attention"),
-    }
-    found += [
-        f"{key}=true ({what}) is not supported for {family}."
-        for key, (matters, what) in wrong.items()
-        if matters and theirs.get(key)
-    ]
-    if family == "gpt2" and not theirs.get("tie_word_embeddings", True):
-        found.append("tie_word_embeddings=false is not supported for gpt2.")
-    return found
 
 
 def _llama_pieces(config: DecoderConfig) -> Iterator[Piece]:

@@ -17,31 +17,3 @@
 
 Importing this starts no device and imports no heavy library.
 """
-
-from jaxdist.run.metrics_log import current, device_seconds, read_records
-from jaxdist.run.monitoring.config import MonitoringConfig
-from jaxdist.run.monitoring.device_memory import device_memory
-from jaxdist.run.monitoring.environment import environment
-from jaxdist.run.monitoring.monitor import Monitor, RunFacts
-from jaxdist.run.monitoring.throughput import Throughput
-from jaxdist.run.monitoring.timers import Compilation, CompileTracker, DataWaitTracker, StepTimer
-from jaxdist.run.run_directory import RunDirectory, flatten, new_run_path
-
-__all__ = [
-    "Compilation",
-    "CompileTracker",
-    "DataWaitTracker",
-    "Monitor",
-    "MonitoringConfig",
-    "RunDirectory",
-    "RunFacts",
-    "StepTimer",
-    "Throughput",
-    "current",
-    "device_memory",
-    "device_seconds",
-    "environment",
-    "flatten",
-    "new_run_path",
-    "read_records",
-]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 from collections.abc import Callable, Mapping
@@ -78,7 +79,6 @@ class Alerts:
         if values.get("applied", True):
             return
         bad = [k for k in ("loss", "grad_norm") if not math.isfinite(values.get(k, 0.0))]
-        shown: dict[str, Any] = {k: values[k] for k in bad}
         self._summary.skipped_steps += 1
         skipped = self._summary.skipped_steps
         why = f" ({' and '.join(f'{k} is {values[k]}' for k in bad)})" if bad else ""
@@ -86,7 +86,7 @@ class Alerts:
             "skipped_step",
             step=step,
             skipped_steps=skipped,
-            **shown,
+            **{k: values[k] for k in bad},
             level=logging.WARNING,
             message=f"step {step} was skipped{why}; {skipped} skipped so far",
         )
@@ -101,15 +101,15 @@ class Alerts:
         if not reports:
             return
         step = reports[0]["step"]
+        each = lambda name: [one[name] for one in reports.values()]
         names = ("step_time_s", "data_wait_s", "device_wait_s", "host_s")
-        means = {name: [one[name] for one in reports.values()] for name in names}
         self._event(
             "process_times",
             step=step,
             quiet=True,
             of=list(reports),
-            hosts=[one["host"] for one in reports.values()],
-            means=means,
+            hosts=each("host"),
+            means={name: each(name) for name in names},
         )
         slow = find_stragglers(reports)
         for one in slow:
@@ -145,20 +145,16 @@ class Alerts:
         """Report a compilation; every one after a function's first is a warning."""
         source = " from the compile cache" if done.from_cache else ""
         took = f"{done.function} compiled{source} in {duration(done.seconds)}"
-        fields: dict[str, Any] = {
-            "function": done.function,
-            "seconds": done.seconds,
-            "from_cache": done.from_cache,
-            "count": done.count,
-        }
+        fields: dict[str, Any] = dataclasses.asdict(done)
+        changes = fields.pop("changes")
         if done.count == 1:
             self._event("compile", message=took, **fields)
             return
-        changed = "; ".join(done.changes) or "no argument that can be seen"
+        changed = "; ".join(changes) or "no argument that can be seen"
         self._event(
             "recompile",
             **fields,
-            changes=list(done.changes),
+            changes=list(changes),
             level=logging.WARNING,
             message=f"{took}: compilation {done.count} of it, a run needs one. Changed: {changed}",
         )

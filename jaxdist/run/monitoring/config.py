@@ -6,6 +6,7 @@ import dataclasses
 
 from jaxdist.core.settings import setting
 from jaxdist.run.monitoring.profiler import steps_of
+from jaxdist.runtime.config import is_address
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,8 +43,7 @@ class MonitoringConfig:
     def problems(self) -> list[str]:
         """Violated rules beyond the bounds of each setting."""
         found = []
-        host, _, port = self.prometheus.rpartition(":")
-        if self.prometheus and not (host and port.isdigit() and 1 <= int(port) <= 65535):
+        if self.prometheus and not is_address(self.prometheus):
             found.append(
                 f"monitoring.prometheus={self.prometheus!r} is not host:port, with a port from 1 "
                 "to 65535. Use e.g. 0.0.0.0:9400."

@@ -1,13 +1,13 @@
 """What a person reads: the header, the step line, the closing block. Pure text, no printing.
 
-`Style` colours for terminals; every line is made twice, plain for log files and styled for a tty.
+Lines are coloured for a terminal; `plain` gives the same line for log files.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from jaxdist.runtime.formatting.numbers import (
     TIMES,
@@ -21,47 +21,42 @@ from jaxdist.runtime.formatting.numbers import (
 )
 from jaxdist.runtime.formatting.tables import wrap
 
-LABEL_WIDTH = 11
-"""Width of the label column of header and closing block."""
+Row: TypeAlias = tuple[str, str]
+"""Label and text of a block. The text may have several lines; a row without text is left out."""
 
-
-def _lines(text: str) -> list[str]:
-    """A long sentence as the lines of a block."""
-    return wrap(text, 84)
-
-
-@dataclasses.dataclass(frozen=True)
-class Style:
-    """ANSI colours, or nothing at all when `enabled` is False."""
-
-    enabled: bool = False
-
-    def bold(self, text: str) -> str:
-        """Numbers that matter most."""
-        return f"\033[1m{text}\033[0m" if self.enabled else text
-
-    def dim(self, text: str) -> str:
-        """Labels and units."""
-        return f"\033[2m{text}\033[0m" if self.enabled else text
-
-    def warn(self, text: str) -> str:
-        """What needs attention."""
-        return f"\033[33m{text}\033[0m" if self.enabled else text
-
-
+_LABEL_WIDTH = 11
 _SHOWN = ("loss", "learning_rate", "grad_norm")
 _BOOKKEEPING = ("weight", "applied", "tokens", "loss_finite_steps")
+_BUSY = 0.8
+_LONG_S = 60.0
+"""A run of seconds always spends most of them on starting."""
+
+
+def plain(styled: str) -> str:
+    """The text without its colours."""
+    return re.sub(r"\033\[\d+m", "", styled)
+
+
+def _bold(text: str) -> str:
+    return f"\033[1m{text}\033[0m"
+
+
+def _dim(text: str) -> str:
+    return f"\033[2m{text}\033[0m"
+
+
+def _wrapped(text: str) -> str:
+    return "\n".join(wrap(text, 84)) if text else ""
 
 
 def step_line(
     record: Mapping[str, Any],
     *,
     total_steps: int,
-    unit: str = "tokens",
-    convention: str | None = None,
-    eta_s: float | None = None,
-    metrics: Sequence[str] = (),
-    style: Style | None = None,
+    unit: str,
+    convention: str | None,
+    eta_s: float | None,
+    metrics: Sequence[str],
 ) -> str:
     """One aligned line for one step.
 
@@ -72,18 +67,14 @@ def step_line(
         convention: of the MFU.
         eta_s: seconds to go.
         metrics: names in `record` that the model added, shown after the known ones.
-        style: colours.
     """
-    style = style or Style()
-    width = len(str(total_steps))
-    parts = [style.dim("step ") + style.bold(f"{record['step']:>{width}}/{total_steps}")]
+    parts = [_place("step", record, total_steps)]
 
-    def add(label: str, value: str, suffix: str = "", *, strong: bool = False) -> None:
-        shown = style.bold(value) if strong else value
-        parts.append((style.dim(f"{label} ") if label else "") + shown + style.dim(suffix))
+    def add(label: str, value: str, suffix: str = "") -> None:
+        parts.append((_dim(f"{label} ") if label else "") + value + _dim(suffix))
 
     if "loss" in record:
-        add("loss", f"{record['loss']:8.4f}", strong=True)
+        add("loss", _bold(f"{record['loss']:8.4f}"))
     if "learning_rate" in record:
         add("lr", f"{record['learning_rate']:8.2e}")
     if "grad_norm" in record:
@@ -106,34 +97,39 @@ def step_line(
     return "  ".join(parts)
 
 
-def eval_line(record: Mapping[str, Any], *, total_steps: int, style: Style | None = None) -> str:
+def eval_line(record: Mapping[str, Any], *, total_steps: int) -> str:
     """One line for one evaluation."""
-    style = style or Style()
-    width = len(str(total_steps))
-    parts = [style.dim("eval ") + style.bold(f"{record['step']:>{width}}/{total_steps}")]
+    parts = [_place("eval", record, total_steps)]
     for name, value in record.items():
         if name in ("kind", "time", "step") or not isinstance(value, int | float):
             continue
-        shown = f"{value:8.4f}" if name == "loss" else f"{value:.6g}"
-        parts.append(style.dim(f"{name} ") + (style.bold(shown) if name == "loss" else shown))
+        shown = _bold(f"{value:8.4f}") if name == "loss" else f"{value:.6g}"
+        parts.append(_dim(f"{name} ") + shown)
     return "  ".join(parts)
 
 
-def block(
-    rows: Sequence[tuple[str, str | Sequence[str]]], style: Style | None = None
-) -> str:  # fmt: skip
-    """Rows of label and text (or several lines of it), labels in one column."""
-    style = style or Style()
+def _place(label: str, record: Mapping[str, Any], total_steps: int) -> str:
+    width = len(str(total_steps))
+    return _dim(f"{label} ") + _bold(f"{record['step']:>{width}}/{total_steps}")
+
+
+def event_line(event: str, fields: Mapping[str, Any]) -> str:
+    """`name key=value ...` for an event that brings no sentence of its own."""
+    text = lambda value: f"{value:.4g}" if isinstance(value, float) else str(value)
+    pairs = [f"{name}={text(value)}" for name, value in fields.items()]
+    return " ".join([event.replace("_", " "), *pairs])
+
+
+def block(rows: Sequence[Row]) -> list[str]:
+    """The lines of a block, its labels in one column."""
     lines = []
     for label, text in rows:
-        values = [text] if isinstance(text, str) else list(text)
-        for i, value in enumerate(values):
-            shown = style.dim(f"{label if i == 0 else '':<{LABEL_WIDTH}}")
-            lines.append(f"{shown} {value}".rstrip())
-    return "\n".join(lines)
+        for i, line in enumerate(text.splitlines()):
+            lines.append(_dim(f"{'' if i else label:<{_LABEL_WIDTH}}") + f" {line}".rstrip())
+    return lines
 
 
-def header_rows(facts: Mapping[str, Any]) -> list[tuple[str, str | Sequence[str]]]:
+def header_rows(facts: Mapping[str, Any]) -> list[Row]:
     """The rows of the header, from the facts of the `run` event."""
     batch = (
         f"{facts['global_batch_size']:,} = {facts['per_device_batch']} per device {TIMES} "
@@ -142,17 +138,15 @@ def header_rows(facts: Mapping[str, Any]) -> list[tuple[str, str | Sequence[str]
     if facts["tokens_per_row"] > 1:
         units = facts["global_batch_size"] * facts["tokens_per_row"]
         batch += f"; {units:,} {facts['unit']} a step"
-    rows: list[tuple[str, str | Sequence[str]]] = [
+    return [
         ("devices", f"{facts['num_devices']} {TIMES} {facts['device_kind']}"),
-        ("mesh", [facts["mesh"], *(_lines(facts["mesh_reason"]) if facts["mesh_reason"] else [])]),
+        ("mesh", f"{facts['mesh']}\n{_wrapped(facts['mesh_reason'])}"),
         ("model", f"{facts['model']}, {in_si(facts['num_parameters'])} parameters"),
         ("batch", batch),
         ("precision", facts["precision"]),
+        ("kernels", "\n".join(map(_wrapped, facts["notes"]))),
+        ("MFU", _describe_mfu(facts)),
     ]
-    if facts["notes"]:
-        rows.append(("kernels", [line for note in facts["notes"] for line in _lines(note)]))
-    rows.append(("MFU", _describe_mfu(facts)))
-    return rows
 
 
 def _describe_mfu(facts: Mapping[str, Any]) -> str:
@@ -166,103 +160,18 @@ def _describe_mfu(facts: Mapping[str, Any]) -> str:
     return f"{counted.get(convention, convention)}; peak {peak / 1e12:,.1f} TFLOP/s a device"
 
 
-def event_line(event: str, fields: Mapping[str, Any]) -> str:
-    """`name key=value ...` for an event that brings no sentence of its own."""
-    shown = []
-    for name, value in fields.items():
-        if isinstance(value, float):
-            value = f"{value:.4g}"
-        shown.append(f"{name}={value}")
-    return " ".join([event.replace("_", " "), *shown])
-
-
-def idle_lines(summary: Mapping[str, Any]) -> list[str]:
-    """Why devices were surely busy for less than 80 % of the steps; [] when they were."""
-    lines = []
-    busy = summary.get("busy_share")
-    if busy is not None and busy < _BUSY:
-        causes = [
-            (summary.get("dry_data_share", 0.0), "waiting for data"),
-            (summary.get("dry_host_share", 0.0), "work on the host between dispatches"),
-        ]
-        shown = ", ".join(f"{percent(share)} {words}" for share, words in sorted(causes)[::-1])
-        advice = {
-            "waiting for data": "tokenise the corpus once, or use a faster disk",
-            "work on the host between dispatches": "log less often, or give the host more cores",
-        }[max(causes)[1]]
-        lines += _lines(
-            f"devices ran out of work in {percent(1 - busy)} of the time of steps: {shown} "
-            f"({advice})"
-        )
-    steps_s, wall_s = summary.get("steps_s", 0.0), summary.get("wall_s", 0.0)
-    if steps_s and steps_s < _BUSY * wall_s and wall_s > _LONG_S:
-        compile_s = summary.get("compile_s", 0.0)
-        rest = max(0.0, wall_s - steps_s - compile_s)
-        lines += _lines(
-            f"steps took {percent(steps_s / wall_s)} of the time; compilation "
-            f"{percent(compile_s / wall_s)}; start, evaluation and saves {percent(rest / wall_s)}"
-        )
-    return lines
-
-
-_BUSY = 0.8
-_LONG_S = 60.0
-"""A run of seconds always spends most of them on starting."""
-
-
-def closing_rows(
-    summary: Mapping[str, Any], next_commands: Sequence[str]
-) -> list[tuple[str, str | list[str]]]:
+def closing_rows(summary: Mapping[str, Any], next_commands: Sequence[str]) -> list[Row]:
     """The rows of the closing block, from the summary."""
-    rows: list[tuple[str, str | list[str]]] = [
-        (
-            "ended",
-            f"{summary['exit_reason']} at step {summary['step']}/{summary['total_steps']} "
-            f"after {duration(summary['wall_s'])}",
-        )
+    ended = (
+        f"{summary['exit_reason']} at step {summary['step']}/{summary['total_steps']} "
+        f"after {duration(summary['wall_s'])}"
+    )
+    slow = [
+        f"process {one['process']} on {one['host']} held the others up ({one['cause']}) "
+        f"in {one['intervals']} comparisons"
+        for one in summary.get("stragglers", [])[:3]
     ]
-    if summary.get("error"):
-        rows.append(("error", _lines(str(summary["error"]))))
-    losses = []
-    if "loss" in summary:
-        losses.append(f"{summary['loss']:.4f} train")
-    if "eval" in summary and "loss" in summary["eval"]:
-        losses.append(f"{summary['eval']['loss']:.4f} eval at step {summary['eval']['step']}")
-    if "best_eval" in summary and summary["best_eval"]["step"] != summary["eval"]["step"]:
-        losses.append(
-            f"best {summary['best_eval']['loss']:.4f} at step {summary['best_eval']['step']}"
-        )
-    if losses:
-        rows.append(("loss", ", ".join(losses)))
-    unit = summary["unit"]
-    short = UNITS.get(unit, unit)
-    if f"{unit}_per_s" in summary:
-        speed = [f"{count(summary[f'{unit}_per_s'])} {short}/s"]
-        if summary["num_devices"] > 1:
-            speed.append(f"{count(summary[f'{unit}_per_s_per_device'])} per device")
-        if "mfu" in summary:
-            speed.append(f"MFU {percent(summary['mfu'])} ({summary['mfu_convention']})")
-        rows.append(("speed", ", ".join(speed)))
-    spent = [f"{summary['device_hours']:.3g} device-hours"]
-    if "cost" in summary:
-        spent.append(f"cost {money(summary['cost'])}")
-    if summary.get("compile_s"):
-        spent.append(f"compilation {duration(summary['compile_s'])}")
-    if summary.get("data_wait_share") is not None:
-        spent.append(f"waiting for data {percent(summary['data_wait_share'])} of the time")
-    rows.append(("spent", ", ".join(spent)))
-    if explained := idle_lines(summary):
-        rows.append(("idle", explained))
-    for slow in summary.get("stragglers", [])[:3]:
-        rows.append(
-            (
-                "slow",
-                f"process {slow['process']} on {slow['host']} held the others up ({slow['cause']}) "
-                f"in {slow['intervals']} comparisons",
-            )
-        )
-    if "memory_peak_bytes" in summary:
-        rows.append(("memory", f"{in_bytes(summary['memory_peak_bytes'])} at most, fullest device"))
+    memory = summary.get("memory_peak_bytes")
     troubles = [
         f"{summary[key]} {label}"
         for key, label in (
@@ -272,18 +181,89 @@ def closing_rows(
         )
         if summary.get(key)
     ]
-    if troubles:
-        rows.append(("trouble", ", ".join(troubles) + " (events in metrics.jsonl)"))
-    for trace in summary.get("profiles", []):
-        opened = f"https://ui.perfetto.dev with {trace['file']}, or " if "file" in trace else ""
-        lines = [
-            f"steps {trace['first']} to {trace['last']} in {trace['path']}",
-            f"open it: {opened}pip install xprof && xprof --logdir {trace['path']}",
-        ]
-        rows.append(("profile", lines))
-    if summary.get("checkpoint"):
-        rows.append(("checkpoint", str(summary["checkpoint"])))
-    rows.append(("run", str(summary["run_dir"])))
-    if next_commands:
-        rows.append(("next", list(next_commands)))
-    return rows
+    return [
+        ("ended", ended),
+        ("error", _wrapped(str(summary.get("error", "")))),
+        ("loss", ", ".join(_losses(summary))),
+        ("speed", ", ".join(_speed(summary))),
+        ("spent", ", ".join(_spent(summary))),
+        ("idle", "\n".join(idle_lines(summary))),
+        *(("slow", line) for line in slow),
+        ("memory", f"{in_bytes(memory)} at most, fullest device" if memory else ""),
+        ("trouble", ", ".join(troubles) + " (events in metrics.jsonl)" if troubles else ""),
+        *(("profile", _describe_trace(trace)) for trace in summary.get("profiles", [])),
+        ("checkpoint", str(summary.get("checkpoint", ""))),
+        ("run", str(summary["run_dir"])),
+        ("next", "\n".join(next_commands)),
+    ]
+
+
+def _losses(summary: Mapping[str, Any]) -> list[str]:
+    losses = []
+    if "loss" in summary:
+        losses.append(f"{summary['loss']:.4f} train")
+    newest, best = summary.get("eval", {}), summary.get("best_eval")
+    if "loss" in newest:
+        losses.append(f"{newest['loss']:.4f} eval at step {newest['step']}")
+    if best and best["step"] != newest["step"]:
+        losses.append(f"best {best['loss']:.4f} at step {best['step']}")
+    return losses
+
+
+def _speed(summary: Mapping[str, Any]) -> list[str]:
+    unit = summary["unit"]
+    if f"{unit}_per_s" not in summary:
+        return []
+    speed = [f"{count(summary[f'{unit}_per_s'])} {UNITS.get(unit, unit)}/s"]
+    if summary["num_devices"] > 1:
+        speed.append(f"{count(summary[f'{unit}_per_s_per_device'])} per device")
+    if "mfu" in summary:
+        speed.append(f"MFU {percent(summary['mfu'])} ({summary['mfu_convention']})")
+    return speed
+
+
+def _spent(summary: Mapping[str, Any]) -> list[str]:
+    spent = [f"{summary['device_hours']:.3g} device-hours"]
+    if "cost" in summary:
+        spent.append(f"cost {money(summary['cost'])}")
+    if summary.get("compile_s"):
+        spent.append(f"compilation {duration(summary['compile_s'])}")
+    if summary.get("data_wait_share") is not None:
+        spent.append(f"waiting for data {percent(summary['data_wait_share'])} of the time")
+    return spent
+
+
+def _describe_trace(trace: Mapping[str, Any]) -> str:
+    opened = f"https://ui.perfetto.dev with {trace['file']}, or " if "file" in trace else ""
+    return (
+        f"steps {trace['first']} to {trace['last']} in {trace['path']}\n"
+        f"open it: {opened}pip install xprof && xprof --logdir {trace['path']}"
+    )
+
+
+def idle_lines(summary: Mapping[str, Any]) -> list[str]:
+    """Why devices were surely busy for less than 80 % of the steps; [] when they were."""
+    lines = []
+    busy = summary.get("busy_share", 1.0)
+    if busy < _BUSY:
+        data, host = summary.get("dry_data_share", 0.0), summary.get("dry_host_share", 0.0)
+        shown = [f"{percent(data)} waiting for data"]
+        shown.insert(data > host, f"{percent(host)} work on the host between dispatches")
+        advice = (
+            "tokenise the corpus once, or use a faster disk"
+            if data > host
+            else "log less often, or give the host more cores"
+        )
+        lines.append(
+            f"devices ran out of work in {percent(1 - busy)} of the time of steps: "
+            f"{', '.join(shown)} ({advice})"
+        )
+    steps_s, wall_s = summary.get("steps_s", 0.0), summary.get("wall_s", 0.0)
+    if steps_s and steps_s < _BUSY * wall_s and wall_s > _LONG_S:
+        compile_s = summary.get("compile_s", 0.0)
+        rest = max(0.0, wall_s - steps_s - compile_s)
+        lines.append(
+            f"steps took {percent(steps_s / wall_s)} of the time; compilation "
+            f"{percent(compile_s / wall_s)}; start, evaluation and saves {percent(rest / wall_s)}"
+        )
+    return [part for line in lines for part in wrap(line, 84)]

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxdist.runtime import coordination
+from jaxdist.runtime.distributed import installed_versions
 
 _PACKAGES = (
     *("jaxdist", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy"),
@@ -53,23 +54,16 @@ def environment(command: list[str] | None = None) -> dict[str, Any]:
             "runtime": devices[0].client.platform_version,
         },
         "settings": {
-            name: os.environ[name]
-            for name in ("XLA_FLAGS", "CUDA_VISIBLE_DEVICES")
-            if os.environ.get(name)
-        }
-        | {k: v for k, v in sorted(os.environ.items()) if k.startswith(("NCCL_", "JAX_"))},
+            name: value
+            for name, value in sorted(os.environ.items())
+            if name.startswith(("NCCL_", "JAX_", "XLA_FLAGS", "CUDA_VISIBLE_DEVICES")) and value
+        },
     }
 
 
 def versions() -> dict[str, str]:
     """Versions of the packages a run depends on; what is not installed is left out."""
-    found = {}
-    for name in _PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
+    return installed_versions(_PACKAGES)
 
 
 def nvidia_versions() -> dict[str, str]:
@@ -80,31 +74,25 @@ def nvidia_versions() -> dict[str, str]:
         if re.match(r"(nvidia-(cuda-runtime|cuda-nvcc|cudnn|nccl)|jax-cuda)", name):
             found[name] = package.version
     driver = Path("/proc/driver/nvidia/version")
-    if driver.exists():
-        match = re.search(r"Kernel Module.*?(\d+\.\d+[.\d]*)", driver.read_text())
-        if match:
-            found["driver"] = match.group(1)
+    text = driver.read_text() if driver.exists() else ""
+    if match := re.search(r"Kernel Module.*?(\d+\.\d+[.\d]*)", text):
+        found["driver"] = match[1]
     return dict(sorted(found.items()))
 
 
 def repositories() -> list[dict[str, Any]]:
     """Commit and state of the git repositories of jaxdist and of the current directory."""
-    found: dict[str, dict[str, Any]] = {}
     package = Path(__file__).parents[1]
     # A package installed inside someone's repository (.venv/...) is not that repository's code.
-    if _git(package, "ls-files", "--error-unmatch", "__init__.py") is not None:
-        _add_repository(found, package)
-    _add_repository(found, Path.cwd())
+    is_source = _git(package, "ls-files", "--error-unmatch", "__init__.py") is not None
+    found: dict[str, dict[str, Any]] = {}
+    for directory in [package] * is_source + [Path.cwd()]:
+        root = _git(directory, "rev-parse", "--show-toplevel")
+        commit = _git(directory, "rev-parse", "HEAD")
+        if root is not None and commit is not None:
+            status = _git(directory, "status", "--porcelain", "--untracked-files=no")
+            found[root] = {"root": root, "commit": commit, "dirty": bool(status)}
     return list(found.values())
-
-
-def _add_repository(found: dict[str, dict[str, Any]], directory: Path) -> None:
-    root = _git(directory, "rev-parse", "--show-toplevel")
-    commit = _git(directory, "rev-parse", "HEAD")
-    if root is None or commit is None:
-        return
-    status = _git(directory, "status", "--porcelain", "--untracked-files=no")
-    found[root] = {"root": root, "commit": commit, "dirty": bool(status)}
 
 
 def _git(directory: Path, *arguments: str) -> str | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 import time
@@ -26,40 +25,6 @@ from jaxdist.run.monitoring.timers import CompileTracker
 from jaxdist.run.run_directory import RunDirectory
 
 logger = logging.getLogger("jaxdist")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RunFacts:
-    """What the header of a run says beyond what the monitor knows itself.
-
-    Attributes:
-        mesh: `str(MeshSpec)`.
-        mesh_reason: why this mesh.
-        model: its name.
-        num_parameters: parameters of the whole model.
-        per_device_batch: rows of one microbatch on one replica.
-        num_replicas: parts into which a batch's rows are split.
-        accumulation: microbatches of a step.
-        tokens_per_row: seq_len; 1 for images.
-        precision: e.g. "bfloat16 compute, float32 parameters".
-        notes: chosen kernels and why, one each.
-    """
-
-    mesh: str
-    mesh_reason: str = ""
-    model: str
-    num_parameters: int
-    per_device_batch: int
-    num_replicas: int
-    accumulation: int
-    tokens_per_row: int = 1
-    precision: str
-    notes: list[str] = dataclasses.field(default_factory=list)
-
-    @property
-    def global_batch_size(self) -> int:
-        """Rows of one step."""
-        return self.per_device_batch * self.num_replicas * self.accumulation
 
 
 class Monitor:
@@ -232,9 +197,7 @@ class Monitor:
             self._prometheus.eval(record)
         if self._records is not None:
             self._records.write(record)
-            self._say(lambda style: console.eval_line(
-                record, total_steps=self.total_steps, style=style
-            ))  # fmt: skip
+            self._say(console.eval_line(record, total_steps=self.total_steps))
         if self._tensorboard is not None:
             self._tensorboard.scalars(step, {f"eval/{k}": v for k, v in values.items()})
         return values
@@ -276,7 +239,7 @@ class Monitor:
             record["message"] = message
         self._records.write(record)
         if not quiet:
-            self._say(lambda _: message or console.event_line(event, fields), level)
+            self._say(message or console.event_line(event, fields), level)
 
     def rewind(self, step: int, message: str) -> None:
         """Record a rollback to the checkpoint of `step`: what came after it no longer counts."""
@@ -287,13 +250,20 @@ class Monitor:
         for name in ("units", "last", "evals", "skipped_steps"):
             setattr(self.run_summary, name, getattr(kept, name))
 
-    def header(self, facts: RunFacts) -> None:
-        """Print the first lines of a run, and write them as one `run` event."""
+    def header(self, facts: Mapping[str, Any]) -> None:
+        """Print the first lines of a run, and write them as one `run` event.
+
+        Args:
+            facts: `mesh`, `mesh_reason`, `model`, `num_parameters`, `precision`, `tokens_per_row`
+                (seq_len; 1 for images), the batch as `per_device_batch` (rows of one microbatch on
+                one replica) × `num_replicas` × `accumulation`, and `notes`: chosen kernels and why.
+        """
         if self._records is None:
             return
+        batch = facts["per_device_batch"] * facts["num_replicas"] * facts["accumulation"]
         known = {
-            **dataclasses.asdict(facts),
-            "global_batch_size": facts.global_batch_size,
+            **facts,
+            "global_batch_size": batch,
             "num_devices": self.throughput.num_devices,
             "device_kind": self.device_kind,
             "unit": self.unit,
@@ -418,14 +388,12 @@ class Monitor:
                 f"its {self._records.torn} bytes were removed",
             )
 
-    def _say(self, line: Callable[[console.Style], str], level: int = logging.INFO) -> None:
-        plain_text, styled = line(console.Style(False)), line(console.Style(True))
-        logger.log(level, plain_text, extra={"styled": styled})
+    def _say(self, line: str, level: int = logging.INFO) -> None:
+        logger.log(level, console.plain(line), extra={"styled": line})
 
-    def _say_block(self, rows: Sequence[tuple[str, str | Sequence[str]]]) -> None:
-        for i, row in enumerate(console.block(rows).splitlines()):
-            styled = console.block(rows, console.Style(True)).splitlines()[i]
-            logger.info(row, extra={"styled": styled})
+    def _say_block(self, rows: Sequence[console.Row]) -> None:
+        for line in console.block(rows):
+            self._say(line)
 
     def _show_step(self, record: Mapping[str, Any], metrics: Sequence[str]) -> None:
         """The console's line, with the window's medians as rates, and TensorBoard's points."""
@@ -439,14 +407,13 @@ class Monitor:
             self._alerts.mfu(shown.get("mfu"))
         eta_s = self.throughput.eta_s(self.total_steps - record["step"])
         self._say(
-            lambda style: console.step_line(
+            console.step_line(
                 shown,
                 total_steps=self.total_steps,
                 unit=unit,
                 convention=self.throughput.convention,
                 eta_s=eta_s,
                 metrics=metrics,
-                style=style,
             )
         )
         if self._tensorboard is not None:

@@ -77,16 +77,18 @@ class Profiler:
             return True
         if self._asked():
             self._planned = (step, step + self._asked_steps - 1)
-        return self._planned is not None and self._planned[0] <= step <= self._planned[1]
+        return self._is_planned(step)
 
     def turn(self, step: int) -> None:
         """End the trace that is over and start the one that is due before `step`."""
         self.stop(step - 1)
-        if self._planned is None or not self._planned[0] <= step <= self._planned[1]:
-            return
-        (_, last), self._planned = self._planned, None
-        self._begin(step, last)
-        self._annotate(step)
+        if self._planned is not None and self._is_planned(step):
+            (_, last), self._planned = self._planned, None
+            self._begin(step, last)
+            self._annotate(step)
+
+    def _is_planned(self, step: int) -> bool:
+        return self._planned is not None and self._planned[0] <= step <= self._planned[1]
 
     def stop(self, last: int | None = None) -> None:
         """End the current trace, if there is one.

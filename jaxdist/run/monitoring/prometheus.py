@@ -10,10 +10,8 @@ import logging
 import re
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
-
-from jaxdist.core.types import ConfigError
 
 logger = logging.getLogger("jaxdist")
 
@@ -42,16 +40,8 @@ class Prometheus:
     """
 
     def __init__(self, address: str, run: str):
-        try:
-            from prometheus_client import CollectorRegistry, start_http_server
-        except ImportError as error:
-            raise ConfigError(
-                [
-                    f"monitoring.prometheus={address} needs the package prometheus-client "
-                    f"({error}). Install it with `pip install prometheus-client`, or leave the "
-                    "setting empty."
-                ]
-            ) from error
+        from prometheus_client import CollectorRegistry, start_http_server
+
         self._run = run
         self._lock = threading.Lock()
         self._gauges: dict[str, float] = {}
@@ -61,8 +51,8 @@ class Prometheus:
         registry = CollectorRegistry()
         registry.register(self)
         self._server: Any = None
+        host, _, port = address.rpartition(":")
         try:
-            host, _, port = address.rpartition(":")
             self._server, self._thread = start_http_server(int(port), addr=host, registry=registry)
         except OSError as failure:
             logger.warning(
@@ -110,26 +100,25 @@ class Prometheus:
         """
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
+        def family(
+            kind: Any, name: str, text: str, samples: Sequence[tuple[dict[str, str], float]]
+        ) -> Any:
+            found = kind(PREFIX + name, text, labels=["run", *samples[0][0]])
+            for labels, value in samples:
+                found.add_metric([self._run, *labels.values()], value)
+            return found
+
         with self._lock:
-            gauges, totals = dict(self._gauges), dict(self._totals)
-            events, facts = dict(self._events), dict(self._facts)
-        family: Any
-        for name, value in sorted(gauges.items()):
-            family = GaugeMetricFamily(PREFIX + name, name.replace("_", " "), labels=["run"])
-            family.add_metric([self._run], value)
-            yield family
-        for name, value in sorted(totals.items()):
-            family = CounterMetricFamily(PREFIX + name, f"{name} so far", labels=["run"])
-            family.add_metric([self._run], value)
-            yield family
-        family = CounterMetricFamily(PREFIX + "events", "events by name", labels=["run", "event"])
-        for name, count in sorted(events.items()):
-            family.add_metric([self._run, name], count)
-        yield family
-        names = sorted(facts)
-        family = GaugeMetricFamily(PREFIX + "run_info", "the run", labels=["run", *names])
-        family.add_metric([self._run, *(facts[name] for name in names)], 1.0)
-        yield family
+            gauges, totals = sorted(self._gauges.items()), sorted(self._totals.items())
+            events, facts = sorted(self._events.items()), dict(sorted(self._facts.items()))
+        for name, value in gauges:
+            yield family(GaugeMetricFamily, name, name.replace("_", " "), [({}, value)])
+        for name, value in totals:
+            yield family(CounterMetricFamily, name, f"{name} so far", [({}, value)])
+        if events:
+            counts = [({"event": name}, count) for name, count in events]
+            yield family(CounterMetricFamily, "events", "events by name", counts)
+        yield family(GaugeMetricFamily, "run_info", "the run", [(facts, 1.0)])
 
     def close(self) -> None:
         """Stop serving; a second call does nothing."""

@@ -90,14 +90,9 @@ class StragglerDetector:
         return step % self._interval_steps == 0
 
     def end_interval(self, step: int, extra: Mapping[str, float]) -> dict[str, Any]:
-        """Publish the numbers of this process since the last interval, and start a new interval.
+        """Publish this process's numbers of the interval that ends with `step`; returns them.
 
-        Args:
-            step: the last of the interval.
-            extra: more numbers of this process, e.g. the clocks of its GPUs.
-
-        Returns:
-            What was published.
+        `extra` adds numbers of this process, e.g. the clocks of its GPUs.
         """
         own = {"step": step, "host": socket.gethostname(), **summarise(self._steps), **extra}
         self._steps.clear()
@@ -191,15 +186,12 @@ def _slow(
     lost_s = (data_s + host_s) * late / steps
     if lost_s * late <= _LAG * usual_step_s * steps:  # the rarer, the more it must cost
         return None
-    cause = "data" if data_s >= host_s else "host"
-    doing = {
-        "data": f"waits {1e3 * one['late_data_s']:.0f} ms for its data",
-        "host": f"works {1e3 * one['late_host_s']:.0f} ms on the host",
-    }[cause]
-    look = {
-        "data": "Look at its disk and network, or at what else reads there.",
-        "host": "Look at what else runs on its cores.",
-    }[cause]
+    if data_s >= host_s:
+        cause, doing = "data", f"waits {1e3 * one['late_data_s']:.0f} ms for its data"
+        look = "Look at its disk and network, or at what else reads there."
+    else:
+        cause, doing = "host", f"works {1e3 * one['late_host_s']:.0f} ms on the host"
+        look = "Look at what else runs on its cores."
     text = (
         f"process {process} on {one['host']} holds the others up: in {late} of {steps} steps it "
         f"{doing}, {1e3 * (data_s + host_s):.0f} ms more than they take "

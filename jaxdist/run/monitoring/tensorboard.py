@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jaxdist.core.types import ConfigError
 from jaxdist.runtime.storage import locate
 
 logger = logging.getLogger("jaxdist")
@@ -29,17 +28,9 @@ class TensorBoard:
     """
 
     def __init__(self, path: str | os.PathLike[str], first_step: int | None = None):
-        try:
-            from tensorboardX.event_file_writer import EventsWriter
-            from tensorboardX.proto.event_pb2 import SessionLog
-        except ImportError as error:
-            raise ConfigError(
-                [
-                    f"monitoring.tensorboard=true needs the package tensorboardX ({error}). "
-                    "Install it with `pip install tensorboardX`, or set "
-                    "--monitoring.tensorboard=false."
-                ]
-            ) from error
+        from tensorboardX.event_file_writer import EventsWriter
+        from tensorboardX.proto.event_pb2 import SessionLog
+
         self._path = locate(path)
         self._path.make_directory()
         # Files are read in the order of their names, which hold whole seconds; the nanoseconds

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import collections
 import statistics
 from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 CONVENTIONS = ("causal", "full")
 """Order in which a convention is chosen for the one MFU of a step line."""
@@ -36,10 +35,8 @@ class Throughput:
         self.num_devices = num_devices
         self.peak_flops = peak_flops
         self.flops_per_token = dict(flops_per_token or {})
-        self._rates: collections.deque[float] = collections.deque(maxlen=window_steps)
-        self._times: collections.deque[float] = collections.deque(maxlen=window_steps)
-        self._all_rates = array("d")
-        self._all_times = array("d")
+        self._window_steps = window_steps
+        self._rates, self._times = array("d"), array("d")
 
     @property
     def convention(self) -> str | None:
@@ -53,28 +50,26 @@ class Throughput:
         """Count one step. Leave out the first one of a start, which compiles."""
         self._rates.append(tokens / step_time_s)
         self._times.append(step_time_s)
-        self._all_rates.append(tokens / step_time_s)
-        self._all_times.append(step_time_s)
 
     @property
     def tokens_per_s(self) -> float | None:
         """Median over the window, whole job; None before the first step."""
-        return statistics.median(self._rates) if self._rates else None
+        return _median(self._rates[-self._window_steps :])
 
     @property
     def step_time_s(self) -> float | None:
         """Median over the window."""
-        return statistics.median(self._times) if self._times else None
+        return _median(self._times[-self._window_steps :])
 
     @property
     def run_tokens_per_s(self) -> float | None:
         """Median over all steps added."""
-        return statistics.median(self._all_rates) if self._all_rates else None
+        return _median(self._rates)
 
     @property
     def run_step_time_s(self) -> float | None:
         """Median over all steps added."""
-        return statistics.median(self._all_times) if self._all_times else None
+        return _median(self._times)
 
     def mfu(self, tokens_per_s: float, convention: str | None = None) -> float | None:
         """Share of the devices' peak that the model's own FLOPs take, in [0, 1]; None if unknown.
@@ -103,4 +98,9 @@ class Throughput:
         """Seconds to go by the window's median step; evaluations and saves are not in it."""
         if steps_left <= 0:
             return 0.0
-        return None if not self._times else steps_left * statistics.median(self._times)
+        step_time_s = self.step_time_s
+        return None if step_time_s is None else steps_left * step_time_s
+
+
+def _median(values: Sequence[float]) -> float | None:
+    return statistics.median(values) if values else None

@@ -107,19 +107,16 @@ def _compile_events() -> Iterator[list[str]]:
 
     events: list[str] = []
 
-    def on_event(event: str, **_: Any) -> None:
+    def listen(event: str, *_: float, **__: Any) -> None:
         events.append(event)
 
-    def on_duration(event: str, duration_secs: float, **_: Any) -> None:
-        events.append(event)
-
-    monitoring.register_event_listener(on_event)
-    monitoring.register_event_duration_secs_listener(on_duration)
+    monitoring.register_event_listener(listen)
+    monitoring.register_event_duration_secs_listener(listen)
     try:
         yield events
     finally:
-        monitoring.unregister_event_listener(on_event)
-        monitoring.unregister_event_duration_listener(on_duration)
+        monitoring.unregister_event_listener(listen)
+        monitoring.unregister_event_duration_listener(listen)
 
 
 def _signature_of(arguments: Any) -> dict[str, str]:
@@ -132,14 +129,17 @@ def _signature_of(arguments: Any) -> dict[str, str]:
     for path, leaf in jax.tree_util.tree_leaves_with_path(dict(enumerate(args)) | kwargs):
         name = "arg" + jax.tree_util.keystr(path)
         if isinstance(leaf, jax.Array):
-            shape = ",".join(map(str, leaf.shape))
             weak = " weak" if getattr(leaf, "weak_type", False) else ""
-            signature[name] = f"{leaf.dtype}[{shape}]{weak} {_place(leaf.sharding)}"
+            signature[name] = f"{_shape(leaf)}{weak} {_place(leaf.sharding)}"
         elif isinstance(leaf, np.ndarray | np.generic):
-            signature[name] = f"{leaf.dtype}[{','.join(map(str, np.shape(leaf)))}] on the host"
+            signature[name] = f"{_shape(leaf)} on the host"
         else:
             signature[name] = f"{type(leaf).__name__} {leaf!r}"[:80]
     return signature
+
+
+def _shape(leaf: Any) -> str:
+    return f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
 
 
 def _place(sharding: Any) -> str:
@@ -154,14 +154,11 @@ def _place(sharding: Any) -> str:
 
 
 def _changes(old: dict[str, str], new: dict[str, str]) -> tuple[str, ...]:
-    lines = []
-    for name in new:
-        if name == "arguments":
-            continue
-        if name not in old:
-            lines.append(f"{name}: new, {new[name]}")
-        elif old[name] != new[name]:
-            lines.append(f"{name}: {old[name]} -> {new[name]}")
+    lines = [
+        f"{name}: {old[name]} -> {value}" if name in old else f"{name}: new, {value}"
+        for name, value in new.items()
+        if name != "arguments" and old.get(name) != value
+    ]
     lines += [f"{name}: gone, was {old[name]}" for name in old if name not in new]
     if not lines and old.get("arguments") != new.get("arguments"):
         lines.append("the containers of the arguments have another structure")
@@ -227,48 +224,42 @@ class StepTimer:
         self, clock: Callable[[], float] = time.perf_counter, *, blocking_dispatch: bool = False
     ):
         self._clock = clock
-        self._blocking_dispatch = blocking_dispatch
+        self._dispatch = "device" if blocking_dispatch else "host"
         self._begin = clock()
-        self._wait = 0.0
-        self._paused = 0.0
-        self._device_wait = 0.0
+        self._seconds: dict[str, float] = collections.defaultdict(float)
         self.device_wait_s = 0.0
 
     def fetch(self, get: Callable[[], T]) -> T:
         """Return `get()`, counting its time as waiting for data."""
-        begin = self._clock()
-        value = get()
-        self._wait += self._clock() - begin
-        return value
-
-    def dispatch(self, function: Callable[..., T], *arguments: Any, **named: Any) -> T:
-        """Return `function(*arguments, **named)`, which hands work to the devices."""
-        begin = self._clock()
-        value = function(*arguments, **named)
-        if self._blocking_dispatch:
-            self._device_wait += self._clock() - begin
-        return value
+        with self._timed("data"):
+            return get()
 
     def read(self, get: Callable[[], T]) -> T:
         """Return `get()`, counting its time as waiting for the devices."""
-        begin = self._clock()
-        value = get()
-        self._device_wait += self._clock() - begin
-        return value
+        with self._timed("device"):
+            return get()
+
+    def dispatch(self, function: Callable[..., T], *arguments: Any, **named: Any) -> T:
+        """Return `function(*arguments, **named)`, which hands work to the devices."""
+        with self._timed(self._dispatch):
+            return function(*arguments, **named)
+
+    def paused(self) -> contextlib.AbstractContextManager[None]:
+        """Leave the time of the block, such as a save, out of the step times."""
+        return self._timed("paused")
+
+    def lap(self) -> tuple[float, float]:
+        """Seconds since the last lap without pauses, and those of them spent waiting for data."""
+        now, seconds = self._clock(), self._seconds
+        times = (now - self._begin - seconds["paused"], seconds["data"])
+        self.device_wait_s = seconds["device"]
+        self._begin, self._seconds = now, collections.defaultdict(float)
+        return times
 
     @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Leave the time of the block, such as a save, out of the step times."""
+    def _timed(self, kind: str) -> Iterator[None]:
         begin = self._clock()
         try:
             yield
         finally:
-            self._paused += self._clock() - begin
-
-    def lap(self) -> tuple[float, float]:
-        """Seconds since the last lap without pauses, and those of them spent waiting for data."""
-        now = self._clock()
-        times = (now - self._begin - self._paused, self._wait)
-        self.device_wait_s = self._device_wait
-        self._begin, self._wait, self._paused, self._device_wait = now, 0.0, 0.0, 0.0
-        return times
+            self._seconds[kind] += self._clock() - begin

@@ -12,6 +12,7 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 
+from jaxdist.runtime.formatting.tables import few
 from jaxdist.runtime.storage import Location
 
 
@@ -72,35 +73,27 @@ def silent(before: Sequence[Heartbeat | None], after: Sequence[Heartbeat | None]
 
 
 def diagnose(before: Sequence[Heartbeat | None], after: Sequence[Heartbeat | None]) -> str:
-    """Which process is behind, as one line.
+    """Which process is behind, as one line, by heartbeats read some beats apart.
 
     Looked for in this order: processes without a heartbeat; those that have finished fewer steps;
     those in another phase while the others wait inside a step.
-
-    Args:
-        before: heartbeats by process.
-        after: the same, read some heartbeats later.
     """
     if stopped := silent(before, after):
         who = [str(after[i] or f"process {i}, which never reported") for i in stopped]
-        return f"{_some(who)}: no sign of life (stopped, dead, or its host is)"
+        return f"{few(who, 4, '; ')}: no sign of life (stopped, dead, or its host is)"
     heartbeats = [heartbeat for heartbeat in after if heartbeat is not None]
     if len(heartbeats) == 1:
         return f"{heartbeats[0]}: it makes no progress"
     first = max(heartbeat.step for heartbeat in heartbeats)
     late = [str(heartbeat) for heartbeat in heartbeats if heartbeat.step < first]
     if late:
-        return f"{_some(late)}: behind the others, who have finished step {first}"
+        return f"{few(late, 4, '; ')}: behind the others, who have finished step {first}"
     phases = Counter(heartbeat.phase for heartbeat in heartbeats)
     if len(phases) > 1:
         waiting = "step" if "step" in phases else phases.most_common(1)[0][0]
         odd = [str(heartbeat) for heartbeat in heartbeats if heartbeat.phase != waiting]
-        return f"{_some(odd)}: the others wait for it in phase {waiting}"
+        return f"{few(odd, 4, '; ')}: the others wait for it in phase {waiting}"
     return (
         f"no process is behind: all {len(heartbeats)} have finished step {first} and are in phase "
         f"{heartbeats[0].phase}, so a device or the network between them hangs"
     )
-
-
-def _some(names: list[str]) -> str:
-    return "; ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

@@ -20,15 +20,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jaxdist import runtime
+from jaxdist.checkpoint.checksum import checksum
 from jaxdist.core import collectives
 from jaxdist.core.axis import axes_of
 from jaxdist.core.sharding import Layout
 from jaxdist.core.types import Array
 from jaxdist.run.resilience.config import MAX_ROLLBACKS, ResilienceConfig
+from jaxdist.runtime.formatting.tables import few
+
+_UNEVEN = 0.1
+"""Share of the median by which a replica's gradient norm may differ from it."""
 
 
 class CorruptState(RuntimeError):
@@ -36,8 +40,10 @@ class CorruptState(RuntimeError):
 
     exit_code = runtime.EXIT_SDC
     advice = (
-        "take the device out of use or test it, then start the same command again: checkpoints up "
-        "to the last good check are good (resilience.sdc_policy=rollback resumes by itself)"
+        "did all processes have the same data and, if the model or the data are code of yours, the "
+        "same code? (settings and jaxdist's code were compared at the start.) If so, take the "
+        "device out of use or test it, then start the same command again: checkpoints up to the "
+        "last good check are good (resilience.sdc_policy=rollback resumes by itself)"
     )
 
 
@@ -50,14 +56,12 @@ class Mismatch:
         devices: flat index in the mesh -> names of the arrays in which that device differs from
             the majority of its replicas. Without a majority, all replicas are listed.
         certain: whether there was a majority everywhere.
-        since: step of the last check that found nothing.
         text: the message for people.
     """
 
     step: int
     devices: dict[int, list[str]]
     certain: bool
-    since: int
     text: str
 
     def __str__(self) -> str:
@@ -115,8 +119,7 @@ class SdcCheck:
     def may_roll_back(self) -> bool:
         """Whether the run returns to a checkpoint after a mismatch, and does not end."""
         self._rollbacks += 1
-        policy, most = self.config.sdc_policy, MAX_ROLLBACKS
-        return policy == "rollback" and self._rollbacks <= most
+        return self.config.sdc_policy == "rollback" and self._rollbacks <= MAX_ROLLBACKS
 
     def discard(self) -> None:
         """Drop a check that was started: an earlier state was restored."""
@@ -136,14 +139,14 @@ class SdcCheck:
 
         def local(*parts: Array) -> Array:
             return collectives.all_gather(
-                jnp.stack([fingerprint(part) for part in parts])[None], tuple(mesh.axis_names)
+                jnp.stack([checksum(part) for part in parts])[None], tuple(mesh.axis_names)
             )
 
         # The gathered table is one value on all devices, which the types cannot know.
         gathered = jax.shard_map(
             local, mesh=mesh, in_specs=tuple(specs), out_specs=P(), check_vma=False
         )
-        self._hash = jax.jit(lambda chosen: gathered(*map(_bits, chosen)))
+        self._hash = jax.jit(lambda chosen: gathered(*map(_data, chosen)))
 
     def _chosen(self, state: Any) -> list[Array]:
         leaves = jax.tree.leaves(state)
@@ -168,13 +171,8 @@ class SdcCheck:
                 certain &= sure
                 for place in odd:
                     devices.setdefault(int(group[place]), []).append(name)
-        return Mismatch(
-            step=step,
-            devices=devices,
-            certain=certain,
-            since=self._good,
-            text=self._text(step, devices, certain),
-        )
+        text = self._text(step, devices, certain)
+        return Mismatch(step=step, devices=devices, certain=certain, text=text)
 
     def _differs(self, hashes: np.ndarray) -> bool:
         return any(
@@ -198,34 +196,30 @@ class SdcCheck:
         for place, names in devices.items():
             device = flat[place]
             host = self._hosts.get(device.process_index, "?")
-            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             found.append(
-                f"device {device.id} of process {device.process_index} on {host} in "
-                f"{', '.join(names[:3])}{more}"
+                f"device {device.id} of process {device.process_index} on {host} in {few(names, 3)}"
             )
-        head = "; ".join(found[:4]) + (f"; and {len(found) - 4} more" if len(found) > 4 else "")
         doubt = "" if certain else " (without a majority, all copies are named)"
         return (
-            f"replicas differ after step {step}: {head}{doubt}. The last check that "
+            f"replicas differ after step {step}: {few(found, 4, '; ')}{doubt}. The last check that "
             f"found nothing was after step {self._good}."
         )
 
 
-def uneven_norms(norms: Sequence[float], tolerance: float = 0.1) -> str:
-    """The data replicas whose gradient norm is off the median of all; "" when there is none.
+def uneven_norms(norms: Sequence[float]) -> str:
+    """The data replicas whose gradient norm is 10 % off the median of all; "" when none is.
 
     With few rows per replica that is ordinary noise. The same replica again and again is not.
 
     Args:
         norms: gradient norm of each data replica, before gradients are reduced.
-        tolerance: share of the median.
     """
     finite = [norm for norm in norms if np.isfinite(norm)]
     median = float(np.median(finite)) if finite else 0.0
     off = [
         f"data replica {place}: {norm:.4g} ({norm / (median or 1.0) - 1:+.0%})"
         for place, norm in enumerate(norms)
-        if not abs(norm - median) <= tolerance * median
+        if not abs(norm - median) <= _UNEVEN * median
     ]
     return f"gradient norms off their median {median:.4g}: {', '.join(off)}" if off else ""
 
@@ -244,39 +238,9 @@ def minority(values: Sequence[int]) -> tuple[list[int], bool]:
     return list(range(len(values))), False
 
 
-def fingerprint(words: Array) -> Array:
-    """A hash in which any single flipped bit shows.
-
-    A flipped bit changes its word by a power of two. The word's weight is odd, so the change times
-    the weight does not vanish modulo 2³². Weights depend on positions, so that exchanged elements
-    show too.
-
-    Args:
-        words: uint32, any shape; the local block of an array.
-
-    Returns:
-        uint32 [].
-    """
-    position = jnp.zeros(words.shape, jnp.uint32)
-    stride = 1
-    for dim in reversed(range(words.ndim)):
-        steps = lax.broadcasted_iota(jnp.uint32, words.shape, dim)
-        position = position + steps * jnp.uint32(stride % 2**32)
-        stride *= words.shape[dim]
-    weights = (position * jnp.uint32(2654435761)) | jnp.uint32(1)  # 2³² over the golden ratio
-    return jnp.sum(words * weights, dtype=jnp.uint32)
-
-
-def _bits(x: Array) -> Array:
-    """The bits of x as uint32 [*x.shape]; 64-bit elements and keys get a trailing dim of 2."""
-    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
-        return jax.random.key_data(x)
-    if x.dtype == jnp.bool_:
-        return x.astype(jnp.uint32)
-    size = x.dtype.itemsize
-    if size >= 4:
-        return lax.bitcast_convert_type(x, jnp.uint32)
-    return lax.bitcast_convert_type(x, {1: jnp.uint8, 2: jnp.uint16}[size]).astype(jnp.uint32)
+def _data(x: Array) -> Array:
+    """The array itself; of PRNG keys [...] their uint32 data [..., words]."""
+    return jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
 
 
 def _name(path: Any) -> str:

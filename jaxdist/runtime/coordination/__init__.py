@@ -25,26 +25,7 @@ Not everything can use the store. These are the other channels, each with its re
 | `*.error.json` | `failure_broadcast` | from a process to the launcher on its host |
 """
 
-from jaxdist.runtime.coordination.barrier import Barrier, GivenUp
-from jaxdist.runtime.coordination.failure_broadcast import (
-    announce_failure,
-    leave_error,
-    request_abort,
-    watch_failures,
-)
 from jaxdist.runtime.coordination.group import Group, gather
 from jaxdist.runtime.coordination.service import process_place, publish, published
 
-__all__ = [
-    "Barrier",
-    "GivenUp",
-    "Group",
-    "announce_failure",
-    "gather",
-    "leave_error",
-    "process_place",
-    "publish",
-    "published",
-    "request_abort",
-    "watch_failures",
-]
+__all__ = ["Group", "gather", "process_place", "publish", "published"]

@@ -86,15 +86,7 @@ def stacked_bars(
     limit_name: str,
     unit: str,
 ) -> str:
-    """Horizontal bars cut into classes, with a line at the limit and a legend.
-
-    Args:
-        title: above the bars.
-        bars: (label, class -> amount).
-        limit: where the line stands.
-        limit_name: what it is.
-        unit: of amounts and limit.
-    """
+    """Horizontal bars (label, class -> amount) cut into classes, with a line at the limit."""
     names = dict.fromkeys(name for _, parts in bars for name in parts)
     colours = {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(names)}
     left, step = 190, 30
@@ -117,14 +109,7 @@ def stacked_bars(
 
 @dataclasses.dataclass(frozen=True)
 class Span:
-    """A stretch of a timeline.
-
-    Attributes:
-        start: in the timeline's unit.
-        length: in the same.
-        kind: gives its colour.
-        tip: shown under the pointer.
-    """
+    """A stretch of a timeline: its kind gives the colour, `tip` is shown under the pointer."""
 
     start: float
     length: float
@@ -158,11 +143,11 @@ def log_ticks(low: float, high: float) -> list[float]:
     return [tick for tick in every if below <= tick <= max(above, 2 * below)]
 
 
-def ticks(low: float, high: float, about: int = 6) -> list[float]:
-    """Round numbers (1, 2, 2.5 or 5 times a power of ten) that span low ... high."""
+def ticks(low: float, high: float) -> list[float]:
+    """About six round numbers (1, 2, 2.5 or 5 times a power of ten) that span low ... high."""
     if high <= low:
         high = low + (abs(low) or 1.0) * 0.1
-    rough = (high - low) / about
+    rough = (high - low) / 6
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(m * power for m in (1, 2, 2.5, 5, 10) if m * power >= rough * (1 - 1e-9))
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
@@ -188,7 +173,7 @@ class _Frame:
 
     x: tuple[float, float]
     y: tuple[float, float]
-    log: bool = False
+    log: bool
 
     def at(self, x: float, y: float) -> str:
         return f"{self.px(x):.1f},{self.py(y):.1f}"
@@ -234,7 +219,7 @@ def _mark(frame: _Frame, x: float, label: str) -> str:
     at = f"{frame.px(x):.1f}"
     return (
         f'<line class="mark" x1="{at}" x2="{at}" y1="{_TOP}" y2="{_HEIGHT - _BOTTOM}">'
-        f"<title>{html.escape(label)}</title></line>"
+        f"{_tip(label)}</line>"
     )
 
 
@@ -242,17 +227,12 @@ def _draw(frame: _Frame, line: Line) -> list[str]:
     parts = []
     for x, y in line.points:
         if not math.isfinite(y) and frame.holds_x(x):
-            at = frame.px(x)
-            parts.append(
-                f'<text class="bad" x="{at:.1f}" y="{_TOP + 8}" text-anchor="middle">'
-                f"{_CROSS}<title>{html.escape(line.label)}: {y} at {_tick(x)}</title></text>"
-            )
+            at = f'x="{frame.px(x):.1f}" y="{_TOP + 8}"'
+            tip = _tip(f"{line.label}: {y} at {_tick(x)}")
+            parts.append(f'<text class="bad" {at} text-anchor="middle">\u00d7{tip}</text>')
     for stretch in _finite_stretches(line.points):
         parts += _dots(frame, line, stretch) if line.dots else _curve(frame, line, stretch)
     return parts
-
-
-_CROSS = "\u00d7"
 
 
 def _curve(frame: _Frame, line: Line, points: Sequence[tuple[float, float]]) -> list[str]:
@@ -260,32 +240,31 @@ def _curve(frame: _Frame, line: Line, points: Sequence[tuple[float, float]]) -> 
     thinned = thin(points, size)
     parts = []
     if len(thinned) < len(points):
-        upper = [frame.at(x, high) for x, _, _, high in thinned]
-        lower = [frame.at(x, low) for x, _, low, _ in reversed(thinned)]
-        parts.append(
-            f'<polygon points="{" ".join(upper + lower)}" fill="{line.colour}" opacity="0.18"/>'
-        )
-    path = " ".join(frame.at(x, middle) for x, middle, _, _ in thinned)
-    parts.append(
-        f'<polyline points="{path}" fill="none" stroke="{line.colour}" stroke-width="1.6">'
-        f"<title>{html.escape(line.label)}</title></polyline>"
-    )
-    return parts
+        band = [frame.at(x, high) for x, _, _, high in thinned]
+        band += [frame.at(x, low) for x, _, low, _ in reversed(thinned)]
+        parts.append(f'<polygon points="{" ".join(band)}" fill="{line.colour}" opacity="0.18"/>')
+    path = [frame.at(x, middle) for x, middle, _, _ in thinned]
+    return [*parts, _polyline(path, line.colour, 'stroke-width="1.6"', _tip(line.label))]
 
 
 def _dots(frame: _Frame, line: Line, points: Sequence[tuple[float, float]]) -> list[str]:
-    path = " ".join(frame.at(x, y) for x, y in points)
-    parts = [
-        f'<polyline points="{path}" fill="none" stroke="{line.colour}" stroke-width="1" '
-        'stroke-dasharray="5 3"/>'
-    ]
+    path = [frame.at(x, y) for x, y in points]
+    parts = [_polyline(path, line.colour, 'stroke-width="1" stroke-dasharray="5 3"')]
     for x, y in points:
-        label = f"{line.label}: {y:.4g} at {_tick(x)}"
-        parts.append(
-            f'<circle cx="{frame.px(x):.1f}" cy="{frame.py(y):.1f}" r="3" fill="{line.colour}">'
-            f"<title>{html.escape(label)}</title></circle>"
-        )
+        at = f'cx="{frame.px(x):.1f}" cy="{frame.py(y):.1f}"'
+        tip = _tip(f"{line.label}: {y:.4g} at {_tick(x)}")
+        parts.append(f'<circle {at} r="3" fill="{line.colour}">{tip}</circle>')
     return parts
+
+
+def _polyline(path: Sequence[str], colour: str, style: str, inside: str = "") -> str:
+    points = " ".join(path)
+    return f'<polyline points="{points}" fill="none" stroke="{colour}" {style}>{inside}</polyline>'
+
+
+def _tip(text: str) -> str:
+    """Shown under the pointer."""
+    return f"<title>{html.escape(text)}</title>"
 
 
 def _finite_stretches(
@@ -312,20 +291,19 @@ def _text(x: float, y: float, text: str, *, anchor: str = "middle") -> str:
 def _box(x: float, y: float, width: float, height: float, colour: str, tip: str) -> str:
     return (
         f'<rect x="{x:.1f}" y="{y:.1f}" width="{max(width, 0.5):.1f}" height="{height:.1f}" '
-        f'fill="{colour}"><title>{html.escape(tip)}</title></rect>'
+        f'fill="{colour}">{_tip(tip)}</rect>'
     )
 
 
 def _figure(title: str, height: float, body: Sequence[str]) -> str:
     title = html.escape(title)
+    size = f'viewBox="0 0 {_WIDTH} {height:.0f}"'
     return "\n".join(
         [
-            "<figure>",
-            f"<figcaption>{title}</figcaption>",
-            f'<svg viewBox="0 0 {_WIDTH} {height:.0f}" role="img" aria-label="{title}">',
+            f"<figure>\n<figcaption>{title}</figcaption>",
+            f'<svg {size} role="img" aria-label="{title}">',
             *body,
-            "</svg>",
-            "</figure>",
+            "</svg>\n</figure>",
         ]
     )
 

@@ -27,20 +27,19 @@ def columns(rows: Sequence[Sequence[str]], *, left: int = 1, gap: str = "  ") ->
     ]
 
 
-def wrap(text: str, width: int = WIDTH, *, head: str = "", below: str | None = None) -> list[str]:
-    """A long text as lines; words, paths and flags stay whole.
-
-    Args:
-        text: one paragraph.
-        width: columns.
-        head: what the first line begins with.
-        below: what the others begin with; as many blanks as `head` has where it is not given.
-    """
+def wrap(text: str, width: int = WIDTH, *, head: str = "") -> list[str]:
+    """A paragraph as lines below a `head`; words, paths and flags stay whole."""
     return textwrap.wrap(
         text,
         width,
         initial_indent=head,
-        subsequent_indent=" " * len(head) if below is None else below,
+        subsequent_indent=" " * len(head),
         break_long_words=False,
         break_on_hyphens=False,
     ) or [head.rstrip()]
+
+
+def few(names: Sequence[str], most: int, separator: str = ", ") -> str:
+    """The first names, and how many more there are: `a, b and 3 more`."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return separator.join(names[:most]) + more

@@ -155,6 +155,7 @@ class ElasticAgent:
             coordinator_address=f"{address}:{first.port}",
             num_hosts=len({host.address for host in new.members}),
             visible_gpus=visible,
+            token=new.id,
         )
 
     # --- while a round runs -----------------------------------------------------------------------

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import secrets
 import signal
 import sys
 import time
@@ -111,6 +112,8 @@ class FixedAgent:
             nnodes=self._nnodes,
             node_rank=self._node_rank,
             coordinator_address=self._coordinator_address or f"127.0.0.1:{free_port()}",
+            # Launchers of several hosts share no secret; all would have to be given one.
+            token=secrets.token_hex(16) if self._nnodes == 1 else "",
         )
 
     def watch(self, group: WorkerGroup) -> None:

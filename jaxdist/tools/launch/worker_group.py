@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from jaxdist import runtime
-from jaxdist.runtime import coordination
+from jaxdist.runtime.coordination import failure_broadcast
 from jaxdist.tools.launch.worker import Worker
 
 POLL_S = 0.05
@@ -35,6 +35,8 @@ class Placement:
         coordinator_address: host:port of the first process.
         num_hosts: hosts, where several launchers share one; 0: as many as launchers.
         visible_gpus: `CUDA_VISIBLE_DEVICES` of the processes; empty: as the launcher sees it.
+        token: by which the processes of this attempt know each other; empty: what the environment
+            has in `JAXDIST_JOB_TOKEN`.
     """
 
     nproc_per_node: int
@@ -43,12 +45,15 @@ class Placement:
     coordinator_address: str
     num_hosts: int = 0
     visible_gpus: str = ""
+    token: str = ""
 
     def environ(self, local_process_id: int, attempt: int) -> dict[str, str]:
         """The variables from which `runtime.resolve` makes this process's `JoinPlan`."""
         shown = {"CUDA_VISIBLE_DEVICES": self.visible_gpus} if self.visible_gpus else {}
+        known = {"JAXDIST_JOB_TOKEN": self.token} if self.token else {}
         return {
             **shown,
+            **known,
             "JAXDIST_COORDINATOR_ADDRESS": self.coordinator_address,
             "JAXDIST_NUM_PROCESSES": str(self.nproc_per_node * self.nnodes),
             "JAXDIST_PROCESS_ID": str(self.node_rank * self.nproc_per_node + local_process_id),
@@ -206,7 +211,7 @@ class WorkerGroup:
             if _is_failure(worker.poll()) and worker.error_record() is None:
                 host = socket.gethostname()
                 line = f"process {worker.process_id} on {host} is lost: {worker.cause()}"
-                coordination.request_abort(self._log_dir, worker.process_id, line)
+                failure_broadcast.request_abort(self._log_dir, worker.process_id, line)
 
     def _end_survivors(self) -> None:
         for worker in self.workers:

@@ -1,18 +1,41 @@
-"""Locations on a local or shared POSIX file system (ext4, XFS, NFS, Lustre)."""
+"""Where a run keeps its files. Every read, write and listing of a run directory goes through here.
+
+`locate(path)` gives a `Location`; its methods are the only file operations that the package makes
+on a run directory or a checkpoint. They are what an object store can offer too:
+
+| operation | guarantee |
+|---|---|
+| `write` | atomic: a reader sees the old content or the new one. Durable unless `durable=False` |
+| `create` | of several writers exactly one succeeds; durable |
+| `appender` | what was appended survives a kill of the process, in order |
+| `entries`, `files` | names in order; files that are still being written are not listed |
+| `delete_tree` | not atomic: what makes a directory count must be deleted first |
+| `lock` | excludes other processes where the storage can, and tells who holds it |
+
+There is no rename. Several files become valid together when the file that names them is written
+last (`checkpoint.manifest`).
+
+Below, these are operations of a local or shared POSIX file system (ext4, XFS, NFS, Lustre). Another
+kind of storage is another file, with a `Location` of its own, and one line in `locate`.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import fcntl
+import json
 import os
 import shutil
 import threading
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from jaxdist.runtime.storage.location import BLOCK_BYTES, Location, Locked
+BLOCK_BYTES = 8 << 20
+"""Bytes of a file held in memory while it is streamed."""
 
 _MODE = 0o644
 _UNFINISHED = ".writing"  # ending of a file that `write` has not put in its place yet
@@ -20,34 +43,57 @@ _OWN = uuid.uuid4().hex[:8]  # several processes and threads may replace one fil
 
 
 def locate(path: str | os.PathLike[str]) -> Location:
-    """The location that a path names.
+    """The location that a path names; a `Location` comes back as it is."""
+    return path if isinstance(path, Location) else Location(str(Path(path)))
 
-    Args:
-        path: of a file or directory; a `Location` comes back as it is.
+
+@dataclasses.dataclass(frozen=True)
+class Location(os.PathLike[str]):
+    """One file or directory; `str` and `os.fspath` give its path.
+
+    Libraries that read and write by themselves (Orbax, TensorStore, TensorBoard) are given that
+    path. Every method raises `OSError` where the storage cannot be reached or refuses.
     """
-    return path if isinstance(path, Location) else PosixLocation(str(Path(path)))
 
+    path: str
 
-class PosixLocation(Location):
-    """A file or directory; see `Location` for what each method does."""
+    def __truediv__(self, name: str | int) -> Location:
+        """What lies below this directory under `name`."""
+        return Location(f"{self.path.rstrip('/')}/{name}")
 
-    def absolute(self) -> PosixLocation:
-        """The path from the root."""
-        return PosixLocation(os.path.abspath(self.path))
+    def __fspath__(self) -> str:
+        return self.path
+
+    def __str__(self) -> str:
+        return self.path
+
+    @property
+    def name(self) -> str:
+        """The last part of the path."""
+        return os.path.basename(self.path)
+
+    @property
+    def parent(self) -> Location:
+        """The directory that this lies in."""
+        return Location(os.path.dirname(self.path) or ".")
+
+    def absolute(self) -> Location:
+        """The same place by a path that holds in any working directory."""
+        return Location(os.path.abspath(self.path))
 
     def uri(self) -> str:
-        """`file://` and the path from the root."""
+        """The address that TensorStore reads and writes."""
         return Path(self.path).absolute().as_uri()
 
     def entries(self) -> list[str]:
-        """Names directly below a directory."""
+        """Names directly below, sorted; [] where there is no directory."""
         try:
             return sorted(name for name in os.listdir(self.path) if not name.endswith(_UNFINISHED))
         except (FileNotFoundError, NotADirectoryError):
             return []
 
     def files(self) -> list[str]:
-        """Every file below a directory."""
+        """Every file below, by its path relative to this directory, sorted."""
         found = (
             os.path.relpath(os.path.join(folder, name), self.path)
             for folder, _, names in os.walk(self.path)
@@ -64,36 +110,44 @@ class PosixLocation(Location):
         return True
 
     def is_directory(self) -> bool:
-        """Whether a directory has this name."""
+        """Whether a directory is there (on an object store: whether anything lies below)."""
         return os.path.isdir(self.path)
 
     def size(self) -> int:
-        """Bytes of a file."""
+        """Bytes of the file."""
         return os.stat(self.path).st_size
 
     def version(self) -> int:
-        """The time of the last write, in nanoseconds; 0 where there is no file or it is away."""
+        """A number that grows whenever the file is written; 0 where there is none or it is away."""
         try:
             return os.stat(self.path).st_mtime_ns
         except OSError:
             return 0
 
     def free_bytes(self) -> int:
-        """What the file system has left for this user."""
+        """Room left for new files of this user."""
         return shutil.disk_usage(self.path).free
 
     def read(self) -> bytes:
-        """All of a file."""
+        """All of the file."""
         return Path(self.path).read_bytes()
 
+    def text(self) -> str:
+        """All of the file, as UTF-8; other bytes are replaced, not refused."""
+        return self.read().decode("utf-8", errors="replace")
+
+    def json(self) -> Any:
+        """The JSON value in the file; `ValueError` where it is no JSON."""
+        return json.loads(self.read())
+
     def stream(self) -> Iterator[bytes]:
-        """A file in blocks."""
+        """The file in blocks of `BLOCK_BYTES`."""
         with open(self.path, "rb") as file:
             while block := file.read(BLOCK_BYTES):
                 yield block
 
     def write(self, data: str | bytes, *, durable: bool = True) -> None:
-        """Write next to the file, then take its place: rename is the atomic step of POSIX."""
+        """Make or replace the file, atomically; `durable`: it survives a crash of the machine."""
         folder, name = os.path.split(self.path)
         temporary = os.path.join(folder, f".{name}.{_OWN}-{threading.get_ident()}{_UNFINISHED}")
         try:
@@ -102,7 +156,7 @@ class PosixLocation(Location):
                 file.flush()
                 if durable:
                     os.fsync(file.fileno())
-            os.replace(temporary, self.path)
+            os.replace(temporary, self.path)  # the atomic step of POSIX
         except OSError:
             with contextlib.suppress(OSError):
                 os.unlink(temporary)
@@ -111,64 +165,68 @@ class PosixLocation(Location):
             _sync_directory(folder)
             _sync_directory(os.path.dirname(folder))  # the directory itself may be new
 
-    def create(self, data: str | bytes = b"") -> bool:
-        """Open exclusively: of several writers one succeeds; a reader may see an empty file."""
+    def create(self) -> bool:
+        """Make the file, empty and durably; False where there is one already."""
         try:
             descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, _MODE)
         except FileExistsError:
             return False
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(_encoded(data))
-            file.flush()
+        try:
             os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
         return True
 
-    def appender(self) -> PosixAppender:
-        """A file to append to."""
-        return PosixAppender(self.path)
+    def appender(self) -> Appender:
+        """The file, open for appending; made if absent."""
+        return Appender(self.path)
 
     def append_descriptor(self) -> int:
-        """A file descriptor in append mode."""
+        """A file descriptor that appends, for C code and child processes."""
         return os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, _MODE)
 
-    def lock(self) -> PosixLock:
-        """Open a file and lock all of it."""
-        return PosixLock(self.path)
+    def lock(self) -> LockFile:
+        """Open and lock the file; `Locked` where another process holds the lock."""
+        return LockFile(self.path)
 
     def make_directory(self) -> None:
-        """Make a directory and its parents."""
+        """Make this directory and its parents."""
         os.makedirs(self.path, exist_ok=True)
 
     def delete(self) -> None:
-        """Delete a file; durable with the next durable write next to it."""
+        """Delete the file, durably with the next durable write next to it; nothing without one."""
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             os.unlink(self.path)
 
     def delete_tree(self) -> None:
-        """Delete a directory, or a file that has its name."""
+        """Delete this directory and all below it, or a file; nothing where there is none."""
         if os.path.isdir(self.path) and not os.path.islink(self.path):
             shutil.rmtree(self.path)
         else:
             self.delete()
 
 
-class PosixAppender:
-    """Appends by one `write` call, so that a kill of the process leaves whole lines."""
+class Appender:
+    """A file open for appending, by one `write` call, so that a kill leaves whole lines.
+
+    Attributes:
+        pending: bytes that the storage refused. They may begin inside a line, and go first the next
+            time.
+    """
 
     def __init__(self, path: str) -> None:
+        self.pending = b""
         self._path = path
         self._descriptor = self._open(os.O_CREAT)
-        self._pending = b""
-
-    @property
-    def pending(self) -> bytes:
-        """Bytes that are not written yet."""
-        return self._pending
 
     def append(self, data: bytes) -> None:
-        """Append, after what was refused before."""
-        was_refused = bool(self._pending)
-        self._pending += data
+        """Append; with the operating system when this returns.
+
+        Raises:
+            OSError: not all is written. The rest is `pending`.
+        """
+        was_refused = bool(self.pending)
+        self.pending += data
         if was_refused:  # a file server that was away does not know the old descriptor any more
             reopened = self._open()  # not created: a new file would lie below a lost mount
             os.close(self._descriptor)
@@ -176,7 +234,7 @@ class PosixAppender:
         self._drain()
 
     def cut_torn_tail(self) -> int:
-        """Remove what follows the last newline; bytes removed."""
+        """Remove what follows the last newline: a line that a crash cut short; bytes removed."""
         size = os.fstat(self._descriptor).st_size
         end, block = size, 1 << 16
         while end > 0:
@@ -191,7 +249,11 @@ class PosixAppender:
         return size - end
 
     def close(self) -> None:
-        """Write what is pending and close."""
+        """Write what is pending and close; a second call does nothing.
+
+        Raises:
+            OSError: what is `pending` is lost.
+        """
         if self._descriptor < 0:
             return
         try:
@@ -201,15 +263,32 @@ class PosixAppender:
             self._descriptor = -1
 
     def _drain(self) -> None:
-        while self._pending:
-            self._pending = self._pending[os.write(self._descriptor, self._pending) :]
+        while self.pending:
+            self.pending = self.pending[os.write(self._descriptor, self.pending) :]
 
     def _open(self, flags: int = 0) -> int:
         return os.open(self._path, os.O_RDWR | os.O_APPEND | flags, _MODE)
 
 
-class PosixLock:
-    """A POSIX record lock: the kernel (or the NFS server) releases it when its process ends."""
+class Locked(Exception):
+    """Another process holds the lock.
+
+    Attributes:
+        holder: what it wrote into the lock file.
+    """
+
+    def __init__(self, holder: bytes) -> None:
+        super().__init__("locked by another process")
+        self.holder = holder
+
+
+class LockFile:
+    """A POSIX record lock: the kernel (or the NFS server) releases it when its process ends.
+
+    Attributes:
+        is_exclusive: the storage keeps other processes out until this one ends. False: it has no
+            locks, and only the content of the file tells whether another process is alive.
+    """
 
     def __init__(self, path: str) -> None:
         self.is_exclusive = True
@@ -221,10 +300,10 @@ class PosixLock:
                 holder = self.read()
                 os.close(self._descriptor)
                 raise Locked(holder) from None
-            self.is_exclusive = False  # this file system has no locks
+            self.is_exclusive = False
 
     def read(self) -> bytes:
-        """The content."""
+        """The content; b"" where it cannot be read."""
         try:
             return os.pread(self._descriptor, 4096, 0)
         except OSError:

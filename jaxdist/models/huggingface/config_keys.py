@@ -1,0 +1,169 @@
+"""Keys of Hugging Face's `config.json`: read, without effect on the model's values, or refused.
+
+A key that nobody here knows may change what the model computes, and the weights would load all the
+same. So each key is needed, optional, bound to the values with which our decoder computes the same,
+or listed as harmless; any other key that is set is a problem.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from jaxdist.models.configs import ROPE_SCALING
+
+_LLAMA = {
+    "vocab_size": int,
+    "hidden_size": int,
+    "num_hidden_layers": int,
+    "num_attention_heads": int,
+    "intermediate_size": int,
+    "max_position_embeddings": int,
+    "rms_norm_eps": float,
+}
+_GPT2 = {
+    "vocab_size": int,
+    "n_embd": int,
+    "n_layer": int,
+    "n_head": int,
+    "n_positions": int,
+    "layer_norm_epsilon": float,
+}
+_OPTIONAL = {
+    "num_key_value_heads": int,
+    "head_dim": int,
+    "sliding_window": int,
+    "n_inner": int,
+    "rope_theta": float,
+    "rope_scaling": dict,
+    "rope_parameters": dict,
+    "tie_word_embeddings": bool,
+}
+_WORDS = {
+    int: "a whole number above 0",
+    float: "a number above 0",
+    dict: "an object",
+    bool: "true or false",
+}
+
+_ONLY: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu", "swish"),
+    "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
+    "attention_bias": (False,),
+    "mlp_bias": (False,),
+    "use_sliding_window": (False,),
+    "partial_rotary_factor": (1,),
+    "scale_attn_weights": (True,),
+    "scale_attn_by_inverse_layer_idx": (False,),
+    "add_cross_attention": (False,),
+    "is_encoder_decoder": (False,),
+    "tie_encoder_decoder": (False,),
+    "pruned_heads": ({},),
+}
+"""Values with which our decoder computes what transformers does."""
+
+_DROPOUT = ("embd_pdrop", "resid_pdrop", "attn_pdrop", "attention_dropout")
+"""Rates of training, see `families.left_out`."""
+
+_HARMLESS = frozenset(
+    """
+    _name_or_path architectures dtype torch_dtype model_type transformers_version tokenizer_class
+    attn_implementation _attn_implementation _attn_implementation_autoset
+    initializer_range use_cache pretraining_tp chunk_size_feed_forward reorder_and_upcast_attn
+    gradient_checkpointing torchscript use_bfloat16 tf_legacy_loss max_window_layers n_ctx
+    is_decoder finetuning_task problem_type task_specific_params num_labels id2label label2id
+    summary_type summary_use_proj summary_activation summary_proj_to_labels summary_first_dropout
+    bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id prefix
+    output_attentions output_hidden_states output_scores return_dict return_dict_in_generate
+    max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty
+    temperature top_k top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size
+    encoder_no_repeat_ngram_size bad_words_ids num_return_sequences forced_bos_token_id
+    forced_eos_token_id remove_invalid_values exponential_decay_length_penalty suppress_tokens
+    begin_suppress_tokens generation_config
+    """.split()  # noqa: SIM905  # as quoted words, a line each
+)
+"""What is stored and names files, starts, trains, classifies or generates; no value of a forward
+pass depends on it. `reorder_and_upcast_attn` and `pretraining_tp` change its rounding only."""
+
+
+def key_problems(theirs: Any, family: str) -> list[str]:
+    """What is wrong with the keys of a `config.json` for a family that is read, one line each."""
+    needed = _GPT2 if family == "gpt2" else _LLAMA
+    found = [f"{name} is missing." for name in needed if theirs.get(name) is None]
+    for name, value in theirs.items():
+        kind = {**_OPTIONAL, **needed}.get(name)
+        if value is None or name in _HARMLESS:
+            continue
+        if kind is not None:
+            fits = _is(value, kind)
+            found += [] if fits else [f"{name}={_short(value)} is not {_WORDS[kind]}."]
+        elif name in _DROPOUT:
+            found += [] if type(value) in (int, float) else [f"{name}={_short(value)} is no rate."]
+        elif name == "layer_types":
+            found += _layer_type_problems(value, theirs, family)
+        elif name not in _ONLY:
+            found.append(
+                f"{name}={_short(value)} is not known, and may change what {family} computes. "
+                "Remove the key if it does not."
+            )
+        elif value not in _ONLY[name]:
+            only = " or ".join(map(_short, _ONLY[name]))
+            found.append(f"{name}={_short(value)} is not supported for {family}: only {only} is.")
+    if family == "gpt2" and theirs.get("tie_word_embeddings") is False:
+        found.append("tie_word_embeddings=false is not supported for gpt2.")
+    if family == "llama" and theirs.get("sliding_window"):
+        found.append("sliding_window is no key of llama. Use model_type=mistral if it has one.")
+    return found or _rope_problems(theirs)
+
+
+def rope_of(theirs: Mapping[str, Any]) -> dict[str, Any]:
+    """What is said of rotary positions, under its old and its new name."""
+    found = {**(theirs.get("rope_scaling") or {}), **(theirs.get("rope_parameters") or {})}
+    found.setdefault("rope_theta", theirs.get("rope_theta", 10000.0))
+    found["rope_type"] = found.get("rope_type", found.pop("type", "default"))
+    return {name: value for name, value in found.items() if name != "type"}
+
+
+def _rope_problems(theirs: Mapping[str, Any]) -> list[str]:
+    rope = rope_of(theirs)
+    kind = rope["rope_type"]
+    if kind != "default" and kind not in ROPE_SCALING:
+        known = ", ".join(ROPE_SCALING)
+        return [f"rope_type={_short(kind)}: only default, {known} are supported."]
+    keys = ROPE_SCALING.get(kind, {})
+    optional = {name for name, default in keys.items() if default is not None}
+    if kind == "yarn":  # transformers takes max_position_embeddings where it is not given
+        optional.add("original_max_position_embeddings")
+    numbers = ("rope_theta", *keys)
+    found = [
+        f"rope {name}={_short(rope.get(name))} is not a number above 0."
+        for name in numbers
+        if not (_is(rope.get(name), float) or (rope.get(name) is None and name in optional))
+    ]
+    more = {"rope_type", *numbers}
+    return found + [
+        f"rope {name}={_short(value)} is not supported with rope_type={kind}."
+        for name, value in rope.items()
+        if name not in more and value is not None and (name, value) != ("partial_rotary_factor", 1)
+    ]
+
+
+def _layer_type_problems(kinds: Any, theirs: Mapping[str, Any], family: str) -> list[str]:
+    """All layers alike: our decoder has one window for all."""
+    window = family == "mistral" and theirs.get("sliding_window")
+    allowed = "sliding_attention" if window else "full_attention"
+    if isinstance(kinds, list) and all(kind == allowed for kind in kinds):
+        return []
+    return [f"layer_types={_short(kinds)} is not supported: all layers must be {allowed}."]
+
+
+def _is(value: Any, kind: type) -> bool:
+    if kind in (int, float):
+        return type(value) in (int, kind) and 0 < value < float("inf")
+    return type(value) is kind
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)  # as the file has it
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,56 @@
+"""Evaluation numbers: means over all rows of the dataset, each counted once by its weight."""
+
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from data_cases import open_text, sharding_on, write_text
+
+from jaxdist.run.evaluation_loop import evaluate
+
+
+@pytest.fixture
+def held(tmp_path, monkeypatch):
+    """Rows with unequal weights, whose last batch of 8 is ragged."""
+    monkeypatch.setenv("JAXDIST_CACHE", str(tmp_path / "cache"))
+    text = write_text(tmp_path)
+    dataset = open_text(text, text, packing="best_fit", eval_fraction=0.3)[1]
+    weights = dataset.rows(np.arange(dataset.num_rows))["weights"].sum(1)
+    assert dataset.num_rows > 16 and dataset.num_rows % 8 and len(set(weights)) > 1
+    return dataset
+
+
+def sums_of(_, batch):
+    """What a compiled evaluation returns, of a model whose loss is the target over 50."""
+    targets, weights = np.asarray(batch["targets"], np.float64), np.asarray(batch["weights"])
+    return {
+        "loss": (weights * targets / 50).sum(),
+        "correct": (weights * (targets % 2)).sum(),
+        "weight": weights.sum(),
+    }
+
+
+def evaluated(held, unit="tokens", **options):
+    step = SimpleNamespace(batch_sharding=sharding_on("dp=2"), evaluate=sums_of)
+    return evaluate(step, {}, held, global_batch_size=8, unit=unit, **options)
+
+
+def test_the_mean_is_over_all_weights_and_not_over_batches(held):
+    batches = []
+    found = evaluated(held, on_batch=lambda: batches.append(1))
+    whole = sums_of({}, held.rows(np.arange(held.num_rows)))
+    assert found["loss"] == pytest.approx(whole["loss"] / whole["weight"], rel=1e-12)
+    assert found["accuracy"] == pytest.approx(whole["correct"] / whole["weight"], rel=1e-12)
+    assert found["tokens"] == whole["weight"]
+    assert found["perplexity"] == pytest.approx(math.exp(found["loss"]), rel=1e-12)
+    assert set(found) == {"loss", "accuracy", "perplexity", "tokens"}
+    assert len(batches) == -(-held.num_rows // 8)
+
+
+def test_a_bounded_evaluation_counts_its_own_rows_alone(held):
+    found = evaluated(held, unit="images", max_batches=2)
+    whole = sums_of({}, held.rows(np.arange(16) * held.num_rows // 16))
+    assert found["images"] == whole["weight"]
+    assert found["loss"] == pytest.approx(whole["loss"] / whole["weight"], rel=1e-12)
+    assert "perplexity" not in found

@@ -1,0 +1,154 @@
+"""Generated text: which token each row of a batch gets, how tokens are drawn, what is printed."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from decoders import FAMILIES, logits_of, random_params, random_tokens
+
+from jaxdist.core.mesh import MeshSpec
+from jaxdist.core.sharding import Layout
+from jaxdist.core.types import ConfigError
+from jaxdist.generate import GenerateConfig, _check_prompts, _write, generate, sample_tokens
+from jaxdist.models import build
+
+ROWS = 20_000
+"""Draws of one call: a share of p has a standard error of sqrt(p (1 - p) / ROWS) ≤ 0.0035."""
+
+
+@pytest.fixture(scope="module")
+def case():
+    """A decoder, its parameters, three prompts of other lengths, and what must follow each.
+
+    The reference reads the whole text again for each token, one prompt at a time, without a cache.
+    """
+    config = FAMILIES["llama3.1"]
+    model = build(config, seq_len=16)
+    params = random_params(model)
+    # Weights of 0.1 say the same after every text; larger ones look at what came before.
+    params = jax.tree.map(lambda x: x * 3 if x.ndim > 2 else x, params)
+    prompts = [random_tokens(1, length, seed=length)[0] for length in (9, 2, 5)]
+    expected = []
+    for prompt in prompts:
+        text = np.zeros((1, 16), np.int32)
+        text[0, : len(prompt)] = prompt
+        for end in range(len(prompt), len(prompt) + 6):
+            logits = np.asarray(logits_of(model, params, {"tokens": text}))
+            text[0, end] = logits[0, end - 1].argmax()
+        expected.append(text[0, len(prompt) : len(prompt) + 6].tolist())
+    return model, params, prompts, expected
+
+
+def continued(case, stop=None, **settings):
+    model, params, prompts, _ = case
+    config = GenerateConfig(run="none", max_new_tokens=6, **settings)
+    layout = Layout(mesh=MeshSpec.parse("dp=1").build(jax.devices()[:1]))
+    steps = generate(model, params, layout, prompts, config, dtype=jnp.float32, stop=stop)
+    return [list(row) for row in zip(*steps, strict=True)]
+
+
+def test_every_row_goes_on_from_the_end_of_its_own_prompt(case):
+    expected = case[-1]
+    assert len(set(map(tuple, expected))) == 3  # rows that agreed would hide a mistaken place
+    assert continued(case, temperature=0.0) == expected
+
+
+def test_a_row_that_has_ended_says_nothing_more_and_changes_no_other(case):
+    expected = case[-1]
+    stop = next(token for token in expected[1] if token not in expected[0] + expected[2])
+    end = expected[1].index(stop)
+    ended = expected[1][:end] + [None] * (6 - end)
+    assert continued(case, temperature=0.0, stop=stop) == [expected[0], ended, expected[2]]
+
+
+def test_each_token_is_drawn_anew_and_the_seed_decides(case):
+    flat = dict(temperature=1e6)  # every token equally likely: equal ones mean equal draws
+    first = continued(case, seed=1, **flat)
+    assert first == continued(case, seed=1, **flat) != continued(case, seed=2, **flat)
+    assert all(len(set(row)) > 2 for row in first)
+    assert len(set(map(tuple, first))) == 3
+
+
+def shares(probs, temperature=1.0, top_k=0, top_p=1.0):
+    """How often each token is drawn from these probabilities, and the order of rows' draws."""
+    logits = jnp.log(jnp.tile(jnp.array(probs), (ROWS, 1)))
+    drawn = sample_tokens(
+        logits, jax.random.key(0), temperature=temperature, top_k=top_k, top_p=top_p
+    )
+    assert drawn.shape == (ROWS,) and drawn.dtype == jnp.int32
+    return np.bincount(np.asarray(drawn), minlength=len(probs)) / ROWS
+
+
+PROBS = (0.05, 0.5, 0.15, 0.3)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    {
+        "all": ({}, PROBS),
+        "temperature": (dict(temperature=0.5), np.square(PROBS) / np.square(PROBS).sum()),
+        "the likeliest": (dict(temperature=0.0), (0, 1, 0, 0)),
+        "top 1": (dict(top_k=1), (0, 1, 0, 0)),
+        "top 2": (dict(top_k=2), (0, 0.5 / 0.8, 0, 0.3 / 0.8)),
+        "top 3": (dict(top_k=3), (0, 0.5 / 0.95, 0.15 / 0.95, 0.3 / 0.95)),
+        "top 4 of 4": (dict(top_k=4), PROBS),
+        "more than there are": (dict(top_k=9), PROBS),
+        # 0.5 alone does not reach 0.6: the token that crosses it belongs to the nucleus.
+        "p crossed by the second": (dict(top_p=0.6), (0, 0.5 / 0.8, 0, 0.3 / 0.8)),
+        "p reached by the first": (dict(top_p=0.45), (0, 1, 0, 0)),
+        "p crossed by the third": (dict(top_p=0.9), (0, 0.5 / 0.95, 0.15 / 0.95, 0.3 / 0.95)),
+        # Of the two that top_k leaves the first has 0.625 of the probability.
+        "p after k": (dict(top_k=2, top_p=0.6), (0, 1, 0, 0)),
+        "p after temperature": (dict(temperature=0.5, top_p=0.6), (0, 1, 0, 0)),
+    }.values(),
+)
+def test_tokens_are_drawn_with_the_probabilities_that_the_settings_name(settings, expected):
+    found = shares(PROBS, **settings)
+    assert set(np.flatnonzero(found)) == set(np.flatnonzero(expected))
+    np.testing.assert_allclose(found, expected, atol=0.015)  # four standard errors
+
+
+def test_rows_are_cut_each_by_its_own_probabilities():
+    logits = jnp.log(jnp.array([PROBS, PROBS[::-1]] * (ROWS // 2)))
+    for settings in (dict(top_k=1, top_p=1.0), dict(top_k=0, top_p=0.4)):
+        drawn = sample_tokens(logits, jax.random.key(0), temperature=1.0, **settings)
+        np.testing.assert_array_equal(drawn, [1, 2] * (ROWS // 2))
+
+
+def test_prompts_fill_the_positions_of_the_model_and_no_more():
+    _check_prompts([np.arange(12), np.arange(3)], 16, 4)
+    with pytest.raises(ConfigError) as refused:
+        _check_prompts([np.arange(13), np.arange(0), np.arange(3)], 16, 4)
+    assert [problem.split()[1] for problem in refused.value.problems] == ["1", "2"]
+    with pytest.raises(ConfigError):
+        _check_prompts([], 16, 4)
+
+
+def test_a_file_of_prompts_is_one_prompt_a_line(tmp_path):
+    file = tmp_path / "prompts.txt"
+    file.write_text("first\n second \nthird")
+    config = GenerateConfig(run="none", prompt_file=str(file))
+    assert config.prompts() == ["first", " second ", "third"]
+    assert dataclasses.replace(config, prompt_file="").prompts() == ["\n"]
+
+
+class Utf8:
+    """A tokenizer of bytes, in which a character may take several tokens."""
+
+    def decode(self, tokens):
+        return bytes(tokens).decode(errors="replace")
+
+
+def test_what_is_printed_is_prompt_and_text_however_characters_are_cut(capsys):
+    text = "naïve 漢字 ok"
+    one = ([token] for token in [*text.encode(), None])
+    _write(one, ["say: "], Utf8())
+    assert capsys.readouterr().out == f"say: {text}\n"
+    cut = ([token] for token in "漢".encode()[:2])
+    _write(cut, ["say: "], Utf8())
+    assert capsys.readouterr().out == "say: \ufffd\n"
+    two = zip(b"abc", [*b"x", None, None], strict=True)
+    _write(map(list, two), ["1:", "2:"], Utf8())
+    assert capsys.readouterr().out == "--- 1 ---\n1:abc\n\n--- 2 ---\n2:x\n\n"
