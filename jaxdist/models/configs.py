@@ -201,7 +201,7 @@ class DecoderConfig:
         rope = self.rope_scaling
         if not rope:
             return []
-        kind = rope.get("type")
+        kind = str(rope.get("type"))
         if kind not in ROPE_SCALING:
             return [
                 f"model.rope_scaling={rope} has type {kind!r}. Use type = "

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -216,7 +216,7 @@ def backward(
     def of_key_block(dq: Array, other: Any) -> tuple[Array, tuple[Array, Array]]:
         k, v, k_span, seen = other
 
-        def add(total: tuple[Array, ...], mine: Any) -> tuple[tuple[Array, ...], None]:
+        def add(total: _Grads, mine: Any) -> tuple[_Grads, None]:
             dq, dk, dv = total
             number, q, do, lse, delta, q_span, is_seen = mine
 
@@ -246,6 +246,10 @@ def backward(
 
     dq, (dk, dv) = lax.scan(of_key_block, jnp.zeros_like(q, wide), (k, v, cut.keys, cut.seen.T))
     return cut.to_queries(dq), cut.to_keys(dk), cut.to_keys(dv)
+
+
+_Grads: TypeAlias = tuple[Array, Array, Array]
+"""Float32 gradients so far: of all queries, and of the keys and values of one block."""
 
 
 class _Running(NamedTuple):

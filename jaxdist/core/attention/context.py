@@ -77,6 +77,7 @@ def plan_exchange(
     # Pairs that exchange need an even ring.
     rings = [n for n in fits if not has_stages or size // n == 1 or size // n % 2 == 0]
     inside = max((n for n in rings if n <= per_node and n < size), default=0)
+    exchange: str
     if wanted == "auto":
         exchange, reason = _choose(size, heads, kv_heads, rings, inside)
     else:
@@ -235,8 +236,9 @@ def _attend_gathered(
 def _gathered(
     query: Array, key: Array, value: Array, segments: Array | None, rule: Rule
 ) -> Partial:
-    whole = _gather((key, value))
-    return blockwise.forward(query, *whole, *_gathered_spans(query, segments), rule)
+    key, value = _gather((key, value))
+    queries, keys = _gathered_spans(query, segments)
+    return blockwise.forward(query, key, value, queries, keys, rule)
 
 
 def _gathered_forward(
@@ -248,9 +250,10 @@ def _gathered_forward(
 
 def _gathered_backward(rule: Rule, saved: Any, cotangent: Array) -> Any:
     query, key, value, out, lse, segments = saved
-    whole = _gather((key, value))
-    spans = _gathered_spans(query, segments)
-    dq, *grads = blockwise.backward(query, *whole, *spans, Pull.of(out, lse, cotangent), rule)
+    pull = Pull.of(out, lse, cotangent)
+    whole_key, whole_value = _gather((key, value))
+    queries, keys = _gathered_spans(query, segments)
+    dq, *grads = blockwise.backward(query, whole_key, whole_value, queries, keys, pull, rule)
     # One device's gradients of all keys: summed, and each keeps its own.
     dk, dv = (collectives.reduce_scatter(g, CONTEXT.name, dim=1) for g in grads)
     return dq.astype(query.dtype), dk.astype(key.dtype), dv.astype(value.dtype), None
@@ -334,7 +337,8 @@ def _ring(
 
     def look(held: _Held, step: Any) -> Partial:
         keys = Span(ring.places(step, length), held.segments)
-        return blockwise.forward(query, *held.keys_values, queries, keys, rule)
+        key, value = held.keys_values
+        return blockwise.forward(query, key, value, queries, keys, rule)
 
     def turn(carry: tuple[Partial, _Held], step: Array) -> tuple[tuple[Partial, _Held], None]:
         found, held = carry
@@ -364,7 +368,8 @@ def _ring_backward(rule: Rule, ring: _Ring, saved: Any, cotangent: Array) -> Any
 
     def look(held: _Held, step: Any) -> tuple[Array, Array]:
         keys = Span(ring.places(step, length), held.segments)
-        dq, *grads = blockwise.backward(query, *held.keys_values, queries, keys, pull, rule)
+        key, value = held.keys_values
+        dq, *grads = blockwise.backward(query, key, value, queries, keys, pull, rule)
         return dq, jnp.stack(grads)
 
     def turn(carry: tuple[Array, Array, _Held], step: Any) -> tuple[Any, None]:
