@@ -23,7 +23,7 @@ CASES: dict[str, dict] = {
         "sources": ["text.txt", "other.txt", "documents.jsonl"],
         "mixture_weights": [5.0, 3.0, 2.0],
     },
-    "images": {"sources": ["cifar"], "image_scaling": "channel"},
+    "images": {"sources": ["cifar"]},
     "grain": {"sources": ["case_rows:rows"], "vocab_size": 300},
 }
 """Settings of each, to be opened with the folder of `write_sources` as current directory."""

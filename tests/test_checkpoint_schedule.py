@@ -149,15 +149,13 @@ def test_retention_keeps_the_best_and_never_loses_the_newest():
     metrics = {step: {"loss": loss} for step, loss in losses.items()}
     steps = sorted(losses)
     assert kept(steps, metrics, max_to_keep=1, keep_best=2) == [10, 40, 50]
-    assert kept(steps, metrics, max_to_keep=1, keep_best=1, best_metric="accuracy") == [50]
     hits = {step: {"accuracy": loss} for step, loss in losses.items()}
-    assert kept(steps, hits, max_to_keep=1, keep_best=1, best_metric="accuracy") == [0, 50]
+    assert kept(steps, hits, max_to_keep=1, keep_best=1) == [50]  # none has a loss
 
 
 def test_of_equally_good_checkpoints_the_later_is_best():
-    config = CheckpointConfig(keep_best=1)
     saved = {1: Saved({"loss": 0.5}), 2: Saved({"loss": 0.5}), 3: Saved({})}
-    assert best_steps(saved, config) == [2, 1]
+    assert best_steps(saved) == [2, 1]
 
 
 def test_the_manifest_says_what_was_saved_halfway_and_older_ones_say_nothing(tmp_path):

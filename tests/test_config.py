@@ -558,7 +558,7 @@ def test_reading_a_config_imports_no_heavy_library_and_starts_no_device():
 
 # ---- the settings of a run, as a whole ----
 
-MAX_SETTINGS = 124
+MAX_SETTINGS = 120
 
 
 def test_settings_are_added_and_removed_knowingly():

@@ -244,7 +244,7 @@ def test_a_model_of_no_family_is_refused():
 
 MEASURED = """
 import sys
-from jaxdist.convert.__main__ import main
+from jaxdist.tools.convert.__main__ import main
 assert main(sys.argv[1:]) == 0
 lines = open("/proc/self/status")
 print("peak", next(line for line in lines if line.startswith("VmHWM")).split()[1])

@@ -159,8 +159,8 @@ def test_the_plain_template_is_what_its_description_shows():
 
 def test_the_plain_template_is_used_where_a_tokenizer_brings_none(folder):
     tokenizer = load_template_tokenizer(folder)
-    assert load_template("auto", tokenizer).name == "plain"
-    assert load_template("plain", tokenizer).name == "plain"
+    assert isinstance(load_template("auto", tokenizer), PlainTemplate)
+    assert isinstance(load_template("plain", tokenizer), PlainTemplate)
     tokens, weights = load_template("auto", tokenizer).encode(conversation(TALKS[0])["messages"])
     assert learned(tokenizer, tokens, weights) == ["Devices with names.<|endoftext|>"]
 

@@ -37,7 +37,7 @@ PINNED = {
     "chat": "740e0fa3140ab1e933b314ad094fd6c3",
     "joined": "aa725108dc060022b80767aa7f7122a0",
     "mixture": "2b9be027ad95dc50dbb058d300f8d8c6",
-    "images": "f0a8479c31a9e0451ff1e507e52ffe15",
+    "images": "4a3ba81af4521e6ecd4c374a55ec0f0c",
     "grain": "96cfd7f0c5f35902ea202bd87eb6adf4",
 }
 """Digests of batches 0 to 39 and 1000 to 1002 of 8 rows, seed 5, as the loader of commit 4fb57d1

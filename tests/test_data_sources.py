@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from jaxdist.core.types import ConfigError
+from jaxdist.core.settings import ConfigError, problems_of
 from jaxdist.data import DataConfig, load_tokenizer, open_datasets
 from jaxdist.data import documents as documents_room
 from jaxdist.data.__main__ import main
@@ -481,20 +481,19 @@ def test_the_config_reports_every_broken_rule_at_once():
         sources=["nowhere", "stdlib"],
         mixture_weights=[1.0],
         tokenizer="nowhere.json",
-        eval_fraction=1.0,
         eval_sources=["nothing"],
-        prefetch=0,
-        vocab_size=-1,
     ).problems()
-    words = ["nowhere'", "'nothing'", "weights has 1", "eval_fraction=1.0", "prefetch=0", "vocab_s",
-             "tokenizer="]  # fmt: skip
+    words = ["nowhere'", "'nothing'", "weights has 1", "tokenizer="]
     assert len(problems) == len(words)
     for problem, word in zip(problems, words, strict=True):
         assert word in problem
     assert DataConfig().problems() == []
     assert "empty" in DataConfig(sources=[]).problems()[0]
+    bad = {"vocab_size": -1, "eval_fraction": 1.0, "prefetch": 0, "num_workers": -1}
+    assert len(problems_of(DataConfig(**bad), "data")) == len(bad)
     for weights in ([1.0, 0.0], [1.0, float("nan")], [1.0, -1.0], [1.0, 1e-9]):
-        assert DataConfig(sources=["stdlib"] * 2, mixture_weights=weights).problems()
+        config = DataConfig(sources=["stdlib"] * 2, mixture_weights=weights)
+        assert len(problems_of(config, "data")) == 1
 
 
 def test_importing_the_room_loads_no_heavy_library():

@@ -152,7 +152,7 @@ def test_force_starts_all_the_same(monkeypatch, tmp_path):
 
     class Refusing:
         def check(self):
-            raise ConfigError(["memory: refused"])
+            raise ConfigError("memory: refused")
 
         def line(self):
             return "memory estimate: none"

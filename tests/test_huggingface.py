@@ -36,15 +36,16 @@ SEQ = 16
 
 @pytest.fixture
 def read_bytes(monkeypatch):
-    """Bytes that were read from tensors, one number per system read."""
+    """Bytes that were read from tensors, one number per block."""
     counted = []
-    fill = safetensors._fill
+    read = safetensors.StoredTensor.read
 
-    def counting(stream, run):
-        counted.append(run.nbytes)
-        fill(stream, run)
+    def counting(tensor, *index):
+        block = read(tensor, *index)
+        counted.append(block.nbytes)
+        return block
 
-    monkeypatch.setattr(safetensors, "_fill", counting)
+    monkeypatch.setattr(safetensors.StoredTensor, "read", counting)
     return counted
 
 
@@ -62,7 +63,7 @@ SHAPES = [(), (7,), (3000,), (40, 60), (5, 3, 700), (2, 3, 4, 5), (3, 2000, 2), 
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_block_of_a_tensor_is_the_block_of_its_values(tmp_path, read_bytes, shape, dtype):
+def test_a_block_of_a_tensor_is_the_block_of_its_values(tmp_path, shape, dtype):
     rng = np.random.default_rng(0)
     before = rng.standard_normal(5).astype(np.float32)
     values = rng.standard_normal(shape).astype(dtype)
@@ -75,14 +76,9 @@ def test_a_block_of_a_tensor_is_the_block_of_its_values(tmp_path, read_bytes, sh
     assert stored.read().tobytes() == values.tobytes()
     for _ in range(40):
         index = random_block(rng, shape)
-        read_bytes.clear()
         got = stored.read(index)
         assert got.shape == values[index].shape and got.tobytes() == values[index].tobytes()
-        # Never a row more than asked for; a whole row only where its part is shorter than a page.
-        row = values.itemsize * int(np.prod(shape[1:]))
-        assert sum(read_bytes) <= max(got.nbytes, len(read_bytes) * max(4096, row))
-        if got.nbytes and all(size >= 4096 for size in read_bytes):
-            assert sum(read_bytes) == got.nbytes or max(read_bytes) == row
+        assert not isinstance(got.base, np.memmap)  # its own memory, not the file's pages
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -161,7 +157,6 @@ def test_weights_on_a_mesh_have_every_bit(tmp_path, monkeypatch, name, mesh, blo
 @pytest.mark.parametrize("mesh", ["dp=8", "fsdp=8", "dp=2,fsdp=2,tp=2"])
 def test_each_byte_is_read_about_once_and_few_at_a_time(tmp_path, monkeypatch, read_bytes, mesh):
     monkeypatch.setattr(loading, "BLOCK_BYTES", 1 << 16)
-    monkeypatch.setattr(safetensors, "_PAGE_BYTES", 256)
     sizes = dict(d_model=512, num_layers=1, num_heads=8, mlp_dim=1024, vocab_size=512)
     config = DecoderConfig(**sizes)
     write_model(tmp_path / "in", config)
@@ -207,6 +202,71 @@ def test_a_file_that_shrinks_while_it_is_read_is_noticed(tmp_path):
         last.read()
 
 
+def write_raw(file, entries: dict, num_bytes: int) -> None:
+    """A file with this header, whether it describes its bytes or not."""
+    header = json.dumps(
+        {
+            name: {"dtype": "F32", "shape": shape, "data_offsets": offsets}
+            for name, (shape, offsets) in entries.items()
+        }
+    ).encode()
+    file.write_bytes(len(header).to_bytes(8, "little") + header + bytes(num_bytes))
+
+
+MALFORMED = {
+    "shape": ({"a": ([3], [0, 16])}, 16),
+    "negative": ({"a": ([4], [-8, 8])}, 16),
+    "unordered": ({"a": ([2], [8, 0])}, 16),
+    "overlapping": ({"a": ([4], [0, 16]), "b": ([4], [8, 24])}, 24),
+    "beyond": ({"a": ([4], [0, 16]), "b": ([4], [16, 32])}, 24),
+}
+
+
+@pytest.mark.parametrize("case", MALFORMED)
+def test_a_malformed_header_is_refused_by_the_name_of_its_file(tmp_path, case):
+    write_raw(tmp_path / "good.safetensors", {"a": ([4], [0, 16])}, 16)
+    assert list(safetensors.open_all(tmp_path)) == ["a"]
+    write_raw(tmp_path / "good.safetensors", *MALFORMED[case])
+    with pytest.raises(ConfigError, match=r"good\.safetensors is no whole safetensors file"):
+        safetensors.open_all(tmp_path)
+
+
+def write_tensor(file, name: str, value: float) -> None:
+    values = np.full(4, value, np.float32)
+    safetensors.write(file, {name: safetensors.Tensor([4], values.dtype, [values])}, {})
+
+
+def test_the_index_says_what_is_read_and_a_stray_file_never_wins(tmp_path, caplog):
+    write_tensor(tmp_path / "model-1.safetensors", "a", 1.0)
+    write_tensor(tmp_path / "model-2.safetensors", "b", 2.0)
+    write_tensor(tmp_path / "stray.safetensors", "a", 9.0)
+    with pytest.raises(
+        ConfigError, match=r"model-1\.safetensors and stray\.safetensors both hold a"
+    ):
+        safetensors.open_all(tmp_path)
+    index = tmp_path / safetensors.INDEX
+    places = {"a": "model-1.safetensors", "b": "model-2.safetensors"}
+    index.write_text(json.dumps({"weight_map": places}))
+    with caplog.at_level("INFO", "jaxdist"):
+        found = safetensors.open_all(tmp_path)
+    assert {name: tensor.read()[0] for name, tensor in found.items()} == {"a": 1.0, "b": 2.0}
+    assert "stray.safetensors" in caplog.text
+    for broken in ("[]", "{", '{"weight_map": {"a": "../model-1.safetensors"}}'):
+        index.write_text(broken)
+        with pytest.raises(ConfigError, match=safetensors.INDEX):
+            safetensors.open_all(tmp_path)
+    index.write_text(json.dumps({"weight_map": {**places, "c": "model-2.safetensors"}}))
+    with pytest.raises(ConfigError, match=r"lacks 1 tensors of its index, e\.g\. c"):
+        safetensors.open_all(tmp_path)
+
+
+def test_a_consolidated_copy_beside_a_model_is_left_unread(tmp_path):
+    write_model(tmp_path, FAMILIES["llama2"])
+    before = open_weights(tmp_path).tensors
+    write_tensor(tmp_path / "consolidated.safetensors", "tok_embeddings.weight", 9.0)
+    assert open_weights(tmp_path).tensors == before
+
+
 def test_dropout_that_is_left_out_is_said():
     config = write_config(FAMILIES["gpt2"], "float32")
     assert left_out(config) == []
@@ -235,12 +295,12 @@ from jaxdist.models.huggingface.loading import load_params
 from jaxdist.models import DecoderConfig
 from jaxdist.core.types import ConfigError
 
-safetensors._PAGE_BYTES = 64
-counted, fill = [], safetensors._fill
-def counting(stream, run):
-    counted.append(run.nbytes)
-    fill(stream, run)
-safetensors._fill = counting
+counted, read_block = [], safetensors.StoredTensor.read
+def counting(tensor, *index):
+    block = read_block(tensor, *index)
+    counted.append(block.nbytes)
+    return block
+safetensors.StoredTensor.read = counting
 target = target_of(DecoderConfig(**settings["sizes"]), settings["mesh"])
 try:
     params = load_params(Path(settings["folder"]), target)

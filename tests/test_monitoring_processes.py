@@ -304,7 +304,7 @@ WORKER = """
         runtime.join(RuntimeConfig(
             coordinator_address=f"127.0.0.1:{port}", num_processes=2, process_id=index))
         run = RunDirectory.open(path, process_id=index)
-        config = MonitoringConfig(tensorboard=False, straggler_interval_steps=4)
+        config = MonitoringConfig(tensorboard=False, log_interval_steps=1)
         timer = StepTimer(blocking_dispatch=True)
         add_up = lambda: multihost_utils.process_allgather(jax.numpy.ones(1))
         with Monitor(config, run, total_steps=12) as monitor:

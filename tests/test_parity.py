@@ -141,7 +141,8 @@ def rows_counted_locally(monkeypatch):
 
     def local(x, axes, op="sum"):
         if x.ndim == 0 and op == "sum" and axes == ("data",):
-            return 2 * collectives.broadcast(x, axes)
+            first = collectives.group_index(axes) == 0
+            return 2 * all_reduce(jax.numpy.where(first, x, 0), axes)
         return all_reduce(x, axes, op)
 
     monkeypatch.setattr(collectives, "all_reduce", local)

@@ -15,6 +15,7 @@ from jaxdist.core.parallel.pipeline import executor, value_and_grad
 from jaxdist.core.parallel.pipeline.buffers import to_arrays
 from jaxdist.core.parallel.pipeline.config import PipelineConfig, choose_num_microbatches, describe
 from jaxdist.core.parallel.pipeline.virtual_stages import exchange_rounds
+from jaxdist.core.settings import problems_of
 
 # The project's contract for float32 across meshes: sums of another order, nothing else.
 LOSS, GRADIENT = 1e-6, 1e-5
@@ -162,7 +163,7 @@ def test_given_microbatches_win_over_the_choice(given, count):
 
 
 def test_settings_that_cannot_work_are_refused_with_the_fix():
-    (problem,) = PipelineConfig(num_virtual_stages=0).problems()
+    (problem,) = problems_of(PipelineConfig(num_virtual_stages=0), "pipeline")
     assert "pipeline.num_virtual_stages=0" in problem
     (problem,) = PipelineConfig(schedule="1f1b", num_virtual_stages=2).problems()
     assert "pipeline.schedule=1f1b_lockstep" in problem

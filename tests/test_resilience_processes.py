@@ -98,7 +98,7 @@ def test_a_nan_batch_is_named_with_its_rows_and_left_out(job):
 
 @pytest.mark.parametrize("slow", [0, 1])
 def test_a_slow_process_is_named_with_its_host_and_cause(job, slow):
-    faulty = job("slow", "--monitoring.straggler_interval_steps=8", SELDOM_SAVED, steps=24)
+    faulty = job("slow", "--monitoring.log_interval_steps=2", SELDOM_SAVED, steps=24)
     (faulty.folder / f"slow-{slow}").write_text("0.25")  # of each row: much on any machine
     faulty.start()
     assert fault_scenarios.finish(faulty) == 0, faulty.output()[-4000:]
@@ -108,11 +108,11 @@ def test_a_slow_process_is_named_with_its_host_and_cause(job, slow):
 
 
 @pytest.mark.parametrize(
-    ("interval", "flags"), [(12, [SELDOM_SAVED]), (50, HEAVIER)], ids=["tiny", "heavier"]
+    ("logs", "flags"), [(2, [SELDOM_SAVED]), (10, HEAVIER)], ids=["tiny", "heavier"]
 )
-def test_a_loader_that_turns_slow_amid_the_run_is_named(job, interval, flags, capsys):
+def test_a_loader_that_turns_slow_amid_the_run_is_named(job, logs, flags, capsys):
     """From step 24 on; prefetched batches hide it at first, and saves read a step at once."""
-    faulty = job("turned", f"--monitoring.straggler_interval_steps={interval}", *flags)
+    faulty = job("turned", f"--monitoring.log_interval_steps={logs}", *flags)
     faulty.start()
     faulty.wait(lambda: len(step_times(faulty)) >= 24, "step 24", RECOVER_S)
     usual_s = statistics.median(step_times(faulty)[4:])
@@ -157,7 +157,6 @@ def test_two_thousand_clean_steps_under_every_guard_have_no_finding(job, capsys)
         "--resilience.sdc_policy=stop",
         "--resilience.nonfinite_policy=stop",
         "--resilience.step_timeout_s=3",
-        "--monitoring.straggler_interval_steps=50",
         "--checkpoint.save_interval_steps=100",
         steps=2000,
     )

@@ -88,6 +88,6 @@ def test_a_restore_reads_each_byte_once_beside_proving_the_files(saved, place):
     again = 0.5 if place == "columns" else 0.1
     assert 1 <= quick["read"] <= 1 + again
     assert 2 <= full["read"] <= 2 + again
-    # One copy on its way to the devices (checkpoint.host_memory_gb allows it here), programs and
+    # One copy on its way to the devices (orbax_io allows 32 GB), programs and
     # libraries; 120 MB of the latter were seen. A whole array for each device would be 7 copies.
     assert max(quick["beside"], full["beside"]) <= quick["state"] + (256 << 20)

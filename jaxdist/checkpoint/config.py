@@ -23,9 +23,8 @@ class CheckpointConfig:
         0, "also keep for good each checkpoint whose step is a multiple of this; 0 = none", ge=0
     )
     keep_best: int = setting(
-        0, "also keep this many with the best evaluation metric; 0 = none", ge=0
+        0, "also keep this many with the lowest evaluation loss; 0 = none", ge=0
     )
-    best_metric: str = setting("loss", "evaluation metric that keep_best looks at")
     async_save: bool = setting(
         True,
         "write while training goes on, also once halfway between two saves, so that a crash that "
@@ -39,23 +38,8 @@ class CheckpointConfig:
     preflight: bool = setting(
         True, "before training, try a small save and restore in the checkpoint directory"
     )
-    host_memory_gb: int = setting(
-        32,
-        "GB of host memory, per process, for arrays being read or written at a time; less than the "
-        "state makes restoring onto other shards read bytes again",
-        ge=1,
-    )
 
     @property
     def in_background(self) -> bool:
         """Whether training goes on during a write; an interval of one step cannot be halved."""
         return self.async_save and self.save_interval_steps != 1
-
-    def problems(self) -> list[str]:
-        """What no bound says."""
-        if not self.keep_best or self.best_metric:
-            return []
-        return [
-            f"checkpoint.keep_best={self.keep_best} needs checkpoint.best_metric, which is empty. "
-            "Name an evaluation metric, e.g. loss."
-        ]

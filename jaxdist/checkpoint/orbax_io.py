@@ -27,6 +27,7 @@ from jaxdist.runtime.storage import Location
 
 _DOCUMENT = "meta"  # the JSON item next to the array items
 _LEAST_SHARE_BYTES = 16 << 20
+_HOST_MEMORY_GB = 32  # of arrays being read or written at a time; less makes restores read again
 
 CHUNK_BYTES = 64 << 20
 """Largest chunk of an array on disk: the least that a restore on another mesh reads."""
@@ -86,7 +87,7 @@ class OrbaxWriter:
         import orbax.checkpoint as ocp
 
         in_place = ocp.path.atomicity.CommitFileTemporaryPath
-        handlers = {item: _handler(self._config) for item in ITEMS}
+        handlers = {item: _handler() for item in ITEMS}
         return ocp.AsyncCheckpointer(
             ocp.CompositeCheckpointHandler(
                 composite_options=ocp.CompositeOptions(temporary_path_class=in_place),
@@ -121,7 +122,7 @@ def read(
     import orbax.checkpoint as ocp
 
     reader = ocp.Checkpointer(
-        ocp.CompositeCheckpointHandler(**{item: _handler(config) for item in targets})
+        ocp.CompositeCheckpointHandler(**{item: _handler() for item in targets})
     )
     parts = {
         item: ocp.args.PyTreeRestore(
@@ -199,7 +200,7 @@ def write_frame(checkpoint: Location, document: dict[str, Any]) -> None:
     (checkpoint / _DOCUMENT / "metadata").write(json.dumps(document))
 
 
-def _handler(config: CheckpointConfig) -> Any:
+def _handler() -> Any:
     import orbax.checkpoint as ocp
 
     arrays = ocp.type_handlers.ArrayHandler(
@@ -210,6 +211,6 @@ def _handler(config: CheckpointConfig) -> Any:
     return ocp.PyTreeCheckpointHandler(
         type_handler_registry=ocp.type_handlers.create_type_handler_registry((jax.Array, arrays)),
         use_compression=False,  # floats shrink by 8 % and take 3 to 4 times longer
-        save_concurrent_gb=config.host_memory_gb,
-        restore_concurrent_gb=config.host_memory_gb,
+        save_concurrent_gb=_HOST_MEMORY_GB,
+        restore_concurrent_gb=_HOST_MEMORY_GB,
     )

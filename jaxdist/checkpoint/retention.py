@@ -8,9 +8,6 @@ from typing import NamedTuple
 
 from jaxdist.checkpoint.config import CheckpointConfig
 
-LARGER_IS_BETTER = ("accuracy",)
-"""Evaluation metrics whose best value is the largest; of all others it is the smallest."""
-
 
 class Saved(NamedTuple):
     """What retention goes by.
@@ -32,23 +29,22 @@ def steps_to_delete(saved: Mapping[int, Saved], config: CheckpointConfig) -> lis
 
     Args:
         saved: by step, each complete checkpoint.
-        config: `max_to_keep`, `keep_interval_steps`, `keep_best`, `best_metric`.
+        config: `max_to_keep`, `keep_interval_steps`, `keep_best`.
     """
     steps = sorted(saved)
     kept = set(steps[-1:])
     kept.update([step for step in steps if not saved[step].halfway][-config.max_to_keep :])
     if config.keep_interval_steps:
         kept.update(step for step in steps if step % config.keep_interval_steps == 0)
-    kept.update(best_steps(saved, config)[: config.keep_best])
+    kept.update(best_steps(saved)[: config.keep_best])
     return [step for step in steps if step not in kept]
 
 
-def best_steps(saved: Mapping[int, Saved], config: CheckpointConfig) -> list[int]:
-    """Steps that have the metric, best first; of equals the later first; NaN is never best."""
-    sign = -1.0 if config.best_metric in LARGER_IS_BETTER else 1.0
+def best_steps(saved: Mapping[int, Saved]) -> list[int]:
+    """Steps with an evaluation loss, lowest first; of equals the later first; NaN is never best."""
     scored = [
-        (sign * one.metrics[config.best_metric], -step)
+        (one.metrics["loss"], -step)
         for step, one in saved.items()
-        if not math.isnan(one.metrics.get(config.best_metric, math.nan))
+        if not math.isnan(one.metrics.get("loss", math.nan))
     ]
     return [-negated for _, negated in sorted(scored)]

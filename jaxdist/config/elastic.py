@@ -26,11 +26,6 @@ def fit_devices(config: RunConfig, num_devices: int, model: Model | None = None)
     Returned unchanged where `mesh.elastic` is off or no device is missing. Else `mesh.shape` and
     `mesh.reason` are those of the smaller mesh, which may take fewer devices than there are.
 
-    Args:
-        config: the run as asked for.
-        num_devices: devices of the whole job.
-        model: the built model, if it is.
-
     Raises:
         ConfigError: the mesh asked for is illegal, or none of so few devices is legal.
     """
@@ -62,7 +57,7 @@ def legal_sizes(config: RunConfig, model: Model | None = None) -> list[int]:
     """Device counts with which an elastic run leaves no device idle; the mesh asked for is last."""
     asked = config.mesh.spec
     if asked is None:
-        raise ConfigError(["mesh.shape=auto has no sizes to shrink from. Give each axis a size."])
+        raise ConfigError("mesh.shape=auto has no sizes to shrink from. Give each axis a size.")
     fewer = shrunk_sizes(asked, lambda spec: _is_legal(config, asked, spec, model))
     return [*fewer, asked.num_devices]
 

@@ -125,9 +125,7 @@ class RunConfig:
     def mesh_problems(self, spec: MeshSpec, model: Model | None = None) -> list[str]:
         """What the model, the batch and the sequence break on a mesh.
 
-        Args:
-            spec: the mesh.
-            model: the built model; needed for a custom one, whose dims are not known before.
+        A custom model must be built (`model`): its dims are not known before.
         """
         known = self.model if model is None else model
         if model is None and not known.dims:  # only the batch can be checked
@@ -155,10 +153,7 @@ class RunConfig:
     ) -> None:
         """Raise `ConfigError` with every problem of a mesh and up to three legal ones nearby.
 
-        Args:
-            spec: the mesh.
-            model: the built model, if it is.
-            num_devices: visible devices, or None when they are not known.
+        Without `num_devices`, those that are visible, their number is not checked.
         """
         problems = self._problems_with_fix(spec, model, num_devices)
         if problems:
@@ -176,11 +171,8 @@ class RunConfig:
 
         With `mesh.shape = "auto"`: `mesh_choice.default_mesh`, or the legal mesh nearest to it.
 
-        Args:
-            num_devices: visible devices of the whole job.
-            model: the built model, if it is.
-            memory_bytes: memory of one device, if the backend says.
-            needs: the estimate of a mesh's memory, where there is one; else the state alone counts.
+        `num_devices` and `memory_bytes` (of one device) are what the backend says. Without `needs`,
+        the estimate of a mesh's memory, the state alone counts.
 
         Raises:
             ConfigError: the mesh asked for is illegal, or no mesh of these devices is legal.

@@ -110,21 +110,6 @@ class Traffic:
     times: int
 
 
-def _no_traffic(sizes: ActivationSizes) -> list[Traffic]:
-    del sizes
-    return []
-
-
-def _no_problems(size: int, workload: Workload) -> list[str]:
-    del size, workload
-    return []
-
-
-def _no_hooks(sequence_parallel: bool) -> dict[str, Any]:
-    del sequence_parallel
-    return {}
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Axis:
     """One axis of the device mesh, with all that the rest of the package asks of it.
@@ -166,9 +151,9 @@ class Axis:
     shrinks: bool = False
     complexity: int = 0
     divides: str = ""
-    problems: Callable[[int, Workload], list[str]] = _no_problems
-    traffic: Callable[[ActivationSizes], list[Traffic]] = _no_traffic
-    hooks: Callable[[bool], dict[str, Any]] = _no_hooks
+    problems: Callable[[int, Workload], list[str]] = lambda size, workload: []
+    traffic: Callable[[ActivationSizes], list[Traffic]] = lambda sizes: []
+    hooks: Callable[[bool], dict[str, Any]] = lambda sequence_parallel: {}
 
 
 def axes_of(spec: P) -> tuple[str, ...]:

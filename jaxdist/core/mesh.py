@@ -49,9 +49,8 @@ class MeshSpec:
     def parse(cls, text: str, num_devices: int | None = None) -> MeshSpec:
         """Read `dp=2,tp=4`; short or long names of axes, `-1` for the devices left over.
 
-        Args:
-            text: comma-separated `name=size`; axes not named have size 1; "" or "1" is one device.
-            num_devices: visible devices, for `resolve`; without it a `-1` stays open.
+        Axes that are not named have size 1; "" or "1" is one device. Without `num_devices`, those
+        that are visible, a `-1` stays open.
 
         Raises:
             ConfigError: with every problem of the text, not only the first.
@@ -85,11 +84,9 @@ class MeshSpec:
         rest = math.prod(size for _, size in self._sizes if size != _OPEN)
         if num_devices % rest:
             raise ConfigError(
-                [
-                    f"mesh {str(self)!r}: the sizes given multiply to {rest}, which does not "
-                    f"divide the {in_devices(num_devices)} that are visible. Choose sizes whose "
-                    f"product divides {num_devices}."
-                ]
+                f"mesh {str(self)!r}: the sizes given multiply to {rest}, which does not "
+                f"divide the {in_devices(num_devices)} that are visible. Choose sizes whose "
+                f"product divides {num_devices}."
             )
         return self.replace(
             **{name: num_devices // rest for name, size in self._sizes if size == _OPEN}
@@ -121,7 +118,7 @@ class MeshSpec:
             ConfigError: an axis is open.
         """
         if self.is_open:
-            raise ConfigError([f"mesh {self} has -1 but the number of devices is not known here."])
+            raise ConfigError(f"mesh {self} has -1 but the number of devices is not known here.")
         return math.prod(size for _, size in self._sizes)
 
     @property
@@ -165,10 +162,8 @@ class MeshSpec:
         elif num_devices % max(1, self.num_devices // self[rows]) == 0:
             fix = f"{rows.short}=-1 to use what is there, or {fix}"
         raise ConfigError(
-            [
-                f"mesh {self} needs {in_devices(self.num_devices)}, {num_devices} "
-                f"{'is' if num_devices == 1 else 'are'} visible. Set {fix}."
-            ]
+            f"mesh {self} needs {in_devices(self.num_devices)}, {num_devices} "
+            f"{'is' if num_devices == 1 else 'are'} visible. Set {fix}."
         )
 
 
@@ -215,11 +210,6 @@ def shrink(
     Axes that do not shrink stay as asked. The others use as many devices as they legally can; among
     equals those nearer to the fast interconnect have the size asked for, else the next larger one,
     so that no device holds more of the state, else the next smaller one.
-
-    Args:
-        asked: the mesh for all devices.
-        num_devices: devices that are there.
-        is_legal: whether model and batch allow a mesh.
     """
     for count in range(num_devices // fixed_devices(asked), 0, -1):
         for spec in _with_shrunk(asked, count):

@@ -20,12 +20,7 @@ from jaxdist.runtime.formatting.numbers import in_bytes
 
 
 def mesh_problems(spec: MeshSpec, workload: Workload) -> list[str]:
-    """Every rule that a model and batch break on a mesh, before anything is built.
-
-    Args:
-        spec: the mesh.
-        workload: sizes of the model and the batch.
-    """
+    """Every rule that a model and batch break on a mesh, before anything is built."""
     workload = dataclasses.replace(workload, context_size=spec[CONTEXT])
     return [
         *_dim_problems(spec, workload),
@@ -105,14 +100,7 @@ def _batch_problems(spec: MeshSpec, workload: Workload) -> Iterable[str]:
 def legal_meshes(
     asked: MeshSpec, num_devices: int, problems_of: Callable[[MeshSpec], list[str]], count: int = 3
 ) -> Sequence[MeshSpec]:
-    """Up to `count` meshes of `num_devices` without problems, nearest to the one asked for.
-
-    Args:
-        asked: the mesh that was refused.
-        num_devices: devices to use.
-        problems_of: MeshSpec -> list of problems.
-        count: how many to name.
-    """
+    """Up to `count` meshes of `num_devices` without problems, nearest to the one asked for."""
     # Splitting rows is proposed to those who asked for it: it serves long rows alone.
     without = () if asked[CONTEXT] > 1 else (CONTEXT,)
     candidates = factorisations(num_devices, without=without)
@@ -128,11 +116,9 @@ def default_mesh(
 ) -> tuple[MeshSpec, str]:
     """The mesh used when none is asked for, and why.
 
-    Args:
-        num_devices: visible devices.
-        state_bytes: parameters, gradients and moments of the whole model.
-        memory_bytes: memory of one device, or None when the backend does not say.
-        needs: the estimate of a mesh's memory; without it the state alone is looked at.
+    `state_bytes` are parameters, gradients and moments of the whole model; `memory_bytes` is the
+    memory of one device, None when the backend does not say. Without the estimate `needs` the state
+    alone is looked at.
     """
     if num_devices == 1:
         return MeshSpec(), "one device: nothing to split"

@@ -254,11 +254,9 @@ def _check_collisions(dims: Dims, rules: Mapping[str, str | None]) -> None:
             continue
         if axis in taken:
             raise ConfigError(
-                [
-                    f"dims {tuple(dims)}: {taken[axis]!r} and {name!r} would both be split by the "
-                    f"mesh axis {axis!r}, which can split one dim of an array. Name one of them "
-                    "None in the model's axes, or give it another axis in Model.rules."
-                ]
+                f"dims {tuple(dims)}: {taken[axis]!r} and {name!r} would both be split by the "
+                f"mesh axis {axis!r}, which can split one dim of an array. Name one of them "
+                "None in the model's axes, or give it another axis in Model.rules."
             )
         taken[axis] = name
 

@@ -51,15 +51,9 @@ def init_state(
 ) -> TrainState:
     """A new state, every leaf created on the devices that hold it; float32 parameters.
 
-    Args:
-        model: gives `init` and the logical axes.
-        optimizer: gives the moments.
-        layout: gives the shardings.
-        seed: the run's seed; parameters and random bits depend on nothing else.
-        loss_scale: initial loss scale, {} without.
-        offload: keep parameter-shaped optimizer state in host memory.
-        params: parameters to start from instead of random ones, as `layout` places them; donated,
-            so that they never exist twice.
+    Parameters and random bits depend on `seed` alone. `offload` keeps parameter-shaped optimizer
+    state in host memory. `params`, as `layout` places them, take the place of random ones; they are
+    donated, so that they never exist twice.
     """
     make = make_state(model, optimizer, loss_scale)
     shardings = state_shardings(model, optimizer, layout, loss_scale=loss_scale, offload=offload)

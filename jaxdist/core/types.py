@@ -128,7 +128,8 @@ def dot(dims: str, x: Array, w: Array, *, out_dtype: Any = None) -> Array:
         [*dims named after the arrow].
     """
     inputs, _, output = dims.partition("->")
-    letters = {name: chr(ord("a") + i) for i, name in enumerate(dict.fromkeys(_names(inputs)))}
+    names = dict.fromkeys(inputs.replace(",", " ").split())
+    letters = {name: chr(ord("a") + i) for i, name in enumerate(names)}
     left, right, out = (
         "".join(letters[name] for name in part.split()) for part in (*inputs.split(","), output)
     )
@@ -137,32 +138,18 @@ def dot(dims: str, x: Array, w: Array, *, out_dtype: Any = None) -> Array:
     )
 
 
-def _names(dims: str) -> list[str]:
-    return dims.replace(",", " ").split()
-
-
 def _identity(x: Any) -> Any:
     return x
-
-
-def _zero() -> int:
-    return 0
 
 
 def _from_the_start(length: int) -> Array:
     return jnp.arange(length)
 
 
-def _no_loss(*_: Any, **__: Any) -> Sums:
-    raise ValueError("this Context has no losses: build it with step.make_context or pass one")
-
-
-def _no_layers(*_: Any, **__: Any) -> tuple[Array, Sums]:
-    raise ValueError("this Context has no run_layers: build it with step.make_context or pass one")
-
-
-def _no_attention(*_: Any, **__: Any) -> Array:
-    raise ValueError("this Context has no attend: build it with attention.make_attend or pass one")
+def _missing(*_: Any, **__: Any) -> Any:
+    raise ValueError(
+        "this Context lacks attend, run_layers or a loss: build it with step.make_context"
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -199,15 +186,15 @@ class Context:
 
     dtype: Any = jnp.float32
     dot: Callable[..., Array] = dot
-    attend: Callable[..., Array] = _no_attention
+    attend: Callable[..., Array] = _missing
     enter: Callable[[Array], Array] = _identity
     leave: Callable[[Array], Array] = _identity
     split: Callable[[Array], Array] = _identity
-    tensor_index: Callable[[], Any] = _zero
+    tensor_index: Callable[[], Any] = int
     places: Callable[[int], Array] = _from_the_start
-    run_layers: Callable[..., tuple[Array, Sums]] = _no_layers
-    token_loss: Callable[..., Sums] = _no_loss
-    label_loss: Callable[..., Sums] = _no_loss
+    run_layers: Callable[..., tuple[Array, Sums]] = _missing
+    token_loss: Callable[..., Sums] = _missing
+    label_loss: Callable[..., Sums] = _missing
     gather: Callable[[Params], Params] = _identity
     dropout_key: Array | None = None
     platform: str = "cpu"

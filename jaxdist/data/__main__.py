@@ -135,17 +135,15 @@ def prepare(
     """
     if bpe_vocab_size is not None and tokenizer != "bytes":
         raise ConfigError(
-            [f"--train-bpe makes a tokenizer and --tokenizer {tokenizer} names one. Drop one."]
+            f"--train-bpe makes a tokenizer and --tokenizer {tokenizer} names one. Drop one."
         )
     if bpe_vocab_size is not None and records != "text":
         raise ConfigError(
-            [
-                f"--train-bpe learns on text, --records {records} is none. Learn it on text first, "
-                "then name DIR/tokenizer.json with --tokenizer."
-            ]
+            f"--train-bpe learns on text, --records {records} is none. Learn it on text first, "
+            "then name DIR/tokenizer.json with --tokenizer."
         )
     if out.exists():
-        raise ConfigError([f"--out {out} exists: a corpus is never overwritten. Name another."])
+        raise ConfigError(f"--out {out} exists: a corpus is never overwritten. Name another.")
     files = [path for source in sources for path in find_files(source)]
     size = total_bytes(files)
     print(f"{len(files)} files, {size / 1e6:.1f} MB", file=sys.stderr)
@@ -177,10 +175,8 @@ def _learn(files: list[Path], vocab_size: int, path: str, limit: int, text_field
     found = load_tokenizer(path).vocab_size
     if found < vocab_size:
         raise ConfigError(
-            [
-                f"--train-bpe {vocab_size}: the text gives only {found} tokens. Use --train-bpe "
-                f"{found} or less, or more text."
-            ]
+            f"--train-bpe {vocab_size}: the text gives only {found} tokens. Use --train-bpe "
+            f"{found} or less, or more text."
         )
     print(f"learned in {time.monotonic() - started:.0f} s", file=sys.stderr)
 

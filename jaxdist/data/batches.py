@@ -142,11 +142,9 @@ class _StreamIterator(grain.DatasetIterator[Numbered]):
             read = [next(self._parent) for _ in range(dropped + plan.num_read)][dropped:]
         except StopIteration:
             raise ConfigError(
-                [
-                    f"the stream of data.sources ended in the batch of sample {first}: training "
-                    "takes as many rows as it has steps. Repeat it, e.g. with `.repeat()` before "
-                    "`.to_iter_dataset()`, or lower train.steps."
-                ]
+                f"the stream of data.sources ended in the batch of sample {first}: training "
+                "takes as many rows as it has steps. Repeat it, e.g. with `.repeat()` before "
+                "`.to_iter_dataset()`, or lower train.steps."
             ) from None
         self._sample = first + plan.batch_size
         return first, plan.stack([read[place] for place in plan.chosen])

@@ -21,7 +21,7 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -45,26 +45,6 @@ class Weighted(NamedTuple):
 
 class BadRecord(ValueError):
     """What is wrong with a record; the caller adds the file and line."""
-
-
-class ChatTemplate(Protocol):
-    """How a conversation is written down.
-
-    Attributes:
-        name: for the log.
-        fingerprint: changes whenever the same conversation could be written in another way.
-    """
-
-    name: str
-    fingerprint: str
-
-    def encode(self, messages: Sequence[Message]) -> Weighted:
-        """Tokens and weights [length] of a conversation (see `checked_messages`).
-
-        Raises:
-            BadRecord: the conversation does not fit the template.
-        """
-        ...
 
 
 def checked_messages(record: dict[str, Any]) -> list[Message]:
@@ -120,9 +100,12 @@ def encode_completion(record: dict[str, Any], tokenizer: Tokenizer) -> Weighted:
 
 
 class PlainTemplate:
-    """Roles in angle brackets on lines of their own; the module's docstring shows it."""
+    """Roles in angle brackets on lines of their own; the module's docstring shows it.
 
-    name = "plain"
+    Attributes:
+        fingerprint: changes whenever the same conversation could be written in another way.
+    """
+
     fingerprint = "plain-1"
 
     def __init__(self, tokenizer: Tokenizer):
@@ -130,7 +113,10 @@ class PlainTemplate:
         self._end = _end(tokenizer)
 
     def encode(self, messages: Sequence[Message]) -> Weighted:
-        """See `ChatTemplate`; answers are tokenised apart, as they are generated."""
+        """Tokens and weights [length] of a conversation (see `checked_messages`).
+
+        Answers are tokenised apart, as they are generated.
+        """
         texts, answers = [""], []
         for number, message in enumerate(messages):
             texts[-1] += f"{chr(10) * (number > 0)}<|{message['role']}|>\n"
@@ -169,7 +155,11 @@ class JinjaTemplate:
         self._render = _compiled(source, name)
 
     def encode(self, messages: Sequence[Message]) -> Weighted:
-        """See `ChatTemplate`."""
+        """Tokens and weights [length] of a conversation (see `checked_messages`).
+
+        Raises:
+            BadRecord: the conversation does not fit the template.
+        """
         text = self._rendered(messages)
         spans = [
             self._span(text, messages, number)
@@ -235,12 +225,13 @@ class JinjaTemplate:
             ) from None
 
 
+ChatTemplate: TypeAlias = PlainTemplate | JinjaTemplate
+
+
 def load_template(name: str, tokenizer: Tokenizer) -> ChatTemplate:
     """The template that `data.chat_template` names.
 
-    Args:
-        name: "auto" = the tokenizer's own if there is one, else plain; "plain"; or a file's path.
-        tokenizer: what conversations are tokenised with.
+    It is "auto" (the tokenizer's own if there is one, else plain), "plain", or a file's path.
 
     Raises:
         ConfigError: no such file, a broken template, or a tokenizer it cannot be used with.
@@ -249,10 +240,8 @@ def load_template(name: str, tokenizer: Tokenizer) -> ChatTemplate:
         return PlainTemplate(tokenizer)
     if not isinstance(tokenizer, FileTokenizer):
         raise ConfigError(
-            [
-                f"data.chat_template={name!r} with tokenizer {tokenizer.name!r}: a template's "
-                "special tokens are those of a tokenizer.json. Set data.tokenizer, or use plain."
-            ]
+            f"data.chat_template={name!r} with tokenizer {tokenizer.name!r}: a template's "
+            "special tokens are those of a tokenizer.json. Set data.tokenizer, or use plain."
         )
     folder = Path(tokenizer.name).parent
     settings = _tokenizer_settings(folder)
@@ -262,10 +251,8 @@ def load_template(name: str, tokenizer: Tokenizer) -> ChatTemplate:
         return JinjaTemplate(path.read_text("utf-8"), str(path), tokenizer, variables)
     if name != "auto":
         raise ConfigError(
-            [
-                f"data.chat_template={name!r} is not a file: it is auto, plain, or the path of a "
-                "Jinja template. Check the path."
-            ]
+            f"data.chat_template={name!r} is not a file: it is auto, plain, or the path of a "
+            "Jinja template. Check the path."
         )
     source = _own_template(settings)
     if source is None:
@@ -281,10 +268,7 @@ def _tokenizer_settings(folder: Path) -> dict[str, Any]:
         found = json.loads(path.read_text("utf-8"))
     except ValueError as error:
         raise ConfigError(
-            [
-                f"{str(path)!r} is not JSON ({error}). Copy it again, or use "
-                "data.chat_template=plain."
-            ]
+            f"{str(path)!r} is not JSON ({error}). Copy it again, or use data.chat_template=plain."
         ) from None
     return found if isinstance(found, dict) else {}
 
@@ -337,10 +321,8 @@ def _compiled(source: str, name: str) -> Callable[..., str]:
         return environment.from_string(source).render
     except jinja2.TemplateSyntaxError as error:
         raise ConfigError(
-            [
-                f"chat template {name} is broken (line {error.lineno}: {error.message}). Repair "
-                "it, or use data.chat_template=plain."
-            ]
+            f"chat template {name} is broken (line {error.lineno}: {error.message}). Repair "
+            "it, or use data.chat_template=plain."
         ) from None
 
 
@@ -354,10 +336,8 @@ def _end(tokenizer: Tokenizer) -> np.ndarray:
     """The end token, uint32 [1]."""
     if tokenizer.end_id is None:
         raise ConfigError(
-            [
-                f"tokenizer {tokenizer.name!r} has no end token that is known: a model could not "
-                "learn where an answer ends. Set data.eos_token to one of its tokens."
-            ]
+            f"tokenizer {tokenizer.name!r} has no end token that is known: a model could not "
+            "learn where an answer ends. Set data.eos_token to one of its tokens."
         )
     return np.array([tokenizer.end_id], np.uint32)
 

@@ -90,17 +90,12 @@ class Corpus:
             ConfigError: the tokenizer.json next to the tokens is another one.
         """
         about = self._about_tokenizer
-        tokenizer: Tokenizer = (
-            load_tokenizer("bytes")
-            if about["name"] == "bytes"
-            else FileTokenizer(self.folder / "tokenizer.json", about["eos_token"])
-        )
+        name = "bytes" if about["name"] == "bytes" else str(self.folder / "tokenizer.json")
+        tokenizer = load_tokenizer(name, about["eos_token"])
         if tokenizer.fingerprint != about["fingerprint"]:
             raise ConfigError(
-                [
-                    f"{str(self.folder)!r}: tokenizer.json is not the one the tokens were made "
-                    "with. Make the folder again with `python -m jaxdist.data`."
-                ]
+                f"{str(self.folder)!r}: tokenizer.json is not the one the tokens were made "
+                "with. Make the folder again with `python -m jaxdist.data`."
             )
         return tokenizer
 
@@ -144,7 +139,7 @@ def write_corpus(
     """
     if folder.exists():
         raise ConfigError(
-            [f"{str(folder)!r} exists: a corpus is never overwritten. Remove it or name another."]
+            f"{str(folder)!r} exists: a corpus is never overwritten. Remove it or name another."
         )
     folder.parent.mkdir(parents=True, exist_ok=True)
     _write(files, folder, encoder, progress, shard_tokens)
@@ -154,8 +149,8 @@ def _write(
     files: list[Path],
     folder: Path,
     encoder: Encoder,
-    progress: Progress | None,
-    shard_tokens: int,
+    progress: Progress | None = None,
+    shard_tokens: int = SHARD_TOKENS,
 ) -> None:
     partial = folder.with_name(f".{folder.name}.partial-{uuid.uuid4().hex[:8]}")
     partial.mkdir()
@@ -173,10 +168,7 @@ def _write(
 def cached_corpus(files: list[Path], name: str, encoder: Encoder) -> Corpus:
     """The corpus of files, tokenised on first use and kept by content.
 
-    Args:
-        files: what to read, in order.
-        name: the source as the user wrote it, for the log.
-        encoder: how.
+    `name` is the source as the user wrote it, for the log.
     """
     key = hashlib.sha256(
         json.dumps([FORMAT, content_digest(files), *encoder.identity]).encode()
@@ -189,7 +181,7 @@ def cached_corpus(files: list[Path], name: str, encoder: Encoder) -> Corpus:
                 "tokenising %s: %d files, %.1f MB, tokenizer %s, kept in %s",
                 name, len(files), total_bytes(files) / 1e6, encoder.tokenizer.name, folder,
             )  # fmt: skip
-            _write(files, folder, encoder, None, SHARD_TOKENS)
+            _write(files, folder, encoder)
     return Corpus(folder)
 
 
@@ -205,10 +197,7 @@ def cache_folder() -> Path:
     except OSError as error:
         if named:
             raise ConfigError(
-                [
-                    f"JAXDIST_CACHE={named!r} cannot be written: {error.strerror}. Name another "
-                    "folder."
-                ]
+                f"JAXDIST_CACHE={named!r} cannot be written: {error.strerror}. Name another folder."
             ) from None
         spare = Path(tempfile.gettempdir()) / f"jaxdist-cache-{os.getuid()}"
         spare.mkdir(mode=0o700, exist_ok=True)
@@ -259,7 +248,7 @@ def _fill(
     if not shards.num_tokens:
         names = ", ".join(repr(str(path)) for path in files[:3])
         what = "records" if encoder.weighted else "text"
-        raise ConfigError([f"{names} holds no {what}: nothing to train on. Check the path."])
+        raise ConfigError(f"{names} holds no {what}: nothing to train on. Check the path.")
     (folder / "documents.bin").write_bytes(all_ends.tobytes())
     if isinstance(tokenizer, FileTokenizer):
         (folder / "tokenizer.json").write_bytes(tokenizer.json)
@@ -277,7 +266,7 @@ def _fill(
             "name": Path(tokenizer.name).name,
             "fingerprint": tokenizer.fingerprint,
             "end_id": tokenizer.end_id,
-            "eos_token": _end_token(tokenizer),
+            "eos_token": tokenizer.eos_token,
         },
         "fingerprint": digest.hexdigest()[:32],
         "shards": shards.about,
@@ -285,10 +274,6 @@ def _fill(
     if encoder.weighted:
         about["weights"] = weights.about
     (folder / "corpus.json").write_text(json.dumps(about, indent=1) + "\n")
-
-
-def _end_token(tokenizer: Tokenizer) -> str:
-    return getattr(tokenizer, "eos_token", "")
 
 
 class _ShardWriter:
@@ -336,17 +321,15 @@ def _read_about(folder: Path) -> dict[str, Any]:
         about = json.loads(path.read_text())
         if about["format"] != FORMAT:
             raise ConfigError(
-                [
-                    f"{str(path)!r} has format {about['format']!r}, this version reads {FORMAT!r}. "
-                    f"{again}"
-                ]
+                f"{str(path)!r} has format {about['format']!r}, this version reads {FORMAT!r}. "
+                f"{again}"
             )
         needed = ("dtype", "num_tokens", "num_documents", "tokenizer", "fingerprint", "shards")
         missing = [key for key in needed if key not in about]
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise ConfigError([f"{str(path)!r} cannot be read ({error}). {again}"]) from None
+        raise ConfigError(f"{str(path)!r} cannot be read ({error}). {again}") from None
     if missing:
-        raise ConfigError([f"{str(path)!r} lacks {', '.join(missing)}. {again}"])
+        raise ConfigError(f"{str(path)!r} lacks {', '.join(missing)}. {again}")
     return about
 
 
@@ -355,11 +338,9 @@ def _map(path: Path, dtype: np.dtype[Any], count: int) -> np.ndarray:
     size = path.stat().st_size if path.is_file() else 0
     if size != count * dtype.itemsize:
         raise ConfigError(
-            [
-                f"{str(path)!r} has {size} bytes, corpus.json says "
-                f"{count * dtype.itemsize}: it was cut off or changed. Remove the folder (a cached "
-                "one is then made again by itself, others with `python -m jaxdist.data`)."
-            ]
+            f"{str(path)!r} has {size} bytes, corpus.json says "
+            f"{count * dtype.itemsize}: it was cut off or changed. Remove the folder (a cached "
+            "one is then made again by itself, others with `python -m jaxdist.data`)."
         )
     if not count:
         return np.zeros(0, dtype)

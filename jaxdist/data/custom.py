@@ -13,7 +13,6 @@ what to evaluate on is always rows by number.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import importlib
 import inspect
@@ -23,7 +22,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -31,16 +30,8 @@ from jaxdist.core.types import ConfigError
 from jaxdist.data.packing import Fields, Rows
 
 _NAMED = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
-_NEEDED = {"tokens": ("tokens", "targets", "weights"), "images": ("images", "labels", "weights")}
+_NEEDED = {"text": ("tokens", "targets", "weights"), "images": ("images", "labels", "weights")}
 _SHARD = ("shard_index", "num_shards")
-
-
-class RowSource(Protocol):
-    """Random access to rows; a `grain.MapDataset` is one."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int) -> Any: ...
 
 
 class Custom(NamedTuple):
@@ -65,27 +56,22 @@ def is_custom(source: str) -> bool:
 class CustomRows:
     """A part made of a user's rows (see `jaxdist.data.packing.Part`)."""
 
-    def __init__(self, source: RowSource, name: str, num_threads: int = 0):
+    def __init__(self, source: Any, name: str):
         """Look at the first row to learn the fields.
 
-        Args:
-            source: the user's rows.
-            name: as the user wrote it.
-            num_threads: that read rows; 0 = the caller's alone.
+        `source` has len() and [index]; a `grain.MapDataset` has.
 
         Raises:
             ConfigError: no rows, no end, or fields that a batch cannot have.
         """
-        self._source, self._name, self._num_threads = source, name, num_threads
+        self._source, self._name = source, name
         self.num_rows = len(source)
         if not self.num_rows:
-            raise ConfigError([f"data source {name!r} has no rows. Return at least one."])
+            raise ConfigError(f"data source {name!r} has no rows. Return at least one.")
         if self.num_rows == sys.maxsize:
             raise ConfigError(
-                [
-                    f"data source {name!r} repeats without end: training repeats rows by itself, "
-                    "each epoch in another order. Leave .repeat() out."
-                ]
+                f"data source {name!r} repeats without end: training repeats rows by itself, "
+                "each epoch in another order. Leave .repeat() out."
             )
         first = source[0]
         self.kind = check_row(first, name)
@@ -98,33 +84,17 @@ class CustomRows:
         Raises:
             ConfigError: a row is missing or has another shape than the first one.
         """
-        import grain
-
-        threads = min(self._num_threads, len(indices))
-        rows = grain.MapDataset.source(np.asarray(indices).tolist()).map(self._source.__getitem__)
-        options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=len(indices))
-        with contextlib.closing(iter(rows.to_iter_dataset(options, allow_nones=True))) as reader:
-            found = list(reader)
+        found = [self._source[index] for index in np.asarray(indices).tolist()]
         return stack_rows(found, self.fields, self._name, indices)
 
     def _fingerprint(self) -> str:
         """Of the number of rows and a few of them: reading all could take hours."""
-        digest = hashlib.sha256(f"{self.num_rows}".encode())
         places = np.unique(np.linspace(0, self.num_rows - 1, 16).astype(np.int64))
-        for field, values in sorted(self.rows(places).items()):
-            digest.update(json.dumps([field, values.shape, values.dtype.str]).encode())
-            digest.update(values.tobytes())
-        return f"custom-{digest.hexdigest()[:32]}"
+        return f"custom-{digest_of(self.rows(places), str(self.num_rows))}"
 
 
-def open_custom(source: str, *, seq_len: int, seed: int, num_threads: int = 0) -> Custom:
+def open_custom(source: str, *, seq_len: int, seed: int) -> Custom:
     """Call the user's function; the current directory is importable, as for a script.
-
-    Args:
-        source: "module:function".
-        seq_len: given to the function.
-        seed: given to the function.
-        num_threads: that read rows by number; a stream has threads of its own.
 
     Raises:
         ConfigError: the function is not there, takes other arguments, or returns something else.
@@ -144,17 +114,13 @@ def open_custom(source: str, *, seq_len: int, seed: int, num_threads: int = 0) -
     for rows in (None if is_stream else train, held):
         if rows is not None and not (hasattr(rows, "__len__") and hasattr(rows, "__getitem__")):
             raise ConfigError(
-                [
-                    f"data source {source!r} returned {type(rows).__name__}, which has no random "
-                    "access and cannot be resumed. Return something with len() and [index], such "
-                    "as grain.MapDataset; to train on, a grain.IterDataset will do too."
-                ]
+                f"data source {source!r} returned {type(rows).__name__}, which has no random "
+                "access and cannot be resumed. Return something with len() and [index], such "
+                "as grain.MapDataset; to train on, a grain.IterDataset will do too."
             )
     return Custom(
-        (lambda index, count: call(index, count)[0])
-        if is_stream
-        else CustomRows(train, source, num_threads),
-        None if held is None else CustomRows(held, source, num_threads),
+        (lambda index, count: call(index, count)[0]) if is_stream else CustomRows(train, source),
+        None if held is None else CustomRows(held, source),
         divides,
     )
 
@@ -167,14 +133,12 @@ def _function(source: str) -> Callable[..., Any]:
         return getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError) as error:
         raise ConfigError(
-            [
-                f"data source {source!r} cannot be loaded: {error}. Name a file, or an importable "
-                "module:function (the current directory is on the path)."
-            ]
+            f"data source {source!r} cannot be loaded: {error}. Name a file, or an importable "
+            "module:function (the current directory is on the path)."
         ) from error
 
 
-def check_row(row: Any, name: str) -> Literal["tokens", "images"]:
+def check_row(row: Any, name: str) -> Literal["text", "images"]:
     """Which kind of row it is.
 
     Raises:
@@ -182,18 +146,14 @@ def check_row(row: Any, name: str) -> Literal["tokens", "images"]:
     """
     if not isinstance(row, Mapping):
         raise ConfigError(
-            [
-                f"data source {name!r} gives rows of type {type(row).__name__}, not dicts of "
-                "arrays. Return the fields of jaxdist.core.types.Batch."
-            ]
+            f"data source {name!r} gives rows of type {type(row).__name__}, not dicts of "
+            "arrays. Return the fields of jaxdist.core.types.Batch."
         )
-    kind: Literal["tokens", "images"] = "images" if "images" in row else "tokens"
+    kind: Literal["text", "images"] = "images" if "images" in row else "text"
     if missing := [field for field in _NEEDED[kind] if field not in row]:
         raise ConfigError(
-            [
-                f"data source {name!r} gives rows without {', '.join(missing)} (they have: "
-                f"{', '.join(map(str, row))}). Return the fields of jaxdist.core.types.Batch."
-            ]
+            f"data source {name!r} gives rows without {', '.join(missing)} (they have: "
+            f"{', '.join(map(str, row))}). Return the fields of jaxdist.core.types.Batch."
         )
     return kind
 
@@ -203,16 +163,21 @@ def fields_of(row: Mapping[str, Any]) -> Fields:
     return {field: (np.shape(value), _stored_as(field)) for field, value in row.items()}
 
 
+def digest_of(rows: Rows, text: str = "") -> str:
+    """Digest of a text and of rows [n, ...] by field."""
+    digest = hashlib.sha256(text.encode())
+    for field, values in sorted(rows.items()):
+        digest.update(json.dumps([field, values.shape, values.dtype.str]).encode())
+        digest.update(values.tobytes())
+    return digest.hexdigest()[:32]
+
+
 def stack_rows(
     rows: Sequence[Any], fields: Fields, name: str, numbers: Sequence[int] | np.ndarray = ()
 ) -> Rows:
     """Rows as one array per field, [len(rows), ...] in the field's dtype.
 
-    Args:
-        rows: dicts of arrays.
-        fields: shape and dtype of each field of the first row.
-        name: of the source, for the error.
-        numbers: of the rows, for the error; empty = they have none.
+    `numbers` of the rows, if they have any, and the `name` of the source are for the error.
 
     Raises:
         ConfigError: a row is missing, or has another shape than the first one.
@@ -222,7 +187,7 @@ def stack_rows(
         for field, (shape, _) in fields.items():
             if row is None or np.shape(row[field]) != shape:
                 which = f"row {int(numbers[at])}" if len(numbers) else "a row"
-                raise ConfigError([_unlike(name, which, row, field, shape)])
+                raise ConfigError(_unlike(name, which, row, field, shape))
             out[field][at] = row[field]
     return out
 

@@ -6,10 +6,13 @@ A dataset has `__len__` and `__getitem__`, so it is also a source for `grain.Map
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import logging
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, TypeAlias, TypeVar
 
 import numpy as np
@@ -20,7 +23,7 @@ from jaxdist.data.corpus import Corpus, cached_corpus
 from jaxdist.data.custom import CustomRows, is_custom, open_custom
 from jaxdist.data.documents import find_files
 from jaxdist.data.encoding import Encoder, make_encoder
-from jaxdist.data.images import NUM_CLASSES, Images, is_cifar, open_cifar
+from jaxdist.data.images import NUM_CLASSES, is_cifar, open_cifar
 from jaxdist.data.order import Order
 from jaxdist.data.packing import Fields, Part, Rows, split_text
 from jaxdist.data.stream import StreamDataset, open_stream
@@ -120,10 +123,7 @@ def open_datasets(
 ) -> tuple[TrainData, Dataset | None]:
     """Open the sources: what to train on and what is held out, without a common row.
 
-    Args:
-        config: see `DataConfig`.
-        seq_len: tokens of a row; not used for images.
-        seed: given to a source of the user's own; rows of files do not depend on it.
+    `seed` is given to a source of the user's own; rows of files do not depend on it.
 
     Raises:
         ConfigError: rules broken, or files that cannot be read as what they are said to be.
@@ -137,13 +137,11 @@ def open_datasets(
         return _open_images(config, [f for f in folders if f])
     if any(folders):
         raise ConfigError(
-            [
-                f"data.sources={config.sources} mixes CIFAR-10 with text: a model learns one of "
-                "them. Name sources of one kind."
-            ]
+            f"data.sources={config.sources} mixes CIFAR-10 with text: a model learns one of "
+            "them. Name sources of one kind."
         )
     if seq_len < 1:
-        raise ConfigError([f"seq_len={seq_len} is below 1: a row needs a token. Use 64 or more."])
+        raise ConfigError(f"seq_len={seq_len} is below 1: a row needs a token. Use 64 or more.")
     return _open_text(config, seq_len)
 
 
@@ -172,26 +170,36 @@ def _open_text(config: DataConfig, seq_len: int) -> tuple[Dataset, Dataset | Non
     vocab_size = config.vocab_size or used.vocab_size
     if vocab_size < used.vocab_size:
         raise ConfigError(
-            [
-                f"data.vocab_size={vocab_size} is smaller than the {used.vocab_size} tokens of "
-                f"tokenizer {used.name!r}: some tokens would have no place in the model. Use "
-                f"{used.vocab_size} or more, or 0."
-            ]
+            f"data.vocab_size={vocab_size} is smaller than the {used.vocab_size} tokens of "
+            f"tokenizer {used.name!r}: some tokens would have no place in the model. Use "
+            f"{used.vocab_size} or more, or 0."
         )
     about = {"seq_len": seq_len, "packing": packing, "tokenizer": used.fingerprint}
+    dataset = functools.partial(
+        _dataset, "text", vocab_size=vocab_size, tokenizer=used, about=about
+    )
+    return dataset(train, config.mixture_weights), dataset(rest) if rest else None
 
-    def dataset(parts: list[Part], weights: list[float]) -> Dataset:
-        prints = {"parts": [part.fingerprint for part in parts], "weights": weights}
-        return Dataset(
-            kind="text",
-            parts=tuple(parts),
-            weights=tuple(weights),
-            vocab_size=vocab_size,
-            tokenizer=used,
-            identity={"kind": "text", **about, **prints},
-        )
 
-    return dataset(train, list(config.mixture_weights)), dataset(rest, []) if rest else None
+def _dataset(
+    kind: Literal["text", "images"],
+    parts: Sequence[Part],
+    weights: Sequence[float] = (),
+    *,
+    vocab_size: int,
+    tokenizer: Tokenizer | None = None,
+    about: Mapping[str, Any] = MappingProxyType({}),
+) -> Dataset:
+    """Parts as one dataset; `about` is what else the rows depend on."""
+    prints = {"parts": [part.fingerprint for part in parts], "weights": list(weights)}
+    return Dataset(
+        kind=kind,
+        parts=tuple(parts),
+        weights=tuple(weights),
+        vocab_size=vocab_size,
+        tokenizer=tokenizer,
+        identity={"kind": kind, **about, **prints},
+    )
 
 
 def _packing(
@@ -201,10 +209,8 @@ def _packing(
     weighted = [corpus for corpus in corpora if corpus.weighted]
     if weighted and config.packing == "stream":
         raise ConfigError(
-            [
-                "data.packing=stream with conversations or completions: they would read each "
-                "other. Use best_fit or documents."
-            ]
+            "data.packing=stream with conversations or completions: they would read each "
+            "other. Use best_fit or documents."
         )
     ends = [np.diff(corpus.document_ends.astype(np.int64), prepend=0) for corpus in weighted]
     long = sum(int((lengths > seq_len + 1).sum()) for lengths in ends)
@@ -225,13 +231,11 @@ def _open_corpus(source: str, encoder: Encoder) -> Corpus:
         return Corpus(path)
     files = find_files(source)
     if len(files) == 1 and files[0].stat().st_size == 0:
-        raise ConfigError([f"{str(files[0])!r} is empty: nothing to train on. Check the path."])
+        raise ConfigError(f"{str(files[0])!r} is empty: nothing to train on. Check the path.")
     if len(files) == 1 and files[0].suffix in (".bin", ".npy", ".pt", ".safetensors"):
         raise ConfigError(
-            [
-                f"{str(files[0])!r} is not text. Token folders are made by `python -m jaxdist.data "
-                "SRC --out DIR` from text; give the folder."
-            ]
+            f"{str(files[0])!r} is not text. Token folders are made by `python -m jaxdist.data "
+            "SRC --out DIR` from text; give the folder."
         )
     return cached_corpus(files, source, encoder)
 
@@ -241,10 +245,8 @@ def _check_tokenizers(sources: list[str], corpora: list[Corpus]) -> None:
     if len(names) > 1:
         pairs = "; ".join(f"{s}: {c.tokenizer.name}" for s, c in zip(sources, corpora, strict=True))
         raise ConfigError(
-            [
-                f"sources were tokenised in different ways ({pairs}): their token numbers mean "
-                "different things. Set data.tokenizer to the one of the token folder."
-            ]
+            f"sources were tokenised in different ways ({pairs}): their token numbers mean "
+            "different things. Set data.tokenizer to the one of the token folder."
         )
 
 
@@ -260,11 +262,9 @@ def _with_rows(
     if held is not None:
         fix = f"Raise data.eval_fraction={held}, set it to 0, or use a smaller seq_len."
     raise ConfigError(
-        [
-            f"{role} {source!r} holds no row of seq_len={seq_len}: the source has "
-            f"{corpus.num_tokens} tokens in {corpus.num_documents} documents, and a row needs "
-            f"seq_len+1 tokens. {fix}"
-        ]
+        f"{role} {source!r} holds no row of seq_len={seq_len}: the source has "
+        f"{corpus.num_tokens} tokens in {corpus.num_documents} documents, and a row needs "
+        f"seq_len+1 tokens. {fix}"
     )
 
 
@@ -274,32 +274,21 @@ def _cifar_folder(source: str) -> Path | None:
 
 
 def _open_images(config: DataConfig, folders: list[Path]) -> tuple[Dataset, Dataset | None]:
-    both = [open_cifar(folder, config.image_scaling) for folder in folders]
+    both = [open_cifar(folder) for folder in folders]
     held = [test for _, test in both] if config.eval_fraction else []
     if config.eval_sources:
         others = [_cifar_folder(source) for source in config.eval_sources]
         if not all(others):
             raise ConfigError(
-                [
-                    f"data.eval_sources={config.eval_sources} are not all CIFAR-10 folders, as "
-                    "data.sources are. Name folders, or leave eval_sources empty to use the test "
-                    "files."
-                ]
+                f"data.eval_sources={config.eval_sources} are not all CIFAR-10 folders, as "
+                "data.sources are. Name folders, or leave eval_sources empty to use the test "
+                "files."
             )
-        held = [open_cifar(folder, config.image_scaling)[1] for folder in others if folder]
+        held = [open_cifar(folder)[1] for folder in others if folder]
 
-    def dataset(parts: list[Images], weights: list[float]) -> Dataset:
-        prints = {"parts": [part.fingerprint for part in parts], "weights": weights}
-        return Dataset(
-            kind="images",
-            parts=tuple(parts),
-            weights=tuple(weights),
-            vocab_size=NUM_CLASSES,
-            identity={"kind": "images", **prints},
-        )
-
-    train = dataset([images for images, _ in both], list(config.mixture_weights))
-    return train, dataset(held, []) if held else None
+    dataset = functools.partial(_dataset, "images", vocab_size=NUM_CLASSES)
+    train = dataset([images for images, _ in both], config.mixture_weights)
+    return train, dataset(held) if held else None
 
 
 def _open_custom(config: DataConfig, seq_len: int, seed: int) -> tuple[TrainData, Dataset | None]:
@@ -317,18 +306,14 @@ def _open_custom(config: DataConfig, seq_len: int, seed: int) -> tuple[TrainData
         )
     if problems:
         raise ConfigError(problems)
-    custom = open_custom(source, seq_len=seq_len, seed=seed, num_threads=config.num_threads)
+    custom = open_custom(source, seq_len=seq_len, seed=seed)
     tokenizer = load_tokenizer(config.tokenizer, config.eos_token)
 
     def dataset(part: CustomRows) -> Dataset:
-        text = part.kind == "tokens"
-        return Dataset(
-            kind="text" if text else "images",
-            parts=(part,),
-            vocab_size=config.vocab_size,
-            tokenizer=tokenizer if text else None,
-            identity={"kind": "custom", "seq_len": seq_len, "parts": [part.fingerprint]},
-        )
+        used = tokenizer if part.kind == "text" else None
+        size = config.vocab_size
+        about = {"seq_len": seq_len}
+        return _dataset(part.kind, [part], vocab_size=size, tokenizer=used, about=about)
 
     held = None if custom.held is None else dataset(custom.held)
     if isinstance(custom.train, CustomRows):

@@ -76,10 +76,8 @@ def library_files() -> list[Path]:
         names += [inside / file for file in files if file.endswith(".py")]
     if not names:
         raise ConfigError(
-            [
-                f'data.sources has "stdlib", but {str(root)!r} holds no .py files (a zipped or '
-                "compiled Python). Give a text file or folder of your own."
-            ]
+            f'data.sources has "stdlib", but {str(root)!r} holds no .py files (a zipped or '
+            "compiled Python). Give a text file or folder of your own."
         )
     return [root / n for n in sorted(names, key=lambda n: _digest(n.as_posix()))]
 
@@ -102,15 +100,13 @@ def find_files(source: str) -> list[Path]:
     files = sorted((p for p in found if p.is_file()), key=lambda p: p.as_posix())
     if not files:
         kind = "is a folder without files" if path.is_dir() else "matches no file"
-        raise ConfigError([f"data source {source!r} {kind}. Check the path."])
+        raise ConfigError(f"data source {source!r} {kind}. Check the path.")
     kinds = {_kind(p) for p in files}
     if len(kinds) > 1:
         examples = ", ".join(next(p.name for p in files if _kind(p) == k) for k in sorted(kinds))
         raise ConfigError(
-            [
-                f"data source {source!r} mixes kinds of files ({examples}): which of them are data "
-                f"is not clear. Name one kind with a glob, e.g. {source.rstrip('/')}/**/*.parquet"
-            ]
+            f"data source {source!r} mixes kinds of files ({examples}): which of them are data "
+            f"is not clear. Name one kind with a glob, e.g. {source.rstrip('/')}/**/*.parquet"
         )
     return files
 
@@ -153,27 +149,23 @@ def read_records(path: Path, columns: list[str]) -> Iterator[Record]:
             return
         if kind != "lines":
             raise ConfigError(
-                [
-                    f"{str(path)!r} is not .jsonl or .parquet: data.records asks for records. Name "
-                    "such files, or use data.records=text."
-                ]
+                f"{str(path)!r} is not .jsonl or .parquet: data.records asks for records. Name "
+                "such files, or use data.records=text."
             )
         with path.open("rb") as raw, _decompressed(path, raw) as stream:
             for number, value in _json_lines(path, stream):
                 place = f"{path}:{number}"
                 if not isinstance(value, dict):
                     raise ConfigError(
-                        [f"{place} is not an object but {type(value).__name__}. Repair the line."]
+                        f"{place} is not an object but {type(value).__name__}. Repair the line."
                     )
                 yield Record(value, place, raw.tell())
 
 
 def _unclear(path: Path) -> ConfigError:
     return ConfigError(
-        [
-            f"{str(path)!r} is .json: one object per line or one text is not clear. Rename "
-            "it to .jsonl or .txt."
-        ]
+        f"{str(path)!r} is .json: one object per line or one text is not clear. Rename "
+        "it to .jsonl or .txt."
     )
 
 
@@ -185,9 +177,9 @@ def _read_errors(path: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno is None:  # no error of the system, but of the decompressing library
             raise ConfigError(
-                [f"{str(path)!r} is damaged: it cannot be decompressed ({error}). Copy it again."]
+                f"{str(path)!r} is damaged: it cannot be decompressed ({error}). Copy it again."
             ) from None
-        raise ConfigError([f"{str(path)!r} cannot be read: {error.strerror or error}."]) from None
+        raise ConfigError(f"{str(path)!r} cannot be read: {error.strerror or error}.") from None
 
 
 def content_digest(files: list[Path]) -> str:
@@ -198,7 +190,7 @@ def content_digest(files: list[Path]) -> str:
             with path.open("rb") as file:
                 whole.update(hashlib.file_digest(file, "sha256").digest())
         except OSError as error:
-            raise ConfigError([f"{str(path)!r} cannot be read: {error.strerror}."]) from None
+            raise ConfigError(f"{str(path)!r} cannot be read: {error.strerror}.") from None
     return whole.hexdigest()
 
 
@@ -234,10 +226,8 @@ def _decode(path: Path, data: bytes, start: int, line: int | None = None) -> str
     except UnicodeDecodeError as error:
         place = f"byte {start + error.start}" if line is None else f"line {line}"
         raise ConfigError(
-            [
-                f"{str(path)!r} is not UTF-8 text ({place} is 0x{data[error.start]:02x}). Convert "
-                "it, or leave it out with a glob that names only text files."
-            ]
+            f"{str(path)!r} is not UTF-8 text ({place} is 0x{data[error.start]:02x}). Convert "
+            "it, or leave it out with a glob that names only text files."
         ) from None
 
 
@@ -279,10 +269,8 @@ def _read_lines(path: Path, stream: BinaryIO, raw: BinaryIO, field: str) -> Iter
             have = ", ".join(record) if isinstance(record, dict) else type(record).__name__
             what = "no text" if isinstance(record, dict) and field in record else "no field"
             raise ConfigError(
-                [
-                    f"{path}:{number} has {what} {field!r} (it has: {have}). Set data.text_field "
-                    f"to the field that holds the text{_other_kind(record)}."
-                ]
+                f"{path}:{number} has {what} {field!r} (it has: {have}). Set data.text_field "
+                f"to the field that holds the text{_other_kind(record)}."
             )
         if record[field]:
             yield Piece(record[field], True, raw.tell())
@@ -307,7 +295,7 @@ def _json_lines(path: Path, stream: BinaryIO) -> Iterator[tuple[int, Any]]:
             yield number, json.loads(line)
         except ValueError as error:
             raise ConfigError(
-                [f"{path}:{number} is not JSON ({error}). Repair or remove the line."]
+                f"{path}:{number} is not JSON ({error}). Repair or remove the line."
             ) from None
 
 
@@ -328,7 +316,7 @@ def _parquet_rows(path: Path, columns: list[str], fix: str, *, texts: bool) -> I
                 wrong = [f"{column} of {kind}" for column, kind in kinds.items() if not _text(kind)]
                 problem = f"column {', '.join(wrong)}, not of text" if wrong else ""
             if problem:
-                raise ConfigError([f"{str(path)!r} has {problem}. {fix}"])
+                raise ConfigError(f"{str(path)!r} has {problem}. {fix}")
             number, total = 0, max(1, file.metadata.num_rows)
             for batch in file.iter_batches(batch_size=1024, columns=columns):
                 for row in batch.to_pylist():
@@ -336,7 +324,7 @@ def _parquet_rows(path: Path, columns: list[str], fix: str, *, texts: bool) -> I
                     yield Record(row, f"{path}:{number}", size * number // total)
     except pa.ArrowInvalid as error:
         raise ConfigError(
-            [f"{str(path)!r} is not a whole Parquet file ({str(error).splitlines()[0]})."]
+            f"{str(path)!r} is not a whole Parquet file ({str(error).splitlines()[0]})."
         ) from None
 
 

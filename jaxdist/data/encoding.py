@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Literal, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -25,6 +25,8 @@ BATCH_CHARACTERS = 4 << 20
 """Text given to the tokenizer at once, so that it can use all cores."""
 
 _BATCH_TOKENS = 1 << 20
+
+T = TypeVar("T")
 
 RecordKind = Literal["text", "chat", "completion"]
 
@@ -46,8 +48,8 @@ class Chunk:
     position: int
 
 
-class Encoder(Protocol):
-    """How files become tokens.
+class TextEncoder:
+    """Each text is a document; the tokenizer's end token, if it has one, closes it.
 
     Attributes:
         tokenizer: what it uses.
@@ -55,13 +57,76 @@ class Encoder(Protocol):
         identity: JSON that changes whenever the same files could become other tokens.
     """
 
-    tokenizer: Tokenizer
-    weighted: bool
-    identity: list[str]
+    weighted = False
+
+    def __init__(self, tokenizer: Tokenizer, text_field: str):
+        self.tokenizer, self._text_field = tokenizer, text_field
+        self.identity = [tokenizer.fingerprint, text_field]
 
     def chunks(self, files: Sequence[Path]) -> Iterator[Chunk]:
         """The tokens of files; raises `ConfigError` with file and line where one is bad."""
-        ...
+
+        def pieces(path: Path) -> Iterator[tuple[Piece, int, int]]:
+            for piece in read_pieces(path, self._text_field):
+                yield piece, len(piece.text), piece.position
+
+        for held, position in _batches(files, pieces, BATCH_CHARACTERS):
+            yield self._encoded(held, position)
+
+    def _encoded(self, pieces: list[Piece], position: int) -> Chunk:
+        end_id = self.tokenizer.end_id
+        end = [] if end_id is None else [np.array([end_id], np.min_scalar_type(end_id))]
+        parts: list[np.ndarray] = []
+        ends, total = [], 0
+        encoded = self.tokenizer.encode_batch([piece.text for piece in pieces])
+        for piece, tokens in zip(pieces, encoded, strict=True):
+            parts.append(tokens)
+            total += len(tokens)
+            if piece.last:
+                parts += end
+                total += len(end)
+                ends.append(total)
+        return Chunk(np.concatenate(parts), None, np.array(ends, np.uint64), position)
+
+
+class RecordEncoder:
+    """Each record is a document of which only the answers count: chat, or prompt and completion.
+
+    It has the attributes of `TextEncoder`.
+    """
+
+    weighted = True
+
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None):
+        """Without a template: prompt and completion."""
+        self.tokenizer, self._template = tokenizer, template
+        kind = template.fingerprint if template is not None else "completion-1"
+        self.identity = [tokenizer.fingerprint, kind]
+
+    def chunks(self, files: Sequence[Path]) -> Iterator[Chunk]:
+        """The tokens of files; raises `ConfigError` with file and line where one is bad."""
+        for held, position in _batches(files, self._documents, _BATCH_TOKENS):
+            yield Chunk(
+                np.concatenate([document.tokens for document in held]),
+                np.concatenate([document.weights for document in held]),
+                np.cumsum([len(document.tokens) for document in held], dtype=np.uint64),
+                position,
+            )
+
+    def _documents(self, path: Path) -> Iterator[tuple[Weighted, int, int]]:
+        columns = ["prompt", "completion"] if self._template is None else ["messages"]
+        for record in read_records(path, columns):
+            try:
+                if self._template is None:
+                    document = encode_completion(record.value, self.tokenizer)
+                else:
+                    document = self._template.encode(checked_messages(record.value))
+            except BadRecord as error:
+                raise ConfigError(f"{record.place} {error}") from None
+            yield document, len(document.tokens), record.position
+
+
+Encoder: TypeAlias = TextEncoder | RecordEncoder
 
 
 def make_encoder(
@@ -82,95 +147,25 @@ def make_encoder(
     return RecordEncoder(tokenizer, template)
 
 
-class TextEncoder:
-    """Each text is a document; the tokenizer's end token, if it has one, closes it."""
+def _batches(
+    files: Sequence[Path], read: Callable[[Path], Iterator[tuple[T, int, int]]], limit: int
+) -> Iterator[tuple[list[T], int]]:
+    """What files hold, in lists of about a size, and how many bytes of the files were read by then.
 
-    weighted = False
-
-    def __init__(self, tokenizer: Tokenizer, text_field: str):
-        self.tokenizer, self._text_field = tokenizer, text_field
-        self.identity = [tokenizer.fingerprint, text_field]
-
-    def chunks(self, files: Sequence[Path]) -> Iterator[Chunk]:
-        """See `Encoder`."""
-        for pieces, position in self._batches(files):
-            yield self._encoded(pieces, position)
-
-    def _batches(self, files: Sequence[Path]) -> Iterator[tuple[list[Piece], int]]:
-        held: list[Piece] = []
-        characters, before = 0, 0
-        for path in files:
-            position = before
-            for piece in read_pieces(path, self._text_field):
-                held.append(piece)
-                characters += len(piece.text)
-                position = before + piece.position
-                if characters >= BATCH_CHARACTERS:
-                    yield held, position
-                    held, characters = [], 0
-            before += path.stat().st_size
-        if held:
-            yield held, before
-
-    def _encoded(self, pieces: list[Piece], position: int) -> Chunk:
-        ends, total = [], 0
-        parts: list[np.ndarray] = []
-        end_id = self.tokenizer.end_id
-        end = [] if end_id is None else [np.array([end_id], np.min_scalar_type(end_id))]
-        encoded = self.tokenizer.encode_batch([piece.text for piece in pieces])
-        for piece, tokens in zip(pieces, encoded, strict=True):
-            parts.append(tokens)
-            total += len(tokens)
-            if piece.last:
-                parts += end
-                total += len(end)
-                ends.append(total)
-        return Chunk(np.concatenate(parts), None, np.array(ends, np.uint64), position)
-
-
-class RecordEncoder:
-    """Each record is a document of which only the answers count: chat, or prompt and completion."""
-
-    weighted = True
-
-    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None):
-        """Without a template: prompt and completion."""
-        self.tokenizer, self._template = tokenizer, template
-        kind = template.fingerprint if template is not None else "completion-1"
-        self.identity = [tokenizer.fingerprint, kind]
-        self._columns = ["prompt", "completion"] if template is None else ["messages"]
-
-    def chunks(self, files: Sequence[Path]) -> Iterator[Chunk]:
-        """See `Encoder`."""
-        held: list[Weighted] = []
-        length, before = 0, 0
-        for path in files:
-            position = before
-            for record in read_records(path, self._columns):
-                try:
-                    held.append(self._encoded(record.value))
-                except BadRecord as error:
-                    raise ConfigError([f"{record.place} {error}"]) from None
-                length += len(held[-1].tokens)
-                position = before + record.position
-                if length >= _BATCH_TOKENS:
-                    yield _chunk(held, position)
-                    held, length = [], 0
-            before += path.stat().st_size
-        if held:
-            yield _chunk(held, before)
-
-    def _encoded(self, record: dict[str, Any]) -> Weighted:
-        if self._template is None:
-            return encode_completion(record, self.tokenizer)
-        return self._template.encode(checked_messages(record))
-
-
-def _chunk(documents: Sequence[Weighted], position: int) -> Chunk:
-    """Documents, tokens and weights [length] each, one after the other."""
-    return Chunk(
-        np.concatenate([document.tokens for document in documents]),
-        np.concatenate([document.weights for document in documents]),
-        np.cumsum([len(document.tokens) for document in documents], dtype=np.uint64),
-        position,
-    )
+    Args:
+        files: in order.
+        read: file -> (item, its size, bytes of the file read).
+        limit: size at which a list is full.
+    """
+    held: list[T] = []
+    total, before = 0, 0
+    for path in files:
+        for item, size, position in read(path):
+            held.append(item)
+            total += size
+            if total >= limit:
+                yield held, before + position
+                held, total = [], 0
+        before += path.stat().st_size
+    if held:
+        yield held, before

@@ -14,7 +14,7 @@ import dataclasses
 import hashlib
 import pickle
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -27,12 +27,6 @@ NUM_CLASSES = 10
 _SHAPE = (32, 32, 3)
 _PIXELS = 3 * 32 * 32
 _RECORD = 1 + _PIXELS
-
-# Of the 50,000 training images, red green blue, in units of 255.
-_MEAN = np.array([0.4914, 0.4822, 0.4465], np.float32)
-_STD = np.array([0.2470, 0.2435, 0.2616], np.float32)
-
-Scaling = Literal["half", "unit", "channel"]
 
 
 def image_fields() -> dict[str, tuple[tuple[int, ...], np.dtype]]:
@@ -51,12 +45,10 @@ class Images:
     Attributes:
         pixels: uint8 [num_rows, 32, 32, 3].
         labels: int32 [num_rows].
-        scaling: how pixels become float32 (see `DataConfig.image_scaling`).
     """
 
     pixels: np.ndarray
     labels: np.ndarray
-    scaling: Scaling
 
     @property
     def num_rows(self) -> int:
@@ -70,22 +62,14 @@ class Images:
 
     @property
     def fingerprint(self) -> str:
-        """Of pixels, labels and scaling; the same for both forms on disk."""
+        """Of pixels and labels; the same for both forms on disk."""
         digest = hashlib.sha256(self.pixels.tobytes() + self.labels.tobytes()).hexdigest()
-        return f"images-{digest[:32]}-{self.scaling}"
+        return f"images-{digest[:32]}"
 
     def rows(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-        """See `Part.rows`: images float32 [rows, 32, 32, 3], labels int32 [rows]."""
-        x = self.pixels[indices].astype(np.float32)
-        if self.scaling == "half":
-            x /= 127.5
-            x -= 1
-        else:
-            x /= 255
-            if self.scaling == "channel":
-                x = (x - _MEAN) / _STD
+        """See `Part.rows`: images float32 [n, 32, 32, 3] in [-1, 1], labels int32 [n]."""
         return {
-            "images": x,
+            "images": self.pixels[indices].astype(np.float32) / 127.5 - 1,
             "labels": self.labels[indices],
             "weights": np.ones(len(indices), np.float32),
         }
@@ -97,7 +81,7 @@ def is_cifar(folder: Path) -> bool:
     return any((folder / n).is_file() or (folder / f"{n}.bin").is_file() for n in names)
 
 
-def open_cifar(folder: Path, scaling: Scaling) -> tuple[Images, Images]:
+def open_cifar(folder: Path) -> tuple[Images, Images]:
     """Training and test images of a CIFAR-10 folder.
 
     Raises:
@@ -110,10 +94,7 @@ def open_cifar(folder: Path, scaling: Scaling) -> tuple[Images, Images]:
     ]
     if missing:
         raise ConfigError(
-            [
-                f"CIFAR-10 folder {str(folder)!r} lacks {', '.join(missing)}. Unpack the archive "
-                "again."
-            ]
+            f"CIFAR-10 folder {str(folder)!r} lacks {', '.join(missing)}. Unpack the archive again."
         )
 
     def images(names: tuple[str, ...]) -> Images:
@@ -122,7 +103,6 @@ def open_cifar(folder: Path, scaling: Scaling) -> tuple[Images, Images]:
         return Images(
             pixels=np.ascontiguousarray(pixels.transpose(0, 2, 3, 1)),
             labels=np.concatenate([labels for _, labels in parts]),
-            scaling=scaling,
         )
 
     return images(TRAIN_FILES), images((TEST_FILE,))
@@ -133,10 +113,8 @@ def _read_binary(path: Path) -> tuple[np.ndarray, np.ndarray]:
     data = np.fromfile(path, np.uint8)
     if not len(data) or len(data) % _RECORD:
         raise ConfigError(
-            [
-                f"{str(path)!r} has {len(data)} bytes, not a multiple of {_RECORD} (one label and "
-                "3·32·32 pixels). Copy or unpack it again."
-            ]
+            f"{str(path)!r} has {len(data)} bytes, not a multiple of {_RECORD} (one label and "
+            "3·32·32 pixels). Copy or unpack it again."
         )
     records = data.reshape(-1, _RECORD)
     return records[:, 1:], _checked_labels(path, records[:, 0].astype(np.int32))
@@ -154,25 +132,19 @@ def _read_pickle(path: Path) -> tuple[np.ndarray, np.ndarray]:
         pixels = pixels.array()
     except _Refused as error:
         raise ConfigError(
-            [
-                f"{str(path)!r} asks Python to load {error}: a CIFAR-10 batch holds only a dict of "
-                "bytes, lists and one uint8 array. Nothing was run; get the archive from a source "
-                "you trust."
-            ]
+            f"{str(path)!r} asks Python to load {error}: a CIFAR-10 batch holds only a dict of "
+            "bytes, lists and one uint8 array. Nothing was run; get the archive from a source "
+            "you trust."
         ) from None
     except Exception as error:  # a damaged pickle can fail in any way
         raise ConfigError(
-            [
-                f"{str(path)!r} is not a CIFAR-10 batch in Python form ({type(error).__name__}: "
-                f"{error}). Copy or unpack it again."
-            ]
+            f"{str(path)!r} is not a CIFAR-10 batch in Python form ({type(error).__name__}: "
+            f"{error}). Copy or unpack it again."
         ) from None
     if pixels.shape != (len(labels), _PIXELS):
         raise ConfigError(
-            [
-                f"{str(path)!r} has pixels of shape {pixels.shape} for {len(labels)} labels, "
-                f"expected ({len(labels)}, {_PIXELS}). Copy or unpack it again."
-            ]
+            f"{str(path)!r} has pixels of shape {pixels.shape} for {len(labels)} labels, "
+            f"expected ({len(labels)}, {_PIXELS}). Copy or unpack it again."
         )
     return pixels, _checked_labels(path, labels)
 
@@ -181,10 +153,8 @@ def _checked_labels(path: Path, labels: np.ndarray) -> np.ndarray:
     """The labels, int32 [n], if all of them are classes of CIFAR-10."""
     if labels.ndim != 1 or not len(labels) or labels.min() < 0 or labels.max() >= NUM_CLASSES:
         raise ConfigError(
-            [
-                f"{str(path)!r} has labels outside 0..{NUM_CLASSES - 1}: it is not CIFAR-10 "
-                "(CIFAR-100 is another layout). Copy or unpack it again."
-            ]
+            f"{str(path)!r} has labels outside 0..{NUM_CLASSES - 1}: it is not CIFAR-10 "
+            "(CIFAR-100 is another layout). Copy or unpack it again."
         )
     return labels
 

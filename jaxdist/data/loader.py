@@ -71,14 +71,9 @@ class Loader:
     ):
         """Start loading; every process of the job must.
 
-        Args:
-            dataset: what to train on.
-            global_batch_size: rows of a batch over all processes.
-            seed: of the order; a stream has its own.
-            sharding: of a batch's first dim; further dims as far as a field has them.
-            start: where to begin, as `resume_position` returns it.
-            prefetch: batches kept ready on the devices, at least 1.
-            num_workers: processes that read and transform rows; 0 = a thread of this one.
+        `sharding` is that of a batch's first dim; further dims follow it as far as a field has
+        them. `start` is where to begin, as `resume_position` returns it. `seed` sets the order of
+        rows by number; a stream has its own.
 
         Raises:
             ConfigError: the batch does not divide over the sharding, processes see other data, or
@@ -191,11 +186,8 @@ def eval_batches(
 ) -> Iterator[Batch]:
     """Each row once, in storage order; what the last batch lacks has weights 0.
 
-    Args:
-        dataset: what to evaluate on.
-        global_batch_size: rows of a batch over all processes.
-        sharding: of a batch's first dim.
-        max_batches: at most so many batches, of rows spread evenly over the dataset.
+    With `max_batches`, at most so many, of rows spread evenly over the dataset; `sharding` is that
+    of a batch's first dim.
 
     Yields:
         name -> [global_batch_size, ...], placed by the sharding.
@@ -234,21 +226,13 @@ def resume_position(
 ) -> Position:
     """Where a run goes on, from the `Loader.state()` of its checkpoint.
 
-    Args:
-        state: as saved.
-        dataset: as opened now.
-        seed: as configured now.
-        on_change: what to do when data or seed are not those of the state (see `DataConfig`).
-
     Raises:
         ConfigError: the state is of another version, or the data changed: says what.
     """
     if state.get("version") != STATE_VERSION:
         raise ConfigError(
-            [
-                f"the checkpoint's data position has version {state.get('version')!r}, this code "
-                f"reads {STATE_VERSION}. Resume with the version of jaxdist that saved it."
-            ]
+            f"the checkpoint's data position has version {state.get('version')!r}, this code "
+            f"reads {STATE_VERSION}. Resume with the version of jaxdist that saved it."
         )
     changes = [] if state["seed"] == seed else [f"seed was {state['seed']} and is {seed}"]
     same_data = state["fingerprint"] == dataset.fingerprint
@@ -265,12 +249,10 @@ def resume_position(
     if on_change == "restart":
         return Position(0, left_out)
     raise ConfigError(
-        [
-            f"the data changed since the checkpoint ({'; '.join(changes)}): sample "
-            f"{state['next_sample']} would be another one, and rows would repeat or be left out. "
-            "Restore the data and settings, or set data.on_change=restart to begin the new data at "
-            "its start."
-        ]
+        f"the data changed since the checkpoint ({'; '.join(changes)}): sample "
+        f"{state['next_sample']} would be another one, and rows would repeat or be left out. "
+        "Restore the data and settings, or set data.on_change=restart to begin the new data at "
+        "its start."
     )
 
 
@@ -284,10 +266,8 @@ def check_same_everywhere(dataset: TrainData) -> None:
     other = [i for i, theirs in enumerate(fingerprints) if theirs != fingerprints[0]]
     if other:
         raise ConfigError(
-            [
-                f"processes {other} opened other data than process 0: batches would mix them. Give "
-                "every host the same files (for stdlib: the same Python), or a shared path."
-            ]
+            f"processes {other} opened other data than process 0: batches would mix them. Give "
+            "every host the same files (for stdlib: the same Python), or a shared path."
         )
 
 
@@ -300,12 +280,10 @@ def _own_state(
         return None
     if len(iterators) != count:
         raise ConfigError(
-            [
-                f"the checkpoint holds the positions of {len(iterators)} readers of the stream, "
-                f"this run has {count}: what each has read cannot be divided again. Resume with "
-                "the processes and mesh of the checkpoint, or set data.on_change=restart and "
-                "another seed; a function without shard_index resumes on any number."
-            ]
+            f"the checkpoint holds the positions of {len(iterators)} readers of the stream, "
+            f"this run has {count}: what each has read cannot be divided again. Resume with "
+            "the processes and mesh of the checkpoint, or set data.on_change=restart and "
+            "another seed; a function without shard_index resumes on any number."
         )
     return iterators[index]
 
@@ -325,10 +303,8 @@ def _check_batch(global_batch_size: int, sharding: NamedSharding) -> None:
     parts = int(np.prod([sharding.mesh.shape[name] for name in names], dtype=np.int64))
     if global_batch_size < 1 or global_batch_size % parts:
         raise ConfigError(
-            [
-                f"global_batch_size={global_batch_size} does not divide over {parts} parts (mesh "
-                f"axes {', '.join(names)}). Use a multiple of {parts}."
-            ]
+            f"global_batch_size={global_batch_size} does not divide over {parts} parts (mesh "
+            f"axes {', '.join(names)}). Use a multiple of {parts}."
         )
 
 

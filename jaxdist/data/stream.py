@@ -10,7 +10,6 @@ so that a run resumes on any number of processes. A function that takes `shard_i
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
@@ -19,7 +18,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jaxdist.core.types import ConfigError
-from jaxdist.data.custom import check_row, fields_of, stack_rows
+from jaxdist.data.custom import check_row, digest_of, fields_of, stack_rows
 from jaxdist.data.packing import Fields
 from jaxdist.data.tokenizer import Tokenizer
 
@@ -100,11 +99,9 @@ class StreamDataset:
 
         if num_workers:
             raise ConfigError(
-                [
-                    f"data.num_workers={num_workers} with {self.name!r}, which returns an "
-                    "IterDataset: dividing it would change its order. Set data.num_workers=0 and "
-                    "call .mp_prefetch() inside the function, or return a grain.MapDataset."
-                ]
+                f"data.num_workers={num_workers} with {self.name!r}, which returns an "
+                "IterDataset: dividing it would change its order. Set data.num_workers=0 and "
+                "call .mp_prefetch() inside the function, or return a grain.MapDataset."
             )
         whole = not self.divides
         return StreamBatches(
@@ -132,13 +129,7 @@ def open_stream(
 ) -> StreamDataset:
     """Read the first rows and try to resume behind the first one.
 
-    Args:
-        name: the source as the user wrote it.
-        open_shard: see `StreamDataset.open`.
-        divides: see `StreamDataset.divides`.
-        vocab_size: tokens or classes.
-        tokenizer: of text.
-        seq_len: as configured.
+    `StreamDataset` says what the arguments mean.
 
     Raises:
         ConfigError: no rows, fields that a batch cannot have, or an iterator that cannot resume.
@@ -146,21 +137,17 @@ def open_stream(
     rows, state = _peek(name, open_shard)
     kind = check_row(rows[0], name)
     fields = fields_of(rows[0])
-    digest = hashlib.sha256()
-    for field, values in sorted(stack_rows(rows, fields, name).items()):
-        digest.update(json.dumps([field, values.shape, values.dtype.str]).encode())
-        digest.update(values.tobytes())
     if len(rows) > 1:
         _check_resumes(name, open_shard, state, rows[1])
-    fingerprint = digest.hexdigest()[:32]
+    fingerprint = digest_of(stack_rows(rows, fields, name))
     return StreamDataset(
         name=name,
         open=open_shard,
         divides=divides,
-        kind="images" if kind == "images" else "text",
+        kind=kind,
         fields=fields,
         vocab_size=vocab_size,
-        tokenizer=tokenizer if kind == "tokens" else None,
+        tokenizer=tokenizer if kind == "text" else None,
         identity={"kind": "stream", "seq_len": seq_len, "parts": [fingerprint]},
         fingerprint=fingerprint,
     )
@@ -185,11 +172,9 @@ def shard_of(held: Mapping[int, set[tuple[int, int]]], process: int, name: str) 
     sizes = {sum(end - first for first, end in shard) for shard in shards}
     if len(parts) != len(set(parts)) or len(sizes) > 1:
         raise ConfigError(
-            [
-                f"data source {name!r} takes shard_index, but on this mesh processes share some "
-                "rows of a batch and not all. Use a mesh that splits the batch between processes, "
-                "or leave shard_index out: every process then reads the whole stream."
-            ]
+            f"data source {name!r} takes shard_index, but on this mesh processes share some "
+            "rows of a batch and not all. Use a mesh that splits the batch between processes, "
+            "or leave shard_index out: every process then reads the whole stream."
         )
     return shards.index(tuple(sorted(held[process]))), len(shards)
 
@@ -210,7 +195,7 @@ def _peek(
     finally:
         iterator.close()
     if not rows:
-        raise ConfigError([f"data source {name!r} has no rows. Return at least one."])
+        raise ConfigError(f"data source {name!r} has no rows. Return at least one.")
     return rows, state
 
 
@@ -247,9 +232,7 @@ def _check_resumes(
 
 def _not_resumable(name: str, problem: str) -> ConfigError:
     return ConfigError(
-        [
-            f"data source {name!r} cannot be resumed: {problem}. Build it from grain's own "
-            "datasets with a fixed seed, give its iterators get_state and set_state, or return "
-            "rows by number (len() and [index])."
-        ]
+        f"data source {name!r} cannot be resumed: {problem}. Build it from grain's own "
+        "datasets with a fixed seed, give its iterators get_state and set_state, or return "
+        "rows by number (len() and [index])."
     )

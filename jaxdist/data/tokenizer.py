@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -15,44 +15,25 @@ END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[
 """How published tokenizers spell the end of a text; the first that exists is used."""
 
 
-class Tokenizer(Protocol):
-    """What the data room and `generate` need of a tokenizer.
+class ByteTokenizer:
+    """Each UTF-8 byte is a token; byte 0, which text does not use, ends a document.
 
     Attributes:
         name: for logs: "bytes" or the file's path.
+        eos_token: the end token that the user asked for; "" = the tokenizer's own.
         vocab_size: one more than the largest token number.
         end_id: token put after each document, or None.
         fingerprint: changes whenever the same text could become other tokens.
     """
 
-    name: str
-    vocab_size: int
-    end_id: int | None
-    fingerprint: str
-
-    def encode(self, text: str) -> np.ndarray:
-        """Tokens of a text, unsigned [n], without an end token."""
-        ...
-
-    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """`encode` of each text: one array [n] per text."""
-        ...
-
-    def decode(self, tokens: Iterable[int]) -> str:
-        """The text of tokens; end tokens are left out."""
-        ...
-
-
-class ByteTokenizer:
-    """Each UTF-8 byte is a token; byte 0, which text does not use, ends a document."""
-
     name = "bytes"
+    eos_token = ""
     vocab_size = 256
     end_id: int | None = 0
     fingerprint = "bytes-end0"
 
     def encode(self, text: str) -> np.ndarray:
-        """Tokens of a text, uint8 [n]."""
+        """Tokens of a text, uint8 [n], without an end token."""
         return np.frombuffer(text.encode("utf-8"), np.uint8)
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
@@ -65,7 +46,10 @@ class ByteTokenizer:
 
 
 class FileTokenizer:
-    """A Hugging Face `tokenizer.json`, used without its special-token template."""
+    """A Hugging Face `tokenizer.json`, used without its special-token template.
+
+    It has the attributes of `ByteTokenizer`, and `json`, the file's bytes.
+    """
 
     def __init__(self, path: str | Path, eos_token: str = ""):
         """Read the file.
@@ -80,14 +64,12 @@ class FileTokenizer:
             self._inner: Any = tokenizers.Tokenizer.from_str(self.json.decode("utf-8"))
         except OSError as error:
             raise ConfigError(
-                [f"tokenizer {str(path)!r} cannot be read: {error.strerror}. Check the path."]
+                f"tokenizer {str(path)!r} cannot be read: {error.strerror}. Check the path."
             ) from None
         except Exception as error:  # the library raises bare Exception for a broken file
             raise ConfigError(
-                [
-                    f"tokenizer {str(path)!r} is not a tokenizer.json of the tokenizers library "
-                    f"({_first_line(error)}). Use the file named tokenizer.json of a model."
-                ]
+                f"tokenizer {str(path)!r} is not a tokenizer.json of the tokenizers library "
+                f"({_first_line(error)}). Use the file named tokenizer.json of a model."
             ) from None
         # A stored truncation or padding would silently drop or add tokens of long documents.
         self._inner.no_truncation()
@@ -96,10 +78,8 @@ class FileTokenizer:
         if eos_token and eos_token not in vocab:
             known = [name for name in END_TOKENS if name in vocab] or "none of the usual ones"
             raise ConfigError(
-                [
-                    f"data.eos_token={eos_token!r} is not a token of {str(path)!r} (it has: "
-                    f"{known}). Use one of its tokens, or leave eos_token empty."
-                ]
+                f"data.eos_token={eos_token!r} is not a token of {str(path)!r} (it has: "
+                f"{known}). Use one of its tokens, or leave eos_token empty."
             )
         candidates = [eos_token] if eos_token else END_TOKENS
         self.name = str(path)
@@ -112,7 +92,7 @@ class FileTokenizer:
         self.fingerprint = f"file-{digest}-end{self.end_id}"
 
     def encode(self, text: str) -> np.ndarray:
-        """Tokens of a text, uint32 [n]."""
+        """Tokens of a text, uint32 [n], without an end token."""
         return np.asarray(self._inner.encode(text, add_special_tokens=False).ids, np.uint32)
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
@@ -132,6 +112,9 @@ class FileTokenizer:
         return self._inner.decode([int(t) for t in tokens], skip_special_tokens=True)
 
 
+Tokenizer: TypeAlias = ByteTokenizer | FileTokenizer
+
+
 def load_tokenizer(name: str, eos_token: str = "") -> Tokenizer:
     """The tokenizer that `data.tokenizer` names.
 
@@ -142,10 +125,8 @@ def load_tokenizer(name: str, eos_token: str = "") -> Tokenizer:
         return FileTokenizer(name, eos_token)
     if eos_token:
         raise ConfigError(
-            [
-                f'data.eos_token={eos_token!r} with tokenizer "bytes", which ends documents with '
-                "byte 0. Leave eos_token empty."
-            ]
+            f'data.eos_token={eos_token!r} with tokenizer "bytes", which ends documents with '
+            "byte 0. Leave eos_token empty."
         )
     return ByteTokenizer()
 
@@ -165,10 +146,8 @@ def train_bpe(texts: Iterable[str], vocab_size: int, path: str | Path) -> None:
 
     if vocab_size < 257:
         raise ConfigError(
-            [
-                f"--train-bpe {vocab_size}: a byte-level BPE holds 256 bytes and the end token. "
-                "Use at least 257, e.g. 8192."
-            ]
+            f"--train-bpe {vocab_size}: a byte-level BPE holds 256 bytes and the end token. "
+            "Use at least 257, e.g. 8192."
         )
     inner = Inner(models.BPE())
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

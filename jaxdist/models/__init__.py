@@ -14,9 +14,7 @@ __all__ = ["CnnConfig", "CustomConfig", "DecoderConfig", "ModelConfig", "build"]
 def build(config: ModelConfig, *, seq_len: int) -> Model:
     """The `Model` of a config; imports Flax, starts no device.
 
-    Args:
-        config: one of the model sections.
-        seq_len: tokens of a row (text models; for FLOPs and position tables).
+    `seq_len` is the length of a row of text, for FLOPs and position tables.
 
     Raises:
         ConfigError: a custom factory that cannot be imported or does not return a `Model`.

@@ -148,11 +148,7 @@ class DecoderConfig:
     ) -> list[str]:
         """Violated rules between this model and the rest of a run.
 
-        Args:
-            seq_len: tokens of a row.
-            num_tokens: tokens that the data holds; 0 = not known.
-            tokenizer: its name, for the message.
-            simulate: simulated CPU devices; 0 = none.
+        0 as `num_tokens` of the data = not known; 0 as `simulate` = no simulated devices.
         """
         found = []
         if self.positions == "learned" and seq_len > self.max_seq_len:

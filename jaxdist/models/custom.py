@@ -25,25 +25,19 @@ def build_custom(config: CustomConfig, *, seq_len: int) -> Model:
         factory = getattr(importlib.import_module(module_name), function_name)
     except (ImportError, AttributeError) as error:
         raise ConfigError(
-            [
-                f"model.factory={config.factory!r} cannot be loaded: {error}. Name an importable "
-                "module:function (the current directory is on the path)."
-            ]
+            f"model.factory={config.factory!r} cannot be loaded: {error}. Name an importable "
+            "module:function (the current directory is on the path)."
         ) from error
     try:
         model = factory(seq_len=seq_len, **config.args)
     except TypeError as error:
         raise ConfigError(
-            [
-                f"model.factory={config.factory!r} refused its arguments: {error}. It is called "
-                f"with seq_len and model.args = {sorted(config.args)}."
-            ]
+            f"model.factory={config.factory!r} refused its arguments: {error}. It is called "
+            f"with seq_len and model.args = {sorted(config.args)}."
         ) from error
     if not isinstance(model, Model):
         raise ConfigError(
-            [
-                f"model.factory={config.factory!r} returned {type(model).__name__}, "
-                "not a jaxdist.core.types.Model. Build the record as in examples/custom_model.py."
-            ]
+            f"model.factory={config.factory!r} returned {type(model).__name__}, "
+            "not a jaxdist.core.types.Model. Build the record as in examples/custom_model.py."
         )
     return model

@@ -23,10 +23,8 @@ learning rate. Liu et al., "Muon is Scalable for LLM Training", 2025, section 2.
 def make_optimizer(config: OptimConfig, axes: Params) -> optax.GradientTransformation:
     """The update direction, weight decay included, without the learning rate.
 
-    Args:
-        config: the settings.
-        axes: the model's tree of `Dims`. They say which leaves are matrices, which dims are their
-            two sides, and which leaves stack one matrix per layer.
+    The model's tree of `Dims` says which leaves are matrices, which dims are their two sides, and
+    which leaves stack one matrix per layer.
 
     Returns:
         `init(params)` and `update(grads, state, params)`; subtract `lr * updates` from the
@@ -51,14 +49,12 @@ def _chain(config: OptimConfig, axes: Params) -> optax.GradientTransformation:
     }
     parts = [rules[config.optimizer](config, axes)]
     if config.weight_decay:
-        parts.append(optax.add_decayed_weights(config.weight_decay, mask=decay_mask(config, axes)))
+        parts.append(optax.add_decayed_weights(config.weight_decay, mask=decay_mask(axes)))
     return optax.chain(*parts)
 
 
-def decay_mask(config: OptimConfig, axes: Params) -> Params:
+def decay_mask(axes: Params) -> Params:
     """Tree of booleans like `axes`: the leaves that weight decay shrinks."""
-    if config.decay_mask == "all":
-        return jax.tree.map(lambda _: True, axes)
     return jax.tree.map(lambda sides: sides.is_matrix, sides_of(axes))
 
 
@@ -80,10 +76,7 @@ def hidden_matrices(axes: Params) -> Params:
 def state_axes(config: OptimConfig, axes: Params, params: Params) -> Any:
     """The logical dims of the optimizer's state, for its shardings and its checkpoint.
 
-    Args:
-        config: the settings.
-        axes: the model's tree of `Dims`.
-        params: the parameters or their shapes (`jax.ShapeDtypeStruct`).
+    `params` may be their shapes (`jax.ShapeDtypeStruct`).
 
     Returns:
         A tree like `make_optimizer(config, axes).init(params)` with a `Dims` at each array.

@@ -28,7 +28,7 @@ def write_page(path: Path, plans: Sequence[Plan], advice: Sequence[Sequence[Advi
         path.write_text(page_of(plans, advice), encoding="utf-8")
     except OSError as error:
         raise ConfigError(
-            [f"--html {path} cannot be written ({error.strerror}). Name a file in a directory."]
+            f"--html {path} cannot be written ({error.strerror}). Name a file in a directory."
         ) from error
 
 

@@ -46,10 +46,8 @@ def check_sizes(num_stages: int, num_microbatches: int) -> None:
     """
     if num_stages * num_microbatches > _MOST_CELLS:
         raise ConfigError(
-            [
-                f"--stages {num_stages} --microbatches {num_microbatches} is too large to draw. "
-                f"Use sizes whose product is at most {_MOST_CELLS}."
-            ]
+            f"--stages {num_stages} --microbatches {num_microbatches} is too large to draw. "
+            f"Use sizes whose product is at most {_MOST_CELLS}."
         )
 
 

@@ -130,10 +130,8 @@ def choose_kernel(
         return "cudnn", "fused, and it honours the causal mask and the window"
     if wanted == "cudnn":
         raise ConfigError(
-            [
-                f"model.attention='cudnn' is impossible here: {'; '.join(obstacles)}. "
-                "Use attention='xla' or 'auto'."
-            ]
+            f"model.attention='cudnn' is impossible here: {'; '.join(obstacles)}. "
+            "Use attention='xla' or 'auto'."
         )
     return by_xla, "; ".join(obstacles) + how
 

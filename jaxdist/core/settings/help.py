@@ -38,7 +38,7 @@ def help_text(
     if section:
         chosen = [name for name in groups if name.split(" ")[0] == section]
         if not chosen:
-            raise ConfigError([f"--help {section}: there is no such section. Use one of {names}."])
+            raise ConfigError(f"--help {section}: there is no such section. Use one of {names}.")
         return "\n\n".join(_group(name, *groups[name], {}) for name in chosen)
     spelled = {name: name.upper() for name in positional} | ({rest: f"-- {rest.upper()}"})
     flags = " [--config FILE.toml] [--SECTION.NAME=VALUE ...]" if names else " [--NAME=VALUE ...]"

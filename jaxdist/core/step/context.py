@@ -32,12 +32,7 @@ def make_context(
 ) -> Context:
     """What the model is told inside the step on this layout.
 
-    Args:
-        model: the model.
-        layout: mesh and rules; the first device says the platform.
-        config: remat policy, unrolling, tokens of a loss chunk.
-        precision: compute and reduce dtypes.
-        stages: when the pipeline gathers weights; None without stages.
+    The first device of the mesh says the platform; `stages` is None without a pipeline.
     """
     device = layout.mesh.devices.flat[0]
     platform = "gpu" if device.platform in ("gpu", "cuda") else device.platform

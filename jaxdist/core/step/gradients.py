@@ -41,15 +41,8 @@ def make_value_and_grad(
 ) -> Callable[..., tuple[Sums, Params, Array]]:
     """The differentiated part of a step, as a function of global arrays.
 
-    Args:
-        model: the model.
-        layout: mesh and rules.
-        config: microbatches and remat policy.
-        context: what the model is told.
-        precision: reduce dtype; matters where the mesh has stages.
-        stages: schedule; matters where the mesh has stages.
-        frozen: tree of booleans; gradients of these leaves are 0, and nothing that only they need
-            is computed or moved. None = no leaf.
+    `precision` and `stages` matter where the mesh has stages. Gradients of the leaves that `frozen`
+    marks are 0, and nothing that only they need is computed or moved.
 
     Returns:
         (params, batch [rows, ...], key, loss scale float32 []) -> (global sums, float32 [] each;

@@ -35,13 +35,7 @@ def make_run_layers(
 ) -> Callable[..., tuple[Array, Sums]]:
     """The layer runner: a scan over stacked layers that gathers each layer's weights as it goes.
 
-    Args:
-        model: the model; without stacked layers there is nothing to run.
-        layout: mesh and rules.
-        config: remat policy and unrolling.
-        precision: compute and reduce dtypes.
-        platform: "cpu" or "gpu".
-        gather: whether weights arrive as shards; else they are whole and only cast.
+    Without `gather` weights arrive whole and are only cast.
 
     Returns:
         (block, layers [layers, ...], x [batch, seq_shard, d_model], aux, context, first=0) ->

@@ -57,17 +57,9 @@ def make_step(
 ) -> Step:
     """Build the step of one model on one layout; compiles nothing yet.
 
-    Args:
-        model: the model record.
-        optimizer: update direction, without the learning rate.
-        schedule: step, int32 [] -> learning rate, float32 [].
-        layout: mesh and rules.
-        config: shape of the step.
-        precision: number formats.
-        max_grad_norm: largest global gradient norm; 0 = no clipping.
-        loss_scale: initial loss scale (for its structure only), {} without.
-        pipeline_config: how microbatches flow where the mesh has stages.
-        frozen: tree of booleans, the leaves that `optimizer` leaves alone; None = no leaf.
+    `optimizer` gives the update direction without the learning rate; `schedule` maps a step, int32
+    [], to the rate, float32 []. 0 as `max_grad_norm` clips nothing. Of `loss_scale` only the
+    structure is read. `frozen` marks the leaves that the optimizer leaves alone.
     """
     stages = pipeline_config or PipelineConfig()
     context = make_context(model, layout, config, precision, stages)

@@ -29,7 +29,7 @@ def read_json(folder: Path) -> dict[str, Any]:
         return json.loads((folder / "config.json").read_text())
     except (OSError, ValueError) as error:
         raise ConfigError(
-            [f"{folder}/config.json cannot be read ({error}). Name a Hugging Face model directory."]
+            f"{folder}/config.json cannot be read ({error}). Name a Hugging Face model directory."
         ) from error
 
 

@@ -159,7 +159,7 @@ def read_config(theirs: Any) -> DecoderConfig:
     family = theirs.get("model_type")
     if family not in FAMILIES:
         raise ConfigError(
-            [f"model_type={family!r} is not supported. Supported are {', '.join(FAMILIES)}."]
+            f"model_type={family!r} is not supported. Supported are {', '.join(FAMILIES)}."
         )
     problems = key_problems(theirs, family)
     if not problems:
@@ -207,10 +207,8 @@ def family_of(config: DecoderConfig) -> str:
     if learned and biases and square and config.tie_embeddings:
         return "gpt2"
     raise ConfigError(
-        [
-            "this combination of model settings is none of the families "
-            f"{', '.join(FAMILIES)}, so Hugging Face has no model for it. See configs/ for theirs."
-        ]
+        "this combination of model settings is none of the families "
+        f"{', '.join(FAMILIES)}, so Hugging Face has no model for it. See configs/ for theirs."
     )
 
 

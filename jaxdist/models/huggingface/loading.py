@@ -177,8 +177,6 @@ def _check_same_everywhere(folder: Path, weights: Weights) -> None:
     other = [i for i, theirs in enumerate(digests) if theirs != digests[0]]
     if other:
         raise ConfigError(
-            [
-                f"processes {other} see other files in {folder} than process 0: weights would be "
-                "mixed. Give every host the same directory, or a shared path."
-            ]
+            f"processes {other} see other files in {folder} than process 0: weights would be "
+            "mixed. Give every host the same directory, or a shared path."
         )

@@ -1,26 +1,30 @@
-"""The safetensors file format, written and read tensor by tensor.
+"""safetensors files: headers read by Hugging Face's library, tensors block by block.
 
-A file is the length of its header (8 bytes, little endian), the header (JSON: name -> dtype, shape,
-offsets into what follows), and the tensors in row-major order, without gaps.
-
-References:
-    Hugging Face, "Safetensors: a simple and safe way to store and distribute tensors", Format.
+The library checks headers; values are mapped from the file, so that a block costs the pages it lies
+in. The library can only write what is in memory whole: `write` streams, so that a checkpoint of any
+size can be exported. A file is the length of its header (8 bytes, little endian), the header (JSON:
+name -> dtype, shape, offsets into what follows), and the tensors in row-major order, without gaps.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
+import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from io import FileIO
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import ml_dtypes  # noqa: F401  # teaches NumPy bfloat16 and float8 by name
 import numpy as np
+from safetensors import SafetensorError, safe_open
 
 from jaxdist.core.types import ConfigError
+
+log = logging.getLogger("jaxdist")
+
+INDEX = "model.safetensors.index.json"
+"""Which file of a directory holds which tensor, by Hugging Face's convention."""
 
 DTYPES = {
     "bool": "BOOL",
@@ -93,11 +97,8 @@ def write_shards(
 ) -> list[str]:
     """Write `model.safetensors`, or shards and their index where it would be larger.
 
-    Args:
-        directory: where to write.
-        tensors: name -> tensor, in order.
-        shard_gb: GB in one file at most, 0 = no limit; a larger tensor has a file of its own.
-        metadata: text facts for each header.
+    No file exceeds `shard_gb` GB (0 = no limit) but that of a tensor larger than that. `metadata`
+    are text facts for each header.
 
     Returns:
         The names of the files.
@@ -120,7 +121,7 @@ def write_shards(
         places = {name: f for f, group in zip(files, groups, strict=True) for name in group}
         total = sum(tensor.num_bytes for tensor in tensors.values())
         index = {"metadata": {"total_size": total}, "weight_map": places}
-        (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+        (directory / INDEX).write_text(json.dumps(index, indent=1))
     return files
 
 
@@ -137,113 +138,97 @@ class StoredTensor:
         """The same values under another shape; nothing moves, as rows lie one after the other."""
         return dataclasses.replace(self, shape=shape)
 
-    def read(self, index: Sequence[slice] | None = None) -> np.ndarray:
+    def read(self, index: tuple[slice, ...] = ()) -> np.ndarray:
         """Its values, or those of a block, into memory of their own.
 
-        Reads the block run by run; a run shorter than what a disk moves anyway is read with the
-        rest of its row.
-
         Args:
-            index: the block, with start and stop in every dim; None = everything.
+            index: the block, by dim; () = everything.
 
         Returns:
             [*lengths of `index`], in the stored dtype.
+
+        Raises:
+            OSError: the file ends before the tensor does.
         """
-        whole = tuple(slice(0, size) for size in self.shape)
-        wanted = whole if index is None else tuple(index)
-        out = np.empty([s.stop - s.start for s in wanted], self.dtype)
-        if not out.size:
-            return out
-        # What follows the last dim that is cut lies together: a run.
-        last = max((d for d, s in enumerate(wanted) if s != whole[d]), default=0)
-        runs = out.reshape(-1, *(out.shape[last:] or (1,)))  # a scalar has a run of one
-        read = list(wanted)
-        trim: tuple[slice, ...] = ()
-        if last and _size(wanted[last:]) * self.dtype.itemsize < _PAGE_BYTES:
-            read[last], trim = whole[last], (wanted[last],)
-        row = np.empty([s.stop - s.start for s in read[last:]], self.dtype) if trim else out
-        with self.file.open("rb", buffering=0) as stream:
-            for run, place in zip(runs, self._places(read, last), strict=True):
-                stream.seek(self.offset + place * self.dtype.itemsize)
-                _fill(stream, row if trim else run)
-                if trim:
-                    run[...] = row[trim]
-        return out
-
-    def _places(self, read: Sequence[slice], last: int) -> Iterator[int]:
-        """Where each run begins, in elements."""
-        strides = [math.prod(self.shape[dim + 1 :]) for dim in range(len(self.shape))]
-        outer = itertools.product(*(range(s.start, s.stop) for s in read[:last]))
-        first = read[last].start * strides[last] if read else 0
-        for corner in outer:
-            yield first + sum(at * stride for at, stride in zip(corner, strides, strict=False))
-
-
-_PAGE_BYTES = 4096  # what a file system moves at least
-
-
-def _size(index: Sequence[slice]) -> int:
-    return math.prod(s.stop - s.start for s in index)
-
-
-def _fill(stream: FileIO, run: np.ndarray) -> None:
-    """Read exactly as many bytes as fit; one system call gives at most 2 GiB."""
-    rest: memoryview = run.reshape(-1).view(np.uint8).data
-    while rest:
-        count = stream.readinto(rest)
-        if not count:
-            raise OSError(f"{stream.name} ended early: it changed while it was read")
-        rest = rest[count:]
+        if not math.prod(self.shape):
+            return np.empty(self.shape, self.dtype)[index]
+        try:
+            stored = np.memmap(self.file, self.dtype, "r", self.offset, self.shape)
+        except ValueError as error:
+            raise OSError(f"{self.file} ended early: it changed while it was read") from error
+        return np.array(stored[index])
 
 
 def open_all(directory: Path) -> dict[str, StoredTensor]:
-    """Every tensor of a directory's safetensors files.
+    """Every tensor of a model directory.
+
+    Those that its index names, from the files that it names; without an index those of
+    `model.safetensors`, else of all its safetensors files. What lies beside them is not read.
 
     Raises:
-        ConfigError: there is no such file, or one is cut short.
+        ConfigError: there is no such file, a header is malformed, or tensors are missing or double.
     """
-    files = sorted(directory.glob("*.safetensors"))
-    if not files:
+    present = sorted(file.name for file in directory.glob("*.safetensors"))
+    if not present:
         raise ConfigError(
-            [
-                f"{directory} holds no *.safetensors. Save the model with save_pretrained(..., "
-                "safe_serialization=True) or name its directory."
-            ]
+            f"{directory} holds no *.safetensors. Save the model with save_pretrained(..., "
+            "safe_serialization=True) or name its directory."
         )
+    places = _read_index(directory)
+    single = ["model.safetensors"] if "model.safetensors" in present else present
+    files = sorted(set(places.values())) if places else single
+    if unread := [name for name in present if name not in files]:
+        log.info("%s: not read, as no part of the model: %s", directory, ", ".join(unread))
     tensors: dict[str, StoredTensor] = {}
     for file in files:
-        tensors |= _open(file)
-    index = directory / "model.safetensors.index.json"
-    if index.is_file():
-        missing = set(json.loads(index.read_text())["weight_map"]) - set(tensors)
-        if missing:
-            raise ConfigError(
-                [f"{directory} lacks {len(missing)} tensors of its index, e.g. {min(missing)}."]
-            )
+        for name, tensor in _open(directory / file).items():
+            if places and places.get(name) != file:
+                continue
+            if name in tensors:
+                raise ConfigError(
+                    f"{directory}: {tensors[name].file.name} and {file} both hold {name}. Remove "
+                    f"one of them, or add {INDEX}."
+                )
+            tensors[name] = tensor
+    if missing := places.keys() - tensors.keys():
+        raise ConfigError(
+            f"{directory} lacks {len(missing)} tensors of its index, e.g. {min(missing)}."
+        )
     return tensors
 
 
-def _open(file: Path) -> dict[str, StoredTensor]:
-    names = {text: name for name, text in DTYPES.items()}
+def _read_index(directory: Path) -> dict[str, str]:
+    """Tensor -> file, as the directory's index has it; {} without one."""
+    index = directory / INDEX
+    if not index.is_file():
+        return {}
     try:
-        with file.open("rb") as stream:
-            length = int.from_bytes(stream.read(8), "little")
-            header = json.loads(stream.read(length))
-        header.pop("__metadata__", None)
-        start, size = 8 + length, file.stat().st_size
-        ends = [start + entry["data_offsets"][1] for entry in header.values()]
-        if ends and max(ends) > size:
-            raise ValueError(f"{size} of {max(ends)} bytes")
-        return {
-            name: StoredTensor(
-                file,
-                start + entry["data_offsets"][0],
-                tuple(entry["shape"]),
-                np.dtype(names[entry["dtype"]]),
-            )
-            for name, entry in header.items()
-        }
-    except (OSError, ValueError, KeyError) as error:
+        places = json.loads(index.read_text())["weight_map"]
+        if not all(Path(file).name == file for file in places.values()):
+            raise ValueError("weight_map names files outside the directory")
+        return dict(places)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{index} is no index ({error!r}). Fetch it again.") from error
+
+
+def _open(file: Path) -> dict[str, StoredTensor]:
+    """The tensors of a file whose header the library found whole: in order, no gap, no overlap."""
+    dtypes = {text: np.dtype(name) for name, text in DTYPES.items()}
+    found: dict[str, StoredTensor] = {}
+    try:
+        with safe_open(file, framework="np") as stored, file.open("rb") as stream:
+            offset = 8 + int.from_bytes(stream.read(8), "little")
+            for name in stored.offset_keys():
+                tensor = stored.get_slice(name)
+                shape, dtype = tuple(tensor.get_shape()), dtypes[tensor.get_dtype()]
+                found[name] = StoredTensor(file, offset, shape, dtype)
+                offset += math.prod(shape) * dtype.itemsize
+    except KeyError as error:
         raise ConfigError(
-            [f"{file} is no whole safetensors file ({error}). Fetch it again."]
+            f"{file} holds tensors of dtype {error}, which are not read. Convert them to bfloat16."
         ) from error
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(
+            f"{file} is no whole safetensors file ({error}). Fetch it again."
+        ) from error
+    return found

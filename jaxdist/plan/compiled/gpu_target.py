@@ -108,10 +108,8 @@ def target_text(gpu: Gpu) -> str:
     architecture = _ARCHITECTURES.get(gpu.compute_capability)
     if architecture is None:
         raise ConfigError(
-            [
-                f"GPU {gpu.name!r} has compute capability {gpu.compute_capability!r}, which the "
-                f"compiler cannot be told about here. Known: {', '.join(_ARCHITECTURES)}."
-            ]
+            f"GPU {gpu.name!r} has compute capability {gpu.compute_capability!r}, which the "
+            f"compiler cannot be told about here. Known: {', '.join(_ARCHITECTURES)}."
         )
     major, minor = gpu.compute_capability.split(".")
     info = {

@@ -73,11 +73,9 @@ class Budget:
         if sure * (1 - TOLERANCE) <= self.limit_bytes:
             return
         raise ConfigError(
-            [
-                f"memory: this run needs {in_bytes(self.memory.total_bytes)} of each GPU, and "
-                f"{in_bytes(self.limit_bytes)} may be used. {self._fix(self.limit_bytes)} "
-                "Use --force to start anyway."
-            ]
+            f"memory: this run needs {in_bytes(self.memory.total_bytes)} of each GPU, and "
+            f"{in_bytes(self.limit_bytes)} may be used. {self._fix(self.limit_bytes)} "
+            "Use --force to start anyway."
         )
 
     def compare(self, stats: Any) -> str:
@@ -110,11 +108,9 @@ class Budget:
             # What the estimate must come down to, if it stays as far off as it is here.
             target = self.limit_bytes * self.memory.total_bytes / needed
             raise ConfigError(
-                [
-                    f"memory: the compiled step takes {in_bytes(needed)} of each GPU, and "
-                    f"{in_bytes(self.limit_bytes)} may be used. {self._fix(target)} "
-                    "Use --force to try anyway."
-                ]
+                f"memory: the compiled step takes {in_bytes(needed)} of each GPU, and "
+                f"{in_bytes(self.limit_bytes)} may be used. {self._fix(target)} "
+                "Use --force to try anyway."
             )
 
     def _fix(self, usable: float) -> str:

@@ -64,10 +64,8 @@ def find_gpu(name: str, known: Mapping[str, Gpu] = GPUS) -> Gpu:
     near = difflib.get_close_matches(key, known, n=1)
     hint = f"Did you mean {near[0]}? " if near else ""
     raise ConfigError(
-        [
-            f"gpus: {name!r} is not known. {hint}Known: {', '.join(known)}. Describe others in a "
-            "TOML file and name it with --hardware."
-        ]
+        f"gpus: {name!r} is not known. {hint}Known: {', '.join(known)}. Describe others in a "
+        "TOML file and name it with --hardware."
     )
 
 
@@ -90,7 +88,7 @@ def read_hardware(path: str | Path) -> dict[str, Gpu]:
     try:
         tables = tomllib.loads(Path(path).expanduser().read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError([f"hardware {str(path)!r} cannot be read: {error}."]) from error
+        raise ConfigError(f"hardware {str(path)!r} cannot be read: {error}.") from error
     found, problems = read_tables(tables, GPUS, _ALIASES)
     if problems:
         raise ConfigError([f"hardware {str(path)!r}: {line}" for line in problems])

@@ -35,10 +35,8 @@ def _parse_cluster(text: str, known: Mapping[str, Gpu]) -> Cluster:
     match = re.fullmatch(r"([1-9]\d*)(?:x([1-9]\d*))?", count.strip() or "1")
     if match is None:
         raise ConfigError(
-            [
-                f"gpus {text!r}: {count!r} is not a number of GPUs. Use e.g. {name}:64, or "
-                f"{name}:8x8 for 8 nodes of 8 GPUs."
-            ]
+            f"gpus {text!r}: {count!r} is not a number of GPUs. Use e.g. {name}:64, or "
+            f"{name}:8x8 for 8 nodes of 8 GPUs."
         )
     if match[2]:
         return Cluster(gpu=gpu, num_nodes=int(match[1]), gpus_per_node=int(match[2]))
@@ -46,10 +44,8 @@ def _parse_cluster(text: str, known: Mapping[str, Gpu]) -> Cluster:
     if number > per_node and number % per_node:
         low = number // per_node * per_node
         raise ConfigError(
-            [
-                f"gpus {text!r}: {number} GPUs do not fill nodes of {per_node}. Use "
-                f"{name}:{low} or {name}:{low + per_node}, or say the nodes: {name}:NODESxGPUS."
-            ]
+            f"gpus {text!r}: {number} GPUs do not fill nodes of {per_node}. Use "
+            f"{name}:{low} or {name}:{low + per_node}, or say the nodes: {name}:NODESxGPUS."
         )
     nodes = max(1, number // per_node)
     return Cluster(gpu=gpu, num_nodes=nodes, gpus_per_node=number // nodes)

@@ -9,7 +9,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxdist.run.monitoring.config import MonitoringConfig
-from jaxdist.run.monitoring.stragglers import StragglerDetector, find_stragglers
+from jaxdist.run.monitoring.stragglers import (
+    LOGS_PER_COMPARISON,
+    StragglerDetector,
+    find_stragglers,
+)
 from jaxdist.run.monitoring.summary import RunSummary
 from jaxdist.run.monitoring.timers import (
     DATA_WAIT_WARNING,
@@ -45,7 +49,9 @@ class Alerts:
         self._summary, self._event = summary, event
         self._read_gpus, self._compares = read_gpus, compares
         self._data_wait = DataWaitTracker(threshold=DATA_WAIT_WARNING, window_steps=WINDOW_STEPS)
-        self._stragglers = StragglerDetector(num_processes, config.straggler_interval_steps)
+        self._stragglers = StragglerDetector(
+            num_processes, LOGS_PER_COMPARISON * config.log_interval_steps
+        )
         self._slow: set[tuple[int, str]] = set()
         self._warned_of_mfu = False
 
@@ -70,8 +76,8 @@ class Alerts:
             level=logging.WARNING,
             message=f"the data loader is the bottleneck: {percent(share)} of the last "
             f"{WINDOW_STEPS} steps went to waiting for data (warned above "
-            f"{percent(DATA_WAIT_WARNING)}). Raise data.num_workers for costly transforms, "
-            "data.num_threads for rows from a network, or use a faster disk.",
+            f"{percent(DATA_WAIT_WARNING)}). Raise data.num_workers for costly transforms "
+            "or use a faster disk.",
         )
 
     def values(self, step: int, values: Mapping[str, float]) -> None:

@@ -14,7 +14,10 @@ class MonitoringConfig:
     """How often a run reports and to whom, and what its devices reach and cost."""
 
     log_interval_steps: int = setting(
-        10, "steps between console lines and TensorBoard points; 1 = every step", ge=1
+        10,
+        "steps between console lines and TensorBoard points, 1 = every step; every fifth time, "
+        "processes are compared to find a straggler, the one that the others wait for",
+        ge=1,
     )
     tensorboard: bool = setting(True, "write TensorBoard files, by process 0")
     prometheus: str = setting(
@@ -26,12 +29,6 @@ class MonitoringConfig:
         "",
         "steps to trace with jax's profiler, first:last, e.g. 10:13; empty = none. SIGUSR2 traces "
         "the next three steps of a live process",
-    )
-    straggler_interval_steps: int = setting(
-        50,
-        "steps between comparisons that find a straggler, the process that the others wait for; "
-        "0 = none",
-        ge=0,
     )
     peak_tflops: float = setting(
         0.0, "dense peak of one device for the MFU, TFLOP/s; 0 = look the device up", ge=0

@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words[0] not in VERBS:
         near = difflib.get_close_matches(words[0], VERBS, n=1)
         fix = f"Did you mean {near[0]}?" if near else f"Use one of {', '.join(VERBS)}."
-        raise ConfigError([f"jaxdist.convert {words[0]}: there is no such verb. {fix}"])
+        raise ConfigError(f"jaxdist.convert {words[0]}: there is no such verb. {fix}")
     return importlib.import_module(_module_of(words[0])).main(words[1:])
 
 

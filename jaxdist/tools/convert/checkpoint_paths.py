@@ -25,10 +25,8 @@ def checkpoint_of(path: str, step: int) -> Location:
         step = int(Path(path).name)
     if step >= 0 and step not in there:
         raise ConfigError(
-            [
-                f"{directory} has no checkpoint {step}; it has {', '.join(map(str, there))}. "
-                "Name one of these, or leave --step out for the newest."
-            ]
+            f"{directory} has no checkpoint {step}; it has {', '.join(map(str, there))}. "
+            "Name one of these, or leave --step out for the newest."
         )
     reasons = []
     for candidate in [step] if step >= 0 else reversed(there):
@@ -53,7 +51,5 @@ def new_directory(path: str) -> Location:
     """A directory to write into, which must not hold anything yet."""
     given = locate(Path(path).expanduser()).absolute()
     if given.exists() and (not given.is_directory() or given.entries()):
-        raise ConfigError(
-            [f"{path} exists and is not empty. Name a directory that does not exist."]
-        )
+        raise ConfigError(f"{path} exists and is not empty. Name a directory that does not exist.")
     return given

@@ -74,10 +74,8 @@ def _tensor(stored: StoredArrays, name: str, config: ConsolidateConfig) -> safet
         dtype = dtype_of(config.dtype)
     if dtype.name not in safetensors.DTYPES:
         raise ConfigError(
-            [
-                f"{name} is {dtype.name}, which safetensors does not have. Use --items=params or "
-                "--dtype=float32."
-            ]
+            f"{name} is {dtype.name}, which safetensors does not have. Use --items=params or "
+            "--dtype=float32."
         )
 
     def parts() -> Iterator[np.ndarray]:

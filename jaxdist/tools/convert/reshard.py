@@ -100,7 +100,7 @@ def _target(
     """The run's settings with the new mesh, and what one device of it holds of each array."""
     if not (run / "config.toml").exists():
         raise ConfigError(
-            [f"{run} holds no config.toml, so the model's dims are not known. Name a whole run."]
+            f"{run} holds no config.toml, so the model's dims are not known. Name a whole run."
         )
     from jaxdist.config import stored_run
     from jaxdist.core.settings import write_toml

@@ -64,13 +64,11 @@ def main(argv: Sequence[str]) -> int:
     stored = StoredArrays(checkpoint_of(config.src, config.step))
     run = manifest.directory_of(config.src).parent
     if not (run / "config.toml").exists():
-        raise ConfigError(
-            [f"{run} holds no config.toml: the model is not known. Name a whole run."]
-        )
+        raise ConfigError(f"{run} holds no config.toml: the model is not known. Name a whole run.")
     settings = stored_run(run / "config.toml")
     model = settings.model
     if model.kind != "decoder":
-        raise ConfigError([f"{run} holds a {model.kind}, and Hugging Face has decoders only here."])
+        raise ConfigError(f"{run} holds a {model.kind}, and Hugging Face has decoders only here.")
     out = Path(new_directory(config.out))
     dtype = _dtype(stored, config.dtype)
     tensors = _tensors(stored, model, dtype)

@@ -422,10 +422,8 @@ def _refuse_rank(duplicate: Host) -> None:
     from jaxdist.core.settings import ConfigError
 
     raise ConfigError(
-        [
-            f"--node-rank {duplicate.rank} is taken by a running launcher on {duplicate.address}. "
-            "Give every host another rank, or end that launcher first."
-        ]
+        f"--node-rank {duplicate.rank} is taken by a running launcher on {duplicate.address}. "
+        "Give every host another rank, or end that launcher first."
     )
 
 

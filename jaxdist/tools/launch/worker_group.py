@@ -138,7 +138,7 @@ class WorkerGroup:
             from jaxdist.core.settings import ConfigError
 
             raise ConfigError(
-                [f"{command[0]} cannot be started: {failure.strerror}. Check --program."]
+                f"{command[0]} cannot be started: {failure.strerror}. Check --program."
             ) from None
 
     @property

@@ -75,5 +75,5 @@ def _write_page(path: Path, page: str) -> None:
         locate(path).write(page)
     except OSError as error:
         raise ConfigError(
-            [f"--html {path} cannot be written ({error.strerror}). Name a file in a directory."]
+            f"--html {path} cannot be written ({error.strerror}). Name a file in a directory."
         ) from error

@@ -161,7 +161,7 @@ def _read_config(path: Location) -> dict[str, Any]:
     try:
         return flatten(tomllib.loads(path.text()))
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError([f"{path} is no TOML ({error}). Mend it, or move it away."]) from error
+        raise ConfigError(f"{path} is no TOML ({error}). Mend it, or move it away.") from error
 
 
 def _environment(path: Location) -> dict[str, Any]:
@@ -173,7 +173,7 @@ def _environment(path: Location) -> dict[str, Any]:
         found = {"device_kind": record.get("devices", {}).get("kind")}
         git = record.get("git") or [{}]
     except (ValueError, AttributeError) as error:
-        raise ConfigError([f"{path} is no JSON object ({error}). Move it away."]) from error
+        raise ConfigError(f"{path} is no JSON object ({error}). Move it away.") from error
     commit = git[0].get("commit")
     if commit:
         found["commit"] = commit[:9] + (" dirty" if git[0].get("dirty") else "")

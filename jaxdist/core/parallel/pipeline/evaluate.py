@@ -35,12 +35,8 @@ def make_evaluate(
 ) -> Callable[[Params, Batch, Context], Sums]:
     """Sums by a forward pipeline, for use inside the manual step.
 
-    Args:
-        model: a model with stacked layers.
-        layout: mesh and rules.
-        make_schedule: rows of a replica -> a schedule of `schedules.forward_only`.
-        gather: when fsdp weights are gathered; for "step", `Context.run_layers` must not gather.
-        reduce_dtype: as for training; evaluation sums no gradients.
+    `make_schedule` maps the rows of a replica to a schedule of `schedules.forward_only`. With
+    `gather` = "step", `Context.run_layers` must not gather.
 
     Returns:
         (local parameters, this replica's rows, context) -> this replica's sums: those of the head

@@ -67,9 +67,7 @@ class Report:
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Report:
     """Check a schedule, then count its time, messages and buffers.
 
-    Args:
-        schedule: the schedule.
-        costs: time of each action; default F = 1, B = 2 (B = W = 1 when the backward is split).
+    Costs default to F = 1, B = 2 (B = W = 1 when the backward is split).
 
     Raises:
         ScheduleError: the schedule breaks a rule.

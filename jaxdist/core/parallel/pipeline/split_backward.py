@@ -71,12 +71,8 @@ def split_layer(
 ) -> SplitLayer:
     """Split a layer's backward, for arguments of these shapes and dtypes.
 
-    Args:
-        layer: the layer.
-        weights: its parameters, or their shapes.
-        x: its input.
-        constants: whatever else it reads; not differentiated.
-        recompute_enlarged: keep values at their smallest and enlarge them each time they are read.
+    `constants` are what else the layer reads, not differentiated. `recompute_enlarged` keeps values
+    at their smallest and enlarges them each time they are read.
     """
     traces: list[tuple[Any, Any, Any]] = []
 

@@ -111,15 +111,9 @@ def make_stage(
 ) -> Stage:
     """This device's stage: its layers where they run, what is gathered once, the microbatches.
 
-    Args:
-        model: a model with stacked layers.
-        schedule: the schedule to run.
-        params: local shards; layers [layers stored on this stage, ...].
-        batch: this replica's rows, [rows, ...].
-        context: what the model is told.
-        layer_specs: specs of the stacked leaves, over the axes whose shards are gathered.
-        gather: "step" gathers the layers here, once; "action" leaves it to each action.
-        reduce_dtype: dtype in which gradients of gathered weights are summed.
+    Params are local shards, layers [layers stored on this stage, ...]; the batch is this replica's
+    rows [rows, ...]. `layer_specs` name the axes over which the stacked leaves are gathered: here
+    and once with `gather` = "step", else in each action.
     """
     layers = virtual_stages.to_virtual_stages(params["layers"], schedule)
     if gather == "step":

@@ -8,6 +8,8 @@ their gradients are sent back.
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -66,35 +68,11 @@ def _of_stage(stage: Array, stages: np.ndarray, values: np.ndarray) -> Array:
 def exchange_rounds(p: int, v: int) -> list[np.ndarray]:
     """Cut the p·v virtual stages into v rounds, each naming every storing and running stage once.
 
-    Each round is int32 [p], the virtual stage that running stage i takes.
-
-    Stages that store and stages that run form a bipartite graph in which every vertex has degree v,
-    so v perfect matchings exist (Kőnig 1916); each is found by augmenting paths.
+    Each round is int32 [p], the virtual stage that storing stage s sends: with g = gcd(p, v) it is
+    s·v + (round + s // (p/g)) mod v. Why it names every running stage once: s·v mod p takes each
+    multiple of g once in each of g blocks of p/g stages, and the blocks' second terms differ mod g.
+    Over the rounds the second term takes all v values.
     """
-    left = set(range(p * v))
-    rounds = []
-    for _ in range(v):
-        virtual_of: dict[int, int] = {}
-        for storing in range(p):
-            _augment(storing, left, virtual_of, set(), p, v)
-        found = np.asarray([virtual_of[running] for running in range(p)], np.int32)
-        left -= set(found.tolist())
-        rounds.append(found)
-    return rounds
-
-
-def _augment(
-    storing: int, left: set[int], virtual_of: dict[int, int], seen: set[int], p: int, v: int
-) -> bool:
-    """Give a storing stage one of its virtual stages; others change to another if need be."""
-    for virtual in sorted(left):
-        running = virtual % p
-        if virtual // v != storing or running in seen:
-            continue
-        seen.add(running)
-        if running not in virtual_of or _augment(
-            virtual_of[running] // v, left, virtual_of, seen, p, v
-        ):
-            virtual_of[running] = virtual
-            return True
-    return False
+    block = p // math.gcd(p, v)
+    stage = np.arange(p, dtype=np.int32)
+    return [stage * v + (number + stage // block) % v for number in range(v)]
