@@ -7,6 +7,7 @@ legal mesh, whatever mesh the run was trained on.
 from __future__ import annotations
 
 import dataclasses
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -119,16 +120,23 @@ def generate(
     import jax
     import numpy as np
 
+    from jaxdist.core.parallel.context import CONTEXT
+    from jaxdist.core.types import Dims
+
     decode, sample = _compiled(model, layout, config, dtype)
     lengths = np.array([len(p) for p in prompts])
-    width = _round_up(int(lengths.max()))
+    over_rows = layout.sharding(layout.param_spec(Dims(("batch", "cache"))))
+    bucket = math.lcm(_BUCKET, layout.size(CONTEXT))
+    width = _round_up(int(lengths.max()), bucket)
     tokens = np.zeros((len(prompts), width), np.int32)
     for row, prompt in enumerate(prompts):
         tokens[row, : len(prompt)] = prompt
     index = np.arange(width)
     positions = np.where(index < lengths[:, None], index, -1).astype(np.int32)
-    cache = _new_cache(model, layout, len(prompts), width + config.max_new_tokens, dtype)
-    logits, cache = decode(params, cache, tokens, positions)
+    length = _round_up(width + config.max_new_tokens, bucket)
+    cache = _new_cache(model, layout, len(prompts), length, dtype)
+    # Devices that share rows read the prompt together, each its own positions.
+    logits, cache = decode(params, cache, *jax.device_put((tokens, positions), over_rows))
     last = logits[np.arange(len(prompts)), lengths - 1]
     key = jax.random.key(config.seed)
     done = np.zeros(len(prompts), bool)
@@ -211,7 +219,7 @@ def _new_cache(model: Model, layout: Any, batch: int, max_len: int, dtype: Any) 
 
     decoding = model.decoding
     assert decoding is not None
-    make = lambda: decoding.init_cache(batch, _round_up(max_len), dtype)
+    make = lambda: decoding.init_cache(batch, max_len, dtype)
     shardings = layout.shardings(jax.tree.map(layout.param_spec, decoding.cache_dims))
     return jax.jit(make, out_shardings=shardings)()
 
@@ -232,8 +240,8 @@ def _check_prompts(tokens: Sequence[np.ndarray], max_len: int, max_new_tokens: i
         raise ConfigError(problems)
 
 
-def _round_up(length: int) -> int:
-    return -(-length // _BUCKET) * _BUCKET
+def _round_up(length: int, bucket: int) -> int:
+    return -(-length // bucket) * bucket
 
 
 def _write(texts: Iterator[list[int | None]], prompts: list[str], tokenizer: Any) -> None:

@@ -101,7 +101,7 @@ def build_decoder(config: DecoderConfig, *, seq_len: int) -> Model:
         shape = (config.num_layers, batch, max_len, config.kv_heads, config.head_width)
         return {"key": jnp.zeros(shape, dtype), "value": jnp.zeros(shape, dtype)}
 
-    cache_dims = Dims(("layers", "batch", None, "kv_heads", "head_dim"))
+    cache_dims = Dims(("layers", "batch", "cache", "kv_heads", "head_dim"))
     unlimited = config.positions == "rotary"
     model = Model(
         name="decoder",

@@ -126,6 +126,8 @@ CONTEXT = Axis(
     help="devices that share the sequence of every row",
     moves="keys and values, in every layer",
     weights="replicated",
+    # Keys and values kept while text is generated.
+    dims=("cache",),
     sums_gradients="always",
     sums_loss=True,
     complexity=2,
