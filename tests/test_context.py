@@ -387,7 +387,7 @@ def test_the_exchange_follows_from_heads_and_devices(sizes, exchange, inner):
     ("flags", "named"),
     [
         (["--mesh=cp=3"], "train.seq_len=132"),
-        (["--mesh=cp=4,tp=2", "--train.seq_len=8"], "train.seq_len=8 / cp=4"),
+        (["--mesh=cp=2,tp=4", "--train.seq_len=12"], "train.seq_len=12 / cp=2"),
         (["--mesh=cp=2", "--model.attention_dropout=0.1"], "model.attention_dropout=0.1"),
         (["--mesh=cp=2", "--model=cnn", "--data.sources="], "Model.context_parallel"),
         (["--mesh=cp=16", "--mesh.context_attention=all_to_all"], "cp=1, 2, 4 or 8"),
@@ -403,6 +403,6 @@ def test_a_mesh_that_cannot_share_rows_is_refused(flags, named):
 
 def test_zig_zag_gives_every_device_the_same_work():
     assert axis.imbalance(8, 4096) <= 0.05
-    assert axis.imbalance(8, 4096, window=600) <= 0.05
+    assert axis.imbalance(8, 64) <= 0.05
     places = np.sort(np.concatenate([axis.places_of(i, 6, 4) for i in range(4)]))
     assert np.array_equal(places, np.arange(24))

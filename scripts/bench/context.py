@@ -1,7 +1,7 @@
 """What long rows cost: attention on one device, and the step's memory on devices that share rows.
 
-    python scripts/bench/context.py attention              # dense and block by block, time and memory
-    python scripts/bench/context.py memory                 # compiled steps, no step is run
+    python scripts/bench/context.py attention     # dense and block by block: time and memory
+    python scripts/bench/context.py memory        # compiled steps; none is run
 
 Attention is one layer's forward and backward of one row, 8 query and 4 key/value heads of 64,
 float32, causal; the shortest of three runs. Memory is what XLA's buffer assignment says of one
@@ -63,9 +63,7 @@ def attention() -> None:
 
 def memory() -> None:
     """Temporaries of one device: a row that grows with cp, and one that does not."""
-    print(
-        "| row | cp | exchange | positions on a device | temporaries, MiB |\n|---|---|---|---|---|"
-    )
+    print("| row | cp | exchange | row / cp | temporaries, MiB |\n|---|---|---|---|---|")
     for exchange in ("ring", "all_to_all", "all_gather"):
         for length, size in ((2048, 1), (4096, 2), (8192, 4), (16384, 8), (16384, 4), (16384, 2)):
             found = temporaries(length, size, exchange) / 2**20

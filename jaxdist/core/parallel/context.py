@@ -50,16 +50,14 @@ def places_of(device: Any, length: int, size: int) -> Array:
     return jnp.concatenate([device * chunk + inside, (2 * size - 1 - device) * chunk + inside])
 
 
-def imbalance(size: int, seq_len: int, window: int = 0) -> float:
+def imbalance(size: int, seq_len: int) -> float:
     """How many more keys the busiest device's queries see than those of the mean device, minus 1.
 
     Args:
         size: devices along the axis.
-        seq_len: positions of a row.
-        window: newest keys that a query sees; 0 = all.
+        seq_len: positions of a row, under a causal mask.
     """
-    seen = np.minimum(np.arange(1, seq_len + 1), window or seq_len)
-    chunks = seen.reshape(2 * size, -1).sum(axis=1)
+    chunks = np.arange(1, seq_len + 1).reshape(2 * size, -1).sum(axis=1)
     work = chunks[:size] + chunks[: size - 1 : -1]
     return float(work.max() / work.mean() - 1)
 
