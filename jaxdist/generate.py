@@ -220,7 +220,7 @@ def _new_cache(model: Model, layout: Any, batch: int, max_len: int, dtype: Any) 
     decoding = model.decoding
     assert decoding is not None
     make = lambda: decoding.init_cache(batch, max_len, dtype)
-    shardings = layout.shardings(jax.tree.map(layout.param_spec, decoding.cache_dims))
+    shardings = layout.shardings(layout.param_specs(decoding.cache_dims))
     return jax.jit(make, out_shardings=shardings)()
 
 

@@ -136,7 +136,7 @@ def object_array():
 def test_pickles_of_something_else_are_refused(tmp_path, batch):
     make_batches(tmp_path)
     (tmp_path / "py" / "data_batch_2").write_bytes(pickle.dumps(batch, protocol=2))
-    with pytest.raises(ConfigError, match=r"data_batch_2' is not a CIFAR-10 batch in Python form"):
+    with pytest.raises(ConfigError, match=r"data_batch_2' is not a CIFAR-10 batch"):
         open_cifar(tmp_path / "py")
 
 
@@ -146,10 +146,10 @@ def test_damaged_files_are_named(tmp_path):
     shutil.copytree(tmp_path / "bin", fresh)
     cut = tmp_path / "bin" / "data_batch_4.bin"
     cut.write_bytes(cut.read_bytes()[:-1])
-    with pytest.raises(ConfigError, match=r"data_batch_4.bin' has 18437 bytes, not a multiple"):
+    with pytest.raises(ConfigError, match=r"data_batch_4.bin' .*18437 bytes, not a multiple"):
         open_cifar(tmp_path / "bin")
     cut.write_bytes(b"")
-    with pytest.raises(ConfigError, match="has 0 bytes"):
+    with pytest.raises(ConfigError, match="0 bytes"):
         open_cifar(tmp_path / "bin")
     cut.write_bytes(b"\x0a" + bytes(3072))
     with pytest.raises(ConfigError, match=r"labels outside 0\.\.9"):
@@ -159,7 +159,7 @@ def test_damaged_files_are_named(tmp_path):
         open_cifar(tmp_path / "bin")
     cut = tmp_path / "py" / "test_batch"
     cut.write_bytes(cut.read_bytes()[:5000])
-    with pytest.raises(ConfigError, match=r"test_batch' is not a CIFAR-10 batch in Python form"):
+    with pytest.raises(ConfigError, match=r"test_batch' is not a CIFAR-10 batch"):
         open_cifar(tmp_path / "py")
     short = {b"data": np.zeros((2, 100), np.uint8), b"labels": [1, 2]}
     cut.write_bytes(pickle.dumps(short, protocol=2))

@@ -130,7 +130,7 @@ def llama_layer(weights, index, config):
         "qkv": fuse_qkv(*products, config),
         "out": out.reshape(config.num_heads, config.head_width, config.d_model),
     }
-    if config.qkv_bias:
+    if "qkv" in config.bias:
         attention["qkv_bias"] = fuse_qkv(*(get(f"self_attn.{n}_proj.bias") for n in "qkv"), config)
     if config.qk_norm:
         attention["query_norm"] = {"scale": get("self_attn.q_norm.weight")}

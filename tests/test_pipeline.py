@@ -13,7 +13,7 @@ from pipeline_parity import Case, compare
 
 from jaxdist.core.parallel.pipeline import executor, value_and_grad
 from jaxdist.core.parallel.pipeline.buffers import to_arrays
-from jaxdist.core.parallel.pipeline.config import PipelineConfig, choose_num_microbatches, describe
+from jaxdist.core.parallel.pipeline.config import PipelineConfig, describe
 from jaxdist.core.parallel.pipeline.virtual_stages import exchange_rounds
 from jaxdist.core.settings import problems_of
 
@@ -141,11 +141,11 @@ def test_a_wrong_instruction_gives_wrong_gradients(fault, monkeypatch):
 
 
 def test_microbatches_are_chosen_from_stages_and_rows():
-    assert choose_num_microbatches(32, 4) == 16
-    assert choose_num_microbatches(64, 2) == 8
-    assert choose_num_microbatches(6, 4) == 6
-    assert choose_num_microbatches(15, 4) == 15
-    assert choose_num_microbatches(24, 4, num_virtual_stages=2) == 24
+    assert PipelineConfig().choose_microbatches(4, rows=32) == 16
+    assert PipelineConfig().choose_microbatches(2, rows=64) == 8
+    assert PipelineConfig().choose_microbatches(4, rows=6) == 6
+    assert PipelineConfig().choose_microbatches(4, rows=15) == 15
+    assert PipelineConfig(num_virtual_stages=2).choose_microbatches(4, rows=24) == 24
 
 
 def test_the_description_of_a_schedule_has_its_sizes_and_bubble():

@@ -48,35 +48,35 @@ BOTH = ("fsdp", "data")
 )
 def test_specs_of_every_strategy(text, zero, param, gradient, moment, batch):
     here = layout(text, zero=zero)
-    assert here.param_spec(MATRIX) == param
-    assert here.gradient_spec(MATRIX) == gradient
-    assert here.moment_spec(MATRIX) == moment
+    assert here.param_specs(MATRIX) == param
+    assert here.gradient_specs(MATRIX) == gradient
+    assert here.moment_specs(MATRIX) == moment
     assert here.batch_spec() == batch
 
 
 def test_vectors_stay_whole_and_biases_follow_their_matrix():
     here = layout("dp=2,fsdp=2,tp=2", zero=3)
-    assert here.param_spec(VECTOR) == P()
-    assert here.param_spec(BIAS) == P(None, None, "tensor")
-    assert here.param_spec(TABLE) == P("tensor", BOTH)
+    assert here.param_specs(VECTOR) == P()
+    assert here.param_specs(BIAS) == P(None, None, "tensor")
+    assert here.param_specs(TABLE) == P("tensor", BOTH)
 
 
 def test_two_dims_on_one_axis_are_refused():
     with pytest.raises(ConfigError, match="'heads' and 'mlp' would both be split by the mesh axis"):
-        layout("dp=2").param_spec(Dims(("heads", "mlp")))
+        layout("dp=2").param_specs(Dims(("heads", "mlp")))
 
 
 def test_a_models_own_rules_come_beside_those_of_the_axes():
     here = layout("fsdp=2,tp=2", rules={"flat": "fsdp", "hidden": "tensor", "vocab": None})
-    assert here.param_spec(Dims(("flat", "hidden"))) == P("fsdp", "tensor")
-    assert here.param_spec(TABLE) == P(None, "fsdp")
+    assert here.param_specs(Dims(("flat", "hidden"))) == P("fsdp", "tensor")
+    assert here.param_specs(TABLE) == P(None, "fsdp")
 
 
 def test_a_weight_is_gathered_over_the_axes_that_shard_it_and_no_others():
     here = layout("pp=2,dp=2,fsdp=2", zero=3)
-    assert here.param_spec(MATRIX) == P("pipeline", BOTH)
-    assert here.gather_spec(MATRIX) == P(None, BOTH)
-    assert layout("dp=2,tp=2").gather_spec(MATRIX) == P()
+    assert here.param_specs(MATRIX) == P("pipeline", BOTH)
+    assert here.gather_specs(MATRIX) == P(None, BOTH)
+    assert layout("dp=2,tp=2").gather_specs(MATRIX) == P()
 
 
 @pytest.mark.parametrize(

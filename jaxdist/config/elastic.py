@@ -50,7 +50,10 @@ def fit_devices(config: RunConfig, num_devices: int, model: Model | None = None)
                 ],
             )
         )
-    return _adapted(config, asked, spec, num_devices)
+    adapted = _with_batches(config, asked, spec)
+    reason = _reason(config, adapted, asked, spec, num_devices)
+    mesh = dataclasses.replace(config.mesh, shape=str(spec), reason=reason)
+    return dataclasses.replace(adapted, mesh=mesh)
 
 
 def legal_sizes(config: RunConfig, model: Model | None = None) -> list[int]:
@@ -67,14 +70,6 @@ def _is_legal(config: RunConfig, asked: MeshSpec, spec: MeshSpec, model: Model |
     if any(count % spec.num_replicas for count in rows):
         return False
     return not _with_batches(config, asked, spec).mesh_problems(spec, model)
-
-
-def _adapted(config: RunConfig, asked: MeshSpec, spec: MeshSpec, num_devices: int) -> RunConfig:
-    adapted = _with_batches(config, asked, spec)
-    mesh = dataclasses.replace(
-        config.mesh, shape=str(spec), reason=_reason(config, adapted, asked, spec, num_devices)
-    )
-    return dataclasses.replace(adapted, mesh=mesh)
 
 
 def _with_batches(config: RunConfig, asked: MeshSpec, spec: MeshSpec) -> RunConfig:

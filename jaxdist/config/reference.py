@@ -40,7 +40,7 @@ def _lines() -> Iterator[str]:
 
 
 def _row(field: Field) -> str:
-    takes = kind_of_value(field)
+    takes = kind_of_value(field.type)
     if field.bounds is not None:
         takes += f", {field.bounds}"
     cells = (f"`{field.name}`", f"`{takes}`", f"`{default_text(field)}`", field.doc)

@@ -22,6 +22,7 @@ from jaxdist.core.sharding import MeshConfig
 from jaxdist.core.step import EvalConfig, TrainConfig
 from jaxdist.core.types import Model
 from jaxdist.data.config import DataConfig
+from jaxdist.data.images import is_cifar
 from jaxdist.models import DecoderConfig, ModelConfig, build
 from jaxdist.models.configs import DIM_SETTINGS
 from jaxdist.models.huggingface.directory import is_model, read_json
@@ -279,12 +280,12 @@ class RunConfig:
         )
         for source in data.sources:
             exists = source != "stdlib" and Path(source).expanduser().exists()
-            if reads == "text" and exists and _is_images(source):
+            if reads == "text" and is_cifar(source):
                 found.append(
                     f"data.sources has {source!r}, which holds images: a decoder reads text. "
                     "Use --model cnn, or a text source."
                 )
-            if reads == "images" and (source == "stdlib" or (exists and not _is_images(source))):
+            if reads == "images" and (source == "stdlib" or (exists and not is_cifar(source))):
                 found.append(
                     f"data.sources has {source!r}, which is not a CIFAR-10 folder: a cnn reads "
                     "images. Name the folder that holds data_batch_1, or use --model decoder."
@@ -351,10 +352,3 @@ class RunConfig:
         return legal_meshes(
             spec, num_devices, lambda other: self.mesh_problems(other, model), count
         )
-
-
-def _is_images(source: str) -> bool:
-    from jaxdist.data.images import is_cifar
-
-    path = Path(source).expanduser()
-    return path.is_dir() and is_cifar(path)

@@ -12,6 +12,8 @@ from typing import Any, Literal
 
 from jax.sharding import PartitionSpec as P
 
+from jaxdist.core.settings.schema import join_choices
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Workload:
@@ -181,10 +183,12 @@ def spec_over(spec: P, axes: tuple[str, ...]) -> P:
     return P(*kept)
 
 
+def divisors_of(number: int) -> list[int]:
+    """Whole numbers that divide it, ascending."""
+    return [d for d in range(1, number + 1) if number % d == 0]
+
+
 def allowed_sizes(size: int) -> str:
     """The divisors of a dim as text: `1, 2, 4 or 8`."""
-    divisors = [str(d) for d in range(1, min(size, 512) + 1) if size % d == 0]
-    if len(divisors) > 8:
-        return f"{', '.join(divisors[:7])} … {divisors[-1]}"
-    *others, last = divisors
-    return f"{', '.join(others)} or {last}" if others else last
+    sizes = [str(d) for d in range(1, min(size, 512) + 1) if size % d == 0]
+    return f"{', '.join(sizes[:7])} … {sizes[-1]}" if len(sizes) > 8 else join_choices(sizes)

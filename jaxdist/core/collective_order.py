@@ -125,25 +125,14 @@ def _gate(equation: core.JaxprEqn) -> Iterable[int]:
     if name == "while":
         return range(equation.params["cond_nconsts"] + equation.params["body_nconsts"], number)
     if name == "scan":
-        (body,) = core.jaxprs_in_params(
-            equation.params
-        )  # what it stacks has one dimension more outside
-        num_xs = sum(
-            _ndim(x) != _ndim(inside) for x, inside in _pairs(equation.invars, body.invars)
-        )
-        carried = _pairs(equation.outvars, body.outvars)
-        num_carry = sum(_ndim(x) == _ndim(inside) for x, inside in carried)
+        (body,) = core.jaxprs_in_params(equation.params)
+        ndim = lambda variables: np.array([len(v.aval.shape) for v in variables])
+        # What it stacks has one dimension more outside.
+        num_xs = int((ndim(equation.invars) != ndim(body.invars)).sum())
+        num_carry = int((ndim(equation.outvars) == ndim(body.outvars)).sum())
         if num_carry:
             return range(number - num_xs - num_carry, number - num_xs)
     return range(number)
-
-
-def _pairs(outside: list[Any], inside: list[Any]) -> Iterable[tuple[Any, Any]]:
-    return zip(outside, inside, strict=True)
-
-
-def _ndim(variable: Any) -> int:
-    return len(variable.aval.shape)
 
 
 def _tie(

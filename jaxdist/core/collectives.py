@@ -55,9 +55,9 @@ def vary(tree: Tree, axes: Axes) -> Tree:
     return jax.tree.map(leaf, tree)
 
 
-def zeros_like(x: Array | jax.ShapeDtypeStruct) -> Array:
-    """Zeros of the shape and dtype of `x` that vary as it does, e.g. for a scan's first carry."""
-    return vary(jnp.zeros(x.shape, x.dtype), tuple(varying_axes(x)))
+def zeros_like(x: Array | jax.ShapeDtypeStruct, *lead: int) -> Array:
+    """Zeros [*lead, *shape of x] of its dtype that vary as it does, e.g. a loop's first carry."""
+    return vary(jnp.zeros((*lead, *x.shape), x.dtype), tuple(varying_axes(x)))
 
 
 def all_reduce(x: Array, axes: Axes, op: str = "sum") -> Array:

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from jaxdist.core.axis import Axis
+from jaxdist.core.axis import Axis, divisors_of
 from jaxdist.core.parallel import axes
 from jaxdist.core.types import ConfigError
 
@@ -185,7 +185,7 @@ def factorisations(num_devices: int, *, without: Sequence[Axis] = ()) -> list[Me
         if count == 1:
             yield (left,)
             return
-        for size in _divisors(left):
+        for size in divisors_of(left):
             for rest in sizes(left // size, count - 1):
                 yield (size, *rest)
 
@@ -241,7 +241,7 @@ def _with_shrunk(asked: MeshSpec, count: int) -> Iterator[MeshSpec]:
         *rest, axis = todo
         wanted = asked[axis]
         preferred = lambda size: (size != wanted, size < wanted, abs(size - wanted))
-        for size in sorted(_divisors(left), key=preferred):
+        for size in sorted(divisors_of(left), key=preferred):
             yield from fill({**sizes, axis.name: size}, left // size, rest)
 
     yield from fill({}, count, others)
@@ -250,10 +250,6 @@ def _with_shrunk(asked: MeshSpec, count: int) -> Iterator[MeshSpec]:
 def _rows_axis() -> Axis:
     """The first axis that splits rows: `data`, which takes devices where nothing else is asked."""
     return next(axis for axis in axes.AXES if axis.splits_rows)
-
-
-def _divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]
 
 
 def _read_sizes(text: str) -> tuple[dict[str, int], list[str]]:

@@ -122,37 +122,29 @@ def default_mesh(
     """
     if num_devices == 1:
         return MeshSpec(), "one device: nothing to split"
+    replicas, shards = MeshSpec.over(DATA, num_devices), MeshSpec.over(FSDP, num_devices)
     if needs is not None:
-        return _by_estimate(num_devices, needs)
+        needed, limit = needs(replicas)
+        takes = f"{in_bytes(needed)} of {in_bytes(limit)}"
+        if needed <= limit:
+            return replicas, f"a replica takes {takes}, so data parallelism alone moves least"
+        return shards, (
+            f"a replica would take {takes}; sharded over all devices it takes "
+            f"{in_bytes(needs(shards)[0])}"
+        )
     state = in_bytes(state_bytes)
     if memory_bytes is None or state_bytes <= memory_bytes * _STATE_SHARE:
-        return (
-            MeshSpec.over(DATA, num_devices),
-            f"the state ({state}) fits one device, so data parallelism alone moves least",
+        return replicas, (
+            f"the state ({state}) fits one device, so data parallelism alone moves least"
         )
-    return (
-        MeshSpec.over(FSDP, num_devices),
+    return shards, (
         f"the state ({state}) does not fit one device ({in_bytes(memory_bytes)}, of which "
-        f"{_STATE_SHARE:.0%} may hold state), so it is sharded over all",
+        f"{_STATE_SHARE:.0%} may hold state), so it is sharded over all"
     )
 
 
 Needs: TypeAlias = Callable[[MeshSpec], tuple[float, float]]
 """Mesh -> (bytes that one device needs, bytes that a run may take of it)."""
-
-
-def _by_estimate(num_devices: int, needs: Needs) -> tuple[MeshSpec, str]:
-    replicas, shards = MeshSpec.over(DATA, num_devices), MeshSpec.over(FSDP, num_devices)
-    needed, limit = needs(replicas)
-    if needed <= limit:
-        return replicas, (
-            f"a replica takes {in_bytes(needed)} of {in_bytes(limit)}, so data parallelism alone "
-            "moves least"
-        )
-    return shards, (
-        f"a replica would take {in_bytes(needed)} of {in_bytes(limit)}; sharded over all devices "
-        f"it takes {in_bytes(needs(shards)[0])}"
-    )
 
 
 # The rest is for activations, the loss head and communication buffers.

@@ -31,7 +31,7 @@ from jaxdist.core.axis import Axis, spec_over
 from jaxdist.core.mesh import MeshSpec, notation
 from jaxdist.core.parallel import axes
 from jaxdist.core.parallel.tensor import TENSOR
-from jaxdist.core.types import Array, ConfigError, Dims, Params, setting
+from jaxdist.core.types import Array, ConfigError, Dims, setting
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -165,38 +165,26 @@ class Layout:
         """Parts into which the rows of a batch are split."""
         return self.spec.num_replicas
 
-    def param_spec(self, dims: Dims) -> P:
-        """Where a parameter lies."""
-        return self._spec(dims, with_zero=self.zero == 3)
+    def param_specs(self, dims: Any) -> Any:
+        """Where parameters lie: a spec for each leaf of a tree of `Dims`, or for one `Dims`."""
+        return self._specs(dims, with_zero=self.zero == 3)
 
-    def gather_spec(self, dims: Dims) -> P:
-        """`param_spec` with only the axes over which the parameter is gathered before use."""
+    def gather_specs(self, dims: Any) -> Any:
+        """`param_specs` with only the axes over which a parameter is gathered before use."""
         split = tuple(axis.name for axis in axes.AXES if axis.weights != "split")
-        return spec_over(self.param_spec(dims), split)
+        return jax.tree.map(
+            lambda spec: spec_over(spec, split),
+            self.param_specs(dims),
+            is_leaf=lambda x: isinstance(x, P),
+        )
 
-    def moment_spec(self, dims: Dims) -> P:
-        """Where a parameter's optimizer moments lie, and its update is computed."""
-        return self._spec(dims, with_zero=self.zero > 0)
+    def moment_specs(self, dims: Any) -> Any:
+        """Where optimizer moments lie, and updates are computed; as `param_specs`."""
+        return self._specs(dims, with_zero=self.zero > 0)
 
-    def gradient_spec(self, dims: Dims) -> P:
-        """Where a microbatch's gradient lies while it is accumulated."""
-        return self.moment_spec(dims) if self.zero >= 2 else self.param_spec(dims)
-
-    def param_specs(self, dims: Params) -> Any:
-        """`param_spec` of each leaf of a tree of `Dims`."""
-        return jax.tree.map(self.param_spec, dims)
-
-    def gather_specs(self, dims: Params) -> Any:
-        """`gather_spec` of each leaf of a tree of `Dims`."""
-        return jax.tree.map(self.gather_spec, dims)
-
-    def moment_specs(self, dims: Params) -> Any:
-        """`moment_spec` of each leaf of a tree of `Dims`."""
-        return jax.tree.map(self.moment_spec, dims)
-
-    def gradient_specs(self, dims: Params) -> Any:
-        """`gradient_spec` of each leaf of a tree of `Dims`."""
-        return jax.tree.map(self.gradient_spec, dims)
+    def gradient_specs(self, dims: Any) -> Any:
+        """Where a microbatch's gradients lie while they are accumulated; as `param_specs`."""
+        return self.moment_specs(dims) if self.zero >= 2 else self.param_specs(dims)
 
     def batch_spec(self) -> P:
         """Rows over the axes that split them, every other dim whole."""
@@ -224,8 +212,11 @@ class Layout:
             is_leaf=lambda x: isinstance(x, P),
         )
 
-    def _spec(self, dims: Dims, *, with_zero: bool) -> P:
-        """Where an array lies; `with_zero`: its shards are cut again over the replicated axes."""
+    def _specs(self, tree: Any, *, with_zero: bool) -> Any:
+        """Where arrays lie; `with_zero`: their shards are cut again over the replicated axes."""
+        return jax.tree.map(lambda dims: self._spec(dims, with_zero), tree)
+
+    def _spec(self, dims: Dims, with_zero: bool) -> P:
         rules = {**axes.rules(), **self.rules}
         _check_collisions(dims, rules)
         is_vector = sum(name != "layers" for name in dims) < 2

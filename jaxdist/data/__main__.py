@@ -15,8 +15,8 @@ from typing import Literal
 from jaxdist.core.settings import ConfigError, read_settings, setting
 from jaxdist.data.corpus import Corpus, total_bytes, write_corpus
 from jaxdist.data.documents import find_files, read_pieces
-from jaxdist.data.encoding import RecordKind, make_encoder
-from jaxdist.data.tokenizer import Tokenizer, load_tokenizer, train_bpe
+from jaxdist.data.encoding import make_encoder
+from jaxdist.data.tokenizer import load_tokenizer, train_bpe
 
 SUMMARY = """\
 Tokenise text once into memory-mapped shards that training reads at random.
@@ -69,6 +69,19 @@ class PrepareConfig:
         "", "token put after each document; empty = the tokenizer's own end of text, if it has one"
     )
 
+    def problems(self) -> list[str]:
+        """Settings that exclude each other."""
+        if self.train_bpe and self.tokenizer != "bytes":
+            return [
+                f"--train-bpe makes a tokenizer, --tokenizer {self.tokenizer} names one. Drop one."
+            ]
+        if self.train_bpe and self.records != "text":
+            return [
+                f"--train-bpe learns on text, --records {self.records} is none. Learn it on text "
+                "first, then name DIR/tokenizer.json with --tokenizer."
+            ]
+        return []
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code (0, or 2 for what the user can mend)."""
@@ -82,17 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             positional=("sources",),
         )
         out = config.out
-        prepare(
-            config.sources,
-            Path(config.out).expanduser(),
-            tokenizer=config.tokenizer,
-            eos_token=config.eos_token,
-            bpe_vocab_size=config.train_bpe or None,
-            bpe_bytes=int(config.bpe_mb * 1e6),
-            text_field=config.text_field,
-            records=config.records,
-            chat_template=config.chat_template,
-        )
+        _prepare(config, Path(out).expanduser())
     except ConfigError as error:
         print(*error.problems, sep="\n", file=sys.stderr)
         return 2
@@ -105,56 +108,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def prepare(
-    sources: Sequence[str],
-    out: Path,
-    *,
-    tokenizer: str = "bytes",
-    eos_token: str = "",
-    bpe_vocab_size: int | None = None,
-    bpe_bytes: int = 200_000_000,
-    text_field: str = "text",
-    records: RecordKind = "text",
-    chat_template: str = "auto",
-) -> Corpus:
-    """Tokenise sources into the new folder `out`, with progress on stderr.
-
-    Args:
-        sources: as in `DataConfig.sources`, text only.
-        out: a folder that does not exist.
-        tokenizer: "bytes" or the path of a tokenizer.json.
-        eos_token: see `DataConfig.eos_token`.
-        bpe_vocab_size: learn a BPE of so many tokens on the sources first.
-        bpe_bytes: text to learn it on, spread over the files.
-        text_field: of JSON lines and Parquet.
-        records: see `DataConfig.records`.
-        chat_template: see `DataConfig.chat_template`.
-
-    Raises:
-        ConfigError: options that exclude each other, bad files, or `out` exists.
-    """
-    if bpe_vocab_size is not None and tokenizer != "bytes":
-        raise ConfigError(
-            f"--train-bpe makes a tokenizer and --tokenizer {tokenizer} names one. Drop one."
-        )
-    if bpe_vocab_size is not None and records != "text":
-        raise ConfigError(
-            f"--train-bpe learns on text, --records {records} is none. Learn it on text first, "
-            "then name DIR/tokenizer.json with --tokenizer."
-        )
+def _prepare(config: PrepareConfig, out: Path) -> None:
+    """Tokenise the sources into the new folder `out`, with progress on stderr."""
     if out.exists():
         raise ConfigError(f"--out {out} exists: a corpus is never overwritten. Name another.")
-    files = [path for source in sources for path in find_files(source)]
+    files = [path for source in config.sources for path in find_files(source)]
     size = total_bytes(files)
     print(f"{len(files)} files, {size / 1e6:.1f} MB", file=sys.stderr)
     with tempfile.TemporaryDirectory() as folder:
-        if bpe_vocab_size is not None:
+        tokenizer = config.tokenizer
+        if config.train_bpe:
             tokenizer = str(Path(folder) / "tokenizer.json")
-            _learn(files, bpe_vocab_size, tokenizer, bpe_bytes, text_field)
-        used: Tokenizer = load_tokenizer(tokenizer, eos_token)
+            _learn(files, config, tokenizer)
         progress = _Progress(size)
         encoder = make_encoder(
-            used, records=records, text_field=text_field, chat_template=chat_template
+            load_tokenizer(tokenizer, config.eos_token),
+            records=config.records,
+            text_field=config.text_field,
+            chat_template=config.chat_template,
         )
         write_corpus(files, out, encoder, progress=progress)
     progress.finish()
@@ -164,14 +135,13 @@ def prepare(
         f"{corpus.vocab_size:,}, {size / corpus.num_tokens:.2f} bytes per token\n"
         f"next: python -m jaxdist.train --data.sources='[\"{out}\"]'"
     )
-    return corpus
 
 
-def _learn(files: list[Path], vocab_size: int, path: str, limit: int, text_field: str) -> None:
-    started = time.monotonic()
-    share = min(1.0, limit / max(1, total_bytes(files)))
+def _learn(files: list[Path], config: PrepareConfig, path: str) -> None:
+    started, vocab_size = time.monotonic(), config.train_bpe
+    share = min(1.0, config.bpe_mb * 1e6 / max(1, total_bytes(files)))
     print(f"learning a BPE of {vocab_size} tokens on {share:.0%} of the text", file=sys.stderr)
-    train_bpe(_sample(files, share, text_field), vocab_size, path)
+    train_bpe(_sample(files, share, config.text_field), vocab_size, path)
     found = load_tokenizer(path).vocab_size
     if found < vocab_size:
         raise ConfigError(

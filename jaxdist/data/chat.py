@@ -17,6 +17,7 @@ what the assistant says and on the token that ends it, 0 everywhere else.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from collections.abc import Callable, Sequence
@@ -244,8 +245,12 @@ def load_template(name: str, tokenizer: Tokenizer) -> ChatTemplate:
             "special tokens are those of a tokenizer.json. Set data.tokenizer, or use plain."
         )
     folder = Path(tokenizer.name).parent
-    settings = _tokenizer_settings(folder)
-    variables = {key: text for key, value in settings.items() if (text := _token_text(key, value))}
+    settings = _tokenizer_settings(folder / "tokenizer_config.json")
+    variables = {}
+    for key, value in settings.items():  # "bos_token" and the like, a text or an object
+        text = value.get("content") if isinstance(value, dict) else value
+        if key.endswith("_token") and isinstance(text, str) and text:
+            variables[key] = text
     path = folder / "chat_template.jinja" if name == "auto" else Path(name).expanduser()
     if path.is_file():
         return JinjaTemplate(path.read_text("utf-8"), str(path), tokenizer, variables)
@@ -254,14 +259,15 @@ def load_template(name: str, tokenizer: Tokenizer) -> ChatTemplate:
             f"data.chat_template={name!r} is not a file: it is auto, plain, or the path of a "
             "Jinja template. Check the path."
         )
-    source = _own_template(settings)
-    if source is None:
+    source = settings.get("chat_template")
+    if isinstance(source, list):  # several by name
+        source = {entry.get("name"): entry.get("template") for entry in source}.get("default")
+    if not isinstance(source, str):
         return PlainTemplate(tokenizer)
     return JinjaTemplate(source, f"of {folder / 'tokenizer_config.json'}", tokenizer, variables)
 
 
-def _tokenizer_settings(folder: Path) -> dict[str, Any]:
-    path = folder / "tokenizer_config.json"
+def _tokenizer_settings(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
@@ -271,23 +277,6 @@ def _tokenizer_settings(folder: Path) -> dict[str, Any]:
             f"{str(path)!r} is not JSON ({error}). Copy it again, or use data.chat_template=plain."
         ) from None
     return found if isinstance(found, dict) else {}
-
-
-def _own_template(settings: dict[str, Any]) -> str | None:
-    """`chat_template`: a text, or several by name."""
-    found = settings.get("chat_template")
-    if isinstance(found, list):
-        named = {entry.get("name"): entry.get("template") for entry in found}
-        found = named.get("default")
-    return found if isinstance(found, str) else None
-
-
-def _token_text(key: str, value: Any) -> str:
-    """The text of `bos_token` and the like, written as a text or as an object."""
-    if not key.endswith("_token"):
-        return ""
-    text = value.get("content") if isinstance(value, dict) else value
-    return text if isinstance(text, str) else ""
 
 
 def _compiled(source: str, name: str) -> Callable[..., str]:
@@ -308,15 +297,12 @@ def _compiled(source: str, name: str) -> Callable[..., str]:
     def raise_exception(message: str) -> None:
         raise jinja2.TemplateError(message)
 
-    def to_json(value: Any, **options: Any) -> str:
-        return json.dumps(value, ensure_ascii=False, **options)
-
     # Trimmed blocks and loop controls are what templates are written for.
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
     )
     environment.globals["raise_exception"] = raise_exception
-    environment.filters["tojson"] = to_json
+    environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
     try:
         return environment.from_string(source).render
     except jinja2.TemplateSyntaxError as error:

@@ -13,7 +13,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
@@ -132,10 +132,10 @@ def open_datasets(
         raise ConfigError(problems)
     if any(is_custom(source) for source in config.sources):
         return _open_custom(config, seq_len, seed)
-    folders = [_cifar_folder(source) for source in config.sources]
-    if all(folders):
-        return _open_images(config, [f for f in folders if f])
-    if any(folders):
+    images = [is_cifar(source) for source in config.sources]
+    if all(images):
+        return _open_images(config)
+    if any(images):
         raise ConfigError(
             f"data.sources={config.sources} mixes CIFAR-10 with text: a model learns one of "
             "them. Name sources of one kind."
@@ -250,12 +250,9 @@ def _check_tokenizers(sources: list[str], corpora: list[Corpus]) -> None:
         )
 
 
-P = TypeVar("P", bound=Part)
-
-
 def _with_rows(
-    part: P, role: str, source: str, corpus: Corpus, seq_len: int, held: float | None = None
-) -> P:
+    part: Part, role: str, source: str, corpus: Corpus, seq_len: int, held: float | None = None
+) -> Part:
     if part.num_rows:
         return part
     fix = "Use a smaller seq_len or more text."
@@ -268,23 +265,17 @@ def _with_rows(
     )
 
 
-def _cifar_folder(source: str) -> Path | None:
-    path = Path(source).expanduser()
-    return path if path.is_dir() and is_cifar(path) else None
-
-
-def _open_images(config: DataConfig, folders: list[Path]) -> tuple[Dataset, Dataset | None]:
-    both = [open_cifar(folder) for folder in folders]
+def _open_images(config: DataConfig) -> tuple[Dataset, Dataset | None]:
+    both = [open_cifar(folder) for folder in config.sources]
     held = [test for _, test in both] if config.eval_fraction else []
     if config.eval_sources:
-        others = [_cifar_folder(source) for source in config.eval_sources]
-        if not all(others):
+        if not all(map(is_cifar, config.eval_sources)):
             raise ConfigError(
                 f"data.eval_sources={config.eval_sources} are not all CIFAR-10 folders, as "
                 "data.sources are. Name folders, or leave eval_sources empty to use the test "
                 "files."
             )
-        held = [open_cifar(folder)[1] for folder in others if folder]
+        held = [open_cifar(folder)[1] for folder in config.eval_sources]
 
     dataset = functools.partial(_dataset, "images", vocab_size=NUM_CLASSES)
     train = dataset([images for images, _ in both], config.mixture_weights)

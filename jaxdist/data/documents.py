@@ -79,7 +79,8 @@ def library_files() -> list[Path]:
             f'data.sources has "stdlib", but {str(root)!r} holds no .py files (a zipped or '
             "compiled Python). Give a text file or folder of your own."
         )
-    return [root / n for n in sorted(names, key=lambda n: _digest(n.as_posix()))]
+    digest = lambda name: hashlib.sha256(name.as_posix().encode()).hexdigest()
+    return [root / name for name in sorted(names, key=digest)]
 
 
 def find_files(source: str) -> list[Path]:
@@ -94,7 +95,8 @@ def find_files(source: str) -> list[Path]:
     if path.is_file():
         return [path]
     if path.is_dir():
-        found = [p for p in path.rglob("*") if not _hidden(p.relative_to(path))]
+        hidden = lambda inside: any(part.startswith(".") for part in inside.parts)
+        found = [p for p in path.rglob("*") if not hidden(p.relative_to(path))]
     else:  # glob leaves hidden files out unless the pattern names them
         found = [Path(p) for p in glob.glob(str(path), recursive=True)]
     files = sorted((p for p in found if p.is_file()), key=lambda p: p.as_posix())
@@ -127,7 +129,10 @@ def read_pieces(path: Path, text_field: str) -> Iterator[Piece]:
                     yield Piece(record.value[text_field], True, record.position)
             return
         if kind == "json":
-            raise _unclear(path)
+            raise ConfigError(
+                f"{str(path)!r} is .json: one object per line or one text is not clear. Rename it "
+                "to .jsonl or .txt."
+            )
         with path.open("rb") as raw, _decompressed(path, raw) as stream:
             if kind == "lines":
                 yield from _read_lines(path, stream, raw, text_field)
@@ -162,13 +167,6 @@ def read_records(path: Path, columns: list[str]) -> Iterator[Record]:
                 yield Record(value, place, raw.tell())
 
 
-def _unclear(path: Path) -> ConfigError:
-    return ConfigError(
-        f"{str(path)!r} is .json: one object per line or one text is not clear. Rename "
-        "it to .jsonl or .txt."
-    )
-
-
 @contextlib.contextmanager
 def _read_errors(path: Path) -> Iterator[None]:
     """What may go wrong while a file is read, as one line that names it."""
@@ -186,28 +184,15 @@ def content_digest(files: list[Path]) -> str:
     """A digest of the files' bytes in order; names and places do not count."""
     whole = hashlib.sha256()
     for path in files:
-        try:
-            with path.open("rb") as file:
-                whole.update(hashlib.file_digest(file, "sha256").digest())
-        except OSError as error:
-            raise ConfigError(f"{str(path)!r} cannot be read: {error.strerror}.") from None
+        with _read_errors(path), path.open("rb") as file:
+            whole.update(hashlib.file_digest(file, "sha256").digest())
     return whole.hexdigest()
 
 
 def _kind(path: Path) -> str:
     suffixes = [s for s in path.suffixes if s not in (".gz", ".zst")]
-    last = suffixes[-1].lower() if suffixes else ""
-    return {".jsonl": "lines", ".ndjson": "lines", ".parquet": "parquet", ".json": "json"}.get(
-        last, "text"
-    )
-
-
-def _hidden(relative: Path) -> bool:
-    return any(part.startswith(".") for part in relative.parts)
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
+    kinds = {".jsonl": "lines", ".ndjson": "lines", ".parquet": "parquet", ".json": "json"}
+    return kinds.get(suffixes[-1].lower(), "text") if suffixes else "text"
 
 
 def _decompressed(path: Path, raw: BinaryIO) -> Any:

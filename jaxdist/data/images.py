@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -75,18 +76,19 @@ class Images:
         }
 
 
-def is_cifar(folder: Path) -> bool:
-    """Whether a folder holds CIFAR-10, in part at least."""
-    names = [*TRAIN_FILES, TEST_FILE]
+def is_cifar(source: str) -> bool:
+    """Whether a source is a folder that holds CIFAR-10, in part at least."""
+    folder, names = Path(source).expanduser(), [*TRAIN_FILES, TEST_FILE]
     return any((folder / n).is_file() or (folder / f"{n}.bin").is_file() for n in names)
 
 
-def open_cifar(folder: Path) -> tuple[Images, Images]:
+def open_cifar(source: str | Path) -> tuple[Images, Images]:
     """Training and test images of a CIFAR-10 folder.
 
     Raises:
         ConfigError: files missing, of a wrong size, damaged, or pickles that hold something else.
     """
+    folder = Path(source).expanduser()
     suffix = ".bin" if any(folder.glob("*_batch*.bin")) else ""
     read = _read_binary if suffix else _read_pickle
     missing = [
@@ -98,7 +100,7 @@ def open_cifar(folder: Path) -> tuple[Images, Images]:
         )
 
     def images(names: tuple[str, ...]) -> Images:
-        parts = [read(folder / (name + suffix)) for name in names]
+        parts = [_read_batch(folder / (name + suffix), read) for name in names]
         pixels = np.concatenate([p for p, _ in parts]).reshape(-1, 3, 32, 32)
         return Images(
             pixels=np.ascontiguousarray(pixels.transpose(0, 2, 3, 1)),
@@ -108,28 +110,19 @@ def open_cifar(folder: Path) -> tuple[Images, Images]:
     return images(TRAIN_FILES), images((TEST_FILE,))
 
 
-def _read_binary(path: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Pixels uint8 [n, 3072], colour by colour, and labels int32 [n]."""
-    data = np.fromfile(path, np.uint8)
-    if not len(data) or len(data) % _RECORD:
-        raise ConfigError(
-            f"{str(path)!r} has {len(data)} bytes, not a multiple of {_RECORD} (one label and "
-            "3·32·32 pixels). Copy or unpack it again."
-        )
-    records = data.reshape(-1, _RECORD)
-    return records[:, 1:], _checked_labels(path, records[:, 0].astype(np.int32))
-
-
-def _read_pickle(path: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Pixels uint8 [n, 3072], colour by colour, and labels int32 [n]."""
+def _read_batch(
+    path: Path, read: Callable[[Path], tuple[np.ndarray, np.ndarray]]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Pixels uint8 [n, 3072], colour by colour, and labels int32 [n], of one file."""
     try:
-        with path.open("rb") as file:
-            batch = _Reader(file, encoding="bytes").load()
-        pixels, labels = _entry(batch, b"data"), _entry(batch, b"labels")
-        if not isinstance(pixels, _StoredArray):
-            raise ValueError("data is not an array")
-        labels = np.array(labels, np.int32)
-        pixels = pixels.array()
+        pixels, labels = read(path)
+        if pixels.shape != (len(labels), _PIXELS):
+            raise ValueError(
+                f"pixels of shape {pixels.shape} for {len(labels)} labels, expected "
+                f"({len(labels)}, {_PIXELS})"
+            )
+        if labels.ndim != 1 or not len(labels) or labels.min() < 0 or labels.max() >= NUM_CLASSES:
+            raise ValueError(f"labels outside 0..{NUM_CLASSES - 1}; CIFAR-100 is another layout")
     except _Refused as error:
         raise ConfigError(
             f"{str(path)!r} asks Python to load {error}: a CIFAR-10 batch holds only a dict of "
@@ -138,25 +131,29 @@ def _read_pickle(path: Path) -> tuple[np.ndarray, np.ndarray]:
         ) from None
     except Exception as error:  # a damaged pickle can fail in any way
         raise ConfigError(
-            f"{str(path)!r} is not a CIFAR-10 batch in Python form ({type(error).__name__}: "
-            f"{error}). Copy or unpack it again."
+            f"{str(path)!r} is not a CIFAR-10 batch ({type(error).__name__}: {error}). Copy or "
+            "unpack it again."
         ) from None
-    if pixels.shape != (len(labels), _PIXELS):
-        raise ConfigError(
-            f"{str(path)!r} has pixels of shape {pixels.shape} for {len(labels)} labels, "
-            f"expected ({len(labels)}, {_PIXELS}). Copy or unpack it again."
-        )
-    return pixels, _checked_labels(path, labels)
+    return pixels, labels
 
 
-def _checked_labels(path: Path, labels: np.ndarray) -> np.ndarray:
-    """The labels, int32 [n], if all of them are classes of CIFAR-10."""
-    if labels.ndim != 1 or not len(labels) or labels.min() < 0 or labels.max() >= NUM_CLASSES:
-        raise ConfigError(
-            f"{str(path)!r} has labels outside 0..{NUM_CLASSES - 1}: it is not CIFAR-10 "
-            "(CIFAR-100 is another layout). Copy or unpack it again."
+def _read_binary(path: Path) -> tuple[np.ndarray, np.ndarray]:
+    data = np.fromfile(path, np.uint8)
+    if not len(data) or len(data) % _RECORD:
+        raise ValueError(
+            f"{len(data)} bytes, not a multiple of {_RECORD} (one label and 3·32·32 pixels)"
         )
-    return labels
+    records = data.reshape(-1, _RECORD)
+    return records[:, 1:], records[:, 0].astype(np.int32)
+
+
+def _read_pickle(path: Path) -> tuple[np.ndarray, np.ndarray]:
+    with path.open("rb") as file:
+        batch = _Reader(file, encoding="bytes").load()
+    pixels, labels = _entry(batch, b"data"), _entry(batch, b"labels")
+    if not isinstance(pixels, _StoredArray):
+        raise ValueError("data is not an array")
+    return pixels.array(), np.array(labels, np.int32)
 
 
 def _entry(batch: Any, name: bytes) -> Any:

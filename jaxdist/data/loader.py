@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import threading
 import time
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from typing import Any, Literal
 import numpy as np
 from jax.sharding import NamedSharding
 
+from jaxdist.core.axis import axes_of
 from jaxdist.core.types import Batch, ConfigError
 from jaxdist.data.dataset import Dataset, TrainData
 from jaxdist.data.stream import StreamDataset
@@ -298,13 +300,11 @@ def _every_state(state: dict[str, Any], shard: tuple[int, int]) -> list[dict[str
 
 
 def _check_batch(global_batch_size: int, sharding: NamedSharding) -> None:
-    axes = sharding.spec[0] if len(sharding.spec) else None
-    names = () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
-    parts = int(np.prod([sharding.mesh.shape[name] for name in names], dtype=np.int64))
+    parts = math.prod(sharding.mesh.shape[axis] for axis in axes_of(sharding.spec))
     if global_batch_size < 1 or global_batch_size % parts:
         raise ConfigError(
-            f"global_batch_size={global_batch_size} does not divide over {parts} parts (mesh "
-            f"axes {', '.join(names)}). Use a multiple of {parts}."
+            f"global_batch_size={global_batch_size} does not divide over {parts} parts (mesh axes "
+            f"{', '.join(axes_of(sharding.spec))}). Use a multiple of {parts}."
         )
 
 

@@ -5,7 +5,11 @@
 
 from __future__ import annotations
 
-from jaxdist.core.types import Model
+import importlib
+import os
+import sys
+
+from jaxdist.core.types import ConfigError, Model
 from jaxdist.models.configs import CnnConfig, CustomConfig, DecoderConfig, ModelConfig
 
 __all__ = ["CnnConfig", "CustomConfig", "DecoderConfig", "ModelConfig", "build"]
@@ -27,6 +31,37 @@ def build(config: ModelConfig, *, seq_len: int) -> Model:
         from jaxdist.models.cnn import build_cnn
 
         return build_cnn(config)
-    from jaxdist.models.custom import build_custom
+    return _build_custom(config, seq_len=seq_len)
 
-    return build_custom(config, seq_len=seq_len)
+
+def _build_custom(config: CustomConfig, *, seq_len: int) -> Model:
+    """Import the factory and call it.
+
+    The current directory is importable, as for a script, so a file next to the config works.
+
+    Raises:
+        ConfigError: the module or function is not there, or the result is not a `Model`.
+    """
+    module_name, _, function_name = config.factory.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        factory = getattr(importlib.import_module(module_name), function_name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"model.factory={config.factory!r} cannot be loaded: {error}. Name an importable "
+            "module:function (the current directory is on the path)."
+        ) from error
+    try:
+        model = factory(seq_len=seq_len, **config.args)
+    except TypeError as error:
+        raise ConfigError(
+            f"model.factory={config.factory!r} refused its arguments: {error}. It is called "
+            f"with seq_len and model.args = {sorted(config.args)}."
+        ) from error
+    if not isinstance(model, Model):
+        raise ConfigError(
+            f"model.factory={config.factory!r} returned {type(model).__name__}, "
+            "not a jaxdist.core.types.Model. Build the record as in examples/custom_model.py."
+        )
+    return model

@@ -95,21 +95,6 @@ class DecoderConfig:
     )
 
     @property
-    def qkv_bias(self) -> bool:
-        """Whether query, key and value products have a bias."""
-        return "qkv" in self.bias
-
-    @property
-    def out_bias(self) -> bool:
-        """Whether the attention output product has a bias."""
-        return "out" in self.bias
-
-    @property
-    def mlp_bias(self) -> bool:
-        """Whether the products of the MLP have a bias."""
-        return "mlp" in self.bias
-
-    @property
     def kv_heads(self) -> int:
         """Key/value heads."""
         return self.num_kv_heads or self.num_heads

@@ -233,9 +233,9 @@ class Attention(nnx.Module):
         self.out = layers.weight(
             rngs, (kv * group, width, d), out_std, "heads", "head_dim", "d_model"
         )
-        if config.qkv_bias:
+        if "qkv" in config.bias:
             self.qkv_bias = layers.filled(0.0, (kv, group + 2, width), *names)
-        if config.out_bias:
+        if "out" in config.bias:
             self.out_bias = layers.filled(0.0, (d,), "d_model")
         if config.qk_norm:
             self.query_norm = layers.RMSNorm(width, config.norm_eps, "head_dim")
@@ -267,7 +267,7 @@ class Attention(nnx.Module):
             x,
             self.qkv[...],
         )
-        if self.config.qkv_bias:
+        if "qkv" in self.config.bias:
             qkv = qkv + self.qkv_bias[...].astype(x.dtype)
         qkv = checkpoint_name(qkv, "qkv")
         query, key, value = qkv[..., :-2, :], qkv[..., -2, :], qkv[..., -1, :]
@@ -283,7 +283,7 @@ class Attention(nnx.Module):
         """[batch, seq, heads, head_dim] -> partial sums [batch, seq, d_model]."""
         dims = "batch seq heads head_dim, heads head_dim d_model -> batch seq d_model"
         out = context.dot(dims, mixed, self.out[...])
-        if self.config.out_bias:
+        if "out" in self.config.bias:
             out = out + _once(self.out_bias[...].astype(mixed.dtype), context)
         return checkpoint_name(out, "attention_out")
 
@@ -315,7 +315,7 @@ class Mlp(nnx.Module):
         std, out_std = config.init_std, config.init_std / math.sqrt(2 * config.num_layers)
         self.up = layers.weight(rngs, (d, ways, hidden), std, "d_model", None, "mlp")
         self.down = layers.weight(rngs, (hidden, d), out_std, "mlp", "d_model")
-        if config.mlp_bias:
+        if "mlp" in config.bias:
             self.up_bias = layers.filled(0.0, (ways, hidden), None, "mlp")
             self.down_bias = layers.filled(0.0, (d,), "d_model")
         self.config = config
@@ -324,7 +324,7 @@ class Mlp(nnx.Module):
         """[batch, seq, d_model] -> this device's partial sums of the same shape."""
         dims = "batch seq d_model, d_model ways mlp -> batch seq ways mlp"
         up = context.dot(dims, x, self.up[...])
-        if self.config.mlp_bias:
+        if "mlp" in self.config.bias:
             up = up + self.up_bias[...].astype(x.dtype)
         if self.config.activation == "swiglu":
             hidden = jax.nn.silu(up[:, :, 0]) * up[:, :, 1]
@@ -332,7 +332,7 @@ class Mlp(nnx.Module):
             hidden = jax.nn.gelu(up[:, :, 0], approximate=True)
         hidden = checkpoint_name(hidden, "mlp_hidden")
         out = context.dot("batch seq mlp, mlp d_model -> batch seq d_model", hidden, self.down[...])
-        if self.config.mlp_bias:
+        if "mlp" in self.config.bias:
             out = out + _once(self.down_bias[...].astype(x.dtype), context)
         return checkpoint_name(out, "mlp_out")
 

@@ -56,10 +56,7 @@ def weights_of(model: Model) -> tuple[Weight, ...]:
 def num_params(model: Model) -> int:
     """Number of parameters, without vocabulary padding (as model cards count)."""
     padded = model.dims.get("vocab", 0)
-    total = 0
-    for weight in weights_of(model):
-        if model.vocab_size and "vocab" in weight.dims:
-            total += weight.size // padded * model.vocab_size
-        else:
-            total += weight.size
-    return total
+    real = lambda weight: model.vocab_size and "vocab" in weight.dims
+    return sum(
+        w.size // padded * model.vocab_size if real(w) else w.size for w in weights_of(model)
+    )

@@ -124,8 +124,11 @@ def _muon(config: OptimConfig, axes: Params) -> optax.GradientTransformation:
     """
     is_hidden = hidden_matrices(axes)
     others = jax.tree.map(lambda is_hidden: not is_hidden, is_hidden)
+    matrix = lambda sides: MuonDimensionNumbers(
+        reduction_axis=sides.rows, output_axis=sides.columns
+    )
     numbers = jax.tree.map(
-        lambda sides, is_hidden: _muon_numbers(sides) if is_hidden else optax.MaskedNode(),
+        lambda sides, is_hidden: matrix(sides) if is_hidden else optax.MaskedNode(),
         sides_of(axes),
         is_hidden,
     )
@@ -158,10 +161,6 @@ def _without_holes(inner: optax.GradientTransformation) -> optax.GradientTransfo
         return updates, fill(state)
 
     return optax.GradientTransformation(lambda params: fill(inner.init(params)), update)
-
-
-def _muon_numbers(sides: Sides) -> MuonDimensionNumbers:
-    return MuonDimensionNumbers(reduction_axis=sides.rows, output_axis=sides.columns)
 
 
 def _scale_to_adam_rms(numbers: Params) -> optax.GradientTransformation:

@@ -72,14 +72,8 @@ def setting(
 ) -> Any:
     """A field of a settings dataclass.
 
-    Args:
-        default: its default.
-        doc: one line of help: what it does, its unit, what a special value means.
-        ge: least value allowed, of a list of each item.
-        gt: the value must be above it.
-        le: largest value allowed.
-        lt: the value must be below it.
-        required: it must be given; the default stands for "not given".
+    `doc` is one line of help: what it does, its unit, what a special value means. The bounds (see
+    `Bounds`) hold for each item of a list. The default of a `required` one means "not given".
     """
     bounds = Bounds(ge, gt, le, lt) if (ge, gt, le, lt) != (None,) * 4 else None
     metadata = {"doc": doc, "bounds": bounds, "required": required}

@@ -42,12 +42,13 @@ def help_text(
         return "\n\n".join(_group(name, *groups[name], {}) for name in chosen)
     spelled = {name: name.upper() for name in positional} | ({rest: f"-- {rest.upper()}"})
     flags = " [--config FILE.toml] [--SECTION.NAME=VALUE ...]" if names else " [--NAME=VALUE ...]"
+    short = ", ".join(f"{flag_of(short)} = {flag_of(name)}" for short, name in aliases.items())
     parts = [
         f"usage: {usage(command, positional)}{flags}{f' -- {rest.upper()}' if rest else ''}",
         # Indented paragraphs are commands: they stay line by line.
         *(p if p.startswith(" ") else _wrap(p, "") for p in summary.split("\n\n")),
         _wrap(_RULES if names else _SHORT_RULES, ""),
-        _short_spellings(aliases),
+        _wrap(f"Short spellings: {short}." if short else "", ""),
         _wrap(f"--help SECTION shows one of: {names}." if names else "", ""),
         *(_group(name, *group, spelled) for name, group in groups.items()),
     ]
@@ -83,35 +84,29 @@ def _group(heading: str, doc: str, fields: list[Field], spelled: Mapping[str, st
 
 
 def _field(field: Field, spelled: Mapping[str, str]) -> str:
-    line = f"  {spelled.get(field.name, field.flag)} {kind_of_value(field)} = {default_text(field)}"
+    flag, kind = spelled.get(field.name, field.flag), kind_of_value(field.type)
+    line = f"  {flag} {kind} = {default_text(field)}"
     return "\n".join([_wrap(line, "", hanging="      "), _wrap(field.doc, "      ")])
 
 
-def kind_of_value(field: Field) -> str:
-    """What a setting takes, e.g. "INT", "{adamw,sgd}"."""
-    return _kind_of_value(field.type)
-
-
-def default_text(field: Field) -> str:
-    """A setting's default in words."""
-    return "(must be given)" if field.required else _default(field.default)
-
-
-def _kind_of_value(annotation: Any) -> str:
+def kind_of_value(annotation: Any) -> str:
+    """What a setting of this type takes, e.g. "INT", "{adamw,sgd}"."""
     if get_origin(annotation) is Literal:
         return "{" + ",".join(str(choice) for choice in get_args(annotation)) + "}"
     if get_origin(annotation) in (list, tuple):
-        item = _kind_of_value(get_args(annotation)[0])
+        item = kind_of_value(get_args(annotation)[0])
         return f"{item},..." if (get_origin(annotation) is list) else f"{item} (repeatable)"
     if get_origin(annotation) is dict:
         return "{NAME=VALUE,...}"
     if args := [part for part in get_args(annotation) if part is not type(None)]:
-        return f"{_kind_of_value(args[0])}|none"
+        return f"{kind_of_value(args[0])}|none"
     return {bool: "true|false", int: "INT", float: "NUMBER", str: "TEXT"}.get(annotation, "VALUE")
 
 
-def _default(default: Any) -> str:
-    if default is dataclasses.MISSING:
+def default_text(field: Field) -> str:
+    """A setting's default in words."""
+    default = field.default
+    if field.required or default is dataclasses.MISSING:
         return "(must be given)"
     if isinstance(default, bool):
         return str(default).lower()
@@ -120,11 +115,6 @@ def _default(default: Any) -> str:
     if default == {} or default == "":
         return "(empty)"
     return "none" if default is None else str(default)
-
-
-def _short_spellings(aliases: Mapping[str, str]) -> str:
-    pairs = ", ".join(f"{flag_of(short)} = {flag_of(name)}" for short, name in aliases.items())
-    return _wrap(f"Short spellings: {pairs}." if pairs else "", "")
 
 
 def _wrap(text: str, indent: str, hanging: str | None = None) -> str:

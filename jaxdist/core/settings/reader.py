@@ -34,7 +34,12 @@ GivenValues: TypeAlias = Mapping[str, Any]
 """Dotted name -> value as TOML or a flag gave it, for every setting that was given."""
 
 
-def read_settings(
+def read_settings(cls: type[T], argv: Sequence[str], **options: Any) -> T:
+    """The settings of a command; takes and raises what `read_with_origins` does."""
+    return read_with_origins(cls, argv, **options)[0]
+
+
+def read_with_origins(
     cls: type[T],
     argv: Sequence[str],
     *,
@@ -45,8 +50,8 @@ def read_settings(
     rest: str = "",
     base: T | Callable[[GivenValues], T | None] | None = None,
     check_rules: bool = True,
-) -> T:
-    """Read the settings of a command.
+) -> tuple[T, dict[str, str]]:
+    """Read the settings of a command, and where each that was given came from ("flag --steps").
 
     Later sources win: the defaults of `cls` (or `base`), then `--config FILE.toml`, then flags.
 
@@ -67,32 +72,6 @@ def read_settings(
         ConfigError: a heading, then every problem on one line each.
         SystemExit: `--help [SECTION]`, after printing it; code 0.
     """
-    return read_with_origins(
-        cls,
-        argv,
-        command=command,
-        summary=summary,
-        aliases=aliases,
-        positional=positional,
-        rest=rest,
-        base=base,
-        check_rules=check_rules,
-    )[0]
-
-
-def read_with_origins(
-    cls: type[T],
-    argv: Sequence[str],
-    *,
-    command: str,
-    summary: str = "",
-    aliases: Mapping[str, str] | None = None,
-    positional: Sequence[str] = (),
-    rest: str = "",
-    base: T | Callable[[GivenValues], T | None] | None = None,
-    check_rules: bool = True,
-) -> tuple[T, dict[str, str]]:
-    """As `read_settings`; also where each given setting came from ("flag --steps")."""
     aliases = aliases or {}
     switches = {field.path for field in fields_of(cls) if field.type is bool}
     arguments = split_arguments(argv, aliases, switches.__contains__)
@@ -204,7 +183,7 @@ class _Reader:
     def read(self) -> Any:
         """The settings, with the default in the place of every value that was wrong."""
         # 1. The kind of a section decides which fields it has; 2. then values find their fields.
-        self._read_kinds(self.cls, self.base, ())
+        self._read_kinds()
         skipped: set[Path] = set()
         for given in self.givens:
             self._place(given, skipped)
@@ -225,40 +204,29 @@ class _Reader:
                 return f"{problem} [{name}: {self.origins[name]}]"
         return problem
 
-    def _read_kinds(self, cls: type, base: Any, prefix: Path) -> None:
-        for name, annotation in types_of(cls).items():
-            kinds, path = kinds_of(annotation), (*prefix, name)
-            if not kinds:
-                continue
-            current = getattr(base, name) if base is not None else None
-            if "" not in kinds:
-                self.kinds[path] = self._kind(path, kinds, current)
-            chosen = kinds[self.kinds.get(path, "")]
-            self._read_kinds(chosen, current if isinstance(current, chosen) else None, path)
+    def _read_kinds(self) -> None:
+        """The kind of each outermost section that has several."""
+        for field in dataclasses.fields(self.cls):
+            kinds = kinds_of(types_of(self.cls)[field.name])
+            if kinds and "" not in kinds:
+                base = default_of(field) if self.base is None else getattr(self.base, field.name)
+                default = next(iter(kinds)) if base is dataclasses.MISSING else base.kind
+                self.kinds[(field.name,)] = self._kind(field.name, kinds, default)
 
-    def _kind(self, path: Path, kinds: Mapping[str, type], current: Any) -> str:
-        kind = current.kind if current is not None else self._default_kind(path, kinds)
+    def _kind(self, name: str, kinds: Mapping[str, type], kind: str) -> str:
         for given in self.givens:
-            if given.path != (*path, "kind"):
+            if given.path != (name, "kind"):
                 continue
             if isinstance(given.raw, str) and given.raw in kinds:
                 kind = str(given.raw)
             else:
                 hint = _did_you_mean(str(given.raw), kinds) or f" The default is {kind}."
                 self.problems.append(
-                    f"{'.'.join(given.path)}={given.raw!r} ({given.origin}) is not a choice: "
+                    f"{name}.kind={given.raw!r} ({given.origin}) is not a choice: "
                     f"{join_choices(kinds)}.{hint}"
                 )
-                self.bad.add(".".join(path))
+                self.bad.add(name)
         return kind
-
-    def _default_kind(self, path: Path, kinds: Mapping[str, type]) -> str:
-        cls = self.cls
-        for name in path[:-1]:
-            cls = next(iter(kinds_of(types_of(cls)[name]).values()))
-        (field,) = (f for f in dataclasses.fields(cls) if f.name == path[-1])
-        default = default_of(field)
-        return next(iter(kinds)) if default is dataclasses.MISSING else default.kind
 
     def _place(self, given: Given, skipped: set[Path]) -> None:
         """Find the field of a value and read it; report what does not fit."""

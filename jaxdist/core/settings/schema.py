@@ -24,16 +24,7 @@ Path = tuple[str, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Field:
-    """One setting.
-
-    Attributes:
-        path: where it is.
-        type: its annotation.
-        default: its default.
-        doc: one line of help.
-        bounds: what a number may be.
-        required: whether it must be given.
-    """
+    """One setting: where it is, its annotation, and what `declare.setting` says of it."""
 
     path: Path
     type: Any
@@ -120,7 +111,10 @@ def read_value(raw: Any, annotation: Any) -> Any:
     if is_list(annotation):
         return _read_list(raw, annotation)
     if get_origin(annotation) is dict or annotation is dict:
-        return _read_dict(raw)
+        value = _toml_value(raw) if isinstance(raw, FlagText) else raw
+        if not isinstance(value, dict):
+            raise BadValueError("is not a table of names and values, e.g. {width=8}")
+        return value
     if isinstance(raw, FlagText):
         raw = _read_text(raw, annotation)
     if annotation in (int, float) and isinstance(raw, int) and abs(raw) >= 2**63:
@@ -192,7 +186,7 @@ def _read_list(raw: Any, annotation: Any) -> Any:
     item_type = (get_args(annotation) or (Any,))[0]
     if isinstance(raw, FlagText):
         is_tuple = (get_origin(annotation) or annotation) is tuple
-        parts = [raw] if is_tuple else _split(raw)
+        parts = [raw] if is_tuple else [FlagText(part.strip()) for part in raw.split(",") if raw]
         raw = _toml_value(raw) if raw.startswith("[") else parts
     if not isinstance(raw, list):
         raise BadValueError(f"is not {describe(annotation)}")
@@ -201,17 +195,6 @@ def _read_list(raw: Any, annotation: Any) -> Any:
     except BadValueError as error:
         raise BadValueError(f"has an item that {error}") from None
     return tuple(items) if (get_origin(annotation) or annotation) is tuple else items
-
-
-def _split(text: FlagText) -> list[FlagText]:
-    return [FlagText(part.strip()) for part in text.split(",")] if text else []
-
-
-def _read_dict(raw: Any) -> dict[str, Any]:
-    value = _toml_value(raw) if isinstance(raw, FlagText) else raw
-    if not isinstance(value, dict):
-        raise BadValueError("is not a table of names and values, e.g. {width=8}")
-    return value
 
 
 def _toml_value(text: str) -> Any:

@@ -78,17 +78,14 @@ def split_arguments(
         name = spelled.replace("-", "_")
         path = tuple(aliases.get(name, name).split("."))
         value = FlagText(text) if equals else None
-        if value is None and words and _is_value(words[0], is_switch(path)):
-            value = FlagText(words.pop(0))
+        if value is None and words:
+            follows = words[0] in ("true", "false") if is_switch(path) else words[0][:2] != "--"
+            value = FlagText(words.pop(0)) if follows else None
         if name == "config":
             found.files.append(value or "")
         else:
             found.flags.append(Given(path, value, f"flag --{spelled}"))
     return found
-
-
-def _is_value(word: str, of_switch: bool) -> bool:
-    return word in ("true", "false") if of_switch else not word.startswith("--")
 
 
 def read_file(file: str) -> tuple[dict[str, Any], list[str], str]:
@@ -97,11 +94,8 @@ def read_file(file: str) -> tuple[dict[str, Any], list[str], str]:
 
     path = FilePath(file)
     if not file:
-        return (
-            {},
-            ["--config has no value: the path of a TOML file is needed. Use --config=FILE."],
-            "",
-        )
+        problem = "--config has no value: the path of a TOML file is needed. Use --config=FILE."
+        return {}, [problem], ""
     if not path.exists():
         near = _files_like(path)
         return {}, [f"--config {file} does not exist: a TOML file is needed. {near}"], ""
@@ -112,14 +106,12 @@ def read_file(file: str) -> tuple[dict[str, Any], list[str], str]:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         return {}, [f"--config {file} cannot be read: {reason}. Give a readable TOML file."], ""
     except tomllib.TOMLDecodeError as error:
-        return (
-            {},
-            [
-                f"--config {file} is not TOML: {_lower_first(str(error))}. Use [train] for "
-                'sections, and steps = 400, name = "text", flag = true for values.'
-            ],
-            "",
+        reason = str(error)[:1].lower() + str(error)[1:]
+        problem = (
+            f"--config {file} is not TOML: {reason}. Use [train] for sections, and steps = 400, "
+            'name = "text", flag = true for values.'
         )
+        return {}, [problem], ""
 
 
 def flatten(table: Mapping[str, Any], file: str, text: str) -> list[Given]:
@@ -169,7 +161,3 @@ def _files_like(path: FilePath) -> str:
     folder = path.parent
     names = sorted(str(p) for p in folder.glob("*.toml")) if folder.is_dir() else []
     return f"There are {', '.join(names[:8])}." if names else "Check the path."
-
-
-def _lower_first(text: str) -> str:
-    return text[:1].lower() + text[1:]

@@ -17,9 +17,12 @@ from jaxdist.core.step.context import (
     exchange_of,
     make_context,
 )
-from jaxdist.core.step.gradients import make_evaluate, make_value_and_grad
+from jaxdist.core.step.gradients import (
+    has_replica_norms,
+    make_evaluate,
+    make_value_and_grad,
+)
 from jaxdist.core.step.layer_scan import remat_policy
-from jaxdist.core.step.replica_norms import has_replica_norms
 from jaxdist.core.step.train_step import Metrics, Step, make_step, make_update
 
 __all__ = [

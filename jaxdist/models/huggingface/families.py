@@ -21,9 +21,6 @@ from jaxdist.core.settings import ConfigError, problems_of
 from jaxdist.models.configs import ROPE_SCALING, DecoderConfig
 from jaxdist.models.huggingface.config_keys import key_problems, rope_of
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gpt2")
-"""`model_type` of the configs that can be read and written."""
-
 _ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
@@ -32,6 +29,29 @@ _ARCHITECTURES = {
     "gpt2": "GPT2LMHeadModel",
 }
 
+FAMILIES = tuple(_ARCHITECTURES)
+"""`model_type` of the configs that can be read and written."""
+
+
+_GPT2_SIZES = {
+    "vocab_size": "vocab_size",
+    "n_positions": "max_seq_len",
+    "n_embd": "d_model",
+    "n_layer": "num_layers",
+    "n_head": "num_heads",
+    "n_inner": "mlp_dim",
+    "layer_norm_epsilon": "norm_eps",
+}
+_LLAMA_SIZES = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "d_model",
+    "intermediate_size": "mlp_dim",
+    "num_hidden_layers": "num_layers",
+    "num_attention_heads": "num_heads",
+    "max_position_embeddings": "max_seq_len",
+    "rms_norm_eps": "norm_eps",
+}
+# Key of config.json -> our setting, of the families of GPT-2 and of all others.
 
 Index = tuple[slice, ...]
 
@@ -193,16 +213,15 @@ def family_of(config: DecoderConfig) -> str:
         ConfigError: none can.
     """
     rotary = (config.positions, config.norm, config.activation) == ("rotary", "rms", "swiglu")
-    plain = not (config.out_bias or config.mlp_bias)
-    if rotary and plain:
-        if config.qk_norm and not config.qkv_bias and not config.sliding_window:
+    if rotary and set(config.bias) <= {"qkv"}:
+        if config.qk_norm and "qkv" not in config.bias and not config.sliding_window:
             return "qwen3"
-        if config.qkv_bias and not config.qk_norm and not config.sliding_window:
+        if "qkv" in config.bias and not config.qk_norm and not config.sliding_window:
             return "qwen2"
-        if not config.qk_norm and not config.qkv_bias:
+        if not config.qk_norm and "qkv" not in config.bias:
             return "mistral" if config.sliding_window else "llama"
     learned = (config.positions, config.norm, config.activation) == ("learned", "layer", "gelu")
-    biases = config.qkv_bias and config.out_bias and config.mlp_bias
+    biases = set(config.bias) == {"qkv", "out", "mlp"}
     square = config.kv_heads == config.num_heads and not config.head_dim and not config.qk_norm
     if learned and biases and square and config.tie_embeddings:
         return "gpt2"
@@ -215,54 +234,39 @@ def family_of(config: DecoderConfig) -> str:
 def write_config(config: DecoderConfig, dtype: str) -> dict[str, Any]:
     """A Hugging Face `config.json` for a model of ours, stored in `dtype`."""
     family = family_of(config)
-    common = {
+    sizes = _GPT2_SIZES if family == "gpt2" else _LLAMA_SIZES
+    theirs: dict[str, Any] = {
         "architectures": [_ARCHITECTURES[family]],
         "model_type": family,
         "torch_dtype": dtype,
-        "vocab_size": config.vocab_size,
         "tie_word_embeddings": config.tie_embeddings,
+        **{name: getattr(config, ours) for name, ours in sizes.items()},
     }
     if family == "gpt2":
-        return {
-            **common,
-            "n_positions": config.max_seq_len,
-            "n_embd": config.d_model,
-            "n_layer": config.num_layers,
-            "n_head": config.num_heads,
-            "n_inner": config.mlp_dim,
-            "layer_norm_epsilon": config.norm_eps,
+        return theirs | {
             "activation_function": "gelu_new",
             "embd_pdrop": config.dropout,
             "resid_pdrop": config.dropout,
             "attn_pdrop": config.attention_dropout,
         }
-    sizes = {
-        **common,
-        "hidden_size": config.d_model,
-        "intermediate_size": config.mlp_dim,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
+    theirs |= {
         "num_key_value_heads": config.kv_heads,
         "head_dim": config.head_width,
-        "max_position_embeddings": config.max_seq_len,
-        "rms_norm_eps": config.norm_eps,
         "rope_theta": config.rope_theta,
         "hidden_act": "silu",
         "attention_bias": False,
     }
     if config.rope_scaling:
         numbers = {name: value for name, value in config.rope_scaling.items() if name != "type"}
-        sizes["rope_scaling"] = {"rope_type": config.rope_scaling["type"], **numbers}
+        theirs["rope_scaling"] = {"rope_type": config.rope_scaling["type"], **numbers}
     if family == "mistral":
-        sizes["sliding_window"] = config.sliding_window
-    return sizes
+        theirs["sliding_window"] = config.sliding_window
+    return theirs
 
 
 def pieces(config: DecoderConfig, family: str) -> Iterator[Piece]:
     """Every part of every array of ours, array by array, layer by layer."""
-    if family == "gpt2":
-        return _gpt2_pieces(config)
-    return _llama_pieces(config)
+    return _gpt2_pieces(config) if family == "gpt2" else _llama_pieces(config)
 
 
 def _read_llama(theirs: Mapping[str, Any], family: str) -> DecoderConfig:
@@ -278,15 +282,9 @@ def _read_llama(theirs: Mapping[str, Any], family: str) -> DecoderConfig:
         scaling.setdefault("original_max_position_embeddings", theirs["max_position_embeddings"])
     width = theirs.get("head_dim") or theirs["hidden_size"] // heads
     return DecoderConfig(
-        vocab_size=theirs["vocab_size"],
-        d_model=theirs["hidden_size"],
-        num_layers=theirs["num_hidden_layers"],
-        num_heads=heads,
+        **{ours: theirs[name] for name, ours in _LLAMA_SIZES.items()},
         num_kv_heads=0 if kv_heads == heads else kv_heads,
         head_dim=0 if width * heads == theirs["hidden_size"] else width,
-        mlp_dim=theirs["intermediate_size"],
-        max_seq_len=theirs["max_position_embeddings"],
-        norm_eps=theirs["rms_norm_eps"],
         rope_theta=float(rope["rope_theta"]),
         qk_norm=family == "qwen3",
         bias=["qkv"] if family == "qwen2" else [],
@@ -297,15 +295,10 @@ def _read_llama(theirs: Mapping[str, Any], family: str) -> DecoderConfig:
 
 
 def _read_gpt2(theirs: Mapping[str, Any]) -> DecoderConfig:
+    theirs = {**theirs, "n_inner": theirs.get("n_inner") or 4 * theirs["n_embd"]}
     return DecoderConfig(
-        vocab_size=theirs["vocab_size"],
-        d_model=theirs["n_embd"],
-        num_layers=theirs["n_layer"],
-        num_heads=theirs["n_head"],
-        mlp_dim=theirs.get("n_inner") or 4 * theirs["n_embd"],
-        max_seq_len=theirs["n_positions"],
+        **{ours: theirs[name] for name, ours in _GPT2_SIZES.items()},
         norm="layer",
-        norm_eps=theirs["layer_norm_epsilon"],
         positions="learned",
         activation="gelu",
         bias=["qkv", "out", "mlp"],
@@ -318,10 +311,7 @@ def _llama_pieces(config: DecoderConfig) -> Iterator[Piece]:
 
     def of_layer(ours: str, shape: tuple[int, ...], *sources: Source) -> Iterator[Piece]:
         for layer in range(config.num_layers):
-            named = (
-                dataclasses.replace(source, name=f"model.layers.{layer}.{source.name}")
-                for source in sources
-            )
+            named = (dataclasses.replace(s, name=f"model.layers.{layer}.{s.name}") for s in sources)
             yield Piece(f"params/layers/{ours}", layer, shape, tuple(named))
 
     yield _table(config, "model.embed_tokens.weight")
@@ -331,7 +321,7 @@ def _llama_pieces(config: DecoderConfig) -> Iterator[Piece]:
         yield Piece("params/head/kernel", None, (d, config.padded_vocab), (head,))
     yield from of_layer("attention_norm/scale", (d,), _same("input_layernorm.weight", d))
     yield from of_layer("attention/qkv", *_qkv(config, "weight"))
-    if config.qkv_bias:
+    if "qkv" in config.bias:
         yield from of_layer("attention/qkv_bias", *_qkv(config, "bias"))
     if config.qk_norm:
         for ours, theirs in (("query_norm", "q_norm"), ("key_norm", "k_norm")):

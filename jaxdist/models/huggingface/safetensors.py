@@ -14,6 +14,7 @@ import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import ml_dtypes  # noqa: F401  # teaches NumPy bfloat16 and float8 by name
 import numpy as np
@@ -48,13 +49,12 @@ DTYPES = {
 _ALIGNMENT = 8  # the header is padded with spaces, so that tensors start aligned
 
 
-class Tensor:
-    """A tensor to be written: its facts now, its values when its turn comes."""
+class Tensor(NamedTuple):
+    """A tensor to be written: its facts now, its values (rows, in order) when its turn comes."""
 
-    def __init__(self, shape: Sequence[int], dtype: np.dtype, parts: Iterable[np.ndarray]) -> None:
-        self.shape = list(shape)
-        self.dtype = dtype
-        self.parts = parts
+    shape: Sequence[int]
+    dtype: np.dtype
+    parts: Iterable[np.ndarray]
 
     @property
     def num_bytes(self) -> int:
@@ -76,7 +76,7 @@ def write(file: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
         end = offset + tensor.num_bytes
         header[name] = {
             "dtype": DTYPES[tensor.dtype.name],
-            "shape": tensor.shape,
+            "shape": list(tensor.shape),
             "data_offsets": [offset, end],
         }
         offset = end

@@ -346,13 +346,13 @@ class _Placement:
     def _look_up(self, dims: Dims, place: Place) -> tuple[str, ...]:
         layout = self._layout
         if place == "whole":
-            gathered = axes_of(layout.gather_spec(dims))
-            found = set(axes_of(layout.param_spec(dims))) - set(gathered)
+            gathered = axes_of(layout.gather_specs(dims))
+            found = set(axes_of(layout.param_specs(dims))) - set(gathered)
         else:
             by_place = {
-                "param": layout.param_spec,
-                "moment": layout.moment_spec,
-                "gradient": layout.gradient_spec,
+                "param": layout.param_specs,
+                "moment": layout.moment_specs,
+                "gradient": layout.gradient_specs,
             }[place]
             found = set(axes_of(by_place(dims)))
         return tuple(axis for axis in layout.spec.sizes if axis in found)

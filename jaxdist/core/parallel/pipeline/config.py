@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
+from jaxdist.core.axis import divisors_of
 from jaxdist.core.parallel.pipeline import schedules
 from jaxdist.core.parallel.pipeline.schedule import Schedule
 from jaxdist.core.parallel.pipeline.schedules import ScheduleName
@@ -52,21 +53,15 @@ class PipelineConfig:
         return schedules.forward_only(num_stages, count, self.num_virtual_stages)
 
     def choose_microbatches(self, num_stages: int, rows: int) -> int:
-        """See `choose_num_microbatches`."""
-        return choose_num_microbatches(rows, num_stages, self.num_virtual_stages)
+        """Microbatches of a replica: the fewest that reach four per stage, else one row each.
 
-
-def choose_num_microbatches(rows: int, num_stages: int, num_virtual_stages: int = 1) -> int:
-    """Microbatches for a replica's rows: the fewest that reach four per stage, else one row each.
-
-    Four per stage leave a bubble below a fifth; more would only make products smaller. With
-    chunks, multiples of the number of stages come first, because their groups are full.
-    """
-    divisors = _divisors(rows)
-    if num_virtual_stages > 1:
-        divisors = [d for d in divisors if d % num_stages == 0] or divisors
-    enough = [d for d in divisors if d >= 4 * num_stages]
-    return min(enough, default=max(divisors))
+        Four per stage leave a bubble below a fifth; more would only make products smaller. With
+        interleaving, multiples of the number of stages come first, because their groups are full.
+        """
+        counts = divisors_of(rows)
+        if self.num_virtual_stages > 1:
+            counts = [d for d in counts if d % num_stages == 0] or counts
+        return min((d for d in counts if d >= 4 * num_stages), default=max(counts))
 
 
 def describe(schedule: Schedule, rows: int) -> str:
@@ -79,7 +74,3 @@ def describe(schedule: Schedule, rows: int) -> str:
         f"{rows // m} rows, bubble {report.bubble:.1%}, at most {max(report.peak_stash)} "
         f"microbatches stashed, {report.forward_permutes}+{report.backward_permutes} permutes"
     )
-
-
-def _divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]

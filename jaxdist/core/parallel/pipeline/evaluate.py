@@ -31,7 +31,6 @@ def make_evaluate(
     make_schedule: Callable[[int], Schedule],
     *,
     gather: Literal["action", "step"] = "action",
-    reduce_dtype: Any = jnp.float32,
 ) -> Callable[[Params, Batch, Context], Sums]:
     """Sums by a forward pipeline, for use inside the manual step.
 
@@ -54,7 +53,7 @@ def make_evaluate(
             context,
             layer_specs=gathered,
             gather=gather,
-            reduce_dtype=reduce_dtype,
+            reduce_dtype=jnp.float32,  # of gradients, which there are none of
         )
         return _run(stage)
 

@@ -20,6 +20,7 @@ neighbours, so stages advance together and a tick lasts as long as its longest a
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterable
 from typing import Literal, NamedTuple, TypeAlias, get_args
 
@@ -120,47 +121,31 @@ def check(schedule: Schedule) -> None:
 
 
 def _problems(schedule: Schedule) -> Iterable[str]:
-    yield from _wrong_places(schedule)
     when: dict[Key, int] = {}
+    p, m, v = schedule.num_stages, schedule.num_microbatches, schedule.num_virtual_stages
     for t, tick in enumerate(schedule.ticks):
+        if len(tick) != p:
+            yield f"tick {t} has {len(tick)} entries for {p} stages"
         for stage, action in enumerate(tick):
             if action is None:
                 continue
-            key = (action.kind, stage, action.microbatch, action.chunk)
+            kind, microbatch, chunk = action
+            if not (kind in KINDS and 0 <= microbatch < m and 0 <= chunk < v):
+                yield f"tick {t} stage {stage}: {action} does not exist"
+            key = (kind, stage, microbatch, chunk)
             if key in when:
                 yield f"{_name(key)} runs twice, in ticks {when[key]} and {t}"
             when[key] = t
-    for kind in schedule.kinds:
-        for stage in range(schedule.num_stages):
-            for microbatch in range(schedule.num_microbatches):
-                for chunk in range(schedule.num_virtual_stages):
-                    key = (kind, stage, microbatch, chunk)
-                    if key not in when:
-                        yield f"{_name(key)} never runs"
-                        continue
-                    for source in _sources(schedule, key):
-                        if source in when and when[source] >= when[key]:
-                            yield (
-                                f"{_name(key)} runs in tick {when[key]} but needs {_name(source)}, "
-                                f"which runs in tick {when[source]}"
-                            )
-
-
-def _wrong_places(schedule: Schedule) -> Iterable[str]:
-    """Actions on microbatches, chunks or stages that do not exist."""
-    for t, tick in enumerate(schedule.ticks):
-        if len(tick) != schedule.num_stages:
-            yield f"tick {t} has {len(tick)} entries for {schedule.num_stages} stages"
-        for stage, action in enumerate(tick):
-            if action is None:
-                continue
-            inside = (
-                action.kind in KINDS
-                and 0 <= action.microbatch < schedule.num_microbatches
-                and 0 <= action.chunk < schedule.num_virtual_stages
-            )
-            if not inside:
-                yield f"tick {t} stage {stage}: {action} does not exist"
+    for key in itertools.product(schedule.kinds, range(p), range(m), range(v)):
+        if key not in when:
+            yield f"{_name(key)} never runs"
+            continue
+        for source in _sources(schedule, key):
+            if source in when and when[source] >= when[key]:
+                yield (
+                    f"{_name(key)} runs in tick {when[key]} but needs {_name(source)}, "
+                    f"which runs in tick {when[source]}"
+                )
 
 
 def _sources(schedule: Schedule, key: Key) -> list[Key]:

@@ -42,7 +42,6 @@ class Report:
         duration: sum over ticks of the longest action, in forwards of one chunk.
         bubble: share of the duration in which a stage waits, 0..1, averaged over stages.
         peak_stash: per stage, most microbatch activations alive between forward and backward.
-        peak_pending: per stage, most postponed weight gradients.
         activation_slots: buffers needed for stage inputs, arrivals included, on the fullest stage.
         cotangent_slots: the same for gradients of stage outputs.
         pending_slots: the same for postponed weight gradients.
@@ -55,7 +54,6 @@ class Report:
     duration: float
     bubble: float
     peak_stash: tuple[int, ...]
-    peak_pending: tuple[int, ...]
     activation_slots: int
     cotangent_slots: int
     pending_slots: int
@@ -101,7 +99,6 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Report:
         duration=duration,
         bubble=1.0 - work / duration,
         peak_stash=tuple(peak(held[s]) for s in stages),
-        peak_pending=tuple(peak(lives.pending[s].values()) for s in stages),
         activation_slots=num_slots(lives.activations),
         cotangent_slots=num_slots(lives.cotangents),
         pending_slots=num_slots(lives.pending),
@@ -124,8 +121,8 @@ def draw(schedule: Schedule, costs: Costs | None = None) -> str:
     def cell(action: Action | None) -> str:
         if action is None:
             return "·"
-        chunk = _letters(action.chunk) if many else ""
-        return f"{action.kind[0].upper()}{action.microbatch}{chunk}"
+        letter = chr(ord("a") + action.chunk) if action.chunk < 26 else f".{action.chunk}"
+        return f"{action.kind[0].upper()}{action.microbatch}{letter if many else ''}"
 
     width = max(len(cell(a)) for tick in schedule.ticks for a in tick)
     label = len(f"stage {schedule.num_stages - 1}")
@@ -146,7 +143,3 @@ def draw(schedule: Schedule, costs: Costs | None = None) -> str:
         f"{report.forward_permutes}+{report.backward_permutes} permutes"
     )
     return "\n".join([title, *(row.rstrip() for row in rows), facts])
-
-
-def _letters(chunk: int) -> str:
-    return chr(ord("a") + chunk) if chunk < 26 else f".{chunk}"

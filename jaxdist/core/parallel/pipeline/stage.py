@@ -138,13 +138,5 @@ def chunked(specs: Any) -> Any:
 
 
 def zeros(kinds: Any, *lead: int) -> Any:
-    """Zeros like each leaf of a tree of shapes, with leading dims if given.
-
-    They are declared to vary over the mesh as the leaf does, since a loop's carry keeps its type.
-    """
-    return jax.tree.map(
-        lambda x: collectives.vary(
-            jnp.zeros((*lead, *x.shape), x.dtype), tuple(collectives.varying_axes(x))
-        ),
-        kinds,
-    )
+    """`collectives.zeros_like` each leaf of a tree of shapes, with leading dims if given."""
+    return jax.tree.map(lambda x: collectives.zeros_like(x, *lead), kinds)
