@@ -70,13 +70,25 @@ def make_attend(
             num_keys=key.shape[1],
             packed=mask.segments is not None or mask.query_positions is not None,
         )
-        dtype = query.dtype
-        if platform == "cpu" and dtype == jnp.float16:
-            # XLA:CPU has no float16 product with float32 sums, which jax's attention asks for.
-            query, key, value = (x.astype(jnp.float32) for x in (query, key, value))
-        return _attend(query, key, value, mask, chosen).astype(dtype)
+        return _attend(query, key, value, mask, chosen)
 
-    return attend if exchange is None else make_attend_to_shared(exchange, attend)
+    over_devices = attend if exchange is None else make_attend_to_shared(exchange, attend)
+    return _without_float16(over_devices) if platform == "cpu" else over_devices
+
+
+def _without_float16(attend: Callable[..., Array]) -> Callable[..., Array]:
+    """An `attend` that computes in float32 what is float16.
+
+    XLA:CPU has no float16 product with float32 sums, which every kernel asks for.
+    """
+
+    def in_float32(query: Array, key: Array, value: Array, *args: Any, **options: Any) -> Array:
+        if query.dtype != jnp.float16:
+            return attend(query, key, value, *args, **options)
+        wide = (x.astype(jnp.float32) for x in (query, key, value))
+        return attend(*wide, *args, **options).astype(jnp.float16)
+
+    return in_float32
 
 
 def choose_kernel(
