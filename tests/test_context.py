@@ -22,6 +22,7 @@ from jaxdist.config import read_run
 from jaxdist.core import collectives
 from jaxdist.core.attention import blockwise, context, make_attend, visible
 from jaxdist.core.attention.context import Plan, plan_exchange
+from jaxdist.core.collective_order import in_order
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.parallel import context as axis
 from jaxdist.core.parallel import reduction
@@ -54,15 +55,22 @@ def rows(heads: int, kv_heads: int):
     return *arrays, 1 + np.cumsum(ends, axis=1, dtype=np.int32)
 
 
+def pulled(attend, *inputs):
+    """Output, and gradients of query, key and value, of (query, key, value, cotangent, segments)."""
+    query, key, value, cotangent, segments = inputs
+    out, back = jax.vjp(lambda *x: attend(*x, segments), query, key, value)
+    return out, back(cotangent)
+
+
+def inputs_of(heads: str, is_packed: bool):
+    """Query, key, value, cotangent and documents; None for the last where rows hold one."""
+    *arrays, segments = rows(*HEADS[heads])
+    return *arrays, segments if is_packed else None
+
+
 def value_and_grads(attend, heads: str, is_packed: bool):
-    """(output, gradients of query, key and value) of an `attend` of whole rows and documents."""
-    *arrays, cotangent, segments = rows(*HEADS[heads])
-
-    def pull(query, key, value, documents):
-        out, back = jax.vjp(lambda *x: attend(*x, documents), query, key, value)
-        return out, back(cotangent)
-
-    return jax.device_get(jax.jit(pull)(*arrays, segments if is_packed else None))
+    """What an `attend` of whole rows and documents gives, and its gradients."""
+    return jax.device_get(jax.jit(functools.partial(pulled, attend))(*inputs_of(heads, is_packed)))
 
 
 @functools.cache
@@ -86,16 +94,14 @@ def shared(plan: Plan, mask: str, heads: str, is_packed: bool):
     attend = context.make_attend(plan, make_attend(platform="cpu"))
     order = np.concatenate([axis.places_of(i, LENGTH // SHARDS, SHARDS) for i in range(SHARDS)])
 
-    def local(query, key, value, segments):
+    def told(query, key, value, segments):
         return attend(query, key, value, dataclasses.replace(MASKS[mask], segments=segments))
 
-    def whole(query, key, value, segments):
-        over = P(None, "context")
-        mapped = jax.shard_map(local, mesh=mesh, in_specs=over, out_specs=over)
-        place = lambda x: None if x is None else x[:, order]
-        return mapped(*map(place, (query, key, value, segments)))[:, np.argsort(order)]
-
-    return value_and_grads(whole, heads, is_packed)
+    over = P(None, "context")
+    local = in_order(functools.partial(pulled, told))
+    step = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=over, out_specs=over))
+    placed = jax.tree.map(lambda x: x[:, order], inputs_of(heads, is_packed))
+    return jax.tree.map(lambda x: np.asarray(x)[:, np.argsort(order)], step(*placed))
 
 
 def apart(found, expected) -> float:

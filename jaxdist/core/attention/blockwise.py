@@ -160,6 +160,7 @@ def forward(
 
     Shapes as in the file's docstring; the result is float32, or wider where the query is.
     """
+    query, key, value, queries, keys = _at_once(query, key, value, queries, keys)
     cut = _Cut.of(query, key, queries, keys, rule)
     wide = jnp.promote_types(query.dtype, jnp.float32)
     q, k, v = cut.of_queries(query), cut.of_keys(key), cut.of_keys(value)
@@ -204,6 +205,7 @@ def backward(
     `pull` holds the statistics over all keys that the queries see, of which these may be a part.
     Float32 or wider: sums over parts keep their bits.
     """
+    query, key, value, queries, keys = _at_once(query, key, value, queries, keys)
     cut = _Cut.of(query, key, queries, keys, rule)
     wide = pull.lse.dtype
     product = partial(jnp.einsum, preferred_element_type=wide)
@@ -246,6 +248,15 @@ def backward(
 
     dq, (dk, dv) = lax.scan(of_key_block, jnp.zeros_like(q, wide), (k, v, cut.keys, cut.seen.T))
     return cut.to_queries(dq), cut.to_keys(dk), cut.to_keys(dv)
+
+
+def _at_once(*inputs: Any) -> Any:
+    """The same inputs, any trees of arrays, none of them known before the others.
+
+    Positions and documents are the same in every layer. Differentiating a loop over layers would
+    otherwise compute the masks of all blocks ahead of it, and keep them: [queries, keys] after all.
+    """
+    return lax.optimization_barrier(inputs)
 
 
 _Grads: TypeAlias = tuple[Array, Array, Array]
