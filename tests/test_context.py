@@ -235,13 +235,18 @@ def test_block_by_block_is_exact_in_float64():
     np.testing.assert_allclose(np.moveaxis(found.lse, 1, 2), np.log(total), rtol=1e-12)
 
 
-def test_long_rows_never_have_a_matrix_of_scores():
-    length = 8192
+def test_layers_of_long_rows_never_have_a_matrix_of_scores():
+    """In a loop over layers, whose masks are all alike: jax would make them ahead of it."""
+    length = 4096
     kinds = [jax.ShapeDtypeStruct((1, length, n, WIDTH), jnp.float32) for n in (2, 1, 1)]
     attend = make_attend(platform="cpu")
-    loss = lambda *x: jnp.sum(attend(*x, AttentionMask()))
+
+    def loss(query, key, value):
+        layer = lambda x, _: (attend(x, key, value, AttentionMask()), None)
+        return jnp.sum(jax.lax.scan(layer, query, length=2)[0])
+
     compiled = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(*kinds).compile()
-    assert compiled.memory_analysis().temp_size_in_bytes < 0.1 * 4 * length**2
+    assert compiled.memory_analysis().temp_size_in_bytes < 0.2 * length**2  # bytes of a mask
 
 
 def test_blocks_that_no_query_sees_are_skipped():
