@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 from pipeline_parity import Case as StagesCase
 from pipeline_parity import compare, evaluation
 from test_parity import check
+from test_traffic import traffic
 from tiny import ROWS, SEQ, Case, layout_of, model_of, reference, run, step_of, text_batch
 
 from jaxdist.config import read_run
@@ -27,7 +28,6 @@ from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.parallel import context as axis
 from jaxdist.core.parallel import reduction
 from jaxdist.core.types import AttentionMask, ConfigError
-from jaxdist.plan.compiled.collectives import traffic
 
 SHARDS, LENGTH, WIDTH = 4, 48, 8
 CLOSE = 2e-6  # of the largest number: float32 sums in another order
