@@ -16,11 +16,11 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from tiny import Case, layout_of, model_of, step_of, text_batch
 
-from jaxdist import generate
 from jaxdist.core import collectives
 from jaxdist.core.collective_order import in_order
 from jaxdist.core.step import gradients
 from jaxdist.plan.compiled import hlo
+from jaxdist.run import decoding
 
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "collective-permute", "all-to-all")
 
@@ -161,12 +161,9 @@ def test_generation_is_in_order(monkeypatch):
         asked.append(hidden)
         return in_order(function, hidden=hidden)
 
-    monkeypatch.setattr("jaxdist.core.collective_order.in_order", spy)
+    monkeypatch.setattr("jaxdist.run.decoding.in_order", spy)
     model, layout, (_, state) = model_of("rotary"), layout_of(case), step_of(case)
-    config = generate.GenerateConfig(run="none", temperature=0.0, max_new_tokens=3)
-    prompts = [np.arange(4), np.arange(2)]
-    tokens = list(
-        generate.generate(model, state.params, layout, prompts, config, dtype=jnp.float32)
-    )
-    assert len(tokens) == 3
+    greedy = decoding.Sampling(temperature=0.0)
+    decoder = decoding.Decoder(model, state.params, layout, dtype=jnp.float32, sampling=greedy)
+    assert len(list(decoder.tokens([np.arange(4), np.arange(2)], max_new_tokens=3))) == 3
     assert asked == [True]

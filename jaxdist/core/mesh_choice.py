@@ -46,7 +46,7 @@ def _dim_problems(spec: MeshSpec, workload: Workload) -> Iterable[str]:
         axis = by_name[name]
         ways, label, fix = spec[axis], f"{axis.short}={spec[axis]}", f"{axis.short}="
         joining = axes.joining_fsdp(workload.zero, workload.fsdp_over_context)
-        shared = [by_name[other] for other in joining if workload.zero or spec[other] > 1]
+        shared = [by_name[other] for other in joining if spec[other] > 1 or other != CONTEXT.name]
         if axis.weights == "gathered" and shared:
             for other in shared:
                 ways *= spec[other]
