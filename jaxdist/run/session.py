@@ -91,6 +91,7 @@ class Session:
     loader: Loader
 
     def __post_init__(self) -> None:
+        self._compiled = False
         self.config = self.parts.config
         # On CPU devices a dispatch waits for the step before it.
         self.timer = StepTimer(blocking_dispatch=self.parts.step.context.platform == "cpu")

@@ -22,6 +22,9 @@ log = logging.getLogger("jaxdist")
 EVERY_S = 30.0
 """Seconds between two log lines of one wait."""
 
+SHORT_S = 1.0
+"""Seconds that a person waits without asking why."""
+
 
 class Progress:
     """How far a piece of work is, with its rate and the time left; as a context manager.
@@ -42,7 +45,7 @@ class Progress:
             desc=what,
             unit=unit,
             unit_scale=True,
-            delay=1,
+            delay=SHORT_S,
             leave=False,
             dynamic_ncols=True,
             disable=not shown,
@@ -77,11 +80,15 @@ class Progress:
 
 @contextlib.contextmanager
 def waiting(what: str) -> Iterator[None]:
-    """Announce a wait that cannot tell how far it is, and say each half minute that it lasts."""
-    _say(f"{what} ...")
+    """Announce a wait that cannot tell how far it is, and say each half minute that it lasts.
+
+    A wait that is over within `SHORT_S` is not worth a line.
+    """
     begun, over = time.monotonic(), threading.Event()
 
     def remind() -> None:
+        if not over.wait(SHORT_S):
+            _say(f"{what} ...")
         while not over.wait(EVERY_S):
             _say(f"{what}: {duration(time.monotonic() - begun)} so far")
 
