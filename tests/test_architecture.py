@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.smoke
+
 PACKAGE = Path(__file__).parent.parent / "jaxdist"
 
 # The longest prefix of a module's name is its room: a room may hold rooms of other levels.

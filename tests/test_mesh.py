@@ -8,6 +8,8 @@ from jaxdist.core.parallel.axes import names
 from jaxdist.core.parallel.pipeline.axis import PIPELINE
 from jaxdist.core.types import ConfigError
 
+pytestmark = pytest.mark.smoke
+
 
 @pytest.mark.parametrize(
     ("text", "sizes"),

@@ -11,19 +11,21 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from commands import ROOT, TINY, command, environment, losses, records, run, tiny
+from commands import ROOT, command, environment, losses, records, run, tiny
 
 STEPS = 10
 MESH = ["--mesh", "dp=2,fsdp=2,tp=2", "--simulate", "8"]
-JOB = [*TINY, *MESH, "--steps", STEPS, "--eval.interval_steps=4", "--model.dropout=0.1"]
-JOB += ["--checkpoint.save_interval_steps=4"]
+SETTINGS = [*MESH, "--steps", STEPS, "--eval.interval_steps=4", "--model.dropout=0.1"]
+SETTINGS += ["--checkpoint.save_interval_steps=4"]
+JOB = tiny(*SETTINGS)
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory) -> tuple[Path, subprocess.CompletedProcess]:
     """One uninterrupted run."""
     run_dir = tmp_path_factory.mktemp("train") / "run"
-    done = run("train", *JOB, "--run-dir", run_dir)
+    flags = tiny(*SETTINGS, "--monitoring.tensorboard=true")
+    done = run("train", *flags, "--run-dir", run_dir)
     assert done.returncode == 0, done.stderr + done.stdout
     return run_dir, done
 

@@ -105,6 +105,11 @@ class RunConfig:
             return found
         return found + self._data_problems() + self._early_mesh_problems()
 
+    @property
+    def run(self) -> RunConfig:
+        """A run's settings alone, without those that a command adds to them."""
+        return RunConfig(**{f.name: getattr(self, f.name) for f in dataclasses.fields(RunConfig)})
+
     def remarks(self) -> list[str]:
         """What is legal but may surprise: one line each, for the run's first log lines."""
         optim, steps = self.optim, self.train.steps
@@ -182,7 +187,7 @@ class RunConfig:
         spec, reason = default_mesh(num_devices, state_bytes, memory_bytes, needs)
         refused = self.mesh_problems(spec, model)
         if refused:
-            legal = self._legal(spec, num_devices, model, count=1)
+            legal = self._legal(spec, num_devices, model)
             if not legal:
                 self.check_mesh(spec, model, num_devices)
             rule = refused[0].partition(":")[0]
@@ -337,8 +342,7 @@ class RunConfig:
     def _nearest_legal(self, spec: MeshSpec, num_devices: int, model: Model | None) -> str:
         # Fewer devices only when none of this many will do; each try factorises one number.
         for count in range(num_devices, max(0, num_devices - 64), -1):
-            legal = self._legal(spec, count, model, count=3)
-            if legal:
+            if legal := self._legal(spec, count, model):
                 names = " or ".join(f"--mesh {other}" for other in legal)
                 return f"Legal with {in_devices(count)}, nearest first: {names}."
         return (
@@ -346,9 +350,5 @@ class RunConfig:
             "batch. Change train.global_batch_size or the model's sizes."
         )
 
-    def _legal(
-        self, spec: MeshSpec, num_devices: int, model: Model | None, count: int
-    ) -> Sequence[MeshSpec]:
-        return legal_meshes(
-            spec, num_devices, lambda other: self.mesh_problems(other, model), count
-        )
+    def _legal(self, spec: MeshSpec, num_devices: int, model: Model | None) -> Sequence[MeshSpec]:
+        return legal_meshes(spec, num_devices, lambda other: self.mesh_problems(other, model))

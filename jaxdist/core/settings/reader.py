@@ -268,7 +268,12 @@ class _Reader:
                 self.values[field.path] = self._after_earlier_flag(field, given, value)
         except BadValueError as error:
             self.bad.add(field.name)
-            self.problems.append(self._bad_value(field, given, str(error)))
+            choices = get_args(field.type) if get_origin(field.type) is Literal else ()
+            hint = _did_you_mean(str(given.raw), map(str, choices))
+            self.problems.append(
+                f"{field.name}={given.raw!r} ({given.origin}) {error}."
+                + (hint or f" The default is {example(field)}: {field.doc}.")
+            )
         self.origins[field.name] = given.origin
 
     def _after_earlier_flag(self, field: Field, given: Given, value: Any) -> Any:
@@ -283,11 +288,6 @@ class _Reader:
             "Remove one of them."
         )
         return value
-
-    def _bad_value(self, field: Field, given: Given, rule: str) -> str:
-        text = f"{field.name}={given.raw!r} ({given.origin}) {rule}."
-        hint = _did_you_mean(str(given.raw), _choices(field.type))
-        return text + (hint or f" The default is {example(field)}: {field.doc}.")
 
     def _unknown(self, given: Given, here: Path, cls: type, skipped: set[Path]) -> None:
         if here in skipped:  # one message for a whole unknown section
@@ -346,10 +346,6 @@ def _insert(table: dict[str, Any], path: Path, value: Any) -> dict[str, Any]:
     if len(path) == 1:
         return {**table, path[0]: value}
     return {**table, path[0]: _insert(dict(table.get(path[0], {})), path[1:], value)}
-
-
-def _choices(annotation: Any) -> list[str]:
-    return [str(c) for c in get_args(annotation)] if get_origin(annotation) is Literal else []
 
 
 def _did_you_mean(given: str, known: Iterable[str], spell: Callable[[str], str] = str) -> str:

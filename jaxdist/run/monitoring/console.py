@@ -60,18 +60,10 @@ def step_line(
     eta_s: float | None,
     metrics: Sequence[str],
 ) -> str:
-    """One aligned line for one step, not wider than a terminal.
+    """One aligned line for one step, from its record in metrics.jsonl; what is absent is left out.
 
-    Where it would be, what other numbers tell goes first: the step time, the model's own metrics,
-    the learning rate. metrics.jsonl has them all.
-
-    Args:
-        record: step, loss, ... as in metrics.jsonl; what is absent is left out.
-        total_steps: where the run ends.
-        unit: what is counted, `Model.unit`.
-        num_devices: devices of the mesh; with one, its rate is the run's.
-        eta_s: seconds to go.
-        metrics: names in `record` that the model added.
+    It is not wider than a terminal: what other numbers tell goes first, the step time, `metrics`
+    (names that the model added), the learning rate. On one device its rate is the run's.
     """
     short = UNITS.get(unit, unit)
     wide = num_devices > 1
