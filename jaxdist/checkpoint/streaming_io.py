@@ -94,7 +94,7 @@ class StoredArrays:
 class CheckpointWriter:
     """Writes one checkpoint, array by array and part by part; it counts when `finish` returns.
 
-        What is at the destination, e.g. `checkpoints/100`, is deleted. `total_bytes` are those of all
+    What is at the destination, e.g. `checkpoints/100`, is deleted. `total_bytes` are those of all
     arrays, as progress is told.
     """
 
