@@ -66,7 +66,9 @@ class GenerateConfig:
     batch_size: int = setting(32, "prompts continued together", ge=1)
     step: int = setting(-1, "step of the checkpoint; -1 = the newest valid one", ge=-1)
     mesh: str = setting("auto", "mesh axes, e.g. tp=2; auto = one device")
-    simulate: int = setting(0, "simulated CPU devices; 0 = the machine's own devices", ge=0)
+    simulate: int = setting(
+        0, "simulated CPU devices; 0 = the machine's own devices", ge=0, le=4096
+    )
 
     def problems(self) -> list[str]:
         """Violated rules beyond the bounds of each setting."""

@@ -5,6 +5,7 @@ import gzip
 import json
 import logging
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -183,7 +184,24 @@ def test_a_killed_corpus_is_not_taken_for_whole(tmp_path):
     command = [sys.executable, "-c", code, str(source), str(out)]
     assert subprocess.run(command, env=environment).returncode == -9
     assert not out.exists()
+    (left,) = tmp_path.glob(".out.partial-*")
+    other = tmp_path / ".out.partial-another.host-1-abc"  # what another host writes is left alone
+    other.mkdir()
     assert write([source], out).num_tokens == 10001
+    assert not left.exists() and other.exists()
+
+
+def test_the_command_leaves_nothing_when_it_is_asked_to_end(tmp_path, monkeypatch):
+    source = write_source(tmp_path, "txt", ["some text\n"] * 100)
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    monkeypatch.setattr(
+        "jaxdist.data.corpus._fill", lambda *_: os.kill(os.getpid(), signal.SIGTERM)
+    )
+    try:
+        assert main([str(source), f"--out={tmp_path / 'out'}"]) == 130
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert list(tmp_path.iterdir()) == [source]
 
 
 def test_a_cached_corpus_follows_the_content_and_says_so_once(tmp_path, caplog):

@@ -11,6 +11,7 @@ import pytest
 
 from jaxdist import runtime
 from jaxdist.core.types import ConfigError
+from jaxdist.runtime import backend
 from jaxdist.runtime.config import RuntimeConfig
 from jaxdist.runtime.distributed import DeviceRow
 from jaxdist.runtime.entry_point import advice_for
@@ -186,6 +187,29 @@ def test_compile_cache_keeps_programs_per_kind_of_machine(tmp_path):
     assert folder.startswith(str(tmp_path / "cache"))
     assert int(entries) > 0
     assert run(body, JAXDIST_CACHE="off", JAX_COMPILATION_CACHE_DIR="").stdout.split()[0] == "None"
+
+
+def test_a_compile_cache_of_others_is_not_used(tmp_path, caplog, propagating, monkeypatch):
+    import jax
+
+    names = ("jax_enable_compilation_cache", "jax_compilation_cache_dir")
+    before = {name: getattr(jax.config, name) for name in names}
+    try:
+        assert runtime.setup_compilation_cache(tmp_path / "mine") is not None
+        (tmp_path / "open").mkdir()
+        (tmp_path / "open").chmod(0o777)
+        assert runtime.setup_compilation_cache(tmp_path / "open") is None
+        assert "can be written by every user" in caplog.messages[-1]
+        (tmp_path / "open").chmod(0o1777)  # as /tmp: others cannot replace a folder in it
+        assert runtime.setup_compilation_cache(tmp_path / "open") is not None
+        monkeypatch.setattr(os, "geteuid", lambda: 12345)
+        monkeypatch.setattr(os, "access", lambda *_: True)
+        monkeypatch.setattr(backend, "_TRUSTED", ())
+        assert runtime.setup_compilation_cache(tmp_path / "mine") is None
+        assert "belongs to another user" in caplog.messages[-1]
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -35,6 +36,7 @@ from jaxdist.runtime.config import RuntimeConfig
 from jaxdist.runtime.storage import url_problem
 
 _BYTE_VALUES = 256
+_SEARCH_S = 0.5  # for legal meshes to name in a refusal; of thousands of devices there are many
 _PARAM_AND_GRADIENT_BYTES = 4 + 4
 
 
@@ -81,7 +83,7 @@ class RunConfig:
         "kernels, jax's own checks, stop on NaN; what a file or flags say wins",
     )
     simulate: int = setting(
-        0, "simulated CPU devices of each process; 0 = the machine's own devices", ge=0
+        0, "simulated CPU devices of each process; 0 = the machine's own devices", ge=0, le=4096
     )
     model: ModelConfig = dataclasses.field(default_factory=DecoderConfig)
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
@@ -232,7 +234,9 @@ class RunConfig:
                 "directory or a run directory, or leave it empty."
             )
         run, _, step = self.replay.rpartition(":")
-        if self.replay and not (step.isdigit() and int(step) and Path(run).expanduser().is_dir()):
+        if self.replay and not (
+            re.fullmatch("0*[1-9][0-9]{0,17}", step) and Path(run).expanduser().is_dir()
+        ):
             found.append(
                 f"replay={self.replay!r} is not RUN:STEP, a run directory and a step from 1 on. "
                 "Use e.g. --replay runs/NAME:120; anomalies.jsonl there names the bad steps."
@@ -341,13 +345,16 @@ class RunConfig:
 
     def _nearest_legal(self, spec: MeshSpec, num_devices: int, model: Model | None) -> str:
         # Fewer devices only when none of this many will do; each try factorises one number.
+        until = time.monotonic() + _SEARCH_S
         for count in range(num_devices, max(0, num_devices - 64), -1):
+            if time.monotonic() > until:
+                break
             if legal := self._legal(spec, count, model):
                 names = " or ".join(f"--mesh {other}" for other in legal)
                 return f"Legal with {in_devices(count)}, nearest first: {names}."
         return (
-            f"No mesh of {in_devices(num_devices)} or a few less is legal for this model and "
-            "batch. Change train.global_batch_size or the model's sizes."
+            f"No legal mesh of {in_devices(num_devices)} or a few less was found for this model "
+            "and batch. Change train.global_batch_size or the model's sizes."
         )
 
     def _legal(self, spec: MeshSpec, num_devices: int, model: Model | None) -> Sequence[MeshSpec]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import itertools
 import shlex
+import signal
 import sys
 import tempfile
 import time
@@ -86,6 +88,8 @@ class PrepareConfig:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code (0, or 2 for what the user can mend)."""
     out = ""
+    if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:  # as Ctrl-C: what is half done goes
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         config = read_settings(
             PrepareConfig,
@@ -101,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except OSError as error:
         print(f"{out} cannot be written: {error.strerror or error}", file=sys.stderr)
-        return 1
+        return 1 if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO) else 2
     except KeyboardInterrupt:
         print("\ninterrupted: nothing was left behind", file=sys.stderr)
         return 130

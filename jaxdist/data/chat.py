@@ -17,16 +17,16 @@ what the assistant says and on the token that ends it, 0 everywhere else.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from jaxdist.core.types import ConfigError
+from jaxdist.data.template_sandbox import Template, TemplateFailed
 from jaxdist.data.tokenizer import FileTokenizer, Tokenizer, token_texts
 
 ROLES = ("system", "user", "assistant")
@@ -170,7 +170,7 @@ class JinjaTemplate:
         self.source = source
         self.fingerprint = f"jinja-{hashlib.sha256(told.encode()).hexdigest()[:16]}"
         self._tokenizer, self._variables = tokenizer, variables
-        self._render = _compiled(source, name)
+        self._template = _compiled(source, name)
         self.stop_ids = tokenizer.stop_ids | self._answer_ends()
 
     def encode(self, messages: Sequence[Message]) -> Weighted:
@@ -252,15 +252,17 @@ class JinjaTemplate:
 
     def _rendered(self, messages: Sequence[Message], *, asks: bool = False) -> str:
         try:
-            return self._render(
-                messages=[dict(message) for message in messages],
-                add_generation_prompt=asks,
-                **self._variables,
+            return self._template.render(
+                {
+                    "messages": list(messages),
+                    "add_generation_prompt": asks,
+                    **self._variables,
+                }
             )
-        except Exception as error:  # a template may fail as any program
+        except TemplateFailed as error:
             raise BadRecord(
-                f"does not fit the chat template {self.name} ({str(error) or type(error).__name__})"
-                ". Repair it, or use data.chat_template=plain."
+                f"does not fit the chat template {self.name} ({error}). Repair it, or use "
+                "data.chat_template=plain."
             ) from None
 
 
@@ -286,7 +288,11 @@ def load_template(name: str, tokenizer: Tokenizer) -> ChatTemplate:
     variables = token_texts(tokenizer.settings)
     path = folder / "chat_template.jinja" if name == "auto" else Path(name).expanduser()
     if path.is_file():
-        return JinjaTemplate(path.read_text("utf-8"), str(path), tokenizer, variables)
+        try:
+            text = path.read_text("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{str(path)!r} is no text of a template ({error}).") from None
+        return JinjaTemplate(text, str(path), tokenizer, variables)
     if name != "auto":
         raise ConfigError(
             f"data.chat_template={name!r} is not a file: it is auto, plain, or the path of a "
@@ -294,42 +300,22 @@ def load_template(name: str, tokenizer: Tokenizer) -> ChatTemplate:
         )
     source = tokenizer.settings.get("chat_template")
     if isinstance(source, list):  # several by name
-        source = {entry.get("name"): entry.get("template") for entry in source}.get("default")
+        entries = [entry for entry in source if isinstance(entry, dict)]
+        named = {str(entry.get("name")): entry.get("template") for entry in entries}
+        source = named.get("default")
     if not isinstance(source, str):
         return PlainTemplate(tokenizer)
     return JinjaTemplate(source, f"of {folder / 'tokenizer_config.json'}", tokenizer, variables)
 
 
-def _compiled(source: str, name: str) -> Callable[..., str]:
-    """A Jinja template as a function; it can reach nothing but what it is given."""
-    import jinja2
-    from jinja2.ext import Extension
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    class Generation(Extension):
-        """`{% generation %}`: marks answers for those who read it; here they are found anyway."""
-
-        tags = {"generation"}  # noqa: RUF012  # the base class's own form
-
-        def parse(self, parser: Any) -> Any:
-            next(parser.stream)
-            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-    def raise_exception(message: str) -> None:
-        raise jinja2.TemplateError(message)
-
-    # Trimmed blocks and loop controls are what templates are written for.
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
-    )
-    environment.globals["raise_exception"] = raise_exception
-    environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
+def _compiled(source: str, name: str) -> Template:
+    """A Jinja template; it can reach nothing but what it is given, with limits."""
     try:
-        return environment.from_string(source).render
-    except jinja2.TemplateSyntaxError as error:
+        return Template(source)
+    except TemplateFailed as error:
         raise ConfigError(
-            f"chat template {name} is broken (line {error.lineno}: {error.message}). Repair "
-            "it, or use data.chat_template=plain."
+            f"chat template {name} is broken (line {error.line}: {error}). Repair it, or use "
+            "data.chat_template=plain."
         ) from None
 
 

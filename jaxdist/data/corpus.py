@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import glob
 import hashlib
 import json
 import logging
 import os
 import shutil
+import socket
 import tempfile
 import uuid
 from collections.abc import Iterable, Iterator
@@ -149,7 +151,9 @@ def _write(
     encoder: Encoder,
     shard_tokens: int = SHARD_TOKENS,
 ) -> None:
-    partial = folder.with_name(f".{folder.name}.partial-{uuid.uuid4().hex[:8]}")
+    _remove_abandoned(folder)
+    owner = f"{socket.gethostname()}-{os.getpid()}"
+    partial = folder.with_name(f".{folder.name}.partial-{owner}-{uuid.uuid4().hex[:8]}")
     partial.mkdir()
     try:
         _fill(partial, files, encoder, shard_tokens)
@@ -160,6 +164,14 @@ def _write(
                 raise
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def _remove_abandoned(folder: Path) -> None:
+    """Remove what processes of this host began and did not live to remove: they were killed."""
+    for partial in folder.parent.glob(f".{glob.escape(folder.name)}.partial-*"):
+        host, _, pid = partial.name.partition(".partial-")[2].rpartition("-")[0].rpartition("-")
+        if host == socket.gethostname() and pid.isdecimal() and not Path(f"/proc/{pid}").exists():
+            shutil.rmtree(partial, ignore_errors=True)
 
 
 def cached_corpus(files: list[Path], name: str, encoder: Encoder) -> Corpus:

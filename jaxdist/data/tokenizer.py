@@ -99,6 +99,8 @@ class FileTokenizer:
         self._inner.no_truncation()
         self._inner.no_padding()
         vocab = self._inner.get_vocab(with_added_tokens=True)
+        if not vocab:
+            raise ConfigError(f"tokenizer {str(path)!r} has no tokens. Use that of a model.")
         if eos_token and eos_token not in vocab:
             known = [name for name in END_TOKENS if name in vocab] or "none of the usual ones"
             raise ConfigError(
@@ -190,7 +192,7 @@ def token_texts(settings: dict[str, Any]) -> dict[str, str]:
 def _table(files: dict[str, bytes], name: str, path: str | Path) -> dict[str, Any]:
     try:
         found = json.loads(files.get(name, b"{}"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(
             [f"{name} next to {str(path)!r} is not JSON ({error}). Copy it again."]
         ) from None
@@ -200,7 +202,9 @@ def _table(files: dict[str, bytes], name: str, path: str | Path) -> dict[str, An
 def _ids(table: dict[str, Any], key: str) -> list[int]:
     """Token numbers, stated as one or as several."""
     value = table.get(key)
-    return [id for id in (value if isinstance(value, list) else [value]) if type(id) is int]
+    return [
+        id for id in (value if isinstance(value, list) else [value]) if type(id) is int and id >= 0
+    ]
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, path: str | Path) -> None:

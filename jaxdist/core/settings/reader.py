@@ -90,12 +90,14 @@ def read_with_origins(
             base = base({".".join(given.path): given.raw for given in givens})
         except ConfigError as error:
             raise ConfigError(headed(command, error.problems)) from None
+        except (OSError, ValueError) as error:  # a path that cannot be one: too long, or with NUL
+            raise ConfigError(headed(command, [_no_path(error)])) from None
     hint = "What belongs to the program stands after --." if rest else "See --help."
     reader = _Reader(cls, base, givens, aliases, hint)
     config = reader.read()
     problems += [*more, *even_more, *reader.problems]
     problems += _missing(cls, config, command, positional, rest)
-    rules = problems_of(config) if check_rules else []
+    rules = _broken_rules(config) if check_rules else []
     rules = [p for p in rules if not reader.concerns_bad_value(p)]
     problems += [reader.with_origin(p) for p in rules]
     if problems:
@@ -103,13 +105,36 @@ def read_with_origins(
     return config, reader.origins
 
 
+def _broken_rules(config: Any) -> list[str]:
+    """As `problems_of`; a path that cannot even be asked for is a problem too."""
+    try:
+        return problems_of(config)
+    except OSError as error:
+        return [_no_path(error)]
+
+
+def _no_path(error: Exception) -> str:
+    if isinstance(error, OSError):
+        return f"path {str(error.filename)!r} cannot be used ({error.strerror}). Use another one."
+    return f"a path cannot be used ({error}). Use another one."
+
+
 def headed(command: str, problems: list[str]) -> list[str]:
     """The heading of a refusal, then its problems."""
     count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
     return [
         f"{command}: {count} in what was asked for; nothing was started.",
-        *(f"  - {problem}" for problem in problems),
+        *(f"  - {_shortened(problem)}" for problem in problems),
     ]
+
+
+def _shortened(problem: str) -> str:
+    """Without the middle of what was given, where that is a text of many pages."""
+    if len(problem) <= _LONGEST:
+        return problem
+    half = _LONGEST // 2
+    left_out = f" … ({len(problem) - _LONGEST} characters) … "
+    return problem[:half] + left_out + problem[-half:]
 
 
 def _gather(files: Sequence[str]) -> tuple[list[Given], list[str]]:
@@ -163,6 +188,7 @@ def _missing(
     ]
 
 
+_LONGEST = 2000  # characters of one problem
 _TYPED = ("flag", "argument")  # how the origin of what was typed begins; else it is a file's
 
 

@@ -338,7 +338,7 @@ class Monitor:
 
     def _open(self, config_text: str) -> None:
         if self.config.prometheus:
-            self._prometheus = Prometheus(self.config.prometheus, self.run.path.name)
+            self._prometheus = Prometheus(self.config.prometheus_address, self.run.path.name)
         self._records = self.run.open_metrics()
         if self.config.tensorboard:
             first = self.start_step + 1 if self.run.resumed else None
