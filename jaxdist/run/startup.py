@@ -14,7 +14,7 @@ from jaxdist.checkpoint import Checkpointer
 from jaxdist.config import RunConfig
 from jaxdist.core.parallel.pipeline.config import describe
 from jaxdist.core.state import TrainState
-from jaxdist.core.step import has_replica_norms
+from jaxdist.core.step import describe_exchange, has_replica_norms
 from jaxdist.data import Loader, Position, TrainData, resume_position
 from jaxdist.optim import OptimConfig, make_schedule
 from jaxdist.plan.estimate.memory_check import Budget
@@ -22,6 +22,7 @@ from jaxdist.run.monitoring.monitor import Monitor
 from jaxdist.run.resilience.anomalies import LossGuard
 from jaxdist.run.run_directory import RunDirectory, new_run_path
 from jaxdist.run.setup import Parts
+from jaxdist.runtime.progress import waiting
 from jaxdist.runtime.storage import locate
 
 log = logging.getLogger("jaxdist")
@@ -73,7 +74,8 @@ def restore_or_init(
         if config.checkpoint.preflight and not rolls_back:
             checkpointer.preflight(state)
     else:
-        state, meta, step = checkpointer.restore(parts.abstract_state(), step=chosen)
+        with waiting(f"restoring checkpoint {chosen}"):
+            state, meta, step = checkpointer.restore(parts.abstract_state(), step=chosen)
         position = resume_position(
             meta["data"], dataset, seed=config.seed, on_change=config.data.on_change
         )
@@ -128,6 +130,7 @@ def announce(parts: Parts, monitor: Monitor, budget: Budget | None) -> None:
     schedule = parts.pipeline_schedule
     microbatches = schedule.num_microbatches if schedule else config.train.accumulation
     notes = list(model.notes(parts.step.context)) if model.notes else []
+    notes += describe_exchange(model, parts.layout, config.train.seq_len)
     if schedule is not None:
         notes.append(describe(schedule, rows))
     if config.train.replica_norms and not has_replica_norms(parts.layout):
