@@ -20,6 +20,7 @@ COMMANDS = (
     "data",
     "convert",
     "plan",
+    "audit",
     "launch",
     "report",
     "doctor",
