@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from jaxdist.plan.audit.elementwise import OmittedSum, Rule
+from jaxdist.plan.audit.elementwise import Rule, Wrong, omitted
 from jaxdist.plan.audit.states import (
     CONSTANT,
     EQUAL,
@@ -61,7 +61,7 @@ def _product(
         return ZERO
     if PARTIAL in states:
         if states[0] == states[1]:
-            raise OmittedSum("is multiplied by a partial value")
+            raise omitted(states, "is multiplied by a partial value")
         other = states[0] if states[1] == PARTIAL else states[1]
         return PARTIAL if other in FIXED else VARYING
     if not any(map(is_split, states)):
@@ -70,7 +70,7 @@ def _product(
     if VARYING in states or LOOKUP in states:
         return VARYING
     # A dim of size 1 says nothing; what is left must agree.
-    found = []
+    found: list[set[int]] = []
     for state, place, shape in zip(states, places, shapes, strict=True):
         if not is_split(state):
             continue
@@ -78,10 +78,15 @@ def _product(
         if any(dim not in place for dim in dims):
             return VARYING
         found.append({place[dim] for dim in dims})
+    summed = [all(dim <= SUMMED for dim in each) for each in found]
+    kept = [all(dim > SUMMED for dim in each) for each in found]
+    if len(found) == 2 and ((summed[0] and kept[1]) or (summed[1] and kept[0])):
+        text = "is summed over the part that each device holds, against a value whole in that dim"
+        raise Wrong("missing gather", summed.index(True), text)
     common = found[0] & found[1] if len(found) == 2 else found[0]
-    if all(dim <= SUMMED for each in found for dim in each):
+    if all(summed):
         return PARTIAL if common else VARYING
-    if common and all(dim > SUMMED for each in found for dim in each):
+    if common and all(kept):
         return split(*common)
     return VARYING
 

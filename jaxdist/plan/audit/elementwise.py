@@ -27,8 +27,18 @@ Rule = Callable[[Any, Sequence[int]], "int | list[int]"]
 """(equation, states of its operands over one axis) -> state of its result, or of each result."""
 
 
-class OmittedSum(Exception):
-    """A partial value was used as if it were the sum."""
+class Wrong(Exception):
+    """An operation that a mesh makes wrong: its kind, the operand at fault, and what it does."""
+
+    def __init__(self, kind: str, operand: int, text: str) -> None:
+        """What happens to the operand at the place `operand` of the equation."""
+        super().__init__(text)
+        self.kind, self.operand = kind, operand
+
+
+def omitted(states: Sequence[int], text: str) -> Wrong:
+    """A partial value, used as if it were the sum."""
+    return Wrong("omitted sum", list(states).index(PARTIAL), text)
 
 
 def same(equation: Any, states: Sequence[int]) -> int:
@@ -61,7 +71,7 @@ def add(equation: Any, states: Sequence[int]) -> int:
     if other in (PARTIAL, ZERO, CONSTANT):
         return PARTIAL
     if other == EQUAL or is_split(other):
-        raise OmittedSum("is added to a value that is whole")
+        raise omitted(states, "is added to a value that is whole")
     return VARYING
 
 
@@ -74,7 +84,7 @@ def multiply(equation: Any, states: Sequence[int]) -> int:
     if PARTIAL not in states:
         return join(left, right)
     if left == right:
-        raise OmittedSum("is multiplied by a partial value")
+        raise omitted(states, "is multiplied by a partial value")
     return PARTIAL if left in FIXED or right in FIXED else VARYING
 
 
@@ -83,7 +93,7 @@ def divide(equation: Any, states: Sequence[int]) -> int:
     del equation
     above, below = states
     if below == PARTIAL:
-        raise OmittedSum("is divided by")
+        raise omitted(states, "is divided by")
     if above == ZERO:
         return ZERO
     if above == PARTIAL:
@@ -99,7 +109,7 @@ def power(equation: Any, states: Sequence[int]) -> int:
 def nonlinear(equation: Any, states: Sequence[int]) -> int:
     """Functions of which the sum over devices cannot be taken afterwards."""
     if PARTIAL in states:
-        raise OmittedSum(f"goes through {equation.primitive.name}")
+        raise omitted(states, f"goes through {equation.primitive.name}")
     return other(equation, states)
 
 

@@ -11,10 +11,11 @@ from jax.extend import core
 from jaxdist.plan.audit.states import operations
 
 CARRIERS = operations(
-    "add add_any after all_gather all_gather_invariant broadcast_in_dim checkpoint concatenate cond "
-    "convert_element_type copy custom_jvp_call custom_vjp_call div dynamic_slice "
-    "dynamic_update_slice jit mul name neg optimization_barrier pcast pjit psum psum_invariant pvary "
-    "reduce_scatter remat2 reshape scan select_n slice split squeeze stack sub transpose while"
+    "add add_any after all_gather all_gather_invariant broadcast_in_dim checkpoint concatenate "
+    "cond convert_element_type copy custom_jvp_call custom_vjp_call div dynamic_slice "
+    "dynamic_update_slice jit mul name neg optimization_barrier pcast pjit psum psum_invariant "
+    "pvary reduce_scatter remat2 reshape scan select_n slice split squeeze stack sub transpose "
+    "while"
 )
 """Operations after which a value is still, scaled or cut, the one it was."""
 

@@ -17,7 +17,7 @@ import numpy as np
 from jax.extend import core
 
 from jaxdist.plan.audit import contractions, elementwise, shapes
-from jaxdist.plan.audit.elementwise import OmittedSum, Rule
+from jaxdist.plan.audit.elementwise import Rule, Wrong
 from jaxdist.plan.audit.flow import Path, is_mean
 from jaxdist.plan.audit.states import (
     CONSTANT,
@@ -53,7 +53,8 @@ class Alarm:
     """Something that is wrong over one axis.
 
     Attributes:
-        kind: "summed twice", "omitted sum", "parts added", "different order" or "dtype".
+        kind: "summed twice", "omitted sum", "parts added", "missing gather", "different order" or
+            "dtype".
         axis: the mesh axis.
         equation: where.
         operand: the variable that is wrong.
@@ -151,10 +152,10 @@ class Interpreter:
         rule = RULES.get(name, _unknown)
         try:
             found = rule(equation, states)
-        except OmittedSum as error:
+        except Wrong as error:
             if live:
-                wrong = equation.invars[states.index(PARTIAL)]
-                self._alarm("omitted sum", axis, equation, wrong, str(error), path)
+                operand = equation.invars[error.operand]
+                self._alarm(error.kind, axis, equation, operand, str(error), path)
             return [VARYING] * number
         if isinstance(found, list):
             return found

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from jaxdist.plan.audit.elementwise import OmittedSum, Rule, other
+from jaxdist.plan.audit.elementwise import Rule, omitted, other
 from jaxdist.plan.audit.states import (
     CONSTANT,
     EQUAL,
@@ -49,7 +49,7 @@ def reduce_other(equation: Any, states: Sequence[int]) -> int:
     """The largest, the product, ... of parts: no claim."""
     state, axes = states[0], equation.params["axes"]
     if state == PARTIAL and equation.primitive.name in ("reduce_max", "reduce_min", "reduce_prod"):
-        raise OmittedSum(f"goes through {equation.primitive.name}")
+        raise omitted(states, f"goes through {equation.primitive.name}")
     if state == PARTIAL or set(dims_of(state)) & set(axes):
         return VARYING
     found = _after_reduction(state, axes, len(equation.invars[0].aval.shape))

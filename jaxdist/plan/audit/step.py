@@ -32,8 +32,8 @@ class Violation:
     """Something that a mesh makes wrong.
 
     Attributes:
-        kind: "summed twice", "gathered, then summed", "omitted sum", "parts added", "different
-            order" or "dtype".
+        kind: "summed twice", "gathered, then summed", "omitted sum", "parts added", "missing
+            gather", "different order" or "dtype".
         axis: the mesh axis.
         value: the parameter whose gradient it is, or the value's type.
         line: `file:line` of the model, or of the package; "" where it is not known.
@@ -242,6 +242,8 @@ _FIXES = {
     "the sum out.",
     "omitted sum": "Sum it over the axis first (Context.leave, collectives.all_reduce).",
     "parts added": "Sum over the split dim on each device first, or gather the parts.",
+    "missing gather": "Gather it over the axis before the product (collectives.all_gather, "
+    "Context.gather, Context.enter).",
     "different order": "Move the collective out of the branch or loop, so that all devices of the "
     "axis meet in it.",
     "dtype": "Cast to float32 before the sum and back after it, or set precision.reduce_dtype.",

@@ -26,7 +26,9 @@ from jaxdist import runtime
 
 if TYPE_CHECKING:
     from jaxdist.plan.audit import Audit
+    from jaxdist.plan.audit.deep import Difference
     from jaxdist.run.setup import Parts
+    from jaxdist.tools.audit.options import AuditConfig
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -44,18 +46,23 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     parts = assemble(config.run, jax.devices()[: config.num_devices])
     audit = audit_parts(parts)
+    found = _looked_deep(config, parts) if config.deep else []
     if config.json:
-        print(json.dumps(_record(parts, audit), indent=2))
+        print(json.dumps(_record(parts, audit, found), indent=2))
     else:
         print(f"{parts.model.name} on mesh {parts.spec} ({config.num_devices} simulated devices)\n")
         print(text_of(audit))
         if config.compiled and audit.axes:
             print("\n" + _compared(parts, audit))
-    return 0 if audit.is_clean else 2
+        if config.deep:
+            verdict = "deep audit: loss and every gradient of one step equal one device's"
+            print("\n" + ("\n".join(f"  ✗ {one}" for one in found) or verdict))
+    return 0 if audit.is_clean and not found else 2
 
 
-def _record(parts: Parts, audit: Audit) -> dict[str, Any]:
+def _record(parts: Parts, audit: Audit, found: list[Difference]) -> dict[str, Any]:
     return {
+        "differences": [dataclasses.asdict(one) for one in found],
         "model": parts.model.name,
         "mesh": str(parts.spec),
         "violations": [dataclasses.asdict(violation) for violation in audit.violations],
@@ -63,6 +70,16 @@ def _record(parts: Parts, audit: Audit) -> dict[str, Any]:
         "num_parameters": audit.num_parameters,
         "seconds": audit.seconds,
     }
+
+
+def _looked_deep(config: AuditConfig, parts: Parts) -> list[Difference]:
+    """One step on the mesh against one device."""
+    import jax
+
+    from jaxdist.plan.audit.deep import differences
+
+    mesh = dataclasses.replace(config.mesh, shape=str(parts.spec))
+    return differences(dataclasses.replace(parts.config, mesh=mesh), jax.devices())
 
 
 def _compared(parts: Parts, audit: Audit) -> str:
