@@ -1,7 +1,4 @@
-"""The `jaxdist` program: `jaxdist train ...` is `python -m jaxdist.train ...`.
-
-The commands are listed below in the order in which a user meets them.
-"""
+"""The `jaxdist` program: `jaxdist train ...` is `python -m jaxdist.train ...`."""
 
 from __future__ import annotations
 

@@ -67,7 +67,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         unit=run.parts.model.unit,
         max_batches=config.max_batches,
     )
-    _show({"run": str(run.path), "step": step, "mesh": str(run.parts.spec), **means}, config.json)
+    result = {"run": str(run.path), "step": step, "mesh": str(run.parts.spec), **means}
+    shown = lambda value: f"{value:,.6g}" if isinstance(value, float) else str(value)
+    lines = columns([(name, shown(value)) for name, value in result.items()], left=2)
+    print(json.dumps(result) if config.json else "\n".join(lines))
     return 0
 
 
@@ -85,14 +88,6 @@ def _open_data(config: Any, sources: list[str]) -> Any:
             "Name data with --sources=PATH."
         )
     return held_out
-
-
-def _show(result: dict[str, Any], as_json: bool) -> None:
-    if as_json:
-        print(json.dumps(result))
-        return
-    shown = lambda value: f"{value:,.6g}" if isinstance(value, float) else str(value)
-    print("\n".join(columns([(name, shown(value)) for name, value in result.items()], left=2)))
 
 
 if __name__ == "__main__":

@@ -54,12 +54,6 @@ class GenerateConfig:
             problems.append(f"prompt_file={self.prompt_file!r} is no file. Name a text file.")
         return problems
 
-    def prompts(self) -> list[str]:
-        """The texts to continue."""
-        if not self.prompt_file:
-            return list(self.prompt)
-        return Path(self.prompt_file).read_text().splitlines()
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Load a checkpoint and write continuations to stdout."""
@@ -80,7 +74,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if model.decoding is None:
         raise ConfigError(f"model {model.name!r} does not generate text. Name a decoder's run.")
     tokenizer = load_tokenizer(data.tokenizer, data.eos_token)
-    prompts = config.prompts()
+    file = config.prompt_file
+    prompts = Path(file).read_text().splitlines() if file else list(config.prompt)
     tokens = [tokenizer.encode(text) for text in prompts]
     _check_prompts(tokens, model.decoding.max_len, config.max_new_tokens)
     params, step = run.params(None if config.step < 0 else config.step)
@@ -180,8 +175,6 @@ def sample_tokens(
 
 
 def _compiled(model: Model, layout: Any, config: GenerateConfig, dtype: Any) -> tuple[Any, Any]:
-    import functools
-
     import jax
 
     from jaxdist.core.attention import make_attend
@@ -194,16 +187,17 @@ def _compiled(model: Model, layout: Any, config: GenerateConfig, dtype: Any) -> 
     platform = "gpu" if platform in ("gpu", "cuda") else platform
     context = Context(dtype=dtype, platform=platform, attend=make_attend(platform=platform))
 
-    def decode(params: Params, cache: Any, tokens: Array, positions: Array) -> tuple[Array, Any]:
-        # Products take their weights in the compute dtype; the masters stay float32.
-        return decoding.step(params, cache, tokens, positions, context)
-
+    # Products take their weights in the compute dtype; the masters stay float32.
+    decode = lambda *arrays: decoding.step(*arrays, context)
     if layout.mesh.size > 1 and platform == "cpu":
         decode = in_order(decode, hidden=True)
-    drawn = functools.partial(
-        sample_tokens, temperature=config.temperature, top_k=config.top_k, top_p=config.top_p
-    )
-    return jax.jit(decode, donate_argnums=1), jax.jit(drawn)
+
+    def sample(logits: Array, key: Array) -> Array:
+        return sample_tokens(
+            logits, key, temperature=config.temperature, top_k=config.top_k, top_p=config.top_p
+        )
+
+    return jax.jit(decode, donate_argnums=1), jax.jit(sample)
 
 
 def _new_cache(model: Model, layout: Any, batch: int, max_len: int, dtype: Any) -> Any:
@@ -239,24 +233,23 @@ def _round_up(length: int) -> int:
 def _write(texts: Iterator[list[int | None]], prompts: list[str], tokenizer: Any) -> None:
     """One prompt streams as it grows; several are printed one after another at the end."""
     made: list[list[int]] = [[] for _ in prompts]
-    shown = 0
-    if len(prompts) == 1:
+    alone, shown = len(prompts) == 1, 0
+    if alone:
         print(prompts[0], end="", flush=True)
     for tokens in texts:
-        for row, token in enumerate(tokens):
+        for row, token in zip(made, tokens, strict=True):
             if token is not None:
-                made[row].append(token)
-        if len(prompts) == 1:
-            text = tokenizer.decode(made[0])
+                row.append(token)
+        if alone:
             # The last character may be half of one that the next token completes.
-            whole = text.rstrip("\ufffd")
+            whole = tokenizer.decode(made[0]).rstrip("\ufffd")
             print(whole[shown:], end="", flush=True)
             shown = max(shown, len(whole))
-    if len(prompts) == 1:
+    if alone:
         print(tokenizer.decode(made[0])[shown:])
         return
-    for number, (prompt, row_tokens) in enumerate(zip(prompts, made, strict=True), 1):
-        print(f"--- {number} ---\n{prompt}{tokenizer.decode(row_tokens)}\n")
+    for number, (prompt, row) in enumerate(zip(prompts, made, strict=True), 1):
+        print(f"--- {number} ---\n{prompt}{tokenizer.decode(row)}\n")
 
 
 if __name__ == "__main__":

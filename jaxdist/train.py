@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from jaxdist.plan.estimate.memory_check import Budget, needs_of
     from jaxdist.run.monitoring.environment import environment
     from jaxdist.run.replay import replay
-    from jaxdist.run.session import open_session
+    from jaxdist.run.session import Session
     from jaxdist.run.setup import assemble, check_data_fits
     from jaxdist.run.startup import open_run_directory
 
@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     run.write_environment(environment())
 
     # 5. The newest checkpoint or a new state, and then the loop.
-    with open_session(
+    with Session(
         parts,
         data,
         run,
@@ -104,7 +104,7 @@ def train(session: Session) -> int:
     Returns:
         The exit code.
     """
-    from jaxdist.run.resilience import Rollback
+    from jaxdist.run.resilience.anomalies import Rollback
 
     while True:
         try:

@@ -24,6 +24,7 @@ from jaxdist.checkpoint import (
 )
 from jaxdist.checkpoint.orbax_io import OrbaxWriter
 from jaxdist.core.types import ConfigError
+from jaxdist.runtime.storage import locate
 
 # -- saves that fail -------------------------------------------------------------------------------
 
@@ -258,9 +259,9 @@ def test_a_full_disk_harms_no_older_checkpoint(tmp_path, monkeypatch, known_befo
 
 HOLDER = """
 import sys, time
-from pathlib import Path
 from jaxdist.checkpoint.lock import DirectoryLock
-DirectoryLock(Path(sys.argv[1])).acquire()
+from jaxdist.runtime.storage import locate
+DirectoryLock(locate(sys.argv[1]), print).acquire()
 print("held", flush=True)
 time.sleep(60)
 """
@@ -312,7 +313,7 @@ def test_a_holder_on_another_host_is_watched_for_signs_of_life(tmp_path, monkeyp
 
 def test_the_holder_gives_signs_of_life(tmp_path, monkeypatch):
     monkeypatch.setattr(lock, "HEARTBEAT_S", 0.01)
-    held = lock.DirectoryLock(tmp_path)
+    held = lock.DirectoryLock(locate(tmp_path), print)
     held.acquire()
     seen = set()
     while len(seen) < 3:

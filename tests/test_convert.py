@@ -314,13 +314,13 @@ def test_even_chunks_divide_the_shape(shape):
 
 WRONG = {
     "unknown_verb": (["reshrad", "a"], "no such verb. Did you mean reshard?"),
-    "no_path": (["inspect"], "no checkpoint was named"),
+    "no_path": (["inspect"], "PATH is missing"),
     "missing_path": (["inspect", "nowhere"], "nowhere does not exist"),
     "not_a_run": (["verify", "{tmp}"], "holds no checkpoint. Name a run directory"),
     "unknown_step": (["inspect", "{run}", "--step=9"], "has no checkpoint 9; it has 1, 2"),
     "unknown_flag": (["inspect", "{run}", "--steps=1"], "steps"),
-    "diff_needs_two": (["diff", "{run}"], "two checkpoints are needed"),
-    "bad_limit": (["diff", "{run}", "{run}", "--limit=-1"], "limit=-1 is below 0"),
+    "diff_needs_two": (["diff", "{run}"], "B is missing"),
+    "bad_limit": (["diff", "{run}", "{run}", "--limit=-1"], "limit=-1 must be 0 or more"),
     "bad_dtype": (["consolidate", "{run}", "{tmp}/x", "--dtype=int8"], "dtype"),
     "bad_shard": (["consolidate", "{run}", "{tmp}/x", "--shard_gb=-2"], "shard_gb=-2"),
     "output_exists": (["consolidate", "{run}", "{run}"], "exists and is not empty"),

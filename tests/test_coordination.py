@@ -73,9 +73,9 @@ def meet(barriers, key="written", timeout_ms=20_000) -> dict[int, str]:
     def wait(barrier):
         try:
             barrier.wait(key=key, timeout_ms=timeout_ms)
-            ended[barrier._process_id] = "met"
+            ended[barrier._group.process_id] = "met"
         except (GivenUp, TimeoutError) as error:
-            ended[barrier._process_id] = type(error).__name__
+            ended[barrier._group.process_id] = type(error).__name__
 
     threads = [threading.Thread(target=wait, args=(barrier,)) for barrier in barriers]
     for thread in threads:
@@ -96,7 +96,7 @@ def test_all_meet_again_and_again_under_the_same_name(barriers, processes):
 
 @pytest.mark.parametrize("lost", [0, 1, 2])
 def test_who_gives_up_frees_all_others_of_this_work_only(barriers, lost):
-    others = [barrier for barrier in barriers if barrier._process_id != lost]
+    others = [barrier for barrier in barriers if barrier._group.process_id != lost]
     threading.Timer(0.1, barriers[lost].give_up).start()
     begin = time.monotonic()
     assert set(meet(others).values()) == {"GivenUp"}

@@ -110,17 +110,15 @@ def test_the_disk_test_reads_what_it_wrote_and_leaves_nothing(tmp_path):
 
 
 def test_a_disk_that_gives_other_bytes_back_is_an_error(tmp_path, monkeypatch):
-    real = os.pread
-    monkeypatch.setattr(os, "pread", lambda fd, n, at: real(fd, n, at)[:-1] + b"\0\0"[:1])
-    monkeypatch.setattr(os, "urandom", lambda n: b"\1" * n)
+    monkeypatch.setattr(os, "fsync", lambda fd: os.pwrite(fd, b"other", 1 << 19))
     assert host.examine_disk(tmp_path, 1 << 20)[-1].severity == "error"
 
 
 def test_a_directory_that_cannot_be_written_is_an_error(tmp_path, monkeypatch):
-    def refuse(*_):
+    def refuse(*_, **__):
         raise OSError(30, "Read-only file system")
 
-    monkeypatch.setattr(os, "open", refuse)
+    monkeypatch.setattr(Path, "open", refuse)
     finding = host.examine_disk(tmp_path, 1 << 20)[-1]
     assert finding.severity == "error" and "Read-only file system" in finding.text
 

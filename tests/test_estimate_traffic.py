@@ -1,9 +1,10 @@
 """The estimated traffic equals that of compiled programs: kind, mesh axes, bytes, per step."""
 
+import collections
 import dataclasses
 
 import pytest
-from test_traffic import CASES, lowered
+from test_traffic import CASES, lowered, traffic
 from tiny import CONFIGS, ROWS, SEQ, Case, layout_of
 
 from jaxdist.config import RunConfig
@@ -11,9 +12,8 @@ from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.precision import PrecisionConfig
 from jaxdist.core.sharding import MeshConfig
 from jaxdist.core.step import TrainConfig
-from jaxdist.plan.compiled import collectives
-from jaxdist.plan.estimate import traffic
 from jaxdist.plan.estimate.job import Job
+from jaxdist.plan.estimate.traffic import flows_of
 from jaxdist.plan.hardware import GPUS, Cluster
 
 
@@ -37,7 +37,9 @@ def job_of(case: Case, **changes) -> Job:
 
 
 def moved(case: Case, **changes) -> dict[tuple[str, str], float]:
-    found = traffic.by_axis(traffic.flows_of(job_of(case, **changes)))
+    found = collections.Counter()
+    for flow in flows_of(job_of(case, **changes)):
+        found[flow.kind, "+".join(flow.axes)] += flow.bytes
     # Kinds and axes whose arrays are all below 64 bytes are left out of the reader's account.
     return {key: amount for key, amount in found.items() if amount}
 
@@ -45,5 +47,5 @@ def moved(case: Case, **changes) -> dict[tuple[str, str], float]:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_estimated_traffic_equals_the_compiled_programs(case):
     text = lowered(case).compile().as_text()
-    read = collectives.traffic(text, layout_of(case).mesh.shape)
+    read = traffic(text, layout_of(case).mesh.shape)
     assert moved(case) == {key: amount for key, (_, amount) in read.items()}

@@ -9,8 +9,9 @@ import pytest
 from commands import ROOT
 from launched import Launched
 
+from jaxdist.core.settings import ConfigError
 from jaxdist.tools.launch.legal_sizes import read_sizes
-from jaxdist.tools.launch.local import read_plan
+from jaxdist.tools.launch.local import make_plan, read_config
 from jaxdist.tools.launch.membership import (
     ElasticConfig,
     LegalSizes,
@@ -70,13 +71,13 @@ def test_the_largest_legal_job_is_chosen(gpus, nproc_per_node, nnodes, legal, ex
     if expected is None:
         assert choice is None
     else:
-        assert ([h.rank for h in choice.hosts], choice.nproc_per_node, choice.devices) == expected
+        assert ([h.rank for h in choice.members], choice.nproc_per_node, choice.devices) == expected
 
 
 def test_a_host_that_has_lost_all_gpus_has_no_place_beside_one_with_some():
     hosts = [a_host(0, 8, gpus=False), a_host(1, 2)]
     choice = choose_members(hosts, a_plan(), LegalSizes())
-    assert [h.rank for h in choice.hosts] == [1]
+    assert [h.rank for h in choice.members] == [1]
 
 
 def test_simulated_devices_are_not_dealt_out():
@@ -111,7 +112,7 @@ def test_ranges_that_never_make_a_legal_job_are_refused():
         ),
         (
             ["--nproc-per-node=0:4"],
-            ["--nproc-per-node 0:4: MIN is 0. Use MIN ≥ 1, e.g. --nproc-per-node 1:8."],
+            ["--nproc-per-node 0:4: 0 is too small. Use 1 or more."],
         ),
         (
             ["--nproc-per-node=a:b"],
@@ -127,39 +128,39 @@ def test_ranges_that_never_make_a_legal_job_are_refused():
             ["--nnodes=1:2", "--nproc-per-node=1"],
             ["--nnodes 1:2 without --run-dir: the hosts meet there"],
         ),
-        (["--nnodes=1:2", "--run-dir=x"], ["--nnodes 2 without --nproc-per-node"]),
+        (["--nnodes=1:2", "--run-dir=x"], ["--nnodes 1:2 without --nproc-per-node"]),
         (
             ["--nnodes=3:2", "--nproc-per-node=0:1", "--max-restarts=-1"],
-            ["--nnodes 3:2: MAX is smaller", "--nproc-per-node 0:1: MIN is 0", "--max-restarts -1"],
+            ["--nnodes 3:2: MAX is smaller", "--nproc-per-node 0:1: 0 is too", "max_restarts=-1"],
         ),
         (["--nproc-per-node=2", "--address=n0"], ["--address n0 without a range"]),
         (
             ["--nproc-per-node=1:2", "--heartbeat-timeout-s=1"],
-            ["--heartbeat-timeout-s 1 is too short"],
+            ["heartbeat_timeout_s=1.0 must be 3 or more"],
         ),
-        (["--nproc-per-node=1:2", "--rdzv-timeout-s=0"], ["--rdzv-timeout-s 0 is no time"]),
+        (["--nproc-per-node=1:2", "--rdzv-timeout-s=0"], ["rdzv_timeout_s=0.0 must be above 0"]),
         (
             ["--nnodes=1:2", "--nproc-per-node=1", "--node-rank=2", "--run-dir=x"],
             ["--node-rank 2 is not"],
         ),
     ],
 )
-def test_bad_ranges_say_what_is_allowed(capsys, flags, texts):
-    from jaxdist.tools.launch.local import main
-
-    assert main(flags) == 2
-    err = capsys.readouterr().err
-    assert all(text in err for text in texts), err
+def test_bad_ranges_say_what_is_allowed(flags, texts):
+    with pytest.raises(ConfigError) as caught:
+        read_config(flags)
+    assert all(text in str(caught.value) for text in texts)
 
 
 def test_training_is_told_that_it_is_elastic():
-    plan = read_plan(["--nproc-per-node", "1:2", "--", "--mesh", "dp=2"])
+    plan = make_plan(read_config(["--nproc-per-node", "1:2", "--", "--mesh", "dp=2"]))
     assert plan.command[-1] == "--mesh.elastic=true" and plan.nproc_per_node == 2
-    plan = read_plan(["--nproc-per-node", "1:2", "--", "--mesh", "dp=2", "--mesh.elastic=true"])
+    plan = make_plan(
+        read_config(["--nproc-per-node", "1:2", "--", "--mesh", "dp=2", "--mesh.elastic=true"])
+    )
     assert plan.command.count("--mesh.elastic=true") == 1
-    plan = read_plan(["--nproc-per-node", "1:2", "--program", "python worker.py"])
+    plan = make_plan(read_config(["--nproc-per-node", "1:2", "--program", "python worker.py"]))
     assert plan.command == ["python", "worker.py"]
-    plan = read_plan(["--nproc-per-node", "2", "--", "--mesh", "dp=2"])
+    plan = make_plan(read_config(["--nproc-per-node", "2", "--", "--mesh", "dp=2"]))
     assert "--mesh.elastic=true" not in plan.command and plan.elastic is None
 
 

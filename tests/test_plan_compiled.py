@@ -120,7 +120,7 @@ def test_the_mesh_must_take_all_gpus():
 
 
 def test_without_the_compiler_the_reason_and_the_command_come_back(monkeypatch):
-    monkeypatch.setattr(check, "_MODULES", ("jax_plugins.no_such_plugin", "nor_this"))
+    monkeypatch.setattr(check, "_PACKAGES", ("no-such-plugin", "nor-this"))
     outcome = compile_step(CONFIG, MESH, NODES)
     assert isinstance(outcome, NotCompiled)
     assert outcome.kind == "missing"
@@ -128,8 +128,7 @@ def test_without_the_compiler_the_reason_and_the_command_come_back(monkeypatch):
 
 
 def test_a_compiler_of_another_version_is_no_compiler(monkeypatch):
-    monkeypatch.setattr(check, "_MODULES", ())
-    versions = {"jax": "0.10.2", "jax-cuda13-plugin": "0.9.1"}
+    versions = {"jax": "0.10.2", "jax-cuda13-plugin": "0.9.1", "jax-cuda13-pjrt": "0.9.1"}
     monkeypatch.setattr(check.importlib.metadata, "version", versions.__getitem__)
     missing = check.missing_compiler()
     assert missing is not None
@@ -238,7 +237,7 @@ def test_what_a_branch_sends_counts_by_the_schedules_share():
             "memory",
             "wanted them below 31.2GiB",
         ),
-        ("", {"collectives": [COLLECTIVE]}, "synchronous", "1 collectives .* 100% .* of 1024 MiB"),
+        ("", {"collectives": [COLLECTIVE]}, "synchronous", "1 collectives .* 100% .* of 1.0 GiB"),
         ("", {"collectives": [COLLECTIVE]}, "reduction dtype", r"in bf16 over data\+fsdp"),
         ("", {"attention": "xla"}, "attention", "not cuDNN"),
     ],

@@ -1,8 +1,9 @@
 """The reader of compiled programs: every notation of groups, nothing overlooked."""
 
 import pytest
+from test_traffic import traffic
 
-from jaxdist.plan.compiled.collectives import custom_calls, read_collectives, traffic
+from jaxdist.plan.compiled.collectives import custom_calls, read_collectives
 from jaxdist.plan.compiled.hlo import UnknownHLO, parse, shapes_of
 
 MESH = {"pipeline": 2, "data": 2, "fsdp": 1, "tensor": 2}

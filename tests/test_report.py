@@ -326,9 +326,9 @@ def test_every_missing_run_is_named_at_once(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("name", "content", "match"),
     [
-        ("config.toml", "[model\n", r"config\.toml is no TOML \(.*\)\. Mend it"),
-        ("environment.json", "{", r"environment\.json is no JSON object \(.*\)\. Move it away"),
-        ("environment.json", "[]", r"environment\.json is no JSON object \(.*\)\. Move it away"),
+        ("config.toml", "[model\n", r"config\.toml cannot be read \(.*\)\. Mend it"),
+        ("environment.json", "{", r"environment\.json cannot be read \(.*\)\. Mend it"),
+        ("environment.json", "[]", r"environment\.json holds no table of values\. Mend it"),
         ("metrics.jsonl", "hello\n", r"metrics\.jsonl, line 1 is no JSON"),
     ],
 )

@@ -16,7 +16,8 @@ from data_cases import sharding_on
 from jaxdist.data import DataConfig, Loader, Position, open_datasets, resume_position
 from jaxdist.data.order import Order
 from jaxdist.run.metrics_log import current, read_records
-from jaxdist.run.resilience import LossGuard, anomalies, read_anomalies
+from jaxdist.run.resilience import anomalies
+from jaxdist.run.resilience.anomalies import LossGuard, read_anomalies
 from jaxdist.run.resilience.config import ResilienceConfig
 
 ROWS, BATCH, STEPS = 320, 8, 40

@@ -8,7 +8,7 @@ import pytest
 import tiny as reference
 from commands import records, run, tiny
 
-from jaxdist.run.resilience import uneven_norms
+from jaxdist.run.resilience.sdc_check import uneven_norms
 
 
 @pytest.mark.parametrize("mesh", ["dp=4,tp=2", "dp=4,fsdp=2", "pp=2,dp=4"])

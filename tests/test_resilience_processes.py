@@ -15,7 +15,7 @@ from launched_job import PACE_S, RECOVER_S, Job
 
 from jaxdist.data.order import Order
 from jaxdist.run.metrics_log import read_records
-from jaxdist.run.resilience import read_anomalies
+from jaxdist.run.resilience.anomalies import read_anomalies
 
 STEPS, BATCH = 60, 4
 HOST = socket.gethostname()

@@ -9,7 +9,7 @@ from commands import run
 from test_resilience_losses import BAD_ROW, SEED, bad_step, train
 
 from jaxdist.run.replay import verdict
-from jaxdist.run.resilience import Anomaly
+from jaxdist.run.resilience.anomalies import Anomaly
 
 OFFENCE = Anomaly(
     step=3, kind="loss_spike", loss=9.0, grad_norm=1.0, limit=4.0, action="report",

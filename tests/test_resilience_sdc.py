@@ -164,7 +164,7 @@ def train(monkeypatch, run_dir, *flags, damage_at=0):
 
 
 def test_a_bit_that_flips_in_training_stops_it_or_is_gone_back_from(tmp_path, monkeypatch):
-    from jaxdist.run.resilience import CorruptState
+    from jaxdist.run.resilience.sdc_check import CorruptState
 
     assert train(monkeypatch, tmp_path / "clean") == 0
     with pytest.raises(CorruptState, match=r"after step 9: device 6 .* params/head") as stop:

@@ -11,6 +11,7 @@ import pytest
 from jaxdist import runtime
 from jaxdist.core.types import ConfigError
 from jaxdist.runtime.config import RuntimeConfig
+from jaxdist.runtime.distributed import DeviceRow
 from jaxdist.runtime.entry_point import advice_for
 
 
@@ -134,7 +135,7 @@ def test_a_process_alone_joins_without_connecting():
 
 def test_table_has_a_line_per_gpu():
     rows = tuple(
-        runtime.DeviceRow(process=p, host=f"n{p}", device=d, kind="NVIDIA H200", uuid=f"GPU-{p}{d}")
+        DeviceRow(process=p, host=f"n{p}", device=d, kind="NVIDIA H200", uuid=f"GPU-{p}{d}")
         for p in range(2)
         for d in range(2)
     )

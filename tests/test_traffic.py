@@ -26,7 +26,8 @@ from jaxdist.core import collectives
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.parallel import reduction
 from jaxdist.core.precision import PrecisionConfig
-from jaxdist.plan.compiled.collectives import traffic
+from jaxdist.plan.compiled.collectives import read_collectives
+from jaxdist.plan.compiled.hlo import UnknownHLO
 
 TENSOR_DIMS = {"vocab", "heads", "kv_heads", "mlp"}
 
@@ -34,6 +35,22 @@ TENSOR_DIMS = {"vocab", "heads", "kv_heads", "mlp"}
 def lowered(case: Case, **options):
     step, state = step_of(case, **options)
     return step.train.lower(state, jax.device_put(text_batch(), step.batch_sharding), math.inf)
+
+
+def traffic(text: str, mesh: dict[str, int]) -> dict[tuple[str, str], tuple[int, int]]:
+    """(kind, "data+fsdp") -> (instructions run, bytes of whole arrays), per step.
+
+    Raises:
+        UnknownHLO: something is not known, or a collective may or may not run.
+    """
+    totals: dict[tuple[str, str], tuple[int, int]] = {}
+    for c in read_collectives(text, mesh):
+        if c.in_branch:
+            raise UnknownHLO(f"collectives inside a conditional: {c}")
+        key = (c.kind, "+".join(c.axes))
+        count, moved = totals.get(key, (0, 0))
+        totals[key] = (count + c.count, moved + c.count * c.bytes)
+    return totals
 
 
 def parameter_bytes(case: Case) -> Counter:

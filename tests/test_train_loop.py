@@ -6,7 +6,7 @@ import pytest
 
 from jaxdist import train
 from jaxdist.run.exit_reason import ExitReason
-from jaxdist.run.resilience import Rollback
+from jaxdist.run.resilience.anomalies import Rollback
 from jaxdist.run.session import Between
 
 

@@ -83,7 +83,7 @@ class Checkpointer:
 
         Args:
             step: number of finished steps; names the checkpoint.
-            state: pytree of global `jax.Array`s, a dataclass or dict: `params`, `opt_state`, ...
+            state: tree of global `jax.Array`s, a dataclass or dict: `params`, `opt_state`, ...
             meta: JSON: data position, resolved config, versions, mesh.
             due: what `due` answered; "" = asked for by something else, and kept like "interval".
             force: return only when it is committed or has failed (preemption, end of the run).
@@ -101,13 +101,10 @@ class Checkpointer:
             self._saver.wait()
 
     def wait(self) -> bool:
-        """Wait for the save being written.
+        """Wait for the save being written; raises as `save` does.
 
         Returns:
             Whether the last save asked for is committed (True when none was asked for).
-
-        Raises:
-            CheckpointError: `MAX_FAILURES` saves in a row have failed.
         """
         self._saver.wait()
         return self._saver.last_committed
@@ -152,10 +149,6 @@ class Checkpointer:
         self._saver.wait()
         return self._reader.problem(step, full=True)
 
-    def meta(self, step: int) -> dict[str, Any]:
-        """What was given to `save` as `meta`."""
-        return self._reader.document(step)["meta"]
-
     def restore(
         self, abstract_state: Any, *, step: int | None = None
     ) -> tuple[Any, dict[str, Any], int]:
@@ -187,7 +180,7 @@ class Checkpointer:
                 self._reader.mark_invalid(chosen, str(error))
                 continue
             self._saver.resumed_from = chosen
-            return state, self.meta(chosen), chosen
+            return state, self._reader.document(chosen)["meta"], chosen
 
     def restore_params(
         self,
@@ -223,9 +216,8 @@ class Checkpointer:
     def preflight(self, state: Any = None) -> None:
         """Try the save path now rather than at the first save: write, read back and compare.
 
-        Args:
-            state: what will be saved, if it exists already: the disk must have room for it, and
-                the programs for its checksums are compiled here and not in the first save.
+        The disk must have room for `state`, and the programs for its checksums are compiled here
+        and not in the first save.
 
         Raises:
             CheckpointError: with what does not work.

@@ -19,13 +19,10 @@ from jaxdist.core.types import Array
 
 
 def checksums(arrays: Sequence[Array]) -> list[int]:
-    """Checksum of each array; one pass over device memory, only a scalar each leaves the device.
+    """Checksum, below 2³², of each array: the same on every process.
 
-    Args:
-        arrays: global arrays of any shape, dtype and sharding; PRNG keys as their key data.
-
-    Returns:
-        One number below 2³² for each array, the same on every process.
+    One pass over device memory; only a scalar each leaves the device. Arrays are global, of any
+    shape, dtype and sharding; PRNG keys are given as their key data.
     """
     found: list[int] = []
     for start in range(0, len(arrays), _IN_FLIGHT):
@@ -40,15 +37,12 @@ _IN_FLIGHT = 16
 
 
 def part_checksum(part: np.ndarray, start: Sequence[int], shape: Sequence[int]) -> int:
-    """What a part contributes to an array's checksum: the sum over all parts, modulo 2³², is it.
+    """What a part adds to an array's checksum: the sum over all parts, modulo 2³², is it.
 
     Args:
         part: a block of the array, on the host; any shape and dtype.
         start: index of the block's first element in the array, one number for each dim.
         shape: of the whole array.
-
-    Returns:
-        A number below 2³².
     """
     if part.dtype.name in ("int4", "uint4", "int2", "uint2"):
         part = part.astype(np.int32)

@@ -18,7 +18,6 @@ class Outcome:
     """One save, measured by the training loop and by the background thread.
 
     Attributes:
-        step: number of finished steps it holds.
         halfway: it halves an interval, and is kept until the next save is committed.
         waited_s: seconds the loop waited for the save before.
         blocked_s: seconds the loop waited for the copy to the host.
@@ -70,13 +69,13 @@ class EventLog:
             bytes=outcome.num_bytes,
             gb_per_s=gb_per_s,
         )
-        waited = f", waited {outcome.waited_s:.2f} s for the save before"
-        halfway = "; halfway, kept until the next"
+        late = outcome.waited_s > 0.01
+        waited = f", waited {outcome.waited_s:.2f} s for the save before" if late else ""
+        halfway = "; halfway, kept until the next" if outcome.halfway else ""
         self.log(
             f"checkpoint {outcome.step} saved: {in_bytes(outcome.num_bytes)} in "
             f"{outcome.written_s:.2f} s ({gb_per_s:.2f} GB/s), training blocked "
-            f"{outcome.blocked_s:.2f} s{waited * (outcome.waited_s > 0.01)}"
-            f"{halfway * outcome.halfway}"
+            f"{outcome.blocked_s:.2f} s{waited}{halfway}"
         )
 
     def failed(self, outcome: Outcome, in_a_row: int, allowed: int) -> None:

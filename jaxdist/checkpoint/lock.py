@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxdist.core.types import ConfigError
-from jaxdist.runtime.storage import Locked, LockFile, locate
+from jaxdist.runtime.storage import Location, Locked, LockFile, locate
 
 FILE_NAME = ".lock"
 HEARTBEAT_S = 10.0
@@ -35,12 +35,8 @@ class DirectoryLock:
         log: receives what is found out about an earlier holder.
     """
 
-    def __init__(
-        self,
-        directory: str | os.PathLike[str],
-        log: Callable[[str], None] = lambda line: None,
-    ) -> None:
-        self._directory = locate(directory)
+    def __init__(self, directory: Location, log: Callable[[str], None]) -> None:
+        self._directory = directory
         self._log = log
         self._file: LockFile | None = None
         self._stop = threading.Event()
@@ -116,7 +112,7 @@ class DirectoryLock:
 
     def _beat(self) -> None:
         while not self._stop.wait(HEARTBEAT_S):
-            self._record["beat"] = self._record["beat"] + 1
+            self._record["beat"] += 1
             self._write()
 
     def _write(self) -> None:
@@ -146,10 +142,8 @@ def _beats(file: LockFile, before: dict[str, Any]) -> bool:
 def _is_alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
+    except OSError as error:
+        return not isinstance(error, ProcessLookupError)
     return True
 
 

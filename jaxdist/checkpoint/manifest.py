@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -83,14 +83,10 @@ def write(
     *,
     halfway: bool = False,
 ) -> None:
-    """Commit a checkpoint whose files are all there: from now on it counts.
+    """Commit the checkpoint of a step whose files are all there: from now on it counts.
 
-    Args:
-        checkpoint: its directory.
-        step: number of finished steps.
-        files: size and CRC-32 of each, by path inside the checkpoint.
-        metrics: evaluation metrics at this step.
-        halfway: it is kept only until the next one is committed.
+    `files` are size and CRC-32 of each, by path inside the checkpoint; `metrics` are of an
+    evaluation at this step. One `halfway` is kept only until the next one is committed.
     """
     body = {"format": _FORMAT, "step": step, "halfway": halfway, "metrics": metrics, "files": files}
     (checkpoint / FILE_NAME).write(json.dumps({**body, "crc32": _crc_of(body)}, indent=1))
@@ -128,12 +124,10 @@ def size_problems(checkpoint: Location, files: dict[str, list[int]]) -> list[str
     found = []
     for name, (size, _) in files.items():
         try:
-            actual = (checkpoint / name).size()
+            if (actual := (checkpoint / name).size()) != size:
+                found.append(f"{name} has {actual} of {size} bytes")
         except OSError:
             found.append(f"{name} is missing")
-            continue
-        if actual != size:
-            found.append(f"{name} has {actual} of {size} bytes")
     return found
 
 
@@ -144,30 +138,15 @@ def content_problems(
     found = []
     for name in names:
         try:
-            actual = fingerprint(checkpoint / name)
+            if fingerprint(checkpoint / name) != files[name]:
+                found.append(f"{name} has other content than was written (CRC-32)")
         except OSError as error:
             found.append(f"{name} cannot be read ({error.strerror})")
-            continue
-        if actual != files[name]:
-            found.append(f"{name} has other content than was written (CRC-32)")
     return found
 
 
-def summary(problems: Sequence[str]) -> str:
-    """The first reason and the number of the others; "" when there is none."""
-    if len(problems) < 2:
-        return "".join(problems)
-    return f"{problems[0]} (and {len(problems) - 1} more)"
-
-
 def mark(checkpoint: Location, marker: str, reason: str) -> None:
-    """Mark a checkpoint as one that must not be loaded.
-
-    Args:
-        checkpoint: its directory; all its files stay.
-        marker: `CORRUPT` or `SUPERSEDED`.
-        reason: one line.
-    """
+    """Mark a checkpoint as `CORRUPT` or `SUPERSEDED`, for a reason of one line."""
     crash_point("during_mark")
     (checkpoint / marker).write(reason)
 
@@ -180,11 +159,7 @@ def delete(checkpoint: Location) -> None:
 
 
 def delete_partial(directory: Location) -> list[int]:
-    """Delete what killed saves and deletions left behind; only while no save is running.
-
-    Returns:
-        Their steps.
-    """
+    """Delete what killed saves left behind, while no save is running; returns their steps."""
     partial = [s for s in _directories(directory) if not (directory / s / FILE_NAME).exists()]
     for step in partial:
         (directory / step).delete_tree()

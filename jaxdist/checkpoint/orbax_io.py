@@ -55,10 +55,8 @@ class OrbaxWriter:
     ) -> None:
         """Copy arrays to the host and begin to write; returns before they are on disk.
 
-        Args:
-            checkpoint: directory to make.
-            items: item -> nested dict of global arrays, of any shape, dtype and sharding.
-            document: JSON next to the arrays.
+        `items` are nested dicts of global arrays, of any shape, dtype and sharding. The document is
+        JSON next to the arrays.
         """
         import orbax.checkpoint as ocp
 
@@ -157,14 +155,8 @@ def open_array(
     """
     import tensorstore
 
-    spec: dict[str, Any] = {
-        "driver": "zarr",
-        "kvstore": {
-            "driver": "ocdbt",
-            "base": (checkpoint / item).uri() + "/",
-            "path": ".".join(keys) + "/",
-        },
-    }
+    place = {"base": (checkpoint / item).uri() + "/", "path": ".".join(keys) + "/"}
+    spec: dict[str, Any] = {"driver": "zarr", "kvstore": {"driver": "ocdbt", **place}}
     if create is None:
         return tensorstore.open(spec, open=True, read=True).result()
     spec["kvstore"]["config"] = {"max_inline_value_bytes": 1024}

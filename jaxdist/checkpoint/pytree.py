@@ -64,7 +64,7 @@ def leaves_of(state: Any) -> list[Leaf]:
     """
     leaves = []
     for path, value in jax.tree_util.tree_flatten_with_path(state)[0]:
-        keys = tuple(_text(key) for key in path)
+        keys = tuple(jax.tree_util.keystr((key,), simple=True) for key in path)
         item = keys[0] if keys and keys[0] in ITEMS else "rest"
         inner = keys[1:] if keys and keys[0] in ITEMS else keys
         leaf = Leaf(item, inner or ("value",), value)
@@ -80,12 +80,7 @@ def leaves_of(state: Any) -> list[Leaf]:
 
 
 def nest(leaves: Sequence[Leaf], values: Sequence[Any]) -> dict[str, dict[str, Any]]:
-    """Item -> nested plain dicts, with `values` in the place of the leaves.
-
-    Args:
-        leaves: where each value belongs.
-        values: one for each leaf: arrays or `jax.ShapeDtypeStruct`s, unchanged.
-    """
+    """Item -> nested plain dicts, with `values` (arrays or their shapes) in place of the leaves."""
     items: dict[str, dict[str, Any]] = {}
     for leaf, value in zip(leaves, values, strict=True):
         inner = items.setdefault(leaf.item, {})
@@ -134,10 +129,7 @@ def mismatches(
 ) -> list[str]:
     """One line for each leaf that is missing, left over, or of another shape.
 
-    Args:
-        leaves: what is asked for.
-        stored: what the checkpoint's items hold, by name.
-        unused: names, or beginnings of names, that may stay unread.
+    `stored` is what the checkpoint's items hold, by name; what lies under `unused` may stay unread.
     """
     found = []
     names = {leaf.name for leaf in leaves}
@@ -196,20 +188,16 @@ def restored(leaf: Leaf, array: Array, entry: dict[str, Any]) -> Array:
     Raises:
         ConfigError: a key of another implementation than asked for.
     """
+    wanted, sharding = leaf.value.dtype, leaf.value.sharding
     if not leaf.is_key:
-        if array.dtype == leaf.value.dtype:
+        if array.dtype == wanted:
             return array
-        cast = jax.jit(lambda x: x.astype(leaf.value.dtype), out_shardings=leaf.value.sharding)(
-            array
-        )
+        cast = jax.jit(lambda x: x.astype(wanted), out_shardings=sharding)(array)
         array.delete()  # leaf by leaf, so that both dtypes of the whole state never coexist
         return cast
-    wrap = jax.jit(
-        lambda data: jax.random.wrap_key_data(data, impl=entry["key"]),
-        out_shardings=leaf.value.sharding,
-    )
-    key = wrap(array)
-    if key.dtype != leaf.value.dtype:
+    wrap = lambda data: jax.random.wrap_key_data(data, impl=entry["key"])
+    key = jax.jit(wrap, out_shardings=sharding)(array)
+    if key.dtype != wanted:
         raise ConfigError(
             f"{leaf.name} is a {entry['key']} key in the checkpoint and {leaf.value.dtype} "
             "here. Set jax_default_prng_impl to the one that wrote it."
@@ -220,10 +208,3 @@ def restored(leaf: Leaf, array: Array, entry: dict[str, Any]) -> Array:
 def _shape(entry: dict[str, Any]) -> list[int]:
     """Stored shape as the user sees it: a key's data has one dim more than the key."""
     return entry["shape"][:-1] if "key" in entry else entry["shape"]
-
-
-def _text(key: Any) -> str:
-    for attribute in ("key", "name", "idx"):
-        if hasattr(key, attribute):
-            return str(getattr(key, attribute))
-    raise TypeError(f"a state's nodes are dicts, sequences or dataclasses, not {key!r}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Collection
 from typing import Any
@@ -22,28 +23,21 @@ from jaxdist.runtime.storage import Location
 _SMALL_BYTES = 1 << 20  # metadata, checked also by "quick": checksums cover arrays only
 
 
+@dataclasses.dataclass
 class Reader:
     """Verifies and loads checkpoints of one directory; marks corrupt ones unless `read_only`."""
 
-    def __init__(
-        self,
-        directory: Location,
-        config: CheckpointConfig,
-        group: Group,
-        events: EventLog,
-        read_only: bool,
-    ) -> None:
-        self._directory = directory
-        self._config = config
-        self._group = group
-        self._events = events
-        self._read_only = read_only
-        self._verified: set[int] = set()
-        self._corrupt: dict[int, str] = {}  # found only when they were loaded
+    directory: Location
+    config: CheckpointConfig
+    group: Group
+    events: EventLog
+    read_only: bool
+    _verified: set[int] = dataclasses.field(default_factory=set, init=False)
+    _corrupt: dict[int, str] = dataclasses.field(default_factory=dict, init=False)  # when loaded
 
     def steps(self) -> list[int]:
         """Steps of all checkpoints in the directory, whole or not."""
-        return self._group.decide(lambda: manifest.steps_in(self._directory))
+        return self.group.decide(lambda: manifest.steps_in(self.directory))
 
     def choose(self) -> int | None:
         """The newest step that can be trusted, or None; raises when there are only corrupt ones."""
@@ -59,7 +53,7 @@ class Reader:
             return None
         # None is marked: restored files must be enough for the next start to go on.
         raise CheckpointError(
-            f"no checkpoint in {self._directory} can be trusted, so nothing was resumed:\n"
+            f"no checkpoint in {self.directory} can be trusted, so nothing was resumed:\n"
             + "\n".join(f"  checkpoint {step}: {why}" for step, why in passed_over.items())
             + "\nRestore their files, or start again in another --run-dir."
         )
@@ -68,13 +62,13 @@ class Reader:
         """`step` if it can be trusted, else an error; None = the newest that can."""
         if step is None:
             if (chosen := self.choose()) is None:
-                raise CheckpointError(f"there is no checkpoint in {self._directory}.")
+                raise CheckpointError(f"there is no checkpoint in {self.directory}.")
             return chosen
-        exists = self._group.decide(lambda: (self._directory / step).is_directory())
+        exists = self.group.decide((self.directory / step).is_directory)
         if reason := self.problem(step) if exists else "it does not exist":
             others = ", ".join(str(s) for s in self.steps() if s != step) or "none"
             raise CheckpointError(
-                f"checkpoint {step} in {self._directory} cannot be used: {reason}. "
+                f"checkpoint {step} in {self.directory} cannot be used: {reason}. "
                 f"Others there: {others}."
             )
         return step
@@ -83,8 +77,8 @@ class Reader:
         """Why a checkpoint must not be loaded, or ""; the same answer on every process."""
         if step in self._corrupt:
             return self._corrupt[step]
-        level = "full" if full else self._config.verify
-        path = self._directory / step
+        level = "full" if full else self.config.verify
+        path = self.directory / step
 
         def listed() -> dict[str, Any]:
             try:
@@ -96,15 +90,15 @@ class Reader:
             found = manifest.size_problems(path, files)
             small = [name for name, (size, _) in files.items() if size <= _SMALL_BYTES]
             found = found or manifest.content_problems(path, files, small)
-            return {"reason": manifest.summary(found), "files": files}
+            return {"reason": few(found, 1), "files": files}
 
-        answer = self._group.decide(listed)
+        answer = self.group.decide(listed)
         if answer["reason"] or level != "full" or (step in self._verified and not full):
             return answer["reason"]
         files = answer["files"]
-        mine = list(files)[self._group.process_id :: self._group.num_processes]
-        shares = self._group.gather(manifest.content_problems(path, files, mine))
-        reason = manifest.summary([line for share in shares for line in share])
+        mine = list(files)[self.group.process_id :: self.group.num_processes]
+        shares = self.group.gather(manifest.content_problems(path, files, mine))
+        reason = few([line for share in shares for line in share], 1)
         if not reason:
             self._verified.add(step)
         return reason
@@ -116,10 +110,10 @@ class Reader:
     def document(self, step: int) -> dict[str, Any]:
         """The JSON next to the arrays: `meta` and the description of every array."""
         try:
-            return orbax_io.read_document(self._directory / step)
+            return orbax_io.read_document(self.directory / step)
         except (OSError, ValueError) as error:
             raise CheckpointError(
-                f"checkpoint {step} in {self._directory} has no readable meta: {one_line(error)}"
+                f"checkpoint {step} in {self.directory} has no readable meta: {one_line(error)}"
             ) from error
 
     def load(
@@ -133,12 +127,8 @@ class Reader:
     ) -> Any:
         """Read the leaves of `target`, verify them, and put them into its structure.
 
-        Args:
-            step: a checkpoint whose files were verified.
-            target: tree of `jax.ShapeDtypeStruct` with sharding, of any shapes and dtypes.
-            items: parts of the checkpoint that `target` must account for.
-            fresh: names whose leaves in `target` are arrays and come back as they are.
-            unused: names in the checkpoint that may stay unread.
+        `step` is a checkpoint whose files were verified; `target` must account for its `items`. For
+        the rest see `Checkpointer.restore_params`.
 
         Raises:
             ConfigError: what does not fit, all of it.
@@ -163,19 +153,18 @@ class Reader:
         filled = [
             leaf.value if pytree.under(leaf.name, fresh) else next(values) for leaf in everything
         ]
-        seconds = time.perf_counter() - start
-        num_bytes = sum(leaf.num_bytes for leaf in leaves)
-        self._events.event("restore", step=step, seconds=seconds, bytes=num_bytes)
+        spent = {"seconds": time.perf_counter() - start, "bytes": sum(x.num_bytes for x in leaves)}
+        self.events.event("restore", step=step, **spent)
         return jax.tree.unflatten(jax.tree.structure(target), filled)
 
     def _skip(self, step: int, reason: str) -> None:
         """Say that a checkpoint is passed over, and leave word for later starts."""
-        if not self._read_only:
-            path = self._directory / step
-            self._group.decide(lambda: _mark_corrupt(path, reason))
+        if not self.read_only:
+            path = self.directory / step
+            self.group.decide(lambda: _mark_corrupt(path, reason))
             self._corrupt.pop(step, None)  # the mark says it, until the step is saved again
-        self._events.event("checkpoint_skipped", step=step, reason=reason)
-        self._events.log(f"checkpoint {step} skipped: {reason}")
+        self.events.event("checkpoint_skipped", step=step, reason=reason)
+        self.events.log(f"checkpoint {step} skipped: {reason}")
 
     def _arrays(
         self, step: int, leaves: list[pytree.Leaf], entries: list[dict[str, Any]]
@@ -185,7 +174,7 @@ class Reader:
         restored = self._read(step, pytree.nest(leaves, targets))
         arrays = [pytree.pick(restored, leaf) for leaf in leaves]
         crash_point("during_restore")
-        if self._config.verify == "none":
+        if self.config.verify == "none":
             return arrays
         wrong = [
             leaf.name
@@ -197,12 +186,12 @@ class Reader:
         return arrays
 
     def _read(self, step: int, targets: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-        path = self._directory / step
+        path = self.directory / step
         try:
-            return orbax_io.read(path, targets, self._config)
+            return orbax_io.read(path, targets, self.config)
         except Exception as error:
             reason = f"it could not be read ({one_line(error)})"
-            if self._group.num_processes == 1:
+            if self.group.num_processes == 1:
                 if damage := self.problem(step, full=True):
                     raise CorruptCheckpoint(damage) from error
                 if "DATA_LOSS" in str(error):  # TensorStore's own checksums, of a part of the files
@@ -210,7 +199,7 @@ class Reader:
                 raise CheckpointError(f"checkpoint {step}: {reason}") from error
             # The other processes wait inside Orbax until this one is gone, so there is no fallback
             # in place: leave word for the next start, which the launcher makes.
-            if not self._read_only:
+            if not self.read_only:
                 _mark_corrupt(path, reason)
             raise CheckpointError(
                 f"checkpoint {step}: {reason}; the next start will go past it."

@@ -10,12 +10,7 @@ from jaxdist.checkpoint.config import CheckpointConfig
 
 
 class Saved(NamedTuple):
-    """What retention goes by.
-
-    Attributes:
-        metrics: evaluation metrics at its step, if there were any.
-        halfway: it halves an interval, and has done its duty when the next one is committed.
-    """
+    """What retention goes by: metrics of an evaluation, and whether the save halves an interval."""
 
     metrics: Mapping[str, float] = {}
     halfway: bool = False
@@ -26,10 +21,6 @@ def steps_to_delete(saved: Mapping[int, Saved], config: CheckpointConfig) -> lis
 
     The newest `max_to_keep` are always kept, however bad their metrics: a run resumes from there.
     One saved halfway is not counted among them, and kept as long as it is the newest of all.
-
-    Args:
-        saved: by step, each complete checkpoint.
-        config: `max_to_keep`, `keep_interval_steps`, `keep_best`.
     """
     steps = sorted(saved)
     kept = set(steps[-1:])

@@ -146,10 +146,7 @@ class Saver:
     def _prepare(self, step: int, leaves: list[pytree.Leaf], unreachable: list[str]) -> bool:
         """On process 0: make room, look for reasons to fail; False when `step` is saved already.
 
-        Args:
-            step: to save.
-            leaves: what of.
-            unreachable: why processes cannot reach the directory, "" of each that can.
+        `unreachable` says of each process why it cannot reach the directory, "" where it can.
         """
         if reasons := [reason for reason in unreachable if reason]:
             raise CheckpointError(few(reasons, 1))
@@ -191,14 +188,12 @@ class Saver:
         """Mark the checkpoints of a run that was given up; each keeps its files until replaced."""
         newer = [s for s in manifest.steps_in(self._directory) if s > resumed_from]
         start = f"step {resumed_from}" if resumed_from >= 0 else "the beginning"
+        reason = f"a run started again from {start}"
         for step in newer:
-            reason = f"a run started again from {start}"
             manifest.mark(self._directory / step, manifest.SUPERSEDED, reason)
         if newer:
-            self._events.log(
-                f"checkpoints {', '.join(map(str, newer))} are marked {manifest.SUPERSEDED}: "
-                f"this run started again from {start}"
-            )
+            which = ", ".join(map(str, newer))
+            self._events.log(f"checkpoints {which} are marked {manifest.SUPERSEDED}: {reason}")
         self.resumed_from = None
 
     def _begin(
@@ -258,10 +253,14 @@ class Saver:
         path = self._directory / outcome.step
         names = self._background.decide(lambda: manifest.files_of(path))
         mine = names[self._background.process_id :: self._background.num_processes]
-        shares = self._background.gather(_fingerprints(path, mine))
-        if errors := [share["error"] for share in shares if "error" in share]:
+        try:
+            own, error = {name: manifest.fingerprint(path / name) for name in mine}, ""
+        except OSError as failure:  # the other processes wait for an answer all the same
+            own, error = {}, one_line(failure)
+        shares = self._background.gather([own, error])
+        if errors := [error for _, error in shares if error]:
             raise CheckpointError(errors[0])
-        files = {name: entry for share in shares for name, entry in share["files"].items()}
+        files = {name: entry for own, _ in shares for name, entry in own.items()}
         self._background.decide(lambda: self._write_manifest(outcome, files, metrics))
         return sum(size for size, _ in files.values())
 
@@ -287,11 +286,3 @@ class Saver:
                 manifest.delete(self._directory / step)
             except OSError as error:
                 self._events.log(f"checkpoint {step} could not be deleted: {one_line(error)}")
-
-
-def _fingerprints(path: Location, names: list[str]) -> dict[str, Any]:
-    """Size and CRC-32 of files, or why not: the other processes wait for an answer either way."""
-    try:
-        return {"files": {name: manifest.fingerprint(path / name) for name in names}}
-    except OSError as error:
-        return {"error": one_line(error)}

@@ -22,12 +22,7 @@ _CLOCK_STEPS = 10  # several processes agree on the wall clock only every so oft
 
 
 class SaveSchedule:
-    """Says after which steps to save; the same answers on every process.
-
-    Args:
-        config: `save_interval_steps`, `save_interval_minutes`, `async_save`.
-        group: process 0 reads the clock for all.
-    """
+    """Says after which steps to save; the same on every process, as process 0 reads the clock."""
 
     def __init__(self, config: CheckpointConfig, group: Group) -> None:
         self._config = config
@@ -36,11 +31,9 @@ class SaveSchedule:
         self._last_time = self._interval_began = time.monotonic()
 
     def due(self, step: int, now: float | None = None) -> Due:
-        """Which save is due after `step`.
+        """Which save is due after `step` finished steps.
 
-        Args:
-            step: number of finished steps.
-            now: seconds of a clock that never runs backwards; default `time.monotonic()`.
+        `now` is in seconds of a clock that never runs backwards; default `time.monotonic()`.
         """
         if step == self._last_step:
             return ""

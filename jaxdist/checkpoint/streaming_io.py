@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -46,50 +46,28 @@ class StoredArrays:
         return math.prod(entry["shape"]) * dtype_of(entry["dtype"]).itemsize
 
     def read(self, name: str, index: Index = ()) -> np.ndarray:
-        """A part of an array, or all of it, as stored; not verified.
-
-        Args:
-            name: e.g. `params/layers/w`.
-            index: one slice for each leading dim; () = all.
-
-        Returns:
-            The values in the stored dtype, in the shape of the part.
-        """
+        """A part of an array as stored, not verified: one slice for each leading dim; () = all."""
         return self._handle(name)[index].read().result()
 
     def gather(self, name: str, index: Index) -> np.ndarray:
         """As `read`, one chunk on disk after the other, so that chunks never pile up in memory.
 
-        Args:
-            name: e.g. `params/layers/w`.
-            index: one slice with start and stop for each dim.
+        The index has one slice with start and stop for each dim.
         """
         handle = self._handle(name)
-        steps = handle.chunk_layout.read_chunk.shape
+        chunk = handle.chunk_layout.read_chunk.shape
         out = np.empty([s.stop - s.start for s in index], dtype_of(self.entries[name]["dtype"]))
-        starts = (
-            range(s.start // step * step, s.stop, step)
-            for s, step in zip(index, steps, strict=True)
-        )
-        for corner in itertools.product(*starts):
-            part = tuple(
-                slice(max(at, s.start), min(at + step, s.stop))
-                for at, step, s in zip(corner, steps, index, strict=True)
-            )
-            place = (
+        for part in _blocks_in(index, chunk):
+            place = tuple(
                 slice(p.start - s.start, p.stop - s.start) for p, s in zip(part, index, strict=True)
             )
-            out[tuple(place)] = handle[part].read().result()
+            out[place] = handle[part].read().result()
         return out
 
     def blocks(
         self, name: str, block: tuple[int, ...] | None = None
     ) -> Iterator[tuple[Index, np.ndarray]]:
-        """All of an array in blocks, in row-major order.
-
-        Args:
-            name: e.g. `params/layers/w`.
-            block: shape of a block; default: whole rows up to `BLOCK_BYTES`.
+        """All of an array in blocks, by default whole rows up to `BLOCK_BYTES`, in row-major order.
 
         Raises:
             CorruptCheckpoint: after the last block, if their checksum is not the one saved.
@@ -113,10 +91,9 @@ class StoredArrays:
 
 
 class CheckpointWriter:
-    """Writes one checkpoint array by array, part by part; it counts when `finish` returns.
+    """Writes one checkpoint, array by array and part by part; it counts when `finish` returns.
 
-    Args:
-        destination: directory of the step, e.g. `checkpoints/100`; what is there is deleted.
+    What is at the destination, e.g. `checkpoints/100`, is deleted.
     """
 
     def __init__(self, destination: str | os.PathLike[str]) -> None:
@@ -132,10 +109,10 @@ class CheckpointWriter:
         chunk: tuple[int, ...],
         parts: Iterable[tuple[Index, np.ndarray]],
     ) -> None:
-        """Write one array.
+        """Write one array, e.g. `params/layers/w`.
 
         Args:
-            name: e.g. `params/layers/w`.
+            name: of the array.
             entry: `shape`, `dtype`, `path` (its keys) and, for a key, `key`.
             chunk: what is one piece on disk; parts should be whole pieces.
             parts: where each part belongs, and its values; together the whole array.
@@ -173,13 +150,8 @@ def rewrite(
 ) -> CheckpointWriter:
     """Rewrite a checkpoint in other chunks or dtypes, one chunk in memory at a time.
 
-    Args:
-        source: what to copy; each array is verified while it is read.
-        destination: directory of the new step.
-        items: which of `params`, `opt_state`, `rest` to copy.
-        chunk_of: name -> shape of a chunk.
-        dtype_for: name -> dtype to store.
-        meta: the caller's JSON for the new checkpoint.
+    Each array of the items is verified while it is read. By its name, `chunk_of` gives the shape of
+    its chunks and `dtype_for` the dtype to store.
     """
     writer = CheckpointWriter(destination)
     for name, entry in source.entries.items():
@@ -211,13 +183,18 @@ def even_chunk(shape: tuple[int, ...], itemsize: int, max_bytes: int) -> tuple[i
     return tuple(chunk)
 
 
-def grid(shape: tuple[int, ...], block: tuple[int, ...]) -> Iterator[Index]:
+def grid(shape: Sequence[int], block: Sequence[int]) -> Iterator[Index]:
     """The index of every block of an array, in row-major order."""
-    starts = [range(0, size, step) for size, step in zip(shape, block, strict=True)]
+    return _blocks_in([slice(0, size) for size in shape], block)
+
+
+def _blocks_in(index: Sequence[slice], block: Sequence[int]) -> Iterator[Index]:
+    """What lies of each block of an array in a part of it, in row-major order."""
+    starts = (range(s.start // n * n, s.stop, n) for s, n in zip(index, block, strict=True))
     for corner in itertools.product(*starts):
         yield tuple(
-            slice(at, min(at + step, size))
-            for at, step, size in zip(corner, block, shape, strict=True)
+            slice(max(at, s.start), min(at + n, s.stop))
+            for at, n, s in zip(corner, block, index, strict=True)
         )
 
 

@@ -106,6 +106,11 @@ class RunConfig:
             return found
         return found + self._data_problems() + self._early_mesh_problems()
 
+    @property
+    def run(self) -> RunConfig:
+        """A run's settings alone, without those that a command adds to them."""
+        return RunConfig(**{f.name: getattr(self, f.name) for f in dataclasses.fields(RunConfig)})
+
     def remarks(self) -> list[str]:
         """What is legal but may surprise: one line each, for the run's first log lines."""
         optim, steps = self.optim, self.train.steps

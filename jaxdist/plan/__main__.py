@@ -15,7 +15,6 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from jaxdist import runtime
 
@@ -27,9 +26,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     config, mesh = read_plan(sys.argv[1:] if argv is None else argv, summary=__doc__ or "")
     if config.show_schedule:
-        from jaxdist.plan.schedule_view import check_sizes, drawings
+        from jaxdist.plan.schedule_view import drawings
 
-        check_sizes(config.stages, config.microbatches)
         print(drawings(config.stages, config.microbatches, config.chunks))
         return 0
     from jaxdist.plan.advice import advise
@@ -41,16 +39,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     plans = [make_plan(config, cluster, mesh) for cluster in clusters_of(config)]
     advice = [advise(plan, config, known) for plan in plans]
     if config.html:
-        from jaxdist.plan.page import write_page
+        from jaxdist.plan.page import page_of
+        from jaxdist.runtime.formatting import html
 
-        write_page(Path(config.html), plans, advice)
+        html.write(config.html, page_of(plans, advice))
+    pairs = list(zip(plans, advice, strict=True))
     if config.json:
-        pairs = zip(plans, advice, strict=True)
         print(json.dumps({"plans": [record_of(*pair) for pair in pairs]}, indent=2))
     else:
-        texts = [
-            text_of(plan, lines, top=config.top) for plan, lines in zip(plans, advice, strict=True)
-        ]
+        texts = [text_of(*pair, top=config.top) for pair in pairs]
         print(("\n\n" + "=" * 100 + "\n\n").join(texts))
         if config.html:
             print(f"\npage: {config.html}")

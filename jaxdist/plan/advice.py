@@ -10,26 +10,19 @@ from jaxdist.core.axis import Axis
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.parallel import axes
 from jaxdist.core.parallel.data import DATA
-from jaxdist.core.types import Model
 from jaxdist.plan.compiled.check import CompiledStep
 from jaxdist.plan.estimate.cost import DAY_S, Bill, break_even, checkpoint_bytes
-from jaxdist.plan.estimate.search import Choice
 from jaxdist.plan.estimate.suggestions import smallest_changes
 from jaxdist.plan.hardware import Gpu
 from jaxdist.plan.options import PlanConfig
 from jaxdist.plan.planner import Plan
-from jaxdist.plan.scaling import Size, right_sizes, size_of
+from jaxdist.plan.scaling import right_sizes, size_of
 from jaxdist.runtime.formatting.numbers import duration, in_bytes, money
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Advice:
-    """One thing to know or to do.
-
-    Attributes:
-        topic: a word or two: "fit", "mesh", "size", "batch", "checkpoints", "spot", ...
-        text: sentences.
-    """
+    """One thing to know or to do: a word or two, and sentences."""
 
     topic: str
     text: str
@@ -49,60 +42,42 @@ def advise(plan: Plan, config: PlanConfig, known: Mapping[str, Gpu]) -> list[Adv
     ]
 
 
-def command(plan: Plan, choice: Choice) -> str:
-    """Flags that ask for a choice, to be added to the command as it was."""
-    flags = choice.flags(plan.base)
-    return " ".join(f"--{name} {value}" for name, value in flags.items())
-
-
 # --- does it fit ----------------------------------------------------------------------------------
 
 
 def _fit(plan: Plan) -> Iterator[Advice]:
-    choice = plan.choice
+    choice, best = plan.choice, plan.found.best
+    other = best.command(plan.base) if plan.asked and best is not None else ""
     if plan.fits:
-        best = plan.found.best
-        if plan.asked and best is not None:
-            gain = choice.time.seconds / best.time.seconds - 1
-            if gain > 0.05:
-                yield Advice(
-                    topic="faster",
-                    text=f"{command(plan, best)} is estimated {gain:.0%} faster on the same GPUs.",
-                )
+        gain = choice.time.seconds / best.time.seconds - 1 if best is not None else 0.0
+        if other and gain > 0.05:
+            yield Advice("faster", f"{other} is estimated {gain:.0%} faster on the same GPUs.")
         return
     changes = smallest_changes(choice)
     for change in changes[:3]:
         cost = f"{change.slowdown:+.0%} time" if abs(change.slowdown) >= 0.005 else "no slower"
         size = in_bytes(change.choice.memory.total_bytes)
-        yield Advice(topic="make it fit", text=f"{change.flags}: {change.why}; {size}, {cost}.")
-    best = plan.found.best
-    if plan.asked and best is not None:
-        yield Advice(
-            topic="make it fit",
-            text=f"{command(plan, best)} fits on these GPUs ({in_bytes(best.memory.total_bytes)}).",
-        )
+        yield Advice("make it fit", f"{change.flags}: {change.why}; {size}, {cost}.")
     if best is None and not changes:
-        yield from _more_gpus(plan)
+        yield Advice("make it fit", _more_gpus(plan))
+    elif best is not None and other:
+        size = in_bytes(best.memory.total_bytes)
+        yield Advice("make it fit", f"{other} fits on these GPUs ({size}).")
 
 
-def _more_gpus(plan: Plan) -> Iterator[Advice]:
-    count, model = plan.cluster.num_gpus, plan.choice.job.model
-    tokens = plan.on_demand.tokens
+def _more_gpus(plan: Plan) -> str:
+    gpu, model = plan.cluster.gpu, plan.choice.job.model
     for times in (2, 4, 8, 16):
-        size = size_of(plan.base, plan.cluster.gpu, count * times, tokens, model)
+        number = plan.cluster.num_gpus * times
+        size = size_of(plan.base, gpu, number, plan.on_demand.tokens, model)
         if size is not None:
-            yield Advice(
-                topic="make it fit",
-                text=f"use {count * times} {plan.cluster.gpu.name}: "
-                f"{command(plan, size.choice)} needs "
-                f"{in_bytes(size.choice.memory.total_bytes)} of each.",
-            )
-            return
-    yield Advice(
-        topic="make it fit",
-        text="no settings fit, even on sixteen times as many of these GPUs. Use GPUs with more "
-        "memory, a smaller model or a shorter train.seq_len. If the optimizer's moments are the "
-        "largest part, add --train.offload_optimizer=true.",
+            needed = in_bytes(size.choice.memory.total_bytes)
+            flags = size.choice.command(plan.base)
+            return f"use {number} {gpu.name}: {flags} needs {needed} of each."
+    return (
+        "no settings fit, even on sixteen times as many of these GPUs. Use GPUs with more memory, "
+        "a smaller model or a shorter train.seq_len. If the optimizer's moments are the largest "
+        "part, add --train.offload_optimizer=true."
     )
 
 
@@ -110,8 +85,8 @@ def _dtype(plan: Plan) -> Iterator[Advice]:
     job = plan.choice.job
     if str(job.dtype) not in job.gpu.peak_flops:
         yield Advice(
-            topic="number format",
-            text=f"{job.gpu.name} has no {job.dtype} matrix units: add "
+            "number format",
+            f"{job.gpu.name} has no {job.dtype} matrix units: add "
             "--precision.compute_dtype float16 (with loss scaling, which is automatic).",
         )
 
@@ -122,7 +97,7 @@ def _dtype(plan: Plan) -> Iterator[Advice]:
 def _mesh(plan: Plan) -> Iterator[Advice]:
     choice, spec = plan.choice, plan.choice.job.spec
     if plan.cluster.num_gpus == 1:
-        yield Advice(topic="mesh", text="one GPU: nothing to split.")
+        yield Advice("mesh", "one GPU: nothing to split.")
         return
     reasons = [_on_data(plan)]
     by_complexity = sorted(axes.AXES, key=lambda axis: axis.complexity)
@@ -132,11 +107,12 @@ def _mesh(plan: Plan) -> Iterator[Advice]:
             f"ZeRO-{choice.job.config.mesh.zero} keeps only a share of the moments on each of the "
             f"{spec[DATA]} replicas."
         )
-    yield Advice(topic="mesh", text=" ".join(filter(None, reasons)))
+    yield Advice("mesh", " ".join(filter(None, reasons)))
 
 
 def _on_data(plan: Plan) -> str:
-    alone = _choice_of(plan, MeshSpec.over(DATA, plan.cluster.num_gpus))
+    spec = MeshSpec.over(DATA, plan.cluster.num_gpus)
+    alone = next((c for c in plan.found.choices if c.job.spec == spec), None)
     if alone is None:
         return "Data parallelism alone is not legal with this batch."
     size, limit = in_bytes(alone.memory.total_bytes), in_bytes(alone.usable_bytes)
@@ -185,59 +161,43 @@ def _compared(slower: float) -> str:
     return f"{slower:.0%} slower" if slower > 0 else f"{-slower:.0%} faster"
 
 
-def _choice_of(plan: Plan, spec: MeshSpec) -> Choice | None:
-    return next((c for c in plan.found.choices if c.job.spec == spec), None)
-
-
 # --- how many of which ----------------------------------------------------------------------------
 
 
 def _size(plan: Plan, known: Mapping[str, Gpu]) -> Iterator[Advice]:
-    base, model = plan.base, plan.choice.job.model
-    tokens = plan.on_demand.tokens
-    sizes = right_sizes(base, known, tokens, checkpoint_bytes(plan.choice.job), model)
+    model, state_bytes = plan.choice.job.model, checkpoint_bytes(plan.choice.job)
+    sizes = right_sizes(plan.base, known, plan.on_demand.tokens, state_bytes, model)
     if sizes:
-        shown = "; ".join(_described(size) for size in sizes[:4])
-        yield Advice(
-            topic="other GPUs",
-            text=f"The fewest of each kind that fit the run, cheapest first: {shown}.",
+        shown = "; ".join(
+            f"{size.cluster.num_gpus}× {size.cluster.gpu.name} ({size.choice.job.spec}): "
+            f"{duration(DAY_S * size.cost.days)}, {money(size.cost.money, 'USD')}"
+            for size in sizes[:4]
         )
-    yield from _scaling(plan, model)
+        text = f"The fewest of each kind that fit the run, cheapest first: {shown}."
+        yield Advice("other GPUs", text)
+    if plan.fits:
+        yield Advice("more GPUs", _scaling(plan))
 
 
-def _described(size: Size) -> str:
-    return (
-        f"{size.cluster.num_gpus}× {size.cluster.gpu.name} ({size.choice.job.spec}): "
-        f"{duration(DAY_S * size.days)}, {money(size.money, 'USD')}"
-    )
-
-
-def _scaling(plan: Plan, model: Model) -> Iterator[Advice]:
+def _scaling(plan: Plan) -> str:
     """What twice as many of the same GPUs would bring."""
-    if not plan.fits:
-        return
-    cluster, best = plan.cluster, plan.found.best or plan.choice
-    now = best.time.tokens_per_s
-    number = cluster.num_gpus * 2
-    double = size_of(plan.base, cluster.gpu, number, plan.on_demand.tokens, model)
+    best, gpu, number = plan.found.best or plan.choice, plan.cluster.gpu, 2 * plan.cluster.num_gpus
+    double = size_of(plan.base, gpu, number, plan.on_demand.tokens, plan.choice.job.model)
     if double is None:
-        rows = plan.base.train.global_batch_size
-        yield Advice(
-            topic="more GPUs",
-            text=f"{number} {cluster.gpu.name} do not help: no mesh of them is legal for "
-            f"train.global_batch_size={rows} and this model. Use a larger batch.",
+        return (
+            f"{number} {gpu.name} do not help: no mesh of them is legal for "
+            f"train.global_batch_size={plan.base.train.global_batch_size} and this model. Use a "
+            "larger batch."
         )
-        return
-    gain = double.tokens_per_s / now
+    time = double.choice.time
+    gain = time.tokens_per_s / best.time.tokens_per_s
     verdict = "worth it if time matters" if gain > 1.6 else "not worth it"
-    parts = double.choice.time.parts
     compute = ("products", "attention", "memory-bound kernels")
-    rest = max((name for name in parts if name not in compute), key=lambda name: parts[name])
-    share = parts[rest] / double.choice.time.seconds
-    yield Advice(
-        topic="more GPUs",
-        text=f"{number} {cluster.gpu.name} are {gain:.2f} times as fast for {2 / gain:.2f} times "
-        f"the money ({double.choice.job.spec}): {verdict}. {share:.0%} of a step is then {rest}.",
+    seconds, rest = max((s, name) for name, s in time.parts.items() if name not in compute)
+    return (
+        f"{number} {gpu.name} are {gain:.2f} times as fast for {2 / gain:.2f} times the money "
+        f"({double.choice.job.spec}): {verdict}. {seconds / time.seconds:.0%} of a step is then "
+        f"{rest}."
     )
 
 
@@ -245,29 +205,26 @@ def _scaling(plan: Plan, model: Model) -> Iterator[Advice]:
 
 
 def _batch(plan: Plan) -> Iterator[Advice]:
-    job, base = plan.choice.job, plan.base
-    unit = job.model.unit
-    rows = base.train.global_batch_size
-    scale = "its ratio" if base.optim.optimizer == "sgd" else "its square root"
-    name = "linear" if base.optim.optimizer == "sgd" else "sqrt"
+    job, optim, rows = plan.choice.job, plan.base.optim, plan.base.train.global_batch_size
+    linear = optim.optimizer == "sgd"
+    scaling = f"--optim.lr_scaling {'linear' if linear else 'sqrt'}:{rows}"
+    if optim.lr_scaling != "none":
+        scaling = f"optim.lr_scaling={optim.lr_scaling}"
     text = (
-        f"One step is {rows} rows, {job.tokens_per_step:,} {unit}, on any number of GPUs, so "
-        f"optim.peak_lr={base.optim.peak_lr:g} stays right. If you change "
-        f"train.global_batch_size, multiply the rate by {scale}: "
+        f"One step is {rows} rows, {job.tokens_per_step:,} {job.model.unit}, on any number of "
+        f"GPUs, so optim.peak_lr={optim.peak_lr:g} stays right. If you change "
+        "train.global_batch_size, multiply the rate by its "
+        f"{'ratio' if linear else 'square root'}: {scaling} does it."
     )
-    if base.optim.lr_scaling == "none":
-        text += f"--optim.lr_scaling {name}:{rows} does it."
-    else:
-        text += f"optim.lr_scaling={base.optim.lr_scaling} does it."
     if job.rows == job.num_microbatches and job.spec.num_replicas > 1:
         text += (
             f" Each of the {job.spec.num_replicas} replicas has one row at a time: more replicas "
             "need a larger batch or fewer microbatches."
         )
-    warmup = base.optim.warmup_steps / max(1, base.train.steps)
+    warmup = optim.warmup_steps / max(1, plan.base.train.steps)
     if warmup > 0.2:
         text += f" Warmup is {warmup:.0%} of the run; a few percent is usual."
-    yield Advice(topic="batch and learning rate", text=text)
+    yield Advice("batch and learning rate", text)
 
 
 # --- failures -------------------------------------------------------------------------------------
@@ -280,7 +237,7 @@ def _checkpoints(plan: Plan) -> Iterator[Advice]:
         f"the copy to host memory; writing takes {duration(saving.write_s)} in the background. "
     )
     if math.isinf(saving.interval_s):
-        yield Advice(topic="checkpoints", text=text + "No failures are assumed.")
+        yield Advice("checkpoints", text + "No failures are assumed.")
         return
     steps = max(1, round(saving.interval_s / seconds))
     text += (
@@ -288,7 +245,7 @@ def _checkpoints(plan: Plan) -> Iterator[Advice]:
         f"{duration(saving.interval_s)} (Daly 2006): --checkpoint.save_interval_steps {steps}. "
         f"Saving, repeated work and restarts then take {saving.lost:.1%} of the time."
     )
-    yield Advice(topic="checkpoints", text=text)
+    yield Advice("checkpoints", text)
 
 
 def _spot(plan: Plan, config: PlanConfig) -> Iterator[Advice]:
@@ -300,8 +257,8 @@ def _spot(plan: Plan, config: PlanConfig) -> Iterator[Advice]:
     steps = max(1, round(plan.spot_saving.interval_s / plan.choice.time.seconds))
     cheaper = plan.spot.money < plan.on_demand.money
     yield Advice(
-        topic="spot",
-        text=f"At {gpu.spot_price_per_hour:.2f} USD a GPU-hour and "
+        "spot",
+        f"At {gpu.spot_price_per_hour:.2f} USD a GPU-hour and "
         f"{config.preemptions_per_day:g} preemptions a day the run costs {_cost(plan.spot)}; on "
         f"demand {_cost(plan.on_demand)}. Spot is {'cheaper' if cheaper else 'not cheaper'}, with "
         f"--checkpoint.save_interval_steps {steps}; the two cost the same at {even:.0f} "
@@ -321,8 +278,8 @@ def _compiler(plan: Plan) -> Iterator[Advice]:
         return
     for choice, step in plan.proof.refuted:
         yield Advice(
-            topic="refuted",
-            text=f"{choice.job.spec} ({command(plan, choice)}) was estimated to fit, but compiled "
+            "refuted",
+            f"{choice.job.spec} ({choice.command(plan.base)}) was estimated to fit, but compiled "
             f"it takes {in_bytes(step.memory.total_bytes)} of {in_bytes(choice.usable_bytes)}.",
         )
     if isinstance(plan.proof.outcome, CompiledStep):
@@ -333,4 +290,4 @@ def _compiler(plan: Plan) -> Iterator[Advice]:
                     "XLA tried to stay below 80 % of the GPU's memory by recomputing and could "
                     "not. The step still fits."
                 )
-            yield Advice(topic=f"compiler: {remark.kind}", text=text)
+            yield Advice(f"compiler: {remark.kind}", text)

@@ -64,8 +64,8 @@ def record_of(plan: Plan, advice: Sequence[Advice]) -> dict[str, Any]:
                 for choice in plan.found.choices
             ],
             "refused": [
-                {"mesh": str(refusal.spec), "problem": refusal.problem}
-                for refusal in plan.found.refused
+                {"mesh": str(spec), "problem": problem}
+                for spec, problem in plan.found.refused.items()
             ],
             "search_s": plan.found.seconds,
             "settings_weighed": plan.found.num_tried,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 
 from jaxdist.config import RunConfig
@@ -14,6 +13,8 @@ from jaxdist.plan.estimate.cost import FAILURES_PER_1000_GPU_DAYS
 from jaxdist.plan.hardware import GPUS, Cluster, Gpu, parse_gpus, read_hardware
 
 COMMAND = "jaxdist.plan"
+_MOST_CELLS = 4096
+"""Of a drawn schedule: a terminal shows no more."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,53 +32,54 @@ class PlanConfig(RunConfig):
         "differs, e.g. network_gb_per_s = 12.5, memory_gib = 94, price_per_hour = 1.9; a wrong key "
         "is answered with all of them",
     )
-    tokens: float = setting(0.0, "tokens (images) of the whole run, e.g. 1e12; 0 = train.steps")
-    price: float = setting(-1.0, "price of a GPU-hour on demand; -1 = the list's (USD)")
-    spot_price: float = setting(-1.0, "price of a GPU-hour that may end any time; -1 = the list's")
+    tokens: float = setting(
+        0.0, "tokens (images) of the whole run, e.g. 1e12; 0 = train.steps", ge=0
+    )
+    price: float = setting(-1.0, "price of a GPU-hour on demand; -1 = the list's (USD)", ge=-1)
+    spot_price: float = setting(
+        -1.0, "price of a GPU-hour that may end any time; -1 = the list's", ge=-1
+    )
     preemptions_per_day: float = setting(
-        2.0, "times a day that spot GPUs are taken away, the whole job together"
+        2.0, "times a day that spot GPUs are taken away, the whole job together", ge=0
     )
     failures_per_day: float = setting(
         -1.0,
         "failures a day that end the whole job; -1 = by the number of GPUs "
         f"({FAILURES_PER_1000_GPU_DAYS:.2f} per 1,000 GPUs, Llama 3's training)",
+        ge=-1,
     )
     storage_gb_per_s: float = setting(
-        2.0, "GB/s that one node writes to storage, the nodes adding up"
+        2.0, "GB/s that one node writes to storage, the nodes adding up", gt=0
     )
-    restart_s: float = setting(300.0, "seconds from a failure to the next attempt's first step")
+    restart_s: float = setting(
+        300.0, "seconds from a failure to the next attempt's first step", ge=0
+    )
     compile: bool = setting(
         True, "prove the answer with the GPU compiler where the extra `plan` is installed"
     )
-    compile_timeout_s: float = setting(300.0, "seconds for one compilation")
-    top: int = setting(6, "meshes shown")
+    compile_timeout_s: float = setting(300.0, "seconds for one compilation", gt=0)
+    top: int = setting(6, "meshes shown", ge=1)
     json: bool = setting(False, "print one JSON object instead of text")
     html: str = setting("", "write a page with plots to this file")
     show_schedule: bool = setting(
         False, "draw the pipeline schedules for --stages and --microbatches, and stop"
     )
-    stages: int = setting(4, "stages to draw")
-    microbatches: int = setting(8, "microbatches to draw")
-    chunks: int = setting(2, "chunks per stage of the interleaved schedule to draw")
+    stages: int = setting(4, "stages to draw", ge=1)
+    microbatches: int = setting(8, "microbatches to draw", ge=1)
+    chunks: int = setting(2, "chunks per stage of the interleaved schedule to draw", ge=1)
 
     def problems(self) -> list[str]:
-        """Every violated rule of the question; the run's own rules are asked apart."""
-        found = []
-        for name in ("stages", "microbatches", "chunks", "top"):
-            if getattr(self, name) < 1:
-                found.append(f"{name}={getattr(self, name)} must be a whole number. Use 1 or more.")
-        for name in ("tokens", "preemptions_per_day", "restart_s"):
-            value = getattr(self, name)
-            if not math.isfinite(value) or value < 0:
-                found.append(f"{name}={value} must be a finite number ≥ 0.")
-        for name in ("storage_gb_per_s", "compile_timeout_s"):
-            value = getattr(self, name)
-            if not math.isfinite(value) or value <= 0:
-                found.append(f"{name}={value} must be a finite number above 0.")
-        for name in ("price", "spot_price", "failures_per_day"):
-            value = getattr(self, name)
-            if not math.isfinite(value) or (value < 0 and value != -1):
-                found.append(f"{name}={value} must be a number ≥ 0, or -1 for the default.")
+        """Rules of the question beyond bounds; the run's own rules are asked apart."""
+        found = [
+            f"{name}={getattr(self, name)} must be 0 or more, or -1 for the default."
+            for name in ("price", "spot_price", "failures_per_day")
+            if -1 < getattr(self, name) < 0
+        ]
+        if self.show_schedule and self.stages * self.microbatches > _MOST_CELLS:
+            found.append(
+                f"--stages {self.stages} --microbatches {self.microbatches} is too large to draw. "
+                f"Use sizes whose product is at most {_MOST_CELLS}."
+            )
         if not self.gpus and not self.show_schedule:
             found.append(
                 "no GPUs were named. Say which and how many: --gpus h100:8, or --gpus h100:8x8 for "
@@ -85,18 +87,12 @@ class PlanConfig(RunConfig):
             )
         return found
 
-    @property
-    def run(self) -> RunConfig:
-        """The run's settings alone."""
-        names = [field.name for field in dataclasses.fields(RunConfig)]
-        return RunConfig(**{name: getattr(self, name) for name in names})
-
 
 def read_plan(argv: Sequence[str], summary: str = "") -> tuple[PlanConfig, str]:
     """The question, and the mesh that flags ask for ("" = find one).
 
-    A mesh in a config file belongs to the machine that file was written for: it is listed among
-    the others but does not bind. Data need not exist here.
+    A mesh in a config file belongs to the machine of that file: here it is one of many. Data need
+    not exist.
 
     Raises:
         ConfigError: every problem of the settings.

@@ -3,61 +3,46 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from jaxdist.core.parallel.pipeline.schedule import Schedule
 from jaxdist.core.parallel.pipeline.simulation import RECOMPUTE, draw
-from jaxdist.core.types import ConfigError
 from jaxdist.plan.advice import Advice
 from jaxdist.plan.estimate.cost import DAY_S
 from jaxdist.plan.estimate.search import Choice, why_not
 from jaxdist.plan.planner import Plan
-from jaxdist.plan.scaling import Size, sweep
+from jaxdist.plan.scaling import size_of
 from jaxdist.plan.text import text_of
 from jaxdist.runtime.formatting import charts, html
 from jaxdist.runtime.formatting.numbers import GIB, duration, in_bytes, money
 
 
-def write_page(path: Path, plans: Sequence[Plan], advice: Sequence[Sequence[Advice]]) -> None:
-    """Write the page.
-
-    Raises:
-        ConfigError: the file cannot be written.
-    """
-    try:
-        path.write_text(page_of(plans, advice), encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(
-            f"--html {path} cannot be written ({error.strerror}). Name a file in a directory."
-        ) from error
-
-
 def page_of(plans: Sequence[Plan], advice: Sequence[Sequence[Advice]]) -> str:
     """The page: each plan with its plots and its text."""
-    body: list[str] = []
-    for plan, lines in zip(plans, advice, strict=True):
-        body += _plan(plan, lines)
-    return html.page(f"Plan of {plans[0].base.name}", body)
+    parts = [part for pair in zip(plans, advice, strict=True) for part in _plan(*pair)]
+    return html.page(f"Plan of {plans[0].base.name}", parts)
 
 
 def _plan(plan: Plan, advice: Sequence[Advice]) -> list[str]:
     time = plan.choice.time
     verdict = "fits" if plan.fits else "does not fit"
-    parts = [
+    return [
         f"<h2>{plan.cluster.num_gpus} × {html.escape(plan.cluster.gpu.name)}</h2>",
         f'<p class="verdict">{verdict}: {in_bytes(plan.total_bytes)} of '
         f"{in_bytes(plan.choice.usable_bytes)}; {time.tokens_per_s:,.0f} per second, "
         f"{duration(DAY_S * plan.on_demand.days)}, {money(plan.on_demand.money, 'USD')}</p>",
         charts.stacked_bars(
             "memory of one GPU, by mesh",
-            [(_label(choice), _in_gib(choice)) for choice in _shown(plan)],
+            [
+                (str(c.job.spec), {k: v / GIB for k, v in c.memory.parts.items()})
+                for c in _shown(plan)
+            ],
             limit=plan.choice.usable_bytes / GIB,
             limit_name="usable",
             unit="GiB",
         ),
         charts.stacked_bars(
             "one step, by mesh",
-            [(_label(choice), choice.time.parts) for choice in _shown(plan)],
+            [(str(choice.job.spec), choice.time.parts) for choice in _shown(plan)],
             limit=time.seconds,
             limit_name="chosen",
             unit="s",
@@ -70,21 +55,12 @@ def _plan(plan: Plan, advice: Sequence[Advice]) -> list[str]:
         _table(plan),
         f"<h2>As text</h2><pre>{html.escape(text_of(plan, advice, top=6))}</pre>",
     ]
-    return parts
 
 
 def _shown(plan: Plan) -> list[Choice]:
     """The chosen mesh, and the best others."""
     others = [c for c in plan.found.choices if c.job.spec != plan.choice.job.spec]
     return [plan.choice, *others[:5]]
-
-
-def _label(choice: Choice) -> str:
-    return f"{choice.job.spec}"
-
-
-def _in_gib(choice: Choice) -> dict[str, float]:
-    return {name: size / GIB for name, size in choice.memory.parts.items()}
 
 
 def _schedule(plan: Plan) -> list[str]:
@@ -118,40 +94,36 @@ def _costs(plan: Plan) -> list[str]:
     """Days and money over the number of GPUs of this kind."""
     now = plan.cluster.num_gpus
     counts = sorted({max(1, now // 4), max(1, now // 2), now, now * 2, now * 4})
-    sizes = sweep(plan.base, plan.cluster.gpu, counts, plan.on_demand.tokens, plan.choice.job.model)
+    gpu, tokens, model = plan.cluster.gpu, plan.on_demand.tokens, plan.choice.job.model
+    found = [size_of(plan.base, gpu, count, tokens, model) for count in counts]
+    sizes = [size for size in found if size is not None]
     if len(sizes) < 2:
         return []
     over = lambda of: [(float(size.cluster.num_gpus), of(size)) for size in sizes]
     curves = (
-        ("cost against number of GPUs (USD)", over(lambda size: size.money)),
-        ("time against number of GPUs (days)", over(lambda size: size.days)),
+        ("cost against number of GPUs (USD)", over(lambda size: size.cost.money)),
+        ("time against number of GPUs (days)", over(lambda size: size.cost.days)),
     )
-    return [
-        *(
-            charts.chart(
-                title,
-                [charts.Line("on demand", charts.COLOURS[0], points, dots=True)],
-                x_label="GPUs",
-                log=True,
-            )
-            for title, points in curves
-        ),
-        _sizes(sizes),
+    drawn = [
+        charts.chart(
+            title,
+            [charts.Line("on demand", charts.COLOURS[0], points, dots=True)],
+            x_label="GPUs",
+            log=True,
+        )
+        for title, points in curves
     ]
-
-
-def _sizes(sizes: Sequence[Size]) -> str:
     rows = [
         (
             str(size.cluster.num_gpus),
-            f"{size.tokens_per_s:,.0f}",
-            duration(DAY_S * size.days),
-            money(size.money, "USD"),
+            f"{size.choice.time.tokens_per_s:,.0f}",
+            duration(DAY_S * size.cost.days),
+            money(size.cost.money, "USD"),
             str(size.choice.job.spec),
         )
         for size in sizes
     ]
-    return html.table(["GPUs", "per second", "time", "cost", "mesh"], rows)
+    return [*drawn, html.table(["GPUs", "per second", "time", "cost", "mesh"], rows)]
 
 
 def _table(plan: Plan) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 from jaxdist.config import RunConfig
 from jaxdist.core.mesh import MeshSpec
@@ -38,16 +39,12 @@ class Plan:
 
     Attributes:
         base: the run's settings as they were given.
-        cluster: the GPUs.
         choice: the settings that the plan is for; those asked for, or the best found.
         asked: whether the mesh was asked for.
-        found: all meshes.
         flows: traffic of one device in one step.
         proof: what the compiler said; None where it was not asked.
-        saving: checkpoints, with failures of the hardware alone.
-        on_demand: the run at the list price.
-        spot: the same at the spot price, with preemptions.
-        spot_saving: checkpoints with preemptions too.
+        saving: checkpoints, with failures of the hardware alone; `spot_saving`: preemptions too.
+        on_demand: the run at the list price; `spot`: at the spot price, with preemptions.
     """
 
     base: RunConfig
@@ -75,12 +72,7 @@ class Plan:
 
 
 def make_plan(config: PlanConfig, cluster: Cluster, mesh: str) -> Plan:
-    """Plan a run on one cluster.
-
-    Args:
-        config: the question.
-        cluster: the GPUs.
-        mesh: the mesh asked for; "" to find the best.
+    """Plan a run on one cluster, on the mesh asked for; "" = on the best.
 
     Raises:
         ConfigError: the mesh asked for is not legal there.
@@ -107,24 +99,17 @@ def _prove(
     if not config.compile:
         return candidates[0], None
     refuted: list[tuple[Choice, CompiledStep]] = []
-    first: tuple[Choice, CompiledStep] | None = None
     for choice in candidates[: 1 if asked else _MOST_COMPILATIONS]:
         if refuted and not choice.fits:
             break
+        job = choice.job
         outcome = compile_step(
-            choice.job.config,
-            choice.job.spec,
-            choice.job.cluster,
-            timeout_s=config.compile_timeout_s,
+            job.config, job.spec, job.cluster, timeout_s=config.compile_timeout_s
         )
-        if isinstance(outcome, NotCompiled):
+        if isinstance(outcome, NotCompiled) or outcome.memory.total_bytes <= choice.usable_bytes:
             return choice, Proof(outcome=outcome, refuted=tuple(refuted))
-        if outcome.memory.total_bytes <= choice.usable_bytes:
-            return choice, Proof(outcome=outcome, refuted=tuple(refuted))
-        first = first or (choice, outcome)
         refuted.append((choice, outcome))
-    assert first is not None
-    choice, compiled = first
+    choice, compiled = refuted[0]
     return choice, Proof(outcome=compiled, refuted=tuple(refuted[1:]))
 
 
@@ -139,28 +124,20 @@ def _priced(
     failures = config.failures_per_day
     if failures < 0:
         failures = FAILURES_PER_1000_GPU_DAYS * cluster.num_gpus / 1000
-    storage = config.storage_gb_per_s * 1e9 * cluster.num_nodes
-
-    def saving(failures_per_day: float) -> Saving:
-        return saving_of(
-            choice.job,
-            failures_per_day=failures_per_day,
-            storage_bytes_per_s=storage,
-            restart_s=config.restart_s,
-        )
-
-    tokens = config.tokens or float(config.train.steps * choice.job.tokens_per_step)
-    calm, spot = saving(failures), saving(failures + config.preemptions_per_day)
-
-    def at(price: float, lost: float) -> Bill:
-        return bill(
-            tokens=tokens,
-            tokens_per_s=choice.time.tokens_per_s,
-            num_gpus=cluster.num_gpus,
-            price=price,
-            lost=lost,
-        )
-
+    saving = functools.partial(
+        saving_of,
+        choice.job,
+        storage_bytes_per_s=config.storage_gb_per_s * 1e9 * cluster.num_nodes,
+        restart_s=config.restart_s,
+    )
+    cost = functools.partial(
+        bill,
+        tokens=config.tokens or float(config.train.steps * choice.job.tokens_per_step),
+        tokens_per_s=choice.time.tokens_per_s,
+        num_gpus=cluster.num_gpus,
+    )
+    calm = saving(failures_per_day=failures)
+    spot = saving(failures_per_day=failures + config.preemptions_per_day)
     return Plan(
         base=config.run,
         cluster=cluster,
@@ -170,7 +147,7 @@ def _priced(
         flows=tuple(flows_of(choice.job)),
         proof=proof,
         saving=calm,
-        on_demand=at(cluster.gpu.price_per_hour, calm.lost),
-        spot=at(cluster.gpu.spot_price_per_hour, spot.lost),
+        on_demand=cost(price=cluster.gpu.price_per_hour, lost=calm.lost),
+        spot=cost(price=cluster.gpu.spot_price_per_hour, lost=spot.lost),
         spot_saving=spot,
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 from jaxdist.core.parallel.pipeline.schedule import Schedule
 from jaxdist.core.parallel.pipeline.schedules import SCHEDULES, make_schedule
 from jaxdist.core.parallel.pipeline.simulation import RECOMPUTE, draw, simulate
-from jaxdist.core.types import ConfigError
 from jaxdist.runtime.formatting.tables import columns
 
 
@@ -36,19 +35,3 @@ def comparison(tables: list[Schedule]) -> str:
         rows.append((name, *numbers, str(report.messages)))
     below = "time in forwards of a stage; stash in microbatches of a stage's input"
     return "\n".join([*columns(rows), below])
-
-
-def check_sizes(num_stages: int, num_microbatches: int) -> None:
-    """Refuse drawings that nobody can read.
-
-    Raises:
-        ConfigError: more cells than a terminal shows.
-    """
-    if num_stages * num_microbatches > _MOST_CELLS:
-        raise ConfigError(
-            f"--stages {num_stages} --microbatches {num_microbatches} is too large to draw. "
-            f"Use sizes whose product is at most {_MOST_CELLS}."
-        )
-
-
-_MOST_CELLS = 4096

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from jaxdist.core.parallel.tensor import TENSOR
 from jaxdist.models.weights import num_params
-from jaxdist.plan.advice import Advice, command
+from jaxdist.plan.advice import Advice
 from jaxdist.plan.compiled.check import CompiledStep, NotCompiled
 from jaxdist.plan.estimate.cost import DAY_S
 from jaxdist.plan.estimate.search import Choice, why_not
@@ -57,7 +57,7 @@ def _verdict(plan: Plan) -> str:
     time = plan.choice.time
     lines = [
         f"{does}: {in_bytes(plan.total_bytes)} of {in_bytes(plan.choice.usable_bytes)} ({known}), "
-        f"with {command(plan, plan.choice)}"
+        f"with {plan.choice.command(plan.base)}"
     ]
     if plan.fits:
         lines.append(
@@ -115,19 +115,17 @@ def _money(plan: Plan) -> Iterable[str]:
         ("on demand", gpu.price_per_hour, plan.on_demand),
         ("spot", gpu.spot_price_per_hour, plan.spot),
     )
-    yield from columns(
-        [
-            (
-                f"  {name}",
-                f"{price:.2f} USD per GPU-hour",
-                duration(DAY_S * bill.days),
-                f"{bill.gpu_hours:,.0f} GPU-hours",
-                money(bill.money, "USD"),
-            )
-            for name, price, bill in bills
-        ],
-        gap="   ",
-    )
+    rows = [
+        (
+            f"  {name}",
+            f"{price:.2f} USD per GPU-hour",
+            duration(DAY_S * bill.days),
+            f"{bill.gpu_hours:,.0f} GPU-hours",
+            money(bill.money, "USD"),
+        )
+        for name, price, bill in bills
+    ]
+    return columns(rows, gap="   ")
 
 
 def _aligned(rows: Iterable[tuple[str, str, str]]) -> list[str]:
@@ -145,15 +143,14 @@ def _meshes(plan: Plan, top: int) -> Iterable[str]:
         fitting = sum(choice.fits for choice in rest)
         yield f"  and {len(rest)} more legal ones, of which {fitting} fit"
     if found.refused:
-        example = found.refused[0]
-        yield f"  {len(found.refused)} are refused, e.g. {example.problem.partition(':')[0]}"
+        example = next(iter(found.refused.values())).partition(":")[0]
+        yield f"  {len(found.refused)} are refused, e.g. {example}"
     yield f"  ({found.num_tried} combinations of settings compared in {found.seconds:.1f} s)"
 
 
 def _mesh(plan: Plan, place: int, choice: Choice, best: Choice | None) -> Iterable[str]:
     time, config = choice.time, choice.job.config
-    remat = f"remat {choice.job.remat}"
-    details = f"{remat}, {choice.job.num_microbatches} microbatches"
+    details = f"remat {choice.job.remat}, {choice.job.num_microbatches} microbatches"
     details += f", zero {config.mesh.zero}" if config.mesh.zero else ""
     mark = "*" if choice.job.spec == plan.choice.job.spec else " "
     yield (
@@ -166,33 +163,28 @@ def _mesh(plan: Plan, place: int, choice: Choice, best: Choice | None) -> Iterab
 
 
 def _compiled(plan: Plan) -> Iterable[str]:
-    if plan.proof is None:
-        yield f"  not asked for (--compile=false): memory is {_accuracy(plan)}"
+    if plan.proof is not None and plan.proof.compiled is not None:
+        yield from _step(plan, plan.proof.compiled)
         return
-    outcome = plan.proof.outcome
-    if isinstance(outcome, NotCompiled):
-        yield f"  not compiled: {outcome.reason}. {outcome.fix}"
-        yield f"  the memory above is {_accuracy(plan)}"
-        return
-    yield from _step(plan, outcome)
-
-
-def _accuracy(plan: Plan) -> str:
+    accuracy = "an estimate, usually within 5 %"
     if plan.choice.memory.is_rough:
-        return "an estimate, too high rather than too low for a model that is no decoder"
-    return "an estimate, usually within 5 %"
+        accuracy = "an estimate, too high rather than too low for a model that is no decoder"
+    if plan.proof is None:
+        yield f"  not asked for (--compile=false): memory is {accuracy}"
+    elif isinstance(plan.proof.outcome, NotCompiled):
+        yield f"  not compiled: {plan.proof.outcome.reason}. {plan.proof.outcome.fix}"
+        yield f"  the memory above is {accuracy}"
 
 
 def _step(plan: Plan, step: CompiledStep) -> Iterable[str]:
     memory = step.memory
-    for name, size in (
+    parts = (
         ("arguments (state, batch)", memory.argument_bytes),
         ("outputs not in their place", memory.output_bytes - memory.alias_bytes),
         ("temporary", memory.temporary_bytes),
         ("attention workspace", memory.workspace_bytes),
-    ):
-        if size:
-            yield from _aligned([(f"  {name}", in_bytes(size), "")])
+    )
+    yield from _aligned((f"  {name}", in_bytes(size), "") for name, size in parts if size)
     error = plan.choice.memory.total_bytes / memory.total_bytes - 1
     yield from _aligned([("  all", in_bytes(memory.total_bytes), f"(estimate: {error:+.1%})")])
     for buffer in step.buffers[:3]:

@@ -23,17 +23,16 @@ def evaluate(
 ) -> dict[str, float]:
     """Mean loss in nats, perplexity of text, accuracy where it is counted, and the total weight.
 
+    The last batch of held-out rows may be ragged (its padding has weight 0).
+
     Args:
         step: the compiled functions of the run.
         params: sharded as in training.
-        dataset: held-out rows; the last batch may be ragged (its padding has weight 0).
+        dataset: held-out rows.
         global_batch_size: rows of a batch over all devices.
-        unit: "tokens" or "images", what the weights count.
+        unit: "tokens" or "images", what the weights count; names the total weight in the result.
         max_batches: batches spread over the dataset; 0 = every row once.
         on_batch: called after each batch.
-
-    Returns:
-        `loss`, `perplexity` or `accuracy`, and the total weight under the name of `unit`.
     """
     batches = eval_batches(
         dataset,

@@ -142,19 +142,13 @@ def read_records(path: str | os.PathLike[str]) -> list[Record]:
             raise ConfigError(
                 f"{path}, line {number} is no JSON ({error.msg}): {line[:60]!r}. Remove the line."
             ) from error
-        if not _is_record(record):
+        kind, step = (record.get("kind"), record.get("step")) if type(record) is dict else ("", 0)
+        if kind != "event" and not (kind in ("train", "eval") and isinstance(step, int)):
             raise ConfigError(
                 f"{path}, line {number} is no record (kind, step, ...): {line[:60]!r}. Remove it."
             )
         records.append(record)
     return records
-
-
-def _is_record(record: Any) -> bool:
-    if not isinstance(record, dict):
-        return False
-    kind, step = record.get("kind"), record.get("step")
-    return kind == "event" or (kind in ("train", "eval") and isinstance(step, int))
 
 
 def current(records: list[Record]) -> list[Record]:
@@ -168,13 +162,10 @@ def current(records: list[Record]) -> list[Record]:
     for record in records:
         if record.get("event") in ("start", "rollback"):
             resumed_at = record.get("step", 0)
-            kept = [r for r in kept if not _of_a_step(r) or r["step"] <= resumed_at]
+            lasting = lambda r: r["kind"] == "event" and r.get("event") != "skipped_step"
+            kept = [r for r in kept if lasting(r) or r["step"] <= resumed_at]
         kept.append(record)
     return kept
-
-
-def _of_a_step(record: Record) -> bool:
-    return record["kind"] != "event" or record.get("event") == "skipped_step"
 
 
 def device_seconds(records: list[Record]) -> float:

@@ -25,7 +25,7 @@ from jaxdist.checkpoint import Checkpointer
 from jaxdist.core.state import TrainState
 from jaxdist.data import Loader, Position, TrainData, resume_position
 from jaxdist.run.metrics_log import read_records
-from jaxdist.run.resilience import Anomaly, read_anomalies
+from jaxdist.run.resilience.anomalies import Anomaly, read_anomalies
 from jaxdist.run.run_directory import RunDirectory
 from jaxdist.run.setup import Parts
 
@@ -64,32 +64,30 @@ def verdict(
 ) -> str:
     """The verdict, as one line.
 
-    Args:
-        is_bad: whether a result is as bad as the recorded one; for a step without an anomaly,
-            whether it equals the recorded one.
-        again: loss and gradient norm of each replay.
-        following: the same with the next batch; None for a step without an anomaly.
+    `is_bad` says whether a result is as bad as the recorded one, or for a step without an anomaly
+    whether it equals the recorded one. `following` is a replay with the next batch in place; None
+    for a step without an anomaly.
     """
-    count = sum(map(is_bad, again))
+    count, times = sum(map(is_bad, again)), len(again)
     if count == 0:
         return (
-            f"transient: it does not come back in {len(again)} replays. Look at the devices, their "
+            f"transient: it does not come back in {times} replays. Look at the devices, their "
             "memory and links (resilience.sdc_check_interval_steps finds a bad one)."
         )
-    if count < len(again):
+    if count < times:
         return (
-            f"transient: it comes back in {count} of {len(again)} replays, so the same inputs do "
+            f"transient: it comes back in {count} of {times} replays, so the same inputs do "
             "not always give the same result. Look at the devices and at nondeterministic kernels."
         )
     if following is None:
-        return f"deterministic: {len(again)} replays give the recorded bits."
+        return f"deterministic: {times} replays give the recorded bits."
     if is_bad(following):
         return (
-            f"deterministic: bad in {len(again)} of {len(again)} replays, and with another batch "
+            f"deterministic: bad in {times} of {times} replays, and with another batch "
             "too. The parameters are bad already: learning rate, precision, an earlier step."
         )
     return (
-        f"data: bad in {len(again)} of {len(again)} replays, and it goes away when the batch is "
+        f"data: bad in {times} of {times} replays, and it goes away when the batch is "
         "left out. Look at these rows, or set the policy rollback."
     )
 
@@ -113,13 +111,7 @@ def _before(
     if anomaly is not None:  # rollbacks after the checkpoint may have left out more
         left_out = tuple((first, end) for first, end in anomaly.left_out)
         position = dataclasses.replace(position, left_out=left_out)
-    loader = Loader(
-        dataset,
-        global_batch_size=config.train.global_batch_size,
-        seed=config.seed,
-        sharding=parts.step.batch_sharding,
-        start=position,
-    )
+    loader = parts.open_loader(dataset, position)
     for _ in range(done + 1, step):
         state, _ = parts.step.train(state, next(loader), math.inf)
     return state, loader

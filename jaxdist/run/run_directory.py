@@ -18,17 +18,13 @@ class RunDirectory:
     """The files of one run. Only process 0 writes them, but for each process's log and arrays.
 
     Attributes:
-        path: the directory.
         is_writer: this is process 0.
         resumed: a run was here before; it is continued, never split.
         config: the resolved config, as TOML.
         environment: versions, git, hosts, devices and command of the newest start; older ones
             inside it.
         metrics: one JSON object per line, see `metrics_log`.
-        tensorboard: TensorBoard's files.
         profiles: one directory per trace, where any was asked for.
-        checkpoints: one directory per saved step.
-        logs: one log per process.
         anomalies: one JSON line for each step whose loss was bad, with its rows; absent without.
         summary: what came of the run; written when it ends.
     """
@@ -49,12 +45,7 @@ class RunDirectory:
     def open(
         cls, path: str | os.PathLike[str], *, process_id: int = 0, resume: bool = True
     ) -> RunDirectory:
-        """Make the directory, or go on in it.
-
-        Args:
-            path: the same on every process (see `new_run_path`).
-            process_id: process 0 makes the files; the others only need `logs/`.
-            resume: go on with a run that is already there.
+        """Make the directory, or go on in it; `path` is the same on every process (`new_run_path`).
 
         Raises:
             ConfigError: a run is there and `resume` is False; the path is a file or not writable.
@@ -107,17 +98,14 @@ class RunDirectory:
         """Write config.toml; return what differs from the config that was there, one line each."""
         if not self.is_writer:
             return []
-        changes = []
-        if self.config.exists():
-            old = flatten(tomllib.loads(self.config.text()))
-            new = flatten(tomllib.loads(text))
-            changes = [
-                f"{key}: {old.get(key, 'not set')} -> {new.get(key, 'not set')}"
-                for key in sorted(old.keys() | new.keys())
-                if old.get(key) != new.get(key)
-            ]
+        new = flatten(tomllib.loads(text))
+        old = flatten(tomllib.loads(self.config.text())) if self.config.exists() else new
         self.config.write(text)
-        return changes
+        return [
+            f"{key}: {old.get(key, 'not set')} -> {new.get(key, 'not set')}"
+            for key in sorted(old.keys() | new.keys())
+            if old.get(key) != new.get(key)
+        ]
 
     def write_environment(self, record: Mapping[str, Any]) -> None:
         """Write environment.json, keeping the records of earlier starts under `earlier`."""

@@ -24,10 +24,12 @@ from jaxdist.run.exit_reason import ExitReason
 from jaxdist.run.monitoring.environment import versions
 from jaxdist.run.monitoring.monitor import Monitor
 from jaxdist.run.monitoring.timers import StepTimer
-from jaxdist.run.resilience import LossGuard, Rollback, SdcCheck, Watchdog
+from jaxdist.run.resilience.anomalies import LossGuard, Rollback
+from jaxdist.run.resilience.sdc_check import SdcCheck
+from jaxdist.run.resilience.watchdog import Watchdog
 from jaxdist.run.run_directory import RunDirectory
 from jaxdist.run.setup import Parts
-from jaxdist.run.startup import announce, restore_or_init
+from jaxdist.run.startup import Samples, announce, restore_or_init
 from jaxdist.run.step_report import StepReporter
 
 log = logging.getLogger("jaxdist")
@@ -37,12 +39,7 @@ log = logging.getLogger("jaxdist")
 class Between:
     """What is to be done between a step and the next; false when there is nothing.
 
-    Attributes:
-        evaluate: an evaluation is due.
-        save: which save is due, "" for none.
-        leave: the job was asked to stop.
-        trace: a profiler trace begins or ends here.
-        last: this was the last step.
+    `trace`: a profiler trace begins or ends here. `last`: this was the last step.
     """
 
     evaluate: bool = False
@@ -55,41 +52,82 @@ class Between:
         return self != Between()
 
 
-@dataclasses.dataclass(kw_only=True)
 class Session:
-    """Everything that a running job holds.
+    """Everything that a running job holds, until its `with` block ends.
+
+    Made of the newest valid state or a new one, and of all that watches over it. The preemption is
+    made before jax starts, so that no signal is lost. The budget, None on CPUs, is checked once the
+    step is compiled.
 
     Attributes:
-        config_text: the resolved config, kept in each checkpoint.
-        eval_data: held-out rows; None without any.
-        budget: estimated memory of a GPU, checked once the step is compiled; None on CPUs.
-        state: the train state after `step` steps, sharded over the mesh; donated to each step.
+        step: steps done.
+        state: the train state after them, sharded over the mesh; donated to each step.
         loader: batches from here on.
+
+    Raises:
+        ConfigError: the checkpoints do not fit the config, or another run uses the directory.
+        CheckpointError: there are checkpoints and none is good.
     """
 
-    parts: Parts
-    run: RunDirectory
-    config_text: str
-    train_data: TrainData
-    eval_data: Dataset | None
-    checkpointer: Checkpointer
-    monitor: Monitor
-    watchdog: Watchdog
-    guard: LossGuard
-    sdc_check: SdcCheck
-    preemption: runtime.Preemption
-    budget: Budget | None
-    state: Any
-    step: int
-    loader: Loader
-
-    def __post_init__(self) -> None:
-        self.config = self.parts.config
+    def __init__(
+        self,
+        parts: Parts,
+        data: tuple[TrainData, Dataset | None],
+        run: RunDirectory,
+        job: runtime.Job,
+        config_text: str,
+        *,
+        budget: Budget | None,
+        preemption: runtime.Preemption,
+        asked_to_trace: Callable[[], bool],
+    ) -> None:
+        self.parts, self.run, self.config_text = parts, run, config_text
+        (self.train_data, self.eval_data), self.config = data, parts.config
+        self.budget, self.preemption = budget, preemption
+        resilience = self.config.resilience
+        hosts = {row.process: row.host for row in job.devices}
+        with contextlib.ExitStack() as stack:
+            self.watchdog = Watchdog(
+                resilience, run.logs, process=job.process_id, num_processes=job.num_processes
+            )
+            stack.callback(self.watchdog.close)
+            self.checkpointer = Checkpointer(run.checkpoints, self.config.checkpoint, log=log.info)
+            stack.callback(self.checkpointer.close)
+            self.guard = LossGuard(resilience, run.anomalies if run.is_writer else None)
+            self.sdc_check = SdcCheck(resilience, parts.layout, hosts)
+            self.state, self.step, self.loader = self._restore()
+            self.monitor = stack.enter_context(
+                Monitor(
+                    self.config.monitoring,
+                    run,
+                    total_steps=self.config.train.steps,
+                    start_step=self.step,
+                    flops_per_token=parts.model.flops_per_token,
+                    unit=parts.model.unit,
+                    compute_dtype=str(parts.compute_dtype),
+                    devices=jax.devices(),
+                    config_text=config_text,
+                    asked_to_trace=asked_to_trace,
+                )
+            )
+            announce(parts, self.monitor, budget)
+            self._stack = stack.pop_all()
         # On CPU devices a dispatch waits for the step before it.
-        self.timer = StepTimer(blocking_dispatch=self.parts.step.context.platform == "cpu")
-        self.train_step = self.monitor.track_compiles(self.parts.step.train, "train step")
+        self.timer = StepTimer(blocking_dispatch=parts.step.context.platform == "cpu")
+        self.train_step = self.monitor.track_compiles(parts.step.train, "train step")
         self.reporter = StepReporter(
             self.monitor, self.timer, self.watchdog, self.guard, self.sdc_check, self.checkpointer
+        )
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.__exit__(*error)
+
+    def _restore(self, left_out: Samples | None = None) -> tuple[Any, int, Loader]:
+        return restore_or_init(
+            self.parts, self.train_data, self.checkpointer, self.run, self.guard, left_out
         )
 
     # -- one step ----------------------------------------------------------------------------------
@@ -177,10 +215,8 @@ class Session:
     def save(self, metrics: dict[str, float], *, due: Due = "", force: bool = False) -> None:
         """Save the state; training waits only for the copy to the host.
 
-        Args:
-            metrics: of an evaluation of this state, for `checkpoint.keep_best`; may be empty.
-            due: which save the schedule asks for; "" = it was asked for otherwise.
-            force: wait until it is committed.
+        `metrics` are of an evaluation of this state, for `checkpoint.keep_best`; `due` is what the
+        schedule asks for, "" where something else does; `force` waits until it is committed.
         """
         with self.phase("save"):
             meta = {
@@ -203,9 +239,7 @@ class Session:
         self.reporter.discard()
         self.state = None  # two states may not fit into memory
         with self.phase("restore"):
-            self.state, self.step, self.loader = restore_or_init(
-                self.parts, self.train_data, self.checkpointer, self.run, self.guard, left_out
-            )
+            self.state, self.step, self.loader = self._restore(left_out)
         without = f", without the batch of step {anomaly.step}" if anomaly else ""
         self.monitor.rewind(self.step, f"going on from step {self.step}{without}")
 
@@ -261,76 +295,3 @@ class Session:
             log.warning("%s", warning)
         if not self.config.force:
             budget.check_executable(stats)
-
-
-@contextlib.contextmanager
-def open_session(
-    parts: Parts,
-    data: tuple[TrainData, Dataset | None],
-    run: RunDirectory,
-    job: runtime.Job,
-    config_text: str,
-    *,
-    budget: Budget | None,
-    preemption: runtime.Preemption,
-    asked_to_trace: Callable[[], bool],
-) -> Iterator[Session]:
-    """The newest valid state or a new one, and all that watches over it, until the block ends.
-
-    Args:
-        parts: of the run.
-        data: rows to train on, and rows held out.
-        run: the run directory.
-        job: this process's place among all.
-        config_text: the resolved config.
-        budget: estimated memory; None where there is no limit to compare with.
-        preemption: made before jax starts, so that no signal is lost.
-        asked_to_trace: whether a trace was asked for since the last call.
-
-    Raises:
-        ConfigError: the checkpoints do not fit the config, or another run uses the directory.
-        CheckpointError: there are checkpoints and none is good.
-    """
-    config, (train_data, eval_data) = parts.config, data
-    checkpointer = Checkpointer(run.checkpoints, config.checkpoint, log=log.info)
-    watchdog = Watchdog(
-        config.resilience, run.logs, process=job.process_id, num_processes=job.num_processes
-    )
-    guard = LossGuard(config.resilience, run.anomalies if run.is_writer else None)
-    try:
-        state, step, loader = restore_or_init(parts, train_data, checkpointer, run, guard)
-        with Monitor(
-            config.monitoring,
-            run,
-            total_steps=config.train.steps,
-            start_step=step,
-            flops_per_token=parts.model.flops_per_token,
-            unit=parts.model.unit,
-            compute_dtype=str(parts.compute_dtype),
-            devices=jax.devices(),
-            config_text=config_text,
-            asked_to_trace=asked_to_trace,
-        ) as monitor:
-            announce(parts, monitor, budget)
-            yield Session(
-                parts=parts,
-                run=run,
-                config_text=config_text,
-                train_data=train_data,
-                eval_data=eval_data,
-                checkpointer=checkpointer,
-                monitor=monitor,
-                watchdog=watchdog,
-                guard=guard,
-                sdc_check=SdcCheck(
-                    config.resilience, parts.layout, {row.process: row.host for row in job.devices}
-                ),
-                preemption=preemption,
-                budget=budget,
-                state=state,
-                step=step,
-                loader=loader,
-            )
-    finally:
-        checkpointer.close()
-        watchdog.close()

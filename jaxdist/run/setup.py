@@ -27,7 +27,7 @@ from jaxdist.core.sharding import Layout
 from jaxdist.core.state import TrainState, abstract_state, init_state
 from jaxdist.core.step import Step, make_step
 from jaxdist.core.types import Array, ConfigError, Model, Params
-from jaxdist.data import TrainData
+from jaxdist.data import Loader, Position, TrainData
 from jaxdist.data.images import image_fields
 from jaxdist.data.packing import text_fields
 from jaxdist.models.huggingface.directory import is_model
@@ -41,11 +41,8 @@ class Parts:
 
     Attributes:
         config: the settings; of an elastic run, changed to fit the devices that are there.
-        spec: mesh sizes.
-        mesh_reason: why this mesh.
         is_shrunk: whether an elastic run has fewer devices than its mesh names.
         layout: how arrays are sharded over the mesh.
-        model: the model record.
         optimizer: update direction, without the learning rate.
         schedule: step -> learning rate, float32 [].
         loss_scale: initial loss scale of float16, scalars []; {} without.
@@ -120,6 +117,18 @@ class Parts:
             for name, (shape, dtype) in fields.items()
         }
 
+    def open_loader(self, dataset: TrainData, start: Position) -> Loader:
+        """Global batches of the dataset on this mesh, from a position on."""
+        return Loader(
+            dataset,
+            global_batch_size=self.config.train.global_batch_size,
+            seed=self.config.seed,
+            sharding=self.step.batch_sharding,
+            start=start,
+            prefetch=self.config.data.prefetch,
+            num_workers=self.config.data.num_workers,
+        )
+
     def _started_params(self, path: str) -> Params:
         """Stored weights, and random ones for `reinit_params`."""
         fresh = self.config.reinit_params
@@ -134,9 +143,8 @@ class Parts:
             return [leaf for leaf, fresh in zip(leaves, wanted, strict=True) if fresh]
 
         placed = [leaf.sharding for (_, leaf), new in zip(named, wanted, strict=True) if new]
-        made = iter(
-            jax.jit(random_leaves, static_argnums=0, out_shardings=placed)(self.config.seed)
-        )
+        make = jax.jit(random_leaves, static_argnums=0, out_shardings=placed)
+        made = iter(make(self.config.seed))
         leaves = [next(made) if new else leaf for (_, leaf), new in zip(named, wanted, strict=True)]
         target = jax.tree.unflatten(structure, leaves)
         return self.stored_params(path, target, fresh=fresh, unused=self.config.ignore_params)
@@ -151,11 +159,8 @@ class Parts:
     ) -> Params:
         """Load weights onto this mesh; those of a run are verified.
 
-        Args:
-            path: a Hugging Face directory, a run, or one of its checkpoints.
-            target: see `Checkpointer.restore_params`; default: all parameters of the model.
-            fresh: see `Checkpointer.restore_params`.
-            unused: see `Checkpointer.restore_params`.
+        `path` is a Hugging Face directory, a run, or one of its checkpoints. The rest is as for
+        `Checkpointer.restore_params`; `target` defaults to all parameters of the model.
 
         Raises:
             ConfigError: there is nothing to load, or its weights do not fit this run's model.
@@ -165,10 +170,9 @@ class Parts:
             return load_params(
                 Path(path).expanduser(), target, fresh=in_params(fresh), unused=in_params(unused)
             )
-        directory = directory_of(path)
-        named = Path(path).name
-        reader = Checkpointer(directory, self.config.checkpoint, read_only=True)
-        step = int(named) if named.isdecimal() else None
+        name = Path(path).name
+        reader = Checkpointer(directory_of(path), self.config.checkpoint, read_only=True)
+        step = int(name) if name.isdecimal() else None
         return reader.restore_params(target, step, fresh=fresh, unused=unused)
 
 
@@ -177,12 +181,9 @@ def assemble(
     devices: Sequence[Any],
     needs_of: Callable[[RunConfig, Sequence[Any], Model], Needs | None] | None = None,
 ) -> Parts:
-    """Build the parts of a run for these devices.
+    """Build the parts of a run for all devices of the job.
 
-    Args:
-        config: the run.
-        devices: all devices of the job.
-        needs_of: estimates memory, by which the default mesh is chosen.
+    `needs_of` estimates memory, by which the default mesh is chosen.
 
     Raises:
         ConfigError: every rule that the mesh breaks, with legal meshes nearby.

@@ -14,7 +14,7 @@ from jaxdist.core.step import has_replica_norms
 from jaxdist.data import Loader, Position, TrainData, resume_position
 from jaxdist.plan.estimate.memory_check import Budget
 from jaxdist.run.monitoring.monitor import Monitor
-from jaxdist.run.resilience import LossGuard
+from jaxdist.run.resilience.anomalies import LossGuard
 from jaxdist.run.run_directory import RunDirectory, new_run_path
 from jaxdist.run.setup import Parts
 
@@ -46,13 +46,8 @@ def restore_or_init(
 ) -> tuple[TrainState, int, Loader]:
     """The newest valid checkpoint, or a new state where there is none.
 
-    Args:
-        parts: of the run.
-        dataset: rows to train on.
-        checkpointer: of the run.
-        run: the run directory.
-        guard: gets back the losses that it had seen.
-        left_out: of a run that rolls back, the samples that it leaves out from now on.
+    The guard gets back the losses that it had seen. A run that rolls back says which samples it
+    leaves out from now on.
 
     Returns:
         The state, sharded over the mesh; steps done; the loader of the next batch.
@@ -77,16 +72,7 @@ def restore_or_init(
     guard.restore(losses)
     if left_out is not None:
         position = dataclasses.replace(position, left_out=left_out)
-    loader = Loader(
-        dataset,
-        global_batch_size=config.train.global_batch_size,
-        seed=config.seed,
-        sharding=parts.step.batch_sharding,
-        start=position,
-        prefetch=config.data.prefetch,
-        num_workers=config.data.num_workers,
-    )
-    return state, step, loader
+    return state, step, parts.open_loader(dataset, position)
 
 
 def announce(parts: Parts, monitor: Monitor, budget: Budget | None) -> None:

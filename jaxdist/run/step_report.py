@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from typing import Any
 
@@ -11,36 +12,25 @@ from jaxdist.data import Loader
 from jaxdist.run.exit_reason import ExitReason
 from jaxdist.run.monitoring.monitor import Monitor
 from jaxdist.run.monitoring.timers import StepTimer
-from jaxdist.run.resilience import (
-    Anomaly,
-    CorruptState,
-    LossGuard,
-    Rollback,
-    SdcCheck,
-    Stopped,
-    Watchdog,
-    uneven_norms,
-)
+from jaxdist.run.resilience.anomalies import Anomaly, LossGuard, Rollback, Stopped
+from jaxdist.run.resilience.sdc_check import CorruptState, SdcCheck, uneven_norms
+from jaxdist.run.resilience.watchdog import Watchdog
 
 
+@dataclasses.dataclass
 class StepReporter:
     """Reads the metrics of step n−1 once step n is dispatched, and acts on them.
 
     The checkpointer finishes its save before a run is stopped.
     """
 
-    def __init__(
-        self,
-        monitor: Monitor,
-        timer: StepTimer,
-        watchdog: Watchdog,
-        guard: LossGuard,
-        sdc_check: SdcCheck,
-        checkpointer: Checkpointer,
-    ):
-        self.monitor, self.timer, self.watchdog = monitor, timer, watchdog
-        self.guard, self.sdc_check, self.checkpointer = guard, sdc_check, checkpointer
-        self._deferred: tuple[int, Metrics, Loader, int] | None = None
+    monitor: Monitor
+    timer: StepTimer
+    watchdog: Watchdog
+    guard: LossGuard
+    sdc_check: SdcCheck
+    checkpointer: Checkpointer
+    _deferred: tuple[int, Metrics, Loader, int] | None = dataclasses.field(default=None, init=False)
 
     def defer(self, step: int, state: Any, metrics: Metrics, loader: Loader) -> None:
         """Keep a dispatched step's metrics for the next `flush`; waits for nothing.

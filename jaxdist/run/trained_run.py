@@ -19,24 +19,13 @@ from jaxdist.runtime.storage import Location, locate
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainedRun:
-    """A run opened for reading.
-
-    Attributes:
-        path: run directory.
-        parts: mesh, model and compiled functions on this machine's devices.
-    """
+    """A run opened for reading: its directory, and its parts on this machine's devices."""
 
     path: Location
     parts: Parts
 
     def params(self, step: int | None = None) -> tuple[Params, int]:
-        """Parameters of a checkpoint, and its step.
-
-        Args:
-            step: which checkpoint; None = the newest valid one.
-
-        Returns:
-            The parameters, sharded as in training, and the step.
+        """Parameters of a checkpoint, sharded as in training, and its step; None: the newest valid.
 
         Raises:
             ConfigError: there is no such checkpoint, or it holds another model.
@@ -56,19 +45,12 @@ class TrainedRun:
 
 
 def open_run(
-    path: str,
-    *,
-    mesh: str = "auto",
-    simulate: int = 0,
-    train: Mapping[str, Any] | None = None,
+    path: str, *, mesh: str = "auto", simulate: int = 0, train: Mapping[str, Any] | None = None
 ) -> TrainedRun:
     """Open a run for evaluation or generation on another mesh, device count or machine.
 
-    Args:
-        path: run directory, or a checkpoint inside it.
-        mesh: mesh axes; "auto" = one device.
-        simulate: simulated CPU devices; 0 = the machine's own.
-        train: settings of the section `train` to replace.
+    `path` may be a checkpoint inside the run; mesh "auto" is one device; `simulate=0` means the
+    machine's own devices; `train` replaces settings of that section.
 
     Raises:
         ConfigError: no run is there, its settings cannot be read, or the mesh is not legal.

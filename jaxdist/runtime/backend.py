@@ -49,13 +49,11 @@ def be_careful() -> None:
     """
     import jax
 
-    flags = os.environ.get("XLA_FLAGS", "").split()
-    given = {flag.partition("=")[0] for flag in flags}
+    given = os.environ.get("XLA_FLAGS", "")
     # A kernel that timing chooses may be another one the next time.
-    for flag in ("--xla_gpu_exclude_nondeterministic_ops=true", "--xla_gpu_autotune_level=0"):
-        if flag.partition("=")[0] not in given:
-            flags.append(flag)
-    os.environ["XLA_FLAGS"] = " ".join(flags)
+    careful = ("--xla_gpu_exclude_nondeterministic_ops=true", "--xla_gpu_autotune_level=0")
+    missing = [flag for flag in careful if flag.partition("=")[0] not in given]
+    os.environ["XLA_FLAGS"] = " ".join([given, *missing]).strip()
     jax.config.update("jax_enable_checks", True)
 
 

@@ -38,8 +38,6 @@ class JoinPlan:
 
     Attributes:
         source: who said so, in words for a log line.
-        num_processes: in the whole job.
-        process_id: of this process.
         coordinator_address: host:port of process 0; empty when alone.
         num_hosts: hosts of the job, 0 when the environment does not say.
         num_local_processes: processes on this host, 0 when the environment does not say.
@@ -65,13 +63,10 @@ class JoinPlan:
 def resolve(
     environ: Mapping[str, str], settings: RuntimeConfig | None = None, num_gpus: int = 0
 ) -> JoinPlan:
-    """The plan that `environ` and the user's `settings` make for this process.
+    """The plan that `environ` and the user's `settings` make for this process; the settings win.
 
-    Args:
-        environ: of this process.
-        settings: what the user fixed by hand; it wins over the environment.
-        num_gpus: GPUs that the host shows to this process; 0 when unknown. Needed only where
-            several processes share a host and nobody set `CUDA_VISIBLE_DEVICES`.
+    `num_gpus` is how many the host shows to this process, 0 when unknown. It is needed only where
+    several processes share a host and nobody set `CUDA_VISIBLE_DEVICES`.
 
     Raises:
         ConfigError: the environment contradicts itself, or a job is not started as it must be.

@@ -24,7 +24,7 @@ from jaxdist.runtime.cluster_environment import JoinPlan, is_loopback, resolve, 
 from jaxdist.runtime.config import RuntimeConfig
 from jaxdist.runtime.coordination import gather
 from jaxdist.runtime.coordination.failure_broadcast import watch_failures
-from jaxdist.runtime.formatting.tables import columns
+from jaxdist.runtime.formatting.tables import columns, few
 from jaxdist.runtime.logs import divert_c_stdout
 from jaxdist.runtime.rendezvous import wait_for_all
 
@@ -52,9 +52,6 @@ class Job:
     """This process's place in its job.
 
     Attributes:
-        process_id: from 0.
-        num_processes: in the whole job.
-        host: name of this host.
         local_devices: jax devices of this process.
         devices: every device of the job, process by process.
         platform: "cpu" or "gpu".
@@ -252,13 +249,9 @@ def _start_devices(plan: JoinPlan, gpus: list[str], timeout_s: int) -> Job:
     _check_processes(gather("process", facts, timeout_s))
     local = tuple(jax.local_devices())
     platform = local[0].platform
+    known = uuids if platform == "gpu" and len(uuids) == len(local) else [""] * len(local)
     rows = [
-        {
-            "host": host,
-            "device": i,
-            "kind": device.device_kind,
-            "uuid": uuids[i] if platform == "gpu" and len(uuids) == len(local) else "",
-        }
+        {"host": host, "device": i, "kind": device.device_kind, "uuid": known[i]}
         for i, device in enumerate(local)
     ]
     said = {"platform": platform, "rows": rows, "expected": uuids}
@@ -338,14 +331,12 @@ def _check_processes(everyone: list[dict[str, Any]]) -> None:
         versions = [said["versions"].get(package, "none") for said in everyone]
         if package == "python":
             versions = [version.rpartition(".")[0] for version in versions]
-        common = Counter(versions).most_common(1)[0][0]
-        odd = [i for i, version in enumerate(versions) if version != common]
+        common, odd = _odd_ones(versions)
         if odd:
-            which = ", ".join(f"process {i} on {everyone[i]['host']}" for i in odd[:4])
+            which = few([f"process {i} on {everyone[i]['host']}" for i in odd], 4)
             problems.append(
                 f"{package} {common} in {len(everyone) - len(odd)} processes, but "
-                f"{versions[odd[0]]} in {which}{' ...' if len(odd) > 4 else ''}. "
-                "Use one environment on all hosts."
+                f"{versions[odd[0]]} in {which}. Use one environment on all hosts."
             )
     uuids = dict.fromkeys(uuid for said in everyone for uuid in said["gpus"] if uuid)
     for uuid in uuids:
@@ -360,6 +351,12 @@ def _check_processes(everyone: list[dict[str, Any]]) -> None:
         raise ConfigError(problems)
 
 
+def _odd_ones(values: list[str]) -> tuple[str, list[int]]:
+    """The most common value, and the indices that have another."""
+    common = Counter(values).most_common(1)[0][0]
+    return common, [i for i, value in enumerate(values) if value != common]
+
+
 def _check_devices(everyone: list[dict[str, Any]]) -> None:
     """Refuse unlike platforms and counts, and a CPU run where GPUs were given."""
     places = [f"process {i} on {said['rows'][0]['host']}" for i, said in enumerate(everyone)]
@@ -370,10 +367,9 @@ def _check_devices(everyone: list[dict[str, Any]]) -> None:
         if said["platform"] == "cpu" and said["expected"] and len(everyone) > 1
     ]
     shapes = [f"{len(said['rows'])} {said['platform']} device(s)" for said in everyone]
-    common = Counter(shapes).most_common(1)[0][0]
-    odd = [i for i, shape in enumerate(shapes) if shape != common]
+    common, odd = _odd_ones(shapes)
     if odd:
-        which = ", ".join(f"{places[i]} has {shapes[i]}" for i in odd[:4])
+        which = few([f"{places[i]} has {shapes[i]}" for i in odd], 4)
         problems.append(
             f"processes must have equal devices: most have {common}, but {which}. Give every "
             "process as many, by CUDA_VISIBLE_DEVICES, --gpus-per-task or --simulate."

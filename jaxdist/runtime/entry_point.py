@@ -1,15 +1,4 @@
-"""The entry point of every command: what its exit code means, and how it reports a failure.
-
-| code | meaning |
-|---|---|
-| 0 | finished |
-| 2 | bad usage or configuration: a restart cannot help |
-| 75 | preempted after a committed save, or too few hosts for an elastic job: start it again |
-| 85 | silent data corruption: devices hold different bits of one value, test the hardware |
-| 86 | the watchdog ended a process that made no progress |
-| 130 | interrupted from the keyboard |
-| 1 | anything else |
-"""
+"""The entry point of every command: what its exit code means, and how it reports a failure."""
 
 from __future__ import annotations
 
@@ -29,13 +18,13 @@ from jaxdist.runtime.coordination import process_place, service
 from jaxdist.runtime.coordination.failure_broadcast import FOLLOWED, announce_failure, leave_error
 from jaxdist.runtime.storage import locate
 
-EXIT_OK = 0
-EXIT_FAILURE = 1
-EXIT_CONFIG = 2
-EXIT_PREEMPTED = 75
-EXIT_SDC = 85
-EXIT_HANG = 86
-EXIT_INTERRUPTED = 130
+EXIT_OK = 0  # finished
+EXIT_FAILURE = 1  # anything that has no code of its own
+EXIT_CONFIG = 2  # bad usage or configuration: a restart cannot help
+EXIT_PREEMPTED = 75  # after a committed save, or too few hosts for an elastic job: start it again
+EXIT_SDC = 85  # silent data corruption: devices hold different bits of one value, test them
+EXIT_HANG = 86  # the watchdog ended a process that made no progress
+EXIT_INTERRUPTED = 130  # from the keyboard
 
 
 class Agreed(int):
@@ -144,10 +133,8 @@ def _first_line(error: BaseException) -> str:
 
 def advice_for(message: str) -> str:
     """One line of what to do about an error with this message."""
-    for marks, advice in _ADVICE:
-        if any(mark in message for mark in marks):
-            return advice
-    return RERUN
+    fitting = (advice for marks, advice in _ADVICE if any(mark in message for mark in marks))
+    return next(fitting, RERUN)
 
 
 def is_consequence(error: str) -> bool:
@@ -163,7 +150,10 @@ def _leave(code: int, line: str) -> NoReturn:
     # the others are stuck in a collective, waiting for us.
     _flush()
     if code in (EXIT_OK, EXIT_PREEMPTED) or isinstance(code, Agreed):
-        _shut_down()
+        try:
+            service.leave()
+        except Exception as error:  # the work is done and saved
+            print(f"warning: leaving without the other processes: {error}", file=sys.stderr)
     else:
         announce_failure(code, line)
     _flush()
@@ -179,13 +169,6 @@ def _write_exit_code(code: int) -> None:
         locate(path).write(f"{code}\n")
     except OSError as failure:
         print(f"cannot write {path}: {failure}", file=sys.stderr)
-
-
-def _shut_down() -> None:
-    try:
-        service.leave()
-    except Exception as error:  # the work is done and saved; the farewell changes no exit code
-        print(f"warning: leaving without the other processes: {error}", file=sys.stderr)
 
 
 def _flush() -> None:

@@ -51,10 +51,6 @@ def setup_logging(
 
     Calling it again replaces what an earlier call set. With a file, what C code writes to stdout
     (gloo, NCCL) goes to the file too: the console holds only our own lines.
-
-    Args:
-        process_id: of this process in its job.
-        log_file: opened for appending, parents made; None: no file.
     """
     logger = logging.getLogger("jaxdist")
     logger.setLevel(logging.INFO)

@@ -38,7 +38,8 @@ def submit(cluster, name: str, body: str, **fields) -> str:
     code += "ATTEMPT = int(os.environ.get('SLURM_RESTART_COUNT', 0))\n\ndef main():\n"
     code += textwrap.indent(textwrap.dedent(body), "    ") + "\n\nruntime.run_command(main)\n"
     (jobs / f"{name}.py").write_text(code)
-    settings = {"nodes": 2, "time": "10", "program": f"{sys.executable} {jobs / name}.py", **fields}
+    program = f"{sys.executable} {jobs / name}.py"
+    settings = {"nodes": "2", "time": "10", "program": program, **fields}
     (jobs / f"{name}.sbatch").write_text(batch_script(plan(name=name, **settings)))
     return cluster.submit(jobs / f"{name}.sbatch", PYTHONPATH=str(ROOT), JAX_PLATFORMS="cpu")
 
@@ -86,7 +87,7 @@ def test_gpus_are_handed_out_as_the_resolver_expects(cluster):
 def test_an_elastic_job_gets_all_nodes_that_are_idle_and_its_tasks_on_each(cluster):
     """Three of four nodes are there: two tasks on each."""
     body = "print('task', os.environ['SLURMD_NODENAME'], os.environ['SLURM_LOCALID'])"
-    fields = {"nodes": 4, "min_nodes": 2, "tasks_per_node": 2, "cpus_per_task": 2}
+    fields = {"nodes": "2-4", "tasks_per_node": 2, "cpus_per_task": 2}
     job_id = submit(cluster, "idle", body, **fields)
     assert cluster.wait(job_id) == "COMPLETED", cluster.output(job_id)
     said = {line for line in cluster.output(job_id).splitlines() if line.startswith("task ")}
@@ -125,7 +126,7 @@ def test_a_cancelled_job_stays_cancelled(cluster):
         time.sleep(0.05)
     return runtime.EXIT_PREEMPTED
     """
-    job_id = submit(cluster, "cancel", body, nodes=1)
+    job_id = submit(cluster, "cancel", body, nodes="1")
     wait_for(cluster.root / f"jobs/runs/cancel-{job_id}/running-0", cluster, job_id)
     cluster.run("scancel", job_id)
     assert cluster.wait(job_id) == "CANCELLED"

@@ -109,6 +109,6 @@ def problems_of(config: Any, section: str = "", *, deep: bool = True) -> list[st
 
 def _fix(field: dataclasses.Field, bounds: Bounds) -> str:
     default = field.default
-    if default is dataclasses.MISSING or not bounds.allow(default):
+    if default in (dataclasses.MISSING, None) or not bounds.allow(default):
         return f"Use a number that is {bounds}."
     return f"The default is {default}: {field.metadata['doc']}."

@@ -5,12 +5,6 @@ description instead of real ones, compiles, and answers with `CompiledStep`. Wha
 way comes back as `NotCompiled`, never as a traceback: a caller falls back on its estimate and says
 why.
 
-    outcome = compile_step(config, mesh, cluster, timeout_s=300.0)
-    if isinstance(outcome, NotCompiled):
-        print(outcome.reason, outcome.fix)
-    else:
-        print(outcome.memory.total_bytes, outcome.wire_bytes())
-
 What the compiler cannot know here: kernels are not tuned (memory within a few percent, times
 worthless), and the memory of the CUDA context, of NCCL and of CUDA graphs is outside its account.
 """
@@ -19,14 +13,13 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
-import importlib.util
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -36,11 +29,12 @@ from jaxdist.core.parallel.axes import row_axes
 from jaxdist.core.settings import write_toml
 from jaxdist.plan.compiled.collectives import Collective
 from jaxdist.plan.hardware import Cluster
+from jaxdist.runtime.formatting.numbers import in_bytes
 
 INSTALL = "pip install 'jaxdist[plan]'"
 """Brings the compiler: no GPU, driver or CUDA installation is needed."""
 
-_MODULES = ("jax_plugins.xla_cuda13", "jax_cuda13_plugin")
+_PACKAGES = ("jax-cuda13-plugin", "jax-cuda13-pjrt")
 _SYNCHRONOUS_MIB = 64
 _DETAIL_LINES = 20
 
@@ -80,10 +74,8 @@ class Memory:
 class Buffer:
     """One of the largest pieces of temporary memory.
 
-    Attributes:
-        bytes: its size.
-        shapes: arrays that take turns in it, e.g. "f32[10,5120,2,3456]", the largest first.
-        op_name: where the code asked for the first of them.
+    `shapes` take turns in it, e.g. "f32[10,5120,2,3456]", the largest first; `op_name` says where
+    the code asked for the first of them.
     """
 
     bytes: int
@@ -91,18 +83,11 @@ class Buffer:
     op_name: str
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Remark:
-    """Something in the program or in the compiler's output that a person should know.
+    """Something in the program or in the compiler's output that a person should know."""
 
-    Attributes:
-        kind: what it is about.
-        text: one sentence: what, how much, what to do.
-    """
-
-    kind: Literal[
-        "rematerialization", "memory", "synchronous", "reduction dtype", "attention", "compiler"
-    ]
+    kind: Literal["rematerialization", "memory", "synchronous", "reduction dtype", "attention"]
     text: str
 
 
@@ -111,13 +96,11 @@ class CompiledStep:
     """The compiled train step of one device.
 
     Attributes:
-        memory: bytes by class.
         buffers: the largest pieces of `temporary_bytes`, largest first.
         collectives: all of them, in program order.
         branch_shares: kind of a pipeline's action -> how often a stage takes its branch, as a share
             of the ticks that hold it; {} without a pipeline. Idle ticks of a schedule move nothing.
         attention: "cudnn" or "xla" where the model attends, "" where it does not.
-        remarks: what a person should know.
         compile_s: seconds of lowering and compilation.
         versions: jax, jaxlib and plugin.
         xla_flags: XLA_FLAGS that it was compiled with.
@@ -156,13 +139,11 @@ class CompiledStep:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NotCompiled:
-    """Why there is no compiled step.
+    """Why there is no compiled step, in a sentence, and what to do about it.
 
     Attributes:
         kind: missing = the extra is not installed; refused = the settings or the mesh are illegal;
             failed = the compiler gave up; timeout.
-        reason: one sentence.
-        fix: what to do about it.
         details: the end of the compiler's own output, for a log.
     """
 
@@ -174,15 +155,15 @@ class NotCompiled:
 
 def missing_compiler() -> NotCompiled | None:
     """Why there is no compiler here, or None where there is one. Starts nothing."""
-    lacking = [name for name in _MODULES if not _is_there(name)]
-    if lacking:
+    try:
+        jax, plugin, _ = map(importlib.metadata.version, ("jax", *_PACKAGES))
+    except importlib.metadata.PackageNotFoundError as error:
         return NotCompiled(
             kind="missing",
             reason="the XLA:GPU compiler is not installed (the extra `plan`)",
             fix=f"Install it: {INSTALL}. It needs no GPU.",
-            details=f"missing: {', '.join(lacking)}",
+            details=str(error),
         )
-    jax, plugin = (importlib.metadata.version(name) for name in ("jax", "jax-cuda13-plugin"))
     if jax != plugin:
         return NotCompiled(
             kind="missing",
@@ -193,25 +174,13 @@ def missing_compiler() -> NotCompiled | None:
     return None
 
 
-def _is_there(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:
-        return False
-
-
 def compile_step(
     config: RunConfig, mesh: MeshSpec, cluster: Cluster, *, timeout_s: float = 300.0
 ) -> CompiledStep | NotCompiled:
     """Compile a run's train step for GPUs that are not here.
 
-    Takes seconds to a minute of one core and about a gigabyte; several can run side by side.
-
-    Args:
-        config: the run; its own mesh and simulated devices are ignored.
-        mesh: the mesh to compile for.
-        cluster: machines and GPUs; as many GPUs as the mesh takes.
-        timeout_s: seconds after which the compilation is given up.
+    The run's own mesh and simulated devices are ignored. Takes seconds to a minute of one core and
+    about a gigabyte; several can run side by side.
 
     Returns:
         The compiled step, or why there is none; nothing is raised.
@@ -260,17 +229,16 @@ def _ask(command: Sequence[str], request: dict[str, Any], timeout_s: float) -> _
         env=_environment(),
         start_new_session=True,  # so that its children end with it
     )
+    code: int | None = None
     try:
         answer, log = process.communicate(json.dumps(request), timeout=timeout_s)
-        return _Answer(code=process.returncode, answer=answer, log=log, timeout_s=timeout_s)
-    except subprocess.TimeoutExpired:
+        code = process.returncode
+    except BaseException as error:
         os.killpg(process.pid, signal.SIGKILL)
         answer, log = process.communicate()
-        return _Answer(code=None, answer=answer, log=log, timeout_s=timeout_s)
-    except BaseException:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        raise
+        if not isinstance(error, subprocess.TimeoutExpired):
+            raise
+    return _Answer(code=code, answer=answer, log=log, timeout_s=timeout_s)
 
 
 def _environment() -> dict[str, str]:
@@ -323,111 +291,67 @@ def _last_error(log: str, code: int) -> str:
 
 
 def _read(facts: dict[str, Any], log: str) -> CompiledStep:
-    memory = Memory(**facts["memory"])
-    collectives = tuple(
-        Collective(**{**c, "axes": tuple(c["axes"]), "dtypes": tuple(c["dtypes"])})
-        for c in facts["collectives"]
-    )
-    step = CompiledStep(
-        memory=memory,
-        buffers=tuple(
-            Buffer(bytes=b["bytes"], shapes=tuple(b["shapes"]), op_name=b["op_name"])
-            for b in facts["buffers"]
-        ),
-        collectives=collectives,
-        branch_shares=facts["branch_shares"],
-        attention=facts["attention"],
-        remarks=(),
-        compile_s=facts["compile_s"],
-        versions=facts["versions"],
-        xla_flags=facts["xla_flags"],
-        target=facts["target"],
-    )
-    return dataclasses.replace(step, remarks=tuple(remarks(step, log)))
+    kinds: dict[str, Any] = {"buffers": Buffer, "collectives": Collective}
+    lists: dict[str, Any] = {
+        name: tuple(
+            kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in record.items()})
+            for record in facts[name]
+        )
+        for name, kind in kinds.items()
+    }
+    step = CompiledStep(**{**facts, **lists, "memory": Memory(**facts["memory"]), "remarks": ()})
+    return dataclasses.replace(step, remarks=(*_log_remarks(log), *_step_remarks(step)))
 
 
 # --- remarks -------------------------------------------------------------------------------------
 
 
-def remarks(step: CompiledStep, log: str) -> list[Remark]:
-    """What a person should know of a compiled step and of what its compiler warned of."""
-    return [
-        *_from_log(log),
-        *_synchronous(step),
-        *_reductions(step),
-        *_attention(step),
-    ]
-
-
-def _from_log(log: str) -> list[Remark]:
-    found = []
+def _log_remarks(log: str) -> Iterator[Remark]:
+    """What the compiler warned of."""
     rematerialized = re.findall(r"Involuntary full rematerialization.*?(%[\w.\-]+)", log)
     if rematerialized:
-        found.append(
-            Remark(
-                kind="rematerialization",
-                text=f"the partitioner gathers {len(rematerialized)} arrays whole because it knows "
-                f"no cheaper way between their shardings ({', '.join(rematerialized[:3])}). Only "
-                "a model whose tensor parallelism is left to XLA can meet this.",
-            )
+        yield Remark(
+            "rematerialization",
+            f"the partitioner gathers {len(rematerialized)} arrays whole because it knows no "
+            f"cheaper way between their shardings ({', '.join(rematerialized[:3])}). Only a model "
+            "whose tensor parallelism is left to XLA can meet this.",
         )
     limits = re.findall(r"[Cc]an't reduce memory use below ([\d.]+\s?\w+)", log)
     if limits:
-        found.append(
-            Remark(
-                kind="memory",
-                text=f"before placing its buffers the compiler wanted them below {limits[-1]} and "
-                "could not get there by recomputing. Trust the total, not that it compiled.",
-            )
+        yield Remark(
+            "memory",
+            f"before placing its buffers the compiler wanted them below {limits[-1]} and could not "
+            "get there by recomputing. Trust the total, not that it compiled.",
         )
-    return found
 
 
-def _synchronous(step: CompiledStep) -> list[Remark]:
-    """Large collectives that overlap with nothing."""
-    found = []
-    for c in step.collectives:
-        if not c.overlapped and c.bytes >= _SYNCHRONOUS_MIB * 2**20:
-            found.append((step.runs(c) * c.wire_bytes, c))
-    if not found:
-        return []
-    total = sum(moved for moved, _ in found)
-    whole = sum(step.wire_bytes().values())
-    _, worst = max(found, key=lambda pair: pair[0])
-    return [
-        Remark(
-            kind="synchronous",
-            text=f"{len(found)} collectives above {_SYNCHRONOUS_MIB} MiB overlap with nothing, "
-            f"{total / whole:.0%} of what a step sends ({total / 2**30:.1f} GiB); the largest is "
-            f"{worst.kind} over {'+'.join(worst.axes)} of {worst.bytes / 2**20:.0f} MiB.",
+def _step_remarks(step: CompiledStep) -> Iterator[Remark]:
+    """Large collectives that overlap with nothing, gradients summed in less than float32."""
+    sends = lambda c: step.runs(c) * c.wire_bytes
+    large = [c for c in step.collectives if c.bytes >= _SYNCHRONOUS_MIB * 2**20]
+    if waited := [c for c in large if not c.overlapped]:
+        total, whole = sum(map(sends, waited)), sum(step.wire_bytes().values())
+        worst = max(waited, key=sends)
+        yield Remark(
+            "synchronous",
+            f"{len(waited)} collectives above {_SYNCHRONOUS_MIB} MiB overlap with nothing, "
+            f"{total / whole:.0%} of what a step sends ({in_bytes(total)}); the largest is "
+            f"{worst.kind} over {'+'.join(worst.axes)} of {in_bytes(worst.bytes)}.",
         )
-    ]
-
-
-def _reductions(step: CompiledStep) -> list[Remark]:
-    """Gradients summed in less than float32."""
     narrow: dict[str, set[str]] = {}
     for c in step.collectives:
         if c.kind in ("all-reduce", "reduce-scatter") and set(row_axes()) & set(c.axes):
             for dtype in set(c.dtypes) & {"bf16", "f16"}:
                 narrow.setdefault(dtype, set()).add("+".join(c.axes))
-    return [
-        Remark(
-            kind="reduction dtype",
-            text=f"gradients are summed in {dtype} over {', '.join(sorted(axes))} "
+    for dtype, axes in narrow.items():
+        yield Remark(
+            "reduction dtype",
+            f"gradients are summed in {dtype} over {', '.join(sorted(axes))} "
             "(precision.reduce_dtype).",
         )
-        for dtype, axes in narrow.items()
-    ]
-
-
-def _attention(step: CompiledStep) -> list[Remark]:
-    if step.attention != "xla":
-        return []
-    return [
-        Remark(
-            kind="attention",
-            text="attention is not cuDNN's fused kernel: its scores take memory that grows with "
-            "the square of train.seq_len.",
+    if step.attention == "xla":
+        yield Remark(
+            "attention",
+            "attention is not cuDNN's fused kernel: its scores take memory that grows with the "
+            "square of train.seq_len.",
         )
-    ]

@@ -9,6 +9,7 @@ would make every table of traffic a lie.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 import re
@@ -32,6 +33,7 @@ _PER_ELEMENT = (
     *("all-reduce", "reduce-scatter", "reduce", "reduce-window", "all-reduce-start"),
     *("scatter", "select-and-scatter", "sort", "map", "reduce-scatter-start"),
 )
+_ENDS = {f"{kind}-{end}" for kind in (*KINDS, "async") for end in ("done", "update")}
 _COMPUTES = ("fusion", "custom-call", "dot", "convolution", "while", "conditional", "call", "sort")
 _SUSPECT = re.compile(r"all-|reduce-scatter|collective|ragged|^send|^recv|^partition-barrier")
 _TRIPS = re.compile(r'known_trip_count"?\s*[:=]\s*\{\s*"?n"?\s*[:=]\s*"?(\d+)')
@@ -134,22 +136,6 @@ def read_collectives(
     return found
 
 
-def traffic(text: str, mesh: Mapping[str, int]) -> dict[tuple[str, str], tuple[int, int]]:
-    """(kind, "data+fsdp") -> (instructions run, bytes of whole arrays), per step.
-
-    Raises:
-        UnknownHLO: something is not known, or a collective may or may not run.
-    """
-    totals: dict[tuple[str, str], tuple[int, int]] = {}
-    for c in read_collectives(text, mesh):
-        if c.in_branch:
-            raise UnknownHLO(f"collectives inside a conditional: {c}")
-        key = (c.kind, "+".join(c.axes))
-        count, moved = totals.get(key, (0, 0))
-        totals[key] = (count + c.count, moved + c.count * c.bytes)
-    return totals
-
-
 def custom_calls(text: str) -> list[tuple[str, Instruction]]:
     """(target, instruction) of every custom call, those of uncalled computations too."""
     found = []
@@ -172,17 +158,15 @@ def _wire_bytes(kind: str, total: int, size: int) -> int:
 # --- the walk ------------------------------------------------------------------------------------
 
 
-def _walk(module: Module) -> Iterator[_Site]:
+def _walk(module: Module) -> list[_Site]:
     """Every collective that a run of the program reaches."""
-    sites: dict[str, list[_Site]] = {}
 
+    @functools.cache
     def inside(name: str) -> list[_Site]:
         """Collectives of one run of a computation."""
-        if name not in sites:
-            sites[name] = list(_computation(module, name, inside))
-        return sites[name]
+        return list(_computation(module, name, inside))
 
-    yield from inside(module.entry)
+    return inside(module.entry)
 
 
 def _computation(
@@ -196,15 +180,13 @@ def _computation(
             yield _site(kind, instructions, place, instruction, opcode != kind)
         elif opcode == "async-start":
             yield from _wrapped(module, instructions, place, called)
-        elif opcode.endswith(("-done", "-update")) and opcode.rpartition("-")[0] in (
-            *KINDS,
-            "async",
-        ):
+        elif opcode in _ENDS:
             continue
         elif _SUSPECT.search(opcode):
             raise UnknownHLO(f"unknown collective {opcode!r}: {instruction}")
         elif opcode == "while":
-            yield from _loop(instruction, [s for child in called for s in inside(child)])
+            for site in [s for child in called for s in inside(child)]:
+                yield dataclasses.replace(site, times=site.times * _trips(instruction))
         elif opcode == "conditional":
             for child in called:
                 yield from (dataclasses.replace(s, in_branch=True) for s in inside(child))
@@ -217,14 +199,11 @@ def _computation(
             raise UnknownHLO(f"unknown caller {opcode!r}: {instruction}")
 
 
-def _loop(instruction: Instruction, body: list[_Site]) -> Iterator[_Site]:
-    if not body:
-        return
-    trips = _TRIPS.search(instruction.attributes)
-    if trips is None:
+def _trips(instruction: Instruction) -> int:
+    found = _TRIPS.search(instruction.attributes)
+    if found is None:
         raise UnknownHLO(f"a loop of unknown length holds collectives: {instruction}")
-    for site in body:
-        yield dataclasses.replace(site, times=site.times * int(trips[1]))
+    return int(found[1])
 
 
 def _wrapped(
@@ -246,17 +225,14 @@ def _site(
     if not split:
         return _Site(kind=kind, started=started, inner=inner, result=started)
     end = _end(instructions, place)
-    computing = sum(other.opcode in _COMPUTES for other in instructions[place + 1 : end])
-    # The type of a start holds operands and results alike; that of its end the results alone.
-    result = inner if inner is not started else instructions[end]
-    overlapped = '"is_sync":true' not in started.attributes
     return _Site(
         kind=kind,
         started=started,
         inner=inner,
-        result=result,
-        between=computing,
-        overlapped=overlapped,
+        # The type of a start holds operands and results alike; that of its end the results alone.
+        result=inner if inner is not started else instructions[end],
+        between=sum(other.opcode in _COMPUTES for other in instructions[place + 1 : end]),
+        overlapped='"is_sync":true' not in started.attributes,
     )
 
 

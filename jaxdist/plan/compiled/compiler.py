@@ -11,6 +11,7 @@ It answers with one line of JSON: the facts, or `{"refused": [...]}` for setting
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
 import json
 import math
 import os
@@ -22,13 +23,23 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import jax
+from jax._src.cudnn import fused_attention_stablehlo
+from jax.experimental import topologies
+
+from jaxdist.config import stored_run
+from jaxdist.core.parallel.pipeline.loop_plan import plan_loops
+from jaxdist.core.types import ConfigError
 from jaxdist.plan.compiled import gpu_target
 from jaxdist.plan.compiled.collectives import custom_calls, read_collectives
 from jaxdist.plan.compiled.hlo import Instruction, Module, parse, shapes_of
+from jaxdist.plan.estimate.activations import cudnn_scratch
 from jaxdist.plan.hardware import Gpu
+from jaxdist.run.setup import assemble
 
 _NUM_BUFFERS = 12
 _SHAPES_OF_A_BUFFER = 3
+_PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "nvidia-cuda-nvcc")
 
 
 def main() -> int:
@@ -36,8 +47,6 @@ def main() -> int:
     answer_to = os.dup(1)
     os.dup2(2, 1)  # whatever else prints must not stand in the answer
     request = json.load(sys.stdin)
-    from jaxdist.core.types import ConfigError
-
     try:
         answer = compile_step(request)
     except ConfigError as error:
@@ -59,11 +68,17 @@ def compile_step(request: dict[str, Any]) -> dict[str, Any]:
     """
     gpu = Gpu(**request["gpu"])
     text = gpu_target.target_text(gpu)
-    devices = _devices(text, request["num_nodes"], request["gpus_per_node"])
+    devices = topologies.get_topology_desc(
+        platform="cuda",
+        topology=f"1x{request['num_nodes']}x{request['gpus_per_node']}",
+        target_config=text,
+    ).devices
     _answer_for_the_target(gpu)
     with tempfile.TemporaryDirectory(prefix="jaxdist-plan-") as scratch:
         start = time.perf_counter()
-        parts = _assemble(request["config"], devices, scratch)
+        settings = Path(scratch) / "config.toml"
+        settings.write_text(request["config"])
+        parts = assemble(stored_run(settings), devices)
         lowered = parts.step.train.lower(parts.abstract_state(), parts.abstract_batch(), math.inf)
         compiled = lowered.compile(
             compiler_options={"xla_dump_to": scratch, "xla_dump_hlo_as_text": True}
@@ -80,18 +95,10 @@ def compile_step(request: dict[str, Any]) -> dict[str, Any]:
         "branch_shares": _branch_shares(parts),
         "attention": _attention(parts, calls),
         "compile_s": compile_s,
-        "versions": _versions(),
+        "versions": {name: importlib.metadata.version(name) for name in _PACKAGES},
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
         "target": text,
     }
-
-
-def _devices(text: str, num_nodes: int, gpus_per_node: int) -> list[Any]:
-    from jax.experimental import topologies
-
-    return topologies.get_topology_desc(
-        platform="cuda", topology=f"1x{num_nodes}x{gpus_per_node}", target_config=text
-    ).devices
 
 
 def _answer_for_the_target(gpu: Gpu) -> None:
@@ -101,8 +108,6 @@ def _answer_for_the_target(gpu: Gpu) -> None:
     here that is the CPU, which would turn attention off that the run will have. A real run asks the
     same questions and gets these answers.
     """
-    from jax._src.cudnn import fused_attention_stablehlo as checks
-
     capability = _numbers(gpu.compute_capability)
     major, minor, patch = gpu_target.CUDNN
     answers = {
@@ -111,28 +116,17 @@ def _answer_for_the_target(gpu: Gpu) -> None:
         "is_cuda_compute_capability_equal": lambda other: capability == _numbers(other),
     }
     for name, answer in answers.items():
-        if not hasattr(checks, name):
+        if not hasattr(fused_attention_stablehlo, name):
             raise RuntimeError(f"jax asks for cuDNN in a way not known here: no {name}")
-        setattr(checks, name, answer)
+        setattr(fused_attention_stablehlo, name, answer)
 
 
 def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(number) for number in version.split("."))
 
 
-def _assemble(config_text: str, devices: list[Any], scratch: str) -> Any:
-    from jaxdist.config import stored_run
-    from jaxdist.run.setup import assemble
-
-    path = Path(scratch) / "config.toml"
-    path.write_text(config_text)
-    return assemble(stored_run(path), devices)
-
-
 def _branch_shares(parts: Any) -> dict[str, float]:
     """Kind of action -> a stage's actions of it, as a share of the switches that may hold one."""
-    from jaxdist.core.parallel.pipeline.loop_plan import plan_loops
-
     schedule = parts.pipeline_schedule
     if schedule is None:
         return {}
@@ -171,10 +165,6 @@ def _host_bytes(parts: Any) -> int:
     A topology's devices know no memory but their own, so that here all of it is compiled as lying
     there; that the run copies it in for the update is covered by what it no longer needs by then.
     """
-    import math
-
-    import jax
-
     if not parts.config.train.offload_optimizer:
         return 0
     return sum(
@@ -187,21 +177,13 @@ def _host_bytes(parts: Any) -> int:
 def attention_workspace(call: Instruction, gpu: Gpu) -> int:
     """Scratch bytes that cuDNN asks for at run time, which the compiler writes down as none.
 
-    Measured by compiling cuDNN's own engines, for batch B, heads h, positions T, head width d. On
-    Hopper, exactly: backward 4·B·h·T·(d + 1) + 256, and 4·B·h·T·d more where queries share keys;
-    forward 256. On Ampere, one measurement: backward 12·B·h·T·d + 4·B·h·T + 128, forward 0.
-    Blackwell is taken to be like Hopper, Ada like Ampere.
+    Of a forward 256 on Hopper, 0 on Ampere; of a backward see `cudnn_scratch`.
     """
-    hopper = float(gpu.compute_capability) >= 9.0
-    if not call.attributes.count("Backward"):
-        return 256 if hopper else 0
-    query, key, *_ = (shape.dims for shape in shapes_of(call.type))
-    rows = 4 * query[0] * query[1] * query[2]
-    width = query[3]
-    if not hopper:
-        return 3 * rows * width + rows + 128
-    shared = rows * width if key[1] < query[1] else 0
-    return rows * (width + 1) + 256 + shared
+    if "Backward" not in call.attributes:
+        return 256 if float(gpu.compute_capability) >= 9.0 else 0
+    # [batch, heads, positions, head width]
+    (batch, heads, positions, width), key, *_ = (shape.dims for shape in shapes_of(call.type))
+    return cudnn_scratch(batch * heads * positions, width, shares_keys=key[1] < heads, gpu=gpu)
 
 
 _VALUE = re.compile(r"value: <\d+ ([^\s{]+)(\{[\d,]*\})? @\d+> \(size=(\d+),offset=(\d+)\): (.*)")
@@ -218,7 +200,9 @@ def _largest_buffers(scratch: Path, module: Module) -> list[dict[str, Any]]:
         return []
     found = {i.name: i for instructions in module.computations.values() for i in instructions}
     pieces: dict[tuple[int, int], list[tuple[str, str]]] = {}
-    for name, size, offset, shape in _temporaries(max(reports, key=_size).read_text()):
+    for name, size, offset, shape in _temporaries(
+        max(reports, key=lambda path: path.stat().st_size).read_text()
+    ):
         pieces.setdefault((size, offset), []).append((shape, name))
     chosen: list[tuple[int, int]] = []
     buffers = []
@@ -250,10 +234,6 @@ def _temporaries(report: str) -> list[tuple[str, int, int, str]]:
     return values
 
 
-def _size(path: Path) -> int:
-    return path.stat().st_size
-
-
 # --- the program ---------------------------------------------------------------------------------
 
 
@@ -261,13 +241,6 @@ def _attention(parts: Any, calls: list[tuple[str, Instruction]]) -> str:
     if any(name.startswith("__cudnn$fmha") for name, _ in calls):
         return "cudnn"
     return "xla" if parts.model.unit == "tokens" else ""
-
-
-def _versions() -> dict[str, str]:
-    import importlib.metadata
-
-    names = ("jax", "jaxlib", "jax-cuda13-plugin", "nvidia-cuda-nvcc")
-    return {name: importlib.metadata.version(name) for name in names}
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ configurations tried.
 
 from __future__ import annotations
 
-import dataclasses
+from typing import NamedTuple
 
 from jaxdist.core.types import ConfigError
 from jaxdist.plan.hardware import Gpu
@@ -20,11 +20,10 @@ CUDNN = (9, 12, 0)
 CUDA = (13, 0, 0)
 """The same of the CUDA runtime."""
 
-_KIB, _MIB = 2**10, 2**20
+_KIB = 2**10
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Architecture:
+class _Architecture(NamedTuple):
     """Limits of a compute capability.
 
     Source: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability" and
@@ -33,69 +32,28 @@ class _Architecture:
     Attributes:
         float32_cores: of one multiprocessor.
         max_threads: resident on one multiprocessor.
-        shared_memory: of one multiprocessor, bytes.
-        shared_memory_per_block: the most that one block may ask for, bytes.
-        l2_bytes: second-level cache, bytes.
+        shared_kib: shared memory of one multiprocessor, KiB.
+        shared_kib_per_block: the most that one block may ask for, KiB.
+        l2_mib: second-level cache, MiB.
         clock_ghz: boost clock.
     """
 
     float32_cores: int
     max_threads: int
-    shared_memory: int
-    shared_memory_per_block: int
-    l2_bytes: int
+    shared_kib: int
+    shared_kib_per_block: int
+    l2_mib: int
     clock_ghz: float
 
 
 _ARCHITECTURES = {
-    "7.5": _Architecture(  # T4: Turing white paper, T4 product brief
-        float32_cores=64,
-        max_threads=1024,
-        shared_memory=64 * _KIB,
-        shared_memory_per_block=64 * _KIB,
-        l2_bytes=4 * _MIB,
-        clock_ghz=1.59,
-    ),
-    "8.0": _Architecture(  # A100 white paper
-        float32_cores=64,
-        max_threads=2048,
-        shared_memory=164 * _KIB,
-        shared_memory_per_block=163 * _KIB,
-        l2_bytes=40 * _MIB,
-        clock_ghz=1.41,
-    ),
-    "8.6": _Architecture(  # GA102 white paper
-        float32_cores=128,
-        max_threads=1536,
-        shared_memory=100 * _KIB,
-        shared_memory_per_block=99 * _KIB,
-        l2_bytes=6 * _MIB,
-        clock_ghz=1.71,
-    ),
-    "8.9": _Architecture(  # Ada white paper, L4 product brief
-        float32_cores=128,
-        max_threads=1536,
-        shared_memory=100 * _KIB,
-        shared_memory_per_block=99 * _KIB,
-        l2_bytes=48 * _MIB,
-        clock_ghz=2.04,
-    ),
-    "9.0": _Architecture(  # H100 white paper
-        float32_cores=128,
-        max_threads=2048,
-        shared_memory=228 * _KIB,
-        shared_memory_per_block=227 * _KIB,
-        l2_bytes=50 * _MIB,
-        clock_ghz=1.98,
-    ),
-    "10.0": _Architecture(  # Blackwell tuning guide; L2 and clock as cudaDeviceProp reports them
-        float32_cores=128,
-        max_threads=2048,
-        shared_memory=228 * _KIB,
-        shared_memory_per_block=227 * _KIB,
-        l2_bytes=126 * _MIB,
-        clock_ghz=1.965,
-    ),
+    "7.5": _Architecture(64, 1024, 64, 64, 4, 1.59),  # T4: Turing white paper, T4 product brief
+    "8.0": _Architecture(64, 2048, 164, 163, 40, 1.41),  # A100 white paper
+    "8.6": _Architecture(128, 1536, 100, 99, 6, 1.71),  # GA102 white paper
+    "8.9": _Architecture(128, 1536, 100, 99, 48, 2.04),  # Ada white paper, L4 product brief
+    "9.0": _Architecture(128, 2048, 228, 227, 50, 1.98),  # H100 white paper
+    # Blackwell tuning guide; L2 and clock as cudaDeviceProp reports them.
+    "10.0": _Architecture(128, 2048, 228, 227, 126, 1.965),
 }
 
 
@@ -116,8 +74,8 @@ def target_text(gpu: Gpu) -> str:
         "threads_per_block_limit": 1024,
         "threads_per_warp": 32,
         "shared_memory_per_block": 48 * _KIB,  # without opting in, everywhere
-        "shared_memory_per_block_optin": architecture.shared_memory_per_block,
-        "shared_memory_per_core": architecture.shared_memory,
+        "shared_memory_per_block_optin": architecture.shared_kib_per_block * _KIB,
+        "shared_memory_per_core": architecture.shared_kib * _KIB,
         "threads_per_core_limit": architecture.max_threads,
         "core_count": gpu.num_sms,
         "fpus_per_core": architecture.float32_cores,
@@ -127,24 +85,21 @@ def target_text(gpu: Gpu) -> str:
         "registers_per_core_limit": 2**16,
         "registers_per_block_limit": 2**16,
         "memory_bandwidth": int(gpu.memory_bandwidth),
-        "l2_cache_size": architecture.l2_bytes,
+        "l2_cache_size": architecture.l2_mib * 2**20,
         "clock_rate_ghz": architecture.clock_ghz,
         "device_memory_size": gpu.memory_bytes,
     }
-    lines = [f"  {name}: {value}" for name, value in info.items()]
-    lines.append(f"  cuda_compute_capability {{ major: {major} minor: {minor} }}")
-    return "\n".join(
-        [
-            "gpu_device_info {",
-            *lines,
-            "}",
-            'platform_name: "CUDA"',
-            f"dnn_version_info {_version(CUDNN)}",
-            f"runtime_version {_version(CUDA)}",
-            f'device_description_str: "{gpu.name}"',
-            "",
-        ]
-    )
+    lines = [
+        "gpu_device_info {",
+        *(f"  {name}: {value}" for name, value in info.items()),
+        f"  cuda_compute_capability {{ major: {major} minor: {minor} }}",
+        "}",
+        'platform_name: "CUDA"',
+        f"dnn_version_info {_version(CUDNN)}",
+        f"runtime_version {_version(CUDA)}",
+        f'device_description_str: "{gpu.name}"',
+    ]
+    return "\n".join(lines) + "\n"
 
 
 def _version(numbers: tuple[int, int, int]) -> str:

@@ -53,14 +53,9 @@ class Shape:
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
-    """One instruction.
+    """One instruction: text between its parentheses (`operands`) and after them (`attributes`).
 
-    Attributes:
-        name: without the percent sign.
-        type: its result's type, as text.
-        opcode: e.g. "all-gather-start".
-        operands: text between the parentheses.
-        attributes: text after them.
+    `type` is its result's type as text, `name` without the percent sign.
     """
 
     name: str

@@ -10,6 +10,7 @@ import dataclasses
 
 from jaxdist.core.parallel.tensor import TENSOR
 from jaxdist.plan.estimate.job import WIDE, Job
+from jaxdist.plan.hardware import Gpu
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -87,29 +88,41 @@ def working(job: Job) -> float:
     widths, tokens = Widths.of(job), job.tokens
     mlp = 2 * widths.up + 2 * widths.hidden  # the products' outputs and their gradients
     stream = 5 * widths.stream  # norms, residual and gradients between the branches
-    return job.compute_bytes * tokens * (mlp + stream) + attention_scores(job)
+    # Without a fused kernel also scores, probabilities and their gradients.
+    return job.compute_bytes * tokens * (mlp + stream) + 3 * score_bytes(job)
 
 
-def attention_scores(job: Job) -> int:
-    """Scores, probabilities and their gradients where no fused kernel avoids them."""
+def score_bytes(job: Job) -> int:
+    """Of a layer's attention scores in float32; 0 where a fused kernel avoids them."""
     if job.attention != "xla":
         return 0
-    return 3 * WIDE * job.micro_rows * heads(job) * job.seq_len**2
+    return WIDE * job.micro_rows * _heads(job) * job.seq_len**2
 
 
 def attention_workspace(job: Job) -> int:
-    """Scratch of cuDNN's attention backward, which the compiler leaves out of its account.
-
-    Measured on the kernels: exact on every shape tried for compute capability 9.0, one for 8.0.
-    """
+    """Scratch of cuDNN's attention backward, which the compiler leaves out of its account."""
     if job.attention != "cudnn":
         return 0
-    dims, rows = job.model.dims, job.micro_rows * heads(job) * job.seq_len
-    width = dims["head_dim"]
-    if float(job.gpu.compute_capability) < 9.0:
-        return WIDE * rows * (3 * width + 1) + 128
+    dims, rows = job.model.dims, job.micro_rows * _heads(job) * job.seq_len
     grouped = dims["kv_heads"] != dims["heads"]
-    return WIDE * rows * (width + 1) + WIDE * rows * width * grouped + 256
+    return cudnn_scratch(rows, dims["head_dim"], shares_keys=grouped, gpu=job.gpu)
+
+
+def cudnn_scratch(rows: int, width: int, *, shares_keys: bool, gpu: Gpu) -> int:
+    """Bytes that cuDNN's attention backward asks for at run time.
+
+    Measured by compiling cuDNN's own engines: exact on every shape tried on Hopper, one measurement
+    on Ampere. Blackwell is taken to be like Hopper, Ada like Ampere.
+
+    Args:
+        rows: batch × query heads × positions.
+        width: of a head.
+        shares_keys: several query heads read one key head.
+        gpu: what it runs on.
+    """
+    if float(gpu.compute_capability) < 9.0:
+        return WIDE * rows * (3 * width + 1) + 128
+    return WIDE * rows * (width * (1 + shares_keys) + 1) + 256
 
 
 def deferred_per_layer(job: Job) -> float:
@@ -132,11 +145,10 @@ def _kept_without_recomputation(job: Job) -> int:
     products = 2 * widths.stream + 3 * widths.queries + 2 * widths.keys + 6 * widths.hidden
     wide = 6 * stream * widths.stream
     kept = job.compute_bytes * tokens * products + WIDE * wide
-    if job.attention == "xla":  # probabilities, as scores and as multiplied
-        kept += (WIDE + job.compute_bytes) * job.micro_rows * heads(job) * job.seq_len**2
-    return kept
+    # Probabilities, as scores and as multiplied.
+    return kept + score_bytes(job) * (WIDE + job.compute_bytes) // WIDE
 
 
-def heads(job: Job) -> int:
+def _heads(job: Job) -> int:
     """Query heads of a decoder on one device."""
     return job.model.dims["heads"] // job.spec[TENSOR]

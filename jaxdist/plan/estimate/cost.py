@@ -28,13 +28,11 @@ _COPY_BYTES_PER_S = 10e9
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Saving:
-    """Checkpoints of a job.
+    """Checkpoints of a job, over all devices.
 
     Attributes:
-        bytes: of one checkpoint, over all devices.
         copy_s: seconds for which training waits (the copy to the hosts).
         write_s: seconds that storage takes meanwhile.
-        mean_time_to_failure_s: of the whole job.
         interval_s: between checkpoints, by Daly, never shorter than a write.
         lost: share of the time lost to saving, to work done twice and to restarts.
     """
@@ -63,14 +61,7 @@ def saving_of(
     storage_bytes_per_s: float,
     restart_s: float,
 ) -> Saving:
-    """When to save, and what saving and failing cost together.
-
-    Args:
-        job: what runs.
-        failures_per_day: that end the whole job.
-        storage_bytes_per_s: of all nodes together.
-        restart_s: from a failure to the first step of the next attempt.
-    """
+    """When to save, and what saving and failures of the whole job cost together."""
     size = checkpoint_bytes(job)
     copy = size / job.spec.num_devices / _COPY_BYTES_PER_S
     write = size / storage_bytes_per_s
@@ -86,19 +77,15 @@ def saving_of(
     )
 
 
-def young(cost_s: float, mean_s: float) -> float:
-    """Seconds between savings, to first order; the mean may be infinite."""
-    return math.sqrt(2 * cost_s * mean_s)
-
-
 def daly(cost_s: float, mean_s: float) -> float:
-    """Seconds between savings, to higher order."""
+    """Seconds between savings; the mean time to a failure may be infinite."""
     if math.isinf(mean_s):
         return math.inf
     if cost_s >= 2 * mean_s:
         return mean_s
     ratio = math.sqrt(cost_s / (2 * mean_s))
-    return young(cost_s, mean_s) * (1 + ratio / 3 + ratio**2 / 9) - cost_s
+    first_order = math.sqrt(2 * cost_s * mean_s)
+    return first_order * (1 + ratio / 3 + ratio**2 / 9) - cost_s
 
 
 def lost_share(cost_s: float, interval_s: float, mean_s: float, restart_s: float) -> float:
@@ -112,14 +99,7 @@ def lost_share(cost_s: float, interval_s: float, mean_s: float, restart_s: float
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Bill:
-    """A run to its end.
-
-    Attributes:
-        tokens: of the run.
-        days: on the wall, with what is lost.
-        gpu_hours: of all GPUs.
-        money: in the price's currency.
-    """
+    """A run to its end: days on the wall with what is lost, hours of all GPUs, money (USD)."""
 
     tokens: float
     days: float
@@ -130,28 +110,14 @@ class Bill:
 def bill(
     *, tokens: float, tokens_per_s: float, num_gpus: int, price: float, lost: float = 0.0
 ) -> Bill:
-    """Time and money for a number of tokens.
-
-    Args:
-        tokens: of the run.
-        tokens_per_s: over all GPUs, while it runs.
-        num_gpus: rented.
-        price: of a GPU-hour.
-        lost: share of the time that is no progress.
-    """
+    """Time and money for a number of tokens; `lost` is the share of time that is no progress."""
     seconds = tokens / tokens_per_s / (1 - lost)
     hours = seconds / HOUR_S * num_gpus
     return Bill(tokens=tokens, days=seconds / DAY_S, gpu_hours=hours, money=hours * price)
 
 
 def break_even(saving: Saving, *, price_share: float, restart_s: float) -> float:
-    """Interruptions a day at which GPUs at a share of the price cost as much as steady ones.
-
-    Args:
-        saving: checkpoints of the steady run.
-        price_share: spot price over the price on demand.
-        restart_s: from an interruption to the next attempt's first step.
-    """
+    """Interruptions a day at which GPUs at a share of the price cost as much as steady ones."""
     affordable = 1 - price_share * (1 - saving.lost)
     low, high = 0.0, 10_000.0
     for _ in range(60):

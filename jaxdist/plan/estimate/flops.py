@@ -11,12 +11,12 @@ from __future__ import annotations
 import dataclasses
 
 from jaxdist.core.parallel.tensor import TENSOR
-from jaxdist.plan.estimate.activations import Widths, heads
+from jaxdist.plan.estimate.activations import Widths, score_bytes
 from jaxdist.plan.estimate.job import WIDE, Job
 from jaxdist.plan.estimate.model_trace import Cost
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Work:
     """What one device does for something.
 
@@ -32,19 +32,12 @@ class Work:
 
     def __add__(self, other: Work) -> Work:
         """Both."""
-        return Work(
-            products=self.products + other.products,
-            attention=self.attention + other.attention,
-            memory_bytes=self.memory_bytes + other.memory_bytes,
-        )
+        pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
+        return Work(*(one + two for one, two in pairs))
 
     def __mul__(self, times: float) -> Work:
         """The same several times."""
-        return Work(
-            products=self.products * times,
-            attention=self.attention * times,
-            memory_bytes=self.memory_bytes * times,
-        )
+        return Work(*(amount * times for amount in dataclasses.astuple(self)))
 
 
 _ATTENTION_BACKWARD = 2.5
@@ -82,7 +75,7 @@ def layer_forward(job: Job) -> Work:
     return Work(
         products=2.0 * job.tokens * weights,
         attention=4.0 * job.tokens * scores,
-        memory_bytes=job.compute_bytes * (job.tokens * elements + stream) + _score_bytes(job),
+        memory_bytes=job.compute_bytes * (job.tokens * elements + stream) + 4 * score_bytes(job),
     )
 
 
@@ -193,10 +186,3 @@ def _keys_seen(job: Job) -> float:
     keys = min(job.seq_len, job.attention_call.sliding_window or job.seq_len)
     seen = keys - keys * keys / (2 * job.seq_len)
     return seen if job.attention == "cudnn" else float(job.seq_len)
-
-
-def _score_bytes(job: Job) -> float:
-    """Scores written and read where no fused kernel avoids them."""
-    if job.attention != "xla":
-        return 0.0
-    return 4.0 * WIDE * job.micro_rows * heads(job) * job.seq_len**2

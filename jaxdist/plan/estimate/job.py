@@ -9,10 +9,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
-import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
 from jaxdist.config import RunConfig
@@ -26,7 +25,7 @@ from jaxdist.core.sharding import Layout
 from jaxdist.core.step import default_loss_chunk
 from jaxdist.core.types import Dims, Model
 from jaxdist.models.weights import Weight, weights_of
-from jaxdist.plan.estimate.model_trace import AttentionCall, Trace, attention_of, row_of, trace
+from jaxdist.plan.estimate.model_trace import AttentionCall, Trace, attention_of, trace
 from jaxdist.plan.estimate.schedule_costs import Stages, stages_of
 from jaxdist.plan.hardware import Cluster, Gpu
 
@@ -59,15 +58,7 @@ class Engine:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Job:
-    """One run on one mesh of one cluster.
-
-    Attributes:
-        config: the run's settings; its `mesh.shape` is not looked at.
-        spec: the mesh.
-        cluster: the GPUs.
-        model: the built model.
-        engine: how the step is run; ours unless said.
-    """
+    """One run on one mesh of one cluster; the settings' own `mesh.shape` is not looked at."""
 
     config: RunConfig
     spec: MeshSpec
@@ -81,6 +72,10 @@ class Job:
     ) -> Job:
         """The job of these settings, whose model is built where it is not given."""
         return cls(config=config, spec=spec, cluster=cluster, model=model or config.build_model())
+
+    def changed(self, section: str, **changes: Any) -> Job:
+        """The job with other settings in a section."""
+        return dataclasses.replace(self, config=with_section(self.config, section, **changes))
 
     # -- hardware and number formats --------------------------------------------------------------
 
@@ -98,11 +93,6 @@ class Job:
     def compute_bytes(self) -> int:
         """Bytes of an activation or a gathered weight's element."""
         return int(self.dtype.itemsize)
-
-    @property
-    def reduce_bytes(self) -> int:
-        """Bytes in which gradients of sharded weights are summed."""
-        return int(jnp.dtype(self.config.precision.reduce_dtype).itemsize)
 
     # -- rows and tokens ---------------------------------------------------------------------------
 
@@ -174,12 +164,6 @@ class Job:
     def stream_tokens(self) -> int:
         """Tokens of a microbatch whose residual stream one device holds."""
         return self.tokens // self.spec[TENSOR] if self.sequence_parallel else self.tokens
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of one row of the batch."""
-        row = row_of(self.model, self.seq_len).values()
-        return sum(leaf.size * leaf.dtype.itemsize for leaf in row)
 
     # -- the model ---------------------------------------------------------------------------------
 
@@ -269,7 +253,7 @@ class Job:
 
     def size(self, weight: Weight, place: Place) -> int:
         """Elements of a weight-shaped array that one device holds."""
-        return weight.size // self._placement.ways(weight.dims, place)
+        return weight.size // self._placed(weight.dims, place)[1]
 
     def total(self, weights: Iterable[Weight], place: Place) -> int:
         """Elements of several weight-shaped arrays that one device holds."""
@@ -287,60 +271,46 @@ class Job:
 
     def is_gathered(self, weight: Weight) -> bool:
         """Whether a weight is sharded over data or fsdp, and gathered before use."""
-        ways = self._placement.ways
-        return ways(weight.dims, "param") > ways(weight.dims, "whole")
+        return self.size(weight, "param") < self.size(weight, "whole")
 
     def axes(self, weight: Weight, place: Place) -> tuple[str, ...]:
         """Mesh axes that split a weight-shaped array, in mesh order."""
-        return self._placement.axes(weight.dims, place)
+        return self._placed(weight.dims, place)[0]
 
     @functools.cached_property
-    def _placement(self) -> _Placement:
+    def _placed(self) -> Callable[[Dims, Place], tuple[tuple[str, ...], int]]:
         rules = tuple(sorted(self.layout.rules.items()))
-        return _placement(self.spec, self.config.mesh.zero, rules)
+        return _placements(self.spec, self.config.mesh.zero, rules)
 
 
-class _Placement:
-    """Where arrays of given dims lie on a mesh; asked of its `Layout` once for each."""
-
-    def __init__(self, layout: Layout):
-        self._layout = layout
-        self._found: dict[tuple[Dims, Place], tuple[tuple[str, ...], int]] = {}
-
-    def axes(self, dims: Dims, place: Place) -> tuple[str, ...]:
-        """Mesh axes that split such an array, in mesh order."""
-        return self._of(dims, place)[0]
-
-    def ways(self, dims: Dims, place: Place) -> int:
-        """Parts into which it is split."""
-        return self._of(dims, place)[1]
-
-    def _of(self, dims: Dims, place: Place) -> tuple[tuple[str, ...], int]:
-        found = self._found.get((dims, place))
-        if found is None:
-            axes = self._look_up(dims, place)
-            ways = math.prod(self._layout.spec[axis] for axis in axes)
-            found = self._found[dims, place] = axes, ways
-        return found
-
-    def _look_up(self, dims: Dims, place: Place) -> tuple[str, ...]:
-        layout = self._layout
-        if place == "whole":
-            gathered = axes_of(layout.gather_specs(dims))
-            found = set(axes_of(layout.param_specs(dims))) - set(gathered)
-        else:
-            by_place = {
-                "param": layout.param_specs,
-                "moment": layout.moment_specs,
-                "gradient": layout.gradient_specs,
-            }[place]
-            found = set(axes_of(by_place(dims)))
-        return tuple(axis for axis in layout.spec.sizes if axis in found)
+def with_section(config: RunConfig, section: str, **changes: Any) -> RunConfig:
+    """The settings of a run with others in a section."""
+    changed: Any = dataclasses.replace(getattr(config, section), **changes)
+    return dataclasses.replace(config, **{section: changed})
 
 
 @functools.lru_cache(maxsize=4096)
-def _placement(spec: MeshSpec, zero: int, rules: tuple[tuple[str, str | None], ...]) -> _Placement:
-    return _Placement(Layout(mesh=_abstract_mesh(spec), rules=dict(rules), zero=zero))
+def _placements(
+    spec: MeshSpec, zero: int, rules: tuple[tuple[str, str | None], ...]
+) -> Callable[[Dims, Place], tuple[tuple[str, ...], int]]:
+    """(dims, place) -> mesh axes that split such an array, in mesh order, and into how many."""
+    layout = Layout(mesh=_abstract_mesh(spec), rules=dict(rules), zero=zero)
+    specs = {
+        "param": layout.param_specs,
+        "moment": layout.moment_specs,
+        "gradient": layout.gradient_specs,
+    }
+
+    @functools.cache
+    def placed(dims: Dims, place: Place) -> tuple[tuple[str, ...], int]:
+        if place == "whole":
+            found = set(axes_of(layout.param_specs(dims))) - set(axes_of(layout.gather_specs(dims)))
+        else:
+            found = set(axes_of(specs[place](dims)))
+        axes = tuple(axis for axis in spec.sizes if axis in found)
+        return axes, math.prod(spec[axis] for axis in axes)
+
+    return placed
 
 
 def _abstract_mesh(spec: MeshSpec) -> Any:

@@ -22,7 +22,8 @@ from jaxdist.models.weights import Weight
 from jaxdist.optim import is_frozen
 from jaxdist.plan.estimate import activations
 from jaxdist.plan.estimate.job import WIDE, Job, Place
-from jaxdist.runtime import DEFAULT_MEMORY_FRACTION, MEMORY_FRACTION
+from jaxdist.plan.estimate.model_trace import row_of
+from jaxdist.runtime.backend import DEFAULT_MEMORY_FRACTION, MEMORY_FRACTION
 from jaxdist.runtime.formatting.numbers import in_bytes
 
 Parts = Mapping[str, float]
@@ -94,10 +95,11 @@ def estimate_memory(job: Job) -> Memory:
     """The memory of one device of the job."""
     moment_bytes = _moment_bytes(job)
     offload = job.config.train.offload_optimizer
+    row = row_of(job.model, job.seq_len)
     state = {
         "parameters": WIDE * job.total(job.weights, "param"),
         "optimizer moments": 0.0 if offload else moment_bytes,
-        "batch": float(job.rows * job.row_bytes),
+        "batch": float(job.rows * sum(leaf.size * leaf.dtype.itemsize for leaf in row.values())),
     }
     fetched = {"fetched moments": moment_bytes} if offload else {}
     steps = _pipeline_phases(job) if job.schedule else _phases(job)
@@ -115,8 +117,6 @@ def estimate_memory(job: Job) -> Memory:
 
 def _moment_bytes(job: Job) -> float:
     optim = job.config.optim
-    first = {"float32": 4, "bfloat16": 2}[optim.moment_dtype]
-    whole = {"adamw": first + WIDE, "sgd": first, "lion": first, "muon": first}
     total = 0.0
     for weight in job.weights:
         if is_frozen(optim, weight.name.replace(".", "/")):
@@ -124,9 +124,9 @@ def _moment_bytes(job: Job) -> float:
         if optim.optimizer == "adafactor":
             total += WIDE * _factored(job, weight)
         elif optim.optimizer == "muon" and not (weight.is_stacked and weight.is_matrix):
-            total += job.size(weight, "moment") * (first + WIDE)
+            total += job.size(weight, "moment") * (optim.moment_bytes + WIDE)
         else:
-            total += job.size(weight, "moment") * whole[optim.optimizer]
+            total += job.size(weight, "moment") * optim.moment_bytes
     return total
 
 

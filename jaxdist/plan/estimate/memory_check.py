@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
+
+import jax
 
 from jaxdist.config import RunConfig
 from jaxdist.core.mesh import MeshSpec
@@ -16,7 +18,7 @@ from jaxdist.plan.estimate.job import Job
 from jaxdist.plan.estimate.memory import Memory, estimate_memory
 from jaxdist.plan.estimate.search import Choice, search
 from jaxdist.plan.estimate.suggestions import smallest_changes
-from jaxdist.plan.hardware import GPUS, Cluster, Gpu, gpu_of
+from jaxdist.plan.hardware import GPUS, Cluster, gpu_of
 from jaxdist.runtime.formatting.numbers import in_bytes
 
 TOLERANCE = 0.05
@@ -25,13 +27,7 @@ TOLERANCE = 0.05
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Budget:
-    """What a run needs of one GPU and what it may take.
-
-    Attributes:
-        job: what runs where.
-        memory: the estimate.
-        limit_bytes: what the allocator may give out.
-    """
+    """What a run needs of one GPU, by estimate, and what the allocator may give out."""
 
     job: Job
     memory: Memory
@@ -41,19 +37,12 @@ class Budget:
     def of(
         cls, config: RunConfig, spec: MeshSpec, devices: Sequence[Any], model: Model | None
     ) -> Budget | None:
-        """The budget of a run on these devices; None where they are no GPUs or do not say.
-
-        Args:
-            config: the run.
-            spec: its mesh.
-            devices: all devices of the job.
-            model: the built model.
-        """
-        cluster, limit = _cluster_of(devices)
-        if cluster is None or limit is None:
+        """The budget of a run on the devices of its job; None where they are no GPUs."""
+        found = _cluster_of(devices)
+        if found is None:
             return None
-        job = Job.of(config, spec, cluster, model)
-        return cls(job=job, memory=estimate_memory(job), limit_bytes=limit)
+        job = Job.of(config, spec, found[0], model)
+        return cls(job=job, memory=estimate_memory(job), limit_bytes=found[1])
 
     def line(self) -> str:
         """One line for the start of a run."""
@@ -70,20 +59,11 @@ class Budget:
             ConfigError: the estimate is beyond the limit by more than its own error.
         """
         sure = self.memory.state_bytes if self.memory.is_rough else self.memory.total_bytes
-        if sure * (1 - TOLERANCE) <= self.limit_bytes:
-            return
-        raise ConfigError(
-            f"memory: this run needs {in_bytes(self.memory.total_bytes)} of each GPU, and "
-            f"{in_bytes(self.limit_bytes)} may be used. {self._fix(self.limit_bytes)} "
-            "Use --force to start anyway."
-        )
+        if sure * (1 - TOLERANCE) > self.limit_bytes:
+            self._refuse("this run needs", self.memory.total_bytes, self.limit_bytes)
 
     def compare(self, stats: Any) -> str:
-        """A warning where the compiled step takes another amount than was estimated, else "".
-
-        Args:
-            stats: `memory_analysis()` of the executable.
-        """
+        """A warning where the compiled step (`memory_analysis()`) takes another amount, else ""."""
         needed = executable_bytes(stats)
         error = self.memory.total_bytes / needed - 1
         if self.memory.is_rough or abs(error) <= TOLERANCE:
@@ -97,9 +77,6 @@ class Budget:
     def check_executable(self, stats: Any) -> None:
         """Refuse a compiled step that cannot run, before it is tried.
 
-        Args:
-            stats: `memory_analysis()` of the executable.
-
         Raises:
             ConfigError: it takes more than the allocator may give out.
         """
@@ -107,11 +84,14 @@ class Budget:
         if needed > self.limit_bytes:
             # What the estimate must come down to, if it stays as far off as it is here.
             target = self.limit_bytes * self.memory.total_bytes / needed
-            raise ConfigError(
-                f"memory: the compiled step takes {in_bytes(needed)} of each GPU, and "
-                f"{in_bytes(self.limit_bytes)} may be used. {self._fix(target)} "
-                "Use --force to try anyway."
-            )
+            self._refuse("the compiled step takes", needed, target)
+
+    def _refuse(self, what: str, needed: float, target: float) -> NoReturn:
+        """Say what to change so that the estimate is within `target` bytes."""
+        raise ConfigError(
+            f"memory: {what} {in_bytes(needed)} of each GPU, and {in_bytes(self.limit_bytes)} "
+            f"may be used. {self._fix(target)} Use --force to try anyway."
+        )
 
     def _fix(self, usable: float) -> str:
         """The least change with which the estimate is within `usable` bytes, or another mesh."""
@@ -120,8 +100,7 @@ class Budget:
             return f"Add {change.flags}: {change.why}."
         best = search(self.job.config, self.job.cluster, self.job.model).best
         if best is not None:
-            flags = " ".join(f"--{k} {v}" for k, v in best.flags(self.job.config).items())
-            return f"Use {flags}."
+            return f"Use {best.command(self.job.config)}."
         return (
             "No mesh of these GPUs holds it: ask `jaxdist plan` how many would, or take a smaller "
             "model or shorter rows."
@@ -129,11 +108,7 @@ class Budget:
 
 
 def executable_bytes(stats: Any) -> int:
-    """Bytes of one device's memory that an executable takes while it runs, by its own account.
-
-    Args:
-        stats: `jax.stages.Compiled.memory_analysis()`.
-    """
+    """Bytes of one device that an executable takes, by its own `memory_analysis()`."""
     arguments, outputs = stats.argument_size_in_bytes, stats.output_size_in_bytes
     return int(arguments + outputs - stats.alias_size_in_bytes + stats.temp_size_in_bytes)
 
@@ -142,9 +117,10 @@ def needs_of(
     config: RunConfig, devices: Sequence[Any], model: Model | None
 ) -> Callable[[MeshSpec], tuple[float, float]] | None:
     """A function mesh -> (bytes that one GPU needs, bytes it may take); None without GPUs."""
-    cluster, limit = _cluster_of(devices)
-    if cluster is None or limit is None:
+    found = _cluster_of(devices)
+    if found is None:
         return None
+    cluster, limit = found
 
     def needs(spec: MeshSpec) -> tuple[float, float]:
         return estimate_memory(Job.of(config, spec, cluster, model)).total_bytes, limit
@@ -152,28 +128,21 @@ def needs_of(
     return needs
 
 
-def _cluster_of(devices: Sequence[Any]) -> tuple[Cluster | None, float | None]:
-    """The devices as a cluster, and what the allocator of one may give out."""
+def _cluster_of(devices: Sequence[Any]) -> tuple[Cluster, float] | None:
+    """The devices as a cluster, and what the allocator of one may give out; None if unknown."""
     first = devices[0]
     if first.platform not in ("gpu", "cuda"):
-        return None, None
-    import jax
-
+        return None
     own = [device for device in devices if device.process_index == jax.process_index()]
-    limit = ((own[0].memory_stats() or {}) if own else {}).get("bytes_limit")
+    limit = (own[0].memory_stats() or {}).get("bytes_limit") if own else None
     if not limit:
-        return None, None
+        return None
     nodes = len({device.process_index for device in devices}) if len(devices) > 8 else 1
-    gpu = gpu_of(first.device_kind) or _unknown(first, limit)
-    return Cluster(gpu=gpu, num_nodes=nodes, gpus_per_node=len(devices) // nodes), float(limit)
-
-
-def _unknown(device: Any, limit: float) -> Gpu:
-    """A GPU of which only capability and memory matter here."""
-    capability = str(getattr(device, "compute_capability", "9.0"))
-    return dataclasses.replace(
+    # Of an unknown GPU only capability and memory matter here.
+    gpu = gpu_of(first.device_kind) or dataclasses.replace(
         GPUS["h100"],
-        name=device.device_kind,
-        compute_capability=capability,
+        name=first.device_kind,
+        compute_capability=str(getattr(first, "compute_capability", "9.0")),
         memory_bytes=int(limit),
     )
+    return Cluster(gpu=gpu, num_nodes=nodes, gpus_per_node=len(devices) // nodes), float(limit)

@@ -54,14 +54,7 @@ class Trace:
 
 @functools.lru_cache(maxsize=256)
 def trace(model: Model, seq_len: int, dtype: str, remat: str) -> Trace:
-    """Trace a model's block and loss.
-
-    Args:
-        model: the built model.
-        seq_len: tokens of a text row.
-        dtype: compute dtype.
-        remat: what backward recomputes of each block, as in `train.remat`.
-    """
+    """Trace a model's block and loss on rows of `seq_len`, with remat as in `train.remat`."""
     rest = _outside_layers(model, seq_len, dtype)
     if model.block is None:
         return Trace(layer=Cost(), rest=rest, stream=0)
@@ -169,11 +162,8 @@ def _cost(
 ) -> Cost:
     """Trace forward for the FLOPs and sums, and the VJP for what it keeps.
 
-    Args:
-        function: (*differentiated, *others) -> arrays.
-        reduced: filled while `function` is traced.
-        differentiated: trees of shapes, of floating point leaves.
-        others: trees of shapes.
+    `function` takes all trees of shapes and fills `reduced` while it is traced; those
+    `differentiated` have floating point leaves.
     """
     jaxpr = jax.make_jaxpr(function)(*differentiated, *others)
     summed = sum(reduced)

@@ -18,7 +18,6 @@ class Stages:
     """A schedule and what follows from it.
 
     Attributes:
-        schedule: the table.
         report: what it costs, a backward counted with its recomputation.
         longest: ticks by the kind of their longest action.
         num_loops: loops of the compiled program.

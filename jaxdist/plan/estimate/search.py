@@ -9,16 +9,17 @@ optimizer are the user's and stay as they are.
 from __future__ import annotations
 
 import dataclasses
+import operator
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from typing import Any
 
 from jaxdist.config import RunConfig
 from jaxdist.core.mesh import MeshSpec, factorisations
 from jaxdist.core.parallel.pipeline.axis import PIPELINE
-from jaxdist.core.parallel.pipeline.config import PipelineConfig
 from jaxdist.core.parallel.tensor import TENSOR
 from jaxdist.core.types import Model
-from jaxdist.plan.estimate.job import Job
+from jaxdist.plan.estimate.job import Job, with_section
 from jaxdist.plan.estimate.memory import Memory, estimate_memory, usable_bytes
 from jaxdist.plan.estimate.time import StepTime, estimate_time
 from jaxdist.plan.hardware import Cluster
@@ -27,14 +28,7 @@ from jaxdist.runtime.formatting.numbers import in_bytes
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Choice:
-    """Settings on a mesh, with what they cost.
-
-    Attributes:
-        job: what runs where.
-        memory: of one device.
-        time: of one step.
-        usable_bytes: what a run may take of a device.
-    """
+    """Settings on a mesh: memory of one device and what it may take, time of a step."""
 
     job: Job
     memory: Memory
@@ -42,23 +36,19 @@ class Choice:
     usable_bytes: float
 
     @classmethod
-    def of(cls, job: Job) -> Choice:
-        """The cost of a job."""
-        return cls._of(job, estimate_memory(job))
-
-    @classmethod
-    def _of(cls, job: Job, memory: Memory) -> Choice:
-        return cls(job=job, memory=memory, time=estimate_time(job), usable_bytes=usable_bytes(job))
+    def of(cls, job: Job, memory: Memory | None = None) -> Choice:
+        """The cost of a job; `memory` where it is estimated already."""
+        return cls(
+            job=job,
+            memory=memory or estimate_memory(job),
+            time=estimate_time(job),
+            usable_bytes=usable_bytes(job),
+        )
 
     @property
     def fits(self) -> bool:
         """Whether one device can hold it."""
         return self.memory.total_bytes <= self.usable_bytes
-
-    @property
-    def headroom(self) -> float:
-        """Share of the usable memory that stays free; negative where it does not fit."""
-        return 1.0 - self.memory.total_bytes / self.usable_bytes
 
     def flags(self, base: RunConfig) -> dict[str, str]:
         """Flag -> value: how these settings are asked for, where they differ from `base`."""
@@ -67,38 +57,28 @@ class Choice:
         changed = {name: value for name, value in after.items() if value != before[name]}
         return {"mesh": str(spec)} | {name: str(v).lower() for name, v in changed.items()}
 
+    def command(self, base: RunConfig) -> str:
+        """The same as text, to be added to the command as it was."""
+        return " ".join(f"--{name} {value}" for name, value in self.flags(base).items())
+
+
+_MAY_CHANGE = (
+    *("train.remat", "train.num_microbatches", "train.loss_chunk_tokens"),
+    *("train.global_batch_size", "train.offload_optimizer", "optim.moment_dtype"),
+    "precision.compute_dtype",
+)
+"""What a search or an advice may change besides ZeRO's stage and the pipeline's settings."""
+
 
 def _settings(config: RunConfig, spec: MeshSpec) -> dict[str, object]:
     """Flag -> value of what a search or an advice may change."""
-    found: dict[str, object] = {
-        "zero": config.mesh.zero,
-        "train.remat": config.train.remat,
-        "train.num_microbatches": config.train.num_microbatches,
-        "train.loss_chunk_tokens": config.train.loss_chunk_tokens,
-        "train.global_batch_size": config.train.global_batch_size,
-        "train.offload_optimizer": config.train.offload_optimizer,
-        "optim.moment_dtype": config.optim.moment_dtype,
-        "precision.compute_dtype": config.precision.compute_dtype,
-    }
-    if spec[PIPELINE] > 1:
-        found |= _fields(config.pipeline)
-    return found
-
-
-def _fields(section: object) -> dict[str, object]:
-    assert dataclasses.is_dataclass(section)
+    found = {name: operator.attrgetter(name)(config) for name in _MAY_CHANGE}
+    pipeline = dataclasses.asdict(config.pipeline) if spec[PIPELINE] > 1 else {}
     return {
-        f"pipeline.{field.name}": getattr(section, field.name)
-        for field in dataclasses.fields(section)
+        "zero": config.mesh.zero,
+        **found,
+        **{f"pipeline.{name}": value for name, value in pipeline.items()},
     }
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Refusal:
-    """A mesh that training would refuse, and the first rule it breaks."""
-
-    spec: MeshSpec
-    problem: str
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -108,13 +88,13 @@ class Found:
     Attributes:
         choices: the best of each legal mesh, best first: those that fit by speed, then the others
             by memory.
-        refused: illegal meshes.
+        refused: mesh that training would refuse -> the first rule that it breaks.
         num_tried: settings whose cost was estimated.
         seconds: how long the search took.
     """
 
     choices: tuple[Choice, ...]
-    refused: tuple[Refusal, ...]
+    refused: dict[MeshSpec, str]
     num_tried: int
     seconds: float
 
@@ -131,21 +111,18 @@ def search(
     *,
     stages: bool = True,
 ) -> Found:
-    """The best settings on every mesh of the cluster.
+    """The best settings on every mesh of the cluster; without `stages` several times faster.
 
-    Args:
-        config: the run; its mesh is not looked at, the settings named above are only a start.
-        cluster: the GPUs.
-        model: the built model; built from the settings where it is not given.
-        stages: whether pipelines are looked at; without them it is several times faster.
+    The run's own mesh is not looked at, and the settings named above are only a start.
     """
     start = time.perf_counter()
     model = model or config.build_model()
-    refused, choices, tried = [], [], 0
+    refused: dict[MeshSpec, str] = {}
+    choices, tried = [], 0
     for spec in factorisations(cluster.num_gpus, without=() if stages else (PIPELINE,)):
         problems = _mesh_problems(config, spec, model)
         if problems:
-            refused.append(Refusal(spec=spec, problem=problems[0]))
+            refused[spec] = problems[0]
             continue
         best = None
         for choice in _on_mesh(Job.of(config, spec, cluster, model)):
@@ -155,7 +132,7 @@ def search(
             choices.append(_with_larger_chunks(best))
     return Found(
         choices=tuple(sorted(choices, key=_rank)),
-        refused=tuple(refused),
+        refused=refused,
         num_tried=tried,
         seconds=time.perf_counter() - start,
     )
@@ -213,8 +190,7 @@ _COMPLEXITY_COST = 0.05
 
 def _mesh_problems(config: RunConfig, spec: MeshSpec, model: Model) -> list[str]:
     # Microbatches are chosen below: only their being possible at all is a rule of the mesh.
-    one = dataclasses.replace(config, train=dataclasses.replace(config.train, num_microbatches=0))
-    return one.mesh_problems(spec, model)
+    return with_section(config, "train", num_microbatches=0).mesh_problems(spec, model)
 
 
 def _with_larger_chunks(choice: Choice) -> Choice:
@@ -223,9 +199,7 @@ def _with_larger_chunks(choice: Choice) -> Choice:
     if given or not choice.job.is_decoder or not choice.fits:
         return choice
     for tokens in _CHUNKS:
-        train = dataclasses.replace(choice.job.config.train, loss_chunk_tokens=tokens)
-        config = dataclasses.replace(choice.job.config, train=train)
-        larger = Choice.of(dataclasses.replace(choice.job, config=config))
+        larger = Choice.of(choice.job.changed("train", loss_chunk_tokens=tokens))
         if larger.fits and larger.time.seconds < 0.99 * choice.time.seconds:
             return larger
     return choice
@@ -242,37 +216,26 @@ def _on_mesh(job: Job) -> Iterator[Choice]:
     """Costs of the settings worth looking at; the last that fits of each kind, or the smallest."""
     limit = usable_bytes(job)
     for variant in _variants(job):
-        configs, last = list(_by_microbatches(variant)), None
-        for config in configs:
-            last = _sized(job, config)
-            if last[1].total_bytes <= limit:
+        jobs = _by_microbatches(variant)
+        for tried in jobs:
+            memory = estimate_memory(tried)
+            if memory.state_bytes > limit:  # no number of microbatches helps: the most lacks least
+                tried = jobs[-1]
+                memory = estimate_memory(tried)
+            if memory.total_bytes <= limit or tried is jobs[-1]:
+                yield Choice.of(tried, memory)
                 break  # more microbatches would only be slower
-            if last[1].state_bytes > limit:
-                last = _sized(job, configs[-1])
-                break  # no number of them helps: the most, which lacks least
-        if last is not None:
-            yield Choice._of(*last)
-
-
-def _sized(job: Job, config: RunConfig) -> tuple[Job, Memory]:
-    tried = dataclasses.replace(job, config=config)
-    return tried, estimate_memory(tried)
 
 
 def _variants(job: Job) -> Iterator[Job]:
     """Remat, ZeRO and pipeline settings, microbatches left open."""
-    base, spec = job.config, job.spec
-    for zero in _zeros(base.mesh.zero, spec):
-        for remat in _remats(base.train.remat):
-            config = dataclasses.replace(
-                base,
-                mesh=dataclasses.replace(base.mesh, zero=zero),  # type: ignore[arg-type]
-                train=dataclasses.replace(base.train, remat=remat),
-            )
-            for pipeline in _pipelines(dataclasses.replace(job, config=config)):
-                changed = dataclasses.replace(config, pipeline=pipeline)
-                if not _mesh_problems(changed, spec, job.model):
-                    yield dataclasses.replace(job, config=changed)
+    for zero in _zeros(job.config.mesh.zero, job.spec):
+        for remat in _remats(job.config.train.remat):
+            for pipeline in _pipelines(job):
+                changed = job.changed("mesh", zero=zero).changed("train", remat=remat)
+                changed = changed.changed("pipeline", **pipeline)
+                if not _mesh_problems(changed.config, job.spec, job.model):
+                    yield changed
 
 
 def _zeros(given: int, spec: MeshSpec) -> list[int]:
@@ -286,32 +249,24 @@ def _remats(given: str) -> list[str]:
     return found if given in (*found, "auto") else [given, *found]
 
 
-def _pipelines(job: Job) -> Iterable[PipelineConfig]:
-    config, spec = job.config, job.spec
-    if spec[PIPELINE] == 1:
-        return [config.pipeline]
-    chunks = {config.pipeline.num_virtual_stages, 1}
-    if config.pipeline.schedule != "1f1b":
-        chunks |= {v for v in (2, 4) if job.num_layers % (v * spec[PIPELINE]) == 0}
-    gathers = (
-        ("action", "step")
-        if any(axis.weights == "gathered" for axis in spec.used)
-        else (config.pipeline.gather,)
-    )
-    return [
-        dataclasses.replace(config.pipeline, num_virtual_stages=v, gather=gather)  # type: ignore[arg-type]
-        for v in sorted(chunks)
-        for gather in gathers
-    ]
+def _pipelines(job: Job) -> list[dict[str, Any]]:
+    """Changes of the pipeline's settings that are worth a look."""
+    given, stages = job.config.pipeline, job.spec[PIPELINE]
+    if stages == 1:
+        return [{}]
+    chunks = {given.num_virtual_stages, 1}
+    if given.schedule != "1f1b":
+        chunks |= {v for v in (2, 4) if job.num_layers % (v * stages) == 0}
+    gathers = ["action", "step"]
+    if not any(axis.weights == "gathered" for axis in job.spec.used):
+        gathers = [given.gather]
+    return [{"num_virtual_stages": v, "gather": g} for v in sorted(chunks) for g in gathers]
 
 
-def _by_microbatches(job: Job) -> Iterator[RunConfig]:
-    """The settings with more and more microbatches, from the fastest on."""
-    config = job.config
+def _by_microbatches(job: Job) -> list[Job]:
+    """The job with more and more microbatches, from the fastest on."""
     counts = [n for n in range(1, job.rows + 1) if job.rows % n == 0]
     if job.spec[PIPELINE] > 1:
         # Enough to keep stages busy; the bubble shrinks and the stash does not grow with more.
         counts = [n for n in counts if n >= 4 * job.spec[PIPELINE]] or counts[-1:]
-    for count in counts:
-        train = dataclasses.replace(config.train, num_microbatches=count)
-        yield dataclasses.replace(config, train=train)
+    return [job.changed("train", num_microbatches=count) for count in counts]

@@ -11,12 +11,12 @@ fitted to a row.
 from __future__ import annotations
 
 import dataclasses
+from collections import defaultdict
 
 from jaxdist.plan.estimate import flops, traffic
 from jaxdist.plan.estimate.flops import Work
 from jaxdist.plan.estimate.job import Job
 from jaxdist.plan.estimate.traffic import Flow
-from jaxdist.plan.hardware import Gpu
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,23 +56,14 @@ _REACH = {
 }
 
 
-def reach_of(gpu: Gpu) -> Reach:
-    """The constants of a kind of GPU, by its compute capability."""
-    return _REACH.get(gpu.compute_capability, Reach())
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepTime:
-    """Seconds of one step on the busiest device, by cause.
+    """Seconds of one step on the busiest device.
 
     Attributes:
-        products: matrix products.
-        attention: the attention kernel.
-        memory: kernels that wait for device memory.
-        launches: gaps between kernels.
-        waiting: stages that wait for others (the pipeline's bubble).
-        exposed: by purpose ("weights", "activations", ...), collectives not hidden.
-        optimizer: update of the parameters.
+        parts: cause -> seconds, 0 left out: matrix products, the attention kernel, kernels that
+            wait for device memory, gaps between kernels, the optimizer's update, stages that wait
+            for others (the pipeline's bubble); by purpose, collectives that are not hidden.
         communication: all collectives, hidden or not.
         tokens_per_step: tokens (or images) of the step.
         num_gpus: devices.
@@ -80,13 +71,7 @@ class StepTime:
         peak_flops: of one device; 0 where its dtype has none.
     """
 
-    products: float
-    attention: float
-    memory: float
-    launches: float
-    waiting: float
-    exposed: dict[str, float]
-    optimizer: float
+    parts: dict[str, float]
     communication: float
     tokens_per_step: int
     num_gpus: int
@@ -96,8 +81,7 @@ class StepTime:
     @property
     def seconds(self) -> float:
         """Of one step."""
-        compute = self.products + self.attention + self.memory + self.launches
-        return compute + self.waiting + sum(self.exposed.values()) + self.optimizer
+        return sum(self.parts.values())
 
     @property
     def tokens_per_s(self) -> float:
@@ -111,44 +95,25 @@ class StepTime:
             return 0.0
         return self.model_flops / self.seconds / self.num_gpus / self.peak_flops
 
-    @property
-    def parts(self) -> dict[str, float]:
-        """Cause -> seconds."""
-        exposed = {f"waiting for {name}": s for name, s in self.exposed.items()}
-        found = {
-            "products": self.products,
-            "attention": self.attention,
-            "memory-bound kernels": self.memory,
-            "launch gaps": self.launches,
-            "optimizer": self.optimizer,
-            "pipeline bubble": self.waiting,
-            **exposed,
-        }
-        return {name: s for name, s in found.items() if s > 0}
 
-
-def estimate_time(job: Job, flows: list[Flow] | None = None) -> StepTime:
-    """The time of one step of the job.
-
-    Args:
-        job: what runs where.
-        flows: its traffic, if it is known already.
-    """
+def estimate_time(job: Job) -> StepTime:
+    """The time of one step of the job."""
     rates = _Rates.of(job)
-    flows = traffic.flows_of(job) if flows is None else flows
+    flows = traffic.flows_of(job)
     compute, waiting, launches = _compute(job, rates)
-    update = rates.seconds(flops.optimizer(job))
-    busy = sum(rates.parts(compute)) + launches
-    exposed = _exposed(job, flows, busy, rates.reach)
     products, attention, memory = rates.parts(compute)
+    busy = products + attention + memory + launches
+    parts = {
+        "products": products,
+        "attention": attention,
+        "memory-bound kernels": memory,
+        "launch gaps": launches,
+        "optimizer": rates.seconds(flops.optimizer(job)),
+        "pipeline bubble": waiting,
+        **_exposed(flows, busy, rates.reach),
+    }
     return StepTime(
-        products=products,
-        attention=attention,
-        memory=memory,
-        launches=launches,
-        waiting=waiting,
-        exposed=exposed,
-        optimizer=update,
+        parts={name: seconds for name, seconds in parts.items() if seconds > 0},
         communication=sum(flow.seconds for flow in flows) / rates.reach.links,
         tokens_per_step=job.tokens_per_step,
         num_gpus=job.spec.num_devices,
@@ -168,7 +133,8 @@ class _Rates:
 
     @classmethod
     def of(cls, job: Job) -> _Rates:
-        reach, peaks = reach_of(job.gpu), job.gpu.peak_flops
+        reach = _REACH.get(job.gpu.compute_capability, Reach())
+        peaks = job.gpu.peak_flops
         peak = peaks.get(str(job.dtype)) or peaks["float32"]
         products = reach.products * peak
         if job.engine.products_dtype == "float8":
@@ -234,15 +200,14 @@ _OVERLAPPED = ("weights", "gradients")
 """Purposes whose collectives overlap with other work; the rest block it."""
 
 
-def _exposed(job: Job, flows: list[Flow], busy: float, reach: Reach) -> dict[str, float]:
-    """Purpose -> seconds of collectives that are waited for."""
-    seconds: dict[str, float] = {}
+def _exposed(flows: list[Flow], busy: float, reach: Reach) -> dict[str, float]:
+    """`waiting for PURPOSE` -> seconds of collectives that are waited for."""
+    seconds: dict[str, float] = defaultdict(float)
     for flow in flows:
-        seconds[flow.purpose] = seconds.get(flow.purpose, 0.0) + flow.seconds / reach.links
-    overlapped = {name: s for name, s in seconds.items() if name in _OVERLAPPED}
-    found = {name: s for name, s in seconds.items() if name not in _OVERLAPPED}
-    together = sum(overlapped.values())
-    for name, spent in overlapped.items():
-        share = spent / together if together else 0.0
-        found[name] = (1 - reach.hidden) * spent + max(0.0, reach.hidden * together - busy) * share
-    return {name: s for name, s in found.items() if s > 0}
+        seconds[flow.purpose] += flow.seconds / reach.links
+    together = sum(seconds[purpose] for purpose in _OVERLAPPED)
+    for purpose in _OVERLAPPED:
+        share = seconds[purpose] / together if together else 0.0
+        late = max(0.0, reach.hidden * together - busy)
+        seconds[purpose] = (1 - reach.hidden) * seconds[purpose] + late * share
+    return {f"waiting for {purpose}": spent for purpose, spent in seconds.items()}

@@ -11,6 +11,8 @@ import dataclasses
 import math
 from collections.abc import Iterator
 
+import jax.numpy as jnp
+
 from jaxdist.core.axis import ActivationSizes, Kind
 from jaxdist.core.parallel import axes as mesh_axes
 from jaxdist.core.parallel.pipeline.axis import PIPELINE
@@ -24,10 +26,8 @@ class Flow:
     """Collectives of one kind, over the same axes, for the same purpose.
 
     Attributes:
-        kind: the collective.
         axes: mesh axes that its groups span.
-        purpose: why it is there: weights, gradients, new parameters, activations, loss, stages,
-            pieces.
+        purpose: weights, gradients, new parameters, activations, loss, stages, pieces.
         bytes: whole arrays of one group in one step, all times together.
         times: how often one step runs it.
         wire_bytes: sent by one device in one step (ring algorithm).
@@ -51,15 +51,6 @@ def flows_of(job: Job) -> list[Flow]:
     return [_flow(job, *each) for each in moved if each[3] and math.prod(_sizes(job, each[1])) > 1]
 
 
-def by_axis(flows: list[Flow]) -> dict[tuple[str, str], float]:
-    """(kind, "data+fsdp") -> bytes of whole arrays per step."""
-    totals: dict[tuple[str, str], float] = {}
-    for flow in flows:
-        key = (flow.kind, "+".join(flow.axes))
-        totals[key] = totals.get(key, 0.0) + flow.bytes
-    return totals
-
-
 Moved = tuple[Kind, tuple[str, ...], str, float, int]
 """(kind, axes, purpose, bytes of whole arrays each time, times)."""
 
@@ -77,17 +68,12 @@ def _weights(job: Job) -> Iterator[Moved]:
     layers = [w for w in job.layers if job.is_gathered(w)]
     outer = [w for w in job.outer if job.is_gathered(w)]
     in_layer, outside = job.total(layers, "whole") // depth, job.total(outer, "whole")
-    c, r = job.compute_bytes, job.reduce_bytes
+    c, r = job.compute_bytes, jnp.dtype(job.config.precision.reduce_dtype).itemsize
     yield ("all-gather", shard, "weights", c * in_layer, gathers)
     yield ("all-gather", shard, "weights", c * outside, 1)
     yield ("reduce-scatter", shard, "gradients", r * in_layer, scatters)
-    yield (
-        "reduce-scatter",
-        shard,
-        "gradients",
-        r * outside,
-        1 if job.schedule else job.num_microbatches,
-    )
+    times = 1 if job.schedule else job.num_microbatches
+    yield ("reduce-scatter", shard, "gradients", r * outside, times)
     yield from _replicas(job)
 
 
@@ -114,14 +100,8 @@ def _replicas(job: Job) -> Iterator[Moved]:
 def _vectors(job: Job) -> Iterator[Moved]:
     """Norm scales and biases: whole on every device, one all-reduce a step."""
     for weights, extra in _groups(job, sharded=False):
-        local = WIDE * job.total(weights, "param")
-        yield (
-            "all-reduce",
-            (*extra, *_summed(job, "replicated", "gathered")),
-            "gradients",
-            local,
-            1,
-        )
+        axes = (*extra, *_summed(job, "replicated", "gathered"))
+        yield ("all-reduce", axes, "gradients", WIDE * job.total(weights, "param"), 1)
 
 
 def _groups(job: Job, *, sharded: bool) -> Iterator[tuple[list[Weight], tuple[str, ...]]]:
@@ -146,13 +126,10 @@ def _summed(job: Job, *kinds: str) -> tuple[str, ...]:
 
 def _is_sharded_kind(job: Job, weight: Weight) -> bool:
     """Whether fsdp and ZeRO shard a weight: matrices with a dim for it."""
-    names = [name for name in weight.dims if name != "layers"]
-    return len(names) > 1 and any(_is_gathered(job, name) for name in names if name)
-
-
-def _is_gathered(job: Job, dim: str) -> bool:
-    name = {**mesh_axes.rules(), **job.layout.rules}.get(dim)
-    return name is not None and mesh_axes.by_name()[name].weights == "gathered"
+    rules, by_name = {**mesh_axes.rules(), **job.layout.rules}, mesh_axes.by_name()
+    dims = [dim for dim in weight.dims if dim != "layers"]
+    axes = [by_name[axis] for dim in dims if dim and (axis := rules.get(dim)) is not None]
+    return len(dims) > 1 and any(axis.weights == "gathered" for axis in axes)
 
 
 # --- activations ----------------------------------------------------------------------------------
@@ -182,15 +159,10 @@ def _traced_sums(job: Job) -> Iterator[Moved]:
     if job.spec[TENSOR] == 1:
         return
     cost, rows = job.everything_kept, job.compute_bytes * job.micro_rows
-    layers = job.layers_per_stage * job.num_microbatches
-    yield ("all-reduce", (TENSOR.name,), "activations", rows * cost.layer.reduced, layers)
-    yield (
-        "all-reduce",
-        (TENSOR.name,),
-        "activations",
-        rows * cost.rest.reduced,
-        job.num_microbatches,
-    )
+    times, axes = job.num_microbatches, (TENSOR.name,)
+    layers = job.layers_per_stage * times
+    yield ("all-reduce", axes, "activations", rows * cost.layer.reduced, layers)
+    yield ("all-reduce", axes, "activations", rows * cost.rest.reduced, times)
 
 
 def _stages(job: Job) -> Iterator[Moved]:
@@ -201,15 +173,10 @@ def _stages(job: Job) -> Iterator[Moved]:
     each = float(job.compute_bytes * job.stream_tokens * job.stream_width)
     permutes = report.forward_permutes + report.backward_permutes
     yield ("collective-permute", (PIPELINE.name,), "stages", each, permutes)
-    if schedule.num_virtual_stages > 1 and job.engine.pieces_travel:
-        pieces = WIDE * job.total(job.layers, "param") / schedule.num_virtual_stages
-        yield (
-            "collective-permute",
-            (PIPELINE.name,),
-            "pieces",
-            pieces,
-            2 * schedule.num_virtual_stages,
-        )
+    chunks = schedule.num_virtual_stages
+    if chunks > 1 and job.engine.pieces_travel:
+        pieces = WIDE * job.total(job.layers, "param") / chunks
+        yield ("collective-permute", (PIPELINE.name,), "pieces", pieces, 2 * chunks)
 
 
 # --- links ----------------------------------------------------------------------------------------

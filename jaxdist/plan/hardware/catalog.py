@@ -72,15 +72,9 @@ def find_gpu(name: str, known: Mapping[str, Gpu] = GPUS) -> Gpu:
 def read_hardware(path: str | Path) -> dict[str, Gpu]:
     """A user's own GPUs from a TOML file, added to the known ones.
 
-    A table per GPU; with `like` it starts from a known one and says what differs:
-
-        [our-h100]
-        like = "h100"
-        network_gb_per_s = 12.5
-        price_per_hour = 1.9
-
-    Without `like` a table says all, as those of `known.toml` next to this file do; `device_kind`,
-    the pattern of JAX's name for a device, stands only there.
+    A table per GPU; with `like` it starts from a known one and says what differs. Without it says
+    all, as those of `known.toml` next to this file do; `device_kind`, the pattern of JAX's name for
+    a device, stands only there.
 
     Raises:
         ConfigError: the file cannot be read, or with every problem found in it.

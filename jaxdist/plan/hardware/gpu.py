@@ -42,11 +42,6 @@ class Gpu:
     price_per_hour: float
     spot_price_per_hour: float
 
-    @property
-    def has_cudnn_attention(self) -> bool:
-        """Whether cuDNN has fused attention for it (Ampere and later)."""
-        return float(self.compute_capability) >= 8.0
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cluster:
@@ -55,6 +50,12 @@ class Cluster:
     gpu: Gpu
     num_nodes: int
     gpus_per_node: int
+
+    @classmethod
+    def of(cls, gpu: Gpu, num_gpus: int) -> Cluster:
+        """A number of GPUs on as few nodes as hold them."""
+        nodes = max(1, num_gpus // gpu.gpus_per_node)
+        return cls(gpu=gpu, num_nodes=nodes, gpus_per_node=num_gpus // nodes)
 
     @property
     def num_gpus(self) -> int:

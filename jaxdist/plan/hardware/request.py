@@ -47,5 +47,4 @@ def _parse_cluster(text: str, known: Mapping[str, Gpu]) -> Cluster:
             f"gpus {text!r}: {number} GPUs do not fill nodes of {per_node}. Use "
             f"{name}:{low} or {name}:{low + per_node}, or say the nodes: {name}:NODESxGPUS."
         )
-    nodes = max(1, number // per_node)
-    return Cluster(gpu=gpu, num_nodes=nodes, gpus_per_node=number // nodes)
+    return Cluster.of(gpu, number)

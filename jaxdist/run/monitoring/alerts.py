@@ -27,13 +27,7 @@ from jaxdist.runtime.formatting.numbers import duration, percent
 class Alerts:
     """Turns what is wrong with a run's numbers into warnings, once per episode.
 
-    Args:
-        config: how often processes are compared.
-        summary: counts what is found.
-        event: `Monitor.event`.
-        read_gpus: `GpuStats.read` of this process.
-        num_processes: processes of the job.
-        compares: whether this process compares the numbers of all.
+    `event` and `read_gpus` are `Monitor.event` and `GpuStats.read`; one process `compares` all.
     """
 
     def __init__(
@@ -48,17 +42,12 @@ class Alerts:
     ):
         self._summary, self._event = summary, event
         self._read_gpus, self._compares = read_gpus, compares
-        self._data_wait = DataWaitTracker(threshold=DATA_WAIT_WARNING, window_steps=WINDOW_STEPS)
+        self.data_wait = DataWaitTracker(threshold=DATA_WAIT_WARNING, window_steps=WINDOW_STEPS)
         self._stragglers = StragglerDetector(
             num_processes, LOGS_PER_COMPARISON * config.log_interval_steps
         )
         self._slow: set[tuple[int, str]] = set()
         self._warned_of_mfu = False
-
-    @property
-    def data_wait_share(self) -> float:
-        """Share of the window's time spent waiting for data, in [0, 1]."""
-        return self._data_wait.share
 
     def step_times(
         self, step: int, step_time_s: float, data_wait_s: float, device_wait_s: float | None
@@ -66,9 +55,9 @@ class Alerts:
         """Count the seconds of a step; warn when too many of them went to waiting for data."""
         if device_wait_s is not None:
             self._stragglers.add(step_time_s, data_wait_s, device_wait_s)
-        if not self._data_wait.add(data_wait_s, step_time_s):
+        if not self.data_wait.add(data_wait_s, step_time_s):
             return
-        share = self._data_wait.share
+        share = self.data_wait.share
         self._event(
             "slow_loader",
             step=step,
@@ -101,10 +90,7 @@ class Alerts:
         """Publish this process's times at the end of an interval; process 0 compares all."""
         if self._stragglers.ends(step):
             self._stragglers.end_interval(step, self._read_gpus())
-        if not (self._compares and self._stragglers.is_open):
-            return
-        reports = self._stragglers.everyone()
-        if not reports:
+        if not self._compares or not (reports := self._stragglers.everyone()):
             return
         step = reports[0]["step"]
         each = lambda name: [one[name] for one in reports.values()]

@@ -58,15 +58,9 @@ def step_line(
     eta_s: float | None,
     metrics: Sequence[str],
 ) -> str:
-    """One aligned line for one step.
+    """One aligned line for one step, from its record in metrics.jsonl; what is absent is left out.
 
-    Args:
-        record: step, loss, ... as in metrics.jsonl; what is absent is left out.
-        total_steps: where the run ends.
-        unit: what is counted, `Model.unit`.
-        convention: of the MFU.
-        eta_s: seconds to go.
-        metrics: names in `record` that the model added, shown after the known ones.
+    `metrics` are names in the record that the model added, shown after the known ones.
     """
     parts = [_place("step", record, total_steps)]
 

@@ -12,13 +12,10 @@ def device_memory(devices: list[Any]) -> dict[str, int]:
         `memory_bytes` in use now, `memory_peak_bytes` the most so far, `memory_limit_bytes`.
     """
     stats = [s for s in (device.memory_stats() for device in devices) if s]
-    fields = {}
-    for name, key in (
-        ("memory_bytes", "bytes_in_use"),
-        ("memory_peak_bytes", "peak_bytes_in_use"),
-        ("memory_limit_bytes", "bytes_limit"),
-    ):
-        values = [int(s[key]) for s in stats if key in s]
-        if values:
-            fields[name] = max(values)
-    return fields
+    names = {
+        "bytes_in_use": "memory_bytes",
+        "peak_bytes_in_use": "memory_peak_bytes",
+        "bytes_limit": "memory_limit_bytes",
+    }
+    values = {key: [int(s[key]) for s in stats if key in s] for key in names}
+    return {name: max(values[key]) for key, name in names.items() if values[key]}

@@ -24,13 +24,10 @@ _PACKAGES = (
 
 
 def environment(command: list[str] | None = None) -> dict[str, Any]:
-    """The record of environment.json: what is needed to run this again.
+    """The record of environment.json: what is needed to run this again; it starts the devices.
 
     Collective in a job of several processes, because it gathers host names: each must call it,
-    after joining the job. It starts the devices.
-
-    Args:
-        command: the command line; default: that of this process.
+    after joining the job. The command is by default that of this process.
     """
     import jax
 

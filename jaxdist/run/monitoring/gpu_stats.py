@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping, Sequence
+from statistics import fmean
 from typing import Any
 
 from jaxdist import runtime
 
 
 class GpuStats:
-    """Reads this process's GPUs through NVML; logs one line where that does not work.
+    """Reads the GPUs of this process's jax devices; says one line where that does not work.
 
-    Args:
-        devices: jax devices of this process.
-        environ: environment with `CUDA_VISIBLE_DEVICES`, which maps devices to GPUs.
-        say: logs that line.
+    `CUDA_VISIBLE_DEVICES` in `environ` maps devices to GPUs.
     """
 
     def __init__(
@@ -50,12 +48,10 @@ class GpuStats:
             number = getattr(device, "local_hardware_id", None)
             number = device.id if number is None else number
             entry = str(number) if visible is None else visible[number]
-            by_index = entry.isdigit()  # join() sets CUDA_DEVICE_ORDER so that numbers are NVML's
-            handles.append(
-                nvml.nvmlDeviceGetHandleByIndex(int(entry))
-                if by_index
-                else nvml.nvmlDeviceGetHandleByUUID(entry)
-            )
+            if entry.isdigit():  # join() sets CUDA_DEVICE_ORDER so that numbers are NVML's
+                handles.append(nvml.nvmlDeviceGetHandleByIndex(int(entry)))
+            else:
+                handles.append(nvml.nvmlDeviceGetHandleByUUID(entry))
         return handles
 
     def read(self) -> dict[str, float]:
@@ -69,14 +65,11 @@ class GpuStats:
         if not self._handles:
             return {}
         nvml = self._nvml
-        mean: Callable[[list[float]], float] = lambda values: sum(values) / len(values)
+        celsius = nvml.NVML_TEMPERATURE_GPU
         readings: dict[str, tuple[Callable[[Any], float], Callable[[list[float]], float]]] = {
-            "gpu_utilization": (lambda h: nvml.nvmlDeviceGetUtilizationRates(h).gpu / 100, mean),
-            "gpu_power_w": (lambda h: nvml.nvmlDeviceGetPowerUsage(h) / 1000, mean),
-            "gpu_temperature_c": (
-                lambda h: nvml.nvmlDeviceGetTemperature(h, nvml.NVML_TEMPERATURE_GPU),
-                max,
-            ),
+            "gpu_utilization": (lambda h: nvml.nvmlDeviceGetUtilizationRates(h).gpu / 100, fmean),
+            "gpu_power_w": (lambda h: nvml.nvmlDeviceGetPowerUsage(h) / 1000, fmean),
+            "gpu_temperature_c": (lambda h: nvml.nvmlDeviceGetTemperature(h, celsius), max),
             "gpu_clock_mhz": (lambda h: nvml.nvmlDeviceGetClockInfo(h, nvml.NVML_CLOCK_SM), min),
             "gpu_memory_used_bytes": (lambda h: nvml.nvmlDeviceGetMemoryInfo(h).used, max),
         }

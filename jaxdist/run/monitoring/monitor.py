@@ -30,10 +30,9 @@ logger = logging.getLogger("jaxdist")
 class Monitor:
     """Console, metrics.jsonl, TensorBoard and Prometheus of one run.
 
-    Every process has one; only process 0 writes.
-
-    As a context manager it closes the sinks. When an exception ends a run without a summary, it
-    writes one with the exit reason "error" or "interrupted".
+    Every process has one; only process 0 writes. As a context manager it closes the sinks. When an
+    exception ends a run without a summary, it writes one with the exit reason "error" or
+    "interrupted".
 
     A resumed run is continued: metrics.jsonl is appended to, from a `start` event at `start_step`
     on, and TensorBoard hides the points beyond that step.
@@ -173,9 +172,7 @@ class Monitor:
             readings = self._gpu_stats.read()
             record |= readings
             self.run_summary.add_readings(readings)
-            self.run_summary.memory_peak_bytes = max(
-                self.run_summary.memory_peak_bytes, record.get("memory_peak_bytes", 0)
-            )
+            self.run_summary.memory_peak_bytes = record.get("memory_peak_bytes", 0)
         self.run_summary.last = record
         if self._prometheus is not None:
             self._prometheus.train(record, self.unit)
@@ -214,7 +211,7 @@ class Monitor:
         """Record a save, a restore, a warning, ...: one line each, on process 0 alone.
 
         Args:
-            event: its name, `snake_case`; the key `event` of the record.
+            event: its name, `snake_case`.
             message: the console line; default: `event key=value ...`.
             level: of the log record; WARNING and above count as warnings.
             quiet: record it, and leave the console to the caller.
@@ -226,18 +223,12 @@ class Monitor:
             self._prometheus.event(event, is_warning=level >= logging.WARNING)
         if self._records is None:
             return
-        record = {
-            "kind": "event",
-            "event": event,
-            "time": self._clock(),
-            "step": self.run_summary.last["step"],
-            **fields,
-        }
+        record = {"step": self.run_summary.last["step"], **fields}
         if level >= logging.WARNING:
             record["level"] = logging.getLevelName(level).lower()
         if message:
             record["message"] = message
-        self._records.write(record)
+        self._write_event(event, record)
         if not quiet:
             self._say(message or console.event_line(event, fields), level)
 
@@ -271,10 +262,8 @@ class Monitor:
             "mfu_convention": self.throughput.convention,
             "flops_per_token": self.throughput.flops_per_token,
         }
-        self._records.write(
-            {"kind": "event", "event": "run", "time": self._clock(), "step": self.start_step}
-            | {name: value for name, value in known.items() if value not in (None, "")}
-        )
+        given = {name: value for name, value in known.items() if value not in (None, "")}
+        self._write_event("run", {"step": self.start_step, **given})
         if self._prometheus is not None:
             names = ("model", "mesh", "device_kind", "num_parameters", "num_devices")
             self._prometheus.facts(
@@ -298,22 +287,19 @@ class Monitor:
     def summary(
         self, exit_reason: ExitReason | str, *, next_commands: Sequence[str] = (), **fields: Any
     ) -> dict[str, Any]:
-        """Write summary.json and print the closing block; returns what was written.
+        """Write summary.json, with more `fields`, and print the closing block; returns the summary.
 
-        Args:
-            exit_reason: one of `ExitReason`.
-            next_commands: what to run next, one command each.
-            fields: more of the summary: `checkpoint`, `error`, ...
+        `next_commands` are what to run next, one command each.
         """
         exit_reason = ExitReason(exit_reason)
+        wall_s = self._clock() - self._begin
         summary: dict[str, Any] = {
             "exit_reason": exit_reason,
             "total_steps": self.total_steps,
             "run_dir": self.run.path,
             "device_kind": self.device_kind,
+            **self.run_summary.summary(self.throughput, self._trackers, wall_s),
         }
-        wall_s = self._clock() - self._begin
-        summary |= self.run_summary.summary(self.throughput, self._trackers, wall_s)
         self.profiler.stop()
         if self.profiler.traces:
             summary["profiles"] = self.profiler.traces
@@ -323,23 +309,17 @@ class Monitor:
         self._ended = True
         if self._records is None:
             return summary
-        end = {"step": summary["step"], "exit_reason": exit_reason}
-        self._records.write({"kind": "event", "event": "end", "time": self._clock(), **end})
+        self._write_event("end", {"step": summary["step"], "exit_reason": exit_reason})
         self.run.write_summary(summary)
         self._say_block(console.closing_rows(summary, next_commands))
         return summary
 
     def close(self) -> None:
         """Flush and close all sinks; a second call does nothing."""
-        if self._prometheus is not None:
-            self._prometheus.close()
-            self._prometheus = None
-        if self._tensorboard is not None:
-            self._tensorboard.close()
-            self._tensorboard = None
-        if self._records is not None:
-            self._records.close()
-            self._records = None
+        for sink in (self._prometheus, self._tensorboard, self._records):
+            if sink is not None:
+                sink.close()
+        self._prometheus = self._tensorboard = self._records = None
         self._gpu_stats.close()
         self.profiler.stop()
 
@@ -368,17 +348,9 @@ class Monitor:
             self._tensorboard = TensorBoard(self.run.tensorboard, first)
             if config_text:
                 self._tensorboard.text("config", config_text)
-        self._records.write(
-            {
-                "kind": "event",
-                "event": "start",
-                "time": self._begin,
-                "step": self.start_step,
-                "total_steps": self.total_steps,
-                "num_devices": self.throughput.num_devices,
-                "unit": self.unit,
-            }
-        )
+        totals = {"total_steps": self.total_steps, "num_devices": self.throughput.num_devices}
+        start = {"time": self._begin, "step": self.start_step}
+        self._write_event("start", {**start, **totals, "unit": self.unit})
         if self._records.torn:
             self.event(
                 "torn_line",
@@ -387,6 +359,10 @@ class Monitor:
                 message=f"metrics.jsonl ended in a line that was cut short by an earlier failure; "
                 f"its {self._records.torn} bytes were removed",
             )
+
+    def _write_event(self, event: str, fields: Mapping[str, Any]) -> None:
+        assert self._records is not None
+        self._records.write({"kind": "event", "event": event, "time": self._clock(), **fields})
 
     def _say(self, line: str, level: int = logging.INFO) -> None:
         logger.log(level, console.plain(line), extra={"styled": line})
@@ -418,28 +394,20 @@ class Monitor:
         )
         if self._tensorboard is not None:
             points = {f"train/{name}": record[name] for name in metrics}
-            for name in ("mfu", "mfu_full", "step_time_s", "memory_bytes", "memory_peak_bytes"):
-                if name in shown:
-                    points[f"speed/{name}"] = shown[name]
-            for name in (f"{unit}_per_s", f"{unit}_per_s_per_device"):
-                points[f"speed/{name}"] = shown[name]
-            points |= {
-                f"gpu/{name.removeprefix('gpu_')}": value
-                for name, value in shown.items()
-                if name.startswith("gpu_")
-            }
-            points["speed/data_wait_share"] = self._alerts.data_wait_share
+            speeds = ("mfu", "mfu_full", "step_time_s", "memory_bytes", "memory_peak_bytes")
+            for name, value in shown.items():
+                if name in (*speeds, f"{unit}_per_s", f"{unit}_per_s_per_device"):
+                    points[f"speed/{name}"] = value
+                elif name.startswith("gpu_"):
+                    points[f"gpu/{name.removeprefix('gpu_')}"] = value
+            points["speed/data_wait_share"] = self._alerts.data_wait.share
             self._tensorboard.scalars(record["step"], points)
 
 
 def read(metrics: Mapping[str, Any]) -> dict[str, float]:
     """Fetch a dict of replicated scalars in one transfer, as Python numbers."""
     import jax
+    import numpy as np
 
     fetched = jax.device_get(dict(metrics))  # a pytree: its keys come back sorted
-    return {name: _number(fetched[name]) for name in metrics}
-
-
-def _number(value: Any) -> Any:
-    """A numpy scalar as Python's; Python's own pass."""
-    return value.item() if hasattr(value, "item") else value
+    return {name: np.asarray(fetched[name]).item() for name in metrics}

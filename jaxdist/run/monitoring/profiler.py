@@ -37,12 +37,8 @@ def steps_of(text: str) -> tuple[int, int]:
 class Profiler:
     """Starts and ends traces between steps.
 
-    Args:
-        planned: first and last step to trace, or None.
-        directory: where each trace gets a directory of its own.
-        process: index of this process, part of the trace's name.
-        asked: whether a trace was requested since the last call.
-        asked_steps: steps of a requested trace.
+    A trace of the `planned` first to last step, and one of `asked_steps` steps when `asked()` says
+    that one was requested since its last call, each in a directory named after step and process.
     """
 
     def __init__(
@@ -91,11 +87,7 @@ class Profiler:
         return self._planned is not None and self._planned[0] <= step <= self._planned[1]
 
     def stop(self, last: int | None = None) -> None:
-        """End the current trace, if there is one.
-
-        Args:
-            last: the newest step in it; default: the newest step known to `reaches`.
-        """
+        """End the current trace, if any; `last` is the newest step in it (None: of `reaches`)."""
         if self._now is None:
             return
         import jax
@@ -109,22 +101,18 @@ class Profiler:
             logger.warning("the trace of steps %d to %d was not written: %s", first, last, failure)
             return
         files = [name for name in self._path.files() if name.endswith(".trace.json.gz")]
-        self.traces.append({"first": first, "last": last, "path": str(self._path)})
-        self.traces[-1] |= {"file": str(self._path / files[-1])} if files else {}
+        trace: dict[str, Any] = {"first": first, "last": last, "path": str(self._path)}
+        trace |= {"file": str(self._path / files[-1])} if files else {}
+        self.traces.append(trace)
         logger.info("steps %d to %d are traced in %s", first, last, self._path)
-        self._tell_device_times()
-
-    def _tell_device_times(self) -> None:
-        """Report how this process's GPUs spent the trace, on the console and in the summary."""
         try:
-            found = read_trace(self._path)
+            devices = read_trace(self._path)
         except Exception as failure:  # the trace itself is written, and may be read elsewhere
             logger.warning("the trace in %s cannot be read: %s", self._path, failure)
             return
-        for one in found:
+        for one in devices:
             logger.info("%s", one)
-        if found:
-            self.traces[-1]["devices"] = [one.record() for one in found]
+        trace |= {"devices": [one.record() for one in devices]} if devices else {}
 
     def _begin(self, first: int, last: int) -> None:
         import jax

@@ -30,13 +30,9 @@ _LEFT_OUT = ("kind", "time", "applied", "weight")
 
 
 class Prometheus:
-    """An HTTP endpoint with the newest numbers of a run.
+    """An HTTP endpoint at host:port with the newest numbers of a run, `run` being their label.
 
     A port that is in use is a warning and does not end the run.
-
-    Args:
-        address: host:port to listen on.
-        run: the label on every number.
     """
 
     def __init__(self, address: str, run: str):

@@ -53,8 +53,6 @@ class Straggler:
     """A process that the others wait for.
 
     Attributes:
-        process: its index.
-        host: where it runs.
         cause: "data", "host" or "gpu clock".
         lost_s: seconds of a step, in the interval's mean, beyond what the others need; 0 for a
             clock.
@@ -71,9 +69,7 @@ class Straggler:
 class StragglerDetector:
     """Collects the step times of this process, and at the end of an interval those of all.
 
-    Args:
-        num_processes: processes of the job.
-        interval_steps: steps of an interval, the same on all processes; 0 = never.
+    An interval has as many steps on all processes; with `interval_steps=0` none ends.
     """
 
     def __init__(self, num_processes: int, interval_steps: int):
@@ -104,13 +100,10 @@ class StragglerDetector:
         coordination.publish(_TOPIC, self._published)
         return own
 
-    @property
-    def is_open(self) -> bool:
-        """Whether an interval was published that is not compared yet."""
-        return self._compared < self._newest
-
     def everyone(self) -> dict[int, dict[str, Any]]:
         """Process id -> its numbers of the newest interval that all have; {} if it was compared."""
+        if self._compared >= self._newest:
+            return {}
         reports = coordination.published(_TOPIC)
         if len(reports) < self._num_processes:
             return {}
@@ -125,8 +118,7 @@ class StragglerDetector:
 def summarise(steps: Sequence[tuple[float, float, float]]) -> dict[str, float]:
     """Means over steps, and over the late ones among them (0 without any).
 
-    Args:
-        steps: for each step its seconds, those waiting for data, and those waiting for devices.
+    Each step is given by its seconds, those waiting for data, and those waiting for devices.
     """
     late = [one for one in steps if one[2] <= _AHEAD * one[0]]
     step_time_s, data_wait_s, device_wait_s = _means(steps)
@@ -151,21 +143,17 @@ def _means(steps: Sequence[tuple[float, float, float]]) -> tuple[float, float, f
 def newest_common(reports: Mapping[int, Sequence[Mapping[str, Any]]]) -> dict[int, dict[str, Any]]:
     """The newest interval that every process has published, by process id; {} without one."""
     steps = [{one["step"] for one in intervals} for intervals in reports.values()]
-    common = set.intersection(*steps) if steps else set()
-    if not common:
-        return {}
+    newest = max(set.intersection(*steps), default=None) if steps else None
     return {
-        process: dict(next(one for one in intervals if one["step"] == max(common)))
+        process: dict(one)
         for process, intervals in reports.items()
+        for one in intervals
+        if one["step"] == newest
     }
 
 
 def find_stragglers(reports: Mapping[int, Mapping[str, Any]]) -> list[Straggler]:
-    """The processes that the others wait for, the most costly first.
-
-    Args:
-        reports: by process id, as `StragglerDetector.end_interval` makes it.
-    """
+    """Processes that others wait for, most costly first; from `StragglerDetector.everyone`."""
     if len(reports) < 2:
         return []
     found = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -16,10 +17,7 @@ from jaxdist.run.monitoring.timers import CompileTracker
 class RunSummary:
     """Totals of a run. Steps of an earlier start beyond `start_step` are lost and do not count.
 
-    Args:
-        earlier: records of the run's earlier starts, from its metrics.jsonl.
-        start_step: steps done when this start began.
-        unit: what is counted, `Model.unit`.
+    `earlier` are the records of the run's earlier starts, from its metrics.jsonl.
 
     Attributes:
         units: tokens (or images) trained on.
@@ -43,21 +41,28 @@ class RunSummary:
         self.device_seconds_before = device_seconds(list(earlier))
         self.warnings = 0
         self.memory_peak_bytes = 0
-        self._wait_s = self._time_s = 0.0
-        self._device_wait_s: float | None = None
-        self._idle = Idle()
+        self._seconds: dict[str, float] = collections.defaultdict(float)
         self._slow: dict[tuple[int, str], dict[str, Any]] = {}
         self._readings: dict[str, list[float]] = {}
 
     def add_times(
-        self, step_time_s: float, data_wait_s: float, device_wait_s: float | None = None
+        self, step_time_s: float, data_wait_s: float, device_wait_s: float | None
     ) -> None:
-        """Count one step's time and how much of it went to waiting for data and for devices."""
-        self._time_s += step_time_s
-        self._wait_s += data_wait_s
-        if device_wait_s is not None:
-            self._device_wait_s = (self._device_wait_s or 0.0) + device_wait_s
-            self._idle.add(step_time_s, data_wait_s, device_wait_s)
+        """Count one step's time and how much of it went to waiting for data and for devices.
+
+        A step's work is dispatched before the results of the step before are read. When the host
+        then has to wait, the devices never stood still. When the results are already there, they
+        ran dry, for a time that only a profiler knows: as long as the whole step at most.
+        """
+        self._seconds["steps"] += step_time_s
+        self._seconds["data"] += data_wait_s
+        if device_wait_s is None:
+            return
+        self._seconds["device"] += device_wait_s
+        if device_wait_s < READY_SHARE * step_time_s:
+            self._seconds["dry"] += step_time_s
+            self._seconds["dry_data"] += data_wait_s
+            self._seconds["dry_host"] += max(0.0, step_time_s - data_wait_s - device_wait_s)
 
     def add_straggler(self, slow: Straggler) -> None:
         """Count one interval in which the others waited for this process."""
@@ -93,12 +98,16 @@ class RunSummary:
         if "loss" in self.last:
             summary["loss"] = self.last["loss"]
         summary |= self._evaluations() | rates(throughput, unit)
-        if self._time_s > 0:
-            summary["data_wait_share"] = self._wait_s / self._time_s
-            summary["steps_s"] = self._time_s
-            if self._device_wait_s is not None:
-                summary["device_wait_share"] = self._device_wait_s / self._time_s
-                summary |= self._idle.summary()
+        if self._seconds:
+            summary["steps_s"] = self._seconds["steps"]
+            share = {name: s / summary["steps_s"] for name, s in self._seconds.items()}
+            summary["data_wait_share"] = share["data"]
+            if "device" in share:
+                summary["device_wait_share"] = share["device"]
+                summary["busy_share"] = 1.0 - share.get("dry", 0.0)
+            if "dry" in share:
+                summary["dry_data_share"] = share["dry_data"]
+                summary["dry_host_share"] = share["dry_host"]
         if self._slow:
             summary["stragglers"] = sorted(self._slow.values(), key=lambda s: -s["intervals"])
         summary |= self._gpu_readings()
@@ -118,43 +127,11 @@ class RunSummary:
         }
 
     def _evaluations(self) -> dict[str, Any]:
-        if not self.evals:
-            return {}
-        found = {"eval": _metrics_of(self.evals[-1])}
-        rated = [e for e in self.evals if math.isfinite(e.get("loss", math.nan))]
-        if rated:
+        found = {}
+        if self.evals:
+            found["eval"] = _metrics_of(self.evals[-1])
+        if rated := [e for e in self.evals if math.isfinite(e.get("loss", math.nan))]:
             found["best_eval"] = _metrics_of(min(rated, key=lambda e: e["loss"]))
-        return found
-
-
-class Idle:
-    """Steps in which the devices ran out of work, and what the host did meanwhile.
-
-    A step's work is dispatched before the results of the step before are read. When the host then
-    has to wait, the devices never stood still. When the results are already there, they did, for
-    a time that only a profiler knows: as long as the whole step at most.
-    """
-
-    def __init__(self) -> None:
-        self._all_s = self._dry_s = self._data_s = self._host_s = 0.0
-
-    def add(self, step_time_s: float, data_wait_s: float, device_wait_s: float) -> None:
-        """Count one step."""
-        self._all_s += step_time_s
-        if device_wait_s >= READY_SHARE * step_time_s:
-            return
-        self._dry_s += step_time_s
-        self._data_s += data_wait_s
-        self._host_s += max(0.0, step_time_s - data_wait_s - device_wait_s)
-
-    def summary(self) -> dict[str, float]:
-        """Shares of the time of steps; the last two only where devices ran dry."""
-        if not self._all_s:
-            return {}
-        found = {"busy_share": 1.0 - self._dry_s / self._all_s}
-        if self._dry_s:
-            found["dry_data_share"] = self._data_s / self._all_s
-            found["dry_host_share"] = self._host_s / self._all_s
         return found
 
 

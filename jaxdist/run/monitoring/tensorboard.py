@@ -19,12 +19,9 @@ logger = logging.getLogger("jaxdist")
 
 
 class TensorBoard:
-    """Scalars and text of a run, on disk when a method returns.
+    """Scalars and text of a run, on disk when a method returns; a resumed run adds a file.
 
-    Args:
-        path: directory of the event files; a resumed run adds a file.
-        first_step: on resume, the first step that will be written: TensorBoard hides the points
-            from there on that an earlier start wrote. None for a fresh run.
+    From `first_step` on, where it is given, TensorBoard hides points that earlier starts wrote.
     """
 
     def __init__(self, path: str | os.PathLike[str], first_step: int | None = None):
@@ -47,7 +44,6 @@ class TensorBoard:
 
         indented = "\n".join("    " + line for line in text.splitlines())  # Markdown for code
         self._write(0, summary=summary_of(tag, indented))
-        self._safely(self._writer.flush)
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         """One point for each tag, all in one event; values that are no numbers are left out."""
@@ -59,7 +55,6 @@ class TensorBoard:
             if isinstance(value, int | float)
         ]
         self._write(step, summary=Summary(value=points))
-        self._safely(self._writer.flush)
 
     def close(self) -> None:
         """Flush and close."""
@@ -83,4 +78,4 @@ class TensorBoard:
         from tensorboardX.proto.event_pb2 import Event
 
         event = Event(wall_time=time.time(), step=step, **content)
-        self._safely(lambda: self._writer.write_event(event))
+        self._safely(lambda: (self._writer.write_event(event), self._writer.flush()))

@@ -6,9 +6,6 @@ import statistics
 from array import array
 from collections.abc import Mapping, Sequence
 
-CONVENTIONS = ("causal", "full")
-"""Order in which a convention is chosen for the one MFU of a step line."""
-
 MFU_FORMULA = (
     "tokens/s/device * FLOPs per token (forward and backward, nothing recomputed) / peak FLOP/s"
 )
@@ -43,8 +40,8 @@ class Throughput:
         """The convention of `mfu`: causal where the model has it; None when there is no MFU."""
         if self.peak_flops is None or not self.flops_per_token:
             return None
-        known = [name for name in CONVENTIONS if name in self.flops_per_token]
-        return known[0] if known else next(iter(self.flops_per_token))
+        names = ("causal", "full", *self.flops_per_token)
+        return next(name for name in names if name in self.flops_per_token)
 
     def add(self, tokens: float, step_time_s: float) -> None:
         """Count one step. Leave out the first one of a start, which compiles."""
@@ -85,14 +82,9 @@ class Throughput:
 
     def mfu_fields(self, tokens_per_s: float) -> dict[str, float]:
         """`mfu` by `convention`, and `mfu_full` where that differs; {} if unknown."""
-        fields = {}
-        main = self.mfu(tokens_per_s)
-        if main is not None:
-            fields["mfu"] = main
-        full = self.mfu(tokens_per_s, "full")
-        if full is not None and self.convention != "full":
-            fields["mfu_full"] = full
-        return fields
+        full = self.mfu(tokens_per_s, "full") if self.convention != "full" else None
+        fields = {"mfu": self.mfu(tokens_per_s), "mfu_full": full}
+        return {name: value for name, value in fields.items() if value is not None}
 
     def eta_s(self, steps_left: int) -> float | None:
         """Seconds to go by the window's median step; evaluations and saves are not in it."""

@@ -17,7 +17,6 @@ class Compilation:
     """One compilation of a tracked function.
 
     Attributes:
-        function: its name.
         count: number of compilations so far; a healthy run has one.
         seconds: tracing, lowering and compiling, during which the call blocked.
         from_cache: whether the executable came from the persistent compilation cache.
@@ -38,11 +37,6 @@ class CompileTracker:
     not enough: a numpy array in place of a jax array grows the cache without a compilation, and
     tracing may compile small programs of its own. A call that compiles nothing costs a few
     microseconds more.
-
-    Args:
-        function: made by `jax.jit`.
-        report: called with each `Compilation`.
-        name: used in the report; default: the name of the function.
     """
 
     def __init__(
@@ -51,8 +45,6 @@ class CompileTracker:
         report: Callable[[Compilation], None],
         name: str | None = None,
     ):
-        if not hasattr(function, "_cache_size"):
-            raise TypeError(f"only a function made by jax.jit can be tracked, not {function!r}")
         self.name = str(name or getattr(function, "__name__", "function"))
         self.count = 0
         self.seconds = 0.0
@@ -63,27 +55,24 @@ class CompileTracker:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function; report if that compiled it."""
         before = self._function._cache_size()
-        begin = time.perf_counter()
-        with _compile_events() as events:
-            result = self._function(*args, **kwargs)
-        if self._function._cache_size() > before and any(_IS_COMPILE in event for event in events):
-            self._compiled(time.perf_counter() - begin, events, (args, kwargs))
-        return result
+        with self._reported((args, kwargs), lambda: self._function._cache_size() > before):
+            return self._function(*args, **kwargs)
 
     def compile(self, *args: Any) -> Any:
         """Compile for these arguments without a call; returns the `jax.stages.Compiled`.
 
         jax keeps the executable, so that a later call with such arguments does not compile.
         """
+        with self._reported((args, {}), lambda: True):
+            return self._function.lower(*args).compile()
+
+    @contextlib.contextmanager
+    def _reported(self, arguments: Any, is_new: Callable[[], bool]) -> Iterator[None]:
         begin = time.perf_counter()
         with _compile_events() as events:
-            executable = self._function.lower(*args).compile()
-        if any(_IS_COMPILE in event for event in events):
-            self._compiled(time.perf_counter() - begin, events, (args, {}))
-        return executable
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._function, name)  # lower, trace, eval_shape, ... of the function
+            yield
+        if any(_IS_COMPILE in event for event in events) and is_new():
+            self._compiled(time.perf_counter() - begin, events, arguments)
 
     def _compiled(self, seconds: float, events: list[str], arguments: Any) -> None:
         self.count += 1
@@ -182,20 +171,19 @@ class DataWaitTracker:
     def __init__(self, *, threshold: float, window_steps: int):
         self.threshold = threshold
         self.in_episode = False
-        self._window: collections.deque[tuple[float, float]] = collections.deque(
-            maxlen=window_steps
-        )
+        self._waits: collections.deque[float] = collections.deque(maxlen=window_steps)
+        self._times: collections.deque[float] = collections.deque(maxlen=window_steps)
 
     @property
     def share(self) -> float:
         """Share of the window's time spent waiting, in [0, 1]; 0 before the first step."""
-        total = sum(step_time for _, step_time in self._window)
-        return sum(wait for wait, _ in self._window) / total if total > 0 else 0.0
+        return sum(self._waits) / (sum(self._times) or 1.0)
 
     def add(self, data_wait_s: float, step_time_s: float) -> bool:
         """Count one step (its time includes the wait); True when an episode begins with it."""
-        self._window.append((data_wait_s, step_time_s))
-        if len(self._window) < (self._window.maxlen or 0):
+        self._waits.append(data_wait_s)
+        self._times.append(step_time_s)
+        if len(self._times) < (self._times.maxlen or 0):
             return False
         if self.in_episode:
             self.in_episode = self.share >= self.threshold / 2
@@ -208,12 +196,9 @@ class StepTimer:
     """Times a training loop: how long a step took, and how long the loop waited for data.
 
     Call `lap` once per step. Steps are dispatched ahead of the devices, yet laps follow the pace of
-    the devices, because reading the metrics of step n−1 blocks until they exist.
-
-    Args:
-        clock: seconds.
-        blocking_dispatch: whether a dispatch waits for the step before (jax on several CPU
-            devices), so that its time counts as waiting for the devices.
+    the devices, because reading the metrics of step n−1 blocks until they exist. Where a dispatch
+    waits for the step before (`blocking_dispatch`: jax on several CPU devices), its time counts as
+    waiting for the devices.
 
     Attributes:
         device_wait_s: seconds of the last lap spent waiting for the devices. Near 0 means that they

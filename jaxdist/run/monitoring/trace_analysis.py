@@ -42,43 +42,24 @@ class DeviceTime:
     communication_s: float
     exposed_s: float
 
-    @property
-    def communication_share(self) -> float:
-        """Of the whole time, in [0, 1]."""
-        return self.communication_s / self.total_s
-
-    @property
-    def exposed_share(self) -> float:
-        """Of the whole time, in [0, 1]: what faster links, or more overlap, could win."""
-        return self.exposed_s / self.total_s
-
-    @property
-    def idle_share(self) -> float:
-        """Of the whole time, in [0, 1], in which the GPU waited for the host or for its data."""
-        return 1.0 - self.busy_s / self.total_s
-
     def record(self) -> dict[str, float]:
-        """Seconds and shares, for the summary."""
+        """Seconds, and shares of the whole time: of the exposed ones faster links can win most."""
         return {
             **dataclasses.asdict(self),
-            "communication_share": self.communication_share,
-            "exposed_share": self.exposed_share,
-            "idle_share": self.idle_share,
+            "communication_share": self.communication_s / self.total_s,
+            "exposed_share": self.exposed_s / self.total_s,
+            "idle_share": 1.0 - self.busy_s / self.total_s,
         }
 
     def __str__(self) -> str:
         return (
-            f"GPU {self.device}: communication {self.communication_share:.1%} of the time, "
-            f"{self.exposed_share:.1%} not overlapped with computation; idle {self.idle_share:.1%}"
-        )
+            "GPU {device}: communication {communication_share:.1%} of the time, "
+            "{exposed_share:.1%} not overlapped with computation; idle {idle_share:.1%}"
+        ).format(**self.record())
 
 
 def read_trace(directory: str | os.PathLike[str]) -> list[DeviceTime]:
-    """The GPUs of the newest trace in a directory, by number; empty where there is none.
-
-    Args:
-        directory: as given to `jax.profiler.start_trace`.
-    """
+    """The GPUs of the newest trace in a profiler's directory, by number; empty without one."""
     from jax.profiler import ProfileData
 
     folder = locate(directory)

@@ -6,19 +6,3 @@ anomalies  a loss that is not finite, or far above the ones before         (Loss
 sdc_check  replicas whose bits differ: names the device, exits with 85     (SdcCheck)
 config     settings                                                        (ResilienceConfig)
 """
-
-from jaxdist.run.resilience.anomalies import Anomaly, LossGuard, Rollback, Stopped, read_anomalies
-from jaxdist.run.resilience.sdc_check import CorruptState, SdcCheck, uneven_norms
-from jaxdist.run.resilience.watchdog import Watchdog
-
-__all__ = [
-    "Anomaly",
-    "CorruptState",
-    "LossGuard",
-    "Rollback",
-    "SdcCheck",
-    "Stopped",
-    "Watchdog",
-    "read_anomalies",
-    "uneven_norms",
-]

@@ -13,7 +13,8 @@ from typing import Any
 
 from jaxdist.run.exit_reason import ExitReason
 from jaxdist.run.resilience.config import MAX_ROLLBACKS, ResilienceConfig
-from jaxdist.runtime.storage import Location, locate
+from jaxdist.runtime.formatting.tables import few
+from jaxdist.runtime.storage import locate
 
 log = logging.getLogger("jaxdist")
 
@@ -21,7 +22,6 @@ _MIN_LOSSES = 16
 """Losses that must be known before one counts as a spike: the first ones of a run fall steeply."""
 _MAD_TO_DEVIATION = 1.4826  # of a normal distribution
 _LEAST_DEVIATION = 0.02  # of the median: small changes of a very even loss are no spikes
-
 
 SPIKE_WINDOW_STEPS = 64
 """Steps whose losses are looked at: short enough to follow a loss that falls."""
@@ -36,10 +36,7 @@ class Anomaly:
     """A step whose loss or gradient norm is bad; one line of anomalies.jsonl.
 
     Attributes:
-        step: the step.
         kind: the exit reason of a run that stops for it: "nonfinite_loss" or "loss_spike".
-        loss: mean loss of the step.
-        grad_norm: gradient norm of the step.
         limit: loss above which the step was a spike; inf while too few losses were known.
         action: report, skip, rollback or stop, by the policy.
         first_sample: first sample of its batch.
@@ -60,19 +57,18 @@ class Anomaly:
     left_out: list[tuple[int, int]]
 
     def __str__(self) -> str:
-        what = (
-            f"loss {self.loss:.4g}, gradient norm {self.grad_norm:.4g}"
-            if self.kind == ExitReason.NONFINITE_LOSS
-            else f"loss {self.loss:.4g} is above {self.limit:.4g}"
+        nonfinite = self.kind == ExitReason.NONFINITE_LOSS
+        why = (
+            f", gradient norm {self.grad_norm:.4g}" if nonfinite else f" is above {self.limit:.4g}"
         )
-        rows = ", ".join(map(str, self.rows[:8])) + (" ..." if len(self.rows) > 8 else "")
+        rows = few(list(map(str, self.rows)), 8)
         then = {
             "report": "only reported",
             "skip": "its update was not applied",
             "rollback": "going back to the newest checkpoint, then on without this batch",
             "stop": "the run stops",
         }[self.action]
-        return f"step {self.step}: {what}; rows {rows}; {then}"
+        return f"step {self.step}: loss {self.loss:.4g}{why}; rows {rows}; {then}"
 
     @property
     def all_left_out(self) -> tuple[tuple[int, int], ...]:
@@ -102,9 +98,7 @@ class Stopped(FloatingPointError):
 class LossGuard:
     """Checks the loss of every step. All processes see the same losses and decide alike.
 
-    Args:
-        config: policies.
-        path: path of anomalies.jsonl; None on processes that do not write it.
+    Anomalies are written to `path`; None on processes that do not write.
     """
 
     def __init__(self, config: ResilienceConfig, path: str | os.PathLike[str] | None):
@@ -137,11 +131,7 @@ class LossGuard:
     ) -> Anomaly | None:
         """Look for an anomaly in a step's metrics, and append it to anomalies.jsonl.
 
-        Args:
-            step: the step.
-            values: its metrics as numbers.
-            loader: the `data.Loader` that its batch came from.
-            first_sample: first sample of its batch.
+        Its batch came from this `data.Loader`, and began with `first_sample`.
         """
         loss, limit = values["loss"], self.limit(step)
         kind = self._kind(values, limit)
@@ -162,7 +152,10 @@ class LossGuard:
             left_out=list(loader.left_out),
         )
         if self._path is not None:
-            self._write(self._path, anomaly)
+            file = self._path.appender()
+            file.cut_torn_tail()  # of a line that a kill cut short
+            file.append(f"{json.dumps(dataclasses.asdict(anomaly))}\n".encode())
+            file.close()
         return anomaly
 
     def state(self) -> list[list[float]]:
@@ -187,13 +180,6 @@ class LossGuard:
             f"{anomaly}, for {setting}='stop'. {applied}heckpoints up to here are good. "
             f"Lower optim.peak_lr, look at the batch, or set {setting}=skip."
         )
-
-    def _write(self, path: Location, anomaly: Anomaly) -> None:
-        """Append a line, after removing one that a kill cut short."""
-        file = path.appender()
-        file.cut_torn_tail()
-        file.append(f"{json.dumps(dataclasses.asdict(anomaly))}\n".encode())
-        file.close()
 
     def _kind(self, values: Mapping[str, float], limit: float) -> str:
         if not math.isfinite(values["loss"]):

@@ -21,9 +21,6 @@ class Heartbeat:
     """What a process last wrote.
 
     Attributes:
-        process: its index.
-        host: its host name.
-        pid: its process id on that host.
         phase: see `Watchdog.enter`.
         step: last step it has finished.
         beat: a count that grows while the process can run Python at all.
@@ -58,12 +55,10 @@ def write(folder: Location, heartbeat: Heartbeat) -> None:
 
 def read(folder: Location, num_processes: int) -> list[Heartbeat | None]:
     """Heartbeats by process; None where there is none."""
-    found: list[Heartbeat | None] = []
+    found: list[Heartbeat | None] = [None] * num_processes
     for process in range(num_processes):
-        try:
-            found.append(Heartbeat(**path_of(folder, process).json()))
-        except (OSError, ValueError, TypeError):
-            found.append(None)
+        with contextlib.suppress(OSError, ValueError, TypeError):
+            found[process] = Heartbeat(**path_of(folder, process).json())
     return found
 
 

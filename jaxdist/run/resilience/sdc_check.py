@@ -52,7 +52,6 @@ class Mismatch:
     """Replicas that differ.
 
     Attributes:
-        step: steps done when the state was checked.
         devices: flat index in the mesh -> names of the arrays in which that device differs from
             the majority of its replicas. Without a majority, all replicas are listed.
         certain: whether there was a majority everywhere.
@@ -69,13 +68,7 @@ class Mismatch:
 
 
 class SdcCheck:
-    """Compares the replicas of a train state.
-
-    Args:
-        config: interval and policy.
-        layout: mesh and data axes.
-        hosts: process id -> host name.
-    """
+    """Compares the replicas of a train state; `hosts` names the host of each process."""
 
     def __init__(self, config: ResilienceConfig, layout: Layout, hosts: Mapping[int, str]):
         self.config, self.layout, self._hosts = config, layout, hosts
@@ -88,12 +81,9 @@ class SdcCheck:
         self._rollbacks = 0
 
     def start(self, step: int, state: Any, *, force: bool = False) -> None:
-        """Start a check of the state after `step` if one is due; waits for nothing.
+        """Start a check of the state after `step` if one is due or forced; waits for nothing.
 
-        Args:
-            step: steps done.
-            state: the train state of global arrays; it may be donated right after.
-            force: check also between the steps of the interval, e.g. before a save.
+        The state, a tree of global arrays, may be donated right after.
         """
         every = self.config.sdc_check_interval_steps
         if not every or not (force or step % every == 0) or not self.layout.batch_axes:
@@ -103,7 +93,8 @@ class SdcCheck:
         if self._hash is None:
             self._make(state)
         if self._names:
-            self._pending = step, self._hash(self._chosen(state))
+            leaves = jax.tree.leaves(state)
+            self._pending = step, self._hash([leaves[place] for place in self._places])
 
     def result(self) -> Mismatch | None:
         """Wait for the check that was started last; None when all is well or none was started."""
@@ -132,25 +123,20 @@ class SdcCheck:
             axes = self._replica_axes(leaf)
             if axes:
                 self._places.append(place)
-                self._names.append(_name(path))
+                self._names.append(jax.tree_util.keystr(path, simple=True, separator="/"))
                 self._axes.append(axes)
                 specs.append(leaf.sharding.spec)
         mesh = self.layout.mesh
 
         def local(*parts: Array) -> Array:
-            return collectives.all_gather(
-                jnp.stack([checksum(part) for part in parts])[None], tuple(mesh.axis_names)
-            )
+            sums = jnp.stack([checksum(part) for part in parts])
+            return collectives.all_gather(sums[None], tuple(mesh.axis_names))
 
         # The gathered table is one value on all devices, which the types cannot know.
         gathered = jax.shard_map(
             local, mesh=mesh, in_specs=tuple(specs), out_specs=P(), check_vma=False
         )
         self._hash = jax.jit(lambda chosen: gathered(*map(_data, chosen)))
-
-    def _chosen(self, state: Any) -> list[Array]:
-        leaves = jax.tree.leaves(state)
-        return [leaves[place] for place in self._places]
 
     def _replica_axes(self, leaf: Any) -> tuple[str, ...]:
         """Data axes over which a leaf is replicated; none for a leaf that cannot be hashed."""
@@ -161,25 +147,20 @@ class SdcCheck:
 
     def _compare(self, step: int, hashes: np.ndarray) -> Mismatch | None:
         """Args: hashes, uint32 [num_devices in mesh order, num_arrays]."""
-        if not self._differs(hashes):
-            return None
         devices: dict[int, list[str]] = {}
         certain = True
         for column, (name, axes) in enumerate(zip(self._names, self._axes, strict=True)):
-            for group in self._groups(axes):
-                odd, sure = minority([int(hashes[place, column]) for place in group])
+            groups = self._groups(axes)
+            values = hashes[groups, column]
+            for row in np.flatnonzero((values != values[:, :1]).any(axis=1)):
+                odd, sure = minority(values[row].tolist())
                 certain &= sure
                 for place in odd:
-                    devices.setdefault(int(group[place]), []).append(name)
+                    devices.setdefault(int(groups[row, place]), []).append(name)
+        if not devices:
+            return None
         text = self._text(step, devices, certain)
         return Mismatch(step=step, devices=devices, certain=certain, text=text)
-
-    def _differs(self, hashes: np.ndarray) -> bool:
-        return any(
-            bool((hashes[group, column] != hashes[group[0], column]).any())
-            for column, axes in enumerate(self._axes)
-            for group in self._groups(axes)
-        )
 
     def _groups(self, axes: tuple[str, ...]) -> np.ndarray:
         """Flat mesh indices that hold the same values: int64 [num_groups, group_size]."""
@@ -209,10 +190,8 @@ class SdcCheck:
 def uneven_norms(norms: Sequence[float]) -> str:
     """The data replicas whose gradient norm is 10 % off the median of all; "" when none is.
 
-    With few rows per replica that is ordinary noise. The same replica again and again is not.
-
-    Args:
-        norms: gradient norm of each data replica, before gradients are reduced.
+    Norms are those before gradients are reduced. With few rows per replica that is ordinary noise.
+    The same replica again and again is not.
     """
     finite = [norm for norm in norms if np.isfinite(norm)]
     median = float(np.median(finite)) if finite else 0.0
@@ -241,8 +220,3 @@ def minority(values: Sequence[int]) -> tuple[list[int], bool]:
 def _data(x: Array) -> Array:
     """The array itself; of PRNG keys [...] their uint32 data [..., words]."""
     return jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
-
-
-def _name(path: Any) -> str:
-    keys = (str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in path)
-    return "/".join(keys)

@@ -50,15 +50,9 @@ _STEP_PHASES = ("step", "data")  # phases with the limit of a step, others have 
 
 
 class Watchdog:
-    """Watches this process until `close`.
+    """Watches this process until `close`; with `step_timeout_s=0` nothing is watched.
 
-    Args:
-        config: limits; with `step_timeout_s=0` nothing is watched.
-        folder: directory of heartbeats, stacks and `abort.json`, shared by all processes.
-        process: index of this process.
-        num_processes: processes of the job.
-        beat_s: seconds between heartbeats.
-        leave: ends the process; another one in tests.
+    All processes share the folder of heartbeats, stacks and `abort.json`. `leave` ends the process.
     """
 
     def __init__(
@@ -225,12 +219,11 @@ class Watchdog:
     def _abort(self) -> None:
         """End this process because another one asked for it."""
         self._dump_stacks()
-        try:
+        request = {"process": 0, "line": ""}
+        with contextlib.suppress(OSError, ValueError):
             request = self._abort_file.json()
-        except (OSError, ValueError):
-            request = {"process": 0, "line": ""}
-        origin, line = request["process"], request["line"]
-        text = f"process {self.process} on {self._host} {FOLLOWED} {origin}: {line}"
+        whose = f"{FOLLOWED} {request['process']}: {request['line']}"
+        text = f"process {self.process} on {self._host} {whose}"
         leave_error(runtime.EXIT_HANG, text, "")
         self._leave(runtime.EXIT_HANG)
 

@@ -20,16 +20,10 @@ class GivenUp(Exception):
 
 
 class Barrier:
-    """A barrier among the processes of a job, for one piece of work after the other.
-
-    Args:
-        name: of the work, the same in all processes.
-    """
+    """A barrier among the processes of a job, for one piece of such work after the other."""
 
     def __init__(self, name: str) -> None:
-        group = Group(name)  # for a prefix that no other barrier has
-        self._process_id, self._num_processes = group.process_id, group.num_processes
-        self._prefix = f"{group.prefix}/barrier"
+        self._group = Group(name)  # for a prefix that no other barrier has
         self._round = 0
         self._put: list[str] = []
 
@@ -42,7 +36,7 @@ class Barrier:
 
     def give_up(self) -> None:
         """Free the others from this work: this process comes to no further barrier of it."""
-        if self._num_processes > 1:
+        if self._group.num_processes > 1:
             self._set(self._given_up)
 
     def wait(self, *, key: str, timeout_ms: int) -> None:
@@ -52,21 +46,21 @@ class Barrier:
             GivenUp: some process is not coming.
             TimeoutError: some process has not come in time.
         """
-        here = f"{self._prefix}/{self._round}/{key}"
+        here = f"{self._group.prefix}/barrier/{self._round}/{key}"
         until = time.monotonic() + timeout_ms / 1000
         # Process 0 waits for each of the others and then frees them all, so that a job of n
         # processes makes 2n requests and not n².
-        if self._process_id == 0:
-            for process in range(1, self._num_processes):
+        if self._group.process_id == 0:
+            for process in range(1, self._group.num_processes):
                 self._await(f"{here}/{process}", until)
             self._set(f"{here}/all")
         else:
-            self._set(f"{here}/{self._process_id}")
+            self._set(f"{here}/{self._group.process_id}")
             self._await(f"{here}/all", until)
 
     @property
     def _given_up(self) -> str:
-        return f"{self._prefix}/{self._round}/given-up"
+        return f"{self._group.prefix}/barrier/{self._round}/given-up"
 
     def _set(self, key: str) -> None:
         service.put(key, True, overwrite=True)
@@ -81,7 +75,6 @@ class Barrier:
 
     def _is_set(self, key: str, timeout_s: float) -> bool:
         try:
-            service.get(key, timeout_s)
+            return service.get(key, timeout_s)
         except TimeoutError:
             return False
-        return True

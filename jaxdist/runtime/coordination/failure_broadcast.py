@@ -92,16 +92,9 @@ def leave_error(code: int, text: str, advice: str) -> None:
     if not path:
         return
     process_id, num_processes = service.process_place()
-    record = {
-        "time": time.time(),
-        "process": process_id,
-        "num_processes": num_processes,
-        "host": socket.gethostname(),
-        "pid": os.getpid(),
-        "exit_code": code,
-        "error": text,
-        "advice": advice,
-    }
+    place = {"process": process_id, "num_processes": num_processes, "host": socket.gethostname()}
+    record = {"time": time.time(), **place, "pid": os.getpid(), "exit_code": code}
+    record |= {"error": text, "advice": advice}
     try:
         locate(path).write(json.dumps(record))
     except OSError as failure:

@@ -24,19 +24,11 @@ class Group:
     """All processes of the job, exchanging values under a name; trivial for a single process.
 
     Every process must make the same calls on a group in the same order. Threads that exchange
-    at the same time need a group each, or their calls would be counted together.
+    at the same time need a group each, or their calls would be counted together. The n-th group of
+    a name belongs to the n-th of that name in the other processes.
 
-    Args:
-        name: of the group, the same in all processes. The n-th group of a name belongs to the n-th
-            of that name in the other processes.
-        errors: classes of errors that `decide` raises alike in all processes; each is made from
-            one text.
-        otherwise: class of what any other error of process 0 becomes in the other processes.
-        timeout_s: seconds to wait for another process.
-
-    Attributes:
-        process_id: of this process.
-        num_processes: in the job.
+    `decide` raises the classes `errors` alike in all processes, each made from one text; any other
+    error of process 0 is one of class `otherwise` in the others.
     """
 
     def __init__(
@@ -47,9 +39,8 @@ class Group:
         otherwise: type[Exception] = RuntimeError,
         timeout_s: float = _WAIT_S,
     ) -> None:
-        self.process_id, self.num_processes = (
-            service.process_place() if service.is_joined() else (0, 1)
-        )
+        joined = service.is_joined()
+        self.process_id, self.num_processes = service.process_place() if joined else (0, 1)
         _made[name] += 1
         self.prefix = f"{name}/{_made[name]}"
         self.timeout_s = timeout_s
@@ -74,7 +65,9 @@ class Group:
         key = f"{self.prefix}/{next(self._calls)}"
         put_before, self._put = self._put, []
         self._set(f"{key}/{self.process_id}", value)
-        values = [self._get(f"{key}/{process}") for process in range(self.num_processes)]
+        values = [
+            service.get(f"{key}/{process}", self.timeout_s) for process in range(self.num_processes)
+        ]
         # All processes have come this far, so all have read what was put before. Deleting it keeps
         # the file lists of many saves out of process 0's memory.
         for read in put_before:
@@ -94,7 +87,7 @@ class Group:
                 raise
             self._set(key, answer)
             return answer["value"]
-        answer = self._get(key)
+        answer = service.get(key, self.timeout_s)
         if "error" in answer:
             raise self._rebuilt(answer["error"], answer["text"])
         return answer["value"]
@@ -109,7 +102,10 @@ class Group:
         key = f"{self.prefix}/{next(self._calls)}"
         if self.is_leader:
             others = range(1, self.num_processes)
-            hear = lambda: [value, *(self._get(f"{key}/{process}") for process in others)]
+            hear = lambda: [
+                value,
+                *(service.get(f"{key}/{process}", self.timeout_s) for process in others),
+            ]
             return self.decide(lambda: decision(hear()))
         own = f"{key}/{self.process_id}"
         service.put(own, value)
@@ -121,9 +117,6 @@ class Group:
     def _set(self, key: str, value: Any) -> None:
         service.put(key, value)
         self._put.append(key)
-
-    def _get(self, key: str) -> Any:
-        return service.get(key, self.timeout_s)
 
     def _rebuilt(self, kind: str, text: str) -> Exception:
         from jaxdist.core.settings import ConfigError

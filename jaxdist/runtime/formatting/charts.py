@@ -28,13 +28,9 @@ _MAX_POINTS = 250
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """One curve: points in order of x; y that is not finite leaves a gap and a mark.
+    """One curve: points (x, y) in order of x; y that is not finite leaves a gap and a mark.
 
-    Attributes:
-        label: for tooltips.
-        colour: any CSS colour.
-        points: (x, y).
-        dots: draw each point with a tooltip (few points) instead of a smoothed line (many).
+    With `dots` each point is drawn with a tooltip (few points), else a smoothed line (many).
     """
 
     label: str
@@ -54,14 +50,8 @@ def chart(
     """Curves with axes and a grid; "" when no line has a finite point.
 
     Long lines are drawn as the median of each stretch over a band from its least to its greatest
-    value, so that a single spike stays visible.
-
-    Args:
-        title: above the chart.
-        lines: what is drawn.
-        x_label: below the axis.
-        marks: vertical dashed lines at x, with a tooltip.
-        log: logarithmic axes, marked at every x; all values are above 0.
+    value, so that a single spike stays visible. `marks` are vertical dashed lines at x, with a
+    tooltip. `log` makes both axes logarithmic and marks every x; all values are above 0.
     """
     finite = [p for line in lines for p in line.points if all(map(math.isfinite, p))]
     if not finite:
@@ -72,7 +62,11 @@ def chart(
     frame = _Frame(x=(min(xs), max(xs)), y=(min(y_ticks[0], *ys), max(y_ticks[-1], *ys)), log=log)
     drawn = [
         *_grid(frame, x_ticks, y_ticks, x_label),
-        *(_mark(frame, x, label) for x, label in marks if frame.holds_x(x)),
+        *(
+            _line("mark", (frame.px(x),) * 2, (_TOP, _HEIGHT - _BOTTOM), _tip(label))
+            for x, label in marks
+            if frame.holds_x(x)
+        ),
         *(part for line in lines for part in _draw(frame, line)),
     ]
     return _figure(title, _HEIGHT, drawn)
@@ -102,7 +96,7 @@ def stacked_bars(
             body.append(_box(x, y, amount * scale, step - 9, colours[name], tip))
             x += amount * scale
     x = left + limit * scale
-    body.append(f'<line class="limit" x1="{x:.1f}" x2="{x:.1f}" y1="2" y2="{bottom}"/>')
+    body.append(_line("limit", (x, x), (2, bottom)))
     body.append(_text(x, bottom + 16, f"{limit_name} {limit:,.1f} {unit}"))
     return _figure(title, bottom + 26, body) + _legend(colours)
 
@@ -202,25 +196,19 @@ def _grid(
     bottom, right = _HEIGHT - _BOTTOM, _WIDTH - _RIGHT
     for y in y_ticks:
         at = frame.py(y)
-        parts.append(f'<line class="grid" x1="{_LEFT}" x2="{right}" y1="{at:.1f}" y2="{at:.1f}"/>')
+        parts.append(_line("grid", (_LEFT, right), (at, at)))
         parts.append(_text(_LEFT - 8, at + 4, _tick(y), anchor="end"))
-    for x in x_ticks:
-        if frame.holds_x(x):
-            at = frame.px(x)
-            parts.append(
-                f'<line class="grid" x1="{at:.1f}" x2="{at:.1f}" y1="{bottom}" y2="{bottom + 5}"/>'
-            )
-            parts.append(_text(at, bottom + 19, _tick(x)))
+    for x in filter(frame.holds_x, x_ticks):
+        at = frame.px(x)
+        parts.append(_line("grid", (at, at), (bottom, bottom + 5)))
+        parts.append(_text(at, bottom + 19, _tick(x)))
     parts.append(_text((_LEFT + right) / 2, _HEIGHT - 8, x_label))
     return parts
 
 
-def _mark(frame: _Frame, x: float, label: str) -> str:
-    at = f"{frame.px(x):.1f}"
-    return (
-        f'<line class="mark" x1="{at}" x2="{at}" y1="{_TOP}" y2="{_HEIGHT - _BOTTOM}">'
-        f"{_tip(label)}</line>"
-    )
+def _line(kind: str, x: tuple[float, float], y: tuple[float, float], inside: str = "") -> str:
+    ends = f'x1="{x[0]:.1f}" x2="{x[1]:.1f}" y1="{y[0]:.1f}" y2="{y[1]:.1f}"'
+    return f'<line class="{kind}" {ends}>{inside}</line>'
 
 
 def _draw(frame: _Frame, line: Line) -> list[str]:

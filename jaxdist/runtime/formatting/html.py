@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import html
 from collections.abc import Sequence
+from pathlib import Path
+
+from jaxdist.core.settings import ConfigError
+from jaxdist.runtime.storage import locate
 
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1b1f24; --paper: #ffffff; --faint: #8884; --soft: #667; }
@@ -32,12 +36,7 @@ escape = html.escape
 
 
 def page(title: str, body: Sequence[str]) -> str:
-    """A whole page.
-
-    Args:
-        title: plain text.
-        body: HTML, part by part.
-    """
+    """A whole page: a title in plain text, and HTML part by part."""
     title = escape(title)
     return "\n".join(
         [
@@ -52,13 +51,24 @@ def page(title: str, body: Sequence[str]) -> str:
     )
 
 
+def write(path: str, text: str) -> None:
+    """Write a page to the file that `--html` names.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    try:
+        locate(Path(path)).write(text)
+    except OSError as error:
+        raise ConfigError(
+            f"--html {path} cannot be written ({error.strerror}). Name a file in a directory."
+        ) from error
+
+
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], colours: Sequence[str] = ()) -> str:
     """A table whose first column holds labels; cells are plain text.
 
-    Args:
-        head: names of the columns.
-        rows: label, then cells.
-        colours: of the columns after the first, shown next to their names; none where empty.
+    Colours, where given, are those of the columns after the first, shown next to their names.
     """
     keys = ["", *(swatch(colour) for colour in colours)] if colours else [""] * len(head)
     names = "".join(f"<th>{k}{escape(name)}</th>" for k, name in zip(keys, head, strict=True))

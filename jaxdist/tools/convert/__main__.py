@@ -14,12 +14,13 @@ taken unless --step says another. `python -m jaxdist.convert VERB --help` explai
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import importlib
 import sys
 from collections.abc import Sequence
 
-from jaxdist.core.settings import ConfigError
+from jaxdist.core.settings import ConfigError, read_settings
 from jaxdist.runtime import run_command
 
 VERBS = ("inspect", "verify", "diff", "reshard", "consolidate", "from-hf", "to-hf")
@@ -35,11 +36,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         near = difflib.get_close_matches(words[0], VERBS, n=1)
         fix = f"Did you mean {near[0]}?" if near else f"Use one of {', '.join(VERBS)}."
         raise ConfigError(f"jaxdist.convert {words[0]}: there is no such verb. {fix}")
-    return importlib.import_module(_module_of(words[0])).main(words[1:])
-
-
-def _module_of(verb: str) -> str:
-    return f"jaxdist.tools.convert.{verb.replace('-', '_')}"
+    verb = importlib.import_module(f"jaxdist.tools.convert.{words[0].replace('-', '_')}")
+    config = read_settings(
+        verb.Config,
+        words[1:],
+        command=f"jaxdist.convert {words[0]}",
+        summary=verb.__doc__ or "",
+        positional=[f.name for f in dataclasses.fields(verb.Config) if f.metadata["required"]],
+    )
+    return int(verb.run(config))
 
 
 if __name__ == "__main__":

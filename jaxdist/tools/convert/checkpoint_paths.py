@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from jaxdist.checkpoint import manifest
 from jaxdist.core.settings import ConfigError
+from jaxdist.runtime.formatting.tables import few
 from jaxdist.runtime.storage import Location, locate
+
+if TYPE_CHECKING:
+    from jaxdist.config import RunConfig
 
 
 def checkpoint_of(path: str, step: int) -> Location:
@@ -44,7 +49,23 @@ def problem_of(checkpoint: Location) -> str:
     except ValueError as reason:
         return str(reason)
     found = manifest.size_problems(checkpoint, files)
-    return manifest.summary(found or manifest.content_problems(checkpoint, files, files))
+    return few(found or manifest.content_problems(checkpoint, files, files), 1)
+
+
+def settings_of(path: str) -> RunConfig:
+    """The settings of the run that a path names or lies in.
+
+    Raises:
+        ConfigError: they are not there, so that the model is not known.
+    """
+    from jaxdist.config import stored_run
+
+    run = manifest.directory_of(path).parent
+    if not (run / "config.toml").exists():
+        raise ConfigError(
+            f"{run} holds no config.toml, so its model is not known. Name a whole run."
+        )
+    return stored_run(run / "config.toml")
 
 
 def new_directory(path: str) -> Location:

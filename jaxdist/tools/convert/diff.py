@@ -5,47 +5,30 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from jaxdist.checkpoint.streaming_io import BLOCK_BYTES, StoredArrays, block_shape, grid
-from jaxdist.core.settings import read_settings, setting
+from jaxdist.core.settings import setting
 from jaxdist.tools.convert.checkpoint_paths import checkpoint_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DiffConfig:
+class Config:
     """Which two checkpoints to compare."""
 
-    a: str = setting("", "run directory, its checkpoints, or one checkpoint")
-    b: str = setting("", "what to compare it with")
+    a: str = setting("", "run directory, its checkpoints, or one checkpoint", required=True)
+    b: str = setting("", "what to compare it with", required=True)
     step_a: int = setting(-1, "which checkpoint of a; -1 = the newest whole one")
     step_b: int = setting(-1, "which checkpoint of b; -1 = the newest whole one")
     under: str = setting("", "compare only arrays whose name begins with this, e.g. params")
-    limit: int = setting(40, "differing arrays shown, largest difference first; 0 = all")
+    limit: int = setting(40, "differing arrays shown, largest difference first; 0 = all", ge=0)
     json: bool = setting(False, "print one JSON object instead of text")
 
-    def problems(self) -> list[str]:
-        """Every violated rule."""
-        found = (
-            [] if self.a and self.b else ["two checkpoints are needed: jaxdist convert diff A B."]
-        )
-        if self.limit < 0:
-            found.append(f"limit={self.limit} is below 0. Use 0 for all.")
-        return found
 
-
-def main(argv: Sequence[str]) -> int:
+def run(config: Config) -> int:
     """Compare two checkpoints; 0 when they hold the same, 1 otherwise."""
-    config = read_settings(
-        DiffConfig,
-        argv,
-        command="jaxdist.convert diff",
-        summary=__doc__ or "",
-        positional=("a", "b"),
-    )
     a = StoredArrays(checkpoint_of(config.a, config.step_a))
     b = StoredArrays(checkpoint_of(config.b, config.step_b))
     result = compare(a, b, config.under)

@@ -7,14 +7,14 @@ dtype and move in blocks of a few MB: memory does not grow with the model or its
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
 from jaxdist.checkpoint.streaming_io import CheckpointWriter, Index, even_chunk, grid
 from jaxdist.config import RunConfig
-from jaxdist.core.settings import read_settings, setting, write_toml
+from jaxdist.core.settings import setting, write_toml
 from jaxdist.models import DecoderConfig, build
 from jaxdist.models.huggingface.directory import Weights, open_weights, read_json
 from jaxdist.models.huggingface.families import Piece, left_out
@@ -39,28 +39,15 @@ _CHUNK_BYTES = 16 << 20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FromHfConfig:
+class Config:
     """Where the model is, and where it goes."""
 
-    src: str = setting("", "directory with config.json and *.safetensors")
-    out: str = setting("", "new run directory")
-
-    def problems(self) -> list[str]:
-        """Every violated rule."""
-        if self.src and self.out:
-            return []
-        return ["a source and an output are needed: jaxdist convert from-hf DIR OUT."]
+    src: str = setting("", "directory with config.json and *.safetensors", required=True)
+    out: str = setting("", "new run directory", required=True)
 
 
-def main(argv: Sequence[str]) -> int:
+def run(config: Config) -> int:
     """Convert; prints what it made and what to run next."""
-    config = read_settings(
-        FromHfConfig,
-        argv,
-        command="jaxdist.convert from-hf",
-        summary=__doc__ or "",
-        positional=("src", "out"),
-    )
     source, out = Path(config.src).expanduser(), new_directory(config.out)
     weights = open_weights(source)
     theirs, model = read_json(source), weights.model

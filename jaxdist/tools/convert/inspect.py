@@ -10,36 +10,25 @@ from typing import Any
 
 from jaxdist.checkpoint.pytree import ITEMS
 from jaxdist.checkpoint.streaming_io import StoredArrays
-from jaxdist.core.settings import read_settings, setting
+from jaxdist.core.settings import setting
 from jaxdist.runtime.formatting.numbers import in_bytes
 from jaxdist.runtime.formatting.tables import columns
 from jaxdist.tools.convert.checkpoint_paths import checkpoint_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class InspectConfig:
+class Config:
     """Which checkpoint to show, and how much of it."""
 
-    path: str = setting("", "run directory, its checkpoints, or one checkpoint")
+    path: str = setting("", "run directory, its checkpoints, or one checkpoint", required=True)
     step: int = setting(-1, "which checkpoint; -1 = the newest whole one")
     under: str = setting("", "show only arrays whose name begins with this, e.g. params/layers")
     settings: bool = setting(False, "also print the settings that the run had")
     json: bool = setting(False, "print one JSON object instead of text")
 
-    def problems(self) -> list[str]:
-        """Every violated rule."""
-        return [] if self.path else ["no checkpoint was named. Give a run directory."]
 
-
-def main(argv: Sequence[str]) -> int:
+def run(config: Config) -> int:
     """Print a checkpoint's tree and facts."""
-    config = read_settings(
-        InspectConfig,
-        argv,
-        command="jaxdist.convert inspect",
-        summary=__doc__ or "",
-        positional=("path",),
-    )
     stored = StoredArrays(checkpoint_of(config.path, config.step))
     meta = stored.document["meta"]
     facts = {

@@ -9,24 +9,22 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
 from typing import Literal
 
 from jaxdist.checkpoint import manifest, pytree
 from jaxdist.checkpoint.streaming_io import StoredArrays, dtype_of, even_chunk, rewrite
 from jaxdist.core.mesh import MeshSpec
-from jaxdist.core.settings import ConfigError, read_settings, setting
+from jaxdist.core.settings import ConfigError, setting, write_toml
 from jaxdist.runtime.formatting.numbers import in_bytes
-from jaxdist.runtime.storage import Location
-from jaxdist.tools.convert.checkpoint_paths import checkpoint_of, new_directory
+from jaxdist.tools.convert.checkpoint_paths import checkpoint_of, new_directory, settings_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ReshardConfig:
+class Config:
     """What to rewrite, and for which mesh."""
 
-    src: str = setting("", "run directory, its checkpoints, or one checkpoint")
-    dst: str = setting("", "new run directory")
+    src: str = setting("", "run directory, its checkpoints, or one checkpoint", required=True)
+    dst: str = setting("", "new run directory", required=True)
     step: int = setting(-1, "which checkpoint; -1 = the newest whole one")
     mesh: str = setting("dp=1", "mesh to write for, e.g. fsdp=64 or dp=4,tp=2,pp=2")
     items: Literal["all", "params"] = setting(
@@ -35,35 +33,16 @@ class ReshardConfig:
     dtype: Literal["stored", "float32", "bfloat16"] = setting(
         "stored", "dtype of the weights; a later start casts them to what it needs"
     )
-    chunk_mb: int = setting(64, "MiB of a chunk at most: what is held in memory at a time")
-
-    def problems(self) -> list[str]:
-        """Every violated rule."""
-        found = []
-        if not (self.src and self.dst):
-            found.append("a source and a destination are needed: jaxdist convert reshard SRC DST.")
-        if self.chunk_mb < 1:
-            found.append(f"chunk_mb={self.chunk_mb} is below 1. Use 1 or more.")
-        try:
-            MeshSpec.parse(self.mesh)
-        except ConfigError as error:
-            found += error.problems
-        return found
+    chunk_mb: int = setting(64, "MiB of a chunk at most: what is held in memory at a time", ge=1)
 
 
-def main(argv: Sequence[str]) -> int:
+def run(config: Config) -> int:
     """Rewrite one checkpoint into a run directory of its own."""
-    config = read_settings(
-        ReshardConfig,
-        argv,
-        command="jaxdist.convert reshard",
-        summary=__doc__ or "",
-        positional=("src", "dst"),
-    )
+    spec = MeshSpec.parse(config.mesh)
     checkpoint = checkpoint_of(config.src, config.step)
     destination = new_directory(config.dst)
     stored = StoredArrays(checkpoint)
-    settings, shard_shapes = _target(manifest.directory_of(config.src).parent, config.mesh, stored)
+    settings, shard_shapes = _target(config, spec, stored)
     items = pytree.ITEMS if config.items == "all" else ("params",)
 
     def dtype_for(name: str) -> str:
@@ -95,19 +74,13 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _target(
-    run: Location, mesh: str, stored: StoredArrays
+    config: Config, spec: MeshSpec, stored: StoredArrays
 ) -> tuple[str, dict[str, tuple[int, ...]]]:
-    """The run's settings with the new mesh, and what one device of it holds of each array."""
-    if not (run / "config.toml").exists():
-        raise ConfigError(
-            f"{run} holds no config.toml, so the model's dims are not known. Name a whole run."
-        )
-    from jaxdist.config import stored_run
-    from jaxdist.core.settings import write_toml
+    """The run's settings (TOML) with the new mesh; array -> shape that one device of it holds."""
     from jaxdist.run.trained_run import open_run
 
-    spec = MeshSpec.parse(mesh)
-    parts = open_run(str(run), mesh=mesh, simulate=spec.num_devices).parts
+    settings, run = settings_of(config.src), manifest.directory_of(config.src).parent
+    parts = open_run(str(run), mesh=config.mesh, simulate=spec.num_devices).parts
     leaves = pytree.leaves_of(parts.abstract_state())
     problems = pytree.mismatches(leaves, stored.entries)
     if problems:
@@ -119,6 +92,5 @@ def _target(
         shard = leaf.value.sharding.shard_shape(leaf.value.shape)
         extra = stored.entries[leaf.name]["shape"][len(shard) :]  # a key's data has one dim more
         shapes[leaf.name] = (*shard, *extra)
-    settings = stored_run(run / "config.toml")
-    moved = dataclasses.replace(settings.mesh, shape=mesh, reason="")
+    moved = dataclasses.replace(settings.mesh, shape=config.mesh, reason="")
     return write_toml(dataclasses.replace(settings, mesh=moved)), shapes

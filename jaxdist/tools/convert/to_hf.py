@@ -10,65 +10,46 @@ import dataclasses
 import json
 import math
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 
-from jaxdist.checkpoint import manifest
 from jaxdist.checkpoint.streaming_io import Index, StoredArrays, dtype_of
-from jaxdist.config import stored_run
-from jaxdist.core.settings import ConfigError, read_settings, setting
+from jaxdist.core.settings import ConfigError, setting
 from jaxdist.models.configs import DecoderConfig
 from jaxdist.models.huggingface import safetensors
 from jaxdist.models.huggingface.families import Piece, Source, family_of, pieces, write_config
 from jaxdist.runtime.formatting.numbers import in_bytes
-from jaxdist.tools.convert.checkpoint_paths import checkpoint_of, new_directory
+from jaxdist.tools.convert.checkpoint_paths import checkpoint_of, new_directory, settings_of
 from jaxdist.tools.convert.from_hf import TOKENIZER_FILES
 
 _SLAB_BYTES = 16 << 20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ToHfConfig:
+class Config:
     """Which weights to write, and how."""
 
-    src: str = setting("", "run directory, its checkpoints, or one checkpoint")
-    out: str = setting("", "new directory")
+    src: str = setting("", "run directory, its checkpoints, or one checkpoint", required=True)
+    out: str = setting("", "new directory", required=True)
     step: int = setting(-1, "which checkpoint; -1 = the newest whole one")
     dtype: Literal["stored", "float32", "bfloat16", "float16"] = setting(
         "stored", "dtype of the weights; stored = as they are"
     )
-    shard_gb: float = setting(5.0, "GB in one file at most; 0 = one file")
-
-    def problems(self) -> list[str]:
-        """Every violated rule."""
-        found = []
-        if not (self.src and self.out):
-            found.append("a source and an output are needed: jaxdist convert to-hf RUN OUT.")
-        if self.shard_gb < 0:
-            found.append(f"shard_gb={self.shard_gb} is below 0. Use 0 for one file.")
-        return found
+    shard_gb: float = setting(5.0, "GB in one file at most; 0 = one file", ge=0)
 
 
-def main(argv: Sequence[str]) -> int:
+def run(config: Config) -> int:
     """Convert; prints what it made."""
-    config = read_settings(
-        ToHfConfig,
-        argv,
-        command="jaxdist.convert to-hf",
-        summary=__doc__ or "",
-        positional=("src", "out"),
-    )
     stored = StoredArrays(checkpoint_of(config.src, config.step))
-    run = manifest.directory_of(config.src).parent
-    if not (run / "config.toml").exists():
-        raise ConfigError(f"{run} holds no config.toml: the model is not known. Name a whole run.")
-    settings = stored_run(run / "config.toml")
+    settings = settings_of(config.src)
     model = settings.model
     if model.kind != "decoder":
-        raise ConfigError(f"{run} holds a {model.kind}, and Hugging Face has decoders only here.")
+        raise ConfigError(
+            f"{config.src} holds a {model.kind}. Only decoders can be written for Hugging Face."
+        )
     out = Path(new_directory(config.out))
     dtype = _dtype(stored, config.dtype)
     tensors = _tensors(stored, model, dtype)

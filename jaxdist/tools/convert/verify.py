@@ -4,42 +4,30 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
 from pathlib import Path
 
 from jaxdist.checkpoint import CheckpointError, manifest
 from jaxdist.checkpoint.events import one_line
 from jaxdist.checkpoint.streaming_io import StoredArrays
-from jaxdist.core.settings import read_settings, setting
+from jaxdist.core.settings import setting
 from jaxdist.runtime.formatting.numbers import in_bytes
 from jaxdist.runtime.storage import Location
 from jaxdist.tools.convert.checkpoint_paths import problem_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class VerifyConfig:
+class Config:
     """Which checkpoints to check, and how far."""
 
-    path: str = setting("", "run directory, its checkpoints, or one checkpoint")
+    path: str = setting("", "run directory, its checkpoints, or one checkpoint", required=True)
     arrays: bool = setting(
         False, "also read every array and compare its checksum with the one taken on the devices"
     )
     json: bool = setting(False, "print one JSON object per checkpoint instead of text")
 
-    def problems(self) -> list[str]:
-        """Every violated rule."""
-        return [] if self.path else ["no run was named. Give a run directory."]
 
-
-def main(argv: Sequence[str]) -> int:
+def run(config: Config) -> int:
     """Check all checkpoints of a run; 0 when every one is whole, 1 otherwise."""
-    config = read_settings(
-        VerifyConfig,
-        argv,
-        command="jaxdist.convert verify",
-        summary=__doc__ or "",
-        positional=("path",),
-    )
     directory = manifest.directory_of(config.path)
     named = Path(config.path).name
     steps = [int(named)] if named.isdecimal() else manifest.steps_in(directory)
@@ -51,14 +39,11 @@ def main(argv: Sequence[str]) -> int:
         if config.json:
             print(json.dumps({"step": step, "whole": not reason, "reason": reason}))
         else:
-            print(f"checkpoint {step}: {f'CORRUPT: {reason}' if reason else _whole(checkpoint)}")
+            files = {} if reason else manifest.read(checkpoint)["files"]
+            size = in_bytes(sum(size for size, _ in files.values()))
+            said = f"CORRUPT: {reason}" if reason else f"whole, {len(files)} files, {size}"
+            print(f"checkpoint {step}: {said}")
     return 1 if corrupt else 0
-
-
-def _whole(checkpoint: Location) -> str:
-    files = manifest.read(checkpoint)["files"]
-    num_bytes = sum(size for size, _ in files.values())
-    return f"whole, {len(files)} files, {in_bytes(num_bytes)}"
 
 
 def _array_problem(checkpoint: Location) -> str:

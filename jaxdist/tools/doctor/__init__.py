@@ -1,6 +1,7 @@
 """Is this machine, and are all machines of a job, ready for a long run?
 
-    settings    the question: a run's settings, as training takes them
+    options     the question: a run's settings, as training takes them
+    checks      all checks in their order
     findings    what a check says: severity, text, fix; what many processes say as one; exit code
     variables   environment variables that hurt
     software    versions that do not go together, and one code everywhere

@@ -6,15 +6,17 @@ import dataclasses
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from jaxdist.core.collectives import all_reduce
 from jaxdist.plan.hardware import gpu_of
-from jaxdist.tools.doctor.findings import Finding, error, note, ok, warning
-
-if TYPE_CHECKING:
-    import jax
-    from jax.sharding import Mesh
+from jaxdist.tools.doctor.findings import Finding, error, note, ok, shortened, warning
 
 _REPEATS = 5
 _SLOW = 0.75
@@ -27,22 +29,13 @@ _OF_THE_LINK = 0.3
 
 
 def compute(devices: Sequence[jax.Device], size: int) -> list[dict[str, Any]]:
-    """The same products on each device: `seconds` (median) and `digests` of the bits, per repeat.
-
-    Args:
-        devices: of this process.
-        size: rows and columns of the square matrices.
-    """
-    import jax
-    import jax.numpy as jnp
+    """Products of [size, size] matrices on each device: median `seconds`, `digests` of the bits."""
 
     @jax.jit
     def products(x: jax.Array) -> jax.Array:
         for _ in range(4):
             x = jnp.tanh(x @ x / size)
         return jnp.sum(jax.lax.bitcast_convert_type(x, jnp.uint32), dtype=jnp.uint32)
-
-    import numpy as np
 
     start = np.sin(np.arange(size * size, dtype=np.float32)).reshape(size, size) * 8
     found = []
@@ -63,41 +56,41 @@ def check_compute(
     """Devices that give other bits than their neighbours, or need longer than the others.
 
     Bits are compared within a process: two processes may choose unlike kernels by timing them.
-
-    Args:
-        everyone: what `compute` gave, by process id.
-        hosts: by process id.
-        simulated: the devices share the CPU, and their times say nothing.
+    `everyone` holds what `compute` gave and `hosts` their names, both by process id. Simulated
+    devices share the CPU, so that their times say nothing.
     """
-    found = []
+    times = {(i, j): d["seconds"] for i, ds in enumerate(everyone) for j, d in enumerate(ds)}
+    usual_s = statistics.median(times.values())
+    found = list(_wrong_bits(everyone, hosts))
+    slow = [] if simulated else [place for place, s in times.items() if usual_s / s < _SLOW]
+    found += [
+        warning(
+            "devices",
+            f"device {j} of process {i} on {hosts[i]} needs {times[i, j] / usual_s:.1f} times as "
+            "long as the others for the same products",
+            "see its clocks, power and temperature in `nvidia-smi -q -d PERFORMANCE`",
+        )
+        for i, j in slow[:8]
+    ]
+    text = f"{len(times)} device(s) compute the same bits again and again"
+    return found or [ok("devices", text, seconds=usual_s)]
+
+
+def _wrong_bits(
+    everyone: Sequence[Sequence[Mapping[str, Any]]], hosts: Sequence[str]
+) -> Iterator[Finding]:
     for i, devices in enumerate(everyone):
         usual = Counter(digest for device in devices for digest in device["digests"])
         expected = usual.most_common(1)[0][0]
         for j, device in enumerate(devices):
             wrong = sum(digest != expected for digest in device["digests"])
             if wrong:
-                found.append(
-                    error(
-                        "devices",
-                        f"device {j} of process {i} on {hosts[i]} computed other bits than the "
-                        f"rest in {wrong} of {len(device['digests'])} equal products",
-                        "take the device out of the job and have it tested (dcgmi diag -r 3)",
-                    )
+                yield error(
+                    "devices",
+                    f"device {j} of process {i} on {hosts[i]} computed other bits than the rest in "
+                    f"{wrong} of {len(device['digests'])} equal products",
+                    "take the device out of the job and have it tested (dcgmi diag -r 3)",
                 )
-    times = {(i, j): d["seconds"] for i, ds in enumerate(everyone) for j, d in enumerate(ds)}
-    usual_s = statistics.median(times.values())
-    slow = [] if simulated else [place for place, s in times.items() if usual_s / s < _SLOW]
-    for i, j in slow[:8]:
-        found.append(
-            warning(
-                "devices",
-                f"device {j} of process {i} on {hosts[i]} needs {times[i, j] / usual_s:.1f} times "
-                "as long as the others for the same products",
-                "see its clocks, power and temperature in `nvidia-smi -q -d PERFORMANCE`",
-            )
-        )
-    text = f"{len(times)} device(s) compute the same bits again and again"
-    return found or [ok("devices", text, seconds=usual_s)]
 
 
 # --- devices together -----------------------------------------------------------------------------
@@ -124,30 +117,26 @@ def time_axes(mesh: Mesh, num_bytes: int) -> dict[str, dict[str, tuple[float, bo
     Every process of the job must call it. Groups are taken in one order by all, so that two
     processes never wait for each other in two groups.
     """
-    import jax
-    import numpy as np
+    own = jax.process_index()
+    return {
+        axis: {
+            str(index): _time_all_reduce(members, num_bytes)
+            for index, members in enumerate(rows)
+            if any(device.process_index == own for device in members)
+        }
+        for axis, rows in _rows(mesh)
+    }
 
-    found: dict[str, dict[str, tuple[float, bool]]] = {}
+
+def _rows(mesh: Mesh) -> Iterator[tuple[str, np.ndarray]]:
+    """(axis, devices of its groups, a row each [groups, size]) of every axis in use."""
     for position, axis in enumerate(mesh.axis_names):
         size = mesh.devices.shape[position]
-        if size == 1:
-            continue
-        groups = np.moveaxis(mesh.devices, position, -1).reshape(-1, size)
-        found[axis] = {
-            str(index): _time_all_reduce(members, num_bytes)
-            for index, members in enumerate(groups)
-            if any(device.process_index == jax.process_index() for device in members)
-        }
-    return found
+        if size > 1:
+            yield axis, np.moveaxis(mesh.devices, position, -1).reshape(-1, size)
 
 
 def _time_all_reduce(members: Any, num_bytes: int) -> tuple[float, bool]:
-    import jax
-    import numpy as np
-    from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-
-    from jaxdist.core.collectives import all_reduce
-
     size = len(members)
     mesh = Mesh(members, ("group",), axis_types=(AxisType.Auto,))
     sharding = NamedSharding(mesh, PartitionSpec("group"))
@@ -181,21 +170,13 @@ def groups_of(
     mesh: Mesh, everyone: Sequence[Mapping[str, Mapping[str, Sequence[Any]]]]
 ) -> dict[str, list[Group]]:
     """Axis -> its groups, from what `time_axes` gave in every process."""
-    import numpy as np
-
-    first: dict[int, int] = {}
-    for device in sorted(mesh.devices.flat, key=lambda d: d.id):
-        first.setdefault(device.process_index, 0)
+    num_seen: Counter[int] = Counter()  # devices of each process
     place = {}
     for device in sorted(mesh.devices.flat, key=lambda d: d.id):
-        place[device.id] = (device.process_index, first[device.process_index])
-        first[device.process_index] += 1
+        place[device.id] = (device.process_index, num_seen[device.process_index])
+        num_seen[device.process_index] += 1
     found: dict[str, list[Group]] = {}
-    for position, axis in enumerate(mesh.axis_names):
-        size = mesh.devices.shape[position]
-        if size == 1:
-            continue
-        rows = np.moveaxis(mesh.devices, position, -1).reshape(-1, size)
+    for axis, rows in _rows(mesh):
         found[axis] = []
         for index, members in enumerate(rows):
             said = [s[axis][str(index)] for s in everyone if str(index) in s.get(axis, {})]
@@ -219,23 +200,24 @@ def check_axis(
     device_kind: str = "",
     moves: str = "",
 ) -> list[Finding]:
-    """Groups whose sums are wrong or slow.
+    """Groups of an axis whose sums of `num_bytes` per device are wrong or slow.
 
-    Args:
-        axis: of the mesh.
-        groups: all of it.
-        num_bytes: per device.
-        hosts: by process id.
-        simulated: the devices share the CPU, and their times say little.
-        device_kind: jax's name of the GPUs, for what their links should reach.
-        moves: what a run exchanges over the axis, for the report.
+    `hosts` are by process id; `moves` says what a run exchanges over the axis.
     """
     size = len(groups[0].members)
     # What a ring puts on each link; `nccl-tests` calls it bus bandwidth.
     wire = 2 * num_bytes * (size - 1) / size
     speeds = [wire / group.seconds for group in groups]
     check = f"all-reduce {axis}"
-    found = _wrong_sums(check, groups, hosts)
+    found = [
+        error(
+            check,
+            f"the sum over {_names(group, hosts)} is wrong",
+            "take these devices out of the job: data is damaged between them",
+        )
+        for group in groups
+        if not group.right
+    ]
     usual = statistics.median(speeds) if len(groups) > 2 else max(speeds)
     numbers: dict[str, Any] = {
         "bytes_per_s": statistics.median(speeds),
@@ -275,18 +257,6 @@ def check_axis(
     return [ok(check, text, **numbers) if not found else note(check, text, **numbers), *found]
 
 
-def _wrong_sums(check: str, groups: Sequence[Group], hosts: Sequence[str]) -> list[Finding]:
-    return [
-        error(
-            check,
-            f"the sum over {_names(group, hosts)} is wrong",
-            "take these devices out of the job: data is damaged between them",
-        )
-        for group in groups
-        if not group.right
-    ]
-
-
 def _link(group: Group, hosts: Sequence[str], device_kind: str) -> float:
     """Bytes per second of the link that joins the group; 0 where it is not known."""
     gpu = gpu_of(device_kind)
@@ -304,6 +274,6 @@ def _names(group: Group, hosts: Sequence[str]) -> str:
     shown = [
         f"{'device' if len(ids) == 1 else 'devices'} {','.join(map(str, ids))} of process "
         f"{process} on {hosts[process]}"
-        for process, ids in list(by_process.items())[:4]
+        for process, ids in by_process.items()
     ]
-    return ", ".join(shown) + (" ..." if len(by_process) > 4 else "")
+    return shortened(", ", shown, 4)

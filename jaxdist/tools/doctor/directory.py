@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from jaxdist.runtime.storage import Location, locate
-from jaxdist.tools.doctor.findings import Finding, error, ok
+from jaxdist.tools.doctor.findings import Finding, error, ok, shortened
 
 _PATIENCE_S = 5.0
 """NFS shows a new file to other hosts when its cache of the directory has aged (3 s by default)."""
@@ -62,11 +62,8 @@ def check_views(
 ) -> list[Finding]:
     """What all have seen.
 
-    Args:
-        views: process -> processes whose token it has read.
-        hosts: by process id.
-        directory: as process 0 names it.
-        failed: process -> why it could not write.
+    `views` maps a process to the processes whose token it has read, `failed` to why it could not
+    write its own; `hosts` are by process id.
     """
     found = [
         error(
@@ -80,30 +77,23 @@ def check_views(
     groups: dict[tuple[int, ...], list[int]] = {}
     for i, seen in views.items():
         groups.setdefault(tuple(sorted(seen)), []).append(i)
-    if len(groups) == 1 and list(next(iter(groups))) == writers:
-        if not found:
-            found.append(
-                ok("shared directory", f"{directory} is one directory for {len(views)} processes")
-            )
-        return found
+    if set(groups) == {tuple(writers)}:
+        good = ok("shared directory", f"{directory} is one directory for {len(views)} processes")
+        return found or [good]
     shown = "; ".join(
         f"process {members[0]} on {hosts[members[0]]} sees files of {_count(seen, writers)}"
         for seen, members in list(groups.items())[:4]
     )
-    found.append(
-        error(
-            "shared directory",
-            f"{directory} is not one directory for all {len(views)} processes: {shown}",
-            "name a --run-dir on a file system that every host mounts; checkpoints of a job are "
-            "written by all processes into one directory",
-            groups=[members for members in groups.values()],
-        )
+    split = error(
+        "shared directory",
+        f"{directory} is not one directory for all {len(views)} processes: {shown}",
+        "name a --run-dir on a file system that every host mounts; checkpoints of a job are "
+        "written by all processes into one directory",
+        groups=list(groups.values()),
     )
-    return found
+    return [*found, split]
 
 
 def _count(seen: Sequence[int], writers: Sequence[int]) -> str:
-    if not seen:
-        return "nobody"
-    names = ", ".join(map(str, seen[:4])) + (" ..." if len(seen) > 4 else "")
-    return f"{len(seen)} of {len(writers)} ({names})"
+    names = shortened(", ", list(map(str, seen)), 4)
+    return f"{len(seen)} of {len(writers)} ({names})" if seen else "nobody"

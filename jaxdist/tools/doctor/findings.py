@@ -57,13 +57,7 @@ def error(check: str, text: str, fix: str, **numbers: Any) -> Finding:
 
 @dataclasses.dataclass(frozen=True)
 class Reported:
-    """A finding and the processes that made it.
-
-    Attributes:
-        finding: equal in all of them.
-        processes: their process ids.
-        hosts: their hosts, each name once.
-    """
+    """A finding, the ids of the processes that made it, and their hosts, each name once."""
 
     finding: Finding
     processes: tuple[int, ...]
@@ -71,11 +65,7 @@ class Reported:
 
 
 def merge(everyone: Sequence[tuple[str, Sequence[Finding]]]) -> list[Reported]:
-    """Findings of all processes in the order of the checks; equal ones become one.
-
-    Args:
-        everyone: (host, findings) by process id.
-    """
+    """All processes' (host, findings) in the order of the checks; equal findings become one."""
     groups: dict[tuple[str, str, str, str], tuple[Finding, list[int], list[str]]] = {}
     order: dict[str, int] = {}
     for process, (host, findings) in enumerate(everyone):
@@ -90,6 +80,11 @@ def merge(everyone: Sequence[tuple[str, Sequence[Finding]]]) -> list[Reported]:
         Reported(f, tuple(processes), tuple(hosts)) for f, processes, hosts in groups.values()
     ]
     return sorted(reported, key=lambda s: (order[s.finding.check], s.processes))
+
+
+def shortened(separator: str, names: Sequence[str], most: int) -> str:
+    """The first names, and " ..." where there are more."""
+    return separator.join(names[:most]) + (" ..." if len(names) > most else "")
 
 
 def worst(reported: Sequence[Reported]) -> Severity:

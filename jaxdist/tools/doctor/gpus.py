@@ -8,13 +8,14 @@ import itertools
 import re
 import subprocess
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from jaxdist.tools.doctor.findings import Finding, error, note, ok, warning
 
+_ECC = "ecc.errors.uncorrected.volatile.total"
 QUERY = (
     *("index", "name", "uuid", "driver_version", "memory.total", "memory.used"),
-    *("temperature.gpu", "ecc.errors.uncorrected.volatile.total"),
+    *("temperature.gpu", _ECC),
     *("pcie.link.width.current", "pcie.link.width.max"),
 )
 """Fields that nvidia-smi has kept the names of for a decade."""
@@ -61,52 +62,38 @@ def check_gpus(rows: Sequence[dict[str, str]]) -> list[Finding]:
                 "use equal ones: CUDA_VISIBLE_DEVICES",
             )
         )
-    for row in rows:
-        found += _check_gpu(row, f"GPU {row['index']} ({row['uuid']})")
-    return found
+    return found + [finding for row in rows for finding in _check_gpu(row)]
 
 
-def _check_gpu(row: dict[str, str], name: str) -> list[Finding]:
-    found = []
-    used, errors = (
-        _number(row["memory.used"]),
-        _number(row["ecc.errors.uncorrected.volatile.total"]),
-    )
+def _check_gpu(row: dict[str, str]) -> Iterator[Finding]:
+    name = f"GPU {row['index']} ({row['uuid']})"
+    used, errors = _number(row["memory.used"]), _number(row[_ECC])
     if used is not None and used > _TAKEN_MIB:
-        found.append(
-            warning(
-                "GPUs",
-                f"{used:,.0f} MiB of {name} are already taken",
-                "see who by `nvidia-smi`, and end it or use other GPUs",
-            )
+        yield warning(
+            "GPUs",
+            f"{used:,.0f} MiB of {name} are already taken",
+            "see who by `nvidia-smi`, and end it or use other GPUs",
         )
     if errors:
-        found.append(
-            error(
-                "GPUs",
-                f"{name} has met {errors:.0f} memory error(s) that could not be corrected",
-                "drain the host and reset the GPU; it is replaced if they come back",
-            )
+        yield error(
+            "GPUs",
+            f"{name} has met {errors:.0f} memory error(s) that could not be corrected",
+            "drain the host and reset the GPU; it is replaced if they come back",
         )
     now, most = _number(row["pcie.link.width.current"]), _number(row["pcie.link.width.max"])
     if now and most and now < most:
-        found.append(
-            warning(
-                "GPUs",
-                f"{name} has {now:.0f} of {most:.0f} PCIe lanes",
-                "have the card reseated; its copies to and from the host are slower",
-            )
+        yield warning(
+            "GPUs",
+            f"{name} has {now:.0f} of {most:.0f} PCIe lanes",
+            "have the card reseated; its copies to and from the host are slower",
         )
     degrees = _number(row["temperature.gpu"])
     if degrees and degrees >= _HOT:
-        found.append(
-            warning(
-                "GPUs",
-                f"{name} is at {degrees:.0f} °C before the run",
-                "look after its cooling, or for a program that still uses it",
-            )
+        yield warning(
+            "GPUs",
+            f"{name} is at {degrees:.0f} °C before the run",
+            "look after its cooling, or for a program that still uses it",
         )
-    return found
 
 
 def _number(text: str) -> float | None:
@@ -166,39 +153,37 @@ def check_topology(topology: Topology) -> list[Finding]:
     """Whether all GPUs of a host are joined alike, and fast."""
     if len(topology.gpus) < 2:
         return []
-    counts = Counter(topology.links.values())
-    fast = {pair: kind for pair, kind in topology.links.items() if kind.startswith("NV")}
-    found: list[Finding] = []
-    if not fast:
-        ways = ", ".join(f"{count} pairs {kind}" for kind, count in counts.most_common())
-        found.append(
-            note(
-                "GPU links",
-                f"no NVLink between the {len(topology.gpus)} GPUs ({ways}): tensor parallelism "
-                "over PCIe is slow",
-                "prefer dp and fsdp to tp on this host",
-            )
-        )
-    elif len(fast) < len(topology.links):
-        islands = _islands(topology)
-        shown = " and ".join("+".join(island) for island in islands)
-        found.append(
-            warning(
-                "GPU links",
-                f"NVLink joins only {shown}; other pairs go over PCIe",
-                f"keep tp at {max(map(len, islands))} or less, so that its groups stay inside one",
-            )
-        )
-    elif len(counts) > 1:
-        found += [_lame_link(topology, counts)]
-    else:
-        found.append(ok("GPU links", f"{next(iter(counts))} between all {len(topology.gpus)} GPUs"))
+    found = [_check_links(topology)]
     far = sorted(gpu for gpu, way in topology.nics.items() if way in ("NODE", "SYS"))
-    if topology.nics and far and len(far) < len(topology.gpus):
+    if far and len(far) < len(topology.gpus):
         found.append(
             note("GPU links", f"{', '.join(far)}: the nearest network card is across the host")
         )
     return found
+
+
+def _check_links(topology: Topology) -> Finding:
+    counts = Counter(topology.links.values())
+    num_fast = sum(kind.startswith("NV") for kind in topology.links.values())
+    if not num_fast:
+        ways = ", ".join(f"{count} pairs {kind}" for kind, count in counts.most_common())
+        return note(
+            "GPU links",
+            f"no NVLink between the {len(topology.gpus)} GPUs ({ways}): tensor parallelism over "
+            "PCIe is slow",
+            "prefer dp and fsdp to tp on this host",
+        )
+    if num_fast < len(topology.links):
+        islands = _islands(topology)
+        shown = " and ".join("+".join(island) for island in islands)
+        return warning(
+            "GPU links",
+            f"NVLink joins only {shown}; other pairs go over PCIe",
+            f"keep tp at {max(map(len, islands))} or less, so that its groups stay inside one",
+        )
+    if len(counts) > 1:
+        return _lame_link(topology, counts)
+    return ok("GPU links", f"{next(iter(counts))} between all {len(topology.gpus)} GPUs")
 
 
 def _lame_link(topology: Topology, counts: Counter[str]) -> Finding:

@@ -21,12 +21,9 @@ _FEW_FILES = 4096
 
 
 def examine_disk(directory: Path, test_bytes: int, needed_bytes: int = 0) -> list[Finding]:
-    """Free space in `directory`, and what becomes of bytes that are written there.
+    """Free space in an existing directory, and what becomes of bytes that are written there.
 
-    Args:
-        directory: must exist.
-        test_bytes: written, synced, read back and removed; 0 = nothing is written.
-        needed_bytes: what the run will write; 0 = not known.
+    `test_bytes` are written, synced, read back and removed. The run will write `needed_bytes`.
     """
     stats = os.statvfs(directory)
     free, total = shutil.disk_usage(directory).free, shutil.disk_usage(directory).total
@@ -40,14 +37,12 @@ def examine_disk(directory: Path, test_bytes: int, needed_bytes: int = 0) -> lis
     try:
         write_s, read_s, same = _write_and_read(directory, test_bytes)
     except OSError as failure:
-        return [
-            *found,
-            error(
-                "disk speed",
-                f"{directory} cannot be written: {failure.strerror}",
-                "name a directory that can with --run-dir, or make room",
-            ),
-        ]
+        unwritable = error(
+            "disk speed",
+            f"{directory} cannot be written: {failure.strerror}",
+            "name a directory that can with --run-dir, or make room",
+        )
+        return [*found, unwritable]
     return [*found, check_speed(directory, test_bytes, write_s, read_s, same)]
 
 
@@ -58,16 +53,12 @@ def check_disk(
     text = f"{in_bytes(free)} of {in_bytes(total)} free in {directory}"
     numbers = {"free_bytes": free, "total_bytes": total, "needed_bytes": needed}
     fix = "make room, keep fewer checkpoints (checkpoint.max_to_keep), or name another --run-dir"
-    if needed and free < needed:
-        text += f", but the checkpoints that are kept take {in_bytes(needed)}"
+    text += f"; the checkpoints that are kept take {in_bytes(needed)}" if needed else ""
+    if free < max(needed, 1 << 30):
         found = [error("disk space", text, fix, **numbers)]
-    elif free < 1 << 30:
-        found = [error("disk space", text, fix, **numbers)]
-    elif (needed and free < 1.5 * needed) or free < 10 << 30:
-        text += f"; checkpoints take {in_bytes(needed)}" if needed else ""
+    elif free < max(1.5 * needed, 10 << 30):
         found = [warning("disk space", text, fix, **numbers)]
     else:
-        text += f"; the checkpoints that are kept take {in_bytes(needed)}" if needed else ""
         found = [ok("disk space", text, **numbers)]
     if free_files is not None and free_files < 10_000:
         found.append(
@@ -108,30 +99,24 @@ def _write_and_read(directory: Path, num_bytes: int) -> tuple[float, float, bool
     """(seconds to write and sync, seconds to read, whether the same bytes came back)."""
     block = os.urandom(1 << 20)  # no file system can make it smaller
     path = directory / f".doctor-{os.getpid()}-{time.time_ns()}"
-    num_blocks = max(1, num_bytes >> 20)
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    numbers = [i.to_bytes(8, "little") for i in range(max(1, num_bytes >> 20))]
     try:
-        begin = time.perf_counter()
-        for i in range(num_blocks):
-            _write(fd, i.to_bytes(8, "little") + block[8:])
-        os.fsync(fd)
-        write_s = time.perf_counter() - begin
-        # Synced pages can be dropped, so that the disk is read and not the memory.
-        with contextlib.suppress(OSError, AttributeError):
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        begin, same = time.perf_counter(), True
-        for i in range(num_blocks):
-            read = os.pread(fd, len(block), i * len(block))
-            same = same and read == i.to_bytes(8, "little") + block[8:]
-        return write_s, time.perf_counter() - begin, same
+        with path.open("x+b") as file:
+            begin = time.perf_counter()
+            for number in numbers:
+                file.write(number + block[8:])
+            file.flush()
+            os.fsync(file.fileno())
+            write_s = time.perf_counter() - begin
+            # Synced pages can be dropped, so that the disk is read and not the memory.
+            with contextlib.suppress(OSError, AttributeError):
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            file.seek(0)
+            begin = time.perf_counter()
+            same = all([file.read(len(block)) == number + block[8:] for number in numbers])
+            return write_s, time.perf_counter() - begin, same
     finally:
-        os.close(fd)
-        path.unlink()
-
-
-def _write(fd: int, data: bytes) -> None:
-    while data:
-        data = data[os.write(fd, data) :]
+        path.unlink(missing_ok=True)
 
 
 def examine_shared_memory(num_gpus: int, path: str = "/dev/shm") -> list[Finding]:

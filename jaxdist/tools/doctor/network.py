@@ -14,7 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxdist.tools.doctor.findings import Finding, error, ok, warning
+from jaxdist.tools.doctor.findings import Finding, error, ok, shortened, warning
 
 _TRIES = 3
 _CONNECT_S = 5.0
@@ -85,7 +85,7 @@ def visit(addresses: Sequence[tuple[str, int]], own: int) -> dict[str, Any]:
 
 def _ask(address: tuple[str, int]) -> tuple[float, float] | str:
     """(shortest round trip, clock offset measured by it), or why there is no answer."""
-    best: tuple[float, float] | None = None
+    trips: list[tuple[float, float]] = []
     for _ in range(_TRIES):
         try:
             with socket.create_connection(address, timeout=_CONNECT_S) as peer:
@@ -94,21 +94,15 @@ def _ask(address: tuple[str, int]) -> tuple[float, float] | str:
                 theirs = json.loads(peer.recv(256))["time"]
                 back = time.time()
         except (OSError, ValueError) as failure:
-            if best is None:
+            if not trips:
                 return f"{address[0]}:{address[1]}: {failure}"
-            continue
-        trip = (back - sent, theirs - (sent + back) / 2)
-        best = trip if best is None else min(best, trip)
-    return best or "no answer"
+        else:
+            trips.append((back - sent, theirs - (sent + back) / 2))
+    return min(trips)
 
 
 def check_visits(visits: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> list[Finding]:
-    """What all visits come to.
-
-    Args:
-        visits: by process id; keys of the inner mappings are process ids (or their text).
-        hosts: by process id.
-    """
+    """What all visits come to; both lists are by process id."""
     return [_check_pairs(visits, hosts), _check_clocks(visits, hosts)]
 
 
@@ -126,14 +120,13 @@ def _check_pairs(visits: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> F
             f"all {pairs} ways between processes are open, {1e3 * max(trips):.1f} ms at most",
             longest_s=max(trips),
         )
-    shown = "; ".join(
+    ways = [
         f"process {i} on {hosts[i]} cannot reach process {j} on {hosts[j]} ({why})"
-        for i, j, why in failed[:4]
-    )
+        for i, j, why in failed
+    ]
     return error(
         "network",
-        f"{len(failed)} of {pairs} ways between processes are closed: {shown}"
-        + (" ..." if len(failed) > 4 else ""),
+        f"{len(failed)} of {pairs} ways between processes are closed: {shortened('; ', ways, 4)}",
         "open all TCP ports between the hosts of the job; if an address is wrong, set "
         "NCCL_SOCKET_IFNAME and a coordinator that the others resolve",
         failed=[[i, j] for i, j, _ in failed],

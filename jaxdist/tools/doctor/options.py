@@ -37,12 +37,6 @@ class DoctorConfig(RunConfig):
         return []
 
     @property
-    def run(self) -> RunConfig:
-        """The run's settings alone."""
-        names = [field.name for field in dataclasses.fields(RunConfig)]
-        return RunConfig(**{name: getattr(self, name) for name in names})
-
-    @property
     def directory(self) -> Path:
         """Where the run will write: the nearest directory that is already there."""
         wanted = Path(self.run_dir or "runs").expanduser().absolute()
@@ -71,8 +65,3 @@ def read_doctor(argv: Sequence[str], summary: str = "") -> DoctorConfig:
     if problems:
         raise ConfigError(headed(COMMAND, problems))
     return config
-
-
-def refused(config: DoctorConfig) -> list[str]:
-    """What training would refuse in these settings, one line each."""
-    return problems_of(config.run)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from jaxdist.tools.doctor.findings import Finding, note, ok, warning
 
@@ -35,36 +35,32 @@ def read_config(text: str) -> dict[str, str]:
 
 def check_config(config: Mapping[str, str]) -> list[Finding]:
     """Whether a job that is ended has the time to save, and is started again."""
-    found = []
+    return list(_problems(config)) or [ok(CHECK, "jobs are requeued")]
+
+
+def _problems(config: Mapping[str, str]) -> Iterator[Finding]:
     kill_s, lost_s = _seconds(config, "KillWait"), _seconds(config, "SlurmdTimeout")
     if config.get("JobRequeue") == "0":
-        found.append(
-            warning(
-                CHECK,
-                "JobRequeue=0: a job that loses a node or is preempted is not started again",
-                "sbatch --requeue (scripts of `jaxdist launch slurm` ask for it)",
-            )
+        yield warning(
+            CHECK,
+            "JobRequeue=0: a job that loses a node or is preempted is not started again",
+            "sbatch --requeue (scripts of `jaxdist launch slurm` ask for it)",
         )
     if kill_s is not None:
-        found.append(
-            note(
-                CHECK,
-                f"KillWait={kill_s:.0f} s: that long after SIGTERM a job is killed, saved or not",
-                "be told earlier: --signal=B:USR1@SECONDS, as `jaxdist launch slurm` writes it",
-                kill_wait_s=kill_s,
-            )
+        yield note(
+            CHECK,
+            f"KillWait={kill_s:.0f} s: that long after SIGTERM a job is killed, saved or not",
+            "be told earlier: --signal=B:USR1@SECONDS, as `jaxdist launch slurm` writes it",
+            kill_wait_s=kill_s,
         )
     if lost_s is not None and lost_s > _SLOW_NOTICE_S:
-        found.append(
-            note(
-                CHECK,
-                f"SlurmdTimeout={lost_s:.0f} s: that long a lost node goes unnoticed, and its job "
-                "is not requeued",
-                "nothing in a job's power; ask for a smaller one if nodes are lost often",
-                slurmd_timeout_s=lost_s,
-            )
+        yield note(
+            CHECK,
+            f"SlurmdTimeout={lost_s:.0f} s: that long a lost node goes unnoticed, and its job is "
+            "not requeued",
+            "nothing in a job's power; ask for a smaller one if nodes are lost often",
+            slurmd_timeout_s=lost_s,
         )
-    return found or [ok(CHECK, "jobs are requeued")]
 
 
 def _seconds(config: Mapping[str, str], name: str) -> float | None:

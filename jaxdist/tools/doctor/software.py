@@ -5,10 +5,10 @@ from __future__ import annotations
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from jaxdist.tools.doctor.findings import Finding, error, ok, warning
+from jaxdist.tools.doctor.findings import Finding, error, ok, shortened, warning
 
 CHECK = "software"
 
@@ -17,62 +17,46 @@ _OLDEST_DRIVER = {"13": 580, "12": 525}
 
 
 def check_versions(versions: Mapping[str, str], nvidia: Mapping[str, str]) -> list[Finding]:
-    """Whether the packages of one process go together.
-
-    Args:
-        versions: `monitoring.environment.versions()`.
-        nvidia: `monitoring.environment.nvidia_versions()`; `driver` is the kernel module.
-    """
-    found = []
-    jaxlib = versions.get("jaxlib", "")
-    for name, version in nvidia.items():
-        if name.startswith("jax-cuda") and version != jaxlib:
-            found.append(
-                error(
-                    CHECK,
-                    f"{name} {version} next to jaxlib {jaxlib}: jax will not use the GPUs",
-                    "pip install -c constraints.txt -e '.[cuda13]'",
-                )
-            )
-    if jaxlib and versions.get("jax") != jaxlib:
-        found.append(
-            error(
-                CHECK,
-                f"jax {versions.get('jax')} with jaxlib {jaxlib}",
-                "install both in the same version: pip install -c constraints.txt -e .",
-            )
-        )
-    majors = sorted({m[1] for n in nvidia if (m := re.match(r"jax-cuda(\d+)-plugin", n))})
-    if len(majors) > 1:
-        found.append(
-            error(
-                CHECK,
-                f"jax plugins for CUDA {' and '.join(majors)} are installed together",
-                f"pip uninstall jax-cuda{majors[0]}-plugin jax-cuda{majors[0]}-pjrt",
-            )
-        )
-    for major in majors:
-        found += _check_driver(nvidia.get("driver", ""), major)
+    """Whether the packages of one process go together; mappings as `run.monitoring` has them."""
     shown = ", ".join(f"{n} {versions[n]}" for n in _SHOWN if n in versions)
     extra = ", ".join(f"{n} {v}" for n, v in nvidia.items() if re.search("driver|nccl|cudnn", n))
     facts = ok(CHECK, "; ".join(filter(None, (shown, extra))), **versions, **nvidia)
-    return [facts, *found]
+    return [facts, *_version_problems(versions, nvidia)]
 
 
 _SHOWN = ("jaxdist", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 
 
-def _check_driver(driver: str, cuda: str) -> list[Finding]:
-    oldest = _OLDEST_DRIVER.get(cuda)
-    if not driver or oldest is None or int(driver.partition(".")[0]) >= oldest:
-        return []
-    return [
-        error(
+def _version_problems(versions: Mapping[str, str], nvidia: Mapping[str, str]) -> Iterator[Finding]:
+    jaxlib, driver = versions.get("jaxlib", ""), nvidia.get("driver", "")
+    for name, version in nvidia.items():
+        if name.startswith("jax-cuda") and version != jaxlib:
+            yield error(
+                CHECK,
+                f"{name} {version} next to jaxlib {jaxlib}: jax will not use the GPUs",
+                "pip install -c constraints.txt -e '.[cuda13]'",
+            )
+    if jaxlib and versions.get("jax") != jaxlib:
+        yield error(
             CHECK,
-            f"driver {driver} is too old for CUDA {cuda}, which needs {oldest} or newer",
-            "update the driver",
+            f"jax {versions.get('jax')} with jaxlib {jaxlib}",
+            "install both in the same version: pip install -c constraints.txt -e .",
         )
-    ]
+    majors = sorted({m[1] for n in nvidia if (m := re.match(r"jax-cuda(\d+)-plugin", n))})
+    if len(majors) > 1:
+        yield error(
+            CHECK,
+            f"jax plugins for CUDA {' and '.join(majors)} are installed together",
+            f"pip uninstall jax-cuda{majors[0]}-plugin jax-cuda{majors[0]}-pjrt",
+        )
+    for major in majors:
+        oldest = _OLDEST_DRIVER.get(major, 0)
+        if driver and int(driver.partition(".")[0]) < oldest:
+            yield error(
+                CHECK,
+                f"driver {driver} is too old for CUDA {major}, which needs {oldest} or newer",
+                "update the driver",
+            )
 
 
 def code_digest(package: Path) -> str:
@@ -86,33 +70,27 @@ def code_digest(package: Path) -> str:
 
 
 def compare(everyone: Sequence[tuple[str, Mapping[str, str]]]) -> list[Finding]:
-    """Where versions or code of a job's processes differ.
+    """Where versions, or the `code`, of processes differ: (host, name -> version) by process id."""
+    code = everyone[0][1].get("code", "?")
+    agreed = ok("same software", f"{len(everyone)} processes, code {code}")
+    return list(_differences(everyone)) or [agreed]
 
-    Args:
-        everyone: (host, name -> version) by process id; the code's digest is named `code`.
-    """
-    found = []
+
+def _differences(everyone: Sequence[tuple[str, Mapping[str, str]]]) -> Iterator[Finding]:
     for name in sorted({name for _, versions in everyone for name in versions}):
         values = [versions.get(name, "none") for _, versions in everyone]
         common, count = Counter(values).most_common(1)[0]
         odd = [i for i, value in enumerate(values) if value != common]
         if not odd:
             continue
-        which = ", ".join(f"process {i} on {everyone[i][0]}" for i in odd[:4])
-        which += " ..." if len(odd) > 4 else ""
+        which = shortened(", ", [f"process {i} on {everyone[i][0]}" for i in odd], 4)
         what = "the code of jaxdist" if name == "code" else name
         make = error if name in _MUST_BE_EQUAL else warning
-        found.append(
-            make(
-                "same software",
-                f"{what} is {common} in {count} processes, but {values[odd[0]]} in {which}",
-                "use one environment and one checkout on all hosts",
-            )
+        yield make(
+            "same software",
+            f"{what} is {common} in {count} processes, but {values[odd[0]]} in {which}",
+            "use one environment and one checkout on all hosts",
         )
-    if found:
-        return found
-    code = everyone[0][1].get("code", "?")
-    return [ok("same software", f"{len(everyone)} processes, code {code}")]
 
 
 _MUST_BE_EQUAL = ("code", "jax", "jaxlib", "jaxdist", "flax", "optax", "orbax-checkpoint", "numpy")

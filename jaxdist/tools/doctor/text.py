@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from jaxdist.runtime.formatting.tables import wrap
-from jaxdist.tools.doctor.findings import SEVERITIES, Reported, worst
+from jaxdist.tools.doctor.findings import SEVERITIES, Reported, shortened, worst
 
 _MARKS = {"ok": "ok", "note": "note", "warning": "WARN", "error": "FAIL"}
 _CHECK_WIDTH = 18
@@ -48,18 +48,15 @@ def verdict(reported: Sequence[Reported]) -> str:
 
 def _where(one: Reported, num_processes: int) -> str:
     """Which processes a finding is about; empty if it is about all."""
-    check = one.finding.check
-    if num_processes == 1 or len(one.processes) == num_processes:
+    of_a_job = one.finding.check.startswith(_OF_A_JOB)
+    if num_processes == 1 or len(one.processes) == num_processes or of_a_job:
         return ""
-    if check in _OF_A_JOB or check.startswith("all-reduce"):
-        return ""
-    names = ", ".join(map(str, one.processes[:4])) + (" ..." if len(one.processes) > 4 else "")
-    hosts = ", ".join(one.hosts[:3]) + (" ..." if len(one.hosts) > 3 else "")
-    return f" [process {names} on {hosts}]"
+    names = shortened(", ", list(map(str, one.processes)), 4)
+    return f" [process {names} on {shortened(', ', one.hosts, 3)}]"
 
 
 _OF_A_JOB = (
     *("job", "same software", "network", "clocks", "shared directory", "mesh", "settings"),
-    "devices",
+    *("devices", "all-reduce"),
 )
-"""Checks of the whole job; process 0 reports them."""
+"""How checks of the whole job begin; process 0 reports them."""

@@ -12,7 +12,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from jaxdist.tools.doctor.findings import Finding, Severity, error, note, ok, warning
 
@@ -27,7 +27,6 @@ class Rule:
     hurts: Callable[[str], bool]
     severity: Severity
     why: str
-    fix: str = ""
 
 
 def _is_on(value: str) -> bool:
@@ -42,10 +41,19 @@ def _is_set(value: str) -> bool:
     return bool(value.strip())
 
 
+def _is_more_than_one_pass(precision: str) -> bool:
+    return precision.lower() in ("highest", "float32", "tensorfloat32", "high", "bfloat16_3x")
+
+
+def _has_collectives(commands: str) -> bool:
+    return "COLLECTIVES" in commands.upper() and "-COLLECTIVES" not in commands.upper()
+
+
 def _below(limit: float) -> Callable[[str], bool]:
     return lambda value: bool(re.fullmatch(r"0?\.\d+|\d+", value)) and float(value) < limit
 
 
+# Tables: name, values that hurt, severity, and below them the reason.
 _WITHOUT_GPUS = (
     Rule("JAX_DISABLE_JIT", _is_on, "error", "nothing is compiled: every operation runs by itself"),
     Rule("JAX_DEBUG_NANS", _is_on, "warning", "every result is fetched and looked at"),
@@ -54,57 +62,28 @@ _WITHOUT_GPUS = (
     Rule("JAX_CHECK_TRACER_LEAKS", _is_on, "warning", "tracing is slow and keeps memory"),
     Rule("JAX_LOG_COMPILES", _is_on, "note", "the log fills with compilations"),
     Rule("JAX_ENABLE_X64", _is_on, "warning", "stray float64 arithmetic is slow and takes memory"),
-    Rule(
-        "JAX_DEFAULT_MATMUL_PRECISION",
-        lambda v: v.lower() in ("highest", "float32", "tensorfloat32", "high", "bfloat16_3x"),
-        "note",
-        "products take more passes than precision.compute_dtype asks for",
-    ),
-    Rule(
-        "JAX_ENABLE_COMPILATION_CACHE",
-        _is_off,
-        "note",
-        "jaxdist turns the cache on again: --runtime.compilation_cache_dir=off means it",
-    ),
-    Rule(
-        "JAX_ENABLE_RECOVERABILITY",
-        _is_on,
-        "warning",
-        "a process that died does not end the others: they wait for it in a collective",
-    ),
+    Rule("JAX_DEFAULT_MATMUL_PRECISION", _is_more_than_one_pass, "note",
+         "products take more passes than precision.compute_dtype asks for"),
+    Rule("JAX_ENABLE_COMPILATION_CACHE", _is_off, "note",
+         "jaxdist turns the cache on again: --runtime.compilation_cache_dir=off means it"),
+    Rule("JAX_ENABLE_RECOVERABILITY", _is_on, "warning",
+         "a process that died does not end the others: they wait for it in a collective"),
     Rule("XLA_PYTHON_CLIENT_ABORT_COLLECTIVES_ON_FAILURE", _is_off, "note", "peers hang longer"),
     Rule("TF_CPP_MIN_LOG_LEVEL", lambda v: v.isdigit() and int(v) >= 3, "note",
          "the compiler's errors are not printed"),
 )  # fmt: skip
 
 _WITH_GPUS = (
-    Rule(
-        "XLA_PYTHON_CLIENT_PREALLOCATE",
-        _is_off,
-        "warning",
-        "memory is taken piece by piece: it fragments, and a run that fits may not",
-    ),
-    Rule(
-        "XLA_PYTHON_CLIENT_ALLOCATOR",
-        lambda v: v in ("platform", "vmm") or v.startswith("cuda_async"),
-        "warning",
-        "another allocator than the one that fast steps count on; `platform` allocates again for "
-        "every array",
-    ),
-    Rule(
-        "XLA_PYTHON_CLIENT_MEM_FRACTION",
-        _below(0.8),
-        "warning",
-        "the run gets this share of a GPU's memory, not our default of 0.92",
-    ),
+    Rule("XLA_PYTHON_CLIENT_PREALLOCATE", _is_off, "warning",
+         "memory is taken piece by piece: it fragments, and a run that fits may not"),
+    Rule("XLA_PYTHON_CLIENT_ALLOCATOR", lambda v: v.startswith(("platform", "vmm", "cuda_async")),
+         "warning", "fast steps count on the default allocator; `platform` allocates every array"),
+    Rule("XLA_PYTHON_CLIENT_MEM_FRACTION", _below(0.8), "warning",
+         "the run gets this share of a GPU's memory, not our default of 0.92"),
     Rule("TF_FORCE_UNIFIED_MEMORY", _is_on, "warning", "what does not fit is paged to the host"),
     Rule("CUDA_LAUNCH_BLOCKING", _is_on, "warning", "the host waits for every kernel"),
-    Rule(
-        "CUDA_DEVICE_ORDER",
-        lambda v: v == "FASTEST_FIRST",
-        "note",
-        "numbers in CUDA_VISIBLE_DEVICES do not mean what nvidia-smi prints",
-    ),
+    Rule("CUDA_DEVICE_ORDER", lambda v: v == "FASTEST_FIRST", "note",
+         "numbers in CUDA_VISIBLE_DEVICES do not mean what nvidia-smi prints"),
     Rule("NCCL_P2P_DISABLE", _is_on, "warning", "GPUs of a host talk through its memory"),
     Rule("NCCL_SHM_DISABLE", _is_on, "warning", "GPUs without peer access talk through sockets"),
     Rule("NCCL_IB_DISABLE", _is_on, "warning", "hosts talk over TCP, not InfiniBand or RoCE"),
@@ -121,13 +100,8 @@ _WITH_GPUS = (
 )  # fmt: skip
 
 _FLAGS = (
-    Rule(
-        "xla_force_host_platform_device_count",
-        _is_set,
-        "warning",
-        "makes CPU devices in every process, in addition to what --simulate makes",
-        "take it out and use --simulate N",
-    ),
+    Rule("xla_force_host_platform_device_count", _is_set, "warning",
+         "makes CPU devices in every process, in addition to those of --simulate N"),
     Rule("xla_dump_to", _is_set, "warning", "every compilation writes its programs to disk"),
     Rule("xla_backend_optimization_level", lambda v: v in ("0", "1", "2"), "warning",
          "machine code for the CPU is optimised less"),
@@ -138,12 +112,8 @@ _FLAGS = (
     Rule("xla_gpu_exclude_nondeterministic_ops", _is_on, "note",
          "slower kernels; others measured 15 %"),
     Rule("xla_disable_hlo_passes", _is_set, "warning", "optimisations are left out"),
-    Rule(
-        "xla_gpu_enable_command_buffer",
-        lambda v: "COLLECTIVES" in v.upper() and "-COLLECTIVES" not in v.upper(),
-        "warning",
-        "collectives in CUDA graphs have been seen to hang after hundreds of steps",
-    ),
+    Rule("xla_gpu_enable_command_buffer", _has_collectives, "warning",
+         "collectives in CUDA graphs have been seen to hang after hundreds of steps"),
 )  # fmt: skip
 
 
@@ -177,17 +147,23 @@ def check_variables(
         interfaces: names of this host's network interfaces.
     """
     on_gpus = num_gpus > 0 and not simulated
-    found = []
-    for rule in _WITHOUT_GPUS + (_WITH_GPUS if on_gpus else ()):
-        value = environ.get(rule.name)
-        if value is not None and rule.hurts(value):
-            found.append(_broken(rule, f"{rule.name}={value}", f"unset {rule.name}"))
     flags = flags_of(environ.get("XLA_FLAGS", ""))
-    for rule in _FLAGS:
-        value = flags.get(rule.name)
-        if value is not None and rule.hurts(value):
-            given = f"XLA_FLAGS has --{rule.name}={value}"
-            found.append(_broken(rule, given, "take it out of XLA_FLAGS"))
+    rules = _WITHOUT_GPUS + (_WITH_GPUS if on_gpus else ())
+    found = [
+        Finding(rule.severity, CHECK, f"{rule.name}={value}: {rule.why}", f"unset {rule.name}")
+        for rule in rules
+        if (value := environ.get(rule.name)) is not None and rule.hurts(value)
+    ]
+    found += [
+        Finding(
+            rule.severity,
+            CHECK,
+            f"XLA_FLAGS has --{rule.name}={value}: {rule.why}",
+            "take it out of XLA_FLAGS",
+        )
+        for rule in _FLAGS
+        if (value := flags.get(rule.name)) is not None and rule.hurts(value)
+    ]
     if on_gpus:
         found += _hidden_gpus(environ, num_gpus)
         found += _interface(environ.get("NCCL_SOCKET_IFNAME", ""), num_hosts, interfaces)
@@ -196,98 +172,72 @@ def check_variables(
     return found or [ok(CHECK, "no variable that hurts")]
 
 
-def _broken(rule: Rule, given: str, fix: str) -> Finding:
-    return Finding(rule.severity, CHECK, f"{given}: {rule.why}", rule.fix or fix)
-
-
-def _hidden_gpus(environ: Mapping[str, str], num_gpus: int) -> list[Finding]:
-    found = []
+def _hidden_gpus(environ: Mapping[str, str], num_gpus: int) -> Iterator[Finding]:
     platforms = environ.get("JAX_PLATFORMS", "")
     if platforms and not any(name in platforms for name in ("cuda", "gpu")):
-        found.append(
-            error(
-                CHECK,
-                f"JAX_PLATFORMS={platforms}: the run would not use the {num_gpus} GPU(s) of this "
-                "host",
-                "unset JAX_PLATFORMS, or ask for CPU devices with --simulate N",
-            )
+        yield error(
+            CHECK,
+            f"JAX_PLATFORMS={platforms}: the run would not use the {num_gpus} GPU(s) of this host",
+            "unset JAX_PLATFORMS, or ask for CPU devices with --simulate N",
         )
     if environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1"):
-        found.append(
-            error(
-                CHECK,
-                f"CUDA_VISIBLE_DEVICES={environ['CUDA_VISIBLE_DEVICES']!r} hides the {num_gpus} "
-                "GPU(s) of this host",
-                "unset CUDA_VISIBLE_DEVICES, or name GPUs in it",
-            )
+        yield error(
+            CHECK,
+            f"CUDA_VISIBLE_DEVICES={environ['CUDA_VISIBLE_DEVICES']!r} hides the {num_gpus} GPU(s) "
+            "of this host",
+            "unset CUDA_VISIBLE_DEVICES, or name GPUs in it",
         )
-    return found
 
 
-def _interface(name: str, num_hosts: int, interfaces: Sequence[str]) -> list[Finding]:
+def _interface(name: str, num_hosts: int, interfaces: Sequence[str]) -> Iterator[Finding]:
     """NCCL reads `ib` as a prefix, `=ib0` as a name, `^lo` as all but these."""
     if not name or name.startswith("^"):
-        return []
+        return
     exact, wanted = name.startswith("="), name.lstrip("=").split(",")
     matches = [i for i in interfaces for w in wanted if i == w or (not exact and i.startswith(w))]
     if interfaces and not matches:
-        return [
-            error(
-                CHECK,
-                f"NCCL_SOCKET_IFNAME={name} names no interface of this host, which has "
-                f"{', '.join(interfaces)}: NCCL would not start",
-                "unset it, or name one of these",
-            )
-        ]
-    if num_hosts > 1 and matches and all(match == "lo" for match in matches):
-        return [
-            error(
-                CHECK,
-                f"NCCL_SOCKET_IFNAME={name} is the loopback interface, which reaches no other host",
-                "unset it, or name the interface between the hosts",
-            )
-        ]
-    return []
+        yield error(
+            CHECK,
+            f"NCCL_SOCKET_IFNAME={name} names no interface of this host, which has "
+            f"{', '.join(interfaces)}: NCCL would not start",
+            "unset it, or name one of these",
+        )
+    if num_hosts > 1 and set(matches) == {"lo"}:
+        yield error(
+            CHECK,
+            f"NCCL_SOCKET_IFNAME={name} is the loopback interface, which reaches no other host",
+            "unset it, or name the interface between the hosts",
+        )
 
 
-def _other_libraries(environ: Mapping[str, str]) -> list[Finding]:
+def _other_libraries(environ: Mapping[str, str]) -> Iterator[Finding]:
     """CUDA libraries in LD_LIBRARY_PATH are found before those that were installed with jax."""
-    for folder in filter(None, environ.get("LD_LIBRARY_PATH", "").split(":")):
-        try:
-            names = os.listdir(folder)
-        except OSError:
-            continue
-        clash = sorted(n for n in names if re.match(r"lib(cudnn|nccl|cublas|cudart)\.so", n))
+    for folder in filter(os.path.isdir, environ.get("LD_LIBRARY_PATH", "").split(":")):
+        names = sorted(os.listdir(folder))
+        clash = [n for n in names if re.match(r"lib(cudnn|nccl|cublas|cudart)\.so", n)]
         if clash:
-            return [
-                warning(
-                    CHECK,
-                    f"LD_LIBRARY_PATH has {folder} with {clash[0]}: it is loaded instead of the "
-                    "one that was installed with jax",
-                    f"take {folder} out of LD_LIBRARY_PATH",
-                )
-            ]
-    return []
+            yield warning(
+                CHECK,
+                f"LD_LIBRARY_PATH has {folder} with {clash[0]}: it is loaded instead of the one "
+                "that was installed with jax",
+                f"take {folder} out of LD_LIBRARY_PATH",
+            )
 
 
-def _proxies(environ: Mapping[str, str], coordinator_address: str) -> list[Finding]:
+def _proxies(environ: Mapping[str, str], coordinator_address: str) -> Iterator[Finding]:
     """GRPC asks these proxies, in this order; `no_grpc_proxy`, then `no_proxy` exempt hosts."""
     given = [name for name in ("grpc_proxy", "https_proxy", "http_proxy") if environ.get(name)]
     host = coordinator_address.rpartition(":")[0]
-    if not given or not host:
-        return []
     exempt = environ.get("no_grpc_proxy") or environ.get("no_proxy", "")
-    if any(host == part.strip() or (part.strip() and host.endswith(part.strip().lstrip("*")))
-           for part in exempt.split(",")):  # fmt: skip
-        return []
-    return [
-        note(
+    suffixes = tuple(part.strip().lstrip("*") for part in exempt.split(",") if part.strip())
+    if given and host and not host.endswith(suffixes):
+        no_proxy = ",".join(filter(None, (environ.get("no_proxy", ""), host)))
+        yield note(
             CHECK,
             f"{given[0]}={environ[given[0]]} would catch the coordinator {coordinator_address}; "
             "jaxdist goes around it, other programs of the job may not",
-            f"export no_proxy={','.join(filter(None, (environ.get('no_proxy', ''), host)))}",
+            f"export no_proxy={no_proxy}",
         )
-    ]
 
 
 def unreadable_flags(environ: Mapping[str, str], timeout_s: float = 120) -> list[Finding]:

@@ -6,6 +6,7 @@
     elastic_agent  elastic jobs: who takes part in each round, and when it ends
     membership     the limits of an elastic job, and the largest legal one of the hosts here
     rendezvous     small files in the run directory by which launchers see each other
+    console        lines for the person who watches
     resources      GPUs and ports of this host
     legal_sizes    device counts with which training is legal
     slurm          flags to a batch script, and sbatch

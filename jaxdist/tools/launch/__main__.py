@@ -8,8 +8,10 @@ r"""`python -m jaxdist.launch`: start the processes of a job, watch them, and re
         --run-dir runs/shared -- --config run.toml
     python -m jaxdist.launch slurm --nodes 2 --gpus-per-node 8 --time 24:00:00 -- --config run.toml
 
-What stands after `--` goes to `jaxdist.train`. With ranges MIN:MAX the job is elastic: it goes on
-with the hosts and GPUs that are there, and grows when more come back.
+What stands after `--` goes to the program. With ranges MIN:MAX the job is elastic: it goes on with
+the hosts and GPUs that are there, on a smaller legal mesh with the same batches (--mesh names the
+largest), and grows again when more are back. With --program the range only says how many processes
+run. `python -m jaxdist.launch slurm --help` explains batch jobs.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return slurm.main(words[1:])
     from jaxdist.tools.launch import local
 
-    return local.main(words)
+    return local.main(words, summary=__doc__ or "")
 
 
 if __name__ == "__main__":

@@ -31,30 +31,27 @@ from __future__ import annotations
 
 import dataclasses
 import signal
-import sys
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 
 from jaxdist import runtime
-from jaxdist.tools.launch.membership import ElasticConfig, LegalSizes, Membership, choose_members
-from jaxdist.tools.launch.rendezvous import HEARTBEAT_S, Host, Rendezvous, Round
+from jaxdist.core.settings import ConfigError
+from jaxdist.tools.launch.console import say
+from jaxdist.tools.launch.membership import ElasticConfig, LegalSizes, choose_members
+from jaxdist.tools.launch.rendezvous import HEARTBEAT_S, Host, Membership, Rendezvous, Round
 from jaxdist.tools.launch.resources import Capacity, capacity, first_gpus, free_port
+from jaxdist.tools.launch.supervisor import Agent
 from jaxdist.tools.launch.worker_group import GroupResult, Placement, WorkerGroup
 
 _POLL_S = 0.3
 
 
-class ElasticAgent:
+class ElasticAgent(Agent):
     """Decides where the attempts of an elastic job run, on behalf of one of its hosts.
 
-    Args:
-        plan: limits of the job.
-        rendezvous: what this host publishes and sees.
-        sizes: sizes at which the program can run.
-        stop_reaches_all: whether processes pass a request to stop on to each other, as those of
-            jaxdist.train do.
-        write: takes a line for the console.
+    With `stop_reaches_all` processes pass a request to stop on to each other, as those of
+    jaxdist.train do. `write` takes a line for the console.
     """
 
     def __init__(
@@ -64,12 +61,12 @@ class ElasticAgent:
         sizes: LegalSizes,
         *,
         stop_reaches_all: bool,
-        write: Callable[[str], None] | None = None,
+        write: Callable[[str], None] = say,
     ):
         self.plan, self.rendezvous, self.sizes = plan, rendezvous, sizes
         self.round: Round | None = None  # the last one that this host took part in
         self._stop_reaches_all = stop_reaches_all
-        self._write_line = write or _print
+        self._say = write
         self._last_message = ""
         self._had_gpus = False
         self._newest: Round | None = None  # in round.json, and when it was first read
@@ -85,9 +82,7 @@ class ElasticAgent:
     def next_placement(self, stop_signal: Callable[[], int]) -> tuple[int, Placement] | int:
         """Wait for a round with a place for this host, or for the job's exit code."""
         if not self.rendezvous.own.heartbeat:
-            duplicate = self.rendezvous.claim_rank()
-            if duplicate is not None:
-                _refuse_rank(duplicate)
+            _refuse_rank(self.rendezvous.claim_rank())
         self.offer_host()
         while not stop_signal():
             if self.rendezvous.clock() >= self._next_capacity_s:
@@ -117,18 +112,14 @@ class ElasticAgent:
             ConfigError: another launcher has the same rank.
         """
         hosts = self.rendezvous.read_hosts()
-        if self.rendezvous.duplicate is not None and self.round is None:
+        if self.round is None:
             _refuse_rank(self.rendezvous.duplicate)
         current = self._current_round()
         code = self._exit_code_of_job(hosts, current)
         if code is not None:
             return code
         is_new = current is not None and (self.round is None or current.id != self.round.id)
-        if (
-            current is not None
-            and is_new
-            and current.index_of(self.rendezvous.own.uuid) is not None
-        ):
+        if current and is_new and current.index_of(self.rendezvous.own.uuid) is not None:
             return current
         if self._leads(hosts):
             return self._lead(hosts, current)
@@ -166,11 +157,8 @@ class ElasticAgent:
         if now < self._next_look:
             return
         self._next_look = now + HEARTBEAT_S
-        if (
-            group.is_stopping
-            and not self._stop_passed_on
-            and self.rendezvous.own.state == "running"
-        ):
+        was_asked = group.is_stopping and not self._stop_passed_on
+        if was_asked and self.rendezvous.own.state == "running":
             self.rendezvous.publish(state="leaving")
         if now >= self._next_capacity_s:
             self.rendezvous.publish(self._capacity_now())
@@ -258,15 +246,9 @@ class ElasticAgent:
         return None
 
     def _start_round(self, choice: Membership, last_number: int) -> None:
-        new = Round(
-            id=uuid.uuid4().hex,
-            number=last_number + 1,
-            members=choice.hosts,
-            nproc_per_node=choice.nproc_per_node,
-            devices=choice.devices,
-        )
+        new = Round(**vars(choice), id=uuid.uuid4().hex, number=last_number + 1)
         self.rendezvous.write_round(new)
-        missing = self.plan.nnodes.maximum - len(choice.hosts)
+        missing = self.plan.nnodes.maximum - len(new.members)
         short = f", {missing} short of {self.plan.nnodes.maximum}" if missing else ""
         self._say(
             f"round {new.number}: {', '.join(map(str, new.members))}{short}; processes on each: "
@@ -284,13 +266,13 @@ class ElasticAgent:
         self.rendezvous.write_round(dataclasses.replace(current, stop=stop))
 
     def _give_up(self, waiting: Sequence[Host]) -> int:
-        there = ", ".join(f"{h} with {_devices(h.devices)}" for h in waiting)
+        there = ", ".join(f"{h.devices} on {h}" for h in waiting)
         legal = "" if self.sizes.legal is None else f"; legal device counts: {self.sizes.legal}"
         self._say(
             f"after {self.plan.rdzv_timeout_s:g} s the hosts that are here cannot run a job of "
             f"--nnodes {self.plan.nnodes} × --nproc-per-node {self.plan.nproc_per_node}{legal}. "
-            f"Here: {there}. Start the same command again when more hosts are back, or with a "
-            "smaller MIN or mesh"
+            f"Devices here: {there}. Start the same command again when more are back, or with "
+            "a smaller MIN or mesh"
         )
         return runtime.EXIT_PREEMPTED
 
@@ -414,22 +396,10 @@ class ElasticAgent:
             self._say(text)
         self._last_message = text
 
-    def _say(self, text: str) -> None:
-        self._write_line(text)
 
-
-def _refuse_rank(duplicate: Host) -> None:
-    from jaxdist.core.settings import ConfigError
-
-    raise ConfigError(
-        f"--node-rank {duplicate.rank} is taken by a running launcher on {duplicate.address}. "
-        "Give every host another rank, or end that launcher first."
-    )
-
-
-def _devices(number: int) -> str:
-    return "1 device" if number == 1 else f"{number} devices"
-
-
-def _print(text: str) -> None:
-    print(f"launch: {text}", file=sys.stderr, flush=True)
+def _refuse_rank(duplicate: Host | None) -> None:
+    if duplicate is not None:
+        raise ConfigError(
+            f"--node-rank {duplicate.rank} is taken by a running launcher on "
+            f"{duplicate.address}. Give every host another rank, or end that launcher first."
+        )

@@ -9,7 +9,7 @@ import dataclasses
 import re
 from collections.abc import Sequence
 
-from jaxdist.tools.launch.rendezvous import HEARTBEAT_S, Host
+from jaxdist.tools.launch.rendezvous import Host, Membership
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -20,28 +20,28 @@ class Range:
     maximum: int
 
     @classmethod
-    def parse(cls, flag: str, text: str) -> Range:
-        """Read `MIN:MAX`.
+    def parse(cls, flag: str, text: str, least: int = 1) -> Range:
+        """Read `N` or `MIN:MAX`, no number below `least`.
 
         Raises:
-            ValueError: the text is no such range; the message names the fix.
+            ValueError: the text is neither; the message names the fix.
         """
-        found = re.fullmatch(r"(-?\d+):(-?\d+)", text.strip())
+        found = re.fullmatch(r"(-?\d+)(?::(-?\d+))?", text.strip())
         if found is None:
             raise ValueError(
                 f"--{flag} {text!r} is neither a number nor a range. Use e.g. --{flag} 8, or "
                 f"--{flag} 4:8 for at least 4 and at most 8."
             )
-        least, most = int(found[1]), int(found[2])
-        if least < 1:
-            raise ValueError(f"--{flag} {text}: MIN is {least}. Use MIN ≥ 1, e.g. --{flag} 1:8.")
-        if most < least:
+        low, high = int(found[1]), int(found[2] or found[1])
+        if min(low, high) < least:
             raise ValueError(
-                f"--{flag} {text}: MAX is smaller than MIN. Use --{flag} {most}:{least}."
-                if most >= 1
-                else f"--{flag} {text}: MAX is {most}. Use MIN:MAX, e.g. --{flag} 1:8."
+                f"--{flag} {text}: {min(low, high)} is too small. Use {least} or more."
             )
-        return cls(minimum=least, maximum=most)
+        if high < low:
+            raise ValueError(
+                f"--{flag} {text}: MAX is smaller than MIN. Use --{flag} {high}:{low}."
+            )
+        return cls(minimum=low, maximum=high)
 
     def __str__(self) -> str:
         return f"{self.minimum}:{self.maximum}"
@@ -49,16 +49,7 @@ class Range:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ElasticConfig:
-    """The limits of an elastic job, and how long its launchers wait for each other.
-
-    Attributes:
-        nproc_per_node: processes on each host, equally many on all.
-        nnodes: hosts.
-        address: name by which other hosts reach this one.
-        heartbeat_timeout_s: seconds without a heartbeat after which a host counts as lost.
-        rdzv_timeout_s: seconds to wait for more hosts before those that are here start.
-        grow_interval_s: seconds between two counts of this host's GPUs.
-    """
+    """The limits of an elastic job and its times to wait; `LaunchConfig` explains each."""
 
     nproc_per_node: Range
     nnodes: Range
@@ -66,22 +57,6 @@ class ElasticConfig:
     heartbeat_timeout_s: float = 15.0
     rdzv_timeout_s: float = 30.0
     grow_interval_s: float = 60.0
-
-    def problems(self) -> list[str]:
-        """Every violated rule, one line each."""
-        found = []
-        if self.heartbeat_timeout_s < 3 * HEARTBEAT_S:
-            found.append(
-                f"--heartbeat-timeout-s {self.heartbeat_timeout_s:g} is too short: a host's "
-                f"heartbeat comes every {HEARTBEAT_S:g} s. Use 3 or more; the default is 15."
-            )
-        for name in ("rdzv_timeout_s", "grow_interval_s"):
-            if getattr(self, name) <= 0:
-                flag = name.replace("_", "-")
-                found.append(f"--{flag} {getattr(self, name):g} is no time. Use seconds > 0.")
-        if not self.address:
-            found.append("--address '' is no name of this host. Leave it out, or name it.")
-        return found
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -111,20 +86,6 @@ class LegalSizes:
         return all_used or (bool(self.simulate) and self.runs(num_processes, devices))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Membership:
-    """Hosts that take part, with equally many processes on each and devices in each process."""
-
-    hosts: tuple[Host, ...]
-    nproc_per_node: int
-    devices: int
-
-    @property
-    def num_devices(self) -> int:
-        """Devices of all hosts."""
-        return len(self.hosts) * self.nproc_per_node * self.devices
-
-
 def choose_members(
     hosts: Sequence[Host], plan: ElasticConfig, sizes: LegalSizes
 ) -> Membership | None:
@@ -149,7 +110,7 @@ def choose_members(
                 if not sizes.suits(count * nproc_per_node, devices):
                     continue
                 chosen = tuple(sorted(able, key=lambda host: host.rank)[:count])
-                found = Membership(hosts=chosen, nproc_per_node=nproc_per_node, devices=devices)
+                found = Membership(members=chosen, nproc_per_node=nproc_per_node, devices=devices)
                 size = count * nproc_per_node * (1 if sizes.legal is None else devices)
                 value = (size, -count, nproc_per_node, devices)
                 if best is None or value > best[0]:
@@ -165,30 +126,25 @@ def _device_counts(hosts: Sequence[Host]) -> list[int]:
 
 
 def legal_nodes(sizes: LegalSizes, nodes: Range, nproc_per_node: int, devices: int) -> list[int]:
-    """Numbers of nodes with which the program can run.
-
-    Args:
-        sizes: what it may be started with.
-        nodes: those to choose from.
-        nproc_per_node: processes on each node.
-        devices: of each process.
-    """
+    """Numbers of nodes with which a program can run, `devices` in each of a node's processes."""
     every = range(nodes.minimum, nodes.maximum + 1)
     return [count for count in every if sizes.runs(count * nproc_per_node, devices)]
 
 
 def impossible(plan: ElasticConfig, sizes: LegalSizes) -> list[str]:
     """What is wrong with ranges that allow no legal job, however many hosts and GPUs are here."""
-    each = sizes.simulate or _MANY_GPUS
-    host = Host(
-        rank=0,
-        uuid="",
-        address="",
-        max_processes=plan.nproc_per_node.maximum,
-        gpus=not sizes.simulate,
-    )
-    host = dataclasses.replace(host, devices=plan.nproc_per_node.maximum * each)
-    hosts = [dataclasses.replace(host, rank=rank) for rank in range(plan.nnodes.maximum)]
+    most = plan.nproc_per_node.maximum
+    hosts = [
+        Host(
+            rank=rank,
+            uuid="",
+            address="",
+            max_processes=most,
+            devices=most * (sizes.simulate or _MANY_GPUS),
+            gpus=not sizes.simulate,
+        )
+        for rank in range(plan.nnodes.maximum)
+    ]
     if choose_members(hosts, plan, sizes) is not None:
         return []
     legal = ", ".join(map(str, sizes.legal or ()))

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 import threading
 import time
 import uuid
@@ -29,6 +28,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from jaxdist.runtime.storage import Location, locate
+from jaxdist.tools.launch.console import say
 from jaxdist.tools.launch.resources import Capacity
 
 HEARTBEAT_S = 1.0
@@ -56,15 +56,11 @@ class Host:
     """The state of one host, as its launcher writes it.
 
     Attributes:
-        rank: `--node-rank` of its launcher.
         uuid: of its launcher.
-        address: name by which other hosts reach it.
         heartbeat: counter that grows while the launcher lives.
         port: a free one, for the job's coordinator.
-        max_processes: processes that it can run.
         devices: of all its processes.
         gpus: whether these are GPUs, which can be divided among processes, or simulated devices.
-        state: see `State`.
         round: id of the last round that it took part in.
         code: exit code of a launcher whose end ends the job.
     """
@@ -86,29 +82,35 @@ class Host:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Round:
-    """One membership of the job, until a host is lost or a larger job becomes possible.
+class Membership:
+    """Hosts that take part, with equally many processes on each and devices in each process.
 
-    Attributes:
-        id: unique.
-        number: counts up in the run directory.
-        members: hosts that take part; the first one runs the coordinator.
-        nproc_per_node: processes on each host.
-        devices: of each process.
-        stop: why the round is asked to save and end; empty while it should run.
+    The first one runs the coordinator.
     """
 
-    id: str
-    number: int
     members: tuple[Host, ...]
     nproc_per_node: int
     devices: int
-    stop: str = ""
 
     @property
     def num_devices(self) -> int:
         """Devices of all members."""
         return len(self.members) * self.nproc_per_node * self.devices
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Round(Membership):
+    """One membership of the job, until a host is lost or a larger job becomes possible.
+
+    Attributes:
+        id: unique.
+        number: counts up in the run directory.
+        stop: why the round is asked to save and end; empty while it should run.
+    """
+
+    id: str
+    number: int
+    stop: str = ""
 
     def index_of(self, launcher: str) -> int | None:
         """Position of the launcher with this uuid among the members; None if it is not one."""
@@ -124,12 +126,7 @@ class _Observation:
 class Rendezvous:
     """What one launcher publishes about its host, and what it sees of the others.
 
-    Args:
-        folder: shared by all hosts.
-        rank: of this host.
-        address: name by which other hosts reach it.
-        heartbeat_timeout_s: seconds without a heartbeat after which a host counts as lost.
-        clock: seconds, of this host alone.
+    All hosts share `folder`. `clock` (seconds) is this host's alone.
     """
 
     def __init__(
@@ -234,11 +231,9 @@ class Rendezvous:
             (self.folder / f"{name}.json").write(json.dumps(record), durable=False)
         except OSError as failure:
             if not self._warned:
-                print(
-                    f"launch: cannot write {self.folder / name}.json ({failure.strerror}): other "
-                    f"hosts will take this one for lost after {self.heartbeat_timeout_s:.0f} s",
-                    file=sys.stderr,
-                    flush=True,
+                say(
+                    f"cannot write {self.folder / name}.json ({failure.strerror}): other hosts "
+                    f"will take this one for lost after {self.heartbeat_timeout_s:.0f} s"
                 )
             self._warned = True
 

@@ -13,12 +13,9 @@ from jaxdist import runtime
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Capacity:
-    """What a host can run.
+    """What a host can run: processes, and devices in all.
 
-    Attributes:
-        max_processes: processes that it can run.
-        devices: in all.
-        gpus: whether these are GPUs, which can be divided among processes, or CPU devices.
+    GPUs can be divided among the processes, CPU devices cannot.
     """
 
     max_processes: int
@@ -27,12 +24,10 @@ class Capacity:
 
 
 def capacity(most: int, simulate: int = 0, *, had_gpus: bool = False) -> Capacity:
-    """What this host can run now.
+    """What this host can run now, of the processes that are asked for.
 
-    Args:
-        most: processes that are asked for.
-        simulate: simulated devices of each process; 0: the host's own.
-        had_gpus: the host had GPUs before, so that 0 now means lost ones and not a CPU job.
+    With `simulate` each process has so many simulated devices. A host that `had_gpus` before has
+    lost them if there are none now; it is no host of a CPU job.
     """
     gpus = 0 if simulate else count_gpus()
     if not gpus and not had_gpus:

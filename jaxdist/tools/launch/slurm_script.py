@@ -11,67 +11,90 @@ from __future__ import annotations
 import dataclasses
 import re
 import shlex
+from collections.abc import Sequence
 
+from jaxdist.core.settings import setting
+from jaxdist.tools.launch.membership import Range
+
+_PASSED_ON = ("mem", "time", "partition", "account", "qos", "constraint")
 _TIME = re.compile(r"\d+|\d+:\d\d|\d+:\d\d:\d\d|\d+-\d+|\d+-\d+:\d\d|\d+-\d+:\d\d:\d\d")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class BatchPlan:
-    """One job; fields are the flags of the command, `args` what the program gets.
+class Nodes:
+    """How many nodes a job gets.
 
-    With `min_nodes` SLURM may give as few nodes, and the job is elastic: `nodes` are the most. Of
-    what it gives, the job uses the largest of `node_counts` (ascending; empty: all it gives).
+    Attributes:
+        most: the most, and of a job that is not elastic the number.
+        least: as few as SLURM may give, which makes the job elastic; 0 = it is not.
+        legal: the job uses the largest of these of what it gets (ascending); () = all it gets.
     """
 
-    args: list[str]
-    name: str = "jaxdist"
-    nodes: int = 1
-    min_nodes: int = 0
-    node_counts: tuple[int, ...] = ()
-    gpus_per_node: int = 0
-    tasks_per_node: int = 1
-    cpus_per_task: int = 0
-    time: str = ""
-    mem: str = ""
-    partition: str = ""
-    account: str = ""
-    qos: str = ""
-    constraint: str = ""
-    signal_s: int = 180
-    max_requeues: int = 50
-    max_crashes: int = 3
-    run_dir: str = ""
-    modules: tuple[str, ...] = ()
-    setup: tuple[str, ...] = ()
-    sbatch: tuple[str, ...] = ()
-    container: str = ""
-    python: str = "python"
-    program: str = ""
+    most: int
+    least: int = 0
+    legal: tuple[int, ...] = ()
+
+    @classmethod
+    def parse(cls, text: str) -> Nodes:
+        """Read `8`, or `4-8` as SLURM writes a range, or `4:8` as the launcher does.
+
+        Raises:
+            ValueError: the text is neither; the message names the fix.
+        """
+        text = re.sub(r"(?<=\d)-", ":", text, count=1)
+        found = Range.parse("nodes", text)
+        return cls(most=found.maximum, least=found.minimum if ":" in text else 0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SlurmConfig:
+    """What to ask SLURM for, and what to run."""
+
+    name: str = setting("jaxdist", "job name")
+    nodes: str = setting(
+        "1",
+        "nodes, N or MIN-MAX; a range makes the job elastic: it runs on the most nodes of those "
+        "that SLURM gives with which a mesh is legal (--mesh names that of MAX)",
+    )
+    gpus_per_node: int = setting(0, "GPUs of a node; 0 = a CPU job", ge=0)
+    tasks_per_node: int = setting(1, "processes of a node; 1 = one with all GPUs", ge=1)
+    cpus_per_task: int = setting(0, "CPU cores of a process; 0 = SLURM's default", ge=0)
+    time: str = setting("", "limit, e.g. 24:00:00; the job queues itself again when it is reached")
+    mem: str = setting("", "memory of a node, e.g. 512G")
+    partition: str = setting("", "SLURM's --partition")
+    account: str = setting("", "SLURM's --account")
+    qos: str = setting("", "SLURM's --qos")
+    constraint: str = setting("", "SLURM's --constraint")
+    signal_s: int = setting(
+        180,
+        "seconds ahead of the limit at which the run saves and stops; twice the time of a save",
+        ge=60,  # SLURM checks its limits every 30 s
+    )
+    max_requeues: int = setting(50, "times that the job queues itself again", ge=0)
+    max_crashes: int = setting(3, "crashes in a row without a new checkpoint", ge=0)
+    run_dir: str = setting("", "run directory on a shared disk; empty = runs/NAME-JOBID")
+    module: tuple[str, ...] = setting((), "module load ...")
+    setup: tuple[str, ...] = setting((), "a line of shell before the run")
+    sbatch: tuple[str, ...] = setting((), "a further #SBATCH option")
+    container: str = setting("", "an image: FILE.sif for apptainer, else pyxis")
+    python: str = setting("python", "interpreter on the nodes")
+    program: str = setting("", "another program instead of jaxdist.train")
+    script: str = setting("", "file to write; empty = NAME.sbatch")
+    submit: bool = setting(False, "hand the script to sbatch")
+    dry_run: bool = setting(False, "print the script and write nothing")
+    arguments: list[str] = setting([], "arguments of jaxdist.train, in every process")
 
     def problems(self) -> list[str]:
-        """Every violated rule, one line each."""
+        """Every violated rule beyond the bounds of each setting."""
         found = []
-        for name, least in (
-            ("nodes", 1),
-            ("gpus_per_node", 0),
-            ("tasks_per_node", 1),
-            ("cpus_per_task", 0),
-            ("max_requeues", 0),
-            ("max_crashes", 0),
-        ):
-            value = getattr(self, name)
-            if value < least:
-                flag = name.replace("_", "-")
-                found.append(f"--{flag} {value} is too small. Use a whole number ≥ {least}.")
+        try:
+            Nodes.parse(self.nodes)
+        except ValueError as error:
+            found.append(str(error))
         if not _TIME.fullmatch(self.time):
             found.append(
                 f"--time {self.time!r} is not a time limit. Use minutes, HH:MM:SS or D-HH:MM:SS, "
                 "e.g. --time 24:00:00."
-            )
-        if self.signal_s < 60:
-            found.append(
-                f"--signal-s {self.signal_s} is too short: SLURM checks its limits every 30 s. "
-                "Use at least 60, twice the time that a save takes."
             )
         if self.tasks_per_node > 1 and self.gpus_per_node % self.tasks_per_node:
             found.append(
@@ -82,140 +105,72 @@ class BatchPlan:
             found.append(f"--name {self.name!r} is not a job name. Use letters, digits, . _ and -.")
         return found
 
-    def remarks(self) -> list[str]:
-        """What is allowed and yet likely to be slow."""
+    @property
+    def warning(self) -> str:
+        """What is allowed and yet likely to be slow; "" where nothing is."""
         per_node = self.gpus_per_node
-        found = re.search(r"(?:^|[ =,])(?:tp|tensor)=(\d+)", " ".join(self.args))
-        if found is None or not per_node:
-            return []
-        tensor = int(found.group(1))
-        if tensor <= per_node and per_node % tensor == 0:
-            return []
-        return [
-            f"the tensor axis ({tensor}) crosses nodes of {per_node} GPUs: every layer would wait "
-            f"for the network between nodes. Use tp ≤ {per_node} that divides it, and pp or fsdp "
-            "across nodes."
-        ]
+        found = re.search(r"(?:^|[ =,])(?:tp|tensor)=(\d+)", " ".join(self.arguments))
+        if found is None or not per_node or per_node % int(found[1]) == 0:
+            return ""
+        return (
+            f"the tensor axis ({found[1]}) crosses nodes of {per_node} GPUs: every layer would "
+            f"wait for the network between nodes. Use tp ≤ {per_node} that divides it, and pp or "
+            "fsdp across nodes."
+        )
 
 
-def batch_script(plan: BatchPlan) -> str:
-    """The whole script."""
-    parts = [_header(plan), _preamble(plan), _choice_of_nodes(plan), _run(plan), _NEXT]
-    return "\n".join([line for part in parts for line in part] + [""])
+def batch_script(config: SlurmConfig, nodes: Nodes | None = None) -> str:
+    """The whole script, for the nodes that `config` names where no others are given."""
+    import jinja2
+
+    nodes = nodes or Nodes.parse(config.nodes)
+    environment = jinja2.Environment(
+        trim_blocks=True, keep_trailing_newline=True, undefined=jinja2.StrictUndefined
+    )
+    environment.filters["quote"] = shlex.quote
+    return environment.from_string(_SCRIPT).render(
+        config=config, nodes=nodes, options=_options(config, nodes), command=_command(config, nodes)
+    )
 
 
-def _header(plan: BatchPlan) -> list[str]:
-    tasks, cpus = plan.tasks_per_node, ""
-    if plan.min_nodes:
-        # Where tasks are named, SLURM counts them for the fewest nodes and gives no more than these
-        # need: an elastic job asks for their CPUs instead, and names them at srun.
-        cpus = str(tasks * max(1, plan.cpus_per_task)) if tasks > 1 else ""
-    options = {
-        "job-name": plan.name,
-        "nodes": f"{plan.min_nodes}-{plan.nodes}" if plan.min_nodes else plan.nodes,
-        "ntasks-per-node": "" if plan.min_nodes else tasks,
-        "mincpus": cpus,
-        "gpus-per-node": plan.gpus_per_node or "",
-        "cpus-per-task": plan.cpus_per_task or "",
-        "mem": plan.mem,
-        "time": plan.time,
-        "partition": plan.partition,
-        "account": plan.account,
-        "qos": plan.qos,
-        "constraint": plan.constraint,
+def _options(config: SlurmConfig, nodes: Nodes) -> dict[str, object]:
+    """What `#SBATCH` asks for: option -> value, left out where it is empty or 0."""
+    tasks = config.tasks_per_node
+    # Where tasks are named, SLURM counts them for the fewest nodes and gives no more than these
+    # need: an elastic job asks for their CPUs instead, and names them at srun.
+    elastic = bool(nodes.least)
+    return {
+        "job-name": config.name,
+        "nodes": f"{nodes.least}-{nodes.most}" if elastic else nodes.most,
+        "ntasks-per-node": 0 if elastic else tasks,
+        "mincpus": tasks * max(1, config.cpus_per_task) if elastic and tasks > 1 else 0,
+        "gpus-per-node": config.gpus_per_node,
+        "cpus-per-task": config.cpus_per_task,
+        **{name: getattr(config, name) for name in _PASSED_ON},
         "output": "%x-%j.out",
         "open-mode": "append",
-        "signal": f"B:USR1@{plan.signal_s}",
+        "signal": f"B:USR1@{config.signal_s}",
     }
-    lines = [f"#SBATCH --{name}={value}" for name, value in options.items() if value != ""]
-    return ["#!/bin/bash", *lines, "#SBATCH --requeue", *(f"#SBATCH {x}" for x in plan.sbatch), ""]
 
 
-def _preamble(plan: BatchPlan) -> list[str]:
-    run_dir = shlex.quote(plan.run_dir) if plan.run_dir else "runs/$SLURM_JOB_NAME-$SLURM_JOB_ID"
-    return [
-        *(f"module load {shlex.quote(name)}" for name in plan.modules),
-        *plan.setup,
-        "",
-        "set -u",
-        "ulimit -c 0                       # an abort must not fill the disk with core files",
-        "attempt=${SLURM_RESTART_COUNT:-0} # 0 the first time",
-        f"max_requeues={plan.max_requeues}",
-        f"max_crashes={plan.max_crashes}                     # in a row without a new checkpoint",
-        f"run_dir={run_dir}",
-        "state=$run_dir/slurm/$SLURM_JOB_ID",
-        'mkdir -p "$state"',
-        'if [ -e "$state/done" ]; then     # SLURM 24.11 may start a finished job again',
-        '    echo "slurm: nothing left to do"',
-        "    exit 0",
-        "fi",
-        "export JAXDIST_EXIT_CODE_FILE=$state/exit-code-$attempt",
-        "export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1}  # srun 22.05 does not inherit it",
-        "",
-    ]
+def _command(config: SlurmConfig, nodes: Nodes) -> str:
+    """The srun line and the program, a flag and its value on one line."""
+    program = config.program or f"{shlex.quote(config.python)} -m jaxdist.train"
+    container = shlex.quote(config.container)
+    srun = "srun --kill-on-bad-exit=1 --wait=60"
+    if nodes.least:
+        number = "nodes" if nodes.legal else "SLURM_JOB_NUM_NODES"
+        srun += f' --nodes="${number}" --ntasks-per-node={config.tasks_per_node}'
+    if config.container.endswith(".sif"):
+        program = f"apptainer exec --nv {container} {program}"
+    elif config.container:
+        srun += f' --container-image={container} --container-mounts="$PWD:$PWD"'
+        srun += ' --container-workdir="$PWD"'
+    lines = [program, '--run-dir="$run_dir"', *_flags(config.arguments)]
+    return srun + " \\\n    " + " \\\n        ".join(lines)
 
 
-def _choice_of_nodes(plan: BatchPlan) -> list[str]:
-    """Of an elastic job: how many of the nodes that SLURM gives take part."""
-    if not plan.node_counts:
-        return []
-    counts = " ".join(map(str, plan.node_counts))
-    return [
-        "# Numbers of nodes with which a mesh is legal: what SLURM gives beyond one stays idle.",
-        "nodes=0",
-        f"for count in {counts}; do",
-        '    if [ "$count" -le "$SLURM_JOB_NUM_NODES" ]; then nodes=$count; fi',
-        "done",
-        'if [ "$nodes" -eq 0 ]; then',
-        '    echo "slurm: $SLURM_JOB_NUM_NODES nodes given, no mesh is legal for them:" \\',
-        f'        "at least {plan.node_counts[0]} are needed"',
-        "    exit 2",
-        'elif [ "$nodes" -lt "$SLURM_JOB_NUM_NODES" ]; then',
-        '    echo "slurm: $SLURM_JOB_NUM_NODES nodes given, no mesh is legal for them:" \\',
-        '        "using $nodes"',
-        "fi",
-        "",
-    ]
-
-
-def _run(plan: BatchPlan) -> list[str]:
-    program = plan.program or f"{shlex.quote(plan.python)} -m jaxdist.train"
-    srun = ["srun", "--kill-on-bad-exit=1", "--wait=60"]
-    if plan.min_nodes:
-        nodes = "nodes" if plan.node_counts else "SLURM_JOB_NUM_NODES"
-        srun += [f'--nodes="${nodes}"', f"--ntasks-per-node={plan.tasks_per_node}"]
-    if plan.container.endswith(".sif"):
-        program = f"apptainer exec --nv {shlex.quote(plan.container)} {program}"
-    elif plan.container:
-        mount = '"$PWD:$PWD"'
-        srun += [f"--container-image={shlex.quote(plan.container)}", f"--container-mounts={mount}"]
-        srun += ['--container-workdir="$PWD"']
-    words = [program, '--run-dir="$run_dir"', *_flags(plan.args)]
-    return [
-        "newest_checkpoint() {",
-        '    (cd "$run_dir/checkpoints" 2>/dev/null && ls -d [0-9]*/manifest.json 2>/dev/null) |',
-        "        cut -d / -f 1 | sort -n | tail -n 1  # a checkpoint without its manifest is none",
-        "}",
-        "before=$(newest_checkpoint)",
-        "",
-        "# USR1: the time limit is near. Every process is told; they save and leave with 75.",
-        "# TERM: SLURM has told them already (scancel, preemption, requeue, a lost node).",
-        "notice= srun_pid=",
-        'trap \'notice=USR1; [ -n "$srun_pid" ] && kill -USR1 "$srun_pid"\' USR1',
-        "trap 'notice=${notice:-TERM}' TERM",
-        "",
-        " ".join(srun) + " \\",
-        "    " + " \\\n        ".join(words) + " &",
-        "srun_pid=$!",
-        "while :; do                        # a trapped signal ends a wait, not srun",
-        '    wait "$srun_pid"; code=$?',
-        '    kill -0 "$srun_pid" 2>/dev/null || break',
-        "done",
-        "",
-    ]
-
-
-def _flags(args: list[str]) -> list[str]:
+def _flags(args: Sequence[str]) -> list[str]:
     """Quoted words, a flag and its value in one line."""
     lines: list[str] = []
     for word in map(shlex.quote, args):
@@ -226,11 +181,76 @@ def _flags(args: list[str]) -> list[str]:
     return lines
 
 
-_NEXT = """\
+_SCRIPT = r"""#!/bin/bash
+{% for name, value in options.items() if value %}
+#SBATCH --{{ name }}={{ value }}
+{% endfor %}
+#SBATCH --requeue
+{% for option in config.sbatch %}
+#SBATCH {{ option }}
+{% endfor %}
+
+{% for name in config.module %}
+module load {{ name | quote }}
+{% endfor %}
+{% for line in config.setup %}
+{{ line }}
+{% endfor %}
+
+set -u
+ulimit -c 0                       # an abort must not fill the disk with core files
+attempt=${SLURM_RESTART_COUNT:-0} # 0 the first time
+max_requeues={{ config.max_requeues }}
+max_crashes={{ config.max_crashes }}                     # in a row without a new checkpoint
+run_dir={{ config.run_dir | quote if config.run_dir else "runs/$SLURM_JOB_NAME-$SLURM_JOB_ID" }}
+state=$run_dir/slurm/$SLURM_JOB_ID
+mkdir -p "$state"
+if [ -e "$state/done" ]; then     # SLURM 24.11 may start a finished job again
+    echo "slurm: nothing left to do"
+    exit 0
+fi
+export JAXDIST_EXIT_CODE_FILE=$state/exit-code-$attempt
+export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1}  # srun 22.05 does not inherit it
+
+{% if nodes.legal %}
+# Numbers of nodes with which a mesh is legal: what SLURM gives beyond one stays idle.
+nodes=0
+for count in {{ nodes.legal | join(" ") }}; do
+    if [ "$count" -le "$SLURM_JOB_NUM_NODES" ]; then nodes=$count; fi
+done
+if [ "$nodes" -eq 0 ]; then
+    echo "slurm: $SLURM_JOB_NUM_NODES nodes given, no mesh is legal for them:" \
+        "at least {{ nodes.legal[0] }} are needed"
+    exit 2
+elif [ "$nodes" -lt "$SLURM_JOB_NUM_NODES" ]; then
+    echo "slurm: $SLURM_JOB_NUM_NODES nodes given, no mesh is legal for them:" \
+        "using $nodes"
+fi
+
+{% endif %}
+newest_checkpoint() {
+    (cd "$run_dir/checkpoints" 2>/dev/null && ls -d [0-9]*/manifest.json 2>/dev/null) |
+        cut -d / -f 1 | sort -n | tail -n 1  # a checkpoint without its manifest is none
+}
+before=$(newest_checkpoint)
+
+# USR1: the time limit is near. Every process is told; they save and leave with 75.
+# TERM: SLURM has told them already (scancel, preemption, requeue, a lost node).
+notice= srun_pid=
+trap 'notice=USR1; [ -n "$srun_pid" ] && kill -USR1 "$srun_pid"' USR1
+trap 'notice=${notice:-TERM}' TERM
+
+{{ command }} &
+srun_pid=$!
+while :; do                        # a trapped signal ends a wait, not srun
+    wait "$srun_pid"; code=$?
+    kill -0 "$srun_pid" 2>/dev/null || break
+done
+
 # Process 0 writes its exit code after the last save; srun's is the highest of all tasks.
 job_code=$(cat "$JAXDIST_EXIT_CODE_FILE" 2>/dev/null || echo "none")
 after=$(newest_checkpoint)
-echo "slurm: attempt $attempt ended: exit code $job_code, srun $code, signal ${notice:-none}," \\
+echo "slurm: attempt $attempt ended: exit code $job_code, srun $code, signal ${notice:-none}," \
     "checkpoint ${after:-none}"
 case $job_code in
     0) touch "$state/done"; exit 0 ;;
@@ -264,4 +284,5 @@ if scontrol requeue "$SLURM_JOB_ID"; then
     sleep 120 &                    # SLURM ends this script
     wait
 fi
-exit 75""".splitlines()
+exit 75
+"""

@@ -27,10 +27,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import Protocol
 
 from jaxdist import runtime
 from jaxdist.runtime.storage import locate
+from jaxdist.tools.launch.console import say
 from jaxdist.tools.launch.resources import count_gpus, free_port
 from jaxdist.tools.launch.worker_group import GroupResult, Placement, WorkerGroup
 
@@ -39,39 +39,23 @@ _LOST_DIRECTORY_S = 900.0  # a file server that restarts takes minutes
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RestartPolicy:
-    """How often and how soon failed processes are started again.
-
-    Attributes:
-        max_restarts: restarts in a row without a new checkpoint.
-        backoff_s: seconds before the first restart; doubled for each further one in a row.
-        max_backoff_s: seconds at which the doubling ends.
-        stop_timeout_s: seconds that processes get to save after a request to stop.
-    """
+    """How often and how soon failed processes are started again; `LaunchConfig` explains each."""
 
     max_restarts: int = 3
     backoff_s: float = 1.0
     max_backoff_s: float = 60.0
     stop_timeout_s: float = 300.0
 
-    def problems(self) -> list[str]:
-        """Every violated rule, one line each."""
-        found = []
-        if self.max_restarts < 0:
-            found.append(
-                f"--max-restarts {self.max_restarts} is too small. Use a whole number ≥ 0."
-            )
-        for name in ("backoff_s", "max_backoff_s", "stop_timeout_s"):
-            if getattr(self, name) < 0:
-                flag = name.replace("_", "-")
-                found.append(f"--{flag} {getattr(self, name)} is no time. Use seconds ≥ 0.")
-        return found
 
+class Agent:
+    """Decides where each attempt runs, and hears what becomes of it.
 
-class Agent(Protocol):
-    """Decides where each attempt runs: on fixed hosts, or on those that are here."""
+    What is not overridden suits fixed hosts: processes watch each other, launchers need not meet.
+    """
 
     def next_placement(self, stop_signal: Callable[[], int]) -> tuple[int, Placement] | int:
         """Index and placement of the next attempt, or the job's exit code if there is none."""
+        raise NotImplementedError
 
     def watch(self, group: WorkerGroup) -> None:
         """Called every `POLL_S` seconds while the processes run."""
@@ -81,15 +65,17 @@ class Agent(Protocol):
 
     def all_hosts_done(self, stop_signal: Callable[[], int]) -> bool:
         """Called after 0 on this host: whether the processes of all hosts ended with 0."""
+        return True
 
     def continues_after_save(self) -> bool:
         """Called after 75 that nobody asked this host for: whether another attempt follows."""
+        return False
 
     def close(self, code: int, stop_signal: int) -> None:
         """Called when the launcher ends, with its exit code."""
 
 
-class FixedAgent:
+class FixedAgent(Agent):
     """Runs on the hosts and processes that were asked for, or one process per GPU of this host."""
 
     def __init__(
@@ -116,43 +102,19 @@ class FixedAgent:
             token=secrets.token_hex(16) if self._nnodes == 1 else "",
         )
 
-    def watch(self, group: WorkerGroup) -> None:
-        """Nothing to do: processes watch each other."""
-
-    def on_group_end(self, result: GroupResult) -> None:
-        """Nothing to do: there is no other launcher to tell."""
-
-    def all_hosts_done(self, stop_signal: Callable[[], int]) -> bool:
-        """True: launchers of other hosts decide for themselves."""
-        return True
-
-    def continues_after_save(self) -> bool:
-        """False: the scheduler starts the job again."""
-        return False
-
-    def close(self, code: int, stop_signal: int) -> None:
-        """Nothing to do: there is no other launcher to tell."""
-
     def _num_processes(self) -> int:
         """As asked for, or one per GPU that is here now: a lost GPU does not end the job."""
         if self._nproc_per_node:
             return self._nproc_per_node
         now = count_gpus() or 1
         if self._last_nproc_per_node and now != self._last_nproc_per_node:
-            _say(f"{now} GPUs are here, {self._last_nproc_per_node} before: continuing with {now}")
+            say(f"{now} GPUs are here, {self._last_nproc_per_node} before: continuing with {now}")
         self._last_nproc_per_node = now
         return now
 
 
 class Supervisor:
-    """Runs attempts of one command until one settles the job's exit code.
-
-    Args:
-        command: program and arguments of every process.
-        agent: decides where they run.
-        run_dir: directory of checkpoints and logs.
-        policy: how often to start again.
-    """
+    """Runs attempts of one command, the same for all processes, until one settles the exit code."""
 
     def __init__(self, command: list[str], agent: Agent, run_dir: Path, policy: RestartPolicy):
         self.command, self.agent, self.run_dir, self.policy = command, agent, run_dir, policy
@@ -197,7 +159,7 @@ class Supervisor:
             failures = 1 if reached > newest else failures + 1
             newest = max(newest, reached)
             if failures > self.policy.max_restarts:
-                _say(
+                say(
                     f"giving up: {failures} attempts in a row ended without a new checkpoint. "
                     f"Logs: {self.run_dir / 'logs'}"
                 )
@@ -223,7 +185,7 @@ class Supervisor:
         if result.exit_code == runtime.EXIT_PREEMPTED:
             if not self.stop_signal and self.agent.continues_after_save():
                 return None
-            _say("preempted after a committed save: start the same command again to resume")
+            say("preempted after a committed save: start the same command again to resume")
             return runtime.EXIT_PREEMPTED
         final = (runtime.EXIT_CONFIG, runtime.EXIT_SDC, runtime.EXIT_INTERRUPTED)
         if result.exit_code in final:
@@ -241,7 +203,7 @@ class Supervisor:
         seconds = min(policy.max_backoff_s, policy.backoff_s * 2 ** (failures - 1))
         seconds *= 1 + 0.25 * random.random()  # so that hosts do not all return at once
         point = f"checkpoint {newest}" if newest >= 0 else "the beginning"
-        _say(f"restart {failures} of {policy.max_restarts} in {seconds:.1f} s, from {point}")
+        say(f"restart {failures} of {policy.max_restarts} in {seconds:.1f} s, from {point}")
         until = time.monotonic() + seconds
         while time.monotonic() < until and not self.stop_signal:
             time.sleep(min(0.1, seconds))
@@ -252,18 +214,18 @@ class Supervisor:
         logs = locate(self.run_dir) / "logs"  # made before the first attempt
         if logs.is_directory():
             return True
-        _say(
+        say(
             f"{self.run_dir} is gone: is its file system still mounted? "
             f"Waiting up to {_LOST_DIRECTORY_S:.0f} s for it"
         )
         until = time.monotonic() + _LOST_DIRECTORY_S
         while not self.stop_signal and time.monotonic() < until:
             if logs.is_directory():
-                _say(f"{self.run_dir} is back")
+                say(f"{self.run_dir} is back")
                 return True
             time.sleep(0.2)
         if not self.stop_signal:
-            _say("giving up: it did not come back. Nothing was started without it")
+            say("giving up: it did not come back. Nothing was started without it")
         return False
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
@@ -275,7 +237,3 @@ class Supervisor:
             self.group.kill()
         else:
             self.group.request_stop()
-
-
-def _say(text: str) -> None:
-    print(f"launch: {text}", file=sys.stderr, flush=True)

@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections import deque
@@ -16,6 +15,7 @@ from typing import IO, Any
 
 from jaxdist import runtime
 from jaxdist.runtime.storage import locate
+from jaxdist.tools.launch.console import say
 
 _SERVICE_MARK = "JAX distributed service detected fatal"
 _SERVICE_LINES = 6  # of its message, before the stacks of all threads
@@ -28,12 +28,9 @@ class Worker:
     """One process in a session of its own. Its output goes to a file and to the console.
 
     Attributes:
-        process_id: in the job.
         ended_at: time of its end (seconds since the epoch); 0 while it runs.
-        killed: it had to be killed.
         quiet: its output goes to the file only.
         service_lines: what jax's service printed when it ended this process for another one's loss.
-        last_lines: of its output.
     """
 
     def __init__(
@@ -159,11 +156,9 @@ class Worker:
         except OSError as failure:
             if not self._lost_log:
                 self._lost_log = True
-                print(
-                    f"launch: {self.log_file} cannot be written ({failure.strerror}): lines of "
-                    f"process {self.process_id} are on the console only",
-                    file=sys.stderr,
-                    flush=True,
+                say(
+                    f"{self.log_file} cannot be written ({failure.strerror}): lines of process "
+                    f"{self.process_id} are on the console only"
                 )
 
 

@@ -10,13 +10,14 @@ from __future__ import annotations
 import dataclasses
 import signal
 import socket
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 from jaxdist import runtime
+from jaxdist.core.settings import ConfigError
 from jaxdist.runtime.coordination import failure_broadcast
+from jaxdist.tools.launch.console import say
 from jaxdist.tools.launch.worker import Worker
 
 POLL_S = 0.05
@@ -29,11 +30,7 @@ class Placement:
     """Where this host's processes stand in the job.
 
     Attributes:
-        nproc_per_node: processes of each launcher.
-        nnodes: launchers.
-        node_rank: of this one.
-        coordinator_address: host:port of the first process.
-        num_hosts: hosts, where several launchers share one; 0: as many as launchers.
+        num_hosts: hosts, where several launchers share one; 0: as many as launchers (`nnodes`).
         visible_gpus: `CUDA_VISIBLE_DEVICES` of the processes; empty: as the launcher sees it.
         token: by which the processes of this attempt know each other; empty: what the environment
             has in `JAXDIST_JOB_TOKEN`.
@@ -70,12 +67,9 @@ class GroupResult:
 
     Attributes:
         exit_code: 0 or 75 when no process failed; else that of the first failure.
-        attempt: index of the attempt.
         first_process: process id of the first failure, -1 where none is to blame.
-        cause: in one line.
         details: traceback, or the last lines of its log.
         advice: what to do, where the process said it.
-        log_file: of the first failure.
         seconds: from the start to the first failure.
         already_printed: the console shows the error already.
     """
@@ -92,32 +86,16 @@ class GroupResult:
 
     def report(self) -> str:
         """The block that closes a failed attempt; the cause stands on top."""
-        line = "-" * 100
+        line, after = "-" * 100, f"after {self.seconds:.1f} s: {self.cause}"
         if self.first_process < 0:
-            text = f"launch: attempt {self.attempt} was ended after {self.seconds:.1f} s: "
-            return "\n".join(["", line, text + self.cause, line])
-        parts = [
-            "",
-            line,
-            f"launch: attempt {self.attempt}: process {self.first_process} failed first, after "
-            f"{self.seconds:.1f} s: {self.cause}",
-            "",
-            self.details,
-            "",
-        ]
-        if self.advice:
-            parts.append(f"to do:  {self.advice}")
-        return "\n".join([*parts, f"log:    {self.log_file}", line])
+            return f"\n{line}\nlaunch: attempt {self.attempt} was ended {after}\n{line}"
+        head = f"launch: attempt {self.attempt}: process {self.first_process} failed first, {after}"
+        to_do = f"to do:  {self.advice}\n" if self.advice else ""
+        return f"\n{line}\n{head}\n\n{self.details}\n\n{to_do}log:    {self.log_file}\n{line}"
 
 
 class WorkerGroup:
-    """All processes of one attempt on this host, from the start to the last one's end.
-
-    Args:
-        command: program and arguments of every process.
-        placement: where they stand in the job.
-        attempt: index of the attempt, from 0.
-        log_dir: for their logs and errors.
+    """All processes of one attempt (from 0) on this host, from the start to the last one's end.
 
     Raises:
         ConfigError: the program cannot be started.
@@ -135,8 +113,6 @@ class WorkerGroup:
                 self.workers.append(self._start(command, local_process_id))
         except OSError as failure:
             self.kill()
-            from jaxdist.core.settings import ConfigError
-
             raise ConfigError(
                 f"{command[0]} cannot be started: {failure.strerror}. Check --program."
             ) from None
@@ -151,9 +127,7 @@ class WorkerGroup:
     ) -> GroupResult:
         """Wait until all processes have ended; the first failure ends the others.
 
-        Args:
-            stop_timeout_s: seconds that the processes get to save after a request to stop.
-            watch: called every `POLL_S` seconds meanwhile.
+        They get `stop_timeout_s` to save after a request to stop; `watch` is called every `POLL_S`.
         """
         failed_at: float | None = None
         while True:
@@ -167,10 +141,7 @@ class WorkerGroup:
             if failed_at is not None and now > failed_at + COLLECT_S:
                 self._end_survivors()
             if self._stop_at is not None and now > self._stop_at + stop_timeout_s:
-                print(
-                    f"launch: still running {stop_timeout_s:g} s after the request to stop: killed",
-                    file=sys.stderr,
-                )
+                say(f"still running {stop_timeout_s:g} s after the request to stop: killed")
                 self.kill()
             watch(self)
             time.sleep(POLL_S)

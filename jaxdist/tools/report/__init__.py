@@ -12,12 +12,11 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
-from pathlib import Path
 from typing import Literal
 
 from jaxdist.core.settings import ConfigError, read_settings, setting
 from jaxdist.run.metrics_log import encode
-from jaxdist.runtime.storage import locate
+from jaxdist.runtime.formatting import html
 from jaxdist.tools.report.page import html_page
 from jaxdist.tools.report.runs import read_runs
 from jaxdist.tools.report.table import differences, text_table
@@ -48,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
         )
         runs = read_runs(config.run)
         if config.html:
-            _write_page(Path(config.html), html_page(runs, x=config.x))
+            html.write(config.html, html_page(runs, x=config.x))
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
@@ -68,12 +67,3 @@ def _print(text: str) -> None:
         print(text, flush=True)
     except BrokenPipeError:  # `... | head` has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def _write_page(path: Path, page: str) -> None:
-    try:
-        locate(path).write(page)
-    except OSError as error:
-        raise ConfigError(
-            f"--html {path} cannot be written ({error.strerror}). Name a file in a directory."
-        ) from error

@@ -11,12 +11,7 @@ from jaxdist.tools.report.table import difference_rows, outcome_rows
 
 
 def html_page(runs: Sequence[Run], *, x: str = "step") -> str:
-    """The page for `runs`.
-
-    Args:
-        runs: in the order of their colours.
-        x: "step" or "tokens", what the curves run over.
-    """
+    """The page for `runs` in the order of their colours; curves run over "step" or "tokens"."""
     names = ", ".join(run.name for run in runs)
     changed = difference_rows(runs)
     body = [_table(runs, outcome_rows(runs)), *_curves(runs, x)]
@@ -47,7 +42,7 @@ def _curves(runs: Sequence[Run], x: str) -> list[str]:
         ("MFU (%)", "mfu", 100.0),
         ("gradient norm", "grad_norm", 1.0),
         ("learning rate", "learning_rate", 1.0),
-        ("time spent waiting for data (% of the step)", "data_wait", 100.0),
+        ("time spent waiting for data (% of the step)", "data_wait_s", 100.0),
     ):
         lines = [
             Line(run.name, _colour(i), _points(run, key, x, scale), dots=key == "eval")
@@ -69,17 +64,14 @@ def _points(run: Run, key: str, x: str, scale: float) -> list[tuple[float, float
         return [(_position(run, r["step"], x), scale * r["loss"]) for r in run.evals if "loss" in r]
     points = []
     for record in run.train:
-        value = _share(record) if key == "data_wait" else record.get(key)
+        value = record.get(key)
+        if key == "data_wait_s":  # as a share of the step
+            step_s = record.get("step_time_s")
+            value = value / step_s if step_s and value is not None else None
         if isinstance(value, int | float):
             at = record["step"] if x == "step" else record.get(run.unit, 0.0)
             points.append((float(at), scale * value))
     return points
-
-
-def _share(record: dict[str, float]) -> float | None:
-    if not record.get("step_time_s") or "data_wait_s" not in record:
-        return None
-    return record["data_wait_s"] / record["step_time_s"]
 
 
 def _position(run: Run, step: int, x: str) -> float:

@@ -6,7 +6,7 @@ import dataclasses
 import math
 import statistics
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +22,9 @@ class Run:
 
     Attributes:
         name: short and unique among the runs read.
-        path: its directory.
         config: dotted field -> value, from config.toml; {} when there is none.
-        train: train records that led to the newest state, in order of steps.
-        evals: eval records likewise.
+        train: train records that led to the newest state, in order of steps; `evals` likewise.
         restarts: steps at which the run was started again.
-        unit: "tokens" or "images".
         outcome: the numbers of the table, in its order.
     """
 
@@ -80,7 +77,7 @@ def read_run(path: str, name: str) -> Run:
     train = [r for r in history if r.get("kind") == "train"]
     evals = [r for r in history if r.get("kind") == "eval"]
     unit = str(starts[-1].get("unit", "tokens")) if starts else "tokens"
-    config = _read_config(directory.config)
+    config = flatten(_read(directory.config, tomllib.loads))
     return Run(
         name=name,
         path=directory.path,
@@ -91,7 +88,7 @@ def read_run(path: str, name: str) -> Run:
         unit=unit,
         outcome=_outcome(records, history, train, evals, unit, config)
         | {"warnings": sum("level" in r for r in history)}
-        | _environment(directory.environment),
+        | _environment(_read(directory.environment, decode)),
     )
 
 
@@ -155,29 +152,24 @@ def _median(records: list[Record], key: str) -> float | None:
     return statistics.median(values) if values else None
 
 
-def _read_config(path: Location) -> dict[str, Any]:
-    if not path.exists():
-        return {}
-    try:
-        return flatten(tomllib.loads(path.text()))
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path} is no TOML ({error}). Mend it, or move it away.") from error
-
-
-def _environment(path: Location) -> dict[str, Any]:
-    """Hardware and code of the newest start; {} when there is no environment.json."""
-    if not path.exists():
-        return {}
-    try:
-        record = decode(path.text())
-        found = {"device_kind": record.get("devices", {}).get("kind")}
-        git = record.get("git") or [{}]
-    except (ValueError, AttributeError) as error:
-        raise ConfigError(f"{path} is no JSON object ({error}). Move it away.") from error
-    commit = git[0].get("commit")
-    if commit:
-        found["commit"] = commit[:9] + (" dirty" if git[0].get("dirty") else "")
+def _environment(record: dict[str, Any]) -> dict[str, Any]:
+    """Hardware and code of the newest start."""
+    found = {"device_kind": record.get("devices", {}).get("kind")}
+    git = (record.get("git") or [{}])[0]
+    if git.get("commit"):
+        found["commit"] = git["commit"][:9] + (" dirty" if git.get("dirty") else "")
     return found
+
+
+def _read(path: Location, parse: Callable[[str], Any]) -> dict[str, Any]:
+    """The table that a file holds; {} where there is no file."""
+    try:
+        record = parse(path.text()) if path.exists() else {}
+    except ValueError as error:
+        raise ConfigError(f"{path} cannot be read ({error}). Mend it, or move it away.") from error
+    if not isinstance(record, dict):
+        raise ConfigError(f"{path} holds no table of values. Mend it, or move it away.")
+    return record
 
 
 def _short_names(paths: Sequence[str]) -> list[str]:

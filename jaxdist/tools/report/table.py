@@ -62,11 +62,9 @@ def outcome_rows(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
     add("peak memory", lambda run: _shown(run.outcome["memory_peak_bytes"], in_bytes))
     add("devices", _devices)
     add("device-hours", _number("device_hours", "{:.3g}"))
-    add("cost", _cost)
-    add("starts", lambda run: str(run.outcome["starts"]))
-    add("skipped steps", lambda run: str(run.outcome["skipped_steps"]))
-    add("recompilations", lambda run: str(run.outcome["recompilations"]))
-    add("warnings", lambda run: str(run.outcome["warnings"]))
+    add("cost", lambda run: _shown(run.outcome["cost"], money))
+    for key in ("starts", "skipped_steps", "recompilations", "warnings"):
+        add(key.replace("_", " "), _number(key, "{}", 1))
     add("commit", lambda run: run.outcome.get("commit") or NOTHING)
     return rows
 
@@ -144,11 +142,6 @@ def _mfu(run: Run) -> str:
 def _devices(run: Run) -> str:
     count, kind = run.outcome["num_devices"], run.outcome.get("device_kind")
     return NOTHING if count is None else f"{count} {TIMES} {kind}" if kind else str(count)
-
-
-def _cost(run: Run) -> str:
-    cost = run.outcome["cost"]
-    return NOTHING if cost is None else money(cost)
 
 
 def _value(value: Any) -> str:
