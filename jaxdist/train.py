@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     check_data_fits(parts, data[0])
     if config.replay:
         return replay(parts, data[0])
-    audit = None if config.force else check_mesh(parts)
+    audit = None if config.force else check_mesh(parts, data[0].fields)
 
     # 4. The run directory, with what this run is made from.
     run = open_run_directory(config, job.process_id)

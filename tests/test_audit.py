@@ -68,7 +68,7 @@ def test_joins_have_no_order_and_never_gain_a_claim():
         ("dp=2,fsdp=2,tp=2", {"sequence": False, "zero": 2}),
         ("pp=2,dp=2,tp=2", {}),
         ("dp=4", {"replica_norms": True}),
-        ("fsdp=4,tp=2", {"model": CnnConfig(image_size=8, channels=[8, 16], hidden=32)}),
+        ("fsdp=4,tp=2", {"model": CnnConfig(channels=[8, 16], hidden=32)}),
         (
             "dp=2,tp=2",
             {
@@ -133,7 +133,7 @@ def test_a_violation_names_axis_parameter_line_and_fix(monkeypatch):
         if v.value == "the gradient of layers/mlp/down"
     ]
     assert (violation.kind, violation.axis) == ("summed twice", "data")
-    assert "reduction.py:" in violation.line and violation.fix
+    assert f"{Path(__file__).name}:" in violation.line and violation.fix
 
 
 def test_a_run_refuses_to_start_and_exits_with_2(monkeypatch):

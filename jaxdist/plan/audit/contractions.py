@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from jaxdist.plan.audit.elementwise import Rule, Wrong, omitted
+from jaxdist.plan.audit.elementwise import Rule, omitted
 from jaxdist.plan.audit.states import (
     CONSTANT,
     EQUAL,
@@ -23,7 +23,14 @@ from jaxdist.plan.audit.states import (
 )
 
 SUMMED = -1
-"""Place of a dim that a product sums over, in place of its dim in the result."""
+"""Place of a dim that a product sums over, in place of its dim in the result; -2, ... others."""
+
+_GONE = 1000
+"""Place of a dim of which nothing is known."""
+
+
+class MissingGather(Exception):
+    """Both factors are split along dims that do not meet; wrong where one of them is a weight."""
 
 
 def dot_general(equation: Any, states: Sequence[int]) -> int:
@@ -37,7 +44,7 @@ def dot_general(equation: Any, states: Sequence[int]) -> int:
     right |= {dim: len(batch_l) + len(free_l) + i for i, dim in enumerate(free_r)}
     left |= {dim: SUMMED - i for i, dim in enumerate(contract_l)}
     right |= {dim: SUMMED - i for i, dim in enumerate(contract_r)}
-    return _product(states, (left, right), shapes)
+    return _product(states, (left, right))
 
 
 def convolution(equation: Any, states: Sequence[int]) -> int:
@@ -48,13 +55,12 @@ def convolution(equation: Any, states: Sequence[int]) -> int:
     lhs, rhs, out = params["dimension_numbers"]
     left = {lhs[0]: out[0], lhs[1]: SUMMED}
     right = {rhs[0]: out[1], rhs[1]: SUMMED}
-    return _product(states, (left, right), [v.aval.shape for v in equation.invars])
+    return _product(states, (left, right))
 
 
 def _product(
     states: Sequence[int],
     places: tuple[dict[int, int], dict[int, int]],
-    shapes: Sequence[Sequence[int]],
 ) -> int:
     """A product linear in both; `places[i][dim]` is a dim of the result, or ≤ SUMMED."""
     if ZERO in states:
@@ -69,25 +75,21 @@ def _product(
         return VARYING if found in (INDEX, LOOKUP) else found
     if VARYING in states or LOOKUP in states:
         return VARYING
-    # A dim of size 1 says nothing; what is left must agree.
     found: list[set[int]] = []
-    for state, place, shape in zip(states, places, shapes, strict=True):
-        if not is_split(state):
-            continue
-        dims = [d for d in dims_of(state) if shape[d] != 1] or dims_of(state)
-        if any(dim not in place for dim in dims):
-            return VARYING
-        found.append({place[dim] for dim in dims})
+    for state, place in zip(states, places, strict=True):
+        if is_split(state):
+            found.append({place.get(dim, _GONE) for dim in dims_of(state)})
+    if any(_GONE in each for each in found):
+        return VARYING
     summed = [all(dim <= SUMMED for dim in each) for each in found]
     kept = [all(dim > SUMMED for dim in each) for each in found]
-    if len(found) == 2 and ((summed[0] and kept[1]) or (summed[1] and kept[0])):
-        text = "is summed over the part that each device holds, against a value whole in that dim"
-        raise Wrong("missing gather", summed.index(True), text)
     common = found[0] & found[1] if len(found) == 2 else found[0]
     if all(summed):
         return PARTIAL if common else VARYING
-    if common and all(kept):
+    if all(kept) and common:
         return split(*common)
+    if len(found) == 2 and (all(kept) or (True in summed and True in kept)):
+        raise MissingGather("is split, and so is what it is multiplied by, along another dim")
     return VARYING
 
 
@@ -118,14 +120,15 @@ def gather(equation: Any, states: Sequence[int]) -> int:
         if index == INDEX and set(dims_of(table)) <= set(numbers.start_index_map):
             return LOOKUP
         table = moved(table, of_table) if set(dims_of(table)) <= set(of_table) else VARYING
-        return table if index in FIXED else _meet(table, moved(index, of_index))
+        if index in FIXED or not is_split(table):
+            return table
+        index = moved(index, of_index)
+        if is_split(index) and not index & table:
+            raise MissingGather("is split, and so are the indices that look it up, elsewhere")
+        return join(table, index) if is_split(index) else VARYING
     if table == PARTIAL:
         return PARTIAL if index in FIXED else VARYING
     return join(table, moved(index, of_index))
-
-
-def _meet(table: int, index: int) -> int:
-    return join(table, index) if is_split(table) and is_split(index) else VARYING
 
 
 def _window_places(ndim: int, left_out: Sequence[int]) -> dict[int, int]:

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.tree_util import keystr
 
 from jaxdist.config import RunConfig
 from jaxdist.core.mesh import MeshSpec
@@ -128,8 +129,10 @@ def _step(config: RunConfig, devices: Sequence[Any]) -> dict[str, np.ndarray]:
     batch = jax.device_put(_batch(parts), parts.step.batch_sharding)
     sums, grads, norm = jax.jit(function)(params, batch, jax.random.key(1), jnp.float32(1))
     leaves = jax.tree_util.tree_leaves_with_path(jax.device_get(grads))
-    named = {"/".join(str(key.key) for key in path): value for path, value in leaves}
-    values = {f"the gradient of {name}": value for name, value in named.items()}
+    values = {
+        f"the gradient of {keystr(path, simple=True, separator='/')}": value
+        for path, value in leaves
+    }
     return (
         values
         | {f"the sum {name!r}": np.asarray(s) for name, s in sums.items()}

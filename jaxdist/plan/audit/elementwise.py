@@ -27,18 +27,18 @@ Rule = Callable[[Any, Sequence[int]], "int | list[int]"]
 """(equation, states of its operands over one axis) -> state of its result, or of each result."""
 
 
-class Wrong(Exception):
-    """An operation that a mesh makes wrong: its kind, the operand at fault, and what it does."""
+class OmittedSum(Exception):
+    """A partial value, the operand at a place of an equation, was used as if it were the sum."""
 
-    def __init__(self, kind: str, operand: int, text: str) -> None:
-        """What happens to the operand at the place `operand` of the equation."""
+    def __init__(self, operand: int, text: str) -> None:
+        """What happens to that operand."""
         super().__init__(text)
-        self.kind, self.operand = kind, operand
+        self.operand = operand
 
 
-def omitted(states: Sequence[int], text: str) -> Wrong:
-    """A partial value, used as if it were the sum."""
-    return Wrong("omitted sum", list(states).index(PARTIAL), text)
+def omitted(states: Sequence[int], text: str) -> OmittedSum:
+    """The error of the first operand that is partial."""
+    return OmittedSum(list(states).index(PARTIAL), text)
 
 
 def same(equation: Any, states: Sequence[int]) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from jax.extend import core
@@ -18,6 +18,13 @@ CARRIERS = operations(
     "while"
 )
 """Operations after which a value is still, scaled or cut, the one it was."""
+
+HOLDERS = operations(
+    "after all_gather all_gather_invariant checkpoint cond convert_element_type copy "
+    "custom_jvp_call custom_vjp_call dynamic_slice jit name optimization_barrier pcast pjit pvary "
+    "remat2 reshape scan slice squeeze transpose while"
+)
+"""Operations after which a weight is still a weight."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,23 +48,23 @@ def outputs_reached(path: Path, variables: Iterable[Any]) -> set[int]:
     """Places among the outermost program's results that carry the variables' values."""
     reached = _forward(path.program, set(variables))
     for program, equation in reversed(path.around):
-        if equation.primitive.name == "while":
-            reached = set(reached)
         outvars = equation.outvars
         reached = _forward(program, {outvars[i] for i in reached if i < len(outvars)})
     return reached
 
 
-def inputs_reached(path: Path, variables: Iterable[Any]) -> set[int]:
+def inputs_reached(
+    path: Path, variables: Iterable[Any], through: frozenset[str] = CARRIERS
+) -> set[int]:
     """Places among the outermost program's arguments that the variables are made from."""
-    reached = _backward(path.program, set(variables))
+    reached = _backward(path.program, set(variables), through)
     for program, equation in reversed(path.around):
-        shift = len(equation.invars) - len(path.program.invars) if path.around else 0
-        first = shift if equation.primitive.name == "cond" else 0
-        invars = equation.invars
-        wanted = {invars[i + first] for i in reached if i + first < len(invars)}
-        reached = _backward(program, {v for v in wanted if not isinstance(v, core.Literal)})
-        path = Path(program, ())
+        # A choice has its index before the operands of its branches, a loop those of its test.
+        first = {"cond": 1, "while": equation.params.get("cond_nconsts", 0)}
+        invars = equation.invars[first.get(equation.primitive.name, 0) :]
+        wanted = {invars[i] for i in reached if i < len(invars)}
+        wanted = {v for v in wanted if not isinstance(v, core.Literal)}
+        reached = _backward(program, wanted, through)
     return reached
 
 
@@ -65,50 +72,55 @@ def is_mean(program: Any, equation: Any) -> bool:
     """Whether the sum is only divided by a constant afterwards, which makes it a mean."""
     outs = set(equation.outvars)
     users = [e for e in program.eqns if any(_is(v, outs) for v in e.invars)]
-    divided = [e for e in users if e.primitive.name == "div" and _is_literal(e.invars[1])]
+    divided = [
+        e for e in users if e.primitive.name == "div" and isinstance(e.invars[1], core.Literal)
+    ]
     return bool(users) and len(divided) == len(users)
 
 
-def made_by(program: Any, variable: Any, names: frozenset[str]) -> Any:
-    """The equation of one of these names that a value was carried from, or None."""
+def origins(program: Any, variable: Any) -> Iterator[Any]:
+    """Equations that a value was made by, the last first, those of loops inside."""
     wanted = {variable}
     for equation in reversed(program.eqns):
-        if not any(_is(v, wanted) for v in equation.outvars):
+        places = [i for i, v in enumerate(equation.outvars) if _is(v, wanted)]
+        if not places:
             continue
-        if equation.primitive.name in names:
-            return equation
-        if equation.primitive.name in CARRIERS | {"reduce_sum"}:
-            wanted |= {v for v in equation.invars if not isinstance(v, core.Literal)}
-    return None
+        yield equation
+        for inner in core.jaxprs_in_params(equation.params):
+            for place in places:
+                if place < len(inner.outvars) and not isinstance(
+                    inner.outvars[place], core.Literal
+                ):
+                    yield from origins(inner, inner.outvars[place])
+        # What a value only waits for (`core/collective_order.py`) is no part of it.
+        made_of = equation.invars[:1] if equation.primitive.name == "after" else equation.invars
+        wanted |= {v for v in made_of if not isinstance(v, core.Literal)}
 
 
 def _forward(program: Any, wanted: set[Any]) -> set[int]:
-    return _outputs(program, _follow(program.eqns, wanted, lambda e: (e.invars, e.outvars)))
+    found = _follow(program.eqns, wanted, lambda e: (e.invars, e.outvars))
+    return {place for place, v in enumerate(program.outvars) if _is(v, found)}
 
 
-def _backward(program: Any, wanted: set[Any]) -> set[int]:
-    found = _follow(reversed(program.eqns), wanted, lambda e: (e.outvars, e.invars))
+def _backward(program: Any, wanted: set[Any], through: frozenset[str]) -> set[int]:
+    ends = lambda e: (e.outvars, e.invars)
+    found = _follow(reversed(program.eqns), wanted, ends, through)
     return {place for place, v in enumerate(program.invars) if v in found}
 
 
 def _follow(
-    equations: Iterable[Any], wanted: set[Any], ends: Callable[[Any], tuple[Any, Any]]
+    equations: Iterable[Any],
+    wanted: set[Any],
+    ends: Callable[[Any], tuple[Any, Any]],
+    through: frozenset[str] = CARRIERS,
 ) -> set[Any]:
     found = set(wanted)
     for equation in equations:
         near, far = ends(equation)
-        if equation.primitive.name in CARRIERS and any(_is(v, found) for v in near):
+        if equation.primitive.name in through and any(_is(v, found) for v in near):
             found |= {v for v in far if not isinstance(v, core.Literal)}
     return found
 
 
-def _outputs(program: Any, found: set[Any]) -> set[int]:
-    return {place for place, v in enumerate(program.outvars) if _is(v, found)}
-
-
 def _is(variable: Any, wanted: set[Any]) -> bool:
     return not isinstance(variable, core.Literal) and variable in wanted
-
-
-def _is_literal(variable: Any) -> bool:
-    return isinstance(variable, core.Literal)

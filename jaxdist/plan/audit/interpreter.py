@@ -17,8 +17,9 @@ import numpy as np
 from jax.extend import core
 
 from jaxdist.plan.audit import contractions, elementwise, shapes
-from jaxdist.plan.audit.elementwise import Rule, Wrong
-from jaxdist.plan.audit.flow import Path, is_mean
+from jaxdist.plan.audit.contractions import MissingGather
+from jaxdist.plan.audit.elementwise import OmittedSum, Rule
+from jaxdist.plan.audit.flow import HOLDERS, Path, inputs_reached, is_mean
 from jaxdist.plan.audit.states import (
     CONSTANT,
     EQUAL,
@@ -152,11 +153,17 @@ class Interpreter:
         rule = RULES.get(name, _unknown)
         try:
             found = rule(equation, states)
-        except Wrong as error:
+        except OmittedSum as error:
             if live:
                 operand = equation.invars[error.operand]
-                self._alarm(error.kind, axis, equation, operand, str(error), path)
-            return [VARYING] * number
+                self._alarm("omitted sum", axis, equation, operand, str(error), path)
+            # What follows is looked at as if the sum had been taken.
+            found = rule(equation, [EQUAL if state == PARTIAL else state for state in states])
+        except MissingGather as error:
+            weight = _weight(equation, path)
+            if live and weight is not None:
+                self._alarm("missing gather", axis, equation, weight, str(error), path)
+            found = VARYING
         if isinstance(found, list):
             return found
         if name == "optimization_barrier":
@@ -330,6 +337,17 @@ def _unknown(equation: Any, states: Sequence[int]) -> int:
     if all(state in FIXED for state in states):
         return EQUAL if EQUAL in states else CONSTANT
     return VARYING
+
+
+def _weight(equation: Any, path: Path) -> Any:
+    """The factor of a product that is a parameter, cut or cast at most; None unless it is one."""
+    factors = [
+        v
+        for v in equation.invars
+        if not isinstance(v, core.Literal) and jnp.issubdtype(v.aval.dtype, jnp.floating)
+    ]
+    weights = [v for v in factors if inputs_reached(path, [v], HOLDERS)]
+    return weights[0] if len(weights) == 1 else None
 
 
 def _scan_counts(equation: Any) -> tuple[int, int]:

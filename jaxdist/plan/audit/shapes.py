@@ -27,10 +27,12 @@ from jaxdist.plan.audit.states import (
 
 def without(state: int, gone: Sequence[int], shape: Sequence[int]) -> int:
     """A split state after a sum over the dims `gone`: PARTIAL, VARYING, or still split."""
-    left = [dim for dim in dims_of(state) if dim not in gone]
-    if len(left) == len(dims_of(state)):
+    dims = dims_of(state)
+    if not set(dims) & set(gone):
         return state
-    return PARTIAL if all(shape[dim] == 1 for dim in left) else VARYING
+    # A sum over one element is how jax writes that a dim of size 1 goes; it adds nothing up.
+    adds_up = math.prod(shape[dim] for dim in dims) > 1
+    return PARTIAL if set(dims) <= set(gone) and adds_up else VARYING
 
 
 def _after_reduction(state: int, gone: Sequence[int], ndim: int) -> int:
@@ -41,7 +43,7 @@ def _after_reduction(state: int, gone: Sequence[int], ndim: int) -> int:
 def reduce_sum(equation: Any, states: Sequence[int]) -> int:
     """A sum over what the axis splits is a term of the whole sum."""
     [state] = states
-    shape, axes = equation.invars[0].aval.shape, equation.params["axes"]
+    axes, shape = equation.params["axes"], equation.invars[0].aval.shape
     return _after_reduction(without(state, axes, shape), axes, len(shape))
 
 

@@ -52,18 +52,21 @@ def lines_of(equation: Any) -> list[Line]:
     ]
 
 
-def model_line(equation: Any) -> Line | None:
+def line_of(equation: Any) -> Line | None:
     """The innermost line of the model, else of the package; None where nothing is known."""
+    inner = [line for line in lines_of(equation) if not line.file.endswith("core/collectives.py")]
+    return model_line(equation) or next(iter(inner), None)
+
+
+def model_line(equation: Any) -> Line | None:
+    """The innermost line of the model, the package's or a user's; None without one."""
     lines = lines_of(equation)
-    of_model = [line for line in lines if not line.file.startswith(_MACHINERY)]
-    # The command that traces the step stands outside of everything: it is no model.
-    if of_model and lines.index(of_model[0]) < _depth_of_step(lines):
-        return of_model[0]
-    inner = [line for line in lines if not line.file.endswith("core/collectives.py")]
-    return (inner or lines or [None])[0]
-
-
-def _depth_of_step(lines: list[Line]) -> int:
-    """How many lines lie inside of the step."""
     inside = [i for i, line in enumerate(lines) if "/core/step/" in line.file]
-    return inside[-1] if inside else len(lines)
+    # What traces the step stands outside of it, and is no model.
+    of_step = lines[: inside[-1]] if inside else lines
+    return next((line for line in of_step if not line.file.startswith(_MACHINERY)), None)
+
+
+def is_own(line: Line) -> bool:
+    """Whether a line is the package's."""
+    return line.file.startswith(_OWN)

@@ -12,7 +12,7 @@ A state is an int, one for each mesh axis in use:
     mask > 0   split: each device holds its part of the dims whose bits are set
 
 A mask of several dims means that the axis splits them as one: which of them, a reshape has left
-open. A part of them may be reduced without losing the claim only if the rest has size 1.
+open. A sum over some of them, and not all, loses the claim.
 """
 
 from __future__ import annotations

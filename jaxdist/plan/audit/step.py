@@ -6,18 +6,22 @@ import dataclasses
 import logging
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend import core
+from jax.sharding import PartitionSpec as P
+from jax.tree_util import keystr
 
-from jaxdist.core.axis import dim_of
+from jaxdist.core.axis import dim_of, spec_over
 from jaxdist.core.sharding import Layout
 from jaxdist.core.types import ConfigError, Model
-from jaxdist.plan.audit.flow import Path, inputs_reached, made_by, outputs_reached
-from jaxdist.plan.audit.interpreter import GATHERS, SUMS, Alarm, Interpreter
-from jaxdist.plan.audit.source import model_line
+from jaxdist.data.packing import Fields
+from jaxdist.plan.audit.flow import Path, inputs_reached, origins, outputs_reached
+from jaxdist.plan.audit.interpreter import GATHERS, SUMS, Alarm, Interpreter, names_of
+from jaxdist.plan.audit.source import is_own, line_of, model_line
 from jaxdist.plan.audit.states import EQUAL, PARTIAL, split
 from jaxdist.plan.audit.transfers import Transfer, transfers_of
 
@@ -91,11 +95,16 @@ class Audit:
         )
 
 
-def audit_parts(parts: Parts) -> Audit:
-    """Audit the train step of a run; traces it, compiles nothing."""
+def audit_parts(parts: Parts, fields: Fields | None = None) -> Audit:
+    """Audit the train step of a run; traces it, compiles nothing.
+
+    Args:
+        parts: of the run.
+        fields: of the rows that it trains on; None = those of a built-in reader.
+    """
     reduce_dtype = jnp.dtype(parts.config.precision.reduce_dtype)
     # The arguments of training, so that its call finds the step traced already.
-    traced = parts.step.train.trace(parts.abstract_state(), parts.abstract_batch(), math.inf)
+    traced = parts.step.train.trace(parts.abstract_state(), parts.abstract_batch(fields), math.inf)
     return audit_program(
         traced.jaxpr.jaxpr,
         parts.model,
@@ -105,8 +114,12 @@ def audit_parts(parts: Parts) -> Audit:
     )
 
 
-def check_mesh(parts: Parts) -> Audit | None:
+def check_mesh(parts: Parts, fields: Fields | None = None) -> Audit | None:
     """Audit a run's step before it is compiled.
+
+    Args:
+        parts: of the run.
+        fields: as in `audit_parts`.
 
     Returns:
         The audit; None where the program holds something that the audit cannot read, which is
@@ -116,8 +129,10 @@ def check_mesh(parts: Parts) -> Audit | None:
         ConfigError: every violation.
     """
     try:
-        audit = audit_parts(parts)
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        audit = audit_parts(parts, fields)
+    except ConfigError:
+        raise
+    except Exception as error:  # a model that cannot be traced says so itself, in its own words
         log.warning("mesh audit: this step cannot be read (%s: %s)", type(error).__name__, error)
         return None
     if not audit.is_clean:
@@ -150,7 +165,7 @@ def audit_program(
     manual = find_manual(program)
     if manual is None or not sizes:
         return Audit(axes={}, violations=[], transfers=[], num_parameters=0, seconds=0.0)
-    names = _Names(manual, model)
+    names = _Names(manual, model, layout)
     body = manual.params["jaxpr"]
     body = getattr(body, "jaxpr", body)
     interpreter = Interpreter(sizes, sum_dtypes)
@@ -176,8 +191,6 @@ def audit_program(
 
 def find_manual(program: Any) -> Any:
     """The equation of the step's `shard_map`, or None."""
-    from jax.extend import core
-
     for equation in program.eqns:
         if equation.primitive.name == "shard_map":
             return equation
@@ -190,15 +203,23 @@ def find_manual(program: Any) -> Any:
 class _Names:
     """Names of what enters and leaves the manual part of a step."""
 
-    def __init__(self, manual: Any, model: Model) -> None:
+    def __init__(self, manual: Any, model: Model, layout: Layout) -> None:
         leaves = jax.tree_util.tree_leaves_with_path(model.axes)
-        self.params = ["/".join(str(key.key) for key in path) for path, _ in leaves]
+        self.params = [keystr(path, simple=True, separator="/") for path, _ in leaves]
         self.num_leaves = len(leaves)
+        # Sums, gradients, their norm; of evaluation sums alone.
         num_out = len(manual.params["out_specs"])
-        # Sums, gradients, their norm. Evaluation has sums alone.
-        self.first_gradient = num_out - 1 - self.num_leaves
-        shapes = [variable.aval.shape for variable in manual.params["jaxpr"].invars]
-        self.first_param = max(0, len(shapes) - self.num_leaves - _after_params(manual))
+        self.first_gradient = max(num_out - 1 - self.num_leaves, 0) or num_out
+        # Constants of the program come before the parameters.
+        given = list(manual.params["in_specs"])
+        specs = jax.tree.leaves(layout.param_specs(model.axes), is_leaf=lambda x: isinstance(x, P))
+        specs = [spec_over(spec, layout.manual_axes) for spec in specs]
+        places = range(len(given) - len(specs) + 1)
+        ndims = [variable.aval.ndim for variable in manual.params["jaxpr"].invars]
+        wanted = [(spec, len(dims)) for spec, (_, dims) in zip(specs, leaves, strict=True)]
+        found = list(zip(given, ndims, strict=True))
+        fits = (place for place in places if found[place : place + len(specs)] == wanted)
+        self.first_param = next(fits, len(given))
 
     def output(self, place: int) -> str:
         """What a result is."""
@@ -220,22 +241,6 @@ class _Names:
         return f"parameter {self.params[found[0]]}" if len(found) == 1 else None
 
 
-def _after_params(manual: Any) -> int:
-    """Arguments after the parameters: leaves of the batch, the key, the loss scale."""
-    count = 0
-    for variable, spec in reversed(
-        list(zip(manual.params["jaxpr"].invars, manual.params["in_specs"], strict=True))
-    ):
-        is_float = jnp.issubdtype(variable.aval.dtype, jnp.floating)
-        is_small = len(variable.aval.shape) == 0 or not is_float
-        if not is_small and not (tuple(spec)[:1] and count < _MOST_BATCH_LEAVES):
-            break
-        count += 1
-    return count
-
-
-_MOST_BATCH_LEAVES = 8
-
 _FIXES = {
     "summed twice": "Remove one of the two sums, or take this one of what each device has alone.",
     "gathered, then summed": "A gathered value is whole already: sum before the gather, or leave "
@@ -252,15 +257,17 @@ _FIXES = {
 
 def _explained(alarm: Alarm, names: _Names) -> Violation:
     """An alarm with the parameter it belongs to, its line, and the fix."""
-    kind, path = alarm.kind, alarm.path
-    gathered = alarm.operand if kind == "summed twice" else None
-    if gathered is not None:
-        source = made_by(path.program, gathered, GATHERS)
-        if source is not None and alarm.axis in _names_of(source):
-            kind = "gathered, then summed"
+    path, made = alarm.path, list(origins(alarm.path.program, alarm.operand))
+    kind = alarm.kind
+    moves = (e for e in made if e.primitive.name in SUMS | GATHERS and alarm.axis in names_of(e))
+    if kind == "summed twice" and (last := next(moves, None)) is not None:
+        kind = "gathered, then summed" if last.primitive.name in GATHERS else kind
+    line = line_of(alarm.equation)
+    if line is not None and is_own(line):  # a user's own model comes first
+        theirs = (model_line(equation) for equation in made)
+        line = next((other for other in theirs if other and not is_own(other)), line)
     gradient = names.gradient(outputs_reached(path, alarm.equation.outvars))
     value = gradient or names.parameter(inputs_reached(path, [alarm.operand]))
-    line = model_line(alarm.equation)
     return Violation(
         kind=kind,
         axis=alarm.axis,
@@ -272,16 +279,10 @@ def _explained(alarm: Alarm, names: _Names) -> Violation:
     )
 
 
-def _names_of(equation: Any) -> Sequence[str]:
-    from jaxdist.plan.audit.interpreter import names_of
-
-    return names_of(equation)
-
-
 def _unsummed(name: str, axis: str, body: Any, variable: Any) -> Violation:
     """A term of a sum leaves the step as if it were the sum."""
     made = next((e for e in reversed(body.eqns) if variable in e.outvars), None)
-    line = model_line(made) if made is not None else None
+    line = line_of(made) if made is not None else None
     return Violation(
         kind="omitted sum",
         axis=axis,
@@ -301,13 +302,13 @@ def _narrow_gradients(
     for equation in path.program.eqns:
         dtypes = [v.aval.dtype for v in equation.invars]
         narrow = [d for d in dtypes if jnp.issubdtype(d, jnp.floating) and d.itemsize < 4]
-        axes = [axis for axis in _names_of(equation) if axis in sizes]
+        axes = [axis for axis in names_of(equation) if axis in sizes]
         if equation.primitive.name not in SUMS or not narrow or narrow[0] == wanted or not axes:
             continue
         gradient = names.gradient(outputs_reached(path, equation.outvars))
         if gradient is None:
             continue
-        line = model_line(equation)
+        line = line_of(equation)
         found.append(
             Violation(
                 kind="dtype",

@@ -10,7 +10,7 @@ from typing import Any
 from jax.extend import core
 
 from jaxdist.plan.audit.interpreter import COLLECTIVES, GATHERS, names_of
-from jaxdist.plan.audit.source import lines_of, model_line
+from jaxdist.plan.audit.source import line_of, lines_of
 
 _KINDS = {
     "all_to_all": "all-to-all",
@@ -100,7 +100,7 @@ def purpose_of(equation: Any) -> str:
         # A purpose without a function stands for the whole file.
         if first.file.endswith(file) and function in first.function:
             return purpose
-    line = model_line(equation) or first
+    line = line_of(equation) or first
     return f"{line} {line.function}"
 
 
