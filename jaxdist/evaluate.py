@@ -29,7 +29,9 @@ class EvaluateConfig:
         0, "batches to evaluate, spread over the data; 0 = every row once", ge=0
     )
     mesh: str = setting("auto", "mesh axes, e.g. fsdp=8; auto = one device")
-    simulate: int = setting(0, "simulated CPU devices; 0 = the machine's own devices", ge=0)
+    simulate: int = setting(
+        0, "simulated CPU devices; 0 = the machine's own devices", ge=0, le=4096
+    )
     json: bool = setting(False, "print one JSON object instead of text")
 
     def problems(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""`python -m jaxdist.generate RUN`: generate text from a checkpoint.
+"""`python -m jaxdist.generate RUN`: generate text from a checkpoint, or talk to it with `--chat`.
 
 Prompts of any lengths are continued together; a single one is printed as it grows. It runs on any
 legal mesh, whatever mesh the run was trained on.
@@ -7,6 +7,7 @@ legal mesh, whatever mesh the run was trained on.
 from __future__ import annotations
 
 import dataclasses
+import json
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -18,10 +19,9 @@ from jaxdist.runtime import run_command
 if TYPE_CHECKING:
     import numpy as np
 
-    from jaxdist.core.types import Array, Model, Params
-
-_BUCKET = 64
-"""Prompt and cache lengths are rounded up to a multiple of this, so that few programs compile."""
+    from jaxdist.data.chat import ChatTemplate
+    from jaxdist.data.tokenizer import Tokenizer
+    from jaxdist.run.decoding import Decoder
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,8 +29,27 @@ class GenerateConfig:
     """What to continue, how, and where."""
 
     run: str = setting("", "run directory, or one of its checkpoints")
-    prompt: tuple[str, ...] = setting(("\n",), "text to continue; may be given several times")
-    prompt_file: str = setting("", "file with one prompt per line, instead of --prompt")
+    prompt: tuple[str, ...] = setting(
+        (),
+        "text to continue, or with --chat what the user says; may be given several times; without "
+        "any, text begins with a new line and a chat reads its turns from the terminal",
+    )
+    prompt_file: str = setting(
+        "",
+        'file with one prompt per line, or .jsonl with {"prompt": "..."} or, with --chat, '
+        '{"messages": [{"role": "user", "content": "..."}, ...]} per line; instead of --prompt',
+    )
+    out: str = setting(
+        "",
+        "new .jsonl file for the answers: what was asked, what was answered, and whether the text "
+        "ended (stop) or max_new_tokens did (length); empty = print them",
+    )
+    chat: bool = setting(
+        False,
+        "prompts are what a user says, written with the chat template of the run's data settings, "
+        "and the model answers",
+    )
+    system: str = setting("", "system message that each conversation begins with; needs --chat")
     max_new_tokens: int = setting(200, "tokens to add to each prompt", ge=1)
     temperature: float = setting(
         0.8, "divides the logits before sampling; 0 = always the likeliest token", ge=0
@@ -40,10 +59,16 @@ class GenerateConfig:
         1.0, "sample from the likeliest tokens that hold this probability; 1 = all", gt=0, le=1
     )
     seed: int = setting(0, "seed of the sampling")
-    stop_at_end: bool = setting(True, "stop a text at the tokenizer's end-of-text token")
+    stop_at_end: bool = setting(True, "stop a text at the tokens that end one")
+    show_special: bool = setting(
+        False, "print special tokens too, such as the one that ends an answer"
+    )
+    batch_size: int = setting(32, "prompts continued together", ge=1)
     step: int = setting(-1, "step of the checkpoint; -1 = the newest valid one", ge=-1)
     mesh: str = setting("auto", "mesh axes, e.g. tp=2; auto = one device")
-    simulate: int = setting(0, "simulated CPU devices; 0 = the machine's own devices", ge=0)
+    simulate: int = setting(
+        0, "simulated CPU devices; 0 = the machine's own devices", ge=0, le=4096
+    )
 
     def problems(self) -> list[str]:
         """Violated rules beyond the bounds of each setting."""
@@ -52,11 +77,49 @@ class GenerateConfig:
             problems.append("no run was named. Give a run directory: jaxdist generate runs/NAME.")
         if self.prompt_file and not Path(self.prompt_file).is_file():
             problems.append(f"prompt_file={self.prompt_file!r} is no file. Name a text file.")
+        if self.system and not self.chat:
+            problems.append("system without chat: text has no system message. Add --chat.")
+        if self.out and Path(self.out).exists():
+            problems.append(f"out={self.out!r} exists and is never overwritten. Name another.")
+        if self.out and self.is_interactive:
+            problems.append("out without prompts: a talk is not kept. Give --prompt-file.")
         return problems
+
+    @property
+    def is_interactive(self) -> bool:
+        """Whether a person talks to the model."""
+        return self.chat and not self.prompt and not self.prompt_file
+
+    def requests(self) -> Iterator[dict[str, Any]]:
+        """What to continue or answer: {"prompt"}, or {"messages"} of a chat."""
+        from jaxdist.data.chat import BadRecord, checked_messages
+        from jaxdist.data.documents import read_records
+
+        start = [{"role": "system", "content": self.system}] if self.system else []
+        prompts = list(self.prompt) or ["\n"]
+        records = [({"prompt": text}, f"prompt {n}") for n, text in enumerate(prompts, 1)]
+        if Path(self.prompt_file).suffix == ".jsonl":
+            read = read_records(Path(self.prompt_file), ["prompt", "messages"])
+            records = [(record.value, record.place) for record in read]
+        elif self.prompt_file:
+            lines = Path(self.prompt_file).read_text().splitlines()
+            records = [({"prompt": text}, f"prompt {n}") for n, text in enumerate(lines, 1)]
+        for record, place in records:
+            try:
+                if self.chat and "messages" in record:
+                    messages = checked_messages(record, answered=False)
+                    yield {**record, "messages": [*start, *messages]}
+                elif isinstance(record.get("prompt"), str):
+                    said = {"role": "user", "content": record["prompt"]}
+                    yield {"messages": [*start, said]} if self.chat else record
+                else:
+                    raise BadRecord("has no text 'prompt'. With --chat 'messages' are read too.")
+            except BadRecord as error:
+                raise ConfigError([f"{place} {error}"]) from None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Load a checkpoint and write continuations to stdout."""
+    """Load a checkpoint and write continuations to stdout or a file."""
     from jaxdist.core.settings import read_settings
 
     config = read_settings(
@@ -67,6 +130,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         positional=("run",),
     )
     from jaxdist.data import load_tokenizer
+    from jaxdist.data.chat import load_template
+    from jaxdist.run.decoding import Decoder, Sampling
     from jaxdist.run.trained_run import open_run
 
     run = open_run(config.run, mesh=config.mesh, simulate=config.simulate)
@@ -74,182 +139,180 @@ def main(argv: Sequence[str] | None = None) -> int:
     if model.decoding is None:
         raise ConfigError(f"model {model.name!r} does not generate text. Name a decoder's run.")
     tokenizer = load_tokenizer(data.tokenizer, data.eos_token)
-    file = config.prompt_file
-    prompts = Path(file).read_text().splitlines() if file else list(config.prompt)
-    tokens = [tokenizer.encode(text) for text in prompts]
-    _check_prompts(tokens, model.decoding.max_len, config.max_new_tokens)
-    params, step = run.params(None if config.step < 0 else config.step)
-    print(f"checkpoint {step} of {run.path}, mesh {run.parts.spec}", file=sys.stderr)
-    stop = tokenizer.end_id if config.stop_at_end else None
-    dtype = run.parts.compute_dtype
-    texts = generate(model, params, run.parts.layout, tokens, config, dtype=dtype, stop=stop)
-    _write(texts, prompts, tokenizer)
-    return 0
-
-
-def generate(
-    model: Model,
-    params: Params,
-    layout: Any,
-    prompts: Sequence[np.ndarray],
-    config: GenerateConfig,
-    *,
-    dtype: Any,
-    stop: int | None = None,
-) -> Iterator[list[int | None]]:
-    """Continue prompts together, one token of each at a time.
-
-    Args:
-        model: a model with `decoding`.
-        params: tree of float32 arrays, sharded as in training.
-        layout: of the mesh that holds the parameters.
-        prompts: token ids, int [length] each; lengths ≥ 1 may differ.
-        config: number of tokens and sampling.
-        dtype: compute dtype.
-        stop: token id that ends a text; None = none does.
-
-    Yields:
-        The next token id of each text; None for texts that have ended.
-    """
-    import jax
-    import numpy as np
-
-    decode, sample = _compiled(model, layout, config, dtype)
-    lengths = np.array([len(p) for p in prompts])
-    width = _round_up(int(lengths.max()))
-    tokens = np.zeros((len(prompts), width), np.int32)
-    for row, prompt in enumerate(prompts):
-        tokens[row, : len(prompt)] = prompt
-    index = np.arange(width)
-    positions = np.where(index < lengths[:, None], index, -1).astype(np.int32)
-    cache = _new_cache(model, layout, len(prompts), width + config.max_new_tokens, dtype)
-    logits, cache = decode(params, cache, tokens, positions)
-    last = logits[np.arange(len(prompts)), lengths - 1]
-    key = jax.random.key(config.seed)
-    done = np.zeros(len(prompts), bool)
-    for count in range(config.max_new_tokens):
-        chosen = np.asarray(sample(last, jax.random.fold_in(key, count)))
-        if stop is not None:
-            done |= chosen == stop
-        yield [None if done[row] else int(chosen[row]) for row in range(len(prompts))]
-        if done.all() or count + 1 == config.max_new_tokens:
-            return
-        place = (lengths + count)[:, None].astype(np.int32)
-        logits, cache = decode(params, cache, chosen[:, None].astype(np.int32), place)
-        last = logits[:, 0]
-
-
-def sample_tokens(
-    logits: Array, key: Array, *, temperature: float, top_k: int, top_p: float
-) -> Array:
-    """Draw one token per row.
-
-    Args:
-        logits: float32 [batch, vocab].
-        key: consumed.
-        temperature: divides the logits; 0 takes the likeliest.
-        top_k: keeps this many likeliest; 0 = all.
-        top_p: keeps the likeliest tokens up to the one at which their probability reaches top_p
-            (Holtzman et al. 2020, "The Curious Case of Neural Text Degeneration", section 3.1).
-
-    Returns:
-        int32 [batch].
-    """
-    import jax
-    import jax.numpy as jnp
-
-    if temperature == 0:
-        return jnp.argmax(logits, -1).astype(jnp.int32)
-    logits = logits / temperature
-    if top_k and top_k < logits.shape[-1]:
-        smallest = jax.lax.top_k(logits, top_k)[0][:, -1:]
-        logits = jnp.where(logits < smallest, -jnp.inf, logits)
-    if top_p < 1:
-        order = jnp.argsort(-logits, axis=-1)
-        probs = jax.nn.softmax(jnp.take_along_axis(logits, order, -1))
-        before = jnp.cumsum(probs, -1) - probs
-        keep = jnp.zeros(logits.shape, bool)
-        keep = keep.at[jnp.arange(len(logits))[:, None], order].set(before < top_p)
-        logits = jnp.where(keep, logits, -jnp.inf)
-    return jax.random.categorical(key, logits).astype(jnp.int32)
-
-
-def _compiled(model: Model, layout: Any, config: GenerateConfig, dtype: Any) -> tuple[Any, Any]:
-    import jax
-
-    from jaxdist.core.attention import make_attend
-    from jaxdist.core.collective_order import in_order
-    from jaxdist.core.types import Context
-
-    decoding = model.decoding
-    assert decoding is not None
-    platform = layout.mesh.devices.flat[0].platform
-    platform = "gpu" if platform in ("gpu", "cuda") else platform
-    context = Context(dtype=dtype, platform=platform, attend=make_attend(platform=platform))
-
-    # Products take their weights in the compute dtype; the masters stay float32.
-    decode = lambda *arrays: decoding.step(*arrays, context)
-    if layout.mesh.size > 1 and platform == "cpu":
-        decode = in_order(decode, hidden=True)
-
-    def sample(logits: Array, key: Array) -> Array:
-        return sample_tokens(
-            logits, key, temperature=config.temperature, top_k=config.top_k, top_p=config.top_p
-        )
-
-    return jax.jit(decode, donate_argnums=1), jax.jit(sample)
-
-
-def _new_cache(model: Model, layout: Any, batch: int, max_len: int, dtype: Any) -> Any:
-    import jax
-
-    decoding = model.decoding
-    assert decoding is not None
-    make = lambda: decoding.init_cache(batch, _round_up(max_len), dtype)
-    shardings = layout.shardings(layout.param_specs(decoding.cache_dims))
-    return jax.jit(make, out_shardings=shardings)()
-
-
-def _check_prompts(tokens: Sequence[np.ndarray], max_len: int, max_new_tokens: int) -> None:
-    problems = []
-    for number, prompt in enumerate(tokens, 1):
-        if not len(prompt):
-            problems.append(f"prompt {number} is empty. Give it at least one character.")
-        if len(prompt) + max_new_tokens > max_len:
-            problems.append(
-                f"prompt {number} has {len(prompt)} tokens; with max_new_tokens={max_new_tokens} "
-                f"it outgrows the model's {max_len} positions. Shorten one of them."
-            )
-    if not tokens:
+    template = load_template(data.chat_template, tokenizer) if config.chat else None
+    requests = [] if config.is_interactive else list(config.requests())
+    prompts = [_encode(request, tokenizer, template) for request in requests]
+    problems = [
+        f"prompt {number} {problem}"
+        for number, prompt in enumerate(prompts, 1)
+        for problem in _prompt_problems(prompt, model.decoding.max_len, config.max_new_tokens)
+    ]
+    if not prompts and not config.is_interactive:
         problems.append("there is no prompt. Give --prompt TEXT, or a prompt_file with lines.")
     if problems:
         raise ConfigError(problems)
+    params, step = run.params(None if config.step < 0 else config.step)
+    print(f"checkpoint {step} of {run.path}, mesh {run.parts.spec}", file=sys.stderr)
+    decoder = Decoder(
+        model,
+        params,
+        run.parts.layout,
+        dtype=run.parts.compute_dtype,
+        sampling=Sampling(temperature=config.temperature, top_k=config.top_k, top_p=config.top_p),
+    )
+    writer = Writer(config, decoder, tokenizer, template)
+    if template is not None and config.is_interactive:
+        _converse(writer, template, config, model.decoding.max_len)
+    elif config.out:
+        _write_file(writer, requests, prompts, config)
+    else:
+        _print(writer, requests, prompts, config.batch_size)
+    return 0
 
 
-def _round_up(length: int) -> int:
-    return -(-length // _BUCKET) * _BUCKET
+class Writer:
+    """Continues token ids and gives text.
+
+    Args:
+        config: how many tokens, and what is shown.
+        decoder: the model.
+        tokenizer: of the run.
+        template: of a chat, which knows what ends an answer; None for text.
+    """
+
+    def __init__(
+        self,
+        config: GenerateConfig,
+        decoder: Decoder,
+        tokenizer: Tokenizer,
+        template: ChatTemplate | None,
+    ):
+        self._config, self._decoder, self._tokenizer = config, decoder, tokenizer
+        self._stop = (template or tokenizer).stop_ids if config.stop_at_end else frozenset()
+
+    def write(self, prompts: Sequence[np.ndarray], *, stream: bool) -> list[tuple[str, str]]:
+        """Text of each prompt's continuation, and why it ended: stop or length.
+
+        Args:
+            prompts: token ids, int [length] each.
+            stream: also print the text of the first prompt as it grows.
+        """
+        config = self._config
+        made: list[list[int]] = [[] for _ in prompts]
+        shown = 0
+        for tokens in self._decoder.tokens(
+            prompts, max_new_tokens=config.max_new_tokens, stop=self._stop, seed=config.seed
+        ):
+            for row, token in enumerate(tokens):
+                made[row] += [] if token is None else [token]
+            if stream:
+                # The last character may be half of one that the next token completes.
+                whole = self._text(made[0]).rstrip("\ufffd")
+                print(whole[shown:], end="", flush=True)
+                shown = max(shown, len(whole))
+        if stream:
+            print(self._text(made[0])[shown:])
+        ended = ["stop" if row and row[-1] in self._stop else "length" for row in made]
+        return [(self._text(row), why) for row, why in zip(made, ended, strict=True)]
+
+    def _text(self, tokens: list[int]) -> str:
+        show = self._config.show_special
+        if tokens and tokens[-1] in self._stop and not show:
+            tokens = tokens[:-1]
+        return self._tokenizer.decode(tokens, show_special=show)
 
 
-def _write(texts: Iterator[list[int | None]], prompts: list[str], tokenizer: Any) -> None:
-    """One prompt streams as it grows; several are printed one after another at the end."""
-    made: list[list[int]] = [[] for _ in prompts]
-    alone, shown = len(prompts) == 1, 0
-    if alone:
-        print(prompts[0], end="", flush=True)
-    for tokens in texts:
-        for row, token in zip(made, tokens, strict=True):
-            if token is not None:
-                row.append(token)
-        if alone:
-            # The last character may be half of one that the next token completes.
-            whole = tokenizer.decode(made[0]).rstrip("\ufffd")
-            print(whole[shown:], end="", flush=True)
-            shown = max(shown, len(whole))
-    if alone:
-        print(tokenizer.decode(made[0])[shown:])
+def _print(
+    writer: Writer, requests: list[dict[str, Any]], prompts: list[np.ndarray], batch_size: int
+) -> None:
+    """One prompt streams as it grows; several are printed one after another."""
+    asked = [
+        f"> {request['messages'][-1]['content']}\n" if "messages" in request else request["prompt"]
+        for request in requests
+    ]
+    if len(prompts) == 1:
+        print("" if "messages" in requests[0] else asked[0], end="", flush=True)
+        writer.write(prompts, stream=True)
         return
-    for number, (prompt, row) in enumerate(zip(prompts, made, strict=True), 1):
-        print(f"--- {number} ---\n{prompt}{tokenizer.decode(row)}\n")
+    for first in range(0, len(prompts), batch_size):
+        answers = writer.write(prompts[first : first + batch_size], stream=False)
+        for number, (text, _) in enumerate(answers, first):
+            print(f"--- {number + 1} ---\n{asked[number]}{text}\n")
+
+
+def _write_file(
+    writer: Writer,
+    requests: list[dict[str, Any]],
+    prompts: list[np.ndarray],
+    config: GenerateConfig,
+) -> None:
+    """A line of JSON per request, in the form that `data.records` trains on."""
+    with Path(config.out).open("x") as file:
+        for first in range(0, len(prompts), config.batch_size):
+            asked = requests[first : first + config.batch_size]
+            answers = writer.write(prompts[first : first + config.batch_size], stream=False)
+            for request, (text, why) in zip(asked, answers, strict=True):
+                record = {**request, "finish_reason": why}
+                if "messages" in request:
+                    answer = {"role": "assistant", "content": text}
+                    record["messages"] = [*request["messages"], answer]
+                else:
+                    record["completion"] = text
+                file.write(json.dumps(record, ensure_ascii=False) + "\n")
+            file.flush()
+            print(f"{first + len(asked)} of {len(prompts)} answers", file=sys.stderr)
+    print(f"{len(prompts)} answers: {config.out}")
+
+
+def _converse(writer: Writer, template: ChatTemplate, config: GenerateConfig, max_len: int) -> None:
+    """Lines of stdin are turns of one conversation, until it ends."""
+    is_terminal = sys.stdin.isatty()
+    if is_terminal:
+        print("each line is a turn; /new begins again, Ctrl-D ends", file=sys.stderr)
+    start = [{"role": "system", "content": config.system}] if config.system else []
+    messages = start
+    while True:
+        try:
+            said = input("> " if is_terminal else "").strip()
+        except EOFError:
+            return
+        if said == "/new":
+            messages = start
+        if not said or said == "/new":
+            continue
+        asked = [*messages, {"role": "user", "content": said}]
+        prompt = template.prompt(asked)
+        if problems := _prompt_problems(prompt, max_len, config.max_new_tokens):
+            print(f"the conversation {problems[0]} Or begin again with /new.", file=sys.stderr)
+            continue
+        ((answer, _),) = writer.write([prompt], stream=True)
+        messages = [*asked, {"role": "assistant", "content": answer}]
+
+
+def _encode(
+    request: dict[str, Any], tokenizer: Tokenizer, template: ChatTemplate | None
+) -> np.ndarray:
+    """Token ids of a request, unsigned [length]."""
+    from jaxdist.data.chat import BadRecord
+
+    if template is None:
+        return tokenizer.encode(request["prompt"])
+    try:
+        return template.prompt(request["messages"])
+    except BadRecord as error:
+        raise ConfigError([f"a conversation {error}"]) from None
+
+
+def _prompt_problems(prompt: np.ndarray, max_len: int, max_new_tokens: int) -> list[str]:
+    """What is wrong with token ids, unsigned [length]."""
+    if not len(prompt):
+        return ["is empty. Give it at least one character."]
+    if len(prompt) + max_new_tokens > max_len:
+        return [
+            f"has {len(prompt)} tokens; with max_new_tokens={max_new_tokens} it outgrows the "
+            f"model's {max_len} positions. Shorten one of them."
+        ]
+    return []
 
 
 if __name__ == "__main__":

@@ -20,6 +20,19 @@ from launched_job import DETECT_S, RECOVER_S, Job, ScenarioFailed
 
 from jaxdist.run.metrics_log import current, read_records
 
+HOST = socket.gethostname()
+GUARDS = [
+    "--resilience.sdc_check_interval_steps=10",
+    "--resilience.spike_policy=stop",
+    "--resilience.sdc_policy=stop",
+    "--resilience.nonfinite_policy=stop",
+    "--monitoring.log_interval_steps=10",
+    "--checkpoint.save_interval_steps=100",
+]
+"""Every guard, none of which may find anything in a sound run. `train.replica_norms` is left out:
+with two rows per replica its reports are noise."""
+FINDINGS = {"sdc", "loss_anomaly", "rollback", "skipped_step", "straggler", "replica_norm_outlier"}
+
 
 @dataclasses.dataclass(frozen=True)
 class FaultResult:
@@ -94,6 +107,15 @@ def _raised(job: Job, chosen: int, _: random.Random) -> tuple[float, float]:
     (job.folder / f"raise-{chosen}").touch()
     detected = job.wait_for_line(f"planted in process {chosen}", since)
     job.wait_for_line(f"process {chosen} failed first", since)
+    return detected, _new_work(job, began, job.num_bytes())
+
+
+def _stuck(job: Job, _: int, __: random.Random) -> tuple[float, float]:
+    since, began = job.position(), time.monotonic()
+    (job.folder / "stuck-1").touch()
+    line = rf"watchdog: .*process 1 on {HOST} \(pid \d+\), last step \d+, phase data"
+    detected = job.wait_for_line(line, since)
+    job.wait_for_line("launch: restart", since)
     return detected, _new_work(job, began, job.num_bytes())
 
 
@@ -173,6 +195,7 @@ FAULTS = {
         Fault("SIGSTOP of one process", _signalled(signal.SIGSTOP, None, _STILL)),
         Fault("SIGTERM or SIGUSR1 to one process", _preempted),
         Fault("exception on one process", _raised),
+        Fault("stuck loader of process 1", _stuck),
         Fault("SIGKILL of the launcher", _launcher_killed),
         Fault("one process never joins", _never_joins, at_start=True),
         Fault("the coordinator's port is taken", _port_taken, at_start=True),
@@ -210,6 +233,11 @@ def finish(job: Job, timeout_s: float = 600.0) -> int:
     """Let the rest of the run pass quickly; the launcher's exit code."""
     job.pace(0.0)
     return job.wait_for_end(timeout_s)
+
+
+def findings(run_dir: Path) -> list[dict]:
+    """Events of a run that say something was wrong with it."""
+    return [r for r in read_records(run_dir / "metrics.jsonl") if r.get("event") in FINDINGS]
 
 
 def step_results(run_dir: Path) -> dict[int, tuple[str, str]]:

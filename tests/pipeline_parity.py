@@ -2,14 +2,15 @@
 
     python tests/pipeline_parity.py NUM_DEVICES CASE [CASE ...]
 
-A case is `mesh;key=value;...` or `cover:PP`: every schedule with every way to use replicas and
-tensor, on that many stages. Prints one JSON object per case. `cross:PP` is the whole product.
+A case is `mesh;key=value;...` or `cross:PP`: every schedule with every way to use replicas and
+tensor, on that many stages. Prints one JSON object per case.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import json
 import os
 import sys
@@ -240,41 +241,48 @@ STRATEGIES: tuple[tuple[str, int], ...] = (  # (the rest of the mesh, ZeRO stage
     ("dp=2", 1),
     ("dp=2", 2),
 )
-STAGES = (2, 4, 8)
 
 
-def cross(num_stages: int, *, whole: bool) -> list[Case]:
-    """Schedules × strategies on this many stages, families taking turns, odd microbatch counts.
+def combined(i: int, j: int, num_stages: int) -> Case:
+    """Schedule `i` with strategy `j`, an odd microbatch count; families take turns."""
+    schedule, (rest, zero) = SCHEDULES[i], STRATEGIES[j]
+    replicas = {"tp=2": 1, "dp=2,fsdp=2": 4}.get(rest, 2)
+    microbatches = num_stages + 1
+    return Case(
+        mesh=f"pp={num_stages},{rest}",
+        zero=zero,
+        family=tuple(FAMILIES)[(i + 2 * j) % len(FAMILIES)],
+        layers=num_stages * schedule.get("chunks", 1),
+        rows=microbatches * replicas,
+        microbatches=microbatches,
+        **schedule,
+    )
 
-    Not `whole`: a third of them, so that over all `STAGES` each schedule meets each strategy, and
-    each of both every number of stages.
+
+def cross(num_stages: int) -> list[Case]:
+    """Every schedule with every strategy on this many stages."""
+    pairs = itertools.product(range(len(SCHEDULES)), range(len(STRATEGIES)))
+    return [combined(i, j, num_stages) for i, j in pairs]
+
+
+def cover() -> list[Case]:
+    """Each schedule twice and each strategy twice, once on two stages and once on four.
+
+    Four stages of four replicas need more devices than a test process has: those are two stages.
     """
     cases = []
-    for i, schedule in enumerate(SCHEDULES):
-        for j, (rest, zero) in enumerate(STRATEGIES):
-            if not whole and STAGES[(i + j) % len(STAGES)] != num_stages:
-                continue
-            replicas = {"tp=2": 1, "dp=2,fsdp=2": 4}.get(rest, 2)
-            microbatches = num_stages + 1
-            cases.append(
-                Case(
-                    mesh=f"pp={num_stages},{rest}",
-                    zero=zero,
-                    family=tuple(FAMILIES)[(i + 2 * j) % len(FAMILIES)],
-                    layers=num_stages * schedule.get("chunks", 1),
-                    rows=microbatches * replicas,
-                    microbatches=microbatches,
-                    **schedule,
-                )
-            )
+    for i in range(len(SCHEDULES)):
+        cases.append(combined(i, i, 2))
+        j = (i + 2) % len(STRATEGIES)
+        cases.append(combined(i, j, 2 if STRATEGIES[j][0] == "dp=2,fsdp=2" else 4))
     return cases
 
 
 def parse(text: str) -> list[Case]:
     """Cases that an argument names."""
     kind, _, rest = text.partition(":")
-    if kind in ("cover", "cross"):
-        return cross(int(rest), whole=kind == "cross")
+    if kind == "cross":
+        return cross(int(rest))
     mesh, *items = text.split(";")
     types = {field.name: type(field.default) for field in dataclasses.fields(Case)}
     given = dict(item.split("=", 1) for item in items)

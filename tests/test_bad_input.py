@@ -122,6 +122,7 @@ MESH = {
 
 FLAGS = {
     "typo": (["--train.stpes=3"], "--train.stpes", "Did you mean --train.steps"),
+    "lr": (["--lr=3e-4"], "--lr", "Did you mean --optim.peak-lr"),
     "typo without section": (["--stepz=3"], "--stepz", "Did you mean --steps"),
     "typo of the section": (["--optimizer.peak_lr=1"], "--optimizer.peak-lr", "--optim.peak-lr"),
     "other kind's field": (["--model.hidden=3"], "of kind decoder", "See --help"),

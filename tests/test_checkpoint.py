@@ -22,6 +22,8 @@ from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.settings import problems_of
 from jaxdist.core.types import ConfigError
 
+pytestmark = pytest.mark.smoke
+
 QUIET = {"log": lambda line: None}
 
 # One row per layout: mesh, how parameters are split, how moments are split.

@@ -201,7 +201,7 @@ def test_images_of_weight_zero_are_not_counted():
 
 
 SMALL = CnnConfig(channels=[8, 16], hidden=64)
-EPOCHS, BATCH, PEAK_LR, SEEDS = 6, 64, 0.05, (0, 1, 2)
+EPOCHS, BATCH, PEAK_LR = 2, 64, 0.05
 
 
 def cifar():
@@ -213,47 +213,55 @@ def cifar():
     return open_cifar(folder)
 
 
-def epochs(images, seed):
+def epochs(images):
     """Batches of the recipe, the same for both sides; the ragged rest of an epoch is dropped."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     for _ in range(EPOCHS):
         order = rng.permutation(images.num_rows)
         for first in range(0, images.num_rows - BATCH + 1, BATCH):
             yield images.rows(order[first : first + BATCH])
 
 
-def accuracy_of_ours(step, start, train, test, seed):
-    state = start(seed)
-    for batch in epochs(train, seed):
-        state, _ = step.train(state, jax.device_put(batch, step.batch_sharding), np.inf)
+def trained(step, state, train, test):
+    """(loss of each step, accuracy after the last) of ours."""
+    losses = []
+    for batch in epochs(train):
+        state, metrics = step.train(state, jax.device_put(batch, step.batch_sharding), np.inf)
+        losses.append(float(metrics["loss"]))
     sums = step.evaluate(state.params, test.rows(np.arange(test.num_rows)))
-    return float(sums["correct"] / sums["weight"])
+    return losses, float(sums["correct"] / sums["weight"])
 
 
-def accuracy_of_torch(torch, train, test, seed):
-    torch.manual_seed(seed)
-    network = torch_cnn(torch, SMALL)
+def trained_by_torch(torch, network, train, test):
     optimizer = torch.optim.SGD(network.parameters(), lr=PEAK_LR, momentum=0.9)
-    for batch in epochs(train, seed):
+    losses = []
+    for batch in epochs(train):
         optimizer.zero_grad()
-        torch_loss(torch, network, batch)[0].backward()
+        loss = torch_loss(torch, network, batch)[0]
+        loss.backward()
         optimizer.step()
+        losses.append(loss.item())
     rows = test.rows(np.arange(test.num_rows))
     with torch.no_grad():
         logits = torch_loss(torch, network, rows)[1]
-    return (logits.argmax(-1).numpy() == rows["labels"]).mean()
+    return losses, (logits.argmax(-1).numpy() == rows["labels"]).mean()
 
 
 @pytest.mark.slow
-def test_learns_cifar_as_well_as_the_same_network_in_pytorch():
-    """The same recipe and batches; each side draws its own initial weights."""
+def test_learns_cifar_as_the_same_network_in_pytorch():
+    """The same recipe, batches and first weights give the same losses, and as good a network."""
     torch = pytest.importorskip("torch", reason="needs the reference extra (torch)")
+    torch.manual_seed(0)
+    network = torch_cnn(torch, SMALL)
     train, test = cifar()
     step, start = trainer(SMALL, learning_rate=PEAK_LR)
-    ours = [accuracy_of_ours(step, start, train, test, seed) for seed in SEEDS]
-    theirs = [accuracy_of_torch(torch, train, test, seed) for seed in SEEDS]
-    print(f"accuracy of ours {ours}, of PyTorch's {theirs}")
-    assert min(*ours, *theirs) > 0.35  # chance is 0.1
-    # Over six seeds accuracy has a standard deviation of 0.020 here, 0.014 in PyTorch (means
-    # 0.424 and 0.439); the difference of two means of three has 0.016; three of those.
-    assert abs(np.mean(ours) - np.mean(theirs)) < 0.05
+    state = start(0)
+    params = jax.tree.map(jnp.asarray, from_torch(network, SMALL))
+    state = type(state)(**{**vars(state), "params": params})
+    ours, our_accuracy = trained(step, state, train, test)
+    theirs, their_accuracy = trained_by_torch(torch, network, train, test)
+    # Float32 sums in another order; each step amplifies that (1e-2 after 50), until the two are as
+    # far apart as two seeds are, whose accuracies have a standard deviation of 0.02.
+    np.testing.assert_allclose(ours[:10], theirs[:10], rtol=1e-4)
+    assert min(our_accuracy, their_accuracy) > 0.25  # chance is 0.1
+    assert abs(our_accuracy - their_accuracy) < 0.06

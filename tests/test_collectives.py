@@ -9,6 +9,8 @@ from jax.sharding import PartitionSpec as P
 from jaxdist.core import collectives
 from jaxdist.core.mesh import MeshSpec
 
+pytestmark = pytest.mark.smoke
+
 AXES = ("data", "fsdp", "tensor")
 SHAPE = (8, 8)  # of each device's array; 8 so that the largest group divides it
 GROUPS = ["data", "tensor", ("data", "tensor"), ("fsdp", "tensor"), AXES]

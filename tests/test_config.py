@@ -22,6 +22,8 @@ from jaxdist.core.settings.schema import fields_of
 from jaxdist.core.types import ConfigError, Model, setting
 from jaxdist.models.weights import num_params as count
 
+pytestmark = pytest.mark.smoke
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Square:

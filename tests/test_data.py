@@ -9,6 +9,8 @@ from data_cases import open_text, write_text
 
 from jaxdist.data import Order
 
+pytestmark = pytest.mark.smoke
+
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path_factory, monkeypatch):

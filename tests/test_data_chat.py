@@ -138,7 +138,7 @@ def test_without_an_ending_of_its_own_the_end_token_closes_the_last_answer(folde
     messages = conversation(TALKS[0])["messages"]
     tokens, weights = load_template("auto", tokenizer).encode(messages)
     assert tokens[-1] == tokenizer.end_id and weights[-1] == 1
-    assert learned(tokenizer, tokens, weights) == ["Devices with names.", "<|endoftext|>"]
+    assert learned(tokenizer, tokens, weights) == ["Devices with names.", "<|im_end|>"]
 
 
 def test_the_plain_template_is_what_its_description_shows():
@@ -162,7 +162,7 @@ def test_the_plain_template_is_used_where_a_tokenizer_brings_none(folder):
     assert isinstance(load_template("auto", tokenizer), PlainTemplate)
     assert isinstance(load_template("plain", tokenizer), PlainTemplate)
     tokens, weights = load_template("auto", tokenizer).encode(conversation(TALKS[0])["messages"])
-    assert learned(tokenizer, tokens, weights) == ["Devices with names.<|endoftext|>"]
+    assert learned(tokenizer, tokens, weights) == ["Devices with names.<|im_end|>"]
 
 
 # --- rows

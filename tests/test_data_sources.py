@@ -5,6 +5,7 @@ import gzip
 import json
 import logging
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -20,6 +21,7 @@ from jaxdist.core.settings import ConfigError, problems_of
 from jaxdist.data import DataConfig, load_tokenizer, open_datasets
 from jaxdist.data import documents as documents_room
 from jaxdist.data.__main__ import main
+from jaxdist.data.config import settings_of_tokens
 from jaxdist.data.corpus import Corpus, cached_corpus, write_corpus
 from jaxdist.data.documents import find_files, library_files, read_pieces
 from jaxdist.data.encoding import TextEncoder
@@ -181,7 +183,24 @@ def test_a_killed_corpus_is_not_taken_for_whole(tmp_path):
     command = [sys.executable, "-c", code, str(source), str(out)]
     assert subprocess.run(command, env=environment).returncode == -9
     assert not out.exists()
+    (left,) = tmp_path.glob(".out.partial-*")
+    other = tmp_path / ".out.partial-another.host-1-abc"  # what another host writes is left alone
+    other.mkdir()
     assert write([source], out).num_tokens == 10001
+    assert not left.exists() and other.exists()
+
+
+def test_the_command_leaves_nothing_when_it_is_asked_to_end(tmp_path, monkeypatch):
+    source = write_source(tmp_path, "txt", ["some text\n"] * 100)
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    monkeypatch.setattr(
+        "jaxdist.data.corpus._fill", lambda *_: os.kill(os.getpid(), signal.SIGTERM)
+    )
+    try:
+        assert main([str(source), f"--out={tmp_path / 'out'}"]) == 130
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert list(tmp_path.iterdir()) == [source]
 
 
 def test_a_cached_corpus_follows_the_content_and_says_so_once(tmp_path, caplog):
@@ -321,7 +340,10 @@ def test_the_command_learns_a_bpe_and_keeps_it_with_the_tokens(tmp_path):
     source = write_source(tmp_path, "jsonl", [f"text number {i} of many" for i in range(300)])
     out = tmp_path / "tokens"
     assert main([str(source), "--out", str(out), "--train-bpe", "300"]) == 0
-    train, _ = open_datasets(DataConfig(sources=[str(out)], eval_fraction=0.0), seq_len=8)
+    settings, vocab_size = settings_of_tokens(str(out))
+    assert vocab_size == 300
+    data = DataConfig(sources=[str(out)], eval_fraction=0.0, **settings)
+    train, _ = open_datasets(data, seq_len=8)
     assert train.vocab_size == 300
     assert train.tokenizer.decode(train.parts[0].corpus.tokens(0, 12)).startswith("text number 0")
 
@@ -443,9 +465,16 @@ def test_an_unreadable_file_is_named(tmp_path):
 
 def test_a_held_out_part_without_a_row_is_refused_with_the_fix(tmp_path):
     path = tmp_path / "a.txt"
-    path.write_text("x" * 100)
+    path.write_text("x" * 12)
     with pytest.raises(ConfigError, match=r"held-out part of .* Raise data.eval_fraction=0.02"):
         open_datasets(DataConfig(sources=[str(path)]), seq_len=8)
+
+
+def test_a_short_text_holds_out_one_row(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text("x" * 100)
+    train, held = open_datasets(DataConfig(sources=[str(path)]), seq_len=8)
+    assert (train.num_rows, held.num_rows) == (11, 1)
 
 
 def test_tokenizers_that_do_not_fit_are_refused(tmp_path, bpe):
@@ -466,7 +495,7 @@ def test_tokenizers_that_do_not_fit_are_refused(tmp_path, bpe):
     )
     main([str(source), "--out", str(tmp_path / "tokens")])
     refused(
-        "tokenised in different ways",
+        "was made with tokenizer 'bytes' .end token 0., and data.tokenizer is",
         sources=(tmp_path / "tokens", source),
         tokenizer=str(bpe),
     )
@@ -474,6 +503,8 @@ def test_tokenizers_that_do_not_fit_are_refused(tmp_path, bpe):
     main([str(source), "--out", str(other), "--tokenizer", str(bpe)])
     (other / "tokenizer.json").write_text(bpe.read_text() + " ")
     refused("tokenizer.json is not the one the tokens were made with", sources=(other,))
+    bytes_only = tmp_path / "tokens"
+    refused("leave data.tokenizer and", sources=(bytes_only,), tokenizer=str(bpe))
 
 
 def test_the_config_reports_every_broken_rule_at_once():

@@ -120,7 +120,9 @@ def custom(monkeypatch) -> RunConfig:
     """The example's model: two blocks, no stacked layers, weights of Flax's own layers."""
     monkeypatch.setattr(sys, "path", [str(ROOT), *sys.path])
     return RunConfig(
-        model=CustomConfig(factory="examples.custom_model:build", args={"width": 64, "vocab": 256}),
+        model=CustomConfig(
+            factory="jaxdist.models.example:build", args={"width": 64, "vocab": 256}
+        ),
         train=TrainConfig(global_batch_size=64, seq_len=128),
     )
 

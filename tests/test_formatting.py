@@ -1,5 +1,6 @@
 """Numbers, tables and charts as every command shows them."""
 
+import dataclasses
 import re
 from xml.etree import ElementTree
 
@@ -57,7 +58,9 @@ def points_of(figure: str) -> list[list[float]]:
 
 def test_equal_factors_are_equal_distances_on_logarithmic_axes():
     line = charts.Line("l", "red", [(1, 1.0), (10, 10.0), (100, 100.0)], dots=True)
-    (x1, y1), (x2, y2), (x3, y3) = points_of(charts.chart("t", [line], x_label="x", log=True))
+    (x1, y1), (x2, y2), (x3, y3) = points_of(
+        charts.chart("t", [line], x_label="x", log_x=True, log_y=True)
+    )
     assert x2 - x1 == pytest.approx(x3 - x2, abs=0.2)
     assert y1 - y2 == pytest.approx(y2 - y3, abs=0.2)
 
@@ -67,6 +70,26 @@ def test_logarithmic_ticks_span_the_data(low, high):
     found = charts.log_ticks(low, high)
     assert found[0] <= low * (1 + 1e-9) and found[-1] >= high * (1 - 1e-9)
     assert found == sorted(set(found)) and len(found) >= 2
+
+
+@pytest.mark.parametrize(("low", "high"), [(24.5, 26.8), (1, 3.9), (0.9, 1.1), (8e6, 9e6)])
+def test_values_close_together_have_ticks_between_them(low, high):
+    found = charts.log_ticks(low, high)
+    assert sum(low <= tick <= high for tick in found) >= 3 and min(found) > 0
+
+
+def test_lines_have_colours_of_their_own():
+    assert len({charts.colour_of(index) for index in range(60)}) == 60
+
+
+def test_a_logarithmic_axis_leaves_out_what_is_not_above_0():
+    line = charts.Line("l", "red", [(1, 1.0), (2, 0.0), (3, 10.0)], dots=True)
+    figure = charts.chart("t", [line], x_label="x", log_y=True)
+    assert len(points_of(figure)[0]) == 2
+    assert (
+        charts.chart("t", [dataclasses.replace(line, points=[(1, -1.0)])], x_label="x", log_y=True)
+        == ""
+    )
 
 
 def test_what_users_name_cannot_break_a_page():

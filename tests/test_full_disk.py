@@ -4,6 +4,7 @@ import logging
 import os
 import subprocess
 import sys
+import tempfile
 import textwrap
 
 import pytest
@@ -100,8 +101,23 @@ def test_what_is_kept_has_a_bound_and_what_is_lost_is_counted(full, monkeypatch,
     with pytest.raises(OSError, match="No space left"):
         for step in range(1, 20):
             writer.write(train_record(step))
+    monkeypatch.setattr(tempfile, "tempdir", "/proc/nowhere")
     writer.close()
-    assert "records were lost (No space left on device)" in caplog.messages[-1]
+    assert "records are lost (No such file or directory" in caplog.messages[-1]
+
+
+def test_what_is_kept_to_the_end_is_set_aside_where_there_is_room(
+    tmp_path, full, monkeypatch, caplog
+):
+    path, _ = full
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    writer = RecordWriter(path)
+    for step in (1, 2):
+        writer.write(train_record(step))
+    writer.close()
+    (kept,) = tmp_path.glob("jaxdist-metrics-*.jsonl")
+    assert str(kept) in caplog.messages[-1]
+    assert read_records(kept) == [train_record(1), train_record(2)]
 
 
 def test_tensorboard_says_once_that_points_are_missing(tmp_path, monkeypatch, caplog):

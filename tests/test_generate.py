@@ -10,9 +10,9 @@ from decoders import FAMILIES, logits_of, random_params, random_tokens
 
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.sharding import Layout
-from jaxdist.core.types import ConfigError
-from jaxdist.generate import GenerateConfig, _check_prompts, _write, generate, sample_tokens
+from jaxdist.generate import GenerateConfig, Writer, _print, _prompt_problems
 from jaxdist.models import build
+from jaxdist.run.decoding import Decoder, Sampling, sample_tokens
 
 ROWS = 20_000
 """Draws of one call: a share of p has a standard error of sqrt(p (1 - p) / ROWS) ≤ 0.0035."""
@@ -41,11 +41,12 @@ def case():
     return model, params, prompts, expected
 
 
-def continued(case, stop=None, **settings):
+def continued(case, stop=(), seed=0, **sampling):
     model, params, prompts, _ = case
-    config = GenerateConfig(run="none", max_new_tokens=6, **settings)
     layout = Layout(mesh=MeshSpec.parse("dp=1").build(jax.devices()[:1]))
-    steps = generate(model, params, layout, prompts, config, dtype=jnp.float32, stop=stop)
+    sampling = Sampling(**sampling)
+    decoder = Decoder(model, params, layout, dtype=jnp.float32, sampling=sampling)
+    steps = decoder.tokens(prompts, max_new_tokens=6, stop=stop, seed=seed)
     return [list(row) for row in zip(*steps, strict=True)]
 
 
@@ -59,8 +60,8 @@ def test_a_row_that_has_ended_says_nothing_more_and_changes_no_other(case):
     expected = case[-1]
     stop = next(token for token in expected[1] if token not in expected[0] + expected[2])
     end = expected[1].index(stop)
-    ended = expected[1][:end] + [None] * (6 - end)
-    assert continued(case, temperature=0.0, stop=stop) == [expected[0], ended, expected[2]]
+    ended = expected[1][: end + 1] + [None] * (5 - end)
+    assert continued(case, temperature=0.0, stop={stop}) == [expected[0], ended, expected[2]]
 
 
 def test_each_token_is_drawn_anew_and_the_seed_decides(case):
@@ -118,37 +119,46 @@ def test_rows_are_cut_each_by_its_own_probabilities():
 
 
 def test_prompts_fill_the_positions_of_the_model_and_no_more():
-    _check_prompts([np.arange(12), np.arange(3)], 16, 4)
-    with pytest.raises(ConfigError) as refused:
-        _check_prompts([np.arange(13), np.arange(0), np.arange(3)], 16, 4)
-    assert [problem.split()[1] for problem in refused.value.problems] == ["1", "2"]
-    with pytest.raises(ConfigError):
-        _check_prompts([], 16, 4)
+    found = [len(_prompt_problems(np.arange(length), 16, 4)) for length in (12, 3, 13, 0)]
+    assert found == [0, 0, 1, 1]
 
 
 def test_a_file_of_prompts_is_one_prompt_a_line(tmp_path):
     file = tmp_path / "prompts.txt"
     file.write_text("first\n second \nthird")
     config = GenerateConfig(run="none", prompt_file=str(file))
-    assert config.prompts() == ["first", " second ", "third"]
-    assert dataclasses.replace(config, prompt_file="").prompts() == ["\n"]
+    texts = lambda config: [request["prompt"] for request in config.requests()]
+    assert texts(config) == ["first", " second ", "third"]
+    assert texts(dataclasses.replace(config, prompt_file="")) == ["\n"]
 
 
 class Utf8:
     """A tokenizer of bytes, in which a character may take several tokens."""
 
-    def decode(self, tokens):
+    stop_ids = frozenset()
+
+    def decode(self, tokens, *, show_special):
         return bytes(tokens).decode(errors="replace")
+
+
+class Scripted:
+    """A model whose next tokens of each prompt are given."""
+
+    def __init__(self, steps):
+        self.tokens = lambda prompts, **settings: iter(steps)
+
+
+def printed(steps, prompts, capsys) -> str:
+    writer = Writer(GenerateConfig(run="none"), Scripted(steps), Utf8(), None)
+    _print(writer, [{"prompt": prompt} for prompt in prompts], prompts, batch_size=8)
+    return capsys.readouterr().out
 
 
 def test_what_is_printed_is_prompt_and_text_however_characters_are_cut(capsys):
     text = "naïve 漢字 ok"
     one = ([token] for token in [*text.encode(), None])
-    _write(one, ["say: "], Utf8())
-    assert capsys.readouterr().out == f"say: {text}\n"
+    assert printed(one, ["say: "], capsys) == f"say: {text}\n"
     cut = ([token] for token in "漢".encode()[:2])
-    _write(cut, ["say: "], Utf8())
-    assert capsys.readouterr().out == "say: \ufffd\n"
+    assert printed(cut, ["say: "], capsys) == "say: \ufffd\n"
     two = zip(b"abc", [*b"x", None, None], strict=True)
-    _write(map(list, two), ["1:", "2:"], Utf8())
-    assert capsys.readouterr().out == "--- 1 ---\n1:abc\n\n--- 2 ---\n2:x\n\n"
+    assert printed(map(list, two), ["1:", "2:"], capsys) == "--- 1 ---\n1:abc\n\n--- 2 ---\n2:x\n\n"

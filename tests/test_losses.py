@@ -12,6 +12,8 @@ from jax.sharding import PartitionSpec as P
 from jaxdist.core import collectives
 from jaxdist.core.losses import Vocabulary, label_cross_entropy, token_cross_entropy
 
+pytestmark = pytest.mark.smoke
+
 BATCH, SEQ, WIDTH, VOCAB, PADDED = 2, 15, 12, 29, 32
 
 

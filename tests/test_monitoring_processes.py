@@ -2,15 +2,11 @@
 
 import json
 import logging
-import subprocess
 import sys
-import textwrap
 import types
 
 import jax.numpy as jnp
 import pytest
-from commands import ROOT, environment
-from test_runtime_job import free_port
 
 from jaxdist.run.metrics_log import read_records
 from jaxdist.run.monitoring import gpu_stats as sensors_module
@@ -284,67 +280,6 @@ def test_an_interval_stays_open_until_the_last_process_has_told_of_it(monkeypatc
     there[1] = there[0]  # a step later
     assert set(watch.everyone()) == {0, 1}
     assert watch.everyone() == {}
-
-
-WORKER = """
-    import sys, time
-    import jax
-    from jaxdist import runtime
-    from jaxdist.run.monitoring.config import MonitoringConfig
-    from jaxdist.run.monitoring.monitor import Monitor
-    from jaxdist.run.monitoring.timers import StepTimer
-    from jaxdist.run.run_directory import RunDirectory
-
-    index, port, path = int(sys.argv[1]), sys.argv[2], sys.argv[3]
-
-    def main():
-        from jaxdist.runtime import coordination
-        from jaxdist.runtime.config import RuntimeConfig
-        from jax.experimental import multihost_utils
-        runtime.simulate(1)
-        runtime.join(RuntimeConfig(
-            coordinator_address=f"127.0.0.1:{port}", num_processes=2, process_id=index))
-        run = RunDirectory.open(path, process_id=index)
-        config = MonitoringConfig(tensorboard=False, log_interval_steps=1)
-        timer = StepTimer(blocking_dispatch=True)
-        add_up = lambda: multihost_utils.process_allgather(jax.numpy.ones(1))
-        with Monitor(config, run, total_steps=12) as monitor:
-            for step in range(1, 13):
-                timer.fetch(lambda: time.sleep(0.2 if index == 1 else 0.001))
-                timer.dispatch(add_up)
-                times = timer.lap()
-                monitor.train(step, {"loss": 1.0}, tokens=1, step_time_s=times[0],
-                              data_wait_s=times[1], device_wait_s=timer.device_wait_s)
-                coordination.gather(f"test/{step}", "together", 30)
-            monitor.summary("finished")
-        return 0
-
-    runtime.run_command(main)
-"""
-
-
-@pytest.mark.slow
-def test_of_two_real_processes_the_one_with_the_slow_loader_is_named(tmp_path):
-    port, path = free_port(), tmp_path / "run"
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-c", textwrap.dedent(WORKER), str(i), str(port), str(path)],
-            env=environment(), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )
-        for i in range(2)
-    ]  # fmt: skip
-    said = [process.communicate(timeout=120) for process in started]
-    assert [process.returncode for process in started] == [0, 0], said
-    events = [r for r in read_records(path / "metrics.jsonl") if r["kind"] == "event"]
-    tables = [e for e in events if e["event"] == "process_times"]
-    steps = [e["step"] for e in tables]  # of the newest interval that both had told by then
-    assert steps == sorted(set(steps)) and set(steps) <= {4, 8, 12} and len(steps) >= 2
-    assert tables[-1]["of"] == [0, 1]
-    assert tables[-1]["means"]["data_wait_s"][1] > 0.19 > tables[-1]["means"]["data_wait_s"][0]
-    slow = [e for e in events if e["event"] == "straggler"]
-    assert [(e["process"], e["cause"]) for e in slow] == [(1, "data")]  # once, not thrice
-    (summed,) = json.loads((path / "summary.json").read_text())["stragglers"]
-    assert summed["process"] == 1 and summed["intervals"] == len(steps)
 
 
 # -- one process's monitor -------------------------------------------------------------------------

@@ -39,7 +39,7 @@ def fetch(port: int) -> dict[str, float]:
 
 
 def start(tmp_path, port: int, process_id: int = 0) -> Monitor:
-    config = MonitoringConfig(tensorboard=False, prometheus=f"127.0.0.1:{port}")
+    config = MonitoringConfig(tensorboard=False, prometheus=str(port))
     run = RunDirectory.open(tmp_path / "run", process_id=process_id)
     return Monitor(config, run, total_steps=10, clock=lambda: 1234.5)
 
@@ -128,10 +128,16 @@ def test_a_port_that_is_taken_is_a_warning_and_the_run_goes_on(tmp_path, caplog,
     assert f"127.0.0.1:{port} cannot be used" in warning
 
 
-@pytest.mark.parametrize("address", ["9400", ":9400", "localhost:70000", "localhost:http"])
+@pytest.mark.parametrize("address", ["0", ":9400", "localhost:70000", "localhost:http", "x:\u00b2"])
 def test_an_impossible_address_is_refused(address):
     (problem,) = MonitoringConfig(prometheus=address).problems()
     assert f"prometheus={address!r}" in problem
+
+
+def test_a_port_alone_is_served_on_this_host_alone():
+    assert MonitoringConfig(prometheus="9400").prometheus_address == "127.0.0.1:9400"
+    assert MonitoringConfig(prometheus="9400").problems() == []
+    assert MonitoringConfig(prometheus="0.0.0.0:9400").prometheus_address == "0.0.0.0:9400"
 
 
 def test_the_dashboard_asks_for_what_is_served(tmp_path, monkeypatch):

@@ -62,7 +62,12 @@ CASES = [
     )
 ]
 """Every pair of model, mesh, ZeRO stage, sequence parallelism, accumulation and remat policy."""
-NUM_FAST = 16
+NUM_SMOKE, NUM_FAST = 4, 16
+
+
+def marks(number: int) -> list:
+    """The first cases cover most pairs: those run everywhere."""
+    return [pytest.mark.smoke] * (number < NUM_SMOKE) + [pytest.mark.slow] * (number >= NUM_FAST)
 
 
 def check(trace: Trace, expected: Trace) -> None:
@@ -76,7 +81,7 @@ def check(trace: Trace, expected: Trace) -> None:
 
 @pytest.mark.parametrize(
     "case",
-    [*CASES[:NUM_FAST], *(pytest.param(c, marks=pytest.mark.slow) for c in CASES[NUM_FAST:])],
+    [pytest.param(case, marks=marks(number)) for number, case in enumerate(CASES)],
     ids=str,
 )
 def test_every_mesh_computes_what_one_device_computes(case):

@@ -126,7 +126,7 @@ def test_an_image_classifier_has_a_plan_too(capsys):
 def test_a_custom_model_has_a_plan_too(capsys, monkeypatch):
     """Memory, traffic, time and every mesh; what only decoders have formulas for is said."""
     monkeypatch.setattr(sys, "path", [os.getcwd(), *sys.path])
-    argv = ["--model=custom", "--model.factory=examples.custom_model:build", "--gpus", "h100:8"]
+    argv = ["--model=custom", "--model.factory=jaxdist.models.example:build", "--gpus", "h100:8"]
     argv += ["--compile=false", "--train.seq_len=32", "--mesh", "fsdp=4,tp=2"]
     assert main([*argv, "--json"]) == 0
     (found,) = json.loads(capsys.readouterr().out)["plans"]

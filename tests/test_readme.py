@@ -136,14 +136,14 @@ def test_command_for_gpus_reads_its_settings(line, monkeypatch):
 )
 def test_schedule_drawings_are_the_codes_own(name):
     from jaxdist.core.parallel.pipeline.schedules import make_schedule
-    from jaxdist.core.parallel.pipeline.simulation import draw
+    from jaxdist.core.parallel.pipeline.simulation import RECOMPUTE, draw
 
     page = PAGES["pipelines.md"]
     printed = re.search(rf"<!-- drawing: {name} -->\n```\n(.*?)\n```", page, flags=re.S)
     schedule_name, _, chunks = name.partition(" × ")
     schedule = make_schedule(schedule_name, 4, 8, int(chunks or 1))
     lines = lambda text: [line.rstrip() for line in text.strip().splitlines()]
-    assert lines(printed[1]) == lines(draw(schedule))
+    assert lines(printed[1]) == lines(draw(schedule, RECOMPUTE))
 
 
 def test_names_in_the_reading_order_exist():

@@ -1,5 +1,6 @@
 """The report: outcomes by hand, differences, curves at the right pixels, clear errors."""
 
+import dataclasses
 import json
 import math
 import re
@@ -14,6 +15,8 @@ from jaxdist.run.monitoring.monitor import Monitor
 from jaxdist.run.run_directory import RunDirectory
 from jaxdist.runtime.formatting.charts import Line, chart, thin, ticks
 from jaxdist.tools.report import main
+from jaxdist.tools.report.page import html_page
+from jaxdist.tools.report.runs import read_runs
 
 CONFIG = """
 name = "{name}"
@@ -227,6 +230,18 @@ def test_page_holds_curves_tables_and_nothing_from_outside(tmp_path):
     assert len(svgs(text)[1].findall("circle")) == 2
     assert not re.search(r"<script|src=|https?://|@import|url\(", text)
     assert "optim.peak_lr" in text and "1.0000 at 3" in text
+
+
+def test_the_page_draws_what_the_gpus_said_and_logarithmic_losses(tmp_path):
+    (run,) = read_runs([make_run(tmp_path, "one", [100.0, 10.0, 1.0])])
+    said = {"memory_bytes": 2**31, "gpu_power_w": 640.0, "gpu_temperature_c": 70.0}
+    run = dataclasses.replace(run, train=[record | said for record in run.train])
+    drawn = {svg.get("aria-label"): svg for svg in svgs(html_page([run], log_y=True))}
+    for title, tick in (("memory", "2"), ("power", "640"), ("temperature", "70")):
+        (svg,) = (svg for label, svg in drawn.items() if title in label)
+        assert tick in [text.text for text in svg.findall("text")]
+    (first, middle, last) = points_of(drawn["training loss"])[0]
+    assert middle[1] - first[1] == pytest.approx(last[1] - middle[1], abs=0.2)
 
 
 def test_curves_can_run_over_tokens(tmp_path):

@@ -1,8 +1,7 @@
-"""Two real processes: each planted fault is found and named, and a clean run has no finding."""
+"""Two real processes: each planted fault is found and named with its process, host and cause."""
 
 import json
 import re
-import socket
 import statistics
 import sys
 from pathlib import Path
@@ -10,21 +9,18 @@ from pathlib import Path
 import fault_scenarios
 import numpy as np
 import pytest
+from fault_scenarios import HOST, findings
 from faulty_dataset import COUNT
-from launched_job import PACE_S, RECOVER_S, Job
+from launched_job import RECOVER_S, Job
 
 from jaxdist.data.order import Order
 from jaxdist.run.metrics_log import read_records
 from jaxdist.run.resilience.anomalies import read_anomalies
 
-STEPS, BATCH = 60, 4
-HOST = socket.gethostname()
-FINDINGS = {"sdc", "loss_anomaly", "rollback", "skipped_step", "straggler", "replica_norm_outlier"}
+BATCH = 4
 # Every fifth step is followed by a save, which reads that step at once; at a step of 15 ms that is
 # seldom enough for what the other steps say.
 SELDOM_SAVED = "--checkpoint.save_interval_steps=10"
-HEAVIER = ["--model.d_model=256", "--model.num_layers=2", "--train.seq_len=128"]
-HEAVIER += ["--checkpoint.save_interval_steps=1000"]
 FLIPPING = f"--program={sys.executable} {Path(__file__).with_name('bit_flip_train.py')}"
 
 pytestmark = pytest.mark.slow
@@ -35,7 +31,7 @@ def job(tmp_path):
     """Makes a job; its processes end with the test."""
     made = []
 
-    def make(name: str, *flags: str, steps: int = STEPS) -> Job:
+    def make(name: str, *flags: str, steps: int) -> Job:
         made.append(Job(tmp_path / name, steps, *flags))
         return made[-1]
 
@@ -44,82 +40,78 @@ def job(tmp_path):
         one.close()
 
 
-def events(job: Job) -> list[dict]:
-    return [r for r in read_records(job.run_dir / "metrics.jsonl") if r["kind"] == "event"]
-
-
-def findings(job: Job) -> list[dict]:
-    return [event for event in events(job) if event["event"] in FINDINGS]
-
-
 def step_times(job: Job) -> list[float]:
     path = job.run_dir / "metrics.jsonl"
     records = read_records(path) if path.exists() else []
     return [r["step_time_s"] for r in records if r["kind"] == "train"]
 
 
-def test_a_flipped_bit_on_another_process_is_found_and_ends_or_is_undone(job, monkeypatch):
+def test_a_flipped_bit_on_another_process_is_found_and_undone(job, monkeypatch):
+    """That it ends a run with 85 instead is shown in one process (`test_resilience_sdc`)."""
     monkeypatch.setenv("FLIP", "3:17")  # of four copies, the last on process 1
-    four = ("--simulate=2", "--mesh=dp=4", "--resilience.sdc_check_interval_steps=3")
-    stopped = job("stopped", *four)
-    stopped.start(FLIPPING)
-    assert fault_scenarios.finish(stopped) == 85
-    # At once, not at 18: they are compared before every save, and one is due halfway.
-    named = rf"replicas differ after step 17: device \d+ of process 1 on {HOST} in params/head"
-    assert re.search(named, stopped.output()), stopped.output()[-4000:]
-    assert "without a majority" not in stopped.output()
-    assert "restart" not in stopped.output()
-    assert [event["step"] for event in findings(stopped)] == [17]
-    undone = job("undone", *four, "--resilience.sdc_policy=rollback")
+    flags = ("--simulate=2", "--mesh=dp=4", "--resilience.sdc_check_interval_steps=3")
+    undone = job("undone", *flags, "--resilience.sdc_policy=rollback", steps=30)
     undone.start(FLIPPING)
     assert fault_scenarios.finish(undone) == 0, undone.output()[-4000:]
-    assert re.search(named, undone.output())
-    assert [event["event"] for event in findings(undone)] == ["sdc", "rollback"]
-    clean = job("clean", *four)
+    # At once, not at 18: they are compared before every save, and one is due halfway.
+    named = rf"replicas differ after step 17: device \d+ of process 1 on {HOST} in params/head"
+    assert re.search(named, undone.output()), undone.output()[-4000:]
+    assert "without a majority" not in undone.output()
+    found = [(event["event"], event["step"]) for event in findings(undone.run_dir)]
+    assert found == [("sdc", 17), ("rollback", 15)]
+    clean = job("clean", *flags, steps=30)
     clean.start()
     assert fault_scenarios.finish(clean) == 0
-    assert findings(clean) == []
+    assert findings(clean.run_dir) == []
     assert fault_scenarios.step_results(undone.run_dir) == fault_scenarios.step_results(
         clean.run_dir
     )
 
 
-def test_a_nan_batch_is_named_with_its_rows_and_left_out(job):
+def test_a_slow_process_and_a_nan_batch_are_named_with_their_cause(job):
+    """The coordinator itself is slow; the row that is not a number is read by either process."""
     row = int(Order([COUNT], [], 0).rows(np.arange(COUNT))[16 * BATCH + 2])  # in step 17
-    faulty = job("nan", "--resilience.nonfinite_policy=skip")
+    flags = ["--monitoring.log_interval_steps=2", "--resilience.nonfinite_policy=skip"]
+    faulty = job("faulty", *flags, SELDOM_SAVED, steps=32)
+    (faulty.folder / "slow-0").write_text("0.25")  # of each row: much on any machine
     (faulty.folder / f"nan-{row}").touch()
     faulty.start()
     assert fault_scenarios.finish(faulty) == 0, faulty.output()[-4000:]
+
+    found = findings(faulty.run_dir)
+    slow = [event for event in found if event["event"] == "straggler"]
+    assert [(event["process"], event["cause"]) for event in slow] == [(0, "data")]  # once
+    assert f"process 0 on {HOST}" in faulty.output()
+    tables = [
+        record
+        for record in read_records(faulty.run_dir / "metrics.jsonl")
+        if record.get("event") == "process_times"
+    ]
+    steps = [event["step"] for event in tables]  # of the newest interval that both had told by then
+    assert steps == sorted(set(steps)) and set(steps) <= {10, 20, 30} and len(steps) >= 2
+    assert tables[-1]["of"] == [0, 1]
+    slow_s, other_s = tables[-1]["means"]["data_wait_s"]
+    assert slow_s > 0.3 > other_s
+    summary = json.loads((faulty.run_dir / "summary.json").read_text())
+    (summed,) = summary["stragglers"]
+    assert summed["process"] == 0 and 1 <= summed["intervals"] <= len(steps)
+
     (anomaly,) = read_anomalies(faulty.run_dir / "anomalies.jsonl")
     assert (anomaly.step, anomaly.kind, anomaly.action) == (17, "nonfinite_loss", "skip")
     assert row in anomaly.rows and len(anomaly.rows) == BATCH
-    assert {event["step"] for event in findings(faulty)} == {17}
+    assert {event["step"] for event in found if event["event"] != "straggler"} == {17}
 
 
-@pytest.mark.parametrize("slow", [0, 1])
-def test_a_slow_process_is_named_with_its_host_and_cause(job, slow):
-    faulty = job("slow", "--monitoring.log_interval_steps=2", SELDOM_SAVED, steps=24)
-    (faulty.folder / f"slow-{slow}").write_text("0.25")  # of each row: much on any machine
-    faulty.start()
-    assert fault_scenarios.finish(faulty) == 0, faulty.output()[-4000:]
-    found = findings(faulty)
-    assert {(event["process"], event["cause"]) for event in found} == {(slow, "data")}
-    assert f"process {slow} on {HOST}" in faulty.output()
-
-
-@pytest.mark.parametrize(
-    ("logs", "flags"), [(2, [SELDOM_SAVED]), (10, HEAVIER)], ids=["tiny", "heavier"]
-)
-def test_a_loader_that_turns_slow_amid_the_run_is_named(job, logs, flags, capsys):
+def test_a_loader_that_turns_slow_amid_the_run_is_named(job, capsys):
     """From step 24 on; prefetched batches hide it at first, and saves read a step at once."""
-    faulty = job("turned", f"--monitoring.log_interval_steps={logs}", *flags)
+    faulty = job("turned", "--monitoring.log_interval_steps=2", SELDOM_SAVED, steps=60)
     faulty.start()
     faulty.wait(lambda: len(step_times(faulty)) >= 24, "step 24", RECOVER_S)
     usual_s = statistics.median(step_times(faulty)[4:])
-    row_s = max(0.03, 2 * usual_s)  # of two rows; other programs may slow steps down meanwhile
+    row_s = max(0.1, 4 * usual_s)  # of two rows; other programs may slow steps down meanwhile
     (faulty.folder / "slow-1").write_text(f"{row_s:.3f}")
     assert fault_scenarios.finish(faulty) == 0, faulty.output()[-4000:]
-    found = findings(faulty)
+    found = findings(faulty.run_dir)
     assert {(event["process"], event["cause"]) for event in found} == {(1, "data")}
     with capsys.disabled():
         print(
@@ -127,46 +119,3 @@ def test_a_loader_that_turns_slow_amid_the_run_is_named(job, logs, flags, capsys
             f"{found[0]['step']}",
             end="",
         )
-
-
-def test_stuck_processes_are_named_and_the_run_goes_on_to_the_same_bits(job):
-    faulty, clean = job("stuck"), job("clean")
-    faulty.pace(PACE_S)
-    faulty.start()
-    for stuck in (1, 0):
-        size, since = faulty.num_bytes(), faulty.position()
-        faulty.wait(lambda: faulty.trains(size), "new steps", RECOVER_S)  # noqa: B023
-        (faulty.folder / f"stuck-{stuck}").touch()
-        line = rf"watchdog: .*process {stuck} on {HOST} \(pid \d+\), last step \d+, phase data"
-        faulty.wait_for_line(line, since)
-        faulty.wait_for_line("launch: restart", since)
-    assert fault_scenarios.finish(faulty) == 0, faulty.output()[-4000:]
-    clean.start()
-    assert fault_scenarios.finish(clean) == 0
-    assert fault_scenarios.step_results(faulty.run_dir) == fault_scenarios.step_results(
-        clean.run_dir
-    )
-
-
-def test_two_thousand_clean_steps_under_every_guard_have_no_finding(job, capsys):
-    """`train.replica_norms` is left out: with two rows per replica its reports are noise."""
-    clean = job(
-        "clean",
-        "--resilience.sdc_check_interval_steps=10",
-        "--resilience.spike_policy=stop",
-        "--resilience.sdc_policy=stop",
-        "--resilience.nonfinite_policy=stop",
-        "--resilience.step_timeout_s=3",
-        "--checkpoint.save_interval_steps=100",
-        steps=2000,
-    )
-    clean.start()
-    assert fault_scenarios.finish(clean) == 0, clean.output()[-4000:]
-    assert findings(clean) == []
-    assert not (clean.run_dir / "anomalies.jsonl").exists()
-    assert not (clean.run_dir / "logs" / "abort.json").exists()
-    assert "watchdog" not in clean.output() and "restart" not in clean.output()
-    assert len(fault_scenarios.step_results(clean.run_dir)) == 2000
-    with capsys.disabled():
-        summary = json.loads((clean.run_dir / "summary.json").read_text())
-        print(f" {summary['step']} steps, {summary.get('warnings', 0)} warnings", end="")

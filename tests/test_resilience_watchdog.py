@@ -1,16 +1,11 @@
 """A job that makes no progress ends with 86 and names who is behind; a sound one is left alone."""
 
 import json
-import os
 import re
-import signal
-import subprocess
-import sys
 import threading
 import time
 
 import pytest
-from commands import ROOT, environment, losses, tiny
 
 from jaxdist.run.resilience.config import ResilienceConfig
 from jaxdist.run.resilience.heartbeat import Heartbeat, diagnose
@@ -185,49 +180,3 @@ def test_watchdog_off_starts_no_thread(tmp_path):
     dog = Watchdog(ResilienceConfig(step_timeout_s=0.0), tmp_path)
     assert threading.active_count() == before
     dog.close()
-
-
-def start(run_dir, *flags: str) -> subprocess.Popen:
-    job = ["--simulate=1", "--mesh=dp=2", "--checkpoint.save_interval_steps=20"]
-    job += ["--eval.interval_steps=0", "--resilience.step_timeout_s=6", f"--run-dir={run_dir}"]
-    words = ["-m", "jaxdist.launch", "--nproc-per-node=2", "--backoff-s=0.1", "--"]
-    return subprocess.Popen(
-        [sys.executable, *words, *tiny("--steps=120", *job, *flags)],
-        env=environment(), cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
-
-
-@pytest.mark.slow
-def test_a_stopped_process_is_named_and_the_run_goes_on_to_the_same_bits(tmp_path):
-    """SIGSTOP of one of two real processes: the other one waits for it inside a collective.
-
-    After step 12, amid the saves of 10 and 20: while saving it would be the heartbeat's to find.
-    """
-    run_dir = tmp_path / "run"
-    process = start(run_dir)
-    until = time.monotonic() + 120
-    metrics = run_dir / "metrics.jsonl"
-    while time.monotonic() < until and '"step": 12,' not in _text(metrics):
-        time.sleep(0.01)
-    children = (f"/proc/{process.pid}/task/{process.pid}/children", "r")
-    with open(*children) as file:
-        victim = int(file.read().split()[1])
-    os.kill(victim, signal.SIGSTOP)
-    out, _ = process.communicate(timeout=300)
-    assert process.returncode == 0, out
-    (line,) = {m for m in re.findall(r"(watchdog: .*? without progress.*)", out)}
-    assert re.search(rf"process 1 on \S+ \(pid {victim}\), last step \d+, phase \w+: no sign", line)
-    assert "process 0 failed first" in out and "exit code 86" in out
-    assert "restart 1 of 3" in out
-    assert "float(" in _text(run_dir / "logs" / "process-0.stacks.txt") or "report" in _text(
-        run_dir / "logs" / "process-0.stacks.txt"
-    )
-    unharmed = start(tmp_path / "unharmed")
-    out, _ = unharmed.communicate(timeout=300)
-    assert unharmed.returncode == 0, out
-    assert "watchdog" not in out
-    assert losses(run_dir) == losses(tmp_path / "unharmed")
-
-
-def _text(path) -> str:
-    return path.read_text() if path.exists() else ""

@@ -5,11 +5,13 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 
 import pytest
 
 from jaxdist import runtime
 from jaxdist.core.types import ConfigError
+from jaxdist.runtime import backend
 from jaxdist.runtime.config import RuntimeConfig
 from jaxdist.runtime.distributed import DeviceRow
 from jaxdist.runtime.entry_point import advice_for
@@ -60,9 +62,7 @@ def test_failure_ends_with_one_block_that_says_what_where_and_what_to_do():
 
 def test_interrupt_is_one_line():
     done = run("raise KeyboardInterrupt")
-    assert done.stderr.strip().splitlines() == [
-        "interrupted: what was saved stays, and --resume auto goes on from it"
-    ]
+    assert done.stderr.strip() == "interrupted"
 
 
 def test_failure_is_left_for_the_launcher(tmp_path):
@@ -189,6 +189,29 @@ def test_compile_cache_keeps_programs_per_kind_of_machine(tmp_path):
     assert run(body, JAXDIST_CACHE="off", JAX_COMPILATION_CACHE_DIR="").stdout.split()[0] == "None"
 
 
+def test_a_compile_cache_of_others_is_not_used(tmp_path, caplog, propagating, monkeypatch):
+    import jax
+
+    names = ("jax_enable_compilation_cache", "jax_compilation_cache_dir")
+    before = {name: getattr(jax.config, name) for name in names}
+    try:
+        assert runtime.setup_compilation_cache(tmp_path / "mine") is not None
+        (tmp_path / "open").mkdir()
+        (tmp_path / "open").chmod(0o777)
+        assert runtime.setup_compilation_cache(tmp_path / "open") is None
+        assert "can be written by every user" in caplog.messages[-1]
+        (tmp_path / "open").chmod(0o1777)  # as /tmp: others cannot replace a folder in it
+        assert runtime.setup_compilation_cache(tmp_path / "open") is not None
+        monkeypatch.setattr(os, "geteuid", lambda: 12345)
+        monkeypatch.setattr(os, "access", lambda *_: True)
+        monkeypatch.setattr(backend, "_TRUSTED", ())
+        assert runtime.setup_compilation_cache(tmp_path / "mine") is None
+        assert "belongs to another user" in caplog.messages[-1]
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_notice_at_any_time_becomes_a_stop_and_a_second_one_changes_nothing(number):
     done = run(
@@ -204,6 +227,25 @@ def test_a_notice_at_any_time_becomes_a_stop_and_a_second_one_changes_nothing(nu
     )
     assert done.stdout.splitlines() == ["False", "True", "True"]
     assert done.returncode == 75
+
+
+def test_the_first_ctrl_c_asks_for_a_save_and_the_second_ends_at_once():
+    """While the main thread computes, as in a compilation, and so runs no handler of Python's."""
+    body = """
+    import hashlib, threading
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a test may run in the background
+    stop = runtime.Preemption()
+    interrupt = lambda: os.kill(os.getpid(), signal.SIGINT)
+    interrupt()
+    print(stop.preempted(), flush=True)
+    threading.Timer(0.2, interrupt).start()
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 200_000_000)
+    """
+    begun = time.monotonic()
+    done = run(body)
+    assert time.monotonic() - begun < 20  # the sum takes a minute
+    assert (done.returncode, done.stdout) == (130, "True\n")
+    assert done.stderr.count("saving after this step") == 1
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,8 @@ from jaxdist.core.sharding import Layout, MeshConfig, shard_bytes
 from jaxdist.core.types import ConfigError, Dims
 from jaxdist.models.configs import DIM_SETTINGS, CnnConfig, DecoderConfig
 
+pytestmark = pytest.mark.smoke
+
 MATRIX = Dims(("layers", "d_model", "mlp"))
 TABLE = Dims(("vocab", "d_model"))
 VECTOR = Dims(("layers", "d_model"))

@@ -48,6 +48,7 @@ def spread():
     return step_of(SPREAD)[0]
 
 
+@pytest.mark.smoke
 def test_a_run_compiles_once_and_gives_its_old_state_back():
     case = Case("learned", "dp=2")
     step, _ = step_of(case)
@@ -68,6 +69,7 @@ def test_a_run_compiles_once_and_gives_its_old_state_back():
     assert compiled, "the listener hears compilations"
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
 def test_a_poisoned_batch_changes_nothing_but_the_step(poison, spread):
     """One row on one replica; every device decides alike, since every shard is compared."""
@@ -94,6 +96,7 @@ def test_a_poisoned_batch_changes_nothing_but_the_step(poison, spread):
     assert np.isfinite(float(metrics["loss"]))
 
 
+@pytest.mark.smoke
 def test_metrics_are_means_over_the_global_batch(spread):
     step, state = spread, place_state(SPREAD)
     batch = text_batch()
@@ -103,6 +106,7 @@ def test_metrics_are_means_over_the_global_batch(spread):
     assert float(metrics["learning_rate"]) == pytest.approx(LEARNING_RATE)
 
 
+@pytest.mark.smoke
 def test_evaluation_sums_over_every_replica(spread):
     step, state = spread, place_state(SPREAD)
     sums = step.evaluate(state.params, place(step, text_batch()))
@@ -139,6 +143,7 @@ def test_clipping_is_its_closed_form(share):
     assert float(metrics["grad_norm"]) == pytest.approx(expected.norm, rel=1e-5)
 
 
+@pytest.mark.smoke
 def test_float16_scales_its_loss_and_finds_the_scale(monkeypatch):
     monkeypatch.setattr("jaxdist.core.precision.INITIAL_LOSS_SCALE", 2.0**22)
     monkeypatch.setattr("jaxdist.core.precision.GROWTH_STEPS", 4)
@@ -168,6 +173,7 @@ def test_float16_scales_its_loss_and_finds_the_scale(monkeypatch):
     assert losses[-1] < 0.8 * losses[0]
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("case", [Case("rotary", "fsdp=2"), Case("learned", "tp=2")], ids=str)
 def test_bfloat16_stays_near_float32(case):
     """8 bits of mantissa: 4e-3 a rounding, averaged over many tokens and products."""
@@ -194,6 +200,7 @@ def with_remat(remat):
 REMATS = ["none", "dots", "full", "names:qkv,mlp_out"]
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("remat", REMATS)
 def test_recomputing_changes_no_gradient(remat):
     expected = reference("learned").grads
@@ -258,6 +265,7 @@ def test_every_optimizer_updates_as_on_one_device(optimizer):
     assert np.mean(flat > bound) <= allowed
 
 
+@pytest.mark.smoke
 def test_dropout_is_the_same_on_every_mesh(monkeypatch):
     """Random bits belong to a row and a position, not to a device or a microbatch."""
     dropping = dataclasses.replace(tiny.CONFIGS["learned"], dropout=0.2, attention_dropout=0.2)
@@ -288,6 +296,7 @@ def annotated_model():
     )  # fmt: skip
 
 
+@pytest.mark.smoke
 def test_a_model_without_hooks_runs_with_the_tensor_axis_left_to_the_compiler():
     model, losses = annotated_model(), {}
     rng = np.random.default_rng(0)

@@ -167,7 +167,6 @@ OTHER_FILES = {
     "runtime/distributed.py": "the package's own sources, equal in all processes",
     "run/monitoring/environment.py": "/proc/driver",
     "generate.py": "the user's file of prompts",
-    "tools/convert/from_hf.py": "reads a model directory of Hugging Face",
     "tools/convert/to_hf.py": "writes a model directory of Hugging Face",
     "tools/doctor/host.py": "measures a file system: size, speed, damaged bytes",
     "tools/doctor/options.py": "which parent of a run directory exists, to measure it",

@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import json
+import shlex
 import shutil
 import signal
 import subprocess
@@ -10,19 +11,21 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from commands import ROOT, TINY, command, environment, losses, records, run, tiny
+from commands import ROOT, command, environment, losses, records, run, tiny
 
 STEPS = 10
 MESH = ["--mesh", "dp=2,fsdp=2,tp=2", "--simulate", "8"]
-JOB = [*TINY, *MESH, "--steps", STEPS, "--eval.interval_steps=4", "--model.dropout=0.1"]
-JOB += ["--checkpoint.save_interval_steps=4"]
+SETTINGS = [*MESH, "--steps", STEPS, "--eval.interval_steps=4", "--model.dropout=0.1"]
+SETTINGS += ["--checkpoint.save_interval_steps=4"]
+JOB = tiny(*SETTINGS)
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory) -> tuple[Path, subprocess.CompletedProcess]:
     """One uninterrupted run."""
     run_dir = tmp_path_factory.mktemp("train") / "run"
-    done = run("train", *JOB, "--run-dir", run_dir)
+    flags = tiny(*SETTINGS, "--monitoring.tensorboard=true")
+    done = run("train", *flags, "--run-dir", run_dir)
     assert done.returncode == 0, done.stderr + done.stdout
     return run_dir, done
 
@@ -64,7 +67,7 @@ def test_console_says_what_will_happen_and_what_to_do_next(finished):
     for words in ("mesh", "dp=2,fsdp=2,tp=2", "parameters", "attention kernel", "checkpoint"):
         assert words in done.stdout
     assert f"python -m jaxdist.generate {run_dir}" in done.stdout
-    assert "tensorboard --logdir" in done.stdout
+    assert f"python -m jaxdist.report {run_dir} --html" in done.stdout
 
 
 def test_a_checkpoint_says_what_made_it_and_what_it_cost(finished):
@@ -83,7 +86,10 @@ def test_preempted_and_resumed_equals_uninterrupted_bit_for_bit(finished, tmp_pa
     run_dir = tmp_path / "run"
     start = command("train", *JOB, "--run-dir", run_dir)
     process = subprocess.Popen(
-        start, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        ["env", "--default-signal=INT", *start],  # what runs in the background ignores Ctrl-C
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
     )
     metrics = run_dir / "metrics.jsonl"
     deadline = time.monotonic() + 200
@@ -91,10 +97,13 @@ def test_preempted_and_resumed_equals_uninterrupted_bit_for_bit(finished, tmp_pa
         if metrics.exists() and '"step": 3' in metrics.read_text():
             break
         time.sleep(0.02)
-    process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGINT)
     out, _ = process.communicate(timeout=120)
     assert process.returncode == 75, out.decode()
-    again = run("train", *JOB, "--run-dir", run_dir)
+    (then,) = [line for line in out.decode().splitlines() if line.startswith("next ")]
+    words = shlex.split(then)[1:]
+    assert words[:3] == ["python", "-m", "jaxdist.train"]
+    again = run("train", *words[3:])
     assert again.returncode == 0, again.stderr
     assert "resumed from step" in again.stdout
     assert losses(run_dir) == losses(finished[0])

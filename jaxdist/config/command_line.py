@@ -12,8 +12,9 @@ from jaxdist.checkpoint.config import CheckpointConfig
 from jaxdist.config.run_config import RunConfig
 from jaxdist.core.settings import ConfigError, read_settings
 from jaxdist.core.settings.reader import GivenValues
+from jaxdist.core.settings.schema import BadValueError, read_value
 from jaxdist.core.step import EvalConfig, TrainConfig
-from jaxdist.data.config import DataConfig
+from jaxdist.data.config import DataConfig, settings_of_tokens
 from jaxdist.models.configs import DecoderConfig
 from jaxdist.models.huggingface.directory import is_model, read_json
 from jaxdist.models.huggingface.families import read_config
@@ -44,7 +45,8 @@ def read_run(
 
     With `--resume PATH` or `--replay PATH:STEP` the settings of that run are the defaults, so that
     only what differs needs a flag. With `--init-from DIR` of Hugging Face the model's sizes and
-    tokenizer are, and with `--debug` those of a tiny run.
+    tokenizer are, and with `--debug` those of a tiny run. A token folder among the sources brings
+    its tokenizer and the size of its vocabulary.
     """
     return read_settings(
         RunConfig,
@@ -69,8 +71,24 @@ def _base_of(given: GivenValues) -> RunConfig | None:
         except ConfigError as error:
             raise ConfigError([f"init_from={start!r}: {p}" for p in error.problems]) from None
     if "debug" in given and given["debug"] in (None, True, "true"):
-        return _debug_run(has_mesh="mesh.shape" in given)
-    return None
+        return _with_tokens(_debug_run(has_mesh="mesh.shape" in given), given)
+    return _with_tokens(RunConfig(), given)
+
+
+def _with_tokens(run: RunConfig, given: GivenValues) -> RunConfig:
+    """The defaults of a run whose first token folder says how its text became tokens."""
+    try:
+        sources = read_value(given.get("data.sources", []), list[str])
+    except BadValueError:  # the reader says so
+        return run
+    told = next((told for source in sources if (told := settings_of_tokens(source))), None)
+    if told is None:
+        return run
+    settings, vocab_size = told
+    model = run.model
+    if model.kind == "decoder":
+        model = dataclasses.replace(model, vocab_size=vocab_size or model.vocab_size)
+    return dataclasses.replace(run, model=model, data=dataclasses.replace(run.data, **settings))
 
 
 def _stored(given: GivenValues) -> str:

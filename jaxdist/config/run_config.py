@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -32,8 +33,10 @@ from jaxdist.run.monitoring.config import MonitoringConfig
 from jaxdist.run.resilience.config import ResilienceConfig
 from jaxdist.runtime import resolve
 from jaxdist.runtime.config import RuntimeConfig
+from jaxdist.runtime.storage import url_problem
 
 _BYTE_VALUES = 256
+_SEARCH_S = 0.5  # for legal meshes to name in a refusal; of thousands of devices there are many
 _PARAM_AND_GRADIENT_BYTES = 4 + 4
 
 
@@ -82,7 +85,7 @@ class RunConfig:
         "kernels, jax's own checks, stop on NaN; what a file or flags say wins",
     )
     simulate: int = setting(
-        0, "simulated CPU devices of each process; 0 = the machine's own devices", ge=0
+        0, "simulated CPU devices of each process; 0 = the machine's own devices", ge=0, le=4096
     )
     model: ModelConfig = dataclasses.field(default_factory=DecoderConfig)
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
@@ -188,7 +191,7 @@ class RunConfig:
         spec, reason = default_mesh(num_devices, state_bytes, memory_bytes, needs)
         refused = self.mesh_problems(spec, model)
         if refused:
-            legal = self._legal(spec, num_devices, model, count=1)
+            legal = self._legal(spec, num_devices, model)
             if not legal:
                 self.check_mesh(spec, model, num_devices)
             rule = refused[0].partition(":")[0]
@@ -213,6 +216,10 @@ class RunConfig:
                 f"name={self.name!r} must be one word of letters, digits and . _ + -: it names the "
                 "run directory. Use run_dir for a path."
             )
+        urls = {"run_dir": self.run_dir, "resume": self.resume, "init_from": self.init_from}
+        urls = {name: problem for name, path in urls.items() if (problem := url_problem(path))}
+        if urls:
+            return [*found, *(f"{name}={problem}" for name, problem in urls.items())]
         if self.run_dir and Path(self.run_dir).expanduser().is_file():
             found.append(
                 f"run_dir={self.run_dir!r} is a file: a directory, new or of a run, is needed. "
@@ -229,7 +236,9 @@ class RunConfig:
                 "directory or a run directory, or leave it empty."
             )
         run, _, step = self.replay.rpartition(":")
-        if self.replay and not (step.isdigit() and int(step) and Path(run).expanduser().is_dir()):
+        if self.replay and not (
+            re.fullmatch("0*[1-9][0-9]{0,17}", step) and Path(run).expanduser().is_dir()
+        ):
             found.append(
                 f"replay={self.replay!r} is not RUN:STEP, a run directory and a step from 1 on. "
                 "Use e.g. --replay runs/NAME:120; anomalies.jsonl there names the bad steps."
@@ -338,19 +347,17 @@ class RunConfig:
 
     def _nearest_legal(self, spec: MeshSpec, num_devices: int, model: Model | None) -> str:
         # Fewer devices only when none of this many will do; each try factorises one number.
+        until = time.monotonic() + _SEARCH_S
         for count in range(num_devices, max(0, num_devices - 64), -1):
-            legal = self._legal(spec, count, model, count=3)
-            if legal:
+            if time.monotonic() > until:
+                break
+            if legal := self._legal(spec, count, model):
                 names = " or ".join(f"--mesh {other}" for other in legal)
                 return f"Legal with {in_devices(count)}, nearest first: {names}."
         return (
-            f"No mesh of {in_devices(num_devices)} or a few less is legal for this model and "
-            "batch. Change train.global_batch_size or the model's sizes."
+            f"No legal mesh of {in_devices(num_devices)} or a few less was found for this model "
+            "and batch. Change train.global_batch_size or the model's sizes."
         )
 
-    def _legal(
-        self, spec: MeshSpec, num_devices: int, model: Model | None, count: int
-    ) -> Sequence[MeshSpec]:
-        return legal_meshes(
-            spec, num_devices, lambda other: self.mesh_problems(other, model), count
-        )
+    def _legal(self, spec: MeshSpec, num_devices: int, model: Model | None) -> Sequence[MeshSpec]:
+        return legal_meshes(spec, num_devices, lambda other: self.mesh_problems(other, model))

@@ -7,6 +7,7 @@ Each axis of the product is one `Axis` in one file of `core/parallel/`, and one 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
@@ -161,7 +162,8 @@ def spec_over(spec: P, axes: tuple[str, ...]) -> P:
 
 def divisors_of(number: int) -> list[int]:
     """Whole numbers that divide it, ascending."""
-    return [d for d in range(1, number + 1) if number % d == 0]
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return small + [number // d for d in reversed(small) if d * d != number]
 
 
 def allowed_sizes(size: int) -> str:

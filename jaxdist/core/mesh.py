@@ -6,6 +6,7 @@ Which axes there are, and in which order, `core/parallel/axes.py` says.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,6 +18,11 @@ from jaxdist.core.types import ConfigError
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
+
+MAX_DEVICES = 1_000_000
+"""More than any cluster has."""
+
+_MOST_MESHES = 10_000
 
 _OPEN = -1
 """Size of an axis that takes the devices left over, until `MeshSpec.resolve`."""
@@ -62,6 +68,10 @@ class MeshSpec:
             problems.append(
                 f"mesh {text!r} sets {names} to -1: only one axis can take the devices left over. "
                 "Give all but one a size."
+            )
+        if (total := math.prod(size for size in sizes.values() if size != _OPEN)) > MAX_DEVICES:
+            problems.append(
+                f"mesh {text!r} needs {total} devices. Use a mesh of at most {MAX_DEVICES}."
             )
         if problems:
             raise ConfigError(problems)
@@ -178,7 +188,10 @@ def notation() -> str:
 
 
 def factorisations(num_devices: int, *, without: Sequence[Axis] = ()) -> list[MeshSpec]:
-    """Every mesh of exactly `num_devices` devices that leaves the axes `without` at 1."""
+    """Every mesh of exactly `num_devices` devices that leaves the axes `without` at 1.
+
+    Of a number with very many divisors, which no cluster has, the first `_MOST_MESHES`.
+    """
     names = [axis.name for axis in axes.AXES if axis not in without]
 
     def sizes(left: int, count: int) -> Iterator[tuple[int, ...]]:
@@ -189,7 +202,7 @@ def factorisations(num_devices: int, *, without: Sequence[Axis] = ()) -> list[Me
             for rest in sizes(left // size, count - 1):
                 yield (size, *rest)
 
-    found = sizes(num_devices, len(names))
+    found = itertools.islice(sizes(num_devices, len(names)), _MOST_MESHES)
     return [MeshSpec(**dict(zip(names, each, strict=True))) for each in found]
 
 
@@ -270,10 +283,10 @@ def _read_sizes(text: str) -> tuple[dict[str, int], list[str]]:
         if axis in sizes:
             problems.append(f"mesh {text!r} names {name} twice. Give each axis one size.")
             continue
-        if not re.fullmatch(r"-1|0*[1-9][0-9]*", value):
+        if not re.fullmatch(r"-1|0*[1-9][0-9]{0,6}", value):
             problems.append(
                 f"mesh {text!r}: {name}={value or '(nothing)'} is not a size. "
-                "Use a whole number ≥ 1, or -1 for the devices left over."
+                "Use a whole number from 1 to 9999999, or -1 for the devices left over."
             )
             continue
         sizes[axis] = int(value)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import itertools
+import shlex
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -86,6 +89,8 @@ class PrepareConfig:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code (0, or 2 for what the user can mend)."""
     out = ""
+    if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:  # as Ctrl-C: what is half done goes
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         config = read_settings(
             PrepareConfig,
@@ -101,7 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except OSError as error:
         print(f"{out} cannot be written: {error.strerror or error}", file=sys.stderr)
-        return 1
+        return 1 if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO) else 2
     except KeyboardInterrupt:
         print("\ninterrupted: nothing was left behind", file=sys.stderr)
         return 130
@@ -130,10 +135,11 @@ def _prepare(config: PrepareConfig, out: Path) -> None:
         write_corpus(files, out, encoder, progress=progress)
     progress.finish()
     corpus = Corpus(out)
+    source = f'["{out}"]' if "," in str(out) else str(out)  # commas separate sources
     print(
         f"{out}: {corpus.num_tokens:,} tokens in {corpus.num_documents:,} documents, vocabulary "
         f"{corpus.vocab_size:,}, {size / corpus.num_tokens:.2f} bytes per token\n"
-        f"next: python -m jaxdist.train --data.sources='[\"{out}\"]'"
+        f"next: python -m jaxdist.train --data.sources={shlex.quote(source)}"
     )
 
 

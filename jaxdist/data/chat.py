@@ -17,17 +17,17 @@ what the assistant says and on the token that ends it, 0 everywhere else.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from jaxdist.core.types import ConfigError
-from jaxdist.data.tokenizer import FileTokenizer, Tokenizer
+from jaxdist.data.template_sandbox import Template, TemplateFailed
+from jaxdist.data.tokenizer import FileTokenizer, Tokenizer, token_texts
 
 ROLES = ("system", "user", "assistant")
 """Roles that are read. Tools and functions are refused: no format for them is common to models."""
@@ -48,13 +48,22 @@ class BadRecord(ValueError):
     """What is wrong with a record; the caller adds the file and line."""
 
 
-def checked_messages(record: dict[str, Any]) -> list[Message]:
+def checked_messages(record: dict[str, Any], *, answered: bool = True) -> list[Message]:
     """The `messages` of a record.
+
+    Args:
+        record: of a file.
+        answered: the assistant must have said something; else the user must have, last.
 
     Raises:
         BadRecord: not a list of {"role", "content"} with text, or nobody to learn from.
     """
     messages = record.get("messages")
+    if "messages" not in record and isinstance(record.get("conversations"), list):
+        raise BadRecord(
+            "holds ShareGPT's 'conversations': 'messages' are read. Write each "
+            '{"from", "value"} as {"role", "content"}, human as user and gpt as assistant.'
+        )
     if not isinstance(messages, list) or not messages:
         have = ", ".join(record)
         raise BadRecord(f"has no list 'messages' (it has: {have}). Use data.records=text for text.")
@@ -76,7 +85,9 @@ def checked_messages(record: dict[str, Any]) -> list[Message]:
             raise BadRecord(f"message {number} has content of type {kind}: it must be text.")
         if message["role"] == "assistant" and not message["content"].strip():
             raise BadRecord(f"message {number} is an empty answer. Repair or remove the line.")
-    if not any(message["role"] == "assistant" for message in messages):
+    if not answered and messages[-1]["role"] != "user":
+        raise BadRecord("does not end with a message of the user: there is nothing to answer.")
+    if answered and not any(message["role"] == "assistant" for message in messages):
         raise BadRecord("has no message of the assistant: there is nothing to learn from it.")
     return [{"role": m["role"], "content": m["content"]} for m in messages]
 
@@ -112,6 +123,7 @@ class PlainTemplate:
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
         self._end = _end(tokenizer)
+        self.stop_ids = tokenizer.stop_ids
 
     def encode(self, messages: Sequence[Message]) -> Weighted:
         """Tokens and weights [length] of a conversation (see `checked_messages`).
@@ -133,6 +145,10 @@ class PlainTemplate:
                 parts.append((self._end, 1))
         return _joined(parts)
 
+    def prompt(self, messages: Sequence[Message]) -> np.ndarray:
+        """Tokens uint32 [length] of a conversation, up to where the assistant's answer begins."""
+        return self.encode([*messages, {"role": "assistant", "content": ""}]).tokens[:-1]
+
 
 class JinjaTemplate:
     """A tokenizer's own template, as Hugging Face's `apply_chat_template` renders it.
@@ -151,9 +167,11 @@ class JinjaTemplate:
         """
         self.name = name
         told = json.dumps([source, variables], sort_keys=True)
+        self.source = source
         self.fingerprint = f"jinja-{hashlib.sha256(told.encode()).hexdigest()[:16]}"
         self._tokenizer, self._variables = tokenizer, variables
-        self._render = _compiled(source, name)
+        self._template = _compiled(source, name)
+        self.stop_ids = tokenizer.stop_ids | self._answer_ends()
 
     def encode(self, messages: Sequence[Message]) -> Weighted:
         """Tokens and weights [length] of a conversation (see `checked_messages`).
@@ -177,6 +195,26 @@ class JinjaTemplate:
         if not ended and spans[-1][1] == len(text.rstrip()):
             return _joined([(tokens, weights), (_end(self._tokenizer), 1)])
         return Weighted(tokens, weights)
+
+    def prompt(self, messages: Sequence[Message]) -> np.ndarray:
+        """Tokens uint32 [length] of a conversation, up to where the assistant's answer begins.
+
+        Raises:
+            BadRecord: the conversation does not fit the template.
+        """
+        return self._tokenizer.encode(self._rendered(messages, asks=True))
+
+    def _answer_ends(self) -> frozenset[int]:
+        """The special token that the template puts after an answer; often not the tokenizer's."""
+        says = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+        try:
+            text = self._rendered(says)
+            _, stop = self._span(text, says, 1)
+        except BadRecord:  # a template of another kind; records tell what is wrong with it
+            return frozenset()
+        tokens, offsets, special = self._tokenizer.encode_spans(text)
+        after = np.flatnonzero((offsets[:, 0] >= stop) & special)[:1]
+        return frozenset(int(token) for token in tokens[after])
 
     def _mark_end(
         self, text: str, stop: int, offsets: np.ndarray, special: np.ndarray, weights: np.ndarray
@@ -212,17 +250,19 @@ class JinjaTemplate:
             )
         return start, stop
 
-    def _rendered(self, messages: Sequence[Message]) -> str:
+    def _rendered(self, messages: Sequence[Message], *, asks: bool = False) -> str:
         try:
-            return self._render(
-                messages=[dict(message) for message in messages],
-                add_generation_prompt=False,
-                **self._variables,
+            return self._template.render(
+                {
+                    "messages": list(messages),
+                    "add_generation_prompt": asks,
+                    **self._variables,
+                }
             )
-        except Exception as error:  # a template may fail as any program
+        except TemplateFailed as error:
             raise BadRecord(
-                f"does not fit the chat template {self.name} ({str(error) or type(error).__name__})"
-                ". Repair it, or use data.chat_template=plain."
+                f"does not fit the chat template {self.name} ({error}). Repair it, or use "
+                "data.chat_template=plain."
             ) from None
 
 
@@ -245,70 +285,37 @@ def load_template(name: str, tokenizer: Tokenizer) -> ChatTemplate:
             "special tokens are those of a tokenizer.json. Set data.tokenizer, or use plain."
         )
     folder = Path(tokenizer.name).parent
-    settings = _tokenizer_settings(folder / "tokenizer_config.json")
-    variables = {}
-    for key, value in settings.items():  # "bos_token" and the like, a text or an object
-        text = value.get("content") if isinstance(value, dict) else value
-        if key.endswith("_token") and isinstance(text, str) and text:
-            variables[key] = text
+    variables = token_texts(tokenizer.settings)
     path = folder / "chat_template.jinja" if name == "auto" else Path(name).expanduser()
     if path.is_file():
-        return JinjaTemplate(path.read_text("utf-8"), str(path), tokenizer, variables)
+        try:
+            text = path.read_text("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{str(path)!r} is no text of a template ({error}).") from None
+        return JinjaTemplate(text, str(path), tokenizer, variables)
     if name != "auto":
         raise ConfigError(
             f"data.chat_template={name!r} is not a file: it is auto, plain, or the path of a "
             "Jinja template. Check the path."
         )
-    source = settings.get("chat_template")
+    source = tokenizer.settings.get("chat_template")
     if isinstance(source, list):  # several by name
-        source = {entry.get("name"): entry.get("template") for entry in source}.get("default")
+        entries = [entry for entry in source if isinstance(entry, dict)]
+        named = {str(entry.get("name")): entry.get("template") for entry in entries}
+        source = named.get("default")
     if not isinstance(source, str):
         return PlainTemplate(tokenizer)
     return JinjaTemplate(source, f"of {folder / 'tokenizer_config.json'}", tokenizer, variables)
 
 
-def _tokenizer_settings(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
+def _compiled(source: str, name: str) -> Template:
+    """A Jinja template; it can reach nothing but what it is given, with limits."""
     try:
-        found = json.loads(path.read_text("utf-8"))
-    except ValueError as error:
+        return Template(source)
+    except TemplateFailed as error:
         raise ConfigError(
-            f"{str(path)!r} is not JSON ({error}). Copy it again, or use data.chat_template=plain."
-        ) from None
-    return found if isinstance(found, dict) else {}
-
-
-def _compiled(source: str, name: str) -> Callable[..., str]:
-    """A Jinja template as a function; it can reach nothing but what it is given."""
-    import jinja2
-    from jinja2.ext import Extension
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    class Generation(Extension):
-        """`{% generation %}`: marks answers for those who read it; here they are found anyway."""
-
-        tags = {"generation"}  # noqa: RUF012  # the base class's own form
-
-        def parse(self, parser: Any) -> Any:
-            next(parser.stream)
-            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-    def raise_exception(message: str) -> None:
-        raise jinja2.TemplateError(message)
-
-    # Trimmed blocks and loop controls are what templates are written for.
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
-    )
-    environment.globals["raise_exception"] = raise_exception
-    environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
-    try:
-        return environment.from_string(source).render
-    except jinja2.TemplateSyntaxError as error:
-        raise ConfigError(
-            f"chat template {name} is broken (line {error.lineno}: {error.message}). Repair "
-            "it, or use data.chat_template=plain."
+            f"chat template {name} is broken (line {error.line}: {error}). Repair it, or use "
+            "data.chat_template=plain."
         ) from None
 
 

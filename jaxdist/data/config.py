@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import glob
+import json
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from jaxdist.core.types import setting
 from jaxdist.data.custom import is_custom
+from jaxdist.runtime.storage import url_problem
 
 SMALLEST_SHARE = 1e-3
 """Smallest weight a source may have, as a share of all: mixing rounds shares to 1/65536."""
@@ -35,7 +37,9 @@ class DataConfig:
         gt=0,
     )
     tokenizer: str = setting(
-        "bytes", '"bytes" (256 tokens, no file needed) or the path of a tokenizer.json'
+        "bytes",
+        '"bytes" (256 tokens, no file needed) or the path of a tokenizer.json; a token folder in '
+        "sources brings its own",
     )
     eos_token: str = setting(
         "",
@@ -74,8 +78,8 @@ class DataConfig:
     )
     eval_fraction: float = setting(
         0.02,
-        "last part of each source that is held out for evaluation (0 = none); ignored when "
-        "eval_sources is set and for CIFAR-10, whose test file is held out",
+        "last part of each source that is held out for evaluation, at least a row (0 = none); "
+        "ignored when eval_sources is set and for CIFAR-10, whose test file is held out",
         ge=0,
         lt=1,
     )
@@ -161,6 +165,8 @@ class DataConfig:
 
 
 def _missing(name: str, source: str) -> str:
+    if problem := url_problem(source):
+        return f"data.{name}: {problem}"
     if (
         source == "stdlib"
         or glob.has_magic(source)
@@ -175,6 +181,29 @@ def _missing(name: str, source: str) -> str:
 
 
 def _holds_weights(source: str) -> bool:
-    """Whether a source is a token folder of records (see `corpus`)."""
-    about = Path(source).expanduser() / "corpus.json"
-    return about.is_file() and '"weights"' in about.read_text()
+    """Whether a source is a token folder of records."""
+    return "weights" in (about_tokens(source) or {})
+
+
+def about_tokens(source: str) -> dict[str, Any] | None:
+    """What a token folder says of itself (see `corpus`); None where a source is none."""
+    path = Path(source).expanduser() / "corpus.json"
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError):  # a broken one is named when it is opened
+        return None
+
+
+def settings_of_tokens(source: str) -> tuple[dict[str, Any], int] | None:
+    """How a token folder was made, as settings of `DataConfig`, and the size of its vocabulary."""
+    about = about_tokens(source)
+    if about is None:
+        return None
+    made_with = about.get("tokenizer", {})
+    file = str(Path(source).expanduser() / "tokenizer.json")
+    settings: dict[str, Any] = {
+        "tokenizer": "bytes" if made_with.get("name") == "bytes" else file,
+        "eos_token": made_with.get("eos_token", ""),
+        **{name: about[name] for name in ("records", "chat_template") if name in about},
+    }
+    return settings, about.get("vocab_size", 0)

@@ -4,18 +4,20 @@ DIR/corpus.json        written last; a folder without it is not a corpus
 DIR/tokens-00000.bin   little-endian uint8, uint16 or uint32
 DIR/weights-00000.bin  uint8, 1 where a token is learned; only where some are not
 DIR/documents.bin      little-endian uint64, where each document ends, in tokens
-DIR/tokenizer.json     the tokenizer, unless it is bytes
+DIR/tokenizer.json     the tokenizer and what lay next to it, unless it is bytes
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import glob
 import hashlib
 import json
 import logging
 import os
 import shutil
+import socket
 import tempfile
 import uuid
 from collections.abc import Callable, Iterable, Iterator
@@ -25,6 +27,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from jaxdist.core.types import ConfigError
+from jaxdist.data.chat import JinjaTemplate, PlainTemplate
 from jaxdist.data.documents import content_digest
 from jaxdist.data.encoding import Encoder
 from jaxdist.data.tokenizer import FileTokenizer, Tokenizer, load_tokenizer
@@ -152,7 +155,9 @@ def _write(
     progress: Progress | None = None,
     shard_tokens: int = SHARD_TOKENS,
 ) -> None:
-    partial = folder.with_name(f".{folder.name}.partial-{uuid.uuid4().hex[:8]}")
+    _remove_abandoned(folder)
+    owner = f"{socket.gethostname()}-{os.getpid()}"
+    partial = folder.with_name(f".{folder.name}.partial-{owner}-{uuid.uuid4().hex[:8]}")
     partial.mkdir()
     try:
         _fill(partial, files, encoder, progress, shard_tokens)
@@ -163,6 +168,14 @@ def _write(
                 raise
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def _remove_abandoned(folder: Path) -> None:
+    """Remove what processes of this host began and did not live to remove: they were killed."""
+    for partial in folder.parent.glob(f".{glob.escape(folder.name)}.partial-*"):
+        host, _, pid = partial.name.partition(".partial-")[2].rpartition("-")[0].rpartition("-")
+        if host == socket.gethostname() and pid.isdecimal() and not Path(f"/proc/{pid}").exists():
+            shutil.rmtree(partial, ignore_errors=True)
 
 
 def cached_corpus(files: list[Path], name: str, encoder: Encoder) -> Corpus:
@@ -251,7 +264,11 @@ def _fill(
         raise ConfigError(f"{names} holds no {what}: nothing to train on. Check the path.")
     (folder / "documents.bin").write_bytes(all_ends.tobytes())
     if isinstance(tokenizer, FileTokenizer):
-        (folder / "tokenizer.json").write_bytes(tokenizer.json)
+        for name, content in tokenizer.files.items():
+            (folder / name).write_bytes(content)
+    template = encoder.template
+    if isinstance(template, JinjaTemplate):
+        (folder / "chat_template.jinja").write_text(template.source)
     digest = hashlib.sha256(f"{FORMAT} {dtype.str} ".encode() + shards.digest.digest())
     digest.update(all_ends.tobytes())
     if encoder.weighted:
@@ -268,6 +285,8 @@ def _fill(
             "end_id": tokenizer.end_id,
             "eos_token": tokenizer.eos_token,
         },
+        "records": encoder.records,
+        "chat_template": "plain" if isinstance(template, PlainTemplate) else "auto",
         "fingerprint": digest.hexdigest()[:32],
         "shards": shards.about,
     }

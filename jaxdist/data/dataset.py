@@ -155,7 +155,8 @@ def _open_text(config: DataConfig, seq_len: int) -> tuple[Dataset, Dataset | Non
     held = 0.0 if config.eval_sources else config.eval_fraction
     opened = [_open_corpus(source, encoder) for source in config.sources]
     others = [_open_corpus(source, encoder) for source in config.eval_sources]
-    _check_tokenizers([*config.sources, *config.eval_sources], [*opened, *others])
+    sources = [*config.sources, *config.eval_sources]
+    _check_tokenizers(encoder.tokenizer, sources, [*opened, *others])
     packing = _packing(config, [*opened, *others], seq_len)
     train, rest = [], []
     for source, corpus in zip(config.sources, opened, strict=True):
@@ -240,14 +241,18 @@ def _open_corpus(source: str, encoder: Encoder) -> Corpus:
     return cached_corpus(files, source, encoder)
 
 
-def _check_tokenizers(sources: list[str], corpora: list[Corpus]) -> None:
-    names = {corpus.tokenizer.fingerprint: corpus.tokenizer.name for corpus in corpora}
-    if len(names) > 1:
-        pairs = "; ".join(f"{s}: {c.tokenizer.name}" for s, c in zip(sources, corpora, strict=True))
-        raise ConfigError(
-            f"sources were tokenised in different ways ({pairs}): their token numbers mean "
-            "different things. Set data.tokenizer to the one of the token folder."
-        )
+def _check_tokenizers(tokenizer: Tokenizer, sources: list[str], corpora: list[Corpus]) -> None:
+    """Refuse token folders that were made with another tokenizer than the run's."""
+    problems = [
+        f"{source!r} was made with tokenizer {made.name!r} (end token {made.end_id}), and "
+        f"data.tokenizer is {tokenizer.name!r} (end token {tokenizer.end_id}): the same token "
+        f"numbers mean different things. Set data.tokenizer={made.name!r}, or leave data.tokenizer "
+        "and data.eos_token out."
+        for source, corpus in zip(sources, corpora, strict=True)
+        if (made := corpus.tokenizer).fingerprint != tokenizer.fingerprint
+    ]
+    if problems:
+        raise ConfigError(problems)
 
 
 def _with_rows(

@@ -17,9 +17,17 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from jaxdist.core.types import ConfigError
+from jaxdist.runtime.storage import url_problem
 
 PIECE_BYTES = 4 << 20
 """Longest piece of a text that is tokenised at once; cut at line ends where tokens break too."""
+
+LINE_BYTES = 64 << 20
+"""Longest line of JSON."""
+
+_EXPANSION, _EXPANSION_FROM = 200, 64 << 20
+"""A compressed file that becomes so many times larger, counted from so many bytes on, is no text:
+prose is compressed 3 to 10 times, the most repetitive logs below 100 times."""
 
 _NOT_LIBRARY = {
     "__pycache__", "dist-packages", "ensurepip", "idle_test", "idlelib", "lib-dynload", "lib2to3",
@@ -89,6 +97,8 @@ def find_files(source: str) -> list[Path]:
     Raises:
         ConfigError: nothing there, or a folder that mixes text with JSON lines or Parquet.
     """
+    if problem := url_problem(source):
+        raise ConfigError([f"data source {problem}"])
     if source == "stdlib":
         return library_files()
     path = Path(source).expanduser()
@@ -202,7 +212,29 @@ def _decompressed(path: Path, raw: BinaryIO) -> Any:
         return raw
     import pyarrow as pa
 
-    return io.BufferedReader(pa.input_stream(raw, compression=kind))
+    return io.BufferedReader(_Expanded(path, pa.input_stream(raw, compression=kind), raw))
+
+
+class _Expanded(io.RawIOBase):
+    """The decompressed bytes of a file, refused where they outgrow what is stored."""
+
+    def __init__(self, path: Path, stream: Any, stored: BinaryIO) -> None:
+        self._path, self._stream, self._stored, self._count = path, stream, stored, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        count = int(self._stream.readinto(buffer))
+        self._count += count
+        if self._count > max(_EXPANSION_FROM, _EXPANSION * self._stored.tell()):
+            raise ConfigError(
+                [
+                    f"{str(self._path)!r} grows more than {_EXPANSION} times when it is "
+                    "decompressed: this is no text. Decompress it yourself if it is."
+                ]
+            )
+        return count
 
 
 def _decode(path: Path, data: bytes, start: int, line: int | None = None) -> str:
@@ -272,16 +304,29 @@ def _other_kind(record: Any) -> str:
 
 def _json_lines(path: Path, stream: BinaryIO) -> Iterator[tuple[int, Any]]:
     """Line number (from 1) and value of each line that is not blank."""
-    for number, data in enumerate(stream, start=1):
+    for number, data in enumerate(iter(lambda: stream.readline(LINE_BYTES + 1), b""), start=1):
+        if len(data) > LINE_BYTES:
+            raise ConfigError(
+                [f"{path}:{number} is longer than {LINE_BYTES >> 20} MiB. Cut or remove the line."]
+            )
         line = _decode(path, data, 0, number)
         if not line.strip():
             continue
         try:
-            yield number, json.loads(line)
-        except ValueError as error:
+            value = json.loads(line)
+            if "\\ud" in line.lower():  # half of a character that JSON writes as two
+                json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            half = ord(error.object[error.start])
+            raise ConfigError(
+                f"{path}:{number} holds half a character (\\u{half:x} alone), which no text can. "
+                "Repair or remove the line."
+            ) from None
+        except (ValueError, RecursionError) as error:
             raise ConfigError(
                 f"{path}:{number} is not JSON ({error}). Repair or remove the line."
             ) from None
+        yield number, value
 
 
 def _parquet_rows(path: Path, columns: list[str], fix: str, *, texts: bool) -> Iterator[Record]:

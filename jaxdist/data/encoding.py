@@ -55,9 +55,13 @@ class TextEncoder:
         tokenizer: what it uses.
         weighted: whether chunks have weights.
         identity: JSON that changes whenever the same files could become other tokens.
+        records: what is read.
+        template: how conversations are written down; None for anything else.
     """
 
     weighted = False
+    records: RecordKind = "text"
+    template: ChatTemplate | None = None
 
     def __init__(self, tokenizer: Tokenizer, text_field: str):
         self.tokenizer, self._text_field = tokenizer, text_field
@@ -99,7 +103,8 @@ class RecordEncoder:
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None):
         """Without a template: prompt and completion."""
-        self.tokenizer, self._template = tokenizer, template
+        self.tokenizer, self.template = tokenizer, template
+        self.records: RecordKind = "completion" if template is None else "chat"
         kind = template.fingerprint if template is not None else "completion-1"
         self.identity = [tokenizer.fingerprint, kind]
 
@@ -114,13 +119,13 @@ class RecordEncoder:
             )
 
     def _documents(self, path: Path) -> Iterator[tuple[Weighted, int, int]]:
-        columns = ["prompt", "completion"] if self._template is None else ["messages"]
+        columns = ["prompt", "completion"] if self.template is None else ["messages"]
         for record in read_records(path, columns):
             try:
-                if self._template is None:
+                if self.template is None:
                     document = encode_completion(record.value, self.tokenizer)
                 else:
-                    document = self._template.encode(checked_messages(record.value))
+                    document = self.template.encode(checked_messages(record.value))
             except BadRecord as error:
                 raise ConfigError(f"{record.place} {error}") from None
             yield document, len(document.tokens), record.position

@@ -251,9 +251,11 @@ def split_text(
     """Rows to train on and rows held out: the last part `held` of the corpus, never overlapping.
 
     The stream is split between two tokens; packed documents between two documents, unless there
-    is only one.
+    is only one. A short text gives at least one row to hold out, where one is left to train on.
     """
     cut = round(corpus.num_tokens * (1 - held))
+    if held and corpus.num_tokens >= 2 * (seq_len + 1):
+        cut = min(cut, corpus.num_tokens - (seq_len + 1))
     if packing != "stream" and held and corpus.num_documents > 1:
         document = int(np.searchsorted(corpus.document_ends, cut, side="left"))
         cut = int(corpus.document_ends[min(document, corpus.num_documents - 2)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -12,7 +13,19 @@ import numpy as np
 from jaxdist.core.types import ConfigError
 
 END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
-"""How published tokenizers spell the end of a text; the first that exists is used."""
+"""How published tokenizers spell the end of a text, for those whose files do not say it."""
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "special_tokens_map.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "generation_config.json",
+)
+"""What belongs to a tokenizer; wherever it is copied, those that there are go with it."""
 
 
 class ByteTokenizer:
@@ -23,6 +36,8 @@ class ByteTokenizer:
         eos_token: the end token that the user asked for; "" = the tokenizer's own.
         vocab_size: one more than the largest token number.
         end_id: token put after each document, or None.
+        bos_id: token that begins a text, or None; for models that are exported.
+        stop_ids: tokens at which generation stops.
         fingerprint: changes whenever the same text could become other tokens.
     """
 
@@ -30,6 +45,8 @@ class ByteTokenizer:
     eos_token = ""
     vocab_size = 256
     end_id: int | None = 0
+    bos_id: int | None = None
+    stop_ids = frozenset({0})
     fingerprint = "bytes-end0"
 
     def encode(self, text: str) -> np.ndarray:
@@ -40,28 +57,35 @@ class ByteTokenizer:
         """`encode` of each text: one array [n] per text."""
         return [self.encode(text) for text in texts]
 
-    def decode(self, tokens: Iterable[int]) -> str:
-        """The text of tokens; bytes that are not UTF-8 become U+FFFD."""
-        return bytes(t for t in (int(t) for t in tokens) if 0 < t < 256).decode("utf-8", "replace")
+    def decode(self, tokens: Iterable[int], *, show_special: bool = False) -> str:
+        """The text of tokens; bytes that are not UTF-8 become U+FFFD, a shown end U+2400."""
+        text = bytes(t for t in map(int, tokens) if t < 256).decode("utf-8", "replace")
+        return text.replace("\0", "\u2400" if show_special else "")
 
 
 class FileTokenizer:
     """A Hugging Face `tokenizer.json`, used without its special-token template.
 
-    It has the attributes of `ByteTokenizer`, and `json`, the file's bytes.
+    The files next to it say which token ends a text: `tokenizer_config.json`, then
+    `generation_config.json` or `config.json`, then one of `END_TOKENS`. Generation stops at each
+    token that one of the first three names.
+
+    Attributes, with those of `ByteTokenizer`:
+        files: name -> content of the file and of those next to it.
+        settings: what `tokenizer_config.json` holds.
     """
 
     def __init__(self, path: str | Path, eos_token: str = ""):
-        """Read the file.
+        """Read the files.
 
         Raises:
-            ConfigError: the file is missing or broken, or has no `eos_token`.
+            ConfigError: a file is missing or broken, or has no `eos_token`.
         """
         import tokenizers
 
         try:
-            self.json = Path(path).read_bytes()
-            self._inner: Any = tokenizers.Tokenizer.from_str(self.json.decode("utf-8"))
+            content = Path(path).read_bytes()
+            self._inner: Any = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
         except OSError as error:
             raise ConfigError(
                 f"tokenizer {str(path)!r} cannot be read: {error.strerror}. Check the path."
@@ -75,20 +99,32 @@ class FileTokenizer:
         self._inner.no_truncation()
         self._inner.no_padding()
         vocab = self._inner.get_vocab(with_added_tokens=True)
+        if not vocab:
+            raise ConfigError(f"tokenizer {str(path)!r} has no tokens. Use that of a model.")
         if eos_token and eos_token not in vocab:
             known = [name for name in END_TOKENS if name in vocab] or "none of the usual ones"
             raise ConfigError(
                 f"data.eos_token={eos_token!r} is not a token of {str(path)!r} (it has: "
                 f"{known}). Use one of its tokens, or leave eos_token empty."
             )
-        candidates = [eos_token] if eos_token else END_TOKENS
+        self.files = {**tokenizer_files(Path(path).parent), "tokenizer.json": content}
+        self.settings = _table(self.files, "tokenizer_config.json", path)
+        generation = _table(self.files, "generation_config.json", path)
+        named = token_texts(self.settings)
+        stated = [id for id in _ids(generation, "eos_token_id") if id <= max(vocab.values())]
+        texts = [eos_token] if eos_token else [named.get("eos_token", "")]
+        ends = [vocab[text] for text in texts if text in vocab] + stated
+        ends = ends or [vocab[text] for text in END_TOKENS if text in vocab][:1]
+        begins = [vocab[t] for k, t in named.items() if k == "bos_token" and t in vocab]
         self.name = str(path)
         self.eos_token = eos_token
         self.vocab_size = max(vocab.values()) + 1
         added = self._inner.get_added_tokens_decoder()
         self._special = np.array([id for id, token in added.items() if token.special], np.uint32)
-        self.end_id = next((vocab[name] for name in candidates if name in vocab), None)
-        digest = hashlib.sha256(self.json).hexdigest()[:16]
+        self.end_id = next(iter(ends), None)
+        self.stop_ids = frozenset(ends)
+        self.bos_id = next(iter([*begins, *_ids(generation, "bos_token_id")]), None)
+        digest = hashlib.sha256(content).hexdigest()[:16]
         self.fingerprint = f"file-{digest}-end{self.end_id}"
 
     def encode(self, text: str) -> np.ndarray:
@@ -107,9 +143,9 @@ class FileTokenizer:
         offsets = np.asarray(encoded.offsets, np.int64).reshape(-1, 2)
         return tokens, offsets, np.isin(tokens, self._special)
 
-    def decode(self, tokens: Iterable[int]) -> str:
-        """The text of tokens, special tokens left out."""
-        return self._inner.decode([int(t) for t in tokens], skip_special_tokens=True)
+    def decode(self, tokens: Iterable[int], *, show_special: bool = False) -> str:
+        """The text of tokens; special ones only with `show_special`."""
+        return self._inner.decode([int(t) for t in tokens], skip_special_tokens=not show_special)
 
 
 Tokenizer: TypeAlias = ByteTokenizer | FileTokenizer
@@ -129,6 +165,46 @@ def load_tokenizer(name: str, eos_token: str = "") -> Tokenizer:
             "byte 0. Leave eos_token empty."
         )
     return ByteTokenizer()
+
+
+def tokenizer_files(folder: Path) -> dict[str, bytes]:
+    """Name -> content of a tokenizer's files.
+
+    What only the model's `config.json` says of its end is told as a `generation_config.json`.
+    """
+    there = [name for name in TOKENIZER_FILES if (folder / name).is_file()]
+    files = {name: (folder / name).read_bytes() for name in there}
+    if "generation_config.json" not in files and (folder / "config.json").is_file():
+        told = _table({"config.json": (folder / "config.json").read_bytes()}, "config.json", folder)
+        ids = {key: told[key] for key in ("bos_token_id", "eos_token_id") if _ids(told, key)}
+        if ids:
+            files["generation_config.json"] = json.dumps(ids).encode()
+    return files
+
+
+def token_texts(settings: dict[str, Any]) -> dict[str, str]:
+    """`bos_token` and the like of a `tokenizer_config.json`, written as a text or as an object."""
+    tokens = {key: value for key, value in settings.items() if key.endswith("_token")}
+    texts = {k: v.get("content") if isinstance(v, dict) else v for k, v in tokens.items()}
+    return {key: text for key, text in texts.items() if isinstance(text, str) and text}
+
+
+def _table(files: dict[str, bytes], name: str, path: str | Path) -> dict[str, Any]:
+    try:
+        found = json.loads(files.get(name, b"{}"))
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(
+            [f"{name} next to {str(path)!r} is not JSON ({error}). Copy it again."]
+        ) from None
+    return found if isinstance(found, dict) else {}
+
+
+def _ids(table: dict[str, Any], key: str) -> list[int]:
+    """Token numbers, stated as one or as several."""
+    value = table.get(key)
+    return [
+        id for id in (value if isinstance(value, list) else [value]) if type(id) is int and id >= 0
+    ]
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, path: str | Path) -> None:

@@ -62,6 +62,6 @@ def _build_custom(config: CustomConfig, *, seq_len: int) -> Model:
     if not isinstance(model, Model):
         raise ConfigError(
             f"model.factory={config.factory!r} returned {type(model).__name__}, "
-            "not a jaxdist.core.types.Model. Build the record as in examples/custom_model.py."
+            "not a jaxdist.core.types.Model. Build the record as in jaxdist/models/example.py."
         )
     return model

@@ -76,7 +76,10 @@ class DecoderConfig:
         0.0, "share of attention probabilities dropped (GPT-2 0.1)", ge=0, lt=1
     )
     init_std: float = setting(
-        0.02, "standard deviation of weights; output products get it over sqrt(2 num_layers)", gt=0
+        0.02,
+        "standard deviation of weights; output products get it over sqrt(2 num_layers)",
+        gt=0,
+        le=100,
     )
     attention: Literal["auto", "xla", "cudnn"] = setting(
         "auto", "attention kernel; auto = cuDNN on GPUs where it can honour the mask, else XLA"

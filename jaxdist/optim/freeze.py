@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-import optax
 
 from jaxdist.core.types import Params
 from jaxdist.optim.config import OptimConfig
@@ -40,19 +39,6 @@ def frozen_problems(config: OptimConfig, axes: Params) -> list[str]:
     if all(is_frozen(config, name) for name in names):
         found.append(f"optim.freeze={config.freeze} leaves nothing to train. Take a part out.")
     return found
-
-
-def without_frozen_leaves(axes: Params, frozen: Params) -> Params:
-    """The tree that `without_frozen` shows its rule: holes where leaves are frozen."""
-    return jax.tree.map(lambda dims, hole: optax.MaskedNode() if hole else dims, axes, frozen)
-
-
-def without_frozen(
-    rule: optax.GradientTransformation, frozen: Params
-) -> optax.GradientTransformation:
-    """The rule for the other leaves, and no update for these; they have no moments."""
-    moving = jax.tree.map(lambda hole: not hole, frozen)
-    return optax.chain(optax.masked(rule, moving), optax.masked(optax.set_to_zero(), frozen))
 
 
 def _plain(part: str) -> str:

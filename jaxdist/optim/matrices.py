@@ -29,21 +29,17 @@ class Sides:
 
 def sides_of(axes: Params) -> Params:
     """Tree of `Sides` like `axes`; leaves named `...bias` or `...scale` are vectors."""
-
-    def of_leaf(path: Any, dims: Dims) -> Sides:
-        name = jax.tree_util.keystr(path[-1:], simple=True)
-        return sides_of_leaf(dims, is_vector=name.endswith(("bias", "scale")))
-
-    return jax.tree_util.tree_map_with_path(of_leaf, axes)
+    return jax.tree_util.tree_map_with_path(_sides, axes)
 
 
-def sides_of_leaf(dims: Dims, is_vector: bool) -> Sides:
+def _sides(path: Any, dims: Dims) -> Sides:
     """How an array is a matrix or a vector, or a stack of them.
 
     A row side that begins with `d_model` is that alone, else it is all but the last dim (`head_dim`
     belongs to the dim before it). A dim without a name on the column side holds fused projections
     (query, key, value; gate, up): a matrix of its own for each.
     """
+    is_vector = jax.tree_util.keystr(path[-1:], simple=True).endswith(("bias", "scale"))
     stacked = [i for i, name in enumerate(dims) if name == "layers"]
     rest = [i for i, name in enumerate(dims) if name != "layers"]
     if is_vector or len(rest) < 2:

@@ -12,7 +12,7 @@ from optax.contrib import MuonDimensionNumbers, scale_by_muon
 from jaxdist.core.types import Array, Dims, Params
 from jaxdist.optim.adafactor import FactoredState, absent, adafactor, factored_axes
 from jaxdist.optim.config import OptimConfig
-from jaxdist.optim.freeze import frozen_leaves, without_frozen, without_frozen_leaves
+from jaxdist.optim.freeze import frozen_leaves
 from jaxdist.optim.matrices import Sides, sides_of
 
 _ADAM_RMS = 0.2
@@ -34,9 +34,12 @@ def make_optimizer(config: OptimConfig, axes: Params) -> optax.GradientTransform
     """
     if not config.freeze:
         return _chain(config, axes)
+    # The rule sees holes where leaves are frozen: they have no moments, and their update is 0.
     frozen = frozen_leaves(config, axes)
-    rule = _chain(config, without_frozen_leaves(axes, frozen))
-    return _without_holes(without_frozen(rule, frozen))
+    moving = jax.tree.map(lambda hole: not hole, frozen)
+    holed = jax.tree.map(lambda dims, hole: optax.MaskedNode() if hole else dims, axes, frozen)
+    rule = optax.masked(_chain(config, holed), moving)
+    return _without_holes(optax.chain(rule, optax.masked(optax.set_to_zero(), frozen)))
 
 
 def _chain(config: OptimConfig, axes: Params) -> optax.GradientTransformation:

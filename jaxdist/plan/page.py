@@ -109,7 +109,8 @@ def _costs(plan: Plan) -> list[str]:
             title,
             [charts.Line("on demand", charts.COLOURS[0], points, dots=True)],
             x_label="GPUs",
-            log=True,
+            log_x=True,
+            log_y=True,
         )
         for title, points in curves
     ]

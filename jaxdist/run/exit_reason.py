@@ -13,10 +13,9 @@ class ExitReason(enum.StrEnum):
     """Every reason that a run writes, with the exit code of the process next to it."""
 
     FINISHED = "finished"  # 0: all steps are done, and the last state is saved where asked
-    PREEMPTED = "preempted"  # 75: asked to leave, and did so after a committed save
+    PREEMPTED = "preempted"  # 75: asked to leave (Ctrl-C too), and did so after a save
     NONFINITE_LOSS = "nonfinite_loss"  # 1: NaN or Inf, under resilience.nonfinite_policy
     LOSS_SPIKE = "loss_spike"  # 1: under resilience.spike_policy
     SDC = "sdc"  # 85: silent data corruption, under resilience.sdc_policy
     CHECKPOINT_FAILURE = "checkpoint_failure"  # 1: the last save was not committed
-    INTERRUPTED = "interrupted"  # 130: Ctrl-C
     ERROR = "error"  # 1, or 2 for a refused setting: any other exception

@@ -11,6 +11,7 @@ import json
 import logging
 import math
 import os
+import tempfile
 from collections.abc import Mapping
 from typing import Any
 
@@ -113,11 +114,24 @@ class RecordWriter:
             self._file.close()
         except OSError as failure:
             logger.warning(
-                "%s: %d records were lost (%s)",
+                "%s cannot be written (%s): its last %d records are %s",
                 self._path,
-                self._file.pending.count(b"\n"),
                 failure.strerror,
+                self._file.pending.count(b"\n"),
+                _set_aside(self._file.pending),
             )
+
+
+def _set_aside(records: bytes) -> str:
+    """Write records to the temporary folder, which may have room; says where they are."""
+    try:
+        with tempfile.NamedTemporaryFile(
+            prefix="jaxdist-metrics-", suffix=".jsonl", delete=False
+        ) as file:
+            file.write(records)
+    except OSError as failure:
+        return f"lost ({failure.strerror} in the temporary folder too)"
+    return f"in {file.name}: append it to metrics.jsonl"
 
 
 def read_records(path: str | os.PathLike[str]) -> list[Record]:

@@ -13,6 +13,9 @@ from jaxdist.run.metrics_log import RecordWriter, decode, encode
 from jaxdist.runtime import coordination
 from jaxdist.runtime.storage import Location, locate
 
+_OF_A_START = ("resume", "run_dir", "force", "replay", "simulate")
+"""Settings that say how to start, and nothing about what is trained."""
+
 
 class RunDirectory:
     """The files of one run. Only process 0 writes them, but for each process's log and arrays.
@@ -95,7 +98,10 @@ class RunDirectory:
         return self.logs / f"process-{process_id}.log"
 
     def write_config(self, text: str) -> list[str]:
-        """Write config.toml; return what differs from the config that was there, one line each."""
+        """Write config.toml; return what differs from the config that was there, one line each.
+
+        How this start was asked for (`_OF_A_START`) is no change of the run.
+        """
         if not self.is_writer:
             return []
         new = flatten(tomllib.loads(text))
@@ -104,7 +110,7 @@ class RunDirectory:
         return [
             f"{key}: {old.get(key, 'not set')} -> {new.get(key, 'not set')}"
             for key in sorted(old.keys() | new.keys())
-            if old.get(key) != new.get(key)
+            if old.get(key) != new.get(key) and key not in _OF_A_START
         ]
 
     def write_environment(self, record: Mapping[str, Any]) -> None:

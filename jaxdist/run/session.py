@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import shlex
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,7 +18,7 @@ from jaxdist import runtime
 from jaxdist.checkpoint import Checkpointer, Due
 from jaxdist.core.step import Metrics
 from jaxdist.core.types import Batch
-from jaxdist.data import Dataset, Loader, TrainData
+from jaxdist.data import DataConfig, Dataset, Loader, TrainData
 from jaxdist.plan.estimate.memory_check import Budget
 from jaxdist.run.evaluation_loop import evaluate
 from jaxdist.run.exit_reason import ExitReason
@@ -33,6 +34,9 @@ from jaxdist.run.startup import Samples, announce, restore_or_init
 from jaxdist.run.step_report import StepReporter
 
 log = logging.getLogger("jaxdist")
+
+_OPENING_TOKENS = 32
+"""Tokens of the first row that may become the prompt of a closing line."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -256,7 +260,7 @@ class Session:
     def leave(self) -> int:
         """Commit a checkpoint; returns the exit code that asks for a restart."""
         self.save({}, force=True)
-        again = [f"python -m jaxdist.train --resume {self.run.path}"]
+        again = [f"python -m jaxdist.train --resume {shlex.quote(str(self.run.path))}"]
         return self._end(ExitReason.PREEMPTED, runtime.EXIT_PREEMPTED, again)
 
     def finish(self) -> int:
@@ -264,9 +268,11 @@ class Session:
         evaluated = self.evaluate(self.config.eval.final_max_batches)
         if self.step not in self.checkpointer.steps():
             self.save(evaluated, force=True)
-        then = [f"tensorboard --logdir {self.run.tensorboard}"]
+        run = shlex.quote(str(self.run.path))
+        then = [f"python -m jaxdist.report {run} --html {run}/report.html"]
         if self.parts.model.decoding is not None:
-            then.insert(0, f"python -m jaxdist.generate {self.run.path} --prompt 'def '")
+            asks = first_request(self.config.data, self.train_data)
+            then.insert(0, f"python -m jaxdist.generate {run} {asks}".rstrip())
         return self._end(ExitReason.FINISHED, runtime.EXIT_OK, then)
 
     def _end(self, reason: ExitReason, code: int, next_commands: list[str]) -> int:
@@ -280,7 +286,7 @@ class Session:
         self.monitor.summary(
             reason if committed else ExitReason.CHECKPOINT_FAILURE,
             checkpoint=str(checkpoint) if committed else "",
-            next_commands=next_commands,
+            next_commands=next_commands if committed else [],
         )
         return code if committed else runtime.EXIT_FAILURE
 
@@ -295,3 +301,16 @@ class Session:
             log.warning("%s", warning)
         if not self.config.force:
             budget.check_executable(stats)
+
+
+def first_request(data: DataConfig, rows: TrainData) -> str:
+    """Flags of `generate` that ask a model for what it was trained on."""
+    if data.records == "chat":
+        return "--chat"
+    if data.sources == ["stdlib"]:
+        return "--prompt 'def '"
+    if not isinstance(rows, Dataset) or rows.tokenizer is None or rows.identity["kind"] != "text":
+        return ""
+    text = rows.tokenizer.decode(rows[0]["tokens"][:_OPENING_TOKENS])
+    words = next((line.split() for line in text.splitlines() if line.strip()), [])
+    return f"--prompt {shlex.quote(' '.join(words[:4]))}" if words else ""

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxdist import optim
 from jaxdist.checkpoint import Checkpointer
@@ -171,13 +172,28 @@ class Parts:
         """
         target = self.abstract_state().params if target is None else target
         if is_model(path):
-            return load_params(
+            params = load_params(
                 Path(path).expanduser(), target, fresh=in_params(fresh), unused=in_params(unused)
             )
-        name = Path(path).name
-        reader = Checkpointer(directory_of(path), self.config.checkpoint, read_only=True)
-        step = int(name) if name.isdecimal() else None
-        return reader.restore_params(target, step, fresh=fresh, unused=unused)
+        else:
+            name = Path(path).name
+            reader = Checkpointer(directory_of(path), self.config.checkpoint, read_only=True)
+            step = int(name) if name.isdecimal() else None
+            params = reader.restore_params(target, step, fresh=fresh, unused=unused)
+        _check_finite(params, path)
+        return params
+
+
+def _check_finite(params: Params, path: str) -> None:
+    """Refuse weights with NaN or Inf: every loss would be NaN, and every step be skipped."""
+    finite = jax.jit(lambda tree: jax.tree.map(lambda x: jnp.all(jnp.isfinite(x)), tree))(params)
+    found = jax.tree_util.tree_leaves_with_path(jax.device_get(finite))
+    names = ["/".join(key.key for key in place) for place, is_finite in found if not is_finite]
+    if names:
+        raise ConfigError(
+            f"weights of {path}: {', '.join(names[:8])}{' ...' if len(names) > 8 else ''} hold NaN "
+            "or Inf. Use weights that were saved before they did, or name them in --reinit-params."
+        )
 
 
 def assemble(

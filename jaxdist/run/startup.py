@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from typing import TypeAlias
+import tomllib
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+import jax.numpy as jnp
 
 from jaxdist.checkpoint import Checkpointer
 from jaxdist.config import RunConfig
@@ -12,13 +16,17 @@ from jaxdist.core.parallel.pipeline.config import describe
 from jaxdist.core.state import TrainState
 from jaxdist.core.step import has_replica_norms
 from jaxdist.data import Loader, Position, TrainData, resume_position
+from jaxdist.optim import OptimConfig, make_schedule
 from jaxdist.plan.estimate.memory_check import Budget
 from jaxdist.run.monitoring.monitor import Monitor
 from jaxdist.run.resilience.anomalies import LossGuard
 from jaxdist.run.run_directory import RunDirectory, new_run_path
 from jaxdist.run.setup import Parts
+from jaxdist.runtime.storage import locate
 
 log = logging.getLogger("jaxdist")
+
+_SAME_RATE = 1.05  # a rate that rises by less is the schedule's rounding
 
 Samples: TypeAlias = tuple[tuple[int, int], ...]
 """Ranges [first, end) of samples."""
@@ -28,7 +36,9 @@ def open_run_directory(config: RunConfig, process_id: int) -> RunDirectory:
     """The run directory that the settings name: a new one, or one to resume in."""
     path = config.run_dir
     if config.resume not in ("auto", "never"):
-        path = str(RunDirectory.existing(config.resume).path)
+        path = config.resume
+        if not (locate(path) / "config.toml").exists():  # a converted run has no metrics yet
+            path = str(RunDirectory.existing(path).path)
     return RunDirectory.open(
         path or new_run_path(config.name),
         process_id=process_id,
@@ -68,11 +78,41 @@ def restore_or_init(
             meta["data"], dataset, seed=config.seed, on_change=config.data.on_change
         )
         losses = meta.get("guard", [])
+        if warning := _raised_rate(parts, tomllib.loads(meta.get("config", "")), step):
+            log.warning("%s", warning)
         log.info("resumed from step %d of %s", step, run.path)
     guard.restore(losses)
     if left_out is not None:
         position = dataclasses.replace(position, left_out=left_out)
     return state, step, parts.open_loader(dataset, position)
+
+
+def _raised_rate(parts: Parts, stored: Mapping[str, Any], step: int) -> str:
+    """A warning where the schedule of a longer run goes back up; "" where it does not.
+
+    Args:
+        parts: of the run as it goes on.
+        stored: the settings it had, from its checkpoint.
+        step: steps done.
+    """
+    total, batch = (stored.get("train", {}).get(key) for key in ("steps", "global_batch_size"))
+    now = parts.config
+    if not step or not total or not batch or total == now.train.steps:
+        return ""
+    before = OptimConfig(**stored["optim"])
+    was = float(
+        make_schedule(before, total_steps=total, global_batch_size=batch)(jnp.int32(step - 1))
+    )
+    rate = float(parts.schedule(jnp.int32(step)))
+    if step <= now.optim.warmup_steps or rate <= was * _SAME_RATE:
+        return ""
+    keep = f"set --optim.decay-steps {max(1, total - now.optim.warmup_steps)}"
+    if now.optim.schedule == "wsd":
+        keep = "resume from a checkpoint before the decay"
+    return (
+        f"train.steps {total} -> {now.train.steps} stretches the {now.optim.schedule} schedule: "
+        f"the learning rate goes back up from {was:.2e} to {rate:.2e}. To avoid that, {keep}."
+    )
 
 
 def announce(parts: Parts, monitor: Monitor, budget: Budget | None) -> None:

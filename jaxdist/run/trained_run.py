@@ -34,11 +34,17 @@ class TrainedRun:
             self.path / "checkpoints", self.parts.config.checkpoint, read_only=True
         )
         chosen = checkpointer.choose() if step is None else step
-        if chosen is None or chosen not in checkpointer.steps():
-            there = ", ".join(map(str, checkpointer.steps())) or "none"
+        steps = checkpointer.steps()
+        if not steps:
             raise ConfigError(
-                f"run {self.path} has no checkpoint {step or ''}, it has: {there}. "
-                "Name one of these, or leave --step out for the newest."
+                f"run {self.path} has no checkpoint: it was not trained far enough to save one. "
+                f"Continue it: python -m jaxdist.train --resume {self.path}."
+            )
+        if chosen not in steps:
+            there = ", ".join(map(str, steps))
+            raise ConfigError(
+                f"run {self.path} has no valid checkpoint {'' if step is None else step}, it has: "
+                f"{there}. Name one of these, or leave --step out for the newest."
             )
         target = self.parts.abstract_state().params
         return checkpointer.restore_params(target, chosen), chosen

@@ -7,6 +7,7 @@ import hashlib
 import logging
 import os
 import platform
+import stat
 from pathlib import Path
 
 from jaxdist.core.settings import ConfigError
@@ -93,11 +94,12 @@ def setup_compilation_cache(directory: str | os.PathLike[str] | None = None) -> 
     folder = Path(chosen).expanduser() / _machine()
     with contextlib.suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
-    if not os.access(folder, os.W_OK):
+    if reason := _unsafe(folder):
         log.warning(
-            "compile cache %s is not writable: programs are compiled again each time. "
+            "compile cache %s %s: programs are compiled again each time. "
             "Set runtime.compilation_cache_dir or JAXDIST_CACHE to another folder, or to off.",
             folder,
+            reason,
         )
         jax.config.update("jax_enable_compilation_cache", False)
         return None
@@ -106,6 +108,23 @@ def setup_compilation_cache(directory: str | os.PathLike[str] | None = None) -> 
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
     return folder
+
+
+_TRUSTED = (0,)  # users whose programs everybody runs: root
+
+
+def _unsafe(folder: Path) -> str:
+    """Why programs from this folder should not run as this user; "" if they may."""
+    if not os.access(folder, os.W_OK):
+        return "is not writable"
+    for path in (folder, folder.parent):
+        found = path.stat()
+        is_sticky_parent = path is not folder and found.st_mode & stat.S_ISVTX  # as /tmp
+        if found.st_uid not in (os.geteuid(), *_TRUSTED):
+            return f"belongs to another user ({path})"
+        if found.st_mode & stat.S_IWOTH and not is_sticky_parent:
+            return f"can be written by every user ({path})"
+    return ""
 
 
 def _default_cache() -> str:

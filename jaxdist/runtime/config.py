@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Literal
 
 from jaxdist.core.settings import setting
@@ -58,4 +59,5 @@ class RuntimeConfig:
 def is_address(text: str) -> bool:
     """Whether a text is host:port."""
     host, colon, port = text.rpartition(":")
-    return bool(host and colon) and port.isdigit() and 1 <= int(port) <= 65535
+    is_number = re.fullmatch("[0-9]{1,5}", port) is not None
+    return bool(host and colon) and is_number and 1 <= int(port) <= 65535

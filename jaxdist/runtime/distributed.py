@@ -362,7 +362,7 @@ def _check_devices(everyone: list[dict[str, Any]]) -> None:
     places = [f"process {i} on {said['rows'][0]['host']}" for i, said in enumerate(everyone)]
     problems = [
         f"{place} was given {len(said['expected'])} GPU(s) but jax sees only the CPU. "
-        "Install jaxdist[cuda13] there, or set JAX_PLATFORMS=cpu to mean it."
+        "Install the extra `cuda13` there, or set JAX_PLATFORMS=cpu to mean it."
         for said, place in zip(everyone, places, strict=True)
         if said["platform"] == "cpu" and said["expected"] and len(everyone) > 1
     ]

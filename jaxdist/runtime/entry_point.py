@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import faulthandler
 import logging
 import os
+import select
 import signal
 import socket
 import sys
@@ -21,7 +23,9 @@ from jaxdist.runtime.storage import locate
 EXIT_OK = 0  # finished
 EXIT_FAILURE = 1  # anything that has no code of its own
 EXIT_CONFIG = 2  # bad usage or configuration: a restart cannot help
-EXIT_PREEMPTED = 75  # after a committed save, or too few hosts for an elastic job: start it again
+EXIT_PREEMPTED = (
+    75  # saved, or asked to stop before all had joined, or too few hosts: start it again
+)
 EXIT_SDC = 85  # silent data corruption: devices hold different bits of one value, test them
 EXIT_HANG = 86  # the watchdog ended a process that made no progress
 EXIT_INTERRUPTED = 130  # from the keyboard
@@ -77,18 +81,32 @@ def run_command(main: Callable[[], int | None]) -> NoReturn:
         code = main() or EXIT_OK
         line = f"exit code {code}"
     except KeyboardInterrupt:
-        print(
-            "\ninterrupted: what was saved stays, and --resume auto goes on from it",
-            file=sys.stderr,
-        )
+        print("\ninterrupted", file=sys.stderr)
         code, line = EXIT_INTERRUPTED, "interrupted from the keyboard"
     except SystemExit as leaving:
         code = _system_exit_code(leaving)
         line = f"exit code {code}"
     except BaseException as error:
-        code = _report(error)
+        if isinstance(error, BrokenPipeError) and _stdout_is_closed():  # `... | head`
+            code = 128 + signal.SIGPIPE
+        else:
+            code = _report(error)
         line = _first_line(error)
+    _stdout_is_closed()
     _leave(code, line)
+
+
+def _stdout_is_closed() -> bool:
+    """Whether nobody reads stdout any more; what is left for it goes nowhere, without an error."""
+    try:
+        poll = select.poll()
+        poll.register(sys.stdout.fileno(), select.POLLERR)  # of a pipe: its reader is gone
+        if not poll.poll(0):
+            return False
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (OSError, ValueError):  # no stdout at all
+        return False
+    return True
 
 
 def _system_exit_code(leaving: SystemExit) -> int:
@@ -100,6 +118,8 @@ def _system_exit_code(leaving: SystemExit) -> int:
 
 def _report(error: BaseException) -> int:
     """Print what ended the command, leave it for the launcher, and return the exit code."""
+    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+        error = ConfigError(f"{_first_line(error)}. Use a shorter path.")
     if isinstance(error, ConfigError):
         text, code, advice = str(error), EXIT_CONFIG, ""  # every problem names its fix
         print(text, file=sys.stderr)

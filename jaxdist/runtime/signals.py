@@ -1,7 +1,8 @@
-"""Requests to stop: SIGTERM or SIGUSR1 becomes one step at which all processes stop.
+"""Requests to stop: SIGTERM, SIGUSR1 or Ctrl-C becomes one step at which all processes stop.
 
 The handlers only set a flag. The loop calls `preempted()` once per step in every process, which is
-True on the same step in every process. It then saves and exits with `EXIT_PREEMPTED`.
+True on the same step in every process. It then saves and exits with `EXIT_PREEMPTED`. A second
+Ctrl-C ends the process at once.
 """
 
 from __future__ import annotations
@@ -10,12 +11,13 @@ import contextlib
 import os
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 from types import FrameType
 from typing import NoReturn
 
 from jaxdist.runtime.coordination import service
-from jaxdist.runtime.entry_point import EXIT_PREEMPTED
+from jaxdist.runtime.entry_point import EXIT_INTERRUPTED, EXIT_PREEMPTED
 
 NOTICES = (signal.SIGTERM, signal.SIGUSR1)
 """Signals that ask for a save and an end: schedulers send TERM, our SLURM scripts USR1."""
@@ -38,6 +40,10 @@ class Preemption:
             # Once connected, SIGTERM belongs to jax's coordination service; see _share.
             if number != signal.SIGTERM or not service.has_stop_service():
                 signal.signal(number, self._remember)
+        # A job in a shell's background ignores Ctrl-C, which is meant for another.
+        if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+            signal.signal(signal.SIGINT, self._remember)
+            _answer_interrupts()
         # jaxdist.launch blocks notices until here, so that none is lost while Python imports.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, NOTICES)
 
@@ -101,6 +107,29 @@ class Preemption:
             self._end()
         if self._shared and not self._agreed and number != signal.SIGTERM:
             os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _answer_interrupts() -> None:
+    """Answer Ctrl-C from a thread: the main one runs no Python while jax compiles or waits."""
+    answered, written = os.pipe()
+    os.set_blocking(written, False)
+    signal.set_wakeup_fd(written, warn_on_full_buffer=False)
+
+    def listen() -> None:
+        count = 0
+        while True:
+            for number in os.read(answered, 64):
+                count += number == signal.SIGINT
+                if number == signal.SIGINT and count == 1:
+                    print(
+                        "\nCtrl-C: saving after this step; a second one ends at once, unsaved",
+                        file=sys.stderr,
+                        flush=True,
+                    )
+                elif count > 1:
+                    os._exit(EXIT_INTERRUPTED)
+
+    threading.Thread(target=listen, name="interrupts", daemon=True).start()
 
 
 class TraceRequests:

@@ -27,12 +27,15 @@ import errno
 import fcntl
 import json
 import os
+import re
 import shutil
 import threading
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from jaxdist.core.settings.declare import ConfigError
 
 BLOCK_BYTES = 8 << 20
 """Bytes of a file held in memory while it is streamed."""
@@ -43,8 +46,26 @@ _OWN = uuid.uuid4().hex[:8]  # several processes and threads may replace one fil
 
 
 def locate(path: str | os.PathLike[str]) -> Location:
-    """The location that a path names; a `Location` comes back as it is."""
-    return path if isinstance(path, Location) else Location(str(Path(path)))
+    """The location that a path names; a `Location` comes back as it is.
+
+    Raises:
+        ConfigError: it is the URL of an object store.
+    """
+    if isinstance(path, Location):
+        return path
+    if problem := url_problem(path):
+        raise ConfigError(problem)
+    return Location(str(Path(path)))
+
+
+def url_problem(path: str | os.PathLike[str]) -> str:
+    """Why a path cannot be used; "" when it is one of a file system."""
+    if not re.match("[a-z][a-z0-9+]*:/", os.fspath(path)):  # Path makes s3:/ of s3://
+        return ""
+    return (
+        f"{os.fspath(path)!r} is a URL: files are read and written on file systems only. Use a "
+        "shared disk, or mount the bucket (gcsfuse, mountpoint-s3) and name the directory."
+    )
 
 
 @dataclasses.dataclass(frozen=True)

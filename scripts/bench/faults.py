@@ -35,6 +35,7 @@ from fault_scenarios import FAULTS, FaultResult  # noqa: E402
 from launched_job import PACE_S, Job, ScenarioFailed, no_mounts  # noqa: E402
 
 _STEPS_PER_FAULT = 80
+_TENSORBOARD = "--monitoring.tensorboard=true"  # one file more that a full disk can refuse
 
 
 def main() -> int:
@@ -71,11 +72,14 @@ def main() -> int:
 
 
 def _undisturbed(folder: Path, steps: int) -> dict[int, tuple[str, str]]:
-    job = Job(folder, steps)
+    """The bits of a run that nothing happens to, under every guard: none may find anything."""
+    job = Job(folder, steps, _TENSORBOARD, *harness.GUARDS)
     try:
         job.start()
         if harness.finish(job) != 0:
             raise SystemExit(f"the undisturbed run failed:\n{job.output()[-3000:]}")
+        if found := harness.findings(job.run_dir):
+            raise SystemExit(f"{steps} clean steps had findings: {found[:10]}")
         return harness.step_results(job.run_dir)
     finally:
         job.close()
@@ -90,7 +94,7 @@ def _one_round(
     until: float,
 ) -> tuple[list[FaultResult], str]:
     """Strike one job in this order; what was results, and what was wrong with its end."""
-    job = Job(folder, steps, disk_mb=0 if no_mounts() else 48)
+    job = Job(folder, steps, _TENSORBOARD, disk_mb=0 if no_mounts() else 48)
     results: list[FaultResult] = []
     try:
         job.pace(PACE_S)

@@ -1,8 +1,9 @@
 """Gradients over the mesh: each device's own sums, and their one reduction per step.
 
-Parameters enter the differentiated function marked as varying (`localise`), so that its gradients
-are each device's own sums; `reduce_gradients` then adds them over every axis a leaf is not sharded
-on, by reduce-scatter where ZeRO wants the result sharded and by all-reduce elsewhere.
+Parameters enter the differentiated function marked as varying (`collectives.vary` over
+`Layout.summed_axes`), so that its gradients are each device's own sums; `reduce_gradients` then
+adds them over every axis a leaf is not sharded on, by reduce-scatter where ZeRO wants the result
+sharded and by all-reduce elsewhere.
 
 Everything here runs inside `jax.shard_map`: arrays are local. Specs are trees of `PartitionSpec`
 like the parameters. `axes` are names of mesh axes in use, in mesh order; which they are, `Layout`
@@ -20,16 +21,6 @@ from jax.sharding import PartitionSpec as P
 from jaxdist.core import collectives
 from jaxdist.core.axis import axes_of, dim_of
 from jaxdist.core.types import Array, Params
-
-
-def localise(params: Params, axes: tuple[str, ...]) -> Params:
-    """Parameters whose gradients stay local sums until `reduce_gradients`; moves nothing.
-
-    Args:
-        params: local shards, float32, any shapes.
-        axes: `Layout.summed_axes`.
-    """
-    return collectives.vary(params, axes)
 
 
 def scatter_gradients(

@@ -41,7 +41,9 @@ def help_text(
             raise ConfigError(f"--help {section}: there is no such section. Use one of {names}.")
         return "\n\n".join(_group(name, *groups[name], {}) for name in chosen)
     spelled = {name: name.upper() for name in positional} | ({rest: f"-- {rest.upper()}"})
-    flags = " [--config FILE.toml] [--SECTION.NAME=VALUE ...]" if names else " [--NAME=VALUE ...]"
+    flags = (
+        " [--config FILE.toml|NAME] [--SECTION.NAME=VALUE ...]" if names else " [--NAME=VALUE ...]"
+    )
     short = ", ".join(f"{flag_of(short)} = {flag_of(name)}" for short, name in aliases.items())
     parts = [
         f"usage: {usage(command, positional)}{flags}{f' -- {rest.upper()}' if rest else ''}",

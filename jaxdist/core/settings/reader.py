@@ -90,12 +90,14 @@ def read_with_origins(
             base = base({".".join(given.path): given.raw for given in givens})
         except ConfigError as error:
             raise ConfigError(headed(command, error.problems)) from None
+        except (OSError, ValueError) as error:  # a path that cannot be one: too long, or with NUL
+            raise ConfigError(headed(command, [_no_path(error)])) from None
     hint = "What belongs to the program stands after --." if rest else "See --help."
     reader = _Reader(cls, base, givens, aliases, hint)
     config = reader.read()
     problems += [*more, *even_more, *reader.problems]
     problems += _missing(cls, config, command, positional, rest)
-    rules = problems_of(config) if check_rules else []
+    rules = _broken_rules(config) if check_rules else []
     rules = [p for p in rules if not reader.concerns_bad_value(p)]
     problems += [reader.with_origin(p) for p in rules]
     if problems:
@@ -103,13 +105,36 @@ def read_with_origins(
     return config, reader.origins
 
 
+def _broken_rules(config: Any) -> list[str]:
+    """As `problems_of`; a path that cannot even be asked for is a problem too."""
+    try:
+        return problems_of(config)
+    except OSError as error:
+        return [_no_path(error)]
+
+
+def _no_path(error: Exception) -> str:
+    if isinstance(error, OSError):
+        return f"path {str(error.filename)!r} cannot be used ({error.strerror}). Use another one."
+    return f"a path cannot be used ({error}). Use another one."
+
+
 def headed(command: str, problems: list[str]) -> list[str]:
     """The heading of a refusal, then its problems."""
     count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
     return [
         f"{command}: {count} in what was asked for; nothing was started.",
-        *(f"  - {problem}" for problem in problems),
+        *(f"  - {_shortened(problem)}" for problem in problems),
     ]
+
+
+def _shortened(problem: str) -> str:
+    """Without the middle of what was given, where that is a text of many pages."""
+    if len(problem) <= _LONGEST:
+        return problem
+    half = _LONGEST // 2
+    left_out = f" … ({len(problem) - _LONGEST} characters) … "
+    return problem[:half] + left_out + problem[-half:]
 
 
 def _gather(files: Sequence[str]) -> tuple[list[Given], list[str]]:
@@ -163,6 +188,7 @@ def _missing(
     ]
 
 
+_LONGEST = 2000  # characters of one problem
 _TYPED = ("flag", "argument")  # how the origin of what was typed begins; else it is a file's
 
 
@@ -268,7 +294,12 @@ class _Reader:
                 self.values[field.path] = self._after_earlier_flag(field, given, value)
         except BadValueError as error:
             self.bad.add(field.name)
-            self.problems.append(self._bad_value(field, given, str(error)))
+            choices = get_args(field.type) if get_origin(field.type) is Literal else ()
+            hint = _did_you_mean(str(given.raw), map(str, choices))
+            self.problems.append(
+                f"{field.name}={given.raw!r} ({given.origin}) {error}."
+                + (hint or f" The default is {example(field)}: {field.doc}.")
+            )
         self.origins[field.name] = given.origin
 
     def _after_earlier_flag(self, field: Field, given: Given, value: Any) -> Any:
@@ -283,11 +314,6 @@ class _Reader:
             "Remove one of them."
         )
         return value
-
-    def _bad_value(self, field: Field, given: Given, rule: str) -> str:
-        text = f"{field.name}={given.raw!r} ({given.origin}) {rule}."
-        hint = _did_you_mean(str(given.raw), _choices(field.type))
-        return text + (hint or f" The default is {example(field)}: {field.doc}.")
 
     def _unknown(self, given: Given, here: Path, cls: type, skipped: set[Path]) -> None:
         if here in skipped:  # one message for a whole unknown section
@@ -348,10 +374,6 @@ def _insert(table: dict[str, Any], path: Path, value: Any) -> dict[str, Any]:
     return {**table, path[0]: _insert(dict(table.get(path[0], {})), path[1:], value)}
 
 
-def _choices(annotation: Any) -> list[str]:
-    return [str(c) for c in get_args(annotation)] if get_origin(annotation) is Literal else []
-
-
 def _did_you_mean(given: str, known: Iterable[str], spell: Callable[[str], str] = str) -> str:
     """A question naming the closest names, with a space before it; nothing without any."""
     known = list(dict.fromkeys(known))
@@ -360,6 +382,7 @@ def _did_you_mean(given: str, known: Iterable[str], spell: Callable[[str], str] 
         last = given.rsplit(".", 1)[-1]
         by_last = {name: name.rsplit(".", 1)[-1] for name in known}
         close = [name for name, end in by_last.items() if end == last]
+        close = close or [name for name, end in by_last.items() if last in end.split("_")]
         close = close or [n for n, e in by_last.items() if len(last) > 3 and (last in e)]
         if not close:
             ends = difflib.get_close_matches(last, set(by_last.values()), n=1, cutoff=0.75)

@@ -121,6 +121,8 @@ def read_value(raw: Any, annotation: Any) -> Any:
         raise BadValueError("is too large: a whole number has 63 bits at most")
     if annotation is float and isinstance(raw, int) and not isinstance(raw, bool):
         return float(raw)
+    if isinstance(raw, str) and "\0" in raw:
+        raise BadValueError("holds a NUL character, which no text has")
     if annotation is not Any and type(raw) is not annotation:
         raise BadValueError(f"is not {describe(annotation)}")
     return raw
@@ -201,7 +203,7 @@ def _toml_value(text: str) -> Any:
     """A TOML value where the text is one, else the text itself."""
     try:
         value = tomllib.loads(f"x = {text}\n")
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):  # not TOML, a number of 4300 digits, brackets in brackets
         return str(text)
     return value["x"] if len(value) == 1 else str(text)
 

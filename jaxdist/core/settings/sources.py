@@ -11,6 +11,9 @@ from typing import Any
 
 from jaxdist.core.settings.schema import FlagText, Path
 
+NAMED_FILES = FilePath(__file__).parents[2] / "config" / "named"
+"""Configs that come with the package: `--config llama3_8b` needs no path."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Given:
@@ -89,23 +92,27 @@ def split_arguments(
 
 
 def read_file(file: str) -> tuple[dict[str, Any], list[str], str]:
-    """A TOML file: (its table, problems, its text)."""
+    """A TOML file, by its path or its name in `NAMED_FILES`: (its table, problems, its text)."""
     from jaxdist.runtime.storage import locate  # the room `runtime` imports this one
 
     path = FilePath(file)
+    if not path.exists() and (NAMED_FILES / f"{file}.toml").exists():
+        path = NAMED_FILES / f"{file}.toml"
     if not file:
         problem = "--config has no value: the path of a TOML file is needed. Use --config=FILE."
         return {}, [problem], ""
-    if not path.exists():
-        near = _files_like(path)
-        return {}, [f"--config {file} does not exist: a TOML file is needed. {near}"], ""
     try:
+        if not path.exists():
+            near = _files_like(path)
+            return {}, [f"--config {file} does not exist: a TOML file is needed. {near}"], ""
+        if path.stat().st_size > _FILE_BYTES or path.is_char_device():  # /dev/zero has no size
+            return {}, [f"--config {file} is no file of settings: they take some KB."], ""
         text = locate(path).read().decode()
         return tomllib.loads(text), [], text
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         return {}, [f"--config {file} cannot be read: {reason}. Give a readable TOML file."], ""
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:
         reason = str(error)[:1].lower() + str(error)[1:]
         problem = (
             f"--config {file} is not TOML: {reason}. Use [train] for sections, and steps = 400, "
@@ -125,7 +132,7 @@ def flatten(table: Mapping[str, Any], file: str, text: str) -> list[Given]:
     def walk(node: Mapping[str, Any], prefix: Path) -> None:
         for name, value in node.items():
             path = (*prefix, name)
-            if isinstance(value, dict) and value:
+            if isinstance(value, dict) and value and len(path) < _MOST_NESTED:
                 walk(value, path)
                 continue
             starts = [path[:n] for n in range(len(path), 0, -1) if path[:n] in lines]
@@ -136,6 +143,8 @@ def flatten(table: Mapping[str, Any], file: str, text: str) -> list[Given]:
     return givens
 
 
+_FILE_BYTES = 16 << 20
+_MOST_NESTED = 100  # tables within tables; deeper ones are beyond Python's own recursion
 _HEADER = re.compile(r"^\s*\[\s*([^\[\]]+?)\s*\]\s*(#.*)?$")
 _KEY = re.compile(r"^\s*([A-Za-z0-9_\-\"'.\s]+?)\s*=")
 
@@ -160,4 +169,6 @@ def _names(dotted: str) -> Path:
 def _files_like(path: FilePath) -> str:
     folder = path.parent
     names = sorted(str(p) for p in folder.glob("*.toml")) if folder.is_dir() else []
-    return f"There are {', '.join(names[:8])}." if names else "Check the path."
+    near = f"There are {', '.join(names[:8])}." if names else "Check the path."
+    known = ", ".join(sorted(path.stem for path in NAMED_FILES.glob("*.toml")))
+    return f"{near} By name there are {known}."

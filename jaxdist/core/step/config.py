@@ -12,13 +12,16 @@ class TrainConfig:
     """The run's length and the shape of one step."""
 
     steps: int = setting(160, "optimizer steps of the whole run", ge=1)
-    global_batch_size: int = setting(32, "rows of one optimizer step over all devices", ge=1)
-    seq_len: int = setting(128, "tokens of a row (text only)", ge=1)
+    global_batch_size: int = setting(
+        32, "rows of one optimizer step over all devices", ge=1, le=2**31
+    )
+    seq_len: int = setting(128, "tokens of a row (text only)", ge=1, le=2**31)
     num_microbatches: int = setting(
         0,
         "parts into which a device's rows are cut: their gradients are accumulated, and with "
         "pp > 1 they flow through the stages; 0 = 1, with pp > 1 about four per stage",
         ge=0,
+        le=100_000,
     )
     remat: str = setting(
         "auto",

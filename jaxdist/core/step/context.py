@@ -46,6 +46,8 @@ def make_context(
         vocabulary = losses.Vocabulary(vocab_size, TENSOR.name if split_vocabulary else None, chunk)
         return losses.token_cross_entropy(x, kernel, targets, weights, vocabulary)
 
+    # Then the pipeline gathers a stage's weights itself, before the first tick.
+    once = layout.size(PIPELINE) > 1 and stages is not None and stages.gather == "step"
     capability = str(getattr(device, "compute_capability", ""))
     hooks = _hooks(layout)
     head_shard = {key: hooks[key] for key in ("tensor_index",) if key in hooks}
@@ -54,9 +56,7 @@ def make_context(
         dtype=dtype,
         token_loss=token_loss,
         label_loss=losses.label_cross_entropy,
-        run_layers=make_run_layers(
-            model, layout, config, precision, platform, gather=not _gathers_once(layout, stages)
-        ),
+        run_layers=make_run_layers(model, layout, config, precision, platform, gather=not once),
         platform=platform,
         compute_capability=capability,
         gather=make_gather(layout, model, dtype, precision),
@@ -86,11 +86,6 @@ def make_gather(layout: Layout, model: Model, dtype: Any, precision: PrecisionCo
         return {**params, **whole}
 
     return gather
-
-
-def _gathers_once(layout: Layout, stages: PipelineConfig | None) -> bool:
-    """Whether the pipeline gathers a stage's weights itself, before the first tick."""
-    return layout.size(PIPELINE) > 1 and stages is not None and stages.gather == "step"
 
 
 def default_loss_chunk(vocab_shard: int) -> int:

@@ -72,7 +72,7 @@ def make_value_and_grad(
 
     def local(params: Params, batch: Batch, key: Array, scale: Array) -> Any:
         batch = data.number_rows(batch, layout.batch_axes)
-        local_params = reduction.localise(params, axes)
+        local_params = collectives.vary(params, axes)
         step_context = dataclasses.replace(context, dropout_key=key)
         sums, grads = value_and_grad(local_params, batch, step_context, scale)
         norms = {}

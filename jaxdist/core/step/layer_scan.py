@@ -49,8 +49,9 @@ def make_run_layers(
     remat = resolve_remat(config, platform)
     recomputes = remat != "none" or (gather and fsdp.is_sharded(specs))
     # A pipeline holds its layers in several loop bodies: unrolled, they would take long to compile.
-    few = 1 if layout.size(PIPELINE) > 1 else model.num_layers
-    unroll = _num_unrolled(few, platform, recomputes)
+    few = layout.size(PIPELINE) == 1 and model.num_layers <= UNROLL_UP_TO
+    # XLA:CPU merges what unrolled layers compute twice, with or without a barrier.
+    unroll = model.num_layers if few and platform == "cpu" and not recomputes else 1
 
     def run_layers(
         block: Any, layers: Params, x: Array, aux: Any, context: Context, first: Any = 0
@@ -156,9 +157,3 @@ def remat_policy(remat: str, layers: Params) -> Callable[..., bool]:
     if remat.startswith("names:"):
         return policies.save_only_these_names(*remat.removeprefix("names:").split(","))
     raise ValueError(f"remat={remat!r} is unknown. Use none, dots, full or names:A,B.")
-
-
-def _num_unrolled(num_layers: int, platform: str, recomputes: bool) -> int:
-    # XLA:CPU merges what unrolled layers compute twice, with or without a barrier.
-    fits = platform == "cpu" and not recomputes and num_layers <= UNROLL_UP_TO
-    return num_layers if fits else 1

@@ -27,7 +27,7 @@ def read_json(folder: Path) -> dict[str, Any]:
     """The directory's `config.json`; raises `ConfigError` when it cannot be read."""
     try:
         return json.loads((folder / "config.json").read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(
             f"{folder}/config.json cannot be read ({error}). Name a Hugging Face model directory."
         ) from error

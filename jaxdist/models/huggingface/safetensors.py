@@ -207,7 +207,7 @@ def _read_index(directory: Path) -> dict[str, str]:
         if not all(Path(file).name == file for file in places.values()):
             raise ValueError("weight_map names files outside the directory")
         return dict(places)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise ConfigError(f"{index} is no index ({error!r}). Fetch it again.") from error
 
 

@@ -31,7 +31,7 @@ from jaxdist.plan.compiled.collectives import Collective
 from jaxdist.plan.hardware import Cluster
 from jaxdist.runtime.formatting.numbers import in_bytes
 
-INSTALL = "pip install 'jaxdist[plan]'"
+INSTALL = "pip install -c constraints.txt -e '.[plan]'"
 """Brings the compiler: no GPU, driver or CUDA installation is needed."""
 
 _PACKAGES = ("jax-cuda13-plugin", "jax-cuda13-pjrt")

@@ -32,7 +32,7 @@ def parse_gpus(text: str, known: Mapping[str, Gpu] = GPUS) -> list[Cluster]:
 def _parse_cluster(text: str, known: Mapping[str, Gpu]) -> Cluster:
     name, _, count = text.partition(":")
     gpu = find_gpu(name, known)
-    match = re.fullmatch(r"([1-9]\d*)(?:x([1-9]\d*))?", count.strip() or "1")
+    match = re.fullmatch(r"([1-9][0-9]{0,5})(?:x([1-9][0-9]{0,5}))?", count.strip() or "1")
     if match is None:
         raise ConfigError(
             f"gpus {text!r}: {count!r} is not a number of GPUs. Use e.g. {name}:64, or "

@@ -22,8 +22,8 @@ class MonitoringConfig:
     tensorboard: bool = setting(True, "write TensorBoard files, by process 0")
     prometheus: str = setting(
         "",
-        "host:port at which process 0 serves the newest numbers to Prometheus, e.g. 0.0.0.0:9400 "
-        "for all interfaces; empty = no server",
+        "port at which process 0 serves the newest numbers to Prometheus on this host alone, or "
+        "host:port, e.g. 0.0.0.0:9400 for all interfaces; empty = no server",
     )
     profile: str = setting(
         "",
@@ -37,13 +37,18 @@ class MonitoringConfig:
         0.0, "price of one device for an hour; 0 = not known", ge=0
     )
 
+    @property
+    def prometheus_address(self) -> str:
+        """host:port to listen on; a port alone is on loopback."""
+        return self.prometheus if ":" in self.prometheus else f"127.0.0.1:{self.prometheus}"
+
     def problems(self) -> list[str]:
         """Violated rules beyond the bounds of each setting."""
         found = []
-        if self.prometheus and not is_address(self.prometheus):
+        if self.prometheus and not is_address(self.prometheus_address):
             found.append(
-                f"monitoring.prometheus={self.prometheus!r} is not host:port, with a port from 1 "
-                "to 65535. Use e.g. 0.0.0.0:9400."
+                f"monitoring.prometheus={self.prometheus!r} is not a port from 1 to 65535, nor "
+                "host:port. Use e.g. 9400 for this host alone, 0.0.0.0:9400 for all interfaces."
             )
         if self.profile:
             try:

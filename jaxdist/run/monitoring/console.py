@@ -6,7 +6,7 @@ Lines are coloured for a terminal; `plain` gives the same line for log files.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from jaxdist.runtime.formatting.numbers import (
@@ -27,6 +27,8 @@ Row: TypeAlias = tuple[str, str]
 _LABEL_WIDTH = 11
 _SHOWN = ("loss", "learning_rate", "grad_norm")
 _BOOKKEEPING = ("weight", "applied", "tokens", "loss_finite_steps")
+_WIDTH_OF_ONE, _WIDTH_OF_MANY = 80, 120
+"""Columns of a step line: of one device, as on a laptop, and of several."""
 _BUSY = 0.8
 _LONG_S = 60.0
 """A run of seconds always spends most of them on starting."""
@@ -54,41 +56,43 @@ def step_line(
     *,
     total_steps: int,
     unit: str,
-    convention: str | None,
+    num_devices: int,
     eta_s: float | None,
     metrics: Sequence[str],
 ) -> str:
     """One aligned line for one step, from its record in metrics.jsonl; what is absent is left out.
 
-    `metrics` are names in the record that the model added, shown after the known ones.
+    It is not wider than a terminal: what other numbers tell goes first, the step time, `metrics`
+    (names that the model added), the learning rate. On one device its rate is the run's.
     """
-    parts = [_place("step", record, total_steps)]
-
-    def add(label: str, value: str, suffix: str = "") -> None:
-        parts.append((_dim(f"{label} ") if label else "") + value + _dim(suffix))
-
-    if "loss" in record:
-        add("loss", _bold(f"{record['loss']:8.4f}"))
-    if "learning_rate" in record:
-        add("lr", f"{record['learning_rate']:8.2e}")
-    if "grad_norm" in record:
-        add("grad", f"{record['grad_norm']:7.3g}")
-    for name in metrics:
-        if name not in _SHOWN + _BOOKKEEPING and isinstance(record.get(name), int | float):
-            add(name, f"{record[name]:.4g}")
     short = UNITS.get(unit, unit)
-    if record.get(f"{unit}_per_s") is not None:
-        add("", f"{count(record[f'{unit}_per_s']):>9}", f" {short}/s")
-        add("", f"{count(record[f'{unit}_per_s_per_device']):>8}", f" {short}/s/device")
-    if "mfu" in record:
-        add("MFU", f"{100 * record['mfu']:4.1f}", f" % {convention}")
-    if record.get("step_time_s") is not None:
-        add("", f"{1000 * record['step_time_s']:7.1f}", " ms")
-    if "memory_bytes" in record:
-        add("mem", f"{in_bytes(record['memory_bytes']):>9}")
+    wide = num_devices > 1
+    shown: list[tuple[int, str, str, str]] = []  # when to leave it out, label, value, unit
+
+    def add(last: int, label: str, name: str, form: Callable[[float], str], suffix: str) -> None:
+        if isinstance(record.get(name), int | float):
+            shown.append((last, label, form(record[name]), suffix))
+
+    add(9, "loss", "loss", lambda x: _bold(f"{x:7.4f}"), "")
+    add(3, "lr", "learning_rate", lambda x: f"{x:.2e}", "")
+    add(6, "grad", "grad_norm", lambda x: f"{x:<4.3g}", "")
+    for name in metrics:
+        if name not in _SHOWN + _BOOKKEEPING:
+            add(2, name, name, lambda x: f"{x:.4g}", "")
+    add(8, "", f"{unit}_per_s", lambda x: f"{in_si(x):>5}", f" {short}/s")
+    if wide:
+        add(7, "", f"{unit}_per_s_per_device", lambda x: f"{in_si(x):>5}", "/s/device")
+    add(5, "MFU", "mfu", lambda x: f"{100 * x:.1f}%", "")
+    add(1, "", "step_time_s", lambda x: f"{duration(x):>6}", "")
+    add(4, "mem", "memory_bytes", in_bytes, "")
     if eta_s is not None:
-        add("ETA", f"{duration(eta_s):>6}")
-    return "  ".join(parts)
+        shown.append((9, "ETA", duration(eta_s), ""))
+    step = _place("step", record, total_steps)
+    parts = lambda: [step, *((_dim(f"{a} ") if a else "") + b + _dim(c) for _, a, b, c in shown)]
+    limit = _WIDTH_OF_MANY if wide else _WIDTH_OF_ONE
+    while len(plain("  ".join(parts()))) > limit and len(shown) > 3:
+        shown.remove(min(shown))
+    return "  ".join(parts())
 
 
 def eval_line(record: Mapping[str, Any], *, total_steps: int) -> str:

@@ -31,8 +31,7 @@ class Monitor:
     """Console, metrics.jsonl, TensorBoard and Prometheus of one run.
 
     Every process has one; only process 0 writes. As a context manager it closes the sinks. When an
-    exception ends a run without a summary, it writes one with the exit reason "error" or
-    "interrupted".
+    exception ends a run without a summary, it writes one with the exit reason "error".
 
     A resumed run is continued: metrics.jsonl is appended to, from a `start` event at `start_step`
     on, and TensorBoard hides the points beyond that step.
@@ -328,11 +327,9 @@ class Monitor:
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         if error is not None and not self._ended:
-            interrupted = isinstance(error, KeyboardInterrupt)
-            reason = ExitReason.INTERRUPTED if interrupted else ExitReason.ERROR
             first_line = (str(error).splitlines() or [""])[0]
             try:
-                self.summary(reason, error=f"{type(error).__name__}: {first_line}"[:300])
+                self.summary(ExitReason.ERROR, error=f"{type(error).__name__}: {first_line}"[:300])
             except Exception as second:  # a full disk must not hide why the run failed
                 logger.warning("summary.json was not written: %s", second)
         self.close()
@@ -341,7 +338,7 @@ class Monitor:
 
     def _open(self, config_text: str) -> None:
         if self.config.prometheus:
-            self._prometheus = Prometheus(self.config.prometheus, self.run.path.name)
+            self._prometheus = Prometheus(self.config.prometheus_address, self.run.path.name)
         self._records = self.run.open_metrics()
         if self.config.tensorboard:
             first = self.start_step + 1 if self.run.resumed else None
@@ -387,7 +384,7 @@ class Monitor:
                 shown,
                 total_steps=self.total_steps,
                 unit=unit,
-                convention=self.throughput.convention,
+                num_devices=self.throughput.num_devices,
                 eta_s=eta_s,
                 metrics=metrics,
             )

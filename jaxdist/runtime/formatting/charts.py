@@ -39,27 +39,40 @@ class Line:
     dots: bool = False
 
 
+def colour_of(index: int) -> str:
+    """A colour of its own for each line: `COLOURS`, then hues that lie far from the last ones."""
+    if index < len(COLOURS):
+        return COLOURS[index]
+    hue, light = 137.508 * index % 360, (35, 50, 65)[index % 3]  # the golden angle
+    return f"hsl({hue:.1f} 70% {light}%)"
+
+
 def chart(
     title: str,
     lines: Sequence[Line],
     *,
     x_label: str,
     marks: Sequence[tuple[float, str]] = (),
-    log: bool = False,
+    log_x: bool = False,
+    log_y: bool = False,
 ) -> str:
     """Curves with axes and a grid; "" when no line has a finite point.
 
     Long lines are drawn as the median of each stretch over a band from its least to its greatest
     value, so that a single spike stays visible. `marks` are vertical dashed lines at x, with a
-    tooltip. `log` makes both axes logarithmic and marks every x; all values are above 0.
+    tooltip. `log_x` marks every x; all are above 0. `log_y` leaves out what is not above 0.
     """
+    if log_y:
+        above = lambda points: [(x, y) for x, y in points if y > 0 or not math.isfinite(y)]
+        lines = [dataclasses.replace(line, points=above(line.points)) for line in lines]
     finite = [p for line in lines for p in line.points if all(map(math.isfinite, p))]
     if not finite:
         return ""
     xs, ys = [x for x, _ in finite], [y for _, y in finite]
-    x_ticks = sorted(set(xs)) if log else ticks(min(xs), max(xs))
-    y_ticks = log_ticks(min(ys), max(ys)) if log else ticks(min(ys), max(ys))
-    frame = _Frame(x=(min(xs), max(xs)), y=(min(y_ticks[0], *ys), max(y_ticks[-1], *ys)), log=log)
+    x_ticks = sorted(set(xs)) if log_x else ticks(min(xs), max(xs))
+    y_ticks = (log_ticks if log_y else ticks)(min(ys), max(ys))
+    y_ends = min(y_ticks[0], *ys), max(y_ticks[-1], *ys)
+    frame = _Frame((min(xs), max(xs)), y_ends, log_x, log_y)
     drawn = [
         *_grid(frame, x_ticks, y_ticks, x_label),
         *(
@@ -82,7 +95,7 @@ def stacked_bars(
 ) -> str:
     """Horizontal bars (label, class -> amount) cut into classes, with a line at the limit."""
     names = dict.fromkeys(name for _, parts in bars for name in parts)
-    colours = {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(names)}
+    colours = {name: colour_of(i) for i, name in enumerate(names)}
     left, step = 190, 30
     bottom = 8 + len(bars) * step
     most = max([limit, *(sum(parts.values()) for _, parts in bars)]) * 1.04
@@ -129,7 +142,12 @@ def timeline(title: str, rows: Sequence[tuple[str, Sequence[Span]]]) -> str:
 
 
 def log_ticks(low: float, high: float) -> list[float]:
-    """1, 2 and 5 times powers of ten from just below `low` to just above `high`."""
+    """1, 2 and 5 times powers of ten from just below `low` to just above `high`.
+
+    Round numbers where the two are so close that this would mark little but the ends.
+    """
+    if high < 4 * low:
+        return [tick for tick in ticks(low, high) if tick > 0]
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
     every = [m * 10.0**e for e in range(first - 1, last + 1) for m in (1, 2, 5)]
     below = max(tick for tick in every if tick <= low * (1 + 1e-9))
@@ -167,21 +185,22 @@ class _Frame:
 
     x: tuple[float, float]
     y: tuple[float, float]
-    log: bool
+    log_x: bool
+    log_y: bool
 
     def at(self, x: float, y: float) -> str:
         return f"{self.px(x):.1f},{self.py(y):.1f}"
 
     def px(self, x: float) -> float:
-        return _LEFT + self._share(x, self.x) * (_WIDTH - _LEFT - _RIGHT)
+        return _LEFT + self._share(x, self.x, self.log_x) * (_WIDTH - _LEFT - _RIGHT)
 
     def py(self, y: float) -> float:
-        return _HEIGHT - _BOTTOM - self._share(y, self.y) * (_HEIGHT - _TOP - _BOTTOM)
+        return _HEIGHT - _BOTTOM - self._share(y, self.y, self.log_y) * (_HEIGHT - _TOP - _BOTTOM)
 
-    def _share(self, value: float, ends: tuple[float, float]) -> float:
+    def _share(self, value: float, ends: tuple[float, float], log: bool) -> float:
         """Where a value lies between the ends of an axis, 0 to 1."""
         low, high = ends
-        if self.log:
+        if log:
             value, low, high = math.log(value), math.log(low), math.log(high)
         return (value - low) / ((high - low) or 1.0)
 

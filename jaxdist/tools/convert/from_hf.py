@@ -7,6 +7,7 @@ dtype and move in blocks of a few MB: memory does not grow with the model or its
 from __future__ import annotations
 
 import dataclasses
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import numpy as np
 from jaxdist.checkpoint.streaming_io import CheckpointWriter, Index, even_chunk, grid
 from jaxdist.config import RunConfig
 from jaxdist.core.settings import setting, write_toml
+from jaxdist.data.tokenizer import tokenizer_files
 from jaxdist.models import DecoderConfig, build
 from jaxdist.models.huggingface.directory import Weights, open_weights, read_json
 from jaxdist.models.huggingface.families import Piece, left_out
@@ -22,18 +24,6 @@ from jaxdist.models.weights import num_params
 from jaxdist.runtime.formatting.numbers import in_bytes
 from jaxdist.runtime.storage import Location
 from jaxdist.tools.convert.checkpoint_paths import new_directory
-
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "chat_template.jinja",
-    "special_tokens_map.json",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-    "generation_config.json",
-)
-"""Copied next to the weights in both directions, those that there are."""
 
 _CHUNK_BYTES = 16 << 20
 
@@ -59,10 +49,15 @@ def run(config: Config) -> int:
     writer.finish({"mesh": "", "config": settings, "source": str(source)})
     (out / "config.toml").write(settings)
     count = num_params(build(model, seq_len=1))
+    files = tokenizer_files(source)
+    talks = "chat_template.jinja" in files or b'"chat_template"' in files.get(
+        "tokenizer_config.json", b""
+    )
+    asks = "--chat" if talks else "--prompt Once"
     remarks = "".join(f"{line}\n" for line in left_out(theirs))
     print(
         f"{theirs['model_type']}, {count:,} parameters, {in_bytes(writer.num_bytes)}: "
-        f"{out}\n{remarks}next: python -m jaxdist.generate {out} --prompt 'Once'"
+        f"{out}\n{remarks}next: python -m jaxdist.generate {shlex.quote(str(out))} {asks}"
     )
     return 0
 
@@ -98,12 +93,12 @@ def _chunk(piece: Piece, itemsize: int) -> tuple[int, ...]:
 def _settings(model: DecoderConfig, source: Path, out: Location) -> str:
     """The run's config.toml; the tokenizer is copied, so that the run stands alone."""
     run = RunConfig(name=source.resolve().name, model=model)
-    there = [name for name in TOKENIZER_FILES if (source / name).is_file()]
-    if there:
+    files = tokenizer_files(source)
+    if files:
         (out / "tokenizer").make_directory()
-    for name in there:
-        (out / "tokenizer" / name).write((source / name).read_bytes())
-    if "tokenizer.json" in there:
+    for name, content in files.items():
+        (out / "tokenizer" / name).write(content)
+    if "tokenizer.json" in files:
         path = str(out / "tokenizer" / "tokenizer.json")
         data = dataclasses.replace(run.data, tokenizer=path, vocab_size=model.vocab_size)
         run = dataclasses.replace(run, data=data)

@@ -11,9 +11,13 @@ from typing import Any
 from jaxdist.checkpoint.pytree import ITEMS
 from jaxdist.checkpoint.streaming_io import StoredArrays
 from jaxdist.core.settings import setting
+from jaxdist.run.run_directory import flatten
 from jaxdist.runtime.formatting.numbers import in_bytes
 from jaxdist.runtime.formatting.tables import columns
 from jaxdist.tools.convert.checkpoint_paths import checkpoint_of
+
+_WIDEST = 60
+"""Characters of a list that is printed as it is."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,13 +47,20 @@ def run(config: Config) -> int:
         arrays = {name: stored.entries[name] for name in names}
         print(json.dumps({**facts, "arrays": arrays, "config": meta.get("config")}))
         return 0
-    shown = lambda value: str(value) if isinstance(value, str | int) else json.dumps(value)
-    print("\n".join(columns([(key, shown(value)) for key, value in facts.items()], left=2)))
+    rows = [(key, _short(value)) for key, value in flatten(facts).items()]
+    print("\n".join(columns(rows, left=2)))
     print()
     print(_table(stored, names))
     if config.settings:
         print(f"\n{meta.get('config', 'no settings were stored')}")
     return 0
+
+
+def _short(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value)
+    if len(text) <= _WIDEST or not isinstance(value, list):
+        return text
+    return f"{len(value)} values; --json prints them"
 
 
 def _totals(stored: StoredArrays) -> dict[str, Any]:

@@ -8,6 +8,7 @@ chunk at a time; arrays are verified on the way.
 from __future__ import annotations
 
 import dataclasses
+import shlex
 import time
 from typing import Literal
 
@@ -68,7 +69,7 @@ def run(config: Config) -> int:
     print(
         f"checkpoint {checkpoint.name} rewritten for {config.mesh}: {len(writer.entries)} arrays, "
         f"{in_bytes(writer.num_bytes)} in {seconds:.1f} s\nnext: python -m jaxdist.train --resume "
-        f"{destination} --mesh {config.mesh}"
+        f"{shlex.quote(str(destination))} --mesh {config.mesh}"
     )
     return 0
 

@@ -9,21 +9,23 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
 from jaxdist.checkpoint.streaming_io import Index, StoredArrays, dtype_of
 from jaxdist.core.settings import ConfigError, setting
+from jaxdist.data import DataConfig, load_tokenizer
+from jaxdist.data.chat import load_template
+from jaxdist.data.custom import is_custom
+from jaxdist.data.tokenizer import FileTokenizer
 from jaxdist.models.configs import DecoderConfig
 from jaxdist.models.huggingface import safetensors
 from jaxdist.models.huggingface.families import Piece, Source, family_of, pieces, write_config
 from jaxdist.runtime.formatting.numbers import in_bytes
 from jaxdist.tools.convert.checkpoint_paths import checkpoint_of, new_directory, settings_of
-from jaxdist.tools.convert.from_hf import TOKENIZER_FILES
 
 _SLAB_BYTES = 16 << 20
 
@@ -53,10 +55,11 @@ def run(config: Config) -> int:
     out = Path(new_directory(config.out))
     dtype = _dtype(stored, config.dtype)
     tensors = _tensors(stored, model, dtype)
-    out.mkdir(parents=True, exist_ok=True)
+    ids = _write_tokenizer(settings.data, out)
     files = safetensors.write_shards(out, tensors, config.shard_gb, {"format": "pt"})
-    (out / "config.json").write_text(json.dumps(write_config(model, dtype.name), indent=2) + "\n")
-    _copy_tokenizer(settings.data.tokenizer, out)
+    (out / "config.json").write_text(
+        json.dumps(write_config(model, dtype.name) | ids, indent=2) + "\n"
+    )
     total = sum(tensor.num_bytes for tensor in tensors.values())
     print(
         f"{family_of(model)}, {len(tensors)} tensors, {in_bytes(total)}, "
@@ -109,11 +112,27 @@ def _read(stored: StoredArrays, piece: Piece, index: Index) -> np.ndarray:
     return stored.gather(piece.name, (slice(piece.layer, piece.layer + 1), *index))[0]
 
 
-def _copy_tokenizer(tokenizer: str, out: Path) -> None:
-    """The tokenizer's file and those that came with it; bytes have none."""
-    if tokenizer == "bytes":
-        return
-    folder = Path(tokenizer).expanduser().parent
-    for name in TOKENIZER_FILES:
-        if (folder / name).is_file():
-            shutil.copyfile(folder / name, out / name)
+def _write_tokenizer(data: DataConfig, out: Path) -> dict[str, Any]:
+    """Write the tokenizer's files, bytes have none; returns the ids that `config.json` states."""
+    unknown = {"bos_token_id": None, "eos_token_id": None}
+    out.mkdir(parents=True, exist_ok=True)
+    if any(map(is_custom, data.sources)) and data.tokenizer == "bytes":
+        return unknown  # the user's own token numbers
+    if data.tokenizer != "bytes" and not Path(data.tokenizer).is_file():
+        print(f"no tokenizer is written: {data.tokenizer!r} is not here. Copy it to {out}.")
+        return unknown
+    tokenizer = load_tokenizer(data.tokenizer, data.eos_token)
+    stops = set(tokenizer.stop_ids)
+    if data.records == "chat":
+        stops |= load_template(data.chat_template, tokenizer).stop_ids
+    ends = sorted(stops, key=lambda id: (id != tokenizer.end_id, id))
+    ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": ends if len(ends) > 1 else None}
+    if len(ends) == 1:
+        ids["eos_token_id"] = ends[0]
+    if isinstance(tokenizer, FileTokenizer):
+        for name, content in tokenizer.files.items():
+            (out / name).write_bytes(content)
+        # transformers stops where this file says, whatever config.json says.
+        generation = json.loads(tokenizer.files.get("generation_config.json", b"{}")) | ids
+        (out / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
+    return ids

@@ -29,6 +29,7 @@ class ReportConfig:
     run: list[str] = setting([], "run directories", required=True)
     json: bool = setting(False, "print JSON in place of the table")
     html: str = setting("", "write a page with the curves of the runs to this file")
+    log_y: bool = setting(False, "draw losses, gradient norm and learning rate on logarithmic axes")
     x: Literal["step", "tokens"] = setting(
         "step",
         "what the curves run over; tokens (or images) compares runs of different batch size",
@@ -47,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
         )
         runs = read_runs(config.run)
         if config.html:
-            html.write(config.html, html_page(runs, x=config.x))
+            html.write(config.html, html_page(runs, x=config.x, log_y=config.log_y))
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2

@@ -5,16 +5,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from jaxdist.runtime.formatting import html
-from jaxdist.runtime.formatting.charts import COLOURS, Line, chart
+from jaxdist.runtime.formatting.charts import Line, chart, colour_of
+from jaxdist.runtime.formatting.numbers import GIB
 from jaxdist.tools.report.runs import Run
 from jaxdist.tools.report.table import difference_rows, outcome_rows
 
+_LOGARITHMIC = ("loss", "eval", "grad_norm", "learning_rate")
+"""Curves that `log_y` draws on a logarithmic axis; the others are shares and amounts."""
 
-def html_page(runs: Sequence[Run], *, x: str = "step") -> str:
-    """The page for `runs` in the order of their colours; curves run over "step" or "tokens"."""
+
+def html_page(runs: Sequence[Run], *, x: str = "step", log_y: bool = False) -> str:
+    """The page for `runs` in the order of their colours; curves run over "step" or "tokens".
+
+    `log_y` draws losses, gradient norm and learning rate on logarithmic axes.
+    """
     names = ", ".join(run.name for run in runs)
     changed = difference_rows(runs)
-    body = [_table(runs, outcome_rows(runs)), *_curves(runs, x)]
+    body = [_table(runs, outcome_rows(runs)), *_curves(runs, x, log_y)]
     if changed:
         body += ["<h2>What differs in the configs</h2>", _table(runs, changed)]
     return html.page(names, body)
@@ -22,11 +29,11 @@ def html_page(runs: Sequence[Run], *, x: str = "step") -> str:
 
 def _table(runs: Sequence[Run], rows: Sequence[tuple[str, list[str]]]) -> str:
     head = ["", *(run.name for run in runs)]
-    colours = [_colour(i) for i in range(len(runs))]
+    colours = [colour_of(i) for i in range(len(runs))]
     return html.table(head, [(label, *cells) for label, cells in rows], colours)
 
 
-def _curves(runs: Sequence[Run], x: str) -> list[str]:
+def _curves(runs: Sequence[Run], x: str, log_y: bool) -> list[str]:
     unit = runs[0].unit
     x_label = "step" if x == "step" else unit
     marks = [
@@ -43,12 +50,16 @@ def _curves(runs: Sequence[Run], x: str) -> list[str]:
         ("gradient norm", "grad_norm", 1.0),
         ("learning rate", "learning_rate", 1.0),
         ("time spent waiting for data (% of the step)", "data_wait_s", 100.0),
+        ("device memory in use (GiB)", "memory_bytes", 1 / GIB),
+        ("GPU power, mean (W)", "gpu_power_w", 1.0),
+        ("GPU temperature, hottest (°C)", "gpu_temperature_c", 1.0),
     ):
         lines = [
-            Line(run.name, _colour(i), _points(run, key, x, scale), dots=key == "eval")
+            Line(run.name, colour_of(i), _points(run, key, x, scale), dots=key == "eval")
             for i, run in enumerate(runs)
         ]
-        figures.append(chart(title, lines, x_label=x_label, marks=marks))
+        log = log_y and key in _LOGARITHMIC
+        figures.append(chart(title, lines, x_label=x_label, marks=marks, log_y=log))
     drawn = [figure for figure in figures if figure]
     if not drawn:
         return ['<p class="note">No step has been recorded yet.</p>']
@@ -80,7 +91,3 @@ def _position(run: Run, step: int, x: str) -> float:
         return float(step)
     before = [record.get(run.unit, 0.0) for record in run.train if record["step"] <= step]
     return float(before[-1]) if before else 0.0
-
-
-def _colour(index: int) -> str:
-    return COLOURS[index % len(COLOURS)]

@@ -1,10 +1,9 @@
 """Your own Flax model on every mesh: a transformer of Flax's layers as a `Model` record.
 
-    python -m jaxdist.train --model=custom --model.factory=examples.custom_model:build
+    python -m jaxdist.train --model=custom --model.factory=jaxdist.models.example:build
 
-`dp` and `fsdp` split the rows of a batch. What `fsdp` and `tp` may split of the weights is said by
-naming their dims and, in `RULES`, each name's mesh axis. `tensor="auto"` leaves products over `tp`
-to XLA's partitioner. For pipeline stages, give `embed`, `block` and `head_loss` (see decoder.py).
+`dp` and `fsdp` split the rows of a batch. `RULES` says which named dims of weights `fsdp` and `tp`
+split; `tensor="auto"` leaves products over `tp` to XLA. For pipeline stages see decoder.py.
 """
 
 import jax
@@ -23,8 +22,9 @@ class Block(nnx.Module):
         dims = lambda *names: {"dims": Dims(names)}
         self.norms = nnx.List([nnx.RMSNorm(width, rngs=rngs) for _ in range(2)])
         into, out_of = dims("width", "my_heads", None), dims("my_heads", None, "width")
-        kernels = {"kernel_metadata": into, "out_kernel_metadata": out_of}
-        self.attention = nnx.MultiHeadAttention(heads, width, decode=False, rngs=rngs, **kernels)
+        self.attention = nnx.MultiHeadAttention(
+            heads, width, decode=False, kernel_metadata=into, out_kernel_metadata=out_of, rngs=rngs
+        )
         self.up = nnx.Linear(width, 4 * width, kernel_metadata=dims("width", "hidden"), rngs=rngs)
         self.down = nnx.Linear(4 * width, width, kernel_metadata=dims("hidden", "width"), rngs=rngs)
 
@@ -46,7 +46,6 @@ def build(*, seq_len: int, vocab: int = 256, width: int = 64, heads: int = 4) ->
     """What `model.factory` names; called with `seq_len` and `model.args`."""
     init, axes, bind = functional(lambda rngs: Net(vocab, width, heads, rngs))
     dims = {"width": width, "hidden": 4 * width, "my_heads": heads}
-    kind = {"name": "custom", "tensor": "auto", "rules": RULES}
 
     def loss(params: Params, _: None, batch: Batch, context: Context) -> Sums:
         net, tokens = bind(params), batch["tokens"]
@@ -56,4 +55,6 @@ def build(*, seq_len: int, vocab: int = 256, width: int = 64, heads: int = 4) ->
         kernel = net.tokens.embedding[...].T
         return context.token_loss(x, kernel, batch["targets"], batch["weights"], vocab_size=vocab)
 
-    return Model(init=init, axes=axes, dims=dims, head_loss=loss, **kind)
+    return Model(
+        name="custom", init=init, axes=axes, dims=dims, rules=RULES, head_loss=loss, tensor="auto"
+    )

@@ -1,0 +1,170 @@
+"""Chat templates are programs from elsewhere: they run in a process of their own, with limits.
+
+Jinja's sandbox keeps a template from reaching Python. It does not keep it from looping for ever or
+from making 5 GB of text. So this file is also the program of a child process, which has little
+memory and counts the processor time of each conversation. It imports nothing of jaxdist, so that it
+starts quickly and holds little.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from typing import Any
+
+CPU_S = 1.0
+"""Processor time of one conversation; common templates take less than a millisecond."""
+
+MEMORY_BYTES = 512 << 20
+"""Address space of the child."""
+
+TEXT_CHARACTERS = 16 << 20
+"""Longest text of one conversation."""
+
+_WAIT_S = 60.0  # for an answer on a machine that is busy; the child's own limits come first
+
+
+class TemplateFailed(ValueError):
+    """What went wrong in a template; `line` is where, if it is broken, else 0."""
+
+    def __init__(self, message: str, line: int = 0) -> None:
+        super().__init__(message)
+        self.line = line
+
+
+class Template:
+    """A compiled template in a process of its own, which ends with this object.
+
+    Args:
+        source: Jinja, as Hugging Face's chat templates are.
+
+    Raises:
+        TemplateFailed: the template is broken.
+    """
+
+    def __init__(self, source: str) -> None:
+        self._lock = threading.Lock()
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        self._ask({"source": source})
+
+    def render(self, variables: dict[str, Any]) -> str:
+        """The text for some variables (JSON values).
+
+        Raises:
+            TemplateFailed: the template refuses them, or needs too much time or memory.
+        """
+        return str(self._ask({"variables": variables}))
+
+    def _ask(self, message: dict[str, Any]) -> Any:
+        process = self._process
+        assert process.stdin is not None and process.stdout is not None  # PIPE above
+        with self._lock:
+            overdue = threading.Timer(_WAIT_S, process.kill)
+            overdue.start()
+            try:
+                process.stdin.write(json.dumps(message).encode() + b"\n")
+                process.stdin.flush()
+                answer = json.loads(process.stdout.readline())
+            except (OSError, ValueError):
+                raise TemplateFailed("it ended the process that renders it") from None
+            finally:
+                overdue.cancel()
+        if "error" in answer:
+            raise TemplateFailed(answer["error"], answer.get("line", 0))
+        return answer["text"]
+
+    def __del__(self) -> None:
+        process = getattr(self, "_process", None)
+        if process is not None:
+            process.kill()
+            for stream in (process.stdin, process.stdout):
+                stream.close()
+            process.wait()
+
+
+# --- the child ------------------------------------------------------------------------------------
+
+
+def _serve() -> None:
+    """Answer lines of JSON on stdin, the first of which is the template, until it ends."""
+    import resource
+    import signal
+
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the parent ends this process
+    signal.signal(signal.SIGPROF, _overdue)
+    template: Any = None
+    for line in sys.stdin.buffer:
+        message = json.loads(line)
+        # The handler waits for one long operation to end, such as a power; the kernel does not.
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
+        resource.setrlimit(resource.RLIMIT_CPU, (int(used.ru_utime + used.ru_stime) + 3, hard))
+        signal.setitimer(signal.ITIMER_PROF, CPU_S)
+        try:
+            if template is None:
+                template = _environment().from_string(message["source"])
+                answer: dict[str, Any] = {"text": ""}
+            else:
+                answer = {"text": _rendered(template, message["variables"])}
+            text = json.dumps(answer)
+        except MemoryError:
+            text = json.dumps({"error": f"it needs more than {MEMORY_BYTES >> 20} MiB of memory"})
+        except Exception as error:  # a template may fail as any program
+            said = {"error": str(error) or type(error).__name__}
+            text = json.dumps({**said, "line": getattr(error, "lineno", 0)})
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        sys.stdout.write(text + "\n")
+        sys.stdout.flush()
+
+
+def _overdue(*_: Any) -> None:
+    raise TimeoutError(f"it takes more than {CPU_S:g} s of processor time")
+
+
+def _rendered(template: Any, variables: dict[str, Any]) -> str:
+    parts, length = [], 0
+    for part in template.generate(**variables):
+        parts.append(part)
+        length += len(part)
+        if length > TEXT_CHARACTERS:
+            raise ValueError(f"it makes a text of more than {TEXT_CHARACTERS} characters")
+    return "".join(parts)
+
+
+def _environment() -> Any:
+    """Jinja as chat templates are written for; a template reaches nothing but what it is given."""
+    import jinja2
+    from jinja2.ext import Extension
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """`{% generation %}`: marks answers for those who read it; here they are found anyway."""
+
+        tags = {"generation"}  # noqa: RUF012  # the base class's own form
+
+        def parse(self, parser: Any) -> Any:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    def raise_exception(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    def to_json(value: Any, **options: Any) -> str:
+        return json.dumps(value, ensure_ascii=False, **options)
+
+    # Trimmed blocks and loop controls are what templates are written for.
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
+    )
+    environment.globals["raise_exception"] = raise_exception
+    environment.filters["tojson"] = to_json
+    return environment
+
+
+if __name__ == "__main__":
+    _serve()

@@ -1,0 +1,147 @@
+"""Token by token: continues prompts with a model's key-value cache, on any mesh."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxdist.core.attention import make_attend
+from jaxdist.core.collective_order import in_order
+from jaxdist.core.sharding import Layout
+from jaxdist.core.types import Array, Context, Model, Params
+
+_BUCKET = 64
+"""Prompt and cache lengths are rounded up to a multiple of this, so that few programs compile."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How the next token is drawn; see `sample_tokens`."""
+
+    temperature: float = 0.8
+    top_k: int = 0
+    top_p: float = 1.0
+
+
+class Decoder:
+    """A model with its weights, ready to continue prompts; compiles once per bucket of lengths.
+
+    Args:
+        model: a model with `decoding`.
+        params: tree of float32 arrays, sharded as in training.
+        layout: of the mesh that holds the parameters.
+        dtype: compute dtype.
+        sampling: how tokens are drawn.
+    """
+
+    def __init__(
+        self, model: Model, params: Params, layout: Layout, *, dtype: Any, sampling: Sampling
+    ):
+        assert model.decoding is not None
+        self._decoding, self._params = model.decoding, params
+        self._layout, self._dtype = layout, dtype
+        platform = layout.mesh.devices.flat[0].platform
+        platform = "gpu" if platform in ("gpu", "cuda") else platform
+        context = Context(dtype=dtype, platform=platform, attend=make_attend(platform=platform))
+
+        def decode(
+            params: Params, cache: Any, tokens: Array, positions: Array
+        ) -> tuple[Array, Any]:
+            # Products take their weights in the compute dtype; the masters stay float32.
+            return self._decoding.step(params, cache, tokens, positions, context)
+
+        if layout.mesh.size > 1 and platform == "cpu":
+            decode = in_order(decode, hidden=True)
+        self._decode = jax.jit(decode, donate_argnums=1)
+        self._sample = jax.jit(functools.partial(sample_tokens, **dataclasses.asdict(sampling)))
+
+    def tokens(
+        self,
+        prompts: Sequence[np.ndarray],
+        *,
+        max_new_tokens: int,
+        stop: Collection[int] = (),
+        seed: int = 0,
+    ) -> Iterator[list[int | None]]:
+        """Continue prompts together, one token of each at a time.
+
+        Args:
+            prompts: token ids, int [length] each; lengths ≥ 1 may differ.
+            max_new_tokens: tokens to add to each at most.
+            stop: token ids that end a text.
+            seed: of the sampling.
+
+        Yields:
+            The next token id of each text, the one that ends it too; None for texts that have
+            ended.
+        """
+        lengths = np.array([len(prompt) for prompt in prompts])
+        width = _round_up(int(lengths.max()))
+        tokens = np.zeros((len(prompts), width), np.int32)
+        for row, prompt in enumerate(prompts):
+            tokens[row, : len(prompt)] = prompt
+        index = np.arange(width)
+        positions = np.where(index < lengths[:, None], index, -1).astype(np.int32)
+        cache = self._new_cache(len(prompts), width + max_new_tokens)
+        logits, cache = self._decode(self._params, cache, tokens, positions)
+        last = logits[np.arange(len(prompts)), lengths - 1]
+        key = jax.random.key(seed)
+        done = np.zeros(len(prompts), bool)
+        for count in range(max_new_tokens):
+            chosen = np.asarray(self._sample(last, jax.random.fold_in(key, count)))
+            yield [None if done[row] else int(chosen[row]) for row in range(len(prompts))]
+            done |= np.isin(chosen, list(stop))
+            if done.all() or count + 1 == max_new_tokens:
+                return
+            place = (lengths + count)[:, None].astype(np.int32)
+            logits, cache = self._decode(
+                self._params, cache, chosen[:, None].astype(np.int32), place
+            )
+            last = logits[:, 0]
+
+    def _new_cache(self, batch: int, max_len: int) -> Any:
+        make = lambda: self._decoding.init_cache(batch, _round_up(max_len), self._dtype)
+        specs = self._layout.param_specs(self._decoding.cache_dims)
+        return jax.jit(make, out_shardings=self._layout.shardings(specs))()
+
+
+def sample_tokens(
+    logits: Array, key: Array, *, temperature: float, top_k: int, top_p: float
+) -> Array:
+    """Draw one token per row.
+
+    Args:
+        logits: float32 [batch, vocab].
+        key: consumed.
+        temperature: divides the logits; 0 takes the likeliest.
+        top_k: keeps this many likeliest; 0 = all.
+        top_p: keeps the likeliest tokens up to the one at which their probability reaches top_p
+            (Holtzman et al. 2020, "The Curious Case of Neural Text Degeneration", section 3.1).
+
+    Returns:
+        int32 [batch].
+    """
+    if temperature == 0:
+        return jnp.argmax(logits, -1).astype(jnp.int32)
+    logits = logits / temperature
+    if top_k and top_k < logits.shape[-1]:
+        smallest = jax.lax.top_k(logits, top_k)[0][:, -1:]
+        logits = jnp.where(logits < smallest, -jnp.inf, logits)
+    if top_p < 1:
+        order = jnp.argsort(-logits, axis=-1)
+        probs = jax.nn.softmax(jnp.take_along_axis(logits, order, -1))
+        before = jnp.cumsum(probs, -1) - probs
+        keep = jnp.zeros(logits.shape, bool)
+        keep = keep.at[jnp.arange(len(logits))[:, None], order].set(before < top_p)
+        logits = jnp.where(keep, logits, -jnp.inf)
+    return jax.random.categorical(key, logits).astype(jnp.int32)
+
+
+def _round_up(length: int) -> int:
+    return -(-length // _BUCKET) * _BUCKET

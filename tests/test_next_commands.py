@@ -1,0 +1,77 @@
+"""Every command that a command prints as the next one runs as printed."""
+
+import json
+import shlex
+from pathlib import Path
+
+from commands import ROOT, tiny
+
+from jaxdist import generate, train
+from jaxdist.data import DataConfig, open_datasets
+from jaxdist.data.__main__ import main as prepare
+from jaxdist.run.session import first_request
+from jaxdist.tools import report
+from jaxdist.tools.convert.__main__ import main as convert
+
+MAINS = {
+    "jaxdist.train": train.main,
+    "jaxdist.generate": lambda words: generate.main([*words, "--max_new_tokens=2"]),
+    "jaxdist.report": report.main,
+}
+
+
+def next_commands(printed: str) -> list[list[str]]:
+    """What stands below the last "next" of an output, as words."""
+    _, _, after = printed.rpartition("next")
+    lines = [line.strip() for line in after.removeprefix(":").splitlines()]
+    found = [shlex.split(line) for line in lines if line.startswith("python -m ")]
+    assert found, printed
+    return found
+
+
+def follow(words: list[str], *more: str) -> None:
+    assert words[:2] == ["python", "-m"]
+    assert MAINS[words[2]]([*words[3:], *more]) == 0
+
+
+def test_from_a_text_to_a_model_that_transformers_opens(tmp_path, monkeypatch, capsys):
+    """The tokenizer goes from the token folder to the run and on to the exported model."""
+    monkeypatch.chdir(tmp_path)
+    assert prepare([str(ROOT / "README.md"), "--out", "my tokens", "--train-bpe", "300"]) == 0
+    (to_train,) = next_commands(capsys.readouterr().out)
+    small = [flag for flag in tiny("--steps=2") if "seq_len" not in flag]
+    follow(to_train, *small, "--run-dir=a run")
+    words = next_commands(capsys.readouterr().out)
+    assert [command[2] for command in words] == ["jaxdist.generate", "jaxdist.report"]
+    for command in words:
+        follow(command)
+    assert capsys.readouterr().out.startswith("# jaxdist")
+    assert Path("a run/report.html").exists()
+    assert convert(["to-hf", "a run", "model"]) == 0
+    assert (
+        Path("model/tokenizer.json").read_bytes() == Path("my tokens/tokenizer.json").read_bytes()
+    )
+    assert json.loads(Path("model/config.json").read_text())["eos_token_id"] == 0
+    capsys.readouterr()
+    assert convert(["from-hf", "model", "again"]) == 0
+    (to_generate,) = next_commands(capsys.readouterr().out)
+    follow(to_generate)
+    assert convert(["reshard", "a run", "other", "--mesh=dp=8"]) == 0
+    (to_resume,) = next_commands(capsys.readouterr().out)
+    follow(to_resume, "--steps=3")
+
+
+def test_a_closing_line_asks_a_model_for_what_it_learned(tmp_path):
+    def asks(data: DataConfig) -> str:
+        return first_request(data, open_datasets(data, seq_len=32)[0])
+
+    text, pairs = tmp_path / "a.txt", tmp_path / "pairs.jsonl"
+    text.write_text("\n  First Citizen: it's all\n" + "more text\n" * 40)
+    pairs.write_text(json.dumps({"prompt": "2 + 2 = ", "completion": "4"}) + "\n")
+    assert asks(DataConfig()) == "--prompt 'def '"
+    assert asks(DataConfig(sources=[str(text)])) == "--prompt " + shlex.quote(
+        "First Citizen: it's all"
+    )
+    completion = DataConfig(sources=[str(pairs)], records="completion", eval_fraction=0.0)
+    assert asks(completion) == "--prompt '2 + 2 ='"
+    assert first_request(DataConfig(records="chat"), None) == "--chat"

@@ -1,0 +1,73 @@
+"""What a run says when it starts or goes on."""
+
+import dataclasses
+import tomllib
+from types import SimpleNamespace
+
+import pytest
+
+from jaxdist.config import RunConfig, read_run
+from jaxdist.core.settings import write_toml
+from jaxdist.core.types import ConfigError
+from jaxdist.optim import make_schedule
+from jaxdist.run.run_directory import RunDirectory
+from jaxdist.run.startup import _raised_rate
+
+
+def test_only_what_is_trained_counts_as_a_change(tmp_path):
+    run = RunDirectory.open(tmp_path / "run")
+    first = RunConfig()
+    assert run.write_config(write_toml(first)) == []
+    asked = dataclasses.replace(first, resume=str(run.path), force=True)
+    assert run.write_config(write_toml(asked)) == []
+    train = dataclasses.replace(first.train, steps=7)
+    (change,) = run.write_config(write_toml(dataclasses.replace(asked, train=train)))
+    assert change == f"train.steps: {first.train.steps} -> 7"
+
+
+def going_on(steps: int, **optim) -> SimpleNamespace:
+    """A run as it goes on to `steps`."""
+    config = RunConfig()
+    config = dataclasses.replace(
+        config,
+        train=dataclasses.replace(config.train, steps=steps),
+        optim=dataclasses.replace(config.optim, **optim),
+    )
+    schedule = make_schedule(
+        config.optim, total_steps=steps, global_batch_size=config.train.global_batch_size
+    )
+    return SimpleNamespace(config=config, schedule=schedule)
+
+
+def test_a_longer_run_says_that_its_learning_rate_goes_back_up():
+    stored = lambda **optim: tomllib.loads(write_toml(going_on(400, **optim).config))
+    warned = _raised_rate(going_on(800), stored(), 400)
+    assert "train.steps 400 -> 800" in warned and "--optim.decay-steps 380" in warned
+    kept = going_on(800, decay_steps=380)  # as advised
+    assert _raised_rate(kept, stored(), 400) == ""
+    assert float(kept.schedule(400)) == pytest.approx(float(going_on(400).schedule(400)))
+    assert _raised_rate(going_on(400), stored(), 200) == ""
+    constant = dict(schedule="constant")
+    assert _raised_rate(going_on(800, **constant), stored(**constant), 400) == ""
+    assert "before the decay" in _raised_rate(
+        going_on(800, schedule="wsd"), stored(schedule="wsd"), 400
+    )
+
+
+@pytest.mark.parametrize(
+    ("flag", "name"),
+    [
+        ("--run-dir=s3://bucket/run", "run_dir"),
+        ("--resume=gs://bucket/run", "resume"),
+        ("--init-from=s3://bucket/model", "init_from"),
+        ("--data.sources=s3://bucket/text", "data.sources"),
+    ],
+)
+def test_object_storage_is_refused_before_anything_starts(tmp_path, monkeypatch, flag, name):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"://bucket/.* is a URL: .* mount the bucket") as refused:
+        read_run([flag], command="jaxdist.train")
+    assert name in str(refused.value) or name == "resume"  # read before the settings are
+    with pytest.raises(ConfigError, match="is a URL"):
+        RunDirectory.open("gs://bucket/run")
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,66 @@
+"""What is installed from a wheel works far away from a checkout."""
+
+import configparser
+import json
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+from commands import ROOT, environment, tiny
+
+pytestmark = pytest.mark.slow
+
+BUILD = "from setuptools.build_meta import build_wheel; build_wheel({!r})"
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory) -> Path:
+    """The Python of an environment that holds the wheel and this one's other packages."""
+    work = tmp_path_factory.mktemp("wheel")
+    source = work / "source"
+    skip = shutil.ignore_patterns("__pycache__", ".*", "build", "*.egg-info", "tests", "runs")
+    shutil.copytree(ROOT, source, symlinks=True, ignore=skip)
+    build = [sys.executable, "-c", BUILD.format(str(work))]
+    subprocess.run(build, cwd=source, check=True, capture_output=True)
+    (wheel,) = work.glob("*.whl")
+    home = work / "venv"
+    venv.create(home, with_pip=False)
+    (site,) = home.glob("lib/python*/site-packages")
+    zipfile.ZipFile(wheel).extractall(site)
+    (site / "others.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
+    return home / "bin" / "python"
+
+
+def run(python: Path, cwd: Path, *words: object) -> str:
+    environ = {k: v for k, v in environment().items() if k != "PYTHONPATH"}
+    words = [str(python), *map(str, words)]
+    done = subprocess.run(words, cwd=cwd, env=environ, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_commands_configs_and_the_example_work_without_a_checkout(installed, tmp_path):
+    site = Path(
+        run(installed, tmp_path, "-c", "import jaxdist; print(jaxdist.__path__[0])").strip()
+    )
+    assert site.is_relative_to(installed.parent.parent)
+    assert (site / "py.typed").exists()
+    names = {path.name for path in (ROOT / "configs").glob("*.toml")}
+    assert {path.name for path in (site / "config" / "named").iterdir()} == names
+    scripts = configparser.ConfigParser()
+    (about,) = site.parent.glob("jaxdist-*.dist-info")
+    scripts.read(about / "entry_points.txt")
+    assert scripts["console_scripts"]["jaxdist"] == "jaxdist.__main__:main"
+    plan = ["plan", "--config", "llama3_8b", "--gpus", "h100:8", "--compile=false", "--json"]
+    plan += ["--data.tokenizer=bytes", "--data.sources=stdlib"]
+    (found,) = json.loads(run(installed, tmp_path, "-m", "jaxdist", *plan))["plans"]
+    assert (found["name"], found["fits"]) == ("llama3_8b", True)
+    small = [flag for flag in tiny("--steps=1") if not flag.startswith("--model.")]
+    model = ["--model=custom", "--model.factory=jaxdist.models.example:build"]
+    train = run(installed, tmp_path, "-m", "jaxdist", "train", *model, *small, "--run-dir=run")
+    assert "custom" in train and (tmp_path / "run" / "summary.json").exists()
