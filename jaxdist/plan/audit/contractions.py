@@ -71,8 +71,8 @@ def _product(
         other = states[0] if states[1] == PARTIAL else states[1]
         return PARTIAL if other in FIXED else VARYING
     if not any(map(is_split, states)):
-        found = join(*states)
-        return VARYING if found in (INDEX, LOOKUP) else found
+        whole = join(*states)
+        return VARYING if whole in (INDEX, LOOKUP) else whole
     if VARYING in states or LOOKUP in states:
         return VARYING
     found: list[set[int]] = []
