@@ -17,6 +17,7 @@ import numpy as np
 from jaxdist.checkpoint import manifest, orbax_io
 from jaxdist.checkpoint.checksum import part_checksum
 from jaxdist.checkpoint.errors import CorruptCheckpoint
+from jaxdist.runtime.progress import Progress
 from jaxdist.runtime.storage import Location, locate
 
 BLOCK_BYTES = 64 << 20
@@ -93,10 +94,12 @@ class StoredArrays:
 class CheckpointWriter:
     """Writes one checkpoint, array by array and part by part; it counts when `finish` returns.
 
-    What is at the destination, e.g. `checkpoints/100`, is deleted.
+    What is at the destination, e.g. `checkpoints/100`, is deleted. `total_bytes` are those of all
+    arrays, as progress is told.
     """
 
-    def __init__(self, destination: str | os.PathLike[str]) -> None:
+    def __init__(self, destination: str | os.PathLike[str], total_bytes: int) -> None:
+        self._progress = Progress("writing checkpoint", total_bytes, "B")
         self.num_bytes = 0
         self.entries: dict[str, dict[str, Any]] = {}
         self._destination = locate(destination)
@@ -126,11 +129,13 @@ class CheckpointWriter:
             cast = part.astype(dtype)
             checksum += part_checksum(cast, [s.start for s in index], shape)
             target[index].write(cast).result()
+            self._progress.advance(cast.nbytes)
         self.entries[name] = {**entry, "checksum": checksum % 2**32}
         self.num_bytes += math.prod(shape) * dtype.itemsize
 
     def finish(self, meta: dict[str, Any]) -> None:
         """Write what belongs next to the arrays, then the manifest."""
+        self._progress.close()
         step = int(self._destination.name)
         document = {"step": step, "meta": meta, "arrays": self.entries}
         orbax_io.write_frame(self._destination, document)
@@ -153,12 +158,13 @@ def rewrite(
     Each array of the items is verified while it is read. By its name, `chunk_of` gives the shape of
     its chunks and `dtype_for` the dtype to store.
     """
-    writer = CheckpointWriter(destination)
-    for name, entry in source.entries.items():
-        if name.partition("/")[0] in items:
-            chunk = chunk_of(name)
-            parts = source.blocks(name, chunk or None)
-            writer.write(name, {**entry, "dtype": dtype_for(name)}, chunk, parts)
+    entries = {n: e for n, e in source.entries.items() if n.partition("/")[0] in items}
+    sizes = [math.prod(e["shape"]) * dtype_of(dtype_for(n)).itemsize for n, e in entries.items()]
+    writer = CheckpointWriter(destination, sum(sizes))
+    for name, entry in entries.items():
+        chunk = chunk_of(name)
+        parts = source.blocks(name, chunk or None)
+        writer.write(name, {**entry, "dtype": dtype_for(name)}, chunk, parts)
     writer.finish(meta)
     return writer
 

@@ -6,7 +6,6 @@ import dataclasses
 import errno
 import itertools
 import shlex
-import shutil
 import signal
 import sys
 import tempfile
@@ -125,15 +124,13 @@ def _prepare(config: PrepareConfig, out: Path) -> None:
         if config.train_bpe:
             tokenizer = str(Path(folder) / "tokenizer.json")
             _learn(files, config, tokenizer)
-        progress = _Progress(size)
         encoder = make_encoder(
             load_tokenizer(tokenizer, config.eos_token),
             records=config.records,
             text_field=config.text_field,
             chat_template=config.chat_template,
         )
-        write_corpus(files, out, encoder, progress=progress)
-    progress.finish()
+        write_corpus(files, out, encoder)
     corpus = Corpus(out)
     source = f'["{out}"]' if "," in str(out) else str(out)  # commas separate sources
     print(
@@ -165,42 +162,6 @@ def _sample(files: list[Path], share: float, text_field: str) -> Iterator[str]:
         if due >= 1:
             due -= 1
             yield from piece.text.splitlines(keepends=True)
-
-
-class _Progress:
-    """One line that rewrites itself on a terminal, and a line each ten seconds elsewhere."""
-
-    def __init__(self, total: int):
-        self._total = total
-        self._started = time.monotonic()
-        self._said = self._started if sys.stderr.isatty() else self._started + 9
-        self._every = 0.5 if sys.stderr.isatty() else 10.0
-        self._last: tuple[int, int] = (0, 0)
-
-    def __call__(self, position: int, num_tokens: int) -> None:
-        self._last = position, num_tokens
-        if time.monotonic() - self._said >= self._every:
-            self._say(position, num_tokens)
-
-    def finish(self) -> None:
-        self._say(self._total, self._last[1])
-        if sys.stderr.isatty():
-            print(file=sys.stderr)
-
-    def _say(self, position: int, num_tokens: int) -> None:
-        self._said = time.monotonic()
-        passed = max(1e-9, self._said - self._started)
-        left = passed * (self._total - position) / max(1, position)
-        line = (
-            f"{position / max(1, self._total):4.0%}  {num_tokens:,} tokens  "
-            f"{position / passed / 1e6:.1f} MB/s  {num_tokens / passed:,.0f} tokens/s  "
-            f"{left:.0f} s left"
-        )
-        if sys.stderr.isatty():
-            width = shutil.get_terminal_size().columns - 1
-            print(f"\r{line[:width]:<{width}}", end="", file=sys.stderr, flush=True)
-        else:
-            print(line, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ import shutil
 import socket
 import tempfile
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -31,6 +31,7 @@ from jaxdist.data.chat import JinjaTemplate, PlainTemplate
 from jaxdist.data.documents import content_digest
 from jaxdist.data.encoding import Encoder
 from jaxdist.data.tokenizer import FileTokenizer, Tokenizer, load_tokenizer
+from jaxdist.runtime.progress import Progress
 
 log = logging.getLogger("jaxdist")
 
@@ -39,9 +40,6 @@ SHARD_TOKENS = 1 << 28
 """Tokens of one shard: half a GiB of uint16, small enough to copy, few enough to keep open."""
 
 _WEIGHT_DTYPE = np.dtype("u1")
-
-Progress = Callable[[int, int], None]
-"""Called with (bytes of input read so far, tokens written so far)."""
 
 
 class Corpus:
@@ -132,7 +130,6 @@ def write_corpus(
     folder: Path,
     encoder: Encoder,
     *,
-    progress: Progress | None = None,
     shard_tokens: int = SHARD_TOKENS,
 ) -> None:
     """Tokenise files into a new folder, which appears whole or not at all.
@@ -145,14 +142,13 @@ def write_corpus(
             f"{str(folder)!r} exists: a corpus is never overwritten. Remove it or name another."
         )
     folder.parent.mkdir(parents=True, exist_ok=True)
-    _write(files, folder, encoder, progress, shard_tokens)
+    _write(files, folder, encoder, shard_tokens)
 
 
 def _write(
     files: list[Path],
     folder: Path,
     encoder: Encoder,
-    progress: Progress | None = None,
     shard_tokens: int = SHARD_TOKENS,
 ) -> None:
     _remove_abandoned(folder)
@@ -160,7 +156,7 @@ def _write(
     partial = folder.with_name(f".{folder.name}.partial-{owner}-{uuid.uuid4().hex[:8]}")
     partial.mkdir()
     try:
-        _fill(partial, files, encoder, progress, shard_tokens)
+        _fill(partial, files, encoder, shard_tokens)
         try:
             partial.rename(folder)
         except OSError:
@@ -241,7 +237,6 @@ def _fill(
     folder: Path,
     files: list[Path],
     encoder: Encoder,
-    progress: Progress | None,
     shard_tokens: int,
 ) -> None:
     tokenizer = encoder.tokenizer
@@ -249,14 +244,14 @@ def _fill(
     shards = _ShardWriter(folder, "tokens", dtype, shard_tokens)
     weights = _ShardWriter(folder, "weights", _WEIGHT_DTYPE, shard_tokens)
     ends: list[np.ndarray] = [np.zeros(0, np.uint64)]
-    with contextlib.closing(shards), contextlib.closing(weights):
+    progress = Progress("tokenising", total_bytes(files), "B")
+    with contextlib.closing(shards), contextlib.closing(weights), progress:
         for chunk in encoder.chunks(files):
             ends.append(chunk.ends + np.uint64(shards.num_tokens))
             shards.write(chunk.tokens)
             if chunk.weights is not None:
                 weights.write(chunk.weights)
-            if progress is not None:
-                progress(chunk.position, shards.num_tokens)
+            progress.reach(chunk.position)
     all_ends = np.concatenate(ends).astype("<u8")
     if not shards.num_tokens:
         names = ", ".join(repr(str(path)) for path in files[:3])

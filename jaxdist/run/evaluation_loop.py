@@ -9,6 +9,7 @@ from typing import Any
 from jaxdist.core.step import Step
 from jaxdist.core.types import Params
 from jaxdist.data import Dataset, eval_batches
+from jaxdist.runtime.progress import Progress
 
 
 def evaluate(
@@ -40,12 +41,15 @@ def evaluate(
         sharding=step.batch_sharding,
         max_batches=max_batches or None,
     )
+    count = -(-dataset.num_rows // global_batch_size)
     totals: dict[str, Any] = {}
-    for batch in batches:
-        sums = step.evaluate(params, batch)
-        # Python floats: sums over a long evaluation outgrow float32.
-        totals = {name: totals.get(name, 0.0) + float(value) for name, value in sums.items()}
-        on_batch()
+    with Progress("evaluating", min(max_batches or count, count), "batches") as progress:
+        for batch in batches:
+            sums = step.evaluate(params, batch)
+            # Python floats: sums over a long evaluation outgrow float32.
+            totals = {name: totals.get(name, 0.0) + float(value) for name, value in sums.items()}
+            on_batch()
+            progress.advance()
     weight = totals["weight"]
     means = {name: value / weight for name, value in totals.items() if name != "weight"}
     if "correct" in means:

@@ -20,6 +20,7 @@ from jaxdist.core.step import Metrics
 from jaxdist.core.types import Batch
 from jaxdist.data import DataConfig, Dataset, Loader, TrainData
 from jaxdist.plan.estimate.memory_check import Budget
+from jaxdist.run.compile_times import CompileTimes
 from jaxdist.run.evaluation_loop import evaluate
 from jaxdist.run.exit_reason import ExitReason
 from jaxdist.run.monitoring.environment import versions
@@ -32,6 +33,8 @@ from jaxdist.run.run_directory import RunDirectory
 from jaxdist.run.setup import Parts
 from jaxdist.run.startup import Samples, announce, restore_or_init
 from jaxdist.run.step_report import StepReporter
+from jaxdist.runtime.formatting.numbers import duration
+from jaxdist.runtime.progress import waiting
 
 log = logging.getLogger("jaxdist")
 
@@ -88,6 +91,7 @@ class Session:
         self.parts, self.run, self.config_text = parts, run, config_text
         (self.train_data, self.eval_data), self.config = data, parts.config
         self.budget, self.preemption = budget, preemption
+        self._compiled = False
         resilience = self.config.resilience
         hosts = {row.process: row.host for row in job.devices}
         with contextlib.ExitStack() as stack:
@@ -155,10 +159,11 @@ class Session:
             Scalars [], replicated, still being computed.
         """
         limit = self.guard.update_limit(self.step + 1)
-        if self.budget is not None:
-            self._check_memory(self.budget, batch, limit)
-            self.budget = None
-        self.state, metrics = self.timer.dispatch(self.train_step, self.state, batch, limit)
+        with contextlib.nullcontext() if self._compiled else self._compiling():
+            if self.budget is not None:
+                self._check_memory(self.budget, batch, limit)
+                self.budget = None
+            self.state, metrics = self.timer.dispatch(self.train_step, self.state, batch, limit)
         self.step += 1
         return metrics
 
@@ -277,7 +282,7 @@ class Session:
 
     def _end(self, reason: ExitReason, code: int, next_commands: list[str]) -> int:
         """Wait for the last save and write the summary; returns `code`, or failure without it."""
-        with self.watchdog.phase("save"):
+        with self.watchdog.phase("save"), waiting("finishing the save"):
             committed = self.checkpointer.wait()
         self.watchdog.enter("end")
         self.loader.close()
@@ -289,6 +294,18 @@ class Session:
             next_commands=next_commands if committed else [],
         )
         return code if committed else runtime.EXIT_FAILURE
+
+    @contextlib.contextmanager
+    def _compiling(self) -> Iterator[None]:
+        """The first step of a start: says how long the program took to compile the last time."""
+        times = CompileTimes(self.parts)
+        before = times.last()
+        took = f", {duration(before)} last time" if before else ""
+        with waiting(f"compiling the train step{took}"):
+            yield
+        self._compiled = True
+        if self.run.is_writer:
+            times.keep(self.train_step.seconds)
 
     def _check_memory(self, budget: Budget, batch: Batch, limit: float) -> None:
         """Compare what the compiled step takes of a GPU with the estimate and the GPU's memory.

@@ -22,6 +22,7 @@ from jaxdist.run.monitoring.monitor import Monitor
 from jaxdist.run.resilience.anomalies import LossGuard
 from jaxdist.run.run_directory import RunDirectory, new_run_path
 from jaxdist.run.setup import Parts
+from jaxdist.runtime.progress import waiting
 from jaxdist.runtime.storage import locate
 
 log = logging.getLogger("jaxdist")
@@ -73,7 +74,8 @@ def restore_or_init(
         if config.checkpoint.preflight and not rolls_back:
             checkpointer.preflight(state)
     else:
-        state, meta, step = checkpointer.restore(parts.abstract_state(), step=chosen)
+        with waiting(f"restoring checkpoint {chosen}"):
+            state, meta, step = checkpointer.restore(parts.abstract_state(), step=chosen)
         position = resume_position(
             meta["data"], dataset, seed=config.seed, on_change=config.data.on_change
         )

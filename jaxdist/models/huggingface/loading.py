@@ -24,6 +24,7 @@ from jaxdist.core.types import Array, ConfigError, Params
 from jaxdist.models.huggingface.directory import Weights, open_weights
 from jaxdist.models.huggingface.families import Index, Piece
 from jaxdist.runtime import coordination
+from jaxdist.runtime.progress import Progress
 
 BLOCK_BYTES = 64 << 20
 """Bytes of an array in host memory at a time, as it will lie on the device."""
@@ -70,7 +71,11 @@ def load_params(
     ]
     if problems:
         raise ConfigError(problems)
-    values = [_leaf(weights, n, leaf) if n in read else leaf for n, leaf in named.items()]
+    values = []
+    with Progress("reading weights", sum(leaf.size for leaf in read.values()), "weights") as done:
+        for name, leaf in named.items():
+            values.append(_leaf(weights, name, leaf) if name in read else leaf)
+            done.advance(leaf.size if name in read else 0)
     return jax.tree.unflatten(structure, values)
 
 

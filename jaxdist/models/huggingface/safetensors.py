@@ -12,7 +12,7 @@ import dataclasses
 import json
 import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,6 +21,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from jaxdist.core.types import ConfigError
+from jaxdist.runtime.progress import Progress
 
 log = logging.getLogger("jaxdist")
 
@@ -115,14 +116,27 @@ def write_shards(
     files = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
     if count == 1:
         files = ["model.safetensors"]
-    for file, group in zip(files, groups, strict=True):
-        write(directory / file, {name: tensors[name] for name in group}, metadata)
+    total = sum(tensor.num_bytes for tensor in tensors.values())
+    with Progress("writing weights", total, "B") as progress:
+        for file, group in zip(files, groups, strict=True):
+            counted = {name: _counted(tensors[name], progress) for name in group}
+            write(directory / file, counted, metadata)
     if count > 1:
         places = {name: f for f, group in zip(files, groups, strict=True) for name in group}
-        total = sum(tensor.num_bytes for tensor in tensors.values())
         index = {"metadata": {"total_size": total}, "weight_map": places}
         (directory / INDEX).write_text(json.dumps(index, indent=1))
     return files
+
+
+def _counted(tensor: Tensor, progress: Progress) -> Tensor:
+    """The tensor, whose parts advance the progress as they are written."""
+
+    def parts() -> Iterator[np.ndarray]:
+        for part in tensor.parts:
+            yield part
+            progress.advance(part.nbytes)
+
+    return tensor._replace(parts=parts())
 
 
 @dataclasses.dataclass(frozen=True)

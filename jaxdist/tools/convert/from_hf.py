@@ -7,6 +7,7 @@ dtype and move in blocks of a few MB: memory does not grow with the model or its
 from __future__ import annotations
 
 import dataclasses
+import math
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
@@ -42,7 +43,9 @@ def run(config: Config) -> int:
     weights = open_weights(source)
     theirs, model = read_json(source), weights.model
     (out / "checkpoints").make_directory()
-    writer = CheckpointWriter(out / "checkpoints" / "0")
+    tensors = weights.tensors.values()
+    total = sum(tensor.dtype.itemsize * math.prod(tensor.shape) for tensor in tensors)
+    writer = CheckpointWriter(out / "checkpoints" / "0", total)
     for name, parts in weights.pieces.items():
         _write(writer, name, parts, weights)
     settings = _settings(model, source, out)

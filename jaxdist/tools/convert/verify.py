@@ -11,6 +11,7 @@ from jaxdist.checkpoint.events import one_line
 from jaxdist.checkpoint.streaming_io import StoredArrays
 from jaxdist.core.settings import setting
 from jaxdist.runtime.formatting.numbers import in_bytes
+from jaxdist.runtime.progress import waiting
 from jaxdist.runtime.storage import Location
 from jaxdist.tools.convert.checkpoint_paths import problem_of
 
@@ -34,7 +35,8 @@ def run(config: Config) -> int:
     corrupt = 0
     for step in steps:
         checkpoint = directory / step
-        reason = problem_of(checkpoint) or (_array_problem(checkpoint) if config.arrays else "")
+        with waiting(f"verifying checkpoint {step}"):
+            reason = problem_of(checkpoint) or (_array_problem(checkpoint) if config.arrays else "")
         corrupt += bool(reason)
         if config.json:
             print(json.dumps({"step": step, "whole": not reason, "reason": reason}))

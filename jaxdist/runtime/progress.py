@@ -1,0 +1,106 @@
+"""Long waits say what they wait for: a bar on a terminal, a log line each half minute elsewhere.
+
+Only process 0 shows bars; every process has lines in its own log.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+from tqdm import tqdm
+
+from jaxdist.runtime.coordination import process_place
+from jaxdist.runtime.formatting.numbers import duration, in_si
+
+log = logging.getLogger("jaxdist")
+
+EVERY_S = 30.0
+"""Seconds between two log lines of one wait."""
+
+SHORT_S = 1.0
+"""Seconds that a person waits without asking why."""
+
+
+class Progress:
+    """How far a piece of work is, with its rate and the time left; as a context manager.
+
+    Args:
+        what: "tokenising corpus".
+        total: amount of work; 0 = not known.
+        unit: of the amount: "B", "batches".
+    """
+
+    def __init__(self, what: str, total: int, unit: str):
+        self._what, self._total, self._unit = what, total, unit
+        self._done = 0
+        self._begun = self._said = time.monotonic()
+        shown = sys.stderr.isatty() and process_place()[0] == 0
+        self._bar = tqdm(
+            total=total or None,
+            desc=what,
+            unit=unit,
+            unit_scale=True,
+            delay=SHORT_S,
+            leave=False,
+            dynamic_ncols=True,
+            disable=not shown,
+        )
+
+    def reach(self, done: int) -> None:
+        """Say that so much of the work is done."""
+        self._bar.update(done - self._done)
+        self._done = done
+        now = time.monotonic()
+        if self._bar.disable and now - self._said >= EVERY_S:
+            self._said = now
+            rate = done / (now - self._begun)
+            share = f"{done / self._total:.0%} of {in_si(self._total)} {self._unit}, "
+            left = f", {duration((self._total - done) / rate)} left" if self._total and rate else ""
+            _say(f"{self._what}: {share if self._total else ''}{in_si(rate)} {self._unit}/s{left}")
+
+    def advance(self, amount: int = 1) -> None:
+        """Say that so much more is done."""
+        self.reach(self._done + amount)
+
+    def close(self) -> None:
+        """Remove the bar."""
+        self._bar.close()
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+@contextlib.contextmanager
+def waiting(what: str) -> Iterator[None]:
+    """Announce a wait that cannot tell how far it is, and say each half minute that it lasts.
+
+    A wait that is over within `SHORT_S` is not worth a line.
+    """
+    begun, over = time.monotonic(), threading.Event()
+
+    def remind() -> None:
+        if not over.wait(SHORT_S):
+            _say(f"{what} ...")
+        while not over.wait(EVERY_S):
+            _say(f"{what}: {duration(time.monotonic() - begun)} so far")
+
+    threading.Thread(target=remind, name=f"waiting: {what}", daemon=True).start()
+    try:
+        yield
+    finally:
+        over.set()
+
+
+def _say(line: str) -> None:
+    if log.handlers:
+        log.info("%s", line)
+    else:  # a command that keeps no log
+        print(line, file=sys.stderr, flush=True)
