@@ -26,7 +26,8 @@ def text_of(audit: Audit) -> str:
 
 
 def _rows(transfers: Iterable[Transfer]) -> list[tuple[str, ...]]:
-    rows = [("what asks for it", "collective", "over", "dtype", "times a step", "bytes a step")]
+    head = ("what asks for it", "collective", "over", "dtype", "times a step", "bytes a step")
+    rows: list[tuple[str, ...]] = [head]
     for one in transfers:
         most = "≤ " if one.at_most else ""
         rows.append(
