@@ -1,4 +1,4 @@
-"""`python -m jaxdist.audit`: is every sum of the train step taken once, on this mesh?
+"""`python -m jaxdist.audit`: check that every sum of the train step is taken once, on this mesh.
 
     python -m jaxdist.audit --mesh dp=2,fsdp=2,tp=2
     python -m jaxdist.audit --config configs/llama3_8b.toml --mesh fsdp=4,tp=2
