@@ -41,6 +41,7 @@ class Case:
     remat: str = "none"
     dtype: str = "float32"
     scale: float = 1.0
+    exchange: str = "auto"
 
     def __str__(self) -> str:
         default = {field.name: field.default for field in dataclasses.fields(self)}
@@ -115,6 +116,7 @@ def make_parts(case: Case) -> tuple[Any, ...]:
         zero=case.zero,
         sequence_parallel=case.sequence_parallel and not case.automatic,
         auto_tensor=case.automatic,
+        context_attention=case.exchange,
     )
     model = make_model(case.family, case.layers)
     config = TrainConfig(

@@ -415,6 +415,7 @@ def test_the_default_file_is_the_built_in_default():
 PUBLISHED_NUM_PARAMS = {
     "gpt2_124m": 124_439_808,
     "llama3_8b": 8_030_261_248,
+    "llama3_8b_128k": 8_030_261_248,
     "llama3_70b": 70_553_706_496,
     "llama3_405b": 405_853_388_800,
     "qwen3_0.6b": 596_049_920,

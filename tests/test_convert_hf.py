@@ -200,7 +200,7 @@ def change(path, **values) -> None:
 
 WRONG = {
     "family": (lambda p: change(p, model_type="mamba"), "model_type='mamba' is not supported"),
-    "rope": (lambda p: change(p, rope_scaling={"type": "yarn"}), 'rope_type="yarn"'),
+    "rope": (lambda p: change(p, rope_scaling={"type": "longrope"}), 'rope_type="longrope"'),
     "activation": (lambda p: change(p, hidden_act="gelu"), 'hidden_act="gelu"'),
     "bias": (lambda p: change(p, attention_bias=True), "attention_bias=true"),
     "layers": (lambda p: change(p, num_hidden_layers=3), "model.layers.2.input_layernorm"),

@@ -429,8 +429,8 @@ def test_every_model_has_a_time(model):
     [
         ({}, "cudnn"),
         ({"packing": "stream"}, "cudnn"),
-        ({"packing": "documents"}, "xla"),
-        ({"records": "chat"}, "xla"),
+        ({"packing": "documents"}, "blockwise"),
+        ({"records": "chat"}, "blockwise"),
     ],
     ids=str,
 )

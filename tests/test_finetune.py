@@ -229,3 +229,14 @@ def test_a_new_head_is_random_and_what_is_left_out_is_named(tmp_path):
     assemble(unused, jax.devices()[:4]).init_state()
     with pytest.raises(ConfigError, match=r"reinit_params=\['head'\] without init_from"):
         read_run(["--reinit-params=head"], command="jaxdist.train")
+
+
+def test_weights_with_nan_are_refused_by_name(tmp_path):
+    from jaxdist.run.setup import assemble
+
+    model = dataclasses.replace(FAMILIES["llama2"], vocab_size=256)
+    write_model(tmp_path / "in", model, scale=float("nan"))
+    flags = ["--mesh=dp=1", "--data.tokenizer=bytes"]
+    config = read_run([f"--init-from={tmp_path / 'in'}", *flags], command="jaxdist.train")
+    with pytest.raises(ConfigError, match=r"weights of .*: embed/table, .* hold NaN or Inf"):
+        assemble(config, jax.devices()[:1]).init_state()

@@ -126,6 +126,23 @@ OTHERS = {
     "convert": [["inspect", LONG], ["inspect", "a\0b"], ["from-hf", LONG, "out"]],
     "plan": [["--gpus=h100:99999999999999999999"], ["--gpus=h100:1000000000"]],
     "report": [[LONG], ["a\0b"]],
+    "launch": [
+        ["--nproc-per-node=1000000000"],
+        ["--nproc-per-node=1:1000000000"],
+        [f"--nproc-per-node={DIGITS}"],
+        ["--nnodes=1:99999999999999", "--nproc-per-node=1", "--run-dir=r"],
+        ["--program='x"],
+        ["--program= "],
+        ["--run-dir=/proc/nowhere"],
+        [f"--run-dir={LONG}"],
+        ["--run-dir=a\0b"],
+        ["slurm", "--time=60", "--program=true", "--script=/proc/nowhere"],
+        ["slurm", "--time=60", "--program=true", f"--script={LONG}"],
+        ["slurm", "--time=60", "--program=true", "--nodes=99999999999999999999"],
+        ["slurm", "--time=60", "--program=true", "--partition=a\n#SBATCH --x"],
+        ["slurm", "--time=1", "--program=true"],
+        ["slurm", f"--time={DIGITS}", "--program=true"],
+    ],
     "data": [
         ["sur.jsonl", "--out=o"],
         ["deep.jsonl", "--out=o"],
@@ -165,6 +182,7 @@ def files(tmp_path, monkeypatch):
 MODULES = {
     "convert": "jaxdist.tools.convert.__main__",
     "plan": "jaxdist.plan.__main__",
+    "launch": "jaxdist.tools.launch.__main__",
     "report": "jaxdist.tools.report",
     "data": "jaxdist.data.__main__",
 }

@@ -41,9 +41,11 @@ def case():
     return model, params, prompts, expected
 
 
-def continued(case, stop=(), seed=0, **sampling):
+def continued(case, stop=(), seed=0, mesh="dp=1", **sampling):
     model, params, prompts, _ = case
-    layout = Layout(mesh=MeshSpec.parse("dp=1").build(jax.devices()[:1]))
+    spec = MeshSpec.parse(mesh)
+    layout = Layout(mesh=spec.build(jax.devices()[: spec.num_devices]))
+    params = jax.device_put(params, layout.shardings(layout.param_specs(model.axes)))
     sampling = Sampling(**sampling)
     decoder = Decoder(model, params, layout, dtype=jnp.float32, sampling=sampling)
     steps = decoder.tokens(prompts, max_new_tokens=6, stop=stop, seed=seed)
@@ -54,6 +56,10 @@ def test_every_row_goes_on_from_the_end_of_its_own_prompt(case):
     expected = case[-1]
     assert len(set(map(tuple, expected))) == 3  # rows that agreed would hide a mistaken place
     assert continued(case, temperature=0.0) == expected
+
+
+def test_devices_that_share_rows_go_on_as_one_device_does(case):
+    assert continued(case, temperature=0.0, mesh="cp=4,tp=2") == case[-1]
 
 
 def test_a_row_that_has_ended_says_nothing_more_and_changes_no_other(case):

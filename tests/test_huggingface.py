@@ -391,7 +391,8 @@ GPT2 = write_config(FAMILIES["gpt2"], "float32")
         "windows in some layers": (
             LLAMA, {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
         "part of a head rotates": (LLAMA, {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
-        "yarn": (LLAMA, {"rope_scaling": {"type": "yarn", "factor": 4.0}}, 'rope_type="yarn"'),
+        "unknown rope": (LLAMA, {"rope_scaling": {"type": "longrope"}}, 'rope_type="longrope"'),
+        "half of yarn": (LLAMA, {"rope_scaling": {"rope_type": "yarn"}}, "rope factor=null"),
         "half of llama3": (LLAMA, {"rope_scaling": {"rope_type": "llama3"}}, "rope factor=null"),
         "more than llama3": (
             LLAMA, {"rope_scaling": {**LLAMA["rope_scaling"], "attention_factor": 2.0}},

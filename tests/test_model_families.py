@@ -1,8 +1,10 @@
 """Every decoder family against Hugging Face transformers: same weights, same logits and loss."""
 
+import json
 import math
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from decoders import FAMILIES, logits_of, random_tokens, scan_layers
@@ -10,12 +12,14 @@ from decoders import FAMILIES, logits_of, random_tokens, scan_layers
 from jaxdist.core.attention import make_attend
 from jaxdist.core.losses import Vocabulary, token_cross_entropy
 from jaxdist.core.types import Context
-from jaxdist.models import build
-from jaxdist.models.configs import ROPE_SCALING
+from jaxdist.models import DecoderConfig, build, layers
+from jaxdist.models.huggingface.families import read_config, write_config
 from jaxdist.models.weights import num_params
 
 torch = pytest.importorskip("torch", reason="needs the reference extra (torch)")
 transformers = pytest.importorskip("transformers", reason="needs the reference extra")
+
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS  # noqa: E402
 
 SEQ = 16
 # Both sum the same float32 products in another order; logits are of order 1.
@@ -50,7 +54,7 @@ def reference_of(name, config):
         if name == "llama3.1":
             common["rope_parameters"] |= {
                 "rope_type": "llama3",
-                **{name: config.rope_scaling[name] for name in ROPE_SCALING[1:]},
+                **{name: x for name, x in config.rope_scaling.items() if name != "type"},
             }
         if name == "mistral":
             common["sliding_window"] = config.sliding_window
@@ -221,3 +225,58 @@ def test_summed_loss_equals_torch(family):
     np.testing.assert_allclose(
         sums["loss"], (losses.numpy() * weights.ravel()).sum(), rtol=TOLERANCE
     )
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {"type": "linear", "factor": 4.0},
+        {"type": "yarn", "factor": 8.0, "original_max_position_embeddings": 256},
+        {
+            "type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 4096,
+            "beta_fast": 16.0,
+            "beta_slow": 2.0,
+            "attention_factor": 1.25,
+        },
+        FAMILIES["llama3.1"].rope_scaling,
+    ],
+    ids=lambda scaling: f"{scaling['type']}{len(scaling)}",
+)
+def test_scaled_rope_turns_as_hugging_face_s_and_is_written_as_it_is_read(scaling):
+    """A reference that is not scaled, or of another length, is off by more than 1e-2."""
+    config = DecoderConfig(
+        d_model=128, num_heads=2, rope_theta=5e5, rope_scaling=scaling, max_seq_len=2048
+    )
+    assert config.problems() == []
+    theirs = json.loads(json.dumps(write_config(config, "float32")))
+    assert read_config(theirs).rope_scaling == scaling
+    kind = scaling["type"]
+    given = {"rope_theta": config.rope_theta, **theirs["rope_scaling"]}
+    asked = transformers.LlamaConfig(
+        hidden_size=128, num_attention_heads=2, max_position_embeddings=2048, rope_parameters=given
+    )
+    expected, length = ROPE_INIT_FUNCTIONS[kind](asked, "cpu")
+    positions = jnp.arange(2048)
+    stretch, ours = layers.rope_stretch(scaling, 64, config.rope_theta)
+    cos, sin = layers.rotary_angles(positions, 64, config.rope_theta, stretch, ours)
+    angles = np.arange(2048)[:, None] * expected.double().numpy()
+    assert ours == pytest.approx(length, rel=1e-12)
+    np.testing.assert_allclose(cos, length * np.cos(angles), atol=1e-3)
+    np.testing.assert_allclose(sin, length * np.sin(angles), atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "named"),
+    [
+        ({"type": "longrope", "factor": 2.0}, "longrope"),
+        ({"type": "linear"}, "lacks factor"),
+        ({"type": "linear", "factor": 2.0, "beta_fast": 3.0}, "beta_fast"),
+        ({**FAMILIES["llama3.1"].rope_scaling, "low_freq_factor": 4.0}, "low_freq_factor"),
+        ({"type": "yarn", "factor": 0, "original_max_position_embeddings": 8}, "factor=0"),
+    ],
+)
+def test_a_wrong_rope_scaling_is_refused(scaling, named):
+    (problem,) = DecoderConfig(rope_scaling=scaling).problems()
+    assert named in problem

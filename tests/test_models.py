@@ -11,6 +11,7 @@ import pytest
 from decoders import FAMILIES, SIZES, logits_of, random_params, random_tokens
 
 from jaxdist.core.attention import choose_kernel, make_attend
+from jaxdist.core.attention.kernels import BLOCKWISE_FROM
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.precision import PrecisionConfig
 from jaxdist.core.sharding import Layout
@@ -145,7 +146,7 @@ GPU = dict(platform="gpu", dtype=jnp.bfloat16, compute_capability="9.0")
     ],
 )
 def test_cudnn_is_left_alone_for_a_stated_reason_and_refused_by_name(change, reason):
-    ask = {**GPU, "head_dim": 64, "packed": False, **change}
+    ask = {**GPU, "head_dim": 64, "num_keys": 64, "packed": False, **change}
     kernel, why = choose_kernel("auto", **ask)
     assert kernel == "xla" and reason in why
     with pytest.raises(ConfigError, match=f"attention='cudnn' is impossible here: .*{reason}"):
@@ -155,8 +156,16 @@ def test_cudnn_is_left_alone_for_a_stated_reason_and_refused_by_name(change, rea
 
 def test_cudnn_is_chosen_on_a_gpu_that_can():
     for wanted in ("auto", "cudnn"):
-        kernel, why = choose_kernel(wanted, **GPU, head_dim=128, packed=False)
+        kernel, why = choose_kernel(wanted, **GPU, head_dim=128, num_keys=8192, packed=False)
         assert kernel == "cudnn" and "causal" in why
+
+
+def test_long_rows_go_block_by_block_where_cudnn_cannot():
+    ask = {**GPU, "platform": "cpu", "head_dim": 64, "packed": False}
+    for wanted in ("auto", "xla"):
+        assert choose_kernel(wanted, **ask, num_keys=BLOCKWISE_FROM)[0] == "blockwise"
+        assert choose_kernel(wanted, **ask, num_keys=BLOCKWISE_FROM - 1)[0] == "xla"
+        assert choose_kernel(wanted, **ask, num_keys=BLOCKWISE_FROM, dropout=0.1)[0] == "xla"
 
 
 def test_packed_rows_are_refused_when_cudnn_was_asked_for():

@@ -25,6 +25,7 @@ from tiny import (
 from jaxdist.core import collectives
 from jaxdist.core.mesh import MeshSpec, factorisations
 from jaxdist.core.parallel import reduction
+from jaxdist.core.parallel.context import CONTEXT
 from jaxdist.core.parallel.pipeline.axis import PIPELINE
 from jaxdist.core.state import init_state
 
@@ -33,7 +34,7 @@ GRADIENTS = 1e-5  # of the largest gradient
 UPDATE = 1e-4  # of the learning rate: Adam divides gradients by themselves
 LOSSES = 2e-5  # relative, over 20 steps, each building on the last
 
-MESHES = [str(spec) for spec in factorisations(8, without=[PIPELINE])]
+MESHES = [str(spec) for spec in factorisations(8, without=[PIPELINE, CONTEXT])]
 
 
 def is_legal(**choice) -> bool:

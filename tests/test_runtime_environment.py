@@ -137,6 +137,15 @@ def test_slurm_restart_count_is_the_attempt():
     assert resolve(slurm(SLURM_RESTART_COUNT="2")).attempt == 2
 
 
+def test_processes_of_one_attempt_share_a_token_and_no_other_job_has_it():
+    found = [resolve(slurm(SLURM_PROCID=str(i))).token for i in range(2)]
+    assert found[0] == found[1] != ""
+    assert resolve(slurm(SLURM_RESTART_COUNT="1")).token not in found
+    assert resolve(slurm(SLURM_STEP_ID="7")).token not in found
+    assert resolve(slurm(JAXDIST_JOB_TOKEN="secret")).token == "secret"
+    assert "secret" not in repr(resolve(slurm(JAXDIST_JOB_TOKEN="secret")))
+
+
 def test_given_coordinator_wins_over_the_node_list():
     environ = slurm(JAXDIST_COORDINATOR_ADDRESS="login-ib:4000")
     assert resolve(environ).coordinator_address == "login-ib:4000"

@@ -102,8 +102,8 @@ def test_axes_and_dims_of_a_spec():
 
 
 def test_manual_axes_leave_the_tensor_axis_to_the_compiler_when_asked():
-    assert layout("tp=2").manual_axes == ("pipeline", "data", "fsdp", "tensor")
-    assert layout("tp=2", auto_tensor=True).manual_axes == ("pipeline", "data", "fsdp")
+    assert layout("tp=2").manual_axes == ("pipeline", "data", "fsdp", "context", "tensor")
+    assert layout("tp=2", auto_tensor=True).manual_axes == ("pipeline", "data", "fsdp", "context")
 
 
 def test_constrain_lays_arrays_out():
@@ -169,11 +169,12 @@ def test_virtual_stages_must_divide_the_layers():
 def test_a_models_rule_that_names_no_axis_is_refused():
     workload = Workload(dims={"width": 8}, rules={"width": "tensors"})
     (problem,) = mesh_problems(MeshSpec(data=2), workload)
-    assert "'tensors', which is no mesh axis. Use pipeline, data, fsdp, tensor" in problem
+    assert "'tensors', which is no mesh axis. Use pipeline, data, fsdp, context, tensor" in problem
 
 
 def test_the_default_decoder_fits_every_mesh_of_eight_and_4_4_4():
-    workload = Workload(dims=DecoderConfig().dims, global_batch_size=32, seq_len=128)
+    dims = DecoderConfig().dims
+    workload = Workload(dims=dims, global_batch_size=32, seq_len=128, context_len=128)
     for spec in [*factorisations(8), MeshSpec(pipeline=4, data=4, tensor=4)]:
         assert mesh_problems(spec, workload) == []
 

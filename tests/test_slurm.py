@@ -14,7 +14,7 @@ import real_slurm
 
 from jaxdist.core.settings import ConfigError, problems_of
 from jaxdist.tools.launch.slurm import main
-from jaxdist.tools.launch.slurm_script import Nodes, SlurmConfig, batch_script
+from jaxdist.tools.launch.slurm_script import Nodes, SlurmConfig, batch_script, limit_s
 
 ROOT = Path(__file__).parent.parent
 
@@ -63,11 +63,33 @@ def test_script_asks_for_what_the_flags_say():
     [
         ("image.sif", "apptainer exec --nv image.sif python -m jaxdist.train"),
         ("nvcr.io#nvidia/jax:26.01", "--container-image='nvcr.io#nvidia/jax:26.01'"),
-        ("", "\n    python -m jaxdist.train"),
+        ("", f"\n    {shlex.quote(sys.executable)} -m jaxdist.train"),
     ],
 )
 def test_containers(container, text):
     assert text in batch_script(plan(container=container))
+
+
+def test_a_container_sees_the_run_directory_and_what_is_mounted():
+    fields = dict(run_dir="/big/run", mount=("/data", "/a b:/inside"))
+    text = batch_script(plan(container="image.sif", **fields))
+    assert "--bind /data --bind '/a b:/inside' --bind /big/run image.sif" in text
+    text = batch_script(plan(container="nvcr.io/jax:1", **fields))
+    assert "\"$PWD:$PWD\",/data:/data,'/a b:/inside',/big/run:/big/run" in text
+
+
+def test_the_interpreter_is_the_one_that_writes_the_script_unless_told():
+    assert f"{shlex.quote(sys.executable)} -m jaxdist.train" in batch_script(plan())
+    assert "\n    python3.12 -m jaxdist.train" in batch_script(plan(python="python3.12"))
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("90", 5400), ("2:30", 150), ("1:02:03", 3723), ("1-0", 86400), ("1-02", 93600),
+     ("1-02:03", 93780), ("1-02:03:04", 93784), ("", 0), ("1:2:3:4", 0), ("soon", 0)],
+)  # fmt: skip
+def test_time_limits_are_read_as_slurm_does(text, seconds):
+    assert limit_s(text) == seconds
 
 
 @pytest.mark.parametrize("text", ["1-2", "1:2"])
@@ -230,6 +252,8 @@ EXIT_CODE = 'echo {} >"$JAXDIST_EXIT_CODE_FILE"; exit {}'
         (EXIT_CODE.format(2, 2), "None", (2, False)),
         (EXIT_CODE.format(75, 75), "None", (75, True)),
         ("exit 1", "None", (75, True)),
+        ("exit 0", "None", (0, False)),  # a program that writes no exit code, and succeeds
+        ("exit 2", "None", (2, False)),
         # The time limit is near: USR1 is passed on, and srun's processes save.
         (
             "trap 'echo 75 >\"$JAXDIST_EXIT_CODE_FILE\"; exit 75' USR1; kill -USR1 $PPID; "
@@ -241,7 +265,18 @@ EXIT_CODE = 'echo {} >"$JAXDIST_EXIT_CODE_FILE"; exit {}'
         ("kill -TERM $PPID; sleep 0.2; " + EXIT_CODE.format(75, 75), "None", (75, False)),
         ("kill -TERM $PPID; sleep 0.2; " + EXIT_CODE.format(75, 75), "TimeLimit", (75, True)),
     ],
-    ids=["done", "done_late", "config", "saved", "crash", "limit", "cancelled", "limit_by_term"],
+    ids=[
+        "done",
+        "done_late",
+        "config",
+        "saved",
+        "crash",
+        "program",
+        "refused",
+        "limit",
+        "cancelled",
+        "limit_by_term",
+    ],
 )
 def test_the_script_queues_again_what_can_go_on(tmp_path, srun, reason, expected):
     script = Script(tmp_path, srun, reason=reason)
@@ -296,6 +331,9 @@ def test_script_is_valid_shell(container):
         ({"signal_s": 10}, "signal_s=10 must be 60 or more"),
         ({"gpus_per_node": 8, "tasks_per_node": 3}, "cannot share --gpus-per-node 8 equally"),
         ({"name": "a b"}, "--name 'a b' is not a job name"),
+        ({"time": "1"}, "--time 1 is 60 s, and the run would be stopped 180 s ahead"),
+        ({"partition": "a\n#SBATCH --x"}, "has a line end"),
+        ({"sbatch": ("--exclusive", "a\nb")}, "--sbatch"),
     ],
 )
 def test_a_plan_names_what_is_wrong(fields, text):
@@ -307,8 +345,14 @@ def test_a_plan_names_what_is_wrong(fields, text):
     [("tp=8", False), ("dp=2,tp=16", True), ("fsdp=2,tensor=3", True), ("fsdp=16", False)],
 )
 def test_a_tensor_axis_across_nodes_is_warned_about(mesh, warned):
-    warning = plan(gpus_per_node=8, arguments=["--mesh", mesh]).warning
-    assert ("crosses nodes of 8 GPUs" in warning) == warned
+    warnings = plan(gpus_per_node=8, cpus_per_task=8, arguments=["--mesh", mesh]).warnings
+    assert len(warnings) == warned and all("crosses nodes of 8 GPUs" in w for w in warnings)
+
+
+def test_gpus_without_cores_are_warned_about():
+    (warning,) = plan(gpus_per_node=2).warnings
+    assert "--cpus-per-task" in warning
+    assert plan(gpus_per_node=2, cpus_per_task=1).warnings == plan().warnings == []
 
 
 def test_dry_run_writes_nothing(tmp_path, monkeypatch, capsys):
@@ -325,6 +369,33 @@ def test_bad_flags_are_all_refused_at_once():
     with pytest.raises(ConfigError) as caught:
         main(["--time", "never", "--nodes", "0", "--max-crashes=-1"])
     assert len(caught.value.problems) == 4  # the heading, and one line each
+
+
+def test_training_arguments_are_judged_when_the_script_is_written(capfd, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["--time", "60", "--", "--stepz=3"]) == 2
+    assert "--steps" in capfd.readouterr().err and not list(tmp_path.iterdir())
+
+
+def test_a_script_that_cannot_be_written_is_named():
+    with pytest.raises(ConfigError, match="--script /proc/nowhere/a cannot be written"):
+        main(["--time", "60", "--program", "true", "--script", "/proc/nowhere/a"])
+
+
+def test_an_interpreter_without_the_package_ends_the_job_at_once(tmp_path):
+    (tmp_path / "bare").write_text("#!/bin/bash\nexit 1\n")
+    (tmp_path / "bare").chmod(0o755)
+    script = Script(tmp_path, "exit 0", python=str(tmp_path / "bare"))
+    assert script.run() == (2, False)
+    assert not (tmp_path / "started").exists()
+
+
+def test_each_attempt_has_a_token_of_its_own(tmp_path):
+    script = Script(tmp_path, 'echo "$JAXDIST_JOB_TOKEN" >>tokens; exit 9')
+    script.run()
+    script.run(restarts=1)
+    first, second = (tmp_path / "tokens").read_text().split()
+    assert first != second and re.fullmatch("[0-9a-f]{32}", first)
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,8 @@ CONFIGS = {
         tie_embeddings=True,
         bias=["qkv", "out", "mlp"],
     ),
+    # Mistral parts: a window shorter than a row; three key/value heads.
+    "windowed": DecoderConfig(num_heads=6, num_kv_heads=3, head_dim=8, sliding_window=5, **_SIZES),
     "cnn": CnnConfig(image_size=IMAGE_SIZE, channels=[8, 16], hidden=32),
 }
 
@@ -191,6 +193,8 @@ class Case:
     sequence: bool = True
     microbatches: int = 1
     remat: str = "none"
+    exchange: str = "auto"
+    over_context: bool = True
 
     def __str__(self) -> str:
         sizes = [(a, n) for a, n in MeshSpec.parse(self.mesh).sizes.items() if n > 1]
@@ -199,6 +203,8 @@ class Case:
         parts += ["no_sequence"] * (not self.sequence)
         parts += [f"micro{self.microbatches}"] * (self.microbatches > 1)
         parts += [f"remat_{self.remat}"] * (self.remat != "none")
+        parts += [self.exchange] * (self.exchange != "auto")
+        parts += ["whole_state"] * (not self.over_context)
         return "_".join(parts) if sizes else "_".join([self.model, "one_device", *parts[1:]])
 
 
@@ -211,6 +217,8 @@ def layout_of(case: Case) -> Layout:
         rules=model.rules,
         zero=case.zero,
         sequence_parallel=case.sequence and spec["tensor"] > 1 and model.sequence,
+        fsdp_over_context=case.over_context,
+        context_attention=case.exchange,
     )
 
 

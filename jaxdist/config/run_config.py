@@ -14,6 +14,7 @@ from jaxdist.config.elastic import fit_devices
 from jaxdist.core.axis import Workload
 from jaxdist.core.mesh import MeshSpec, in_devices
 from jaxdist.core.mesh_choice import Needs, default_mesh, legal_meshes, mesh_problems
+from jaxdist.core.parallel.context import CONTEXT
 from jaxdist.core.parallel.pipeline.axis import PIPELINE
 from jaxdist.core.parallel.pipeline.config import PipelineConfig
 from jaxdist.core.precision import PrecisionConfig
@@ -139,7 +140,7 @@ class RunConfig:
         """
         known = self.model if model is None else model
         if model is None and not known.dims:  # only the batch can be checked
-            spec = spec.replace(**{PIPELINE.name: 1})
+            spec = spec.replace(**{PIPELINE.name: 1, CONTEXT.name: 1})
         workload = Workload(
             dims=known.dims,
             rules=known.rules,
@@ -148,9 +149,13 @@ class RunConfig:
             global_batch_size=self.train.global_batch_size,
             num_microbatches=self.train.accumulation,
             num_virtual_stages=self.pipeline.num_virtual_stages,
+            fsdp_over_context=self.mesh.fsdp_over_context,
+            context_attention=self.mesh.context_attention,
             seq_len=(
                 self.train.seq_len if known.sequence and self.mesh.sequence_parallel else None
             ),
+            context_len=self.train.seq_len if known.context_parallel else None,
+            attention_dropout=getattr(self.model, "attention_dropout", 0.0),
         )
         return mesh_problems(spec, workload)
 

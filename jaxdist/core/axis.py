@@ -28,7 +28,12 @@ class Workload:
         global_batch_size: rows of one step, or None to leave the batch out.
         num_microbatches: microbatches that a device's rows are cut into.
         num_virtual_stages: pieces of the model on each pipeline stage.
-        seq_len: sequence length where sequence parallelism splits it, else None.
+        fsdp_over_context: what fsdp shards is sharded over the context axis too.
+        context_attention: how devices that share rows see all keys (`mesh.context_attention`).
+        seq_len: positions of a row where sequence parallelism splits them, else None.
+        context_len: positions of a row where the context axis may split them, else None.
+        context_size: devices along that axis, on the mesh in question.
+        attention_dropout: share of attention probabilities dropped.
     """
 
     dims: Mapping[str, int]
@@ -38,14 +43,19 @@ class Workload:
     global_batch_size: int | None = None
     num_microbatches: int = 1
     num_virtual_stages: int = 1
+    fsdp_over_context: bool = True
+    context_attention: str = "auto"
     seq_len: int | None = None
+    context_len: int | None = None
+    context_size: int = 1
+    attention_dropout: float = 0.0
 
     def named(self, dim: str) -> str:
         """`model.num_layers=8`: a dim with its size, by the setting it comes from."""
         return f"{self.settings.get(dim, f'model dim {dim}')}={self.dims[dim]}"
 
 
-Kind = Literal["all-gather", "reduce-scatter", "all-reduce", "collective-permute"]
+Kind = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,6 +71,13 @@ class ActivationSizes:
             backward repeats it.
         recomputes: whether backward recomputes what a layer does not keep.
         sequence_parallel: whether sequences are split between blocks.
+        query_bytes: queries of a microbatch in one layer, [rows, seq, heads, head_dim].
+        key_value_bytes: keys and values, twice [rows, seq, kv_heads, head_dim].
+        widening: bytes of a float32 in bytes of the compute dtype.
+        repeats_attention: whether backward runs attention's forward again.
+        exchange: how devices that share rows see all keys ("ring", ...); "" where none do.
+        context_size: devices that share a row.
+        exchanged_heads: neighbours of them that exchange heads for positions.
     """
 
     stream_bytes: float
@@ -70,6 +87,13 @@ class ActivationSizes:
     num_forwards: int
     recomputes: bool
     sequence_parallel: bool
+    query_bytes: float = 0.0
+    key_value_bytes: float = 0.0
+    widening: float = 1.0
+    repeats_attention: bool = False
+    exchange: str = ""
+    context_size: int = 1
+    exchanged_heads: int = 1
 
 
 @dataclasses.dataclass(frozen=True)

@@ -112,12 +112,16 @@ def reduce_scatter(x: Array, axes: Axes, dim: int = 0) -> Array:
     return lax.psum_scatter(x, _names(axes), scatter_dimension=dim, tiled=True)
 
 
-def all_to_all(x: Array, axis: str, split_dim: int, concat_dim: int) -> Array:
+def all_to_all(x: Array, axis: str, split_dim: int, concat_dim: int, group: int = 0) -> Array:
     """Send the i-th part of `split_dim` to device i, concatenate what arrives along `concat_dim`.
 
-    [..., s, ..., c, ...] -> [..., s/n, ..., n·c, ...]. Wire: B·(n−1)/n per device.
+    [..., s, ..., c, ...] -> [..., s/n, ..., n·c, ...]. Wire: B·(n−1)/n per device. With `group`
+    the n devices are that many neighbours, else all of the axis.
     """
-    return lax.all_to_all(x, axis, split_axis=split_dim, concat_axis=concat_dim, tiled=True)
+    groups = _neighbours(axis, group) if group else None
+    return lax.all_to_all(
+        x, axis, split_axis=split_dim, concat_axis=concat_dim, tiled=True, axis_index_groups=groups
+    )
 
 
 def permute(x: Array, axis: str, shift: int = 1) -> Array:
@@ -126,5 +130,41 @@ def permute(x: Array, axis: str, shift: int = 1) -> Array:
     return lax.ppermute(x, axis, [(i, (i + shift) % size) for i in range(size)])
 
 
+def permute_in_pairs(x: Array, axis: str, shift: int = 1) -> Array:
+    """As `permute`, by exchanges between pairs, for code that not all devices of a mesh run.
+
+    A permute waits for every device of the mesh, an exchange only for the devices of its group.
+    Wire: B per device on a ring of two, else 2·B.
+
+    Raises:
+        ValueError: the ring that the shift makes has an odd number of devices.
+    """
+    size = lax.axis_size(axis)
+    length = size // shift
+    if size % (2 * shift):
+        raise ValueError(
+            f"permute_in_pairs by {shift} over {axis!r} needs an even ring, not {length}."
+        )
+    place = lax.axis_index(axis) // shift
+    nothing, received = jnp.zeros_like(x), []
+    for parity in range(1 if length == 2 else 2):
+        pairs = [[i, (i + shift) % size] for i in range(size) if i // shift % 2 == parity]
+        is_first = place % 2 == parity
+        # On a ring of two each is the other's next.
+        back = x if length == 2 else nothing
+        slots = jnp.stack([jnp.where(is_first, nothing, back), jnp.where(is_first, x, nothing)])
+        from_first, from_second = lax.all_to_all(slots, axis, 0, 0, axis_index_groups=pairs)
+        received.append(jnp.where(is_first, from_second, from_first))
+    return sum(received[1:], start=received[0])
+
+
 def _names(axes: Axes) -> tuple[str, ...]:
     return (axes,) if isinstance(axes, str) else tuple(axes)
+
+
+def _neighbours(axis: str, group: int) -> list[list[int]] | None:
+    """The axis's devices in groups of neighbours; None where one group is all of them."""
+    size = lax.axis_size(axis)
+    if group == size:
+        return None
+    return [list(range(first, first + group)) for first in range(0, size, group)]

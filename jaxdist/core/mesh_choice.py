@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeAlias
 
+from jaxdist.core.attention.context import plan_exchange
 from jaxdist.core.axis import Workload, allowed_sizes
 from jaxdist.core.mesh import MeshSpec, factorisations, nearest
 from jaxdist.core.parallel import axes
+from jaxdist.core.parallel.context import CONTEXT
 from jaxdist.core.parallel.data import DATA
 from jaxdist.core.parallel.fsdp import FSDP
+from jaxdist.core.parallel.pipeline.axis import PIPELINE
+from jaxdist.core.parallel.tensor import TENSOR
+from jaxdist.core.types import ConfigError
 from jaxdist.runtime.formatting.numbers import in_bytes
 
 
 def mesh_problems(spec: MeshSpec, workload: Workload) -> list[str]:
     """Every rule that a model and batch break on a mesh, before anything is built."""
+    workload = dataclasses.replace(workload, context_size=spec[CONTEXT])
     return [
         *_dim_problems(spec, workload),
         *(p for axis in spec.used for p in axis.problems(spec[axis], workload)),
+        *_exchange_problems(spec, workload),
         *_batch_problems(spec, workload),
     ]
 
@@ -37,17 +45,39 @@ def _dim_problems(spec: MeshSpec, workload: Workload) -> Iterable[str]:
             continue
         axis = by_name[name]
         ways, label, fix = spec[axis], f"{axis.short}={spec[axis]}", f"{axis.short}="
-        if axis.weights == "gathered" and workload.zero:
-            shared = [other for other in axes.AXES if other.weights == "replicated"]
+        joining = axes.joining_fsdp(workload.zero, workload.fsdp_over_context)
+        shared = [by_name[other] for other in joining if spec[other] > 1 or other != CONTEXT.name]
+        if axis.weights == "gathered" and shared:
             for other in shared:
                 ways *= spec[other]
             parts = " × ".join(f"{other.short}={spec[other]}" for other in (axis, *shared))
-            label, fix = f"{parts} (zero={workload.zero})", "a product of "
+            stage = f" (zero={workload.zero})" if workload.zero else ""
+            label, fix = f"{parts}{stage}", "a product of "
         if size % ways:
             yield (
                 f"mesh {label} does not divide {workload.named(dim)}: {axis.divides}. "
                 f"Use {fix}{allowed_sizes(size)}."
             )
+
+
+def _exchange_problems(spec: MeshSpec, workload: Workload) -> list[str]:
+    """An exchange of keys and values, asked for by name, that heads or stages do not allow."""
+    heads, kv_heads = workload.dims.get("heads", 0), workload.dims.get("kv_heads", 0)
+    tensor = spec[TENSOR]
+    if spec[CONTEXT] == 1 or heads % tensor or kv_heads % tensor or not kv_heads:
+        return []
+    try:
+        plan_exchange(
+            workload.context_attention,
+            size=spec[CONTEXT],
+            heads=heads // tensor,
+            kv_heads=kv_heads // tensor,
+            per_node=spec[CONTEXT],
+            has_stages=spec[PIPELINE] > 1,
+        )
+    except ConfigError as error:
+        return error.problems
+    return []
 
 
 def _batch_problems(spec: MeshSpec, workload: Workload) -> Iterable[str]:
@@ -71,7 +101,10 @@ def legal_meshes(
     asked: MeshSpec, num_devices: int, problems_of: Callable[[MeshSpec], list[str]], count: int = 3
 ) -> Sequence[MeshSpec]:
     """Up to `count` meshes of `num_devices` without problems, nearest to the one asked for."""
-    legal = [spec for spec in factorisations(num_devices) if not problems_of(spec)]
+    # Splitting rows is proposed to those who asked for it: it serves long rows alone.
+    without = () if asked[CONTEXT] > 1 else (CONTEXT,)
+    candidates = factorisations(num_devices, without=without)
+    legal = [spec for spec in candidates if not problems_of(spec)]
     return nearest(asked, legal, count)
 
 

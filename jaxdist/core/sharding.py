@@ -8,6 +8,7 @@ name their dims; the mesh never meets a model. The ways to train are then only c
     ZeRO-2   gradients of each microbatch sharded as well           mesh.zero=2
     ZeRO-3   parameters sharded as well, gathered layer by layer    mesh.zero=3, or the `fsdp` axis
     hybrid   `data` × `fsdp`: sharded inside a group, replicated across groups
+    context  its devices shard what `fsdp` shards, unless `fsdp_over_context` is false
 
 Source: Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter
 Models", section 5. Deviation: vectors (norm scales, biases) stay whole on every device, because
@@ -48,6 +49,15 @@ class MeshConfig:
     )
     sequence_parallel: bool = setting(
         True, "with tp > 1, split activations between blocks by sequence"
+    )
+    fsdp_over_context: bool = setting(
+        True, "with cp > 1, shard parameters and moments over fsdp and cp together"
+    )
+    context_attention: Literal["auto", "ring", "all_gather", "all_to_all", "hybrid"] = setting(
+        "auto",
+        "with cp > 1, how attention sees a whole row: ring = keys and values travel, all_gather = "
+        "every device gets all, all_to_all = heads are exchanged for positions, hybrid = that "
+        "inside a node and a ring across; auto = by heads and cp, logged with its reason",
     )
     elastic: bool = setting(
         False,
@@ -93,6 +103,8 @@ class Layout:
         zero: what is sharded over `data` (see the module's docstring).
         sequence_parallel: activations between blocks are split by sequence over `tensor`.
         auto_tensor: the tensor axis is left to XLA's partitioner (a model without hooks).
+        fsdp_over_context: what fsdp shards is sharded over the context axis too.
+        context_attention: how attention sees a whole row (`attention/context.py`).
     """
 
     mesh: Mesh
@@ -100,6 +112,8 @@ class Layout:
     zero: int = 0
     sequence_parallel: bool = False
     auto_tensor: bool = False
+    fsdp_over_context: bool = True
+    context_attention: str = "auto"
 
     @functools.cached_property
     def spec(self) -> MeshSpec:
@@ -208,13 +222,13 @@ class Layout:
         is_vector = sum(name != "layers" for name in dims) < 2
         by_name = axes.by_name()
         used = {axis.name for axis in self.spec.used}
-        replicated = tuple(axis.name for axis in axes.AXES if axis.weights == "replicated")
+        joining = axes.joining_fsdp(int(with_zero), self.fsdp_over_context)
         entries: list[Any] = []
         for name in dims:
             axis = rules.get(name) if name else None
             group: tuple[str, ...] = () if axis is None else (axis,)
             if axis is not None and by_name[axis].weights == "gathered":
-                group = () if is_vector else group + replicated * with_zero
+                group = () if is_vector else group + joining
             here = tuple(a for a in group if a in used)
             entries.append(here if len(here) > 1 else here[0] if here else None)
         while entries and entries[-1] is None:

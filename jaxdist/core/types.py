@@ -4,7 +4,8 @@ Nothing here computes but the plain defaults of one device. Shape vocabulary use
 of the package:
 
     batch    rows of a global batch (inside the compiled step: this device's rows of one microbatch)
-    seq      positions of a row; `seq_shard` = seq / tensor where sequence parallelism splits it
+    seq      positions of a row that this device has, all of them unless the context axis splits
+             rows; `seq_shard` = seq / tensor where sequence parallelism splits those again
     d_model  width of the residual stream
     heads, kv_heads, head_dim, mlp, vocab, layers   as in the literature
 """
@@ -141,6 +142,10 @@ def _identity(x: Any) -> Any:
     return x
 
 
+def _from_the_start(length: int) -> Array:
+    return jnp.arange(length)
+
+
 def _missing(*_: Any, **__: Any) -> Any:
     raise ValueError(
         "this Context lacks attend, run_layers or a loss: build it with step.make_context"
@@ -166,6 +171,8 @@ class Context:
         leave: partial sums [batch, seq, ...] -> [batch, seq_shard, ...]; after a row-parallel one.
         split: [batch, seq, ...] known to all -> this device's [batch, seq_shard, ...].
         tensor_index: index of this device on the `tensor` axis (0 on one device).
+        places: number of this device's positions -> int32 [that many], index in its row of each;
+            0, 1, ... unless devices share rows.
         run_layers: (block, layers, x, aux, context) -> (x, Sums of all of them); a scan, or the
             stage of a pipeline.
         token_loss: (x [batch, seq, d_model], kernel [d_model, vocab_shard], targets, weights,
@@ -184,6 +191,7 @@ class Context:
     leave: Callable[[Array], Array] = _identity
     split: Callable[[Array], Array] = _identity
     tensor_index: Callable[[], Any] = int
+    places: Callable[[int], Array] = _from_the_start
     run_layers: Callable[..., tuple[Array, Sums]] = _missing
     token_loss: Callable[..., Sums] = _missing
     label_loss: Callable[..., Sums] = _missing
@@ -237,6 +245,9 @@ class Model:
             partitioner, guided by `axes`.
         sequence: whether `enter`/`leave`/`split` act on a sequence in dim 1 that sequence
             parallelism may split.
+        context_parallel: whether the context axis may split rows: the model takes positions from
+            the batch or from `Context.places`, and looks at other positions by `Context.attend`
+            alone.
         rules: extra logical dim -> mesh axis entries for dims of this model's own.
         decoding: how to generate text, or None.
         vocab_size: tokens of the vocabulary; `dims["vocab"]` holds its padding too. 0 = none.
@@ -257,6 +268,7 @@ class Model:
     unit: Literal["tokens", "images"] = "tokens"
     tensor: Literal["manual", "auto"] = "manual"
     sequence: bool = False
+    context_parallel: bool = False
     rules: Mapping[str, str | None] = dataclasses.field(default_factory=dict)
     decoding: Decoding | None = None
     vocab_size: int = 0

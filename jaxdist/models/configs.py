@@ -1,8 +1,9 @@
 """Sizes and families of the models, with their rules. Pure data: imports no Flax.
 
 Besides its settings a kind says what must be known before it is built: `dims` and `rules` (as of
-`Model`; {} where only the built model knows), whether `sequence` parallelism may split its rows,
-and what it `reads`: "text", "images" or "" where any data may do.
+`Model`; {} where only the built model knows), whether `sequence` parallelism and the context axis
+(`context_parallel`) may split its rows, and what it `reads`: "text", "images" or "" where any data
+may do.
 """
 
 from __future__ import annotations
@@ -17,14 +18,24 @@ VOCAB_MULTIPLE = 64
 """Embedding tables are padded to a multiple of this, on every mesh alike, so that a tensor axis of
 up to 64 divides them and matrix units run full; padding entries never get probability."""
 
-ROPE_SCALING = (
-    "type",
-    "factor",
-    "low_freq_factor",
-    "high_freq_factor",
-    "original_max_position_embeddings",
-)
-"""Keys of `rope_scaling`, as in Hugging Face's config.json."""
+ROPE_SCALING: Mapping[str, Mapping[str, float | None]] = {
+    "linear": {"factor": None},
+    "llama3": {
+        "factor": None,
+        "low_freq_factor": None,
+        "high_freq_factor": None,
+        "original_max_position_embeddings": None,
+    },
+    "yarn": {
+        "factor": None,
+        "original_max_position_embeddings": None,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "attention_factor": 0.0,
+    },
+}
+"""Type of `rope_scaling` -> its other keys and their defaults, None where there is none; as in
+Hugging Face's config.json. An `attention_factor` of 0 follows from the factor."""
 
 IMAGE_CHANNELS = 3
 """Colours of an image."""
@@ -52,7 +63,8 @@ class DecoderConfig:
     rope_theta: float = setting(10000.0, "base of the rotary frequencies", gt=0)
     rope_scaling: dict[str, Any] = setting(
         {},
-        "stretch rotary positions as Llama 3.1 does, keys as in Hugging Face's config.json, e.g. "
+        "stretch rotary positions to rows longer than the model was made for: type linear, llama3 "
+        "(Llama 3.1) or yarn, other keys as in Hugging Face's config.json, e.g. "
         '{type = "llama3", factor = 8.0, low_freq_factor = 1.0, high_freq_factor = 4.0, '
         "original_max_position_embeddings = 8192}; empty = not at all",
     )
@@ -116,6 +128,7 @@ class DecoderConfig:
 
     rules: ClassVar[Mapping[str, str | None]] = {}
     sequence: ClassVar[bool] = True
+    context_parallel: ClassVar[bool] = True
     reads: ClassVar[str] = "text"
 
     def run_problems(
@@ -172,19 +185,33 @@ class DecoderConfig:
         rope = self.rope_scaling
         if not rope:
             return []
-        numbers: list[Any] = [rope.get(name) for name in ROPE_SCALING[1:]]
-        if (
-            set(rope) != set(ROPE_SCALING)
-            or rope["type"] != "llama3"
-            or not all(type(n) in (int, float) and n > 0 for n in numbers)
-            or rope["low_freq_factor"] >= rope["high_freq_factor"]
-        ):
+        kind = str(rope.get("type"))
+        if kind not in ROPE_SCALING:
             return [
-                f"model.rope_scaling={rope} must have the keys {', '.join(ROPE_SCALING)}, with "
-                "type='llama3', numbers above 0 and low_freq_factor below high_freq_factor. Llama "
-                "3.1 uses llama3, 8, 1, 4 and 8192."
+                f"model.rope_scaling={rope} has type {kind!r}. Use type = "
+                f"{', '.join(map(repr, ROPE_SCALING))}."
             ]
-        return []
+        allowed = ROPE_SCALING[kind]
+        required = {name for name, default in allowed.items() if default is None}
+        numbers = {name: value for name, value in rope.items() if name != "type"}
+        wrong = [
+            *(f"lacks {name}" for name in sorted(required - set(numbers))),
+            *(
+                f"has {name}, which type {kind!r} does not"
+                for name in numbers
+                if name not in allowed
+            ),
+            *(
+                f"has {name}={value!r}, which is no number above 0"
+                for name, value in numbers.items()
+                if type(value) not in (int, float) or value < 0 or (value == 0 and name in required)
+            ),
+        ]
+        if not wrong and kind == "llama3" and rope["low_freq_factor"] >= rope["high_freq_factor"]:
+            wrong = ["has a low_freq_factor that is not below high_freq_factor"]
+        keys = ", ".join(allowed)
+        fix = f"Type {kind!r} has the keys {keys}; Llama 3.1 uses llama3 with 8, 1, 4 and 8192."
+        return [f"model.rope_scaling={rope} {'; '.join(wrong)}. {fix}"] if wrong else []
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -204,6 +231,7 @@ class CnnConfig:
         "flat": "fsdp",
     }
     sequence: ClassVar[bool] = False
+    context_parallel: ClassVar[bool] = False
     reads: ClassVar[str] = "images"
 
     @property
@@ -269,6 +297,7 @@ class CustomConfig:
     dims: ClassVar[Mapping[str, int]] = {}
     rules: ClassVar[Mapping[str, str | None]] = {}
     sequence: ClassVar[bool] = False
+    context_parallel: ClassVar[bool] = False
     reads: ClassVar[str] = ""
 
     def problems(self) -> list[str]:

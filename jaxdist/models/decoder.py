@@ -31,7 +31,7 @@ from jaxdist.core.types import (
     Sums,
 )
 from jaxdist.models import layers
-from jaxdist.models.configs import ROPE_SCALING, DecoderConfig
+from jaxdist.models.configs import DecoderConfig
 from jaxdist.models.weights import weights_of
 
 # Places that drop something; folded into the key, so that no two share random bits.
@@ -101,7 +101,7 @@ def build_decoder(config: DecoderConfig, *, seq_len: int) -> Model:
         shape = (config.num_layers, batch, max_len, config.kv_heads, config.head_width)
         return {"key": jnp.zeros(shape, dtype), "value": jnp.zeros(shape, dtype)}
 
-    cache_dims = Dims(("layers", "batch", None, "kv_heads", "head_dim"))
+    cache_dims = Dims(("layers", "batch", "cache", "kv_heads", "head_dim"))
     unlimited = config.positions == "rotary"
     model = Model(
         name="decoder",
@@ -114,6 +114,7 @@ def build_decoder(config: DecoderConfig, *, seq_len: int) -> Model:
         head_loss=head_loss,
         num_layers=config.num_layers,
         sequence=config.sequence,
+        context_parallel=config.context_parallel,
         vocab_size=config.vocab_size,
         decoding=Decoding(
             init_cache=init_cache,
@@ -121,7 +122,7 @@ def build_decoder(config: DecoderConfig, *, seq_len: int) -> Model:
             step=decode,
             max_len=2**30 if unlimited else config.max_seq_len,
         ),
-        notes=lambda context: _notes(config, context),
+        notes=lambda context: _notes(config, seq_len, context),
     )
     return dataclasses.replace(model, flops_per_token=_flops_per_token(model, config, seq_len))
 
@@ -160,12 +161,12 @@ class Embedding(nnx.Module):
         """Tokens [batch, seq] -> x [batch, seq_shard, d_model]."""
         x = context.leave(self.lookup(batch["tokens"], context))
         if self.config.positions == "learned":
-            x = x + self.learned(context.split(_positions(batch)), context)
+            x = x + self.learned(context.split(_positions(batch, context)), context)
         if not self.config.dropout or context.dropout_key is None:
             return x
         # Past the last layer's index, so that no layer shares this key.
         key = jax.random.fold_in(context.dropout_key, self.config.num_layers)
-        index = context.split(jnp.arange(batch["tokens"].shape[1])[None])[0]
+        index = context.split(context.places(batch["tokens"].shape[1])[None])[0]
         return layers.dropout(x, self.config.dropout, key, batch["rows"], index)
 
     def lookup(self, tokens: Array, context: Context) -> Array:
@@ -359,24 +360,27 @@ def prepare(config: DecoderConfig, batch: Batch, context: Context) -> dict[str, 
     aux: dict[str, Any] = {
         "segments": batch.get("segments"),
         "rows": batch.get("rows"),
-        "index": context.split(jnp.arange(seq)[None])[0],
+        "index": context.split(context.places(seq)[None])[0],
     }
     if config.positions == "rotary":
-        aux["cos"], aux["sin"] = _angles(config, _positions(batch))
+        aux["cos"], aux["sin"] = _angles(config, _positions(batch, context))
     return aux
 
 
-def _positions(batch: Batch) -> Array:
+def _positions(batch: Batch, context: Context) -> Array:
     """Positions [batch or 1, seq]; counted from the row's start where none are given."""
-    return batch.get("positions", jnp.arange(batch["tokens"].shape[1])[None])
+    if "positions" in batch:
+        return batch["positions"]
+    return context.places(batch["tokens"].shape[1])[None]
 
 
 def _angles(config: DecoderConfig, positions: Array) -> tuple[Array, Array]:
     """(cos, sin), each float32 [batch or 1, seq, head_dim / 2], of positions [batch or 1, seq]."""
-    stretch = None
-    if config.rope_scaling:
-        stretch = layers.llama3_stretch(*(config.rope_scaling[name] for name in ROPE_SCALING[1:]))
-    return layers.rotary_angles(positions, config.head_width, config.rope_theta, stretch)
+    width, theta = config.head_width, config.rope_theta
+    if not config.rope_scaling:
+        return layers.rotary_angles(positions, width, theta)
+    stretch, length = layers.rope_stretch(config.rope_scaling, width, theta)
+    return layers.rotary_angles(positions, width, theta, stretch, length)
 
 
 def _decoding_aux(config: DecoderConfig, positions: Array, *, max_len: int) -> dict[str, Any]:
@@ -406,14 +410,15 @@ def _once(bias: Array, context: Context) -> Array:
     return bias if isinstance(index, int) else jnp.where(index == 0, bias, jnp.zeros_like(bias))
 
 
-def _notes(config: DecoderConfig, context: Context) -> list[str]:
+def _notes(config: DecoderConfig, seq_len: int, context: Context) -> list[str]:
     kernel, reason = choose_kernel(
         config.attention,
         platform=context.platform,
         compute_capability=context.compute_capability,
         dtype=context.dtype,
         head_dim=config.head_width,
+        num_keys=seq_len,
         packed=False,
         dropout=config.attention_dropout,
     )
-    return [f"attention kernel: {kernel} ({reason}); rows packed from several documents use xla"]
+    return [f"attention kernel: {kernel} ({reason}); rows packed from several documents use XLA's"]

@@ -7,7 +7,7 @@ module sees its shard of `heads`, `mlp` or `vocab`, and nothing here needs to kn
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxdist.core.types import Array, Dims, Params
+from jaxdist.models.configs import ROPE_SCALING
 
 
 def functional(
@@ -113,9 +114,13 @@ class LayerNorm(nnx.Module):
 
 
 def rotary_angles(
-    positions: Array, head_dim: int, theta: float, stretch: Callable[[Array], Array] | None = None
+    positions: Array,
+    head_dim: int,
+    theta: float,
+    stretch: Callable[[Array], Array] | None = None,
+    length: float = 1.0,
 ) -> tuple[Array, Array]:
-    """Cosines and sines, float32 [..., seq, head_dim / 2], of positions [..., seq].
+    """Cosines and sines times `length`, float32 [..., seq, head_dim / 2], of positions [..., seq].
 
     Source: Su et al. 2021, "RoFormer", section 3.4; halves paired as in Llama's public weights.
     """
@@ -124,7 +129,26 @@ def rotary_angles(
     if stretch is not None:
         frequencies = stretch(frequencies)
     angles = positions[..., None].astype(jnp.float32) * frequencies
-    return jnp.cos(angles), jnp.sin(angles)
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    return (cos, sin) if length == 1.0 else (cos * length, sin * length)
+
+
+def rope_stretch(
+    scaling: Mapping[str, Any], head_dim: int, theta: float
+) -> tuple[Callable[[Array], Array], float]:
+    """How a `rope_scaling` changes frequencies [head_dim / 2], and the length of turned vectors."""
+    given = {**ROPE_SCALING[scaling["type"]], **scaling}
+    factor = given["factor"]
+    if given["type"] == "linear":
+        return (lambda frequencies: frequencies / factor), 1.0
+    original = given["original_max_position_embeddings"]
+    if given["type"] == "llama3":
+        low, high = given["low_freq_factor"], given["high_freq_factor"]
+        return llama3_stretch(factor, low, high, original), 1.0
+    dims = [_dim_of_turns(given[n], original, head_dim, theta) for n in ("beta_fast", "beta_slow")]
+    first, last = max(math.floor(dims[0]), 0), min(math.ceil(dims[1]), head_dim - 1)
+    length = given["attention_factor"] or 0.1 * math.log(max(factor, 1.0)) + 1.0
+    return yarn_stretch(factor, first, last), length
 
 
 def llama3_stretch(
@@ -141,6 +165,26 @@ def llama3_stretch(
         return frequencies * (kept + (1 - kept) / factor)
 
     return stretch
+
+
+def yarn_stretch(factor: float, first: int, last: int) -> Callable[[Array], Array]:
+    """Frequencies [head_dim / 2] of YaRN: kept to `first`, / `factor` from `last`, a ramp between.
+
+    Source: Peng et al. 2023, "YaRN", section 3.2 (NTK-by-parts), `first` and `last` rounded
+    outwards as in its published code.
+    """
+
+    def stretch(frequencies: Array) -> Array:
+        index = jnp.arange(frequencies.shape[0], dtype=jnp.float32)
+        ramp = jnp.clip((index - first) / max(last - first, 0.001), 0.0, 1.0)
+        return frequencies * (1 - ramp) + frequencies / factor * ramp
+
+    return stretch
+
+
+def _dim_of_turns(turns: float, length: float, head_dim: int, theta: float) -> float:
+    """Index of the frequency that turns so often within `length` positions."""
+    return head_dim * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
 
 def rotate(x: Array, cos: Array, sin: Array) -> Array:

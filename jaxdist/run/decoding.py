@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
@@ -13,8 +14,9 @@ import numpy as np
 
 from jaxdist.core.attention import make_attend
 from jaxdist.core.collective_order import in_order
+from jaxdist.core.parallel.context import CONTEXT
 from jaxdist.core.sharding import Layout
-from jaxdist.core.types import Array, Context, Model, Params
+from jaxdist.core.types import Array, Context, Dims, Model, Params
 
 _BUCKET = 64
 """Prompt and cache lengths are rounded up to a multiple of this, so that few programs compile."""
@@ -82,14 +84,16 @@ class Decoder:
             ended.
         """
         lengths = np.array([len(prompt) for prompt in prompts])
-        width = _round_up(int(lengths.max()))
+        width = self._round_up(int(lengths.max()))
         tokens = np.zeros((len(prompts), width), np.int32)
         for row, prompt in enumerate(prompts):
             tokens[row, : len(prompt)] = prompt
         index = np.arange(width)
         positions = np.where(index < lengths[:, None], index, -1).astype(np.int32)
         cache = self._new_cache(len(prompts), width + max_new_tokens)
-        logits, cache = self._decode(self._params, cache, tokens, positions)
+        # Devices that share rows read the prompt together, each its own positions.
+        placed = jax.device_put((tokens, positions), self._sharding(Dims(("batch", "cache"))))
+        logits, cache = self._decode(self._params, cache, *placed)
         last = logits[np.arange(len(prompts)), lengths - 1]
         key = jax.random.key(seed)
         done = np.zeros(len(prompts), bool)
@@ -106,9 +110,15 @@ class Decoder:
             last = logits[:, 0]
 
     def _new_cache(self, batch: int, max_len: int) -> Any:
-        make = lambda: self._decoding.init_cache(batch, _round_up(max_len), self._dtype)
-        specs = self._layout.param_specs(self._decoding.cache_dims)
-        return jax.jit(make, out_shardings=self._layout.shardings(specs))()
+        make = lambda: self._decoding.init_cache(batch, self._round_up(max_len), self._dtype)
+        return jax.jit(make, out_shardings=self._sharding(self._decoding.cache_dims))()
+
+    def _sharding(self, dims: Any) -> Any:
+        return self._layout.shardings(self._layout.param_specs(dims))
+
+    def _round_up(self, length: int) -> int:
+        bucket = math.lcm(_BUCKET, self._layout.size(CONTEXT))
+        return -(-length // bucket) * bucket
 
 
 def sample_tokens(
@@ -141,7 +151,3 @@ def sample_tokens(
         keep = keep.at[jnp.arange(len(logits))[:, None], order].set(before < top_p)
         logits = jnp.where(keep, logits, -jnp.inf)
     return jax.random.categorical(key, logits).astype(jnp.int32)
-
-
-def _round_up(length: int) -> int:
-    return -(-length // _BUCKET) * _BUCKET

@@ -223,6 +223,8 @@ def assemble(
         zero=config.mesh.zero,
         sequence_parallel=config.mesh.sequence_parallel and model.sequence,
         auto_tensor=model.tensor == "auto",
+        fsdp_over_context=config.mesh.fsdp_over_context,
+        context_attention=config.mesh.context_attention,
     )
     platform = devices[0].platform
     compute_dtype = config.precision.resolve("cpu" if platform == "cpu" else "gpu")

@@ -14,7 +14,7 @@ from jaxdist.checkpoint import Checkpointer
 from jaxdist.config import RunConfig
 from jaxdist.core.parallel.pipeline.config import describe
 from jaxdist.core.state import TrainState
-from jaxdist.core.step import has_replica_norms
+from jaxdist.core.step import describe_exchange, has_replica_norms
 from jaxdist.data import Loader, Position, TrainData, resume_position
 from jaxdist.optim import OptimConfig, make_schedule
 from jaxdist.plan.estimate.memory_check import Budget
@@ -130,6 +130,7 @@ def announce(parts: Parts, monitor: Monitor, budget: Budget | None) -> None:
     schedule = parts.pipeline_schedule
     microbatches = schedule.num_microbatches if schedule else config.train.accumulation
     notes = list(model.notes(parts.step.context)) if model.notes else []
+    notes += describe_exchange(model, parts.layout, config.train.seq_len)
     if schedule is not None:
         notes.append(describe(schedule, rows))
     if config.train.replica_norms and not has_replica_norms(parts.layout):

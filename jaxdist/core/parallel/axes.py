@@ -7,12 +7,13 @@ which axes there are reads `AXES` when it is called; a test may replace it with 
 from __future__ import annotations
 
 from jaxdist.core.axis import Axis
+from jaxdist.core.parallel.context import CONTEXT
 from jaxdist.core.parallel.data import DATA
 from jaxdist.core.parallel.fsdp import FSDP
 from jaxdist.core.parallel.pipeline.axis import PIPELINE
 from jaxdist.core.parallel.tensor import TENSOR
 
-AXES: tuple[Axis, ...] = (PIPELINE, DATA, FSDP, TENSOR)
+AXES: tuple[Axis, ...] = (PIPELINE, DATA, FSDP, CONTEXT, TENSOR)
 """Mesh axes, slow to fast interconnect."""
 
 
@@ -29,6 +30,18 @@ def row_axes() -> tuple[str, ...]:
 def by_name() -> dict[str, Axis]:
     """Name -> axis; long names and the short ones of `--mesh`."""
     return {name: axis for axis in AXES for name in (axis.name, axis.short)}
+
+
+def joining_fsdp(zero: int, fsdp_over_context: bool) -> tuple[str, ...]:
+    """Axes of replicated weights that shard what fsdp shards, in the order of the shards.
+
+    Args:
+        zero: ZeRO stage of the array, 0 = not sharded by it.
+        fsdp_over_context: whether the context axis shards it in any case.
+    """
+    first = (CONTEXT.name,) if fsdp_over_context else ()
+    others = (axis.name for axis in AXES if axis.weights == "replicated" and zero)
+    return (*first, *(name for name in others if name not in first))
 
 
 def rules() -> dict[str, str | None]:

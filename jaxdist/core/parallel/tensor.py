@@ -24,12 +24,14 @@ _SEQUENCE_DIM = 1
 
 
 def _problems(size: int, workload: Workload) -> list[str]:
-    if workload.seq_len is None or workload.seq_len % size == 0:
+    if workload.seq_len is None or workload.seq_len % (size * workload.context_size) == 0:
         return []
+    shared = workload.context_size
+    over = f" / cp={shared}" if shared > 1 else ""
     return [
-        f"mesh tp={size} does not divide train.seq_len={workload.seq_len}: sequence parallelism "
-        f"gives each device an equal part of the positions. Use tp="
-        f"{allowed_sizes(workload.seq_len)}, or --mesh.sequence_parallel=false."
+        f"mesh tp={size} does not divide train.seq_len={workload.seq_len}{over}: sequence "
+        f"parallelism gives each device an equal part of the positions. Use tp="
+        f"{allowed_sizes(workload.seq_len // shared)}, or --mesh.sequence_parallel=false."
     ]
 
 

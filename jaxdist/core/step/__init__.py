@@ -11,7 +11,12 @@ One step, read from the outside in:
 """
 
 from jaxdist.core.step.config import REMAT_NAMES, REPLICA_NORMS, EvalConfig, TrainConfig
-from jaxdist.core.step.context import default_loss_chunk, make_context
+from jaxdist.core.step.context import (
+    default_loss_chunk,
+    describe_exchange,
+    exchange_of,
+    make_context,
+)
 from jaxdist.core.step.gradients import (
     has_replica_norms,
     make_evaluate,
@@ -28,6 +33,8 @@ __all__ = [
     "Step",
     "TrainConfig",
     "default_loss_chunk",
+    "describe_exchange",
+    "exchange_of",
     "has_replica_norms",
     "make_context",
     "make_evaluate",

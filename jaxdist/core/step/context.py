@@ -5,9 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 
 from jaxdist.core import attention, losses
+from jaxdist.core.attention.context import Plan, plan_exchange
 from jaxdist.core.parallel import fsdp
+from jaxdist.core.parallel.context import CONTEXT, imbalance
 from jaxdist.core.parallel.pipeline.axis import PIPELINE
 from jaxdist.core.parallel.pipeline.config import PipelineConfig
 from jaxdist.core.parallel.tensor import TENSOR
@@ -51,7 +54,12 @@ def make_context(
     capability = str(getattr(device, "compute_capability", ""))
     hooks = _hooks(layout)
     head_shard = {key: hooks[key] for key in ("tensor_index",) if key in hooks}
-    attend = attention.make_attend(platform=platform, compute_capability=capability, **head_shard)
+    attend = attention.make_attend(
+        platform=platform,
+        compute_capability=capability,
+        exchange=exchange_of(model, layout),
+        **head_shard,
+    )
     return Context(
         dtype=dtype,
         token_loss=token_loss,
@@ -62,6 +70,52 @@ def make_context(
         gather=make_gather(layout, model, dtype, precision),
         **{"attend": attend, **hooks},
     )
+
+
+def exchange_of(model: Model, layout: Layout, per_node: int = 0) -> Plan | None:
+    """How devices that share rows exchange keys and values; None where none do.
+
+    Args:
+        model: the model, for its heads.
+        layout: the mesh, and what the settings ask for.
+        per_node: neighbours along the context axis on one node; 0 = ask the mesh's devices.
+
+    Raises:
+        ConfigError: the model's heads do not allow what the settings ask for.
+    """
+    if CONTEXT not in layout.used or not model.context_parallel:
+        return None
+    tensor = layout.size(TENSOR)
+    return plan_exchange(
+        layout.context_attention,
+        size=layout.size(CONTEXT),
+        heads=model.dims["heads"] // tensor,
+        kv_heads=model.dims["kv_heads"] // tensor,
+        per_node=per_node or _on_one_node(layout),
+        has_stages=layout.size(PIPELINE) > 1,
+    )
+
+
+def describe_exchange(model: Model, layout: Layout, seq_len: int) -> list[str]:
+    """How devices share rows, for the start of a run; nothing where none do."""
+    plan, size = exchange_of(model, layout), layout.size(CONTEXT)
+    if plan is None:
+        return []
+    groups = f" in groups of {plan.inner}" if 1 < plan.inner < size else ""
+    uneven = imbalance(size, seq_len)
+    return [
+        f"context attention: {plan.exchange} over {size} devices{groups} ({plan.reason}); "
+        f"{seq_len // size} positions of a row on each, work uneven by {uneven:.1%}"
+    ]
+
+
+def _on_one_node(layout: Layout) -> int:
+    """Neighbours along the context axis that share a process's machine, at least 1."""
+    mesh = layout.mesh
+    line = np.moveaxis(mesh.devices, mesh.axis_names.index(CONTEXT.name), -1)
+    first, *others = line.reshape(-1, line.shape[-1])[0]
+    same = [device.process_index == first.process_index for device in others]
+    return 1 + (same.index(False) if False in same else len(same))
 
 
 def _hooks(layout: Layout) -> dict[str, Any]:

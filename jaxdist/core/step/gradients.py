@@ -14,7 +14,9 @@ from jax.sharding import PartitionSpec as P
 from jaxdist.core import collectives
 from jaxdist.core.axis import spec_over
 from jaxdist.core.collective_order import in_order
+from jaxdist.core.parallel import context as context_axis
 from jaxdist.core.parallel import data, reduction
+from jaxdist.core.parallel.context import CONTEXT
 from jaxdist.core.parallel.pipeline import evaluate as pipeline_evaluate
 from jaxdist.core.parallel.pipeline import value_and_grad as pipeline_train
 from jaxdist.core.parallel.pipeline.axis import PIPELINE
@@ -71,7 +73,7 @@ def make_value_and_grad(
         value_and_grad = _make_accumulation(model, layout, config.accumulation)
 
     def local(params: Params, batch: Batch, key: Array, scale: Array) -> Any:
-        batch = data.number_rows(batch, layout.batch_axes)
+        batch = _local_batch(batch, layout)
         local_params = collectives.vary(params, axes)
         step_context = dataclasses.replace(context, dropout_key=key)
         sums, grads = value_and_grad(local_params, batch, step_context, scale)
@@ -124,6 +126,12 @@ def _make_accumulation(
     return value_and_grad
 
 
+def _local_batch(batch: Batch, layout: Layout) -> Batch:
+    """This device's rows [rows, ...], numbered; where devices share rows, its positions of them."""
+    batch = data.number_rows(batch, layout.batch_axes)
+    return context_axis.split_rows(batch) if CONTEXT in layout.used else batch
+
+
 def _sum_over_devices(sums: Sums, layout: Layout) -> Sums:
     """Float32 scalars summed over replicas and stages, then equal on every device."""
     axes = layout.loss_axes
@@ -153,7 +161,7 @@ def make_evaluate(
         evaluate = lambda params, batch, context: model.loss(context.gather(params), batch, context)
 
     def local(params: Params, batch: Batch) -> Sums:
-        batch = data.number_rows(batch, layout.batch_axes)
+        batch = _local_batch(batch, layout)
         return _sum_over_devices(evaluate(params, batch, context), layout)
 
     return _manual(local, layout, (layout.param_specs(model.axes), layout.batch_spec()), P())

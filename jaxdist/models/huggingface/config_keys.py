@@ -128,13 +128,18 @@ def rope_of(theirs: Mapping[str, Any]) -> dict[str, Any]:
 def _rope_problems(theirs: Mapping[str, Any]) -> list[str]:
     rope = rope_of(theirs)
     kind = rope["rope_type"]
-    if kind not in ("default", "llama3"):
-        return [f"rope_type={_short(kind)}: only default and llama3 are supported."]
-    numbers = ("rope_theta", *(ROPE_SCALING[1:] if kind == "llama3" else ()))
+    if kind != "default" and kind not in ROPE_SCALING:
+        known = ", ".join(ROPE_SCALING)
+        return [f"rope_type={_short(kind)}: only default, {known} are supported."]
+    keys = ROPE_SCALING.get(kind, {})
+    optional = {name for name, default in keys.items() if default is not None}
+    if kind == "yarn":  # transformers takes max_position_embeddings where it is not given
+        optional.add("original_max_position_embeddings")
+    numbers = ("rope_theta", *keys)
     found = [
         f"rope {name}={_short(rope.get(name))} is not a number above 0."
         for name in numbers
-        if not _is(rope.get(name), float)
+        if not (_is(rope.get(name), float) or (rope.get(name) is None and name in optional))
     ]
     more = {"rope_type", *numbers}
     return found + [

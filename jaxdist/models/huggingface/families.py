@@ -257,9 +257,8 @@ def write_config(config: DecoderConfig, dtype: str) -> dict[str, Any]:
         "attention_bias": False,
     }
     if config.rope_scaling:
-        kind, *names = ROPE_SCALING
-        numbers = {name: config.rope_scaling[name] for name in names}
-        theirs["rope_scaling"] = {"rope_type": config.rope_scaling[kind], **numbers}
+        numbers = {name: value for name, value in config.rope_scaling.items() if name != "type"}
+        theirs["rope_scaling"] = {"rope_type": config.rope_scaling["type"], **numbers}
     if family == "mistral":
         theirs["sliding_window"] = config.sliding_window
     return theirs
@@ -274,10 +273,13 @@ def _read_llama(theirs: Mapping[str, Any], family: str) -> DecoderConfig:
     heads = theirs["num_attention_heads"]
     kv_heads = theirs.get("num_key_value_heads") or heads
     rope = rope_of(theirs)
+    kind = rope["rope_type"]
     scaling: dict[str, Any] = {}
-    if rope["rope_type"] == "llama3":
-        kind, *names = ROPE_SCALING
-        scaling = {kind: "llama3", **{name: rope[name] for name in names}}
+    if kind in ROPE_SCALING:
+        known = {name: rope[name] for name in ROPE_SCALING[kind] if rope.get(name) is not None}
+        scaling = {"type": kind, **known}
+    if kind == "yarn":  # as transformers reads a config without it
+        scaling.setdefault("original_max_position_embeddings", theirs["max_position_embeddings"])
     width = theirs.get("head_dim") or theirs["hidden_size"] // heads
     return DecoderConfig(
         **{ours: theirs[name] for name, ours in _LLAMA_SIZES.items()},

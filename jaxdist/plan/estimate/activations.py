@@ -96,14 +96,15 @@ def score_bytes(job: Job) -> int:
     """Of a layer's attention scores in float32; 0 where a fused kernel avoids them."""
     if job.attention != "xla":
         return 0
-    return WIDE * job.micro_rows * _heads(job) * job.seq_len**2
+    return WIDE * job.micro_rows * heads(job) * job.seq_len**2
 
 
 def attention_workspace(job: Job) -> int:
     """Scratch of cuDNN's attention backward, which the compiler leaves out of its account."""
     if job.attention != "cudnn":
         return 0
-    dims, rows = job.model.dims, job.micro_rows * _heads(job) * job.seq_len
+    # Heads exchanged for positions: as many of the products.
+    dims, rows = job.model.dims, heads(job) * job.tokens
     grouped = dims["kv_heads"] != dims["heads"]
     return cudnn_scratch(rows, dims["head_dim"], shares_keys=grouped, gpu=job.gpu)
 
@@ -149,6 +150,6 @@ def _kept_without_recomputation(job: Job) -> int:
     return kept + score_bytes(job) * (WIDE + job.compute_bytes) // WIDE
 
 
-def _heads(job: Job) -> int:
+def heads(job: Job) -> int:
     """Query heads of a decoder on one device."""
     return job.model.dims["heads"] // job.spec[TENSOR]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 
 from jaxdist.core.parallel.tensor import TENSOR
-from jaxdist.plan.estimate.activations import Widths, score_bytes
+from jaxdist.plan.estimate.activations import Widths, heads, score_bytes
 from jaxdist.plan.estimate.job import WIDE, Job
 from jaxdist.plan.estimate.model_trace import Cost
 
@@ -75,7 +75,9 @@ def layer_forward(job: Job) -> Work:
     return Work(
         products=2.0 * job.tokens * weights,
         attention=4.0 * job.tokens * scores,
-        memory_bytes=job.compute_bytes * (job.tokens * elements + stream) + 4 * score_bytes(job),
+        memory_bytes=job.compute_bytes * (job.tokens * elements + stream)
+        + 4 * score_bytes(job)
+        + _block_bytes(job),
     )
 
 
@@ -185,4 +187,11 @@ def _keys_seen(job: Job) -> float:
     assert job.attention_call is not None
     keys = min(job.seq_len, job.attention_call.sliding_window or job.seq_len)
     seen = keys - keys * keys / (2 * job.seq_len)
-    return seen if job.attention == "cudnn" else float(job.seq_len)
+    return float(job.seq_len) if job.attention == "xla" else seen
+
+
+def _block_bytes(job: Job) -> float:
+    """Scores of blocks written and read, where attention runs block by block."""
+    if job.attention != "blockwise":
+        return 0.0
+    return 4.0 * WIDE * job.tokens * heads(job) * _keys_seen(job)

@@ -16,13 +16,15 @@ from jax.sharding import AbstractMesh
 
 from jaxdist.config import RunConfig
 from jaxdist.core.attention import choose_kernel
+from jaxdist.core.attention.context import Plan
 from jaxdist.core.axis import axes_of
 from jaxdist.core.mesh import MeshSpec
+from jaxdist.core.parallel.context import CONTEXT
 from jaxdist.core.parallel.pipeline.axis import PIPELINE
 from jaxdist.core.parallel.pipeline.schedule import Schedule
 from jaxdist.core.parallel.tensor import TENSOR
 from jaxdist.core.sharding import Layout
-from jaxdist.core.step import default_loss_chunk
+from jaxdist.core.step import default_loss_chunk, exchange_of
 from jaxdist.core.types import Dims, Model
 from jaxdist.models.weights import Weight, weights_of
 from jaxdist.plan.estimate.model_trace import AttentionCall, Trace, attention_of, trace
@@ -147,8 +149,8 @@ class Job:
 
     @property
     def tokens(self) -> int:
-        """Tokens (or images) of a microbatch on one replica."""
-        return self.micro_rows * self.seq_len
+        """Tokens (or images) of a microbatch on one device, before tensor splits them."""
+        return self.micro_rows * self.seq_len // self.spec[CONTEXT]
 
     @property
     def tokens_per_step(self) -> int:
@@ -213,17 +215,32 @@ class Job:
         return "dots" if self.config.train.remat == "auto" else self.config.train.remat
 
     @functools.cached_property
+    def exchange(self) -> Plan | None:
+        """How devices that share rows see all keys; None where none do."""
+        stride = self.spec[TENSOR]
+        per_node = max(1, self.cluster.gpus_per_fabric // stride)
+        return exchange_of(self.model, self.layout, per_node)
+
+    @property
+    def keeps_attention(self) -> bool:
+        """Whether the output of attention is kept for the backward pass."""
+        return self.remat in ("none", "dots") or "attention" in self.remat.split(":")[-1].split(",")
+
+    @functools.cached_property
     def attention(self) -> str:
-        """The attention kernel: "cudnn", "xla", or "" where nothing attends."""
-        call = self.attention_call
+        """The attention kernel: "cudnn", "blockwise", "xla", or "" where nothing attends."""
+        call, plan = self.attention_call, self.exchange
         if call is None or not self.is_decoder:
             return ""
+        if plan is not None and plan.exchange != "all_to_all":
+            return "blockwise"
         kernel, _ = choose_kernel(
             call.kernel,
             platform="gpu",
             compute_capability=self.gpu.compute_capability,
             dtype=self.dtype,
             head_dim=self.model.dims["head_dim"],
+            num_keys=self.seq_len,
             packed=self.config.data.packs_documents,
             dropout=call.dropout,
         )
@@ -249,6 +266,8 @@ class Job:
             zero=self.config.mesh.zero,
             sequence_parallel=self.config.mesh.sequence_parallel and self.model.sequence,
             auto_tensor=self.model.tensor == "auto",
+            fsdp_over_context=self.config.mesh.fsdp_over_context,
+            context_attention=self.config.mesh.context_attention,
         )
 
     def size(self, weight: Weight, place: Place) -> int:
@@ -280,7 +299,8 @@ class Job:
     @functools.cached_property
     def _placed(self) -> Callable[[Dims, Place], tuple[tuple[str, ...], int]]:
         rules = tuple(sorted(self.layout.rules.items()))
-        return _placements(self.spec, self.config.mesh.zero, rules)
+        mesh = self.config.mesh
+        return _placements(self.spec, mesh.zero, mesh.fsdp_over_context, rules)
 
 
 def with_section(config: RunConfig, section: str, **changes: Any) -> RunConfig:
@@ -291,10 +311,12 @@ def with_section(config: RunConfig, section: str, **changes: Any) -> RunConfig:
 
 @functools.lru_cache(maxsize=4096)
 def _placements(
-    spec: MeshSpec, zero: int, rules: tuple[tuple[str, str | None], ...]
+    spec: MeshSpec, zero: int, over_context: bool, rules: tuple[tuple[str, str | None], ...]
 ) -> Callable[[Dims, Place], tuple[tuple[str, ...], int]]:
     """(dims, place) -> mesh axes that split such an array, in mesh order, and into how many."""
-    layout = Layout(mesh=_abstract_mesh(spec), rules=dict(rules), zero=zero)
+    layout = Layout(
+        mesh=_abstract_mesh(spec), rules=dict(rules), zero=zero, fsdp_over_context=over_context
+    )
     specs = {
         "param": layout.param_specs,
         "moment": layout.moment_specs,

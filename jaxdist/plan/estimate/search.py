@@ -16,6 +16,7 @@ from typing import Any
 
 from jaxdist.config import RunConfig
 from jaxdist.core.mesh import MeshSpec, factorisations
+from jaxdist.core.parallel.context import CONTEXT
 from jaxdist.core.parallel.pipeline.axis import PIPELINE
 from jaxdist.core.parallel.tensor import TENSOR
 from jaxdist.core.types import Model
@@ -81,6 +82,10 @@ def _settings(config: RunConfig, spec: MeshSpec) -> dict[str, object]:
     }
 
 
+_CONTEXT_FROM = 16_384
+"""Tokens of a row from which meshes that split it are looked at; a device holds shorter ones."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Found:
     """What a search found.
@@ -119,7 +124,9 @@ def search(
     model = model or config.build_model()
     refused: dict[MeshSpec, str] = {}
     choices, tried = [], 0
-    for spec in factorisations(cluster.num_gpus, without=() if stages else (PIPELINE,)):
+    left_out = [] if stages else [PIPELINE]
+    left_out += [] if config.train.seq_len >= _CONTEXT_FROM else [CONTEXT]
+    for spec in factorisations(cluster.num_gpus, without=left_out):
         problems = _mesh_problems(config, spec, model)
         if problems:
             refused[spec] = problems[0]

@@ -10,14 +10,17 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import jax.numpy as jnp
 
 from jaxdist.core.axis import ActivationSizes, Kind
 from jaxdist.core.parallel import axes as mesh_axes
+from jaxdist.core.parallel.context import CONTEXT
 from jaxdist.core.parallel.pipeline.axis import PIPELINE
 from jaxdist.core.parallel.tensor import TENSOR
 from jaxdist.models.weights import Weight
+from jaxdist.plan.estimate.activations import Widths
 from jaxdist.plan.estimate.job import WIDE, Job
 
 
@@ -85,7 +88,8 @@ def _passes(job: Job) -> int:
 def _replicas(job: Job) -> Iterator[Moved]:
     """Gradients of matrices over replicas, and stages for what lies outside the layers."""
     zero = job.config.mesh.zero
-    replicas = _summed(job, "replicated")
+    shard = {axis for w in job.weights for axis in job.axes(w, "param")}
+    replicas = tuple(axis for axis in _summed(job, "replicated") if axis not in shard or zero == 3)
     for weights, extra in _groups(job, sharded=True):
         local = WIDE * job.total(weights, "param")
         if zero in (0, 3):
@@ -148,10 +152,28 @@ def _activations(job: Job) -> Iterator[Moved]:
         num_forwards=_passes(job) - 1,
         recomputes=job.remat != "none",
         sequence_parallel=job.sequence_parallel,
+        **_attention(job),
     )
     for axis in job.spec.used:
         for moved in axis.traffic(sizes):
             yield (moved.kind, (axis.name,), moved.purpose, moved.num_bytes, moved.times)
+
+
+def _attention(job: Job) -> dict[str, Any]:
+    """What attention moves between devices that share rows."""
+    plan, widths = job.exchange, Widths.of(job)
+    if plan is None:
+        return {}
+    each = float(job.compute_bytes * job.tokens)
+    return {
+        "query_bytes": each * widths.queries,
+        "key_value_bytes": each * 2 * widths.keys,
+        "widening": WIDE / job.compute_bytes,
+        "repeats_attention": not job.keeps_attention,
+        "exchange": plan.exchange,
+        "context_size": job.spec[CONTEXT],
+        "exchanged_heads": plan.inner,
+    }
 
 
 def _traced_sums(job: Job) -> Iterator[Moved]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxdist.core.settings import ConfigError, read_settings, setting
+from jaxdist.runtime.storage import locate
 from jaxdist.tools.launch.elastic_agent import ElasticAgent
 from jaxdist.tools.launch.legal_sizes import read_sizes
 from jaxdist.tools.launch.membership import ElasticConfig, LegalSizes, Range, impossible
@@ -74,9 +75,12 @@ class LaunchConfig:
             ConfigError: what cannot be read.
         """
         found, problems = [], []
-        for flag, text in (("nproc-per-node", self.nproc_per_node), ("nnodes", self.nnodes)):
+        for flag, text, most in (
+            ("nproc-per-node", self.nproc_per_node, 1024),  # more than any host has cores for
+            ("nnodes", self.nnodes, 100_000),
+        ):
             try:
-                found.append(Range.parse(flag, text, int(flag == "nnodes" or ":" in text)))
+                found.append(Range.parse(flag, text, int(flag == "nnodes" or ":" in text), most))
             except ValueError as error:
                 problems.append(str(error))
         if problems:
@@ -111,6 +115,13 @@ class LaunchConfig:
                 f"--nnodes {self.nnodes} without --nproc-per-node: all hosts must start the same "
                 "number of processes. Give --nproc-per-node, e.g. the GPUs of a host."
             )
+        try:
+            words = shlex.split(self.program)
+        except ValueError as error:
+            words = []
+            found.append(f"--program {self.program!r} is no command ({error}). Repair its quotes.")
+        if self.program and not words and not found:
+            found.append(f"--program {self.program!r} names no program. Leave it out, or name one.")
         several = nnodes.maximum > 1
         return found + (self._elastic_rules(several) if self.is_elastic else self._rules(several))
 
@@ -177,6 +188,12 @@ def main(argv: Sequence[str], summary: str) -> int:
     """Run a job on this host until it is done or cannot be; `--help` begins with `summary`."""
     config = read_config(argv, summary)
     plan = make_plan(config)
+    try:
+        locate(plan.run_dir).make_directory()
+    except OSError as error:
+        raise ConfigError(
+            f"--run-dir {plan.run_dir} cannot be made ({error.strerror}). Name another one."
+        ) from None
     if plan.elastic is None:
         agent: Agent = FixedAgent(
             plan.nproc_per_node, plan.nnodes, config.node_rank, config.coordinator_address

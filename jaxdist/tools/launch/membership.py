@@ -20,13 +20,13 @@ class Range:
     maximum: int
 
     @classmethod
-    def parse(cls, flag: str, text: str, least: int = 1) -> Range:
-        """Read `N` or `MIN:MAX`, no number below `least`.
+    def parse(cls, flag: str, text: str, least: int = 1, most: int = 100_000) -> Range:
+        """Read `N` or `MIN:MAX`, no number below `least` or above `most`.
 
         Raises:
             ValueError: the text is neither; the message names the fix.
         """
-        found = re.fullmatch(r"(-?\d+)(?::(-?\d+))?", text.strip())
+        found = re.fullmatch(r"(-?[0-9]{1,20})(?::(-?[0-9]{1,20}))?", text.strip())
         if found is None:
             raise ValueError(
                 f"--{flag} {text!r} is neither a number nor a range. Use e.g. --{flag} 8, or "
@@ -37,6 +37,8 @@ class Range:
             raise ValueError(
                 f"--{flag} {text}: {min(low, high)} is too small. Use {least} or more."
             )
+        if max(low, high) > most:
+            raise ValueError(f"--{flag} {text}: {max(low, high)} is too large. Use {most} or less.")
         if high < low:
             raise ValueError(
                 f"--{flag} {text}: MAX is smaller than MIN. Use --{flag} {high}:{low}."

@@ -37,27 +37,32 @@ def main(argv: Sequence[str]) -> int:
         nodes = Nodes.parse(config.nodes)
     except ValueError:  # one of the problems
         nodes = Nodes(most=1)
-    if nodes.least and not config.program:
-        if not any(word.startswith("--mesh.elastic") for word in arguments):
+    if not config.program and (nodes.least or not problems):
+        if nodes.least and not any(word.startswith("--mesh.elastic") for word in arguments):
             arguments = [*arguments, "--mesh.elastic=true"]
-        found = read_sizes(arguments)  # a mesh is refused before anyone waits for nodes
+        found = read_sizes(arguments)  # refused before anyone waits for nodes
         if isinstance(found, int) and not problems:
             return found
         sizes = LegalSizes() if isinstance(found, int) else found
     config = dataclasses.replace(config, arguments=arguments)
-    if not problems and sizes.legal is not None:
+    if not problems and nodes.least and sizes.legal is not None:
         nodes, problems = _with_legal_nodes(config, nodes, sizes)
     if problems:
         raise ConfigError(headed(COMMAND, problems))
-    if config.warning:
-        print(f"warning: {config.warning}", file=sys.stderr)
+    for warning in config.warnings:
+        print(f"warning: {warning}", file=sys.stderr)
     text = batch_script(config, nodes)
     if config.dry_run:
         print(text, end="")
         return runtime.EXIT_OK
     path = Path(config.script or f"{config.name}.sbatch")
-    path.write_text(text)
-    path.chmod(0o755)
+    try:
+        path.write_text(text)
+        path.chmod(0o755)
+    except OSError as error:
+        raise ConfigError(
+            f"--script {path} cannot be written ({error.strerror}). Name another file."
+        ) from None
     if not config.submit:
         print(f"wrote {path}; submit it with: sbatch {path}")
         return runtime.EXIT_OK

@@ -11,13 +11,15 @@ from __future__ import annotations
 import dataclasses
 import re
 import shlex
+import sys
 from collections.abc import Sequence
 
 from jaxdist.core.settings import setting
 from jaxdist.tools.launch.membership import Range
 
 _PASSED_ON = ("mem", "time", "partition", "account", "qos", "constraint")
-_TIME = re.compile(r"\d+|\d+:\d\d|\d+:\d\d:\d\d|\d+-\d+|\d+-\d+:\d\d|\d+-\d+:\d\d:\d\d")
+_ONE_LINE = ("run_dir", "module", "sbatch", "container", "mount", "python", "program", *_PASSED_ON)
+_TIME = re.compile(r"(?:([0-9]{1,4})-)?([0-9]{1,7})(?::([0-9]{2}))?(?::([0-9]{2}))?")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -77,7 +79,12 @@ class SlurmConfig:
     setup: tuple[str, ...] = setting((), "a line of shell before the run")
     sbatch: tuple[str, ...] = setting((), "a further #SBATCH option")
     container: str = setting("", "an image: FILE.sif for apptainer, else pyxis")
-    python: str = setting("python", "interpreter on the nodes")
+    mount: tuple[str, ...] = setting(
+        (), "a path that the container sees besides the working and the run directory"
+    )
+    python: str = setting(
+        "", "interpreter on the nodes; empty = the one that writes the script, in containers python"
+    )
     program: str = setting("", "another program instead of jaxdist.train")
     script: str = setting("", "file to write; empty = NAME.sbatch")
     submit: bool = setting(False, "hand the script to sbatch")
@@ -91,11 +98,24 @@ class SlurmConfig:
             Nodes.parse(self.nodes)
         except ValueError as error:
             found.append(str(error))
-        if not _TIME.fullmatch(self.time):
+        limit = limit_s(self.time)
+        if not limit:
             found.append(
                 f"--time {self.time!r} is not a time limit. Use minutes, HH:MM:SS or D-HH:MM:SS, "
                 "e.g. --time 24:00:00."
             )
+        elif limit < 2 * self.signal_s:
+            found.append(
+                f"--time {self.time} is {limit} s, and the run would be stopped "
+                f"{self.signal_s} s ahead of it: each attempt would start and do little else. Use "
+                f"--time {-(-2 * self.signal_s // 60)} (minutes) or more, or less --signal-s."
+            )
+        for name in _ONE_LINE:
+            value = getattr(self, name)
+            if any(
+                c in text for text in ([value] if isinstance(value, str) else value) for c in "\n\r"
+            ):
+                found.append(f"--{name.replace('_', '-')} {value!r} has a line end. Use one line.")
         if self.tasks_per_node > 1 and self.gpus_per_node % self.tasks_per_node:
             found.append(
                 f"--tasks-per-node {self.tasks_per_node} cannot share --gpus-per-node "
@@ -106,8 +126,27 @@ class SlurmConfig:
         return found
 
     @property
-    def warning(self) -> str:
-        """What is allowed and yet likely to be slow; "" where nothing is."""
+    def interpreter(self) -> str:
+        """The Python that runs the training."""
+        return self.python or ("python" if self.container else sys.executable)
+
+    @property
+    def warnings(self) -> list[str]:
+        """What is allowed and yet likely to be slow."""
+        return [text for text in (self._few_cores, self._wide_tensor_axis) if text]
+
+    @property
+    def _few_cores(self) -> str:
+        if not self.gpus_per_node or self.cpus_per_task:
+            return ""
+        return (
+            "--cpus-per-task is not given: SLURM's default is one core for each process, which "
+            "slows down compiling and reading data. Give the cores of a node divided by "
+            "--tasks-per-node."
+        )
+
+    @property
+    def _wide_tensor_axis(self) -> str:
         per_node = self.gpus_per_node
         found = re.search(r"(?:^|[ =,])(?:tp|tensor)=(\d+)", " ".join(self.arguments))
         if found is None or not per_node or per_node % int(found[1]) == 0:
@@ -117,6 +156,19 @@ class SlurmConfig:
             f"wait for the network between nodes. Use tp ≤ {per_node} that divides it, and pp or "
             "fsdp across nodes."
         )
+
+
+def limit_s(text: str) -> int:
+    """Seconds of a time limit as SLURM reads it; 0 = it is none."""
+    found = _TIME.fullmatch(text)
+    if found is None:
+        return 0
+    days, first, second, third = (None if part is None else int(part) for part in found.groups())
+    if days is not None:  # D-HH, D-HH:MM, D-HH:MM:SS
+        return 86400 * days + 3600 * (first or 0) + 60 * (second or 0) + (third or 0)
+    if third is not None:  # HH:MM:SS
+        return 3600 * (first or 0) + 60 * (second or 0) + third
+    return 60 * (first or 0) + (second or 0)  # MM, MM:SS
 
 
 def batch_script(config: SlurmConfig, nodes: Nodes | None = None) -> str:
@@ -155,19 +207,27 @@ def _options(config: SlurmConfig, nodes: Nodes) -> dict[str, object]:
 
 def _command(config: SlurmConfig, nodes: Nodes) -> str:
     """The srun line and the program, a flag and its value on one line."""
-    program = config.program or f"{shlex.quote(config.python)} -m jaxdist.train"
+    program = config.program or f"{shlex.quote(config.interpreter)} -m jaxdist.train"
     container = shlex.quote(config.container)
     srun = "srun --kill-on-bad-exit=1 --wait=60"
     if nodes.least:
         number = "nodes" if nodes.legal else "SLURM_JOB_NUM_NODES"
         srun += f' --nodes="${number}" --ntasks-per-node={config.tasks_per_node}'
     if config.container.endswith(".sif"):
-        program = f"apptainer exec --nv {container} {program}"
+        binds = "".join(f" --bind {shlex.quote(path)}" for path in _mounts(config))
+        program = f"apptainer exec --nv{binds} {container} {program}"
     elif config.container:
-        srun += f' --container-image={container} --container-mounts="$PWD:$PWD"'
+        pairs = [path if ":" in path else f"{path}:{path}" for path in _mounts(config)]
+        mounts = "".join("," + shlex.quote(pair) for pair in pairs)
+        srun += f' --container-image={container} --container-mounts="$PWD:$PWD"{mounts}'
         srun += ' --container-workdir="$PWD"'
     lines = [program, '--run-dir="$run_dir"', *_flags(config.arguments)]
     return srun + " \\\n    " + " \\\n        ".join(lines)
+
+
+def _mounts(config: SlurmConfig) -> list[str]:
+    """Paths besides the working directory that a container must see."""
+    return [*config.mount, *([config.run_dir] if config.run_dir.startswith("/") else [])]
 
 
 def _flags(args: Sequence[str]) -> list[str]:
@@ -204,14 +264,23 @@ max_requeues={{ config.max_requeues }}
 max_crashes={{ config.max_crashes }}                     # in a row without a new checkpoint
 run_dir={{ config.run_dir | quote if config.run_dir else "runs/$SLURM_JOB_NAME-$SLURM_JOB_ID" }}
 state=$run_dir/slurm/$SLURM_JOB_ID
-mkdir -p "$state"
+mkdir -p "$state" || exit 2
 if [ -e "$state/done" ]; then     # SLURM 24.11 may start a finished job again
     echo "slurm: nothing left to do"
     exit 0
 fi
 export JAXDIST_EXIT_CODE_FILE=$state/exit-code-$attempt
+# Processes of this attempt know each other by it; those of another job cannot join them.
+export JAXDIST_JOB_TOKEN=$(od -An -N16 -tx8 /dev/urandom | tr -d ' \n')
 export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1}  # srun 22.05 does not inherit it
 
+{% if not (config.container or config.program) %}
+{{ config.interpreter | quote }} -c 'import jaxdist' || {
+    echo "slurm: this Python has no jaxdist: name another with --python, or load it in --setup"
+    exit 2
+}
+
+{% endif %}
 {% if nodes.legal %}
 # Numbers of nodes with which a mesh is legal: what SLURM gives beyond one stays idle.
 nodes=0
@@ -247,8 +316,9 @@ while :; do                        # a trapped signal ends a wait, not srun
     kill -0 "$srun_pid" 2>/dev/null || break
 done
 
-# Process 0 writes its exit code after the last save; srun's is the highest of all tasks.
-job_code=$(cat "$JAXDIST_EXIT_CODE_FILE" 2>/dev/null || echo "none")
+# Process 0 writes its exit code after the last save; srun's is the highest of all tasks. Programs
+# other than jaxdist's write none, nor does a process 0 that was killed: srun's counts.
+job_code=$(cat "$JAXDIST_EXIT_CODE_FILE" 2>/dev/null || echo "$code")
 after=$(newest_checkpoint)
 echo "slurm: attempt $attempt ended: exit code $job_code, srun $code, signal ${notice:-none}," \
     "checkpoint ${after:-none}"

@@ -1,4 +1,4 @@
-"""Attention on one device: which kernel runs and why, the kernels, and their dropout.
+"""Attention to whole rows: which kernel runs and why, dense and cuDNN attention, their dropout.
 
 A model calls `Context.attend`, which `make_attend` builds for a platform. It is told what the mask
 depends on (`AttentionMask`), never the mask itself.
@@ -16,13 +16,24 @@ from typing import Any, Literal, TypeAlias
 import jax
 import jax.numpy as jnp
 
+from jaxdist.core.attention import blockwise
+from jaxdist.core.attention.context import Plan
+from jaxdist.core.attention.context import make_attend as make_attend_to_shared
 from jaxdist.core.types import Array, AttentionDropout, AttentionMask, ConfigError
 
-Kernel: TypeAlias = Literal["xla", "cudnn"]
+Kernel: TypeAlias = Literal["xla", "blockwise", "cudnn"]
+
+BLOCKWISE_FROM = 1024
+"""Keys of a row from which XLA's attention runs block by block: it is faster by then, too, as it
+leaves out the half that the causal mask hides (`scripts/bench/results/context.md`)."""
 
 
 def make_attend(
-    *, platform: str, compute_capability: str = "", tensor_index: Callable[[], Any] = lambda: 0
+    *,
+    platform: str,
+    compute_capability: str = "",
+    tensor_index: Callable[[], Any] = lambda: 0,
+    exchange: Plan | None = None,
 ) -> Callable[..., Array]:
     """The `attend` of a `Context`: softmax(query · key / √head_dim, masked) · value, in float32.
 
@@ -30,6 +41,7 @@ def make_attend(
         platform: "cpu" or "gpu".
         compute_capability: of NVIDIA GPUs, e.g. "9.0"; "" elsewhere.
         tensor_index: index of this device on the tensor axis, which splits the heads.
+        exchange: how devices that share rows exchange keys and values; None = rows are whole.
 
     Returns:
         (query, key, value, mask, kernel="auto", dropout=None) -> [batch, queries, heads, head_dim]
@@ -55,15 +67,28 @@ def make_attend(
             compute_capability=compute_capability,
             dtype=query.dtype,
             head_dim=query.shape[-1],
+            num_keys=key.shape[1],
             packed=mask.segments is not None or mask.query_positions is not None,
         )
-        dtype = query.dtype
-        if platform == "cpu" and dtype == jnp.float16:
-            # XLA:CPU has no float16 product with float32 sums, which jax's attention asks for.
-            query, key, value = (x.astype(jnp.float32) for x in (query, key, value))
-        return _attend(query, key, value, mask, chosen).astype(dtype)
+        return _attend(query, key, value, mask, chosen)
 
-    return attend
+    over_devices = attend if exchange is None else make_attend_to_shared(exchange, attend)
+    return _without_float16(over_devices) if platform == "cpu" else over_devices
+
+
+def _without_float16(attend: Callable[..., Array]) -> Callable[..., Array]:
+    """An `attend` that computes in float32 what is float16.
+
+    XLA:CPU has no float16 product with float32 sums, which every kernel asks for.
+    """
+
+    def in_float32(query: Array, key: Array, value: Array, *args: Any, **options: Any) -> Array:
+        if query.dtype != jnp.float16:
+            return attend(query, key, value, *args, **options)
+        wide = (x.astype(jnp.float32) for x in (query, key, value))
+        return attend(*wide, *args, **options).astype(jnp.float16)
+
+    return in_float32
 
 
 def choose_kernel(
@@ -73,6 +98,7 @@ def choose_kernel(
     compute_capability: str,
     dtype: Any,
     head_dim: int,
+    num_keys: int,
     packed: bool,
     dropout: float = 0.0,
 ) -> tuple[Kernel, str]:
@@ -84,6 +110,7 @@ def choose_kernel(
         compute_capability: of NVIDIA GPUs, e.g. "9.0"; "" where it is not known.
         dtype: of queries, keys and values.
         head_dim: width of a head.
+        num_keys: positions of a row.
         packed: whether the mask is more than causal with a window (documents, cached positions).
         dropout: share of probabilities dropped.
 
@@ -105,8 +132,12 @@ def choose_kernel(
         obstacles.append(f"cuDNN needs head_dim ≤ 128 and a multiple of 8, this is {head_dim}")
     if dropout:
         obstacles.append("attention dropout must give the same bits on every mesh")
+    by_xla: Kernel = "xla"
+    how = ""
+    if num_keys >= BLOCKWISE_FROM and not dropout:
+        by_xla, how = "blockwise", f"; rows of {BLOCKWISE_FROM} keys and more go block by block"
     if wanted == "xla":
-        return "xla", "asked for"
+        return by_xla, f"asked for{how}"
     if not obstacles:
         return "cudnn", "fused, and it honours the causal mask and the window"
     if wanted == "cudnn":
@@ -114,7 +145,7 @@ def choose_kernel(
             f"model.attention='cudnn' is impossible here: {'; '.join(obstacles)}. "
             "Use attention='xla' or 'auto'."
         )
-    return "xla", "; ".join(obstacles)
+    return by_xla, "; ".join(obstacles) + how
 
 
 def visible(mask: AttentionMask, queries: int, keys: int) -> Array:
@@ -131,7 +162,14 @@ def visible(mask: AttentionMask, queries: int, keys: int) -> Array:
 
 
 def _attend(query: Array, key: Array, value: Array, mask: AttentionMask, kernel: Kernel) -> Array:
-    """A kernel of jax on a mask that it can honour; shapes as in the file's docstring."""
+    """A kernel on a mask that it can honour; shapes as in the file's docstring."""
+    if kernel == "blockwise":
+        rule = blockwise.Rule(mask.causal, mask.sliding_window)
+        keys = blockwise.Span(jnp.arange(key.shape[1])[None], mask.segments)
+        queries = keys
+        if mask.query_positions is not None:
+            queries = blockwise.Span(mask.query_positions)
+        return blockwise.attend(query, key, value, queries, keys, rule)
     if mask.query_positions is not None:
         allowed = visible(mask, query.shape[1], key.shape[1])
         return jax.nn.dot_product_attention(query, key, value, mask=allowed, implementation="xla")

@@ -1,0 +1,10 @@
+"""Attention: which kernel runs and why, the kernels, and attention over rows that devices share.
+
+kernels     the choice, dense and cuDNN attention, dropout
+blockwise   block by block in plain JAX: memory that grows with the row, not with its square
+context     a row on several devices: ring, all-gather, all-to-all
+"""
+
+from jaxdist.core.attention.kernels import choose_kernel, make_attend, visible
+
+__all__ = ["choose_kernel", "make_attend", "visible"]

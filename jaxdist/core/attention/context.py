@@ -1,0 +1,393 @@
+"""Attention over rows whose positions several devices share (the `context` axis).
+
+    ring         keys and values travel from device to device while those at hand are multiplied
+    all_gather   every device gets all keys and values, and attends to them
+    all_to_all   heads are exchanged for positions: each device attends to whole rows with its heads
+    hybrid       all_to_all inside groups of neighbours, a ring over the groups
+
+All but `all_gather` are one mechanism: all-to-all inside groups of `inner` devices, a ring over
+the groups. The ring has `inner` 1, the all-to-all one group.
+
+Partial results of the ring are joined by their log-sum-exp. Backward keeps this device's keys and
+values only; it goes round the ring again, and their gradients travel along in float32.
+
+Sources: Liu, Zaharia, Abbeel 2023, "Ring Attention with Blockwise Transformers", section 3; Jacobs
+et al. 2023, "DeepSpeed Ulysses", section 3; Grattafiori et al. 2024, "The Llama 3 Herd of Models",
+section 3.3.2 (all-gather); Fang & Zhao 2024, "USP: A Unified Sequence Parallelism Approach".
+
+Shapes, all of this device: query [batch, seq_shard, heads, head_dim]; key and value [batch,
+seq_shard, kv_heads, head_dim]; segments int32 [batch, seq_shard] or None.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxdist.core import collectives
+from jaxdist.core.attention import blockwise
+from jaxdist.core.attention.blockwise import Partial, Pull, Rule, Span
+from jaxdist.core.parallel import context
+from jaxdist.core.parallel.context import CONTEXT
+from jaxdist.core.types import Array, AttentionMask, ConfigError
+
+Exchange: TypeAlias = Literal["ring", "all_gather", "all_to_all", "hybrid"]
+
+
+class Plan(NamedTuple):
+    """How devices of the context axis exchange keys and values.
+
+    Attributes:
+        exchange: the way.
+        inner: neighbours that exchange heads for positions; 1 = none do.
+        paired: whether permutes are made of exchanges between pairs. A pipeline needs that: its
+            stages take different branches, and a permute waits for all devices of the mesh.
+        reason: why this way, for the log.
+    """
+
+    exchange: Exchange
+    inner: int
+    paired: bool
+    reason: str
+
+
+def plan_exchange(
+    wanted: str, *, size: int, heads: int, kv_heads: int, per_node: int, has_stages: bool
+) -> Plan:
+    """Choose the exchange.
+
+    Args:
+        wanted: "auto" or an `Exchange`.
+        size: devices along the context axis.
+        heads: query heads of a device, before any exchange.
+        kv_heads: its key/value heads.
+        per_node: neighbours along the axis that share a node.
+        has_stages: whether a pipeline runs the layers.
+
+    Raises:
+        ConfigError: the heads, or the stages, do not allow what is wanted.
+    """
+    fits = [n for n in range(1, size + 1) if size % n == 0 and _can_share(n, heads, kv_heads)]
+    # Pairs that exchange need an even ring.
+    rings = [n for n in fits if not has_stages or size // n == 1 or size // n % 2 == 0]
+    inside = max((n for n in rings if n <= per_node and n < size), default=0)
+    exchange: str
+    if wanted == "auto":
+        exchange, reason = _choose(size, heads, kv_heads, rings, inside)
+    else:
+        exchange, reason = wanted, "asked for"
+    inner = {"all_to_all": size, "hybrid": inside}.get(exchange, 1)
+    possible = {
+        "ring": 1 in rings,
+        "all_gather": True,
+        "all_to_all": size in rings,
+        "hybrid": inside > 1,
+    }
+    if not possible[exchange]:
+        others = " or ".join(repr(name) for name, is_legal in possible.items() if is_legal)
+        raise ConfigError(
+            [
+                f"mesh.context_attention={exchange!r} with cp={size}: {_NEEDS[exchange]}. This "
+                f"device has {heads} query heads and {kv_heads} key/value heads. Use {others}, or "
+                f"cp={_either(fits)} for 'all_to_all'."
+            ]
+        )
+    return Plan(exchange, inner, has_stages, reason)  # type: ignore[arg-type]
+
+
+_NEEDS = {
+    "ring": "with pp > 1 it needs an even number of devices, which exchange in pairs",
+    "all_to_all": "it needs query heads that cp divides, and key/value heads that divide or are "
+    "divided by cp",
+    "hybrid": "it needs a group of neighbours on one node, more than one and fewer than cp, that "
+    "divides the heads, and with pp > 1 an even number of groups",
+}
+
+
+def _choose(
+    size: int, heads: int, kv_heads: int, rings: list[int], inside: int
+) -> tuple[Exchange, str]:
+    """The exchange that moves and holds least, and why; `rings` and `inside` are legal `inner`."""
+    if 2 * size * kv_heads <= heads:
+        return "all_gather", "all keys and values are no larger than a device's own queries"
+    if size in rings and size > heads // kv_heads + 1:
+        return "all_to_all", "the heads divide, and it moves fewer bytes than a ring"
+    if inside > 1 and size // inside > 1 and inside > heads // kv_heads + 1:
+        return "hybrid", f"{inside} neighbours exchange heads, which shortens the ring"
+    if 1 in rings:
+        return "ring", "keys and values travel while those at hand are multiplied"
+    return "all_gather", _NEEDS["ring"]
+
+
+def _can_share(n: int, heads: int, kv_heads: int) -> bool:
+    """Whether n devices can share the heads: key/value heads may be repeated, queries not."""
+    return heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)
+
+
+def _either(sizes: list[int]) -> str:
+    *others, last = [str(n) for n in sizes]
+    return f"{', '.join(others)} or {last}" if others else last
+
+
+def make_attend(plan: Plan, attend_rows: Callable[..., Array]) -> Callable[..., Array]:
+    """The `attend` of a `Context` where rows are shared.
+
+    Args:
+        plan: how devices exchange.
+        attend_rows: the `attend` for whole rows, for heads that were exchanged for positions.
+
+    Returns:
+        As `attention.make_attend`, for this device's positions. Queries and keys are those of one
+        row, in the order of `parallel.context.places`; dropout is not possible.
+    """
+
+    def attend(
+        query: Array,
+        key: Array,
+        value: Array,
+        mask: AttentionMask,
+        *,
+        kernel: str = "auto",
+        dropout: None = None,
+    ) -> Array:
+        assert dropout is None  # a mesh on which there would be some is refused
+        rule = Rule(mask.causal, mask.sliding_window)
+        query, key, value = blockwise.declare_alike(query, key, value)
+        if plan.exchange == "all_gather":
+            return _attend_gathered(query, key, value, mask.segments, rule)
+        group = _Group(plan.inner)
+        shared = group.share_heads(query, key, value)
+        segments = None if mask.segments is None else group.join(mask.segments)
+        if plan.inner == collectives.group_size(CONTEXT.name):
+            in_row = partial(_reordered, order=_chunk_order(plan.inner))
+            segments = None if segments is None else in_row(segments)
+            whole = AttentionMask(
+                causal=mask.causal, sliding_window=mask.sliding_window, segments=segments
+            )
+            mixed = attend_rows(*(in_row(x) for x in shared), whole, kernel=kernel)
+            mixed = _reordered(mixed, np.argsort(_chunk_order(plan.inner)))
+        else:
+            mixed = _attend_ring(*shared, segments, rule, _Ring(plan.inner, plan.paired))
+        return group.return_heads(mixed)
+
+    return attend
+
+
+# --- heads for positions --------------------------------------------------------------------------
+
+
+class _Group(NamedTuple):
+    """Neighbours on the context axis that exchange heads for positions."""
+
+    size: int
+
+    def share_heads(self, query: Array, key: Array, value: Array) -> tuple[Array, ...]:
+        """[batch, seq_shard, heads, ...] -> [batch, size · seq_shard, heads / size, ...] of each.
+
+        Key/value heads are repeated where they are fewer than the devices.
+        """
+        if self.size == 1:
+            return query, key, value
+        times = max(1, self.size // key.shape[2])
+        key, value = (jnp.repeat(x, times, axis=2) for x in (key, value))
+        return tuple(self._all_to_all(x, 2, 1) for x in (query, key, value))
+
+    def return_heads(self, mixed: Array) -> Array:
+        """[batch, size · seq_shard, heads / size, head_dim] -> [batch, seq_shard, heads, ...]."""
+        return mixed if self.size == 1 else self._all_to_all(mixed, 1, 2)
+
+    def join(self, x: Array) -> Array:
+        """[batch, seq_shard] of each device -> [batch, size · seq_shard]."""
+        if self.size == 1:
+            return x
+        return self._all_to_all(jnp.repeat(x[:, None], self.size, 1), 1, 2)[:, 0]
+
+    def _all_to_all(self, x: Array, split_dim: int, concat_dim: int) -> Array:
+        return collectives.all_to_all(x, CONTEXT.name, split_dim, concat_dim, group=self.size)
+
+
+def _chunk_order(size: int) -> np.ndarray:
+    """Where the chunks of a row stand once the parts of all devices are joined; int [2 · size]."""
+    return np.argsort([chunk for i in range(size) for chunk in (i, 2 * size - 1 - i)])
+
+
+def _reordered(x: Array, order: np.ndarray) -> Array:
+    """[batch, seq, ...] with its equal chunks in another order."""
+    chunks = x.reshape(x.shape[0], len(order), -1, *x.shape[2:])
+    return chunks[:, order].reshape(x.shape)
+
+
+# --- all keys and values on every device ----------------------------------------------------------
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _attend_gathered(
+    query: Array, key: Array, value: Array, segments: Array | None, rule: Rule
+) -> Array:
+    return _gathered(query, key, value, segments, rule).out.astype(query.dtype)
+
+
+def _gathered(
+    query: Array, key: Array, value: Array, segments: Array | None, rule: Rule
+) -> Partial:
+    key, value = _gather((key, value))
+    queries, keys = _gathered_spans(query, segments)
+    return blockwise.forward(query, key, value, queries, keys, rule)
+
+
+def _gathered_forward(
+    query: Array, key: Array, value: Array, segments: Array | None, rule: Rule
+) -> tuple[Array, Any]:
+    out, lse = blockwise.keep(_gathered(query, key, value, segments, rule), query.dtype)
+    return out, (query, key, value, out, lse, segments)
+
+
+def _gathered_backward(rule: Rule, saved: Any, cotangent: Array) -> Any:
+    query, key, value, out, lse, segments = saved
+    pull = Pull.of(out, lse, cotangent)
+    whole_key, whole_value = _gather((key, value))
+    queries, keys = _gathered_spans(query, segments)
+    dq, *grads = blockwise.backward(query, whole_key, whole_value, queries, keys, pull, rule)
+    # One device's gradients of all keys: summed, and each keeps its own.
+    dk, dv = (collectives.reduce_scatter(g, CONTEXT.name, dim=1) for g in grads)
+    return dq.astype(query.dtype), dk.astype(key.dtype), dv.astype(value.dtype), None
+
+
+_attend_gathered.defvjp(_gathered_forward, _gathered_backward)
+
+
+def _gather(tree: Any) -> Any:
+    """[batch, seq_shard, ...] -> [batch, seq, ...] of each leaf, device after device."""
+    return jax.tree.map(lambda x: collectives.all_gather(x, CONTEXT.name, dim=1), tree)
+
+
+def _gathered_spans(query: Array, segments: Array | None) -> tuple[Span, Span]:
+    length, size = query.shape[1], collectives.group_size(CONTEXT.name)
+    everyone = jnp.concatenate([context.places_of(i, length, size) for i in range(size)])
+    return (
+        Span(context.places(length)[None], segments),
+        Span(everyone[None], None if segments is None else _gather(segments)),
+    )
+
+
+# --- the ring -------------------------------------------------------------------------------------
+
+
+class _Ring(NamedTuple):
+    """The groups of the context axis as places on a ring.
+
+    Attributes:
+        inner: devices of a group.
+        paired: see `Plan`.
+    """
+
+    inner: int
+    paired: bool
+
+    @property
+    def size(self) -> int:
+        """Groups."""
+        return collectives.group_size(CONTEXT.name) // self.inner
+
+    def send(self, tree: Any) -> Any:
+        """Every leaf [...] to the same device of the next group."""
+        move = collectives.permute_in_pairs if self.paired else collectives.permute
+        return jax.tree.map(lambda x: move(x, CONTEXT.name, self.inner), tree)
+
+    def places(self, steps_back: Any, length: int) -> Array:
+        """Places [1, length] of the group that many places before this one, as it joins them."""
+        mine = collectives.group_index(CONTEXT.name) // self.inner
+        first = (mine - steps_back) % self.size * self.inner
+        each, total = length // self.inner, collectives.group_size(CONTEXT.name)
+        parts = [context.places_of(first + i, each, total) for i in range(self.inner)]
+        return jnp.concatenate(parts)[None]
+
+
+class _Held(NamedTuple):
+    """A part of the row's keys, on its way round the ring.
+
+    Attributes:
+        keys_values: [2, batch, length, kv_heads, head_dim], one array so that one permute does.
+        segments: int32 [batch, length] or None.
+    """
+
+    keys_values: Array
+    segments: Array | None
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _attend_ring(
+    query: Array, key: Array, value: Array, segments: Array | None, rule: Rule, ring: _Ring
+) -> Array:
+    return _ring(query, key, value, segments, rule, ring).out.astype(query.dtype)
+
+
+def _ring(
+    query: Array, key: Array, value: Array, segments: Array | None, rule: Rule, ring: _Ring
+) -> Partial:
+    """Attention to all parts, one after the other; shapes as in the file's docstring."""
+    length = query.shape[1]
+    queries = Span(ring.places(0, length), segments)
+
+    def look(held: _Held, step: Any) -> Partial:
+        keys = Span(ring.places(step, length), held.segments)
+        key, value = held.keys_values
+        return blockwise.forward(query, key, value, queries, keys, rule)
+
+    def turn(carry: tuple[Partial, _Held], step: Array) -> tuple[tuple[Partial, _Held], None]:
+        found, held = carry
+        arriving = ring.send(held)  # needs nothing of what follows, so both run at once
+        return (blockwise.merge(found, look(held, step)), arriving), None
+
+    held = _Held(jnp.stack([key, value]), segments)
+    out = jnp.zeros_like(query, jnp.promote_types(query.dtype, jnp.float32))
+    nothing = Partial(out, jnp.full_like(out[..., 0], blockwise.UNSEEN))
+    last = ring.size - 1
+    (found, held), _ = lax.scan(turn, (nothing, held), jnp.arange(last))
+    return blockwise.merge(found, look(held, last))
+
+
+def _ring_forward(
+    query: Array, key: Array, value: Array, segments: Array | None, rule: Rule, ring: _Ring
+) -> tuple[Array, Any]:
+    found = _ring(query, key, value, segments, rule, ring)
+    out, lse = blockwise.keep(found, query.dtype)
+    return out, (query, key, value, out, lse, segments)
+
+
+def _ring_backward(rule: Rule, ring: _Ring, saved: Any, cotangent: Array) -> Any:
+    query, key, value, out, lse, segments = saved
+    length, pull = query.shape[1], Pull.of(out, lse, cotangent)
+    queries = Span(ring.places(0, length), segments)
+
+    def look(held: _Held, step: Any) -> tuple[Array, Array]:
+        keys = Span(ring.places(step, length), held.segments)
+        key, value = held.keys_values
+        dq, *grads = blockwise.backward(query, key, value, queries, keys, pull, rule)
+        return dq, jnp.stack(grads)
+
+    def turn(carry: tuple[Array, Array, _Held], step: Any) -> tuple[Any, None]:
+        dq, grads, held = carry
+        # The gradients of these keys come from the devices that the keys came from.
+        arriving, grads = ring.send(held), ring.send(grads)
+        part, more = look(held, step)
+        return (dq + part, grads + more, arriving), None
+
+    held = _Held(jnp.stack([key, value]), segments)
+    last = ring.size - 1
+    first = ring.send(held)
+    dq, grads = look(held, 0)
+    (dq, grads, held), _ = lax.scan(turn, (dq, grads, first), jnp.arange(1, last))
+    grads = ring.send(grads)
+    part, more = look(held, last)
+    dk, dv = ring.send(grads + more)  # home
+    return (dq + part).astype(query.dtype), dk.astype(key.dtype), dv.astype(value.dtype), None
+
+
+_attend_ring.defvjp(_ring_forward, _ring_backward)

@@ -1,0 +1,135 @@
+"""The context axis: the sequence of every row split over devices, for rows too long for one.
+
+Embedding, norms, products and the loss work on a device's own positions. Only attention looks at
+others' (`attention/context.py`). A row is cut into 2n chunks for n devices, and device i holds
+chunks i and 2n−1−i (zig-zag): under a causal mask late positions see more keys than early ones, and
+each such pair sees the same number.
+
+Sources: Liu, Zaharia, Abbeel 2023, "Ring Attention with Blockwise Transformers"; Grattafiori et al.
+2024, "The Llama 3 Herd of Models", section 3.3.2 (context parallelism, the 2n chunks).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxdist.core import collectives
+from jaxdist.core.axis import ActivationSizes, Axis, Traffic, Workload
+from jaxdist.core.types import Array, Batch
+
+_SEQUENCE_DIM = 1
+
+
+def split_rows(batch: Batch) -> Batch:
+    """This device's positions of every row, leaves [rows, seq, ...] -> [rows, seq_shard, ...].
+
+    Leaves without a second dim stay whole. Moves nothing: every device has been given whole rows,
+    which are some bytes per token.
+    """
+    length = batch["tokens"].shape[_SEQUENCE_DIM] // collectives.group_size(CONTEXT.name)
+    mine = places(length)
+    return {
+        name: jnp.take(x, mine, axis=_SEQUENCE_DIM) if x.ndim > _SEQUENCE_DIM else x
+        for name, x in batch.items()
+    }
+
+
+def places(length: int) -> Array:
+    """Index in its row of each of this device's positions, int32 [length]."""
+    size = collectives.group_size(CONTEXT.name)
+    return places_of(collectives.group_index(CONTEXT.name), length, size)
+
+
+def places_of(device: Any, length: int, size: int) -> Array:
+    """The same of any device on an axis of `size`, int32 [length]; `device` may be traced."""
+    chunk = length // 2
+    inside = jnp.arange(chunk, dtype=jnp.int32)
+    return jnp.concatenate([device * chunk + inside, (2 * size - 1 - device) * chunk + inside])
+
+
+def imbalance(size: int, seq_len: int) -> float:
+    """How many more keys the busiest device's queries see than those of the mean device, minus 1.
+
+    Args:
+        size: devices along the axis.
+        seq_len: positions of a row, under a causal mask.
+    """
+    chunks = np.arange(1, seq_len + 1).reshape(2 * size, -1).sum(axis=1)
+    work = chunks[:size] + chunks[: size - 1 : -1]
+    return float(work.max() / work.mean() - 1)
+
+
+def _problems(size: int, workload: Workload) -> list[str]:
+    if workload.context_len is None:
+        return [
+            f"mesh cp={size}: this model's rows cannot be split by sequence "
+            "(Model.context_parallel is false). Use cp=1 and give the devices to another axis."
+        ]
+    found = []
+    if workload.context_len % (2 * size):
+        nearest = -(-workload.context_len // (2 * size)) * 2 * size
+        found.append(
+            f"mesh cp={size} does not divide train.seq_len={workload.context_len}: each device "
+            f"holds two of {2 * size} equal chunks of a row. Use train.seq_len={nearest}, or a cp "
+            "of which twice divides it."
+        )
+    if workload.attention_dropout:
+        found.append(
+            f"mesh cp={size} with model.attention_dropout={workload.attention_dropout}: dropped "
+            "probabilities would need the whole row on one device. Use cp=1, or "
+            "model.attention_dropout=0."
+        )
+    return found
+
+
+def _traffic(sizes: ActivationSizes) -> list[Traffic]:
+    """Keys and values of every layer, forward and backward; their gradients in float32."""
+    layers = sizes.num_layers * sizes.num_microbatches
+    forwards = layers * (sizes.num_forwards + sizes.repeats_attention)
+    keys, wide = sizes.key_value_bytes, sizes.widening * sizes.key_value_bytes
+    if sizes.exchange == "all_gather":
+        whole = sizes.context_size
+        return [
+            Traffic("all-gather", "keys and values", whole * keys, forwards + layers),
+            Traffic("reduce-scatter", "keys and values", whole * wide, layers),
+        ]
+    moved = []
+    if sizes.exchanged_heads > 1:
+        # Queries, keys, values there and the output back; their gradients the other way.
+        both = 2 * sizes.query_bytes + keys
+        moved = [Traffic("all-to-all", "heads", both, forwards + layers)]
+    places = sizes.context_size // sizes.exchanged_heads
+    if places > 1:
+        moved += [
+            Traffic(
+                "collective-permute", "keys and values", keys, (places - 1) * (forwards + layers)
+            ),
+            Traffic("collective-permute", "gradients of keys", wide, places * layers),
+        ]
+    return moved
+
+
+def _hooks(sequence_parallel: bool) -> dict[str, Any]:
+    """`places` of a `Context`."""
+    del sequence_parallel
+    return {"places": places}
+
+
+CONTEXT = Axis(
+    name="context",
+    short="cp",
+    help="devices that share the sequence of every row",
+    moves="keys and values, in every layer",
+    weights="replicated",
+    # Keys and values kept while text is generated.
+    dims=("cache",),
+    sums_gradients="always",
+    sums_loss=True,
+    complexity=2,
+    problems=_problems,
+    traffic=_traffic,
+    hooks=_hooks,
+)

@@ -1,0 +1,423 @@
+"""Rows shared by devices (the `context` axis) compute what one device computes.
+
+Attention alone is compared with the dense softmax over whole rows, for every exchange and mask; the
+whole step with the hand-written reference of `tiny.py`.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from covering import covering_array
+from jax.sharding import PartitionSpec as P
+from pipeline_parity import Case as StagesCase
+from pipeline_parity import compare, evaluation
+from test_parity import check
+from test_traffic import traffic
+from tiny import ROWS, SEQ, Case, layout_of, model_of, reference, run, step_of, text_batch
+
+from jaxdist.config import read_run
+from jaxdist.core import collectives
+from jaxdist.core.attention import blockwise, context, make_attend, visible
+from jaxdist.core.attention.context import Plan, plan_exchange
+from jaxdist.core.collective_order import in_order
+from jaxdist.core.mesh import MeshSpec
+from jaxdist.core.parallel import context as axis
+from jaxdist.core.parallel import reduction
+from jaxdist.core.types import AttentionMask, ConfigError
+
+SHARDS, LENGTH, WIDTH = 4, 48, 8
+CLOSE = 2e-6  # of the largest number: float32 sums in another order
+
+MASKS = {
+    "causal": AttentionMask(),
+    "window": AttentionMask(sliding_window=9),
+    "everything": AttentionMask(causal=False),
+}
+HEADS = {"grouped": (8, 4), "odd": (3, 1)}
+
+
+@functools.cache
+def rows(heads: int, kv_heads: int):
+    """Query, key, value and a cotangent [2, LENGTH, heads, WIDTH], and documents [2, LENGTH].
+
+    Documents end at every cut between chunks, one before and one behind it, and inside chunks.
+    """
+    rng = np.random.default_rng(0)
+    shapes = [(2, LENGTH, n, WIDTH) for n in (heads, kv_heads, kv_heads, heads)]
+    ends = np.zeros((2, LENGTH), np.int32)
+    ends[0, [6, 11, 17, 18, 24, 29, 36]] = 1
+    ends[1, [5, 30, 31, 42]] = 1
+    arrays = [rng.normal(size=shape).astype(np.float32) for shape in shapes]
+    return *arrays, 1 + np.cumsum(ends, axis=1, dtype=np.int32)
+
+
+def pulled(attend, *inputs):
+    """Output, and gradients of query, key and value; the inputs are those of `inputs_of`."""
+    query, key, value, cotangent, segments = inputs
+    out, back = jax.vjp(lambda *x: attend(*x, segments), query, key, value)
+    return out, back(cotangent)
+
+
+def inputs_of(heads: str, is_packed: bool):
+    """Query, key, value, cotangent and documents; None for the last where rows hold one."""
+    *arrays, segments = rows(*HEADS[heads])
+    return *arrays, segments if is_packed else None
+
+
+def value_and_grads(attend, heads: str, is_packed: bool):
+    """What an `attend` of whole rows and documents gives, and its gradients."""
+    return jax.device_get(jax.jit(functools.partial(pulled, attend))(*inputs_of(heads, is_packed)))
+
+
+@functools.cache
+def dense(mask: str, heads: str, is_packed: bool):
+    """The same by a softmax over the whole matrix, written here."""
+
+    def attend(query, key, value, segments):
+        each = query.shape[2] // key.shape[2]
+        key, value = (jnp.repeat(x, each, axis=2) for x in (key, value))
+        scores = jnp.einsum("bqhd,bkhd->bhqk", query, key) / np.sqrt(WIDTH)
+        told = dataclasses.replace(MASKS[mask], segments=segments)
+        scores = jnp.where(visible(told, LENGTH, LENGTH), scores, -jnp.inf)
+        return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), value)
+
+    return value_and_grads(attend, heads, is_packed)
+
+
+def shared(plan: Plan, mask: str, heads: str, is_packed: bool):
+    """The same by devices that share the rows."""
+    mesh = MeshSpec(context=SHARDS).build(jax.devices()[:SHARDS])
+    attend = context.make_attend(plan, make_attend(platform="cpu"))
+    order = np.concatenate([axis.places_of(i, LENGTH // SHARDS, SHARDS) for i in range(SHARDS)])
+
+    def told(query, key, value, segments):
+        return attend(query, key, value, dataclasses.replace(MASKS[mask], segments=segments))
+
+    over = P(None, "context")
+    local = in_order(functools.partial(pulled, told))
+    step = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=over, out_specs=over))
+    placed = jax.tree.map(lambda x: x[:, order], inputs_of(heads, is_packed))
+    return jax.tree.map(lambda x: np.asarray(x)[:, np.argsort(order)], step(*placed))
+
+
+def apart(found, expected) -> float:
+    """The largest difference of outputs or of any gradient, relative to its largest number."""
+    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
+    return max(np.abs(a - b).max() / np.abs(b).max() for a, b in pairs)
+
+
+PLANS = {
+    "ring": Plan("ring", 1, False, ""),
+    "ring_in_pairs": Plan("ring", 1, True, ""),
+    "all_gather": Plan("all_gather", 1, False, ""),
+    "all_to_all": Plan("all_to_all", 4, False, ""),
+    "hybrid": Plan("hybrid", 2, False, ""),
+}
+SHARED = [
+    choice
+    for choice in covering_array(
+        {
+            "plan": list(PLANS),
+            "mask": list(MASKS),
+            "heads": list(HEADS),
+            "is_packed": [False, True],
+        },
+        lambda plan, heads, **_: PLANS[plan].inner == 1 or heads == "grouped",
+    )
+]
+
+
+@pytest.mark.parametrize("choice", SHARED, ids=lambda c: "_".join(map(str, c.values())))
+def test_attention_over_shared_rows_is_attention_over_whole_rows(choice):
+    found = shared(PLANS[choice["plan"]], choice["mask"], choice["heads"], choice["is_packed"])
+    assert apart(found, dense(choice["mask"], choice["heads"], choice["is_packed"])) <= CLOSE
+
+
+def merge_forgets_the_denominators(monkeypatch):
+    """Parts averaged without their log-sum-exp."""
+    mean = lambda a, b: blockwise.Partial((a.out + b.out) / 2, jnp.logaddexp(a.lse, b.lse))
+    monkeypatch.setattr(blockwise, "merge", mean)
+
+
+def chunks_in_another_order(monkeypatch):
+    """Positions of contiguous chunks, as if rows were not cut in zig-zag."""
+    places_of = axis.places_of
+
+    def contiguous(device, length, size):
+        if isinstance(device, int):  # how this test lays rows out
+            return places_of(device, length, size)
+        return device * length + jnp.arange(length)
+
+    monkeypatch.setattr(axis, "places_of", contiguous)
+
+
+def mask_off_by_one(monkeypatch):
+    """The last query of each chunk sees the first key of the next."""
+    allowed = blockwise._Cut.allowed
+
+    def late(cut, queries, keys):
+        ends = (queries.places + 1) % (LENGTH // SHARDS // 2) == 0
+        return allowed(cut, queries._replace(places=queries.places + ends), keys)
+
+    monkeypatch.setattr(blockwise._Cut, "allowed", late)
+
+
+def last_part_dropped(monkeypatch):
+    """Keys stay where they are: every device sees its own again and again."""
+    monkeypatch.setattr(collectives, "permute", lambda x, *_: x)
+
+
+def gradients_stay_abroad(monkeypatch):
+    """Gradients of keys end on the device before the one that holds the keys."""
+    send = context._Ring.send
+    home = lambda ring, x: x if not hasattr(x, "segments") else send(ring, x)
+    monkeypatch.setattr(context._Ring, "send", home)
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [
+        merge_forgets_the_denominators,
+        chunks_in_another_order,
+        mask_off_by_one,
+        last_part_dropped,
+        gradients_stay_abroad,
+    ],
+    ids=lambda plant: plant.__name__,
+)
+def test_a_fault_in_the_ring_is_seen(plant, monkeypatch):
+    plant(monkeypatch)
+    found = shared(PLANS["ring"], "causal", "grouped", False)
+    assert apart(found, dense("causal", "grouped", False)) > 1e-2
+
+
+# --- one device -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("mask", "heads", "is_packed", "block"),
+    [
+        ("causal", "grouped", True, 16),
+        ("window", "odd", True, 7),
+        ("causal", "odd", False, 32),
+        ("everything", "grouped", False, 31),
+    ],
+)
+def test_block_by_block_is_dense(mask, heads, is_packed, block):
+    """Blocks of 31 do not divide 48 positions, so that rows are padded."""
+    told = MASKS[mask]
+
+    def attend(query, key, value, segments):
+        span = blockwise.Span(jnp.arange(LENGTH)[None], segments)
+        rule = blockwise.Rule(told.causal, told.sliding_window, block)
+        return blockwise.attend(query, key, value, span, span, rule)
+
+    assert apart(value_and_grads(attend, heads, is_packed), dense(mask, heads, is_packed)) <= CLOSE
+
+
+def test_block_by_block_is_exact_in_float64():
+    query, key, value, _, segments = rows(*HEADS["grouped"])
+    with jax.enable_x64(True):
+        wide = [np.asarray(x, np.float64) for x in (query, key, value)]
+        span = blockwise.Span(jnp.arange(LENGTH, dtype=jnp.int32)[None], jnp.asarray(segments))
+        found = blockwise.forward(*map(jnp.asarray, wide), span, span, blockwise.Rule(True, 0, 16))
+    query, key, value = wide
+    scores = np.einsum("bqhd,bkhd->bhqk", query, np.repeat(key, 2, 2)) / np.sqrt(WIDTH)
+    allowed = np.tri(LENGTH, dtype=bool) & (segments[:, :, None] == segments[:, None])
+    weights = np.where(allowed[:, None], np.exp(scores), 0)
+    total = weights.sum(-1)
+    out = np.einsum("bhqk,bkhd->bqhd", weights / total[..., None], np.repeat(value, 2, 2))
+    np.testing.assert_allclose(found.out, out, rtol=1e-12, atol=1e-14)
+    np.testing.assert_allclose(np.moveaxis(found.lse, 1, 2), np.log(total), rtol=1e-12)
+
+
+def test_layers_of_long_rows_never_have_a_matrix_of_scores():
+    """In a loop over layers, whose masks are all alike: jax would make them ahead of it."""
+    length = 4096
+    kinds = [jax.ShapeDtypeStruct((1, length, n, WIDTH), jnp.float32) for n in (2, 1, 1)]
+    attend = make_attend(platform="cpu")
+
+    def loss(query, key, value):
+        layer = lambda x, _: (attend(x, key, value, AttentionMask()), None)
+        return jnp.sum(jax.lax.scan(layer, query, length=2)[0])
+
+    compiled = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(*kinds).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 0.5 * length**2  # half of a mask
+
+
+def test_blocks_that_no_query_sees_are_skipped():
+    place = jnp.arange(1024, dtype=jnp.int32).reshape(16, 1, 64)
+    document = 1 + (place >= 512).astype(jnp.int32)
+    seen = lambda rule, segments=None: blockwise._any_seen(
+        blockwise.Span(place, segments), blockwise.Span(place, segments), rule
+    )
+    assert np.array_equal(seen(blockwise.Rule()), np.tri(16, dtype=bool))
+    # 65 keys reach into the block before, and its own.
+    near = seen(blockwise.Rule(True, 65))
+    assert np.array_equal(near, np.tri(16, dtype=bool) & ~np.tri(16, k=-2, dtype=bool))
+    assert int(seen(blockwise.Rule(), document).sum()) == 2 * 36
+
+
+# --- the whole step -------------------------------------------------------------------------------
+
+
+def is_legal(mesh: str, exchange: str, model: str, zero: int, over_context: bool, **_) -> bool:
+    spec = MeshSpec.parse(mesh)
+    size, tensor = spec["context"], spec["tensor"]
+    heads, kv_heads = (6, 3) if model == "windowed" else (8, 4 if model == "rotary" else 8)
+    if kv_heads % tensor or (zero and spec["data"] == 1):
+        return False
+    try:
+        plan_exchange(
+            exchange, size=size, heads=heads // tensor, kv_heads=kv_heads // tensor,
+            per_node=size, has_stages=False,
+        )  # fmt: skip
+    except ConfigError:
+        return False
+    return True
+
+
+CASES = [
+    Case(**choice)
+    for choice in covering_array(
+        {
+            "exchange": ["ring", "all_gather", "all_to_all", "hybrid"],
+            "mesh": ["cp=4", "dp=2,cp=4", "fsdp=2,cp=2,tp=2", "fsdp=2,cp=4", "cp=4,tp=2"],
+            "model": ["rotary", "learned", "windowed"],
+            "zero": [0, 1, 3],
+            "microbatches": [1, 2],
+            "remat": ["none", "dots", "full"],
+            "over_context": [True, False],
+        },
+        is_legal,
+    )
+]
+NUM_FAST = 6
+
+
+@pytest.mark.parametrize(
+    "case",
+    [*CASES[:NUM_FAST], *(pytest.param(c, marks=pytest.mark.slow) for c in CASES[NUM_FAST:])],
+    ids=str,
+)
+def test_every_mesh_with_shared_rows_computes_what_one_device_computes(case):
+    check(run(case), reference(case.model))
+
+
+def gradients_of_one_part(monkeypatch):
+    """Gradients are not summed over the devices that share rows."""
+    reduce_gradients = reduction.reduce_gradients
+    kept = lambda axes: tuple(a for a in axes if a != "context")
+
+    def partial(grads, *args):
+        *specs, axes = args
+        whole = reduce_gradients(grads, *specs, kept(axes))
+        # The step's types want them equal: those of the first device, on all.
+        first = collectives.group_index("context") == 0
+        keep = lambda g: collectives.all_reduce(jnp.where(first, g, 0), "context")
+        return jax.tree.map(keep, whole)
+
+    monkeypatch.setattr(reduction, "reduce_gradients", partial)
+
+
+def test_gradients_that_are_not_summed_are_seen(monkeypatch):
+    case = Case("learned", "cp=2", over_context=False)
+    gradients_of_one_part(monkeypatch)
+    with pytest.raises(AssertionError):
+        check(run(case, steps=2), reference(case.model, steps=2))
+
+
+STAGES = [
+    StagesCase(mesh="pp=2,cp=2", schedule="1f1b", exchange="ring"),
+    StagesCase(mesh="pp=2,cp=2,tp=2", schedule="zero_bubble", exchange="all_to_all"),
+    pytest.param(  # with dropout, whose bits follow the position in the whole row
+        StagesCase(mesh="pp=2,cp=2", schedule="1f1b", exchange="ring", family="gpt2"),
+        marks=pytest.mark.slow,
+    ),
+    pytest.param(
+        StagesCase(mesh="pp=2,cp=4", schedule="zero_bubble", exchange="ring", chunks=2),
+        marks=pytest.mark.slow,
+    ),
+    pytest.param(
+        StagesCase(mesh="pp=2,fsdp=2,cp=2", schedule="gpipe", exchange="all_gather"),
+        marks=pytest.mark.slow,
+    ),
+    pytest.param(
+        StagesCase(mesh="pp=2,cp=4", exchange="hybrid", family="gpt2"), marks=pytest.mark.slow
+    ),
+]
+
+
+@pytest.mark.parametrize("case", STAGES, ids=str)
+def test_stages_share_rows(case):
+    difference = compare(case)
+    assert difference.loss <= 1e-6 and difference.weight == 0
+    assert difference.gradient <= 1e-5 and difference.norm <= 1e-5
+
+
+def test_evaluation_counts_every_token_once():
+    case = StagesCase(mesh="dp=2,cp=4")
+    found, expected = evaluation(case), evaluation(dataclasses.replace(case, mesh="dp=1"))
+    assert found["weight"] == expected["weight"]
+    assert found["loss"] == pytest.approx(expected["loss"], rel=1e-6)
+    assert found["correct"] == expected["correct"]
+
+
+def test_the_ring_moves_what_its_theory_says():
+    """Of each layer: keys and values 3 times forward and backward, their gradients 4 times."""
+    case = Case("rotary", "cp=4", exchange="ring", over_context=False)
+    step, state = step_of(case)
+    batch = jax.device_put(text_batch(packed=False), step.batch_sharding)
+    text = step.train.lower(state, batch, np.inf).compile().as_text()
+    model = model_of("rotary")
+    each = 4 * 2 * (ROWS * SEQ // 4) * model.dims["kv_heads"] * model.dims["head_dim"]
+    _, moved = traffic(text, layout_of(case).spec.sizes)["collective-permute", "context"]
+    assert moved == model.num_layers * (3 + 3 + 4) * each
+
+
+# --- which exchange, which mesh -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("sizes", "exchange", "inner"),
+    [
+        ({"size": 2, "heads": 32, "kv_heads": 8}, "all_gather", 1),
+        ({"size": 4, "heads": 32, "kv_heads": 8}, "ring", 1),
+        ({"size": 8, "heads": 32, "kv_heads": 8}, "all_to_all", 8),
+        ({"size": 64, "heads": 32, "kv_heads": 8, "per_node": 8}, "hybrid", 8),
+        ({"size": 4, "heads": 3, "kv_heads": 3}, "ring", 1),
+        ({"size": 3, "heads": 4, "kv_heads": 4, "has_stages": True}, "all_gather", 1),
+    ],
+)
+def test_the_exchange_follows_from_heads_and_devices(sizes, exchange, inner):
+    plan = plan_exchange("auto", **{"per_node": sizes["size"], "has_stages": False, **sizes})
+    assert (plan.exchange, plan.inner) == (exchange, inner)
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--mesh=cp=3"], "train.seq_len=132"),
+        (["--mesh=cp=2,tp=4", "--train.seq_len=12"], "train.seq_len=12 / cp=2"),
+        (["--mesh=cp=2", "--model.attention_dropout=0.1"], "model.attention_dropout=0.1"),
+        (["--mesh=cp=2", "--model=cnn", "--data.sources="], "Model.context_parallel"),
+        (["--mesh=cp=16", "--mesh.context_attention=all_to_all"], "cp=1, 2, 4 or 8"),
+        (["--mesh=cp=3,pp=2", "--mesh.context_attention=ring"], "'all_gather'"),
+        (["--mesh=fsdp=8,cp=32"], "fsdp=8 × cp=32"),
+    ],
+)
+def test_a_mesh_that_cannot_share_rows_is_refused(flags, named):
+    with pytest.raises(ConfigError) as refused:
+        read_run(flags, command="jaxdist.train")
+    assert named in str(refused.value)
+
+
+def test_zig_zag_gives_every_device_the_same_work():
+    assert axis.imbalance(8, 4096) <= 0.05
+    assert axis.imbalance(8, 64) <= 0.05
+    places = np.sort(np.concatenate([axis.places_of(i, 6, 4) for i in range(4)]))
+    assert np.array_equal(places, np.arange(24))
