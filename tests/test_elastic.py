@@ -38,10 +38,11 @@ def a_run(
 def best_by_search(asked: MeshSpec, num_devices: int, batch: int, zero: int) -> set[tuple]:
     """(data, fsdp) of every best mesh, from the rules as the README states them."""
     found = []
+    fixed = asked["pipeline"] * asked["context"] * asked["tensor"]
     for data, fsdp in itertools.product(range(1, num_devices + 1), repeat=2):
-        if data * fsdp * asked["pipeline"] * asked["tensor"] > num_devices:
+        if data * fsdp * fixed > num_devices:
             continue
-        splits = data * fsdp if zero else fsdp
+        splits = fsdp * asked["context"] * (data if zero else 1)
         if batch % (data * fsdp) or DIVISIBLE.d_model % splits:
             continue
         # Most devices; then fsdp as asked; then less state on a device rather than more.
@@ -73,7 +74,8 @@ def test_the_shrunk_mesh_is_the_best_of_all(total, zero, batch):
                 continue
             spec = MeshSpec.parse(fitted.mesh.shape)
             assert {(spec["data"], spec["fsdp"])} == expected, (asked, num_devices)
-            assert (spec["pipeline"], spec["tensor"]) == (asked["pipeline"], asked["tensor"])
+            for axis in ("pipeline", "context", "tensor"):
+                assert spec[axis] == asked[axis]
             assert fitted.mesh_problems(spec) == []
             compared += 1
     assert compared

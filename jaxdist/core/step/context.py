@@ -89,8 +89,9 @@ def exchange_of(model: Model, layout: Layout, per_node: int = 0) -> Plan | None:
     return plan_exchange(
         layout.context_attention,
         size=layout.size(CONTEXT),
-        heads=model.dims["heads"] // tensor,
-        kv_heads=model.dims["kv_heads"] // tensor,
+        # A model that does not name its heads keeps them together.
+        heads=model.dims.get("heads", 1) // tensor or 1,
+        kv_heads=model.dims.get("kv_heads", 1) // tensor or 1,
         per_node=per_node or _on_one_node(layout),
         has_stages=layout.size(PIPELINE) > 1,
     )
@@ -103,8 +104,9 @@ def describe_exchange(model: Model, layout: Layout, seq_len: int) -> list[str]:
         return []
     groups = f" in groups of {plan.inner}" if 1 < plan.inner < size else ""
     uneven = imbalance(size, seq_len)
+    kernel = "" if plan.exchange == "all_to_all" else ", multiplied block by block"
     return [
-        f"context attention: {plan.exchange} over {size} devices{groups} ({plan.reason}); "
+        f"context attention: {plan.exchange} over {size} devices{groups} ({plan.reason}){kernel}; "
         f"{seq_len // size} positions of a row on each, work uneven by {uneven:.1%}"
     ]
 
