@@ -7,9 +7,10 @@ claim and raises no alarm.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -79,6 +80,7 @@ class Interpreter:
         self.axes, self.sizes = tuple(sizes), sizes
         self.sum_dtypes = {jnp.dtype(dtype) for dtype in sum_dtypes}
         self.alarms: list[Alarm] = []
+        self._first_round = False
         self._seen: set[tuple[int, str]] = set()
         self._known: dict[Any, tuple[Any, list[States]]] = {}
 
@@ -91,7 +93,7 @@ class Interpreter:
             path: where it stands.
             live: whether to raise alarms; not while a loop looks for its fixed point.
         """
-        key = (id(program), tuple(inputs), live)
+        key = (id(program), tuple(inputs), live, self._first_round)
         if key in self._known:
             return self._known[key][1]
         constant = (CONSTANT,) * len(self.axes)
@@ -237,11 +239,23 @@ class Interpreter:
     def _alarm(
         self, kind: str, axis: str, equation: Any, operand: Any, text: str, path: Path
     ) -> None:
+        if self._first_round and kind != "omitted sum":
+            return
         if (id(equation), axis) not in self._seen:
             self._seen.add((id(equation), axis))
             self.alarms.append(Alarm(kind, axis, equation, operand, text, path))
 
     # --- control flow ---
+
+    @contextlib.contextmanager
+    def _sums_alone(self) -> Iterator[None]:
+        """Raise alarms of omitted sums alone, as is right for the first round of a loop.
+
+        What is equal then, such as the zeros that a total starts from, need not stay so.
+        """
+        before, self._first_round = self._first_round, True
+        yield
+        self._first_round = before
 
     def _scan(self, equation: Any, given: list[States], path: Path, live: bool) -> list[States]:
         body = equation.params["jaxpr"].jaxpr
@@ -249,6 +263,9 @@ class Interpreter:
         fixed, carry = given[:constants], given[constants : constants + carried]
         rows = [tuple(map(_row, s)) for s in given[constants + carried :]]
         inside = path.into(equation, body)
+        if live:  # the first round, whose states are known best
+            with self._sums_alone():
+                self.run(body, [*fixed, *carry, *rows], inside, live)
         carry = self._fixed_point(
             carry, lambda now: self.run(body, [*fixed, *now, *rows], inside, False)[:carried]
         )
