@@ -111,6 +111,7 @@ def load_mutants():
     "mesh, sequence, kind",
     [
         ("dp=2,tp=2", True, "omitted"),
+        ("tp=2", False, "omitted"),
         ("dp=2,tp=2", False, "doubled"),
         ("fsdp=2,tp=2", True, "gathered, then summed"),
         ("dp=2,fsdp=2", True, "wrong axis"),
@@ -201,7 +202,6 @@ def mean_of_means(params, x, aux, context):
         (bias_on_every_device, "dp=2,tp=2", True, "omitted sum", "tensor"),
         (bias_on_every_device, "tp=2", False, "omitted sum", "tensor"),
         (never_summed, "tp=2", True, "omitted sum", "tensor"),
-        (never_summed, "tp=2", False, "omitted sum", "tensor"),
         (summed_after_the_nonlinearity, "tp=2", True, "omitted sum", "tensor"),
         (gathered_then_summed, "tp=2", True, "gathered, then summed", "tensor"),
         (mean_of_means, "dp=4", False, "omitted sum", "data"),
