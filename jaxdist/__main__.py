@@ -17,6 +17,7 @@ COMMANDS = (
     "data",
     "convert",
     "plan",
+    "audit",
     "launch",
     "report",
     "doctor",

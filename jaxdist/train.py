@@ -35,6 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     import jax
 
     from jaxdist.data import open_datasets
+    from jaxdist.plan.audit import check_mesh
     from jaxdist.plan.estimate.memory_check import Budget, needs_of
     from jaxdist.run.monitoring.environment import environment
     from jaxdist.run.replay import replay
@@ -51,6 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     check_data_fits(parts, data[0])
     if config.replay:
         return replay(parts, data[0])
+    audit = None if config.force else check_mesh(parts, data[0].fields)
 
     # 4. The run directory, with what this run is made from.
     run = open_run_directory(config, job.process_id)
@@ -58,6 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if job.num_processes > 1:
         log.info("%s, attempt %d\n%s", job.source, job.attempt, job.table())
     config_text = write_toml(config)
+    if audit is not None:
+        log.info("%s", audit.line())
     for change in run.write_config(config_text):
         log.warning("settings changed since this run started: %s", change)
     run.write_environment(environment())

@@ -53,6 +53,7 @@ LEVELS = {
     "evaluate": 12,
     "generate": 12,
     "data.__main__": 12,
+    "tools.audit": 12,
     "tools.report": 12,
     "tools.launch": 12,
     "tools.convert": 12,

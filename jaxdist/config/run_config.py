@@ -75,7 +75,9 @@ class RunConfig:
         [], "parts of init_from's weights that have no place in the model and are left unread"
     )
     force: bool = setting(
-        False, "start even where the estimate says that the GPUs' memory does not hold the run"
+        False,
+        "start even where the estimate says that the GPUs' memory does not hold the run, and "
+        "without the mesh audit",
     )
     debug: bool = setting(
         False,

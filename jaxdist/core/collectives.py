@@ -15,6 +15,7 @@ from typing import TypeAlias, TypeVar
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from jaxdist.core.types import Array
 
@@ -53,6 +54,19 @@ def vary(tree: Tree, axes: Axes) -> Tree:
         return lax.pcast(x, missing, to="varying") if missing else x
 
     return jax.tree.map(leaf, tree)
+
+
+OWN_VALUE = "own_value"
+"""Name that `own` gives a value, for whoever reads the traced program."""
+
+
+def own(tree: Tree) -> Tree:
+    """Declare that each device's own value of every leaf is what is meant; moves nothing.
+
+    Without it the mesh audit takes a sum over a device's rows for a term of the sum over all rows,
+    and refuses what computes with it before the other terms are added.
+    """
+    return jax.tree.map(lambda x: checkpoint_name(x, OWN_VALUE), tree)
 
 
 def zeros_like(x: Array | jax.ShapeDtypeStruct, *lead: int) -> Array:

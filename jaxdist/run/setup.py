@@ -30,7 +30,7 @@ from jaxdist.core.step import Step, make_step
 from jaxdist.core.types import Array, ConfigError, Model, Params
 from jaxdist.data import Loader, Position, TrainData
 from jaxdist.data.images import image_fields
-from jaxdist.data.packing import text_fields
+from jaxdist.data.packing import Fields, text_fields
 from jaxdist.models.huggingface.directory import is_model
 from jaxdist.models.huggingface.loading import load_params
 from jaxdist.models.weights import num_params
@@ -104,12 +104,16 @@ class Parts:
             offload=self.config.train.offload_optimizer,
         )
 
-    def abstract_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Shapes [global_batch_size, ...], dtypes and shardings of a built-in reader's batch."""
+    def abstract_batch(self, fields: Fields | None = None) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shapes [global_batch_size, ...], dtypes and shardings of a batch.
+
+        Args:
+            fields: of its rows; None = those of a built-in reader.
+        """
         train = self.config.train
-        if self.model.unit == "tokens":
+        if fields is None and self.model.unit == "tokens":
             fields = text_fields(train.seq_len, packed=self.config.data.packs_documents)
-        else:
+        elif fields is None:
             fields = image_fields()
         return {
             name: jax.ShapeDtypeStruct(

@@ -225,9 +225,10 @@ def replica_norms(grads: Params, specs: Any, weight: Array, layout: Layout) -> A
     """
     replicas = layout.replica_axes
     others = tuple(axis for axis in layout.summed_axes if axis not in replicas)
-    own = reduction.reduce_gradients(grads, specs, specs, others)
+    # Each replica's own sum is what is asked for, and no term of a sum over replicas.
+    own = collectives.own(reduction.reduce_gradients(grads, specs, specs, others))
     groups = tuple(axis for axis in layout.loss_axes if axis not in replicas)
-    weight = collectives.all_reduce(weight, groups) if groups else weight
+    weight = collectives.own(collectives.all_reduce(weight, groups) if groups else weight)
     squared = reduction.squared_norm(own, specs, layout.manual_axes)
     norm = jnp.sqrt(squared) / jnp.where(weight > 0, weight, 1)
     places = jnp.arange(collectives.group_size(replicas))

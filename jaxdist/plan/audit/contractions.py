@@ -1,0 +1,191 @@
+"""What products, convolutions, lookups and their transposes make of states."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from jaxdist.plan.audit.elementwise import Rule, omitted
+from jaxdist.plan.audit.states import (
+    CONSTANT,
+    EQUAL,
+    FIXED,
+    INDEX,
+    LOOKUP,
+    PARTIAL,
+    VARYING,
+    ZERO,
+    dims_of,
+    is_split,
+    join,
+    moved,
+    split,
+)
+
+SUMMED = -1
+"""Place of a dim that a product sums over, in place of its dim in the result; -2, ... others."""
+
+_GONE = 1000
+"""Place of a dim of which nothing is known."""
+
+
+class MissingGather(Exception):
+    """Both factors are split along dims that do not meet; wrong where one of them is a weight."""
+
+
+def dot_general(equation: Any, states: Sequence[int]) -> int:
+    """Matrix products: parts of both that are summed over give a term of a sum."""
+    (contract_l, contract_r), (batch_l, batch_r) = equation.params["dimension_numbers"]
+    shapes = [v.aval.shape for v in equation.invars]
+    free_l = [d for d in range(len(shapes[0])) if d not in (*contract_l, *batch_l)]
+    free_r = [d for d in range(len(shapes[1])) if d not in (*contract_r, *batch_r)]
+    left = dict(zip((*batch_l, *free_l), range(len(batch_l) + len(free_l)), strict=True))
+    right = dict(zip(batch_r, range(len(batch_r)), strict=True))
+    right |= {dim: len(batch_l) + len(free_l) + i for i, dim in enumerate(free_r)}
+    left |= {dim: SUMMED - i for i, dim in enumerate(contract_l)}
+    right |= {dim: SUMMED - i for i, dim in enumerate(contract_r)}
+    return _product(states, (left, right))
+
+
+def convolution(equation: Any, states: Sequence[int]) -> int:
+    """Convolutions over whole images: batch and features as the dims of a product."""
+    params = equation.params
+    if params["feature_group_count"] != 1 or params["batch_group_count"] != 1:
+        return _whole(states)
+    lhs, rhs, out = params["dimension_numbers"]
+    left = {lhs[0]: out[0], lhs[1]: SUMMED}
+    right = {rhs[0]: out[1], rhs[1]: SUMMED}
+    return _product(states, (left, right))
+
+
+def _product(
+    states: Sequence[int],
+    places: tuple[dict[int, int], dict[int, int]],
+) -> int:
+    """A product linear in both; `places[i][dim]` is a dim of the result, or ≤ SUMMED."""
+    if ZERO in states:
+        return ZERO
+    if PARTIAL in states:
+        if states[0] == states[1]:
+            raise omitted(states, "is multiplied by a partial value")
+        other = states[0] if states[1] == PARTIAL else states[1]
+        return PARTIAL if other in FIXED else VARYING
+    if not any(map(is_split, states)):
+        whole = join(*states)
+        return VARYING if whole in (INDEX, LOOKUP) else whole
+    if VARYING in states or LOOKUP in states:
+        return VARYING
+    found: list[set[int]] = []
+    for state, place in zip(states, places, strict=True):
+        if is_split(state):
+            found.append({place.get(dim, _GONE) for dim in dims_of(state)})
+    if any(_GONE in each for each in found):
+        return VARYING
+    summed = [all(dim <= SUMMED for dim in each) for each in found]
+    kept = [all(dim > SUMMED for dim in each) for each in found]
+    common = found[0] & found[1] if len(found) == 2 else found[0]
+    if all(summed):
+        return PARTIAL if common else VARYING
+    if all(kept) and common:
+        return split(*common)
+    if len(found) == 2 and (all(kept) or (True in summed and True in kept)):
+        raise MissingGather("is split, and so is what it is multiplied by, along another dim")
+    return VARYING
+
+
+def _whole(states: Sequence[int]) -> int:
+    if ZERO in states:
+        return ZERO
+    return join(*states) if all(state in FIXED for state in states) else VARYING
+
+
+def gather(equation: Any, states: Sequence[int]) -> int:
+    """Lookups: rows of an equal table by indices that are split, parts of a row that is split."""
+    table, index = states[:2]
+    if table == ZERO:
+        return ZERO
+    numbers, sizes = equation.params["dimension_numbers"], equation.params["slice_sizes"]
+    shape, ndim = equation.invars[0].aval.shape, len(equation.outvars[0].aval.shape)
+    looked_up = [dim for dim in range(ndim) if dim not in numbers.offset_dims]
+    of_index = dict(enumerate(looked_up))
+    batching = tuple(getattr(numbers, "operand_batching_dims", ()))
+    of_table = _window_places(len(shape), (*numbers.collapsed_slice_dims, *batching))
+    of_table = {dim: numbers.offset_dims[place] for dim, place in of_table.items()}
+    of_table = {dim: place for dim, place in of_table.items() if sizes[dim] == shape[dim]}
+    for dim, in_index in zip(
+        batching, getattr(numbers, "start_indices_batching_dims", ()), strict=True
+    ):
+        of_table[dim] = of_index[in_index]
+    if is_split(table):
+        if index == INDEX and set(dims_of(table)) <= set(numbers.start_index_map):
+            return LOOKUP
+        table = moved(table, of_table) if set(dims_of(table)) <= set(of_table) else VARYING
+        if index in FIXED or not is_split(table):
+            return table
+        index = moved(index, of_index)
+        if is_split(index) and not index & table:
+            raise MissingGather("is split, and so are the indices that look it up, elsewhere")
+        return join(table, index) if is_split(index) else VARYING
+    if table == PARTIAL:
+        return PARTIAL if index in FIXED else VARYING
+    return join(table, moved(index, of_index))
+
+
+def _window_places(ndim: int, left_out: Sequence[int]) -> dict[int, int]:
+    """Dims of an operand that a window spans -> their place among the window's dims."""
+    kept = [dim for dim in range(ndim) if dim not in left_out]
+    return {dim: place for place, dim in enumerate(kept)}
+
+
+def scatter_add(equation: Any, states: Sequence[int]) -> int:
+    """Sums into rows of a table: rows from all parts of a batch make it a term of a sum."""
+    into, index, update = states[:3]
+    found = _scattered(equation, index, update)
+    if into == ZERO:
+        return found
+    return join(into, found)
+
+
+def _scattered(equation: Any, index: int, update: int) -> int:
+    if update == ZERO:
+        return ZERO
+    numbers = equation.params["dimension_numbers"]
+    shape = equation.invars[0].aval.shape
+    of_update = equation.invars[2].aval.shape
+    window = numbers.update_window_dims
+    scattered = [dim for dim in range(len(of_update)) if dim not in window]
+    batching = tuple(getattr(numbers, "operand_batching_dims", ()))
+    places = _window_places(len(shape), (*numbers.inserted_window_dims, *batching))
+    kept = {window[place]: dim for dim, place in places.items()}
+    in_index = getattr(numbers, "scatter_indices_batching_dims", ())
+    aligned = {scattered[i]: dim for i, dim in zip(in_index, batching, strict=True)}
+    index = moved(index, scattered) if is_split(index) else index
+    if update == PARTIAL:
+        return PARTIAL if index in FIXED else VARYING
+    if not is_split(index) and index not in FIXED:
+        return VARYING
+    if index in FIXED and not is_split(update):
+        return update
+    dims = set(dims_of(update)) if is_split(update) else set(dims_of(index))
+    if is_split(update) and is_split(index):
+        if not dims & set(dims_of(index)):
+            return VARYING
+        dims = dims & set(dims_of(index)) or dims
+    elif not is_split(update) and update not in (EQUAL, CONSTANT):
+        return VARYING
+    if dims <= set(aligned):
+        return split(*[aligned[dim] for dim in dims])
+    if dims <= set(scattered) - set(aligned):
+        return PARTIAL
+    if dims <= set(kept) and all(of_update[dim] == shape[kept[dim]] for dim in dims):
+        return split(*[kept[dim] for dim in dims])
+    return VARYING
+
+
+RULES: dict[str, Rule] = {
+    "conv_general_dilated": convolution,
+    "dot_general": dot_general,
+    "gather": gather,
+    "scatter-add": scatter_add,
+    "scatter_add": scatter_add,
+}

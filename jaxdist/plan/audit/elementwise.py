@@ -1,0 +1,174 @@
+"""What operations on single elements make of states: sums, products, choices, other functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from jaxdist.core.collectives import OWN_VALUE
+from jaxdist.plan.audit.states import (
+    CONSTANT,
+    EQUAL,
+    FIXED,
+    INDEX,
+    LOOKUP,
+    PARTIAL,
+    VARYING,
+    ZERO,
+    is_split,
+    join,
+    join_all,
+    operations,
+)
+
+Rule = Callable[[Any, Sequence[int]], "int | list[int]"]
+"""(equation, states of its operands over one axis) -> state of its result, or of each result."""
+
+
+class OmittedSum(Exception):
+    """A partial value, the operand at a place of an equation, was used as if it were the sum."""
+
+    def __init__(self, operand: int, text: str) -> None:
+        """What happens to that operand."""
+        super().__init__(text)
+        self.operand = operand
+
+
+def omitted(states: Sequence[int], text: str) -> OmittedSum:
+    """The error of the first operand that is partial."""
+    return OmittedSum(list(states).index(PARTIAL), text)
+
+
+def same(equation: Any, states: Sequence[int]) -> int:
+    """The result is the first operand, whatever the others are."""
+    del equation
+    return states[0]
+
+
+def name(equation: Any, states: Sequence[int]) -> int:
+    """A value with a name; `collectives.own` names what is no term of a sum."""
+    is_own = equation.params["name"] == OWN_VALUE and states[0] not in FIXED
+    return VARYING if is_own else states[0]
+
+
+def convert(equation: Any, states: Sequence[int]) -> int:
+    """Number formats: a rounded term of a sum is a term still, an integer of it is not."""
+    floats = all(
+        jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in (equation.invars[0], equation.outvars[0])
+    )
+    return VARYING if states[0] == PARTIAL and not floats else states[0]
+
+
+def add(equation: Any, states: Sequence[int]) -> int:
+    """Sums and differences: terms of sums may only meet terms of sums."""
+    del equation
+    left, right = states
+    if PARTIAL not in states:
+        return join(left, right)
+    other = right if left == PARTIAL else left
+    if other in (PARTIAL, ZERO, CONSTANT):
+        return PARTIAL
+    if other == EQUAL or is_split(other):
+        raise omitted(states, "is added to a value that is whole")
+    return VARYING
+
+
+def multiply(equation: Any, states: Sequence[int]) -> int:
+    """Products: linear in each factor."""
+    del equation
+    left, right = states
+    if ZERO in states:
+        return ZERO
+    if PARTIAL not in states:
+        return join(left, right)
+    if left == right:
+        raise omitted(states, "is multiplied by a partial value")
+    return PARTIAL if left in FIXED or right in FIXED else VARYING
+
+
+def divide(equation: Any, states: Sequence[int]) -> int:
+    """Quotients: linear in the numerator alone."""
+    del equation
+    above, below = states
+    if below == PARTIAL:
+        raise omitted(states, "is divided by")
+    if above == ZERO:
+        return ZERO
+    if above == PARTIAL:
+        return PARTIAL if below in FIXED else VARYING
+    return join(above, below)
+
+
+def power(equation: Any, states: Sequence[int]) -> int:
+    """`integer_pow`: linear where the exponent is 1."""
+    return states[0] if equation.params["y"] == 1 else nonlinear(equation, states)
+
+
+def nonlinear(equation: Any, states: Sequence[int]) -> int:
+    """Functions of which the sum over devices cannot be taken afterwards."""
+    if PARTIAL in states:
+        raise omitted(states, f"goes through {equation.primitive.name}")
+    return other(equation, states)
+
+
+def other(equation: Any, states: Sequence[int]) -> int:
+    """Any function of elements: it keeps parts apart, and makes no claim of terms of sums."""
+    del equation
+    total = join_all(VARYING if state == PARTIAL else state for state in states)
+    return CONSTANT if total == ZERO else total
+
+
+def select(equation: Any, states: Sequence[int]) -> int:
+    """`where`: what devices mask by their own index, with zeros elsewhere, are terms of a sum."""
+    del equation
+    which, *cases = states
+    found = join_all(cases)
+    if which in FIXED:
+        return found
+    if is_split(found):
+        return join(found, which) if is_split(which) else found
+    if which == INDEX and ZERO in cases and found in (EQUAL, PARTIAL, LOOKUP):
+        return PARTIAL
+    if found == ZERO:
+        return ZERO
+    return join(which, found)
+
+
+def random_bits(equation: Any, states: Sequence[int]) -> int:
+    """Random numbers: those drawn by a device's own index are no mask of its part."""
+    found = other(equation, states)
+    return VARYING if found == INDEX else found
+
+
+_SAME = operations(
+    "after copy copy_p device_put neg optimization_barrier pcast pvary real imag reduce_precision "
+    "reshard sharding_constraint stop_gradient"
+)
+_NONLINEAR = operations(
+    "abs acos acosh asin asinh atan atan2 atanh cbrt ceil clamp cos cosh digamma erf erf_inv erfc "
+    "exp exp2 expm1 floor lgamma log log1p logistic max min pow rem round rsqrt sign sin sinh sqrt "
+    "square tan tanh"
+)
+_OTHER = operations(
+    "and eq ge gt is_finite le lt ne nextafter not or population_count clz shift_left "
+    "shift_right_arithmetic shift_right_logical xor"
+)
+_RANDOM = operations(
+    "random_bits random_fold_in random_seed random_split random_unwrap random_wrap threefry2x32"
+)
+
+RULES: dict[str, Rule] = {
+    **dict.fromkeys(_SAME, same),
+    **dict.fromkeys(_NONLINEAR, nonlinear),
+    **dict.fromkeys(_OTHER, other),
+    **dict.fromkeys(_RANDOM, random_bits),
+    **dict.fromkeys(("add", "add_any", "sub"), add),
+    "convert_element_type": convert,
+    "div": divide,
+    "integer_pow": power,
+    "mul": multiply,
+    "name": name,
+    "select_n": select,
+}

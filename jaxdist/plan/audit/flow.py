@@ -1,0 +1,126 @@
+"""Where a value of a traced program comes from and where it goes, through nested programs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from jax.extend import core
+
+from jaxdist.plan.audit.states import operations
+
+CARRIERS = operations(
+    "add add_any after all_gather all_gather_invariant broadcast_in_dim checkpoint concatenate "
+    "cond convert_element_type copy custom_jvp_call custom_vjp_call div dynamic_slice "
+    "dynamic_update_slice jit mul name neg optimization_barrier pcast pjit psum psum_invariant "
+    "pvary reduce_scatter remat2 reshape scan select_n slice split squeeze stack sub transpose "
+    "while"
+)
+"""Operations after which a value is still, scaled or cut, the one it was."""
+
+HOLDERS = operations(
+    "after all_gather all_gather_invariant checkpoint cond convert_element_type copy "
+    "custom_jvp_call custom_vjp_call dynamic_slice jit name optimization_barrier pcast pjit pvary "
+    "remat2 reshape scan slice squeeze transpose while"
+)
+"""Operations after which a weight is still a weight."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Path:
+    """A program, and the equations that hold it, outermost first.
+
+    Attributes:
+        program: the jaxpr.
+        around: (program, its equation that holds the next one).
+    """
+
+    program: Any
+    around: tuple[tuple[Any, Any], ...] = ()
+
+    def into(self, equation: Any, inner: Any) -> Path:
+        """The path of a program that an equation of this one holds."""
+        return Path(inner, (*self.around, (self.program, equation)))
+
+
+def outputs_reached(path: Path, variables: Iterable[Any]) -> set[int]:
+    """Places among the outermost program's results that carry the variables' values."""
+    reached = _forward(path.program, set(variables))
+    for program, equation in reversed(path.around):
+        outvars = equation.outvars
+        reached = _forward(program, {outvars[i] for i in reached if i < len(outvars)})
+    return reached
+
+
+def inputs_reached(
+    path: Path, variables: Iterable[Any], through: frozenset[str] = CARRIERS
+) -> set[int]:
+    """Places among the outermost program's arguments that the variables are made from."""
+    reached = _backward(path.program, set(variables), through)
+    for program, equation in reversed(path.around):
+        # A choice has its index before the operands of its branches, a loop those of its test.
+        first = {"cond": 1, "while": equation.params.get("cond_nconsts", 0)}
+        invars = equation.invars[first.get(equation.primitive.name, 0) :]
+        wanted = {invars[i] for i in reached if i < len(invars)}
+        wanted = {v for v in wanted if not isinstance(v, core.Literal)}
+        reached = _backward(program, wanted, through)
+    return reached
+
+
+def is_mean(program: Any, equation: Any) -> bool:
+    """Whether the sum is only divided by a constant afterwards, which makes it a mean."""
+    outs = set(equation.outvars)
+    users = [e for e in program.eqns if any(_is(v, outs) for v in e.invars)]
+    divided = [
+        e for e in users if e.primitive.name == "div" and isinstance(e.invars[1], core.Literal)
+    ]
+    return bool(users) and len(divided) == len(users)
+
+
+def origins(program: Any, variable: Any) -> Iterator[Any]:
+    """Equations that a value was made by, the last first, those of loops inside."""
+    wanted = {variable}
+    for equation in reversed(program.eqns):
+        places = [i for i, v in enumerate(equation.outvars) if _is(v, wanted)]
+        if not places:
+            continue
+        yield equation
+        for inner in core.jaxprs_in_params(equation.params):
+            for place in places:
+                if place < len(inner.outvars) and not isinstance(
+                    inner.outvars[place], core.Literal
+                ):
+                    yield from origins(inner, inner.outvars[place])
+        # What a value only waits for (`core/collective_order.py`) is no part of it.
+        made_of = equation.invars[:1] if equation.primitive.name == "after" else equation.invars
+        wanted |= {v for v in made_of if not isinstance(v, core.Literal)}
+
+
+def _forward(program: Any, wanted: set[Any]) -> set[int]:
+    found = _follow(program.eqns, wanted, lambda e: (e.invars, e.outvars))
+    return {place for place, v in enumerate(program.outvars) if _is(v, found)}
+
+
+def _backward(program: Any, wanted: set[Any], through: frozenset[str]) -> set[int]:
+    ends = lambda e: (e.outvars, e.invars)
+    found = _follow(reversed(program.eqns), wanted, ends, through)
+    return {place for place, v in enumerate(program.invars) if v in found}
+
+
+def _follow(
+    equations: Iterable[Any],
+    wanted: set[Any],
+    ends: Callable[[Any], tuple[Any, Any]],
+    through: frozenset[str] = CARRIERS,
+) -> set[Any]:
+    found = set(wanted)
+    for equation in equations:
+        near, far = ends(equation)
+        if equation.primitive.name in through and any(_is(v, found) for v in near):
+            found |= {v for v in far if not isinstance(v, core.Literal)}
+    return found
+
+
+def _is(variable: Any, wanted: set[Any]) -> bool:
+    return not isinstance(variable, core.Literal) and variable in wanted

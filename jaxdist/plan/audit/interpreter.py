@@ -1,0 +1,400 @@
+"""Walks a traced step and finds, over each mesh axis, sums that are missing or taken twice.
+
+The program is what jax traced inside `shard_map`, with its collectives written out. Each value has
+a state for each axis (`states.py`), which operations pass on by rules. What no rule knows makes no
+claim and raises no alarm.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core
+
+from jaxdist.plan.audit import contractions, elementwise, shapes
+from jaxdist.plan.audit.contractions import MissingGather
+from jaxdist.plan.audit.elementwise import OmittedSum, Rule
+from jaxdist.plan.audit.flow import HOLDERS, Path, inputs_reached, is_mean
+from jaxdist.plan.audit.states import (
+    CONSTANT,
+    EQUAL,
+    FIXED,
+    INDEX,
+    PARTIAL,
+    VARYING,
+    ZERO,
+    dims_of,
+    is_split,
+    join,
+    moved,
+    name_of,
+    operations,
+    split,
+)
+
+RULES: dict[str, Rule] = {**elementwise.RULES, **shapes.RULES, **contractions.RULES}
+
+SUMS = operations(
+    "psum psum_invariant unreduced_psum reduce_scatter unreduced_reduce_scatter psum_scatter"
+)
+GATHERS = operations("all_gather all_gather_invariant all_gather_reduced")
+COLLECTIVES = SUMS | GATHERS | {"all_to_all", "pmax", "pmin", "ppermute"}
+
+States = tuple[int, ...]
+"""One state for each axis."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Alarm:
+    """Something that is wrong over one axis.
+
+    Attributes:
+        kind: "summed twice", "omitted sum", "parts added", "missing gather", "different order" or
+            "dtype".
+        axis: the mesh axis.
+        equation: where.
+        operand: the variable that is wrong.
+        text: what happens to it.
+        path: the program that holds the equation, and those around it.
+    """
+
+    kind: str
+    axis: str
+    equation: Any
+    operand: Any
+    text: str
+    path: Path
+
+
+class Interpreter:
+    """States of the values of one program; `alarms` are what it found."""
+
+    def __init__(self, sizes: dict[str, int], sum_dtypes: Iterable[Any] = ()) -> None:
+        """Sizes of the axes to look at; dtypes narrower than float32 that sums may have."""
+        self.axes, self.sizes = tuple(sizes), sizes
+        self.sum_dtypes = {jnp.dtype(dtype) for dtype in sum_dtypes}
+        self.alarms: list[Alarm] = []
+        self._first_round = False
+        self._seen: set[tuple[int, str]] = set()
+        self._known: dict[Any, tuple[Any, list[States]]] = {}
+
+    def run(self, program: Any, inputs: Sequence[States], path: Path, live: bool) -> list[States]:
+        """States of a program's outputs.
+
+        Args:
+            program: a jaxpr, open.
+            inputs: states of its arguments.
+            path: where it stands.
+            live: whether to raise alarms; not while a loop looks for its fixed point.
+        """
+        key = (id(program), tuple(inputs), live, self._first_round)
+        if key in self._known:
+            return self._known[key][1]
+        constant = (CONSTANT,) * len(self.axes)
+        states: dict[Any, States] = dict(zip(program.invars, inputs, strict=True))
+        states |= dict.fromkeys(program.constvars, constant)
+
+        def state_of(variable: Any) -> States:
+            if isinstance(variable, core.Literal):
+                zero = np.ndim(variable.val) == 0 and not isinstance(variable.val, bool)
+                return (ZERO,) * len(self.axes) if zero and variable.val == 0 else constant
+            return states[variable]
+
+        for equation in program.eqns:
+            given = [state_of(v) for v in equation.invars]
+            found = self._equation(equation, given, path, live)
+            for variable, state in zip(equation.outvars, found, strict=True):
+                states[variable] = self._typed(variable.aval, state)
+        out = [state_of(v) for v in program.outvars]
+        self._known[key] = program, out  # the program is kept: its id stands for it
+        return out
+
+    def _typed(self, aval: Any, states: States) -> States:
+        """What jax's own types know: a value that does not vary over an axis is equal over it."""
+        varies = getattr(getattr(aval, "mat", None), "varying", None)
+        if varies is None:
+            return states
+        return tuple(
+            state if axis in varies or state in FIXED else EQUAL
+            for axis, state in zip(self.axes, states, strict=True)
+        )
+
+    def _equation(
+        self, equation: Any, given: list[States], path: Path, live: bool
+    ) -> Sequence[States]:
+        name = equation.primitive.name
+        if name == "scan":
+            return self._scan(equation, given, path, live)
+        if name == "while":
+            return self._while(equation, given, path, live)
+        if name == "cond":
+            return self._cond(equation, given, path, live)
+        if name in COLLECTIVES:
+            return self._collective(equation, given, path, live)
+        if name not in RULES:
+            inner = next(iter(core.jaxprs_in_params(equation.params)), None)
+            if inner is not None and len(inner.invars) == len(given):
+                return self.run(inner, given, path.into(equation, inner), live)
+        columns = [self._over_axis(i, equation, given, path, live) for i in range(len(self.axes))]
+        return list(zip(*columns, strict=True)) if columns else [()] * len(equation.outvars)
+
+    def _over_axis(
+        self, place: int, equation: Any, given: list[States], path: Path, live: bool
+    ) -> list[int]:
+        """States of an equation's results over one axis."""
+        axis, states = self.axes[place], [state[place] for state in given]
+        name, number = equation.primitive.name, len(equation.outvars)
+        if name == "axis_index":
+            return [INDEX if axis in names_of(equation) else CONSTANT]
+        rule = RULES.get(name, _unknown)
+        try:
+            found = rule(equation, states)
+        except OmittedSum as error:
+            if live:
+                operand = equation.invars[error.operand]
+                self._alarm("omitted sum", axis, equation, operand, str(error), path)
+            # What follows is looked at as if the sum had been taken.
+            found = rule(equation, [EQUAL if state == PARTIAL else state for state in states])
+        except MissingGather as error:
+            weight = _weight(equation, path)
+            if live and weight is not None:
+                self._alarm("missing gather", axis, equation, weight, str(error), path)
+            found = VARYING
+        if isinstance(found, list):
+            return found
+        if name == "optimization_barrier":
+            return states
+        return [found] * number
+
+    # --- collectives ---
+
+    def _collective(
+        self, equation: Any, given: list[States], path: Path, live: bool
+    ) -> list[States]:
+        name, over = equation.primitive.name, names_of(equation)
+        results = []
+        for variable, states in zip(equation.invars, given, strict=True):
+            if live and name in SUMS:
+                self._check_dtype(equation, variable, over, path)
+            row = []
+            for axis, state in zip(self.axes, states, strict=True):
+                if axis not in over:
+                    row.append(self._beside(equation, state))
+                    continue
+                if live and name in SUMS:
+                    self._check_sum(equation, variable, axis, state, path)
+                row.append(self._after(equation, state, axis))
+            results.append(tuple(row))
+        return results[: len(equation.outvars)]
+
+    def _beside(self, equation: Any, state: int) -> int:
+        """State over an axis that a collective does not move along."""
+        params = equation.params
+        if equation.primitive.name in GATHERS and not params.get("tiled", False):
+            ndim = len(equation.outvars[0].aval.shape)
+            new = params["all_gather_dimension"]
+            return moved(state, [dim for dim in range(ndim) if dim != new])
+        if equation.primitive.name in ("pmax", "pmin") and state == PARTIAL:
+            return VARYING
+        return state
+
+    def _after(self, equation: Any, state: int, axis: str) -> int:
+        """State over an axis that a collective moves along."""
+        name, params = equation.primitive.name, equation.params
+        if state in (ZERO, CONSTANT) and name != "ppermute":
+            return state
+        if name in ("reduce_scatter", "unreduced_reduce_scatter", "psum_scatter"):
+            return split(params["scatter_dimension"]) if params.get("tiled") else VARYING
+        if name in SUMS or name in GATHERS or name in ("pmax", "pmin"):
+            return EQUAL
+        if name == "all_to_all":
+            there = dims_of(state) == [params["concat_axis"]] and params.get("tiled", True)
+            return split(params["split_axis"]) if there else VARYING
+        whole = len(params["perm"]) == self.sizes[axis]
+        if state == ZERO or (whole and (state in FIXED or is_split(state))):
+            return state
+        return state if is_split(state) else VARYING
+
+    def _check_sum(self, equation: Any, variable: Any, axis: str, state: int, path: Path) -> None:
+        if state == EQUAL and not is_mean(path.program, equation):
+            self._alarm("summed twice", axis, equation, variable, "is equal on its devices", path)
+        elif is_split(state):
+            text = f"is {name_of(state)}: parts of different elements are added"
+            self._alarm("parts added", axis, equation, variable, text, path)
+
+    def _check_dtype(self, equation: Any, variable: Any, over: Sequence[str], path: Path) -> None:
+        dtype = variable.aval.dtype
+        narrow = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
+        axes = [axis for axis in over if axis in self.sizes]
+        if narrow and axes and dtype not in self.sum_dtypes:
+            text = f"is added up in {dtype}"
+            self._alarm("dtype", axes[0], equation, variable, text, path)
+
+    def _alarm(
+        self, kind: str, axis: str, equation: Any, operand: Any, text: str, path: Path
+    ) -> None:
+        if self._first_round and kind != "omitted sum":
+            return
+        if (id(equation), axis) not in self._seen:
+            self._seen.add((id(equation), axis))
+            self.alarms.append(Alarm(kind, axis, equation, operand, text, path))
+
+    # --- control flow ---
+
+    @contextlib.contextmanager
+    def _sums_alone(self) -> Iterator[None]:
+        """Raise alarms of omitted sums alone, as is right for the first round of a loop.
+
+        What is equal then, such as the zeros that a total starts from, need not stay so.
+        """
+        before, self._first_round = self._first_round, True
+        yield
+        self._first_round = before
+
+    def _scan(self, equation: Any, given: list[States], path: Path, live: bool) -> list[States]:
+        body = equation.params["jaxpr"].jaxpr
+        constants, carried = _scan_counts(equation)
+        fixed, carry = given[:constants], given[constants : constants + carried]
+        rows = [tuple(map(_row, s)) for s in given[constants + carried :]]
+        inside = path.into(equation, body)
+        if live:  # the first round, whose states are known best
+            with self._sums_alone():
+                self.run(body, [*fixed, *carry, *rows], inside, live)
+        carry = self._fixed_point(
+            carry, lambda now: self.run(body, [*fixed, *now, *rows], inside, False)[:carried]
+        )
+        out = self.run(body, [*fixed, *carry, *rows], inside, live)
+        stacked = [
+            tuple(moved(s, range(1, 33)) for s in state)  # below a new first dim
+            for state in out[carried:]
+        ]
+        return [*carry, *stacked]
+
+    def _while(self, equation: Any, given: list[States], path: Path, live: bool) -> list[States]:
+        params = equation.params
+        test, body = params["cond_jaxpr"].jaxpr, params["body_jaxpr"].jaxpr
+        of_test, of_body = params["cond_nconsts"], params["body_nconsts"]
+        for_test, for_body = given[:of_test], given[of_test : of_test + of_body]
+        carry = self._fixed_point(
+            given[of_test + of_body :],
+            lambda now: self.run(body, [*for_body, *now], path.into(equation, body), False),
+        )
+        [goes_on] = self.run(test, [*for_test, *carry], path.into(equation, test), live)
+        self._check_branches(equation, goes_on, [body, test], path, live)
+        self.run(body, [*for_body, *carry], path.into(equation, body), live)
+        return [self._chosen(goes_on, [state]) for state in carry]
+
+    def _fixed_point(self, carry: list[States], step: Any) -> list[States]:
+        carry = list(carry)
+        while True:
+            new = step(carry)
+            joined = [
+                tuple(join(a, b) for a, b in zip(old, one, strict=True))
+                for old, one in zip(carry, new, strict=True)
+            ]
+            if joined == carry:
+                return carry
+            carry = joined
+
+    def _cond(self, equation: Any, given: list[States], path: Path, live: bool) -> list[States]:
+        which, operands = given[0], given[1:]
+        branches = [branch.jaxpr for branch in equation.params["branches"]]
+        self._check_branches(equation, which, branches, path, live)
+        # Over an axis whose devices go different ways nothing can be said of what a branch does.
+        operands = [
+            tuple(
+                s if w in FIXED or s == ZERO else VARYING for w, s in zip(which, state, strict=True)
+            )
+            for state in operands
+        ]
+        out = [self.run(b, operands, path.into(equation, b), live) for b in branches]
+        return [self._chosen(which, states) for states in zip(*out, strict=True)]
+
+    def _chosen(self, which: States, cases: Sequence[States]) -> States:
+        found = []
+        for place, choice in enumerate(which):
+            total = ZERO
+            for case in cases:
+                total = join(total, case[place])
+            found.append(total if choice in FIXED or total == ZERO else VARYING)
+        return tuple(found)
+
+    def _check_branches(
+        self, equation: Any, which: States, branches: Sequence[Any], path: Path, live: bool
+    ) -> None:
+        """Devices that go different ways must meet in the same collectives."""
+        if not live:
+            return
+        for axis, choice in zip(self.axes, which, strict=True):
+            if choice in FIXED:
+                continue
+            orders = {tuple(_order(branch, axis)) for branch in branches}
+            repeated = equation.primitive.name == "while" and orders != {()}
+            if len(orders) > 1 or repeated:
+                text = "chooses between branches whose collectives differ"
+                operand = equation.invars[0]
+                self._alarm("different order", axis, equation, operand, text, path)
+
+
+def names_of(equation: Any) -> tuple[str, ...]:
+    """The mesh axes that a collective, or `axis_index`, names."""
+    named = equation.params.get("axes", equation.params.get("axis_name", ()))
+    return (named,) if isinstance(named, str) else tuple(a for a in named if isinstance(a, str))
+
+
+def _unknown(equation: Any, states: Sequence[int]) -> int:
+    """A function of what all devices have alike gives all the same; else there is no claim."""
+    del equation
+    if all(state in FIXED for state in states):
+        return EQUAL if EQUAL in states else CONSTANT
+    return VARYING
+
+
+def _weight(equation: Any, path: Path) -> Any:
+    """The factor of a product that is a parameter, cut or cast at most; None unless it is one."""
+    factors = [
+        v
+        for v in equation.invars
+        if not isinstance(v, core.Literal) and jnp.issubdtype(v.aval.dtype, jnp.floating)
+    ]
+    weights = [v for v in factors if inputs_reached(path, [v], HOLDERS)]
+    return weights[0] if len(weights) == 1 else None
+
+
+def _scan_counts(equation: Any) -> tuple[int, int]:
+    """How many operands of a scan are constants of its body, and how many it carries.
+
+    What is scanned or stacked has one dim more outside than inside; releases of jax name the counts
+    in different ways.
+    """
+    body = equation.params["jaxpr"].jaxpr
+    pairs = zip(equation.invars, body.invars, strict=True)
+    scanned = sum(x.aval.ndim != inside.aval.ndim for x, inside in pairs)
+    results = zip(equation.outvars, body.outvars, strict=True)
+    carried = sum(x.aval.ndim == inside.aval.ndim for x, inside in results)
+    return len(equation.invars) - scanned - carried, carried
+
+
+def _row(state: int) -> int:
+    """State of one row of an array whose first dim is scanned."""
+    if not is_split(state):
+        return state
+    return split(*[dim - 1 for dim in dims_of(state) if dim])
+
+
+def _order(program: Any, axis: str) -> list[tuple[str, int]]:
+    """Collectives over an axis, in order, with their sizes; those of loops and branches inside."""
+    found = []
+    for equation in program.eqns:
+        if equation.primitive.name in COLLECTIVES and axis in names_of(equation):
+            size = math.prod(equation.invars[0].aval.shape)
+            found.append((equation.primitive.name, size))
+        for inner in core.jaxprs_in_params(equation.params):
+            found += _order(inner, axis)
+    return found

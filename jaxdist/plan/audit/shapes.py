@@ -1,0 +1,246 @@
+"""What operations that move, cut, join or reduce dims make of states."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from jaxdist.plan.audit.elementwise import Rule, omitted, other
+from jaxdist.plan.audit.states import (
+    CONSTANT,
+    EQUAL,
+    FIXED,
+    INDEX,
+    PARTIAL,
+    VARYING,
+    ZERO,
+    dims_of,
+    is_split,
+    join,
+    join_all,
+    moved,
+    operations,
+    split,
+)
+
+
+def without(state: int, gone: Sequence[int], shape: Sequence[int]) -> int:
+    """A split state after a sum over the dims `gone`: PARTIAL, VARYING, or still split."""
+    dims = dims_of(state)
+    if not set(dims) & set(gone):
+        return state
+    # A sum over one element is how jax writes that a dim of size 1 goes; it adds nothing up.
+    adds_up = math.prod(shape[dim] for dim in dims) > 1
+    return PARTIAL if set(dims) <= set(gone) and adds_up else VARYING
+
+
+def _after_reduction(state: int, gone: Sequence[int], ndim: int) -> int:
+    kept = [dim for dim in range(ndim) if dim not in gone]
+    return moved(state, {dim: place for place, dim in enumerate(kept)})
+
+
+def reduce_sum(equation: Any, states: Sequence[int]) -> int:
+    """A sum over what the axis splits is a term of the whole sum."""
+    [state] = states
+    axes, shape = equation.params["axes"], equation.invars[0].aval.shape
+    return _after_reduction(without(state, axes, shape), axes, len(shape))
+
+
+def reduce_other(equation: Any, states: Sequence[int]) -> int:
+    """The largest, the product, ... of parts: no claim."""
+    state, axes = states[0], equation.params["axes"]
+    if state == PARTIAL and equation.primitive.name in ("reduce_max", "reduce_min", "reduce_prod"):
+        raise omitted(states, f"goes through {equation.primitive.name}")
+    if state == PARTIAL or set(dims_of(state)) & set(axes):
+        return VARYING
+    found = _after_reduction(state, axes, len(equation.invars[0].aval.shape))
+    return CONSTANT if found == ZERO else found
+
+
+def along(equation: Any, states: Sequence[int]) -> int | list[int]:
+    """Operations along one dim that keep the shape (running sums, sorts): parts stay apart."""
+    params = equation.params
+    dim = params.get("axis", params.get("dimension", len(equation.invars[0].aval.shape) - 1))
+    linear = equation.primitive.name in ("cumsum", "rev")
+    found = []
+    for state in states:
+        lost = dim in dims_of(state) or (state == PARTIAL and not linear)
+        found.append(VARYING if lost else state)
+    total = join_all(found)
+    return [total] * len(equation.outvars)
+
+
+def broadcast_in_dim(equation: Any, states: Sequence[int]) -> int:
+    """A dim of size 1 that is repeated is no longer split."""
+    places, source = equation.params["broadcast_dimensions"], equation.invars[0].aval.shape
+    target = equation.outvars[0].aval.shape
+    grown = {dim for dim, place in enumerate(places) if source[dim] != target[place]}
+    if grown & set(dims_of(states[0])):
+        return VARYING
+    return moved(states[0], list(places))
+
+
+def transpose(equation: Any, states: Sequence[int]) -> int:
+    """Dims change places."""
+    order = equation.params["permutation"]
+    return moved(states[0], {dim: place for place, dim in enumerate(order)})
+
+
+def squeeze(equation: Any, states: Sequence[int]) -> int:
+    """Dims of size 1 go; one that was split leaves a value of the device's own."""
+    gone = equation.params["dimensions"]
+    return _after_reduction(states[0], gone, len(equation.invars[0].aval.shape))
+
+
+def expand_dims(equation: Any, states: Sequence[int]) -> int:
+    """Dims of size 1 come."""
+    new = equation.params["dimensions"]
+    ndim = len(equation.outvars[0].aval.shape)
+    return moved(states[0], [dim for dim in range(ndim) if dim not in new])
+
+
+def reshape(equation: Any, states: Sequence[int]) -> int:
+    """A dim that is cut leaves open which part is split; dims that are joined are split as one."""
+    state = states[0]
+    if not is_split(state):
+        return state
+    if equation.params.get("dimensions") is not None:
+        return VARYING
+    found: list[int] = []
+    for before, after in _groups(equation.invars[0].aval.shape, equation.outvars[0].aval.shape):
+        if set(before) & set(dims_of(state)):
+            found += after
+    return split(*found)
+
+
+def _groups(before: Sequence[int], after: Sequence[int]) -> list[tuple[list[int], list[int]]]:
+    """Runs of dims of one shape and of the other that hold the same elements."""
+    groups: list[tuple[list[int], list[int]]] = []
+    i = j = 0
+    while i < len(before) and j < len(after):
+        left, right = [i], [j]
+        while (a := math.prod(before[d] for d in left)) != (
+            b := math.prod(after[d] for d in right)
+        ):
+            if a < b:
+                left.append(left[-1] + 1)
+            else:
+                right.append(right[-1] + 1)
+        i, j = left[-1] + 1, right[-1] + 1
+        groups.append((left, right))
+    return groups
+
+
+def cut(equation: Any, states: Sequence[int]) -> int:
+    """A slice: a dim of which a part is taken is no longer what the axis splits."""
+    source, target = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
+    state = states[0]
+    if not is_split(state):
+        return state
+    return split(*[dim for dim in dims_of(state) if source[dim] == target[dim]])
+
+
+def dynamic_slice(equation: Any, states: Sequence[int]) -> int:
+    """A slice from a place that is the device's own takes its part of what is equal."""
+    state, where = cut(equation, states[:1]), join_all(states[1:])
+    if where in FIXED or state in (ZERO, PARTIAL):
+        return state
+    source, target = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
+    taken = [dim for dim in range(len(source)) if source[dim] != target[dim]]
+    if where == INDEX and state == EQUAL and len(taken) == 1:
+        return split(taken[0]) if source[taken[0]] % target[taken[0]] == 0 else INDEX
+    return INDEX if where == INDEX and state in (EQUAL, CONSTANT, INDEX) else VARYING
+
+
+def dynamic_update_slice(equation: Any, states: Sequence[int]) -> int:
+    """A buffer and what is written into it."""
+    into, update, *place = states
+    if join_all(place) not in FIXED:
+        return VARYING if (into, update) != (ZERO, ZERO) else ZERO
+    whole, part = (v.aval.shape for v in equation.invars[:2])
+    if is_split(update):
+        update = split(*[dim for dim in dims_of(update) if whole[dim] == part[dim]])
+    return join(into, update)
+
+
+def concatenate(equation: Any, states: Sequence[int]) -> int:
+    """Arrays one after the other."""
+    del equation
+    return join_all(states)
+
+
+def stack(equation: Any, states: Sequence[int]) -> int:
+    """Arrays along a new dim."""
+    axis, ndim = equation.params.get("axis", 0), len(equation.outvars[0].aval.shape)
+    kept = [dim for dim in range(ndim) if dim != axis % ndim]
+    return join_all(moved(state, kept) for state in states)
+
+
+def split_array(equation: Any, states: Sequence[int]) -> list[int]:
+    """One array cut into several."""
+    axis, state = equation.params["axis"], states[0]
+    if axis in dims_of(state):
+        state = split(*[dim for dim in dims_of(state) if dim != axis])
+    return [state] * len(equation.outvars)
+
+
+def unstack(equation: Any, states: Sequence[int]) -> list[int]:
+    """One array cut into its slices along a dim, which goes."""
+    axis, ndim = equation.params.get("axis", 0), len(equation.invars[0].aval.shape)
+    return [_after_reduction(states[0], [axis % ndim], ndim)] * len(equation.outvars)
+
+
+def pad(equation: Any, states: Sequence[int]) -> int:
+    """Padding with zeros leaves a term of a sum a term."""
+    del equation
+    return join(states[0], ZERO if states[1] == CONSTANT and states[0] != PARTIAL else states[1])
+
+
+def window(equation: Any, states: Sequence[int]) -> int:
+    """Pooling: dims over which no window reaches stay split."""
+    total = join_all(states)
+    sizes = equation.params.get("window_dimensions", ())
+    if total == PARTIAL:
+        return PARTIAL if equation.primitive.name == "reduce_window_sum" else VARYING
+    if any(dim >= len(sizes) or sizes[dim] != 1 for dim in dims_of(total)):
+        return VARYING
+    return total
+
+
+def iota(equation: Any, states: Sequence[int]) -> int:
+    """Numbers 0, 1, ...: the same on all devices."""
+    del equation, states
+    return CONSTANT
+
+
+_REDUCTIONS = operations("reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_xor")
+_ALONG = operations("cumlogsumexp cummax cummin cumprod cumsum rev sort top_k")
+_WINDOWS = operations(
+    "reduce_window_max reduce_window_min reduce_window_sum select_and_gather_add "
+    "select_and_scatter_add"
+)
+
+RULES: dict[str, Rule] = {
+    "argmax": reduce_other,
+    "argmin": reduce_other,
+    "broadcast_in_dim": broadcast_in_dim,
+    "concatenate": concatenate,
+    "dynamic_slice": dynamic_slice,
+    "dynamic_update_slice": dynamic_update_slice,
+    "expand_dims": expand_dims,
+    "iota": iota,
+    "made": other,
+    "pad": pad,
+    "reduce_sum": reduce_sum,
+    "reshape": reshape,
+    "slice": cut,
+    "split": split_array,
+    "squeeze": squeeze,
+    "stack": stack,
+    "transpose": transpose,
+    "unstack": unstack,
+    **dict.fromkeys(_REDUCTIONS, reduce_other),
+    **dict.fromkeys(_ALONG, along),
+    **dict.fromkeys(_WINDOWS, window),
+}

@@ -1,0 +1,72 @@
+"""Where in the code an equation of a traced program comes from."""
+
+from __future__ import annotations
+
+import dataclasses
+import linecache
+from pathlib import Path
+from typing import Any
+
+import jax
+
+import jaxdist
+
+_JAX = (str(Path(jax.__file__).parent), str(Path(jax.__file__).parent.parent / "flax"))
+_OWN = str(Path(jaxdist.__file__).parent)
+_MACHINERY = tuple(str(Path(_OWN, name)) for name in ("core", "plan", "run", "tools"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """A line of code.
+
+    Attributes:
+        file: its path.
+        number: counted from 1.
+        function: the function it stands in.
+    """
+
+    file: str
+    number: int
+    function: str
+
+    def __str__(self) -> str:
+        path = Path(self.file)
+        name = path.relative_to(Path(_OWN).parent) if path.is_relative_to(_OWN) else path
+        return f"{name}:{self.number}"
+
+    @property
+    def text(self) -> str:
+        """The line itself, without the blanks around it."""
+        return linecache.getline(self.file, self.number).strip()
+
+
+def lines_of(equation: Any) -> list[Line]:
+    """Lines outside of jax and flax that led to an equation, innermost first."""
+    traceback = equation.source_info.traceback
+    frames = list(traceback.frames) if traceback is not None else []
+    return [
+        Line(frame.file_name, getattr(frame, "line_num", 0), frame.function_name)
+        for frame in frames
+        if not frame.file_name.startswith(_JAX) and not frame.file_name.startswith("<")
+    ]
+
+
+def line_of(equation: Any) -> Line | None:
+    """The innermost line of the model, else of the package; None where nothing is known."""
+    inner = [line for line in lines_of(equation) if not line.file.endswith("core/collectives.py")]
+    return model_line(equation) or next(iter(inner), None)
+
+
+def model_line(equation: Any) -> Line | None:
+    """The innermost line of the model, the package's or a user's; None without one."""
+    lines = lines_of(equation)
+    inside = [i for i, line in enumerate(lines) if "/core/step/" in line.file]
+    # What traces the step stands outside of it, and is no model.
+    of_step = lines[: inside[-1]] if inside else lines
+    return next((line for line in of_step if not line.file.startswith(_MACHINERY)), None)
+
+
+def is_own(line: Line) -> bool:
+    """Whether a line is the package's."""
+    return line.file.startswith(_OWN)

@@ -1,0 +1,323 @@
+"""Audits the train step of a run: its inputs and outputs by name, and what is wrong in words."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+import time
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+from jax.sharding import PartitionSpec as P
+from jax.tree_util import keystr
+
+from jaxdist.core.axis import dim_of, spec_over
+from jaxdist.core.sharding import Layout
+from jaxdist.core.types import ConfigError, Model
+from jaxdist.data.packing import Fields
+from jaxdist.plan.audit.flow import Path, inputs_reached, origins, outputs_reached
+from jaxdist.plan.audit.interpreter import GATHERS, SUMS, Alarm, Interpreter, names_of
+from jaxdist.plan.audit.source import is_own, line_of, model_line
+from jaxdist.plan.audit.states import EQUAL, PARTIAL, split
+from jaxdist.plan.audit.transfers import Transfer, transfers_of
+
+if TYPE_CHECKING:
+    from jaxdist.run.setup import Parts
+
+log = logging.getLogger("jaxdist")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Violation:
+    """Something that a mesh makes wrong.
+
+    Attributes:
+        kind: "summed twice", "gathered, then summed", "omitted sum", "parts added", "missing
+            gather", "different order" or "dtype".
+        axis: the mesh axis.
+        value: the parameter whose gradient it is, or the value's type.
+        line: `file:line` of the model, or of the package; "" where it is not known.
+        code: that line.
+        text: what happens to the value.
+        fix: what to do.
+    """
+
+    kind: str
+    axis: str
+    value: str
+    line: str
+    code: str
+    text: str
+    fix: str
+
+    def __str__(self) -> str:
+        where = f" at {self.line}" if self.line else ""
+        code = f" `{self.code}`" if self.code else ""
+        return f"{self.kind} over {self.axis}{where}{code}: {self.value} {self.text}. {self.fix}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Audit:
+    """What the audit of one step found.
+
+    Attributes:
+        axes: mesh axis -> size, those that were looked at.
+        violations: what is wrong, none where all is well.
+        transfers: every collective of the step, grouped by what asks for it.
+        num_parameters: parameters whose gradients were followed.
+        seconds: that the audit took, without tracing.
+    """
+
+    axes: dict[str, int]
+    violations: list[Violation]
+    transfers: list[Transfer]
+    num_parameters: int
+    seconds: float
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether nothing is wrong."""
+        return not self.violations
+
+    def line(self) -> str:
+        """The verdict in one line."""
+        over = ", ".join(self.axes) or "one device"
+        count = sum(transfer.num_sites for transfer in self.transfers)
+        if not self.is_clean:
+            return f"mesh audit: {len(self.violations)} violations over {over}"
+        return (
+            f"mesh audit: {count} collectives over {over}, gradients of {self.num_parameters} "
+            f"parameters followed, no sum missing or taken twice ({self.seconds:.1f} s)"
+        )
+
+
+def audit_parts(parts: Parts, fields: Fields | None = None) -> Audit:
+    """Audit the train step of a run; traces it, compiles nothing.
+
+    Args:
+        parts: of the run.
+        fields: of the rows that it trains on; None = those of a built-in reader.
+    """
+    reduce_dtype = jnp.dtype(parts.config.precision.reduce_dtype)
+    # The arguments of training, so that its call finds the step traced already.
+    traced = parts.step.train.trace(parts.abstract_state(), parts.abstract_batch(fields), math.inf)
+    return audit_program(
+        traced.jaxpr.jaxpr,
+        parts.model,
+        parts.layout,
+        sum_dtypes=(parts.compute_dtype, reduce_dtype),
+        gradient_dtype=reduce_dtype,
+    )
+
+
+def check_mesh(parts: Parts, fields: Fields | None = None) -> Audit | None:
+    """Audit a run's step before it is compiled.
+
+    Args:
+        parts: of the run.
+        fields: as in `audit_parts`.
+
+    Returns:
+        The audit; None where the program holds something that the audit cannot read, which is
+        logged and no reason to stop.
+
+    Raises:
+        ConfigError: every violation.
+    """
+    try:
+        audit = audit_parts(parts, fields)
+    except ConfigError:
+        raise
+    except Exception as error:  # a model that cannot be traced says so itself, in its own words
+        log.warning("mesh audit: this step cannot be read (%s: %s)", type(error).__name__, error)
+        return None
+    if not audit.is_clean:
+        raise ConfigError(
+            [str(violation) for violation in audit.violations]
+            + ["the mesh audit refuses this step. Mend the model, or --force to train anyway."]
+        )
+    return audit
+
+
+def audit_program(
+    program: Any,
+    model: Model,
+    layout: Layout,
+    *,
+    sum_dtypes: Iterable[Any] = (),
+    gradient_dtype: Any = jnp.float32,
+) -> Audit:
+    """Audit a traced step.
+
+    Args:
+        program: the jaxpr of a step, of its gradients (`make_value_and_grad`), or of evaluation.
+        model: the model that it trains.
+        layout: of the step.
+        sum_dtypes: dtypes narrower than float32 in which sums may be taken.
+        gradient_dtype: dtype in which gradients are summed.
+    """
+    start = time.perf_counter()
+    sizes = {a: n for a, n in layout.mesh.shape.items() if n > 1 and a in layout.manual_axes}
+    manual = find_manual(program)
+    if manual is None or not sizes:
+        return Audit(axes={}, violations=[], transfers=[], num_parameters=0, seconds=0.0)
+    names = _Names(manual, model, layout)
+    body = manual.params["jaxpr"]
+    body = getattr(body, "jaxpr", body)
+    interpreter = Interpreter(sizes, sum_dtypes)
+    inputs = [
+        tuple(EQUAL if (dim := dim_of(spec, axis)) is None else split(dim) for axis in sizes)
+        for spec in manual.params["in_specs"]
+    ]
+    outputs = interpreter.run(body, inputs, Path(body), live=True)
+    violations = [_explained(alarm, names) for alarm in interpreter.alarms]
+    for place, states in enumerate(outputs):
+        for axis, state in zip(sizes, states, strict=True):
+            if state == PARTIAL:
+                violations.append(_unsummed(names.output(place), axis, body, body.outvars[place]))
+    violations += _narrow_gradients(Path(body), names, sizes, jnp.dtype(gradient_dtype))
+    return Audit(
+        axes=sizes,
+        violations=violations,
+        transfers=transfers_of(body, sizes),
+        num_parameters=names.num_leaves,
+        seconds=time.perf_counter() - start,
+    )
+
+
+def find_manual(program: Any) -> Any:
+    """The equation of the step's `shard_map`, or None."""
+    for equation in program.eqns:
+        if equation.primitive.name == "shard_map":
+            return equation
+        for inner in core.jaxprs_in_params(equation.params):
+            if (found := find_manual(inner)) is not None:
+                return found
+    return None
+
+
+class _Names:
+    """Names of what enters and leaves the manual part of a step."""
+
+    def __init__(self, manual: Any, model: Model, layout: Layout) -> None:
+        leaves = jax.tree_util.tree_leaves_with_path(model.axes)
+        self.params = [keystr(path, simple=True, separator="/") for path, _ in leaves]
+        self.num_leaves = len(leaves)
+        # Sums, gradients, their norm; of evaluation sums alone.
+        num_out = len(manual.params["out_specs"])
+        self.first_gradient = max(num_out - 1 - self.num_leaves, 0) or num_out
+        # Constants of the program come before the parameters.
+        given = list(manual.params["in_specs"])
+        specs = jax.tree.leaves(layout.param_specs(model.axes), is_leaf=lambda x: isinstance(x, P))
+        specs = [spec_over(spec, layout.manual_axes) for spec in specs]
+        places = range(len(given) - len(specs) + 1)
+        ndims = [variable.aval.ndim for variable in manual.params["jaxpr"].invars]
+        wanted = [(spec, len(dims)) for spec, (_, dims) in zip(specs, leaves, strict=True)]
+        found = list(zip(given, ndims, strict=True))
+        fits = (place for place in places if found[place : place + len(specs)] == wanted)
+        self.first_param = next(fits, len(given))
+
+    def output(self, place: int) -> str:
+        """What a result is."""
+        if 0 <= place - self.first_gradient < self.num_leaves:
+            return f"the gradient of {self.params[place - self.first_gradient]}"
+        if place == self.first_gradient + self.num_leaves:
+            return "the gradient norm"
+        return "a sum that the model returns (loss, weight, ...)"
+
+    def gradient(self, places: Iterable[int]) -> str | None:
+        """The gradient among results, if it is one."""
+        found = {p for p in places if 0 <= p - self.first_gradient < self.num_leaves}
+        return self.output(found.pop()) if len(found) == 1 else None
+
+    def parameter(self, places: Iterable[int]) -> str | None:
+        """The parameter among arguments, if it is one."""
+        found = [p - self.first_param for p in places]
+        found = [p for p in found if 0 <= p < self.num_leaves]
+        return f"parameter {self.params[found[0]]}" if len(found) == 1 else None
+
+
+_FIXES = {
+    "summed twice": "Remove one of the two sums, or take this one of what each device has alone.",
+    "gathered, then summed": "A gathered value is whole already: sum before the gather, or leave "
+    "the sum out.",
+    "omitted sum": "Sum it over the axis first (Context.leave, collectives.all_reduce).",
+    "parts added": "Sum over the split dim on each device first, or gather the parts.",
+    "missing gather": "Gather it over the axis before the product (collectives.all_gather, "
+    "Context.gather, Context.enter).",
+    "different order": "Move the collective out of the branch or loop, so that all devices of the "
+    "axis meet in it.",
+    "dtype": "Cast to float32 before the sum and back after it, or set precision.reduce_dtype.",
+}
+
+
+def _explained(alarm: Alarm, names: _Names) -> Violation:
+    """An alarm with the parameter it belongs to, its line, and the fix."""
+    path, made = alarm.path, list(origins(alarm.path.program, alarm.operand))
+    kind = alarm.kind
+    moves = (e for e in made if e.primitive.name in SUMS | GATHERS and alarm.axis in names_of(e))
+    if kind == "summed twice" and (last := next(moves, None)) is not None:
+        kind = "gathered, then summed" if last.primitive.name in GATHERS else kind
+    line = line_of(alarm.equation)
+    if line is not None and is_own(line):  # a user's own model comes first
+        theirs = (model_line(equation) for equation in made)
+        line = next((other for other in theirs if other and not is_own(other)), line)
+    gradient = names.gradient(outputs_reached(path, alarm.equation.outvars))
+    value = gradient or names.parameter(inputs_reached(path, [alarm.operand]))
+    return Violation(
+        kind=kind,
+        axis=alarm.axis,
+        value=value or f"a value {alarm.operand.aval.str_short()}",
+        line=str(line) if line else "",
+        code=line.text if line else "",
+        text=alarm.text,
+        fix=_FIXES[kind],
+    )
+
+
+def _unsummed(name: str, axis: str, body: Any, variable: Any) -> Violation:
+    """A term of a sum leaves the step as if it were the sum."""
+    made = next((e for e in reversed(body.eqns) if variable in e.outvars), None)
+    line = line_of(made) if made is not None else None
+    return Violation(
+        kind="omitted sum",
+        axis=axis,
+        value=name,
+        line=str(line) if line else "",
+        code=line.text if line else "",
+        text="leaves the step as each device's own term of a sum",
+        fix=_FIXES["omitted sum"],
+    )
+
+
+def _narrow_gradients(
+    path: Path, names: _Names, sizes: dict[str, int], wanted: Any
+) -> list[Violation]:
+    """Gradients that are summed in fewer bits than the settings say."""
+    found = []
+    for equation in path.program.eqns:
+        dtypes = [v.aval.dtype for v in equation.invars]
+        narrow = [d for d in dtypes if jnp.issubdtype(d, jnp.floating) and d.itemsize < 4]
+        axes = [axis for axis in names_of(equation) if axis in sizes]
+        if equation.primitive.name not in SUMS or not narrow or narrow[0] == wanted or not axes:
+            continue
+        gradient = names.gradient(outputs_reached(path, equation.outvars))
+        if gradient is None:
+            continue
+        line = line_of(equation)
+        found.append(
+            Violation(
+                kind="dtype",
+                axis=axes[0],
+                value=gradient,
+                line=str(line) if line else "",
+                code=line.text if line else "",
+                text=f"is added up in {narrow[0]}, precision.reduce_dtype is {wanted}",
+                fix=_FIXES["dtype"],
+            )
+        )
+    return found

@@ -1,0 +1,1 @@
+"""The command `jaxdist audit`; the pass itself is `jaxdist.plan.audit`."""

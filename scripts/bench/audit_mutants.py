@@ -1,0 +1,261 @@
+"""Plants a fault at every collective of the step, mesh by mesh, and counts which the audit refuses.
+
+    python scripts/bench/audit_mutants.py [--mesh dp=2,tp=2 ...] [--out TABLE.md]
+
+A fault is one call of `core/collectives.py` made wrong while the step is traced: omitted (a
+reduce-scatter becomes a slice), doubled, over another axis of the mesh, of what was gathered
+before, or in bfloat16. It is killed by jax's types (the step cannot be traced) or by the mesh
+audit. Faults that leave the traced program as it was are no faults and are not counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import dataclasses
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxdist.config import RunConfig
+from jaxdist.core import collectives
+from jaxdist.core.mesh import MeshSpec
+from jaxdist.core.parallel.pipeline.config import PipelineConfig
+from jaxdist.core.sharding import MeshConfig
+from jaxdist.core.step import TrainConfig, layer_scan
+from jaxdist.models import DecoderConfig
+from jaxdist.plan.audit import audit_parts
+from jaxdist.run.setup import Parts, assemble
+
+KINDS = ("omitted", "doubled", "wrong axis", "gathered, then summed", "bfloat16")
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A mesh and how it is used."""
+
+    mesh: str
+    zero: int = 0
+    sequence: bool = True
+    schedule: str = "1f1b"
+    num_virtual_stages: int = 1
+    gather: str = "action"
+
+    def __str__(self) -> str:
+        said = [self.mesh, f"zero={self.zero}" * bool(self.zero)]
+        said.append("" if self.sequence else "no sequence parallelism")
+        if "pp" in self.mesh:
+            said += [self.schedule, f"v={self.num_virtual_stages}", f"gather={self.gather}"]
+        return ", ".join(filter(None, said))
+
+    def parts(self) -> Parts:
+        """The parts of a small run."""
+        config = RunConfig(
+            model=DecoderConfig(
+                d_model=32, num_layers=4, num_heads=4, mlp_dim=64, vocab_size=64, bias=["out"]
+            ),
+            mesh=MeshConfig(shape=self.mesh, zero=self.zero, sequence_parallel=self.sequence),
+            train=TrainConfig(global_batch_size=32, seq_len=16, num_microbatches=2),
+            pipeline=PipelineConfig(
+                schedule=self.schedule,
+                num_virtual_stages=self.num_virtual_stages,
+                gather=self.gather,
+            ),
+        )
+        return assemble(config, jax.devices()[: MeshSpec.parse(self.mesh).num_devices])
+
+
+CASES = (
+    Case("dp=4"),
+    Case("dp=4", zero=1),
+    Case("dp=2,fsdp=2", zero=2),
+    Case("dp=4", zero=3),
+    Case("fsdp=4"),
+    Case("tp=4"),
+    Case("tp=4", sequence=False),
+    Case("dp=2,fsdp=2,tp=2"),
+    Case("dp=2,fsdp=2,tp=2", sequence=False, zero=1),
+    Case("pp=2,dp=2,tp=2"),
+    Case("pp=2,fsdp=2,tp=2", sequence=False, gather="step"),
+    Case("pp=2,dp=2", zero=2, schedule="zero_bubble"),
+    Case("pp=2,dp=2,tp=2", schedule="1f1b", num_virtual_stages=2),
+)
+
+Site = tuple[str, int, str, str]
+"""File, line and axes of a call, and which collective it is."""
+
+
+class Planter:
+    """Stands in for the collectives; makes the calls of one site wrong."""
+
+    def __init__(self, mesh: MeshSpec) -> None:
+        self.axes = [axis.name for axis in mesh.used]
+        self.sites: dict[Site, int] = {}
+        self.target: Site | None = None
+        self.kind = ""
+
+    @contextlib.contextmanager
+    def planted(self) -> Iterator[None]:
+        """With the collectives replaced."""
+        names = ("all_reduce", "reduce_scatter", "all_gather", "permute")
+        own = {name: getattr(collectives, name) for name in names}
+        try:
+            for name in names:
+                setattr(collectives, name, self._stand_in(name, own[name], own))
+            yield
+        finally:
+            for name in names:
+                setattr(collectives, name, own[name])
+
+    def _stand_in(self, name: str, real: Callable[..., Any], own: dict[str, Any]) -> Any:
+        def call(x: Any, axes: Any, *args: Any, **options: Any) -> Any:
+            frame = sys._getframe(1)
+            largest = name == "all_reduce" and "max" in (*args, *options.values())
+            called = "all_reduce max" if largest else name
+            site = (frame.f_code.co_filename, frame.f_lineno, str(axes), called)
+            self.sites[site] = self.sites.get(site, 0) + 1
+            if site != self.target:
+                return real(x, axes, *args, **options)
+            return self._wrong(name, x, axes, args, options, own)
+
+        return call
+
+    def _wrong(
+        self, name: str, x: Any, axes: Any, args: Any, options: Any, own: dict[str, Any]
+    ) -> Any:
+        real = lambda x, axes=axes: own[name](x, axes, *args, **options)
+        if self.kind == "omitted":
+            return _omitted(name, x, axes, args, options)
+        if self.kind == "doubled":
+            before = x if name in ("permute", "all_gather") else own["all_reduce"](x, axes)
+            return real(real(before) if name == "permute" else before)
+        if self.kind == "wrong axis":
+            named = (axes,) if isinstance(axes, str) else axes
+            others = [axis for axis in self.axes if axis not in named]
+            return real(x, others[0] if isinstance(axes, str) else tuple(others[:1]))
+        if self.kind == "bfloat16":
+            return real(x.astype(jnp.bfloat16)).astype(x.dtype)
+        gathered = jax.lax.all_gather(x, axes)
+        return real(jnp.sum(gathered, 0) if gathered.ndim > x.ndim else gathered)
+
+    def applies(self, site: Site, kind: str) -> bool:
+        """Whether a fault of this kind can be planted there."""
+        _, _, axes, name = site
+        if kind == "wrong axis":
+            return any(axis not in axes for axis in self.axes)
+        # The largest of the largest is no fault; and only as a shift of a softmax is one taken.
+        return kind == "omitted" or name in ("all_reduce", "reduce_scatter")
+
+
+def _omitted(name: str, x: Any, axes: Any, args: Any, options: Any) -> Any:
+    """What the device has itself, in the shape that the collective would return."""
+    dim = options.get("dim", args[0] if args else 0)
+    if name == "all_gather":
+        return jnp.concatenate([x] * collectives.group_size(axes), dim)
+    if name != "reduce_scatter":
+        return x
+    size = x.shape[dim] // collectives.group_size(axes)
+    start = collectives.group_index(axes) * size
+    return jax.lax.dynamic_slice_in_dim(x, start, size, dim)
+
+
+def verdict(case: Case, planter: Planter, sound: str) -> tuple[str, str]:
+    """What becomes of the planted fault, and the first violation."""
+    with planter.planted():
+        try:
+            audit = audit_parts(case.parts())
+        except Exception as error:  # whatever keeps the step from being traced
+            return "types", type(error).__name__
+    if not audit.is_clean:
+        return "audit", str(audit.violations[0])
+    same = _program(case, planter) == sound
+    return ("no fault", "") if same else ("SURVIVED", "")
+
+
+def _program(case: Case, planter: Planter) -> str:
+    with planter.planted():
+        parts = case.parts()
+        traced = parts.step.train.trace(parts.abstract_state(), parts.abstract_batch(), math.inf)
+        return str(traced.jaxpr)
+
+
+def try_case(
+    case: Case, kinds: Sequence[str] = KINDS
+) -> tuple[collections.Counter[tuple[str, str]], list[str]]:
+    """Counts of (kind, verdict), and the survivors."""
+    planter = Planter(MeshSpec.parse(case.mesh))
+    sound = _program(case, planter)
+    with planter.planted():
+        assert audit_parts(case.parts()).is_clean, f"a false alarm on {case}"
+    counts: collections.Counter = collections.Counter()
+    survivors = []
+    for site in sorted(planter.sites):
+        for kind in kinds:
+            if not planter.applies(site, kind):
+                continue
+            planter.target, planter.kind = site, kind
+            # Functions with their own gradient are traced once: the fault must be seen, then go.
+            is_kept = Path(site[0]).name in ("fsdp.py", "losses.py")
+            if is_kept:
+                jax.clear_caches()
+            found, _ = verdict(case, planter, sound)
+            if is_kept:
+                jax.clear_caches()
+            counts[kind, found] += 1
+            if found == "SURVIVED":
+                file, line, axes, name = site
+                survivors.append(f"{kind}: {name} over {axes} at {Path(file).name}:{line} ({case})")
+    return counts, survivors
+
+
+def main() -> int:
+    """Plant all faults; returns 1 where fewer than 98 % are killed."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--mesh", nargs="*", default=[], help="only these meshes")
+    parser.add_argument("--out", default="", help="write the table here")
+    options = parser.parse_args()
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 8)
+    layer_scan.UNROLL_UP_TO = 0  # one copy of the layer to plant in, and quick to trace
+    total: collections.Counter = collections.Counter()
+    lines, alive = [], []
+    for case in CASES:
+        if options.mesh and case.mesh not in options.mesh:
+            continue
+        start = time.monotonic()
+        counts, survivors = try_case(case)
+        total, alive = total + counts, alive + survivors
+        lines.append(f"| {case} | {_cells(counts)} |")
+        print(f"{lines[-1]} {time.monotonic() - start:.0f} s", flush=True)
+        for survivor in survivors:
+            print("   survived:", survivor, flush=True)
+    head = "| mesh | " + " | ".join(KINDS) + " |"
+    table = [head, "|---" * (1 + len(KINDS)) + "|", *lines, f"| **all** | {_cells(total)} |"]
+    killed = sum(n for (_, found), n in total.items() if found in ("types", "audit"))
+    faults = killed + sum(n for (_, found), n in total.items() if found == "SURVIVED")
+    verdict = f"{killed} of {faults} faults killed ({100 * killed / max(1, faults):.1f} %)."
+    text = "\n".join([*table, "", verdict, "", *[f"- survived: {one}" for one in alive]])
+    print("\n" + text)
+    if options.out:
+        Path(options.out).write_text(text + "\n")
+    return int(killed < 0.98 * faults)
+
+
+def _cells(counts: collections.Counter) -> str:
+    """Killed by types + by the audit, of all, for each kind."""
+    cells = []
+    for kind in KINDS:
+        types, audit, alive = (counts[kind, found] for found in ("types", "audit", "SURVIVED"))
+        cells.append(f"{types} + {audit} of {types + audit + alive}")
+    return " | ".join(cells)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,271 @@
+"""The mesh audit: planted faults are refused with axis, parameter and line; sound steps are not."""
+
+import dataclasses
+import importlib.util
+import itertools
+import json
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from commands import run
+from test_block_sums import Case as BlockCase
+from test_block_sums import make_batch, make_model, make_parts
+
+from jaxdist.config import RunConfig
+from jaxdist.config.command_line import stored_run
+from jaxdist.core import collectives
+from jaxdist.core.mesh import MeshSpec, factorisations
+from jaxdist.core.sharding import MeshConfig
+from jaxdist.core.step import TrainConfig, make_value_and_grad
+from jaxdist.core.types import ConfigError
+from jaxdist.models import CnnConfig, DecoderConfig
+from jaxdist.plan.audit import audit_parts, audit_program, check_mesh
+from jaxdist.plan.audit.states import CONSTANT, EQUAL, INDEX, PARTIAL, VARYING, ZERO, join, split
+from jaxdist.run.setup import assemble
+
+ROOT = Path(__file__).parent.parent
+
+
+def parts_of(mesh="dp=2,tp=2", *, model=None, zero=0, sequence=True, **train):
+    config = RunConfig(
+        model=model
+        or DecoderConfig(
+            d_model=32, num_layers=4, num_heads=4, mlp_dim=64, vocab_size=64, bias=["out"]
+        ),
+        mesh=MeshConfig(shape=mesh, zero=zero, sequence_parallel=sequence),
+        train=TrainConfig(
+            **{"global_batch_size": 32, "seq_len": 16, "num_microbatches": 2, **train}
+        ),
+    )
+    return assemble(config, jax.devices()[: MeshSpec.parse(mesh).num_devices])
+
+
+# --- states ---
+
+
+def test_joins_have_no_order_and_never_gain_a_claim():
+    states = [ZERO, CONSTANT, EQUAL, INDEX, PARTIAL, VARYING, split(0), split(0, 1), split(2)]
+    for a, b in itertools.product(states, repeat=2):
+        assert join(a, b) == join(b, a)
+        assert join(a, join(a, b)) == join(a, b)
+        assert join(ZERO, a) == a and join(VARYING, a) == VARYING
+    assert join(PARTIAL, EQUAL) == VARYING
+    assert join(split(0), split(2)) == VARYING and join(split(0, 1), split(0)) == split(0)
+
+
+# --- sound steps ---
+
+
+@pytest.mark.parametrize(
+    "mesh, options",
+    [
+        ("dp=4", {"zero": 1}),
+        ("dp=4", {"zero": 3}),
+        ("dp=2,fsdp=2,tp=2", {}),
+        ("dp=2,fsdp=2,tp=2", {"sequence": False, "zero": 2}),
+        ("pp=2,dp=2,tp=2", {}),
+        ("cp=2,fsdp=2,tp=2", {}),
+        ("dp=4", {"replica_norms": True}),
+        ("fsdp=4,tp=2", {"model": CnnConfig(channels=[8, 16], hidden=32)}),
+        (
+            "dp=2,tp=2",
+            {
+                "model": DecoderConfig(
+                    d_model=32, num_layers=2, num_heads=4, mlp_dim=64, vocab_size=64, dropout=0.1,
+                    positions="learned", tie_embeddings=True, attention_dropout=0.1, max_seq_len=16,
+                )
+            },
+        ),
+    ],
+)  # fmt: skip
+def test_a_sound_step_raises_no_alarm(mesh, options):
+    audit = audit_parts(parts_of(mesh, **options))
+    assert audit.violations == []
+    assert audit.num_parameters and audit.transfers
+
+
+def test_every_mesh_of_eight_devices_is_sound():
+    config = stored_run(ROOT / "configs" / "default.toml")
+    for spec in factorisations(8)[::6]:
+        mesh = dataclasses.replace(config.mesh, shape=str(spec))
+        parts = assemble(dataclasses.replace(config, mesh=mesh), jax.devices())
+        assert audit_parts(parts).is_clean, str(spec)
+
+
+# --- planted faults ---
+
+
+def load_mutants():
+    path = ROOT / "scripts" / "bench" / "audit_mutants.py"
+    spec = importlib.util.spec_from_file_location("audit_mutants", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    "mesh, sequence, kind",
+    [
+        ("dp=2,tp=2", True, "omitted"),
+        ("tp=2", False, "omitted"),
+        ("dp=2,tp=2", False, "doubled"),
+        ("fsdp=2,tp=2", True, "gathered, then summed"),
+        ("dp=2,fsdp=2", True, "wrong axis"),
+        ("fsdp=4", True, "bfloat16"),
+    ],
+)
+def test_a_fault_at_any_collective_is_refused(mesh, sequence, kind):
+    mutants = load_mutants()
+    counts, survivors = mutants.try_case(mutants.Case(mesh, sequence=sequence), kinds=(kind,))
+    assert survivors == []
+    assert counts[kind, "audit"] > 0
+
+
+def test_a_violation_names_axis_parameter_line_and_fix(monkeypatch):
+    real = collectives.reduce_scatter
+    halved = lambda x, axes, dim=0: real(collectives.all_reduce(x, axes), axes, dim)
+    monkeypatch.setattr(collectives, "reduce_scatter", halved)
+    [violation] = [
+        v
+        for v in audit_parts(parts_of("dp=2", zero=1)).violations
+        if v.value == "the gradient of layers/mlp/down"
+    ]
+    assert (violation.kind, violation.axis) == ("summed twice", "data")
+    assert f"{Path(__file__).name}:" in violation.line and violation.fix
+
+
+def test_a_run_refuses_to_start_and_exits_with_2(monkeypatch):
+    real = collectives.all_reduce
+    twice = lambda x, axes, op="sum": real(real(x, axes, op), axes, op)
+    monkeypatch.setattr(collectives, "all_reduce", twice)
+    with pytest.raises(ConfigError) as error:
+        check_mesh(parts_of("dp=2"))
+    assert any("summed twice over data" in problem for problem in error.value.problems)
+
+
+# --- wrong models of one's own: patterns that public stacks have shipped (Megatron-LM#7452) ---
+
+
+def counted_on_every_device(params, x, aux, context):
+    """A sum of what `enter` returned: all tensor devices hold the same, and each counts it."""
+    y, sums = make_model().block(params, x, aux, context)
+    gates = jax.nn.softmax(context.enter(x) @ params["router"])
+    return y, {**sums, "first_gate": jnp.sum(gates[..., 0])}
+
+
+def bias_on_every_device(params, x, aux, context):
+    """A bias that is added before the sum over devices, once by each."""
+    del aux
+    hidden = jnp.tanh(context.enter(x) @ params["up"])
+    return x + context.leave(hidden @ params["down"] + params["router"][:, 0]), {}
+
+
+def never_summed(params, x, aux, context):
+    """A row-parallel product whose sum is left out; the shapes fit all the same."""
+    del aux
+    hidden = jnp.tanh(context.enter(x) @ params["up"])
+    return x + context.split(hidden @ params["down"]), {}
+
+
+def summed_after_the_nonlinearity(params, x, aux, context):
+    """A nonlinear function of each device's term of the sum."""
+    del aux
+    return x + context.leave(jnp.tanh(context.enter(x) @ params["up"] @ params["down"])), {}
+
+
+def gathered_then_summed(params, x, aux, context):
+    """The hidden units gathered, and what follows from all of them summed again."""
+    del aux
+    hidden = jnp.tanh(context.enter(x) @ params["up"])
+    whole = collectives.all_gather(hidden, "tensor", dim=2)
+    return x + context.leave(whole @ jnp.ones((whole.shape[2], x.shape[2]))), {}
+
+
+def mean_of_means(params, x, aux, context):
+    """A balance loss divided by this device's own weight."""
+    del context
+    gates = jax.nn.softmax(x @ params["router"])
+    weights = aux["weights"][..., None]
+    balance = jnp.sum(weights * gates**2) / jnp.sum(weights)
+    return x, {"aux_loss": balance, "first_gate": jnp.sum(gates[..., 0])}
+
+
+@pytest.mark.parametrize(
+    "block, mesh, sequence, kind, axis",
+    [
+        (counted_on_every_device, "tp=2", False, "summed twice", "tensor"),
+        (counted_on_every_device, "tp=2", True, "gathered, then summed", "tensor"),
+        (bias_on_every_device, "dp=2,tp=2", True, "omitted sum", "tensor"),
+        (bias_on_every_device, "tp=2", False, "omitted sum", "tensor"),
+        (never_summed, "tp=2", True, "omitted sum", "tensor"),
+        (summed_after_the_nonlinearity, "tp=2", True, "omitted sum", "tensor"),
+        (gathered_then_summed, "tp=2", True, "gathered, then summed", "tensor"),
+        (mean_of_means, "dp=4", False, "omitted sum", "data"),
+        (mean_of_means, "pp=2,dp=2", False, "omitted sum", "data"),
+    ],
+)
+def test_a_wrong_model_of_ones_own_is_refused(block, mesh, sequence, kind, axis):
+    model, layout, *rest = make_parts(BlockCase(mesh, sequence=sequence))
+    model = dataclasses.replace(model, block=block)
+    found = audit_of(model, layout, *rest).violations
+    assert (kind, axis) in {(v.kind, v.axis) for v in found}
+    assert any(f"{Path(__file__).name}:" in v.line for v in found)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [BlockCase("dp=2,fsdp=2,tp=2", sequence=True), BlockCase("pp=2,tp=2"), BlockCase("tp=4")],
+    ids=str,
+)
+def test_a_right_model_of_ones_own_is_not(case):
+    assert audit_of(*make_parts(case)).violations == []
+
+
+def audit_of(model, layout, config, context, stages):
+    function = make_value_and_grad(model, layout, config, context, stages=stages)
+    params = jax.eval_shape(model.init, jax.random.key(0))
+    program = jax.make_jaxpr(function)(params, make_batch(), jax.random.key(0), jnp.float32(1))
+    return audit_program(program.jaxpr, model, layout)
+
+
+def own_value(x):
+    return jnp.square(collectives.own(jnp.sum(x)))
+
+
+def test_a_value_that_is_meant_to_be_each_devices_own_is_let_pass():
+    model, layout, *rest = make_parts(BlockCase("dp=4"))
+    plain = lambda params, x, aux, context: (x, {"spread": jnp.square(jnp.sum(x))})
+    meant = lambda params, x, aux, context: (x, {"spread": own_value(x)})
+    for block, is_clean in ((plain, False), (meant, True)):
+        audit = audit_of(dataclasses.replace(model, block=block), layout, *rest)
+        assert audit.is_clean == is_clean
+
+
+# --- what moves ---
+
+
+def test_the_table_counts_collectives_and_whole_bytes():
+    audit = audit_parts(parts_of("fsdp=4"))
+    moved = {(t.purpose, t.kind): t for t in audit.transfers}
+    gathers = moved["parameter gather", "all-gather"]
+    matrices = 4 * (32 * 3 * 4 * 8 + 4 * 8 * 32 + 3 * 32 * 64)
+    # Two microbatches, forward and backward; the table and the head are gathered once each.
+    assert gathers.num_bytes == 4 * 2 * (2 * matrices + 2 * 64 * 32)
+    scattered = moved["gradient reduction, sharded", "reduce-scatter"]
+    assert scattered.num_bytes == 4 * 2 * (matrices + 2 * 64 * 32)
+    assert not gathers.at_most and gathers.axes == ("fsdp",)
+
+
+# --- the command ---
+
+
+def test_the_command_prints_one_object_and_exits_with_0():
+    done = run("audit", "--mesh=pp=2,tp=2", "--json")
+    assert done.returncode == 0, done.stderr
+    record = json.loads(done.stdout)
+    assert record["violations"] == [] and record["mesh"] == "pp=2,tp=2"
+    assert {"tensor", "pipeline"} == {axis for t in record["transfers"] for axis in t["axes"]}
