@@ -188,13 +188,8 @@ def main(argv: Sequence[str], summary: str) -> int:
     """Run a job on this host until it is done or cannot be; `--help` begins with `summary`."""
     config = read_config(argv, summary)
     plan = make_plan(config)
-    try:
-        locate(plan.run_dir).make_directory()
-    except OSError as error:
-        raise ConfigError(
-            f"--run-dir {plan.run_dir} cannot be made ({error.strerror}). Name another one."
-        ) from None
     if plan.elastic is None:
+        _make_run_directory(plan)
         agent: Agent = FixedAgent(
             plan.nproc_per_node, plan.nnodes, config.node_rank, config.coordinator_address
         )
@@ -208,6 +203,7 @@ def main(argv: Sequence[str], summary: str) -> int:
     problems = impossible(plan.elastic, sizes)
     if problems:
         raise ConfigError(problems)
+    _make_run_directory(plan)
     rendezvous = Rendezvous(
         plan.run_dir / "launch",
         config.node_rank,
@@ -216,6 +212,16 @@ def main(argv: Sequence[str], summary: str) -> int:
     )
     agent = ElasticAgent(plan.elastic, rendezvous, sizes, stop_reaches_all=trains)
     return Supervisor(plan.command, agent, plan.run_dir, plan.restart_policy).run()
+
+
+def _make_run_directory(plan: LaunchPlan) -> None:
+    """Once nothing else can be wrong: a refused job leaves no directory."""
+    try:
+        locate(plan.run_dir).make_directory()
+    except OSError as error:
+        raise ConfigError(
+            f"--run-dir {plan.run_dir} cannot be made ({error.strerror}). Name another one."
+        ) from None
 
 
 def read_config(argv: Sequence[str], summary: str = "") -> LaunchConfig:
