@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 from data_cases import open_case, sharding_on, write_sources, write_text
 
+from jaxdist.config import read_run
+from jaxdist.core.types import ConfigError
 from jaxdist.data import DataConfig, Loader, Position, open_datasets
 
 ROWS = """
@@ -132,4 +134,5 @@ def test_a_worker_ends_with_a_training_process_that_is_killed(tmp_path):
 
 
 def test_a_negative_number_of_workers_is_refused():
-    assert any("num_workers" in problem for problem in DataConfig(num_workers=-1).problems())
+    with pytest.raises(ConfigError, match="num_workers=-1"):
+        read_run(["--data.num_workers=-1"], command="train", summary="")

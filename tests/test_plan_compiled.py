@@ -124,7 +124,7 @@ def test_without_the_compiler_the_reason_and_the_command_come_back(monkeypatch):
     outcome = compile_step(CONFIG, MESH, NODES)
     assert isinstance(outcome, NotCompiled)
     assert outcome.kind == "missing"
-    assert "pip install 'jaxdist[plan]'" in outcome.fix
+    assert "-e '.[plan]'" in outcome.fix
 
 
 def test_a_compiler_of_another_version_is_no_compiler(monkeypatch):

@@ -164,6 +164,7 @@ OTHER_FILES = {
     "models/huggingface": "model directories of Hugging Face",
     "plan": "hardware descriptions, XLA's dumps and the page that the user asked for",
     "runtime/backend.py": "jax's compilation cache and /proc",
+    "runtime/entry_point.py": "/dev/null, when nobody reads stdout any more",
     "runtime/distributed.py": "the package's own sources, equal in all processes",
     "run/monitoring/environment.py": "/proc/driver",
     "generate.py": "the user's file of prompts",

@@ -27,7 +27,7 @@ OTHER_PACKAGES = {"xprof"}
 """On PyPI, and not ours to install: named where a person may want it."""
 
 FOREIGN_FLAGS = {
-    *("--shm-size", "--ipc", "--nv"),  # of docker and apptainer
+    *("--bind", "--shm-size", "--ipc", "--nv"),  # of docker and apptainer
     *("--container-image", "--container-mounts", "--container-workdir"),  # pyxis
     *("--kill-on-bad-exit", "--ntasks-per-node", "--cpus-per-task", "--requeue", "--signal"),
     *(
