@@ -37,6 +37,7 @@ from jaxdist.runtime.config import RuntimeConfig
 from jaxdist.runtime.storage import url_problem
 
 _BYTE_VALUES = 256
+_MOST_SIMULATED = 4096  # devices of a process: each costs a thread and memory
 _SEARCH_S = 0.5  # for legal meshes to name in a refusal; of thousands of devices there are many
 _PARAM_AND_GRADIENT_BYTES = 4 + 4
 
@@ -86,7 +87,10 @@ class RunConfig:
         "kernels, jax's own checks, stop on NaN; what a file or flags say wins",
     )
     simulate: int = setting(
-        0, "simulated CPU devices of each process; 0 = the machine's own devices", ge=0, le=4096
+        0,
+        "simulated CPU devices of each process; 0 = the machine's own devices",
+        ge=0,
+        le=_MOST_SIMULATED,
     )
     model: ModelConfig = dataclasses.field(default_factory=DecoderConfig)
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
@@ -106,7 +110,9 @@ class RunConfig:
         found = self._place_problems() + self._start_problems()
         # Sizes that are not even numbers of something would only repeat themselves below.
         sections = {name: getattr(self, name) for name in ("model", "train", "mesh", "pipeline")}
-        if self.simulate < 0 or any(problems_of(sections[name], name) for name in sections):
+        if not 0 <= self.simulate <= _MOST_SIMULATED:
+            return found
+        if any(problems_of(sections[name], name) for name in sections):
             return found
         return found + self._data_problems() + self._early_mesh_problems()
 
