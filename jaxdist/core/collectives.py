@@ -112,6 +112,42 @@ def reduce_scatter(x: Array, axes: Axes, dim: int = 0) -> Array:
     return lax.psum_scatter(x, _names(axes), scatter_dimension=dim, tiled=True)
 
 
+def broadcast(x: Array, axes: Axes, root: int = 0) -> Array:
+    """Every device gets the root's array: [...] -> [...]. Wire: that of `all_reduce`.
+
+    Raises:
+        ValueError: `root` is not in the group.
+    """
+    _check_root(root, axes)
+    return lax.psum(jnp.where(group_index(axes) == root, x, jnp.zeros_like(x)), _names(axes))
+
+
+def reduce(x: Array, axes: Axes, root: int = 0) -> Array:
+    """The root gets the sum over the group, the others zeros: [...] -> [...].
+
+    Wire: that of `all_reduce`.
+
+    Raises:
+        ValueError: `root` is not in the group.
+    """
+    _check_root(root, axes)
+    total = lax.psum(x, _names(axes))
+    return jnp.where(group_index(axes) == root, total, jnp.zeros_like(total))
+
+
+def scatter(x: Array, axes: Axes, root: int = 0, dim: int = 0) -> Array:
+    """Each device gets its part of the root's array: [..., d, ...] -> [..., d/n, ...].
+
+    Wire: B·(n−1)/n per device.
+
+    Raises:
+        ValueError: the group does not divide `dim`, or `root` is not in the group.
+    """
+    _check_root(root, axes)
+    from_root = jnp.where(group_index(axes) == root, x, jnp.zeros_like(x))
+    return reduce_scatter(from_root, axes, dim)
+
+
 def all_to_all(x: Array, axis: str, split_dim: int, concat_dim: int, group: int = 0) -> Array:
     """Send the i-th part of `split_dim` to device i, concatenate what arrives along `concat_dim`.
 
@@ -158,6 +194,17 @@ def permute_in_pairs(x: Array, axis: str, shift: int = 1) -> Array:
     return sum(received[1:], start=received[0])
 
 
+def barrier(x: Array, axes: Axes) -> Array:
+    """`x` [...], available only after every device of the group has made its own.
+
+    Wire: 4 bytes.
+    """
+    # A number that needs x and that x then needs; a constant, or one unused, is compiled away.
+    first = jnp.ravel(x)[0]
+    arrived = lax.psum(vary(first == first, _names(axes)).astype(jnp.float32), _names(axes))
+    return jnp.where(arrived >= 0, x, jnp.zeros_like(x))
+
+
 def _names(axes: Axes) -> tuple[str, ...]:
     return (axes,) if isinstance(axes, str) else tuple(axes)
 
@@ -168,3 +215,11 @@ def _neighbours(axis: str, group: int) -> list[list[int]] | None:
     if group == size:
         return None
     return [list(range(first, first + group)) for first in range(0, size, group)]
+
+
+def _check_root(root: int, axes: Axes) -> None:
+    size = group_size(axes)
+    if not 0 <= root < size:
+        raise ValueError(
+            f"root={root} is not in the group of {size} over {axes}. Use 0..{size - 1}."
+        )
