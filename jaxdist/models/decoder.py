@@ -252,7 +252,7 @@ class Attention(nnx.Module):
             dropout = AttentionDropout(rate=config.attention_dropout, key=key, rows=aux["rows"])
         heads = self.project(x, aux, context)
         mixed = context.attend(*heads, mask, kernel=config.attention, dropout=dropout)
-        return self.project_out(checkpoint_name(mixed, "attention"), context)
+        return self.project_out(mixed, context)
 
     def project(
         self, x: Array, aux: dict[str, Any], context: Context

@@ -5,6 +5,6 @@ blockwise   block by block in plain JAX: memory that grows with the row, not wit
 context     a row on several devices: ring, all-gather, all-to-all
 """
 
-from jaxdist.core.attention.kernels import choose_kernel, make_attend, visible
+from jaxdist.core.attention.kernels import choose_kernel, keeps_attention, make_attend, visible
 
-__all__ = ["choose_kernel", "make_attend", "visible"]
+__all__ = ["choose_kernel", "keeps_attention", "make_attend", "visible"]

@@ -29,6 +29,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from jaxdist.core import collectives
 from jaxdist.core.attention import blockwise
@@ -174,7 +175,10 @@ def make_attend(plan: Plan, attend_rows: Callable[..., Array]) -> Callable[..., 
             mixed = _reordered(mixed, np.argsort(_chunk_order(plan.inner)))
         else:
             mixed = _attend_ring(*shared, segments, rule, _Ring(plan.inner, plan.paired))
-        return group.return_heads(mixed)
+        if plan.inner == 1:
+            return mixed
+        # Kept by remat policies a second time, after the exchange, so that backward need not repeat it.
+        return checkpoint_name(group.return_heads(mixed), "attention")
 
     return attend
 

@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from jaxdist.core.attention import blockwise
 from jaxdist.core.attention.context import Plan
@@ -162,7 +163,11 @@ def visible(mask: AttentionMask, queries: int, keys: int) -> Array:
 
 
 def _attend(query: Array, key: Array, value: Array, mask: AttentionMask, kernel: Kernel) -> Array:
-    """A kernel on a mask that it can honour; shapes as in the file's docstring."""
+    """A kernel on a mask that it can honour; shapes as in the file's docstring.
+
+    What backward reads of it is named "attention" for remat policies, but not of cuDNN's, whose
+    results a policy knows by their operation (`keeps_attention`).
+    """
     if kernel == "blockwise":
         rule = blockwise.Rule(mask.causal, mask.sliding_window)
         keys = blockwise.Span(jnp.arange(key.shape[1])[None], mask.segments)
@@ -176,7 +181,7 @@ def _attend(query: Array, key: Array, value: Array, mask: AttentionMask, kernel:
     documents = None
     if mask.segments is not None:
         documents = (mask.segments[:, :, None] == mask.segments[:, None, :])[:, None]
-    return jax.nn.dot_product_attention(
+    mixed = jax.nn.dot_product_attention(
         query,
         key,
         value,
@@ -185,6 +190,18 @@ def _attend(query: Array, key: Array, value: Array, mask: AttentionMask, kernel:
         local_window_size=(mask.sliding_window - 1, 0) if mask.sliding_window else None,
         implementation=kernel,
     )
+    return mixed if kernel == "cudnn" else checkpoint_name(mixed, "attention")
+
+
+def keeps_attention(primitive: Any, *avals: Any, **params: Any) -> bool:
+    """A remat policy: keep what attention's backward reads of its forward, so that it runs once.
+
+    Of cuDNN's kernel that is its output and the log-sum-exp of its scores. A name cannot say it: it
+    would keep the output after the call, and backward would call again for what the call returns.
+    """
+    if primitive.name == "name":
+        return params["name"] == "attention"
+    return primitive.name == "dot_product_attention_fwd_wrapper"
 
 
 def _attend_with_dropout(
@@ -215,4 +232,5 @@ def _attend_with_dropout(
     local_heads = first_head + jnp.arange(heads)
     kept = jax.vmap(lambda row: jax.vmap(lambda head: draw(row, head))(local_heads))(dropout.rows)
     probs = jnp.where(kept, probs / (1 - dropout.rate), 0.0).astype(value.dtype)
-    return jnp.einsum("bhqk,bkhd->bqhd", probs, value)
+    mixed = jnp.einsum("bhqk,bkhd->bqhd", probs, value)
+    return checkpoint_name(mixed, "attention")

@@ -30,7 +30,10 @@ class TrainConfig:
         "auto = none on CPU, dots on GPUs",
     )
     loss_chunk_tokens: int = setting(
-        0, "tokens whose logits exist at once; 0 = as many as fit 64 MiB of float32 logits", ge=0
+        0,
+        "tokens whose logits exist at once; 0 = as many as make the head fast and take little memory "
+        "on this device",
+        ge=0,
     )
     offload_optimizer: bool = setting(False, "keep optimizer moments in host memory")
     replica_norms: bool = setting(

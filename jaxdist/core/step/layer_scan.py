@@ -12,6 +12,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.core import collectives
+from jaxdist.core.attention import keeps_attention
 from jaxdist.core.parallel import fsdp, tensor
 from jaxdist.core.parallel.pipeline.axis import PIPELINE
 from jaxdist.core.parallel.tensor import TENSOR
@@ -149,11 +150,14 @@ def remat_policy(remat: str, layers: Params) -> Callable[..., bool]:
         return fsdp.keep_all_but_weights(layers)
     if remat == "dots":
         return policies.save_from_both_policies(
-            policies.checkpoint_dots_with_no_batch_dims,
-            policies.save_only_these_names("attention"),
+            policies.checkpoint_dots_with_no_batch_dims, keeps_attention
         )
     if remat == "full":
         return policies.nothing_saveable
     if remat.startswith("names:"):
-        return policies.save_only_these_names(*remat.removeprefix("names:").split(","))
+        names = remat.removeprefix("names:").split(",")
+        by_name = policies.save_only_these_names(*names)
+        if "attention" not in names:
+            return by_name
+        return policies.save_from_both_policies(by_name, keeps_attention)
     raise ValueError(f"remat={remat!r} is unknown. Use none, dots, full or names:A,B.")

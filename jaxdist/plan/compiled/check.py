@@ -28,6 +28,7 @@ from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.parallel.axes import row_axes
 from jaxdist.core.settings import write_toml
 from jaxdist.plan.compiled.collectives import Collective
+from jaxdist.plan.compiled.roofline import Times
 from jaxdist.plan.hardware import Cluster
 from jaxdist.runtime.formatting.numbers import in_bytes
 
@@ -100,6 +101,7 @@ class CompiledStep:
         collectives: all of them, in program order.
         branch_shares: kind of a pipeline's action -> how often a stage takes its branch, as a share
             of the ticks that hold it; {} without a pipeline. Idle ticks of a schedule move nothing.
+        times: a roofline over the schedule: where the step's time goes.
         attention: "cudnn" or "xla" where the model attends, "" where it does not.
         compile_s: seconds of lowering and compilation.
         versions: jax, jaxlib and plugin.
@@ -111,6 +113,7 @@ class CompiledStep:
     buffers: tuple[Buffer, ...]
     collectives: tuple[Collective, ...]
     branch_shares: dict[str, float]
+    times: Times
     attention: str
     remarks: tuple[Remark, ...]
     compile_s: float
@@ -201,7 +204,6 @@ def compile_step(
         "gpu": dataclasses.asdict(cluster.gpu),
         "num_nodes": cluster.num_nodes,
         "gpus_per_node": cluster.gpus_per_node,
-        "gpus_per_fabric": cluster.gpus_per_fabric,
     }
     return _interpret(
         _ask([sys.executable, "-m", "jaxdist.plan.compiled.compiler"], request, timeout_s)
@@ -299,7 +301,8 @@ def _read(facts: dict[str, Any], log: str) -> CompiledStep:
         )
         for name, kind in kinds.items()
     }
-    step = CompiledStep(**{**facts, **lists, "memory": Memory(**facts["memory"]), "remarks": ()})
+    records = {"memory": Memory(**facts["memory"]), "times": Times(**facts["times"])}
+    step = CompiledStep(**{**facts, **lists, **records, "remarks": ()})
     return dataclasses.replace(step, remarks=(*_log_remarks(log), *_step_remarks(step)))
 
 

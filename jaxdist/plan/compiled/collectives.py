@@ -104,14 +104,8 @@ def read_collectives(
     found = []
     for site in _walk(parse(text)):
         shapes = [shape for shape in site.result.shapes if shape.num_bytes >= SCALAR_BYTES]
-        groups: Sequence[Sequence[int]]
-        if site.kind == "collective-permute":
-            groups, size = pairs_of(site.inner), 2
-            axes = _permuted_axes(groups, mesh)
-        else:
-            groups = groups_of(site.inner, num_devices)
-            size = len(groups[0])
-            axes = _axes(groups, mesh, site.inner)
+        groups, axes = groups_and_axes(site.inner, site.kind, mesh)
+        size = 2 if site.kind == "collective-permute" else len(groups[0])
         if not shapes or size == 1:
             continue
         whole = size if site.kind == "reduce-scatter" else 1
@@ -123,7 +117,7 @@ def read_collectives(
                 axes=axes,
                 dtypes=tuple(sorted({shape.dtype for shape in shapes})),
                 bytes=total,
-                wire_bytes=_wire_bytes(site.kind, total, size),
+                wire_bytes=wire_bytes(site.kind, total, size),
                 count=site.times,
                 in_branch=site.in_branch,
                 group_size=size,
@@ -147,7 +141,7 @@ def custom_calls(text: str) -> list[tuple[str, Instruction]]:
     return found
 
 
-def _wire_bytes(kind: str, total: int, size: int) -> int:
+def wire_bytes(kind: str, total: int, size: int) -> int:
     """Bytes that one device sends: ring algorithms, as `jaxdist.core.collectives` states them."""
     if kind in ("collective-permute", "collective-broadcast"):
         return total
@@ -186,7 +180,7 @@ def _computation(
             raise UnknownHLO(f"unknown collective {opcode!r}: {instruction}")
         elif opcode == "while":
             for site in [s for child in called for s in inside(child)]:
-                yield dataclasses.replace(site, times=site.times * _trips(instruction))
+                yield dataclasses.replace(site, times=site.times * trips_of(instruction))
         elif opcode == "conditional":
             for child in called:
                 yield from (dataclasses.replace(s, in_branch=True) for s in inside(child))
@@ -199,7 +193,7 @@ def _computation(
             raise UnknownHLO(f"unknown caller {opcode!r}: {instruction}")
 
 
-def _trips(instruction: Instruction) -> int:
+def trips_of(instruction: Instruction) -> int:
     found = _TRIPS.search(instruction.attributes)
     if found is None:
         raise UnknownHLO(f"a loop of unknown length holds collectives: {instruction}")
@@ -224,7 +218,7 @@ def _site(
     started = instructions[place]
     if not split:
         return _Site(kind=kind, started=started, inner=inner, result=started)
-    end = _end(instructions, place)
+    end = end_of(instructions, place)
     return _Site(
         kind=kind,
         started=started,
@@ -236,7 +230,7 @@ def _site(
     )
 
 
-def _end(instructions: list[Instruction], place: int) -> int:
+def end_of(instructions: list[Instruction], place: int) -> int:
     """Where what starts at `place` is awaited."""
     started = instructions[place]
     prefix = started.opcode.removesuffix("-start")
@@ -252,6 +246,21 @@ def _end(instructions: list[Instruction], place: int) -> int:
 
 
 # --- mesh axes -----------------------------------------------------------------------------------
+
+
+def groups_and_axes(
+    instruction: Instruction, kind: str, mesh: Mapping[str, int]
+) -> tuple[Sequence[Sequence[int]], tuple[str, ...]]:
+    """(groups of devices, of a permute its pairs, and the mesh axes that they span).
+
+    Raises:
+        UnknownHLO: groups that are no mesh axes, or a notation that is not known.
+    """
+    if kind == "collective-permute":
+        pairs = pairs_of(instruction)
+        return pairs, _permuted_axes(pairs, mesh)
+    groups = groups_of(instruction, math.prod(mesh.values()))
+    return groups, _axes(groups, mesh, instruction)
 
 
 def _axes(

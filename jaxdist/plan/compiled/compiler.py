@@ -33,8 +33,9 @@ from jaxdist.core.types import ConfigError
 from jaxdist.plan.compiled import gpu_target
 from jaxdist.plan.compiled.collectives import custom_calls, read_collectives
 from jaxdist.plan.compiled.hlo import Instruction, Module, parse, shapes_of
+from jaxdist.plan.compiled.roofline import model_times
 from jaxdist.plan.estimate.activations import cudnn_scratch
-from jaxdist.plan.hardware import Gpu
+from jaxdist.plan.hardware import Cluster, Gpu
 from jaxdist.run.setup import assemble
 
 _NUM_BUFFERS = 12
@@ -60,17 +61,19 @@ def compile_step(request: dict[str, Any]) -> dict[str, Any]:
     """Assemble, lower and compile the train step for a topology; see `compiled.CompiledStep`.
 
     Args:
-        request: `config` (TOML), `gpu` (fields of `Gpu`), `num_nodes`, `gpus_per_node`,
-            `gpus_per_fabric`.
+        request: `config` (TOML), `gpu` (fields of `Gpu`), `num_nodes`, `gpus_per_node`.
 
     Raises:
         ConfigError: the settings or the mesh are illegal.
     """
     gpu = Gpu(**request["gpu"])
+    cluster = Cluster(
+        gpu=gpu, num_nodes=request["num_nodes"], gpus_per_node=request["gpus_per_node"]
+    )
     text = gpu_target.target_text(gpu)
     devices = topologies.get_topology_desc(
         platform="cuda",
-        topology=f"1x{request['num_nodes']}x{request['gpus_per_node']}",
+        topology=f"1x{cluster.num_nodes}x{cluster.gpus_per_node}",
         target_config=text,
     ).devices
     _answer_for_the_target(gpu)
@@ -85,14 +88,16 @@ def compile_step(request: dict[str, Any]) -> dict[str, Any]:
         )
         compile_s = time.perf_counter() - start
         hlo = compiled.as_text()
-        buffers = _largest_buffers(Path(scratch), parse(hlo))
+        module = parse(hlo)
+        buffers = _largest_buffers(Path(scratch), module)
     calls = custom_calls(hlo)
-    collectives = read_collectives(hlo, parts.spec.sizes, gpus_per_node=request["gpus_per_fabric"])
+    collectives = read_collectives(hlo, parts.spec.sizes, gpus_per_node=cluster.gpus_per_fabric)
     return {
         "memory": _memory(compiled.memory_analysis(), parts, calls, gpu),
         "buffers": buffers,
         "collectives": [dataclasses.asdict(collective) for collective in collectives],
         "branch_shares": _branch_shares(parts),
+        "times": dataclasses.asdict(model_times(module, parts.spec.sizes, cluster)),
         "attention": _attention(parts, calls),
         "compile_s": compile_s,
         "versions": {name: importlib.metadata.version(name) for name in _PACKAGES},

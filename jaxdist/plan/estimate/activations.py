@@ -63,7 +63,9 @@ def kept_per_layer(job: Job) -> float:
         elements += tokens * widths.up
     elif job.remat == "none":
         return _kept_without_recomputation(job)
-    return job.compute_bytes * elements
+    # With the output of a fused kernel stays the log-sum-exp of its scores.
+    fused = job.keeps_attention and job.attention != "xla"
+    return job.compute_bytes * elements + fused * WIDE * heads(job) * tokens
 
 
 def transposed_per_layer(job: Job) -> int:

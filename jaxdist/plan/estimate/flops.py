@@ -118,8 +118,7 @@ def recomputed(job: Job, forward: Work) -> Work:
     again = sum(size for name, size in per_token.items() if name not in kept)
     return Work(
         products=2.0 * job.tokens * again,
-        # The kernel's softmax statistics are never kept, so it runs again.
-        attention=forward.attention,
+        attention=0.0 if job.keeps_attention else forward.attention,
         memory_bytes=forward.memory_bytes,
     )
 

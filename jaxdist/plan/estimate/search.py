@@ -136,7 +136,7 @@ def search(
             tried += 1
             best = choice if best is None or _rank(choice) < _rank(best) else best
         if best is not None:
-            choices.append(_with_larger_chunks(best))
+            choices.append(best)
     return Found(
         choices=tuple(sorted(choices, key=_rank)),
         refused=refused,
@@ -198,22 +198,6 @@ _COMPLEXITY_COST = 0.05
 def _mesh_problems(config: RunConfig, spec: MeshSpec, model: Model) -> list[str]:
     # Microbatches are chosen below: only their being possible at all is a rule of the mesh.
     return with_section(config, "train", num_microbatches=0).mesh_problems(spec, model)
-
-
-def _with_larger_chunks(choice: Choice) -> Choice:
-    """The same with more logits at once where they fit and save passes over the head's gradient."""
-    given = choice.job.config.train.loss_chunk_tokens
-    if given or not choice.job.is_decoder or not choice.fits:
-        return choice
-    for tokens in _CHUNKS:
-        larger = Choice.of(choice.job.changed("train", loss_chunk_tokens=tokens))
-        if larger.fits and larger.time.seconds < 0.99 * choice.time.seconds:
-            return larger
-    return choice
-
-
-_CHUNKS = (4096, 2048, 1024, 512)
-"""Tokens whose logits may exist at once, tried from the largest."""
 
 
 # --- settings on one mesh -------------------------------------------------------------------------

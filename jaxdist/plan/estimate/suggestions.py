@@ -10,6 +10,9 @@ from jaxdist.core.parallel.tensor import TENSOR
 from jaxdist.plan.estimate.job import Job
 from jaxdist.plan.estimate.search import Choice
 
+_SMALL_CHUNK = 256
+"""Tokens whose logits exist at once where memory is short."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Change:
@@ -41,9 +44,9 @@ def _changes(choice: Choice) -> Iterator[tuple[str, str, Job]]:
     """(flags, what they do, the job with them)."""
     job = choice.job
     config, spec = job.config, job.spec
-    if config.train.loss_chunk_tokens:
-        changed = job.changed("train", loss_chunk_tokens=0)
-        yield "--train.loss_chunk_tokens 0", "fewer logits at once", changed
+    if job.loss_chunk > _SMALL_CHUNK:
+        changed = job.changed("train", loss_chunk_tokens=_SMALL_CHUNK)
+        yield f"--train.loss_chunk_tokens {_SMALL_CHUNK}", "fewer logits at once", changed
     for count in range(job.num_microbatches + 1, job.rows + 1):
         changed = job.changed("train", num_microbatches=count)
         if job.rows % count == 0 and _costs(choice, changed).fits:

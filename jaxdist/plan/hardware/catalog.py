@@ -38,11 +38,13 @@ GPUS: dict[str, Gpu] = _read_known()
 def gpu_of(device_kind: str) -> Gpu | None:
     """The GPU that a `jax.Device.device_kind` such as "NVIDIA H100 80GB HBM3" names.
 
+    Devices that a program is only compiled for have the name in `GPUS` for their kind.
     The whole name must match, so that an L40S is no L4 and a MIG slice ("... MIG 1g.10gb") is no
     whole GPU; None when it is not known.
     """
     kind = re.sub(r"^((NVIDIA|Tesla)\s+)*", "", device_kind.strip())
-    return next((gpu for gpu in GPUS.values() if re.fullmatch(gpu.device_kind, kind)), None)
+    found = (gpu for gpu in GPUS.values() if re.fullmatch(gpu.device_kind, kind))
+    return GPUS.get(device_kind) or next(found, None)
 
 
 def peak_flops(device_kind: str, dtype: str) -> float | None:
