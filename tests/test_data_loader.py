@@ -336,7 +336,7 @@ WORKER = textwrap.dedent(
         assert total == held.num_rows * 16, total
 
     # A stream that is divided: each process reads its part, and each part's place is saved.
-    config = DataConfig(sources=["two_streams:rows"], vocab_size=300, eval_fraction=0.0)
+    config = DataConfig(sources=["two_streams:rows"], eval_fraction=0.0)
     stream, _ = open_datasets(config, seq_len=4)
     settings = {"global_batch_size": 8, "seed": 5}
     settings["sharding"] = NamedSharding(MeshSpec.parse("dp=4").build(), PartitionSpec(row_axes()))

@@ -157,7 +157,7 @@ def test_too_many_rollbacks_end_the_run(monkeypatch):
 def dataset(tmp_path, monkeypatch):
     (tmp_path / "bad_rows.py").write_text(textwrap.dedent(MODULE))
     monkeypatch.chdir(tmp_path)
-    return open_datasets(DataConfig(sources=["bad_rows:clean"], vocab_size=256), seq_len=8)[0]
+    return open_datasets(DataConfig(sources=["bad_rows:clean"]), seq_len=8)[0]
 
 
 def test_left_out_batches_are_missing_and_the_others_come_in_order(dataset):
@@ -201,7 +201,7 @@ def test_a_step_above_the_limit_is_not_applied_and_one_below_is(test_case="rotar
 
 
 JOB = tiny(
-    *("--data.vocab_size=256", "--train.seq_len=16", f"--steps={STEPS}", f"--seed={SEED}"),
+    *("--train.seq_len=16", f"--steps={STEPS}", f"--seed={SEED}"),
     *("--checkpoint.save_interval_steps=5", "--checkpoint.max_to_keep=9"),
     "--eval.interval_steps=0",
     *("--model.num_layers=1", "--optim.peak_lr=0.01", "--simulate=2", "--mesh=dp=2"),
