@@ -161,7 +161,7 @@ def test_state_counts_batches_handed_out_and_survives_another_batch_size(text):
     state = json.loads(json.dumps(loader.state()))
     loader.close()
     start = resume_position(state, train, seed=1)
-    assert start == Position(24)
+    assert (start.sample, start.left_out) == (24, ())
     resumed = Loader(train, global_batch_size=4, seed=1, sharding=sharding, start=start)
     expected = train.rows(train.order(1).rows(np.arange(24, 28)))
     np.testing.assert_array_equal(next(resumed)["tokens"], expected["tokens"])
