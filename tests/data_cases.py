@@ -25,7 +25,7 @@ CASES: dict[str, dict] = {
         "mixture_weights": [5.0, 3.0, 2.0],
     },
     "images": {"sources": ["cifar"]},
-    "grain": {"sources": ["case_rows:rows"], "vocab_size": 300},
+    "grain": {"sources": ["case_rows:rows"]},
 }
 """Settings of each, to be opened with the folder of `write_sources` as current directory."""
 

@@ -174,7 +174,7 @@ def test_state_counts_batches_handed_out_and_survives_another_batch_size(text):
     state = json.loads(json.dumps(loader.state()))
     loader.close()
     start = resume_position(state, train, seed=1)
-    assert start == Position(24)
+    assert (start.sample, start.left_out) == (24, ())
     resumed = Loader(train, global_batch_size=4, seed=1, sharding=sharding, start=start)
     expected = train.rows(train.order(1).rows(np.arange(24, 28)))
     np.testing.assert_array_equal(next(resumed)["tokens"], expected["tokens"])
@@ -350,7 +350,7 @@ WORKER = textwrap.dedent(
         assert total == held.num_rows * 16, total
 
     # A stream that is divided: each process reads its part, and each part's place is saved.
-    config = DataConfig(sources=["two_streams:rows"], vocab_size=300, eval_fraction=0.0)
+    config = DataConfig(sources=["two_streams:rows"], eval_fraction=0.0)
     stream, _ = open_datasets(config, seq_len=4)
     settings = {"global_batch_size": 8, "seed": 5}
     settings["sharding"] = NamedSharding(MeshSpec.parse("dp=4").build(), PartitionSpec(row_axes()))

@@ -52,7 +52,7 @@ CONFIGS = {
     ),
     # Mistral parts: a window shorter than a row; three key/value heads.
     "windowed": DecoderConfig(num_heads=6, num_kv_heads=3, head_dim=8, sliding_window=5, **_SIZES),
-    "cnn": CnnConfig(image_size=IMAGE_SIZE, channels=[8, 16], hidden=32),
+    "cnn": CnnConfig(image_size=IMAGE_SIZE, channels=[8, 16], mlp_dim=32),
 }
 
 

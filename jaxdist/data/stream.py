@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxdist.core.types import ConfigError
-from jaxdist.data.custom import check_row, digest_of, fields_of, stack_rows
+from jaxdist.data.custom import check_row, digest_of, fields_of, stack_rows, vocabulary_of
 from jaxdist.data.packing import Fields
 from jaxdist.data.tokenizer import Tokenizer
 
@@ -41,7 +41,7 @@ class StreamDataset:
         divides: whether `open` looks at its arguments; else every shard is the whole stream.
         kind: "text" or "images".
         fields: name -> (shape of one row, dtype).
-        vocab_size: tokens of the vocabulary, or classes of images.
+        vocab_size: one more than the largest token, target or label in the first rows.
         tokenizer: of text.
         identity: what the rows depend on, as JSON.
         fingerprint: digest of the first rows.
@@ -60,7 +60,7 @@ class StreamDataset:
     def describe(self) -> str:
         """One line for the log."""
         how = "divided among the processes" if self.divides else "read by every process"
-        return f"{self.kind}, a stream of rows {how}, vocabulary {self.vocab_size:,}"
+        return f"{self.kind}, a stream of rows {how}"
 
     def shard(self, sharding: NamedSharding, batch_size: int) -> tuple[int, int]:
         """Which shard of how many this process reads: (0, 1) where the stream is not divided.
@@ -124,7 +124,6 @@ def open_stream(
     open_shard: Callable[[int, int], grain.IterDataset[Any]],
     *,
     divides: bool,
-    vocab_size: int,
     tokenizer: Tokenizer,
     seq_len: int,
 ) -> StreamDataset:
@@ -140,14 +139,15 @@ def open_stream(
     fields = fields_of(rows[0])
     if len(rows) > 1:
         _check_resumes(name, open_shard, state, rows[1])
-    fingerprint = digest_of(stack_rows(rows, fields, name))
+    first = stack_rows(rows, fields, name)
+    fingerprint = digest_of(first)
     return StreamDataset(
         name=name,
         open=open_shard,
         divides=divides,
         kind=kind,
         fields=fields,
-        vocab_size=vocab_size,
+        vocab_size=vocabulary_of(first),
         tokenizer=tokenizer if kind == "text" else None,
         identity={"kind": "stream", "seq_len": seq_len, "parts": [fingerprint]},
         fingerprint=fingerprint,
