@@ -165,7 +165,10 @@ def test_a_traced_decoder_counts_what_the_formulas_count(remat):
     kept = {"full": d, "names:qkv": d + d + 512, "dots": d + d + 512 + d + d + 2 * 4096}
     if remat in kept:
         assert traced.layer.kept_bytes == 2 * 256 * kept[remat]
-        assert activations.kept_per_layer(one) == one.micro_rows * traced.layer.kept_bytes
+        # Traced attention is no fused kernel, which keeps a float32 a head and token besides.
+        fused = 4 * 16 * 256 * (remat == "dots")
+        expected = one.micro_rows * (traced.layer.kept_bytes + fused)
+        assert activations.kept_per_layer(one) == expected
 
 
 # -- memory against the compiler ------------------------------------------------------------------

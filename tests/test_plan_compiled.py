@@ -96,6 +96,20 @@ def test_every_axis_carries_what_it_should(step):
 
 
 @needs_compiler
+@pytest.mark.parametrize("remat, forwards", [("dots", 1), ("names:attention", 1), ("full", 2)])
+def test_attention_runs_forward_once_where_its_result_is_kept(remat, forwards):
+    train = dataclasses.replace(TRAIN, num_microbatches=1, remat=remat)
+    config = dataclasses.replace(CONFIG, train=train, simulate=2)
+    outcome = compile_step(config, MeshSpec(data=2), Cluster.of(GPUS["h100"], 2), timeout_s=300)
+    assert isinstance(outcome, CompiledStep), outcome
+    assert outcome.times.calls["attention"] == (forwards + 1) * MODEL.num_layers
+    # Every product of the step is seen: those of one that recomputes nothing, and more under full.
+    useful = build(MODEL, seq_len=128).flops_per_token["causal"] * 16 * 128 / 2
+    assert outcome.times.flops == pytest.approx(useful, rel=0.05) or remat != "dots"
+    assert outcome.times.seconds >= sum(outcome.times.classes.values()) * 0.999
+
+
+@needs_compiler
 def test_an_illegal_mesh_is_refused_with_its_reason():
     outcome = compile_step(CONFIG, MeshSpec(tensor=8), NODES, timeout_s=300)
     assert isinstance(outcome, NotCompiled)
@@ -187,6 +201,7 @@ FACTS = {
     "buffers": [],
     "collectives": [],
     "branch_shares": {"backward": 0.5},
+    "times": {"seconds": 0.25, "classes": {"products": 0.2}, "flops": 1e12, "calls": {}},
     "attention": "cudnn",
     "compile_s": 1.0,
     "versions": {},

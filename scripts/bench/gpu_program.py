@@ -3,10 +3,10 @@
     python scripts/bench/gpu_program.py [--only NAME ...] [--out TABLE.md] [--flags "--a.b c ..."]
 
 Each case is a run's own train step, compiled by the real XLA:GPU compiler (the extra `plan`) for
-GPUs that are not here and taken apart by `jaxdist.plan.compiled.roofline`: seconds by class of work,
-exposed traffic by mesh axis, model FLOPs utilisation (causal). `--flags` are added to every case, to
-compare two programs. Nothing here was measured on a GPU: programs for one GPU compare well, absolute
-times are 5 to 15 % too short.
+GPUs that are not here, and taken apart by `jaxdist.plan.compiled.roofline`: seconds by class of
+work, exposed traffic by mesh axis, model FLOPs utilisation (causal). `--flags` are added to every
+case, to compare two programs. Nothing here was measured on a GPU: programs for one GPU compare
+well, absolute times are 5 to 15 % too short.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from jaxdist.plan.hardware import GIB, parse_gpus
 ROOT = Path(__file__).parents[2]
 
 MEDIUM = (
-    "--model.d_model 2048 --model.num_layers 24 --model.num_heads 16 --model.num_kv_heads 16"
-    " --model.mlp_dim 5632 --model.head_dim 128 --model.vocab_size 128256 --model.norm rms"
-    " --model.positions rotary --model.activation swiglu --model.qk_norm false"
-    " --model.tie_embeddings false --optim.peak_lr 3e-4"
+    "--mesh dp=1 --model.d_model 2048 --model.num_layers 24 --model.num_heads 16"
+    " --model.num_kv_heads 16 --model.mlp_dim 5632 --train.seq_len 4096"
+    " --train.global_batch_size 4 --train.num_microbatches 1 --train.remat dots"
 )
+LONG = "--train.seq_len 8192 --train.remat dots --train.num_microbatches 8"
 
 # name, GPUs, config, flags; the mesh is the config's where no flag names one.
 CASES = f"""
-gpt2_124m           h100:8  gpt2_124m
-1.7b_h200           h200:1  llama3_8b {MEDIUM} --mesh dp=1 --train.seq_len 4096 --train.global_batch_size 4 --train.num_microbatches 1 --train.remat dots
-8b_4096             h100:8  llama3_8b --train.seq_len 4096 --train.remat dots
-8b_8192             h100:8  llama3_8b --train.seq_len 8192 --train.remat dots --train.num_microbatches 8
-8b_8192_packed      h100:8  llama3_8b --train.seq_len 8192 --train.remat dots --train.num_microbatches 8 --data.packing documents
-8b_fsdp4tp2         h100:8  llama3_8b --mesh fsdp=4,tp=2
-70b_fsdp16tp8       h100:128 llama3_70b
-13b_pipeline        h100:64 pipeline_64gpu
+gpt2_124m       h100:8   gpt2_124m
+1.7b_4096       h200:1   llama3_8b {MEDIUM}
+8b_4096         h100:8   llama3_8b --train.seq_len 4096 --train.remat dots
+8b_8192         h100:8   llama3_8b {LONG}
+8b_8192_packed  h100:8   llama3_8b {LONG} --data.packing documents
+8b_fsdp4tp2     h100:8   llama3_8b --mesh fsdp=4,tp=2
+70b_fsdp16tp8   h100:128 llama3_70b
+13b_pipeline    h100:64  pipeline_64gpu
 """
 
 
@@ -98,7 +98,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="Markdown file to write")
     parser.add_argument("--flags", default="", help="settings added to every case")
     options = parser.parse_args()
-    lines = [line for line in CASES.strip().splitlines()]
+    lines = CASES.strip().splitlines()
     wanted = [line for line in lines if not options.only or line.split()[0] in options.only]
     rows = [run_case(line, options.flags.split()) for line in wanted]
     text = table(rows)

@@ -178,7 +178,7 @@ def make_attend(plan: Plan, attend_rows: Callable[..., Array]) -> Callable[..., 
             mixed = _attend_ring(*shared, segments, rule, _Ring(plan.inner, plan.paired))
         if plan.inner == 1:
             return mixed
-        # Kept by remat policies a second time, after the exchange, so that backward need not repeat it.
+        # Remat policies keep it after the exchange too, so that backward need not repeat that.
         return checkpoint_name(group.return_heads(mixed), "attention")
 
     return attend

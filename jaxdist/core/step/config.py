@@ -31,8 +31,8 @@ class TrainConfig:
     )
     loss_chunk_tokens: int = setting(
         0,
-        "tokens whose logits exist at once; 0 = as many as make the head fast and take little memory "
-        "on this device",
+        "tokens whose logits exist at once; 0 = as many as make the head fast and take little "
+        "memory on this device",
         ge=0,
     )
     offload_optimizer: bool = setting(False, "keep optimizer moments in host memory")

@@ -151,10 +151,11 @@ def make_gather(layout: Layout, model: Model, dtype: Any, precision: PrecisionCo
 def default_loss_chunk(vocab_shard: int, platform: str, device_kind: str) -> int:
     """Tokens whose logits exist at once where the settings leave it open; 0 = all.
 
-    Every chunk reads the head's kernel twice in 2 bytes and reads and writes its gradient in 4: 12
-    bytes an element, for 6 FLOPs a token and element. A GPU takes as many tokens as keep these passes
-    below `_HEAD_PASSES` of the products' time, as long as the logits are a small part of its memory,
-    in multiples of 128, the tile of a product. A CPU takes what its caches like.
+    Every chunk reads the head's kernel twice in 2 bytes, and reads and writes its gradient in 4:
+    12 bytes an element, for 6 FLOPs a token and element. A GPU takes as many tokens as keep these
+    passes below `_HEAD_PASSES` of the products' time, while float32 logits stay below
+    `_LOGITS_SHARE` of its memory, in multiples of 128, the tile of a product. A CPU takes what its
+    caches like.
 
     Args:
         vocab_shard: columns of the head on one device.

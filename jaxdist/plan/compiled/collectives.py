@@ -194,9 +194,14 @@ def _computation(
 
 
 def trips_of(instruction: Instruction) -> int:
+    """How often a loop runs.
+
+    Raises:
+        UnknownHLO: the compiler did not say.
+    """
     found = _TRIPS.search(instruction.attributes)
     if found is None:
-        raise UnknownHLO(f"a loop of unknown length holds collectives: {instruction}")
+        raise UnknownHLO(f"a loop of unknown length: {instruction}")
     return int(found[1])
 
 
@@ -231,7 +236,11 @@ def _site(
 
 
 def end_of(instructions: list[Instruction], place: int) -> int:
-    """Where what starts at `place` is awaited."""
+    """Index of the instruction that awaits what starts at `place`.
+
+    Raises:
+        UnknownHLO: there is none.
+    """
     started = instructions[place]
     prefix = started.opcode.removesuffix("-start")
     name = started.name

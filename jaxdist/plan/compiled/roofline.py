@@ -13,8 +13,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections import Counter
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 
 from jaxdist.plan.compiled.collectives import (
     KINDS,
@@ -27,15 +27,15 @@ from jaxdist.plan.compiled.collectives import (
 from jaxdist.plan.compiled.hlo import Instruction, Module, Shape, shapes_of
 from jaxdist.plan.hardware import Cluster
 
-# Shares of the peaks that kernels reach, the same for all GPUs: the figures are for comparing programs.
+# Shares of the peaks that kernels reach, the same for all GPUs: they are for comparing programs.
 _PRODUCTS, _ATTENTION, _ATTENTION_BACKWARD, _MEMORY = 0.72, 0.55, 0.45, 0.85
 _LINKS, _NETWORK = 0.80, 0.85
 _LAUNCH_S = 2.5e-6
 _LATENCY_S = 12e-6
 
-_FREE = frozenset(
-    "parameter tuple get-tuple-element bitcast constant after-all opt-barrier iota partition-id"
-    " replica-id add-dependency async-update".split()
+_FREE = (
+    *("parameter", "tuple", "get-tuple-element", "bitcast", "constant", "after-all", "iota"),
+    *("opt-barrier", "partition-id", "replica-id", "add-dependency"),
 )
 _SLICES = ("dynamic-slice", "slice", "gather")
 _SAME_ARRAY = ("bitcast", "reshape", "convert", "copy", "transpose")
@@ -82,8 +82,8 @@ class _Total:
     clock: float = 0.0
     links_free: float = 0.0
     flops: float = 0.0
-    classes: Counter[str] = dataclasses.field(default_factory=Counter)
-    calls: Counter[str] = dataclasses.field(default_factory=Counter)
+    classes: defaultdict[str, float] = dataclasses.field(default_factory=lambda: defaultdict(float))
+    calls: defaultdict[str, float] = dataclasses.field(default_factory=lambda: defaultdict(float))
 
     def kernel(self, kind: str, seconds: float, flops: float = 0.0) -> None:
         self.clock += seconds
@@ -140,6 +140,10 @@ class _Roofline:
                     awaited[instruction.name] = (end, axes)
                 else:
                     total.wait(end, axes)
+            elif opcode.endswith("-update"):
+                for operand in instruction.operand_names[:1]:
+                    if operand in awaited:
+                        awaited[instruction.name] = awaited.pop(operand)
             elif opcode.endswith("-done"):
                 for operand in instruction.operand_names[:1]:
                     if operand in awaited:
@@ -161,22 +165,11 @@ class _Roofline:
         flops = 0.0
         if target is not None and "cublas" in target[1]:
             flops = self._cublas_flops(name, instruction)
-            moved = sum(shape.num_bytes for shape in self._inputs(name, instruction))
+            moved = float(sum(shape.num_bytes for shape in self._inputs(name, instruction)))
             moved += max(shape.num_bytes for shape in instruction.shapes)  # less its workspace
         elif instruction.opcode == "fusion":
             inner = self.module.called(instruction)[0]
-            flops = sum(
-                self._dot_flops(inner, i)
-                for i in self.module.computations[inner]
-                if i.opcode == "dot"
-            ) + sum(
-                self._dot_flops(child, i)
-                for nested in self.module.computations[inner]
-                for child in self.module.called(nested)
-                for i in self.module.computations[child]
-                if i.opcode == "dot"
-            )
-            moved = self._fusion_bytes(inner)
+            flops, moved = self._fused_flops(inner), self._fusion_bytes(inner)
         else:
             moved = self._plain_bytes(name, instruction)
         seconds = moved / self.bandwidth
@@ -189,7 +182,7 @@ class _Roofline:
     def _attention(
         self, name: str, instruction: Instruction, *, backward: bool
     ) -> tuple[str, float, float]:
-        """cuDNN's kernel: query [batch, queries, heads, width] and key in its two first operands."""
+        """A cuDNN kernel, whose first operands are query [batch, queries, heads, width] and key."""
         query, key = (shape.dims for shape in self._inputs(name, instruction)[:2])
         # The layout may put heads before positions: positions are told by the key's other dims.
         keys = max(key[1:-1])
@@ -220,6 +213,15 @@ class _Roofline:
         shared = math.prod(left.dims[i] for i in numbers("lhs_contracting_dimensions"))
         batch = math.prod(left.dims[i] for i in numbers("lhs_batch_dimensions"))
         return 2.0 * math.prod(left.dims) * math.prod(right.dims) / (shared * batch)
+
+    def _fused_flops(self, computation: str) -> float:
+        """Of the products of a fusion, those of fusions inside it too."""
+        return sum(
+            self._dot_flops(computation, instruction)
+            if instruction.opcode == "dot"
+            else sum(map(self._fused_flops, self.module.called(instruction)))
+            for instruction in self.module.computations[computation]
+        )
 
     def _dot_flops(self, computation: str, dot: Instruction) -> float:
         left = self._inputs(computation, dot)[0]
@@ -266,9 +268,7 @@ class _Roofline:
 
     # -- collectives -------------------------------------------------------------------------------
 
-    def _collective(
-        self, name: str, place: int
-    ) -> tuple[float, tuple[str, ...], bool] | None:
+    def _collective(self, name: str, place: int) -> tuple[float, tuple[str, ...], bool] | None:
         """(seconds on the links, axes, started and awaited apart) of what starts a collective."""
         instructions = self.module.computations[name]
         instruction = inner = instructions[place]
@@ -292,7 +292,9 @@ class _Roofline:
         split = instruction.opcode != kind and '"is_sync":true' not in instruction.attributes
         return self._link_seconds(kind, total, groups, size), axes, split
 
-    def _link_seconds(self, kind: str, total: int, groups: list[list[int]], size: int) -> float:
+    def _link_seconds(
+        self, kind: str, total: int, groups: Sequence[Sequence[int]], size: int
+    ) -> float:
         """A hierarchical algorithm: between nodes each GPU's own network card carries its part."""
         gpu, fabric = self.cluster.gpu, self.cluster.gpus_per_fabric
         nodes = max(len({i // fabric for i in group}) for group in groups)

@@ -150,9 +150,12 @@ def _phases(job: Job) -> dict[str, Parts]:
     accumulated = _accumulated(job)
     head, relaid = _head(job), _transposed_weights(job)
     layer_grads = {"layer gradients": WIDE * job.total(job.layers, "param")}
+    # Those of gathered weights are cleared before the loss, the others after it.
+    gathered = [weight for weight in job.layers if job.is_gathered(weight)]
+    cleared = {"layer gradients": WIDE * job.total(gathered, "param")}
     before = {**accumulated, **kept, **relaid, "head gradient": head["head gradient"]}
     return {
-        "loss": {**accumulated, **kept, **relaid, **layer_grads, **head},
+        "loss": {**accumulated, **kept, **relaid, **cleared, **head},
         "layout change": {**before, "transposed activations": _transposed(job)},
         "layer backward": {**before, **layer_grads, **_layer(job)},
         "embedding backward": {
