@@ -21,7 +21,7 @@ from tiny import ROWS, SEQ, Case, layout_of, model_of, reference, run, step_of, 
 
 from jaxdist.config import read_run
 from jaxdist.core import collectives
-from jaxdist.core.attention import blockwise, context, make_attend, visible
+from jaxdist.core.attention import blockwise, context, make_attend, ring, visible
 from jaxdist.core.attention.context import Plan, plan_exchange
 from jaxdist.core.collective_order import in_order
 from jaxdist.core.mesh import MeshSpec
@@ -173,26 +173,38 @@ def last_part_dropped(monkeypatch):
 
 def gradients_stay_abroad(monkeypatch):
     """Gradients of keys end on the device before the one that holds the keys."""
-    send = context._Ring.send
-    home = lambda ring, x: x if not hasattr(x, "segments") else send(ring, x)
-    monkeypatch.setattr(context._Ring, "send", home)
+    send = ring.Ring.send
+    home = lambda self, x: x if not hasattr(x, "segments") else send(self, x)
+    monkeypatch.setattr(ring.Ring, "send", home)
+
+
+def window_reaches_one_part(monkeypatch):
+    """Keys go one part far along the row, where the window reaches back two."""
+    assert axis.hops_of_window(MASKS["window"].sliding_window, LENGTH, SHARDS) == 2
+    monkeypatch.setattr(axis, "hops_of_window", lambda *_: 1)
+
+
+def gradients_stay_on_the_line(monkeypatch):
+    """Gradients of keys end where the window ends."""
+    monkeypatch.setattr(ring._Line, "send_home", lambda line, x: x)
 
 
 @pytest.mark.parametrize(
-    "plant",
+    ("plant", "mask"),
     [
-        merge_forgets_the_denominators,
-        chunks_in_another_order,
-        mask_off_by_one,
-        last_part_dropped,
-        gradients_stay_abroad,
+        (merge_forgets_the_denominators, "causal"),
+        (chunks_in_another_order, "causal"),
+        (mask_off_by_one, "causal"),
+        (last_part_dropped, "causal"),
+        (gradients_stay_abroad, "causal"),
+        (window_reaches_one_part, "window"),
+        (gradients_stay_on_the_line, "window"),
     ],
-    ids=lambda plant: plant.__name__,
 )
-def test_a_fault_in_the_ring_is_seen(plant, monkeypatch):
+def test_a_fault_in_the_ring_is_seen(plant, mask, monkeypatch):
     plant(monkeypatch)
-    found = shared(PLANS["ring"], "causal", "grouped", False)
-    assert apart(found, dense("causal", "grouped", False)) > 1e-2
+    found = shared(PLANS["ring"], mask, "grouped", False)
+    assert apart(found, dense(mask, "grouped", False)) > 1e-2
 
 
 # --- one device -----------------------------------------------------------------------------------
@@ -367,16 +379,24 @@ def test_evaluation_counts_every_token_once():
     assert found["correct"] == expected["correct"]
 
 
-def test_the_ring_moves_what_its_theory_says():
-    """Of each layer: keys and values 3 times forward and backward, their gradients 4 times."""
-    case = Case("rotary", "cp=4", exchange="ring", over_context=False)
+@pytest.mark.parametrize(
+    ("model", "hops"),
+    [
+        # Keys and values forward and backward, and their gradients.
+        ("rotary", 3 + 3 + 4),
+        # Two parts of eight along the row, the gradients there and back.
+        ("windowed", 2 + 2 + 3),
+    ],
+)
+def test_the_ring_moves_what_its_theory_says(model, hops):
+    case = Case(model, "cp=4", exchange="ring", over_context=False)
     step, state = step_of(case)
     batch = axis.place_batch(text_batch(packed=False), step.batch_sharding)
     text = step.train.lower(state, batch, np.inf).compile().as_text()
-    model = model_of("rotary")
+    model = model_of(model)
     each = 4 * 2 * (ROWS * SEQ // 4) * model.dims["kv_heads"] * model.dims["head_dim"]
     _, moved = traffic(text, layout_of(case).spec.sizes)["collective-permute", "context"]
-    assert moved == model.num_layers * (3 + 3 + 4) * each
+    assert moved == model.num_layers * hops * each
 
 
 # --- which exchange, which mesh -------------------------------------------------------------------
@@ -419,5 +439,8 @@ def test_a_mesh_that_cannot_share_rows_is_refused(flags, named):
 def test_zig_zag_gives_every_device_the_same_work():
     assert axis.imbalance(8, 4096) <= 0.05
     assert axis.imbalance(8, 64) <= 0.05
+    # Under a window of 2 only the row's first position sees fewer keys: 7 on one device, 8 on the
+    # other.
+    assert axis.imbalance(2, 8, window=2) == pytest.approx(8 / 7.5 - 1)
     places = np.sort(np.concatenate([axis.places_of(i, 6, 4) for i in range(4)]))
     assert np.array_equal(places, np.arange(24))
