@@ -28,6 +28,7 @@ from jaxdist.runtime import setup_compilation_cache
 
 CACHE = str(Path(tempfile.gettempdir()) / f"jaxdist-tests-{os.getuid()}" / "xla")
 jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_numpy_dtype_promotion", "strict")  # each widening in the core is written
 # Each program is compiled once per machine, by whichever test, worker or leg needs it first.
 setup_compilation_cache(os.environ.setdefault("JAXDIST_CACHE", CACHE))
 

@@ -15,12 +15,12 @@ import optax
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from refusals import missing, refused
 
 from jaxdist.checkpoint import CheckpointConfig, Checkpointer, CheckpointError, manifest
 from jaxdist.checkpoint.checksum import checksums, part_checksum
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.settings import problems_of
-from jaxdist.core.types import ConfigError
 
 pytestmark = pytest.mark.smoke
 
@@ -343,13 +343,12 @@ def test_every_leaf_that_does_not_fit_is_named(two_parts):
     target["params"]["head"]["w"] = jax.ShapeDtypeStruct((4, 3), jnp.float32, sharding=device)
     target["params"]["extra"] = jax.ShapeDtypeStruct((1,), jnp.float32, sharding=device)
     del target["params"]["body"]
-    with pytest.raises(ConfigError) as caught:
+    with refused(num_problems=3) as caught:
         writer.restore(target)
-    text = "\n".join(caught.value.problems)
-    assert len(caught.value.problems) == 3
-    assert "params/head/w is [4, 2] in the checkpoint and [4, 3] here" in text
-    assert "params/extra [1] is not in the checkpoint" in text
-    assert "params/body/w [4] is in the checkpoint and has no place here" in text
+    problems = {line.split()[5]: line for line in caught.value.problems}
+    assert missing(problems["params/head/w"], "[4, 2]", "[4, 3]") == []
+    assert missing(problems["params/extra"], "[1] is not in") == []
+    assert missing(problems["params/body/w"], "[4] is in") == []
 
 
 def test_a_new_head_is_kept_when_it_is_named_as_fresh(two_parts):
@@ -364,30 +363,26 @@ def test_a_new_head_is_kept_when_it_is_named_as_fresh(two_parts):
 def test_left_over_parts_stay_unread_only_when_named(two_parts):
     writer, target = two_parts
     body = {"body": target["params"]["body"]}
-    with pytest.raises(
-        ConfigError, match=r"params/head/w \[4, 2\] is in the checkpoint and has no"
-    ):
+    with refused("params/head/w [4, 2] is in"):
         writer.restore_params(body)
     assert list(writer.restore_params(body, unused=["head"])) == ["body"]
-    with pytest.raises(
-        ConfigError, match="unused names params/haed, and the checkpoint has no such"
-    ):
+    with refused("unused", "params/haed"):
         writer.restore_params(body, unused=["head", "haed"])
 
 
 def test_restoring_what_is_not_there_names_what_is(two_parts):
     writer, target = two_parts
-    with pytest.raises(CheckpointError, match=r"checkpoint 6 .* does not exist. Others there: 5"):
+    with refused("checkpoint 6", "there: 5", error=CheckpointError):
         writer.restore(target, step=6)
 
 
 def test_a_leaf_that_is_no_array_is_refused(tmp_path):
     writer = checkpointer(tmp_path)
-    with pytest.raises(TypeError, match="rest/step is int: a state holds"):
+    with pytest.raises(TypeError, match="rest/step is int"):
         writer.save(1, {"params": {}, "rest": {"step": 3}}, {})
-    with pytest.raises(TypeError, match="not JSON serializable"):
+    with pytest.raises(TypeError, match="JSON"):
         writer.save(1, small_state(), {"data": object()})
-    with pytest.raises(TypeError, match=r"share the name params\.a\.b"):
+    with pytest.raises(TypeError, match=r"params\.a\.b"):
         writer.save(1, {"params": {"a.b": jnp.ones(1), "a": {"b": jnp.ones(1)}}}, {})
     writer.close()
 
@@ -477,9 +472,7 @@ def test_the_preflight_leaves_nothing_behind_and_looks_for_room(tmp_path, monkey
     assert [e["event"] for e in writer.pop_events()] == ["preflight"]
     usage = shutil.disk_usage(tmp_path)._replace(free=10)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
-    with pytest.raises(
-        CheckpointError, match=r"no space: a checkpoint takes 20 B, .* has 10 B free"
-    ):
+    with refused(tmp_path, "no space", "20 B", "10 B free", error=CheckpointError):
         writer.preflight(small_state())
     writer.close()
 
@@ -492,7 +485,7 @@ def test_the_preflight_says_what_does_not_work(tmp_path, monkeypatch):
 
     monkeypatch.setattr(orbax_io, "read", broken)
     writer = checkpointer(tmp_path)
-    with pytest.raises(CheckpointError, match="tried before training and does not work: OSError"):
+    with refused("before training", "OSError: [Errno 5]", error=CheckpointError):
         writer.preflight()
     writer.close()
 

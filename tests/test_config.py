@@ -1,7 +1,9 @@
 """Reading settings: files, flags, kinds, types, and one message with every problem."""
 
 import dataclasses
+import errno
 import math
+import os
 import re
 import subprocess
 import sys
@@ -10,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+from refusals import missing, refused
 
 from jaxdist.__main__ import find_commands
 from jaxdist.__main__ import main as jaxdist
@@ -236,13 +239,13 @@ def test_every_problem_is_in_one_message(tmp_path):
         (["--config=none.toml"], "none.toml does not exist"),
         (["--config"], "--config has no value"),
         (["--config=a.toml", "--config=b.toml"], "given 2 times (a.toml, b.toml)"),
-        (["--help", "pain"], "--help pain: there is no such section. Use one of shape, paint"),
+        (["--help", "pain"], ("--help pain", "shape, paint")),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
 def test_a_bad_flag_is_answered_with_the_fix(argv, message):
     if argv[0] == "--help":
-        with pytest.raises(ConfigError, match="there is no such section"):
+        with refused(*message):
             read(*argv)
         return
     assert message in one_problem(*argv)
@@ -281,8 +284,9 @@ def test_a_bad_file_is_answered_with_its_line(file, message, tmp_path):
 def test_a_file_that_is_not_utf8_or_is_a_folder_is_answered(tmp_path):
     binary = tmp_path / "b.toml"
     binary.write_bytes(b"\xff\xfe\x00")
-    assert "it is not UTF-8 text" in one_problem(f"--config={binary}")
-    assert "cannot be read: Is a directory" in one_problem(f"--config={tmp_path}")
+    assert missing(one_problem(f"--config={binary}"), binary, "UTF-8") == []
+    about_folder = one_problem(f"--config={tmp_path}")
+    assert missing(about_folder, tmp_path, os.strerror(errno.EISDIR)) == []
 
 
 def test_a_rule_about_a_value_that_could_not_be_read_is_left_out():
@@ -465,11 +469,11 @@ def test_the_default_is_legal_on_4_4_4():
 
 
 def test_auto_takes_replicas_or_the_nearest_legal_mesh_and_says_why():
-    assert RunConfig().choose_mesh(1) == (MeshSpec(), "one device: nothing to split")
+    assert RunConfig().choose_mesh(1)[0] == MeshSpec()
     assert RunConfig().choose_mesh(8)[0] == MeshSpec(data=8)
     spec, reason = run_config("--train.global_batch_size=6").choose_mesh(4)
     assert spec == MeshSpec(data=2, tensor=2)
-    assert "dp=4 is refused (train.global_batch_size=6 is not a multiple of 4" in reason
+    assert missing(reason, "dp=4", "train.global_batch_size=6", "multiple of 4") == []
     model = RunConfig().build_model()
     assert RunConfig().choose_mesh(8, model=model, memory_bytes=2**20)[0] == MeshSpec(fsdp=8)
     config = run_config("--mesh=dp=2,tp=-1", "--mesh.reason=because")
@@ -481,7 +485,7 @@ def test_a_bad_mesh_names_every_rule_and_legal_meshes_nearby():
     with pytest.raises(ConfigError) as caught:
         config.check_mesh(MeshSpec(tensor=3, pipeline=3), num_devices=8)
     heading, *lines = caught.value.problems
-    assert heading == "mesh: 6 problems in what was asked for; nothing was started."
+    assert heading.startswith("mesh: 6 problems") and len(lines) == 6
     text = "\n".join(lines)
     for part in (
         "needs 9 devices, 8 are",
@@ -498,7 +502,7 @@ def test_a_bad_mesh_names_every_rule_and_legal_meshes_nearby():
 
 
 def test_no_legal_mesh_of_all_devices_suggests_fewer():
-    with pytest.raises(ConfigError, match=r"Legal with 6 devices, nearest first: --mesh dp=6"):
+    with refused("Legal with 6 devices", "--mesh dp=6"):
         run_config("--simulate=7", "--train.global_batch_size=6", "--model.sliding_window=0")
 
 
@@ -506,7 +510,7 @@ def test_a_custom_models_dims_are_judged_once_it_is_built():
     config = run_config("--model=custom", "--model.factory=my.model:build", "--mesh=tp=4")
     assert config.mesh_problems(MeshSpec(tensor=4)) == []
     model = Model(name="m", init=None, axes={}, dims={"mlp": 6}, head_loss=None)
-    with pytest.raises(ConfigError, match="tp=4 does not divide model dim mlp=6"):
+    with refused("tp=4", "mlp=6"):
         config.choose_mesh(4, model=model)
 
 
@@ -522,7 +526,7 @@ def test_state_bytes_follow_the_optimizer():
 def test_remarks_name_a_warmup_longer_than_the_run():
     assert RunConfig().remarks() == []
     (remark,) = run_config("--steps=5").remarks()
-    assert "never reaches its peak" in remark
+    assert missing(remark, "optim.warmup_steps=20", "train.steps=5") == []
 
 
 # ---- the jaxdist program ----
@@ -535,9 +539,9 @@ def test_jaxdist_lists_its_commands_and_refuses_others(capsys):
         assert f"  {name}" in text and doc in text and doc.endswith(".")
     assert {"train", "generate", "data"} <= set(find_commands())
     assert jaxdist(["trian"]) == 2
-    assert "no such command. Did you mean jaxdist train?" in capsys.readouterr().err
+    assert missing(capsys.readouterr().err, "jaxdist trian", "jaxdist train?") == []
     assert jaxdist(["zzz"]) == 2
-    assert "Use one of train, " in capsys.readouterr().err
+    assert missing(capsys.readouterr().err, "jaxdist zzz", *find_commands()) == []
 
 
 def test_jaxdist_train_is_python_m_jaxdist_train():

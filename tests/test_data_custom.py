@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
+from refusals import refused
 
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.parallel.axes import row_axes
@@ -172,13 +173,13 @@ def test_what_a_function_needs_is_said_at_once():
     with pytest.raises(ConfigError, match="stands alone") as caught:
         open_function("pipeline", eval_sources=["stdlib"], vocab_size=0)
     assert "Set data.vocab_size" in caught.value.problems[1]
-    with pytest.raises(ConfigError, match="No module named 'no_such'"):
+    with refused("no_such:rows", "named 'no_such'"):
         open_datasets(DataConfig(sources=["no_such:rows"], vocab_size=9), seq_len=8)
 
 
 def test_a_row_of_another_shape_is_named():
     train, _ = open_function("ragged")
-    with pytest.raises(ConfigError, match=r"tokens of row 5 has shape \(9,\), the first row has"):
+    with refused("tokens of row 5", "(9,)", "(8,)"):
         train.rows(np.arange(12))
 
 
@@ -236,7 +237,7 @@ def test_a_stream_takes_no_workers_and_other_streams_are_refused_on_resume():
     next(loader)
     state = loader.state()
     loader.close()
-    with pytest.raises(ConfigError, match="the data changed"):
+    with refused("data changed"):
         resume_position(state, open_function("short")[0], seed=0)
     split = dataclasses.replace(resume_position(state, train, seed=0), iterators=({}, {}))
     with pytest.raises(ConfigError, match="2 readers"):

@@ -1,6 +1,7 @@
 """Files to tokens: every form of text, the cache, token folders, tokenizers, refusals."""
 
 import concurrent.futures
+import errno
 import gzip
 import json
 import logging
@@ -16,6 +17,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
+from refusals import refused
 
 from jaxdist.core.settings import ConfigError, problems_of
 from jaxdist.data import DataConfig, load_tokenizer, open_datasets
@@ -252,13 +254,13 @@ def test_a_cut_off_or_foreign_corpus_is_refused(tmp_path):
     about = json.loads((folder / "corpus.json").read_text())
     tokens = folder / "tokens-00000.bin"
     tokens.write_bytes(tokens.read_bytes()[:-1])
-    with pytest.raises(ConfigError, match="cut off or changed"):
+    with refused("tokens-00000.bin", "cut off"):
         Corpus(folder)
     (folder / "corpus.json").write_text(json.dumps(about | {"format": "other"}))
-    with pytest.raises(ConfigError, match="has format 'other', this version reads"):
+    with refused("format 'other'"):
         Corpus(folder)
     (folder / "corpus.json").write_text(json.dumps(about)[:-20])
-    with pytest.raises(ConfigError, match=r"corpus.json' cannot be read"):
+    with refused("corpus.json'", "cannot be read"):
         Corpus(folder)
     del about["shards"]
     (folder / "corpus.json").write_text(json.dumps(about))
@@ -313,9 +315,8 @@ def test_truncation_stored_in_a_tokenizer_does_not_drop_text(tmp_path, bpe):
     path = tmp_path / "tokenizer.json"
     path.write_text(json.dumps(stored))
     tokenizer = load_tokenizer(str(path))
-    assert tokenizer.decode(tokenizer.encode("a text about small texts")) == (
-        "a text about small texts"
-    )
+    text = "a text about small texts"
+    assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
 # --- the command
@@ -454,19 +455,19 @@ def test_an_unreadable_file_is_named(tmp_path):
     if os.geteuid() == 0:
         path = tmp_path / "loop.txt"
         path.symlink_to(path)
-        with pytest.raises(ConfigError, match="does not exist"):
+        with refused(path, "not exist"):
             open_datasets(DataConfig(sources=[str(path)]), seq_len=8)
         return
     path = write_source(tmp_path, "txt")
     path.chmod(0)
-    with pytest.raises(ConfigError, match="cannot be read: Permission denied"):
+    with refused(path, os.strerror(errno.EACCES)):
         open_datasets(DataConfig(sources=[str(path)]), seq_len=8)
 
 
 def test_a_held_out_part_without_a_row_is_refused_with_the_fix(tmp_path):
     path = tmp_path / "a.txt"
     path.write_text("x" * 12)
-    with pytest.raises(ConfigError, match=r"held-out part of .* Raise data.eval_fraction=0.02"):
+    with refused(path, "data.eval_fraction=0.02"):
         open_datasets(DataConfig(sources=[str(path)]), seq_len=8)
 
 
@@ -482,29 +483,22 @@ def test_tokenizers_that_do_not_fit_are_refused(tmp_path, bpe):
     broken = tmp_path / "broken.json"
     broken.write_text("{}")
 
-    def refused(error, sources=(source,), **settings):
-        names = [str(name) for name in sources]
-        with pytest.raises(ConfigError, match=error):
-            open_datasets(DataConfig(sources=names, **settings), seq_len=8)
+    def check(*facts, sources=(source,), **settings):
+        with refused(*facts):
+            open_datasets(DataConfig(sources=list(map(str, sources)), **settings), seq_len=8)
 
-    refused("is not a tokenizer.json of the tokenizers library", tokenizer=str(broken))
-    refused("'<s>' is not a token of .*endoftext", tokenizer=str(bpe), eos_token="<s>")
-    refused("which ends documents with byte 0", eos_token="<s>")
-    refused(
-        "data.vocab_size=100 is smaller than the 280 tokens", tokenizer=str(bpe), vocab_size=100
-    )
+    check(broken, "not a tokenizer.json", tokenizer=str(broken))
+    check("'<s>'", "endoftext", tokenizer=str(bpe), eos_token="<s>")
+    check("eos_token='<s>'", "byte 0", eos_token="<s>")
+    check("data.vocab_size=100", "280 tokens", tokenizer=str(bpe), vocab_size=100)
     main([str(source), "--out", str(tmp_path / "tokens")])
-    refused(
-        "was made with tokenizer 'bytes' .end token 0., and data.tokenizer is",
-        sources=(tmp_path / "tokens", source),
-        tokenizer=str(bpe),
-    )
+    both = tmp_path / "tokens", source
+    check(both[0], "'bytes'", "data.tokenizer", sources=both, tokenizer=str(bpe))
     other = tmp_path / "tokens-bpe"
     main([str(source), "--out", str(other), "--tokenizer", str(bpe)])
     (other / "tokenizer.json").write_text(bpe.read_text() + " ")
-    refused("tokenizer.json is not the one the tokens were made with", sources=(other,))
-    bytes_only = tmp_path / "tokens"
-    refused("leave data.tokenizer and", sources=(bytes_only,), tokenizer=str(bpe))
+    check(other, "not the one", sources=(other,))
+    check(both[0], "leave data.tokenizer", sources=both[:1], tokenizer=str(bpe))
 
 
 def test_the_config_reports_every_broken_rule_at_once():
@@ -543,5 +537,5 @@ def test_importing_the_room_loads_no_heavy_library():
 def test_a_cache_that_cannot_be_written_is_named(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("JAXDIST_CACHE", str(tmp_path / "file"))
-    with pytest.raises(ConfigError, match=r"JAXDIST_CACHE=.* cannot be written"):
+    with refused(f"JAXDIST_CACHE='{tmp_path / 'file'}'", os.strerror(errno.ENOTDIR)):
         open_datasets(DataConfig(sources=[str(write_source(tmp_path, "txt"))]), seq_len=8)
