@@ -58,3 +58,13 @@ def propagating(monkeypatch):
     does not propagate when a test begins, which would then hear each record twice.
     """
     monkeypatch.setattr(logging.getLogger("jaxdist"), "propagate", True)
+
+
+@pytest.fixture
+def users_promotion():
+    """Dtype promotion as it is outside of tests, for libraries that rely on it.
+
+    Under "strict", flax's norms and the derivative of jax's own attention refuse half precision.
+    """
+    with jax.numpy_dtype_promotion("standard"):
+        yield

@@ -8,7 +8,6 @@ import subprocess
 import sys
 from xml.etree import ElementTree
 
-import jax
 import pytest
 from refusals import missing, refused
 
@@ -125,20 +124,19 @@ def test_an_image_classifier_has_a_plan_too(capsys):
     assert found["fits"] and found["step"]["tokens_per_s"] > 0
 
 
+@pytest.mark.usefixtures("users_promotion")
 def test_a_custom_model_has_a_plan_too(capsys, monkeypatch):
     """Memory, traffic, time and every mesh; what only decoders have formulas for is said."""
     monkeypatch.setattr(sys, "path", [os.getcwd(), *sys.path])
     argv = ["--model=custom", "--model.factory=jaxdist.models.example:build", "--gpus", "h100:8"]
     argv += ["--compile=false", "--train.seq_len=32", "--mesh", "fsdp=4,tp=2"]
-    with jax.numpy_dtype_promotion("standard"):  # flax's norms widen what they are given
-        assert main([*argv, "--json"]) == 0
+    assert main([*argv, "--json"]) == 0
     (found,) = json.loads(capsys.readouterr().out)["plans"]
     assert found["mesh"] == "fsdp=4,tp=2" and found["step"]["tokens_per_s"] > 0
     assert found["memory"]["is_upper_bound"]
     assert {flow["purpose"] for flow in found["traffic"]} >= {"weights", "gradients"}
     assert len(found["meshes"]) > 4 and found["refused"]
-    with jax.numpy_dtype_promotion("standard"):
-        assert main(argv) == 0
+    assert main(argv) == 0
     text = capsys.readouterr().out
     assert "upper bound" in text and "over tensor: not known" in text
 

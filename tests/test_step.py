@@ -176,6 +176,7 @@ def test_float16_scales_its_loss_and_finds_the_scale(monkeypatch):
 
 
 @pytest.mark.smoke
+@pytest.mark.usefixtures("users_promotion")
 @pytest.mark.parametrize("case", [Case("rotary", "fsdp=2"), Case("learned", "tp=2")], ids=str)
 def test_bfloat16_stays_near_float32(case):
     """8 bits of mantissa: 4e-3 a rounding, averaged over many tokens and products."""

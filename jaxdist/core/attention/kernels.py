@@ -172,11 +172,11 @@ def _attend(query: Array, key: Array, value: Array, mask: AttentionMask, kernel:
         return blockwise.attend(query, key, value, queries, keys, rule)
     if mask.query_positions is not None:
         allowed = visible(mask, query.shape[1], key.shape[1])
-        return _of_jax(query, key, value, mask=allowed, implementation="xla")
+        return jax.nn.dot_product_attention(query, key, value, mask=allowed, implementation="xla")
     documents = None
     if mask.segments is not None:
         documents = (mask.segments[:, :, None] == mask.segments[:, None, :])[:, None]
-    return _of_jax(
+    return jax.nn.dot_product_attention(
         query,
         key,
         value,
@@ -185,12 +185,6 @@ def _attend(query: Array, key: Array, value: Array, mask: AttentionMask, kernel:
         local_window_size=(mask.sliding_window - 1, 0) if mask.sliding_window else None,
         implementation=kernel,
     )
-
-
-def _of_jax(query: Array, key: Array, value: Array, **how: Any) -> Array:
-    """jax's attention, which takes the wider of float32 and the dtype of the query by promotion."""
-    with jax.numpy_dtype_promotion("standard"):
-        return jax.nn.dot_product_attention(query, key, value, **how)
 
 
 def _attend_with_dropout(
