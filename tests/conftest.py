@@ -28,7 +28,6 @@ from jaxdist.runtime import setup_compilation_cache
 
 CACHE = str(Path(tempfile.gettempdir()) / f"jaxdist-tests-{os.getuid()}" / "xla")
 jax.config.update("jax_num_cpu_devices", 8)
-jax.config.update("jax_numpy_dtype_promotion", "strict")  # each widening in the core is written
 # Each program is compiled once per machine, by whichever test, worker or leg needs it first.
 setup_compilation_cache(os.environ.setdefault("JAXDIST_CACHE", CACHE))
 
@@ -60,11 +59,29 @@ def propagating(monkeypatch):
     monkeypatch.setattr(logging.getLogger("jaxdist"), "propagate", True)
 
 
+STRICT = {
+    f"test_{name}"
+    for name in (
+        "block_sums", "cnn", "collectives", "context", "losses", "model_families", "models",
+        "optim", "parity", "pipeline", "precision", "sharding", "split_backward", "state", "step",
+    )
+}  # fmt: skip
+"""Tests of the core, where each change of dtype must be written down."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def strict_promotion(request):
+    """No implicit promotion of dtypes in the core.
+
+    Elsewhere whole models are differentiated in half precision, which flax's norms and jax's own
+    attention refuse without promotion.
+    """
+    with jax.numpy_dtype_promotion("strict" if request.module.__name__ in STRICT else "standard"):
+        yield
+
+
 @pytest.fixture
 def users_promotion():
-    """Dtype promotion as it is outside of tests, for libraries that rely on it.
-
-    Under "strict", flax's norms and the derivative of jax's own attention refuse half precision.
-    """
+    """Promotion as it is outside of tests, for half precision with jax's own attention."""
     with jax.numpy_dtype_promotion("standard"):
         yield

@@ -189,7 +189,7 @@ def test_what_is_no_model_of_theirs_or_another_one_is_refused(tmp_path):
         load_params(source, target_of(other, "dp=1"))
     theirs = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps({**theirs, "intermediate_size": 64}))
-    with refused("config.json", "[48, 32]", "[64, 32]"):
+    with refused("config.json", "[48, 32]", "[64, 32]", num_problems=6):
         directory.open_weights(source)
 
 

@@ -124,7 +124,6 @@ def test_an_image_classifier_has_a_plan_too(capsys):
     assert found["fits"] and found["step"]["tokens_per_s"] > 0
 
 
-@pytest.mark.usefixtures("users_promotion")
 def test_a_custom_model_has_a_plan_too(capsys, monkeypatch):
     """Memory, traffic, time and every mesh; what only decoders have formulas for is said."""
     monkeypatch.setattr(sys, "path", [os.getcwd(), *sys.path])
