@@ -118,7 +118,7 @@ class Session:
                     asked_to_trace=asked_to_trace,
                 )
             )
-            announce(parts, self.monitor, budget)
+            announce(parts, self.train_data, self.monitor, budget)
             self._stack = stack.pop_all()
         # On CPU devices a dispatch waits for the step before it.
         self.timer = StepTimer(blocking_dispatch=parts.step.context.platform == "cpu")
