@@ -6,6 +6,7 @@ whole step with the hand-written reference of `tiny.py`.
 
 import dataclasses
 import functools
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +28,8 @@ from jaxdist.core.collective_order import in_order
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.parallel import context as axis
 from jaxdist.core.parallel import reduction
+from jaxdist.core.sharding import Layout
+from jaxdist.core.step import exchange_of
 from jaxdist.core.types import AttentionMask, ConfigError
 
 SHARDS, LENGTH, WIDTH = 4, 48, 8
@@ -415,6 +418,38 @@ def test_the_ring_moves_what_its_theory_says(model, hops):
 )
 def test_the_exchange_follows_from_heads_and_devices(sizes, exchange, inner):
     plan = plan_exchange("auto", **{"per_node": sizes["size"], "has_stages": False, **sizes})
+    assert (plan.exchange, plan.inner) == (exchange, inner)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "per_host", "exchange", "inner"),
+    [
+        ("cp=8", 8, "all_to_all", 8),
+        ("cp=8", 4, "hybrid", 4),
+        ("cp=4,tp=2", 4, "hybrid", 2),
+        # Two rows of six devices on hosts of four: pairs alone share a host in both.
+        ("dp=2,cp=6", 4, "hybrid", 2),
+        ("cp=8", 1, None, 0),
+    ],
+)
+def test_processes_of_one_device_form_groups_by_their_hosts(mesh, per_host, exchange, inner):
+    """Also where each process has one device, as with one process for each GPU."""
+    spec = MeshSpec.parse(mesh)
+    devices = [SimpleNamespace(process_index=i) for i in range(spec.num_devices)]
+    played = SimpleNamespace(
+        devices=np.array(devices).reshape(*spec.sizes.values()),
+        axis_names=tuple(spec.sizes),
+        shape=spec.sizes,
+    )
+    wanted = "auto" if exchange == "all_to_all" else "hybrid"
+    hosts = {i: f"host{i // per_host}" for i in range(spec.num_devices)}
+    here = Layout(mesh=played, context_attention=wanted, host_of=hosts)
+    model = SimpleNamespace(context_parallel=True, dims={"heads": 24, "kv_heads": 24})
+    if exchange is None:
+        with pytest.raises(ConfigError):
+            exchange_of(model, here)
+        return
+    plan = exchange_of(model, here)
     assert (plan.exchange, plan.inner) == (exchange, inner)
 
 

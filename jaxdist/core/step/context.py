@@ -9,6 +9,7 @@ import numpy as np
 
 from jaxdist.core import attention, losses
 from jaxdist.core.attention.context import Plan, plan_exchange
+from jaxdist.core.axis import divisors_of
 from jaxdist.core.parallel import fsdp
 from jaxdist.core.parallel.context import CONTEXT, hops_of_window, imbalance
 from jaxdist.core.parallel.pipeline.axis import PIPELINE
@@ -118,12 +119,14 @@ def describe_exchange(
 
 
 def _on_one_node(layout: Layout) -> int:
-    """Neighbours along the context axis that share a process's machine, at least 1."""
+    """The largest groups of neighbours along the context axis of which each is on one host."""
     mesh = layout.mesh
-    line = np.moveaxis(mesh.devices, mesh.axis_names.index(CONTEXT.name), -1)
-    first, *others = line.reshape(-1, line.shape[-1])[0]
-    same = [device.process_index == first.process_index for device in others]
-    return 1 + (same.index(False) if False in same else len(same))
+    lines = np.moveaxis(mesh.devices, mesh.axis_names.index(CONTEXT.name), -1)
+    processes = [device.process_index for device in lines.flat]
+    hosts = np.array([str(layout.host_of.get(process, process)) for process in processes])
+    groups = lambda size: hosts.reshape(-1, size)
+    sizes = divisors_of(layout.size(CONTEXT))
+    return max(n for n in sizes if np.all(groups(n) == groups(n)[:, :1]))
 
 
 def _hooks(layout: Layout) -> dict[str, Any]:
