@@ -197,7 +197,7 @@ def _step(plan: Plan, step: CompiledStep) -> Iterable[str]:
     )
     shares = sorted(step.times.classes.items(), key=lambda item: -item[1])
     spent = ", ".join(f"{n} {s / step.times.seconds:.0%}" for n, s in shares if s > 0)
-    yield f"  its schedule by a roofline of each kernel: {1e3 * step.times.seconds:,.1f} ms; {spent}"
+    yield f"  a roofline over its schedule: {1e3 * step.times.seconds:,.1f} ms a step; {spent}"
     for (kind, axes), moved in sorted(step.wire_bytes().items(), key=lambda item: -item[1]):
         if moved >= 1e6:
             yield f"    {kind:<19}{axes:<14}{in_bytes(moved):>12} sent"
