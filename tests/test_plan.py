@@ -17,6 +17,7 @@ from jaxdist.core.types import ConfigError
 from jaxdist.plan import planner
 from jaxdist.plan.__main__ import main
 from jaxdist.plan.compiled.check import CompiledStep, Memory, NotCompiled
+from jaxdist.plan.compiled.roofline import Times
 from jaxdist.plan.options import PlanConfig
 from jaxdist.plan.schedule_view import drawings
 
@@ -220,6 +221,7 @@ def step_of(total: int) -> CompiledStep:
         buffers=(),
         collectives=(),
         branch_shares={},
+        times=Times(seconds=0.25, classes={"products": 0.2}, flops=1e12, calls={}),
         attention="cudnn",
         remarks=(),
         compile_s=1.0,
