@@ -200,15 +200,18 @@ def assemble(
     config: RunConfig,
     devices: Sequence[Any],
     needs_of: Callable[[RunConfig, Sequence[Any], Model], Needs | None] | None = None,
+    *,
+    model: Model | None = None,
 ) -> Parts:
     """Build the parts of a run for all devices of the job.
 
-    `needs_of` estimates memory, by which the default mesh is chosen.
+    `needs_of` estimates memory, by which the default mesh is chosen. `model` stands in the place of
+    the one that the settings name.
 
     Raises:
         ConfigError: every rule that the mesh breaks, with legal meshes nearby.
     """
-    model = config.build_model()
+    model = config.build_model() if model is None else model
     asked = config
     config, devices = _fit_devices(asked, devices, model)
     spec, reason = config.choose_mesh(
