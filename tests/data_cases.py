@@ -8,10 +8,11 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxdist.core.mesh import MeshSpec
+from jaxdist.core.parallel import context
 from jaxdist.core.parallel.axes import row_axes
 from jaxdist.data import DataConfig, open_datasets
 
-MESHES = ["dp=1", "dp=8", "dp=2,tp=4", "fsdp=4,dp=2", "pp=2,dp=2,tp=2", "fsdp=8"]
+MESHES = ["dp=1", "dp=8", "dp=2,tp=4", "fsdp=4,dp=2", "pp=2,dp=2,tp=2", "fsdp=8", "dp=2,cp=4"]
 
 CASES: dict[str, dict] = {
     "stream": {"sources": ["text.txt"]},
@@ -24,7 +25,7 @@ CASES: dict[str, dict] = {
         "mixture_weights": [5.0, 3.0, 2.0],
     },
     "images": {"sources": ["cifar"]},
-    "grain": {"sources": ["case_rows:rows"], "vocab_size": 300},
+    "grain": {"sources": ["case_rows:rows"]},
 }
 """Settings of each, to be opened with the folder of `write_sources` as current directory."""
 
@@ -73,7 +74,18 @@ def open_case(name: str):
 
 def sharding_on(mesh: str) -> NamedSharding:
     spec = MeshSpec.parse(mesh)
-    return NamedSharding(spec.build(jax.devices()[: spec.num_devices]), PartitionSpec(row_axes()))
+    positions = [("context",)] if spec["context"] > 1 else []
+    mesh = spec.build(jax.devices()[: spec.num_devices])
+    return NamedSharding(mesh, PartitionSpec(row_axes(), *positions))
+
+
+def laid_out(rows: dict, sharding: NamedSharding) -> dict:
+    """Whole rows, name -> [n, seq], with positions in the order in which devices share them."""
+    if len(sharding.spec) == 1:
+        return rows
+    size, length = sharding.mesh.shape["context"], rows["tokens"].shape[1]
+    order = np.concatenate([context.places_of(i, length // size, size) for i in range(size)])
+    return {name: x[:, order] for name, x in rows.items()}
 
 
 def write_text(folder: Path) -> Path:

@@ -24,7 +24,7 @@ DETECT_S, RECOVER_S = 120.0, 180.0  # on a loaded machine; measured are a few se
 TRAIN = [
     *("--simulate=1", "--mesh=dp=2", "--model.num_layers=1", "--model.d_model=32"),
     *("--model.num_heads=2", "--model.num_kv_heads=2", "--train.global_batch_size=4"),
-    *("--train.seq_len=32", "--data.sources=faulty_dataset:rows", "--data.vocab_size=64"),
+    *("--train.seq_len=32", "--data.sources=faulty_dataset:rows"),
     *("--checkpoint.save_interval_steps=5", "--eval.interval_steps=0"),
     "--monitoring.tensorboard=false",
     *("--runtime.heartbeat_timeout_s=10", "--runtime.join_timeout_s=10"),

@@ -121,8 +121,7 @@ def numbered(row: int) -> dict:
 def test_rows_and_models_are_given_as_objects(tmp_path):
     rows = grain.MapDataset.source(range(100)).map(numbered)
     model = example.build(seq_len=32)
-    given = {"model": model, "data": (rows[10:], rows[:10]), "data.vocab_size": 256}
-    run = train(tmp_path / "run", steps=2, **given)
+    run = train(tmp_path / "run", steps=2, model=model, data=(rows[10:], rows[:10]))
     with pytest.raises(jaxdist.ConfigError, match="model=MODEL"):
         jaxdist.open(run.path).evaluate()
     with pytest.raises(jaxdist.ConfigError, match="data=ROWS"):

@@ -125,7 +125,7 @@ FLAGS = {
     "lr": (["--lr=3e-4"], "--lr", "Did you mean --optim.peak-lr"),
     "typo without section": (["--stepz=3"], "--stepz", "Did you mean --steps"),
     "typo of the section": (["--optimizer.peak_lr=1"], "--optimizer.peak-lr", "--optim.peak-lr"),
-    "other kind's field": (["--model.hidden=3"], "of kind decoder", "See --help"),
+    "other kind's field": (["--model.num_classes=3"], "of kind decoder", "See --help"),
     "not a whole number": (["--steps=1.5"], "train.steps='1.5' (flag --steps)", "The default is "),
     "not a number": (["--optim.peak_lr=fast"], "optim.peak_lr='fast'", "The default is"),
     "not a switch": (["--train.offload_optimizer=maybe"], "'maybe'", "not true or false"),

@@ -396,7 +396,7 @@ def test_a_leaf_that_is_no_array_is_refused(tmp_path):
 
 
 def test_retention_on_disk_survives_a_restart(tmp_path):
-    settings = {"max_to_keep": 2, "keep_best": 1}
+    settings = {"max_to_keep": 2, "keep_best": "loss:1"}
     losses = {1: 0.5, 2: 0.1, 3: 0.4, 4: 0.3, 5: 0.6}
     for step, loss in losses.items():
         writer = checkpointer(tmp_path, **settings)

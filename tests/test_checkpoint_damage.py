@@ -1,5 +1,6 @@
 """Nothing wrong is ever loaded silently: damaged, missing and foreign files."""
 
+import json
 import os
 import shutil
 import time
@@ -110,6 +111,30 @@ def test_quick_verification_never_loads_a_wrong_bit(run, tmp_path, monkeypatch):
         finally:
             opened.close()
     assert outcomes == {2}
+
+
+def test_sizes_alone_tell_a_cut_or_missing_file(run):
+    """What quick verification reads of large files."""
+    checkpoint = locate(run.path / "4")
+    files = manifest.read(checkpoint)["files"]
+    assert manifest.size_problems(checkpoint, files) == []
+    cut, gone = sorted(files)[:2]
+    with open(run.path / "4" / cut, "ab") as file:
+        file.write(b"x")
+    (run.path / "4" / gone).unlink()
+    problems = manifest.size_problems(checkpoint, files)
+    assert [line.split()[0] for line in problems] == [cut, gone]
+    assert f"{files[cut][0] + 1} of {files[cut][0]} bytes" in problems[0]
+
+
+def test_a_manifest_edited_by_hand_is_not_believed(run):
+    """Still JSON of the right form: only its own checksum tells."""
+    path = run.path / "4" / manifest.FILE_NAME
+    body = json.loads(path.read_text())
+    path.write_text(json.dumps({**body, "metrics": {"loss": 0.0}}))
+    assert run.open().choose() == 2
+    with pytest.raises(ValueError, match="CRC-32"):
+        manifest.read(locate(run.path / "4"))
 
 
 def test_a_directory_without_a_manifest_is_no_checkpoint(run):

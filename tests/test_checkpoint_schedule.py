@@ -136,7 +136,7 @@ def test_one_saved_halfway_is_kept_until_the_next_and_is_not_counted():
 def test_one_saved_halfway_may_be_the_best():
     metrics = {10: {"loss": 0.5}, 15: {"loss": 0.1}, 20: {"loss": 0.4}, 30: {"loss": 0.3}}
     settings = {"halfway": (15, 25), "max_to_keep": 1}
-    assert kept([10, 15, 20, 25, 30], metrics, keep_best=1, **settings) == [15, 30]
+    assert kept([10, 15, 20, 25, 30], metrics, keep_best="loss:1", **settings) == [15, 30]
     assert kept([10, 15, 20, 25, 30], metrics, **settings) == [30]
 
 
@@ -148,14 +148,15 @@ def test_retention_keeps_the_best_and_never_loses_the_newest():
     losses = {0: 1.0, 10: 0.2, 20: 0.9, 30: float("nan"), 40: 0.3, 50: 0.8}
     metrics = {step: {"loss": loss} for step, loss in losses.items()}
     steps = sorted(losses)
-    assert kept(steps, metrics, max_to_keep=1, keep_best=2) == [10, 40, 50]
+    assert kept(steps, metrics, max_to_keep=1, keep_best="loss:2") == [10, 40, 50]
     hits = {step: {"accuracy": loss} for step, loss in losses.items()}
-    assert kept(steps, hits, max_to_keep=1, keep_best=1) == [50]  # none has a loss
+    assert kept(steps, hits, max_to_keep=1, keep_best="accuracy:1") == [0, 50]
+    assert kept(steps, hits, max_to_keep=1, keep_best="loss:1") == [50]  # none has a loss
 
 
 def test_of_equally_good_checkpoints_the_later_is_best():
     saved = {1: Saved({"loss": 0.5}), 2: Saved({"loss": 0.5}), 3: Saved({})}
-    assert best_steps(saved) == [2, 1]
+    assert best_steps(saved, "loss") == [2, 1]
 
 
 def test_the_manifest_says_what_was_saved_halfway_and_older_ones_say_nothing(tmp_path):

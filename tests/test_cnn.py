@@ -19,7 +19,7 @@ from jaxdist.models.configs import IMAGE_CHANNELS, KERNEL_SIZE
 from jaxdist.models.weights import num_params
 from jaxdist.optim import OptimConfig, make_optimizer
 
-TINY = CnnConfig(image_size=8, channels=[8, 16], hidden=24, num_classes=10)
+TINY = CnnConfig(image_size=8, channels=[8, 16], mlp_dim=24, num_classes=10)
 SGD = OptimConfig(optimizer="sgd", momentum=0.9, weight_decay=0.0)
 
 
@@ -62,9 +62,9 @@ def torch_cnn(torch, config):
         nn.ReLU(),
         nn.MaxPool2d(2),
         nn.Flatten(),
-        nn.Linear(config.flat_size, config.hidden),
+        nn.Linear(config.flat_size, config.mlp_dim),
         nn.ReLU(),
-        nn.Linear(config.hidden, config.num_classes),
+        nn.Linear(config.mlp_dim, config.num_classes),
     )
 
 
@@ -200,7 +200,7 @@ def test_images_of_weight_zero_are_not_counted():
 # Learning on real images
 
 
-SMALL = CnnConfig(channels=[8, 16], hidden=64)
+SMALL = CnnConfig(channels=[8, 16], mlp_dim=64)
 EPOCHS, BATCH, PEAK_LR = 2, 64, 0.05
 
 

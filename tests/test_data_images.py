@@ -43,8 +43,8 @@ def make_batches(folder: Path, count=6, protocol=2, numpy_module=b"numpy.core.mu
 
 def test_real_images_are_the_same_in_both_forms():
     folder = real_data()
-    by_pickle = open_cifar(folder / "cifar-10-batches-py")
-    by_record = open_cifar(folder / "cifar-10-batches-bin")
+    by_pickle = open_cifar(folder / "cifar-10-batches-py", "half")
+    by_record = open_cifar(folder / "cifar-10-batches-bin", "half")
     for one, other in zip(by_pickle, by_record, strict=True):
         np.testing.assert_array_equal(one.pixels, other.pixels)
         np.testing.assert_array_equal(one.labels, other.labels)
@@ -55,7 +55,7 @@ def test_real_images_are_the_same_in_both_forms():
 def test_real_images_equal_what_pickle_itself_reads():
     """The reference is Python's own loader, on the files of the test data that we trust."""
     folder = real_data() / "cifar-10-batches-py"
-    train, test = open_cifar(folder)
+    train, test = open_cifar(folder, "half")
     for images, names in ((train, TRAIN_FILES), (test, (TEST_FILE,))):
         raw = [pickle.loads((folder / n).read_bytes(), encoding="bytes") for n in names]
         pixels = np.concatenate([b[b"data"] for b in raw])
@@ -77,11 +77,11 @@ OLD_NAME, NEW_NAME = b"numpy.core.multiarray", b"numpy._core.multiarray"
 )
 def test_pickles_of_every_python_3_read_alike(tmp_path, protocol, module):
     pixels, labels = make_batches(tmp_path, protocol=protocol, numpy_module=module)
-    train, test = open_cifar(tmp_path / "py")
+    train, test = open_cifar(tmp_path / "py", "half")
     np.testing.assert_array_equal(train.labels, labels[:5].ravel())
     expected = pixels[5].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
     np.testing.assert_array_equal(test.pixels, expected)
-    records = open_cifar(tmp_path / "bin")
+    records = open_cifar(tmp_path / "bin", "half")
     assert [train.fingerprint, test.fingerprint] == [images.fingerprint for images in records]
 
 
@@ -106,7 +106,7 @@ def test_a_malicious_pickle_runs_nothing(tmp_path, function):
     batch = {b"data": evil, b"labels": [1]}
     (tmp_path / "py" / "data_batch_3").write_bytes(pickle.dumps(batch, protocol=2))
     with pytest.raises(ConfigError, match=r"data_batch_3' asks Python to load .*Nothing was run"):
-        open_cifar(tmp_path / "py")
+        open_cifar(tmp_path / "py", "half")
     assert not target.exists()
 
 
@@ -137,7 +137,7 @@ def test_pickles_of_something_else_are_refused(tmp_path, batch):
     make_batches(tmp_path)
     (tmp_path / "py" / "data_batch_2").write_bytes(pickle.dumps(batch, protocol=2))
     with pytest.raises(ConfigError, match=r"data_batch_2' is not a CIFAR-10 batch"):
-        open_cifar(tmp_path / "py")
+        open_cifar(tmp_path / "py", "half")
 
 
 def test_damaged_files_are_named(tmp_path):
@@ -147,34 +147,43 @@ def test_damaged_files_are_named(tmp_path):
     cut = tmp_path / "bin" / "data_batch_4.bin"
     cut.write_bytes(cut.read_bytes()[:-1])
     with pytest.raises(ConfigError, match=r"data_batch_4.bin' .*18437 bytes, not a multiple"):
-        open_cifar(tmp_path / "bin")
+        open_cifar(tmp_path / "bin", "half")
     cut.write_bytes(b"")
     with pytest.raises(ConfigError, match="0 bytes"):
-        open_cifar(tmp_path / "bin")
+        open_cifar(tmp_path / "bin", "half")
     cut.write_bytes(b"\x0a" + bytes(3072))
     with pytest.raises(ConfigError, match=r"labels outside 0\.\.9"):
-        open_cifar(tmp_path / "bin")
+        open_cifar(tmp_path / "bin", "half")
     cut.unlink()
     with pytest.raises(ConfigError, match=r"lacks data_batch_4.bin"):
-        open_cifar(tmp_path / "bin")
+        open_cifar(tmp_path / "bin", "half")
     cut = tmp_path / "py" / "test_batch"
     cut.write_bytes(cut.read_bytes()[:5000])
     with pytest.raises(ConfigError, match=r"test_batch' is not a CIFAR-10 batch"):
-        open_cifar(tmp_path / "py")
+        open_cifar(tmp_path / "py", "half")
     short = {b"data": np.zeros((2, 100), np.uint8), b"labels": [1, 2]}
     cut.write_bytes(pickle.dumps(short, protocol=2))
     with pytest.raises(ConfigError, match=r"pixels of shape \(2, 100\) for 2 labels"):
-        open_cifar(tmp_path / "py")
+        open_cifar(tmp_path / "py", "half")
 
 
-def test_pixels_are_scaled_as_torchvision_does(tmp_path):
+@pytest.mark.parametrize(
+    ("scaling", "reference"),
+    [
+        # torchvision's ToTensor, then Normalize(0.5, 0.5) as in the PyTorch tutorial.
+        ("half", lambda x: (x / 255 - 0.5) / 0.5),
+        ("unit", lambda x: x / 255),
+        ("channel", lambda x: (x / 255 - [0.4914, 0.4822, 0.4465]) / [0.2470, 0.2435, 0.2616]),
+    ],
+)
+def test_pixels_are_scaled_as_the_config_says(tmp_path, scaling, reference):
     pixels, labels = make_batches(tmp_path)
-    config = DataConfig(sources=[str(tmp_path / "bin")])
+    config = DataConfig(sources=[str(tmp_path / "bin")], image_scaling=scaling)
     train, test = open_datasets(config, seq_len=0)
     batch = train.rows(np.array([29, 0]))
     raw = pixels.reshape(6, -1, 3, 32, 32).transpose(0, 1, 3, 4, 2).astype(np.float64)
-    # ToTensor, then Normalize(0.5, 0.5); float32 of values up to 1: a few units of 2^-24
-    np.testing.assert_allclose(batch["images"][0], (raw[4, 5] / 255 - 0.5) / 0.5, atol=5e-7)
+    # float32 of values up to 4: a few units of 2^-22
+    np.testing.assert_allclose(batch["images"][0], reference(raw[4, 5]), atol=2e-6)
     assert batch["images"].dtype == np.float32
     assert batch["labels"].tolist() == [labels[4, 5], labels[0, 0]]
     assert batch["weights"].tolist() == [1, 1]

@@ -490,9 +490,6 @@ def test_tokenizers_that_do_not_fit_are_refused(tmp_path, bpe):
     refused("is not a tokenizer.json of the tokenizers library", tokenizer=str(broken))
     refused("'<s>' is not a token of .*endoftext", tokenizer=str(bpe), eos_token="<s>")
     refused("which ends documents with byte 0", eos_token="<s>")
-    refused(
-        "data.vocab_size=100 is smaller than the 280 tokens", tokenizer=str(bpe), vocab_size=100
-    )
     main([str(source), "--out", str(tmp_path / "tokens")])
     refused(
         "was made with tokenizer 'bytes' .end token 0., and data.tokenizer is",
@@ -520,7 +517,7 @@ def test_the_config_reports_every_broken_rule_at_once():
         assert word in problem
     assert DataConfig().problems() == []
     assert "empty" in DataConfig(sources=[]).problems()[0]
-    bad = {"vocab_size": -1, "eval_fraction": 1.0, "prefetch": 0, "num_workers": -1}
+    bad = {"num_threads": -1, "eval_fraction": 1.0, "prefetch": 0, "num_workers": -1}
     assert len(problems_of(DataConfig(**bad), "data")) == len(bad)
     for weights in ([1.0, 0.0], [1.0, float("nan")], [1.0, -1.0], [1.0, 1e-9]):
         config = DataConfig(sources=["stdlib"] * 2, mixture_weights=weights)

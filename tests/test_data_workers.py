@@ -73,7 +73,7 @@ def gone(pids) -> bool:
 def test_workers_make_the_same_batches_touch_no_device_and_outlive_signals(tmp_path, monkeypatch):
     (tmp_path / "worker_rows.py").write_text(ROWS)
     monkeypatch.chdir(tmp_path)
-    config = DataConfig(sources=["worker_rows:rows"], vocab_size=100)
+    config = DataConfig(sources=["worker_rows:rows"])
     train, _ = open_datasets(config, seq_len=4)
     settings = {"global_batch_size": 8, "seed": 1, "sharding": sharding_on("dp=2")}
     settings["start"] = Position(16, ((32, 40),))

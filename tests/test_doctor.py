@@ -210,7 +210,7 @@ def test_settings_without_meaning_are_refused_together():
 
 def test_room_for_checkpoints_is_asked_for_the_models_size():
     config = read_doctor(["--config", str(ROOT / "configs" / "llama3_8b.toml")])
-    kept = config.checkpoint.max_to_keep + config.checkpoint.keep_best + 2  # written, halfway
+    kept = config.checkpoint.max_to_keep + config.checkpoint.best[1] + 2  # written, halfway
     one = num_params(config.build_model()) * (4 + config.optim.moment_bytes)
     assert config.checkpoints_bytes == pytest.approx(one * kept, rel=1e-6)
     assert one > 60e9

@@ -237,7 +237,7 @@ DROPPING = dataclasses.replace(FAMILIES["gpt2"], dropout=0.2, attention_dropout=
 def loss_and_gradients(config, mesh, *, batch, key=0, **layout):
     """Sums and gradients of the train step's differentiated part on a mesh."""
     num_microbatches = layout.pop("num_microbatches", 1)
-    model = build(config, seq_len=16)
+    model = dataclasses.replace(build(config, seq_len=16), **layout.pop("change", {}))
     spec = MeshSpec.parse(mesh)
     layout = Layout(mesh=spec.build(jax.devices()[: spec.num_devices]), **layout)
     train = TrainConfig(num_microbatches=num_microbatches)
@@ -280,6 +280,16 @@ def test_dropout_takes_the_same_bits_on_every_mesh(mesh, layout, dropped_on_one_
     largest = max(np.abs(g).max() for g in jax.tree.leaves(expected_grads))
     for ours, theirs in zip(jax.tree.leaves(grads), jax.tree.leaves(expected_grads), strict=True):
         np.testing.assert_allclose(ours, theirs, atol=1e-5 * largest, rtol=0)
+
+
+def test_every_layer_has_a_dropout_key_of_its_own():
+    def draws(_params, x, _aux, context):
+        draw = jax.random.uniform(context.dropout_key)
+        return x, {"draw": draw, "square": draw * draw}
+
+    sums, _ = loss_and_gradients(DROPPING, "1", batch=training_batch(), change={"block": draws})
+    # The squared mean is the mean of squares where all draws are one, and below it else.
+    assert DROPPING.num_layers * sums["square"] > 1.01 * sums["draw"] ** 2
 
 
 def test_padding_of_the_vocabulary_gets_no_gradient(dropped_on_one_device):

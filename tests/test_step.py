@@ -150,7 +150,7 @@ def test_float16_scales_its_loss_and_finds_the_scale(monkeypatch):
     precision = PrecisionConfig(compute_dtype="float16")
     step, state = step_of(Case("learned", "dp=2"), precision=precision)
     batch = place(step, text_batch())
-    scales, finite, losses = [float(state.loss_scale["scale"])], [], []
+    scales, finite, losses, norms = [float(state.loss_scale["scale"])], [], [], []
     for _ in range(16):
         before = jax.device_get(state.params["embed"]["table"])
         state, metrics = step.train(state, batch, np.inf)
@@ -158,6 +158,7 @@ def test_float16_scales_its_loss_and_finds_the_scale(monkeypatch):
         scales.append(float(state.loss_scale["scale"]))
         finite.append(bool(metrics["applied"]))
         losses.append(float(metrics["loss"]))
+        norms.append(float(metrics["grad_norm"]))
         changed = not np.array_equal(before, jax.device_get(state.params["embed"]["table"]))
         assert changed == finite[-1]
     assert not finite[0], "the first scale is chosen to overflow float16"
@@ -170,6 +171,8 @@ def test_float16_scales_its_loss_and_finds_the_scale(monkeypatch):
     assert sum(finite) >= 4
     # Half precision holds 11 bits; the loss of its first finite steps is the reference's.
     assert losses[0] == pytest.approx(reference("learned").losses[0], rel=2e-3)
+    # The scale is out of the gradients again: what is clipped and applied is theirs.
+    assert norms[finite.index(True)] == pytest.approx(reference("learned").norm, rel=5e-3)
     assert losses[-1] < 0.8 * losses[0]
 
 

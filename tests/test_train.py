@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from commands import ROOT, command, environment, losses, records, run, tiny
 
+from jaxdist.run.data_proof import prove
+
 STEPS = 10
 MESH = ["--mesh", "dp=2,fsdp=2,tp=2", "--simulate", "8"]
 SETTINGS = [*MESH, "--steps", STEPS, "--eval.interval_steps=4", "--model.dropout=0.1"]
@@ -28,6 +30,10 @@ def finished(tmp_path_factory) -> tuple[Path, subprocess.CompletedProcess]:
     done = run("train", *flags, "--run-dir", run_dir)
     assert done.returncode == 0, done.stderr + done.stdout
     return run_dir, done
+
+
+def ledger(run_dir: Path) -> dict[int, str]:
+    return {r["step"]: r["data_ledger"] for r in records(run_dir, "train")}
 
 
 def test_a_run_leaves_every_file_of_its_contract(finished):
@@ -107,6 +113,8 @@ def test_preempted_and_resumed_equals_uninterrupted_bit_for_bit(finished, tmp_pa
     assert again.returncode == 0, again.stderr
     assert "resumed from step" in again.stdout
     assert losses(run_dir) == losses(finished[0])
+    assert ledger(run_dir) == ledger(finished[0])
+    assert list(prove(str(run_dir))) == list(range(1, STEPS + 1))
     evals = [[(r["step"], r["loss"]) for r in records(d, "eval")] for d in (run_dir, finished[0])]
     assert dict(evals[0]) == dict(evals[1])
 

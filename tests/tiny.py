@@ -18,6 +18,7 @@ import optax
 
 from jaxdist.core.attention import make_attend
 from jaxdist.core.mesh import MeshSpec
+from jaxdist.core.parallel.context import place_batch
 from jaxdist.core.precision import PrecisionConfig, initial_loss_scale
 from jaxdist.core.sharding import Layout
 from jaxdist.core.state import TrainState, make_state, state_shardings
@@ -51,7 +52,7 @@ CONFIGS = {
     ),
     # Mistral parts: a window shorter than a row; three key/value heads.
     "windowed": DecoderConfig(num_heads=6, num_kv_heads=3, head_dim=8, sliding_window=5, **_SIZES),
-    "cnn": CnnConfig(image_size=IMAGE_SIZE, channels=[8, 16], hidden=32),
+    "cnn": CnnConfig(image_size=IMAGE_SIZE, channels=[8, 16], mlp_dim=32),
 }
 
 
@@ -292,7 +293,7 @@ def place_state(
 def run(case: Case, steps: int = 20, batch: Batch | None = None, **options: Any) -> Trace:
     """Run a case from the initial state."""
     step, state = step_of(case, **options)
-    placed = jax.device_put(batch or batch_of(case.model), step.batch_sharding)
+    placed = place_batch(batch or batch_of(case.model), step.batch_sharding)
     losses, first = [], None
     for _ in range(steps):
         state, metrics = step.train(state, placed, np.inf)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Literal
 
 from jaxdist.core.types import setting
@@ -22,8 +23,10 @@ class CheckpointConfig:
     keep_interval_steps: int = setting(
         0, "also keep for good each checkpoint whose step is a multiple of this; 0 = none", ge=0
     )
-    keep_best: int = setting(
-        0, "also keep this many with the lowest evaluation loss; 0 = none", ge=0
+    keep_best: str = setting(
+        "none",
+        "METRIC:N = also keep the N with the best evaluation metric, e.g. loss:3 (the lowest) or "
+        "accuracy:1 (the highest)",
     )
     async_save: bool = setting(
         True,
@@ -43,3 +46,18 @@ class CheckpointConfig:
     def in_background(self) -> bool:
         """Whether training goes on during a write; an interval of one step cannot be halved."""
         return self.async_save and self.save_interval_steps != 1
+
+    @property
+    def best(self) -> tuple[str, int]:
+        """The metric that `keep_best` names, and how many it keeps."""
+        metric, _, count = self.keep_best.partition(":")
+        return metric, int(count) if count.isdecimal() else 0
+
+    def problems(self) -> list[str]:
+        """What no bound says."""
+        if re.fullmatch(r"none|\w+:[1-9][0-9]{0,8}", self.keep_best):
+            return []
+        return [
+            f"checkpoint.keep_best={self.keep_best!r} is not METRIC:N, an evaluation metric and a "
+            "number from 1 on. Use e.g. loss:3 or accuracy:1, or none."
+        ]

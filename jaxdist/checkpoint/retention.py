@@ -8,6 +8,9 @@ from typing import NamedTuple
 
 from jaxdist.checkpoint.config import CheckpointConfig
 
+_LARGER_IS_BETTER = ("accuracy",)
+"""Evaluation metrics whose best value is the largest; of all others it is the smallest."""
+
 
 class Saved(NamedTuple):
     """What retention goes by: metrics of an evaluation, and whether the save halves an interval."""
@@ -27,15 +30,17 @@ def steps_to_delete(saved: Mapping[int, Saved], config: CheckpointConfig) -> lis
     kept.update([step for step in steps if not saved[step].halfway][-config.max_to_keep :])
     if config.keep_interval_steps:
         kept.update(step for step in steps if step % config.keep_interval_steps == 0)
-    kept.update(best_steps(saved)[: config.keep_best])
+    metric, count = config.best
+    kept.update(best_steps(saved, metric)[:count])
     return [step for step in steps if step not in kept]
 
 
-def best_steps(saved: Mapping[int, Saved]) -> list[int]:
-    """Steps with an evaluation loss, lowest first; of equals the later first; NaN is never best."""
+def best_steps(saved: Mapping[int, Saved], metric: str) -> list[int]:
+    """Steps that have the metric, best first; of equals the later first; NaN is never best."""
+    sign = -1.0 if metric in _LARGER_IS_BETTER else 1.0
     scored = [
-        (one.metrics["loss"], -step)
+        (sign * one.metrics[metric], -step)
         for step, one in saved.items()
-        if not math.isnan(one.metrics.get("loss", math.nan))
+        if not math.isnan(one.metrics.get(metric, math.nan))
     ]
     return [-negated for _, negated in sorted(scored)]

@@ -23,6 +23,7 @@ from jaxdist.core.sharding import MeshConfig
 from jaxdist.core.step import EvalConfig, TrainConfig
 from jaxdist.core.types import Model
 from jaxdist.data.config import DataConfig
+from jaxdist.data.custom import is_custom
 from jaxdist.data.images import is_cifar
 from jaxdist.models import DecoderConfig, ModelConfig, build
 from jaxdist.models.configs import DIM_SETTINGS
@@ -293,10 +294,10 @@ class RunConfig:
     def _data_problems(self) -> list[str]:
         """Rules between the model and what it is fed."""
         data, reads = self.data, self.model.reads
-        num_tokens = data.vocab_size or (data.tokenizer == "bytes") * _BYTE_VALUES
+        bytes_only = data.tokenizer == "bytes" and not any(map(is_custom, data.sources))
         found = self.model.run_problems(
             seq_len=self.train.seq_len,
-            num_tokens=num_tokens,
+            num_tokens=bytes_only * _BYTE_VALUES,
             tokenizer=data.tokenizer,
             simulate=self.simulate,
         )

@@ -46,12 +46,6 @@ class DataConfig:
         "token put after each document, as the tokenizer spells it; empty = the tokenizer's own "
         "end of text (byte 0 for bytes), none if it has none",
     )
-    vocab_size: int = setting(
-        0,
-        "size of the vocabulary the model is built for, in tokens, at least the tokenizer's; "
-        "0 = the tokenizer's",
-        ge=0,
-    )
     text_field: str = setting(
         "text", "field of a JSON line or column of a Parquet file that holds the text"
     )
@@ -86,12 +80,24 @@ class DataConfig:
     eval_sources: list[str] = setting(
         [], "sources to evaluate on instead of a held-out part of `sources`"
     )
+    image_scaling: Literal["half", "unit", "channel"] = setting(
+        "half",
+        "pixels x of CIFAR-10, 0 to 255, become: half = x/127.5 - 1; unit = x/255; channel = zero "
+        "mean and unit variance per colour over the training images",
+    )
     prefetch: int = setting(2, "batches kept ready on the devices ahead of the step", ge=1)
     num_workers: int = setting(
         0,
         "processes that read rows and run transforms, for each training process; 0 = a thread "
         "of the training process does, which is fastest for text. Raise it when the run says that "
         "its loader is the bottleneck",
+        ge=0,
+    )
+    num_threads: int = setting(
+        0,
+        "threads that read rows of your own (module:function), in each process that reads; 0 = one "
+        "row after the other. Raise it for rows that come over a network and for transforms that "
+        "release the interpreter lock, such as decoding images",
         ge=0,
     )
     on_change: Literal["refuse", "restart"] = setting(

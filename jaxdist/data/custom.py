@@ -13,6 +13,7 @@ what to evaluate on is always rows by number.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib
 import inspect
@@ -57,17 +58,22 @@ def is_custom(source: str) -> bool:
 
 
 class CustomRows:
-    """A part made of a user's rows (see `jaxdist.data.packing.Part`)."""
+    """A part made of a user's rows (see `jaxdist.data.packing.Part`).
 
-    def __init__(self, source: Any, name: str):
-        """Look at the first row to learn the fields.
+    Attributes:
+        vocab_size: one more than the largest token, target or label in a few of the rows.
+    """
 
-        `source` has len() and [index]; a `grain.MapDataset` has.
+    def __init__(self, source: Any, name: str, num_threads: int = 0):
+        """Look at a few rows to learn the fields.
+
+        `source` has len() and [index]; a `grain.MapDataset` has. Without `num_threads` the caller's
+        own thread reads.
 
         Raises:
             ConfigError: no rows, no end, or fields that a batch cannot have.
         """
-        self._source, self._name = source, name
+        self._source, self._name, self._num_threads = source, name, num_threads
         self.num_rows = len(source)
         if not self.num_rows:
             raise ConfigError(f"data source {name!r} has no rows. Return at least one.")
@@ -79,7 +85,10 @@ class CustomRows:
         first = source[0]
         self.kind = check_row(first, name)
         self.fields = fields_of(first)
-        self.fingerprint = self._fingerprint()
+        # A few rows: reading all of them could take hours.
+        few = self.rows(np.unique(np.linspace(0, self.num_rows - 1, 16).astype(np.int64)))
+        self.fingerprint = f"custom-{digest_of(few, str(self.num_rows))}"
+        self.vocab_size = vocabulary_of(few)
 
     def rows(self, indices: np.ndarray) -> Rows:
         """See `Part.rows`.
@@ -87,19 +96,30 @@ class CustomRows:
         Raises:
             ConfigError: a row is missing or has another shape than the first one.
         """
-        found = [self._source[index] for index in np.asarray(indices).tolist()]
-        return stack_rows(found, self.fields, self._name, indices)
+        numbers = np.asarray(indices).tolist()
+        found = self._in_threads(numbers) if self._num_threads else map(self._read, numbers)
+        return stack_rows(list(found), self.fields, self._name, indices)
 
-    def _fingerprint(self) -> str:
-        """Of the number of rows and a few of them: reading all could take hours."""
-        places = np.unique(np.linspace(0, self.num_rows - 1, 16).astype(np.int64))
-        return f"custom-{digest_of(self.rows(places), str(self.num_rows))}"
+    def _read(self, number: int) -> Any:
+        return self._source[number]
+
+    def _in_threads(self, numbers: list[int]) -> list[Any]:
+        import grain
+
+        rows = grain.MapDataset.source(numbers).map(self._read)
+        threads = min(self._num_threads, len(numbers))
+        options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=len(numbers))
+        with contextlib.closing(iter(rows.to_iter_dataset(options, allow_nones=True))) as reader:
+            return list(reader)
 
 
-def open_custom(source: str, *, seq_len: int, seed: int, given: Any = None) -> Custom:
+def open_custom(
+    source: str, *, seq_len: int, seed: int, num_threads: int, given: Any = None
+) -> Custom:
     """Call the user's function; the current directory is importable, as for a script.
 
-    `given` is what a Python program gives in the function's place: another function, or the rows.
+    `num_threads` read rows by number; a stream has threads of its own. `given` is what a Python
+    program gives in the function's place: another function, or the rows.
 
     Raises:
         ConfigError: the function is not there, takes other arguments, or returns something else.
@@ -126,9 +146,10 @@ def open_custom(source: str, *, seq_len: int, seed: int, given: Any = None) -> C
                 "access and cannot be resumed. Return something with len() and [index], such "
                 "as grain.MapDataset; to train on, a grain.IterDataset will do too."
             )
+    by_number = lambda rows: CustomRows(rows, source, num_threads)
     return Custom(
-        (lambda index, count: call(index, count)[0]) if is_stream else CustomRows(train, source),
-        None if held is None else CustomRows(held, source),
+        (lambda index, count: call(index, count)[0]) if is_stream else by_number(train),
+        None if held is None else by_number(held),
         divides,
     )
 
@@ -183,6 +204,12 @@ def digest_of(rows: Rows, text: str = "") -> str:
         digest.update(json.dumps([field, values.shape, values.dtype.str]).encode())
         digest.update(values.tobytes())
     return digest.hexdigest()[:32]
+
+
+def vocabulary_of(rows: Rows) -> int:
+    """One more than the largest token, target or label: the least vocabulary that holds them."""
+    numbers = [rows[name] for name in ("tokens", "targets", "labels") if name in rows]
+    return 1 + max(int(values.max(initial=0)) for values in numbers)
 
 
 def stack_rows(

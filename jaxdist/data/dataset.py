@@ -40,7 +40,8 @@ class Dataset:
         kind: "text" or "images".
         parts: one per source.
         weights: share of each part in training; empty = in proportion to size.
-        vocab_size: tokens of the vocabulary, or classes of images.
+        vocab_size: tokens of the vocabulary, or classes of images; of the user's own rows as many
+            as some of them name.
         tokenizer: of text.
         identity: what the rows depend on, as JSON; `fingerprint` is its digest.
     """
@@ -96,7 +97,8 @@ class Dataset:
         if self.kind == "text":
             seq_len = self.fields["tokens"][0][0]
             words.append(f"of {seq_len} tokens ({self.num_rows * seq_len / 1e6:.1f} M an epoch)")
-        extra = [f"vocabulary {self.vocab_size:,}"]
+        own = any(isinstance(part, CustomRows) for part in self.parts)
+        extra = [] if own else [f"vocabulary {self.vocab_size:,}"]
         if self.tokenizer is not None:
             extra.append(f"tokenizer {self.tokenizer.name}")
         if "packing" in self.identity:
@@ -169,16 +171,9 @@ def _open_text(config: DataConfig, seq_len: int) -> tuple[Dataset, Dataset | Non
         rows, _ = split_text(corpus, packing, seq_len, 0.0)
         rest.append(_with_rows(rows, "data.eval_sources", source, corpus, seq_len))
     used = opened[0].tokenizer
-    vocab_size = config.vocab_size or used.vocab_size
-    if vocab_size < used.vocab_size:
-        raise ConfigError(
-            f"data.vocab_size={vocab_size} is smaller than the {used.vocab_size} tokens of "
-            f"tokenizer {used.name!r}: some tokens would have no place in the model. Use "
-            f"{used.vocab_size} or more, or 0."
-        )
     about = {"seq_len": seq_len, "packing": packing, "tokenizer": used.fingerprint}
     dataset = functools.partial(
-        _dataset, "text", vocab_size=vocab_size, tokenizer=used, about=about
+        _dataset, "text", vocab_size=used.vocab_size, tokenizer=used, about=about
     )
     return dataset(train, config.mixture_weights), dataset(rest) if rest else None
 
@@ -272,7 +267,7 @@ def _with_rows(
 
 
 def _open_images(config: DataConfig) -> tuple[Dataset, Dataset | None]:
-    both = [open_cifar(folder) for folder in config.sources]
+    both = [open_cifar(folder, config.image_scaling) for folder in config.sources]
     held = [test for _, test in both] if config.eval_fraction else []
     if config.eval_sources:
         if not all(map(is_cifar, config.eval_sources)):
@@ -281,7 +276,7 @@ def _open_images(config: DataConfig) -> tuple[Dataset, Dataset | None]:
                 "data.sources are. Name folders, or leave eval_sources empty to use the test "
                 "files."
             )
-        held = [open_cifar(folder)[1] for folder in config.eval_sources]
+        held = [open_cifar(folder, config.image_scaling)[1] for folder in config.eval_sources]
 
     dataset = functools.partial(_dataset, "images", vocab_size=NUM_CLASSES)
     train = dataset([images for images, _ in both], config.mixture_weights)
@@ -292,26 +287,19 @@ def _open_custom(
     config: DataConfig, seq_len: int, seed: int, given: Any
 ) -> tuple[TrainData, Dataset | None]:
     source = config.sources[0]
-    problems = []
     if len(config.sources) > 1 or config.eval_sources:
-        problems.append(
+        raise ConfigError(
             f"data.sources={config.sources}, data.eval_sources={config.eval_sources}: a function "
             f"stands alone. Mix inside {source!r} and return what to evaluate on from there."
         )
-    if not config.vocab_size:
-        problems.append(
-            f"data source {source!r} is a function: nothing tells how many tokens or classes there "
-            "are. Set data.vocab_size."
-        )
-    if problems:
-        raise ConfigError(problems)
-    custom = open_custom(source, seq_len=seq_len, seed=seed, given=given)
+    custom = open_custom(
+        source, seq_len=seq_len, seed=seed, num_threads=config.num_threads, given=given
+    )
     tokenizer = load_tokenizer(config.tokenizer, config.eos_token)
 
     def dataset(part: CustomRows) -> Dataset:
         used = tokenizer if part.kind == "text" else None
-        size = config.vocab_size
-        about = {"seq_len": seq_len}
+        about, size = {"seq_len": seq_len}, part.vocab_size
         return _dataset(part.kind, [part], vocab_size=size, tokenizer=used, about=about)
 
     held = None if custom.held is None else dataset(custom.held)
@@ -321,7 +309,6 @@ def _open_custom(
         source,
         custom.train,
         divides=custom.divides,
-        vocab_size=config.vocab_size,
         tokenizer=tokenizer,
         seq_len=seq_len,
     )

@@ -15,7 +15,7 @@ import hashlib
 import pickle
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -28,6 +28,12 @@ NUM_CLASSES = 10
 _SHAPE = (32, 32, 3)
 _PIXELS = 3 * 32 * 32
 _RECORD = 1 + _PIXELS
+
+# Of the 50,000 training images, red green blue, in units of 255.
+_MEAN = np.array([0.4914, 0.4822, 0.4465], np.float32)
+_STD = np.array([0.2470, 0.2435, 0.2616], np.float32)
+
+Scaling = Literal["half", "unit", "channel"]
 
 
 def image_fields() -> dict[str, tuple[tuple[int, ...], np.dtype]]:
@@ -46,10 +52,12 @@ class Images:
     Attributes:
         pixels: uint8 [num_rows, 32, 32, 3].
         labels: int32 [num_rows].
+        scaling: how pixels become float32 (see `DataConfig.image_scaling`).
     """
 
     pixels: np.ndarray
     labels: np.ndarray
+    scaling: Scaling
 
     @property
     def num_rows(self) -> int:
@@ -63,14 +71,18 @@ class Images:
 
     @property
     def fingerprint(self) -> str:
-        """Of pixels and labels; the same for both forms on disk."""
+        """Of pixels, labels and scaling; the same for both forms on disk."""
         digest = hashlib.sha256(self.pixels.tobytes() + self.labels.tobytes()).hexdigest()
-        return f"images-{digest[:32]}"
+        return f"images-{digest[:32]}-{self.scaling}"
 
     def rows(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-        """See `Part.rows`: images float32 [n, 32, 32, 3] in [-1, 1], labels int32 [n]."""
+        """See `Part.rows`: images float32 [n, 32, 32, 3], labels int32 [n]."""
+        images = self.pixels[indices].astype(np.float32)
+        images = images / 127.5 - 1 if self.scaling == "half" else images / 255
+        if self.scaling == "channel":
+            images = (images - _MEAN) / _STD
         return {
-            "images": self.pixels[indices].astype(np.float32) / 127.5 - 1,
+            "images": images,
             "labels": self.labels[indices],
             "weights": np.ones(len(indices), np.float32),
         }
@@ -82,7 +94,7 @@ def is_cifar(source: str) -> bool:
     return any((folder / n).is_file() or (folder / f"{n}.bin").is_file() for n in names)
 
 
-def open_cifar(source: str | Path) -> tuple[Images, Images]:
+def open_cifar(source: str | Path, scaling: Scaling) -> tuple[Images, Images]:
     """Training and test images of a CIFAR-10 folder.
 
     Raises:
@@ -105,6 +117,7 @@ def open_cifar(source: str | Path) -> tuple[Images, Images]:
         return Images(
             pixels=np.ascontiguousarray(pixels.transpose(0, 2, 3, 1)),
             labels=np.concatenate([labels for _, labels in parts]),
+            scaling=scaling,
         )
 
     return images(TRAIN_FILES), images((TEST_FILE,))

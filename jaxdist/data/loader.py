@@ -1,7 +1,7 @@
 """Rows to global device batches: the batch of step s depends on data, seed and s alone.
 
-A process reads only the rows that its own devices hold, as the sharding itself says, so it is
-right for any number of processes and for axes that span them.
+A process keeps only the rows and positions that its own devices hold, as the sharding itself says,
+so it is right for any number of processes and for axes that span them.
 """
 
 from __future__ import annotations
@@ -15,16 +15,18 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxdist.core.axis import axes_of
 from jaxdist.core.types import Batch, ConfigError
 from jaxdist.data.dataset import Dataset, TrainData
+from jaxdist.data.ledger import Ledger, Link, first_mismatch
 from jaxdist.data.stream import StreamDataset
 from jaxdist.runtime import coordination
 
-STATE_VERSION = 1
-"""Raised when the order of samples changes; an older state is then refused, not misread."""
+STATE_VERSION = 2
+"""Raised when the order of samples or what a state holds changes; an older one is then refused, not
+misread."""
 
 _CLOSE_S = 5.0
 """How long to wait for the thread to end; it does not outlive the process."""
@@ -43,11 +45,13 @@ class Position:
         left_out: samples [first, end) that no batch may hold.
         iterators: states of a stream's readers, by shard; None = at its start, and for rows by
             random access.
+        ledger: the newest links of the data ledger, oldest first.
     """
 
     sample: int = 0
     left_out: tuple[tuple[int, int], ...] = ()
     iterators: tuple[dict[str, Any], ...] | None = None
+    ledger: tuple[Link, ...] = (Link(),)
 
 
 class Loader:
@@ -58,6 +62,7 @@ class Loader:
         first_sample: first sample of the batch handed out last.
         left_out: samples [first, end) that no batch holds; a batch that would begin among them,
             or reach into them, begins behind them.
+        ledger: the data ledger up to the batch handed out last.
     """
 
     def __init__(
@@ -73,16 +78,16 @@ class Loader:
     ):
         """Start loading; every process of the job must.
 
-        `sharding` is that of a batch's first dim; further dims follow it as far as a field has
-        them. `start` is where to begin, as `resume_position` returns it. `seed` sets the order of
-        rows by number; a stream has its own.
+        `sharding` is that of a batch's rows and, where devices share rows, of their positions.
+        `start` is where to begin, as `resume_position` returns it. `seed` sets the order of rows by
+        number; a stream has its own.
 
         Raises:
             ConfigError: the batch does not divide over the sharding, processes see other data, or
                 a stream cannot be read this way (see `StreamDataset.batches`).
         """
         # grain takes 0.2 s to import: commands that read no data do without.
-        from jaxdist.data.batches import TrainBatches, device_placer, rows_held
+        from jaxdist.data.batches import TrainBatches, device_placer, part_held
         from jaxdist.data.prefetch import read_ahead
 
         _check_batch(global_batch_size, sharding)
@@ -90,26 +95,29 @@ class Loader:
         self.wait_s, self.first_sample = 0.0, start.sample
         self.left_out = tuple((int(first), int(end)) for first, end in start.left_out)
         self._dataset, self._seed, self._batch_size = dataset, seed, global_batch_size
+        self._fingerprint = dataset.fingerprint
+        self._order = None if isinstance(dataset, StreamDataset) else dataset.order(seed)
+        self.ledger = Ledger(start.ledger, self._fingerprint, self._order)
         self._next_sample, self._num_workers = start.sample, num_workers
         self._failure: Exception | None = None
-        places = rows_held(sharding, global_batch_size)
+        held = part_held(sharding, global_batch_size, dataset.fields)
         self._shard = (0, 1)
         state = None
         if isinstance(dataset, StreamDataset):
             self._shard = dataset.shard(sharding, global_batch_size)
             state = _own_state(start.iterators, self._shard)
             batches: Any = dataset.batches(
-                global_batch_size, places, self._shard,
+                global_batch_size, held, self._shard,
                 start=start.sample, left_out=self.left_out, num_workers=num_workers,
             )  # fmt: skip
         else:
             batches = TrainBatches(
-                dataset, seed, global_batch_size, places,
+                dataset, seed, global_batch_size, held,
                 start=start.sample, left_out=self.left_out,
             )  # fmt: skip
         self._batches: Any = read_ahead(
             batches,
-            device_placer(dataset.fields, global_batch_size, places, sharding),
+            device_placer(dataset.fields, global_batch_size, held, sharding),
             prefetch=prefetch,
             num_workers=num_workers,
             state=state,
@@ -136,6 +144,7 @@ class Loader:
         self.wait_s = time.perf_counter() - asked
         self._iterator_state = self._batches.get_state()
         self._next_sample = self.first_sample + self._batch_size
+        self.ledger.append(self.first_sample, self._batch_size)
         return batch
 
     def state(self) -> dict[str, Any]:
@@ -147,13 +156,15 @@ class Loader:
             "version": STATE_VERSION,
             "next_sample": self._next_sample,
             "seed": self._seed,
-            "fingerprint": self._dataset.fingerprint,
+            "fingerprint": self._fingerprint,
             "dataset": self._dataset.identity,
         }
         if self.left_out:
             state["left_out"] = [list(part) for part in self.left_out]
         if isinstance(self._dataset, StreamDataset):
             state["iterators"] = _every_state(self._iterator_state, self._shard)
+        else:
+            state["ledger"] = [list(link) for link in self.ledger.links]
         return state
 
     def rows(self, first_sample: int) -> list[int]:
@@ -162,9 +173,7 @@ class Loader:
         A stream numbers its rows as they come, so that they are the samples themselves.
         """
         samples = np.arange(first_sample, first_sample + self._batch_size, dtype=np.int64)
-        if isinstance(self._dataset, StreamDataset):
-            return samples.tolist()
-        return self._dataset.order(self._seed).rows(samples).tolist()
+        return (samples if self._order is None else self._order.rows(samples)).tolist()
 
     def close(self) -> None:
         """Stop the thread and the workers, free what they prepared; safe to call again."""
@@ -188,8 +197,8 @@ def eval_batches(
 ) -> Iterator[Batch]:
     """Each row once, in storage order; what the last batch lacks has weights 0.
 
-    With `max_batches`, at most so many, of rows spread evenly over the dataset; `sharding` is that
-    of a batch's first dim.
+    With `max_batches`, at most so many, of rows spread evenly over the dataset; `sharding` is as
+    for `Loader`.
 
     Yields:
         name -> [global_batch_size, ...], placed by the sharding.
@@ -205,13 +214,13 @@ def eval_batches(
 def _eval_batches(
     dataset: Dataset, batch_size: int, sharding: NamedSharding, max_batches: int | None
 ) -> Iterator[Batch]:
-    from jaxdist.data.batches import EvalBatches, device_placer, rows_held
+    from jaxdist.data.batches import EvalBatches, device_placer, part_held
     from jaxdist.data.prefetch import read_ahead
 
-    places = rows_held(sharding, batch_size)
+    held = part_held(sharding, batch_size, dataset.fields)
     batches = read_ahead(
-        EvalBatches(dataset, batch_size, places, max_batches),
-        device_placer(dataset.fields, batch_size, places, sharding),
+        EvalBatches(dataset, batch_size, held, max_batches),
+        device_placer(dataset.fields, batch_size, held, sharding),
         prefetch=1,
     )
     with contextlib.closing(batches):
@@ -229,7 +238,8 @@ def resume_position(
     """Where a run goes on, from the `Loader.state()` of its checkpoint.
 
     Raises:
-        ConfigError: the state is of another version, or the data changed: says what.
+        ConfigError: the state is of another version, the data changed (says what), or the rows of
+            its last steps are not those that the data ledger holds.
     """
     if state.get("version") != STATE_VERSION:
         raise ConfigError(
@@ -243,19 +253,37 @@ def resume_position(
     # Which samples were left out still holds for another order of the same data.
     parts = state.get("left_out", []) if same_data else []
     left_out = tuple((int(first), int(end)) for first, end in parts)
+    ledger = tuple(Link(*link) for link in state.get("ledger", [Link()]))
     if not changes:
+        if isinstance(dataset, Dataset):
+            _check_ledger(ledger, dataset, seed)
         iterators = state.get("iterators")
         return Position(
-            int(state["next_sample"]), left_out, None if iterators is None else tuple(iterators)
+            int(state["next_sample"]),
+            left_out,
+            None if iterators is None else tuple(iterators),
+            ledger,
         )
     if on_change == "restart":
-        return Position(0, left_out)
+        return Position(0, left_out, ledger=ledger[-1:])
     raise ConfigError(
         f"the data changed since the checkpoint ({'; '.join(changes)}): sample "
         f"{state['next_sample']} would be another one, and rows would repeat or be left out. "
         "Restore the data and settings, or set data.on_change=restart to begin the new data at "
         "its start."
     )
+
+
+def _check_ledger(ledger: tuple[Link, ...], dataset: Dataset, seed: int) -> None:
+    """Refuse to go on where the last steps would have other rows now than they had."""
+    place = first_mismatch(ledger, dataset.fingerprint, dataset.order(seed).rows)
+    if place is not None:
+        raise ConfigError(
+            f"data ledger: the batch at sample {ledger[place].first_sample}, {len(ledger) - place} "
+            "steps before the end of the checkpoint, had other rows than the same data and seed "
+            "give now: rows would repeat or be left out. Resume with the version of jaxdist that "
+            "saved it, or set data.on_change=restart and another seed to begin the data anew."
+        )
 
 
 def check_same_everywhere(dataset: TrainData) -> None:
@@ -300,11 +328,12 @@ def _every_state(state: dict[str, Any], shard: tuple[int, int]) -> list[dict[str
 
 
 def _check_batch(global_batch_size: int, sharding: NamedSharding) -> None:
-    parts = math.prod(sharding.mesh.shape[axis] for axis in axes_of(sharding.spec))
+    names = axes_of(PartitionSpec(*sharding.spec[:1]))
+    parts = math.prod(sharding.mesh.shape[axis] for axis in names)
     if global_batch_size < 1 or global_batch_size % parts:
         raise ConfigError(
             f"global_batch_size={global_batch_size} does not divide over {parts} parts (mesh axes "
-            f"{', '.join(axes_of(sharding.spec))}). Use a multiple of {parts}."
+            f"{', '.join(names)}). Use a multiple of {parts}."
         )
 
 

@@ -15,17 +15,17 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxdist.core.types import ConfigError
-from jaxdist.data.custom import check_row, digest_of, fields_of, stack_rows
+from jaxdist.data.custom import check_row, digest_of, fields_of, stack_rows, vocabulary_of
 from jaxdist.data.packing import Fields
 from jaxdist.data.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     import grain
 
-    from jaxdist.data.batches import StreamBatches
+    from jaxdist.data.batches import Held, StreamBatches
 
 _PEEKED = 4
 """Rows read before training, to learn the fields, to tell streams apart and to try resuming."""
@@ -41,7 +41,7 @@ class StreamDataset:
         divides: whether `open` looks at its arguments; else every shard is the whole stream.
         kind: "text" or "images".
         fields: name -> (shape of one row, dtype).
-        vocab_size: tokens of the vocabulary, or classes of images.
+        vocab_size: one more than the largest token, target or label in the first rows.
         tokenizer: of text.
         identity: what the rows depend on, as JSON.
         fingerprint: digest of the first rows.
@@ -60,7 +60,7 @@ class StreamDataset:
     def describe(self) -> str:
         """One line for the log."""
         how = "divided among the processes" if self.divides else "read by every process"
-        return f"{self.kind}, a stream of rows {how}, vocabulary {self.vocab_size:,}"
+        return f"{self.kind}, a stream of rows {how}"
 
     def shard(self, sharding: NamedSharding, batch_size: int) -> tuple[int, int]:
         """Which shard of how many this process reads: (0, 1) where the stream is not divided.
@@ -72,21 +72,22 @@ class StreamDataset:
             return 0, 1
         held: dict[int, set[tuple[int, int]]] = {}
         device: Any
-        for device, index in sharding.devices_indices_map((batch_size,)).items():
+        rows = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:1]))
+        for device, index in rows.devices_indices_map((batch_size,)).items():
             held.setdefault(device.process_index, set()).add(index[0].indices(batch_size)[:2])
         import jax
 
         return shard_of(held, jax.process_index(), self.name)
 
     def batches(
-        self, batch_size: int, places: np.ndarray, shard: tuple[int, int], *,
+        self, batch_size: int, held: Held, shard: tuple[int, int], *,
         start: int, left_out: Sequence[tuple[int, int]], num_workers: int,
     ) -> StreamBatches:  # fmt: skip
         """Batches of this process's shard.
 
         Args:
             batch_size: rows of a batch over all processes.
-            places: int64 [local], ascending: which rows of a batch this process holds.
+            held: the part of a batch that this process holds.
             shard: see `shard`.
             start: first sample of the first batch.
             left_out: samples that no batch may hold.
@@ -108,8 +109,8 @@ class StreamDataset:
             self.open(*shard),
             self._stack,
             batch_size=batch_size,
-            num_read=batch_size if whole else len(places),
-            chosen=places if whole else np.arange(len(places)),
+            num_read=batch_size if whole else len(held.rows),
+            held=held if whole else held._replace(rows=np.arange(len(held.rows))),
             start=start,
             left_out=left_out,
         )
@@ -123,7 +124,6 @@ def open_stream(
     open_shard: Callable[[int, int], grain.IterDataset[Any]],
     *,
     divides: bool,
-    vocab_size: int,
     tokenizer: Tokenizer,
     seq_len: int,
 ) -> StreamDataset:
@@ -139,14 +139,15 @@ def open_stream(
     fields = fields_of(rows[0])
     if len(rows) > 1:
         _check_resumes(name, open_shard, state, rows[1])
-    fingerprint = digest_of(stack_rows(rows, fields, name))
+    first = stack_rows(rows, fields, name)
+    fingerprint = digest_of(first)
     return StreamDataset(
         name=name,
         open=open_shard,
         divides=divides,
         kind=kind,
         fields=fields,
-        vocab_size=vocab_size,
+        vocab_size=vocabulary_of(first),
         tokenizer=tokenizer if kind == "text" else None,
         identity={"kind": "stream", "seq_len": seq_len, "parts": [fingerprint]},
         fingerprint=fingerprint,

@@ -50,7 +50,7 @@ def _flops_per_image(config: CnnConfig) -> dict[str, float]:
     """Forward and backward FLOPs of one image; no attention, so both conventions agree."""
     area, pixels, (first, second) = KERNEL_SIZE**2, config.image_size**2, config.channels
     macs = pixels * area * IMAGE_CHANNELS * first + pixels // 4 * area * first * second
-    macs += config.flat_size * config.hidden + config.hidden * config.num_classes
+    macs += config.flat_size * config.mlp_dim + config.mlp_dim * config.num_classes
     return {"causal": 6.0 * macs, "full": 6.0 * macs}
 
 
@@ -61,8 +61,8 @@ class Cnn(nnx.Module):
         kernel, (first, second) = (KERNEL_SIZE, KERNEL_SIZE), config.channels
         self.conv_1 = Affine(rngs, (*kernel, IMAGE_CHANNELS, first), None, "channels_1")
         self.conv_2 = Affine(rngs, (*kernel, first, second), "channels_1", "channels_2")
-        self.dense_1 = Affine(rngs, (config.flat_size, config.hidden), "flat", "hidden")
-        self.dense_2 = Affine(rngs, (config.hidden, config.num_classes), "hidden", None)
+        self.dense_1 = Affine(rngs, (config.flat_size, config.mlp_dim), "flat", "hidden")
+        self.dense_2 = Affine(rngs, (config.mlp_dim, config.num_classes), "hidden", None)
 
     def __call__(self, images: Array, context: Context) -> Array:
         """Images [batch, height, width, channels] -> logits [batch, classes]."""

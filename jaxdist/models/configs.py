@@ -221,7 +221,7 @@ class CnnConfig:
     kind: Literal["cnn"] = setting("cnn", "cnn = an image classifier")
     image_size: int = setting(32, "height and width of the images, pixels", ge=4)
     channels: list[int] = setting([32, 64], "channels of the two conv blocks", ge=1)
-    hidden: int = setting(512, "width of the first dense layer", ge=1)
+    mlp_dim: int = setting(512, "width of the first dense layer", ge=1)
     num_classes: int = setting(10, "classes", ge=1)
 
     rules: ClassVar[Mapping[str, str | None]] = {
@@ -246,7 +246,7 @@ class CnnConfig:
             "channels_1": self.channels[0],
             "channels_2": self.channels[1],
             "flat": self.flat_size,
-            "hidden": self.hidden,
+            "hidden": self.mlp_dim,
         }
 
     def problems(self) -> list[str]:
@@ -280,7 +280,7 @@ DIM_SETTINGS = {
     "mlp": "model.mlp_dim",
     "channels_1": "the first of model.channels",
     "channels_2": "the second of model.channels",
-    "hidden": "model.hidden",
+    "hidden": "model.mlp_dim",
     "flat": "pixels × the second of model.channels",
 }
 """Logical dim -> the setting that gives its size, for messages."""

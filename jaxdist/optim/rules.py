@@ -52,13 +52,15 @@ def _chain(config: OptimConfig, axes: Params) -> optax.GradientTransformation:
     }
     parts = [rules[config.optimizer](config, axes)]
     if config.weight_decay:
-        parts.append(optax.add_decayed_weights(config.weight_decay, mask=decay_mask(axes)))
+        mask = decay_mask(config, axes)
+        parts.append(optax.add_decayed_weights(config.weight_decay, mask=mask))
     return optax.chain(*parts)
 
 
-def decay_mask(axes: Params) -> Params:
+def decay_mask(config: OptimConfig, axes: Params) -> Params:
     """Tree of booleans like `axes`: the leaves that weight decay shrinks."""
-    return jax.tree.map(lambda sides: sides.is_matrix, sides_of(axes))
+    every = config.decay_mask == "all"
+    return jax.tree.map(lambda sides: every or sides.is_matrix, sides_of(axes))
 
 
 def hidden_matrices(axes: Params) -> Params:

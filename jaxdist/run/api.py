@@ -7,7 +7,6 @@ Errors are exceptions: `ConfigError` with every problem of what was asked for, `
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import importlib
 import inspect
 import logging
@@ -73,8 +72,6 @@ def train(
     run_config = _read("jaxdist.train", config, values)
     if run_config.replay:
         raise ConfigError("replay trains nothing. Use python -m jaxdist.train --replay RUN:STEP.")
-    if rows is not None and not run_config.data.vocab_size:
-        run_config = _with_vocab_size(run_config, model)
     callbacks = [callbacks] if callable(callbacks) else list(callbacks)
     shows = has_watcher() if progress is None else progress
     started: list[RunDirectory] = []
@@ -225,17 +222,6 @@ def _importable(thing: Any) -> str:
         return ""
     found = getattr(importlib.import_module(module), name, None)
     return f"{module}:{name}" if found is thing else ""
-
-
-def _with_vocab_size(config: RunConfig, model: Any) -> RunConfig:
-    """Rows of one's own fit the model that they are given with, where its sizes are known."""
-    sizes = (
-        getattr(config.model, "vocab_size", 0),
-        getattr(config.model, "num_classes", 0),
-        model.dims.get("vocab", 0) if isinstance(model, Model) else 0,
-    )
-    size = next(filter(None, sizes), 0)
-    return dataclasses.replace(config, data=dataclasses.replace(config.data, vocab_size=size))
 
 
 @contextlib.contextmanager

@@ -122,7 +122,7 @@ class Session:
                 )
             )
             preemption.on_abort = lambda: self.monitor.abort("a second Ctrl-C, unsaved")
-            announce(parts, self.monitor, budget)
+            announce(parts, self.train_data, self.monitor, budget)
             self._stack = stack.pop_all()
         # On CPU devices a dispatch waits for the step before it.
         self.timer = StepTimer(blocking_dispatch=parts.step.context.platform == "cpu")

@@ -15,13 +15,16 @@ from jaxdist.config import RunConfig
 from jaxdist.core.parallel.pipeline.config import describe
 from jaxdist.core.state import TrainState
 from jaxdist.core.step import describe_exchange, has_replica_norms
-from jaxdist.data import Loader, Position, TrainData, resume_position
+from jaxdist.core.types import ConfigError
+from jaxdist.data import Dataset, Loader, Position, TrainData, resume_position
 from jaxdist.optim import OptimConfig, make_schedule
 from jaxdist.plan.estimate.memory_check import Budget
+from jaxdist.run.metrics_log import read_records
 from jaxdist.run.monitoring.monitor import Monitor
 from jaxdist.run.resilience.anomalies import LossGuard
 from jaxdist.run.run_directory import RunDirectory, new_run_path
 from jaxdist.run.setup import Parts
+from jaxdist.runtime import coordination
 from jaxdist.runtime.progress import waiting
 from jaxdist.runtime.storage import locate
 
@@ -79,6 +82,8 @@ def restore_or_init(
         position = resume_position(
             meta["data"], dataset, seed=config.seed, on_change=config.data.on_change
         )
+        if not rolls_back:
+            check_recorded_ledger(run, step, position)
         losses = meta.get("guard", [])
         if warning := _raised_rate(parts, tomllib.loads(meta.get("config", "")), step):
             log.warning("%s", warning)
@@ -87,6 +92,26 @@ def restore_or_init(
     if left_out is not None:
         position = dataclasses.replace(position, left_out=left_out)
     return state, step, parts.open_loader(dataset, position)
+
+
+def check_recorded_ledger(run: RunDirectory, step: int, position: Position) -> None:
+    """Refuse a checkpoint of another history than metrics.jsonl tells; collective.
+
+    Raises:
+        ConfigError: both hold a digest of the data up to `step`, and they differ.
+    """
+    saved, problem = position.ledger[-1].digest, ""
+    if run.is_writer and run.resumed and saved:
+        recorded = [r for r in read_records(run.metrics) if r["kind"] == "train"]
+        told = next((r for r in reversed(recorded) if r["step"] == step), {}).get("data_ledger")
+        if told not in (None, saved):
+            problem = (
+                f"data ledger: by metrics.jsonl the data up to step {step} have digest {told}, by "
+                f"checkpoint {step} they have {saved}: they are of two runs. Put back the "
+                f"metrics.jsonl or the checkpoints that belong to {run.path}."
+            )
+    if any(problems := coordination.gather("data_ledger", problem)):
+        raise ConfigError(problems[0])
 
 
 def _raised_rate(parts: Parts, stored: Mapping[str, Any], step: int) -> str:
@@ -117,7 +142,7 @@ def _raised_rate(parts: Parts, stored: Mapping[str, Any], step: int) -> str:
     )
 
 
-def announce(parts: Parts, monitor: Monitor, budget: Budget | None) -> None:
+def announce(parts: Parts, data: TrainData, monitor: Monitor, budget: Budget | None) -> None:
     """The header of a run: devices, mesh, model, batch, and why it is this mesh."""
     config, model = parts.config, parts.model
     for remark in config.remarks():
@@ -151,5 +176,8 @@ def announce(parts: Parts, monitor: Monitor, budget: Budget | None) -> None:
         "tokens_per_row": config.train.seq_len if model.unit == "tokens" else 1,
         "precision": f"{parts.compute_dtype} compute, float32 parameters",
         "notes": notes,
+        "seed": config.seed,
+        "data_fingerprint": data.fingerprint,
+        "data_ledger": "rows" if isinstance(data, Dataset) else "none: a stream has no row numbers",
     }
     monitor.header(facts)

@@ -9,6 +9,7 @@ from typing import Any
 from jaxdist.checkpoint import Checkpointer
 from jaxdist.core.step import REPLICA_NORMS, Metrics
 from jaxdist.data import Loader
+from jaxdist.data.ledger import Link
 from jaxdist.run.exit_reason import ExitReason
 from jaxdist.run.monitoring.monitor import Monitor
 from jaxdist.run.monitoring.timers import StepTimer
@@ -30,7 +31,9 @@ class StepReporter:
     guard: LossGuard
     sdc_check: SdcCheck
     checkpointer: Checkpointer
-    _deferred: tuple[int, Metrics, Loader, int] | None = dataclasses.field(default=None, init=False)
+    _deferred: tuple[int, Metrics, Loader, Link] | None = dataclasses.field(
+        default=None, init=False
+    )
 
     def defer(self, step: int, state: Any, metrics: Metrics, loader: Loader) -> None:
         """Keep a dispatched step's metrics for the next `flush`; waits for nothing.
@@ -42,7 +45,7 @@ class StepReporter:
             loader: where its batch came from.
         """
         # The loader moves on with the next batch; the place of this one is needed then.
-        self._deferred = (step, metrics, loader, loader.first_sample)
+        self._deferred = (step, metrics, loader, loader.ledger.links[-1])
         self.start_check(step, state)
 
     def start_check(self, step: int, state: Any, *, force: bool = False) -> None:
@@ -64,15 +67,15 @@ class StepReporter:
         """
         if self._deferred is None:
             return
-        step, metrics, loader, first_sample = self._deferred
+        step, metrics, loader, link = self._deferred
         self._deferred = None
-        values = self._record(step, metrics)
+        values = self._record(step, metrics, link)
         self._check_replicas()
-        anomaly = self.guard.check(step, values, loader, first_sample)
+        anomaly = self.guard.check(step, values, loader, link.first_sample)
         if anomaly is not None:
             self._act_on(anomaly)
 
-    def _record(self, step: int, metrics: Metrics) -> dict[str, float]:
+    def _record(self, step: int, metrics: Metrics, link: Link) -> dict[str, float]:
         """Wait for the step's numbers and hand them to the monitor; returns them."""
         weight = self.timer.read(lambda: float(metrics["weight"]))
         step_time_s, data_wait_s = self.timer.lap()
@@ -85,6 +88,7 @@ class StepReporter:
             step_time_s=step_time_s,
             data_wait_s=data_wait_s,
             device_wait_s=self.timer.device_wait_s,
+            link=link,
         )
         if norms is not None and (uneven := uneven_norms(norms.tolist())):
             self.monitor.event("replica_norm_outlier", step=step, message=f"step {step}: {uneven}")

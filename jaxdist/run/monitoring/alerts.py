@@ -9,11 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxdist.run.monitoring.config import MonitoringConfig
-from jaxdist.run.monitoring.stragglers import (
-    LOGS_PER_COMPARISON,
-    StragglerDetector,
-    find_stragglers,
-)
+from jaxdist.run.monitoring.stragglers import StragglerDetector, find_stragglers
 from jaxdist.run.monitoring.summary import RunSummary
 from jaxdist.run.monitoring.timers import (
     DATA_WAIT_WARNING,
@@ -43,9 +39,7 @@ class Alerts:
         self._summary, self._event = summary, event
         self._read_gpus, self._compares = read_gpus, compares
         self.data_wait = DataWaitTracker(threshold=DATA_WAIT_WARNING, window_steps=WINDOW_STEPS)
-        self._stragglers = StragglerDetector(
-            num_processes, LOGS_PER_COMPARISON * config.log_interval_steps
-        )
+        self._stragglers = StragglerDetector(num_processes, config.straggler_interval_steps)
         self._slow: set[tuple[int, str]] = set()
         self._warned_of_mfu = False
 

@@ -15,9 +15,14 @@ class MonitoringConfig:
 
     log_interval_steps: int = setting(
         10,
-        "steps between console lines and TensorBoard points, 1 = every step; every fifth time, "
-        "processes are compared to find a straggler, the one that the others wait for",
+        "steps between console lines and TensorBoard points; 1 = every step",
         ge=1,
+    )
+    straggler_interval_steps: int = setting(
+        50,
+        "steps between comparisons of the processes that find a straggler, the one that the others "
+        "wait for; 0 = none",
+        ge=0,
     )
     tensorboard: bool = setting(True, "write TensorBoard files, by process 0")
     prometheus: str = setting(

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from jaxdist.data.ledger import Link
 from jaxdist.plan.hardware import peak_flops
 from jaxdist.run.exit_reason import ExitReason
 from jaxdist.run.metrics_log import Record, RecordWriter, read_records
@@ -126,6 +127,7 @@ class Monitor:
         step_time_s: float,
         data_wait_s: float,
         device_wait_s: float | None = None,
+        link: Link | None = None,
     ) -> dict[str, float]:
         """Report one step; reads its metrics from the devices, which blocks until they exist.
 
@@ -140,6 +142,7 @@ class Monitor:
             step_time_s: seconds from the step before to this one, the wait included.
             data_wait_s: seconds of it that the loop waited for its batch.
             device_wait_s: seconds of it that the loop waited for the devices, where measured.
+            link: of the data ledger, where the batch came from a loader.
 
         Returns:
             The metrics as Python numbers.
@@ -168,6 +171,9 @@ class Monitor:
             **({} if device_wait_s is None else {"device_wait_s": device_wait_s}),
             **self.throughput.mfu_fields(rate),
         }
+        if link is not None:
+            record["first_sample"] = link.first_sample
+            record |= {"data_ledger": link.digest} if link.digest else {}
         record |= device_memory(self._local_devices)
         if on_log or ends:
             readings = self._gpu_stats.read()

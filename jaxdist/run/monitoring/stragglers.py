@@ -41,9 +41,6 @@ _SLOW_CLOCK = 0.85
 """Share of the median GPU clock below which a GPU is named."""
 _TOPIC = "monitoring/processes"
 
-LOGS_PER_COMPARISON = 5
-"""Console lines from one comparison of the processes to the next."""
-
 READY_SHARE = 0.02
 """Share of a step below which waiting for results counts as none: they were there already."""
 

@@ -103,6 +103,5 @@ def _settings(model: DecoderConfig, source: Path, out: Location) -> str:
         (out / "tokenizer" / name).write(content)
     if "tokenizer.json" in files:
         path = str(out / "tokenizer" / "tokenizer.json")
-        data = dataclasses.replace(run.data, tokenizer=path, vocab_size=model.vocab_size)
-        run = dataclasses.replace(run, data=data)
+        run = dataclasses.replace(run, data=dataclasses.replace(run.data, tokenizer=path))
     return write_toml(run)

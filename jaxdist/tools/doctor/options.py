@@ -49,7 +49,7 @@ class DoctorConfig(RunConfig):
         moments = self.optim.moment_bytes
         one = self.state_bytes(self.build_model()) * (4 + moments) // (8 + moments)
         passing = 1 + self.checkpoint.async_save  # one being written, one halfway
-        return one * (self.checkpoint.max_to_keep + self.checkpoint.keep_best + passing)
+        return one * (self.checkpoint.max_to_keep + self.checkpoint.best[1] + passing)
 
 
 def read_doctor(argv: Sequence[str], summary: str = "") -> DoctorConfig:

@@ -1,0 +1,149 @@
+"""The data ledger: the same chain on every mesh and across restarts, and no other data under it."""
+
+import hashlib
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from data_cases import open_text, sharding_on
+
+from jaxdist.core.types import ConfigError
+from jaxdist.data import Loader, Position, resume_position
+from jaxdist.data.__main__ import main
+from jaxdist.data.ledger import NUM_LINKS, Link
+from jaxdist.run.data_proof import prove
+from jaxdist.run.startup import check_recorded_ledger
+
+BATCH = 8
+
+
+@pytest.fixture
+def dataset(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog. " * 60)
+    return open_text(text, seq_len=8)[0]
+
+
+def walk(dataset, steps, *, mesh="dp=2", seed=3, **start) -> tuple[list[Link], dict]:
+    """Links of so many batches, and the loader's state as a checkpoint holds it."""
+    loader = Loader(
+        dataset, global_batch_size=BATCH, seed=seed, sharding=sharding_on(mesh), **start
+    )
+    links = [(next(loader), loader.ledger.links[-1])[1] for _ in range(steps)]
+    state = json.loads(json.dumps(loader.state()))
+    loader.close()
+    return links, state
+
+
+def chain_by_hand(dataset, seed, first_samples) -> list[str]:
+    digests = [""]
+    for first in first_samples:
+        rows = [int(dataset.order(seed).rows(np.array([s]))[0]) for s in range(first, first + 8)]
+        content = b"".join(row.to_bytes(8, "little") for row in rows)
+        text = f"{digests[-1]} {dataset.fingerprint} ".encode()
+        digests.append(hashlib.blake2b(text + content, digest_size=16).hexdigest())
+    return digests[1:]
+
+
+def test_the_chain_is_the_one_by_hand_on_every_mesh_and_across_a_restart(dataset):
+    steps = NUM_LINKS + 4
+    links, state = walk(dataset, steps)
+    expected = chain_by_hand(dataset, 3, range(0, steps * BATCH, BATCH))
+    assert [link.digest for link in links] == expected
+    assert walk(dataset, steps, mesh="fsdp=4")[0] == links
+    assert len(state["ledger"]) == NUM_LINKS + 1
+    after, _ = walk(dataset, 3, mesh="dp=1", start=resume_position(state, dataset, seed=3))
+    assert after == walk(dataset, steps + 3)[0][steps:]
+    assert walk(dataset, 2, seed=4)[0] != links[:2]
+
+
+@pytest.mark.parametrize("place", [1, 5, -1])
+def test_a_resume_with_another_ledger_is_refused(dataset, place):
+    _, state = walk(dataset, 10)
+    state["ledger"][place][2] = "0" * 32
+    with pytest.raises(ConfigError, match="data ledger"):
+        resume_position(state, dataset, seed=3)
+
+
+def test_a_resume_whose_rows_come_in_another_order_is_refused(dataset, monkeypatch):
+    from jaxdist.data import order
+
+    _, state = walk(dataset, 10)
+    resume_position(state, dataset, seed=3)
+    monkeypatch.setattr(order, "_ROUNDS", 6)
+    order._keys.cache_clear()
+    with pytest.raises(ConfigError, match="data ledger"):
+        resume_position(state, dataset, seed=3)
+    order._keys.cache_clear()
+
+
+def test_new_data_go_on_with_the_chain(dataset, tmp_path):
+    (tmp_path / "other.txt").write_text("something else altogether, and more of it. " * 60)
+    other = open_text(tmp_path / "other.txt", seq_len=8)[0]
+    links, state = walk(dataset, 3)
+    start = resume_position(state, other, seed=3, on_change="restart")
+    assert start.ledger == (links[-1],)
+    later, state = walk(other, 2, start=start)
+    resume_position(state, other, seed=3)
+    assert later[0].first_sample == 0 and later != walk(other, 2)[0]
+
+
+def run_directory(path, dataset_flags, links, dataset, seed=3):
+    """A run's files as far as a proof reads them."""
+    from jaxdist.config import read_run
+    from jaxdist.core.settings import write_toml
+
+    argv = [*dataset_flags, f"--seed={seed}", "--train.seq-len=8", "--train.global-batch-size=8"]
+    path.mkdir()
+    (path / "config.toml").write_text(write_toml(read_run(argv, command="test")))
+    header = {"kind": "event", "event": "run", "step": 0, "global_batch_size": BATCH, "seed": seed}
+    lines = [{**header, "data_fingerprint": dataset.fingerprint}]
+    for step, link in enumerate(links, start=1):
+        line = {"kind": "train", "step": step, "first_sample": link.first_sample}
+        lines.append({**line, "data_ledger": link.digest})
+    (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def test_the_rows_of_steps_are_listed_and_proven(dataset, tmp_path, capsys):
+    links, _ = walk(dataset, 6)
+    flags = [f"--data.sources={tmp_path / 'text.txt'}"]
+    run = run_directory(tmp_path / "run", flags, links, dataset)
+    order = dataset.order(3)
+    expected = {s: order.rows(np.arange(8 * (s - 1), 8 * s)).tolist() for s in (2, 3, 4)}
+    assert main(["prove", str(run), "2:4"]) == 0
+    listed = [list(map(int, line.split())) for line in capsys.readouterr().out.splitlines()]
+    assert {step: rows for step, *rows in listed} == expected
+    assert sorted(prove(str(run))) == [1, 2, 3, 4, 5, 6]
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    changed = json.loads(lines[4]) | {"first_sample": 0}
+    (run / "metrics.jsonl").write_text("\n".join([*lines[:4], json.dumps(changed), *lines[5:], ""]))
+    assert main(["prove", str(run), "2:3"]) == 0
+    assert main(["prove", str(run)]) == 2
+    assert "step 4 " in capsys.readouterr().err
+    (tmp_path / "text.txt").write_text("the slow brown fox. " * 150)
+    assert main(["prove", str(run), "2:3"]) == 2
+    assert "fingerprint was" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("steps", ["0:3", "4:2", "a:b", "1:", "5:99"])
+def test_steps_that_are_none_are_refused(dataset, tmp_path, steps, capsys):
+    links, _ = walk(dataset, 6)
+    run = run_directory(
+        tmp_path / "run", [f"--data.sources={tmp_path / 'text.txt'}"], links, dataset
+    )
+    assert main(["prove", str(run), steps]) == 2
+    assert "steps" in capsys.readouterr().err
+
+
+def test_a_checkpoint_of_another_run_than_the_metrics_is_refused(dataset, tmp_path):
+    links, _ = walk(dataset, 6)
+    path = run_directory(
+        tmp_path / "run", [f"--data.sources={tmp_path / 'text.txt'}"], links, dataset
+    )
+    run = SimpleNamespace(path=path, metrics=path / "metrics.jsonl", is_writer=True, resumed=True)
+    check_recorded_ledger(run, 4, Position(32, ledger=(links[3],)))
+    check_recorded_ledger(run, 9, Position(72, ledger=(links[3],)))  # a line that a kill cut off
+    with pytest.raises(ConfigError, match="up to step 5 have digest"):
+        check_recorded_ledger(run, 5, Position(40, ledger=(links[3],)))
