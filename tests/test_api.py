@@ -171,6 +171,7 @@ def test_a_bar_follows_a_run_and_takes_the_place_of_log_lines(monkeypatch, capsy
     assert not logging.getLogger("jaxdist").handlers
 
 
+@pytest.mark.slow
 def test_the_page_says_what_is_so(monkeypatch, tmp_path):
     """Every snippet of docs/python.md, one after another, at a size for a test."""
     small = {k: v for k, v in TINY.items() if k not in ("model", "train")}
