@@ -57,7 +57,7 @@ def run(
 
     # 2. Whatever can be wrong is found before anything is written or compiled.
     model = program.model(config.train.seq_len) if program.model else None
-    parts = assemble(config, jax.devices(), needs_of, model=model)
+    parts = assemble(config, jax.devices(), needs_of, job.host_of, model=model)
     budget = Budget.of(parts.config, parts.spec, parts.devices, parts.model)
     if budget is not None and not config.force:
         budget.check()
