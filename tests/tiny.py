@@ -70,6 +70,16 @@ def optimizer() -> optax.GradientTransformation:
     return optax.scale_by_adam(b1=BETA1, b2=0.95, eps=EPS)
 
 
+def make_update(rule: optax.GradientTransformation) -> Any:
+    """`rule.update`, jitted; optax raises floats to int32 counts and mixes moments of two types."""
+
+    def update(grads: Params, opt_state: Any, params: Params) -> Any:
+        with jax.numpy_dtype_promotion("standard"):
+            return rule.update(grads, opt_state, params)
+
+    return jax.jit(update)
+
+
 def schedule(step: Any) -> Any:
     """A constant learning rate."""
     return jnp.full((), LEARNING_RATE, jnp.float32)
@@ -170,7 +180,7 @@ def reference(name: str, steps: int = 20) -> Trace:
     @jax.jit
     def step(params: Params, opt_state: Any) -> Any:
         loss, grads = jax.value_and_grad(mean_loss)(params)
-        directions, opt_state = optimizer().update(grads, opt_state, params)
+        directions, opt_state = make_update(optimizer())(grads, opt_state, params)
         params = jax.tree.map(lambda p, d: p - LEARNING_RATE * d, params, directions)
         return params, opt_state, loss, grads
 

@@ -342,7 +342,7 @@ def _ring(
         return (blockwise.merge(found, look(held, step)), arriving), None
 
     held = _Held(jnp.stack([key, value]), segments)
-    out = jnp.zeros_like(query, jnp.promote_types(query.dtype, jnp.float32))
+    out = jnp.zeros_like(query, blockwise.wide_dtype(query))
     nothing = Partial(out, jnp.full_like(out[..., 0], blockwise.UNSEEN))
     last = ring.size - 1
     (found, held), _ = lax.scan(turn, (nothing, held), jnp.arange(last))

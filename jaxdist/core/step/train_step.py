@@ -139,7 +139,9 @@ def make_update(
             factor = jnp.minimum(1.0, max_grad_norm / (norm + 1e-6))
             grads = jax.tree.map(lambda g: g * factor, grads)
         params = layout.constrain(state.params, moment_specs)
-        directions, opt_state = optimizer.update(grads, state.opt_state, params)
+        # optax raises float decays to its int32 count and mixes moments of two types.
+        with jax.numpy_dtype_promotion("standard"):
+            directions, opt_state = optimizer.update(grads, state.opt_state, params)
         params = jax.tree.map(
             lambda p, d: p - learning_rate * d.astype(p.dtype), params, directions
         )
