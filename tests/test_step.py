@@ -334,7 +334,7 @@ def test_rows_that_do_not_divide_are_refused():
         step.train.lower(state, place(step, text_batch()), np.inf)
     step, state = step_of(Case("learned", "dp=8"))
     ragged = jax.tree.map(lambda x: x[:12], text_batch())
-    with refused("partitioned 8 times", "size is 12", error=ValueError):
+    with refused("12", "8", error=ValueError):
         step.train.lower(state, ragged, np.inf)
 
 
