@@ -34,6 +34,9 @@ _NAMED = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _NEEDED = {"text": ("tokens", "targets", "weights"), "images": ("images", "labels", "weights")}
 _SHARD = ("shard_index", "num_shards")
 
+GIVEN_ROWS = "python:rows"
+"""The source of a run whose rows a Python program gave as an object."""
+
 
 class Custom(NamedTuple):
     """What a user's function returned.
@@ -110,17 +113,23 @@ class CustomRows:
             return list(reader)
 
 
-def open_custom(source: str, *, seq_len: int, seed: int, num_threads: int) -> Custom:
+def open_custom(
+    source: str, *, seq_len: int, seed: int, num_threads: int, given: Any = None
+) -> Custom:
     """Call the user's function; the current directory is importable, as for a script.
 
-    `num_threads` read rows by number; a stream has threads of its own.
+    `num_threads` read rows by number; a stream has threads of its own. `given` is what a Python
+    program gives in the function's place: another function, or the rows.
 
     Raises:
         ConfigError: the function is not there, takes other arguments, or returns something else.
     """
     import grain
 
-    factory = _function(source)
+    if given is None:
+        factory = _function(source)
+    else:
+        factory = given if callable(given) else lambda *, seq_len, seed: given
     divides = set(_SHARD) <= inspect.signature(factory).parameters.keys()
 
     def call(shard_index: int, num_shards: int) -> tuple[Any, Any]:
@@ -146,6 +155,11 @@ def open_custom(source: str, *, seq_len: int, seed: int, num_threads: int) -> Cu
 
 
 def _function(source: str) -> Callable[..., Any]:
+    if source == GIVEN_ROWS:
+        raise ConfigError(
+            "data.sources: the rows of this run were given as a Python object, which no file "
+            "holds. Give them again: jaxdist.open(RUN, data=ROWS)."
+        )
     module, _, function = source.partition(":")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())

@@ -23,7 +23,7 @@ from jaxdist.runtime.entry_point import (
     is_consequence,
     run_command,
 )
-from jaxdist.runtime.logs import setup_logging
+from jaxdist.runtime.logs import close_logs, setup_logging
 from jaxdist.runtime.signals import NOTICES, Preemption, TraceRequests
 
 __all__ = [
@@ -41,6 +41,7 @@ __all__ = [
     "Preemption",
     "TraceRequests",
     "be_careful",
+    "close_logs",
     "is_consequence",
     "join",
     "reserve_memory",
