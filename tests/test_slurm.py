@@ -136,8 +136,7 @@ def elastic(*words: str, nodes: str = "1-8", mesh: str = "dp=8", batch: int = 8)
 def test_an_elastic_job_knows_its_legal_numbers_of_nodes(capsys, command, counts):
     assert main(command) == 0
     said = capsys.readouterr()
-    (loop,) = re.findall(r"^for count in (.*); do$", said.out, re.M)
-    assert loop == counts
+    assert re.findall(r"^for count in (.*); do$", said.out, re.M) == [counts]
     least, most = counts.split()[0], counts.split()[-1]
     assert f"#SBATCH --nodes={least}-{most}\n" in said.out  # no node is paid for in vain
     is_narrower = f"{least}-{most}" != command[1]
