@@ -56,6 +56,7 @@ LEVELS = {
     "generate": 12,
     "data.__main__": 12,
     "tools.audit": 12,
+    "tools.compare": 12,
     "tools.report": 12,
     "tools.launch": 12,
     "tools.convert": 12,

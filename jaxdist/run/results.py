@@ -16,6 +16,7 @@ from jaxdist.run.run_directory import RunDirectory
 from jaxdist.run.text_generation import make_decoder, open_writer
 from jaxdist.run.text_settings import TextSettings
 from jaxdist.run.trained_run import TrainedRun, open_run
+from jaxdist.runtime.storage import locate
 
 Messages: TypeAlias = Sequence[Mapping[str, str]]
 """Turns of a conversation: {"role": "user", "content": "..."}."""
@@ -41,7 +42,9 @@ class Run:
     ):
         given = Path(path)
         places = [given, given.parent, given.parent.parent]  # of a checkpoint: its run
-        self.path = next((place for place in places if (place / "config.toml").is_file()), given)
+        self.path = next(
+            (place for place in places if (locate(place) / "config.toml").exists()), given
+        )
         self._directory = RunDirectory.existing(self.path)
         if step is None and self.path != given and given.name.isdecimal():
             step = int(given.name)
