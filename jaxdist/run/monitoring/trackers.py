@@ -9,6 +9,7 @@ keywords of `Identity`; it has `log(step, values)` and `finish(summary)`.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import importlib
@@ -110,11 +111,13 @@ class _Worker:
 
     def end(self) -> None:
         """Wait until the thread has done what it was given."""
-        if not self._failed:
-            self._tasks.put(None)
+        if self._failed:
+            return
+        with contextlib.suppress(queue.Full):
+            self._tasks.put(None, timeout=_FINISH_S)
             self._thread.join(_FINISH_S)
-            if self._thread.is_alive():
-                self._fail(f"it did not end within {_FINISH_S:g} s")
+        if self._thread.is_alive():
+            self._fail(f"it did not end within {_FINISH_S:g} s")
 
     def _work(self) -> None:
         try:
