@@ -69,8 +69,8 @@ class MonitoringConfig:
         for name in self.tracker:
             if name in PACKAGES and importlib.util.find_spec(name) is None:
                 found.append(
-                    f"monitoring.tracker has {name!r}, which is not installed. Leave it out, or run "
-                    f"pip install -c constraints.txt -e '.[{name}]'"
+                    f"monitoring.tracker has {name!r}, which is not installed. Leave it out, or "
+                    f"run pip install -c constraints.txt -e '.[{name}]'"
                 )
             elif name not in PACKAGES and not _FUNCTION.fullmatch(name):
                 found.append(
