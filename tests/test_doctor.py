@@ -253,12 +253,12 @@ def test_a_job_that_cannot_start_ends_with_one_and_says_why(tmp_path):
 @pytest.mark.slow
 def test_a_job_that_cannot_be_joined_is_a_finding_with_its_fix():
     with socket.create_server(("127.0.0.1", 0)) as other:
-        address = f"127.0.0.1:{other.getsockname()[1]}"
-        flags = ["--coordinator-address", address, "--num-processes=2", "--process-id=0"]
+        port = other.getsockname()[1]
+        flags = [f"--coordinator-address=127.0.0.1:{port}", "--num-processes=2", "--process-id=0"]
         done = run("doctor", "--simulate=2", "--disk_mib=0", "--json", *flags)
     assert done.returncode == 1, done.stderr
     (wrong,) = [f for f in json.loads(done.stdout)["findings"] if f["severity"] == "error"]
-    assert wrong["check"] == "job" and missing(wrong["text"], address, "another job") == []
+    assert wrong["check"] == "job" and missing(wrong["text"], port, "another job") == []
 
 
 def processes(tmp_path: Path, *, shared: bool, **environ: str):
