@@ -12,8 +12,6 @@ import sys
 from jaxdist.core.types import ConfigError, Model
 from jaxdist.models.configs import CnnConfig, CustomConfig, DecoderConfig, ModelConfig
 
-__all__ = ["CnnConfig", "CustomConfig", "DecoderConfig", "ModelConfig", "build"]
-
 
 def build(config: ModelConfig, *, seq_len: int) -> Model:
     """The `Model` of a config; imports Flax, starts no device.

@@ -6,5 +6,3 @@ context     a row on several devices: ring, all-gather, all-to-all
 """
 
 from jaxdist.core.attention.kernels import choose_kernel, make_attend, visible
-
-__all__ = ["choose_kernel", "make_attend", "visible"]
