@@ -16,7 +16,8 @@ from jaxdist.core import collectives
 from jaxdist.core.parallel import data, fsdp
 from jaxdist.core.parallel.pipeline import virtual_stages
 from jaxdist.core.parallel.pipeline.axis import PIPELINE
-from jaxdist.core.parallel.pipeline.executor import Instruction, take
+from jaxdist.core.parallel.pipeline.buffers import Instruction
+from jaxdist.core.parallel.pipeline.executor import take
 from jaxdist.core.parallel.pipeline.layerwise_backward import Layers
 from jaxdist.core.parallel.pipeline.schedule import Schedule
 from jaxdist.core.types import Array, Batch, Context, Model, Params, Sums
