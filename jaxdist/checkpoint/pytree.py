@@ -54,10 +54,7 @@ class Leaf:
 
 
 def leaves_of(state: Any) -> list[Leaf]:
-    """The leaves of a state in `jax.tree.leaves` order.
-
-    Args:
-        state: tree of arrays (or `jax.ShapeDtypeStruct`s) of any shape, dtype and sharding.
+    """The leaves of a state, arrays or their `jax.ShapeDtypeStruct`s, in `jax.tree.leaves` order.
 
     Raises:
         TypeError: a leaf is not an array, or two leaves would have one name.

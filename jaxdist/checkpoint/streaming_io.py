@@ -114,11 +114,8 @@ class CheckpointWriter:
     ) -> None:
         """Write one array, e.g. `params/layers/w`.
 
-        Args:
-            name: of the array.
-            entry: `shape`, `dtype`, `path` (its keys) and, for a key, `key`.
-            chunk: what is one piece on disk; parts should be whole pieces.
-            parts: where each part belongs, and its values; together the whole array.
+        `entry` has its `shape`, `dtype`, `path` (keys) and, for a key, `key`. A `chunk` is a piece
+        on disk; `parts` are whole pieces where possible, with their places, and together all of it.
         """
         shape, dtype = tuple(entry["shape"]), dtype_of(entry["dtype"])
         create = {"shape": shape, "chunks": chunk, "dtype": dtype}

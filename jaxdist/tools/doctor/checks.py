@@ -6,7 +6,6 @@ import dataclasses
 import json
 import os
 import socket
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -18,6 +17,7 @@ from jaxdist.core.parallel.data import DATA
 from jaxdist.core.settings import ConfigError, problems_of
 from jaxdist.run.monitoring.environment import nvidia_versions, versions
 from jaxdist.runtime import Job, coordination
+from jaxdist.runtime.distributed import code_digest
 from jaxdist.runtime.entry_point import RERUN, advice_for
 from jaxdist.tools.doctor import (
     devices,
@@ -106,7 +106,7 @@ def examine_job(config: DoctorConfig, job: Job, hosts: list[str]) -> list[Findin
 
 
 def _same_software(config: DoctorConfig, hosts: list[str]) -> list[Finding]:
-    code = {"code": software.code_digest(Path(__file__).parents[2])}
+    code = {"code": code_digest()}
     everyone = _gather("software", versions() | nvidia_versions() | code, config)
     return software.compare(list(zip(hosts, everyone, strict=True)))
 

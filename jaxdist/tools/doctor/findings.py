@@ -82,11 +82,6 @@ def merge(everyone: Sequence[tuple[str, Sequence[Finding]]]) -> list[Reported]:
     return sorted(reported, key=lambda s: (order[s.finding.check], s.processes))
 
 
-def shortened(separator: str, names: Sequence[str], most: int) -> str:
-    """The first names, and " ..." where there are more."""
-    return separator.join(names[:most]) + (" ..." if len(names) > most else "")
-
-
 def worst(reported: Sequence[Reported]) -> Severity:
     """The highest severity; "ok" without findings."""
     ranks = [SEVERITIES.index(s.finding.severity) for s in reported]

@@ -14,7 +14,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxdist.tools.doctor.findings import Finding, error, ok, shortened, warning
+from jaxdist.runtime.formatting.tables import few
+from jaxdist.tools.doctor.findings import Finding, error, ok, warning
 
 _TRIES = 3
 _CONNECT_S = 5.0
@@ -126,7 +127,7 @@ def _check_pairs(visits: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> F
     ]
     return error(
         "network",
-        f"{len(failed)} of {pairs} ways between processes are closed: {shortened('; ', ways, 4)}",
+        f"{len(failed)} of {pairs} ways between processes are closed: {few(ways, 4, '; ')}",
         "open all TCP ports between the hosts of the job; if an address is wrong, set "
         "NCCL_SOCKET_IFNAME and a coordinator that the others resolve",
         failed=[[i, j] for i, j, _ in failed],

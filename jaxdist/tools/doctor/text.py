@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jaxdist.runtime.formatting.tables import wrap
-from jaxdist.tools.doctor.findings import SEVERITIES, Reported, shortened, worst
+from jaxdist.runtime.formatting.tables import few, wrap
+from jaxdist.tools.doctor.findings import SEVERITIES, Reported, worst
 
 _MARKS = {"ok": "ok", "note": "note", "warning": "WARN", "error": "FAIL"}
 _CHECK_WIDTH = 18
@@ -51,8 +51,8 @@ def _where(one: Reported, num_processes: int) -> str:
     of_a_job = one.finding.check.startswith(_OF_A_JOB)
     if num_processes == 1 or len(one.processes) == num_processes or of_a_job:
         return ""
-    names = shortened(", ", list(map(str, one.processes)), 4)
-    return f" [process {names} on {shortened(', ', one.hosts, 3)}]"
+    names = few(list(map(str, one.processes)), 4)
+    return f" [process {names} on {few(one.hosts, 3)}]"
 
 
 _OF_A_JOB = (
