@@ -3,7 +3,8 @@
 One element is a whole local batch and not a row: reading, prefetching and handing over then cost
 grain's Python once per batch (`scripts/bench/results/data.md` has both ways side by side).
 
-Shapes: `batch` rows over all processes, `local` of them held by this process.
+Shapes: `batch` rows over all processes, `local` of them held by this process; `places`, int64
+[local], ascending, says which.
 """
 
 from __future__ import annotations
@@ -39,16 +40,7 @@ class TrainBatches(grain.MapDataset[Numbered]):
         self, dataset: Dataset, seed: int, batch_size: int, places: np.ndarray, *,
         start: int, left_out: Samples,
     ):  # fmt: skip
-        """Nothing is read yet.
-
-        Args:
-            dataset: what to train on.
-            seed: of the order.
-            batch_size: rows of a batch over all processes.
-            places: int64 [local], ascending: which rows of a batch this process holds.
-            start: first sample of batch 0.
-            left_out: samples that no batch may hold.
-        """
+        """Nothing is read yet. Batch 0 begins at sample `start`, and no batch holds `left_out`."""
         super().__init__()
         # Worker processes get a copy, and rows need no tokenizer.
         self._dataset = dataclasses.replace(dataset, tokenizer=None)
@@ -72,14 +64,7 @@ class EvalBatches(grain.MapDataset[Numbered]):
     def __init__(
         self, dataset: Dataset, batch_size: int, places: np.ndarray, max_batches: int | None
     ):
-        """Nothing is read yet.
-
-        Args:
-            dataset: what to evaluate on.
-            batch_size: rows of a batch over all processes.
-            places: int64 [local], ascending: which rows of a batch this process holds.
-            max_batches: at most so many batches, of rows spread evenly over the dataset.
-        """
+        """Nothing is read yet. Rows of `max_batches` are spread evenly over the dataset."""
         super().__init__()
         self._dataset = dataset
         self._batch_size, self._places = batch_size, places
@@ -109,15 +94,10 @@ class StreamBatches(grain.IterDataset[Numbered]):
     ):  # fmt: skip
         """Nothing is read yet.
 
-        Args:
-            rows: the stream, one row per element.
-            stack: rows -> field name -> [rows, ...].
-            batch_size: rows of a batch over all processes.
-            num_read: rows of the stream that a batch takes: all of the batch where every process
-                reads the whole stream, else those of its shard.
-            chosen: int64 [local], which of them this process holds.
-            start: first sample of the stream's first row.
-            left_out: samples that no batch may hold; they are read and dropped.
+        `rows` gives a row per element; `stack` makes rows a field name -> [rows, ...]. A batch is
+        `num_read` of them: all of it where every process reads the whole stream, else those of its
+        shard. This process holds `chosen` of these, int64 [local]. The first row is sample `start`;
+        samples `left_out` are read and dropped.
         """
         super().__init__(rows)
         self.stack, self.batch_size = stack, batch_size
@@ -174,13 +154,7 @@ def first_sample(number: int, batch_size: int, start: int, left_out: Samples) ->
 def rows_held(
     sharding: NamedSharding, batch_size: int, devices: Sequence[jax.Device] | None = None
 ) -> np.ndarray:
-    """Which rows of a batch some devices hold; int64 [local], ascending.
-
-    Args:
-        sharding: of a batch's first dim.
-        batch_size: rows of a batch over all processes.
-        devices: whose; None = this process's.
-    """
+    """Rows of a batch that `devices` hold, by default this process's; int64 [local], ascending."""
     held = sharding.devices_indices_map((batch_size,))
     mine = sharding.addressable_devices if devices is None else devices
     parts = {held[device][0].indices(batch_size)[:2] for device in mine}
@@ -192,11 +166,7 @@ def device_placer(
 ) -> Callable[[Numbered], tuple[int, Batch]]:
     """A function that makes a global batch on the devices from this process's rows of it.
 
-    Args:
-        fields: of the rows.
-        batch_size: rows of a batch over all processes.
-        places: int64 [local], ascending: which rows of a batch this process holds.
-        sharding: of a batch's first dim; further dims as far as a field has them.
+    `sharding` is that of a batch's first dim; further dims follow it as far as a field has them.
 
     Returns:
         (first sample, name -> numpy [local, ...]) -> (first sample, name -> jax [batch, ...]).

@@ -49,11 +49,7 @@ class BadRecord(ValueError):
 
 
 def checked_messages(record: dict[str, Any], *, answered: bool = True) -> list[Message]:
-    """The `messages` of a record.
-
-    Args:
-        record: of a file.
-        answered: the assistant must have said something; else the user must have, last.
+    """The `messages` of a record: the assistant speaks or, unless `answered`, the user is last.
 
     Raises:
         BadRecord: not a list of {"role", "content"} with text, or nobody to learn from.
@@ -221,12 +217,8 @@ class JinjaTemplate:
     ) -> bool:
         """Give weight 1 to the special token after an answer, and to white space before it.
 
-        Args:
-            text: the whole conversation.
-            stop: where the answer ends, in characters.
-            offsets: int64 [n, 2], characters [start, stop) of each token.
-            special: bool [n], which tokens are special.
-            weights: uint8 [n], changed in place.
+        The answer ends at character `stop` of the `text`. Tokens stand for characters `offsets`,
+        int64 [n, 2]; some are `special`, bool [n]. `weights`, uint8 [n], are changed in place.
 
         Returns:
             Whether there is such a token.

@@ -82,18 +82,13 @@ class StreamDataset:
         self, batch_size: int, places: np.ndarray, shard: tuple[int, int], *,
         start: int, left_out: Sequence[tuple[int, int]], num_workers: int,
     ) -> StreamBatches:  # fmt: skip
-        """Batches of this process's shard.
+        """Batches of this process's shard; the first begins at sample `start`.
 
-        Args:
-            batch_size: rows of a batch over all processes.
-            places: int64 [local], ascending: which rows of a batch this process holds.
-            shard: see `shard`.
-            start: first sample of the first batch.
-            left_out: samples that no batch may hold.
-            num_workers: must be 0: worker processes would change the order of a stream.
+        Of `batch_size` rows over all processes this one holds those at `places`, int64 [local],
+        ascending. Samples `left_out` are in none.
 
         Raises:
-            ConfigError: `num_workers` is not 0.
+            ConfigError: `num_workers` is not 0: workers would change the order of a stream.
         """
         from jaxdist.data.batches import StreamBatches
 
@@ -157,12 +152,7 @@ def shard_of(held: Mapping[int, set[tuple[int, int]]], process: int, name: str) 
     """Shard of a process, and how many there are.
 
     Processes that hold the same rows of every batch (split by tensor or pipeline alone) read the
-    same shard.
-
-    Args:
-        held: process -> ranges [first, end) of a batch's rows that its devices hold.
-        process: whose shard.
-        name: of the source, for the error.
+    same shard. `held` maps a process to ranges [first, end) of rows that its devices hold.
 
     Raises:
         ConfigError: two processes share some rows and not all, or hold unequal numbers of them.

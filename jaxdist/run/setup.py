@@ -105,11 +105,7 @@ class Parts:
         )
 
     def abstract_batch(self, fields: Fields | None = None) -> dict[str, jax.ShapeDtypeStruct]:
-        """Shapes [global_batch_size, ...], dtypes and shardings of a batch.
-
-        Args:
-            fields: of its rows; None = those of a built-in reader.
-        """
+        """Shapes [global_batch_size, ...], dtypes and shardings of a batch of such rows."""
         train = self.config.train
         if fields is None and self.model.unit == "tokens":
             fields = text_fields(train.seq_len, packed=self.config.data.packs_documents)

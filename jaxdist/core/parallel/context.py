@@ -51,12 +51,7 @@ def places_of(device: Any, length: int, size: int) -> Array:
 
 
 def imbalance(size: int, seq_len: int) -> float:
-    """How many more keys the busiest device's queries see than those of the mean device, minus 1.
-
-    Args:
-        size: devices along the axis.
-        seq_len: positions of a row, under a causal mask.
-    """
+    """How many more keys causal queries of the busiest device see than the mean's, minus 1."""
     chunks = np.arange(1, seq_len + 1).reshape(2 * size, -1).sum(axis=1)
     work = chunks[:size] + chunks[: size - 1 : -1]
     return float(work.max() / work.mean() - 1)

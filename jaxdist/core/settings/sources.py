@@ -56,13 +56,9 @@ def split_arguments(
 ) -> Arguments:
     """Read `--a.b=value`, `--a.b value`, bare `--a.b`, `--config FILE`, `--help [SECTION]`, `--`.
 
-    Dashes inside names are underscores (`--run-dir` is `run_dir`).
-
-    Args:
-        argv: arguments without the program's name.
-        aliases: short spelling -> dotted name.
-        is_switch: whether a setting is true or false: what follows it is its value only where it
-            says so. What follows any other flag is its value unless it starts with `--`.
+    Dashes inside names are underscores (`--run-dir` is `run_dir`); `aliases` map short spellings to
+    dotted names. What follows a flag is its value unless it starts with `--`. What follows one that
+    `is_switch`, true or false, is its value only where it says so.
     """
     found, words = Arguments(), list(argv)
     while words:
