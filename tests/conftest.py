@@ -57,3 +57,31 @@ def propagating(monkeypatch):
     does not propagate when a test begins, which would then hear each record twice.
     """
     monkeypatch.setattr(logging.getLogger("jaxdist"), "propagate", True)
+
+
+STRICT = {
+    f"test_{name}"
+    for name in (
+        "block_sums", "cnn", "collectives", "context", "losses", "model_families", "models",
+        "optim", "parity", "pipeline", "precision", "sharding", "split_backward", "state", "step",
+    )
+}  # fmt: skip
+"""Tests of the core, where each change of dtype must be written down."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def strict_promotion(request):
+    """No implicit promotion of dtypes in the core.
+
+    Elsewhere whole models are differentiated in half precision, which flax's norms and jax's own
+    attention refuse without promotion.
+    """
+    with jax.numpy_dtype_promotion("strict" if request.module.__name__ in STRICT else "standard"):
+        yield
+
+
+@pytest.fixture
+def users_promotion():
+    """Promotion as it is outside of tests, for half precision with jax's own attention."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield

@@ -1,17 +1,22 @@
 """Small sources of every kind, and what rooms need to read them, for the tests of data."""
 
+import gzip
 import json
 from pathlib import Path
 
 import jax
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxdist.core.mesh import MeshSpec
+from jaxdist.core.parallel import context
 from jaxdist.core.parallel.axes import row_axes
 from jaxdist.data import DataConfig, open_datasets
 
-MESHES = ["dp=1", "dp=8", "dp=2,tp=4", "fsdp=4,dp=2", "pp=2,dp=2,tp=2", "fsdp=8"]
+MESHES = ["dp=1", "dp=8", "dp=2,tp=4", "fsdp=4,dp=2", "pp=2,dp=2,tp=2", "fsdp=8", "dp=2,cp=4"]
 
 CASES: dict[str, dict] = {
     "stream": {"sources": ["text.txt"]},
@@ -73,7 +78,18 @@ def open_case(name: str):
 
 def sharding_on(mesh: str) -> NamedSharding:
     spec = MeshSpec.parse(mesh)
-    return NamedSharding(spec.build(jax.devices()[: spec.num_devices]), PartitionSpec(row_axes()))
+    positions = [("context",)] if spec["context"] > 1 else []
+    mesh = spec.build(jax.devices()[: spec.num_devices])
+    return NamedSharding(mesh, PartitionSpec(row_axes(), *positions))
+
+
+def laid_out(rows: dict, sharding: NamedSharding) -> dict:
+    """Whole rows, name -> [n, seq], with positions in the order in which devices share them."""
+    if len(sharding.spec) == 1:
+        return rows
+    size, length = sharding.mesh.shape["context"], rows["tokens"].shape[1]
+    order = np.concatenate([context.places_of(i, length // size, size) for i in range(size)])
+    return {name: x[:, order] for name, x in rows.items()}
 
 
 def write_text(folder: Path) -> Path:
@@ -86,3 +102,43 @@ def write_text(folder: Path) -> Path:
 def open_text(*sources: Path, seq_len: int = 16, **settings):
     names = [str(source) for source in sources]
     return open_datasets(DataConfig(sources=names, **settings), seq_len=seq_len)
+
+
+TEXTS = ["The first text.\n", "Zweiter Text: äöü €\n", "third\n\n  with blank lines\n", "4th"]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory, monkeypatch):
+    folder = tmp_path_factory.mktemp("cache")
+    monkeypatch.setenv("JAXDIST_CACHE", str(folder))
+    return folder
+
+
+def zstd(data: bytes) -> bytes:
+    return pa.compress(data, codec="zstd", asbytes=True)
+
+
+def write_source(folder: Path, form: str, texts=TEXTS, field="text") -> Path:
+    lines = "".join(json.dumps({field: text, "other": 1}) + "\n" for text in texts).encode()
+    path = folder / f"source.{form}"
+    if form == "jsonl":
+        path.write_bytes(lines)
+    elif form == "jsonl.gz":
+        path.write_bytes(gzip.compress(lines))
+    elif form == "jsonl.zst":
+        # Two frames, as parallel compressors write them.
+        half = len(lines) // 2
+        path.write_bytes(zstd(lines[:half]) + zstd(lines[half:]))
+    elif form == "parquet":
+        pa.parquet.write_table(pa.table({field: texts, "other": [1] * len(texts)}), path)
+    elif form == "folder":
+        path.mkdir()
+        for i, text in enumerate(texts):
+            (path / f"sub{i % 2}").mkdir(exist_ok=True)
+            (path / f"sub{i % 2}" / f"{i}.txt").write_text(text)
+        (path / ".hidden").write_bytes(b"\xff")
+    elif form == "txt.gz":
+        path.write_bytes(gzip.compress("".join(texts).encode()))
+    elif form == "txt":
+        path.write_text("".join(texts))
+    return path

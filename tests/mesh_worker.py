@@ -97,7 +97,10 @@ def run(job: dict, parts) -> dict:
     )
     for number in range(1, job["steps"] + 1):
         batch = next(loader)
-        record["batches"].append(digest({k: gathered(v) for k, v in batch.items()}))
+        record["batches"].append(
+            digest({k: in_row(gathered(v), batch[k]) for k, v in batch.items()})
+        )
+        record["held"] = batch["tokens"].addressable_shards[0].data.shape
         state, metrics = parts.step.train(state, batch, math.inf)
         record["losses"].append(float(np.asarray(metrics["loss"])))
         if job["target"] and number == job["save_after"]:
@@ -118,6 +121,17 @@ def leaf_digests(state) -> dict[str, str]:
     leaves = pytree.leaves_of(state)
     assert len({leaf.name for leaf in leaves}) == len(jax.tree.leaves(state))
     return {leaf.name: digest({"": gathered(pytree.plain(leaf))}) for leaf in leaves}
+
+
+def in_row(values, array):
+    """A whole field [rows, seq] with its positions in their own order."""
+    import numpy as np
+
+    from jaxdist.core.parallel import context
+
+    size = context.num_position_shards(array.sharding)
+    places = [context.places_of(i, values.shape[1] // size, size) for i in range(size)]
+    return values if size == 1 else values[:, np.argsort(np.concatenate(places))]
 
 
 def gathered(array):

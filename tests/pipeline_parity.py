@@ -146,6 +146,7 @@ def lowered(case: Case) -> Any:
     import jax
     import jax.numpy as jnp
 
+    from jaxdist.core.parallel.context import place_batch
     from jaxdist.core.step import make_value_and_grad
 
     model, layout, config, precision, context, stages = make_parts(case)
@@ -156,7 +157,7 @@ def lowered(case: Case) -> Any:
         jax.device_put(
             host_params(case.family, case.layers), layout.shardings(layout.param_specs(model.axes))
         ),
-        jax.device_put(host_batch(case.rows), layout.sharding(layout.batch_spec())),
+        place_batch(host_batch(case.rows), layout.sharding(layout.batch_spec())),
         jax.random.key(1),
         jnp.float32(case.scale),
     )
@@ -176,6 +177,7 @@ def evaluation(case: Case) -> Any:
     """Sums of an evaluation step, on the host."""
     import jax
 
+    from jaxdist.core.parallel.context import place_batch
     from jaxdist.core.step import make_evaluate
 
     model, layout, _, _, context, stages = make_parts(case)
@@ -183,7 +185,7 @@ def evaluation(case: Case) -> Any:
     params = jax.device_put(
         host_params(case.family, case.layers), layout.shardings(layout.param_specs(model.axes))
     )
-    batch = jax.device_put(host_batch(case.rows), layout.sharding(layout.batch_spec()))
+    batch = place_batch(host_batch(case.rows), layout.sharding(layout.batch_spec()))
     compiled = evaluate.lower(params, batch).compile(compiler_options=FAST_COMPILE)
     return jax.device_get(compiled(params, batch))
 

@@ -15,12 +15,11 @@ import optax
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from refusals import missing, refused
 
 from jaxdist.checkpoint import CheckpointConfig, Checkpointer, CheckpointError, manifest
-from jaxdist.checkpoint.checksum import checksums, part_checksum
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.settings import problems_of
-from jaxdist.core.types import ConfigError
 
 pytestmark = pytest.mark.smoke
 
@@ -173,86 +172,6 @@ def test_a_restore_reads_each_byte_once(tmp_path, mesh, spec, verify, times):
     assert read <= 1.2 * times * sum(x.nbytes for x in values.values())
 
 
-@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16, np.int8, np.uint16, np.bool_, "int4"])
-def test_a_checksum_is_the_same_on_every_mesh_and_sees_every_bit(dtype):
-    host = np.random.default_rng(0).integers(0, 2, (8, 6)).astype(dtype)
-    mesh = MeshSpec.parse("fsdp=4,tp=2").build()
-    shardings = [NamedSharding(mesh, spec) for spec in (P(), P("fsdp", "tensor"), P("tensor"))]
-    values = {checksums([jax.device_put(host, s)])[0] for s in [*shardings, jax.devices()[0]]}
-    assert len(values) == 1
-    if host.dtype.itemsize * 8 in (8, 16, 32) and dtype not in (np.bool_, "int4"):
-        width = host.dtype.itemsize
-        for byte in range(0, host.nbytes, 5):
-            for bit in range(8):
-                flipped = bytearray(host.tobytes())
-                flipped[byte] ^= 1 << bit
-                wrong = np.frombuffer(bytes(flipped), host.dtype).reshape(host.shape)
-                assert checksums([jnp.asarray(wrong)])[0] not in values, (byte, bit, width)
-
-
-@pytest.mark.parametrize(
-    "dtype",
-    [
-        "float32",
-        "bfloat16",
-        "float16",
-        "float8_e4m3fn",
-        "bool",
-        "int4",
-        "int8",
-        "uint32",
-        "complex64",
-    ],
-)
-def test_parts_on_the_host_add_up_to_the_checksum_on_the_devices(dtype):
-    values = np.random.default_rng(1).standard_normal((5, 4, 6)) * 4
-    whole = jnp.asarray(values, jnp.dtype(dtype))
-    host = np.asarray(whole)
-    parts = 0
-    for rows, columns in itertools.product((slice(0, 2), slice(2, 5)), (slice(0, 5), slice(5, 6))):
-        index = (rows, slice(0, 4), columns)
-        parts += part_checksum(host[index], [s.start for s in index], host.shape)
-    assert parts % 2**32 == checksums([whole])[0]
-    scalar = jnp.asarray(3, jnp.dtype(dtype))
-    assert part_checksum(np.asarray(scalar), (), ()) == checksums([scalar])[0]
-
-
-MANY_LEAVES = """
-import jax
-jax.config.update("jax_num_cpu_devices", 8)
-import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec as P
-from jaxdist.checkpoint.checksum import checksums, part_checksum
-from jaxdist.core.mesh import MeshSpec
-
-mesh = MeshSpec(fsdp=4, tensor=2).build()
-specs = [P("fsdp", "tensor"), P("tensor", "fsdp"), P("fsdp"), P(("fsdp", "tensor")), P()]
-values = [np.full((32, 64), i, np.float32) for i in range(80)]
-leaves = [jax.device_put(x, NamedSharding(mesh, specs[i % 5])) for i, x in enumerate(values)]
-busy = jax.jit(lambda leaves: [leaf * 1 for leaf in leaves])
-expected = [part_checksum(x, (0, 0), x.shape) for x in values]
-for _ in range(10):
-    leaves = busy(leaves)
-    assert checksums(leaves) == expected
-"""
-
-
-def test_the_checksums_of_many_leaves_never_wait_for_each_other():
-    """Dispatched all at once they did: XLA:CPU ended the process after a minute, every time."""
-    done = subprocess.run(
-        [sys.executable, "-c", MANY_LEAVES], capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-
-
-def test_a_checksum_sees_swapped_elements_and_another_shape():
-    x = np.arange(12, dtype=np.float32).reshape(3, 4)
-    swapped = x.copy()
-    swapped[0, 0], swapped[2, 3] = x[2, 3], x[0, 0]
-    first, second, third = checksums([jnp.asarray(v) for v in (x, swapped, x.T)])
-    assert first != second and first != third
-
-
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class State:
@@ -343,13 +262,12 @@ def test_every_leaf_that_does_not_fit_is_named(two_parts):
     target["params"]["head"]["w"] = jax.ShapeDtypeStruct((4, 3), jnp.float32, sharding=device)
     target["params"]["extra"] = jax.ShapeDtypeStruct((1,), jnp.float32, sharding=device)
     del target["params"]["body"]
-    with pytest.raises(ConfigError) as caught:
+    with refused(num_problems=3) as caught:
         writer.restore(target)
-    text = "\n".join(caught.value.problems)
-    assert len(caught.value.problems) == 3
-    assert "params/head/w is [4, 2] in the checkpoint and [4, 3] here" in text
-    assert "params/extra [1] is not in the checkpoint" in text
-    assert "params/body/w [4] is in the checkpoint and has no place here" in text
+    problems = {line.split()[5]: line for line in caught.value.problems}
+    assert missing(problems["params/head/w"], "[4, 2]", "[4, 3]") == []
+    assert missing(problems["params/extra"], "[1] is not in") == []
+    assert missing(problems["params/body/w"], "[4] is in") == []
 
 
 def test_a_new_head_is_kept_when_it_is_named_as_fresh(two_parts):
@@ -364,30 +282,26 @@ def test_a_new_head_is_kept_when_it_is_named_as_fresh(two_parts):
 def test_left_over_parts_stay_unread_only_when_named(two_parts):
     writer, target = two_parts
     body = {"body": target["params"]["body"]}
-    with pytest.raises(
-        ConfigError, match=r"params/head/w \[4, 2\] is in the checkpoint and has no"
-    ):
+    with refused("params/head/w [4, 2] is in"):
         writer.restore_params(body)
     assert list(writer.restore_params(body, unused=["head"])) == ["body"]
-    with pytest.raises(
-        ConfigError, match="unused names params/haed, and the checkpoint has no such"
-    ):
+    with refused("unused", "params/haed"):
         writer.restore_params(body, unused=["head", "haed"])
 
 
 def test_restoring_what_is_not_there_names_what_is(two_parts):
     writer, target = two_parts
-    with pytest.raises(CheckpointError, match=r"checkpoint 6 .* does not exist. Others there: 5"):
+    with refused("checkpoint 6", "there: 5", error=CheckpointError):
         writer.restore(target, step=6)
 
 
 def test_a_leaf_that_is_no_array_is_refused(tmp_path):
     writer = checkpointer(tmp_path)
-    with pytest.raises(TypeError, match="rest/step is int: a state holds"):
+    with pytest.raises(TypeError, match="rest/step is int"):
         writer.save(1, {"params": {}, "rest": {"step": 3}}, {})
-    with pytest.raises(TypeError, match="not JSON serializable"):
+    with pytest.raises(TypeError, match="JSON"):
         writer.save(1, small_state(), {"data": object()})
-    with pytest.raises(TypeError, match=r"share the name params\.a\.b"):
+    with pytest.raises(TypeError, match=r"params\.a\.b"):
         writer.save(1, {"params": {"a.b": jnp.ones(1), "a": {"b": jnp.ones(1)}}}, {})
     writer.close()
 
@@ -477,9 +391,7 @@ def test_the_preflight_leaves_nothing_behind_and_looks_for_room(tmp_path, monkey
     assert [e["event"] for e in writer.pop_events()] == ["preflight"]
     usage = shutil.disk_usage(tmp_path)._replace(free=10)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
-    with pytest.raises(
-        CheckpointError, match=r"no space: a checkpoint takes 20 B, .* has 10 B free"
-    ):
+    with refused(tmp_path, "no space", "20 B", "10 B free", error=CheckpointError):
         writer.preflight(small_state())
     writer.close()
 
@@ -492,7 +404,7 @@ def test_the_preflight_says_what_does_not_work(tmp_path, monkeypatch):
 
     monkeypatch.setattr(orbax_io, "read", broken)
     writer = checkpointer(tmp_path)
-    with pytest.raises(CheckpointError, match="tried before training and does not work: OSError"):
+    with refused("before training", "OSError: [Errno 5]", error=CheckpointError):
         writer.preflight()
     writer.close()
 
@@ -507,8 +419,6 @@ def test_config_names_every_broken_rule():
 
 
 def test_the_config_is_light_to_import():
-    import subprocess
-    import sys
 
     code = (
         "import sys, jaxdist.checkpoint; print([m for m in ('orbax', 'flax') if m in sys.modules])"

@@ -1,5 +1,6 @@
 """Nothing wrong is ever loaded silently: damaged, missing and foreign files."""
 
+import json
 import os
 import shutil
 import time
@@ -8,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from damaged import DAMAGE, STEPS, all_files, assert_is_step, flip_bit, like, state_at
+from refusals import missing, refused
 
 from jaxdist.checkpoint import CheckpointConfig, Checkpointer, CheckpointError, manifest, restore
 from jaxdist.core.types import ConfigError
@@ -77,15 +79,16 @@ def test_checksums_catch_what_the_manifest_cannot(run, verify):
     restored, _, step = opened.restore(like(state_at(4)), step=4)  # as the training loop does
     assert step == 2
     assert_is_step(restored, 2)
-    assert any("other bits than were saved in params/w" in line for line in run.lines)
-    with pytest.raises(CheckpointError, match=r"checkpoint 9 .* does not exist\. Others there: 2"):
+    (skipped,) = (e for e in opened.pop_events() if e["event"] == "checkpoint_skipped")
+    assert skipped["step"] == 4 and missing(skipped["reason"], "other bits", "params/w") == []
+    with refused("checkpoint 9", "there: 2", error=CheckpointError):
         opened.restore(like(state_at(4)), step=9)
 
 
 def test_a_damaged_checkpoint_asked_for_by_number_is_refused(run):
     flip_bit(run.path / "4" / "meta" / "metadata")
     opened = run.open()
-    with pytest.raises(CheckpointError, match=r"checkpoint 4 .* cannot be used: meta/metadata has"):
+    with refused("checkpoint 4", "meta/metadata", error=CheckpointError):
         opened.restore(like(state_at(4)), step=4)
     assert opened.steps() == [2, 4]
 
@@ -112,6 +115,30 @@ def test_quick_verification_never_loads_a_wrong_bit(run, tmp_path, monkeypatch):
     assert outcomes == {2}
 
 
+def test_sizes_alone_tell_a_cut_or_missing_file(run):
+    """What quick verification reads of large files."""
+    checkpoint = locate(run.path / "4")
+    files = manifest.read(checkpoint)["files"]
+    assert manifest.size_problems(checkpoint, files) == []
+    cut, gone = sorted(files)[:2]
+    with open(run.path / "4" / cut, "ab") as file:
+        file.write(b"x")
+    (run.path / "4" / gone).unlink()
+    problems = manifest.size_problems(checkpoint, files)
+    assert [line.split()[0] for line in problems] == [cut, gone]
+    assert f"{files[cut][0] + 1} of {files[cut][0]} bytes" in problems[0]
+
+
+def test_a_manifest_edited_by_hand_is_not_believed(run):
+    """Still JSON of the right form: only its own checksum tells."""
+    path = run.path / "4" / manifest.FILE_NAME
+    body = json.loads(path.read_text())
+    path.write_text(json.dumps({**body, "metrics": {"loss": 0.0}}))
+    assert run.open().choose() == 2
+    with pytest.raises(ValueError, match="CRC-32"):
+        manifest.read(locate(run.path / "4"))
+
+
 def test_a_directory_without_a_manifest_is_no_checkpoint(run):
     (run.path / "4" / "manifest.json").unlink()
     (run.path / "9").mkdir()
@@ -120,14 +147,16 @@ def test_a_directory_without_a_manifest_is_no_checkpoint(run):
     assert (run.path / "4").exists() and (run.path / "9").exists()
     opened = run.open()
     assert opened.choose() == 2
-    assert any("removed unfinished saves of steps 4, 9" in line for line in run.lines)
+    assert any(missing(line, "removed", "steps 4, 9") == [] for line in run.lines)
     assert sorted(p.name for p in run.path.iterdir()) == [".lock", "2"]
 
 
 def test_a_renamed_checkpoint_is_not_taken_for_another_step(run):
     (run.path / "4").rename(run.path / "400")
-    assert run.open().choose() == 2
-    assert "checkpoint 400 skipped: its manifest is of step 4" in run.lines[-1]
+    opened = run.open()
+    assert opened.choose() == 2
+    (skipped,) = (e for e in opened.pop_events() if e["event"] == "checkpoint_skipped")
+    assert skipped["step"] == 400 and missing(skipped["reason"], "manifest", "step 4") == []
 
 
 def test_files_that_are_no_checkpoints_are_left_alone(run):
@@ -181,9 +210,7 @@ def test_when_none_is_good_it_refuses_every_time(run):
         flip_bit(run.path / str(step) / "meta" / "metadata")
     for _ in range(2):  # a second start must not find an empty directory and begin from nothing
         opened = run.open()
-        with pytest.raises(
-            CheckpointError, match="can be trusted, so nothing was resumed"
-        ) as caught:
+        with pytest.raises(CheckpointError, match="nothing was resumed") as caught:
             opened.choose()
         assert "checkpoint 2: meta/metadata" in str(caught.value)
         assert "checkpoint 4: meta/metadata" in str(caught.value)
@@ -206,5 +233,7 @@ def test_reading_only_changes_nothing(run):
 
 def test_a_checkpoint_that_a_process_could_not_load_is_passed_by_the_next_start(run):
     (run.path / "4" / manifest.CORRUPT).write_text("it could not be read (ValueError: x)")
-    assert run.open().choose() == 2
-    assert "it could not be read (ValueError: x)" in run.lines[-1]
+    opened = run.open()
+    assert opened.choose() == 2
+    (skipped,) = (e for e in opened.pop_events() if e["event"] == "checkpoint_skipped")
+    assert skipped["step"] == 4 and "ValueError: x" in skipped["reason"]

@@ -161,7 +161,7 @@ def mask_off_by_one(monkeypatch):
 
     def late(cut, queries, keys):
         ends = (queries.places + 1) % (LENGTH // SHARDS // 2) == 0
-        return allowed(cut, queries._replace(places=queries.places + ends), keys)
+        return allowed(cut, queries._replace(places=queries.places + ends.astype(np.int32)), keys)
 
     monkeypatch.setattr(blockwise._Cut, "allowed", late)
 
@@ -371,7 +371,7 @@ def test_the_ring_moves_what_its_theory_says():
     """Of each layer: keys and values 3 times forward and backward, their gradients 4 times."""
     case = Case("rotary", "cp=4", exchange="ring", over_context=False)
     step, state = step_of(case)
-    batch = jax.device_put(text_batch(packed=False), step.batch_sharding)
+    batch = axis.place_batch(text_batch(packed=False), step.batch_sharding)
     text = step.train.lower(state, batch, np.inf).compile().as_text()
     model = model_of("rotary")
     each = 4 * 2 * (ROWS * SEQ // 4) * model.dims["kv_heads"] * model.dims["head_dim"]

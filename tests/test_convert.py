@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from refusals import missing, refused
 
 from jaxdist.checkpoint import CheckpointConfig, Checkpointer, orbax_io, streaming_io
 from jaxdist.checkpoint.streaming_io import StoredArrays, block_shape, even_chunk, grid
@@ -87,7 +88,7 @@ def test_verify_checks_all_and_fails_when_one_is_corrupt(run, tmp_path, capsys):
     text = capsys.readouterr().out
     assert "checkpoint 1: whole" in text and "checkpoint 2: CORRUPT: " in text
     assert main(["verify", str(copy / "checkpoints" / "1")]) == 0
-    with pytest.raises(ConfigError, match=r"checkpoint 2 .* is not whole"):
+    with refused("checkpoint 2", "not whole", "--step", num_problems=2):
         main(["inspect", str(copy), "--step=2"])
     assert main(["inspect", str(copy)]) == 0  # falls back to 1
 
@@ -132,9 +133,15 @@ def test_diff_of_other_trees_names_what_is_missing_or_reshaped(run, tmp_path, ca
     writer.close()
     assert main(["diff", str(run / "checkpoints" / "1"), str(tmp_path)]) == 1
     text = capsys.readouterr().out
-    assert "only in a: opt_state/0/mu" in text and "only in b: params/new" in text
-    assert "other shape: params/table is [10, 3] in a and [10, 4] in b" in text
-    assert "params/layers/w: at most inf at [1, 2, 3], mean inf, 0.5208 % of elements" in text
+
+    def line_of(name):
+        (line,) = (line for line in text.splitlines() if name in line)
+        return line
+
+    assert "in a: " in line_of("opt_state/0/mu") and "in b: " in line_of("params/new")
+    assert missing(line_of("params/table"), "[10, 3] in a", "[10, 4] in b") == []
+    facts = "inf at [1, 2, 3]", "mean inf", "0.5208 %"
+    assert missing(line_of("params/layers/w"), *facts) == []
 
 
 def read_safetensors(file: Path) -> tuple[dict, dict]:
@@ -282,7 +289,7 @@ def test_reshard_refuses_damaged_arrays_and_leaves_nothing(trained, tmp_path):
     step = locate(step)
     files = {name: manifest.fingerprint(step / name) for name in manifest.files_of(step)}
     manifest.write(step, 3, files, {})
-    with pytest.raises(CheckpointError, match=r"params/embed/table .* other bits than were saved"):
+    with refused("params/embed/table", "other bits", error=CheckpointError):
         main(["reshard", str(copy), str(tmp_path / "out"), "--mesh=fsdp=8"])
     assert manifest.steps_in(locate(tmp_path / "out" / "checkpoints")) == []
 
@@ -338,7 +345,7 @@ def test_wrong_input_is_answered_with_the_fix(run, tmp_path, case):
 
 
 def test_an_illegal_mesh_is_refused_before_anything_is_written(trained, tmp_path):
-    with pytest.raises(ConfigError, match="pp=8 does not divide"):
+    with refused("pp=8", "num_layers="):
         main(["reshard", str(trained[0]), str(tmp_path / "out"), "--mesh=pp=8"])
     assert not (tmp_path / "out").exists()
 
@@ -354,7 +361,7 @@ def test_every_verb_explains_itself(verb, capsys):
 def test_the_command_exits_with_2_on_bad_input_and_starts_no_device():
     command = [sys.executable, "-X", "importtime", "-m", "jaxdist.convert", "inspect", "nowhere"]
     done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 2 and "nowhere does not exist" in done.stderr
+    assert done.returncode == 2 and "nowhere" in done.stderr.splitlines()[-1]
     imported = {
         line.rpartition("|")[2].strip().partition(".")[0] for line in done.stderr.split("\n")
     }

@@ -12,6 +12,7 @@ import pytest
 from commands import environment
 from decoders import FAMILIES, logits_of, random_tokens
 from hf_models import write_model, write_tokenizer
+from refusals import missing, refused
 
 from jaxdist.checkpoint import CheckpointConfig, Checkpointer
 from jaxdist.checkpoint.streaming_io import StoredArrays
@@ -145,7 +146,7 @@ def test_training_starts_from_converted_weights_in_its_own_dtype(tmp_path):
     np.testing.assert_array_equal(table[: len(theirs)], theirs.astype(np.float32))
     other = dataclasses.replace(settings.model, mlp_dim=64)
     wrong = assemble(dataclasses.replace(settings, mesh=mesh, model=other), jax.devices()[:8])
-    with pytest.raises(ConfigError, match=r"params/layers/mlp/up is \[2, 32, 2, 48\] in the"):
+    with refused("params/layers/mlp/up", "[2, 32, 2, 48]", "[2, 32, 2, 64]", num_problems=2):
         wrong.stored_params(str(tmp_path / "run" / "checkpoints" / "0"))
 
 
@@ -231,14 +232,12 @@ def test_dropout_that_is_left_out_is_said(tmp_path, capsys):
     write_model(tmp_path / "in", FAMILIES["gpt2"])
     change(tmp_path / "in", resid_pdrop=0.1)
     assert main(["from-hf", str(tmp_path / "in"), str(tmp_path / "run")]) == 0
-    assert (
-        "config.json has resid_pdrop=0.1: not taken over, dropout is 0" in capsys.readouterr().out
-    )
+    assert missing(capsys.readouterr().out, "resid_pdrop=0.1", "dropout is 0") == []
 
 
 def test_a_model_of_no_family_is_refused():
     config = DecoderConfig(norm="layer")
-    with pytest.raises(ConfigError, match="is none of the families llama, mistral"):
+    with refused("llama, mistral"):
         family_of(config)
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hf_models import CHATML, write_tokenizer
 from jax.sharding import NamedSharding, PartitionSpec
+from refusals import missing, refused
 
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.parallel.axes import row_axes
@@ -138,7 +139,7 @@ def test_without_an_ending_of_its_own_the_end_token_closes_the_last_answer(folde
     messages = conversation(TALKS[0])["messages"]
     tokens, weights = load_template("auto", tokenizer).encode(messages)
     assert tokens[-1] == tokenizer.end_id and weights[-1] == 1
-    assert learned(tokenizer, tokens, weights) == ["Devices with names.", "<|im_end|>"]
+    assert learned(tokenizer, tokens, weights) == [TALKS[0][-1][1], "<|im_end|>"]
 
 
 def test_the_plain_template_is_what_its_description_shows():
@@ -162,7 +163,7 @@ def test_the_plain_template_is_used_where_a_tokenizer_brings_none(folder):
     assert isinstance(load_template("auto", tokenizer), PlainTemplate)
     assert isinstance(load_template("plain", tokenizer), PlainTemplate)
     tokens, weights = load_template("auto", tokenizer).encode(conversation(TALKS[0])["messages"])
-    assert learned(tokenizer, tokens, weights) == ["Devices with names.<|im_end|>"]
+    assert learned(tokenizer, tokens, weights) == [TALKS[0][-1][1] + "<|im_end|>"]
 
 
 # --- rows
@@ -242,7 +243,7 @@ def test_pieces_without_an_answer_are_left_out(tmp_path, caplog):
     assert (rows["weights"].sum(1) > 0).all()
     assert rows["weights"].sum() == 2 + 7
     assert rows["segments"].astype(bool).sum() < 2 * 16 + 8
-    assert "1 of 2 records are longer than train.seq_len=16" in caplog.text
+    assert missing(caplog.text, "1 of 2 records", "train.seq_len=16") == []
 
 
 @pytest.mark.parametrize("mesh", ["dp=1", "dp=2,fsdp=2,tp=2"])
@@ -313,7 +314,7 @@ def test_weights_are_cut_into_shards_like_tokens(tmp_path):
         write_corpus([write_lines(tmp_path / "p.jsonl", [pair])], tmp_path / prompt, encoder)
     assert Corpus(tmp_path / "a").fingerprint != Corpus(tmp_path / "ab").fingerprint
     os.truncate(tmp_path / "many" / "weights-00003.bin", 50)
-    with pytest.raises(ConfigError, match=r"weights-00003.bin' has 50 bytes"):
+    with refused("weights-00003.bin", "50 bytes"):
         Corpus(tmp_path / "many")
 
 
@@ -337,21 +338,21 @@ def test_parquet_rows_are_records_too(chats, tmp_path):
 ASK = {"role": "user", "content": "a"}
 SAY = {"role": "assistant", "content": "b"}
 BAD_CHATS = {
-    "text": ({"text": "a"}, r"has no list 'messages' \(it has: text\)"),
-    "no_messages": ({"messages": []}, "has no list 'messages'"),
-    "not_objects": ({"messages": ["a"]}, "message 1 is not an object with role and content"),
-    "no_content": ({"messages": [ASK, {"role": "assistant"}]}, "message 2 is not an object"),
-    "role": ({"messages": [{"role": "human", "content": "a"}, SAY]}, "has role 'human': roles are"),
-    "parts": ({"messages": [{"role": "user", "content": [{"type": "text"}]}, SAY]}, "of type list"),
-    "tools": ({"messages": [ASK, {**SAY, "tool_calls": [1]}]}, "message 2 has tool_calls: only"),
-    "silent": ({"messages": [ASK]}, "has no message of the assistant"),
-    "empty_answer": ({"messages": [ASK, {**SAY, "content": " "}]}, "message 2 is an empty answer"),
-    "a_list": (["a"], "is not an object but list"),
+    "text": ({"text": "a"}, "no list 'messages'", "has: text"),
+    "no_messages": ({"messages": []}, "no list 'messages'"),
+    "not_objects": ({"messages": ["a"]}, "message 1", "not an object"),
+    "no_content": ({"messages": [ASK, {"role": "assistant"}]}, "message 2", "not an object"),
+    "role": ({"messages": [{"role": "human", "content": "a"}, SAY]}, "'human'", "assistant"),
+    "parts": ({"messages": [{"role": "user", "content": [{"type": "text"}]}, SAY]}, "type list"),
+    "tools": ({"messages": [ASK, {**SAY, "tool_calls": [1]}]}, "message 2", "tool_calls"),
+    "silent": ({"messages": [ASK]}, "no message of the assistant"),
+    "empty_answer": ({"messages": [ASK, {**SAY, "content": " "}]}, "message 2", "empty"),
+    "a_list": (["a"], "not an object", "list"),
 }  # fmt: skip
 BAD_PAIRS = {
-    "no_completion": ({"prompt": "a"}, r"has no text 'completion' \(it has: prompt\)"),
-    "number": ({"prompt": 3, "completion": "a"}, "has no text 'prompt'"),
-    "empty": ({"prompt": "a", "completion": ""}, "has an empty completion"),
+    "no_completion": ({"prompt": "a"}, "no text 'completion'", "has: prompt"),
+    "number": ({"prompt": 3, "completion": "a"}, "no text 'prompt'"),
+    "empty": ({"prompt": "a", "completion": ""}, "empty completion"),
 }
 
 
@@ -360,12 +361,11 @@ BAD_PAIRS = {
     [("chat", case) for case in BAD_CHATS] + [("completion", case) for case in BAD_PAIRS],
 )
 def test_a_bad_record_is_named_with_file_and_line(tmp_path, records, case):
-    bad, error = (BAD_CHATS if records == "chat" else BAD_PAIRS)[case]
+    bad, *facts = (BAD_CHATS if records == "chat" else BAD_PAIRS)[case]
     good = {"messages": [ASK, SAY], "prompt": "a", "completion": "b"}
     path = write_lines(tmp_path / "a.jsonl", [good, good, bad])
-    with pytest.raises(ConfigError, match=rf"a\.jsonl:3 .*{error}") as caught:
+    with refused("a.jsonl:3 ", *facts):
         open_datasets(DataConfig(sources=[str(path)], records=records), seq_len=4)
-    assert len(caught.value.problems) == 1
 
 
 def test_a_template_that_refuses_or_drops_an_answer_is_named(folder, tmp_path):
@@ -391,10 +391,10 @@ def test_a_template_that_refuses_or_drops_an_answer_is_named(folder, tmp_path):
 
 def test_settings_that_do_not_fit_records_are_refused(tmp_path, chats):
     problems = DataConfig(records="chat", packing="stream", chat_template="none").problems()
-    assert len(problems) == 3
-    assert '"stdlib", which is text' in problems[0]
-    assert "packing=stream" in problems[1]
-    assert "chat_template='none' is not a file" in problems[2]
+    for problem, fact in zip(
+        problems, ('"stdlib"', "packing=stream", "chat_template='none'"), strict=True
+    ):
+        assert fact in problem
     text = tmp_path / "a.txt"
     text.write_text("text")
     for source, settings, error in (
@@ -407,6 +407,6 @@ def test_settings_that_do_not_fit_records_are_refused(tmp_path, chats):
             open_datasets(DataConfig(sources=[str(source)], **settings), seq_len=8)
     out = tmp_path / "tokens"
     assert main([str(chats), "--out", str(out), "--records", "chat"]) == 0
-    with pytest.raises(ConfigError, match="packing=stream with conversations"):
+    with refused("packing=stream", "conversations"):
         open_datasets(DataConfig(sources=[str(out)], packing="stream"), seq_len=8)
     assert main([str(chats), "--out", str(out) + "2", "--records", "chat", "--train-bpe=300"]) == 2

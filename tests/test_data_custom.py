@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
+from refusals import refused
 
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.parallel.axes import row_axes
@@ -186,13 +187,13 @@ def test_functions_that_cannot_be_used_are_refused(name, error):
 def test_what_a_function_needs_is_said_at_once():
     with pytest.raises(ConfigError, match="stands alone"):
         open_function("pipeline", eval_sources=["stdlib"])
-    with pytest.raises(ConfigError, match="No module named 'no_such'"):
+    with refused("no_such:rows", "named 'no_such'"):
         open_datasets(DataConfig(sources=["no_such:rows"]), seq_len=8)
 
 
 def test_a_row_of_another_shape_is_named():
     train, _ = open_function("ragged")
-    with pytest.raises(ConfigError, match=r"tokens of row 5 has shape \(9,\), the first row has"):
+    with refused("tokens of row 5", "(9,)", "(8,)"):
         train.rows(np.arange(12))
 
 
@@ -250,7 +251,7 @@ def test_a_stream_takes_no_workers_and_other_streams_are_refused_on_resume():
     next(loader)
     state = loader.state()
     loader.close()
-    with pytest.raises(ConfigError, match="the data changed"):
+    with refused("data changed"):
         resume_position(state, open_function("short")[0], seed=0)
     split = dataclasses.replace(resume_position(state, train, seed=0), iterators=({}, {}))
     with pytest.raises(ConfigError, match="2 readers"):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from commands import ROOT, environment, run
+from refusals import missing
 
 from jaxdist.core.types import ConfigError
 from jaxdist.models.weights import num_params
@@ -37,7 +38,7 @@ def test_equal_findings_of_many_processes_are_one_and_keep_their_hosts():
     text = text_of(said, num_processes=3)
     assert "WARN  shared memory      64 MiB [process 0, 1 on a]" in text
     assert "2 GB/s" not in text  # what is fine is told once
-    assert text.endswith("1 warning: a run works, but see the warnings first")
+    assert text.splitlines()[-1].startswith("1 warning: ")
 
 
 @pytest.mark.parametrize(
@@ -54,7 +55,7 @@ def test_exit_code_is_one_for_errors_and_by_wish_for_warnings(findings, strict, 
 
 
 def test_a_warning_without_a_fix_is_a_mistake_of_ours():
-    with pytest.raises(ValueError, match="needs a fix"):
+    with pytest.raises(ValueError, match=r"disk: .* fix"):
         warning("disk", "slow", "")
 
 
@@ -195,7 +196,7 @@ def test_the_process_with_other_code_is_named():
     everyone = [("n0", same), ("n1", {**same, "code": "bbb"}), ("n2", {**same, "tokenizers": "2"})]
     found = software.compare(everyone)
     assert severities(found) == ["error", "warning"]
-    assert "the code of jaxdist is aaa in 2 processes, but bbb in process 1 on n1" in found[0].text
+    assert missing(found[0].text, "aaa in 2 processes", "bbb in process 1 on n1") == []
     assert severities(software.compare([("n0", same), ("n1", same)])) == ["ok"]
 
 
@@ -258,7 +259,7 @@ def test_a_job_that_cannot_be_joined_is_a_finding_with_its_fix():
         done = run("doctor", "--simulate=2", "--disk_mib=0", "--json", *flags)
     assert done.returncode == 1, done.stderr
     (wrong,) = [f for f in json.loads(done.stdout)["findings"] if f["severity"] == "error"]
-    assert wrong["check"] == "job" and "another job may run there" in wrong["text"]
+    assert wrong["check"] == "job" and missing(wrong["text"], address, "another job") == []
 
 
 def processes(tmp_path: Path, *, shared: bool, **environ: str):
@@ -292,11 +293,11 @@ def test_two_real_processes_meet_compare_and_add_up(tmp_path):
     checks = {f["check"]: f for f in record["findings"]}
     assert "all 2 ways" in checks["network"]["text"]
     assert checks["clocks"]["numbers"]["skew_s"] < 0.2
-    assert "one directory for 2 processes" in checks["shared directory"]["text"]
+    assert checks["shared directory"]["severity"] == "ok"
     assert checks["same software"]["severity"] == "ok"
     between = checks["all-reduce data"]["numbers"]["groups"]
     assert [g["members"] for g in between] == [[[0, 0], [1, 0]], [[0, 1], [1, 1]]]
-    assert any("would catch the coordinator" in f["text"] for f in record["findings"])
+    assert any("http_proxy=http://127.0.0.1:1" in f["text"] for f in record["findings"])
     assert list((tmp_path / "runs").iterdir()) == []
 
 

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from refusals import missing
 
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.tools.doctor import devices, directory, network
@@ -67,9 +68,8 @@ def test_a_pair_that_cannot_meet_is_named():
         [visit, {"failed": {}, "offset_s": {}, "rtt_s": {}}], ["a", "b"]
     )
     assert pairs.severity == "error"
-    assert "process 0 on a cannot reach process 1 on b" in pairs.text
-    assert "1 of 2 ways" in pairs.text
-    assert clocks.text == "not compared: no other process was reached"
+    assert missing(pairs.text, "process 0 on a", "process 1 on b", "1 of 2 ways") == []
+    assert clocks.text.startswith("not compared")
 
 
 # -- shared directory ------------------------------------------------------------------------------
@@ -96,7 +96,7 @@ def test_directories_of_the_same_name_on_each_host_are_found_out(tmp_path):
     (finding,) = look([tmp_path / "a", tmp_path / "a", tmp_path / "b"])
     assert finding.severity == "error"
     assert finding.numbers["groups"] == [[0, 1], [2]]
-    assert "process 2 on c sees files of 1 of 3 (2)" in finding.text
+    assert missing(finding.text, "process 2 on c", "1 of 3 (2)") == []
 
 
 def test_a_host_without_the_right_to_write_is_named(tmp_path):
@@ -132,7 +132,7 @@ def test_a_slow_device_is_named_but_not_in_a_simulation():
     times = [[{"seconds": s, "digests": [7]} for s in (1.0, 1.02, 1.7, 0.99)]]
     (finding,) = devices.check_compute(times, ["a"], simulated=False)
     assert finding.severity == "warning"
-    assert "device 2 of process 0 on a needs 1.7 times as long" in finding.text
+    assert missing(finding.text, "device 2 of process 0 on a", "1.7 times") == []
     assert severities(devices.check_compute(times, ["a"], simulated=True)) == ["ok"]
 
 

@@ -1,5 +1,6 @@
 """The doctor on one host and in a job's papers: what broken machines look like is an argument."""
 
+import errno
 import os
 from pathlib import Path
 
@@ -116,11 +117,11 @@ def test_a_disk_that_gives_other_bytes_back_is_an_error(tmp_path, monkeypatch):
 
 def test_a_directory_that_cannot_be_written_is_an_error(tmp_path, monkeypatch):
     def refuse(*_, **__):
-        raise OSError(30, "Read-only file system")
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
     monkeypatch.setattr(Path, "open", refuse)
     finding = host.examine_disk(tmp_path, 1 << 20)[-1]
-    assert finding.severity == "error" and "Read-only file system" in finding.text
+    assert finding.severity == "error" and os.strerror(errno.EROFS) in finding.text
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import json
 import types
 
 import pytest
+from refusals import missing, refused
 
 from jaxdist.config import RunConfig
 from jaxdist.core.mesh import MeshSpec
@@ -79,13 +80,13 @@ def test_the_change_that_is_named_makes_it_fit():
 
 def test_another_mesh_is_named_where_settings_do_not_help():
     budget = Budget.of(run(remat="full"), MeshSpec(data=8), gpus(8, 72), None)
-    with pytest.raises(ConfigError, match="Use --mesh fsdp="):
+    with refused("--mesh fsdp="):
         budget.check()
 
 
 def test_what_no_mesh_holds_is_sent_to_the_planner():
     budget = Budget.of(run(remat="full"), MeshSpec(fsdp=2), gpus(2, 14, "NVIDIA L4"), None)
-    with pytest.raises(ConfigError, match="ask `jaxdist plan`"):
+    with refused("`jaxdist plan`"):
         budget.check()
 
 
@@ -108,7 +109,7 @@ def test_the_start_says_the_estimate_and_the_compiled_step_is_compared():
 def test_a_compiled_step_beyond_the_limit_is_refused_with_what_to_change():
     budget = Budget.of(run(remat="full"), MeshSpec(fsdp=8), gpus(8, 72), None)
     budget.check_executable(stats(72 * GIB))
-    with pytest.raises(ConfigError, match=r"80.0 GiB .* 72.0 GiB .* Add --"):
+    with refused("80.0 GiB", "72.0 GiB", "Add --"):
         budget.check_executable(stats(80 * GIB))
 
 
@@ -132,10 +133,10 @@ def test_the_default_mesh_follows_the_estimate():
     small = RunConfig(train=TrainConfig(global_batch_size=64))
     needs = needs_of(small, gpus(8, 72), None)
     spec, reason = small.choose_mesh(8, needs=needs)
-    assert spec == MeshSpec(data=8) and "data parallelism alone moves least" in reason
+    assert spec == MeshSpec(data=8) and "data parallelism" in reason
     large = run(remat="full", num_microbatches=8)
     spec, reason = large.choose_mesh(8, needs=needs_of(large, gpus(8, 72), None))
-    assert spec == MeshSpec(fsdp=8) and "a replica would take" in reason
+    assert spec == MeshSpec(fsdp=8) and missing(reason, "a replica", "GiB") == []
 
 
 SMALL = (
@@ -181,13 +182,13 @@ def test_training_compares_with_its_executable_and_compiles_it_once(monkeypatch,
 
     def compare(self, stats):
         seen.append(executable_bytes(stats))
-        return f"memory: {seen[-1]} bytes were compared"
+        return f"compared: {seen[-1]}"
 
     monkeypatch.setattr(room.Budget, "of", judged)
     monkeypatch.setattr(room.Budget, "compare", compare)
     assert train.main([*SMALL, "--run-dir", str(tmp_path / "run")]) == 0
     (needed,) = seen  # once, and not after each step
-    assert f"memory: {needed} bytes were compared" in capsys.readouterr().out
+    assert f"compared: {needed}" in capsys.readouterr().out
     records = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
     events = [record["event"] for record in records if record["kind"] == "event"]
     assert events.count("compile") == 1 and "recompile" not in events
@@ -197,7 +198,7 @@ def test_training_compares_with_its_executable_and_compiles_it_once(monkeypatch,
     too_little = functools.partial(judged, limit_gib=needed / 2 / GIB)
     monkeypatch.setattr(room.Budget, "of", too_little)
     monkeypatch.setattr(room.Budget, "check", lambda self: None)  # the estimate is not asked here
-    with pytest.raises(ConfigError, match="memory: the compiled step takes"):
+    with refused("compiled step", f"{needed / 2**20:.1f} MiB", "--force"):
         train.main([*SMALL, "--run-dir", str(tmp_path / "refused")])
     forced = ["--force", "--run-dir", str(tmp_path / "forced")]
     assert train.main([*SMALL, *forced]) == 0

@@ -10,6 +10,7 @@ import pytest
 from commands import records, run
 from decoders import FAMILIES, logits_of
 from hf_models import CHATML, write_model, write_tokenizer
+from refusals import refused
 
 from jaxdist.config import read_run
 from jaxdist.core.types import ConfigError
@@ -163,16 +164,16 @@ def test_a_directory_that_cannot_be_used_is_refused_before_anything_starts(tmp_p
     make_directory(tmp_path, "llama3.1")
     (tmp_path / "tokenizer.json").unlink()
     ask = lambda: read_run(["--init-from", str(tmp_path)], command="jaxdist.train")
-    with pytest.raises(ConfigError, match=r"data.tokenizer='.*tokenizer.json' is not a file"):
+    with refused("data.tokenizer=", tmp_path / "tokenizer.json"):
         ask()
     sizes = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**sizes, "model_type": "mamba"}))
-    with pytest.raises(ConfigError, match="model_type='mamba' is not supported"):
+    with refused("model_type='mamba'"):
         ask()
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ConfigError, match=r"config.json cannot be read"):
+    with refused(tmp_path / "config.json", "line 1 column 2"):
         ask()
-    with pytest.raises(ConfigError, match=r"init_from='.*nowhere' is not a directory"):
+    with refused(f"init_from='{tmp_path / 'nowhere'}'"):
         read_run(["--init-from", str(tmp_path / "nowhere")], command="jaxdist.train")
 
 
@@ -183,7 +184,7 @@ def test_dropout_of_the_directory_is_not_taken_over_silently(tmp_path):
     flags = ["--init-from", str(tmp_path), "--train.seq_len=64"]
     config = read_run(flags, command="jaxdist.train")
     assert config.model.dropout == 0
-    assert any("resid_pdrop=0.1: not taken over" in line for line in config.remarks())
+    assert any("resid_pdrop=0.1" in line for line in config.remarks())
 
 
 def test_a_tuned_run_goes_on_with_the_same_command(tmp_path):
@@ -192,8 +193,9 @@ def test_a_tuned_run_goes_on_with_the_same_command(tmp_path):
     make_directory(source, "llama2")
     tune(source, run_dir, "--steps=2", "--simulate=2", "--mesh=fsdp=2")
     done = tune(source, run_dir, "--steps=3", "--simulate=2", "--mesh=fsdp=2")
-    assert "resumed from step 2" in done.stdout + done.stderr
     assert "weights from" not in done.stdout + done.stderr
+    restored = [e["step"] for e in records(run_dir, "event") if e["event"] == "restore"]
+    assert restored == [2]
     assert [record["step"] for record in records(run_dir, "train")] == [1, 2, 3]
 
 
@@ -205,7 +207,7 @@ def test_a_new_head_is_random_and_what_is_left_out_is_named(tmp_path):
     make_directory(source, "qwen2")
     flags = ["--init-from", str(source), "--model.tie_embeddings=false", "--mesh=fsdp=4"]
     flags += ["--train.global_batch_size=8"]
-    with pytest.raises(ConfigError, match=r"model.tie_embeddings=False is not what"):
+    with refused("model.tie_embeddings=False", "gives True"):
         read_run(flags, command="jaxdist.train")
     config = read_run([*flags, "--reinit-params=head/kernel"], command="jaxdist.train")
     parts = assemble(config, jax.devices()[:4])
@@ -218,16 +220,16 @@ def test_a_new_head_is_random_and_what_is_left_out_is_named(tmp_path):
     stored = parts.stored_params(str(source), parts.init_state().params, fresh=["head/kernel"])
     np.testing.assert_array_equal(params["embed"]["table"], stored["embed"]["table"])
     assert not np.array_equal(params["embed"]["table"], expected["embed"]["table"])
-    with pytest.raises(ConfigError, match=r"reinit_params names params/tail, and the model has no"):
+    with refused("reinit_params", "params/tail"):
         broken = dataclasses.replace(config, reinit_params=["head/kernel", "tail"])
         assemble(broken, jax.devices()[:4]).init_state()
     tied = dataclasses.replace(config.model, tie_embeddings=True, bias=[])
     other = dataclasses.replace(config, model=tied, reinit_params=[])
-    with pytest.raises(ConfigError, match=r"has params/layers/attention/qkv_bias, the model has"):
+    with refused("params/layers/attention/qkv_bias", "ignore_params"):
         assemble(other, jax.devices()[:4]).init_state()
     unused = dataclasses.replace(other, ignore_params=["layers/attention/qkv_bias"])
     assemble(unused, jax.devices()[:4]).init_state()
-    with pytest.raises(ConfigError, match=r"reinit_params=\['head'\] without init_from"):
+    with refused("reinit_params=['head']", "init_from"):
         read_run(["--reinit-params=head"], command="jaxdist.train")
 
 
@@ -238,5 +240,5 @@ def test_weights_with_nan_are_refused_by_name(tmp_path):
     write_model(tmp_path / "in", model, scale=float("nan"))
     flags = ["--mesh=dp=1", "--data.tokenizer=bytes"]
     config = read_run([f"--init-from={tmp_path / 'in'}", *flags], command="jaxdist.train")
-    with pytest.raises(ConfigError, match=r"weights of .*: embed/table, .* hold NaN or Inf"):
+    with refused(tmp_path / "in", "embed/table", "NaN"):
         assemble(config, jax.devices()[:1]).init_state()

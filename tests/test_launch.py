@@ -1,5 +1,6 @@
 """The launcher with real processes: who is blamed, who is ended, what is tried again."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -8,6 +9,7 @@ import time
 
 import pytest
 from launched import Launched, is_running
+from refusals import missing, refused
 
 from jaxdist import runtime
 from jaxdist.core.settings import ConfigError
@@ -46,8 +48,7 @@ def test_first_failure_is_named_with_its_traceback_and_the_rest_is_ended(tmp_pat
     assert code == 1
     assert "attempt 0: process 1 failed first" in err and "exit code 1" in err
     assert err.index("ValueError: boom") < err.index("to do:")
-    assert "restart 1 of 1" in err and "from the beginning" in err
-    assert "giving up: 2 attempts in a row ended without a new checkpoint" in err
+    assert missing(err, "restart 1 of 1", "from the beginning", "giving up", "2 attempts") == []
     for file in launched.run_dir.glob("pid-*"):
         assert not is_running(int(file.read_text()))
 
@@ -182,9 +183,7 @@ def test_whom_a_process_lost_is_named_with_its_host(tmp_path, listed, lost):
     code = f"import os; print({words!r}); print({listed!r}); print(3 * 'stack\\n'); os.abort()"
     place = Placement(nproc_per_node=1, nnodes=3, node_rank=2, coordinator_address="127.0.0.1:1")
     result = WorkerGroup([sys.executable, "-c", code], place, 0, tmp_path).run(5.0)
-    assert result.cause == (
-        f"killed by SIGABRT: lost {lost}; it died, its host did, or the network is cut"
-    )
+    assert result.cause.startswith(f"killed by SIGABRT: lost {lost};")
     assert result.details.startswith(words)
 
 
@@ -250,8 +249,7 @@ def test_a_request_to_stop_reaches_all_and_ends_with_the_save(tmp_path):
     launched.wait_for("ready-0", "ready-1")
     launched.process.send_signal(signal.SIGUSR1)
     code, _, err = launched.end()
-    assert code == 75
-    assert "preempted after a committed save" in err
+    assert code == 75 and "preempted" in err
     assert len(list(launched.run_dir.glob("saved-*"))) == 2
 
 
@@ -269,7 +267,7 @@ def test_what_does_not_stop_is_killed_in_the_end(tmp_path):
     launched.process.send_signal(signal.SIGTERM)
     code, _, err = launched.end()
     assert code == 128 + signal.SIGTERM
-    assert "did not end with the others and was killed" in err
+    assert missing(err, "process 0", "was killed") == []
 
 
 def test_processes_die_with_a_killed_launcher(tmp_path):
@@ -345,7 +343,7 @@ def test_words_reach_the_console_when_the_disk_is_full(tmp_path):
     code, out, err = launched.end()
     assert code == 0
     assert out.splitlines() == [f"line {i}" for i in range(20000)]
-    assert err.count("cannot be written (No space left on device)") == 1
+    assert err.count(os.strerror(errno.ENOSPC)) == 1
 
 
 def test_a_run_directory_that_is_gone_is_waited_for_and_not_made_anew(tmp_path):
@@ -366,8 +364,8 @@ def test_a_run_directory_that_is_gone_is_waited_for_and_not_made_anew(tmp_path):
     away.rename(launched.run_dir)
     code, _, err = launched.end()
     assert code == 0
-    assert "is gone: is its file system still mounted? Waiting up to 900 s for it" in err
-    assert "is back" in err and err.count("failed first") == 1
+    assert missing(err, f"{launched.run_dir} is gone", "900 s", f"{launched.run_dir} is back") == []
+    assert err.count("failed first") == 1
 
 
 def test_a_run_directory_that_does_not_come_back_ends_the_launch(tmp_path, monkeypatch, capsys):
@@ -378,7 +376,7 @@ def test_a_run_directory_that_does_not_come_back_ends_the_launch(tmp_path, monke
         ["x"], supervisor.FixedAgent(1), tmp_path / "nowhere", supervisor.RestartPolicy()
     )
     assert not subject._wait_for_run_dir()
-    assert "giving up: it did not come back" in capsys.readouterr().err
+    assert missing(capsys.readouterr().err, tmp_path / "nowhere", "giving up") == []
 
 
 def test_a_program_that_is_not_there_is_one_line(tmp_path):
@@ -388,9 +386,8 @@ def test_a_program_that_is_not_there_is_one_line(tmp_path):
         text=True,
     )
     assert done.returncode == 2
-    assert done.stderr.strip() == (
-        "/no/such cannot be started: No such file or directory. Check --program."
-    )
+    (line,) = done.stderr.splitlines()
+    assert missing(line, "/no/such", os.strerror(errno.ENOENT), "--program") == []
 
 
 def test_train_gets_one_run_directory_for_all_attempts():
@@ -403,7 +400,7 @@ def test_train_gets_one_run_directory_for_all_attempts():
 
 
 def test_flags_of_the_program_before_the_dashes_are_explained():
-    with pytest.raises(ConfigError, match=r"--mesh is not a setting.*stands after --"):
+    with refused("--mesh", "after --"):
         read_config(["--nproc-per-node", "2", "--mesh", "dp=2"])
 
 

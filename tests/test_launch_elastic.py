@@ -8,6 +8,7 @@ import sys
 import pytest
 from commands import ROOT
 from launched import Launched
+from refusals import missing
 
 from jaxdist.core.settings import ConfigError
 from jaxdist.tools.launch.legal_sizes import read_sizes
@@ -246,7 +247,7 @@ def test_eight_gpus_then_seven_then_eight_again(tmp_path, monkeypatch):
         for attempt, count in enumerate((8, 7, 8))
         for i in range(count)
     )
-    assert "7 devices are here, 8 before" in err and "8 devices can be used" in err
+    assert missing(err, "7 devices", "8 before", "8 devices") == []
     assert err.count("restart 1 of 3") == 1  # growing is no failure
     assert len(re.findall(r"launch: round \d:", err)) == 3
 
@@ -290,7 +291,7 @@ def test_launchers_of_any_program_shrink_and_grow(start):
     (hosts[1].run_dir / "finish").write_text("0")
     (_, _, _), (_, _, err) = ends = [host.end() for host in hosts]
     assert [code for code, *_ in ends] == [0, 0], ends
-    assert "host 0 (127.0.0.1) is lost: no heartbeat for 4 s" in err
+    assert missing(err, "host 0 (127.0.0.1) is lost", "heartbeat for 4 s") == []
     assert err.count("restart 1 of 3") == 1  # for the loss, not for growing
 
 
@@ -299,7 +300,7 @@ def test_a_second_launcher_with_the_same_rank_is_refused_and_harms_nobody(start)
     hosts = [start(0), start(1)]
     hosts[0].wait_for("ran-0-2-0", "ran-0-2-1")
     code, _, err = start(1).end()
-    assert code == 2 and "--node-rank 1 is taken by a running launcher on 127.0.0.1" in err
+    assert code == 2 and missing(err, "--node-rank 1 is taken", "127.0.0.1") == []
     (hosts[0].run_dir / "finish").write_text("0")
     assert [host.end()[0] for host in hosts] == [0, 0]
 
@@ -311,4 +312,4 @@ def test_a_spent_budget_ends_every_host_with_its_code(start):
     (hosts[0].run_dir / "finish").write_text("3")
     ends = [host.end() for host in hosts]
     assert [code for code, *_ in ends] == [3, 3], ends
-    assert any("giving up: 2 attempts in a row" in err for _, _, err in ends)
+    assert any(missing(err, "giving up", "2 attempts") == [] for _, _, err in ends)

@@ -5,6 +5,7 @@ import time
 from pathlib import Path
 
 import pytest
+from refusals import missing
 from test_launch_elastic import a_plan
 
 from jaxdist.tools.launch import rendezvous
@@ -167,7 +168,7 @@ def test_too_few_hosts_give_up_with_the_code_that_asks_for_a_restart(world):
     host = world.start(0)
     world.run(JOIN_S + 3)
     assert host.code == 75
-    assert any("cannot run a job of --nnodes 2:3" in line and "n0" in line for line in host.lines)
+    assert any(missing(line, "--nnodes 2:3", "n0") == [] for line in host.lines)
 
 
 def test_stale_files_fool_nobody(world, tmp_path):
@@ -205,7 +206,7 @@ def test_a_lost_host_is_noticed_by_its_silence_and_named(world):
     assert not any(h.is_running for h in hosts[:2])
     for h in hosts[:2]:
         (cause,) = h.causes
-        assert cause.startswith("host 2 (n2) is lost: no heartbeat for 15 s")
+        assert missing(cause, "host 2 (n2) is lost", "15 s") == []
     world.run(JOIN_S + 3)
     assert [h.ranks for h in hosts[:2]] == [[0, 1]] * 2
 
@@ -252,7 +253,7 @@ def test_who_is_not_needed_waits_as_a_spare_and_ends_with_the_job(world):
     hosts = [world.start(rank) for rank in range(3)]
     world.run(4)
     assert [h.is_running for h in hosts] == [True, True, False]
-    assert any("waits as a spare" in line for line in hosts[2].lines)
+    assert any("a spare" in line for line in hosts[2].lines)
     world.run(JOIN_S * 3)
     assert hosts[2].code is None and len(hosts[0].rounds) == 1
     for h in hosts[:2]:
@@ -306,7 +307,8 @@ def test_a_member_whose_part_has_failed_is_not_waited_for_without_end(world):
     world.run(5)
     assert not hosts[0].causes
     world.run(LOST_S)
-    assert hosts[0].causes == ["host 1 (n1) has ended its part of the round (waiting)"]
+    (cause,) = hosts[0].causes
+    assert missing(cause, "host 1 (n1)", "ended") == []
 
 
 def test_done_is_done_when_all_are(world):

@@ -33,7 +33,7 @@ def plain_loss(x, kernel, targets, weights):
     logits = x.astype(jnp.float32) @ kernel.astype(jnp.float32)[:, :VOCAB]
     picked = jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], -1)[..., 0]
     hits = jnp.argmax(logits, -1) == targets
-    return -jnp.sum(picked * weights), jnp.sum(hits * weights)
+    return -jnp.sum(picked * weights), jnp.sum(hits.astype(jnp.float32) * weights)
 
 
 @jax.jit

@@ -37,7 +37,11 @@ CYCLE = [
 ]
 PAIRS = list(itertools.pairwise(CYCLE))
 """Every mesh is saved on once and continued on once."""
-STARTS = [(2, 2, "fsdp=4"), (4, 1, "dp=2,tp=2")]  # processes, devices of each, mesh
+STARTS = [  # processes, devices of each, mesh, rows and positions of a batch on each device
+    (2, 2, "fsdp=4", [16, 16]),
+    (2, 1, "cp=2", [64, 8]),
+    (4, 1, "dp=2,tp=2", [32, 16]),
+]
 SAVED_AFTER, NEXT = 3, 20
 TOLERANCE = 2e-5  # the numerics contract for 20 steps on another mesh
 
@@ -124,9 +128,10 @@ def test_a_run_goes_on_with_1_2_and_4_processes(matrix, tmp_path):
     path, whole, found = matrix
     previous, source = found["one"], str(path / "one")
     write_texts(tmp_path)
-    for number, (processes, devices, mesh) in enumerate(STARTS):
+    for number, (processes, devices, mesh, held) in enumerate(STARTS):
         target = str(tmp_path / str(number))
         one = job(str(number), "one", source=source, target=target, steps=NEXT) | {"mesh": mesh}
         (record,) = work(tmp_path, [one], devices=devices, processes=processes)
         check_continues(whole, previous, record)
+        assert record["held"] == held
         previous, source = record, target

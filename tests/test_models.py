@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from decoders import FAMILIES, SIZES, logits_of, random_params, random_tokens
+from refusals import refused
 
 from jaxdist.core.attention import choose_kernel, make_attend
 from jaxdist.core.attention.kernels import BLOCKWISE_FROM
@@ -16,7 +17,7 @@ from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.precision import PrecisionConfig
 from jaxdist.core.sharding import Layout
 from jaxdist.core.step import TrainConfig, make_context, make_value_and_grad
-from jaxdist.core.types import AttentionDropout, AttentionMask, ConfigError, Context, dot
+from jaxdist.core.types import AttentionDropout, AttentionMask, Context, dot
 from jaxdist.models import build, layers
 
 # The same float32 numbers, summed in another order; logits are of order 1.
@@ -149,7 +150,7 @@ def test_cudnn_is_left_alone_for_a_stated_reason_and_refused_by_name(change, rea
     ask = {**GPU, "head_dim": 64, "num_keys": 64, "packed": False, **change}
     kernel, why = choose_kernel("auto", **ask)
     assert kernel == "xla" and reason in why
-    with pytest.raises(ConfigError, match=f"attention='cudnn' is impossible here: .*{reason}"):
+    with refused("attention='cudnn'", reason):
         choose_kernel("cudnn", **ask)
     assert choose_kernel("xla", **ask) == ("xla", "asked for")
 
@@ -171,7 +172,7 @@ def test_long_rows_go_block_by_block_where_cudnn_cannot():
 def test_packed_rows_are_refused_when_cudnn_was_asked_for():
     config = dataclasses.replace(FAMILIES["llama2"], attention="cudnn")
     model = build(config, seq_len=16)
-    with pytest.raises(ConfigError, match="rows are packed"):
+    with refused("attention='cudnn'", "rows are packed"):
         logits_of(model, random_params(model), packed_batch(), **GPU)
 
 
@@ -237,7 +238,7 @@ DROPPING = dataclasses.replace(FAMILIES["gpt2"], dropout=0.2, attention_dropout=
 def loss_and_gradients(config, mesh, *, batch, key=0, **layout):
     """Sums and gradients of the train step's differentiated part on a mesh."""
     num_microbatches = layout.pop("num_microbatches", 1)
-    model = build(config, seq_len=16)
+    model = dataclasses.replace(build(config, seq_len=16), **layout.pop("change", {}))
     spec = MeshSpec.parse(mesh)
     layout = Layout(mesh=spec.build(jax.devices()[: spec.num_devices]), **layout)
     train = TrainConfig(num_microbatches=num_microbatches)
@@ -280,6 +281,16 @@ def test_dropout_takes_the_same_bits_on_every_mesh(mesh, layout, dropped_on_one_
     largest = max(np.abs(g).max() for g in jax.tree.leaves(expected_grads))
     for ours, theirs in zip(jax.tree.leaves(grads), jax.tree.leaves(expected_grads), strict=True):
         np.testing.assert_allclose(ours, theirs, atol=1e-5 * largest, rtol=0)
+
+
+def test_every_layer_has_a_dropout_key_of_its_own():
+    def draws(_params, x, _aux, context):
+        draw = jax.random.uniform(context.dropout_key)
+        return x, {"draw": draw, "square": draw * draw}
+
+    sums, _ = loss_and_gradients(DROPPING, "1", batch=training_batch(), change={"block": draws})
+    # The squared mean is the mean of squares where all draws are one, and below it else.
+    assert DROPPING.num_layers * sums["square"] > 1.01 * sums["draw"] ** 2
 
 
 def test_padding_of_the_vocabulary_gets_no_gradient(dropped_on_one_device):

@@ -17,8 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from monitored import header, of_kind, scalars, start, train
+from refusals import refused
 
-from jaxdist.core.settings import ConfigError, problems_of
+from jaxdist.core.settings import problems_of
 from jaxdist.run.metrics_log import RecordWriter, current, decode, encode, read_records
 from jaxdist.run.monitoring.config import MonitoringConfig
 from jaxdist.run.monitoring.environment import environment
@@ -59,7 +60,7 @@ def test_nan_and_infinities_are_legal_json_and_come_back_as_floats():
 
 
 def test_what_is_no_scalar_is_refused():
-    with pytest.raises(TypeError, match="a record holds scalars"):
+    with pytest.raises(TypeError, match="scalars"):
         encode({"x": np.zeros(3)})
 
 
@@ -126,11 +127,11 @@ def test_a_torn_line_longer_than_a_block_is_cut(tmp_path):
 def test_a_broken_line_inside_is_named(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"kind": "event"}\n{"kind" \n{"kind": "event"}\n')
-    with pytest.raises(ConfigError, match="line 2 is no JSON"):
+    with refused(path, "line 2 is no JSON"):
         read_records(path)
     for line in ("[1]", '{"kind": "train"}', '{"step": 1}'):
         path.write_text(f"{line}\n")
-        with pytest.raises(ConfigError, match="line 1 is no record"):
+        with refused(path, "line 1 is no record"):
             read_records(path)
 
 
@@ -196,7 +197,7 @@ def test_resume_appends_and_purges_what_was_lost(tmp_path):
 def test_resuming_into_the_same_directory_is_a_choice(tmp_path):
     train(start(tmp_path), 1)
     assert RunDirectory.open(tmp_path / "run").resumed
-    with pytest.raises(ConfigError, match=r"already holds a run.*--resume auto"):
+    with refused(tmp_path / "run", "--resume auto"):
         RunDirectory.open(tmp_path / "run", resume=False)
 
 
@@ -206,15 +207,15 @@ def test_a_fresh_directory_is_not_resumed(tmp_path):
 
 def test_an_unusable_run_directory_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"cannot be written.*--run-dir"):
+    with refused(tmp_path / "file", "--run-dir"):
         RunDirectory.open(tmp_path / "file")
 
 
 def test_a_missing_run_names_those_nearby(tmp_path):
     train(start(tmp_path), 1)
-    with pytest.raises(ConfigError, match=r"runn is no directory\. Runs there: .*/run\."):
+    with refused(tmp_path / "runn", "no directory", f"there: {tmp_path / 'run'}."):
         RunDirectory.existing(tmp_path / "runn")
-    with pytest.raises(ConfigError, match=r"no metrics\.jsonl\. Runs there: .*/run\."):
+    with refused(tmp_path, "no metrics.jsonl", f"there: {tmp_path / 'run'}."):
         RunDirectory.existing(tmp_path)
 
 
@@ -291,7 +292,7 @@ def test_only_process_0_writes(tmp_path, caplog):
     monitor.close()
     assert [p.name for p in (tmp_path / "run").rglob("*")] == ["logs"]
     assert caplog.records == []
-    with pytest.raises(ValueError, match="only process 0"):
+    with pytest.raises(ValueError, match="process 0"):
         monitor.run.open_metrics()
 
 

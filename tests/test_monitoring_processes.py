@@ -7,6 +7,7 @@ import types
 
 import jax.numpy as jnp
 import pytest
+from refusals import missing
 
 from jaxdist.run.metrics_log import read_records
 from jaxdist.run.monitoring import gpu_stats as sensors_module
@@ -97,11 +98,10 @@ def test_dry_steps_are_split_into_what_the_host_did():
 def test_low_utilisation_is_explained_and_high_is_not():
     dry = {"busy_share": 0.5, "dry_data_share": 0.4, "dry_host_share": 0.1, "wall_s": 10.0}
     text = " ".join(idle_lines(dry))
-    assert "ran out of work in 50.0 %" in text and "40.0 % waiting for data, 10.0 % work" in text
-    assert "tokenise the corpus" in text
+    assert missing(text, "50.0 %", "40.0 % waiting for data", "10.0 % work", "tokenise") == []
     assert idle_lines({**dry, "busy_share": 0.8}) == []
     short = {"steps_s": 60.0, "wall_s": 100.0, "compile_s": 25.0}
-    assert "compilation 25.0 %; start, evaluation and saves 15.0 %" in " ".join(idle_lines(short))
+    assert missing(" ".join(idle_lines(short)), "compilation 25.0 %", "saves 15.0 %") == []
     assert idle_lines({**short, "steps_s": 80.0}) == []
 
 
@@ -133,8 +133,7 @@ def test_the_process_that_never_waits_for_devices_is_named(data_s, host_s, cause
     (slow,) = find_stragglers(said)
     assert (slow.process, slow.host, slow.cause) == (2, "n2", cause)
     assert slow.lost_s == pytest.approx(0.9)
-    assert "process 2 on n2" in slow.text and "in 12 of 12 steps it" in slow.text
-    assert "900 ms for its data" in slow.text or "900 ms on the host" in slow.text
+    assert missing(slow.text, "process 2 on n2", "12 of 12 steps", "900 ms") == []
 
 
 def test_what_hides_behind_the_devices_holds_nobody_up():
@@ -172,7 +171,7 @@ def test_a_slow_loader_that_begins_amid_an_interval_is_named(before, after):
     }
     (slow,) = find_stragglers(said)
     assert (slow.process, slow.cause) == (1, "data")
-    assert f"in {after} of {before + after} steps it waits 52 ms for its data" in slow.text
+    assert missing(slow.text, f"{after} of {before + after} steps", "52 ms") == []
     assert slow.lost_s == pytest.approx((0.058 - 0.003) * after / (before + after))
 
 
@@ -246,7 +245,7 @@ def test_a_throttled_gpu_is_named():
     said[1] |= {"gpu_clock_mhz": 1200.0, "gpu_temperature_c": 91.0}
     (slow,) = find_stragglers(said)
     assert (slow.process, slow.cause) == (1, "gpu clock")
-    assert "1200 MHz, those of the others at 1980, 91 °C" in slow.text
+    assert missing(slow.text, "1200 MHz", "1980", "91 °C") == []
 
 
 def test_processes_are_compared_over_the_same_interval():
@@ -309,7 +308,7 @@ def test_the_summary_says_why_devices_stood_still(tmp_path, caplog):
     assert summary["busy_share"] == 0.0
     assert summary["device_wait_share"] == 0.0
     assert summary["dry_data_share"] == pytest.approx(0.9)
-    assert any("devices ran out of work in 100.0 %" in line for line in caplog.messages)
+    assert any(missing(line, "out of work", "100.0 %") == [] for line in caplog.messages)
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["busy_share"] == 0.0
 
 
@@ -317,7 +316,7 @@ def test_a_busy_run_needs_no_explanation(tmp_path, caplog):
     caplog.set_level(logging.INFO, logger="jaxdist")
     summary = finish(tmp_path, [(1.0, 0.05, 0.9)] * 4)
     assert summary["busy_share"] == 1.0
-    assert not any("ran out of work" in line for line in caplog.messages)
+    assert not any("out of work" in line for line in caplog.messages)
 
 
 def test_device_hours_and_money_add_up(tmp_path, monkeypatch, caplog):
@@ -412,7 +411,8 @@ def test_a_driver_that_fails_ends_nothing(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", fake_nvml(nvmlInit=True))
     said = []
     assert GpuStats(gpus(0), {}, said.append).read() == {}
-    assert said == ["GPU power and temperature are not recorded: Not Supported"]
+    (line,) = said
+    assert line.endswith("Not Supported")
 
 
 def test_a_cpu_asks_no_sensor():

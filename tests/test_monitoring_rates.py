@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from refusals import missing
 
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.plan.hardware import peak_flops
@@ -181,7 +182,7 @@ def test_monitor_names_the_loader_once(tmp_path, caplog, monkeypatch):
     # Windows of steps 2-4, ..., 5-7: (0.1 + 0.8 + 0.8) / 3 = 0.567 is the first above 0.5.
     (event,) = events(monitor, "slow_loader")
     assert event["step"] == 7 and event["data_wait_share"] == pytest.approx(1.7 / 3)
-    assert "the data loader is the bottleneck: 56.7 % of the last 3 steps" in caplog.text
+    assert missing(caplog.text, "data loader", "56.7 %", "3 steps") == []
 
 
 def test_a_threshold_of_one_never_warns():
@@ -308,7 +309,7 @@ def test_monitor_warns_of_the_second_compilation(tmp_path, caplog):
     assert first["function"] == "train_step" and first["seconds"] > 0
     (second,) = events(monitor, "recompile")
     assert second["level"] == "warning" and "float32[4] on cpu:0" in second["changes"][0]
-    assert "compilation 2 of it, a run needs one. Changed: arg[0]: float32[4]" in caplog.text
+    assert missing(caplog.text, "train_step", "compilation 2", "arg[0]: float32[4]") == []
     summary = monitor.summary("finished")
     assert summary["recompilations"] == 1 and summary["warnings"] == 1
     assert summary["compile_s"] == step.seconds

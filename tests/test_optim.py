@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from tiny import make_update
 
 from jaxdist import optim
 from jaxdist.core.settings import problems_of
@@ -52,7 +53,7 @@ def train(config, lr=0.1, axes=AXES):
     optimizer = make_optimizer(config, axes)
     params = jax.tree.map(jnp.asarray, random_tree(0))
     state = optimizer.init(params)
-    update = jax.jit(optimizer.update)
+    update = make_update(optimizer)
     history = []
     for step in range(NUM_STEPS):
         updates, state = update(random_tree(step + 1), state, params)
@@ -270,7 +271,7 @@ def test_muon_orthogonalises_each_hidden_matrix_and_leaves_the_rest_to_adamw():
 def test_muon_updates_have_the_rms_of_adamws():
     optimizer = make_optimizer(OptimConfig(optimizer="muon", weight_decay=0.0), AXES)
     params = random_tree(0)
-    updates = named(jax.jit(optimizer.update)(random_tree(1), optimizer.init(params), params)[0])
+    updates = named(make_update(optimizer)(random_tree(1), optimizer.init(params), params)[0])
     for name in HIDDEN:
         # Five quintic steps leave singular values in about [0.7, 1.2] and not exactly 1.
         assert 0.1 < np.sqrt(np.square(updates[name]).mean()) < 0.25, name
@@ -361,7 +362,7 @@ def test_elementwise_means_that_shards_update_alone(optimizer):
     def update(cut):
         params, grads = (jax.tree.map(cut, random_tree(seed)) for seed in (0, 1))
         rule = make_optimizer(config, AXES)
-        return jax.jit(lambda g, p: rule.update(g, rule.init(p), p)[0])(grads, params)
+        return make_update(rule)(grads, rule.init(params), params)[0]
 
     half = lambda x: x[..., : x.shape[-1] // 2]
     alone, whole = update(half), jax.tree.map(half, update(lambda x: x))

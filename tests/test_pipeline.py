@@ -84,6 +84,7 @@ def check(difference, name=""):
     assert difference.norm <= GRADIENT, name
 
 
+@pytest.mark.usefixtures("users_promotion")
 def test_half_precision_and_loss_scale_stay_within_rounding():
     """bf16 keeps 8 bits, and gradients are sums of such products; a power of two costs nothing."""
     brain = compare(Case(mesh="pp=2,tp=2", dtype="bfloat16", scale=1024.0, family="llama_tied"))

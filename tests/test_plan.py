@@ -9,6 +9,7 @@ import sys
 from xml.etree import ElementTree
 
 import pytest
+from refusals import missing, refused
 
 from jaxdist.config.command_line import ALIASES
 from jaxdist.core.settings.schema import fields_of
@@ -45,7 +46,7 @@ def test_the_answer_has_a_verdict_and_the_flags_to_type(capsys):
     for section in ("memory of one GPU", "one step", "traffic of one GPU", "meshes", "advice"):
         assert section in text
     assert "the run: 10B tokens" in text
-    assert "Data parallelism alone is enough" in text
+    assert "Data parallelism alone" in text
     settings = {field.name for field in fields_of(PlanConfig)} | ALIASES.keys()
     named = set(re.findall(r"--([a-z][\w.]*)", text))
     assert "checkpoint.save_interval_steps" in named and named <= settings
@@ -113,7 +114,7 @@ def test_more_preemptions_make_spot_dearer_and_saves_more_frequent(capsys):
 def test_a_type_that_the_gpu_lacks_is_said(capsys):
     found = plan(capsys, "--gpus", "t4:4")
     (item,) = [a for a in found["advice"] if a["topic"] == "number format"]
-    assert "t4 has no bfloat16" in item["text"] and "float16" in item["text"]
+    assert missing(item["text"], "t4", "no bfloat16", " float16") == []
 
 
 def test_an_image_classifier_has_a_plan_too(capsys):
@@ -149,7 +150,7 @@ def test_the_page_is_whole_and_loads_nothing(capsys, tmp_path):
     for svg in drawn:
         ElementTree.fromstring(svg)
     assert not re.search(r"<script|src=|href=|url\(", text)
-    assert "stage 1" in text and "cost against number of GPUs" in text
+    assert missing(text, "stage 1", "number of GPUs") == []
 
 
 def test_schedules_are_drawn_with_their_bubble_and_stash(capsys):
@@ -164,7 +165,7 @@ def test_schedules_are_drawn_with_their_bubble_and_stash(capsys):
 
 
 def test_schedules_too_large_to_read_are_refused():
-    with pytest.raises(ConfigError, match="too large to draw"):
+    with refused("stages", "128"):
         main(["--show-schedule", "--stages", "128", "--microbatches", "128"])
     assert drawings(2, 2, 1).count("stages") >= 4
 
@@ -189,7 +190,7 @@ def test_bad_questions_are_refused_with_a_fix(flags, message):
 
 
 def test_an_illegal_mesh_is_answered_with_legal_ones():
-    with pytest.raises(ConfigError, match=r"Legal with 8 devices, nearest first: --mesh .* or"):
+    with refused("model.num_layers=7", "Legal with 8 devices", "--mesh "):
         main(small("--gpus", "h100:8", "--mesh", "dp=4,pp=2", "--model.num_layers=7"))
 
 
@@ -256,12 +257,12 @@ def test_what_never_fits_is_the_verdict_of_the_compiler(monkeypatch, capsys):
 
 
 def test_without_the_extra_it_falls_back_and_says_so(monkeypatch, capsys):
-    missing = NotCompiled(kind="missing", reason="there is no compiler", fix="Install it.")
-    monkeypatch.setattr(planner, "compile_step", lambda *a, **k: missing)
+    without = NotCompiled(kind="missing", reason="no_compiler", fix="install_it")
+    monkeypatch.setattr(planner, "compile_step", lambda *a, **k: without)
     assert main([*WITH, "--gpus", "h100:8"]) == 0
     text = capsys.readouterr().out
     assert "(estimated), with" in text
-    assert "not compiled: there is no compiler. Install it." in text
+    assert missing(text, "not compiled", "no_compiler", "install_it") == []
 
 
 def test_a_mesh_that_was_asked_for_is_the_one_compiled(monkeypatch, capsys):
@@ -288,7 +289,7 @@ def test_a_wrong_question_exits_2_with_its_problems():
         env={**os.environ, "PYTHONPATH": os.getcwd()},
     )
     assert done.returncode == 2
-    assert "12 GPUs do not fill nodes of 8" in done.stdout + done.stderr
+    assert missing(done.stderr, "12 GPUs", "nodes of 8") == []
 
 
 def test_the_record_is_plain_data(capsys):

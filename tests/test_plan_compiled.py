@@ -10,13 +10,13 @@ import time
 
 import jax
 import pytest
+from refusals import refused
 
 from jaxdist.config import RunConfig
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.parallel.pipeline.config import PipelineConfig
 from jaxdist.core.sharding import MeshConfig
 from jaxdist.core.step import TrainConfig
-from jaxdist.core.types import ConfigError
 from jaxdist.data import DataConfig
 from jaxdist.models import DecoderConfig, build
 from jaxdist.models.weights import num_params
@@ -145,9 +145,9 @@ def ask(code: str, timeout_s: float = 60.0) -> NotCompiled:
 
 
 def test_a_crash_of_the_compiler_is_told_in_one_line():
-    outcome = ask("raise RuntimeError('ptxas is nowhere')")
+    outcome = ask("raise RuntimeError('no ptxas')")
     assert outcome.kind == "failed"
-    assert outcome.reason == "the compiler gave up: RuntimeError: ptxas is nowhere"
+    assert outcome.reason.endswith(": RuntimeError: no ptxas")
     assert "Traceback" in outcome.details
     outcome = ask("import os; os.abort()")
     assert (outcome.kind, "signal 6" in outcome.reason) == ("failed", True)
@@ -276,7 +276,7 @@ def test_every_known_gpu_can_be_described_to_the_compiler(name):
 
 def test_a_gpu_of_an_unknown_architecture_is_refused():
     strange = dataclasses.replace(GPUS["h100"], compute_capability="6.0")
-    with pytest.raises(ConfigError, match=r"compute capability '6.0'.*Known: 7.5"):
+    with refused("'6.0'", "Known: 7.5"):
         gpu_target.target_text(strange)
 
 

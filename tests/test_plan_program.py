@@ -1,6 +1,7 @@
 """The reader of compiled programs: every notation of groups, nothing overlooked."""
 
 import pytest
+from refusals import refused
 from test_traffic import traffic
 
 from jaxdist.plan.compiled.collectives import custom_calls, read_collectives
@@ -65,7 +66,7 @@ def reduction(groups: str, name: str = "r") -> str:
 )
 def test_groups_are_read_in_every_notation(groups, axes, nodes):
     if axes is None:
-        with pytest.raises(UnknownHLO, match="unknown replica groups"):
+        with refused("replica groups", error=UnknownHLO):
             read(reduction(groups))
         return
     (found,) = read(reduction(groups))
@@ -193,7 +194,7 @@ def test_what_a_branch_holds_is_counted_as_if_it_were_taken_and_marked(branches)
     found = read(body, LOOPS.replace("INNER", trips(5)))
     assert [(c.count, c.in_branch) for c in found] == [(5, True)] * 2
     text = PROGRAM.replace("BODY", body).replace("COMPUTATIONS", LOOPS.replace("INNER", trips(5)))
-    with pytest.raises(UnknownHLO, match="inside a conditional"):
+    with refused("a conditional", error=UnknownHLO):
         traffic(text, MESH)
 
 

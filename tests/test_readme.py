@@ -66,6 +66,8 @@ def run_in(home, words: list[str]) -> None:
         with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as left:
             patch.chdir(home)
             patch.setattr(sys, "argv", words[2:])
+            # Another test may have imported what runs here as a program of its own.
+            patch.delitem(sys.modules, f"{words[2]}.__main__", raising=False)
             runpy.run_module(words[2], run_name="__main__", alter_sys=True)
         assert left.value.code in (0, None)
         return

@@ -1,14 +1,17 @@
 """The report: outcomes by hand, differences, curves at the right pixels, clear errors."""
 
 import dataclasses
+import errno
 import json
 import math
+import os
 import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
 
 import pytest
+from refusals import missing
 
 from jaxdist.run.monitoring.config import MonitoringConfig
 from jaxdist.run.monitoring.monitor import Monitor
@@ -167,7 +170,8 @@ def test_a_resumed_run_is_one_run(tmp_path, capsys):
 
 def test_a_run_that_was_killed_is_readable(tmp_path, capsys):
     path = make_run(tmp_path, "one", [3.0, 2.0], end=None)
-    (tmp_path / "one" / "metrics.jsonl").open("a").write('{"kind": "tra')
+    with (tmp_path / "one" / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "tra')
     (run,) = as_json(capsys, path)["runs"]
     assert run["exit_reason"] == "running or killed" and run["step"] == 2
 
@@ -178,7 +182,7 @@ def test_a_run_without_a_step_is_readable(tmp_path, capsys):
     assert main([path, "--html", str(page)]) == 0
     rows = rows_of(capsys.readouterr().out)
     assert rows["ended"] == ["error"] and "train loss" not in rows and "cost" not in rows
-    assert "No step has been recorded yet" in page.read_text()
+    assert svgs(page.read_text()) == []
 
 
 def test_a_bare_metrics_file_is_enough(tmp_path, capsys):
@@ -334,8 +338,9 @@ def refused(capsys, *arguments):
 def test_every_missing_run_is_named_at_once(tmp_path, capsys):
     one = make_run(tmp_path, "one", [1.0])
     said = refused(capsys, str(tmp_path / "none"), one, str(tmp_path))
-    assert re.search(r"none is no directory\. Runs there: .*/one\.", said)
-    assert re.search(r"has no metrics\.jsonl\. Runs there: .*/one\.", said)
+    first, second = said.splitlines()
+    assert missing(first, tmp_path / "none", "no directory", f"there: {one}.") == []
+    assert missing(second, tmp_path, "no metrics.jsonl", f"there: {one}.") == []
 
 
 @pytest.mark.parametrize(
@@ -361,14 +366,15 @@ def test_a_run_named_twice_is_refused(tmp_path, capsys):
 def test_a_page_that_cannot_be_written_is_refused(tmp_path, capsys):
     one = make_run(tmp_path, "one", [1.0])
     said = refused(capsys, one, "--html", str(tmp_path / "nowhere" / "page.html"))
-    assert "page.html cannot be written (No such file or directory)" in said
+    assert missing(said, "nowhere/page.html", os.strerror(errno.ENOENT)) == []
 
 
 def test_the_command_says_what_is_wrong_and_starts_no_device(tmp_path):
     module = [sys.executable, "-m", "jaxdist.report"]
     done = subprocess.run([*module, str(tmp_path / "none")], capture_output=True, text=True)
-    assert done.returncode == 2 and "none is no directory" in done.stderr
-    assert len(done.stderr.splitlines()) == 1
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert missing(line, tmp_path / "none", "no directory") == []
     assert subprocess.run(module, capture_output=True).returncode == 2
     code = (
         "import sys; from jaxdist.tools.report import main; from jax._src import xla_bridge\n"

@@ -6,6 +6,7 @@ import math
 
 import pytest
 from commands import run
+from refusals import missing
 from test_resilience_losses import BAD_ROW, SEED, bad_step, train
 
 from jaxdist.run.replay import verdict
@@ -35,7 +36,8 @@ def test_verdict(again, following, word):
 def test_a_step_without_anomaly_is_the_recorded_one_or_not():
     same = lambda values: values == GOOD
     assert verdict(same, [GOOD, GOOD], None).startswith("deterministic: 2 replays")
-    assert verdict(same, [BAD, GOOD], None).startswith("transient: it comes back in 1 of 2")
+    verdict_of_two = verdict(same, [BAD, GOOD], None)
+    assert verdict_of_two.startswith("transient: ") and "1 of 2" in verdict_of_two
 
 
 def replayed(tmp_path, what, *flags) -> str:
@@ -51,13 +53,13 @@ def test_replay_tells_data_from_transient(tmp_path):
     files = sorted(run_dir.rglob("*"))
     out = replayed(tmp_path, f"run:{bad}")
     assert "verdict: data" in out and str(BAD_ROW) in out
-    assert f"replaying step {bad} of run from step {(bad - 1) // 5 * 5}" in out
+    assert missing(out, f"step {bad} of", f"from step {(bad - 1) // 5 * 5}") == []
     # An anomaly that the data does not hold: the same step numbers, another step's record.
     planted = json.loads((run_dir / "anomalies.jsonl").read_text())
     with open(run_dir / "anomalies.jsonl", "a") as file:
         file.write(json.dumps({**planted, "step": bad - 1}) + "\n")
     out = replayed(tmp_path, f"run:{bad - 1}")
-    assert "verdict: transient" in out and out.count("(the same bits)") == 3
+    assert "verdict: transient" in out and out.count("same bits") == 3
     assert sorted(run_dir.rglob("*")) == files
 
 

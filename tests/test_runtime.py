@@ -8,9 +8,9 @@ import textwrap
 import time
 
 import pytest
+from refusals import missing, refused
 
 from jaxdist import runtime
-from jaxdist.core.types import ConfigError
 from jaxdist.runtime import backend
 from jaxdist.runtime.config import RuntimeConfig
 from jaxdist.runtime.distributed import DeviceRow
@@ -54,10 +54,11 @@ def test_config_error_prints_every_problem_and_no_traceback():
 
 def test_failure_ends_with_one_block_that_says_what_where_and_what_to_do():
     done = run("raise OSError(28, 'No space left on device')")
-    assert "failed:  OSError: [Errno 28] No space left on device" in done.stderr
-    assert "where:   process 0 of 1 on " in done.stderr
+    names = ("failed:", "where:", "to do:")
+    block = dict(x.split(":", 1) for x in done.stderr.splitlines() if x.startswith(names))
+    assert block["failed"].split()[:3] == ["OSError:", "[Errno", "28]"]
+    assert "process 0 of 1" in block["where"] and "disk is full" in block["to do"]
     assert done.stderr.count("Traceback") == 1
-    assert "to do:   the disk is full" in done.stderr
 
 
 def test_interrupt_is_one_line():
@@ -117,11 +118,11 @@ def test_simulate_makes_cpu_devices_and_refuses_a_running_backend():
     )
     assert done.stdout.split() == ["3", "cpu"]
     assert done.returncode == 2
-    assert "--simulate 5: this process already runs 3 cpu device(s)" in done.stderr
+    assert missing(done.stderr, "--simulate 5", "3 cpu") == []
 
 
 def test_simulate_needs_a_device():
-    with pytest.raises(ConfigError, match="--simulate 0 makes no device"):
+    with refused("--simulate 0"):
         runtime.simulate(0)
 
 
@@ -163,12 +164,12 @@ def test_console_is_for_process_0_and_c_output_goes_to_the_file(tmp_path):
     log.warning("careful")
     ctypes.CDLL(None).puts(b"[Gloo] chatter")
     ctypes.CDLL(None).fflush(None)
-    print("said by python")
+    print("printed")
     """
     first = run(body, INDEX="0", LOG=str(tmp_path / "logs/0.log"))
     second = run(body, INDEX="1", LOG=str(tmp_path / "logs/1.log"))
-    assert first.stdout.splitlines() == ["step 1", "warning: careful", "said by python"]
-    assert second.stdout.splitlines() == ["said by python"]
+    assert first.stdout.splitlines() == ["step 1", "warning: careful", "printed"]
+    assert second.stdout.splitlines() == ["printed"]
     for i in range(2):
         text = (tmp_path / f"logs/{i}.log").read_text()
         assert f"p{i} INFO step 1" in text and "[Gloo] chatter" in text
@@ -199,14 +200,14 @@ def test_a_compile_cache_of_others_is_not_used(tmp_path, caplog, propagating, mo
         (tmp_path / "open").mkdir()
         (tmp_path / "open").chmod(0o777)
         assert runtime.setup_compilation_cache(tmp_path / "open") is None
-        assert "can be written by every user" in caplog.messages[-1]
+        assert missing(caplog.messages[-1], tmp_path / "open", "every user") == []
         (tmp_path / "open").chmod(0o1777)  # as /tmp: others cannot replace a folder in it
         assert runtime.setup_compilation_cache(tmp_path / "open") is not None
         monkeypatch.setattr(os, "geteuid", lambda: 12345)
         monkeypatch.setattr(os, "access", lambda *_: True)
         monkeypatch.setattr(backend, "_TRUSTED", ())
         assert runtime.setup_compilation_cache(tmp_path / "mine") is None
-        assert "belongs to another user" in caplog.messages[-1]
+        assert missing(caplog.messages[-1], tmp_path / "mine", "another user") == []
     finally:
         for name, value in before.items():
             jax.config.update(name, value)
@@ -245,7 +246,7 @@ def test_the_first_ctrl_c_asks_for_a_save_and_the_second_ends_at_once():
     done = run(body)
     assert time.monotonic() - begun < 20  # the sum takes a minute
     assert (done.returncode, done.stdout) == (130, "True\n")
-    assert done.stderr.count("saving after this step") == 1
+    assert done.stderr.count("saving after") == 1
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import re
 
 import pytest
+from refusals import refused
 
 from jaxdist.core.types import ConfigError
 from jaxdist.runtime import resolve
@@ -111,7 +112,7 @@ def test_every_gpu_of_a_node_is_taken_once():
 
 
 def test_gpus_that_do_not_divide_are_refused():
-    with pytest.raises(ConfigError, match=r"2 processes share 3 GPUs .* equally"):
+    with refused("2 processes", "3 GPUs"):
         resolve(slurm(CUDA_VISIBLE_DEVICES="0,1,2", SLURM_GPUS_ON_NODE="3"))
 
 
@@ -153,7 +154,7 @@ def test_given_coordinator_wins_over_the_node_list():
 
 def test_sbatch_without_srun_is_refused():
     environ = slurm(SLURM_STEP_NODELIST=None, SLURM_PROCID="0")
-    with pytest.raises(ConfigError, match=r"4 tasks on 2 nodes.*Put srun before python"):
+    with refused("4 tasks", "2 nodes", "srun"):
         resolve(environ)
     assert resolve(environ, RuntimeConfig(cluster="alone")).num_processes == 1
 
@@ -212,7 +213,7 @@ def test_open_mpi_4_on_several_hosts_says_where_mpirun_is():
     }
     assert resolve(environ).coordinator_address.startswith("10.96.0.1:")
     del environ["OMPI_MCA_orte_hnp_uri"]
-    with pytest.raises(ConfigError, match="mpirun -x JAXDIST_COORDINATOR_ADDRESS="):
+    with refused("-x JAXDIST_COORDINATOR_ADDRESS="):
         resolve(environ)
     environ["JAXDIST_COORDINATOR_ADDRESS"] = "n1"
     assert resolve(environ).coordinator_address == "n1:29400"
@@ -285,13 +286,13 @@ def test_nothing_set_is_one_process():
 
 
 def test_a_named_cluster_that_is_not_there_is_refused():
-    with pytest.raises(ConfigError, match=r"runtime\.cluster=slurm, but the environment has none"):
+    with refused("runtime.cluster=slurm"):
         resolve({}, RuntimeConfig(cluster="slurm"))
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "127.0.1.1", "[::1]"])
 def test_loopback_coordinator_of_several_hosts_is_refused(host):
-    with pytest.raises(ConfigError, match=r"is a loopback address, which the other 1 host"):
+    with refused(host.strip("[]"), "loopback", "1 host"):
         resolve(slurm(JAXDIST_COORDINATOR_ADDRESS=f"{host}:5000"))
 
 

@@ -8,6 +8,7 @@ import sys
 import textwrap
 
 import pytest
+from refusals import missing
 
 from jaxdist.runtime import NOTICES
 
@@ -145,7 +146,7 @@ def test_an_exception_in_one_process_ends_all_and_is_named_in_all():
     # never an abort without words.
     assert codes == [1, 1]
     assert "ValueError: boom" in err[1] and "where:   process 1 of 2" in err[1]
-    assert "process 1" in err[0] or "another process died" in err[0]
+    assert "process 1" in err[0] or "another process" in err[0]
 
 
 @pytest.mark.parametrize(
@@ -217,15 +218,16 @@ def test_a_process_that_never_joins_is_named_by_the_one_that_waits():
         for process in processes.processes:
             process.kill()
     err = processes.processes[0].stderr.read()
-    assert "RendezvousError: process 1 of 2 has not joined at 127.0.0.1:" in err
-    assert "to do:   see the logs of the processes named" in err
+    assert (
+        missing(err, "RendezvousError: process 1 of 2", "127.0.0.1:", "to do:   see the logs") == []
+    )
 
 
 def test_a_missing_coordinator_is_an_error_in_words():
     processes = Processes("if INDEX == 0: return 0\nruntime.join(RuntimeConfig(join_timeout_s=1))")
     codes, _, err = processes.end()
     assert codes == [0, 1]
-    assert "cannot reach the coordinator 127.0.0.1:" in err[1]
+    assert missing(err[1], "RendezvousError: process 1", "coordinator 127.0.0.1:") == []
 
 
 def test_a_notice_between_joining_and_the_first_of_many_steps_is_not_lost():

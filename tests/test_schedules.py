@@ -4,6 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
+from refusals import refused
 
 from jaxdist.core.parallel.pipeline.buffers import Lifetimes, assign_slots, to_arrays
 from jaxdist.core.parallel.pipeline.loop_plan import plan_loops
@@ -196,11 +197,8 @@ def test_a_stage_that_starts_one_tick_early_is_refused(name: ScheduleName):
     column = [tick[1] for tick in schedule.ticks]
     early = [*column[1:], None]
     shifted = planted(schedule, {(t, 1): action for t, action in enumerate(early)})
-    with pytest.raises(
-        ScheduleError,
-        match=r"forward of microbatch 0 chunk 0 on stage 1 runs in "
-        r"tick 0 but needs forward of microbatch 0 chunk 0 on stage 0",
-    ):
+    facts = "forward of microbatch 0", "on stage 1", "tick 0", "on stage 0"
+    with refused(*facts, error=ScheduleError):
         check(shifted)
 
 
@@ -237,14 +235,14 @@ def test_a_weight_gradient_before_its_backward_is_refused():
     where = {a: (t, 0) for t, tick in enumerate(schedule.ticks) if (a := tick[0]) is not None}
     first, weight = Action("backward", 0), Action("weight", 0)
     changes = {where[first]: weight, where[weight]: first}
-    with pytest.raises(ScheduleError, match="weight of microbatch 0"):
+    with refused("weight of microbatch 0", error=ScheduleError):
         check(planted(schedule, changes))
 
 
 def test_sizes_and_combinations_that_do_not_exist_are_refused_with_the_fix():
-    with pytest.raises(ScheduleError, match=r"num_microbatches=0 is below 1. Use 1 or more."):
+    with refused("num_microbatches=0", error=ScheduleError):
         make_schedule("1f1b_lockstep", 4, 0)
-    with pytest.raises(ScheduleError, match=r"Use num_virtual_stages=1, or schedule 1f1b_lockstep"):
+    with refused("num_virtual_stages=1", "1f1b_lockstep", error=ScheduleError):
         make_schedule("1f1b", 4, 8, 2)
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import real_slurm
+from refusals import refused
 
 from jaxdist.core.settings import ConfigError, problems_of
 from jaxdist.tools.launch.slurm import main
@@ -135,11 +136,12 @@ def elastic(*words: str, nodes: str = "1-8", mesh: str = "dp=8", batch: int = 8)
 def test_an_elastic_job_knows_its_legal_numbers_of_nodes(capsys, command, counts):
     assert main(command) == 0
     said = capsys.readouterr()
-    assert f"\nfor count in {counts}; do\n" in said.out
+    (loop,) = re.findall(r"^for count in (.*); do$", said.out, re.M)
+    assert loop == counts
     least, most = counts.split()[0], counts.split()[-1]
     assert f"#SBATCH --nodes={least}-{most}\n" in said.out  # no node is paid for in vain
     is_narrower = f"{least}-{most}" != command[1]
-    assert (f"SLURM is asked for {least}-{most}." in said.err) == is_narrower
+    assert (f"for {least}-{most}." in said.err) == is_narrower
 
 
 @pytest.mark.parametrize(
@@ -346,7 +348,7 @@ def test_a_plan_names_what_is_wrong(fields, text):
 )
 def test_a_tensor_axis_across_nodes_is_warned_about(mesh, warned):
     warnings = plan(gpus_per_node=8, cpus_per_task=8, arguments=["--mesh", mesh]).warnings
-    assert len(warnings) == warned and all("crosses nodes of 8 GPUs" in w for w in warnings)
+    assert len(warnings) == warned and all("nodes of 8 GPUs" in w for w in warnings)
 
 
 def test_gpus_without_cores_are_warned_about():
@@ -378,7 +380,7 @@ def test_training_arguments_are_judged_when_the_script_is_written(capfd, tmp_pat
 
 
 def test_a_script_that_cannot_be_written_is_named():
-    with pytest.raises(ConfigError, match="--script /proc/nowhere/a cannot be written"):
+    with refused("--script /proc/nowhere/a"):
         main(["--time", "60", "--program", "true", "--script", "/proc/nowhere/a"])
 
 
@@ -493,7 +495,7 @@ def test_an_elastic_job_trains_on_the_nodes_with_which_a_mesh_is_legal(cluster):
     assert cluster.wait(job_id, timeout_s=300) == "COMPLETED", cluster.output(job_id)
     out = cluster.output(job_id)
     assert "3 nodes given" in out and "using 2" in out
-    assert "2 of the 4 devices of dp=4" in out
+    assert re.search(r"\b2 of .* 4 .*dp=4", out)
     assert "attempt 0 ended: exit code 0, srun 0" in out
     run = cluster.root / f"jobs/runs/uneven-{job_id}"
     assert sorted(losses(run)) == [1, 2, 3, 4, 5]

@@ -18,6 +18,7 @@ import optax
 
 from jaxdist.core.attention import make_attend
 from jaxdist.core.mesh import MeshSpec
+from jaxdist.core.parallel.context import place_batch
 from jaxdist.core.precision import PrecisionConfig, initial_loss_scale
 from jaxdist.core.sharding import Layout
 from jaxdist.core.state import TrainState, make_state, state_shardings
@@ -67,6 +68,16 @@ def model_of(name: str) -> Model:
 def optimizer() -> optax.GradientTransformation:
     """Adam, whose first moment after one step shows the gradient: it is (1 - BETA1) times that."""
     return optax.scale_by_adam(b1=BETA1, b2=0.95, eps=EPS)
+
+
+def make_update(rule: optax.GradientTransformation) -> Any:
+    """`rule.update`, jitted; optax raises floats to int32 counts and mixes moments of two types."""
+
+    def update(grads: Params, opt_state: Any, params: Params) -> Any:
+        with jax.numpy_dtype_promotion("standard"):
+            return rule.update(grads, opt_state, params)
+
+    return jax.jit(update)
 
 
 def schedule(step: Any) -> Any:
@@ -169,7 +180,7 @@ def reference(name: str, steps: int = 20) -> Trace:
     @jax.jit
     def step(params: Params, opt_state: Any) -> Any:
         loss, grads = jax.value_and_grad(mean_loss)(params)
-        directions, opt_state = optimizer().update(grads, opt_state, params)
+        directions, opt_state = make_update(optimizer())(grads, opt_state, params)
         params = jax.tree.map(lambda p, d: p - LEARNING_RATE * d, params, directions)
         return params, opt_state, loss, grads
 
@@ -292,7 +303,7 @@ def place_state(
 def run(case: Case, steps: int = 20, batch: Batch | None = None, **options: Any) -> Trace:
     """Run a case from the initial state."""
     step, state = step_of(case, **options)
-    placed = jax.device_put(batch or batch_of(case.model), step.batch_sharding)
+    placed = place_batch(batch or batch_of(case.model), step.batch_sharding)
     losses, first = [], None
     for _ in range(steps):
         state, metrics = step.train(state, placed, np.inf)

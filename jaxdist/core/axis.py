@@ -127,6 +127,7 @@ class Axis:
             "gathered" = a shard, made whole just before it is used;
             "split" = the part they compute with.
         splits_rows: each of its devices takes other rows of the batch.
+        splits_positions: each of its devices takes other positions of every row.
         dims: logical dims that it splits, in every model.
         sums_gradients: when the local gradients of a parameter that the axis does not split differ
             between its devices, and must be summed.
@@ -148,6 +149,7 @@ class Axis:
     moves: str
     weights: Literal["replicated", "gathered", "split"]
     splits_rows: bool = False
+    splits_positions: bool = False
     dims: tuple[str, ...] = ()
     sums_gradients: Literal["always", "sequence_parallel", "never"] = "never"
     sums_loss: bool = False

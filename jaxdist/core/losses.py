@@ -119,7 +119,7 @@ def _forward(
         probs, hit, loss, correct = _chunk_loss(
             part_x, part_targets, part_weights, kernel, vocabulary
         )
-        dlogits = (probs - hit) * part_weights[:, None]
+        dlogits = (probs - hit.astype(jnp.float32)) * part_weights[:, None]
         low = dlogits.astype(kernel.dtype) if kernel.dtype != jnp.float16 else dlogits
         dx = jnp.einsum("tv,dv->td", low, kernel, preferred_element_type=jnp.float32)
         dkernel = jnp.einsum("td,tv->dv", part_x, low, preferred_element_type=jnp.float32)
@@ -175,7 +175,7 @@ def _chunk_loss(
     if axis:
         sums = collectives.all_reduce(sums, axis)
     loss = jnp.sum((jnp.log(sums[0]) + top - sums[1]) * weights)
-    correct = jnp.sum((sums[1] >= top) * weights)
+    correct = jnp.sum((sums[1] >= top).astype(jnp.float32) * weights)
     return exps / sums[0][:, None], hit, loss, correct
 
 

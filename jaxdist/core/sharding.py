@@ -187,8 +187,13 @@ class Layout:
         return self.moment_specs(dims) if self.zero >= 2 else self.param_specs(dims)
 
     def batch_spec(self) -> P:
-        """Rows over the axes that split them, every other dim whole."""
-        return P(self.batch_axes or None)
+        """Rows and positions over the axes that split them, every other dim whole."""
+        positions = tuple(axis.name for axis in self.used if axis.splits_positions)
+        return P(self.batch_axes or None, *([positions] if positions else []))
+
+    def batch_specs(self, batch: Mapping[str, Any]) -> dict[str, P]:
+        """`batch_spec` for each leaf of a batch [rows, ...], as far as it has dims."""
+        return {name: P(*self.batch_spec()[: x.ndim]) for name, x in batch.items()}
 
     def sharding(self, spec: P, memory_kind: str | None = None) -> NamedSharding:
         """A spec on this mesh."""

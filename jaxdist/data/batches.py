@@ -1,10 +1,10 @@
-"""Batches as grain datasets: batch number to the rows of it that this process holds.
+"""Batches as grain datasets: batch number to the part of it that this process holds.
 
 One element is a whole local batch and not a row: reading, prefetching and handing over then cost
 grain's Python once per batch (`scripts/bench/results/data.md` has both ways side by side).
 
-Shapes: `batch` rows over all processes, `local` of them held by this process; `places`, int64
-[local], ascending, says which.
+Shapes: `batch` rows over all processes, `local` of them held by this process; where devices share
+rows, `local_seq` positions of a row, in the order of `core.parallel.context.device_order`.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ import dataclasses
 import functools
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import grain
 import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxdist.core.parallel.context import device_order, num_position_shards
 from jaxdist.core.types import Batch, ConfigError
 from jaxdist.data.packing import Fields, Rows
 
@@ -27,17 +28,37 @@ if TYPE_CHECKING:
     from jaxdist.data.dataset import Dataset
 
 Numbered = tuple[int, Rows]
-"""First sample of a batch, and field name -> [local, ...]."""
+"""First sample of a batch, and field name -> [local, local_seq, ...]."""
 
 Samples = Sequence[tuple[int, int]]
 """Ranges [first, end) of sample numbers."""
+
+
+class Held(NamedTuple):
+    """The part of every batch that some devices hold.
+
+    Attributes:
+        rows: int64 [local], ascending: which rows of a batch.
+        places: int64 [local_seq], ascending: which places of `device_order`; None = whole rows.
+        positions: int64 [local_seq], the positions that lie there.
+    """
+
+    rows: np.ndarray
+    places: np.ndarray | None = None
+    positions: np.ndarray | None = None
+
+    def cut(self, rows: Rows) -> Rows:
+        """Of whole rows, name -> [local, seq, ...], the positions held: [local, local_seq, ...]."""
+        if self.positions is None:
+            return rows
+        return {name: x[:, self.positions] if x.ndim > 1 else x for name, x in rows.items()}
 
 
 class TrainBatches(grain.MapDataset[Numbered]):
     """Batch number -> first sample and rows, a pure function of (data, seed, start, left_out)."""
 
     def __init__(
-        self, dataset: Dataset, seed: int, batch_size: int, places: np.ndarray, *,
+        self, dataset: Dataset, seed: int, batch_size: int, held: Held, *,
         start: int, left_out: Samples,
     ):  # fmt: skip
         """Nothing is read yet. Batch 0 begins at sample `start`, and no batch holds `left_out`."""
@@ -45,7 +66,7 @@ class TrainBatches(grain.MapDataset[Numbered]):
         # Worker processes get a copy, and rows need no tokenizer.
         self._dataset = dataclasses.replace(dataset, tokenizer=None)
         self._order = dataset.order(seed)
-        self._batch_size, self._places = batch_size, places
+        self._batch_size, self._held = batch_size, held
         self._start, self._left_out = start, left_out
 
     def __len__(self) -> int:
@@ -55,19 +76,17 @@ class TrainBatches(grain.MapDataset[Numbered]):
         if isinstance(index, slice):  # the part of one worker process
             return self.slice(index)
         first = first_sample(index, self._batch_size, self._start, self._left_out)
-        return first, self._dataset.rows(self._order.rows(first + self._places))
+        return first, self._held.cut(self._dataset.rows(self._order.rows(first + self._held.rows)))
 
 
 class EvalBatches(grain.MapDataset[Numbered]):
     """Batch number -> rows in storage order, each once; what the last batch lacks has weights 0."""
 
-    def __init__(
-        self, dataset: Dataset, batch_size: int, places: np.ndarray, max_batches: int | None
-    ):
+    def __init__(self, dataset: Dataset, batch_size: int, held: Held, max_batches: int | None):
         """Nothing is read yet. Rows of `max_batches` are spread evenly over the dataset."""
         super().__init__()
         self._dataset = dataset
-        self._batch_size, self._places = batch_size, places
+        self._batch_size, self._held = batch_size, held
         limit = dataset.num_rows if max_batches is None else max_batches * batch_size
         self._count = min(dataset.num_rows, limit)
 
@@ -77,10 +96,10 @@ class EvalBatches(grain.MapDataset[Numbered]):
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return self.slice(index)
-        numbers = index * self._batch_size + self._places
+        numbers = index * self._batch_size + self._held.rows
         # Padding repeats a real row: rows of zeros could make a model divide by nothing.
         chosen = np.minimum(numbers, self._count - 1) * self._dataset.num_rows // self._count
-        rows = self._dataset.rows(chosen)
+        rows = self._held.cut(self._dataset.rows(chosen))
         rows["weights"][numbers >= self._count] = 0
         return index * self._batch_size, rows
 
@@ -90,18 +109,18 @@ class StreamBatches(grain.IterDataset[Numbered]):
 
     def __init__(
         self, rows: grain.IterDataset[Any], stack: Callable[[list[Any]], Rows], *,
-        batch_size: int, num_read: int, chosen: np.ndarray, start: int, left_out: Samples,
+        batch_size: int, num_read: int, held: Held, start: int, left_out: Samples,
     ):  # fmt: skip
         """Nothing is read yet.
 
         `rows` gives a row per element; `stack` makes rows a field name -> [rows, ...]. A batch is
         `num_read` of them: all of it where every process reads the whole stream, else those of its
-        shard. This process holds `chosen` of these, int64 [local]. The first row is sample `start`;
-        samples `left_out` are read and dropped.
+        shard; this process holds a part of these. The first row is sample `start`; samples
+        `left_out` are read and dropped.
         """
         super().__init__(rows)
         self.stack, self.batch_size = stack, batch_size
-        self.num_read, self.chosen = num_read, chosen
+        self.num_read, self.held = num_read, held
         self.start, self.left_out = start, left_out
 
     def __iter__(self) -> grain.DatasetIterator[Numbered]:
@@ -127,7 +146,7 @@ class _StreamIterator(grain.DatasetIterator[Numbered]):
                 "`.to_iter_dataset()`, or lower train.steps."
             ) from None
         self._sample = first + plan.batch_size
-        return first, plan.stack([read[place] for place in plan.chosen])
+        return first, plan.held.cut(plan.stack([read[row] for row in plan.held.rows]))
 
     def get_state(self) -> dict[str, Any]:
         return {"sample": self._sample, "rows": self._parent.get_state()}
@@ -151,36 +170,70 @@ def first_sample(number: int, batch_size: int, start: int, left_out: Samples) ->
     return start + number * batch_size
 
 
-def rows_held(
-    sharding: NamedSharding, batch_size: int, devices: Sequence[jax.Device] | None = None
+def part_held(
+    sharding: NamedSharding,
+    batch_size: int,
+    fields: Fields,
+    devices: Sequence[jax.Device] | None = None,
+) -> Held:
+    """The part of a batch that `devices` hold, by default this process's.
+
+    `sharding` is that of a batch's rows and, where devices share rows, of their positions.
+
+    Raises:
+        ConfigError: devices share rows, and a field's first dim is not that of positions.
+    """
+    mine = list(sharding.addressable_devices if devices is None else devices)
+    shards = num_position_shards(sharding)
+    if shards == 1:
+        return Held(_held_of(0, (batch_size,), sharding, mine))
+    seq_len = fields["tokens"][0][0]
+    other = {name: shape for name, (shape, _) in fields.items() if shape and shape[0] != seq_len}
+    if other:
+        raise ConfigError(
+            f"data fields {other} of rows of {seq_len} tokens: {shards} devices share each row "
+            "(the mesh's cp), and take their positions of every field with dims. Give these "
+            f"fields {seq_len} as first dim, or use cp=1."
+        )
+    shape = (batch_size, seq_len)
+    places = _held_of(1, shape, sharding, mine)
+    rows = _held_of(0, shape, sharding, mine)
+    return Held(rows, places, device_order(seq_len, shards)[places])
+
+
+def _held_of(
+    dim: int, shape: tuple[int, ...], sharding: NamedSharding, devices: Sequence[jax.Device]
 ) -> np.ndarray:
-    """Rows of a batch that `devices` hold, by default this process's; int64 [local], ascending."""
-    held = sharding.devices_indices_map((batch_size,))
-    mine = sharding.addressable_devices if devices is None else devices
-    parts = {held[device][0].indices(batch_size)[:2] for device in mine}
+    """Which indices of one dim of an array the devices hold; int64, ascending."""
+    held = sharding.devices_indices_map(shape)
+    parts = {held[device][dim].indices(shape[dim])[:2] for device in devices}
     return np.unique(np.concatenate([np.arange(*part, dtype=np.int64) for part in parts]))
 
 
 def device_placer(
-    fields: Fields, batch_size: int, places: np.ndarray, sharding: NamedSharding
+    fields: Fields, batch_size: int, held: Held, sharding: NamedSharding
 ) -> Callable[[Numbered], tuple[int, Batch]]:
-    """A function that makes a global batch on the devices from this process's rows of it.
+    """A function that makes a global batch on the devices from this process's part of it.
 
-    `sharding` is that of a batch's first dim; further dims follow it as far as a field has them.
+    `sharding` is that of a batch's rows, and of their positions as far as a field has them.
 
     Returns:
-        (first sample, name -> numpy [local, ...]) -> (first sample, name -> jax [batch, ...]).
+        (first sample, name -> numpy [local, local_seq, ...]) -> (first sample, name -> jax [batch,
+        seq, ...]).
     """
     shardings = {
         name: NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[: 1 + len(shape)]))
         for name, (shape, _) in fields.items()
     }
 
+    seq_len = fields["tokens"][0][0] if held.places is not None else 0
+
     def part(values: np.ndarray, index: tuple[slice, ...]) -> np.ndarray:
         """Of one field [local, ...], what a device with this index of [batch, ...] holds."""
-        start, stop, _ = index[0].indices(batch_size)
-        first = int(np.searchsorted(places, start))
-        return np.asarray(values)[(slice(first, first + stop - start), *index[1:])]
+        here = [_among(held.rows, index[0], batch_size), *index[1:]]
+        if held.places is not None and len(index) > 1:
+            here[1] = _among(held.places, index[1], seq_len)
+        return np.asarray(values)[tuple(here)]
 
     def place(numbered: Numbered) -> tuple[int, Batch]:
         first, rows = numbered
@@ -198,3 +251,10 @@ def device_placer(
             }
 
     return place
+
+
+def _among(held: np.ndarray, wanted: slice, size: int) -> slice:
+    """Where indices of a dim of `size` stand among those held, int64 [n], ascending."""
+    start, stop, _ = wanted.indices(size)
+    first = int(np.searchsorted(held, start))
+    return slice(first, first + stop - start)

@@ -1,7 +1,7 @@
 """Rows to global device batches: the batch of step s depends on data, seed and s alone.
 
-A process reads only the rows that its own devices hold, as the sharding itself says, so it is
-right for any number of processes and for axes that span them.
+A process keeps only the rows and positions that its own devices hold, as the sharding itself says,
+so it is right for any number of processes and for axes that span them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxdist.core.axis import axes_of
 from jaxdist.core.types import Batch, ConfigError
@@ -78,16 +78,16 @@ class Loader:
     ):
         """Start loading; every process of the job must.
 
-        `sharding` is that of a batch's first dim; further dims follow it as far as a field has
-        them. `start` is where to begin, as `resume_position` returns it. `seed` sets the order of
-        rows by number; a stream has its own.
+        `sharding` is that of a batch's rows and, where devices share rows, of their positions.
+        `start` is where to begin, as `resume_position` returns it. `seed` sets the order of rows by
+        number; a stream has its own.
 
         Raises:
             ConfigError: the batch does not divide over the sharding, processes see other data, or
                 a stream cannot be read this way (see `StreamDataset.batches`).
         """
         # grain takes 0.2 s to import: commands that read no data do without.
-        from jaxdist.data.batches import TrainBatches, device_placer, rows_held
+        from jaxdist.data.batches import TrainBatches, device_placer, part_held
         from jaxdist.data.prefetch import read_ahead
 
         _check_batch(global_batch_size, sharding)
@@ -100,24 +100,24 @@ class Loader:
         self.ledger = Ledger(start.ledger, self._fingerprint, self._order)
         self._next_sample, self._num_workers = start.sample, num_workers
         self._failure: Exception | None = None
-        places = rows_held(sharding, global_batch_size)
+        held = part_held(sharding, global_batch_size, dataset.fields)
         self._shard = (0, 1)
         state = None
         if isinstance(dataset, StreamDataset):
             self._shard = dataset.shard(sharding, global_batch_size)
             state = _own_state(start.iterators, self._shard)
             batches: Any = dataset.batches(
-                global_batch_size, places, self._shard,
+                global_batch_size, held, self._shard,
                 start=start.sample, left_out=self.left_out, num_workers=num_workers,
             )  # fmt: skip
         else:
             batches = TrainBatches(
-                dataset, seed, global_batch_size, places,
+                dataset, seed, global_batch_size, held,
                 start=start.sample, left_out=self.left_out,
             )  # fmt: skip
         self._batches: Any = read_ahead(
             batches,
-            device_placer(dataset.fields, global_batch_size, places, sharding),
+            device_placer(dataset.fields, global_batch_size, held, sharding),
             prefetch=prefetch,
             num_workers=num_workers,
             state=state,
@@ -197,8 +197,8 @@ def eval_batches(
 ) -> Iterator[Batch]:
     """Each row once, in storage order; what the last batch lacks has weights 0.
 
-    With `max_batches`, at most so many, of rows spread evenly over the dataset; `sharding` is that
-    of a batch's first dim.
+    With `max_batches`, at most so many, of rows spread evenly over the dataset; `sharding` is as
+    for `Loader`.
 
     Yields:
         name -> [global_batch_size, ...], placed by the sharding.
@@ -214,13 +214,13 @@ def eval_batches(
 def _eval_batches(
     dataset: Dataset, batch_size: int, sharding: NamedSharding, max_batches: int | None
 ) -> Iterator[Batch]:
-    from jaxdist.data.batches import EvalBatches, device_placer, rows_held
+    from jaxdist.data.batches import EvalBatches, device_placer, part_held
     from jaxdist.data.prefetch import read_ahead
 
-    places = rows_held(sharding, batch_size)
+    held = part_held(sharding, batch_size, dataset.fields)
     batches = read_ahead(
-        EvalBatches(dataset, batch_size, places, max_batches),
-        device_placer(dataset.fields, batch_size, places, sharding),
+        EvalBatches(dataset, batch_size, held, max_batches),
+        device_placer(dataset.fields, batch_size, held, sharding),
         prefetch=1,
     )
     with contextlib.closing(batches):
@@ -328,11 +328,12 @@ def _every_state(state: dict[str, Any], shard: tuple[int, int]) -> list[dict[str
 
 
 def _check_batch(global_batch_size: int, sharding: NamedSharding) -> None:
-    parts = math.prod(sharding.mesh.shape[axis] for axis in axes_of(sharding.spec))
+    names = axes_of(PartitionSpec(*sharding.spec[:1]))
+    parts = math.prod(sharding.mesh.shape[axis] for axis in names)
     if global_batch_size < 1 or global_batch_size % parts:
         raise ConfigError(
             f"global_batch_size={global_batch_size} does not divide over {parts} parts (mesh axes "
-            f"{', '.join(axes_of(sharding.spec))}). Use a multiple of {parts}."
+            f"{', '.join(names)}). Use a multiple of {parts}."
         )
 
 

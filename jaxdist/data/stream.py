@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxdist.core.types import ConfigError
 from jaxdist.data.custom import check_row, digest_of, fields_of, stack_rows, vocabulary_of
@@ -25,7 +25,7 @@ from jaxdist.data.tokenizer import Tokenizer
 if TYPE_CHECKING:
     import grain
 
-    from jaxdist.data.batches import StreamBatches
+    from jaxdist.data.batches import Held, StreamBatches
 
 _PEEKED = 4
 """Rows read before training, to learn the fields, to tell streams apart and to try resuming."""
@@ -72,20 +72,18 @@ class StreamDataset:
             return 0, 1
         held: dict[int, set[tuple[int, int]]] = {}
         device: Any
-        for device, index in sharding.devices_indices_map((batch_size,)).items():
+        rows = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:1]))
+        for device, index in rows.devices_indices_map((batch_size,)).items():
             held.setdefault(device.process_index, set()).add(index[0].indices(batch_size)[:2])
         import jax
 
         return shard_of(held, jax.process_index(), self.name)
 
     def batches(
-        self, batch_size: int, places: np.ndarray, shard: tuple[int, int], *,
+        self, batch_size: int, held: Held, shard: tuple[int, int], *,
         start: int, left_out: Sequence[tuple[int, int]], num_workers: int,
     ) -> StreamBatches:  # fmt: skip
-        """Batches of this process's shard; the first begins at sample `start`.
-
-        Of `batch_size` rows over all processes this one holds those at `places`, int64 [local],
-        ascending. Samples `left_out` are in none.
+        """Batches of this process's shard, of which the first begins at sample `start`.
 
         Raises:
             ConfigError: `num_workers` is not 0: workers would change the order of a stream.
@@ -103,8 +101,8 @@ class StreamDataset:
             self.open(*shard),
             self._stack,
             batch_size=batch_size,
-            num_read=batch_size if whole else len(places),
-            chosen=places if whole else np.arange(len(places)),
+            num_read=batch_size if whole else len(held.rows),
+            held=held if whole else held._replace(rows=np.arange(len(held.rows))),
             start=start,
             left_out=left_out,
         )

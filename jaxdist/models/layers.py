@@ -94,7 +94,7 @@ class RMSNorm(nnx.Module):
         """[..., size] -> [..., size] in the dtype of x."""
         wide = x.astype(jnp.float32)
         wide = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), -1, keepdims=True) + self.eps)
-        return (wide * self.scale[...]).astype(x.dtype)
+        return (wide * self.scale[...].astype(jnp.float32)).astype(x.dtype)
 
 
 class LayerNorm(nnx.Module):
@@ -110,7 +110,8 @@ class LayerNorm(nnx.Module):
         wide = x.astype(jnp.float32)
         wide = wide - jnp.mean(wide, -1, keepdims=True)
         wide = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), -1, keepdims=True) + self.eps)
-        return (wide * self.scale[...] + self.bias[...]).astype(x.dtype)
+        scale, bias = (part[...].astype(jnp.float32) for part in (self.scale, self.bias))
+        return (wide * scale + bias).astype(x.dtype)
 
 
 def rotary_angles(

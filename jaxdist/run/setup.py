@@ -111,12 +111,12 @@ class Parts:
             fields = text_fields(train.seq_len, packed=self.config.data.packs_documents)
         elif fields is None:
             fields = image_fields()
-        return {
-            name: jax.ShapeDtypeStruct(
-                (train.global_batch_size, *shape), dtype, sharding=self.step.batch_sharding
-            )
+        batch = {
+            name: jax.ShapeDtypeStruct((train.global_batch_size, *shape), dtype)
             for name, (shape, dtype) in fields.items()
         }
+        shardings = self.layout.shardings(self.layout.batch_specs(batch))
+        return {name: x.update(sharding=shardings[name]) for name, x in batch.items()}
 
     def open_loader(self, dataset: TrainData, start: Position) -> Loader:
         """Global batches of the dataset on this mesh, from a position on."""

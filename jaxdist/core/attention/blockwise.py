@@ -162,7 +162,7 @@ def forward(
     """
     query, key, value, queries, keys = _at_once(query, key, value, queries, keys)
     cut = _Cut.of(query, key, queries, keys, rule)
-    wide = jnp.promote_types(query.dtype, jnp.float32)
+    wide = wide_dtype(query)
     q, k, v = cut.of_queries(query), cut.of_keys(key), cut.of_keys(value)
     product = partial(jnp.einsum, preferred_element_type=wide)
     scale = 1 / math.sqrt(query.shape[-1])
@@ -195,6 +195,11 @@ def forward(
 
     _, (out, lse) = lax.scan(of_query_block, None, (q, cut.queries, cut.seen))
     return Partial(cut.to_queries(out), cut.to_queries(lse))
+
+
+def wide_dtype(query: Array) -> Any:
+    """What attention sums in: float32, or float64 where the query is."""
+    return jnp.float64 if query.dtype == jnp.float64 else jnp.float32
 
 
 def backward(

@@ -160,13 +160,14 @@ def make_attend(plan: Plan, attend_rows: Callable[..., Array]) -> Callable[..., 
         shared = group.share_heads(query, key, value)
         segments = None if mask.segments is None else group.join(mask.segments)
         if plan.inner == collectives.group_size(CONTEXT.name):
-            in_row = partial(_reordered, order=_chunk_order(plan.inner))
+            order = context.chunk_order(plan.inner)
+            in_row = partial(_reordered, order=np.argsort(order))
             segments = None if segments is None else in_row(segments)
             whole = AttentionMask(
                 causal=mask.causal, sliding_window=mask.sliding_window, segments=segments
             )
             mixed = attend_rows(*(in_row(x) for x in shared), whole, kernel=kernel)
-            mixed = _reordered(mixed, np.argsort(_chunk_order(plan.inner)))
+            mixed = _reordered(mixed, order)
         else:
             mixed = _attend_ring(*shared, segments, rule, _Ring(plan.inner, plan.paired))
         return group.return_heads(mixed)
@@ -205,11 +206,6 @@ class _Group(NamedTuple):
 
     def _all_to_all(self, x: Array, split_dim: int, concat_dim: int) -> Array:
         return collectives.all_to_all(x, CONTEXT.name, split_dim, concat_dim, group=self.size)
-
-
-def _chunk_order(size: int) -> np.ndarray:
-    """Where the chunks of a row stand once the parts of all devices are joined; int [2 · size]."""
-    return np.argsort([chunk for i in range(size) for chunk in (i, 2 * size - 1 - i)])
 
 
 def _reordered(x: Array, order: np.ndarray) -> Array:
@@ -341,7 +337,7 @@ def _ring(
         return (blockwise.merge(found, look(held, step)), arriving), None
 
     held = _Held(jnp.stack([key, value]), segments)
-    out = jnp.zeros_like(query, jnp.promote_types(query.dtype, jnp.float32))
+    out = jnp.zeros_like(query, blockwise.wide_dtype(query))
     nothing = Partial(out, jnp.full_like(out[..., 0], blockwise.UNSEEN))
     last = ring.size - 1
     (found, held), _ = lax.scan(turn, (nothing, held), jnp.arange(last))

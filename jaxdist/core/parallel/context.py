@@ -11,30 +11,56 @@ Sources: Liu, Zaharia, Abbeel 2023, "Ring Attention with Blockwise Transformers"
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jaxdist.core import collectives
-from jaxdist.core.axis import ActivationSizes, Axis, Traffic, Workload
+from jaxdist.core.axis import ActivationSizes, Axis, Traffic, Workload, axes_of
 from jaxdist.core.types import Array, Batch
 
-_SEQUENCE_DIM = 1
+
+def chunk_order(size: int) -> np.ndarray:
+    """Chunks of a row in the order in which `size` devices hold them, int [2 · size]."""
+    return np.array([chunk for i in range(size) for chunk in (i, 2 * size - 1 - i)])
 
 
-def split_rows(batch: Batch) -> Batch:
-    """This device's positions of every row, leaves [rows, seq, ...] -> [rows, seq_shard, ...].
+def device_order(seq_len: int, size: int) -> np.ndarray:
+    """Positions of a row in the order in which `size` devices hold them, int64 [seq_len].
 
-    Leaves without a second dim stay whole. Moves nothing: every device has been given whole rows,
-    which are some bytes per token.
+    A global array whose dim of positions is split over the context axis is laid out so.
     """
-    length = batch["tokens"].shape[_SEQUENCE_DIM] // collectives.group_size(CONTEXT.name)
-    mine = places(length)
-    return {
-        name: jnp.take(x, mine, axis=_SEQUENCE_DIM) if x.ndim > _SEQUENCE_DIM else x
-        for name, x in batch.items()
-    }
+    if size == 1:
+        return np.arange(seq_len)
+    return np.arange(seq_len).reshape(2 * size, -1)[chunk_order(size)].reshape(-1)
+
+
+def place_batch(batch: Mapping[str, Any], sharding: NamedSharding) -> Batch:
+    """Whole rows of the host, leaves [rows, seq, ...], laid out on the devices for the step.
+
+    Args:
+        batch: positions in their own order; the same on every process.
+        sharding: `Step.batch_sharding`: of rows and, where devices share rows, of positions.
+    """
+    size = num_position_shards(sharding)
+
+    def place(x: Any) -> Array:
+        if x.ndim > 1 and size > 1:
+            x = np.asarray(x)[:, device_order(x.shape[1], size)]
+        return jax.device_put(x, NamedSharding(sharding.mesh, P(*sharding.spec[: x.ndim])))
+
+    return {name: place(x) for name, x in batch.items()}
+
+
+def num_position_shards(sharding: NamedSharding) -> int:
+    """Devices that share each row of a batch, as its sharding says."""
+    return math.prod(sharding.mesh.shape[name] for name in axes_of(P(*sharding.spec[1:2])))
 
 
 def places(length: int) -> Array:
@@ -119,6 +145,7 @@ CONTEXT = Axis(
     help="devices that share the sequence of every row",
     moves="keys and values, in every layer",
     weights="replicated",
+    splits_positions=True,
     # Keys and values kept while text is generated.
     dims=("cache",),
     sums_gradients="always",

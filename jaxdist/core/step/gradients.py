@@ -14,9 +14,7 @@ from jax.sharding import PartitionSpec as P
 from jaxdist.core import collectives
 from jaxdist.core.axis import spec_over
 from jaxdist.core.collective_order import in_order
-from jaxdist.core.parallel import context as context_axis
 from jaxdist.core.parallel import data, reduction
-from jaxdist.core.parallel.context import CONTEXT
 from jaxdist.core.parallel.pipeline import evaluate as pipeline_evaluate
 from jaxdist.core.parallel.pipeline import value_and_grad as pipeline_train
 from jaxdist.core.parallel.pipeline.axis import PIPELINE
@@ -73,7 +71,7 @@ def make_value_and_grad(
         value_and_grad = _make_accumulation(model, layout, config.accumulation)
 
     def local(params: Params, batch: Batch, key: Array, scale: Array) -> Any:
-        batch = _local_batch(batch, layout)
+        batch = data.number_rows(batch, layout.batch_axes)
         local_params = collectives.vary(params, axes)
         step_context = dataclasses.replace(context, dropout_key=key)
         sums, grads = value_and_grad(local_params, batch, step_context, scale)
@@ -92,7 +90,7 @@ def make_value_and_grad(
         return sums, grads, norm
 
     return _manual(
-        local, layout, (param_specs, layout.batch_spec(), P(), P()), (P(), grad_specs, P())
+        local, layout, (param_specs, layout.batch_specs, P(), P()), (P(), grad_specs, P())
     )
 
 
@@ -126,12 +124,6 @@ def _make_accumulation(
     return value_and_grad
 
 
-def _local_batch(batch: Batch, layout: Layout) -> Batch:
-    """This device's rows [rows, ...], numbered; where devices share rows, its positions of them."""
-    batch = data.number_rows(batch, layout.batch_axes)
-    return context_axis.split_rows(batch) if CONTEXT in layout.used else batch
-
-
 def _sum_over_devices(sums: Sums, layout: Layout) -> Sums:
     """Float32 scalars summed over replicas and stages, then equal on every device."""
     axes = layout.loss_axes
@@ -161,10 +153,10 @@ def make_evaluate(
         evaluate = lambda params, batch, context: model.loss(context.gather(params), batch, context)
 
     def local(params: Params, batch: Batch) -> Sums:
-        batch = _local_batch(batch, layout)
+        batch = data.number_rows(batch, layout.batch_axes)
         return _sum_over_devices(evaluate(params, batch, context), layout)
 
-    return _manual(local, layout, (layout.param_specs(model.axes), layout.batch_spec()), P())
+    return _manual(local, layout, (layout.param_specs(model.axes), layout.batch_specs), P())
 
 
 def _accumulate(
@@ -184,17 +176,24 @@ def _accumulate(
 
 
 def _manual(function: Any, layout: Layout, in_specs: Any, out_specs: Any) -> Any:
-    if layout.auto_tensor:
-        in_specs, out_specs = (_over(specs, layout.manual_axes) for specs in (in_specs, out_specs))
+    """`function` on each device's own part; an argument's specs may follow from the argument."""
     if layout.mesh.size > 1 and layout.mesh.devices.flat[0].platform == "cpu":
         function = in_order(function, hidden=layout.auto_tensor)
-    return jax.shard_map(
-        function,
-        mesh=layout.mesh,
-        axis_names=set(layout.manual_axes),
-        in_specs=in_specs,
-        out_specs=out_specs,
-    )
+
+    def over_devices(*arguments: Any) -> Any:
+        given = zip(in_specs, arguments, strict=True)
+        specs = tuple(specs(x) if callable(specs) else specs for specs, x in given), out_specs
+        if layout.auto_tensor:
+            specs = _over(specs, layout.manual_axes)
+        return jax.shard_map(
+            function,
+            mesh=layout.mesh,
+            axis_names=set(layout.manual_axes),
+            in_specs=specs[0],
+            out_specs=specs[1],
+        )(*arguments)
+
+    return over_devices
 
 
 def _over(specs: Any, axes: tuple[str, ...]) -> Any:

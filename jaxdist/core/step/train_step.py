@@ -33,7 +33,8 @@ class Step:
             gradients are not finite; `applied` in the metrics says so.
         evaluate: (params, batch) -> Sums over the global batch; jitted.
         context: what the model is told (kernels, dtypes), for logs.
-        batch_sharding: where a batch's leaves must lie.
+        batch_sharding: where a batch's leaves must lie: rows, and positions where devices share
+            rows. `place_batch` of `core/parallel/context.py` lays whole rows out so.
     """
 
     train: Any
@@ -106,12 +107,12 @@ def make_step(
         train=jax.jit(
             train,
             donate_argnums=0,
-            in_shardings=(shardings, batch_sharding, whole),
+            in_shardings=(shardings, None, whole),  # a batch's leaves say where they lie
             out_shardings=(shardings, whole),
         ),
         evaluate=jax.jit(
             make_evaluate(model, layout, context, stages),
-            in_shardings=(shardings.params, batch_sharding),
+            in_shardings=(shardings.params, None),
             out_shardings=whole,
         ),
         context=context,
@@ -138,7 +139,9 @@ def make_update(
             factor = jnp.minimum(1.0, max_grad_norm / (norm + 1e-6))
             grads = jax.tree.map(lambda g: g * factor, grads)
         params = layout.constrain(state.params, moment_specs)
-        directions, opt_state = optimizer.update(grads, state.opt_state, params)
+        # optax raises float decays to its int32 count and mixes moments of two types.
+        with jax.numpy_dtype_promotion("standard"):
+            directions, opt_state = optimizer.update(grads, state.opt_state, params)
         params = jax.tree.map(
             lambda p, d: p - learning_rate * d.astype(p.dtype), params, directions
         )

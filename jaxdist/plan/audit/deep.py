@@ -19,6 +19,7 @@ from jax.tree_util import keystr
 
 from jaxdist.config import RunConfig
 from jaxdist.core.mesh import MeshSpec
+from jaxdist.core.parallel.context import place_batch
 from jaxdist.core.parallel.pipeline.axis import PIPELINE
 from jaxdist.core.step import make_value_and_grad
 from jaxdist.run.setup import Parts, assemble
@@ -126,7 +127,7 @@ def _step(config: RunConfig, devices: Sequence[Any]) -> dict[str, np.ndarray]:
     )
     specs = parts.layout.shardings(parts.layout.param_specs(parts.model.axes))
     params = jax.device_put(jax.jit(parts.model.init)(jax.random.key(config.seed)), specs)
-    batch = jax.device_put(_batch(parts), parts.step.batch_sharding)
+    batch = place_batch(_batch(parts), parts.step.batch_sharding)
     sums, grads, norm = jax.jit(function)(params, batch, jax.random.key(1), jnp.float32(1))
     leaves = jax.tree_util.tree_leaves_with_path(jax.device_get(grads))
     values = {

@@ -18,13 +18,14 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import faulthandler
 import logging
 import os
 import socket
 import statistics
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -226,6 +227,20 @@ class Watchdog:
         """Append the stacks of all threads to a file of the run directory."""
         path = self._folder / f"process-{self.process}.stacks.txt"
         with contextlib.suppress(OSError), os.fdopen(path.append_descriptor(), "a") as file:
-            file.write(f"\n{time.strftime('%Y-%m-%d %H:%M:%S')} phase {self._phase}\n")
-            file.flush()
-            faulthandler.dump_traceback(file, all_threads=True)
+            file.write(f"\n{time.strftime('%Y-%m-%d %H:%M:%S')} phase {self._phase}\n{_stacks()}")
+
+
+def _stacks() -> str:
+    """Where each thread is, innermost call first; the main thread, which trains, comes first.
+
+    `faulthandler` writes the 100 newest threads and no names. No source line is read: the file
+    system may be what hangs.
+    """
+    threads = {thread.ident: thread.name for thread in threading.enumerate()}
+    main, lines = threading.main_thread().ident, []
+    for ident, frame in sorted(sys._current_frames().items(), key=lambda item: item[0] != main):
+        lines.append(f"\nThread {ident} {threads.get(ident, 'not of Python')}:\n")
+        for at, line_number in traceback.walk_stack(frame):
+            code = at.f_code
+            lines.append(f'  File "{code.co_filename}", line {line_number} in {code.co_name}\n')
+    return "".join(lines)

@@ -1,0 +1,436 @@
+"""Training runs that others published, as rows in our settings; data of `plan_anchors.py`."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from jaxdist.models import DecoderConfig
+from jaxdist.plan.estimate.job import Engine
+from jaxdist.plan.hardware import GPUS, Gpu
+
+
+def llama(layers: int, d: int, heads: int, kv: int, mlp: int, vocab: int) -> DecoderConfig:
+    """A Llama by its sizes."""
+    return DecoderConfig(
+        vocab_size=vocab,
+        d_model=d,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=kv,
+        mlp_dim=mlp,
+        max_seq_len=131072,
+    )
+
+
+def gpt(layers: int, d: int, heads: int, vocab: int, tied: bool = True) -> DecoderConfig:
+    """A GPT: gelu, four times as wide inside."""
+    return DecoderConfig(
+        vocab_size=vocab,
+        d_model=d,
+        num_layers=layers,
+        num_heads=heads,
+        mlp_dim=4 * d,
+        max_seq_len=8192,
+        norm="layer",
+        positions="learned",
+        activation="gelu",
+        tie_embeddings=tied,
+    )
+
+
+LLAMA2_7B = llama(32, 4096, 32, 32, 11008, 32000)
+LLAMA2_13B = llama(40, 5120, 40, 40, 13824, 32000)
+LLAMA2_70B = llama(80, 8192, 64, 8, 28672, 32000)
+LLAMA3_8B = llama(32, 4096, 32, 8, 14336, 128256)
+LLAMA3_70B = llama(80, 8192, 64, 8, 28672, 128256)
+LLAMA3_405B = llama(126, 16384, 128, 8, 53248, 128256)
+ONE_7B = llama(24, 2048, 16, 8, 8192, 131072)
+
+# Grand Teton, as torchtitan's benchmarks describe it: H100 with HBM2e at 2.4 TB/s, limited to
+# 500 W; "the actual peak is between SXM and NVL", so NVL's is taken.
+TETON = dataclasses.replace(
+    GPUS["h100"],
+    name="h100 500 W",
+    memory_bandwidth=2.4e12,
+    peak_flops=GPUS["h100-nvl"].peak_flops,
+)
+SELECTIVE_OP = "names:qkv,attention,attention_out"  # every second product kept: up is repeated
+OTHERS = Engine(stage_recomputes=False, pieces_travel=False)
+FP8 = dataclasses.replace(OTHERS, products_dtype="float8")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Row:
+    """One published run.
+
+    Attributes:
+        source: who ran it.
+        what: the model in words.
+        model: its sizes.
+        gpu: the GPU.
+        mesh: in our words.
+        seq_len: tokens of a row.
+        micro_rows: rows of a microbatch on one replica.
+        microbatches: accumulation, or microbatches of a pipeline.
+        remat: nearest policy of ours.
+        published: tokens/s/GPU; or 0 with one of the two below.
+        step_s: seconds of a step.
+        mfu_full: share of 989.4 TFLOP/s with all of S² counted.
+        assumed: what the source does not say.
+    """
+
+    source: str
+    what: str
+    model: DecoderConfig
+    gpu: Gpu
+    mesh: str
+    seq_len: int
+    micro_rows: int
+    microbatches: int = 1
+    remat: str = "none"
+    zero: int = 0
+    chunks: int = 1
+    published: float = 0.0
+    step_s: float = 0.0
+    mfu_full: float = 0.0
+    engine: Engine = OTHERS
+    moment_dtype: str = "float32"
+    assumed: str = ""
+
+
+A100, H100, H200 = GPUS["a100-80"], GPUS["h100"], GPUS["h200"]
+
+
+def foundry(size: str, seq: int, gpus: int, micro: int, accumulation: int, tokens: float, ac: int):
+    """A row of llm-foundry's table of MPT models (scripts/train/benchmarking/README.md)."""
+    sizes = {
+        "760m": (24, 1536, 12),
+        "1b": (24, 2048, 16),
+        "3b": (32, 2560, 20),
+        "7b": (32, 4096, 32),
+        "13b": (40, 5120, 40),
+        "30b": (48, 7168, 56),
+        "70b": (80, 8192, 64),
+    }
+    layers, d, heads = sizes[size]
+    return Row(
+        source="llm-foundry",
+        what=f"MPT {size.upper()}, {seq}",
+        model=gpt(layers, d, heads, 50368),
+        gpu=H100,
+        mesh=f"fsdp={gpus}",
+        seq_len=seq,
+        micro_rows=micro,
+        microbatches=accumulation,
+        remat="full" if ac else "none",
+        published=tokens,
+    )
+
+
+def megatron(what: str, sizes: tuple[int, int, int], mesh: str, tflops: float, **more: Any) -> Row:
+    """A row of Megatron-LM's weak scaling; TFLOP/s/GPU with all of S² counted."""
+    layers, d, heads = sizes
+    return Row(
+        source="Megatron-LM",
+        what=f"GPT {what}, 4096",
+        model=gpt(layers, d, heads, 131072, tied=False),
+        gpu=H100,
+        mesh=mesh,
+        seq_len=4096,
+        zero=1,
+        mfu_full=tflops / 989.4,
+        assumed="shape from the parameter count; batch; nothing recomputed",
+        **{"micro_rows": 1, "microbatches": 8, **more},
+    )
+
+
+def torch(
+    source: str,
+    what: str,
+    model: DecoderConfig,
+    gpu: Gpu,
+    mesh: str,
+    seq_len: int,
+    micro_rows: int,
+    remat: str,
+    tokens: float,
+) -> Row:
+    """A run of PyTorch's FSDP."""
+    return Row(
+        source=source,
+        what=what,
+        model=model,
+        gpu=gpu,
+        mesh=mesh,
+        seq_len=seq_len,
+        micro_rows=micro_rows,
+        remat=remat,
+        published=tokens,
+    )
+
+
+def maxtext_70b(gpus: int, mesh: str, seconds: float, engine: Engine = OTHERS) -> Row:
+    """A row of NVIDIA's MaxText Llama2-70B recipe."""
+    fp8 = " fp8" if engine.products_dtype else ""
+    return Row(
+        source="MaxText (NVIDIA recipe)",
+        what=f"Llama2-70B, 4096{fp8}, {gpus} GPUs",
+        model=LLAMA2_70B,
+        gpu=H100,
+        mesh=mesh,
+        seq_len=4096,
+        micro_rows=2,
+        remat="full",
+        step_s=seconds,
+        engine=engine,
+        assumed="full remat",
+    )
+
+
+ROWS = [
+    Row(
+        source="JAX-Toolbox MaxText",
+        what="Llama2-7B, 4096",
+        model=LLAMA2_7B,
+        gpu=H100,
+        mesh="fsdp=8",
+        seq_len=4096,
+        micro_rows=2,
+        remat="dots",
+        published=11361,
+    ),
+    Row(
+        source="MaxText A3 table",
+        what="Llama2-7B, 4096",
+        model=LLAMA2_7B,
+        gpu=H100,
+        mesh="fsdp=8",
+        seq_len=4096,
+        micro_rows=4,
+        remat="dots",
+        published=10670,
+        assumed="4 rows, dots",
+    ),
+    Row(
+        source="KempnerForge",
+        what="Llama3-8B, 4096",
+        model=LLAMA3_8B,
+        gpu=H200,
+        mesh="dp=1",
+        seq_len=4096,
+        micro_rows=8,
+        remat="full",
+        moment_dtype="bfloat16",
+        published=10471,
+        assumed="8 rows",
+    ),
+    Row(
+        source="torchtitan",
+        what="Llama3-8B, 8192, compile",
+        model=LLAMA3_8B,
+        gpu=TETON,
+        mesh="fsdp=8",
+        seq_len=8192,
+        micro_rows=2,
+        remat=SELECTIVE_OP,
+        published=6667,
+    ),
+    Row(
+        source="torchtitan",
+        what="Llama3-8B, 8192, compile, fp8",
+        model=LLAMA3_8B,
+        gpu=TETON,
+        mesh="fsdp=8",
+        seq_len=8192,
+        micro_rows=2,
+        remat=SELECTIVE_OP,
+        engine=FP8,
+        published=8532,
+    ),
+    Row(
+        source="torchtitan",
+        what="Llama3-8B, 8192, compile",
+        model=LLAMA3_8B,
+        gpu=TETON,
+        mesh="fsdp=128",
+        seq_len=8192,
+        micro_rows=2,
+        remat=SELECTIVE_OP,
+        published=6514,
+    ),
+    Row(
+        source="torchtitan",
+        what="Llama3-70B, 8192, fp8",
+        model=LLAMA3_70B,
+        gpu=TETON,
+        mesh="fsdp=32,tp=8",
+        seq_len=8192,
+        micro_rows=16,
+        remat="full",
+        engine=FP8,
+        published=829,
+    ),
+    Row(
+        source="torchtitan",
+        what="Llama3-405B, 8192, fp8, 1F1B",
+        model=LLAMA3_405B,
+        gpu=TETON,
+        mesh="pp=8,fsdp=8,tp=8",
+        seq_len=8192,
+        micro_rows=1,
+        microbatches=32,
+        remat="full",
+        engine=FP8,
+        published=100,
+    ),
+    Row(
+        source="torchtitan",
+        what="Llama3-405B, 8192, fp8, interleaved",
+        model=LLAMA3_405B,
+        gpu=TETON,
+        mesh="pp=8,fsdp=8,tp=8",
+        seq_len=8192,
+        micro_rows=1,
+        microbatches=32,
+        chunks=2,
+        remat="full",
+        engine=FP8,
+        published=128,
+    ),
+    Row(
+        source="Megatron-LM",
+        what="1.7B, 4096, V131072",
+        model=ONE_7B,
+        gpu=H100,
+        mesh="dp=48",
+        seq_len=4096,
+        micro_rows=4,
+        zero=1,
+        mfu_full=408.8 / 989.4,
+        assumed="4 rows, nothing recomputed",
+    ),
+    Row(
+        source="nanotron",
+        what="1.34B, 4096",
+        model=llama(18, 2048, 16, 16, 8192, 32768),
+        gpu=H100,
+        mesh="dp=8",
+        seq_len=4096,
+        micro_rows=4,
+        microbatches=8,
+        zero=1,
+        mfu_full=0.443,
+        assumed="shape, batch, nothing recomputed",
+    ),
+    Row(
+        source="nanotron",
+        what="3.57B, 4096",
+        model=llama(22, 3072, 24, 24, 12288, 32768),
+        gpu=H100,
+        mesh="dp=8",
+        seq_len=4096,
+        micro_rows=2,
+        microbatches=8,
+        zero=1,
+        mfu_full=0.467,
+        assumed="shape, batch, nothing recomputed",
+    ),
+    Row(
+        source="nanotron",
+        what="8.86B, 4096",
+        model=llama(32, 4096, 32, 32, 16384, 32768),
+        gpu=H100,
+        mesh="dp=4,tp=2",
+        seq_len=4096,
+        micro_rows=1,
+        microbatches=8,
+        zero=1,
+        mfu_full=0.452,
+        assumed="mesh, batch, nothing recomputed",
+    ),
+    Row(
+        source="nanoGPT compile",
+        what="GPT-2 XL, 1024",
+        model=gpt(48, 1600, 25, 50304),
+        gpu=H200,
+        mesh="dp=1",
+        seq_len=1024,
+        micro_rows=16,
+        microbatches=16,
+        published=49900,
+        assumed="16 rows × 16",
+    ),
+    Row(
+        source="Megatron-Bridge",
+        what="Llama3-8B, 8192, fp8",
+        model=LLAMA3_8B,
+        gpu=H100,
+        mesh="fsdp=8",
+        seq_len=8192,
+        micro_rows=1,
+        microbatches=16,
+        engine=FP8,
+        published=14451,
+        assumed="batch, nothing recomputed",
+    ),
+    Row(
+        source="MaxText",
+        what="Llama3.1-70B, 8192, 256 GPUs",
+        model=LLAMA3_70B,
+        gpu=H200,
+        mesh="dp=2,fsdp=128",
+        seq_len=8192,
+        micro_rows=2,
+        remat="full",
+        step_s=15.516,
+        assumed="full remat",
+    ),
+    maxtext_70b(64, "fsdp=64", 6.999),
+    maxtext_70b(128, "fsdp=128", 7.072),
+    maxtext_70b(256, "fsdp=256", 7.153),
+    maxtext_70b(512, "dp=4,fsdp=128", 7.091),
+    maxtext_70b(2048, "dp=16,fsdp=128", 7.066),
+    maxtext_70b(64, "fsdp=64", 4.324, FP8),
+    megatron("7.1B", (30, 4096, 32), "dp=16,tp=2", 466, micro_rows=4),
+    megatron("16B", (32, 6144, 48), "dp=16,tp=4", 489, micro_rows=4),
+    megatron("32B", (48, 7168, 56), "dp=16,tp=8", 460, micro_rows=4),
+    megatron("70B", (84, 8192, 64), "pp=2,dp=16,tp=8", 420, microbatches=16, chunks=7),
+    megatron("177B", (96, 12288, 96), "pp=6,dp=16,tp=8", 433, microbatches=24, chunks=4),
+    megatron("462B", (112, 18432, 144), "pp=16,dp=16,tp=8", 460, microbatches=64, chunks=7),
+    foundry("1b", 2048, 8, 14, 1, 45455, 0),
+]
+
+ELSEWHERE = [
+    torch("torchtitan", "Llama3-8B, 8192", LLAMA3_8B, A100, "fsdp=64", 8192, 1, SELECTIVE_OP, 2973),
+    torch("torchtitan", "Llama3-70B, 8192", LLAMA3_70B, A100, "fsdp=64", 8192, 1, "full", 331),
+    torch("torchtitan", "Llama2-13B, 4096", LLAMA2_13B, A100, "fsdp=64", 4096, 2, "none", 2162),
+    torch("torchtitan", "Llama2-70B, 4096", LLAMA2_70B, A100, "fsdp=64", 4096, 2, "full", 353),
+    torch("fms-fsdp", "Llama2-7B, 4096", LLAMA2_7B, A100, "fsdp=128", 4096, 2, "none", 3700),
+    torch("fms-fsdp", "Llama2-7B, 4096", LLAMA2_7B, H100, "fsdp=128", 4096, 2, "none", 9600),
+    dataclasses.replace(
+        torch(
+            "torchtitan (Trainy)",
+            "Llama3-8B, 8192, fp8",
+            LLAMA3_8B,
+            H200,
+            "fsdp=32",
+            8192,
+            2,
+            SELECTIVE_OP,
+            10938,
+        ),
+        engine=FP8,
+    ),
+    foundry("760m", 2048, 8, 24, 2, 63147, 0),
+    foundry("1b", 8192, 8, 3, 4, 29157, 0),
+    foundry("3b", 2048, 16, 10, 3, 24142, 0),
+    foundry("3b", 4096, 8, 5, 6, 20964, 0),
+    foundry("7b", 2048, 8, 6, 1, 10643, 0),
+    foundry("7b", 4096, 8, 16, 2, 8611, 1),
+    foundry("7b", 8192, 8, 8, 2, 6935, 1),
+    foundry("13b", 2048, 8, 2, 1, 4792, 0),
+    foundry("13b", 2048, 64, 2, 1, 4800, 0),
+    foundry("30b", 2048, 32, 14, 3, 2308, 1),
+    foundry("70b", 2048, 64, 8, 4, 1039, 1),
+]

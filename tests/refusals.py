@@ -1,0 +1,26 @@
+"""A refusal is known by the facts it names: a setting, a file, the given and the allowed value."""
+
+import contextlib
+from collections.abc import Iterator
+
+import pytest
+
+from jaxdist.core.types import ConfigError
+
+
+@contextlib.contextmanager
+def refused(
+    *facts: object, error: type[Exception] = ConfigError, num_problems: int = 1
+) -> Iterator[pytest.ExceptionInfo]:
+    """Expect `error` with this many problems, below a heading or not, that name all `facts`."""
+    with pytest.raises(error) as caught:
+        yield caught
+    problems = getattr(caught.value, "problems", [str(caught.value)])
+    below = [line for line in problems if line.startswith("  - ")] or problems
+    assert len(below) == num_problems, problems
+    assert not (absent := missing(str(caught.value), *facts)), (absent, problems)
+
+
+def missing(text: str, *facts: object) -> list[str]:
+    """Those of `facts` that `text` does not name."""
+    return [fact for fact in map(str, facts) if fact not in text]

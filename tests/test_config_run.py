@@ -1,0 +1,259 @@
+"""The settings of a run: config files, meshes, the `jaxdist` program, and the list of them all."""
+
+import dataclasses
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from refusals import missing, refused
+
+from jaxdist.__main__ import find_commands
+from jaxdist.__main__ import main as jaxdist
+from jaxdist.config import RunConfig, read_run, stored_run
+from jaxdist.config.reference import reference
+from jaxdist.core.mesh import MeshSpec
+from jaxdist.core.settings import write_toml
+from jaxdist.core.settings.schema import fields_of
+from jaxdist.core.types import ConfigError, Model
+from jaxdist.models.weights import num_params as count
+
+pytestmark = pytest.mark.smoke
+
+
+# ---- RunConfig ----
+
+CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.toml"))
+
+
+def run_config(*argv):
+    return read_run(argv, command="jaxdist.train")
+
+
+def test_the_default_has_no_problem_and_reads_back_equal(tmp_path):
+    config = run_config()
+    assert config == RunConfig()
+    (tmp_path / "config.toml").write_text(write_toml(config))
+    assert stored_run(tmp_path / "config.toml") == config
+
+
+def test_every_field_of_a_run_has_a_doc_and_stands_in_the_help(capsys):
+    with pytest.raises(SystemExit):
+        run_config("--help")
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= 100
+    for field in fields_of(RunConfig):
+        assert len(field.doc) > 3, f"{field.name} has no doc"
+        assert f"\n  {field.flag} " in text
+        assert " ".join(field.doc.split()) in " ".join(text.split())
+
+
+def load(path, tmp_path):
+    """A config file with its data, which is the user's, replaced by files that exist."""
+    config = stored_run(path)
+    flags = [f"--config={path}"]
+    if config.model.kind == "decoder":
+        (tmp_path / "tokenizer.json").write_text("{}")
+        flags.append("--data.sources=stdlib")
+        if config.data.tokenizer != "bytes":
+            flags.append(f"--data.tokenizer={tmp_path / 'tokenizer.json'}")
+    else:
+        (tmp_path / "data_batch_1.bin").write_bytes(b"")
+        flags.append(f"--data.sources={tmp_path}")
+    return config, run_config(*flags)
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
+def test_config_file_has_no_problem_and_reads_back_equal(path, tmp_path):
+    stored, config = load(path, tmp_path)
+    assert dataclasses.replace(config, data=stored.data) == stored
+    (tmp_path / "config.toml").write_text(write_toml(config))
+    assert run_config(f"--config={tmp_path / 'config.toml'}") == config
+    assert config.name == path.stem or path.stem == "default"
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
+def test_config_file_opens_with_command_hardware_time_and_result(path):
+    opening = path.read_text().partition("\n\n")[0]
+    assert all(line.startswith("#") for line in opening.splitlines())
+    for part in ("Command ", "Hardware ", "Time ", "Result "):
+        assert f"# {part}" in opening
+    assert f"--config configs/{path.name}" in opening or path.stem == "default"
+    assert max(map(len, path.read_text().splitlines())) <= 100
+
+
+def test_the_default_file_is_the_built_in_default():
+    path = next(p for p in CONFIGS if p.stem == "default")
+    assert stored_run(path) == RunConfig()
+
+
+# From the papers and model cards; the CNN's by hand: two 3x3 convolutions, two dense layers.
+PUBLISHED_NUM_PARAMS = {
+    "gpt2_124m": 124_439_808,
+    "llama3_8b": 8_030_261_248,
+    "llama3_8b_128k": 8_030_261_248,
+    "llama3_70b": 70_553_706_496,
+    "llama3_405b": 405_853_388_800,
+    "qwen3_0.6b": 596_049_920,
+    "qwen3_8b": 8_190_735_360,
+    "pipeline_64gpu": 13_015_864_320,
+    "cifar10_cnn": (27 + 1) * 32 + (9 * 32 + 1) * 64 + (8 * 8 * 64 + 1) * 512 + 513 * 10,
+    # nanoGPT prints 0.80M for 65 characters; 256 byte values, a position table and LayerNorm
+    # biases come on top: 4 (12 * 128^2 + 4 * 128) + 256 * 128 + 64 * 128 + 256.
+    "shakespeare_char": 4 * (12 * 128**2 + 4 * 128) + 256 * 128 + 64 * 128 + 2 * 128,
+}
+
+
+@pytest.mark.parametrize(("name", "num_params"), PUBLISHED_NUM_PARAMS.items())
+def test_shapes_equal_the_published_ones(name, num_params):
+    path = next(p for p in CONFIGS if p.stem == name)
+    assert count(stored_run(path).build_model()) == num_params
+
+
+def test_every_model_config_has_its_published_size():
+    assert {p.stem for p in CONFIGS} == {*PUBLISHED_NUM_PARAMS, "default", "pipeline_64cpu"}
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
+def test_tokens_per_step_and_state_in_the_comments_are_right(path):
+    text, config = path.read_text(), stored_run(path)
+    if stated := re.search(r"([\d,]+) tokens a step", text):
+        tokens = config.train.global_batch_size * config.train.seq_len
+        assert int(stated[1].replace(",", "")) == tokens
+    if stated := re.search(r"state \(([\d.]+) (GB|TB)\)", text):
+        size = config.state_bytes(config.build_model()) / {"GB": 1e9, "TB": 1e12}[stated[2]]
+        assert float(stated[1]) == pytest.approx(size, rel=0.006)  # three digits, rounded
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    ["dp=8", "fsdp=8", "tp=8", "dp=2,fsdp=2,tp=2", "dp=4,tp=2", "pp=2,dp=4", "pp=8", "pp=2,tp=4"],
+)
+def test_the_default_is_legal_on_every_kind_of_mesh_of_8_devices(mesh):
+    assert run_config("--simulate=8", f"--mesh={mesh}").mesh.shape == mesh
+
+
+def test_the_default_is_legal_on_4_4_4():
+    assert run_config("--simulate=64", "--mesh=dp=4,tp=4,pp=4").mesh.shape == "dp=4,tp=4,pp=4"
+
+
+# ---- the mesh ----
+
+
+def test_auto_takes_replicas_or_the_nearest_legal_mesh_and_says_why():
+    assert RunConfig().choose_mesh(1)[0] == MeshSpec()
+    assert RunConfig().choose_mesh(8)[0] == MeshSpec(data=8)
+    spec, reason = run_config("--train.global_batch_size=6").choose_mesh(4)
+    assert spec == MeshSpec(data=2, tensor=2)
+    assert missing(reason, "dp=4", "train.global_batch_size=6", "multiple of 4") == []
+    model = RunConfig().build_model()
+    assert RunConfig().choose_mesh(8, model=model, memory_bytes=2**20)[0] == MeshSpec(fsdp=8)
+    config = run_config("--mesh=dp=2,tp=-1", "--mesh.reason=because")
+    assert config.choose_mesh(8) == (MeshSpec(data=2, tensor=4), "because")
+
+
+def test_a_bad_mesh_names_every_rule_and_legal_meshes_nearby():
+    config = run_config("--mesh=auto", "--train.global_batch_size=24")
+    with pytest.raises(ConfigError) as caught:
+        config.check_mesh(MeshSpec(tensor=3, pipeline=3), num_devices=8)
+    heading, *lines = caught.value.problems
+    assert heading.startswith("mesh: 6 problems") and len(lines) == 6
+    text = "\n".join(lines)
+    for part in (
+        "needs 9 devices, 8 are",
+        "num_layers=8",
+        "num_heads=8",
+        "vocab_size=256",
+        "seq_len=",
+    ):
+        assert part in text
+    suggested = re.findall(r"--mesh (\S+?)[ .]", lines[-1].partition("Legal with 8")[2] + " ")
+    assert len(suggested) == 3
+    for mesh in suggested:
+        run_config("--simulate=8", f"--mesh={mesh}", "--train.global_batch_size=24")
+
+
+def test_no_legal_mesh_of_all_devices_suggests_fewer():
+    with refused("Legal with 6 devices", "--mesh dp=6"):
+        run_config("--simulate=7", "--train.global_batch_size=6", "--model.sliding_window=0")
+
+
+def test_a_custom_models_dims_are_judged_once_it_is_built():
+    config = run_config("--model=custom", "--model.factory=my.model:build", "--mesh=tp=4")
+    assert config.mesh_problems(MeshSpec(tensor=4)) == []
+    model = Model(name="m", init=None, axes={}, dims={"mlp": 6}, head_loss=None)
+    with refused("tp=4", "mlp=6"):
+        config.choose_mesh(4, model=model)
+
+
+def test_state_bytes_follow_the_optimizer():
+    model = RunConfig().build_model()
+    stored = count(model)  # 256 tokens need no padding
+    assert RunConfig().state_bytes(model) == 16 * stored
+    assert run_config("--optim.optimizer=lion").state_bytes(model) == 12 * stored
+    assert run_config("--optim.moment_dtype=bfloat16").state_bytes(model) == 14 * stored
+    assert run_config("--optim.optimizer=adafactor").state_bytes(model) == 8 * stored
+
+
+def test_remarks_name_a_warmup_longer_than_the_run():
+    assert RunConfig().remarks() == []
+    (remark,) = run_config("--steps=5").remarks()
+    assert missing(remark, "optim.warmup_steps=20", "train.steps=5") == []
+
+
+# ---- the jaxdist program ----
+
+
+def test_jaxdist_lists_its_commands_and_refuses_others(capsys):
+    assert jaxdist([]) == 0
+    text = capsys.readouterr().out
+    for name, doc in find_commands().items():
+        assert f"  {name}" in text and doc in text and doc.endswith(".")
+    assert {"train", "generate", "data"} <= set(find_commands())
+    assert jaxdist(["trian"]) == 2
+    assert missing(capsys.readouterr().err, "jaxdist trian", "jaxdist train?") == []
+    assert jaxdist(["zzz"]) == 2
+    assert missing(capsys.readouterr().err, "jaxdist zzz", *find_commands()) == []
+
+
+def test_jaxdist_train_is_python_m_jaxdist_train():
+    for program in (["jaxdist", "train"], ["jaxdist.train"]):
+        out = subprocess.run(
+            [sys.executable, "-m", *program, "--help", "optim"], capture_output=True, text=True
+        )
+        assert out.returncode == 0 and "--optim.peak-lr NUMBER" in out.stdout
+
+
+def test_reading_a_config_imports_no_heavy_library_and_starts_no_device():
+    code = (
+        "import sys, jax; from jaxdist.config import read_run; read_run([], command='x')\n"
+        "from jax._src import xla_bridge\n"
+        "heavy = ('flax', 'orbax', 'grain', 'tensorboardX', 'pyarrow', 'tokenizers', 'torch')\n"
+        "print([m for m in heavy if m in sys.modules], xla_bridge.backends_are_initialized())"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "[] False"
+
+
+# ---- the settings of a run, as a whole ----
+
+MAX_SETTINGS = 120
+ADDED_LATER = {
+    "mesh.context_attention": "context parallelism",
+    "mesh.fsdp_over_context": "context parallelism",
+}
+"""Settings that came with a feature after the limit was set, and do not count against it."""
+
+
+def test_settings_are_added_and_removed_knowingly():
+    """tests/settings.txt is the list of all; whoever changes it says why in the commit."""
+    listed = (Path(__file__).parent / "settings.txt").read_text().split()
+    assert sorted({field.name for field in fields_of(RunConfig)}) == listed
+    assert set(ADDED_LATER) <= set(listed)
+    assert len(listed) - len(ADDED_LATER) <= MAX_SETTINGS
+
+
+def test_the_settings_reference_is_up_to_date():
+    path = Path(__file__).parent.parent / "docs" / "settings.md"
+    assert path.read_text() == reference(), "run python -m jaxdist.config.reference"

@@ -1,0 +1,81 @@
+"""Tokenizers: text comes back, documents end, and what does not fit is refused."""
+
+import json
+
+import pytest
+from data_cases import TEXTS, cache, write_source  # noqa: F401
+from refusals import refused
+
+from jaxdist.data import DataConfig, load_tokenizer, open_datasets
+from jaxdist.data.__main__ import main
+from jaxdist.data.tokenizer import train_bpe
+
+
+def test_bytes_come_back_as_text():
+    tokenizer = load_tokenizer("bytes")
+    text = "plain, äöü, €, 🙂\n"
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert tokenizer.decode([72, 105, 0]) == "Hi"
+    assert tokenizer.decode([0xE2, 0x82]) == "�"
+
+
+@pytest.fixture(scope="module")
+def bpe(tmp_path_factory):
+    path = tmp_path_factory.mktemp("bpe") / "tokenizer.json"
+    train_bpe([f"a small text {i} about texts of words {i * i}" for i in range(99)], 280, path)
+    return path
+
+
+def test_a_learned_bpe_encodes_every_text(bpe):
+    tokenizer = load_tokenizer(str(bpe))
+    for text in ["small texts about text", " leading", "äöü € 🙂\n\n\ttab", ""]:
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert len(tokenizer.encode("small text")) < len("small text")
+    assert tokenizer.vocab_size == 280
+    assert tokenizer.end_id == 0
+    assert tokenizer.decode([0]) == ""
+
+
+def test_documents_end_with_the_end_token(tmp_path, bpe):
+    source = write_source(tmp_path, "jsonl")
+    train, _ = open_datasets(
+        DataConfig(sources=[str(source)], tokenizer=str(bpe), eval_fraction=0.0), seq_len=4
+    )
+    corpus = train.parts[0].corpus
+    expected = [t for text in TEXTS for t in (*load_tokenizer(str(bpe)).encode(text), 0)]
+    assert corpus.tokens(0, corpus.num_tokens).tolist() == expected
+    assert train.vocab_size == 280
+
+
+def test_truncation_stored_in_a_tokenizer_does_not_drop_text(tmp_path, bpe):
+    stored = json.loads(bpe.read_text())
+    stored["truncation"] = {
+        "direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0,
+    }  # fmt: skip
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(stored))
+    tokenizer = load_tokenizer(str(path))
+    text = "a text about small texts"
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_tokenizers_that_do_not_fit_are_refused(tmp_path, bpe):
+    source = write_source(tmp_path, "txt", ["a small text\n"] * 400)
+    broken = tmp_path / "broken.json"
+    broken.write_text("{}")
+
+    def check(*facts, sources=(source,), **settings):
+        with refused(*facts):
+            open_datasets(DataConfig(sources=list(map(str, sources)), **settings), seq_len=8)
+
+    check(broken, "not a tokenizer.json", tokenizer=str(broken))
+    check("'<s>'", "endoftext", tokenizer=str(bpe), eos_token="<s>")
+    check("eos_token='<s>'", "byte 0", eos_token="<s>")
+    main([str(source), "--out", str(tmp_path / "tokens")])
+    both = tmp_path / "tokens", source
+    check(both[0], "'bytes'", "data.tokenizer", sources=both, tokenizer=str(bpe))
+    other = tmp_path / "tokens-bpe"
+    main([str(source), "--out", str(other), "--tokenizer", str(bpe)])
+    (other / "tokenizer.json").write_text(bpe.read_text() + " ")
+    check(other, "not the one", sources=(other,))
+    check(both[0], "leave data.tokenizer", sources=both[:1], tokenizer=str(bpe))
