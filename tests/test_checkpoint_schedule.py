@@ -1,6 +1,7 @@
 """When checkpoints are saved and which are kept; what a crash at any moment can cost."""
 
 import json
+import math
 import zlib
 
 import pytest
@@ -157,6 +158,12 @@ def test_retention_keeps_the_best_and_never_loses_the_newest():
 def test_of_equally_good_checkpoints_the_later_is_best():
     saved = {1: Saved({"loss": 0.5}), 2: Saved({"loss": 0.5}), 3: Saved({})}
     assert best_steps(saved, "loss") == [2, 1]
+
+
+def test_an_evaluation_that_was_not_a_number_is_never_best():
+    # First among equals of a sort that compares with NaN, and last.
+    saved = {step: Saved({"loss": math.nan}) for step in (1, 4)} | {2: Saved({"loss": 9.0})}
+    assert best_steps(dict(sorted(saved.items())), "loss") == [2]
 
 
 def test_the_manifest_says_what_was_saved_halfway_and_older_ones_say_nothing(tmp_path):
