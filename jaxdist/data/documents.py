@@ -40,7 +40,6 @@ class Piece:
     """Part of a document.
 
     Attributes:
-        text: the part.
         last: whether the document ends here.
         position: bytes of the file (as stored) used so far.
     """
@@ -55,7 +54,6 @@ class Record:
     """A JSON line or a row of Parquet.
 
     Attributes:
-        value: its fields.
         place: "file:line" for errors.
         position: bytes of the file (as stored) used so far.
     """

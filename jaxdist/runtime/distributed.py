@@ -52,7 +52,6 @@ class Job:
     """This process's place in its job.
 
     Attributes:
-        local_devices: jax devices of this process.
         devices: every device of the job, process by process.
         platform: "cpu" or "gpu".
         source: who started the processes.

@@ -19,7 +19,6 @@ class Finding:
         severity: ok = checked and fine; note = good to know; warning = the run is slower or less
             safe than it could be; error = the run will fail or compute wrong numbers.
         check: what was checked, in a word or two.
-        text: what was found.
         fix: what to do; every warning and error has one.
         numbers: what was measured, for `--json`.
     """

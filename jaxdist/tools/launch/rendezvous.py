@@ -103,7 +103,6 @@ class Round(Membership):
     """One membership of the job, until a host is lost or a larger job becomes possible.
 
     Attributes:
-        id: unique.
         number: counts up in the run directory.
         stop: why the round is asked to save and end; empty while it should run.
     """
