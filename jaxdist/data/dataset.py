@@ -64,7 +64,8 @@ class Dataset:
     @property
     def fingerprint(self) -> str:
         """Digest of everything the rows depend on; the same on every machine with the same data."""
-        return _digest(self.identity)
+        text = json.dumps(self.identity, sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:32]
 
     def rows(self, indices: np.ndarray) -> Rows:
         """Rows of `indices`, int64 [n] in [0, num_rows): field name -> [n, ...] (see `fields`).
@@ -308,7 +309,3 @@ def _open_custom(config: DataConfig, seq_len: int, seed: int) -> tuple[TrainData
         seq_len=seq_len,
     )
     return stream, held
-
-
-def _digest(identity: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:32]
