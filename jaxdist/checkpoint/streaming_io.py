@@ -30,7 +30,6 @@ class StoredArrays:
     """Reads the arrays of one checkpoint whose files were verified.
 
     Attributes:
-        checkpoint: the directory of the step.
         document: the JSON next to the arrays: `step`, `meta`, `arrays`.
         entries: name -> shape, dtype, checksum, as stored (a key as its uint32 data).
     """

@@ -166,7 +166,13 @@ class JinjaTemplate:
         self.source = source
         self.fingerprint = f"jinja-{hashlib.sha256(told.encode()).hexdigest()[:16]}"
         self._tokenizer, self._variables = tokenizer, variables
-        self._template = _compiled(source, name)
+        try:
+            self._template = Template(source)
+        except TemplateFailed as error:
+            raise ConfigError(
+                f"chat template {name} is broken (line {error.line}: {error}). Repair it, or use "
+                "data.chat_template=plain."
+            ) from None
         self.stop_ids = tokenizer.stop_ids | self._answer_ends()
 
     def encode(self, messages: Sequence[Message]) -> Weighted:
@@ -298,17 +304,6 @@ def load_template(name: str, tokenizer: Tokenizer) -> ChatTemplate:
     if not isinstance(source, str):
         return PlainTemplate(tokenizer)
     return JinjaTemplate(source, f"of {folder / 'tokenizer_config.json'}", tokenizer, variables)
-
-
-def _compiled(source: str, name: str) -> Template:
-    """A Jinja template; it can reach nothing but what it is given, with limits."""
-    try:
-        return Template(source)
-    except TemplateFailed as error:
-        raise ConfigError(
-            f"chat template {name} is broken (line {error.line}: {error}). Repair it, or use "
-            "data.chat_template=plain."
-        ) from None
 
 
 def _common(a: str, b: str) -> int:

@@ -52,10 +52,8 @@ class TextEncoder:
     """Each text is a document; the tokenizer's end token, if it has one, closes it.
 
     Attributes:
-        tokenizer: what it uses.
         weighted: whether chunks have weights.
         identity: JSON that changes whenever the same files could become other tokens.
-        records: what is read.
         template: how conversations are written down; None for anything else.
     """
 

@@ -43,13 +43,11 @@ class Parts:
     Attributes:
         config: the settings; of an elastic run, changed to fit the devices that are there.
         is_shrunk: whether an elastic run has fewer devices than its mesh names.
-        layout: how arrays are sharded over the mesh.
         optimizer: update direction, without the learning rate.
         schedule: step -> learning rate, float32 [].
         loss_scale: initial loss scale of float16, scalars []; {} without.
         compute_dtype: dtype of matrix products.
         num_params: number of parameters, without vocabulary padding (as model cards count).
-        step: the jitted functions.
     """
 
     config: RunConfig

@@ -52,7 +52,6 @@ class Job:
     """This process's place in its job.
 
     Attributes:
-        local_devices: jax devices of this process.
         devices: every device of the job, process by process.
         platform: "cpu" or "gpu".
         source: who started the processes.
@@ -87,21 +86,13 @@ class Job:
         """Process · host · device · kind · UUID, one line per device; equal ones in one line."""
         lines: dict[tuple[str, ...], list[int]] = {}
         for row in self.devices:  # devices without a UUID differ in nothing but their number
-            lines.setdefault((str(row.process), row.host, row.kind, row.uuid), []).append(
-                row.device
-            )
-        head: tuple[str, ...] = ("process", "host", "device", "kind", "uuid")
-        rows = [
-            (
-                process,
-                host,
-                f"{ids[0]}-{ids[-1]}" if len(ids) > 1 else str(ids[0]),
-                kind,
-                uuid or "-",
-            )
-            for (process, host, kind, uuid), ids in lines.items()
-        ]
-        return "\n".join(columns([head, *rows], left=len(head)))
+            line = (str(row.process), row.host, row.kind, row.uuid or "-")
+            lines.setdefault(line, []).append(row.device)
+        rows = [("process", "host", "device", "kind", "uuid")]
+        for (process, host, kind, uuid), ids in lines.items():
+            devices = f"{ids[0]}-{ids[-1]}" if len(ids) > 1 else str(ids[0])
+            rows.append((process, host, devices, kind, uuid))
+        return "\n".join(columns(rows, left=5))
 
 
 def join(

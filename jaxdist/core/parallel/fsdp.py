@@ -60,10 +60,7 @@ def keep_all_but_weights(layers: Params) -> Callable[..., bool]:
     """A remat policy that keeps every value but gathered weights and casts of weights.
 
     A name alone does not do it: what is named also exists without its name, as the result of the
-    gather, and would be kept as that.
-
-    Args:
-        layers: local shards of the stacked layers, `[num_layers, ...]`.
+    gather, and would be kept as that. `layers` are local shards, [num_layers, ...].
     """
     shards = {(leaf.shape[1:], leaf.dtype) for leaf in jax.tree.leaves(layers)}
 

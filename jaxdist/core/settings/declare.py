@@ -22,11 +22,7 @@ class ConfigError(ValueError):
 class Bounds:
     """What a number, or each number of a list, may be; None = no bound. Never NaN or infinite.
 
-    Attributes:
-        ge: at least.
-        gt: above.
-        le: at most.
-        lt: below.
+    At least `ge`, above `gt`, at most `le`, below `lt`.
     """
 
     ge: float | None = None

@@ -20,7 +20,6 @@ class Given:
     """One value that the user gave.
 
     Attributes:
-        path: where it goes.
         raw: what TOML read, or `FlagText`; None for a flag without a value.
         origin: "flag --train.steps" or "run.toml line 12".
         section_origin: in a file, where the outermost section begins.
@@ -38,8 +37,6 @@ class Arguments:
 
     Attributes:
         files: arguments of `--config`.
-        flags: values given by flags.
-        positional: arguments that are not flags.
         rest: what stands after `--`.
         help: None without `--help`, else the section asked for ("" = everything).
     """

@@ -103,7 +103,6 @@ class CompiledStep:
         attention: "cudnn" or "xla" where the model attends, "" where it does not.
         compile_s: seconds of lowering and compilation.
         versions: jax, jaxlib and plugin.
-        xla_flags: XLA_FLAGS that it was compiled with.
         target: the GPU as it was described to the compiler.
     """
 

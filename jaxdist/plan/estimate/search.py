@@ -95,7 +95,6 @@ class Found:
             by memory.
         refused: mesh that training would refuse -> the first rule that it breaks.
         num_tried: settings whose cost was estimated.
-        seconds: how long the search took.
     """
 
     choices: tuple[Choice, ...]

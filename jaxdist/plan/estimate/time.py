@@ -65,8 +65,6 @@ class StepTime:
             wait for device memory, gaps between kernels, the optimizer's update, stages that wait
             for others (the pipeline's bubble); by purpose, collectives that are not hidden.
         communication: all collectives, hidden or not.
-        tokens_per_step: tokens (or images) of the step.
-        num_gpus: devices.
         model_flops: useful FLOPs of the step, causal convention.
         peak_flops: of one device; 0 where its dtype has none.
     """

@@ -42,9 +42,7 @@ class Monitor:
     Args:
         config: intervals, and the price of a device.
         run: the run directory; `run.is_writer` decides who writes.
-        total_steps: the step at which the run ends.
         start_step: the step of the restored state, i.e. steps already done; 0 for a fresh run.
-        flops_per_token: `Model.flops_per_token`.
         unit: `Model.unit`, which names the rates (`tokens_per_s`, `images_per_s`).
         compute_dtype: of matrix products, for the peak.
         devices: all devices of the job; `jax.devices()` by default.

@@ -32,7 +32,6 @@ from jaxdist.tools.doctor import (
 )
 from jaxdist.tools.doctor.findings import Finding, Reported, error, ok
 from jaxdist.tools.doctor.options import DoctorConfig
-from jaxdist.tools.doctor.text import text_of
 
 
 def run(config: DoctorConfig) -> int:
@@ -191,5 +190,5 @@ def report(
     if not quiet and config.json:
         print(json.dumps(findings.record_of(reported, strict=config.strict), indent=2))
     elif not quiet:
-        print(text_of(reported, num_processes=num_processes))
+        print(findings.text_of(reported, num_processes=num_processes))
     return findings.exit_code(reported, strict=config.strict)

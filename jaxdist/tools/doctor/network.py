@@ -28,9 +28,8 @@ _LONG_SKEW_S = 30.0
 class Listener:
     """Answers whoever connects with this process's clock, until closed.
 
-    Args:
-        towards: a host that peers share the network with (the coordinator's): the address that
-            leads there is the one that peers are told. "" = only this host.
+    Peers are told the address that leads `towards` a host that they share the network with (the
+    coordinator's); "" = only this host.
     """
 
     def __init__(self, towards: str = ""):

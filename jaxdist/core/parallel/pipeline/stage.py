@@ -28,8 +28,6 @@ class Stage:
     """What this device computes with. An instruction names a microbatch and one of its chunks.
 
     Attributes:
-        model: the model.
-        schedule: the schedule being run.
         context: what the model is told; its key is the step's.
         layers: this stage's parameters, [chunks, layers of a virtual stage, ...].
         outer: the parameters outside the layers, whole, in the compute dtype.
