@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from jaxdist.run.startup import open_run_directory
 
     # 3. Whatever can be wrong is found before anything is written or compiled.
-    parts = assemble(config, jax.devices(), needs_of)
+    parts = assemble(config, jax.devices(), needs_of, job.host_of)
     budget = Budget.of(parts.config, parts.spec, parts.devices, parts.model)
     if budget is not None and not config.force:
         budget.check()

@@ -6,6 +6,7 @@ whole step with the hand-written reference of `tiny.py`.
 
 import dataclasses
 import functools
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -21,12 +22,14 @@ from tiny import ROWS, SEQ, Case, layout_of, model_of, reference, run, step_of, 
 
 from jaxdist.config import read_run
 from jaxdist.core import collectives
-from jaxdist.core.attention import blockwise, context, make_attend, visible
+from jaxdist.core.attention import blockwise, context, make_attend, ring, visible
 from jaxdist.core.attention.context import Plan, plan_exchange
 from jaxdist.core.collective_order import in_order
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.parallel import context as axis
 from jaxdist.core.parallel import reduction
+from jaxdist.core.sharding import Layout
+from jaxdist.core.step import exchange_of
 from jaxdist.core.types import AttentionMask, ConfigError
 
 SHARDS, LENGTH, WIDTH = 4, 48, 8
@@ -173,26 +176,38 @@ def last_part_dropped(monkeypatch):
 
 def gradients_stay_abroad(monkeypatch):
     """Gradients of keys end on the device before the one that holds the keys."""
-    send = context._Ring.send
-    home = lambda ring, x: x if not hasattr(x, "segments") else send(ring, x)
-    monkeypatch.setattr(context._Ring, "send", home)
+    send = ring.Ring.send
+    home = lambda self, x: x if not hasattr(x, "segments") else send(self, x)
+    monkeypatch.setattr(ring.Ring, "send", home)
+
+
+def window_reaches_one_part(monkeypatch):
+    """Keys go one part far along the row, where the window reaches back two."""
+    assert axis.hops_of_window(MASKS["window"].sliding_window, LENGTH, SHARDS) == 2
+    monkeypatch.setattr(axis, "hops_of_window", lambda *_: 1)
+
+
+def gradients_stay_on_the_line(monkeypatch):
+    """Gradients of keys end where the window ends."""
+    monkeypatch.setattr(ring._Line, "send_home", lambda line, x: x)
 
 
 @pytest.mark.parametrize(
-    "plant",
+    ("plant", "mask"),
     [
-        merge_forgets_the_denominators,
-        chunks_in_another_order,
-        mask_off_by_one,
-        last_part_dropped,
-        gradients_stay_abroad,
+        (merge_forgets_the_denominators, "causal"),
+        (chunks_in_another_order, "causal"),
+        (mask_off_by_one, "causal"),
+        (last_part_dropped, "causal"),
+        (gradients_stay_abroad, "causal"),
+        (window_reaches_one_part, "window"),
+        (gradients_stay_on_the_line, "window"),
     ],
-    ids=lambda plant: plant.__name__,
 )
-def test_a_fault_in_the_ring_is_seen(plant, monkeypatch):
+def test_a_fault_in_the_ring_is_seen(plant, mask, monkeypatch):
     plant(monkeypatch)
-    found = shared(PLANS["ring"], "causal", "grouped", False)
-    assert apart(found, dense("causal", "grouped", False)) > 1e-2
+    found = shared(PLANS["ring"], mask, "grouped", False)
+    assert apart(found, dense(mask, "grouped", False)) > 1e-2
 
 
 # --- one device -----------------------------------------------------------------------------------
@@ -367,16 +382,24 @@ def test_evaluation_counts_every_token_once():
     assert found["correct"] == expected["correct"]
 
 
-def test_the_ring_moves_what_its_theory_says():
-    """Of each layer: keys and values 3 times forward and backward, their gradients 4 times."""
-    case = Case("rotary", "cp=4", exchange="ring", over_context=False)
+@pytest.mark.parametrize(
+    ("model", "hops"),
+    [
+        # Keys and values forward and backward, and their gradients.
+        ("rotary", 3 + 3 + 4),
+        # Two parts of eight along the row, the gradients there and back.
+        ("windowed", 2 + 2 + 3),
+    ],
+)
+def test_the_ring_moves_what_its_theory_says(model, hops):
+    case = Case(model, "cp=4", exchange="ring", over_context=False)
     step, state = step_of(case)
     batch = axis.place_batch(text_batch(packed=False), step.batch_sharding)
     text = step.train.lower(state, batch, np.inf).compile().as_text()
-    model = model_of("rotary")
+    model = model_of(model)
     each = 4 * 2 * (ROWS * SEQ // 4) * model.dims["kv_heads"] * model.dims["head_dim"]
     _, moved = traffic(text, layout_of(case).spec.sizes)["collective-permute", "context"]
-    assert moved == model.num_layers * (3 + 3 + 4) * each
+    assert moved == model.num_layers * hops * each
 
 
 # --- which exchange, which mesh -------------------------------------------------------------------
@@ -395,6 +418,38 @@ def test_the_ring_moves_what_its_theory_says():
 )
 def test_the_exchange_follows_from_heads_and_devices(sizes, exchange, inner):
     plan = plan_exchange("auto", **{"per_node": sizes["size"], "has_stages": False, **sizes})
+    assert (plan.exchange, plan.inner) == (exchange, inner)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "per_host", "exchange", "inner"),
+    [
+        ("cp=8", 8, "all_to_all", 8),
+        ("cp=8", 4, "hybrid", 4),
+        ("cp=4,tp=2", 4, "hybrid", 2),
+        # Two rows of six devices on hosts of four: pairs alone share a host in both.
+        ("dp=2,cp=6", 4, "hybrid", 2),
+        ("cp=8", 1, None, 0),
+    ],
+)
+def test_processes_of_one_device_form_groups_by_their_hosts(mesh, per_host, exchange, inner):
+    """Also where each process has one device, as with one process for each GPU."""
+    spec = MeshSpec.parse(mesh)
+    devices = [SimpleNamespace(process_index=i) for i in range(spec.num_devices)]
+    played = SimpleNamespace(
+        devices=np.array(devices).reshape(*spec.sizes.values()),
+        axis_names=tuple(spec.sizes),
+        shape=spec.sizes,
+    )
+    wanted = "auto" if exchange == "all_to_all" else "hybrid"
+    hosts = {i: f"host{i // per_host}" for i in range(spec.num_devices)}
+    here = Layout(mesh=played, context_attention=wanted, host_of=hosts)
+    model = SimpleNamespace(context_parallel=True, dims={"heads": 24, "kv_heads": 24})
+    if exchange is None:
+        with pytest.raises(ConfigError):
+            exchange_of(model, here)
+        return
+    plan = exchange_of(model, here)
     assert (plan.exchange, plan.inner) == (exchange, inner)
 
 
@@ -419,5 +474,8 @@ def test_a_mesh_that_cannot_share_rows_is_refused(flags, named):
 def test_zig_zag_gives_every_device_the_same_work():
     assert axis.imbalance(8, 4096) <= 0.05
     assert axis.imbalance(8, 64) <= 0.05
+    # Under a window of 2 only the row's first position sees fewer keys: 7 on one device, 8 on the
+    # other.
+    assert axis.imbalance(2, 8, window=2) == pytest.approx(8 / 7.5 - 1)
     places = np.sort(np.concatenate([axis.places_of(i, 6, 4) for i in range(4)]))
     assert np.array_equal(places, np.arange(24))

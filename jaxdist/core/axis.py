@@ -78,6 +78,7 @@ class ActivationSizes:
         exchange: how devices that share rows see all keys ("ring", ...); "" where none do.
         context_size: devices that share a row.
         exchanged_heads: neighbours of them that exchange heads for positions.
+        window_hops: parts of a row that a sliding window reaches back; 0 = keys go all round.
     """
 
     stream_bytes: float
@@ -94,6 +95,7 @@ class ActivationSizes:
     exchange: str = ""
     context_size: int = 1
     exchanged_heads: int = 1
+    window_hops: int = 0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -170,25 +170,26 @@ def permute_in_pairs(x: Array, axis: str, shift: int = 1) -> Array:
     """As `permute`, by exchanges between pairs, for code that not all devices of a mesh run.
 
     A permute waits for every device of the mesh, an exchange only for the devices of its group.
-    Wire: B per device on a ring of two, else 2·B.
+    A negative shift sends back. Wire: B per device on a ring of two, else 2·B.
 
     Raises:
         ValueError: the ring that the shift makes has an odd number of devices.
     """
-    size = lax.axis_size(axis)
-    length = size // shift
-    if size % (2 * shift):
+    size, stride = lax.axis_size(axis), abs(shift)
+    length = size // stride
+    if size % (2 * stride):
         raise ValueError(
             f"permute_in_pairs by {shift} over {axis!r} needs an even ring, not {length}."
         )
-    place = lax.axis_index(axis) // shift
+    place = lax.axis_index(axis) // stride
     nothing, received = jnp.zeros_like(x), []
     for parity in range(1 if length == 2 else 2):
-        pairs = [[i, (i + shift) % size] for i in range(size) if i // shift % 2 == parity]
+        pairs = [[i, (i + stride) % size] for i in range(size) if i // stride % 2 == parity]
         is_first = place % 2 == parity
         # On a ring of two each is the other's next.
-        back = x if length == 2 else nothing
-        slots = jnp.stack([jnp.where(is_first, nothing, back), jnp.where(is_first, x, nothing)])
+        sends = (length == 2) | (is_first if shift > 0 else ~is_first)
+        sent = jnp.where(sends, x, nothing)
+        slots = jnp.stack([jnp.where(is_first, nothing, sent), jnp.where(is_first, sent, nothing)])
         from_first, from_second = lax.all_to_all(slots, axis, 0, 0, axis_index_groups=pairs)
         received.append(jnp.where(is_first, from_second, from_first))
     return sum(received[1:], start=received[0])

@@ -105,6 +105,7 @@ class Layout:
         auto_tensor: the tensor axis is left to XLA's partitioner (a model without hooks).
         fsdp_over_context: what fsdp shards is sharded over the context axis too.
         context_attention: how attention sees a whole row (`attention/context.py`).
+        host_of: process -> its host; a process that is not named has a host of its own.
     """
 
     mesh: Mesh
@@ -114,6 +115,7 @@ class Layout:
     auto_tensor: bool = False
     fsdp_over_context: bool = True
     context_attention: str = "auto"
+    host_of: Mapping[int, str] = dataclasses.field(default_factory=dict)
 
     @functools.cached_property
     def spec(self) -> MeshSpec:

@@ -93,7 +93,6 @@ class Session:
         self.budget, self.preemption = budget, preemption
         self._compiled = False
         resilience = self.config.resilience
-        hosts = {row.process: row.host for row in job.devices}
         with contextlib.ExitStack() as stack:
             self.watchdog = Watchdog(
                 resilience, run.logs, process=job.process_id, num_processes=job.num_processes
@@ -102,7 +101,7 @@ class Session:
             self.checkpointer = Checkpointer(run.checkpoints, self.config.checkpoint, log=log.info)
             stack.callback(self.checkpointer.close)
             self.guard = LossGuard(resilience, run.anomalies if run.is_writer else None)
-            self.sdc_check = SdcCheck(resilience, parts.layout, hosts)
+            self.sdc_check = SdcCheck(resilience, parts.layout, job.host_of)
             self.state, self.step, self.loader = self._restore()
             self.monitor = stack.enter_context(
                 Monitor(

@@ -7,7 +7,7 @@ compiled and no array is made.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -194,10 +194,12 @@ def assemble(
     config: RunConfig,
     devices: Sequence[Any],
     needs_of: Callable[[RunConfig, Sequence[Any], Model], Needs | None] | None = None,
+    host_of: Mapping[int, str] | None = None,
 ) -> Parts:
     """Build the parts of a run for all devices of the job.
 
-    `needs_of` estimates memory, by which the default mesh is chosen.
+    `needs_of` estimates memory, by which the default mesh is chosen. `host_of` names the host of
+    each process; None = each has its own.
 
     Raises:
         ConfigError: every rule that the mesh breaks, with legal meshes nearby.
@@ -219,6 +221,7 @@ def assemble(
         auto_tensor=model.tensor == "auto",
         fsdp_over_context=config.mesh.fsdp_over_context,
         context_attention=config.mesh.context_attention,
+        host_of=host_of or {},
     )
     platform = devices[0].platform
     compute_dtype = config.precision.resolve("cpu" if platform == "cpu" else "gpu")

@@ -82,6 +82,11 @@ class Job:
         """Host names in the order of their first process."""
         return tuple(dict.fromkeys(row.host for row in self.devices))
 
+    @property
+    def host_of(self) -> dict[int, str]:
+        """Process -> its host."""
+        return {row.process: row.host for row in self.devices}
+
     def table(self) -> str:
         """Process · host · device · kind · UUID, one line per device; equal ones in one line."""
         lines: dict[tuple[str, ...], list[int]] = {}

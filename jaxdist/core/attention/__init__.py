@@ -2,7 +2,8 @@
 
 kernels     the choice, dense and cuDNN attention, dropout
 blockwise   block by block in plain JAX: memory that grows with the row, not with its square
-context     a row on several devices: ring, all-gather, all-to-all
+context     a row on several devices: ring, all-gather, all-to-all, hybrid
+ring        keys and values that travel between devices while those at hand are multiplied
 """
 
 from jaxdist.core.attention.kernels import choose_kernel, make_attend, visible

@@ -8,12 +8,11 @@
 All but `all_gather` are one mechanism: all-to-all inside groups of `inner` devices, a ring over
 the groups. The ring has `inner` 1, the all-to-all one group.
 
-Partial results of the ring are joined by their log-sum-exp. Backward keeps this device's keys and
-values only; it goes round the ring again, and their gradients travel along in float32.
+The ring itself is in `attention/ring.py`.
 
-Sources: Liu, Zaharia, Abbeel 2023, "Ring Attention with Blockwise Transformers", section 3; Jacobs
-et al. 2023, "DeepSpeed Ulysses", section 3; Grattafiori et al. 2024, "The Llama 3 Herd of Models",
-section 3.3.2 (all-gather); Fang & Zhao 2024, "USP: A Unified Sequence Parallelism Approach".
+Sources: Jacobs et al. 2023, "DeepSpeed Ulysses", section 3; Grattafiori et al. 2024, "The Llama 3
+Herd of Models", section 3.3.2 (all-gather); Fang & Zhao 2024, "USP: A Unified Sequence Parallelism
+Approach".
 
 Shapes, all of this device: query [batch, seq_shard, heads, head_dim]; key and value [batch,
 seq_shard, kv_heads, head_dim]; segments int32 [batch, seq_shard] or None.
@@ -28,11 +27,11 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from jaxdist.core import collectives
 from jaxdist.core.attention import blockwise
 from jaxdist.core.attention.blockwise import Partial, Pull, Rule, Span
+from jaxdist.core.attention.ring import Ring, attend_over_groups
 from jaxdist.core.parallel import context
 from jaxdist.core.parallel.context import CONTEXT
 from jaxdist.core.types import Array, AttentionMask, ConfigError
@@ -169,7 +168,7 @@ def make_attend(plan: Plan, attend_rows: Callable[..., Array]) -> Callable[..., 
             mixed = attend_rows(*(in_row(x) for x in shared), whole, kernel=kernel)
             mixed = _reordered(mixed, order)
         else:
-            mixed = _attend_ring(*shared, segments, rule, _Ring(plan.inner, plan.paired))
+            mixed = attend_over_groups(*shared, segments, rule, Ring(plan.inner, plan.paired))
         return group.return_heads(mixed)
 
     return attend
@@ -183,7 +182,7 @@ class _Group(NamedTuple):
 
     size: int
 
-    def share_heads(self, query: Array, key: Array, value: Array) -> tuple[Array, ...]:
+    def share_heads(self, query: Array, key: Array, value: Array) -> tuple[Array, Array, Array]:
         """[batch, seq_shard, heads, ...] -> [batch, size · seq_shard, heads / size, ...] of each.
 
         Key/value heads are repeated where they are fewer than the devices.
@@ -192,7 +191,8 @@ class _Group(NamedTuple):
             return query, key, value
         times = max(1, self.size // key.shape[2])
         key, value = (jnp.repeat(x, times, axis=2) for x in (key, value))
-        return tuple(self._all_to_all(x, 2, 1) for x in (query, key, value))
+        exchange = lambda x: self._all_to_all(x, 2, 1)
+        return exchange(query), exchange(key), exchange(value)
 
     def return_heads(self, mixed: Array) -> Array:
         """[batch, size · seq_shard, heads / size, head_dim] -> [batch, seq_shard, heads, ...]."""
@@ -265,120 +265,3 @@ def _gathered_spans(query: Array, segments: Array | None) -> tuple[Span, Span]:
         Span(context.places(length)[None], segments),
         Span(everyone[None], None if segments is None else _gather(segments)),
     )
-
-
-# --- the ring -------------------------------------------------------------------------------------
-
-
-class _Ring(NamedTuple):
-    """The groups of the context axis as places on a ring.
-
-    Attributes:
-        inner: devices of a group.
-        paired: see `Plan`.
-    """
-
-    inner: int
-    paired: bool
-
-    @property
-    def size(self) -> int:
-        """Groups."""
-        return collectives.group_size(CONTEXT.name) // self.inner
-
-    def send(self, tree: Any) -> Any:
-        """Every leaf [...] to the same device of the next group."""
-        move = collectives.permute_in_pairs if self.paired else collectives.permute
-        return jax.tree.map(lambda x: move(x, CONTEXT.name, self.inner), tree)
-
-    def places(self, steps_back: Any, length: int) -> Array:
-        """Places [1, length] of the group that many places before this one, as it joins them."""
-        mine = collectives.group_index(CONTEXT.name) // self.inner
-        first = (mine - steps_back) % self.size * self.inner
-        each, total = length // self.inner, collectives.group_size(CONTEXT.name)
-        parts = [context.places_of(first + i, each, total) for i in range(self.inner)]
-        return jnp.concatenate(parts)[None]
-
-
-class _Held(NamedTuple):
-    """A part of the row's keys, on its way round the ring.
-
-    Attributes:
-        keys_values: [2, batch, length, kv_heads, head_dim], one array so that one permute does.
-        segments: int32 [batch, length] or None.
-    """
-
-    keys_values: Array
-    segments: Array | None
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _attend_ring(
-    query: Array, key: Array, value: Array, segments: Array | None, rule: Rule, ring: _Ring
-) -> Array:
-    return _ring(query, key, value, segments, rule, ring).out.astype(query.dtype)
-
-
-def _ring(
-    query: Array, key: Array, value: Array, segments: Array | None, rule: Rule, ring: _Ring
-) -> Partial:
-    """Attention to all parts, one after the other; shapes as in the file's docstring."""
-    length = query.shape[1]
-    queries = Span(ring.places(0, length), segments)
-
-    def look(held: _Held, step: Any) -> Partial:
-        keys = Span(ring.places(step, length), held.segments)
-        key, value = held.keys_values
-        return blockwise.forward(query, key, value, queries, keys, rule)
-
-    def turn(carry: tuple[Partial, _Held], step: Array) -> tuple[tuple[Partial, _Held], None]:
-        found, held = carry
-        arriving = ring.send(held)  # needs nothing of what follows, so both run at once
-        return (blockwise.merge(found, look(held, step)), arriving), None
-
-    held = _Held(jnp.stack([key, value]), segments)
-    out = jnp.zeros_like(query, blockwise.wide_dtype(query))
-    nothing = Partial(out, jnp.full_like(out[..., 0], blockwise.UNSEEN))
-    last = ring.size - 1
-    (found, held), _ = lax.scan(turn, (nothing, held), jnp.arange(last))
-    return blockwise.merge(found, look(held, last))
-
-
-def _ring_forward(
-    query: Array, key: Array, value: Array, segments: Array | None, rule: Rule, ring: _Ring
-) -> tuple[Array, Any]:
-    found = _ring(query, key, value, segments, rule, ring)
-    out, lse = blockwise.keep(found, query.dtype)
-    return out, (query, key, value, out, lse, segments)
-
-
-def _ring_backward(rule: Rule, ring: _Ring, saved: Any, cotangent: Array) -> Any:
-    query, key, value, out, lse, segments = saved
-    length, pull = query.shape[1], Pull.of(out, lse, cotangent)
-    queries = Span(ring.places(0, length), segments)
-
-    def look(held: _Held, step: Any) -> tuple[Array, Array]:
-        keys = Span(ring.places(step, length), held.segments)
-        key, value = held.keys_values
-        dq, *grads = blockwise.backward(query, key, value, queries, keys, pull, rule)
-        return dq, jnp.stack(grads)
-
-    def turn(carry: tuple[Array, Array, _Held], step: Any) -> tuple[Any, None]:
-        dq, grads, held = carry
-        # The gradients of these keys come from the devices that the keys came from.
-        arriving, grads = ring.send(held), ring.send(grads)
-        part, more = look(held, step)
-        return (dq + part, grads + more, arriving), None
-
-    held = _Held(jnp.stack([key, value]), segments)
-    last = ring.size - 1
-    first = ring.send(held)
-    dq, grads = look(held, 0)
-    (dq, grads, held), _ = lax.scan(turn, (dq, grads, first), jnp.arange(1, last))
-    grads = ring.send(grads)
-    part, more = look(held, last)
-    dk, dv = ring.send(grads + more)  # home
-    return (dq + part).astype(query.dtype), dk.astype(key.dtype), dv.astype(value.dtype), None
-
-
-_attend_ring.defvjp(_ring_forward, _ring_backward)

@@ -76,9 +76,30 @@ def places_of(device: Any, length: int, size: int) -> Array:
     return jnp.concatenate([device * chunk + inside, (2 * size - 1 - device) * chunk + inside])
 
 
-def imbalance(size: int, seq_len: int) -> float:
-    """How many more keys causal queries of the busiest device see than the mean's, minus 1."""
-    chunks = np.arange(1, seq_len + 1).reshape(2 * size, -1).sum(axis=1)
+def hops_of_window(window: int, seq_len: int, groups: int) -> int:
+    """Parts of a row that its causal window reaches back; 0 = all, or the ring is no longer way.
+
+    Args:
+        window: newest keys that a query sees, itself included; 0 = all.
+        seq_len: positions of a row.
+        groups: holders of the row, of two of its 2 · groups parts each.
+    """
+    hops = max(1, -(-(window - 1) * 2 * groups // seq_len))
+    # Along the row keys travel `hops` parts, forward and backward, and their gradients, twice as
+    # wide, there and back; round the ring groups - 1 and groups.
+    return hops if window and 3 * hops < 2 * groups else 0
+
+
+def imbalance(size: int, seq_len: int, window: int = 0) -> float:
+    """How many more keys the busiest device's queries see than those of the mean device, minus 1.
+
+    Args:
+        size: devices along the axis.
+        seq_len: positions of a row, under a causal mask.
+        window: newest keys that a query sees; 0 = all.
+    """
+    seen = np.minimum(np.arange(1, seq_len + 1), window or seq_len)
+    chunks = seen.reshape(2 * size, -1).sum(axis=1)
     work = chunks[:size] + chunks[: size - 1 : -1]
     return float(work.max() / work.mean() - 1)
 
@@ -123,7 +144,13 @@ def _traffic(sizes: ActivationSizes) -> list[Traffic]:
         both = 2 * sizes.query_bytes + keys
         moved = [Traffic("all-to-all", "heads", both, forwards + layers)]
     places = sizes.context_size // sizes.exchanged_heads
-    if places > 1:
+    if sizes.window_hops and places > 1:
+        hops = sizes.window_hops
+        moved += [
+            Traffic("collective-permute", "keys and values", keys, hops * (forwards + layers)),
+            Traffic("collective-permute", "gradients of keys", wide, (2 * hops - 1) * layers),
+        ]
+    elif places > 1:
         moved += [
             Traffic(
                 "collective-permute", "keys and values", keys, (places - 1) * (forwards + layers)

@@ -9,8 +9,9 @@ import numpy as np
 
 from jaxdist.core import attention, losses
 from jaxdist.core.attention.context import Plan, plan_exchange
+from jaxdist.core.axis import divisors_of
 from jaxdist.core.parallel import fsdp
-from jaxdist.core.parallel.context import CONTEXT, imbalance
+from jaxdist.core.parallel.context import CONTEXT, hops_of_window, imbalance
 from jaxdist.core.parallel.pipeline.axis import PIPELINE
 from jaxdist.core.parallel.pipeline.config import PipelineConfig
 from jaxdist.core.parallel.tensor import TENSOR
@@ -94,13 +95,19 @@ def exchange_of(model: Model, layout: Layout, per_node: int = 0) -> Plan | None:
     )
 
 
-def describe_exchange(model: Model, layout: Layout, seq_len: int) -> list[str]:
+def describe_exchange(
+    model: Model, layout: Layout, seq_len: int, sliding_window: int = 0
+) -> list[str]:
     """How devices share rows, for the start of a run; nothing where none do."""
     plan, size = exchange_of(model, layout), layout.size(CONTEXT)
     if plan is None:
         return []
     groups = f" in groups of {plan.inner}" if 1 < plan.inner < size else ""
-    uneven = imbalance(size, seq_len)
+    uneven = imbalance(size, seq_len, sliding_window)
+    hops = hops_of_window(sliding_window, seq_len, size // plan.inner)
+    if hops and plan.exchange in ("ring", "hybrid"):
+        far = seq_len // (2 * size // plan.inner)
+        groups += f", keys travel {hops} x {far} positions for a window of {sliding_window}"
     kernel = "" if plan.exchange == "all_to_all" else ", multiplied block by block"
     return [
         f"context attention: {plan.exchange} over {size} devices{groups} ({plan.reason}){kernel}; "
@@ -109,12 +116,14 @@ def describe_exchange(model: Model, layout: Layout, seq_len: int) -> list[str]:
 
 
 def _on_one_node(layout: Layout) -> int:
-    """Neighbours along the context axis that share a process's machine, at least 1."""
+    """The largest groups of neighbours along the context axis of which each is on one host."""
     mesh = layout.mesh
-    line = np.moveaxis(mesh.devices, mesh.axis_names.index(CONTEXT.name), -1)
-    first, *others = line.reshape(-1, line.shape[-1])[0]
-    same = [device.process_index == first.process_index for device in others]
-    return 1 + (same.index(False) if False in same else len(same))
+    lines = np.moveaxis(mesh.devices, mesh.axis_names.index(CONTEXT.name), -1)
+    processes = [device.process_index for device in lines.flat]
+    hosts = np.array([str(layout.host_of.get(process, process)) for process in processes])
+    groups = lambda size: hosts.reshape(-1, size)
+    sizes = divisors_of(layout.size(CONTEXT))
+    return max(n for n in sizes if np.all(groups(n) == groups(n)[:, :1]))
 
 
 def _hooks(layout: Layout) -> dict[str, Any]:

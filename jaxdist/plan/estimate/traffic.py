@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from jaxdist.core.axis import ActivationSizes, Kind
 from jaxdist.core.parallel import axes as mesh_axes
-from jaxdist.core.parallel.context import CONTEXT
+from jaxdist.core.parallel.context import CONTEXT, hops_of_window
 from jaxdist.core.parallel.pipeline.axis import PIPELINE
 from jaxdist.core.parallel.tensor import TENSOR
 from jaxdist.models.weights import Weight
@@ -173,6 +173,11 @@ def _attention(job: Job) -> dict[str, Any]:
         "exchange": plan.exchange,
         "context_size": job.spec[CONTEXT],
         "exchanged_heads": plan.inner,
+        "window_hops": hops_of_window(
+            job.attention_call.sliding_window if job.attention_call else 0,
+            job.seq_len,
+            job.spec[CONTEXT] // plan.inner,
+        ),
     }
 
 
