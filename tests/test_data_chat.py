@@ -13,7 +13,6 @@ from refusals import missing, refused
 
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.parallel.axes import row_axes
-from jaxdist.core.types import ConfigError
 from jaxdist.data import DataConfig, Loader, Position, load_tokenizer, open_datasets
 from jaxdist.data.__main__ import main
 from jaxdist.data.chat import JinjaTemplate, PlainTemplate, load_template
@@ -370,11 +369,11 @@ def test_a_bad_record_is_named_with_file_and_line(tmp_path, records, case):
 
 def test_a_template_that_refuses_or_drops_an_answer_is_named(folder, tmp_path):
     strict = "{{ raise_exception('roles must alternate') }}"
-    for source, error in (
-        (strict, r"chats.jsonl:1 does not fit the chat template .*roles must alternate"),
-        ("{{ messages[0].content }}", r"chats.jsonl:1 message 2 does not appear"),
-        ("{% for %}", "chat_template.jinja is broken .line 1"),
-        ("{{ ''.__class__.__mro__ }}", "does not fit .*unsafe"),
+    for source, *facts in (
+        (strict, "chats.jsonl:1 ", "roles must alternate"),
+        ("{{ messages[0].content }}", "chats.jsonl:1 ", "message 2"),
+        ("{% for %}", "chat_template.jinja", "(line 1"),
+        ("{{ ''.__class__.__mro__ }}", "chats.jsonl:1 ", "unsafe"),
     ):
         template = tmp_path / "chat_template.jinja"
         template.write_text(source)
@@ -385,7 +384,7 @@ def test_a_template_that_refuses_or_drops_an_answer_is_named(folder, tmp_path):
             tokenizer=str(folder / "tokenizer.json"),
             chat_template=str(template),
         )
-        with pytest.raises(ConfigError, match=error):
+        with refused(*facts):
             open_datasets(config, seq_len=8)
 
 
@@ -397,13 +396,13 @@ def test_settings_that_do_not_fit_records_are_refused(tmp_path, chats):
         assert fact in problem
     text = tmp_path / "a.txt"
     text.write_text("text")
-    for source, settings, error in (
-        (text, {"records": "chat"}, "is not .jsonl or .parquet"),
-        (chats, {}, "or data.records=chat for conversations"),
-        (chats, {"records": "completion"}, "has no text 'prompt'"),
-        (chats, {"records": "chat", "chat_template": str(text)}, "are those of a tokenizer.json"),
+    for source, settings, *facts in (
+        (text, {"records": "chat"}, text, ".jsonl or .parquet"),
+        (chats, {}, "data.records=chat"),
+        (chats, {"records": "completion"}, "no text 'prompt'"),
+        (chats, {"records": "chat", "chat_template": str(text)}, "tokenizer.json"),
     ):
-        with pytest.raises(ConfigError, match=error):
+        with refused(*facts):
             open_datasets(DataConfig(sources=[str(source)], **settings), seq_len=8)
     out = tmp_path / "tokens"
     assert main([str(chats), "--out", str(out), "--records", "chat"]) == 0

@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 from data_cases import TEXTS, cache, write_source, zstd  # noqa: F401
-from refusals import refused
+from refusals import missing, refused
 
 from jaxdist.core.settings import ConfigError, problems_of
 from jaxdist.data import DataConfig, load_tokenizer, open_datasets
@@ -261,22 +261,20 @@ def test_the_command_learns_a_bpe_and_keeps_it_with_the_tokens(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "error"),
+    ("options", "facts"),
     [
-        (["--train-bpe", "100"], "--train-bpe 100: a byte-level BPE holds 256 bytes"),
-        (["--train-bpe", "90000"], "the text gives only [0-9]+ tokens"),
-        (["--train-bpe", "300", "--tokenizer", "x"], "Drop one"),
-        (["--eos-token", "<s>"], "Leave eos_token empty"),
-        (["--tokenizer", "nowhere.json"], "'nowhere.json' cannot be read"),
-        (["--text-field", "body"], r"source.jsonl:1 has no field 'body' \(it has: text, other\)"),
+        (["--train-bpe", "100"], ["--train-bpe 100", "256 bytes"]),
+        (["--train-bpe", "90000"], ["--train-bpe 90000", "gives only"]),
+        (["--train-bpe", "300", "--tokenizer", "x"], ["Drop one"]),
+        (["--eos-token", "<s>"], ["eos_token"]),
+        (["--tokenizer", "nowhere.json"], ["'nowhere.json'"]),
+        (["--text-field", "body"], ["source.jsonl:1 ", "field 'body'", "text, other"]),
     ],
 )
-def test_the_command_refuses_with_exit_code_2_and_leaves_nothing(tmp_path, capsys, options, error):
-    import re
-
+def test_the_command_refuses_with_exit_code_2_and_leaves_nothing(tmp_path, capsys, options, facts):
     source = write_source(tmp_path, "jsonl")
     assert main([str(source), "--out", str(tmp_path / "out"), *options]) == 2
-    assert re.search(error, capsys.readouterr().err)
+    assert missing(capsys.readouterr().err, *facts) == []
     assert sorted(tmp_path.iterdir()) == [source]
 
 
@@ -320,45 +318,44 @@ def save_folder(**files):
 
 
 BAD_SOURCES = {
-    "missing": (lambda f: f / "none.txt", "none.txt', which does not exist"),
-    "glob_without_match": (lambda f: f / "*.txt", "matches no file"),
-    "empty_folder": (lambda f: f, "is a folder without files"),
-    "empty_file": (save("a.txt", b""), "is empty: nothing to train on"),
+    "missing": (lambda f: f / "none.txt", "none.txt'", "not exist"),
+    "glob_without_match": (lambda f: f / "*.txt", "/*.txt'", "no file"),
+    "empty_folder": (lambda f: f, "folder without files"),
+    "empty_file": (save("a.txt", b""), "a.txt", "is empty"),
     "empty_files": (save_folder(a_txt=b"", b_txt=b""), "holds no text"),
-    "too_short": (save("a.txt", b"abc"), "holds no row of seq_len=8: the source has 4 tokens"),
-    "not_utf8": (save("a.txt", b"abc\xff\xfe" * 9), "not UTF-8 text .byte 3 is 0xff"),
-    "binary": (save("train.bin", b"\1\2" * 99), "is not text. Token folders are made by"),
-    "json": (save("a.json", GOOD), "is .json: one object per line or one text is not clear"),
-    "broken_line": (save("a.jsonl", GOOD + b'{"text": \n'), r"a.jsonl:2 is not JSON"),
-    "missing_field": (save("a.jsonl", GOOD + b'{"body": "x"}\n'), r"a.jsonl:2 has no field 'text'"),
-    "not_text": (save("a.jsonl", b'{"text": 3}\n'), r"a.jsonl:1 has no text 'text'"),
-    "not_an_object": (save("a.jsonl", b'["x"]\n'), r"a.jsonl:1 has no field 'text'"),
-    "line_not_utf8": (save("a.jsonl", GOOD + b'{"text": "\xff"}\n'), "is not UTF-8 text .line 2"),
-    "cut_off_gzip": (save("a.jsonl.gz", gzip.compress(GOOD * 99)[:-9]), "is damaged"),
-    "not_gzip": (save("a.jsonl.gz", GOOD), "is damaged"),
+    "too_short": (save("a.txt", b"abc"), "seq_len=8", "4 tokens"),
+    "not_utf8": (save("a.txt", b"abc\xff\xfe" * 9), "a.txt", "UTF-8", "byte 3 is 0xff"),
+    "binary": (save("train.bin", b"\1\2" * 99), "train.bin", "not text"),
+    "json": (save("a.json", GOOD), "a.json", "is .json"),
+    "broken_line": (save("a.jsonl", GOOD + b'{"text": \n'), "a.jsonl:2 ", "not JSON"),
+    "missing_field": (save("a.jsonl", GOOD + b'{"body": "x"}\n'), "a.jsonl:2 ", "field 'text'"),
+    "not_text": (save("a.jsonl", b'{"text": 3}\n'), "a.jsonl:1 ", "no text 'text'"),
+    "not_an_object": (save("a.jsonl", b'["x"]\n'), "a.jsonl:1 ", "field 'text'"),
+    "line_not_utf8": (save("a.jsonl", GOOD + b'{"text": "\xff"}\n'), "UTF-8", "line 2"),
+    "cut_off_gzip": (save("a.jsonl.gz", gzip.compress(GOOD * 99)[:-9]), "a.jsonl.gz", "damaged"),
+    "not_gzip": (save("a.jsonl.gz", GOOD), "a.jsonl.gz", "damaged"),
     "flipped_gzip": (
         save("a.txt.gz", gzip.compress(GOOD)[:20] + b"\0\0\0\0" + gzip.compress(GOOD)[24:]),
-        "is damaged",
+        "a.txt.gz", "damaged",
     ),
     "cut_off_zstd": (
         save("a.jsonl.zst", zstd(os.urandom(9999).hex().encode())[:-99]),
-        "is damaged",
+        "a.jsonl.zst", "damaged",
     ),
-    "not_zstd": (save("a.jsonl.zst", GOOD), "is damaged"),
-    "missing_column": (save_parquet(PARQUET_TEXT), r"has no column text \(it has: other\)"),
-    "column_of_numbers": (save_parquet(PARQUET_NUMBERS), "column text of int64, not of text"),
-    "not_parquet": (save("a.parquet", GOOD), "is not a whole Parquet file"),
-    "mixed_folder": (save_folder(a_txt=GOOD, b_jsonl=GOOD), "mixes kinds of files"),
+    "not_zstd": (save("a.jsonl.zst", GOOD), "a.jsonl.zst", "damaged"),
+    "missing_column": (save_parquet(PARQUET_TEXT), "no column text", "has: other"),
+    "column_of_numbers": (save_parquet(PARQUET_NUMBERS), "column text", "int64"),
+    "not_parquet": (save("a.parquet", GOOD), "a.parquet", "whole Parquet"),
+    "mixed_folder": (save_folder(a_txt=GOOD, b_jsonl=GOOD), "a.txt", "b.jsonl"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", BAD_SOURCES)
 def test_a_bad_source_gives_one_clear_error(tmp_path, case):
-    make, error = BAD_SOURCES[case]
+    make, *facts = BAD_SOURCES[case]
     config = DataConfig(sources=[str(make(tmp_path))], eval_fraction=0.0)
-    with pytest.raises(ConfigError, match=error) as caught:
+    with refused(*facts) as caught:
         open_datasets(config, seq_len=8)
-    assert len(caught.value.problems) == 1
     assert "\n" not in caught.value.problems[0]
 
 

@@ -164,19 +164,16 @@ def test_nothing_legal_is_none():
 
 
 @pytest.mark.parametrize(
-    ("flags", "text"),
+    ("flags", "facts"),
     [
-        ([], r"mesh\.elastic with mesh\.shape='auto': .* Give each axis its size"),
-        (["--mesh=dp=-1"], r"mesh\.elastic with mesh\.shape='dp=-1'"),
-        (["--mesh=dp=5"], r"global_batch_size=32 is not a multiple of 5"),
-        (
-            ["--mesh=tp=4", "--simulate=2"],
-            r"mesh tp=4 is elastic and 2 of its 4 devices are there: .* Wait for 4, or",
-        ),
+        ([], ["mesh.elastic", "mesh.shape='auto'"]),
+        (["--mesh=dp=-1"], ["mesh.elastic", "mesh.shape='dp=-1'"]),
+        (["--mesh=dp=5"], ["global_batch_size=32", "multiple of 5"]),
+        (["--mesh=tp=4", "--simulate=2"], ["mesh tp=4", "2 of its 4 devices", "Wait for 4"]),
     ],
 )
-def test_what_cannot_shrink_says_so(flags, text):
-    with pytest.raises(ConfigError, match=text):
+def test_what_cannot_shrink_says_so(flags, facts):
+    with refused(*facts):
         read_run(["--mesh.elastic=true", *flags], command="jaxdist.train")
 
 

@@ -28,17 +28,17 @@ def test_gpus_are_read(text, expected):
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("text", "facts"),
     [
-        ("h101:8", r"'h101' is not known. Did you mean h100\? Known: t4,"),
-        ("h100:12", "12 GPUs do not fill nodes of 8. Use h100:8 or h100:16"),
-        ("h100:0", "'0' is not a number of GPUs. Use e.g. h100:64"),
-        ("h100:8x", "'8x' is not a number"),
-        ("", "'' is not known"),
+        ("h101:8", ["'h101'", "mean h100", "Known: t4,"]),
+        ("h100:12", ["12 GPUs", "nodes of 8", "h100:8 or h100:16"]),
+        ("h100:0", ["'0'", "number of GPUs"]),
+        ("h100:8x", ["'8x'", "number of GPUs"]),
+        ("", ["''", "not known"]),
     ],
 )
-def test_bad_gpus_are_refused_with_a_fix(text, message):
-    with pytest.raises(ConfigError, match=message):
+def test_bad_gpus_are_refused_with_a_fix(text, facts):
+    with refused(*facts):
         parse_gpus(text)
 
 
@@ -110,23 +110,23 @@ def test_own_hardware_starts_from_a_known_gpu_or_says_all(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("text", "facts"),
     [
-        ("[x]\nnum_sms = 3", "lacks compute_capability, memory_gib"),
-        ('[x]\nlike = "h100"\nmemory = 3', "memory is unknown. Use like,"),
-        ('[x]\nlike = "h100"\nmemory_gib = -3', "memory_gib=-3 must be a number above 0"),
-        ('[x]\nlike = "h100"\nnum_sms = 1.5', "num_sms=1.5 must be a whole number"),
-        ('[x]\nlike = "h100"\npeak_tflops = 3', "must be a table of TFLOP/s by bfloat16"),
-        ('[x]\nlike = "h100"\ncompute_capability = 9', "compute_capability=9 is not like"),
-        ('[x]\nlike = "h1"', "like='h1' is not one of t4"),
-        ("x = 3", "x is not a table"),
-        ("[x", "cannot be read"),
+        ("[x]\nnum_sms = 3", ["compute_capability, memory_gib"]),
+        ('[x]\nlike = "h100"\nmemory = 3', ["memory is unknown", "like,"]),
+        ('[x]\nlike = "h100"\nmemory_gib = -3', ["memory_gib=-3", "above 0"]),
+        ('[x]\nlike = "h100"\nnum_sms = 1.5', ["num_sms=1.5", "whole number"]),
+        ('[x]\nlike = "h100"\npeak_tflops = 3', ["a table", "bfloat16"]),
+        ('[x]\nlike = "h100"\ncompute_capability = 9', ["compute_capability=9"]),
+        ('[x]\nlike = "h1"', ["like='h1'", "t4"]),
+        ("x = 3", ["x is not a table"]),
+        ("[x", ["hardware.toml", "end of document"]),
     ],
 )
-def test_bad_hardware_files_are_refused_with_a_fix(tmp_path, text, message):
+def test_bad_hardware_files_are_refused_with_a_fix(tmp_path, text, facts):
     file = tmp_path / "hardware.toml"
     file.write_text(text)
-    with pytest.raises(ConfigError, match=message):
+    with refused(*facts):
         read_hardware(file)
 
 

@@ -105,51 +105,39 @@ def test_ranges_that_never_make_a_legal_job_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("flags", "texts"),
+    ("flags", "facts"),
     [
-        (
-            ["--nproc-per-node=8:4"],
-            ["--nproc-per-node 8:4: MAX is smaller than MIN. Use --nproc-per-node 4:8."],
-        ),
-        (
-            ["--nproc-per-node=0:4"],
-            ["--nproc-per-node 0:4: 0 is too small. Use 1 or more."],
-        ),
-        (
-            ["--nproc-per-node=a:b"],
-            ["--nproc-per-node 'a:b' is neither a number nor a range. Use e.g. --nproc-per-node 8"],
-        ),
-        (["--nproc-per-node=many"], ["--nproc-per-node 'many' is neither a number nor a range"]),
-        (["--nnodes=1:", "--nproc-per-node=1"], ["--nnodes '1:' is neither a number nor a range"]),
+        (["--nproc-per-node=8:4"], ["--nproc-per-node 8:4", "--nproc-per-node 4:8"]),
+        (["--nproc-per-node=0:4"], ["--nproc-per-node 0:4", "1 or more"]),
+        (["--nproc-per-node=a:b"], ["--nproc-per-node 'a:b'", "a range"]),
+        (["--nproc-per-node=many"], ["--nproc-per-node 'many'", "a range"]),
+        (["--nnodes=1:", "--nproc-per-node=1"], ["--nnodes '1:'", "a range"]),
         (
             ["--nnodes=1:2", "--nproc-per-node=1", "--coordinator-address=n0:1", "--run-dir=x"],
-            ["--coordinator-address n0:1 with a range: any host may be lost", "--address says"],
+            ["--coordinator-address n0:1", "a range", "--address"],
         ),
-        (
-            ["--nnodes=1:2", "--nproc-per-node=1"],
-            ["--nnodes 1:2 without --run-dir: the hosts meet there"],
-        ),
+        (["--nnodes=1:2", "--nproc-per-node=1"], ["--nnodes 1:2 without --run-dir"]),
         (["--nnodes=1:2", "--run-dir=x"], ["--nnodes 1:2 without --nproc-per-node"]),
         (
             ["--nnodes=3:2", "--nproc-per-node=0:1", "--max-restarts=-1"],
-            ["--nnodes 3:2: MAX is smaller", "--nproc-per-node 0:1: 0 is too", "max_restarts=-1"],
+            ["--nnodes 3:2", "--nproc-per-node 0:1", "max_restarts=-1"],
         ),
         (["--nproc-per-node=2", "--address=n0"], ["--address n0 without a range"]),
         (
             ["--nproc-per-node=1:2", "--heartbeat-timeout-s=1"],
-            ["heartbeat_timeout_s=1.0 must be 3 or more"],
+            ["heartbeat_timeout_s=1.0", "3 or more"],
         ),
-        (["--nproc-per-node=1:2", "--rdzv-timeout-s=0"], ["rdzv_timeout_s=0.0 must be above 0"]),
+        (["--nproc-per-node=1:2", "--rdzv-timeout-s=0"], ["rdzv_timeout_s=0.0", "above 0"]),
         (
             ["--nnodes=1:2", "--nproc-per-node=1", "--node-rank=2", "--run-dir=x"],
-            ["--node-rank 2 is not"],
+            ["--node-rank 2"],
         ),
     ],
 )
-def test_bad_ranges_say_what_is_allowed(flags, texts):
+def test_bad_ranges_say_what_is_allowed(flags, facts):
     with pytest.raises(ConfigError) as caught:
         read_config(flags)
-    assert all(text in str(caught.value) for text in texts)
+    assert missing(str(caught.value), *facts) == []
 
 
 def test_training_is_told_that_it_is_elastic():

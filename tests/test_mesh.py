@@ -43,27 +43,24 @@ def test_printing_and_parsing_are_inverse(spec):
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("text", "facts"),
     [
-        (
-            "ddp=2",
-            r"axis 'ddp' is unknown\. Use pp = .*, dp = .*, fsdp = .*, tp = .* --mesh dp=2,tp=4",
-        ),
-        ("dp", r"dp=\(nothing\) is not a size\. Use a whole number from 1 to 9999999, or -1"),
-        ("dp=", r"dp=\(nothing\) is not a size"),
-        ("dp=0", r"dp=0 is not a size"),
-        ("dp=-2", r"dp=-2 is not a size"),
-        ("dp=--1", r"dp=--1 is not a size"),
-        ("dp=2.5", r"dp=2\.5 is not a size"),
-        ("dp=²", r"dp=² is not a size"),
-        ("dp=2,data=2", r"names data twice\. Give each axis one size"),
-        ("dp=-1,tp=-1", r"sets dp and tp to -1: only one axis .* Give all but one a size"),
-        ("dp=-1,tp=3", r"multiply to 3, which does not divide the 8 devices .* product divides 8"),
-        ("dp=2 tp=2", r"dp=2 tp=2 is not a size"),
+        ("ddp=2", ["axis 'ddp'", "pp = ", "dp = ", "fsdp = ", "tp = ", "--mesh dp=2,tp=4"]),
+        ("dp", ["dp=(nothing)", "1 to 9999999, or -1"]),
+        ("dp=", ["dp=(nothing)", "not a size"]),
+        ("dp=0", ["dp=0 is", "not a size"]),
+        ("dp=-2", ["dp=-2 is", "not a size"]),
+        ("dp=--1", ["dp=--1 is", "not a size"]),
+        ("dp=2.5", ["dp=2.5 is", "not a size"]),
+        ("dp=²", ["dp=² is", "not a size"]),
+        ("dp=2,data=2", ["data twice"]),
+        ("dp=-1,tp=-1", ["dp and tp to -1"]),
+        ("dp=-1,tp=3", ["multiply to 3", "8 devices"]),
+        ("dp=2 tp=2", ["dp=2 tp=2 is", "not a size"]),
     ],
 )
-def test_a_wrong_mesh_says_what_is_allowed(text, message):
-    with pytest.raises(ConfigError, match=message):
+def test_a_wrong_mesh_says_what_is_allowed(text, facts):
+    with refused(*facts):
         MeshSpec.parse(text, 8)
 
 
@@ -91,19 +88,18 @@ def test_a_built_mesh_keeps_the_order_of_devices():
 
 
 @pytest.mark.parametrize(
-    ("text", "visible", "fix"),
+    ("text", "visible", "facts"),
     [
-        ("dp=2,tp=2,pp=3", 8, "needs 12 devices, 8 are visible. Set --simulate 12"),
-        ("dp=16", 8, "needs 16 devices, 8 are visible. Set dp=-1 to use what is there, or"),
-        ("dp=4", 1, "needs 4 devices, 1 is visible. Set dp=-1"),
-        ("1", 8, "needs 1 device, 8 are visible"),
-        ("dp=2,tp=2", 8, "needs 4 devices, 8 are visible. Set dp=-1 to use them all, or CUDA_VIS"),
+        ("dp=2,tp=2,pp=3", 8, ["12 devices", "8 are visible", "--simulate 12"]),
+        ("dp=16", 8, ["16 devices", "8 are visible", "dp=-1"]),
+        ("dp=4", 1, ["4 devices", "1 is visible", "dp=-1"]),
+        ("1", 8, ["1 device,", "8 are visible"]),
+        ("dp=2,tp=2", 8, ["4 devices", "8 are visible", "dp=-1", "CUDA_VISIBLE_DEVICES"]),
     ],
 )
-def test_another_number_of_devices_is_refused_with_the_fix(text, visible, fix):
-    with pytest.raises(ConfigError) as error:
+def test_another_number_of_devices_is_refused_with_the_fix(text, visible, facts):
+    with refused(*facts):
         MeshSpec.parse(text).check_device_count(visible)
-    assert fix in str(error.value)
 
 
 def test_factorisations_are_all_and_each_once():

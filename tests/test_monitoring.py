@@ -365,4 +365,5 @@ def test_times_are_seconds_since_1970(tmp_path):
     before = time.time()
     monitor = start(tmp_path)
     train(monitor, 1)
-    assert all(before <= r["time"] <= time.time() for r in read_records(monitor.run.metrics))
+    times = [record["time"] for record in read_records(monitor.run.metrics)]
+    assert times and before <= min(times) <= max(times) <= time.time()

@@ -171,22 +171,23 @@ def test_schedules_too_large_to_read_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("flags", "message"),
+    ("flags", "facts"),
     [
-        ([], "no GPUs were named. Say which and how many: --gpus h100:8"),
-        (["--gpus", "h101:8"], r"'h101' is not known. Did you mean h100\?"),
-        (["--gpus", "h100:12"], "12 GPUs do not fill nodes of 8"),
-        (["--gpus", "h100:8", "--price", "-3"], "price=-3.0 must be -1 or more"),
-        (["--gpus", "h100:8", "--tokens", "-1"], "tokens=-1.0 must be 0 or more"),
-        (["--gpus", "h100:8", "--hardware", "no.toml"], "no.toml' cannot be read"),
-        (["--gpus", "h100:8", "--stagse", "3"], "--stagse is not a setting. Did you mean --stages"),
-        (["--gpus", "h100:8", "--model.num_heads", "7"], "num_heads=7 does not divide d_model"),
-        (["--gpus", "h100:8", "--mesh", "tp=16"], "needs 16 devices, 8 are visible"),
+        ([], ["--gpus h100:8"]),
+        (["--gpus", "h101:8"], ["'h101'", "mean h100"]),
+        (["--gpus", "h100:12"], ["12 GPUs", "nodes of 8"]),
+        (["--gpus", "h100:8", "--price", "-3"], ["price=-3.0", "-1 or more"]),
+        (["--gpus", "h100:8", "--tokens", "-1"], ["tokens=-1.0", "0 or more"]),
+        (["--gpus", "h100:8", "--hardware", "no.toml"], ["no.toml'", "read"]),
+        (["--gpus", "h100:8", "--stagse", "3"], ["--stagse", "--stages"]),
+        (["--gpus", "h100:8", "--model.num_heads", "7"], ["num_heads=7", "d_model"]),
+        (["--gpus", "h100:8", "--mesh", "tp=16"], ["16 devices", "8 are visible"]),
     ],
 )
-def test_bad_questions_are_refused_with_a_fix(flags, message):
-    with pytest.raises(ConfigError, match=message):
+def test_bad_questions_are_refused_with_a_fix(flags, facts):
+    with pytest.raises(ConfigError) as caught:
         main(small(*flags))
+    assert missing(str(caught.value), *facts) == []
 
 
 def test_an_illegal_mesh_is_answered_with_legal_ones():

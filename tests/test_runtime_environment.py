@@ -297,15 +297,15 @@ def test_loopback_coordinator_of_several_hosts_is_refused(host):
 
 
 @pytest.mark.parametrize(
-    ("changes", "text"),
+    ("changes", "facts"),
     [
-        ({"SLURM_PROCID": "x"}, "SLURM_PROCID='x' is not a whole number"),
-        ({"SLURM_PROCID": "4"}, "process id 4 is not in a job of 4"),
-        ({"JAXDIST_COORDINATOR_ADDRESS": "n1:99999"}, "is not host:port"),
+        ({"SLURM_PROCID": "x"}, ["SLURM_PROCID='x'", "whole number"]),
+        ({"SLURM_PROCID": "4"}, ["process id 4", "job of 4"]),
+        ({"JAXDIST_COORDINATOR_ADDRESS": "n1:99999"}, ["n1:99999", "host:port"]),
     ],
 )
-def test_contradictions_are_named(changes, text):
-    with pytest.raises(ConfigError, match=text):
+def test_contradictions_are_named(changes, facts):
+    with refused(*facts):
         resolve(slurm(**changes))
 
 

@@ -149,15 +149,15 @@ def test_an_elastic_job_knows_its_legal_numbers_of_nodes(capsys, command, counts
     [
         (
             elastic(nodes="3-3"),
-            ["--nodes 3-3 with 1 devices on each never makes", "with 1, 2, 4, 8 devices. Use a"],
+            ["--nodes 3-3", "1 devices on each", "1, 2, 4, 8 devices"],
         ),
-        (elastic("--gpus-per-node=3", nodes="2-3"), ["Change --gpus-per-node, --tasks-per-node"]),
-        (elastic("--sbatch=--gpus-per-task=1"), ["without --gpus-per-node: how many devices"]),
-        (elastic(mesh="dp=3"), ["global_batch_size=8 is not a multiple of 3"]),
+        (elastic("--gpus-per-node=3", nodes="2-3"), ["--gpus-per-node, --tasks-per-node"]),
+        (elastic("--sbatch=--gpus-per-task=1"), ["without --gpus-per-node"]),
+        (elastic(mesh="dp=3"), ["global_batch_size=8", "multiple of 3"]),
         (elastic(mesh="auto"), ["mesh.elastic with mesh.shape='auto'"]),
         (
             ["--nodes=1-8", "--time=soon", "--dry-run", "--", "--mesh=dp=8", "--no-such=1"],
-            ["--time 'soon'", "--no-such is not a setting"],
+            ["--time 'soon'", "--no-such"],
         ),
     ],
     ids=["nodes", "devices", "hidden", "mesh", "sizes", "both"],
@@ -304,17 +304,16 @@ def test_the_script_gives_up_after_crashes_without_a_new_checkpoint(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("text", "facts"),
     [
-        ("2-1", "--nodes 2:1: MAX is smaller than MIN. Use --nodes 1:2."),
-        ("0-2", "--nodes 0:2: 0 is too small. Use 1 or more."),
-        ("all", "--nodes 'all' is neither a number nor a range"),
+        ("2-1", ["--nodes 2:1", "--nodes 1:2"]),
+        ("0-2", ["--nodes 0:2", "1 or more"]),
+        ("all", ["--nodes 'all'", "a range"]),
     ],
 )
-def test_a_bad_range_of_nodes_says_what_is_allowed(text, message):
-    with pytest.raises(ConfigError) as caught:
+def test_a_bad_range_of_nodes_says_what_is_allowed(text, facts):
+    with refused(*facts):
         main(["--nodes", text, "--time", "60"])
-    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize("container", ["", "image.sif", "nvcr.io/jax:1"])

@@ -110,8 +110,8 @@ class LayerNorm(nnx.Module):
         wide = x.astype(jnp.float32)
         wide = wide - jnp.mean(wide, -1, keepdims=True)
         wide = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), -1, keepdims=True) + self.eps)
-        scale, bias = (part[...].astype(jnp.float32) for part in (self.scale, self.bias))
-        return (wide * scale + bias).astype(x.dtype)
+        wide = wide * self.scale[...].astype(jnp.float32) + self.bias[...].astype(jnp.float32)
+        return wide.astype(x.dtype)
 
 
 def rotary_angles(
