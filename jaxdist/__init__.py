@@ -1,12 +1,70 @@
 """jaxdist: train models on many NVIDIA GPUs with JAX and Flax, one compiled step on a named mesh.
 
+    run = jaxdist.train("llama3_8b", mesh="fsdp=8")
+    run = jaxdist.open("runs/NAME")
+    plans = jaxdist.plan("h100:8", "llama3_8b")
+
 Importing the package starts no device and imports no heavy library: each room is imported by name
-(`from jaxdist.core.mesh import MeshSpec`), each command is `python -m jaxdist.<name>`.
+(`from jaxdist.core.mesh import MeshSpec`), each command is `python -m jaxdist.<name>`. What a
+program can do is in `docs/python.md`.
 """
 
+import sys
+import types
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jaxdist.core.settings.declare import ConfigError
+    from jaxdist.run.api import Run, open, plan, train
 
 __version__ = "0.1.0"
+__all__ = ["ConfigError", "Run", "open", "plan", "train"]
 
 # The commands in tools/ run as `python -m jaxdist.launch` too. Code imports jaxdist.tools.launch.
 __path__.append(str(Path(__file__).parent / "tools"))
+
+_CALLED = ("train", "plan")
+"""Modules of commands that are also called: `jaxdist.train(...)`."""
+
+
+class _CalledModule(types.ModuleType):
+    """A command's module; calling it calls the function of its name in `jaxdist.run.api`."""
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        return self.__wrapped__(*args, **options)
+
+    @property
+    def __wrapped__(self) -> Any:  # signatures and help are the function's
+        from jaxdist.run import api
+
+        return getattr(api, self.__name__.rpartition(".")[2])
+
+
+class _Package(types.ModuleType):
+    """The package, whose submodules in `_CALLED` can be called once they are imported."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _CALLED and type(value) is types.ModuleType:
+            value.__class__ = _CalledModule
+        super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
+
+
+def __getattr__(name: str) -> Any:
+    """Import what is asked for when it is asked for."""
+    import importlib
+
+    if name in _CALLED:
+        return importlib.import_module(f"jaxdist.{name}")
+    if name == "ConfigError":
+        from jaxdist.core.settings.declare import ConfigError
+
+        return ConfigError
+    if name in __all__:
+        from jaxdist.run import api
+
+        return getattr(api, name)
+    raise AttributeError(f"module 'jaxdist' has no attribute {name!r}")

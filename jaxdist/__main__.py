@@ -20,6 +20,7 @@ COMMANDS = (
     "audit",
     "launch",
     "report",
+    "compare",
     "doctor",
 )
 """In the order in which a user meets them."""

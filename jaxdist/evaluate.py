@@ -10,9 +10,8 @@ import dataclasses
 import json
 import sys
 from collections.abc import Sequence
-from typing import Any
 
-from jaxdist.core.types import ConfigError, setting
+from jaxdist.core.types import setting
 from jaxdist.runtime import run_command
 from jaxdist.runtime.formatting.tables import columns
 
@@ -52,44 +51,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         summary=__doc__ or "",
         positional=("run",),
     )
-    from jaxdist.run.evaluation_loop import evaluate
-    from jaxdist.run.setup import check_data_fits
     from jaxdist.run.trained_run import open_run
 
     changes = {"global_batch_size": config.global_batch_size} if config.global_batch_size else {}
     run = open_run(config.run, mesh=config.mesh, simulate=config.simulate, train=changes)
-    dataset = _open_data(run.parts.config, config.sources)
-    check_data_fits(run.parts, dataset)
+    dataset = run.open_held_out(config.sources)
     params, step = run.params(None if config.step < 0 else config.step)
-    means = evaluate(
-        run.parts.step,
-        params,
-        dataset,
-        global_batch_size=run.parts.config.train.global_batch_size,
-        unit=run.parts.model.unit,
-        max_batches=config.max_batches,
-    )
+    means = run.evaluate(params, dataset, max_batches=config.max_batches)
     result = {"run": str(run.path), "step": step, "mesh": str(run.parts.spec), **means}
     shown = lambda value: f"{value:,.6g}" if isinstance(value, float) else str(value)
     lines = columns([(name, shown(value)) for name, value in result.items()], left=2)
     print(json.dumps(result) if config.json else "\n".join(lines))
     return 0
-
-
-def _open_data(config: Any, sources: list[str]) -> Any:
-    """All rows of the named sources, or the rows that the run held out."""
-    from jaxdist.data import open_datasets
-
-    data = config.data
-    if sources:
-        data = dataclasses.replace(data, eval_sources=sources)
-    _, held_out = open_datasets(data, seq_len=config.train.seq_len, seed=config.seed)
-    if held_out is None:
-        raise ConfigError(
-            "the run held nothing out (data.eval_fraction=0 and no eval_sources). "
-            "Name data with --sources=PATH."
-        )
-    return held_out
 
 
 if __name__ == "__main__":

@@ -14,18 +14,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxdist.core.types import ConfigError, setting
+from jaxdist.run.text_settings import TextSettings
 from jaxdist.runtime import run_command
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from jaxdist.data.chat import ChatTemplate
-    from jaxdist.data.tokenizer import Tokenizer
-    from jaxdist.run.decoding import Decoder
+    from jaxdist.run.text_generation import Writer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GenerateConfig:
+class GenerateConfig(TextSettings):
     """What to continue, how, and where."""
 
     run: str = setting("", "run directory, or one of its checkpoints")
@@ -50,19 +49,6 @@ class GenerateConfig:
         "and the model answers",
     )
     system: str = setting("", "system message that each conversation begins with; needs --chat")
-    max_new_tokens: int = setting(200, "tokens to add to each prompt", ge=1)
-    temperature: float = setting(
-        0.8, "divides the logits before sampling; 0 = always the likeliest token", ge=0
-    )
-    top_k: int = setting(0, "sample from this many likeliest tokens only; 0 = all", ge=0)
-    top_p: float = setting(
-        1.0, "sample from the likeliest tokens that hold this probability; 1 = all", gt=0, le=1
-    )
-    seed: int = setting(0, "seed of the sampling")
-    stop_at_end: bool = setting(True, "stop a text at the tokens that end one")
-    show_special: bool = setting(
-        False, "print special tokens too, such as the one that ends an answer"
-    )
     batch_size: int = setting(32, "prompts continued together", ge=1)
     step: int = setting(-1, "step of the checkpoint; -1 = the newest valid one", ge=-1)
     mesh: str = setting("auto", "mesh axes, e.g. tp=2; auto = one device")
@@ -129,97 +115,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         summary=__doc__ or "",
         positional=("run",),
     )
-    from jaxdist.data import load_tokenizer
-    from jaxdist.data.chat import load_template
-    from jaxdist.run.decoding import Decoder, Sampling
+    from jaxdist.run.text_generation import make_decoder, open_writer
     from jaxdist.run.trained_run import open_run
 
     run = open_run(config.run, mesh=config.mesh, simulate=config.simulate)
-    model, data = run.parts.model, run.parts.config.data
-    if model.decoding is None:
-        raise ConfigError(f"model {model.name!r} does not generate text. Name a decoder's run.")
-    tokenizer = load_tokenizer(data.tokenizer, data.eos_token)
-    template = load_template(data.chat_template, tokenizer) if config.chat else None
+    writer = open_writer(run.parts, config, chat=config.chat)
     requests = [] if config.is_interactive else list(config.requests())
-    prompts = [_encode(request, tokenizer, template) for request in requests]
-    problems = [
-        f"prompt {number} {problem}"
-        for number, prompt in enumerate(prompts, 1)
-        for problem in _prompt_problems(prompt, model.decoding.max_len, config.max_new_tokens)
-    ]
-    if not prompts and not config.is_interactive:
-        problems.append("there is no prompt. Give --prompt TEXT, or a prompt_file with lines.")
-    if problems:
-        raise ConfigError(problems)
+    if not requests and not config.is_interactive:
+        raise ConfigError("there is no prompt. Give --prompt TEXT, or a prompt_file with lines.")
+    prompts = writer.encode(requests)
     params, step = run.params(None if config.step < 0 else config.step)
+    writer.decoder = make_decoder(run.parts, params, config)
     print(f"checkpoint {step} of {run.path}, mesh {run.parts.spec}", file=sys.stderr)
-    decoder = Decoder(
-        model,
-        params,
-        run.parts.layout,
-        dtype=run.parts.compute_dtype,
-        sampling=Sampling(temperature=config.temperature, top_k=config.top_k, top_p=config.top_p),
-    )
-    writer = Writer(config, decoder, tokenizer, template)
-    if template is not None and config.is_interactive:
-        _converse(writer, template, config, model.decoding.max_len)
+    if config.is_interactive:
+        _converse(writer, config)
     elif config.out:
         _write_file(writer, requests, prompts, config)
     else:
         _print(writer, requests, prompts, config.batch_size)
     return 0
-
-
-class Writer:
-    """Continues token ids and gives text.
-
-    Args:
-        config: how many tokens, and what is shown.
-        decoder: the model.
-        tokenizer: of the run.
-        template: of a chat, which knows what ends an answer; None for text.
-    """
-
-    def __init__(
-        self,
-        config: GenerateConfig,
-        decoder: Decoder,
-        tokenizer: Tokenizer,
-        template: ChatTemplate | None,
-    ):
-        self._config, self._decoder, self._tokenizer = config, decoder, tokenizer
-        self._stop = (template or tokenizer).stop_ids if config.stop_at_end else frozenset()
-
-    def write(self, prompts: Sequence[np.ndarray], *, stream: bool) -> list[tuple[str, str]]:
-        """Text of each prompt's continuation, and why it ended: stop or length.
-
-        Args:
-            prompts: token ids, int [length] each.
-            stream: also print the text of the first prompt as it grows.
-        """
-        config = self._config
-        made: list[list[int]] = [[] for _ in prompts]
-        shown = 0
-        for tokens in self._decoder.tokens(
-            prompts, max_new_tokens=config.max_new_tokens, stop=self._stop, seed=config.seed
-        ):
-            for row, token in enumerate(tokens):
-                made[row] += [] if token is None else [token]
-            if stream:
-                # The last character may be half of one that the next token completes.
-                whole = self._text(made[0]).rstrip("\ufffd")
-                print(whole[shown:], end="", flush=True)
-                shown = max(shown, len(whole))
-        if stream:
-            print(self._text(made[0])[shown:])
-        ended = ["stop" if row and row[-1] in self._stop else "length" for row in made]
-        return [(self._text(row), why) for row, why in zip(made, ended, strict=True)]
-
-    def _text(self, tokens: list[int]) -> str:
-        show = self._config.show_special
-        if tokens and tokens[-1] in self._stop and not show:
-            tokens = tokens[:-1]
-        return self._tokenizer.decode(tokens, show_special=show)
 
 
 def _print(
@@ -264,7 +178,7 @@ def _write_file(
     print(f"{len(prompts)} answers: {config.out}")
 
 
-def _converse(writer: Writer, template: ChatTemplate, config: GenerateConfig, max_len: int) -> None:
+def _converse(writer: Writer, config: GenerateConfig) -> None:
     """Lines of stdin are turns of one conversation, until it ends."""
     is_terminal = sys.stdin.isatty()
     if is_terminal:
@@ -281,38 +195,13 @@ def _converse(writer: Writer, template: ChatTemplate, config: GenerateConfig, ma
         if not said or said == "/new":
             continue
         asked = [*messages, {"role": "user", "content": said}]
-        prompt = template.prompt(asked)
-        if problems := _prompt_problems(prompt, max_len, config.max_new_tokens):
-            print(f"the conversation {problems[0]} Or begin again with /new.", file=sys.stderr)
+        try:
+            prompts = writer.encode([{"messages": asked}])
+        except ConfigError as error:
+            print(f"{error} Or begin again with /new.", file=sys.stderr)
             continue
-        ((answer, _),) = writer.write([prompt], stream=True)
+        ((answer, _),) = writer.write(prompts, stream=True)
         messages = [*asked, {"role": "assistant", "content": answer}]
-
-
-def _encode(
-    request: dict[str, Any], tokenizer: Tokenizer, template: ChatTemplate | None
-) -> np.ndarray:
-    """Token ids of a request, unsigned [length]."""
-    from jaxdist.data.chat import BadRecord
-
-    if template is None:
-        return tokenizer.encode(request["prompt"])
-    try:
-        return template.prompt(request["messages"])
-    except BadRecord as error:
-        raise ConfigError([f"a conversation {error}"]) from None
-
-
-def _prompt_problems(prompt: np.ndarray, max_len: int, max_new_tokens: int) -> list[str]:
-    """What is wrong with token ids, unsigned [length]."""
-    if not len(prompt):
-        return ["is empty. Give it at least one character."]
-    if len(prompt) + max_new_tokens > max_len:
-        return [
-            f"has {len(prompt)} tokens; with max_new_tokens={max_new_tokens} it outgrows the "
-            f"model's {max_len} positions. Shorten one of them."
-        ]
-    return []
 
 
 if __name__ == "__main__":

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from jaxdist import runtime
 
 if TYPE_CHECKING:
     from jaxdist.config import RunConfig
+    from jaxdist.run.program import Program
     from jaxdist.run.session import Session
 
 log = logging.getLogger("jaxdist")
@@ -22,18 +23,29 @@ log = logging.getLogger("jaxdist")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Train; returns the exit code."""
-    # 1. From here on a request to stop is remembered. Settings are checked before jax starts.
+    # From here on a request to stop is remembered. Settings are checked before jax starts.
     preemption, traces = runtime.Preemption(), runtime.TraceRequests()
     from jaxdist.config import read_run
-    from jaxdist.core.settings import write_toml
+    from jaxdist.run.program import Program
 
     config = read_run(
         sys.argv[1:] if argv is None else argv, command="jaxdist.train", summary=__doc__ or ""
     )
-    # 2. The devices of all processes.
-    job = start_devices(config, preemption)
+    return run(config, Program(), preemption, traces.take)
+
+
+def run(
+    config: RunConfig,
+    program: Program,
+    preemption: runtime.Preemption,
+    asked_to_trace: Callable[[], bool],
+) -> int:
+    """Train as a command or a Python program asks; returns the exit code."""
+    # 1. The devices of all processes.
+    job = start_devices(config, preemption, program)
     import jax
 
+    from jaxdist.core.settings import write_toml
     from jaxdist.data import open_datasets
     from jaxdist.plan.audit import check_mesh
     from jaxdist.plan.estimate.memory_check import Budget, needs_of
@@ -43,44 +55,49 @@ def main(argv: Sequence[str] | None = None) -> int:
     from jaxdist.run.setup import assemble, check_data_fits
     from jaxdist.run.startup import open_run_directory
 
-    # 3. Whatever can be wrong is found before anything is written or compiled.
-    parts = assemble(config, jax.devices(), needs_of, job.host_of)
+    # 2. Whatever can be wrong is found before anything is written or compiled.
+    model = program.model(config.train.seq_len) if program.model else None
+    parts = assemble(config, jax.devices(), needs_of, job.host_of, model=model)
     budget = Budget.of(parts.config, parts.spec, parts.devices, parts.model)
     if budget is not None and not config.force:
         budget.check()
-    data = open_datasets(config.data, seq_len=config.train.seq_len, seed=config.seed)
+    data = open_datasets(
+        config.data, seq_len=config.train.seq_len, seed=config.seed, given=program.rows
+    )
     check_data_fits(parts, data[0])
     if config.replay:
         return replay(parts, data[0])
     audit = None if config.force else check_mesh(parts, data[0].fields)
 
-    # 4. The run directory, with what this run is made from.
-    run = open_run_directory(config, job.process_id)
-    runtime.setup_logging(job.process_id, run.log(job.process_id))
+    # 3. The run directory, with what this run is made from.
+    directory = open_run_directory(config, job.process_id)
+    program.setup_logging(job.process_id, directory.log(job.process_id))
+    program.on_start(directory)
     if job.num_processes > 1:
         log.info("%s, attempt %d\n%s", job.source, job.attempt, job.table())
     config_text = write_toml(config)
     if audit is not None:
         log.info("%s", audit.line())
-    for change in run.write_config(config_text):
+    for change in directory.write_config(config_text):
         log.warning("settings changed since this run started: %s", change)
-    run.write_environment(environment())
+    directory.write_environment(environment())
 
-    # 5. The newest checkpoint or a new state, and then the loop.
+    # 4. The newest checkpoint or a new state, and then the loop.
     with Session(
         parts,
         data,
-        run,
+        directory,
         job,
         config_text,
         budget=budget,
         preemption=preemption,
-        asked_to_trace=traces.take,
+        asked_to_trace=asked_to_trace,
+        on_record=program.on_record,
     ) as session:
         return train(session)
 
 
-def start_devices(config: RunConfig, stop: runtime.Preemption) -> runtime.Job:
+def start_devices(config: RunConfig, stop: runtime.Preemption, program: Program) -> runtime.Job:
     """Choose and start the devices, in the order in which each choice is still possible."""
     from jaxdist.core.settings import to_table
     from jaxdist.run.run_directory import flatten
@@ -94,7 +111,7 @@ def start_devices(config: RunConfig, stop: runtime.Preemption) -> runtime.Job:
     # How a process joins is its own affair; all else must be the same, or steps would not be.
     same = {k: str(v) for k, v in flatten(to_table(config)).items() if not k.startswith("runtime.")}
     job = runtime.join(config.runtime, same=same, stop=stop)
-    runtime.setup_logging(job.process_id)
+    program.setup_logging(job.process_id)
     return job
 
 

@@ -1,5 +1,7 @@
 """Small decoders of every family, and how a test reads logits from a `Model` record."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -42,6 +44,13 @@ FAMILIES = {
         tie_embeddings=True,
     ),
 }
+
+VARIANTS = {
+    "llama_biases": DecoderConfig(**SIZES, num_kv_heads=2, bias=["qkv", "out", "mlp"]),
+    "llama_mlp_bias": DecoderConfig(**SIZES, bias=["mlp"], tie_embeddings=True),
+    "gpt2_untied": dataclasses.replace(FAMILIES["gpt2"], tie_embeddings=False),
+}
+"""Models of these families that are seldom met."""
 
 
 def scan_layers(block, layers, x, aux, context):

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 from commands import environment
-from decoders import FAMILIES, logits_of, random_tokens
+from decoders import FAMILIES, VARIANTS, logits_of, random_tokens
 from hf_models import write_model, write_tokenizer
 from refusals import missing, refused
 
@@ -94,17 +94,47 @@ def test_there_and_back_every_tensor_has_the_same_bits(theirs, converted, tmp_pa
     np.testing.assert_array_equal(again, expected)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", VARIANTS)
+def test_seldom_met_models_equal_transformers_both_ways(name, tmp_path):
+    torch = pytest.importorskip("torch", reason="needs the reference extra (torch)")
+    pytest.importorskip("transformers", reason="needs the reference extra")
+    from test_huggingface import joined
+    from test_model_families import reference_of
+
+    reference = reference_of(name, VARIANTS[name])
+    reference.save_pretrained(tmp_path)
+    tokens = random_tokens(2, SEQ)
+    with torch.no_grad():
+        expected = reference(torch.from_numpy(tokens).long()).logits.numpy()
+    config = read_config(json.loads((tmp_path / "config.json").read_text()))
+    assert config == VARIANTS[name]
+    params: dict = {}
+    for path, values in joined(tmp_path).items():
+        *outer, leaf = path.removeprefix("params/").split("/")
+        inner = params
+        for key in outer:
+            inner = inner.setdefault(key, {})
+        inner[leaf] = values
+    ours = logits_of(build(config, seq_len=SEQ), params, {"tokens": tokens})
+    np.testing.assert_allclose(ours, expected, atol=TOLERANCE, rtol=0)
+    stored = safetensors.open_all(tmp_path)
+    for piece in pieces(config, family_of(config)):
+        theirs = [stored[source].read() for source in piece.theirs]
+        for back, tensor in zip(piece.split(piece.join(theirs)), theirs, strict=True):
+            np.testing.assert_array_equal(back, tensor)
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, *VARIANTS])
 def test_configs_survive_the_way_there_and_back(name):
-    config = FAMILIES[name]
+    config = {**FAMILIES, **VARIANTS}[name]
     assert read_config(write_config(config, "float32")) == config
     assert write_config(config, "float32")["model_type"] == family_of(config)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [*FAMILIES, *VARIANTS])
 def test_pieces_cover_every_array_and_split_what_they_join(name):
     """Without transformers: random arrays of ours, split into theirs and joined again."""
-    config = FAMILIES[name]
+    config = {**FAMILIES, **VARIANTS}[name]
     shapes = jax.eval_shape(build(config, seq_len=SEQ).init, jax.random.key(0))
     ours = {
         "params/" + "/".join(key.key for key in path): leaf.shape
@@ -203,7 +233,7 @@ WRONG = {
     "family": (lambda p: change(p, model_type="mamba"), "model_type='mamba' is not supported"),
     "rope": (lambda p: change(p, rope_scaling={"type": "longrope"}), 'rope_type="longrope"'),
     "activation": (lambda p: change(p, hidden_act="gelu"), 'hidden_act="gelu"'),
-    "bias": (lambda p: change(p, attention_bias=True), "attention_bias=true"),
+    "bias": (lambda p: change(p, attention_bias=True), "self_attn.o_proj.bias"),
     "layers": (lambda p: change(p, num_hidden_layers=3), "model.layers.2.input_layernorm"),
     "fewer_layers": (lambda p: change(p, num_hidden_layers=1), "has no place in the model"),
     "no_config": (lambda p: (p / "config.json").unlink(), "config.json cannot be read"),

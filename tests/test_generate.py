@@ -10,9 +10,10 @@ from decoders import FAMILIES, logits_of, random_params, random_tokens
 
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.sharding import Layout
-from jaxdist.generate import GenerateConfig, Writer, _print, _prompt_problems
+from jaxdist.generate import GenerateConfig, _print
 from jaxdist.models import build
 from jaxdist.run.decoding import Decoder, Sampling, sample_tokens
+from jaxdist.run.text_generation import Writer, prompt_problems
 
 ROWS = 20_000
 """Draws of one call: a share of p has a standard error of sqrt(p (1 - p) / ROWS) ≤ 0.0035."""
@@ -125,7 +126,7 @@ def test_rows_are_cut_each_by_its_own_probabilities():
 
 
 def test_prompts_fill_the_positions_of_the_model_and_no_more():
-    found = [len(_prompt_problems(np.arange(length), 16, 4)) for length in (12, 3, 13, 0)]
+    found = [len(prompt_problems(np.arange(length), 16, 4)) for length in (12, 3, 13, 0)]
     assert found == [0, 0, 1, 1]
 
 
@@ -155,7 +156,8 @@ class Scripted:
 
 
 def printed(steps, prompts, capsys) -> str:
-    writer = Writer(GenerateConfig(run="none"), Scripted(steps), Utf8(), None)
+    writer = Writer(GenerateConfig(run="none"), Utf8(), max_len=16)
+    writer.decoder = Scripted(steps)
     _print(writer, [{"prompt": prompt} for prompt in prompts], prompts, batch_size=8)
     return capsys.readouterr().out
 

@@ -381,11 +381,12 @@ GPT2 = write_config(FAMILIES["gpt2"], "float32")
         "unscaled attention": (GPT2, {"scale_attn_weights": False}, "scale_attn_weights=false"),
         "scaled by layer": (GPT2, {"scale_attn_by_inverse_layer_idx": True}, "inverse_layer_idx"),
         "exact gelu": (GPT2, {"activation_function": "gelu"}, 'activation_function="gelu"'),
-        "untied": (GPT2, {"tie_word_embeddings": False}, "tie_word_embeddings=false"),
         "no key of anyone": (LLAMA, {"residual_multiplier": 0.5}, "residual_multiplier=0.5"),
         "quantised": (LLAMA, {"quantization_config": {"bits": 4}}, "quantization_config"),
         "code of its own": (LLAMA, {"auto_map": {"AutoModel": "x"}}, "auto_map"),
-        "biases": (LLAMA, {"attention_bias": True, "mlp_bias": True}, "mlp_bias=true"),
+        "biases": (
+            {**LLAMA, "model_type": "qwen3"}, {"attention_bias": True}, "attention_bias=true"),
+        "biases as text": (LLAMA, {"mlp_bias": "yes"}, 'mlp_bias="yes"'),
         "another family's window": (LLAMA, {"sliding_window": 64}, "sliding_window"),
         "windows in some layers": (
             LLAMA, {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),

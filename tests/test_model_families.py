@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from decoders import FAMILIES, logits_of, random_tokens, scan_layers
+from decoders import FAMILIES, VARIANTS, logits_of, random_tokens, scan_layers
 
 from jaxdist.core.attention import make_attend
 from jaxdist.core.losses import Vocabulary, token_cross_entropy
@@ -30,7 +30,7 @@ def reference_of(name, config):
     """The Hugging Face model of a config, every weight random."""
     common = dict(vocab_size=config.vocab_size, tie_word_embeddings=config.tie_embeddings)
     common |= dict(pad_token_id=None, bos_token_id=None, eos_token_id=None)
-    if name == "gpt2":
+    if name.startswith("gpt2"):
         reference = transformers.GPT2Config(
             n_positions=config.max_seq_len,
             n_embd=config.d_model,
@@ -60,7 +60,10 @@ def reference_of(name, config):
             common["sliding_window"] = config.sliding_window
         if name == "qwen3":
             common["head_dim"] = config.head_dim
+        if name.startswith("llama_"):
+            common |= dict(attention_bias="out" in config.bias, mlp_bias="mlp" in config.bias)
         kinds = {
+            **{name: transformers.LlamaConfig for name in VARIANTS},
             "llama2": transformers.LlamaConfig,
             "llama3.1": transformers.LlamaConfig,
             "mistral": transformers.MistralConfig,

@@ -23,7 +23,7 @@ from jaxdist.core.settings.schema import fields_of, kinds_of, types_of
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
-OTHER_PACKAGES = {"xprof"}
+OTHER_PACKAGES = {"pandas", "xprof"}
 """On PyPI, and not ours to install: named where a person may want it."""
 
 FOREIGN_FLAGS = {

@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from jaxdist.checkpoint.config import CheckpointConfig
 from jaxdist.config.run_config import RunConfig
@@ -39,14 +40,21 @@ of models of 1 to 70 billion parameters use (1e-5 to 3e-5); a new model's rate w
 
 
 def read_run(
-    argv: Sequence[str], *, command: str, summary: str = "", check_rules: bool = True
+    argv: Sequence[str],
+    *,
+    command: str,
+    summary: str = "",
+    check_rules: bool = True,
+    base: RunConfig | None = None,
+    values: Mapping[str, Any] | None = None,
 ) -> RunConfig:
     """A run's settings from `--config FILE.toml` and flags; see `read_settings`.
 
     With `--resume PATH` or `--replay PATH:STEP` the settings of that run are the defaults, so that
     only what differs needs a flag. With `--init-from DIR` of Hugging Face the model's sizes and
     tokenizer are, and with `--debug` those of a tiny run. A token folder among the sources brings
-    its tokenizer and the size of its vocabulary.
+    its tokenizer and the size of its vocabulary. A Python program gives `values`, and `base` to
+    start from instead of all of these.
     """
     return read_settings(
         RunConfig,
@@ -54,8 +62,9 @@ def read_run(
         command=command,
         summary=summary,
         aliases=ALIASES,
-        base=_base_of,
+        base=_base_of if base is None else base,
         check_rules=check_rules,
+        values=values,
     )
 
 

@@ -34,6 +34,9 @@ _NAMED = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _NEEDED = {"text": ("tokens", "targets", "weights"), "images": ("images", "labels", "weights")}
 _SHARD = ("shard_index", "num_shards")
 
+GIVEN_ROWS = "python:rows"
+"""The source of a run whose rows a Python program gave as an object."""
+
 
 def is_custom(source: str) -> bool:
     """Whether a source names a function and not a file."""
@@ -97,11 +100,12 @@ class CustomRows:
 
 
 def open_custom(
-    source: str, *, seq_len: int, seed: int, num_threads: int
+    source: str, *, seq_len: int, seed: int, num_threads: int, given: Any = None
 ) -> tuple[CustomRows | Callable[[int, int], Any], CustomRows | None, bool]:
     """Call the user's function; the current directory is importable, as for a script.
 
-    `num_threads` read rows by number; a stream has threads of its own.
+    `num_threads` read rows by number; a stream has threads of its own. `given` is what a Python
+    program gives in the function's place: another function, or the rows.
 
     Returns:
         What to train on, rows or how to open a stream: (shard_index, num_shards) -> IterDataset;
@@ -112,7 +116,10 @@ def open_custom(
     """
     import grain
 
-    factory = _function(source)
+    if given is None:
+        factory = _function(source)
+    else:
+        factory = given if callable(given) else lambda *, seq_len, seed: given
     divides = set(_SHARD) <= inspect.signature(factory).parameters.keys()
 
     def call(shard_index: int, num_shards: int) -> tuple[Any, Any]:
@@ -135,6 +142,11 @@ def open_custom(
 
 
 def _function(source: str) -> Callable[..., Any]:
+    if source == GIVEN_ROWS:
+        raise ConfigError(
+            "data.sources: the rows of this run were given as a Python object, which no file "
+            "holds. Give them again: jaxdist.open(RUN, data=ROWS)."
+        )
     module, _, function = source.partition(":")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())

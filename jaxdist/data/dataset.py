@@ -120,11 +120,12 @@ TrainData: TypeAlias = Dataset | StreamDataset
 
 
 def open_datasets(
-    config: DataConfig, *, seq_len: int, seed: int = 0
+    config: DataConfig, *, seq_len: int, seed: int = 0, given: Any = None
 ) -> tuple[TrainData, Dataset | None]:
     """Open the sources: what to train on and what is held out, without a common row.
 
-    `seed` is given to a source of the user's own; rows of files do not depend on it.
+    `seed` is given to a source of the user's own; rows of files do not depend on it. `given` is
+    what a Python program gives in place of the function that the source names.
 
     Raises:
         ConfigError: rules broken, or files that cannot be read as what they are said to be.
@@ -132,7 +133,7 @@ def open_datasets(
     if problems := problems_of(config, "data"):
         raise ConfigError(problems)
     if any(is_custom(source) for source in config.sources):
-        return _open_custom(config, seq_len, seed)
+        return _open_custom(config, seq_len, seed, given)
     images = [is_cifar(source) for source in config.sources]
     if all(images):
         return _open_images(config)
@@ -281,7 +282,9 @@ def _open_images(config: DataConfig) -> tuple[Dataset, Dataset | None]:
     return train, dataset(held) if held else None
 
 
-def _open_custom(config: DataConfig, seq_len: int, seed: int) -> tuple[TrainData, Dataset | None]:
+def _open_custom(
+    config: DataConfig, seq_len: int, seed: int, given: Any
+) -> tuple[TrainData, Dataset | None]:
     source = config.sources[0]
     if len(config.sources) > 1 or config.eval_sources:
         raise ConfigError(
@@ -289,7 +292,7 @@ def _open_custom(config: DataConfig, seq_len: int, seed: int) -> tuple[TrainData
             f"stands alone. Mix inside {source!r} and return what to evaluate on from there."
         )
     opened, held_rows, divides = open_custom(
-        source, seq_len=seq_len, seed=seed, num_threads=config.num_threads
+        source, seq_len=seq_len, seed=seed, num_threads=config.num_threads, given=given
     )
     tokenizer = load_tokenizer(config.tokenizer, config.eos_token)
 

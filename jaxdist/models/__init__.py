@@ -12,6 +12,9 @@ import sys
 from jaxdist.core.types import ConfigError, Model
 from jaxdist.models.configs import CnnConfig, CustomConfig, DecoderConfig, ModelConfig
 
+GIVEN_MODEL = "python:model"
+"""The factory of a run whose model a Python program gave as an object."""
+
 
 def build(config: ModelConfig, *, seq_len: int) -> Model:
     """The `Model` of a config; imports Flax, starts no device.
@@ -40,6 +43,11 @@ def _build_custom(config: CustomConfig, *, seq_len: int) -> Model:
     Raises:
         ConfigError: the module or function is not there, or the result is not a `Model`.
     """
+    if config.factory == GIVEN_MODEL:
+        raise ConfigError(
+            "model.factory: the model of this run was given as a Python object, which no file "
+            "holds. Give it again: jaxdist.open(RUN, model=MODEL)."
+        )
     module_name, _, function_name = config.factory.partition(":")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from jaxdist.config import RunConfig
 from jaxdist.config.command_line import ALIASES
@@ -88,17 +89,25 @@ class PlanConfig(RunConfig):
         return found
 
 
-def read_plan(argv: Sequence[str], summary: str = "") -> tuple[PlanConfig, str]:
+def read_plan(
+    argv: Sequence[str], summary: str = "", values: Mapping[str, Any] | None = None
+) -> tuple[PlanConfig, str]:
     """The question, and the mesh that flags ask for ("" = find one).
 
     A mesh in a config file belongs to the machine of that file: here it is one of many. Data need
-    not exist.
+    not exist. `values` are what a Python program asks for.
 
     Raises:
         ConfigError: every problem of the settings.
     """
     config, origins = read_with_origins(
-        PlanConfig, argv, command=COMMAND, summary=summary, aliases=ALIASES, check_rules=False
+        PlanConfig,
+        argv,
+        command=COMMAND,
+        summary=summary,
+        aliases=ALIASES,
+        check_rules=False,
+        values=values,
     )
     elsewhere = dataclasses.replace(
         config.run,
@@ -114,7 +123,10 @@ def read_plan(argv: Sequence[str], summary: str = "") -> tuple[PlanConfig, str]:
     ]
     if problems:
         raise ConfigError(headed(COMMAND, problems))
-    asked = origins.get("mesh.shape", "").startswith("flag") and config.mesh.shape != "auto"
+    asked = (
+        origins.get("mesh.shape", "").startswith(("flag", "keyword"))
+        and config.mesh.shape != "auto"
+    )
     return config, config.mesh.shape if asked else ""
 
 

@@ -40,7 +40,7 @@ def replay(parts: Parts, dataset: TrainData) -> int:
     run, step = RunDirectory.existing(Path(folder).expanduser()), int(number)
     recorded = _recorded(run, step)
     anomaly = next((o for o in reversed(read_anomalies(run.anomalies)) if o.step == step), None)
-    state, loader = _before(parts, dataset, run, step, anomaly)
+    state, loader = state_before(parts, dataset, run, step, anomaly)
     batch, rows = next(loader), loader.rows(loader.first_sample)
     again = [_once(parts, state, batch) for _ in range(_TIMES)]
     following = _once(parts, state, next(loader))
@@ -92,10 +92,17 @@ def verdict(
     )
 
 
-def _before(
-    parts: Parts, dataset: TrainData, run: RunDirectory, step: int, anomaly: Anomaly | None
+def state_before(
+    parts: Parts,
+    dataset: TrainData,
+    run: RunDirectory,
+    step: int,
+    anomaly: Anomaly | None = None,
 ) -> tuple[TrainState, Loader]:
-    """The state and the loader as they were before the step."""
+    """The state and the loader as they were before a step, done again from the last checkpoint.
+
+    Nothing is written into the run directory. `anomaly` is what the run recorded of the step.
+    """
     config = parts.config
     checkpointer = Checkpointer(run.checkpoints, config.checkpoint, read_only=True)
     earlier = [done for done in checkpointer.steps() if done < step]

@@ -23,6 +23,7 @@ from jaxdist.plan.estimate.memory_check import Budget
 from jaxdist.run.compile_times import CompileTimes
 from jaxdist.run.evaluation_loop import evaluate
 from jaxdist.run.exit_reason import ExitReason
+from jaxdist.run.metrics_log import Record
 from jaxdist.run.monitoring.environment import versions
 from jaxdist.run.monitoring.monitor import Monitor
 from jaxdist.run.monitoring.timers import StepTimer
@@ -87,6 +88,7 @@ class Session:
         budget: Budget | None,
         preemption: runtime.Preemption,
         asked_to_trace: Callable[[], bool],
+        on_record: Callable[[Record], None] = lambda record: None,
     ) -> None:
         self.parts, self.run, self.config_text = parts, run, config_text
         (self.train_data, self.eval_data), self.config = data, parts.config
@@ -115,8 +117,10 @@ class Session:
                     devices=jax.devices(),
                     config_text=config_text,
                     asked_to_trace=asked_to_trace,
+                    on_record=on_record,
                 )
             )
+            preemption.on_abort = lambda: self.monitor.abort("a second Ctrl-C, unsaved")
             announce(parts, self.train_data, self.monitor, budget)
             self._stack = stack.pop_all()
         # On CPU devices a dispatch waits for the step before it.
@@ -262,8 +266,10 @@ class Session:
     # -- the end -----------------------------------------------------------------------------------
 
     def leave(self) -> int:
-        """Commit a checkpoint; returns the exit code that asks for a restart."""
+        """Commit a checkpoint; returns the exit code, which asks for a restart after a signal."""
         self.save({}, force=True)
+        if self.preemption.requested:
+            return self._end(ExitReason.STOPPED_BY_CALLBACK, runtime.EXIT_OK, [])
         again = [f"python -m jaxdist.train --resume {shlex.quote(str(self.run.path))}"]
         return self._end(ExitReason.PREEMPTED, runtime.EXIT_PREEMPTED, again)
 

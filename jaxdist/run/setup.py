@@ -195,16 +195,19 @@ def assemble(
     devices: Sequence[Any],
     needs_of: Callable[[RunConfig, Sequence[Any], Model], Needs | None] | None = None,
     host_of: Mapping[int, str] | None = None,
+    *,
+    model: Model | None = None,
 ) -> Parts:
     """Build the parts of a run for all devices of the job.
 
     `needs_of` estimates memory, by which the default mesh is chosen. `host_of` names the host of
-    each process; None = each has its own.
+    each process; None = each has its own. `model` stands in the place of the one that the settings
+    name.
 
     Raises:
         ConfigError: every rule that the mesh breaks, with legal meshes nearby.
     """
-    model = config.build_model()
+    model = config.build_model() if model is None else model
     asked = config
     config, devices = _fit_devices(asked, devices, model)
     spec, reason = config.choose_mesh(

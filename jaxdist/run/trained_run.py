@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -12,17 +13,23 @@ from jaxdist import runtime
 from jaxdist.checkpoint import Checkpointer
 from jaxdist.config import stored_run
 from jaxdist.core.mesh import MeshSpec
-from jaxdist.core.types import ConfigError, Params
-from jaxdist.run.setup import Parts, assemble
+from jaxdist.core.types import ConfigError, Model, Params
+from jaxdist.data import Dataset, open_datasets
+from jaxdist.run.evaluation_loop import evaluate
+from jaxdist.run.setup import Parts, assemble, check_data_fits
 from jaxdist.runtime.storage import Location, locate
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainedRun:
-    """A run opened for reading: its directory, and its parts on this machine's devices."""
+    """A run opened for reading: its directory, and its parts on this machine's devices.
+
+    `rows` are what a program gives in place of the function in `data.sources`.
+    """
 
     path: Location
     parts: Parts
+    rows: Any = None
 
     def params(self, step: int | None = None) -> tuple[Params, int]:
         """Parameters of a checkpoint, sharded as in training, and its step; None: the newest valid.
@@ -49,14 +56,53 @@ class TrainedRun:
         target = self.parts.abstract_state().params
         return checkpointer.restore_params(target, chosen), chosen
 
+    def open_held_out(self, sources: list[str] | None = None) -> Dataset:
+        """All rows of the named sources; None or [] = the rows that the run held out.
+
+        Raises:
+            ConfigError: nothing was held out, or the rows do not fit the model.
+        """
+        config = self.parts.config
+        data = dataclasses.replace(config.data, eval_sources=sources or config.data.eval_sources)
+        _, held_out = open_datasets(
+            data, seq_len=config.train.seq_len, seed=config.seed, given=self.rows
+        )
+        if held_out is None:
+            raise ConfigError(
+                "the run held nothing out (data.eval_fraction=0 and no eval_sources). "
+                "Name data with --sources=PATH."
+            )
+        check_data_fits(self.parts, held_out)
+        return held_out
+
+    def evaluate(
+        self, params: Params, dataset: Dataset, *, max_batches: int = 0
+    ) -> dict[str, float]:
+        """As `evaluation_loop.evaluate`, for the parameters of a checkpoint."""
+        return evaluate(
+            self.parts.step,
+            params,
+            dataset,
+            global_batch_size=self.parts.config.train.global_batch_size,
+            unit=self.parts.model.unit,
+            max_batches=max_batches,
+        )
+
 
 def open_run(
-    path: str, *, mesh: str = "auto", simulate: int = 0, train: Mapping[str, Any] | None = None
+    path: str | os.PathLike[str],
+    *,
+    mesh: str = "auto",
+    simulate: int = 0,
+    train: Mapping[str, Any] | None = None,
+    model: Callable[[int], Model] | None = None,
+    rows: Any = None,
 ) -> TrainedRun:
     """Open a run for evaluation or generation on another mesh, device count or machine.
 
     `path` may be a checkpoint inside the run; mesh "auto" is one device; `simulate=0` means the
-    machine's own devices; `train` replaces settings of that section.
+    machine's own devices; `train` replaces settings of that section; `model` and `rows` are as of
+    `Program`.
 
     Raises:
         ConfigError: no run is there, its settings cannot be read, or the mesh is not legal.
@@ -74,7 +120,8 @@ def open_run(
         mesh=dataclasses.replace(config.mesh, shape=str(spec) if spec else "dp=1", reason=""),
         train=dataclasses.replace(config.train, num_microbatches=0, **(train or {})),
     )
-    return TrainedRun(path=run, parts=assemble(config, devices))
+    given = model(config.train.seq_len) if model is not None else None
+    return TrainedRun(path=run, parts=assemble(config, devices, model=given), rows=rows)
 
 
 def _run_of(path: Location) -> Location:

@@ -23,5 +23,5 @@ from jaxdist.runtime.entry_point import (
     is_consequence,
     run_command,
 )
-from jaxdist.runtime.logs import setup_logging
+from jaxdist.runtime.logs import close_logs, setup_logging
 from jaxdist.runtime.signals import NOTICES, Preemption, TraceRequests

@@ -45,23 +45,26 @@ class _File(logging.FileHandler):
 
 
 def setup_logging(
-    process_id: int = 0, log_file: str | os.PathLike[str] | None = None
+    process_id: int = 0,
+    log_file: str | os.PathLike[str] | None = None,
+    *,
+    console_level: int = logging.INFO,
+    owns_stdout: bool = True,
 ) -> logging.Logger:
     """Point the logger `jaxdist` at the console (process 0 only) and at this process's file.
 
     Calling it again replaces what an earlier call set. With a file, what C code writes to stdout
-    (gloo, NCCL) goes to the file too: the console holds only our own lines.
+    (gloo, NCCL) goes to the file too: the console holds only our own lines. A program that only
+    calls us owns its stdout itself (`owns_stdout=False`), and nothing of it is moved.
     """
-    logger = logging.getLogger("jaxdist")
+    logger = close_logs()
     logger.setLevel(logging.INFO)
     logger.propagate = False
-    for handler in list(logger.handlers):
-        logger.removeHandler(handler)
-        handler.close()
     if log_file is not None:
         path = locate(log_file)
         path.parent.make_directory()
-        divert_c_stdout(path)
+        if owns_stdout:
+            divert_c_stdout(path)
         to_file = _File(path)
         to_file.setFormatter(
             logging.Formatter(f"%(asctime)s p{process_id} %(levelname)s %(message)s")
@@ -70,7 +73,18 @@ def setup_logging(
     if process_id == 0:
         console = logging.StreamHandler(sys.stdout)
         console.setFormatter(_Console("%(message)s"))
+        console.setLevel(console_level)
         logger.addHandler(console)
+    return logger
+
+
+def close_logs() -> logging.Logger:
+    """Undo `setup_logging`, but for what it moved out of stdout's way."""
+    logger = logging.getLogger("jaxdist")
+    for handler in list(logger.handlers):
+        logger.removeHandler(handler)
+        handler.close()
+    logger.propagate = True
     return logger
 
 

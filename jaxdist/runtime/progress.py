@@ -1,16 +1,19 @@
-"""Long waits say what they wait for: a bar on a terminal, a log line each half minute elsewhere.
+"""Long waits say what they wait for: a bar for a person, a log line each half minute elsewhere.
 
-Only process 0 shows bars; every process has lines in its own log.
+A person looks at a terminal or a notebook. Only process 0 shows bars; every process has lines in
+its own log.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import logging
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 from tqdm import tqdm
 
@@ -26,6 +29,32 @@ SHORT_S = 1.0
 """Seconds that a person waits without asking why."""
 
 
+def has_watcher() -> bool:
+    """Whether a person looks on, at a terminal or a notebook, and this process may show bars."""
+    return (sys.stderr.isatty() or _is_notebook()) and process_place()[0] == 0
+
+
+def make_bar(*, disable: bool | None = None, **options: Any) -> Any:
+    """A bar of tqdm for a terminal or a notebook; `disable=None` shows it where a person looks on.
+
+    A notebook without ipywidgets gets the bar of a terminal.
+    """
+    kind: Any = tqdm
+    if _is_notebook() and importlib.util.find_spec("ipywidgets") is not None:
+        from tqdm.notebook import tqdm_notebook
+
+        kind = tqdm_notebook
+    disable = not has_watcher() if disable is None else disable
+    return kind(dynamic_ncols=True, disable=disable, **options)
+
+
+def _is_notebook() -> bool:
+    """Whether a Jupyter kernel runs this process; one in a terminal is a terminal."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    return shell is not None and "IPKernelApp" in shell.config
+
+
 class Progress:
     """How far work of `total` units ("B", "batches"; 0 = not known) is; a context manager."""
 
@@ -33,16 +62,8 @@ class Progress:
         self._what, self._total, self._unit = what, total, unit
         self._done = 0
         self._begun = self._said = time.monotonic()
-        shown = sys.stderr.isatty() and process_place()[0] == 0
-        self._bar = tqdm(
-            total=total or None,
-            desc=what,
-            unit=unit,
-            unit_scale=True,
-            delay=SHORT_S,
-            leave=False,
-            dynamic_ncols=True,
-            disable=not shown,
+        self._bar = make_bar(
+            total=total or None, desc=what, unit=unit, unit_scale=True, delay=SHORT_S, leave=False
         )
 
     def reach(self, done: int) -> None:

@@ -26,7 +26,13 @@ from jaxdist.core.settings.schema import (
     read_value,
     types_of,
 )
-from jaxdist.core.settings.sources import Given, flatten, read_file, split_arguments
+from jaxdist.core.settings.sources import (
+    Given,
+    flatten,
+    given_by_program,
+    read_file,
+    split_arguments,
+)
 
 T = TypeVar("T")
 
@@ -50,6 +56,7 @@ def read_with_origins(
     rest: str = "",
     base: T | Callable[[GivenValues], T | None] | None = None,
     check_rules: bool = True,
+    values: Mapping[str, Any] | None = None,
 ) -> tuple[T, dict[str, str]]:
     """Read the settings of a command, and where each that was given came from ("flag --steps").
 
@@ -67,6 +74,7 @@ def read_with_origins(
         base: where to start from instead of the defaults (a stored run's settings), or a function
             of what was given that finds it, or None for the defaults.
         check_rules: also ask for rules and bounds, and not only whether each value has its type.
+        values: what a Python program asks for, which comes last; see `given_by_program`.
 
     Raises:
         ConfigError: a heading, then every problem on one line each.
@@ -84,7 +92,7 @@ def read_with_origins(
     givens, problems = _gather(arguments.files)
     words, more = _positional_values(cls, arguments.positional, positional)
     after, even_more = _values_after_dashes(arguments.rest, rest)
-    givens += [*words, *arguments.flags, *after]
+    givens += [*words, *arguments.flags, *after, *given_by_program(values or {}, aliases)]
     if callable(base):
         try:
             base = base({".".join(given.path): given.raw for given in givens})
@@ -93,6 +101,7 @@ def read_with_origins(
         except (OSError, ValueError) as error:  # a path that cannot be one: too long, or with NUL
             raise ConfigError(headed(command, [_no_path(error)])) from None
     hint = "What belongs to the program stands after --." if rest else "See --help."
+    hint = hint if values is None else "See docs/settings.md."
     reader = _Reader(cls, base, givens, aliases, hint)
     config = reader.read()
     problems += [*more, *even_more, *reader.problems]

@@ -1,8 +1,9 @@
-"""Where settings come from: a TOML file and flags, each value with its origin."""
+"""Where settings come from: a TOML file, flags and programs, each value with its origin."""
 
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +22,7 @@ class Given:
 
     Attributes:
         raw: what TOML read, or `FlagText`; None for a flag without a value.
-        origin: "flag --train.steps" or "run.toml line 12".
+        origin: "flag --train.steps", "run.toml line 12" or "keyword steps".
         section_origin: in a file, where the outermost section begins.
     """
 
@@ -82,6 +83,40 @@ def split_arguments(
         else:
             found.flags.append(Given(path, value, f"flag --{spelled}"))
     return found
+
+
+def given_by_program(values: Mapping[str, Any], aliases: Mapping[str, str]) -> list[Given]:
+    """Settings of a Python program: dotted names, short spellings or nested tables of them.
+
+    Args:
+        values: e.g. {"steps": 10, "optim.peak_lr": 1e-3, "train": {"seq_len": 64}}.
+        aliases: short spelling -> dotted name, for values that are no table.
+    """
+    givens: list[Given] = []
+
+    def walk(node: Mapping[str, Any], prefix: Path) -> None:
+        for name, value in node.items():
+            is_table = isinstance(value, Mapping)
+            known = aliases.get(name, name) if not prefix and not is_table else name
+            path = (*prefix, *known.split("."))
+            if is_table and value:
+                walk(value, path)
+            else:
+                givens.append(Given(path, _as_toml(value), f"keyword {path[0]}"))
+
+    walk(values, ())
+    return givens
+
+
+def _as_toml(value: Any) -> Any:
+    """A value of Python as TOML would give it: paths are texts, tuples are lists."""
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, tuple | list):
+        return [_as_toml(item) for item in value]
+    if getattr(value, "ndim", None) == 0:  # a scalar of numpy
+        return value.item()
+    return dict(value) if isinstance(value, Mapping) else value
 
 
 def read_file(file: str) -> tuple[dict[str, Any], list[str], str]:

@@ -40,6 +40,9 @@ _OPTIONAL = {
     "rope_parameters": dict,
     "tie_word_embeddings": bool,
 }
+_LLAMA_ONLY = {"attention_bias": bool, "mlp_bias": bool}
+"""Biases of all four products of attention, and of all three of the MLP."""
+
 _WORDS = {
     int: "a whole number above 0",
     float: "a number above 0",
@@ -92,7 +95,7 @@ def key_problems(theirs: Any, family: str) -> list[str]:
     needed = _GPT2 if family == "gpt2" else _LLAMA
     found = [f"{name} is missing." for name in needed if theirs.get(name) is None]
     for name, value in theirs.items():
-        kind = {**_OPTIONAL, **needed}.get(name)
+        kind = {**_OPTIONAL, **(_LLAMA_ONLY if family == "llama" else {}), **needed}.get(name)
         if value is None or name in _HARMLESS:
             continue
         if kind is not None:
@@ -110,8 +113,6 @@ def key_problems(theirs: Any, family: str) -> list[str]:
         elif value not in _ONLY[name]:
             only = " or ".join(map(_short, _ONLY[name]))
             found.append(f"{name}={_short(value)} is not supported for {family}: only {only} is.")
-    if family == "gpt2" and theirs.get("tie_word_embeddings") is False:
-        found.append("tie_word_embeddings=false is not supported for gpt2.")
     if family == "llama" and theirs.get("sliding_window"):
         found.append("sliding_window is no key of llama. Use model_type=mistral if it has one.")
     return found or _rope_problems(theirs)

@@ -208,17 +208,20 @@ def family_of(config: DecoderConfig) -> str:
         ConfigError: none can.
     """
     rotary = (config.positions, config.norm, config.activation) == ("rotary", "rms", "swiglu")
-    if rotary and set(config.bias) <= {"qkv"}:
-        if config.qk_norm and "qkv" not in config.bias and not config.sliding_window:
+    biases = set(config.bias)
+    if rotary and not config.sliding_window:
+        if config.qk_norm and not biases:
             return "qwen3"
-        if "qkv" in config.bias and not config.qk_norm and not config.sliding_window:
+        if biases == {"qkv"} and not config.qk_norm:
             return "qwen2"
-        if not config.qk_norm and "qkv" not in config.bias:
-            return "mistral" if config.sliding_window else "llama"
+        # Llama has biases on all four products of attention, or on none.
+        if not config.qk_norm and biases & {"qkv", "out"} in (set(), {"qkv", "out"}):
+            return "llama"
+    if rotary and config.sliding_window and not config.qk_norm and not biases:
+        return "mistral"
     learned = (config.positions, config.norm, config.activation) == ("learned", "layer", "gelu")
-    biases = set(config.bias) == {"qkv", "out", "mlp"}
     square = config.kv_heads == config.num_heads and not config.head_dim and not config.qk_norm
-    if learned and biases and square and config.tie_embeddings:
+    if learned and biases == {"qkv", "out", "mlp"} and square and not config.sliding_window:
         return "gpt2"
     raise ConfigError(
         "this combination of model settings is none of the families "
@@ -249,8 +252,10 @@ def write_config(config: DecoderConfig, dtype: str) -> dict[str, Any]:
         "head_dim": config.head_width,
         "rope_theta": config.rope_theta,
         "hidden_act": "silu",
-        "attention_bias": False,
+        "attention_bias": "out" in config.bias,
     }
+    if family == "llama":
+        theirs["mlp_bias"] = "mlp" in config.bias
     if config.rope_scaling:
         numbers = {name: value for name, value in config.rope_scaling.items() if name != "type"}
         theirs["rope_scaling"] = {"rope_type": config.rope_scaling["type"], **numbers}
@@ -276,13 +281,17 @@ def _read_llama(theirs: Mapping[str, Any], family: str) -> DecoderConfig:
     if kind == "yarn":  # as transformers reads a config without it
         scaling.setdefault("original_max_position_embeddings", theirs["max_position_embeddings"])
     width = theirs.get("head_dim") or theirs["hidden_size"] // heads
+    biases: list[Any] = ["qkv"] if family == "qwen2" else []
+    if family == "llama":
+        biases += ["qkv", "out"] if theirs.get("attention_bias") else []
+        biases += ["mlp"] if theirs.get("mlp_bias") else []
     return DecoderConfig(
         **{ours: theirs[name] for name, ours in _LLAMA_SIZES.items()},
         num_kv_heads=0 if kv_heads == heads else kv_heads,
         head_dim=0 if width * heads == theirs["hidden_size"] else width,
         rope_theta=float(rope["rope_theta"]),
         qk_norm=family == "qwen3",
-        bias=["qkv"] if family == "qwen2" else [],
+        bias=biases,
         tie_embeddings=bool(theirs.get("tie_word_embeddings", False)),
         sliding_window=(theirs.get("sliding_window") or 0) if family == "mistral" else 0,
         rope_scaling=scaling,
@@ -297,7 +306,7 @@ def _read_gpt2(theirs: Mapping[str, Any]) -> DecoderConfig:
         positions="learned",
         activation="gelu",
         bias=["qkv", "out", "mlp"],
-        tie_embeddings=True,
+        tie_embeddings=bool(theirs.get("tie_word_embeddings", True)),
     )
 
 
@@ -312,8 +321,7 @@ def _llama_pieces(config: DecoderConfig) -> Iterator[Piece]:
     yield _table(config, "model.embed_tokens.weight")
     yield Piece("params/head/norm/scale", None, (d,), (_same("model.norm.weight", d),))
     if not config.tie_embeddings:
-        head = _turned("lm_head.weight", config.vocab_size, d)
-        yield Piece("params/head/kernel", None, (d, config.padded_vocab), (head,))
+        yield _head(config)
     yield from of_layer("attention_norm/scale", (d,), _same("input_layernorm.weight", d))
     yield from of_layer("attention/qkv", *_qkv(config, "weight"))
     if "qkv" in config.bias:
@@ -324,6 +332,8 @@ def _llama_pieces(config: DecoderConfig) -> Iterator[Piece]:
             yield from of_layer(f"attention/{ours}/scale", (width,), scale)
     out = Source("self_attn.o_proj.weight", (d, heads * width), (d, heads, width), (1, 2, 0))
     yield from of_layer("attention/out", (heads, width, d), out)
+    if "out" in config.bias:
+        yield from of_layer("attention/out_bias", (d,), _same("self_attn.o_proj.bias", d))
     yield from of_layer("mlp_norm/scale", (d,), _same("post_attention_layernorm.weight", d))
     gates = (
         Source(f"mlp.{name}_proj.weight", (mlp, d), (mlp, d, 1), (1, 2, 0), dim=1, start=start)
@@ -331,6 +341,13 @@ def _llama_pieces(config: DecoderConfig) -> Iterator[Piece]:
     )
     yield from of_layer("mlp/up", (d, 2, mlp), *gates)
     yield from of_layer("mlp/down", (mlp, d), _turned("mlp.down_proj.weight", d, mlp))
+    if "mlp" in config.bias:
+        biases = (
+            Source(f"mlp.{name}_proj.bias", (mlp,), (1, mlp), (0, 1), start=start)
+            for start, name in enumerate(("gate", "up"))
+        )
+        yield from of_layer("mlp/up_bias", (2, mlp), *biases)
+        yield from of_layer("mlp/down_bias", (d,), _same("mlp.down_proj.bias", d))
 
 
 def _gpt2_pieces(config: DecoderConfig) -> Iterator[Piece]:
@@ -347,6 +364,8 @@ def _gpt2_pieces(config: DecoderConfig) -> Iterator[Piece]:
             yield Piece(f"params/layers/{ours}", layer, shape, (source,))
 
     yield _table(config, "transformer.wte.weight")
+    if not config.tie_embeddings:
+        yield _head(config)
     positions = _same("transformer.wpe.weight", config.max_seq_len, d)
     yield Piece("params/embed/positions", None, positions.shape, (positions,))
     for leaf, theirs in (("scale", "weight"), ("bias", "bias")):
@@ -384,6 +403,12 @@ def _table(config: DecoderConfig, name: str) -> Piece:
     """The embedding table, whose rows of padding exist only on our side."""
     source = _same(name, config.vocab_size, config.d_model)
     return Piece("params/embed/table", None, (config.padded_vocab, config.d_model), (source,))
+
+
+def _head(config: DecoderConfig) -> Piece:
+    """The output kernel of a model whose head is not the embedding table."""
+    source = _turned("lm_head.weight", config.vocab_size, config.d_model)
+    return Piece("params/head/kernel", None, (config.d_model, config.padded_vocab), (source,))
 
 
 def _qkv(config: DecoderConfig, leaf: str) -> tuple[Any, ...]:

@@ -11,7 +11,7 @@ from typing import Any
 from jaxdist.data.ledger import Link
 from jaxdist.plan.hardware import peak_flops
 from jaxdist.run.exit_reason import ExitReason
-from jaxdist.run.metrics_log import RecordWriter, read_records
+from jaxdist.run.metrics_log import Record, RecordWriter, read_records
 from jaxdist.run.monitoring import console
 from jaxdist.run.monitoring.alerts import Alerts
 from jaxdist.run.monitoring.config import MonitoringConfig
@@ -48,6 +48,7 @@ class Monitor:
         devices: all devices of the job; `jax.devices()` by default.
         config_text: the resolved config, shown in TensorBoard.
         asked_to_trace: whether a trace was asked for since the last call.
+        on_record: called with each train and eval record, on every process.
         clock: seconds since 1970, for the times of records.
     """
 
@@ -64,6 +65,7 @@ class Monitor:
         devices: Sequence[Any] | None = None,
         config_text: str = "",
         asked_to_trace: Callable[[], bool] = lambda: False,
+        on_record: Callable[[Record], None] = lambda record: None,
         clock: Callable[[], float] = time.time,
     ):
         import jax
@@ -91,7 +93,7 @@ class Monitor:
         self._gpu_stats = GpuStats(
             self._local_devices, os.environ, logger.info if run.is_writer else lambda line: None
         )
-        self._clock = clock
+        self._clock, self._on_record = clock, on_record
         self._begin = clock()
         self._steps_here = 0
         self._ended = False
@@ -186,6 +188,7 @@ class Monitor:
         self._alerts.processes(step)
         if ends:
             self.profiler.stop(step)
+        self._on_record(record)
         return values
 
     def eval(self, step: int, metrics: Mapping[str, Any]) -> dict[str, float]:
@@ -200,6 +203,7 @@ class Monitor:
             self._say(console.eval_line(record, total_steps=self.total_steps))
         if self._tensorboard is not None:
             self._tensorboard.scalars(step, {f"eval/{k}": v for k, v in values.items()})
+        self._on_record(record)
         return values
 
     def event(
@@ -317,6 +321,11 @@ class Monitor:
         self._say_block(console.closing_rows(summary, next_commands))
         return summary
 
+    def abort(self, why: str) -> None:
+        """Write summary.json of a run that ends at once; from any thread."""
+        if not self._ended:
+            self.summary(ExitReason.INTERRUPTED, error=why)
+
     def close(self) -> None:
         """Flush and close all sinks; a second call does nothing."""
         for sink in (self._prometheus, self._tensorboard, self._records):
@@ -332,8 +341,10 @@ class Monitor:
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         if error is not None and not self._ended:
             first_line = (str(error).splitlines() or [""])[0]
+            is_interrupt = isinstance(error, KeyboardInterrupt)
+            reason = ExitReason.INTERRUPTED if is_interrupt else ExitReason.ERROR
             try:
-                self.summary(ExitReason.ERROR, error=f"{type(error).__name__}: {first_line}"[:300])
+                self.summary(reason, error=f"{type(error).__name__}: {first_line}"[:300])
             except Exception as second:  # a full disk must not hide why the run failed
                 logger.warning("summary.json was not written: %s", second)
         self.close()

@@ -45,6 +45,16 @@ class Config:
 
 def run(config: Config) -> int:
     """Convert; prints what it made."""
+    print(export(config))
+    return 0
+
+
+def export(config: Config) -> str:
+    """Write the directory; returns a line about what was made.
+
+    Raises:
+        ConfigError: the run is no decoder's, has no such checkpoint, or `out` exists.
+    """
     stored = StoredArrays(checkpoint_of(config.src, config.step))
     settings = settings_of(config.src)
     model = settings.model
@@ -61,11 +71,10 @@ def run(config: Config) -> int:
         json.dumps(write_config(model, dtype.name) | ids, indent=2) + "\n"
     )
     total = sum(tensor.num_bytes for tensor in tensors.values())
-    print(
+    return (
         f"{family_of(model)}, {len(tensors)} tensors, {in_bytes(total)}, "
         f"{len(files)} file(s): {out}"
     )
-    return 0
 
 
 def _dtype(stored: StoredArrays, asked: str) -> np.dtype:

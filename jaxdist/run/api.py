@@ -1,0 +1,247 @@
+"""What a Python program calls: `jaxdist.train`, `jaxdist.open`, `jaxdist.plan`; see docs/python.md.
+
+Errors are exceptions: `ConfigError` with every problem of what was asked for, `Stopped` and
+`CorruptState` of the guards, and whatever a callback raises.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import inspect
+import logging
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, TypeAlias
+
+from jaxdist import runtime
+from jaxdist.config import RunConfig, read_run
+from jaxdist.config.command_line import ALIASES
+from jaxdist.core.settings import ConfigError
+from jaxdist.core.types import Model
+from jaxdist.data.custom import GIVEN_ROWS
+from jaxdist.models import GIVEN_MODEL
+from jaxdist.run.metrics_log import Record
+from jaxdist.run.program import Program
+from jaxdist.run.results import Run
+from jaxdist.run.run_directory import RunDirectory
+from jaxdist.runtime.progress import has_watcher, make_bar
+from jaxdist.train import run as run_training
+
+Callback: TypeAlias = Callable[[Record], bool | None]
+"""Called with each train and eval record of metrics.jsonl; True ends the run after a save."""
+
+Config: TypeAlias = "RunConfig | str | os.PathLike[str] | Mapping[str, Any] | None"
+"""Settings to begin with: a TOML file or the name of one that comes with the package, a table of
+settings, or a `RunConfig`; None = the defaults."""
+
+
+def train(
+    config: Config = None,
+    *,
+    model: Model | Callable[..., Model] | Mapping[str, Any] | str | None = None,
+    data: Any = None,
+    callbacks: Callback | Iterable[Callback] = (),
+    progress: bool | None = None,
+    **settings: Any,
+) -> Run:
+    """Train a model, as `python -m jaxdist.train` does.
+
+    Args:
+        config: settings to begin with.
+        model: a `Model`, a function that makes one (called with `seq_len`), or settings: a kind
+            ("cnn") or a table ({"d_model": 256}).
+        data: rows of your own (anything with len() and [index], a grain MapDataset or IterDataset,
+            a pair (to train on, to evaluate on), or a function that returns one of these), paths,
+            or a table of settings.
+        callbacks: each is called with each train and eval record, on every process.
+        progress: show a bar; None = where a person looks on, and log lines elsewhere.
+        settings: of the run: short flags (`steps=100`, `mesh="dp=2"`), tables
+            (`optim={"peak_lr": 1e-3}`) or dotted names (`**{"optim.peak_lr": 1e-3}`).
+
+    Returns:
+        The run, finished or stopped: see `Run.exit_reason`.
+
+    Raises:
+        ConfigError: every problem of what was asked for, before anything is compiled.
+        Stopped: the loss is bad, and the policy is to end the run.
+        KeyboardInterrupt: a second Ctrl-C; the first one saves, ends the run and returns.
+    """
+    config, values = _begin(config, settings)
+    make_model, rows = _objects(model, data, values)
+    run_config = _read("jaxdist.train", config, values)
+    if run_config.replay:
+        raise ConfigError("replay trains nothing. Use python -m jaxdist.train --replay RUN:STEP.")
+    callbacks = [callbacks] if callable(callbacks) else list(callbacks)
+    shows = has_watcher() if progress is None else progress
+    started: list[RunDirectory] = []
+    with contextlib.ExitStack() as stack:
+        stop = stack.enter_context(runtime.Preemption(in_program=True))
+        stack.callback(runtime.close_logs)
+        if shows:
+            callbacks.append(stack.enter_context(_bar(run_config.train.steps)))
+
+        def on_record(record: Record) -> None:
+            answers = [callback(record) for callback in callbacks]
+            if True in answers:
+                stop.request()
+
+        program = Program(
+            model=make_model,
+            rows=rows,
+            on_start=started.append,
+            on_record=on_record,
+            console_level=logging.WARNING if shows else logging.INFO,
+            owns_stdout=False,
+        )
+        run_training(run_config, program, stop, lambda: False)
+    return Run(started[0].path, model=make_model, rows=rows)
+
+
+def open(
+    path: str | os.PathLike[str],
+    *,
+    step: int | None = None,
+    mesh: str = "auto",
+    model: Model | Callable[..., Model] | None = None,
+    data: Any = None,
+) -> Run:
+    """Open a run directory, to look at its metrics and to use its weights.
+
+    Args:
+        path: of the run, or of one of its checkpoints.
+        step: of the checkpoint whose weights are used; None = the newest valid one.
+        mesh: devices that hold the weights, e.g. "tp=2"; "auto" = one device.
+        model: what was given to `train`, where that was an object.
+        data: likewise.
+
+    Raises:
+        ConfigError: there is no run.
+    """
+    make_model, rows = _objects(model, data, {})
+    return Run(path, step=step, mesh=mesh, model=make_model, rows=rows)
+
+
+def plan(gpus: str, config: Config = None, **settings: Any) -> list[dict[str, Any]]:
+    """Plan a run on GPUs that need not be here, as `python -m jaxdist.plan` does.
+
+    Args:
+        gpus: e.g. "h100:8", "h100:8x8" for 8 nodes of 8, or several after commas.
+        config: settings to begin with.
+        settings: of the run as for `train`, and of the plan (`tokens=1e12`, `compile=False`).
+
+    Returns:
+        One record for each cluster, as `--json` prints it: "fits", "mesh", "memory", "step",
+        "cost", "meshes" and more; sizes in bytes, times in seconds.
+
+    Raises:
+        ConfigError: every problem of the settings; no mesh is legal; GPUs that are not known.
+    """
+    from jaxdist.plan.advice import advise
+    from jaxdist.plan.json_record import record_of
+    from jaxdist.plan.options import clusters_of, known_gpus, read_plan
+    from jaxdist.plan.planner import make_plan
+
+    config, values = _begin(config, {"gpus": gpus, **settings})
+    if isinstance(config, RunConfig):
+        raise ConfigError("config of jaxdist.plan is a RunConfig. Give a TOML file or a table.")
+    question, mesh = read_plan(_file_flags(config), values=values)
+    plans = [make_plan(question, cluster, mesh) for cluster in clusters_of(question)]
+    known = known_gpus(question)
+    return [record_of(one, advise(one, question, known)) for one in plans]
+
+
+def _begin(config: Config, settings: Mapping[str, Any]) -> tuple[Config, dict[str, Any]]:
+    """A table of settings joins those given by keyword, which come after it."""
+    if isinstance(config, Mapping):
+        return None, {**_flat(config), **_flat(settings)}
+    return config, _flat(settings)
+
+
+def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Dotted name -> value; short spellings become the names that they stand for."""
+    flat: dict[str, Any] = {}
+    for name, value in table.items():
+        if isinstance(value, Mapping) and value:
+            flat |= _flat(value, f"{prefix}{name}.")
+        else:
+            flat[prefix + (name if prefix else ALIASES.get(name, name))] = value
+    return flat
+
+
+def _file_flags(config: Config) -> list[str]:
+    return [] if config is None else ["--config", os.fspath(config)]  # type: ignore[arg-type]
+
+
+def _read(command: str, config: Config, values: Mapping[str, Any]) -> RunConfig:
+    if isinstance(config, RunConfig):
+        return read_run([], command=command, base=config, values=values)
+    return read_run(_file_flags(config), command=command, values=values)
+
+
+def _objects(
+    model: Any, data: Any, values: dict[str, Any]
+) -> tuple[Callable[[int], Model] | None, Any]:
+    """What of model and data is an object; the rest joins the settings in `values`.
+
+    A function that can be imported is named in the settings, so that the run can be opened, and
+    goes on, without the program.
+
+    Returns:
+        The length of a row -> the model, or None; rows or a function that returns them, or None.
+    """
+    make_model = None
+    if isinstance(model, str | Mapping):
+        values |= _flat({"model": model})
+    elif model is not None:
+        name = _importable(model)
+        values |= {"model.kind": "custom", "model.factory": name or GIVEN_MODEL}
+        if isinstance(model, Model):
+            make_model = lambda seq_len: model
+        elif not name:
+            make_model = lambda seq_len: model(seq_len=seq_len)
+    if isinstance(data, Mapping):
+        values |= _flat({"data": data})
+        return make_model, None
+    if isinstance(data, str | os.PathLike) or (
+        isinstance(data, list) and all(isinstance(item, str | os.PathLike) for item in data)
+    ):
+        values["data.sources"] = data if isinstance(data, list) else [data]
+        return make_model, None
+    if data is None:
+        return make_model, None
+    name = _importable(data)
+    values["data.sources"] = [name or GIVEN_ROWS]
+    return make_model, None if name else data
+
+
+def _importable(thing: Any) -> str:
+    """module:function where another process can import it by that name; "" where not."""
+    module, name = getattr(thing, "__module__", ""), getattr(thing, "__qualname__", "")
+    if not inspect.isfunction(thing) or module == "__main__" or not name.isidentifier():
+        return ""
+    found = getattr(importlib.import_module(module), name, None)
+    return f"{module}:{name}" if found is thing else ""
+
+
+@contextlib.contextmanager
+def _bar(total_steps: int) -> Iterator[Callback]:
+    """A bar that follows the records of a run, with the newest losses and the rate."""
+    bar = make_bar(total=total_steps, desc="training", unit="step", disable=False)
+    shown: dict[str, str] = {}
+
+    def follow(record: Record) -> None:
+        step, is_train = record["step"], record["kind"] == "train"
+        if "loss" in record:
+            shown["loss" if is_train else "eval_loss"] = f"{record['loss']:.4f}"
+        bar.set_postfix(shown, refresh=False)
+        if is_train and not bar.n:
+            bar.initial = bar.n = step - 1  # of a resumed run
+        if is_train:
+            bar.update(step - bar.n)
+
+    with bar:
+        yield follow
+
+
+__all__ = ["Callback", "Run", "open", "plan", "train"]

@@ -1,0 +1,204 @@
+"""`Run`: what a program sees of a run directory, while it trains or long after."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias, overload
+
+from jaxdist.config import RunConfig, stored_run
+from jaxdist.core.settings import read_settings
+from jaxdist.core.types import Model, Params
+from jaxdist.run.metrics_log import current, decode, read_records
+from jaxdist.run.run_directory import RunDirectory
+from jaxdist.run.text_generation import make_decoder, open_writer
+from jaxdist.run.text_settings import TextSettings
+from jaxdist.run.trained_run import TrainedRun, open_run
+from jaxdist.runtime.storage import locate
+
+Messages: TypeAlias = Sequence[Mapping[str, str]]
+"""Turns of a conversation: {"role": "user", "content": "..."}."""
+
+
+class Run:
+    """A run directory: what the run measured, and its weights on this machine's devices.
+
+    Weights are read when they are first asked for.
+
+    Attributes:
+        path: the run directory.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        step: int | None = None,
+        mesh: str = "auto",
+        model: Callable[[int], Model] | None = None,
+        rows: Any = None,
+    ):
+        given = Path(path)
+        places = [given, given.parent, given.parent.parent]  # of a checkpoint: its run
+        self.path = next(
+            (place for place in places if (locate(place) / "config.toml").exists()), given
+        )
+        self._directory = RunDirectory.existing(self.path)
+        if step is None and self.path != given and given.name.isdecimal():
+            step = int(given.name)
+        self._step, self._mesh, self._model, self._rows = step, mesh, model, rows
+
+    def __repr__(self) -> str:
+        return f"<jaxdist.Run {self.path}: {self.exit_reason or 'no end'}, step {self.last_step}>"
+
+    @property
+    def config(self) -> RunConfig:
+        """The settings of the run."""
+        return stored_run(self.path / "config.toml")
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """summary.json of its newest end; {} while it runs, or where it was killed."""
+        file = self._directory.summary
+        return decode(file.text()) if file.exists() else {}
+
+    @property
+    def exit_reason(self) -> str:
+        """Why it ended: "finished", "preempted", "stopped_by_callback" ...; "" without an end."""
+        return str(self.summary.get("exit_reason", ""))
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """One record per step, oldest first: step, loss, grad_norm, learning_rate and rates.
+
+        Steps that a restart did again count once, as they came last.
+        """
+        return self._records("train")
+
+    @property
+    def evaluations(self) -> list[dict[str, Any]]:
+        """One record per evaluation while it trained, oldest first."""
+        return self._records("eval")
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        """Starts, saves, warnings and whatever else happened, oldest first."""
+        return self._records("event")
+
+    @property
+    def losses(self) -> list[float]:
+        """Training loss of each step, nats per token (per image)."""
+        return [record["loss"] for record in self.metrics]
+
+    @property
+    def last_step(self) -> int:
+        """Steps done."""
+        return max((record["step"] for record in self.metrics), default=0)
+
+    def dataframe(self) -> Any:
+        """`metrics` as a pandas DataFrame with the step as index.
+
+        Raises:
+            ImportError: pandas is not installed; `metrics` is the same as a list.
+        """
+        try:
+            import pandas
+        except ImportError as error:
+            raise ImportError("pandas is not installed: pip install pandas, or use .metrics") from (
+                error
+            )
+        return pandas.DataFrame(self.metrics).set_index("step")
+
+    @property
+    def params(self) -> Params:
+        """Parameters of the checkpoint: a tree of float32 arrays, layers stacked, on `mesh`.
+
+        Raises:
+            ConfigError: there is no such checkpoint.
+        """
+        return self._weights[0]
+
+    @property
+    def step(self) -> int:
+        """Step of the checkpoint whose weights are used."""
+        return self._weights[1]
+
+    @overload
+    def generate(self, prompts: str | Messages, **options: Any) -> str: ...
+    @overload
+    def generate(
+        self, prompts: Sequence[str] | Sequence[Messages], **options: Any
+    ) -> list[str]: ...
+    def generate(self, prompts: Any, **options: Any) -> Any:
+        """Continue texts, or answer conversations.
+
+        Args:
+            prompts: a text or several; or a conversation, [{"role", "content"}, ...], or several.
+            options: max_new_tokens, temperature, top_k, top_p, seed, stop_at_end, show_special, as
+                `python -m jaxdist.generate --help` explains them.
+
+        Returns:
+            What the model adds: one text for one prompt, a list for a list.
+
+        Raises:
+            ConfigError: a wrong option, an empty prompt, or one that outgrows the model.
+        """
+        settings = read_settings(TextSettings, [], command="Run.generate", values=options)
+        is_one = isinstance(prompts, str) or bool(prompts and isinstance(prompts[0], Mapping))
+        asked = [prompts] if is_one else list(prompts)
+        chat = bool(asked) and not isinstance(asked[0], str)
+        parts = self._opened.parts
+        writer = open_writer(parts, settings, chat=chat)
+        prepared = writer.encode([{"messages" if chat else "prompt": one} for one in asked])
+        if not prepared:
+            return []
+        writer.decoder = make_decoder(parts, self.params, settings)
+        texts = [text for text, _ in writer.write(prepared, stream=False)]
+        return texts[0] if is_one else texts
+
+    def evaluate(
+        self, sources: str | Sequence[str] = (), *, max_batches: int = 0
+    ) -> dict[str, float]:
+        """Loss and perplexity, or accuracy.
+
+        Args:
+            sources: data to evaluate on; none = the rows that the run held out.
+            max_batches: batches to evaluate, spread over the data; 0 = every row once.
+
+        Raises:
+            ConfigError: nothing was held out, or the data do not fit the model.
+        """
+        names = [sources] if isinstance(sources, str) else list(sources)
+        dataset = self._opened.open_held_out(names)
+        return self._opened.evaluate(self.params, dataset, max_batches=max_batches)
+
+    def export_hf(self, path: str | os.PathLike[str], *, dtype: str = "stored") -> Path:
+        """Write the weights as a new Hugging Face model directory; returns its path.
+
+        Args:
+            path: a directory that does not exist.
+            dtype: of the weights: "float32", "bfloat16", "float16"; "stored" = as they are.
+
+        Raises:
+            ConfigError: no decoder, no such checkpoint, or the directory exists.
+        """
+        from jaxdist.tools.convert import to_hf
+
+        step = -1 if self._step is None else self._step
+        values = {"src": str(self.path), "out": str(path), "step": step, "dtype": dtype}
+        to_hf.export(read_settings(to_hf.Config, [], command="export_hf", values=values))
+        return Path(path)
+
+    @functools.cached_property
+    def _opened(self) -> TrainedRun:
+        return open_run(self.path, mesh=self._mesh, model=self._model, rows=self._rows)
+
+    @functools.cached_property
+    def _weights(self) -> tuple[Params, int]:
+        return self._opened.params(self._step)
+
+    def _records(self, kind: str) -> list[dict[str, Any]]:
+        records = current(read_records(self._directory.metrics))
+        return [record for record in records if record["kind"] == kind]

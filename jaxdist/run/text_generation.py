@@ -1,0 +1,140 @@
+"""Text from a run's weights: prompts in, continuations out, for the command and for programs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxdist.core.types import ConfigError, Params
+from jaxdist.data import load_tokenizer
+from jaxdist.data.chat import BadRecord, ChatTemplate, load_template
+from jaxdist.data.tokenizer import Tokenizer
+from jaxdist.run.decoding import Decoder, Sampling
+from jaxdist.run.setup import Parts
+from jaxdist.run.text_settings import TextSettings
+
+
+class Writer:
+    """Continues texts, or answers conversations; see `open_writer`.
+
+    Args:
+        settings: how long and how daring the text is, and what of it is shown.
+        tokenizer: of the run.
+        template: of conversations, which knows what ends an answer; None for text.
+        max_len: positions that the model has.
+
+    Attributes:
+        decoder: the model with its weights; set it before `write`.
+    """
+
+    decoder: Decoder
+
+    def __init__(
+        self,
+        settings: TextSettings,
+        tokenizer: Tokenizer,
+        template: ChatTemplate | None = None,
+        *,
+        max_len: int,
+    ):
+        self._settings, self._max_len = settings, max_len
+        self._tokenizer, self._template = tokenizer, template
+        self._stop = (template or tokenizer).stop_ids if settings.stop_at_end else frozenset()
+
+    def encode(self, requests: Sequence[Mapping[str, Any]]) -> list[np.ndarray]:
+        """Token ids of each request, unsigned [length].
+
+        Args:
+            requests: {"prompt": text}, or {"messages": [...]} of a chat.
+
+        Raises:
+            ConfigError: every prompt that is empty or outgrows the model, or cannot be written.
+        """
+        prompts = [self._encode(request) for request in requests]
+        problems = [
+            f"prompt {number} {problem}"
+            for number, prompt in enumerate(prompts, 1)
+            for problem in prompt_problems(prompt, self._max_len, self._settings.max_new_tokens)
+        ]
+        if problems:
+            raise ConfigError(problems)
+        return prompts
+
+    def write(self, prompts: Sequence[np.ndarray], *, stream: bool) -> list[tuple[str, str]]:
+        """Text of each prompt's continuation, and why it ended: stop or length.
+
+        Args:
+            prompts: token ids, int [length] each.
+            stream: also print the text of the first prompt as it grows.
+        """
+        settings = self._settings
+        made: list[list[int]] = [[] for _ in prompts]
+        shown = 0
+        for tokens in self.decoder.tokens(
+            prompts, max_new_tokens=settings.max_new_tokens, stop=self._stop, seed=settings.seed
+        ):
+            for row, token in enumerate(tokens):
+                made[row] += [] if token is None else [token]
+            if stream:
+                # The last character may be half of one that the next token completes.
+                whole = self._text(made[0]).rstrip("\ufffd")
+                print(whole[shown:], end="", flush=True)
+                shown = max(shown, len(whole))
+        if stream:
+            print(self._text(made[0])[shown:])
+        ended = ["stop" if row and row[-1] in self._stop else "length" for row in made]
+        return [(self._text(row), why) for row, why in zip(made, ended, strict=True)]
+
+    def _encode(self, request: Mapping[str, Any]) -> np.ndarray:
+        if self._template is None:
+            return self._tokenizer.encode(request["prompt"])
+        try:
+            return self._template.prompt(request["messages"])
+        except BadRecord as error:
+            raise ConfigError([f"a conversation {error}"]) from None
+
+    def _text(self, tokens: list[int]) -> str:
+        show = self._settings.show_special
+        if tokens and tokens[-1] in self._stop and not show:
+            tokens = tokens[:-1]
+        return self._tokenizer.decode(tokens, show_special=show)
+
+
+def open_writer(parts: Parts, settings: TextSettings, *, chat: bool = False) -> Writer:
+    """A writer for a run's model, still without weights.
+
+    With `chat` prompts are conversations, written with the chat template of the data settings.
+
+    Raises:
+        ConfigError: the model does not generate text.
+    """
+    data = parts.config.data
+    if parts.model.decoding is None:
+        raise ConfigError(
+            f"model {parts.model.name!r} does not generate text. Name a decoder's run."
+        )
+    tokenizer = load_tokenizer(data.tokenizer, data.eos_token)
+    template = load_template(data.chat_template, tokenizer) if chat else None
+    return Writer(settings, tokenizer, template, max_len=parts.model.decoding.max_len)
+
+
+def make_decoder(parts: Parts, params: Params, settings: TextSettings) -> Decoder:
+    """A decoder of these parameters, a tree of arrays sharded as in training."""
+    sampling = Sampling(
+        temperature=settings.temperature, top_k=settings.top_k, top_p=settings.top_p
+    )
+    return Decoder(parts.model, params, parts.layout, dtype=parts.compute_dtype, sampling=sampling)
+
+
+def prompt_problems(prompt: np.ndarray, max_len: int, max_new_tokens: int) -> list[str]:
+    """What is wrong with token ids, unsigned [length]."""
+    if not len(prompt):
+        return ["is empty. Give it at least one character."]
+    if len(prompt) + max_new_tokens > max_len:
+        return [
+            f"has {len(prompt)} tokens; with max_new_tokens={max_new_tokens} it outgrows the "
+            f"model's {max_len} positions. Shorten one of them."
+        ]
+    return []

@@ -1,0 +1,154 @@
+"""What two run directories say of where they part: settings, data, losses, checkpoints.
+
+Nothing is computed: only JSON and TOML are read, and of the arrays only their stored checksums.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import tomllib
+from typing import Any
+
+from jaxdist.checkpoint import manifest
+from jaxdist.checkpoint.streaming_io import StoredArrays
+from jaxdist.core.types import ConfigError
+from jaxdist.run.metrics_log import Record, current, read_records
+from jaxdist.run.run_directory import RunDirectory, flatten
+
+_NUMBERS = ("loss", "grad_norm", "learning_rate")
+"""Numbers of a step that must be equal to the last bit, in the order in which it computes them."""
+
+_OF_A_START = ("run_dir", "name", "resume", "replay", "force")
+_VERSIONS = ("python", "versions", "nvidia", "git", "devices", "settings")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Parting:
+    """What two run directories say.
+
+    Attributes:
+        settings: key -> its value in both runs, None where a run lacks it.
+        environment: the same of versions, commits and devices.
+        last_common_step: newest step that both runs did.
+        data_step: first step with other rows; None if all had the same, or there is no ledger.
+        step: first step with another number; None if all steps of both are equal.
+        numbers: of that step: name -> value in both runs.
+        equal_checkpoint: newest step at which both hold the same arrays; 0 for none.
+        checkpoint: oldest step at which the arrays differ; None if none do.
+        arrays: names of the arrays that differ there.
+        num_arrays: how many there are.
+    """
+
+    settings: dict[str, tuple[Any, Any]]
+    environment: dict[str, tuple[Any, Any]]
+    last_common_step: int
+    data_step: int | None
+    step: int | None
+    numbers: dict[str, tuple[float, float]]
+    equal_checkpoint: int
+    checkpoint: int | None
+    arrays: list[str]
+    num_arrays: int
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether neither numbers, nor data, nor checkpoints differ."""
+        return self.step is None and self.data_step is None and self.checkpoint is None
+
+    @property
+    def last_to_rerun(self) -> int:
+        """The step that must show a difference when it is done again."""
+        after = None if self.checkpoint is None else self.checkpoint + 1
+        return min(s for s in (self.step, self.data_step, after) if s is not None)
+
+
+def read_parting(a: RunDirectory, b: RunDirectory) -> Parting:
+    """Compare what two runs wrote.
+
+    Raises:
+        ConfigError: a run is damaged, or they did no step in common.
+    """
+    steps = [steps_of(run) for run in (a, b)]
+    common = sorted(steps[0].keys() & steps[1].keys())
+    if not common:
+        raise ConfigError(
+            f"runs {a.path} and {b.path} did no step in common: nothing can be compared. Name two "
+            "runs that trained the same steps."
+        )
+    differs = lambda names: next(
+        (s for s in common if any(_differ(steps[0][s], steps[1][s], name) for name in names)), None
+    )
+    step = differs(_NUMBERS)
+    numbers = {}
+    if step is not None:
+        a_step, b_step = steps[0][step], steps[1][step]
+        numbers = {n: (a_step[n], b_step[n]) for n in _NUMBERS if _differ(a_step, b_step, n)}
+    return Parting(
+        settings=_unequal(*(_settings_of(run) for run in (a, b))),
+        environment=_unequal(*(_environment_of(run) for run in (a, b))),
+        last_common_step=common[-1],
+        data_step=differs(["data_ledger"]),
+        step=step,
+        numbers=numbers,
+        **_checkpoints(a, b),
+    )
+
+
+def _differ(a: Record, b: Record, name: str) -> bool:
+    """Whether both have a number and it is not the same, to the last bit; NaN equals NaN."""
+    return name in a and name in b and repr(a[name]) != repr(b[name])
+
+
+def steps_of(run: RunDirectory) -> dict[int, Record]:
+    """The train record of each step that led to the newest state."""
+    records = current(read_records(run.metrics))
+    return {record["step"]: record for record in records if record["kind"] == "train"}
+
+
+def _settings_of(run: RunDirectory) -> dict[str, Any]:
+    if not run.config.exists():
+        return {}
+    table = flatten(tomllib.loads(run.config.text()))
+    return {key: value for key, value in table.items() if key not in _OF_A_START}
+
+
+def _environment_of(run: RunDirectory) -> dict[str, Any]:
+    if not run.environment.exists():
+        return {}
+    record = run.environment.json()
+    flat = flatten({name: record[name] for name in _VERSIONS if name in record})
+    return {key: value for key, value in flat.items() if value not in (None, "", [])}
+
+
+def _unequal(a: dict[str, Any], b: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    keys = sorted(a.keys() | b.keys())
+    return {key: (a.get(key), b.get(key)) for key in keys if a.get(key) != b.get(key)}
+
+
+def _checkpoints(a: RunDirectory, b: RunDirectory) -> dict[str, Any]:
+    """The newest checkpoint of both that is equal, and the oldest after it that is not."""
+    steps = [manifest.steps_in(run.checkpoints) for run in (a, b)]
+    found: dict[str, Any]
+    equal, found = 0, {"checkpoint": None, "arrays": [], "num_arrays": 0}
+    for step in sorted(set(steps[0]) & set(steps[1])):
+        entries = [_entries(run, step) for run in (a, b)]
+        names = [n for n in entries[0] if _identity(entries[0][n]) != _identity(entries[1].get(n))]
+        names += [name for name in entries[1] if name not in entries[0]]
+        if names:
+            found = {"checkpoint": step, "arrays": names, "num_arrays": len(entries[0])}
+            break
+        equal = step
+    return {"equal_checkpoint": equal, **found}
+
+
+def _entries(run: RunDirectory, step: int) -> dict[str, Any]:
+    try:
+        return StoredArrays(run.checkpoints / str(step)).entries
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"checkpoint {step} of run {run.path} cannot be read ({error}). Move it away."
+        ) from error
+
+
+def _identity(entry: Any) -> Any:
+    return entry and (entry["shape"], entry["dtype"], entry["checksum"])

@@ -1,0 +1,105 @@
+"""Steps of two runs done again, until a digest differs: which step, which layer, which tensor."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+from collections.abc import Callable, Iterable, Iterator
+
+from jaxdist.core.state import TrainState
+from jaxdist.core.types import Batch
+from jaxdist.data import open_datasets
+from jaxdist.run.diagnostic_step import Digests, make_diagnostic_step
+from jaxdist.run.replay import state_before
+from jaxdist.run.run_directory import RunDirectory
+from jaxdist.run.setup import Parts
+
+log = logging.getLogger("jaxdist")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepDone:
+    """One step done again.
+
+    Attributes:
+        digests: of what it held, in the order in which it computes them.
+        numbers: its loss and gradient norm.
+    """
+
+    step: int
+    digests: Digests
+    numbers: dict[str, float]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Difference:
+    """The first thing that differs between two runs done again.
+
+    Attributes:
+        what: the tensor, with its layer where it has one; e.g. "params/layers/mlp/up, layer 3".
+        also: how many things more differ in the same step.
+    """
+
+    step: int
+    what: str
+    also: int
+
+
+def steps_again(
+    parts: Parts,
+    diagnose: Callable[[TrainState, Batch], Digests],
+    state: TrainState,
+    batches: Iterable[Batch],
+) -> Iterator[StepDone]:
+    """Do steps of a run again, with these batches, from this state on; it is donated.
+
+    `diagnose` is the run's diagnostic step.
+    """
+    for step, batch in enumerate(batches, start=int(state.step) + 1):
+        digests = diagnose(state, batch)
+        state, metrics = parts.step.train(state, batch, math.inf)
+        numbers = {name: float(metrics[name]) for name in ("loss", "grad_norm")}
+        yield StepDone(step=step, digests=digests, numbers=numbers)
+
+
+def first_difference(a: StepDone, b: StepDone) -> Difference | None:
+    """The first digest of a step that differs between two runs; None if all are equal."""
+    names = [*a.digests, *(name for name in b.digests if name not in a.digests)]
+    found = [name for name in names if a.digests.get(name) != b.digests.get(name)]
+    if not found:
+        return None
+    return Difference(step=a.step, what=found[0], also=len(found) - 1)
+
+
+def rerun(
+    runs: tuple[RunDirectory, RunDirectory], parts: tuple[Parts, Parts], start: int, last: int
+) -> tuple[Difference | None, list[tuple[StepDone, StepDone]]]:
+    """Do the steps after `start` again with both runs, up to `last` or the first difference.
+
+    Args:
+        runs: to read from; nothing is written there.
+        parts: of both runs, on the same devices and mesh.
+        start: a step of which both have a checkpoint; 0 = from new states.
+        last: last step to do.
+
+    Returns:
+        The first difference, None if there is none; the steps done.
+    """
+    walks, done = [], []
+    for run, own in zip(runs, parts, strict=True):
+        config = own.config
+        dataset, _ = open_datasets(config.data, seq_len=config.train.seq_len, seed=config.seed)
+        state, loader = state_before(own, dataset, run, start + 1)
+        walks.append((steps_again(own, make_diagnostic_step(own), state, loader), loader))
+    try:
+        for step in range(start + 1, last + 1):
+            a, b = (next(walk) for walk, _ in walks)
+            done.append((a, b))
+            if difference := first_difference(a, b):
+                return difference, done
+            log.info("step %d: %d digests are equal", step, len(a.digests))
+        return None, done
+    finally:
+        for _, loader in walks:
+            loader.close()

@@ -1,0 +1,192 @@
+"""The Python API: what a notebook does, on real parts and in one process."""
+
+import inspect
+import json
+import logging
+import re
+import signal
+import sys
+
+import grain
+import jax
+import numpy as np
+import pytest
+from commands import ROOT
+
+import jaxdist
+from jaxdist.models import example
+from jaxdist.plan.__main__ import main as plan_main
+from jaxdist.run import api
+from jaxdist.runtime import progress
+
+TINY = {
+    "model": {"d_model": 32, "num_layers": 2, "num_heads": 4, "mlp_dim": 64},
+    "train": {"seq_len": 32, "global_batch_size": 16},
+    "eval": {"interval_steps": 0, "final_max_batches": 2},
+    "optim.warmup_steps": 2,
+    "monitoring.tensorboard": False,
+}
+SNIPPETS = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "python.md").read_text(), re.S)
+
+
+def train(path, **settings):
+    base = {name: value for name, value in TINY.items() if name not in settings}
+    return jaxdist.train(base, run_dir=path, progress=False, **settings)
+
+
+@pytest.fixture(scope="module")
+def records():
+    return []
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory, records):
+    path = tmp_path_factory.mktemp("api") / "run"
+    return train(path, steps=4, callbacks=records.append)
+
+
+def test_a_run_is_a_table_of_what_it_measured(run, records):
+    assert run.exit_reason == "finished" and run.last_step == 4
+    assert [r["step"] for r in run.metrics] == [1, 2, 3, 4]
+    assert run.losses == [r["loss"] for r in run.metrics] and run.losses[-1] < run.losses[0]
+    assert {"grad_norm", "learning_rate", "tokens_per_s"} <= run.metrics[0].keys()
+    assert run.config.train.steps == 4 and run.config.model.d_model == 32
+    assert [(r["kind"], r["step"]) for r in records] == [
+        *(("train", step) for step in (1, 2, 3, 4)),
+        ("eval", 4),
+    ]
+    assert records == run.metrics + run.evaluations
+    assert run.summary["loss"] == run.losses[-1]
+
+
+def test_a_run_opened_again_generates_evaluates_and_exports(run, tmp_path):
+    opened = jaxdist.open(run.path / "checkpoints" / "4")
+    assert (opened.path, opened.step, opened.exit_reason) == (run.path, 4, "finished")
+    assert sum(leaf.size for leaf in jax.tree.leaves(opened.params)) > 10_000
+    greedy = {"max_new_tokens": 5, "temperature": 0.0}
+    one, *_ = both = opened.generate(["def f", "import "], **greedy)
+    assert len(both) == 2 and opened.generate("def f", **greedy) == one
+    assert opened.evaluate(max_batches=2)["loss"] == pytest.approx(
+        run.evaluations[-1]["loss"], rel=1e-6
+    )
+    out = opened.export_hf(tmp_path / "hf")
+    assert json.loads((out / "config.json").read_text())["hidden_size"] == 32
+    with pytest.raises(jaxdist.ConfigError, match="max_tokens"):
+        opened.generate("a", max_tokens=3)
+
+
+def test_every_problem_is_in_one_exception_and_nothing_is_made(tmp_path):
+    with pytest.raises(jaxdist.ConfigError) as refused:
+        train(tmp_path / "run", steps=-1, optim={"peek_lr": 1.0}, simulated=2)
+    text = str(refused.value)
+    assert all(name in text for name in ("train.steps=-1", "optim.peak_lr", "simulated"))
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(jaxdist.ConfigError, match=r"metrics\.jsonl|no directory"):
+        jaxdist.open(tmp_path / "none")
+
+
+def test_a_callback_ends_a_run_that_goes_on_with_the_same_bits(run, tmp_path):
+    stopped = train(tmp_path / "run", steps=4, callbacks=[lambda record: record["step"] == 1])
+    assert stopped.exit_reason == "stopped_by_callback" and stopped.last_step < 4
+    went_on = train(tmp_path / "run", steps=4)
+    assert went_on.exit_reason == "finished" and went_on.losses == run.losses
+    with pytest.raises(ZeroDivisionError):
+        train(tmp_path / "other", steps=4, callbacks=lambda record: 1 / 0)
+
+
+def test_ctrl_c_saves_and_returns_and_a_second_one_raises(tmp_path):
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def interrupt(record):
+        if record["step"] == 1:
+            signal.raise_signal(signal.SIGINT)
+
+    try:
+        left = train(tmp_path / "once", steps=4, callbacks=interrupt)
+        assert left.exit_reason == "preempted" and left.last_step < 4
+        assert (left.path / "checkpoints" / str(left.last_step)).is_dir()
+        with pytest.raises(KeyboardInterrupt):
+            train(tmp_path / "twice", steps=4, callbacks=[interrupt, interrupt])
+        assert jaxdist.open(tmp_path / "twice").exit_reason == "interrupted"
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def numbered(row: int) -> dict:
+    tokens = (row + np.arange(33)) % 256
+    return {"tokens": tokens[:-1], "targets": tokens[1:], "weights": np.ones(32)}
+
+
+def test_rows_and_models_are_given_as_objects(tmp_path):
+    rows = grain.MapDataset.source(range(100)).map(numbered)
+    model = example.build(seq_len=32)
+    run = train(tmp_path / "run", steps=2, model=model, data=(rows[10:], rows[:10]))
+    with pytest.raises(jaxdist.ConfigError, match="model=MODEL"):
+        jaxdist.open(run.path).evaluate()
+    with pytest.raises(jaxdist.ConfigError, match="data=ROWS"):
+        jaxdist.open(run.path, model=model).evaluate()
+    again = jaxdist.open(run.path, model=model, data=(rows[10:], rows[:10]))
+    assert again.evaluate()["tokens"] == 10 * 32
+    stream = rows.to_iter_dataset()
+    assert train(tmp_path / "stream", steps=2, data=stream).exit_reason == "finished"
+
+
+def test_a_function_that_can_be_imported_is_remembered_by_name(tmp_path):
+    run = train(tmp_path / "run", steps=1, model=example.build)
+    assert run.config.model.factory == "jaxdist.models.example:build"
+    assert jaxdist.open(run.path).evaluate(max_batches=1)["loss"] > 0
+
+
+def test_commands_modules_are_called_as_functions():
+    for name in ("train", "plan"):
+        module = getattr(jaxdist, name)
+        assert module is sys.modules[f"jaxdist.{name}"] and callable(module)
+        assert inspect.signature(module) == inspect.signature(getattr(api, name))
+    assert not callable(sys.modules["jaxdist.runtime"])
+    with pytest.raises(AttributeError):
+        _ = jaxdist.trane
+
+
+def test_a_plan_is_what_the_command_prints(capsys):
+    flags = ["--config", "gpt2_124m", "--gpus", "h100:8", "--steps=10", "--compile=false", "--json"]
+    plan_main(flags)
+    (printed,) = json.loads(capsys.readouterr().out)["plans"]
+    (plan,) = jaxdist.plan("h100:8", "gpt2_124m", steps=10, compile=False)
+    for record in (plan, printed):
+        record.pop("search_s")
+    assert json.loads(json.dumps(plan)) == printed
+
+
+def test_a_bar_follows_a_run_and_takes_the_place_of_log_lines(monkeypatch, capsys, tmp_path):
+    bars = []
+    make = progress.make_bar
+    monkeypatch.setattr(api, "make_bar", lambda **options: bars.append(make(**options)) or bars[-1])
+    settings = {**TINY, "run_dir": tmp_path, "steps": 2}
+    jaxdist.train(settings, progress=True)
+    jaxdist.train(settings, progress=True, steps=4)
+    assert [(bar.initial, bar.n, bar.total) for bar in bars] == [(0, 2, 2), (2, 4, 4)]
+    assert {"loss", "eval_loss"} == {part.split("=")[0] for part in bars[0].postfix.split(", ")}
+    assert "mesh" not in capsys.readouterr().out
+    assert not logging.getLogger("jaxdist").handlers
+
+
+@pytest.mark.slow
+def test_the_page_says_what_is_so(monkeypatch, tmp_path):
+    """Every snippet of docs/python.md, one after another, at a size for a test."""
+    small = {k: v for k, v in TINY.items() if k not in ("model", "train")}
+    real = api.train
+
+    def train_small(*args, **settings):
+        sizes = {} if "model" in settings else {"model": TINY["model"]}
+        rows = {"global_batch_size": 16, "seq_len": 32, **settings.pop("train", {})}
+        settings["steps"] = min(settings.get("steps", 2), 2)
+        return real(*args, **{**small, **sizes, "train": rows, **settings})
+
+    monkeypatch.setattr(api, "train", train_small)
+    monkeypatch.chdir(tmp_path)
+    names: dict = {}
+    for snippet in SNIPPETS:
+        exec(snippet, names)
+    assert names["run"].exit_reason == "finished" and (tmp_path / "exported").is_dir()
+    assert len(names["texts"]) == 2 and len(SNIPPETS) >= 8

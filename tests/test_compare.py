@@ -1,0 +1,164 @@
+"""Two runs that part: first step, layer and tensor are named, and files say what they can."""
+
+import dataclasses
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from jaxdist.config import read_run
+from jaxdist.core.settings import write_toml
+from jaxdist.plan.audit.deep import _batch
+from jaxdist.run.diagnostic_step import make_diagnostic_step
+from jaxdist.run.run_directory import RunDirectory
+from jaxdist.run.setup import assemble
+from jaxdist.tools.compare.__main__ import main, told
+from jaxdist.tools.compare.records import read_parting
+from jaxdist.tools.compare.rerun import first_difference, steps_again
+
+STEPS = 3
+FLAGS = ["--model.d_model=16", "--model.num_layers=2", "--model.num_heads=2", "--model.mlp_dim=32"]
+FLAGS += ["--train.seq_len=16", "--train.global_batch_size=4", "--mesh=dp=2"]
+
+
+@pytest.fixture(scope="module")
+def parts():
+    return assemble(read_run(FLAGS, command="test"), jax.devices()[:2])
+
+
+@pytest.fixture(scope="module")
+def diagnose(parts):
+    return make_diagnostic_step(parts)
+
+
+@pytest.fixture(scope="module")
+def batches(parts):
+    first = jax.device_put(_batch(parts), parts.step.batch_sharding)
+    return [
+        jax.tree.map(lambda x, n=n: x + (n * (x.dtype == np.float32)), first) for n in range(STEPS)
+    ]
+
+
+@pytest.fixture(scope="module")
+def clean(parts, diagnose, batches):
+    return list(steps_again(parts, diagnose, parts.init_state(), batches))
+
+
+def harmed(leaf, generator, kind):
+    """The array with one bit of one element flipped, or moved to the next float; its layer too."""
+    host = np.array(leaf)
+    flat = host.reshape(-1)
+    place = int(generator.integers(flat.size))
+    if kind == "ulp":
+        flat[place] = np.nextafter(flat[place], np.float32(9), dtype=np.float32)
+    else:
+        flat[place : place + 1].view(np.uint32)[0] ^= np.uint32(1 << int(generator.integers(23)))
+    return jax.device_put(host, leaf.sharding), np.unravel_index(place, host.shape)
+
+
+def with_fault(parts, step, seed, kind):
+    """The parts, whose train step harms a random tensor after `step` steps; and its name."""
+    generator, named = np.random.default_rng(seed), []
+
+    def train(state, batch, limit):
+        state, metrics = parts.step.train(state, batch, limit)
+        if int(state.step) != step:
+            return state, metrics
+        section = ("params", "opt_state")[int(generator.integers(2))]
+        leaves, structure = jax.tree_util.tree_flatten_with_path(getattr(state, section))
+        floats = [i for i, (_, leaf) in enumerate(leaves) if leaf.dtype == np.float32 and leaf.ndim]
+        chosen = floats[int(generator.integers(len(floats)))]
+        path, leaf = leaves[chosen]
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        values = [leaf for _, leaf in leaves]
+        values[chosen], place = harmed(leaf, generator, kind)
+        layer = f", layer {place[0]}" if "layers" in name.split("/") else ""
+        named.append(f"{section}/{name}{layer}")
+        tree = jax.tree.unflatten(structure, values)
+        return dataclasses.replace(state, **{section: tree}), metrics
+
+    step_record = dataclasses.replace(parts.step, train=train)
+    return dataclasses.replace(parts, step=step_record), named
+
+
+@pytest.mark.parametrize(("seed", "kind"), [(0, "bit"), (1, "ulp"), (2, "bit"), (3, "ulp")])
+def test_a_planted_fault_is_named(parts, diagnose, batches, clean, seed, kind):
+    step = 1 + seed % (STEPS - 1)
+    faulty, named = with_fault(parts, step, seed, kind)
+    walk = steps_again(faulty, diagnose, parts.init_state(), batches)
+    found = [d for a, b in zip(clean, walk, strict=True) if (d := first_difference(a, b))]
+    assert (found[0].step, found[0].what) == (step + 1, named[0])
+
+
+def test_equal_runs_have_equal_digests(parts, diagnose, batches, clean):
+    again = list(steps_again(parts, diagnose, parts.init_state(), batches))
+    assert [first_difference(a, b) for a, b in zip(clean, again, strict=True)] == [None] * STEPS
+    assert [one.numbers for one in again] == [one.numbers for one in clean]
+
+
+def test_a_fault_inside_a_layer_is_named_by_the_layer(parts, batches):
+    """Both runs start alike; one computes the output of the layer with a marked norm otherwise."""
+    state = parts.init_state()
+    path, leaf = jax.tree_util.tree_leaves_with_path(state.params["layers"])[0]
+    marked = jax.device_put(np.array(leaf), leaf.sharding).at[1].mul(1.5)
+    name = [key.key for key in path]
+
+    def mark(tree):
+        inner = dict(tree)
+        inner[name[0]] = marked if len(name) == 1 else {**tree[name[0]], name[1]: marked}
+        return inner
+
+    state = dataclasses.replace(
+        state, params={**state.params, "layers": mark(state.params["layers"])}
+    )
+    block, total = parts.model.block, float(np.abs(np.asarray(marked)[1]).sum())
+
+    def faulty(weights, x, aux, context):
+        x, sums = block(weights, x, aux, context)
+        mine = weights[name[0]] if len(name) == 1 else weights[name[0]][name[1]]
+        hit = jax.numpy.abs(jax.numpy.abs(mine).sum() - total) < 1e-3 * total
+        return jax.numpy.where(hit, x * (1 + 2**-20), x), sums
+
+    other = dataclasses.replace(parts, model=dataclasses.replace(parts.model, block=faulty))
+    expected = make_diagnostic_step(parts)(state, batches[0])
+    found = make_diagnostic_step(other)(state, batches[0])
+    differing = [name for name in expected if expected[name] != found[name]]
+    assert differing[0] == "layer 1: output"
+    assert "layer 0: output" not in differing and "params/embed" not in " ".join(differing)
+
+
+def run_directory(path, losses, ledger="ab", seed=1):
+    (path / "checkpoints").mkdir(parents=True)
+    (path / "config.toml").write_text(
+        write_toml(read_run([*FLAGS, f"--seed={seed}"], command="test"))
+    )
+    (path / "environment.json").write_text(
+        json.dumps({"versions": {"jax": "0.10"}, "time": path.name})
+    )
+    lines = [
+        {
+            "kind": "train",
+            "step": step,
+            "loss": loss,
+            "grad_norm": 1.0,
+            "data_ledger": ledger + str(step),
+        }
+        for step, loss in enumerate(losses, start=1)
+    ]
+    (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return RunDirectory.existing(path)
+
+
+def test_files_say_where_settings_data_and_losses_part(tmp_path, capsys):
+    a = run_directory(tmp_path / "a", [3.0, 2.0, 1.0])
+    same = run_directory(tmp_path / "same", [3.0, 2.0, 1.0, 0.5])
+    b = run_directory(tmp_path / "b", [3.0, np.nextafter(2.0, 3), 1.0], ledger="cd", seed=2)
+    parting = read_parting(a, b)
+    assert (parting.step, parting.data_step, list(parting.numbers)) == (2, 1, ["loss"])
+    assert parting.settings == {"seed": (1, 2)} and not parting.environment
+    assert "step 2" in " ".join(told(parting))
+    assert read_parting(a, same).is_equal and read_parting(a, same).last_common_step == 3
+    assert main([str(a.path), str(same.path)]) == 0
+    assert main([str(a.path), str(b.path), "--rerun=false"]) == 1
+    assert "seed: 1 | 2" in capsys.readouterr().out
