@@ -127,13 +127,11 @@ def write_corpus(
 ) -> None:
     """Tokenise files into a new folder, which appears whole or not at all.
 
+    A corpus that another process has put there meanwhile stays as it is.
+
     Raises:
-        ConfigError: `folder` exists, or a file is bad (see `Encoder.chunks`).
+        ConfigError: a file is bad (see `Encoder.chunks`).
     """
-    if folder.exists():
-        raise ConfigError(
-            f"{str(folder)!r} exists: a corpus is never overwritten. Remove it or name another."
-        )
     folder.parent.mkdir(parents=True, exist_ok=True)
     _remove_abandoned(folder)
     owner = f"{socket.gethostname()}-{os.getpid()}"

@@ -39,7 +39,6 @@ class StreamDataset:
         name: the source as the user wrote it.
         open: (shard_index, num_shards) -> the stream of that shard.
         divides: whether `open` looks at its arguments; else every shard is the whole stream.
-        fields: name -> (shape of one row, dtype).
         vocab_size: one more than the largest token, target or label in the first rows.
         identity: what the rows depend on, as JSON.
         fingerprint: digest of the first rows.

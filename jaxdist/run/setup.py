@@ -46,7 +46,6 @@ class Parts:
         optimizer: update direction, without the learning rate.
         schedule: step -> learning rate, float32 [].
         loss_scale: initial loss scale of float16, scalars []; {} without.
-        compute_dtype: dtype of matrix products.
         num_params: number of parameters, without vocabulary padding (as model cards count).
     """
 

@@ -150,10 +150,7 @@ class StoredTensor:
         return dataclasses.replace(self, shape=shape)
 
     def read(self, index: tuple[slice, ...] = ()) -> np.ndarray:
-        """Its values, or those of a block, into memory of their own.
-
-        Args:
-            index: the block, by dim; () = everything.
+        """Its values, or those of a block by dim, into memory of their own.
 
         Returns:
             [*lengths of `index`], in the stored dtype.
