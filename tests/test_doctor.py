@@ -13,19 +13,10 @@ from refusals import missing
 
 from jaxdist.core.types import ConfigError
 from jaxdist.models.weights import num_params
-from jaxdist.runtime.distributed import code_digest
 from jaxdist.tools.doctor import software, variables
-from jaxdist.tools.doctor.findings import (
-    Finding,
-    error,
-    exit_code,
-    merge,
-    note,
-    ok,
-    text_of,
-    warning,
-)
+from jaxdist.tools.doctor.findings import Finding, error, exit_code, merge, note, ok, warning
 from jaxdist.tools.doctor.options import read_doctor
+from jaxdist.tools.doctor.text import text_of
 
 
 def severities(findings: list[Finding]) -> list[str]:
@@ -188,15 +179,15 @@ def test_the_digest_of_the_code_sees_one_byte_and_one_name(tmp_path):
     file = tmp_path / "sub" / "a.py"
     file.write_text("x = 1\n")
     (tmp_path / "notes.txt").write_text("not code")
-    before = code_digest(tmp_path)
+    before = software.code_digest(tmp_path)
     (tmp_path / "notes.txt").write_text("other")
-    assert code_digest(tmp_path) == before
+    assert software.code_digest(tmp_path) == before
     file.write_text("x = 2\n")
-    changed = code_digest(tmp_path)
+    changed = software.code_digest(tmp_path)
     file.write_text("x = 1\n")
-    assert code_digest(tmp_path) == before != changed
+    assert software.code_digest(tmp_path) == before != changed
     file.rename(tmp_path / "sub" / "b.py")
-    assert code_digest(tmp_path) not in (before, changed)
+    assert software.code_digest(tmp_path) not in (before, changed)
 
 
 def test_the_process_with_other_code_is_named():
@@ -262,15 +253,12 @@ def test_a_job_that_cannot_start_ends_with_one_and_says_why(tmp_path):
 @pytest.mark.slow
 def test_a_job_that_cannot_be_joined_is_a_finding_with_its_fix():
     with socket.create_server(("127.0.0.1", 0)) as other:
-        address = f"127.0.0.1:{other.getsockname()[1]}"
-        flags = ["--coordinator-address", address, "--num-processes=2", "--process-id=0"]
+        port = other.getsockname()[1]
+        flags = [f"--coordinator-address=127.0.0.1:{port}", "--num-processes=2", "--process-id=0"]
         done = run("doctor", "--simulate=2", "--disk_mib=0", "--json", *flags)
     assert done.returncode == 1, done.stderr
     (wrong,) = [f for f in json.loads(done.stdout)["findings"] if f["severity"] == "error"]
-    assert (
-        wrong["check"] == "job"
-        and missing(wrong["text"], address.rpartition(":")[2], "another job") == []
-    )
+    assert wrong["check"] == "job" and missing(wrong["text"], port, "another job") == []
 
 
 def processes(tmp_path: Path, *, shared: bool, **environ: str):

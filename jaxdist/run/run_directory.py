@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 import tomllib
@@ -12,6 +13,8 @@ from jaxdist.core.types import ConfigError
 from jaxdist.run.metrics_log import RecordWriter, decode, encode
 from jaxdist.runtime import coordination
 from jaxdist.runtime.storage import Location, locate
+
+log = logging.getLogger("jaxdist")
 
 _OF_A_START = ("resume", "run_dir", "force", "replay", "simulate")
 """Settings that say how to start, and nothing about what is trained."""
@@ -100,13 +103,23 @@ class RunDirectory:
     def write_config(self, text: str) -> list[str]:
         """Write config.toml; return what differs from the config that was there, one line each.
 
-        How this start was asked for (`_OF_A_START`) is no change of the run.
+        How this start was asked for (`_OF_A_START`) is no change of the run. Of a config.toml that
+        is missing or damaged one line says that nothing can be compared.
         """
         if not self.is_writer:
             return []
-        new = flatten(tomllib.loads(text))
-        old = flatten(tomllib.loads(self.config.text())) if self.config.exists() else new
+        new, problem = flatten(tomllib.loads(text)), ""
+        old = new
+        if self.config.exists():
+            try:
+                old = flatten(tomllib.loads(self.config.text()))
+            except ValueError as error:
+                problem = f"not known, config.toml was damaged ({error}) and is written anew"
+        elif self.resumed:
+            problem = "not known, config.toml was missing and is written anew"
         self.config.write(text)
+        if problem:
+            return [problem]
         return [
             f"{key}: {old.get(key, 'not set')} -> {new.get(key, 'not set')}"
             for key in sorted(old.keys() | new.keys())
@@ -119,8 +132,15 @@ class RunDirectory:
             return
         earlier = []
         if self.environment.exists():
-            before = decode(self.environment.text())
-            earlier = [*before.pop("earlier", []), before]
+            try:
+                before = decode(self.environment.text())
+                earlier = [*before.pop("earlier", []), before]
+            except (ValueError, AttributeError, TypeError) as error:
+                log.warning(
+                    "%s was damaged (%s): what it said of earlier starts is lost",
+                    self.environment,
+                    error,
+                )
         self.environment.write(encode({**record, "earlier": earlier}, indent=2) + "\n")
 
     def write_summary(self, record: Mapping[str, Any]) -> None:

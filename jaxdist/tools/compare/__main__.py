@@ -112,7 +112,8 @@ def _done_again(
     from jaxdist.tools.compare.rerun import rerun
 
     parts = _parts_of(config, runs)
-    difference, done = rerun(runs, parts, start, last)
+    checkpoint = parting.checkpoint
+    difference, done = rerun(runs, parts, start, last, checkpoint=checkpoint)
     where = f"steps {start + 1} to {done[-1][0].step} done again on mesh {parts[0].spec}"
     if difference is not None:
         return [
@@ -120,7 +121,7 @@ def _done_again(
             f"(and in {difference.also} digests that follow)"
         ]
     return [f"{where}: all digests are equal, so what parted the runs does not come back", *(
-        _recorded_otherwise(runs, done)
+        _recorded_otherwise(runs, done, checkpoint)
     )]  # fmt: skip
 
 
@@ -160,21 +161,28 @@ def _parts_of(
 
 
 def _recorded_otherwise(
-    runs: tuple[RunDirectory, RunDirectory], done: list[tuple[StepDone, StepDone]]
+    runs: tuple[RunDirectory, RunDirectory],
+    done: list[tuple[StepDone, StepDone]],
+    checkpoint: int | None,
 ) -> list[str]:
-    """Which run recorded other numbers than the steps done again have, and from which step on."""
-    from jaxdist.tools.compare.records import steps_of
+    """Which run recorded or saved something else than the steps done again give."""
+    from jaxdist.tools.compare.records import steps_of, stored_arrays, unequal_arrays
 
     lines = []
     for name, run, own in zip("ab", runs, zip(*done, strict=True), strict=True):
-        recorded = steps_of(run)
+        recorded, found = steps_of(run), []
         wrong = next((step for step in own if _is_other(step, recorded.get(step.step))), None)
+        if wrong is not None:
+            found.append(f"recorded other numbers from step {wrong.step} on")
+        arrays = next((step.arrays for step in own if step.arrays), None)
+        if arrays is not None and checkpoint is not None:
+            other = unequal_arrays(arrays, stored_arrays(run, checkpoint))
+            found += [f"saved {len(other)} other arrays at step {checkpoint}"] if other else []
         lines.append(
-            f"{name}: recorded the numbers of the steps done again"
-            if wrong is None
-            else f"{name}: recorded other numbers from step {wrong.step} on. Its devices, or the "
-            "software it had then, are at fault (resilience.sdc_check_interval_steps finds a "
-            "device)."
+            f"{name}: {' and '.join(found)}. Its devices, or the software it had then, are at "
+            "fault (resilience.sdc_check_interval_steps finds a device)."
+            if found
+            else f"{name}: as the steps done again"
         )
     return lines
 

@@ -131,17 +131,22 @@ def _checkpoints(a: RunDirectory, b: RunDirectory) -> dict[str, Any]:
     found: dict[str, Any]
     equal, found = 0, {"checkpoint": None, "arrays": [], "num_arrays": 0}
     for step in sorted(set(steps[0]) & set(steps[1])):
-        entries = [_entries(run, step) for run in (a, b)]
-        names = [n for n in entries[0] if _identity(entries[0][n]) != _identity(entries[1].get(n))]
-        names += [name for name in entries[1] if name not in entries[0]]
-        if names:
+        entries = [stored_arrays(run, step) for run in (a, b)]
+        if names := unequal_arrays(*entries):
             found = {"checkpoint": step, "arrays": names, "num_arrays": len(entries[0])}
             break
         equal = step
     return {"equal_checkpoint": equal, **found}
 
 
-def _entries(run: RunDirectory, step: int) -> dict[str, Any]:
+def unequal_arrays(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
+    """Names of arrays whose shape, dtype or checksum differ between two descriptions."""
+    names = [*a, *(name for name in b if name not in a)]
+    return [name for name in names if _identity(a.get(name)) != _identity(b.get(name))]
+
+
+def stored_arrays(run: RunDirectory, step: int) -> dict[str, Any]:
+    """Shape, dtype and checksum of the arrays of a checkpoint, by name."""
     try:
         return StoredArrays(run.checkpoints / str(step)).entries
     except (OSError, ValueError) as error:

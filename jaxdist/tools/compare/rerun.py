@@ -6,7 +6,10 @@ import dataclasses
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
+from jaxdist.checkpoint import pytree
+from jaxdist.checkpoint.checksum import checksums
 from jaxdist.core.state import TrainState
 from jaxdist.core.types import Batch
 from jaxdist.data import open_datasets
@@ -25,11 +28,14 @@ class StepDone:
     Attributes:
         digests: of what it held, in the order in which it computes them.
         numbers: its loss and gradient norm.
+        arrays: description of every array before the step, as a checkpoint stores it; {} where
+            none was asked for.
     """
 
     step: int
     digests: Digests
     numbers: dict[str, float]
+    arrays: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,16 +57,25 @@ def steps_again(
     diagnose: Callable[[TrainState, Batch], Digests],
     state: TrainState,
     batches: Iterable[Batch],
+    *,
+    checkpoint: int | None = None,
 ) -> Iterator[StepDone]:
     """Do steps of a run again, with these batches, from this state on; it is donated.
 
-    `diagnose` is the run's diagnostic step.
+    `diagnose` is the run's diagnostic step. The step after `checkpoint` describes its arrays.
     """
     for step, batch in enumerate(batches, start=int(state.step) + 1):
+        arrays = _described(state) if step - 1 == checkpoint else {}
         digests = diagnose(state, batch)
         state, metrics = parts.step.train(state, batch, math.inf)
         numbers = {name: float(metrics[name]) for name in ("loss", "grad_norm")}
-        yield StepDone(step=step, digests=digests, numbers=numbers)
+        yield StepDone(step=step, digests=digests, numbers=numbers, arrays=arrays)
+
+
+def _described(state: TrainState) -> dict[str, dict[str, Any]]:
+    """Shape, dtype and checksum of every array of a state, by name."""
+    leaves = pytree.leaves_of(state)
+    return pytree.describe(leaves, checksums([pytree.plain(leaf) for leaf in leaves]))
 
 
 def first_difference(a: StepDone, b: StepDone) -> Difference | None:
@@ -73,7 +88,12 @@ def first_difference(a: StepDone, b: StepDone) -> Difference | None:
 
 
 def rerun(
-    runs: tuple[RunDirectory, RunDirectory], parts: tuple[Parts, Parts], start: int, last: int
+    runs: tuple[RunDirectory, RunDirectory],
+    parts: tuple[Parts, Parts],
+    start: int,
+    last: int,
+    *,
+    checkpoint: int | None = None,
 ) -> tuple[Difference | None, list[tuple[StepDone, StepDone]]]:
     """Do the steps after `start` again with both runs, up to `last` or the first difference.
 
@@ -82,6 +102,7 @@ def rerun(
         parts: of both runs, on the same devices and mesh.
         start: a step of which both have a checkpoint; 0 = from new states.
         last: last step to do.
+        checkpoint: the step after it describes its arrays.
 
     Returns:
         The first difference, None if there is none; the steps done.
@@ -91,7 +112,9 @@ def rerun(
         config = own.config
         dataset, _ = open_datasets(config.data, seq_len=config.train.seq_len, seed=config.seed)
         state, loader = state_before(own, dataset, run, start + 1)
-        walks.append((steps_again(own, make_diagnostic_step(own), state, loader), loader))
+        diagnose = make_diagnostic_step(own)
+        walk = steps_again(own, diagnose, state, loader, checkpoint=checkpoint)
+        walks.append((walk, loader))
     try:
         for step in range(start + 1, last + 1):
             a, b = (next(walk) for walk, _ in walks)

@@ -1,0 +1,47 @@
+"""A run directory whose files were damaged or deleted: what is lost is said, the run goes on."""
+
+import json
+
+import pytest
+
+from jaxdist.run.run_directory import RunDirectory
+
+CONFIG = 'name = "a"\nseed = 1\n'
+RECORD = '{"kind": "train", "step": 1, "loss": 3.0}\n'
+
+
+@pytest.fixture
+def run(tmp_path):
+    first = RunDirectory.open(tmp_path / "run")
+    first.write_config(CONFIG)
+    first.write_environment({"time": "first"})
+    (tmp_path / "run" / "metrics.jsonl").write_text(RECORD)
+    return RunDirectory.open(tmp_path / "run")
+
+
+def test_an_edited_config_is_told_and_an_equal_one_is_not(run):
+    assert run.write_config(CONFIG) == []
+    assert run.write_config('name = "a"\nseed = 2\n') == ["seed: 1 -> 2"]
+
+
+@pytest.mark.parametrize("damage", ["x = = 3", "\xff\xfe", None])
+def test_a_config_that_cannot_be_read_is_told_and_written_anew(run, damage):
+    if damage is None:
+        run.config.delete()
+    else:
+        run.config.write(damage.encode("latin-1"))
+    (line,) = run.write_config(CONFIG)
+    assert ("missing" if damage is None else "damaged") in line
+    assert run.write_config(CONFIG) == []
+
+
+@pytest.mark.parametrize("damage", ["", "{", "[1]", '"text"', "null"])
+def test_a_damaged_environment_loses_earlier_starts_and_no_more(run, damage, caplog):
+    run.write_environment({"time": "second"})
+    assert [start["time"] for start in run.environment.json()["earlier"]] == ["first"]
+    run.environment.write(damage)
+    with caplog.at_level("WARNING", logger="jaxdist"):
+        run.write_environment({"time": "third"})
+    record = json.loads(run.environment.text())
+    assert (record["time"], record["earlier"]) == ("third", [])
+    assert "damaged" in caplog.text
