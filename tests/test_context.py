@@ -388,7 +388,7 @@ def test_evaluation_counts_every_token_once():
         # Keys and values forward and backward, and their gradients.
         ("rotary", 3 + 3 + 4),
         # Two parts of eight along the row, the gradients there and back.
-        ("windowed", 2 + 2 + 3),
+        pytest.param("windowed", 2 + 2 + 3, marks=pytest.mark.slow),
     ],
 )
 def test_the_ring_moves_what_its_theory_says(model, hops):
@@ -408,8 +408,9 @@ def test_the_ring_moves_what_its_theory_says(model, hops):
 @pytest.mark.parametrize(
     ("sizes", "exchange", "inner"),
     [
-        ({"size": 2, "heads": 32, "kv_heads": 8}, "all_gather", 1),
-        ({"size": 4, "heads": 32, "kv_heads": 8}, "ring", 1),
+        ({"size": 2, "heads": 32, "kv_heads": 8}, "all_to_all", 2),
+        ({"size": 3, "heads": 32, "kv_heads": 4}, "all_gather", 1),
+        ({"size": 3, "heads": 32, "kv_heads": 8}, "ring", 1),
         ({"size": 8, "heads": 32, "kv_heads": 8}, "all_to_all", 8),
         ({"size": 64, "heads": 32, "kv_heads": 8, "per_node": 8}, "hybrid", 8),
         ({"size": 4, "heads": 3, "kv_heads": 3}, "ring", 1),

@@ -20,7 +20,12 @@ from jaxdist.plan.hardware import GPUS, Cluster
 def job_of(case: Case, **changes) -> Job:
     config = RunConfig(
         model=CONFIGS[case.model],
-        mesh=MeshConfig(zero=case.zero, sequence_parallel=case.sequence),
+        mesh=MeshConfig(
+            zero=case.zero,
+            sequence_parallel=case.sequence,
+            fsdp_over_context=case.over_context,
+            context_attention=case.exchange,
+        ),
         train=TrainConfig(
             global_batch_size=ROWS,
             seq_len=SEQ,

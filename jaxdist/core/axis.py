@@ -73,6 +73,7 @@ class ActivationSizes:
         sequence_parallel: whether sequences are split between blocks.
         query_bytes: queries of a microbatch in one layer, [rows, seq, heads, head_dim].
         key_value_bytes: keys and values, twice [rows, seq, kv_heads, head_dim].
+        segment_bytes: documents of packed rows, int32 [rows, seq]; 0 where rows hold one.
         widening: bytes of a float32 in bytes of the compute dtype.
         repeats_attention: whether backward runs attention's forward again.
         exchange: how devices that share rows see all keys ("ring", ...); "" where none do.
@@ -90,6 +91,7 @@ class ActivationSizes:
     sequence_parallel: bool
     query_bytes: float = 0.0
     key_value_bytes: float = 0.0
+    segment_bytes: float = 0.0
     widening: float = 1.0
     repeats_attention: bool = False
     exchange: str = ""

@@ -128,32 +128,43 @@ def _problems(size: int, workload: Workload) -> list[str]:
 
 
 def _traffic(sizes: ActivationSizes) -> list[Traffic]:
-    """Keys and values of every layer, forward and backward; their gradients in float32."""
+    """Keys and values of every layer, forward and backward; their gradients in float32.
+
+    Documents go with the keys that they belong to.
+    """
     layers = sizes.num_layers * sizes.num_microbatches
     forwards = layers * (sizes.num_forwards + sizes.repeats_attention)
     keys, wide = sizes.key_value_bytes, sizes.widening * sizes.key_value_bytes
+    held = keys + sizes.segment_bytes
     if sizes.exchange == "all_gather":
         whole = sizes.context_size
         return [
-            Traffic("all-gather", "keys and values", whole * keys, forwards + layers),
+            Traffic("all-gather", "keys and values", whole * held, forwards + layers),
             Traffic("reduce-scatter", "keys and values", whole * wide, layers),
         ]
     moved = []
     if sizes.exchanged_heads > 1:
         # Queries, keys, values there and the output back; their gradients the other way.
         both = 2 * sizes.query_bytes + keys
-        moved = [Traffic("all-to-all", "heads", both, forwards + layers)]
+        # What attention's backward reads is exchanged again where its output alone was kept.
+        again = sizes.recomputes and not sizes.repeats_attention
+        documents = sizes.exchanged_heads * sizes.segment_bytes
+        moved = [
+            Traffic("all-to-all", "heads", both, forwards + layers),
+            Traffic("all-to-all", "heads", sizes.query_bytes + keys, layers if again else 0),
+            Traffic("all-to-all", "documents", documents, forwards if documents else 0),
+        ]
     places = sizes.context_size // sizes.exchanged_heads
     if sizes.window_hops and places > 1:
         hops = sizes.window_hops
         moved += [
-            Traffic("collective-permute", "keys and values", keys, hops * (forwards + layers)),
+            Traffic("collective-permute", "keys and values", held, hops * (forwards + layers)),
             Traffic("collective-permute", "gradients of keys", wide, (2 * hops - 1) * layers),
         ]
     elif places > 1:
         moved += [
             Traffic(
-                "collective-permute", "keys and values", keys, (places - 1) * (forwards + layers)
+                "collective-permute", "keys and values", held, (places - 1) * (forwards + layers)
             ),
             Traffic("collective-permute", "gradients of keys", wide, places * layers),
         ]

@@ -257,7 +257,7 @@ def _end(instructions: list[Instruction], place: int) -> int:
 def _axes(
     groups: Sequence[Sequence[int]], mesh: Mapping[str, int], instruction: Instruction
 ) -> tuple[str, ...]:
-    """The mesh axes that groups span."""
+    """The mesh axes that groups span; of groups of neighbours on one axis, that axis."""
     names, sizes = list(mesh), list(mesh.values())
     wanted = {frozenset(group) for group in groups}
     size = len(groups[0])
@@ -270,6 +270,9 @@ def _axes(
             last = np.moveaxis(ids, spanned, range(-count, 0)) if count else ids
             if {frozenset(row) for row in last.reshape(-1, size).tolist()} == wanted:
                 return tuple(names[i] for i in spanned)
+    pairs = [(group[0], other) for group in groups for other in group[1:]]
+    if len(within := _permuted_axes(pairs, mesh)) == 1:
+        return within
     raise UnknownHLO(f"groups that are no mesh axes: {instruction}")
 
 

@@ -17,6 +17,7 @@ import math
 import os
 from collections.abc import Mapping
 
+from jaxdist.core.parallel.context import CONTEXT
 from jaxdist.core.parallel.tensor import TENSOR
 from jaxdist.models.weights import Weight
 from jaxdist.optim import is_frozen
@@ -95,11 +96,11 @@ def estimate_memory(job: Job) -> Memory:
     """The memory of one device of the job."""
     moment_bytes = _moment_bytes(job)
     offload = job.config.train.offload_optimizer
-    row = row_of(job.model, job.seq_len)
+    row, shards = row_of(job.model, job.seq_len), job.spec[CONTEXT]
     state = {
         "parameters": WIDE * job.total(job.weights, "param"),
         "optimizer moments": 0.0 if offload else moment_bytes,
-        "batch": float(job.rows * sum(leaf.size * leaf.dtype.itemsize for leaf in row.values())),
+        "batch": job.rows * sum(leaf.size * leaf.dtype.itemsize for leaf in row.values()) / shards,
     }
     fetched = {"fetched moments": moment_bytes} if offload else {}
     steps = _pipeline_phases(job) if job.schedule else _phases(job)

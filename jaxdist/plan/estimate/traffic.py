@@ -168,6 +168,7 @@ def _attention(job: Job) -> dict[str, Any]:
     return {
         "query_bytes": each * widths.queries,
         "key_value_bytes": each * 2 * widths.keys,
+        "segment_bytes": 4.0 * job.tokens if job.config.data.packs_documents else 0.0,
         "widening": WIDE / job.compute_bytes,
         "repeats_attention": not job.keeps_attention,
         "exchange": plan.exchange,

@@ -1,0 +1,101 @@
+"""The planner's account of shared rows: traffic as compiled, and configs that fit their GPUs."""
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+from test_estimate_traffic import moved
+from test_traffic import traffic
+from tiny import Case, layout_of, step_of, text_batch
+
+from jaxdist.config import RunConfig, stored_run
+from jaxdist.core.mesh import MeshSpec
+from jaxdist.core.parallel.context import place_batch
+from jaxdist.core.sharding import MeshConfig
+from jaxdist.core.step import TrainConfig
+from jaxdist.data import DataConfig
+from jaxdist.models import DecoderConfig
+from jaxdist.plan.compiled import check
+from jaxdist.plan.estimate.job import Job
+from jaxdist.plan.estimate.memory import estimate_memory, usable_bytes
+from jaxdist.plan.estimate.traffic import flows_of
+from jaxdist.plan.hardware import GPUS, Cluster
+
+CONFIGS = Path(__file__).parent.parent / "configs"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("case", "packing"),
+    [
+        (Case("rotary", "cp=4", exchange="all_gather", over_context=False), "documents"),
+        (Case("windowed", "cp=4", exchange="ring", over_context=False), "documents"),
+        (Case("learned", "cp=4", exchange="hybrid", over_context=False), "stream"),
+    ],
+    ids=str,
+)
+def test_traffic_of_shared_rows_equals_the_compiled_programs(case, packing):
+    """Keys, values, heads and documents, forward and backward, and gradients.
+
+    Documents are the same in every layer: XLA may move some of them once for all.
+    """
+    step, state = step_of(case)
+    rows = text_batch(packed=packing == "documents")
+    batch = place_batch(rows, step.batch_sharding)
+    text = step.train.lower(state, batch, np.inf).compile().as_text()
+    read = traffic(text, layout_of(case).mesh.shape)
+    planned = moved(case, data=DataConfig(packing=packing))
+    sent = {key: amount for key, (_, amount) in read.items()}
+    if packing == "stream":
+        assert planned == sent
+        return
+    assert planned == pytest.approx(sent, rel=0.02)
+    assert sum(planned.values()) >= sum(sent.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "num_nodes"), [("llama3_8b_128k", 1), ("llama3_8b_1m", 8), ("llama3_70b_128k", 16)]
+)
+def test_configs_of_long_rows_fit_their_gpus(name, num_nodes):
+    """On 80-GB GPUs with a tenth to spare, by a mesh whose attention is cuDNN's."""
+    config = stored_run(CONFIGS / f"{name}.toml")
+    job = Job.of(
+        config, config.mesh.spec, Cluster(gpu=GPUS["h100"], num_nodes=num_nodes, gpus_per_node=8)
+    )
+    config.check_mesh(job.spec, job.model, job.cluster.num_gpus)
+    assert estimate_memory(job).total_bytes <= 0.9 * usable_bytes(job)
+    assert (job.exchange.exchange, job.attention) == ("all_to_all", "cudnn")
+
+
+SMALL = RunConfig(
+    model=DecoderConfig(d_model=512, num_layers=4, num_heads=8, num_kv_heads=8, mlp_dim=1024),
+    train=TrainConfig(global_batch_size=2, seq_len=4096, num_microbatches=1, remat="full"),
+    simulate=4,
+)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    check.missing_compiler() is not None,
+    reason="the extra `plan` (XLA:GPU compiler) is not installed",
+)
+@pytest.mark.parametrize("exchange", ["ring", "all_to_all"])
+def test_traffic_of_the_gpu_program_is_the_planned(exchange):
+    """Keys, values, heads and their gradients, in bfloat16 and float32 as the GPU sends them."""
+    mesh = MeshConfig(context_attention=exchange, fsdp_over_context=False)
+    config = dataclasses.replace(SMALL, mesh=mesh)
+    spec, nodes = MeshSpec(context=4), Cluster(gpu=GPUS["h100"], num_nodes=1, gpus_per_node=4)
+    step = check.compile_step(config, spec, nodes, timeout_s=300)
+    assert isinstance(step, check.CompiledStep), step
+    kinds = ("collective-permute", "all-to-all")
+    sent = {key: value for key, value in step.wire_bytes().items() if key[0] in kinds}
+    planned: dict[tuple[str, str], float] = {}
+    for flow in flows_of(Job.of(config, spec, nodes)):
+        if flow.kind in kinds:
+            key = (flow.kind, "+".join(flow.axes))
+            planned[key] = planned.get(key, 0.0) + flow.wire_bytes
+    assert sent == pytest.approx(planned, rel=0.01)
+    if exchange == "ring":
+        rings = [c for c in step.collectives if c.kind == "collective-permute"]
+        assert all(c.overlapped for c in rings) and any(c.between for c in rings)
