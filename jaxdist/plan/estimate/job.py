@@ -243,7 +243,7 @@ class Job:
             return 0
         vocab_shard = self.model.dims["vocab"] // self.spec[TENSOR]
         given = self.config.train.loss_chunk_tokens
-        return min(self.tokens, given or default_loss_chunk(vocab_shard, "gpu", self.gpu.name))
+        return min(self.tokens, given or default_loss_chunk(vocab_shard, "gpu", self.cluster.gpu.name))
 
     # -- where weights lie -------------------------------------------------------------------------
 
