@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -23,7 +24,8 @@ from jaxdist.run.monitoring.summary import RunSummary
 from jaxdist.run.monitoring.tensorboard import TensorBoard
 from jaxdist.run.monitoring.throughput import Throughput
 from jaxdist.run.monitoring.timers import CompileTracker
-from jaxdist.run.run_directory import RunDirectory
+from jaxdist.run.monitoring.trackers import Identity, Trackers, run_id_of
+from jaxdist.run.run_directory import RunDirectory, flatten
 
 logger = logging.getLogger("jaxdist")
 
@@ -103,6 +105,7 @@ class Monitor:
         self._records: RecordWriter | None = None
         self._tensorboard: TensorBoard | None = None
         self._prometheus: Prometheus | None = None
+        self._experiments: Trackers | None = None
         earlier = read_records(run.metrics) if run.is_writer and run.resumed else []
         self.run_summary = RunSummary(earlier, start_step=start_step, unit=unit)
         self._alerts = Alerts(
@@ -114,7 +117,8 @@ class Monitor:
             compares=run.is_writer,
         )
         if run.is_writer:
-            self._open(config_text)
+            first_start = earlier[0]["time"] if earlier else self._begin
+            self._open(config_text, run_id_of(first_start))
 
     # -- reports of a running job ------------------------------------------------------------------
 
@@ -203,8 +207,7 @@ class Monitor:
         if self._records is not None:
             self._records.write(record)
             self._say(console.eval_line(record, total_steps=self.total_steps))
-        if self._tensorboard is not None:
-            self._tensorboard.scalars(step, {f"eval/{k}": v for k, v in values.items()})
+        self._plot(step, {f"eval/{k}": v for k, v in values.items()})
         self._on_record(record)
         return values
 
@@ -320,6 +323,8 @@ class Monitor:
             return summary
         self._write_event("end", {"step": summary["step"], "exit_reason": exit_reason})
         self.run.write_summary(summary)
+        if self._experiments is not None:
+            self._experiments.finish(summary)
         self._say_block(console.closing_rows(summary, next_commands))
         return summary
 
@@ -330,10 +335,10 @@ class Monitor:
 
     def close(self) -> None:
         """Flush and close all sinks; a second call does nothing."""
-        for sink in (self._prometheus, self._tensorboard, self._records):
+        for sink in (self._prometheus, self._tensorboard, self._experiments, self._records):
             if sink is not None:
                 sink.close()
-        self._prometheus = self._tensorboard = self._records = None
+        self._prometheus = self._tensorboard = self._experiments = self._records = None
         self._gpu_stats.close()
         self.profiler.stop()
 
@@ -353,7 +358,7 @@ class Monitor:
 
     # -- private -----------------------------------------------------------------------------------
 
-    def _open(self, config_text: str) -> None:
+    def _open(self, config_text: str, run_id: str) -> None:
         if self.config.prometheus:
             self._prometheus = Prometheus(self.config.prometheus_address, self.run.path.name)
         self._records = self.run.open_metrics()
@@ -362,6 +367,14 @@ class Monitor:
             self._tensorboard = TensorBoard(self.run.tensorboard, first)
             if config_text:
                 self._tensorboard.text("config", config_text)
+        if self.config.tracker:
+            identity = Identity(
+                run_id=run_id,
+                name=self.run.path.name,
+                settings=flatten(tomllib.loads(config_text)),
+                directory=str(self.run.path),
+            )
+            self._experiments = Trackers(self.config.tracker, identity)
         totals = {"total_steps": self.total_steps, "num_devices": self.throughput.num_devices}
         start = {"time": self._begin, "step": self.start_step}
         self._write_event("start", {**start, **totals, "unit": self.unit})
@@ -406,16 +419,22 @@ class Monitor:
                 metrics=metrics,
             )
         )
+        points = {f"train/{name}": record[name] for name in metrics}
+        speeds = ("mfu", "mfu_full", "step_time_s", "memory_bytes", "memory_peak_bytes")
+        for name, value in shown.items():
+            if name in (*speeds, f"{unit}_per_s", f"{unit}_per_s_per_device"):
+                points[f"speed/{name}"] = value
+            elif name.startswith("gpu_"):
+                points[f"gpu/{name.removeprefix('gpu_')}"] = value
+        points["speed/data_wait_share"] = self._alerts.data_wait.share
+        self._plot(record["step"], points)
+
+    def _plot(self, step: int, points: Mapping[str, float]) -> None:
+        """Points of curves, for TensorBoard and the trackers."""
         if self._tensorboard is not None:
-            points = {f"train/{name}": record[name] for name in metrics}
-            speeds = ("mfu", "mfu_full", "step_time_s", "memory_bytes", "memory_peak_bytes")
-            for name, value in shown.items():
-                if name in (*speeds, f"{unit}_per_s", f"{unit}_per_s_per_device"):
-                    points[f"speed/{name}"] = value
-                elif name.startswith("gpu_"):
-                    points[f"gpu/{name.removeprefix('gpu_')}"] = value
-            points["speed/data_wait_share"] = self._alerts.data_wait.share
-            self._tensorboard.scalars(record["step"], points)
+            self._tensorboard.scalars(step, points)
+        if self._experiments is not None:
+            self._experiments.log(step, points)
 
 
 def read(metrics: Mapping[str, Any]) -> dict[str, float]:
