@@ -42,11 +42,8 @@ class Monitor:
     Log records carry their coloured text as the attribute `styled`, for handlers on a terminal.
 
     Args:
-        config: intervals, and the price of a device.
         run: the run directory; `run.is_writer` decides who writes.
-        total_steps: the step at which the run ends.
         start_step: the step of the restored state, i.e. steps already done; 0 for a fresh run.
-        flops_per_token: `Model.flops_per_token`.
         unit: `Model.unit`, which names the rates (`tokens_per_s`, `images_per_s`).
         compute_dtype: of matrix products, for the peak.
         devices: all devices of the job; `jax.devices()` by default.
@@ -222,12 +219,9 @@ class Monitor:
     ) -> None:
         """Record a save, a restore, a warning, ...: one line each, on process 0 alone.
 
-        Args:
-            event: its name, `snake_case`.
-            message: the console line; default: `event key=value ...`.
-            level: of the log record; WARNING and above count as warnings.
-            quiet: record it, and leave the console to the caller.
-            fields: the rest of the record; `step` defaults to the last one reported.
+        The `event` has a name in `snake_case`, and `fields`, of which `step` is by default the last
+        one reported. The `message` is its console line, by default `event key=value ...`. WARNING
+        and above count as warnings. A `quiet` one is recorded, and the console left to the caller.
         """
         if level >= logging.WARNING:
             self.run_summary.warnings += 1
