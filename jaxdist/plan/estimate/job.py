@@ -242,8 +242,8 @@ class Job:
         if not self.is_decoder:
             return 0
         vocab_shard = self.model.dims["vocab"] // self.spec[TENSOR]
-        given = self.config.train.loss_chunk_tokens
-        return min(self.tokens, given or default_loss_chunk(vocab_shard, "gpu", self.cluster.gpu.name))
+        usual = default_loss_chunk(vocab_shard, "gpu", self.cluster.gpu.name)
+        return min(self.tokens, self.config.train.loss_chunk_tokens or usual)
 
     # -- where weights lie -------------------------------------------------------------------------
 
