@@ -149,10 +149,10 @@ def test_commands_modules_are_called_as_functions():
 
 
 def test_a_plan_is_what_the_command_prints(capsys):
-    flags = ["--config", "gpt2_124m", "--gpus", "h100:8", "--steps=10", "--compile=false", "--json"]
-    plan_main(flags)
+    flags = ["--config", "gpt2_124m", "--gpus", "h100:8", "--mesh=tp=4,dp=2", "--steps=10"]
+    plan_main([*flags, "--compile=false", "--json"])
     (printed,) = json.loads(capsys.readouterr().out)["plans"]
-    (plan,) = jaxdist.plan("h100:8", "gpt2_124m", steps=10, compile=False)
+    (plan,) = jaxdist.plan("h100:8", "gpt2_124m", mesh="tp=4,dp=2", steps=10, compile=False)
     for record in (plan, printed):
         record.pop("search_s")
     assert json.loads(json.dumps(plan)) == printed

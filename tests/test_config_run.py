@@ -244,6 +244,7 @@ MAX_SETTINGS = 120
 ADDED_LATER = {
     "mesh.context_attention": "context parallelism",
     "mesh.fsdp_over_context": "context parallelism",
+    "monitoring.tracker": "wandb, mlflow or a function of one's own",
 }
 """Settings that came with a feature after the limit was set, and do not count against it."""
 
@@ -259,3 +260,15 @@ def test_settings_are_added_and_removed_knowingly():
 def test_the_settings_reference_is_up_to_date():
     path = Path(__file__).parent.parent / "docs" / "settings.md"
     assert path.read_text() == reference(), "run python -m jaxdist.config.reference"
+
+
+def test_a_tokenizer_named_from_here_is_found_from_elsewhere(tmp_path, monkeypatch):
+    (tmp_path / "tokenizer.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    named = lambda name: (
+        read_run(
+            [f"--data.tokenizer={name}"], command="jaxdist.train", check_rules=False
+        ).data.tokenizer
+    )
+    assert named("tokenizer.json") == str(tmp_path / "tokenizer.json")
+    assert [named("bytes"), named("not/here.json")] == ["bytes", "not/here.json"]

@@ -13,10 +13,19 @@ from refusals import missing
 
 from jaxdist.core.types import ConfigError
 from jaxdist.models.weights import num_params
+from jaxdist.runtime.distributed import code_digest
 from jaxdist.tools.doctor import software, variables
-from jaxdist.tools.doctor.findings import Finding, error, exit_code, merge, note, ok, warning
+from jaxdist.tools.doctor.findings import (
+    Finding,
+    error,
+    exit_code,
+    merge,
+    note,
+    ok,
+    text_of,
+    warning,
+)
 from jaxdist.tools.doctor.options import read_doctor
-from jaxdist.tools.doctor.text import text_of
 
 
 def severities(findings: list[Finding]) -> list[str]:
@@ -179,15 +188,15 @@ def test_the_digest_of_the_code_sees_one_byte_and_one_name(tmp_path):
     file = tmp_path / "sub" / "a.py"
     file.write_text("x = 1\n")
     (tmp_path / "notes.txt").write_text("not code")
-    before = software.code_digest(tmp_path)
+    before = code_digest(tmp_path)
     (tmp_path / "notes.txt").write_text("other")
-    assert software.code_digest(tmp_path) == before
+    assert code_digest(tmp_path) == before
     file.write_text("x = 2\n")
-    changed = software.code_digest(tmp_path)
+    changed = code_digest(tmp_path)
     file.write_text("x = 1\n")
-    assert software.code_digest(tmp_path) == before != changed
+    assert code_digest(tmp_path) == before != changed
     file.rename(tmp_path / "sub" / "b.py")
-    assert software.code_digest(tmp_path) not in (before, changed)
+    assert code_digest(tmp_path) not in (before, changed)
 
 
 def test_the_process_with_other_code_is_named():

@@ -230,7 +230,7 @@ def test_a_run_may_take_the_share_that_the_environment_gives(monkeypatch):
 
 def test_products_are_six_flops_for_each_weight_and_token():
     one = job(train={"remat": "none"})
-    layers = (flops.layer_forward(one) + flops.layer_backward(one)) * one.num_layers
+    layers = (flops.layer_forward(one) + flops.layer_backward(one)) * one.model.num_layers
     step = layers + flops.head(one)
     expected = one.model.flops_per_token
     matrices = expected["causal"] - 12 * 16 * 16 * 64 * 512  # without causal attention

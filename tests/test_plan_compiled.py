@@ -139,7 +139,7 @@ def test_a_compiler_of_another_version_is_no_compiler(monkeypatch):
 def ask(code: str, timeout_s: float = 60.0) -> NotCompiled:
     """What a process that runs `code` in the compiler's place comes to."""
     answer = check._ask([sys.executable, "-c", textwrap.dedent(code)], {}, timeout_s)
-    outcome = check._interpret(answer)
+    outcome = check._interpret(*answer, timeout_s)
     assert isinstance(outcome, NotCompiled)
     return outcome
 
@@ -211,7 +211,7 @@ COLLECTIVE = {
 
 def answered(log: str = "", **facts) -> CompiledStep:
     text = json.dumps({**FACTS, **facts})
-    outcome = check._interpret(check._Answer(code=0, answer=text, log=log, timeout_s=1.0))
+    outcome = check._interpret(0, text, log, 1.0)
     assert isinstance(outcome, CompiledStep)
     return outcome
 

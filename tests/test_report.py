@@ -13,6 +13,7 @@ import xml.etree.ElementTree as ET
 import pytest
 from refusals import missing
 
+from jaxdist.core.settings import ConfigError
 from jaxdist.run.monitoring.config import MonitoringConfig
 from jaxdist.run.monitoring.monitor import Monitor
 from jaxdist.run.run_directory import RunDirectory
@@ -329,10 +330,10 @@ def test_ticks_are_few_round_and_span_the_data(low, high):
 
 
 def refused(capsys, *arguments):
-    assert main(list(arguments)) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    return captured.err
+    with pytest.raises(ConfigError) as caught:
+        main(list(arguments))
+    assert capsys.readouterr().out == ""
+    return str(caught.value)
 
 
 def test_every_missing_run_is_named_at_once(tmp_path, capsys):
@@ -377,8 +378,9 @@ def test_the_command_says_what_is_wrong_and_starts_no_device(tmp_path):
     assert missing(line, tmp_path / "none", "no directory") == []
     assert subprocess.run(module, capture_output=True).returncode == 2
     code = (
-        "import sys; from jaxdist.tools.report import main; from jax._src import xla_bridge\n"
-        f"main([{str(tmp_path)!r}]); print(xla_bridge.backends_are_initialized())"
+        "from jaxdist.tools.report import main; from jax._src import xla_bridge\n"
+        f"main([{make_run(tmp_path, 'one', [1.0])!r}, '--json'])\n"
+        "print(xla_bridge.backends_are_initialized())"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "False"
+    assert done.stdout.splitlines()[-1] == "False"

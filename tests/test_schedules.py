@@ -60,11 +60,11 @@ def test_evaluation_runs_every_piece_once_and_holds_little(p, m, v):
 
 def run_by_hand(schedule: Schedule) -> None:
     """An independent machine: values move through the tables the executor reads, slot by slot."""
-    tables = to_arrays(schedule)
+    tables, num_slots = to_arrays(schedule)
     p, v = schedule.num_stages, schedule.num_virtual_stages
-    stash = [[None] * (tables.num_slots[0] + 1) for _ in range(p)]
-    cotangents = [[None] * (tables.num_slots[1] + 1) for _ in range(p)]
-    pending = [[None] * (tables.num_slots[2] + 1) for _ in range(p)]
+    stash = [[None] * (num_slots[0] + 1) for _ in range(p)]
+    cotangents = [[None] * (num_slots[1] + 1) for _ in range(p)]
+    pending = [[None] * (num_slots[2] + 1) for _ in range(p)]
     gradients = {(s, c): [] for s in range(p) for c in range(v)}
     for t in range(len(schedule.ticks)):
         up, down = [None] * p, [None] * p
@@ -269,7 +269,7 @@ def test_colouring_reuses_a_slot_only_after_its_last_tick():
 
 
 def test_tables_name_the_spare_slot_where_nothing_arrives():
-    tables = to_arrays(make_schedule("gpipe", 2, 2))
-    assert tables.num_slots[0] == 2
+    tables, num_slots = to_arrays(make_schedule("gpipe", 2, 2))
+    assert num_slots[0] == 2
     assert np.all(tables.activation_arrival[:, 0] == 2), "stage 0 of two has no stage before it"
     assert sorted(tables.activation_arrival[:, 1].tolist())[:2] == [0, 1]

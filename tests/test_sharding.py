@@ -11,7 +11,7 @@ from jaxdist.core.axis import Workload, axes_of, dim_of
 from jaxdist.core.mesh import MeshSpec, factorisations
 from jaxdist.core.mesh_choice import default_mesh, legal_meshes, mesh_problems
 from jaxdist.core.parallel import axes
-from jaxdist.core.sharding import Layout, MeshConfig, shard_bytes
+from jaxdist.core.sharding import Layout, MeshConfig
 from jaxdist.core.types import Dims
 from jaxdist.models.configs import DIM_SETTINGS, CnnConfig, DecoderConfig
 
@@ -114,7 +114,6 @@ def test_constrain_lays_arrays_out():
     out = jax.jit(lambda tree: here.constrain(tree, specs))(tree)
     assert out["w"].sharding.is_equivalent_to(here.sharding(P("fsdp")), 2)
     assert {s.data.shape for s in out["w"].addressable_shards} == {(1, 8)}
-    assert shard_bytes(out["w"], here.sharding(P("fsdp"))) == 4 * 8
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from tiny import Case, layout_of, model_of
 
-from jaxdist.core.sharding import shard_bytes
 from jaxdist.core.state import (
     abstract_state,
     init_state,
@@ -48,7 +47,6 @@ def test_shards_lie_on_their_devices():
     assert {shard.data.shape for shard in down.addressable_shards} == {(2, 32, 16)}
     # ZeRO-1 splits moments over data too.
     assert {shard.data.shape for shard in moment.addressable_shards} == {(2, 32, 8)}
-    assert shard_bytes(moment, moment.sharding) == 4 * 2 * 32 * 8
     assert state.opt_state.count.sharding.is_fully_replicated
     assert int(state.step) == 0
 

@@ -23,5 +23,3 @@ from jaxdist.checkpoint.checkpointer import Checkpointer
 from jaxdist.checkpoint.config import CheckpointConfig
 from jaxdist.checkpoint.errors import CheckpointError
 from jaxdist.checkpoint.save_schedule import Due
-
-__all__ = ["CheckpointConfig", "CheckpointError", "Checkpointer", "Due"]

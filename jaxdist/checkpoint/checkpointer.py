@@ -31,7 +31,6 @@ class Checkpointer:
 
     Args:
         directory: holds one directory per step; made if absent.
-        config: when to save, what to keep, how far to trust.
         log: receives one line per event on process 0; default: the logger `jaxdist.checkpoint`.
         read_only: for commands that only read: no lock, nothing is written or deleted.
 
@@ -154,11 +153,9 @@ class Checkpointer:
     ) -> tuple[Any, dict[str, Any], int]:
         """Load a checkpoint onto any mesh, verified.
 
-        Args:
-            abstract_state: tree like the one saved, of `jax.ShapeDtypeStruct` with sharding;
-                another dtype than saved is cast.
-            step: which one; None, or what `choose` answered, = the newest that can be trusted,
-                falling back to an older one when its arrays turn out corrupt.
+        `abstract_state` is a tree like the one saved, of `jax.ShapeDtypeStruct` with sharding;
+        another dtype than saved is cast. Without `step`, or with what `choose` answered, it is the
+        newest that can be trusted, or an older one when its arrays turn out corrupt.
 
         Returns:
             (state, meta, step).

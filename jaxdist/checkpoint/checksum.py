@@ -39,10 +39,8 @@ _IN_FLIGHT = 16
 def part_checksum(part: np.ndarray, start: Sequence[int], shape: Sequence[int]) -> int:
     """What a part adds to an array's checksum: the sum over all parts, modulo 2³², is it.
 
-    Args:
-        part: a block of the array, on the host; any shape and dtype.
-        start: index of the block's first element in the array, one number for each dim.
-        shape: of the whole array.
+    The part, of any dtype and on the host, is a block of an array of `shape` that begins at index
+    `start`, one number for each dim.
     """
     if part.dtype.name in ("int4", "uint4", "int2", "uint2"):
         part = part.astype(np.int32)

@@ -22,7 +22,6 @@ class Outcome:
         waited_s: seconds the loop waited for the save before.
         blocked_s: seconds the loop waited for the copy to the host.
         written_s: seconds from the start until the manifest was durable.
-        num_bytes: size of all files.
         error: one line; "" when it is committed.
     """
 

@@ -28,11 +28,9 @@ _held: set[str] = set()  # POSIX locks do not exclude within one process; this d
 
 
 class DirectoryLock:
-    """The right to write into one directory, for one process at a time.
+    """The right to write into a directory (an absolute path), for one process at a time.
 
-    Args:
-        directory: by an absolute path, which tells directories of this process apart.
-        log: receives what is found out about an earlier holder.
+    `log` receives what is found out about an earlier holder.
     """
 
     def __init__(self, directory: Location, log: Callable[[str], None]) -> None:

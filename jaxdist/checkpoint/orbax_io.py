@@ -104,16 +104,11 @@ class OrbaxWriter:
         )
 
 
-def read(
-    checkpoint: Location, targets: dict[str, dict[str, Any]], config: CheckpointConfig
-) -> dict[str, dict[str, Any]]:
+def read(checkpoint: Location, targets: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Read items onto shardings; each process reads what its own devices hold.
 
-    Args:
-        checkpoint: directory to read.
-        targets: item -> nested dict of `jax.ShapeDtypeStruct` with sharding, as stored; a part of
-            an item's leaves is enough.
-        config: bounds the host memory.
+    `targets` maps an item to a nested dict of `jax.ShapeDtypeStruct` with sharding, as stored; a
+    part of an item's leaves is enough.
 
     Returns:
         The same items and dicts with global arrays of the shapes, dtypes and shardings asked for.
@@ -146,13 +141,9 @@ def read_document(checkpoint: Location) -> dict[str, Any]:
 def open_array(
     checkpoint: Location, item: str, keys: Sequence[str], create: Mapping[str, Any] | None = None
 ) -> Any:
-    """TensorStore's handle on one array, to read it or to make it.
+    """TensorStore's handle on the array with these keys in an item, to read it or to make it.
 
-    Args:
-        checkpoint: directory of the step.
-        item: `params`, `opt_state` or `rest`.
-        keys: of the array inside the item, outermost first.
-        create: `shape`, `chunks` (shape of a piece on disk) and NumPy `dtype` of a new array.
+    `create` has `shape`, `chunks` (shape of a piece on disk) and NumPy `dtype` of a new array.
     """
     import tensorstore
 

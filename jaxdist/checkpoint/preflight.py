@@ -56,7 +56,7 @@ def _round_trip(directory: Location, config: CheckpointConfig, group: Group) -> 
         writer.start(directory / "0", pytree.nest(leaves, arrays), {"preflight": True})
         writer.wait()
         targets = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding) for a in arrays]
-        restored = orbax_io.read(directory / "0", pytree.nest(leaves, targets), config)
+        restored = orbax_io.read(directory / "0", pytree.nest(leaves, targets))
     finally:
         writer.close()
     group.gather(None)  # all have read before the directory goes

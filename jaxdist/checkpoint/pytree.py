@@ -54,10 +54,7 @@ class Leaf:
 
 
 def leaves_of(state: Any) -> list[Leaf]:
-    """The leaves of a state in `jax.tree.leaves` order.
-
-    Args:
-        state: tree of arrays (or `jax.ShapeDtypeStruct`s) of any shape, dtype and sharding.
+    """The leaves of a state, arrays or their `jax.ShapeDtypeStruct`s, in `jax.tree.leaves` order.
 
     Raises:
         TypeError: a leaf is not an array, or two leaves would have one name.
@@ -175,15 +172,11 @@ def target_of(leaf: Leaf, entry: dict[str, Any]) -> jax.ShapeDtypeStruct:
 
 
 def restored(leaf: Leaf, array: Array, entry: dict[str, Any]) -> Array:
-    """The leaf as asked for, from the array that was read.
-
-    Args:
-        leaf: what is asked for.
-        array: as stored, on the leaf's sharding; deleted where it is cast.
-        entry: the array's description in the checkpoint.
+    """The leaf as asked for, from the array as it was stored, on the leaf's sharding.
 
     Returns:
-        The array in the leaf's dtype, or the PRNG key that the data belong to.
+        The array in the leaf's dtype, for which the stored one is deleted; or the PRNG key that the
+        data belong to.
 
     Raises:
         ConfigError: a key of another implementation than asked for.

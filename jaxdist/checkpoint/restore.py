@@ -188,7 +188,7 @@ class Reader:
     def _read(self, step: int, targets: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
         path = self.directory / step
         try:
-            return orbax_io.read(path, targets, self.config)
+            return orbax_io.read(path, targets)
         except Exception as error:
             reason = f"it could not be read ({one_line(error)})"
             if self.group.num_processes == 1:

@@ -30,7 +30,6 @@ class StoredArrays:
     """Reads the arrays of one checkpoint whose files were verified.
 
     Attributes:
-        checkpoint: the directory of the step.
         document: the JSON next to the arrays: `step`, `meta`, `arrays`.
         entries: name -> shape, dtype, checksum, as stored (a key as its uint32 data).
     """
@@ -114,11 +113,8 @@ class CheckpointWriter:
     ) -> None:
         """Write one array, e.g. `params/layers/w`.
 
-        Args:
-            name: of the array.
-            entry: `shape`, `dtype`, `path` (its keys) and, for a key, `key`.
-            chunk: what is one piece on disk; parts should be whole pieces.
-            parts: where each part belongs, and its values; together the whole array.
+        `entry` has its `shape`, `dtype`, `path` (keys) and, for a key, `key`. A `chunk` is a piece
+        on disk; `parts` are whole pieces where possible, with their places, and together all of it.
         """
         shape, dtype = tuple(entry["shape"]), dtype_of(entry["dtype"])
         create = {"shape": shape, "chunks": chunk, "dtype": dtype}

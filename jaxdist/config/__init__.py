@@ -11,5 +11,3 @@ Importing this starts no device and imports neither flax nor orbax.
 from jaxdist.config.command_line import ALIASES, read_run, stored_run
 from jaxdist.config.elastic import fit_devices, legal_sizes
 from jaxdist.config.run_config import RunConfig
-
-__all__ = ["ALIASES", "RunConfig", "fit_devices", "legal_sizes", "read_run", "stored_run"]

@@ -56,7 +56,7 @@ def read_run(
     its tokenizer and the size of its vocabulary. A Python program gives `values`, and `base` to
     start from instead of all of these.
     """
-    return read_settings(
+    run = read_settings(
         RunConfig,
         argv,
         command=command,
@@ -66,6 +66,16 @@ def read_run(
         check_rules=check_rules,
         values=values,
     )
+    return _with_absolute_tokenizer(run)
+
+
+def _with_absolute_tokenizer(run: RunConfig) -> RunConfig:
+    """Settings under which the run can be opened from another directory than it was started in."""
+    file = run.data.tokenizer
+    if file == "bytes" or not os.path.isfile(file):
+        return run
+    data = dataclasses.replace(run.data, tokenizer=os.path.abspath(file))
+    return dataclasses.replace(run, data=data)
 
 
 def _base_of(given: GivenValues) -> RunConfig | None:

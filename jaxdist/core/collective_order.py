@@ -47,11 +47,9 @@ COLLECTIVES = frozenset(
 def in_order(function: Callable[..., Any], *, hidden: bool = False) -> Callable[..., Any]:
     """`function`, its collectives in program order; for use inside `jax.shard_map` on CPU devices.
 
-    Args:
-        function: trees of arrays in and out, of any shapes and dtypes. The result has the same
-            values; it cannot be differentiated.
-        hidden: any loop or branch may hold collectives that the trace does not show, because XLA
-            partitions an axis by itself.
+    It takes and gives trees of arrays, of any shapes and dtypes. The result has the same values and
+    cannot be differentiated. Where loops and branches hold `hidden` collectives, because XLA
+    partitions an axis by itself, the trace does not show them.
     """
 
     def ordered(*args: Any) -> Any:

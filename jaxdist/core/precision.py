@@ -53,9 +53,7 @@ def initial_loss_scale(compute_dtype: Any) -> dict[str, Array]:
 def update_loss_scale(loss_scale: dict[str, Array], finite: Array) -> dict[str, Array]:
     """Halve after a step with NaN or Inf (never below 1), double after `GROWTH_STEPS` finite ones.
 
-    Args:
-        loss_scale: as `initial_loss_scale` makes it.
-        finite: bool [], whether loss and gradients of the step were finite.
+    `finite`, bool [], is whether loss and gradients of the step were.
     """
     if not loss_scale:
         return {}

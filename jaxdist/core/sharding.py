@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -31,7 +30,7 @@ from jaxdist.core.axis import Axis, spec_over
 from jaxdist.core.mesh import MeshSpec, notation
 from jaxdist.core.parallel import axes
 from jaxdist.core.parallel.tensor import TENSOR
-from jaxdist.core.types import Array, ConfigError, Dims, setting
+from jaxdist.core.types import ConfigError, Dims, setting
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -257,8 +256,3 @@ def _check_collisions(dims: Dims, rules: Mapping[str, str | None]) -> None:
                 "None in the model's axes, or give it another axis in Model.rules."
             )
         taken[axis] = name
-
-
-def shard_bytes(x: Array | jax.ShapeDtypeStruct, sharding: NamedSharding) -> int:
-    """Bytes that one device holds of `x` [...], of any dtype."""
-    return math.prod(sharding.shard_shape(x.shape)) * x.dtype.itemsize

@@ -23,18 +23,3 @@ from jaxdist.data.loader import (
 )
 from jaxdist.data.order import Order
 from jaxdist.data.tokenizer import Tokenizer, load_tokenizer
-
-__all__ = [
-    "DataConfig",
-    "Dataset",
-    "Loader",
-    "Order",
-    "Position",
-    "Tokenizer",
-    "TrainData",
-    "check_same_everywhere",
-    "eval_batches",
-    "load_tokenizer",
-    "open_datasets",
-    "resume_position",
-]

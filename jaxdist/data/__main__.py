@@ -208,7 +208,7 @@ def _prepare(config: PrepareConfig, out: Path) -> None:
     source = f'["{out}"]' if "," in str(out) else str(out)  # commas separate sources
     print(
         f"{out}: {corpus.num_tokens:,} tokens in {corpus.num_documents:,} documents, vocabulary "
-        f"{corpus.vocab_size:,}, {size / corpus.num_tokens:.2f} bytes per token\n"
+        f"{corpus.tokenizer.vocab_size:,}, {size / corpus.num_tokens:.2f} bytes per token\n"
         f"next: python -m jaxdist.train --data.sources={shlex.quote(source)}"
     )
 

@@ -61,16 +61,7 @@ class TrainBatches(grain.MapDataset[Numbered]):
         self, dataset: Dataset, seed: int, batch_size: int, held: Held, *,
         start: int, left_out: Samples,
     ):  # fmt: skip
-        """Nothing is read yet.
-
-        Args:
-            dataset: what to train on.
-            seed: of the order.
-            batch_size: rows of a batch over all processes.
-            held: the part of a batch that this process holds.
-            start: first sample of batch 0.
-            left_out: samples that no batch may hold.
-        """
+        """Nothing is read yet. Batch 0 begins at sample `start`, and no batch holds `left_out`."""
         super().__init__()
         # Worker processes get a copy, and rows need no tokenizer.
         self._dataset = dataclasses.replace(dataset, tokenizer=None)
@@ -92,14 +83,7 @@ class EvalBatches(grain.MapDataset[Numbered]):
     """Batch number -> rows in storage order, each once; what the last batch lacks has weights 0."""
 
     def __init__(self, dataset: Dataset, batch_size: int, held: Held, max_batches: int | None):
-        """Nothing is read yet.
-
-        Args:
-            dataset: what to evaluate on.
-            batch_size: rows of a batch over all processes.
-            held: the part of a batch that this process holds.
-            max_batches: at most so many batches, of rows spread evenly over the dataset.
-        """
+        """Nothing is read yet. Rows of `max_batches` are spread evenly over the dataset."""
         super().__init__()
         self._dataset = dataset
         self._batch_size, self._held = batch_size, held
@@ -129,15 +113,10 @@ class StreamBatches(grain.IterDataset[Numbered]):
     ):  # fmt: skip
         """Nothing is read yet.
 
-        Args:
-            rows: the stream, one row per element.
-            stack: rows -> field name -> [rows, ...].
-            batch_size: rows of a batch over all processes.
-            num_read: rows of the stream that a batch takes: all of the batch where every process
-                reads the whole stream, else those of its shard.
-            held: the part of them that this process holds.
-            start: first sample of the stream's first row.
-            left_out: samples that no batch may hold; they are read and dropped.
+        `rows` gives a row per element; `stack` makes rows a field name -> [rows, ...]. A batch is
+        `num_read` of them: all of it where every process reads the whole stream, else those of its
+        shard; this process holds a part of these. The first row is sample `start`; samples
+        `left_out` are read and dropped.
         """
         super().__init__(rows)
         self.stack, self.batch_size = stack, batch_size
@@ -197,13 +176,9 @@ def part_held(
     fields: Fields,
     devices: Sequence[jax.Device] | None = None,
 ) -> Held:
-    """The part of a batch that some devices hold.
+    """The part of a batch that `devices` hold, by default this process's.
 
-    Args:
-        sharding: of a batch's rows and, where devices share rows, of their positions.
-        batch_size: rows of a batch over all processes.
-        fields: of the rows.
-        devices: whose; None = this process's.
+    `sharding` is that of a batch's rows and, where devices share rows, of their positions.
 
     Raises:
         ConfigError: devices share rows, and a field's first dim is not that of positions.
@@ -240,11 +215,7 @@ def device_placer(
 ) -> Callable[[Numbered], tuple[int, Batch]]:
     """A function that makes a global batch on the devices from this process's part of it.
 
-    Args:
-        fields: of the rows.
-        batch_size: rows of a batch over all processes.
-        held: the part of a batch that this process holds.
-        sharding: of a batch's rows, and of their positions as far as a field has them.
+    `sharding` is that of a batch's rows, and of their positions as far as a field has them.
 
     Returns:
         (first sample, name -> numpy [local, local_seq, ...]) -> (first sample, name -> jax [batch,

@@ -49,11 +49,7 @@ class BadRecord(ValueError):
 
 
 def checked_messages(record: dict[str, Any], *, answered: bool = True) -> list[Message]:
-    """The `messages` of a record.
-
-    Args:
-        record: of a file.
-        answered: the assistant must have said something; else the user must have, last.
+    """The `messages` of a record: the assistant speaks or, unless `answered`, the user is last.
 
     Raises:
         BadRecord: not a list of {"role", "content"} with text, or nobody to learn from.
@@ -170,7 +166,13 @@ class JinjaTemplate:
         self.source = source
         self.fingerprint = f"jinja-{hashlib.sha256(told.encode()).hexdigest()[:16]}"
         self._tokenizer, self._variables = tokenizer, variables
-        self._template = _compiled(source, name)
+        try:
+            self._template = Template(source)
+        except TemplateFailed as error:
+            raise ConfigError(
+                f"chat template {name} is broken (line {error.line}: {error}). Repair it, or use "
+                "data.chat_template=plain."
+            ) from None
         self.stop_ids = tokenizer.stop_ids | self._answer_ends()
 
     def encode(self, messages: Sequence[Message]) -> Weighted:
@@ -221,12 +223,8 @@ class JinjaTemplate:
     ) -> bool:
         """Give weight 1 to the special token after an answer, and to white space before it.
 
-        Args:
-            text: the whole conversation.
-            stop: where the answer ends, in characters.
-            offsets: int64 [n, 2], characters [start, stop) of each token.
-            special: bool [n], which tokens are special.
-            weights: uint8 [n], changed in place.
+        The answer ends at character `stop` of the `text`. Tokens stand for characters `offsets`,
+        int64 [n, 2]; some are `special`, bool [n]. `weights`, uint8 [n], are changed in place.
 
         Returns:
             Whether there is such a token.
@@ -306,17 +304,6 @@ def load_template(name: str, tokenizer: Tokenizer) -> ChatTemplate:
     if not isinstance(source, str):
         return PlainTemplate(tokenizer)
     return JinjaTemplate(source, f"of {folder / 'tokenizer_config.json'}", tokenizer, variables)
-
-
-def _compiled(source: str, name: str) -> Template:
-    """A Jinja template; it can reach nothing but what it is given, with limits."""
-    try:
-        return Template(source)
-    except TemplateFailed as error:
-        raise ConfigError(
-            f"chat template {name} is broken (line {error.line}: {error}). Repair it, or use "
-            "data.chat_template=plain."
-        ) from None
 
 
 def _common(a: str, b: str) -> int:

@@ -46,8 +46,6 @@ class Corpus:
     """A tokenised corpus, opened by memory map.
 
     Attributes:
-        num_tokens: tokens of all shards.
-        num_documents: documents.
         weighted: whether only some tokens are learned.
         fingerprint: digest of tokens, weights and document ends, whatever the shards and the place.
         document_ends: uint64 [num_documents], exclusive, ascending.
@@ -100,11 +98,6 @@ class Corpus:
             )
         return tokenizer
 
-    @property
-    def vocab_size(self) -> int:
-        """Tokens of the tokenizer."""
-        return self.tokenizer.vocab_size
-
     def tokens(self, start: int, stop: int) -> np.ndarray:
         """Tokens [start, stop), unsigned [stop - start]; a view where one shard holds them all."""
         return self._part(self._shards, start, stop)
@@ -134,23 +127,12 @@ def write_corpus(
 ) -> None:
     """Tokenise files into a new folder, which appears whole or not at all.
 
+    A corpus that another process has put there meanwhile stays as it is.
+
     Raises:
-        ConfigError: `folder` exists, or a file is bad (see `Encoder.chunks`).
+        ConfigError: a file is bad (see `Encoder.chunks`).
     """
-    if folder.exists():
-        raise ConfigError(
-            f"{str(folder)!r} exists: a corpus is never overwritten. Remove it or name another."
-        )
     folder.parent.mkdir(parents=True, exist_ok=True)
-    _write(files, folder, encoder, shard_tokens)
-
-
-def _write(
-    files: list[Path],
-    folder: Path,
-    encoder: Encoder,
-    shard_tokens: int = SHARD_TOKENS,
-) -> None:
     _remove_abandoned(folder)
     owner = f"{socket.gethostname()}-{os.getpid()}"
     partial = folder.with_name(f".{folder.name}.partial-{owner}-{uuid.uuid4().hex[:8]}")
@@ -190,7 +172,7 @@ def cached_corpus(files: list[Path], name: str, encoder: Encoder) -> Corpus:
                 "tokenising %s: %d files, %.1f MB, tokenizer %s, kept in %s",
                 name, len(files), total_bytes(files) / 1e6, encoder.tokenizer.name, folder,
             )  # fmt: skip
-            _write(files, folder, encoder)
+            write_corpus(files, folder, encoder)
     return Corpus(folder)
 
 
@@ -240,7 +222,7 @@ def _fill(
     shard_tokens: int,
 ) -> None:
     tokenizer = encoder.tokenizer
-    dtype = _dtype(tokenizer.vocab_size)
+    dtype = np.min_scalar_type(tokenizer.vocab_size - 1).newbyteorder("<")
     shards = _ShardWriter(folder, "tokens", dtype, shard_tokens)
     weights = _ShardWriter(folder, "weights", _WEIGHT_DTYPE, shard_tokens)
     ends: list[np.ndarray] = [np.zeros(0, np.uint64)]
@@ -320,12 +302,6 @@ class _ShardWriter:
         if self._file is not None:
             self._file.close()
             self._file = None
-
-
-def _dtype(vocab_size: int) -> np.dtype[Any]:
-    if vocab_size <= 1 << 8:
-        return np.dtype("u1")
-    return np.dtype("<u2") if vocab_size <= 1 << 16 else np.dtype("<u4")
 
 
 def _read_about(folder: Path) -> dict[str, Any]:

@@ -23,7 +23,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 
@@ -36,20 +36,6 @@ _SHARD = ("shard_index", "num_shards")
 
 GIVEN_ROWS = "python:rows"
 """The source of a run whose rows a Python program gave as an object."""
-
-
-class Custom(NamedTuple):
-    """What a user's function returned.
-
-    Attributes:
-        train: rows by number, or how to open a stream: (shard_index, num_shards) -> IterDataset.
-        held: rows to evaluate on, or None.
-        divides: whether the function divides its stream into shards.
-    """
-
-    train: CustomRows | Callable[[int, int], Any]
-    held: CustomRows | None
-    divides: bool
 
 
 def is_custom(source: str) -> bool:
@@ -115,11 +101,15 @@ class CustomRows:
 
 def open_custom(
     source: str, *, seq_len: int, seed: int, num_threads: int, given: Any = None
-) -> Custom:
+) -> tuple[CustomRows | Callable[[int, int], Any], CustomRows | None, bool]:
     """Call the user's function; the current directory is importable, as for a script.
 
     `num_threads` read rows by number; a stream has threads of its own. `given` is what a Python
     program gives in the function's place: another function, or the rows.
+
+    Returns:
+        What to train on, rows or how to open a stream: (shard_index, num_shards) -> IterDataset;
+        rows to evaluate on; whether the function divides its stream into shards.
 
     Raises:
         ConfigError: the function is not there, takes other arguments, or returns something else.
@@ -147,11 +137,8 @@ def open_custom(
                 "as grain.MapDataset; to train on, a grain.IterDataset will do too."
             )
     by_number = lambda rows: CustomRows(rows, source, num_threads)
-    return Custom(
-        (lambda index, count: call(index, count)[0]) if is_stream else by_number(train),
-        None if held is None else by_number(held),
-        divides,
-    )
+    opened: Any = (lambda index, count: call(index, count)[0]) if is_stream else by_number(train)
+    return opened, None if held is None else by_number(held), divides
 
 
 def _function(source: str) -> Callable[..., Any]:

@@ -37,12 +37,10 @@ class Dataset:
     """Rows of one epoch in storage order, by random access.
 
     Attributes:
-        kind: "text" or "images".
         parts: one per source.
         weights: share of each part in training; empty = in proportion to size.
         vocab_size: tokens of the vocabulary, or classes of images; of the user's own rows as many
             as some of them name.
-        tokenizer: of text.
         identity: what the rows depend on, as JSON; `fingerprint` is its digest.
     """
 
@@ -66,7 +64,8 @@ class Dataset:
     @property
     def fingerprint(self) -> str:
         """Digest of everything the rows depend on; the same on every machine with the same data."""
-        return _digest(self.identity)
+        text = json.dumps(self.identity, sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:32]
 
     def rows(self, indices: np.ndarray) -> Rows:
         """Rows of `indices`, int64 [n] in [0, num_rows): field name -> [n, ...] (see `fields`).
@@ -292,7 +291,7 @@ def _open_custom(
             f"data.sources={config.sources}, data.eval_sources={config.eval_sources}: a function "
             f"stands alone. Mix inside {source!r} and return what to evaluate on from there."
         )
-    custom = open_custom(
+    opened, held_rows, divides = open_custom(
         source, seq_len=seq_len, seed=seed, num_threads=config.num_threads, given=given
     )
     tokenizer = load_tokenizer(config.tokenizer, config.eos_token)
@@ -302,18 +301,14 @@ def _open_custom(
         about, size = {"seq_len": seq_len}, part.vocab_size
         return _dataset(part.kind, [part], vocab_size=size, tokenizer=used, about=about)
 
-    held = None if custom.held is None else dataset(custom.held)
-    if isinstance(custom.train, CustomRows):
-        return dataset(custom.train), held
+    held = None if held_rows is None else dataset(held_rows)
+    if isinstance(opened, CustomRows):
+        return dataset(opened), held
     stream = open_stream(
         source,
-        custom.train,
-        divides=custom.divides,
+        opened,
+        divides=divides,
         tokenizer=tokenizer,
         seq_len=seq_len,
     )
     return stream, held
-
-
-def _digest(identity: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:32]

@@ -40,7 +40,6 @@ class Piece:
     """Part of a document.
 
     Attributes:
-        text: the part.
         last: whether the document ends here.
         position: bytes of the file (as stored) used so far.
     """
@@ -55,7 +54,6 @@ class Record:
     """A JSON line or a row of Parquet.
 
     Attributes:
-        value: its fields.
         place: "file:line" for errors.
         position: bytes of the file (as stored) used so far.
     """
@@ -343,7 +341,10 @@ def _parquet_rows(path: Path, columns: list[str], fix: str, *, texts: bool) -> I
                 problem = f"no column {', '.join(missing)} (it has: {', '.join(schema.names)})"
             elif texts:
                 kinds = {column: schema.field(column).type for column in columns}
-                wrong = [f"{column} of {kind}" for column, kind in kinds.items() if not _text(kind)]
+                texts_of = (pa.string(), pa.large_string())
+                wrong = [
+                    f"{name} of {kind}" for name, kind in kinds.items() if kind not in texts_of
+                ]
                 problem = f"column {', '.join(wrong)}, not of text" if wrong else ""
             if problem:
                 raise ConfigError(f"{str(path)!r} has {problem}. {fix}")
@@ -356,9 +357,3 @@ def _parquet_rows(path: Path, columns: list[str], fix: str, *, texts: bool) -> I
         raise ConfigError(
             f"{str(path)!r} is not a whole Parquet file ({str(error).splitlines()[0]})."
         ) from None
-
-
-def _text(kind: Any) -> bool:
-    import pyarrow as pa
-
-    return pa.types.is_string(kind) or pa.types.is_large_string(kind)

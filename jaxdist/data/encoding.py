@@ -52,10 +52,8 @@ class TextEncoder:
     """Each text is a document; the tokenizer's end token, if it has one, closes it.
 
     Attributes:
-        tokenizer: what it uses.
         weighted: whether chunks have weights.
         identity: JSON that changes whenever the same files could become other tokens.
-        records: what is read.
         template: how conversations are written down; None for anything else.
     """
 
@@ -155,12 +153,9 @@ def make_encoder(
 def _batches(
     files: Sequence[Path], read: Callable[[Path], Iterator[tuple[T, int, int]]], limit: int
 ) -> Iterator[tuple[list[T], int]]:
-    """What files hold, in lists of about a size, and how many bytes of the files were read by then.
+    """What files hold, in lists of about the size `limit`, and bytes of the files read by then.
 
-    Args:
-        files: in order.
-        read: file -> (item, its size, bytes of the file read).
-        limit: size at which a list is full.
+    `read` gives items of a file, their sizes, and how many of its bytes are read.
     """
     held: list[T] = []
     total, before = 0, 0

@@ -34,13 +34,7 @@ class Order:
     """
 
     def __init__(self, sizes: Sequence[int], weights: Sequence[float], seed: int):
-        """Make an order.
-
-        Args:
-            sizes: rows of each part, each at least 1.
-            weights: share of each part; empty = in proportion to size.
-            seed: any integer.
-        """
+        """Parts have `sizes` rows, at least 1; without `weights` they count by size."""
         self.seed = seed
         if not weights or len(sizes) == 1:
             sizes, weights = [sum(sizes)], [1.0]
@@ -117,9 +111,6 @@ def _scramble(x: np.ndarray) -> np.ndarray:
 @functools.lru_cache(maxsize=8)
 def _mixture(weights: tuple[float, ...]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """How samples are drawn from parts, over one period of _PERIOD samples.
-
-    Args:
-        weights: share of each part, in any unit.
 
     Returns:
         Part of each place, int64 [_PERIOD]; its number among the places of that part, int64

@@ -56,9 +56,7 @@ class Windows:
     """Row i is tokens [start + i·seq_len, start + (i+1)·seq_len] of the corpus: a chopped stream.
 
     Attributes:
-        corpus: where the tokens are.
         start, stop: the part of the corpus that rows may use, in tokens.
-        seq_len: length of a row.
         documents: mark document boundaries. Positions then count from the start of the document,
             or of the row when the document began before it.
     """
@@ -124,8 +122,6 @@ class Fitted:
     """Rows of whole documents; only a document longer than a row is cut.
 
     Attributes:
-        corpus: where the tokens are.
-        seq_len: length of a row.
         label: what the plan was made from, for the fingerprint.
         row_starts: int64 [num_rows + 1], first piece of each row.
         piece_starts: int64 [pieces], first token of each piece, by row.

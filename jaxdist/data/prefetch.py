@@ -36,15 +36,11 @@ def read_ahead(
     num_workers: int = 0,
     state: dict | None = None,
 ) -> grain.DatasetIterator[U]:
-    """Iterate over placed batches, in order, whoever prepares them.
+    """Iterate over batches that `place` moves to the devices, in order, `prefetch` of them ahead.
 
-    Args:
-        batches: one element per batch.
-        place: moves an element to the devices.
-        prefetch: placed batches kept ready, at least 1.
-        num_workers: processes that prepare batches, each every `num_workers`-th; 0 = the thread
-            that places them does. Only for a `MapDataset`.
-        state: where an `IterDataset` goes on, from `get_state()` of an earlier iterator.
+    `num_workers` processes prepare batches of a `MapDataset`, each every `num_workers`-th; with 0
+    the thread that places them does. An `IterDataset` goes on where `state` says, which is from
+    `get_state()` of an earlier iterator.
     """
     if not flags.FLAGS.is_parsed():
         flags.FLAGS.mark_as_parsed()  # grain reads its absl flags; this package parses its own

@@ -39,10 +39,7 @@ class StreamDataset:
         name: the source as the user wrote it.
         open: (shard_index, num_shards) -> the stream of that shard.
         divides: whether `open` looks at its arguments; else every shard is the whole stream.
-        kind: "text" or "images".
-        fields: name -> (shape of one row, dtype).
         vocab_size: one more than the largest token, target or label in the first rows.
-        tokenizer: of text.
         identity: what the rows depend on, as JSON.
         fingerprint: digest of the first rows.
     """
@@ -83,18 +80,10 @@ class StreamDataset:
         self, batch_size: int, held: Held, shard: tuple[int, int], *,
         start: int, left_out: Sequence[tuple[int, int]], num_workers: int,
     ) -> StreamBatches:  # fmt: skip
-        """Batches of this process's shard.
-
-        Args:
-            batch_size: rows of a batch over all processes.
-            held: the part of a batch that this process holds.
-            shard: see `shard`.
-            start: first sample of the first batch.
-            left_out: samples that no batch may hold.
-            num_workers: must be 0: worker processes would change the order of a stream.
+        """Batches of this process's shard, of which the first begins at sample `start`.
 
         Raises:
-            ConfigError: `num_workers` is not 0.
+            ConfigError: `num_workers` is not 0: workers would change the order of a stream.
         """
         from jaxdist.data.batches import StreamBatches
 
@@ -158,12 +147,7 @@ def shard_of(held: Mapping[int, set[tuple[int, int]]], process: int, name: str) 
     """Shard of a process, and how many there are.
 
     Processes that hold the same rows of every batch (split by tensor or pipeline alone) read the
-    same shard.
-
-    Args:
-        held: process -> ranges [first, end) of a batch's rows that its devices hold.
-        process: whose shard.
-        name: of the source, for the error.
+    same shard. `held` maps a process to ranges [first, end) of rows that its devices hold.
 
     Raises:
         ConfigError: two processes share some rows and not all, or hold unequal numbers of them.

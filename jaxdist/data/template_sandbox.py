@@ -35,10 +35,7 @@ class TemplateFailed(ValueError):
 
 
 class Template:
-    """A compiled template in a process of its own, which ends with this object.
-
-    Args:
-        source: Jinja, as Hugging Face's chat templates are.
+    """A compiled template, Hugging Face's kind of Jinja, in a process that ends with this object.
 
     Raises:
         TemplateFailed: the template is broken.

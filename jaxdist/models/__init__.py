@@ -12,8 +12,6 @@ import sys
 from jaxdist.core.types import ConfigError, Model
 from jaxdist.models.configs import CnnConfig, CustomConfig, DecoderConfig, ModelConfig
 
-__all__ = ["GIVEN_MODEL", "CnnConfig", "CustomConfig", "DecoderConfig", "ModelConfig", "build"]
-
 GIVEN_MODEL = "python:model"
 """The factory of a run whose model a Python program gave as an object."""
 

@@ -12,16 +12,3 @@ from jaxdist.optim.config import OptimConfig
 from jaxdist.optim.freeze import frozen_leaves, frozen_problems, is_frozen
 from jaxdist.optim.learning_rate import Schedule, make_schedule
 from jaxdist.optim.rules import decay_mask, hidden_matrices, make_optimizer, state_axes
-
-__all__ = [
-    "OptimConfig",
-    "Schedule",
-    "decay_mask",
-    "frozen_leaves",
-    "frozen_problems",
-    "hidden_matrices",
-    "is_frozen",
-    "make_optimizer",
-    "make_schedule",
-    "state_axes",
-]

@@ -21,12 +21,8 @@ def make_schedule(config: OptimConfig, *, total_steps: int, global_batch_size: i
     """The learning rate of each step.
 
     Warmup is linear and never 0: step s of w takes peak * (s + 1) / (w + 1), so that step w is the
-    first at the peak. After the decay the rate stays at `min_lr_ratio * peak`.
-
-    Args:
-        config: the settings.
-        total_steps: steps of the whole run, from 0 and not from a resumed one.
-        global_batch_size: rows per optimizer step over all devices and microbatches.
+    first at the peak. After the decay the rate stays at `min_lr_ratio * peak`. `total_steps` count
+    from 0 and not from a resumed step.
 
     Returns:
         int32 step (scalar or array, 0-based) -> float32 learning rate. Pure; traceable.

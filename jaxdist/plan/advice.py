@@ -83,10 +83,10 @@ def _more_gpus(plan: Plan) -> str:
 
 def _dtype(plan: Plan) -> Iterator[Advice]:
     job = plan.choice.job
-    if str(job.dtype) not in job.gpu.peak_flops:
+    if str(job.dtype) not in job.cluster.gpu.peak_flops:
         yield Advice(
             "number format",
-            f"{job.gpu.name} has no {job.dtype} matrix units: add "
+            f"{job.cluster.gpu.name} has no {job.dtype} matrix units: add "
             "--precision.compute_dtype float16 (with loss scaling, which is automatic).",
         )
 

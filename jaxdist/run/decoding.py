@@ -34,12 +34,8 @@ class Sampling:
 class Decoder:
     """A model with its weights, ready to continue prompts; compiles once per bucket of lengths.
 
-    Args:
-        model: a model with `decoding`.
-        params: tree of float32 arrays, sharded as in training.
-        layout: of the mesh that holds the parameters.
-        dtype: compute dtype.
-        sampling: how tokens are drawn.
+    The model has `decoding`. `params`, float32, are sharded over the layout's mesh as in training;
+    products have the compute `dtype`.
     """
 
     def __init__(

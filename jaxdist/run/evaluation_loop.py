@@ -24,16 +24,9 @@ def evaluate(
 ) -> dict[str, float]:
     """Mean loss in nats, perplexity of text, accuracy where it is counted, and the total weight.
 
-    The last batch of held-out rows may be ragged (its padding has weight 0).
-
-    Args:
-        step: the compiled functions of the run.
-        params: sharded as in training.
-        dataset: held-out rows.
-        global_batch_size: rows of a batch over all devices.
-        unit: "tokens" or "images", what the weights count; names the total weight in the result.
-        max_batches: batches spread over the dataset; 0 = every row once.
-        on_batch: called after each batch.
+    The last batch of held-out rows may be ragged (its padding has weight 0). `params` are sharded
+    as in training. `unit`, which the weights count, names their total. `max_batches` are spread
+    over the dataset; 0 = every row once.
     """
     batches = eval_batches(
         dataset,

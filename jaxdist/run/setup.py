@@ -43,13 +43,10 @@ class Parts:
     Attributes:
         config: the settings; of an elastic run, changed to fit the devices that are there.
         is_shrunk: whether an elastic run has fewer devices than its mesh names.
-        layout: how arrays are sharded over the mesh.
         optimizer: update direction, without the learning rate.
         schedule: step -> learning rate, float32 [].
         loss_scale: initial loss scale of float16, scalars []; {} without.
-        compute_dtype: dtype of matrix products.
         num_params: number of parameters, without vocabulary padding (as model cards count).
-        step: the jitted functions.
     """
 
     config: RunConfig
@@ -105,11 +102,7 @@ class Parts:
         )
 
     def abstract_batch(self, fields: Fields | None = None) -> dict[str, jax.ShapeDtypeStruct]:
-        """Shapes [global_batch_size, ...], dtypes and shardings of a batch.
-
-        Args:
-            fields: of its rows; None = those of a built-in reader.
-        """
+        """Shapes [global_batch_size, ...], dtypes and shardings of a batch of such rows."""
         train = self.config.train
         if fields is None and self.model.unit == "tokens":
             fields = text_fields(train.seq_len, packed=self.config.data.packs_documents)

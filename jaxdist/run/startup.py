@@ -115,13 +115,7 @@ def check_recorded_ledger(run: RunDirectory, step: int, position: Position) -> N
 
 
 def _raised_rate(parts: Parts, stored: Mapping[str, Any], step: int) -> str:
-    """A warning where the schedule of a longer run goes back up; "" where it does not.
-
-    Args:
-        parts: of the run as it goes on.
-        stored: the settings it had, from its checkpoint.
-        step: steps done.
-    """
+    """A warning where the schedule goes back up that went on under `stored` settings; "" else."""
     total, batch = (stored.get("train", {}).get(key) for key in ("steps", "global_batch_size"))
     now = parts.config
     if not step or not total or not batch or total == now.train.steps:

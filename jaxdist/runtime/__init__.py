@@ -25,30 +25,3 @@ from jaxdist.runtime.entry_point import (
 )
 from jaxdist.runtime.logs import close_logs, setup_logging
 from jaxdist.runtime.signals import NOTICES, Preemption, TraceRequests
-
-__all__ = [
-    "EXIT_CONFIG",
-    "EXIT_FAILURE",
-    "EXIT_HANG",
-    "EXIT_INTERRUPTED",
-    "EXIT_OK",
-    "EXIT_PREEMPTED",
-    "EXIT_SDC",
-    "NOTICES",
-    "Agreed",
-    "Job",
-    "JoinPlan",
-    "Preemption",
-    "TraceRequests",
-    "be_careful",
-    "close_logs",
-    "is_consequence",
-    "join",
-    "reserve_memory",
-    "resolve",
-    "run_command",
-    "setup_compilation_cache",
-    "setup_logging",
-    "simulate",
-    "visible_gpus",
-]

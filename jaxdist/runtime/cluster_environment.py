@@ -41,7 +41,6 @@ class JoinPlan:
         coordinator_address: host:port of process 0; empty when alone.
         num_hosts: hosts of the job, 0 when the environment does not say.
         num_local_processes: processes on this host, 0 when the environment does not say.
-        local_process_id: of this process on its host.
         local_device_ids: positions among the visible GPUs that this process takes; None: all.
         attempt: how often the job has been restarted.
         token: what only processes of this job and attempt know, or at least no other job has:

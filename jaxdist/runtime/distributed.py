@@ -52,7 +52,6 @@ class Job:
     """This process's place in its job.
 
     Attributes:
-        local_devices: jax devices of this process.
         devices: every device of the job, process by process.
         platform: "cpu" or "gpu".
         source: who started the processes.
@@ -92,21 +91,13 @@ class Job:
         """Process · host · device · kind · UUID, one line per device; equal ones in one line."""
         lines: dict[tuple[str, ...], list[int]] = {}
         for row in self.devices:  # devices without a UUID differ in nothing but their number
-            lines.setdefault((str(row.process), row.host, row.kind, row.uuid), []).append(
-                row.device
-            )
-        head: tuple[str, ...] = ("process", "host", "device", "kind", "uuid")
-        rows = [
-            (
-                process,
-                host,
-                f"{ids[0]}-{ids[-1]}" if len(ids) > 1 else str(ids[0]),
-                kind,
-                uuid or "-",
-            )
-            for (process, host, kind, uuid), ids in lines.items()
-        ]
-        return "\n".join(columns([head, *rows], left=len(head)))
+            line = (str(row.process), row.host, row.kind, row.uuid or "-")
+            lines.setdefault(line, []).append(row.device)
+        rows = [("process", "host", "device", "kind", "uuid")]
+        for (process, host, kind, uuid), ids in lines.items():
+            devices = f"{ids[0]}-{ids[-1]}" if len(ids) > 1 else str(ids[0])
+            rows.append((process, host, devices, kind, uuid))
+        return "\n".join(columns(rows, left=5))
 
 
 def join(
@@ -122,11 +113,8 @@ def join(
     versions, code, settings and GPUs, start devices, compare devices. Nothing is computed before
     all of it agrees.
 
-    Args:
-        settings: how to join.
-        environ: of this process; default: its own.
-        same: name -> text of every setting that must be equal in all processes.
-        stop: requests to stop, which end the wait for other processes at once.
+    `same` maps the name of every setting that must be equal in all processes to its text. A request
+    to `stop` ends the wait for other processes at once.
 
     Raises:
         ConfigError: in every process alike, naming the hosts and the fix.
@@ -284,7 +272,7 @@ _EQUAL_PACKAGES = (
 
 def versions() -> dict[str, str]:
     """Versions that must be equal in all processes, and Python's; of jaxdist's code a digest."""
-    found = {"python": machine.python_version(), "jaxdist's code": _digest_of_code()}
+    found = {"python": machine.python_version(), "jaxdist's code": code_digest()}
     return {**found, **installed_versions(_EQUAL_PACKAGES)}
 
 
@@ -297,12 +285,11 @@ def installed_versions(packages: Iterable[str]) -> dict[str, str]:
     return found
 
 
-def _digest_of_code() -> str:
-    """Of every source file of the package: an edited checkout has the version of the original."""
-    root = Path(__file__).parents[1]
+def code_digest(package: Path = Path(__file__).parents[1]) -> str:
+    """Of every source file of a package: an edited checkout has the version of the original."""
     digest = hashlib.sha256()
-    for file in sorted(root.rglob("*.py")):
-        digest.update(f"{file.relative_to(root)}\n".encode() + file.read_bytes())
+    for file in sorted(package.rglob("*.py")):
+        digest.update(f"{file.relative_to(package)}\n".encode() + file.read_bytes())
     return digest.hexdigest()[:12]
 
 
@@ -315,16 +302,12 @@ def _check_settings(same: dict[str, str], timeout_s: int) -> None:
     problems = []
     for name in sorted({name for said in everyone for name in said["same"]}):
         values = [said["same"].get(name, "(nothing)") for said in everyone]
-        common = Counter(values).most_common(1)[0][0]
-        odd = [i for i, value in enumerate(values) if value != common]
+        common, odd = odd_ones(values)
         if odd:
-            which = ", ".join(
-                f"{values[i]} in process {i} on {everyone[i]['host']}" for i in odd[:4]
-            )
+            which = few([f"{values[i]} in process {i} on {everyone[i]['host']}" for i in odd], 4)
             problems.append(
                 f"{name} differs between processes: {common} in {len(everyone) - len(odd)}, but "
-                f"{which}{' ...' if len(odd) > 4 else ''}. Start all processes with the same "
-                "flags and the same --config file."
+                f"{which}. Start all processes with the same flags and the same --config file."
             )
     raise ConfigError(problems)
 
@@ -336,7 +319,7 @@ def _check_processes(everyone: list[dict[str, Any]]) -> None:
         versions = [said["versions"].get(package, "none") for said in everyone]
         if package == "python":
             versions = [version.rpartition(".")[0] for version in versions]
-        common, odd = _odd_ones(versions)
+        common, odd = odd_ones(versions)
         if odd:
             which = few([f"process {i} on {everyone[i]['host']}" for i in odd], 4)
             problems.append(
@@ -356,7 +339,7 @@ def _check_processes(everyone: list[dict[str, Any]]) -> None:
         raise ConfigError(problems)
 
 
-def _odd_ones(values: list[str]) -> tuple[str, list[int]]:
+def odd_ones(values: list[str]) -> tuple[str, list[int]]:
     """The most common value, and the indices that have another."""
     common = Counter(values).most_common(1)[0][0]
     return common, [i for i, value in enumerate(values) if value != common]
@@ -372,7 +355,7 @@ def _check_devices(everyone: list[dict[str, Any]]) -> None:
         if said["platform"] == "cpu" and said["expected"] and len(everyone) > 1
     ]
     shapes = [f"{len(said['rows'])} {said['platform']} device(s)" for said in everyone]
-    common, odd = _odd_ones(shapes)
+    common, odd = odd_ones(shapes)
     if odd:
         which = few([f"{places[i]} has {shapes[i]}" for i in odd], 4)
         problems.append(

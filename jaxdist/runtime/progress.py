@@ -56,13 +56,7 @@ def _is_notebook() -> bool:
 
 
 class Progress:
-    """How far a piece of work is, with its rate and the time left; as a context manager.
-
-    Args:
-        what: "tokenising corpus".
-        total: amount of work; 0 = not known.
-        unit: of the amount: "B", "batches".
-    """
+    """How far work of `total` units ("B", "batches"; 0 = not known) is; a context manager."""
 
     def __init__(self, what: str, total: int, unit: str):
         self._what, self._total, self._unit = what, total, unit

@@ -173,7 +173,7 @@ class Location(os.PathLike[str]):
         temporary = os.path.join(folder, f".{name}.{_OWN}-{threading.get_ident()}{_UNFINISHED}")
         try:
             with open(temporary, "wb") as file:
-                file.write(_encoded(data))
+                file.write(data.encode() if isinstance(data, str) else data)
                 file.flush()
                 if durable:
                     os.fsync(file.fileno())
@@ -338,10 +338,6 @@ class LockFile:
     def close(self) -> None:
         """Let go of the lock."""
         os.close(self._descriptor)
-
-
-def _encoded(data: str | bytes) -> bytes:
-    return data.encode() if isinstance(data, str) else data
 
 
 def _sync_directory(path: str) -> None:

@@ -7,5 +7,3 @@ ring        keys and values that travel between devices while those at hand are 
 """
 
 from jaxdist.core.attention.kernels import choose_kernel, make_attend, visible
-
-__all__ = ["choose_kernel", "make_attend", "visible"]

@@ -59,15 +59,10 @@ class Plan(NamedTuple):
 def plan_exchange(
     wanted: str, *, size: int, heads: int, kv_heads: int, per_node: int, has_stages: bool
 ) -> Plan:
-    """Choose the exchange.
+    """Choose the exchange among `size` devices of the context axis; `wanted` is one, or "auto".
 
-    Args:
-        wanted: "auto" or an `Exchange`.
-        size: devices along the context axis.
-        heads: query heads of a device, before any exchange.
-        kv_heads: its key/value heads.
-        per_node: neighbours along the axis that share a node.
-        has_stages: whether a pipeline runs the layers.
+    `heads` and `kv_heads` are those of a device before any exchange. `per_node` neighbours along
+    the axis share a node. `has_stages`: a pipeline runs the layers.
 
     Raises:
         ConfigError: the heads, or the stages, do not allow what is wanted.

@@ -102,17 +102,11 @@ def choose_kernel(
     packed: bool,
     dropout: float = 0.0,
 ) -> tuple[Kernel, str]:
-    """The attention kernel and the reason.
+    """The attention kernel and the reason; `wanted` is "auto", "xla" or "cudnn".
 
-    Args:
-        wanted: "auto", "xla" or "cudnn".
-        platform: "cpu" or "gpu".
-        compute_capability: of NVIDIA GPUs, e.g. "9.0"; "" where it is not known.
-        dtype: of queries, keys and values.
-        head_dim: width of a head.
-        num_keys: positions of a row.
-        packed: whether the mask is more than causal with a window (documents, cached positions).
-        dropout: share of probabilities dropped.
+    `compute_capability` is that of NVIDIA GPUs, e.g. "9.0"; "" where it is not known. `num_keys`
+    are positions of a row. A mask is `packed` if it is more than causal with a window (documents,
+    cached positions).
 
     Raises:
         ConfigError: cuDNN was asked for by name and cannot honour the mask or the shapes.

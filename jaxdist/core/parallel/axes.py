@@ -35,9 +35,7 @@ def by_name() -> dict[str, Axis]:
 def joining_fsdp(zero: int, fsdp_over_context: bool) -> tuple[str, ...]:
     """Axes of replicated weights that shard what fsdp shards, in the order of the shards.
 
-    Args:
-        zero: ZeRO stage of the array, 0 = not sharded by it.
-        fsdp_over_context: whether the context axis shards it in any case.
+    `zero` is the ZeRO stage of the array, 0 = not sharded by it.
     """
     first = (CONTEXT.name,) if fsdp_over_context else ()
     others = (axis.name for axis in AXES if axis.weights == "replicated" and zero)

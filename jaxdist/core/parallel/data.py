@@ -30,9 +30,7 @@ DATA = Axis(
 def number_rows(batch: Batch, axes: tuple[str, ...]) -> Batch:
     """Add `rows`, int32 [local rows]: each local row's index in the global batch.
 
-    Args:
-        batch: this device's rows, leaves [local rows, ...].
-        axes: axes in use that split the rows, in mesh order.
+    `axes` in use split the rows, in mesh order.
     """
     num_rows = jax.tree.leaves(batch)[0].shape[0]
     first = collectives.group_index(axes) * num_rows if axes else 0

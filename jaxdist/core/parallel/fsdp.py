@@ -40,17 +40,13 @@ _GATHERED = "gathered_weight"
 
 
 def gather(params: Params, specs: Any, *, dtype: Any, reduce_dtype: Any) -> Params:
-    """Whole weights in the compute dtype from local shards.
+    """Whole weights in `dtype`, from local float32 shards of any subtree of the parameters.
+
+    `specs` name the axes to gather over and no others (`Layout.gather_specs`; for one layer:
+    without the stacked dim). Gradients are summed over the shards' axes in `reduce_dtype`.
 
     Wire, per leaf of B bytes whole in `dtype` over n shards: B·(n−1)/n forward, the same in
     `reduce_dtype` backward.
-
-    Args:
-        params: local shards, any subtree of the parameters, float32.
-        specs: the `PartitionSpec` of each leaf, with the axes to gather over and no others
-            (`Layout.gather_specs`; for one layer: without the stacked dim).
-        dtype: dtype of the result.
-        reduce_dtype: dtype in which gradients are summed over the shards' axes.
     """
     return jax.tree.map(
         lambda spec, w: _gather_leaf(w, spec, dtype, reduce_dtype),
@@ -64,10 +60,7 @@ def keep_all_but_weights(layers: Params) -> Callable[..., bool]:
     """A remat policy that keeps every value but gathered weights and casts of weights.
 
     A name alone does not do it: what is named also exists without its name, as the result of the
-    gather, and would be kept as that.
-
-    Args:
-        layers: local shards of the stacked layers, `[num_layers, ...]`.
+    gather, and would be kept as that. `layers` are local shards, [num_layers, ...].
     """
     shards = {(leaf.shape[1:], leaf.dtype) for leaf in jax.tree.leaves(layers)}
 
@@ -88,15 +81,10 @@ def is_sharded(specs: Any) -> bool:
 
 
 def scatter(grads: Params, specs: Any, *, reduce_dtype: Any) -> Params:
-    """Gradients of whole weights, summed over the shards' axes; each device keeps its shard.
+    """Float32 gradients of whole weights, summed over the shards' axes; a device keeps its shard.
 
-    What differentiating `gather` does, for gradients that were added up before. Leaves that no axis
-    shards stay as they are.
-
-    Args:
-        grads: gradients of the gathered weights, float32.
-        specs: as for `gather`.
-        reduce_dtype: dtype in which they are summed; the result has the dtype of `grads`.
+    What differentiating `gather` does, with the same `specs`, for gradients that were added up
+    before. They are summed in `reduce_dtype`. Leaves that no axis shards stay as they are.
     """
 
     def leaf(spec: P, grad: Array) -> Array:

@@ -28,13 +28,7 @@ def scatter_gradients(
 ) -> Params:
     """Reduce-scatter over `axes` the local gradients that `to_specs` shards and `from_specs` not.
 
-    The others stay local sums: nothing is moved for them.
-
-    Args:
-        grads: local gradients, laid out as `from_specs`; float32.
-        from_specs: specs of the leaves as they are.
-        to_specs: specs of the result.
-        axes: axes to reduce over.
+    The others stay local sums: nothing is moved for them. Gradients are float32.
     """
 
     def leaf(source: P, target: P, grad: Array) -> Array:
@@ -50,13 +44,10 @@ def scatter_gradients(
 def reduce_gradients(
     grads: Params, from_specs: Any, to_specs: Any, axes: tuple[str, ...]
 ) -> Params:
-    """Sum local gradients over `axes`, each leaf ending as `to_specs` says.
+    """Sum local float32 gradients, laid out as `from_specs`, over `axes`.
 
-    Args:
-        grads: local gradients, laid out as `from_specs`; float32.
-        from_specs: specs of the leaves as they are.
-        to_specs: the same, plus the axes over which the result is to be sharded.
-        axes: axes to sum over; those a leaf is already sharded on are left out.
+    Each leaf ends as `to_specs` says, which may name more axes to shard it over. Axes that it is
+    sharded on already are left out.
     """
 
     def leaf(target: P, grad: Array) -> Array:
@@ -70,10 +61,8 @@ def reduce_gradients(
 def squared_norm(grads: Params, specs: Any, axes: tuple[str, ...]) -> Array:
     """Sum of squares of reduced gradients over the whole model, float32 [], equal on every device.
 
-    Args:
-        grads: reduced gradients, any shapes.
-        specs: where they lie.
-        axes: axes whose collectives the step writes itself (`Layout.manual_axes`).
+    `specs` say where gradients lie; the step itself writes the collectives of `axes`
+    (`Layout.manual_axes`).
     """
     by_axes: dict[tuple[str, ...], Array] = {}
     for spec, grad in zip(

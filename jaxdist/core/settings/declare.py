@@ -22,11 +22,7 @@ class ConfigError(ValueError):
 class Bounds:
     """What a number, or each number of a list, may be; None = no bound. Never NaN or infinite.
 
-    Attributes:
-        ge: at least.
-        gt: above.
-        le: at most.
-        lt: below.
+    At least `ge`, above `gt`, at most `le`, below `lt`.
     """
 
     ge: float | None = None
@@ -87,12 +83,8 @@ def problems_of(config: Any, section: str = "", *, deep: bool = True) -> list[st
     """Every problem of settings and of the sections in them, one line each; [] where there is none.
 
     A dataclass may have a method `problems`, for rules between its settings. It is asked where its
-    own settings are within their bounds; that of the outermost dataclass always.
-
-    Args:
-        config: a settings dataclass.
-        section: its dotted name, for the messages; "" = the outermost.
-        deep: look into its sections too.
+    own settings are within their bounds; that of the outermost dataclass always. `section` is the
+    dotted name of `config`, "" = the outermost; only with `deep` its own sections are looked into.
     """
     bad, found = [], []
     for field in dataclasses.fields(config):

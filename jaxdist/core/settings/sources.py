@@ -21,7 +21,6 @@ class Given:
     """One value that the user gave.
 
     Attributes:
-        path: where it goes.
         raw: what TOML read, or `FlagText`; None for a flag without a value.
         origin: "flag --train.steps", "run.toml line 12" or "keyword steps".
         section_origin: in a file, where the outermost section begins.
@@ -39,8 +38,6 @@ class Arguments:
 
     Attributes:
         files: arguments of `--config`.
-        flags: values given by flags.
-        positional: arguments that are not flags.
         rest: what stands after `--`.
         help: None without `--help`, else the section asked for ("" = everything).
     """
@@ -57,13 +54,9 @@ def split_arguments(
 ) -> Arguments:
     """Read `--a.b=value`, `--a.b value`, bare `--a.b`, `--config FILE`, `--help [SECTION]`, `--`.
 
-    Dashes inside names are underscores (`--run-dir` is `run_dir`).
-
-    Args:
-        argv: arguments without the program's name.
-        aliases: short spelling -> dotted name.
-        is_switch: whether a setting is true or false: what follows it is its value only where it
-            says so. What follows any other flag is its value unless it starts with `--`.
+    Dashes inside names are underscores (`--run-dir` is `run_dir`); `aliases` map short spellings to
+    dotted names. What follows a flag is its value unless it starts with `--`. What follows one that
+    `is_switch`, true or false, is its value only where it says so.
     """
     found, words = Arguments(), list(argv)
     while words:

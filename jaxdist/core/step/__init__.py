@@ -24,22 +24,3 @@ from jaxdist.core.step.gradients import (
 )
 from jaxdist.core.step.layer_scan import remat_policy
 from jaxdist.core.step.train_step import Metrics, Step, make_step, make_update
-
-__all__ = [
-    "REMAT_NAMES",
-    "REPLICA_NORMS",
-    "EvalConfig",
-    "Metrics",
-    "Step",
-    "TrainConfig",
-    "default_loss_chunk",
-    "describe_exchange",
-    "exchange_of",
-    "has_replica_norms",
-    "make_context",
-    "make_evaluate",
-    "make_step",
-    "make_update",
-    "make_value_and_grad",
-    "remat_policy",
-]

@@ -76,10 +76,7 @@ def make_context(
 def exchange_of(model: Model, layout: Layout, per_node: int = 0) -> Plan | None:
     """How devices that share rows exchange keys and values; None where none do.
 
-    Args:
-        model: the model, for its heads.
-        layout: the mesh, and what the settings ask for.
-        per_node: neighbours along the context axis on one node; 0 = ask the mesh's devices.
+    `per_node` neighbours along the context axis share a node; 0 = ask the mesh's devices.
 
     Raises:
         ConfigError: the model's heads do not allow what the settings ask for.

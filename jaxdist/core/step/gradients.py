@@ -216,11 +216,8 @@ def has_replica_norms(layout: Layout) -> bool:
 def replica_norms(grads: Params, specs: Any, weight: Array, layout: Layout) -> Array:
     """Norm of each data replica's own mean gradient, float32 [replicas]; it moves gradients.
 
-    Args:
-        grads: local sums before `reduce_gradients`, float32.
-        specs: of their leaves, none sharded over the replicas.
-        weight: float32 [], of this device's rows.
-        layout: for the axes.
+    `grads` are local float32 sums before `reduce_gradients`, none sharded over the replicas;
+    `weight`, float32 [], is that of this device's rows.
     """
     replicas = layout.replica_axes
     others = tuple(axis for axis in layout.summed_axes if axis not in replicas)

@@ -137,10 +137,6 @@ def _checked(out: Any, x: Array) -> tuple[Array, Sums]:
 def remat_policy(remat: str, layers: Params) -> Callable[..., bool]:
     """What `jax.checkpoint` may keep for the backward pass; gathered weights never.
 
-    Args:
-        remat: none, dots, full or names:A,B.
-        layers: local shards of the stacked layers.
-
     Raises:
         ValueError: an unknown policy (`TrainConfig.problems` reports it first).
     """

@@ -61,8 +61,6 @@ class Source:
     """A Hugging Face tensor as a block of a part of ours: its dims split and put in our order.
 
     Attributes:
-        name: of the tensor.
-        shape: of the tensor.
         view: the same with some dims split in two or more.
         order: dim i of our part is dim `order[i]` of the view.
         dim: dim of our part along which several tensors lie side by side.
@@ -100,7 +98,6 @@ class Piece:
         name: our array, e.g. `params/layers/attention/qkv`.
         layer: index in the stacked dim, or None for an array that is not stacked.
         shape: of the part; what no tensor covers is padding and holds zeros.
-        sources: the tensors.
     """
 
     name: str
@@ -124,10 +121,8 @@ class Piece:
     ) -> np.ndarray:
         """A block of our part, from no more of their tensors than it is made of.
 
-        Args:
-            index: the block, with start and stop in every dim.
-            fetch: (tensor, place in its view) -> the values there.
-            dtype: of the result.
+        The index has start and stop in every dim; `fetch` gives (tensor, place in its view) -> the
+        values there.
 
         Returns:
             The values, [*lengths of `index`].

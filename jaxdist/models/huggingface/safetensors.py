@@ -64,12 +64,9 @@ class Tensor(NamedTuple):
 
 
 def write(file: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """Write a file; it appears under its name only when complete.
+    """Write a file, with text facts in its header; it appears under its name only when complete.
 
-    Args:
-        file: to be made.
-        tensors: name -> tensor whose `parts` are its rows in row-major order.
-        metadata: text facts for the header.
+    `parts` of a tensor are its rows in row-major order.
     """
     header: dict[str, object] = {"__metadata__": dict(metadata)}
     offset = 0
@@ -153,10 +150,7 @@ class StoredTensor:
         return dataclasses.replace(self, shape=shape)
 
     def read(self, index: tuple[slice, ...] = ()) -> np.ndarray:
-        """Its values, or those of a block, into memory of their own.
-
-        Args:
-            index: the block, by dim; () = everything.
+        """Its values, or those of a block by dim, into memory of their own.
 
         Returns:
             [*lengths of `index`], in the stored dtype.

@@ -6,5 +6,3 @@ is compiled. A sum that is missing, taken twice, or taken of parts that do not b
 """
 
 from jaxdist.plan.audit.step import Audit, Violation, audit_parts, audit_program, check_mesh
-
-__all__ = ["Audit", "Violation", "audit_parts", "audit_program", "check_mesh"]

@@ -103,7 +103,6 @@ class CompiledStep:
         attention: "cudnn" or "xla" where the model attends, "" where it does not.
         compile_s: seconds of lowering and compilation.
         versions: jax, jaxlib and plugin.
-        xla_flags: XLA_FLAGS that it was compiled with.
         target: the GPU as it was described to the compiler.
     """
 
@@ -203,22 +202,14 @@ def compile_step(
         "gpus_per_node": cluster.gpus_per_node,
         "gpus_per_fabric": cluster.gpus_per_fabric,
     }
-    return _interpret(
-        _ask([sys.executable, "-m", "jaxdist.plan.compiled.compiler"], request, timeout_s)
-    )
+    command = [sys.executable, "-m", "jaxdist.plan.compiled.compiler"]
+    return _interpret(*_ask(command, request, timeout_s), timeout_s)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Answer:
-    """What the compiling process left: exit code (None = it was ended), answer, warnings."""
-
-    code: int | None
-    answer: str
-    log: str
-    timeout_s: float
-
-
-def _ask(command: Sequence[str], request: dict[str, Any], timeout_s: float) -> _Answer:
+def _ask(
+    command: Sequence[str], request: dict[str, Any], timeout_s: float
+) -> tuple[int | None, str, str]:
+    """Exit code of the compiling process (None = it was ended), its answer, its warnings."""
     process = subprocess.Popen(
         command,
         stdin=subprocess.PIPE,
@@ -238,7 +229,7 @@ def _ask(command: Sequence[str], request: dict[str, Any], timeout_s: float) -> _
         answer, log = process.communicate()
         if not isinstance(error, subprocess.TimeoutExpired):
             raise
-    return _Answer(code=code, answer=answer, log=log, timeout_s=timeout_s)
+    return code, answer, log
 
 
 def _environment() -> dict[str, str]:
@@ -255,21 +246,23 @@ def _environment() -> dict[str, str]:
     }
 
 
-def _interpret(answer: _Answer) -> CompiledStep | NotCompiled:
-    details = "\n".join(answer.log.splitlines()[-_DETAIL_LINES:])
-    if answer.code is None:
+def _interpret(
+    code: int | None, answer: str, log: str, timeout_s: float
+) -> CompiledStep | NotCompiled:
+    details = "\n".join(log.splitlines()[-_DETAIL_LINES:])
+    if code is None:
         return NotCompiled(
             kind="timeout",
-            reason=f"the compilation was ended after {answer.timeout_s:g} s",
+            reason=f"the compilation was ended after {timeout_s:g} s",
             fix="Give it more time, or believe the estimate.",
             details=details,
         )
     try:
-        facts = json.loads(answer.answer)
+        facts = json.loads(answer)
     except json.JSONDecodeError:
         return NotCompiled(
             kind="failed",
-            reason=f"the compiler gave up: {_last_error(answer.log, answer.code)}",
+            reason=f"the compiler gave up: {_last_error(log, code)}",
             fix="Believe the estimate; the details hold the compiler's own words.",
             details=details,
         )
@@ -279,7 +272,7 @@ def _interpret(answer: _Answer) -> CompiledStep | NotCompiled:
             reason="; ".join(facts["refused"]),
             fix="Change the settings or the mesh.",
         )
-    return _read(facts, answer.log)
+    return _read(facts, log)
 
 
 def _last_error(log: str, code: int) -> str:

@@ -59,9 +59,7 @@ def main() -> int:
 def compile_step(request: dict[str, Any]) -> dict[str, Any]:
     """Assemble, lower and compile the train step for a topology; see `compiled.CompiledStep`.
 
-    Args:
-        request: `config` (TOML), `gpu` (fields of `Gpu`), `num_nodes`, `gpus_per_node`,
-            `gpus_per_fabric`.
+    The request has the settings as TOML and the cluster; `check.compile_step` makes it.
 
     Raises:
         ConfigError: the settings or the mesh are illegal.

@@ -106,20 +106,15 @@ def attention_workspace(job: Job) -> int:
     # Heads exchanged for positions: as many of the products.
     dims, rows = job.model.dims, heads(job) * job.tokens
     grouped = dims["kv_heads"] != dims["heads"]
-    return cudnn_scratch(rows, dims["head_dim"], shares_keys=grouped, gpu=job.gpu)
+    return cudnn_scratch(rows, dims["head_dim"], shares_keys=grouped, gpu=job.cluster.gpu)
 
 
 def cudnn_scratch(rows: int, width: int, *, shares_keys: bool, gpu: Gpu) -> int:
     """Bytes that cuDNN's attention backward asks for at run time.
 
     Measured by compiling cuDNN's own engines: exact on every shape tried on Hopper, one measurement
-    on Ampere. Blackwell is taken to be like Hopper, Ada like Ampere.
-
-    Args:
-        rows: batch × query heads × positions.
-        width: of a head.
-        shares_keys: several query heads read one key head.
-        gpu: what it runs on.
+    on Ampere. Blackwell is taken to be like Hopper, Ada like Ampere. `rows` are batch × query heads
+    × positions, `width` is a head's; where it `shares_keys`, several query heads read one key head.
     """
     if float(gpu.compute_capability) < 9.0:
         return WIDE * rows * (3 * width + 1) + 128

@@ -59,7 +59,7 @@ def model_flops_per_token(job: Job, convention: str = "causal") -> float:
     if job.model.flops_per_token:
         return float(job.model.flops_per_token.get(convention, 0.0))
     cost = job.everything_kept
-    return 3 * (job.num_layers * cost.layer.flops + cost.rest.flops) / job.seq_len
+    return 3 * (job.model.num_layers * cost.layer.flops + cost.rest.flops) / job.seq_len
 
 
 def layer_forward(job: Job) -> Work:

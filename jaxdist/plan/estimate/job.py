@@ -29,7 +29,7 @@ from jaxdist.core.types import Dims, Model
 from jaxdist.models.weights import Weight, weights_of
 from jaxdist.plan.estimate.model_trace import AttentionCall, Trace, attention_of, trace
 from jaxdist.plan.estimate.schedule_costs import Stages, stages_of
-from jaxdist.plan.hardware import Cluster, Gpu
+from jaxdist.plan.hardware import Cluster
 
 Place = Literal["param", "moment", "gradient", "whole"]
 """Which layout an array of a weight's shape has: the parameter's, its moments', its microbatch
@@ -80,11 +80,6 @@ class Job:
         return dataclasses.replace(self, config=with_section(self.config, section, **changes))
 
     # -- hardware and number formats --------------------------------------------------------------
-
-    @property
-    def gpu(self) -> Gpu:
-        """The kind of GPU."""
-        return self.cluster.gpu
 
     @functools.cached_property
     def dtype(self) -> Any:
@@ -194,14 +189,9 @@ class Job:
     # -- layers and stages -------------------------------------------------------------------------
 
     @property
-    def num_layers(self) -> int:
-        """Stacked layers of the whole model."""
-        return self.model.num_layers
-
-    @property
     def layers_per_stage(self) -> int:
         """Layers that one device runs."""
-        return self.num_layers // self.spec[PIPELINE]
+        return self.model.num_layers // self.spec[PIPELINE]
 
     @property
     def layers_per_piece(self) -> int:
@@ -237,7 +227,7 @@ class Job:
         kernel, _ = choose_kernel(
             call.kernel,
             platform="gpu",
-            compute_capability=self.gpu.compute_capability,
+            compute_capability=self.cluster.gpu.compute_capability,
             dtype=self.dtype,
             head_dim=self.model.dims["head_dim"],
             num_keys=self.seq_len,

@@ -89,7 +89,7 @@ def usable_bytes(job: Job) -> float:
         share = float(given)
     except ValueError:
         share = DEFAULT_MEMORY_FRACTION
-    return share * job.gpu.memory_bytes
+    return share * job.cluster.gpu.memory_bytes
 
 
 def estimate_memory(job: Job) -> Memory:

@@ -95,7 +95,6 @@ class Found:
             by memory.
         refused: mesh that training would refuse -> the first rule that it breaks.
         num_tried: settings whose cost was estimated.
-        seconds: how long the search took.
     """
 
     choices: tuple[Choice, ...]
@@ -263,7 +262,7 @@ def _pipelines(job: Job) -> list[dict[str, Any]]:
         return [{}]
     chunks = {given.num_virtual_stages, 1}
     if given.schedule != "1f1b":
-        chunks |= {v for v in (2, 4) if job.num_layers % (v * stages) == 0}
+        chunks |= {v for v in (2, 4) if job.model.num_layers % (v * stages) == 0}
     gathers = ["action", "step"]
     if not any(axis.weights == "gathered" for axis in job.spec.used):
         gathers = [given.gather]

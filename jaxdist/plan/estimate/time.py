@@ -65,8 +65,6 @@ class StepTime:
             wait for device memory, gaps between kernels, the optimizer's update, stages that wait
             for others (the pipeline's bubble); by purpose, collectives that are not hidden.
         communication: all collectives, hidden or not.
-        tokens_per_step: tokens (or images) of the step.
-        num_gpus: devices.
         model_flops: useful FLOPs of the step, causal convention.
         peak_flops: of one device; 0 where its dtype has none.
     """
@@ -118,7 +116,7 @@ def estimate_time(job: Job) -> StepTime:
         tokens_per_step=job.tokens_per_step,
         num_gpus=job.spec.num_devices,
         model_flops=flops.model_flops_per_token(job) * job.tokens_per_step,
-        peak_flops=job.gpu.peak_flops.get(str(job.dtype), 0.0),
+        peak_flops=job.cluster.gpu.peak_flops.get(str(job.dtype), 0.0),
     )
 
 
@@ -133,8 +131,8 @@ class _Rates:
 
     @classmethod
     def of(cls, job: Job) -> _Rates:
-        reach = _REACH.get(job.gpu.compute_capability, Reach())
-        peaks = job.gpu.peak_flops
+        reach = _REACH.get(job.cluster.gpu.compute_capability, Reach())
+        peaks = job.cluster.gpu.peak_flops
         peak = peaks.get(str(job.dtype)) or peaks["float32"]
         products = reach.products * peak
         if job.engine.products_dtype == "float8":
@@ -146,7 +144,7 @@ class _Rates:
             reach=reach,
             products=products,
             attention=reach.attention * peak,
-            memory=reach.memory * job.gpu.memory_bandwidth,
+            memory=reach.memory * job.cluster.gpu.memory_bandwidth,
         )
 
     def parts(self, work: Work) -> tuple[float, float, float]:

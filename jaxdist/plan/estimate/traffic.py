@@ -218,7 +218,7 @@ def _flow(
     inside = members_per_fabric(job, axes)
     nodes = group // inside
     ways = 2 if kind == "all-reduce" else 1
-    fast, slow = job.gpu.link_bandwidth, job.gpu.network_bandwidth
+    fast, slow = job.cluster.gpu.link_bandwidth, job.cluster.gpu.network_bandwidth
     start = _START_S + _HOP_S * math.log2(group) + _NODE_HOP_S * math.log2(max(1, nodes))
     if kind == "collective-permute":
         wire, seconds = each, each / (slow if nodes > 1 else fast)

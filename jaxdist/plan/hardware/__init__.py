@@ -12,15 +12,3 @@ program reaches.
 from jaxdist.plan.hardware.catalog import GPUS, find_gpu, gpu_of, peak_flops, read_hardware
 from jaxdist.plan.hardware.gpu import GIB, Cluster, Gpu
 from jaxdist.plan.hardware.request import parse_gpus
-
-__all__ = [
-    "GIB",
-    "GPUS",
-    "Cluster",
-    "Gpu",
-    "find_gpu",
-    "gpu_of",
-    "parse_gpus",
-    "peak_flops",
-    "read_hardware",
-]

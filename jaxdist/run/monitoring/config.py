@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
+import re
 
 from jaxdist.core.settings import setting
 from jaxdist.run.monitoring.profiler import steps_of
+from jaxdist.run.monitoring.trackers import PACKAGES
 from jaxdist.runtime.config import is_address
+
+_FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,6 +34,12 @@ class MonitoringConfig:
         "",
         "port at which process 0 serves the newest numbers to Prometheus on this host alone, or "
         "host:port, e.g. 0.0.0.0:9400 for all interfaces; empty = no server",
+    )
+    tracker: list[str] = setting(
+        [],
+        "where else metrics, settings and summary go: wandb, mlflow, or module:function for one of "
+        "your own (see jaxdist/run/monitoring/trackers.py); several after commas. Environment "
+        "variables of wandb and mlflow say which server",
     )
     profile: str = setting(
         "",
@@ -55,6 +66,17 @@ class MonitoringConfig:
                 f"monitoring.prometheus={self.prometheus!r} is not a port from 1 to 65535, nor "
                 "host:port. Use e.g. 9400 for this host alone, 0.0.0.0:9400 for all interfaces."
             )
+        for name in self.tracker:
+            if name in PACKAGES and importlib.util.find_spec(name) is None:
+                found.append(
+                    f"monitoring.tracker has {name!r}, which is not installed. Leave it out, or "
+                    f"run pip install -c constraints.txt -e '.[{name}]'"
+                )
+            elif name not in PACKAGES and not _FUNCTION.fullmatch(name):
+                found.append(
+                    f"monitoring.tracker has {name!r}, which is not {' or '.join(PACKAGES)}, nor "
+                    "module:function. Use one of these."
+                )
         if self.profile:
             try:
                 steps_of(self.profile)

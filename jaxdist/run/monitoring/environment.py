@@ -23,18 +23,18 @@ _PACKAGES = (
 )
 
 
-def environment(command: list[str] | None = None) -> dict[str, Any]:
+def environment() -> dict[str, Any]:
     """The record of environment.json: what is needed to run this again; it starts the devices.
 
     Collective in a job of several processes, because it gathers host names: each must call it,
-    after joining the job. The command is by default that of this process.
+    after joining the job.
     """
     import jax
 
     devices = jax.devices()
     return {
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(command or [sys.executable, *sys.argv]),
+        "command": shlex.join([sys.executable, *sys.argv]),
         "directory": os.getcwd(),
         "python": platform.python_version(),
         "system": platform.platform(),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -23,7 +24,8 @@ from jaxdist.run.monitoring.summary import RunSummary
 from jaxdist.run.monitoring.tensorboard import TensorBoard
 from jaxdist.run.monitoring.throughput import Throughput
 from jaxdist.run.monitoring.timers import CompileTracker
-from jaxdist.run.run_directory import RunDirectory
+from jaxdist.run.monitoring.trackers import Identity, Trackers, run_id_of
+from jaxdist.run.run_directory import RunDirectory, flatten
 
 logger = logging.getLogger("jaxdist")
 
@@ -40,11 +42,8 @@ class Monitor:
     Log records carry their coloured text as the attribute `styled`, for handlers on a terminal.
 
     Args:
-        config: intervals, and the price of a device.
         run: the run directory; `run.is_writer` decides who writes.
-        total_steps: the step at which the run ends.
         start_step: the step of the restored state, i.e. steps already done; 0 for a fresh run.
-        flops_per_token: `Model.flops_per_token`.
         unit: `Model.unit`, which names the rates (`tokens_per_s`, `images_per_s`).
         compute_dtype: of matrix products, for the peak.
         devices: all devices of the job; `jax.devices()` by default.
@@ -103,6 +102,7 @@ class Monitor:
         self._records: RecordWriter | None = None
         self._tensorboard: TensorBoard | None = None
         self._prometheus: Prometheus | None = None
+        self._experiments: Trackers | None = None
         earlier = read_records(run.metrics) if run.is_writer and run.resumed else []
         self.run_summary = RunSummary(earlier, start_step=start_step, unit=unit)
         self._alerts = Alerts(
@@ -114,7 +114,8 @@ class Monitor:
             compares=run.is_writer,
         )
         if run.is_writer:
-            self._open(config_text)
+            first_start = earlier[0]["time"] if earlier else self._begin
+            self._open(config_text, run_id_of(first_start))
 
     # -- reports of a running job ------------------------------------------------------------------
 
@@ -203,8 +204,7 @@ class Monitor:
         if self._records is not None:
             self._records.write(record)
             self._say(console.eval_line(record, total_steps=self.total_steps))
-        if self._tensorboard is not None:
-            self._tensorboard.scalars(step, {f"eval/{k}": v for k, v in values.items()})
+        self._plot(step, {f"eval/{k}": v for k, v in values.items()})
         self._on_record(record)
         return values
 
@@ -219,12 +219,9 @@ class Monitor:
     ) -> None:
         """Record a save, a restore, a warning, ...: one line each, on process 0 alone.
 
-        Args:
-            event: its name, `snake_case`.
-            message: the console line; default: `event key=value ...`.
-            level: of the log record; WARNING and above count as warnings.
-            quiet: record it, and leave the console to the caller.
-            fields: the rest of the record; `step` defaults to the last one reported.
+        The `event` has a name in `snake_case`, and `fields`, of which `step` is by default the last
+        one reported. The `message` is its console line, by default `event key=value ...`. WARNING
+        and above count as warnings. A `quiet` one is recorded, and the console left to the caller.
         """
         if level >= logging.WARNING:
             self.run_summary.warnings += 1
@@ -320,6 +317,8 @@ class Monitor:
             return summary
         self._write_event("end", {"step": summary["step"], "exit_reason": exit_reason})
         self.run.write_summary(summary)
+        if self._experiments is not None:
+            self._experiments.finish(summary)
         self._say_block(console.closing_rows(summary, next_commands))
         return summary
 
@@ -330,10 +329,10 @@ class Monitor:
 
     def close(self) -> None:
         """Flush and close all sinks; a second call does nothing."""
-        for sink in (self._prometheus, self._tensorboard, self._records):
+        for sink in (self._prometheus, self._tensorboard, self._experiments, self._records):
             if sink is not None:
                 sink.close()
-        self._prometheus = self._tensorboard = self._records = None
+        self._prometheus = self._tensorboard = self._experiments = self._records = None
         self._gpu_stats.close()
         self.profiler.stop()
 
@@ -353,7 +352,7 @@ class Monitor:
 
     # -- private -----------------------------------------------------------------------------------
 
-    def _open(self, config_text: str) -> None:
+    def _open(self, config_text: str, run_id: str) -> None:
         if self.config.prometheus:
             self._prometheus = Prometheus(self.config.prometheus_address, self.run.path.name)
         self._records = self.run.open_metrics()
@@ -362,6 +361,14 @@ class Monitor:
             self._tensorboard = TensorBoard(self.run.tensorboard, first)
             if config_text:
                 self._tensorboard.text("config", config_text)
+        if self.config.tracker:
+            identity = Identity(
+                run_id=run_id,
+                name=self.run.path.name,
+                settings=flatten(tomllib.loads(config_text)),
+                directory=str(self.run.path),
+            )
+            self._experiments = Trackers(self.config.tracker, identity)
         totals = {"total_steps": self.total_steps, "num_devices": self.throughput.num_devices}
         start = {"time": self._begin, "step": self.start_step}
         self._write_event("start", {**start, **totals, "unit": self.unit})
@@ -406,16 +413,22 @@ class Monitor:
                 metrics=metrics,
             )
         )
+        points = {f"train/{name}": record[name] for name in metrics}
+        speeds = ("mfu", "mfu_full", "step_time_s", "memory_bytes", "memory_peak_bytes")
+        for name, value in shown.items():
+            if name in (*speeds, f"{unit}_per_s", f"{unit}_per_s_per_device"):
+                points[f"speed/{name}"] = value
+            elif name.startswith("gpu_"):
+                points[f"gpu/{name.removeprefix('gpu_')}"] = value
+        points["speed/data_wait_share"] = self._alerts.data_wait.share
+        self._plot(record["step"], points)
+
+    def _plot(self, step: int, points: Mapping[str, float]) -> None:
+        """Points of curves, for TensorBoard and the trackers."""
         if self._tensorboard is not None:
-            points = {f"train/{name}": record[name] for name in metrics}
-            speeds = ("mfu", "mfu_full", "step_time_s", "memory_bytes", "memory_peak_bytes")
-            for name, value in shown.items():
-                if name in (*speeds, f"{unit}_per_s", f"{unit}_per_s_per_device"):
-                    points[f"speed/{name}"] = value
-                elif name.startswith("gpu_"):
-                    points[f"gpu/{name.removeprefix('gpu_')}"] = value
-            points["speed/data_wait_share"] = self._alerts.data_wait.share
-            self._tensorboard.scalars(record["step"], points)
+            self._tensorboard.scalars(step, points)
+        if self._experiments is not None:
+            self._experiments.log(step, points)
 
 
 def read(metrics: Mapping[str, Any]) -> dict[str, float]:

@@ -53,7 +53,6 @@ class Straggler:
         cause: "data", "host" or "gpu clock".
         lost_s: seconds of a step, in the interval's mean, beyond what the others need; 0 for a
             clock.
-        text: the sentence for people.
     """
 
     process: int

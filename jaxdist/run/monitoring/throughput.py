@@ -14,11 +14,8 @@ MFU_FORMULA = (
 class Throughput:
     """Rates of a run. A rate over many steps is a median, so that one slow step does not change it.
 
-    Args:
-        num_devices: devices of the whole job.
-        flops_per_token: `Model.flops_per_token`, convention -> FLOPs of forward and backward.
-        peak_flops: FLOP/s of one device; None = not known, and no MFU is computed.
-        window_steps: steps of the rolling rates.
+    `flops_per_token` is the model's, `peak_flops` of one device; without either there is no MFU.
+    Rolling rates are those of `window_steps`.
     """
 
     def __init__(

@@ -39,8 +39,6 @@ class Anomaly:
         kind: the exit reason of a run that stops for it: "nonfinite_loss" or "loss_spike".
         limit: loss above which the step was a spike; inf while too few losses were known.
         action: report, skip, rollback or stop, by the policy.
-        first_sample: first sample of its batch.
-        num_samples: samples of its batch.
         rows: rows of the dataset in its batch.
         left_out: samples [first, end) that earlier rollbacks had left out.
     """

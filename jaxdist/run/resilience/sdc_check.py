@@ -55,7 +55,6 @@ class Mismatch:
         devices: flat index in the mesh -> names of the arrays in which that device differs from
             the majority of its replicas. Without a majority, all replicas are listed.
         certain: whether there was a majority everywhere.
-        text: the message for people.
     """
 
     step: int

@@ -82,11 +82,9 @@ class Watchdog:
             self._thread.start()
 
     def enter(self, phase: str, step: int | None = None) -> None:
-        """Start a phase; its time counts from now.
+        """Start a phase, whose time counts from now, of `step` or the step before.
 
-        Args:
-            phase: start, restore, compile, data, step, evaluation, save, trace or end.
-            step: steps done; None = as before.
+        Phases are start, restore, compile, data, step, evaluation, save, trace and end.
         """
         self._step = self._step if step is None else step
         self._phase, self._since = phase, time.monotonic()

@@ -27,5 +27,3 @@ Not everything can use the store. These are the other channels, each with its re
 
 from jaxdist.runtime.coordination.group import Group, gather
 from jaxdist.runtime.coordination.service import process_place, publish, published
-
-__all__ = ["Group", "gather", "process_place", "publish", "published"]

@@ -90,11 +90,7 @@ def has_stop_service() -> bool:
 
 
 def reached_agreed_stop(call: int) -> bool:
-    """Whether the service has chosen this call as the one at which all processes stop.
-
-    Args:
-        call: a number that all processes count alike.
-    """
+    """Whether the service has chosen this call, which all processes count alike, to stop all at."""
     from jax.experimental import multihost_utils
 
     return bool(multihost_utils.reached_preemption_sync_point(call))

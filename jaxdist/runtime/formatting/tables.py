@@ -10,13 +10,7 @@ WIDTH = 100
 
 
 def columns(rows: Sequence[Sequence[str]], *, left: int = 1, gap: str = "  ") -> list[str]:
-    """Rows of cells as aligned lines.
-
-    Args:
-        rows: cells; all rows have as many.
-        left: how many of the first columns are aligned to the left; the others to the right.
-        gap: between two columns.
-    """
+    """Rows of as many cells each as aligned lines: the first `left` columns left, others right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     aligned = ["<"] * left + [">"] * (len(widths) - left)
     return [

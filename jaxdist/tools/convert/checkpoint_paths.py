@@ -17,9 +17,7 @@ if TYPE_CHECKING:
 def checkpoint_of(path: str, step: int) -> Location:
     """One checkpoint, its files verified by size and CRC-32.
 
-    Args:
-        path: as in `manifest.directory_of`.
-        step: which; negative = the one that `path` names, or the newest whole one.
+    A negative `step` is the one that `path` names (see `manifest.directory_of`), or the newest.
 
     Raises:
         ConfigError: there is no such checkpoint, or it is corrupt.

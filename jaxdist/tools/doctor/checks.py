@@ -6,7 +6,6 @@ import dataclasses
 import json
 import os
 import socket
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -18,6 +17,7 @@ from jaxdist.core.parallel.data import DATA
 from jaxdist.core.settings import ConfigError, problems_of
 from jaxdist.run.monitoring.environment import nvidia_versions, versions
 from jaxdist.runtime import Job, coordination
+from jaxdist.runtime.distributed import code_digest
 from jaxdist.runtime.entry_point import RERUN, advice_for
 from jaxdist.tools.doctor import (
     devices,
@@ -32,7 +32,6 @@ from jaxdist.tools.doctor import (
 )
 from jaxdist.tools.doctor.findings import Finding, Reported, error, ok
 from jaxdist.tools.doctor.options import DoctorConfig
-from jaxdist.tools.doctor.text import text_of
 
 
 def run(config: DoctorConfig) -> int:
@@ -106,7 +105,7 @@ def examine_job(config: DoctorConfig, job: Job, hosts: list[str]) -> list[Findin
 
 
 def _same_software(config: DoctorConfig, hosts: list[str]) -> list[Finding]:
-    code = {"code": software.code_digest(Path(__file__).parents[2])}
+    code = {"code": code_digest()}
     everyone = _gather("software", versions() | nvidia_versions() | code, config)
     return software.compare(list(zip(hosts, everyone, strict=True)))
 
@@ -191,5 +190,5 @@ def report(
     if not quiet and config.json:
         print(json.dumps(findings.record_of(reported, strict=config.strict), indent=2))
     elif not quiet:
-        print(text_of(reported, num_processes=num_processes))
+        print(findings.text_of(reported, num_processes=num_processes))
     return findings.exit_code(reported, strict=config.strict)

@@ -16,7 +16,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxdist.core.collectives import all_reduce
 from jaxdist.plan.hardware import gpu_of
-from jaxdist.tools.doctor.findings import Finding, error, note, ok, shortened, warning
+from jaxdist.runtime.formatting.tables import few
+from jaxdist.tools.doctor.findings import Finding, error, note, ok, warning
 
 _REPEATS = 5
 _SLOW = 0.75
@@ -276,4 +277,4 @@ def _names(group: Group, hosts: Sequence[str]) -> str:
         f"{process} on {hosts[process]}"
         for process, ids in by_process.items()
     ]
-    return shortened(", ", shown, 4)
+    return few(shown, 4)

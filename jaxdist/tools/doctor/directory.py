@@ -7,8 +7,9 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from jaxdist.runtime.formatting.tables import few
 from jaxdist.runtime.storage import Location, locate
-from jaxdist.tools.doctor.findings import Finding, error, ok, shortened
+from jaxdist.tools.doctor.findings import Finding, error, ok
 
 _PATIENCE_S = 5.0
 """NFS shows a new file to other hosts when its cache of the directory has aged (3 s by default)."""
@@ -95,5 +96,5 @@ def check_views(
 
 
 def _count(seen: Sequence[int], writers: Sequence[int]) -> str:
-    names = shortened(", ", list(map(str, seen)), 4)
+    names = few(list(map(str, seen)), 4)
     return f"{len(seen)} of {len(writers)} ({names})" if seen else "nobody"

@@ -8,6 +8,7 @@ import resource
 import shutil
 import time
 from pathlib import Path
+from typing import Any
 
 from jaxdist.runtime.formatting.numbers import in_bytes
 from jaxdist.tools.doctor.findings import Finding, error, note, ok, warning
@@ -51,7 +52,7 @@ def check_disk(
 ) -> list[Finding]:
     """Room for the run's checkpoints, and for the files they are made of."""
     text = f"{in_bytes(free)} of {in_bytes(total)} free in {directory}"
-    numbers = {"free_bytes": free, "total_bytes": total, "needed_bytes": needed}
+    numbers: dict[str, Any] = {"free_bytes": free, "total_bytes": total, "needed_bytes": needed}
     fix = "make room, keep fewer checkpoints (checkpoint.max_to_keep), or name another --run-dir"
     text += f"; the checkpoints that are kept take {in_bytes(needed)}" if needed else ""
     if free < max(needed, 1 << 30):
@@ -76,7 +77,7 @@ def check_speed(
 ) -> Finding:
     """What came back must be what was written, at a bearable speed."""
     write, read = num_bytes / write_s, num_bytes / read_s
-    numbers = {"write_bytes_per_s": write, "read_bytes_per_s": read}
+    numbers: dict[str, Any] = {"write_bytes_per_s": write, "read_bytes_per_s": read}
     if not same:
         return error(
             "disk speed",
@@ -130,7 +131,8 @@ def examine_shared_memory(num_gpus: int, path: str = "/dev/shm") -> list[Finding
 
 def check_shared_memory(total: int, free: int, num_gpus: int) -> Finding:
     """NCCL passes data between the GPUs of a host through it where they have no direct way."""
-    text, numbers = f"{in_bytes(free)} of {in_bytes(total)} free in /dev/shm", {"free_bytes": free}
+    text = f"{in_bytes(free)} of {in_bytes(total)} free in /dev/shm"
+    numbers: dict[str, Any] = {"free_bytes": free}
     fix = (
         "start the container with --shm-size=16g or --ipc=host (Kubernetes: an emptyDir with "
         "medium Memory on /dev/shm), or remove what lies there"

@@ -14,7 +14,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxdist.tools.doctor.findings import Finding, error, ok, shortened, warning
+from jaxdist.runtime.formatting.tables import few
+from jaxdist.tools.doctor.findings import Finding, error, ok, warning
 
 _TRIES = 3
 _CONNECT_S = 5.0
@@ -27,9 +28,8 @@ _LONG_SKEW_S = 30.0
 class Listener:
     """Answers whoever connects with this process's clock, until closed.
 
-    Args:
-        towards: a host that peers share the network with (the coordinator's): the address that
-            leads there is the one that peers are told. "" = only this host.
+    Peers are told the address that leads `towards` a host that they share the network with (the
+    coordinator's); "" = only this host.
     """
 
     def __init__(self, towards: str = ""):
@@ -126,7 +126,7 @@ def _check_pairs(visits: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> F
     ]
     return error(
         "network",
-        f"{len(failed)} of {pairs} ways between processes are closed: {shortened('; ', ways, 4)}",
+        f"{len(failed)} of {pairs} ways between processes are closed: {few(ways, 4, '; ')}",
         "open all TCP ports between the hosts of the job; if an address is wrong, set "
         "NCCL_SOCKET_IFNAME and a coordinator that the others resolve",
         failed=[[i, j] for i, j, _ in failed],

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 
-from jaxdist.tools.doctor.findings import Finding, error, ok, shortened, warning
+from jaxdist.runtime.distributed import odd_ones
+from jaxdist.runtime.formatting.tables import few
+from jaxdist.tools.doctor.findings import Finding, error, ok, warning
 
 CHECK = "software"
 
@@ -59,16 +58,6 @@ def _version_problems(versions: Mapping[str, str], nvidia: Mapping[str, str]) ->
             )
 
 
-def code_digest(package: Path) -> str:
-    """Twelve hex digits of the names and bytes of all Python files of a package."""
-    digest = hashlib.sha256()
-    for path in sorted(package.rglob("*.py")):
-        content = path.read_bytes()
-        digest.update(f"{path.relative_to(package).as_posix()}\0{len(content)}\0".encode())
-        digest.update(content)
-    return digest.hexdigest()[:12]
-
-
 def compare(everyone: Sequence[tuple[str, Mapping[str, str]]]) -> list[Finding]:
     """Where versions, or the `code`, of processes differ: (host, name -> version) by process id."""
     code = everyone[0][1].get("code", "?")
@@ -79,16 +68,16 @@ def compare(everyone: Sequence[tuple[str, Mapping[str, str]]]) -> list[Finding]:
 def _differences(everyone: Sequence[tuple[str, Mapping[str, str]]]) -> Iterator[Finding]:
     for name in sorted({name for _, versions in everyone for name in versions}):
         values = [versions.get(name, "none") for _, versions in everyone]
-        common, count = Counter(values).most_common(1)[0]
-        odd = [i for i, value in enumerate(values) if value != common]
+        common, odd = odd_ones(values)
         if not odd:
             continue
-        which = shortened(", ", [f"process {i} on {everyone[i][0]}" for i in odd], 4)
+        which = few([f"process {i} on {everyone[i][0]}" for i in odd], 4)
         what = "the code of jaxdist" if name == "code" else name
         make = error if name in _MUST_BE_EQUAL else warning
         yield make(
             "same software",
-            f"{what} is {common} in {count} processes, but {values[odd[0]]} in {which}",
+            f"{what} is {common} in {len(values) - len(odd)} processes, but {values[odd[0]]} in "
+            f"{which}",
             "use one environment and one checkout on all hosts",
         )
 

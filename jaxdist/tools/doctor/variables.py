@@ -136,15 +136,10 @@ def check_variables(
     num_hosts: int = 1,
     interfaces: Sequence[str] = (),
 ) -> list[Finding]:
-    """Every variable of `environ` that hurts a run.
+    """Every variable that hurts a run on this host, with `num_gpus` GPUs and network `interfaces`.
 
-    Args:
-        environ: as the user's shell made it, before jaxdist sets variables of its own.
-        num_gpus: GPUs that the driver shows on this host.
-        simulated: the run asks for CPU devices.
-        coordinator_address: host:port of process 0; "" when alone.
-        num_hosts: of the job.
-        interfaces: names of this host's network interfaces.
+    `environ` is as the user's shell made it, before jaxdist sets variables of its own. A
+    `simulated` run asks for CPU devices.
     """
     on_gpus = num_gpus > 0 and not simulated
     flags = flags_of(environ.get("XLA_FLAGS", ""))

@@ -188,40 +188,34 @@ def main(argv: Sequence[str], summary: str) -> int:
     """Run a job on this host until it is done or cannot be; `--help` begins with `summary`."""
     config = read_config(argv, summary)
     plan = make_plan(config)
+    agent: Agent
     if plan.elastic is None:
-        _make_run_directory(plan)
-        agent: Agent = FixedAgent(
+        agent = FixedAgent(
             plan.nproc_per_node, plan.nnodes, config.node_rank, config.coordinator_address
         )
-        return Supervisor(plan.command, agent, plan.run_dir, plan.restart_policy).run()
-    trains = _TRAIN in plan.command
-    sizes: LegalSizes | int = LegalSizes()
-    if trains:
-        sizes = read_sizes(plan.command[plan.command.index(_TRAIN) + 1 :])
-    if isinstance(sizes, int):
-        return sizes
-    problems = impossible(plan.elastic, sizes)
-    if problems:
-        raise ConfigError(problems)
-    _make_run_directory(plan)
-    rendezvous = Rendezvous(
-        plan.run_dir / "launch",
-        config.node_rank,
-        plan.elastic.address,
-        heartbeat_timeout_s=plan.elastic.heartbeat_timeout_s,
-    )
-    agent = ElasticAgent(plan.elastic, rendezvous, sizes, stop_reaches_all=trains)
-    return Supervisor(plan.command, agent, plan.run_dir, plan.restart_policy).run()
-
-
-def _make_run_directory(plan: LaunchPlan) -> None:
-    """Once nothing else can be wrong: a refused job leaves no directory."""
-    try:
+    else:
+        trains = _TRAIN in plan.command
+        sizes: LegalSizes | int = LegalSizes()
+        if trains:
+            sizes = read_sizes(plan.command[plan.command.index(_TRAIN) + 1 :])
+        if isinstance(sizes, int):
+            return sizes
+        if problems := impossible(plan.elastic, sizes):
+            raise ConfigError(problems)
+        rendezvous = Rendezvous(
+            plan.run_dir / "launch",
+            config.node_rank,
+            plan.elastic.address,
+            heartbeat_timeout_s=plan.elastic.heartbeat_timeout_s,
+        )
+        agent = ElasticAgent(plan.elastic, rendezvous, sizes, stop_reaches_all=trains)
+    try:  # once nothing else can be wrong: a refused job leaves no directory
         locate(plan.run_dir).make_directory()
     except OSError as error:
         raise ConfigError(
             f"--run-dir {plan.run_dir} cannot be made ({error.strerror}). Name another one."
         ) from None
+    return Supervisor(plan.command, agent, plan.run_dir, plan.restart_policy).run()
 
 
 def read_config(argv: Sequence[str], summary: str = "") -> LaunchConfig:

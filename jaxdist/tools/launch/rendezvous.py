@@ -103,7 +103,6 @@ class Round(Membership):
     """One membership of the job, until a host is lost or a larger job becomes possible.
 
     Attributes:
-        id: unique.
         number: counts up in the run directory.
         stop: why the round is asked to save and end; empty while it should run.
     """
@@ -115,12 +114,6 @@ class Round(Membership):
     def index_of(self, launcher: str) -> int | None:
         """Position of the launcher with this uuid among the members; None if it is not one."""
         return next((i for i, host in enumerate(self.members) if host.uuid == launcher), None)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Observation:
-    host: Host
-    moved_at: float | None  # None: the heartbeat has not moved since the first look
 
 
 class Rendezvous:
@@ -142,7 +135,8 @@ class Rendezvous:
         self.heartbeat_timeout_s, self.clock = heartbeat_timeout_s, clock
         self.own = Host(rank=rank, uuid=uuid.uuid4().hex, address=address)
         self.duplicate: Host | None = None
-        self._observed: dict[int, _Observation] = {}
+        # Each host, and when its heartbeat moved last; None = not since the first look.
+        self._observed: dict[int, tuple[Host, float | None]] = {}
         self._looked = False
         self._lock = threading.Lock()
         self._ended = threading.Event()
@@ -195,18 +189,18 @@ class Rendezvous:
                 continue
             before = self._observed.get(host.rank)
             if before is None:
-                self._observed[host.rank] = _Observation(host, now if self._looked else None)
-            elif (before.host.uuid, before.host.heartbeat) != (host.uuid, host.heartbeat):
-                self._observed[host.rank] = _Observation(host, now)
+                self._observed[host.rank] = host, now if self._looked else None
+            elif (before[0].uuid, before[0].heartbeat) != (host.uuid, host.heartbeat):
+                self._observed[host.rank] = host, now
         self._looked = True
-        moved = {rank: s.host for rank, s in self._observed.items() if s.moved_at is not None}
+        moved = {rank: host for rank, (host, at) in self._observed.items() if at is not None}
         return {**moved, self.own.rank: self.own}
 
     def is_alive(self, host: Host) -> bool:
         """Whether its heartbeat has moved within `heartbeat_timeout_s`, by this host's clock."""
         if host.uuid == self.own.uuid:
             return True
-        moved_at = self._observed[host.rank].moved_at
+        _, moved_at = self._observed[host.rank]
         return moved_at is not None and self.clock() - moved_at <= self.heartbeat_timeout_s
 
     def read_round(self) -> Round | None:

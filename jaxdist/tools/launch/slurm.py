@@ -49,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
         nodes, problems = _with_legal_nodes(config, nodes, sizes)
     if problems:
         raise ConfigError(headed(COMMAND, problems))
-    for warning in config.warnings:
+    for warning in config.warnings():
         print(f"warning: {warning}", file=sys.stderr)
     text = batch_script(config, nodes)
     if config.dry_run:

@@ -12,7 +12,7 @@ import dataclasses
 import re
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from jaxdist.core.settings import setting
 from jaxdist.tools.launch.membership import Range
@@ -130,32 +130,22 @@ class SlurmConfig:
         """The Python that runs the training."""
         return self.python or ("python" if self.container else sys.executable)
 
-    @property
-    def warnings(self) -> list[str]:
+    def warnings(self) -> Iterator[str]:
         """What is allowed and yet likely to be slow."""
-        return [text for text in (self._few_cores, self._wide_tensor_axis) if text]
-
-    @property
-    def _few_cores(self) -> str:
-        if not self.gpus_per_node or self.cpus_per_task:
-            return ""
-        return (
-            "--cpus-per-task is not given: SLURM's default is one core for each process, which "
-            "slows down compiling and reading data. Give the cores of a node divided by "
-            "--tasks-per-node."
-        )
-
-    @property
-    def _wide_tensor_axis(self) -> str:
         per_node = self.gpus_per_node
+        if per_node and not self.cpus_per_task:
+            yield (
+                "--cpus-per-task is not given: SLURM's default is one core for each process, which "
+                "slows down compiling and reading data. Give the cores of a node divided by "
+                "--tasks-per-node."
+            )
         found = re.search(r"(?:^|[ =,])(?:tp|tensor)=(\d+)", " ".join(self.arguments))
-        if found is None or not per_node or per_node % int(found[1]) == 0:
-            return ""
-        return (
-            f"the tensor axis ({found[1]}) crosses nodes of {per_node} GPUs: every layer would "
-            f"wait for the network between nodes. Use tp ≤ {per_node} that divides it, and pp or "
-            "fsdp across nodes."
-        )
+        if found and per_node and per_node % int(found[1]):
+            yield (
+                f"the tensor axis ({found[1]}) crosses nodes of {per_node} GPUs: every layer would "
+                f"wait for the network between nodes. Use tp ≤ {per_node} that divides it, and pp "
+                "or fsdp across nodes."
+            )
 
 
 def limit_s(text: str) -> int:

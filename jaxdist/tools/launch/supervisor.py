@@ -18,6 +18,7 @@ hosts, while a crash loop ends after a few attempts. What ends an elastic job fo
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import random
 import secrets
@@ -47,20 +48,20 @@ class RestartPolicy:
     stop_timeout_s: float = 300.0
 
 
-class Agent:
+class Agent(abc.ABC):
     """Decides where each attempt runs, and hears what becomes of it.
 
     What is not overridden suits fixed hosts: processes watch each other, launchers need not meet.
     """
 
+    @abc.abstractmethod
     def next_placement(self, stop_signal: Callable[[], int]) -> tuple[int, Placement] | int:
         """Index and placement of the next attempt, or the job's exit code if there is none."""
-        raise NotImplementedError
 
-    def watch(self, group: WorkerGroup) -> None:
+    def watch(self, group: WorkerGroup) -> None:  # noqa: B027  # a hook
         """Called every `POLL_S` seconds while the processes run."""
 
-    def on_group_end(self, result: GroupResult) -> None:
+    def on_group_end(self, result: GroupResult) -> None:  # noqa: B027  # a hook
         """Called when all processes of an attempt have ended."""
 
     def all_hosts_done(self, stop_signal: Callable[[], int]) -> bool:
@@ -71,7 +72,7 @@ class Agent:
         """Called after 75 that nobody asked this host for: whether another attempt follows."""
         return False
 
-    def close(self, code: int, stop_signal: int) -> None:
+    def close(self, code: int, stop_signal: int) -> None:  # noqa: B027  # a hook
         """Called when the launcher ends, with its exit code."""
 
 

@@ -69,9 +69,7 @@ class GroupResult:
         exit_code: 0 or 75 when no process failed; else that of the first failure.
         first_process: process id of the first failure, -1 where none is to blame.
         details: traceback, or the last lines of its log.
-        advice: what to do, where the process said it.
         seconds: from the start to the first failure.
-        already_printed: the console shows the error already.
     """
 
     exit_code: int

@@ -38,20 +38,16 @@ class ReportConfig:
 
 def main(argv: list[str] | None = None) -> int:
     """Read the runs, print the comparison, write the page; returns the exit code."""
-    try:
-        config = read_settings(
-            ReportConfig,
-            sys.argv[1:] if argv is None else argv,
-            command="jaxdist.report",
-            summary="Compare runs: outcome, speed, cost, and what differs in their settings.",
-            positional=("run",),
-        )
-        runs = read_runs(config.run)
-        if config.html:
-            html.write(config.html, html_page(runs, x=config.x, log_y=config.log_y))
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        return 2
+    config = read_settings(
+        ReportConfig,
+        sys.argv[1:] if argv is None else argv,
+        command="jaxdist.report",
+        summary="Compare runs: outcome, speed, cost, and what differs in their settings.",
+        positional=("run",),
+    )
+    runs = read_runs(config.run)
+    if config.html:
+        html.write(config.html, html_page(runs, x=config.x, log_y=config.log_y))
     if config.json:
         record = {"runs": [run.record() for run in runs], "differences": differences(runs)}
         text = encode(record, indent=2)

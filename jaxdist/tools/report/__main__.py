@@ -1,7 +1,6 @@
 """`python -m jaxdist.report RUN ...`: compare runs as text, JSON and a page of curves."""
 
-import sys
-
+from jaxdist.runtime import run_command
 from jaxdist.tools.report import main
 
-sys.exit(main())
+run_command(main)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping
-from typing import TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -93,11 +93,8 @@ def num_slots(stages: list[dict[Work, Interval]]) -> int:
     return max(max(assign_slots(stage).values(), default=-1) + 1 for stage in stages)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ScheduleArrays:
-    """A schedule as int32 arrays [num_ticks + 1, num_stages], for a program that stages share.
-
-    In the last row all stages are idle: rounds of a loop that lack an action name it.
+class Instruction(NamedTuple):
+    """What a stage does in a tick; int32 scalars, or arrays of them for all stages and ticks.
 
     Attributes:
         branch: 0 idle, 1 forward, 2 backward, 3 weight.
@@ -109,22 +106,26 @@ class ScheduleArrays:
         activation_arrival: slot for the activation that arrives at the end of the tick. Stages that
             get none name the spare slot, one past the last.
         cotangent_arrival: the same for gradients.
-        num_slots: slots of (activations, cotangents, pending), the spare slot not counted.
     """
 
-    branch: np.ndarray
-    microbatch: np.ndarray
-    chunk: np.ndarray
-    activation: np.ndarray
-    cotangent: np.ndarray
-    pending: np.ndarray
-    activation_arrival: np.ndarray
-    cotangent_arrival: np.ndarray
-    num_slots: tuple[int, int, int]
+    branch: Any
+    microbatch: Any
+    chunk: Any
+    activation: Any
+    cotangent: Any
+    pending: Any
+    activation_arrival: Any
+    cotangent_arrival: Any
 
 
-def to_arrays(schedule: Schedule) -> ScheduleArrays:
-    """Number the actions and give every buffered value its slot."""
+def to_arrays(schedule: Schedule) -> tuple[Instruction, list[int]]:
+    """Number the actions and give every buffered value its slot.
+
+    Returns:
+        Instructions as arrays [num_ticks + 1, num_stages], and slots of (activations, cotangents,
+        pending), the spare slot not counted. In the last row all stages are idle: rounds of a loop
+        that lack an action name it.
+    """
     lives = Lifetimes.of(schedule)
     families = (lives.activations, lives.cotangents, lives.pending)
     slots = [[assign_slots(stage) for stage in family] for family in families]
@@ -150,14 +151,5 @@ def to_arrays(schedule: Schedule) -> ScheduleArrays:
             if step and target:
                 way = 0 if step == 1 else 1
                 arrivals[way][t, target[0]] = slots[way][target[0]][action.microbatch, target[1]]
-    return ScheduleArrays(
-        branch=branch,
-        microbatch=microbatch,
-        chunk=chunk,
-        activation=activation,
-        cotangent=cotangent,
-        pending=pending,
-        activation_arrival=arrivals[0],
-        cotangent_arrival=arrivals[1],
-        num_slots=(counts[0], counts[1], counts[2]),
-    )
+    fields = (branch, microbatch, chunk, activation, cotangent, pending, *arrivals)
+    return Instruction(*fields), counts

@@ -10,10 +10,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxdist.core import collectives
-from jaxdist.core.parallel.pipeline.buffers import to_arrays
+from jaxdist.core.parallel.pipeline.buffers import Instruction, to_arrays
 from jaxdist.core.parallel.pipeline.executor import (
     Handler,
-    Instruction,
     State,
     instructions_of,
     run,
@@ -85,7 +84,7 @@ def _run(stage: Stage) -> Sums:
     _, sum_kinds = jax.eval_shape(lambda: stage.run(zero_x, example))
     sum_kinds |= jax.eval_shape(lambda: stage.head(stage.outer, zero_x, example))
     state = State(
-        activations=zeros(x_kind, to_arrays(schedule).num_slots[0] + 1),
+        activations=zeros(x_kind, to_arrays(schedule)[1][0] + 1),
         cotangents=zeros(x_kind, 0),
         pending=[],
         totals=zeros(sum_kinds),

@@ -28,23 +28,10 @@ from jax import lax
 
 from jaxdist.core import collectives
 from jaxdist.core.parallel.pipeline.axis import PIPELINE
-from jaxdist.core.parallel.pipeline.buffers import to_arrays
+from jaxdist.core.parallel.pipeline.buffers import Instruction, to_arrays
 from jaxdist.core.parallel.pipeline.loop_plan import Loop, plan_loops
 from jaxdist.core.parallel.pipeline.schedule import KINDS, Kind, Schedule
 from jaxdist.core.types import Array
-
-
-class Instruction(NamedTuple):
-    """What this stage does in one tick; int32 scalars (see `buffers.ScheduleArrays`)."""
-
-    branch: Array
-    microbatch: Array
-    chunk: Array
-    activation: Array
-    cotangent: Array
-    pending: Array
-    activation_arrival: Array
-    cotangent_arrival: Array
 
 
 class State(NamedTuple):
@@ -77,9 +64,8 @@ class Handler(NamedTuple):
 
 def instructions_of(schedule: Schedule) -> Instruction:
     """This stage's column of the schedule, each field int32 [ticks + 1]; idle in the last."""
-    arrays, stage = to_arrays(schedule), collectives.group_index(PIPELINE.name)
-    fields = Instruction._fields
-    return Instruction(*(take(jnp.asarray(getattr(arrays, name).T), stage) for name in fields))
+    (arrays, _), stage = to_arrays(schedule), collectives.group_index(PIPELINE.name)
+    return Instruction(*(take(jnp.asarray(array.T), stage) for array in arrays))
 
 
 def run(
@@ -87,11 +73,8 @@ def run(
 ) -> State:
     """Run this stage's part of a schedule tick by tick, in few loops (`plan_loops`).
 
-    Args:
-        schedule: the schedule, the same on all stages.
-        handlers: what does each kind of action.
-        idle: zeros in place of the outputs that a stage does not make; `totals` stay as they are.
-        state: the buffers, zeros, and the totals.
+    `idle` holds zeros in place of the outputs that a stage does not make; `totals` stay as they
+    are.
 
     Returns:
         The last state.

@@ -41,9 +41,8 @@ class Layers(NamedTuple):
 class LayerwiseBackward:
     """A layer whose backward is split (`split_backward.py`), run over a stack of such layers.
 
-    Args:
-        layer: the split layer; its constants are (index, aux).
-        reduce: what happens to one layer's gradients before they are added to the totals.
+    The split layer's constants are (index, aux). `reduce` is applied to one layer's gradients
+    before they are added to the totals.
     """
 
     def __init__(self, layer: SplitLayer, reduce: Callable[[Params], Params]) -> None:

@@ -38,7 +38,6 @@ class Report:
     """What a schedule costs, by simulation.
 
     Attributes:
-        num_ticks: ticks of the schedule.
         duration: sum over ticks of the longest action, in forwards of one chunk.
         bubble: share of the duration in which a stage waits, 0..1, averaged over stages.
         peak_stash: per stage, most microbatch activations alive between forward and backward.

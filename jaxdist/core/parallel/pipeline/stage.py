@@ -16,7 +16,8 @@ from jaxdist.core import collectives
 from jaxdist.core.parallel import data, fsdp
 from jaxdist.core.parallel.pipeline import virtual_stages
 from jaxdist.core.parallel.pipeline.axis import PIPELINE
-from jaxdist.core.parallel.pipeline.executor import Instruction, take
+from jaxdist.core.parallel.pipeline.buffers import Instruction
+from jaxdist.core.parallel.pipeline.executor import take
 from jaxdist.core.parallel.pipeline.layerwise_backward import Layers
 from jaxdist.core.parallel.pipeline.schedule import Schedule
 from jaxdist.core.types import Array, Batch, Context, Model, Params, Sums
@@ -27,8 +28,6 @@ class Stage:
     """What this device computes with. An instruction names a microbatch and one of its chunks.
 
     Attributes:
-        model: the model.
-        schedule: the schedule being run.
         context: what the model is told; its key is the step's.
         layers: this stage's parameters, [chunks, layers of a virtual stage, ...].
         outer: the parameters outside the layers, whole, in the compute dtype.

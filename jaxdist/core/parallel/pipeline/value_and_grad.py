@@ -26,10 +26,9 @@ from jax import lax
 from jaxdist.core import collectives
 from jaxdist.core.parallel import fsdp, reduction
 from jaxdist.core.parallel.pipeline import virtual_stages
-from jaxdist.core.parallel.pipeline.buffers import to_arrays
+from jaxdist.core.parallel.pipeline.buffers import Instruction, to_arrays
 from jaxdist.core.parallel.pipeline.executor import (
     Handler,
-    Instruction,
     State,
     instructions_of,
     run,
@@ -65,15 +64,12 @@ def make_value_and_grad(
 ) -> Callable[[Params, Batch, Context, Array], tuple[Sums, Params]]:
     """Sums and local gradients by a pipeline, for use inside the manual step.
 
-    Args:
-        model: a model with stacked layers.
-        layout: mesh and rules.
-        make_schedule: rows of a replica -> the schedule to run.
-        layer: (block, shards, x, index in the model, aux, context) -> (x, Sums), for the backward.
-        policy: what `jax.checkpoint` may keep of a layer between the forward that its backward
-            repeats and that backward; None = everything that does not follow from its weights.
-        gather: when fsdp weights are gathered; for "step", `Context.run_layers` must not gather.
-        reduce_dtype: dtype in which gradients of gathered weights are summed.
+    `make_schedule` maps rows of a replica to the schedule to run. `layer` is, for the backward,
+    (block, shards, x, index in the model, aux, context) -> (x, Sums). `policy` says what
+    `jax.checkpoint` may keep of a layer between the forward that its backward repeats and that
+    backward; None = everything that does not follow from its weights. With `gather` = "step",
+    `Context.run_layers` must not gather. Gradients of gathered weights are summed in
+    `reduce_dtype`.
 
     Returns:
         (local parameters, this replica's rows, context, loss scale) -> (sums, gradients). The sums
@@ -260,7 +256,7 @@ class _Training:
             _, kept_kinds = jax.eval_shape(self.layers.input_gradient, layers, saved, self.zero_x)
         one_layer = jax.tree.map(lambda x: x[0], stage.chunk(self.example))
         layer_kinds = jax.eval_shape(lambda: self.reduce_layer(_float32(one_layer)))
-        num_slots = to_arrays(self.schedule).num_slots
+        _, num_slots = to_arrays(self.schedule)
         state = State(
             activations=zeros(self.x_kind, num_slots[0] + 1),
             cotangents=zeros(self.x_kind, num_slots[1] + 1),

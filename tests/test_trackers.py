@@ -1,0 +1,145 @@
+"""Trackers get every point of a run under one identity, and none of their errors reaches it."""
+
+import logging
+import threading
+
+import pytest
+
+import jaxdist
+from jaxdist.run.monitoring import trackers
+from jaxdist.run.monitoring.config import MonitoringConfig
+from jaxdist.run.monitoring.trackers import Identity, Trackers, run_id_of
+
+IDENTITY = Identity(
+    run_id=run_id_of(1.0), name="run", settings={"train.steps": 4, "name": "x"}, directory="."
+)
+GOT: list = []
+
+
+class Notebook:
+    """A tracker that keeps what it gets; the names of its functions say how they fail."""
+
+    def __init__(self, **identity):
+        GOT.append(identity)
+
+    def log(self, step, values):
+        GOT.append((step, dict(values)))
+
+    def finish(self, summary):
+        GOT.append(summary)
+
+
+class Breaking(Notebook):
+    def log(self, step, values):
+        raise ConnectionError("no route to the tracker")
+
+
+HELD = threading.Event()
+
+
+class Stuck(Notebook):
+    def log(self, step, values):
+        HELD.wait()
+
+
+@pytest.fixture(autouse=True)
+def nothing_yet():
+    GOT.clear()
+
+
+def named(kind: type) -> str:
+    return f"{__name__}:{kind.__name__}"
+
+
+def warnings_of(caplog) -> list[str]:
+    return [r.message for r in caplog.records if r.levelno == logging.WARNING]
+
+
+def test_a_run_and_its_restart_are_one_run_of_a_tracker(tmp_path):
+    config = {
+        "model": {"d_model": 32, "num_layers": 2, "num_heads": 4, "mlp_dim": 64},
+        "train": {"seq_len": 32, "global_batch_size": 16},
+        "eval": {"interval_steps": 0, "final_max_batches": 2},
+        "monitoring": {"tensorboard": False, "log_interval_steps": 1},
+        "run_dir": tmp_path / "run",
+    }
+    tracker = {"monitoring.tracker": [named(Notebook), named(Breaking)]}
+    for steps in (2, 3):
+        run = jaxdist.train({**config, **tracker}, steps=steps, progress=False)
+    first, *_, again = [found for found in GOT if isinstance(found, dict) and "run_id" in found]
+    assert first["run_id"] == again["run_id"] and len(first["run_id"]) == 16
+    assert (first["name"], again["settings"]["train.steps"]) == ("run", 3)
+    points = [found for found in GOT if isinstance(found, tuple)]
+    losses = [values["train/loss"] for _, values in points if "train/loss" in values]
+    assert losses == run.losses
+    assert [step for step, values in points if "eval/loss" in values] == [2, 3]
+    ends = [found["exit_reason"] for found in GOT if "exit_reason" in found]
+    assert ends == ["finished", "finished"]  # of the one that did not break
+
+
+def test_a_tracker_that_breaks_is_named_once_and_gets_nothing_more(propagating, caplog):
+    both = Trackers([named(Breaking), named(Notebook), "no_such_module:f"], IDENTITY)
+    for step in (1, 2, 3):
+        both.log(step, {"train/loss": 1.0})
+    both.finish({"exit_reason": "finished"})
+    assert sorted(w.split()[1] for w in warnings_of(caplog)) == sorted(
+        [named(Breaking), "no_such_module:f"]
+    )
+    assert [found[0] for found in GOT if isinstance(found, tuple)] == [1, 2, 3]
+
+
+def test_a_tracker_that_hangs_delays_nothing(monkeypatch, propagating, caplog):
+    monkeypatch.setattr(trackers, "_MOST_WAITING", 5)
+    monkeypatch.setattr(trackers, "_FINISH_S", 0.05)
+    stuck = Trackers([named(Stuck)], IDENTITY)
+    for step in range(4):
+        stuck.log(step, {})
+    stuck.close()
+    full = Trackers([named(Stuck)], IDENTITY)
+    for step in range(9):
+        full.log(step, {})
+    full.close()
+    HELD.set()
+    assert len(warnings_of(caplog)) == 2
+
+
+@pytest.mark.parametrize("name", ["wandb2", "module", "a:b:c"])
+def test_a_name_that_is_no_tracker_is_refused(name):
+    assert len(MonitoringConfig(tracker=[name]).problems()) == 1
+    assert MonitoringConfig(tracker=["my.module:make"]).problems() == []
+
+
+@pytest.mark.slow
+def test_wandb_keeps_a_restarted_run_together(monkeypatch, tmp_path):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    identity = Identity(run_id="00ab", name="run", settings={"a": 1}, directory=str(tmp_path))
+    for steps in ((1, 2), (2, 3)):
+        tracker = Trackers(["wandb"], identity)
+        for step in steps:
+            tracker.log(step, {"train/loss": 1.0 / step})
+        tracker.finish({"exit_reason": "finished", "loss": 0.5})
+        assert not tracker._workers
+    found = sorted((tmp_path / "wandb").glob("offline-run-*-00ab"))
+    assert found and all(list(path.glob("run-00ab.wandb")) for path in found)
+
+
+@pytest.mark.slow
+def test_mlflow_keeps_a_restarted_run_together(monkeypatch, tmp_path):
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "store").as_uri())
+    for steps in ((1, 2), (2, 3)):
+        tracker = Trackers(["mlflow"], IDENTITY)
+        for step in steps:
+            tracker.log(step, {"train/loss": 1.0 / step})
+        tracker.finish({"exit_reason": "finished", "loss": 0.5})
+    client = mlflow.MlflowClient()
+    (run,) = client.search_runs([client.get_experiment_by_name("jaxdist").experiment_id])
+    history = client.get_metric_history(run.info.run_id, "train/loss")
+    assert [(point.step, point.value) for point in history] == [
+        (1, 1.0), (2, 0.5), (2, 0.5), (3, 1 / 3)
+    ]  # fmt: skip
+    assert run.data.params["train.steps"] == "4" and run.data.metrics["summary/loss"] == 0.5
+    assert (run.info.run_name, run.info.status) == ("run", "FINISHED")
