@@ -13,9 +13,9 @@ from jaxdist.plan.audit.deep import _batch
 from jaxdist.run.diagnostic_step import make_diagnostic_step
 from jaxdist.run.run_directory import RunDirectory
 from jaxdist.run.setup import assemble
-from jaxdist.tools.compare.__main__ import main, told
+from jaxdist.tools.compare.__main__ import _recorded_otherwise, main, told
 from jaxdist.tools.compare.records import read_parting
-from jaxdist.tools.compare.rerun import first_difference, steps_again
+from jaxdist.tools.compare.rerun import StepDone, first_difference, steps_again
 
 STEPS = 3
 FLAGS = ["--model.d_model=16", "--model.num_layers=2", "--model.num_heads=2", "--model.mlp_dim=32"]
@@ -162,3 +162,11 @@ def test_files_say_where_settings_data_and_losses_part(tmp_path, capsys):
     assert main([str(a.path), str(same.path)]) == 0
     assert main([str(a.path), str(b.path), "--rerun=false"]) == 1
     assert "seed: 1 | 2" in capsys.readouterr().out
+
+
+def test_the_run_that_recorded_other_numbers_than_come_back_is_named(tmp_path):
+    runs = [run_directory(tmp_path / n, x) for n, x in (("a", [3.0, 2.0]), ("b", [3.0, 2.5]))]
+    numbers = ({"loss": loss, "grad_norm": 1.0} for loss in (3.0, 2.0))
+    again = [StepDone(step=n, digests={}, numbers=x) for n, x in enumerate(numbers, start=1)]
+    a, b = _recorded_otherwise(tuple(runs), [(one, one) for one in again], None)
+    assert "other numbers" not in a and "other numbers from step 2 on" in b
