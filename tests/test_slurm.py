@@ -345,9 +345,8 @@ def test_a_plan_names_what_is_wrong(fields, text):
     [("tp=8", False), ("dp=2,tp=16", True), ("fsdp=2,tensor=3", True), ("fsdp=16", False)],
 )
 def test_a_tensor_axis_across_nodes_is_warned_about(mesh, warned):
-    warnings = plan(gpus_per_node=8, cpus_per_task=8, arguments=["--mesh", mesh]).warnings()
-    warnings = list(warnings)
-    assert len(warnings) == warned and all("nodes of 8 GPUs" in w for w in warnings)
+    found = list(plan(gpus_per_node=8, cpus_per_task=8, arguments=["--mesh", mesh]).warnings())
+    assert len(found) == warned and all("nodes of 8 GPUs" in warning for warning in found)
 
 
 def test_gpus_without_cores_are_warned_about():
