@@ -18,6 +18,7 @@ from jaxdist.plan.audit.states import (
     dims_of,
     is_split,
     join,
+    like,
     moved,
     split,
 )
@@ -87,7 +88,7 @@ def _product(
     if all(summed):
         return PARTIAL if common else VARYING
     if all(kept) and common:
-        return split(*common)
+        return like(split(*common), *states)
     if len(found) == 2 and (all(kept) or (True in summed and True in kept)):
         raise MissingGather("is split, and so is what it is multiplied by, along another dim")
     return VARYING
@@ -123,7 +124,7 @@ def gather(equation: Any, states: Sequence[int]) -> int:
         if index in FIXED or not is_split(table):
             return table
         index = moved(index, of_index)
-        if is_split(index) and not index & table:
+        if is_split(index) and not set(dims_of(index)) & set(dims_of(table)):
             raise MissingGather("is split, and so are the indices that look it up, elsewhere")
         return join(table, index) if is_split(index) else VARYING
     if table == PARTIAL:
@@ -174,11 +175,11 @@ def _scattered(equation: Any, index: int, update: int) -> int:
     elif not is_split(update) and update not in (EQUAL, CONSTANT):
         return VARYING
     if dims <= set(aligned):
-        return split(*[aligned[dim] for dim in dims])
+        return like(split(*[aligned[dim] for dim in dims]), update, index)
     if dims <= set(scattered) - set(aligned):
         return PARTIAL
     if dims <= set(kept) and all(of_update[dim] == shape[kept[dim]] for dim in dims):
-        return split(*[kept[dim] for dim in dims])
+        return like(split(*[kept[dim] for dim in dims]), update, index)
     return VARYING
 
 

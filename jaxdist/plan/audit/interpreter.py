@@ -27,11 +27,13 @@ from jaxdist.plan.audit.states import (
     FIXED,
     INDEX,
     PARTIAL,
+    ROW,
     VARYING,
     ZERO,
     dims_of,
     is_split,
     join,
+    like,
     moved,
     name_of,
     operations,
@@ -224,7 +226,7 @@ class Interpreter:
     def _check_sum(self, equation: Any, variable: Any, axis: str, state: int, path: Path) -> None:
         if state == EQUAL and not is_mean(path.program, equation):
             self._alarm("summed twice", axis, equation, variable, "is equal on its devices", path)
-        elif is_split(state):
+        elif is_split(state) and not state & ROW:
             text = f"is {name_of(state)}: parts of different elements are added"
             self._alarm("parts added", axis, equation, variable, text, path)
 
@@ -385,7 +387,7 @@ def _row(state: int) -> int:
     """State of one row of an array whose first dim is scanned."""
     if not is_split(state):
         return state
-    return split(*[dim - 1 for dim in dims_of(state) if dim])
+    return like(split(*[dim - 1 for dim in dims_of(state) if dim]), state)
 
 
 def _order(program: Any, axis: str) -> list[tuple[str, int]]:

@@ -13,12 +13,14 @@ from jaxdist.plan.audit.states import (
     FIXED,
     INDEX,
     PARTIAL,
+    ROW,
     VARYING,
     ZERO,
     dims_of,
     is_split,
     join,
     join_all,
+    like,
     moved,
     operations,
     split,
@@ -107,11 +109,14 @@ def reshape(equation: Any, states: Sequence[int]) -> int:
         return state
     if equation.params.get("dimensions") is not None:
         return VARYING
-    found: list[int] = []
-    for before, after in _groups(equation.invars[0].aval.shape, equation.outvars[0].aval.shape):
-        if set(before) & set(dims_of(state)):
+    source, target = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
+    parts, found = dims_of(state), list[int]()
+    for before, after in _groups(source, target):
+        if set(before) & set(parts):
             found += after
-    return split(*found)
+    # What was one row each is now a dim of several: a row laid after others, or a term.
+    gone = math.prod(source[d] for d in parts) == 1 < math.prod(target[d] for d in found)
+    return split(*found) | ROW if gone and found else like(split(*found), state)
 
 
 def _groups(before: Sequence[int], after: Sequence[int]) -> list[tuple[list[int], list[int]]]:
@@ -138,7 +143,7 @@ def cut(equation: Any, states: Sequence[int]) -> int:
     state = states[0]
     if not is_split(state):
         return state
-    return split(*[dim for dim in dims_of(state) if source[dim] == target[dim]])
+    return like(split(*[dim for dim in dims_of(state) if source[dim] == target[dim]]), state)
 
 
 def dynamic_slice(equation: Any, states: Sequence[int]) -> int:
@@ -160,7 +165,7 @@ def dynamic_update_slice(equation: Any, states: Sequence[int]) -> int:
         return VARYING if (into, update) != (ZERO, ZERO) else ZERO
     whole, part = (v.aval.shape for v in equation.invars[:2])
     if is_split(update):
-        update = split(*[dim for dim in dims_of(update) if whole[dim] == part[dim]])
+        update = like(split(*[d for d in dims_of(update) if whole[d] == part[d]]), update)
     return join(into, update)
 
 
@@ -181,7 +186,7 @@ def split_array(equation: Any, states: Sequence[int]) -> list[int]:
     """One array cut into several."""
     axis, state = equation.params["axis"], states[0]
     if axis in dims_of(state):
-        state = split(*[dim for dim in dims_of(state) if dim != axis])
+        state = like(split(*[dim for dim in dims_of(state) if dim != axis]), state)
     return [state] * len(equation.outvars)
 
 

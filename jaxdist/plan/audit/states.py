@@ -12,7 +12,9 @@ A state is an int, one for each mesh axis in use:
     mask > 0   split: each device holds its part of the dims whose bits are set
 
 A mask of several dims means that the axis splits them as one: which of them, a reshape has left
-open. A sum over some of them, and not all, loses the claim.
+open. A sum over some of them, and not all, loses the claim. Where each device holds one row only, a
+reshape that drops that dim may mean the next dim with the rows laid after each other, or this row's
+term of a sum over rows: `ROW` marks such a split, of which both are allowed.
 """
 
 from __future__ import annotations
@@ -20,6 +22,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 ZERO, CONSTANT, EQUAL, PARTIAL, INDEX, LOOKUP, VARYING = range(-1, -8, -1)
+
+ROW = 1 << 62
+"""Bit of a split state: each device may as well hold a term of a sum."""
 
 FIXED = (ZERO, CONSTANT, EQUAL)
 """States of values that all devices hold alike."""
@@ -37,7 +42,14 @@ def is_split(state: int) -> bool:
 
 def dims_of(state: int) -> list[int]:
     """The dims that a split state names."""
-    return [dim for dim in range(state.bit_length()) if state >> dim & 1] if state > 0 else []
+    dims = state & ~ROW
+    return [dim for dim in range(dims.bit_length()) if dims >> dim & 1] if state > 0 else []
+
+
+def like(state: int, *sources: int) -> int:
+    """A split state, marked with `ROW` where one of those that it comes from is."""
+    marked = any(is_split(source) and source & ROW for source in sources)
+    return state | ROW if marked and is_split(state) else state
 
 
 def name_of(state: int) -> str:
@@ -58,7 +70,7 @@ def join(left: int, right: int) -> int:
     if VARYING in (low, high) or LOOKUP in (low, high) or PARTIAL in (low, high):
         return VARYING
     if is_split(low):
-        return low & high or VARYING
+        return like(low & high & ~ROW or VARYING, low, high)
     return high
 
 
@@ -79,7 +91,7 @@ def moved(state: int, places: Sequence[int | None] | dict[int, int]) -> int:
         return state
     found = places if isinstance(places, dict) else dict(enumerate(places))
     new = [found.get(dim) for dim in dims_of(state)]
-    return split(*[dim for dim in new if dim is not None])
+    return like(split(*[dim for dim in new if dim is not None]), state)
 
 
 def operations(names: str) -> frozenset[str]:
