@@ -5,6 +5,7 @@ import logging
 import math
 import os
 import random
+import shlex
 import signal
 import struct
 import subprocess
@@ -240,9 +241,10 @@ def test_environment_keeps_every_start(tmp_path):
     assert [earlier["command"] for earlier in record["earlier"]] == ["one", "two"]
 
 
-def test_environment_says_what_is_needed_to_run_again():
-    record = environment(["python", "-m", "jaxdist.train", "--steps", "2 3"])
-    assert record["command"] == "python -m jaxdist.train --steps '2 3'"
+def test_environment_says_what_is_needed_to_run_again(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["train.py", "--steps", "2 3"])
+    record = environment()
+    assert record["command"] == f"{shlex.quote(sys.executable)} train.py --steps '2 3'"
     assert record["versions"]["jax"] == jax.__version__
     assert record["versions"]["numpy"] == np.__version__
     assert record["devices"]["count"] == 8 and record["devices"]["platform"] == "cpu"

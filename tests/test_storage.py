@@ -172,7 +172,6 @@ OTHER_FILES = {
     "tools/convert/to_hf.py": "writes a model directory of Hugging Face",
     "tools/doctor/host.py": "measures a file system: size, speed, damaged bytes",
     "tools/doctor/options.py": "which parent of a run directory exists, to measure it",
-    "tools/doctor/software.py": "the package's own sources",
     "tools/doctor/variables.py": "NCCL's libraries on the library path",
     "tools/launch/slurm.py": "the batch script that the user asked for",
     "tools/report/__init__.py": "/dev/null, when the console is gone",
