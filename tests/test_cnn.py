@@ -210,7 +210,7 @@ def cifar():
     folder = folder / "cifar-10-batches-bin"
     if not folder.is_dir():
         pytest.skip(f"no CIFAR-10 in {folder}: set JAXDIST_TEST_DATA")
-    return open_cifar(folder)
+    return open_cifar(folder, "half")
 
 
 def epochs(images):
