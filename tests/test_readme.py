@@ -92,7 +92,7 @@ def smaller(line: str) -> list[str]:
     if words[1] == "scripts/bench/step.py":
         return [*words[:2], "--preset", "cpu-256", "--batch", "1", "--blocks", "1", "--no-bare"]
     alone = ("jaxdist.convert", "jaxdist.report", "jaxdist.data", "jaxdist.plan", "jaxdist.doctor")
-    if "slurm" in words or words[2] in alone:
+    if words[2] in alone or {"slurm", "kubernetes", "skypilot"} & set(words):
         return words
     if "pp=4" in line:
         deep = tiny("--model.num_layers=4", "--train.global_batch_size=16")

@@ -234,7 +234,9 @@ def _from_kubernetes(environ: Mapping[str, str]) -> JoinPlan | None:
         num_hosts=num_processes // num_local_processes if num_local_processes else 0,
         num_local_processes=num_local_processes,
         local_process_id=_number(environ, "LOCAL_RANK", 0),
-        attempt=_number(environ, "TORCHELASTIC_RESTART_COUNT", 0),
+        attempt=_number(
+            environ, "JAXDIST_ATTEMPT", _number(environ, "TORCHELASTIC_RESTART_COUNT", 0)
+        ),
     )
 
 

@@ -1,4 +1,4 @@
-"""Starting jobs and keeping them alive: on this host (`local`), or through SLURM (`slurm`).
+"""Starting jobs and keeping them alive: on this host (`local`), or through a scheduler.
 
     local          flags to a plan
     supervisor     runs attempts, and decides whether to start again
@@ -11,6 +11,10 @@
     legal_sizes    device counts with which training is legal
     slurm          flags to a batch script, and sbatch
     slurm_script   the batch script: its rules and its text
+    kubernetes     flags to a manifest, and kubectl
+    kubernetes_manifest  the manifest: its rules and its text
+    skypilot       flags to a task file
+    yaml_writer    both as YAML, with comments
 
 No jax is imported: a launcher holds no device and starts in milliseconds. `legal_sizes` asks a
 process of its own.

@@ -1,0 +1,474 @@
+"""One training job as a JobSet manifest for Kubernetes: what is asked for, its rules, its text.
+
+Each node runs one pod with one process. JobSet gives the pods host names that stay the same after a
+restart, so all of them know where process 0 listens. Kubernetes decides by exit codes what happens
+next:
+
+| a process ends with | what Kubernetes does |
+|---|---|
+| 0 | the job is done when all have ended so |
+| 75: asked to leave, and saved | the Job replaces the pod, which does not count as a failure |
+| 2, 85, 130: a restart cannot help | the Job fails by its pod failure policy, the JobSet too |
+| another code, or not at all | the JobSet starts all pods again, up to `max_restarts` times |
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from jaxdist import runtime
+from jaxdist.core.settings import setting
+from jaxdist.runtime.cluster_environment import DEFAULT_PORT
+from jaxdist.tools.launch.yaml_writer import Block, write_yaml
+
+CONFIG_PATH = "/etc/jaxdist/run.toml"
+"""Where the pods see the config file."""
+
+_NEVER_AGAIN = sorted([runtime.EXIT_CONFIG, runtime.EXIT_SDC, runtime.EXIT_INTERRUPTED])
+_JOIN_TIMEOUT_S = 1800
+"""Nodes pull the image at different speeds, and without a queue pods start as nodes become free."""
+
+# Names as Kubernetes allows them (RFC 1123, and its rules for labels).
+_LABEL = "[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?"
+_NAME = rf"{_LABEL}(\.{_LABEL})*"
+_VALUE = "[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?"
+_KEY = rf"({_NAME}/)?{_VALUE}"
+_VARIABLE = "[A-Za-z_][A-Za-z0-9_]*"
+_BYTES = "[1-9][0-9]*(Ki|Mi|Gi|Ti|k|M|G|T)?"
+
+_FORMS = {
+    "image": (r"[A-Za-z0-9]\S*", "an image. Use e.g. registry.example.org/team/jaxdist:1"),
+    "namespace": (_LABEL, "a namespace. Use lower-case letters, digits and -, 63 at most"),
+    "queue": (_NAME, "a queue. Use lower-case letters, digits, - and ."),
+    "pull_secret": (_NAME, "a secret. Use lower-case letters, digits, - and ."),
+    "exclude_node": (_VALUE, "a node. Use its name as kubectl get nodes prints it"),
+    "cpus_per_node": ("[1-9][0-9]*m?", "a number of cores. Use e.g. 64, or 500m for half a core"),
+    "memory": (_BYTES, "an amount of memory. Use e.g. 512Gi: Ki, Mi, Gi, Ti or k, M, G, T"),
+    "shared_memory": (_BYTES, "an amount of memory. Use e.g. 16Gi: Ki, Mi, Gi, Ti or k, M, G, T"),
+    "volume": (rf"{_NAME}:/[^:]+", "a claim and a path. Use CLAIM:/PATH, e.g. runs:/runs"),
+    "node_selector": (rf"{_KEY}=({_VALUE})?", "a label. Use KEY=VALUE"),
+    "toleration": (
+        rf"{_KEY}(=({_VALUE})?)?(:(NoSchedule|PreferNoSchedule|NoExecute))?",
+        "a taint. Use KEY, KEY=VALUE or KEY=VALUE:EFFECT with NoSchedule, PreferNoSchedule or "
+        "NoExecute",
+    ),
+    "device": (rf"{_KEY}=[1-9][0-9]*", "a resource. Use NAME=COUNT, e.g. rdma/hca=8"),
+    "env": (rf"{_VARIABLE}=.*", "a variable. Use NAME=VALUE"),
+    "secret_env": (
+        rf"{_VARIABLE}={_NAME}:[A-Za-z0-9._-]+",
+        "a variable from a secret. Use NAME=SECRET:KEY, e.g. WANDB_API_KEY=wandb:api-key",
+    ),
+}
+"""Setting -> what its texts look like; what a text that does not is not."""
+
+_UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+_UNITS |= {f"{letter}i": 1024**power for power, letter in enumerate("KMGT", start=1)}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KubernetesConfig:
+    """What to ask Kubernetes for, and what to run."""
+
+    image: str = setting("", "container image with jaxdist in it", required=True)
+    name: str = setting("jaxdist", "name of the JobSet")
+    namespace: str = setting("", "namespace; empty = kubectl's")
+    nodes: int = setting(1, "nodes; each runs one pod with one process", ge=1)
+    gpus_per_node: int = setting(0, "GPUs of a node; 0 = a CPU job", ge=0)
+    cpus_per_node: str = setting("", "CPU cores of a pod, e.g. 64; empty = the namespace's default")
+    memory: str = setting("", "memory of a pod, e.g. 512Gi; empty = the namespace's default")
+    shared_memory: str = setting("16Gi", "size of /dev/shm, which counts as memory of the pod")
+    device: tuple[str, ...] = setting(
+        (), "NAME=COUNT, a further resource of a pod, e.g. rdma/hca=8 for RDMA"
+    )
+    volume: tuple[str, ...] = setting(
+        (), "CLAIM:/PATH, a volume claim and where the pods see it; the first holds the run"
+    )
+    run_dir: str = setting("", "run directory in a volume; empty = NAME in the first one")
+    queue: str = setting("", "local queue of Kueue; empty = no queue")
+    node_selector: tuple[str, ...] = setting((), "KEY=VALUE, a label that the nodes must have")
+    exclude_node: tuple[str, ...] = setting((), "a node that must not be used")
+    toleration: tuple[str, ...] = setting(
+        (), "KEY=VALUE:EFFECT, a taint of nodes that may be used; that of GPUs is included"
+    )
+    env: tuple[str, ...] = setting((), "NAME=VALUE, a variable of every process")
+    secret_env: tuple[str, ...] = setting(
+        (), "NAME=SECRET:KEY, a variable whose value Kubernetes reads from a secret"
+    )
+    pull_secret: str = setting("", "secret with which the image is pulled")
+    user_id: int = setting(1000, "user and group that the pods run as; never root", ge=1)
+    stop_timeout_s: int = setting(
+        300, "seconds for saving after a request to stop; twice the time of a save", ge=30
+    )
+    max_restarts: int = setting(20, "restarts after failures; a saved leave is none", ge=0)
+    python: str = setting("python", "interpreter in the image")
+    dry_run: bool = setting(False, "print the manifest and send nothing to the cluster")
+    arguments: list[str] = setting([], "arguments of jaxdist.train, in every process")
+
+    def problems(self) -> list[str]:
+        """Every violated rule beyond the bounds of each setting."""
+        return [*self._names(), *self._forms(), *self._paths(), *self._variables()]
+
+    def _names(self) -> Iterator[str]:
+        # The longest name that is made of it is a pod's: NAME-train-0-INDEX-abcde.
+        most = 63 - len(f"-train-0-{self.nodes - 1}-abcde")
+        if not re.fullmatch("[a-z]([a-z0-9-]*[a-z0-9])?", self.name) or len(self.name) > most:
+            yield (
+                f"--name {self.name!r} is not a name for Kubernetes. Use lower-case letters, "
+                f"digits and -, a letter first and no - last, and {most} characters at most."
+            )
+
+    def _forms(self) -> Iterator[str]:
+        for name, (pattern, meaning) in _FORMS.items():
+            value = getattr(self, name)
+            for text in [value] if isinstance(value, str) else value:
+                is_missing = text == "" and isinstance(value, str) and name != "shared_memory"
+                if not is_missing and not re.fullmatch(pattern, text, re.S):
+                    yield f"{_flag(name)} {text!r} is not {meaning}."
+        if self.memory and num_bytes(self.shared_memory) > num_bytes(self.memory) > 0:
+            yield (
+                f"--shared-memory {self.shared_memory} is more than --memory {self.memory}, of "
+                "which it is a part. Use less, or more memory."
+            )
+
+    def _paths(self) -> Iterator[str]:
+        form = _FORMS["volume"][0]
+        paths = [_path_of(text) for text in self.volume if re.fullmatch(form, text)]
+        if not self.volume:
+            yield (
+                "--volume is missing: checkpoints would be lost with the pods. Use "
+                "--volume CLAIM:/runs with a claim that all nodes can write (ReadWriteMany)."
+            )
+        for path in sorted({path for path in paths if paths.count(path) > 1}):
+            yield f"--volume: {path} is given twice. Use another path for each claim."
+        for path in paths:
+            if path in ("/", "/dev", "/dev/shm", str(PurePosixPath(CONFIG_PATH).parent)):
+                yield f"--volume: {path} belongs to the pod. Use another path, e.g. /runs."
+        inside = any(PurePosixPath(self.run_dir).is_relative_to(path) for path in paths)
+        if paths and self.run_dir and (not inside or ".." in PurePosixPath(self.run_dir).parts):
+            yield (
+                f"--run-dir {self.run_dir} is in no volume: a new pod would not find its "
+                f"checkpoints. Use a directory in {', '.join(paths)}."
+            )
+        if has_flag(self.arguments, "--run-dir"):
+            yield "--run-dir stands after --, where it has no place. Give it before, or not at all."
+
+    def _variables(self) -> Iterator[str]:
+        given = [text.partition("=")[0] for text in (*self.env, *self.secret_env)]
+        ours = {name for name in self.places if name != "JAXDIST_JOB_TOKEN"}
+        for name in sorted(set(given) & ours):
+            yield f"{name} is set by the launcher. Leave it out of --env and --secret-env."
+        for name in sorted({name for name in given if given.count(name) > 1}):
+            yield f"{name} is given twice in --env and --secret-env. Give it once."
+
+    def warnings(self) -> Iterator[str]:
+        """What is allowed and yet likely to hurt."""
+        name = self.image.rpartition("/")[2]
+        if "@" not in name and (":" not in name or name.endswith(":latest")):
+            yield (
+                f"--image {self.image} names no version: pods that start later may run another "
+                "program than the others. Give a tag or a digest."
+            )
+        if self.gpus_per_node and not (self.cpus_per_node and self.memory):
+            yield (
+                "--cpus-per-node or --memory is not given: the namespace's default may be one core "
+                "and little memory. Give those of a node, less what its own services need."
+            )
+
+    @property
+    def run_directory(self) -> str:
+        """The run directory as the pods see it."""
+        return self.run_dir or str(PurePosixPath(_path_of(self.volume[0])) / self.name)
+
+    @property
+    def process_0(self) -> str:
+        """Host name of the pod with process 0, the same after every restart."""
+        return f"{self.name}-train-0-0.{self.name}"
+
+    @property
+    def places(self) -> dict[str, Any]:
+        """Variable -> its value, or where Kubernetes reads it; see `runtime.resolve`."""
+        label = lambda name: {"fieldRef": {"fieldPath": f"metadata.labels['{name}']"}}
+        return {
+            "JAX_COORDINATOR_ADDRESS": f"{self.process_0}:{DEFAULT_PORT}",
+            "JAX_NUM_PROCESSES": str(self.nodes),
+            "JAX_PROCESS_ID": label("batch.kubernetes.io/job-completion-index"),
+            "LOCAL_WORLD_SIZE": "1",
+            "JAXDIST_ATTEMPT": label("jobset.sigs.k8s.io/restart-attempt"),
+            "JAXDIST_JOB_TOKEN": label("batch.kubernetes.io/controller-uid"),
+        }
+
+
+def num_bytes(text: str) -> int:
+    """Bytes of an amount of memory as Kubernetes writes it; 0 = it is none."""
+    if not re.fullmatch(_BYTES, text):
+        return 0
+    number, unit = re.fullmatch("([0-9]+)(.*)", text).groups()  # type: ignore[union-attr]
+    return int(number) * _UNITS[unit]
+
+
+def manifest_text(config: KubernetesConfig) -> str:
+    """What `kubectl apply -f -` reads: the job, and the config file where a file was named."""
+    arguments, file = take_config_file(config.arguments)
+    config = dataclasses.replace(config, arguments=arguments)
+    documents = [write_yaml(_job_set(config, file is not None), _comments(config))]
+    if file is not None:
+        documents.insert(0, write_yaml(_config_map(config, file.read_text())))
+    return "---\n".join(documents)
+
+
+def take_config_file(arguments: Sequence[str]) -> tuple[list[str], Path | None]:
+    """Send a config file along: the arguments with its path over there, and its path here.
+
+    None where no file is named, or one of the package's by name.
+    """
+    words = list(arguments)
+    file: Path | None = None
+    for at, word in enumerate(arguments):
+        flag, equals, path = word.partition("=")
+        if flag != "--config":
+            continue
+        path = path if equals else "".join(arguments[at + 1 : at + 2])
+        if path and Path(path).is_file():
+            file = Path(path)
+            words[at if equals else at + 1] = f"{flag}={CONFIG_PATH}" if equals else CONFIG_PATH
+    return words, file
+
+
+def has_flag(words: Sequence[str], flag: str) -> bool:
+    """Whether a flag is given, in either of its spellings."""
+    return any(word.partition("=")[0].replace("_", "-") == flag for word in words)
+
+
+# --- the documents --------------------------------------------------------------------------------
+
+
+def _comments(config: KubernetesConfig) -> dict[str, str]:
+    pods = "1 pod" if config.nodes == 1 else f"{config.nodes} pods"
+    return {
+        "apiVersion": f"A training job of jaxdist: {pods}, one process in each.",
+        "network": "A headless service: the pods find each other by name before they are ready.",
+        "failurePolicy": (
+            "A job that its own policy below has ended stays ended. After any other failure all\n"
+            "pods start again from the newest checkpoint."
+        ),
+        "backoffLimit": (
+            "The processes of a job live and die together: the first failure ends this attempt."
+        ),
+        "podReplacementPolicy": "Never two pods with one process id.",
+        "podFailurePolicy": (
+            f"{runtime.EXIT_CONFIG}: bad settings. {runtime.EXIT_SDC}: a device computes wrongly. "
+            f"{runtime.EXIT_INTERRUPTED}: ended by hand. A restart\n"
+            f"would repair none. {runtime.EXIT_PREEMPTED}: asked to leave, and saved: a new pod "
+            "goes on."
+        ),
+        "terminationGracePeriodSeconds": "Time for the last save after a request to leave.",
+        "automountServiceAccountToken": "Training talks to no part of the cluster.",
+        "enableServiceLinks": "Variables of the namespace's services could look like a launcher's.",
+        "medium": "NCCL and data workers pass arrays through it; the default is 64 MB.",
+    }
+
+
+def _job_set(config: KubernetesConfig, has_config: bool) -> dict[str, Any]:
+    labels = {"kueue.x-k8s.io/queue-name": config.queue} if config.queue else {}
+    job = {
+        "completionMode": "Indexed",
+        "completions": config.nodes,
+        "parallelism": config.nodes,
+        "backoffLimit": 0,
+        "podReplacementPolicy": "Failed",
+        "podFailurePolicy": {
+            "rules": [
+                _on_exit_codes("FailJob", _NEVER_AGAIN),
+                _on_exit_codes("Ignore", [runtime.EXIT_PREEMPTED]),
+            ]
+        },
+        "template": {"spec": _pod(config, has_config)},
+    }
+    return {
+        "apiVersion": "jobset.x-k8s.io/v1alpha2",
+        "kind": "JobSet",
+        "metadata": _metadata(config, config.name, labels),
+        "spec": {
+            "network": {
+                "enableDNSHostnames": True,
+                "subdomain": config.name,
+                "publishNotReadyAddresses": True,
+            },
+            "failurePolicy": {
+                "maxRestarts": config.max_restarts,
+                "rules": [
+                    {
+                        "name": "restartCannotHelp",
+                        "action": "FailJobSet",
+                        "onJobFailureReasons": ["PodFailurePolicy"],
+                    }
+                ],
+            },
+            "replicatedJobs": [{"name": "train", "replicas": 1, "template": {"spec": job}}],
+        },
+    }
+
+
+def _config_map(config: KubernetesConfig, settings: str) -> dict[str, Any]:
+    return {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": _metadata(config, f"{config.name}-config", {}),
+        "data": {PurePosixPath(CONFIG_PATH).name: Block(settings)},
+    }
+
+
+def _metadata(config: KubernetesConfig, name: str, labels: dict[str, str]) -> dict[str, Any]:
+    return _given({"name": name, "namespace": config.namespace, "labels": labels})
+
+
+def _on_exit_codes(action: str, codes: Sequence[int]) -> dict[str, Any]:
+    chosen = {"containerName": "train", "operator": "In", "values": list(codes)}
+    return {"action": action, "onExitCodes": chosen}
+
+
+def _pod(config: KubernetesConfig, has_config: bool) -> dict[str, Any]:
+    user = config.user_id
+    secrets = [{"name": config.pull_secret}] if config.pull_secret else []
+    return _given(
+        {
+            "restartPolicy": "Never",
+            "terminationGracePeriodSeconds": config.stop_timeout_s,
+            "automountServiceAccountToken": False,
+            "enableServiceLinks": False,
+            "securityContext": {
+                "runAsNonRoot": True,
+                "runAsUser": user,
+                "runAsGroup": user,
+                "fsGroup": user,
+                "fsGroupChangePolicy": "OnRootMismatch",
+                "seccompProfile": {"type": "RuntimeDefault"},
+            },
+            "imagePullSecrets": secrets,
+            "nodeSelector": dict(_split(text) for text in config.node_selector),
+            "affinity": _affinity(config.exclude_node),
+            "tolerations": _tolerations(config),
+            "containers": [_container(config, has_config)],
+            "volumes": _volumes(config, has_config),
+        }
+    )
+
+
+def _affinity(excluded: Sequence[str]) -> dict[str, Any]:
+    if not excluded:
+        return {}
+    other = {"key": "kubernetes.io/hostname", "operator": "NotIn", "values": list(excluded)}
+    terms = {"nodeSelectorTerms": [{"matchExpressions": [other]}]}
+    return {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": terms}}
+
+
+def _tolerations(config: KubernetesConfig) -> list[dict[str, str]]:
+    texts = [*(["nvidia.com/gpu"] if config.gpus_per_node else []), *config.toleration]
+    found = []
+    for text in texts:
+        taint, _, effect = text.partition(":")
+        key, equals, value = taint.partition("=")
+        kind = {"operator": "Equal", "value": value} if equals else {"operator": "Exists"}
+        found.append({"key": key, **kind, **({"effect": effect} if effect else {})})
+    return found
+
+
+def _container(config: KubernetesConfig, has_config: bool) -> dict[str, Any]:
+    words = [f"--run-dir={config.run_directory}", *config.arguments]
+    if not has_flag(words, "--runtime.join-timeout-s"):
+        words.append(f"--runtime.join_timeout_s={_JOIN_TIMEOUT_S}")
+    asked = {"cpu": config.cpus_per_node, "memory": config.memory}
+    devices = dict(_split(text) for text in config.device)
+    gpus = {"nvidia.com/gpu": str(config.gpus_per_node)} if config.gpus_per_node else {}
+    # RDMA registers memory, which must stay where it is.
+    added = {"add": ["IPC_LOCK"]} if devices else {}
+    return _given(
+        {
+            "name": "train",
+            "image": config.image,
+            "command": [config.python, "-m", "jaxdist.train"],
+            "args": [_verbatim(word) for word in words],
+            "env": _environment(config),
+            "resources": _given(
+                {
+                    "requests": _given(asked),
+                    "limits": _given({"memory": config.memory, **gpus, **devices}),
+                }
+            ),
+            "securityContext": {
+                "allowPrivilegeEscalation": False,
+                "capabilities": {"drop": ["ALL"], **added},
+            },
+            "volumeMounts": _mounts(config, has_config),
+        }
+    )
+
+
+def _environment(config: KubernetesConfig) -> list[dict[str, Any]]:
+    cache = PurePosixPath(_path_of(config.volume[0])) / ".cache" / "jaxdist"
+    found: dict[str, Any] = {
+        **config.places,
+        "JAXDIST_CACHE": str(cache),  # a restart compiles nothing again
+        "PYTHONUNBUFFERED": "1",
+    }
+    for name, value in map(_split, config.env):
+        found[name] = _verbatim(value)
+    for name, place in map(_split, config.secret_env):
+        secret, _, key = place.partition(":")
+        found[name] = {"secretKeyRef": {"name": secret, "key": key}}
+    kind = lambda value: "value" if isinstance(value, str) else "valueFrom"
+    return [{"name": name, kind(value): value} for name, value in found.items()]
+
+
+def _mounts(config: KubernetesConfig, has_config: bool) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = [
+        {"name": f"volume-{index}", "mountPath": _path_of(text)}
+        for index, text in enumerate(config.volume)
+    ]
+    found.append({"name": "shared-memory", "mountPath": "/dev/shm"})
+    if has_config:
+        folder = str(PurePosixPath(CONFIG_PATH).parent)
+        found.append({"name": "config", "mountPath": folder, "readOnly": True})
+    return found
+
+
+def _volumes(config: KubernetesConfig, has_config: bool) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = [
+        {
+            "name": f"volume-{index}",
+            "persistentVolumeClaim": {"claimName": text.partition(":")[0]},
+        }
+        for index, text in enumerate(config.volume)
+    ]
+    shared = {"medium": "Memory", "sizeLimit": config.shared_memory}
+    found.append({"name": "shared-memory", "emptyDir": shared})
+    if has_config:
+        found.append({"name": "config", "configMap": {"name": f"{config.name}-config"}})
+    return found
+
+
+def _given(table: dict[str, Any]) -> dict[str, Any]:
+    """Without what is empty; numbers and switches stay."""
+    return {key: value for key, value in table.items() if value not in ("", [], {})}
+
+
+def _split(text: str) -> tuple[str, str]:
+    name, _, value = text.partition("=")
+    return name, value
+
+
+def _path_of(volume: str) -> str:
+    return str(PurePosixPath(volume.partition(":")[2]))
+
+
+def _verbatim(word: str) -> str:
+    """A text that Kubernetes, which replaces $(NAME), passes on as it is."""
+    return word.replace("$(", "$$(")
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"

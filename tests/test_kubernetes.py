@@ -1,0 +1,589 @@
+"""Manifests for Kubernetes and tasks for SkyPilot: what they ask for, and what they refuse.
+
+No cluster is here. What the API takes and what Kubernetes and JobSet do with exit codes is written
+down below from their documentation, apart from the code under test.
+"""
+
+import re
+import shlex
+import subprocess
+import types
+
+import pytest
+import yaml
+from commands import ROOT
+from refusals import refused
+
+from jaxdist import runtime
+from jaxdist.core.settings import problems_of
+from jaxdist.tools.launch import kubernetes, skypilot
+from jaxdist.tools.launch.kubernetes_manifest import KubernetesConfig, manifest_text, num_bytes
+from jaxdist.tools.launch.membership import LegalSizes
+from jaxdist.tools.launch.yaml_writer import write_yaml
+
+
+def config(**fields) -> KubernetesConfig:
+    return KubernetesConfig(**{"image": "host/jaxdist:1", "volume": ("runs:/runs",), **fields})
+
+
+EVERYTHING = config(
+    name="llama",
+    namespace="research",
+    nodes=8,
+    gpus_per_node=8,
+    cpus_per_node="64",
+    memory="512Gi",
+    shared_memory="64Gi",
+    device=("rdma/hca=8",),
+    volume=("runs:/runs", "corpora:/data"),
+    run_dir="/runs/a/b",
+    queue="team-a",
+    node_selector=("cloud.example.com/fabric=a1",),
+    exclude_node=("node-7", "node-9"),
+    toleration=("dedicated=training:NoSchedule", "spot"),
+    env=("NCCL_DEBUG=INFO",),
+    secret_env=("WANDB_API_KEY=wandb:api-key",),
+    pull_secret="registry",
+    arguments=["--config", "gpt2_124m", "--mesh=dp=64"],
+)
+
+
+def job_set(config: KubernetesConfig) -> dict:
+    *_, found = yaml.safe_load_all(manifest_text(config))
+    return found
+
+
+def job(found: dict) -> dict:
+    (replicated,) = found["spec"]["replicatedJobs"]
+    return replicated["template"]["spec"]
+
+
+def pod(found: dict) -> dict:
+    return job(found)["template"]["spec"]
+
+
+def container(found: dict) -> dict:
+    (only,) = pod(found)["containers"]
+    return only
+
+
+# --- what Kubernetes makes of it ------------------------------------------------------------------
+
+
+def environ_of(found: dict, index: int, restarts: int) -> dict[str, str]:
+    """The variables of one pod, its labels as Job (1.28) and JobSet set them."""
+    labels = {
+        "batch.kubernetes.io/job-completion-index": str(index),
+        "batch.kubernetes.io/controller-uid": f"uid-of-attempt-{restarts}",
+        "jobset.sigs.k8s.io/restart-attempt": str(restarts),
+    }
+    environ = {"JOB_COMPLETION_INDEX": str(index)}
+    for entry in container(found)["env"]:
+        place = entry.get("valueFrom", {})
+        if "fieldRef" in place:
+            key = re.fullmatch(r"metadata\.labels\['(.*)'\]", place["fieldRef"]["fieldPath"])[1]
+            environ[entry["name"]] = labels[key]
+        elif "value" in entry:
+            environ[entry["name"]] = entry["value"]
+    return environ
+
+
+@pytest.mark.parametrize("nodes", [1, 8])
+def test_every_pod_finds_its_place(nodes):
+    found = job_set(config(name="llama", nodes=nodes))
+    assert job(found)["completionMode"] == "Indexed"
+    assert job(found)["completions"] == job(found)["parallelism"] == nodes
+    plans = [runtime.resolve(environ_of(found, index, 3)) for index in range(nodes)]
+    assert [plan.process_id for plan in plans] == list(range(nodes))
+    assert {plan.num_processes for plan in plans} == {nodes}
+    assert {plan.attempt for plan in plans} == {3}
+    if nodes == 1:
+        return
+    # JobSet's names: JOBSET-REPLICATEDJOB-JOB-POD.SUBDOMAIN
+    (replicated,) = found["spec"]["replicatedJobs"]
+    host = f"llama-{replicated['name']}-0-0.{found['spec']['network']['subdomain']}"
+    assert {plan.coordinator_address for plan in plans} == {f"{host}:29400"}
+    assert {plan.num_hosts for plan in plans} == {nodes}
+    assert {plan.token for plan in plans} == {"uid-of-attempt-3"}
+
+
+def outcome(found: dict, code: int) -> str:
+    """What happens after a pod has ended with this exit code."""
+    assert job(found)["backoffLimit"] == 0 and pod(found)["restartPolicy"] == "Never"
+    reason = "BackoffLimitExceeded"
+    for rule in job(found)["podFailurePolicy"]["rules"]:
+        wanted = rule["onExitCodes"]
+        assert wanted["operator"] == "In" and wanted["containerName"] == container(found)["name"]
+        assert wanted["values"] == sorted(set(wanted["values"]))  # else the API refuses them
+        if code in wanted["values"]:
+            if rule["action"] == "Ignore":
+                return "this pod again"
+            reason = "PodFailurePolicy"
+            break
+    for rule in found["spec"]["failurePolicy"]["rules"]:
+        if reason in rule["onJobFailureReasons"]:
+            return rule["action"]
+    return "RestartJobSet"
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        (runtime.EXIT_PREEMPTED, "this pod again"),
+        (runtime.EXIT_CONFIG, "FailJobSet"),
+        (runtime.EXIT_SDC, "FailJobSet"),
+        (runtime.EXIT_INTERRUPTED, "FailJobSet"),
+        (runtime.EXIT_FAILURE, "RestartJobSet"),
+        (runtime.EXIT_HANG, "RestartJobSet"),
+        (137, "RestartJobSet"),  # killed: out of memory, or its node is lost
+        (143, "RestartJobSet"),
+    ],
+)
+def test_exit_codes_mean_to_kubernetes_what_they_mean_to_us(code, expected):
+    assert outcome(job_set(config(max_restarts=7)), code) == expected
+
+
+# Fields of batch/v1, v1 and jobset.x-k8s.io/v1alpha2 with their types, as far as they are used.
+PATH, QUANTITY = str, (str, re.compile(r"[0-9]+(m|k|Ki|M|Mi|G|Gi|T|Ti)?"))
+LABELS = {"*": str}
+EXIT_CODES = {"containerName": str, "operator": str, "values": [int]}
+REASONS = {"name": str, "action": str, "onJobFailureReasons": [str]}
+SECURITY = {
+    "runAsNonRoot": bool,
+    "runAsUser": int,
+    "runAsGroup": int,
+    "fsGroup": int,
+    "fsGroupChangePolicy": str,
+    "seccompProfile": {"type": str},
+}
+VALUE_FROM = {"fieldRef": {"fieldPath": str}, "secretKeyRef": {"name": str, "key": str}}
+CONTAINER = {
+    "name": str,
+    "image": str,
+    "command": [str],
+    "args": [str],
+    "env": [{"name": str, "value": str, "valueFrom": VALUE_FROM}],
+    "resources": {"requests": {"*": QUANTITY}, "limits": {"*": QUANTITY}},
+    "securityContext": {
+        "allowPrivilegeEscalation": bool,
+        "capabilities": {"drop": [str], "add": [str]},
+    },
+    "volumeMounts": [{"name": str, "mountPath": PATH, "readOnly": bool}],
+}
+TERM = {"matchExpressions": [{"key": str, "operator": str, "values": [str]}]}
+POD = {
+    "restartPolicy": str,
+    "terminationGracePeriodSeconds": int,
+    "automountServiceAccountToken": bool,
+    "enableServiceLinks": bool,
+    "securityContext": SECURITY,
+    "imagePullSecrets": [{"name": str}],
+    "nodeSelector": LABELS,
+    "affinity": {
+        "nodeAffinity": {
+            "requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [TERM]}
+        }
+    },
+    "tolerations": [{"key": str, "operator": str, "value": str, "effect": str}],
+    "containers": [CONTAINER],
+    "volumes": [
+        {
+            "name": str,
+            "persistentVolumeClaim": {"claimName": str},
+            "emptyDir": {"medium": str, "sizeLimit": QUANTITY},
+            "configMap": {"name": str},
+        }
+    ],
+}
+JOB = {
+    "completionMode": str,
+    "completions": int,
+    "parallelism": int,
+    "backoffLimit": int,
+    "podReplacementPolicy": str,
+    "podFailurePolicy": {"rules": [{"action": str, "onExitCodes": EXIT_CODES}]},
+    "template": {"spec": POD},
+}
+JOB_SET = {
+    "apiVersion": str,
+    "kind": str,
+    "metadata": {"name": str, "namespace": str, "labels": LABELS},
+    "spec": {
+        "network": {
+            "enableDNSHostnames": bool,
+            "subdomain": str,
+            "publishNotReadyAddresses": bool,
+        },
+        "failurePolicy": {"maxRestarts": int, "rules": [REASONS]},
+        "replicatedJobs": [{"name": str, "replicas": int, "template": {"spec": JOB}}],
+    },
+}
+
+
+def misfits(value, schema, where: str = "") -> list[str]:
+    """Fields that the API does not have, and values of another type than it takes."""
+    if isinstance(schema, dict):
+        if not isinstance(value, dict):
+            return [where]
+        free = schema.get("*")
+        return [
+            bad
+            for key, inner in value.items()
+            for bad in misfits(inner, free or schema.get(key), f"{where}.{key}")
+        ]
+    if isinstance(schema, list):
+        if not isinstance(value, list):
+            return [where]
+        return [bad for item in value for bad in misfits(item, schema[0], f"{where}[]")]
+    if isinstance(schema, tuple):
+        kind, pattern = schema
+        return [] if type(value) is kind and pattern.fullmatch(value) else [where]
+    return [] if schema is not None and type(value) is schema else [where]
+
+
+@pytest.mark.parametrize("given", [config(), EVERYTHING], ids=["least", "everything"])
+def test_the_api_takes_every_field(given):
+    assert misfits(job_set(given), JOB_SET) == []
+
+
+def test_what_the_api_does_not_take_is_seen():
+    found = job_set(config())
+    found["spec"]["replicas"] = 1
+    job(found)["completions"] = "1"
+    container(found)["args"] = [1]
+    pod(found)["volumes"][-1]["emptyDir"]["sizeLimit"] = "16GB"
+    assert len(misfits(found, JOB_SET)) == 4
+
+
+def test_a_manifest_asks_for_what_the_flags_say():
+    found = job_set(EVERYTHING)
+    assert found["metadata"] == {
+        "name": "llama",
+        "namespace": "research",
+        "labels": {"kueue.x-k8s.io/queue-name": "team-a"},
+    }
+    only, spec = container(found), pod(found)
+    assert only["resources"] == {
+        "requests": {"cpu": "64", "memory": "512Gi"},
+        "limits": {"memory": "512Gi", "nvidia.com/gpu": "8", "rdma/hca": "8"},
+    }
+    assert only["securityContext"]["capabilities"]["add"] == ["IPC_LOCK"]
+    assert only["args"][:3] == ["--run-dir=/runs/a/b", "--config", "gpt2_124m"]
+    secrets = [entry for entry in only["env"] if entry["name"] == "WANDB_API_KEY"]
+    reference = {"secretKeyRef": {"name": "wandb", "key": "api-key"}}
+    assert secrets == [{"name": "WANDB_API_KEY", "valueFrom": reference}]
+    assert spec["nodeSelector"] == {"cloud.example.com/fabric": "a1"}
+    assert spec["tolerations"] == [
+        {"key": "nvidia.com/gpu", "operator": "Exists"},
+        {"key": "dedicated", "operator": "Equal", "value": "training", "effect": "NoSchedule"},
+        {"key": "spot", "operator": "Exists"},
+    ]
+    (term,) = spec["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"][
+        "nodeSelectorTerms"
+    ]
+    assert term["matchExpressions"][0]["operator"] == "NotIn"
+    assert term["matchExpressions"][0]["values"] == ["node-7", "node-9"]
+    assert spec["securityContext"]["runAsNonRoot"] and spec["securityContext"]["runAsUser"] == 1000
+
+
+def test_volumes_are_mounted_where_they_are_named():
+    found = job_set(EVERYTHING)
+    kinds = {volume.pop("name"): volume for volume in pod(found)["volumes"]}
+    mounts = {kind["mountPath"]: kinds[kind["name"]] for kind in container(found)["volumeMounts"]}
+    assert mounts == {
+        "/runs": {"persistentVolumeClaim": {"claimName": "runs"}},
+        "/data": {"persistentVolumeClaim": {"claimName": "corpora"}},
+        "/dev/shm": {"emptyDir": {"medium": "Memory", "sizeLimit": "64Gi"}},
+    }
+
+
+def test_pods_have_the_time_of_the_last_save():
+    assert pod(job_set(config(stop_timeout_s=900)))["terminationGracePeriodSeconds"] == 900
+
+
+@pytest.mark.parametrize("spelling", ["join_timeout_s", "join-timeout-s"])
+def test_pods_wait_long_for_each_other_unless_told(spelling):
+    assert "--runtime.join_timeout_s=1800" in container(job_set(config()))["args"]
+    own = [f"--runtime.{spelling}", "60"]
+    assert container(job_set(config(arguments=own)))["args"][1:] == own
+
+
+@pytest.mark.parametrize("form", [["--config={}"], ["--config", "{}"]])
+def test_a_config_file_goes_along(tmp_path, form):
+    file = tmp_path / "own.toml"
+    file.write_text('[train]\n# "quoted": and more\nsteps = 400\n')
+    words = [word.format(file) for word in form]
+    first, second = yaml.safe_load_all(manifest_text(config(name="mine", arguments=words)))
+    assert first["kind"] == "ConfigMap" and first["data"] == {"run.toml": file.read_text()}
+    (volume,) = (v for v in pod(second)["volumes"] if "configMap" in v)
+    assert volume["configMap"]["name"] == first["metadata"]["name"]
+    (mount,) = (m for m in container(second)["volumeMounts"] if m["name"] == volume["name"])
+    given = "".join(container(second)["args"][1 : 1 + len(form)])
+    assert given == f"--config{'=' if len(form) == 1 else ''}{mount['mountPath']}/run.toml"
+
+
+AWKWARD = ["1e-4", "0o17", "y", "on", "null", "1_0", "1:30", "a: b", "# c", "it's", 'say "x"',
+           "two\nlines", " edge ", "-", "ü", "podFailurePolicy: x"]  # fmt: skip
+
+
+def test_arguments_reach_the_program_as_they_are():
+    text = manifest_text(config(arguments=AWKWARD))
+    (found,) = yaml.safe_load_all(text)
+    assert container(found)["args"][1:-1] == AWKWARD
+    # Readers of YAML 1.1 and 1.2 disagree about these: only quoted they are texts to all.
+    for word in ("1e-4", "0o17", "y"):
+        assert f'- "{word}"\n' in text
+
+
+def test_kubernetes_replaces_nothing_in_arguments_and_variables():
+    found = job_set(config(arguments=["$(HOME)"], env=("A=$(B)",)))
+    assert container(found)["args"][1] == "$$(HOME)"  # an escaped $(HOME)
+    assert {"name": "A", "value": "$$(B)"} in container(found)["env"]
+
+
+def test_comments_stand_above_their_keys():
+    text = write_yaml({"top": {"one": 1, "list": [{"one": 2}]}}, {"one": "why\nand how"})
+    assert text == "top:\n  # why\n  # and how\n  one: 1\n  list:\n  - one: 2\n"
+    lines = manifest_text(config()).splitlines()
+    at = next(i for i, line in enumerate(lines) if line.strip() == "podFailurePolicy:")
+    assert "75" in lines[at - 1] and lines[at - 1].strip().startswith("#")
+
+
+# --- what is refused ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "facts"),
+    [
+        ({"name": "Llama"}, ["--name 'Llama'"]),
+        ({"name": "8b"}, ["--name '8b'", "a letter first"]),
+        ({"name": "a-"}, ["--name 'a-'"]),
+        ({"name": "a" * 48}, ["47 characters"]),  # NAME-train-0-0-abcde has 63 at most
+        ({"name": "a" * 47, "nodes": 11}, ["46 characters"]),
+        ({"namespace": "a_b"}, ["--namespace 'a_b'"]),
+        ({"queue": "Team"}, ["--queue 'Team'"]),
+        ({"cpus_per_node": "64 cores"}, ["--cpus-per-node '64 cores'", "500m"]),
+        ({"memory": "512GB"}, ["--memory '512GB'", "512Gi"]),
+        ({"memory": "512m"}, ["--memory '512m'"]),  # half a byte
+        ({"shared_memory": ""}, ["--shared-memory ''"]),
+        ({"memory": "8G", "shared_memory": "8Gi"}, ["--shared-memory 8Gi", "--memory 8G"]),
+        ({"device": ("rdma/hca",)}, ["--device 'rdma/hca'", "rdma/hca=8"]),
+        ({"volume": ()}, ["--volume is missing", "ReadWriteMany"]),
+        ({"volume": ("runs",)}, ["--volume 'runs'", "CLAIM:/PATH"]),
+        ({"volume": ("runs:runs",)}, ["--volume 'runs:runs'"]),
+        ({"volume": ("a:/x", "b:/x/")}, ["/x is given twice"]),
+        ({"volume": ("a:/dev/shm",)}, ["/dev/shm belongs to the pod"]),
+        ({"run_dir": "/tmp/x"}, ["--run-dir /tmp/x", "/runs"]),
+        ({"run_dir": "/runs/../x"}, ["--run-dir /runs/../x"]),
+        ({"run_dir": "runs/x"}, ["--run-dir runs/x"]),
+        ({"arguments": ["--run_dir", "x"]}, ["--run-dir stands after --"]),
+        ({"node_selector": ("a=b=c",)}, ["--node-selector 'a=b=c'"]),
+        ({"toleration": ("a=b:Never",)}, ["--toleration 'a=b:Never'", "NoSchedule"]),
+        ({"env": ("1A=b",)}, ["--env '1A=b'"]),
+        ({"env": ("JAX_NUM_PROCESSES=3",)}, ["JAX_NUM_PROCESSES", "Leave it out"]),
+        ({"env": ("A=1",), "secret_env": ("A=b:c",)}, ["A is given twice"]),
+        ({"secret_env": ("A=b",)}, ["--secret-env 'A=b'", "SECRET:KEY"]),
+        ({"image": "a b"}, ["--image 'a b'"]),
+        ({"user_id": 0}, ["user_id=0", "1 or more"]),
+        ({"stop_timeout_s": 5}, ["stop_timeout_s=5", "30 or more"]),
+    ],
+)
+def test_what_kubernetes_would_refuse_is_refused(fields, facts):
+    (problem,) = problems_of(config(**fields))
+    assert all(fact in problem for fact in facts), problem
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"name": "a" * 47, "nodes": 10},
+        {"run_dir": "/runs"},
+        {"env": ("A=",), "secret_env": ("JAXDIST_JOB_TOKEN=token:value",)},
+        {"toleration": ("example.com/key", "key:NoExecute", "key=:NoSchedule")},
+        {"memory": "16Gi", "shared_memory": "16Gi", "cpus_per_node": "1500m"},
+    ],
+    ids=["name", "run_dir", "variables", "taints", "amounts"],
+)
+def test_what_kubernetes_takes_is_taken(fields):
+    assert problems_of(config(**fields)) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("5", 5), ("2k", 2000), ("2Ki", 2048), ("3G", 3 * 10**9), ("1Ti", 2**40), ("1.5Gi", 0)],
+)
+def test_amounts_of_memory_are_read_as_kubernetes_does(text, expected):
+    assert num_bytes(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("image", "warned"),
+    [("a/b:1", 0), ("a/b", 1), ("a/b:latest", 1), ("host:5000/b", 1), ("a/b@sha256:01", 0)],
+)
+def test_an_image_without_version_is_warned_about(image, warned):
+    assert len([*config(image=image).warnings()]) == warned
+
+
+# --- the commands ---------------------------------------------------------------------------------
+
+FLAGS = ["--image=host/jaxdist:1", "--volume=runs:/runs"]
+
+
+@pytest.fixture
+def cluster(monkeypatch):
+    """What kubectl was started with; `code` is what it ends with, None = there is no kubectl."""
+    seen = types.SimpleNamespace(calls=[], code=0)
+
+    def run(words, *, input, text):
+        if seen.code is None:
+            raise FileNotFoundError(words[0])
+        seen.calls.append((words, input))
+        return types.SimpleNamespace(returncode=seen.code)
+
+    for module in (kubernetes, skypilot):
+        monkeypatch.setattr(module, "read_sizes", lambda arguments: LegalSizes())
+    monkeypatch.setattr(kubernetes.subprocess, "run", run)
+    return seen
+
+
+def test_dry_run_sends_nothing(cluster, capsys):
+    assert kubernetes.main([*FLAGS, "--dry-run", "--", "--steps", "5"]) == 0
+    (found,) = yaml.safe_load_all(capsys.readouterr().out)
+    assert "--steps" in container(found)["args"] and cluster.calls == []
+
+
+@pytest.mark.parametrize(("code", "expected"), [(0, 0), (1, 1), (None, 2)])
+def test_the_manifest_is_handed_to_kubectl(cluster, code, expected):
+    cluster.code = code
+    assert kubernetes.main([*FLAGS, "--name=mine"]) == expected
+    if code is not None:
+        ((words, text),) = cluster.calls
+        assert words == ["kubectl", "apply", "-f", "-"]
+        assert yaml.safe_load(text)["metadata"]["name"] == "mine"
+
+
+def test_bad_flags_are_all_refused_at_once(cluster):
+    with refused("--image", "--name", "--memory", "nodes=0", "--volume", num_problems=5):
+        kubernetes.main(["--name=A", "--memory=1GB", "--nodes=0"])
+    with refused("--gpus 'H100'", "--volume 'runs'", "--name 'A'", num_problems=3):
+        skypilot.main(["--gpus=H100", "--volume=runs", "--name=A"])
+    assert cluster.calls == []
+
+
+def test_bad_arguments_of_the_training_are_refused(cluster, monkeypatch):
+    gpus = ["--gpus=H100:8", "--volume=runs:/runs"]
+    for module, flags in ((kubernetes, FLAGS), (skypilot, gpus)):
+        monkeypatch.setattr(module, "read_sizes", lambda arguments: 2)
+        assert module.main([*flags, "--", "--no-such=1"]) == 2
+    assert cluster.calls == []
+
+
+# --- SkyPilot -------------------------------------------------------------------------------------
+
+
+def task(**fields) -> dict:
+    given = {"gpus": "H100:8", "volume": "runs:/runs", "name": "mine", **fields}
+    return yaml.safe_load(skypilot.task_text(skypilot.SkyPilotConfig(**given)))
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_a_task_starts_one_launcher_on_each_node(nodes):
+    found = task(nodes=nodes, python="echo", arguments=["--config", "a b"])
+    assert found["num_nodes"] == nodes and found["volumes"] == {"/runs": "runs"}
+    environ = {"SKYPILOT_NODE_RANK": "1", "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2"}
+    environ["PATH"] = "/usr/bin:/bin"
+    done = subprocess.run(
+        ["bash", "-c", found["run"]], env=environ, capture_output=True, text=True, check=True
+    )
+    words = done.stdout.split()
+    assert words[:2] == ["-m", "jaxdist.launch"] and "--run-dir=/runs/mine" in words
+    assert shlex.split(found["run"])[-3:] == ["--", "--config", "a b"]
+    meeting = ["--nnodes=2", "--node-rank=1", "--coordinator-address=10.0.0.1:29400"]
+    assert [word for word in words if word in meeting] == (meeting if nodes == 2 else [])
+
+
+def test_a_task_asks_for_what_the_flags_say(tmp_path):
+    file = tmp_path / "own.toml"
+    file.write_text("steps = 5\n")
+    found = task(image="a/b:1", spot=True, setup=("x", "y"), arguments=[f"--config={file}"])
+    assert found["resources"] == {
+        "accelerators": "H100:8",
+        "image_id": "docker:a/b:1",
+        "use_spot": True,
+        "job_recovery": {"max_restarts_on_errors": 0, "recover_on_exit_codes": [75]},
+    }
+    assert found["setup"] == "x\ny\n"
+    ((there, here),) = found["file_mounts"].items()
+    assert here == str(file) and f"--config={there}" in found["run"]
+    assert not {"setup", "file_mounts"} & set(task())
+
+
+def test_a_task_is_written(cluster, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    flags = ["--gpus=H100:8", "--volume=runs:/runs", "--name=mine"]
+    assert skypilot.main(flags) == 0
+    assert yaml.safe_load((tmp_path / "mine.sky.yaml").read_text())["name"] == "mine"
+    with refused("--script /proc/nowhere/a"):
+        skypilot.main([*flags, "--script=/proc/nowhere/a"])
+
+
+# --- what docs/kubernetes.md and the Containerfile say --------------------------------------------
+
+PAGE = (ROOT / "docs" / "kubernetes.md").read_text()
+LINES = [
+    shlex.split(line)
+    for block in re.findall(r"```bash\n(.*?)```", PAGE, flags=re.S)
+    for line in block.splitlines()
+]
+
+
+def test_commands_on_the_page_speak_of_the_same_job(cluster, capsys):
+    """Those of python are run by test_readme; the others name what these make."""
+    (words,) = (line for line in LINES if line[2:4] == ["jaxdist.launch", "kubernetes"])
+    assert kubernetes.main(words[4:]) == 0
+    found = yaml.safe_load(capsys.readouterr().out)
+    name, image = found["metadata"]["name"], container(found)["image"]
+    claims = yaml.safe_load(re.search(r"```yaml\n(.*?)```", PAGE, flags=re.S)[1])
+    assert (
+        pod(found)["volumes"][0]["persistentVolumeClaim"]["claimName"]
+        == (claims["metadata"]["name"])
+    )
+    secret = re.search(r"--secret-env \w+=([\w-]+):([\w-]+)`", PAGE)
+    pods = f"jobset.sigs.k8s.io/jobset-name={name}"
+    index = ",batch.kubernetes.io/job-completion-index="
+    assert kubernetes.log_selector(name) == f"{pods}{index}0"
+    known = [
+        "apply --server-side -f https://github.com/kubernetes-sigs/jobset/releases/download/"
+        "v0.12.0/manifests.yaml",
+        "apply -f runs.yaml",
+        f"get jobset {name}",
+        f"get pods -l {pods}",
+        f"logs -f -l {pods}{index}0",
+        f"delete pod -l {pods}{index}1",
+        f"delete jobset {name}",
+        f"create secret generic {secret[1]} --from-literal={secret[2]}=KEY",
+    ]
+    assert [shlex.join(line[1:]) for line in LINES if line[0] == "kubectl"] == known
+    docker = [line[1:] for line in LINES if line[0] == "docker"]
+    assert docker == [["build", "-t", image, "-f", "Containerfile", "."], ["push", image]]
+    assert {line[0] for line in LINES} == {"kubectl", "docker", "python"}
+    assert (ROOT / "Containerfile").read_text().splitlines()[0].endswith(shlex.join(docker[0][1:]))
+
+
+def test_the_page_names_the_exit_codes_of_the_manifest():
+    found = job_set(config())
+    rows = {row[0]: row[1] for row in re.findall(r"^\| (\d[^|]*)\| ([^|]*)\|$", PAGE, flags=re.M)}
+    said = {int(code): text for cell, text in rows.items() for code in re.findall(r"\b\d+", cell)}
+    assert set(said) == {0, 2, 75, 85, 130}
+    for code, text in said.items():
+        if code:
+            assert ("job ends" in text) == (outcome(found, code) == "FailJobSet"), code
+
+
+def test_the_image_is_built_from_pinned_versions_and_is_not_root():
+    steps = (ROOT / "Containerfile").read_text()
+    user = KubernetesConfig().user_id
+    assert f"\nUSER {user}:{user}\n" in steps and f"--uid {user}" in steps
+    assert "-c constraints.txt '.[cuda13]'" in steps
+    for sources in re.findall(r"^COPY (.*) \S+$", steps, flags=re.M):
+        assert all((ROOT / source).exists() for source in sources.split())
