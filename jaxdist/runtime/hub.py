@@ -83,7 +83,8 @@ def _problem(name: str, error: Exception) -> str:
 
     repo, _, revision = name.partition("@")
     hub = f"the Hugging Face hub ({constants.ENDPOINT})"
-    cause = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
+    first = error.__cause__ or error
+    cause = f"{type(first).__name__}: {(str(first).splitlines() or [''])[0][:200]}"
     if isinstance(error, errors.GatedRepoError):
         return (
             f"{hub} gives {repo!r} only to those who asked for it. Ask at "
@@ -100,11 +101,12 @@ def _problem(name: str, error: Exception) -> str:
             f"commits, or leave @{revision} out."
         )
     if isinstance(error, errors.LocalEntryNotFoundError):
-        offline = constants.HF_HUB_OFFLINE
-        tried = f"HF_HUB_OFFLINE forbids to ask {hub}" if offline else f"{hub} gave no answer"
+        tried = f"{hub} gave no answer ({cause})"
+        if constants.HF_HUB_OFFLINE:
+            tried = f"HF_HUB_OFFLINE is set, so {hub} is not asked"
         return (
-            f"{name!r} is no path that exists here, the cache {constants.HF_HUB_CACHE} does not "
-            f"hold all of it, and {tried} ({cause}). Get it with `hf download {repo}` where there "
-            "is a network and set HF_HUB_CACHE to that cache, or name a directory."
+            f"no such path exists here, the cache {constants.HF_HUB_CACHE} does not hold (all of) "
+            f"{name!r}, and {tried}. Get it with `hf download {repo}` where there is a network and "
+            "set HF_HUB_CACHE to that cache, or name a directory."
         )
     return f"{name!r} cannot be fetched from {hub} ({cause}). Try again, or name a directory."
