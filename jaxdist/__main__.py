@@ -19,6 +19,7 @@ COMMANDS = (
     "plan",
     "audit",
     "launch",
+    "sweep",
     "report",
     "compare",
     "doctor",

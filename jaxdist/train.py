@@ -53,7 +53,7 @@ def run(
     from jaxdist.run.replay import replay
     from jaxdist.run.session import Session
     from jaxdist.run.setup import assemble, check_data_fits
-    from jaxdist.run.startup import open_run_directory
+    from jaxdist.run.startup import fetch_weights, open_run_directory
 
     # 2. Whatever can be wrong is found before anything is written or compiled.
     model = program.model(config.train.seq_len) if program.model else None
@@ -68,6 +68,7 @@ def run(
     if config.replay:
         return replay(parts, data[0])
     audit = None if config.force else check_mesh(parts, data[0].fields)
+    fetch_weights(config)
 
     # 3. The run directory, with what this run is made from.
     directory = open_run_directory(config, job.process_id)

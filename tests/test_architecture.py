@@ -61,6 +61,7 @@ LEVELS = {
     "tools.launch": 12,
     "tools.convert": 12,
     "tools.doctor": 12,
+    "tools.sweep": 13,
     "__init__": 15,
     "__main__": 15,
 }

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
+import tomllib
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from jaxdist.checkpoint.config import CheckpointConfig
@@ -17,11 +17,12 @@ from jaxdist.core.settings.schema import BadValueError, read_value
 from jaxdist.core.step import EvalConfig, TrainConfig
 from jaxdist.data.config import DataConfig, settings_of_tokens
 from jaxdist.models.configs import DecoderConfig
-from jaxdist.models.huggingface.directory import is_model, read_json
+from jaxdist.models.huggingface.directory import folder_of, is_model, read_json
 from jaxdist.models.huggingface.families import read_config
 from jaxdist.optim import OptimConfig
 from jaxdist.run.monitoring.config import MonitoringConfig
 from jaxdist.run.resilience.config import ResilienceConfig
+from jaxdist.runtime import hub
 from jaxdist.runtime.config import RuntimeConfig
 from jaxdist.runtime.storage import locate
 
@@ -51,31 +52,60 @@ def read_run(
     """A run's settings from `--config FILE.toml` and flags; see `read_settings`.
 
     With `--resume PATH` or `--replay PATH:STEP` the settings of that run are the defaults, so that
-    only what differs needs a flag. With `--init-from DIR` of Hugging Face the model's sizes and
-    tokenizer are, and with `--debug` those of a tiny run. A token folder among the sources brings
-    its tokenizer and the size of its vocabulary. A Python program gives `values`, and `base` to
-    start from instead of all of these.
+    only what differs needs a flag. With `--init-from` a Hugging Face model, its sizes and tokenizer
+    are, and with `--debug` those of a tiny run. A token folder among the sources brings its
+    tokenizer and the size of its vocabulary. A Python program gives `values`, and `base` to start
+    from instead of all of these. Names on the hub come back with their commit.
     """
-    run = read_settings(
+    return read_settings(
         RunConfig,
         argv,
         command=command,
         summary=summary,
         aliases=ALIASES,
         base=_base_of if base is None else base,
+        settle=_with_lasting_names,
         check_rules=check_rules,
         values=values,
     )
-    return _with_absolute_tokenizer(run)
 
 
-def _with_absolute_tokenizer(run: RunConfig) -> RunConfig:
-    """Settings under which the run can be opened from another directory than it was started in."""
+def _with_lasting_names(run: RunConfig) -> RunConfig:
+    """Settings that name the same files in another directory and on another day."""
+    directory = run.known_directory
     file = run.data.tokenizer
-    if file == "bytes" or not os.path.isfile(file):
-        return run
-    data = dataclasses.replace(run.data, tokenizer=os.path.abspath(file))
-    return dataclasses.replace(run, data=data)
+    is_file = file != "bytes" and os.path.isfile(file)
+    file = os.path.abspath(file) if is_file else _with_commit(file, directory)
+    return dataclasses.replace(
+        run,
+        init_from=_with_commit(run.init_from, directory),
+        data=dataclasses.replace(run.data, tokenizer=file),
+    )
+
+
+def _with_commit(name: str, directory: str) -> str:
+    """A hub name with its commit; any other text as it is.
+
+    Without a revision it is the commit that the run in `directory` began with, if there is one:
+    the same command goes on with the same files, whatever the hub holds by now.
+
+    Raises:
+        ConfigError: the hub has no such model, or cannot be reached.
+    """
+    if not hub.is_hub_name(name):
+        return name
+    earlier = _hub_names_of(directory) if directory and "@" not in name else []
+    return next((e for e in earlier if e.partition("@")[0] == name), "") or hub.with_commit(name)
+
+
+def _hub_names_of(directory: str) -> list[str]:
+    """Names with a commit in the settings of a run; [] where there is none."""
+    try:
+        table = tomllib.loads((locate(directory) / "config.toml").text())
+        named = table.get("init_from", ""), table.get("data", {}).get("tokenizer", "")
+    except (OSError, ValueError, AttributeError):  # new, or damaged: said when it is opened
+        return []
+    return [str(name) for name in named if "@" in str(name)]
 
 
 def _base_of(given: GivenValues) -> RunConfig | None:
@@ -86,7 +116,7 @@ def _base_of(given: GivenValues) -> RunConfig | None:
     start = given.get("init_from")
     if isinstance(start, str) and start and is_model(start):
         try:
-            return _run_of_model(Path(start).expanduser())
+            return _run_of_model(_with_commit(str(start), str(given.get("run_dir") or "")))
         except ConfigError as error:
             raise ConfigError([f"init_from={start!r}: {p}" for p in error.problems]) from None
     if "debug" in given and given["debug"] in (None, True, "true"):
@@ -136,13 +166,14 @@ def _debug_run(has_mesh: bool) -> RunConfig:
     )
 
 
-def _run_of_model(folder: Path) -> RunConfig:
-    """The defaults of a run that goes on from a Hugging Face model."""
-    name = re.sub(r"[^\w.+-]", "-", folder.resolve().name).lstrip(".+-")
+def _run_of_model(start: str) -> RunConfig:
+    """The defaults of a run that goes on from a Hugging Face model: a directory or hub name."""
+    folder, is_hub = folder_of(start), hub.is_hub_name(start)
+    name = hub.short_name(start) if is_hub else folder.resolve().name
     return RunConfig(
-        name=name or "tuned",
+        name=re.sub(r"[^\w.+-]", "-", name).lstrip(".+-") or "tuned",
         model=read_config(read_json(folder)),
-        data=DataConfig(tokenizer=str(folder / "tokenizer.json")),
+        data=DataConfig(tokenizer=start if is_hub else str(folder / "tokenizer.json")),
         optim=OptimConfig(peak_lr=_TUNING_LR),
     )
 

@@ -27,13 +27,13 @@ from jaxdist.data.custom import is_custom
 from jaxdist.data.images import is_cifar
 from jaxdist.models import DecoderConfig, ModelConfig, build
 from jaxdist.models.configs import DIM_SETTINGS
-from jaxdist.models.huggingface.directory import is_model, read_json
+from jaxdist.models.huggingface.directory import folder_of, is_model, read_json
 from jaxdist.models.huggingface.families import left_out, read_config
 from jaxdist.models.weights import weights_of
 from jaxdist.optim import OptimConfig
 from jaxdist.run.monitoring.config import MonitoringConfig
 from jaxdist.run.resilience.config import ResilienceConfig
-from jaxdist.runtime import resolve
+from jaxdist.runtime import hub, resolve
 from jaxdist.runtime.config import RuntimeConfig
 from jaxdist.runtime.storage import url_problem
 
@@ -64,9 +64,10 @@ class RunConfig:
     )
     init_from: str = setting(
         "",
-        "whose weights a new run starts from: a Hugging Face model directory (its config.json, "
-        "its tokenizer.json and optim.peak_lr=2e-5 are then the defaults), a run directory, or a "
-        "checkpoint in one; empty = random ones",
+        "whose weights a new run starts from: a Hugging Face model directory, or "
+        "ORG/NAME[@REVISION] on the hub (its config.json, its tokenizer.json and "
+        "optim.peak_lr=2e-5 are then the defaults), a run directory, or a checkpoint in one; "
+        "empty = random ones",
     )
     reinit_params: list[str] = setting(
         [],
@@ -122,12 +123,17 @@ class RunConfig:
         """A run's settings alone, without those that a command adds to them."""
         return RunConfig(**{f.name: getattr(self, f.name) for f in dataclasses.fields(RunConfig)})
 
+    @property
+    def known_directory(self) -> str:
+        """The run directory that was named, to begin or to go on in; "" = one will be made."""
+        return self.run_dir if self.resume in ("auto", "never") else self.resume
+
     def remarks(self) -> list[str]:
         """What is legal but may surprise: one line each, for the run's first log lines."""
         optim, steps = self.optim, self.train.steps
         found = []
         if self.init_from and is_model(self.init_from):
-            found += left_out(read_json(Path(self.init_from).expanduser()))
+            found += left_out(read_json(folder_of(self.init_from)))
         if 0 < steps <= optim.warmup_steps:
             found.append(
                 f"optim.warmup_steps={optim.warmup_steps} is not shorter than train.steps={steps}: "
@@ -242,10 +248,11 @@ class RunConfig:
                 f"resume={self.resume!r} is not auto, never, or the directory of a run. Check the "
                 "path, or use auto."
             )
-        if self.init_from and not Path(self.init_from).expanduser().is_dir():
+        start = self.init_from  # of a hub name `_start_problems` knows more
+        if start and not hub.is_hub_name(start) and not Path(start).expanduser().is_dir():
             found.append(
-                f"init_from={self.init_from!r} is not a directory. Name a Hugging Face model "
-                "directory or a run directory, or leave it empty."
+                f"init_from={start!r} is not a directory. Name a Hugging Face model directory, "
+                "ORG/NAME on the hub or a run directory, or leave it empty."
             )
         run, _, step = self.replay.rpartition(":")
         if self.replay and not (
@@ -268,9 +275,8 @@ class RunConfig:
         ]
         if not self.init_from or not is_model(self.init_from):
             return found
-        folder = Path(self.init_from).expanduser()
         try:
-            stored = read_config(read_json(folder))
+            stored = read_config(read_json(folder_of(self.init_from)))
         except ConfigError as error:
             return [f"init_from={self.init_from!r}: {line}" for line in error.problems]
         if self.model.kind != stored.kind:

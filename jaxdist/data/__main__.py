@@ -53,7 +53,11 @@ class PrepareConfig:
         required=True,
     )
     out: str = setting("", "folder to make; it must not exist", required=True)
-    tokenizer: str = setting("bytes", 'a tokenizer.json, or "bytes": 256 tokens, no file needed')
+    tokenizer: str = setting(
+        "bytes",
+        'a tokenizer.json, ORG/NAME[@REVISION] on the Hugging Face hub, or "bytes": 256 tokens, '
+        "no file needed",
+    )
     train_bpe: int = setting(
         0,
         "learn a byte-level BPE of so many tokens on the sources first, and keep it as "

@@ -11,8 +11,9 @@ import json
 from pathlib import Path
 from typing import Any, Literal
 
-from jaxdist.core.types import setting
+from jaxdist.core.types import ConfigError, setting
 from jaxdist.data.custom import is_custom
+from jaxdist.data.tokenizer import tokenizer_file
 from jaxdist.runtime.storage import url_problem
 
 SMALLEST_SHARE = 1e-3
@@ -38,8 +39,8 @@ class DataConfig:
     )
     tokenizer: str = setting(
         "bytes",
-        '"bytes" (256 tokens, no file needed) or the path of a tokenizer.json; a token folder in '
-        "sources brings its own",
+        '"bytes" (256 tokens, no file needed), the path of a tokenizer.json, or '
+        "ORG/NAME[@REVISION] on the Hugging Face hub; a token folder in sources brings its own",
     )
     eos_token: str = setting(
         "",
@@ -123,13 +124,22 @@ class DataConfig:
         for name in ("sources", "eval_sources"):
             found += [p for source in getattr(self, name) if (p := _missing(name, source))]
         found += self._weight_problems() + self._record_problems()
-        if self.tokenizer != "bytes" and not Path(self.tokenizer).is_file():
-            found.append(
-                f'data.tokenizer={self.tokenizer!r} is not a file: it is "bytes" or the path of a '
-                "tokenizer.json. Check the path, or train one with "
-                "`python -m jaxdist.data SRC --out DIR --train-bpe 8192`."
-            )
-        return found
+        return found + self._tokenizer_problems()
+
+    def _tokenizer_problems(self) -> list[str]:
+        if self.tokenizer == "bytes":
+            return []
+        try:
+            file = tokenizer_file(self.tokenizer)
+        except ConfigError as error:
+            return [f"data.tokenizer={self.tokenizer!r}: {problem}" for problem in error.problems]
+        if file.is_file():
+            return []
+        return [
+            f'data.tokenizer={self.tokenizer!r} is not a file: it is "bytes", the path of a '
+            "tokenizer.json, or ORG/NAME on the Hugging Face hub. Check the path, or train one "
+            "with `python -m jaxdist.data SRC --out DIR --train-bpe 8192`."
+        ]
 
     def _record_problems(self) -> list[str]:
         if self.records == "text":

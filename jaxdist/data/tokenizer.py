@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from jaxdist.core.types import ConfigError
+from jaxdist.runtime import hub
 
 END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
 """How published tokenizers spell the end of a text, for those whose files do not say it."""
@@ -158,13 +159,30 @@ def load_tokenizer(name: str, eos_token: str = "") -> Tokenizer:
         ConfigError: no such file, a broken one, or an `eos_token` it does not have.
     """
     if name != "bytes":
-        return FileTokenizer(name, eos_token)
+        return FileTokenizer(tokenizer_file(name), eos_token)
     if eos_token:
         raise ConfigError(
             f'data.eos_token={eos_token!r} with tokenizer "bytes", which ends documents with '
             "byte 0. Leave eos_token empty."
         )
     return ByteTokenizer()
+
+
+def tokenizer_file(name: str) -> Path:
+    """The tokenizer.json that `data.tokenizer` names; that of a hub name is fetched.
+
+    Raises:
+        ConfigError: a hub name that cannot be fetched, or whose model has none.
+    """
+    if not hub.is_hub_name(name):
+        return Path(name)
+    file = hub.fetch(name, (*TOKENIZER_FILES, "config.json")) / "tokenizer.json"
+    if not file.is_file():
+        raise ConfigError(
+            f"the model {name!r} on the Hugging Face hub has no tokenizer.json. Make one with "
+            "transformers (use_fast=True, save_pretrained), or use another model's."
+        )
+    return file
 
 
 def tokenizer_files(folder: Path) -> dict[str, bytes]:

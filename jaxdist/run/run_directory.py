@@ -103,7 +103,7 @@ class RunDirectory:
     def write_config(self, text: str) -> list[str]:
         """Write config.toml; return what differs from the config that was there, one line each.
 
-        How this start was asked for (`_OF_A_START`) is no change of the run. Of a config.toml that
+        How this start was asked for is no change of the run. Of a config.toml that
         is missing or damaged one line says that nothing can be compared.
         """
         if not self.is_writer:
@@ -120,11 +120,8 @@ class RunDirectory:
         self.config.write(text)
         if problem:
             return [problem]
-        return [
-            f"{key}: {old.get(key, 'not set')} -> {new.get(key, 'not set')}"
-            for key in sorted(old.keys() | new.keys())
-            if old.get(key) != new.get(key) and key not in _OF_A_START
-        ]
+        changed = changed_settings(old, new)
+        return [f"{name}: {before} -> {now}" for name, (before, now) in changed.items()]
 
     def write_environment(self, record: Mapping[str, Any]) -> None:
         """Write environment.json, keeping the records of earlier starts under `earlier`."""
@@ -163,6 +160,13 @@ def new_run_path(name: str) -> Location:
     seconds = coordination.gather("run_start", int(time.time()))[0]
     stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime(seconds))
     return locate("runs") / f"{name}-{stamp}"
+
+
+def changed_settings(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Name -> (old, new value) of the dotted settings that differ, but for `_OF_A_START`."""
+    names = sorted((old.keys() | new.keys()) - {*_OF_A_START})
+    pairs = {name: (old.get(name, "not set"), new.get(name, "not set")) for name in names}
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
 
 def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

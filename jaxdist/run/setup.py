@@ -31,7 +31,7 @@ from jaxdist.core.types import Array, ConfigError, Model, Params
 from jaxdist.data import Loader, Position, TrainData
 from jaxdist.data.images import image_fields
 from jaxdist.data.packing import Fields, text_fields
-from jaxdist.models.huggingface.directory import is_model
+from jaxdist.models.huggingface.directory import folder_of, is_model
 from jaxdist.models.huggingface.loading import load_params
 from jaxdist.models.weights import num_params
 
@@ -157,8 +157,8 @@ class Parts:
     ) -> Params:
         """Load weights onto this mesh; those of a run are verified.
 
-        `path` is a Hugging Face directory, a run, or one of its checkpoints. The rest is as for
-        `Checkpointer.restore_params`; `target` defaults to all parameters of the model.
+        `path` is a Hugging Face directory or hub name, a run, or one of its checkpoints. The rest
+        is as for `Checkpointer.restore_params`; `target` defaults to all parameters of the model.
 
         Raises:
             ConfigError: there is nothing to load, or its weights do not fit this run's model.
@@ -166,7 +166,10 @@ class Parts:
         target = self.abstract_state().params if target is None else target
         if is_model(path):
             params = load_params(
-                Path(path).expanduser(), target, fresh=in_params(fresh), unused=in_params(unused)
+                folder_of(path, weights=True),
+                target,
+                fresh=in_params(fresh),
+                unused=in_params(unused),
             )
         else:
             name = Path(path).name

@@ -17,6 +17,7 @@ from jaxdist.core.state import TrainState
 from jaxdist.core.step import describe_exchange, has_replica_norms
 from jaxdist.core.types import ConfigError
 from jaxdist.data import Dataset, Loader, Position, TrainData, resume_position
+from jaxdist.models.huggingface.directory import folder_of
 from jaxdist.optim import OptimConfig, make_schedule
 from jaxdist.plan.estimate.memory_check import Budget
 from jaxdist.run.metrics_log import read_records
@@ -24,7 +25,7 @@ from jaxdist.run.monitoring.monitor import Monitor
 from jaxdist.run.resilience.anomalies import LossGuard
 from jaxdist.run.run_directory import RunDirectory, new_run_path
 from jaxdist.run.setup import Parts
-from jaxdist.runtime import coordination
+from jaxdist.runtime import coordination, hub
 from jaxdist.runtime.progress import waiting
 from jaxdist.runtime.storage import locate
 
@@ -48,6 +49,20 @@ def open_run_directory(config: RunConfig, process_id: int) -> RunDirectory:
         process_id=process_id,
         resume=config.resume != "never",
     )
+
+
+def fetch_weights(config: RunConfig) -> None:
+    """Fetch the weights that a new run starts from, while no watchdog and no other process waits.
+
+    A run that goes on reads its checkpoint instead.
+
+    Raises:
+        ConfigError: they are on the hub and cannot be fetched.
+    """
+    directory = config.known_directory
+    goes_on = bool(directory) and bool((locate(directory) / "checkpoints").entries())
+    if hub.is_hub_name(config.init_from) and not goes_on:
+        folder_of(config.init_from, weights=True)
 
 
 def restore_or_init(

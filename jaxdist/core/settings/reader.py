@@ -55,6 +55,7 @@ def read_with_origins(
     positional: Sequence[str] = (),
     rest: str = "",
     base: T | Callable[[GivenValues], T | None] | None = None,
+    settle: Callable[[T], T] = lambda config: config,
     check_rules: bool = True,
     values: Mapping[str, Any] | None = None,
 ) -> tuple[T, dict[str, str]]:
@@ -73,6 +74,8 @@ def read_with_origins(
         rest: name of the list that takes what stands after `--`; "" = nothing may stand there.
         base: where to start from instead of the defaults (a stored run's settings), or a function
             of what was given that finds it, or None for the defaults.
+        settle: replaces what was given by what it stands for, before rules are asked for. What it
+            refuses must be against a rule too.
         check_rules: also ask for rules and bounds, and not only whether each value has its type.
         values: what a Python program asks for, which comes last; see `given_by_program`.
 
@@ -104,6 +107,10 @@ def read_with_origins(
     hint = hint if values is None else "See docs/settings.md."
     reader = _Reader(cls, base, givens, aliases, hint)
     config = reader.read()
+    try:
+        config = settle(config)
+    except ConfigError as error:  # a rule says the same, with its origin
+        problems += [] if check_rules else error.problems
     problems += [*more, *even_more, *reader.problems]
     problems += _missing(cls, config, command, positional, rest)
     rules = _broken_rules(config) if check_rules else []

@@ -4,23 +4,46 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from jaxdist.core.types import ConfigError
+from jaxdist.data.tokenizer import TOKENIZER_FILES
 from jaxdist.models.configs import DecoderConfig
 from jaxdist.models.huggingface import safetensors
 from jaxdist.models.huggingface.families import Index, Piece, Source, pieces, read_config
+from jaxdist.runtime import hub
 
 _CONSTANTS = (".attn.bias", ".attn.masked_bias", "rotary_emb.inv_freq")  # saved, but no weights
 
 
 def is_model(path: str | Path) -> bool:
-    """Whether a directory holds a Hugging Face model (and not a run of ours)."""
+    """Whether a path or hub name is that of a Hugging Face model (and not a run of ours)."""
+    if hub.is_hub_name(path):
+        return True
     folder = Path(path).expanduser()
     return (folder / "config.json").is_file() and not (folder / "config.toml").exists()
+
+
+def folder_of(path: str | Path, *, weights: bool = False) -> Path:
+    """The directory of a model; of a hub name the files are fetched, weights only where asked.
+
+    Raises:
+        ConfigError: there is no such model on the hub, or it cannot be reached.
+    """
+    if not hub.is_hub_name(path):
+        return Path(path).expanduser()
+    name = os.fspath(path)
+    folder = hub.fetch(name, ("config.json", safetensors.INDEX, *TOKENIZER_FILES))
+    if weights:
+        files = safetensors.indexed_files(folder) or ["model.safetensors"]
+        hub.fetch(name, tuple(files))
+        if not any((folder / file).exists() for file in files):  # another name, and no index
+            hub.fetch(name, ("*.safetensors",))
+    return folder
 
 
 def read_json(folder: Path) -> dict[str, Any]:

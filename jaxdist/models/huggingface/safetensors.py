@@ -205,6 +205,11 @@ def open_all(directory: Path) -> dict[str, StoredTensor]:
     return tensors
 
 
+def indexed_files(directory: Path) -> list[str]:
+    """Names of the files that the directory's index names; [] without an index."""
+    return sorted(set(_read_index(directory).values()))
+
+
 def _read_index(directory: Path) -> dict[str, str]:
     """Tensor -> file, as the directory's index has it; {} without one."""
     index = directory / INDEX

@@ -5,7 +5,7 @@
     diff A B                 which arrays differ, and by how much
     reshard SRC DST          rewrite for another mesh or dtype; needs no GPU
     consolidate SRC OUT      safetensors, one file or shards with an index
-    from-hf DIR OUT          a Hugging Face model as a run directory
+    from-hf DIR OUT          a Hugging Face model (DIR or ORG/NAME on the hub) as a run directory
     to-hf RUN OUT            a run's weights as a Hugging Face model
 
 RUN, SRC, A and B are a run directory, its `checkpoints`, or one checkpoint; the newest whole one is

@@ -1,5 +1,7 @@
 """`convert from-hf DIR OUT`: a Hugging Face model as a run directory of ours.
 
+DIR is a model's directory, or ORG/NAME[@REVISION] on the hub.
+
 The run directory can be evaluated and generated from at once, and trained from. Weights keep their
 dtype and move in blocks of a few MB: memory does not grow with the model or its tensors.
 """
@@ -19,9 +21,10 @@ from jaxdist.config import RunConfig
 from jaxdist.core.settings import setting, write_toml
 from jaxdist.data.tokenizer import tokenizer_files
 from jaxdist.models import DecoderConfig, build
-from jaxdist.models.huggingface.directory import Weights, open_weights, read_json
+from jaxdist.models.huggingface.directory import Weights, folder_of, open_weights, read_json
 from jaxdist.models.huggingface.families import Piece, left_out
 from jaxdist.models.weights import num_params
+from jaxdist.runtime import hub
 from jaxdist.runtime.formatting.numbers import in_bytes
 from jaxdist.runtime.storage import Location
 from jaxdist.tools.convert.checkpoint_paths import new_directory
@@ -33,14 +36,22 @@ _CHUNK_BYTES = 16 << 20
 class Config:
     """Where the model is, and where it goes."""
 
-    src: str = setting("", "directory with config.json and *.safetensors", required=True)
+    src: str = setting(
+        "",
+        "directory with config.json and *.safetensors, or ORG/NAME[@REVISION] on the Hugging Face "
+        "hub",
+        required=True,
+    )
     out: str = setting("", "new run directory", required=True)
 
 
 def run(config: Config) -> int:
     """Convert; prints what it made and what to run next."""
-    source, out = Path(config.src).expanduser(), new_directory(config.out)
+    out, is_hub = new_directory(config.out), hub.is_hub_name(config.src)
+    given = hub.with_commit(config.src) if is_hub else config.src
+    source = folder_of(given, weights=True)
     weights = open_weights(source)
+    run_name = hub.short_name(given) if is_hub else source.resolve().name
     theirs, model = read_json(source), weights.model
     (out / "checkpoints").make_directory()
     tensors = weights.tensors.values()
@@ -48,8 +59,8 @@ def run(config: Config) -> int:
     writer = CheckpointWriter(out / "checkpoints" / "0", total)
     for name, parts in weights.pieces.items():
         _write(writer, name, parts, weights)
-    settings = _settings(model, source, out)
-    writer.finish({"mesh": "", "config": settings, "source": str(source)})
+    settings = _settings(run_name, model, source, out)
+    writer.finish({"mesh": "", "config": settings, "source": given if is_hub else str(source)})
     (out / "config.toml").write(settings)
     count = num_params(build(model, seq_len=1))
     files = tokenizer_files(source)
@@ -93,9 +104,9 @@ def _chunk(piece: Piece, itemsize: int) -> tuple[int, ...]:
     return tuple(cut[order.index(dim)] for dim in range(len(piece.shape)))
 
 
-def _settings(model: DecoderConfig, source: Path, out: Location) -> str:
+def _settings(name: str, model: DecoderConfig, source: Path, out: Location) -> str:
     """The run's config.toml; the tokenizer is copied, so that the run stands alone."""
-    run = RunConfig(name=source.resolve().name, model=model)
+    run = RunConfig(name=name, model=model)
     files = tokenizer_files(source)
     if files:
         (out / "tokenizer").make_directory()

@@ -20,7 +20,7 @@ from jaxdist.core.settings import ConfigError, setting
 from jaxdist.data import DataConfig, load_tokenizer
 from jaxdist.data.chat import load_template
 from jaxdist.data.custom import is_custom
-from jaxdist.data.tokenizer import FileTokenizer
+from jaxdist.data.tokenizer import FileTokenizer, tokenizer_file
 from jaxdist.models.configs import DecoderConfig
 from jaxdist.models.huggingface import safetensors
 from jaxdist.models.huggingface.families import Piece, Source, family_of, pieces, write_config
@@ -127,7 +127,12 @@ def _write_tokenizer(data: DataConfig, out: Path) -> dict[str, Any]:
     out.mkdir(parents=True, exist_ok=True)
     if any(map(is_custom, data.sources)) and data.tokenizer == "bytes":
         return unknown  # the user's own token numbers
-    if data.tokenizer != "bytes" and not Path(data.tokenizer).is_file():
+    try:
+        is_here = data.tokenizer == "bytes" or tokenizer_file(data.tokenizer).is_file()
+    except ConfigError as error:
+        print("\n".join(error.problems))
+        is_here = False
+    if not is_here:
         print(f"no tokenizer is written: {data.tokenizer!r} is not here. Copy it to {out}.")
         return unknown
     tokenizer = load_tokenizer(data.tokenizer, data.eos_token)

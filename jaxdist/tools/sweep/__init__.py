@@ -1,0 +1,5 @@
+"""`jaxdist sweep`: train every combination of some settings, one after the other.
+
+grid      which combinations, each checked by training's own reader   (read_sweep)
+__main__  one process for each, and what came of them
+"""

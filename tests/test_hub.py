@@ -1,0 +1,268 @@
+"""Names on the Hugging Face hub, from a prepared cache and from a hub that this machine serves."""
+
+import contextlib
+import functools
+import hashlib
+import http.server
+import json
+import shutil
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from decoders import FAMILIES
+from hf_models import write_model, write_tokenizer
+from huggingface_hub import constants
+from refusals import refused
+
+from jaxdist.config import read_run
+from jaxdist.config.command_line import stored_run
+from jaxdist.core.settings import write_toml
+from jaxdist.data import load_tokenizer
+from jaxdist.data.tokenizer import TOKENIZER_FILES, FileTokenizer
+from jaxdist.models.huggingface.directory import folder_of, open_weights
+from jaxdist.run.startup import fetch_weights
+from jaxdist.runtime import hub
+from jaxdist.tools.convert.__main__ import main as convert
+
+OLD, NEW = "0" * 39 + "1", "0" * 39 + "2"
+SMALL = "--train.seq_len=64"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    """A model directory with a tokenizer, and files that nobody needs."""
+    path = tmp_path_factory.mktemp("model")
+    write_model(path, FAMILIES["llama3.1"])
+    write_tokenizer(path, ["some text of a model"] * 4, 320)
+    (path / "pytorch_model.bin").write_text("pickled")
+    (path / "onnx").mkdir()
+    (path / "onnx" / "model.safetensors").write_text("another framework's")
+    return path
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch) -> Path:
+    """An empty cache, of which all is known and nobody else may be asked."""
+    path = tmp_path / "cache"
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.chdir(tmp_path)
+    hub._download.cache_clear()
+    yield path
+    hub._download.cache_clear()
+
+
+def store(cache: Path, repo: str, folder: Path, commit: str, ref: str = "main") -> Path:
+    """A commit of a model in the library's layout: refs, blobs, links to them in snapshots."""
+    root = cache / f"models--{repo.replace('/', '--')}"
+    snapshot = root / "snapshots" / commit
+    for directory in (root / "refs", root / "blobs", snapshot):
+        directory.mkdir(parents=True, exist_ok=True)
+    (root / "refs" / ref).write_text(commit)
+    for file in (file for file in folder.iterdir() if file.is_file()):
+        blob = root / "blobs" / hashlib.sha256(file.read_bytes()).hexdigest()
+        shutil.copy(file, blob)
+        (snapshot / file.name).symlink_to(blob)
+    return snapshot
+
+
+def edited(folder: Path, to: Path, **sizes: object) -> Path:
+    """A copy of a model directory with other values in its config.json."""
+    shutil.copytree(folder, to)
+    config = json.loads((folder / "config.json").read_text())
+    (to / "config.json").write_text(json.dumps({**config, **sizes}))
+    return to
+
+
+@pytest.mark.parametrize(
+    ("text", "is_name"),
+    [
+        ("org/name", True),
+        ("Qwen/Qwen3-0.6B@main", True),
+        ("org/name@refs/pr/1", True),
+        ("org", False),
+        ("a/b/c", False),
+        ("./name", False),
+        ("/name", False),
+        ("../name", False),
+        ("~/name", False),
+        ("folder/tokenizer.json", False),
+        ("org/name@", False),
+        ("s3://name", False),
+        ("here/model", False),
+    ],
+)
+def test_a_hub_name_has_one_slash_and_is_no_path_that_exists(tmp_path, monkeypatch, text, is_name):
+    monkeypatch.chdir(tmp_path)
+    Path("here/model").mkdir(parents=True)
+    assert hub.is_hub_name(text) == is_name
+
+
+def test_a_run_from_a_hub_name_keeps_the_commit(cache, model, tmp_path):
+    store(cache, "org/tiny", model, OLD)
+    store(cache, "org/tiny", edited(model, tmp_path / "new", rope_theta=7e4), NEW, ref="v2")
+    config = read_run(["--init-from=org/tiny", SMALL], command="jaxdist.train")
+    assert config.init_from == config.data.tokenizer == f"org/tiny@{OLD}"
+    assert config.name == "tiny" and config.optim.peak_lr == 2e-5
+    assert config.model == read_run([f"--init-from={model}", SMALL], command="x").model
+    newer = read_run(["--init-from=org/tiny@v2", SMALL], command="jaxdist.train")
+    assert newer.init_from == newer.data.tokenizer == f"org/tiny@{NEW}"
+    assert newer.model.rope_theta == 7e4 != config.model.rope_theta
+
+
+def test_the_same_command_goes_on_with_the_first_commit(cache, model, tmp_path):
+    """Also from the stored settings alone, and when the branch has moved to another commit."""
+    store(cache, "org/tiny", model, OLD)
+    flags = ["--init-from=org/tiny", "--run-dir=run", SMALL]
+    first = read_run(flags, command="jaxdist.train")
+    Path("run").mkdir()
+    Path("run/config.toml").write_text(write_toml(first))
+    store(cache, "org/tiny", edited(model, tmp_path / "new", rope_theta=7e4), NEW)
+    hub._download.cache_clear()  # another process
+    assert read_run(flags, command="jaxdist.train") == first
+    assert stored_run("run/config.toml") == first
+    resumed = read_run(["--resume=run", "--data.tokenizer=org/tiny"], command="jaxdist.train")
+    assert resumed.data.tokenizer == f"org/tiny@{OLD}"
+    flags[1] = "--run-dir=other"
+    assert read_run(flags, command="jaxdist.train").init_from == f"org/tiny@{NEW}"
+
+
+def test_a_path_that_exists_wins(cache, model):
+    store(cache, "org/tiny", model, OLD)
+    shutil.copytree(model, "org/tiny")
+    config = read_run(["--init-from=org/tiny", SMALL], command="jaxdist.train")
+    assert config.init_from == "org/tiny"
+    assert Path(config.data.tokenizer) == Path("org/tiny/tokenizer.json").absolute()
+
+
+def test_a_tokenizer_by_name_is_that_of_its_file(cache, model):
+    store(cache, "org/tiny", model, OLD)
+    flags = ["--data.tokenizer=org/tiny", "--model.vocab_size=320"]
+    assert read_run(flags, command="x").data.tokenizer == f"org/tiny@{OLD}"
+    ours, expected = load_tokenizer("org/tiny"), FileTokenizer(model / "tokenizer.json")
+    assert ours.fingerprint == expected.fingerprint and ours.files == expected.files
+    np.testing.assert_array_equal(ours.encode("a model"), expected.encode("a model"))
+
+
+def test_convert_from_a_hub_name(cache, model, capsys):
+    store(cache, "org/tiny", model, OLD)
+    assert convert(["from-hf", "org/tiny", "out"]) == 0
+    assert convert(["from-hf", str(model), "expected"]) == 0
+    assert convert(["diff", "out", "expected"]) == 0
+    assert stored_run("out/config.toml").name == "tiny"
+    assert Path("out/tokenizer/tokenizer.json").is_file()
+
+
+def test_what_the_cache_lacks_is_refused_offline(cache, model, tmp_path):
+    read = lambda *flags: read_run([*flags, SMALL], command="jaxdist.train")
+    with refused("init_from='org/none'", cache, "HF_HUB_OFFLINE", constants.ENDPOINT):
+        read("--init-from=org/none")
+    with refused("data.tokenizer='org/none'", cache, "HF_HUB_OFFLINE"):
+        read("--data.tokenizer=org/none")
+    with refused("'org/none'", cache, "HF_HUB_OFFLINE"):
+        convert(["from-hf", "org/none", "out"])
+    assert not Path("out").exists()
+    store(cache, "org/tiny", model, OLD)
+    with refused("init_from='org/tiny@v3'", cache):
+        read("--init-from=org/tiny@v3")
+    bare = tmp_path / "bare"
+    write_model(bare, FAMILIES["llama3.1"])
+    store(cache, "org/bare", bare, OLD)
+    with refused(f"data.tokenizer='org/bare@{OLD}'", "has no tokenizer.json"):
+        read("--init-from=org/bare")
+    with refused("config.json"):
+        (cache / "models--org--bare" / "snapshots" / OLD / "config.json").unlink()
+        hub._download.cache_clear()
+        read("--init-from=org/bare", "--data.tokenizer=bytes")
+
+
+def test_a_hub_that_gives_no_answer_is_named_with_the_cause(cache, monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # nobody listens there
+    with refused("init_from='org/tiny'", "http://127.0.0.1:9", "Connect", cache):
+        read_run(["--init-from=org/tiny"], command="jaxdist.train")
+
+
+class Hub(http.server.BaseHTTPRequestHandler):
+    """The part of the hub's API that fetching uses, for one commit of `org/tiny`."""
+
+    def __init__(self, folder: Path, sent: list[str], *args):
+        self.folder, self.sent = folder, sent
+        super().__init__(*args)
+
+    def log_message(self, *args) -> None:
+        pass
+
+    def do_HEAD(self) -> None:
+        self.answer(body=False)
+
+    def do_GET(self) -> None:
+        self.answer(body=True)
+
+    def answer(self, body: bool) -> None:
+        path = self.path.partition("?")[0].removeprefix("/api/models")
+        files = [file for file in self.folder.rglob("*") if file.is_file()]
+        names = {file.relative_to(self.folder).as_posix(): file for file in files}
+        if not path.startswith("/org/tiny"):
+            return self.reply(404, b"", {"X-Error-Code": "RepoNotFound"})
+        if path == f"/org/tiny/tree/{NEW}":
+            about = lambda name, file: {
+                "type": "file", "path": name, "size": file.stat().st_size, "oid": tag_of(file),
+            }  # fmt: skip
+            listed = [about(name, file) for name, file in names.items()]
+            return self.reply(200, json.dumps(listed).encode(), {}, body)
+        if path in ("/org/tiny", "/org/tiny/revision/main"):
+            about = {"id": "org/tiny", "sha": NEW, "siblings": [], "tags": []}
+            return self.reply(200, json.dumps(about).encode(), {}, body)
+        name = path.removeprefix(f"/org/tiny/resolve/{NEW}/")
+        if name not in names:
+            return self.reply(404, b"", {"X-Error-Code": "RevisionNotFound"})
+        if body:
+            self.sent.append(name)
+        headers = {"ETag": f'"{tag_of(names[name])}"', "X-Repo-Commit": NEW}
+        return self.reply(200, names[name].read_bytes(), headers, body)
+
+    def reply(self, code: int, content: bytes, headers: dict[str, str], body: bool = True) -> None:
+        self.send_response(code)
+        for name, value in {**headers, "Content-Length": str(len(content))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if body:
+            self.wfile.write(content)
+
+
+def tag_of(file: Path) -> str:
+    return hashlib.sha1(file.read_bytes()).hexdigest()
+
+
+@contextlib.contextmanager
+def served(folder: Path, sent: list[str]):
+    make = functools.partial(Hub, folder, sent)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), make) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def test_only_what_is_needed_is_fetched_and_weights_last(cache, model, monkeypatch):
+    sent: list[str] = []
+    with served(model, sent) as address:
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "ENDPOINT", address)
+        place = "{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", f"{address}/{place}")
+        config = read_run(["--init-from=org/tiny", SMALL], command="jaxdist.train")
+        assert config.init_from == f"org/tiny@{NEW}"
+        small = {name for name in TOKENIZER_FILES if (model / name).exists()}
+        assert sorted(sent) == sorted({"config.json", *small})
+        fetch_weights(config)
+        assert sent[-1] == "model.safetensors" and len(sent) == len(small) + 2
+        tensors = open_weights(folder_of(config.init_from)).tensors
+        assert tensors.keys() == open_weights(model).tensors.keys()
+        with refused("init_from='org/tinny'", address, "no model 'org/tinny'"):
+            read_run(["--init-from=org/tinny"], command="jaxdist.train")
+        with refused("init_from='org/tiny@v9'", address, "no revision 'v9'"):
+            read_run(["--init-from=org/tiny@v9"], command="jaxdist.train")

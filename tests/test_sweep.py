@@ -1,0 +1,203 @@
+"""A sweep: every combination checked before the first one starts, trained once, and compared."""
+
+import json
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+from commands import ROOT, tiny
+from refusals import missing, refused
+
+from jaxdist.core.settings import write_toml
+from jaxdist.core.types import ConfigError
+from jaxdist.run.monitoring.config import MonitoringConfig
+from jaxdist.run.monitoring.monitor import Monitor
+from jaxdist.run.run_directory import RunDirectory
+from jaxdist.tools.sweep import __main__ as command
+from jaxdist.tools.sweep.grid import Trial, read_sweep
+
+RATES = "--grid=optim.peak_lr=1e-4,3e-4,1e-3"
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def test_every_combination_is_a_run_of_its_own():
+    trials = read_sweep(
+        ["--steps=7", "--grid", "optim.peak_lr=1e-4,3e-4", "--grid=train.global-batch-size=16,32"]
+    )
+    assert [trial.name for trial in trials] == [
+        "optim.peak_lr=1e-4,train.global_batch_size=16",
+        "optim.peak_lr=1e-4,train.global_batch_size=32",
+        "optim.peak_lr=3e-4,train.global_batch_size=16",
+        "optim.peak_lr=3e-4,train.global_batch_size=32",
+    ]
+    values = [(t.config.optim.peak_lr, t.config.train.global_batch_size) for t in trials]
+    assert values == [(1e-4, 16), (1e-4, 32), (3e-4, 16), (3e-4, 32)]
+    assert {trial.config.train.steps for trial in trials} == {7}
+    assert [str(trial.path) for trial in trials] == [f"runs/default/{t.name}" for t in trials]
+    assert [trial.config.run_dir for trial in trials] == [str(trial.path) for trial in trials]
+
+
+def test_values_may_hold_commas_and_characters_that_no_name_has(tmp_path):
+    Path("text.txt").write_text("some text\n" * 100)
+    trials = read_sweep(
+        [
+            '--grid=mesh=["dp=2,tp=2","fsdp=4"]',
+            f"--grid=data.sources=stdlib,{tmp_path}/text.txt",
+            "--simulate=4",
+            "--run_dir",
+            "all",
+        ]
+    )
+    assert [trial.config.mesh.shape for trial in trials] == ["dp=2,tp=2"] * 2 + ["fsdp=4"] * 2
+    assert trials[1].config.data.sources == [f"{tmp_path}/text.txt"]
+    assert {str(trial.path.parent) for trial in trials} == {"all"}
+    assert not any("/" in trial.name for trial in trials)
+
+
+@pytest.mark.parametrize(
+    ("flags", "facts"),
+    [
+        ([], ["--grid"]),
+        (["--grid=optim.peak_lr"], ["'optim.peak_lr'", "SETTING=VALUE"]),
+        (["--grid=seed=1,1"], ["'seed=1,1'", "twice"]),
+        (["--grid=seed=1", "--grid=seed=2"], ["'seed=2'", "twice"]),
+        (["--grid=run_dir=a,b"], ["run_dir"]),
+        (['--grid=seed=["a'], ["seed="]),
+        (["--grid=optim.peek_lr=1e-4"], ["--optim.peek-lr", "--optim.peak-lr"]),
+        ([RATES, "--optim.peak_lr=1"], ["optim.peak_lr", "given twice"]),
+        ([RATES, "--resume=runs/x"], ["resume='runs/x'"]),
+        ([RATES, "--stepz=3"], ["--stepz"]),
+        (["--grid=name=a,b"], ["name"]),
+    ],
+)
+def test_a_grid_that_cannot_be_is_refused(flags, facts):
+    with refused("jaxdist.sweep", *facts):
+        read_sweep(flags)
+
+
+def test_all_problems_of_all_combinations_are_told_before_any_run_starts(monkeypatch):
+    monkeypatch.setattr(command, "train", lambda trial: pytest.fail("a run was started"))
+    flags = ["--grid=train.global_batch_size=15,16,17", "--mesh=dp=2", "--simulate=2"]
+    with pytest.raises(ConfigError) as caught:
+        command.main([*flags, "--optim.warmup_steps=-1"])
+    told = [line for line in caught.value.problems if line.startswith("  - ")]
+    assert len(told) == 3  # two batches, and once what is wrong with every run
+    facts = ["train.global_batch_size=15", "train.global_batch_size=17", "optim.warmup_steps=-1"]
+    assert missing("\n".join(told), *facts) == []
+    assert "train.global_batch_size=16" not in "\n".join(told)
+
+
+def finish(trial: Trial, loss: float, steps: int | None = None) -> None:
+    """What training leaves behind when it ends with this evaluation loss."""
+    run = RunDirectory.open(trial.path)
+    run.write_config(write_toml(trial.config))
+    monitor = Monitor(
+        MonitoringConfig(tensorboard=False, peak_tflops=1e-6),
+        run,
+        total_steps=trial.config.train.steps,
+        start_step=0,
+        flops_per_token={"causal": 1000.0},
+        unit="tokens",
+    )
+    steps = trial.config.train.steps if steps is None else steps
+    for step in range(1, steps + 1):
+        values = {"loss": 5.0, "applied": True}
+        monitor.train(step, values, tokens=8, step_time_s=1.0, data_wait_s=0.0)
+    monitor.eval(steps, {"loss": loss})
+    monitor.summary("finished" if steps == trial.config.train.steps else "preempted")
+    monitor.close()
+
+
+@pytest.fixture
+def trained(monkeypatch) -> list[str]:
+    """Names of the trials that were trained, in place of training them; 3e-4 fails at first."""
+    names: list[str] = []
+    losses = {"1e-4": 3.5, "3e-4": 2.25, "1e-3": 3.0}
+
+    def train(trial: Trial) -> tuple[int, bool]:
+        names.append(trial.name)
+        rate = trial.name.partition("=")[2]
+        if rate == "3e-4" and names.count(trial.name) == 1:
+            return 1, False
+        finish(trial, losses[rate])
+        return 0, False
+
+    monkeypatch.setattr(command, "train", train)
+    return names
+
+
+def test_a_run_that_fails_is_named_and_done_again_alone(trained, capfd):
+    names = [f"optim.peak_lr={rate}" for rate in ("1e-4", "3e-4", "1e-3")]
+    assert command.main([RATES, "--steps=3"]) == 1
+    lines = capfd.readouterr().out.splitlines()
+    assert trained == names
+    best, failed = lines[-2:]
+    assert missing(best, "optim.peak_lr=1e-3", "3.0000", "runs/default") == []
+    assert missing(failed, "optim.peak_lr=3e-4", "exit code 1", "runs/default") == []
+    assert command.main([RATES, "--steps=3"]) == 0
+    out = capfd.readouterr().out
+    assert trained == [*names, names[1]]
+    assert missing(out.splitlines()[-1], "optim.peak_lr=3e-4", "2.2500") == []
+    row = next(line for line in out.splitlines() if line.startswith("best eval loss"))
+    assert row.count("*") == 1 and missing(row, "3.5000", "2.2500", "3.0000") == []
+
+
+def test_a_sweep_with_other_settings_does_not_mix_with_an_earlier_one(trained):
+    assert command.main([RATES, "--steps=3"]) == 1
+    with refused("runs/default/optim.peak_lr=1e-4", "seed: 0 -> 5", num_problems=2):
+        command.main([RATES, "--steps=3", "--seed=5"])
+    with refused("train.steps: 3 -> 2", num_problems=2):
+        command.main([RATES, "--steps=2"])
+    trials = read_sweep([RATES, "--steps=4"])  # more steps: they go on
+    assert [trial.is_finished() for trial in trials] == [False] * 3
+    assert [t.is_finished() for t in read_sweep([RATES, "--steps=3"])] == [True, False, True]
+
+
+def test_a_run_that_ended_early_is_not_finished():
+    (trial,) = read_sweep(["--grid=seed=1", "--steps=3"])
+    finish(trial, 2.0, steps=2)
+    assert json.loads(Path(trial.path, "summary.json").read_text())["step"] == 2
+    assert not trial.is_finished()
+
+
+@pytest.mark.parametrize(
+    ("ended", "code"), [((75, False), 75), ((130, True), 130), ((0, True), 75)]
+)
+def test_a_sweep_that_is_told_to_stop_begins_no_other_run(monkeypatch, ended, code):
+    begun = []
+    monkeypatch.setattr(command, "train", lambda trial: begun.append(trial) or ended)
+    assert command.main([RATES]) == code
+    assert len(begun) == 1
+
+
+def test_sigterm_is_handed_on_and_waited_for(monkeypatch, tmp_path):
+    """A program in training's place asks its parent to stop, and leaves only when told itself."""
+    program = tmp_path / "python"
+    lines = ["#!/bin/sh", "trap 'exit 75' TERM", "kill -TERM $PPID", "sleep 5 &", "wait", "exit 3"]
+    program.write_text("\n".join(lines))
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    before = signal.getsignal(signal.SIGTERM)
+    (trial,) = read_sweep(["--grid=seed=1"])
+    assert command.train(trial) == (75, True)
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.slow
+def test_a_real_sweep(monkeypatch, capfd):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    flags = tiny("--steps=2", "--eval.interval_steps=0", "--run-dir=all", "--mesh=dp=1")
+    flags += ["--grid=optim.peak_lr=1e-3,1e-2"]
+    assert command.main(flags) == 0
+    out = capfd.readouterr().out
+    for rate in ("1e-3", "1e-2"):
+        summary = json.loads(Path(f"all/optim.peak_lr={rate}/summary.json").read_text())
+        assert (summary["exit_reason"], summary["step"]) == ("finished", 2)
+    assert missing(out, "best: optim.peak_lr=", "optim.peak_lr  ") == []
+    monkeypatch.setattr(command, "train", lambda trial: pytest.fail("trained twice"))
+    assert command.main(flags) == 0
