@@ -40,7 +40,7 @@ EVERYTHING = config(
     queue="team-a",
     node_selector=("cloud.example.com/fabric=a1",),
     exclude_node=("node-7", "node-9"),
-    toleration=("dedicated=training:NoSchedule", "spot"),
+    toleration=("dedicated=training:NoSchedule", "spot", "slow:NoExecute"),
     env=("NCCL_DEBUG=INFO",),
     secret_env=("WANDB_API_KEY=wandb:api-key",),
     pull_secret="registry",
@@ -277,6 +277,7 @@ def test_a_manifest_asks_for_what_the_flags_say():
         {"key": "nvidia.com/gpu", "operator": "Exists"},
         {"key": "dedicated", "operator": "Equal", "value": "training", "effect": "NoSchedule"},
         {"key": "spot", "operator": "Exists"},
+        {"key": "slow", "operator": "Exists", "effect": "NoExecute"},
     ]
     (term,) = spec["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"][
         "nodeSelectorTerms"
