@@ -123,7 +123,8 @@ def run(case: str, folder: Path, rounds: int) -> dict[str, list[list[float]]]:
             **os.environ,
             "JAX_PLATFORMS": "cpu",
             "PYTHONPATH": f"{package}:{folder}",
-            "JAXDIST_CACHE": str(folder / "cache"),
+            # Each keeps its tokens in its own form.
+            "JAXDIST_CACHE": str(folder / ("cache_old" if variant == "old" else "cache")),
         }
         processes[variant] = subprocess.Popen(
             [sys.executable, str(Path(__file__).resolve()), "--measure", case, variant],
