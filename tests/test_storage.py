@@ -173,6 +173,8 @@ OTHER_FILES = {
     "tools/doctor/host.py": "measures a file system: size, speed, damaged bytes",
     "tools/doctor/options.py": "which parent of a run directory exists, to measure it",
     "tools/doctor/variables.py": "NCCL's libraries on the library path",
+    "tools/launch/kubernetes_manifest.py": "the config file that goes along with the job",
+    "tools/launch/skypilot.py": "the task file that the user asked for",
     "tools/launch/slurm.py": "the batch script that the user asked for",
     "tools/report/__init__.py": "/dev/null, when the console is gone",
 }
