@@ -74,6 +74,8 @@ def test_an_average_begins_and_ends_between_two_checkpoints(tmp_path, caplog):
     caplog.set_level(logging.INFO, "jaxdist")
     checkpoints = Checkpointer(tmp_path, CheckpointConfig(), log=lambda line: None)
     without, with_ema = parts_of(0.0), parts_of(0.5)
+    new = with_ema.init_state()
+    jax.tree.map(np.testing.assert_array_equal, new.ema_params, new.params)
     checkpoints.save(1, without.init_state(), {}, force=True)
     state, _, _ = with_ema.restore(checkpoints, 1)
     assert "starts from them" in caplog.text
@@ -119,6 +121,7 @@ def arrays(path):
     return {name: stored.read(name).tobytes() for name in stored.entries}
 
 
+@pytest.mark.slow
 def test_a_run_resumes_its_average_to_the_last_bit(run, tmp_path):
     again = tmp_path / "run"
     shutil.copytree(run.path, again)
