@@ -207,14 +207,19 @@ def _on_mesh(job: Job) -> Iterator[Choice]:
     limit = usable_bytes(job)
     for variant in _variants(job):
         jobs = _by_microbatches(variant)
-        for tried in jobs:
+        least: tuple[Job, Memory] | None = None
+        while jobs:
+            tried = jobs.pop(0)
             memory = estimate_memory(tried)
-            if memory.state_bytes > limit:  # no number of microbatches helps: the most lacks least
-                tried = jobs[-1]
-                memory = estimate_memory(tried)
-            if memory.total_bytes <= limit or tried is jobs[-1]:
-                yield Choice.of(tried, memory)
+            # More microbatches need not take less: from two on their gradients are accumulated.
+            if least is None or memory.total_bytes < least[1].total_bytes:
+                least = tried, memory
+            if memory.total_bytes <= limit:
                 break  # more microbatches would only be slower
+            if memory.state_bytes > limit:  # no number helps; the most of them may lack least
+                jobs = jobs[-1:]
+        if least is not None:
+            yield Choice.of(*least)
 
 
 def _variants(job: Job) -> Iterator[Job]:

@@ -16,7 +16,9 @@ from collections import defaultdict
 from jaxdist.plan.estimate import flops, traffic
 from jaxdist.plan.estimate.flops import Work
 from jaxdist.plan.estimate.job import Job
+from jaxdist.plan.estimate.memory import moment_bytes
 from jaxdist.plan.estimate.traffic import Flow
+from jaxdist.plan.hardware.gpu import HOST_BYTES_PER_S
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,7 +68,7 @@ class StepTime:
             for others (the pipeline's bubble); by purpose, collectives that are not hidden.
         communication: all collectives, hidden or not.
         model_flops: useful FLOPs of the step, causal convention.
-        peak_flops: of one device; 0 where its dtype has none.
+        peak_flops: of one device; in float32 where it has no units for the run's dtype.
     """
 
     parts: dict[str, float]
@@ -88,9 +90,7 @@ class StepTime:
 
     @property
     def mfu(self) -> float:
-        """Useful FLOPs over what all devices could do; 0 where the peak is not known."""
-        if not self.peak_flops:
-            return 0.0
+        """Useful FLOPs over what all devices could do."""
         return self.model_flops / self.seconds / self.num_gpus / self.peak_flops
 
 
@@ -107,6 +107,7 @@ def estimate_time(job: Job) -> StepTime:
         "memory-bound kernels": memory,
         "launch gaps": launches,
         "optimizer": rates.seconds(flops.optimizer(job)),
+        "moments to and from host memory": _moved_moments(job) / HOST_BYTES_PER_S,
         "pipeline bubble": waiting,
         **_exposed(flows, busy, rates.reach),
     }
@@ -116,7 +117,7 @@ def estimate_time(job: Job) -> StepTime:
         tokens_per_step=job.tokens_per_step,
         num_gpus=job.spec.num_devices,
         model_flops=flops.model_flops_per_token(job) * job.tokens_per_step,
-        peak_flops=job.cluster.gpu.peak_flops.get(str(job.dtype), 0.0),
+        peak_flops=_peak(job),
     )
 
 
@@ -133,7 +134,7 @@ class _Rates:
     def of(cls, job: Job) -> _Rates:
         reach = _REACH.get(job.cluster.gpu.compute_capability, Reach())
         peaks = job.cluster.gpu.peak_flops
-        peak = peaks.get(str(job.dtype)) or peaks["float32"]
+        peak = _peak(job)
         products = reach.products * peak
         if job.engine.products_dtype == "float8":
             products = reach.float8 * peaks["float8"]
@@ -156,6 +157,16 @@ class _Rates:
 
     def seconds(self, work: Work) -> float:
         return sum(self.parts(work))
+
+
+def _moved_moments(job: Job) -> float:
+    """Bytes between one GPU and its host: moments come for the update, and go back after it."""
+    return 2 * moment_bytes(job) if job.config.train.offload_optimizer else 0.0
+
+
+def _peak(job: Job) -> float:
+    peaks = job.cluster.gpu.peak_flops
+    return peaks.get(str(job.dtype)) or peaks["float32"]
 
 
 # --- compute --------------------------------------------------------------------------------------
