@@ -37,7 +37,7 @@ _SIZES: dict[str, Any] = dict(
 CONFIGS = {
     # Llama and Qwen parts: grouped queries, rotary, q/k norm, gated MLP, untied.
     "rotary": DecoderConfig(
-        num_heads=8, num_kv_heads=4, head_dim=8, qk_norm=True, bias=["qkv"], **_SIZES
+        num_heads=8, num_kv_heads=4, head_dim=8, qk_norm="head", bias=["qkv"], **_SIZES
     ),
     # GPT-2 parts: learned positions, layer norm, biases everywhere, tied.
     "learned": DecoderConfig(

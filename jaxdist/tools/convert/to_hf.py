@@ -24,7 +24,8 @@ from jaxdist.data.custom import is_custom
 from jaxdist.data.tokenizer import FileTokenizer, tokenizer_file
 from jaxdist.models.configs import DecoderConfig
 from jaxdist.models.huggingface import safetensors
-from jaxdist.models.huggingface.families import Piece, Source, family_of, pieces, write_config
+from jaxdist.models.huggingface.families import family_of, write_config
+from jaxdist.models.huggingface.tensors import Piece, Source, pieces
 from jaxdist.runtime.formatting.numbers import in_bytes
 from jaxdist.tools.convert.checkpoint_paths import checkpoint_of, new_directory, settings_of
 
