@@ -247,6 +247,7 @@ ADDED_LATER = {
     "mesh.fsdp_over_context": "context parallelism",
     "model.depth": "the residual network",
     "model.width": "the residual network",
+    "model.norm_placement": "families that place their norms elsewhere",
     "optim.ema_decay": "the moving average of weights",
     "monitoring.tracker": "wandb, mlflow or a function of one's own",
 }

@@ -10,7 +10,7 @@ from refusals import refused
 from test_cnn import layout_of, random_batch, trainer
 
 from jaxdist.core.precision import PrecisionConfig
-from jaxdist.core.step import TrainConfig, make_context, make_value_and_grad
+from jaxdist.core.step import TrainConfig, make_context, make_value_and_grad, statistics
 from jaxdist.core.types import BATCH_STATISTICS, Context, RunningDims
 from jaxdist.models import ResnetConfig, build
 from jaxdist.models.weights import num_params
@@ -105,7 +105,7 @@ def test_layer_equals_pytorch():
 
     rng = np.random.default_rng(0)
     size, rows = 5, 6
-    init, _, bind = layers.functional(lambda rngs: layers.BatchNorm(size, None))
+    init, axes, bind = layers.functional(lambda rngs: layers.BatchNorm(size, None))
     params = jax.tree.map(lambda x: np.array(x), init(jax.random.key(0)))
     params["scale"], params["bias"] = rng.normal(size=(2, size)).astype(np.float32)
     theirs = torch.nn.BatchNorm2d(size)
@@ -124,7 +124,7 @@ def test_layer_equals_pytorch():
         function = jax.grad(weighted, argnums=(0, 1), has_aux=True)
         (grads, dx), (y, sums) = function(params, x, training)
         shown = sums[BATCH_STATISTICS]
-        params |= {name: 0.9 * params[name] + 0.1 * np.array(shown[name]) for name in shown}
+        params = jax.device_get(statistics.move(axes, params, params, params | shown))
         image = torch.from_numpy(x.transpose(0, 3, 1, 2).copy()).requires_grad_()
         out = theirs(image)
         theirs.zero_grad()
