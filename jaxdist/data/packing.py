@@ -101,14 +101,16 @@ class Windows:
         starts = self.start + np.asarray(indices, np.int64) * self.seq_len
         spans = spans or ((0, self.seq_len),)
         batch, at = _empty(self.fields, len(starts), spans), 0
+        batch["weights"].fill(1)
         for first, last in spans:
             place = slice(at, at + last - first)
             for row, start in enumerate(starts.tolist()):
                 tokens = self.corpus.tokens(start + first, start + last + 1)
                 batch["tokens"][row, place] = tokens[:-1]
                 batch["targets"][row, place] = tokens[1:]
-                learned = self.corpus.weights(start + first + 1, start + last + 1)
-                batch["weights"][row, place] = learned
+                if self.corpus.weighted:
+                    learned = self.corpus.weights(start + first + 1, start + last + 1)
+                    batch["weights"][row, place] = learned
                 if self.documents:
                     part = {name: values[row, place] for name, values in batch.items()}
                     self._mark(part, start, first)
@@ -176,7 +178,7 @@ class Fitted:
         spans = spans or ((0, self.seq_len),)
         batch = _empty(self.fields, len(indices), spans)
         for row, index in enumerate(np.asarray(indices, np.int64).tolist()):
-            pieces = slice(int(self.row_starts[index]), int(self.row_starts[index + 1]))
+            pieces = slice(self.row_starts[index], self.row_starts[index + 1])
             lengths = self.piece_lengths[pieces]
             begins = np.cumsum(lengths) - lengths
             at = 0
