@@ -171,6 +171,7 @@ class Context:
         leave: partial sums [batch, seq, ...] -> [batch, seq_shard, ...]; after a row-parallel one.
         split: [batch, seq, ...] known to all -> this device's [batch, seq_shard, ...].
         tensor_index: index of this device on the `tensor` axis (0 on one device).
+        tensor_sum: this device's partial sums -> their totals over the `tensor` axis, any shape.
         places: number of this device's positions -> int32 [that many], index in its row of each;
             0, 1, ... unless devices share rows.
         run_layers: (block, layers, x, aux, context) -> (x, Sums of all of them); a scan, or the
@@ -191,6 +192,7 @@ class Context:
     leave: Callable[[Array], Array] = _identity
     split: Callable[[Array], Array] = _identity
     tensor_index: Callable[[], Any] = int
+    tensor_sum: Callable[[Array], Array] = _identity
     places: Callable[[int], Array] = _from_the_start
     run_layers: Callable[..., tuple[Array, Sums]] = _missing
     token_loss: Callable[..., Sums] = _missing

@@ -46,7 +46,7 @@ KERNEL_SIZE = 3
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
-    """A decoder-only language model: Llama, Mistral, Qwen and GPT-2 families by their parts."""
+    """A decoder-only language model: Llama, Mistral, Qwen, OLMo 2 and GPT-2 by their parts."""
 
     kind: Literal["decoder"] = setting("decoder", "decoder = a language model")
     vocab_size: int = setting(256, "tokens of the vocabulary", ge=1, le=2**31)
@@ -59,6 +59,11 @@ class DecoderConfig:
     max_seq_len: int = setting(2048, "longest sequence (the learned position table's length)", ge=1)
     norm: Literal["rms", "layer"] = setting("rms", "rms = RMSNorm, layer = LayerNorm with bias")
     norm_eps: float = setting(1e-5, "added to the variance", gt=0)
+    norm_placement: Literal["pre", "post"] = setting(
+        "pre",
+        "where attention and MLP are normed: pre = their inputs (Llama), post = their outputs "
+        "(OLMo 2)",
+    )
     positions: Literal["rotary", "learned"] = setting("rotary", "how positions enter")
     rope_theta: float = setting(10000.0, "base of the rotary frequencies", gt=0)
     rope_scaling: dict[str, Any] = setting(
@@ -71,7 +76,11 @@ class DecoderConfig:
     activation: Literal["swiglu", "gelu"] = setting(
         "swiglu", "swiglu = gated SiLU, gelu = tanh GELU as in GPT-2"
     )
-    qk_norm: bool = setting(False, "RMSNorm on each query and key head (Qwen 3)")
+    qk_norm: Literal["none", "head", "all"] = setting(
+        "none",
+        "RMSNorm of queries and keys: head = every head by itself (Qwen 3), all = all heads of a "
+        "token together (OLMo 2)",
+    )
     bias: list[Literal["qkv", "out", "mlp"]] = setting(
         [],
         "products with a bias: qkv = query, key and value (Qwen 2, GPT-2), out = the attention "

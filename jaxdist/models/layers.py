@@ -97,6 +97,25 @@ class RMSNorm(nnx.Module):
         return (wide * self.scale[...].astype(jnp.float32)).astype(x.dtype)
 
 
+class HeadsRMSNorm(nnx.Module):
+    """The same over all heads of a token together, which the tensor axis may split (OLMo 2)."""
+
+    def __init__(self, heads: int, head_dim: int, eps: float, dim: str):
+        self.scale = filled(1.0, (heads, head_dim), dim, "head_dim")
+        self.size = heads * head_dim
+        self.eps = eps
+
+    def __call__(self, x: Array, tensor_sum: Callable[[Array], Array]) -> Array:
+        """[batch, seq, heads, head_dim] of this device -> the same shape and dtype.
+
+        `tensor_sum` adds float32 [batch, seq, 1, 1] up over the tensor axis.
+        """
+        wide = x.astype(jnp.float32)
+        squares = tensor_sum(jnp.sum(jnp.square(wide), (-2, -1), keepdims=True))
+        wide = wide * jax.lax.rsqrt(squares / self.size + self.eps)
+        return (wide * self.scale[...].astype(jnp.float32)).astype(x.dtype)
+
+
 class LayerNorm(nnx.Module):
     """Layer norm with bias over the last dim, in float32 (Ba et al. 2016)."""
 
