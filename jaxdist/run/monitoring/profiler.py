@@ -87,7 +87,7 @@ class Profiler:
         return self._planned is not None and self._planned[0] <= step <= self._planned[1]
 
     def stop(self, last: int | None = None) -> None:
-        """End the current trace, if any; `last` is the newest step in it (None: as `reaches` saw)."""
+        """End the current trace, if any; `last` is the newest step in it (None: of `reaches`)."""
         if self._now is None:
             return
         import jax
