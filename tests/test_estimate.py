@@ -441,3 +441,12 @@ def test_rows_with_document_boundaries_are_planned_with_the_kernel_that_honours_
     base = job()
     config = dataclasses.replace(base.config, data=DataConfig(**data))
     assert dataclasses.replace(base, config=config).attention == kernel
+
+
+def test_a_number_of_gpus_takes_as_few_nodes_as_hold_it_equally():
+    shapes = {number: Cluster.of(GPUS["h100"], number) for number in (4, 8, 12, 20, 64)}
+    found = {number: (c.num_nodes, c.gpus_per_node) for number, c in shapes.items()}
+    assert found == {4: (1, 4), 8: (1, 8), 12: (2, 6), 20: (4, 5), 64: (8, 8)}
+    asked = Cluster(gpu=GPUS["h100"], num_nodes=4, gpus_per_node=4)
+    assert [asked.resized(n).gpus_per_node for n in (8, 16, 32)] == [4, 4, 4]
+    assert shapes[4].resized(8).num_nodes == 1

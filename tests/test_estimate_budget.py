@@ -54,6 +54,17 @@ def run(**train) -> RunConfig:
     return RunConfig(model=LLAMA, train=TrainConfig(**settings))
 
 
+@pytest.mark.parametrize(("hosts", "num_nodes"), [("aaaaaaaabbbbbbbb", 2), ("abcdefgh" * 2, 8)])
+def test_nodes_are_hosts_and_not_processes(hosts, num_nodes):
+    """The launcher starts a process for each GPU, so processes say nothing about links."""
+    devices = gpus(16, 72)
+    for process, device in enumerate(devices):
+        device.process_index = process
+    budget = Budget.of(run(), MeshSpec(fsdp=16), devices, None, dict(enumerate(hosts)))
+    cluster = budget.job.cluster
+    assert (cluster.num_nodes, cluster.gpus_per_node) == (num_nodes, 16 // num_nodes)
+
+
 def test_a_run_that_cannot_fit_is_refused_with_the_least_change():
     budget = Budget.of(run(), MeshSpec(fsdp=8), gpus(8, 72), None)
     with pytest.raises(ConfigError) as error:
