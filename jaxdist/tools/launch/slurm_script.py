@@ -259,7 +259,7 @@ set -u
 ulimit -c 0                       # an abort must not fill the disk with core files
 attempt=${SLURM_RESTART_COUNT:-0} # 0 the first time
 max_requeues={{ config.max_requeues }}
-max_restarts={{ config.max_restarts }}                   # in a row without a new checkpoint
+max_restarts={{ config.max_restarts }}                    # in a row without a new checkpoint
 run_dir={{ config.run_dir | quote if config.run_dir else "runs/$SLURM_JOB_NAME-$SLURM_JOB_ID" }}
 state=$run_dir/slurm/$SLURM_JOB_ID
 mkdir -p "$state" || exit 2
