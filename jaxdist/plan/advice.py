@@ -9,9 +9,12 @@ from collections.abc import Iterator, Mapping
 from jaxdist.core.axis import Axis
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.parallel import axes
+from jaxdist.core.parallel.context import CONTEXT
 from jaxdist.core.parallel.data import DATA
+from jaxdist.core.settings.schema import join_choices
 from jaxdist.plan.compiled.check import CompiledStep
 from jaxdist.plan.estimate.cost import DAY_S, Bill, Limits, Saving, break_even, checkpoint_bytes
+from jaxdist.plan.estimate.search import CONTEXT_FROM, Choice, exchanges
 from jaxdist.plan.estimate.suggestions import smallest_changes
 from jaxdist.plan.hardware import Gpu
 from jaxdist.plan.options import PlanConfig
@@ -34,6 +37,7 @@ def advise(plan: Plan, config: PlanConfig, known: Mapping[str, Gpu]) -> list[Adv
         *_fit(plan),
         *_dtype(plan),
         *_mesh(plan),
+        *_exchange(plan),
         *_size(plan, known),
         *_batch(plan),
         *_checkpoints(plan),
@@ -146,6 +150,11 @@ def _on_axis(plan: Plan, axis: Axis) -> str:
             f"{short}={used} {what}: nothing fits without it; the least, {least.job.spec}, needs "
             f"{size}."
         )
+    if axis is CONTEXT and not others and plan.choice.job.model.context_parallel:
+        return (
+            f"Use {short} {what} when rows have {CONTEXT_FROM:,} tokens or more, or when one row "
+            "does not fit."
+        )
     if not fitting:
         return ""
     other = min(fitting, key=lambda c: c.time.seconds)
@@ -159,6 +168,34 @@ def _compared(slower: float) -> str:
     if abs(slower) < 0.02:
         return "as fast, within the accuracy of the estimate"
     return f"{slower:.0%} slower" if slower > 0 else f"{-slower:.0%} faster"
+
+
+def _exchange(plan: Plan) -> Iterator[Advice]:
+    """How devices that share rows exchange keys and values, and what other ways would cost."""
+    choice = plan.choice
+    job, used = choice.job, choice.job.exchange
+    if used is None:
+        return
+    sentences = [f"{used.exchange}: {_EXCHANGES[used.exchange]}."]
+    for name in exchanges(job):
+        if name != used.exchange:
+            other = Choice.of(job.changed("mesh", context_attention=name))
+            slower = _compared(other.time.seconds / choice.time.seconds - 1)
+            size = in_bytes(other.memory.total_bytes)
+            fits = "" if other.fits else f" and does not fit ({size})"
+            sentences.append(f"{name} is {slower}{fits}.")
+    missing = [name for name in _EXCHANGES if name not in exchanges(job)]
+    if missing:
+        sentences.append(f"Heads or nodes do not allow {join_choices(missing)}.")
+    yield Advice("context attention", " ".join(sentences))
+
+
+_EXCHANGES = {
+    "ring": "keys and values travel from device to device while those at hand are multiplied",
+    "all_gather": "every device gets all keys and values",
+    "all_to_all": "devices exchange heads for positions, so that each attends to whole rows",
+    "hybrid": "neighbours exchange heads for positions, and keys and values travel between groups",
+}
 
 
 # --- how many of which ----------------------------------------------------------------------------

@@ -164,6 +164,7 @@ def _mesh(plan: Plan, place: int, choice: Choice, best: Choice | None) -> Iterab
     time, config = choice.time, choice.job.config
     details = f"remat {choice.job.remat}, {choice.job.num_microbatches} microbatches"
     details += f", zero {config.mesh.zero}" if config.mesh.zero else ""
+    details += f", {choice.job.exchange.exchange}" if choice.job.exchange else ""
     mark = "*" if choice.job.spec == plan.choice.job.spec else " "
     yield (
         f" {mark}{place:>2}  {choice.job.spec!s:<20}{in_bytes(choice.memory.total_bytes):>11}"

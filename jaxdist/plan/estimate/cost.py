@@ -44,9 +44,9 @@ class Saving:
 
 
 def checkpoint_bytes(job: Job) -> float:
-    """Parameters and moments, whole."""
+    """Parameters, their average and moments, whole."""
     memory = estimate_memory(job)
-    params = WIDE * sum(weight.size for weight in job.weights)
+    params = (WIDE + job.config.optim.ema_bytes) * sum(weight.size for weight in job.weights)
     local = memory.state["optimizer moments"] + memory.host_bytes
     sharded = job.total(job.weights, "moment")
     return params + local * (sum(w.size for w in job.weights) / sharded if sharded else 0.0)

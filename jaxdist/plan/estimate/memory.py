@@ -35,7 +35,8 @@ class Memory:
     """Bytes of one device.
 
     Attributes:
-        state: what lives from step to step, by class: parameters, moments, batch.
+        state: what lives from step to step, by class: parameters and their average, moments,
+            batch.
         phases: phase of the step -> what is alive in it besides the state, by class.
         workspace_bytes: scratch of attention kernels, outside the compiler's account.
         host_bytes: moments kept in host memory.
@@ -99,6 +100,7 @@ def estimate_memory(job: Job) -> Memory:
     row, shards = row_of(job.model, job.seq_len), job.spec[CONTEXT]
     state = {
         "parameters": WIDE * job.total(job.weights, "param"),
+        "weight average": job.config.optim.ema_bytes * job.total(job.weights, "param"),
         "optimizer moments": 0.0 if offload else moments,
         "batch": job.rows * sum(leaf.size * leaf.dtype.itemsize for leaf in row.values()) / shards,
     }

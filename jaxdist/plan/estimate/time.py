@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 from collections import defaultdict
 
+from jaxdist.core.parallel.context import CONTEXT
 from jaxdist.plan.estimate import flops, traffic
 from jaxdist.plan.estimate.flops import Work
 from jaxdist.plan.estimate.job import Job
@@ -109,7 +110,7 @@ def estimate_time(job: Job) -> StepTime:
         "optimizer": rates.seconds(flops.optimizer(job)),
         "moments to and from host memory": _moved_moments(job) / HOST_BYTES_PER_S,
         "pipeline bubble": waiting,
-        **_exposed(flows, busy, rates.reach),
+        **_exposed(flows, busy, _beside_ring(job, attention), rates.reach),
     }
     return StepTime(
         parts={name: seconds for name, seconds in parts.items() if seconds > 0},
@@ -210,17 +211,35 @@ def _compute(job: Job, rates: _Rates) -> tuple[Work, float, float]:
 # --- communication --------------------------------------------------------------------------------
 
 _OVERLAPPED = ("weights", "gradients")
-"""Purposes whose collectives overlap with other work; the rest block it."""
+"""Purposes whose collectives overlap with all other work; a ring's with attention, the rest block
+it."""
 
 
-def _exposed(flows: list[Flow], busy: float, reach: Reach) -> dict[str, float]:
-    """`waiting for PURPOSE` -> seconds of collectives that are waited for."""
+def _exposed(flows: list[Flow], busy: float, beside_ring: float, reach: Reach) -> dict[str, float]:
+    """`waiting for PURPOSE` -> seconds of collectives that are waited for.
+
+    Compute takes `busy` seconds, `beside_ring` of them while keys and values travel.
+    """
+    rings = [f for f in flows if f.axes == (CONTEXT.name,) and f.kind == "collective-permute"]
+    others = [f for f in flows if f not in rings and f.purpose in _OVERLAPPED]
     seconds: dict[str, float] = defaultdict(float)
     for flow in flows:
-        seconds[flow.purpose] += flow.seconds / reach.links
-    together = sum(seconds[purpose] for purpose in _OVERLAPPED)
-    for purpose in _OVERLAPPED:
-        share = seconds[purpose] / together if together else 0.0
-        late = max(0.0, reach.hidden * together - busy)
-        seconds[purpose] = (1 - reach.hidden) * seconds[purpose] + late * share
+        if flow not in rings and flow not in others:
+            seconds[flow.purpose] += flow.seconds / reach.links
+    hidden = 0.0
+    for group, room in ((rings, beside_ring), (others, busy)):
+        together = sum(flow.seconds for flow in group) / reach.links
+        late = max(0.0, reach.hidden * together - (room - hidden))
+        hidden = reach.hidden * together - late
+        for flow in group:
+            own = flow.seconds / reach.links
+            seconds[flow.purpose] += (1 - reach.hidden) * own + late * own / together
     return {f"waiting for {purpose}": spent for purpose, spent in seconds.items()}
+
+
+def _beside_ring(job: Job, attention: float) -> float:
+    """Seconds of attention during which keys and values travel: all parts of the row but one."""
+    if job.exchange is None:
+        return 0.0
+    parts = (traffic.window_hops(job) or job.spec[CONTEXT] // job.exchange.inner - 1) + 1
+    return attention * (1 - 1 / parts)
