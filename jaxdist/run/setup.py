@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from jaxdist.checkpoint.pytree import in_params, under
 from jaxdist.config import RunConfig, fit_devices, legal_sizes
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.mesh_choice import Needs
+from jaxdist.core.parallel.context import CONTEXT
 from jaxdist.core.parallel.pipeline.axis import PIPELINE
 from jaxdist.core.parallel.pipeline.schedule import Schedule
 from jaxdist.core.precision import initial_loss_scale
@@ -266,19 +267,7 @@ def assemble(
         total_steps=config.train.steps,
         global_batch_size=config.train.global_batch_size,
     )
-    step = make_step(
-        model,
-        optimizer,
-        schedule,
-        layout,
-        config.train,
-        config.precision,
-        max_grad_norm=config.optim.max_grad_norm,
-        ema_decay=config.optim.ema_decay,
-        loss_scale=loss_scale,
-        pipeline_config=config.pipeline,
-        frozen=optim.frozen_leaves(config.optim, model.axes) if config.optim.freeze else None,
-    )
+    step = _make_step(config, model, layout, optimizer, schedule, loss_scale)
     return Parts(
         config=config,
         spec=spec,
@@ -292,6 +281,29 @@ def assemble(
         compute_dtype=compute_dtype,
         num_params=num_params(model),
         step=step,
+    )
+
+
+def _make_step(
+    config: RunConfig,
+    model: Model,
+    layout: Layout,
+    optimizer: Any,
+    schedule: Callable[[Array], Array],
+    loss_scale: dict[str, Array],
+) -> Step:
+    return make_step(
+        model,
+        optimizer,
+        schedule,
+        layout,
+        config.train,
+        config.precision,
+        max_grad_norm=config.optim.max_grad_norm,
+        ema_decay=config.optim.ema_decay,
+        loss_scale=loss_scale,
+        pipeline_config=config.pipeline,
+        frozen=optim.frozen_leaves(config.optim, model.axes) if config.optim.freeze else None,
     )
 
 
@@ -317,25 +329,43 @@ def _fit_devices(
     return fitted, devices[:used]
 
 
+def stop_at_documents(parts: Parts, data: Iterable[TrainData | None]) -> Parts:
+    """The parts, whose keys travel no further along a row than the longest document of all data.
+
+    A compiled step cannot look at the documents of its batch, but every row keeps this limit.
+    """
+    lengths = [rows.longest_document for rows in data if rows is not None]
+    if parts.spec[CONTEXT] == 1 or not all(lengths):
+        return parts
+    layout = dataclasses.replace(parts.layout, longest_document=max(lengths))
+    step = _make_step(
+        parts.config, parts.model, layout, parts.optimizer, parts.schedule, parts.loss_scale
+    )
+    return dataclasses.replace(parts, layout=layout, step=step)
+
+
 def check_data_fits(parts: Parts, dataset: TrainData) -> None:
     """Refuse data of a kind that the model does not take, or with more tokens or classes.
 
     Raises:
         ConfigError: what does not fit, and the fix.
     """
-    model = parts.config.model
     wanted = "text" if parts.model.unit == "tokens" else "images"
     if dataset.kind != wanted:
         raise ConfigError(
             f"data.sources={parts.config.data.sources} holds {dataset.kind}, the model "
             f"({parts.model.name}) takes {wanted}. Change data.sources or model.kind."
         )
-    size = getattr(model, "vocab_size", None) or getattr(model, "num_classes", None)
-    if size is not None and dataset.vocab_size > size:
-        name = "vocab_size" if wanted == "text" else "num_classes"
+    name, size = "vocab_size", parts.model.vocab_size
+    if wanted == "images":
+        name, size = "num_classes", getattr(parts.config.model, "num_classes", 0)
+    if size and dataset.vocab_size > size:
+        own = f"model.{name}={dataset.vocab_size}"
+        if parts.config.model.kind == "custom":
+            own = f"the {name} of {parts.model.name} to {dataset.vocab_size} where it is made"
         raise ConfigError(
-            f"the data has {dataset.vocab_size} tokens or classes, model.{name}={size} is too "
-            f"small for it. Set model.{name}={dataset.vocab_size}."
+            f"the data has {dataset.vocab_size} tokens or classes, {parts.model.name} with "
+            f"{name}={size} is too small for it. Set {own}."
         )
 
 
