@@ -59,9 +59,6 @@ def make_attend(
         kernel: str = "auto",
         dropout: AttentionDropout | None = None,
     ) -> Array:
-        if dropout is not None:
-            first_head = tensor_index() * query.shape[2]
-            return _attend_with_dropout(query, key, value, mask, dropout, first_head)
         chosen, _ = choose_kernel(
             kernel,
             platform=platform,
@@ -70,7 +67,11 @@ def make_attend(
             head_dim=query.shape[-1],
             num_keys=key.shape[1],
             packed=mask.segments is not None or mask.query_positions is not None,
+            dropout=0.0 if dropout is None else dropout.rate,
         )
+        if dropout is not None:
+            first_head = tensor_index() * query.shape[2]
+            return _attend_with_dropout(query, key, value, mask, dropout, first_head)
         return _attend(query, key, value, mask, chosen)
 
     over_devices = attend if exchange is None else make_attend_to_shared(exchange, attend)
