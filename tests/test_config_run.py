@@ -244,6 +244,7 @@ MAX_SETTINGS = 120
 ADDED_LATER = {
     "mesh.context_attention": "context parallelism",
     "mesh.fsdp_over_context": "context parallelism",
+    "optim.ema_decay": "the moving average of weights",
     "monitoring.tracker": "wandb, mlflow or a function of one's own",
 }
 """Settings that came with a feature after the limit was set, and do not count against it."""

@@ -124,11 +124,12 @@ class Reader:
         items: Collection[str] = pytree.ITEMS,
         fresh: Collection[str] = (),
         unused: Collection[str] = (),
+        optional: Collection[str] = (),
     ) -> Any:
         """Read the leaves of `target`, verify them, and put them into its structure.
 
         `step` is a checkpoint whose files were verified; `target` must account for its `items`. For
-        the rest see `Checkpointer.restore_params`.
+        the rest see `Checkpointer.restore` and `restore_params`.
 
         Raises:
             ConfigError: what does not fit, all of it.
@@ -136,13 +137,18 @@ class Reader:
         """
         start = time.perf_counter()
         everything = pytree.leaves_of(target)
-        leaves = [leaf for leaf in everything if not pytree.under(leaf.name, fresh)]
         stored = {
             name: entry
             for name, entry in self.document(step)["arrays"].items()
             if name.partition("/")[0] in items
         }
-        problems = pytree.mismatches(leaves, stored, unused=[*unused, *fresh])
+        lacked = [name for name in optional if not any(pytree.under(n, [name]) for n in stored)]
+        left_there = [
+            name for name in optional if not any(pytree.under(x.name, [name]) for x in everything)
+        ]
+        kept = [*fresh, *lacked]
+        leaves = [leaf for leaf in everything if not pytree.under(leaf.name, kept)]
+        problems = pytree.mismatches(leaves, stored, unused=[*unused, *fresh, *left_there])
         problems += _unmatched(fresh, [leaf.name for leaf in everything], "fresh", "the model")
         problems += _unmatched(unused, list(stored), "unused", "the checkpoint")
         if problems:
@@ -151,7 +157,7 @@ class Reader:
         arrays = self._arrays(step, leaves, entries)
         values = (pytree.restored(*each) for each in zip(leaves, arrays, entries, strict=True))
         filled = [
-            leaf.value if pytree.under(leaf.name, fresh) else next(values) for leaf in everything
+            leaf.value if pytree.under(leaf.name, kept) else next(values) for leaf in everything
         ]
         spent = {"seconds": time.perf_counter() - start, "bytes": sum(x.num_bytes for x in leaves)}
         self.events.event("restore", step=step, **spent)

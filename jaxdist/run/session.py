@@ -215,7 +215,7 @@ class Session:
         with self.phase("evaluation"):
             metrics = evaluate(
                 self.parts.step,
-                self.state.params,
+                self.state.eval_params,
                 self.eval_data,
                 global_batch_size=config.eval.global_batch_size or config.train.global_batch_size,
                 unit=self.parts.model.unit,

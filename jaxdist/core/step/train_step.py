@@ -52,6 +52,7 @@ def make_step(
     precision: PrecisionConfig,
     *,
     max_grad_norm: float = 0.0,
+    ema_decay: float = 0.0,
     loss_scale: dict[str, Array] | None = None,
     pipeline_config: PipelineConfig | None = None,
     frozen: Params | None = None,
@@ -59,13 +60,19 @@ def make_step(
     """Build the step of one model on one layout; compiles nothing yet.
 
     `optimizer` gives the update direction without the learning rate; `schedule` maps a step, int32
-    [], to the rate, float32 []. 0 as `max_grad_norm` clips nothing. Of `loss_scale` only the
-    structure is read. `frozen` marks the leaves that the optimizer leaves alone.
+    [], to the rate, float32 []. 0 as `max_grad_norm` clips nothing, 0 as `ema_decay` keeps no
+    average of the parameters. Of `loss_scale` only the structure is read. `frozen` marks the
+    leaves that the optimizer leaves alone.
     """
     stages = pipeline_config or PipelineConfig()
     context = make_context(model, layout, config, precision, stages)
     shardings = state_shardings(
-        model, optimizer, layout, loss_scale=loss_scale or {}, offload=config.offload_optimizer
+        model,
+        optimizer,
+        layout,
+        loss_scale=loss_scale or {},
+        offload=config.offload_optimizer,
+        has_ema=bool(ema_decay),
     )
     gradients = make_value_and_grad(
         model, layout, config, context, precision=precision, stages=stages, frozen=frozen
@@ -90,6 +97,7 @@ def make_step(
             step=state.step + 1,
             params=keep(params, state.params),
             opt_state=keep(opt_state, state.opt_state),
+            ema_params=keep(move_average(state.ema_params, params, ema_decay), state.ema_params),
             loss_scale=update_loss_scale(state.loss_scale, finite),
             key=state.key,
         )
@@ -149,6 +157,13 @@ def make_update(
         return params, opt_state
 
     return update
+
+
+def move_average(average: Params, params: Params, decay: float) -> Params:
+    """`decay` × average + (1 − `decay`) × params, float32, like `average`; {} of {}."""
+    if not average:
+        return {}
+    return jax.tree.map(lambda mean, p: mean + (1.0 - decay) * (p - mean), average, params)
 
 
 def _means(sums: Sums) -> Metrics:
