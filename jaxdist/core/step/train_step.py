@@ -15,6 +15,7 @@ from jaxdist.core.parallel.pipeline.config import PipelineConfig
 from jaxdist.core.precision import PrecisionConfig, update_loss_scale
 from jaxdist.core.sharding import Layout
 from jaxdist.core.state import TrainState, opt_shardings, state_shardings
+from jaxdist.core.step import statistics
 from jaxdist.core.step.config import REPLICA_NORMS, TrainConfig
 from jaxdist.core.step.context import make_context
 from jaxdist.core.step.gradients import divisor, make_evaluate, make_value_and_grad
@@ -142,7 +143,10 @@ def make_update(
     param_specs = layout.param_specs(model.axes)
     moment_specs = layout.moment_specs(model.axes)
 
-    def update(state: TrainState, grads: Params, norm: Array, learning_rate: Array) -> Any:
+    averages = statistics.has_averages(model.axes)
+
+    def update(state: TrainState, shown: Params, norm: Array, learning_rate: Array) -> Any:
+        grads = statistics.hide(model.axes, shown) if averages else shown
         if max_grad_norm:
             factor = jnp.minimum(1.0, max_grad_norm / (norm + 1e-6))
             grads = jax.tree.map(lambda g: g * factor, grads)
@@ -154,6 +158,8 @@ def make_update(
             lambda p, d: p - learning_rate * d.astype(p.dtype), params, directions
         )
         params = layout.constrain(layout.constrain(params, moment_specs), param_specs)
+        if averages:
+            params = statistics.move(model.axes, params, state.params, shown)
         return params, opt_state
 
     return update
