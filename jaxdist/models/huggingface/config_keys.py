@@ -49,7 +49,7 @@ _GEMMA = {
     "sliding_window_pattern": int,
     "_sliding_window_pattern": int,
 }
-_BY_FAMILY: dict[str, dict[str, type]] = {
+_BY_FAMILY: dict[str, Mapping[str, type]] = {
     "llama": _LLAMA_ONLY,
     "gemma2": {**_GEMMA, "attn_logit_softcapping": float},
     "gemma3_text": {**_GEMMA, "rope_local_base_freq": float},
