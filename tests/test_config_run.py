@@ -245,6 +245,7 @@ MAX_SETTINGS = 120
 ADDED_LATER = {
     "mesh.context_attention": "context parallelism",
     "mesh.fsdp_over_context": "context parallelism",
+    "eval.sample": "a text at the end of a run",
     "model.depth": "the residual network",
     "model.width": "the residual network",
     "model.norm_placement": "families that place their norms elsewhere",
