@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from jaxdist.checkpoint.pytree import in_params, under
 from jaxdist.config import RunConfig, fit_devices, legal_sizes
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.mesh_choice import Needs
+from jaxdist.core.parallel.context import CONTEXT
 from jaxdist.core.parallel.pipeline.axis import PIPELINE
 from jaxdist.core.parallel.pipeline.schedule import Schedule
 from jaxdist.core.precision import initial_loss_scale
@@ -30,7 +31,6 @@ from jaxdist.core.state import TrainState, abstract_state, copy_params, init_sta
 from jaxdist.core.step import Step, make_step
 from jaxdist.core.types import Array, ConfigError, Model, Params
 from jaxdist.data import Loader, Position, TrainData
-from jaxdist.data.images import image_fields
 from jaxdist.data.packing import Fields, text_fields
 from jaxdist.models.huggingface.directory import folder_of, is_model
 from jaxdist.models.huggingface.loading import load_params
@@ -129,12 +129,15 @@ class Parts:
         return state, meta, step
 
     def abstract_batch(self, fields: Fields | None = None) -> dict[str, jax.ShapeDtypeStruct]:
-        """Shapes [global_batch_size, ...], dtypes and shardings of a batch of such rows."""
+        """Shapes [global_batch_size, ...], dtypes and shardings of a batch of such rows.
+
+        None: the rows that the model says it reads, or text.
+        """
         train = self.config.train
-        if fields is None and self.model.unit == "tokens":
-            fields = text_fields(train.seq_len, packed=self.config.data.packs_documents)
-        elif fields is None:
-            fields = image_fields()
+        if fields is None:
+            fields = {name: (row.shape, row.dtype) for name, row in self.model.row.items()}
+            packed = self.config.data.packs_documents
+            fields = fields or text_fields(train.seq_len, packed=packed)
         batch = {
             name: jax.ShapeDtypeStruct((train.global_batch_size, *shape), dtype)
             for name, (shape, dtype) in fields.items()
@@ -156,31 +159,31 @@ class Parts:
 
     def _started_params(self, path: str) -> Params:
         """Stored weights, and random ones for `reinit_params`."""
-        fresh = self.config.reinit_params
+        reinit = self.config.reinit_params
         target = self.abstract_state().params
         named, structure = jax.tree_util.tree_flatten_with_path(target)
         names = ["params/" + "/".join(key.key for key in path) for path, _ in named]
-        wanted = [under(name, in_params(fresh)) for name in names]
+        wanted = [under(name, in_params(reinit)) for name in names]
 
         def random_leaves(seed: int) -> list[Array]:
             init_key, _ = jax.random.split(jax.random.key(seed))  # as `state.make_state` does
             leaves = jax.tree.leaves(self.model.init(init_key))
-            return [leaf for leaf, fresh in zip(leaves, wanted, strict=True) if fresh]
+            return [leaf for leaf, is_new in zip(leaves, wanted, strict=True) if is_new]
 
         placed = [leaf.sharding for (_, leaf), new in zip(named, wanted, strict=True) if new]
         make = jax.jit(random_leaves, static_argnums=0, out_shardings=placed)
         made = iter(make(self.config.seed))
         leaves = [next(made) if new else leaf for (_, leaf), new in zip(named, wanted, strict=True)]
         target = jax.tree.unflatten(structure, leaves)
-        return self.stored_params(path, target, fresh=fresh, unused=self.config.ignore_params)
+        return self.stored_params(path, target, reinit=reinit, ignore=self.config.ignore_params)
 
     def stored_params(
         self,
         path: str,
         target: Params | None = None,
         *,
-        fresh: Collection[str] = (),
-        unused: Collection[str] = (),
+        reinit: Collection[str] = (),
+        ignore: Collection[str] = (),
     ) -> Params:
         """Load weights onto this mesh; those of a run are verified.
 
@@ -195,14 +198,14 @@ class Parts:
             params = load_params(
                 folder_of(path, weights=True),
                 target,
-                fresh=in_params(fresh),
-                unused=in_params(unused),
+                reinit=in_params(reinit),
+                ignore=in_params(ignore),
             )
         else:
             name = Path(path).name
             reader = Checkpointer(directory_of(path), self.config.checkpoint, read_only=True)
             step = int(name) if name.isdecimal() else None
-            params = reader.restore_params(target, step, fresh=fresh, unused=unused)
+            params = reader.restore_params(target, step, reinit=reinit, ignore=ignore)
         _check_finite(params, path)
         return params
 
@@ -222,7 +225,7 @@ def _check_finite(params: Params, path: str) -> None:
 def assemble(
     config: RunConfig,
     devices: Sequence[Any],
-    needs_of: Callable[[RunConfig, Sequence[Any], Model], Needs | None] | None = None,
+    needs_of: Callable[..., Needs | None] | None = None,
     host_of: Mapping[int, str] | None = None,
     *,
     model: Model | None = None,
@@ -243,7 +246,7 @@ def assemble(
         len(devices),
         model=model,
         memory_bytes=_device_memory(devices),
-        needs=needs_of(config, devices, model) if needs_of is not None else None,
+        needs=needs_of(config, devices, model, host_of) if needs_of is not None else None,
     )
     layout = Layout(
         mesh=spec.build(devices),
@@ -266,19 +269,7 @@ def assemble(
         total_steps=config.train.steps,
         global_batch_size=config.train.global_batch_size,
     )
-    step = make_step(
-        model,
-        optimizer,
-        schedule,
-        layout,
-        config.train,
-        config.precision,
-        max_grad_norm=config.optim.max_grad_norm,
-        ema_decay=config.optim.ema_decay,
-        loss_scale=loss_scale,
-        pipeline_config=config.pipeline,
-        frozen=optim.frozen_leaves(config.optim, model.axes) if config.optim.freeze else None,
-    )
+    step = _make_step(config, model, layout, optimizer, schedule, loss_scale)
     return Parts(
         config=config,
         spec=spec,
@@ -292,6 +283,29 @@ def assemble(
         compute_dtype=compute_dtype,
         num_params=num_params(model),
         step=step,
+    )
+
+
+def _make_step(
+    config: RunConfig,
+    model: Model,
+    layout: Layout,
+    optimizer: Any,
+    schedule: Callable[[Array], Array],
+    loss_scale: dict[str, Array],
+) -> Step:
+    return make_step(
+        model,
+        optimizer,
+        schedule,
+        layout,
+        config.train,
+        config.precision,
+        max_grad_norm=config.optim.max_grad_norm,
+        ema_decay=config.optim.ema_decay,
+        loss_scale=loss_scale,
+        pipeline_config=config.pipeline,
+        frozen=optim.frozen_leaves(config.optim, model.axes) if config.optim.freeze else None,
     )
 
 
@@ -315,6 +329,21 @@ def _fit_devices(
             f"be idle. Start {right}, or let jaxdist.launch choose: --nproc-per-node MIN:MAX."
         )
     return fitted, devices[:used]
+
+
+def stop_at_documents(parts: Parts, data: Iterable[TrainData | None]) -> Parts:
+    """The parts, whose keys travel no further along a row than the longest document of all data.
+
+    A compiled step cannot look at the documents of its batch, but every row keeps this limit.
+    """
+    lengths = [rows.longest_document for rows in data if rows is not None]
+    if parts.spec[CONTEXT] == 1 or not all(lengths):
+        return parts
+    layout = dataclasses.replace(parts.layout, longest_document=max(lengths))
+    step = _make_step(
+        parts.config, parts.model, layout, parts.optimizer, parts.schedule, parts.loss_scale
+    )
+    return dataclasses.replace(parts, layout=layout, step=step)
 
 
 def check_data_fits(parts: Parts, dataset: TrainData) -> None:
