@@ -514,5 +514,10 @@ def test_zig_zag_gives_every_device_the_same_work():
     # Under a window of 2 only the row's first position sees fewer keys: 7 on one device, 8 on the
     # other.
     assert axis.imbalance(2, 8, window=2) == pytest.approx(8 / 7.5 - 1)
+    # A document of 2 and one of 6: keys seen in the quarters 1+2, 1+2, 3+4, 5+6. Two neighbours
+    # that exchange heads share the work of both.
+    documents = np.array([[0, 1, 0, 1, 2, 3, 4, 5]])
+    assert axis.imbalance(2, 8, places=documents) == pytest.approx(14 / 12 - 1)
+    assert axis.imbalance(2, 8, places=np.repeat(documents, 3, 0), inner=2) == 0
     places = np.sort(np.concatenate([axis.places_of(i, 6, 4) for i in range(4)]))
     assert np.array_equal(places, np.arange(24))
