@@ -9,6 +9,8 @@ from data_cases import open_text, sharding_on, write_text
 
 from jaxdist.core.types import ConfigError
 from jaxdist.run.evaluation_loop import evaluate
+from jaxdist.run.trained_run import TrainedRun, run_at
+from jaxdist.runtime.storage import locate
 
 
 @pytest.fixture
@@ -35,6 +37,38 @@ def sums_of(_, batch):
 def evaluated(held, unit="tokens", **options):
     step = SimpleNamespace(batch_sharding=sharding_on("dp=2"), evaluate=sums_of)
     return evaluate(step, {}, held, global_batch_size=8, unit=unit, **options)
+
+
+class Stored:
+    """A reader of checkpoints 100 and 200."""
+
+    def __init__(self, *given, **options):
+        pass
+
+    choose = lambda self: 200
+    steps = lambda self: [100, 200]
+    weights_kind = lambda self, step, kind: "raw"
+    restore_params = lambda self, target, step, weights: f"weights of {step}"
+
+
+def test_the_path_of_a_checkpoint_names_its_step(tmp_path, monkeypatch):
+    run = tmp_path / "7"  # a run may have a number for its name
+    for step in ("100", "200"):
+        (run / "checkpoints" / step).mkdir(parents=True)
+        (run / "checkpoints" / step / "manifest.json").write_text("{}")
+    (run / "config.toml").write_text("")
+    assert run_at(run) == (locate(run), None)
+    path, step = run_at(run / "checkpoints" / "100")
+    with pytest.raises(ConfigError, match="none of its checkpoints"):
+        run_at(run / "logs")
+    monkeypatch.setattr("jaxdist.run.trained_run.Checkpointer", Stored)
+    state = SimpleNamespace(params={})
+    parts = SimpleNamespace(config=SimpleNamespace(checkpoint=None), abstract_state=lambda: state)
+    opened = TrainedRun(path=path, parts=parts, step=step)
+    assert opened.weights() == ("weights of 100", 100, "raw")
+    assert TrainedRun(path=path, parts=parts).weights().step == 200
+    with pytest.raises(ConfigError, match="checkpoint 100"):
+        opened.weights(200)
 
 
 def test_rows_of_which_nothing_counts_are_refused(held, monkeypatch):

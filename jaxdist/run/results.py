@@ -10,13 +10,12 @@ from typing import Any, TypeAlias, overload
 
 from jaxdist.config import RunConfig, stored_run
 from jaxdist.core.settings import read_settings
-from jaxdist.core.types import Model, Params
+from jaxdist.core.types import ConfigError, Model, Params
 from jaxdist.run.metrics_log import current, decode, read_records
 from jaxdist.run.run_directory import RunDirectory
 from jaxdist.run.text_generation import make_decoder, open_writer
 from jaxdist.run.text_settings import TextSettings
-from jaxdist.run.trained_run import LoadedWeights, TrainedRun, open_run
-from jaxdist.runtime.storage import locate
+from jaxdist.run.trained_run import LoadedWeights, TrainedRun, open_run, run_at
 
 Messages: TypeAlias = Sequence[Mapping[str, str]]
 """Turns of a conversation: {"role": "user", "content": "..."}."""
@@ -40,15 +39,14 @@ class Run:
         model: Callable[[int], Model] | None = None,
         rows: Any = None,
     ):
-        given = Path(path)
-        places = [given, given.parent, given.parent.parent]  # of a checkpoint: its run
-        self.path = next(
-            (place for place in places if (locate(place) / "config.toml").exists()), given
-        )
-        self._directory = RunDirectory.existing(self.path)
-        if step is None and self.path != given and given.name.isdecimal():
-            step = int(given.name)
-        self._step, self._mesh, self._model, self._rows = step, mesh, model, rows
+        try:
+            place, named = run_at(path)
+        except ConfigError:
+            RunDirectory.existing(path)  # says which runs are nearby
+            raise
+        self.path, self._directory = Path(place), RunDirectory.existing(place)
+        self._step = named if step is None else step
+        self._mesh, self._model, self._rows = mesh, model, rows
 
     def __repr__(self) -> str:
         return f"<jaxdist.Run {self.path}: {self.exit_reason or 'no end'}, step {self.last_step}>"

@@ -33,21 +33,31 @@ class LoadedWeights(NamedTuple):
 class TrainedRun:
     """A run opened for reading: its directory, and its parts on this machine's devices.
 
-    `rows` are what a program gives in place of the function in `data.sources`.
+    `step` is that of the checkpoint whose path was given, else None. `rows` are what a program
+    gives in place of the function in `data.sources`.
     """
 
     path: Location
     parts: Parts
+    step: int | None = None
     rows: Any = None
 
     def weights(self, step: int | None = None, kind: Weights = "auto") -> LoadedWeights:
-        """Weights of a checkpoint, by default of the newest valid one, sharded as in training.
+        """Weights of a checkpoint, sharded as in training.
 
-        `kind` is as in `Checkpointer.restore_params`.
+        By default it is the one whose path was given, or the newest valid one. `kind` is as in
+        `Checkpointer.restore_params`.
 
         Raises:
-            ConfigError: there is no such checkpoint, it holds another model, or no average.
+            ConfigError: there is no such checkpoint, it holds another model, or no average; the
+                path names another step.
         """
+        if None not in (step, self.step) and step != self.step:
+            raise ConfigError(
+                f"step {step} is asked for, and the path is that of checkpoint {self.step} of "
+                f"{self.path}. Leave --step out, or name the run."
+            )
+        step = self.step if step is None else step
         checkpointer = Checkpointer(
             self.path / "checkpoints", self.parts.config.checkpoint, read_only=True
         )
@@ -120,7 +130,7 @@ def open_run(
     Raises:
         ConfigError: no run is there, its settings cannot be read, or the mesh is not legal.
     """
-    run = _run_of(locate(path))
+    run, step = run_at(path)
     config = stored_run(run / "config.toml")
     if simulate:
         runtime.simulate(simulate)
@@ -134,14 +144,34 @@ def open_run(
         train=dataclasses.replace(config.train, num_microbatches=0, **(train or {})),
     )
     given = model(config.train.seq_len) if model is not None else None
-    return TrainedRun(path=run, parts=assemble(config, devices, model=given), rows=rows)
+    parts = assemble(config, devices, model=given)
+    return TrainedRun(path=run, parts=parts, step=step, rows=rows)
 
 
-def _run_of(path: Location) -> Location:
-    for candidate in (path, path.parent, path.parent.parent):
+def run_at(path: str | os.PathLike[str]) -> tuple[Location, int | None]:
+    """The run that a path lies in, and the step of the checkpoint that it names, else None.
+
+    Raises:
+        ConfigError: there is no run, or the path inside it is none of its checkpoints.
+    """
+    given = locate(path)
+    for candidate in (given, given.parent, given.parent.parent):
         if (candidate / "config.toml").exists():
-            return candidate
+            return candidate, _step_named(given, candidate)
     raise ConfigError(
-        f"run {str(path)!r} holds no config.toml. Name a run directory as training printed it, "
+        f"run {str(given)!r} holds no config.toml. Name a run directory as training printed it, "
         "e.g. runs/default-20260101-120000."
+    )
+
+
+def _step_named(path: Location, run: Location) -> int | None:
+    """The step of the checkpoint that a path inside a run names; None for the run itself."""
+    checkpoints = (run / "checkpoints").absolute()
+    if path == run or path.absolute() == checkpoints:
+        return None
+    if path.parent.absolute() == checkpoints and path.name.isdecimal():
+        return int(path.name)
+    raise ConfigError(
+        f"{path} lies in run {run} and is none of its checkpoints. Name the run, or one of "
+        f"{run}/checkpoints."
     )

@@ -6,7 +6,7 @@ skipped, whether the causal mask, the window or the documents of packed rows hid
 
 Queries and keys say where they stand (`Span`), so any part of a row can attend to any other part.
 Partial results of several parts of the keys are joined by `merge`, which ring attention is built
-on (`attention/context.py`).
+on (`attention/ring.py`).
 
 Source: Dao 2023, "FlashAttention-2", algorithms 1 and 2. Deviation: blocks are XLA products in
 loops, not one fused kernel.

@@ -1,4 +1,4 @@
-"""The compiled train step: the only `jax.jit` of training, and the evaluation step.
+"""The compiled train step, and the evaluation step.
 
 One step, read from the outside in:
 

@@ -1,4 +1,4 @@
-"""The monitor: the only place where a run's metrics are read from the devices and written down."""
+"""The monitor: what a run reports of itself, on the console and in files."""
 
 from __future__ import annotations
 
