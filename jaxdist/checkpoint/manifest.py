@@ -109,6 +109,8 @@ def read(checkpoint: Location) -> dict[str, Any]:
     except FileNotFoundError:
         raise ValueError(f"no {FILE_NAME}") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
+        if isinstance(error, OSError) and not checkpoint.is_local:
+            raise  # the object store is away
         raise ValueError(f"{FILE_NAME} is unreadable ({type(error).__name__})") from None
     if crc != _crc_of(body):
         raise ValueError(f"{FILE_NAME} does not match its own CRC-32")
@@ -122,12 +124,12 @@ def read(checkpoint: Location) -> dict[str, Any]:
 def size_problems(checkpoint: Location, files: dict[str, list[int]]) -> list[str]:
     """One reason for each listed file that is missing or has another size."""
     found = []
+    there = checkpoint.sizes()
     for name, (size, _) in files.items():
-        try:
-            if (actual := (checkpoint / name).size()) != size:
-                found.append(f"{name} has {actual} of {size} bytes")
-        except OSError:
+        if name not in there:
             found.append(f"{name} is missing")
+        elif there[name] != size:
+            found.append(f"{name} has {there[name]} of {size} bytes")
     return found
 
 
@@ -141,6 +143,8 @@ def content_problems(
             if fingerprint(checkpoint / name) != files[name]:
                 found.append(f"{name} has other content than was written (CRC-32)")
         except OSError as error:
+            if not (checkpoint.is_local or isinstance(error, FileNotFoundError)):
+                raise  # the object store is away, which says nothing of this checkpoint
             found.append(f"{name} cannot be read ({error.strerror})")
     return found
 

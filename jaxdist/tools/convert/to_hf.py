@@ -15,7 +15,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from jaxdist.checkpoint.streaming_io import Index, StoredArrays, dtype_of
+from jaxdist.checkpoint.blocks import Index, dtype_of
+from jaxdist.checkpoint.streaming_io import StoredArrays
 from jaxdist.core.settings import ConfigError, setting
 from jaxdist.data import DataConfig, load_tokenizer
 from jaxdist.data.chat import load_template
