@@ -16,7 +16,6 @@ from jaxdist.checkpoint import lock as lock_room
 from jaxdist.checkpoint import manifest
 from jaxdist.checkpoint.lock import DirectoryLock
 from jaxdist.runtime.storage import Locked, flush_appended, locate, objects, parts
-from jaxdist.tools.convert.checkpoint_paths import problem_of
 
 pytestmark = pytest.mark.xdist_group("object_storage")
 
@@ -242,7 +241,7 @@ def test_a_run_that_is_killed_while_it_uploads_goes_on_with_the_same_bits(server
     whole = manifest.steps_in(checkpoints)
     there = {name for name in checkpoints.entries() if name.isdecimal()}
     assert whole and {str(step) for step in whole} < there, "no upload was cut short"
-    assert all(problem_of(checkpoints / step) == "" for step in whole)
+    assert all(manifest.damage(checkpoints / step) == "" for step in whole)
 
     resumed, local = program["train"](url), program["train"](tmp_path / "local")
     assert resumed.exit_reason == local.exit_reason == "finished"
@@ -258,7 +257,7 @@ def test_a_run_that_is_killed_while_it_uploads_goes_on_with_the_same_bits(server
     data = bytearray((stored / chunk).read())
     data[7] ^= 1
     (stored / chunk).write(data)
-    assert missing(problem_of(stored), chunk) == []
+    assert missing(manifest.damage(stored), chunk) == []
     for name in locate(url).files():
         assert SECRET.encode() not in (locate(url) / name).read(), name
     assert [n for n in locate(url).files() if n.startswith("tensorboard/")]

@@ -39,6 +39,7 @@ class DirectoryLock:
         self._stop = threading.Event()
         self._writing = threading.Lock()
         self._lost = ""
+        self._beating: threading.Thread | None = None
         self._record: dict[str, Any] = {
             "pid": os.getpid(),
             "host": socket.gethostname(),
@@ -78,7 +79,8 @@ class DirectoryLock:
         self._file = file
         _held.add(path.path)
         self._write()
-        threading.Thread(target=self._beat, name="checkpoint-lock", daemon=True).start()
+        self._beating = threading.Thread(target=self._beat, name="checkpoint-lock", daemon=True)
+        self._beating.start()
 
     def lost(self) -> str:
         """Why this process may not write any more; "" while it holds the lock.
@@ -92,11 +94,11 @@ class DirectoryLock:
 
     def release(self) -> None:
         """Give the lock up; the next run starts without waiting."""
-        if self._file is None:
+        if self._file is None or self._beating is None:
             return
         self._stop.set()
-        with self._writing:
-            self._record["state"] = "released"
+        self._beating.join()  # a beat after the close would go to whatever file is opened next
+        self._record["state"] = "released"
         self._write()
         _held.discard((self._directory / FILE_NAME).path)
         self._file.close()
