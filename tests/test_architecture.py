@@ -22,6 +22,7 @@ LEVELS = {
     "plan.hardware": 1,
     "core.parallel.pipeline.axis": 1,
     "core.collectives": 1,
+    "core.softcap": 1,
     "core.parallel": 2,  # one file per axis, and their list
     "core.collective_order": 2,
     "core.precision": 2,
@@ -219,6 +220,20 @@ def test_many_positional_arguments_are_seen():
     fields = "".join(f"    {name}: int\n" for name in names)
     assert too_many_positional(f"@dataclass\nclass A:\n{fields}")
     assert not too_many_positional(f"@dataclass(kw_only=True)\nclass A:\n{fields}")
+
+
+def test_flags_are_written_with_dashes():
+    """In what users read; both spellings are understood."""
+    folders = [PACKAGE.parent / name for name in ("jaxdist", "docs", "configs", "examples")]
+    files = [PACKAGE.parent / "README.md", *(f for folder in folders for f in folder.rglob("*.*"))]
+    found = [
+        f"{file.name}: {flag}"
+        for file in files
+        if file.suffix in (".md", ".py", ".toml")
+        for flag in re.findall(r"--[a-z][a-z.-]*_[a-z_.]*", file.read_text())
+        if not flag.startswith("--xla")
+    ]
+    assert found == []
 
 
 def test_importing_the_package_imports_no_heavy_library():
