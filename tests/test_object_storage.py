@@ -205,7 +205,7 @@ from jaxdist.runtime import simulate
 
 def crash(record):
     if record["kind"] == "train" and record["step"] == 3:
-        os.environ["JAXDIST_CRASH_POINT"] = "during_arrays"
+        os.environ["JAXDIST_CRASH_POINT"] = "during_upload"
 
 SETTINGS = {
     "model": {"d_model": 32, "num_layers": 2, "num_heads": 4, "mlp_dim": 64},
