@@ -70,6 +70,15 @@ def test_an_object_store_answers_as_a_local_directory_does(folder, tmp_path):
     assert history(folder) == history(locate(tmp_path / "run"))
 
 
+def test_throttling_and_cut_connections_change_no_answer(server, monkeypatch, tmp_path):
+    with object_servers.troubled(server, every=3) as (address, done):
+        monkeypatch.setenv("AWS_ENDPOINT_URL", address)
+        store = objects._make_store("s3", "bucket", max_retries=5)
+        monkeypatch.setattr(objects, "_store", lambda *place: store)
+        assert history(locate("s3://bucket/troubled")) == history(locate(tmp_path / "run"))
+    assert {*done} == {"503", "cut"} and len(done) > 10
+
+
 def test_a_location_is_a_url_whatever_path_made_of_it(folder):
     assert locate("s3:/bucket/a/") == locate("s3://bucket/a") == folder.parent / "a"
     assert os.fspath(folder / 7) == f"{folder}/7" and (folder / 7).parent == folder
@@ -205,7 +214,7 @@ from jaxdist.runtime import simulate
 
 def crash(record):
     if record["kind"] == "train" and record["step"] == 3:
-        os.environ["JAXDIST_CRASH_POINT"] = "during_arrays"
+        os.environ["JAXDIST_CRASH_POINT"] = "during_upload"
 
 SETTINGS = {
     "model": {"d_model": 32, "num_layers": 2, "num_heads": 4, "mlp_dim": 64},

@@ -19,6 +19,7 @@ import jax
 import numpy as np
 
 from jaxdist.checkpoint.blocks import Index, blocks_in, dtype_of, even_chunk
+from jaxdist.checkpoint.crash_points import crash_point
 from jaxdist.runtime.storage import Location
 
 CHUNK_BYTES = 64 << 20
@@ -104,6 +105,7 @@ class ObjectWriter:
     def _upload(self, file: Location, name: str, content: bytes | np.ndarray) -> None:
         data = content if isinstance(content, bytes) else content.tobytes()
         file.write(data)
+        crash_point("during_upload")
         self.fingerprints[name] = [len(data), zlib.crc32(data)]
 
 

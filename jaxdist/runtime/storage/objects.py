@@ -16,7 +16,8 @@ import functools
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 from jaxdist.runtime.storage.location import BLOCK_BYTES, Appender, Location, Locked, LockFile
@@ -123,6 +124,8 @@ def _as_os_error(error: Exception, url: str) -> OSError:
         return OSError(errno.EACCES, f"access is denied ({said})", url)
     if isinstance(error, FileNotFoundError):
         return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), url)
+    if "response body" in text:
+        return ConnectionResetError(errno.ECONNRESET, "the answer was cut short", url)
     if not status:
         return OSError(errno.EHOSTUNREACH, "the object store cannot be reached", url)
     return OSError(errno.EIO, f"the object store refuses ({said})", url)
@@ -153,8 +156,7 @@ class ObjectLocation(Location):
         """Names directly below, sorted; [] where there is nothing."""
         import obstore
 
-        with self._told():
-            found = obstore.list_with_delimiter(self._bucket, self._key or None)
+        found = self._ask(lambda: obstore.list_with_delimiter(self._bucket, self._key or None))
         paths = [*found["common_prefixes"], *(meta["path"] for meta in found["objects"])]
         return sorted({path.rstrip("/").rpartition("/")[2] for path in paths})
 
@@ -182,9 +184,8 @@ class ObjectLocation(Location):
         """Whether anything lies below."""
         import obstore
 
-        with self._told():
-            found = obstore.list(self._bucket, prefix=self._key or None, chunk_size=1)
-            return bool(next(iter(found), None))
+        listing = lambda: obstore.list(self._bucket, prefix=self._key or None, chunk_size=1)
+        return bool(self._ask(lambda: next(iter(listing()), None)))
 
     def size(self) -> int:
         """Bytes of the file."""
@@ -229,8 +230,8 @@ class ObjectLocation(Location):
         """That many bytes of the object from `start` on."""
         import obstore
 
-        with self._told():
-            return bytes(obstore.get_range(self._bucket, self._key, start=start, length=length))
+        bucket, key = self._bucket, self._key
+        return self._ask(lambda: bytes(obstore.get_range(bucket, key, start=start, length=length)))
 
     def write(self, data: str | bytes, *, durable: bool = True) -> None:
         """Make or replace the object; it is durable in any case."""
@@ -296,21 +297,36 @@ class ObjectLocation(Location):
     def _key(self) -> str:
         return self._place[2]
 
+    def _ask(self, request: Callable[[], Any]) -> Any:
+        """A request that changes nothing, again where its answer was cut short.
+
+        `obstore` repeats by itself what was refused or not answered at all.
+        """
+        for pause_s in (0.1, 0.4, 1.6, 6.4):
+            try:
+                with self._told():
+                    return request()
+            except ConnectionResetError:
+                time.sleep(pause_s)
+        with self._told():
+            return request()
+
     def _told(self) -> contextlib.AbstractContextManager[None]:
         return _told(self.path)
 
     def _head(self) -> Any:
         import obstore
 
-        with self._told():
-            return obstore.head(self._bucket, self._key)
+        return self._ask(lambda: obstore.head(self._bucket, self._key))
 
     def _get(self, key: str) -> tuple[bytes, Any]:
         import obstore
 
-        with self._told():
+        def request() -> tuple[bytes, Any]:
             got = obstore.get(self._bucket, key)
             return bytes(got.bytes()), got.meta
+
+        return self._ask(request)
 
     def _put_if(self, data: bytes, mode: Any) -> dict[str, Any]:
         """Write under a condition; raises one of `_conflicts` where it does not hold."""
@@ -322,8 +338,7 @@ class ObjectLocation(Location):
     def _below(self) -> Sequence[Any]:
         import obstore
 
-        with self._told():
-            return obstore.list(self._bucket, prefix=self._key or None).collect()
+        return self._ask(lambda: obstore.list(self._bucket, prefix=self._key or None).collect())
 
     def _parts(self) -> list[Any]:
         """The objects that a file grew by, in order; raises where there are none."""
