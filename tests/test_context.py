@@ -36,6 +36,8 @@ MASKS = {
     "window": AttentionMask(sliding_window=9),
     "everything": AttentionMask(causal=False),
 }
+CAPS = {"window": 0.7}
+"""Mask -> the bound of its scores; the others have none."""
 HEADS = {"grouped": (8, 4), "odd": (3, 1)}
 
 
@@ -88,6 +90,7 @@ def dense(mask: str, heads: str, is_packed: bool):
         each = query.shape[2] // key.shape[2]
         key, value = (jnp.repeat(x, each, axis=2) for x in (key, value))
         scores = jnp.einsum("bqhd,bkhd->bhqk", query, key) / np.sqrt(WIDTH)
+        scores = CAPS[mask] * jnp.tanh(scores / CAPS[mask]) if mask in CAPS else scores
         told = dataclasses.replace(MASKS[mask], segments=segments)
         scores = jnp.where(visible(told, LENGTH, LENGTH), scores, -jnp.inf)
         return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), value)
@@ -102,7 +105,8 @@ def shared(plan: Plan, mask: str, heads: str, is_packed: bool):
     order = np.concatenate([axis.places_of(i, LENGTH // SHARDS, SHARDS) for i in range(SHARDS)])
 
     def told(query, key, value, segments):
-        return attend(query, key, value, dataclasses.replace(MASKS[mask], segments=segments))
+        seen = dataclasses.replace(MASKS[mask], segments=segments)
+        return attend(query, key, value, seen, softcap=CAPS.get(mask, 0.0))
 
     over = P(None, "context")
     local = in_order(functools.partial(pulled, told))
@@ -252,7 +256,7 @@ def test_block_by_block_is_dense(mask, heads, is_packed, block):
 
     def attend(query, key, value, segments):
         span = blockwise.Span(jnp.arange(LENGTH)[None], segments)
-        rule = blockwise.Rule(told.causal, told.sliding_window, block)
+        rule = blockwise.Rule(told.causal, told.sliding_window, block, CAPS.get(mask, 0.0))
         return blockwise.attend(query, key, value, span, span, rule)
 
     assert apart(value_and_grads(attend, heads, is_packed), dense(mask, heads, is_packed)) <= CLOSE
