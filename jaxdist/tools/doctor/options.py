@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxdist.config import ALIASES, RunConfig
-from jaxdist.core.settings import ConfigError, headed, problems_of, read_settings, setting
+from jaxdist.core.settings import ConfigError, problems_of, read_settings, setting
+from jaxdist.runtime.storage import file_system_problem
 
 COMMAND = "jaxdist.doctor"
 _ALIASES = {
@@ -34,7 +35,8 @@ class DoctorConfig(RunConfig):
 
     def problems(self) -> list[str]:
         """None of the run's own rules: what they refuse is a finding of the report."""
-        return []
+        problem = file_system_problem(self.run_dir, "disks are measured")
+        return [f"run_dir={problem}"] if problem else []
 
     @property
     def directory(self) -> Path:
@@ -63,5 +65,5 @@ def read_doctor(argv: Sequence[str], summary: str = "") -> DoctorConfig:
     )
     problems = problems_of(config, deep=False) + problems_of(config.runtime, "runtime")
     if problems:
-        raise ConfigError(headed(COMMAND, problems))
+        raise ConfigError(problems, asked=COMMAND)
     return config
