@@ -16,6 +16,7 @@ from jaxdist.run.run_directory import RunDirectory
 from jaxdist.run.text_generation import make_decoder, open_writer
 from jaxdist.run.text_settings import TextSettings
 from jaxdist.run.trained_run import LoadedWeights, TrainedRun, open_run, run_at
+from jaxdist.runtime.storage import Location, is_url
 
 Messages: TypeAlias = Sequence[Mapping[str, str]]
 """Turns of a conversation: {"role": "user", "content": "..."}."""
@@ -44,7 +45,8 @@ class Run:
         except ConfigError:
             RunDirectory.existing(path)  # says which runs are nearby
             raise
-        self.path, self._directory = Path(place), RunDirectory.existing(place)
+        self.path: Path | Location = place if is_url(place) else Path(place)
+        self._directory = RunDirectory.existing(place)
         self._step = named if step is None else step
         self._mesh, self._model, self._rows = mesh, model, rows
 
