@@ -182,6 +182,7 @@ class Context:
         dropout_key: PRNG key for this step and layer, or None when nothing is dropped.
         platform: "cpu" or "gpu", read from the mesh and never from the default backend.
         compute_capability: e.g. "9.0" on an NVIDIA GPU, "" elsewhere.
+        packed_obstacle: why cuDNN may not multiply packed documents here; "" = it may.
     """
 
     dtype: Any = jnp.float32
@@ -199,6 +200,7 @@ class Context:
     dropout_key: Array | None = None
     platform: str = "cpu"
     compute_capability: str = ""
+    packed_obstacle: str = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

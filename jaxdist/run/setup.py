@@ -1,7 +1,7 @@
 """Builds the parts of a run from its settings: mesh, model, layout, optimizer, train step.
 
 Training, evaluation, generation and planning all use it, so that they cannot disagree. Nothing is
-compiled and no array is made.
+compiled and no array is made, but where cuDNN's kernel for packed documents is compared first.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from jaxdist.checkpoint import Checkpointer
 from jaxdist.checkpoint.manifest import directory_of
 from jaxdist.checkpoint.pytree import in_params, under
 from jaxdist.config import RunConfig, fit_devices, legal_sizes
+from jaxdist.core.attention.admission import Admission
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.mesh_choice import Needs
 from jaxdist.core.parallel.pipeline.axis import PIPELINE
@@ -27,6 +28,7 @@ from jaxdist.core.precision import initial_loss_scale
 from jaxdist.core.sharding import Layout
 from jaxdist.core.state import TrainState, abstract_state, init_state
 from jaxdist.core.step import Step, make_step
+from jaxdist.core.step.packed_kernel import admit_packed_kernel
 from jaxdist.core.types import Array, ConfigError, Model, Params
 from jaxdist.data import Loader, Position, TrainData
 from jaxdist.data.images import image_fields
@@ -47,6 +49,8 @@ class Parts:
         schedule: step -> learning rate, float32 [].
         loss_scale: initial loss scale of float16, scalars []; {} without.
         num_params: number of parameters, without vocabulary padding (as model cards count).
+        packed_kernel: what comparing cuDNN's kernel for packed documents found; None where it is
+            not used.
     """
 
     config: RunConfig
@@ -60,6 +64,7 @@ class Parts:
     loss_scale: dict[str, Array]
     compute_dtype: Any
     num_params: int
+    packed_kernel: Admission | None
     step: Step
 
     @property
@@ -239,6 +244,16 @@ def assemble(
         total_steps=config.train.steps,
         global_batch_size=config.train.global_batch_size,
     )
+    packed_kernel = None
+    if config.data.packs_documents and model.unit == "tokens":
+        packed_kernel = admit_packed_kernel(
+            model,
+            layout,
+            config.train,
+            compute_dtype,
+            wanted=getattr(config.model, "attention", "auto"),
+            window=getattr(config.model, "sliding_window", 0),
+        )
     step = make_step(
         model,
         optimizer,
@@ -246,6 +261,7 @@ def assemble(
         layout,
         config.train,
         config.precision,
+        packed_obstacle=packed_kernel.obstacle if packed_kernel else "",
         max_grad_norm=config.optim.max_grad_norm,
         loss_scale=loss_scale,
         pipeline_config=config.pipeline,
@@ -263,6 +279,7 @@ def assemble(
         loss_scale=loss_scale,
         compute_dtype=compute_dtype,
         num_params=num_params(model),
+        packed_kernel=packed_kernel,
         step=step,
     )
 

@@ -166,6 +166,8 @@ def announce(parts: Parts, data: TrainData, monitor: Monitor, budget: Budget | N
     notes = list(model.notes(parts.step.context)) if model.notes else []
     window = getattr(config.model, "sliding_window", 0)
     notes += describe_exchange(model, parts.layout, config.train.seq_len, window)
+    if parts.packed_kernel is not None:
+        notes.append(parts.packed_kernel.describe())
     if schedule is not None:
         notes.append(describe(schedule, rows))
     if config.train.replica_norms and not has_replica_norms(parts.layout):
