@@ -10,6 +10,7 @@ import dataclasses
 import json
 import sys
 from collections.abc import Sequence
+from typing import Literal
 
 from jaxdist.core.types import setting
 from jaxdist.runtime import run_command
@@ -22,6 +23,11 @@ class EvaluateConfig:
 
     run: str = setting("", "run directory, or one of its checkpoints")
     step: int = setting(-1, "step of the checkpoint; -1 = the newest valid one", ge=-1)
+    weights: Literal["auto", "ema", "raw"] = setting(
+        "auto",
+        "ema = the moving average of the weights, raw = as trained, auto = the average where the "
+        "run keeps one",
+    )
     sources: list[str] = setting([], "data to evaluate on; empty = the rows that the run held out")
     global_batch_size: int = setting(0, "rows of a batch over all devices; 0 = as in the run", ge=0)
     max_batches: int = setting(
@@ -56,9 +62,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     changes = {"global_batch_size": config.global_batch_size} if config.global_batch_size else {}
     run = open_run(config.run, mesh=config.mesh, simulate=config.simulate, train=changes)
     dataset = run.open_held_out(config.sources)
-    params, step = run.params(None if config.step < 0 else config.step)
-    means = run.evaluate(params, dataset, max_batches=config.max_batches)
-    result = {"run": str(run.path), "step": step, "mesh": str(run.parts.spec), **means}
+    weights = run.weights(None if config.step < 0 else config.step, config.weights)
+    means = run.evaluate(weights.params, dataset, max_batches=config.max_batches)
+    facts = {"run": str(run.path), "step": weights.step, "weights": weights.kind}
+    result = {**facts, "mesh": str(run.parts.spec), **means}
     shown = lambda value: f"{value:,.6g}" if isinstance(value, float) else str(value)
     lines = columns([(name, shown(value)) for name, value in result.items()], left=2)
     print(json.dumps(result) if config.json else "\n".join(lines))

@@ -11,7 +11,7 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from jaxdist.core.types import ConfigError, setting
 from jaxdist.run.text_settings import TextSettings
@@ -51,6 +51,11 @@ class GenerateConfig(TextSettings):
     system: str = setting("", "system message that each conversation begins with; needs --chat")
     batch_size: int = setting(32, "prompts continued together", ge=1)
     step: int = setting(-1, "step of the checkpoint; -1 = the newest valid one", ge=-1)
+    weights: Literal["auto", "ema", "raw"] = setting(
+        "auto",
+        "ema = the moving average of the weights, raw = as trained, auto = the average where the "
+        "run keeps one",
+    )
     mesh: str = setting("auto", "mesh axes, e.g. tp=2; auto = one device")
     simulate: int = setting(
         0, "simulated CPU devices; 0 = the machine's own devices", ge=0, le=4096
@@ -124,9 +129,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not requests and not config.is_interactive:
         raise ConfigError("there is no prompt. Give --prompt TEXT, or a prompt_file with lines.")
     prompts = writer.encode(requests)
-    params, step = run.params(None if config.step < 0 else config.step)
-    writer.decoder = make_decoder(run.parts, params, config)
-    print(f"checkpoint {step} of {run.path}, mesh {run.parts.spec}", file=sys.stderr)
+    weights = run.weights(None if config.step < 0 else config.step, config.weights)
+    writer.decoder = make_decoder(run.parts, weights.params, config)
+    of = "EMA weights of " if weights.kind == "ema" else ""
+    print(f"{of}checkpoint {weights.step} of {run.path}, mesh {run.parts.spec}", file=sys.stderr)
     if config.is_interactive:
         _converse(writer, config)
     elif config.out:

@@ -33,7 +33,7 @@ FAMILIES = {
         **SIZES, num_kv_heads=2, bias=["qkv"], norm_eps=1e-6, rope_theta=1e6, tie_embeddings=True
     ),
     "qwen3": DecoderConfig(
-        **SIZES, num_kv_heads=2, head_dim=16, qk_norm=True, norm_eps=1e-6, rope_theta=1e6
+        **SIZES, num_kv_heads=2, head_dim=16, qk_norm="head", norm_eps=1e-6, rope_theta=1e6
     ),
     "gpt2": DecoderConfig(
         **SIZES,
@@ -48,6 +48,9 @@ FAMILIES = {
 VARIANTS = {
     "llama_biases": DecoderConfig(**SIZES, num_kv_heads=2, bias=["qkv", "out", "mlp"]),
     "llama_mlp_bias": DecoderConfig(**SIZES, bias=["mlp"], tie_embeddings=True),
+    "olmo2": DecoderConfig(
+        **SIZES, num_kv_heads=2, norm_placement="post", qk_norm="all", norm_eps=1e-6, rope_theta=5e5
+    ),
     "gpt2_untied": dataclasses.replace(FAMILIES["gpt2"], tie_embeddings=False),
 }
 """Models of these families that are seldom met."""

@@ -7,7 +7,8 @@ import numpy as np
 
 from jaxdist.models.configs import DecoderConfig
 from jaxdist.models.huggingface import safetensors
-from jaxdist.models.huggingface.families import family_of, pieces, write_config
+from jaxdist.models.huggingface.families import family_of, write_config
+from jaxdist.models.huggingface.tensors import pieces
 
 # As ChatML, but what the assistant says is marked for transformers' own mask.
 CHATML = """\

@@ -53,6 +53,7 @@ class Case:
 FAMILIES = {
     "llama": {},
     "llama_tied": {"tie_embeddings": True},
+    "olmo2": {"norm_placement": "post", "qk_norm": "all"},
     "gpt2": {
         "norm": "layer",
         "positions": "learned",

@@ -1,9 +1,11 @@
 """Nothing wrong is ever loaded silently: damaged, missing and foreign files."""
 
+import errno
 import json
 import os
 import shutil
 import time
+import types
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +13,15 @@ import pytest
 from damaged import DAMAGE, STEPS, all_files, assert_is_step, flip_bit, like, state_at
 from refusals import missing, refused
 
-from jaxdist.checkpoint import CheckpointConfig, Checkpointer, CheckpointError, manifest, restore
+from jaxdist.checkpoint import (
+    CheckpointConfig,
+    Checkpointer,
+    CheckpointError,
+    manifest,
+    orbax_io,
+    restore,
+)
+from jaxdist.checkpoint.errors import CorruptCheckpoint
 from jaxdist.core.types import ConfigError
 from jaxdist.runtime.storage import locate
 
@@ -237,3 +247,40 @@ def test_a_checkpoint_that_a_process_could_not_load_is_passed_by_the_next_start(
     assert opened.choose() == 2
     (skipped,) = (e for e in opened.pop_events() if e["event"] == "checkpoint_skipped")
     assert skipped["step"] == 4 and "ValueError: x" in skipped["reason"]
+
+
+def without_memory(path, targets):
+    raise MemoryError("no memory left")
+
+
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_a_good_checkpoint_that_could_not_be_read_is_not_marked(run, monkeypatch, num_processes):
+    opened = run.open()
+    opened._reader.group = types.SimpleNamespace(num_processes=num_processes)
+    monkeypatch.setattr(orbax_io, "read", without_memory)
+    with pytest.raises(CheckpointError, match="no memory left") as failed:
+        opened._reader._read(4, {})
+    assert not isinstance(failed.value, CorruptCheckpoint)
+    assert not (run.path / "4" / manifest.CORRUPT).exists()
+
+
+def test_a_process_of_several_that_cannot_read_a_damaged_checkpoint_marks_it(run, monkeypatch):
+    opened = run.open(verify="none")
+    opened._reader.group = types.SimpleNamespace(num_processes=2)
+    monkeypatch.setattr(orbax_io, "read", without_memory)
+    flip_bit(run.path / "4" / "meta" / "metadata")
+    with pytest.raises(CheckpointError, match="meta/metadata"):
+        opened._reader._read(4, {})
+    assert "meta/metadata" in (run.path / "4" / manifest.CORRUPT).read_text()
+
+
+def test_a_file_server_that_is_away_makes_no_checkpoint_corrupt(run, monkeypatch):
+    def stale(file):
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    opened = run.open()
+    with monkeypatch.context() as patch:
+        patch.setattr(manifest, "fingerprint", stale)
+        with pytest.raises(CheckpointError, match=os.strerror(errno.ESTALE)):
+            opened.choose()
+    assert opened.choose() == 4

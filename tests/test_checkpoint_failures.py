@@ -9,6 +9,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -324,6 +325,31 @@ def test_the_holder_gives_signs_of_life(tmp_path, monkeypatch):
         if text.endswith("}"):
             seen.add(json.loads(text)["beat"])
     held.release()
+    assert json.loads((tmp_path / lock.FILE_NAME).read_text())["state"] == "released"
+
+
+def test_a_lock_is_given_up_only_after_the_beat_that_is_being_written(tmp_path, monkeypatch):
+    """Later it would go to whichever file has got the closed descriptor."""
+    monkeypatch.setattr(lock, "HEARTBEAT_S", 0.01)
+    beating, done, order = threading.Event(), threading.Event(), []
+    held = lock.DirectoryLock(locate(tmp_path), print)
+    write = lock.LockFile.write
+
+    def slow_write(file, data):
+        if threading.current_thread().name == "checkpoint-lock":
+            beating.set()
+            done.wait(10)
+            order.append("beat")
+        write(file, data)
+
+    monkeypatch.setattr(lock.LockFile, "write", slow_write)
+    close = lock.LockFile.close
+    monkeypatch.setattr(lock.LockFile, "close", lambda file: (order.append("close"), close(file)))
+    held.acquire()
+    assert beating.wait(10)
+    threading.Timer(0.1, done.set).start()
+    held.release()
+    assert order == ["beat", "close"]
     assert json.loads((tmp_path / lock.FILE_NAME).read_text())["state"] == "released"
 
 

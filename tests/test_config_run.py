@@ -101,6 +101,7 @@ PUBLISHED_NUM_PARAMS = {
     "qwen3_8b": 8_190_735_360,
     "pipeline_64gpu": 13_015_864_320,
     "cifar10_cnn": (27 + 1) * 32 + (9 * 32 + 1) * 64 + (8 * 8 * 64 + 1) * 512 + 513 * 10,
+    "cifar10_resnet": 269_722,
     # nanoGPT prints 0.80M for 65 characters; 256 byte values, a position table and LayerNorm
     # biases come on top: 4 (12 * 128^2 + 4 * 128) + 256 * 128 + 64 * 128 + 256.
     "shakespeare_char": 4 * (12 * 128**2 + 4 * 128) + 256 * 128 + 64 * 128 + 2 * 128,
@@ -244,6 +245,11 @@ MAX_SETTINGS = 120
 ADDED_LATER = {
     "mesh.context_attention": "context parallelism",
     "mesh.fsdp_over_context": "context parallelism",
+    "eval.sample": "a text at the end of a run",
+    "model.depth": "the residual network",
+    "model.width": "the residual network",
+    "model.norm_placement": "families that place their norms elsewhere",
+    "optim.ema_decay": "the moving average of weights",
     "monitoring.tracker": "wandb, mlflow or a function of one's own",
 }
 """Settings that came with a feature after the limit was set, and do not count against it."""

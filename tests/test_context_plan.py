@@ -19,6 +19,8 @@ from jaxdist.models import DecoderConfig
 from jaxdist.plan.compiled import check
 from jaxdist.plan.estimate.job import Job
 from jaxdist.plan.estimate.memory import estimate_memory, usable_bytes
+from jaxdist.plan.estimate.search import Choice, exchanges, search
+from jaxdist.plan.estimate.time import Reach, estimate_time
 from jaxdist.plan.estimate.traffic import flows_of
 from jaxdist.plan.hardware import GPUS, Cluster
 
@@ -66,6 +68,50 @@ def test_configs_of_long_rows_fit_their_gpus(name, num_nodes):
     config.check_mesh(job.spec, job.model, job.cluster.num_gpus)
     assert estimate_memory(job).total_bytes <= 0.9 * usable_bytes(job)
     assert (job.exchange.exchange, job.attention) == ("all_to_all", "cudnn")
+
+
+def long_rows(heads: int, kv_heads: int, **shape) -> RunConfig:
+    """Rows of 32,768 tokens, four of them a step."""
+    sizes = {"d_model": 128 * heads, "mlp_dim": 512 * heads, "vocab_size": 32000, "num_layers": 8}
+    model = DecoderConfig(num_heads=heads, num_kv_heads=kv_heads, positions="rotary", **sizes)
+    train = TrainConfig(global_batch_size=4, seq_len=32768, num_microbatches=1, remat="full")
+    return RunConfig(model=model, train=train, **shape)
+
+
+TWO_NODES = Cluster(gpu=GPUS["h100"], num_nodes=2, gpus_per_node=8)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "fastest"),
+    [(6, 6, "all_gather"), (32, 8, "all_to_all")],
+)
+def test_the_search_takes_the_fastest_exchange_and_names_it(heads, kv_heads, fastest):
+    """Also where the rule, which knows no links, takes the ring (6 heads over 16 devices)."""
+    config, spec = long_rows(heads, kv_heads), MeshSpec(context=16)
+    found = next(c for c in search(config, TWO_NODES, stages=False).choices if c.job.spec == spec)
+    name = found.job.config.mesh.context_attention
+    assert name == found.job.exchange.exchange == fastest
+    assert found.flags(config)["mesh.context_attention"] == name
+    for other in exchanges(found.job):
+        changed = Choice.of(found.job.changed("mesh", context_attention=other))
+        assert not changed.fits or found.time.seconds <= changed.time.seconds
+
+
+@pytest.mark.parametrize(("num_nodes", "waits_long"), [(1, False), (2, True)])
+def test_a_ring_hides_behind_the_attention_that_runs_beside_it(num_nodes, waits_long):
+    """All but the part of the row that a device holds itself; the rest of the time it waits."""
+    mesh = MeshConfig(context_attention="ring")
+    cluster = dataclasses.replace(TWO_NODES, num_nodes=num_nodes)
+    size = cluster.num_gpus
+    job = Job.of(long_rows(6, 6, mesh=mesh), MeshSpec(context=size), cluster)
+    parts, reach = estimate_time(job).parts, Reach()
+    permutes = [f for f in flows_of(job) if f.kind == "collective-permute"]
+    moving = sum(f.seconds for f in permutes) / reach.links
+    beside = parts["attention"] * (size - 1) / size
+    assert (reach.hidden * moving > beside) == waits_long
+    waited = sum(parts[f"waiting for {f.purpose}"] for f in permutes)
+    late = max(0.0, reach.hidden * moving - beside)
+    assert waited == pytest.approx((1 - reach.hidden) * moving + late)
 
 
 SMALL = RunConfig(

@@ -21,7 +21,8 @@ from jaxdist.core.types import ConfigError
 from jaxdist.models import build
 from jaxdist.models.configs import DecoderConfig
 from jaxdist.models.huggingface import safetensors
-from jaxdist.models.huggingface.families import family_of, pieces, read_config, write_config
+from jaxdist.models.huggingface.families import family_of, read_config, write_config
+from jaxdist.models.huggingface.tensors import pieces
 from jaxdist.run.setup import assemble
 from jaxdist.tools.convert.__main__ import main
 
@@ -98,7 +99,6 @@ def test_there_and_back_every_tensor_has_the_same_bits(theirs, converted, tmp_pa
 def test_seldom_met_models_equal_transformers_both_ways(name, tmp_path):
     torch = pytest.importorskip("torch", reason="needs the reference extra (torch)")
     pytest.importorskip("transformers", reason="needs the reference extra")
-    from test_huggingface import joined
     from test_model_families import reference_of
 
     reference = reference_of(name, VARIANTS[name])
@@ -108,20 +108,53 @@ def test_seldom_met_models_equal_transformers_both_ways(name, tmp_path):
         expected = reference(torch.from_numpy(tokens).long()).logits.numpy()
     config = read_config(json.loads((tmp_path / "config.json").read_text()))
     assert config == VARIANTS[name]
-    params: dict = {}
-    for path, values in joined(tmp_path).items():
-        *outer, leaf = path.removeprefix("params/").split("/")
-        inner = params
-        for key in outer:
-            inner = inner.setdefault(key, {})
-        inner[leaf] = values
-    ours = logits_of(build(config, seq_len=SEQ), params, {"tokens": tokens})
+    ours = logits_of(build(config, seq_len=SEQ), tree_of(tmp_path), {"tokens": tokens})
     np.testing.assert_allclose(ours, expected, atol=TOLERANCE, rtol=0)
     stored = safetensors.open_all(tmp_path)
     for piece in pieces(config, family_of(config)):
         theirs = [stored[source].read() for source in piece.theirs]
         for back, tensor in zip(piece.split(piece.join(theirs)), theirs, strict=True):
             np.testing.assert_array_equal(back, tensor)
+
+
+def tree_of(folder) -> dict:
+    """Our parameters from whole tensors, on the host."""
+    from test_huggingface import joined
+
+    params: dict = {}
+    for path, values in joined(folder).items():
+        *outer, leaf = path.removeprefix("params/").split("/")
+        inner = params
+        for key in outer:
+            inner = inner.setdefault(key, {})
+        inner[leaf] = values
+    return params
+
+
+@pytest.mark.parametrize("window", [0, 5])
+def test_phi3_is_read_from_fused_tensors_and_written_as_llama_or_mistral(tmp_path, window):
+    torch = pytest.importorskip("torch", reason="needs the reference extra (torch)")
+    transformers = pytest.importorskip("transformers", reason="needs the reference extra")
+    from test_model_families import reference_of
+
+    sizes = dataclasses.replace(FAMILIES["mistral"], sliding_window=window)
+    reference = reference_of("phi3", sizes)
+    reference.save_pretrained(tmp_path / "in")
+    tokens = random_tokens(2, SEQ)
+    with torch.no_grad():
+        expected = reference(torch.from_numpy(tokens).long()).logits.numpy()
+    assert main(["from-hf", str(tmp_path / "in"), str(tmp_path / "run")]) == 0
+    assert stored_run(tmp_path / "run" / "config.toml").model == sizes
+    ours = logits_of(build(sizes, seq_len=SEQ), tree_of(tmp_path / "in"), {"tokens": tokens})
+    np.testing.assert_allclose(ours, expected, atol=TOLERANCE, rtol=0)
+    assert main(["to-hf", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", attn_implementation="eager"
+    )
+    assert loaded.config.model_type == ("mistral" if window else "llama")
+    with torch.no_grad():
+        again = loaded.eval()(torch.from_numpy(tokens).long()).logits.numpy()
+    np.testing.assert_allclose(again, expected, atol=TOLERANCE, rtol=0)
 
 
 @pytest.mark.parametrize("name", [*FAMILIES, *VARIANTS])

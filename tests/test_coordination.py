@@ -148,6 +148,32 @@ def test_process_0_decides_for_all(processes):
     assert together(groups, add) == [6, 6, 6]
 
 
+@pytest.mark.parametrize("call", ["decide", "decide_from", "mixed"])
+def test_answers_do_not_pile_up_in_the_store(processes, monkeypatch, call):
+    """A job decides every ten steps and at every save, for months."""
+    monkeypatch.setattr(group, "_MOST_KEPT", 4)
+    make, store = processes
+    groups = make(lambda: Group("test"))
+
+    def exchange(one, number):
+        if call == "decide" or (call == "mixed" and number % 3):
+            return one.decide(lambda: number)
+        return one.decide_from(one.process_id, lambda values: number)
+
+    for number in range(30):
+        assert together(groups, lambda one, number=number: exchange(one, number)) == [number] * 3
+        assert len(store.values) <= 3 + 5
+
+
+def test_a_topic_has_one_group_which_deletes_its_old_values(processes, monkeypatch):
+    monkeypatch.setattr(group, "_topics", {})
+    group._made.clear()
+    service._state().num_processes = 1
+    for value in range(3):
+        assert coordination.gather("test", value) == [value]
+    assert group._made["test"] == 1
+
+
 class Refused(Exception):
     pass
 

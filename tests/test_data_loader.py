@@ -1,6 +1,7 @@
 """Batches on devices, resuming, evaluation: a step's batch depends on (data, seed, step) alone."""
 
 import hashlib
+import itertools
 import json
 import os
 import subprocess
@@ -25,9 +26,11 @@ from data_cases import (
 from refusals import refused
 
 from jaxdist.core.mesh import MeshSpec
+from jaxdist.core.parallel.context import device_order
 from jaxdist.core.types import ConfigError
 from jaxdist.data import Loader, Position, eval_batches, resume_position
 from jaxdist.data.batches import TrainBatches, device_placer, first_sample, part_held
+from jaxdist.data.corpus import Corpus
 
 
 @pytest.fixture(autouse=True)
@@ -128,12 +131,44 @@ def test_a_process_keeps_only_what_its_devices_hold(text, monkeypatch, mesh, num
     assert {row for row, _ in everything} == set(range(16))
 
 
+@pytest.mark.parametrize("name", ["stream", "documents", "best_fit", "chat", "mixture", "grain"])
+def test_a_process_builds_its_part_of_a_row_as_it_lies_in_the_whole_row(
+    name, tmp_path, monkeypatch
+):
+    """Every part of every row, zig-zag, for one to four devices that share rows in each process."""
+    write_sources(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    train = open_case(name)
+    everything = np.arange(train.num_rows)
+    whole = train.rows(everything)
+    reads, tokens = [], Corpus.tokens
+    count = lambda self, start, stop: (reads.append(stop - start), tokens(self, start, stop))[1]
+    monkeypatch.setattr(Corpus, "tokens", count)
+    for size in (2, 4):
+        sharding = sharding_on(f"dp={8 // size},cp={size}")
+        replica = sharding.mesh.devices[0, 0].flat[:size]
+        order = device_order(16, size).reshape(size, -1)
+        for first, last in itertools.combinations(range(size + 1), 2):
+            held = part_held(sharding, 8, train.fields, list(replica[first:last]))
+            reads.clear()
+            part = train.rows(everything, held.spans)
+            positions = order[first:last].reshape(-1)
+            assert part.keys() == whole.keys()
+            for field, values in part.items():
+                np.testing.assert_array_equal(values, whole[field][:, positions])
+                assert values.dtype == whole[field].dtype
+            if name in ("stream", "documents"):  # of each run of positions the last one's target
+                assert sum(reads) == train.num_rows * (len(positions) + len(held.spans))
+
+
 def test_rows_are_read_once_per_batch_however_many_devices_hold_them(text, monkeypatch):
     train, _ = open_text(text)
     asked = []
     part = type(train.parts[0])
     original = part.rows
-    monkeypatch.setattr(part, "rows", lambda self, i: (asked.append(len(i)), original(self, i))[1])
+    monkeypatch.setattr(
+        part, "rows", lambda self, i, s: (asked.append(len(i)), original(self, i, s))[1]
+    )
     sharding = sharding_on("dp=2,tp=4")
     list(eval_batches(train, global_batch_size=8, sharding=sharding, max_batches=1))
     assert asked == [8]
@@ -222,11 +257,11 @@ def test_a_failure_while_preparing_is_raised_at_every_next(text, monkeypatch):
     part = type(train.parts[0])
     original, calls = part.rows, []
 
-    def rows(self, indices):
+    def rows(self, *asked):
         calls.append(1)
         if len(calls) > 2:
             raise Broken
-        return original(self, indices)
+        return original(self, *asked)
 
     monkeypatch.setattr(part, "rows", rows)
     loader = Loader(train, global_batch_size=4, seed=0, sharding=sharding_on("dp=1"))

@@ -83,27 +83,29 @@ def state_bytes_of(config: RunConfig, devices) -> int:
     state = assemble(config, devices).abstract_state()
     return sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-        for leaf in jax.tree.leaves((state.params, state.opt_state))
+        for leaf in jax.tree.leaves((state.params, state.ema_params, state.opt_state))
     )
 
 
-@pytest.mark.parametrize("frozen", [[], ["embed", "layers/mlp"]])
+@pytest.mark.parametrize(("frozen", "ema_decay"), [([], 0.9), (["embed", "layers/mlp"], 0.0)])
 @pytest.mark.parametrize("optimizer", ["adamw", "lion", "sgd", "muon", "adafactor"])
 @pytest.mark.parametrize(
     ("mesh", "zero"),
     [("dp=8", 0), ("dp=8", 1), ("dp=4,fsdp=2", 3), ("fsdp=4,tp=2", 0), ("pp=2,dp=2,tp=2", 1)],
 )
-def test_state_is_what_the_shardings_say(mesh, zero, optimizer, frozen):
+def test_state_is_what_the_shardings_say(mesh, zero, optimizer, frozen, ema_decay):
     config = RunConfig(
         model=CONFIGS["rotary"],
         mesh=MeshConfig(shape=mesh, zero=zero),
-        optim=OptimConfig(optimizer=optimizer, moment_dtype="bfloat16", freeze=frozen),
+        optim=OptimConfig(
+            optimizer=optimizer, moment_dtype="bfloat16", freeze=frozen, ema_decay=ema_decay
+        ),
         train=TrainConfig(global_batch_size=16, seq_len=16),
     )
     spec = MeshSpec.parse(mesh)
     one = Job.of(config, spec, Cluster(gpu=GPUS["h100"], num_nodes=1, gpus_per_node=8))
     memory = estimate_memory(one)
-    found = memory.state["parameters"] + memory.state["optimizer moments"]
+    found = sum(memory.state.values()) - memory.state["batch"]
     # Counts and the zeros that stand for absent moments: a few bytes for each leaf.
     assert abs(found - state_bytes_of(config, jax.devices())) <= 16 * len(one.weights)
 

@@ -115,7 +115,7 @@ def test_one_command_tunes_a_hugging_face_directory(tmp_path, family, mesh):
     out = tmp_path / "out"
     assert convert(["to-hf", str(run_dir), str(out)]) == 0
     assert (out / "chat_template.jinja").read_text() == CHATML
-    params, step = opened.params()
+    params, step, _ = opened.weights()
     assert step == 30
     import torch
     import transformers

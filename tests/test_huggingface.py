@@ -26,11 +26,11 @@ from jaxdist.models.huggingface.directory import is_model, open_weights
 from jaxdist.models.huggingface.families import (
     family_of,
     left_out,
-    pieces,
     read_config,
     write_config,
 )
 from jaxdist.models.huggingface.loading import load_params
+from jaxdist.models.huggingface.tensors import pieces
 
 SEQ = 16
 
@@ -184,7 +184,7 @@ def test_what_is_no_model_of_theirs_or_another_one_is_refused(tmp_path):
     other = dataclasses.replace(config, mlp_dim=64)
     with refused("no params/layers/mlp/up [2, 32, 2, 64]", num_problems=2):
         load_params(source, target_of(other, "dp=1"))
-    other = dataclasses.replace(config, qk_norm=True)
+    other = dataclasses.replace(config, qk_norm="head")
     with refused("no params/layers/attention/key_norm/scale", num_problems=2):
         load_params(source, target_of(other, "dp=1"))
     theirs = json.loads((source / "config.json").read_text())
@@ -391,7 +391,8 @@ GPT2 = write_config(FAMILIES["gpt2"], "float32")
         "windows in some layers": (
             LLAMA, {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
         "part of a head rotates": (LLAMA, {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
-        "unknown rope": (LLAMA, {"rope_scaling": {"type": "longrope"}}, 'rope_type="longrope"'),
+        "rope by length": (LLAMA, {"rope_scaling": {"type": "longrope"}}, 'rope_type="longrope"'),
+        "unknown rope": (LLAMA, {"rope_scaling": {"type": "ntk"}}, 'rope_type="ntk"'),
         "half of yarn": (LLAMA, {"rope_scaling": {"rope_type": "yarn"}}, "rope factor=null"),
         "half of llama3": (LLAMA, {"rope_scaling": {"rope_type": "llama3"}}, "rope factor=null"),
         "more than llama3": (
@@ -421,7 +422,7 @@ def test_every_wrong_key_is_named_at_once():
     assert len(refused.value.problems) == 3
 
 
-@pytest.mark.parametrize("kind", ["Llama", "Mistral", "Qwen2", "Qwen3", "GPT2"])
+@pytest.mark.parametrize("kind", ["Llama", "Mistral", "Qwen2", "Qwen3", "GPT2", "Olmo2", "Phi3"])
 def test_what_transformers_writes_by_itself_is_read(kind):
     transformers = pytest.importorskip("transformers", reason="needs the reference extra")
     config = getattr(transformers, f"{kind}Config")()

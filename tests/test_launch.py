@@ -380,6 +380,20 @@ def test_a_run_directory_that_does_not_come_back_ends_the_launch(tmp_path, monke
     assert missing(capsys.readouterr().err, tmp_path / "nowhere", "giving up") == []
 
 
+def test_a_run_directory_whose_file_server_is_away_is_waited_for(tmp_path, monkeypatch):
+    from jaxdist.tools.launch import supervisor
+
+    def stale(path):
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    looks = iter([stale, stale, lambda path: True])
+    monkeypatch.setattr(supervisor.Location, "is_directory", lambda path: next(looks)(path))
+    subject = supervisor.Supervisor(
+        ["x"], supervisor.FixedAgent(1), tmp_path, supervisor.RestartPolicy()
+    )
+    assert subject._wait_for_run_dir()
+
+
 def test_a_program_that_is_not_there_is_one_line(tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "jaxdist.launch", f"--run-dir={tmp_path}", "--program=/no/such"],

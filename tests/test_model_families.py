@@ -56,7 +56,7 @@ def reference_of(name, config):
                 "rope_type": "llama3",
                 **{name: x for name, x in config.rope_scaling.items() if name != "type"},
             }
-        if name == "mistral":
+        if config.sliding_window:
             common["sliding_window"] = config.sliding_window
         if name == "qwen3":
             common["head_dim"] = config.head_dim
@@ -69,6 +69,8 @@ def reference_of(name, config):
             "mistral": transformers.MistralConfig,
             "qwen2": transformers.Qwen2Config,
             "qwen3": transformers.Qwen3Config,
+            "olmo2": transformers.Olmo2Config,
+            "phi3": transformers.Phi3Config,
         }
         reference = kinds[name](**common)
     torch.manual_seed(0)
@@ -135,7 +137,7 @@ def llama_layer(weights, index, config):
     }
     if "qkv" in config.bias:
         attention["qkv_bias"] = fuse_qkv(*(get(f"self_attn.{n}_proj.bias") for n in "qkv"), config)
-    if config.qk_norm:
+    if config.qk_norm != "none":
         attention["query_norm"] = {"scale": get("self_attn.q_norm.weight")}
         attention["key_norm"] = {"scale": get("self_attn.k_norm.weight")}
     gate, up = get("mlp.gate_proj.weight").T, get("mlp.up_proj.weight").T

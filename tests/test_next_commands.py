@@ -9,7 +9,7 @@ from commands import ROOT, tiny
 from jaxdist import generate, train
 from jaxdist.data import DataConfig, open_datasets
 from jaxdist.data.__main__ import main as prepare
-from jaxdist.run.session import first_request
+from jaxdist.run.sample import first_request
 from jaxdist.tools import report
 from jaxdist.tools.convert.__main__ import main as convert
 

@@ -104,6 +104,76 @@ def test_prices_and_hardware_of_ones_own_count(capsys, tmp_path):
     assert dear["cost"]["spot_price_per_gpu_hour"] == pytest.approx(5)
 
 
+def other_gpus(found: dict) -> list[tuple[int, str]]:
+    """(how many, of which kind) of the advice on other GPUs."""
+    (text,) = [item["text"] for item in found["advice"] if item["topic"] == "other GPUs"]
+    return [(int(count), gpu) for count, gpu in re.findall(r"(\d+)× ([\w-]+) \(", text)]
+
+
+def test_a_deadline_takes_more_gpus_and_a_budget_leaves_out_the_dear_ones(capsys):
+    """Days fall with the number of GPUs, so the fewest in time are more than the fewest at all."""
+    asked = ["--gpus", "h100:1", "--tokens", "1e10"]
+    free = plan(capsys, *asked)
+    days, dollars = free["cost"]["on_demand"]["days"], free["cost"]["on_demand"]["money"]
+    assert (1, "h100") in other_gpus(free)
+    assert not free["cost"]["late"] and not free["cost"]["dear"]
+    late = plan(capsys, *asked, "--deadline-days", str(0.4 * days))
+    assert late["cost"]["late"] and (4, "h100") in other_gpus(late)
+    in_time = plan(capsys, *asked, "--deadline-days", str(1.1 * days))
+    assert not in_time["cost"]["late"] and (1, "h100") in other_gpus(in_time)
+    dear = plan(capsys, *asked, "--budget", str(0.9 * dollars))
+    assert dear["cost"]["dear"] and "h100" not in [gpu for _, gpu in other_gpus(dear)]
+    neither = plan(capsys, *asked, "--budget", "0.01")
+    assert other_gpus(neither) == []
+
+
+def test_gpus_of_ones_own_are_compared_at_their_price(capsys, tmp_path):
+    file = tmp_path / "own.toml"
+    file.write_text('[ours]\nlike = "h100"\nprice_per_hour = 0.01\n')
+    found = plan(capsys, "--gpus", "h100:1", "--hardware", str(file), "--price", "0.001")
+    assert other_gpus(found)[:2] == [(1, "h100"), (1, "ours")]
+
+
+def test_a_run_that_is_shorter_than_the_best_interval_saves_at_its_end(capsys):
+    flags = ["--gpus", "h100:8", "--train.steps", "200", "--optim.warmup_steps", "10"]
+    short = plan(capsys, *flags)
+    run_s = short["cost"]["on_demand"]["days"] * 86400
+    assert short["checkpoints"]["interval_s"] > run_s
+    for item in short["advice"]:
+        for steps in re.findall(r"save_interval_steps (\d+)", item["text"]):
+            assert int(steps) <= 200
+
+
+def test_offloaded_moments_cost_time_and_are_on_the_gpu_for_the_update_alone(capsys):
+    flags = ["--gpus", "h100:8", "--mesh", "dp=8"]
+    kept, moved = plan(capsys, *flags), plan(capsys, *flags, "--train.offload_optimizer=true")
+    moments = kept["memory"]["parts"]["optimizer moments"]
+    assert moved["memory"]["host_bytes"] == moments
+    held = {
+        name: parts.get("fetched moments", 0) for name, parts in moved["memory"]["phases"].items()
+    }
+    assert {name: size for name, size in held.items() if size} == {"update": moments}
+    seconds = moved["step"]["parts"]["moments to and from host memory"]
+    assert seconds == pytest.approx(2 * moments / 10e9)  # PCIe 4.0, all GPUs of a node at once
+
+
+def test_a_smaller_batch_is_proposed_where_only_accumulated_gradients_do_not_fit(capsys):
+    """From two microbatches on a second float32 gradient of every parameter is held."""
+    flags = [
+        "--gpus",
+        "l4:1",
+        "--mesh",
+        "dp=1",
+        "--train.global_batch_size=2",
+        "--train.remat=full",
+    ]
+    model = ["--model.d_model=2048", "--model.num_layers=18", "--model.mlp_dim=8192"]
+    found = plan(capsys, *flags, *model, "--train.num_microbatches=2")
+    assert not found["fits"]
+    advice = [item["text"] for item in found["advice"] if item["topic"] == "make it fit"]
+    assert any("--train.global_batch_size 1" in text for text in advice), advice
+
+
 def test_more_preemptions_make_spot_dearer_and_saves_more_frequent(capsys):
     few = plan(capsys, "--gpus", "h100:8", "--preemptions_per_day", "1")
     many = plan(capsys, "--gpus", "h100:8", "--preemptions_per_day", "50")

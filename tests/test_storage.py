@@ -43,6 +43,25 @@ def test_files_are_listed_in_order_and_absent_ones_are_empty(folder):
     assert folder.entries() == []
 
 
+def test_storage_that_is_away_is_an_error_and_not_an_empty_directory(folder, monkeypatch):
+    """A listing cut short would commit a checkpoint with files missing."""
+    (folder / "b").make_directory()
+    (folder / "b/1").write("1")
+
+    def stale(path):
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(room.os, "scandir", stale)
+        with pytest.raises(OSError, match=os.strerror(errno.ESTALE)):
+            folder.files()
+    with monkeypatch.context() as patch:
+        patch.setattr(room.os, "stat", stale)
+        with pytest.raises(OSError, match=os.strerror(errno.ESTALE)):
+            folder.is_directory()
+    assert not (folder / "none").is_directory() and not (folder / "b/1/c").is_directory()
+
+
 KILLED_WHILE_WRITING = """
 import itertools, os, sys
 from jaxdist.runtime.storage import locate

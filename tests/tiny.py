@@ -37,7 +37,7 @@ _SIZES: dict[str, Any] = dict(
 CONFIGS = {
     # Llama and Qwen parts: grouped queries, rotary, q/k norm, gated MLP, untied.
     "rotary": DecoderConfig(
-        num_heads=8, num_kv_heads=4, head_dim=8, qk_norm=True, bias=["qkv"], **_SIZES
+        num_heads=8, num_kv_heads=4, head_dim=8, qk_norm="head", bias=["qkv"], **_SIZES
     ),
     # GPT-2 parts: learned positions, layer norm, biases everywhere, tied.
     "learned": DecoderConfig(
@@ -250,6 +250,7 @@ def step_of(
     rule: optax.GradientTransformation | None = None,
     precision: PrecisionConfig | None = None,
     max_grad_norm: float = 0.0,
+    ema_decay: float = 0.0,
     frozen: Params | None = None,
     **changes: Any,
 ) -> tuple[Step, TrainState]:
@@ -260,6 +261,7 @@ def step_of(
         rule: optimizer, Adam by default.
         precision: number formats, float32 by default.
         max_grad_norm: as in `make_step`.
+        ema_decay: as in `make_step`.
         frozen: as in `make_step`.
         changes: other fields of `TrainConfig`.
     """
@@ -275,10 +277,17 @@ def step_of(
         config,
         precision,
         max_grad_norm=max_grad_norm,
+        ema_decay=ema_decay,
         loss_scale=loss_scale,
         frozen=frozen,
     )
-    state = place_state(case, rule=rule, loss_scale=loss_scale, offload=config.offload_optimizer)
+    state = place_state(
+        case,
+        rule=rule,
+        loss_scale=loss_scale,
+        offload=config.offload_optimizer,
+        has_ema=bool(ema_decay),
+    )
     return step, state
 
 
@@ -288,14 +297,20 @@ def place_state(
     rule: optax.GradientTransformation | None = None,
     loss_scale: dict[str, Any] | None = None,
     offload: bool = False,
+    has_ema: bool = False,
 ) -> TrainState:
     """The initial state, laid out for a case."""
     layout, model, rule = layout_of(case), model_of(case.model), rule or optimizer()
     start, loss_scale = initial_state(case.model), loss_scale or {}
     state = dataclasses.replace(
-        start, opt_state=jax.jit(rule.init)(start.params), loss_scale=loss_scale
+        start,
+        opt_state=jax.jit(rule.init)(start.params),
+        loss_scale=loss_scale,
+        ema_params=start.params if has_ema else {},
     )
-    shardings = state_shardings(model, rule, layout, loss_scale=loss_scale, offload=offload)
+    shardings = state_shardings(
+        model, rule, layout, loss_scale=loss_scale, offload=offload, has_ema=has_ema
+    )
     # Copies, because the step donates its state and the reference must live on.
     return jax.tree.map(lambda x, s: jax.device_put(_copy(x), s), state, shardings)
 

@@ -2,7 +2,8 @@
 
 On disk (`checkpoints/<step>/`), independent of mesh, processes and pipeline schedule:
 
-    params/ opt_state/ rest/   arrays, written by Orbax; each can be read without the others
+    params/ ema_params/        arrays, written by Orbax; each can be read without the others;
+    opt_state/ rest/           ema_params only where a run keeps an average of its weights
     meta/metadata              JSON: the caller's meta, and shape, dtype, checksum of every array
     manifest.json              size and CRC-32 of every file, written last
     CORRUPT, SUPERSEDED        why it must not be loaded, where that is so

@@ -149,13 +149,15 @@ class Checkpointer:
         return self._reader.problem(step, full=True)
 
     def restore(
-        self, abstract_state: Any, *, step: int | None = None
+        self, abstract_state: Any, *, step: int | None = None, optional: Collection[str] = ()
     ) -> tuple[Any, dict[str, Any], int]:
         """Load a checkpoint onto any mesh, verified.
 
         `abstract_state` is a tree like the one saved, of `jax.ShapeDtypeStruct` with sharding;
         another dtype than saved is cast. Without `step`, or with what `choose` answered, it is the
-        newest that can be trusted, or an older one when its arrays turn out corrupt.
+        newest that can be trusted, or an older one when its arrays turn out corrupt. Of the parts
+        in `optional`, e.g. `ema_params`, what the checkpoint lacks comes back as it was asked for,
+        and what was not asked for is left there.
 
         Returns:
             (state, meta, step).
@@ -170,7 +172,7 @@ class Checkpointer:
         while True:
             chosen = self._reader.require(step)
             try:
-                state = self._reader.load(chosen, abstract_state)
+                state = self._reader.load(chosen, abstract_state, optional=optional)
             except CorruptCheckpoint as error:
                 if step is not None or self._read_only:
                     raise
@@ -184,6 +186,7 @@ class Checkpointer:
         target: Any,
         step: int | None = None,
         *,
+        weights: pytree.Weights = "auto",
         fresh: Collection[str] = (),
         unused: Collection[str] = (),
     ) -> Any:
@@ -193,22 +196,32 @@ class Checkpointer:
             target: params tree of `jax.ShapeDtypeStruct` with sharding; leaves under `fresh` are
                 `jax.Array`s and come back as they are.
             step: which checkpoint; None = the newest that can be trusted.
+            weights: "ema" = their moving average, "raw" = as trained, "auto" = the average where
+                the checkpoint holds one.
             fresh: names of leaves or subtrees that are not read, e.g. `head` or `params/head`.
             unused: names of leaves or subtrees of the checkpoint that may be left unread.
 
         Raises:
-            ConfigError: leaves are missing, left over, of other shapes, or a name matches none.
+            ConfigError: leaves are missing, left over, of other shapes; a name matches none; there
+                is no average.
             CheckpointError: nothing to restore, or the checkpoint is corrupt.
         """
         self._saver.wait()
+        chosen = self._reader.require(step)
+        item = pytree.weights_item(weights, self._reader.document(chosen)["arrays"])
         loaded = self._reader.load(
-            self._reader.require(step),
-            {"params": target},
-            items=("params",),
-            fresh=pytree.in_params(fresh),
-            unused=pytree.in_params(unused),
+            chosen,
+            {item: target},
+            items=(item,),
+            fresh=pytree.in_params(fresh, item),
+            unused=pytree.in_params(unused, item),
         )
-        return loaded["params"]
+        return loaded[item]
+
+    def weights_kind(self, step: int, weights: pytree.Weights) -> str:
+        """Which weights `restore_params` takes, "ema" or "raw"; raises as it does."""
+        item = pytree.weights_item(weights, self._reader.document(step)["arrays"])
+        return "raw" if item == "params" else "ema"
 
     def preflight(self, state: Any = None) -> None:
         """Try the save path now rather than at the first save: write, read back and compare.

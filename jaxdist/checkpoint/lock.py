@@ -38,6 +38,7 @@ class DirectoryLock:
         self._log = log
         self._file: LockFile | None = None
         self._stop = threading.Event()
+        self._beating: threading.Thread | None = None
         self._record: dict[str, Any] = {
             "pid": os.getpid(),
             "host": socket.gethostname(),
@@ -72,13 +73,15 @@ class DirectoryLock:
         self._file = file
         _held.add(path.path)
         self._write()
-        threading.Thread(target=self._beat, name="checkpoint-lock", daemon=True).start()
+        self._beating = threading.Thread(target=self._beat, name="checkpoint-lock", daemon=True)
+        self._beating.start()
 
     def release(self) -> None:
         """Give the lock up; the next run starts without waiting."""
-        if self._file is None:
+        if self._file is None or self._beating is None:
             return
         self._stop.set()
+        self._beating.join()  # a beat after the close would go to whatever file is opened next
         self._record["state"] = "released"
         self._write()
         _held.discard((self._directory / FILE_NAME).path)

@@ -16,6 +16,7 @@ No JAX here: a checkpoint can be verified on any machine that sees its files.
 
 from __future__ import annotations
 
+import errno
 import json
 import zlib
 from collections.abc import Iterable
@@ -24,11 +25,24 @@ from typing import Any
 
 from jaxdist.checkpoint.crash_points import crash_point
 from jaxdist.core.types import ConfigError
+from jaxdist.runtime.formatting.tables import few
 from jaxdist.runtime.storage import Location, locate
 
 FILE_NAME = "manifest.json"
 CORRUPT = "CORRUPT"
 SUPERSEDED = "SUPERSEDED"
+
+_PASSING = {  # file server away or slow, too little memory, too many open files
+    errno.ESTALE,
+    errno.ETIMEDOUT,
+    errno.ENOTCONN,
+    errno.EHOSTDOWN,
+    errno.EHOSTUNREACH,
+    errno.ENOMEM,
+    errno.EMFILE,
+    errno.ENFILE,
+}
+"""Errors that say nothing of a file: the next attempt may read it."""
 
 _FORMAT = 1
 _KEYS = {"format", "step", "metrics", "files"}
@@ -97,6 +111,7 @@ def read(checkpoint: Location) -> dict[str, Any]:
 
     Raises:
         ValueError: with the one-line reason why the checkpoint must not be loaded.
+        OSError: nothing is known of it, because the storage cannot be reached just now.
     """
     for marker in (CORRUPT, SUPERSEDED):
         if (checkpoint / marker).exists():
@@ -109,6 +124,7 @@ def read(checkpoint: Location) -> dict[str, Any]:
     except FileNotFoundError:
         raise ValueError(f"no {FILE_NAME}") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
+        _raise_passing(error)
         raise ValueError(f"{FILE_NAME} is unreadable ({type(error).__name__})") from None
     if crc != _crc_of(body):
         raise ValueError(f"{FILE_NAME} does not match its own CRC-32")
@@ -120,13 +136,18 @@ def read(checkpoint: Location) -> dict[str, Any]:
 
 
 def size_problems(checkpoint: Location, files: dict[str, list[int]]) -> list[str]:
-    """One reason for each listed file that is missing or has another size."""
+    """One reason for each listed file that is missing or has another size.
+
+    Raises:
+        OSError: nothing is known, because the storage cannot be reached just now.
+    """
     found = []
     for name, (size, _) in files.items():
         try:
             if (actual := (checkpoint / name).size()) != size:
                 found.append(f"{name} has {actual} of {size} bytes")
-        except OSError:
+        except OSError as error:
+            _raise_passing(error)
             found.append(f"{name} is missing")
     return found
 
@@ -134,15 +155,33 @@ def size_problems(checkpoint: Location, files: dict[str, list[int]]) -> list[str
 def content_problems(
     checkpoint: Location, files: dict[str, list[int]], names: Iterable[str]
 ) -> list[str]:
-    """One reason for each named file whose content is not what was written."""
+    """One reason for each named file whose content is not what was written.
+
+    Raises:
+        OSError: nothing is known, because the storage cannot be reached just now.
+    """
     found = []
     for name in names:
         try:
             if fingerprint(checkpoint / name) != files[name]:
                 found.append(f"{name} has other content than was written (CRC-32)")
         except OSError as error:
+            _raise_passing(error)
             found.append(f"{name} cannot be read ({error.strerror})")
     return found
+
+
+def damage(checkpoint: Location) -> str:
+    """Why a checkpoint must not be loaded, or "": every file against the manifest.
+
+    Raises:
+        OSError: nothing is known, because the storage cannot be reached just now.
+    """
+    try:
+        files = read(checkpoint)["files"]
+    except ValueError as reason:
+        return str(reason)
+    return few(size_problems(checkpoint, files) or content_problems(checkpoint, files, files), 1)
 
 
 def mark(checkpoint: Location, marker: str, reason: str) -> None:
@@ -170,6 +209,11 @@ def _directories(directory: Location) -> list[int]:
     """Steps that a directory is named after, in increasing order."""
     steps = sorted(int(name) for name in directory.entries() if name.isdecimal())
     return [step for step in steps if (directory / step).is_directory()]
+
+
+def _raise_passing(error: Exception) -> None:
+    if isinstance(error, OSError) and error.errno in _PASSING:
+        raise error
 
 
 def _crc_of(body: dict[str, Any]) -> int:

@@ -1,9 +1,9 @@
 """Names for the leaves of a state, and back: what makes a checkpoint independent of classes.
 
-A state (a dict or a dataclass with `params`, `opt_state` and anything else) becomes nested plain
-dicts in three items, `params`, `opt_state` and `rest`. Tuples and named tuples of an optimizer
-become dicts by index or field; typed PRNG keys become their uint32 data. The structure that a
-restore asks for puts them back.
+A state (a dict or a dataclass with `params`, `ema_params`, `opt_state` and anything else) becomes
+nested plain dicts in the items of `ITEMS`. Tuples and named tuples of an optimizer become dicts by
+index or field; typed PRNG keys become their uint32 data. The structure that a restore asks for puts
+them back.
 """
 
 from __future__ import annotations
@@ -12,15 +12,18 @@ import collections
 import dataclasses
 import math
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
 
 from jaxdist.core.types import Array, ConfigError
 
-ITEMS = ("params", "opt_state", "rest")
+ITEMS = ("params", "ema_params", "opt_state", "rest")
 """Parts of a checkpoint that can be read one without the others."""
+
+Weights: TypeAlias = Literal["auto", "ema", "raw"]
+"""Which weights: as trained (raw), their moving average (ema), or the average if there is one."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +31,7 @@ class Leaf:
     """One leaf of a state: where it lives in the checkpoint, and the array or what it must become.
 
     Attributes:
-        item: `params`, `opt_state` or `rest`.
+        item: one of `ITEMS`.
         path: keys inside the item, outermost first.
         value: `jax.Array` when saving, `jax.ShapeDtypeStruct` with a sharding when restoring.
     """
@@ -160,9 +163,30 @@ def under(name: str, prefixes: Collection[str]) -> bool:
     return any(name == prefix or name.startswith(prefix.rstrip("/") + "/") for prefix in prefixes)
 
 
-def in_params(names: Collection[str]) -> list[str]:
-    """Names of parameters with their item's name in front, which users may leave out."""
-    return [name if under(name, ["params"]) else f"params/{name}" for name in names]
+def in_params(names: Collection[str], item: str = "params") -> list[str]:
+    """Names of parameters in an item; users may leave out the `params/` in front of them."""
+    bare = [
+        name.removeprefix("params").removeprefix("/") if under(name, ["params"]) else name
+        for name in names
+    ]
+    return [f"{item}/{name}" if name else item for name in bare]
+
+
+def weights_item(weights: Weights, names: Collection[str]) -> str:
+    """The item that holds the weights asked for, `params` or `ema_params`.
+
+    `names` are those of a checkpoint's arrays; "auto" is the average where there is one.
+
+    Raises:
+        ConfigError: the average is asked for and there is none.
+    """
+    has_ema = any(under(name, ["ema_params"]) for name in names)
+    if weights == "ema" and not has_ema:
+        raise ConfigError(
+            "weights=ema: the checkpoint holds no moving average of its weights. Use "
+            "--weights raw, or train with --optim.ema-decay."
+        )
+    return "ema_params" if has_ema and weights != "raw" else "params"
 
 
 def target_of(leaf: Leaf, entry: dict[str, Any]) -> jax.ShapeDtypeStruct:

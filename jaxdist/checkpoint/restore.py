@@ -74,7 +74,11 @@ class Reader:
         return step
 
     def problem(self, step: int, *, full: bool = False) -> str:
-        """Why a checkpoint must not be loaded, or ""; the same answer on every process."""
+        """Why a checkpoint must not be loaded, or ""; the same answer on every process.
+
+        Raises:
+            CheckpointError: a process cannot tell, because the storage is away; on all alike.
+        """
         if step in self._corrupt:
             return self._corrupt[step]
         level = "full" if full else self.config.verify
@@ -83,13 +87,15 @@ class Reader:
         def listed() -> dict[str, Any]:
             try:
                 files = manifest.read(path)["files"]
+                if level == "none":
+                    return {"reason": "", "files": files}
+                found = manifest.size_problems(path, files)
+                small = [name for name, (size, _) in files.items() if size <= _SMALL_BYTES]
+                found = found or manifest.content_problems(path, files, small)
             except ValueError as reason:
                 return {"reason": str(reason)}
-            if level == "none":
-                return {"reason": "", "files": files}
-            found = manifest.size_problems(path, files)
-            small = [name for name, (size, _) in files.items() if size <= _SMALL_BYTES]
-            found = found or manifest.content_problems(path, files, small)
+            except OSError as error:
+                raise _unknown(step, one_line(error)) from error
             return {"reason": few(found, 1), "files": files}
 
         answer = self.group.decide(listed)
@@ -97,8 +103,14 @@ class Reader:
             return answer["reason"]
         files = answer["files"]
         mine = list(files)[self.group.process_id :: self.group.num_processes]
-        shares = self.group.gather(manifest.content_problems(path, files, mine))
-        reason = few([line for share in shares for line in share], 1)
+        try:
+            share = [manifest.content_problems(path, files, mine), ""]
+        except OSError as error:  # the other processes wait for an answer all the same
+            share = [[], one_line(error)]
+        shares = self.group.gather(share)
+        reason = few([line for found, _ in shares for line in found], 1)
+        if not reason and (errors := [error for _, error in shares if error]):
+            raise _unknown(step, errors[0])
         if not reason:
             self._verified.add(step)
         return reason
@@ -124,11 +136,12 @@ class Reader:
         items: Collection[str] = pytree.ITEMS,
         fresh: Collection[str] = (),
         unused: Collection[str] = (),
+        optional: Collection[str] = (),
     ) -> Any:
         """Read the leaves of `target`, verify them, and put them into its structure.
 
         `step` is a checkpoint whose files were verified; `target` must account for its `items`. For
-        the rest see `Checkpointer.restore_params`.
+        the rest see `Checkpointer.restore` and `restore_params`.
 
         Raises:
             ConfigError: what does not fit, all of it.
@@ -136,13 +149,18 @@ class Reader:
         """
         start = time.perf_counter()
         everything = pytree.leaves_of(target)
-        leaves = [leaf for leaf in everything if not pytree.under(leaf.name, fresh)]
         stored = {
             name: entry
             for name, entry in self.document(step)["arrays"].items()
             if name.partition("/")[0] in items
         }
-        problems = pytree.mismatches(leaves, stored, unused=[*unused, *fresh])
+        lacked = [name for name in optional if not any(pytree.under(n, [name]) for n in stored)]
+        left_there = [
+            name for name in optional if not any(pytree.under(x.name, [name]) for x in everything)
+        ]
+        kept = [*fresh, *lacked]
+        leaves = [leaf for leaf in everything if not pytree.under(leaf.name, kept)]
+        problems = pytree.mismatches(leaves, stored, unused=[*unused, *fresh, *left_there])
         problems += _unmatched(fresh, [leaf.name for leaf in everything], "fresh", "the model")
         problems += _unmatched(unused, list(stored), "unused", "the checkpoint")
         if problems:
@@ -151,7 +169,7 @@ class Reader:
         arrays = self._arrays(step, leaves, entries)
         values = (pytree.restored(*each) for each in zip(leaves, arrays, entries, strict=True))
         filled = [
-            leaf.value if pytree.under(leaf.name, fresh) else next(values) for leaf in everything
+            leaf.value if pytree.under(leaf.name, kept) else next(values) for leaf in everything
         ]
         spent = {"seconds": time.perf_counter() - start, "bytes": sum(x.num_bytes for x in leaves)}
         self.events.event("restore", step=step, **spent)
@@ -191,19 +209,41 @@ class Reader:
             return orbax_io.read(path, targets)
         except Exception as error:
             reason = f"it could not be read ({one_line(error)})"
+            damage = self._damage(path)
+            if not damage and "DATA_LOSS" in str(error):  # TensorStore's own checksums, of a part
+                damage = reason
+            if not damage:  # out of memory, a file server's stale handle: the files are good
+                raise CheckpointError(
+                    f"checkpoint {step}: {reason}, and no file of it is known to be damaged. Start "
+                    "the same command again."
+                ) from error
             if self.group.num_processes == 1:
-                if damage := self.problem(step, full=True):
-                    raise CorruptCheckpoint(damage) from error
-                if "DATA_LOSS" in str(error):  # TensorStore's own checksums, of a part of the files
-                    raise CorruptCheckpoint(reason) from error
-                raise CheckpointError(f"checkpoint {step}: {reason}") from error
+                raise CorruptCheckpoint(damage) from error
             # The other processes wait inside Orbax until this one is gone, so there is no fallback
             # in place: leave word for the next start, which the launcher makes.
-            if not self.read_only:
-                _mark_corrupt(path, reason)
+            if self.read_only:
+                raise CheckpointError(
+                    f"checkpoint {step}: {damage}. Name another, or restore its files."
+                ) from error
+            _mark_corrupt(path, damage)
             raise CheckpointError(
-                f"checkpoint {step}: {reason}; the next start will go past it."
+                f"checkpoint {step}: {damage}; the next start will go past it."
             ) from error
+
+    def _damage(self, path: Location) -> str:
+        """What this process alone finds wrong with the files of a checkpoint, or ""."""
+        try:
+            return manifest.damage(path)
+        except OSError as error:
+            self.events.log(f"{path} could not be checked: {one_line(error)}")
+            return ""
+
+
+def _unknown(step: int, error: str) -> CheckpointError:
+    return CheckpointError(
+        f"checkpoint {step} could not be checked ({error}), and nothing was marked. Start the same "
+        "command again once the storage can be reached."
+    )
 
 
 def _mark_corrupt(checkpoint: Location, reason: str) -> None:

@@ -281,7 +281,12 @@ class Saver:
             self._events.log(f"checkpoint {step}: leftovers stay behind: {one_line(error)}")
 
     def _retain(self) -> None:
-        for step in steps_to_delete(self.complete(), self._config):
+        try:
+            not_kept = steps_to_delete(self.complete(), self._config)
+        except OSError as error:
+            self._events.log(f"no old checkpoint is deleted now: {one_line(error)}")
+            return
+        for step in not_kept:
             try:
                 manifest.delete(self._directory / step)
             except OSError as error:

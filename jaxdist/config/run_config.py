@@ -222,9 +222,9 @@ class RunConfig:
         return build(self.model, seq_len=self.train.seq_len)
 
     def state_bytes(self, model: Model) -> int:
-        """Bytes of parameters, gradients and moments of the whole model, as they are stored."""
+        """Bytes of parameters, their average, gradients and moments of the model, as stored."""
         stored = sum(weight.size for weight in weights_of(model))
-        return stored * (_PARAM_AND_GRADIENT_BYTES + self.optim.moment_bytes)
+        return stored * (_PARAM_AND_GRADIENT_BYTES + self.optim.moment_bytes + self.optim.ema_bytes)
 
     def _place_problems(self) -> list[str]:
         """Name, directories and the number of simulated devices."""

@@ -27,6 +27,7 @@ class TrainState:
     Attributes:
         step: int32 [], optimizer steps done.
         params: float32 parameters, plain nested dicts, laid out by `Layout.param_specs`.
+        ema_params: exponential moving average of `params`, like them; {} without one.
         opt_state: optax state; its parameter-shaped leaves by `Layout.moment_specs`.
         loss_scale: {} or the float16 loss scale (`precision.initial_loss_scale`).
         key: PRNG key of the run's random bits; folded with the step, never advanced.
@@ -37,6 +38,12 @@ class TrainState:
     opt_state: Any
     loss_scale: dict[str, Array]
     key: Array
+    ema_params: Params = dataclasses.field(default_factory=dict)
+
+    @property
+    def eval_params(self) -> Params:
+        """What is evaluated: the average of the parameters, where one is kept."""
+        return self.ema_params or self.params
 
 
 def init_state(
@@ -47,16 +54,20 @@ def init_state(
     seed: int,
     loss_scale: dict[str, Array],
     offload: bool = False,
+    has_ema: bool = False,
     params: Params | None = None,
 ) -> TrainState:
     """A new state, every leaf created on the devices that hold it; float32 parameters.
 
     Parameters and random bits depend on `seed` alone. `offload` keeps parameter-shaped optimizer
-    state in host memory. `params`, as `layout` places them, take the place of random ones; they are
+    state in host memory. `has_ema` keeps an average of the parameters, which starts as a copy of
+    them. `params`, as `layout` places them, take the place of random ones; they are
     donated, so that they never exist twice.
     """
-    make = make_state(model, optimizer, loss_scale)
-    shardings = state_shardings(model, optimizer, layout, loss_scale=loss_scale, offload=offload)
+    make = make_state(model, optimizer, loss_scale, has_ema=has_ema)
+    shardings = state_shardings(
+        model, optimizer, layout, loss_scale=loss_scale, offload=offload, has_ema=has_ema
+    )
     make = jax.jit(make, static_argnums=0, donate_argnums=1, out_shardings=shardings)
     return make(seed) if params is None else make(seed, params)
 
@@ -68,17 +79,25 @@ def abstract_state(
     *,
     loss_scale: dict[str, Array],
     offload: bool = False,
+    has_ema: bool = False,
 ) -> TrainState:
     """The state as `ShapeDtypeStruct`s with shardings: what a restore fills in."""
-    shapes = jax.eval_shape(lambda: make_state(model, optimizer, loss_scale)(0))
-    shardings = state_shardings(model, optimizer, layout, loss_scale=loss_scale, offload=offload)
+    make = make_state(model, optimizer, loss_scale, has_ema=has_ema)
+    shapes = jax.eval_shape(lambda: make(0))
+    shardings = state_shardings(
+        model, optimizer, layout, loss_scale=loss_scale, offload=offload, has_ema=has_ema
+    )
     return jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings
     )
 
 
 def make_state(
-    model: Model, optimizer: optax.GradientTransformation, loss_scale: dict[str, Array]
+    model: Model,
+    optimizer: optax.GradientTransformation,
+    loss_scale: dict[str, Array],
+    *,
+    has_ema: bool = False,
 ) -> Any:
     """A pure function (seed, params = random ones) -> TrainState; stacked leaves [layers, ...]."""
 
@@ -91,9 +110,15 @@ def make_state(
             opt_state=optimizer.init(params),
             loss_scale=jax.tree.map(jnp.asarray, loss_scale),
             key=run_key,
+            ema_params=copy_params(params) if has_ema else {},
         )
 
     return make
+
+
+def copy_params(params: Params) -> Params:
+    """A tree like `params` whose float32 arrays share no memory with theirs: both are donated."""
+    return jax.tree.map(lambda x: jnp.array(x, jnp.float32, copy=True), params)
 
 
 def state_shardings(
@@ -103,12 +128,15 @@ def state_shardings(
     *,
     loss_scale: dict[str, Array],
     offload: bool = False,
+    has_ema: bool = False,
 ) -> TrainState:
     """A `TrainState` with a `NamedSharding` at each leaf; scalars [] are whole everywhere."""
     whole: Any = layout.sharding(P())
+    params = layout.shardings(layout.param_specs(model.axes))
     return TrainState(
         step=whole,
-        params=layout.shardings(layout.param_specs(model.axes)),
+        params=params,
+        ema_params=params if has_ema else {},
         opt_state=opt_shardings(model, optimizer, layout, offload=offload),
         loss_scale=jax.tree.map(lambda _: whole, loss_scale),
         key=whole,

@@ -54,6 +54,10 @@ same on every tensor device and counts once. So take sums of the residual stream
 same, and would count once for each."""
 
 
+BATCH_STATISTICS = "batch_statistics"
+"""Name among a head's sums of what a training batch showed of each running average: a tree of
+float32 arrays, equal on all devices that split rows, in which trained leaves are absent."""
+
 OBJECTIVE = ("loss", "aux_loss")
 """Names of the sums that training differentiates."""
 
@@ -74,6 +78,15 @@ class Dims(tuple[str | None, ...]):
     """Logical names of an array's dims, e.g. `Dims(("layers", "d_model", "mlp"))`; a pytree leaf.
 
     `None` names a dim that no mesh axis may split.
+    """
+
+    __slots__ = ()
+
+
+class RunningDims(Dims):
+    """`Dims` of a running average: training moves it by what batches show, not by a gradient.
+
+    It has at most one dim besides `layers`, so that every device that splits rows holds it whole.
     """
 
     __slots__ = ()
@@ -170,7 +183,10 @@ class Context:
         enter: [batch, seq_shard, ...] -> [batch, seq, ...]; before a column-parallel product.
         leave: partial sums [batch, seq, ...] -> [batch, seq_shard, ...]; after a row-parallel one.
         split: [batch, seq, ...] known to all -> this device's [batch, seq_shard, ...].
+        sum_rows: float32 array [...] -> its sum over the devices that split rows, differentiable
+            (of 1: their number, an int); None in evaluation, which uses running averages instead.
         tensor_index: index of this device on the `tensor` axis (0 on one device).
+        tensor_sum: this device's partial sums -> their totals over the `tensor` axis, any shape.
         places: number of this device's positions -> int32 [that many], index in its row of each;
             0, 1, ... unless devices share rows.
         run_layers: (block, layers, x, aux, context) -> (x, Sums of all of them); a scan, or the
@@ -191,7 +207,9 @@ class Context:
     enter: Callable[[Array], Array] = _identity
     leave: Callable[[Array], Array] = _identity
     split: Callable[[Array], Array] = _identity
+    sum_rows: Callable[[Any], Any] | None = None
     tensor_index: Callable[[], Any] = int
+    tensor_sum: Callable[[Array], Array] = _identity
     places: Callable[[int], Array] = _from_the_start
     run_layers: Callable[..., tuple[Array, Sums]] = _missing
     token_loss: Callable[..., Sums] = _missing

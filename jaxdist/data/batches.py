@@ -22,7 +22,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxdist.core.parallel.context import device_order, num_position_shards
 from jaxdist.core.types import Batch, ConfigError
-from jaxdist.data.packing import Fields, Rows
+from jaxdist.data.packing import Fields, Rows, Spans, cut
 
 if TYPE_CHECKING:
     from jaxdist.data.dataset import Dataset
@@ -40,18 +40,12 @@ class Held(NamedTuple):
     Attributes:
         rows: int64 [local], ascending: which rows of a batch.
         places: int64 [local_seq], ascending: which places of `device_order`; None = whole rows.
-        positions: int64 [local_seq], the positions that lie there.
+        spans: the positions that lie there.
     """
 
     rows: np.ndarray
     places: np.ndarray | None = None
-    positions: np.ndarray | None = None
-
-    def cut(self, rows: Rows) -> Rows:
-        """Of whole rows, name -> [local, seq, ...], the positions held: [local, local_seq, ...]."""
-        if self.positions is None:
-            return rows
-        return {name: x[:, self.positions] if x.ndim > 1 else x for name, x in rows.items()}
+    spans: Spans | None = None
 
 
 class TrainBatches(grain.MapDataset[Numbered]):
@@ -76,7 +70,8 @@ class TrainBatches(grain.MapDataset[Numbered]):
         if isinstance(index, slice):  # the part of one worker process
             return self.slice(index)
         first = first_sample(index, self._batch_size, self._start, self._left_out)
-        return first, self._held.cut(self._dataset.rows(self._order.rows(first + self._held.rows)))
+        chosen = self._order.rows(first + self._held.rows)
+        return first, self._dataset.rows(chosen, self._held.spans)
 
 
 class EvalBatches(grain.MapDataset[Numbered]):
@@ -99,7 +94,7 @@ class EvalBatches(grain.MapDataset[Numbered]):
         numbers = index * self._batch_size + self._held.rows
         # Padding repeats a real row: rows of zeros could make a model divide by nothing.
         chosen = np.minimum(numbers, self._count - 1) * self._dataset.num_rows // self._count
-        rows = self._held.cut(self._dataset.rows(chosen))
+        rows = self._dataset.rows(chosen, self._held.spans)
         rows["weights"][numbers >= self._count] = 0
         return index * self._batch_size, rows
 
@@ -146,7 +141,7 @@ class _StreamIterator(grain.DatasetIterator[Numbered]):
                 "`.to_iter_dataset()`, or lower train.steps."
             ) from None
         self._sample = first + plan.batch_size
-        return first, plan.held.cut(plan.stack([read[row] for row in plan.held.rows]))
+        return first, cut(plan.stack([read[row] for row in plan.held.rows]), plan.held.spans)
 
     def get_state(self) -> dict[str, Any]:
         return {"sample": self._sample, "rows": self._parent.get_state()}
@@ -198,7 +193,13 @@ def part_held(
     shape = (batch_size, seq_len)
     places = _held_of(1, shape, sharding, mine)
     rows = _held_of(0, shape, sharding, mine)
-    return Held(rows, places, device_order(seq_len, shards)[places])
+    return Held(rows, places, _spans(device_order(seq_len, shards)[places]))
+
+
+def _spans(positions: np.ndarray) -> Spans:
+    """Runs of positions, int64 [n], that follow each other."""
+    runs = np.split(positions, np.flatnonzero(np.diff(positions) != 1) + 1)
+    return tuple((int(run[0]), int(run[-1]) + 1) for run in runs)
 
 
 def _held_of(

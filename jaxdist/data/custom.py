@@ -28,7 +28,7 @@ from typing import Any, Literal
 import numpy as np
 
 from jaxdist.core.types import ConfigError
-from jaxdist.data.packing import Fields, Rows
+from jaxdist.data.packing import Fields, Rows, Spans, cut
 
 _NAMED = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _NEEDED = {"text": ("tokens", "targets", "weights"), "images": ("images", "labels", "weights")}
@@ -76,15 +76,15 @@ class CustomRows:
         self.fingerprint = f"custom-{digest_of(few, str(self.num_rows))}"
         self.vocab_size = vocabulary_of(few)
 
-    def rows(self, indices: np.ndarray) -> Rows:
-        """See `Part.rows`.
+    def rows(self, indices: np.ndarray, spans: Spans | None = None) -> Rows:
+        """See `Part.rows`; the user's function makes whole rows, which are cut.
 
         Raises:
             ConfigError: a row is missing or has another shape than the first one.
         """
         numbers = np.asarray(indices).tolist()
         found = self._in_threads(numbers) if self._num_threads else map(self._read, numbers)
-        return stack_rows(list(found), self.fields, self._name, indices)
+        return cut(stack_rows(list(found), self.fields, self._name, indices), spans)
 
     def _read(self, number: int) -> Any:
         return self._source[number]

@@ -25,7 +25,7 @@ from jaxdist.data.documents import find_files
 from jaxdist.data.encoding import Encoder, make_encoder
 from jaxdist.data.images import NUM_CLASSES, is_cifar, open_cifar
 from jaxdist.data.order import Order
-from jaxdist.data.packing import Fields, Part, Rows, split_text
+from jaxdist.data.packing import Fields, Part, Rows, Spans, split_text
 from jaxdist.data.stream import StreamDataset, open_stream
 from jaxdist.data.tokenizer import Tokenizer, load_tokenizer
 
@@ -67,27 +67,26 @@ class Dataset:
         text = json.dumps(self.identity, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
-    def rows(self, indices: np.ndarray) -> Rows:
+    def rows(self, indices: np.ndarray, spans: Spans | None = None) -> Rows:
         """Rows of `indices`, int64 [n] in [0, num_rows): field name -> [n, ...] (see `fields`).
 
-        Pure: the same indices give the same rows, in any process.
+        Of each row the positions of the spans alone, None = all: [n, positions, ...]. Pure: the
+        same indices give the same rows, in any process.
         """
         indices = np.asarray(indices, np.int64)
         starts = np.cumsum([0] + [part.num_rows for part in self.parts])
         if len(indices) and not (indices.min() >= 0 and indices.max() < starts[-1]):
             raise IndexError(f"row {indices.min()}..{indices.max()} of {starts[-1]}")
         if len(self.parts) == 1:
-            return self.parts[0].rows(indices)
-        out = {
-            name: np.empty((len(indices), *shape), dtype)
-            for name, (shape, dtype) in self.fields.items()
-        }
+            return self.parts[0].rows(indices, spans)
+        out: Rows = {}
         part_of = np.searchsorted(starts, indices, side="right") - 1
         for part in np.unique(part_of):
             chosen = part_of == part
-            rows = self.parts[part].rows(indices[chosen] - starts[part])
+            rows = self.parts[part].rows(indices[chosen] - starts[part], spans)
             for name, values in rows.items():
-                out[name][chosen] = values
+                shape = (len(indices), *values.shape[1:])
+                out.setdefault(name, np.empty(shape, values.dtype))[chosen] = values
         return out
 
     def describe(self) -> str:

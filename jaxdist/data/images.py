@@ -75,8 +75,8 @@ class Images:
         digest = hashlib.sha256(self.pixels.tobytes() + self.labels.tobytes()).hexdigest()
         return f"images-{digest[:32]}-{self.scaling}"
 
-    def rows(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-        """See `Part.rows`: images float32 [n, 32, 32, 3], labels int32 [n]."""
+    def rows(self, indices: np.ndarray, spans: object = None) -> dict[str, np.ndarray]:
+        """See `Part.rows`: images float32 [n, 32, 32, 3], labels int32 [n]. They have no spans."""
         images = self.pixels[indices].astype(np.float32)
         images = images / 127.5 - 1 if self.scaling == "half" else images / 255
         if self.scaling == "channel":

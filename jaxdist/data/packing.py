@@ -15,6 +15,8 @@ from jaxdist.data.corpus import Corpus
 
 Fields = dict[str, tuple[tuple[int, ...], np.dtype]]
 Rows = dict[str, np.ndarray]
+Spans = tuple[tuple[int, int], ...]
+"""Positions [start, stop) of a row, span after span in the order in which they are wanted."""
 
 
 class Part(Protocol):
@@ -35,9 +37,20 @@ class Part(Protocol):
         """Changes when any row does."""
         ...
 
-    def rows(self, indices: np.ndarray) -> Rows:
-        """Rows of `indices`, int64 [n], in that order: name -> [n, ...], as `fields` says."""
+    def rows(self, indices: np.ndarray, spans: Spans | None = None) -> Rows:
+        """Rows of `indices`, int64 [n], in that order: name -> [n, ...], as `fields` says.
+
+        Of each row the positions of the spans alone, None = all: [n, positions, ...].
+        """
         ...
+
+
+def cut(rows: Rows, spans: Spans | None) -> Rows:
+    """Of whole rows, name -> [n, seq, ...], the positions of the spans; other shapes stay."""
+    if spans is None:
+        return rows
+    part = lambda x: np.concatenate([x[:, start:stop] for start, stop in spans], axis=1)
+    return {name: part(x) if x.ndim > 1 else x for name, x in rows.items()}
 
 
 def text_fields(seq_len: int, packed: bool) -> Fields:
@@ -83,38 +96,45 @@ class Windows:
         kind = "documents" if self.documents else "stream"
         return f"{kind}-{self.corpus.fingerprint}-{self.start}-{self.stop}-{self.seq_len}"
 
-    def rows(self, indices: np.ndarray) -> Rows:
-        """See `Part.rows`."""
+    def rows(self, indices: np.ndarray, spans: Spans | None = None) -> Rows:
+        """See `Part.rows`; no other tokens than those of the spans are read."""
         starts = self.start + np.asarray(indices, np.int64) * self.seq_len
-        both = np.empty((len(starts), self.seq_len + 1), np.int32)
-        for row, start in zip(both, starts.tolist(), strict=True):
-            row[:] = self.corpus.tokens(start, start + self.seq_len + 1)
-        batch = {
-            "tokens": np.ascontiguousarray(both[:, :-1]),
-            "targets": np.ascontiguousarray(both[:, 1:]),
-            "weights": np.ones((len(starts), self.seq_len), np.float32),
-        }
-        if self.corpus.weighted:
-            for row, start in zip(batch["weights"], starts.tolist(), strict=True):
-                row[:] = self.corpus.weights(start + 1, start + self.seq_len + 1)
-        if self.documents:
-            self._mark(batch, starts)
+        spans = spans or ((0, self.seq_len),)
+        batch, at = _empty(self.fields, len(starts), spans), 0
+        batch["weights"].fill(1)
+        for first, last in spans:
+            place = slice(at, at + last - first)
+            for row, start in enumerate(starts.tolist()):
+                tokens = self.corpus.tokens(start + first, start + last + 1)
+                batch["tokens"][row, place] = tokens[:-1]
+                batch["targets"][row, place] = tokens[1:]
+                if self.corpus.weighted:
+                    learned = self.corpus.weights(start + first + 1, start + last + 1)
+                    batch["weights"][row, place] = learned
+                if self.documents:
+                    part = {name: values[row, place] for name, values in batch.items()}
+                    self._mark(part, start, first)
+            at = place.stop
         return batch
 
-    def _mark(self, batch: Rows, starts: np.ndarray) -> None:
-        """Add segments and positions, int32 [n, seq_len], of windows at `starts`, int64 [n]."""
-        seq_len = self.seq_len
-        ends = self.corpus.document_ends
-        batch["segments"] = np.ones((len(starts), seq_len), np.int32)
-        batch["positions"] = np.tile(np.arange(seq_len, dtype=np.int32), (len(starts), 1))
-        for row, start in enumerate(starts.tolist()):
-            first = np.searchsorted(ends, start, side="right")
-            last = np.searchsorted(ends, start + seq_len, side="right")
-            inside = ends[first:last].astype(np.int64) - start  # ends in this row, in (0, seq_len]
-            batch["weights"][row, inside - 1] = 0
-            for end in inside[inside < seq_len]:
-                batch["segments"][row, end:] += 1
-                batch["positions"][row, end:] = np.arange(seq_len - end)
+    def _mark(self, part: Rows, start: int, first: int) -> None:
+        """Set segments and positions, and weights at document ends, of a part of a window.
+
+        `start` is the window's first token; `part` holds its inputs from `first` on, [length].
+        """
+        length, ends = len(part["tokens"]), self.corpus.document_ends
+        before, here, after = np.searchsorted(
+            ends, [start, start + first, start + first + length], side="right"
+        )
+        inside = ends[here:after].astype(np.int64) - start  # ends in this part, behind its first
+        part["weights"][inside - first - 1] = 0
+        counts = np.diff(inside, prepend=first, append=first + length)
+        own = max(0, int(ends[here - 1]) - start) if here > before else 0
+        begins = np.append(own, inside)
+        number = int(here - before)
+        part["segments"][:] = np.repeat(np.arange(1 + number, 1 + number + len(counts)), counts)
+        places = np.arange(first, first + length)
+        part["positions"][:] = places - np.repeat(begins, counts)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -150,27 +170,50 @@ class Fitted:
         """Of corpus, documents used and row length."""
         return f"best_fit-{self.corpus.fingerprint}-{self.label}-{self.seq_len}"
 
-    def rows(self, indices: np.ndarray) -> Rows:
-        """See `Part.rows`; padding has token, target, weight, segment and position 0."""
-        shape = (len(indices), self.seq_len)
-        batch = {
-            name: np.zeros(shape, dtype)
-            for name, (_, dtype) in text_fields(self.seq_len, True).items()
-        }
+    def rows(self, indices: np.ndarray, spans: Spans | None = None) -> Rows:
+        """See `Part.rows`; padding has token, target, weight, segment and position 0.
+
+        Of the pieces only those in the spans are read, and of these only what lies in them.
+        """
+        spans = spans or ((0, self.seq_len),)
+        batch = _empty(self.fields, len(indices), spans)
         for row, index in enumerate(np.asarray(indices, np.int64).tolist()):
+            pieces = slice(self.row_starts[index], self.row_starts[index + 1])
+            lengths = self.piece_lengths[pieces]
+            begins = np.cumsum(lengths) - lengths
             at = 0
-            pieces = range(int(self.row_starts[index]), int(self.row_starts[index + 1]))
-            for segment, piece in enumerate(pieces, start=1):
-                start, length = int(self.piece_starts[piece]), int(self.piece_lengths[piece])
-                tokens = self.corpus.tokens(start, start + length + 1)
-                place = slice(at, at + length)
-                batch["tokens"][row, place] = tokens[:-1]
-                batch["targets"][row, place] = tokens[1:]
-                batch["weights"][row, place] = self.corpus.weights(start + 1, start + length + 1)
-                batch["segments"][row, place] = segment
-                batch["positions"][row, place] = np.arange(length)
-                at += length
+            for first, last in spans:
+                part = {name: values[row, at : at + last - first] for name, values in batch.items()}
+                self._fill(part, self.piece_starts[pieces], begins, lengths, first)
+                at += last - first
         return batch
+
+    def _fill(
+        self, part: Rows, starts: np.ndarray, begins: np.ndarray, lengths: np.ndarray, first: int
+    ) -> None:
+        """Set a part of a row, fields [positions], from its position `first` on.
+
+        The row's pieces are given by their first tokens, positions and lengths, int64 [pieces].
+        """
+        last = first + len(part["tokens"])
+        inside = np.flatnonzero((begins < last) & (begins + lengths > first))
+        for piece in inside.tolist():
+            start, begin = int(starts[piece]), int(begins[piece])
+            low, high = max(first, begin), min(last, begin + int(lengths[piece]))
+            tokens = self.corpus.tokens(start + low - begin, start + high - begin + 1)
+            place = slice(low - first, high - first)
+            part["tokens"][place] = tokens[:-1]
+            part["targets"][place] = tokens[1:]
+            weights = self.corpus.weights(start + low - begin + 1, start + high - begin + 1)
+            part["weights"][place] = weights
+            part["segments"][place] = piece + 1
+            part["positions"][place] = np.arange(low - begin, high - begin)
+
+
+def _empty(fields: Fields, num_rows: int, spans: Spans) -> Rows:
+    """Zeros for the positions of the spans: name -> [num_rows, positions]."""
+    length = sum(stop - start for start, stop in spans)
+    return {name: np.zeros((num_rows, length), dtype) for name, (_, dtype) in fields.items()}
 
 
 def fit_documents(corpus: Corpus, start: int, stop: int, seq_len: int) -> Fitted:

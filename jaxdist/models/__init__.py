@@ -10,7 +10,7 @@ import os
 import sys
 
 from jaxdist.core.types import ConfigError, Model
-from jaxdist.models.configs import CnnConfig, CustomConfig, DecoderConfig, ModelConfig
+from jaxdist.models.configs import CnnConfig, CustomConfig, DecoderConfig, ModelConfig, ResnetConfig
 
 GIVEN_MODEL = "python:model"
 """The factory of a run whose model a Python program gave as an object."""
@@ -32,6 +32,10 @@ def build(config: ModelConfig, *, seq_len: int) -> Model:
         from jaxdist.models.cnn import build_cnn
 
         return build_cnn(config)
+    if isinstance(config, ResnetConfig):
+        from jaxdist.models.resnet import build_resnet
+
+        return build_resnet(config)
     return _build_custom(config, seq_len=seq_len)
 
 

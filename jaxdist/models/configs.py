@@ -46,7 +46,7 @@ KERNEL_SIZE = 3
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
-    """A decoder-only language model: Llama, Mistral, Qwen and GPT-2 families by their parts."""
+    """A decoder-only language model: Llama, Mistral, Qwen, OLMo 2 and GPT-2 by their parts."""
 
     kind: Literal["decoder"] = setting("decoder", "decoder = a language model")
     vocab_size: int = setting(256, "tokens of the vocabulary", ge=1, le=2**31)
@@ -59,6 +59,11 @@ class DecoderConfig:
     max_seq_len: int = setting(2048, "longest sequence (the learned position table's length)", ge=1)
     norm: Literal["rms", "layer"] = setting("rms", "rms = RMSNorm, layer = LayerNorm with bias")
     norm_eps: float = setting(1e-5, "added to the variance", gt=0)
+    norm_placement: Literal["pre", "post"] = setting(
+        "pre",
+        "where attention and MLP are normed: pre = their inputs (Llama), post = their outputs "
+        "(OLMo 2)",
+    )
     positions: Literal["rotary", "learned"] = setting("rotary", "how positions enter")
     rope_theta: float = setting(10000.0, "base of the rotary frequencies", gt=0)
     rope_scaling: dict[str, Any] = setting(
@@ -71,7 +76,11 @@ class DecoderConfig:
     activation: Literal["swiglu", "gelu"] = setting(
         "swiglu", "swiglu = gated SiLU, gelu = tanh GELU as in GPT-2"
     )
-    qk_norm: bool = setting(False, "RMSNorm on each query and key head (Qwen 3)")
+    qk_norm: Literal["none", "head", "all"] = setting(
+        "none",
+        "RMSNorm of queries and keys: head = every head by itself (Qwen 3), all = all heads of a "
+        "token together (OLMo 2)",
+    )
     bias: list[Literal["qkv", "out", "mlp"]] = setting(
         [],
         "products with a bias: qkv = query, key and value (Qwen 2, GPT-2), out = the attention "
@@ -263,12 +272,62 @@ class CnnConfig:
 
     def run_problems(self, **_: Any) -> list[str]:
         """Violated rules between this model and the rest of a run: CIFAR-10 fits these sizes."""
-        if (self.image_size, self.num_classes) == (32, 10):
-            return []
-        return [
-            f"model.image_size={self.image_size}, model.num_classes={self.num_classes} do not fit "
-            "CIFAR-10, which has 32 and 10. Use those."
-        ]
+        return _cifar_problems(self.image_size, self.num_classes)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ResnetConfig:
+    """A residual network for CIFAR-10 with batch norm (He et al. 2015, section 4.2)."""
+
+    kind: Literal["resnet"] = setting("resnet", "resnet = an image classifier with batch norm")
+    depth: int = setting(20, "layers with weights: 6 n + 2, e.g. 20, 32, 44, 56 or 110", ge=8)
+    width: int = setting(16, "channels of the first third; they double twice", ge=1)
+    image_size: int = setting(32, "height and width of the images, pixels", ge=4)
+    num_classes: int = setting(10, "classes", ge=1)
+
+    rules: ClassVar[Mapping[str, str | None]] = {"hidden": "tensor", "channels": "fsdp"}
+    sequence: ClassVar[bool] = False
+    context_parallel: ClassVar[bool] = False
+    reads: ClassVar[str] = "images"
+
+    @property
+    def dims(self) -> dict[str, int]:
+        """Logical dim -> its smallest size, which divides the others."""
+        return {"hidden": self.width, "channels": self.width}
+
+    @property
+    def blocks_per_stage(self) -> int:
+        """Residual blocks, of two layers each, at one image size."""
+        return (self.depth - 2) // 6
+
+    def problems(self) -> list[str]:
+        """Every violated rule of this section."""
+        problems = []
+        if self.depth % 6 != 2:
+            problems.append(
+                f"model.depth={self.depth} must be 6 n + 2: three stages of n blocks of two "
+                "layers, the first layer and the head. Use 20, 32, 44, 56 or 110."
+            )
+        if self.image_size % 4:
+            problems.append(
+                f"model.image_size={self.image_size} must be divisible by 4: two stages halve it. "
+                "CIFAR-10 has 32."
+            )
+        return problems
+
+    def run_problems(self, **_: Any) -> list[str]:
+        """Violated rules between this model and the rest of a run."""
+        return _cifar_problems(self.image_size, self.num_classes)
+
+
+def _cifar_problems(image_size: int, num_classes: int) -> list[str]:
+    """CIFAR-10 is the image data set there is."""
+    if (image_size, num_classes) == (32, 10):
+        return []
+    return [
+        f"model.image_size={image_size}, model.num_classes={num_classes} do not fit CIFAR-10, "
+        "which has 32 and 10. Use those."
+    ]
 
 
 DIM_SETTINGS = {
@@ -315,4 +374,4 @@ class CustomConfig:
         return []
 
 
-ModelConfig: TypeAlias = DecoderConfig | CnnConfig | CustomConfig
+ModelConfig: TypeAlias = DecoderConfig | CnnConfig | ResnetConfig | CustomConfig

@@ -1,4 +1,4 @@
-"""The decoder: Llama, Mistral, Qwen and GPT-2 families from one block, by config.
+"""The decoder: Llama, Mistral, Qwen, OLMo 2 and GPT-2 from one block, by config.
 
 Query, key and value are one product, stored grouped by key/value head as
 [d_model, kv_heads, heads/kv_heads + 2, head_dim] (its queries, then key, then value), so that one
@@ -187,32 +187,42 @@ class Embedding(nnx.Module):
 
 
 class Block(nnx.Module):
-    """Pre-norm attention and MLP, each added to the residual stream."""
+    """Attention and MLP, each normed before or after, added to the residual stream."""
 
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
-        norm = layers.RMSNorm if config.norm == "rms" else layers.LayerNorm
-        self.attention_norm = norm(config.d_model, config.norm_eps, "d_model")
+        if config.norm_placement == "pre":
+            self.attention_norm, self.mlp_norm = _norm(config), _norm(config)
+        else:
+            self.attention_out_norm, self.mlp_out_norm = _norm(config), _norm(config)
         self.attention = Attention(config, rngs)
-        self.mlp_norm = norm(config.d_model, config.norm_eps, "d_model")
         self.mlp = Mlp(config, rngs)
         self.config = config
 
     def __call__(self, x: Array, aux: dict[str, Any], context: Context) -> tuple[Array, Sums]:
         """Residual stream [batch, seq_shard, d_model] -> the same, and no sums of its own."""
         with jax.named_scope("attention"):
-            branch = self.attention(context.enter(self.attention_norm(x)), aux, context)
-            x = x + self._drop(context.leave(branch), _ATTENTION_SITE, aux, context)
+            branch = self.attention(context.enter(self._normed("attention_norm", x)), aux, context)
+            branch = self._normed("attention_out_norm", context.leave(branch))
+            x = x + self._drop(branch, _ATTENTION_SITE, aux, context)
         with jax.named_scope("mlp"):
-            branch = self.mlp(context.enter(self.mlp_norm(x)), context)
-            return x + self._drop(context.leave(branch), _MLP_SITE, aux, context), {}
+            branch = self.mlp(context.enter(self._normed("mlp_norm", x)), context)
+            branch = self._normed("mlp_out_norm", context.leave(branch))
+            return x + self._drop(branch, _MLP_SITE, aux, context), {}
 
     def decode(
         self, x: Array, cache: dict[str, Array], aux: dict[str, Any], context: Context
     ) -> tuple[Array, dict[str, Array]]:
         """Stream [batch, n, d_model] and one layer's cache -> the same, n positions written."""
-        branch, cache = self.attention.decode(self.attention_norm(x), cache, aux, context)
-        x = x + context.leave(branch)
-        return x + context.leave(self.mlp(self.mlp_norm(x), context)), cache
+        before = self._normed("attention_norm", x)
+        branch, cache = self.attention.decode(before, cache, aux, context)
+        x = x + self._normed("attention_out_norm", context.leave(branch))
+        branch = self.mlp(self._normed("mlp_norm", x), context)
+        return x + self._normed("mlp_out_norm", context.leave(branch)), cache
+
+    def _normed(self, name: str, x: Array) -> Array:
+        """The norm of that name of x [batch, seq_shard, d_model]; x where the block has none."""
+        norm = getattr(self, name, None)
+        return x if norm is None else norm(x)
 
     def _drop(self, x: Array, site: int, aux: dict[str, Any], context: Context) -> Array:
         """Dropout of x [batch, seq_shard, d_model] where training drops features."""
@@ -238,9 +248,9 @@ class Attention(nnx.Module):
             self.qkv_bias = layers.filled(0.0, (kv, group + 2, width), *names)
         if "out" in config.bias:
             self.out_bias = layers.filled(0.0, (d,), "d_model")
-        if config.qk_norm:
-            self.query_norm = layers.RMSNorm(width, config.norm_eps, "head_dim")
-            self.key_norm = layers.RMSNorm(width, config.norm_eps, "head_dim")
+        if config.qk_norm != "none":
+            self.query_norm = _heads_norm(config, config.num_heads, "heads")
+            self.key_norm = _heads_norm(config, kv, "kv_heads")
         self.config = config
 
     def __call__(self, x: Array, aux: dict[str, Any], context: Context) -> Array:
@@ -273,8 +283,9 @@ class Attention(nnx.Module):
         qkv = checkpoint_name(qkv, "qkv")
         query, key, value = qkv[..., :-2, :], qkv[..., -2, :], qkv[..., -1, :]
         query = query.reshape(*query.shape[:2], -1, query.shape[-1])
-        if self.config.qk_norm:
-            query, key = self.query_norm(query), self.key_norm(key)
+        if self.config.qk_norm != "none":
+            over = (context.tensor_sum,) if self.config.qk_norm == "all" else ()
+            query, key = self.query_norm(query, *over), self.key_norm(key, *over)
         if self.config.positions == "rotary":
             query = layers.rotate(query, aux["cos"], aux["sin"])
             key = layers.rotate(key, aux["cos"], aux["sin"])
@@ -342,11 +353,23 @@ class Head(nnx.Module):
     """Final norm, and the output kernel unless it is the embedding table."""
 
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
-        norm = layers.RMSNorm if config.norm == "rms" else layers.LayerNorm
-        self.norm = norm(config.d_model, config.norm_eps, "d_model")
+        self.norm = _norm(config)
         if not config.tie_embeddings:
             size = (config.d_model, config.padded_vocab)
             self.kernel = layers.weight(rngs, size, config.init_std, "d_model", "vocab")
+
+
+def _norm(config: DecoderConfig) -> nnx.Module:
+    """A norm of the residual stream."""
+    norm = layers.RMSNorm if config.norm == "rms" else layers.LayerNorm
+    return norm(config.d_model, config.norm_eps, "d_model")
+
+
+def _heads_norm(config: DecoderConfig, count: int, dim: str) -> nnx.Module:
+    """A norm of queries or keys, of `count` heads along the logical `dim`."""
+    if config.qk_norm == "head":
+        return layers.RMSNorm(config.head_width, config.norm_eps, "head_dim")
+    return layers.HeadsRMSNorm(count, config.head_width, config.norm_eps, dim)
 
 
 def prepare(config: DecoderConfig, batch: Batch, context: Context) -> dict[str, Any]:

@@ -13,9 +13,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 
-from jaxdist.core.types import Array, Dims, Params
+from jaxdist.core.types import BATCH_STATISTICS, Array, Context, Dims, Params, RunningDims, Sums
 from jaxdist.models.configs import ROPE_SCALING
+
+
+class RunningAverage(nnx.Variable):
+    """An array that training moves by what batches show, and evaluation uses."""
+
+
+_STORED = nnx.Any(nnx.Param, RunningAverage)
 
 
 def functional(
@@ -24,9 +32,9 @@ def functional(
     """Cross from an NNX module to plain functions.
 
     Args:
-        make: rngs -> module. Its `nnx.Param`s carry `dims=Dims(...)` in their metadata (`weight`
-            and `filled` do so; Flax's own layers take `kernel_metadata`); no mesh axis splits those
-            that carry none.
+        make: rngs -> module. Its `nnx.Param`s and `RunningAverage`s carry `dims=Dims(...)` in their
+            metadata (`weight` and `filled` do so; Flax's own layers take `kernel_metadata`); no
+            mesh axis splits those that carry none.
 
     Returns:
         init: key -> plain nested dict of float32 arrays, shapes as the module makes them.
@@ -34,29 +42,30 @@ def functional(
         bind: params -> the module holding them (whatever their shapes), for calling its methods.
 
     Raises:
-        ValueError: the module holds state other than parameters, such as batch statistics.
+        ValueError: the module holds other state, such as the batch statistics of Flax's BatchNorm.
     """
     module = nnx.eval_shape(lambda: make(nnx.Rngs(0)))
-    split: Any = nnx.split(module, nnx.Param, ...)
+    split: Any = nnx.split(module, _STORED, ...)
     graph, abstract, others = split
     if found := sorted({type(v).__name__ for v in jax.tree.leaves(others, is_leaf=_is_variable)}):
         raise ValueError(
             f"{type(module).__name__} holds {', '.join(found)} as well as nnx.Param: models are "
-            "pure functions of their parameters. Use layers without such state (LayerNorm for "
-            "BatchNorm, Context.dropout_key for Dropout's own keys)."
+            "pure functions of their parameters. Use layers without such state "
+            "(jaxdist.models.layers.BatchNorm for Flax's, Context.dropout_key for Dropout's own "
+            "keys)."
         )
 
     def init(key: Array) -> Params:
-        return nnx.to_pure_dict(nnx.state(make(nnx.Rngs(params=key)), nnx.Param))
+        return nnx.to_pure_dict(nnx.state(make(nnx.Rngs(params=key)), _STORED))
 
     def bind(params: Params) -> Any:
         state = jax.tree.map(lambda x: x, abstract)
         nnx.replace_by_pure_dict(state, params)
         return nnx.merge(graph, state, others)
 
-    def dims_of(param: nnx.Param) -> Any:
-        unnamed = Dims((None,) * len(param.shape))
-        return param.replace(param.get_metadata().get("dims", unnamed))
+    def dims_of(param: nnx.Variable) -> Any:
+        dims = param.get_metadata().get("dims", Dims((None,) * len(param.shape)))
+        return param.replace(RunningDims(dims) if isinstance(param, RunningAverage) else dims)
 
     axes = jax.tree.map(dims_of, abstract, is_leaf=_is_variable)
     return init, nnx.to_pure_dict(axes), bind
@@ -83,6 +92,47 @@ def filled(value: float, shape: tuple[int, ...], *dims: str | None) -> nnx.Param
     return nnx.Param(jnp.full(shape, value, jnp.float32), dims=Dims(dims))
 
 
+class BatchNorm(nnx.Module):
+    """Batch norm over all dims but the last, in float32 (Ioffe and Szegedy 2015, algorithm 1).
+
+    In training mean and variance are those of the global batch (of one microbatch of it), whatever
+    axes split its rows; one sum of [2, size] float32 is moved for it, and one in the backward pass.
+    As in PyTorch, the running average is of the unbiased variance. A head that calls such layers
+    adds `batch_statistics(module, context)` to its sums.
+    """
+
+    def __init__(self, size: int, dim: str | None, eps: float = 1e-5):
+        self.scale = filled(1.0, (size,), dim)
+        self.bias = filled(0.0, (size,), dim)
+        self.mean = RunningAverage(jnp.zeros(size, jnp.float32), dims=Dims((dim,)))
+        self.variance = RunningAverage(jnp.ones(size, jnp.float32), dims=Dims((dim,)))
+        self.eps = eps
+
+    def __call__(self, x: Array, context: Context) -> Array:
+        """[batch, ..., size] -> the same in the dtype of x."""
+        wide = x.astype(jnp.float32)
+        mean, variance = self.mean[...], self.variance[...]
+        if context.sum_rows is not None:
+            dims = tuple(range(x.ndim - 1))
+            sums = jnp.stack([jnp.sum(wide, dims), jnp.sum(jnp.square(wide), dims)])
+            count = x.size // x.shape[-1] * context.sum_rows(1)
+            mean, square = context.sum_rows(sums) / count
+            variance = jnp.maximum(square - jnp.square(mean), 0.0)
+            self.mean[...] = lax.stop_gradient(mean)
+            unbiased = variance * (count / max(count - 1, 1))
+            self.variance[...] = lax.stop_gradient(unbiased)
+        scale = lax.rsqrt(variance + self.eps) * self.scale[...].astype(jnp.float32)
+        return ((wide - mean) * scale + self.bias[...].astype(jnp.float32)).astype(x.dtype)
+
+
+def batch_statistics(module: nnx.Module, context: Context) -> Sums:
+    """What the batch showed of a module's running averages, for a head's sums; {} in evaluation."""
+    if context.sum_rows is None:
+        return {}
+    shown: Any = nnx.to_pure_dict(nnx.state(module, RunningAverage))
+    return {BATCH_STATISTICS: shown}
+
+
 class RMSNorm(nnx.Module):
     """Root-mean-square norm over the last dim, in float32 (Zhang & Sennrich 2019)."""
 
@@ -94,6 +144,25 @@ class RMSNorm(nnx.Module):
         """[..., size] -> [..., size] in the dtype of x."""
         wide = x.astype(jnp.float32)
         wide = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), -1, keepdims=True) + self.eps)
+        return (wide * self.scale[...].astype(jnp.float32)).astype(x.dtype)
+
+
+class HeadsRMSNorm(nnx.Module):
+    """The same over all heads of a token together, which the tensor axis may split (OLMo 2)."""
+
+    def __init__(self, heads: int, head_dim: int, eps: float, dim: str):
+        self.scale = filled(1.0, (heads, head_dim), dim, "head_dim")
+        self.size = heads * head_dim
+        self.eps = eps
+
+    def __call__(self, x: Array, tensor_sum: Callable[[Array], Array]) -> Array:
+        """[batch, seq, heads, head_dim] of this device -> the same shape and dtype.
+
+        `tensor_sum` adds float32 [batch, seq, 1, 1] up over the tensor axis.
+        """
+        wide = x.astype(jnp.float32)
+        squares = tensor_sum(jnp.sum(jnp.square(wide), (-2, -1), keepdims=True))
+        wide = wide * jax.lax.rsqrt(squares / self.size + self.eps)
         return (wide * self.scale[...].astype(jnp.float32)).astype(x.dtype)
 
 

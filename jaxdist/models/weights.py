@@ -8,7 +8,7 @@ import math
 
 import jax
 
-from jaxdist.core.types import Dims, Model
+from jaxdist.core.types import Dims, Model, RunningDims
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,9 +54,11 @@ def weights_of(model: Model) -> tuple[Weight, ...]:
 
 
 def num_params(model: Model) -> int:
-    """Number of parameters, without vocabulary padding (as model cards count)."""
+    """Number of trained parameters, without vocabulary padding (as model cards count)."""
     padded = model.dims.get("vocab", 0)
     real = lambda weight: model.vocab_size and "vocab" in weight.dims
     return sum(
-        w.size // padded * model.vocab_size if real(w) else w.size for w in weights_of(model)
+        w.size // padded * model.vocab_size if real(w) else w.size
+        for w in weights_of(model)
+        if not isinstance(w.dims, RunningDims)
     )

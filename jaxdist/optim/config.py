@@ -62,6 +62,13 @@ class OptimConfig:
     moment_dtype: Literal["float32", "bfloat16"] = setting(
         "float32", "storage of momentum and first moments; second moments stay float32"
     )
+    ema_decay: float = setting(
+        0.0,
+        "keep an exponential moving average (EMA) of the weights: this share of it stays at each "
+        "step, e.g. 0.999; evaluation, generate and convert to-hf use the average; 0 = none",
+        ge=0,
+        lt=1,
+    )
 
     @property
     def elementwise(self) -> bool:
@@ -74,6 +81,11 @@ class OptimConfig:
         momentum = {"float32": 4, "bfloat16": 2}[self.moment_dtype]
         # Muon's hidden matrices, nearly all of a model, have a momentum only.
         return {"adamw": momentum + 4, "adafactor": 0}.get(self.optimizer, momentum)
+
+    @property
+    def ema_bytes(self) -> int:
+        """Bytes per parameter of their average."""
+        return 4 if self.ema_decay else 0
 
     def problems(self) -> list[str]:
         """What no bound says."""

@@ -9,14 +9,17 @@ from collections.abc import Iterator, Mapping
 from jaxdist.core.axis import Axis
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.parallel import axes
+from jaxdist.core.parallel.context import CONTEXT
 from jaxdist.core.parallel.data import DATA
+from jaxdist.core.settings.schema import join_choices
 from jaxdist.plan.compiled.check import CompiledStep
-from jaxdist.plan.estimate.cost import DAY_S, Bill, break_even, checkpoint_bytes
+from jaxdist.plan.estimate.cost import DAY_S, Bill, Limits, Saving, break_even, checkpoint_bytes
+from jaxdist.plan.estimate.search import CONTEXT_FROM, Choice, exchanges
 from jaxdist.plan.estimate.suggestions import smallest_changes
 from jaxdist.plan.hardware import Gpu
 from jaxdist.plan.options import PlanConfig
 from jaxdist.plan.planner import Plan
-from jaxdist.plan.scaling import right_sizes, size_of
+from jaxdist.plan.scaling import compared, right_sizes, size_of
 from jaxdist.runtime.formatting.numbers import duration, in_bytes, money
 
 
@@ -34,6 +37,7 @@ def advise(plan: Plan, config: PlanConfig, known: Mapping[str, Gpu]) -> list[Adv
         *_fit(plan),
         *_dtype(plan),
         *_mesh(plan),
+        *_exchange(plan),
         *_size(plan, known),
         *_batch(plan),
         *_checkpoints(plan),
@@ -146,6 +150,11 @@ def _on_axis(plan: Plan, axis: Axis) -> str:
             f"{short}={used} {what}: nothing fits without it; the least, {least.job.spec}, needs "
             f"{size}."
         )
+    if axis is CONTEXT and not others and plan.choice.job.model.context_parallel:
+        return (
+            f"Use {short} {what} when rows have {CONTEXT_FROM:,} tokens or more, or when one row "
+            "does not fit."
+        )
     if not fitting:
         return ""
     other = min(fitting, key=lambda c: c.time.seconds)
@@ -161,20 +170,59 @@ def _compared(slower: float) -> str:
     return f"{slower:.0%} slower" if slower > 0 else f"{-slower:.0%} faster"
 
 
+def _exchange(plan: Plan) -> Iterator[Advice]:
+    """How devices that share rows exchange keys and values, and what other ways would cost."""
+    choice = plan.choice
+    job, used = choice.job, choice.job.exchange
+    if used is None:
+        return
+    sentences = [f"{used.exchange}: {_EXCHANGES[used.exchange]}."]
+    for name in exchanges(job):
+        if name != used.exchange:
+            other = Choice.of(job.changed("mesh", context_attention=name))
+            slower = _compared(other.time.seconds / choice.time.seconds - 1)
+            size = in_bytes(other.memory.total_bytes)
+            fits = "" if other.fits else f" and does not fit ({size})"
+            sentences.append(f"{name} is {slower}{fits}.")
+    missing = [name for name in _EXCHANGES if name not in exchanges(job)]
+    if missing:
+        sentences.append(f"Heads or nodes do not allow {join_choices(missing)}.")
+    yield Advice("context attention", " ".join(sentences))
+
+
+_EXCHANGES = {
+    "ring": "keys and values travel from device to device while those at hand are multiplied",
+    "all_gather": "every device gets all keys and values",
+    "all_to_all": "devices exchange heads for positions, so that each attends to whole rows",
+    "hybrid": "neighbours exchange heads for positions, and keys and values travel between groups",
+}
+
+
 # --- how many of which ----------------------------------------------------------------------------
 
 
 def _size(plan: Plan, known: Mapping[str, Gpu]) -> Iterator[Advice]:
     model, state_bytes = plan.choice.job.model, checkpoint_bytes(plan.choice.job)
-    sizes = right_sizes(plan.base, known, plan.on_demand.tokens, state_bytes, model)
+    gpus = compared(known, plan.cluster.gpu)
+    sizes = right_sizes(
+        plan.base, gpus, plan.on_demand.tokens, state_bytes, model, limits=plan.limits
+    )
+    within = ", within the deadline and budget" if plan.limits != Limits() else ""
     if sizes:
         shown = "; ".join(
             f"{size.cluster.num_gpus}× {size.cluster.gpu.name} ({size.choice.job.spec}): "
             f"{duration(DAY_S * size.cost.days)}, {money(size.cost.money, 'USD')}"
             for size in sizes[:4]
         )
-        text = f"The fewest of each kind that fit the run, cheapest first: {shown}."
+        text = f"The fewest of each kind that fit the run{within}, cheapest first: {shown}."
         yield Advice("other GPUs", text)
+    elif within:
+        yield Advice(
+            "other GPUs",
+            f"No number of any kind is in time and within budget for a batch of "
+            f"{plan.base.train.global_batch_size} rows. Allow more days or money, train fewer "
+            "tokens, or use a larger batch, which more GPUs can share.",
+        )
     if plan.fits:
         yield Advice("more GPUs", _scaling(plan))
 
@@ -196,8 +244,9 @@ def _scaling(plan: Plan) -> str:
     seconds, rest = max((s, name) for name, s in time.parts.items() if name not in compute)
     return (
         f"{number} {gpu.name} are {gain:.2f} times as fast for {2 / gain:.2f} times the money "
-        f"({double.choice.job.spec}): {verdict}. {seconds / time.seconds:.0%} of a step is then "
-        f"{rest}."
+        f"({double.choice.job.spec}; {duration(DAY_S * double.cost.days)}, "
+        f"{money(double.cost.money, 'USD')}): {verdict}. {seconds / time.seconds:.0%} of a step is "
+        f"then {rest}."
     )
 
 
@@ -231,7 +280,7 @@ def _batch(plan: Plan) -> Iterator[Advice]:
 
 
 def _checkpoints(plan: Plan) -> Iterator[Advice]:
-    saving, seconds = plan.saving, plan.choice.time.seconds
+    saving = plan.saving
     text = (
         f"A checkpoint is {in_bytes(saving.bytes)}. Training waits {duration(saving.copy_s)} for "
         f"the copy to host memory; writing takes {duration(saving.write_s)} in the background. "
@@ -239,13 +288,23 @@ def _checkpoints(plan: Plan) -> Iterator[Advice]:
     if math.isinf(saving.interval_s):
         yield Advice("checkpoints", text + "No failures are assumed.")
         return
-    steps = max(1, round(saving.interval_s / seconds))
-    text += (
-        f"With one failure every {duration(saving.mean_time_to_failure_s)}, save every "
-        f"{duration(saving.interval_s)} (Daly 2006): --checkpoint.save_interval_steps {steps}. "
-        f"Saving, repeated work and restarts then take {saving.lost:.1%} of the time."
-    )
+    apart = f"one failure every {duration(saving.mean_time_to_failure_s)}"
+    best = f"{duration(saving.interval_s)} (Daly 2006)"
+    if saving.interval_s >= plan.on_demand.days * DAY_S:
+        text += f"With {apart} the best interval, {best}, is longer than the run: save at its end."
+    else:
+        text += (
+            f"With {apart}, save every {best}: {_save_flag(plan, saving)}. Saving, repeated work "
+            f"and restarts then take {saving.lost:.1%} of the time."
+        )
     yield Advice("checkpoints", text)
+
+
+def _save_flag(plan: Plan, saving: Saving) -> str:
+    """How to save at such an interval, or once where the run is shorter."""
+    steps = plan.on_demand.tokens / plan.choice.job.tokens_per_step
+    interval = min(saving.interval_s / plan.choice.time.seconds, steps)
+    return f"--checkpoint.save_interval_steps {max(1, round(interval))}"
 
 
 def _spot(plan: Plan, config: PlanConfig) -> Iterator[Advice]:
@@ -254,14 +313,13 @@ def _spot(plan: Plan, config: PlanConfig) -> Iterator[Advice]:
         return
     share = gpu.spot_price_per_hour / gpu.price_per_hour
     even = break_even(plan.saving, price_share=share, restart_s=config.restart_s)
-    steps = max(1, round(plan.spot_saving.interval_s / plan.choice.time.seconds))
     cheaper = plan.spot.money < plan.on_demand.money
     yield Advice(
         "spot",
         f"At {gpu.spot_price_per_hour:.2f} USD a GPU-hour and "
         f"{config.preemptions_per_day:g} preemptions a day the run costs {_cost(plan.spot)}; on "
         f"demand {_cost(plan.on_demand)}. Spot is {'cheaper' if cheaper else 'not cheaper'}, with "
-        f"--checkpoint.save_interval_steps {steps}; the two cost the same at {even:.0f} "
+        f"{_save_flag(plan, plan.spot_saving)}; the two cost the same at {even:.0f} "
         "preemptions a day.",
     )
 

@@ -47,6 +47,8 @@ def record_of(plan: Plan, advice: Sequence[Advice]) -> dict[str, Any]:
                 "spot_price_per_gpu_hour": gpu.spot_price_per_hour,
                 "on_demand": dataclasses.asdict(plan.on_demand),
                 "spot": dataclasses.asdict(plan.spot),
+                "late": plan.limits.late(plan.on_demand),
+                "dear": plan.limits.dear(plan.on_demand),
             },
             "checkpoints": dataclasses.asdict(plan.saving),
             "spot_checkpoints": dataclasses.asdict(plan.spot_saving),

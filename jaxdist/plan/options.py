@@ -10,7 +10,7 @@ from jaxdist.config import RunConfig
 from jaxdist.config.command_line import ALIASES
 from jaxdist.core.settings import headed, problems_of, read_with_origins
 from jaxdist.core.types import ConfigError, setting
-from jaxdist.plan.estimate.cost import FAILURES_PER_1000_GPU_DAYS
+from jaxdist.plan.estimate.cost import FAILURES_PER_1000_GPU_DAYS, Limits
 from jaxdist.plan.hardware import GPUS, Cluster, Gpu, parse_gpus, read_hardware
 
 COMMAND = "jaxdist.plan"
@@ -36,6 +36,10 @@ class PlanConfig(RunConfig):
     tokens: float = setting(
         0.0, "tokens (images) of the whole run, e.g. 1e12; 0 = train.steps", ge=0
     )
+    deadline_days: float = setting(
+        0.0, "days that the run may take: advice names GPUs that are in time; 0 = any", ge=0
+    )
+    budget: float = setting(0.0, "money (USD) that the run may cost; 0 = any", ge=0)
     price: float = setting(-1.0, "price of a GPU-hour on demand; -1 = the list's (USD)", ge=-1)
     spot_price: float = setting(
         -1.0, "price of a GPU-hour that may end any time; -1 = the list's", ge=-1
@@ -68,6 +72,11 @@ class PlanConfig(RunConfig):
     stages: int = setting(4, "stages to draw", ge=1)
     microbatches: int = setting(8, "microbatches to draw", ge=1)
     chunks: int = setting(2, "chunks per stage of the interleaved schedule to draw", ge=1)
+
+    @property
+    def limits(self) -> Limits:
+        """What the run may take."""
+        return Limits(days=self.deadline_days, money=self.budget)
 
     def problems(self) -> list[str]:
         """Rules of the question beyond bounds; the run's own rules are asked apart."""

@@ -9,7 +9,14 @@ from jaxdist.config import RunConfig
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.parallel.data import DATA
 from jaxdist.plan.compiled.check import CompiledStep, NotCompiled, compile_step
-from jaxdist.plan.estimate.cost import FAILURES_PER_1000_GPU_DAYS, Bill, Saving, bill, saving_of
+from jaxdist.plan.estimate.cost import (
+    FAILURES_PER_1000_GPU_DAYS,
+    Bill,
+    Limits,
+    Saving,
+    bill,
+    saving_of,
+)
 from jaxdist.plan.estimate.job import Job
 from jaxdist.plan.estimate.search import Choice, Found, search
 from jaxdist.plan.estimate.traffic import Flow, flows_of
@@ -45,6 +52,7 @@ class Plan:
         proof: what the compiler said; None where it was not asked.
         saving: checkpoints, with failures of the hardware alone; `spot_saving`: preemptions too.
         on_demand: the run at the list price; `spot`: at the spot price, with preemptions.
+        limits: days and money that the run may take.
     """
 
     base: RunConfig
@@ -58,6 +66,7 @@ class Plan:
     on_demand: Bill
     spot: Bill
     spot_saving: Saving
+    limits: Limits
 
     @property
     def total_bytes(self) -> float:
@@ -150,4 +159,5 @@ def _priced(
         on_demand=cost(price=cluster.gpu.price_per_hour, lost=calm.lost),
         spot=cost(price=cluster.gpu.spot_price_per_hour, lost=spot.lost),
         spot_saving=spot,
+        limits=config.limits,
     )

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from jaxdist.config import RunConfig
 from jaxdist.core.types import Model
-from jaxdist.plan.estimate.cost import Bill, bill
+from jaxdist.plan.estimate.cost import Bill, Limits, bill
 from jaxdist.plan.estimate.search import Choice, search
-from jaxdist.plan.hardware import Cluster, Gpu
+from jaxdist.plan.hardware import GPUS, Cluster, Gpu
 
-KINDS = ("l4", "a10g", "a100-40", "a100-80", "h100", "h200", "b200")
-"""Kinds of GPU that right-sizing compares; those of the question and one's own come on top."""
+_KINDS = ("l4", "a10g", "a100-40", "a100-80", "h100", "h200", "b200")
+"""Known kinds of GPU that are compared; that of the question and one's own come on top."""
 
 _MOST_GPUS = 4096
 
@@ -24,6 +24,12 @@ class Size:
     cluster: Cluster
     choice: Choice
     cost: Bill
+
+
+def compared(known: Mapping[str, Gpu], asked: Gpu) -> dict[str, Gpu]:
+    """GPUs worth comparing, by name: usual ones, one's own, and those asked for at their price."""
+    names = [*_KINDS, *(name for name in known if name not in GPUS)]
+    return {name: known[name] for name in names if name in known} | {asked.name: asked}
 
 
 def size_of(config: RunConfig, gpu: Gpu, num_gpus: int, tokens: float, model: Model) -> Size | None:
@@ -41,25 +47,34 @@ def size_of(config: RunConfig, gpu: Gpu, num_gpus: int, tokens: float, model: Mo
     return Size(cluster=cluster, choice=best, cost=cost)
 
 
-def smallest(
+def sizes_of(
     config: RunConfig, gpu: Gpu, tokens: float, state_bytes: float, model: Model
-) -> Size | None:
-    """The fewest GPUs of a kind that hold the run, by doubling; at least its whole state."""
+) -> Iterator[Size]:
+    """More and more GPUs of a kind, each time twice as many, from the fewest that hold the run."""
     number = 1
     while number <= min(_MOST_GPUS, 16 * config.train.global_batch_size):
         if number * gpu.memory_bytes >= state_bytes:
             found = size_of(config, gpu, number, tokens, model)
             if found is not None:
-                return found
+                yield found
         number *= 2
-    return None
 
 
 def right_sizes(
-    config: RunConfig, known: Mapping[str, Gpu], tokens: float, state_bytes: float, model: Model
+    config: RunConfig,
+    known: Mapping[str, Gpu],
+    tokens: float,
+    state_bytes: float,
+    model: Model,
+    *,
+    limits: Limits,
 ) -> list[Size]:
-    """The fewest GPUs of each kind that hold the run, cheapest first."""
-    found = [
-        smallest(config, known[name], tokens, state_bytes, model) for name in KINDS if name in known
-    ]
-    return sorted((size for size in found if size is not None), key=lambda size: size.cost.money)
+    """The fewest GPUs of each kind that hold the run within the limits, cheapest first."""
+    found = []
+    for gpu in known.values():
+        for size in sizes_of(config, gpu, tokens, state_bytes, model):
+            if not limits.late(size.cost):  # else more of them, which are faster
+                found.append(size)
+                break
+    found = [size for size in found if not limits.dear(size.cost)]
+    return sorted(found, key=lambda size: size.cost.money)

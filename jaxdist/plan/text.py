@@ -65,7 +65,19 @@ def _verdict(plan: Plan) -> str:
             f"({time.tokens_per_s / time.num_gpus:,.0f} per GPU), MFU {time.mfu:.1%} causal "
             "(estimated)"
         )
+        lines += _limits(plan)
     return "\n".join(lines)
+
+
+def _limits(plan: Plan) -> Iterable[str]:
+    """Whether the run keeps to the days and the money that it may take, where it was asked."""
+    limits, cost = plan.limits, plan.on_demand
+    if limits.days:
+        does = "TOO LATE" if limits.late(cost) else "IN TIME"
+        yield f"{does}: {duration(DAY_S * cost.days)} of {duration(DAY_S * limits.days)}"
+    if limits.money:
+        does = "TOO EXPENSIVE" if limits.dear(cost) else "WITHIN BUDGET"
+        yield f"{does}: {money(cost.money, 'USD')} of {money(limits.money, 'USD')} (on demand)"
 
 
 def _memory(plan: Plan) -> Iterable[str]:
@@ -152,6 +164,7 @@ def _mesh(plan: Plan, place: int, choice: Choice, best: Choice | None) -> Iterab
     time, config = choice.time, choice.job.config
     details = f"remat {choice.job.remat}, {choice.job.num_microbatches} microbatches"
     details += f", zero {config.mesh.zero}" if config.mesh.zero else ""
+    details += f", {choice.job.exchange.exchange}" if choice.job.exchange else ""
     mark = "*" if choice.job.spec == plan.choice.job.spec else " "
     yield (
         f" {mark}{place:>2}  {choice.job.spec!s:<20}{in_bytes(choice.memory.total_bytes):>11}"

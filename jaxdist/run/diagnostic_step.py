@@ -63,6 +63,7 @@ def make_diagnostic_step(parts: Parts) -> Callable[[TrainState, Batch], Digests]
             lanes = grads["layers"].pop(_PROBE)
         return {
             "params": _digests(state.params),
+            "ema_params": _digests(state.ema_params),
             "opt_state": _digests(state.opt_state),
             "batch": {name: checksum(values) for name, values in batch.items()},
             "lanes": lanes,
@@ -101,7 +102,7 @@ def _in_order(found: dict[str, Any]) -> Digests:
     """Digests by name, in the order in which a step computes them."""
     ordered: Digests = {}
     lanes = found["lanes"]
-    for part in ("params", "opt_state"):
+    for part in ("params", "ema_params", "opt_state"):
         ordered |= _by_layer(found[part], part)
     ordered |= {f"batch/{name}": int(digest) for name, digest in found["batch"].items()}
     count = 0 if lanes is None else len(lanes)

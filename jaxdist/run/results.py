@@ -15,7 +15,7 @@ from jaxdist.run.metrics_log import current, decode, read_records
 from jaxdist.run.run_directory import RunDirectory
 from jaxdist.run.text_generation import make_decoder, open_writer
 from jaxdist.run.text_settings import TextSettings
-from jaxdist.run.trained_run import TrainedRun, open_run
+from jaxdist.run.trained_run import LoadedWeights, TrainedRun, open_run
 from jaxdist.runtime.storage import locate
 
 Messages: TypeAlias = Sequence[Mapping[str, str]]
@@ -115,15 +115,17 @@ class Run:
     def params(self) -> Params:
         """Parameters of the checkpoint: a tree of float32 arrays, layers stacked, on `mesh`.
 
+        Their moving average where the run keeps one (`optim.ema_decay`).
+
         Raises:
             ConfigError: there is no such checkpoint.
         """
-        return self._weights[0]
+        return self._weights.params
 
     @property
     def step(self) -> int:
         """Step of the checkpoint whose weights are used."""
-        return self._weights[1]
+        return self._weights.step
 
     @overload
     def generate(self, prompts: str | Messages, **options: Any) -> str: ...
@@ -196,8 +198,8 @@ class Run:
         return open_run(self.path, mesh=self._mesh, model=self._model, rows=self._rows)
 
     @functools.cached_property
-    def _weights(self) -> tuple[Params, int]:
-        return self._opened.params(self._step)
+    def _weights(self) -> LoadedWeights:
+        return self._opened.weights(self._step)
 
     def _records(self, kind: str) -> list[dict[str, Any]]:
         records = current(read_records(self._directory.metrics))

@@ -16,9 +16,10 @@ import jax
 
 from jaxdist import runtime
 from jaxdist.checkpoint import Checkpointer, Due
+from jaxdist.checkpoint.events import one_line
 from jaxdist.core.step import Metrics
 from jaxdist.core.types import Batch
-from jaxdist.data import DataConfig, Dataset, Loader, TrainData
+from jaxdist.data import Dataset, Loader, TrainData
 from jaxdist.plan.estimate.memory_check import Budget
 from jaxdist.run.compile_times import CompileTimes
 from jaxdist.run.evaluation_loop import evaluate
@@ -31,6 +32,7 @@ from jaxdist.run.resilience.anomalies import LossGuard, Rollback
 from jaxdist.run.resilience.sdc_check import SdcCheck
 from jaxdist.run.resilience.watchdog import Watchdog
 from jaxdist.run.run_directory import RunDirectory
+from jaxdist.run.sample import MIN_STEPS, first_request, write_sample
 from jaxdist.run.setup import Parts
 from jaxdist.run.startup import Samples, announce, restore_or_init
 from jaxdist.run.step_report import StepReporter
@@ -38,9 +40,6 @@ from jaxdist.runtime.formatting.numbers import duration
 from jaxdist.runtime.progress import waiting
 
 log = logging.getLogger("jaxdist")
-
-_OPENING_TOKENS = 32
-"""Tokens of the first row that may become the prompt of a closing line."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -105,6 +104,7 @@ class Session:
             self.guard = LossGuard(resilience, run.anomalies if run.is_writer else None)
             self.sdc_check = SdcCheck(resilience, parts.layout, job.host_of)
             self.state, self.step, self.loader = self._restore()
+            stack.callback(lambda: self.loader.close())  # a rollback opens another one
             self.monitor = stack.enter_context(
                 Monitor(
                     self.config.monitoring,
@@ -209,13 +209,15 @@ class Session:
 
     def evaluate(self, max_batches: int) -> dict[str, float]:
         """Evaluate on `max_batches` of the held-out rows, 0 = every row once; {} without any."""
+        if self.config.eval.sample == "always":
+            self.sample()
         if self.eval_data is None:
             return {}
         config = self.config
         with self.phase("evaluation"):
             metrics = evaluate(
                 self.parts.step,
-                self.state.params,
+                self.state.eval_params,
                 self.eval_data,
                 global_batch_size=config.eval.global_batch_size or config.train.global_batch_size,
                 unit=self.parts.model.unit,
@@ -223,6 +225,20 @@ class Session:
                 on_batch=self.watchdog.alive,
             )
             return self.monitor.eval(self.step, metrics)
+
+    def sample(self) -> None:
+        """Let a language model write a short text; one that fails harms no training."""
+        if self.parts.model.decoding is None or jax.process_count() > 1:
+            return
+        with self.phase("sample"):
+            try:
+                prompt, text = write_sample(self.parts, self.state.eval_params, self.train_data)
+            except Exception as error:
+                log.warning("no sample: %s: %s", type(error).__name__, one_line(error))
+                return
+        if prompt:
+            shown = f"sample of step {self.step}:\n{prompt}{text}"
+            self.monitor.event("sample", step=self.step, prompt=prompt, text=text, message=shown)
 
     def save(self, metrics: dict[str, float], *, due: Due = "", force: bool = False) -> None:
         """Save the state; training waits only for the copy to the host.
@@ -278,6 +294,8 @@ class Session:
         evaluated = self.evaluate(self.config.eval.final_max_batches)
         if self.step not in self.checkpointer.steps():
             self.save(evaluated, force=True)
+        if self.config.eval.sample == "end" and self.step >= MIN_STEPS:
+            self.sample()
         run = shlex.quote(str(self.run.path))
         then = [f"python -m jaxdist.report {run} --html {run}/report.html"]
         if self.parts.model.decoding is not None:
@@ -323,16 +341,3 @@ class Session:
             log.warning("%s", warning)
         if not self.config.force:
             budget.check_executable(stats)
-
-
-def first_request(data: DataConfig, rows: TrainData) -> str:
-    """Flags of `generate` that ask a model for what it was trained on."""
-    if data.records == "chat":
-        return "--chat"
-    if data.sources == ["stdlib"]:
-        return "--prompt 'def '"
-    if not isinstance(rows, Dataset) or rows.tokenizer is None or rows.identity["kind"] != "text":
-        return ""
-    text = rows.tokenizer.decode(rows[0]["tokens"][:_OPENING_TOKENS])
-    words = next((line.split() for line in text.splitlines() if line.strip()), [])
-    return f"--prompt {shlex.quote(' '.join(words[:4]))}" if words else ""

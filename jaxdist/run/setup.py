@@ -7,6 +7,7 @@ compiled and no array is made, but where cuDNN's kernel for packed documents is 
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from jaxdist.core.parallel.pipeline.axis import PIPELINE
 from jaxdist.core.parallel.pipeline.schedule import Schedule
 from jaxdist.core.precision import initial_loss_scale
 from jaxdist.core.sharding import Layout
-from jaxdist.core.state import TrainState, abstract_state, init_state
+from jaxdist.core.state import TrainState, abstract_state, copy_params, init_state
 from jaxdist.core.step import Step, make_step
 from jaxdist.core.step.packed_kernel import admit_packed_kernel
 from jaxdist.core.types import Array, ConfigError, Model, Params
@@ -36,6 +37,8 @@ from jaxdist.data.packing import Fields, text_fields
 from jaxdist.models.huggingface.directory import folder_of, is_model
 from jaxdist.models.huggingface.loading import load_params
 from jaxdist.models.weights import num_params
+
+log = logging.getLogger("jaxdist")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -93,6 +96,7 @@ class Parts:
             seed=self.config.seed,
             loss_scale=self.loss_scale,
             offload=self.config.train.offload_optimizer,
+            has_ema=bool(self.config.optim.ema_decay),
             params=self._started_params(start) if start else None,
         )
 
@@ -104,7 +108,30 @@ class Parts:
             self.layout,
             loss_scale=self.loss_scale,
             offload=self.config.train.offload_optimizer,
+            has_ema=bool(self.config.optim.ema_decay),
         )
+
+    def restore(
+        self, checkpointer: Checkpointer, step: int | None = None
+    ) -> tuple[TrainState, dict[str, Any], int]:
+        """The train state of a checkpoint, the newest valid one by default, on this mesh.
+
+        An average of the weights that the settings ask for and the checkpoint lacks starts from its
+        parameters; one that they do not ask for is left there. Both are logged.
+
+        Returns:
+            (state, meta, step), as `Checkpointer.restore`.
+        """
+        wanted = self.abstract_state()
+        state, meta, step = checkpointer.restore(wanted, step=step, optional=("ema_params",))
+        if not wanted.ema_params and checkpointer.weights_kind(step, "auto") == "ema":
+            log.info("checkpoint %d has an EMA of the weights: optim.ema_decay=0 ends it", step)
+        if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(state.ema_params)):
+            log.info("checkpoint %d has no EMA of the weights: it starts from them", step)
+            placed = jax.tree.map(lambda x: x.sharding, wanted.ema_params)
+            average = jax.jit(copy_params, out_shardings=placed)(state.params)
+            state = dataclasses.replace(state, ema_params=average)
+        return state, meta, step
 
     def abstract_batch(self, fields: Fields | None = None) -> dict[str, jax.ShapeDtypeStruct]:
         """Shapes [global_batch_size, ...], dtypes and shardings of a batch of such rows."""
@@ -263,6 +290,7 @@ def assemble(
         config.precision,
         packed_obstacle=packed_kernel.obstacle if packed_kernel else "",
         max_grad_norm=config.optim.max_grad_norm,
+        ema_decay=config.optim.ema_decay,
         loss_scale=loss_scale,
         pipeline_config=config.pipeline,
         frozen=optim.frozen_leaves(config.optim, model.axes) if config.optim.freeze else None,
@@ -312,19 +340,22 @@ def check_data_fits(parts: Parts, dataset: TrainData) -> None:
     Raises:
         ConfigError: what does not fit, and the fix.
     """
-    model = parts.config.model
     wanted = "text" if parts.model.unit == "tokens" else "images"
     if dataset.kind != wanted:
         raise ConfigError(
             f"data.sources={parts.config.data.sources} holds {dataset.kind}, the model "
             f"({parts.model.name}) takes {wanted}. Change data.sources or model.kind."
         )
-    size = getattr(model, "vocab_size", None) or getattr(model, "num_classes", None)
-    if size is not None and dataset.vocab_size > size:
-        name = "vocab_size" if wanted == "text" else "num_classes"
+    name, size = "vocab_size", parts.model.vocab_size
+    if wanted == "images":
+        name, size = "num_classes", getattr(parts.config.model, "num_classes", 0)
+    if size and dataset.vocab_size > size:
+        own = f"model.{name}={dataset.vocab_size}"
+        if parts.config.model.kind == "custom":
+            own = f"the {name} of {parts.model.name} to {dataset.vocab_size} where it is made"
         raise ConfigError(
-            f"the data has {dataset.vocab_size} tokens or classes, model.{name}={size} is too "
-            f"small for it. Set model.{name}={dataset.vocab_size}."
+            f"the data has {dataset.vocab_size} tokens or classes, {parts.model.name} with "
+            f"{name}={size} is too small for it. Set {own}."
         )
 
 

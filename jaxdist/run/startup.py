@@ -93,7 +93,7 @@ def restore_or_init(
             checkpointer.preflight(state)
     else:
         with waiting(f"restoring checkpoint {chosen}"):
-            state, meta, step = checkpointer.restore(parts.abstract_state(), step=chosen)
+            state, meta, step = parts.restore(checkpointer, chosen)
         position = resume_position(
             meta["data"], dataset, seed=config.seed, on_change=config.data.on_change
         )
@@ -175,6 +175,8 @@ def announce(parts: Parts, data: TrainData, monitor: Monitor, budget: Budget | N
             "train.replica_norms: nothing to compare, gradients are whole on no data replica "
             "(needs dp > 1 and zero 0 or 1)"
         )
+    if config.optim.ema_decay:
+        notes.append(f"EMA of the weights, decay {config.optim.ema_decay}: it is what is evaluated")
     if budget is not None:
         notes.append(budget.line())
     facts = {

@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
 from jaxdist import runtime
 from jaxdist.checkpoint import Checkpointer
+from jaxdist.checkpoint.pytree import Weights
 from jaxdist.config import stored_run
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.types import ConfigError, Model, Params
@@ -18,6 +19,14 @@ from jaxdist.data import Dataset, open_datasets
 from jaxdist.run.evaluation_loop import evaluate
 from jaxdist.run.setup import Parts, assemble, check_data_fits
 from jaxdist.runtime.storage import Location, locate
+
+
+class LoadedWeights(NamedTuple):
+    """Weights that were read: a tree of arrays, the step of their checkpoint, "ema" or "raw"."""
+
+    params: Params
+    step: int
+    kind: str
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,11 +40,13 @@ class TrainedRun:
     parts: Parts
     rows: Any = None
 
-    def params(self, step: int | None = None) -> tuple[Params, int]:
-        """Parameters of a checkpoint, sharded as in training, and its step; None: the newest valid.
+    def weights(self, step: int | None = None, kind: Weights = "auto") -> LoadedWeights:
+        """Weights of a checkpoint, by default of the newest valid one, sharded as in training.
+
+        `kind` is as in `Checkpointer.restore_params`.
 
         Raises:
-            ConfigError: there is no such checkpoint, or it holds another model.
+            ConfigError: there is no such checkpoint, it holds another model, or no average.
         """
         checkpointer = Checkpointer(
             self.path / "checkpoints", self.parts.config.checkpoint, read_only=True
@@ -54,7 +65,9 @@ class TrainedRun:
                 f"{there}. Name one of these, or leave --step out for the newest."
             )
         target = self.parts.abstract_state().params
-        return checkpointer.restore_params(target, chosen), chosen
+        found = checkpointer.weights_kind(chosen, kind)
+        params = checkpointer.restore_params(target, chosen, weights=kind)
+        return LoadedWeights(params, chosen, found)
 
     def open_held_out(self, sources: list[str] | None = None) -> Dataset:
         """All rows of the named sources; None or [] = the rows that the run held out.

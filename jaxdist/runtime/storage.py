@@ -29,6 +29,7 @@ import json
 import os
 import re
 import shutil
+import stat
 import threading
 import uuid
 from collections.abc import Iterator
@@ -117,7 +118,7 @@ class Location(os.PathLike[str]):
         """Every file below, by its path relative to this directory, sorted."""
         found = (
             os.path.relpath(os.path.join(folder, name), self.path)
-            for folder, _, names in os.walk(self.path)
+            for folder, _, names in os.walk(self.path, onerror=_raise_unless_absent)
             for name in names
         )
         return sorted(name for name in found if not name.endswith(_UNFINISHED))
@@ -132,7 +133,10 @@ class Location(os.PathLike[str]):
 
     def is_directory(self) -> bool:
         """Whether a directory is there (on an object store: whether anything lies below)."""
-        return os.path.isdir(self.path)
+        try:
+            return stat.S_ISDIR(os.stat(self.path).st_mode)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
 
     def size(self) -> int:
         """Bytes of the file."""
@@ -338,6 +342,11 @@ class LockFile:
     def close(self) -> None:
         """Let go of the lock."""
         os.close(self._descriptor)
+
+
+def _raise_unless_absent(error: OSError) -> None:
+    if not isinstance(error, FileNotFoundError | NotADirectoryError):
+        raise error
 
 
 def _sync_directory(path: str) -> None:

@@ -1,7 +1,8 @@
-"""What long rows cost: attention on one device, and the step's memory on devices that share rows.
+"""What long rows cost: attention on one device, the step's memory, and reading a part of a row.
 
     python scripts/bench/context.py attention     # dense and block by block: time and memory
     python scripts/bench/context.py memory        # compiled steps; none is run
+    python scripts/bench/context.py reading       # a process's part of a batch of long rows
 
 Attention is one layer's forward and backward of one row, 8 query and 4 key/value heads of 64,
 float32, causal; the shortest of three runs. Memory is what XLA's buffer assignment says of one
@@ -11,13 +12,18 @@ device's temporaries, of a decoder with 2 layers, d_model 256 and the same heads
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import tempfile
 import time
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 DEVICES = 8
+ROW, NUM_ROWS = 131_072, 8
 HEADS, KV_HEADS, WIDTH = 8, 4, 64
 LENGTHS = (512, 1024, 2048, 4096, 8192)
 LONGEST_DENSE = 4096  # 8192 keys take 8 GiB
@@ -26,11 +32,11 @@ LONGEST_DENSE = 4096  # 8192 keys take 8 GiB
 def main() -> None:
     """Print one table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("table", choices=["attention", "memory"])
+    parser.add_argument("table", choices=["attention", "memory", "reading"])
     table = parser.parse_args().table
     jax.config.update("jax_num_cpu_devices", DEVICES if table == "memory" else 1)
     print(f"jax {jax.__version__}, load average before {os.getloadavg()[0]:.1f}\n")
-    attention() if table == "attention" else memory()
+    {"attention": attention, "memory": memory, "reading": reading}[table]()
 
 
 def attention() -> None:
@@ -91,6 +97,37 @@ def temporaries(length: int, size: int, exchange: str) -> int:
     limit = jax.ShapeDtypeStruct((), jnp.float32)
     lowered = parts.step.train.lower(parts.abstract_state(), parts.abstract_batch(), limit)
     return lowered.compile().memory_analysis().temp_size_in_bytes
+
+
+def reading() -> None:
+    """Time to build one process's part of a batch: of whole rows, and alone."""
+    from jaxdist.core.parallel.context import device_order
+    from jaxdist.data import DataConfig, open_datasets
+    from jaxdist.data.packing import cut
+
+    chunk, order = ROW // (2 * DEVICES), device_order(ROW, DEVICES)
+    spans = tuple((int(first), int(first) + chunk) for first in order[::chunk][:2])
+    rng = np.random.default_rng(0)
+    print("| packing | whole rows, then cut, ms | the part alone, ms |\n|---|---:|---:|")
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["JAXDIST_CACHE"] = folder
+        source = Path(folder) / "documents.jsonl"
+        lengths = rng.geometric(1 / 2_000, 4 * NUM_ROWS * ROW // 2_000)
+        source.write_text("\n".join(json.dumps({"text": "a" * int(n)}) for n in lengths))
+        for packing in ("stream", "documents", "best_fit"):
+            config = DataConfig(sources=[str(source)], packing=packing, eval_fraction=0.0)
+            rows, _ = open_datasets(config, seq_len=ROW)
+            whole, part = [], []
+            for first in range(0, rows.num_rows - NUM_ROWS + 1, NUM_ROWS):
+                numbers = np.arange(first, first + NUM_ROWS)
+                start = time.perf_counter()
+                one = cut(rows.rows(numbers), spans)
+                middle = time.perf_counter()
+                other = rows.rows(numbers, spans)
+                whole.append(middle - start)
+                part.append(time.perf_counter() - middle)
+                assert all(np.array_equal(one[name], other[name]) for name in one)
+            print(f"| {packing} | {1e3 * min(whole):.1f} | {1e3 * min(part):.1f} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ BASE = [
     *("--eval.final_max_batches=1", "--precision.compute_dtype=float32"),
 ]
 CHAOTIC = [
-    *("--model.num_kv_heads=2", "--model.head_dim=8", "--model.qk_norm=true"),
+    *("--model.num_kv_heads=2", "--model.head_dim=8", "--model.qk_norm=head"),
     *("--model.sliding_window=16", "--optim.peak_lr=3e-3", "--optim.warmup_steps=0"),
 ]
 ONE_ULP = """

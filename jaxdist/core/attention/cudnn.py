@@ -30,8 +30,8 @@ from jaxdist.core.attention.blockwise import Rule, declare_alike
 from jaxdist.core.types import Array, ConfigError
 
 DOCUMENTS = 4
-"""Documents of a row that one call takes. cuDNN is taken to give each the scratch of a whole row: 8B
-in rows of 8,192, two at a time, would need 4 GiB for 8."""
+"""Documents of a row that one call takes. cuDNN is taken to give each the scratch of a whole row:
+8B in rows of 8,192, two at a time, would need 4 GiB for 8."""
 
 
 class Sequences(NamedTuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Literal
 
 from jaxdist.core.types import setting
 
@@ -80,6 +81,11 @@ class EvalConfig:
     final_max_batches: int = setting(0, "the same for the evaluation after the last step", ge=0)
     global_batch_size: int = setting(
         0, "rows of an evaluation batch; 0 = train.global_batch_size", ge=0
+    )
+    sample: Literal["end", "always", "none"] = setting(
+        "end",
+        "when a language model, trained by one process, writes a short text to the log and to "
+        "metrics.jsonl: end = after the last of at least 100 steps, always = at each evaluation",
     )
 
 

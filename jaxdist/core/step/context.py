@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -20,7 +21,7 @@ from jaxdist.core.precision import PrecisionConfig
 from jaxdist.core.sharding import Layout
 from jaxdist.core.step.config import TrainConfig
 from jaxdist.core.step.layer_scan import make_run_layers
-from jaxdist.core.types import Array, Context, Model, Params, Sums
+from jaxdist.core.types import Array, Context, Model, Params, RunningDims, Sums
 from jaxdist.plan.hardware import GPUS, gpu_of
 
 _CPU_LOGITS_BYTES = 64 * 2**20
@@ -146,8 +147,12 @@ def _hooks(layout: Layout) -> dict[str, Any]:
 
 
 def make_gather(layout: Layout, model: Model, dtype: Any, precision: PrecisionConfig) -> Any:
-    """A function that makes all but the stacked layers whole, in the compute dtype."""
+    """A function that makes all but the stacked layers whole, in the compute dtype.
+
+    Running averages are whole and stay float32.
+    """
     specs = layout.gather_specs(model.axes)
+    kept = lambda dims, stored, cast: stored if isinstance(dims, RunningDims) else cast
 
     def gather(params: Params) -> Params:
         outer = {name: tree for name, tree in params.items() if name != "layers"}
@@ -155,7 +160,8 @@ def make_gather(layout: Layout, model: Model, dtype: Any, precision: PrecisionCo
         whole = fsdp.gather(
             outer, outer_specs, dtype=dtype, reduce_dtype=jnp.dtype(precision.reduce_dtype)
         )
-        return {**params, **whole}
+        outer_axes = {name: model.axes[name] for name in outer}
+        return {**params, **jax.tree.map(kept, outer_axes, outer, whole)}
 
     return gather
 

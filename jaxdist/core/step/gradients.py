@@ -21,6 +21,7 @@ from jaxdist.core.parallel.pipeline.axis import PIPELINE
 from jaxdist.core.parallel.pipeline.config import PipelineConfig
 from jaxdist.core.precision import PrecisionConfig
 from jaxdist.core.sharding import Layout
+from jaxdist.core.step import statistics
 from jaxdist.core.step.config import REPLICA_NORMS, TrainConfig
 from jaxdist.core.step.layer_scan import make_layer, remat_policy, resolve_remat
 from jaxdist.core.types import Array, Batch, Context, Model, Params, Sums, objective
@@ -39,7 +40,8 @@ def make_value_and_grad(
     """The differentiated part of a step, as a function of global arrays.
 
     `precision` and `stages` matter where the mesh has stages. Gradients of the leaves that `frozen`
-    marks are 0, and nothing that only they need is computed or moved.
+    marks are 0, and nothing that only they need is computed or moved. A running average has in its
+    place what the batch showed of it (`step/statistics.py`).
 
     Returns:
         (params, batch [rows, ...], key, loss scale float32 []) -> (global sums, float32 [] each;
@@ -70,11 +72,15 @@ def make_value_and_grad(
     else:
         value_and_grad = _make_accumulation(model, layout, config.accumulation)
 
+    def sum_rows(x: Any) -> Any:
+        return collectives.all_reduce(x, layout.batch_axes) if layout.batch_axes else x
+
     def local(params: Params, batch: Batch, key: Array, scale: Array) -> Any:
         batch = data.number_rows(batch, layout.batch_axes)
         local_params = collectives.vary(params, axes)
-        step_context = dataclasses.replace(context, dropout_key=key)
+        step_context = dataclasses.replace(context, dropout_key=key, sum_rows=sum_rows)
         sums, grads = value_and_grad(local_params, batch, step_context, scale)
+        sums, shown = statistics.take(sums, config.accumulation)
         norms = {}
         if config.replica_norms and has_replica_norms(layout):
             found = replica_norms(grads, micro_specs, sums["weight"], layout) / scale
@@ -87,7 +93,7 @@ def make_value_and_grad(
             zero = lambda is_frozen, g: collectives.zeros_like(g) if is_frozen else g
             grads = jax.tree.map(zero, frozen, grads)
         norm = jnp.sqrt(reduction.squared_norm(grads, grad_specs, layout.manual_axes))
-        return sums, grads, norm
+        return sums, statistics.put(model.axes, grads, shown), norm
 
     return _manual(
         local, layout, (param_specs, layout.batch_specs, P(), P()), (P(), grad_specs, P())

@@ -15,6 +15,7 @@ from jaxdist.core.parallel.pipeline.config import PipelineConfig
 from jaxdist.core.precision import PrecisionConfig, update_loss_scale
 from jaxdist.core.sharding import Layout
 from jaxdist.core.state import TrainState, opt_shardings, state_shardings
+from jaxdist.core.step import statistics
 from jaxdist.core.step.config import REPLICA_NORMS, TrainConfig
 from jaxdist.core.step.context import make_context
 from jaxdist.core.step.gradients import divisor, make_evaluate, make_value_and_grad
@@ -52,6 +53,7 @@ def make_step(
     precision: PrecisionConfig,
     *,
     max_grad_norm: float = 0.0,
+    ema_decay: float = 0.0,
     loss_scale: dict[str, Array] | None = None,
     pipeline_config: PipelineConfig | None = None,
     frozen: Params | None = None,
@@ -60,14 +62,20 @@ def make_step(
     """Build the step of one model on one layout; compiles nothing yet.
 
     `optimizer` gives the update direction without the learning rate; `schedule` maps a step, int32
-    [], to the rate, float32 []. 0 as `max_grad_norm` clips nothing. Of `loss_scale` only the
-    structure is read. `frozen` marks the leaves that the optimizer leaves alone. `packed_obstacle`
-    says why cuDNN may not multiply packed documents, "" = it may.
+    [], to the rate, float32 []. 0 as `max_grad_norm` clips nothing, 0 as `ema_decay` keeps no
+    average of the parameters. Of `loss_scale` only the structure is read. `frozen` marks the
+    leaves that the optimizer leaves alone. `packed_obstacle` says why cuDNN may not multiply packed
+    documents, "" = it may.
     """
     stages = pipeline_config or PipelineConfig()
     context = make_context(model, layout, config, precision, stages, packed_obstacle)
     shardings = state_shardings(
-        model, optimizer, layout, loss_scale=loss_scale or {}, offload=config.offload_optimizer
+        model,
+        optimizer,
+        layout,
+        loss_scale=loss_scale or {},
+        offload=config.offload_optimizer,
+        has_ema=bool(ema_decay),
     )
     gradients = make_value_and_grad(
         model, layout, config, context, precision=precision, stages=stages, frozen=frozen
@@ -92,6 +100,7 @@ def make_step(
             step=state.step + 1,
             params=keep(params, state.params),
             opt_state=keep(opt_state, state.opt_state),
+            ema_params=keep(move_average(state.ema_params, params, ema_decay), state.ema_params),
             loss_scale=update_loss_scale(state.loss_scale, finite),
             key=state.key,
         )
@@ -136,7 +145,10 @@ def make_update(
     param_specs = layout.param_specs(model.axes)
     moment_specs = layout.moment_specs(model.axes)
 
-    def update(state: TrainState, grads: Params, norm: Array, learning_rate: Array) -> Any:
+    averages = statistics.has_averages(model.axes)
+
+    def update(state: TrainState, shown: Params, norm: Array, learning_rate: Array) -> Any:
+        grads = statistics.hide(model.axes, shown) if averages else shown
         if max_grad_norm:
             factor = jnp.minimum(1.0, max_grad_norm / (norm + 1e-6))
             grads = jax.tree.map(lambda g: g * factor, grads)
@@ -148,9 +160,18 @@ def make_update(
             lambda p, d: p - learning_rate * d.astype(p.dtype), params, directions
         )
         params = layout.constrain(layout.constrain(params, moment_specs), param_specs)
+        if averages:
+            params = statistics.move(model.axes, params, state.params, shown)
         return params, opt_state
 
     return update
+
+
+def move_average(average: Params, params: Params, decay: float) -> Params:
+    """`decay` × average + (1 − `decay`) × params, float32, like `average`; {} of {}."""
+    if not average:
+        return {}
+    return jax.tree.map(lambda mean, p: mean + (1.0 - decay) * (p - mean), average, params)
 
 
 def _means(sums: Sums) -> Metrics:

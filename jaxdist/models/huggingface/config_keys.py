@@ -90,13 +90,17 @@ _HARMLESS = frozenset(
 pass depends on it. `reorder_and_upcast_attn` and `pretraining_tp` change its rounding only."""
 
 
+_HARMLESS_THERE = {("phi3", "original_max_position_embeddings")}
+"""The same for one family: Phi-3 reads it for `longrope` alone."""
+
+
 def key_problems(theirs: Any, family: str) -> list[str]:
     """What is wrong with the keys of a `config.json` for a family that is read, one line each."""
     needed = _GPT2 if family == "gpt2" else _LLAMA
     found = [f"{name} is missing." for name in needed if theirs.get(name) is None]
     for name, value in theirs.items():
         kind = {**_OPTIONAL, **(_LLAMA_ONLY if family == "llama" else {}), **needed}.get(name)
-        if value is None or name in _HARMLESS:
+        if value is None or name in _HARMLESS or (family, name) in _HARMLESS_THERE:
             continue
         if kind is not None:
             fits = _is(value, kind)
@@ -113,8 +117,8 @@ def key_problems(theirs: Any, family: str) -> list[str]:
         elif value not in _ONLY[name]:
             only = " or ".join(map(_short, _ONLY[name]))
             found.append(f"{name}={_short(value)} is not supported for {family}: only {only} is.")
-    if family == "llama" and theirs.get("sliding_window"):
-        found.append("sliding_window is no key of llama. Use model_type=mistral if it has one.")
+    if family in ("llama", "olmo2") and theirs.get("sliding_window"):
+        found.append(f"sliding_window is no key of {family}. Use model_type=mistral if it has one.")
     return found or _rope_problems(theirs)
 
 
@@ -129,6 +133,11 @@ def rope_of(theirs: Mapping[str, Any]) -> dict[str, Any]:
 def _rope_problems(theirs: Mapping[str, Any]) -> list[str]:
     rope = rope_of(theirs)
     kind = rope["rope_type"]
+    if kind in ("longrope", "su"):
+        return [
+            f"rope_type={_short(kind)} is not supported: its angles change "
+            "once a text passes original_max_position_embeddings. Use the variant of that length."
+        ]
     if kind != "default" and kind not in ROPE_SCALING:
         known = ", ".join(ROPE_SCALING)
         return [f"rope_type={_short(kind)}: only default, {known} are supported."]
@@ -152,7 +161,7 @@ def _rope_problems(theirs: Mapping[str, Any]) -> list[str]:
 
 def _layer_type_problems(kinds: Any, theirs: Mapping[str, Any], family: str) -> list[str]:
     """All layers alike: our decoder has one window for all."""
-    window = family == "mistral" and theirs.get("sliding_window")
+    window = family in ("mistral", "phi3") and theirs.get("sliding_window")
     allowed = "sliding_attention" if window else "full_attention"
     if isinstance(kinds, list) and all(kind == allowed for kind in kinds):
         return []

@@ -14,7 +14,8 @@ from jaxdist.core.types import ConfigError
 from jaxdist.data.tokenizer import TOKENIZER_FILES
 from jaxdist.models.configs import DecoderConfig
 from jaxdist.models.huggingface import safetensors
-from jaxdist.models.huggingface.families import Index, Piece, Source, pieces, read_config
+from jaxdist.models.huggingface.families import read_config
+from jaxdist.models.huggingface.tensors import Index, Piece, Source, pieces
 from jaxdist.runtime import hub
 
 _CONSTANTS = (".attn.bias", ".attn.masked_bias", "rotary_emb.inv_freq")  # saved, but no weights
@@ -76,7 +77,8 @@ class Weights:
 
     def fetch(self, source: Source, index: Index) -> np.ndarray:
         """A block of a tensor's view, [*lengths of `index`] in the stored dtype, from its file."""
-        return self.tensors[source.name].reshape(source.view).read(index)
+        tensor = self.tensors[source.name].rows(source.first_row, source.num_rows)
+        return tensor.reshape(source.view).read(index)
 
 
 def open_weights(folder: Path) -> Weights:

@@ -22,7 +22,7 @@ import numpy as np
 
 from jaxdist.core.types import Array, ConfigError, Params
 from jaxdist.models.huggingface.directory import Weights, open_weights
-from jaxdist.models.huggingface.families import Index, Piece
+from jaxdist.models.huggingface.tensors import Index, Piece
 from jaxdist.runtime import coordination
 from jaxdist.runtime.progress import Progress
 

@@ -149,6 +149,13 @@ class StoredTensor:
         """The same values under another shape; nothing moves, as rows lie one after the other."""
         return dataclasses.replace(self, shape=shape)
 
+    def rows(self, first: int, count: int) -> StoredTensor:
+        """`count` of its rows from `first` on, as a tensor."""
+        each = math.prod(self.shape[1:]) * self.dtype.itemsize
+        return dataclasses.replace(
+            self, offset=self.offset + first * each, shape=(count, *self.shape[1:])
+        )
+
     def read(self, index: tuple[slice, ...] = ()) -> np.ndarray:
         """Its values, or those of a block by dim, into memory of their own.
 

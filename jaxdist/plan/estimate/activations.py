@@ -92,7 +92,21 @@ def working(job: Job) -> float:
     mlp = 2 * widths.up + 2 * widths.hidden  # the products' outputs and their gradients
     stream = 5 * widths.stream  # norms, residual and gradients between the branches
     # Without a fused kernel also scores, probabilities and their gradients.
-    return job.compute_bytes * tokens * (mlp + stream) + 3 * score_bytes(job)
+    return job.compute_bytes * tokens * (mlp + stream) + 3 * score_bytes(job) + _joined(job)
+
+
+def _joined(job: Job) -> int:
+    """Float32 arrays of attention over shared rows, as in the buffer assignments of 1M tokens.
+
+    Partial results as they come and as they are joined, outputs and gradients of queries; and
+    gradients of the keys and values at hand, which are all of the row's after an all-gather.
+    """
+    if job.exchange is None or job.attention == "cudnn":
+        return 0
+    widths = Widths.of(job)
+    if job.exchange.exchange == "all_gather":
+        return 3 * WIDE * job.micro_rows * job.seq_len * widths.keys
+    return WIDE * job.tokens * (4 * widths.queries + 4 * widths.keys)
 
 
 def score_bytes(job: Job) -> int:

@@ -16,14 +16,12 @@ import math
 
 from jaxdist.plan.estimate.job import WIDE, Job
 from jaxdist.plan.estimate.memory import estimate_memory
+from jaxdist.plan.hardware.gpu import HOST_BYTES_PER_S
 
 HOUR_S, DAY_S = 3600.0, 86400.0
 
 FAILURES_PER_1000_GPU_DAYS = 419 / 54 / 16.384
 """Of GPUs, hosts and network that end a job (Llama 3's training: 0.47)."""
-
-_COPY_BYTES_PER_S = 10e9
-"""From one GPU to its host: PCIe 4.0 with all GPUs of a node copying at once."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,9 +44,9 @@ class Saving:
 
 
 def checkpoint_bytes(job: Job) -> float:
-    """Parameters and moments, whole."""
+    """Parameters, their average and moments, whole."""
     memory = estimate_memory(job)
-    params = WIDE * sum(weight.size for weight in job.weights)
+    params = (WIDE + job.config.optim.ema_bytes) * sum(weight.size for weight in job.weights)
     local = memory.state["optimizer moments"] + memory.host_bytes
     sharded = job.total(job.weights, "moment")
     return params + local * (sum(w.size for w in job.weights) / sharded if sharded else 0.0)
@@ -63,7 +61,7 @@ def saving_of(
 ) -> Saving:
     """When to save, and what saving and failures of the whole job cost together."""
     size = checkpoint_bytes(job)
-    copy = size / job.spec.num_devices / _COPY_BYTES_PER_S
+    copy = size / job.spec.num_devices / HOST_BYTES_PER_S
     write = size / storage_bytes_per_s
     mean = DAY_S / failures_per_day if failures_per_day else math.inf
     interval = max(daly(copy, mean), write)
@@ -105,6 +103,22 @@ class Bill:
     days: float
     gpu_hours: float
     money: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Days and money (USD) that a run may take; 0 = any."""
+
+    days: float = 0.0
+    money: float = 0.0
+
+    def late(self, cost: Bill) -> bool:
+        """Whether a run takes longer than it may."""
+        return 0 < self.days < cost.days
+
+    def dear(self, cost: Bill) -> bool:
+        """Whether a run costs more than it may."""
+        return 0 < self.money < cost.money
 
 
 def bill(

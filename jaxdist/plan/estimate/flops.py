@@ -159,11 +159,14 @@ def microbatch_extra(job: Job) -> Work:
 
 
 def optimizer(job: Job) -> Work:
-    """Once a step: the norm of the gradients, moments and parameters read and written."""
+    """Once a step: the gradients' norm; moments, parameters, their average read and written."""
     elements = job.total(job.weights, "moment")
     moments = job.config.optim.moment_bytes
     per_element = 3 * WIDE + 3 * WIDE + 2 * moments  # norm, scaling; parameter twice, gradient
-    return Work(memory_bytes=float(per_element * elements), products=_orthogonalisation(job))
+    average = 2 * job.config.optim.ema_bytes * job.total(job.weights, "param")
+    return Work(
+        memory_bytes=float(per_element * elements + average), products=_orthogonalisation(job)
+    )
 
 
 def _orthogonalisation(job: Job) -> float:

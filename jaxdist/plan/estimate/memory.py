@@ -35,7 +35,8 @@ class Memory:
     """Bytes of one device.
 
     Attributes:
-        state: what lives from step to step, by class: parameters, moments, batch.
+        state: what lives from step to step, by class: parameters and their average, moments,
+            batch.
         phases: phase of the step -> what is alive in it besides the state, by class.
         workspace_bytes: scratch of attention kernels, outside the compiler's account.
         host_bytes: moments kept in host memory.
@@ -94,21 +95,23 @@ def usable_bytes(job: Job) -> float:
 
 def estimate_memory(job: Job) -> Memory:
     """The memory of one device of the job."""
-    moment_bytes = _moment_bytes(job)
+    moments = moment_bytes(job)
     offload = job.config.train.offload_optimizer
     row, shards = row_of(job.model, job.seq_len), job.spec[CONTEXT]
     state = {
         "parameters": WIDE * job.total(job.weights, "param"),
-        "optimizer moments": 0.0 if offload else moment_bytes,
+        "weight average": job.config.optim.ema_bytes * job.total(job.weights, "param"),
+        "optimizer moments": 0.0 if offload else moments,
         "batch": job.rows * sum(leaf.size * leaf.dtype.itemsize for leaf in row.values()) / shards,
     }
-    fetched = {"fetched moments": moment_bytes} if offload else {}
-    steps = _pipeline_phases(job) if job.schedule else _phases(job)
+    phases = dict(_pipeline_phases(job) if job.schedule else _phases(job))
+    if offload:  # the scheduler copies as late as it can: gradients are complete by then
+        phases["update"] = {**phases["update"], "fetched moments": moments}
     return Memory(
         state=state,
-        phases={name: {**parts, **fetched} for name, parts in steps.items()},
+        phases=phases,
         workspace_bytes=activations.attention_workspace(job),
-        host_bytes=moment_bytes if offload else 0.0,
+        host_bytes=moments if offload else 0.0,
         is_rough=not job.is_decoder,
     )
 
@@ -116,7 +119,8 @@ def estimate_memory(job: Job) -> Memory:
 # --- state ----------------------------------------------------------------------------------------
 
 
-def _moment_bytes(job: Job) -> float:
+def moment_bytes(job: Job) -> float:
+    """The optimizer's state on one device, or in host memory where it is offloaded."""
     optim = job.config.optim
     total = 0.0
     for weight in job.weights:

@@ -2,24 +2,28 @@
 
 Every mesh of the cluster's GPUs is checked by the rules of training. On each legal one the settings
 that trade memory for time are chosen: what backward recomputes, ZeRO's stage, the number of
-microbatches, and how a pipeline gathers and cuts its stages. The global batch, the model and the
+microbatches, how a pipeline gathers and cuts its stages, and how devices that share rows exchange
+keys and values. The global batch, the model and the
 optimizer are the user's and stay as they are.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import itertools
 import operator
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, get_args
 
 from jaxdist.config import RunConfig
+from jaxdist.core.attention.context import Exchange
 from jaxdist.core.mesh import MeshSpec, factorisations
 from jaxdist.core.parallel.context import CONTEXT
 from jaxdist.core.parallel.pipeline.axis import PIPELINE
 from jaxdist.core.parallel.tensor import TENSOR
-from jaxdist.core.types import Model
+from jaxdist.core.types import ConfigError, Model
 from jaxdist.plan.estimate.job import Job, with_section
 from jaxdist.plan.estimate.memory import Memory, estimate_memory, usable_bytes
 from jaxdist.plan.estimate.time import StepTime, estimate_time
@@ -75,14 +79,16 @@ def _settings(config: RunConfig, spec: MeshSpec) -> dict[str, object]:
     """Flag -> value of what a search or an advice may change."""
     found = {name: operator.attrgetter(name)(config) for name in _MAY_CHANGE}
     pipeline = dataclasses.asdict(config.pipeline) if spec[PIPELINE] > 1 else {}
+    exchange = {"mesh.context_attention": config.mesh.context_attention}
     return {
         "zero": config.mesh.zero,
+        **(exchange if spec[CONTEXT] > 1 else {}),
         **found,
         **{f"pipeline.{name}": value for name, value in pipeline.items()},
     }
 
 
-_CONTEXT_FROM = 16_384
+CONTEXT_FROM = 16_384
 """Tokens of a row from which meshes that split it are looked at; a device holds shorter ones."""
 
 
@@ -124,7 +130,7 @@ def search(
     refused: dict[MeshSpec, str] = {}
     choices, tried = [], 0
     left_out = [] if stages else [PIPELINE]
-    left_out += [] if config.train.seq_len >= _CONTEXT_FROM else [CONTEXT]
+    left_out += [] if config.train.seq_len >= CONTEXT_FROM else [CONTEXT]
     for spec in factorisations(cluster.num_gpus, without=left_out):
         problems = _mesh_problems(config, spec, model)
         if problems:
@@ -162,6 +168,8 @@ def why_not(choice: Choice, best: Choice) -> str:
     why = _CAUSES.get(cause, cause)
     if cause == "memory-bound kernels" and choice.job.spec[TENSOR] >= best.job.spec[TENSOR]:
         why = "weights are cast and gradients accumulated more often"
+        if (choice.job.attention, best.job.attention) == ("blockwise", "cudnn"):
+            why = "attention runs block by block, and its scores pass through memory"
     return f"{slower:.0%} slower: {why} (+{more[cause] / best.time.seconds:.0%})"
 
 
@@ -176,6 +184,9 @@ _CAUSES = {
     "waiting for gradients": "gradients are reduced over slow links",
     "waiting for new parameters": "ZeRO gathers the new parameters after each step",
     "waiting for activations": "tensor parallelism reduces activations in every layer",
+    "waiting for heads": "devices that share rows exchange heads in every layer",
+    "waiting for keys and values": "keys and values travel between devices that share rows",
+    "waiting for gradients of keys": "gradients of keys travel between devices that share rows",
     "waiting for stages": "activations move between stages",
     "waiting for pieces": "weights of virtual stages move to their stages in every step",
 }
@@ -196,7 +207,9 @@ _COMPLEXITY_COST = 0.05
 
 def _mesh_problems(config: RunConfig, spec: MeshSpec, model: Model) -> list[str]:
     # Microbatches are chosen below: only their being possible at all is a rule of the mesh.
-    return with_section(config, "train", num_microbatches=0).mesh_problems(spec, model)
+    config = with_section(config, "train", num_microbatches=0)
+    # So is how devices that share rows exchange.
+    return with_section(config, "mesh", context_attention="auto").mesh_problems(spec, model)
 
 
 # --- settings on one mesh -------------------------------------------------------------------------
@@ -207,25 +220,58 @@ def _on_mesh(job: Job) -> Iterator[Choice]:
     limit = usable_bytes(job)
     for variant in _variants(job):
         jobs = _by_microbatches(variant)
-        for tried in jobs:
+        least: tuple[Job, Memory] | None = None
+        while jobs:
+            tried = jobs.pop(0)
             memory = estimate_memory(tried)
-            if memory.state_bytes > limit:  # no number of microbatches helps: the most lacks least
-                tried = jobs[-1]
-                memory = estimate_memory(tried)
-            if memory.total_bytes <= limit or tried is jobs[-1]:
-                yield Choice.of(tried, memory)
+            # More microbatches need not take less: from two on their gradients are accumulated.
+            if least is None or memory.total_bytes < least[1].total_bytes:
+                least = tried, memory
+            if memory.total_bytes <= limit:
                 break  # more microbatches would only be slower
+            if memory.state_bytes > limit:  # no number helps; the most of them may lack least
+                jobs = jobs[-1:]
+        if least is not None:
+            yield Choice.of(*least)
 
 
 def _variants(job: Job) -> Iterator[Job]:
-    """Remat, ZeRO and pipeline settings, microbatches left open."""
-    for zero in _zeros(job.config.mesh.zero, job.spec):
+    """Exchange, remat, ZeRO and pipeline settings, microbatches left open."""
+    zeros = _zeros(job.config.mesh.zero, job.spec)
+    for exchange, zero in itertools.product(_best_exchanges(job), zeros):
+        on_mesh = job.changed("mesh", zero=zero, context_attention=exchange)
         for remat in _remats(job.config.train.remat):
             for pipeline in _pipelines(job):
-                changed = job.changed("mesh", zero=zero).changed("train", remat=remat)
-                changed = changed.changed("pipeline", **pipeline)
+                changed = on_mesh.changed("train", remat=remat).changed("pipeline", **pipeline)
                 if not _mesh_problems(changed.config, job.spec, job.model):
                     yield changed
+
+
+def exchanges(job: Job) -> list[str]:
+    """`mesh.context_attention`: every way that heads and nodes allow; as it is without sharing."""
+    found = []
+    for name in get_args(Exchange):
+        with contextlib.suppress(ConfigError):
+            if job.changed("mesh", context_attention=name).exchange is not None:
+                found.append(name)
+    return found or [job.config.mesh.context_attention]
+
+
+def _best_exchanges(job: Job) -> list[str]:
+    """Those than which no other is both as fast and as small."""
+    names = exchanges(job)
+    if len(names) == 1:
+        return names
+    costs = {}
+    for name in names:
+        changed = job.changed("mesh", context_attention=name)
+        costs[name] = (estimate_time(changed).seconds, estimate_memory(changed).total_bytes)
+    return [name for name in names if not any(_is_less(c, costs[name]) for c in costs.values())]
+
+
+def _is_less(one: tuple[float, float], other: tuple[float, float]) -> bool:
+    """Whether a cost is less in some part and more in none."""
+    return one != other and one[0] <= other[0] and one[1] <= other[1]
 
 
 def _zeros(given: int, spec: MeshSpec) -> list[int]:

@@ -16,7 +16,7 @@ _SMALL_CHUNK = 256
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Change:
-    """One change with which a run fits: flags, what they do, slowdown of a step (a share)."""
+    """One change with which a run fits: flags, what they do, slowdown of training (a share)."""
 
     flags: str
     why: str
@@ -30,7 +30,7 @@ def smallest_changes(choice: Choice) -> list[Change]:
     for flags, why, job in _changes(choice):
         changed = _costs(choice, job)
         if changed.fits:
-            slowdown = changed.time.seconds / choice.time.seconds - 1
+            slowdown = choice.time.tokens_per_s / changed.time.tokens_per_s - 1
             found.append(Change(flags=flags, why=why, choice=changed, slowdown=slowdown))
     return found
 
@@ -73,3 +73,9 @@ def _changes(choice: Choice) -> Iterator[tuple[str, str, Job]]:
     if config.optim.moment_dtype == "float32" and config.optim.optimizer != "adafactor":
         changed = job.changed("optim", moment_dtype="bfloat16")
         yield "--optim.moment_dtype bfloat16", "first moments take half the bytes", changed
+    rows = spec.num_replicas
+    if spec[PIPELINE] == 1 and job.num_microbatches > 1 and job.rows > 1:
+        changed = job.changed("train", global_batch_size=rows, num_microbatches=1)
+        flags = f"--train.global_batch_size {rows} --train.num_microbatches 1"
+        why = "a smaller batch, whose gradients are not accumulated; lower optim.peak_lr with it"
+        yield flags, why, changed

@@ -13,10 +13,13 @@ from __future__ import annotations
 import dataclasses
 from collections import defaultdict
 
+from jaxdist.core.parallel.context import CONTEXT
 from jaxdist.plan.estimate import flops, traffic
 from jaxdist.plan.estimate.flops import Work
 from jaxdist.plan.estimate.job import Job
+from jaxdist.plan.estimate.memory import moment_bytes
 from jaxdist.plan.estimate.traffic import Flow
+from jaxdist.plan.hardware.gpu import HOST_BYTES_PER_S
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,7 +69,7 @@ class StepTime:
             for others (the pipeline's bubble); by purpose, collectives that are not hidden.
         communication: all collectives, hidden or not.
         model_flops: useful FLOPs of the step, causal convention.
-        peak_flops: of one device; 0 where its dtype has none.
+        peak_flops: of one device; in float32 where it has no units for the run's dtype.
     """
 
     parts: dict[str, float]
@@ -88,9 +91,7 @@ class StepTime:
 
     @property
     def mfu(self) -> float:
-        """Useful FLOPs over what all devices could do; 0 where the peak is not known."""
-        if not self.peak_flops:
-            return 0.0
+        """Useful FLOPs over what all devices could do."""
         return self.model_flops / self.seconds / self.num_gpus / self.peak_flops
 
 
@@ -107,8 +108,9 @@ def estimate_time(job: Job) -> StepTime:
         "memory-bound kernels": memory,
         "launch gaps": launches,
         "optimizer": rates.seconds(flops.optimizer(job)),
+        "moments to and from host memory": _moved_moments(job) / HOST_BYTES_PER_S,
         "pipeline bubble": waiting,
-        **_exposed(flows, busy, rates.reach),
+        **_exposed(flows, busy, _beside_ring(job, attention), rates.reach),
     }
     return StepTime(
         parts={name: seconds for name, seconds in parts.items() if seconds > 0},
@@ -116,7 +118,7 @@ def estimate_time(job: Job) -> StepTime:
         tokens_per_step=job.tokens_per_step,
         num_gpus=job.spec.num_devices,
         model_flops=flops.model_flops_per_token(job) * job.tokens_per_step,
-        peak_flops=job.cluster.gpu.peak_flops.get(str(job.dtype), 0.0),
+        peak_flops=_peak(job),
     )
 
 
@@ -133,7 +135,7 @@ class _Rates:
     def of(cls, job: Job) -> _Rates:
         reach = _REACH.get(job.cluster.gpu.compute_capability, Reach())
         peaks = job.cluster.gpu.peak_flops
-        peak = peaks.get(str(job.dtype)) or peaks["float32"]
+        peak = _peak(job)
         products = reach.products * peak
         if job.engine.products_dtype == "float8":
             products = reach.float8 * peaks["float8"]
@@ -156,6 +158,16 @@ class _Rates:
 
     def seconds(self, work: Work) -> float:
         return sum(self.parts(work))
+
+
+def _moved_moments(job: Job) -> float:
+    """Bytes between one GPU and its host: moments come for the update, and go back after it."""
+    return 2 * moment_bytes(job) if job.config.train.offload_optimizer else 0.0
+
+
+def _peak(job: Job) -> float:
+    peaks = job.cluster.gpu.peak_flops
+    return peaks.get(str(job.dtype)) or peaks["float32"]
 
 
 # --- compute --------------------------------------------------------------------------------------
@@ -195,17 +207,35 @@ def _compute(job: Job, rates: _Rates) -> tuple[Work, float, float]:
 # --- communication --------------------------------------------------------------------------------
 
 _OVERLAPPED = ("weights", "gradients")
-"""Purposes whose collectives overlap with other work; the rest block it."""
+"""Purposes whose collectives overlap with all other work; a ring's with attention, the rest block
+it."""
 
 
-def _exposed(flows: list[Flow], busy: float, reach: Reach) -> dict[str, float]:
-    """`waiting for PURPOSE` -> seconds of collectives that are waited for."""
+def _exposed(flows: list[Flow], busy: float, beside_ring: float, reach: Reach) -> dict[str, float]:
+    """`waiting for PURPOSE` -> seconds of collectives that are waited for.
+
+    Compute takes `busy` seconds, `beside_ring` of them while keys and values travel.
+    """
+    rings = [f for f in flows if f.axes == (CONTEXT.name,) and f.kind == "collective-permute"]
+    others = [f for f in flows if f not in rings and f.purpose in _OVERLAPPED]
     seconds: dict[str, float] = defaultdict(float)
     for flow in flows:
-        seconds[flow.purpose] += flow.seconds / reach.links
-    together = sum(seconds[purpose] for purpose in _OVERLAPPED)
-    for purpose in _OVERLAPPED:
-        share = seconds[purpose] / together if together else 0.0
-        late = max(0.0, reach.hidden * together - busy)
-        seconds[purpose] = (1 - reach.hidden) * seconds[purpose] + late * share
+        if flow not in rings and flow not in others:
+            seconds[flow.purpose] += flow.seconds / reach.links
+    hidden = 0.0
+    for group, room in ((rings, beside_ring), (others, busy)):
+        together = sum(flow.seconds for flow in group) / reach.links
+        late = max(0.0, reach.hidden * together - (room - hidden))
+        hidden = reach.hidden * together - late
+        for flow in group:
+            own = flow.seconds / reach.links
+            seconds[flow.purpose] += (1 - reach.hidden) * own + late * own / together
     return {f"waiting for {purpose}": spent for purpose, spent in seconds.items()}
+
+
+def _beside_ring(job: Job, attention: float) -> float:
+    """Seconds of attention during which keys and values travel: all parts of the row but one."""
+    if job.exchange is None:
+        return 0.0
+    parts = (traffic.window_hops(job) or job.spec[CONTEXT] // job.exchange.inner - 1) + 1
+    return attention * (1 - 1 / parts)

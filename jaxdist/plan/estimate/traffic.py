@@ -174,12 +174,16 @@ def _attention(job: Job) -> dict[str, Any]:
         "exchange": plan.exchange,
         "context_size": job.spec[CONTEXT],
         "exchanged_heads": plan.inner,
-        "window_hops": hops_of_window(
-            job.attention_call.sliding_window if job.attention_call else 0,
-            job.seq_len,
-            job.spec[CONTEXT] // plan.inner,
-        ),
+        "window_hops": window_hops(job),
     }
+
+
+def window_hops(job: Job) -> int:
+    """Parts of a row that a sliding window reaches back in a ring; 0 = keys go all round."""
+    if job.exchange is None or job.attention_call is None:
+        return 0
+    groups = job.spec[CONTEXT] // job.exchange.inner
+    return hops_of_window(job.attention_call.sliding_window, job.seq_len, groups)
 
 
 def _traced_sums(job: Job) -> Iterator[Moved]:

@@ -7,6 +7,9 @@ from collections.abc import Mapping
 
 GIB = 2**30
 
+HOST_BYTES_PER_S = 10e9
+"""Between one GPU and its host: PCIe 4.0 with all GPUs of a node copying at once."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Gpu:

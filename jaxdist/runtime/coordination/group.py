@@ -17,7 +17,11 @@ from jaxdist.runtime.coordination import service
 _WAIT_S = 3600.0
 """Reading back the checksums of a large checkpoint may keep one process busy this long."""
 
+_MOST_KEPT = 64
+"""Calls of `decide` in a row whose answers are kept until all processes meet."""
+
 _made: Counter[str] = Counter()  # groups by name: all processes make the same ones in order
+_topics: dict[str, Group] = {}  # of the function `gather`
 
 
 class Group:
@@ -48,6 +52,7 @@ class Group:
         self._otherwise = otherwise
         self._calls = itertools.count()
         self._put: list[str] = []  # keys that this process has put and not yet deleted
+        self._unmet = 0  # calls of `decide` since all processes last met
 
     @property
     def is_leader(self) -> bool:
@@ -62,22 +67,56 @@ class Group:
         """
         if self.num_processes == 1:
             return [value]
+        self._unmet = 0
         key = f"{self.prefix}/{next(self._calls)}"
-        put_before, self._put = self._put, []
+        put_before = len(self._put)
         self._set(f"{key}/{self.process_id}", value)
         values = [
             service.get(f"{key}/{process}", self.timeout_s) for process in range(self.num_processes)
         ]
-        # All processes have come this far, so all have read what was put before. Deleting it keeps
-        # the file lists of many saves out of process 0's memory.
-        for read in put_before:
-            service.delete(read)
+        self._delete(put_before)
         return values
 
     def decide(self, decision: Callable[[], Any]) -> Any:
-        """Run `decision` on process 0 only; its JSON value, or its error, reaches every process."""
+        """Run `decision` on process 0 only; its JSON value, or its error, reaches every process.
+
+        Process 0 goes on without the others, but after `_MOST_KEPT` such calls it waits for them.
+        """
         if self.num_processes == 1:
             return decision()
+        if self._unmet == _MOST_KEPT:
+            self.gather(None)
+        self._unmet += 1
+        return self._decided(decision)
+
+    def decide_from(self, value: Any, decision: Callable[[list[Any]], Any]) -> Any:
+        """`decide`, where process 0 is given the JSON values of all processes, by process id.
+
+        Cheaper than `gather` for many processes, because only process 0 reads all values.
+        """
+        if self.num_processes == 1:
+            return decision([value])
+        self._unmet = 0
+        key = f"{self.prefix}/{next(self._calls)}"
+        put_before = len(self._put)
+        if self.is_leader:
+            others = range(1, self.num_processes)
+
+            def hear() -> list[Any]:
+                values = [service.get(f"{key}/{process}", self.timeout_s) for process in others]
+                self._delete(put_before)
+                return [value, *values]
+
+            return self._decided(lambda: decision(hear()))
+        own = f"{key}/{self.process_id}"
+        service.put(own, value)
+        try:
+            return self._decided(lambda: None)  # process 0's
+        finally:
+            service.delete(own)
+
+    def _decided(self, decision: Callable[[], Any]) -> Any:
+        """The answer of process 0, or its error, on every process."""
         key = f"{self.prefix}/{next(self._calls)}"
         if self.is_leader:
             try:
@@ -92,31 +131,19 @@ class Group:
             raise self._rebuilt(answer["error"], answer["text"])
         return answer["value"]
 
-    def decide_from(self, value: Any, decision: Callable[[list[Any]], Any]) -> Any:
-        """`decide`, where process 0 is given the JSON values of all processes, by process id.
-
-        Cheaper than `gather` for many processes, because only process 0 reads all values.
-        """
-        if self.num_processes == 1:
-            return decision([value])
-        key = f"{self.prefix}/{next(self._calls)}"
-        if self.is_leader:
-            others = range(1, self.num_processes)
-            hear = lambda: [
-                value,
-                *(service.get(f"{key}/{process}", self.timeout_s) for process in others),
-            ]
-            return self.decide(lambda: decision(hear()))
-        own = f"{key}/{self.process_id}"
-        service.put(own, value)
-        try:
-            return self.decide(lambda: None)  # process 0's
-        finally:
-            service.delete(own)
-
     def _set(self, key: str, value: Any) -> None:
         service.put(key, value)
         self._put.append(key)
+
+    def _delete(self, put_before: int) -> None:
+        """Delete the oldest keys of this process, once all others have come to a later call.
+
+        They have read those keys by then. Kept, the file lists of many saves would fill process 0's
+        memory.
+        """
+        for key in self._put[:put_before]:
+            service.delete(key)
+        del self._put[:put_before]
 
     def _rebuilt(self, kind: str, text: str) -> Exception:
         from jaxdist.core.settings import ConfigError
@@ -137,4 +164,9 @@ def gather(topic: str, value: Any, timeout_s: float = _WAIT_S) -> list[Any]:
     Raises:
         TimeoutError: a process has not come within `timeout_s` seconds; its key names it.
     """
-    return Group(topic, timeout_s=timeout_s).gather(value)
+    if not service.is_joined():
+        return [value]
+    if topic not in _topics:  # kept: its next call deletes the keys of this one
+        _topics[topic] = Group(topic)
+    _topics[topic].timeout_s = timeout_s
+    return _topics[topic].gather(value)

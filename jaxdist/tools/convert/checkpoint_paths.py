@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from jaxdist.checkpoint import manifest
 from jaxdist.core.settings import ConfigError
-from jaxdist.runtime.formatting.tables import few
 from jaxdist.runtime.storage import Location, locate
 
 if TYPE_CHECKING:
@@ -33,21 +32,11 @@ def checkpoint_of(path: str, step: int) -> Location:
         )
     reasons = []
     for candidate in [step] if step >= 0 else reversed(there):
-        reason = problem_of(directory / candidate)
+        reason = manifest.damage(directory / candidate)
         if not reason:
             return directory / candidate
         reasons.append(f"checkpoint {candidate} in {directory} is not whole: {reason}")
     raise ConfigError([*reasons, "Name another with --step, or restore its files."])
-
-
-def problem_of(checkpoint: Location) -> str:
-    """Why a checkpoint must not be read, or "": every file against the manifest."""
-    try:
-        files = manifest.read(checkpoint)["files"]
-    except ValueError as reason:
-        return str(reason)
-    found = manifest.size_problems(checkpoint, files)
-    return few(found or manifest.content_problems(checkpoint, files, files), 1)
 
 
 def settings_of(path: str) -> RunConfig:

@@ -22,7 +22,8 @@ from jaxdist.core.settings import setting, write_toml
 from jaxdist.data.tokenizer import tokenizer_files
 from jaxdist.models import DecoderConfig, build
 from jaxdist.models.huggingface.directory import Weights, folder_of, open_weights, read_json
-from jaxdist.models.huggingface.families import Piece, left_out
+from jaxdist.models.huggingface.families import left_out
+from jaxdist.models.huggingface.tensors import Piece
 from jaxdist.models.weights import num_params
 from jaxdist.runtime import hub
 from jaxdist.runtime.formatting.numbers import in_bytes

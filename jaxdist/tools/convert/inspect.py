@@ -68,6 +68,8 @@ def _totals(stored: StoredArrays) -> dict[str, Any]:
     totals = {}
     for item in ITEMS:
         names = [name for name in stored.entries if name.startswith(item + "/")]
+        if not names and item == "ema_params":
+            continue
         elements = sum(math.prod(stored.entries[name]["shape"]) for name in names)
         num_bytes = sum(stored.num_bytes(name) for name in names)
         totals[item] = f"{len(names)} arrays, {elements:,} elements, {in_bytes(num_bytes)}"

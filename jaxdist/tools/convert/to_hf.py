@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from jaxdist.checkpoint.pytree import weights_item
 from jaxdist.checkpoint.streaming_io import Index, StoredArrays, dtype_of
 from jaxdist.core.settings import ConfigError, setting
 from jaxdist.data import DataConfig, load_tokenizer
@@ -23,7 +24,8 @@ from jaxdist.data.custom import is_custom
 from jaxdist.data.tokenizer import FileTokenizer, tokenizer_file
 from jaxdist.models.configs import DecoderConfig
 from jaxdist.models.huggingface import safetensors
-from jaxdist.models.huggingface.families import Piece, Source, family_of, pieces, write_config
+from jaxdist.models.huggingface.families import family_of, write_config
+from jaxdist.models.huggingface.tensors import Piece, Source, pieces
 from jaxdist.runtime.formatting.numbers import in_bytes
 from jaxdist.tools.convert.checkpoint_paths import checkpoint_of, new_directory, settings_of
 
@@ -37,6 +39,11 @@ class Config:
     src: str = setting("", "run directory, its checkpoints, or one checkpoint", required=True)
     out: str = setting("", "new directory", required=True)
     step: int = setting(-1, "which checkpoint; -1 = the newest whole one")
+    weights: Literal["auto", "ema", "raw"] = setting(
+        "auto",
+        "ema = the moving average of the weights, raw = as trained, auto = the average where the "
+        "run keeps one",
+    )
     dtype: Literal["stored", "float32", "bfloat16", "float16"] = setting(
         "stored", "dtype of the weights; stored = as they are"
     )
@@ -64,7 +71,8 @@ def export(config: Config) -> str:
         )
     out = Path(new_directory(config.out))
     dtype = _dtype(stored, config.dtype)
-    tensors = _tensors(stored, model, dtype)
+    item = weights_item(config.weights, stored.entries)
+    tensors = _tensors(stored, model, dtype, item)
     ids = _write_tokenizer(settings.data, out)
     files = safetensors.write_shards(out, tensors, config.shard_gb, {"format": "pt"})
     (out / "config.json").write_text(
@@ -72,8 +80,8 @@ def export(config: Config) -> str:
     )
     total = sum(tensor.num_bytes for tensor in tensors.values())
     return (
-        f"{family_of(model)}, {len(tensors)} tensors, {in_bytes(total)}, "
-        f"{len(files)} file(s): {out}"
+        f"{family_of(model)}, {len(tensors)} tensors{' (EMA)' if item == 'ema_params' else ''}, "
+        f"{in_bytes(total)}, {len(files)} file(s): {out}"
     )
 
 
@@ -84,12 +92,16 @@ def _dtype(stored: StoredArrays, asked: str) -> np.dtype:
 
 
 def _tensors(
-    stored: StoredArrays, model: DecoderConfig, dtype: np.dtype
+    stored: StoredArrays, model: DecoderConfig, dtype: np.dtype, item: str
 ) -> dict[str, safetensors.Tensor]:
-    """Their name -> tensor; its values are read when it is written."""
+    """Their name -> tensor of the weights in `item`; its values are read when it is written."""
+    ours = (
+        dataclasses.replace(piece, name=piece.name.replace("params/", f"{item}/", 1))
+        for piece in pieces(model, family_of(model))
+    )
     return {
         source.name: safetensors.Tensor(source.shape, dtype, _rows(stored, piece, source, dtype))
-        for piece in pieces(model, family_of(model))
+        for piece in ours
         for source in piece.sources
     }
 

@@ -13,7 +13,6 @@ from jaxdist.core.settings import setting
 from jaxdist.runtime.formatting.numbers import in_bytes
 from jaxdist.runtime.progress import waiting
 from jaxdist.runtime.storage import Location
-from jaxdist.tools.convert.checkpoint_paths import problem_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,7 +35,9 @@ def run(config: Config) -> int:
     for step in steps:
         checkpoint = directory / step
         with waiting(f"verifying checkpoint {step}"):
-            reason = problem_of(checkpoint) or (_array_problem(checkpoint) if config.arrays else "")
+            reason = manifest.damage(checkpoint) or (
+                _array_problem(checkpoint) if config.arrays else ""
+            )
         corrupt += bool(reason)
         if config.json:
             print(json.dumps({"step": step, "whole": not reason, "reason": reason}))

@@ -45,8 +45,8 @@ class DoctorConfig(RunConfig):
     @property
     def checkpoints_bytes(self) -> int:
         """What the run's checkpoints will take at most."""
-        # Parameters and moments; the state in memory has gradients too.
-        moments = self.optim.moment_bytes
+        # Parameters, their average and moments; the state in memory has gradients too.
+        moments = self.optim.moment_bytes + self.optim.ema_bytes
         one = self.state_bytes(self.build_model()) * (4 + moments) // (8 + moments)
         passing = 1 + self.checkpoint.async_save  # one being written, one halfway
         return one * (self.checkpoint.max_to_keep + self.checkpoint.best[1] + passing)

@@ -30,7 +30,7 @@ from pathlib import Path
 from types import FrameType
 
 from jaxdist import runtime
-from jaxdist.runtime.storage import locate
+from jaxdist.runtime.storage import Location, locate
 from jaxdist.tools.launch.console import say
 from jaxdist.tools.launch.resources import count_gpus, free_port
 from jaxdist.tools.launch.worker_group import GroupResult, Placement, WorkerGroup
@@ -213,7 +213,7 @@ class Supervisor:
     def _wait_for_run_dir(self) -> bool:
         """Whether the run directory is here: without its mount, a start would make a new run."""
         logs = locate(self.run_dir) / "logs"  # made before the first attempt
-        if logs.is_directory():
+        if _is_here(logs):
             return True
         say(
             f"{self.run_dir} is gone: is its file system still mounted? "
@@ -221,7 +221,7 @@ class Supervisor:
         )
         until = time.monotonic() + _LOST_DIRECTORY_S
         while not self.stop_signal and time.monotonic() < until:
-            if logs.is_directory():
+            if _is_here(logs):
                 say(f"{self.run_dir} is back")
                 return True
             time.sleep(0.2)
@@ -238,3 +238,11 @@ class Supervisor:
             self.group.kill()
         else:
             self.group.request_stop()
+
+
+def _is_here(directory: Location) -> bool:
+    """Whether a directory can be reached; a file server that is away is waited for."""
+    try:
+        return directory.is_directory()
+    except OSError:
+        return False

@@ -1,0 +1,301 @@
+"""Hugging Face's tensors and our arrays: which are made of which, and how.
+
+`pieces` lists, for each of our arrays (one layer at a time where layers are stacked), the tensors
+it is made of. Both directions move values without arithmetic, so that a round trip is exact.
+
+References:
+    The tensor names of Hugging Face transformers' GPT2, Llama, Mistral, OLMo 2, Phi-3, Qwen2 and
+    Qwen3 models, as saved checkpoints have them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxdist.models.configs import DecoderConfig
+
+Index = tuple[slice, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """A Hugging Face tensor as a block of a part of ours: its dims split and put in our order.
+
+    Attributes:
+        shape: of the tensor.
+        view: the same with some dims split in two or more; of a part of its rows, of that part.
+        order: dim i of our part is dim `order[i]` of the view.
+        dim: dim of our part along which several tensors lie side by side.
+        start: where this one begins along it.
+        first_row: row of the tensor at which the view begins (Phi-3 keeps query, key and value one
+            below the other).
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    view: tuple[int, ...]
+    order: tuple[int, ...]
+    dim: int = 0
+    start: int = 0
+    first_row: int = 0
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the tensor that the view holds."""
+        return math.prod(self.view) // math.prod(self.shape[1:])
+
+    @property
+    def block(self) -> Index:
+        """The place of the tensor in our part."""
+        index = [slice(0, self.view[dim]) for dim in self.order]
+        index[self.dim] = slice(self.start, self.start + self.view[self.order[self.dim]])
+        return tuple(index)
+
+    def of_view(self, index: Index) -> Index:
+        """The place in the view of a place in our part that lies inside `block`."""
+        inside: list[slice] = [slice(0)] * len(self.view)
+        for ours, theirs in enumerate(self.order):
+            shift = self.start if ours == self.dim else 0
+            inside[theirs] = slice(index[ours].start - shift, index[ours].stop - shift)
+        return tuple(inside)
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """A part of one of our arrays, and the Hugging Face tensors that it is made of.
+
+    Attributes:
+        name: our array, e.g. `params/layers/attention/qkv`.
+        layer: index in the stacked dim, or None for an array that is not stacked.
+        shape: of the part; what no tensor covers is padding and holds zeros.
+    """
+
+    name: str
+    layer: int | None
+    shape: tuple[int, ...]
+    sources: tuple[Source, ...]
+
+    @property
+    def theirs(self) -> tuple[str, ...]:
+        """Names of the tensors."""
+        return tuple(source.name for source in self.sources)
+
+    @property
+    def stored_order(self) -> tuple[int, ...]:
+        """Our dims in the order in which the tensor stores them, slowest first."""
+        order = self.sources[0].order
+        return tuple(order.index(dim) for dim in range(len(order)))
+
+    def read(
+        self, index: Index, fetch: Callable[[Source, Index], np.ndarray], dtype: np.dtype
+    ) -> np.ndarray:
+        """A block of our part, from no more of their tensors than it is made of.
+
+        The index has start and stop in every dim; `fetch` gives (tensor, place in its view) -> the
+        values there.
+
+        Returns:
+            The values, [*lengths of `index`].
+        """
+        shape = tuple(s.stop - s.start for s in index)
+        out: np.ndarray | None = None
+        for source in self.sources:
+            both = [
+                slice(max(a.start, b.start), min(a.stop, b.stop))
+                for a, b in zip(index, source.block, strict=True)
+            ]
+            if any(s.start >= s.stop for s in both):
+                continue
+            values = fetch(source, source.of_view(tuple(both))).transpose(source.order)
+            if values.shape == shape:
+                return values.astype(dtype, copy=False)
+            out = np.zeros(shape, dtype) if out is None else out
+            place = (
+                slice(s.start - i.start, s.stop - i.start) for s, i in zip(both, index, strict=True)
+            )
+            out[tuple(place)] = values
+        return np.zeros(shape, dtype) if out is None else out
+
+    def join(self, tensors: Sequence[np.ndarray]) -> np.ndarray:
+        """Our part [*shape] from their tensors, in the order of `sources`; their dtype."""
+        views = {
+            source: x[source.first_row : source.first_row + source.num_rows].reshape(source.view)
+            for source, x in zip(self.sources, tensors, strict=True)
+        }
+        whole = tuple(slice(0, size) for size in self.shape)
+        return self.read(whole, lambda source, index: views[source][index], tensors[0].dtype)
+
+    def split(self, part: np.ndarray) -> list[np.ndarray]:
+        """Their tensors, in the order and shapes of `sources`, from our part [*shape].
+
+        Views where possible. Each source must be a whole tensor.
+        """
+        return [
+            part[source.block].transpose(np.argsort(source.order)).reshape(source.shape)
+            for source in self.sources
+        ]
+
+
+_NORMS = {
+    "pre": {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"},
+    "post": {
+        "attention_out_norm": "post_attention_layernorm",
+        "mlp_out_norm": "post_feedforward_layernorm",
+    },
+}
+"""Place of the norms -> our norm of a layer -> theirs."""
+
+
+def pieces(config: DecoderConfig, family: str) -> Iterator[Piece]:
+    """Every part of every array of ours, array by array, layer by layer."""
+    return _gpt2_pieces(config) if family == "gpt2" else _llama_pieces(config, family)
+
+
+def _llama_pieces(config: DecoderConfig, family: str) -> Iterator[Piece]:
+    d, mlp, heads, width = config.d_model, config.mlp_dim, config.num_heads, config.head_width
+    is_fused = family == "phi3"
+
+    def of_layer(ours: str, shape: tuple[int, ...], *sources: Source) -> Iterator[Piece]:
+        for layer in range(config.num_layers):
+            named = (dataclasses.replace(s, name=f"model.layers.{layer}.{s.name}") for s in sources)
+            yield Piece(f"params/layers/{ours}", layer, shape, tuple(named))
+
+    yield _table(config, "model.embed_tokens.weight")
+    yield Piece("params/head/norm/scale", None, (d,), (_same("model.norm.weight", d),))
+    if not config.tie_embeddings:
+        yield _head(config)
+    for ours, theirs in _NORMS[config.norm_placement].items():
+        yield from of_layer(f"{ours}/scale", (d,), _same(f"{theirs}.weight", d))
+    qkv, *sources = _qkv(config, "weight")
+    yield from of_layer("attention/qkv", qkv, *(_fused_qkv(sources) if is_fused else sources))
+    if "qkv" in config.bias:
+        yield from of_layer("attention/qkv_bias", *_qkv(config, "bias"))
+    if config.qk_norm != "none":
+        for ours, theirs, count in (
+            ("query_norm", "q_norm", heads),
+            ("key_norm", "k_norm", config.kv_heads),
+        ):
+            shape = (width,) if config.qk_norm == "head" else (count, width)
+            stored, order = (math.prod(shape),), tuple(range(len(shape)))
+            scale = Source(f"self_attn.{theirs}.weight", stored, shape, order)
+            yield from of_layer(f"attention/{ours}/scale", shape, scale)
+    out = Source("self_attn.o_proj.weight", (d, heads * width), (d, heads, width), (1, 2, 0))
+    yield from of_layer("attention/out", (heads, width, d), out)
+    if "out" in config.bias:
+        yield from of_layer("attention/out_bias", (d,), _same("self_attn.o_proj.bias", d))
+    if is_fused:
+        gates = [Source("mlp.gate_up_proj.weight", (2 * mlp, d), (2, mlp, d), (2, 0, 1))]
+    else:
+        gates = [
+            Source(f"mlp.{name}_proj.weight", (mlp, d), (mlp, d, 1), (1, 2, 0), dim=1, start=start)
+            for start, name in enumerate(("gate", "up"))
+        ]
+    yield from of_layer("mlp/up", (d, 2, mlp), *gates)
+    yield from of_layer("mlp/down", (mlp, d), _turned("mlp.down_proj.weight", d, mlp))
+    if "mlp" in config.bias:
+        biases = (
+            Source(f"mlp.{name}_proj.bias", (mlp,), (1, mlp), (0, 1), start=start)
+            for start, name in enumerate(("gate", "up"))
+        )
+        yield from of_layer("mlp/up_bias", (2, mlp), *biases)
+        yield from of_layer("mlp/down_bias", (d,), _same("mlp.down_proj.bias", d))
+
+
+def _gpt2_pieces(config: DecoderConfig) -> Iterator[Piece]:
+    d, mlp, heads, width = config.d_model, config.mlp_dim, config.num_heads, config.head_width
+    inner = heads * width
+
+    def of_layer(
+        ours: str, shape: tuple[int, ...], theirs: str, *views: tuple[int, ...]
+    ) -> Iterator[Piece]:
+        """One tensor of each layer; `views`: its shape, its dims split, their order."""
+        stored, view, order = views or (shape, shape, tuple(range(len(shape))))
+        for layer in range(config.num_layers):
+            source = Source(f"transformer.h.{layer}.{theirs}", stored, view, order)
+            yield Piece(f"params/layers/{ours}", layer, shape, (source,))
+
+    yield _table(config, "transformer.wte.weight")
+    if not config.tie_embeddings:
+        yield _head(config)
+    positions = _same("transformer.wpe.weight", config.max_seq_len, d)
+    yield Piece("params/embed/positions", None, positions.shape, (positions,))
+    for leaf, theirs in (("scale", "weight"), ("bias", "bias")):
+        norm = _same(f"transformer.ln_f.{theirs}", d)
+        yield Piece(f"params/head/norm/{leaf}", None, (d,), (norm,))
+        yield from of_layer(f"attention_norm/{leaf}", (d,), f"ln_1.{theirs}")
+        yield from of_layer(f"mlp_norm/{leaf}", (d,), f"ln_2.{theirs}")
+    # Theirs has queries, then keys, then values.
+    qkv, split, order = (d, heads, 3, width), (d, 3, heads, width), (0, 2, 1, 3)
+    yield from of_layer("attention/qkv", qkv, "attn.c_attn.weight", (d, 3 * inner), split, order)
+    yield from of_layer(
+        "attention/qkv_bias", qkv[1:], "attn.c_attn.bias", (3 * inner,), split[1:], (1, 0, 2)
+    )
+    out = (heads, width, d)
+    yield from of_layer("attention/out", out, "attn.c_proj.weight", (inner, d), out, (0, 1, 2))
+    yield from of_layer("attention/out_bias", (d,), "attn.c_proj.bias")
+    up = (d, 1, mlp)
+    yield from of_layer("mlp/up", up, "mlp.c_fc.weight", (d, mlp), up, (0, 1, 2))
+    yield from of_layer("mlp/up_bias", (1, mlp), "mlp.c_fc.bias", (mlp,), (1, mlp), (0, 1))
+    yield from of_layer("mlp/down", (mlp, d), "mlp.c_proj.weight")
+    yield from of_layer("mlp/down_bias", (d,), "mlp.c_proj.bias")
+
+
+def _same(name: str, *shape: int) -> Source:
+    """A tensor that is ours as it stands."""
+    return Source(name, shape, shape, tuple(range(len(shape))))
+
+
+def _turned(name: str, rows: int, columns: int) -> Source:
+    """A matrix that is ours with its dims swapped."""
+    return Source(name, (rows, columns), (rows, columns), (1, 0))
+
+
+def _table(config: DecoderConfig, name: str) -> Piece:
+    """The embedding table, whose rows of padding exist only on our side."""
+    source = _same(name, config.vocab_size, config.d_model)
+    return Piece("params/embed/table", None, (config.padded_vocab, config.d_model), (source,))
+
+
+def _head(config: DecoderConfig) -> Piece:
+    """The output kernel of a model whose head is not the embedding table."""
+    source = _turned("lm_head.weight", config.vocab_size, config.d_model)
+    return Piece("params/head/kernel", None, (config.d_model, config.padded_vocab), (source,))
+
+
+def _fused_qkv(sources: Sequence[Source]) -> Iterator[Source]:
+    """The same of one tensor that holds query, key and value, one below the other."""
+    rows = sum(source.num_rows for source in sources)
+    first = 0
+    for source in sources:
+        yield dataclasses.replace(
+            source,
+            name="self_attn.qkv_proj.weight",
+            shape=(rows, *source.shape[1:]),
+            first_row=first,
+        )
+        first += source.num_rows
+
+
+def _qkv(config: DecoderConfig, leaf: str) -> tuple[Any, ...]:
+    """Shape of ours, [d_model,] kv_heads, group + 2, width, and theirs: query, key and value."""
+    kv, width = config.kv_heads, config.head_width
+    group = config.num_heads // kv
+    inputs = (config.d_model,) if leaf == "weight" else ()
+    order = (3, 0, 1, 2) if inputs else (0, 1, 2)
+    sources = [
+        Source(
+            f"self_attn.{name}_proj.{leaf}",
+            (kv * count * width, *inputs),
+            (kv, count, width, *inputs),
+            order,
+            dim=len(inputs) + 1,
+            start=start,
+        )
+        for name, count, start in (("q", group, 0), ("k", 1, group), ("v", 1, group + 1))
+    ]
+    return (*inputs, kv, group + 2, width), *sources

@@ -1,0 +1,144 @@
+"""The residual network for CIFAR-10 of He et al. 2015, section 4.2: ResNet-20 to ResNet-110.
+
+A 3 × 3 convolution, three stages of n residual blocks with 1, 2 and 4 times the channels at a half
+and a quarter of the image size, the mean over pixels, one dense layer: 6 n + 2 layers. Shortcuts
+have no weights (the paper's option A): a shortcut into a stage takes every second pixel and adds
+channels of zeros. Images are channels-last.
+
+Under tensor parallelism a block's two convolutions are split as a transformer's MLP: the first by
+its outputs, whose batch norm is then of a device's own channels, the second by its inputs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from jaxdist.core.types import Array, Batch, Context, Model, Params, Sums
+from jaxdist.models import layers
+from jaxdist.models.configs import IMAGE_CHANNELS, KERNEL_SIZE, ResnetConfig
+
+_NUM_STAGES = 3
+
+
+def build_resnet(config: ResnetConfig) -> Model:
+    """The `Model` record of the classifier; its batches hold `images`, `labels` and `weights`."""
+    init, axes, bind = layers.functional(lambda rngs: Resnet(config, rngs))
+
+    def head_loss(params: Params, x: None, batch: Batch, context: Context) -> Sums:
+        del x
+        network = bind(params)
+        logits = network(batch["images"].astype(context.dtype), context)
+        sums = context.label_loss(logits, batch["labels"], batch["weights"])
+        return sums | layers.batch_statistics(network, context)
+
+    size = config.image_size
+    return Model(
+        name=f"resnet-{config.depth}",
+        init=init,
+        axes=axes,
+        dims=config.dims,
+        head_loss=head_loss,
+        flops_per_token=_flops_per_image(config),
+        unit="images",
+        rules=config.rules,
+        row={
+            "images": jax.ShapeDtypeStruct((size, size, IMAGE_CHANNELS), jnp.float32),
+            "labels": jax.ShapeDtypeStruct((), jnp.int32),
+            "weights": jax.ShapeDtypeStruct((), jnp.float32),
+        },
+    )
+
+
+def _blocks(config: ResnetConfig) -> Iterator[tuple[str, int, int]]:
+    """Name, input and output channels of each residual block."""
+    width = config.width
+    for stage in range(_NUM_STAGES):
+        for block in range(config.blocks_per_stage):
+            yield f"stage_{stage + 1}_block_{block + 1}", width, config.width * 2**stage
+            width = config.width * 2**stage
+
+
+def _flops_per_image(config: ResnetConfig) -> dict[str, float]:
+    """Forward and backward FLOPs of convolutions and head; no attention, both conventions agree."""
+    area, side = KERNEL_SIZE**2, config.image_size
+    macs = side**2 * area * IMAGE_CHANNELS * config.width
+    for _, width, out in _blocks(config):
+        side //= out // width
+        macs += side**2 * area * (width + out) * out
+    macs += config.width * 2 ** (_NUM_STAGES - 1) * config.num_classes
+    return {"causal": 6.0 * macs, "full": 6.0 * macs}
+
+
+class Resnet(nnx.Module):
+    """Convolution, residual blocks, mean over pixels, dense."""
+
+    def __init__(self, config: ResnetConfig, rngs: nnx.Rngs):
+        self.conv = _conv_kernel(rngs, IMAGE_CHANNELS, config.width, None, "channels")
+        self.norm = layers.BatchNorm(config.width, "channels")
+        self.names = [name for name, _, _ in _blocks(config)]
+        for name, width, out in _blocks(config):
+            setattr(self, name, Block(width, out, rngs))
+        width = config.width * 2 ** (_NUM_STAGES - 1)
+        bound = 1 / math.sqrt(width)
+        self.head = layers.uniform(rngs, (width, config.num_classes), bound, "channels", None)
+        self.head_bias = layers.filled(0.0, (config.num_classes,), None)
+
+    def __call__(self, images: Array, context: Context) -> Array:
+        """Images [batch, height, width, channels] -> logits [batch, classes]."""
+        with jax.named_scope("conv"):
+            x = jax.nn.relu(self.norm(_conv(images, self.conv[...]), context))
+        for name in self.names:
+            with jax.named_scope(name):
+                x = getattr(self, name)(x, context)
+        with jax.named_scope("head"):
+            x = jnp.mean(x.astype(jnp.float32), (1, 2)).astype(x.dtype)
+            dims = "batch channels, channels classes -> batch classes"
+            logits = context.dot(dims, x, self.head[...])
+            return logits + self.head_bias[...].astype(x.dtype)
+
+
+class Block(nnx.Module):
+    """Convolution, norm, relu; convolution, norm; plus the input; relu.
+
+    With more output than input channels it halves height and width.
+    """
+
+    def __init__(self, width: int, out: int, rngs: nnx.Rngs):
+        self.conv_1 = _conv_kernel(rngs, width, out, "channels", "hidden")
+        self.norm_1 = layers.BatchNorm(out, "hidden")
+        self.conv_2 = _conv_kernel(rngs, out, out, "hidden", "channels")
+        self.norm_2 = layers.BatchNorm(out, "channels")
+        self.stride, self.added = out // width, out - width
+
+    def __call__(self, x: Array, context: Context) -> Array:
+        """[batch, height, width, in] -> [batch, height / stride, width / stride, out]."""
+        y = _conv(context.enter(x), self.conv_1[...], self.stride)
+        y = jax.nn.relu(self.norm_1(y, context))
+        y = self.norm_2(context.leave(_conv(y, self.conv_2[...])), context)
+        shortcut = x[:, :: self.stride, :: self.stride]
+        shortcut = jnp.pad(shortcut, ((0, 0), (0, 0), (0, 0), (0, self.added)))
+        return jax.nn.relu(y + shortcut)
+
+
+def _conv_kernel(
+    rngs: nnx.Rngs, width: int, out: int, in_dim: str | None, out_dim: str | None
+) -> nnx.Param:
+    """A kernel [3, 3, width, out] from N(0, 2 / fan-in), as in the paper (He et al. 2015a)."""
+    std = math.sqrt(2 / (KERNEL_SIZE**2 * width))
+    shape = (KERNEL_SIZE, KERNEL_SIZE, width, out)
+    return layers.weight(rngs, shape, std, None, None, in_dim, out_dim)
+
+
+def _conv(x: Array, kernel: Array, stride: int = 1) -> Array:
+    """[batch, height, width, in] -> [batch, height / stride, width / stride, out], zero-padded."""
+    dims = ("NHWC", "HWIO", "NHWC")
+    pad = ((KERNEL_SIZE // 2,) * 2,) * 2  # both sides alike, also where a stride leaves one over
+    return lax.conv_general_dilated(
+        x, kernel.astype(x.dtype), (stride, stride), pad, dimension_numbers=dims
+    )

@@ -1,0 +1,78 @@
+"""A short text from a run's own model, and what a person may ask it."""
+
+from __future__ import annotations
+
+import shlex
+
+import numpy as np
+
+from jaxdist.core.types import Params
+from jaxdist.data import DataConfig, Dataset, TrainData
+from jaxdist.run.setup import Parts
+from jaxdist.run.text_generation import make_decoder, open_writer
+from jaxdist.run.text_settings import TextSettings
+
+MIN_STEPS = 100
+"""Fewest steps of a run that ends with a sample: text from fewer is noise, and takes seconds."""
+
+_SAMPLE_TOKENS = 200
+_OPENING_TOKENS = 32
+"""Tokens of the first row that may become a prompt."""
+
+
+def first_prompt(data: DataConfig, rows: TrainData) -> str:
+    """A few words that the training text begins with; "" where they are not known."""
+    if data.sources == ["stdlib"]:
+        return "def "
+    if not isinstance(rows, Dataset) or rows.tokenizer is None or rows.identity["kind"] != "text":
+        return ""
+    text = rows.tokenizer.decode(rows[0]["tokens"][:_OPENING_TOKENS])
+    words = next((line.split() for line in text.splitlines() if line.strip()), [])
+    return " ".join(words[:4])
+
+
+def first_request(data: DataConfig, rows: TrainData) -> str:
+    """Flags of `generate` that ask a model for what it was trained on."""
+    if data.records == "chat":
+        return "--chat"
+    prompt = first_prompt(data, rows)
+    return f"--prompt {shlex.quote(prompt)}" if prompt else ""
+
+
+def first_question(rows: Dataset) -> np.ndarray:
+    """Tokens of the first conversation up to the first answer, its beginning included; [length]."""
+    row = rows[0]
+    answered = np.flatnonzero(row["weights"])
+    # The weight at a place is that of the token after it.
+    return row["tokens"][: int(answered[0]) + 1] if len(answered) else row["tokens"][:0]
+
+
+def write_sample(parts: Parts, params: Params, rows: TrainData) -> tuple[str, str]:
+    """Continue the training text, or answer its first conversation, within `train.seq_len` tokens.
+
+    Args:
+        parts: of the run.
+        params: weights, sharded as in training.
+        rows: that it trains on.
+
+    Returns:
+        The prompt and what the model adds; two empty texts where no prompt is known: without a
+        tokenizer, or where rows come as a stream.
+    """
+    config = parts.config
+    is_chat = config.data.records == "chat"
+    if parts.model.decoding is None or not isinstance(rows, Dataset) or rows.tokenizer is None:
+        return "", ""
+    if is_chat:
+        prompt = first_question(rows)
+    else:
+        text = first_prompt(config.data, rows)
+        prompt = rows.tokenizer.encode(text) if text else np.zeros(0, np.int32)
+    room = min(config.train.seq_len, parts.model.decoding.max_len) - len(prompt)
+    if not len(prompt) or room < 1:
+        return "", ""
+    settings = TextSettings(max_new_tokens=min(_SAMPLE_TOKENS, room))
+    writer = open_writer(parts, settings, chat=is_chat)
+    writer.decoder = make_decoder(parts, params, settings)
+    ((added, _),) = writer.write([prompt], stream=False)
+    return rows.tokenizer.decode(prompt, show_special=is_chat), added

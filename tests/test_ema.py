@@ -1,0 +1,157 @@
+"""The moving average of weights: its numbers, its place on a mesh, and who uses it."""
+
+import dataclasses
+import json
+import logging
+import shutil
+
+import jax
+import numpy as np
+import pytest
+import tiny
+from refusals import refused
+from test_api import TINY
+
+import jaxdist
+from jaxdist.checkpoint import CheckpointConfig, Checkpointer
+from jaxdist.checkpoint.streaming_io import StoredArrays
+from jaxdist.config import RunConfig
+from jaxdist.core.parallel.context import place_batch
+from jaxdist.core.sharding import MeshConfig
+from jaxdist.models.huggingface.safetensors import open_all
+from jaxdist.optim import OptimConfig
+from jaxdist.run.setup import assemble
+from jaxdist.tools.convert.__main__ import main as convert
+
+DECAY, STEPS = 0.75, 4
+
+
+def averaged(mesh, poisoned=()):
+    """Parameters and their average after each step, as numpy."""
+    case = tiny.Case("cnn", mesh)
+    step, state = tiny.step_of(case, ema_decay=DECAY)
+    found = [jax.device_get((state.params, state.ema_params))]
+    for number in range(STEPS):
+        batch = tiny.image_batch(seed=number)
+        if number in poisoned:
+            batch["images"][0] = np.nan
+        state, _ = step.train(state, place_batch(batch, step.batch_sharding), np.inf)
+        found.append(jax.device_get((state.params, state.ema_params)))
+    placed = jax.tree.map(lambda p, e: p.sharding == e.sharding, state.params, state.ema_params)
+    assert all(jax.tree.leaves(placed))
+    return found
+
+
+def test_the_average_is_the_closed_form_of_the_trajectory():
+    """d^n p_0 + (1 - d) Σ d^(n-i) p_i, in float64; a step that is left out moves nothing."""
+    found = averaged("1", poisoned=[2])
+    trajectory = [params for params, _ in found if params is not found[3][0]]
+    weights = [DECAY**3, *((1 - DECAY) * DECAY ** (3 - i) for i in (1, 2, 3))]
+    expected = jax.tree.map(
+        lambda *leaves: sum(w * np.float64(p) for w, p in zip(weights, leaves, strict=True)),
+        *trajectory,
+    )
+    assert tiny.distance(found[-1][1], expected) <= 1e-6
+    assert tiny.distance(found[3][1], found[2][1]) == 0
+    assert tiny.distance(found[-1][1], found[-1][0]) > 1e-3
+
+
+def test_a_mesh_averages_as_one_device_does():
+    one, many = averaged("1")[-1][1], averaged("fsdp=2,tp=2")[-1][1]
+    assert tiny.distance(many, one) <= 1e-5 * tiny.largest(one)
+
+
+def parts_of(ema_decay):
+    config = RunConfig(
+        model=tiny.CONFIGS["cnn"],
+        mesh=MeshConfig(shape="fsdp=2"),
+        optim=OptimConfig(ema_decay=ema_decay),
+    )
+    return assemble(config, jax.devices()[:2])
+
+
+def test_an_average_begins_and_ends_between_two_checkpoints(tmp_path, caplog):
+    caplog.set_level(logging.INFO, "jaxdist")
+    checkpoints = Checkpointer(tmp_path, CheckpointConfig(), log=lambda line: None)
+    without, with_ema = parts_of(0.0), parts_of(0.5)
+    new = with_ema.init_state()
+    jax.tree.map(np.testing.assert_array_equal, new.ema_params, new.params)
+    checkpoints.save(1, without.init_state(), {}, force=True)
+    state, _, _ = with_ema.restore(checkpoints, 1)
+    assert "starts from them" in caplog.text
+    jax.tree.map(np.testing.assert_array_equal, state.ema_params, state.params)
+    shards = lambda tree: [s for leaf in jax.tree.leaves(tree) for s in leaf.addressable_shards]
+    buffers = [
+        {shard.data.unsafe_buffer_pointer() for shard in shards(tree)}
+        for tree in (state.params, state.ema_params)
+    ]
+    assert not buffers[0] & buffers[1]  # both are donated
+    marked = jax.tree.map(lambda x: x + 1, state.ema_params)
+    checkpoints.save(2, dataclasses.replace(state, ema_params=marked), {}, force=True)
+    caplog.clear()
+    again, _, _ = with_ema.restore(checkpoints, 2)
+    jax.tree.map(np.testing.assert_array_equal, again.ema_params, marked)
+    assert not caplog.text
+    assert without.restore(checkpoints, 2)[0].ema_params == {}
+    assert "optim.ema_decay=0" in caplog.text
+    target = without.abstract_state().params
+    for weights, expected in (("auto", marked), ("ema", marked), ("raw", state.params)):
+        loaded = checkpoints.restore_params(target, 2, weights=weights)
+        jax.tree.map(np.testing.assert_array_equal, loaded, expected)
+    with refused("no moving average", "--weights raw"):
+        checkpoints.restore_params(target, 1, weights="ema")
+    fresh = dict(target, dense_2=state.params["dense_2"])
+    loaded = checkpoints.restore_params(fresh, 2, fresh=["params/dense_2"])
+    assert tiny.distance(loaded["dense_1"], marked["dense_1"]) == 0
+    checkpoints.close()
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return train(tmp_path_factory.mktemp("ema") / "run")
+
+
+def train(path):
+    settings = {"optim.ema_decay": 0.9, "checkpoint.save_interval_steps": 2}
+    return jaxdist.train(TINY, run_dir=path, steps=4, progress=False, **settings)
+
+
+def arrays(path):
+    stored = StoredArrays(path)
+    return {name: stored.read(name).tobytes() for name in stored.entries}
+
+
+@pytest.mark.slow
+def test_a_run_resumes_its_average_to_the_last_bit(run, tmp_path):
+    again = tmp_path / "run"
+    shutil.copytree(run.path, again)
+    shutil.rmtree(again / "checkpoints" / "4")
+    resumed = train(again)
+    assert [e["event"] for e in resumed.events].count("restore") == 1
+    expected, found = (arrays(path / "checkpoints" / "4") for path in (run.path, again))
+    assert found == expected
+    assert any(name.startswith("ema_params/") for name in expected)
+    assert resumed.evaluations[-1]["loss"] == run.evaluations[-1]["loss"]
+
+
+def test_the_average_is_what_is_evaluated_and_exported(run, tmp_path, capsys):
+    from jaxdist.evaluate import main as evaluate
+
+    losses = {}
+    for weights in ("auto", "ema", "raw"):
+        assert evaluate([str(run.path), f"--weights={weights}", "--max-batches=2", "--json"]) == 0
+        result = json.loads(capsys.readouterr().out)
+        losses[result["weights"]] = result["loss"]
+        assert result["weights"] == {"auto": "ema"}.get(weights, weights)
+    assert losses["ema"] == pytest.approx(run.evaluations[-1]["loss"], rel=1e-6)
+    assert abs(losses["ema"] - losses["raw"]) > 1e-3
+    stored = StoredArrays(run.path / "checkpoints" / "4")
+    for weights, item in (("auto", "ema_params"), ("raw", "params")):
+        out = tmp_path / weights
+        assert convert(["to-hf", str(run.path), str(out), f"--weights={weights}"]) == 0
+        table_of_theirs = open_all(out)["model.embed_tokens.weight"]
+        table = stored.read(f"{item}/embed/table")
+        np.testing.assert_array_equal(table_of_theirs.read(), table)
+    np.testing.assert_array_equal(
+        run.params["embed"]["table"], stored.read("ema_params/embed/table")
+    )

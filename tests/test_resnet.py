@@ -1,0 +1,141 @@
+"""Batch norm and the residual network: PyTorch's numbers, and the same on every mesh."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from refusals import refused
+from test_cnn import layout_of, random_batch, trainer
+
+from jaxdist.core.precision import PrecisionConfig
+from jaxdist.core.step import TrainConfig, make_context, make_value_and_grad, statistics
+from jaxdist.core.types import BATCH_STATISTICS, Context, RunningDims
+from jaxdist.models import ResnetConfig, build
+from jaxdist.models.weights import num_params
+
+TINY = ResnetConfig(depth=8, width=8, image_size=8)
+LEARNING_RATE = 0.1
+STEPS = 2
+
+
+def test_resnet_20_has_the_paper_s_size():
+    """He et al. 2015, table 6: 0.27 M parameters, without running averages."""
+    model = build(ResnetConfig(), seq_len=1)
+    assert num_params(model) == 269_722
+    assert model.flops_per_token["full"] / 6 == pytest.approx(40.6e6, rel=0.02)  # multiply-adds
+    assert sum(isinstance(d, RunningDims) for d in jax.tree.leaves(model.axes)) == 2 * 19
+
+
+def run(mesh, **options):
+    """Losses, last parameters, and evaluation after `STEPS` steps on other batches."""
+    step, start = trainer(TINY, mesh, LEARNING_RATE, **options)
+    state, losses = start(0), []
+    for number in range(STEPS):
+        batch = jax.device_put(random_batch(16, seed=number), step.batch_sharding)
+        state, metrics = step.train(state, batch, np.inf)
+        assert BATCH_STATISTICS not in metrics
+        losses.append((float(metrics["loss"]), float(metrics["grad_norm"])))
+    held = jax.device_put(random_batch(16, seed=9), step.batch_sharding)
+    return losses, jax.device_get(state.params), float(step.evaluate(state.params, held)["loss"])
+
+
+@pytest.fixture(scope="module")
+def alone():
+    return run("1")
+
+
+@pytest.mark.parametrize(
+    ("mesh", "options"),
+    [
+        ("dp=2", {}),
+        pytest.param("fsdp=2", {}, marks=pytest.mark.slow),
+        pytest.param("dp=2,fsdp=2,tp=2", {"zero": 3}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_a_mesh_normalises_by_the_global_batch(alone, mesh, options):
+    losses, params, evaluated = run(mesh, **options)
+    np.testing.assert_allclose(losses, alone[0], rtol=2e-5)
+    assert evaluated == pytest.approx(alone[2], rel=2e-5)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5 * np.abs(b).max() + 1e-7),
+        params,
+        alone[1],
+    )
+
+
+def test_a_head_that_forgets_its_statistics_is_refused():
+    model = build(TINY, seq_len=1)
+    head = lambda *arguments: {
+        name: value
+        for name, value in model.head_loss(*arguments).items()
+        if name != BATCH_STATISTICS
+    }
+    layout = layout_of(model, "1")
+    context = make_context(model, layout, TrainConfig(), PrecisionConfig())
+    forgetful = dataclasses.replace(model, head_loss=head)
+    function = make_value_and_grad(forgetful, layout, TrainConfig(), context)
+    params = jax.eval_shape(model.init, jax.random.key(0))
+    with refused("norm/mean", "batch_statistics", error=TypeError):
+        jax.eval_shape(function, params, random_batch(), jax.random.key(0), jnp.float32(1))
+
+
+@pytest.mark.slow
+def test_microbatches_average_their_statistics(alone):
+    """A step of two equal halves moves running averages as one of either half."""
+    step, start = trainer(TINY, "1", 0.0, num_microbatches=2)
+    half = random_batch(8)
+    whole = {name: np.concatenate([value, value]) for name, value in half.items()}
+    twice = step.train(start(0), whole, np.inf)[0].params["norm"]
+    step, start = trainer(TINY, "1", 0.0)
+    once = step.train(start(0), half, np.inf)[0].params["norm"]
+    for name in ("mean", "variance"):
+        np.testing.assert_allclose(twice[name], once[name], rtol=1e-6)
+
+
+# PyTorch's side
+
+
+def test_layer_equals_pytorch():
+    """Forward in training and evaluation, gradients and running averages of BatchNorm2d."""
+    torch = pytest.importorskip("torch", reason="needs the reference extra (torch)")
+    from jaxdist.models import layers
+
+    rng = np.random.default_rng(0)
+    size, rows = 5, 6
+    init, axes, bind = layers.functional(lambda rngs: layers.BatchNorm(size, None))
+    params = jax.tree.map(lambda x: np.array(x), init(jax.random.key(0)))
+    params["scale"], params["bias"] = rng.normal(size=(2, size)).astype(np.float32)
+    theirs = torch.nn.BatchNorm2d(size)
+    with torch.no_grad():
+        theirs.weight.copy_(torch.from_numpy(params["scale"]))
+        theirs.bias.copy_(torch.from_numpy(params["bias"]))
+    training = Context(sum_rows=lambda x: x)
+
+    def weighted(params, x, context):
+        module = bind(params)
+        y = module(x, context)
+        return jnp.sum(jnp.sin(y)), (y, layers.batch_statistics(module, context))
+
+    for _ in range(2):
+        x = (3 + 2 * rng.normal(size=(rows, 4, 4, size))).astype(np.float32)
+        function = jax.grad(weighted, argnums=(0, 1), has_aux=True)
+        (grads, dx), (y, sums) = function(params, x, training)
+        shown = sums[BATCH_STATISTICS]
+        params = jax.device_get(statistics.move(axes, params, params, params | shown))
+        image = torch.from_numpy(x.transpose(0, 3, 1, 2).copy()).requires_grad_()
+        out = theirs(image)
+        theirs.zero_grad()
+        out.sin().sum().backward()
+        last = lambda t: t.detach().numpy().transpose(0, 2, 3, 1)
+        np.testing.assert_allclose(y, last(out), atol=2e-6)
+        np.testing.assert_allclose(dx, last(image.grad), atol=2e-6)
+        np.testing.assert_allclose(grads["scale"], theirs.weight.grad, rtol=2e-5, atol=2e-5)
+        np.testing.assert_allclose(grads["bias"], theirs.bias.grad, rtol=2e-5, atol=2e-5)
+        np.testing.assert_allclose(params["mean"], theirs.running_mean, rtol=1e-6)
+        np.testing.assert_allclose(params["variance"], theirs.running_var, rtol=2e-6)
+    y, sums = weighted(params, x, Context())[1]
+    assert sums == {}
+    np.testing.assert_allclose(y, last(theirs.eval()(image)), atol=2e-6)
