@@ -52,19 +52,20 @@ def run(
     from jaxdist.run.monitoring.environment import environment
     from jaxdist.run.replay import replay
     from jaxdist.run.session import Session
-    from jaxdist.run.setup import assemble, check_data_fits
+    from jaxdist.run.setup import assemble, check_data_fits, stop_at_documents
     from jaxdist.run.startup import fetch_weights, open_run_directory
 
     # 2. Whatever can be wrong is found before anything is written or compiled.
     model = program.model(config.train.seq_len) if program.model else None
     parts = assemble(config, jax.devices(), needs_of, job.host_of, model=model)
-    budget = Budget.of(parts.config, parts.spec, parts.devices, parts.model)
+    budget = Budget.of(parts.config, parts.spec, parts.devices, parts.model, job.host_of)
     if budget is not None and not config.force:
         budget.check()
     data = open_datasets(
         config.data, seq_len=config.train.seq_len, seed=config.seed, given=program.rows
     )
     check_data_fits(parts, data[0])
+    parts = stop_at_documents(parts, data)
     if config.replay:
         return replay(parts, data[0])
     audit = None if config.force else check_mesh(parts, data[0].fields)
@@ -161,4 +162,4 @@ def train_from(session: Session) -> int:
 
 
 if __name__ == "__main__":
-    runtime.run_command(main)
+    runtime.run_command(main, resumes=True)

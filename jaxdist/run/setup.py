@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from jaxdist.config import RunConfig, fit_devices, legal_sizes
 from jaxdist.core.attention.admission import Admission
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.mesh_choice import Needs
+from jaxdist.core.parallel.context import CONTEXT
 from jaxdist.core.parallel.pipeline.axis import PIPELINE
 from jaxdist.core.parallel.pipeline.schedule import Schedule
 from jaxdist.core.precision import initial_loss_scale
@@ -227,7 +228,7 @@ def _check_finite(params: Params, path: str) -> None:
 def assemble(
     config: RunConfig,
     devices: Sequence[Any],
-    needs_of: Callable[[RunConfig, Sequence[Any], Model], Needs | None] | None = None,
+    needs_of: Callable[..., Needs | None] | None = None,
     host_of: Mapping[int, str] | None = None,
     *,
     model: Model | None = None,
@@ -248,7 +249,7 @@ def assemble(
         len(devices),
         model=model,
         memory_bytes=_device_memory(devices),
-        needs=needs_of(config, devices, model) if needs_of is not None else None,
+        needs=needs_of(config, devices, model, host_of) if needs_of is not None else None,
     )
     layout = Layout(
         mesh=spec.build(devices),
@@ -281,20 +282,7 @@ def assemble(
             wanted=getattr(config.model, "attention", "auto"),
             window=getattr(config.model, "sliding_window", 0),
         )
-    step = make_step(
-        model,
-        optimizer,
-        schedule,
-        layout,
-        config.train,
-        config.precision,
-        packed_obstacle=packed_kernel.obstacle if packed_kernel else "",
-        max_grad_norm=config.optim.max_grad_norm,
-        ema_decay=config.optim.ema_decay,
-        loss_scale=loss_scale,
-        pipeline_config=config.pipeline,
-        frozen=optim.frozen_leaves(config.optim, model.axes) if config.optim.freeze else None,
-    )
+    step = _make_step(config, model, layout, optimizer, schedule, loss_scale, packed_kernel)
     return Parts(
         config=config,
         spec=spec,
@@ -309,6 +297,31 @@ def assemble(
         num_params=num_params(model),
         packed_kernel=packed_kernel,
         step=step,
+    )
+
+
+def _make_step(
+    config: RunConfig,
+    model: Model,
+    layout: Layout,
+    optimizer: Any,
+    schedule: Callable[[Array], Array],
+    loss_scale: dict[str, Array],
+    packed_kernel: Admission | None,
+) -> Step:
+    return make_step(
+        model,
+        optimizer,
+        schedule,
+        layout,
+        config.train,
+        config.precision,
+        max_grad_norm=config.optim.max_grad_norm,
+        ema_decay=config.optim.ema_decay,
+        loss_scale=loss_scale,
+        pipeline_config=config.pipeline,
+        frozen=optim.frozen_leaves(config.optim, model.axes) if config.optim.freeze else None,
+        packed_obstacle=packed_kernel.obstacle if packed_kernel else "",
     )
 
 
@@ -332,6 +345,27 @@ def _fit_devices(
             f"be idle. Start {right}, or let jaxdist.launch choose: --nproc-per-node MIN:MAX."
         )
     return fitted, devices[:used]
+
+
+def stop_at_documents(parts: Parts, data: Iterable[TrainData | None]) -> Parts:
+    """The parts, whose keys travel no further along a row than the longest document of all data.
+
+    A compiled step cannot look at the documents of its batch, but every row keeps this limit.
+    """
+    lengths = [rows.longest_document for rows in data if rows is not None]
+    if parts.spec[CONTEXT] == 1 or not all(lengths):
+        return parts
+    layout = dataclasses.replace(parts.layout, longest_document=max(lengths))
+    step = _make_step(
+        parts.config,
+        parts.model,
+        layout,
+        parts.optimizer,
+        parts.schedule,
+        parts.loss_scale,
+        parts.packed_kernel,
+    )
+    return dataclasses.replace(parts, layout=layout, step=step)
 
 
 def check_data_fits(parts: Parts, dataset: TrainData) -> None:
