@@ -144,7 +144,9 @@ def test_one_process_that_refuses_the_kernel_refuses_it_for_all(monkeypatch, obs
     config = TrainConfig(global_batch_size=24, num_microbatches=3, seq_len=4096)
 
     def admit(dtype):
-        return admit_packed_kernel(model, layout, config, dtype, wanted="auto", window=7)
+        return admit_packed_kernel(
+            model, layout, config, dtype, wanted="auto", window=7, softcap=0.0
+        )
 
     assert obstacle in admit(jnp.bfloat16).obstacle
     assert bool(admit(jnp.bfloat16).obstacle) == bool(obstacle)

@@ -22,12 +22,19 @@ from jaxdist.runtime import coordination
 
 
 def admit_packed_kernel(
-    model: Model, layout: Layout, config: TrainConfig, dtype: Any, *, wanted: str, window: int
+    model: Model,
+    layout: Layout,
+    config: TrainConfig,
+    dtype: Any,
+    *,
+    wanted: str,
+    window: int,
+    softcap: float,
 ) -> Admission | None:
     """What the comparison found; None where the kernel is not used, or the GPUs are not here.
 
     `dtype` is the compute dtype, `wanted` is "auto", "xla" or "cudnn" as the settings ask, `window`
-    counts the newest keys that a query sees, itself included; 0 = all.
+    counts the newest keys that a query sees, itself included; 0 = all. `softcap` bounds scores.
     """
     devices = list(layout.mesh.devices.flat)
     shapes = shapes_of(model, layout, config, dtype, window)
@@ -46,6 +53,7 @@ def admit_packed_kernel(
             head_dim=shapes.head_dim,
             num_keys=shapes.seq_len,
             packed=True,
+            softcap=softcap,
         )
     except ConfigError:  # the step will say so
         return None
