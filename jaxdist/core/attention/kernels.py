@@ -65,9 +65,6 @@ def make_attend(
         dropout: AttentionDropout | None = None,
         softcap: float = 0.0,
     ) -> Array:
-        if dropout is not None:
-            first_head = tensor_index() * query.shape[2]
-            return _attend_dense(query, key, value, mask, softcap, dropout, first_head)
         chosen, _ = choose_kernel(
             kernel,
             platform=platform,
@@ -78,8 +75,12 @@ def make_attend(
             packed=mask.segments is not None,
             cached=mask.query_positions is not None,
             packed_obstacle=packed_obstacle,
+            dropout=0.0 if dropout is None else dropout.rate,
             softcap=softcap,
         )
+        if dropout is not None:
+            first_head = tensor_index() * query.shape[2]
+            return _attend_dense(query, key, value, mask, softcap, dropout, first_head)
         if chosen == "xla" and (softcap or mask.full_every):
             return _attend_dense(query, key, value, mask, softcap)
         if not mask.full_every:
