@@ -74,7 +74,8 @@ def folder(tmp_path, monkeypatch):
 
 def refusal(command, argv, capsys):
     """What the command says, having checked that it refuses with exit code 2."""
-    name = "jaxdist.data.__main__" if command == "data" else f"jaxdist.{command}"
+    in_main = command in ("data", "report")
+    name = f"jaxdist.{command}.__main__" if in_main else f"jaxdist.{command}"
     try:
         code = importlib.import_module(name).main(argv)
     except ConfigError as error:
