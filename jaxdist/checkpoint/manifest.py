@@ -20,7 +20,6 @@ import errno
 import json
 import zlib
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 from jaxdist.checkpoint.crash_points import crash_point
@@ -66,7 +65,7 @@ def named_step(path: str) -> tuple[Location, int | None]:
     Raises:
         ConfigError: there are none.
     """
-    given = locate(Path(path).expanduser()).absolute()
+    given = locate(path).absolute()
     for candidate in (given / "checkpoints", given, given.parent):
         if steps_in(candidate) and (candidate != given.parent or given.name.isdecimal()):
             return candidate, int(given.name) if candidate == given.parent else None

@@ -15,7 +15,6 @@ import dataclasses
 import logging
 import math
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -37,7 +36,7 @@ _TIMES = 3
 def replay(parts: Parts, dataset: TrainData) -> int:
     """Replay the step that `config.replay` names and log the verdict; returns the exit code."""
     folder, _, number = parts.config.replay.rpartition(":")
-    run, step = RunDirectory.existing(Path(folder).expanduser()), int(number)
+    run, step = RunDirectory.existing(folder), int(number)
     recorded = _recorded(run, step)
     anomaly = next((o for o in reversed(read_anomalies(run.anomalies)) if o.step == step), None)
     state, loader = state_before(parts, dataset, run, step, anomaly)

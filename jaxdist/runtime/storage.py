@@ -47,7 +47,7 @@ _OWN = uuid.uuid4().hex[:8]  # several processes and threads may replace one fil
 
 
 def locate(path: str | os.PathLike[str]) -> Location:
-    """The location that a path names; a `Location` comes back as it is.
+    """The location that a path names, `~` being the home; a `Location` comes back as it is.
 
     Raises:
         ConfigError: it is the URL of an object store.
@@ -56,7 +56,7 @@ def locate(path: str | os.PathLike[str]) -> Location:
         return path
     if problem := url_problem(path):
         raise ConfigError(problem)
-    return Location(str(Path(path)))
+    return Location(str(Path(os.path.expanduser(path))))
 
 
 def url_problem(path: str | os.PathLike[str]) -> str:

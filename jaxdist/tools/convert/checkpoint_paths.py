@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxdist.checkpoint import manifest
@@ -67,7 +66,7 @@ def settings_of(path: str) -> RunConfig:
 
 def new_directory(path: str) -> Location:
     """A directory to write into, which must not hold anything yet."""
-    given = locate(Path(path).expanduser()).absolute()
+    given = locate(path).absolute()
     if given.exists() and (not given.is_directory() or given.entries()):
         raise ConfigError(f"{path} exists and is not empty. Name a directory that does not exist.")
     return given

@@ -9,6 +9,7 @@ of all tasks. A job that its user has cancelled is never queued again.
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 import shlex
 import sys
@@ -167,6 +168,8 @@ def batch_script(config: SlurmConfig, nodes: Nodes | None = None) -> str:
     import jinja2
 
     nodes = nodes or Nodes.parse(config.nodes)
+    # A shell does not expand what is quoted, and a container has another home.
+    config = dataclasses.replace(config, run_dir=os.path.expanduser(config.run_dir))
     environment = jinja2.Environment(
         trim_blocks=True, keep_trailing_newline=True, undefined=jinja2.StrictUndefined
     )
