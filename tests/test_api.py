@@ -6,6 +6,7 @@ import logging
 import re
 import signal
 import sys
+from types import SimpleNamespace
 
 import grain
 import jax
@@ -14,9 +15,12 @@ import pytest
 from commands import ROOT
 
 import jaxdist
+from jaxdist import runtime
+from jaxdist.checkpoint import CheckpointError
 from jaxdist.models import example
 from jaxdist.plan.__main__ import main as plan_main
 from jaxdist.run import api
+from jaxdist.run.setup import Parts
 from jaxdist.runtime import progress
 
 TINY = {
@@ -85,13 +89,32 @@ def test_every_problem_is_in_one_exception_and_nothing_is_made(tmp_path):
         jaxdist.open(tmp_path / "none")
 
 
+def test_a_last_save_that_fails_is_an_exception(monkeypatch, tmp_path):
+    def failing(config, program, stop, asked):
+        program.on_start(SimpleNamespace(path=tmp_path))
+        return runtime.EXIT_FAILURE
+
+    monkeypatch.setattr(api, "run_training", failing)
+    with pytest.raises(CheckpointError, match="last checkpoint"):
+        train(tmp_path / "run", steps=1)
+
+
 def test_a_callback_ends_a_run_that_goes_on_with_the_same_bits(run, tmp_path):
     stopped = train(tmp_path / "run", steps=4, callbacks=[lambda record: record["step"] == 1])
     assert stopped.exit_reason == "stopped_by_callback" and stopped.last_step < 4
     went_on = train(tmp_path / "run", steps=4)
     assert went_on.exit_reason == "finished" and went_on.losses == run.losses
+
+
+def test_a_callback_that_fails_ends_the_run_and_its_loader(monkeypatch, tmp_path):
+    opened, open_loader = [], Parts.open_loader
+    monkeypatch.setattr(
+        Parts, "open_loader", lambda *given: opened.append(open_loader(*given)) or opened[-1]
+    )
     with pytest.raises(ZeroDivisionError):
         train(tmp_path / "other", steps=4, callbacks=lambda record: 1 / 0)
+    with pytest.raises(RuntimeError, match="closed"):
+        next(opened[0])
 
 
 def test_ctrl_c_saves_and_returns_and_a_second_one_raises(tmp_path):

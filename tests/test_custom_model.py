@@ -1,7 +1,9 @@
 """A user's own Flax model: jaxdist/models/example.py trains on every kind of mesh."""
 
+import contextlib
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +12,7 @@ import optax
 import pytest
 from flax import nnx
 
+from jaxdist.config import read_run
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.precision import PrecisionConfig
 from jaxdist.core.sharding import Layout
@@ -17,6 +20,7 @@ from jaxdist.core.state import abstract_state, init_state
 from jaxdist.core.step import TrainConfig, make_step
 from jaxdist.core.types import ConfigError, Dims
 from jaxdist.models import CustomConfig, build, layers
+from jaxdist.run.setup import check_data_fits
 
 ROOT = Path(__file__).parent.parent
 EXAMPLE = ROOT / "jaxdist" / "models" / "example.py"
@@ -115,6 +119,16 @@ def test_weights_without_names_stay_whole():
 def test_state_beside_parameters_is_refused():
     with pytest.raises(ValueError, match=r"BatchNorm .*BatchStat"):
         layers.functional(lambda rngs: nnx.BatchNorm(4, rngs=rngs))
+
+
+def test_tokens_beyond_the_vocabulary_of_a_model_are_refused():
+    named = ["--model=custom", "--model.factory=jaxdist.models.example:build"]
+    config = read_run(named, command="")
+    data = SimpleNamespace(kind="text", vocab_size=300)
+    for vocab, is_refused in ((256, True), (300, False)):
+        parts = SimpleNamespace(config=config, model=example(vocab=vocab))
+        with pytest.raises(ConfigError, match="300") if is_refused else contextlib.nullcontext():
+            check_data_fits(parts, data)
 
 
 def test_the_example_is_short():

@@ -195,6 +195,18 @@ def test_resume_appends_and_purges_what_was_lost(tmp_path):
     assert [v for s, v in drawn if s > 5] == [106.0, 107.0, 108.0, 109.0, 110.0]
 
 
+def test_every_process_counts_on_from_what_the_first_one_read(tmp_path, monkeypatch):
+    told = iter([500, 300])  # of process 0: at the start, and after a rollback
+    gather = lambda topic, value: [next(told), value] if topic == "units" else [value]
+    monkeypatch.setattr("jaxdist.runtime.coordination.gather", gather)
+    records = []
+    second = start(tmp_path, process_id=1, start_step=5, on_record=records.append)
+    train(second, 6)
+    second.rewind(3, "")
+    train(second, 4)
+    assert [record["tokens"] for record in records] == [600, 400]
+
+
 def test_resuming_into_the_same_directory_is_a_choice(tmp_path):
     train(start(tmp_path), 1)
     assert RunDirectory.open(tmp_path / "run").resumed

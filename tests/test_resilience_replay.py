@@ -3,14 +3,19 @@
 import dataclasses
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 from commands import run
 from refusals import missing
 from test_resilience_losses import BAD_ROW, SEED, bad_step, train
 
-from jaxdist.run.replay import verdict
+from jaxdist.checkpoint import CheckpointConfig
+from jaxdist.core.types import ConfigError
+from jaxdist.run.metrics_log import encode
+from jaxdist.run.replay import read_history, state_before, verdict
 from jaxdist.run.resilience.anomalies import Anomaly
+from jaxdist.run.run_directory import RunDirectory
 
 OFFENCE = Anomaly(
     step=3, kind="loss_spike", loss=9.0, grad_norm=1.0, limit=4.0, action="report",
@@ -40,6 +45,87 @@ def test_a_step_without_anomaly_is_the_recorded_one_or_not():
     assert verdict_of_two.startswith("transient: ") and "1 of 2" in verdict_of_two
 
 
+class Batches:
+    """A loader of batches of four samples that says where each begins."""
+
+    def __init__(self, position):
+        self.next, self.left_out, self.closed = position.sample, position.left_out, False
+
+    def __next__(self):
+        while any(first <= self.next < end for first, end in self.left_out):
+            self.next += 4
+        self.first_sample, self.next = self.next, self.next + 4
+        return self.first_sample
+
+    def close(self):
+        self.closed = True
+
+
+def told_run(path, lines, anomalies):
+    """A run directory with such records (a step with its first sample, or an event)."""
+    path.mkdir()
+    trained = lambda step, first: {
+        "kind": "train", "step": step, "loss": 1.0, "grad_norm": 1.0, "first_sample": first
+    }  # fmt: skip
+    written = [trained(*line) if isinstance(line, tuple) else line for line in lines]
+    (path / "metrics.jsonl").write_text("".join(encode(line) + "\n" for line in written))
+    found = [json.dumps(dataclasses.asdict(anomaly)) + "\n" for anomaly in anomalies]
+    (path / "anomalies.jsonl").write_text("".join(found))
+    return RunDirectory.existing(path)
+
+
+def steps_before(run, step):
+    """(first sample, limit) of each step done again before this one, and the loader."""
+    done, loaders = [], []
+
+    def open_loader(dataset, position):
+        loaders.append(Batches(position))
+        return loaders[-1]
+
+    parts = SimpleNamespace(
+        config=SimpleNamespace(checkpoint=CheckpointConfig()),
+        init_state=lambda: 0,
+        open_loader=open_loader,
+        step=SimpleNamespace(train=lambda state, batch, limit: (done.append((batch, limit)), 0)),
+    )
+    try:
+        state_before(parts, None, run, step, read_history(run, step))
+    except ConfigError as error:
+        return error, loaders[-1]
+    return done, loaders[-1]
+
+
+def anomaly(step, first, action):
+    return dataclasses.replace(OFFENCE, step=step, first_sample=first, action=action)
+
+
+def test_an_update_that_was_left_out_is_left_out_again(tmp_path):
+    skipped = [anomaly(2, 4, "skip"), anomaly(1, 4, "skip")]  # the second is of another batch
+    run = told_run(tmp_path / "run", [(1, 0), (2, 4), (3, 8), (4, 12)], skipped)
+    done, loader = steps_before(run, 4)
+    assert done == [(0, math.inf), (4, OFFENCE.limit), (8, math.inf)]
+    assert not loader.closed
+
+
+def test_steps_after_a_rollback_are_done_again_with_their_rows(tmp_path):
+    rollback = {"kind": "event", "event": "rollback", "step": 1}
+    lines = [(1, 0), (2, 4), (3, 8), rollback, (2, 4), (3, 12), (4, 16)]
+    run = told_run(tmp_path / "run", lines, [anomaly(3, 8, "rollback")])
+    assert [first for first, _ in steps_before(run, 4)[0]] == [0, 4, 12]
+    # The step that went wrong is the one with the anomaly, not the good one in its place.
+    history = read_history(run, 3)
+    assert history.recorded[3]["first_sample"] == 8 and history.anomalies.keys() == {3}
+    assert not history.left_out and read_history(run).left_out == ((8, 12),)
+
+
+def test_a_step_with_other_rows_or_without_a_record_is_refused(tmp_path):
+    run = told_run(tmp_path / "run", [(1, 0), (2, 6), (3, 12)], [])
+    error, loader = steps_before(run, 3)
+    assert isinstance(error, ConfigError) and "step 2" in str(error) and loader.closed
+    with pytest.raises(ConfigError, match=r"no record of step 9.*steps 1 to 3"):
+        read_history(run, 9)
+
+
 def replayed(tmp_path, what, *flags) -> str:
     done = run("train", "--replay", what, *flags, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -56,8 +142,9 @@ def test_replay_tells_data_from_transient(tmp_path):
     assert missing(out, f"step {bad} of", f"from step {(bad - 1) // 5 * 5}") == []
     # An anomaly that the data does not hold: the same step numbers, another step's record.
     planted = json.loads((run_dir / "anomalies.jsonl").read_text())
+    planted |= {"step": bad - 1, "first_sample": planted["first_sample"] - planted["num_samples"]}
     with open(run_dir / "anomalies.jsonl", "a") as file:
-        file.write(json.dumps({**planted, "step": bad - 1}) + "\n")
+        file.write(json.dumps(planted) + "\n")
     out = replayed(tmp_path, f"run:{bad - 1}")
     assert "verdict: transient" in out and out.count("same bits") == 3
     assert sorted(run_dir.rglob("*")) == files

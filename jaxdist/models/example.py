@@ -45,7 +45,6 @@ class Net(nnx.Module):
 def build(*, seq_len: int, vocab: int = 256, width: int = 64, heads: int = 4) -> Model:
     """What `model.factory` names; called with `seq_len` and `model.args`."""
     init, axes, bind = functional(lambda rngs: Net(vocab, width, heads, rngs))
-    dims = {"width": width, "hidden": 4 * width, "my_heads": heads}
 
     def loss(params: Params, _: None, batch: Batch, context: Context) -> Sums:
         net, tokens = bind(params), batch["tokens"]
@@ -56,5 +55,6 @@ def build(*, seq_len: int, vocab: int = 256, width: int = 64, heads: int = 4) ->
         return context.token_loss(x, kernel, batch["targets"], batch["weights"], vocab_size=vocab)
 
     return Model(
-        name="custom", init=init, axes=axes, dims=dims, rules=RULES, head_loss=loss, tensor="auto"
-    )
+        name="custom", init=init, axes=axes, rules=RULES, head_loss=loss, tensor="auto",
+        dims={"width": width, "hidden": 4 * width, "my_heads": heads}, vocab_size=vocab,
+    )  # fmt: skip

@@ -1,7 +1,7 @@
 """What a Python program calls: `jaxdist.train`, `jaxdist.open`, `jaxdist.plan`; see docs/python.md.
 
 Errors are exceptions: `ConfigError` with every problem of what was asked for, `Stopped` and
-`CorruptState` of the guards, and whatever a callback raises.
+`CorruptState` of the guards, `CheckpointError`, and whatever a callback raises.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeAlias
 
 from jaxdist import runtime
+from jaxdist.checkpoint import CheckpointError
 from jaxdist.config import RunConfig, read_run
 from jaxdist.config.command_line import ALIASES
 from jaxdist.core.settings import ConfigError
@@ -65,6 +66,7 @@ def train(
     Raises:
         ConfigError: every problem of what was asked for, before anything is compiled.
         Stopped: the loss is bad, and the policy is to end the run.
+        CheckpointError: the last checkpoint could not be saved.
         KeyboardInterrupt: a second Ctrl-C; the first one saves, ends the run and returns.
     """
     config, values = _begin(config, settings)
@@ -94,7 +96,13 @@ def train(
             console_level=logging.WARNING if shows else logging.INFO,
             owns_stdout=False,
         )
-        run_training(run_config, program, stop, lambda: False)
+        code = run_training(run_config, program, stop, lambda: False)
+    if code == runtime.EXIT_FAILURE:
+        raise CheckpointError(
+            f"{started[0].path}: the last checkpoint could not be saved, so the steps after the "
+            "one before it are lost. The log says why; mend that, and train with resume set to "
+            "this directory."
+        )
     return Run(started[0].path, model=make_model, rows=rows)
 
 

@@ -11,10 +11,11 @@ Nothing is written into the run directory.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -22,8 +23,9 @@ import jax.numpy as jnp
 
 from jaxdist.checkpoint import Checkpointer
 from jaxdist.core.state import TrainState
+from jaxdist.core.types import ConfigError
 from jaxdist.data import Loader, Position, TrainData, resume_position
-from jaxdist.run.metrics_log import read_records
+from jaxdist.run.metrics_log import Record, current, read_records
 from jaxdist.run.resilience.anomalies import Anomaly, read_anomalies
 from jaxdist.run.run_directory import RunDirectory
 from jaxdist.run.setup import Parts
@@ -37,13 +39,15 @@ def replay(parts: Parts, dataset: TrainData) -> int:
     """Replay the step that `config.replay` names and log the verdict; returns the exit code."""
     folder, _, number = parts.config.replay.rpartition(":")
     run, step = RunDirectory.existing(folder), int(number)
-    recorded = _recorded(run, step)
-    anomaly = next((o for o in reversed(read_anomalies(run.anomalies)) if o.step == step), None)
-    state, loader = state_before(parts, dataset, run, step, anomaly)
-    batch, rows = next(loader), loader.rows(loader.first_sample)
-    again = [_once(parts, state, batch) for _ in range(_TIMES)]
-    following = _once(parts, state, next(loader))
-    loader.close()
+    history = read_history(run, step)
+    recorded, anomaly = _numbers(history.recorded[step]), history.anomalies.get(step)
+    state, loader = state_before(parts, dataset, run, step, history)
+    with contextlib.closing(loader):
+        batch = next(loader)
+        history.check(step, loader.first_sample)
+        rows = loader.rows(loader.first_sample)
+        again = [_once(parts, state, batch) for _ in range(_TIMES)]
+        following = _once(parts, state, next(loader))
     same = lambda values: _text(values) == _text(recorded)  # as text, NaN equals NaN
     is_bad = anomaly.is_bad if anomaly is not None else same
     log.info("rows of step %d: %s", step, ", ".join(map(str, rows)))
@@ -91,16 +95,95 @@ def verdict(
     )
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class History:
+    """What a run wrote of the steps that led to one of them, that one included.
+
+    Attributes:
+        run: its directory, for error messages.
+        recorded: the train record of each step.
+        anomalies: of these steps, by step.
+        left_out: samples [first, end) that rollbacks left out.
+    """
+
+    run: str
+    recorded: dict[int, Record]
+    anomalies: dict[int, Anomaly]
+    left_out: tuple[tuple[int, int], ...]
+
+    def limit(self, step: int) -> float:
+        """The loss above which the update of a step was left out; inf where it was not."""
+        anomaly = self.anomalies.get(step)
+        return anomaly.limit if anomaly is not None and anomaly.action == "skip" else math.inf
+
+    def check(self, step: int, first_sample: int) -> None:
+        """Refuse the batch that begins with `first_sample` where the step had another one.
+
+        Raises:
+            ConfigError: both samples, and what may have changed.
+        """
+        began = self.recorded.get(step, {}).get("first_sample", first_sample)
+        if began != first_sample:
+            raise ConfigError(
+                f"the batch of step {step} of {self.run} began with sample {began}, its replay "
+                f"begins with {first_sample}: these are not the settings of that step, or "
+                "anomalies.jsonl lacks a rollback. Set train.global_batch_size as it was then."
+            )
+
+
+def read_history(run: RunDirectory, step: int | None = None) -> History:
+    """The steps that led to this one, as the run wrote them; None: to its newest.
+
+    Of a step that was done more than once, the last one with an anomaly counts, else the last one.
+
+    Raises:
+        ConfigError: the run has no record of the step.
+    """
+    records, found = read_records(run.metrics), read_anomalies(run.anomalies)
+    if step is not None:
+        records = records[: _place_of(records, found, step, run) + 1]
+    recorded = {r["step"]: r for r in current(records) if r["kind"] == "train"}
+    begun = {record.get("first_sample") for record in recorded.values()}
+    rollbacks = [a.all_left_out[-1] for a in found if a.action == "rollback"]
+    return History(
+        run=str(run.path),
+        recorded=recorded,
+        anomalies={a.step: a for a in found if _is_of(a, recorded.get(a.step))},
+        # A run that went on from a checkpoint before a rollback takes the batch up again.
+        left_out=tuple(part for part in rollbacks if begun.isdisjoint(range(*part))),
+    )
+
+
+def _place_of(records: list[Record], found: list[Anomaly], step: int, run: RunDirectory) -> int:
+    """Index of the record that a replay of this step is about."""
+    trained = [(n, r) for n, r in enumerate(records) if r["kind"] == "train"]
+    places = [n for n, record in trained if record["step"] == step]
+    if not places:
+        there = sorted({record["step"] for _, record in trained})
+        steps = f"steps {there[0]} to {there[-1]}" if there else "no step"
+        raise ConfigError(
+            f"replay: metrics.jsonl of {run.path} has no record of step {step}, so there is "
+            f"nothing to compare with. It has {steps}: name one of these."
+        )
+    marked = [n for n in places if any(_is_of(anomaly, records[n]) for anomaly in found)]
+    return (marked or places)[-1]
+
+
+def _is_of(anomaly: Anomaly, record: Record | None) -> bool:
+    """Whether the anomaly is of the step and the batch of this record."""
+    place = (anomaly.step, anomaly.first_sample)
+    return record is not None and place == (record["step"], record.get("first_sample"))
+
+
 def state_before(
-    parts: Parts,
-    dataset: TrainData,
-    run: RunDirectory,
-    step: int,
-    anomaly: Anomaly | None = None,
+    parts: Parts, dataset: TrainData, run: RunDirectory, step: int, history: History
 ) -> tuple[TrainState, Loader]:
     """The state and the loader as they were before a step, done again from the last checkpoint.
 
-    Nothing is written into the run directory. `anomaly` is what the run recorded of the step.
+    Nothing is written into the run directory. Updates that the run left out are left out again.
+
+    Raises:
+        ConfigError: a step between has another batch than the run recorded.
     """
     config = parts.config
     checkpointer = Checkpointer(run.checkpoints, config.checkpoint, read_only=True)
@@ -108,36 +191,33 @@ def state_before(
     done = next((done for done in reversed(earlier) if not checkpointer.verify(done)), 0)
     position = Position()
     if done:
-        state, meta, _ = parts.restore(checkpointer, done)
+        state, meta, _ = checkpointer.restore(parts.abstract_state(), step=done)
         position = resume_position(meta["data"], dataset, seed=config.seed)
     else:
         state = parts.init_state()
     checkpointer.close()
     log.info("replaying step %d of %s from step %d", step, run.path, done)
-    if anomaly is not None:  # rollbacks after the checkpoint may have left out more
-        left_out = tuple((first, end) for first, end in anomaly.left_out)
-        position = dataclasses.replace(position, left_out=left_out)
-    loader = parts.open_loader(dataset, position)
-    for _ in range(done + 1, step):
-        state, _ = parts.step.train(state, next(loader), math.inf)
+    left_out = dict.fromkeys((*position.left_out, *history.left_out))
+    loader = parts.open_loader(dataset, dataclasses.replace(position, left_out=tuple(left_out)))
+    with contextlib.ExitStack() as stack:
+        stack.callback(loader.close)
+        for past in range(done + 1, step):
+            batch = next(loader)
+            history.check(past, loader.first_sample)
+            state, _ = parts.step.train(state, batch, history.limit(past))
+        stack.pop_all()
     return state, loader
 
 
 def _once(parts: Parts, state: TrainState, batch: Any) -> dict[str, float]:
     copy = jax.tree.map(jnp.copy, state)  # the step donates its argument
     _, metrics = parts.step.train(copy, batch, math.inf)
-    return {name: float(metrics[name]) for name in ("loss", "grad_norm")}
+    return _numbers(metrics)
 
 
-def _recorded(run: RunDirectory, step: int) -> dict[str, float] | None:
-    """Loss and gradient norm that the run recorded the first time it did the step."""
-    for record in read_records(run.metrics):
-        if record["kind"] == "train" and record["step"] == step:
-            return {name: float(record[name]) for name in ("loss", "grad_norm")}
-    return None
+def _numbers(record: Mapping[str, Any]) -> dict[str, float]:
+    return {name: float(record[name]) for name in ("loss", "grad_norm")}
 
 
-def _text(values: dict[str, float] | None) -> str:
-    if values is None:
-        return "nothing"
+def _text(values: dict[str, float]) -> str:
     return ", ".join(f"{name} {value!r}" for name, value in values.items())

@@ -104,6 +104,7 @@ class Session:
             self.guard = LossGuard(resilience, run.anomalies if run.is_writer else None)
             self.sdc_check = SdcCheck(resilience, parts.layout, job.host_of)
             self.state, self.step, self.loader = self._restore()
+            stack.callback(lambda: self.loader.close())  # a rollback opens another one
             self.monitor = stack.enter_context(
                 Monitor(
                     self.config.monitoring,

@@ -321,19 +321,22 @@ def check_data_fits(parts: Parts, dataset: TrainData) -> None:
     Raises:
         ConfigError: what does not fit, and the fix.
     """
-    model = parts.config.model
     wanted = "text" if parts.model.unit == "tokens" else "images"
     if dataset.kind != wanted:
         raise ConfigError(
             f"data.sources={parts.config.data.sources} holds {dataset.kind}, the model "
             f"({parts.model.name}) takes {wanted}. Change data.sources or model.kind."
         )
-    size = getattr(model, "vocab_size", None) or getattr(model, "num_classes", None)
-    if size is not None and dataset.vocab_size > size:
-        name = "vocab_size" if wanted == "text" else "num_classes"
+    name, size = "vocab_size", parts.model.vocab_size
+    if wanted == "images":
+        name, size = "num_classes", getattr(parts.config.model, "num_classes", 0)
+    if size and dataset.vocab_size > size:
+        own = f"model.{name}={dataset.vocab_size}"
+        if parts.config.model.kind == "custom":
+            own = f"the {name} of {parts.model.name} to {dataset.vocab_size} where it is made"
         raise ConfigError(
-            f"the data has {dataset.vocab_size} tokens or classes, model.{name}={size} is too "
-            f"small for it. Set model.{name}={dataset.vocab_size}."
+            f"the data has {dataset.vocab_size} tokens or classes, {parts.model.name} with "
+            f"{name}={size} is too small for it. Set {own}."
         )
 
 

@@ -26,6 +26,7 @@ from jaxdist.run.monitoring.throughput import Throughput
 from jaxdist.run.monitoring.timers import CompileTracker
 from jaxdist.run.monitoring.trackers import Identity, Trackers, run_id_of
 from jaxdist.run.run_directory import RunDirectory, flatten
+from jaxdist.runtime import coordination
 
 logger = logging.getLogger("jaxdist")
 
@@ -105,6 +106,7 @@ class Monitor:
         self._experiments: Trackers | None = None
         earlier = read_records(run.metrics) if run.is_writer and run.resumed else []
         self.run_summary = RunSummary(earlier, start_step=start_step, unit=unit)
+        self._share_units()
         self._alerts = Alerts(
             config,
             self.run_summary,
@@ -241,11 +243,11 @@ class Monitor:
     def rewind(self, step: int, message: str) -> None:
         """Record a rollback to the checkpoint of `step`: what came after it no longer counts."""
         self.event("rollback", step=step, message=message, level=logging.WARNING)
-        if self._records is None:
-            return
-        kept = RunSummary(read_records(self.run.metrics), start_step=step, unit=self.unit)
-        for name in ("units", "last", "evals", "skipped_steps"):
-            setattr(self.run_summary, name, getattr(kept, name))
+        if self._records is not None:
+            kept = RunSummary(read_records(self.run.metrics), start_step=step, unit=self.unit)
+            for name in ("units", "last", "evals", "skipped_steps"):
+                setattr(self.run_summary, name, getattr(kept, name))
+        self._share_units()
 
     def header(self, facts: Mapping[str, Any]) -> None:
         """Print the first lines of a run, and write them as one `run` event.
@@ -380,6 +382,10 @@ class Monitor:
                 message=f"metrics.jsonl ended in a line that was cut short by an earlier failure; "
                 f"its {self._records.torn} bytes were removed",
             )
+
+    def _share_units(self) -> None:
+        """Count on from what process 0 read in metrics.jsonl; a callback sees it everywhere."""
+        self.run_summary.units = coordination.gather("units", self.run_summary.units)[0]
 
     def _write_event(self, event: str, fields: Mapping[str, Any]) -> None:
         assert self._records is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import math
@@ -12,9 +13,9 @@ from jaxdist.checkpoint import pytree
 from jaxdist.checkpoint.checksum import checksums
 from jaxdist.core.state import TrainState
 from jaxdist.core.types import Batch
-from jaxdist.data import open_datasets
+from jaxdist.data import Loader, open_datasets
 from jaxdist.run.diagnostic_step import Digests, make_diagnostic_step
-from jaxdist.run.replay import state_before
+from jaxdist.run.replay import History, read_history, state_before
 from jaxdist.run.run_directory import RunDirectory
 from jaxdist.run.setup import Parts
 
@@ -58,16 +59,18 @@ def steps_again(
     state: TrainState,
     batches: Iterable[Batch],
     *,
+    limit: Callable[[int], float] = lambda step: math.inf,
     checkpoint: int | None = None,
 ) -> Iterator[StepDone]:
     """Do steps of a run again, with these batches, from this state on; it is donated.
 
-    `diagnose` is the run's diagnostic step. The step after `checkpoint` describes its arrays.
+    `diagnose` is the run's diagnostic step. `limit` gives the loss above which the update of a step
+    is left out. The step after `checkpoint` describes its arrays.
     """
     for step, batch in enumerate(batches, start=int(state.step) + 1):
         arrays = _described(state) if step - 1 == checkpoint else {}
         digests = diagnose(state, batch)
-        state, metrics = parts.step.train(state, batch, math.inf)
+        state, metrics = parts.step.train(state, batch, limit(step))
         numbers = {name: float(metrics[name]) for name in ("loss", "grad_norm")}
         yield StepDone(step=step, digests=digests, numbers=numbers, arrays=arrays)
 
@@ -108,21 +111,30 @@ def rerun(
         The first difference, None if there is none; the steps done.
     """
     walks, done = [], []
-    for run, own in zip(runs, parts, strict=True):
-        config = own.config
-        dataset, _ = open_datasets(config.data, seq_len=config.train.seq_len, seed=config.seed)
-        state, loader = state_before(own, dataset, run, start + 1)
-        diagnose = make_diagnostic_step(own)
-        walk = steps_again(own, diagnose, state, loader, checkpoint=checkpoint)
-        walks.append((walk, loader))
-    try:
+    with contextlib.ExitStack() as stack:
+        for run, own in zip(runs, parts, strict=True):
+            config = own.config
+            dataset, _ = open_datasets(config.data, seq_len=config.train.seq_len, seed=config.seed)
+            history = read_history(run)
+            state, loader = state_before(own, dataset, run, start + 1, history)
+            stack.callback(loader.close)
+            batches, diagnose = _recorded(loader, history, start + 1), make_diagnostic_step(own)
+            walks.append(
+                steps_again(
+                    own, diagnose, state, batches, limit=history.limit, checkpoint=checkpoint
+                )
+            )
         for step in range(start + 1, last + 1):
-            a, b = (next(walk) for walk, _ in walks)
+            a, b = (next(walk) for walk in walks)
             done.append((a, b))
             if difference := first_difference(a, b):
                 return difference, done
             log.info("step %d: %d digests are equal", step, len(a.digests))
-        return None, done
-    finally:
-        for _, loader in walks:
-            loader.close()
+    return None, done
+
+
+def _recorded(loader: Loader, history: History, step: int) -> Iterator[Batch]:
+    """Batches from `step` on; one that the run did not record for its step is refused."""
+    for number, batch in enumerate(loader, start=step):
+        history.check(number, loader.first_sample)
+        yield batch
