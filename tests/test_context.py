@@ -65,9 +65,17 @@ def pulled(attend, *inputs):
     return out, back(cotangent)
 
 
-def inputs_of(heads: str, is_packed: bool):
-    """Query, key, value, cotangent and documents; None for the last where rows hold one."""
+def inputs_of(heads: str, is_packed: bool | str):
+    """Query, key, value, cotangent and documents; None for the last where rows hold one.
+
+    "short" documents have 12 positions at most, twice what a chunk has, and lie over every cut.
+    """
     *arrays, segments = rows(*HEADS[heads])
+    if is_packed == "short":
+        ends = np.zeros_like(segments)
+        ends[0, [6, 11, 17, 18, 24, 29, 36]] = ends[1, [3, 15, 27, 39]] = 1
+        segments = 1 + np.cumsum(ends, axis=1, dtype=np.int32)
+        assert max(np.bincount(row).max() for row in segments) == 12
     return *arrays, segments if is_packed else None
 
 
@@ -190,6 +198,34 @@ def window_reaches_one_part(monkeypatch):
 def gradients_stay_on_the_line(monkeypatch):
     """Gradients of keys end where the window ends."""
     monkeypatch.setattr(ring._Line, "send_home", lambda line, x: x)
+
+
+def line_or_fail(monkeypatch):
+    """No ring goes past all devices."""
+    monkeypatch.setattr(ring, "attend_ring", lambda *_: pytest.fail("past all devices"))
+
+
+@pytest.mark.parametrize("plan", ["ring", "hybrid"])
+def test_keys_travel_no_further_than_the_longest_document(plan, monkeypatch):
+    """Of 8 parts of 6 positions two before a device's own; of 4 parts of 12, in groups, one."""
+    line_or_fail(monkeypatch)
+    found = shared(PLANS[plan]._replace(longest_document=12), "causal", "grouped", "short")
+    assert apart(found, dense("causal", "grouped", "short")) <= CLOSE
+
+
+def test_a_document_that_is_longer_than_was_said_is_seen(monkeypatch):
+    """One part fewer than the documents need."""
+    line_or_fail(monkeypatch)
+    found = shared(PLANS["ring"]._replace(longest_document=7), "causal", "grouped", "short")
+    assert apart(found, dense("causal", "grouped", "short")) > 1e-2
+
+
+@pytest.mark.parametrize(
+    ("window", "longest", "packed", "reach"),
+    [(0, 0, True, 0), (9, 0, True, 9), (9, 12, True, 9), (0, 12, True, 12), (0, 12, False, 0)],
+)
+def test_a_window_or_the_documents_say_how_far_a_query_sees(window, longest, packed, reach):
+    assert PLANS["ring"]._replace(longest_document=longest).reach(window, packed) == reach
 
 
 @pytest.mark.parametrize(

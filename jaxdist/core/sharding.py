@@ -104,6 +104,7 @@ class Layout:
         auto_tensor: the tensor axis is left to XLA's partitioner (a model without hooks).
         fsdp_over_context: what fsdp shards is sharded over the context axis too.
         context_attention: how attention sees a whole row (`attention/context.py`).
+        longest_document: positions of the longest document of packed rows; 0 = not known.
         host_of: process -> its host; a process that is not named has a host of its own.
     """
 
@@ -114,6 +115,7 @@ class Layout:
     auto_tensor: bool = False
     fsdp_over_context: bool = True
     context_attention: str = "auto"
+    longest_document: int = 0
     host_of: Mapping[int, str] = dataclasses.field(default_factory=dict)
 
     @functools.cached_property

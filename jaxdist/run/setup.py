@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -21,6 +21,7 @@ from jaxdist.checkpoint.pytree import in_params, under
 from jaxdist.config import RunConfig, fit_devices, legal_sizes
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.mesh_choice import Needs
+from jaxdist.core.parallel.context import CONTEXT
 from jaxdist.core.parallel.pipeline.axis import PIPELINE
 from jaxdist.core.parallel.pipeline.schedule import Schedule
 from jaxdist.core.precision import initial_loss_scale
@@ -264,19 +265,7 @@ def assemble(
         total_steps=config.train.steps,
         global_batch_size=config.train.global_batch_size,
     )
-    step = make_step(
-        model,
-        optimizer,
-        schedule,
-        layout,
-        config.train,
-        config.precision,
-        max_grad_norm=config.optim.max_grad_norm,
-        ema_decay=config.optim.ema_decay,
-        loss_scale=loss_scale,
-        pipeline_config=config.pipeline,
-        frozen=optim.frozen_leaves(config.optim, model.axes) if config.optim.freeze else None,
-    )
+    step = _make_step(config, model, layout, optimizer, schedule, loss_scale)
     return Parts(
         config=config,
         spec=spec,
@@ -290,6 +279,29 @@ def assemble(
         compute_dtype=compute_dtype,
         num_params=num_params(model),
         step=step,
+    )
+
+
+def _make_step(
+    config: RunConfig,
+    model: Model,
+    layout: Layout,
+    optimizer: Any,
+    schedule: Callable[[Array], Array],
+    loss_scale: dict[str, Array],
+) -> Step:
+    return make_step(
+        model,
+        optimizer,
+        schedule,
+        layout,
+        config.train,
+        config.precision,
+        max_grad_norm=config.optim.max_grad_norm,
+        ema_decay=config.optim.ema_decay,
+        loss_scale=loss_scale,
+        pipeline_config=config.pipeline,
+        frozen=optim.frozen_leaves(config.optim, model.axes) if config.optim.freeze else None,
     )
 
 
@@ -313,6 +325,21 @@ def _fit_devices(
             f"be idle. Start {right}, or let jaxdist.launch choose: --nproc-per-node MIN:MAX."
         )
     return fitted, devices[:used]
+
+
+def stop_at_documents(parts: Parts, data: Iterable[TrainData | None]) -> Parts:
+    """The parts, whose keys travel no further along a row than the longest document of all data.
+
+    A compiled step cannot look at the documents of its batch, but every row keeps this limit.
+    """
+    lengths = [rows.longest_document for rows in data if rows is not None]
+    if parts.spec[CONTEXT] == 1 or not all(lengths):
+        return parts
+    layout = dataclasses.replace(parts.layout, longest_document=max(lengths))
+    step = _make_step(
+        parts.config, parts.model, layout, parts.optimizer, parts.schedule, parts.loss_scale
+    )
+    return dataclasses.replace(parts, layout=layout, step=step)
 
 
 def check_data_fits(parts: Parts, dataset: TrainData) -> None:

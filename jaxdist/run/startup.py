@@ -165,7 +165,8 @@ def announce(parts: Parts, data: TrainData, monitor: Monitor, budget: Budget | N
     microbatches = schedule.num_microbatches if schedule else config.train.accumulation
     notes = list(model.notes(parts.step.context)) if model.notes else []
     window = getattr(config.model, "sliding_window", 0)
-    notes += describe_exchange(model, parts.layout, config.train.seq_len, window)
+    packed = "segments" in data.fields
+    notes += describe_exchange(model, parts.layout, config.train.seq_len, window, packed)
     if schedule is not None:
         notes.append(describe(schedule, rows))
     if config.train.replica_norms and not has_replica_norms(parts.layout):

@@ -49,12 +49,20 @@ class Plan(NamedTuple):
         paired: whether permutes are made of exchanges between pairs. A pipeline needs that: its
             stages take different branches, and a permute waits for all devices of the mesh.
         reason: why this way, for the log.
+        longest_document: positions of the longest document of packed rows, past which no keys
+            travel; 0 = not known.
     """
 
     exchange: Exchange
     inner: int
     paired: bool
     reason: str
+    longest_document: int = 0
+
+    def reach(self, sliding_window: int, packed: bool) -> int:
+        """Newest keys among which are all that a query sees, itself included; 0 = all keys."""
+        known = (sliding_window, self.longest_document if packed else 0)
+        return min((number for number in known if number), default=0)
 
 
 def plan_exchange(
@@ -170,7 +178,9 @@ def make_attend(plan: Plan, attend_rows: Callable[..., Array]) -> Callable[..., 
             mixed = attend_rows(*(in_row(x) for x in shared), whole, kernel=kernel)
             mixed = _reordered(mixed, order)
         else:
-            mixed = attend_over_groups(*shared, segments, rule, Ring(plan.inner, plan.paired))
+            reach = plan.reach(mask.sliding_window, segments is not None)
+            ring = Ring(plan.inner, plan.paired)
+            mixed = attend_over_groups(*shared, segments, rule, ring, reach)
         if plan.inner == 1:
             return mixed
         # Remat policies keep it after the exchange too, so that backward need not repeat that.

@@ -1,7 +1,7 @@
 """Attention to the keys of other devices, which travel while those at hand are multiplied.
 
 `attend_ring`: round the ring, past every device; for rows of which a query may see all before it.
-`attend_line`: along the row, as far as a sliding window reaches.
+`attend_line`: along the row, as far as a sliding window or the longest document reaches.
 
 Partial results are joined by their log-sum-exp. Backward keeps this device's keys and values only;
 they travel again, and their gradients come home in float32.
@@ -76,15 +76,22 @@ class _Held(NamedTuple):
 
 
 def attend_over_groups(
-    query: Array, key: Array, value: Array, segments: Array | None, rule: Rule, ring: Ring
+    query: Array,
+    key: Array,
+    value: Array,
+    segments: Array | None,
+    rule: Rule,
+    ring: Ring,
+    reach: int,
 ) -> Array:
     """Attention [batch, length, heads, head_dim] to the keys of all groups, in the query's dtype.
 
-    By the line where a window makes that the shorter way, else by the ring.
+    A query sees none but the `reach` newest keys, 0 = all. By the line where a window or short
+    documents make that the shorter way, else by the ring.
     """
     hops = 0
     if rule.causal:
-        hops = context.hops_of_window(rule.window, query.shape[1] * ring.size, ring.size)
+        hops = context.hops_of_window(reach, query.shape[1] * ring.size, ring.size)
     if not hops:
         return attend_ring(query, key, value, segments, rule, ring)
     line = _Line(ring, hops)

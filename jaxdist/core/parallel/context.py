@@ -80,7 +80,7 @@ def hops_of_window(window: int, seq_len: int, groups: int) -> int:
     """Parts of a row that its causal window reaches back; 0 = all, or the ring is no longer way.
 
     Args:
-        window: newest keys that a query sees, itself included; 0 = all.
+        window: newest keys among which are all that a query sees, itself included; 0 = all.
         seq_len: positions of a row.
         groups: holders of the row, of two of its 2 · groups parts each.
     """

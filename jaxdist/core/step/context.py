@@ -89,7 +89,7 @@ def exchange_of(model: Model, layout: Layout, per_node: int = 0) -> Plan | None:
     if CONTEXT not in layout.used or not model.context_parallel:
         return None
     tensor = layout.size(TENSOR)
-    return plan_exchange(
+    plan = plan_exchange(
         layout.context_attention,
         size=layout.size(CONTEXT),
         # A model that does not name its heads keeps them together.
@@ -98,26 +98,39 @@ def exchange_of(model: Model, layout: Layout, per_node: int = 0) -> Plan | None:
         per_node=per_node or _on_one_node(layout),
         has_stages=layout.size(PIPELINE) > 1,
     )
+    return plan._replace(longest_document=layout.longest_document)
 
 
 def describe_exchange(
-    model: Model, layout: Layout, seq_len: int, sliding_window: int = 0
+    model: Model, layout: Layout, seq_len: int, sliding_window: int = 0, packed: bool = False
 ) -> list[str]:
-    """How devices share rows, for the start of a run; nothing where none do."""
+    """How devices share rows, for the start of a run; nothing where none do.
+
+    `packed`: rows hold several documents.
+    """
     plan, size = exchange_of(model, layout), layout.size(CONTEXT)
     if plan is None:
         return []
     groups = f" in groups of {plan.inner}" if 1 < plan.inner < size else ""
     uneven = imbalance(size, seq_len, sliding_window)
-    hops = hops_of_window(sliding_window, seq_len, size // plan.inner)
-    if hops and plan.exchange in ("ring", "hybrid"):
-        far = seq_len // (2 * size // plan.inner)
-        groups += f", keys travel {hops} x {far} positions for a window of {sliding_window}"
+    if plan.exchange in ("ring", "hybrid"):
+        groups += _travel(plan, seq_len, size // plan.inner, sliding_window, packed)
     kernel = "" if plan.exchange == "all_to_all" else ", multiplied block by block"
     return [
         f"context attention: {plan.exchange} over {size} devices{groups} ({plan.reason}){kernel}; "
         f"{seq_len // size} positions of a row on each, work uneven by {uneven:.1%}"
     ]
+
+
+def _travel(plan: Plan, seq_len: int, groups: int, sliding_window: int, packed: bool) -> str:
+    """How far the keys of packed rows, or under a sliding window, travel and why."""
+    reach, longest = plan.reach(sliding_window, packed), plan.longest_document
+    hops = hops_of_window(reach, seq_len, groups)
+    if not hops:
+        known = f"may have {longest} tokens" if longest else "may be of any length"
+        return f", keys travel past all devices as documents {known}" if packed else ""
+    limit = f"a window of {reach}" if reach == sliding_window else f"documents of up to {reach}"
+    return f", keys travel {hops} x {seq_len // (2 * groups)} positions for {limit}"
 
 
 def _on_one_node(layout: Layout) -> int:
