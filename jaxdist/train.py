@@ -58,7 +58,7 @@ def run(
     # 2. Whatever can be wrong is found before anything is written or compiled.
     model = program.model(config.train.seq_len) if program.model else None
     parts = assemble(config, jax.devices(), needs_of, job.host_of, model=model)
-    budget = Budget.of(parts.config, parts.spec, parts.devices, parts.model)
+    budget = Budget.of(parts.config, parts.spec, parts.devices, parts.model, job.host_of)
     if budget is not None and not config.force:
         budget.check()
     data = open_datasets(
@@ -162,4 +162,4 @@ def train_from(session: Session) -> int:
 
 
 if __name__ == "__main__":
-    runtime.run_command(main)
+    runtime.run_command(main, resumes=True)

@@ -26,8 +26,9 @@ TINY = [
 def tiny(*flags: object) -> list[str]:
     """The tiny job with these flags; one that it sets itself is replaced, not given twice."""
     given = [str(flag) for flag in flags]
-    names = {flag.partition("=")[0] for flag in given}
-    return [flag for flag in TINY if flag.partition("=")[0] not in names] + given
+    name = lambda flag: flag.partition("=")[0].replace("_", "-")
+    names = set(map(name, given))
+    return [flag for flag in TINY if name(flag) not in names] + given
 
 
 def environment() -> dict[str, str]:

@@ -221,6 +221,20 @@ def test_many_positional_arguments_are_seen():
     assert not too_many_positional(f"@dataclass(kw_only=True)\nclass A:\n{fields}")
 
 
+def test_flags_are_written_with_dashes():
+    """In what users read; both spellings are understood."""
+    folders = [PACKAGE.parent / name for name in ("jaxdist", "docs", "configs", "examples")]
+    files = [PACKAGE.parent / "README.md", *(f for folder in folders for f in folder.rglob("*.*"))]
+    found = [
+        f"{file.name}: {flag}"
+        for file in files
+        if file.suffix in (".md", ".py", ".toml")
+        for flag in re.findall(r"--[a-z][a-z.-]*_[a-z_.]*", file.read_text())
+        if not flag.startswith("--xla")
+    ]
+    assert found == []
+
+
 def test_importing_the_package_imports_no_heavy_library():
     import subprocess
     import sys

@@ -109,12 +109,14 @@ def test_state_is_what_the_shardings_say(mesh, zero, optimizer, frozen, ema_deca
     assert abs(found - state_bytes_of(config, jax.devices())) <= 16 * len(one.weights)
 
 
-def test_moments_kept_on_the_host_leave_the_state_and_come_back_in_the_step():
+def test_moments_kept_on_the_host_leave_the_state_and_come_back_for_the_update():
     here, away = job("fsdp=8"), job("fsdp=8", train={"offload_optimizer": True})
     a, b = estimate_memory(here), estimate_memory(away)
     assert b.state_bytes < a.state_bytes
     assert b.host_bytes == a.state["optimizer moments"]
-    assert b.temporary_bytes == pytest.approx(a.temporary_bytes + b.host_bytes)
+    more = {name: sum(b.phases[name].values()) - sum(a.phases[name].values()) for name in a.phases}
+    assert more.pop("update") == pytest.approx(b.host_bytes)
+    assert set(more.values()) == {0.0}
 
 
 @pytest.fixture
@@ -443,3 +445,12 @@ def test_rows_with_document_boundaries_are_planned_with_the_kernel_that_honours_
     base = job()
     config = dataclasses.replace(base.config, data=DataConfig(**data))
     assert dataclasses.replace(base, config=config).attention == kernel
+
+
+def test_a_number_of_gpus_takes_as_few_nodes_as_hold_it_equally():
+    shapes = {number: Cluster.of(GPUS["h100"], number) for number in (4, 8, 12, 20, 64)}
+    found = {number: (c.num_nodes, c.gpus_per_node) for number, c in shapes.items()}
+    assert found == {4: (1, 4), 8: (1, 8), 12: (2, 6), 20: (4, 5), 64: (8, 8)}
+    asked = Cluster(gpu=GPUS["h100"], num_nodes=4, gpus_per_node=4)
+    assert [asked.resized(n).gpus_per_node for n in (8, 16, 32)] == [4, 4, 4]
+    assert shapes[4].resized(8).num_nodes == 1

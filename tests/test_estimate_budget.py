@@ -54,20 +54,31 @@ def run(**train) -> RunConfig:
     return RunConfig(model=LLAMA, train=TrainConfig(**settings))
 
 
+@pytest.mark.parametrize(("hosts", "num_nodes"), [("aaaaaaaabbbbbbbb", 2), ("abcdefgh" * 2, 8)])
+def test_nodes_are_hosts_and_not_processes(hosts, num_nodes):
+    """The launcher starts a process for each GPU, so processes say nothing about links."""
+    devices = gpus(16, 72)
+    for process, device in enumerate(devices):
+        device.process_index = process
+    budget = Budget.of(run(), MeshSpec(fsdp=16), devices, None, dict(enumerate(hosts)))
+    cluster = budget.job.cluster
+    assert (cluster.num_nodes, cluster.gpus_per_node) == (num_nodes, 16 // num_nodes)
+
+
 def test_a_run_that_cannot_fit_is_refused_with_the_least_change():
     budget = Budget.of(run(), MeshSpec(fsdp=8), gpus(8, 72), None)
     with pytest.raises(ConfigError) as error:
         budget.check()
     (text,) = error.value.problems
-    assert "Add --train.num_microbatches" in text and "--force" in text
+    assert "Add --train.num-microbatches" in text and "--force" in text
 
 
 def test_the_change_that_is_named_makes_it_fit():
     config = run()
     budget = Budget.of(config, MeshSpec(fsdp=8), gpus(8, 72), None)
-    with pytest.raises(ConfigError, match=r"num_microbatches (\d+)") as error:
+    with pytest.raises(ConfigError, match=r"num-microbatches (\d+)") as error:
         budget.check()
-    count = int(str(error.value).split("num_microbatches ")[1].split(":")[0])
+    count = int(str(error.value).split("num-microbatches ")[1].split(":")[0])
     train = dataclasses.replace(config.train, num_microbatches=count)
     changed = dataclasses.replace(config, train=train)
     fixed = Budget.of(changed, MeshSpec(fsdp=8), gpus(8, 72), None)
@@ -177,8 +188,8 @@ def test_training_compares_with_its_executable_and_compiles_it_once(monkeypatch,
     seen = []
     of = room.Budget.of
 
-    def judged(config, spec, devices, model, limit_gib=72.0):
-        return of(config, spec, gpus(len(devices), limit_gib), model)
+    def judged(config, spec, devices, model, host_of, limit_gib=72.0):
+        return of(config, spec, gpus(len(devices), limit_gib), model, host_of)
 
     def compare(self, stats):
         seen.append(executable_bytes(stats))

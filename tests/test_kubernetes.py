@@ -207,7 +207,7 @@ def test_pods_have_the_time_of_the_last_save():
 
 @pytest.mark.parametrize("spelling", ["join_timeout_s", "join-timeout-s"])
 def test_pods_wait_long_for_each_other_unless_told(spelling):
-    assert "--runtime.join_timeout_s=1800" in container(job_set(config()))["args"]
+    assert "--runtime.join-timeout-s=1800" in container(job_set(config()))["args"]
     own = [f"--runtime.{spelling}", "60"]
     assert container(job_set(config(arguments=own)))["args"][1:] == own
 

@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+import types
 
 import pytest
 from commands import ROOT
@@ -301,3 +302,12 @@ def test_a_spent_budget_ends_every_host_with_its_code(start):
     ends = [host.end() for host in hosts]
     assert [code for code, *_ in ends] == [3, 3], ends
     assert any(missing(err, "giving up", "2 attempts") == [] for _, _, err in ends)
+
+
+@pytest.mark.parametrize(("flag", "code"), [("--help", 0), ("--steps=1", 1)])
+def test_what_is_printed_in_place_of_sizes_is_help_only_where_it_was_asked_for(
+    monkeypatch, flag, code
+):
+    done = types.SimpleNamespace(returncode=0, stdout="something else")
+    monkeypatch.setattr(subprocess, "run", lambda *args, **settings: done)
+    assert read_sizes([flag]) == code

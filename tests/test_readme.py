@@ -102,7 +102,9 @@ def smaller(line: str) -> list[str]:
     if "--model.kind=custom" in words:
         return [*words, *(flag for flag in SMALLER if not flag.startswith("--model."))]
     if "--init-from" in words:
-        given = lambda flag: flag.partition("=")[0] in words or flag.startswith("--model.")
+        names = {word.replace("-", "_") for word in words}
+        name = lambda flag: flag.partition("=")[0].replace("-", "_")
+        given = lambda flag: name(flag) in names or flag.startswith("--model.")
         return [*words, *(flag for flag in SMALLER if not given(flag))]
     return [*words, *SMALLER]
 

@@ -169,6 +169,23 @@ def test_silent_connections_delay_nobody():
         connection.close()
 
 
+def test_a_connection_that_is_overdue_and_one_too_many_is_closed_once():
+    job = Job(2)
+    with socket.create_server(job.address) as server:
+        check_in = rendezvous._CheckIn(server, job.plan)
+        silent = [socket.create_connection(job.address) for _ in range(rendezvous._SILENT + 2)]
+        while len(check_in._silent) < len(silent):
+            check_in._welcome()
+        # The oldest are overdue, and more wait than may.
+        for connection in list(check_in._silent)[:3]:
+            check_in._silent[connection] = (0.0, b"")
+        check_in.serve(0.0)
+        assert len(check_in._silent) == len(silent) - 3
+        check_in.close()
+    for connection in silent:
+        connection.close()
+
+
 def test_two_jobs_on_one_port_do_not_mix():
     ours, theirs = Job(2, timeout_s=1.5), Job(2, timeout_s=1.5, token="b")
     theirs.plan = dataclasses.replace(

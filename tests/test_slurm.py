@@ -255,6 +255,8 @@ EXIT_CODE = 'echo {} >"$JAXDIST_EXIT_CODE_FILE"; exit {}'
         ("exit 1", "None", (75, True)),
         ("exit 0", "None", (0, False)),  # a program that writes no exit code, and succeeds
         ("exit 2", "None", (2, False)),
+        (EXIT_CODE.format(85, 85), "None", (85, False)),
+        (EXIT_CODE.format(130, 130), "None", (130, False)),
         # The time limit is near: USR1 is passed on, and srun's processes save.
         (
             "trap 'echo 75 >\"$JAXDIST_EXIT_CODE_FILE\"; exit 75' USR1; kill -USR1 $PPID; "
@@ -274,6 +276,8 @@ EXIT_CODE = 'echo {} >"$JAXDIST_EXIT_CODE_FILE"; exit {}'
         "crash",
         "program",
         "refused",
+        "wrong_device",
+        "interrupted",
         "limit",
         "cancelled",
         "limit_by_term",
@@ -294,10 +298,10 @@ at="run/checkpoints/1$SLURM_RESTART_COUNT"; mkdir -p "$at"; touch "$at/manifest.
 
 
 def test_the_script_gives_up_after_crashes_without_a_new_checkpoint(tmp_path):
-    script = Script(tmp_path, "exit 9", max_crashes=1)
+    script = Script(tmp_path, "exit 9", max_restarts=1)
     assert script.run() == (75, True)
     assert script.run(restarts=1) == (9, False)
-    saves = Script(tmp_path, SAVES, max_crashes=1)
+    saves = Script(tmp_path, SAVES, max_restarts=1)
     assert saves.run(restarts=1) == (75, True)  # a new checkpoint: the count starts again
     assert saves.run(restarts=50) == (75, False)  # queued again 50 times: enough
 
@@ -309,7 +313,7 @@ touch "run/checkpoints/100/CORRUPT"; exit 9
 
 
 def test_new_checkpoints_below_a_corrupt_one_count_for_the_script(tmp_path):
-    script = Script(tmp_path, FALLS_BACK, max_crashes=1)
+    script = Script(tmp_path, FALLS_BACK, max_restarts=1)
     for restarts in range(1, 4):
         (tmp_path / "run" / "checkpoints" / "100").mkdir(parents=True, exist_ok=True)
         (tmp_path / "run" / "checkpoints" / "100" / "manifest.json").touch()
@@ -381,7 +385,7 @@ def test_dry_run_writes_nothing(tmp_path, monkeypatch, capsys):
 
 def test_bad_flags_are_all_refused_at_once():
     with pytest.raises(ConfigError) as caught:
-        main(["--time", "never", "--nodes", "0", "--max-crashes=-1"])
+        main(["--time", "never", "--nodes", "0", "--max-restarts=-1"])
     assert len(caught.value.problems) == 4  # the heading, and one line each
 
 

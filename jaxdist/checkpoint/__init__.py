@@ -17,7 +17,8 @@ the manifest, `orbax_io` reads the leaf onto its new sharding, and its checksum 
 `checkpointer` is what a run talks to. `save_schedule` says when to save, `retention` what to keep,
 `lock` keeps a second run out, `preflight` tries the save path before training. `streaming_io` reads
 and writes checkpoints without devices, for tools.
-`orbax_io` is the only module that knows Orbax.
+`config` holds the settings, `events` and `errors` what is reported, `crash_points` where tests kill
+a save. `orbax_io` is the only module that knows Orbax.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """What a mesh axis is: one record that the mesh, sharding, planner, elastic jobs and help read.
 
 Each axis of the product is one `Axis` in one file of `core/parallel/`, and one entry in the list of
-`core/parallel/axes.py`. Nothing else names the axes.
+`core/parallel/axes.py`. What must hold for any axis iterates over that list. Rooms that are about
+one axis (the pipeline's schedules, the plan's pipeline and context estimates) import that one.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class Workload:
         zero: ZeRO stage (`mesh.zero`).
         global_batch_size: rows of one step, or None to leave the batch out.
         num_microbatches: microbatches that a device's rows are cut into.
-        num_virtual_stages: pieces of the model on each pipeline stage.
+        num_virtual_stages: groups of consecutive layers on each pipeline stage.
         fsdp_over_context: what fsdp shards is sharded over the context axis too.
         context_attention: how devices that share rows see all keys (`mesh.context_attention`).
         seq_len: positions of a row where sequence parallelism splits them, else None.

@@ -7,9 +7,11 @@
     custom     rows of the user's own, by number   stream     rows of the user's own, in sequence
     dataset    sources together, held-out split    order      sample number to row
     batches    batch number to rows, for grain     prefetch   grain's thread and worker processes
-    loader     batches on devices, and resuming    __main__   `python -m jaxdist.data`
+    loader     batches on devices, and resuming    ledger     hash chain of the sample ids
+    __main__   `python -m jaxdist.data`            template_sandbox   chat templates, with limits
 
-Nothing here knows a model; the only thing it asks of jax is to place arrays by a sharding.
+Nothing here knows a model. Of jax it takes the processes and the placing of arrays by a sharding,
+of the core the order of positions that the context axis asks for.
 """
 
 from jaxdist.data.config import DataConfig

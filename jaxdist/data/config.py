@@ -1,6 +1,7 @@
 """What a user can ask of the data: sources, mixing, tokenizer, packing, held-out split, prefetch.
 
-Light to import: a wrong value is answered before a device, a tokenizer or a file is opened.
+Light to import: a wrong value is answered before a device is started. Only a tokenizer on the hub
+is fetched, and the folder of a corpus asked what it holds.
 """
 
 from __future__ import annotations

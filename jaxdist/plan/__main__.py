@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if config.show_schedule:
         from jaxdist.plan.schedule_view import drawings
 
-        print(drawings(config.stages, config.microbatches, config.chunks))
+        print(drawings(config.stages, config.microbatches, config.virtual_stages))
         return 0
     from jaxdist.plan.advice import advise
     from jaxdist.plan.json_record import record_of

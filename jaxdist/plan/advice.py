@@ -73,7 +73,7 @@ def _more_gpus(plan: Plan) -> str:
     gpu, model = plan.cluster.gpu, plan.choice.job.model
     for times in (2, 4, 8, 16):
         number = plan.cluster.num_gpus * times
-        size = size_of(plan.base, gpu, number, plan.on_demand.tokens, model)
+        size = size_of(plan.base, plan.cluster.resized(number), plan.on_demand.tokens, model)
         if size is not None:
             needed = in_bytes(size.choice.memory.total_bytes)
             flags = size.choice.command(plan.base)
@@ -81,7 +81,7 @@ def _more_gpus(plan: Plan) -> str:
     return (
         "no settings fit, even on sixteen times as many of these GPUs. Use GPUs with more memory, "
         "a smaller model or a shorter train.seq_len. If the optimizer's moments are the largest "
-        "part, add --train.offload_optimizer=true."
+        "part, add --train.offload-optimizer=true."
     )
 
 
@@ -91,7 +91,7 @@ def _dtype(plan: Plan) -> Iterator[Advice]:
         yield Advice(
             "number format",
             f"{job.cluster.gpu.name} has no {job.dtype} matrix units: add "
-            "--precision.compute_dtype float16 (with loss scaling, which is automatic).",
+            "--precision.compute-dtype float16 (with loss scaling, which is automatic).",
         )
 
 
@@ -230,7 +230,8 @@ def _size(plan: Plan, known: Mapping[str, Gpu]) -> Iterator[Advice]:
 def _scaling(plan: Plan) -> str:
     """What twice as many of the same GPUs would bring."""
     best, gpu, number = plan.found.best or plan.choice, plan.cluster.gpu, 2 * plan.cluster.num_gpus
-    double = size_of(plan.base, gpu, number, plan.on_demand.tokens, plan.choice.job.model)
+    cluster, model = plan.cluster.resized(number), plan.choice.job.model
+    double = size_of(plan.base, cluster, plan.on_demand.tokens, model)
     if double is None:
         return (
             f"{number} {gpu.name} do not help: no mesh of them is legal for "
@@ -256,7 +257,7 @@ def _scaling(plan: Plan) -> str:
 def _batch(plan: Plan) -> Iterator[Advice]:
     job, optim, rows = plan.choice.job, plan.base.optim, plan.base.train.global_batch_size
     linear = optim.optimizer == "sgd"
-    scaling = f"--optim.lr_scaling {'linear' if linear else 'sqrt'}:{rows}"
+    scaling = f"--optim.lr-scaling {'linear' if linear else 'sqrt'}:{rows}"
     if optim.lr_scaling != "none":
         scaling = f"optim.lr_scaling={optim.lr_scaling}"
     text = (
@@ -304,7 +305,7 @@ def _save_flag(plan: Plan, saving: Saving) -> str:
     """How to save at such an interval, or once where the run is shorter."""
     steps = plan.on_demand.tokens / plan.choice.job.tokens_per_step
     interval = min(saving.interval_s / plan.choice.time.seconds, steps)
-    return f"--checkpoint.save_interval_steps {max(1, round(interval))}"
+    return f"--checkpoint.save-interval-steps {max(1, round(interval))}"
 
 
 def _spot(plan: Plan, config: PlanConfig) -> Iterator[Advice]:

@@ -71,7 +71,9 @@ class PlanConfig(RunConfig):
     )
     stages: int = setting(4, "stages to draw", ge=1)
     microbatches: int = setting(8, "microbatches to draw", ge=1)
-    chunks: int = setting(2, "chunks per stage of the interleaved schedule to draw", ge=1)
+    virtual_stages: int = setting(
+        2, "virtual stages on each stage of the schedules that have them, to draw", ge=1
+    )
 
     @property
     def limits(self) -> Limits:

@@ -84,7 +84,9 @@ def _spans(schedule: Schedule) -> list[tuple[str, list[charts.Span]]]:
         ]
         for row, action, length in zip(rows, tick, lasts, strict=True):
             if action:
-                tip = f"{action.kind} of microbatch {action.microbatch}, chunk {action.chunk}"
+                tip = (
+                    f"{action.kind} of microbatch {action.microbatch}, virtual stage {action.chunk}"
+                )
                 row.append(charts.Span(start, length, action.kind, tip))
         start += max(lasts)
     return [(f"stage {stage}", row) for stage, row in enumerate(rows)]
@@ -94,8 +96,9 @@ def _costs(plan: Plan) -> list[str]:
     """Days and money over the number of GPUs of this kind."""
     now = plan.cluster.num_gpus
     counts = sorted({max(1, now // 4), max(1, now // 2), now, now * 2, now * 4})
-    gpu, tokens, model = plan.cluster.gpu, plan.on_demand.tokens, plan.choice.job.model
-    found = [size_of(plan.base, gpu, count, tokens, model) for count in counts]
+    tokens, model = plan.on_demand.tokens, plan.choice.job.model
+    clusters = [plan.cluster.resized(count) for count in counts]
+    found = [size_of(plan.base, cluster, tokens, model) for cluster in clusters]
     sizes = [size for size in found if size is not None]
     if len(sizes) < 2:
         return []

@@ -32,17 +32,16 @@ def compared(known: Mapping[str, Gpu], asked: Gpu) -> dict[str, Gpu]:
     return {name: known[name] for name in names if name in known} | {asked.name: asked}
 
 
-def size_of(config: RunConfig, gpu: Gpu, num_gpus: int, tokens: float, model: Model) -> Size | None:
-    """The best of that many, or None where nothing is legal or fits."""
-    cluster = Cluster.of(gpu, num_gpus)
+def size_of(config: RunConfig, cluster: Cluster, tokens: float, model: Model) -> Size | None:
+    """The best of a cluster, or None where nothing is legal or fits."""
     best = search(config, cluster, model, stages=False).best
     if best is None:
         return None
     cost = bill(
         tokens=tokens,
         tokens_per_s=best.time.tokens_per_s,
-        num_gpus=num_gpus,
-        price=gpu.price_per_hour,
+        num_gpus=cluster.num_gpus,
+        price=cluster.gpu.price_per_hour,
     )
     return Size(cluster=cluster, choice=best, cost=cost)
 
@@ -54,7 +53,7 @@ def sizes_of(
     number = 1
     while number <= min(_MOST_GPUS, 16 * config.train.global_batch_size):
         if number * gpu.memory_bytes >= state_bytes:
-            found = size_of(config, gpu, number, tokens, model)
+            found = size_of(config, Cluster.of(gpu, number), tokens, model)
             if found is not None:
                 yield found
         number *= 2

@@ -27,11 +27,11 @@ def comparison(tables: list[Schedule]) -> str:
     rows = [("schedule", "bubble", "time", "peak stash", "messages")]
     for table in tables:
         report = simulate(table, RECOMPUTE)
-        chunks = table.num_virtual_stages
-        name = table.name + (f" × {chunks} chunks" if chunks > 1 else "")
-        # Chunks are pieces of a stage: counted in whole stages they compare.
-        stash = max(report.peak_stash) / chunks
-        numbers = (f"{report.bubble:.1%}", f"{report.duration / chunks:.1f}", f"{stash:.1f}")
+        many = table.num_virtual_stages
+        name = table.name + (f" × {many} virtual stages" if many > 1 else "")
+        # Counted in whole stages, schedules with and without virtual stages compare.
+        stash = max(report.peak_stash) / many
+        numbers = (f"{report.bubble:.1%}", f"{report.duration / many:.1f}", f"{stash:.1f}")
         rows.append((name, *numbers, str(report.messages)))
     below = "time in forwards of a stage; stash in microbatches of a stage's input"
     return "\n".join([*columns(rows), below])

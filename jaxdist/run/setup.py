@@ -221,7 +221,7 @@ def _check_finite(params: Params, path: str) -> None:
 def assemble(
     config: RunConfig,
     devices: Sequence[Any],
-    needs_of: Callable[[RunConfig, Sequence[Any], Model], Needs | None] | None = None,
+    needs_of: Callable[..., Needs | None] | None = None,
     host_of: Mapping[int, str] | None = None,
     *,
     model: Model | None = None,
@@ -242,7 +242,7 @@ def assemble(
         len(devices),
         model=model,
         memory_bytes=_device_memory(devices),
-        needs=needs_of(config, devices, model) if needs_of is not None else None,
+        needs=needs_of(config, devices, model, host_of) if needs_of is not None else None,
     )
     layout = Layout(
         mesh=spec.build(devices),

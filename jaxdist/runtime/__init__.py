@@ -19,6 +19,7 @@ from jaxdist.runtime.entry_point import (
     EXIT_OK,
     EXIT_PREEMPTED,
     EXIT_SDC,
+    FINAL_CODES,
     Agreed,
     is_consequence,
     run_command,

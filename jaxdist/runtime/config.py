@@ -29,7 +29,8 @@ class RuntimeConfig:
     )
     compilation_cache_dir: str = setting(
         "",
-        "folder of compiled programs; empty: $JAXDIST_CACHE or ~/.cache/jaxdist/xla; "
+        "folder of compiled programs; empty: $JAX_COMPILATION_CACHE_DIR, $JAXDIST_CACHE or "
+        "~/.cache/jaxdist/xla; "
         "off: compile again each time",
     )
 

@@ -29,6 +29,8 @@ EXIT_PREEMPTED = (
 EXIT_SDC = 85  # silent data corruption: devices hold different bits of one value, test them
 EXIT_HANG = 86  # the watchdog ended a process that made no progress
 EXIT_INTERRUPTED = 130  # from the keyboard
+FINAL_CODES = (EXIT_CONFIG, EXIT_SDC, EXIT_INTERRUPTED)
+"""What a restart would not repair."""
 
 
 class Agreed(int):
@@ -61,10 +63,11 @@ _ADVICE = (
     ),
 )
 RERUN = "start the same command again: it resumes from the newest valid checkpoint"
-"""Advice where nothing better is known."""
+"""Advice of commands that train, where nothing better is known."""
+_MEND = "mend what the message names, then start the same command again"
 
 
-def run_command(main: Callable[[], int | None]) -> NoReturn:
+def run_command(main: Callable[[], int | None], *, resumes: bool = False) -> NoReturn:
     """Run `main` and end the process with its exit code, without hanging on the way out.
 
     * `ConfigError`: its problems on stderr, one per line, and exit code 2; no traceback.
@@ -72,7 +75,8 @@ def run_command(main: Callable[[], int | None]) -> NoReturn:
     * `SystemExit` (`--help`): its code.
     * Anything else: one closing block - what, where, traceback, what to do - and exit code 1.
 
-    `kill -QUIT` prints the stacks of all threads to stderr while the command goes on.
+    `kill -QUIT` prints the stacks of all threads to stderr while the command goes on. `resumes`:
+    the same command goes on with what was saved, which the closing block then says.
     """
     faulthandler.enable()
     faulthandler.register(signal.SIGQUIT, all_threads=True, chain=False)
@@ -90,7 +94,7 @@ def run_command(main: Callable[[], int | None]) -> NoReturn:
         if isinstance(error, BrokenPipeError) and _stdout_is_closed():  # `... | head`
             code = 128 + signal.SIGPIPE
         else:
-            code = _report(error)
+            code = _report(error, RERUN if resumes else _MEND)
         line = _first_line(error)
     _stdout_is_closed()
     _leave(code, line)
@@ -116,7 +120,7 @@ def _system_exit_code(leaving: SystemExit) -> int:
     return EXIT_FAILURE
 
 
-def _report(error: BaseException) -> int:
+def _report(error: BaseException, otherwise: str) -> int:
     """Print what ended the command, leave it for the launcher, and return the exit code."""
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
         error = ConfigError(f"{_first_line(error)}. Use a shorter path.")
@@ -127,7 +131,9 @@ def _report(error: BaseException) -> int:
         text = "".join(traceback.format_exception(error)).rstrip()
         # An error of a guard brings its own code and advice.
         code = getattr(error, "exit_code", EXIT_FAILURE)
-        advice = getattr(error, "advice", "") or advice_for(f"{type(error).__name__}: {error}")
+        advice = getattr(error, "advice", "") or advice_for(
+            f"{type(error).__name__}: {error}", otherwise
+        )
         _print_block(error, text, advice)
     leave_error(code, text, advice)
     return code
@@ -151,10 +157,10 @@ def _first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:300]}"
 
 
-def advice_for(message: str) -> str:
-    """One line of what to do about an error with this message."""
+def advice_for(message: str, otherwise: str = RERUN) -> str:
+    """One line of what to do about an error with this message; `otherwise` where none is known."""
     fitting = (advice for marks, advice in _ADVICE if any(mark in message for mark in marks))
-    return next(fitting, RERUN)
+    return next(fitting, otherwise)
 
 
 def is_consequence(error: str) -> bool:

@@ -146,7 +146,8 @@ class _CheckIn:
             else:
                 self._hear(key.fileobj)  # type: ignore[arg-type]  # only sockets are registered
         overdue = [c for c, (until, _) in self._silent.items() if time.monotonic() > until]
-        for connection in overdue + list(self._silent)[: max(0, len(self._silent) - _SILENT)]:
+        too_many = list(self._silent)[: max(0, len(self._silent) - _SILENT)]
+        for connection in dict.fromkeys(overdue + too_many):
             self._turn_away(connection, "did not say what it is")
 
     def missing_text(self, timeout_s: float) -> str:

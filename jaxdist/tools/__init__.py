@@ -1,1 +1,1 @@
-"""Commands around training: launch, doctor, convert, report."""
+"""Commands around training: launch, sweep, doctor, audit, convert, report, compare."""

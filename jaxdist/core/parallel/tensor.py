@@ -31,7 +31,7 @@ def _problems(size: int, workload: Workload) -> list[str]:
     return [
         f"mesh tp={size} does not divide train.seq_len={workload.seq_len}{over}: sequence "
         f"parallelism gives each device an equal part of the positions. Use tp="
-        f"{allowed_sizes(workload.seq_len // shared)}, or --mesh.sequence_parallel=false."
+        f"{allowed_sizes(workload.seq_len // shared)}, or --mesh.sequence-parallel=false."
     ]
 
 

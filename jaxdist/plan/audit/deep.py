@@ -21,6 +21,7 @@ from jaxdist.config import RunConfig
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.parallel.context import place_batch
 from jaxdist.core.parallel.pipeline.axis import PIPELINE
+from jaxdist.core.parallel.tensor import TENSOR
 from jaxdist.core.step import make_value_and_grad
 from jaxdist.run.setup import Parts, assemble
 
@@ -90,7 +91,7 @@ def shrunken(config: RunConfig, spec: MeshSpec) -> RunConfig:
     if "d_model" not in small:
         small.pop("head_dim", None)
     num_microbatches = config.train.num_microbatches
-    seq_len = min(config.train.seq_len, _SEQ * spec.sizes.get("tensor", 1))
+    seq_len = min(config.train.seq_len, _SEQ * spec[TENSOR])
     rows = _ROWS_EACH * spec.num_replicas * max(num_microbatches, 4 * spec[PIPELINE])
     return dataclasses.replace(
         config,

@@ -50,12 +50,12 @@ class Engine:
     Attributes:
         products_dtype: dtype of matrix products where it is not the compute dtype ("float8").
         stage_recomputes: whether a pipeline stage's backward first repeats its forward.
-        pieces_travel: whether pieces of the model move to their stages in every step.
+        virtual_stages_travel: whether virtual stages move to their devices in every step.
     """
 
     products_dtype: str = ""
     stage_recomputes: bool = True
-    pieces_travel: bool = True
+    virtual_stages_travel: bool = True
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -194,7 +194,7 @@ class Job:
         return self.model.num_layers // self.spec[PIPELINE]
 
     @property
-    def layers_per_piece(self) -> int:
+    def layers_per_virtual_stage(self) -> int:
         """Layers that one action of the pipeline runs; without stages all of them."""
         chunks = self.schedule.num_virtual_stages if self.schedule else 1
         return self.layers_per_stage // chunks

@@ -175,12 +175,12 @@ def _phases(job: Job) -> dict[str, Parts]:
 
 
 def _kept(job: Job) -> Parts:
-    in_layers = job.layers_per_piece * activations.kept_per_layer(job)
+    in_layers = job.layers_per_virtual_stage * activations.kept_per_layer(job)
     return {"kept activations": in_layers + activations.kept_outside(job)}
 
 
 def _transposed(job: Job) -> float:
-    return job.layers_per_piece * activations.transposed_per_layer(job)
+    return job.layers_per_virtual_stage * activations.transposed_per_layer(job)
 
 
 def _accumulated(job: Job) -> Parts:
@@ -318,10 +318,10 @@ def _stage(job: Job) -> dict[str, float]:
         # A switch between forward and backward cannot add in place to the largest of them.
         found["accumulated gradients"] += WIDE * max(job.size(w, "gradient") for w in job.layers)
     if schedule.splits_backward:
-        # The spare slot, the idle value, the one just made, and what the piece at work keeps.
+        # The spare slot, the idle value, the one just made, and what the one at work keeps.
         held = report.pending_slots + 4
         found["deferred weight gradients"] = (
-            held * job.layers_per_piece * activations.deferred_per_layer(job)
+            held * job.layers_per_virtual_stage * activations.deferred_per_layer(job)
         )
     return found
 

@@ -6,7 +6,7 @@ Only GPUs are checked: the memory of simulated devices is the host's.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import jax
@@ -35,10 +35,18 @@ class Budget:
 
     @classmethod
     def of(
-        cls, config: RunConfig, spec: MeshSpec, devices: Sequence[Any], model: Model | None
+        cls,
+        config: RunConfig,
+        spec: MeshSpec,
+        devices: Sequence[Any],
+        model: Model | None,
+        host_of: Mapping[int, str] | None = None,
     ) -> Budget | None:
-        """The budget of a run on the devices of its job; None where they are no GPUs."""
-        found = _cluster_of(devices)
+        """The budget of a run on the devices of its job; None where they are no GPUs.
+
+        `host_of` names the host of each process; one that is not named has a host of its own.
+        """
+        found = _cluster_of(devices, host_of or {})
         if found is None:
             return None
         job = Job.of(config, spec, found[0], model)
@@ -114,10 +122,13 @@ def executable_bytes(stats: Any) -> int:
 
 
 def needs_of(
-    config: RunConfig, devices: Sequence[Any], model: Model | None
+    config: RunConfig,
+    devices: Sequence[Any],
+    model: Model | None,
+    host_of: Mapping[int, str] | None = None,
 ) -> Callable[[MeshSpec], tuple[float, float]] | None:
     """A function mesh -> (bytes that one GPU needs, bytes it may take); None without GPUs."""
-    found = _cluster_of(devices)
+    found = _cluster_of(devices, host_of or {})
     if found is None:
         return None
     cluster, limit = found
@@ -128,8 +139,11 @@ def needs_of(
     return needs
 
 
-def _cluster_of(devices: Sequence[Any]) -> tuple[Cluster, float] | None:
-    """The devices as a cluster, and what the allocator of one may give out; None if unknown."""
+def _cluster_of(devices: Sequence[Any], host_of: Mapping[int, str]) -> tuple[Cluster, float] | None:
+    """The devices as a cluster, and what the allocator of one may give out; None if unknown.
+
+    `host_of` names the host of a process; one that is not named has a host of its own.
+    """
     first = devices[0]
     if first.platform not in ("gpu", "cuda"):
         return None
@@ -137,7 +151,8 @@ def _cluster_of(devices: Sequence[Any]) -> tuple[Cluster, float] | None:
     limit = (own[0].memory_stats() or {}).get("bytes_limit") if own else None
     if not limit:
         return None
-    nodes = len({device.process_index for device in devices}) if len(devices) > 8 else 1
+    processes = {device.process_index for device in devices}
+    nodes = len({host_of.get(process, str(process)) for process in processes})
     # Of an unknown GPU only capability and memory matter here.
     gpu = gpu_of(first.device_kind) or dataclasses.replace(
         GPUS["h100"],

@@ -23,6 +23,7 @@ from jaxdist.core.mesh import MeshSpec, factorisations
 from jaxdist.core.parallel.context import CONTEXT
 from jaxdist.core.parallel.pipeline.axis import PIPELINE
 from jaxdist.core.parallel.tensor import TENSOR
+from jaxdist.core.settings.schema import flag_of
 from jaxdist.core.types import ConfigError, Model
 from jaxdist.plan.estimate.job import Job, with_section
 from jaxdist.plan.estimate.memory import Memory, estimate_memory, usable_bytes
@@ -64,7 +65,7 @@ class Choice:
 
     def command(self, base: RunConfig) -> str:
         """The same as text, to be added to the command as it was."""
-        return " ".join(f"--{name} {value}" for name, value in self.flags(base).items())
+        return " ".join(f"{flag_of(n)} {value}" for n, value in self.flags(base).items())
 
 
 _MAY_CHANGE = (
@@ -188,7 +189,7 @@ _CAUSES = {
     "waiting for keys and values": "keys and values travel between devices that share rows",
     "waiting for gradients of keys": "gradients of keys travel between devices that share rows",
     "waiting for stages": "activations move between stages",
-    "waiting for pieces": "weights of virtual stages move to their stages in every step",
+    "waiting for virtual stages": "weights of virtual stages move to their stages in every step",
 }
 
 

@@ -46,11 +46,11 @@ def _changes(choice: Choice) -> Iterator[tuple[str, str, Job]]:
     config, spec = job.config, job.spec
     if job.loss_chunk > _SMALL_CHUNK:
         changed = job.changed("train", loss_chunk_tokens=_SMALL_CHUNK)
-        yield f"--train.loss_chunk_tokens {_SMALL_CHUNK}", "fewer logits at once", changed
+        yield f"--train.loss-chunk-tokens {_SMALL_CHUNK}", "fewer logits at once", changed
     for count in range(job.num_microbatches + 1, job.rows + 1):
         changed = job.changed("train", num_microbatches=count)
         if job.rows % count == 0 and _costs(choice, changed).fits:
-            flag = f"--train.num_microbatches {count}"
+            flag = f"--train.num-microbatches {count}"
             yield flag, "fewer rows at once, the same batch", changed
             break
     order = ["none", "dots", "full"]
@@ -69,13 +69,13 @@ def _changes(choice: Choice) -> Iterator[tuple[str, str, Job]]:
     if spec[TENSOR] > 1 and not config.mesh.sequence_parallel:
         changed = job.changed("mesh", sequence_parallel=True)
         why = "activations between blocks are split by sequence"
-        yield "--mesh.sequence_parallel=true", why, changed
+        yield "--mesh.sequence-parallel=true", why, changed
     if config.optim.moment_dtype == "float32" and config.optim.optimizer != "adafactor":
         changed = job.changed("optim", moment_dtype="bfloat16")
-        yield "--optim.moment_dtype bfloat16", "first moments take half the bytes", changed
+        yield "--optim.moment-dtype bfloat16", "first moments take half the bytes", changed
     rows = spec.num_replicas
     if spec[PIPELINE] == 1 and job.num_microbatches > 1 and job.rows > 1:
         changed = job.changed("train", global_batch_size=rows, num_microbatches=1)
-        flags = f"--train.global_batch_size {rows} --train.num_microbatches 1"
+        flags = f"--train.global-batch-size {rows} --train.num-microbatches 1"
         why = "a smaller batch, whose gradients are not accumulated; lower optim.peak_lr with it"
         yield flags, why, changed

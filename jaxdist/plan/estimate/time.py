@@ -187,19 +187,23 @@ def _compute(job: Job, rates: _Rates) -> tuple[Work, float, float]:
     total = (forward + backward + again) * (layers * count) + ends * count + extra
     spent = rates.seconds(total)
     launches = 4 * launch * layers * count
-    pieces = {
-        "forward": rates.seconds(forward) * job.layers_per_piece,
-        "backward": rates.seconds(again + backward) * job.layers_per_piece,
+    actions = {
+        "forward": rates.seconds(forward) * job.layers_per_virtual_stage,
+        "backward": rates.seconds(again + backward) * job.layers_per_virtual_stage,
         "weight": 0.0,
     }
     if job.stages.schedule.splits_backward:
         # Taken apart, nothing is recomputed a second time: all is kept.
         kept = flops.recomputed(job, forward)
-        pieces["weight"] = rates.seconds(Work(products=forward.products) * job.layers_per_piece)
-        pieces["backward"] -= pieces["weight"] + rates.seconds(kept * job.layers_per_piece)
+        actions["weight"] = rates.seconds(
+            Work(products=forward.products) * job.layers_per_virtual_stage
+        )
+        actions["backward"] -= actions["weight"] + rates.seconds(
+            kept * job.layers_per_virtual_stage
+        )
         total = total + kept * (-layers * count)
         spent = rates.seconds(total)
-    duration = sum(pieces[kind] * n for kind, n in job.stages.longest.items())
+    duration = sum(actions[kind] * n for kind, n in job.stages.longest.items())
     duration += rates.seconds(ends) * count + rates.seconds(extra)
     return total, max(0.0, duration - spent), launches
 

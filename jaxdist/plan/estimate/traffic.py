@@ -30,7 +30,7 @@ class Flow:
 
     Attributes:
         axes: mesh axes that its groups span.
-        purpose: weights, gradients, new parameters, activations, loss, stages, pieces.
+        purpose: weights, gradients, new parameters, activations, loss, stages, virtual stages.
         bytes: whole arrays of one group in one step, all times together.
         times: how often one step runs it.
         wire_bytes: sent by one device in one step (ring algorithm).
@@ -198,17 +198,17 @@ def _traced_sums(job: Job) -> Iterator[Moved]:
 
 
 def _stages(job: Job) -> Iterator[Moved]:
-    """The ring between stages: activations, their gradients, and pieces on their way."""
+    """The ring between stages: activations, their gradients, and weights of virtual stages."""
     if job.stages is None:
         return
     schedule, report = job.stages.schedule, job.stages.report
     each = float(job.compute_bytes * job.stream_tokens * job.stream_width)
     permutes = report.forward_permutes + report.backward_permutes
     yield ("collective-permute", (PIPELINE.name,), "stages", each, permutes)
-    chunks = schedule.num_virtual_stages
-    if chunks > 1 and job.engine.pieces_travel:
-        pieces = WIDE * job.total(job.layers, "param") / chunks
-        yield ("collective-permute", (PIPELINE.name,), "pieces", pieces, 2 * chunks)
+    count = schedule.num_virtual_stages
+    if count > 1 and job.engine.virtual_stages_travel:
+        weights = WIDE * job.total(job.layers, "param") / count
+        yield ("collective-permute", (PIPELINE.name,), "virtual stages", weights, 2 * count)
 
 
 # --- links ----------------------------------------------------------------------------------------

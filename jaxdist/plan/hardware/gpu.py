@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 
 GIB = 2**30
@@ -56,9 +57,16 @@ class Cluster:
 
     @classmethod
     def of(cls, gpu: Gpu, num_gpus: int) -> Cluster:
-        """A number of GPUs on as few nodes as hold them."""
-        nodes = max(1, num_gpus // gpu.gpus_per_node)
+        """A number of GPUs on as few nodes as hold them, equally many on each."""
+        nodes = math.ceil(num_gpus / gpu.gpus_per_node)
+        while num_gpus % nodes:
+            nodes += 1
         return cls(gpu=gpu, num_nodes=nodes, gpus_per_node=num_gpus // nodes)
+
+    def resized(self, num_gpus: int) -> Cluster:
+        """Another number of these GPUs, on nodes like these where there are several."""
+        per_node = self.gpus_per_node if self.num_nodes > 1 else self.gpu.gpus_per_node
+        return Cluster.of(dataclasses.replace(self.gpu, gpus_per_node=per_node), num_gpus)
 
     @property
     def num_gpus(self) -> int:

@@ -151,7 +151,7 @@ def _describe_mfu(facts: Mapping[str, Any]) -> str:
     peak, convention = facts["peak_flops"], facts["mfu_convention"]
     if peak is None:
         kind = facts["device_kind"]
-        return f"not shown: the peak of {kind!r} is not known (set --monitoring.peak_tflops)"
+        return f"not shown: the peak of {kind!r} is not known (set --monitoring.peak-tflops)"
     if convention is None:
         return "not shown: the model states no FLOPs per token"
     counted = {"causal": "causal, half of S² attention", "full": "full, all of S² attention"}

@@ -27,6 +27,7 @@ from jaxdist import runtime
 if TYPE_CHECKING:
     from jaxdist.plan.audit import Audit
     from jaxdist.plan.audit.deep import Difference
+    from jaxdist.plan.audit.table import Moved
     from jaxdist.run.setup import Parts
     from jaxdist.tools.audit.options import AuditConfig
 
@@ -41,19 +42,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     import jax
 
     from jaxdist.plan.audit import audit_parts
-    from jaxdist.plan.audit.table import text_of
+    from jaxdist.plan.audit.table import comparison, text_of, traced_bytes
     from jaxdist.run.setup import assemble
 
     parts = assemble(config.run, jax.devices()[: config.num_devices])
     audit = audit_parts(parts)
     found = _looked_deep(config, parts) if config.deep else []
     if config.json:
-        print(json.dumps(_record(parts, audit, found), indent=2))
+        record = _record(parts, audit, found)
+        if config.compiled:
+            moved = {f"{kind} {axes}": size for (kind, axes), size in _compiled(parts).items()}
+            record["compiled_bytes"] = moved
+        print(json.dumps(record, indent=2))
     else:
         print(f"{parts.model.name} on mesh {parts.spec} ({config.num_devices} simulated devices)\n")
         print(text_of(audit))
         if config.compiled and audit.axes:
-            print("\n" + _compared(parts, audit))
+            print("\n" + comparison(traced_bytes(audit.transfers), _compiled(parts)))
         if config.deep:
             verdict = "deep audit: loss and every gradient of one step equal one device's"
             print("\n" + ("\n".join(f"  ✗ {one}" for one in found) or verdict))
@@ -82,14 +87,13 @@ def _looked_deep(config: AuditConfig, parts: Parts) -> list[Difference]:
     return differences(dataclasses.replace(parts.config, mesh=mesh), jax.devices())
 
 
-def _compared(parts: Parts, audit: Audit) -> str:
-    """The traced step and the compiled one side by side."""
-    from jaxdist.plan.audit.table import comparison, compiled_bytes, traced_bytes
+def _compiled(parts: Parts) -> Moved:
+    """Bytes that the compiled step moves, by kind and axes."""
+    from jaxdist.plan.audit.table import compiled_bytes
     from jaxdist.plan.compiled.collectives import read_collectives
 
     lowered = parts.step.train.lower(parts.abstract_state(), parts.abstract_batch(), math.inf)
-    found = read_collectives(lowered.compile().as_text(), parts.layout.spec.sizes)
-    return comparison(traced_bytes(audit.transfers), compiled_bytes(found))
+    return compiled_bytes(read_collectives(lowered.compile().as_text(), parts.layout.spec.sizes))
 
 
 if __name__ == "__main__":

@@ -31,12 +31,6 @@ class AuditConfig(RunConfig):
     json: bool = setting(False, "print one JSON object instead of text")
 
     @property
-    def run(self) -> RunConfig:
-        """The run's settings alone."""
-        names = [field.name for field in dataclasses.fields(RunConfig)]
-        return RunConfig(**{name: getattr(self, name) for name in names})
-
-    @property
     def num_devices(self) -> int:
         """Devices to simulate: those of the mesh, or of --simulate."""
         spec = self.mesh.spec

@@ -18,7 +18,7 @@ from jaxdist.core.settings import ConfigError, problems_of
 from jaxdist.run.monitoring.environment import nvidia_versions, versions
 from jaxdist.runtime import Job, coordination
 from jaxdist.runtime.distributed import code_digest
-from jaxdist.runtime.entry_point import RERUN, advice_for
+from jaxdist.runtime.entry_point import advice_for
 from jaxdist.tools.doctor import (
     devices,
     directory,
@@ -178,8 +178,7 @@ def _not_joined(failure: Exception) -> Finding:
     if isinstance(failure, ConfigError):  # each line says what to do
         return error("job", "; ".join(failure.problems), "do so, and ask the doctor again")
     lines = str(failure).splitlines() or [repr(failure)]
-    advice = advice_for(str(failure))
-    fix = "read the first lines of what jax says" if advice == RERUN else advice
+    fix = advice_for(str(failure), "read the first lines of what jax says")
     return error("job", "; ".join(lines)[:600], fix)
 
 

@@ -48,4 +48,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    runtime.run_command(main)
+    runtime.run_command(main, resumes=True)

@@ -22,13 +22,13 @@ from typing import Any
 
 from jaxdist import runtime
 from jaxdist.core.settings import setting
+from jaxdist.core.settings.schema import flag_of
 from jaxdist.runtime.cluster_environment import DEFAULT_PORT
 from jaxdist.tools.launch.yaml_writer import Block, write_yaml
 
 CONFIG_PATH = "/etc/jaxdist/run.toml"
 """Where the pods see the config file."""
 
-_NEVER_AGAIN = sorted([runtime.EXIT_CONFIG, runtime.EXIT_SDC, runtime.EXIT_INTERRUPTED])
 _JOIN_TIMEOUT_S = 1800
 """Nodes pull the image at different speeds, and without a queue pods start as nodes become free."""
 
@@ -127,7 +127,7 @@ class KubernetesConfig:
             for text in [value] if isinstance(value, str) else value:
                 is_missing = text == "" and isinstance(value, str) and name != "shared_memory"
                 if not is_missing and not re.fullmatch(pattern, text, re.S):
-                    yield f"{_flag(name)} {text!r} is not {meaning}."
+                    yield f"{flag_of(name)} {text!r} is not {meaning}."
         if self.memory and num_bytes(self.shared_memory) > num_bytes(self.memory) > 0:
             yield (
                 f"--shared-memory {self.shared_memory} is more than --memory {self.memory}, of "
@@ -282,7 +282,7 @@ def _job_set(config: KubernetesConfig, has_config: bool) -> dict[str, Any]:
         "podReplacementPolicy": "Failed",
         "podFailurePolicy": {
             "rules": [
-                _on_exit_codes("FailJob", _NEVER_AGAIN),
+                _on_exit_codes("FailJob", runtime.FINAL_CODES),
                 _on_exit_codes("Ignore", [runtime.EXIT_PREEMPTED]),
             ]
         },
@@ -380,7 +380,7 @@ def _tolerations(config: KubernetesConfig) -> list[dict[str, str]]:
 def _container(config: KubernetesConfig, has_config: bool) -> dict[str, Any]:
     words = [f"--run-dir={config.run_directory}", *config.arguments]
     if not has_flag(words, "--runtime.join-timeout-s"):
-        words.append(f"--runtime.join_timeout_s={_JOIN_TIMEOUT_S}")
+        words.append(f"--runtime.join-timeout-s={_JOIN_TIMEOUT_S}")
     asked = {"cpu": config.cpus_per_node, "memory": config.memory}
     devices = dict(_split(text) for text in config.device)
     gpus = {"nvidia.com/gpu": str(config.gpus_per_node)} if config.gpus_per_node else {}
@@ -468,7 +468,3 @@ def _path_of(volume: str) -> str:
 def _verbatim(word: str) -> str:
     """A text that Kubernetes, which replaces $(NAME), passes on as it is."""
     return word.replace("$(", "$$(")
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"

@@ -25,9 +25,10 @@ def read_sizes(arguments: Sequence[str]) -> LegalSizes | int:
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     try:
         return done.returncode or LegalSizes(**json.loads(done.stdout))
-    except ValueError:  # --help
+    except (ValueError, TypeError):
         print(done.stdout, end="")
-        return runtime.EXIT_OK
+        asked_for_help = {"-h", "--help"} & set(arguments)
+        return runtime.EXIT_OK if asked_for_help else runtime.EXIT_FAILURE
 
 
 def main() -> int:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxdist.core.settings import ConfigError, read_settings, setting
+from jaxdist.core.settings.schema import flag_of
 from jaxdist.runtime.storage import locate
 from jaxdist.tools.launch.elastic_agent import ElasticAgent
 from jaxdist.tools.launch.legal_sizes import read_sizes
@@ -128,7 +129,7 @@ class LaunchConfig:
 
     def _rules(self, several_hosts: bool) -> list[str]:
         found = [
-            f"--{name.replace('_', '-')} {value} without a range: it is of elastic jobs. Leave it "
+            f"{flag_of(name)} {value} without a range: it is of elastic jobs. Leave it "
             "out, or give --nnodes MIN:MAX or --nproc-per-node MIN:MAX."
             for name, value in self.elastic_settings.items()
         ]

@@ -15,8 +15,10 @@ import shlex
 import sys
 from collections.abc import Iterator, Sequence
 
+from jaxdist import runtime
 from jaxdist.checkpoint import manifest
 from jaxdist.core.settings import setting
+from jaxdist.core.settings.schema import flag_of
 from jaxdist.tools.launch.membership import Range
 
 _PASSED_ON = ("mem", "time", "partition", "account", "qos", "constraint")
@@ -75,7 +77,9 @@ class SlurmConfig:
         ge=60,  # SLURM checks its limits every 30 s
     )
     max_requeues: int = setting(50, "times that the job queues itself again", ge=0)
-    max_crashes: int = setting(3, "crashes in a row without a new checkpoint", ge=0)
+    max_restarts: int = setting(
+        3, "restarts in a row after failures, without a new checkpoint in between", ge=0
+    )
     run_dir: str = setting("", "run directory on a shared disk; empty = runs/NAME-JOBID")
     module: tuple[str, ...] = setting((), "module load ...")
     setup: tuple[str, ...] = setting((), "a line of shell before the run")
@@ -117,7 +121,7 @@ class SlurmConfig:
             if any(
                 c in text for text in ([value] if isinstance(value, str) else value) for c in "\n\r"
             ):
-                found.append(f"--{name.replace('_', '-')} {value!r} has a line end. Use one line.")
+                found.append(f"{flag_of(name)} {value!r} has a line end. Use one line.")
         if self.tasks_per_node > 1 and self.gpus_per_node % self.tasks_per_node:
             found.append(
                 f"--tasks-per-node {self.tasks_per_node} cannot share --gpus-per-node "
@@ -180,6 +184,7 @@ def batch_script(config: SlurmConfig, nodes: Nodes | None = None) -> str:
         options=_options(config, nodes),
         command=_command(config, nodes),
         manifest=manifest,
+        final_codes="|".join(str(code) for code in runtime.FINAL_CODES),
     )
 
 
@@ -259,7 +264,7 @@ set -u
 ulimit -c 0                       # an abort must not fill the disk with core files
 attempt=${SLURM_RESTART_COUNT:-0} # 0 the first time
 max_requeues={{ config.max_requeues }}
-max_crashes={{ config.max_crashes }}                     # in a row without a new checkpoint
+max_restarts={{ config.max_restarts }}                    # in a row without a new checkpoint
 run_dir={{ config.run_dir | quote if config.run_dir else "runs/$SLURM_JOB_NAME-$SLURM_JOB_ID" }}
 state=$run_dir/slurm/$SLURM_JOB_ID
 mkdir -p "$state" || exit 2
@@ -329,13 +334,13 @@ echo "slurm: attempt $attempt ended: exit code $job_code, srun $code, signal ${n
     "checkpoint ${newest:-none}"
 case $job_code in
     0) touch "$state/done"; exit 0 ;;
-    2) exit 2 ;;                   # bad configuration: a restart would not repair it
+    {{ final_codes }}) exit "$job_code" ;; # settings, a wrong device, ended by hand: no repair
     75) rm -f "$state/crashes" ;;  # saved: go on
     *)
         crashes=$(cat "$state/crashes" 2>/dev/null || echo 0)
         if [ -n "$saved" ]; then crashes=0; fi
         echo $((crashes + 1)) >"$state/crashes"
-        if [ "$crashes" -ge "$max_crashes" ]; then
+        if [ "$crashes" -ge "$max_restarts" ]; then
             echo "slurm: $((crashes + 1)) crashes without a new checkpoint: giving up"
             exit $((code ? code : 1))
         fi

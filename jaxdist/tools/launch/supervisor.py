@@ -198,8 +198,7 @@ class Supervisor:
                 return None
             say("preempted after a committed save: start the same command again to resume")
             return runtime.EXIT_PREEMPTED
-        final = (runtime.EXIT_CONFIG, runtime.EXIT_SDC, runtime.EXIT_INTERRUPTED)
-        if result.exit_code in final:
+        if result.exit_code in runtime.FINAL_CODES:
             if not result.already_printed:
                 print(result.report(), file=sys.stderr, flush=True)
             return result.exit_code

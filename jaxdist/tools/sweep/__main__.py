@@ -95,4 +95,4 @@ def _ended(code: int) -> str:
 
 
 if __name__ == "__main__":
-    runtime.run_command(main)
+    runtime.run_command(main, resumes=True)

@@ -1,4 +1,4 @@
-"""Settings of the pipeline: which schedule, and into how many microbatches and chunks."""
+"""Settings of the pipeline: which schedule, and how many virtual stages."""
 
 from __future__ import annotations
 
@@ -68,9 +68,9 @@ def describe(schedule: Schedule, rows: int) -> str:
     """One line for the start of a run: what the pipeline does and what waiting costs."""
     report = simulate(schedule, RECOMPUTE)
     m, v = schedule.num_microbatches, schedule.num_virtual_stages
-    chunks = f" × {v} chunks" if v > 1 else ""
+    virtual = f" × {v} virtual stages" if v > 1 else ""
     return (
-        f"pipeline: {schedule.name}, {schedule.num_stages} stages{chunks}, {m} microbatches of "
+        f"pipeline: {schedule.name}, {schedule.num_stages} stages{virtual}, {m} microbatches of "
         f"{rows // m} rows, bubble {report.bubble:.1%}, at most {max(report.peak_stash)} "
         f"microbatches stashed, {report.forward_permutes}+{report.backward_permutes} permutes"
     )

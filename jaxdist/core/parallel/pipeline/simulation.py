@@ -135,7 +135,7 @@ def draw(schedule: Schedule, costs: Costs | None = None) -> str:
     title = (
         f"{schedule.name}: {schedule.num_stages} stages, {schedule.num_microbatches} microbatches"
     )
-    title += f", {schedule.num_virtual_stages} chunks per stage" if many else ""
+    title += f", {schedule.num_virtual_stages} virtual stages each" if many else ""
     facts = (
         f"{report.num_ticks} ticks, bubble {report.bubble:.1%} at {unit}, "
         f"stash per stage {' '.join(map(str, report.peak_stash))}, "
