@@ -249,6 +249,24 @@ def test_a_checkpoint_that_a_process_could_not_load_is_passed_by_the_next_start(
     assert skipped["step"] == 4 and "ValueError: x" in skipped["reason"]
 
 
+def test_of_two_hundred_checkpoints_only_the_newest_is_read_and_the_rest_can_go(run, monkeypatch):
+    """Checkpoint 4 again as 202; of those between there are the manifests alone."""
+    body = manifest.read(locate(run.path / "4"))
+    shutil.copytree(run.path / "4", run.path / "202")
+    for step in range(5, 203):
+        (run.path / str(step)).mkdir(exist_ok=True)
+        files = body["files"] if step == 202 else {}
+        manifest.write(locate(run.path / str(step)), step, files, {})
+    read, read_one = [], manifest.read
+    monkeypatch.setattr(manifest, "read", lambda path: read.append(path.path) or read_one(path))
+    opened = run.open(max_to_keep=2)
+    assert len(opened.steps()) == 200 and opened.choose() == 202
+    assert [Path(path).name for path in read] == ["202"]
+    assert_is_step(opened.restore(like(state_at(4)))[0], 4)
+    opened.save(203, state_at(203), {}, force=True)
+    assert opened.steps() == [202, 203]
+
+
 def without_memory(path, targets):
     raise MemoryError("no memory left")
 

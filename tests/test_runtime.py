@@ -6,6 +6,7 @@ import subprocess
 import sys
 import textwrap
 import time
+import warnings
 
 import pytest
 from refusals import missing, refused
@@ -270,3 +271,37 @@ def test_settings_name_what_is_wrong(fields, text):
 
 def test_default_settings_have_no_problem():
     assert RuntimeConfig().problems() == []
+
+
+@pytest.mark.filterwarnings("default:Error reading persistent compilation cache entry")
+@pytest.mark.parametrize("damage", [lambda b: b"", lambda b: b[: len(b) // 2], lambda b: b"no" + b])
+def test_damaged_entries_of_the_compile_cache_are_said_and_replaced(
+    tmp_path, monkeypatch, propagating, caplog, damage
+):
+    import jax
+    from jax.experimental.compilation_cache import compilation_cache
+
+    names = ("jax_enable_compilation_cache", "jax_compilation_cache_dir")
+    before = {name: getattr(jax.config, name) for name in names}
+    monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)  # put back at the end
+    try:
+        folder = runtime.setup_compilation_cache(tmp_path / "cache")
+        compilation_cache.reset_cache()
+        use = lambda: jax.jit(lambda x: x * 41 + 1)(jax.numpy.ones(3))  # compiled at each call
+        use()
+        [entry] = [
+            e for e in folder.iterdir() if e.name.startswith("jit__lambda") and "-cache" in e.name
+        ]
+        whole = entry.read_bytes()
+        entry.write_bytes(damage(whole))
+        caplog.clear()
+        assert use()[0] == 42
+        assert [record.args[1] for record in caplog.records] == ["jit__lambda"]
+        assert entry.read_bytes() != damage(whole)
+        caplog.clear()
+        use()
+        assert not caplog.records
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()

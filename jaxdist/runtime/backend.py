@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import hashlib
 import logging
 import os
 import platform
+import re
 import stat
+import warnings
 from pathlib import Path
+from typing import Any
 
 from jaxdist.core.settings import ConfigError
 
@@ -107,7 +111,40 @@ def setup_compilation_cache(directory: str | os.PathLike[str] | None = None) -> 
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+    _watch_for_damage(folder)
     return folder
+
+
+_UNREADABLE = re.compile(r"Error reading persistent compilation cache entry for '([^']+)': (.*)")
+
+
+def _watch_for_damage(folder: Path) -> None:
+    """Remove entries of the cache that jax cannot read, and say so once.
+
+    It compiles their programs again, but never writes over what is there: every start would pay.
+    """
+    show = warnings.showwarning
+    said: list[str] = []
+
+    def shown(message: Any, *args: Any, **options: Any) -> None:
+        found = _UNREADABLE.match(str(message))
+        if found is None:
+            return show(message, *args, **options)
+        name, reason = found.groups()
+        # Their names begin with the program's; whole ones among them are only compiled once more.
+        for entry in folder.glob(f"{glob.escape(name)}-*"):
+            entry.unlink(missing_ok=True)
+        if not said:
+            log.warning(
+                "compile cache %s: damaged entries are removed and their programs compiled again "
+                "(the first: %s, %s)",
+                folder,
+                name,
+                reason.partition("\n")[0],
+            )
+        said.append(name)
+
+    warnings.showwarning = shown
 
 
 _TRUSTED = (0,)  # users whose programs everybody runs: root

@@ -45,6 +45,11 @@ _ADVICE = (
         "the devices have too little memory: use a smaller microbatch, remat, or more fsdp/tensor",
     ),
     (
+        ("MemoryError", "Cannot allocate memory", "std::bad_alloc"),
+        "the host has too little memory: give the job more, or use fewer data workers "
+        "(data.num_workers) or fewer processes on the host",
+    ),
+    (
         ("No space left", "no space:", "ENOSPC", "Disk quota"),
         "the disk is full: make room or set another run directory, then start the same command "
         "again; committed checkpoints are intact",

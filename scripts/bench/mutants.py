@@ -59,7 +59,7 @@ def read_faults(only: list[str]) -> list[Fault]:
     return [fault for fault in faults if not only or fault.name in only]
 
 
-def run_tests(root: Path, tests: str) -> tuple[int, str, float]:
+def run_tests(root: Path, tests: str, timeout_s: float = TIMEOUT_S) -> tuple[int, str, float]:
     """Exit code of pytest, the first test that failed, seconds."""
     start = time.monotonic()
     pytest = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
@@ -67,7 +67,7 @@ def run_tests(root: Path, tests: str) -> tuple[int, str, float]:
     environment = {**os.environ, "PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1"}
     try:
         done = subprocess.run(
-            command, cwd=root, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S
+            command, cwd=root, env=environment, capture_output=True, text=True, timeout=timeout_s
         )
         code, output = done.returncode, done.stdout + done.stderr
     except subprocess.TimeoutExpired:

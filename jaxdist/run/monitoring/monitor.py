@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -23,7 +22,7 @@ from jaxdist.run.monitoring.prometheus import Prometheus
 from jaxdist.run.monitoring.summary import RunSummary
 from jaxdist.run.monitoring.tensorboard import TensorBoard
 from jaxdist.run.monitoring.throughput import Throughput
-from jaxdist.run.monitoring.timers import CompileTracker
+from jaxdist.run.monitoring.timers import CompileTracker, steady_clock
 from jaxdist.run.monitoring.trackers import Identity, Trackers, run_id_of
 from jaxdist.run.run_directory import RunDirectory, flatten
 from jaxdist.runtime import coordination
@@ -68,7 +67,7 @@ class Monitor:
         config_text: str = "",
         asked_to_trace: Callable[[], bool] = lambda: False,
         on_record: Callable[[Record], None] = lambda record: None,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] | None = None,
     ):
         import jax
 
@@ -95,8 +94,8 @@ class Monitor:
         self._gpu_stats = GpuStats(
             self._local_devices, os.environ, logger.info if run.is_writer else lambda line: None
         )
-        self._clock, self._on_record = clock, on_record
-        self._begin = clock()
+        self._clock, self._on_record = clock or steady_clock(), on_record
+        self._begin = self._clock()
         self._steps_here = 0
         self._ended = False
         self._trackers: list[CompileTracker] = []

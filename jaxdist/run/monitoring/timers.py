@@ -12,6 +12,12 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
+def steady_clock() -> Callable[[], float]:
+    """Seconds since the epoch that go on evenly from now, also when the host's clock is set."""
+    ahead = time.time() - time.monotonic()
+    return lambda: ahead + time.monotonic()
+
+
 @dataclasses.dataclass(frozen=True)
 class Compilation:
     """One compilation of a tracked function.

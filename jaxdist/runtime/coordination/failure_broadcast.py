@@ -94,6 +94,7 @@ def leave_error(code: int, text: str, advice: str) -> None:
     process_id, num_processes = service.process_place()
     place = {"process": process_id, "num_processes": num_processes, "host": socket.gethostname()}
     record = {"time": time.time(), **place, "pid": os.getpid(), "exit_code": code}
+    record["monotonic"] = time.monotonic()  # what the launcher orders by: the clock may be set
     record |= {"error": text, "advice": advice}
     try:
         locate(path).write(json.dumps(record))

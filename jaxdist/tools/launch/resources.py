@@ -9,6 +9,7 @@ import socket
 import subprocess
 
 from jaxdist import runtime
+from jaxdist.runtime.storage import locate
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,6 +34,18 @@ def capacity(most: int, simulate: int = 0, *, had_gpus: bool = False) -> Capacit
     if not gpus and not had_gpus:
         return Capacity(max_processes=most, devices=most * (simulate or 1), gpus=False)
     return Capacity(max_processes=min(most, gpus), devices=gpus, gpus=True)
+
+
+def count_oom_kills() -> int:
+    """Processes that the kernel has killed on this host for want of memory; 0 where it is unknown.
+
+    In a container that is the whole host's count, so it may have been another job's process.
+    """
+    try:
+        found = re.search(r"^oom_kill (\d+)$", locate("/proc/vmstat").text(), re.MULTILINE)
+    except OSError:
+        return 0
+    return int(found[1]) if found else 0
 
 
 def count_gpus() -> int:

@@ -16,6 +16,7 @@ from typing import IO, Any
 from jaxdist import runtime
 from jaxdist.runtime.storage import locate
 from jaxdist.tools.launch.console import say
+from jaxdist.tools.launch.resources import count_oom_kills
 
 _SERVICE_MARK = "JAX distributed service detected fatal"
 _SERVICE_LINES = 6  # of its message, before the stacks of all threads
@@ -28,7 +29,7 @@ class Worker:
     """One process in a session of its own. Its output goes to a file and to the console.
 
     Attributes:
-        ended_at: time of its end (seconds since the epoch); 0 while it runs.
+        ended_at: time of its end (seconds of `time.monotonic`); 0 while it runs.
         quiet: its output goes to the file only.
         service_lines: what jax's service printed when it ended this process for another one's loss.
     """
@@ -42,6 +43,7 @@ class Worker:
         self.log_file = log_file
         self.ended_at = 0.0
         self.killed = False
+        self._oom_kills = count_oom_kills()
         self.quiet = False
         self.service_lines: list[str] = []
         self.last_lines: deque[str] = deque(maxlen=40)
@@ -71,7 +73,7 @@ class Worker:
         """Exit code once it has ended."""
         code = self.process.poll()
         if code is not None and not self.ended_at:
-            self.ended_at = time.time()
+            self.ended_at = time.monotonic()
         return code
 
     def signal(self, number: int) -> None:
@@ -106,14 +108,26 @@ class Worker:
         code = self.process.returncode
         if self.killed:
             return "it hung, did not end with the others and was killed"
+        if code == 128 + signal.SIGKILL:  # of a shell whose program was killed
+            return f"exit code {code}, killed by SIGKILL{self._who_killed()}"
         if code >= 0:
             return f"exit code {code}"
         hint = ""
         if code == -signal.SIGKILL:
-            hint = " (out of memory? see dmesg)"
+            hint = self._who_killed()
         elif self.service_lines:
             hint = f": lost {self._lost_peers()}; it died, its host did, or the network is cut"
         return f"killed by {signal.Signals(-code).name}{hint}"
+
+    def is_out_of_memory(self) -> bool:
+        """Whether it was killed, and the kernel's memory killer struck on this host meanwhile."""
+        killed = (-signal.SIGKILL, 128 + signal.SIGKILL)
+        return self.process.returncode in killed and count_oom_kills() > self._oom_kills
+
+    def _who_killed(self) -> str:
+        if self.is_out_of_memory():
+            return ": the kernel ended it, as the host's memory ran out"
+        return " (out of memory? see dmesg)"
 
     def _lost_peers(self) -> str:
         """Whom jax's service missed when it ended this process, with the hosts they ran on."""

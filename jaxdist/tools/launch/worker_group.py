@@ -101,7 +101,7 @@ class WorkerGroup:
 
     def __init__(self, command: list[str], placement: Placement, attempt: int, log_dir: Path):
         self.attempt, self.placement = attempt, placement
-        self.started = time.time()
+        self.started = time.monotonic()
         self._stop_at: float | None = None
         self._abort_cause = ""
         self._log_dir = log_dir
@@ -200,7 +200,7 @@ class WorkerGroup:
                 exit_code=runtime.EXIT_FAILURE,
                 attempt=self.attempt,
                 cause=self._abort_cause,
-                seconds=time.time() - self.started,
+                seconds=time.monotonic() - self.started,
             )
         failed = [worker for worker in self.workers if _is_failure(worker.process.returncode)]
         first = min(failed, key=lambda worker: _cause_order(worker, self.placement.nnodes == 1))
@@ -213,11 +213,17 @@ class WorkerGroup:
             first_process=first.process_id,
             cause=first.cause(),
             details=record["error"] if record else last_lines,
-            advice=record["advice"] if record else "",
+            advice=record["advice"] if record else _MEMORY_ADVICE * first.is_out_of_memory(),
             log_file=str(first.log_file),
             seconds=first.ended_at - self.started,
             already_printed=code == runtime.EXIT_CONFIG and len(self.workers) == 1,
         )
+
+
+_MEMORY_ADVICE = (
+    "give the job more host memory (SLURM: --mem), or use less: fewer data workers "
+    "(data.num_workers), a shorter data.prefetch, fewer processes on the host"
+)
 
 
 def _is_failure(code: int | None) -> bool:
@@ -238,4 +244,4 @@ def _cause_order(worker: Worker, one_host: bool) -> tuple[int, float]:
         rank = 2 if runtime.is_consequence(record["error"]) else 0
     else:
         rank = 3 if worker.service_lines else 0
-    return rank, record["time"] if record else worker.ended_at
+    return rank, record.get("monotonic", worker.ended_at) if record else worker.ended_at
