@@ -7,7 +7,6 @@ mesh, whatever mesh the run was trained on.
 from __future__ import annotations
 
 import dataclasses
-import json
 import sys
 from collections.abc import Sequence
 from typing import Literal
@@ -57,6 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         summary=__doc__ or "",
         positional=("run",),
     )
+    from jaxdist.run.metrics_log import encode
     from jaxdist.run.trained_run import open_run
 
     changes = {"global_batch_size": config.global_batch_size} if config.global_batch_size else {}
@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     result = {**facts, "mesh": str(run.parts.spec), **means}
     shown = lambda value: f"{value:,.6g}" if isinstance(value, float) else str(value)
     lines = columns([(name, shown(value)) for name, value in result.items()], left=2)
-    print(json.dumps(result) if config.json else "\n".join(lines))
+    print(encode(result) if config.json else "\n".join(lines))
     return 0
 
 

@@ -66,6 +66,11 @@ class GenerateConfig(TextSettings):
         problems = []
         if not self.run:
             problems.append("no run was named. Give a run directory: jaxdist generate runs/NAME.")
+        if self.prompt and self.prompt_file:
+            problems.append(
+                f"prompt and prompt_file={self.prompt_file!r} are both given: one of them holds "
+                "the prompts. Leave one out."
+            )
         if self.prompt_file and not Path(self.prompt_file).is_file():
             problems.append(f"prompt_file={self.prompt_file!r} is no file. Name a text file.")
         if self.system and not self.chat:

@@ -45,11 +45,37 @@ FAMILIES = {
     ),
 }
 
+GEMMA = dict(
+    norm="zero_centered_rms",
+    norm_eps=1e-6,
+    norm_placement="both",
+    activation="geglu",
+    tie_embeddings=True,
+    scale_embeddings=True,
+    sliding_window=5,
+    full_attention_every=2,
+)
+
 VARIANTS = {
     "llama_biases": DecoderConfig(**SIZES, num_kv_heads=2, bias=["qkv", "out", "mlp"]),
     "llama_mlp_bias": DecoderConfig(**SIZES, bias=["mlp"], tie_embeddings=True),
     "olmo2": DecoderConfig(
         **SIZES, num_kv_heads=2, norm_placement="post", qk_norm="all", norm_eps=1e-6, rope_theta=5e5
+    ),
+    # Caps low enough to bend what random weights give.
+    "gemma2": DecoderConfig(
+        **SIZES, **GEMMA, num_kv_heads=2, attention_softcap=1.5, logit_softcap=2.0
+    ),
+    "gemma3": DecoderConfig(
+        **SIZES,
+        **GEMMA,
+        num_kv_heads=2,
+        head_dim=16,
+        query_pre_attn_scalar=24,
+        qk_norm="head",
+        rope_theta=1e6,
+        local_rope_theta=100.0,
+        rope_scaling={"type": "linear", "factor": 8.0},
     ),
     "gpt2_untied": dataclasses.replace(FAMILIES["gpt2"], tie_embeddings=False),
 }
@@ -58,14 +84,21 @@ VARIANTS = {
 
 def scan_layers(block, layers, x, aux, context):
     """Layers one after the other: the plainest `run_layers`."""
-    x, sums = jax.lax.scan(lambda x, layer: block(layer, x, aux, context), x, layers)
+
+    def run(x, layer):
+        weights, index = layer
+        return block(weights, x, aux, dataclasses.replace(context, layer=index))
+
+    count = jax.tree.leaves(layers)[0].shape[0]
+    x, sums = jax.lax.scan(run, x, (layers, jnp.arange(count)))
     return x, jax.tree.map(lambda s: s.sum(0), sums)
 
 
-def capture_logits(x, kernel, targets, weights, *, vocab_size):
+def capture_logits(x, kernel, targets, weights, *, vocab_size, softcap):
     del targets, weights
     logits = jnp.einsum("bsd,dv->bsv", x, kernel, preferred_element_type=jnp.float32)
-    return {"logits": logits[..., :vocab_size]}
+    logits = logits[..., :vocab_size]
+    return {"logits": softcap * jnp.tanh(logits / softcap) if softcap else logits}
 
 
 def logits_of(model, params, batch, **context):

@@ -53,6 +53,19 @@ class Case:
 FAMILIES = {
     "llama": {},
     "llama_tied": {"tie_embeddings": True},
+    "gemma": {
+        "norm": "zero_centered_rms",
+        "norm_placement": "both",
+        "activation": "geglu",
+        "qk_norm": "head",
+        "tie_embeddings": True,
+        "scale_embeddings": True,
+        "sliding_window": 3,
+        "full_attention_every": 3,
+        "local_rope_theta": 100.0,
+        "attention_softcap": 0.5,
+        "logit_softcap": 0.5,
+    },
     "olmo2": {"norm_placement": "post", "qk_norm": "all"},
     "gpt2": {
         "norm": "layer",

@@ -89,6 +89,11 @@ def test_every_problem_is_in_one_exception_and_nothing_is_made(tmp_path):
         jaxdist.open(tmp_path / "none")
 
 
+def test_a_table_that_is_no_section_is_named_with_its_keyword(tmp_path):
+    with pytest.raises(jaxdist.ConfigError, match=r"opti \(keyword opti\) is not a setting"):
+        train(tmp_path / "run", opti={"peak_lr": 1e-3})
+
+
 def test_a_last_save_that_fails_is_an_exception(monkeypatch, tmp_path):
     def failing(config, program, stop, asked):
         program.on_start(SimpleNamespace(path=tmp_path))

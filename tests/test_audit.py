@@ -6,6 +6,7 @@ import itertools
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from refusals import missing
 from test_block_sums import Case as BlockCase
 from test_block_sums import make_batch, make_model, make_parts
 
+from jaxdist import runtime, train
 from jaxdist.config import RunConfig, read_run
 from jaxdist.config.command_line import stored_run
 from jaxdist.core import collectives
@@ -35,7 +37,11 @@ from jaxdist.plan.audit.states import (
     join,
     split,
 )
+from jaxdist.plan.compiled import collectives as compiled_collectives
+from jaxdist.run import startup
+from jaxdist.run.program import Program
 from jaxdist.run.setup import assemble
+from jaxdist.tools.audit import __main__ as command
 
 ROOT = Path(__file__).parent.parent
 
@@ -288,3 +294,65 @@ def test_the_command_prints_one_object_and_exits_with_0():
     record = json.loads(done.stdout)
     assert record["violations"] == [] and record["mesh"] == "pp=2,tp=2"
     assert {"tensor", "pipeline"} == {axis for t in record["transfers"] for axis in t["axes"]}
+
+
+SMALL = [
+    *("--model.d_model=32", "--model.num_heads=4", "--model.num_layers=2", "--model.mlp_dim=64"),
+    *("--train.global_batch_size=8", "--train.seq_len=16", "--mesh=dp=2"),
+]
+
+
+all_reduce = collectives.all_reduce
+
+
+def doubled(x, axes, op="sum"):
+    return all_reduce(all_reduce(x, axes, op), axes, op)
+
+
+@pytest.mark.parametrize("moved", [True, False])
+def test_compiled_compares_what_the_step_moves_with_what_was_traced(monkeypatch, capsys, moved):
+    monkeypatch.setattr(runtime, "simulate", lambda count: None)  # the tests' own eight devices
+    if not moved:
+        monkeypatch.setattr(compiled_collectives, "read_collectives", lambda *_: [])
+    assert command.main([*SMALL, "--compiled"]) == 0
+    rows = [line for line in capsys.readouterr().out.splitlines() if "all-reduce" in line]
+    assert rows[-1].split()[1] == "data" and rows[-1].endswith("agrees" if moved else "differs")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("factor", [1.0, 1.5])
+def test_deep_finds_a_wrong_formula_behind_the_right_collective(monkeypatch, capsys, factor):
+    monkeypatch.setattr(runtime, "simulate", lambda count: None)
+
+    def wrong(x, axes, op="sum"):
+        return all_reduce(x, axes, op) * (factor if op == "sum" and x.ndim else 1.0)
+
+    monkeypatch.setattr(collectives, "all_reduce", wrong)
+    assert command.main([*SMALL, "--deep", "--json"]) == (0 if factor == 1 else 2)
+    record = json.loads(capsys.readouterr().out)
+    assert record["violations"] == []
+    gradients = [one for one in record["differences"] if "layers/mlp" in one["value"]]
+    assert {tuple(one["axes"]) for one in gradients} == (set() if factor == 1 else {("data",)})
+
+
+def test_force_starts_a_run_that_the_audit_refuses(monkeypatch):
+    class Reached(Exception):
+        """The run goes on past the audit."""
+
+    def reached(config):
+        raise Reached
+
+    monkeypatch.setattr(collectives, "all_reduce", doubled)
+    monkeypatch.setattr(startup, "fetch_weights", reached)
+    job = SimpleNamespace(host_of={}, process_id=0)
+    monkeypatch.setattr(train, "start_devices", lambda *_: job)
+    two = jax.devices()[:2]
+    monkeypatch.setattr(jax, "devices", lambda: two)
+    start = lambda *flags: train.run(
+        read_run([*SMALL, *flags], command="test"), Program(), None, lambda: False
+    )
+    with pytest.raises(ConfigError) as refused:
+        start()
+    assert any(missing(line, "summed twice", "data") == [] for line in refused.value.problems)
+    with pytest.raises(Reached):
+        start("--force")

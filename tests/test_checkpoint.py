@@ -265,16 +265,16 @@ def test_every_leaf_that_does_not_fit_is_named(two_parts):
     with refused(num_problems=3) as caught:
         writer.restore(target)
     problems = {line.split()[5]: line for line in caught.value.problems}
-    assert missing(problems["params/head/w"], "[4, 2]", "[4, 3]") == []
+    assert missing(problems["params/head/w"], "[4, 2]", "[4, 3]", "reinit_params") == []
     assert missing(problems["params/extra"], "[1] is not in") == []
-    assert missing(problems["params/body/w"], "[4] is in") == []
+    assert missing(problems["params/body/w"], "[4] is in", "ignore_params") == []
 
 
-def test_a_new_head_is_kept_when_it_is_named_as_fresh(two_parts):
+def test_a_new_head_is_kept_when_it_is_named(two_parts):
     writer, target = two_parts
     params = target["params"]
     params["head"]["w"] = jnp.full((4, 3), 9.0)
-    restored = writer.restore_params(params, 5, fresh=["head"])
+    restored = writer.restore_params(params, 5, reinit=["head"])
     np.testing.assert_array_equal(restored["head"]["w"], np.full((4, 3), 9.0))
     np.testing.assert_array_equal(restored["body"]["w"], np.ones(4))
 
@@ -284,9 +284,9 @@ def test_left_over_parts_stay_unread_only_when_named(two_parts):
     body = {"body": target["params"]["body"]}
     with refused("params/head/w [4, 2] is in"):
         writer.restore_params(body)
-    assert list(writer.restore_params(body, unused=["head"])) == ["body"]
-    with refused("unused", "params/haed"):
-        writer.restore_params(body, unused=["head", "haed"])
+    assert list(writer.restore_params(body, ignore=["head"])) == ["body"]
+    with refused("ignore_params", "params/haed"):
+        writer.restore_params(body, ignore=["head", "haed"])
 
 
 def test_restoring_what_is_not_there_names_what_is(two_parts):

@@ -23,6 +23,7 @@ from jaxdist.models.configs import DecoderConfig
 from jaxdist.models.huggingface import safetensors
 from jaxdist.models.huggingface.families import family_of, read_config, write_config
 from jaxdist.models.huggingface.tensors import pieces
+from jaxdist.models.weights import num_params
 from jaxdist.run.setup import assemble
 from jaxdist.tools.convert.__main__ import main
 
@@ -108,7 +109,9 @@ def test_seldom_met_models_equal_transformers_both_ways(name, tmp_path):
         expected = reference(torch.from_numpy(tokens).long()).logits.numpy()
     config = read_config(json.loads((tmp_path / "config.json").read_text()))
     assert config == VARIANTS[name]
-    ours = logits_of(build(config, seq_len=SEQ), tree_of(tmp_path), {"tokens": tokens})
+    model = build(config, seq_len=SEQ)
+    assert num_params(model) == reference.num_parameters()
+    ours = logits_of(model, tree_of(tmp_path), {"tokens": tokens})
     np.testing.assert_allclose(ours, expected, atol=TOLERANCE, rtol=0)
     stored = safetensors.open_all(tmp_path)
     for piece in pieces(config, family_of(config)):

@@ -1,6 +1,7 @@
 """A user's own Flax model: jaxdist/models/example.py trains on every kind of mesh."""
 
 import contextlib
+import dataclasses
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +21,7 @@ from jaxdist.core.state import abstract_state, init_state
 from jaxdist.core.step import TrainConfig, make_step
 from jaxdist.core.types import ConfigError, Dims
 from jaxdist.models import CustomConfig, build, layers
-from jaxdist.run.setup import check_data_fits
+from jaxdist.run.setup import assemble, check_data_fits
 
 ROOT = Path(__file__).parent.parent
 EXAMPLE = ROOT / "jaxdist" / "models" / "example.py"
@@ -119,6 +120,14 @@ def test_weights_without_names_stay_whole():
 def test_state_beside_parameters_is_refused():
     with pytest.raises(ValueError, match=r"BatchNorm .*BatchStat"):
         layers.functional(lambda rngs: nnx.BatchNorm(4, rngs=rngs))
+
+
+def test_a_batch_has_the_fields_that_the_model_reads():
+    config = read_run(["--mesh=dp=1", "--train.global_batch_size=4"], command="")
+    row = {"waves": jax.ShapeDtypeStruct((5,), jnp.float32)}
+    model = dataclasses.replace(example(), row=row)
+    batch = assemble(config, jax.devices()[:1], model=model).abstract_batch()
+    assert {name: x.shape for name, x in batch.items()} == {"waves": (4, 5)}
 
 
 def test_tokens_beyond_the_vocabulary_of_a_model_are_refused():

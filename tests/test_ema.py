@@ -101,7 +101,7 @@ def test_an_average_begins_and_ends_between_two_checkpoints(tmp_path, caplog):
     with refused("no moving average", "--weights raw"):
         checkpoints.restore_params(target, 1, weights="ema")
     fresh = dict(target, dense_2=state.params["dense_2"])
-    loaded = checkpoints.restore_params(fresh, 2, fresh=["params/dense_2"])
+    loaded = checkpoints.restore_params(fresh, 2, reinit=["params/dense_2"])
     assert tiny.distance(loaded["dense_1"], marked["dense_1"]) == 0
     checkpoints.close()
 

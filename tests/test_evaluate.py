@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from data_cases import open_text, sharding_on, write_text
 
+from jaxdist.core.types import ConfigError
 from jaxdist.run.evaluation_loop import evaluate
 
 
@@ -34,6 +35,13 @@ def sums_of(_, batch):
 def evaluated(held, unit="tokens", **options):
     step = SimpleNamespace(batch_sharding=sharding_on("dp=2"), evaluate=sums_of)
     return evaluate(step, {}, held, global_batch_size=8, unit=unit, **options)
+
+
+def test_rows_of_which_nothing_counts_are_refused(held, monkeypatch):
+    nothing = lambda params, batch: {"loss": 0.0, "weight": 0.0}
+    monkeypatch.setitem(globals(), "sums_of", nothing)
+    with pytest.raises(ConfigError, match="weights are 0"):
+        evaluated(held)
 
 
 def test_the_mean_is_over_all_weights_and_not_over_batches(held):

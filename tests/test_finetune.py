@@ -217,7 +217,7 @@ def test_a_new_head_is_random_and_what_is_left_out_is_named(tmp_path):
     )
     expected = random.init_state().params
     np.testing.assert_array_equal(params["head"]["kernel"], expected["head"]["kernel"])
-    stored = parts.stored_params(str(source), parts.init_state().params, fresh=["head/kernel"])
+    stored = parts.stored_params(str(source), parts.init_state().params, reinit=["head/kernel"])
     np.testing.assert_array_equal(params["embed"]["table"], stored["embed"]["table"])
     assert not np.array_equal(params["embed"]["table"], expected["embed"]["table"])
     with refused("reinit_params", "params/tail"):

@@ -137,6 +137,9 @@ def test_a_file_of_prompts_is_one_prompt_a_line(tmp_path):
     texts = lambda config: [request["prompt"] for request in config.requests()]
     assert texts(config) == ["first", " second ", "third"]
     assert texts(dataclasses.replace(config, prompt_file="")) == ["\n"]
+    assert config.problems() == []
+    (problem,) = dataclasses.replace(config, prompt=("fourth",)).problems()
+    assert problem.startswith("prompt and prompt_file")
 
 
 class Utf8:

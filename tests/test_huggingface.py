@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import pytest
 from commands import environment
-from decoders import FAMILIES
+from decoders import FAMILIES, VARIANTS
 from hf_models import write_model
 from refusals import missing, refused
 
@@ -373,6 +373,7 @@ def test_processes_that_see_other_files_are_refused(tmp_path):
 
 LLAMA = write_config(FAMILIES["llama3.1"], "float32")
 GPT2 = write_config(FAMILIES["gpt2"], "float32")
+GEMMA = write_config(VARIANTS["gemma2"], "float32")
 
 
 @pytest.mark.parametrize(
@@ -390,6 +391,11 @@ GPT2 = write_config(FAMILIES["gpt2"], "float32")
         "another family's window": (LLAMA, {"sliding_window": 64}, "sliding_window"),
         "windows in some layers": (
             LLAMA, {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
+        "windows in no order": (
+            GEMMA, {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
+        "another cap of Gemma": (
+            {**GEMMA, "model_type": "gemma3_text"}, {"attn_logit_softcapping": 50.0},
+            "attn_logit_softcapping=50.0"),
         "part of a head rotates": (LLAMA, {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         "rope by length": (LLAMA, {"rope_scaling": {"type": "longrope"}}, 'rope_type="longrope"'),
         "unknown rope": (LLAMA, {"rope_scaling": {"type": "ntk"}}, 'rope_type="ntk"'),
@@ -422,7 +428,9 @@ def test_every_wrong_key_is_named_at_once():
     assert len(refused.value.problems) == 3
 
 
-@pytest.mark.parametrize("kind", ["Llama", "Mistral", "Qwen2", "Qwen3", "GPT2", "Olmo2", "Phi3"])
+@pytest.mark.parametrize(
+    "kind", ["Llama", "Mistral", "Qwen2", "Qwen3", "GPT2", "Olmo2", "Phi3", "Gemma2", "Gemma3Text"]
+)
 def test_what_transformers_writes_by_itself_is_read(kind):
     transformers = pytest.importorskip("transformers", reason="needs the reference extra")
     config = getattr(transformers, f"{kind}Config")()

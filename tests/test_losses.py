@@ -28,9 +28,10 @@ def case(dtype=np.float32, seed=0):
     return jnp.asarray(x, dtype), jnp.asarray(kernel, dtype), targets, weights
 
 
-def plain_loss(x, kernel, targets, weights):
+def plain_loss(x, kernel, targets, weights, cap=0.0):
     """The definition, every logit at once, in float32."""
     logits = x.astype(jnp.float32) @ kernel.astype(jnp.float32)[:, :VOCAB]
+    logits = cap * jnp.tanh(logits / cap) if cap else logits
     picked = jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], -1)[..., 0]
     hits = jnp.argmax(logits, -1) == targets
     return -jnp.sum(picked * weights), jnp.sum(hits.astype(jnp.float32) * weights)
@@ -54,6 +55,16 @@ def fused(x, kernel, targets, weights, *, chunk=0, axis=None):
 
     (_, sums), grads = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(x, kernel)
     return sums, grads, loss(x, kernel)[1]
+
+
+def test_capped_logits_have_the_loss_and_gradients_of_the_definition():
+    x, kernel, targets, weights = case()
+    capped = lambda *arrays: plain_loss(*arrays, targets, weights, cap=2.0)[0]
+    expected = jax.value_and_grad(capped, argnums=(0, 1))(x, kernel)
+    vocabulary = Vocabulary(VOCAB, None, 7, softcap=2.0)
+    ours = lambda *arrays: token_cross_entropy(*arrays, targets, weights, vocabulary)["loss"]
+    found = jax.value_and_grad(ours, argnums=(0, 1))(x, kernel)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), found, expected)
 
 
 def sharded(num_devices, chunk):

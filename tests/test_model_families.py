@@ -62,6 +62,8 @@ def reference_of(name, config):
             common["head_dim"] = config.head_dim
         if name.startswith("llama_"):
             common |= dict(attention_bias="out" in config.bias, mlp_bias="mlp" in config.bias)
+        if name.startswith("gemma"):
+            common |= gemma_keys(name, config)
         kinds = {
             **{name: transformers.LlamaConfig for name in VARIANTS},
             "llama2": transformers.LlamaConfig,
@@ -71,6 +73,8 @@ def reference_of(name, config):
             "qwen3": transformers.Qwen3Config,
             "olmo2": transformers.Olmo2Config,
             "phi3": transformers.Phi3Config,
+            "gemma2": transformers.Gemma2Config,
+            "gemma3": transformers.Gemma3TextConfig,
         }
         reference = kinds[name](**common)
     torch.manual_seed(0)
@@ -79,6 +83,23 @@ def reference_of(name, config):
         for weight in model.parameters():
             weight.add_(0.1 * torch.randn_like(weight))
     return model.eval()
+
+
+def gemma_keys(name, config):
+    """What a Gemma's config has besides the sizes."""
+    keys = dict(
+        head_dim=config.head_width,
+        query_pre_attn_scalar=config.query_pre_attn_scalar or config.head_width,
+        layer_types=["sliding_attention", "full_attention"],
+    )
+    if name == "gemma2":
+        caps = config.attention_softcap, config.logit_softcap
+        return keys | dict(
+            zip(("attn_logit_softcapping", "final_logit_softcapping"), caps, strict=True)
+        )
+    full = {"rope_type": "linear", "factor": 8.0, "rope_theta": config.rope_theta}
+    near = {"rope_type": "default", "rope_theta": config.local_rope_theta}
+    return keys | dict(rope_parameters={"full_attention": full, "sliding_attention": near})
 
 
 def params_of(reference, name, config):
@@ -221,7 +242,7 @@ def test_summed_loss_equals_torch(family):
     context = Context(
         run_layers=scan_layers,
         attend=make_attend(platform="cpu"),
-        token_loss=lambda *args, vocab_size: token_cross_entropy(*args, vocabulary),
+        token_loss=lambda *args, vocab_size, softcap: token_cross_entropy(*args, vocabulary),
     )
     batch = {"tokens": tokens, "targets": targets, "weights": weights}
     sums = jax.jit(lambda *args: model.loss(*args, context))(params, batch)

@@ -32,7 +32,7 @@ def walk(profiler: Profiler, steps) -> None:
         if profiler.reaches(step):
             profiler.turn(step)
         f(jnp.ones(4)).block_until_ready()
-    profiler.stop()
+    profiler.stop(step)  # as the report of the last step does
 
 
 @pytest.mark.parametrize(("text", "steps"), [("10:13", (10, 13)), (" 7 ", (7, 7)), ("1:1", (1, 1))])
@@ -74,6 +74,20 @@ def test_a_run_that_goes_back_ends_its_trace_and_takes_it_once(tmp_path):
     profiler = Profiler((3, 5), tmp_path)
     walk(profiler, [1, 2, 3, 4, 1, 2, 3, 4, 5, 6])
     assert [steps_in(trace) for trace in profiler.traces] == [[3, 4]]
+
+
+@pytest.mark.parametrize(("steps", "last"), [([3, 4, 5, 6], 5), ([3, 4, 5, 1], 4)])
+def test_a_trace_names_the_last_step_that_was_done(monkeypatch, tmp_path, steps, last):
+    """Left before step 6, or gone back while step 5 was on its way."""
+    for name in ("start_trace", "stop_trace"):
+        monkeypatch.setattr(jax.profiler, name, lambda *path: None)
+    (tmp_path / "step-3-process-0").mkdir()
+    profiler = Profiler((3, 9), tmp_path)
+    for step in steps:
+        if profiler.reaches(step):
+            profiler.turn(step)
+    profiler.stop()
+    assert [(trace["first"], trace["last"]) for trace in profiler.traces] == [(3, last)]
 
 
 def test_the_end_of_the_run_ends_the_trace(tmp_path):

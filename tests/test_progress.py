@@ -57,5 +57,8 @@ def test_compile_times_are_kept_for_each_program(tmp_path, monkeypatch):
         )
         assert CompileTimes(with_train(longer)).last() == 7.9
         assert CompileTimes(with_train(wider)).last() == 0
+        zero = dataclasses.replace(parts.config.mesh, zero=1)
+        other = dataclasses.replace(parts, config=dataclasses.replace(parts.config, mesh=zero))
+        assert CompileTimes(other).last() == 0
     finally:
         jax.config.update("jax_compilation_cache_dir", before)

@@ -91,6 +91,15 @@ def test_a_spike_is_found_and_written_with_its_rows(tmp_path):
     assert "step 41: loss 5 is above" in str(anomaly) and "rows 164, 165" in str(anomaly)
 
 
+def test_every_parser_of_json_can_read_an_anomaly(tmp_path):
+    path = tmp_path / "anomalies.jsonl"
+    (anomaly,) = feed(guard(path), [math.nan])
+    constants = []
+    json.loads(path.read_text(), parse_constant=constants.append)
+    assert constants == [] and math.isnan(read_anomalies(path)[0].loss)
+    assert read_anomalies(path)[0].limit == anomaly.limit == math.inf
+
+
 def test_a_line_that_a_kill_cut_short_takes_no_other_with_it(tmp_path):
     path = tmp_path / "anomalies.jsonl"
     for last in (5.0, 6.0, 7.0):

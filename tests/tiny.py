@@ -157,7 +157,9 @@ def reference(name: str, steps: int = 20) -> Trace:
             x, _ = block(jax.tree.map(lambda leaf, i=i: leaf[i], layers), x, aux, context)
         return x, {}
 
-    def token_loss(x: Any, kernel: Any, targets: Any, weights: Any, vocab_size: int) -> Any:
+    def token_loss(
+        x: Any, kernel: Any, targets: Any, weights: Any, vocab_size: int, softcap: float
+    ) -> Any:
         logits = (x @ kernel)[..., :vocab_size]
         picked = jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], -1)[..., 0]
         return {"loss": -jnp.sum(picked * weights), "weight": jnp.sum(weights)}

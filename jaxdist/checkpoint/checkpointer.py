@@ -189,19 +189,19 @@ class Checkpointer:
         step: int | None = None,
         *,
         weights: pytree.Weights = "auto",
-        fresh: Collection[str] = (),
-        unused: Collection[str] = (),
+        reinit: Collection[str] = (),
+        ignore: Collection[str] = (),
     ) -> Any:
         """Load parameters only: evaluation, generation, warm start, fine-tuning with a new head.
 
         Args:
-            target: params tree of `jax.ShapeDtypeStruct` with sharding; leaves under `fresh` are
+            target: params tree of `jax.ShapeDtypeStruct` with sharding; leaves under `reinit` are
                 `jax.Array`s and come back as they are.
             step: which checkpoint; None = the newest that can be trusted.
             weights: "ema" = their moving average, "raw" = as trained, "auto" = the average where
                 the checkpoint holds one.
-            fresh: names of leaves or subtrees that are not read, e.g. `head` or `params/head`.
-            unused: names of leaves or subtrees of the checkpoint that may be left unread.
+            reinit: names of leaves or subtrees that are not read, e.g. `head` or `params/head`.
+            ignore: names of leaves or subtrees of the checkpoint that may be left unread.
 
         Raises:
             ConfigError: leaves are missing, left over, of other shapes; a name matches none; there
@@ -215,8 +215,8 @@ class Checkpointer:
             chosen,
             {item: target},
             items=(item,),
-            fresh=pytree.in_params(fresh, item),
-            unused=pytree.in_params(unused, item),
+            reinit=pytree.in_params(reinit, item),
+            ignore=pytree.in_params(ignore, item),
         )
         return loaded[item]
 

@@ -125,11 +125,11 @@ def describe(leaves: Sequence[Leaf], checksums: Sequence[int]) -> dict[str, dict
 
 
 def mismatches(
-    leaves: Sequence[Leaf], stored: dict[str, dict[str, Any]], *, unused: Collection[str] = ()
+    leaves: Sequence[Leaf], stored: dict[str, dict[str, Any]], *, ignore: Collection[str] = ()
 ) -> list[str]:
     """One line for each leaf that is missing, left over, or of another shape.
 
-    `stored` is what the checkpoint's items hold, by name; what lies under `unused` may stay unread.
+    `stored` is what the checkpoint's items hold, by name; what lies under `ignore` may stay unread.
     """
     found = []
     names = {leaf.name for leaf in leaves}
@@ -138,7 +138,8 @@ def mismatches(
         if entry is None:
             found.append(
                 f"{leaf.name} {list(leaf.value.shape)} is not in the checkpoint. "
-                "Use the model and optimizer that wrote it, or name it as fresh (partial restore)."
+                "Use the model and optimizer that wrote it, or start a new run with init_from, and "
+                "name it in reinit_params."
             )
         elif leaf.is_key != ("key" in entry):
             found.append(
@@ -147,13 +148,15 @@ def mismatches(
         elif (want := list(leaf.value.shape)) != (have := _shape(entry)):
             found.append(
                 f"{leaf.name} is {have} in the checkpoint and {want} here. "
-                "Use the model that wrote it, or name it as fresh in a partial restore."
+                "Use the model that wrote it, or start a new run with init_from, and name it in "
+                "reinit_params."
             )
     found += [
         f"{name} {_shape(entry)} is in the checkpoint and has no place here. "
-        "Use the model and optimizer that wrote it, or name it as unused in a partial restore."
+        "Use the model and optimizer that wrote it, or start a new run with init_from, and name it "
+        "in ignore_params."
         for name, entry in stored.items()
-        if name not in names and not under(name, unused)
+        if name not in names and not under(name, ignore)
     ]
     return found
 

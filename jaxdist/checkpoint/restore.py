@@ -138,8 +138,8 @@ class Reader:
         target: Any,
         *,
         items: Collection[str] = pytree.ITEMS,
-        fresh: Collection[str] = (),
-        unused: Collection[str] = (),
+        reinit: Collection[str] = (),
+        ignore: Collection[str] = (),
         optional: Collection[str] = (),
     ) -> Any:
         """Read the leaves of `target`, verify them, and put them into its structure.
@@ -162,11 +162,13 @@ class Reader:
         left_there = [
             name for name in optional if not any(pytree.under(x.name, [name]) for x in everything)
         ]
-        kept = [*fresh, *lacked]
+        kept = [*reinit, *lacked]
         leaves = [leaf for leaf in everything if not pytree.under(leaf.name, kept)]
-        problems = pytree.mismatches(leaves, stored, unused=[*unused, *fresh, *left_there])
-        problems += _unmatched(fresh, [leaf.name for leaf in everything], "fresh", "the model")
-        problems += _unmatched(unused, list(stored), "unused", "the checkpoint")
+        problems = pytree.mismatches(leaves, stored, ignore=[*ignore, *reinit, *left_there])
+        problems += _unmatched(
+            reinit, [leaf.name for leaf in everything], "reinit_params", "the model"
+        )
+        problems += _unmatched(ignore, list(stored), "ignore_params", "the checkpoint")
         if problems:
             raise ConfigError([f"checkpoint {step} does not fit: {line}" for line in problems])
         entries = [stored[leaf.name] for leaf in leaves]

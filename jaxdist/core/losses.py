@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxdist.core import collectives
+from jaxdist.core.softcap import slope_at, soft_cap
 from jaxdist.core.types import Array, Sums
 
 
@@ -28,11 +29,13 @@ class Vocabulary(NamedTuple):
         size: real entries; columns from `size` on are padding and get no probability.
         axis: mesh axis that splits the columns, or None.
         chunk: tokens whose logits exist at once; 0 = all.
+        softcap: bound that logits approach; 0 = none.
     """
 
     size: int
     axis: str | None = None
     chunk: int = 0
+    softcap: float = 0.0
 
 
 def token_cross_entropy(
@@ -91,7 +94,7 @@ def _linear_cross_entropy(
         carry: tuple[Array, Array], part: tuple[Array, ...]
     ) -> tuple[tuple[Array, Array], None]:
         x, targets, weights = part
-        _, _, loss, correct = _chunk_loss(x, targets, weights, kernel, vocabulary)
+        *_, loss, correct = _chunk_loss(x, targets, weights, kernel, vocabulary)
         return (carry[0] + loss, carry[1] + correct), None
 
     parts = _chunks((x, targets, weights), vocabulary.chunk)
@@ -116,10 +119,10 @@ def _forward(
         carry: tuple[Array, Array, Array], part: tuple[Array, ...]
     ) -> tuple[tuple[Array, Array, Array], Array]:
         part_x, part_targets, part_weights = part
-        probs, hit, loss, correct = _chunk_loss(
+        probs, hit, slope, loss, correct = _chunk_loss(
             part_x, part_targets, part_weights, kernel, vocabulary
         )
-        dlogits = (probs - hit.astype(jnp.float32)) * part_weights[:, None]
+        dlogits = (probs - hit.astype(jnp.float32)) * part_weights[:, None] * slope
         low = dlogits.astype(kernel.dtype) if kernel.dtype != jnp.float16 else dlogits
         dx = jnp.einsum("tv,dv->td", low, kernel, preferred_element_type=jnp.float32)
         dkernel = jnp.einsum("td,tv->dv", part_x, low, preferred_element_type=jnp.float32)
@@ -152,16 +155,18 @@ _linear_cross_entropy.defvjp(_forward, _backward)
 
 def _chunk_loss(
     x: Array, targets: Array, weights: Array, kernel: Array, vocabulary: Vocabulary
-) -> tuple[Array, Array, Array, Array]:
+) -> tuple[Array, Array, Array | float, Array, Array]:
     """Softmax of one chunk of tokens, over a vocabulary that `vocabulary.axis` may split.
 
     x [tokens, d_model], targets int32 [tokens], weights float32 [tokens], kernel [d_model,
-    vocab_shard] -> (probabilities float32 and one-hot targets bool [tokens, vocab_shard], loss and
-    hits, float32 scalars equal on all devices of the axis).
+    vocab_shard] -> (probabilities float32, one-hot targets bool and the soft cap's slope float32
+    [tokens, vocab_shard], loss and hits, float32 scalars equal on all devices of the axis).
     """
     axis = vocabulary.axis
     width = kernel.shape[1]
     logits = jnp.einsum("td,dv->tv", x, kernel, preferred_element_type=jnp.float32)
+    logits = soft_cap(logits, vocabulary.softcap)
+    slope = slope_at(logits, vocabulary.softcap)
     first = collectives.group_index(axis) * width if axis else 0
     columns = first + jnp.arange(width)
     logits = jnp.where(columns < vocabulary.size, logits, -jnp.inf)
@@ -176,7 +181,7 @@ def _chunk_loss(
         sums = collectives.all_reduce(sums, axis)
     loss = jnp.sum((jnp.log(sums[0]) + top - sums[1]) * weights)
     correct = jnp.sum((sums[1] >= top).astype(jnp.float32) * weights)
-    return exps / sums[0][:, None], hit, loss, correct
+    return exps / sums[0][:, None], hit, slope, loss, correct
 
 
 def _chunks(arrays: tuple[Array, ...], chunk: int) -> tuple[Array, ...]:

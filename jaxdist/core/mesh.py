@@ -128,7 +128,10 @@ class MeshSpec:
             ConfigError: an axis is open.
         """
         if self.is_open:
-            raise ConfigError(f"mesh {self} has -1 but the number of devices is not known here.")
+            raise ConfigError(
+                f"mesh {self} has -1 and the number of devices is not known here. Write the size "
+                "of each axis."
+            )
         return math.prod(size for _, size in self._sizes)
 
     @property

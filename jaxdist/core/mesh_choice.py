@@ -133,7 +133,12 @@ def default_mesh(
             f"{in_bytes(needs(shards)[0])}"
         )
     state = in_bytes(state_bytes)
-    if memory_bytes is None or state_bytes <= memory_bytes * _STATE_SHARE:
+    if memory_bytes is None:
+        return replicas, (
+            f"data parallelism alone moves least; whether the state ({state}) fits one device is "
+            "not known here"
+        )
+    if state_bytes <= memory_bytes * _STATE_SHARE:
         return replicas, (
             f"the state ({state}) fits one device, so data parallelism alone moves least"
         )

@@ -104,12 +104,21 @@ class AttentionMask:
         segments: int32 [batch, seq], documents of packed rows: a query sees its own; None = one.
         query_positions: int32 [batch, queries], place of each query among the keys; None = queries
             and keys are the same positions 0, 1, ...
+        full_every: every such layer, from the end of each group, has no window; 0 = none.
+        layer: index of the layer in the model, int32 scalar; read where `full_every` is set.
     """
 
     causal: bool = True
     sliding_window: int = 0
     segments: Array | None = None
     query_positions: Array | None = None
+    full_every: int = 0
+    layer: Any = 0
+
+    @property
+    def has_no_window(self) -> Any:
+        """Whether this layer is one without a window, bool scalar."""
+        return (self.layer + 1) % self.full_every == 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -178,8 +187,9 @@ class Context:
         dtype: compute dtype of matrix products and of activations between blocks.
         dot: (dims, x, w, out_dtype=None) -> product of x and w; see `types.dot`.
         attend: (query [batch, queries, heads, head_dim], key [batch, keys, kv_heads, head_dim],
-            value like key, AttentionMask, kernel="auto", dropout=None) -> [batch, queries, heads,
-            head_dim] of the query's dtype; heads are this device's. See `attention.make_attend`.
+            value like key, AttentionMask, kernel="auto", dropout=None, softcap=0.0) -> [batch,
+            queries, heads, head_dim] of the query's dtype; heads are this device's. See
+            `attention.make_attend`.
         enter: [batch, seq_shard, ...] -> [batch, seq, ...]; before a column-parallel product.
         leave: partial sums [batch, seq, ...] -> [batch, seq_shard, ...]; after a row-parallel one.
         split: [batch, seq, ...] known to all -> this device's [batch, seq_shard, ...].
@@ -192,10 +202,11 @@ class Context:
         run_layers: (block, layers, x, aux, context) -> (x, Sums of all of them); a scan, or the
             stage of a pipeline.
         token_loss: (x [batch, seq, d_model], kernel [d_model, vocab_shard], targets, weights,
-            vocab_size=...) -> Sums; cross-entropy over a vocabulary that may be split.
+            vocab_size=..., softcap=0.0) -> Sums; cross-entropy over a vocabulary that may be split.
         label_loss: (logits [batch, classes], labels, weights) -> Sums; cross-entropy and hits.
         gather: params -> params whose leaves outside the stacked layers are whole, in `dtype`.
         dropout_key: PRNG key for this step and layer, or None when nothing is dropped.
+        layer: index in the model of the block that runs, int32 scalar.
         platform: "cpu" or "gpu", read from the mesh and never from the default backend.
         compute_capability: e.g. "9.0" on an NVIDIA GPU, "" elsewhere.
     """
@@ -215,6 +226,7 @@ class Context:
     label_loss: Callable[..., Sums] = _missing
     gather: Callable[[Params], Params] = _identity
     dropout_key: Array | None = None
+    layer: Any = 0
     platform: str = "cpu"
     compute_capability: str = ""
 

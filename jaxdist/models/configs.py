@@ -46,7 +46,7 @@ KERNEL_SIZE = 3
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
-    """A decoder-only language model: Llama, Mistral, Qwen, OLMo 2 and GPT-2 by their parts."""
+    """A decoder-only language model: Llama, Mistral, Qwen, OLMo, Gemma and GPT-2 by their parts."""
 
     kind: Literal["decoder"] = setting("decoder", "decoder = a language model")
     vocab_size: int = setting(256, "tokens of the vocabulary", ge=1, le=2**31)
@@ -57,12 +57,16 @@ class DecoderConfig:
     head_dim: int = setting(0, "width of a head; 0 = d_model / num_heads", ge=0)
     mlp_dim: int = setting(384, "hidden width of the MLP", ge=1, le=2**24)
     max_seq_len: int = setting(2048, "longest sequence (the learned position table's length)", ge=1)
-    norm: Literal["rms", "layer"] = setting("rms", "rms = RMSNorm, layer = LayerNorm with bias")
+    norm: Literal["rms", "zero_centered_rms", "layer"] = setting(
+        "rms",
+        "rms = RMSNorm, zero_centered_rms = RMSNorm that multiplies by 1 + its scale (Gemma), "
+        "layer = LayerNorm with bias",
+    )
     norm_eps: float = setting(1e-5, "added to the variance", gt=0)
-    norm_placement: Literal["pre", "post"] = setting(
+    norm_placement: Literal["pre", "post", "both"] = setting(
         "pre",
         "where attention and MLP are normed: pre = their inputs (Llama), post = their outputs "
-        "(OLMo 2)",
+        "(OLMo 2), both (Gemma)",
     )
     positions: Literal["rotary", "learned"] = setting("rotary", "how positions enter")
     rope_theta: float = setting(10000.0, "base of the rotary frequencies", gt=0)
@@ -73,8 +77,14 @@ class DecoderConfig:
         '{type = "llama3", factor = 8.0, low_freq_factor = 1.0, high_freq_factor = 4.0, '
         "original_max_position_embeddings = 8192}; empty = not at all",
     )
-    activation: Literal["swiglu", "gelu"] = setting(
-        "swiglu", "swiglu = gated SiLU, gelu = tanh GELU as in GPT-2"
+    local_rope_theta: float = setting(
+        0.0,
+        "base of the rotary frequencies in layers with a window, which rope_scaling leaves alone; "
+        "0 = rope_theta in all layers (Gemma 3 10000)",
+        ge=0,
+    )
+    activation: Literal["swiglu", "geglu", "gelu"] = setting(
+        "swiglu", "swiglu = gated SiLU, geglu = gated tanh GELU (Gemma), gelu = tanh GELU (GPT-2)"
     )
     qk_norm: Literal["none", "head", "all"] = setting(
         "none",
@@ -87,8 +97,24 @@ class DecoderConfig:
         "output, mlp = both of the MLP (GPT-2)",
     )
     tie_embeddings: bool = setting(False, "the head uses the embedding table")
+    scale_embeddings: bool = setting(False, "multiply embeddings by sqrt(d_model) (Gemma)")
     sliding_window: int = setting(
         0, "keys a query sees, itself included; 0 = all (Mistral 4096)", ge=0
+    )
+    full_attention_every: int = setting(
+        0,
+        "every n-th layer sees all keys, the others sliding_window of them (Gemma 2: 2, Gemma 3: "
+        "6; not with a context axis); 0 = all layers have the window",
+        ge=0,
+    )
+    query_pre_attn_scalar: int = setting(
+        0, "scores are divided by the square root of this; 0 = of head_dim", ge=0
+    )
+    attention_softcap: float = setting(
+        0.0, "bound that attention scores approach by tanh; 0 = none (Gemma 2: 50)", ge=0
+    )
+    logit_softcap: float = setting(
+        0.0, "bound that the output logits approach by tanh; 0 = none (Gemma 2: 30)", ge=0
     )
     dropout: float = setting(
         0.0, "share of the embedding and of each branch dropped (GPT-2 0.1)", ge=0, lt=1
@@ -135,9 +161,19 @@ class DecoderConfig:
             "positions": self.max_seq_len,
         }
 
+    @property
+    def windows(self) -> list[int]:
+        """Keys that a query sees, layer by layer; 0 = all."""
+        every = self.full_attention_every or self.num_layers + 1
+        return [self.sliding_window if (i + 1) % every else 0 for i in range(self.num_layers)]
+
+    @property
+    def context_parallel(self) -> bool:
+        """Devices that share rows exchange keys in the same way in all layers."""
+        return not self.full_attention_every
+
     rules: ClassVar[Mapping[str, str | None]] = {}
     sequence: ClassVar[bool] = True
-    context_parallel: ClassVar[bool] = True
     reads: ClassVar[str] = "text"
 
     def run_problems(
@@ -187,6 +223,22 @@ class DecoderConfig:
             problems.append(
                 "model.attention='cudnn' cannot drop attention probabilities reproducibly on "
                 "every mesh. Use attention='xla' or attention_dropout=0."
+            )
+        if self.attention_softcap and self.attention == "cudnn":
+            problems.append(
+                "model.attention='cudnn' cannot cap scores. Use attention='xla' or 'auto', or "
+                "attention_softcap=0."
+            )
+        if self.full_attention_every and not self.sliding_window:
+            problems.append(
+                f"model.full_attention_every={self.full_attention_every} without a window: all "
+                "layers see all keys. Set model.sliding_window, or full_attention_every=0."
+            )
+        if self.local_rope_theta and not (self.full_attention_every and self.positions == "rotary"):
+            problems.append(
+                f"model.local_rope_theta={self.local_rope_theta:g} is for models whose layers "
+                "differ: set model.full_attention_every and positions = 'rotary', or set "
+                "model.rope_theta instead."
             )
         return problems + self._rope_problems()
 

@@ -1,4 +1,4 @@
-"""The decoder: Llama, Mistral, Qwen, OLMo 2 and GPT-2 from one block, by config.
+"""The decoder: Llama, Mistral, Qwen, OLMo, Gemma and GPT-2 from one block, by config.
 
 Query, key and value are one product, stored grouped by key/value head as
 [d_model, kv_heads, heads/kv_heads + 2, head_dim] (its queries, then key, then value), so that one
@@ -18,10 +18,10 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxdist.core.attention import choose_kernel
+from jaxdist.core.softcap import soft_cap
 from jaxdist.core.types import (
     Array,
     AttentionDropout,
-    AttentionMask,
     Batch,
     Context,
     Decoding,
@@ -32,6 +32,13 @@ from jaxdist.core.types import (
 )
 from jaxdist.models import layers
 from jaxdist.models.configs import DecoderConfig
+from jaxdist.models.positions import (
+    angles_of_layer,
+    decoding_aux,
+    mask_of_layer,
+    positions_of,
+    prepare,
+)
 from jaxdist.models.weights import weights_of
 
 # Places that drop something; folded into the key, so that no two share random bits.
@@ -70,7 +77,12 @@ def build_decoder(config: DecoderConfig, *, seq_len: int) -> Model:
         x = context.enter(bind_head(params["head"]).norm(x))
         kernel = head_kernel(params).astype(x.dtype)
         return context.token_loss(
-            x, kernel, batch["targets"], batch["weights"], vocab_size=config.vocab_size
+            x,
+            kernel,
+            batch["targets"],
+            batch["weights"],
+            vocab_size=config.vocab_size,
+            softcap=config.logit_softcap,
         )
 
     def decode(
@@ -81,13 +93,15 @@ def build_decoder(config: DecoderConfig, *, seq_len: int) -> Model:
         x = context.leave(embedding.lookup(tokens, context))
         if config.positions == "learned":
             x = x + embedding.learned(real, context)
-        aux = _decoding_aux(config, positions, max_len=cache["key"].shape[2])
+        aux = decoding_aux(config, positions, max_len=cache["key"].shape[2])
 
-        def layer(x: Array, layer_params_and_cache: tuple[Params, Any]) -> tuple[Array, Any]:
-            layer_params, layer_cache = layer_params_and_cache
-            return bind_block(layer_params).decode(x, layer_cache, aux, context)
+        def layer(x: Array, one: tuple[Params, Any, Array]) -> tuple[Array, Any]:
+            layer_params, layer_cache, index = one
+            told = dataclasses.replace(context, layer=index)
+            return bind_block(layer_params).decode(x, layer_cache, aux, told)
 
-        x, cache = jax.lax.scan(layer, x, (params["layers"], cache))
+        indices = jnp.arange(config.num_layers)
+        x, cache = jax.lax.scan(layer, x, (params["layers"], cache, indices))
         x = bind_head(params["head"]).norm(x)
         logits = context.dot(
             "batch seq d_model, d_model vocab -> batch seq vocab",
@@ -95,7 +109,7 @@ def build_decoder(config: DecoderConfig, *, seq_len: int) -> Model:
             head_kernel(params),
             out_dtype=jnp.float32,
         )
-        return logits[..., : config.vocab_size], cache
+        return soft_cap(logits[..., : config.vocab_size], config.logit_softcap), cache
 
     def init_cache(batch: int, max_len: int, dtype: Any) -> dict[str, Array]:
         shape = (config.num_layers, batch, max_len, config.kv_heads, config.head_width)
@@ -136,13 +150,13 @@ def _flops_per_token(model: Model, config: DecoderConfig, seq_len: int) -> dict[
     """
     products = sum(w.size for w in weights_of(model) if w.is_stacked and w.is_matrix)
     products += config.vocab_size * config.d_model
-    keys = min(seq_len, config.sliding_window or seq_len)
-    attention = 12.0 * config.num_layers * config.num_heads * config.head_width
+    keys = [min(seq_len, window or seq_len) for window in config.windows]
+    attention = 12.0 * config.num_heads * config.head_width
     # Mean number of keys a query sees under the causal window, counted as S/2 when it is all.
-    causal = keys - keys * keys / (2 * seq_len)
+    causal = [seen - seen * seen / (2 * seq_len) for seen in keys]
     return {
-        "causal": 6.0 * products + attention * causal,
-        "full": 6.0 * products + attention * keys,
+        "causal": 6.0 * products + attention * sum(causal),
+        "full": 6.0 * products + attention * sum(keys),
     }
 
 
@@ -161,7 +175,7 @@ class Embedding(nnx.Module):
         """Tokens [batch, seq] -> x [batch, seq_shard, d_model]."""
         x = context.leave(self.lookup(batch["tokens"], context))
         if self.config.positions == "learned":
-            x = x + self.learned(context.split(_positions(batch, context)), context)
+            x = x + self.learned(context.split(positions_of(batch, context)), context)
         if not self.config.dropout or context.dropout_key is None:
             return x
         # Past the last layer's index, so that no layer shares this key.
@@ -178,6 +192,8 @@ class Embedding(nnx.Module):
         local = tokens - context.tensor_index() * table.shape[0]
         here = (local >= 0) & (local < table.shape[0])
         rows = table[jnp.clip(local, 0, table.shape[0] - 1)]
+        if self.config.scale_embeddings:  # rounded to the compute dtype first, as Gemma's own code
+            rows = rows * jnp.asarray(math.sqrt(self.config.d_model), rows.dtype)
         return jnp.where(here[..., None], rows, jnp.zeros_like(rows))
 
     def learned(self, positions: Array, context: Context) -> Array:
@@ -189,9 +205,9 @@ class Block(nnx.Module):
     """Attention and MLP, each normed before or after, added to the residual stream."""
 
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
-        if config.norm_placement == "pre":
+        if config.norm_placement != "post":
             self.attention_norm, self.mlp_norm = _norm(config), _norm(config)
-        else:
+        if config.norm_placement != "pre":
             self.attention_out_norm, self.mlp_out_norm = _norm(config), _norm(config)
         self.attention = Attention(config, rngs)
         self.mlp = Mlp(config, rngs)
@@ -255,13 +271,19 @@ class Attention(nnx.Module):
     def __call__(self, x: Array, aux: dict[str, Any], context: Context) -> Array:
         """[batch, seq, d_model] -> this device's partial sums of the same shape."""
         config = self.config
-        mask = AttentionMask(sliding_window=config.sliding_window, segments=aux["segments"])
+        mask = mask_of_layer(config, context, segments=aux["segments"])
         dropout = None
         if config.attention_dropout and context.dropout_key is not None:
             key = jax.random.fold_in(context.dropout_key, _PROBS_SITE)
             dropout = AttentionDropout(rate=config.attention_dropout, key=key, rows=aux["rows"])
         heads = self.project(x, aux, context)
-        mixed = context.attend(*heads, mask, kernel=config.attention, dropout=dropout)
+        mixed = context.attend(
+            *heads,
+            mask,
+            kernel=config.attention,
+            dropout=dropout,
+            softcap=config.attention_softcap,
+        )
         return self.project_out(mixed, context)
 
     def project(
@@ -286,8 +308,11 @@ class Attention(nnx.Module):
             over = (context.tensor_sum,) if self.config.qk_norm == "all" else ()
             query, key = self.query_norm(query, *over), self.key_norm(key, *over)
         if self.config.positions == "rotary":
-            query = layers.rotate(query, aux["cos"], aux["sin"])
-            key = layers.rotate(key, aux["cos"], aux["sin"])
+            angles = angles_of_layer(self.config, aux, context)
+            query, key = layers.rotate(query, *angles), layers.rotate(key, *angles)
+        if self.config.query_pre_attn_scalar:  # kernels divide by the root of the width
+            share = self.config.head_width / self.config.query_pre_attn_scalar
+            query = query * jnp.asarray(math.sqrt(share), query.dtype)
         return query, key, value
 
     def project_out(self, mixed: Array, context: Context) -> Array:
@@ -310,19 +335,19 @@ class Attention(nnx.Module):
         rows = jnp.arange(x.shape[0])[:, None]
         write = lambda old, new: old.at[rows, aux["slots"]].set(new.astype(old.dtype), mode="drop")
         cache = {"key": write(cache["key"], key), "value": write(cache["value"], value)}
-        mask = AttentionMask(
-            sliding_window=self.config.sliding_window, query_positions=aux["positions"]
-        )
+        mask = mask_of_layer(self.config, context, query_positions=aux["positions"])
         keys = (cache[name].astype(query.dtype) for name in ("key", "value"))
-        return self.project_out(context.attend(query, *keys, mask, kernel="xla"), context), cache
+        cap = self.config.attention_softcap
+        mixed = context.attend(query, *keys, mask, kernel="xla", softcap=cap)
+        return self.project_out(mixed, context), cache
 
 
 class Mlp(nnx.Module):
-    """SwiGLU (Shazeer 2020) or GELU MLP on this device's part of the hidden width."""
+    """SwiGLU, GeGLU (Shazeer 2020) or GELU MLP on this device's part of the hidden width."""
 
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
         d, hidden = config.d_model, config.mlp_dim
-        ways = 2 if config.activation == "swiglu" else 1
+        ways = 1 if config.activation == "gelu" else 2
         std, out_std = config.init_std, config.init_std / math.sqrt(2 * config.num_layers)
         self.up = layers.weight(rngs, (d, ways, hidden), std, "d_model", None, "mlp")
         self.down = layers.weight(rngs, (hidden, d), out_std, "mlp", "d_model")
@@ -341,6 +366,7 @@ class Mlp(nnx.Module):
             hidden = jax.nn.silu(up[:, :, 0]) * up[:, :, 1]
         else:
             hidden = jax.nn.gelu(up[:, :, 0], approximate=True)
+            hidden = hidden * up[:, :, 1] if self.config.activation == "geglu" else hidden
         hidden = checkpoint_name(hidden, "mlp_hidden")
         out = context.dot("batch seq mlp, mlp d_model -> batch seq d_model", hidden, self.down[...])
         if "mlp" in self.config.bias:
@@ -360,68 +386,21 @@ class Head(nnx.Module):
 
 def _norm(config: DecoderConfig) -> nnx.Module:
     """A norm of the residual stream."""
-    norm = layers.RMSNorm if config.norm == "rms" else layers.LayerNorm
-    return norm(config.d_model, config.norm_eps, "d_model")
+    if config.norm == "layer":
+        return layers.LayerNorm(config.d_model, config.norm_eps, "d_model")
+    return _rms_norm(config, config.d_model, "d_model")
+
+
+def _rms_norm(config: DecoderConfig, size: int, dim: str) -> nnx.Module:
+    """An RMSNorm of the last dim, of `size`."""
+    return layers.RMSNorm(size, config.norm_eps, dim, float(config.norm == "zero_centered_rms"))
 
 
 def _heads_norm(config: DecoderConfig, count: int, dim: str) -> nnx.Module:
     """A norm of queries or keys, of `count` heads along the logical `dim`."""
     if config.qk_norm == "head":
-        return layers.RMSNorm(config.head_width, config.norm_eps, "head_dim")
+        return _rms_norm(config, config.head_width, "head_dim")
     return layers.HeadsRMSNorm(count, config.head_width, config.norm_eps, dim)
-
-
-def prepare(config: DecoderConfig, batch: Batch, context: Context) -> dict[str, Any]:
-    """What every block needs: rotary angles, the documents, and indices for random bits.
-
-    Returns:
-        `segments` int32 [batch, seq] or None, `rows` int32 [batch] or None, `index` int32
-        [seq_shard]; and where positions are rotary `cos`, `sin` float32 [batch or 1, seq,
-        head_dim / 2].
-    """
-    seq = batch["tokens"].shape[1]
-    aux: dict[str, Any] = {
-        "segments": batch.get("segments"),
-        "rows": batch.get("rows"),
-        "index": context.split(context.places(seq)[None])[0],
-    }
-    if config.positions == "rotary":
-        aux["cos"], aux["sin"] = _angles(config, _positions(batch, context))
-    return aux
-
-
-def _positions(batch: Batch, context: Context) -> Array:
-    """Positions [batch or 1, seq]; counted from the row's start where none are given."""
-    if "positions" in batch:
-        return batch["positions"]
-    return context.places(batch["tokens"].shape[1])[None]
-
-
-def _angles(config: DecoderConfig, positions: Array) -> tuple[Array, Array]:
-    """(cos, sin), each float32 [batch or 1, seq, head_dim / 2], of positions [batch or 1, seq]."""
-    width, theta = config.head_width, config.rope_theta
-    if not config.rope_scaling:
-        return layers.rotary_angles(positions, width, theta)
-    stretch, length = layers.rope_stretch(config.rope_scaling, width, theta)
-    return layers.rotary_angles(positions, width, theta, stretch, length)
-
-
-def _decoding_aux(config: DecoderConfig, positions: Array, *, max_len: int) -> dict[str, Any]:
-    """What cached attention needs, for positions int32 [batch, n]; -1 writes nowhere.
-
-    Returns:
-        `slots` and `positions` int32 [batch, n]; where positions are rotary `cos`, `sin` float32
-        [batch, n, head_dim / 2].
-    """
-    real = jnp.maximum(positions, 0)
-    aux: dict[str, Any] = {
-        # Scatter drops what lies outside; a negative index would wrap to the end.
-        "slots": jnp.where(positions < 0, max_len, positions),
-        "positions": real,
-    }
-    if config.positions == "rotary":
-        aux["cos"], aux["sin"] = _angles(config, real)
-    return aux
 
 
 def _once(bias: Array, context: Context) -> Array:
@@ -443,5 +422,6 @@ def _notes(config: DecoderConfig, seq_len: int, context: Context) -> list[str]:
         num_keys=seq_len,
         packed=False,
         dropout=config.attention_dropout,
+        softcap=config.attention_softcap,
     )
     return [f"attention kernel: {kernel} ({reason}); rows packed from several documents use XLA's"]

@@ -134,17 +134,22 @@ def batch_statistics(module: nnx.Module, context: Context) -> Sums:
 
 
 class RMSNorm(nnx.Module):
-    """Root-mean-square norm over the last dim, in float32 (Zhang & Sennrich 2019)."""
+    """Root-mean-square norm over the last dim, in float32 (Zhang & Sennrich 2019).
 
-    def __init__(self, size: int, eps: float, dim: str):
-        self.scale = filled(1.0, (size,), dim)
+    It multiplies by `center` plus the scale, which starts so that this is 1.
+    """
+
+    def __init__(self, size: int, eps: float, dim: str, center: float = 0.0):
+        self.scale = filled(1.0 - center, (size,), dim)
         self.eps = eps
+        self.center = center
 
     def __call__(self, x: Array) -> Array:
         """[..., size] -> [..., size] in the dtype of x."""
         wide = x.astype(jnp.float32)
         wide = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), -1, keepdims=True) + self.eps)
-        return (wide * self.scale[...].astype(jnp.float32)).astype(x.dtype)
+        scale = self.scale[...].astype(jnp.float32)
+        return (wide * (scale + self.center if self.center else scale)).astype(x.dtype)
 
 
 class HeadsRMSNorm(nnx.Module):

@@ -17,8 +17,9 @@ class CompileTimes:
 
     def __init__(self, parts: Parts):
         config, device = parts.config, parts.devices[0]
+        mesh = dataclasses.replace(config.mesh, shape="", reason="")  # `spec` says which it is
         program = [
-            *(config.model, config.optim, config.precision, config.pipeline),
+            *(config.model, config.optim, config.precision, config.pipeline, mesh),
             dataclasses.replace(config.train, steps=1),
             *(str(parts.spec), device.device_kind, len(parts.devices), jax.__version__),
         ]

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxdist.core.step import Step
-from jaxdist.core.types import Params
+from jaxdist.core.types import ConfigError, Params
 from jaxdist.data import Dataset, eval_batches
 from jaxdist.runtime.progress import Progress
 
@@ -27,6 +27,9 @@ def evaluate(
     The last batch of held-out rows may be ragged (its padding has weight 0). `params` are sharded
     as in training. `unit`, which the weights count, names their total. `max_batches` are spread
     over the dataset; 0 = every row once.
+
+    Raises:
+        ConfigError: all weights are 0.
     """
     batches = eval_batches(
         dataset,
@@ -44,6 +47,12 @@ def evaluate(
             on_batch()
             progress.advance()
     weight = totals["weight"]
+    if not weight:
+        raise ConfigError(
+            f"nothing in the {min(max_batches or count, count)} batches evaluated counts for the "
+            "loss: all their weights are 0. Name other data (data.eval_sources, or --sources of "
+            "jaxdist evaluate), or evaluate more batches."
+        )
     means = {name: value / weight for name, value in totals.items() if name != "weight"}
     if "correct" in means:
         means["accuracy"] = means.pop("correct")

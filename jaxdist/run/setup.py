@@ -30,7 +30,6 @@ from jaxdist.core.state import TrainState, abstract_state, copy_params, init_sta
 from jaxdist.core.step import Step, make_step
 from jaxdist.core.types import Array, ConfigError, Model, Params
 from jaxdist.data import Loader, Position, TrainData
-from jaxdist.data.images import image_fields
 from jaxdist.data.packing import Fields, text_fields
 from jaxdist.models.huggingface.directory import folder_of, is_model
 from jaxdist.models.huggingface.loading import load_params
@@ -129,12 +128,15 @@ class Parts:
         return state, meta, step
 
     def abstract_batch(self, fields: Fields | None = None) -> dict[str, jax.ShapeDtypeStruct]:
-        """Shapes [global_batch_size, ...], dtypes and shardings of a batch of such rows."""
+        """Shapes [global_batch_size, ...], dtypes and shardings of a batch of such rows.
+
+        None: the rows that the model says it reads, or text.
+        """
         train = self.config.train
-        if fields is None and self.model.unit == "tokens":
-            fields = text_fields(train.seq_len, packed=self.config.data.packs_documents)
-        elif fields is None:
-            fields = image_fields()
+        if fields is None:
+            fields = {name: (row.shape, row.dtype) for name, row in self.model.row.items()}
+            packed = self.config.data.packs_documents
+            fields = fields or text_fields(train.seq_len, packed=packed)
         batch = {
             name: jax.ShapeDtypeStruct((train.global_batch_size, *shape), dtype)
             for name, (shape, dtype) in fields.items()
@@ -156,31 +158,31 @@ class Parts:
 
     def _started_params(self, path: str) -> Params:
         """Stored weights, and random ones for `reinit_params`."""
-        fresh = self.config.reinit_params
+        reinit = self.config.reinit_params
         target = self.abstract_state().params
         named, structure = jax.tree_util.tree_flatten_with_path(target)
         names = ["params/" + "/".join(key.key for key in path) for path, _ in named]
-        wanted = [under(name, in_params(fresh)) for name in names]
+        wanted = [under(name, in_params(reinit)) for name in names]
 
         def random_leaves(seed: int) -> list[Array]:
             init_key, _ = jax.random.split(jax.random.key(seed))  # as `state.make_state` does
             leaves = jax.tree.leaves(self.model.init(init_key))
-            return [leaf for leaf, fresh in zip(leaves, wanted, strict=True) if fresh]
+            return [leaf for leaf, is_new in zip(leaves, wanted, strict=True) if is_new]
 
         placed = [leaf.sharding for (_, leaf), new in zip(named, wanted, strict=True) if new]
         make = jax.jit(random_leaves, static_argnums=0, out_shardings=placed)
         made = iter(make(self.config.seed))
         leaves = [next(made) if new else leaf for (_, leaf), new in zip(named, wanted, strict=True)]
         target = jax.tree.unflatten(structure, leaves)
-        return self.stored_params(path, target, fresh=fresh, unused=self.config.ignore_params)
+        return self.stored_params(path, target, reinit=reinit, ignore=self.config.ignore_params)
 
     def stored_params(
         self,
         path: str,
         target: Params | None = None,
         *,
-        fresh: Collection[str] = (),
-        unused: Collection[str] = (),
+        reinit: Collection[str] = (),
+        ignore: Collection[str] = (),
     ) -> Params:
         """Load weights onto this mesh; those of a run are verified.
 
@@ -195,13 +197,13 @@ class Parts:
             params = load_params(
                 folder_of(path, weights=True),
                 target,
-                fresh=in_params(fresh),
-                unused=in_params(unused),
+                reinit=in_params(reinit),
+                ignore=in_params(ignore),
             )
         else:
             directory, step = named_step(path)
             reader = Checkpointer(directory, self.config.checkpoint, read_only=True)
-            params = reader.restore_params(target, step, fresh=fresh, unused=unused)
+            params = reader.restore_params(target, step, reinit=reinit, ignore=ignore)
         _check_finite(params, path)
         return params
 

@@ -29,6 +29,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxdist.core import collectives
+from jaxdist.core.softcap import slope_at, soft_cap
 from jaxdist.core.types import Array
 
 UNSEEN = -1e30
@@ -58,11 +59,13 @@ class Rule(NamedTuple):
         causal: those up to its own place.
         window: the newest of them, itself included; 0 = all.
         block: positions of a block.
+        softcap: bound that scores approach; 0 = none.
     """
 
     causal: bool = True
     window: int = 0
     block: int = BLOCK
+    softcap: float = 0.0
 
 
 class Partial(NamedTuple):
@@ -174,7 +177,7 @@ def forward(
             k, v, k_span, is_seen = other
 
             def look() -> _Running:
-                scores = product("bgrqd,bgkd->bgrqk", q, k) * scale
+                scores = soft_cap(product("bgrqd,bgkd->bgrqk", q, k) * scale, rule.softcap)
                 scores = jnp.where(cut.allowed(q_span, k_span), scores, -jnp.inf)
                 top = jnp.maximum(total.top, jnp.max(scores, -1))
                 probs = jnp.exp(scores - top[..., None])
@@ -228,13 +231,14 @@ def backward(
             number, q, do, lse, delta, q_span, is_seen = mine
 
             def look() -> tuple[Array, Array, Array]:
-                scores = product("bgrqd,bgkd->bgrqk", q, k) * scale
+                scores = soft_cap(product("bgrqd,bgkd->bgrqk", q, k) * scale, rule.softcap)
                 # Where, before any product: what is hidden may be infinite.
                 probs = jnp.where(
                     cut.allowed(q_span, k_span), jnp.exp(scores - lse[..., None]), 0.0
                 )
                 dprobs = product("bgrqd,bgkd->bgrqk", do, v)
-                dscores = (probs * (dprobs - delta[..., None]) * scale).astype(q.dtype)
+                dscores = probs * (dprobs - delta[..., None]) * slope_at(scores, rule.softcap)
+                dscores = (dscores * scale).astype(q.dtype)
                 return (
                     product("bgrqk,bgkd->bgrqd", dscores, k),
                     dk + product("bgrqk,bgrqd->bgkd", dscores, q),

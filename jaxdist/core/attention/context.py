@@ -159,9 +159,11 @@ def make_attend(plan: Plan, attend_rows: Callable[..., Array]) -> Callable[..., 
         *,
         kernel: str = "auto",
         dropout: None = None,
+        softcap: float = 0.0,
     ) -> Array:
-        assert dropout is None  # a mesh on which there would be some is refused
-        rule = Rule(mask.causal, mask.sliding_window)
+        # A mesh on which there would be such is refused.
+        assert dropout is None and not mask.full_every
+        rule = Rule(mask.causal, mask.sliding_window, softcap=softcap)
         query, key, value = blockwise.declare_alike(query, key, value)
         if plan.exchange == "all_gather":
             return _attend_gathered(query, key, value, mask.segments, rule)
@@ -175,7 +177,8 @@ def make_attend(plan: Plan, attend_rows: Callable[..., Array]) -> Callable[..., 
             whole = AttentionMask(
                 causal=mask.causal, sliding_window=mask.sliding_window, segments=segments
             )
-            mixed = attend_rows(*(in_row(x) for x in shared), whole, kernel=kernel)
+            rows = (in_row(x) for x in shared)
+            mixed = attend_rows(*rows, whole, kernel=kernel, softcap=softcap)
             mixed = _reordered(mixed, order)
         else:
             reach = plan.reach(mask.sliding_window, segments is not None)

@@ -9,8 +9,10 @@ each key/value head serving heads / kv_heads query heads. Heads are those of thi
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal, TypeAlias
 
 import jax
@@ -20,6 +22,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxdist.core.attention import blockwise
 from jaxdist.core.attention.context import Plan
 from jaxdist.core.attention.context import make_attend as make_attend_to_shared
+from jaxdist.core.softcap import soft_cap
 from jaxdist.core.types import Array, AttentionDropout, AttentionMask, ConfigError
 
 Kernel: TypeAlias = Literal["xla", "blockwise", "cudnn"]
@@ -45,9 +48,9 @@ def make_attend(
         exchange: how devices that share rows exchange keys and values; None = rows are whole.
 
     Returns:
-        (query, key, value, mask, kernel="auto", dropout=None) -> [batch, queries, heads, head_dim]
-        in the query's dtype. `kernel` is "auto", "xla" or "cudnn". It raises `ConfigError` where
-        "cudnn" cannot do what is asked.
+        (query, key, value, mask, kernel="auto", dropout=None, softcap=0.0) -> [batch, queries,
+        heads, head_dim] in the query's dtype. `kernel` is "auto", "xla" or "cudnn". It raises
+        `ConfigError` where "cudnn" cannot do what is asked.
     """
 
     def attend(
@@ -58,10 +61,11 @@ def make_attend(
         *,
         kernel: str = "auto",
         dropout: AttentionDropout | None = None,
+        softcap: float = 0.0,
     ) -> Array:
         if dropout is not None:
             first_head = tensor_index() * query.shape[2]
-            return _attend_with_dropout(query, key, value, mask, dropout, first_head)
+            return _attend_dense(query, key, value, mask, softcap, dropout, first_head)
         chosen, _ = choose_kernel(
             kernel,
             platform=platform,
@@ -70,8 +74,17 @@ def make_attend(
             head_dim=query.shape[-1],
             num_keys=key.shape[1],
             packed=mask.segments is not None or mask.query_positions is not None,
+            softcap=softcap,
         )
-        return _attend(query, key, value, mask, chosen)
+        if chosen == "xla" and (softcap or mask.full_every):
+            return _attend_dense(query, key, value, mask, softcap)
+        if not mask.full_every:
+            return _attend(query, key, value, mask, chosen, softcap)
+        near = dataclasses.replace(mask, full_every=0)
+        far = dataclasses.replace(near, sliding_window=0)
+        # Kernels skip what a window hides: it is no value of the program, but one of two programs.
+        branches = [partial(_attend, mask=m, kernel=chosen, softcap=softcap) for m in (far, near)]
+        return jax.lax.cond(mask.has_no_window, *branches, query, key, value)
 
     over_devices = attend if exchange is None else make_attend_to_shared(exchange, attend)
     return _without_float16(over_devices) if platform == "cpu" else over_devices
@@ -102,6 +115,7 @@ def choose_kernel(
     num_keys: int,
     packed: bool,
     dropout: float = 0.0,
+    softcap: float = 0.0,
 ) -> tuple[Kernel, str]:
     """The attention kernel and the reason; `wanted` is "auto", "xla" or "cudnn".
 
@@ -127,6 +141,8 @@ def choose_kernel(
         obstacles.append(f"cuDNN needs head_dim ≤ 128 and a multiple of 8, this is {head_dim}")
     if dropout:
         obstacles.append("attention dropout must give the same bits on every mesh")
+    if softcap:
+        obstacles.append(f"cuDNN's kernel has no soft cap, and scores are capped at {softcap:g}")
     by_xla: Kernel = "xla"
     how = ""
     if num_keys >= BLOCKWISE_FROM and not dropout:
@@ -150,20 +166,28 @@ def visible(mask: AttentionMask, queries: int, keys: int) -> Array:
     behind = query[..., None] - place  # [batch or 1, queries, keys]
     allowed = behind >= 0 if mask.causal else jnp.ones_like(behind, bool)
     if mask.sliding_window:
-        allowed &= behind < mask.sliding_window
+        near = behind < mask.sliding_window
+        allowed &= near | mask.has_no_window if mask.full_every else near
     if mask.segments is not None:
         allowed &= mask.segments[:, :, None] == mask.segments[:, None, :]
     return allowed[:, None]
 
 
-def _attend(query: Array, key: Array, value: Array, mask: AttentionMask, kernel: Kernel) -> Array:
-    """A kernel on a mask that it can honour; shapes as in the file's docstring.
+def _attend(
+    query: Array,
+    key: Array,
+    value: Array,
+    mask: AttentionMask,
+    kernel: Kernel,
+    softcap: float,
+) -> Array:
+    """A kernel on a mask and a soft cap that it can honour; shapes as in the file's docstring.
 
     What backward reads of it is named "attention" for remat policies, but not of cuDNN's, whose
     results a policy knows by their operation (`keeps_attention`).
     """
     if kernel == "blockwise":
-        rule = blockwise.Rule(mask.causal, mask.sliding_window)
+        rule = blockwise.Rule(mask.causal, mask.sliding_window, softcap=softcap)
         keys = blockwise.Span(jnp.arange(key.shape[1])[None], mask.segments)
         queries = keys
         if mask.query_positions is not None:
@@ -198,33 +222,42 @@ def keeps_attention(primitive: Any, *avals: Any, **params: Any) -> bool:
     return primitive.name == "dot_product_attention_fwd_wrapper"
 
 
-def _attend_with_dropout(
+def _attend_dense(
     query: Array,
     key: Array,
     value: Array,
     mask: AttentionMask,
-    dropout: AttentionDropout,
-    first_head: Any,
+    softcap: float,
+    dropout: AttentionDropout | None = None,
+    first_head: Any = 0,
 ) -> Array:
-    """Attention with dropped probabilities, the bits of a head's query depending on it alone.
+    """Attention whose scores and probabilities exist, float32 [batch, heads, queries, keys].
 
-    Shapes as in the file's docstring; `first_head` is the index of the first local head among all
-    heads. Scores and probabilities are float32 [batch, heads, queries, keys].
+    Shapes as in the file's docstring. The bits of a head's query that are dropped depend on it
+    alone; `first_head` is the index of the first local head among all heads.
     """
     _, queries, heads, head_dim = query.shape
     keys, groups = key.shape[1], heads // key.shape[2]
     key, value = (jnp.repeat(x, groups, axis=2) for x in (key, value))
     scores = jnp.einsum("bqhd,bkhd->bhqk", query, key, preferred_element_type=jnp.float32)
     allowed = visible(mask, queries, keys)
-    scores = jnp.where(allowed, scores / math.sqrt(head_dim), jnp.finfo(jnp.float32).min)
+    scores = soft_cap(scores / math.sqrt(head_dim), softcap)
+    scores = jnp.where(allowed, scores, jnp.finfo(jnp.float32).min)
     probs = jax.nn.softmax(scores, axis=-1)
+    if dropout is not None:
+        probs = _dropped(probs, dropout, first_head)
+    mixed = jnp.einsum("bhqk,bkhd->bqhd", probs.astype(value.dtype), value)
+    return checkpoint_name(mixed, "attention")
+
+
+def _dropped(probs: Array, dropout: AttentionDropout, first_head: Any) -> Array:
+    """Probabilities float32 [batch, heads, queries, keys], some dropped and the others scaled."""
+    heads, *shape = probs.shape[1:]
 
     def draw(row: Array, head: Array) -> Array:
         own = jax.random.fold_in(jax.random.fold_in(dropout.key, row), head)
-        return jax.random.bernoulli(own, 1 - dropout.rate, (queries, keys))
+        return jax.random.bernoulli(own, 1 - dropout.rate, shape)
 
     local_heads = first_head + jnp.arange(heads)
     kept = jax.vmap(lambda row: jax.vmap(lambda head: draw(row, head))(local_heads))(dropout.rows)
-    probs = jnp.where(kept, probs / (1 - dropout.rate), 0.0).astype(value.dtype)
-    mixed = jnp.einsum("bhqk,bkhd->bqhd", probs, value)
-    return checkpoint_name(mixed, "attention")
+    return jnp.where(kept, probs / (1 - dropout.rate), 0.0)

@@ -23,7 +23,7 @@ class Given:
     Attributes:
         raw: what TOML read, or `FlagText`; None for a flag without a value.
         origin: "flag --train.steps", "run.toml line 12" or "keyword steps".
-        section_origin: in a file, where the outermost section begins.
+        section_origin: in a file, where the outermost section begins; of a keyword, as `origin`.
     """
 
     path: Path
@@ -102,7 +102,8 @@ def given_by_program(values: Mapping[str, Any], aliases: Mapping[str, str]) -> l
             if is_table and value:
                 walk(value, path)
             else:
-                givens.append(Given(path, _as_toml(value), f"keyword {path[0]}"))
+                origin = f"keyword {path[0]}"
+                givens.append(Given(path, _as_toml(value), origin, origin))
 
     walk(values, ())
     return givens

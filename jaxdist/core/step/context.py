@@ -49,10 +49,16 @@ def make_context(
     )
 
     def token_loss(
-        x: Array, kernel: Array, targets: Array, weights: Array, vocab_size: int
+        x: Array,
+        kernel: Array,
+        targets: Array,
+        weights: Array,
+        vocab_size: int,
+        softcap: float = 0.0,
     ) -> Sums:
         """As `losses.token_cross_entropy`: x [batch, seq, d_model] -> Sums."""
-        vocabulary = losses.Vocabulary(vocab_size, TENSOR.name if split_vocabulary else None, chunk)
+        axis = TENSOR.name if split_vocabulary else None
+        vocabulary = losses.Vocabulary(vocab_size, axis, chunk, softcap)
         return losses.token_cross_entropy(x, kernel, targets, weights, vocabulary)
 
     # Then the pipeline gathers a stage's weights itself, before the first tick.

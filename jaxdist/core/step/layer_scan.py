@@ -106,8 +106,8 @@ def make_layer(
         weights = fsdp.gather(shards, specs, dtype=dtype, reduce_dtype=reduce_dtype)
         key = context.dropout_key
         layer_key = None if key is None else jax.random.fold_in(key, index)
-        out = block(weights, x, aux, dataclasses.replace(context, dropout_key=layer_key))
-        return _checked(out, x)
+        told = dataclasses.replace(context, dropout_key=layer_key, layer=index)
+        return _checked(block(weights, x, aux, told), x)
 
     return layer
 

@@ -43,6 +43,22 @@ _OPTIONAL = {
 _LLAMA_ONLY = {"attention_bias": bool, "mlp_bias": bool}
 """Biases of all four products of attention, and of all three of the MLP."""
 
+_GEMMA = {
+    "query_pre_attn_scalar": int,
+    "final_logit_softcapping": float,
+    "sliding_window_pattern": int,
+    "_sliding_window_pattern": int,
+}
+_BY_FAMILY: dict[str, Mapping[str, type]] = {
+    "llama": _LLAMA_ONLY,
+    "gemma2": {**_GEMMA, "attn_logit_softcapping": float},
+    "gemma3_text": {**_GEMMA, "rope_local_base_freq": float},
+}
+"""Optional keys of one family."""
+
+GEMMAS: Mapping[str, int] = {"gemma2": 2, "gemma3_text": 6}
+"""Family whose layers differ -> every how many layers one has no window, where nothing says so."""
+
 _WORDS = {
     int: "a whole number above 0",
     float: "a number above 0",
@@ -52,6 +68,8 @@ _WORDS = {
 
 _ONLY: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"),
+    "hidden_activation": ("gelu_pytorch_tanh",),
+    "use_bidirectional_attention": (False,),
     "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
     "attention_bias": (False,),
     "mlp_bias": (False,),
@@ -83,15 +101,19 @@ _HARMLESS = frozenset(
     temperature top_k top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size
     encoder_no_repeat_ngram_size bad_words_ids num_return_sequences forced_bos_token_id
     forced_eos_token_id remove_invalid_values exponential_decay_length_penalty suppress_tokens
-    begin_suppress_tokens generation_config
+    begin_suppress_tokens generation_config cache_implementation
     """.split()  # noqa: SIM905  # as quoted words, a line each
 )
 """What is stored and names files, starts, trains, classifies or generates; no value of a forward
 pass depends on it. `reorder_and_upcast_attn` and `pretraining_tp` change its rounding only."""
 
 
-_HARMLESS_THERE = {("phi3", "original_max_position_embeddings")}
-"""The same for one family: Phi-3 reads it for `longrope` alone."""
+_HARMLESS_THERE = {
+    ("phi3", "original_max_position_embeddings"),
+    ("gemma2", "hidden_act"),
+    ("gemma3_text", "hidden_act"),
+}
+"""The same for one family: Phi-3 reads it for `longrope` alone, Gemma `hidden_activation`."""
 
 
 def key_problems(theirs: Any, family: str) -> list[str]:
@@ -99,7 +121,7 @@ def key_problems(theirs: Any, family: str) -> list[str]:
     needed = _GPT2 if family == "gpt2" else _LLAMA
     found = [f"{name} is missing." for name in needed if theirs.get(name) is None]
     for name, value in theirs.items():
-        kind = {**_OPTIONAL, **(_LLAMA_ONLY if family == "llama" else {}), **needed}.get(name)
+        kind = {**_OPTIONAL, **_BY_FAMILY.get(family, {}), **needed}.get(name)
         if value is None or name in _HARMLESS or (family, name) in _HARMLESS_THERE:
             continue
         if kind is not None:
@@ -123,15 +145,59 @@ def key_problems(theirs: Any, family: str) -> list[str]:
 
 
 def rope_of(theirs: Mapping[str, Any]) -> dict[str, Any]:
-    """What is said of rotary positions, under its old and its new name."""
-    found = {**(theirs.get("rope_scaling") or {}), **(theirs.get("rope_parameters") or {})}
-    found.setdefault("rope_theta", theirs.get("rope_theta", 10000.0))
+    """What is said of rotary positions, under its old and its new name.
+
+    Where layers differ (Gemma 3), of those that see all keys.
+    """
+    given = theirs.get("rope_parameters") or {}
+    found = {**(theirs.get("rope_scaling") or {}), **(given.get("full_attention") or given)}
+    usual = 1e6 if theirs.get("model_type") == "gemma3_text" else 10000.0
+    found.setdefault("rope_theta", theirs.get("rope_theta", usual))
     found["rope_type"] = found.get("rope_type", found.pop("type", "default"))
     return {name: value for name, value in found.items() if name != "type"}
 
 
+def local_rope_of(theirs: Mapping[str, Any]) -> dict[str, Any]:
+    """The same of Gemma 3's layers with a window."""
+    given = theirs.get("rope_parameters") or {}
+    found = dict(given.get("sliding_attention") or {})
+    found.setdefault("rope_theta", theirs.get("rope_local_base_freq", 10000.0))
+    return found
+
+
+def full_every(theirs: Mapping[str, Any], family: str) -> int:
+    """Every how many layers one has no window; 0 where `layer_types` have no such order."""
+    usual = next(
+        (theirs[n] for n in ("sliding_window_pattern", "_sliding_window_pattern") if theirs.get(n)),
+        GEMMAS[family],
+    )
+    kinds = theirs.get("layer_types")
+    if kinds is None:
+        return usual
+    orders = (usual, *range(2, len(kinds) + 1))
+    named = lambda n: [
+        f"{'sliding' if i % n else 'full'}_attention" for i in range(1, len(kinds) + 1)
+    ]
+    return next((n for n in orders if kinds == named(n)), 0)
+
+
 def _rope_problems(theirs: Mapping[str, Any]) -> list[str]:
-    rope = rope_of(theirs)
+    found = _problems_of_rope(rope_of(theirs))
+    if theirs.get("model_type") == "gemma3_text":
+        local = local_rope_of(theirs)
+        if local.get("rope_type", "default") != "default":
+            found.append(
+                f"rope_type={_short(local['rope_type'])} of layers with a window: only "
+                "default is supported."
+            )
+        if not _is(local["rope_theta"], float):
+            found.append(
+                f"rope_local_base_freq={_short(local['rope_theta'])} is no number above 0."
+            )
+    return found
+
+
+def _problems_of_rope(rope: Mapping[str, Any]) -> list[str]:
     kind = rope["rope_type"]
     if kind in ("longrope", "su"):
         return [
@@ -160,7 +226,14 @@ def _rope_problems(theirs: Mapping[str, Any]) -> list[str]:
 
 
 def _layer_type_problems(kinds: Any, theirs: Mapping[str, Any], family: str) -> list[str]:
-    """All layers alike: our decoder has one window for all."""
+    """All layers alike, or of Gemma every so many without a window."""
+    if family in GEMMAS:
+        if isinstance(kinds, list) and full_every(theirs, family):
+            return []
+        return [
+            f"layer_types={_short(kinds)} is not supported for {family}: every n-th layer must be "
+            "full_attention, the others sliding_attention."
+        ]
     window = family in ("mistral", "phi3") and theirs.get("sliding_window")
     allowed = "sliding_attention" if window else "full_attention"
     if isinstance(kinds, list) and all(kind == allowed for kind in kinds):

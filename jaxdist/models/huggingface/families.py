@@ -4,8 +4,8 @@
 `tensors.py`.
 
 References:
-    The `config.json` of Hugging Face transformers' GPT2, Llama, Mistral, OLMo 2, Phi-3, Qwen2 and
-    Qwen3 models, as saved checkpoints have them.
+    The `config.json` of Hugging Face transformers' Gemma 2, Gemma 3, GPT2, Llama, Mistral,
+    OLMo 2, Phi-3, Qwen2 and Qwen3 models, as saved checkpoints have them.
 """
 
 from __future__ import annotations
@@ -15,9 +15,17 @@ from typing import Any
 
 from jaxdist.core.settings import ConfigError, problems_of
 from jaxdist.models.configs import ROPE_SCALING, DecoderConfig
-from jaxdist.models.huggingface.config_keys import key_problems, rope_of
+from jaxdist.models.huggingface.config_keys import (
+    GEMMAS,
+    full_every,
+    key_problems,
+    local_rope_of,
+    rope_of,
+)
 
 _ARCHITECTURES = {
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
     "olmo2": "Olmo2ForCausalLM",
@@ -51,8 +59,18 @@ _LLAMA_SIZES = {
 }
 # Key of config.json -> our setting, of the families of GPT-2 and of all others.
 
-_QK_NORMS: Mapping[str, Any] = {"qwen3": "head", "olmo2": "all"}
-_WINDOWED = ("mistral", "phi3")
+_GEMMA_SETTINGS = (
+    "scale_embeddings",
+    "full_attention_every",
+    "local_rope_theta",
+    "query_pre_attn_scalar",
+    "attention_softcap",
+    "logit_softcap",
+)
+"""Settings of ours that no other family has; unset they are false or 0."""
+
+_QK_NORMS: Mapping[str, Any] = {"qwen3": "head", "olmo2": "all", "gemma3_text": "head"}
+_WINDOWED = ("mistral", "phi3", *GEMMAS)
 
 
 def read_config(theirs: Any) -> DecoderConfig:
@@ -99,8 +117,12 @@ def family_of(config: DecoderConfig) -> str:
     Raises:
         ConfigError: none can.
     """
-    rotary = (config.positions, config.norm, config.activation) == ("rotary", "rms", "swiglu")
+    parts = (config.positions, config.norm, config.activation)
     biases = set(config.bias)
+    if family := _gemma_of(config):
+        return family
+    plain = not any(getattr(config, name) for name in _GEMMA_SETTINGS)
+    rotary = plain and parts == ("rotary", "rms", "swiglu")
     norms = (config.norm_placement, config.qk_norm)
     if rotary and not config.sliding_window:
         if norms == ("pre", "head") and not biases:
@@ -114,7 +136,7 @@ def family_of(config: DecoderConfig) -> str:
             return "llama"
     if rotary and config.sliding_window and norms == ("pre", "none") and not biases:
         return "mistral"
-    learned = (config.positions, config.norm, config.activation) == ("learned", "layer", "gelu")
+    learned = plain and parts == ("learned", "layer", "gelu")
     square = config.kv_heads == config.num_heads and not config.head_dim
     square = square and norms == ("pre", "none")
     if learned and biases == {"qkv", "out", "mlp"} and square and not config.sliding_window:
@@ -147,9 +169,12 @@ def write_config(config: DecoderConfig, dtype: str) -> dict[str, Any]:
     theirs |= {
         "num_key_value_heads": config.kv_heads,
         "rope_theta": config.rope_theta,
-        "hidden_act": "silu",
         "attention_bias": "out" in config.bias,
     }
+    if family in GEMMAS:
+        theirs |= _gemma_keys(config, family)
+    else:
+        theirs["hidden_act"] = "silu"
     if family != "olmo2":  # which has no such key: it is hidden_size / num_attention_heads
         theirs["head_dim"] = config.head_width
     if family == "llama":
@@ -173,13 +198,14 @@ def _read_llama(theirs: Mapping[str, Any], family: str) -> DecoderConfig:
         scaling = {"type": kind, **known}
     if kind == "yarn":  # as transformers reads a config without it
         scaling.setdefault("original_max_position_embeddings", theirs["max_position_embeddings"])
-    width = theirs.get("head_dim") or theirs["hidden_size"] // heads
+    usual = 256 if family in GEMMAS else theirs["hidden_size"] // heads
+    width = theirs.get("head_dim") or usual
     biases: list[Any] = ["qkv"] if family == "qwen2" else []
     if family == "llama":
         biases += ["qkv", "out"] if theirs.get("attention_bias") else []
         biases += ["mlp"] if theirs.get("mlp_bias") else []
-    return DecoderConfig(
-        **{ours: theirs[name] for name, ours in _LLAMA_SIZES.items()},
+    ours: dict[str, Any] = dict(
+        {ours: theirs[name] for name, ours in _LLAMA_SIZES.items()},
         num_kv_heads=0 if kv_heads == heads else kv_heads,
         head_dim=0 if width * heads == theirs["hidden_size"] else width,
         rope_theta=float(rope["rope_theta"]),
@@ -190,6 +216,57 @@ def _read_llama(theirs: Mapping[str, Any], family: str) -> DecoderConfig:
         sliding_window=(theirs.get("sliding_window") or 0) if family in _WINDOWED else 0,
         rope_scaling=scaling,
     )
+    return DecoderConfig(**ours | (_read_gemma(theirs, family, width) if family in GEMMAS else {}))
+
+
+def _gemma_of(config: DecoderConfig) -> str:
+    """The Gemma that a model of ours is, or ""."""
+    parts = (config.positions, config.norm, config.norm_placement, config.activation)
+    if parts != ("rotary", "zero_centered_rms", "both", "geglu") or config.bias:
+        return ""
+    if not (config.scale_embeddings and config.full_attention_every and config.sliding_window):
+        return ""
+    local, capped = bool(config.local_rope_theta), bool(config.attention_softcap)
+    if (config.qk_norm, local) == ("none", False):
+        return "gemma2"
+    return "gemma3_text" if (config.qk_norm, local, capped) == ("head", True, False) else ""
+
+
+def _gemma_keys(config: DecoderConfig, family: str) -> dict[str, Any]:
+    """What a Gemma's `config.json` has besides the keys of Llama's."""
+    theirs: dict[str, Any] = {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": config.query_pre_attn_scalar or config.head_width,
+        "final_logit_softcapping": config.logit_softcap or None,
+        "attn_logit_softcapping": config.attention_softcap or None,
+        "sliding_window": config.sliding_window,
+        "layer_types": [f"{'sliding' if w else 'full'}_attention" for w in config.windows],
+    }
+    if family == "gemma3_text":
+        theirs["rope_local_base_freq"] = config.local_rope_theta
+    return theirs
+
+
+def _read_gemma(theirs: Mapping[str, Any], family: str, width: int) -> dict[str, Any]:
+    """Our settings of a Gemma that differ from Llama's; keys left out are as in transformers."""
+    scalar = theirs.get("query_pre_attn_scalar") or 256
+    caps = {"attn": 50.0, "final": 30.0} if family == "gemma2" else {"attn": 0.0, "final": 0.0}
+    attention, logits = (theirs.get(f"{n}_logit_softcapping", cap) for n, cap in caps.items())
+    ours: dict[str, Any] = {
+        "norm": "zero_centered_rms",
+        "norm_placement": "both",
+        "activation": "geglu",
+        "scale_embeddings": True,
+        "tie_embeddings": bool(theirs.get("tie_word_embeddings", True)),
+        "full_attention_every": full_every(theirs, family),
+        "query_pre_attn_scalar": 0 if scalar == width else scalar,
+        "attention_softcap": float(attention or 0),
+        "logit_softcap": float(logits or 0),
+        "sliding_window": theirs.get("sliding_window") or 4096,
+    }
+    if family == "gemma3_text":
+        ours["local_rope_theta"] = float(local_rope_of(theirs)["rope_theta"])
+    return ours
 
 
 def _read_gpt2(theirs: Mapping[str, Any]) -> DecoderConfig:

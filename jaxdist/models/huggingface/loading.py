@@ -31,16 +31,16 @@ BLOCK_BYTES = 64 << 20
 
 
 def load_params(
-    folder: Path, target: Params, *, fresh: Collection[str] = (), unused: Collection[str] = ()
+    folder: Path, target: Params, *, reinit: Collection[str] = (), ignore: Collection[str] = ()
 ) -> Params:
     """The directory's weights as parameters of a model.
 
     Args:
         folder: a Hugging Face model directory that every process can read.
         target: tree of `jax.ShapeDtypeStruct` with sharding; other dtypes are cast. Leaves under
-            `fresh` are arrays and come back as they are.
-        fresh: names, or beginnings of names, of leaves that are not read, e.g. `params/head`.
-        unused: names, or beginnings of names, of what may be left unread in the directory.
+            `reinit` are arrays and come back as they are.
+        reinit: names, or beginnings of names, of leaves that are not read, e.g. `params/head`.
+        ignore: names, or beginnings of names, of what may be left unread in the directory.
 
     Raises:
         ConfigError: the directory does not hold this model, or processes see other files.
@@ -52,7 +52,7 @@ def load_params(
     below = lambda name, parts: any(
         name == p or name.startswith(p.rstrip("/") + "/") for p in parts
     )
-    read = {name: leaf for name, leaf in named.items() if not below(name, fresh)}
+    read = {name: leaf for name, leaf in named.items() if not below(name, reinit)}
     problems = [
         f"{folder} has no {name} {list(leaf.shape)}: its model is another. Take the model's "
         "settings from its config.json by leaving [model] out."
@@ -62,11 +62,11 @@ def load_params(
     problems += [
         f"{folder} has {name}, the model has not. Name it in ignore_params to leave it unread."
         for name in sorted(weights.pieces.keys() - named.keys())
-        if not below(name, unused)
+        if not below(name, ignore)
     ]
     problems += [
         f"reinit_params names {part}, and the model has no such part. It has {', '.join(named)}."
-        for part in fresh
+        for part in reinit
         if not any(below(name, [part]) for name in named)
     ]
     if problems:

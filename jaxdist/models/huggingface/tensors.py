@@ -4,8 +4,8 @@
 it is made of. Both directions move values without arithmetic, so that a round trip is exact.
 
 References:
-    The tensor names of Hugging Face transformers' GPT2, Llama, Mistral, OLMo 2, Phi-3, Qwen2 and
-    Qwen3 models, as saved checkpoints have them.
+    The tensor names of Hugging Face transformers' Gemma 2, Gemma 3, GPT2, Llama, Mistral, OLMo 2,
+    Phi-3, Qwen2 and Qwen3 models, as saved checkpoints have them.
 """
 
 from __future__ import annotations
@@ -145,6 +145,12 @@ _NORMS = {
     "pre": {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"},
     "post": {
         "attention_out_norm": "post_attention_layernorm",
+        "mlp_out_norm": "post_feedforward_layernorm",
+    },
+    "both": {
+        "attention_norm": "input_layernorm",
+        "attention_out_norm": "post_attention_layernorm",
+        "mlp_norm": "pre_feedforward_layernorm",
         "mlp_out_norm": "post_feedforward_layernorm",
     },
 }

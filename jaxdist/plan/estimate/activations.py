@@ -60,6 +60,8 @@ def kept_per_layer(job: Job) -> float:
         elements += sum(names[name] for name in job.remat.removeprefix("names:").split(","))
     elif job.remat == "dots":
         elements += names["qkv"] + names["attention"] + names["attention_out"]
+        # Without a norm after it the MLP's output only feeds the residual, and is not read again.
+        elements += names["mlp_out"] * any("mlp_out_norm" in w.name for w in job.layers)
         elements += tokens * widths.up
     elif job.remat == "none":
         return _kept_without_recomputation(job)
@@ -155,7 +157,8 @@ def _kept_without_recomputation(job: Job) -> int:
     """All that backward reads: norms in float32, inputs of products, the MLP's nonlinearity."""
     widths, tokens, stream = Widths.of(job), job.tokens, job.stream_tokens
     products = 2 * widths.stream + 3 * widths.queries + 2 * widths.keys + 6 * widths.hidden
-    wide = 6 * stream * widths.stream
+    norms = sum(w.name.endswith("scale") and w.dims[-1] == "d_model" for w in job.layers)
+    wide = 3 * norms * stream * widths.stream
     kept = job.compute_bytes * tokens * products + WIDE * wide
     # Probabilities, as scores and as multiplied.
     return kept + score_bytes(job) * (WIDE + job.compute_bytes) // WIDE

@@ -185,11 +185,17 @@ def _orthogonalisation(job: Job) -> float:
 
 
 def _keys_seen(job: Job) -> float:
-    """Mean number of keys that a query sees."""
-    assert job.attention_call is not None
-    keys = min(job.seq_len, job.attention_call.sliding_window or job.seq_len)
-    seen = keys - keys * keys / (2 * job.seq_len)
-    return float(job.seq_len) if job.attention == "xla" else seen
+    """Mean number of keys that a query sees, over all layers."""
+    call = job.attention_call
+    assert call is not None
+    if job.attention == "xla":
+        return float(job.seq_len)
+    near = min(job.seq_len, call.sliding_window or job.seq_len)
+    seen = near - near * near / (2 * job.seq_len)
+    if not call.full_every:
+        return seen
+    full = job.model.num_layers // call.full_every / job.model.num_layers
+    return (1 - full) * seen + full * job.seq_len / 2
 
 
 def _block_bytes(job: Job) -> float:

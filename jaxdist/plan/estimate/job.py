@@ -233,6 +233,7 @@ class Job:
             num_keys=self.seq_len,
             packed=self.config.data.packs_documents,
             dropout=call.dropout,
+            softcap=call.softcap,
         )
         return kernel
 

@@ -74,13 +74,17 @@ class AttentionCall:
 
     Attributes:
         sliding_window: keys a query sees, itself included; 0 = all before it.
+        full_every: every such layer has no window; 0 = none.
         kernel: "auto", "xla" or "cudnn".
         dropout: share of probabilities dropped in training.
+        softcap: bound of the scores; 0 = none.
     """
 
     sliding_window: int
+    full_every: int
     kernel: str
     dropout: float
+    softcap: float
 
 
 @functools.lru_cache(maxsize=64)
@@ -95,8 +99,10 @@ def attention_of(model: Model, seq_len: int) -> AttentionCall | None:
         calls.append(
             AttentionCall(
                 sliding_window=mask.sliding_window,
+                full_every=mask.full_every,
                 kernel=asked.get("kernel", "auto"),
                 dropout=0.0 if dropout is None else dropout.rate,
+                softcap=asked.get("softcap", 0.0),
             )
         )
         return query
@@ -229,8 +235,15 @@ def _context(dtype: str, reduced: list[int]) -> Context:
     )
 
 
-def _token_loss(x: Array, kernel: Array, targets: Array, weights: Array, vocab_size: int) -> Any:
-    vocabulary = losses.Vocabulary(vocab_size, None, 0)
+def _token_loss(
+    x: Array,
+    kernel: Array,
+    targets: Array,
+    weights: Array,
+    vocab_size: int,
+    softcap: float = 0.0,
+) -> Any:
+    vocabulary = losses.Vocabulary(vocab_size, None, 0, softcap)
     return losses.token_cross_entropy(x, kernel, targets, weights, vocabulary)
 
 

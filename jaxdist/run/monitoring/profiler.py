@@ -56,7 +56,7 @@ class Profiler:
         self._now: tuple[int, int] | None = None  # steps of the trace that is being taken
         self._path = self._directory
         self._annotation: Any = None
-        self._newest = 0
+        self._newest = 0  # step that was finished last in the trace
         self.traces: list[dict[str, Any]] = []
 
     def reaches(self, step: int) -> bool:
@@ -64,9 +64,9 @@ class Profiler:
 
         Where it is true, wait for the devices and call `turn`: a trace then holds whole steps only.
         """
-        self._newest = step
         if self._now is not None:
             first, last = self._now
+            self._newest = max(self._newest, step - 1)  # a rollback takes no step out of the trace
             if first <= step <= last:
                 self._annotate(step)
                 return False
@@ -77,7 +77,7 @@ class Profiler:
 
     def turn(self, step: int) -> None:
         """End the trace that is over and start the one that is due before `step`."""
-        self.stop(step - 1)
+        self.stop()
         if self._planned is not None and self._is_planned(step):
             (_, last), self._planned = self._planned, None
             self._begin(step, last)
@@ -123,7 +123,7 @@ class Profiler:
         except Exception as failure:  # another profiler is running
             logger.warning("steps %d to %d are not traced: %s", first, last, failure)
             return
-        self._now = (first, last)
+        self._now, self._newest = (first, last), first
         logger.info("tracing steps %d to %d", first, last)
 
     def _annotate(self, step: int | None) -> None:

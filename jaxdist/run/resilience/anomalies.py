@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 import math
 import os
@@ -12,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxdist.run.exit_reason import ExitReason
+from jaxdist.run.metrics_log import decode, encode
 from jaxdist.run.resilience.config import MAX_ROLLBACKS, ResilienceConfig
 from jaxdist.runtime.formatting.tables import few
 from jaxdist.runtime.storage import locate
@@ -152,7 +152,7 @@ class LossGuard:
         if self._path is not None:
             file = self._path.appender()
             file.cut_torn_tail()  # of a line that a kill cut short
-            file.append(f"{json.dumps(dataclasses.asdict(anomaly))}\n".encode())
+            file.append(f"{encode(dataclasses.asdict(anomaly))}\n".encode())
             file.close()
         return anomaly
 
@@ -208,7 +208,7 @@ def read_anomalies(path: str | os.PathLike[str]) -> list[Anomaly]:
     found = []
     for number, line in enumerate(file.text().splitlines() if file.exists() else [], start=1):
         try:
-            found.append(Anomaly(**json.loads(line)))
+            found.append(Anomaly(**decode(line)))
         except (ValueError, TypeError):
             log.warning("%s: line %d was cut short and is left out", file, number)
     return found

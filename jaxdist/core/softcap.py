@@ -1,0 +1,21 @@
+"""Soft caps of scores and logits: values that approach a bound but never pass it.
+
+Source: Bello et al. 2016, "Neural Combinatorial Optimization with Reinforcement Learning", section
+5.1; used by Gemma 2 (Riviere et al. 2024, section 2).
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+
+from jaxdist.core.types import Array
+
+
+def soft_cap(x: Array, cap: float) -> Array:
+    """Give cap · tanh(x / cap), of any shape, in the dtype of x; x itself where cap is 0."""
+    return cap * jnp.tanh(x / cap) if cap else x
+
+
+def slope_at(capped: Array, cap: float) -> Array | float:
+    """Derivative of `soft_cap` by its result, of the same shape; 1 where cap is 0."""
+    return 1 - jnp.square(capped / cap) if cap else 1.0

@@ -1,0 +1,93 @@
+"""What the decoder's blocks know of positions: rotary angles and masks, the same or by layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+
+from jaxdist.core.types import Array, AttentionMask, Batch, Context
+from jaxdist.models import layers
+from jaxdist.models.configs import DecoderConfig
+
+
+def prepare(config: DecoderConfig, batch: Batch, context: Context) -> dict[str, Any]:
+    """What every block needs: rotary angles, the documents, and indices for random bits.
+
+    Returns:
+        `segments` int32 [batch, seq] or None, `rows` int32 [batch] or None, `index` int32
+        [seq_shard]; and where positions are rotary `cos`, `sin` float32 [batch or 1, seq,
+        head_dim / 2], and where layers with a window turn by others `local_cos`, `local_sin`.
+    """
+    seq = batch["tokens"].shape[1]
+    aux: dict[str, Any] = {
+        "segments": batch.get("segments"),
+        "rows": batch.get("rows"),
+        "index": context.split(context.places(seq)[None])[0],
+    }
+    if config.positions == "rotary":
+        aux |= _angles(config, positions_of(batch, context))
+    return aux
+
+
+def positions_of(batch: Batch, context: Context) -> Array:
+    """Positions [batch or 1, seq]; counted from the row's start where none are given."""
+    if "positions" in batch:
+        return batch["positions"]
+    return context.places(batch["tokens"].shape[1])[None]
+
+
+def _angles(config: DecoderConfig, positions: Array) -> dict[str, Array]:
+    """`cos` and `sin` of positions [batch or 1, seq], float32 [batch or 1, seq, head_dim / 2].
+
+    And `local_cos` and `local_sin`, where layers with a window have a base of their own.
+    """
+    width, theta = config.head_width, config.rope_theta
+    stretch: tuple[Any, ...] = ()
+    if config.rope_scaling:
+        stretch = layers.rope_stretch(config.rope_scaling, width, theta)
+    angles = layers.rotary_angles(positions, width, theta, *stretch)
+    named = dict(zip(("cos", "sin"), angles, strict=True))
+    if config.local_rope_theta:
+        local = layers.rotary_angles(positions, width, config.local_rope_theta)
+        named |= dict(zip(("local_cos", "local_sin"), local, strict=True))
+    return named
+
+
+def angles_of_layer(
+    config: DecoderConfig, aux: dict[str, Any], context: Context
+) -> tuple[Array, Array]:
+    """(cos, sin) of the layer that runs, each float32 [batch or 1, seq, head_dim / 2]."""
+    if not config.local_rope_theta:
+        return aux["cos"], aux["sin"]
+    sees_all = mask_of_layer(config, context).has_no_window
+    return (
+        jnp.where(sees_all, aux["cos"], aux["local_cos"]),
+        jnp.where(sees_all, aux["sin"], aux["local_sin"]),
+    )
+
+
+def mask_of_layer(config: DecoderConfig, context: Context, **given: Any) -> AttentionMask:
+    """Which keys the queries of the layer that runs see; `given` are other fields of the mask."""
+    every, layer = config.full_attention_every, context.layer
+    return AttentionMask(
+        sliding_window=config.sliding_window, full_every=every, layer=layer, **given
+    )
+
+
+def decoding_aux(config: DecoderConfig, positions: Array, *, max_len: int) -> dict[str, Any]:
+    """What cached attention needs, for positions int32 [batch, n]; -1 writes nowhere.
+
+    Returns:
+        `slots` and `positions` int32 [batch, n]; where positions are rotary `cos`, `sin` float32
+        [batch, n, head_dim / 2].
+    """
+    real = jnp.maximum(positions, 0)
+    aux: dict[str, Any] = {
+        # Scatter drops what lies outside; a negative index would wrap to the end.
+        "slots": jnp.where(positions < 0, max_len, positions),
+        "positions": real,
+    }
+    if config.positions == "rotary":
+        aux |= _angles(config, real)
+    return aux
