@@ -223,6 +223,7 @@ def numbers(config: RunConfig, num_devices: int, steps: int) -> tuple[list[float
         ("dp=4", 1, 1, "dp=1"),
         ("dp=2,fsdp=4", 0, 5, "fsdp=4"),
         ("dp=2,tp=2", 0, 3, "tp=2"),
+        ("dp=2,cp=2", 0, 3, "cp=2"),
         ("dp=2,pp=2", 0, 2, "pp=2"),
     ],
 )

@@ -28,15 +28,17 @@ MESHES = {
     "pp2_interleaved": ("pp=2", ["--pipeline.num_virtual_stages=2"]),
     "dp2_tp2_pp2": ("dp=2,tp=2,pp=2", []),
     "dp2_fsdp2_tp2": ("dp=2,fsdp=2,tp=2", []),
+    "cp2": ("cp=2", []),
+    "dp2_cp2": ("dp=2,cp=2", []),
     "fsdp64": ("fsdp=64", []),
     "dp4_tp4_pp4": ("dp=4,tp=4,pp=4", []),
 }
 CYCLE = [
     *("one", "dp4_tp4_pp4", "fsdp8", "tp4", "dp8_zero1", "dp8_zero3", "pp2_interleaved"),
-    *("dp2_fsdp2_tp2", "fsdp64", "dp2_tp2_pp2", "pp4", "dp8", "one"),
+    *("dp2_fsdp2_tp2", "fsdp64", "dp2_tp2_pp2", "pp4", "dp2_cp2", "cp2", "dp8", "one"),
 ]
 PAIRS = list(itertools.pairwise(CYCLE))
-"""Every mesh is saved on once and continued on once."""
+"""Every mesh is saved on once and continued on once; dp=2,cp=2 as an elastic job shrinks it."""
 STARTS = [  # processes, devices of each, mesh, rows and positions of a batch on each device
     (2, 2, "fsdp=4", [16, 16]),
     (2, 1, "cp=2", [64, 8]),

@@ -95,7 +95,13 @@ def test_the_reference_learns():
 
 
 @pytest.mark.parametrize(
-    "case", [Case("rotary", "dp=2,fsdp=2,tp=2"), Case("learned", "dp=2,tp=4", zero=2)], ids=str
+    "case",
+    [
+        Case("rotary", "dp=2,fsdp=2,tp=2"),
+        Case("learned", "dp=2,tp=4", zero=2),
+        Case("learned", "cp=2", exchange="ring"),
+    ],
+    ids=str,
 )
 def test_a_second_run_gives_the_same_bits(case):
     first, second = run(case, steps=5), run(case, steps=5)
@@ -109,6 +115,7 @@ def test_a_second_run_gives_the_same_bits(case):
         Case("rotary", "dp=8"),
         Case("rotary", "dp=2,fsdp=2,tp=2"),
         Case("rotary", "fsdp=2,tp=4"),
+        Case("rotary", "fsdp=2,cp=2"),
         Case("learned", "dp=4,fsdp=2", zero=3),
         pytest.param(Case("learned", "tp=8"), marks=pytest.mark.slow),
         pytest.param(Case("learned", "fsdp=8"), marks=pytest.mark.slow),

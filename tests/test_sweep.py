@@ -1,14 +1,17 @@
 """A sweep: every combination checked before the first one starts, trained once, and compared."""
 
 import json
+import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from commands import ROOT, tiny
+from commands import ROOT, environment, tiny
 from refusals import missing, refused
 
+from jaxdist.config import read_run
 from jaxdist.core.settings import write_toml
 from jaxdist.core.types import ConfigError
 from jaxdist.run.monitoring.config import MonitoringConfig
@@ -16,6 +19,11 @@ from jaxdist.run.monitoring.monitor import Monitor
 from jaxdist.run.run_directory import RunDirectory
 from jaxdist.tools.sweep import __main__ as command
 from jaxdist.tools.sweep.grid import Trial, read_sweep
+
+
+def trials_of(argv):
+    return read_sweep(argv).trials
+
 
 RATES = "--grid=optim.peak_lr=1e-4,3e-4,1e-3"
 
@@ -26,7 +34,7 @@ def here(tmp_path, monkeypatch):
 
 
 def test_every_combination_is_a_run_of_its_own():
-    trials = read_sweep(
+    trials = trials_of(
         ["--steps=7", "--grid", "optim.peak_lr=1e-4,3e-4", "--grid=train.global-batch-size=16,32"]
     )
     assert [trial.name for trial in trials] == [
@@ -44,7 +52,7 @@ def test_every_combination_is_a_run_of_its_own():
 
 def test_values_may_hold_commas_and_characters_that_no_name_has(tmp_path):
     Path("text.txt").write_text("some text\n" * 100)
-    trials = read_sweep(
+    trials = trials_of(
         [
             '--grid=mesh=["dp=2,tp=2","fsdp=4"]',
             f"--grid=data.sources=stdlib,{tmp_path}/text.txt",
@@ -77,7 +85,7 @@ def test_values_may_hold_commas_and_characters_that_no_name_has(tmp_path):
 )
 def test_a_grid_that_cannot_be_is_refused(flags, facts):
     with refused("jaxdist.sweep", *facts):
-        read_sweep(flags)
+        trials_of(flags)
 
 
 def test_all_problems_of_all_combinations_are_told_before_any_run_starts(monkeypatch):
@@ -153,13 +161,13 @@ def test_a_sweep_with_other_settings_does_not_mix_with_an_earlier_one(trained):
         command.main([RATES, "--steps=3", "--seed=5"])
     with refused("train.steps: 3 -> 2", num_problems=2):
         command.main([RATES, "--steps=2"])
-    trials = read_sweep([RATES, "--steps=4"])  # more steps: they go on
+    trials = trials_of([RATES, "--steps=4"])  # more steps: they go on
     assert [trial.is_finished() for trial in trials] == [False] * 3
-    assert [t.is_finished() for t in read_sweep([RATES, "--steps=3"])] == [True, False, True]
+    assert [t.is_finished() for t in trials_of([RATES, "--steps=3"])] == [True, False, True]
 
 
 def test_a_run_that_ended_early_is_not_finished():
-    (trial,) = read_sweep(["--grid=seed=1", "--steps=3"])
+    (trial,) = trials_of(["--grid=seed=1", "--steps=3"])
     finish(trial, 2.0, steps=2)
     assert json.loads(Path(trial.path, "summary.json").read_text())["step"] == 2
     assert not trial.is_finished()
@@ -183,7 +191,7 @@ def test_sigterm_is_handed_on_and_waited_for(monkeypatch, tmp_path):
     program.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(program))
     before = signal.getsignal(signal.SIGTERM)
-    (trial,) = read_sweep(["--grid=seed=1"])
+    (trial,) = trials_of(["--grid=seed=1"])
     assert command.train(trial) == (75, True)
     assert signal.getsignal(signal.SIGTERM) is before
 
@@ -201,3 +209,77 @@ def test_a_real_sweep(monkeypatch, capfd):
     assert missing(out, "best: optim.peak_lr=", "optim.peak_lr  ") == []
     monkeypatch.setattr(command, "train", lambda trial: pytest.fail("trained twice"))
     assert command.main(flags) == 0
+
+
+# ---- as a SLURM job array ----
+
+
+def array_of(capsys, *flags):
+    """The script of a sweep over two learning rates."""
+    dry = ["--slurm=dry_run=true", "--slurm=time=1:00:00"]
+    words = ["--grid=optim.peak_lr=1e-4,3e-4", "--steps=3", *dry, *flags]
+    assert command.main(words) == 0
+    return capsys.readouterr().out
+
+
+def run_task(script, number, srun):
+    """Run one task of a script on programs that stand for SLURM's; its exit code, and a report."""
+    for name, body in (
+        ("srun", f'printf "%s\\n" "$@" > started; {srun}'),
+        ("squeue", "echo None"),
+        ("scontrol", 'echo "$@" > requeued'),
+        ("sleep", "exit 0"),
+    ):
+        program = Path("bin") / name
+        program.parent.mkdir(exist_ok=True)
+        program.write_text(f"#!/bin/bash\n{body}\n")
+        program.chmod(0o755)
+    slurm = {"JOB_ID": "7", "ARRAY_JOB_ID": "7", "ARRAY_TASK_ID": number, "JOB_NAME": "sweep"}
+    variables = {f"SLURM_{name}": str(value) for name, value in slurm.items()}
+    path = f"{Path('bin').absolute()}:{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", "-c", script], env={**environment(), **variables, "PATH": path}, timeout=60
+    )
+    requeued = Path("requeued")
+    return done.returncode, requeued.read_text().split() if requeued.exists() else []
+
+
+def test_each_task_of_an_array_trains_one_combination(capsys):
+    script = array_of(capsys, "--slurm=gpus-per-node=8", "--slurm=python=true")
+    assert "#SBATCH --array=0-1\n" in script and "#SBATCH --gpus-per-node=8\n" in script
+    assert "#SBATCH --job-name=sweep-default\n" in script
+    for number, trial in enumerate(trials_of(["--grid=optim.peak_lr=1e-4,3e-4", "--steps=3"])):
+        assert run_task(script, number, 'echo 0 > "$JAXDIST_EXIT_CODE_FILE"') == (0, [])
+        words = Path("started").read_text().splitlines()
+        arguments = words[words.index("jaxdist.train") + 1 :]
+        settings = read_run(arguments, command="jaxdist.train")
+        assert settings == trial.config
+        assert Path(trial.path, "slurm").is_dir()
+
+
+def test_a_task_that_saved_queues_itself_again_and_no_other(capsys):
+    script = array_of(capsys, "--slurm=python=true")
+    code, requeued = run_task(script, 1, 'echo 75 > "$JAXDIST_EXIT_CODE_FILE"; exit 75')
+    assert (code, requeued) == (75, ["requeue", "7_1"])
+
+
+def test_an_array_leaves_finished_runs_out(capsys):
+    trial = trials_of(["--grid=optim.peak_lr=1e-4,3e-4", "--steps=3"])[0]
+    finish(trial, 2.0)
+    script = array_of(capsys)
+    assert "#SBATCH --array=0-0\n" in script
+    assert "peak_lr=3e-4" in script and "peak_lr=1e-4" not in script
+
+
+@pytest.mark.parametrize(
+    ("flag", "facts"),
+    [
+        ("time", ["'time'", "time=24:00:00"]),
+        ("run_dir=x", ["'run_dir=x'", "the sweep decides run_dir"]),
+        ("nodes=1-4", ["nodes=1-4", "one number"]),
+        ("gpus=1", ["gpus"]),
+    ],
+)
+def test_a_flag_of_an_array_that_cannot_be_is_refused(flag, facts):
+    with refused(*facts):
+        command.main(["--grid=seed=1,2", "--slurm=time=60", f"--slurm={flag}"])

@@ -9,9 +9,11 @@ from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 import jax.numpy as jnp
+import numpy as np
 
 from jaxdist.checkpoint import Checkpointer
 from jaxdist.config import RunConfig
+from jaxdist.core.parallel.context import CONTEXT
 from jaxdist.core.parallel.pipeline.config import describe
 from jaxdist.core.state import TrainState
 from jaxdist.core.step import describe_exchange, has_replica_norms
@@ -30,6 +32,9 @@ from jaxdist.runtime.progress import waiting
 from jaxdist.runtime.storage import locate
 
 log = logging.getLogger("jaxdist")
+
+_ROWS_WEIGHED = 16
+"""Packed rows that are read to say how even the work of devices is that share rows."""
 
 _SAME_RATE = 1.05  # a rate that rises by less is the schedule's rounding
 
@@ -165,8 +170,10 @@ def announce(parts: Parts, data: TrainData, monitor: Monitor, budget: Budget | N
     microbatches = schedule.num_microbatches if schedule else config.train.accumulation
     notes = list(model.notes(parts.step.context)) if model.notes else []
     window = getattr(config.model, "sliding_window", 0)
-    packed = "segments" in data.fields
-    notes += describe_exchange(model, parts.layout, config.train.seq_len, window, packed)
+    notes += describe_exchange(
+        model, parts.layout, config.train.seq_len, window,
+        packed="segments" in data.fields, places=_places(parts, data),
+    )  # fmt: skip
     if schedule is not None:
         notes.append(describe(schedule, rows))
     if config.train.replica_norms and not has_replica_norms(parts.layout):
@@ -194,3 +201,11 @@ def announce(parts: Parts, data: TrainData, monitor: Monitor, budget: Budget | N
         "data_ledger": "rows" if isinstance(data, Dataset) else "none: a stream has no row numbers",
     }
     monitor.header(facts)
+
+
+def _places(parts: Parts, data: TrainData) -> np.ndarray | None:
+    """Places in their documents of the tokens of some packed rows, where devices share rows."""
+    if parts.spec[CONTEXT] == 1 or "segments" not in data.fields or not isinstance(data, Dataset):
+        return None
+    some = np.linspace(0, data.num_rows - 1, _ROWS_WEIGHED).astype(np.int64)
+    return data.rows(some).get("positions")

@@ -108,23 +108,33 @@ def exchange_of(model: Model, layout: Layout, per_node: int = 0) -> Plan | None:
 
 
 def describe_exchange(
-    model: Model, layout: Layout, seq_len: int, sliding_window: int = 0, packed: bool = False
+    model: Model,
+    layout: Layout,
+    seq_len: int,
+    sliding_window: int = 0,
+    *,
+    packed: bool = False,
+    places: np.ndarray | None = None,
 ) -> list[str]:
     """How devices share rows, for the start of a run; nothing where none do.
 
-    `packed`: rows hold several documents.
+    Where rows hold several documents they are `packed`, and `places`, int [rows, seq_len], are the
+    places of some rows' tokens in their documents, if these can be read.
     """
     plan, size = exchange_of(model, layout), layout.size(CONTEXT)
     if plan is None:
         return []
     groups = f" in groups of {plan.inner}" if 1 < plan.inner < size else ""
-    uneven = imbalance(size, seq_len, sliding_window)
+    uneven = f"{imbalance(size, seq_len, sliding_window, places, plan.inner):.1%}"
+    if packed:
+        rows = f"mean of {len(places)} rows" if places is not None else "were a row one document"
+        uneven += f" ({rows})"
     if plan.exchange in ("ring", "hybrid"):
         groups += _travel(plan, seq_len, size // plan.inner, sliding_window, packed)
     kernel = "" if plan.exchange == "all_to_all" else ", multiplied block by block"
     return [
         f"context attention: {plan.exchange} over {size} devices{groups} ({plan.reason}){kernel}; "
-        f"{seq_len // size} positions of a row on each, work uneven by {uneven:.1%}"
+        f"{seq_len // size} positions of a row on each, work uneven by {uneven}"
     ]
 
 

@@ -51,7 +51,15 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(headed(COMMAND, problems))
     for warning in config.warnings():
         print(f"warning: {warning}", file=sys.stderr)
-    text = batch_script(config, nodes)
+    return deliver(config, batch_script(config, nodes))
+
+
+def deliver(config: SlurmConfig, text: str) -> int:
+    """Print, write or submit a script, as its settings say; returns the exit code.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
     if config.dry_run:
         print(text, end="")
         return runtime.EXIT_OK

@@ -53,6 +53,14 @@ class Nodes:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class ArrayTask:
+    """One task of a job array: its run directory and the arguments of its program."""
+
+    run_dir: str
+    arguments: Sequence[str]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class SlurmConfig:
     """What to ask SLURM for, and what to run."""
 
@@ -167,8 +175,14 @@ def limit_s(text: str) -> int:
     return 60 * (first or 0) + (second or 0)  # MM, MM:SS
 
 
-def batch_script(config: SlurmConfig, nodes: Nodes | None = None) -> str:
-    """The whole script, for the nodes that `config` names where no others are given."""
+def batch_script(
+    config: SlurmConfig, nodes: Nodes | None = None, *, tasks: Sequence[ArrayTask] = ()
+) -> str:
+    """The whole script, for the nodes that `config` names where no others are given.
+
+    With `tasks` it is that of a job array, and each task is one run: `config` names neither run
+    directory nor arguments.
+    """
     import jinja2
 
     nodes = nodes or Nodes.parse(config.nodes)
@@ -181,14 +195,17 @@ def batch_script(config: SlurmConfig, nodes: Nodes | None = None) -> str:
     return environment.from_string(_SCRIPT).render(
         config=config,
         nodes=nodes,
-        options=_options(config, nodes),
-        command=_command(config, nodes),
         manifest=manifest,
         final_codes="|".join(str(code) for code in runtime.FINAL_CODES),
+        tasks=tasks,
+        # Of the task alone: a job's number means all tasks of its array where it has the array's.
+        job="${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID" if tasks else "$SLURM_JOB_ID",
+        options=_options(config, nodes, len(tasks)),
+        command=_command(config, nodes, ['"${arguments[@]}"'] if tasks else []),
     )
 
 
-def _options(config: SlurmConfig, nodes: Nodes) -> dict[str, object]:
+def _options(config: SlurmConfig, nodes: Nodes, num_tasks: int) -> dict[str, object]:
     """What `#SBATCH` asks for: option -> value, left out where it is empty or 0."""
     tasks = config.tasks_per_node
     # Where tasks are named, SLURM counts them for the fewest nodes and gives no more than these
@@ -196,20 +213,21 @@ def _options(config: SlurmConfig, nodes: Nodes) -> dict[str, object]:
     elastic = bool(nodes.least)
     return {
         "job-name": config.name,
+        "array": f"0-{num_tasks - 1}" if num_tasks else "",
         "nodes": f"{nodes.least}-{nodes.most}" if elastic else nodes.most,
         "ntasks-per-node": 0 if elastic else tasks,
         "mincpus": tasks * max(1, config.cpus_per_task) if elastic and tasks > 1 else 0,
         "gpus-per-node": config.gpus_per_node,
         "cpus-per-task": config.cpus_per_task,
         **{name: getattr(config, name) for name in _PASSED_ON},
-        "output": "%x-%j.out",
+        "output": "%x-%A_%a.out" if num_tasks else "%x-%j.out",
         "open-mode": "append",
         "signal": f"B:USR1@{config.signal_s}",
     }
 
 
-def _command(config: SlurmConfig, nodes: Nodes) -> str:
-    """The srun line and the program, a flag and its value on one line."""
+def _command(config: SlurmConfig, nodes: Nodes, more: Sequence[str]) -> str:
+    """The srun line and the program with `more` words, a flag and its value on one line."""
     program = config.program or f"{shlex.quote(config.interpreter)} -m jaxdist.train"
     container = shlex.quote(config.container)
     srun = "srun --kill-on-bad-exit=1 --wait=60"
@@ -224,7 +242,7 @@ def _command(config: SlurmConfig, nodes: Nodes) -> str:
         mounts = "".join("," + shlex.quote(pair) for pair in pairs)
         srun += f' --container-image={container} --container-mounts="$PWD:$PWD"{mounts}'
         srun += ' --container-workdir="$PWD"'
-    lines = [program, '--run-dir="$run_dir"', *_flags(config.arguments)]
+    lines = [program, '--run-dir="$run_dir"', *_flags(config.arguments), *more]
     return srun + " \\\n    " + " \\\n        ".join(lines)
 
 
@@ -265,7 +283,18 @@ ulimit -c 0                       # an abort must not fill the disk with core fi
 attempt=${SLURM_RESTART_COUNT:-0} # 0 the first time
 max_requeues={{ config.max_requeues }}
 max_restarts={{ config.max_restarts }}                    # in a row without a new checkpoint
+{% if tasks %}
+case $SLURM_ARRAY_TASK_ID in
+{% for task in tasks %}
+{{ loop.index0 }})
+    run_dir={{ task.run_dir | quote }}
+    arguments=({{ task.arguments | map("quote") | join(" ") }})
+    ;;
+{% endfor %}
+esac
+{% else %}
 run_dir={{ config.run_dir | quote if config.run_dir else "runs/$SLURM_JOB_NAME-$SLURM_JOB_ID" }}
+{% endif %}
 state=$run_dir/slurm/$SLURM_JOB_ID
 mkdir -p "$state" || exit 2
 if [ -e "$state/done" ]; then     # SLURM 24.11 may start a finished job again
@@ -349,7 +378,7 @@ esac
 
 # After a TERM alone SLURM itself queues the job again where it should; asking would bring a
 # cancelled job back. Only the time limit is ours to answer.
-reason=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%r)
+reason=$(squeue --noheader --jobs="{{ job }}" --format=%r)
 if [ "$notice" = TERM ] && [ "$reason" != TimeLimit ]; then
     echo "slurm: ended by SLURM (${reason:-no reason given})"
     exit 75
@@ -360,7 +389,7 @@ if [ "$attempt" -ge "$max_requeues" ]; then
 fi
 echo "slurm: queueing again from checkpoint ${newest:-none}"
 trap 'exit 75' TERM
-if scontrol requeue "$SLURM_JOB_ID"; then
+if scontrol requeue "{{ job }}"; then
     sleep 120 &                    # SLURM ends this script
     wait
 fi

@@ -8,6 +8,11 @@ own, one after the other. A run that fails is named, and the rest goes on. The s
 skips finished runs and goes on with the others. At the end come the table of `jaxdist report` and
 the best run.
 
+With --slurm the runs become the tasks of a SLURM job array, each of which saves at its time limit
+and queues itself again:
+
+    python -m jaxdist.sweep --grid seed=1,2,3 --slurm time=24:00:00 --slurm gpus-per-node=8
+
 Exit code: 0 if all runs are finished, 1 if one failed, 2 if the settings are bad, 75 or 130 if the
 sweep was told to stop.
 """
@@ -15,20 +20,27 @@ sweep was told to stop.
 from __future__ import annotations
 
 import math
+import shlex
 import signal
 import subprocess
 import sys
 from collections.abc import Sequence
 
 from jaxdist import runtime
+from jaxdist.tools.launch.slurm import deliver
+from jaxdist.tools.launch.slurm_script import batch_script
 from jaxdist.tools.report.runs import Run, read_runs
 from jaxdist.tools.report.table import text_table
 from jaxdist.tools.sweep.grid import Trial, read_sweep
+from jaxdist.tools.sweep.slurm_array import read_slurm, tasks_of
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Train what is not finished, then compare; returns the exit code."""
-    trials = read_sweep(sys.argv[1:] if argv is None else argv, summary=__doc__ or "")
+    sweep = read_sweep(sys.argv[1:] if argv is None else argv, summary=__doc__ or "")
+    trials = sweep.trials
+    if sweep.slurm:
+        return write_array(sweep.slurm, trials)
     failed = []
     for number, trial in enumerate(trials, start=1):
         place = f"sweep: run {number} of {len(trials)}: {trial.name}"
@@ -48,6 +60,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     lines = ["", text_table(runs), "", best_of(runs)] if runs else []
     print("\n".join([*lines, *failed]), flush=True)
     return runtime.EXIT_FAILURE if failed else runtime.EXIT_OK
+
+
+def write_array(flags: Sequence[str], trials: Sequence[Trial]) -> int:
+    """Write a job array of the runs that are not finished; returns the exit code.
+
+    Raises:
+        ConfigError: every problem of SLURM's flags.
+    """
+    left = [trial for trial in trials if not trial.is_finished()]
+    if not left:
+        print("sweep: all runs are finished; the same command without --slurm compares them")
+        return runtime.EXIT_OK
+    config = read_slurm(flags, left)
+    for warning in config.warnings():
+        print(f"warning: {warning}", file=sys.stderr)
+    code = deliver(config, batch_script(config, tasks=tasks_of(left)))
+    if not config.dry_run and code == runtime.EXIT_OK:
+        paths = " ".join(shlex.quote(str(trial.path)) for trial in trials)
+        print(f"{len(left)} tasks; when they have ended: python -m jaxdist.report {paths}")
+    return code
 
 
 def train(trial: Trial) -> tuple[int, bool]:

@@ -35,6 +35,12 @@ class SweepConfig(RunConfig):
         "combination is trained. Values that hold commas are a list of texts, e.g. "
         'mesh=["dp=2,tp=2","dp=4"]',
     )
+    slurm: tuple[str, ...] = setting(
+        (),
+        "write a SLURM job array in place of training here, one task for each combination: a flag "
+        "of `jaxdist launch slurm` and its value, e.g. time=24:00:00, gpus-per-node=8 or "
+        "submit=true; may be given several times",
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,6 +58,11 @@ class Trial:
     arguments: list[str]
     config: RunConfig
 
+    @property
+    def arguments_without_run_dir(self) -> list[str]:
+        """`arguments`, for a launcher that names the run directory itself."""
+        return _without(self.arguments, ("run_dir",))
+
     def is_finished(self) -> bool:
         """Whether its run has ended with all steps done."""
         run = RunDirectory(self.path, is_writer=False, resumed=True)
@@ -63,8 +74,21 @@ class Trial:
         return ended == (ExitReason.FINISHED, self.config.train.steps)
 
 
-def read_sweep(argv: Sequence[str], summary: str = "") -> list[Trial]:
-    """Every combination, in the order of the grid; the setting named last varies fastest.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sweep:
+    """What to train, and where.
+
+    Attributes:
+        trials: every combination, in the order of the grid; the setting named last varies fastest.
+        slurm: flags of a SLURM job array; () = the runs are trained here.
+    """
+
+    trials: list[Trial]
+    slurm: tuple[str, ...]
+
+
+def read_sweep(argv: Sequence[str], summary: str = "") -> Sweep:
+    """The sweep that the arguments of the command ask for.
 
     Raises:
         ConfigError: every problem of the grid, or else of any combination.
@@ -75,7 +99,7 @@ def read_sweep(argv: Sequence[str], summary: str = "") -> list[Trial]:
     axes, problems = _axes_of(config)
     if problems:
         raise ConfigError(headed(COMMAND, problems))
-    plain = _without(argv, ("grid", "run_dir"))
+    plain = _without(argv, ("grid", "run_dir", "slurm"))
     name = read_run(plain, command=COMMAND, check_rules=False).name
     folder = locate(config.run_dir or f"runs/{name}")
     trials: list[Trial] = []
@@ -100,7 +124,7 @@ def read_sweep(argv: Sequence[str], summary: str = "") -> list[Trial]:
     problems += [problem for trial in trials if (problem := _other_run(trial))]
     if problems:
         raise ConfigError(headed(COMMAND, problems))
-    return trials
+    return Sweep(trials=trials, slurm=config.slurm)
 
 
 def _axes_of(config: SweepConfig) -> tuple[dict[str, list[str]], list[str]]:

@@ -1,0 +1,104 @@
+"""Which exchange devices that share rows take, on which meshes, and how even their work is."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from jaxdist.config import read_run
+from jaxdist.core.attention.context import Plan, plan_exchange
+from jaxdist.core.mesh import MeshSpec
+from jaxdist.core.parallel import context as axis
+from jaxdist.core.sharding import Layout
+from jaxdist.core.step import exchange_of
+from jaxdist.core.types import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("window", "longest", "packed", "reach"),
+    [(0, 0, True, 0), (9, 0, True, 9), (9, 12, True, 9), (0, 12, True, 12), (0, 12, False, 0)],
+)
+def test_a_window_or_the_documents_say_how_far_a_query_sees(window, longest, packed, reach):
+    assert Plan("ring", 1, False, "", longest).reach(window, packed) == reach
+
+
+@pytest.mark.parametrize(
+    ("sizes", "exchange", "inner"),
+    [
+        ({"size": 2, "heads": 32, "kv_heads": 8}, "all_to_all", 2),
+        ({"size": 3, "heads": 32, "kv_heads": 4}, "all_gather", 1),
+        ({"size": 3, "heads": 32, "kv_heads": 8}, "ring", 1),
+        ({"size": 8, "heads": 32, "kv_heads": 8}, "all_to_all", 8),
+        ({"size": 64, "heads": 32, "kv_heads": 8, "per_node": 8}, "hybrid", 8),
+        ({"size": 4, "heads": 3, "kv_heads": 3}, "ring", 1),
+        ({"size": 3, "heads": 4, "kv_heads": 4, "has_stages": True}, "all_gather", 1),
+    ],
+)
+def test_the_exchange_follows_from_heads_and_devices(sizes, exchange, inner):
+    plan = plan_exchange("auto", **{"per_node": sizes["size"], "has_stages": False, **sizes})
+    assert (plan.exchange, plan.inner) == (exchange, inner)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "per_host", "exchange", "inner"),
+    [
+        ("cp=8", 8, "all_to_all", 8),
+        ("cp=8", 4, "hybrid", 4),
+        ("cp=4,tp=2", 4, "hybrid", 2),
+        # Two rows of six devices on hosts of four: pairs alone share a host in both.
+        ("dp=2,cp=6", 4, "hybrid", 2),
+        ("cp=8", 1, None, 0),
+    ],
+)
+def test_processes_of_one_device_form_groups_by_their_hosts(mesh, per_host, exchange, inner):
+    """Also where each process has one device, as with one process for each GPU."""
+    spec = MeshSpec.parse(mesh)
+    devices = [SimpleNamespace(process_index=i) for i in range(spec.num_devices)]
+    played = SimpleNamespace(
+        devices=np.array(devices).reshape(*spec.sizes.values()),
+        axis_names=tuple(spec.sizes),
+        shape=spec.sizes,
+    )
+    wanted = "auto" if exchange == "all_to_all" else "hybrid"
+    hosts = {i: f"host{i // per_host}" for i in range(spec.num_devices)}
+    here = Layout(mesh=played, context_attention=wanted, host_of=hosts)
+    model = SimpleNamespace(context_parallel=True, dims={"heads": 24, "kv_heads": 24})
+    if exchange is None:
+        with pytest.raises(ConfigError):
+            exchange_of(model, here)
+        return
+    plan = exchange_of(model, here)
+    assert (plan.exchange, plan.inner) == (exchange, inner)
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--mesh=cp=3"], "train.seq_len=132"),
+        (["--mesh=cp=2,tp=4", "--train.seq_len=12"], "train.seq_len=12 / cp=2"),
+        (["--mesh=cp=2", "--model.attention_dropout=0.1"], "model.attention_dropout=0.1"),
+        (["--mesh=cp=2", "--model=cnn", "--data.sources="], "Model.context_parallel"),
+        (["--mesh=cp=16", "--mesh.context_attention=all_to_all"], "cp=1, 2, 4 or 8"),
+        (["--mesh=cp=3,pp=2", "--mesh.context_attention=ring"], "'all_gather'"),
+        (["--mesh=fsdp=8,cp=32"], "fsdp=8 × cp=32"),
+    ],
+)
+def test_a_mesh_that_cannot_share_rows_is_refused(flags, named):
+    with pytest.raises(ConfigError) as refused:
+        read_run(flags, command="jaxdist.train")
+    assert named in str(refused.value)
+
+
+def test_zig_zag_gives_every_device_the_same_work():
+    assert axis.imbalance(8, 4096) <= 0.05
+    assert axis.imbalance(8, 64) <= 0.05
+    # Under a window of 2 only the row's first position sees fewer keys: 7 on one device, 8 on the
+    # other.
+    assert axis.imbalance(2, 8, window=2) == pytest.approx(8 / 7.5 - 1)
+    # A document of 2 and one of 6: keys seen in the quarters 1+2, 1+2, 3+4, 5+6. Two neighbours
+    # that exchange heads share the work of both.
+    documents = np.array([[0, 1, 0, 1, 2, 3, 4, 5]])
+    assert axis.imbalance(2, 8, places=documents) == pytest.approx(14 / 12 - 1)
+    assert axis.imbalance(2, 8, places=np.repeat(documents, 3, 0), inner=2) == 0
+    places = np.sort(np.concatenate([axis.places_of(i, 6, 4) for i in range(4)]))
+    assert np.array_equal(places, np.arange(24))
