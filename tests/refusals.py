@@ -12,12 +12,11 @@ from jaxdist.core.types import ConfigError
 def refused(
     *facts: object, error: type[Exception] = ConfigError, num_problems: int = 1
 ) -> Iterator[pytest.ExceptionInfo]:
-    """Expect `error` with this many problems, below a heading or not, that name all `facts`."""
+    """Expect `error` with this many problems that name all `facts`."""
     with pytest.raises(error) as caught:
         yield caught
     problems = getattr(caught.value, "problems", [str(caught.value)])
-    below = [line for line in problems if line.startswith("  - ")] or problems
-    assert len(below) == num_problems, problems
+    assert len(problems) == num_problems, problems
     assert not (absent := missing(str(caught.value), *facts)), (absent, problems)
 
 

@@ -164,8 +164,8 @@ def test_a_bad_mesh_names_every_rule_and_legal_meshes_nearby():
     config = run_config("--mesh=auto", "--train.global_batch_size=24")
     with pytest.raises(ConfigError) as caught:
         config.check_mesh(MeshSpec(tensor=3, pipeline=3), num_devices=8)
-    heading, *lines = caught.value.problems
-    assert heading.startswith("mesh: 6 problems") and len(lines) == 6
+    lines = caught.value.problems
+    assert str(caught.value).startswith("mesh: 6 problems") and len(lines) == 6
     text = "\n".join(lines)
     for part in (
         "needs 9 devices, 8 are",
@@ -179,6 +179,15 @@ def test_a_bad_mesh_names_every_rule_and_legal_meshes_nearby():
     assert len(suggested) == 3
     for mesh in suggested:
         run_config("--simulate=8", f"--mesh={mesh}", "--train.global_batch_size=24")
+
+
+def test_a_rule_of_the_mesh_is_told_whatever_its_words(monkeypatch):
+    def refuse(*given):
+        raise ConfigError("no mesh without a problem")
+
+    monkeypatch.setattr(MeshSpec, "resolve", refuse)
+    with refused("no mesh without a problem"):
+        run_config("--simulate=2", "--mesh=dp=2")
 
 
 def test_no_legal_mesh_of_all_devices_suggests_fewer():

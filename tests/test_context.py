@@ -15,6 +15,7 @@ from covering import covering_array
 from jax.sharding import PartitionSpec as P
 from pipeline_parity import Case as StagesCase
 from pipeline_parity import compare, evaluation
+from refusals import refused
 from test_parity import check
 from test_traffic import traffic
 from tiny import ROWS, SEQ, Case, layout_of, model_of, reference, run, step_of, text_batch
@@ -26,7 +27,7 @@ from jaxdist.core.collective_order import in_order
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.parallel import context as axis
 from jaxdist.core.parallel import reduction
-from jaxdist.core.types import AttentionMask, ConfigError
+from jaxdist.core.types import AttentionDropout, AttentionMask, ConfigError
 
 SHARDS, LENGTH, WIDTH = 4, 48, 8
 CLOSE = 2e-6  # of the largest number: float32 sums in another order
@@ -36,6 +37,8 @@ MASKS = {
     "window": AttentionMask(sliding_window=9),
     "everything": AttentionMask(causal=False),
 }
+CAPS = {"window": 0.7}
+"""Mask -> the bound of its scores; the others have none."""
 HEADS = {"grouped": (8, 4), "odd": (3, 1)}
 
 
@@ -88,6 +91,7 @@ def dense(mask: str, heads: str, is_packed: bool):
         each = query.shape[2] // key.shape[2]
         key, value = (jnp.repeat(x, each, axis=2) for x in (key, value))
         scores = jnp.einsum("bqhd,bkhd->bhqk", query, key) / np.sqrt(WIDTH)
+        scores = CAPS[mask] * jnp.tanh(scores / CAPS[mask]) if mask in CAPS else scores
         told = dataclasses.replace(MASKS[mask], segments=segments)
         scores = jnp.where(visible(told, LENGTH, LENGTH), scores, -jnp.inf)
         return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), value)
@@ -102,13 +106,25 @@ def shared(plan: Plan, mask: str, heads: str, is_packed: bool):
     order = np.concatenate([axis.places_of(i, LENGTH // SHARDS, SHARDS) for i in range(SHARDS)])
 
     def told(query, key, value, segments):
-        return attend(query, key, value, dataclasses.replace(MASKS[mask], segments=segments))
+        seen = dataclasses.replace(MASKS[mask], segments=segments)
+        return attend(query, key, value, seen, softcap=CAPS.get(mask, 0.0))
 
     over = P(None, "context")
     local = in_order(functools.partial(pulled, told))
     step = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=over, out_specs=over))
     placed = jax.tree.map(lambda x: x[:, order], inputs_of(heads, is_packed))
     return jax.tree.map(lambda x: np.asarray(x)[:, np.argsort(order)], step(*placed))
+
+
+def test_dropout_over_shared_rows_is_refused_with_the_fix():
+    mesh = MeshSpec(context=2).build(jax.devices()[:2])
+    attend = context.make_attend(Plan("ring", 1, False, ""), make_attend(platform="cpu"))
+    dropout = AttentionDropout(rate=0.1, key=jax.random.key(0), rows=jnp.arange(1))
+    local = lambda x: attend(x, x, x, MASKS["causal"], dropout=dropout)
+    over = P(None, "context")
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=over, out_specs=over)
+    with refused("cp=2", "attention_dropout=0"):
+        jax.eval_shape(mapped, jnp.ones((1, 8, 2, 4)))
 
 
 def apart(found, expected) -> float:
@@ -252,7 +268,7 @@ def test_block_by_block_is_dense(mask, heads, is_packed, block):
 
     def attend(query, key, value, segments):
         span = blockwise.Span(jnp.arange(LENGTH)[None], segments)
-        rule = blockwise.Rule(told.causal, told.sliding_window, block)
+        rule = blockwise.Rule(told.causal, told.sliding_window, block, CAPS.get(mask, 0.0))
         return blockwise.attend(query, key, value, span, span, rule)
 
     assert apart(value_and_grads(attend, heads, is_packed), dense(mask, heads, is_packed)) <= CLOSE

@@ -1,6 +1,7 @@
 """The planner's account of shared rows: traffic as compiled, and configs that fit their GPUs."""
 
 import dataclasses
+import re
 from pathlib import Path
 
 import numpy as np
@@ -76,6 +77,29 @@ def long_rows(heads: int, kv_heads: int, **shape) -> RunConfig:
     model = DecoderConfig(num_heads=heads, num_kv_heads=kv_heads, positions="rotary", **sizes)
     train = TrainConfig(global_batch_size=4, seq_len=32768, num_microbatches=1, remat="full")
     return RunConfig(model=model, train=train, **shape)
+
+
+def committed(exchange: str) -> float:
+    """GiB that XLA:GPU's buffer assignment gives an exchange of a million tokens, as committed."""
+    page = (CONFIGS.parent / "scripts/bench/results/context_program.md").read_text()
+    table = page.partition("## One row of 1,048,576 tokens")[2]
+    return float(re.search(rf"^\| {exchange} \| \w+ \| ([\d.]+) \|", table, re.M)[1])
+
+
+@pytest.mark.parametrize("exchange", ["ring", "all_gather", "all_to_all", "hybrid"])
+def test_the_memory_of_each_exchange_is_that_of_the_compiled_program(exchange):
+    """Two layers of a million tokens on 32 devices; after an all-gather all keys have gradients."""
+    config = stored_run(CONFIGS / "llama3_8b_1m.toml")
+    config = dataclasses.replace(
+        config,
+        model=dataclasses.replace(config.model, num_layers=2),
+        train=dataclasses.replace(config.train, global_batch_size=1, num_microbatches=1),
+        mesh=dataclasses.replace(config.mesh, context_attention=exchange),
+    )
+    nodes = 2 if exchange == "hybrid" else 1
+    cluster = Cluster(gpu=GPUS["h100"], num_nodes=nodes, gpus_per_node=32 // nodes)
+    planned = estimate_memory(Job.of(config, MeshSpec(context=32), cluster)).temporary_bytes
+    assert planned / 2**30 == pytest.approx(committed(exchange), rel=0.06)
 
 
 TWO_NODES = Cluster(gpu=GPUS["h100"], num_nodes=2, gpus_per_node=8)

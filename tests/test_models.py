@@ -359,6 +359,14 @@ def test_dropout_keeps_the_mean_and_the_share():
     assert len({bits.tobytes() for bits in kept.reshape(-1, 32)}) == 8 * 64
 
 
+def test_a_kernel_that_drops_nothing_is_refused_for_dropout():
+    rows = jnp.ones((1, 4, 2, 8), jnp.bfloat16)
+    attend = make_attend(platform="gpu", compute_capability="9.0")
+    dropout = AttentionDropout(rate=0.1, key=jax.random.key(0), rows=jnp.arange(1))
+    with refused("attention='cudnn'", "dropout"):
+        attend(rows, rows, rows, AttentionMask(), kernel="cudnn", dropout=dropout)
+
+
 def test_attention_dropout_keeps_the_mean():
     rng = np.random.default_rng(0)
     query, key, value = (jnp.asarray(rng.normal(size=(2, 6, n, 4)), jnp.float32) for n in (4, 2, 2))

@@ -329,21 +329,6 @@ def test_bfloat16_moments_keep_second_moments_in_float32_and_stay_close(optimize
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_state_axes_name_every_dim_of_the_state(optimizer):
-    config = OptimConfig(optimizer=optimizer)
-    shapes = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, random_tree(0)))
-    state = make_optimizer(config, AXES).init(random_tree(0))
-    axes = optim.state_axes(config, AXES, shapes)
-    assert jax.tree.structure(axes) == jax.tree.structure(state)
-    seen = set()
-    for dims, leaf in zip(jax.tree.leaves(axes), jax.tree.leaves(state), strict=True):
-        assert isinstance(dims, Dims) and len(dims) == leaf.ndim
-        assert all(SIZES[d] == n for d, n in zip(dims, leaf.shape, strict=True) if d is not None)
-        seen |= set(dims)
-    assert seen >= set(SIZES)  # no dim was lost to None
-
-
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_optax_finds_the_param_shaped_trees_of_the_state(optimizer):
     rule = make_optimizer(OptimConfig(optimizer=optimizer), AXES)
     params = random_tree(0)
@@ -352,22 +337,6 @@ def test_optax_finds_the_param_shaped_trees_of_the_state(optimizer):
     )
     found = [leaf for leaf in jax.tree.leaves(marked) if isinstance(leaf, bool)]
     assert len(found) >= len(jax.tree.leaves(params)) and all(found)
-
-
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_elementwise_means_that_shards_update_alone(optimizer):
-    """Half of every leaf's last dim, updated alone, equals that half of the whole update."""
-    config = OptimConfig(optimizer=optimizer)
-
-    def update(cut):
-        params, grads = (jax.tree.map(cut, random_tree(seed)) for seed in (0, 1))
-        rule = make_optimizer(config, AXES)
-        return make_update(rule)(grads, rule.init(params), params)[0]
-
-    half = lambda x: x[..., : x.shape[-1] // 2]
-    alone, whole = update(half), jax.tree.map(half, update(lambda x: x))
-    same = jax.tree.map(lambda a, b: bool(np.allclose(a, b, rtol=1e-6, atol=1e-7)), alone, whole)
-    assert all(jax.tree.leaves(same)) == config.elementwise
 
 
 # ---- schedules ----

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from jaxdist.core.mesh import MeshSpec, in_devices, shrink, shrunk_sizes
 from jaxdist.core.parallel.pipeline.axis import PIPELINE
-from jaxdist.core.settings import ConfigError, headed
+from jaxdist.core.settings import ConfigError
 from jaxdist.core.types import Model
 
 if TYPE_CHECKING:
@@ -40,15 +40,11 @@ def fit_devices(config: RunConfig, num_devices: int, model: Model | None = None)
         kept = " × ".join(f"{axis.short}={asked[axis]}" for axis in fixed)
         smaller = f", or ask for smaller {' and '.join(axis.short for axis in fixed)}"
         raise ConfigError(
-            headed(
-                "mesh",
-                [
-                    f"mesh {asked} is elastic and {num_devices} of its {asked.num_devices} devices "
-                    f"are there: {f'{kept} cannot shrink, and ' if fixed else ''}with this model "
-                    f"and batch {in_devices(least)} {'is' if least == 1 else 'are'} the fewest. "
-                    f"Wait for {least}{smaller if fixed else ''}."
-                ],
-            )
+            f"mesh {asked} is elastic and {num_devices} of its {asked.num_devices} devices are "
+            f"there: {f'{kept} cannot shrink, and ' if fixed else ''}with this model and batch "
+            f"{in_devices(least)} {'is' if least == 1 else 'are'} the fewest. Wait for "
+            f"{least}{smaller if fixed else ''}.",
+            asked="mesh",
         )
     adapted = _with_batches(config, asked, spec)
     reason = _reason(config, adapted, asked, spec, num_devices)

@@ -18,7 +18,7 @@ from jaxdist.core.parallel.context import CONTEXT
 from jaxdist.core.parallel.pipeline.axis import PIPELINE
 from jaxdist.core.parallel.pipeline.config import PipelineConfig
 from jaxdist.core.precision import PrecisionConfig
-from jaxdist.core.settings import ConfigError, headed, problems_of, setting
+from jaxdist.core.settings import ConfigError, problems_of, setting
 from jaxdist.core.sharding import MeshConfig
 from jaxdist.core.step import EvalConfig, TrainConfig
 from jaxdist.core.types import Model
@@ -181,7 +181,7 @@ class RunConfig:
         """
         problems = self._problems_with_fix(spec, model, num_devices)
         if problems:
-            raise ConfigError(headed("mesh", problems))
+            raise ConfigError(problems, asked="mesh")
 
     def choose_mesh(
         self,
@@ -337,7 +337,7 @@ class RunConfig:
             if num_devices is not None and fit_devices(self, num_devices) is not self:
                 return []
         except ConfigError as error:
-            return [line.removeprefix("  - ") for line in error.problems if "problem" not in line]
+            return error.problems
         return self._problems_with_fix(spec, None, num_devices)
 
     def _known_devices(self) -> int | None:

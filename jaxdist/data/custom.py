@@ -15,10 +15,8 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import importlib
 import inspect
 import json
-import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -29,6 +27,7 @@ import numpy as np
 
 from jaxdist.core.types import ConfigError
 from jaxdist.data.packing import Fields, Rows, Spans, cut
+from jaxdist.runtime.named_function import named_function
 
 _NAMED = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _NEEDED = {"text": ("tokens", "targets", "weights"), "images": ("images", "labels", "weights")}
@@ -150,11 +149,8 @@ def _function(source: str) -> Callable[..., Any]:
             "data.sources: the rows of this run were given as a Python object, which no file "
             "holds. Give them again: jaxdist.open(RUN, data=ROWS)."
         )
-    module, _, function = source.partition(":")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
     try:
-        return getattr(importlib.import_module(module), function)
+        return named_function(source)
     except (ImportError, AttributeError) as error:
         raise ConfigError(
             f"data source {source!r} cannot be loaded: {error}. Name a file, or an importable "

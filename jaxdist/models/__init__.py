@@ -5,12 +5,9 @@
 
 from __future__ import annotations
 
-import importlib
-import os
-import sys
-
 from jaxdist.core.types import ConfigError, Model
 from jaxdist.models.configs import CnnConfig, CustomConfig, DecoderConfig, ModelConfig, ResnetConfig
+from jaxdist.runtime.named_function import named_function
 
 GIVEN_MODEL = "python:model"
 """The factory of a run whose model a Python program gave as an object."""
@@ -52,11 +49,8 @@ def _build_custom(config: CustomConfig, *, seq_len: int) -> Model:
             "model.factory: the model of this run was given as a Python object, which no file "
             "holds. Give it again: jaxdist.open(RUN, model=MODEL)."
         )
-    module_name, _, function_name = config.factory.partition(":")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
     try:
-        factory = getattr(importlib.import_module(module_name), function_name)
+        factory = named_function(config.factory)
     except (ImportError, AttributeError) as error:
         raise ConfigError(
             f"model.factory={config.factory!r} cannot be loaded: {error}. Name an importable "

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxdist.core.types import Array, Dims, Params
+from jaxdist.core.types import Array, Params
 from jaxdist.optim.config import OptimConfig
 from jaxdist.optim.matrices import Sides, sides_of
 
@@ -110,17 +110,3 @@ def _factored_update(
         update = grad * jax.lax.rsqrt(wide_rows / mean) * jax.lax.rsqrt(wide_columns)
     rms = jnp.sqrt(jnp.square(update).mean(sides.rows + sides.columns, keepdims=True))
     return update / jnp.maximum(1.0, rms / clip), rows, columns, full
-
-
-def factored_axes(state: FactoredState, axes: Params) -> FactoredState:
-    """`state` with the dims of each moment; `state.full` already has them."""
-
-    def kept(part: str) -> Params:
-        def dims_of(dims: Dims, sides: Sides) -> Dims:
-            if not sides.is_matrix:
-                return Dims(())
-            return Dims(dims[i] for i in _kept(sides, part))
-
-        return jax.tree.map(dims_of, axes, sides_of(axes))
-
-    return state._replace(rows=kept("rows"), columns=kept("columns"))

@@ -71,11 +71,6 @@ class OptimConfig:
     )
 
     @property
-    def elementwise(self) -> bool:
-        """Whether an update of one element depends on that element alone."""
-        return self.optimizer in ("adamw", "sgd", "lion")
-
-    @property
     def moment_bytes(self) -> int:
         """Bytes of optimizer state per parameter; rows and columns of adafactor count as none."""
         momentum = {"float32": 4, "bfloat16": 2}[self.moment_dtype]

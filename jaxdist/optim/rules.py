@@ -10,7 +10,7 @@ import optax
 from optax.contrib import MuonDimensionNumbers, scale_by_muon
 
 from jaxdist.core.types import Array, Dims, Params
-from jaxdist.optim.adafactor import FactoredState, absent, adafactor, factored_axes
+from jaxdist.optim.adafactor import absent, adafactor
 from jaxdist.optim.config import OptimConfig
 from jaxdist.optim.freeze import frozen_leaves
 from jaxdist.optim.matrices import Sides, sides_of
@@ -30,7 +30,7 @@ def make_optimizer(config: OptimConfig, axes: Params) -> optax.GradientTransform
         `init(params)` and `update(grads, state, params)`; subtract `lr * updates` from the
         parameters. Gradients are float32. The state holds trees like `params`, found by
         `optax.tree_utils.tree_map_params`, with a scalar 0 at leaves that another rule takes care
-        of; `state_axes` names its dims.
+        of.
     """
     if not config.freeze:
         return _chain(config, axes)
@@ -76,31 +76,6 @@ def hidden_matrices(axes: Params) -> Params:
         return inside and sides.is_matrix
 
     return jax.tree.map(is_hidden, axes, sides_of(axes))
-
-
-def state_axes(config: OptimConfig, axes: Params, params: Params) -> Any:
-    """The logical dims of the optimizer's state, for its shardings and its checkpoint.
-
-    `params` may be their shapes (`jax.ShapeDtypeStruct`).
-
-    Returns:
-        A tree like `make_optimizer(config, axes).init(params)` with a `Dims` at each array.
-    """
-    optimizer = make_optimizer(config, axes)
-    state = jax.eval_shape(optimizer.init, params)
-    named = optax.tree_utils.tree_map_params(
-        optimizer,
-        lambda leaf, dims: dims if leaf.ndim else Dims(()),
-        state,
-        axes,
-        transform_non_params=lambda leaf: Dims((None,) * leaf.ndim),
-    )
-    # Adafactor's row and column moments lack dims of their parameter.
-    return jax.tree.map(
-        lambda node: factored_axes(node, axes) if isinstance(node, FactoredState) else node,
-        named,
-        is_leaf=lambda node: isinstance(node, FactoredState),
-    )
 
 
 def _adam(config: OptimConfig, axes: Params) -> optax.GradientTransformation:

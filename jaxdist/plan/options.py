@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxdist.config import RunConfig
 from jaxdist.config.command_line import ALIASES
-from jaxdist.core.settings import headed, problems_of, read_with_origins
+from jaxdist.core.settings import problems_of, read_with_origins
 from jaxdist.core.types import ConfigError, setting
 from jaxdist.plan.estimate.cost import FAILURES_PER_1000_GPU_DAYS, Limits
 from jaxdist.plan.hardware import GPUS, Cluster, Gpu, parse_gpus, read_hardware
@@ -133,7 +133,7 @@ def read_plan(
         rule for rule in rules if not rule.startswith("data.")
     ]
     if problems:
-        raise ConfigError(headed(COMMAND, problems))
+        raise ConfigError(problems, asked=COMMAND)
     asked = (
         origins.get("mesh.shape", "").startswith(("flag", "keyword"))
         and config.mesh.shape != "auto"
@@ -150,7 +150,7 @@ def clusters_of(config: PlanConfig) -> list[Cluster]:
     try:
         clusters = parse_gpus(config.gpus, known_gpus(config))
     except ConfigError as error:
-        raise ConfigError(headed(COMMAND, error.problems)) from None
+        raise ConfigError(error.problems, asked=COMMAND) from None
     return [dataclasses.replace(c, gpu=_priced(c.gpu, config)) for c in clusters]
 
 

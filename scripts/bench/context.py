@@ -1,6 +1,7 @@
 """What long rows cost: attention on one device, the step's memory, and reading a part of a row.
 
     python scripts/bench/context.py attention     # dense and block by block: time and memory
+    python scripts/bench/context.py long          # the same of one head, up to 131,072 keys
     python scripts/bench/context.py memory        # compiled steps; none is run
     python scripts/bench/context.py reading       # a process's part of a batch of long rows
 
@@ -27,16 +28,17 @@ ROW, NUM_ROWS = 131_072, 8
 HEADS, KV_HEADS, WIDTH = 8, 4, 64
 LENGTHS = (512, 1024, 2048, 4096, 8192)
 LONGEST_DENSE = 4096  # 8192 keys take 8 GiB
+LONG = {"xla": 8_192, "blockwise": 32_768}  # keys of the longest row that is run
 
 
 def main() -> None:
     """Print one table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("table", choices=["attention", "memory", "reading"])
+    parser.add_argument("table", choices=["attention", "long", "memory", "reading"])
     table = parser.parse_args().table
     jax.config.update("jax_num_cpu_devices", DEVICES if table == "memory" else 1)
     print(f"jax {jax.__version__}, load average before {os.getloadavg()[0]:.1f}\n")
-    {"attention": attention, "memory": memory, "reading": reading}[table]()
+    {"attention": attention, "long": long, "memory": memory, "reading": reading}[table]()
 
 
 def attention() -> None:
@@ -66,6 +68,28 @@ def attention() -> None:
                 times.append(time.perf_counter() - start)
             best = 1e3 * min(times[1:])
             print(f"| {length} | {kernel} | {temporary:.1f} | {best:.0f} |", flush=True)
+
+
+def long() -> None:
+    """Memory of both kernels for rows of 8k, 32k and 128k, and processor time where it is short."""
+    from jaxdist.core.attention import kernels
+    from jaxdist.core.types import AttentionMask
+
+    print("| keys | kernel | temporaries, MiB | processor time, s |\n|---:|---|---:|---:|")
+    for length in (8_192, 32_768, 131_072):
+        arrays = [jax.random.normal(jax.random.key(i), (1, length, 1, WIDTH)) for i in range(3)]
+        for kernel, longest in LONG.items():
+
+            def loss(x, kernel=kernel):
+                return jnp.sum(kernels._attend(*x, AttentionMask(), kernel))
+
+            compiled = jax.jit(jax.grad(loss)).lower(arrays).compile()
+            temporary = compiled.memory_analysis().temp_size_in_bytes / 2**20
+            start = time.process_time()
+            if length <= longest:
+                jax.block_until_ready(compiled(arrays))
+            spent = f"{time.process_time() - start:.1f}" if length <= longest else "not run"
+            print(f"| {length:,} | {kernel} | {temporary:,.1f} | {spent} |", flush=True)
 
 
 def memory() -> None:

@@ -5,12 +5,14 @@
 
 Two layers of `configs/llama3_8b_128k.toml`, every other shape as it is: one row of 131,072 tokens
 on 8 H100. Every exchange: kernels, bytes on the wire beside the planner's, what runs beside the
-permutes; then memory against the number of devices that share the row, and under a sliding window.
+permutes; then memory against the number of devices that share the row, and under a sliding window;
+every exchange of a million tokens; and the configs of long rows as they are.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import sys
 from pathlib import Path
 
@@ -18,12 +20,14 @@ from jaxdist.config import RunConfig, stored_run
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.plan.compiled.check import CompiledStep, NotCompiled, compile_step
 from jaxdist.plan.estimate.job import Job
+from jaxdist.plan.estimate.memory import estimate_memory, usable_bytes
 from jaxdist.plan.estimate.traffic import flows_of
 from jaxdist.plan.hardware import GPUS, Cluster
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 OUTPUT = REPOSITORY / "scripts" / "bench" / "results" / "context_program.md"
-CONFIG = REPOSITORY / "configs" / "llama3_8b_128k.toml"
+CONFIGS = {"llama3_8b_128k": 1, "llama3_8b_1m": 8, "llama3_70b_128k": 16}
+"""Config -> nodes of 8 H100."""
 NUM_LAYERS = 2
 WINDOW = 4096
 TIMEOUT_S = 600.0
@@ -36,7 +40,9 @@ def main() -> int:
     rows = [compiled(exchange, 8) for exchange in EXCHANGES]
     rows.append(compiled("ring", 8, WINDOW))
     sizes = [compiled("ring", size) for size in (2, 4)] + [rows[0]]
-    OUTPUT.write_text("\n".join([*head(rows[0].step), *table(rows), *memory(sizes)]))
+    million = [compiled(exchange, 32, config="llama3_8b_1m") for exchange in EXCHANGES]
+    parts = [head(rows[0].step), table(rows), memory(sizes), long(million), whole()]
+    OUTPUT.write_text("\n".join(line for part in parts for line in part))
     print(f"wrote {OUTPUT.relative_to(REPOSITORY)}")
     return 0
 
@@ -56,19 +62,24 @@ class Row:
     step: CompiledStep
 
 
-def compiled(exchange: str, size: int, window: int = 0) -> Row:
+def compiled(exchange: str, size: int, window: int = 0, config: str = "llama3_8b_128k") -> Row:
     """The step with `size` devices on each row; ends the script where there is none."""
     label = f"{exchange}, window {window:,}" if window else exchange
     mesh, cluster = MeshSpec(context=size), Cluster(gpu=GPUS["h100"], num_nodes=1, gpus_per_node=8)
     # A hybrid needs a second node: its groups are those of one.
     nodes = 2 if exchange == "hybrid" else 1
     cluster = dataclasses.replace(cluster, num_nodes=nodes, gpus_per_node=size // nodes)
-    config = cut_down(stored_run(CONFIG), exchange, window)
-    step = compile_step(config, mesh, cluster, timeout_s=TIMEOUT_S)
+    run = cut_down(stored_run(REPOSITORY / "configs" / f"{config}.toml"), exchange, window)
+    return compiled_row(label, Job.of(run, mesh, cluster))
+
+
+def compiled_row(label: str, job: Job) -> Row:
+    """The step of a job; ends the script where there is none."""
+    step = compile_step(job.config, job.spec, job.cluster, timeout_s=TIMEOUT_S)
     if isinstance(step, NotCompiled):
         raise SystemExit(f"{label}: {step.reason}. {step.fix}\n{step.details}")
-    print(f"{label}, cp={size}: {step.compile_s:.1f} s", flush=True)
-    return Row(label, Job.of(config, mesh, cluster), step)
+    print(f"{label}, {job.spec}: {step.compile_s:.1f} s", flush=True)
+    return Row(label, job, step)
 
 
 def cut_down(config: RunConfig, exchange: str, window: int) -> RunConfig:
@@ -135,17 +146,63 @@ def memory(rows: list[Row]) -> list[str]:
         "Per device. Activations are what twice the devices halve; gathered weights and the head's",
         "gradient are not. Were nothing else to change, each drop would be half of the one before.",
         "",
-        "| cp | arguments GiB | temporary GiB | less than with half the devices |",
-        "|---:|---:|---:|---:|",
+        "| cp | arguments GiB | temporary GiB | less than with half the devices | of half the drop "
+        "before |",
+        "|---:|---:|---:|---:|---:|",
     ]
-    before = None
-    for row in rows:
-        size, used = row.job.spec["context"], row.step.memory
-        less = "" if before is None else gib(before - used.temporary_bytes)
+    used = [row.step.memory.temporary_bytes for row in rows]
+    drops = [before - after for before, after in itertools.pairwise(used)]
+    shares = [f"{2 * drop / before:.0%}" for before, drop in itertools.pairwise(drops)]
+    less = ["", *map(gib, drops)]
+    for row, drop, share in zip(rows, less, ["", "", *shares], strict=True):
+        memory = row.step.memory
         lines.append(
-            f"| {size} | {gib(used.argument_bytes)} | {gib(used.temporary_bytes)} | {less} |"
+            f"| {row.job.spec['context']} | {gib(memory.argument_bytes)} | "
+            f"{gib(memory.temporary_bytes)} | {drop} | {share} |"
         )
-        before = used.temporary_bytes
+    return [*lines, ""]
+
+
+def long(rows: list[Row]) -> list[str]:
+    """Memory of a million tokens by exchange, beside the plan's."""
+    lines = [
+        "## One row of 1,048,576 tokens on 32 devices",
+        "",
+        "Two layers of `configs/llama3_8b_1m.toml`. After an all-gather every device holds float32",
+        "gradients of all keys and values; a ring holds those of one part.",
+        "",
+        "| exchange | attention runs on | temporary GiB | planned GiB |",
+        "|---|---|---:|---:|",
+    ]
+    for row in rows:
+        planned = estimate_memory(row.job).temporary_bytes
+        found = row.step.memory.temporary_bytes
+        lines.append(f"| {row.label} | {row.job.attention} | {gib(found)} | {gib(planned)} |")
+    return [*lines, ""]
+
+
+def whole() -> list[str]:
+    """The configs of long rows, whole and as they are: what a GPU needs, planned and compiled."""
+    lines = [
+        "## Configs of long rows",
+        "",
+        "All layers, mesh and settings of the config; of one GPU, with what cuDNN asks for at run",
+        "time.",
+        "",
+        "| config | GPUs | mesh | planned GiB | compiled GiB | usable GiB |",
+        "|---|---:|---|---:|---:|---:|",
+    ]
+    for name, nodes in CONFIGS.items():
+        cluster = Cluster(gpu=GPUS["h100"], num_nodes=nodes, gpus_per_node=8)
+        run = stored_run(REPOSITORY / "configs" / f"{name}.toml")
+        row = compiled_row(name, Job.of(run, run.mesh.spec, cluster))
+        sizes = (
+            estimate_memory(row.job).total_bytes,
+            row.step.memory.total_bytes,
+            usable_bytes(row.job),
+        )
+        cells = " | ".join(map(gib, sizes))
+        lines.append(f"| `{name}` | {cluster.num_gpus} | `{row.job.spec}` | {cells} |")
     return [*lines, ""]
 
 

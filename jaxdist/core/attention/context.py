@@ -35,7 +35,7 @@ from jaxdist.core.attention.blockwise import Partial, Pull, Rule, Span
 from jaxdist.core.attention.ring import Ring, attend_over_groups
 from jaxdist.core.parallel import context
 from jaxdist.core.parallel.context import CONTEXT
-from jaxdist.core.types import Array, AttentionMask, ConfigError
+from jaxdist.core.types import Array, AttentionDropout, AttentionMask, ConfigError
 
 Exchange: TypeAlias = Literal["ring", "all_gather", "all_to_all", "hybrid"]
 
@@ -148,7 +148,7 @@ def make_attend(plan: Plan, attend_rows: Callable[..., Array]) -> Callable[..., 
 
     Returns:
         As `attention.make_attend`, for this device's positions. Queries and keys are those of one
-        row, in the order of `parallel.context.places`; dropout is not possible.
+        row, in the order of `parallel.context.places`. It raises `ConfigError` for dropout.
     """
 
     def attend(
@@ -158,11 +158,13 @@ def make_attend(plan: Plan, attend_rows: Callable[..., Array]) -> Callable[..., 
         mask: AttentionMask,
         *,
         kernel: str = "auto",
-        dropout: None = None,
+        dropout: AttentionDropout | None = None,
         softcap: float = 0.0,
     ) -> Array:
-        # A mesh on which there would be such is refused.
-        assert dropout is None and not mask.full_every
+        if dropout is not None:  # of the package's own models the mesh was refused already
+            size = collectives.group_size(CONTEXT.name)
+            raise ConfigError(context.dropout_problem(size, dropout.rate))
+        assert not mask.full_every  # a mesh on which there would be such is refused
         rule = Rule(mask.causal, mask.sliding_window, softcap=softcap)
         query, key, value = blockwise.declare_alike(query, key, value)
         if plan.exchange == "all_gather":

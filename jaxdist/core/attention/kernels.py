@@ -63,9 +63,6 @@ def make_attend(
         dropout: AttentionDropout | None = None,
         softcap: float = 0.0,
     ) -> Array:
-        if dropout is not None:
-            first_head = tensor_index() * query.shape[2]
-            return _attend_dense(query, key, value, mask, softcap, dropout, first_head)
         chosen, _ = choose_kernel(
             kernel,
             platform=platform,
@@ -74,8 +71,12 @@ def make_attend(
             head_dim=query.shape[-1],
             num_keys=key.shape[1],
             packed=mask.segments is not None or mask.query_positions is not None,
+            dropout=0.0 if dropout is None else dropout.rate,
             softcap=softcap,
         )
+        if dropout is not None:
+            first_head = tensor_index() * query.shape[2]
+            return _attend_dense(query, key, value, mask, softcap, dropout, first_head)
         if chosen == "xla" and (softcap or mask.full_every):
             return _attend_dense(query, key, value, mask, softcap)
         if not mask.full_every:

@@ -125,12 +125,16 @@ def _problems(size: int, workload: Workload) -> list[str]:
             "of which twice divides it."
         )
     if workload.attention_dropout:
-        found.append(
-            f"mesh cp={size} with model.attention_dropout={workload.attention_dropout}: dropped "
-            "probabilities would need the whole row on one device. Use cp=1, or "
-            "model.attention_dropout=0."
-        )
+        found.append(dropout_problem(size, workload.attention_dropout))
     return found
+
+
+def dropout_problem(size: int, rate: float) -> str:
+    """Why attention probabilities cannot be dropped where `size` devices share a row."""
+    return (
+        f"mesh cp={size} with model.attention_dropout={rate}: dropped probabilities would need the "
+        "whole row on one device. Use cp=1, or model.attention_dropout=0."
+    )
 
 
 def _traffic(sizes: ActivationSizes) -> list[Traffic]:

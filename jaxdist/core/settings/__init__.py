@@ -11,5 +11,5 @@ Importing this imports no jax: the launcher, which must not, reads its flags wit
 """
 
 from jaxdist.core.settings.declare import Bounds, ConfigError, problems_of, setting
-from jaxdist.core.settings.reader import headed, read_settings, read_with_origins
+from jaxdist.core.settings.reader import read_settings, read_with_origins
 from jaxdist.core.settings.toml_writer import to_table, write_toml

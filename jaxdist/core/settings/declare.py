@@ -11,11 +11,35 @@ class ConfigError(ValueError):
     """What the user asked for breaks rules; `problems` lists all of them, one line each.
 
     Every line says what was given, what is allowed and the fix. Commands print it and exit 2.
+
+    Args:
+        problems: one, or several.
+        asked: the command or setting that was asked for; the text then begins with a heading.
     """
 
-    def __init__(self, problems: str | list[str]):
+    def __init__(self, problems: str | list[str], *, asked: str = ""):
         self.problems = [problems] if isinstance(problems, str) else list(problems)
-        super().__init__("\n".join(self.problems))
+        super().__init__("\n".join(_headed(asked, self.problems) if asked else self.problems))
+
+
+_LONGEST = 2000  # characters of one problem
+
+
+def _headed(asked: str, problems: list[str]) -> list[str]:
+    count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+    return [
+        f"{asked}: {count} in what was asked for; nothing was started.",
+        *(f"  - {_shortened(problem)}" for problem in problems),
+    ]
+
+
+def _shortened(problem: str) -> str:
+    """Without the middle of what was given, where that is a text of many pages."""
+    if len(problem) <= _LONGEST:
+        return problem
+    half = _LONGEST // 2
+    left_out = f" … ({len(problem) - _LONGEST} characters) … "
+    return problem[:half] + left_out + problem[-half:]
 
 
 @dataclasses.dataclass(frozen=True)

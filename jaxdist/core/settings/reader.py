@@ -80,7 +80,7 @@ def read_with_origins(
         values: what a Python program asks for, which comes last; see `given_by_program`.
 
     Raises:
-        ConfigError: a heading, then every problem on one line each.
+        ConfigError: every problem, below a heading.
         SystemExit: `--help [SECTION]`, after printing it; code 0.
     """
     aliases = aliases or {}
@@ -90,7 +90,7 @@ def read_with_origins(
         try:
             print(help_text(cls, command, summary, aliases, positional, rest, arguments.help))
         except ConfigError as error:
-            raise ConfigError(headed(command, error.problems)) from None
+            raise ConfigError(error.problems, asked=command) from None
         raise SystemExit(0)
     givens, problems = _gather(arguments.files)
     words, more = _positional_values(cls, arguments.positional, positional)
@@ -100,9 +100,9 @@ def read_with_origins(
         try:
             base = base({".".join(given.path): given.raw for given in givens})
         except ConfigError as error:
-            raise ConfigError(headed(command, error.problems)) from None
+            raise ConfigError(error.problems, asked=command) from None
         except (OSError, ValueError) as error:  # a path that cannot be one: too long, or with NUL
-            raise ConfigError(headed(command, [_no_path(error)])) from None
+            raise ConfigError(_no_path(error), asked=command) from None
     hint = "What belongs to the program stands after --." if rest else "See --help."
     hint = hint if values is None else "See docs/settings.md."
     reader = _Reader(cls, base, givens, aliases, hint)
@@ -117,7 +117,7 @@ def read_with_origins(
     rules = [p for p in rules if not reader.concerns_bad_value(p)]
     problems += [reader.with_origin(p) for p in rules]
     if problems:
-        raise ConfigError(headed(command, problems))
+        raise ConfigError(problems, asked=command)
     return config, reader.origins
 
 
@@ -133,24 +133,6 @@ def _no_path(error: Exception) -> str:
     if isinstance(error, OSError):
         return f"path {str(error.filename)!r} cannot be used ({error.strerror}). Use another one."
     return f"a path cannot be used ({error}). Use another one."
-
-
-def headed(command: str, problems: list[str]) -> list[str]:
-    """The heading of a refusal, then its problems."""
-    count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-    return [
-        f"{command}: {count} in what was asked for; nothing was started.",
-        *(f"  - {_shortened(problem)}" for problem in problems),
-    ]
-
-
-def _shortened(problem: str) -> str:
-    """Without the middle of what was given, where that is a text of many pages."""
-    if len(problem) <= _LONGEST:
-        return problem
-    half = _LONGEST // 2
-    left_out = f" … ({len(problem) - _LONGEST} characters) … "
-    return problem[:half] + left_out + problem[-half:]
 
 
 def _gather(files: Sequence[str]) -> tuple[list[Given], list[str]]:
@@ -204,7 +186,6 @@ def _missing(
     ]
 
 
-_LONGEST = 2000  # characters of one problem
 _TYPED = ("flag", "argument")  # how the origin of what was typed begins; else it is a file's
 
 

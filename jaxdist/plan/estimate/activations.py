@@ -102,10 +102,11 @@ def _joined(job: Job) -> int:
     Partial results as they come and as they are joined, outputs and gradients of queries; and
     gradients of the keys and values at hand, which are all of the row's after an all-gather.
     """
-    if job.exchange is None or job.attention == "cudnn":
+    exchange = "" if job.exchange is None else job.exchange.exchange
+    if not exchange or (exchange, job.attention) == ("all_to_all", "cudnn"):
         return 0
     widths = Widths.of(job)
-    if job.exchange.exchange == "all_gather":
+    if exchange == "all_gather":
         return 3 * WIDE * job.micro_rows * job.seq_len * widths.keys
     return WIDE * job.tokens * (4 * widths.queries + 4 * widths.keys)
 

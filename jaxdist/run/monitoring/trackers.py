@@ -12,16 +12,15 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
-import importlib
 import logging
 import os
 import queue
-import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from jaxdist.run.metrics_log import plain
+from jaxdist.runtime.named_function import named_function
 
 logger = logging.getLogger("jaxdist")
 
@@ -138,10 +137,7 @@ def _open(name: str, identity: Identity) -> Tracker:
         return _Wandb(identity)
     if name == "mlflow":
         return _Mlflow(identity)
-    module, _, function = name.partition(":")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    return getattr(importlib.import_module(module), function)(**dataclasses.asdict(identity))
+    return named_function(name)(**dataclasses.asdict(identity))
 
 
 class _Wandb:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from jaxdist.config import RunConfig
 from jaxdist.config.command_line import ALIASES
-from jaxdist.core.settings import headed, problems_of, read_with_origins
+from jaxdist.core.settings import problems_of, read_with_origins
 from jaxdist.core.types import ConfigError, setting
 
 COMMAND = "jaxdist.audit"
@@ -51,5 +51,5 @@ def read_audit(argv: Sequence[str], summary: str = "") -> AuditConfig:
     elsewhere = dataclasses.replace(config.run, run_dir="", resume="auto", init_from="", simulate=0)
     problems = [rule for rule in problems_of(elsewhere) if not rule.startswith("data.")]
     if problems:
-        raise ConfigError(headed(COMMAND, problems))
+        raise ConfigError(problems, asked=COMMAND)
     return config

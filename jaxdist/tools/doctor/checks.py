@@ -140,8 +140,9 @@ def _mesh(config: DoctorConfig, job: Job) -> tuple[MeshSpec, list[Finding]]:
         spec, reason = config.choose_mesh(job.num_devices, model=config.build_model())
     except ConfigError as failure:
         if not found:
-            problems = [line.removeprefix("  - ") for line in failure.problems[-1:]]
-            found.append(error("mesh", problems[0], "name a mesh that is legal with --mesh"))
+            found.append(
+                error("mesh", failure.problems[-1], "name a mesh that is legal with --mesh")
+            )
         return MeshSpec.over(DATA, job.num_devices), found
     return spec, [*found, ok("mesh", f"{spec}: {reason}")]
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxdist.config import ALIASES, RunConfig
-from jaxdist.core.settings import ConfigError, headed, problems_of, read_settings, setting
+from jaxdist.core.settings import ConfigError, problems_of, read_settings, setting
 
 COMMAND = "jaxdist.doctor"
 _ALIASES = {
@@ -63,5 +63,5 @@ def read_doctor(argv: Sequence[str], summary: str = "") -> DoctorConfig:
     )
     problems = problems_of(config, deep=False) + problems_of(config.runtime, "runtime")
     if problems:
-        raise ConfigError(headed(COMMAND, problems))
+        raise ConfigError(problems, asked=COMMAND)
     return config

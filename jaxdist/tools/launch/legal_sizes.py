@@ -34,14 +34,14 @@ def read_sizes(arguments: Sequence[str]) -> LegalSizes | int:
 def main() -> int:
     """Print the sizes."""
     from jaxdist.config import legal_sizes, read_run
-    from jaxdist.core.settings import ConfigError, headed, problems_of
+    from jaxdist.core.settings import ConfigError, problems_of
 
     # Rules about this machine's devices are checked by the processes that have the devices.
     config = read_run(sys.argv[1:], command="jaxdist.train", check_rules=False)
     sections = {"mesh": config.mesh, "train": config.train, "pipeline": config.pipeline}
     problems = [p for name, section in sections.items() for p in problems_of(section, name)]
     if problems:
-        raise ConfigError(headed("jaxdist.train", problems))
+        raise ConfigError(problems, asked="jaxdist.train")
     legal = None
     if config.mesh.elastic and config.mesh.spec is not None:
         config.check_mesh(config.mesh.spec)

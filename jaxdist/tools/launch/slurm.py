@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxdist import runtime
-from jaxdist.core.settings import ConfigError, headed, problems_of, read_settings
+from jaxdist.core.settings import ConfigError, problems_of, read_settings
 from jaxdist.tools.launch.legal_sizes import read_sizes
 from jaxdist.tools.launch.membership import LegalSizes, Range, legal_nodes
 from jaxdist.tools.launch.slurm_script import Nodes, SlurmConfig, batch_script
@@ -48,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
     if not problems and nodes.least and sizes.legal is not None:
         nodes, problems = _with_legal_nodes(config, nodes, sizes)
     if problems:
-        raise ConfigError(headed(COMMAND, problems))
+        raise ConfigError(problems, asked=COMMAND)
     for warning in config.warnings():
         print(f"warning: {warning}", file=sys.stderr)
     return deliver(config, batch_script(config, nodes))

@@ -10,7 +10,7 @@ import tomllib
 from collections.abc import Iterator, Sequence
 
 from jaxdist.config import ALIASES, RunConfig, read_run
-from jaxdist.core.settings import ConfigError, headed, read_settings, setting, write_toml
+from jaxdist.core.settings import ConfigError, read_settings, setting, write_toml
 from jaxdist.core.settings.schema import BadValueError, FlagText, read_value
 from jaxdist.run.exit_reason import ExitReason
 from jaxdist.run.metrics_log import decode
@@ -98,7 +98,7 @@ def read_sweep(argv: Sequence[str], summary: str = "") -> Sweep:
     )
     axes, problems = _axes_of(config)
     if problems:
-        raise ConfigError(headed(COMMAND, problems))
+        raise ConfigError(problems, asked=COMMAND)
     plain = _without(argv, ("grid", "run_dir", "slurm"))
     name = read_run(plain, command=COMMAND, check_rules=False).name
     folder = locate(config.run_dir or f"runs/{name}")
@@ -111,7 +111,7 @@ def read_sweep(argv: Sequence[str], summary: str = "") -> Sweep:
         try:
             settings = read_run(arguments, command="jaxdist.train")
         except ConfigError as error:
-            for problem in _below_heading(error):
+            for problem in error.problems:
                 found.setdefault(problem, []).append(name)
             continue
         trials.append(Trial(name=name, path=path, arguments=arguments, config=settings))
@@ -123,7 +123,7 @@ def read_sweep(argv: Sequence[str], summary: str = "") -> Sweep:
     problems += _name_problems(trials)
     problems += [problem for trial in trials if (problem := _other_run(trial))]
     if problems:
-        raise ConfigError(headed(COMMAND, problems))
+        raise ConfigError(problems, asked=COMMAND)
     return Sweep(trials=trials, slurm=config.slurm)
 
 
@@ -173,11 +173,6 @@ def _without(argv: Sequence[str], names: Sequence[str]) -> list[str]:
                 words.pop(0)
 
     return list(kept())
-
-
-def _below_heading(error: ConfigError) -> list[str]:
-    below = [line.removeprefix("  - ") for line in error.problems if line.startswith("  - ")]
-    return below or error.problems
 
 
 def _name_problems(trials: Sequence[Trial]) -> list[str]:

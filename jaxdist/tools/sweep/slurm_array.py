@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from jaxdist.core.settings import ConfigError, headed, read_settings
+from jaxdist.core.settings import ConfigError, read_settings
 from jaxdist.tools.launch.slurm_script import ArrayTask, Nodes, SlurmConfig
 from jaxdist.tools.sweep.grid import COMMAND, Trial
 
@@ -32,7 +32,7 @@ def read_slurm(flags: Sequence[str], trials: Sequence[Trial]) -> SlurmConfig:
         if name in _OF_THE_SWEEP
     ]
     if problems:
-        raise ConfigError(headed(COMMAND, problems))
+        raise ConfigError(problems, asked=COMMAND)
     folder = re.sub(r"[^\w.-]+", "-", str(trials[0].path).split("/")[-2])
     words = [f"--{flag}" for flag in flags]
     if "name" not in names:
