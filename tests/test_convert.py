@@ -14,7 +14,8 @@ import pytest
 from refusals import missing, refused
 
 from jaxdist.checkpoint import CheckpointConfig, Checkpointer, manifest, orbax_io, streaming_io
-from jaxdist.checkpoint.streaming_io import StoredArrays, block_shape, even_chunk, grid
+from jaxdist.checkpoint.blocks import block_shape, even_chunk, grid
+from jaxdist.checkpoint.streaming_io import StoredArrays
 from jaxdist.config import read_run, stored_run
 from jaxdist.core.settings import write_toml
 from jaxdist.core.types import ConfigError
@@ -264,7 +265,7 @@ def test_reshard_keeps_every_bit_and_fits_the_mesh(trained, tmp_path, mesh):
     handle = orbax_io.open_array(
         locate(out / "checkpoints" / "3"), "params", ["layers", "mlp", "down"]
     )
-    assert handle.chunk_layout.read_chunk.shape == shard
+    assert handle.chunk == shard
     assert shard != kernel.shape
 
 

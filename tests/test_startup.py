@@ -56,17 +56,17 @@ def test_a_longer_run_says_that_its_learning_rate_goes_back_up():
 @pytest.mark.parametrize(
     ("flag", "name"),
     [
-        ("--run-dir=s3://bucket/run", "run_dir"),
-        ("--resume=gs://bucket/run", "resume"),
-        ("--init-from=s3://bucket/model", "init_from"),
+        ("--run-dir=az://bucket/run", "run_dir"),
+        ("--resume=az://bucket/run", "resume"),
+        ("--init-from=az://bucket/run", "init_from"),
         ("--data.sources=s3://bucket/text", "data.sources"),
     ],
 )
-def test_object_storage_is_refused_before_anything_starts(tmp_path, monkeypatch, flag, name):
+def test_unknown_urls_are_refused_before_anything_starts(tmp_path, monkeypatch, flag, name):
     monkeypatch.chdir(tmp_path)
     named = [name] if name != "resume" else []  # read before the settings are
     with refused(flag.partition("=")[2], "a URL", *named):
         read_run([flag], command="jaxdist.train")
-    with refused("gs://bucket/run", "a URL"):
-        RunDirectory.open("gs://bucket/run")
+    with refused("az://bucket/run", "a URL"):
+        RunDirectory.open("az://bucket/run")
     assert list(tmp_path.iterdir()) == []

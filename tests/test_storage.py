@@ -176,7 +176,7 @@ PACKAGE = Path(__file__).parent.parent / "jaxdist"
 
 # Modules that open files of their own, none of them in a run directory, and which files these are.
 OTHER_FILES = {
-    "runtime/storage.py": "the room itself",
+    "runtime/storage": "the room itself",
     "__main__.py": "the package's own sources, for the list of commands",
     "core/settings/sources.py": "looks for the user's TOML files",
     "config/run_config.py": "whether the paths that a user named exist",

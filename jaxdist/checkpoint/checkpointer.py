@@ -254,6 +254,7 @@ class Checkpointer:
         log = lambda text: self._events.log(f"checkpoint directory {self.directory}: {text}")
         self._lock = DirectoryLock(self.directory, log)
         self._lock.acquire()
+        self._saver.lock_lost = self._lock.lost
         crash_point("lock_taken")
         if partial := manifest.delete_partial(self.directory):
             log(f"removed unfinished saves of steps {', '.join(map(str, partial))}")

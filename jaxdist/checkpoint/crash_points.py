@@ -13,6 +13,7 @@ CrashPoint = Literal[
     "lock_taken",  # the directory is locked, leftovers of earlier saves are still there
     "before_arrays",  # a save is prepared, none of its files exists
     "during_arrays",  # Orbax writes arrays in the background
+    "during_upload",  # an object store holds some objects of a save, and not all
     "after_arrays",  # all arrays are on disk on this process
     "before_manifest",  # every file has its CRC-32, the manifest is not written
     "after_manifest",  # the checkpoint counts, older ones are not deleted yet

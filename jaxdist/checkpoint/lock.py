@@ -8,7 +8,6 @@ is watched for changes; its time is not compared with our clock, because clocks 
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import socket
@@ -38,6 +37,8 @@ class DirectoryLock:
         self._log = log
         self._file: LockFile | None = None
         self._stop = threading.Event()
+        self._writing = threading.Lock()
+        self._lost = ""
         self._beating: threading.Thread | None = None
         self._record: dict[str, Any] = {
             "pid": os.getpid(),
@@ -67,6 +68,11 @@ class DirectoryLock:
             ) from error
         try:
             self._refuse_living_holder(file)
+            if not file.is_exclusive:  # of two that got here, one alone may write it first
+                file.write(self._content())
+        except Locked as refused:
+            file.close()
+            raise self._refusal(_parsed(refused.holder)) from None
         except BaseException:
             file.close()
             raise
@@ -75,6 +81,16 @@ class DirectoryLock:
         self._write()
         self._beating = threading.Thread(target=self._beat, name="checkpoint-lock", daemon=True)
         self._beating.start()
+
+    def lost(self) -> str:
+        """Why this process may not write any more; "" while it holds the lock.
+
+        Where the storage has no locks of its own, another run takes over from one that was stopped
+        for longer than three heartbeats and may go on later.
+        """
+        if self._file is not None and not self._file.is_exclusive:
+            self._write()
+        return self._lost
 
     def release(self) -> None:
         """Give the lock up; the next run starts without waiting."""
@@ -94,7 +110,8 @@ class DirectoryLock:
         if not holder or holder.get("state") == "released":
             return
         who = f"process {holder.get('pid')} on {holder.get('host')}"
-        here = holder.get("boot") == self._record["boot"]
+        # Containers of one machine share its boot, and not their process ids.
+        here = all(holder.get(key) == self._record[key] for key in ("boot", "host"))
         if here and not file.is_exclusive and _is_alive(holder.get("pid", 0)):
             raise self._refusal(holder)
         if not here:
@@ -112,14 +129,23 @@ class DirectoryLock:
         )
 
     def _beat(self) -> None:
-        while not self._stop.wait(HEARTBEAT_S):
-            self._record["beat"] += 1
+        while not self._stop.wait(HEARTBEAT_S) and not self._lost:
             self._write()
 
+    def _content(self) -> bytes:
+        self._record["beat"] += 1
+        return json.dumps(self._record).encode()
+
     def _write(self) -> None:
-        with contextlib.suppress(OSError):  # a vanished mount is reported by the save that needs it
-            if self._file is not None:
-                self._file.write(json.dumps(self._record).encode())
+        with self._writing:
+            if self._file is None or self._lost:
+                return
+            try:
+                self._file.write(self._content())
+            except Locked as taken:
+                self._lost = str(self._refusal(_parsed(taken.holder)))
+            except OSError:  # a vanished mount is reported by the save that needs it
+                pass
 
 
 def _parsed(content: bytes) -> dict[str, Any]:

@@ -10,6 +10,9 @@ to trust is decided here (`save_schedule`, `retention`, `manifest`).
 
 On disk an array of an item is a zarr array in one OCDBT store per item; TensorStore reads and
 writes both. `open_array` does so without JAX, for tools.
+
+Orbax writes to no S3 and, beside a run on Google Cloud Storage, wants credentials of its own for
+each of the three libraries below it. On an object store `object_io` takes its place.
 """
 
 from __future__ import annotations
@@ -19,18 +22,19 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
+from jaxdist.checkpoint import object_io
+from jaxdist.checkpoint.blocks import Index
 from jaxdist.checkpoint.config import CheckpointConfig
+from jaxdist.checkpoint.object_io import CHUNK_BYTES, ObjectWriter
 from jaxdist.checkpoint.pytree import ITEMS
 from jaxdist.runtime.coordination.barrier import Barrier
 from jaxdist.runtime.storage import Location
 
-_DOCUMENT = "meta"  # the JSON item next to the array items
+_DOCUMENT = object_io.DOCUMENT.partition("/")[0]  # the JSON item next to the array items
 _LEAST_SHARE_BYTES = 16 << 20
 _HOST_MEMORY_GB = 32  # of arrays being read or written at a time; less makes restores read again
-
-CHUNK_BYTES = 64 << 20
-"""Largest chunk of an array on disk: the least that a restore on another mesh reads."""
 
 SAVE_TIMEOUT_S = 300
 """How long processes wait for each other to finish writing one checkpoint."""
@@ -38,15 +42,22 @@ SAVE_TIMEOUT_S = 300
 _DICT_KEY = 2  # Orbax's code for a key of a dict in its tree metadata
 
 
+def make_writer(directory: Location, config: CheckpointConfig) -> OrbaxWriter | ObjectWriter:
+    """What writes checkpoints into a directory, one at a time."""
+    return OrbaxWriter(config) if directory.is_local else ObjectWriter()
+
+
 class OrbaxWriter:
     """Writes one checkpoint at a time in the background; Orbax is imported on first use.
 
     Attributes:
-        barrier: where the writers of all processes meet; one whose disk is full gives it up.
+        fingerprints: None: what is on disk must be read to be known (`ObjectWriter`).
     """
 
+    fingerprints = None
+
     def __init__(self, config: CheckpointConfig) -> None:
-        self.barrier = Barrier("checkpoint/save")
+        self._barrier = Barrier("checkpoint/save")
         self._config = config
         self._writer: Any = None
 
@@ -68,12 +79,16 @@ class OrbaxWriter:
             for item, tree in items.items()
         }
         parts[_DOCUMENT] = ocp.args.JsonSave(document)
-        self.barrier.begin()
+        self._barrier.begin()
         self._writer.save(str(checkpoint), args=ocp.args.Composite(**parts))
 
     def wait(self) -> None:
         """Wait until what `start` began is on disk on every process; raise if it failed."""
         self._writer.wait_until_finished()
+
+    def give_up(self) -> None:
+        """Free the other processes from waiting for this one, whose disk may be full."""
+        self._barrier.give_up()
 
     def close(self) -> None:
         """Stop the background threads."""
@@ -99,7 +114,7 @@ class OrbaxWriter:
             async_options=ocp.AsyncOptions(
                 timeout_secs=SAVE_TIMEOUT_S,
                 create_directories_asynchronously=False,
-                barrier_sync_fn=self.barrier.wait,
+                barrier_sync_fn=self._barrier.wait,
             ),
         )
 
@@ -113,6 +128,8 @@ def read(checkpoint: Location, targets: dict[str, dict[str, Any]]) -> dict[str, 
     Returns:
         The same items and dicts with global arrays of the shapes, dtypes and shardings asked for.
     """
+    if not checkpoint.is_local:
+        return object_io.read(checkpoint, targets)
     import orbax.checkpoint as ocp
 
     reader = ocp.Checkpointer(
@@ -135,36 +152,52 @@ def read(checkpoint: Location, targets: dict[str, dict[str, Any]]) -> dict[str, 
 
 def read_document(checkpoint: Location) -> dict[str, Any]:
     """The JSON that was written next to the arrays."""
-    return (checkpoint / _DOCUMENT / "metadata").json()
+    return (checkpoint / object_io.DOCUMENT).json()
 
 
 def open_array(
     checkpoint: Location, item: str, keys: Sequence[str], create: Mapping[str, Any] | None = None
 ) -> Any:
-    """TensorStore's handle on the array with these keys in an item, to read it or to make it.
+    """The array with these keys in an item, to `read` and `write` by index, or to make it.
 
     `create` has `shape`, `chunks` (shape of a piece on disk) and NumPy `dtype` of a new array.
     """
+    if not checkpoint.is_local:
+        return object_io.open_array(checkpoint, item, keys, create)
     import tensorstore
 
     place = {"base": (checkpoint / item).uri() + "/", "path": ".".join(keys) + "/"}
     spec: dict[str, Any] = {"driver": "zarr", "kvstore": {"driver": "ocdbt", **place}}
     if create is None:
-        return tensorstore.open(spec, open=True, read=True).result()
+        return _StoredArray(tensorstore.open(spec, open=True, read=True).result())
     spec["kvstore"]["config"] = {"max_inline_value_bytes": 1024}
-    zarr_dtype = create["dtype"].name if create["dtype"].kind == "V" else create["dtype"].str
-    spec["metadata"] = {
-        "shape": list(create["shape"]),
-        "chunks": [max(size, 1) for size in create["chunks"]],
-        "dtype": zarr_dtype,
-        "compressor": None,
-    }
-    return tensorstore.open(spec, create=True).result()
+    described = ("shape", "chunks", "dtype", "compressor")
+    metadata = object_io.zarr_metadata(create["shape"], create["chunks"], create["dtype"])
+    spec["metadata"] = {key: metadata[key] for key in described}
+    return _StoredArray(tensorstore.open(spec, create=True).result())
+
+
+class _StoredArray:
+    """An array on disk, read and written in parts; `chunk` is the shape of its pieces."""
+
+    def __init__(self, handle: Any) -> None:
+        self._handle = handle
+        self.chunk: tuple[int, ...] = handle.chunk_layout.read_chunk.shape
+
+    def read(self, index: Index) -> np.ndarray:
+        return self._handle[index].read().result()
+
+    def write(self, index: Index, part: np.ndarray) -> None:
+        self._handle[index].write(part).result()
 
 
 def write_frame(checkpoint: Location, document: dict[str, Any]) -> None:
     """Write what Orbax needs next to arrays made with `open_array`, and the document."""
     trees: dict[str, dict[str, Any]] = {}
+    (checkpoint / _DOCUMENT).make_directory()
+    (checkpoint / object_io.DOCUMENT).write(json.dumps(document))
+    if not checkpoint.is_local:
+        return
     for name, entry in document["arrays"].items():
         item, keys = name.partition("/")[0], entry["path"]
         trees.setdefault(item, {})[str(tuple(keys))] = {
@@ -180,8 +213,6 @@ def write_frame(checkpoint: Location, document: dict[str, Any]) -> None:
             "custom_metadata": None,
         }
         (checkpoint / item / "_METADATA").write(json.dumps(metadata))
-    (checkpoint / _DOCUMENT).make_directory()
-    (checkpoint / _DOCUMENT / "metadata").write(json.dumps(document))
 
 
 def _skip_byte_counts() -> None:

@@ -52,7 +52,7 @@ def _round_trip(directory: Location, config: CheckpointConfig, group: Group) -> 
     )
     leaves = pytree.leaves_of({"params": {"preflight": make()}})
     arrays = [leaf.value for leaf in leaves]
-    writer = orbax_io.OrbaxWriter(config)
+    writer = orbax_io.make_writer(directory, config)
     try:
         writer.start(directory / "0", pytree.nest(leaves, arrays), {"preflight": True})
         writer.wait()

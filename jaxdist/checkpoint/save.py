@@ -17,6 +17,7 @@ import json
 import socket
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 from jaxdist.checkpoint import lock, manifest, pytree
@@ -26,13 +27,13 @@ from jaxdist.checkpoint.crash_points import crash_point
 from jaxdist.checkpoint.errors import CheckpointError
 from jaxdist.checkpoint.events import EventLog, Outcome, one_line
 from jaxdist.checkpoint.group import make_group
-from jaxdist.checkpoint.orbax_io import OrbaxWriter
+from jaxdist.checkpoint.orbax_io import make_writer
 from jaxdist.checkpoint.retention import Saved, steps_to_delete
 from jaxdist.runtime.coordination import Group
 from jaxdist.runtime.coordination.barrier import GivenUp
 from jaxdist.runtime.formatting.numbers import in_bytes
 from jaxdist.runtime.formatting.tables import few
-from jaxdist.runtime.storage import Location
+from jaxdist.runtime.storage import Location, flush_appended
 
 MAX_FAILURES = 3
 """Failed saves in a row after which a run stops: what it computes could not be kept."""
@@ -46,6 +47,7 @@ class Saver:
             to a run that was given up; the first save marks them superseded. None once that is
             done.
         last_committed: whether the last save asked for is a checkpoint now.
+        lock_lost: asks whether this process may still write; "" = it may (`DirectoryLock.lost`).
     """
 
     def __init__(
@@ -53,12 +55,13 @@ class Saver:
     ) -> None:
         self.resumed_from: int | None = -1
         self.last_committed = True
+        self.lock_lost: Callable[[], str] = lambda: ""
         self._directory = directory
         self._config = config
         self._group = group
         self._background = make_group()  # the writing thread's exchanges keep an order of their own
         self._events = events
-        self._writer = OrbaxWriter(config)
+        self._writer = make_writer(directory, config)
         self._failures = 0
         self._pending: tuple[Outcome, threading.Thread] | None = None
 
@@ -182,6 +185,8 @@ class Saver:
         Below a lost mount another directory would fill the local disk and vanish when the mount is
         back. Orbax makes missing directories, so only the lock file is proof.
         """
+        if lost := self.lock_lost():
+            raise CheckpointError(lost)
         if not (self._directory / lock.FILE_NAME).exists():
             raise CheckpointError(f"{self._directory} is gone: is its file system still mounted?")
 
@@ -231,7 +236,7 @@ class Saver:
             pass  # who gave up says why
         except Exception as failure:
             outcome.error = one_line(failure)
-            self._writer.barrier.give_up()
+            self._writer.give_up()
         try:
             if errors := [text for text in self._background.gather(outcome.error) if text]:
                 raise CheckpointError(errors[0])
@@ -252,12 +257,14 @@ class Saver:
     def _commit(self, outcome: Outcome, metrics: dict[str, float]) -> int:
         """Write the manifest, each process fingerprinting its share of the files; their bytes."""
         path = self._directory / outcome.step
-        names = self._background.decide(lambda: manifest.files_of(path))
-        mine = names[self._background.process_id :: self._background.num_processes]
-        try:
-            own, error = {name: manifest.fingerprint(path / name) for name in mine}, ""
-        except OSError as failure:  # the other processes wait for an answer all the same
-            own, error = {}, one_line(failure)
+        own, error = self._writer.fingerprints, ""
+        if own is None:
+            names = self._background.decide(lambda: manifest.files_of(path))
+            mine = names[self._background.process_id :: self._background.num_processes]
+            try:
+                own = {name: manifest.fingerprint(path / name) for name in mine}
+            except OSError as failure:  # the other processes wait for an answer all the same
+                own, error = {}, one_line(failure)
         shares = self._background.gather([own, error])
         if errors := [error for _, error in shares if error]:
             raise CheckpointError(errors[0])
@@ -270,8 +277,11 @@ class Saver:
     ) -> None:
         """On process 0. A kill before this is done leaves no checkpoint."""
         self._check_reachable()  # it may have gone while the save was written
-        crash_point("before_manifest")
         path = self._directory / outcome.step
+        if not path.is_local and (problems := manifest.size_problems(path, files)):
+            raise CheckpointError(few(problems, 1))
+        flush_appended()  # no step before this one may be missing in metrics.jsonl after a kill
+        crash_point("before_manifest")
         manifest.write(path, outcome.step, files, metrics, halfway=outcome.halfway)
 
     def _discard(self, step: int) -> None:

@@ -6,15 +6,15 @@ array that is read to its end is verified by its checksum.
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
 from jaxdist.checkpoint import manifest, orbax_io
+from jaxdist.checkpoint.blocks import Index, block_shape, blocks_in, dtype_of, grid
 from jaxdist.checkpoint.checksum import part_checksum
 from jaxdist.checkpoint.errors import CorruptCheckpoint
 from jaxdist.runtime.progress import Progress
@@ -22,8 +22,6 @@ from jaxdist.runtime.storage import Location, locate
 
 BLOCK_BYTES = 64 << 20
 """Bytes of an array held at a time."""
-
-Index = tuple[slice, ...]
 
 
 class StoredArrays:
@@ -47,7 +45,7 @@ class StoredArrays:
 
     def read(self, name: str, index: Index = ()) -> np.ndarray:
         """A part of an array as stored, not verified: one slice for each leading dim; () = all."""
-        return self._handle(name)[index].read().result()
+        return self._handle(name).read(index)
 
     def gather(self, name: str, index: Index) -> np.ndarray:
         """As `read`, one chunk on disk after the other, so that chunks never pile up in memory.
@@ -55,13 +53,12 @@ class StoredArrays:
         The index has one slice with start and stop for each dim.
         """
         handle = self._handle(name)
-        chunk = handle.chunk_layout.read_chunk.shape
         out = np.empty([s.stop - s.start for s in index], dtype_of(self.entries[name]["dtype"]))
-        for part in _blocks_in(index, chunk):
+        for part in blocks_in(index, handle.chunk):
             place = tuple(
                 slice(p.start - s.start, p.stop - s.start) for p, s in zip(part, index, strict=True)
             )
-            out[place] = handle[part].read().result()
+            out[place] = handle.read(part)
         return out
 
     def blocks(
@@ -124,7 +121,7 @@ class CheckpointWriter:
         for index, part in parts:
             cast = part.astype(dtype)
             checksum += part_checksum(cast, [s.start for s in index], shape)
-            target[index].write(cast).result()
+            target.write(index, cast)
             self._progress.advance(cast.nbytes)
         self.entries[name] = {**entry, "checksum": checksum % 2**32}
         self.num_bytes += math.prod(shape) * dtype.itemsize
@@ -163,45 +160,3 @@ def rewrite(
         writer.write(name, {**entry, "dtype": dtype_for(name)}, chunk, parts)
     writer.finish(meta)
     return writer
-
-
-def block_shape(shape: tuple[int, ...], itemsize: int, max_bytes: int) -> tuple[int, ...]:
-    """Whole rows of the trailing dims, as many as fit; one dim is cut unevenly at most."""
-    block = list(shape)
-    for dim in range(len(shape)):
-        rest = math.prod(block[dim + 1 :]) * itemsize
-        block[dim] = max(1, min(shape[dim], max_bytes // max(rest, 1)))
-        if block[dim] > 1 or rest <= max_bytes:
-            break
-    return tuple(block)
-
-
-def even_chunk(shape: tuple[int, ...], itemsize: int, max_bytes: int) -> tuple[int, ...]:
-    """A chunk that divides `shape` evenly and is no larger than `max_bytes`, leading dims first."""
-    chunk = list(shape)
-    for dim in range(len(chunk)):
-        while chunk[dim] > 1 and math.prod(chunk) * itemsize > max_bytes:
-            chunk[dim] //= next(n for n in itertools.count(2) if chunk[dim] % n == 0)
-    return tuple(chunk)
-
-
-def grid(shape: Sequence[int], block: Sequence[int]) -> Iterator[Index]:
-    """The index of every block of an array, in row-major order."""
-    return _blocks_in([slice(0, size) for size in shape], block)
-
-
-def _blocks_in(index: Sequence[slice], block: Sequence[int]) -> Iterator[Index]:
-    """What lies of each block of an array in a part of it, in row-major order."""
-    starts = (range(s.start // n * n, s.stop, n) for s, n in zip(index, block, strict=True))
-    for corner in itertools.product(*starts):
-        yield tuple(
-            slice(max(at, s.start), min(at + n, s.stop))
-            for at, n, s in zip(corner, block, index, strict=True)
-        )
-
-
-def dtype_of(name: str) -> np.dtype:
-    """NumPy's dtype of a stored dtype's name, bfloat16 and float8 included."""
-    import ml_dtypes
-
-    return np.dtype(getattr(ml_dtypes, name, name))

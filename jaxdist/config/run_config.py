@@ -35,7 +35,7 @@ from jaxdist.run.monitoring.config import MonitoringConfig
 from jaxdist.run.resilience.config import ResilienceConfig
 from jaxdist.runtime import hub, resolve
 from jaxdist.runtime.config import RuntimeConfig
-from jaxdist.runtime.storage import url_problem
+from jaxdist.runtime.storage import is_url, locate, url_problem
 
 _BYTE_VALUES = 256
 _MOST_SIMULATED = 4096  # devices of a process: each costs a thread and memory
@@ -238,26 +238,24 @@ class RunConfig:
         urls = {name: problem for name, path in urls.items() if (problem := url_problem(path))}
         if urls:
             return [*found, *(f"{name}={problem}" for name, problem in urls.items())]
-        if self.run_dir and Path(self.run_dir).expanduser().is_file():
+        if self.run_dir and not is_url(self.run_dir) and Path(self.run_dir).expanduser().is_file():
             found.append(
                 f"run_dir={self.run_dir!r} is a file: a directory, new or of a run, is needed. "
                 "Name another."
             )
-        if self.resume not in ("auto", "never") and not Path(self.resume).expanduser().is_dir():
+        if self.resume not in ("auto", "never") and not _is_directory(self.resume):
             found.append(
                 f"resume={self.resume!r} is not auto, never, or the directory of a run. Check the "
                 "path, or use auto."
             )
         start = self.init_from  # of a hub name `_start_problems` knows more
-        if start and not hub.is_hub_name(start) and not Path(start).expanduser().is_dir():
+        if start and not hub.is_hub_name(start) and not _is_directory(start):
             found.append(
                 f"init_from={start!r} is not a directory. Name a Hugging Face model directory, "
                 "ORG/NAME on the hub or a run directory, or leave it empty."
             )
         run, _, step = self.replay.rpartition(":")
-        if self.replay and not (
-            re.fullmatch("0*[1-9][0-9]{0,17}", step) and Path(run).expanduser().is_dir()
-        ):
+        if self.replay and not (re.fullmatch("0*[1-9][0-9]{0,17}", step) and _is_directory(run)):
             found.append(
                 f"replay={self.replay!r} is not RUN:STEP, a run directory and a step from 1 on. "
                 "Use e.g. --replay runs/NAME:120; anomalies.jsonl there names the bad steps."
@@ -379,3 +377,7 @@ class RunConfig:
 
     def _legal(self, spec: MeshSpec, num_devices: int, model: Model | None) -> Sequence[MeshSpec]:
         return legal_meshes(spec, num_devices, lambda other: self.mesh_problems(other, model))
+
+
+def _is_directory(path: str) -> bool:
+    return locate(path).is_directory()

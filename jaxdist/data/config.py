@@ -15,7 +15,7 @@ from typing import Any, Literal
 from jaxdist.core.types import ConfigError, setting
 from jaxdist.data.custom import is_custom
 from jaxdist.data.tokenizer import tokenizer_file
-from jaxdist.runtime.storage import url_problem
+from jaxdist.runtime.storage import file_system_problem
 
 SMALLEST_SHARE = 1e-3
 """Smallest weight a source may have, as a share of all: mixing rounds shares to 1/65536."""
@@ -182,7 +182,7 @@ class DataConfig:
 
 
 def _missing(name: str, source: str) -> str:
-    if problem := url_problem(source):
+    if problem := file_system_problem(source, "data are read"):
         return f"data.{name}: {problem}"
     if (
         source == "stdlib"

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from jaxdist.core.types import ConfigError
-from jaxdist.runtime.storage import url_problem
+from jaxdist.runtime.storage import file_system_problem
 
 PIECE_BYTES = 4 << 20
 """Longest piece of a text that is tokenised at once; cut at line ends where tokens break too."""
@@ -95,7 +95,7 @@ def find_files(source: str) -> list[Path]:
     Raises:
         ConfigError: nothing there, or a folder that mixes text with JSON lines or Parquet.
     """
-    if problem := url_problem(source):
+    if problem := file_system_problem(source, "data are read"):
         raise ConfigError([f"data source {problem}"])
     if source == "stdlib":
         return library_files()

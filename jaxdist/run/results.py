@@ -16,7 +16,7 @@ from jaxdist.run.run_directory import RunDirectory
 from jaxdist.run.text_generation import make_decoder, open_writer
 from jaxdist.run.text_settings import TextSettings
 from jaxdist.run.trained_run import LoadedWeights, TrainedRun, open_run
-from jaxdist.runtime.storage import locate
+from jaxdist.runtime.storage import is_url, locate
 
 Messages: TypeAlias = Sequence[Mapping[str, str]]
 """Turns of a conversation: {"role": "user", "content": "..."}."""
@@ -40,7 +40,7 @@ class Run:
         model: Callable[[int], Model] | None = None,
         rows: Any = None,
     ):
-        given = Path(os.path.expanduser(path))
+        given = locate(path) if is_url(path) else Path(os.path.expanduser(path))
         places = [given, given.parent, given.parent.parent]  # of a checkpoint: its run
         self.path = next(
             (place for place in places if (locate(place) / "config.toml").exists()), given

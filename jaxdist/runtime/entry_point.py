@@ -18,7 +18,7 @@ from typing import NoReturn
 from jaxdist.core.settings import ConfigError
 from jaxdist.runtime.coordination import process_place, service
 from jaxdist.runtime.coordination.failure_broadcast import FOLLOWED, announce_failure, leave_error
-from jaxdist.runtime.storage import locate
+from jaxdist.runtime.storage import flush_appended, locate
 
 EXIT_OK = 0  # finished
 EXIT_FAILURE = 1  # anything that has no code of its own
@@ -176,6 +176,7 @@ def is_consequence(error: str) -> bool:
 def _leave(code: int, line: str) -> NoReturn:
     _write_exit_code(code)
     if process_place()[1] == 1:
+        _flush()
         sys.exit(code)
     # jax's atexit hook waits for every process. That is right after a success; after a failure
     # the others are stuck in a collective, waiting for us.
@@ -209,3 +210,4 @@ def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):  # nor a closed pipe
             stream.flush()
+    flush_appended()

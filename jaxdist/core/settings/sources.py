@@ -122,7 +122,7 @@ def _as_toml(value: Any) -> Any:
 
 def read_file(file: str) -> tuple[dict[str, Any], list[str], str]:
     """A TOML file, by its path or its name in `NAMED_FILES`: (its table, problems, its text)."""
-    from jaxdist.runtime.storage import locate  # the room `runtime` imports this one
+    from jaxdist.runtime.storage import is_url, locate  # the room `runtime` imports this one
 
     path = FilePath(file)
     if not path.exists() and (NAMED_FILES / f"{file}.toml").exists():
@@ -131,6 +131,9 @@ def read_file(file: str) -> tuple[dict[str, Any], list[str], str]:
         problem = "--config has no value: the path of a TOML file is needed. Use --config=FILE."
         return {}, [problem], ""
     try:
+        if is_url(file):
+            text = locate(file).read().decode()
+            return tomllib.loads(text), [], text
         if not path.exists():
             near = _files_like(path)
             return {}, [f"--config {file} does not exist: a TOML file is needed. {near}"], ""

@@ -11,6 +11,7 @@ import contextlib
 import logging
 import os
 import re
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -54,7 +55,7 @@ class Profiler:
         self._directory, self._process = locate(directory), process
         self._asked, self._asked_steps = asked, asked_steps
         self._now: tuple[int, int] | None = None  # steps of the trace that is being taken
-        self._path = self._directory
+        self._path = self._written = self._directory
         self._annotation: Any = None
         self._newest = 0  # step that was finished last in the trace
         self.traces: list[dict[str, Any]] = []
@@ -97,6 +98,7 @@ class Profiler:
         self._annotate(None)
         try:
             jax.profiler.stop_trace()
+            self._upload()
         except Exception as failure:  # a full disk must not end the run
             logger.warning("the trace of steps %d to %d was not written: %s", first, last, failure)
             return
@@ -106,10 +108,13 @@ class Profiler:
         self.traces.append(trace)
         logger.info("steps %d to %d are traced in %s", first, last, self._path)
         try:
-            devices = read_trace(self._path)
+            devices = read_trace(self._written)
         except Exception as failure:  # the trace itself is written, and may be read elsewhere
             logger.warning("the trace in %s cannot be read: %s", self._path, failure)
             return
+        finally:
+            if self._written != self._path:
+                self._written.delete_tree()
         for one in devices:
             logger.info("%s", one)
         trace |= {"devices": [one.record() for one in devices]} if devices else {}
@@ -118,13 +123,22 @@ class Profiler:
         import jax
 
         self._path = self._directory / f"step-{first}-process-{self._process}"
+        self._written = self._path
+        if not self._path.is_local:
+            self._written = locate(tempfile.mkdtemp(prefix="jaxdist-trace-"))
         try:
-            jax.profiler.start_trace(str(self._path))
+            jax.profiler.start_trace(str(self._written))
         except Exception as failure:  # another profiler is running
             logger.warning("steps %d to %d are not traced: %s", first, last, failure)
             return
         self._now, self._newest = (first, last), first
         logger.info("tracing steps %d to %d", first, last)
+
+    def _upload(self) -> None:
+        """Copy a trace to where it belongs, which jax's profiler could not write to."""
+        if self._written != self._path:
+            for name in self._written.files():
+                (self._path / name).write((self._written / name).read())
 
     def _annotate(self, step: int | None) -> None:
         """Mark in the trace that `step` starts here; None = the trace ends."""

@@ -9,13 +9,18 @@ from __future__ import annotations
 
 import logging
 import os
+import tempfile
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
-from jaxdist.runtime.storage import locate
+from jaxdist.runtime.storage import Mirror, locate, mirror
 
 logger = logging.getLogger("jaxdist")
+
+_MIRRORED_BYTES = 1 << 20
+"""Size at which a file that is copied whole whenever it has grown is followed by another."""
 
 
 class TensorBoard:
@@ -30,10 +35,12 @@ class TensorBoard:
 
         self._path = locate(path)
         self._path.make_directory()
-        # Files are read in the order of their names, which hold whole seconds; the nanoseconds
-        # behind keep a quick restart from overwriting the file before it.
-        self._writer = EventsWriter(str(self._path / "events"), f".{time.time_ns() % 10**9:09d}")
+        self._new_writer = EventsWriter
         self._refused = False
+        self._scratch: tempfile.TemporaryDirectory[str] | None = None
+        if not self._path.is_local:
+            self._scratch = tempfile.TemporaryDirectory(prefix="jaxdist-tensorboard-")
+        self._open()
         if first_step is not None:
             self._write(first_step, session_log=SessionLog(status=SessionLog.START))
         self._safely(self._writer.flush)
@@ -59,6 +66,25 @@ class TensorBoard:
     def close(self) -> None:
         """Flush and close."""
         self._safely(self._writer.close)
+        if self._mirror is not None:
+            self._safely(self._mirror.close)
+        if self._scratch is not None:
+            self._scratch.cleanup()
+
+    def _open(self) -> None:
+        """Begin a file.
+
+        Files are read in the order of their names, which hold whole seconds; the nanoseconds
+        behind keep a quick restart from overwriting the file before it.
+        """
+        suffix = f".{time.time_ns() % 10**9:09d}"
+        folder = self._scratch.name if self._scratch else str(self._path)
+        self._writer = self._new_writer(f"{folder}/events", suffix)
+        self._written = 0
+        self._mirror: Mirror | None = None
+        if self._scratch is not None:
+            name = next(n for n in locate(folder).entries() if n.endswith(suffix))
+            self._mirror = mirror(Path(folder) / name, self._path / name)
 
     def _safely(self, write: Callable[[], Any]) -> None:
         """Ignore a full disk: points may be missing here, and metrics.jsonl has them."""
@@ -79,3 +105,8 @@ class TensorBoard:
 
         event = Event(wall_time=time.time(), step=step, **content)
         self._safely(lambda: (self._writer.write_event(event), self._writer.flush()))
+        self._written += event.ByteSize()
+        if self._mirror is not None and self._written > _MIRRORED_BYTES:
+            self._safely(self._writer.close)
+            self._safely(self._mirror.close)
+            self._open()

@@ -38,13 +38,15 @@ from jaxdist.runtime.coordination.failure_broadcast import (
     leave_error,
     request_abort,
 )
-from jaxdist.runtime.storage import locate
+from jaxdist.runtime.storage import flush_appended, locate
 
 log = logging.getLogger("jaxdist")
 
 _BEAT_S = 1.0
+_REMOTE_BEAT_S = 10.0  # on an object store, where a beat is two requests that are paid for
 _READINGS_APART = 4  # heartbeats between two readings: a busy host may miss one or two
 _PATIENCE = 20  # heartbeats that a process waits for the diagnosis of another one
+_FLUSH_S = 10.0  # for the last lines, where the run directory is on an object store
 _MEDIAN_STEPS = 50
 _HANG_FACTOR = 3.0  # × the median step time: merely slow steps take less
 _STEP_PHASES = ("step", "data")  # phases with the limit of a step, others have the long one
@@ -63,12 +65,13 @@ class Watchdog:
         *,
         process: int = 0,
         num_processes: int = 1,
-        beat_s: float = _BEAT_S,
+        beat_s: float | None = None,
         leave: Callable[[int], Any] = os._exit,
     ):
         self.config = config
         self.process, self.num_processes = process, num_processes
-        self._folder, self._beat_s, self._leave = locate(folder), beat_s, leave
+        self._folder, self._leave = locate(folder), leave
+        self._beat_s = beat_s or (_BEAT_S if self._folder.is_local else _REMOTE_BEAT_S)
         self._abort_file = self._folder / ABORT_FILE
         self._old_abort = self._abort_file.version()  # left by an earlier start
         self._host = socket.gethostname()
@@ -209,6 +212,7 @@ class Watchdog:
         except OSError:  # full disk: two processes may then report
             pass
         log.error("%s", line)
+        flush_appended(_FLUSH_S)
         advice = "see the stacks; the launcher starts the job again from the newest checkpoint"
         leave_error(runtime.EXIT_HANG, line, advice)
         request_abort(self._folder, self.process, line)
@@ -231,6 +235,7 @@ class Watchdog:
         path = self._folder / f"process-{self.process}.stacks.txt"
         with contextlib.suppress(OSError), os.fdopen(path.append_descriptor(), "a") as file:
             file.write(f"\n{time.strftime('%Y-%m-%d %H:%M:%S')} phase {self._phase}\n{_stacks()}")
+        flush_appended(_FLUSH_S)
 
 
 def _stacks() -> str:

@@ -9,7 +9,8 @@ from typing import Literal
 
 import numpy as np
 
-from jaxdist.checkpoint.streaming_io import StoredArrays, dtype_of
+from jaxdist.checkpoint.blocks import dtype_of
+from jaxdist.checkpoint.streaming_io import StoredArrays
 from jaxdist.core.settings import ConfigError, setting
 from jaxdist.models.huggingface import safetensors
 from jaxdist.runtime.formatting.numbers import in_bytes

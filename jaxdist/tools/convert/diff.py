@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxdist.checkpoint.streaming_io import BLOCK_BYTES, StoredArrays, block_shape, grid
+from jaxdist.checkpoint.blocks import block_shape, grid
+from jaxdist.checkpoint.streaming_io import BLOCK_BYTES, StoredArrays
 from jaxdist.core.settings import ConfigError, setting
 from jaxdist.tools.convert.checkpoint_paths import checkpoint_of, nothing_under
 

@@ -16,7 +16,8 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxdist.checkpoint.streaming_io import CheckpointWriter, Index, even_chunk, grid
+from jaxdist.checkpoint.blocks import Index, even_chunk, grid
+from jaxdist.checkpoint.streaming_io import CheckpointWriter
 from jaxdist.config import RunConfig
 from jaxdist.core.settings import setting, write_toml
 from jaxdist.data.tokenizer import tokenizer_files

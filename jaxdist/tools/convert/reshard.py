@@ -13,7 +13,8 @@ import time
 from typing import Literal
 
 from jaxdist.checkpoint import manifest, pytree
-from jaxdist.checkpoint.streaming_io import StoredArrays, dtype_of, even_chunk, rewrite
+from jaxdist.checkpoint.blocks import dtype_of, even_chunk
+from jaxdist.checkpoint.streaming_io import StoredArrays, rewrite
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.settings import ConfigError, setting, write_toml
 from jaxdist.runtime.formatting.numbers import in_bytes

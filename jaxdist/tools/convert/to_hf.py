@@ -15,8 +15,9 @@ from typing import Any, Literal
 
 import numpy as np
 
+from jaxdist.checkpoint.blocks import Index, dtype_of
 from jaxdist.checkpoint.pytree import weights_item
-from jaxdist.checkpoint.streaming_io import Index, StoredArrays, dtype_of
+from jaxdist.checkpoint.streaming_io import StoredArrays
 from jaxdist.core.settings import ConfigError, setting
 from jaxdist.data import DataConfig, load_tokenizer
 from jaxdist.data.chat import load_template

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from jaxdist.config import ALIASES, RunConfig
 from jaxdist.core.settings import ConfigError, problems_of, read_settings, setting
+from jaxdist.runtime.storage import file_system_problem
 
 COMMAND = "jaxdist.doctor"
 _ALIASES = {
@@ -34,7 +35,8 @@ class DoctorConfig(RunConfig):
 
     def problems(self) -> list[str]:
         """None of the run's own rules: what they refuse is a finding of the report."""
-        return []
+        problem = file_system_problem(self.run_dir, "disks are measured")
+        return [f"run_dir={problem}"] if problem else []
 
     @property
     def directory(self) -> Path:

@@ -14,7 +14,7 @@ from typing import Any
 
 from jaxdist.core.settings import ConfigError, read_settings, setting
 from jaxdist.core.settings.schema import flag_of
-from jaxdist.runtime.storage import locate
+from jaxdist.runtime.storage import file_system_problem, locate
 from jaxdist.tools.launch.elastic_agent import ElasticAgent
 from jaxdist.tools.launch.legal_sizes import read_sizes
 from jaxdist.tools.launch.membership import ElasticConfig, LegalSizes, Range, impossible
@@ -124,6 +124,8 @@ class LaunchConfig:
             found.append(f"--program {self.program!r} is no command ({error}). Repair its quotes.")
         if self.program and not words and not found:
             found.append(f"--program {self.program!r} names no program. Leave it out, or name one.")
+        if problem := file_system_problem(self.directory, "the launcher keeps logs"):
+            found.append(f"--run-dir {problem} Or start jaxdist.train itself on each host.")
         several = nnodes.maximum > 1
         return found + (self._elastic_rules(several) if self.is_elastic else self._rules(several))
 

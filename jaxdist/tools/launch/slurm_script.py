@@ -19,6 +19,7 @@ from jaxdist import runtime
 from jaxdist.checkpoint import manifest
 from jaxdist.core.settings import setting
 from jaxdist.core.settings.schema import flag_of
+from jaxdist.runtime.storage import file_system_problem
 from jaxdist.tools.launch.membership import Range
 
 _PASSED_ON = ("mem", "time", "partition", "account", "qos", "constraint")
@@ -137,6 +138,8 @@ class SlurmConfig:
             )
         if not re.fullmatch(r"[\w.-]+", self.name):
             found.append(f"--name {self.name!r} is not a job name. Use letters, digits, . _ and -.")
+        if problem := file_system_problem(self.run_dir, "a job of SLURM keeps its state"):
+            found.append(f"--run-dir {problem}")
         return found
 
     @property

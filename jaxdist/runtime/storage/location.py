@@ -1,23 +1,4 @@
-"""Where a run keeps its files. Every read, write and listing of a run directory goes through here.
-
-`locate(path)` gives a `Location`; its methods are the only file operations that the package makes
-on a run directory or a checkpoint. They are what an object store can offer too:
-
-| operation | guarantee |
-|---|---|
-| `write` | atomic: a reader sees the old content or the new one. Durable unless `durable=False` |
-| `create` | of several writers exactly one succeeds; durable |
-| `appender` | what was appended survives a kill of the process, in order |
-| `entries`, `files` | names in order; files that are still being written are not listed |
-| `delete_tree` | not atomic: what makes a directory count must be deleted first |
-| `lock` | excludes other processes where the storage can, and tells who holds it |
-
-There is no rename. Several files become valid together when the file that names them is written
-last (`checkpoint.manifest`).
-
-Below, these are operations of a local or shared POSIX file system (ext4, XFS, NFS, Lustre). Another
-kind of storage is another file, with a `Location` of its own, and one line in `locate`.
-"""
+"""Files and directories of a local or shared POSIX file system (ext4, XFS, NFS, Lustre)."""
 
 from __future__ import annotations
 
@@ -27,16 +8,13 @@ import errno
 import fcntl
 import json
 import os
-import re
 import shutil
 import stat
 import threading
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
-
-from jaxdist.core.settings.declare import ConfigError
+from typing import Any, ClassVar, Self
 
 BLOCK_BYTES = 8 << 20
 """Bytes of a file held in memory while it is streamed."""
@@ -46,42 +24,21 @@ _UNFINISHED = ".writing"  # ending of a file that `write` has not put in its pla
 _OWN = uuid.uuid4().hex[:8]  # several processes and threads may replace one file at the same time
 
 
-def locate(path: str | os.PathLike[str]) -> Location:
-    """The location that a path names, `~` being the home; a `Location` comes back as it is.
-
-    Raises:
-        ConfigError: it is the URL of an object store.
-    """
-    if isinstance(path, Location):
-        return path
-    if problem := url_problem(path):
-        raise ConfigError(problem)
-    return Location(str(Path(os.path.expanduser(path))))
-
-
-def url_problem(path: str | os.PathLike[str]) -> str:
-    """Why a path cannot be used; "" when it is one of a file system."""
-    if not re.match("[a-z][a-z0-9+]*:/", os.fspath(path)):  # Path makes s3:/ of s3://
-        return ""
-    return (
-        f"{os.fspath(path)!r} is a URL: files are read and written on file systems only. Use a "
-        "shared disk, or mount the bucket (gcsfuse, mountpoint-s3) and name the directory."
-    )
-
-
 @dataclasses.dataclass(frozen=True)
 class Location(os.PathLike[str]):
     """One file or directory; `str` and `os.fspath` give its path.
 
     Libraries that read and write by themselves (Orbax, TensorStore, TensorBoard) are given that
-    path. Every method raises `OSError` where the storage cannot be reached or refuses.
+    path where it `is_local`. Every method raises `OSError` where the storage cannot be reached or
+    refuses.
     """
 
     path: str
+    is_local: ClassVar[bool] = True
 
-    def __truediv__(self, name: str | int) -> Location:
+    def __truediv__(self, name: str | int) -> Self:
         """What lies below this directory under `name`."""
-        return Location(f"{self.path.rstrip('/')}/{name}")
+        return dataclasses.replace(self, path=f"{self.path.rstrip('/')}/{name}")
 
     def __fspath__(self) -> str:
         return self.path
@@ -95,13 +52,13 @@ class Location(os.PathLike[str]):
         return os.path.basename(self.path)
 
     @property
-    def parent(self) -> Location:
+    def parent(self) -> Self:
         """The directory that this lies in."""
-        return Location(os.path.dirname(self.path) or ".")
+        return dataclasses.replace(self, path=os.path.dirname(self.path) or ".")
 
-    def absolute(self) -> Location:
+    def absolute(self) -> Self:
         """The same place by a path that holds in any working directory."""
-        return Location(os.path.abspath(self.path))
+        return dataclasses.replace(self, path=os.path.abspath(self.path))
 
     def uri(self) -> str:
         """The address that TensorStore reads and writes."""
@@ -122,6 +79,10 @@ class Location(os.PathLike[str]):
             for name in names
         )
         return sorted(name for name in found if not name.endswith(_UNFINISHED))
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes of every file below, by its path relative to this directory."""
+        return {name: (self / name).size() for name in self.files()}
 
     def exists(self) -> bool:
         """Whether anything has this name. A file server that is away raises, it does not say no."""
@@ -170,6 +131,12 @@ class Location(os.PathLike[str]):
         with open(self.path, "rb") as file:
             while block := file.read(BLOCK_BYTES):
                 yield block
+
+    def part(self, start: int, length: int) -> bytes:
+        """That many bytes of the file from `start` on."""
+        with open(self.path, "rb") as file:
+            file.seek(start)
+            return file.read(length)
 
     def write(self, data: str | bytes, *, durable: bool = True) -> None:
         """Make or replace the file, atomically; `durable`: it survives a crash of the machine."""

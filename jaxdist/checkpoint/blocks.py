@@ -1,0 +1,53 @@
+"""Blocks of an array: how it is cut into pieces that are read and written one at a time."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+Index = tuple[slice, ...]
+
+
+def block_shape(shape: tuple[int, ...], itemsize: int, max_bytes: int) -> tuple[int, ...]:
+    """Whole rows of the trailing dims, as many as fit; one dim is cut unevenly at most."""
+    block = list(shape)
+    for dim in range(len(shape)):
+        rest = math.prod(block[dim + 1 :]) * itemsize
+        block[dim] = max(1, min(shape[dim], max_bytes // max(rest, 1)))
+        if block[dim] > 1 or rest <= max_bytes:
+            break
+    return tuple(block)
+
+
+def even_chunk(shape: tuple[int, ...], itemsize: int, max_bytes: int) -> tuple[int, ...]:
+    """A chunk that divides `shape` evenly and is no larger than `max_bytes`, leading dims first."""
+    chunk = list(shape)
+    for dim in range(len(chunk)):
+        while chunk[dim] > 1 and math.prod(chunk) * itemsize > max_bytes:
+            chunk[dim] //= next(n for n in itertools.count(2) if chunk[dim] % n == 0)
+    return tuple(chunk)
+
+
+def grid(shape: Sequence[int], block: Sequence[int]) -> Iterator[Index]:
+    """The index of every block of an array, in row-major order."""
+    return blocks_in([slice(0, size) for size in shape], block)
+
+
+def blocks_in(index: Sequence[slice], block: Sequence[int]) -> Iterator[Index]:
+    """What lies of each block of an array in a part of it, in row-major order."""
+    starts = (range(s.start // n * n, s.stop, n) for s, n in zip(index, block, strict=True))
+    for corner in itertools.product(*starts):
+        yield tuple(
+            slice(max(at, s.start), min(at + n, s.stop))
+            for at, n, s in zip(corner, block, index, strict=True)
+        )
+
+
+def dtype_of(name: str) -> np.dtype:
+    """NumPy's dtype of a stored dtype's name, bfloat16 and float8 included."""
+    import ml_dtypes
+
+    return np.dtype(getattr(ml_dtypes, name, name))

@@ -1,0 +1,398 @@
+"""Files on an object store, S3 or Google Cloud Storage, through `obstore`.
+
+There are no directories: one is there while anything lies below it. A file that grows (`appender`)
+is a folder of objects `part-…` (`parts`), which whoever reads it gets joined.
+
+Credentials, region and endpoint come from the environment as `obstore` reads it. What a server
+answers may repeat parts of a request, so errors name its code and never its text.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import functools
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, Self
+
+from jaxdist.runtime.storage.location import BLOCK_BYTES, Appender, Location, Locked, LockFile
+from jaxdist.runtime.storage.parts import PartAppender, part_of, spool
+
+_STORES = {"s3": "S3Store"}
+_CREDENTIALS = {"s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"}
+_CONNECT = {"allow_http": True, "connect_timeout": "5s", "read_timeout": "30s", "timeout": "10min"}
+_DENIED = (401, 403)
+
+
+def is_url(path: str | os.PathLike[str]) -> bool:
+    """Whether this is a URL and no path of a file system."""
+    return bool(re.match("[a-z][a-z0-9+]*:/", os.fspath(path)))  # Path makes s3:/ of s3://
+
+
+def canonical(path: str | os.PathLike[str]) -> str:
+    """The URL with two slashes behind its scheme and none at its end."""
+    return re.sub("^([a-z0-9+]+):/+", r"\1://", os.fspath(path)).rstrip("/")
+
+
+def problem_of(url: str | os.PathLike[str]) -> str:
+    """Why a URL cannot be used; "" when its bucket answers. Asked once for each bucket.
+
+    Raises:
+        OSError: the server cannot be reached; another time it may.
+    """
+    url = canonical(url)
+    scheme, _, rest = url.partition("://")
+    bucket = rest.partition("/")[0]
+    if scheme not in _STORES:
+        known = " or ".join(f"{name}://BUCKET/PATH" for name in _STORES)
+        return f"{url!r} is a URL of a kind that is not known. Use a path, or {known}."
+    if not bucket:
+        return f"{url!r} names no bucket. Use {scheme}://BUCKET/PATH."
+    try:
+        _reach(scheme, bucket)
+    except ModuleNotFoundError:
+        return f"{url!r} needs a library that is not installed: pip install 'jaxdist[{scheme}]'."
+    except OSError as error:
+        if error.errno not in (errno.ENXIO, errno.EACCES):
+            raise
+        return f"{url!r} cannot be used: {error.strerror}."
+    return ""
+
+
+@functools.cache
+def _reach(scheme: str, bucket: str) -> None:
+    """Ask a bucket for its first names."""
+    import obstore
+
+    with _told(f"{scheme}://{bucket}"):
+        probe = _make_store(scheme, bucket, max_retries=1)
+        next(iter(obstore.list(probe, chunk_size=1)), None)
+
+
+@functools.cache
+def _store(scheme: str, bucket: str) -> Any:
+    return _make_store(scheme, bucket, max_retries=10)
+
+
+def _make_store(scheme: str, bucket: str, *, max_retries: int) -> Any:
+    from obstore import store
+
+    return getattr(store, _STORES[scheme])(
+        bucket, client_options=_CONNECT, retry_config={"max_retries": max_retries}
+    )
+
+
+@contextlib.contextmanager
+def _told(url: str) -> Iterator[None]:
+    """What `obstore` raises, as an `OSError` in one line without what was sent."""
+    import obstore
+
+    try:
+        yield
+    except (FileNotFoundError, PermissionError) as error:
+        raise _as_os_error(error, url) from None
+    except obstore.exceptions.BaseError as error:
+        if isinstance(error, _conflicts()):
+            raise
+        raise _as_os_error(error, url) from None
+
+
+def _conflicts() -> tuple[type[Exception], ...]:
+    """What a conditional write raises when the object is another than was expected."""
+    from obstore import exceptions
+
+    return exceptions.AlreadyExistsError, exceptions.PreconditionError
+
+
+def _as_os_error(error: Exception, url: str) -> OSError:
+    text, scheme = str(error), url.partition(":")[0]
+    code = next(iter(re.findall(r"<Code>(\w+)</Code>", text)), "")
+    status = int(next(iter(re.findall(r"status code: (\d+)", text)), 0))
+    said = " ".join(filter(None, [str(status or ""), code]))
+    # Where none are set, the machine's own are asked for.
+    if re.search("/latest/(api|meta-data)|/computeMetadata/|Missing(AccessKey|Secret)", text):
+        what = f"no credentials were found: set {_CREDENTIALS[scheme]}"
+        return OSError(errno.EACCES, what, url)
+    if code == "NoSuchBucket":
+        return OSError(errno.ENXIO, "there is no such bucket", url)
+    if status in _DENIED or isinstance(error, PermissionError):
+        return OSError(errno.EACCES, f"access is denied ({said})", url)
+    if isinstance(error, FileNotFoundError):
+        return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), url)
+    if "response body" in text:
+        return ConnectionResetError(errno.ECONNRESET, "the answer was cut short", url)
+    if not status:
+        return OSError(errno.EHOSTUNREACH, "the object store cannot be reached", url)
+    return OSError(errno.EIO, f"the object store refuses ({said})", url)
+
+
+@dataclasses.dataclass(frozen=True)
+class ObjectLocation(Location):
+    """One object, or all that lies below a prefix; `str` and `os.fspath` give its URL."""
+
+    is_local: ClassVar[bool] = False
+
+    @property
+    def parent(self) -> Self:
+        """The prefix that this lies below; that of a bucket is the bucket."""
+        if not self._key:
+            return self
+        return dataclasses.replace(self, path=self.path.rpartition("/")[0])
+
+    def absolute(self) -> Self:
+        """The same place: a URL does not depend on the working directory."""
+        return self
+
+    def uri(self) -> str:
+        """The URL."""
+        return self.path
+
+    def entries(self) -> list[str]:
+        """Names directly below, sorted; [] where there is nothing."""
+        import obstore
+
+        found = self._ask(lambda: obstore.list_with_delimiter(self._bucket, self._key or None))
+        paths = [*found["common_prefixes"], *(meta["path"] for meta in found["objects"])]
+        return sorted({path.rstrip("/").rpartition("/")[2] for path in paths})
+
+    def files(self) -> list[str]:
+        """Every file below, by its path relative to this place, sorted."""
+        return sorted(self.sizes())
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes of every file below, by its path relative to this place."""
+        found: dict[str, int] = {}
+        for meta in self._below():
+            name = part_of(meta["path"].removeprefix(self._key).lstrip("/"))[0]
+            found[name] = found.get(name, 0) + meta["size"]
+        return found
+
+    def exists(self) -> bool:
+        """Whether there is an object, or any below."""
+        try:
+            self._head()
+        except FileNotFoundError:
+            return self.is_directory()
+        return True
+
+    def is_directory(self) -> bool:
+        """Whether anything lies below."""
+        import obstore
+
+        listing = lambda: obstore.list(self._bucket, prefix=self._key or None, chunk_size=1)
+        return bool(self._ask(lambda: next(iter(listing()), None)))
+
+    def size(self) -> int:
+        """Bytes of the file."""
+        try:
+            return self._head()["size"]
+        except FileNotFoundError:
+            return sum(meta["size"] for meta in self._parts())
+
+    def version(self) -> int:
+        """When the file was last written, in ns; the clock of most stores has whole seconds."""
+        try:
+            try:
+                found = [self._head()]
+            except FileNotFoundError:
+                found = self._parts()
+        except OSError:
+            return 0
+        return max(int(meta["last_modified"].timestamp() * 1e9) for meta in found)
+
+    def free_bytes(self) -> int:
+        """An object store is never full."""
+        return sys.maxsize
+
+    def read(self) -> bytes:
+        """All of the file."""
+        try:
+            return self._get(self._key)[0]
+        except FileNotFoundError:
+            return b"".join(self._get(meta["path"])[0] for meta in self._parts())
+
+    def stream(self) -> Iterator[bytes]:
+        """The file in blocks of `BLOCK_BYTES`, a request each: a cut connection costs one."""
+        try:
+            size = self._head()["size"]
+        except FileNotFoundError:
+            yield self.read()
+            return
+        for start in range(0, size, BLOCK_BYTES):
+            yield self.part(start, min(BLOCK_BYTES, size - start))
+
+    def part(self, start: int, length: int) -> bytes:
+        """That many bytes of the object from `start` on."""
+        import obstore
+
+        bucket, key = self._bucket, self._key
+        return self._ask(lambda: bytes(obstore.get_range(bucket, key, start=start, length=length)))
+
+    def write(self, data: str | bytes, *, durable: bool = True) -> None:
+        """Make or replace the object; it is durable in any case."""
+        import obstore
+
+        with self._told():
+            obstore.put(
+                self._bucket, self._key, data.encode() if isinstance(data, str) else bytes(data)
+            )
+
+    def create(self) -> bool:
+        """Make the object, empty; False where there is one already."""
+        try:
+            self._put_if(b"", "create")
+        except _conflicts():
+            return False
+        return True
+
+    def appender(self) -> Appender:
+        """The file, open for appending; made if absent."""
+        return PartAppender(self, self._next_part())
+
+    def append_descriptor(self) -> int:
+        """A descriptor of a local file that is copied here every few seconds and at the end."""
+        return spool(self, self._next_part)
+
+    def lock(self) -> LockFile:
+        """Open the lock file; who may have it is told by its content alone."""
+        return ObjectLock(self)
+
+    def make_directory(self) -> None:
+        """Nothing: directories are not made here."""
+
+    def delete(self) -> None:
+        """Delete the object; nothing without one."""
+        import obstore
+
+        with contextlib.suppress(FileNotFoundError), self._told():
+            obstore.delete(self._bucket, self._key)
+
+    def delete_tree(self) -> None:
+        """Delete all that lies below, and the object of this name."""
+        import obstore
+
+        if paths := [meta["path"] for meta in self._below()]:
+            with contextlib.suppress(FileNotFoundError), self._told():
+                obstore.delete(self._bucket, paths)
+        self.delete()
+
+    # -- one request each --------------------------------------------------------------------------
+
+    @property
+    def _place(self) -> tuple[str, str, str]:
+        scheme, _, rest = self.path.partition("://")
+        bucket, _, key = rest.partition("/")
+        return scheme, bucket, key
+
+    @property
+    def _bucket(self) -> Any:
+        return _store(*self._place[:2])
+
+    @property
+    def _key(self) -> str:
+        return self._place[2]
+
+    def _ask(self, request: Callable[[], Any]) -> Any:
+        """A request that changes nothing, again where its answer was cut short.
+
+        `obstore` repeats by itself what was refused or not answered at all.
+        """
+        for pause_s in (0.1, 0.4, 1.6, 6.4):
+            try:
+                with self._told():
+                    return request()
+            except ConnectionResetError:
+                time.sleep(pause_s)
+        with self._told():
+            return request()
+
+    def _told(self) -> contextlib.AbstractContextManager[None]:
+        return _told(self.path)
+
+    def _head(self) -> Any:
+        import obstore
+
+        return self._ask(lambda: obstore.head(self._bucket, self._key))
+
+    def _get(self, key: str) -> tuple[bytes, Any]:
+        import obstore
+
+        def request() -> tuple[bytes, Any]:
+            got = obstore.get(self._bucket, key)
+            return bytes(got.bytes()), got.meta
+
+        return self._ask(request)
+
+    def _put_if(self, data: bytes, mode: Any) -> dict[str, Any]:
+        """Write under a condition; raises one of `_conflicts` where it does not hold."""
+        import obstore
+
+        with self._told():
+            return dict(obstore.put(self._bucket, self._key, data, mode=mode))
+
+    def _below(self) -> Sequence[Any]:
+        import obstore
+
+        return self._ask(lambda: obstore.list(self._bucket, prefix=self._key or None).collect())
+
+    def _parts(self) -> list[Any]:
+        """The objects that a file grew by, in order; raises where there are none."""
+        found = [meta for meta in self._below() if part_of(meta["path"]) == (self._key, True)]
+        if not found:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self.path)
+        return sorted(found, key=lambda meta: meta["path"])
+
+    def _next_part(self) -> int:
+        try:
+            newest = self._parts()[-1]["path"]
+        except FileNotFoundError:
+            return 1
+        return int(newest.rpartition("/")[2].split("-")[1]) + 1
+
+
+class ObjectLock(LockFile):
+    """A lock file that its holders replace under a condition: that nobody else has done so.
+
+    The store keeps nobody out by itself, so the holder's heartbeat decides (`is_exclusive` is
+    False). Of two that see the same content, one alone gets to write.
+    """
+
+    def __init__(self, location: ObjectLocation) -> None:
+        self.is_exclusive = False
+        self._location = location
+        self._seen: Any = "create"  # or the tag of what was read or written last
+
+    def read(self) -> bytes:
+        """The content; b"" where there is none."""
+        try:
+            content, meta = self._location._get(self._location._key)
+        except FileNotFoundError:
+            self._seen = "create"
+            return b""
+        self._seen = _tag(meta)
+        return content
+
+    def write(self, data: bytes) -> None:
+        """Replace what was read or written last.
+
+        Raises:
+            Locked: another process has written since.
+        """
+        try:
+            self._seen = _tag(self._location._put_if(data, self._seen))
+        except _conflicts():
+            if (found := self.read()) != data:  # else an earlier try of this request came through
+                raise Locked(found) from None
+
+    def close(self) -> None:
+        """Nothing: what was written last tells that the lock is given up."""
+
+
+def _tag(meta: Mapping[str, Any]) -> dict[str, str]:
+    """What tells this content of an object from every other."""
+    return {key: meta[key] for key in ("e_tag", "version") if meta.get(key)}

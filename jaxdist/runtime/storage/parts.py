@@ -1,0 +1,194 @@
+"""Files that grow on an object store, where an object is written whole or not at all.
+
+A file is a folder of objects `part-NUMBER-WRITER`. The newest part is written again every few
+seconds while it grows, and a next one is begun when it is `PART_BYTES` large, so that a file of n
+bytes is about n / `PART_BYTES` objects. A thread does that for all files of the process; the end of
+the process and `flush_appended` do it at once.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import re
+import tempfile
+import threading
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+from jaxdist.runtime.storage.location import Appender, Location
+
+PART_BYTES = 1 << 20
+_FLUSH_S = 5.0
+_END_S = 60.0  # for what is left when the process ends
+
+_OWN = uuid.uuid4().hex[:8]  # two processes may append to one file
+_growing: set[_Uploaded] = set()
+_spools: dict[str, _Spool] = {}
+_start = threading.Lock()
+_thread: threading.Thread | None = None
+
+
+def part_of(path: str) -> tuple[str, bool]:
+    """The file that an object belongs to, and whether it is a part of it."""
+    found = re.fullmatch(r"(.+)/part-\d{8}-[0-9a-f]{8}", path)
+    return (found[1], True) if found else (path, False)
+
+
+def flush_appended(timeout_s: float = _END_S) -> None:
+    """Write what was appended to all files by now; what the store refuses is tried again later."""
+    if not _growing:
+        return
+    thread = threading.Thread(target=_upload_all, daemon=True)
+    thread.start()
+    thread.join(timeout_s)  # a store that hangs must not keep a process from its end
+
+
+def spool(location: Location, next_part: Callable[[], int]) -> int:
+    """A descriptor of a local file, one for each location, whose content is copied there."""
+    if location.path not in _spools:
+        _spools[location.path] = _Spool(location, next_part())
+    return _spools[location.path].descriptor()
+
+
+def mirror(file: Path, location: Location) -> Mirror:
+    """Copy a local file that a library writes to a location, whole, whenever it has grown."""
+    return Mirror(file, location)
+
+
+class _Uploaded:
+    """Something that the thread uploads; `OSError` says that it could not."""
+
+    def _begin(self) -> None:
+        global _thread
+        with _start:
+            _growing.add(self)
+            if _thread is None:
+                atexit.register(flush_appended)
+                _thread = threading.Thread(target=_keep_uploading, name="uploads", daemon=True)
+                _thread.start()
+
+    def upload(self) -> None:
+        raise NotImplementedError
+
+
+class PartAppender(_Uploaded, Appender):
+    """A file open for appending, by parts from number `first` on.
+
+    What the store refuses stays in memory; from then on `append` raises why, until it is written.
+    """
+
+    def __init__(self, location: Location, first: int) -> None:
+        self._location, self._number = location, first
+        self._part, self._written = bytearray(), -1  # -1: the part is not there yet
+        self._failure: OSError | None = None
+        self._memory, self._requests = threading.Lock(), threading.Lock()
+        self.upload()
+        self._begin()
+
+    @property
+    def pending(self) -> bytes:  # type: ignore[override]
+        """Bytes that the store refused."""
+        with self._memory:
+            return bytes(self._part[max(self._written, 0) :]) if self._failure else b""
+
+    def append(self, data: bytes) -> None:
+        """Append to what is uploaded next.
+
+        Raises:
+            OSError: the last upload failed; the data are kept all the same.
+        """
+        with self._memory:
+            self._part += data
+        if self._failure is not None:
+            raise self._failure
+
+    def cut_torn_tail(self) -> int:
+        """0: parts end where a call of `append` ended."""
+        return 0
+
+    def close(self) -> None:
+        """Upload what is left; a second call does nothing.
+
+        Raises:
+            OSError: what is `pending` is lost.
+        """
+        _growing.discard(self)
+        self.upload()
+
+    def upload(self) -> None:
+        """Write the part that grows, and begin the next one when it is large.
+
+        Raises:
+            OSError: the store refuses.
+        """
+        with self._requests:
+            while self._written < len(self._part):
+                with self._memory:
+                    content = bytes(self._part)
+                name = f"part-{self._number:08d}-{_OWN}"
+                try:
+                    (self._location / name).write(content)
+                except OSError as error:
+                    self._failure = error
+                    raise
+                with self._memory:
+                    self._failure, self._written = None, len(content)
+                    if len(content) >= PART_BYTES:
+                        del self._part[: len(content)]
+                        self._number, self._written = self._number + 1, 0
+
+
+class _Spool(PartAppender):
+    """A local file that C code and others write to, appended to a location."""
+
+    def __init__(self, location: Location, first: int) -> None:
+        self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115, as long as the process
+        self._taken, self._reading = 0, threading.Lock()
+        super().__init__(location, first)
+
+    def descriptor(self) -> int:
+        """A descriptor; all of them share one position."""
+        return os.dup(self._file.fileno())
+
+    def upload(self) -> None:
+        with self._reading:
+            while data := os.pread(self._file.fileno(), PART_BYTES, self._taken):
+                self._taken += len(data)
+                with contextlib.suppress(OSError):
+                    self.append(data)
+        super().upload()
+
+
+class Mirror(_Uploaded):
+    """A local file that is copied to a location, whole, whenever it has grown."""
+
+    def __init__(self, file: Path, location: Location) -> None:
+        self._file, self._location, self._size = file, location, -1
+        self._begin()
+
+    def upload(self) -> None:
+        """Copy the file if it has grown."""
+        data = self._file.read_bytes()
+        if len(data) != self._size:
+            self._location.write(data)
+            self._size = len(data)
+
+    def close(self) -> None:
+        """Copy what is left."""
+        _growing.discard(self)
+        self.upload()
+
+
+def _upload_all() -> None:
+    for one in list(_growing):
+        with contextlib.suppress(OSError):
+            one.upload()
+
+
+def _keep_uploading() -> None:
+    while True:
+        threading.Event().wait(_FLUSH_S)
+        _upload_all()
