@@ -396,9 +396,11 @@ def test_settings_that_do_not_fit_records_are_refused(tmp_path, chats):
         assert fact in problem
     text = tmp_path / "a.txt"
     text.write_text("text")
+    share_gpt = write_lines(tmp_path / "share.jsonl", [{"conversations": []}])
     for source, settings, *facts in (
         (text, {"records": "chat"}, text, ".jsonl or .parquet"),
         (chats, {}, "data.records=chat"),
+        (share_gpt, {}, "data.records=chat"),
         (chats, {"records": "completion"}, "no text 'prompt'"),
         (chats, {"records": "chat", "chat_template": str(text)}, "tokenizer.json"),
     ):

@@ -296,7 +296,7 @@ def _read_lines(path: Path, stream: BinaryIO, raw: BinaryIO, field: str) -> Iter
 
 def _other_kind(record: Any) -> str:
     """What to do with a record of another kind than text."""
-    if isinstance(record, dict) and "messages" in record:
+    if isinstance(record, dict) and not record.keys().isdisjoint(("messages", "conversations")):
         return ", or data.records=chat for conversations"
     if isinstance(record, dict) and {"prompt", "completion"} <= record.keys():
         return ", or data.records=completion for prompts and completions"
