@@ -15,6 +15,7 @@ import pytest
 from tiny import CONFIGS
 
 from jaxdist.config import RunConfig
+from jaxdist.core.attention.cudnn import DOCUMENTS
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.parallel.pipeline.config import PipelineConfig
 from jaxdist.core.precision import PrecisionConfig
@@ -436,15 +437,22 @@ def test_every_model_has_a_time(model):
     [
         ({}, "cudnn"),
         ({"packing": "stream"}, "cudnn"),
-        ({"packing": "documents"}, "blockwise"),
-        ({"records": "chat"}, "blockwise"),
+        ({"packing": "documents"}, "cudnn"),
+        ({"records": "chat"}, "cudnn"),
     ],
     ids=str,
 )
 def test_rows_with_document_boundaries_are_planned_with_the_kernel_that_honours_them(data, kernel):
     base = job()
     config = dataclasses.replace(base.config, data=DataConfig(**data))
-    assert dataclasses.replace(base, config=config).attention == kernel
+    packs = config.data.packs_documents
+    found = dataclasses.replace(base, config=config)
+    assert found.attention == kernel
+    scratch = activations.attention_workspace(found) / activations.attention_workspace(base)
+    assert scratch == pytest.approx(DOCUMENTS if packs else 1, rel=1e-3)
+    older = Cluster.of(GPUS["a100-80"], 8)
+    expected = "blockwise" if packs else "cudnn"
+    assert dataclasses.replace(found, cluster=older).attention == expected
 
 
 def test_a_number_of_gpus_takes_as_few_nodes_as_hold_it_equally():

@@ -2,6 +2,7 @@
 a test says otherwise; families against transformers are in test_model_families.py."""
 
 import dataclasses
+import itertools
 import math
 
 import jax
@@ -12,6 +13,7 @@ from decoders import FAMILIES, SIZES, VARIANTS, logits_of, random_params, random
 from refusals import refused
 
 from jaxdist.core.attention import blockwise, choose_kernel, kernels, make_attend
+from jaxdist.core.attention.cudnn import DOCUMENTS
 from jaxdist.core.attention.kernels import BLOCKWISE_FROM
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.precision import PrecisionConfig
@@ -139,7 +141,13 @@ GPU = dict(platform="gpu", dtype=jnp.bfloat16, compute_capability="9.0")
         ({"platform": "cpu"}, "needs an NVIDIA GPU, this is cpu"),
         ({"dtype": jnp.float32}, "needs bfloat16 or float16, compute is float32"),
         ({"compute_capability": "7.5"}, "needs compute capability 8.0, this is 7.5"),
-        ({"packed": True}, "no document boundaries"),
+        (
+            {"packed": True, "compute_capability": "8.0"},
+            "needs compute capability 9.0, this is 8.0",
+        ),
+        ({"packed": True, "compute_capability": ""}, "needs compute capability 9.0, this is not"),
+        ({"packed": True, "packed_obstacle": "differs from the reference"}, "differs from"),
+        ({"cached": True}, "places of their own"),
         ({"head_dim": 36}, "multiple of 8, this is 36"),
         ({"head_dim": 512}, "this is 512"),
         ({"dropout": 0.1}, "same bits on every mesh"),
@@ -156,9 +164,11 @@ def test_cudnn_is_left_alone_for_a_stated_reason_and_refused_by_name(change, rea
 
 
 def test_cudnn_is_chosen_on_a_gpu_that_can():
-    for wanted in ("auto", "cudnn"):
-        kernel, why = choose_kernel(wanted, **GPU, head_dim=128, num_keys=8192, packed=False)
+    for wanted, packed in itertools.product(("auto", "cudnn"), (False, True)):
+        width = 256 if packed else 128
+        kernel, why = choose_kernel(wanted, **GPU, head_dim=width, num_keys=8192, packed=packed)
         assert kernel == "cudnn" and "causal" in why
+        assert (f"{DOCUMENTS} documents" in why) == packed
 
 
 def test_long_rows_go_block_by_block_where_cudnn_cannot():
@@ -172,13 +182,19 @@ def test_long_rows_go_block_by_block_where_cudnn_cannot():
 def test_packed_rows_are_refused_when_cudnn_was_asked_for():
     config = dataclasses.replace(FAMILIES["llama2"], attention="cudnn")
     model = build(config, seq_len=16)
-    with refused("attention='cudnn'", "rows are packed"):
-        logits_of(model, random_params(model), packed_batch(), **GPU)
+    ampere = {**GPU, "compute_capability": "8.6"}
+    with refused("attention='cudnn'", "capability 9.0"):
+        logits_of(model, random_params(model), packed_batch(), **ampere)
 
 
 def test_the_log_line_names_the_kernel_and_why():
-    [note] = build(FAMILIES["llama2"], seq_len=16).notes(Context(**{**GPU, "platform": "cpu"}))
-    assert note.startswith("attention kernel: xla (cuDNN needs an NVIDIA GPU")
+    model = build(FAMILIES["llama2"], seq_len=16)
+    notes = model.notes(Context(**{**GPU, "platform": "cpu"}))
+    assert notes[0].startswith("attention kernel: xla (cuDNN needs an NVIDIA GPU")
+    assert "xla (" in notes[1]
+    # The model's heads are 16 wide.
+    assert "cudnn (" in model.notes(Context(**GPU))[1]
+    assert "xla (slow" in model.notes(Context(**GPU, packed_obstacle="slow"))[1]
 
 
 @pytest.mark.parametrize("window", [0, 1, 3])

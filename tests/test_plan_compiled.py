@@ -13,6 +13,7 @@ import pytest
 from refusals import refused
 
 from jaxdist.config import RunConfig
+from jaxdist.core.attention.cudnn import DOCUMENTS
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.parallel.pipeline.config import PipelineConfig
 from jaxdist.core.sharding import MeshConfig
@@ -23,6 +24,7 @@ from jaxdist.models.weights import num_params
 from jaxdist.plan.compiled import check, compiler, gpu_target
 from jaxdist.plan.compiled.check import CompiledStep, NotCompiled, compile_step
 from jaxdist.plan.compiled.hlo import Instruction
+from jaxdist.plan.estimate.activations import cudnn_scratch
 from jaxdist.plan.hardware import GPUS, Cluster
 from jaxdist.run.setup import assemble
 
@@ -107,6 +109,26 @@ def test_attention_runs_forward_once_where_its_result_is_kept(remat, forwards):
     useful = build(MODEL, seq_len=128).flops_per_token["causal"] * 16 * 128 / 2
     assert outcome.times.flops == pytest.approx(useful, rel=0.05) or remat != "dots"
     assert outcome.times.seconds >= sum(outcome.times.classes.values()) * 0.999
+
+
+@needs_compiler
+def test_packed_documents_are_multiplied_by_cudnn_alone():
+    model = dataclasses.replace(MODEL, head_dim=256)
+    train = dataclasses.replace(TRAIN, num_microbatches=1, remat="dots", seq_len=2048)
+    data = DataConfig(packing="documents")
+    config = RunConfig(model=model, train=train, data=data, simulate=2)
+    outcome = compile_step(config, MeshSpec(data=2), Cluster.of(GPUS["h100"], 2), timeout_s=300)
+    assert isinstance(outcome, CompiledStep), outcome
+    # Forward once and backward, in each of the layers.
+    assert outcome.times.calls["attention"] == 2 * model.num_layers
+    assert not any("2048,2048" in shape for buffer in outcome.buffers for shape in buffer.shapes)
+    # 8 rows, 4 heads, and key heads are shared.
+    one = cudnn_scratch(8 * 4 * 2048, 256, shares_keys=True, gpu=GPUS["h100"])
+    assert outcome.memory.workspace_bytes == pytest.approx(DOCUMENTS * one, rel=1e-3)
+    # No products but those of weights and cuDNN's, whose backward computes the scores again.
+    useful = build(model, seq_len=2048).flops_per_token["causal"] * 16 * 2048 / 2
+    again = model.num_layers * 2 * 8 * 4 * 2048**2 * 256 / 2
+    assert outcome.times.flops == pytest.approx(useful + again, rel=0.02)
 
 
 @needs_compiler

@@ -209,6 +209,7 @@ class Context:
         layer: index in the model of the block that runs, int32 scalar.
         platform: "cpu" or "gpu", read from the mesh and never from the default backend.
         compute_capability: e.g. "9.0" on an NVIDIA GPU, "" elsewhere.
+        packed_obstacle: why cuDNN may not multiply packed documents here; "" = it may.
     """
 
     dtype: Any = jnp.float32
@@ -229,6 +230,7 @@ class Context:
     layer: Any = 0
     platform: str = "cpu"
     compute_capability: str = ""
+    packed_obstacle: str = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

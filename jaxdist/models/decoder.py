@@ -23,6 +23,7 @@ from jaxdist.core.types import (
     Array,
     AttentionDropout,
     Batch,
+    ConfigError,
     Context,
     Decoding,
     Dims,
@@ -413,15 +414,23 @@ def _once(bias: Array, context: Context) -> Array:
 
 
 def _notes(config: DecoderConfig, seq_len: int, context: Context) -> list[str]:
-    kernel, reason = choose_kernel(
-        config.attention,
-        platform=context.platform,
-        compute_capability=context.compute_capability,
-        dtype=context.dtype,
-        head_dim=config.head_width,
-        num_keys=seq_len,
-        packed=False,
-        dropout=config.attention_dropout,
-        softcap=config.attention_softcap,
-    )
-    return [f"attention kernel: {kernel} ({reason}); rows packed from several documents use XLA's"]
+    def chosen(packed: bool) -> str:
+        kernel, reason = choose_kernel(
+            config.attention,
+            platform=context.platform,
+            compute_capability=context.compute_capability,
+            dtype=context.dtype,
+            head_dim=config.head_width,
+            num_keys=seq_len,
+            packed=packed,
+            dropout=config.attention_dropout,
+            softcap=config.attention_softcap,
+            packed_obstacle=context.packed_obstacle,
+        )
+        return f"{kernel} ({reason})"
+
+    try:
+        of_packed = chosen(packed=True)
+    except ConfigError as error:  # raised again where rows are packed
+        of_packed = f"none ({error})"
+    return [f"attention kernel: {chosen(packed=False)}", f"of packed documents: {of_packed}"]

@@ -78,7 +78,14 @@ def _context(model: Model, parts: Parts) -> Context:
     from jaxdist.core.step.context import make_context
 
     config = parts.config
-    return make_context(model, parts.layout, config.train, config.precision, config.pipeline)
+    return make_context(
+        model,
+        parts.layout,
+        config.train,
+        config.precision,
+        config.pipeline,
+        parts.step.context.packed_obstacle,
+    )
 
 
 def _digests(tree: Any) -> dict[str, Array]:

@@ -1,7 +1,7 @@
 """Builds the parts of a run from its settings: mesh, model, layout, optimizer, train step.
 
 Training, evaluation, generation and planning all use it, so that they cannot disagree. Nothing is
-compiled and no array is made.
+compiled and no array is made, but where cuDNN's kernel for packed documents is compared first.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from jaxdist.checkpoint import Checkpointer
 from jaxdist.checkpoint.manifest import named_step
 from jaxdist.checkpoint.pytree import in_params, under
 from jaxdist.config import RunConfig, fit_devices, legal_sizes
+from jaxdist.core.attention.admission import Admission
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.mesh_choice import Needs
 from jaxdist.core.parallel.context import CONTEXT
@@ -28,6 +29,7 @@ from jaxdist.core.precision import initial_loss_scale
 from jaxdist.core.sharding import Layout
 from jaxdist.core.state import TrainState, abstract_state, copy_params, init_state
 from jaxdist.core.step import Step, make_step
+from jaxdist.core.step.packed_kernel import admit_packed_kernel
 from jaxdist.core.types import Array, ConfigError, Model, Params
 from jaxdist.data import Loader, Position, TrainData
 from jaxdist.data.packing import Fields, text_fields
@@ -49,6 +51,8 @@ class Parts:
         schedule: step -> learning rate, float32 [].
         loss_scale: initial loss scale of float16, scalars []; {} without.
         num_params: number of parameters, without vocabulary padding (as model cards count).
+        packed_kernel: what comparing cuDNN's kernel for packed documents found; None where it is
+            not used.
     """
 
     config: RunConfig
@@ -62,6 +66,7 @@ class Parts:
     loss_scale: dict[str, Array]
     compute_dtype: Any
     num_params: int
+    packed_kernel: Admission | None
     step: Step
 
     @property
@@ -267,7 +272,18 @@ def assemble(
         total_steps=config.train.steps,
         global_batch_size=config.train.global_batch_size,
     )
-    step = _make_step(config, model, layout, optimizer, schedule, loss_scale)
+    packed_kernel = None
+    if config.data.packs_documents and model.unit == "tokens":
+        packed_kernel = admit_packed_kernel(
+            model,
+            layout,
+            config.train,
+            compute_dtype,
+            wanted=getattr(config.model, "attention", "auto"),
+            window=getattr(config.model, "sliding_window", 0),
+            softcap=getattr(config.model, "attention_softcap", 0.0),
+        )
+    step = _make_step(config, model, layout, optimizer, schedule, loss_scale, packed_kernel)
     return Parts(
         config=config,
         spec=spec,
@@ -280,6 +296,7 @@ def assemble(
         loss_scale=loss_scale,
         compute_dtype=compute_dtype,
         num_params=num_params(model),
+        packed_kernel=packed_kernel,
         step=step,
     )
 
@@ -291,6 +308,7 @@ def _make_step(
     optimizer: Any,
     schedule: Callable[[Array], Array],
     loss_scale: dict[str, Array],
+    packed_kernel: Admission | None,
 ) -> Step:
     return make_step(
         model,
@@ -304,6 +322,7 @@ def _make_step(
         loss_scale=loss_scale,
         pipeline_config=config.pipeline,
         frozen=optim.frozen_leaves(config.optim, model.axes) if config.optim.freeze else None,
+        packed_obstacle=packed_kernel.obstacle if packed_kernel else "",
     )
 
 
@@ -339,7 +358,13 @@ def stop_at_documents(parts: Parts, data: Iterable[TrainData | None]) -> Parts:
         return parts
     layout = dataclasses.replace(parts.layout, longest_document=max(lengths))
     step = _make_step(
-        parts.config, parts.model, layout, parts.optimizer, parts.schedule, parts.loss_scale
+        parts.config,
+        parts.model,
+        layout,
+        parts.optimizer,
+        parts.schedule,
+        parts.loss_scale,
+        parts.packed_kernel,
     )
     return dataclasses.replace(parts, layout=layout, step=step)
 

@@ -25,6 +25,7 @@ import numpy as np
 
 from jaxdist.config import RunConfig
 from jaxdist.core.sharding import MeshConfig
+from jaxdist.data import DataConfig
 from jaxdist.models import DecoderConfig
 from jaxdist.plan.hardware import peak_flops
 from jaxdist.run.monitoring.device_memory import device_memory
@@ -48,6 +49,9 @@ def main() -> None:
     parser.add_argument("--block-steps", type=int, default=3, help="steps of a block")
     parser.add_argument(
         "--batch", type=int, default=0, help="rows of a step instead of the preset's"
+    )
+    parser.add_argument(
+        "--documents", type=int, default=0, help="pack each row from so many documents"
     )
     parser.add_argument("--remat", default="", help="remat policy instead of the preset's")
     parser.add_argument("--moments", default="float32", help="dtype of AdamW's first moment")
@@ -82,7 +86,7 @@ def measure(name: str, args: argparse.Namespace) -> dict:
     shape = bare.Shape(vocab, d_model, layers, heads, kv_heads, mlp, seq)
     config = run_config(shape, batch, args.remat or remat, args)
     parts = assemble(config, jax.devices()[:1])
-    batches = make_batches(vocab, batch, seq, parts.step.batch_sharding)
+    batches = make_batches(vocab, batch, seq, parts.step.batch_sharding, args.documents)
     ours = Ours(parts, batches)
     rivals = [ours]
     if with_bare:
@@ -95,6 +99,8 @@ def measure(name: str, args: argparse.Namespace) -> dict:
     result = {
         "preset": name,
         "batch": batch,
+        "documents": args.documents or 1,
+        **packed_kernel(parts),
         "remat": config.train.remat,
         "dtype": str(parts.compute_dtype),
         "tokens_per_s": tokens / median,
@@ -130,7 +136,8 @@ def run_config(shape: bare.Shape, batch: int, remat: str, args: argparse.Namespa
         num_kv_heads=shape.num_kv_heads,
         mlp_dim=shape.mlp,
     )
-    base = RunConfig(model=model, mesh=MeshConfig(shape="dp=1"))
+    data = DataConfig(packing="documents" if args.documents else "stream")
+    base = RunConfig(model=model, data=data, mesh=MeshConfig(shape="dp=1"))
     return dataclasses.replace(
         base,
         train=dataclasses.replace(
@@ -225,13 +232,26 @@ def alternate(rivals, blocks: int, block_steps: int) -> list[list[float]]:
     return times
 
 
-def make_batches(vocab: int, batch: int, seq: int, sharding) -> list[dict]:
-    """Four random batches on the device."""
+def packed_kernel(parts) -> dict[str, str]:
+    """What comparing cuDNN's kernel for packed documents found, where it was compared."""
+    return {"packed": parts.packed_kernel.describe()} if parts.packed_kernel else {}
+
+
+def make_batches(vocab: int, batch: int, seq: int, sharding, documents: int) -> list[dict]:
+    """Four random batches on the device; with documents, each row has so many of random length."""
     batches = []
     for seed in range(4):
-        tokens = np.random.default_rng(seed).integers(0, vocab, (batch, seq + 1), np.int32)
+        rng = np.random.default_rng(seed)
+        tokens = rng.integers(0, vocab, (batch, seq + 1), np.int32)
         rows = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
         rows["weights"] = np.ones((batch, seq), np.float32)
+        if documents:
+            starts = np.zeros((batch, seq), np.int32)
+            for row in starts:
+                row[rng.choice(np.arange(1, seq), documents - 1, replace=False)] = 1
+            place = np.arange(seq, dtype=np.int32)
+            rows["segments"] = 1 + np.cumsum(starts, 1, dtype=np.int32)
+            rows["positions"] = place - np.maximum.accumulate(starts * place, axis=1)
         batches.append(jax.device_put(rows, sharding))
     return batches
 

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxdist.core.attention import blockwise
+from jaxdist.core.attention import blockwise, cudnn
 from jaxdist.core.attention.context import Plan
 from jaxdist.core.attention.context import make_attend as make_attend_to_shared
 from jaxdist.core.softcap import soft_cap
@@ -38,6 +38,7 @@ def make_attend(
     compute_capability: str = "",
     tensor_index: Callable[[], Any] = lambda: 0,
     exchange: Plan | None = None,
+    packed_obstacle: str = "",
 ) -> Callable[..., Array]:
     """The `attend` of a `Context`: softmax(query · key / √head_dim, masked) · value, in float32.
 
@@ -46,6 +47,7 @@ def make_attend(
         compute_capability: of NVIDIA GPUs, e.g. "9.0"; "" elsewhere.
         tensor_index: index of this device on the tensor axis, which splits the heads.
         exchange: how devices that share rows exchange keys and values; None = rows are whole.
+        packed_obstacle: why cuDNN may not multiply packed documents here; "" = it may.
 
     Returns:
         (query, key, value, mask, kernel="auto", dropout=None, softcap=0.0) -> [batch, queries,
@@ -70,7 +72,9 @@ def make_attend(
             dtype=query.dtype,
             head_dim=query.shape[-1],
             num_keys=key.shape[1],
-            packed=mask.segments is not None or mask.query_positions is not None,
+            packed=mask.segments is not None,
+            cached=mask.query_positions is not None,
+            packed_obstacle=packed_obstacle,
             dropout=0.0 if dropout is None else dropout.rate,
             softcap=softcap,
         )
@@ -115,14 +119,16 @@ def choose_kernel(
     head_dim: int,
     num_keys: int,
     packed: bool,
+    cached: bool = False,
     dropout: float = 0.0,
+    packed_obstacle: str = "",
     softcap: float = 0.0,
 ) -> tuple[Kernel, str]:
     """The attention kernel and the reason; `wanted` is "auto", "xla" or "cudnn".
 
     `compute_capability` is that of NVIDIA GPUs, e.g. "9.0"; "" where it is not known. `num_keys`
-    are positions of a row. A mask is `packed` if it is more than causal with a window (documents,
-    cached positions).
+    are positions of a row. Rows are `packed` if they hold several documents; queries are `cached`
+    if they have places of their own among the keys. `packed_obstacle`: see `make_attend`.
 
     Raises:
         ConfigError: cuDNN was asked for by name and cannot honour the mask or the shapes.
@@ -136,10 +142,14 @@ def choose_kernel(
         )
     if dtype not in (jnp.bfloat16, jnp.float16):
         obstacles.append(f"cuDNN needs bfloat16 or float16, compute is {jnp.dtype(dtype)}")
-    if packed:
-        obstacles.append("cuDNN's kernel knows no document boundaries and rows are packed")
-    if head_dim % 8 or head_dim > 128:
-        obstacles.append(f"cuDNN needs head_dim ≤ 128 and a multiple of 8, this is {head_dim}")
+    if packed and platform == "gpu":
+        obstacles += _packed_obstacles(compute_capability, packed_obstacle)
+    if cached:
+        obstacles.append("cuDNN's kernel takes no queries with places of their own")
+    # Wider heads run where they were compared first, which packed rows are.
+    widest = 256 if packed else 128
+    if head_dim % 8 or head_dim > widest:
+        obstacles.append(f"cuDNN needs head_dim ≤ {widest} and a multiple of 8, this is {head_dim}")
     if dropout:
         obstacles.append("attention dropout must give the same bits on every mesh")
     if softcap:
@@ -151,13 +161,22 @@ def choose_kernel(
     if wanted == "xla":
         return by_xla, f"asked for{how}"
     if not obstacles:
-        return "cudnn", "fused, and it honours the causal mask and the window"
+        return "cudnn", "fused, and it honours the causal mask and the window" + (
+            f", {cudnn.DOCUMENTS} documents of a row at a time" if packed else ""
+        )
     if wanted == "cudnn":
         raise ConfigError(
             f"model.attention='cudnn' is impossible here: {'; '.join(obstacles)}. "
             "Use attention='xla' or 'auto'."
         )
     return by_xla, "; ".join(obstacles) + how
+
+
+def _packed_obstacles(compute_capability: str, packed_obstacle: str) -> list[str]:
+    if float(compute_capability or 0) < 9.0:
+        known = compute_capability or "not known"
+        return [f"cuDNN's packed kernel needs compute capability 9.0, this is {known}"]
+    return [reason for reason in (cudnn.missing(), packed_obstacle) if reason]
 
 
 def visible(mask: AttentionMask, queries: int, keys: int) -> Array:
@@ -184,11 +203,13 @@ def _attend(
 ) -> Array:
     """A kernel on a mask and a soft cap that it can honour; shapes as in the file's docstring.
 
-    What backward reads of it is named "attention" for remat policies, but not of cuDNN's, whose
-    results a policy knows by their operation (`keeps_attention`).
+    What backward reads of it is named "attention" for remat policies, but not of cuDNN's on rows of
+    one document, whose results a policy knows by their operation (`keeps_attention`).
     """
+    rule = blockwise.Rule(mask.causal, mask.sliding_window, softcap=softcap)
+    if kernel == "cudnn" and mask.segments is not None:
+        return cudnn.attend_packed(query, key, value, mask.segments, rule)
     if kernel == "blockwise":
-        rule = blockwise.Rule(mask.causal, mask.sliding_window, softcap=softcap)
         keys = blockwise.Span(jnp.arange(key.shape[1])[None], mask.segments)
         queries = keys
         if mask.query_positions is not None:
@@ -215,8 +236,9 @@ def _attend(
 def keeps_attention(primitive: Any, *avals: Any, **params: Any) -> bool:
     """A remat policy: keep what attention's backward reads of its forward, so that it runs once.
 
-    Of cuDNN's kernel that is its output and the log-sum-exp of its scores. A name cannot say it: it
-    would keep the output after the call, and backward would call again for what the call returns.
+    Of cuDNN's kernel as jax offers it that is its output and the log-sum-exp of its scores. A name
+    cannot say it: it would keep the output after the call, and backward would call again for what
+    the call returns.
     """
     if primitive.name == "name":
         return params["name"] == "attention"

@@ -35,10 +35,12 @@ def make_context(
     config: TrainConfig,
     precision: PrecisionConfig,
     stages: PipelineConfig | None = None,
+    packed_obstacle: str = "",
 ) -> Context:
     """What the model is told inside the step on this layout.
 
-    The first device of the mesh says the platform; `stages` is None without a pipeline.
+    The first device of the mesh says the platform; `stages` is None without a pipeline;
+    `packed_obstacle` says why cuDNN may not multiply packed documents, "" = it may.
     """
     device = layout.mesh.devices.flat[0]
     platform = "gpu" if device.platform in ("gpu", "cuda") else device.platform
@@ -66,9 +68,12 @@ def make_context(
     capability = str(getattr(device, "compute_capability", ""))
     hooks = _hooks(layout)
     head_shard = {key: hooks[key] for key in ("tensor_index",) if key in hooks}
+    if layout.auto_tensor and TENSOR in layout.used:
+        packed_obstacle = "XLA splits this model's heads, and cannot split cuDNN's packed kernel"
     attend = attention.make_attend(
         platform=platform,
         compute_capability=capability,
+        packed_obstacle=packed_obstacle,
         exchange=exchange_of(model, layout),
         **head_shard,
     )
@@ -79,6 +84,7 @@ def make_context(
         run_layers=make_run_layers(model, layout, config, precision, platform, gather=not once),
         platform=platform,
         compute_capability=capability,
+        packed_obstacle=packed_obstacle,
         gather=make_gather(layout, model, dtype, precision),
         **{"attend": attend, **hooks},
     )

@@ -193,13 +193,15 @@ def _computation(
             raise UnknownHLO(f"unknown caller {opcode!r}: {instruction}")
 
 
-def trips_of(instruction: Instruction) -> int:
-    """How often a loop runs.
+def trips_of(instruction: Instruction, unknown: int = 0) -> int:
+    """How often a loop runs; `unknown` where the compiler did not say.
 
     Raises:
-        UnknownHLO: the compiler did not say.
+        UnknownHLO: the compiler did not say, and `unknown` is 0.
     """
     found = _TRIPS.search(instruction.attributes)
+    if found is None and unknown:
+        return unknown
     if found is None:
         raise UnknownHLO(f"a loop of unknown length: {instruction}")
     return int(found[1])

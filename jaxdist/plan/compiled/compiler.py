@@ -181,12 +181,15 @@ def _host_bytes(parts: Any) -> int:
 def attention_workspace(call: Instruction, gpu: Gpu) -> int:
     """Scratch bytes that cuDNN asks for at run time, which the compiler writes down as none.
 
-    Of a forward 256 on Hopper, 0 on Ampere; of a backward see `cudnn_scratch`.
+    Of a forward 256 on Hopper, 0 on Ampere; of a backward see `cudnn_scratch`. Each of the
+    documents that a packed call takes is a row to cuDNN.
     """
     if "Backward" not in call.attributes:
         return 256 if float(gpu.compute_capability) >= 9.0 else 0
     # [batch, heads, positions, head width]
     (batch, heads, positions, width), key, *_ = (shape.dims for shape in shapes_of(call.type))
+    documents = re.search(r'"max_seg_per_batch": *(\d+)', call.attributes)
+    batch *= int(documents[1]) if documents else 1
     return cudnn_scratch(batch * heads * positions, width, shares_keys=key[1] < heads, gpu=gpu)
 
 

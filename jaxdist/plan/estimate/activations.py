@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from jaxdist.core.attention.cudnn import DOCUMENTS
 from jaxdist.core.parallel.tensor import TENSOR
 from jaxdist.plan.estimate.job import WIDE, Job
 from jaxdist.plan.hardware import Gpu
@@ -124,6 +125,8 @@ def attention_workspace(job: Job) -> int:
         return 0
     # Heads exchanged for positions: as many of the products.
     dims, rows = job.model.dims, heads(job) * job.tokens
+    if job.config.data.packs_documents:  # each document of a call is a row to cuDNN
+        rows *= DOCUMENTS
     grouped = dims["kv_heads"] != dims["heads"]
     return cudnn_scratch(rows, dims["head_dim"], shares_keys=grouped, gpu=job.cluster.gpu)
 

@@ -1,0 +1,145 @@
+"""Whether cuDNN's kernel for packed documents computes here what the reference does.
+
+It is bound by jax's private operations, depends on the versions of cuDNN and of the driver, and
+cannot be tried without a GPU. So a run that would use it compares it first, on the run's own
+shapes, with the block-wise kernel in float32; what is refused is multiplied block by block.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxdist.core.attention import blockwise, cudnn
+from jaxdist.core.attention.blockwise import Rule, Span
+from jaxdist.core.types import Array
+
+TOLERANCE = 0.02
+"""Largest difference, relative to the reference's largest number. Rounding to bfloat16 takes less
+than half of it."""
+
+_NAMES = ("output", "query gradient", "key gradient", "value gradient")
+_ROWS = 2
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Shapes:
+    """What attention is asked for on one device.
+
+    Attributes:
+        rows: rows of a microbatch.
+        seq_len: positions of a row.
+        heads, kv_heads: of this device.
+        head_dim: width of a head.
+        window: newest keys that a query sees, itself included; 0 = all.
+        dtype: compute dtype.
+    """
+
+    rows: int
+    seq_len: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    window: int
+    dtype: Any
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Admission:
+    """What the comparison found.
+
+    Attributes:
+        errors: output and gradients -> largest difference, relative to the reference's peak.
+        obstacle: why the kernel is not used; "" = it is.
+    """
+
+    errors: dict[str, float]
+    obstacle: str
+
+    def describe(self) -> str:
+        """One line for the log."""
+        if self.obstacle:
+            return f"packed attention: {self.obstacle}; block by block instead"
+        worst = max(self.errors, key=lambda name: self.errors[name])
+        return (
+            f"packed attention: cuDNN's kernel differs from the float32 reference by at most "
+            f"{self.errors[worst]:.1e} of its peak ({worst}), {TOLERANCE} are allowed"
+        )
+
+
+def compare_packed(shapes: Shapes, device: jax.Device) -> Admission:
+    """Run cuDNN's packed kernel and the reference on this device, forward and backward."""
+    segments = sample_segments(min(shapes.rows, _ROWS), shapes.seq_len)
+    try:
+        with jax.default_device(device):
+            found = jax.device_get(_packed(shapes, segments))
+            expected = jax.device_get(_reference(shapes, segments))
+    # Whatever it is that cuDNN, the compiler or jax cannot do here.
+    except Exception as error:
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        return Admission(errors={}, obstacle=f"cuDNN's kernel failed ({reason[:200]})")
+    errors = {
+        name: float(np.max(np.abs(np.asarray(a, np.float32) - b)) / np.max(np.abs(b)))
+        for name, a, b in zip(_NAMES, found, expected, strict=True)
+    }
+    wrong = [f"{name} by {e:.2g}" for name, e in errors.items() if not e <= TOLERANCE]
+    obstacle = f"cuDNN's kernel differs from the float32 reference: {', '.join(wrong)} of its peak"
+    return Admission(errors=errors, obstacle=obstacle if wrong else "")
+
+
+def sample_segments(rows: int, seq_len: int) -> np.ndarray:
+    """Documents int32 [rows, seq_len]: short ones for more than one call, a long one, padding.
+
+    Row 1 holds one document and no padding.
+    """
+    segments = np.ones((rows, seq_len), np.int32)
+    rng = np.random.default_rng(0)
+    ends = rng.choice(np.arange(1, seq_len // 2), min(seq_len // 2 - 1, 12), replace=False)
+    segments[0] += np.isin(np.arange(seq_len), [*ends, ends[0] + 1]).cumsum(dtype=np.int32)
+    segments[0, seq_len - seq_len // 16 :] = 0
+    return segments
+
+
+def _inputs(shapes: Shapes, segments: np.ndarray) -> list[Array]:
+    """Query, key, value and a cotangent, in the compute dtype."""
+    rows, seq_len = segments.shape
+    heads = (shapes.heads, shapes.kv_heads, shapes.kv_heads, shapes.heads)
+    keys = jax.random.split(jax.random.key(0), 4)
+    return [
+        jax.random.normal(key, (rows, seq_len, n, shapes.head_dim), shapes.dtype)
+        for key, n in zip(keys, heads, strict=True)
+    ]
+
+
+def _packed(shapes: Shapes, segments: np.ndarray) -> Any:
+    """Output and gradients, in the compute dtype, of cuDNN's kernel."""
+    rule = Rule(True, shapes.window)
+
+    def attend(query: Array, key: Array, value: Array) -> Array:
+        return cudnn.attend_packed(query, key, value, jnp.asarray(segments), rule)
+
+    return _pulled(attend, _inputs(shapes, segments))
+
+
+def _reference(shapes: Shapes, segments: np.ndarray) -> Any:
+    """The same in float32, of the same rounded inputs."""
+    rule = Rule(True, shapes.window)
+    span = Span(jnp.arange(segments.shape[1], dtype=jnp.int32)[None], jnp.asarray(segments))
+
+    def attend(query: Array, key: Array, value: Array) -> Array:
+        return blockwise.attend(query, key, value, span, span, rule)
+
+    with jax.default_matmul_precision("highest"):
+        return _pulled(attend, [x.astype(jnp.float32) for x in _inputs(shapes, segments)])
+
+
+def _pulled(attend: Any, inputs: list[Array]) -> Any:
+    def both(query: Array, key: Array, value: Array, cotangent: Array) -> Any:
+        out, back = jax.vjp(attend, query, key, value)
+        return out, *back(cotangent)
+
+    return jax.jit(both)(*inputs)
