@@ -40,10 +40,11 @@ class Run:
         model: Callable[[int], Model] | None = None,
         rows: Any = None,
     ):
+        given = path if is_url(path) else os.path.expanduser(path)
         try:
-            place, named = run_at(path)
+            place, named = run_at(given)
         except ConfigError:
-            RunDirectory.existing(path)  # says which runs are nearby
+            RunDirectory.existing(given)  # says which runs are nearby
             raise
         self.path: Path | Location = place if is_url(place) else Path(place)
         self._directory = RunDirectory.existing(place)

@@ -11,6 +11,7 @@ import jax
 
 from jaxdist import runtime
 from jaxdist.checkpoint import Checkpointer
+from jaxdist.checkpoint.manifest import named_step
 from jaxdist.checkpoint.pytree import Weights
 from jaxdist.config import stored_run
 from jaxdist.core.mesh import MeshSpec
@@ -157,21 +158,8 @@ def run_at(path: str | os.PathLike[str]) -> tuple[Location, int | None]:
     given = locate(path)
     for candidate in (given, given.parent, given.parent.parent):
         if (candidate / "config.toml").exists():
-            return candidate, _step_named(given, candidate)
+            return candidate, None if candidate == given else named_step(str(given))[1]
     raise ConfigError(
         f"run {str(given)!r} holds no config.toml. Name a run directory as training printed it, "
         "e.g. runs/default-20260101-120000."
-    )
-
-
-def _step_named(path: Location, run: Location) -> int | None:
-    """The step of the checkpoint that a path inside a run names; None for the run itself."""
-    checkpoints = (run / "checkpoints").absolute()
-    if path == run or path.absolute() == checkpoints:
-        return None
-    if path.parent.absolute() == checkpoints and path.name.isdecimal():
-        return int(path.name)
-    raise ConfigError(
-        f"{path} lies in run {run} and is none of its checkpoints. Name the run, or one of "
-        f"{run}/checkpoints."
     )

@@ -137,7 +137,11 @@ def describe_exchange(
         uneven += f" ({rows})"
     if plan.exchange in ("ring", "hybrid"):
         groups += _travel(plan, seq_len, size // plan.inner, sliding_window, packed)
-    kernel = "" if plan.exchange == "all_to_all" else ", multiplied block by block"
+    kernel = (
+        ""
+        if plan.exchange == "all_to_all"
+        else ", multiplied block by block whatever model.attention is"
+    )
     return [
         f"context attention: {plan.exchange} over {size} devices{groups} ({plan.reason}){kernel}; "
         f"{seq_len // size} positions of a row on each, work uneven by {uneven}"
