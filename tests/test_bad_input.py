@@ -74,7 +74,8 @@ def folder(tmp_path, monkeypatch):
 
 def refusal(command, argv, capsys):
     """What the command says, having checked that it refuses with exit code 2."""
-    name = "jaxdist.data.__main__" if command == "data" else f"jaxdist.{command}"
+    in_main = command in ("data", "report")
+    name = f"jaxdist.{command}.__main__" if in_main else f"jaxdist.{command}"
     try:
         code = importlib.import_module(name).main(argv)
     except ConfigError as error:
@@ -131,7 +132,7 @@ FLAGS = {
     "not a switch": (["--train.offload_optimizer=maybe"], "'maybe'", "not true or false"),
     "not a choice": (["--optim.optimizer=adam"], "'adam'", "Did you mean adamw"),
     "not a number of the choices": (["--zero=4"], "mesh.zero='4'", "0, 1, 2 or 3"),
-    "not a kind": (["--model=cmm"], "'cmm'", "decoder, cnn or custom"),
+    "not a kind": (["--model=cmm"], "'cmm'", "decoder, cnn, resnet or custom"),
     "no value": (["--steps"], "--train.steps has no value", "Use --train.steps="),
     "given twice": (["--steps=1", "--train.steps=2"], "given twice", "Remove one"),
     "stray argument": (["train.toml"], "'train.toml' is one too many", "--help"),
@@ -195,7 +196,7 @@ FILES = {
         ["--config=section.toml"], "trainer (section.toml line 1)", "Did you mean train"),
     "wrong types": (["--config=types.toml"], "types.toml line 2", "The default is "),
     "unknown kind": (
-        ["--config=kind.toml"], "model.kind='transformer' (kind.toml line 2)", "decoder, cnn or"),
+        ["--config=kind.toml"], "model.kind='transformer' (kind.toml line 2)", "resnet or"),
     "section as value": (["--config=flat.toml"], "mesh='dp=2' (flat.toml line 1)", "mesh.shape"),
     "broken rules": (["--config=rules.toml"], "[train.steps: rules.toml line 2]", "The default"),
     "two files": (["--config=a.toml", "--config=b.toml"], "given 2 times", "Give one file"),

@@ -1,14 +1,17 @@
 """Two runs that part: first step, layer and tensor are named, and files say what they can."""
 
+import contextlib
 import dataclasses
 import json
+import re
 
 import jax
 import numpy as np
 import pytest
 
+from jaxdist.checkpoint import CheckpointConfig, Checkpointer
 from jaxdist.config import read_run
-from jaxdist.core.settings import write_toml
+from jaxdist.core.settings import ConfigError, write_toml
 from jaxdist.plan.audit.deep import _batch
 from jaxdist.run.diagnostic_step import make_diagnostic_step
 from jaxdist.run.run_directory import RunDirectory
@@ -162,6 +165,27 @@ def test_files_say_where_settings_data_and_losses_part(tmp_path, capsys):
     assert main([str(a.path), str(same.path)]) == 0
     assert main([str(a.path), str(b.path), "--rerun=false"]) == 1
     assert "seed: 1 | 2" in capsys.readouterr().out
+
+
+def test_steps_are_done_again_from_the_newest_equal_checkpoint_before_the_difference(tmp_path):
+    """A log that differs although later checkpoints are equal."""
+    state, device = {"w": np.zeros(2, np.float32)}, jax.devices()[0]
+    runs = [run_directory(tmp_path / n, [3.0, x, 1.0]) for n, x in (("a", 2.0), ("b", 2.5))]
+    for run in runs:
+        with contextlib.closing(Checkpointer(run.checkpoints, CheckpointConfig())) as writer:
+            for step in (1, 3):
+                writer.save(step, {"params": jax.device_put(state, device)}, {})
+    parting = read_parting(*runs)
+    assert (parting.equal_checkpoints, parting.last_to_rerun) == ([1, 3], 2)
+    assert parting.rerun_from == 1
+
+
+@pytest.mark.parametrize("name", ["config.toml", "environment.json"])
+def test_a_damaged_file_of_a_run_is_named(tmp_path, name):
+    runs = [run_directory(tmp_path / n, [3.0]) for n in "ab"]
+    (tmp_path / "a" / name).write_text("[x")
+    with pytest.raises(ConfigError, match=re.escape(str(tmp_path / "a" / name))):
+        read_parting(*runs)
 
 
 def test_the_run_that_recorded_other_numbers_than_come_back_is_named(tmp_path):

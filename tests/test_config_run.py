@@ -17,7 +17,11 @@ from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.settings import write_toml
 from jaxdist.core.settings.schema import fields_of
 from jaxdist.core.types import ConfigError, Model
+from jaxdist.data.tokenizer import tokenizer_file
 from jaxdist.models.weights import num_params as count
+from jaxdist.run.run_directory import RunDirectory
+from jaxdist.tools.launch.local import make_plan
+from jaxdist.tools.launch.local import read_config as launch_config
 
 pytestmark = pytest.mark.smoke
 
@@ -287,3 +291,18 @@ def test_a_tokenizer_named_from_here_is_found_from_elsewhere(tmp_path, monkeypat
     )
     assert named("tokenizer.json") == str(tmp_path / "tokenizer.json")
     assert [named("bytes"), named("not/here.json")] == ["bytes", "not/here.json"]
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert named("~/tokenizer.json") == str(tmp_path / "tokenizer.json")
+    assert tokenizer_file("~/tokenizer.json") == tmp_path / "tokenizer.json"
+
+
+def test_a_run_in_the_home_is_found_and_continued_there(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.toml").write_text("seed = 7")
+    (tmp_path / "run" / "metrics.jsonl").write_text("")
+    resumed = read_run(["--resume=~/run"], command="jaxdist.train", check_rules=False)
+    assert resumed.seed == 7
+    assert str(RunDirectory.existing("~/run").path) == str(tmp_path / "run")
+    plan = make_plan(launch_config(["--nproc-per-node=1", "--run-dir=~/run"]))
+    assert str(plan.run_dir) == str(tmp_path / "run")

@@ -1,6 +1,7 @@
 """`python -m jaxdist.convert`: looking at checkpoints, comparing them, rewriting them."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 from refusals import missing, refused
 
-from jaxdist.checkpoint import CheckpointConfig, Checkpointer, orbax_io, streaming_io
+from jaxdist.checkpoint import CheckpointConfig, Checkpointer, manifest, orbax_io, streaming_io
 from jaxdist.checkpoint.blocks import block_shape, even_chunk, grid
 from jaxdist.checkpoint.streaming_io import StoredArrays
 from jaxdist.config import read_run, stored_run
@@ -67,9 +68,19 @@ def test_any_path_into_a_run_names_its_checkpoints(run, capsys, inside):
     assert json.loads(capsys.readouterr().out)["at"] == 1
 
 
-def copied(run: Path, tmp_path: Path) -> Path:
-    import shutil
+def test_a_run_named_by_a_number_is_not_taken_for_a_checkpoint(run, tmp_path, capsys):
+    numbered = tmp_path / "1"
+    shutil.copytree(run, numbered)
+    assert manifest.named_step(str(numbered)) == (locate(numbered / "checkpoints"), None)
+    assert main(["inspect", str(numbered), "--json=true"]) == 0
+    assert json.loads(capsys.readouterr().out)["at"] == 2
+    numbered.rename(tmp_path / "7")
+    assert main(["verify", str(tmp_path / "7")]) == 0
+    step_1 = str(tmp_path / "7" / "checkpoints" / "1")
+    assert manifest.named_step(step_1) == (locate(tmp_path / "7" / "checkpoints"), 1)
 
+
+def copied(run: Path, tmp_path: Path) -> Path:
     shutil.copytree(run / "checkpoints", tmp_path / "copy" / "checkpoints")
     return tmp_path / "copy"
 
@@ -95,8 +106,6 @@ def test_verify_checks_all_and_fails_when_one_is_corrupt(run, tmp_path, capsys):
 
 
 def test_verify_arrays_sees_what_the_files_hide(run, tmp_path, capsys):
-    from jaxdist.checkpoint import manifest
-
     copy = copied(run, tmp_path) / "checkpoints" / "2"
     document = json.loads((copy / "meta" / "metadata").read_text())
     document["arrays"]["params/layers/w"]["checksum"] ^= 1
@@ -328,6 +337,8 @@ WRONG = {
     "unknown_step": (["inspect", "{run}", "--step=9"], "checkpoint 9", "has 1, 2"),
     "unknown_flag": (["inspect", "{run}", "--steps=1"], "steps"),
     "diff_needs_two": (["diff", "{run}"], "B is missing"),
+    "nothing_to_diff": (["diff", "{run}", "{run}", "--under=par/x"], "par/x", "params/layers/w"),
+    "nothing_to_show": (["inspect", "{run}", "--under=par/x"], "par/x", "params/layers/w"),
     "bad_limit": (["diff", "{run}", "{run}", "--limit=-1"], "limit=-1", "0 or more"),
     "bad_dtype": (["consolidate", "{run}", "{tmp}/x", "--dtype=int8"], "dtype", "int8"),
     "bad_shard": (["consolidate", "{run}", "{tmp}/x", "--shard_gb=-2"], "shard_gb=-2"),

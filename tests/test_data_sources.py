@@ -162,7 +162,8 @@ def test_the_command_leaves_nothing_when_it_is_asked_to_end(tmp_path, monkeypatc
         "jaxdist.data.corpus._fill", lambda *_: os.kill(os.getpid(), signal.SIGTERM)
     )
     try:
-        assert main([str(source), f"--out={tmp_path / 'out'}"]) == 130
+        with pytest.raises(KeyboardInterrupt):
+            main([str(source), f"--out={tmp_path / 'out'}"])
     finally:
         signal.signal(signal.SIGTERM, before)
     assert list(tmp_path.iterdir()) == [source]
@@ -271,17 +272,31 @@ def test_the_command_learns_a_bpe_and_keeps_it_with_the_tokens(tmp_path):
         (["--text-field", "body"], ["source.jsonl:1 ", "field 'body'", "text, other"]),
     ],
 )
-def test_the_command_refuses_with_exit_code_2_and_leaves_nothing(tmp_path, capsys, options, facts):
+def test_the_command_refuses_with_exit_code_2_and_leaves_nothing(tmp_path, options, facts):
     source = write_source(tmp_path, "jsonl")
-    assert main([str(source), "--out", str(tmp_path / "out"), *options]) == 2
-    assert missing(capsys.readouterr().err, *facts) == []
+    with pytest.raises(ConfigError) as caught:
+        main([str(source), "--out", str(tmp_path / "out"), *options])
+    assert missing(str(caught.value), *facts) == []
     assert sorted(tmp_path.iterdir()) == [source]
 
 
-def test_the_command_never_overwrites(tmp_path, capsys):
+def test_the_command_never_overwrites(tmp_path):
     source = write_source(tmp_path, "txt")
-    assert main([str(source), "--out", str(tmp_path)]) == 2
-    assert "exists" in capsys.readouterr().err
+    with refused("exists"):
+        main([str(source), "--out", str(tmp_path)])
+
+
+@pytest.mark.parametrize(
+    ("number", "error"), [(errno.EACCES, ConfigError), (errno.ENOSPC, OSError)]
+)
+def test_a_folder_that_cannot_be_written_is_named(tmp_path, monkeypatch, number, error):
+    def fail(*_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("jaxdist.data.corpus._fill", fail)
+    source = write_source(tmp_path, "txt")
+    with pytest.raises(error, match=os.strerror(number)):
+        main([str(source), f"--out={tmp_path / 'out'}"])
 
 
 # --- refusals

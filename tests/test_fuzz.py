@@ -183,7 +183,7 @@ MODULES = {
     "convert": "jaxdist.tools.convert.__main__",
     "plan": "jaxdist.plan.__main__",
     "launch": "jaxdist.tools.launch.__main__",
-    "report": "jaxdist.tools.report",
+    "report": "jaxdist.tools.report.__main__",
     "data": "jaxdist.data.__main__",
 }
 

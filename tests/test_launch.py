@@ -14,6 +14,7 @@ from refusals import missing, refused
 from jaxdist import runtime
 from jaxdist.core.settings import ConfigError
 from jaxdist.tools.launch.local import make_plan, read_config
+from jaxdist.tools.launch.worker_group import GroupResult
 
 
 def test_processes_know_their_place_and_speak_with_a_prefix(tmp_path):
@@ -218,6 +219,29 @@ def test_a_crash_loop_ends(tmp_path):
     # The first attempt made a checkpoint, the three after it none.
     assert err.count("failed first") == 3
     assert "restart 2 of 2" in err
+
+
+def test_new_checkpoints_below_a_corrupt_one_refill_the_budget(tmp_path, monkeypatch):
+    from jaxdist.tools.launch import supervisor
+
+    def commit(step, marker=""):
+        (tmp_path / "checkpoints" / str(step)).mkdir(parents=True, exist_ok=True)
+        (tmp_path / "checkpoints" / str(step) / (marker or "manifest.json")).touch()
+
+    def attempt(number, placement):
+        if number == 4:
+            return GroupResult(exit_code=0, attempt=number)
+        commit(100, "" if number == 0 else "CORRUPT")
+        commit(50 + number)
+        return GroupResult(exit_code=1, attempt=number)
+
+    policy = supervisor.RestartPolicy(max_restarts=1, backoff_s=0.0)
+    subject = supervisor.Supervisor(["x"], supervisor.FixedAgent(1), tmp_path, policy)
+    monkeypatch.setattr(subject, "_run_group", attempt)
+    (tmp_path / "logs").mkdir()
+    assert subject._run_groups() == 0
+    commit(53, "SUPERSEDED")
+    assert list(subject.checkpoints()) == [50, 51, 52]
 
 
 def test_each_attempt_gets_a_new_port(tmp_path):

@@ -10,13 +10,13 @@ from jaxdist import generate, train
 from jaxdist.data import DataConfig, open_datasets
 from jaxdist.data.__main__ import main as prepare
 from jaxdist.run.sample import first_request
-from jaxdist.tools import report
 from jaxdist.tools.convert.__main__ import main as convert
+from jaxdist.tools.report.__main__ import main as report
 
 MAINS = {
     "jaxdist.train": train.main,
     "jaxdist.generate": lambda words: generate.main([*words, "--max_new_tokens=2"]),
-    "jaxdist.report": report.main,
+    "jaxdist.report": report,
 }
 
 

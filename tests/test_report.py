@@ -18,7 +18,7 @@ from jaxdist.run.monitoring.config import MonitoringConfig
 from jaxdist.run.monitoring.monitor import Monitor
 from jaxdist.run.run_directory import RunDirectory
 from jaxdist.runtime.formatting.charts import Line, chart, thin, ticks
-from jaxdist.tools.report import main
+from jaxdist.tools.report.__main__ import main
 from jaxdist.tools.report.page import html_page
 from jaxdist.tools.report.runs import read_runs
 
@@ -378,7 +378,7 @@ def test_the_command_says_what_is_wrong_and_starts_no_device(tmp_path):
     assert missing(line, tmp_path / "none", "no directory") == []
     assert subprocess.run(module, capture_output=True).returncode == 2
     code = (
-        "from jaxdist.tools.report import main; from jax._src import xla_bridge\n"
+        "from jaxdist.tools.report.__main__ import main; from jax._src import xla_bridge\n"
         f"main([{make_run(tmp_path, 'one', [1.0])!r}, '--json'])\n"
         "print(xla_bridge.backends_are_initialized())"
     )

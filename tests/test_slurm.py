@@ -306,6 +306,20 @@ def test_the_script_gives_up_after_crashes_without_a_new_checkpoint(tmp_path):
     assert saves.run(restarts=50) == (75, False)  # queued again 50 times: enough
 
 
+FALLS_BACK = """
+at="run/checkpoints/$((100 - SLURM_RESTART_COUNT))"; mkdir -p "$at"; touch "$at/manifest.json"
+touch "run/checkpoints/100/CORRUPT"; exit 9
+"""
+
+
+def test_new_checkpoints_below_a_corrupt_one_count_for_the_script(tmp_path):
+    script = Script(tmp_path, FALLS_BACK, max_restarts=1)
+    for restarts in range(1, 4):
+        (tmp_path / "run" / "checkpoints" / "100").mkdir(parents=True, exist_ok=True)
+        (tmp_path / "run" / "checkpoints" / "100" / "manifest.json").touch()
+        assert script.run(restarts=restarts) == (75, True)
+
+
 @pytest.mark.parametrize(
     ("text", "facts"),
     [

@@ -195,7 +195,6 @@ OTHER_FILES = {
     "tools/launch/kubernetes_manifest.py": "the config file that goes along with the job",
     "tools/launch/skypilot.py": "the task file that the user asked for",
     "tools/launch/slurm.py": "the batch script that the user asked for",
-    "tools/report/__init__.py": "/dev/null, when the console is gone",
 }
 METHODS = {"read_text", "write_text", "read_bytes", "write_bytes", "mkdir", "iterdir", "glob"}
 METHODS |= {

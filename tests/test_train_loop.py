@@ -3,11 +3,13 @@
 import types
 
 import pytest
+from refusals import missing
 
 from jaxdist import train
+from jaxdist.checkpoint import CheckpointConfig
 from jaxdist.run.exit_reason import ExitReason
 from jaxdist.run.resilience.anomalies import Rollback
-from jaxdist.run.session import Between
+from jaxdist.run.session import Between, Session
 
 
 class Recorder:
@@ -130,3 +132,17 @@ def test_between_is_true_when_anything_is_due():
 def test_only_documented_exit_reasons_are_written():
     with pytest.raises(ValueError):
         ExitReason("stopped")
+
+
+@pytest.mark.parametrize(("keep_best", "warned"), [("acc:3", 1), ("accuracy:3", 0), ("none", 0)])
+def test_a_best_metric_that_is_not_evaluated_is_warned_of_once(keep_best, warned):
+    said = []
+    session = types.SimpleNamespace(
+        config=types.SimpleNamespace(checkpoint=CheckpointConfig(keep_best=keep_best)),
+        monitor=types.SimpleNamespace(event=lambda name, *, message, level: said.append(message)),
+        _has_evaluated=False,
+    )
+    for _ in range(2):
+        Session._warn_of_missing_best(session, {"loss": 1.0, "accuracy": 0.5})
+    assert len(said) == warned
+    assert all(missing(text, "acc:3", "loss, accuracy") == [] for text in said)

@@ -21,7 +21,29 @@ and writes checkpoints without devices, for tools.
 a save. `orbax_io` is the only module that knows Orbax.
 """
 
-from jaxdist.checkpoint.checkpointer import Checkpointer
-from jaxdist.checkpoint.config import CheckpointConfig
-from jaxdist.checkpoint.errors import CheckpointError
-from jaxdist.checkpoint.save_schedule import Due
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jaxdist.checkpoint.checkpointer import Checkpointer
+    from jaxdist.checkpoint.config import CheckpointConfig
+    from jaxdist.checkpoint.errors import CheckpointError
+    from jaxdist.checkpoint.save_schedule import Due
+
+__all__ = ["CheckpointConfig", "CheckpointError", "Checkpointer", "Due"]
+
+_MODULES = {
+    "CheckpointConfig": "config",
+    "CheckpointError": "errors",
+    "Checkpointer": "checkpointer",
+    "Due": "save_schedule",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import what is asked for when it is asked for: the launcher reads manifests without JAX."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -12,8 +12,9 @@ from jaxdist.checkpoint import manifest, pytree
 from jaxdist.checkpoint.checksum import checksums
 from jaxdist.checkpoint.config import CheckpointConfig
 from jaxdist.checkpoint.crash_points import crash_point
-from jaxdist.checkpoint.errors import CorruptCheckpoint, make_group
+from jaxdist.checkpoint.errors import CorruptCheckpoint
 from jaxdist.checkpoint.events import Event, EventLog
+from jaxdist.checkpoint.group import make_group
 from jaxdist.checkpoint.lock import DirectoryLock
 from jaxdist.checkpoint.restore import Reader
 from jaxdist.checkpoint.save import Saver
@@ -77,8 +78,8 @@ class Checkpointer:
     ) -> None:
         """Save the state of `step`; blocks only while arrays are copied to the host.
 
-        Waits first, visibly, for a save still being written. A failure is reported and counted,
-        and raises nothing. A step that is saved already is left alone.
+        Waits first, visibly, for a save still being written. A failure is reported and counted, and
+        training goes on. A step that is saved already is left alone.
 
         Args:
             step: number of finished steps; names the checkpoint.
@@ -89,7 +90,8 @@ class Checkpointer:
             metrics: evaluation metrics at this step, for `keep_best`.
 
         Raises:
-            CheckpointError: `MAX_FAILURES` saves in a row have failed.
+            CheckpointError: `MAX_FAILURES` saves in a row have failed; or this process of several
+                failed after all had begun to write, so that only its end frees the others.
         """
         if self._read_only:
             raise ValueError("this Checkpointer was opened read_only")
@@ -176,7 +178,7 @@ class Checkpointer:
             except CorruptCheckpoint as error:
                 if step is not None or self._read_only:
                     raise
-                self._reader.mark_invalid(chosen, str(error))
+                self._reader.remember_corrupt(chosen, str(error))
                 continue
             self._saver.resumed_from = chosen
             return state, self._reader.document(chosen)["meta"], chosen

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Collection
 from typing import Literal
 
 from jaxdist.core.types import setting
@@ -52,6 +53,16 @@ class CheckpointConfig:
         """The metric that `keep_best` names, and how many it keeps."""
         metric, _, count = self.keep_best.partition(":")
         return metric, int(count) if count.isdecimal() else 0
+
+    def missing_best(self, metrics: Collection[str]) -> str:
+        """What to say where no evaluation gives the metric of `keep_best`; "" where one does."""
+        metric, count = self.best
+        if not count or metric in metrics:
+            return ""
+        return (
+            f"checkpoint.keep_best={self.keep_best} keeps nothing: evaluations of this run give no "
+            f"{metric}. Use one of {', '.join(metrics)}."
+        )
 
     def problems(self) -> list[str]:
         """What no bound says."""

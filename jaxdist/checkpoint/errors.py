@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from jaxdist.runtime.coordination import Group
-
 
 class CheckpointError(RuntimeError):
     """Saving or restoring failed for good; the message says what, where and what to do."""
@@ -11,9 +9,3 @@ class CheckpointError(RuntimeError):
 
 class CorruptCheckpoint(CheckpointError):
     """This checkpoint holds other bits than were saved; an older one may be good."""
-
-
-def make_group() -> Group:
-    """The processes that save and restore together, for one thread's exchanges."""
-    errors = (CorruptCheckpoint, CheckpointError)
-    return Group("checkpoint", errors=errors, otherwise=CheckpointError)

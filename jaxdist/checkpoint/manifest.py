@@ -20,11 +20,10 @@ import errno
 import json
 import zlib
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 from jaxdist.checkpoint.crash_points import crash_point
-from jaxdist.core.types import ConfigError
+from jaxdist.core.settings import ConfigError
 from jaxdist.runtime.formatting.tables import few
 from jaxdist.runtime.storage import Location, locate
 
@@ -57,16 +56,19 @@ def steps_in(directory: Location) -> list[int]:
     ]
 
 
-def directory_of(path: str) -> Location:
-    """The directory that holds a run's checkpoints, for any path inside or above it.
+def named_step(path: str) -> tuple[Location, int | None]:
+    """The directory of a run's checkpoints, for any path inside or above it, and the step named.
+
+    The step is None unless the path is one of a checkpoint in that directory: a run may have a
+    number for its name too.
 
     Raises:
         ConfigError: there are none.
     """
-    given = locate(Path(path).expanduser()).absolute()
+    given = locate(path).absolute()
     for candidate in (given / "checkpoints", given, given.parent):
         if steps_in(candidate) and (candidate != given.parent or given.name.isdecimal()):
-            return candidate
+            return candidate, int(given.name) if candidate == given.parent else None
     if not given.exists():
         raise ConfigError(f"{path} does not exist. Name a run directory or one checkpoint.")
     raise ConfigError(

@@ -22,7 +22,8 @@ def try_save_path(parent: Location, config: CheckpointConfig, group: Group) -> N
     """Write a small array with a part on every device, read it back, compare, remove it.
 
     Raises:
-        CheckpointError: what did not work, on every process alike.
+        CheckpointError: what did not work. Where one process alone fails, the others may wait
+            inside Orbax until they are ended.
     """
     directory = parent / ".preflight"
     try:

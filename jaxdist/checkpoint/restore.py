@@ -62,7 +62,10 @@ class Reader:
         """`step` if it can be trusted, else an error; None = the newest that can."""
         if step is None:
             if (chosen := self.choose()) is None:
-                raise CheckpointError(f"there is no checkpoint in {self.directory}.")
+                raise CheckpointError(
+                    f"there is no checkpoint in {self.directory}. Name a run that saved one, or "
+                    "start without one."
+                )
             return chosen
         exists = self.group.decide((self.directory / step).is_directory)
         if reason := self.problem(step) if exists else "it does not exist":
@@ -115,7 +118,7 @@ class Reader:
             self._verified.add(step)
         return reason
 
-    def mark_invalid(self, step: int, reason: str) -> None:
+    def remember_corrupt(self, step: int, reason: str) -> None:
         """Remember that a checkpoint turned out corrupt when it was loaded."""
         self._corrupt[step] = reason
 
@@ -125,7 +128,8 @@ class Reader:
             return orbax_io.read_document(self.directory / step)
         except (OSError, ValueError) as error:
             raise CheckpointError(
-                f"checkpoint {step} in {self.directory} has no readable meta: {one_line(error)}"
+                f"checkpoint {step} in {self.directory} has no readable meta: {one_line(error)}. "
+                "Restore its files, or name another checkpoint."
             ) from error
 
     def load(

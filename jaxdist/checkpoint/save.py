@@ -24,8 +24,9 @@ from jaxdist.checkpoint import lock, manifest, pytree
 from jaxdist.checkpoint.checksum import checksums
 from jaxdist.checkpoint.config import CheckpointConfig
 from jaxdist.checkpoint.crash_points import crash_point
-from jaxdist.checkpoint.errors import CheckpointError, make_group
+from jaxdist.checkpoint.errors import CheckpointError
 from jaxdist.checkpoint.events import EventLog, Outcome, one_line
+from jaxdist.checkpoint.group import make_group
 from jaxdist.checkpoint.orbax_io import make_writer
 from jaxdist.checkpoint.retention import Saved, steps_to_delete
 from jaxdist.runtime.coordination import Group

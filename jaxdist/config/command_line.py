@@ -74,8 +74,9 @@ def _with_lasting_names(run: RunConfig) -> RunConfig:
     """Settings that name the same files in another directory and on another day."""
     directory = run.known_directory
     file = run.data.tokenizer
-    is_file = file != "bytes" and os.path.isfile(file)
-    file = os.path.abspath(file) if is_file else _with_commit(file, directory)
+    here = os.path.abspath(os.path.expanduser(file))
+    is_file = file != "bytes" and os.path.isfile(here)
+    file = here if is_file else _with_commit(file, directory)
     return dataclasses.replace(
         run,
         init_from=_with_commit(run.init_from, directory),

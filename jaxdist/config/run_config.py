@@ -380,4 +380,4 @@ class RunConfig:
 
 
 def _is_directory(path: str) -> bool:
-    return locate(path if is_url(path) else Path(path).expanduser()).is_directory()
+    return locate(path).is_directory()

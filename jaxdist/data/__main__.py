@@ -23,6 +23,7 @@ from jaxdist.data.corpus import Corpus, total_bytes, write_corpus
 from jaxdist.data.documents import find_files, read_pieces
 from jaxdist.data.encoding import make_encoder
 from jaxdist.data.tokenizer import load_tokenizer, train_bpe
+from jaxdist.runtime import run_command
 
 SUMMARY = """\
 Tokenise text once into memory-mapped shards that training reads at random.
@@ -134,50 +135,46 @@ _STEPS = re.compile("0*[1-9][0-9]{0,17}(:0*[1-9][0-9]{0,17})?")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns its exit code (0, or 2 for what the user can mend)."""
+    """Run the command; returns its exit code.
+
+    Raises:
+        ConfigError: what the user can mend. Nothing is left behind.
+    """
     argv = list(sys.argv[1:] if argv is None else argv)
     if argv[:1] == ["prove"]:
         return _prove(argv[1:])
-    out = ""
     if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:  # as Ctrl-C: what is half done goes
         signal.signal(signal.SIGTERM, signal.default_int_handler)
+    config = read_settings(
+        PrepareConfig,
+        argv,
+        command="jaxdist.data",
+        summary=SUMMARY,
+        positional=("sources",),
+    )
     try:
-        config = read_settings(
-            PrepareConfig,
-            argv,
-            command="jaxdist.data",
-            summary=SUMMARY,
-            positional=("sources",),
-        )
-        out = config.out
-        _prepare(config, Path(out).expanduser())
-    except ConfigError as error:
-        print(*error.problems, sep="\n", file=sys.stderr)
-        return 2
+        _prepare(config, Path(config.out).expanduser())
     except OSError as error:
-        print(f"{out} cannot be written: {error.strerror or error}", file=sys.stderr)
-        return 1 if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO) else 2
-    except KeyboardInterrupt:
-        print("\ninterrupted: nothing was left behind", file=sys.stderr)
-        return 130
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+            raise
+        raise ConfigError(
+            f"--out {config.out} cannot be written: {error.strerror or error}. Name another folder "
+            "with --out."
+        ) from error
     return 0
 
 
 def _prove(argv: Sequence[str]) -> int:
     from jaxdist.run.data_proof import prove
 
-    try:
-        config = read_settings(
-            ProveConfig,
-            argv,
-            command="jaxdist.data prove",
-            summary=PROVE_SUMMARY,
-            positional=("run", "steps"),
-        )
-        rows = prove(config.run, *(config.range if config.steps else ()))
-    except ConfigError as error:
-        print(*error.problems, sep="\n", file=sys.stderr)
-        return 2
+    config = read_settings(
+        ProveConfig,
+        argv,
+        command="jaxdist.data prove",
+        summary=PROVE_SUMMARY,
+        positional=("run", "steps"),
+    )
+    rows = prove(config.run, *(config.range if config.steps else ()))
     if config.steps:
         for step, of_step in rows.items():
             print(step, *of_step)
@@ -242,4 +239,4 @@ def _sample(files: list[Path], share: float, text_field: str) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

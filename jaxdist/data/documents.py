@@ -185,7 +185,10 @@ def _read_errors(path: Path) -> Iterator[None]:
             raise ConfigError(
                 f"{str(path)!r} is damaged: it cannot be decompressed ({error}). Copy it again."
             ) from None
-        raise ConfigError(f"{str(path)!r} cannot be read: {error.strerror or error}.") from None
+        raise ConfigError(
+            f"{str(path)!r} cannot be read: {error.strerror or error}. Check the file and its "
+            "rights, or leave it out of the sources."
+        ) from None
 
 
 def content_digest(files: list[Path]) -> str:
@@ -355,5 +358,6 @@ def _parquet_rows(path: Path, columns: list[str], fix: str, *, texts: bool) -> I
                     yield Record(row, f"{path}:{number}", size * number // total)
     except pa.ArrowInvalid as error:
         raise ConfigError(
-            f"{str(path)!r} is not a whole Parquet file ({str(error).splitlines()[0]})."
+            f"{str(path)!r} is not a whole Parquet file ({str(error).splitlines()[0]}). Copy it "
+            "again, or write it anew."
         ) from None

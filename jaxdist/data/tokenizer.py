@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -175,7 +176,7 @@ def tokenizer_file(name: str) -> Path:
         ConfigError: a hub name that cannot be fetched, or whose model has none.
     """
     if not hub.is_hub_name(name):
-        return Path(name)
+        return Path(os.path.expanduser(name))
     file = hub.fetch(name, (*TOKENIZER_FILES, "config.json")) / "tokenizer.json"
     if not file.is_file():
         raise ConfigError(

@@ -16,7 +16,6 @@ import dataclasses
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -39,7 +38,7 @@ _TIMES = 3
 def replay(parts: Parts, dataset: TrainData) -> int:
     """Replay the step that `config.replay` names and log the verdict; returns the exit code."""
     folder, _, number = parts.config.replay.rpartition(":")
-    run, step = RunDirectory.existing(Path(folder).expanduser()), int(number)
+    run, step = RunDirectory.existing(folder), int(number)
     history = read_history(run, step)
     recorded, anomaly = _numbers(history.recorded[step]), history.anomalies.get(step)
     state, loader = state_before(parts, dataset, run, step, history)

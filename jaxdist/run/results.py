@@ -40,7 +40,7 @@ class Run:
         model: Callable[[int], Model] | None = None,
         rows: Any = None,
     ):
-        given = locate(path) if is_url(path) else Path(path)
+        given = locate(path) if is_url(path) else Path(os.path.expanduser(path))
         places = [given, given.parent, given.parent.parent]  # of a checkpoint: its run
         self.path = next(
             (place for place in places if (locate(place) / "config.toml").exists()), given

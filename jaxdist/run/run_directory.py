@@ -6,7 +6,7 @@ import logging
 import os
 import time
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxdist.core.types import ConfigError
@@ -178,6 +178,21 @@ def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             flat[prefix + key] = value
     return flat
+
+
+def read_table(path: Location, parse: Callable[[str], Any]) -> dict[str, Any]:
+    """The table that a file of a run holds; {} where there is no file.
+
+    Raises:
+        ConfigError: it is damaged.
+    """
+    try:
+        record = parse(path.text()) if path.exists() else {}
+    except ValueError as error:
+        raise ConfigError(f"{path} cannot be read ({error}). Mend it, or move it away.") from error
+    if not isinstance(record, dict):
+        raise ConfigError(f"{path} holds no table of values. Mend it, or move it away.")
+    return record
 
 
 def _runs_near(path: Location) -> str:

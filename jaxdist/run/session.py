@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import logging
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -92,7 +92,7 @@ class Session:
         self.parts, self.run, self.config_text = parts, run, config_text
         (self.train_data, self.eval_data), self.config = data, parts.config
         self.budget, self.preemption = budget, preemption
-        self._compiled = False
+        self._compiled = self._has_evaluated = False
         resilience = self.config.resilience
         with contextlib.ExitStack() as stack:
             self.watchdog = Watchdog(
@@ -224,7 +224,16 @@ class Session:
                 max_batches=max_batches,
                 on_batch=self.watchdog.alive,
             )
-            return self.monitor.eval(self.step, metrics)
+            evaluated = self.monitor.eval(self.step, metrics)
+        self._warn_of_missing_best(evaluated)
+        return evaluated
+
+    def _warn_of_missing_best(self, evaluated: Mapping[str, float]) -> None:
+        """Say once that `checkpoint.keep_best` names a metric that is not evaluated."""
+        text = "" if self._has_evaluated else self.config.checkpoint.missing_best(evaluated)
+        self._has_evaluated = True
+        if text:
+            self.monitor.event("keep_best_missing", message=text, level=logging.WARNING)
 
     def sample(self) -> None:
         """Let a language model write a short text; one that fails harms no training."""

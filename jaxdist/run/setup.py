@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,7 +16,7 @@ import jax.numpy as jnp
 
 from jaxdist import optim
 from jaxdist.checkpoint import Checkpointer
-from jaxdist.checkpoint.manifest import directory_of
+from jaxdist.checkpoint.manifest import named_step
 from jaxdist.checkpoint.pytree import in_params, under
 from jaxdist.config import RunConfig, fit_devices, legal_sizes
 from jaxdist.core.attention.admission import Admission
@@ -207,9 +206,8 @@ class Parts:
                 ignore=in_params(ignore),
             )
         else:
-            name = Path(path).name
-            reader = Checkpointer(directory_of(path), self.config.checkpoint, read_only=True)
-            step = int(name) if name.isdecimal() else None
+            directory, step = named_step(path)
+            reader = Checkpointer(directory, self.config.checkpoint, read_only=True)
             params = reader.restore_params(target, step, reinit=reinit, ignore=ignore)
         _check_finite(params, path)
         return params

@@ -350,7 +350,9 @@ def main() -> int:
             ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
         ).stdout.strip()
         head = (
-            f"# Mutants at random places\n\n`python {' '.join(sys.argv)}`, commit {commit}, "
+            f"# Mutants at random places\n\n`python scripts/bench/mutation_sweep.py "
+            f"--only {' '.join(options.only or ROOMS)} --count {options.count} --seed "
+            f"{options.seed} --files {options.files}`, commit {commit}, "
             f"Python {platform.python_version()}.\n\n"
         )
         options.out.write_text(head + text)

@@ -84,7 +84,10 @@ def read_hardware(path: str | Path) -> dict[str, Gpu]:
     try:
         tables = tomllib.loads(Path(path).expanduser().read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"hardware {str(path)!r} cannot be read: {error}.") from error
+        raise ConfigError(
+            f"hardware {str(path)!r} cannot be read: {error}. Name a TOML file with a table per "
+            "GPU, as jaxdist/plan/hardware/known.toml has them."
+        ) from error
     found, problems = read_tables(tables, GPUS, _ALIASES)
     if problems:
         raise ConfigError([f"hardware {str(path)!r}: {line}" for line in problems])

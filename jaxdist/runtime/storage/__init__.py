@@ -32,7 +32,7 @@ from jaxdist.runtime.storage.parts import Mirror, flush_appended, mirror
 
 
 def locate(path: str | os.PathLike[str]) -> Location:
-    """The location that a path or a URL names; a `Location` comes back as it is.
+    """The location of a path (`~` is the home) or a URL; a `Location` comes back as it is.
 
     Raises:
         ConfigError: it is the URL of an object store that cannot be used.
@@ -41,7 +41,7 @@ def locate(path: str | os.PathLike[str]) -> Location:
     if isinstance(path, Location):
         return path
     if not is_url(path):
-        return Location(str(Path(path)))
+        return Location(str(Path(os.path.expanduser(path))))
     if problem := url_problem(path):
         raise ConfigError(problem)
     return ObjectLocation(canonical(path))

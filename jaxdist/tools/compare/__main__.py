@@ -5,10 +5,10 @@
 
 It reads both run directories first: settings and software that differ, the first step with other
 rows of the data, the first step with another loss, and the first checkpoint with other arrays. Then
-it does the steps from the last equal checkpoint on again, each run with its own settings, and
-compares digests of parameters, activations and gradients of every layer. It names the first step,
-layer and tensor that differ. Where the steps done again are equal, it says which run recorded
-something else. Nothing is written into a run directory.
+it does the steps from the last equal checkpoint before that on again, each run with its own
+settings, and compares digests of parameters, activations and gradients of every layer. It names the
+first step, layer and tensor that differ. Where the steps done again are equal, it says which run
+recorded something else. Nothing is written into a run directory.
 
 Exit code: 0 if the runs are equal, 1 if they part, 2 if they cannot be compared.
 """
@@ -94,8 +94,8 @@ def told(parting: Parting) -> list[str]:
             f"checkpoints: {len(parting.arrays)} of {parting.num_arrays} arrays differ at step "
             f"{parting.checkpoint}: {few} (jaxdist convert diff A B says where)"
         )
-    if parting.equal_checkpoint:
-        lines.append(f"checkpoints: equal up to step {parting.equal_checkpoint}")
+    if parting.equal_checkpoints:
+        lines.append(f"checkpoints: equal up to step {parting.equal_checkpoints[-1]}")
     return lines
 
 
@@ -103,7 +103,7 @@ def _done_again(
     config: CompareConfig, runs: tuple[RunDirectory, RunDirectory], parting: Parting
 ) -> list[str]:
     """The lines about the steps done again."""
-    start, last = parting.equal_checkpoint, parting.last_to_rerun
+    start, last = parting.rerun_from, parting.last_to_rerun
     if last - start > config.max_steps:
         return [
             f"not done again: steps {start + 1} to {last} are more than --max-steps "

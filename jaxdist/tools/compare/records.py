@@ -12,8 +12,8 @@ from typing import Any
 from jaxdist.checkpoint import manifest
 from jaxdist.checkpoint.streaming_io import StoredArrays
 from jaxdist.core.types import ConfigError
-from jaxdist.run.metrics_log import Record, current, read_records
-from jaxdist.run.run_directory import RunDirectory, flatten
+from jaxdist.run.metrics_log import Record, current, decode, read_records
+from jaxdist.run.run_directory import RunDirectory, flatten, read_table
 
 _NUMBERS = ("loss", "grad_norm", "learning_rate")
 """Numbers of a step that must be equal to the last bit, in the order in which it computes them."""
@@ -33,7 +33,7 @@ class Parting:
         data_step: first step with other rows; None if all had the same, or there is no ledger.
         step: first step with another number; None if all steps of both are equal.
         numbers: of that step: name -> value in both runs.
-        equal_checkpoint: newest step at which both hold the same arrays; 0 for none.
+        equal_checkpoints: steps at which both hold the same arrays, in increasing order.
         checkpoint: oldest step at which the arrays differ; None if none do.
         arrays: names of the arrays that differ there.
         num_arrays: how many there are.
@@ -45,7 +45,7 @@ class Parting:
     data_step: int | None
     step: int | None
     numbers: dict[str, tuple[float, float]]
-    equal_checkpoint: int
+    equal_checkpoints: list[int]
     checkpoint: int | None
     arrays: list[str]
     num_arrays: int
@@ -60,6 +60,11 @@ class Parting:
         """The step that must show a difference when it is done again."""
         after = None if self.checkpoint is None else self.checkpoint + 1
         return min(s for s in (self.step, self.data_step, after) if s is not None)
+
+    @property
+    def rerun_from(self) -> int:
+        """The newest equal checkpoint before that step; 0 for none."""
+        return max((s for s in self.equal_checkpoints if s < self.last_to_rerun), default=0)
 
 
 def read_parting(a: RunDirectory, b: RunDirectory) -> Parting:
@@ -106,16 +111,12 @@ def steps_of(run: RunDirectory) -> dict[int, Record]:
 
 
 def _settings_of(run: RunDirectory) -> dict[str, Any]:
-    if not run.config.exists():
-        return {}
-    table = flatten(tomllib.loads(run.config.text()))
+    table = flatten(read_table(run.config, tomllib.loads))
     return {key: value for key, value in table.items() if key not in _OF_A_START}
 
 
 def _environment_of(run: RunDirectory) -> dict[str, Any]:
-    if not run.environment.exists():
-        return {}
-    record = run.environment.json()
+    record = read_table(run.environment, decode)
     flat = flatten({name: record[name] for name in _VERSIONS if name in record})
     return {key: value for key, value in flat.items() if value not in (None, "", [])}
 
@@ -126,17 +127,17 @@ def _unequal(a: dict[str, Any], b: dict[str, Any]) -> dict[str, tuple[Any, Any]]
 
 
 def _checkpoints(a: RunDirectory, b: RunDirectory) -> dict[str, Any]:
-    """The newest checkpoint of both that is equal, and the oldest after it that is not."""
+    """The checkpoints of both that are equal, and the oldest after them that is not."""
     steps = [manifest.steps_in(run.checkpoints) for run in (a, b)]
-    found: dict[str, Any]
-    equal, found = 0, {"checkpoint": None, "arrays": [], "num_arrays": 0}
+    equal: list[int] = []
+    found: dict[str, Any] = {"checkpoint": None, "arrays": [], "num_arrays": 0}
     for step in sorted(set(steps[0]) & set(steps[1])):
         entries = [stored_arrays(run, step) for run in (a, b)]
         if names := unequal_arrays(*entries):
             found = {"checkpoint": step, "arrays": names, "num_arrays": len(entries[0])}
             break
-        equal = step
-    return {"equal_checkpoint": equal, **found}
+        equal.append(step)
+    return {"equal_checkpoints": equal, **found}
 
 
 def unequal_arrays(a: dict[str, Any], b: dict[str, Any]) -> list[str]:

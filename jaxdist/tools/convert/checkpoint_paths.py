@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from jaxdist.checkpoint import manifest
 from jaxdist.core.settings import ConfigError
+from jaxdist.runtime.formatting.tables import few
 from jaxdist.runtime.storage import Location, locate
 
 if TYPE_CHECKING:
@@ -16,15 +17,15 @@ if TYPE_CHECKING:
 def checkpoint_of(path: str, step: int) -> Location:
     """One checkpoint, its files verified by size and CRC-32.
 
-    A negative `step` is the one that `path` names (see `manifest.directory_of`), or the newest.
+    A negative `step` is the one that `path` names (see `manifest.named_step`), or the newest.
 
     Raises:
         ConfigError: there is no such checkpoint, or it is corrupt.
     """
-    directory = manifest.directory_of(path)
+    directory, named = manifest.named_step(path)
     there = manifest.steps_in(directory)
-    if step < 0 and Path(path).name.isdecimal():
-        step = int(Path(path).name)
+    if step < 0 and named is not None:
+        step = named
     if step >= 0 and step not in there:
         raise ConfigError(
             f"{directory} has no checkpoint {step}; it has {', '.join(map(str, there))}. "
@@ -39,6 +40,14 @@ def checkpoint_of(path: str, step: int) -> Location:
     raise ConfigError([*reasons, "Name another with --step, or restore its files."])
 
 
+def nothing_under(prefix: str, names: Iterable[str]) -> str:
+    """What to say when no array's name begins with the prefix of `--under`."""
+    return (
+        f"--under {prefix}: no array has a name that begins with it. There are "
+        f"{few(list(dict.fromkeys(names)), 3)}."
+    )
+
+
 def settings_of(path: str) -> RunConfig:
     """The settings of the run that a path names or lies in.
 
@@ -47,7 +56,7 @@ def settings_of(path: str) -> RunConfig:
     """
     from jaxdist.config import stored_run
 
-    run = manifest.directory_of(path).parent
+    run = manifest.named_step(path)[0].parent
     if not (run / "config.toml").exists():
         raise ConfigError(
             f"{run} holds no config.toml, so its model is not known. Name a whole run."
@@ -57,7 +66,7 @@ def settings_of(path: str) -> RunConfig:
 
 def new_directory(path: str) -> Location:
     """A directory to write into, which must not hold anything yet."""
-    given = locate(Path(path).expanduser()).absolute()
+    given = locate(path).absolute()
     if given.exists() and (not given.is_directory() or given.entries()):
         raise ConfigError(f"{path} exists and is not empty. Name a directory that does not exist.")
     return given

@@ -11,8 +11,8 @@ import numpy as np
 
 from jaxdist.checkpoint.blocks import block_shape, grid
 from jaxdist.checkpoint.streaming_io import BLOCK_BYTES, StoredArrays
-from jaxdist.core.settings import setting
-from jaxdist.tools.convert.checkpoint_paths import checkpoint_of
+from jaxdist.core.settings import ConfigError, setting
+from jaxdist.tools.convert.checkpoint_paths import checkpoint_of, nothing_under
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,9 +44,14 @@ def compare(a: StoredArrays, b: StoredArrays, under: str = "") -> dict[str, Any]
     """Names only in one, of other shapes, identical, and differing with numbers.
 
     Arrays of the same shape, dtype and checksum are the same and are not read.
+
+    Raises:
+        ConfigError: neither has an array whose name begins with `under`.
     """
     mine = {name: entry for name, entry in a.entries.items() if name.startswith(under)}
     theirs = {name: entry for name, entry in b.entries.items() if name.startswith(under)}
+    if not mine and not theirs:
+        raise ConfigError(nothing_under(under, [*a.entries, *b.entries]))
     result: dict[str, Any] = {
         "only_a": [name for name in mine if name not in theirs],
         "only_b": [name for name in theirs if name not in mine],

@@ -10,11 +10,11 @@ from typing import Any
 
 from jaxdist.checkpoint.pytree import ITEMS
 from jaxdist.checkpoint.streaming_io import StoredArrays
-from jaxdist.core.settings import setting
+from jaxdist.core.settings import ConfigError, setting
 from jaxdist.run.run_directory import flatten
 from jaxdist.runtime.formatting.numbers import in_bytes
 from jaxdist.runtime.formatting.tables import columns
-from jaxdist.tools.convert.checkpoint_paths import checkpoint_of
+from jaxdist.tools.convert.checkpoint_paths import checkpoint_of, nothing_under
 
 _WIDEST = 60
 """Characters of a list that is printed as it is."""
@@ -43,6 +43,8 @@ def run(config: Config) -> int:
     }
     order = [name for item in ITEMS for name in stored.entries if name.startswith(item + "/")]
     names = [name for name in order if name.startswith(config.under)]
+    if not names:
+        raise ConfigError(nothing_under(config.under, order))
     if config.json:
         arrays = {name: stored.entries[name] for name in names}
         print(json.dumps({**facts, "arrays": arrays, "config": meta.get("config")}))

@@ -81,7 +81,7 @@ def _target(
     """The run's settings (TOML) with the new mesh; array -> shape that one device of it holds."""
     from jaxdist.run.trained_run import open_run
 
-    settings, run = settings_of(config.src), manifest.directory_of(config.src).parent
+    settings, run = settings_of(config.src), manifest.named_step(config.src)[0].parent
     parts = open_run(str(run), mesh=config.mesh, simulate=spec.num_devices).parts
     leaves = pytree.leaves_of(parts.abstract_state())
     problems = pytree.mismatches(leaves, stored.entries)

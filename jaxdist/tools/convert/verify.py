@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from pathlib import Path
 
 from jaxdist.checkpoint import CheckpointError, manifest
 from jaxdist.checkpoint.events import one_line
@@ -28,9 +27,8 @@ class Config:
 
 def run(config: Config) -> int:
     """Check all checkpoints of a run; 0 when every one is whole, 1 otherwise."""
-    directory = manifest.directory_of(config.path)
-    named = Path(config.path).name
-    steps = [int(named)] if named.isdecimal() else manifest.steps_in(directory)
+    directory, named = manifest.named_step(config.path)
+    steps = manifest.steps_in(directory) if named is None else [named]
     corrupt = 0
     for step in steps:
         checkpoint = directory / step

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import shlex
 import socket
 import sys
@@ -240,7 +241,7 @@ def make_plan(config: LaunchConfig) -> LaunchPlan:
         given = {"address": socket.gethostname(), **config.elastic_settings}
         elastic = ElasticConfig(nproc_per_node=nproc_per_node, nnodes=nnodes, **given)
     now = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
-    run_dir = config.directory or f"runs/launch-{now}"
+    run_dir = os.path.expanduser(config.directory or f"runs/launch-{now}")
     return LaunchPlan(
         command=_command(config, run_dir),
         nproc_per_node=nproc_per_node.maximum,

@@ -9,12 +9,14 @@ of all tasks. A job that its user has cancelled is never queued again.
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
 
 from jaxdist import runtime
+from jaxdist.checkpoint import manifest
 from jaxdist.core.settings import setting
 from jaxdist.core.settings.schema import flag_of
 from jaxdist.runtime.storage import file_system_problem
@@ -187,6 +189,8 @@ def batch_script(
     import jinja2
 
     nodes = nodes or Nodes.parse(config.nodes)
+    # A shell does not expand what is quoted, and a container has another home.
+    config = dataclasses.replace(config, run_dir=os.path.expanduser(config.run_dir))
     environment = jinja2.Environment(
         trim_blocks=True, keep_trailing_newline=True, undefined=jinja2.StrictUndefined
     )
@@ -194,6 +198,7 @@ def batch_script(
     return environment.from_string(_SCRIPT).render(
         config=config,
         nodes=nodes,
+        manifest=manifest,
         final_codes="|".join(str(code) for code in runtime.FINAL_CODES),
         tasks=tasks,
         # Of the task alone: a job's number means all tasks of its array where it has the array's.
@@ -327,11 +332,16 @@ elif [ "$nodes" -lt "$SLURM_JOB_NUM_NODES" ]; then
 fi
 
 {% endif %}
-newest_checkpoint() {
-    (cd "$run_dir/checkpoints" 2>/dev/null && ls -d [0-9]*/manifest.json 2>/dev/null) |
-        cut -d / -f 1 | sort -n | tail -n 1  # a checkpoint without its manifest is none
+checkpoints() {                    # step and time of each that may be loaded, the newest last
+    for file in "$run_dir"/checkpoints/[0-9]*/{{ manifest.FILE_NAME }}; do
+        at=${file%/*}              # a checkpoint without its manifest is none
+        if [ -e "$file" ] && [ ! -e "$at/{{ manifest.CORRUPT }}" ] &&
+            [ ! -e "$at/{{ manifest.SUPERSEDED }}" ]; then
+            echo "${at##*/} $(stat -c %Y "$file")"
+        fi
+    done | sort -n
 }
-before=$(newest_checkpoint)
+before=$(checkpoints)
 
 # USR1: the time limit is near. Every process is told; they save and leave with 75.
 # TERM: SLURM has told them already (scancel, preemption, requeue, a lost node).
@@ -349,16 +359,18 @@ done
 # Process 0 writes its exit code after the last save; srun's is the highest of all tasks. Programs
 # other than jaxdist's write none, nor does a process 0 that was killed: srun's counts.
 job_code=$(cat "$JAXDIST_EXIT_CODE_FILE" 2>/dev/null || echo "$code")
-after=$(newest_checkpoint)
+after=$(checkpoints)
+saved=$(comm -13 <(echo "$before" | sort) <(echo "$after" | sort))
+newest=$(echo "$after" | tail -n 1 | cut -d " " -f 1)
 echo "slurm: attempt $attempt ended: exit code $job_code, srun $code, signal ${notice:-none}," \
-    "checkpoint ${after:-none}"
+    "checkpoint ${newest:-none}"
 case $job_code in
     0) touch "$state/done"; exit 0 ;;
     {{ final_codes }}) exit "$job_code" ;; # settings, a wrong device, ended by hand: no repair
     75) rm -f "$state/crashes" ;;  # saved: go on
     *)
         crashes=$(cat "$state/crashes" 2>/dev/null || echo 0)
-        if [ "${after:-none}" != "${before:-none}" ]; then crashes=0; fi
+        if [ -n "$saved" ]; then crashes=0; fi
         echo $((crashes + 1)) >"$state/crashes"
         if [ "$crashes" -ge "$max_restarts" ]; then
             echo "slurm: $((crashes + 1)) crashes without a new checkpoint: giving up"
@@ -378,7 +390,7 @@ if [ "$attempt" -ge "$max_requeues" ]; then
     echo "slurm: queued again $attempt times already: giving up"
     exit 75
 fi
-echo "slurm: queueing again from checkpoint ${after:-none}"
+echo "slurm: queueing again from checkpoint ${newest:-none}"
 trap 'exit 75' TERM
 if scontrol requeue "{{ job }}"; then
     sleep 120 &                    # SLURM ends this script

@@ -30,6 +30,7 @@ from pathlib import Path
 from types import FrameType
 
 from jaxdist import runtime
+from jaxdist.checkpoint import manifest
 from jaxdist.runtime.storage import Location, locate
 from jaxdist.tools.launch.console import say
 from jaxdist.tools.launch.resources import count_gpus, free_port
@@ -134,17 +135,23 @@ class Supervisor:
             self.agent.close(code, self.stop_signal)
         return code
 
-    def newest_checkpoint(self) -> int:
-        """Step of the newest committed checkpoint, -1 without one."""
+    def checkpoints(self) -> dict[int, int]:
+        """Step and version of the manifest of each checkpoint that is not marked.
+
+        {} without one, or where the storage is away.
+        """
         directory = locate(self.run_dir) / "checkpoints"
-        try:  # the manifest is written last: without one a save is not finished
-            saved = [n for n in directory.entries() if (directory / n / "manifest.json").exists()]
+        try:
+            return {
+                step: (directory / step / manifest.FILE_NAME).version()
+                for step in manifest.steps_in(directory)
+                if not (directory / step / manifest.CORRUPT).exists()
+            }
         except OSError:
-            return -1
-        return max((int(name) for name in saved if name.isdecimal()), default=-1)
+            return {}
 
     def _run_groups(self) -> int:
-        failures, newest = 0, self.newest_checkpoint()
+        failures, known = 0, self.checkpoints()
         while True:
             found = self.agent.next_placement(lambda: self.stop_signal)
             if isinstance(found, int):
@@ -156,15 +163,18 @@ class Supervisor:
             if result.exit_code in (runtime.EXIT_OK, runtime.EXIT_PREEMPTED):
                 continue  # not all hosts are done, or the hosts change: no failure
             print(result.report(), file=sys.stderr, flush=True)
-            reached = self.newest_checkpoint()
-            failures = 1 if reached > newest else failures + 1
-            newest = max(newest, reached)
+            # After a fallback new checkpoints are older than one that is marked by now: steps alone
+            # do not tell whether any was saved.
+            saved = self.checkpoints()
+            failures = 1 if saved.items() - known.items() else failures + 1
+            known = saved or known
             if failures > self.policy.max_restarts:
                 say(
                     f"giving up: {failures} attempts in a row ended without a new checkpoint. "
                     f"Logs: {self.run_dir / 'logs'}"
                 )
                 return result.exit_code
+            newest = max(known, default=-1)
             if not self._wait_before_restart(failures, newest) or not self._wait_for_run_dir():
                 return 128 + self.stop_signal if self.stop_signal else result.exit_code
 

@@ -1,6 +1,59 @@
-"""`python -m jaxdist.report RUN ...`: compare runs as text, JSON and a page of curves."""
+"""`python -m jaxdist.report RUN ...`: compare runs as text, JSON and a page of curves.
 
+Exit code 2 when a run is missing or damaged.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from typing import Literal
+
+from jaxdist.core.settings import read_settings, setting
+from jaxdist.run.metrics_log import encode
 from jaxdist.runtime import run_command
-from jaxdist.tools.report import main
+from jaxdist.runtime.formatting import html
+from jaxdist.tools.report.page import html_page
+from jaxdist.tools.report.runs import read_runs
+from jaxdist.tools.report.table import differences, text_table
 
-run_command(main)
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReportConfig:
+    """Which runs to compare, and how to show them."""
+
+    run: list[str] = setting([], "run directories", required=True)
+    json: bool = setting(False, "print JSON in place of the table")
+    html: str = setting("", "write a page with the curves of the runs to this file")
+    log_y: bool = setting(False, "draw losses, gradient norm and learning rate on logarithmic axes")
+    x: Literal["step", "tokens"] = setting(
+        "step",
+        "what the curves run over; tokens (or images) compares runs of different batch size",
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Read the runs, print the comparison, write the page; returns the exit code."""
+    config = read_settings(
+        ReportConfig,
+        sys.argv[1:] if argv is None else argv,
+        command="jaxdist.report",
+        summary="Compare runs: outcome, speed, cost, and what differs in their settings.",
+        positional=("run",),
+    )
+    runs = read_runs(config.run)
+    if config.html:
+        html.write(config.html, html_page(runs, x=config.x, log_y=config.log_y))
+    if config.json:
+        record = {"runs": [run.record() for run in runs], "differences": differences(runs)}
+        text = encode(record, indent=2)
+    else:
+        text = text_table(runs)
+        if config.html:
+            text += f"\n\ncurves: {config.html}"
+    print(text)
+    return 0
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -6,13 +6,13 @@ import dataclasses
 import math
 import statistics
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from jaxdist.core.settings import ConfigError
 from jaxdist.run.metrics_log import Record, current, decode, device_seconds, read_records
-from jaxdist.run.run_directory import RunDirectory, flatten
+from jaxdist.run.run_directory import RunDirectory, flatten, read_table
 from jaxdist.runtime.storage import Location
 
 
@@ -77,7 +77,7 @@ def read_run(path: str, name: str) -> Run:
     train = [r for r in history if r.get("kind") == "train"]
     evals = [r for r in history if r.get("kind") == "eval"]
     unit = str(starts[-1].get("unit", "tokens")) if starts else "tokens"
-    config = flatten(_read(directory.config, tomllib.loads))
+    config = flatten(read_table(directory.config, tomllib.loads))
     return Run(
         name=name,
         path=directory.path,
@@ -88,7 +88,7 @@ def read_run(path: str, name: str) -> Run:
         unit=unit,
         outcome=_outcome(records, history, train, evals, unit, config)
         | {"warnings": sum("level" in r for r in history)}
-        | _environment(_read(directory.environment, decode)),
+        | _environment(read_table(directory.environment, decode)),
     )
 
 
@@ -159,17 +159,6 @@ def _environment(record: dict[str, Any]) -> dict[str, Any]:
     if git.get("commit"):
         found["commit"] = git["commit"][:9] + (" dirty" if git.get("dirty") else "")
     return found
-
-
-def _read(path: Location, parse: Callable[[str], Any]) -> dict[str, Any]:
-    """The table that a file holds; {} where there is no file."""
-    try:
-        record = parse(path.text()) if path.exists() else {}
-    except ValueError as error:
-        raise ConfigError(f"{path} cannot be read ({error}). Mend it, or move it away.") from error
-    if not isinstance(record, dict):
-        raise ConfigError(f"{path} holds no table of values. Mend it, or move it away.")
-    return record
 
 
 def _short_names(paths: Sequence[str]) -> list[str]:
