@@ -160,6 +160,23 @@ def test_one_process_that_refuses_the_kernel_refuses_it_for_all(monkeypatch, obs
     assert admit(jnp.bfloat16) is None and len(compared) == 2
 
 
+def test_jaxs_operations_take_what_they_are_given():
+    """Lowered for a GPU, which needs none: one call forward and one backward."""
+    assert not cudnn.missing()
+    query = jax.ShapeDtypeStruct((2, 256, 4, 64), jnp.bfloat16)
+    key = jax.ShapeDtypeStruct((2, 256, 2, 64), jnp.bfloat16)
+    segments = jax.ShapeDtypeStruct((2, 256), jnp.int32)
+
+    def loss(query, key, value, segments):
+        return jnp.sum(cudnn.attend_packed(query, key, value, segments, Rule(window=64)))
+
+    traced = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).trace(query, key, key, segments)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("@__cudnn$fmhaSoftmax(") == text.count("@__cudnn$fmhaSoftmaxBackward(") == 1
+    kept = text.count("PADDING_CAUSAL"), text.count(f"max_seg_per_batch\\22: {DOCUMENTS}")
+    assert kept == (2, 2)
+
+
 def test_a_batch_that_cudnn_cannot_count_is_refused():
     shape = jax.ShapeDtypeStruct((2, 2**20, 8, 128), jnp.bfloat16)
     segments = jax.ShapeDtypeStruct((2, 2**20), jnp.int32)

@@ -155,3 +155,5 @@ def test_the_average_is_what_is_evaluated_and_exported(run, tmp_path, capsys):
     np.testing.assert_array_equal(
         run.params["embed"]["table"], stored.read("ema_params/embed/table")
     )
+    raw = jaxdist.open(run.path, weights="raw")
+    np.testing.assert_array_equal(raw.params["embed"]["table"], stored.read("params/embed/table"))

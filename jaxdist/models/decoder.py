@@ -433,4 +433,7 @@ def _notes(config: DecoderConfig, seq_len: int, context: Context) -> list[str]:
         of_packed = chosen(packed=True)
     except ConfigError as error:  # raised again where rows are packed
         of_packed = f"none ({error})"
-    return [f"attention kernel: {chosen(packed=False)}", f"of packed documents: {of_packed}"]
+    return [
+        f"attention kernel: {chosen(packed=False)}",
+        f"attention kernel of packed documents: {of_packed}",
+    ]

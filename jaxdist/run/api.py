@@ -12,7 +12,7 @@ import inspect
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from jaxdist import runtime
 from jaxdist.checkpoint import CheckpointError
@@ -111,6 +111,7 @@ def open(
     *,
     step: int | None = None,
     mesh: str = "auto",
+    weights: Literal["auto", "ema", "raw"] = "auto",
     model: Model | Callable[..., Model] | None = None,
     data: Any = None,
 ) -> Run:
@@ -120,6 +121,8 @@ def open(
         path: of the run, or of one of its checkpoints.
         step: of the checkpoint whose weights are used; None = the newest valid one.
         mesh: devices that hold the weights, e.g. "tp=2"; "auto" = one device.
+        weights: "ema" = their moving average, "raw" = as trained, "auto" = the average where the
+            run keeps one.
         model: what was given to `train`, where that was an object.
         data: likewise.
 
@@ -127,7 +130,7 @@ def open(
         ConfigError: there is no run.
     """
     make_model, rows = _objects(model, data, {})
-    return Run(path, step=step, mesh=mesh, model=make_model, rows=rows)
+    return Run(path, step=step, mesh=mesh, weights=weights, model=make_model, rows=rows)
 
 
 def plan(gpus: str, config: Config = None, **settings: Any) -> list[dict[str, Any]]:

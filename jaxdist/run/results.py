@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias, overload
 
+from jaxdist.checkpoint.pytree import Weights
 from jaxdist.config import RunConfig, stored_run
 from jaxdist.core.settings import read_settings
 from jaxdist.core.types import Model, Params
@@ -37,6 +38,7 @@ class Run:
         *,
         step: int | None = None,
         mesh: str = "auto",
+        weights: Weights = "auto",
         model: Callable[[int], Model] | None = None,
         rows: Any = None,
     ):
@@ -49,6 +51,7 @@ class Run:
         if step is None and self.path != given and given.name.isdecimal():
             step = int(given.name)
         self._step, self._mesh, self._model, self._rows = step, mesh, model, rows
+        self._kind: Weights = weights
 
     def __repr__(self) -> str:
         return f"<jaxdist.Run {self.path}: {self.exit_reason or 'no end'}, step {self.last_step}>"
@@ -115,7 +118,8 @@ class Run:
     def params(self) -> Params:
         """Parameters of the checkpoint: a tree of float32 arrays, layers stacked, on `mesh`.
 
-        Their moving average where the run keeps one (`optim.ema_decay`).
+        Their moving average where the run keeps one (`optim.ema_decay`), unless it was opened with
+        weights="raw".
 
         Raises:
             ConfigError: there is no such checkpoint.
@@ -190,6 +194,7 @@ class Run:
 
         step = -1 if self._step is None else self._step
         values = {"src": str(self.path), "out": str(path), "step": step, "dtype": dtype}
+        values |= {"weights": self._kind}
         to_hf.export(read_settings(to_hf.Config, [], command="export_hf", values=values))
         return Path(path)
 
@@ -199,7 +204,7 @@ class Run:
 
     @functools.cached_property
     def _weights(self) -> LoadedWeights:
-        return self._opened.weights(self._step)
+        return self._opened.weights(self._step, self._kind)
 
     def _records(self, kind: str) -> list[dict[str, Any]]:
         records = current(read_records(self._directory.metrics))
