@@ -262,6 +262,12 @@ ADDED_LATER = {
     "model.depth": "the residual network",
     "model.width": "the residual network",
     "model.norm_placement": "families that place their norms elsewhere",
+    "model.attention_softcap": "the Gemma families",
+    "model.full_attention_every": "the Gemma families",
+    "model.local_rope_theta": "the Gemma families",
+    "model.logit_softcap": "the Gemma families",
+    "model.query_pre_attn_scalar": "the Gemma families",
+    "model.scale_embeddings": "the Gemma families",
     "optim.ema_decay": "the moving average of weights",
     "monitoring.tracker": "wandb, mlflow or a function of one's own",
 }
