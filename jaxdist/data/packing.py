@@ -7,6 +7,7 @@ boundary weigh 0 where packing knows of documents.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Literal, Protocol
 
 import numpy as np
@@ -199,34 +200,32 @@ class Fitted:
         batch = _empty(self.fields, len(indices), spans)
         for row, index in enumerate(np.asarray(indices, np.int64).tolist()):
             pieces = slice(self.row_starts[index], self.row_starts[index + 1])
-            lengths = self.piece_lengths[pieces]
-            begins = np.cumsum(lengths) - lengths
+            starts, lengths = (x[pieces].tolist() for x in (self.piece_starts, self.piece_lengths))
             at = 0
             for first, last in spans:
                 part = {name: values[row, at : at + last - first] for name, values in batch.items()}
-                self._fill(part, self.piece_starts[pieces], begins, lengths, first)
+                self._fill(part, list(zip(starts, lengths, strict=True)), first)
                 at += last - first
         return batch
 
-    def _fill(
-        self, part: Rows, starts: np.ndarray, begins: np.ndarray, lengths: np.ndarray, first: int
-    ) -> None:
+    def _fill(self, part: Rows, pieces: Iterable[tuple[int, int]], first: int) -> None:
         """Set a part of a row, fields [positions], from its position `first` on.
 
-        The row's pieces are given by their first tokens, positions and lengths, int64 [pieces].
+        The row's pieces, one behind the other, are given by their first tokens and lengths.
         """
-        last = first + len(part["tokens"])
-        inside = np.flatnonzero((begins < last) & (begins + lengths > first))
-        for piece in inside.tolist():
-            start, begin = int(starts[piece]), int(begins[piece])
-            low, high = max(first, begin), min(last, begin + int(lengths[piece]))
+        last, end = first + len(part["tokens"]), 0
+        for segment, (start, length) in enumerate(pieces, start=1):
+            begin, end = end, end + length
+            low, high = max(first, begin), min(last, end)
+            if low >= high:
+                continue
             tokens = self.corpus.tokens(start + low - begin, start + high - begin + 1)
             place = slice(low - first, high - first)
             part["tokens"][place] = tokens[:-1]
             part["targets"][place] = tokens[1:]
             weights = self.corpus.weights(start + low - begin + 1, start + high - begin + 1)
             part["weights"][place] = weights
-            part["segments"][place] = piece + 1
+            part["segments"][place] = segment
             part["positions"][place] = np.arange(low - begin, high - begin)
 
 
