@@ -16,7 +16,7 @@ from jaxdist.runtime.storage import Location, locate
 
 log = logging.getLogger("jaxdist")
 
-_OF_A_START = ("resume", "run_dir", "force", "replay", "simulate")
+START_SETTINGS = ("resume", "run_dir", "force", "replay", "simulate")
 """Settings that say how to start, and nothing about what is trained."""
 
 
@@ -163,8 +163,8 @@ def new_run_path(name: str) -> Location:
 
 
 def changed_settings(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Name -> (old, new value) of the dotted settings that differ, but for `_OF_A_START`."""
-    names = sorted((old.keys() | new.keys()) - {*_OF_A_START})
+    """Name -> (old, new value) of the dotted settings that differ, but for `START_SETTINGS`."""
+    names = sorted((old.keys() | new.keys()) - {*START_SETTINGS})
     pairs = {name: (old.get(name, "not set"), new.get(name, "not set")) for name in names}
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 

@@ -13,12 +13,11 @@ from jaxdist.checkpoint import manifest
 from jaxdist.checkpoint.streaming_io import StoredArrays
 from jaxdist.core.types import ConfigError
 from jaxdist.run.metrics_log import Record, current, decode, read_records
-from jaxdist.run.run_directory import RunDirectory, flatten, read_table
+from jaxdist.run.run_directory import START_SETTINGS, RunDirectory, flatten, read_table
 
 _NUMBERS = ("loss", "grad_norm", "learning_rate")
 """Numbers of a step that must be equal to the last bit, in the order in which it computes them."""
 
-_OF_A_START = ("run_dir", "name", "resume", "replay", "force")
 _VERSIONS = ("python", "versions", "nvidia", "git", "devices", "settings")
 
 
@@ -112,7 +111,7 @@ def steps_of(run: RunDirectory) -> dict[int, Record]:
 
 def _settings_of(run: RunDirectory) -> dict[str, Any]:
     table = flatten(read_table(run.config, tomllib.loads))
-    return {key: value for key, value in table.items() if key not in _OF_A_START}
+    return {key: value for key, value in table.items() if key not in (*START_SETTINGS, "name")}
 
 
 def _environment_of(run: RunDirectory) -> dict[str, Any]:
