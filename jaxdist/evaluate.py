@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from typing import Literal
 
-from jaxdist.core.types import setting
+from jaxdist.core.settings import setting
 from jaxdist.runtime import run_command
 from jaxdist.runtime.formatting.tables import columns
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from jaxdist.core.types import ConfigError, setting
+from jaxdist.core.settings import ConfigError, setting
 from jaxdist.run.text_settings import TextSettings
 from jaxdist.runtime import run_command
 

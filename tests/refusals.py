@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from jaxdist.core.types import ConfigError
+from jaxdist.core.settings import ConfigError
 
 
 @contextlib.contextmanager

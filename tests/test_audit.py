@@ -21,9 +21,9 @@ from jaxdist.config import RunConfig, read_run
 from jaxdist.config.command_line import stored_run
 from jaxdist.core import collectives
 from jaxdist.core.mesh import MeshSpec, factorisations
+from jaxdist.core.settings import ConfigError
 from jaxdist.core.sharding import MeshConfig
 from jaxdist.core.step import TrainConfig, make_value_and_grad
-from jaxdist.core.types import ConfigError
 from jaxdist.models import CnnConfig, DecoderConfig
 from jaxdist.plan.audit import audit_parts, audit_program, check_mesh
 from jaxdist.plan.audit.states import (

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from jaxdist import runtime
-from jaxdist.core.types import ConfigError
+from jaxdist.core.settings import ConfigError
 
 FIXES = (
     "Add ", "Change ", "Check ", "Choose ", "Did you mean", "Drop ", "Give ", "Name ", "Raise ",

@@ -22,7 +22,7 @@ from jaxdist.checkpoint import (
     restore,
 )
 from jaxdist.checkpoint.errors import CorruptCheckpoint
-from jaxdist.core.types import ConfigError
+from jaxdist.core.settings import ConfigError
 from jaxdist.runtime.storage import locate
 
 

@@ -10,9 +10,8 @@ from typing import Any, Literal
 import pytest
 from refusals import missing, refused
 
-from jaxdist.core.settings import read_settings, write_toml
+from jaxdist.core.settings import ConfigError, read_settings, setting, write_toml
 from jaxdist.core.settings.help import help_text
-from jaxdist.core.types import ConfigError, setting
 
 pytestmark = pytest.mark.smoke
 

@@ -14,9 +14,9 @@ from jaxdist.__main__ import main as jaxdist
 from jaxdist.config import RunConfig, read_run, stored_run
 from jaxdist.config.reference import reference
 from jaxdist.core.mesh import MeshSpec
-from jaxdist.core.settings import write_toml
+from jaxdist.core.settings import ConfigError, write_toml
 from jaxdist.core.settings.schema import fields_of
-from jaxdist.core.types import ConfigError, Model
+from jaxdist.core.types import Model
 from jaxdist.data.tokenizer import tokenizer_file
 from jaxdist.models.weights import num_params as count
 from jaxdist.run.run_directory import RunDirectory

@@ -9,9 +9,9 @@ from jaxdist.config import read_run
 from jaxdist.core.attention.context import Plan, plan_exchange
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.parallel import context as axis
+from jaxdist.core.settings import ConfigError
 from jaxdist.core.sharding import Layout
 from jaxdist.core.step import exchange_of
-from jaxdist.core.types import ConfigError
 
 
 @pytest.mark.parametrize(

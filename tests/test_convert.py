@@ -17,8 +17,7 @@ from jaxdist.checkpoint import CheckpointConfig, Checkpointer, manifest, orbax_i
 from jaxdist.checkpoint.blocks import block_shape, even_chunk, grid
 from jaxdist.checkpoint.streaming_io import StoredArrays
 from jaxdist.config import read_run, stored_run
-from jaxdist.core.settings import write_toml
-from jaxdist.core.types import ConfigError
+from jaxdist.core.settings import ConfigError, write_toml
 from jaxdist.run.setup import assemble
 from jaxdist.runtime.storage import locate
 from jaxdist.tools.convert.__main__ import VERBS, main

@@ -17,7 +17,7 @@ from refusals import missing, refused
 from jaxdist.checkpoint import CheckpointConfig, Checkpointer
 from jaxdist.checkpoint.streaming_io import StoredArrays
 from jaxdist.config import stored_run
-from jaxdist.core.types import ConfigError
+from jaxdist.core.settings import ConfigError
 from jaxdist.models import build
 from jaxdist.models.configs import DecoderConfig
 from jaxdist.models.huggingface import safetensors

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import jaxdist
-from jaxdist.core.types import ConfigError
+from jaxdist.core.settings import ConfigError
 from jaxdist.runtime import coordination
 from jaxdist.runtime.coordination import Group, barrier, group, service
 from jaxdist.runtime.coordination.barrier import Barrier, GivenUp

@@ -16,10 +16,11 @@ from flax import nnx
 from jaxdist.config import read_run
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.precision import PrecisionConfig
+from jaxdist.core.settings import ConfigError
 from jaxdist.core.sharding import Layout
 from jaxdist.core.state import abstract_state, init_state
 from jaxdist.core.step import TrainConfig, make_step
-from jaxdist.core.types import ConfigError, Dims
+from jaxdist.core.types import Dims
 from jaxdist.models import CustomConfig, build, layers
 from jaxdist.run.setup import assemble, check_data_fits
 

@@ -13,7 +13,7 @@ from refusals import refused
 
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.parallel.axes import row_axes
-from jaxdist.core.types import ConfigError
+from jaxdist.core.settings import ConfigError
 from jaxdist.data import DataConfig, Loader, eval_batches, open_datasets, resume_position
 from jaxdist.data.stream import shard_of
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from refusals import refused
 
-from jaxdist.core.types import ConfigError
+from jaxdist.core.settings import ConfigError
 from jaxdist.data import DataConfig, open_datasets
 from jaxdist.data.images import TEST_FILE, TRAIN_FILES, open_cifar
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from data_cases import open_text, sharding_on
 
-from jaxdist.core.types import ConfigError
+from jaxdist.core.settings import ConfigError
 from jaxdist.data import Loader, Position, resume_position
 from jaxdist.data.__main__ import main
 from jaxdist.data.ledger import NUM_LINKS, Link

@@ -27,7 +27,7 @@ from refusals import refused
 
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.parallel.context import device_order
-from jaxdist.core.types import ConfigError
+from jaxdist.core.settings import ConfigError
 from jaxdist.data import (
     DataConfig,
     Loader,
@@ -383,7 +383,7 @@ WORKER = textwrap.dedent(
     from jax.sharding import NamedSharding, PartitionSpec
     from jaxdist.core.mesh import MeshSpec
     from jaxdist.core.parallel.axes import row_axes
-    from jaxdist.core.types import ConfigError
+    from jaxdist.core.settings import ConfigError
     from jaxdist.data import DataConfig, Loader, eval_batches, open_datasets, resume_position
     train, held = open_datasets(DataConfig(sources=[source]), seq_len=16)
     for spec in ("dp=4", "dp=2,tp=2", "tp=4"):

@@ -14,7 +14,7 @@ import pytest
 from data_cases import open_case, sharding_on, write_sources, write_text
 
 from jaxdist.config import read_run
-from jaxdist.core.types import ConfigError
+from jaxdist.core.settings import ConfigError
 from jaxdist.data import DataConfig, Loader, Position, open_datasets
 
 ROWS = """

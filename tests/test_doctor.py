@@ -11,7 +11,7 @@ import pytest
 from commands import ROOT, environment, run
 from refusals import missing
 
-from jaxdist.core.types import ConfigError
+from jaxdist.core.settings import ConfigError
 from jaxdist.models.weights import num_params
 from jaxdist.runtime.distributed import code_digest
 from jaxdist.tools.doctor import software, variables

@@ -10,9 +10,9 @@ from refusals import missing, refused
 
 from jaxdist.config import RunConfig, fit_devices, legal_sizes, read_run
 from jaxdist.core.mesh import MeshSpec, factorisations, shrink, shrunk_sizes
+from jaxdist.core.settings import ConfigError
 from jaxdist.core.sharding import MeshConfig
 from jaxdist.core.step import EvalConfig, TrainConfig
-from jaxdist.core.types import ConfigError
 from jaxdist.data import Loader, open_datasets
 from jaxdist.models.configs import DecoderConfig
 from jaxdist.run.evaluation_loop import evaluate

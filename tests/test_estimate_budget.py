@@ -13,8 +13,8 @@ from refusals import missing, refused
 
 from jaxdist.config import RunConfig
 from jaxdist.core.mesh import MeshSpec
+from jaxdist.core.settings import ConfigError
 from jaxdist.core.step import TrainConfig
-from jaxdist.core.types import ConfigError
 from jaxdist.models import DecoderConfig
 from jaxdist.models.weights import num_params
 from jaxdist.plan.estimate.memory_check import Budget, executable_bytes, needs_of

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from data_cases import open_text, sharding_on, write_text
 
-from jaxdist.core.types import ConfigError
+from jaxdist.core.settings import ConfigError
 from jaxdist.run.evaluation_loop import evaluate
 from jaxdist.run.trained_run import TrainedRun, run_at
 from jaxdist.runtime.storage import locate

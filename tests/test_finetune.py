@@ -13,7 +13,7 @@ from hf_models import CHATML, write_model, write_tokenizer
 from refusals import refused
 
 from jaxdist.config import read_run
-from jaxdist.core.types import ConfigError
+from jaxdist.core.settings import ConfigError
 from jaxdist.data import open_datasets
 from jaxdist.models import DecoderConfig, build
 from jaxdist.run.trained_run import open_run

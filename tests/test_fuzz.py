@@ -26,8 +26,7 @@ from hypothesis import strategies as st
 from jaxdist import runtime
 from jaxdist.config import RunConfig
 from jaxdist.core.mesh import MeshSpec
-from jaxdist.core.settings import read_settings
-from jaxdist.core.types import ConfigError
+from jaxdist.core.settings import ConfigError, read_settings
 from jaxdist.data.chat import BadRecord, checked_messages, encode_completion, load_template
 from jaxdist.data.documents import read_pieces, read_records
 from jaxdist.data.tokenizer import ByteTokenizer, FileTokenizer, load_tokenizer

@@ -6,7 +6,7 @@ import os
 import pytest
 from refusals import refused
 
-from jaxdist.core.types import ConfigError
+from jaxdist.core.settings import ConfigError
 from jaxdist.plan.hardware import GPUS, find_gpu, gpu_of, parse_gpus, read_hardware
 
 

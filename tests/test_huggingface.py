@@ -18,8 +18,8 @@ from hf_models import write_model
 from refusals import missing, refused
 
 from jaxdist.core.mesh import MeshSpec
+from jaxdist.core.settings import ConfigError
 from jaxdist.core.sharding import Layout
-from jaxdist.core.types import ConfigError
 from jaxdist.models import DecoderConfig, build
 from jaxdist.models.huggingface import directory, loading, safetensors
 from jaxdist.models.huggingface.directory import is_model, open_weights
@@ -292,7 +292,7 @@ from test_huggingface import target_of
 from jaxdist.models.huggingface import safetensors
 from jaxdist.models.huggingface.loading import load_params
 from jaxdist.models import DecoderConfig
-from jaxdist.core.types import ConfigError
+from jaxdist.core.settings import ConfigError
 
 counted, read_block = [], safetensors.StoredTensor.read
 def counting(tensor, *index):

@@ -128,7 +128,7 @@ def test_a_process_killed_without_words_is_named_with_its_signal(tmp_path):
 @pytest.mark.parametrize(
     ("body", "code"),
     [
-        ("from jaxdist.core.types import ConfigError\nraise ConfigError('mesh dp=3 is bad')", 2),
+        ("from jaxdist.core.settings import ConfigError\nraise ConfigError('mesh dp=3 is bad')", 2),
         ("return runtime.EXIT_PREEMPTED", 75),
         ("from jaxdist.run.resilience import sdc_check as s\nraise s.CorruptState('device 3')", 85),
         ("raise KeyboardInterrupt", 130),

@@ -17,9 +17,10 @@ from jaxdist.core.attention.cudnn import DOCUMENTS
 from jaxdist.core.attention.kernels import BLOCKWISE_FROM
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.precision import PrecisionConfig
+from jaxdist.core.settings import ConfigError
 from jaxdist.core.sharding import Layout
 from jaxdist.core.step import TrainConfig, make_context, make_value_and_grad
-from jaxdist.core.types import AttentionDropout, AttentionMask, ConfigError, Context, dot
+from jaxdist.core.types import AttentionDropout, AttentionMask, Context, dot
 from jaxdist.models import DecoderConfig, build, layers
 
 # The same float32 numbers, summed in another order; logits are of order 1.

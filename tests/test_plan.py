@@ -12,8 +12,8 @@ import pytest
 from refusals import missing, refused
 
 from jaxdist.config.command_line import ALIASES
+from jaxdist.core.settings import ConfigError
 from jaxdist.core.settings.schema import fields_of
-from jaxdist.core.types import ConfigError
 from jaxdist.plan import planner
 from jaxdist.plan.__main__ import main
 from jaxdist.plan.compiled.check import CompiledStep, Memory, NotCompiled

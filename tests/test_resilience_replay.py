@@ -11,7 +11,7 @@ from refusals import missing
 from test_resilience_losses import BAD_ROW, SEED, bad_step, train
 
 from jaxdist.checkpoint import CheckpointConfig
-from jaxdist.core.types import ConfigError
+from jaxdist.core.settings import ConfigError
 from jaxdist.run.metrics_log import encode
 from jaxdist.run.replay import read_history, state_before, verdict
 from jaxdist.run.resilience.anomalies import Anomaly

@@ -5,7 +5,7 @@ import re
 import pytest
 from refusals import refused
 
-from jaxdist.core.types import ConfigError
+from jaxdist.core.settings import ConfigError
 from jaxdist.runtime import resolve
 from jaxdist.runtime.cluster_environment import expand_counts, expand_hosts
 from jaxdist.runtime.config import RuntimeConfig

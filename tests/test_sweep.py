@@ -12,8 +12,7 @@ from commands import ROOT, environment, tiny
 from refusals import missing, refused
 
 from jaxdist.config import read_run
-from jaxdist.core.settings import write_toml
-from jaxdist.core.types import ConfigError
+from jaxdist.core.settings import ConfigError, write_toml
 from jaxdist.run.monitoring.config import MonitoringConfig
 from jaxdist.run.monitoring.monitor import Monitor
 from jaxdist.run.run_directory import RunDirectory

@@ -19,7 +19,7 @@ from jaxdist.checkpoint.lock import DirectoryLock
 from jaxdist.checkpoint.restore import Reader
 from jaxdist.checkpoint.save import Saver
 from jaxdist.checkpoint.save_schedule import Due, SaveSchedule
-from jaxdist.core.types import ConfigError
+from jaxdist.core.settings import ConfigError
 from jaxdist.runtime.storage import locate
 
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Collection
 from typing import Literal
 
-from jaxdist.core.types import setting
+from jaxdist.core.settings import setting
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from jaxdist.core.types import ConfigError
+from jaxdist.core.settings import ConfigError
 from jaxdist.runtime.storage import Location, Locked, LockFile, locate
 
 FILE_NAME = ".lock"

@@ -15,7 +15,7 @@ from jaxdist.checkpoint.config import CheckpointConfig
 from jaxdist.checkpoint.crash_points import crash_point
 from jaxdist.checkpoint.errors import CheckpointError, CorruptCheckpoint
 from jaxdist.checkpoint.events import EventLog, one_line
-from jaxdist.core.types import ConfigError
+from jaxdist.core.settings import ConfigError
 from jaxdist.runtime.coordination import Group
 from jaxdist.runtime.formatting.tables import few
 from jaxdist.runtime.storage import Location

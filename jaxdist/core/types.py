@@ -19,8 +19,6 @@ from typing import Any, Literal, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from jaxdist.core.settings import ConfigError, setting  # noqa: F401
-
 Array: TypeAlias = jax.Array
 Params: TypeAlias = dict[str, Any]
 """Plain nested dicts of arrays; stacked layers live under `layers` as `[num_layers, ...]`."""

@@ -21,7 +21,8 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxdist.core.parallel.context import device_order, num_position_shards
-from jaxdist.core.types import Batch, ConfigError
+from jaxdist.core.settings import ConfigError
+from jaxdist.core.types import Batch
 from jaxdist.data.packing import Fields, Rows, Spans, cut
 
 if TYPE_CHECKING:

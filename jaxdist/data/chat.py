@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from jaxdist.core.types import ConfigError
+from jaxdist.core.settings import ConfigError
 from jaxdist.data.template_sandbox import Template, TemplateFailed
 from jaxdist.data.tokenizer import FileTokenizer, Tokenizer, token_texts
 

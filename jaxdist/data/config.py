@@ -12,7 +12,7 @@ import json
 from pathlib import Path
 from typing import Any, Literal
 
-from jaxdist.core.types import ConfigError, setting
+from jaxdist.core.settings import ConfigError, setting
 from jaxdist.data.custom import is_custom
 from jaxdist.data.tokenizer import tokenizer_file
 from jaxdist.runtime.storage import file_system_problem

@@ -26,7 +26,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from jaxdist.core.types import ConfigError
+from jaxdist.core.settings import ConfigError
 from jaxdist.data.chat import JinjaTemplate, PlainTemplate
 from jaxdist.data.documents import content_digest
 from jaxdist.data.encoding import Encoder

@@ -25,7 +25,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from jaxdist.core.types import ConfigError
+from jaxdist.core.settings import ConfigError
 from jaxdist.data.packing import Fields, Rows, Spans, cut
 from jaxdist.runtime.named_function import named_function
 

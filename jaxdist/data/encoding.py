@@ -9,7 +9,7 @@ from typing import Literal, TypeAlias, TypeVar
 
 import numpy as np
 
-from jaxdist.core.types import ConfigError
+from jaxdist.core.settings import ConfigError
 from jaxdist.data.chat import (
     BadRecord,
     ChatTemplate,

@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from jaxdist.core.types import ConfigError
+from jaxdist.core.settings import ConfigError
 
 TRAIN_FILES = tuple(f"data_batch_{i}" for i in range(1, 6))
 TEST_FILE = "test_batch"

@@ -18,7 +18,8 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxdist.core.axis import axes_of
-from jaxdist.core.types import Batch, ConfigError
+from jaxdist.core.settings import ConfigError
+from jaxdist.core.types import Batch
 from jaxdist.data.dataset import Dataset, TrainData
 from jaxdist.data.ledger import Ledger, Link, first_mismatch
 from jaxdist.data.stream import StreamDataset

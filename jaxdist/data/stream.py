@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxdist.core.types import ConfigError
+from jaxdist.core.settings import ConfigError
 from jaxdist.data.custom import check_row, digest_of, fields_of, stack_rows, vocabulary_of
 from jaxdist.data.packing import Fields
 from jaxdist.data.tokenizer import Tokenizer

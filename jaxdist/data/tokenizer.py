@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from jaxdist.core.types import ConfigError
+from jaxdist.core.settings import ConfigError
 from jaxdist.runtime import hub
 
 END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")

@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from jaxdist.core.types import ConfigError, Model
+from jaxdist.core.settings import ConfigError
+from jaxdist.core.types import Model
 from jaxdist.models.configs import CnnConfig, CustomConfig, DecoderConfig, ModelConfig, ResnetConfig
 from jaxdist.runtime.named_function import named_function
 

@@ -18,12 +18,12 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxdist.core.attention import choose_kernel
+from jaxdist.core.settings import ConfigError
 from jaxdist.core.softcap import soft_cap
 from jaxdist.core.types import (
     Array,
     AttentionDropout,
     Batch,
-    ConfigError,
     Context,
     Decoding,
     Dims,

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from jaxdist.core.types import setting
+from jaxdist.core.settings import setting
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,8 +8,7 @@ from typing import Any
 
 from jaxdist.config import RunConfig
 from jaxdist.config.command_line import ALIASES
-from jaxdist.core.settings import problems_of, read_with_origins
-from jaxdist.core.types import ConfigError, setting
+from jaxdist.core.settings import ConfigError, problems_of, read_with_origins, setting
 from jaxdist.plan.estimate.cost import FAILURES_PER_1000_GPU_DAYS, Limits
 from jaxdist.plan.hardware import GPUS, Cluster, Gpu, parse_gpus, read_hardware
 

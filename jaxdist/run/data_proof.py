@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from jaxdist.config import stored_run
-from jaxdist.core.types import ConfigError
+from jaxdist.core.settings import ConfigError
 from jaxdist.data import Dataset, open_datasets
 from jaxdist.data.ledger import Link, digest_of
 from jaxdist.run.metrics_log import Record, current, read_records

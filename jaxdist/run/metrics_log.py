@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Mapping
 from typing import Any
 
-from jaxdist.core.types import ConfigError
+from jaxdist.core.settings import ConfigError
 from jaxdist.runtime.storage import locate
 
 logger = logging.getLogger("jaxdist")

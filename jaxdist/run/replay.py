@@ -22,8 +22,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxdist.checkpoint import Checkpointer
+from jaxdist.core.settings import ConfigError
 from jaxdist.core.state import TrainState
-from jaxdist.core.types import ConfigError
 from jaxdist.data import Loader, Position, TrainData, resume_position
 from jaxdist.run.metrics_log import Record, current, read_records
 from jaxdist.run.resilience.anomalies import Anomaly, read_anomalies

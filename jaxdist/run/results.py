@@ -10,8 +10,8 @@ from typing import Any, TypeAlias, overload
 
 from jaxdist.checkpoint.pytree import Weights
 from jaxdist.config import RunConfig, stored_run
-from jaxdist.core.settings import read_settings
-from jaxdist.core.types import ConfigError, Model, Params
+from jaxdist.core.settings import ConfigError, read_settings
+from jaxdist.core.types import Model, Params
 from jaxdist.run.metrics_log import current, decode, read_records
 from jaxdist.run.run_directory import RunDirectory
 from jaxdist.run.text_generation import make_decoder, open_writer

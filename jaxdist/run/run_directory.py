@@ -9,7 +9,7 @@ import tomllib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jaxdist.core.types import ConfigError
+from jaxdist.core.settings import ConfigError
 from jaxdist.run.metrics_log import RecordWriter, decode, encode
 from jaxdist.runtime import coordination
 from jaxdist.runtime.storage import Location, locate

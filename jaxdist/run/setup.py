@@ -26,11 +26,12 @@ from jaxdist.core.parallel.context import CONTEXT
 from jaxdist.core.parallel.pipeline.axis import PIPELINE
 from jaxdist.core.parallel.pipeline.schedule import Schedule
 from jaxdist.core.precision import initial_loss_scale
+from jaxdist.core.settings import ConfigError
 from jaxdist.core.sharding import Layout
 from jaxdist.core.state import TrainState, abstract_state, copy_params, init_state
 from jaxdist.core.step import Step, make_step
 from jaxdist.core.step.packed_kernel import admit_packed_kernel
-from jaxdist.core.types import Array, ConfigError, Model, Params
+from jaxdist.core.types import Array, Model, Params
 from jaxdist.data import Loader, Position, TrainData
 from jaxdist.data.packing import Fields, text_fields
 from jaxdist.models.huggingface.directory import folder_of, is_model

@@ -15,9 +15,9 @@ from jaxdist.checkpoint import Checkpointer
 from jaxdist.config import RunConfig
 from jaxdist.core.parallel.context import CONTEXT
 from jaxdist.core.parallel.pipeline.config import describe
+from jaxdist.core.settings import ConfigError
 from jaxdist.core.state import TrainState
 from jaxdist.core.step import describe_exchange, has_replica_norms
-from jaxdist.core.types import ConfigError
 from jaxdist.data import Dataset, Loader, Position, TrainData, resume_position
 from jaxdist.models.huggingface.directory import folder_of
 from jaxdist.optim import OptimConfig, make_schedule

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxdist.core.types import ConfigError, Params
+from jaxdist.core.settings import ConfigError
+from jaxdist.core.types import Params
 from jaxdist.data import load_tokenizer
 from jaxdist.data.chat import BadRecord, ChatTemplate, load_template
 from jaxdist.data.tokenizer import Tokenizer

@@ -15,7 +15,8 @@ from jaxdist.checkpoint.manifest import named_step
 from jaxdist.checkpoint.pytree import Weights
 from jaxdist.config import stored_run
 from jaxdist.core.mesh import MeshSpec
-from jaxdist.core.types import ConfigError, Model, Params
+from jaxdist.core.settings import ConfigError
+from jaxdist.core.types import Model, Params
 from jaxdist.data import Dataset, open_datasets
 from jaxdist.run.evaluation_loop import evaluate
 from jaxdist.run.setup import Parts, assemble, check_data_fits

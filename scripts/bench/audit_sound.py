@@ -23,7 +23,7 @@ import jax
 from jaxdist.config import RunConfig
 from jaxdist.config.command_line import stored_run
 from jaxdist.core.mesh import factorisations
-from jaxdist.core.types import ConfigError
+from jaxdist.core.settings import ConfigError
 from jaxdist.plan.audit import audit_parts
 from jaxdist.run.setup import assemble
 

@@ -35,7 +35,8 @@ from jaxdist.core.attention.blockwise import Partial, Pull, Rule, Span
 from jaxdist.core.attention.ring import Ring, attend_over_groups
 from jaxdist.core.parallel import context
 from jaxdist.core.parallel.context import CONTEXT
-from jaxdist.core.types import Array, AttentionDropout, AttentionMask, ConfigError
+from jaxdist.core.settings import ConfigError
+from jaxdist.core.types import Array, AttentionDropout, AttentionMask
 
 Exchange: TypeAlias = Literal["ring", "all_gather", "all_to_all", "hybrid"]
 
@@ -164,7 +165,11 @@ def make_attend(plan: Plan, attend_rows: Callable[..., Array]) -> Callable[..., 
         if dropout is not None:  # of the package's own models the mesh was refused already
             size = collectives.group_size(CONTEXT.name)
             raise ConfigError(context.dropout_problem(size, dropout.rate))
-        assert not mask.full_every  # a mesh on which there would be such is refused
+        if mask.full_every:  # of the package's own models the mesh was refused already
+            raise ConfigError(
+                f"attention whose window is missing in every {mask.full_every}th layer cannot "
+                "share rows over cp: one exchange serves all layers. Use another mesh without cp."
+            )
         rule = Rule(mask.causal, mask.sliding_window, softcap=softcap)
         query, key, value = blockwise.declare_alike(query, key, value)
         if plan.exchange == "all_gather":

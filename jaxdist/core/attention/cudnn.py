@@ -27,7 +27,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxdist.core import collectives
 from jaxdist.core.attention.blockwise import Rule, declare_alike
-from jaxdist.core.types import Array, ConfigError
+from jaxdist.core.settings import ConfigError
+from jaxdist.core.types import Array
 
 DOCUMENTS = 4
 """Documents of a row that one call takes. cuDNN is taken to give each the scratch of a whole row:

@@ -22,8 +22,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxdist.core.attention import blockwise, cudnn
 from jaxdist.core.attention.context import Plan
 from jaxdist.core.attention.context import make_attend as make_attend_to_shared
+from jaxdist.core.settings import ConfigError
 from jaxdist.core.softcap import soft_cap
-from jaxdist.core.types import Array, AttentionDropout, AttentionMask, ConfigError
+from jaxdist.core.types import Array, AttentionDropout, AttentionMask
 
 Kernel: TypeAlias = Literal["xla", "blockwise", "cudnn"]
 

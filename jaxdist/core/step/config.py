@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-from jaxdist.core.types import setting
+from jaxdist.core.settings import setting
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

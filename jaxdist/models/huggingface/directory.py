@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxdist.core.types import ConfigError
+from jaxdist.core.settings import ConfigError
 from jaxdist.data.tokenizer import TOKENIZER_FILES
 from jaxdist.models.configs import DecoderConfig
 from jaxdist.models.huggingface import safetensors

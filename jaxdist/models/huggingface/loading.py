@@ -20,7 +20,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxdist.core.types import Array, ConfigError, Params
+from jaxdist.core.settings import ConfigError
+from jaxdist.core.types import Array, Params
 from jaxdist.models.huggingface.directory import Weights, open_weights
 from jaxdist.models.huggingface.tensors import Index, Piece
 from jaxdist.runtime import coordination

@@ -20,7 +20,7 @@ import ml_dtypes  # noqa: F401  # teaches NumPy bfloat16 and float8 by name
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from jaxdist.core.types import ConfigError
+from jaxdist.core.settings import ConfigError
 from jaxdist.runtime.progress import Progress
 
 log = logging.getLogger("jaxdist")

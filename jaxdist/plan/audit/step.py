@@ -16,8 +16,9 @@ from jax.sharding import PartitionSpec as P
 from jax.tree_util import keystr
 
 from jaxdist.core.axis import dim_of, spec_over
+from jaxdist.core.settings import ConfigError
 from jaxdist.core.sharding import Layout
-from jaxdist.core.types import ConfigError, Model
+from jaxdist.core.types import Model
 from jaxdist.data.packing import Fields
 from jaxdist.plan.audit.flow import Path, inputs_reached, origins, outputs_reached
 from jaxdist.plan.audit.interpreter import GATHERS, SUMS, Alarm, Interpreter, names_of

@@ -29,7 +29,7 @@ from jax.experimental import topologies
 
 from jaxdist.config import stored_run
 from jaxdist.core.parallel.pipeline.loop_plan import plan_loops
-from jaxdist.core.types import ConfigError
+from jaxdist.core.settings import ConfigError
 from jaxdist.plan.compiled import gpu_target
 from jaxdist.plan.compiled.collectives import custom_calls, read_collectives
 from jaxdist.plan.compiled.hlo import Instruction, Module, parse, shapes_of

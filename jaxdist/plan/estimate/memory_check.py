@@ -13,7 +13,8 @@ import jax
 
 from jaxdist.config import RunConfig
 from jaxdist.core.mesh import MeshSpec
-from jaxdist.core.types import ConfigError, Model
+from jaxdist.core.settings import ConfigError
+from jaxdist.core.types import Model
 from jaxdist.plan.estimate.job import Job
 from jaxdist.plan.estimate.memory import Memory, estimate_memory
 from jaxdist.plan.estimate.search import Choice, search

@@ -23,8 +23,9 @@ from jaxdist.core.mesh import MeshSpec, factorisations
 from jaxdist.core.parallel.context import CONTEXT
 from jaxdist.core.parallel.pipeline.axis import PIPELINE
 from jaxdist.core.parallel.tensor import TENSOR
+from jaxdist.core.settings import ConfigError
 from jaxdist.core.settings.schema import flag_of
-from jaxdist.core.types import ConfigError, Model
+from jaxdist.core.types import Model
 from jaxdist.plan.estimate.job import Job, with_section
 from jaxdist.plan.estimate.memory import Memory, estimate_memory, usable_bytes
 from jaxdist.plan.estimate.time import StepTime, estimate_time

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 
 from jaxdist.config import RunConfig
 from jaxdist.config.command_line import ALIASES
-from jaxdist.core.settings import problems_of, read_with_origins
-from jaxdist.core.types import ConfigError, setting
+from jaxdist.core.settings import ConfigError, problems_of, read_with_origins, setting
 
 COMMAND = "jaxdist.audit"
 

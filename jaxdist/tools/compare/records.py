@@ -11,7 +11,7 @@ from typing import Any
 
 from jaxdist.checkpoint import manifest
 from jaxdist.checkpoint.streaming_io import StoredArrays
-from jaxdist.core.types import ConfigError
+from jaxdist.core.settings import ConfigError
 from jaxdist.run.metrics_log import Record, current, decode, read_records
 from jaxdist.run.run_directory import START_SETTINGS, RunDirectory, flatten, read_table
 

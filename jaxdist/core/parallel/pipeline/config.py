@@ -10,7 +10,7 @@ from jaxdist.core.parallel.pipeline import schedules
 from jaxdist.core.parallel.pipeline.schedule import Schedule
 from jaxdist.core.parallel.pipeline.schedules import ScheduleName
 from jaxdist.core.parallel.pipeline.simulation import RECOMPUTE, simulate
-from jaxdist.core.types import setting
+from jaxdist.core.settings import setting
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
