@@ -8,6 +8,7 @@ the process and `flush_appended` do it at once.
 
 from __future__ import annotations
 
+import abc
 import atexit
 import contextlib
 import os
@@ -58,7 +59,7 @@ def mirror(file: Path, location: Location) -> Mirror:
     return Mirror(file, location)
 
 
-class _Uploaded:
+class _Uploaded(abc.ABC):
     """Something that the thread uploads; `OSError` says that it could not."""
 
     def _begin(self) -> None:
@@ -70,8 +71,9 @@ class _Uploaded:
                 _thread = threading.Thread(target=_keep_uploading, name="uploads", daemon=True)
                 _thread.start()
 
+    @abc.abstractmethod
     def upload(self) -> None:
-        raise NotImplementedError
+        """Upload what is new."""
 
 
 class PartAppender(_Uploaded, Appender):

@@ -1,0 +1,98 @@
+"""Training jobs on a real SLURM that is started for the tests."""
+
+import json
+import os
+import re
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import real_slurm
+from commands import ROOT
+
+from jaxdist.tools.launch.slurm import main
+from jaxdist.tools.launch.slurm_script import SlurmConfig, batch_script
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    reason = real_slurm.missing()
+    if reason:
+        if os.environ.get("JAXDIST_REQUIRE_SLURM"):
+            pytest.fail(reason)
+        pytest.skip(reason)
+    with real_slurm.RealSlurm(tmp_path_factory.mktemp("slurm")) as slurm:
+        yield slurm
+
+
+TINY = [
+    *("--simulate=1", "--model.num_layers=1", "--model.d_model=32", "--model.num_heads=2"),
+    *("--model.num_kv_heads=2", "--train.global_batch_size=4", "--train.seq_len=32"),
+    *("--eval.interval_steps=0", "--eval.final_max_batches=1"),
+    "--monitoring.tensorboard=false",
+]
+TRAINING = [*TINY, "--mesh=dp=2", "--steps=120", "--checkpoint.save-interval-steps=40"]
+
+
+def submit(cluster, name: str) -> str:
+    """Submit the training on two nodes; returns the job id."""
+    script = cluster.root / f"jobs/{name}.sbatch"
+    settings = SlurmConfig(
+        name=name, nodes="2", time="10", python=sys.executable, arguments=TRAINING
+    )
+    script.write_text(batch_script(settings))
+    return cluster.submit(script, PYTHONPATH=str(ROOT), JAX_PLATFORMS="cpu")
+
+
+def losses(run: Path) -> dict[int, str]:
+    records = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return {r["step"]: float(r["loss"]).hex() for r in records if r["kind"] == "train"}
+
+
+@pytest.fixture(scope="module")
+def whole(cluster) -> tuple[str, str, dict[int, str]]:
+    """Output, number of restarts and losses of a training that nothing interrupts."""
+    job_id = submit(cluster, "whole")
+    assert cluster.wait(job_id, timeout_s=300) == "COMPLETED", cluster.output(job_id)
+    run = cluster.root / f"jobs/runs/whole-{job_id}"
+    return cluster.output(job_id), cluster.job(job_id)["Restarts"], losses(run)
+
+
+@pytest.mark.slow
+def test_two_nodes_join_and_the_job_is_done(whole):
+    out, restarts, found = whole
+    assert "exit code 0, srun 0, signal none" in out and restarts == "0"
+    assert re.search(r"^0 +n1 ", out, re.MULTILINE) and re.search(r"^1 +n2 ", out, re.MULTILINE)
+    assert sorted(found) == list(range(1, 121))
+
+
+@pytest.mark.slow
+def test_training_that_is_queued_again_ends_with_the_bits_of_one_that_was_not(cluster, whole):
+    job_id = submit(cluster, "parted")
+    run = cluster.root / f"jobs/runs/parted-{job_id}"
+    until = time.monotonic() + 120
+    while not (run / "checkpoints/40").exists():
+        assert time.monotonic() < until, cluster.output(job_id)
+        time.sleep(0.1)
+    # What --signal=B:USR1@... does ahead of the limit, which itself is minutes away.
+    cluster.run("scancel", "--signal=USR1", "--batch", job_id)
+    assert cluster.wait(job_id, timeout_s=300) == "COMPLETED", cluster.output(job_id)
+    assert cluster.job(job_id)["Restarts"] == "1", cluster.output(job_id)
+    assert losses(run) == whole[2]
+
+
+@pytest.mark.slow
+def test_an_elastic_job_trains_on_the_nodes_with_which_a_mesh_is_legal(cluster):
+    script = cluster.root / "jobs/uneven.sbatch"
+    flags = ["--name=uneven", "--nodes=2-4", "--time=10", f"--python={sys.executable}"]
+    args = [*TINY, "--mesh=dp=4", "--steps=5"]
+    assert main([*flags, f"--script={script}", "--", *args]) == 0
+    job_id = cluster.submit(script, PYTHONPATH=str(ROOT), JAX_PLATFORMS="cpu")
+    assert cluster.wait(job_id, timeout_s=300) == "COMPLETED", cluster.output(job_id)
+    out = cluster.output(job_id)
+    assert "3 nodes given" in out and "using 2" in out
+    assert re.search(r"\b2 of .* 4 .*dp=4", out)
+    assert "attempt 0 ended: exit code 0, srun 0" in out
+    run = cluster.root / f"jobs/runs/uneven-{job_id}"
+    assert sorted(losses(run)) == [1, 2, 3, 4, 5]
