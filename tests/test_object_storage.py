@@ -1,6 +1,8 @@
 """Runs on object storage: a real S3 server over HTTP, and the same answers as a local directory."""
 
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -8,7 +10,7 @@ import threading
 
 import object_servers
 import pytest
-from commands import ROOT, environment
+from commands import ROOT, TINY, environment
 from object_servers import SECRET
 from refusals import missing, refused
 
@@ -271,3 +273,22 @@ def test_a_run_that_is_killed_while_it_uploads_goes_on_with_the_same_bits(server
         assert SECRET.encode() not in (locate(url) / name).read(), name
     assert [n for n in locate(url).files() if n.startswith("tensorboard/")]
     assert (locate(url) / "logs" / "process-0.log").size() > 0
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_page_run_as_printed(server):
+    page = (ROOT / "docs/storage.md").read_text()
+    lines = re.findall(r"^python .*s3://BUCKET.*$", page, flags=re.MULTILINE)
+    assert len(lines) == 3
+    for line in lines:
+        words = shlex.split(line.replace("BUCKET", "bucket"))
+        smaller = ["--steps=2", *TINY] if "jaxdist.train" in words else []
+        done = subprocess.run(
+            [sys.executable, *words[1:], *smaller],
+            env=environment(),
+            capture_output=True,
+            text=True,
+            cwd=ROOT,
+        )
+        assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
+    assert manifest.steps_in(locate("s3://bucket/runs/NAME") / "checkpoints") == [2]

@@ -128,7 +128,7 @@ def test_constrain_lays_arrays_out():
         ("dp=2", dict(global_batch_size=16, num_microbatches=3), ["multiple of 6"]),
         ("dp=8", dict(global_batch_size=4), ["train.global_batch_size=4", "Use 8"]),
         ("tp=4", dict(seq_len=30), ["tp=4", "train.seq_len=30", "tp=1, 2, 3, 5, 6, 10, 15 or 30",
-         "--mesh.sequence_parallel=false"]),
+         "--mesh.sequence-parallel=false"]),
     ],
     ids=str,
 )  # fmt: skip
