@@ -55,10 +55,7 @@ class TrainedRun:
                 path names another step.
         """
         if None not in (step, self.step) and step != self.step:
-            raise ConfigError(
-                f"step {step} is asked for, and the path is that of checkpoint {self.step} of "
-                f"{self.path}. Leave --step out, or name the run."
-            )
+            raise other_step(step, self.step, self.path)
         step = self.step if step is None else step
         checkpointer = Checkpointer(
             self.path / "checkpoints", self.parts.config.checkpoint, read_only=True
@@ -148,6 +145,14 @@ def open_run(
     given = model(config.train.seq_len) if model is not None else None
     parts = assemble(config, devices, model=given)
     return TrainedRun(path=run, parts=parts, step=step, rows=rows)
+
+
+def other_step(step: int | None, named: int | None, run: Location) -> ConfigError:
+    """What is wrong where a step is asked for and the path is that of another checkpoint."""
+    return ConfigError(
+        f"step {step} is asked for, and the path is that of checkpoint {named} of {run}. Leave the "
+        "step out, or name the run."
+    )
 
 
 def run_at(path: str | os.PathLike[str]) -> tuple[Location, int | None]:

@@ -18,7 +18,7 @@ from typing import NoReturn
 from jaxdist.core.settings import ConfigError
 from jaxdist.runtime.coordination import process_place, service
 from jaxdist.runtime.coordination.failure_broadcast import FOLLOWED, announce_failure, leave_error
-from jaxdist.runtime.storage import flush_appended, locate
+from jaxdist.runtime.storage import flush_appended, is_url, locate
 
 EXIT_OK = 0  # finished
 EXIT_FAILURE = 1  # anything that has no code of its own
@@ -76,6 +76,7 @@ def run_command(main: Callable[[], int | None], *, resumes: bool = False) -> NoR
     """Run `main` and end the process with its exit code, without hanging on the way out.
 
     * `ConfigError`: its problems on stderr, one per line, and exit code 2; no traceback.
+    * `OSError` of a URL, as of an object store that is away: one line and exit code 1.
     * Ctrl-C: one line, 130.
     * `SystemExit` (`--help`): its code.
     * Anything else: one closing block - what, where, traceback, what to do - and exit code 1.
@@ -132,6 +133,10 @@ def _report(error: BaseException, otherwise: str) -> int:
     if isinstance(error, ConfigError):
         text, code, advice = str(error), EXIT_CONFIG, ""  # every problem names its fix
         print(text, file=sys.stderr)
+    elif isinstance(error, OSError) and is_url(str(error.filename)):
+        text, code = f"{error.filename}: {error.strerror}", EXIT_FAILURE
+        advice = otherwise
+        print(f"{text}; {advice}", file=sys.stderr, flush=True)
     else:
         text = "".join(traceback.format_exception(error)).rstrip()
         # An error of a guard brings its own code and advice.

@@ -80,7 +80,7 @@ def make_step(
     gradients = make_value_and_grad(
         model, layout, config, context, precision=precision, stages=stages, frozen=frozen
     )
-    update = make_update(model, optimizer, layout, max_grad_norm)
+    update = make_update(model, optimizer, layout, max_grad_norm, frozen)
     on_device = opt_shardings(model, optimizer, layout)
 
     def train(state: TrainState, batch: Batch, limit: Array) -> tuple[TrainState, Metrics]:
@@ -136,8 +136,11 @@ def make_update(
     optimizer: optax.GradientTransformation,
     layout: Layout,
     max_grad_norm: float,
+    frozen: Params | None = None,
 ) -> Callable[..., tuple[Params, Any]]:
     """(state, grads, norm, learning rate) -> (params, opt_state), laid out as they came.
+
+    Running averages that `frozen` marks stay as they are; other leaves are the optimizer's.
 
     Partitioned automatically: moments, gradients and the slice of the parameters they update share
     one layout, so an elementwise optimizer moves nothing but, under ZeRO, the new parameters.
@@ -161,7 +164,7 @@ def make_update(
         )
         params = layout.constrain(layout.constrain(params, moment_specs), param_specs)
         if averages:
-            params = statistics.move(model.axes, params, state.params, shown)
+            params = statistics.move(model.axes, params, state.params, shown, frozen)
         return params, opt_state
 
     return update
