@@ -354,8 +354,10 @@ def stop_at_documents(parts: Parts, data: Iterable[TrainData | None]) -> Parts:
 
     A compiled step cannot look at the documents of its batch, but every row keeps this limit.
     """
+    if parts.spec[CONTEXT] == 1:
+        return parts
     lengths = [rows.longest_document for rows in data if rows is not None]
-    if parts.spec[CONTEXT] == 1 or not all(lengths):
+    if not all(lengths):
         return parts
     layout = dataclasses.replace(parts.layout, longest_document=max(lengths))
     step = _make_step(
