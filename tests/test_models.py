@@ -115,9 +115,9 @@ def packed_batch():
     return {"tokens": tokens, "segments": segments, "positions": positions}
 
 
-@pytest.mark.parametrize("name", ["llama3.1", "mistral", "gpt2"])
+@pytest.mark.parametrize("name", ["llama3.1", "mistral", "gpt2", "gemma2", "gemma3"])
 def test_a_packed_document_reads_as_if_it_were_alone(name):
-    model = build(FAMILIES[name], seq_len=16)
+    model = build({**FAMILIES, **VARIANTS}[name], seq_len=16)
     params, batch = random_params(model), packed_batch()
     packed = np.array(logits_of(model, params, batch))
     alone = np.array(logits_of(model, params, {"tokens": np.roll(batch["tokens"][:1], -5, 1)}))
