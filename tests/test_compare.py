@@ -182,22 +182,27 @@ def test_steps_are_done_again_from_the_newest_equal_checkpoint_before_the_differ
     assert parting.rerun_from == 1
 
 
-def test_steps_are_done_again_with_the_reach_of_training(tmp_path, monkeypatch):
+@pytest.mark.parametrize("fields", [{}, {"segments": None}], ids=["stream", "packed"])
+def test_steps_are_done_again_with_the_reach_and_kernel_of_training(tmp_path, monkeypatch, fields):
     """Keys that travel further than in training are added up in another order."""
     runs = tuple(run_directory(tmp_path / name, [3.0]) for name in "ab")
     flags = [flag for flag in FLAGS if "mesh" not in flag]
     parts = assemble(read_run([*flags, "--mesh=cp=2"], command="test"), jax.devices()[:2])
     assert parts.layout.longest_document == 0
-    data = [SimpleNamespace(longest_document=length) for length in (5, 7)]
+    data = [SimpleNamespace(longest_document=length, fields=fields) for length in (5, 7)]
     reach = []
+    compared = lambda own: dataclasses.replace(own, packed_kernel="compared")
+    monkeypatch.setattr(rerun, "compare_packed_kernel", compared)
     monkeypatch.setattr(rerun, "open_datasets", lambda *args, **options: data)
     loader = SimpleNamespace(close=lambda: None)
     monkeypatch.setattr(rerun, "state_before", lambda own, *args: (own, loader))
     monkeypatch.setattr(
-        rerun, "make_diagnostic_step", lambda own: reach.append(own.layout.longest_document)
+        rerun,
+        "make_diagnostic_step",
+        lambda own: reach.append((own.layout.longest_document, own.packed_kernel)),
     )
     assert rerun.rerun(runs, (parts, parts), 0, 0) == (None, [])
-    assert reach == [7, 7]
+    assert reach == [(7, "compared" if fields else None)] * 2
 
 
 @pytest.mark.parametrize("name", ["config.toml", "environment.json"])

@@ -53,7 +53,7 @@ class Parts:
         loss_scale: initial loss scale of float16, scalars []; {} without.
         num_params: number of parameters, without vocabulary padding (as model cards count).
         packed_kernel: what comparing cuDNN's kernel for packed documents found; None where it was
-            not compared, and then it is not used.
+            not compared, and then devices that are here do not use it.
     """
 
     config: RunConfig
