@@ -37,6 +37,11 @@ class Agreed(int):
     """An exit code on which all processes have agreed, and not the failure of one of them."""
 
 
+HOST_MEMORY_ADVICE = (
+    "the host has too little memory: give the job more (SLURM: --mem), or use less: fewer data "
+    "workers (data.num_workers), a shorter data.prefetch, fewer processes on the host"
+)
+
 _CONSEQUENCE = ("Gloo", "NCCL", "Connection reset", "Connection closed", "Socket closed")
 _MISSED = ("has not joined at", "cannot reach the coordinator")  # see rendezvous
 _ADVICE = (
@@ -44,11 +49,7 @@ _ADVICE = (
         ("RESOURCE_EXHAUSTED", "out of memory", "OUT_OF_MEMORY"),
         "the devices have too little memory: use a smaller microbatch, remat, or more fsdp/tensor",
     ),
-    (
-        ("MemoryError", "Cannot allocate memory", "std::bad_alloc"),
-        "the host has too little memory: give the job more, or use fewer data workers "
-        "(data.num_workers) or fewer processes on the host",
-    ),
+    (("MemoryError", "Cannot allocate memory", "std::bad_alloc"), HOST_MEMORY_ADVICE),
     (
         ("No space left", "no space:", "ENOSPC", "Disk quota"),
         "the disk is full: make room or set another run directory, then start the same command "

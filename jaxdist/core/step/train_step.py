@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec as P
 
+from jaxdist.core.attention.admission import Admission
 from jaxdist.core.parallel.pipeline.config import PipelineConfig
 from jaxdist.core.precision import PrecisionConfig, update_loss_scale
 from jaxdist.core.sharding import Layout
@@ -57,18 +58,17 @@ def make_step(
     loss_scale: dict[str, Array] | None = None,
     pipeline_config: PipelineConfig | None = None,
     frozen: Params | None = None,
-    packed_obstacle: str = "",
+    packed_kernel: Admission | None = None,
 ) -> Step:
     """Build the step of one model on one layout; compiles nothing yet.
 
     `optimizer` gives the update direction without the learning rate; `schedule` maps a step, int32
     [], to the rate, float32 []. 0 as `max_grad_norm` clips nothing, 0 as `ema_decay` keeps no
     average of the parameters. Of `loss_scale` only the structure is read. `frozen` marks the
-    leaves that the optimizer leaves alone. `packed_obstacle` says why cuDNN may not multiply packed
-    documents, "" = it may.
+    leaves that the optimizer leaves alone. `packed_kernel` is as of `make_context`.
     """
     stages = pipeline_config or PipelineConfig()
-    context = make_context(model, layout, config, precision, stages, packed_obstacle)
+    context = make_context(model, layout, config, precision, stages, packed_kernel)
     shardings = state_shardings(
         model,
         optimizer,
