@@ -261,10 +261,14 @@ def test_what_is_wrong_is_said_once_and_without_secrets(server, monkeypatch):
     assert SECRET not in str(away.value) and away.value.__cause__ is None
 
 
-def test_a_store_that_is_away_ends_a_command_with_one_line(capsys):
+def test_a_store_that_is_away_ends_a_command_with_one_line(capsys, tmp_path, monkeypatch):
     away = objects._as_os_error(RuntimeError("connection refused"), "s3://bucket/run")
+    log = logging.FileHandler(tmp_path / "log")
+    monkeypatch.setattr(logging.getLogger("jaxdist"), "handlers", [log])
     assert entry_point._report(away, "try again") == 1
+    log.close()
     (line,) = capsys.readouterr().err.splitlines()
+    assert (tmp_path / "log").read_text() == f"{line}\n"
     assert missing(line, "s3://bucket/run", "cannot be reached", "try again") == []
 
 

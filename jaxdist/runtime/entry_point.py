@@ -137,7 +137,7 @@ def _report(error: BaseException, otherwise: str) -> int:
     elif isinstance(error, OSError) and is_url(str(error.filename)):
         text, code = f"{error.filename}: {error.strerror}", EXIT_FAILURE
         advice = otherwise
-        print(f"{text}; {advice}", file=sys.stderr, flush=True)
+        _tell(f"{text}; {advice}")
     else:
         text = "".join(traceback.format_exception(error)).rstrip()
         # An error of a guard brings its own code and advice.
@@ -158,10 +158,15 @@ def _print_block(error: BaseException, text: str, advice: str) -> None:
         f"\n{rule}\nfailed:  {_first_line(error)}\nwhere:   {where}\n\n{text}\n\n"
         f"to do:   {advice}\n{rule}"
     )
-    print(block, file=sys.stderr, flush=True)
+    _tell(block)
+
+
+def _tell(text: str) -> None:
+    """Print to stderr and into the log of this process, if it has one."""
+    print(text, file=sys.stderr, flush=True)
     for handler in logging.getLogger("jaxdist").handlers:
         if isinstance(handler, logging.FileHandler):
-            handler.emit(logging.makeLogRecord({"levelname": "ERROR", "msg": block}))
+            handler.emit(logging.makeLogRecord({"levelname": "ERROR", "msg": text}))
 
 
 def _first_line(error: BaseException) -> str:
