@@ -52,7 +52,12 @@ def run(
     from jaxdist.run.monitoring.environment import environment
     from jaxdist.run.replay import replay
     from jaxdist.run.session import Session
-    from jaxdist.run.setup import assemble, check_data_fits, stop_at_documents
+    from jaxdist.run.setup import (
+        assemble,
+        check_data_fits,
+        compare_packed_kernel,
+        stop_at_documents,
+    )
     from jaxdist.run.startup import fetch_weights, open_run_directory
 
     # 2. Whatever can be wrong is found before anything is written or compiled.
@@ -66,6 +71,8 @@ def run(
     )
     check_data_fits(parts, data[0])
     parts = stop_at_documents(parts, data)
+    if "segments" in data[0].fields:
+        parts = compare_packed_kernel(parts)
     if config.replay:
         return replay(parts, data[0])
     audit = None if config.force else check_mesh(parts, data[0].fields)

@@ -39,6 +39,8 @@ def serving(command: list[str], address: str) -> Iterator[None]:
                 time.sleep(0.1)
             else:
                 break
+        else:
+            pytest.fail(f"it does not answer: {command}")
         yield
     finally:
         server.kill()

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,7 @@ from refusals import missing, refused
 from jaxdist.checkpoint import CheckpointConfig, Checkpointer, CheckpointError, manifest
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.settings import problems_of
+from jaxdist.runtime.storage import locate
 
 pytestmark = pytest.mark.smoke
 
@@ -394,6 +396,22 @@ def test_the_preflight_leaves_nothing_behind_and_looks_for_room(tmp_path, monkey
     with refused(tmp_path, "no space", "20 B", "10 B free", error=CheckpointError):
         writer.preflight(small_state())
     writer.close()
+
+
+def test_the_preflight_reads_after_all_processes_have_written(tmp_path, monkeypatch):
+    from jaxdist.checkpoint import orbax_io, preflight
+
+    done = []
+    group = SimpleNamespace(
+        is_leader=True, decide=lambda action: action(), gather=lambda _: done.append("meet")
+    )
+    read, write = orbax_io.read, orbax_io.OrbaxWriter.wait
+    monkeypatch.setattr(orbax_io, "read", lambda *a: (done.append("read"), read(*a))[1])
+    monkeypatch.setattr(
+        orbax_io.OrbaxWriter, "wait", lambda self: (write(self), done.append("written"))[0]
+    )
+    preflight.try_save_path(locate(tmp_path), CheckpointConfig(), group)
+    assert done == ["written", "meet", "read", "meet"]
 
 
 def test_the_preflight_says_what_does_not_work(tmp_path, monkeypatch):

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import json
 import re
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -16,6 +17,7 @@ from jaxdist.plan.audit.deep import _batch
 from jaxdist.run.diagnostic_step import make_diagnostic_step
 from jaxdist.run.run_directory import RunDirectory
 from jaxdist.run.setup import assemble
+from jaxdist.tools.compare import rerun
 from jaxdist.tools.compare.__main__ import _recorded_otherwise, main, told
 from jaxdist.tools.compare.records import read_parting
 from jaxdist.tools.compare.rerun import StepDone, first_difference, steps_again
@@ -178,6 +180,29 @@ def test_steps_are_done_again_from_the_newest_equal_checkpoint_before_the_differ
     parting = read_parting(*runs)
     assert (parting.equal_checkpoints, parting.last_to_rerun) == ([1, 3], 2)
     assert parting.rerun_from == 1
+
+
+@pytest.mark.parametrize("fields", [{}, {"segments": None}], ids=["stream", "packed"])
+def test_steps_are_done_again_with_the_reach_and_kernel_of_training(tmp_path, monkeypatch, fields):
+    """Keys that travel further than in training are added up in another order."""
+    runs = tuple(run_directory(tmp_path / name, [3.0]) for name in "ab")
+    flags = [flag for flag in FLAGS if "mesh" not in flag]
+    parts = assemble(read_run([*flags, "--mesh=cp=2"], command="test"), jax.devices()[:2])
+    assert parts.layout.longest_document == 0
+    data = [SimpleNamespace(longest_document=length, fields=fields) for length in (5, 7)]
+    reach = []
+    compared = lambda own: dataclasses.replace(own, packed_kernel="compared")
+    monkeypatch.setattr(rerun, "compare_packed_kernel", compared)
+    monkeypatch.setattr(rerun, "open_datasets", lambda *args, **options: data)
+    loader = SimpleNamespace(close=lambda: None)
+    monkeypatch.setattr(rerun, "state_before", lambda own, *args: (own, loader))
+    monkeypatch.setattr(
+        rerun,
+        "make_diagnostic_step",
+        lambda own: reach.append((own.layout.longest_document, own.packed_kernel)),
+    )
+    assert rerun.rerun(runs, (parts, parts), 0, 0) == (None, [])
+    assert reach == [(7, "compared" if fields else None)] * 2
 
 
 @pytest.mark.parametrize("name", ["config.toml", "environment.json"])

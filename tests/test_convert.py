@@ -1,5 +1,6 @@
 """`python -m jaxdist.convert`: looking at checkpoints, comparing them, rewriting them."""
 
+import dataclasses
 import json
 import shutil
 import subprocess
@@ -266,6 +267,17 @@ def test_reshard_keeps_every_bit_and_fits_the_mesh(trained, tmp_path, mesh):
     )
     assert handle.chunk == shard
     assert shard != kernel.shape
+
+
+def test_reshard_leaves_an_average_out_that_only_the_settings_have(trained, tmp_path):
+    copy, out = tmp_path / "copy", tmp_path / "out"
+    shutil.copytree(trained[0], copy)
+    settings = stored_run(copy / "config.toml")
+    averaging = dataclasses.replace(settings.optim, ema_decay=0.9)
+    (copy / "config.toml").write_text(write_toml(dataclasses.replace(settings, optim=averaging)))
+    assert main(["reshard", str(copy), str(out), "--mesh=fsdp=8"]) == 0
+    before, after = (StoredArrays(path / "checkpoints" / "3") for path in (copy, out))
+    assert after.entries.keys() == before.entries.keys()
 
 
 def test_reshard_of_the_weights_alone_in_another_dtype(trained, tmp_path):

@@ -1,5 +1,8 @@
 """cuDNN's attention as this package calls it, with a stand-in for its operations on the CPU."""
 
+import dataclasses
+import importlib.util
+import sys
 from types import SimpleNamespace
 
 import cudnn_stand_in
@@ -9,12 +12,18 @@ import numpy as np
 import pytest
 from refusals import refused
 
-from jaxdist.core.attention import admission, blockwise, cudnn
+from jaxdist.config import read_run
+from jaxdist.core.attention import admission, blockwise, choose_kernel, cudnn, make_attend
 from jaxdist.core.attention.admission import Admission, Shapes, compare_packed, sample_segments
 from jaxdist.core.attention.blockwise import Rule, Span
 from jaxdist.core.attention.cudnn import DOCUMENTS, Documents
+from jaxdist.core.parallel.tensor import TENSOR
 from jaxdist.core.step import TrainConfig
+from jaxdist.core.step.context import obstacle_of
 from jaxdist.core.step.packed_kernel import admit_packed_kernel
+from jaxdist.core.types import AttentionMask
+from jaxdist.data.packing import text_fields
+from jaxdist.run import setup, trained_run
 from jaxdist.runtime import coordination
 
 LENGTH = 40
@@ -93,7 +102,9 @@ def test_packed_attention_is_each_documents_own(monkeypatch, name, heads, rule):
     assert set(forwards) == set(backwards) == {mask}
 
 
-SHAPES = Shapes(rows=3, seq_len=64, heads=4, kv_heads=2, head_dim=16, window=0, dtype=jnp.bfloat16)
+SHAPES = Shapes(
+    rows=3, seq_len=64, heads=4, kv_heads=2, head_dim=16, windows=(0,), dtype=jnp.bfloat16
+)
 
 
 def test_the_kernel_is_admitted_where_it_computes_what_the_reference_does(monkeypatch):
@@ -110,6 +121,27 @@ def test_the_kernel_is_refused_where_it_sees_a_key_less(monkeypatch):
     assert not found.errors["key gradient"] <= 5 * admission.TOLERANCE
 
 
+def test_the_kernel_is_refused_where_one_of_its_windows_is_wrong(monkeypatch):
+    cudnn_stand_in.install(monkeypatch)
+    right = cudnn.attend_packed
+    wide = lambda *x: right(*x[:4], Rule(x[4].causal, x[4].window and x[4].window + 1))
+    monkeypatch.setattr(cudnn, "attend_packed", wide)
+    small = dataclasses.replace(SHAPES, rows=1, seq_len=16, windows=(4,))
+    assert "differs" in compare_packed(small, jax.devices()[0]).obstacle
+
+    # And so on for each of several.
+    ones = [np.ones(3)] * 4
+    monkeypatch.setattr(admission, "_reference", lambda *_: ones)
+    for wrong in (2.0, np.nan):
+        packed = lambda shapes, segments, window, wrong=wrong: [
+            x * (wrong if window else 1) for x in ones
+        ]
+        monkeypatch.setattr(admission, "_packed", packed)
+        for windows in ((0,), (0, 4), (4, 0)):
+            found = compare_packed(dataclasses.replace(small, windows=windows), jax.devices()[0])
+            assert bool(found.obstacle) == any(windows)
+
+
 def test_the_kernel_is_refused_where_it_cannot_run():
     found = compare_packed(SHAPES, jax.devices()[0])  # a CPU
     assert "failed" in found.obstacle and not found.errors
@@ -120,6 +152,17 @@ def test_what_is_compared_has_more_documents_than_a_call_takes():
     assert len(np.unique(segments[0])) > DOCUMENTS
     assert segments[0, -1] == 0 and np.all(segments[1] == 1)
     assert int(Documents.of(jnp.asarray(segments)).num_calls) > 2
+    for seq_len in range(1, 6):  # too short for documents, or just long enough
+        assert sample_segments(1, seq_len).shape == (1, seq_len)
+
+
+def test_every_outcome_has_a_line():
+    failed = Admission(errors={}, obstacle="it failed")
+    elsewhere = Admission(errors={}, obstacle="")
+    admitted = Admission(errors={"output": 0.001, "key gradient": 0.004}, obstacle="")
+    lines = [outcome.describe() for outcome in (failed, elsewhere, admitted)]
+    assert "it failed" in lines[0] and "4.0e-03" in lines[2]
+    assert len(set(lines)) == 3
 
 
 @pytest.mark.parametrize("obstacle", ["", "differs"])
@@ -143,21 +186,67 @@ def test_one_process_that_refuses_the_kernel_refuses_it_for_all(monkeypatch, obs
     model = SimpleNamespace(dims={"heads": 8, "kv_heads": 2, "head_dim": 64})
     config = TrainConfig(global_batch_size=24, num_microbatches=3, seq_len=4096)
 
-    def admit(dtype):
-        return admit_packed_kernel(
-            model, layout, config, dtype, wanted="auto", window=7, softcap=0.0
-        )
+    layout.auto_tensor = False
+    monkeypatch.setattr(jax, "devices", lambda: [gpu])
+
+    def admit(dtype, layout=layout, dims=model.dims, **change):
+        asked = {"wanted": "auto", "windows": (7, 0), "softcap": 0.0, "dropout": 0.0, **change}
+        return admit_packed_kernel(SimpleNamespace(dims=dims), layout, config, dtype, **asked)
 
     assert obstacle in admit(jnp.bfloat16).obstacle
     assert bool(admit(jnp.bfloat16).obstacle) == bool(obstacle)
     (shapes, _) = compared
     assert shapes == Shapes(
-        rows=4, seq_len=4096, heads=4, kv_heads=1, head_dim=64, window=7, dtype=jnp.bfloat16
+        rows=4, seq_len=4096, heads=4, kv_heads=1, head_dim=64, windows=(7, 0), dtype=jnp.bfloat16
     )
-    # What the kernel cannot do is not compared, nor what is described and not here.
+    # What the kernel is not asked for is not compared, nor what is described and not here.
     assert admit(jnp.float32) is None
-    monkeypatch.setattr(jax, "local_devices", list)
+    assert admit(jnp.bfloat16, dropout=0.1) is None
+    assert admit(jnp.bfloat16, softcap=30.0) is None
+    assert admit(jnp.bfloat16, dims={"heads": 8}) is None
+    split_by_xla = SimpleNamespace(**vars(layout) | {"auto_tensor": True, "used": (TENSOR,)})
+    assert admit(jnp.bfloat16, layout=split_by_xla) is None
+    monkeypatch.setattr(jax, "devices", list)
     assert admit(jnp.bfloat16) is None and len(compared) == 2
+
+
+def test_the_kernel_is_left_alone_until_a_comparison_admits_it():
+    layout = SimpleNamespace(
+        mesh=SimpleNamespace(devices=np.array(jax.devices()[:2])), auto_tensor=False, used=(TENSOR,)
+    )
+    described = SimpleNamespace(
+        mesh=SimpleNamespace(devices=np.array([SimpleNamespace()])), auto_tensor=False
+    )
+    assert "not compared" in obstacle_of(layout, None)
+    assert obstacle_of(described, None) == ""
+    for obstacle in ("", "differs"):
+        assert obstacle_of(layout, Admission(errors={}, obstacle=obstacle)) == obstacle
+    layout.auto_tensor = True
+    assert "XLA splits" in obstacle_of(layout, Admission(errors={}, obstacle=""))
+
+
+def test_rows_with_documents_of_their_own_are_compared_and_others_are_not(monkeypatch):
+    flags = ["--model.d_model=32", "--model.num_heads=2", "--model.num_layers=2", "--mesh=dp=1"]
+    flags += ["--model.sliding_window=5", "--model.full_attention_every=2", "--train.seq_len=32"]
+    asked = []
+
+    def admit(*_, windows, **__):
+        asked.append(windows)
+        return Admission(errors={}, obstacle="") if len(asked) > 1 else None
+
+    monkeypatch.setattr(setup, "admit_packed_kernel", admit)
+    parts = setup.assemble(read_run(flags, command="test"), jax.devices()[:1])
+    assert not asked and "not compared" in parts.step.context.packed_obstacle
+    unseen = setup.compare_packed_kernel(parts)  # none could be: stays as it is
+    assert unseen.step.context.packed_obstacle == parts.step.context.packed_obstacle
+    monkeypatch.setattr(
+        trained_run, "evaluate", lambda step, *_, **__: step.context.packed_obstacle
+    )
+    run = trained_run.TrainedRun(path=None, parts=parts)
+    plain, packed = (SimpleNamespace(fields=text_fields(32, packed)) for packed in (False, True))
+    assert "not compared" in run.evaluate({}, plain) and len(asked) == 1
+    assert run.evaluate({}, packed) == run.evaluate({}, packed) == ""
+    assert asked == [(5, 0)] * 2  # once for the run, however often it is evaluated
 
 
 def test_jaxs_operations_take_what_they_are_given():
@@ -182,3 +271,35 @@ def test_a_batch_that_cudnn_cannot_count_is_refused():
     segments = jax.ShapeDtypeStruct((2, 2**20), jnp.int32)
     with refused("32 bits"):
         jax.eval_shape(lambda q, s: cudnn.attend_packed(q, q, q, s, Rule()), shape, segments)
+
+
+def test_a_batch_that_cudnn_cannot_count_goes_block_by_block(monkeypatch):
+    monkeypatch.setattr(cudnn, "attend_packed", lambda query, *_: query)
+    attend = make_attend(platform="gpu", compute_capability="9.0")
+
+    def blocks(rows, kernel="auto"):
+        query = jax.ShapeDtypeStruct((rows, 2**20, 8, 128), jnp.bfloat16)
+        segments = jax.ShapeDtypeStruct((rows, 2**20), jnp.int32)
+        run = lambda q, s: attend(q, q, q, AttentionMask(segments=s), kernel=kernel)
+        return len(jax.make_jaxpr(run)(query, segments).eqns) > 0
+
+    assert not blocks(1) and blocks(2)
+    with refused("attention='cudnn'", "32 bits"):
+        blocks(2, kernel="cudnn")
+
+
+def test_a_jax_without_the_operations_is_known(monkeypatch):
+    import jax._src.cudnn as package
+
+    name = "fused_attention_stablehlo"
+    monkeypatch.delattr(package, name)
+    monkeypatch.setitem(sys.modules, f"{package.__name__}.{name}", None)
+    spec = importlib.util.spec_from_file_location("cudnn_alone", cudnn.__file__)
+    alone = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, alone)
+    spec.loader.exec_module(alone)
+    monkeypatch.setattr(cudnn, "operations", alone.operations)
+    gpu = dict(platform="gpu", dtype=jnp.bfloat16, compute_capability="9.0", num_keys=64)
+    kernel, why = choose_kernel("auto", **gpu, head_dim=64, packed=True)
+    assert kernel == "xla" and jax.__version__ in why
+    assert choose_kernel("auto", **gpu, head_dim=64, packed=False)[0] == "cudnn"

@@ -397,6 +397,13 @@ GEMMA = write_config(VARIANTS["gemma2"], "float32")
             {**GEMMA, "model_type": "gemma3_text"}, {"attn_logit_softcapping": 50.0},
             "attn_logit_softcapping=50.0"),
         "part of a head rotates": (LLAMA, {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        "rope of layers as a number": (
+            LLAMA, {"rope_parameters": {"full_attention": 3}}, "full_attention=3 is not an object"),
+        "rope of windows as a number": (
+            {**GEMMA, "model_type": "gemma3_text", "attn_logit_softcapping": None},
+            {"rope_parameters": {"sliding_attention": [3]}},
+            "sliding_attention=[3] is not an object"),
+        "rope of no name": (LLAMA, {"rope_parameters": {"rope_type": []}}, "rope_type=[]"),
         "rope by length": (LLAMA, {"rope_scaling": {"type": "longrope"}}, 'rope_type="longrope"'),
         "unknown rope": (LLAMA, {"rope_scaling": {"type": "ntk"}}, 'rope_type="ntk"'),
         "half of yarn": (LLAMA, {"rope_scaling": {"rope_type": "yarn"}}, "rope factor=null"),
@@ -436,6 +443,41 @@ def test_what_transformers_writes_by_itself_is_read(kind):
     config = getattr(transformers, f"{kind}Config")()
     written = json.loads(config.to_json_string(use_diff=False))
     assert read_config(written).vocab_size == config.vocab_size
+
+
+PHI3 = {
+    "_name_or_path": "Phi-3-mini-4k-instruct", "architectures": ["Phi3ForCausalLM"],
+    "attention_bias": False, "attention_dropout": 0.0,
+    "auto_map": {
+        "AutoConfig": "configuration_phi3.Phi3Config",
+        "AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM",
+    },
+    "bos_token_id": 1, "embd_pdrop": 0.0, "eos_token_id": 32000, "hidden_act": "silu",
+    "hidden_size": 3072, "initializer_range": 0.02, "intermediate_size": 8192,
+    "max_position_embeddings": 4096, "model_type": "phi3", "num_attention_heads": 32,
+    "num_hidden_layers": 32, "num_key_value_heads": 32, "original_max_position_embeddings": 4096,
+    "pad_token_id": 32000, "resid_pdrop": 0.0, "rms_norm_eps": 1e-05, "rope_scaling": None,
+    "rope_theta": 10000.0, "sliding_window": 2047, "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16", "transformers_version": "4.40.2", "use_cache": True,
+    "vocab_size": 32064,
+}  # fmt: skip
+"""Keys of the published Phi-3-mini-4k-instruct."""
+
+
+def test_phi3_is_read_as_it_was_published():
+    config = read_config(PHI3)
+    assert (config.d_model, config.sliding_window, config.head_width) == (3072, 2047, 96)
+
+
+@pytest.mark.parametrize("name", ["olmo2", "gpt2"])
+def test_a_head_width_that_is_named_is_no_other_family(name):
+    """d_model / num_heads is what 0 stands for."""
+    config = {**FAMILIES, **VARIANTS}[name]
+    named = dataclasses.replace(config, head_dim=config.head_width)
+    assert write_config(named, "float32") == write_config(config, "float32")
+    other = dataclasses.replace(config, head_dim=2 * config.head_width)
+    with pytest.raises(ConfigError, match="none of the families"):
+        write_config(other, "float32")
 
 
 def test_keys_without_effect_change_nothing():

@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import subprocess
+import tempfile
 import time
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from commands import command, environment, run, tiny
 from jaxdist.run.monitoring.config import MonitoringConfig
 from jaxdist.run.monitoring.profiler import Profiler, steps_of
 from jaxdist.runtime import TraceRequests
+from jaxdist.runtime.storage import Location
 
 
 def steps_in(trace: dict) -> list[int]:
@@ -104,6 +106,27 @@ def test_a_profiler_that_is_taken_is_a_warning_and_the_run_goes_on(tmp_path):
         assert profiler.traces == []
     finally:
         jax.profiler.stop_trace()
+
+
+@pytest.mark.parametrize("fails", ["start_trace", "files"])
+def test_a_trace_for_a_store_that_is_away_ends_no_run_and_leaves_nothing(
+    tmp_path, monkeypatch, fails
+):
+    class Away(Location):
+        is_local = False
+
+        def files(self):
+            raise OSError("away")
+
+    def fail(path):
+        raise RuntimeError("taken")
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(jax.profiler, "start_trace", fail if fails == "start_trace" else Path)
+    monkeypatch.setattr(jax.profiler, "stop_trace", lambda: None)
+    profiler = Profiler((2, 3), Away("traces"))
+    walk(profiler, range(1, 5))
+    assert profiler.traces == [] and list(tmp_path.iterdir()) == []
 
 
 def test_a_signal_is_remembered_once():

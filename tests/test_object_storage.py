@@ -1,12 +1,12 @@
 """Runs on object storage: a real S3 server over HTTP, and the same answers as a local directory."""
 
+import logging
 import os
 import re
 import shlex
 import signal
 import subprocess
 import sys
-import threading
 
 import object_servers
 import pytest
@@ -17,6 +17,8 @@ from refusals import missing, refused
 from jaxdist.checkpoint import lock as lock_room
 from jaxdist.checkpoint import manifest
 from jaxdist.checkpoint.lock import DirectoryLock
+from jaxdist.run.metrics_log import RecordWriter, read_records
+from jaxdist.runtime import entry_point
 from jaxdist.runtime.storage import Locked, flush_appended, locate, objects, parts
 
 pytestmark = pytest.mark.xdist_group("object_storage")
@@ -30,7 +32,7 @@ def server():
 
 @pytest.fixture
 def folder(server, request):
-    return locate(f"s3://bucket/{request.node.name}")
+    return locate(f"s3://bucket/{re.sub('[^a-z0-9]+', '-', request.node.name)}")
 
 
 def history(folder) -> list:
@@ -88,16 +90,9 @@ def test_a_location_is_a_url_whatever_path_made_of_it(folder):
     assert not folder.is_local and folder.absolute() is folder
 
 
-def test_of_many_that_create_an_object_one_succeeds(folder):
-    made = []
-    threads = [
-        threading.Thread(target=lambda: made.append((folder / "a").create())) for _ in range(8)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sorted(made) == [False] * 7 + [True]
+def test_an_object_is_created_once(folder):
+    # One after the other: the server looks and writes in two steps.
+    assert [(folder / "a").create() for _ in range(3)] == [True, False, False]
 
 
 def test_what_the_store_refuses_is_kept_and_written_once(folder, monkeypatch):
@@ -121,6 +116,49 @@ def test_what_the_store_refuses_is_kept_and_written_once(folder, monkeypatch):
     appender.close()
     assert file.read() == b"one\ntwo\nthree\nfour\n" and appender.pending == b""
     assert len(file.entries()) == 2 and file.parent.files() == ["a.jsonl"]
+
+
+def test_records_that_the_store_refuses_are_told_once_and_none_is_missing(
+    folder, monkeypatch, caplog
+):
+    monkeypatch.setattr(logging.getLogger("jaxdist"), "propagate", True)
+    caplog.set_level(logging.INFO, logger="jaxdist")
+    writer = RecordWriter(folder / "metrics.jsonl")
+    with monkeypatch.context() as away:
+        away.setattr(
+            objects, "_store", lambda *place: objects._make_store("s3", "none", max_retries=0)
+        )
+        for step in (1, 2, 3):
+            writer.write({"kind": "train", "step": step})
+            flush_appended()
+    flush_appended()
+    writer.write({"kind": "train", "step": 4})
+    writer.close()
+    stopped, resumed = caplog.messages
+    assert missing(stopped, folder, "cannot be written", "no such bucket") == []
+    assert missing(resumed, folder, "written again") == []
+    assert [record["step"] for record in read_records(folder / "metrics.jsonl")] == [1, 2, 3, 4]
+
+
+def test_an_upload_that_raises_ends_no_other(folder, monkeypatch, caplog):
+    monkeypatch.setattr(logging.getLogger("jaxdist"), "propagate", True)
+    monkeypatch.setattr(parts, "_failed", [])
+
+    class Broken(parts._Uploaded):
+        def upload(self):
+            raise ValueError("broken")
+
+    broken = Broken()
+    broken._begin()
+    appender = (folder / "a").appender()
+    try:
+        for line in (b"one\n", b"two\n"):
+            appender.append(line)
+            flush_appended()
+        assert (folder / "a").read() == b"one\ntwo\n"
+    finally:
+        parts._growing.discard(broken)
+    assert len(parts._failed) > 1 and len(caplog.messages) == 1
 
 
 def test_a_descriptor_appends_for_programs_that_know_nothing_of_it(folder):
@@ -150,10 +188,36 @@ def test_of_two_that_take_a_lock_at_once_one_is_refused(folder):
         one.write(b"back again")
 
 
-def test_a_second_run_waits_for_heartbeats_and_the_first_learns_that_it_lost(folder, monkeypatch):
-    monkeypatch.setattr(lock_room, "HEARTBEAT_S", 0.2)
+def test_a_beat_whose_answer_was_lost_loses_no_lock(folder, monkeypatch):
+    file = (folder / ".lock").lock()
+    file.write(b"1")
+    put = objects.ObjectLocation._put_if
+
+    def put_unanswered(*given):
+        put(*given)
+        raise OSError("no answer")
+
+    with monkeypatch.context() as away:
+        away.setattr(objects.ObjectLocation, "_put_if", put_unanswered)
+        with pytest.raises(OSError, match="no answer"):
+            file.write(b"2")
+    file.write(b"3")
+    assert (folder / ".lock").read() == b"3"
+    other = (folder / ".lock").lock()
+    assert other.read() == b"3"
+    other.write(b"2")  # what was once unanswered is not any more
+    with pytest.raises(Locked):
+        file.write(b"4")
+
+
+@pytest.mark.parametrize("of_first", ["another machine", "this machine"])
+def test_a_second_run_waits_for_heartbeats_and_the_first_learns_that_it_lost(
+    folder, monkeypatch, of_first
+):
+    """A container that was started again has the host, boot and process id of the one before."""
+    monkeypatch.setattr(lock_room, "HEARTBEAT_S", 1.0)
     monkeypatch.setattr(lock_room, "_held", set())
-    monkeypatch.setattr(lock_room, "_boot_id", lambda: "another machine")
+    monkeypatch.setattr(lock_room, "_boot_id", lambda: of_first)
     first = DirectoryLock(folder, lambda line: None)
     first.acquire()
     lock_room._held.clear()
@@ -195,6 +259,17 @@ def test_what_is_wrong_is_said_once_and_without_secrets(server, monkeypatch):
     with pytest.raises(OSError, match="cannot be reached") as away:  # another time it may
         locate("s3://bucket/run")
     assert SECRET not in str(away.value) and away.value.__cause__ is None
+
+
+def test_a_store_that_is_away_ends_a_command_with_one_line(capsys, tmp_path, monkeypatch):
+    away = objects._as_os_error(RuntimeError("connection refused"), "s3://bucket/run")
+    log = logging.FileHandler(tmp_path / "log")
+    monkeypatch.setattr(logging.getLogger("jaxdist"), "handlers", [log])
+    assert entry_point._report(away, "try again") == 1
+    log.close()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert (tmp_path / "log").read_text() == f"{line}\n"
+    assert missing(line, "s3://bucket/run", "cannot be reached", "try again") == []
 
 
 def test_a_servers_words_do_not_reach_a_message():

@@ -127,6 +127,25 @@ def test_a_deadline_takes_more_gpus_and_a_budget_leaves_out_the_dear_ones(capsys
     assert other_gpus(neither) == []
 
 
+def test_time_lost_to_failures_counts_in_advice_as_in_the_verdict(capsys):
+    """Half of it is lost here: a run that is late is not named as one in time."""
+    asked = ["--gpus", "h100:1", "--tokens", "1e10", "--failures-per-day", "120"]
+    days = plan(capsys, *asked)["cost"]["on_demand"]["days"]
+    late = plan(capsys, *asked, "--deadline-days", str(0.99 * days))
+    assert late["cost"]["late"] and (1, "h100") not in other_gpus(late)
+    in_time = plan(capsys, *asked, "--deadline-days", str(1.01 * days))
+    assert not in_time["cost"]["late"] and (1, "h100") in other_gpus(in_time)
+
+
+def test_money_is_not_blamed_where_no_gpus_hold_the_run(capsys):
+    """One row has no share for more GPUs than hold 550B parameters."""
+    sizes = ["d_model=16384", "mlp_dim=65536", "num_layers=128", "num_heads=128"]
+    flags = [f"--model.{size}" for size in sizes] + ["--train.global_batch_size=1"]
+    found = plan(capsys, *flags, "--gpus", "h100:1", "--budget", "1e9")
+    (text,) = [item["text"] for item in found["advice"] if item["topic"] == "other GPUs"]
+    assert "money" not in text and "train.seq_len" in text
+
+
 def test_gpus_of_ones_own_are_compared_at_their_price(capsys, tmp_path):
     file = tmp_path / "own.toml"
     file.write_text('[ours]\nlike = "h100"\nprice_per_hour = 0.01\n')

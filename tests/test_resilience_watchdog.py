@@ -192,6 +192,21 @@ def test_a_folder_that_is_away_for_a_while_ends_no_run(tmp_path):
     dogs.close()
 
 
+def test_a_hang_is_seen_while_heartbeats_take_long(tmp_path, monkeypatch):
+    beat = Watchdog._beat_once
+
+    def slow_beat(dog):
+        time.sleep(6 * BEAT_S)  # as where an object store is away
+        beat(dog)
+
+    monkeypatch.setattr(Watchdog, "_beat_once", slow_beat)
+    dogs = Dogs(tmp_path, 1)
+    dogs.dogs[0].enter("compile")
+    dogs.dogs[0].finished(1, 0.01)
+    assert dogs.wait() == {0: 86}
+    dogs.close()
+
+
 def test_watchdog_off_starts_no_thread(tmp_path):
     before = threading.active_count()
     dog = Watchdog(ResilienceConfig(step_timeout_s=0.0), tmp_path)

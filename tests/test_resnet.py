@@ -95,6 +95,24 @@ def test_microbatches_average_their_statistics(alone):
         np.testing.assert_allclose(twice[name], once[name], rtol=1e-6)
 
 
+def test_frozen_running_averages_stay():
+    model = build(TINY, seq_len=1)
+    shapes = jax.eval_shape(model.init, jax.random.key(0))
+    params = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
+    frozen = jax.tree.map(lambda dims: True, model.axes)
+    frozen["norm"] = jax.tree.map(lambda dims: False, model.axes["norm"])
+    shown = jax.tree.map(lambda x: x + 1, params)
+    moved = statistics.move(model.axes, params, params, shown, frozen)
+    changed = jax.tree_util.tree_map_with_path(
+        lambda path, a, b: (jax.tree_util.keystr(path), bool(np.any(a != b))), moved, params
+    )
+    names = jax.tree.leaves(changed, is_leaf=lambda x: isinstance(x, tuple))
+    assert {name for name, is_changed in names if is_changed} == {
+        "['norm']['mean']",
+        "['norm']['variance']",
+    }
+
+
 # PyTorch's side
 
 

@@ -275,6 +275,20 @@ def test_default_settings_have_no_problem():
     assert RuntimeConfig().problems() == []
 
 
+def test_setting_up_the_cache_again_does_not_pile_up(tmp_path, monkeypatch, propagating, caplog):
+    """Other warnings reach who showed them before; an entry that cannot be removed ends nothing."""
+    shown = []
+    monkeypatch.setattr(warnings, "showwarning", lambda message, *args, **kw: shown.append(message))
+    for number in range(1100):
+        backend._watch_for_damage(tmp_path / str(number))
+    warnings.showwarning("another", UserWarning, "file.py", 1)
+    assert shown == ["another"]
+    (tmp_path / "1099" / "jit_f-1").mkdir(parents=True)  # unlink raises IsADirectoryError
+    damaged = "Error reading persistent compilation cache entry for 'jit_f': no"
+    warnings.showwarning(damaged, UserWarning, "file.py", 1)
+    assert len(shown) == 1 and [record.args[1] for record in caplog.records] == ["jit_f"]
+
+
 @pytest.mark.filterwarnings("default:Error reading persistent compilation cache entry")
 @pytest.mark.parametrize("damage", [lambda b: b"", lambda b: b[: len(b) // 2], lambda b: b"no" + b])
 def test_damaged_entries_of_the_compile_cache_are_said_and_replaced(

@@ -16,8 +16,10 @@ from jaxdist.core.settings import ConfigError, write_toml
 from jaxdist.run.monitoring.config import MonitoringConfig
 from jaxdist.run.monitoring.monitor import Monitor
 from jaxdist.run.run_directory import RunDirectory
+from jaxdist.runtime.storage import ObjectLocation
 from jaxdist.tools.sweep import __main__ as command
 from jaxdist.tools.sweep.grid import Trial, read_sweep
+from jaxdist.tools.sweep.slurm_array import read_slurm
 
 
 def trials_of(argv):
@@ -268,6 +270,18 @@ def test_an_array_leaves_finished_runs_out(capsys):
     script = array_of(capsys)
     assert "#SBATCH --array=0-0\n" in script
     assert "peak_lr=3e-4" in script and "peak_lr=1e-4" not in script
+
+
+def test_a_container_sees_the_run_directories_of_all_tasks(capsys, tmp_path):
+    words = [f"--run-dir={tmp_path}/a b", "--slurm=container=image.sif"]
+    assert f"--bind '{tmp_path}/a b' image.sif" in array_of(capsys, *words)
+    assert "--bind" not in array_of(capsys, "--slurm=container=image.sif")  # in the working one
+
+
+def test_an_array_keeps_its_state_on_a_file_system():
+    trial = Trial(name="a", path=ObjectLocation("s3://bucket/sweep/a"), arguments=[], config=None)
+    with refused("s3://bucket/sweep", "file systems only"):
+        read_slurm(["time=60"], [trial])
 
 
 @pytest.mark.parametrize(

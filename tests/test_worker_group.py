@@ -8,6 +8,7 @@ import pytest
 
 from jaxdist.run.monitoring.timers import steady_clock
 from jaxdist.tools.launch import resources, worker, worker_group
+from jaxdist.tools.launch.resources import OomKills
 from jaxdist.tools.launch.worker_group import GroupResult, Placement, WorkerGroup
 
 
@@ -26,26 +27,67 @@ def clock_set_back(monkeypatch):
 
 
 @pytest.mark.parametrize("script", ["kill -9 $$", "exit 137"])
+@pytest.mark.parametrize("own", [True, False])
 @pytest.mark.parametrize("kills", [0, 1])
 def test_a_killed_process_is_told_from_one_that_ran_out_of_memory(
-    tmp_path, monkeypatch, script, kills
+    tmp_path, monkeypatch, script, kills, own
 ):
-    counts = iter([4, *[4 + kills] * 9])
+    counts = iter([OomKills(4, own), *[OomKills(4 + kills, own)] * 9])
     monkeypatch.setattr(worker, "count_oom_kills", lambda: next(counts))
     result = run(tmp_path, script)
     assert result.exit_code == 137 and "SIGKILL" in result.cause
-    assert ("memory ran out" in result.cause, "--mem" in result.advice) == (bool(kills),) * 2
+    assert ("memory ran out" in result.cause.replace(" on this host", "")) == bool(kills)
+    assert ("perhaps" in result.cause) == (bool(kills) and not own)
+    assert ("--mem" in result.advice) == bool(kills)
+
+
+def test_a_kill_of_long_ago_explains_nothing(tmp_path, monkeypatch):
+    """But one of the last minute does: to free much memory takes the kernel a while."""
+    kills, now = iter([0, 1, 1, 1]), [0.0]
+    monkeypatch.setattr(worker, "count_oom_kills", lambda: OomKills(next(kills)))
+    monkeypatch.setattr(worker.time, "monotonic", lambda: now[0])
+    found = []
+    process = worker.Worker(
+        ["sleep", "60"], {"JAXDIST_PROCESS_ID": "0"}, tmp_path / "process-0.log", ""
+    )
+    process.process.poll = lambda: None
+    for now[0] in (61.0, 62.0, 122.0):
+        process.poll()
+        found.append((process._oom_kills.count, process._oom_kills_next.count))
+    process.process.kill()
+    process.process.wait()
+    assert found == [(0, 1), (0, 1), (1, 1)]
 
 
 def test_the_kernel_s_count_of_processes_killed_for_memory_is_read(tmp_path, monkeypatch):
-    table = tmp_path / "vmstat"
-    table.write_text("pgfault 12\noom_kill 3\nnr_free 7\n")
-    monkeypatch.setattr(resources, "locate", lambda path: SimpleNamespace(text=table.read_text))
-    assert resources.count_oom_kills() == 3
-    table.write_text("pgfault 12\n")  # a kernel that does not count
-    assert resources.count_oom_kills() == 0
-    table.unlink()
-    assert resources.count_oom_kills() == 0
+    files: dict[str, str] = {}
+
+    def text(path: str) -> str:
+        if path not in files:
+            raise FileNotFoundError(path)
+        return files[path]
+
+    host = {"/proc/vmstat": "pgfault 12\noom_kill 3\nnr_free 7\n"}
+    events = "oom 9\noom_kill 5\noom_group_kill 1\n"
+    monkeypatch.setattr(resources, "locate", lambda path: SimpleNamespace(text=lambda: text(path)))
+    for case, expected in [
+        (host, OomKills(3)),
+        ({"/proc/vmstat": "pgfault 12\n"}, OomKills()),  # a kernel that does not count
+        ({}, OomKills()),
+        ({**host, "/proc/self/cgroup": "4:memory:/old\n"}, OomKills(3)),  # version 1
+        ({**host, "/proc/self/cgroup": "0::/\n"}, OomKills(3)),  # the root has no such file
+        (
+            {**host, "/proc/self/cgroup": "0::/\n", "/sys/fs/cgroup/memory.events": events},
+            OomKills(5, own=True),
+        ),
+        (
+            {**host, "/proc/self/cgroup": "0::/a/b\n", "/sys/fs/cgroup/a/b/memory.events": events},
+            OomKills(5, own=True),
+        ),
+    ]:
+        files.clear()
+        files.update(case)
+        assert resources.count_oom_kills() == expected
 
 
 def test_a_clock_that_is_set_back_leaves_durations_as_they_are(tmp_path, clock_set_back):

@@ -2,8 +2,9 @@
 
 The storage's own lock decides wherever it reaches both runs (on POSIX the kernel's, or the NFS
 server's): it ends with its process, so there is nothing to clean up. Where another host holds the
-directory on a storage without such locks, the holder's heartbeat in the lock file decides. The file
-is watched for changes; its time is not compared with our clock, because clocks differ.
+directory on a storage without such locks, the holder's heartbeat in the lock file decides, and on
+an object store wherever the holder may be alive. The file is watched for changes; its time is not
+compared with our clock, because clocks differ.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import os
 import socket
 import threading
 import time
+import uuid
 from collections.abc import Callable
 from typing import Any
 
@@ -44,6 +46,7 @@ class DirectoryLock:
             "pid": os.getpid(),
             "host": socket.gethostname(),
             "boot": _boot_id(),
+            "owner": uuid.uuid4().hex,  # a restarted container has the same host, boot and pid
             "state": "held",
             "beat": 0,
         }
@@ -78,7 +81,8 @@ class DirectoryLock:
             raise
         self._file = file
         _held.add(path.path)
-        self._write()
+        if file.is_exclusive:  # else it is written
+            self._write()
         self._beating = threading.Thread(target=self._beat, name="checkpoint-lock", daemon=True)
         self._beating.start()
 
@@ -112,9 +116,13 @@ class DirectoryLock:
         who = f"process {holder.get('pid')} on {holder.get('host')}"
         # Containers of one machine share its boot, and not their process ids.
         here = all(holder.get(key) == self._record[key] for key in ("boot", "host"))
-        if here and not file.is_exclusive and _is_alive(holder.get("pid", 0)):
+        pid = holder.get("pid", 0)
+        may_live = not here or (not file.is_exclusive and _is_alive(pid))
+        # A process of that number may be another one, as in a container that was started again.
+        # Without conditional writes a holder that is only stopped would not learn that it lost.
+        if here and may_live and self._directory.is_local and pid != os.getpid():
             raise self._refusal(holder)
-        if not here:
+        if may_live:
             self._log(f"watching whether {who} still uses it, {3 * HEARTBEAT_S:.0f} s")
             if _beats(file, holder):
                 raise self._refusal(holder)

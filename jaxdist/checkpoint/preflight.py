@@ -56,6 +56,7 @@ def _round_trip(directory: Location, config: CheckpointConfig, group: Group) -> 
     try:
         writer.start(directory / "0", pytree.nest(leaves, arrays), {"preflight": True})
         writer.wait()
+        group.gather(None)  # all have written: each waits for its own part only
         targets = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding) for a in arrays]
         restored = orbax_io.read(directory / "0", pytree.nest(leaves, targets))
     finally:

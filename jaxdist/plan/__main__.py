@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         from jaxdist.plan.page import page_of
         from jaxdist.runtime.formatting import html
 
-        html.write(config.html, page_of(plans, advice))
+        html.write(config.html, page_of(plans, advice, config))
     pairs = list(zip(plans, advice, strict=True))
     if config.json:
         print(json.dumps({"plans": [record_of(*pair) for pair in pairs]}, indent=2))

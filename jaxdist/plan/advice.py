@@ -34,11 +34,11 @@ class Advice:
 def advise(plan: Plan, config: PlanConfig, known: Mapping[str, Gpu]) -> list[Advice]:
     """All advice on a plan, most urgent first."""
     return [
-        *_fit(plan),
+        *_fit(plan, config),
         *_dtype(plan),
         *_mesh(plan),
         *_exchange(plan),
-        *_size(plan, known),
+        *_size(plan, config, known),
         *_batch(plan),
         *_checkpoints(plan),
         *_spot(plan, config),
@@ -49,7 +49,7 @@ def advise(plan: Plan, config: PlanConfig, known: Mapping[str, Gpu]) -> list[Adv
 # --- does it fit ----------------------------------------------------------------------------------
 
 
-def _fit(plan: Plan) -> Iterator[Advice]:
+def _fit(plan: Plan, config: PlanConfig) -> Iterator[Advice]:
     choice, best = plan.choice, plan.found.best
     other = best.command(plan.base) if plan.asked and best is not None else ""
     if plan.fits:
@@ -63,17 +63,17 @@ def _fit(plan: Plan) -> Iterator[Advice]:
         size = in_bytes(change.choice.memory.total_bytes)
         yield Advice("make it fit", f"{change.flags}: {change.why}; {size}, {cost}.")
     if best is None and not changes:
-        yield Advice("make it fit", _more_gpus(plan))
+        yield Advice("make it fit", _more_gpus(plan, config))
     elif best is not None and other:
         size = in_bytes(best.memory.total_bytes)
         yield Advice("make it fit", f"{other} fits on these GPUs ({size}).")
 
 
-def _more_gpus(plan: Plan) -> str:
+def _more_gpus(plan: Plan, config: PlanConfig) -> str:
     gpu, model = plan.cluster.gpu, plan.choice.job.model
     for times in (2, 4, 8, 16):
         number = plan.cluster.num_gpus * times
-        size = size_of(plan.base, plan.cluster.resized(number), plan.on_demand.tokens, model)
+        size = size_of(config, plan.cluster.resized(number), model)
         if size is not None:
             needed = in_bytes(size.choice.memory.total_bytes)
             flags = size.choice.command(plan.base)
@@ -201,12 +201,10 @@ _EXCHANGES = {
 # --- how many of which ----------------------------------------------------------------------------
 
 
-def _size(plan: Plan, known: Mapping[str, Gpu]) -> Iterator[Advice]:
+def _size(plan: Plan, config: PlanConfig, known: Mapping[str, Gpu]) -> Iterator[Advice]:
     model, state_bytes = plan.choice.job.model, checkpoint_bytes(plan.choice.job)
     gpus = compared(known, plan.cluster.gpu)
-    sizes = right_sizes(
-        plan.base, gpus, plan.on_demand.tokens, state_bytes, model, limits=plan.limits
-    )
+    sizes, any_holds = right_sizes(config, gpus, state_bytes, model)
     within = ", within the deadline and budget" if plan.limits != Limits() else ""
     if sizes:
         shown = "; ".join(
@@ -214,9 +212,19 @@ def _size(plan: Plan, known: Mapping[str, Gpu]) -> Iterator[Advice]:
             f"{duration(DAY_S * size.cost.days)}, {money(size.cost.money, 'USD')}"
             for size in sizes[:4]
         )
-        text = f"The fewest of each kind that fit the run{within}, cheapest first: {shown}."
+        text = (
+            f"The fewest of each kind, by doubling, that fit the run{within}, cheapest first: "
+            f"{shown}."
+        )
         yield Advice("other GPUs", text)
-    elif within:
+    elif not any_holds:
+        yield Advice(
+            "other GPUs",
+            "No number of any kind holds the run on a mesh that is legal for a batch of "
+            f"{plan.base.train.global_batch_size} rows, whatever it may cost. Use a smaller model, "
+            "a shorter train.seq_len or a larger batch, which more GPUs can share.",
+        )
+    else:
         yield Advice(
             "other GPUs",
             f"No number of any kind is in time and within budget for a batch of "
@@ -224,14 +232,14 @@ def _size(plan: Plan, known: Mapping[str, Gpu]) -> Iterator[Advice]:
             "tokens, or use a larger batch, which more GPUs can share.",
         )
     if plan.fits:
-        yield Advice("more GPUs", _scaling(plan))
+        yield Advice("more GPUs", _scaling(plan, config))
 
 
-def _scaling(plan: Plan) -> str:
+def _scaling(plan: Plan, config: PlanConfig) -> str:
     """What twice as many of the same GPUs would bring."""
     best, gpu, number = plan.found.best or plan.choice, plan.cluster.gpu, 2 * plan.cluster.num_gpus
     cluster, model = plan.cluster.resized(number), plan.choice.job.model
-    double = size_of(plan.base, cluster, plan.on_demand.tokens, model)
+    double = size_of(config, cluster, model)
     if double is None:
         return (
             f"{number} {gpu.name} do not help: no mesh of them is legal for "

@@ -9,6 +9,7 @@ from jaxdist.core.parallel.pipeline.simulation import RECOMPUTE, draw
 from jaxdist.plan.advice import Advice
 from jaxdist.plan.estimate.cost import DAY_S
 from jaxdist.plan.estimate.search import Choice, why_not
+from jaxdist.plan.options import PlanConfig
 from jaxdist.plan.planner import Plan
 from jaxdist.plan.scaling import size_of
 from jaxdist.plan.text import text_of
@@ -16,13 +17,13 @@ from jaxdist.runtime.formatting import charts, html
 from jaxdist.runtime.formatting.numbers import GIB, duration, in_bytes, money
 
 
-def page_of(plans: Sequence[Plan], advice: Sequence[Sequence[Advice]]) -> str:
+def page_of(plans: Sequence[Plan], advice: Sequence[Sequence[Advice]], config: PlanConfig) -> str:
     """The page: each plan with its plots and its text."""
-    parts = [part for pair in zip(plans, advice, strict=True) for part in _plan(*pair)]
+    parts = [part for pair in zip(plans, advice, strict=True) for part in _plan(*pair, config)]
     return html.page(f"Plan of {plans[0].base.name}", parts)
 
 
-def _plan(plan: Plan, advice: Sequence[Advice]) -> list[str]:
+def _plan(plan: Plan, advice: Sequence[Advice], config: PlanConfig) -> list[str]:
     time = plan.choice.time
     verdict = "fits" if plan.fits else "does not fit"
     return [
@@ -48,7 +49,7 @@ def _plan(plan: Plan, advice: Sequence[Advice]) -> list[str]:
             unit="s",
         ),
         *_schedule(plan),
-        *_costs(plan),
+        *_costs(plan, config),
         "<h2>Advice</h2><ul>",
         *(f"<li><b>{html.escape(a.topic)}</b>: {html.escape(a.text)}</li>" for a in advice),
         "</ul>",
@@ -92,13 +93,12 @@ def _spans(schedule: Schedule) -> list[tuple[str, list[charts.Span]]]:
     return [(f"stage {stage}", row) for stage, row in enumerate(rows)]
 
 
-def _costs(plan: Plan) -> list[str]:
+def _costs(plan: Plan, config: PlanConfig) -> list[str]:
     """Days and money over the number of GPUs of this kind."""
     now = plan.cluster.num_gpus
     counts = sorted({max(1, now // 4), max(1, now // 2), now, now * 2, now * 4})
-    tokens, model = plan.on_demand.tokens, plan.choice.job.model
     clusters = [plan.cluster.resized(count) for count in counts]
-    found = [size_of(plan.base, cluster, tokens, model) for cluster in clusters]
+    found = [size_of(config, cluster, plan.choice.job.model) for cluster in clusters]
     sizes = [size for size in found if size is not None]
     if len(sizes) < 2:
         return []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 
 from jaxdist.config import RunConfig
 from jaxdist.core.mesh import MeshSpec
@@ -130,23 +129,8 @@ def _priced(
     found: Found,
     proof: Proof | None,
 ) -> Plan:
-    failures = config.failures_per_day
-    if failures < 0:
-        failures = FAILURES_PER_1000_GPU_DAYS * cluster.num_gpus / 1000
-    saving = functools.partial(
-        saving_of,
-        choice.job,
-        storage_bytes_per_s=config.storage_gb_per_s * 1e9 * cluster.num_nodes,
-        restart_s=config.restart_s,
-    )
-    cost = functools.partial(
-        bill,
-        tokens=config.tokens or float(config.train.steps * choice.job.tokens_per_step),
-        tokens_per_s=choice.time.tokens_per_s,
-        num_gpus=cluster.num_gpus,
-    )
-    calm = saving(failures_per_day=failures)
-    spot = saving(failures_per_day=failures + config.preemptions_per_day)
+    saving, on_demand = costs_of(config, choice)
+    spot_saving, spot = costs_of(config, choice, spot=True)
     return Plan(
         base=config.run,
         cluster=cluster,
@@ -155,9 +139,35 @@ def _priced(
         found=found,
         flows=tuple(flows_of(choice.job)),
         proof=proof,
-        saving=calm,
-        on_demand=cost(price=cluster.gpu.price_per_hour, lost=calm.lost),
-        spot=cost(price=cluster.gpu.spot_price_per_hour, lost=spot.lost),
-        spot_saving=spot,
+        saving=saving,
+        on_demand=on_demand,
+        spot=spot,
+        spot_saving=spot_saving,
         limits=config.limits,
     )
+
+
+def costs_of(config: PlanConfig, choice: Choice, *, spot: bool = False) -> tuple[Saving, Bill]:
+    """When to save a choice's run, and its time and money to the end, what is lost included.
+
+    At the price on demand with failures of the hardware, or at that of `spot` with preemptions too.
+    """
+    job, cluster = choice.job, choice.job.cluster
+    failures = config.failures_per_day
+    if failures < 0:
+        failures = FAILURES_PER_1000_GPU_DAYS * cluster.num_gpus / 1000
+    saving = saving_of(
+        job,
+        failures_per_day=failures + (config.preemptions_per_day if spot else 0.0),
+        storage_bytes_per_s=config.storage_gb_per_s * 1e9 * cluster.num_nodes,
+        restart_s=config.restart_s,
+    )
+    gpu = cluster.gpu
+    cost = bill(
+        tokens=config.tokens or float(config.train.steps * job.tokens_per_step),
+        tokens_per_s=choice.time.tokens_per_s,
+        num_gpus=cluster.num_gpus,
+        price=gpu.spot_price_per_hour if spot else gpu.price_per_hour,
+        lost=saving.lost,
+    )
+    return saving, cost

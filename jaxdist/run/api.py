@@ -27,6 +27,7 @@ from jaxdist.run.program import Program
 from jaxdist.run.results import Run
 from jaxdist.run.run_directory import RunDirectory
 from jaxdist.runtime.progress import has_watcher, make_bar
+from jaxdist.runtime.storage import flush_appended
 from jaxdist.train import run as run_training
 
 Callback: TypeAlias = Callable[[Record], bool | None]
@@ -79,6 +80,7 @@ def train(
     started: list[RunDirectory] = []
     with contextlib.ExitStack() as stack:
         stop = stack.enter_context(runtime.Preemption(in_program=True))
+        stack.callback(flush_appended)
         stack.callback(runtime.close_logs)
         if shows:
             callbacks.append(stack.enter_context(_bar(run_config.train.steps)))

@@ -84,7 +84,7 @@ def _context(model: Model, parts: Parts) -> Context:
         config.train,
         config.precision,
         config.pipeline,
-        parts.step.context.packed_obstacle,
+        parts.packed_kernel,
     )
 
 

@@ -85,6 +85,7 @@ class RecordWriter:
         self._path = locate(path)
         self._file = self._path.appender()
         self.torn = self._file.cut_torn_tail()
+        self._refused = False  # and that has been said
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Append one line; it is with the operating system when this returns, or kept and said so.
@@ -92,21 +93,22 @@ class RecordWriter:
         Raises:
             OSError: more is kept than a process should hold.
         """
-        was_refused = bool(self._file.pending)
         try:
             self._file.append((encode(record) + "\n").encode())
         except OSError as failure:
             if len(self._file.pending) > _MAX_PENDING_BYTES:
                 raise
-            if not was_refused:
+            if not self._refused:
                 logger.warning(
                     "%s cannot be written (%s): records are kept in memory until it can",
                     self._path,
                     failure.strerror,
                 )
+            self._refused = True
         else:
-            if was_refused:
+            if self._refused:
                 logger.info("%s is written again, nothing is missing", self._path)
+            self._refused = False
 
     def close(self) -> None:
         """Close the file; a second call does nothing."""

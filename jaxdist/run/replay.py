@@ -191,7 +191,7 @@ def state_before(
     done = next((done for done in reversed(earlier) if not checkpointer.verify(done)), 0)
     position = Position()
     if done:
-        state, meta, _ = checkpointer.restore(parts.abstract_state(), step=done)
+        state, meta, _ = parts.restore(checkpointer, done)
         position = resume_position(meta["data"], dataset, seed=config.seed)
     else:
         state = parts.init_state()

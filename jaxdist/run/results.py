@@ -16,7 +16,7 @@ from jaxdist.run.metrics_log import current, decode, read_records
 from jaxdist.run.run_directory import RunDirectory
 from jaxdist.run.text_generation import make_decoder, open_writer
 from jaxdist.run.text_settings import TextSettings
-from jaxdist.run.trained_run import LoadedWeights, TrainedRun, open_run, run_at
+from jaxdist.run.trained_run import LoadedWeights, TrainedRun, open_run, other_step, run_at
 from jaxdist.runtime.storage import Location, is_url
 
 Messages: TypeAlias = Sequence[Mapping[str, str]]
@@ -50,6 +50,8 @@ class Run:
             raise
         self.path: Path | Location = place if is_url(place) else Path(place)
         self._directory = RunDirectory.existing(place)
+        if None not in (step, named) and step != named:
+            raise other_step(step, named, place)
         self._step = named if step is None else step
         self._mesh, self._model, self._rows = mesh, model, rows
         self._kind: Weights = weights

@@ -1,7 +1,7 @@
 """Builds the parts of a run from its settings: mesh, model, layout, optimizer, train step.
 
 Training, evaluation, generation and planning all use it, so that they cannot disagree. Nothing is
-compiled and no array is made, but where cuDNN's kernel for packed documents is compared first.
+compiled and no array is made, but where cuDNN's kernel for packed documents is compared.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class Parts:
         schedule: step -> learning rate, float32 [].
         loss_scale: initial loss scale of float16, scalars []; {} without.
         num_params: number of parameters, without vocabulary padding (as model cards count).
-        packed_kernel: what comparing cuDNN's kernel for packed documents found; None where it is
-            not used.
+        packed_kernel: what comparing cuDNN's kernel for packed documents found; None where it was
+            not compared, and then devices that are here do not use it.
     """
 
     config: RunConfig
@@ -273,18 +273,7 @@ def assemble(
         total_steps=config.train.steps,
         global_batch_size=config.train.global_batch_size,
     )
-    packed_kernel = None
-    if config.data.packs_documents and model.unit == "tokens":
-        packed_kernel = admit_packed_kernel(
-            model,
-            layout,
-            config.train,
-            compute_dtype,
-            wanted=getattr(config.model, "attention", "auto"),
-            window=getattr(config.model, "sliding_window", 0),
-            softcap=getattr(config.model, "attention_softcap", 0.0),
-        )
-    step = _make_step(config, model, layout, optimizer, schedule, loss_scale, packed_kernel)
+    step = _make_step(config, model, layout, optimizer, schedule, loss_scale, None)
     return Parts(
         config=config,
         spec=spec,
@@ -297,7 +286,7 @@ def assemble(
         loss_scale=loss_scale,
         compute_dtype=compute_dtype,
         num_params=num_params(model),
-        packed_kernel=packed_kernel,
+        packed_kernel=None,
         step=step,
     )
 
@@ -323,7 +312,7 @@ def _make_step(
         loss_scale=loss_scale,
         pipeline_config=config.pipeline,
         frozen=optim.frozen_leaves(config.optim, model.axes) if config.optim.freeze else None,
-        packed_obstacle=packed_kernel.obstacle if packed_kernel else "",
+        packed_kernel=packed_kernel,
     )
 
 
@@ -354,8 +343,10 @@ def stop_at_documents(parts: Parts, data: Iterable[TrainData | None]) -> Parts:
 
     A compiled step cannot look at the documents of its batch, but every row keeps this limit.
     """
+    if parts.spec[CONTEXT] == 1:
+        return parts
     lengths = [rows.longest_document for rows in data if rows is not None]
-    if parts.spec[CONTEXT] == 1 or not all(lengths):
+    if not all(lengths):
         return parts
     layout = dataclasses.replace(parts.layout, longest_document=max(lengths))
     step = _make_step(
@@ -368,6 +359,38 @@ def stop_at_documents(parts: Parts, data: Iterable[TrainData | None]) -> Parts:
         parts.packed_kernel,
     )
     return dataclasses.replace(parts, layout=layout, step=step)
+
+
+def compare_packed_kernel(parts: Parts) -> Parts:
+    """The parts for rows with `segments`, after comparing cuDNN's kernel for them.
+
+    Only its success lets the step use the kernel. Nothing runs where the kernel cannot be used.
+    """
+    settings = parts.config.model
+    window = getattr(settings, "sliding_window", 0)
+    has_full_layers = bool(getattr(settings, "full_attention_every", 0))
+    found = admit_packed_kernel(
+        parts.model,
+        parts.layout,
+        parts.config.train,
+        parts.compute_dtype,
+        wanted=getattr(settings, "attention", "auto"),
+        windows=(window, 0) if window and has_full_layers else (window,),
+        softcap=getattr(settings, "attention_softcap", 0.0),
+        dropout=getattr(settings, "attention_dropout", 0.0),
+    )
+    if found is None:
+        return parts
+    step = _make_step(
+        parts.config,
+        parts.model,
+        parts.layout,
+        parts.optimizer,
+        parts.schedule,
+        parts.loss_scale,
+        found,
+    )
+    return dataclasses.replace(parts, packed_kernel=found, step=step)
 
 
 def check_data_fits(parts: Parts, dataset: TrainData) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax
@@ -19,7 +20,7 @@ from jaxdist.core.settings import ConfigError
 from jaxdist.core.types import Model, Params
 from jaxdist.data import Dataset, open_datasets
 from jaxdist.run.evaluation_loop import evaluate
-from jaxdist.run.setup import Parts, assemble, check_data_fits
+from jaxdist.run.setup import Parts, assemble, check_data_fits, compare_packed_kernel
 from jaxdist.runtime.storage import Location, locate
 
 
@@ -55,10 +56,7 @@ class TrainedRun:
                 path names another step.
         """
         if None not in (step, self.step) and step != self.step:
-            raise ConfigError(
-                f"step {step} is asked for, and the path is that of checkpoint {self.step} of "
-                f"{self.path}. Leave --step out, or name the run."
-            )
+            raise other_step(step, self.step, self.path)
         step = self.step if step is None else step
         checkpointer = Checkpointer(
             self.path / "checkpoints", self.parts.config.checkpoint, read_only=True
@@ -104,14 +102,19 @@ class TrainedRun:
         self, params: Params, dataset: Dataset, *, max_batches: int = 0
     ) -> dict[str, float]:
         """As `evaluation_loop.evaluate`, for the parameters of a checkpoint."""
+        parts = self._parts_of_packed_rows if "segments" in dataset.fields else self.parts
         return evaluate(
-            self.parts.step,
+            parts.step,
             params,
             dataset,
             global_batch_size=self.parts.config.train.global_batch_size,
             unit=self.parts.model.unit,
             max_batches=max_batches,
         )
+
+    @cached_property
+    def _parts_of_packed_rows(self) -> Parts:
+        return compare_packed_kernel(self.parts)
 
 
 def open_run(
@@ -148,6 +151,14 @@ def open_run(
     given = model(config.train.seq_len) if model is not None else None
     parts = assemble(config, devices, model=given)
     return TrainedRun(path=run, parts=parts, step=step, rows=rows)
+
+
+def other_step(step: int | None, named: int | None, run: Location) -> ConfigError:
+    """What is wrong where a step is asked for and the path is that of another checkpoint."""
+    return ConfigError(
+        f"step {step} is asked for, and the path is that of checkpoint {named} of {run}. Leave the "
+        "step out, or name the run."
+    )
 
 
 def run_at(path: str | os.PathLike[str]) -> tuple[Location, int | None]:

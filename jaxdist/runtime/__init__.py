@@ -20,6 +20,7 @@ from jaxdist.runtime.entry_point import (
     EXIT_PREEMPTED,
     EXIT_SDC,
     FINAL_CODES,
+    HOST_MEMORY_ADVICE,
     Agreed,
     is_consequence,
     run_command,

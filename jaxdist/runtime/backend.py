@@ -11,6 +11,7 @@ import platform
 import re
 import stat
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -124,27 +125,37 @@ def _watch_for_damage(folder: Path) -> None:
     It compiles their programs again, but never writes over what is there: every start would pay.
     """
     show = warnings.showwarning
-    said: list[str] = []
+    if isinstance(show, _DamageWatch):  # of an earlier cache: jax has one at a time
+        show = show.show
+    warnings.showwarning = _DamageWatch(folder, show)
 
-    def shown(message: Any, *args: Any, **options: Any) -> None:
+
+class _DamageWatch:
+    """Takes jax's warnings of unreadable entries in `folder`; passes all others to `show`."""
+
+    def __init__(self, folder: Path, show: Callable[..., None]) -> None:
+        self.folder = folder
+        self.show = show
+        self._said = False
+
+    def __call__(self, message: Any, *args: Any, **options: Any) -> None:
         found = _UNREADABLE.match(str(message))
         if found is None:
-            return show(message, *args, **options)
+            return self.show(message, *args, **options)
         name, reason = found.groups()
         # Their names begin with the program's; whole ones among them are only compiled once more.
-        for entry in folder.glob(f"{glob.escape(name)}-*"):
-            entry.unlink(missing_ok=True)
-        if not said:
+        with contextlib.suppress(OSError):  # a warning must not end the run
+            for entry in self.folder.glob(f"{glob.escape(name)}-*"):
+                entry.unlink(missing_ok=True)
+        if not self._said:
             log.warning(
                 "compile cache %s: damaged entries are removed and their programs compiled again "
                 "(the first: %s, %s)",
-                folder,
+                self.folder,
                 name,
                 reason.partition("\n")[0],
             )
-        said.append(name)
-
-    warnings.showwarning = shown
+        self._said = True
 
 
 _TRUSTED = (0,)  # users whose programs everybody runs: root

@@ -18,7 +18,7 @@ from typing import NoReturn
 from jaxdist.core.settings import ConfigError
 from jaxdist.runtime.coordination import process_place, service
 from jaxdist.runtime.coordination.failure_broadcast import FOLLOWED, announce_failure, leave_error
-from jaxdist.runtime.storage import flush_appended, locate
+from jaxdist.runtime.storage import flush_appended, is_url, locate
 
 EXIT_OK = 0  # finished
 EXIT_FAILURE = 1  # anything that has no code of its own
@@ -37,6 +37,11 @@ class Agreed(int):
     """An exit code on which all processes have agreed, and not the failure of one of them."""
 
 
+HOST_MEMORY_ADVICE = (
+    "the host has too little memory: give the job more (SLURM: --mem), or use less: fewer data "
+    "workers (data.num_workers), a shorter data.prefetch, fewer processes on the host"
+)
+
 _CONSEQUENCE = ("Gloo", "NCCL", "Connection reset", "Connection closed", "Socket closed")
 _MISSED = ("has not joined at", "cannot reach the coordinator")  # see rendezvous
 _ADVICE = (
@@ -44,11 +49,7 @@ _ADVICE = (
         ("RESOURCE_EXHAUSTED", "out of memory", "OUT_OF_MEMORY"),
         "the devices have too little memory: use a smaller microbatch, remat, or more fsdp/tensor",
     ),
-    (
-        ("MemoryError", "Cannot allocate memory", "std::bad_alloc"),
-        "the host has too little memory: give the job more, or use fewer data workers "
-        "(data.num_workers) or fewer processes on the host",
-    ),
+    (("MemoryError", "Cannot allocate memory", "std::bad_alloc"), HOST_MEMORY_ADVICE),
     (
         ("No space left", "no space:", "ENOSPC", "Disk quota"),
         "the disk is full: make room or set another run directory, then start the same command "
@@ -76,6 +77,7 @@ def run_command(main: Callable[[], int | None], *, resumes: bool = False) -> NoR
     """Run `main` and end the process with its exit code, without hanging on the way out.
 
     * `ConfigError`: its problems on stderr, one per line, and exit code 2; no traceback.
+    * `OSError` of a URL, as of an object store that is away: one line and exit code 1.
     * Ctrl-C: one line, 130.
     * `SystemExit` (`--help`): its code.
     * Anything else: one closing block - what, where, traceback, what to do - and exit code 1.
@@ -132,6 +134,10 @@ def _report(error: BaseException, otherwise: str) -> int:
     if isinstance(error, ConfigError):
         text, code, advice = str(error), EXIT_CONFIG, ""  # every problem names its fix
         print(text, file=sys.stderr)
+    elif isinstance(error, OSError) and is_url(str(error.filename)):
+        text, code = f"{error.filename}: {error.strerror}", EXIT_FAILURE
+        advice = otherwise
+        _tell(f"{text}; {advice}")
     else:
         text = "".join(traceback.format_exception(error)).rstrip()
         # An error of a guard brings its own code and advice.
@@ -152,10 +158,15 @@ def _print_block(error: BaseException, text: str, advice: str) -> None:
         f"\n{rule}\nfailed:  {_first_line(error)}\nwhere:   {where}\n\n{text}\n\n"
         f"to do:   {advice}\n{rule}"
     )
-    print(block, file=sys.stderr, flush=True)
+    _tell(block)
+
+
+def _tell(text: str) -> None:
+    """Print to stderr and into the log of this process, if it has one."""
+    print(text, file=sys.stderr, flush=True)
     for handler in logging.getLogger("jaxdist").handlers:
         if isinstance(handler, logging.FileHandler):
-            handler.emit(logging.makeLogRecord({"levelname": "ERROR", "msg": block}))
+            handler.emit(logging.makeLogRecord({"levelname": "ERROR", "msg": text}))
 
 
 def _first_line(error: BaseException) -> str:

@@ -57,7 +57,7 @@ def attention() -> None:
         for kernel in ("xla", "blockwise")[length > LONGEST_DENSE :]:
 
             def loss(x, kernel=kernel, cotangent=cotangent):
-                return jnp.sum(kernels._attend(*x, AttentionMask(), kernel) * cotangent)
+                return jnp.sum(kernels._attend(*x, AttentionMask(), kernel, 0.0) * cotangent)
 
             compiled = jax.jit(jax.grad(loss)).lower(arrays).compile()
             temporary = compiled.memory_analysis().temp_size_in_bytes / 2**20
@@ -81,7 +81,7 @@ def long() -> None:
         for kernel, longest in LONG.items():
 
             def loss(x, kernel=kernel):
-                return jnp.sum(kernels._attend(*x, AttentionMask(), kernel))
+                return jnp.sum(kernels._attend(*x, AttentionMask(), kernel, 0.0))
 
             compiled = jax.jit(jax.grad(loss)).lower(arrays).compile()
             temporary = compiled.memory_analysis().temp_size_in_bytes / 2**20

@@ -16,6 +16,7 @@ import os
 import platform
 import queue
 import shlex
+import signal
 import subprocess
 import sys
 import tempfile
@@ -25,6 +26,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
 TIMEOUT_S = 900
+NO_TEST = 5
+"""Exit code of pytest where it was given files, and none of their tests is selected."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,13 +68,24 @@ def run_tests(root: Path, tests: str, timeout_s: float = TIMEOUT_S) -> tuple[int
     pytest = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
     command = [*pytest, *shlex.split(tests)]
     environment = {**os.environ, "PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1"}
-    try:
-        done = subprocess.run(
-            command, cwd=root, env=environment, capture_output=True, text=True, timeout=timeout_s
-        )
-        code, output = done.returncode, done.stdout + done.stderr
-    except subprocess.TimeoutExpired:
-        code, output = 1, "FAILED (ran into the time limit)"
+    with subprocess.Popen(
+        command,
+        cwd=root,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        try:
+            output, _ = process.communicate(timeout=timeout_s)
+            code = process.returncode
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # what the tests started too
+            code, output = 1, "FAILED (ran into the time limit)"
+        except BaseException:  # Ctrl-C does not reach another session
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
     failed = [line for line in output.splitlines() if line.startswith(("FAILED", "ERROR"))]
     first = failed[0].split(" ", 1)[1].split(" - ")[0] if failed else output[-300:]
     return code, first, time.monotonic() - start
@@ -80,13 +94,22 @@ def run_tests(root: Path, tests: str, timeout_s: float = TIMEOUT_S) -> tuple[int
 def try_fault(fault: Fault, copies: queue.Queue[Path]) -> tuple[Fault, bool, str, float]:
     """(fault, caught, the test that caught it, seconds) in a copy that is free."""
     root = copies.get()
-    text = fault.plant(root)
     try:
-        code, first, seconds = run_tests(root, fault.tests)
+        text = fault.plant(root)
+        try:
+            code, first, seconds = run_tests(root, fault.tests)
+        finally:
+            (root / fault.file).write_text(text)
     finally:
-        (root / fault.file).write_text(text)
         copies.put(root)
     return fault, code == 1, first if code == 1 else "", seconds
+
+
+def uncommitted() -> str:
+    """What of the tree a clone would not have, as git names it; "" if nothing."""
+    parts = ["jaxdist", "tests", "scripts", "configs", "pyproject.toml"]
+    command = ["git", "status", "--porcelain", "--", *parts]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
 
 
 def table(results: list[tuple[Fault, bool, str, float]]) -> str:
@@ -108,6 +131,8 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="Markdown file to write")
     parser.add_argument("--check", action="store_true", help="only check that all faults fit")
     options = parser.parse_args()
+    if left := uncommitted():
+        parser.error(f"clones are of the last commit. Commit or remove first:\n{left}")
     faults = read_faults(options.only)
     with tempfile.TemporaryDirectory() as folder:
         copies: queue.Queue[Path] = queue.Queue()

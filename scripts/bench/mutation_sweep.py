@@ -31,7 +31,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from mutants import ROOT, run_tests
+from mutants import NO_TEST, ROOT, run_tests, uncommitted
 
 ROOMS = {
     "step": ["jaxdist/core/step"],
@@ -258,15 +258,16 @@ def try_mutant(
 ) -> Result:
     """Run the tests with the mutant in a copy that is free."""
     root = copies.get()
-    text = mutant.plant(root)
     try:
-        code, first, seconds = run_tests(root, _arguments(tests), LIMIT * usual_s + 60)
+        text = mutant.plant(root)
+        try:
+            code, first, seconds = run_tests(root, _arguments(tests), LIMIT * usual_s + 60)
+        finally:
+            (root / mutant.file).write_text(text)
     finally:
-        (root / mutant.file).write_text(text)
         copies.put(root)
-    return Result(
-        mutant=mutant, tests=tests, killed_by=first if code else "", seconds=round(seconds, 1)
-    )
+    killed_by = first if code not in (0, NO_TEST) else ""
+    return Result(mutant=mutant, tests=tests, killed_by=killed_by, seconds=round(seconds, 1))
 
 
 def _arguments(tests: list[str]) -> str:
@@ -313,6 +314,8 @@ def main() -> int:
     parser.add_argument("--files", type=int, default=3, help="test files for a mutant at most")
     parser.add_argument("--out", type=Path, help="Markdown file to write")
     options = parser.parse_args()
+    if left := uncommitted():
+        parser.error(f"clones are of the last commit. Commit or remove first:\n{left}")
     chosen = sample(options.only or [*ROOMS], options.count, options.seed)
     known = {result.mutant: result for result in read_results(options.resume)}
     todo = [mutant for mutant in chosen if mutant not in known]
@@ -326,7 +329,9 @@ def main() -> int:
         usual: dict[tuple[str, ...], float] = {}
         for tests in sorted(map(tuple, {tuple(s) for s in selections.values() if s})):
             code, first, usual[tests] = run_tests(copy, _arguments([*tests]))
-            if code:
+            if code == NO_TEST:
+                selections = {f: [] if tuple(s) == tests else s for f, s in selections.items()}
+            elif code:
                 print(f"red without a mutant: {' '.join(tests)}: {first}", file=sys.stderr)
                 return 2
         with concurrent.futures.ThreadPoolExecutor(options.workers) as pool:

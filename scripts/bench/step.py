@@ -29,7 +29,7 @@ from jaxdist.data import DataConfig
 from jaxdist.models import DecoderConfig
 from jaxdist.plan.hardware import peak_flops
 from jaxdist.run.monitoring.device_memory import device_memory
-from jaxdist.run.setup import assemble
+from jaxdist.run.setup import assemble, compare_packed_kernel
 
 # name: (vocab, d_model, layers, heads, kv_heads, mlp, seq, batch, remat, against the bare step)
 PRESETS = {
@@ -86,6 +86,8 @@ def measure(name: str, args: argparse.Namespace) -> dict:
     shape = bare.Shape(vocab, d_model, layers, heads, kv_heads, mlp, seq)
     config = run_config(shape, batch, args.remat or remat, args)
     parts = assemble(config, jax.devices()[:1])
+    if args.documents:
+        parts = compare_packed_kernel(parts)
     batches = make_batches(vocab, batch, seq, parts.step.batch_sharding, args.documents)
     ours = Ours(parts, batches)
     rivals = [ours]

@@ -1,8 +1,11 @@
 """Whether cuDNN's kernel for packed documents computes here what the reference does.
 
 It is bound by jax's private operations, depends on the versions of cuDNN and of the driver, and
-cannot be tried without a GPU. So a run that would use it compares it first, on the run's own
-shapes, with the block-wise kernel in float32; what is refused is multiplied block by block.
+cannot be tried without a GPU. So a run that would use it compares it first with the block-wise
+kernel in float32; what is refused is multiplied block by block.
+
+Compared are two rows of the run's length and heads (one, where a microbatch has one), under each
+window of the model, with documents of its own making.
 """
 
 from __future__ import annotations
@@ -35,7 +38,7 @@ class Shapes:
         seq_len: positions of a row.
         heads, kv_heads: of this device.
         head_dim: width of a head.
-        window: newest keys that a query sees, itself included; 0 = all.
+        windows: newest keys that a query sees, itself included, of each kind of layer; 0 = all.
         dtype: compute dtype.
     """
 
@@ -44,7 +47,7 @@ class Shapes:
     heads: int
     kv_heads: int
     head_dim: int
-    window: int
+    windows: tuple[int, ...]
     dtype: Any
 
 
@@ -53,7 +56,8 @@ class Admission:
     """What the comparison found.
 
     Attributes:
-        errors: output and gradients -> largest difference, relative to the reference's peak.
+        errors: output and gradients -> largest difference, relative to the reference's peak. {}
+            where the kernel failed, or other processes alone compared it.
         obstacle: why the kernel is not used; "" = it is.
     """
 
@@ -64,6 +68,8 @@ class Admission:
         """One line for the log."""
         if self.obstacle:
             return f"packed attention: {self.obstacle}; block by block instead"
+        if not self.errors:
+            return "packed attention: cuDNN's kernel, which other processes compared"
         worst = max(self.errors, key=lambda name: self.errors[name])
         return (
             f"packed attention: cuDNN's kernel differs from the float32 reference by at most "
@@ -73,30 +79,39 @@ class Admission:
 
 def compare_packed(shapes: Shapes, device: jax.Device) -> Admission:
     """Run cuDNN's packed kernel and the reference on this device, forward and backward."""
-    segments = sample_segments(min(shapes.rows, _ROWS), shapes.seq_len)
     try:
         with jax.default_device(device):
-            found = jax.device_get(_packed(shapes, segments))
-            expected = jax.device_get(_reference(shapes, segments))
+            compared = [_errors(shapes, window) for window in shapes.windows]
     # Whatever it is that cuDNN, the compiler or jax cannot do here.
     except Exception as error:
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         return Admission(errors={}, obstacle=f"cuDNN's kernel failed ({reason[:200]})")
-    errors = {
-        name: float(np.max(np.abs(np.asarray(a, np.float32) - b)) / np.max(np.abs(b)))
-        for name, a, b in zip(_NAMES, found, expected, strict=True)
-    }
+    worst = np.max(compared, axis=0)  # NaN where any is
+    errors = {name: float(e) for name, e in zip(_NAMES, worst, strict=True)}
     wrong = [f"{name} by {e:.2g}" for name, e in errors.items() if not e <= TOLERANCE]
     obstacle = f"cuDNN's kernel differs from the float32 reference: {', '.join(wrong)} of its peak"
     return Admission(errors=errors, obstacle=obstacle if wrong else "")
 
 
+def _errors(shapes: Shapes, window: int) -> list[float]:
+    """Largest differences in the order of `_NAMES`, relative to the reference's peak."""
+    segments = sample_segments(min(shapes.rows, _ROWS), shapes.seq_len)
+    found = jax.device_get(_packed(shapes, segments, window))
+    expected = jax.device_get(_reference(shapes, segments, window))
+    return [
+        float(np.max(np.abs(np.asarray(a, np.float32) - b)) / np.max(np.abs(b)))
+        for a, b in zip(found, expected, strict=True)
+    ]
+
+
 def sample_segments(rows: int, seq_len: int) -> np.ndarray:
     """Documents int32 [rows, seq_len]: short ones for more than one call, a long one, padding.
 
-    Row 1 holds one document and no padding.
+    Row 1 holds one document and no padding, and so does row 0 where it is too short for more.
     """
     segments = np.ones((rows, seq_len), np.int32)
+    if seq_len < 4:
+        return segments
     rng = np.random.default_rng(0)
     ends = rng.choice(np.arange(1, seq_len // 2), min(seq_len // 2 - 1, 12), replace=False)
     segments[0] += np.isin(np.arange(seq_len), [*ends, ends[0] + 1]).cumsum(dtype=np.int32)
@@ -115,9 +130,9 @@ def _inputs(shapes: Shapes, segments: np.ndarray) -> list[Array]:
     ]
 
 
-def _packed(shapes: Shapes, segments: np.ndarray) -> Any:
+def _packed(shapes: Shapes, segments: np.ndarray, window: int) -> Any:
     """Output and gradients, in the compute dtype, of cuDNN's kernel."""
-    rule = Rule(True, shapes.window)
+    rule = Rule(True, window)
 
     def attend(query: Array, key: Array, value: Array) -> Array:
         return cudnn.attend_packed(query, key, value, jnp.asarray(segments), rule)
@@ -125,9 +140,9 @@ def _packed(shapes: Shapes, segments: np.ndarray) -> Any:
     return _pulled(attend, _inputs(shapes, segments))
 
 
-def _reference(shapes: Shapes, segments: np.ndarray) -> Any:
+def _reference(shapes: Shapes, segments: np.ndarray, window: int) -> Any:
     """The same in float32, of the same rounded inputs."""
-    rule = Rule(True, shapes.window)
+    rule = Rule(True, window)
     span = Span(jnp.arange(segments.shape[1], dtype=jnp.int32)[None], jnp.asarray(segments))
 
     def attend(query: Array, key: Array, value: Array) -> Array:

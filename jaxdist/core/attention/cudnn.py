@@ -22,13 +22,17 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax._src.cudnn import fused_attention_stablehlo as operations
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxdist.core import collectives
 from jaxdist.core.attention.blockwise import Rule, declare_alike
 from jaxdist.core.settings import ConfigError
 from jaxdist.core.types import Array
+
+try:
+    from jax._src.cudnn import fused_attention_stablehlo as operations
+except (ImportError, AttributeError):  # jax may move what is private
+    operations = None  # type: ignore[assignment]
 
 DOCUMENTS = 4
 """Documents of a row that one call takes. cuDNN is taken to give each the scratch of a whole row:
@@ -110,12 +114,16 @@ def attend_packed(query: Array, key: Array, value: Array, segments: Array, rule:
     Raises:
         ConfigError: the batch has more elements than cuDNN can count.
     """
-    if query.size >= 2**31:
-        raise ConfigError(
-            f"cuDNN counts the elements of packed queries in 32 bits, these are {query.shape}. "
-            "Use model.attention='xla', or fewer rows of a microbatch."
-        )
+    if obstacle := too_large(query.shape):
+        raise ConfigError(f"{obstacle}. Use model.attention='xla', or smaller microbatches.")
     return _attend_packed(*declare_alike(query, key, value, segments), rule)
+
+
+def too_large(shape: tuple[int, ...]) -> str:
+    """Why cuDNN cannot count the elements of packed queries of this shape; "" where it can."""
+    if math.prod(shape) < 2**31:
+        return ""
+    return f"cuDNN counts the elements of packed queries in 32 bits, these are {shape}"
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -268,6 +276,8 @@ _KNOWN = {
 
 def missing() -> str:
     """Why jax's operations cannot be bound from here; "" where they can."""
+    if operations is None:
+        return f"jax {jax.__version__} keeps cuDNN's operations elsewhere"
     names = ("_dot_product_attention_fwd", "_dot_product_attention_bwd")
     for name in names:
         lowering = getattr(operations, f"{name}_cuda_lowering", None)

@@ -75,7 +75,7 @@ def make_attend(
             num_keys=key.shape[1],
             packed=mask.segments is not None,
             cached=mask.query_positions is not None,
-            packed_obstacle=packed_obstacle,
+            packed_obstacle=packed_obstacle or cudnn.too_large(query.shape),
             dropout=0.0 if dropout is None else dropout.rate,
             softcap=softcap,
         )

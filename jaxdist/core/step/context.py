@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxdist.core import attention, losses
+from jaxdist.core.attention.admission import Admission
 from jaxdist.core.attention.context import Plan, plan_exchange
 from jaxdist.core.axis import divisors_of
 from jaxdist.core.parallel import fsdp
@@ -35,12 +36,13 @@ def make_context(
     config: TrainConfig,
     precision: PrecisionConfig,
     stages: PipelineConfig | None = None,
-    packed_obstacle: str = "",
+    packed_kernel: Admission | None = None,
 ) -> Context:
     """What the model is told inside the step on this layout.
 
     The first device of the mesh says the platform; `stages` is None without a pipeline;
-    `packed_obstacle` says why cuDNN may not multiply packed documents, "" = it may.
+    `packed_kernel` is what comparing cuDNN's kernel for packed documents found. Without a
+    comparison, it is not used on devices that are here.
     """
     device = layout.mesh.devices.flat[0]
     platform = "gpu" if device.platform in ("gpu", "cuda") else device.platform
@@ -68,8 +70,7 @@ def make_context(
     capability = str(getattr(device, "compute_capability", ""))
     hooks = _hooks(layout)
     head_shard = {key: hooks[key] for key in ("tensor_index",) if key in hooks}
-    if layout.auto_tensor and TENSOR in layout.used:
-        packed_obstacle = "XLA splits this model's heads, and cannot split cuDNN's packed kernel"
+    packed_obstacle = obstacle_of(layout, packed_kernel)
     attend = attention.make_attend(
         platform=platform,
         compute_capability=capability,
@@ -88,6 +89,26 @@ def make_context(
         gather=make_gather(layout, model, dtype, precision),
         **{"attend": attend, **hooks},
     )
+
+
+def obstacle_of(layout: Layout, found: Admission | None) -> str:
+    """Why this layout's packed documents may not be multiplied by cuDNN's kernel; "" = they may.
+
+    `found` is what the comparison found, None without one.
+    """
+    if layout.auto_tensor and TENSOR in layout.used:
+        return "XLA splits this model's heads, and cannot split cuDNN's packed kernel"
+    if found is not None:
+        return found.obstacle
+    if is_described(layout):
+        return ""
+    return "cuDNN's packed kernel was not compared with the reference here"
+
+
+def is_described(layout: Layout) -> bool:
+    """Whether the devices are a description, and none of them is this job's."""
+    here = jax.devices()
+    return not any(device in here for device in layout.mesh.devices.flat)
 
 
 def exchange_of(model: Model, layout: Layout, per_node: int = 0) -> Plan | None:

@@ -55,15 +55,21 @@ def hide(axes: Params, grads: Params) -> Params:
     return jax.tree.map(zero, axes, grads)
 
 
-def move(axes: Params, updated: Params, old: Params, grads: Params) -> Params:
-    """Updated parameters with running averages moved from their `old` values towards the batch."""
+def move(
+    axes: Params, updated: Params, old: Params, grads: Params, frozen: Params | None = None
+) -> Params:
+    """Updated parameters with running averages moved from their `old` values towards the batch.
 
-    def leaf(dims: Any, new: Array, before: Array, shown: Array) -> Array:
+    `frozen` marks the leaves that stay; None = none does.
+    """
+
+    def leaf(dims: Any, new: Array, before: Array, shown: Array, stays: bool) -> Array:
         if not isinstance(dims, RunningDims):
             return new
-        return before + MOMENTUM * (shown - before)
+        return before if stays else before + MOMENTUM * (shown - before)
 
-    return jax.tree.map(leaf, axes, updated, old, grads)
+    frozen = frozen or jax.tree.map(lambda _: False, axes)
+    return jax.tree.map(leaf, axes, updated, old, grads, frozen)
 
 
 def has_averages(axes: Params) -> bool:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec as P
 
+from jaxdist.core.attention.admission import Admission
 from jaxdist.core.parallel.pipeline.config import PipelineConfig
 from jaxdist.core.precision import PrecisionConfig, update_loss_scale
 from jaxdist.core.sharding import Layout
@@ -57,18 +58,17 @@ def make_step(
     loss_scale: dict[str, Array] | None = None,
     pipeline_config: PipelineConfig | None = None,
     frozen: Params | None = None,
-    packed_obstacle: str = "",
+    packed_kernel: Admission | None = None,
 ) -> Step:
     """Build the step of one model on one layout; compiles nothing yet.
 
     `optimizer` gives the update direction without the learning rate; `schedule` maps a step, int32
     [], to the rate, float32 []. 0 as `max_grad_norm` clips nothing, 0 as `ema_decay` keeps no
     average of the parameters. Of `loss_scale` only the structure is read. `frozen` marks the
-    leaves that the optimizer leaves alone. `packed_obstacle` says why cuDNN may not multiply packed
-    documents, "" = it may.
+    leaves that the optimizer leaves alone. `packed_kernel` is as of `make_context`.
     """
     stages = pipeline_config or PipelineConfig()
-    context = make_context(model, layout, config, precision, stages, packed_obstacle)
+    context = make_context(model, layout, config, precision, stages, packed_kernel)
     shardings = state_shardings(
         model,
         optimizer,
@@ -80,7 +80,7 @@ def make_step(
     gradients = make_value_and_grad(
         model, layout, config, context, precision=precision, stages=stages, frozen=frozen
     )
-    update = make_update(model, optimizer, layout, max_grad_norm)
+    update = make_update(model, optimizer, layout, max_grad_norm, frozen)
     on_device = opt_shardings(model, optimizer, layout)
 
     def train(state: TrainState, batch: Batch, limit: Array) -> tuple[TrainState, Metrics]:
@@ -136,8 +136,11 @@ def make_update(
     optimizer: optax.GradientTransformation,
     layout: Layout,
     max_grad_norm: float,
+    frozen: Params | None = None,
 ) -> Callable[..., tuple[Params, Any]]:
     """(state, grads, norm, learning rate) -> (params, opt_state), laid out as they came.
+
+    Running averages that `frozen` marks stay as they are; other leaves are the optimizer's.
 
     Partitioned automatically: moments, gradients and the slice of the parameters they update share
     one layout, so an elementwise optimizer moves nothing but, under ZeRO, the new parameters.
@@ -161,7 +164,7 @@ def make_update(
         )
         params = layout.constrain(layout.constrain(params, moment_specs), param_specs)
         if averages:
-            params = statistics.move(model.axes, params, state.params, shown)
+            params = statistics.move(model.axes, params, state.params, shown, frozen)
         return params, opt_state
 
     return update

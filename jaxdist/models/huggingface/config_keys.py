@@ -109,11 +109,13 @@ pass depends on it. `reorder_and_upcast_attn` and `pretraining_tp` change its ro
 
 
 _HARMLESS_THERE = {
+    ("phi3", "auto_map"),
     ("phi3", "original_max_position_embeddings"),
     ("gemma2", "hidden_act"),
     ("gemma3_text", "hidden_act"),
 }
-"""The same for one family: Phi-3 reads it for `longrope` alone, Gemma `hidden_activation`."""
+"""The same for one family. Phi-3's `auto_map` names code that became transformers' own, and it
+reads the original length for `longrope` alone. Gemma reads `hidden_activation`."""
 
 
 def key_problems(theirs: Any, family: str) -> list[str]:
@@ -182,6 +184,14 @@ def full_every(theirs: Mapping[str, Any], family: str) -> int:
 
 
 def _rope_problems(theirs: Mapping[str, Any]) -> list[str]:
+    given = theirs.get("rope_parameters") or {}
+    found = [
+        f"rope_parameters {name}={_short(given[name])} is not an object."
+        for name in ("full_attention", "sliding_attention")
+        if given.get(name) is not None and not isinstance(given[name], dict)
+    ]
+    if found:
+        return found
     found = _problems_of_rope(rope_of(theirs))
     if theirs.get("model_type") == "gemma3_text":
         local = local_rope_of(theirs)
@@ -204,7 +214,7 @@ def _problems_of_rope(rope: Mapping[str, Any]) -> list[str]:
             f"rope_type={_short(kind)} is not supported: its angles change "
             "once a text passes original_max_position_embeddings. Use the variant of that length."
         ]
-    if kind != "default" and kind not in ROPE_SCALING:
+    if kind != "default" and not (isinstance(kind, str) and kind in ROPE_SCALING):
         known = ", ".join(ROPE_SCALING)
         return [f"rope_type={_short(kind)}: only default, {known} are supported."]
     keys = ROPE_SCALING.get(kind, {})

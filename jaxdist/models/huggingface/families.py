@@ -124,10 +124,11 @@ def family_of(config: DecoderConfig) -> str:
     plain = not any(getattr(config, name) for name in _GEMMA_SETTINGS)
     rotary = plain and parts == ("rotary", "rms", "swiglu")
     norms = (config.norm_placement, config.qk_norm)
+    usual_width = config.head_width * config.num_heads == config.d_model
     if rotary and not config.sliding_window:
         if norms == ("pre", "head") and not biases:
             return "qwen3"
-        if norms == ("post", "all") and not (biases or config.head_dim):
+        if norms == ("post", "all") and usual_width and not biases:
             return "olmo2"
         if norms == ("pre", "none") and biases == {"qkv"}:
             return "qwen2"
@@ -137,7 +138,7 @@ def family_of(config: DecoderConfig) -> str:
     if rotary and config.sliding_window and norms == ("pre", "none") and not biases:
         return "mistral"
     learned = plain and parts == ("learned", "layer", "gelu")
-    square = config.kv_heads == config.num_heads and not config.head_dim
+    square = config.kv_heads == config.num_heads and usual_width
     square = square and norms == ("pre", "none")
     if learned and biases == {"qkv", "out", "mlp"} and square and not config.sliding_window:
         return "gpt2"

@@ -50,7 +50,7 @@ def kept_per_layer(job: Job) -> float:
     widths, tokens, carry = Widths.of(job), job.tokens, job.stream_tokens
     names = {
         "qkv": tokens * (widths.queries + 2 * widths.keys),
-        "attention": tokens * widths.queries,
+        "attention": tokens * widths.queries * _attention_outputs(job),
         # The partial sums before they are reduced: whole rows, however tensor splits the stream.
         "attention_out": tokens * widths.stream,
         "mlp_hidden": tokens * widths.hidden,
@@ -160,12 +160,18 @@ def deferred_per_layer(job: Job) -> float:
 def _kept_without_recomputation(job: Job) -> int:
     """All that backward reads: norms in float32, inputs of products, the MLP's nonlinearity."""
     widths, tokens, stream = Widths.of(job), job.tokens, job.stream_tokens
-    products = 2 * widths.stream + 3 * widths.queries + 2 * widths.keys + 6 * widths.hidden
+    queries = (2 + _attention_outputs(job)) * widths.queries
+    products = 2 * widths.stream + queries + 2 * widths.keys + 6 * widths.hidden
     norms = sum(w.name.endswith("scale") and w.dims[-1] == "d_model" for w in job.layers)
     wide = 3 * norms * stream * widths.stream
     kept = job.compute_bytes * tokens * products + WIDE * wide
     # Probabilities, as scores and as multiplied.
     return kept + score_bytes(job) * (WIDE + job.compute_bytes) // WIDE
+
+
+def _attention_outputs(job: Job) -> int:
+    """How often attention's output is kept: of exchanged heads before and after the way back."""
+    return 1 if job.exchange is None or job.exchange.inner == 1 else 2
 
 
 def heads(job: Job) -> int:

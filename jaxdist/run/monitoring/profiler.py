@@ -99,10 +99,11 @@ class Profiler:
         try:
             jax.profiler.stop_trace()
             self._upload()
+            files = [name for name in self._path.files() if name.endswith(".trace.json.gz")]
         except Exception as failure:  # a full disk must not end the run
             logger.warning("the trace of steps %d to %d was not written: %s", first, last, failure)
+            self._delete_copy()
             return
-        files = [name for name in self._path.files() if name.endswith(".trace.json.gz")]
         trace: dict[str, Any] = {"first": first, "last": last, "path": str(self._path)}
         trace |= {"file": str(self._path / files[-1])} if files else {}
         self.traces.append(trace)
@@ -113,8 +114,7 @@ class Profiler:
             logger.warning("the trace in %s cannot be read: %s", self._path, failure)
             return
         finally:
-            if self._written != self._path:
-                self._written.delete_tree()
+            self._delete_copy()
         for one in devices:
             logger.info("%s", one)
         trace |= {"devices": [one.record() for one in devices]} if devices else {}
@@ -130,6 +130,7 @@ class Profiler:
             jax.profiler.start_trace(str(self._written))
         except Exception as failure:  # another profiler is running
             logger.warning("steps %d to %d are not traced: %s", first, last, failure)
+            self._delete_copy()
             return
         self._now, self._newest = (first, last), first
         logger.info("tracing steps %d to %d", first, last)
@@ -139,6 +140,12 @@ class Profiler:
         if self._written != self._path:
             for name in self._written.files():
                 (self._path / name).write((self._written / name).read())
+
+    def _delete_copy(self) -> None:
+        """Delete the local copy of a trace that belongs elsewhere."""
+        if self._written != self._path:
+            with contextlib.suppress(OSError):
+                self._written.delete_tree()
 
     def _annotate(self, step: int | None) -> None:
         """Mark in the trace that `step` starts here; None = the trace ends."""

@@ -134,11 +134,11 @@ class Watchdog:
             now = time.monotonic()
             if now - last > _READINGS_APART * self._beat_s:
                 self._since += now - last  # the whole process was stopped (Ctrl-Z, frozen host)
-            last = now
             self._beat_once()
             if self._abort_requested():
                 self._abort()
                 return
+            last = time.monotonic()  # an object store that is away may have kept us for minutes
             if now - self._since > self.limit_s():
                 self._check_progress()
                 last = time.monotonic()

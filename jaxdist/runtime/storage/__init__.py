@@ -16,8 +16,8 @@ was appended before the last few seconds, or before `flush_appended` |
 There is no rename. Several files become valid together when the file that names them is written
 last (`checkpoint.manifest`).
 
-`location` has the operations of a POSIX file system, `objects` those of S3 and Google Cloud
-Storage, `parts` what lets a file grow there.
+`location` has the operations of a POSIX file system, `objects` those of S3, `parts` what lets a
+file grow there.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Files on an object store, S3 or Google Cloud Storage, through `obstore`.
+"""Files on an object store that speaks S3, through `obstore`.
 
 There are no directories: one is there while anything lies below it. A file that grows (`appender`)
 is a folder of objects `part-…` (`parts`), which whoever reads it gets joined.
@@ -366,6 +366,7 @@ class ObjectLock(LockFile):
         self.is_exclusive = False
         self._location = location
         self._seen: Any = "create"  # or the tag of what was read or written last
+        self._unanswered: set[bytes] = set()  # contents whose write failed, and may come through
 
     def read(self) -> bytes:
         """The content; b"" where there is none."""
@@ -383,11 +384,18 @@ class ObjectLock(LockFile):
         Raises:
             Locked: another process has written since.
         """
-        try:
-            self._seen = _tag(self._location._put_if(data, self._seen))
-        except _conflicts():
-            if (found := self.read()) != data:  # else an earlier try of this request came through
-                raise Locked(found) from None
+        self._unanswered.add(data)
+        while True:
+            try:
+                self._seen = _tag(self._location._put_if(data, self._seen))
+                break
+            except _conflicts():
+                found = self.read()
+                if found == data:  # an earlier try of this request came through
+                    break
+                if found not in self._unanswered:  # else an earlier request did
+                    raise Locked(found) from None
+        self._unanswered.clear()
 
     def close(self) -> None:
         """Nothing: what was written last tells that the lock is given up."""

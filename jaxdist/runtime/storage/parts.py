@@ -11,6 +11,7 @@ from __future__ import annotations
 import abc
 import atexit
 import contextlib
+import logging
 import os
 import re
 import tempfile
@@ -21,6 +22,8 @@ from pathlib import Path
 
 from jaxdist.runtime.storage.location import Appender, Location
 
+logger = logging.getLogger("jaxdist")
+
 PART_BYTES = 1 << 20
 _FLUSH_S = 5.0
 _END_S = 60.0  # for what is left when the process ends
@@ -30,6 +33,9 @@ _growing: set[_Uploaded] = set()
 _spools: dict[str, _Spool] = {}
 _start = threading.Lock()
 _thread: threading.Thread | None = None
+_turns = threading.Condition()
+_asked = _done = 0  # turns of the thread that were asked for, and those that are over
+_failed: list[Exception] = []  # what no upload should raise; the first one is logged
 
 
 def part_of(path: str) -> tuple[str, bool]:
@@ -40,11 +46,15 @@ def part_of(path: str) -> tuple[str, bool]:
 
 def flush_appended(timeout_s: float = _END_S) -> None:
     """Write what was appended to all files by now; what the store refuses is tried again later."""
-    if not _growing:
+    global _asked
+    if not _growing or _thread is None or not _thread.is_alive():  # it is not in a forked child
         return
-    thread = threading.Thread(target=_upload_all, daemon=True)
-    thread.start()
-    thread.join(timeout_s)  # a store that hangs must not keep a process from its end
+    with _turns:  # the thread does it: at the end of the process no other one can be started
+        _asked += 1
+        turn = _asked
+        _turns.notify_all()
+        # A store that hangs must not keep a process from its end.
+        _turns.wait_for(lambda: _done >= turn, timeout_s)
 
 
 def spool(location: Location, next_part: Callable[[], int]) -> int:
@@ -169,14 +179,16 @@ class Mirror(_Uploaded):
 
     def __init__(self, file: Path, location: Location) -> None:
         self._file, self._location, self._size = file, location, -1
+        self._requests = threading.Lock()
         self._begin()
 
     def upload(self) -> None:
         """Copy the file if it has grown."""
-        data = self._file.read_bytes()
-        if len(data) != self._size:
-            self._location.write(data)
-            self._size = len(data)
+        with self._requests:  # an older content must not come after a newer one
+            data = self._file.read_bytes()
+            if len(data) != self._size:
+                self._location.write(data)
+                self._size = len(data)
 
     def close(self) -> None:
         """Copy what is left."""
@@ -186,11 +198,27 @@ class Mirror(_Uploaded):
 
 def _upload_all() -> None:
     for one in list(_growing):
-        with contextlib.suppress(OSError):
+        try:
             one.upload()
+        except OSError:  # who appends next is told
+            pass
+        except Exception as failure:  # the thread serves the other files too
+            if not _failed:
+                logger.exception("a file that grows was not uploaded; it is tried again")
+            _failed.append(failure)
+
+
+def _next_turn() -> int:
+    with _turns:
+        _turns.wait_for(lambda: _asked > _done, _FLUSH_S)
+        return _asked
 
 
 def _keep_uploading() -> None:
+    global _done
     while True:
-        threading.Event().wait(_FLUSH_S)
+        turn = _next_turn()
         _upload_all()
+        with _turns:
+            _done = turn
+            _turns.notify_all()

@@ -45,7 +45,9 @@ def run(config: Config) -> int:
     destination = new_directory(config.dst)
     stored = StoredArrays(checkpoint)
     settings, shard_shapes = _target(config, spec, stored)
-    items = pytree.ITEMS if config.items == "all" else ("params",)
+    items = (
+        {name.partition("/")[0] for name in shard_shapes} if config.items == "all" else {"params"}
+    )
 
     def dtype_for(name: str) -> str:
         is_weight = name.startswith("params/") and config.dtype != "stored"
@@ -78,13 +80,24 @@ def run(config: Config) -> int:
 def _target(
     config: Config, spec: MeshSpec, stored: StoredArrays
 ) -> tuple[str, dict[str, tuple[int, ...]]]:
-    """The run's settings (TOML) with the new mesh; array -> shape that one device of it holds."""
+    """The run's settings (TOML) with the new mesh; array -> shape that one device of it holds.
+
+    An average of the weights that the settings or the checkpoint lack is left out, as a restore
+    does.
+    """
     from jaxdist.run.trained_run import open_run
 
     settings, run = settings_of(config.src), manifest.named_step(config.src)[0].parent
     parts = open_run(str(run), mesh=config.mesh, simulate=spec.num_devices).parts
     leaves = pytree.leaves_of(parts.abstract_state())
-    problems = pytree.mismatches(leaves, stored.entries)
+    of_average = lambda name: pytree.under(name, ["ema_params"])
+    if (
+        len({any(map(of_average, names)) for names in ([x.name for x in leaves], stored.entries)})
+        > 1
+    ):
+        print("the EMA of the weights is left out: only one of checkpoint and config.toml has it")
+        leaves = [leaf for leaf in leaves if not of_average(leaf.name)]
+    problems = pytree.mismatches(leaves, stored.entries, ignore=["ema_params"])
     if problems:
         raise ConfigError(
             [f"{stored.checkpoint} does not fit {run}/config.toml: {p}" for p in problems]

@@ -36,16 +36,38 @@ def capacity(most: int, simulate: int = 0, *, had_gpus: bool = False) -> Capacit
     return Capacity(max_processes=min(most, gpus), devices=gpus, gpus=True)
 
 
-def count_oom_kills() -> int:
-    """Processes that the kernel has killed on this host for want of memory; 0 where it is unknown.
+@dataclasses.dataclass(frozen=True)
+class OomKills:
+    """Processes that the kernel has killed for want of memory since something was started.
 
-    In a container that is the whole host's count, so it may have been another job's process.
+    Attributes:
+        own: whether they are this cgroup's (container, SLURM step); else all of the host.
+    """
+
+    count: int = 0
+    own: bool = False
+
+
+def count_oom_kills() -> OomKills:
+    """What the kernel has counted of this process's cgroup (version 2), else of this host.
+
+    Of the host it may have been another job's process. 0 where nothing is counted.
     """
     try:
-        found = re.search(r"^oom_kill (\d+)$", locate("/proc/vmstat").text(), re.MULTILINE)
+        group = re.search(r"^0::/(.*)$", locate("/proc/self/cgroup").text(), re.MULTILINE)
     except OSError:
-        return 0
-    return int(found[1]) if found else 0
+        group = None
+    # A container sees its own group as the root, or its path on the host, which is not there.
+    names = (group[1], "") if group else ()
+    own = [os.path.join("/sys/fs/cgroup", name, "memory.events") for name in names]
+    for path in (*own, "/proc/vmstat"):
+        try:
+            found = re.search(r"^oom_kill (\d+)$", locate(path).text(), re.MULTILINE)
+        except OSError:
+            continue
+        if found:
+            return OomKills(int(found[1]), path in own)
+    return OomKills()
 
 
 def count_gpus() -> int:

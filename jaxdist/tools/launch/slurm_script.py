@@ -204,7 +204,7 @@ def batch_script(
         # Of the task alone: a job's number means all tasks of its array where it has the array's.
         job="${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID" if tasks else "$SLURM_JOB_ID",
         options=_options(config, nodes, len(tasks)),
-        command=_command(config, nodes, ['"${arguments[@]}"'] if tasks else []),
+        command=_command(config, nodes, tasks),
     )
 
 
@@ -229,8 +229,8 @@ def _options(config: SlurmConfig, nodes: Nodes, num_tasks: int) -> dict[str, obj
     }
 
 
-def _command(config: SlurmConfig, nodes: Nodes, more: Sequence[str]) -> str:
-    """The srun line and the program with `more` words, a flag and its value on one line."""
+def _command(config: SlurmConfig, nodes: Nodes, tasks: Sequence[ArrayTask]) -> str:
+    """The srun line and the program with its words, a flag and its value on one line."""
     program = config.program or f"{shlex.quote(config.interpreter)} -m jaxdist.train"
     container = shlex.quote(config.container)
     srun = "srun --kill-on-bad-exit=1 --wait=60"
@@ -238,20 +238,23 @@ def _command(config: SlurmConfig, nodes: Nodes, more: Sequence[str]) -> str:
         number = "nodes" if nodes.legal else "SLURM_JOB_NUM_NODES"
         srun += f' --nodes="${number}" --ntasks-per-node={config.tasks_per_node}'
     if config.container.endswith(".sif"):
-        binds = "".join(f" --bind {shlex.quote(path)}" for path in _mounts(config))
+        binds = "".join(f" --bind {shlex.quote(path)}" for path in _mounts(config, tasks))
         program = f"apptainer exec --nv{binds} {container} {program}"
     elif config.container:
-        pairs = [path if ":" in path else f"{path}:{path}" for path in _mounts(config)]
+        pairs = [path if ":" in path else f"{path}:{path}" for path in _mounts(config, tasks)]
         mounts = "".join("," + shlex.quote(pair) for pair in pairs)
         srun += f' --container-image={container} --container-mounts="$PWD:$PWD"{mounts}'
         srun += ' --container-workdir="$PWD"'
-    lines = [program, '--run-dir="$run_dir"', *_flags(config.arguments), *more]
+    words = ['"${arguments[@]}"'] if tasks else _flags(config.arguments)
+    lines = [program, '--run-dir="$run_dir"', *words]
     return srun + " \\\n    " + " \\\n        ".join(lines)
 
 
-def _mounts(config: SlurmConfig) -> list[str]:
+def _mounts(config: SlurmConfig, tasks: Sequence[ArrayTask]) -> list[str]:
     """Paths besides the working directory that a container must see."""
-    return [*config.mount, *([config.run_dir] if config.run_dir.startswith("/") else [])]
+    # One command serves all tasks of an array: it mounts the folders that their runs lie in.
+    folders = [config.run_dir, *(os.path.dirname(task.run_dir) for task in tasks)]
+    return [*config.mount, *dict.fromkeys(path for path in folders if path.startswith("/"))]
 
 
 def _flags(args: Sequence[str]) -> list[str]:

@@ -16,10 +16,13 @@ from typing import IO, Any
 from jaxdist import runtime
 from jaxdist.runtime.storage import locate
 from jaxdist.tools.launch.console import say
-from jaxdist.tools.launch.resources import count_oom_kills
+from jaxdist.tools.launch.resources import OomKills, count_oom_kills
 
 _SERVICE_MARK = "JAX distributed service detected fatal"
 _SERVICE_LINES = 6  # of its message, before the stacks of all threads
+
+_OOM_WINDOW_S = 60.0
+"""A process that the kernel kills may take many seconds to free its memory and end."""
 
 _LIBC = ctypes.CDLL(None, use_errno=True)  # loaded before any fork
 _PR_SET_PDEATHSIG = 1
@@ -43,7 +46,9 @@ class Worker:
         self.log_file = log_file
         self.ended_at = 0.0
         self.killed = False
-        self._oom_kills = count_oom_kills()
+        # Counts of one or two windows ago and of the last: a kill of long ago explains nothing.
+        self._oom_kills = self._oom_kills_next = count_oom_kills()
+        self._oom_counted_at = time.monotonic()
         self.quiet = False
         self.service_lines: list[str] = []
         self.last_lines: deque[str] = deque(maxlen=40)
@@ -71,9 +76,12 @@ class Worker:
 
     def poll(self) -> int | None:
         """Exit code once it has ended."""
-        code = self.process.poll()
+        code, now = self.process.poll(), time.monotonic()
         if code is not None and not self.ended_at:
-            self.ended_at = time.monotonic()
+            self.ended_at = now
+        if code is None and now - self._oom_counted_at > _OOM_WINDOW_S:
+            self._oom_kills, self._oom_kills_next = self._oom_kills_next, count_oom_kills()
+            self._oom_counted_at = now
         return code
 
     def signal(self, number: int) -> None:
@@ -119,15 +127,25 @@ class Worker:
             hint = f": lost {self._lost_peers()}; it died, its host did, or the network is cut"
         return f"killed by {signal.Signals(-code).name}{hint}"
 
-    def is_out_of_memory(self) -> bool:
-        """Whether it was killed, and the kernel's memory killer struck on this host meanwhile."""
+    def may_be_out_of_memory(self) -> bool:
+        """Whether it was killed, and the kernel ended a process for want of memory by then."""
         killed = (-signal.SIGKILL, 128 + signal.SIGKILL)
-        return self.process.returncode in killed and count_oom_kills() > self._oom_kills
+        return self.process.returncode in killed and self._new_oom_kills().count > 0
 
     def _who_killed(self) -> str:
-        if self.is_out_of_memory():
-            return ": the kernel ended it, as the host's memory ran out"
-        return " (out of memory? see dmesg)"
+        found = self._new_oom_kills()
+        if not found.count:
+            return " (out of memory? see dmesg)"
+        if found.own:
+            return ": the kernel ended it, as the job's memory on this host ran out"
+        return (
+            ": perhaps the kernel ended it, as the host's memory ran out. It ended a process of "
+            "this host then (see dmesg)"
+        )
+
+    def _new_oom_kills(self) -> OomKills:
+        now = count_oom_kills()
+        return OomKills(now.count - self._oom_kills.count, now.own)
 
     def _lost_peers(self) -> str:
         """Whom jax's service missed when it ended this process, with the hosts they ran on."""

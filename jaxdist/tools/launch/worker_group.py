@@ -213,17 +213,13 @@ class WorkerGroup:
             first_process=first.process_id,
             cause=first.cause(),
             details=record["error"] if record else last_lines,
-            advice=record["advice"] if record else _MEMORY_ADVICE * first.is_out_of_memory(),
+            advice=record["advice"]
+            if record
+            else runtime.HOST_MEMORY_ADVICE * first.may_be_out_of_memory(),
             log_file=str(first.log_file),
             seconds=first.ended_at - self.started,
             already_printed=code == runtime.EXIT_CONFIG and len(self.workers) == 1,
         )
-
-
-_MEMORY_ADVICE = (
-    "give the job more host memory (SLURM: --mem), or use less: fewer data workers "
-    "(data.num_workers), a shorter data.prefetch, fewer processes on the host"
-)
 
 
 def _is_failure(code: int | None) -> bool:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 
 from jaxdist.core.settings import ConfigError, read_settings
+from jaxdist.runtime.storage import file_system_problem
 from jaxdist.tools.launch.slurm_script import ArrayTask, Nodes, SlurmConfig
 from jaxdist.tools.sweep.grid import COMMAND, Trial
 
@@ -31,6 +32,9 @@ def read_slurm(flags: Sequence[str], trials: Sequence[Trial]) -> SlurmConfig:
         for name, flag in zip(names, flags, strict=True)
         if name in _OF_THE_SWEEP
     ]
+    where = str(trials[0].path.parent)
+    if problem := file_system_problem(where, "a job of SLURM keeps its state"):
+        problems.append(f"--run-dir {problem}")
     if problems:
         raise ConfigError(problems, asked=COMMAND)
     folder = re.sub(r"[^\w.-]+", "-", str(trials[0].path).split("/")[-2])
