@@ -119,9 +119,8 @@ def test_what_the_store_refuses_is_kept_and_written_once(folder, monkeypatch):
 
 
 def test_records_that_the_store_refuses_are_told_once_and_none_is_missing(
-    folder, monkeypatch, caplog
+    folder, monkeypatch, propagating, caplog
 ):
-    monkeypatch.setattr(logging.getLogger("jaxdist"), "propagate", True)
     caplog.set_level(logging.INFO, logger="jaxdist")
     writer = RecordWriter(folder / "metrics.jsonl")
     with monkeypatch.context() as away:
@@ -140,8 +139,7 @@ def test_records_that_the_store_refuses_are_told_once_and_none_is_missing(
     assert [record["step"] for record in read_records(folder / "metrics.jsonl")] == [1, 2, 3, 4]
 
 
-def test_an_upload_that_raises_ends_no_other(folder, monkeypatch, caplog):
-    monkeypatch.setattr(logging.getLogger("jaxdist"), "propagate", True)
+def test_an_upload_that_raises_ends_no_other(folder, monkeypatch, propagating, caplog):
     monkeypatch.setattr(parts, "_failed", [])
 
     class Broken(parts._Uploaded):
