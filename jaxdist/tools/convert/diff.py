@@ -99,6 +99,7 @@ def _difference(a: StoredArrays, b: StoredArrays, name: str) -> dict[str, Any]:
         "at": where,
         "mean_abs": total / size,
         "num_differing": count,
+        "num_elements": size,
         "differing_share": count / size,
         "dtypes": [entry["dtype"], b.entries[name]["dtype"]],
     }
@@ -119,7 +120,8 @@ def _show(a: StoredArrays, b: StoredArrays, result: dict[str, Any], limit: int) 
         )
         print(
             f"differs: {name}: at most {d['max_abs']:.6g} at {d['at']}, mean {d['mean_abs']:.6g}, "
-            f"{d['num_differing']:,} elements ({percent(d['differing_share'])}){dtypes}"
+            f"{d['num_differing']:,} of {d['num_elements']:,} elements "
+            f"({percent(d['differing_share'])}){dtypes}"
         )
     if len(ranked) > len(shown):
         print(f"… and {len(ranked) - len(shown)} more (--limit=0 shows all)")
