@@ -173,7 +173,9 @@ def test_no_modules_import_each_other():
 def test_planted_back_edges_are_seen():
     assert violations("core.mesh", "from jaxdist.core.step import make_step")
     assert violations("models.decoder", "import jaxdist.core.parallel.tensor")
-    assert violations("core.step.context", "def f():\n    from jaxdist.checkpoint import lock")
+    assert violations(
+        "core.step.model_context", "def f():\n    from jaxdist.checkpoint import lock"
+    )
     assert violations("train", "from jaxdist import evaluate")
 
 

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeAlias
 
-from jaxdist.core.attention.context import plan_exchange
+from jaxdist.core.attention.context_parallel import plan_exchange
 from jaxdist.core.axis import Workload, allowed_sizes
 from jaxdist.core.mesh import MeshSpec, factorisations, nearest
 from jaxdist.core.parallel import axes

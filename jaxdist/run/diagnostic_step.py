@@ -75,7 +75,7 @@ def make_diagnostic_step(parts: Parts) -> Callable[[TrainState, Batch], Digests]
 
 
 def _context(model: Model, parts: Parts) -> Context:
-    from jaxdist.core.step.context import make_context
+    from jaxdist.core.step.model_context import make_context
 
     config = parts.config
     return make_context(

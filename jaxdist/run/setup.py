@@ -268,7 +268,7 @@ def assemble(
     if problems := optim.frozen_problems(config.optim, model.axes):
         raise ConfigError(problems)
     optimizer = optim.make_optimizer(config.optim, model.axes)
-    schedule = optim.make_schedule(
+    schedule = optim.make_lr_schedule(
         config.optim,
         total_steps=config.train.steps,
         global_batch_size=config.train.global_batch_size,

@@ -20,8 +20,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxdist.core.attention import blockwise, cudnn
-from jaxdist.core.attention.context import Plan
-from jaxdist.core.attention.context import make_attend as make_attend_to_shared
+from jaxdist.core.attention.context_parallel import ExchangePlan, make_attend_to_shared
 from jaxdist.core.settings import ConfigError
 from jaxdist.core.softcap import soft_cap
 from jaxdist.core.types import Array, AttentionDropout, AttentionMask
@@ -38,7 +37,7 @@ def make_attend(
     platform: str,
     compute_capability: str = "",
     tensor_index: Callable[[], Any] = lambda: 0,
-    exchange: Plan | None = None,
+    exchange: ExchangePlan | None = None,
     packed_obstacle: str = "",
 ) -> Callable[..., Array]:
     """The `attend` of a `Context`: softmax(query · key / √head_dim, masked) · value, in float32.

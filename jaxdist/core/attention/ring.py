@@ -34,7 +34,7 @@ class Ring(NamedTuple):
 
     Attributes:
         inner: devices of a group.
-        paired: see `Plan`.
+        paired: see `ExchangePlan`.
     """
 
     inner: int

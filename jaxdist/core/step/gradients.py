@@ -56,7 +56,7 @@ def make_value_and_grad(
     num_stages = layout.size(PIPELINE)
     if num_stages > 1:
         remat = resolve_remat(config, context.platform)
-        value_and_grad = pipeline_train.make_value_and_grad(
+        value_and_grad = pipeline_train.make_pipeline_value_and_grad(
             model,
             layout,
             lambda rows: stages.make_schedule(
@@ -149,7 +149,7 @@ def make_evaluate(
     stages = stages or PipelineConfig()
     num_stages = layout.size(PIPELINE)
     if num_stages > 1:
-        evaluate = pipeline_evaluate.make_evaluate(
+        evaluate = pipeline_evaluate.make_pipeline_evaluate(
             model,
             layout,
             lambda rows: stages.make_evaluation_schedule(num_stages=num_stages, rows=rows),

@@ -18,8 +18,8 @@ from jaxdist.core.sharding import Layout
 from jaxdist.core.state import TrainState, opt_shardings, state_shardings
 from jaxdist.core.step import statistics
 from jaxdist.core.step.config import REPLICA_NORMS, TrainConfig
-from jaxdist.core.step.context import make_context
 from jaxdist.core.step.gradients import divisor, make_evaluate, make_value_and_grad
+from jaxdist.core.step.model_context import make_context
 from jaxdist.core.types import Array, Batch, Context, Model, Params, Sums, objective
 
 Metrics = dict[str, Array]

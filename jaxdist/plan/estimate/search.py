@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from typing import Any, get_args
 
 from jaxdist.config import RunConfig
-from jaxdist.core.attention.context import Exchange
+from jaxdist.core.attention.context_parallel import Exchange
 from jaxdist.core.mesh import MeshSpec, factorisations
 from jaxdist.core.parallel.context import CONTEXT
 from jaxdist.core.parallel.pipeline.axis import PIPELINE

@@ -1,9 +1,9 @@
 """Training by a pipeline: stages of layers on their own devices, microbatches flowing between them.
 
-`make_value_and_grad` runs any schedule of `schedules.py` inside the fully manual step, as one
-program that all stages share (`executor.py`). The embedding runs on the first stage only and the
-loss head on the last. A stage keeps the input of a virtual stage until its backward, which repeats
-the forward from it and then goes back layer by layer (by the remat policy of the run).
+`make_pipeline_value_and_grad` runs any schedule of `schedules.py` inside the fully manual step, as
+one program that all stages share (`executor.py`). The embedding runs on the first stage only and
+the loss head on the last. A stage keeps the input of a virtual stage until its backward, which
+repeats the forward from it and then goes back layer by layer (by the remat policy of the run).
 
 What moves, per device and step, B being the bytes of one microbatch's activations:
     ring permutes   B for each exchange of the schedule (`simulation.Report`), each way
@@ -52,7 +52,7 @@ from jaxdist.core.types import (
 )
 
 
-def make_value_and_grad(
+def make_pipeline_value_and_grad(
     model: Model,
     layout: Layout,
     make_schedule: Callable[[int], Schedule],

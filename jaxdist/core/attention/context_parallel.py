@@ -41,7 +41,7 @@ from jaxdist.core.types import Array, AttentionDropout, AttentionMask
 Exchange: TypeAlias = Literal["ring", "all_gather", "all_to_all", "hybrid"]
 
 
-class Plan(NamedTuple):
+class ExchangePlan(NamedTuple):
     """How devices of the context axis exchange keys and values.
 
     Attributes:
@@ -68,7 +68,7 @@ class Plan(NamedTuple):
 
 def plan_exchange(
     wanted: str, *, size: int, heads: int, kv_heads: int, per_node: int, has_stages: bool
-) -> Plan:
+) -> ExchangePlan:
     """Choose the exchange among `size` devices of the context axis; `wanted` is one, or "auto".
 
     `heads` and `kv_heads` are those of a device before any exchange. `per_node` neighbours along
@@ -102,7 +102,7 @@ def plan_exchange(
                 f"cp={_either(fits)} for 'all_to_all'."
             ]
         )
-    return Plan(exchange, inner, has_stages, reason)  # type: ignore[arg-type]
+    return ExchangePlan(exchange, inner, has_stages, reason)  # type: ignore[arg-type]
 
 
 _NEEDS = {
@@ -140,7 +140,9 @@ def _either(sizes: list[int]) -> str:
     return f"{', '.join(others)} or {last}" if others else last
 
 
-def make_attend(plan: Plan, attend_rows: Callable[..., Array]) -> Callable[..., Array]:
+def make_attend_to_shared(
+    plan: ExchangePlan, attend_rows: Callable[..., Array]
+) -> Callable[..., Array]:
     """The `attend` of a `Context` where rows are shared.
 
     Args:

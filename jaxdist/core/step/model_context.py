@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxdist.core import attention, losses
 from jaxdist.core.attention.admission import Admission
-from jaxdist.core.attention.context import Plan, plan_exchange
+from jaxdist.core.attention.context_parallel import ExchangePlan, plan_exchange
 from jaxdist.core.axis import divisors_of
 from jaxdist.core.parallel import fsdp
 from jaxdist.core.parallel.context import CONTEXT, hops_of_window, imbalance
@@ -112,7 +112,7 @@ def is_described(layout: Layout) -> bool:
     return not any(device in here for device in layout.mesh.devices.flat)
 
 
-def exchange_of(model: Model, layout: Layout, per_node: int = 0) -> Plan | None:
+def exchange_of(model: Model, layout: Layout, per_node: int = 0) -> ExchangePlan | None:
     """How devices that share rows exchange keys and values; None where none do.
 
     `per_node` neighbours along the context axis share a node; 0 = ask the mesh's devices.
@@ -170,7 +170,9 @@ def describe_exchange(
     ]
 
 
-def _travel(plan: Plan, seq_len: int, groups: int, sliding_window: int, packed: bool) -> str:
+def _travel(
+    plan: ExchangePlan, seq_len: int, groups: int, sliding_window: int, packed: bool
+) -> str:
     """How far the keys of packed rows, or under a sliding window, travel and why."""
     reach, longest = plan.reach(sliding_window, packed), plan.longest_document
     hops = hops_of_window(reach, seq_len, groups)
