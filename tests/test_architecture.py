@@ -284,6 +284,39 @@ def test_flags_are_written_with_dashes():
     assert found == []
 
 
+SHAPES_ITS_NUMBERS = (
+    "runtime.formatting",
+    "data.template_sandbox",  # the program of a child process, which imports nothing of the package
+)
+BY_HAND = re.compile(
+    r":[^{}% ]*%\}|\} ?%(?!\()|\} ?[kKMGT]i?B\b|%[-+.\d]*[dfgs] ?(%%|[kKMGT]i?B\b)"
+)
+
+
+def formatted_by_hand(source: str) -> list[str]:
+    """Texts of a source that write a share, a size or a rate of bytes with a unit of their own."""
+    nodes = list(ast.walk(ast.parse(source)))
+    texts = [ast.unparse(node) for node in nodes if isinstance(node, ast.JoinedStr)]
+    values = (node.value for node in nodes if isinstance(node, ast.Constant))
+    texts += [value for value in values if isinstance(value, str)]
+    return [text for text in texts if BY_HAND.search(text)]
+
+
+def test_shares_and_sizes_are_formatted_in_one_room():
+    modules = [name for name in MODULES if not name.startswith(SHAPES_ITS_NUMBERS)]
+    found = {name: formatted_by_hand(MODULES[name].read_text()) for name in modules}
+    assert {name: texts for name, texts in found.items() if texts} == {}
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["f'{x:+.1%}'", "'{x:.0%}'", "f'{100 * x} %'", "f'{x:.1f}' ' GB/s'", "'%.1f MB'", "'%.0f %%'"],
+)
+def test_numbers_formatted_by_hand_are_seen(text: str):
+    assert formatted_by_hand(text)
+    assert not formatted_by_hand("f'{percent(share)} of {in_bytes(size)}, at most 5 % or 8 GB'")
+
+
 def test_importing_the_package_imports_no_heavy_library():
     import subprocess
     import sys

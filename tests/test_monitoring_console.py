@@ -50,7 +50,7 @@ def test_step_lines_align_and_say_everything(tmp_path, caplog):
     first, second, third = caplog.messages
     assert second == (
         "step    2/1000  loss  0.5000  lr 3.00e-04  grad 1.25  accuracy 0.5    200 tok/s"
-        "     25/s/device  MFU 0.0%  ETA 8m19s"
+        "     25/s/device  MFU 0.0 %  ETA 8m19s"
     )
     assert third.startswith("step  999/1000  loss  0.0010") and third.endswith("ETA 0.5s")
     assert first.index("tok/s") == second.index("tok/s") == third.index("tok/s")

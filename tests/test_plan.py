@@ -253,9 +253,9 @@ def test_schedules_are_drawn_with_their_bubble_and_stash(capsys):
         "zero_bubble",
         "1f1b_lockstep × 2 virtual stages",
     ):
-        assert re.search(rf"^{name} +\d+\.\d%", text, re.M), name
+        assert re.search(rf"^{name} +\d+\.\d %", text, re.M), name
     # F = 1, B = 3: (p - 1) / (m + p - 1) of the time waits under gpipe and 1f1b_lockstep.
-    assert re.search(r"^gpipe +27\.3% +44\.0 +8\.0", text, re.M)
+    assert re.search(r"^gpipe +27\.3 % +44\.0 +8\.0", text, re.M)
     assert re.search(r"^1f1b .* 4\.0 ", text, re.M)
     assert "F0" in text and "B7" in text
 

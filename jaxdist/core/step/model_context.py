@@ -24,6 +24,7 @@ from jaxdist.core.step.config import TrainConfig
 from jaxdist.core.step.layer_scan import make_run_layers
 from jaxdist.core.types import Array, Context, Model, Params, RunningDims, Sums
 from jaxdist.plan.hardware import GPUS, gpu_of
+from jaxdist.runtime.formatting.numbers import percent
 
 _CPU_LOGITS_BYTES = 64 * 2**20
 _HEAD_PASSES = 0.15
@@ -152,7 +153,7 @@ def describe_exchange(
     if plan is None:
         return []
     groups = f" in groups of {plan.inner}" if 1 < plan.inner < size else ""
-    uneven = f"{imbalance(size, seq_len, sliding_window, places, plan.inner):.1%}"
+    uneven = percent(imbalance(size, seq_len, sliding_window, places, plan.inner))
     if packed:
         rows = f"mean of {len(places)} rows" if places is not None else "were a row one document"
         uneven += f" ({rows})"
