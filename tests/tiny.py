@@ -214,7 +214,7 @@ class Case:
     remat: str = "none"
     exchange: str = "auto"
     over_context: bool = True
-    pipeline: PipelineConfig = PipelineConfig()
+    pipeline: PipelineConfig = dataclasses.field(default_factory=PipelineConfig)
     longest_document: int = 0
 
     def __str__(self) -> str:

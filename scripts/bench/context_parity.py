@@ -2,11 +2,11 @@
 
     python scripts/bench/context_parity.py [--exchange ring ...] [--out TABLE.md] [--list]
 
-Each row trains a decoder of 4 layers, rows of 16 positions on `cp=4`, and is compared with the step
-written by hand on one device (`tests/tiny.py`): first loss within 1e-6, gradients within 1e-5 of the
-largest, 20 losses within 2e-5, as `tests/test_parity.py` bounds them. Eight query and four key/value
-heads, or three and one ("odd"). Documents of packed rows cross every cut between devices; "packed,
-short" rows say how long their longest is, so that keys stop there.
+Each row trains a decoder of 4 layers, rows of 16 positions on `cp=4`, and is compared with the
+step written by hand on one device (`tests/tiny.py`): first loss within 1e-6, gradients within 1e-5
+of the largest, 20 losses within 2e-5, as `tests/test_parity.py` bounds them. Eight query and four
+key/value heads, or three and one ("odd"). Documents of packed rows cross every cut between devices;
+"packed, short" rows say how long their longest is, so that keys stop there.
 
 Rows are written as they come; one that the table has is not run again. About 10 s of processor time
 for a row. The exit code is 1 where a row left its bounds.
@@ -18,7 +18,6 @@ import argparse
 import dataclasses
 import functools
 import itertools
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -27,20 +26,13 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
-os.environ["JAX_PLATFORMS"] = "cpu"
-# As the tests: a step compiles in an eighth of the time, and the program stays the same.
-os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+import conftest  # noqa: E402, F401, eight devices, compiled and scanned as in the tests
+import jax  # noqa: E402
+import numpy as np  # noqa: E402
+import tiny  # noqa: E402
+from test_parity import FIRST_LOSS, GRADIENTS, LOSSES  # noqa: E402
 
-import jax
-import numpy as np
-
-jax.config.update("jax_num_cpu_devices", 8)
-
-import tiny
-from test_parity import FIRST_LOSS, GRADIENTS, LOSSES
-
-from jaxdist.core.parallel.pipeline.config import PipelineConfig
-from jaxdist.core.step import layer_scan
+from jaxdist.core.parallel.pipeline.config import PipelineConfig  # noqa: E402
 
 EXCHANGES = ("ring", "all_gather", "all_to_all", "hybrid")
 WINDOW, SHORT = 5, 4
@@ -71,7 +63,7 @@ class Row:
     mask: str
     heads: str
     mesh: str
-    pipeline: PipelineConfig = PipelineConfig()
+    pipeline: PipelineConfig = dataclasses.field(default_factory=PipelineConfig)
 
     @property
     def name(self) -> tuple[str, ...]:
@@ -184,7 +176,6 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="Markdown file to go on with")
     parser.add_argument("--list", action="store_true", help="name the rows and run none")
     options = parser.parse_args()
-    layer_scan.UNROLL_UP_TO = 0  # scanned layers, as in the tests
     wanted = list(rows())
     done = read(options.out) if options.out else {}
     commit = subprocess.run(
