@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxdist.config import read_run
-from jaxdist.core.attention.context import Plan, plan_exchange
+from jaxdist.core.attention.context_parallel import ExchangePlan, plan_exchange
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.parallel import context as axis
 from jaxdist.core.settings import ConfigError
@@ -20,7 +20,7 @@ from jaxdist.core.step import describe_exchange, exchange_of
     [(0, 0, True, 0), (9, 0, True, 9), (9, 12, True, 9), (0, 12, True, 12), (0, 12, False, 0)],
 )
 def test_a_window_or_the_documents_say_how_far_a_query_sees(window, longest, packed, reach):
-    assert Plan("ring", 1, False, "", longest).reach(window, packed) == reach
+    assert ExchangePlan("ring", 1, False, "", longest).reach(window, packed) == reach
 
 
 @pytest.mark.parametrize(
@@ -130,9 +130,9 @@ def uneven_rows(exchange: str, heads: int) -> str:
 @pytest.mark.parametrize(
     ("exchange", "heads", "named"),
     [
-        ("ring", 8, ["all_to_all (0.0%)", "hybrid (11.7%)"]),
+        ("ring", 8, ["all_to_all (0.0 %)", "hybrid (11.7 %)"]),
         ("auto", 12, []),  # takes the hybrid, and no other is more even
-        ("ring", 12, ["hybrid (11.7%)"]),
+        ("ring", 12, ["hybrid (11.7 %)"]),
     ],
 )
 def test_uneven_work_names_the_exchanges_that_are_more_even(exchange, heads, named):
