@@ -47,7 +47,6 @@ def test_the_answer_has_a_verdict_and_the_flags_to_type(capsys):
     for section in ("memory of one GPU", "one step", "traffic of one GPU", "meshes", "advice"):
         assert section in text
     assert "the run: 10B tokens" in text
-    assert "Data parallelism alone" in text
     settings = {field.name for field in fields_of(PlanConfig)} | ALIASES.keys()
     named = {flag.replace("-", "_") for flag in re.findall(r"--([a-z][\w.-]*)", text)}
     assert "checkpoint.save_interval_steps" in named and named <= settings

@@ -61,7 +61,7 @@ OBJECTIVE = ("loss", "aux_loss")
 
 
 def objective(sums: Sums) -> Array:
-    """What training differentiates: a float32 scalar, the total of those of `OBJECTIVE` in it."""
+    """What training differentiates, float32 []: the total of those of `OBJECTIVE` in the sums."""
     first, *others = (sums[name] for name in OBJECTIVE if name in sums)
     return sum(others, start=first)
 
@@ -163,6 +163,7 @@ def _identity(x: Any) -> Any:
 
 
 def _from_the_start(length: int) -> Array:
+    """Positions of a whole row, int32 [length]."""
     return jnp.arange(length)
 
 

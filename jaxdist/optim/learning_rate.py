@@ -41,6 +41,7 @@ def make_lr_schedule(
     start, decay = _decay_span(config, total_steps)
 
     def lr(step: Array) -> Array:
+        """The rate, float32 [...], of steps int32 [...]."""
         step = jnp.asarray(step, jnp.float32)
         progress = jnp.clip((step - start) / decay, 0.0, 1.0)
         if config.schedule == "cosine":

@@ -300,6 +300,7 @@ def _make_step(
     loss_scale: dict[str, Array],
     packed_kernel: Admission | None,
 ) -> Step:
+    """The step of a run; `loss_scale` is {} or two scalars []."""
     return make_step(
         model,
         optimizer,

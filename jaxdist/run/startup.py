@@ -206,7 +206,10 @@ def announce(parts: Parts, data: TrainData, monitor: Monitor, budget: Budget | N
 
 
 def _places(parts: Parts, data: TrainData) -> np.ndarray | None:
-    """Places in their documents of the tokens of some packed rows, where devices share rows."""
+    """Places, int32 [some rows, seq_len], of tokens in their documents; None = not known.
+
+    They are read only where devices share rows.
+    """
     if parts.spec[CONTEXT] == 1 or "segments" not in data.fields or not isinstance(data, Dataset):
         return None
     some = np.linspace(0, data.num_rows - 1, _ROWS_WEIGHED).astype(np.int64)

@@ -65,6 +65,7 @@ def make_attend(
         dropout: AttentionDropout | None = None,
         softcap: float = 0.0,
     ) -> Array:
+        """[batch, queries, heads, head_dim] in the query's dtype; see `Context.attend`."""
         chosen, _ = choose_kernel(
             kernel,
             platform=platform,
@@ -96,7 +97,7 @@ def make_attend(
 
 
 def _without_float16(attend: Callable[..., Array]) -> Callable[..., Array]:
-    """An `attend` that computes in float32 what is float16.
+    """An `attend` [batch, queries, heads, head_dim] that computes float16 in float32.
 
     XLA:CPU has no float16 product with float32 sums, which every kernel asks for.
     """
@@ -201,7 +202,7 @@ def _attend(
     kernel: Kernel,
     softcap: float,
 ) -> Array:
-    """A kernel on a mask and a soft cap that it can honour; shapes as in the file's docstring.
+    """A kernel on a mask and a soft cap that it can honour: [batch, queries, heads, head_dim].
 
     What backward reads of it is named "attention" for remat policies, but not of cuDNN's on rows of
     one document, whose results a policy knows by their operation (`keeps_attention`).

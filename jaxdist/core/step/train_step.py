@@ -84,6 +84,7 @@ def make_step(
     on_device = opt_shardings(model, optimizer, layout)
 
     def train(state: TrainState, batch: Batch, limit: Array) -> tuple[TrainState, Metrics]:
+        """(new state, metrics [] each) of a batch [global_batch_size, ...]; limit is float32 []."""
         if config.offload_optimizer:
             fetched = jax.device_put(state.opt_state, on_device)
             state = dataclasses.replace(state, opt_state=fetched)
@@ -151,6 +152,7 @@ def make_update(
     averages = statistics.has_averages(model.axes)
 
     def update(state: TrainState, shown: Params, norm: Array, learning_rate: Array) -> Any:
+        """(params, opt_state) from gradients like the parameters; the others are float32 []."""
         grads = statistics.hide(model.axes, shown) if averages else shown
         if max_grad_norm:
             factor = jnp.minimum(1.0, max_grad_norm / (norm + 1e-6))
