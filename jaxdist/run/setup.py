@@ -260,6 +260,7 @@ def assemble(
         auto_tensor=model.tensor == "auto",
         fsdp_over_context=config.mesh.fsdp_over_context,
         context_attention=config.mesh.context_attention,
+        packed_rows=config.data.packs_documents,
         host_of=host_of or {},
     )
     platform = devices[0].platform

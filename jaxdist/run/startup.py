@@ -173,6 +173,7 @@ def announce(parts: Parts, data: TrainData, monitor: Monitor, budget: Budget | N
     notes += describe_exchange(
         model, parts.layout, config.train.seq_len, window,
         packed="segments" in data.fields, places=_places(parts, data),
+        rows=rows // microbatches,
     )  # fmt: skip
     if parts.packed_kernel is not None:
         notes.append(parts.packed_kernel.describe())

@@ -259,6 +259,7 @@ class Job:
             auto_tensor=self.model.tensor == "auto",
             fsdp_over_context=self.config.mesh.fsdp_over_context,
             context_attention=self.config.mesh.context_attention,
+            packed_rows=self.config.data.packs_documents,
         )
 
     def size(self, weight: Weight, place: Place) -> int:
