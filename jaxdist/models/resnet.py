@@ -46,6 +46,7 @@ def build_resnet(config: ResnetConfig) -> Model:
         flops_per_token=_flops_per_image(config),
         unit="images",
         rules=config.rules,
+        num_classes=config.num_classes,
         row=layers.image_row(config.image_size),
     )
 
