@@ -1,7 +1,7 @@
 """What long rows cost: attention on one device, the step's memory, and reading a part of a row.
 
     python scripts/bench/context.py attention     # dense and block by block: time and memory
-    python scripts/bench/context.py long          # the same of one head, up to 131,072 keys
+    python scripts/bench/context.py long          # the same of one head, up to 131,072 keys; 14 GiB
     python scripts/bench/context.py memory        # compiled steps; none is run
     python scripts/bench/context.py reading       # a process's part of a batch of long rows
 
@@ -71,7 +71,7 @@ def attention() -> None:
 
 
 def long() -> None:
-    """Memory of both kernels for rows of 8k, 32k and 128k, and processor time where it is short."""
+    """Memory of both kernels for rows of 8k, 32k and 128k, and processor time where they fit."""
     from jaxdist.core.attention import kernels
     from jaxdist.core.types import AttentionMask
 
