@@ -25,9 +25,9 @@ from jaxdist.core.parallel.pipeline.schedule import Schedule
 from jaxdist.core.parallel.tensor import TENSOR
 from jaxdist.core.sharding import Layout
 from jaxdist.core.step import default_loss_chunk, exchange_of
-from jaxdist.core.types import Dims, Model
+from jaxdist.core.types import AttentionCall, Dims, Model
 from jaxdist.models.weights import Weight, weights_of
-from jaxdist.plan.estimate.model_trace import AttentionCall, Trace, attention_of, trace
+from jaxdist.plan.estimate.model_trace import Trace, attention_of, trace
 from jaxdist.plan.estimate.schedule_costs import Stages, stages_of
 from jaxdist.plan.hardware import Cluster
 
