@@ -135,6 +135,7 @@ def make_dot(axes: tuple[str, ...], is_wide: Array | None = None) -> Any:
     """
 
     def dot(dims: str, x: Array, w: Array, *, out_dtype: Any = None) -> Array:
+        """The product [*dims named after the arrow]; arguments as in `types.dot`."""
         w = w.astype(x.dtype)
         both = tuple(collectives.varying_axes(x) | collectives.varying_axes(w))
         wide = None if is_wide is None else collectives.vary(is_wide, both)
@@ -152,17 +153,18 @@ class _Product(NamedTuple):
     axes: tuple[str, ...]
 
     def __call__(self, x: Array, w: Array) -> Array:
+        """The product of both, [*dims named after the arrow]."""
         return types.dot(self.dims, x, w, out_dtype=self.out_dtype)
 
     def pull_back(self, x: Array, w: Array, gradient: Array) -> tuple[Array, Array]:
-        """Gradients of x and w, of their shapes; `gradient`, of the result, has their dtype."""
+        """Gradients of x and w, shaped as they are; the result's has their dtype."""
         plain = self._replace(out_dtype=None)
         _, of_x = jax.vjp(lambda x: plain(x, w), x)
         _, of_w = jax.vjp(lambda w: plain(x, w), w)
         return of_x(gradient)[0], of_w(gradient)[0]
 
     def rounded(self, x: Array, dtype: Any) -> tuple[Array, Array]:
-        """An array in 8 bits, and its scale."""
+        """An array [...] in 8 bits, and its scale, float32 []."""
         scale = scale_of(largest_of(x, self.axes), dtype)
         return narrow(x, scale, dtype), scale
 
@@ -221,6 +223,7 @@ def round_weights(layers: Params, specs: Any, is_product: Any, dtype: Any) -> An
     """
 
     def leaf(spec: P, product: bool, w: Array) -> Any:
+        """(E4M3, scales float32 [layers]) of one weight [layers, ...], or ()."""
         if not product:
             return ()
         w = lax.stop_gradient(w).astype(dtype)
@@ -240,22 +243,26 @@ def gather(shards: Params, rounded: Any, specs: Any, *, dtype: Any, reduce_dtype
     elements of `reduce_dtype` backward.
     """
 
-    def leaf(spec: P, w: Array, near: Any) -> Array:
+    def leaf(spec: P, w: Any, near: Any) -> Any:
+        """The whole weight of a shard [...]."""
         if not near:
             return fsdp.gather(w, spec, dtype=dtype, reduce_dtype=reduce_dtype)
         axes = axes_of(spec)
-        dim = dim_of(spec, axes[0]) if axes else None
+        dim = dim_of(spec, axes[0]) if axes else 0
+        assert dim is not None
         whole = _gather((axes, dim, dtype, reduce_dtype), w, *near)
         return checkpoint_name(whole, fsdp.GATHERED)
 
     return jax.tree.map(leaf, specs, shards, rounded, is_leaf=lambda x: isinstance(x, P))
 
 
-_How = tuple[tuple[str, ...], int | None, Any, Any]
+_How = tuple[tuple[str, ...], int, Any, Any]
+"""Axes to gather over, the dim that they split, compute dtype, dtype of reductions."""
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _gather(how: _How, w: Array, near: Array, scale: Array) -> Array:
+    """The whole weight [...] from a shard in 8 bits and its scale; `w` is where gradients go."""
     axes, dim, dtype, _ = how
     return widen(collectives.all_gather(near, axes, dim) if axes else near, scale, dtype)
 

@@ -61,8 +61,10 @@ def make_run_layers(
     def run_layers(
         block: Any, layers: Params, x: Array, aux: Any, context: Context, first: Any = 0
     ) -> tuple[Array, Sums]:
+        """(x [batch, seq_shard, d_model], Sums) behind the layers."""
+
         def run(layer: Any, layers: Any, x: Array, first: Any) -> tuple[Array, Sums]:
-            """The layers from index `first` on: x, and the sums of each."""
+            """(x [batch, seq_shard, d_model], sums [layers]) behind those from index `first` on."""
 
             def body(x: Array, index_and_shards: tuple[Array, Any]) -> tuple[Array, Sums]:
                 index, shards = index_and_shards
@@ -126,6 +128,7 @@ def make_layer(
     def layer(
         block: Any, shards: Params, x: Array, index: Array, aux: Any, context: Context
     ) -> tuple[Array, Sums]:
+        """(x [batch, seq_shard, d_model], Sums) behind one layer; index is int32 []."""
         weights = fsdp.gather(shards, specs, dtype=dtype, reduce_dtype=reduce_dtype)
         if chooses:
             is_end = (index == 0) | (index == model.num_layers - 1)
@@ -168,6 +171,7 @@ def _make_narrow_layer(
     def layer(
         block: Any, both: tuple[Params, Any], x: Array, index: Array, aux: Any, context: Context
     ) -> tuple[Array, Sums]:
+        """(x [batch, seq_shard, d_model], Sums) behind one layer; index is int32 []."""
         weights = fp8.gather(*both, specs, dtype=dtype, reduce_dtype=reduce_dtype)
         return _run(block, weights, x, index, aux, dataclasses.replace(context, dot=dot))
 
@@ -182,7 +186,7 @@ def _splitting_axes(layout: Layout) -> tuple[str, ...]:
 def _run(
     block: Any, weights: Params, x: Array, index: Array, aux: Any, context: Context
 ) -> tuple[Array, Sums]:
-    """The block on whole weights, told which layer it is."""
+    """(x [batch, seq_shard, d_model], Sums) behind the block, told its index, int32 []."""
     key = context.dropout_key
     layer_key = None if key is None else jax.random.fold_in(key, index)
     told = dataclasses.replace(context, dropout_key=layer_key, layer=index)
@@ -190,10 +194,10 @@ def _run(
 
 
 def _checked(out: Any, x: Array) -> tuple[Array, Sums]:
-    """What a block returned: x of the shape it had, and float32 scalars that vary as rows do.
+    """What a block returned: x [batch, seq_shard, d_model], and scalars that vary as rows do.
 
     Raises:
-        TypeError: the block returned something else.
+        TypeError: the block returned no such pair, or sums that are no float32 scalars.
     """
     if not (isinstance(out, tuple) and len(out) == 2 and isinstance(out[1], dict)):
         raise TypeError(
