@@ -34,6 +34,7 @@ _CPU_LOGITS_BYTES = 64 * 2**20
 _HEAD_PASSES = 0.15
 _LOGITS_SHARE = 1 / 64
 _UNEVEN = 0.05  # work that devices may differ by before the log names what differs less
+_BETTER = 0.8  # share of that which an exchange must stay below to be named
 
 
 def make_context(
@@ -195,7 +196,9 @@ def _more_even(
             plan = exchange_of(model, dataclasses.replace(layout, context_attention=name))
             assert plan is not None
             others[name] = uneven_by(plan.inner)
-    named = [f"{name} ({percent(share)})" for name, share in others.items() if share < found]
+    named = [
+        f"{name} ({percent(share)})" for name, share in others.items() if share < _BETTER * found
+    ]
     if named:
         return f"; more even with --mesh.context-attention {' or '.join(named)}"
     return "; even with a cp that allows all_to_all: one that divides the query and key/value heads"
