@@ -126,7 +126,7 @@ def make_dot(axes: tuple[str, ...], is_wide: Array | None = None) -> Any:
 
     Args:
         axes: mesh axes over whose devices activations may be split; their scales are equal there.
-        is_wide: bool scalar: whether this layer multiplies in the compute dtype after all. Weights
+        is_wide: bool []: whether this layer multiplies in the compute dtype after all. Weights
             are then taken as they come, and rounded here. None: never, and weights are rounded
             already (`gather`).
 
@@ -157,7 +157,7 @@ class _Product(NamedTuple):
         return types.dot(self.dims, x, w, out_dtype=self.out_dtype)
 
     def pull_back(self, x: Array, w: Array, gradient: Array) -> tuple[Array, Array]:
-        """Gradients of x and w, shaped as they are; the result's has their dtype."""
+        """Gradients of x [*dims] and w [*dims] from the result's, which has their dtype."""
         plain = self._replace(out_dtype=None)
         _, of_x = jax.vjp(lambda x: plain(x, w), x)
         _, of_w = jax.vjp(lambda w: plain(x, w), w)
@@ -171,10 +171,12 @@ class _Product(NamedTuple):
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _dot(product: _Product, x: Array, w: Array, wide: Array | None) -> Array:
+    """The product [*dims named after the arrow]; `wide` is bool [] or None, as in `make_dot`."""
     return _dot_forward(product, x, w, wide)[0]
 
 
 def _dot_forward(product: _Product, x: Array, w: Array, wide: Array | None) -> tuple[Array, Any]:
+    """The product [*dims], and what its gradients are computed from."""
     x8, scale = product.rounded(x, E4M3)
     near = widen(x8, scale, x.dtype)
     if wide is None:
@@ -187,6 +189,7 @@ def _dot_forward(product: _Product, x: Array, w: Array, wide: Array | None) -> t
 
 
 def _dot_backward(product: _Product, kept: Any, gradient: Array) -> tuple[Array, Array, None]:
+    """Gradients of x [*dims] and w [*dims]."""
     x, other, w = kept
     near_gradient = widen(*product.rounded(gradient, E5M2), w.dtype)
     if x.dtype == jnp.uint8:
@@ -268,10 +271,12 @@ def _gather(how: _How, w: Array, near: Array, scale: Array) -> Array:
 
 
 def _gather_forward(how: _How, w: Array, near: Array, scale: Array) -> tuple[Array, None]:
+    """The whole weight [...]; nothing is kept."""
     return _gather(how, w, near, scale), None
 
 
 def _gather_backward(how: _How, _: None, gradient: Array) -> tuple[Array, None, None]:
+    """The shard's gradient [...], float32."""
     axes, dim, _, reduce_dtype = how
     if axes:
         gradient = collectives.reduce_scatter(gradient.astype(reduce_dtype), axes, dim)
