@@ -191,7 +191,7 @@ class LaunchPlan:
 def main(argv: Sequence[str], summary: str) -> int:
     """Run a job on this host until it is done or cannot be; `--help` begins with `summary`."""
     config = read_config(argv, summary)
-    plan = make_plan(config)
+    plan = make_launch_plan(config)
     agent: Agent
     if plan.elastic is None:
         agent = FixedAgent(
@@ -233,7 +233,7 @@ def read_config(argv: Sequence[str], summary: str = "") -> LaunchConfig:
     )
 
 
-def make_plan(config: LaunchConfig) -> LaunchPlan:
+def make_launch_plan(config: LaunchConfig) -> LaunchPlan:
     """What to start on this host."""
     nproc_per_node, nnodes = config.ranges()
     elastic = None
