@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from refusals import refused
 from test_estimate_traffic import moved
 from test_traffic import traffic
 from tiny import Case, layout_of, step_of, text_batch
@@ -127,6 +128,21 @@ def test_the_search_takes_the_fastest_exchange_and_names_it(heads, kv_heads, fas
         assert not changed.fits or found.time.seconds <= changed.time.seconds
 
 
+def test_an_exchange_that_cannot_have_the_kernel_asked_for_is_refused():
+    """cuDNN's causal mask does not know all keys at once."""
+    config, spec = long_rows(3, 3), MeshSpec(context=2)
+    named = dataclasses.replace(config.model, attention="cudnn")
+    cluster = Cluster(gpu=GPUS["h100"], num_nodes=1, gpus_per_node=2)
+    job = Job.of(dataclasses.replace(config, model=named), spec, cluster)
+    assert set(exchanges(Job.of(config, spec, cluster))) == {"ring", "all_gather"}
+    assert exchanges(job) == ["ring"]
+    with refused("attention='cudnn'", "all gathered keys"):
+        _ = job.changed("mesh", context_attention="all_gather").attention
+    packed = dataclasses.replace(job.config, data=DataConfig(packing="documents"))
+    found = search(packed, cluster, stages=False)
+    assert "attention='cudnn'" in found.refused[spec] and found.choices
+
+
 @pytest.mark.parametrize(("num_nodes", "waits_long"), [(1, False), (2, True)])
 def test_a_ring_hides_behind_the_attention_that_runs_beside_it(num_nodes, waits_long):
     """All but the part of the row that a device holds itself; the rest of the time it waits."""
@@ -172,6 +188,10 @@ def test_traffic_of_the_gpu_program_is_the_planned(exchange):
             key = (flow.kind, "+".join(flow.axes))
             planned[key] = planned.get(key, 0.0) + flow.wire_bytes
     assert sent == pytest.approx(planned, rel=0.01)
+    # Every step of the ring is one call: forward, again in backward, and backward itself.
+    parts = 4 if exchange == "ring" else 1
+    assert step.attention == "cudnn"
+    assert step.times.calls["attention"] == 3 * 4 * parts
     if exchange == "ring":
         rings = [c for c in step.collectives if c.kind == "collective-permute"]
         assert all(c.overlapped for c in rings) and any(c.between for c in rings)

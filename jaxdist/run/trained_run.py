@@ -20,7 +20,13 @@ from jaxdist.core.settings import ConfigError
 from jaxdist.core.types import Model, Params
 from jaxdist.data import Dataset, open_datasets
 from jaxdist.run.evaluation_loop import evaluate
-from jaxdist.run.setup import Parts, assemble, check_data_fits, compare_packed_kernel
+from jaxdist.run.setup import (
+    Parts,
+    assemble,
+    check_data_fits,
+    compare_packed_kernel,
+    compare_ring_kernel,
+)
 from jaxdist.runtime.storage import Location, locate
 
 
@@ -102,7 +108,8 @@ class TrainedRun:
         self, params: Params, dataset: Dataset, *, max_batches: int = 0
     ) -> dict[str, float]:
         """As `evaluation_loop.evaluate`, for the parameters of a checkpoint."""
-        parts = self._parts_of_packed_rows if "segments" in dataset.fields else self.parts
+        packed = "segments" in dataset.fields
+        parts = self._parts_of_packed_rows if packed else self._parts_of_whole_rows
         return evaluate(
             parts.step,
             params,
@@ -115,6 +122,10 @@ class TrainedRun:
     @cached_property
     def _parts_of_packed_rows(self) -> Parts:
         return compare_packed_kernel(self.parts)
+
+    @cached_property
+    def _parts_of_whole_rows(self) -> Parts:
+        return compare_ring_kernel(self.parts)
 
 
 def open_run(

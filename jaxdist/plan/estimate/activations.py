@@ -109,7 +109,9 @@ def _joined(job: Job) -> int:
     widths = Widths.of(job)
     if exchange == "all_gather":
         return 3 * WIDE * job.micro_rows * job.seq_len * widths.keys
-    return WIDE * job.tokens * (4 * widths.queries + 4 * widths.keys)
+    # cuDNN's parts come in the compute dtype, and of half the positions.
+    queries = 3 if job.attention == "cudnn" else 4
+    return WIDE * job.tokens * (queries * widths.queries + 4 * widths.keys)
 
 
 def score_bytes(job: Job) -> int:
