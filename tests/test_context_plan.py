@@ -114,7 +114,7 @@ TWO_NODES = Cluster(gpu=GPUS["h100"], num_nodes=2, gpus_per_node=8)
 
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "fastest"),
-    [(6, 6, "all_gather"), (32, 8, "all_to_all")],
+    [(6, 6, "hybrid"), (32, 8, "all_to_all")],
 )
 def test_the_search_takes_the_fastest_exchange_and_names_it(heads, kv_heads, fastest):
     """Also where the rule, which knows no links, takes the ring (6 heads over 16 devices)."""
