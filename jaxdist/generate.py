@@ -150,7 +150,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _print(
     writer: Writer, requests: list[dict[str, Any]], prompts: list[np.ndarray], batch_size: int
 ) -> None:
-    """One prompt streams as it grows; several are printed one after another."""
+    """One prompt streams as it grows; several are printed one after another.
+
+    `prompts` are token ids, int [length] each.
+    """
     asked = [
         f"> {request['messages'][-1]['content']}\n" if "messages" in request else request["prompt"]
         for request in requests
@@ -171,7 +174,10 @@ def _write_file(
     prompts: list[np.ndarray],
     config: GenerateConfig,
 ) -> None:
-    """A line of JSON per request, in the form that `data.records` trains on."""
+    """A line of JSON per request, in the form that `data.records` trains on.
+
+    `prompts` are token ids, int [length] each.
+    """
     with Path(config.out).open("x") as file:
         for first in range(0, len(prompts), config.batch_size):
             asked = requests[first : first + config.batch_size]

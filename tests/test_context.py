@@ -22,7 +22,7 @@ from tiny import ROWS, SEQ, Case, layout_of, model_of, reference, run, step_of, 
 
 from jaxdist.core import collectives
 from jaxdist.core.attention import blockwise, make_attend, ring, visible
-from jaxdist.core.attention.context import Plan, plan_exchange
+from jaxdist.core.attention.context_parallel import ExchangePlan, plan_exchange
 from jaxdist.core.collective_order import in_order
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.parallel import context as axis
@@ -100,7 +100,7 @@ def dense(mask: str, heads: str, is_packed: bool):
     return value_and_grads(attend, heads, is_packed)
 
 
-def shared(plan: Plan, mask: str, heads: str, is_packed: bool, shards: int = SHARDS):
+def shared(plan: ExchangePlan, mask: str, heads: str, is_packed: bool, shards: int = SHARDS):
     """The same by devices that share the rows."""
     mesh = MeshSpec(context=shards).build(jax.devices()[:shards])
     attend = make_attend(platform="cpu", exchange=plan)
@@ -119,7 +119,7 @@ def shared(plan: Plan, mask: str, heads: str, is_packed: bool, shards: int = SHA
 
 def test_dropout_over_shared_rows_is_refused_with_the_fix():
     mesh = MeshSpec(context=2).build(jax.devices()[:2])
-    attend = make_attend(platform="cpu", exchange=Plan("ring", 1, False, ""))
+    attend = make_attend(platform="cpu", exchange=ExchangePlan("ring", 1, False, ""))
     dropout = AttentionDropout(rate=0.1, key=jax.random.key(0), rows=jnp.arange(1))
     local = lambda x: attend(x, x, x, MASKS["causal"], dropout=dropout)
     over = P(None, "context")
@@ -135,11 +135,11 @@ def apart(found, expected) -> float:
 
 
 PLANS = {
-    "ring": Plan("ring", 1, False, ""),
-    "ring_in_pairs": Plan("ring", 1, True, ""),
-    "all_gather": Plan("all_gather", 1, False, ""),
-    "all_to_all": Plan("all_to_all", 4, False, ""),
-    "hybrid": Plan("hybrid", 2, False, ""),
+    "ring": ExchangePlan("ring", 1, False, ""),
+    "ring_in_pairs": ExchangePlan("ring", 1, True, ""),
+    "all_gather": ExchangePlan("all_gather", 1, False, ""),
+    "all_to_all": ExchangePlan("all_to_all", 4, False, ""),
+    "hybrid": ExchangePlan("hybrid", 2, False, ""),
 }
 SHARED = [
     choice

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxdist.config import read_run
-from jaxdist.core.attention.context import Plan, plan_exchange
+from jaxdist.core.attention.context_parallel import ExchangePlan, plan_exchange
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.parallel import context as axis
 from jaxdist.core.settings import ConfigError
@@ -19,7 +19,7 @@ from jaxdist.core.step import exchange_of
     [(0, 0, True, 0), (9, 0, True, 9), (9, 12, True, 9), (0, 12, True, 12), (0, 12, False, 0)],
 )
 def test_a_window_or_the_documents_say_how_far_a_query_sees(window, longest, packed, reach):
-    assert Plan("ring", 1, False, "", longest).reach(window, packed) == reach
+    assert ExchangePlan("ring", 1, False, "", longest).reach(window, packed) == reach
 
 
 @pytest.mark.parametrize(

@@ -22,11 +22,11 @@ from jaxdist.core.attention.admission import (
     sample_segments,
 )
 from jaxdist.core.attention.blockwise import Rule, Span
-from jaxdist.core.attention.context import Plan
+from jaxdist.core.attention.context_parallel import ExchangePlan
 from jaxdist.core.attention.cudnn import DOCUMENTS, Documents
 from jaxdist.core.parallel.tensor import TENSOR
 from jaxdist.core.step import TrainConfig, packed_kernel
-from jaxdist.core.step.context import obstacle_of
+from jaxdist.core.step.model_context import obstacle_of
 from jaxdist.core.step.packed_kernel import admit_packed_kernel, admit_ring_kernel
 from jaxdist.core.types import AttentionMask
 from jaxdist.data.packing import text_fields
@@ -257,7 +257,7 @@ def test_a_ring_is_compared_by_the_shapes_of_a_group(monkeypatch, obstacle):
         asked = {"wanted": "auto", "windows": (0,), "softcap": 0.0, "dropout": 0.0, **change}
         return admit(model, layout, config, dtype, **asked)
 
-    hybrid = Plan("hybrid", 2, False, "")
+    hybrid = ExchangePlan("hybrid", 2, False, "")
     found = admit(hybrid)
     assert (obstacle in found.obstacle, bool(found.obstacle)) == (True, bool(obstacle))
     assert found.use == "ring"
@@ -267,7 +267,11 @@ def test_a_ring_is_compared_by_the_shapes_of_a_group(monkeypatch, obstacle):
     assert admit(hybrid, windows=(7,)) is None
     assert admit(hybrid, dtype=jnp.float32) is None
     assert admit(hybrid, admit=admit_packed_kernel) is None
-    for exchange in (None, Plan("all_gather", 1, False, ""), Plan("all_to_all", 4, False, "")):
+    for exchange in (
+        None,
+        ExchangePlan("all_gather", 1, False, ""),
+        ExchangePlan("all_to_all", 4, False, ""),
+    ):
         assert admit(exchange) is None
     monkeypatch.setattr(jax, "devices", list)
     assert admit(hybrid) is None and len(compared) == 1

@@ -31,6 +31,12 @@ from jaxdist.runtime.formatting import charts, html, numbers, tables
         (numbers.money, 12.5, "12.50"),
         (numbers.money, 9250.4, "9,250"),
         (numbers.percent, 0.4321, "43.2 %"),
+        (lambda share: numbers.percent(share, 0, sign=True), 0.4321, "+43 %"),
+        (lambda share: numbers.percent(share, 2, sign=True), -0.004321, "-0.43 %"),
+        (numbers.rate, 3.35e12, "3.35 TB/s"),
+        (numbers.rate, 27_400_000_000, "27.4 GB/s"),
+        (numbers.rate, 850e6, "850 MB/s"),
+        (numbers.rate, 12, "12.0 B/s"),
     ],
 )
 def test_numbers_have_one_form(show, value, shown):

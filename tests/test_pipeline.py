@@ -148,7 +148,7 @@ def test_the_description_of_a_schedule_has_its_sizes_and_bubble():
     schedule = PipelineConfig().make_schedule(num_stages=4, rows=32)
     assert schedule.name == "1f1b_lockstep" and schedule.num_microbatches == 16
     text = describe(schedule, 32)
-    for fact in ("1f1b_lockstep", "4 stages", "16 microbatches", "2 rows", "15.8%", "23+19"):
+    for fact in ("1f1b_lockstep", "4 stages", "16 microbatches", "2 rows", "15.8 %", "23+19"):
         assert fact in text
 
 

@@ -93,6 +93,7 @@ def _linear_cross_entropy(
     def chunk(
         carry: tuple[Array, Array], part: tuple[Array, ...]
     ) -> tuple[tuple[Array, Array], None]:
+        """Add the loss and hits, float32 [], of a chunk [chunk, ...] of tokens."""
         x, targets, weights = part
         *_, loss, correct = _chunk_loss(x, targets, weights, kernel, vocabulary)
         return (carry[0] + loss, carry[1] + correct), None
@@ -118,6 +119,7 @@ def _forward(
     def chunk(
         carry: tuple[Array, Array, Array], part: tuple[Array, ...]
     ) -> tuple[tuple[Array, Array, Array], Array]:
+        """Add the loss, hits and dkernel of a chunk of tokens; give its dx [chunk, d_model]."""
         part_x, part_targets, part_weights = part
         probs, hit, slope, loss, correct = _chunk_loss(
             part_x, part_targets, part_weights, kernel, vocabulary
@@ -139,7 +141,10 @@ def _forward(
 
 
 def _backward(vocabulary: Vocabulary, saved: tuple[Array, ...], grads: tuple[Array, Array]) -> Any:
-    """Gradients of x and kernel in their dtypes: those saved times the cotangent of the loss."""
+    """Gradients of x [tokens, d_model] and kernel [d_model, vocab_shard] in their dtypes.
+
+    Those saved, times the cotangent of the loss, float32 []. Hits are not differentiated.
+    """
     dx, dkernel, like_x, like_kernel = saved
     scale = grads[0]
     return (

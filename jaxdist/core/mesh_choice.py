@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeAlias
 
-from jaxdist.core.attention.context import plan_exchange
+from jaxdist.core.attention.context_parallel import plan_exchange
 from jaxdist.core.axis import Workload, allowed_sizes
 from jaxdist.core.mesh import MeshSpec, factorisations, nearest
 from jaxdist.core.parallel import axes
@@ -16,7 +16,7 @@ from jaxdist.core.parallel.fsdp import FSDP
 from jaxdist.core.parallel.pipeline.axis import PIPELINE
 from jaxdist.core.parallel.tensor import TENSOR
 from jaxdist.core.settings import ConfigError
-from jaxdist.runtime.formatting.numbers import in_bytes
+from jaxdist.runtime.formatting.numbers import in_bytes, percent
 
 
 def mesh_problems(spec: MeshSpec, workload: Workload) -> list[str]:
@@ -144,7 +144,7 @@ def default_mesh(
         )
     return shards, (
         f"the state ({state}) does not fit one device ({in_bytes(memory_bytes)}, of which "
-        f"{_STATE_SHARE:.0%} may hold state), so it is sharded over all"
+        f"{percent(_STATE_SHARE, 0)} may hold state), so it is sharded over all"
     )
 
 

@@ -104,7 +104,7 @@ class Layout:
         sequence_parallel: activations between blocks are split by sequence over `tensor`.
         auto_tensor: the tensor axis is left to XLA's partitioner (a model without hooks).
         fsdp_over_context: what fsdp shards is sharded over the context axis too.
-        context_attention: how attention sees a whole row (`attention/context.py`).
+        context_attention: how attention sees a whole row (`attention/context_parallel.py`).
         longest_document: positions of the longest document of packed rows; 0 = not known.
         host_of: process -> its host; a process that is not named has a host of its own.
     """

@@ -61,7 +61,7 @@ OBJECTIVE = ("loss", "aux_loss")
 
 
 def objective(sums: Sums) -> Array:
-    """What training differentiates: a float32 scalar, the total of those of `OBJECTIVE` in it."""
+    """What training differentiates, float32 []: the total of those of `OBJECTIVE` in the sums."""
     first, *others = (sums[name] for name in OBJECTIVE if name in sums)
     return sum(others, start=first)
 
@@ -163,6 +163,7 @@ def _identity(x: Any) -> Any:
 
 
 def _from_the_start(length: int) -> Array:
+    """Positions of a whole row, int32 [length]."""
     return jnp.arange(length)
 
 
@@ -209,7 +210,7 @@ class Context:
         compute_capability: e.g. "9.0" on an NVIDIA GPU, "" elsewhere.
         packed_obstacle: why cuDNN may not multiply packed documents here; "" = it may.
         exchange: how devices that share rows exchange keys and values, an
-            `attention.context.Plan`; None = rows are whole.
+            `attention.context_parallel.ExchangePlan`; None = rows are whole.
     """
 
     dtype: Any = jnp.float32

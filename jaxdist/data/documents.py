@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from jaxdist.core.settings import ConfigError
+from jaxdist.runtime.formatting.numbers import in_bytes
 from jaxdist.runtime.storage import file_system_problem
 
 PIECE_BYTES = 4 << 20
@@ -308,7 +309,7 @@ def _json_lines(path: Path, stream: BinaryIO) -> Iterator[tuple[int, Any]]:
     for number, data in enumerate(iter(lambda: stream.readline(LINE_BYTES + 1), b""), start=1):
         if len(data) > LINE_BYTES:
             raise ConfigError(
-                [f"{path}:{number} is longer than {LINE_BYTES >> 20} MiB. Cut or remove the line."]
+                [f"{path}:{number} is longer than {in_bytes(LINE_BYTES)}. Cut or remove the line."]
             )
         line = _decode(path, data, 0, number)
         if not line.strip():

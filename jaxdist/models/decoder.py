@@ -54,6 +54,7 @@ def build_decoder(config: DecoderConfig, *, seq_len: int) -> Model:
     stacked_axes = jax.tree.map(lambda dims: Dims(("layers", *dims)), block_axes)
 
     def init(key: Array) -> Params:
+        """Float32 parameters; stacked leaves are [num_layers, ...]."""
         embed_key, head_key, layers_key = jax.random.split(key, 3)
         return {
             "embed": init_embed(embed_key),
@@ -75,6 +76,7 @@ def build_decoder(config: DecoderConfig, *, seq_len: int) -> Model:
         return params["head"]["kernel"]
 
     def head_loss(params: Params, x: Array, batch: Batch, context: Context) -> Sums:
+        """Sums of the loss head on x [batch, seq_shard, d_model]."""
         x = context.enter(bind_head(params["head"]).norm(x))
         kernel = head_kernel(params).astype(x.dtype)
         return context.token_loss(
@@ -89,6 +91,7 @@ def build_decoder(config: DecoderConfig, *, seq_len: int) -> Model:
     def decode(
         params: Params, cache: Any, tokens: Array, positions: Array, context: Context
     ) -> tuple[Array, Any]:
+        """(logits float32 [batch, n, vocab_size], cache); see `Decoding.step`."""
         embedding = bind_embed(params["embed"])
         real = jnp.maximum(positions, 0)
         x = context.leave(embedding.lookup(tokens, context))

@@ -37,7 +37,7 @@ def functional(
             mesh axis splits those that carry none.
 
     Returns:
-        init: key -> plain nested dict of float32 arrays, shapes as the module makes them.
+        init: PRNG key [] -> plain nested dict of float32 arrays, shapes as the module makes them.
         axes: the same tree with a `Dims` at each leaf.
         bind: params -> the module holding them (whatever their shapes), for calling its methods.
 

@@ -270,7 +270,7 @@ def assemble(
     if problems := optim.frozen_problems(config.optim, model.axes):
         raise ConfigError(problems)
     optimizer = optim.make_optimizer(config.optim, model.axes)
-    schedule = optim.make_schedule(
+    schedule = optim.make_lr_schedule(
         config.optim,
         total_steps=config.train.steps,
         global_batch_size=config.train.global_batch_size,
@@ -303,6 +303,7 @@ def _make_step(
     loss_scale: dict[str, Array],
     **kernels: Admission | None,
 ) -> Step:
+    """The step of a run; `loss_scale` is {} or two scalars []."""
     return make_step(
         model,
         optimizer,

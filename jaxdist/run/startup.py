@@ -20,7 +20,7 @@ from jaxdist.core.state import TrainState
 from jaxdist.core.step import describe_exchange, has_replica_norms
 from jaxdist.data import Dataset, Loader, Position, TrainData, resume_position
 from jaxdist.models.huggingface.directory import folder_of
-from jaxdist.optim import OptimConfig, make_schedule
+from jaxdist.optim import OptimConfig, make_lr_schedule
 from jaxdist.plan.estimate.memory_check import Budget
 from jaxdist.run.metrics_log import read_records
 from jaxdist.run.monitoring.monitor import Monitor
@@ -142,7 +142,7 @@ def _raised_rate(parts: Parts, stored: Mapping[str, Any], step: int) -> str:
         return ""
     before = OptimConfig(**stored["optim"])
     was = float(
-        make_schedule(before, total_steps=total, global_batch_size=batch)(jnp.int32(step - 1))
+        make_lr_schedule(before, total_steps=total, global_batch_size=batch)(jnp.int32(step - 1))
     )
     rate = float(parts.schedule(jnp.int32(step)))
     if step <= now.optim.warmup_steps or rate <= was * _SAME_RATE:
@@ -206,7 +206,10 @@ def announce(parts: Parts, data: TrainData, monitor: Monitor, budget: Budget | N
 
 
 def _places(parts: Parts, data: TrainData) -> np.ndarray | None:
-    """Places in their documents of the tokens of some packed rows, where devices share rows."""
+    """Places, int32 [some rows, seq_len], of tokens in their documents; None = not known.
+
+    They are read only where devices share rows.
+    """
     if parts.spec[CONTEXT] == 1 or "segments" not in data.fields or not isinstance(data, Dataset):
         return None
     some = np.linspace(0, data.num_rows - 1, _ROWS_WEIGHED).astype(np.int64)

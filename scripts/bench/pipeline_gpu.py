@@ -20,6 +20,7 @@ from jaxdist.core.parallel.pipeline.simulation import RECOMPUTE, Report, simulat
 from jaxdist.plan.compiled.check import CompiledStep, NotCompiled, compile_step
 from jaxdist.plan.compiled.collectives import Collective
 from jaxdist.plan.hardware import GPUS, Cluster
+from jaxdist.runtime.formatting.numbers import percent
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 OUTPUT = REPOSITORY / "scripts" / "bench" / "results" / "pipeline_gpu_compile.md"
@@ -138,7 +139,7 @@ def table(rows: Iterable[tuple[str, RunConfig, CompiledStep, Report]]) -> list[s
             f"{gib(step.memory.temporary_bytes)} | {step.memory.workspace_bytes / 2**20:.0f} | "
             f"{gib(step.memory.total_bytes)} | {len(permutes)} | {runs}{extra} × "
             f"{'/'.join(sizes)} | {ahead} of {len(permutes)} | "
-            f"{min(c.between for c in permutes)} | {step.attention} | {report.bubble:.1%} | "
+            f"{min(c.between for c in permutes)} | {step.attention} | {percent(report.bubble)} | "
             f"{max(report.peak_stash)} | {gib(weights)} |"
         )
     return [*lines, ""]
@@ -168,7 +169,7 @@ def traffic(rows: Iterable[tuple[str, RunConfig, CompiledStep, Report]]) -> list
             own = [c for c in step.collectives if c.axes == (axis,)]
             total = sum(step.runs(c) * c.wire_bytes for c in own)
             ahead = sum(step.runs(c) * c.wire_bytes for c in own if c.overlapped)
-            cells += [f"{total / 2**30:.2f}", f"{ahead / total:.0%}"]
+            cells += [f"{total / 2**30:.2f}", percent(ahead / total, 0)]
         other = [c for c in step.collectives if len(c.axes) != 1]
         rest = sum(step.runs(c) * c.wire_bytes for c in other)
         lines.append(f"| {label} | {' | '.join(cells)} | {rest / 2**30:.3f} |")

@@ -20,8 +20,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxdist.core.attention import blockwise, cudnn
-from jaxdist.core.attention.context import Plan
-from jaxdist.core.attention.context import make_attend as make_attend_to_shared
+from jaxdist.core.attention.context_parallel import ExchangePlan, make_attend_to_shared
 from jaxdist.core.settings import ConfigError
 from jaxdist.core.softcap import soft_cap
 from jaxdist.core.types import Array, AttentionDropout, AttentionMask
@@ -38,7 +37,7 @@ def make_attend(
     platform: str,
     compute_capability: str = "",
     tensor_index: Callable[[], Any] = lambda: 0,
-    exchange: Plan | None = None,
+    exchange: ExchangePlan | None = None,
     packed_obstacle: str = "",
 ) -> Callable[..., Array]:
     """The `attend` of a `Context`: softmax(query · key / √head_dim, masked) · value, in float32.
@@ -72,6 +71,7 @@ def make_attend(
         dropout: AttentionDropout | None = None,
         softcap: float = 0.0,
     ) -> Array:
+        """[batch, queries, heads, head_dim] in the query's dtype; see `Context.attend`."""
         chosen, _ = choose(
             kernel,
             dtype=query.dtype,
@@ -101,7 +101,7 @@ def make_attend(
 
 
 def _without_float16(attend: Callable[..., Array]) -> Callable[..., Array]:
-    """An `attend` that computes in float32 what is float16.
+    """An `attend` [batch, queries, heads, head_dim] that computes float16 in float32.
 
     XLA:CPU has no float16 product with float32 sums, which every kernel asks for.
     """
@@ -128,7 +128,7 @@ def choose_kernel(
     dropout: float = 0.0,
     packed_obstacle: str = "",
     softcap: float = 0.0,
-    exchange: Plan | None = None,
+    exchange: ExchangePlan | None = None,
     window: int = 0,
 ) -> tuple[Kernel, str]:
     """The attention kernel and the reason; `wanted` is "auto", "xla" or "cudnn".
@@ -196,7 +196,7 @@ def _packed_obstacles(compute_capability: str, packed_obstacle: str) -> list[str
     return [reason for reason in (cudnn.missing(), packed_obstacle) if reason]
 
 
-def _part_obstacles(exchange: Plan, packed: bool, window: int) -> list[str]:
+def _part_obstacles(exchange: ExchangePlan, packed: bool, window: int) -> list[str]:
     """Why cuDNN cannot multiply the parts of a row that devices share."""
     if exchange.exchange == "all_gather":
         return ["cuDNN's causal mask does not know which of all gathered keys come first"]
@@ -232,7 +232,7 @@ def _attend(
     kernel: Kernel,
     softcap: float,
 ) -> Array:
-    """A kernel on a mask and a soft cap that it can honour; shapes as in the file's docstring.
+    """A kernel on a mask and a soft cap that it can honour: [batch, queries, heads, head_dim].
 
     What backward reads of it is named "attention" for remat policies, but not of cuDNN's on rows of
     one document, whose results a policy knows by their operation (`keeps_attention`).

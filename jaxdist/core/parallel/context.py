@@ -1,9 +1,9 @@
 """The context axis: the sequence of every row split over devices, for rows too long for one.
 
 Embedding, norms, products and the loss work on a device's own positions. Only attention looks at
-others' (`attention/context.py`). A row is cut into 2n chunks for n devices, and device i holds
-chunks i and 2n−1−i (zig-zag): under a causal mask late positions see more keys than early ones, and
-each such pair sees the same number.
+others' (`attention/context_parallel.py`). A row is cut into 2n chunks for n devices, and device i
+holds chunks i and 2n−1−i (zig-zag): under a causal mask late positions see more keys than early
+ones, and each such pair sees the same number.
 
 Sources: Liu, Zaharia, Abbeel 2023, "Ring Attention with Blockwise Transformers"; Grattafiori et al.
 2024, "The Llama 3 Herd of Models", section 3.3.2 (context parallelism, the 2n chunks).

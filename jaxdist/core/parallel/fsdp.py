@@ -88,6 +88,7 @@ def scatter(grads: Params, specs: Any, *, reduce_dtype: Any) -> Params:
     """
 
     def leaf(spec: P, grad: Array) -> Array:
+        """This device's shard [...] of the sum of a gradient; one that is not sharded, as it is."""
         axes = axes_of(spec)
         if not axes:
             return grad
@@ -105,6 +106,10 @@ def layer_specs(specs: Any) -> Any:
 
 
 def _gather_leaf(w: Array, spec: P, dtype: Any, reduce_dtype: Any) -> Array:
+    """The weight [..., n · d, ...] in `dtype`, of which each of n devices holds w [..., d, ...].
+
+    W is float32. It is only cast where no axis shards it.
+    """
     axes = axes_of(spec)
     if not axes:
         return w if w.dtype == dtype else checkpoint_name(w.astype(dtype), _GATHERED)
@@ -115,18 +120,24 @@ def _gather_leaf(w: Array, spec: P, dtype: Any, reduce_dtype: Any) -> Array:
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
 def _gather(w: Array, axes: tuple[str, ...], dim: int, dtype: Any, reduce_dtype: Any) -> Array:
+    """The weight [..., n · d, ...] in `dtype`, of shards w [..., d, ...] over `axes`."""
     return collectives.all_gather(w.astype(dtype), axes, dim=dim)
 
 
 def _gather_forward(
     w: Array, axes: tuple[str, ...], dim: int, dtype: Any, reduce_dtype: Any
 ) -> tuple[Array, None]:
+    """`_gather` [..., n · d, ...]; its backward needs nothing of the forward."""
     return _gather(w, axes, dim, dtype, reduce_dtype), None
 
 
 def _gather_backward(
     axes: tuple[str, ...], dim: int, dtype: Any, reduce_dtype: Any, _: None, grad: Array
 ) -> tuple[Array]:
+    """The shard's gradient, float32 [..., d, ...], from the weight's, [..., n · d, ...].
+
+    Summed over `axes` in `reduce_dtype`.
+    """
     total = collectives.reduce_scatter(grad.astype(reduce_dtype), axes, dim=dim)
     return (total.astype("float32"),)
 

@@ -56,7 +56,7 @@ def make_value_and_grad(
     num_stages = layout.size(PIPELINE)
     if num_stages > 1:
         remat = resolve_remat(config, context.platform)
-        value_and_grad = pipeline_train.make_value_and_grad(
+        value_and_grad = pipeline_train.make_pipeline_value_and_grad(
             model,
             layout,
             lambda rows: stages.make_schedule(
@@ -76,6 +76,7 @@ def make_value_and_grad(
         return collectives.all_reduce(x, layout.batch_axes) if layout.batch_axes else x
 
     def local(params: Params, batch: Batch, key: Array, scale: Array) -> Any:
+        """(global sums, this device's gradients, their norm) of its batch [rows, ...]."""
         batch = data.number_rows(batch, layout.batch_axes)
         local_params = collectives.vary(params, axes)
         step_context = dataclasses.replace(context, dropout_key=key, sum_rows=sum_rows)
@@ -116,6 +117,8 @@ def _make_accumulation(
     def value_and_grad(
         params: Params, batch: Batch, context: Context, scale: Array
     ) -> tuple[Sums, Params]:
+        """(sums, local gradients) of this device's batch [rows, ...]; scale is float32 []."""
+
         def scaled_loss(params: Params, micro: Batch) -> tuple[Array, Sums]:
             sums = model.loss(context.gather(params), micro, context)
             return objective(sums) * scale, sums
@@ -149,7 +152,7 @@ def make_evaluate(
     stages = stages or PipelineConfig()
     num_stages = layout.size(PIPELINE)
     if num_stages > 1:
-        evaluate = pipeline_evaluate.make_evaluate(
+        evaluate = pipeline_evaluate.make_pipeline_evaluate(
             model,
             layout,
             lambda rows: stages.make_evaluation_schedule(num_stages=num_stages, rows=rows),

@@ -57,6 +57,8 @@ def make_run_layers(
     def run_layers(
         block: Any, layers: Params, x: Array, aux: Any, context: Context, first: Any = 0
     ) -> tuple[Array, Sums]:
+        """(x [batch, seq_shard, d_model], Sums) behind the layers."""
+
         def body(x: Array, index_and_shards: tuple[Array, Params]) -> tuple[Array, Sums]:
             index, shards = index_and_shards
             return layer(block, shards, x, index, aux, context)
@@ -103,6 +105,7 @@ def make_layer(
     def layer(
         block: Any, shards: Params, x: Array, index: Array, aux: Any, context: Context
     ) -> tuple[Array, Sums]:
+        """(x [batch, seq_shard, d_model], Sums) behind one layer; index is int32 []."""
         weights = fsdp.gather(shards, specs, dtype=dtype, reduce_dtype=reduce_dtype)
         key = context.dropout_key
         layer_key = None if key is None else jax.random.fold_in(key, index)
@@ -113,10 +116,10 @@ def make_layer(
 
 
 def _checked(out: Any, x: Array) -> tuple[Array, Sums]:
-    """What a block returned: x of the shape it had, and float32 scalars that vary as rows do.
+    """What a block returned: x [batch, seq_shard, d_model], and scalars that vary as rows do.
 
     Raises:
-        TypeError: the block returned something else.
+        TypeError: the block returned no such pair, or sums that are no float32 scalars.
     """
     if not (isinstance(out, tuple) and len(out) == 2 and isinstance(out[1], dict)):
         raise TypeError(

@@ -18,8 +18,8 @@ from jaxdist.core.sharding import Layout
 from jaxdist.core.state import TrainState, opt_shardings, state_shardings
 from jaxdist.core.step import statistics
 from jaxdist.core.step.config import REPLICA_NORMS, TrainConfig
-from jaxdist.core.step.context import make_context
 from jaxdist.core.step.gradients import divisor, make_evaluate, make_value_and_grad
+from jaxdist.core.step.model_context import make_context
 from jaxdist.core.types import Array, Batch, Context, Model, Params, Sums, objective
 
 Metrics = dict[str, Array]
@@ -86,6 +86,7 @@ def make_step(
     on_device = opt_shardings(model, optimizer, layout)
 
     def train(state: TrainState, batch: Batch, limit: Array) -> tuple[TrainState, Metrics]:
+        """(new state, metrics [] each) of a batch [global_batch_size, ...]; limit is float32 []."""
         if config.offload_optimizer:
             fetched = jax.device_put(state.opt_state, on_device)
             state = dataclasses.replace(state, opt_state=fetched)
@@ -153,6 +154,7 @@ def make_update(
     averages = statistics.has_averages(model.axes)
 
     def update(state: TrainState, shown: Params, norm: Array, learning_rate: Array) -> Any:
+        """(params, opt_state) from gradients like the parameters; the others are float32 []."""
         grads = statistics.hide(model.axes, shown) if averages else shown
         if max_grad_norm:
             factor = jnp.minimum(1.0, max_grad_norm / (norm + 1e-6))

@@ -114,7 +114,7 @@ def _on(config: RunConfig, spec: MeshSpec) -> RunConfig:
 
 
 def _step(config: RunConfig, devices: Sequence[Any]) -> dict[str, np.ndarray]:
-    """Sums and gradients of one step by name, whole, of any shapes and dtypes."""
+    """Sums and gradients of one step by name, whole: [...] each, as the step makes them."""
     spec = config.mesh.spec
     assert spec is not None
     parts = assemble(config, devices[: spec.num_devices])
@@ -143,7 +143,10 @@ def _step(config: RunConfig, devices: Sequence[Any]) -> dict[str, np.ndarray]:
 
 
 def _batch(parts: Parts) -> dict[str, np.ndarray]:
-    """Random rows of the run's shapes; weights differ from row to row, and vanish for some."""
+    """Random rows [global_batch_size, ...] of the run's fields and dtypes.
+
+    Weights differ from row to row, and vanish for some.
+    """
     draw = np.random.default_rng(0)
     most = {"labels": 2, "segments": 1}
     rows = {}

@@ -24,7 +24,7 @@ _PURPOSES = (
     ("core/parallel/reduction.py", "", "gradient reduction"),
     ("core/parallel/fsdp.py", "", "parameter gather"),
     ("core/parallel/tensor.py", "add_layers", "sums of blocks"),
-    ("core/attention/context.py", "", "attention over split rows"),
+    ("core/attention/context_parallel.py", "", "attention over split rows"),
     ("core/losses.py", "", "loss over the vocabulary"),
     ("core/step/gradients.py", "replica_norms", "replica norms"),
     ("core/step/gradients.py", "_sum_over_devices", "loss, weight, metrics"),

@@ -281,7 +281,7 @@ def _cut(
 
 
 def _arranged(source: str, order: str | None) -> np.ndarray:
-    """Numbers 0, 1, ... in the shape `source`, dims permuted."""
+    """Numbers 0, 1, ... as int64 [*source], their dims permuted."""
     shape = _numbers(source)
     ids = np.arange(math.prod(shape)).reshape(shape)
     return ids.transpose(_numbers(order)) if order else ids

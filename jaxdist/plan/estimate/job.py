@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh
 
 from jaxdist.config import RunConfig
 from jaxdist.core.attention import choose_kernel
-from jaxdist.core.attention.context import Plan
+from jaxdist.core.attention.context_parallel import ExchangePlan
 from jaxdist.core.axis import axes_of
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.parallel.context import CONTEXT
@@ -205,7 +205,7 @@ class Job:
         return "dots" if self.config.train.remat == "auto" else self.config.train.remat
 
     @functools.cached_property
-    def exchange(self) -> Plan | None:
+    def exchange(self) -> ExchangePlan | None:
         """How devices that share rows see all keys; None where none do."""
         stride = self.spec[TENSOR]
         per_node = max(1, self.cluster.gpus_per_fabric // stride)

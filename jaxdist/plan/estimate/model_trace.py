@@ -95,6 +95,7 @@ def attention_of(model: Model, seq_len: int) -> AttentionCall | None:
     calls: list[AttentionCall] = []
 
     def attend(query: Array, key: Array, value: Array, mask: AttentionMask, **asked: Any) -> Array:
+        """Note what is asked. The result, like the query [...], only has the right shape."""
         dropout = asked.get("dropout")
         calls.append(
             AttentionCall(
@@ -243,6 +244,7 @@ def _token_loss(
     vocab_size: int,
     softcap: float = 0.0,
 ) -> Any:
+    """As `losses.token_cross_entropy` of x [batch, seq, d_model], the vocabulary whole."""
     vocabulary = losses.Vocabulary(vocab_size, None, 0, softcap)
     return losses.token_cross_entropy(x, kernel, targets, weights, vocabulary)
 

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from typing import Any, get_args
 
 from jaxdist.config import RunConfig
-from jaxdist.core.attention.context import Exchange
+from jaxdist.core.attention.context_parallel import Exchange
 from jaxdist.core.mesh import MeshSpec, factorisations
 from jaxdist.core.parallel.context import CONTEXT
 from jaxdist.core.parallel.pipeline.axis import PIPELINE
@@ -30,7 +30,7 @@ from jaxdist.plan.estimate.job import Job, with_section
 from jaxdist.plan.estimate.memory import Memory, estimate_memory, usable_bytes
 from jaxdist.plan.estimate.time import StepTime, estimate_time
 from jaxdist.plan.hardware import Cluster
-from jaxdist.runtime.formatting.numbers import in_bytes
+from jaxdist.runtime.formatting.numbers import in_bytes, percent
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -174,7 +174,8 @@ def why_not(choice: Choice, best: Choice) -> str:
         why = "weights are cast and gradients accumulated more often"
         if (choice.job.attention, best.job.attention) == ("blockwise", "cudnn"):
             why = "attention runs block by block, and its scores pass through memory"
-    return f"{slower:.0%} slower: {why} (+{more[cause] / best.time.seconds:.0%})"
+    part = percent(more[cause] / best.time.seconds, 0, sign=True)
+    return f"{percent(slower, 0)} slower: {why} ({part})"
 
 
 _CAUSES = {

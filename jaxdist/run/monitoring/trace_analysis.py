@@ -15,6 +15,7 @@ import re
 from collections.abc import Iterable
 from typing import Any, TypeAlias
 
+from jaxdist.runtime.formatting.numbers import percent
 from jaxdist.runtime.storage import locate
 
 Span: TypeAlias = tuple[float, float]
@@ -52,10 +53,12 @@ class DeviceTime:
         }
 
     def __str__(self) -> str:
+        found = self.record()
         return (
-            "GPU {device}: communication {communication_share:.1%} of the time, "
-            "{exposed_share:.1%} not overlapped with computation; idle {idle_share:.1%}"
-        ).format(**self.record())
+            f"GPU {self.device}: communication {percent(found['communication_share'])} of the "
+            f"time, {percent(found['exposed_share'])} not overlapped with computation; "
+            f"idle {percent(found['idle_share'])}"
+        )
 
 
 def read_trace(directory: str | os.PathLike[str]) -> list[DeviceTime]:

@@ -110,7 +110,7 @@ def _tensors(
 def _rows(
     stored: StoredArrays, piece: Piece, source: Source, dtype: np.dtype
 ) -> Iterator[np.ndarray]:
-    """A tensor of theirs in slabs, so that no second copy of it is ever whole.
+    """A tensor of theirs in slabs [rows, ...], so that no second copy of it is ever whole.
 
     Where both sides store rows in the same order, slabs are read one by one; where dims change
     places the tensor is read at once, because every slab would touch every chunk on disk.
@@ -129,6 +129,7 @@ def _rows(
 
 
 def _read(stored: StoredArrays, piece: Piece, index: Index) -> np.ndarray:
+    """A block [shape of `index`] of a part of ours, in the stored dtype."""
     if piece.layer is None:
         return stored.gather(piece.name, index)
     return stored.gather(piece.name, (slice(piece.layer, piece.layer + 1), *index))[0]

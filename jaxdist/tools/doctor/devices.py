@@ -16,6 +16,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxdist.core.collectives import all_reduce
 from jaxdist.plan.hardware import gpu_of
+from jaxdist.runtime.formatting.numbers import in_bytes, rate
 from jaxdist.runtime.formatting.tables import few
 from jaxdist.tools.doctor.findings import Finding, error, note, ok, warning
 
@@ -138,6 +139,10 @@ def _rows(mesh: Mesh) -> Iterator[tuple[str, np.ndarray]]:
 
 
 def _time_all_reduce(members: Any, num_bytes: int) -> tuple[float, bool]:
+    """(median seconds, whether the sum was right) of an all-reduce over `members` [size].
+
+    Each gives float32 [1, num_bytes / 4].
+    """
     size = len(members)
     mesh = Mesh(members, ("group",), axis_types=(AxisType.Auto,))
     sharding = NamedSharding(mesh, PartitionSpec("group"))
@@ -229,8 +234,8 @@ def check_axis(
         ],
     }
     text = (
-        f"{len(groups)} group(s) of {size}: {statistics.median(speeds) / 1e9:.3g} GB/s bus, "
-        f"{num_bytes / 2**20:g} MiB a device" + (f"; a run moves {moves}" if moves else "")
+        f"{len(groups)} group(s) of {size}: {rate(statistics.median(speeds))} bus, "
+        f"{in_bytes(num_bytes)} a device" + (f"; a run moves {moves}" if moves else "")
     )
     if simulated:
         return [*found, ok(check, text + " (through the CPU's memory)", **numbers)]
@@ -238,8 +243,7 @@ def check_axis(
     found += [
         warning(
             check,
-            f"{_names(groups[i], hosts)}: {speeds[i] / 1e9:.3g} GB/s, where other groups "
-            f"have {usual / 1e9:.3g}",
+            f"{_names(groups[i], hosts)}: {rate(speeds[i])}, where other groups have {rate(usual)}",
             "every step waits for them: look at their links (nvidia-smi nvlink --status, "
             "ibstat), or leave them out",
         )
@@ -250,7 +254,7 @@ def check_axis(
         found.append(
             warning(
                 check,
-                f"{usual / 1e9:.3g} GB/s, where the links of {device_kind} carry {link / 1e9:.3g}",
+                f"{rate(usual)}, where the links of {device_kind} carry {rate(link)}",
                 "see what NCCL chose with NCCL_DEBUG=INFO: peer access, NVLink, InfiniBand and "
                 "GPUDirect should be in use",
             )

@@ -138,7 +138,7 @@ def _exit_reason(records: list[Record]) -> str:
             return str(record.get("exit_reason", "ended"))
         if record.get("event") == "start":
             break
-    return "running or killed"
+    return "unfinished"
 
 
 def _without_compiling_steps(train: list[Record], starts: list[Record]) -> list[Record]:

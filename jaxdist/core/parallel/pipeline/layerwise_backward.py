@@ -83,6 +83,7 @@ class LayerwiseBackward:
         def one(
             carry: tuple[Array, Params], layer: tuple[Array, Array, Params, list[Array]]
         ) -> tuple[tuple[Array, Params], None]:
+            """One layer: dy [rows, seq_shard, d_model] -> dx like it; totals with its gradients."""
             dy, totals = carry
             place, index, weights, own = layer
             dx, grads = self._layer.backward(weights, (index, layers.aux), own, dy)
@@ -116,6 +117,7 @@ class LayerwiseBackward:
         def one(
             totals: Params, layer: tuple[Array, Array, Params, list[Array]]
         ) -> tuple[Params, None]:
+            """One layer: totals [chunks, layers, ...] with its postponed gradients."""
             place, index, weights, own = layer
             grads = self._layer.weight_gradient(weights, (index, layers.aux), own)
             return self._add(totals, grads, layers.chunk, place), None

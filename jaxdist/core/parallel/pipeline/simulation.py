@@ -7,6 +7,7 @@ import dataclasses
 from jaxdist.core.parallel.pipeline.buffers import Lifetimes, num_slots, peak
 from jaxdist.core.parallel.pipeline.loop_plan import plan_loops
 from jaxdist.core.parallel.pipeline.schedule import Action, Kind, Schedule, check
+from jaxdist.runtime.formatting.numbers import percent
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -137,7 +138,7 @@ def draw(schedule: Schedule, costs: Costs | None = None) -> str:
     )
     title += f", {schedule.num_virtual_stages} virtual stages each" if many else ""
     facts = (
-        f"{report.num_ticks} ticks, bubble {report.bubble:.1%} at {unit}, "
+        f"{report.num_ticks} ticks, bubble {percent(report.bubble)} at {unit}, "
         f"stash per stage {' '.join(map(str, report.peak_stash))}, "
         f"{report.forward_permutes}+{report.backward_permutes} permutes"
     )

@@ -44,15 +44,15 @@ class Stage:
     index: Array
 
     def virtual_stage(self, now: Instruction) -> Array:
-        """Which virtual stage of the model this is; int32 scalar."""
+        """Which virtual stage of the model this is, int32 []."""
         return now.chunk * self.schedule.num_stages + self.index
 
     def is_first(self, now: Instruction) -> Array:
-        """Whether the virtual stage begins with the embedding; bool scalar."""
+        """Whether the virtual stage begins with the embedding, bool []."""
         return self.virtual_stage(now) == 0
 
     def is_last(self, now: Instruction) -> Array:
-        """Whether the virtual stage ends in the loss head; bool scalar."""
+        """Whether the virtual stage ends in the loss head, bool []."""
         return self.virtual_stage(now) == self.schedule.total_virtual_stages - 1
 
     def microbatch(self, now: Instruction) -> Batch:

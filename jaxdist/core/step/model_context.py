@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxdist.core import attention, losses
 from jaxdist.core.attention.admission import Admission
-from jaxdist.core.attention.context import Plan, plan_exchange
+from jaxdist.core.attention.context_parallel import ExchangePlan, plan_exchange
 from jaxdist.core.axis import divisors_of
 from jaxdist.core.parallel import fsdp
 from jaxdist.core.parallel.context import CONTEXT, hops_of_window, imbalance
@@ -24,6 +24,7 @@ from jaxdist.core.step.config import TrainConfig
 from jaxdist.core.step.layer_scan import make_run_layers
 from jaxdist.core.types import Array, Context, Model, Params, RunningDims, Sums
 from jaxdist.plan.hardware import GPUS, gpu_of
+from jaxdist.runtime.formatting.numbers import percent
 
 _CPU_LOGITS_BYTES = 64 * 2**20
 _HEAD_PASSES = 0.15
@@ -118,7 +119,7 @@ def is_described(layout: Layout) -> bool:
     return not any(device in here for device in layout.mesh.devices.flat)
 
 
-def exchange_of(model: Model, layout: Layout, per_node: int = 0) -> Plan | None:
+def exchange_of(model: Model, layout: Layout, per_node: int = 0) -> ExchangePlan | None:
     """How devices that share rows exchange keys and values; None where none do.
 
     `per_node` neighbours along the context axis share a node; 0 = ask the mesh's devices.
@@ -159,7 +160,7 @@ def describe_exchange(
     if plan is None:
         return []
     groups = f" in groups of {plan.inner}" if 1 < plan.inner < size else ""
-    uneven = f"{imbalance(size, seq_len, sliding_window, places, plan.inner):.1%}"
+    uneven = percent(imbalance(size, seq_len, sliding_window, places, plan.inner))
     if packed:
         rows = f"mean of {len(places)} rows" if places is not None else "were a row one document"
         uneven += f" ({rows})"
@@ -171,7 +172,9 @@ def describe_exchange(
     ]
 
 
-def _travel(plan: Plan, seq_len: int, groups: int, sliding_window: int, packed: bool) -> str:
+def _travel(
+    plan: ExchangePlan, seq_len: int, groups: int, sliding_window: int, packed: bool
+) -> str:
     """How far the keys of packed rows, or under a sliding window, travel and why."""
     reach, longest = plan.reach(sliding_window, packed), plan.longest_document
     hops = hops_of_window(reach, seq_len, groups)

@@ -41,7 +41,7 @@ from jaxdist.core.types import Array, AttentionDropout, AttentionMask
 Exchange: TypeAlias = Literal["ring", "all_gather", "all_to_all", "hybrid"]
 
 
-class Plan(NamedTuple):
+class ExchangePlan(NamedTuple):
     """How devices of the context axis exchange keys and values.
 
     Attributes:
@@ -70,7 +70,7 @@ class Plan(NamedTuple):
 
 def plan_exchange(
     wanted: str, *, size: int, heads: int, kv_heads: int, per_node: int, has_stages: bool
-) -> Plan:
+) -> ExchangePlan:
     """Choose the exchange among `size` devices of the context axis; `wanted` is one, or "auto".
 
     `heads` and `kv_heads` are those of a device before any exchange. `per_node` neighbours along
@@ -104,7 +104,7 @@ def plan_exchange(
                 f"cp={_either(fits)} for 'all_to_all'."
             ]
         )
-    return Plan(exchange, inner, has_stages, reason)  # type: ignore[arg-type]
+    return ExchangePlan(exchange, inner, has_stages, reason)  # type: ignore[arg-type]
 
 
 _NEEDS = {
@@ -142,8 +142,10 @@ def _either(sizes: list[int]) -> str:
     return f"{', '.join(others)} or {last}" if others else last
 
 
-def make_attend(
-    plan: Plan, attend_rows: Callable[..., Array], choose_kernel: Callable[..., tuple[str, str]]
+def make_attend_to_shared(
+    plan: ExchangePlan,
+    attend_rows: Callable[..., Array],
+    choose_kernel: Callable[..., tuple[str, str]],
 ) -> Callable[..., Array]:
     """The `attend` of a `Context` where rows are shared.
 
@@ -153,8 +155,9 @@ def make_attend(
         choose_kernel: `kernels.choose_kernel` on this platform.
 
     Returns:
-        As `attention.make_attend`, for this device's positions. Queries and keys are those of one
-        row, in the order of `parallel.context.places`. It raises `ConfigError` for dropout.
+        As `attention.make_attend`, for this device's positions, [batch, seq_shard, heads,
+        head_dim]. Queries and keys are those of one row, in the order of `parallel.context.places`.
+        It raises `ConfigError` for dropout.
     """
 
     def attend(
@@ -167,6 +170,7 @@ def make_attend(
         dropout: AttentionDropout | None = None,
         softcap: float = 0.0,
     ) -> Array:
+        """[batch, seq_shard, heads, head_dim] in the query's dtype; see `Context.attend`."""
         if dropout is not None:  # of the package's own models the mesh was refused already
             size = collectives.group_size(CONTEXT.name)
             raise ConfigError(context.dropout_problem(size, dropout.rate))
@@ -245,6 +249,7 @@ class _Group(NamedTuple):
         return self._all_to_all(jnp.repeat(x[:, None], self.size, 1), 1, 2)[:, 0]
 
     def _all_to_all(self, x: Array, split_dim: int, concat_dim: int) -> Array:
+        """Exchange x [...]: `split_dim` shrinks, and `concat_dim` grows, by the group's size."""
         return collectives.all_to_all(x, CONTEXT.name, split_dim, concat_dim, group=self.size)
 
 
@@ -261,12 +266,14 @@ def _reordered(x: Array, order: np.ndarray) -> Array:
 def _attend_gathered(
     query: Array, key: Array, value: Array, segments: Array | None, rule: Rule
 ) -> Array:
+    """Attention [batch, seq_shard, heads, head_dim] to gathered keys, in the query's dtype."""
     return _gathered(query, key, value, segments, rule).out.astype(query.dtype)
 
 
 def _gathered(
     query: Array, key: Array, value: Array, segments: Array | None, rule: Rule
 ) -> Partial:
+    """Attention of query [batch, seq_shard, heads, head_dim] to the keys of all devices."""
     key, value = _gather((key, value))
     queries, keys = _gathered_spans(query, segments)
     return blockwise.forward(query, key, value, queries, keys, rule)
@@ -275,11 +282,16 @@ def _gathered(
 def _gathered_forward(
     query: Array, key: Array, value: Array, segments: Array | None, rule: Rule
 ) -> tuple[Array, Any]:
+    """`_attend_gathered` [batch, seq_shard, heads, head_dim], and what its backward reads."""
     out, lse = blockwise.keep(_gathered(query, key, value, segments, rule), query.dtype)
     return out, (query, key, value, out, lse, segments)
 
 
 def _gathered_backward(rule: Rule, saved: Any, cotangent: Array) -> Any:
+    """Gradients of this device's query, key and value, in their shapes and dtypes.
+
+    `cotangent` [batch, seq_shard, heads, head_dim] is that of the output.
+    """
     query, key, value, out, lse, segments = saved
     pull = Pull.of(out, lse, cotangent)
     whole_key, whole_value = _gather((key, value))
@@ -299,6 +311,7 @@ def _gather(tree: Any) -> Any:
 
 
 def _gathered_spans(query: Array, segments: Array | None) -> tuple[Span, Span]:
+    """Spans of this device's queries, places [1, seq_shard], and of all keys, places [1, seq]."""
     length, size = query.shape[1], collectives.group_size(CONTEXT.name)
     everyone = jnp.concatenate([context.places_of(i, length, size) for i in range(size)])
     return (
