@@ -177,9 +177,13 @@ def _packed(shapes: Shapes, segments: np.ndarray, window: int) -> Any:
 
 
 def _round_a_ring(shapes: Shapes, segments: np.ndarray) -> Any:
-    """The same of rows that two groups share, which this device stands for one after the other."""
+    """The same of rows that two groups share, which this device stands for one after the other.
+
+    `segments` int32 [rows, 2 · length] are of one document.
+    """
 
     def both(*inputs: Array) -> tuple[Array, ...]:
+        """Output and gradients, [rows, 2 · length, heads or kv_heads, head_dim] each."""
         query, key, value, cotangent = (_groups_of(x) for x in inputs)
         out, dq, dk, dv = ([jnp.zeros(()), jnp.zeros(())] for _ in range(4))
         for mine in range(2):
@@ -207,7 +211,7 @@ def _groups_of(x: Array) -> tuple[Array, Array]:
 
 
 def _row_of(outer: Array, inner: Array) -> Array:
-    """The way back of `_groups_of`."""
+    """The way back of `_groups_of`, [rows, 2 · length, ...]."""
     (first, last), (second, third) = (jnp.split(x, 2, axis=1) for x in (outer, inner))
     return jnp.concatenate([first, second, third, last], axis=1)
 

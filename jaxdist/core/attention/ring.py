@@ -83,7 +83,7 @@ class Ring(NamedTuple):
         return whole(each[:, :, 0]), whole(each[:, ::-1, 1])
 
     def join(self, early: Array, late: Array) -> Array:
-        """The way back of `halves`."""
+        """The way back of `halves`: [batch, length / 2, ...] each -> [batch, length, ...]."""
         each = lambda half: half.reshape(half.shape[0], self.inner, -1, *half.shape[2:])
         parts = jnp.stack([each(early), each(late)[:, ::-1]], axis=2)
         return parts.reshape(early.shape[0], -1, *early.shape[2:])
@@ -93,7 +93,7 @@ class Ring(NamedTuple):
         return x if self.inner == 1 else jnp.concatenate(self.halves(x), axis=1)
 
     def in_device_order(self, x: Array) -> Array:
-        """The way back of `in_row_order`."""
+        """The way back of `in_row_order`, [batch, length, ...]."""
         return x if self.inner == 1 else self.join(*jnp.split(x, 2, axis=1))
 
 
@@ -152,6 +152,7 @@ def _ring(
     queries = Span(ring.places(0, length), segments)
 
     def look(held: _Held, step: Any) -> Partial:
+        """Attention [batch, length, heads, head_dim] to the held keys."""
         key, value = held.keys_values
         if ring.fused:
             return zigzag.forward(query, key, value, rule.causal, ring.is_earlier(step))
@@ -189,6 +190,7 @@ def _ring_backward(rule: Rule, ring: Ring, saved: Any, cotangent: Array) -> Any:
     queries = Span(ring.places(0, length), segments)
 
     def look(held: _Held, step: Any) -> tuple[Array, Array]:
+        """Gradients: of the query, and [2, batch, length, kv_heads, head_dim] of held keys."""
         key, value = held.keys_values
         if ring.fused:
             over_all, earlier = (out, cotangent, lse), ring.is_earlier(step)
