@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 class GenerateConfig(TextSettings):
     """What to continue, how, and where."""
 
-    run: str = setting("", "run directory, or one of its checkpoints")
+    run: str = setting("", "run directory, or one of its checkpoints", required=True)
     prompt: tuple[str, ...] = setting(
         (),
         "text to continue, or with --chat what the user says; may be given several times; without "
@@ -64,8 +64,6 @@ class GenerateConfig(TextSettings):
     def problems(self) -> list[str]:
         """Violated rules beyond the bounds of each setting."""
         problems = []
-        if not self.run:
-            problems.append("no run was named. Give a run directory: jaxdist generate runs/NAME.")
         if self.prompt and self.prompt_file:
             problems.append(
                 f"prompt and prompt_file={self.prompt_file!r} are both given: one of them holds "

@@ -179,11 +179,27 @@ def test_planted_back_edges_are_seen():
     assert violations("train", "from jaxdist import evaluate")
 
 
+def probes_of_models(source: str) -> list[str]:
+    """Where a source asks which kind a model is, or whether its settings have a name.
+
+    `isinstance` of a kind's settings, `.kind` compared with a kind, and `getattr` or `hasattr` of a
+    model with a name written out.
+    """
+    kinds = r"isinstance\([^()]*(Decoder|Cnn|Resnet|Custom|Model)Config"
+    compared = r"\.kind (==|!=|in) \(?['\"](decoder|cnn|resnet|custom)"
+    fields = r"(getattr|hasattr)\([\w.]*\b(model|settings), ['\"]"
+    patterns = f"{kinds}|{compared}|{fields}"
+    return [found.group() for found in re.finditer(patterns, ast.unparse(ast.parse(source)))]
+
+
 def test_model_kinds_are_told_apart_in_their_own_room_only():
-    kinds = re.compile(r"isinstance\([^()]*(Decoder|Cnn|Custom|Model)Config")
-    found = [name for name, path in MODULES.items() if kinds.search(path.read_text())]
-    assert [name for name in found if not name.startswith("models")] == []
-    assert "models" in found
+    """Others ask the settings, or the built model, for the fact they want: a user's model too."""
+    found = {name: probes_of_models(path.read_text()) for name, path in MODULES.items()}
+    assert {n: p for n, p in found.items() if p and n.partition(".")[0] != "models"} == {}
+    assert found["models"]
+    assert probes_of_models("getattr(parts.config.model, 'sliding_window', 0)")
+    assert probes_of_models("if run.model.kind == 'decoder': pass")
+    assert not probes_of_models("getattr(parts.config.model, field.name)")
 
 
 def test_the_house_can_be_seen_from_its_door():

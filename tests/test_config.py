@@ -308,6 +308,11 @@ def test_help_names_every_field_with_type_default_and_doc_in_100_columns():
         assert doc in text
 
 
+def test_help_begins_with_what_stands_without_a_flag():
+    text = help_text(Job, "paint", "Paints things.", ALIASES, positional=("run_dir",))
+    assert text.index("  RUN_DIR TEXT") < text.index("  --name TEXT")
+
+
 def test_help_exits_0_and_help_section_prints_one_section(capsys):
     for argv, expected in (
         (["--help"], full_help()),

@@ -19,6 +19,7 @@ from jaxdist.core.step import TrainConfig
 from jaxdist.data import DataConfig
 from jaxdist.models import DecoderConfig
 from jaxdist.plan.compiled import check
+from jaxdist.plan.estimate.flops import imbalance
 from jaxdist.plan.estimate.job import Job
 from jaxdist.plan.estimate.memory import estimate_memory, usable_bytes
 from jaxdist.plan.estimate.search import Choice, exchanges, search
@@ -109,6 +110,7 @@ def test_the_memory_of_each_exchange_is_that_of_the_compiled_program(exchange):
     assert planned / 2**30 == pytest.approx(committed(exchange), rel=0.06)
 
 
+PACKED = DataConfig(packing="documents")
 TWO_NODES = Cluster(gpu=GPUS["h100"], num_nodes=2, gpus_per_node=8)
 
 
@@ -158,6 +160,19 @@ def test_a_ring_hides_behind_the_attention_that_runs_beside_it(num_nodes, waits_
     waited = sum(parts[f"waiting for {f.purpose}"] for f in permutes)
     late = max(0.0, reach.hidden * moving - beside)
     assert waited == pytest.approx((1 - reach.hidden) * moving + late)
+
+
+def test_times_count_the_work_of_the_busiest_device():
+    """Of packed rows a ring's is uneven, a hybrid's less, exchanged heads' not; of causal, none."""
+    job = Job.of(long_rows(8, 8), MeshSpec(context=8), TWO_NODES)
+    spent = lambda job: estimate_time(job).parts["attention"]
+    by = lambda job, name: job.changed("mesh", context_attention=name)
+    assert imbalance(by(job, "ring")) == 0
+    packed = dataclasses.replace(job, config=dataclasses.replace(job.config, data=PACKED))
+    uneven = [imbalance(by(packed, name)) for name in ("ring", "hybrid", "all_to_all")]
+    assert uneven[0] > 1.5 * uneven[1] > 0.05 and uneven[2] == 0
+    ring, packed_ring = by(job, "ring"), by(packed, "ring")
+    assert spent(packed_ring) == pytest.approx((1 + uneven[0]) * spent(ring))
 
 
 SMALL = RunConfig(

@@ -36,6 +36,7 @@ def build_cnn(config: CnnConfig) -> Model:
         flops_per_token=_flops_per_image(config),
         unit="images",
         rules=config.rules,
+        num_classes=config.num_classes,
         row={
             "images": jax.ShapeDtypeStruct(
                 (config.image_size, config.image_size, IMAGE_CHANNELS), jnp.float32

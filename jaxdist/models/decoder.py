@@ -134,6 +134,7 @@ def build_decoder(config: DecoderConfig, *, seq_len: int) -> Model:
         sequence=config.sequence,
         context_parallel=config.context_parallel,
         vocab_size=config.vocab_size,
+        attention_call=config.attention_call,
         decoding=Decoding(
             init_cache=init_cache,
             cache_dims={"key": cache_dims, "value": cache_dims},

@@ -47,6 +47,7 @@ def build_resnet(config: ResnetConfig) -> Model:
         flops_per_token=_flops_per_image(config),
         unit="images",
         rules=config.rules,
+        num_classes=config.num_classes,
         row={
             "images": jax.ShapeDtypeStruct((size, size, IMAGE_CHANNELS), jnp.float32),
             "labels": jax.ShapeDtypeStruct((), jnp.int32),

@@ -14,6 +14,7 @@ from jaxdist.core.parallel.data import DATA
 from jaxdist.core.settings.schema import join_choices
 from jaxdist.plan.compiled.check import CompiledStep
 from jaxdist.plan.estimate.cost import DAY_S, Bill, Limits, Saving, break_even, checkpoint_bytes
+from jaxdist.plan.estimate.flops import imbalance
 from jaxdist.plan.estimate.search import CONTEXT_FROM, Choice, exchanges
 from jaxdist.plan.estimate.suggestions import smallest_changes
 from jaxdist.plan.hardware import Gpu
@@ -183,19 +184,32 @@ def _exchange(plan: Plan) -> Iterator[Advice]:
     if used is None:
         return
     sentences = [f"{used.exchange}: {_EXCHANGES[used.exchange]}."]
-    for name in exchanges(job):
+    allowed = exchanges(job)
+    for name in allowed:
         if name != used.exchange:
             other = Choice.of(job.changed("mesh", context_attention=name))
             slower = _compared(other.time.seconds / choice.time.seconds - 1)
             size = in_bytes(other.memory.total_bytes)
             fits = "" if other.fits else f" and does not fit ({size})"
             sentences.append(f"{name} is {slower}{fits}.")
-    missing = [name for name in _EXCHANGES if name not in exchanges(job)]
+    if imbalance(job) > _UNEVEN:
+        packed = job.config.data.packs_documents
+        rows = "rows of 16 documents of random lengths" if packed else "this window"
+        shares = [
+            f"{name} {percent(imbalance(job.changed('mesh', context_attention=name)), 0)}"
+            for name in allowed
+        ]
+        sentences.append(
+            f"With {rows} the busiest device attends to more keys than the mean one, which the "
+            f"times count: {', '.join(shares)}."
+        )
+    missing = [name for name in _EXCHANGES if name not in allowed]
     if missing:
         sentences.append(f"Heads, nodes or the kernel do not allow {join_choices(missing)}.")
     yield Advice("context attention", " ".join(sentences))
 
 
+_UNEVEN = 0.05  # less is not worth a sentence
 _EXCHANGES = {
     "ring": "keys and values travel from device to device while those at hand are multiplied",
     "all_gather": "every device gets all keys and values",

@@ -262,6 +262,7 @@ def assemble(
         auto_tensor=model.tensor == "auto",
         fsdp_over_context=config.mesh.fsdp_over_context,
         context_attention=config.mesh.context_attention,
+        packed_rows=config.data.packs_documents,
         host_of=host_of or {},
     )
     platform = devices[0].platform
@@ -397,15 +398,14 @@ def compare_ring_kernel(parts: Parts) -> Parts:
 
 
 def _attention_asked(parts: Parts) -> dict[str, Any]:
-    """What the settings ask of attention, as `admit_packed_kernel` takes it."""
-    settings = parts.config.model
-    window = getattr(settings, "sliding_window", 0)
-    has_full_layers = bool(getattr(settings, "full_attention_every", 0))
+    """What the model asks of attention, as `admit_packed_kernel` takes it."""
+    call = parts.model.attention_call
+    window = call.sliding_window
     return {
-        "wanted": getattr(settings, "attention", "auto"),
-        "windows": (window, 0) if window and has_full_layers else (window,),
-        "softcap": getattr(settings, "attention_softcap", 0.0),
-        "dropout": getattr(settings, "attention_dropout", 0.0),
+        "wanted": call.kernel,
+        "windows": (window, 0) if window and call.full_every else (window,),
+        "softcap": call.softcap,
+        "dropout": call.dropout,
     }
 
 
@@ -423,10 +423,11 @@ def check_data_fits(parts: Parts, dataset: TrainData) -> None:
         )
     name, size = "vocab_size", parts.model.vocab_size
     if wanted == "images":
-        name, size = "num_classes", getattr(parts.config.model, "num_classes", 0)
+        name, size = "num_classes", parts.model.num_classes
     if size and dataset.vocab_size > size:
-        own = f"model.{name}={dataset.vocab_size}"
-        if parts.config.model.kind == "custom":
+        setting = parts.config.model.size_settings.get(name)
+        own = f"{setting}={dataset.vocab_size}"
+        if setting is None:
             own = f"the {name} of {parts.model.name} to {dataset.vocab_size} where it is made"
         raise ConfigError(
             f"the data has {dataset.vocab_size} tokens or classes, {parts.model.name} with "

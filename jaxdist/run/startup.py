@@ -169,10 +169,10 @@ def announce(parts: Parts, data: TrainData, monitor: Monitor, budget: Budget | N
     schedule = parts.pipeline_schedule
     microbatches = schedule.num_microbatches if schedule else config.train.accumulation
     notes = list(model.notes(parts.step.context)) if model.notes else []
-    window = getattr(config.model, "sliding_window", 0)
     notes += describe_exchange(
-        model, parts.layout, config.train.seq_len, window,
+        model, parts.layout, config.train.seq_len, model.attention_call.sliding_window,
         packed="segments" in data.fields, places=_places(parts, data),
+        rows=rows // microbatches,
     )  # fmt: skip
     compared = (parts.packed_kernel, parts.ring_kernel)
     notes += [found.describe() for found in compared if found is not None]

@@ -69,12 +69,20 @@ class ExchangePlan(NamedTuple):
 
 
 def plan_exchange(
-    wanted: str, *, size: int, heads: int, kv_heads: int, per_node: int, has_stages: bool
+    wanted: str,
+    *,
+    size: int,
+    heads: int,
+    kv_heads: int,
+    per_node: int,
+    has_stages: bool,
+    packed: bool = False,
 ) -> ExchangePlan:
     """Choose the exchange among `size` devices of the context axis; `wanted` is one, or "auto".
 
     `heads` and `kv_heads` are those of a device before any exchange. `per_node` neighbours along
-    the axis share a node. `has_stages`: a pipeline runs the layers.
+    the axis share a node. `has_stages`: a pipeline runs the layers. `packed`: rows hold several
+    documents.
 
     Raises:
         ConfigError: the heads, or the stages, do not allow what is wanted.
@@ -85,7 +93,7 @@ def plan_exchange(
     inside = max((n for n in rings if n <= per_node and n < size), default=0)
     exchange: str
     if wanted == "auto":
-        exchange, reason = _choose(size, heads, kv_heads, rings, inside)
+        exchange, reason = _choose(size, heads, kv_heads, rings, inside, packed)
     else:
         exchange, reason = wanted, "asked for"
     inner = {"all_to_all": size, "hybrid": inside}.get(exchange, 1)
@@ -117,12 +125,15 @@ _NEEDS = {
 
 
 def _choose(
-    size: int, heads: int, kv_heads: int, rings: list[int], inside: int
+    size: int, heads: int, kv_heads: int, rings: list[int], inside: int, packed: bool
 ) -> tuple[Exchange, str]:
     """The exchange that is fastest, and why; `rings` and `inside` are legal `inner`."""
     # Also where it moves more than others: attention takes most of the time of long rows.
     if size in rings:
         return "all_to_all", "the heads divide, and whole rows take the kernel of a single device"
+    if packed and inside > 1:
+        # Documents see keys anew: of single devices some have half as much to do again as others.
+        return "hybrid", f"documents make work uneven, which {inside} neighbours share"
     if 2 * size * kv_heads <= heads:
         return "all_gather", "all keys and values are no larger than a device's own queries"
     if inside > 1 and size // inside > 1 and inside > heads // kv_heads + 1:

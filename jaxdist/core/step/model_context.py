@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -19,6 +22,7 @@ from jaxdist.core.parallel.pipeline.axis import PIPELINE
 from jaxdist.core.parallel.pipeline.config import PipelineConfig
 from jaxdist.core.parallel.tensor import TENSOR
 from jaxdist.core.precision import PrecisionConfig
+from jaxdist.core.settings import ConfigError
 from jaxdist.core.sharding import Layout
 from jaxdist.core.step.config import TrainConfig
 from jaxdist.core.step.layer_scan import make_run_layers
@@ -29,6 +33,7 @@ from jaxdist.runtime.formatting.numbers import percent
 _CPU_LOGITS_BYTES = 64 * 2**20
 _HEAD_PASSES = 0.15
 _LOGITS_SHARE = 1 / 64
+_UNEVEN = 0.05  # work that devices may differ by before the log names what differs less
 
 
 def make_context(
@@ -138,6 +143,7 @@ def exchange_of(model: Model, layout: Layout, per_node: int = 0) -> ExchangePlan
         kv_heads=model.dims.get("kv_heads", 1) // tensor or 1,
         per_node=per_node or _on_one_node(layout),
         has_stages=layout.size(PIPELINE) > 1,
+        packed=layout.packed_rows,
     )
     return plan._replace(longest_document=layout.longest_document)
 
@@ -150,26 +156,51 @@ def describe_exchange(
     *,
     packed: bool = False,
     places: np.ndarray | None = None,
+    rows: int = 1,
 ) -> list[str]:
     """How devices share rows, for the start of a run; nothing where none do.
 
-    Where rows hold several documents they are `packed`, and `places`, int [rows, seq_len], are the
-    places of some rows' tokens in their documents, if these can be read.
+    Where rows hold several documents they are `packed`, and `places`, int [num_rows, seq_len], are
+    the places of some rows' tokens in their documents, if these can be read. A microbatch has
+    `rows`.
     """
     plan, size = exchange_of(model, layout), layout.size(CONTEXT)
     if plan is None:
         return []
     groups = f" in groups of {plan.inner}" if 1 < plan.inner < size else ""
-    uneven = percent(imbalance(size, seq_len, sliding_window, places, plan.inner))
+    uneven_by = lambda inner: imbalance(size, seq_len, sliding_window, places, inner, rows)
+    uneven = percent(uneven_by(plan.inner))
     if packed:
-        rows = f"mean of {len(places)} rows" if places is not None else "were a row one document"
-        uneven += f" ({rows})"
+        known = f"mean of {len(places)} rows" if places is not None else "were a row one document"
+        uneven += f" ({known})"
+    uneven += _more_even(model, layout, plan, uneven_by)
     if plan.exchange in ("ring", "hybrid"):
         groups += _travel(plan, seq_len, size // plan.inner, sliding_window, packed)
     return [
         f"context attention: {plan.exchange} over {size} devices{groups} ({plan.reason}); "
-        f"{seq_len // size} positions of a row on each, work uneven by {uneven}"
+        f"{seq_len // size} positions of a row on each, its work uneven by {uneven}"
     ]
+
+
+def _more_even(
+    model: Model, layout: Layout, used: ExchangePlan, uneven_by: Callable[[int], float]
+) -> str:
+    """Which exchanges would give the devices more equal work, where it is uneven by much.
+
+    `uneven_by` says by how much with so many neighbours that exchange heads.
+    """
+    if (found := uneven_by(used.inner)) <= _UNEVEN:
+        return ""
+    others = {}
+    for name in ("all_to_all", "hybrid"):
+        with contextlib.suppress(ConfigError):
+            plan = exchange_of(model, dataclasses.replace(layout, context_attention=name))
+            assert plan is not None
+            others[name] = uneven_by(plan.inner)
+    named = [f"{name} ({percent(share)})" for name, share in others.items() if share < found]
+    if named:
+        return f"; more even with --mesh.context-attention {' or '.join(named)}"
+    return "; even with a cp that allows all_to_all: one that divides the query and key/value heads"
 
 
 def _travel(

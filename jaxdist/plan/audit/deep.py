@@ -29,7 +29,7 @@ TOLERANCE = 1e-4
 """Largest difference of a gradient, relative to its peak: sums in another order reach 1e-5, a sum
 that is missing or taken twice 1e-1."""
 
-_ROWS_EACH, _SEQ, _HEAD, _VOCAB = 2, 32, 8, 256
+_ROWS_EACH, _SEQ = 2, 32
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -81,30 +81,19 @@ def differences(config: RunConfig, devices: Sequence[Any]) -> list[Difference]:
 
 def shrunken(config: RunConfig, spec: MeshSpec) -> RunConfig:
     """The same run with a small model and few rows, in float32, legal on the mesh."""
-    model: Any = config.model
-    multiple = math.prod(spec.sizes.values())
     layers = 2 * spec[PIPELINE] * config.pipeline.num_virtual_stages
-    sizes = {"num_layers": layers, "mlp_dim": 8 * multiple, "vocab_size": _VOCAB}
-    if hasattr(model, "num_heads"):
-        sizes |= {"d_model": _HEAD * math.lcm(model.num_heads, multiple), "head_dim": _HEAD}
-    small = {name: size for name, size in sizes.items() if _is_larger(model, name, size)}
-    if "d_model" not in small:
-        small.pop("head_dim", None)
+    multiple = math.prod(spec.sizes.values())
     num_microbatches = config.train.num_microbatches
     seq_len = min(config.train.seq_len, _SEQ * spec[TENSOR])
     rows = _ROWS_EACH * spec.num_replicas * max(num_microbatches, 4 * spec[PIPELINE])
     return dataclasses.replace(
         config,
-        model=dataclasses.replace(model, **small),
+        model=config.model.shrunken(num_layers=layers, multiple=multiple),
         train=dataclasses.replace(config.train, global_batch_size=rows, seq_len=seq_len),
         precision=dataclasses.replace(
             config.precision, compute_dtype="float32", reduce_dtype="float32"
         ),
     )
-
-
-def _is_larger(model: Any, name: str, size: int) -> bool:
-    return name == "head_dim" or getattr(model, name, 0) > size
 
 
 def _on(config: RunConfig, spec: MeshSpec) -> RunConfig:

@@ -25,9 +25,9 @@ from jaxdist.core.parallel.pipeline.schedule import Schedule
 from jaxdist.core.parallel.tensor import TENSOR
 from jaxdist.core.sharding import Layout
 from jaxdist.core.step import default_loss_chunk, exchange_of
-from jaxdist.core.types import Dims, Model
+from jaxdist.core.types import AttentionCall, Dims, Model
 from jaxdist.models.weights import Weight, weights_of
-from jaxdist.plan.estimate.model_trace import AttentionCall, Trace, attention_of, trace
+from jaxdist.plan.estimate.model_trace import Trace, attention_of, trace
 from jaxdist.plan.estimate.schedule_costs import Stages, stages_of
 from jaxdist.plan.hardware import Cluster
 
@@ -263,6 +263,7 @@ class Job:
             auto_tensor=self.model.tensor == "auto",
             fsdp_over_context=self.config.mesh.fsdp_over_context,
             context_attention=self.config.mesh.context_attention,
+            packed_rows=self.config.data.packs_documents,
         )
 
     def size(self, weight: Weight, place: Place) -> int:

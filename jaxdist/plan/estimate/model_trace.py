@@ -19,7 +19,16 @@ import jax.numpy as jnp
 
 from jaxdist.core import attention, losses
 from jaxdist.core.step.layer_scan import remat_policy
-from jaxdist.core.types import Array, AttentionMask, Batch, Context, Model, Params, Sums
+from jaxdist.core.types import (
+    Array,
+    AttentionCall,
+    AttentionMask,
+    Batch,
+    Context,
+    Model,
+    Params,
+    Sums,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,25 +75,6 @@ def trace(model: Model, seq_len: int, dtype: str, remat: str) -> Trace:
 @functools.lru_cache(maxsize=64)
 def _outside_layers(model: Model, seq_len: int, dtype: str) -> Cost:
     return _difference(lambda rows: _loss(model, seq_len, dtype, rows))
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class AttentionCall:
-    """What a block asks of `Context.attend`.
-
-    Attributes:
-        sliding_window: keys a query sees, itself included; 0 = all before it.
-        full_every: every such layer has no window; 0 = none.
-        kernel: "auto", "xla" or "cudnn".
-        dropout: share of probabilities dropped in training.
-        softcap: bound of the scores; 0 = none.
-    """
-
-    sliding_window: int
-    full_every: int
-    kernel: str
-    dropout: float
-    softcap: float
 
 
 @functools.lru_cache(maxsize=64)
