@@ -239,16 +239,8 @@ def check_axis(
     )
     if simulated:
         return [*found, ok(check, text + " (through the CPU's memory)", **numbers)]
-    slow = [i for i, speed in enumerate(speeds) if speed < _SLOW * usual]
-    found += [
-        warning(
-            check,
-            f"{_names(groups[i], hosts)}: {rate(speeds[i])}, where other groups have {rate(usual)}",
-            "every step waits for them: look at their links (nvidia-smi nvlink --status, "
-            "ibstat), or leave them out",
-        )
-        for i in sorted(slow, key=lambda i: speeds[i])[:4]
-    ]
+    by_name = {_names(g, hosts): speed for g, speed in zip(groups, speeds, strict=True)}
+    found += _slow_groups(check, by_name, usual)
     link = _link(groups[0], hosts, device_kind)
     if link and usual < _OF_THE_LINK * link:
         found.append(
@@ -260,6 +252,20 @@ def check_axis(
             )
         )
     return [ok(check, text, **numbers) if not found else note(check, text, **numbers), *found]
+
+
+def _slow_groups(check: str, speeds: Mapping[str, float], usual: float) -> list[Finding]:
+    """The slowest groups, up to four, of speeds in bytes/s by the groups' names."""
+    slow = sorted((speed, name) for name, speed in speeds.items() if speed < _SLOW * usual)
+    return [
+        warning(
+            check,
+            f"{name}: {rate(speed)}, where other groups have {rate(usual)}",
+            "every step waits for them: look at their links (nvidia-smi nvlink --status, "
+            "ibstat), or leave them out",
+        )
+        for speed, name in slow[:4]
+    ]
 
 
 def _link(group: Group, hosts: Sequence[str], device_kind: str) -> float:
