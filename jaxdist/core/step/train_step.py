@@ -23,6 +23,7 @@ from jaxdist.core.step.model_context import make_context
 from jaxdist.core.types import Array, Batch, Context, Model, Params, Sums, objective
 
 Metrics = dict[str, Array]
+"""Float32 scalars by name, `applied` bool []; replica norms are [replicas]."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,7 +122,7 @@ def _make_train(
     """
 
     def train(state: TrainState, batch: Batch, limit: Array) -> tuple[TrainState, Metrics]:
-        """(new state, metrics [] each) of a batch [global_batch_size, ...]; limit is float32 []."""
+        """(new state, metrics) of a batch [global_batch_size, ...]; `limit` is float32 []."""
         if fetched_to is not None:
             fetched = jax.device_put(state.opt_state, fetched_to)
             state = dataclasses.replace(state, opt_state=fetched)
