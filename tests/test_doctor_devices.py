@@ -137,11 +137,11 @@ def test_a_slow_device_is_named_but_not_in_a_simulation():
 
 
 def test_every_axis_is_timed_in_all_its_groups_and_the_sum_is_right():
-    mesh = MeshSpec(data=2, tensor=4).build(jax.devices())
+    mesh = MeshSpec(data=2, context=4).build(jax.devices())
     timed = json.loads(json.dumps(devices.time_axes(mesh, 1 << 12)))
     groups = devices.groups_of(mesh, [timed])
-    assert list(groups) == ["data", "tensor"]
-    assert [g.members for g in groups["tensor"]] == [
+    assert list(groups) == ["data", "context"]
+    assert [g.members for g in groups["context"]] == [
         tuple((0, i) for i in range(4)),
         tuple((0, i) for i in range(4, 8)),
     ]
