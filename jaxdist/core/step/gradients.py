@@ -95,7 +95,11 @@ def _make_pipeline(
     precision: PrecisionConfig,
     stages: PipelineConfig,
 ) -> Callable[[Params, Batch, Context, Array], tuple[Sums, Params]]:
-    """Sums and local gradients by a pipeline; returns what `_make_accumulation` does."""
+    """Sums and local gradients by a pipeline.
+
+    Returns:
+        As `_make_accumulation`, for this replica's batch [rows, ...].
+    """
     num_stages, remat = layout.size(PIPELINE), resolve_remat(config, platform)
     return pipeline_train.make_pipeline_value_and_grad(
         model,

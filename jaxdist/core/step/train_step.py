@@ -116,9 +116,12 @@ def _make_train(
     ema_decay: float,
     fetched_to: Any = None,
 ) -> Callable[[TrainState, Batch, Array], tuple[TrainState, Metrics]]:
-    """A whole step: gradients, the update, and whether to take it; see `Step.train`.
+    """A whole step: gradients, the update, and whether to take it.
 
-    `fetched_to`: the device shardings of optimizer state that lies in host memory, else None.
+    `fetched_to` are the device shardings of optimizer state that lies in host memory, else None.
+
+    Returns:
+        (state, batch [global_batch_size, ...], limit float32 []) -> (state, metrics); `Step.train`.
     """
 
     def train(state: TrainState, batch: Batch, limit: Array) -> tuple[TrainState, Metrics]:
