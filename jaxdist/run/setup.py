@@ -268,7 +268,8 @@ def assemble(
     loss_scale = initial_loss_scale(compute_dtype)
     if problems := optim.frozen_problems(config.optim, model.axes):
         raise ConfigError(problems)
-    optimizer = optim.make_optimizer(config.optim, model.axes)
+    moments = layout.shardings(layout.moment_specs(model.axes))
+    optimizer = optim.make_optimizer(config.optim, model.axes, moments)
     schedule = optim.make_lr_schedule(
         config.optim,
         total_steps=config.train.steps,
