@@ -219,7 +219,7 @@ def running(pid: int) -> bool:
 
 
 FACTS = {
-    "memory": dict.fromkeys((f.name for f in dataclasses.fields(check.Memory)), 1),
+    "memory": dict.fromkeys((f.name for f in dataclasses.fields(check.CompiledMemory)), 1),
     "buffers": [],
     "collectives": [],
     "branch_shares": {"backward": 0.5},

@@ -85,9 +85,8 @@ def _spans(schedule: Schedule) -> list[tuple[str, list[charts.Span]]]:
         ]
         for row, action, length in zip(rows, tick, lasts, strict=True):
             if action:
-                tip = (
-                    f"{action.kind} of microbatch {action.microbatch}, virtual stage {action.chunk}"
-                )
+                work = f"{action.kind} of microbatch {action.microbatch}"
+                tip = f"{work}, virtual stage {action.virtual}"
                 row.append(charts.Span(start, length, action.kind, tip))
         start += max(lasts)
     return [(f"stage {stage}", row) for stage, row in enumerate(rows)]

@@ -26,7 +26,7 @@ from jaxdist.core.settings import ConfigError
 from jaxdist.core.sharding import Layout
 from jaxdist.core.step.config import TrainConfig
 from jaxdist.core.step.layer_scan import make_run_layers
-from jaxdist.core.types import Array, Context, Model, Params, RunningDims, Sums
+from jaxdist.core.types import Context, Model, Params, RunningDims
 from jaxdist.plan.hardware import GPUS, gpu_of
 from jaxdist.runtime.formatting.numbers import percent
 
@@ -54,23 +54,10 @@ def make_context(
     device = layout.mesh.devices.flat[0]
     platform = "gpu" if device.platform in ("gpu", "cuda") else device.platform
     dtype = precision.resolve(platform)
-    split_vocabulary = TENSOR in layout.used
+    vocabulary_axis = TENSOR.name if TENSOR in layout.used else None
     chunk = config.loss_chunk_tokens or default_loss_chunk(
         model.dims.get("vocab", 0) // layout.size(TENSOR), platform, device.device_kind
     )
-
-    def token_loss(
-        x: Array,
-        kernel: Array,
-        targets: Array,
-        weights: Array,
-        vocab_size: int,
-        softcap: float = 0.0,
-    ) -> Sums:
-        """As `losses.token_cross_entropy`: x [batch, seq, d_model] -> Sums."""
-        axis = TENSOR.name if split_vocabulary else None
-        vocabulary = losses.Vocabulary(vocab_size, axis, chunk, softcap)
-        return losses.token_cross_entropy(x, kernel, targets, weights, vocabulary)
 
     # Then the pipeline gathers a stage's weights itself, before the first tick.
     once = layout.size(PIPELINE) > 1 and stages is not None and stages.gather == "step"
@@ -87,7 +74,7 @@ def make_context(
     )
     return Context(
         dtype=dtype,
-        token_loss=token_loss,
+        token_loss=losses.make_token_loss(vocabulary_axis, chunk),
         label_loss=losses.label_cross_entropy,
         run_layers=make_run_layers(model, layout, config, precision, platform, gather=not once),
         platform=platform,

@@ -49,7 +49,7 @@ def main() -> int:
     os.dup2(2, 1)  # whatever else prints must not stand in the answer
     request = json.load(sys.stdin)
     try:
-        answer = compile_step(request)
+        answer = compile_request(request)
     except ConfigError as error:
         answer = {"refused": error.problems}
     with os.fdopen(answer_to, "w") as stream:
@@ -57,7 +57,7 @@ def main() -> int:
     return 0
 
 
-def compile_step(request: dict[str, Any]) -> dict[str, Any]:
+def compile_request(request: dict[str, Any]) -> dict[str, Any]:
     """Assemble, lower and compile the train step for a topology; see `compiled.CompiledStep`.
 
     The request has the settings as TOML and the cluster; `check.compile_step` makes it.
