@@ -440,5 +440,5 @@ def test_the_ring_moves_what_its_theory_says(model, hops):
     text = step.train.lower(state, batch, np.inf).compile().as_text()
     model = model_of(model)
     each = 4 * 2 * (ROWS * SEQ // 4) * model.dims["kv_heads"] * model.dims["head_dim"]
-    _, moved = traffic(text, layout_of(case).spec.sizes)["collective-permute", "context"]
+    _, moved = traffic(text, layout_of(case).mesh_spec.sizes)["collective-permute", "context"]
     assert moved == model.num_layers * hops * each

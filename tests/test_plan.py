@@ -16,7 +16,7 @@ from jaxdist.core.settings import ConfigError
 from jaxdist.core.settings.schema import fields_of
 from jaxdist.plan import planner
 from jaxdist.plan.__main__ import main
-from jaxdist.plan.compiled.check import CompiledStep, Memory, NotCompiled
+from jaxdist.plan.compiled.check import CompiledMemory, CompiledStep, NotCompiled
 from jaxdist.plan.compiled.roofline import Times
 from jaxdist.plan.options import PlanConfig
 from jaxdist.plan.schedule_view import drawings
@@ -305,7 +305,7 @@ def test_data_need_not_exist_and_the_files_mesh_does_not_bind(capsys, tmp_path):
 def step_of(total: int) -> CompiledStep:
     """A compiled step of so many bytes."""
     return CompiledStep(
-        memory=Memory(
+        memory=CompiledMemory(
             argument_bytes=total,
             output_bytes=0,
             alias_bytes=0,

@@ -143,7 +143,7 @@ def test_table_has_a_line_per_gpu():
         for p in range(2)
         for d in range(2)
     )
-    job = runtime.Job(
+    job = runtime.JoinedJob(
         process_id=1,
         num_processes=2,
         host="n1",

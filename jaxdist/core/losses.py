@@ -10,6 +10,7 @@ Source of the idea: Wijmans et al. 2024, "Cut Your Losses in Large-Vocabulary La
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -58,6 +59,27 @@ def token_cross_entropy(
     flat_targets, flat_weights = targets.reshape(-1), weights.reshape(-1).astype(jnp.float32)
     loss, correct = _linear_cross_entropy(tokens, kernel, flat_targets, flat_weights, vocabulary)
     return {"loss": loss, "weight": jnp.sum(flat_weights), "correct": correct}
+
+
+def make_token_loss(axis: str | None = None, chunk: int = 0) -> Callable[..., Sums]:
+    """`Context.token_loss`: `token_cross_entropy` of a vocabulary that `axis` splits.
+
+    At most `chunk` tokens have logits at once; 0 = all.
+    """
+
+    def token_loss(
+        x: Array,
+        kernel: Array,
+        targets: Array,
+        weights: Array,
+        vocab_size: int,
+        softcap: float = 0.0,
+    ) -> Sums:
+        """As `token_cross_entropy`: x [batch, seq, d_model] -> Sums."""
+        vocabulary = Vocabulary(vocab_size, axis, chunk, softcap)
+        return token_cross_entropy(x, kernel, targets, weights, vocabulary)
+
+    return token_loss
 
 
 def label_cross_entropy(logits: Array, labels: Array, weights: Array) -> Sums:

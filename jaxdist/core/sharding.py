@@ -57,7 +57,7 @@ class MeshConfig:
         "auto",
         "with cp > 1, how attention sees a whole row: ring = keys and values travel, all_gather = "
         "every device gets all, all_to_all = heads are exchanged for positions, hybrid = that "
-        "inside a node and a ring across; auto = by heads and cp, logged with its reason",
+        "inside a node and a ring across; auto = by heads, cp and packing, logged with its reason",
     )
     elastic: bool = setting(
         False,
@@ -122,18 +122,18 @@ class Layout:
     host_of: Mapping[int, str] = dataclasses.field(default_factory=dict)
 
     @functools.cached_property
-    def spec(self) -> MeshSpec:
+    def mesh_spec(self) -> MeshSpec:
         """Sizes of the mesh."""
         return MeshSpec.of(self.mesh)
 
     def size(self, axis: Axis) -> int:
         """Devices along an axis."""
-        return self.spec[axis]
+        return self.mesh_spec[axis]
 
     @property
     def used(self) -> tuple[Axis, ...]:
         """Axes of more than one device whose collectives the step writes itself, in mesh order."""
-        return tuple(axis for axis in self.spec.used if axis.name in self.manual_axes)
+        return tuple(axis for axis in self.mesh_spec.used if axis.name in self.manual_axes)
 
     @property
     def manual_axes(self) -> tuple[str, ...]:
@@ -144,14 +144,14 @@ class Layout:
     @property
     def batch_axes(self) -> tuple[str, ...]:
         """Axes in use that split the rows of a batch."""
-        return tuple(axis.name for axis in self.spec.used if axis.splits_rows)
+        return tuple(axis.name for axis in self.mesh_spec.used if axis.splits_rows)
 
     @property
     def replica_axes(self) -> tuple[str, ...]:
         """Axes in use that split the rows and whose devices all hold the whole weights."""
         return tuple(
             axis.name
-            for axis in self.spec.used
+            for axis in self.mesh_spec.used
             if axis.splits_rows and axis.weights == "replicated"
         )
 
@@ -159,17 +159,17 @@ class Layout:
     def summed_axes(self) -> tuple[str, ...]:
         """Axes in use over which a replicated parameter's local gradients differ."""
         when = ("always", "sequence_parallel") if self.sequence_parallel else ("always",)
-        return tuple(axis.name for axis in self.spec.used if axis.sums_gradients in when)
+        return tuple(axis.name for axis in self.mesh_spec.used if axis.sums_gradients in when)
 
     @property
     def loss_axes(self) -> tuple[str, ...]:
         """Axes in use over which the loss of a step is summed."""
-        return tuple(axis.name for axis in self.spec.used if axis.sums_loss)
+        return tuple(axis.name for axis in self.mesh_spec.used if axis.sums_loss)
 
     @property
     def num_replicas(self) -> int:
         """Parts into which the rows of a batch are split."""
-        return self.spec.num_replicas
+        return self.mesh_spec.num_replicas
 
     def param_specs(self, dims: Any) -> Any:
         """Where parameters lie: a spec for each leaf of a tree of `Dims`, or for one `Dims`."""
@@ -232,7 +232,7 @@ class Layout:
         _check_collisions(dims, rules)
         is_vector = sum(name != "layers" for name in dims) < 2
         by_name = axes.by_name()
-        used = {axis.name for axis in self.spec.used}
+        used = {axis.name for axis in self.mesh_spec.used}
         joining = axes.joining_fsdp(int(with_zero), self.fsdp_over_context)
         entries: list[Any] = []
         for name in dims:

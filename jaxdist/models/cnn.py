@@ -37,13 +37,7 @@ def build_cnn(config: CnnConfig) -> Model:
         unit="images",
         rules=config.rules,
         num_classes=config.num_classes,
-        row={
-            "images": jax.ShapeDtypeStruct(
-                (config.image_size, config.image_size, IMAGE_CHANNELS), jnp.float32
-            ),
-            "labels": jax.ShapeDtypeStruct((), jnp.int32),
-            "weights": jax.ShapeDtypeStruct((), jnp.float32),
-        },
+        row=layers.image_row(config.image_size),
     )
 
 

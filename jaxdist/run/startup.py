@@ -196,13 +196,26 @@ def announce(parts: Parts, data: TrainData, monitor: Monitor, budget: Budget | N
         "num_replicas": parts.layout.num_replicas,
         "accumulation": microbatches,
         "tokens_per_row": config.train.seq_len if model.unit == "tokens" else 1,
-        "precision": f"{parts.compute_dtype} compute, float32 parameters",
+        "precision": _precision(parts),
         "notes": notes,
         "seed": config.seed,
         "data_fingerprint": data.fingerprint,
         "data_ledger": "rows" if isinstance(data, Dataset) else "none: a stream has no row numbers",
     }
     monitor.header(facts)
+
+
+def _precision(parts: Parts) -> str:
+    """Number formats, for the start of a run."""
+    compute = f"{parts.compute_dtype} compute, float32 parameters"
+    if parts.config.precision.matmul_dtype != "fp8":
+        return compute
+    emulated = parts.layout.mesh.devices.flat[0].platform == "cpu"
+    how = "emulated: this platform has no 8 bit products" if emulated else "by cuBLASLt"
+    return (
+        f"{compute}; fp8 products in layers 2 to {parts.model.num_layers - 1} of "
+        f"{parts.model.num_layers} (E4M3 forward, E5M2 gradients; {how})"
+    )
 
 
 def _places(parts: Parts, data: TrainData) -> np.ndarray | None:

@@ -43,8 +43,11 @@ def main() -> int:
     config = stored_run(CONFIG)
     mesh = MeshSpec.parse(config.mesh.shape)
     schedules = [
-        (with_schedule(config, name, chunks), name + (f" × {chunks} chunks" if chunks > 1 else ""))
-        for name, chunks in SCHEDULES
+        (
+            with_schedule(config, name, virtual),
+            name + (f" × {virtual} virtual stages" if virtual > 1 else ""),
+        )
+        for name, virtual in SCHEDULES
     ]
     rows = [(label, given, *compiled(given, mesh, label)) for given, label in schedules]
     growth = []
@@ -59,9 +62,9 @@ def main() -> int:
     return 0
 
 
-def with_schedule(config: RunConfig, name: str, chunks: int) -> RunConfig:
+def with_schedule(config: RunConfig, name: str, virtual: int) -> RunConfig:
     """The config with another schedule."""
-    pipeline = dataclasses.replace(config.pipeline, schedule=name, num_virtual_stages=chunks)
+    pipeline = dataclasses.replace(config.pipeline, schedule=name, num_virtual_stages=virtual)
     return dataclasses.replace(config, pipeline=pipeline)
 
 
@@ -116,9 +119,8 @@ def table(rows: Iterable[tuple[str, RunConfig, CompiledStep, Report]]) -> list[s
         "",
         "Permutes: instructions in the program, and how often a step runs them. Beside: the fewest",
         "computing instructions that the compiler scheduled between a permute's start and its end.",
-        "With chunks, weights travel to their stage and gradients back in float32, once per step "
-        "(last",
-        "column, GiB sent).",
+        "Where a stage has several virtual stages, weights travel to their stage, and gradients",
+        "back in float32, once per step (last column, GiB sent).",
         "",
         "| schedule | compile s | argument GiB | temporary GiB | workspace MiB | total GiB | "
         "permutes | runs × MiB | asynchronous | beside | attention | bubble | peak stash | "

@@ -105,11 +105,11 @@ def plan_exchange(
     }
     if not possible[exchange]:
         others = " or ".join(repr(name) for name, is_legal in possible.items() if is_legal)
+        smaller = f", or cp={_either(fits[1:])} for 'all_to_all'" if len(fits) > 1 else ""
         raise ConfigError(
             [
-                f"mesh.context_attention={exchange!r} with cp={size}: {_NEEDS[exchange]}. This "
-                f"device has {heads} query heads and {kv_heads} key/value heads. Use {others}, or "
-                f"cp={_either(fits)} for 'all_to_all'."
+                f"mesh.context_attention={exchange!r} with cp={size}: {_NEEDS[exchange]}. A device "
+                f"has {heads} query heads and {kv_heads} key/value heads. Use {others}{smaller}."
             ]
         )
     return ExchangePlan(exchange, inner, has_stages, reason)  # type: ignore[arg-type]

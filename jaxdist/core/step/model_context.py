@@ -26,7 +26,7 @@ from jaxdist.core.settings import ConfigError
 from jaxdist.core.sharding import Layout
 from jaxdist.core.step.config import TrainConfig
 from jaxdist.core.step.layer_scan import make_run_layers
-from jaxdist.core.types import Array, Context, Model, Params, RunningDims, Sums
+from jaxdist.core.types import Context, Model, Params, RunningDims
 from jaxdist.plan.hardware import GPUS, gpu_of
 from jaxdist.runtime.formatting.numbers import percent
 
@@ -34,6 +34,7 @@ _CPU_LOGITS_BYTES = 64 * 2**20
 _HEAD_PASSES = 0.15
 _LOGITS_SHARE = 1 / 64
 _UNEVEN = 0.05  # work that devices may differ by before the log names what differs less
+_BETTER = 0.8  # share of that which an exchange must stay below to be named
 
 
 def make_context(
@@ -55,23 +56,10 @@ def make_context(
     device = layout.mesh.devices.flat[0]
     platform = "gpu" if device.platform in ("gpu", "cuda") else device.platform
     dtype = precision.resolve(platform)
-    split_vocabulary = TENSOR in layout.used
+    vocabulary_axis = TENSOR.name if TENSOR in layout.used else None
     chunk = config.loss_chunk_tokens or default_loss_chunk(
         model.dims.get("vocab", 0) // layout.size(TENSOR), platform, device.device_kind
     )
-
-    def token_loss(
-        x: Array,
-        kernel: Array,
-        targets: Array,
-        weights: Array,
-        vocab_size: int,
-        softcap: float = 0.0,
-    ) -> Sums:
-        """As `losses.token_cross_entropy`: x [batch, seq, d_model] -> Sums."""
-        axis = TENSOR.name if split_vocabulary else None
-        vocabulary = losses.Vocabulary(vocab_size, axis, chunk, softcap)
-        return losses.token_cross_entropy(x, kernel, targets, weights, vocabulary)
 
     # Then the pipeline gathers a stage's weights itself, before the first tick.
     once = layout.size(PIPELINE) > 1 and stages is not None and stages.gather == "step"
@@ -91,7 +79,7 @@ def make_context(
     )
     return Context(
         dtype=dtype,
-        token_loss=token_loss,
+        token_loss=losses.make_token_loss(vocabulary_axis, chunk),
         label_loss=losses.label_cross_entropy,
         run_layers=make_run_layers(model, layout, config, precision, platform, gather=not once),
         platform=platform,
@@ -197,10 +185,12 @@ def _more_even(
             plan = exchange_of(model, dataclasses.replace(layout, context_attention=name))
             assert plan is not None
             others[name] = uneven_by(plan.inner)
-    named = [f"{name} ({percent(share)})" for name, share in others.items() if share < found]
+    named = [
+        f"{name} ({percent(share)})" for name, share in others.items() if share < _BETTER * found
+    ]
     if named:
         return f"; more even with --mesh.context-attention {' or '.join(named)}"
-    return "; even with a cp that allows all_to_all: one that divides the query and key/value heads"
+    return "; a cp that divides the query and key/value heads allows all_to_all, which is even"
 
 
 def _travel(

@@ -33,7 +33,7 @@ _ROWS_EACH, _SEQ = 2, 32
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Difference:
+class MeshDifference:
     """A value of the step that depends on the mesh.
 
     Attributes:
@@ -51,7 +51,7 @@ class Difference:
         return f"{self.value} differs from one device's by {self.relative:.1e} of its peak, {named}"
 
 
-def differences(config: RunConfig, devices: Sequence[Any]) -> list[Difference]:
+def differences(config: RunConfig, devices: Sequence[Any]) -> list[MeshDifference]:
     """What of one step differs between the run's mesh and one device, with the axes at fault.
 
     Args:
@@ -70,7 +70,7 @@ def differences(config: RunConfig, devices: Sequence[Any]) -> list[Difference]:
         for axis in spec.used
     }
     return [
-        Difference(
+        MeshDifference(
             value=name,
             relative=relative,
             axes=tuple(axis for axis, wrong in alone.items() if name in wrong),

@@ -41,7 +41,7 @@ _DETAIL_LINES = 20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Memory:
+class CompiledMemory:
     """What one device needs for the step, in bytes, by class.
 
     Attributes:
@@ -108,7 +108,7 @@ class CompiledStep:
         target: the GPU as it was described to the compiler.
     """
 
-    memory: Memory
+    memory: CompiledMemory
     buffers: tuple[Buffer, ...]
     collectives: tuple[Collective, ...]
     branch_shares: dict[str, float]
@@ -294,7 +294,7 @@ def _read(facts: dict[str, Any], log: str) -> CompiledStep:
         )
         for name, kind in kinds.items()
     }
-    records = {"memory": Memory(**facts["memory"]), "times": Times(**facts["times"])}
+    records = {"memory": CompiledMemory(**facts["memory"]), "times": Times(**facts["times"])}
     step = CompiledStep(**{**facts, **lists, **records, "remarks": ()})
     return dataclasses.replace(step, remarks=(*_log_remarks(log), *_step_remarks(step)))
 

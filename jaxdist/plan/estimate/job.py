@@ -196,8 +196,8 @@ class Job:
     @property
     def layers_per_virtual_stage(self) -> int:
         """Layers that one action of the pipeline runs; without stages all of them."""
-        chunks = self.schedule.num_virtual_stages if self.schedule else 1
-        return self.layers_per_stage // chunks
+        virtual = self.schedule.num_virtual_stages if self.schedule else 1
+        return self.layers_per_stage // virtual
 
     @property
     def remat(self) -> str:

@@ -16,7 +16,7 @@ from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.settings import ConfigError
 from jaxdist.core.types import Model
 from jaxdist.plan.estimate.job import Job
-from jaxdist.plan.estimate.memory import Memory, estimate_memory
+from jaxdist.plan.estimate.memory import MemoryEstimate, estimate_memory
 from jaxdist.plan.estimate.search import Choice, search
 from jaxdist.plan.estimate.suggestions import smallest_changes
 from jaxdist.plan.hardware import GPUS, Cluster, gpu_of
@@ -31,7 +31,7 @@ class Budget:
     """What a run needs of one GPU, by estimate, and what the allocator may give out."""
 
     job: Job
-    memory: Memory
+    memory: MemoryEstimate
     limit_bytes: float
 
     @classmethod

@@ -221,22 +221,9 @@ def _context(dtype: str, reduced: list[int]) -> Context:
         enter=counted,
         leave=counted,
         attend=attention.make_attend(platform="cpu"),
-        token_loss=_token_loss,
+        token_loss=losses.make_token_loss(),
         label_loss=losses.label_cross_entropy,
     )
-
-
-def _token_loss(
-    x: Array,
-    kernel: Array,
-    targets: Array,
-    weights: Array,
-    vocab_size: int,
-    softcap: float = 0.0,
-) -> Any:
-    """As `losses.token_cross_entropy` of x [batch, seq, d_model], the vocabulary whole."""
-    vocabulary = losses.Vocabulary(vocab_size, None, 0, softcap)
-    return losses.token_cross_entropy(x, kernel, targets, weights, vocabulary)
 
 
 # --- FLOPs of a jaxpr -----------------------------------------------------------------------------

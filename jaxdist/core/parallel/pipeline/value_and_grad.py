@@ -37,7 +37,7 @@ from jaxdist.core.parallel.pipeline.executor import (
 from jaxdist.core.parallel.pipeline.layerwise_backward import LayerwiseBackward
 from jaxdist.core.parallel.pipeline.schedule import Kind, Schedule
 from jaxdist.core.parallel.pipeline.split_backward import split_layer
-from jaxdist.core.parallel.pipeline.stage import Stage, chunked, make_stage, zeros
+from jaxdist.core.parallel.pipeline.stage import Stage, make_stage, of_virtual_stages, zeros
 from jaxdist.core.sharding import Layout
 from jaxdist.core.types import (
     OBJECTIVE,
@@ -110,7 +110,7 @@ def make_pipeline_value_and_grad(
         layer_grads = totals["layers"]
         if gather == "step":
             layer_grads = fsdp.scatter(
-                layer_grads, chunked(gathered["layers"]), reduce_dtype=reduce_dtype
+                layer_grads, of_virtual_stages(gathered["layers"]), reduce_dtype=reduce_dtype
             )
         outer_grads = fsdp.scatter(totals["outer"], outer_specs, reduce_dtype=reduce_dtype)
         grads = {**outer_grads, "layers": virtual_stages.from_virtual_stages(layer_grads, schedule)}
@@ -244,7 +244,7 @@ class _Training:
         if policy is not None and not splits:
             # Forward and backward are two loops, which the compiler cannot merge.
             apply = jax.checkpoint(apply, policy=policy, prevent_cse=False)
-        one = jax.tree.map(lambda x: x[0], stage.chunk(self.example))
+        one = jax.tree.map(lambda x: x[0], stage.weights(self.example))
         constants = (stage.layer_indices(self.example)[0], stage.aux(self.example))
         # What a postponed weight gradient reads is held for long, so at its smallest; what a whole
         # backward reads is read at once.
@@ -261,7 +261,7 @@ class _Training:
             saved = jax.tree.map(collectives.zeros_like, saved_kinds)
             # Values and not their shapes: those lose their mesh where XLA shards an axis by itself.
             _, kept_kinds = jax.eval_shape(self.layers.input_gradient, layers, saved, self.zero_x)
-        one_layer = jax.tree.map(lambda x: x[0], stage.chunk(self.example))
+        one_layer = jax.tree.map(lambda x: x[0], stage.weights(self.example))
         layer_kinds = jax.eval_shape(lambda: self.reduce_layer(_float32(one_layer)))
         _, num_slots = to_arrays(self.schedule)
         state = State(
