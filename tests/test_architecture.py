@@ -203,6 +203,26 @@ def test_model_kinds_are_told_apart_in_their_own_room_only():
     assert not probes_of_models("getattr(parts.config.model, field.name)")
 
 
+SHARED_NAMES = {
+    "Block": "models",  # each model's own
+    "Config": "tools.convert",  # the options of each of its commands
+}
+"""Classes of one name in several files, and the room that holds them all."""
+
+
+def test_a_class_has_a_name_of_its_own():
+    """Two classes of one name are two ideas with one word, or one idea written twice."""
+    places: dict[str, list[str]] = {}
+    for module, path in MODULES.items():
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places.setdefault(node.name, []).append(module)
+    several = {name: found for name, found in places.items() if len(found) > 1}
+    assert set(several) == set(SHARED_NAMES)
+    for name, room in SHARED_NAMES.items():
+        assert all(module.startswith(room) for module in several[name]), several[name]
+
+
 def test_the_house_can_be_seen_from_its_door():
     entries = {path.name for path in PACKAGE.iterdir()} - {"__pycache__", "py.typed"}
     assert len(entries) <= MAX_ENTRIES, entries

@@ -169,8 +169,10 @@ def test_a_collective_that_loses_a_summand_is_found_out(monkeypatch):
     assert devices._time_all_reduce(np.array(jax.devices()[:4]), 64)[1] is False
 
 
-def group(first: int, seconds: float, right: bool = True) -> devices.Group:
-    return devices.Group(((first // 8, first % 8), (first // 8, first % 8 + 1)), seconds, right)
+def group(first: int, seconds: float, right: bool = True) -> devices.DeviceGroup:
+    return devices.DeviceGroup(
+        ((first // 8, first % 8), (first // 8, first % 8 + 1)), seconds, right
+    )
 
 
 def check_axis(groups, **changes):
@@ -179,7 +181,7 @@ def check_axis(groups, **changes):
 
 
 def test_bandwidth_is_what_goes_over_each_link():
-    four = devices.Group(tuple((0, i) for i in range(4)), 0.001, True)
+    four = devices.DeviceGroup(tuple((0, i) for i in range(4)), 0.001, True)
     # Each of four devices sends a quarter of its bytes three times to add up, and three to share.
     (finding,) = check_axis([four])
     assert finding.numbers["bytes_per_s"] == pytest.approx(6 * 64 * 2**20 / 0.001)

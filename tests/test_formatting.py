@@ -104,5 +104,5 @@ def test_what_users_name_cannot_break_a_page():
     assert "<script>" not in page and "&lt;script&gt;" in page and "&lt;b&gt;" in page
     bars = charts.stacked_bars("<t>", [("<a>", {"<c>": 1.0})], limit=2, limit_name="<l>", unit="s")
     assert not re.search("<[tacl]>", bars)
-    spans = [charts.Span(0, 1, "forward", "<x>"), charts.Span(1, 2, "backward", "y")]
+    spans = [charts.TimeSpan(0, 1, "forward", "<x>"), charts.TimeSpan(1, 2, "backward", "y")]
     assert "<x>" not in charts.timeline("t", [("stage 0", spans)])

@@ -74,9 +74,9 @@ def _schedule(plan: Plan) -> list[str]:
     return [drawn, f"<pre>{html.escape(draw(schedule, RECOMPUTE))}</pre>"]
 
 
-def _spans(schedule: Schedule) -> list[tuple[str, list[charts.Span]]]:
+def _spans(schedule: Schedule) -> list[tuple[str, list[charts.TimeSpan]]]:
     """A row for each stage; a tick lasts as long as its longest action."""
-    rows: list[list[charts.Span]] = [[] for _ in range(schedule.num_stages)]
+    rows: list[list[charts.TimeSpan]] = [[] for _ in range(schedule.num_stages)]
     start = 0.0
     for tick in schedule.ticks:
         lasts = [
@@ -87,7 +87,7 @@ def _spans(schedule: Schedule) -> list[tuple[str, list[charts.Span]]]:
             if action:
                 work = f"{action.kind} of microbatch {action.microbatch}"
                 tip = f"{work}, virtual stage {action.virtual}"
-                row.append(charts.Span(start, length, action.kind, tip))
+                row.append(charts.TimeSpan(start, length, action.kind, tip))
         start += max(lasts)
     return [(f"stage {stage}", row) for stage, row in enumerate(rows)]
 

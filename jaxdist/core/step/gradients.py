@@ -53,22 +53,8 @@ def make_value_and_grad(
     micro_specs = layout.gradient_specs(model.axes)
     grad_specs = layout.moment_specs(model.axes)
     axes = layout.summed_axes
-    num_stages = layout.size(PIPELINE)
-    if num_stages > 1:
-        remat = resolve_remat(config, context.platform)
-        value_and_grad = pipeline_train.make_pipeline_value_and_grad(
-            model,
-            layout,
-            lambda rows: stages.make_schedule(
-                num_stages=num_stages, rows=rows, num_microbatches=config.num_microbatches
-            ),
-            layer=make_layer(
-                model, layout, precision, context.platform, gather=stages.gather == "action"
-            ),
-            policy=None if remat == "none" else remat_policy(remat, {}),
-            gather=stages.gather,
-            reduce_dtype=jnp.dtype(precision.reduce_dtype),
-        )
+    if layout.size(PIPELINE) > 1:
+        value_and_grad = _make_pipeline(model, layout, config, context.platform, precision, stages)
     else:
         value_and_grad = _make_accumulation(model, layout, config.accumulation)
 
@@ -98,6 +84,33 @@ def make_value_and_grad(
 
     return _manual(
         local, layout, (param_specs, layout.batch_specs, P(), P()), (P(), grad_specs, P())
+    )
+
+
+def _make_pipeline(
+    model: Model,
+    layout: Layout,
+    config: TrainConfig,
+    platform: str,
+    precision: PrecisionConfig,
+    stages: PipelineConfig,
+) -> Callable[[Params, Batch, Context, Array], tuple[Sums, Params]]:
+    """Sums and local gradients by a pipeline.
+
+    Returns:
+        As `_make_accumulation`, for this replica's batch [rows, ...].
+    """
+    num_stages, remat = layout.size(PIPELINE), resolve_remat(config, platform)
+    return pipeline_train.make_pipeline_value_and_grad(
+        model,
+        layout,
+        lambda rows: stages.make_schedule(
+            num_stages=num_stages, rows=rows, num_microbatches=config.num_microbatches
+        ),
+        layer=make_layer(model, layout, precision, platform, gather=stages.gather == "action"),
+        policy=None if remat == "none" else remat_policy(remat, {}),
+        gather=stages.gather,
+        reduce_dtype=jnp.dtype(precision.reduce_dtype),
     )
 
 

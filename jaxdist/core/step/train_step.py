@@ -23,6 +23,7 @@ from jaxdist.core.step.model_context import make_context
 from jaxdist.core.types import Array, Batch, Context, Model, Params, Sums, objective
 
 Metrics = dict[str, Array]
+"""Float32 scalars by name, `applied` bool []; replica norms are [replicas]."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,16 +60,18 @@ def make_step(
     pipeline_config: PipelineConfig | None = None,
     frozen: Params | None = None,
     packed_kernel: Admission | None = None,
+    ring_kernel: Admission | None = None,
 ) -> Step:
     """Build the step of one model on one layout; compiles nothing yet.
 
     `optimizer` gives the update direction without the learning rate; `schedule` maps a step, int32
     [], to the rate, float32 []. 0 as `max_grad_norm` clips nothing, 0 as `ema_decay` keeps no
     average of the parameters. Of `loss_scale` only the structure is read. `frozen` marks the
-    leaves that the optimizer leaves alone. `packed_kernel` is as of `make_context`.
+    leaves that the optimizer leaves alone. `packed_kernel` and `ring_kernel` are as of
+    `make_context`.
     """
     stages = pipeline_config or PipelineConfig()
-    context = make_context(model, layout, config, precision, stages, packed_kernel)
+    context = make_context(model, layout, config, precision, stages, packed_kernel, ring_kernel)
     shardings = state_shardings(
         model,
         optimizer,
@@ -81,12 +84,52 @@ def make_step(
         model, layout, config, context, precision=precision, stages=stages, frozen=frozen
     )
     update = make_update(model, optimizer, layout, max_grad_norm, frozen)
-    on_device = opt_shardings(model, optimizer, layout)
+    train = _make_train(
+        gradients,
+        update,
+        schedule,
+        ema_decay=ema_decay,
+        fetched_to=opt_shardings(model, optimizer, layout) if config.offload_optimizer else None,
+    )
+    batch_sharding = layout.sharding(layout.batch_spec())
+    whole = layout.sharding(P())
+    return Step(
+        train=jax.jit(
+            train,
+            donate_argnums=0,
+            in_shardings=(shardings, None, whole),  # a batch's leaves say where they lie
+            out_shardings=(shardings, whole),
+        ),
+        evaluate=jax.jit(
+            make_evaluate(model, layout, context, stages),
+            in_shardings=(shardings.params, None),
+            out_shardings=whole,
+        ),
+        context=context,
+        batch_sharding=batch_sharding,
+    )
+
+
+def _make_train(
+    gradients: Callable[..., tuple[Sums, Params, Array]],
+    update: Callable[..., tuple[Params, Any]],
+    schedule: Callable[[Array], Array],
+    *,
+    ema_decay: float,
+    fetched_to: Any = None,
+) -> Callable[[TrainState, Batch, Array], tuple[TrainState, Metrics]]:
+    """A whole step: gradients, the update, and whether to take it.
+
+    `fetched_to` are the device shardings of optimizer state that lies in host memory, else None.
+
+    Returns:
+        (state, batch [global_batch_size, ...], limit float32 []) -> (state, metrics); `Step.train`.
+    """
 
     def train(state: TrainState, batch: Batch, limit: Array) -> tuple[TrainState, Metrics]:
-        """(new state, metrics [] each) of a batch [global_batch_size, ...]; limit is float32 []."""
-        if config.offload_optimizer:
-            fetched = jax.device_put(state.opt_state, on_device)
+        """(new state, metrics) of a batch [global_batch_size, ...]; `limit` is float32 []."""
+        if fetched_to is not None:
+            fetched = jax.device_put(state.opt_state, fetched_to)
             state = dataclasses.replace(state, opt_state=fetched)
         scale = state.loss_scale.get("scale", jnp.ones((), jnp.float32))
         key = jax.random.fold_in(state.key, state.step)
@@ -113,23 +156,7 @@ def make_step(
         }
         return new_state, metrics
 
-    batch_sharding = layout.sharding(layout.batch_spec())
-    whole = layout.sharding(P())
-    return Step(
-        train=jax.jit(
-            train,
-            donate_argnums=0,
-            in_shardings=(shardings, None, whole),  # a batch's leaves say where they lie
-            out_shardings=(shardings, whole),
-        ),
-        evaluate=jax.jit(
-            make_evaluate(model, layout, context, stages),
-            in_shardings=(shardings.params, None),
-            out_shardings=whole,
-        ),
-        context=context,
-        batch_sharding=batch_sharding,
-    )
+    return train
 
 
 def make_update(

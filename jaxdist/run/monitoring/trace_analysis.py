@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 from jaxdist.runtime.formatting.numbers import percent
 from jaxdist.runtime.storage import locate
 
-Span: TypeAlias = tuple[float, float]
+TimeSpan: TypeAlias = tuple[float, float]
 """Begin and end, nanoseconds."""
 
 _DEVICE = re.compile(r"/device:GPU:(\d+)")
@@ -75,7 +75,7 @@ def device_times(profile: Any) -> list[DeviceTime]:
     found = []
     for plane in profile.planes:
         device = _DEVICE.match(plane.name)
-        spans: dict[bool, list[Span]] = {True: [], False: []}
+        spans: dict[bool, list[TimeSpan]] = {True: [], False: []}
         for line in plane.lines if device else ():
             if not line.name.startswith("Stream"):
                 continue  # the other lines of a device repeat its kernels, grouped by operation
@@ -88,9 +88,9 @@ def device_times(profile: Any) -> list[DeviceTime]:
     return sorted(found, key=lambda one: one.device)
 
 
-def merged(spans: Iterable[Span]) -> list[Span]:
+def merged(spans: Iterable[TimeSpan]) -> list[TimeSpan]:
     """The same points in time, in order and without overlap."""
-    joined: list[Span] = []
+    joined: list[TimeSpan] = []
     for begin, end in sorted(spans):
         if joined and begin <= joined[-1][1]:
             joined[-1] = (joined[-1][0], max(joined[-1][1], end))
@@ -99,7 +99,7 @@ def merged(spans: Iterable[Span]) -> list[Span]:
     return joined
 
 
-def _device_time(device: int, collectives: list[Span], others: list[Span]) -> DeviceTime:
+def _device_time(device: int, collectives: list[TimeSpan], others: list[TimeSpan]) -> DeviceTime:
     either = merged([*collectives, *others])
     busy, computing = _length(either), _length(others)
     return DeviceTime(
@@ -111,5 +111,5 @@ def _device_time(device: int, collectives: list[Span], others: list[Span]) -> De
     )
 
 
-def _length(spans: Iterable[Span]) -> float:
+def _length(spans: Iterable[TimeSpan]) -> float:
     return sum(end - begin for begin, end in spans)

@@ -99,7 +99,7 @@ def _wrong_bits(
 
 
 @dataclasses.dataclass(frozen=True)
-class Group:
+class DeviceGroup:
     """Devices that an axis joins.
 
     Attributes:
@@ -174,20 +174,20 @@ def _time_all_reduce(members: Any, num_bytes: int) -> tuple[float, bool]:
 
 def groups_of(
     mesh: Mesh, everyone: Sequence[Mapping[str, Mapping[str, Sequence[Any]]]]
-) -> dict[str, list[Group]]:
+) -> dict[str, list[DeviceGroup]]:
     """Axis -> its groups, from what `time_axes` gave in every process."""
     num_seen: Counter[int] = Counter()  # devices of each process
     place = {}
     for device in sorted(mesh.devices.flat, key=lambda d: d.id):
         place[device.id] = (device.process_index, num_seen[device.process_index])
         num_seen[device.process_index] += 1
-    found: dict[str, list[Group]] = {}
+    found: dict[str, list[DeviceGroup]] = {}
     for axis, rows in _rows(mesh):
         found[axis] = []
         for index, members in enumerate(rows):
             said = [s[axis][str(index)] for s in everyone if str(index) in s.get(axis, {})]
             found[axis].append(
-                Group(
+                DeviceGroup(
                     tuple(place[device.id] for device in members),
                     max(float(seconds) for seconds, _ in said),
                     all(right for _, right in said),
@@ -198,7 +198,7 @@ def groups_of(
 
 def check_axis(
     axis: str,
-    groups: Sequence[Group],
+    groups: Sequence[DeviceGroup],
     *,
     num_bytes: int,
     hosts: Sequence[str],
@@ -239,16 +239,8 @@ def check_axis(
     )
     if simulated:
         return [*found, ok(check, text + " (through the CPU's memory)", **numbers)]
-    slow = [i for i, speed in enumerate(speeds) if speed < _SLOW * usual]
-    found += [
-        warning(
-            check,
-            f"{_names(groups[i], hosts)}: {rate(speeds[i])}, where other groups have {rate(usual)}",
-            "every step waits for them: look at their links (nvidia-smi nvlink --status, "
-            "ibstat), or leave them out",
-        )
-        for i in sorted(slow, key=lambda i: speeds[i])[:4]
-    ]
+    by_name = {_names(g, hosts): speed for g, speed in zip(groups, speeds, strict=True)}
+    found += _slow_groups(check, by_name, usual)
     link = _link(groups[0], hosts, device_kind)
     if link and usual < _OF_THE_LINK * link:
         found.append(
@@ -262,7 +254,21 @@ def check_axis(
     return [ok(check, text, **numbers) if not found else note(check, text, **numbers), *found]
 
 
-def _link(group: Group, hosts: Sequence[str], device_kind: str) -> float:
+def _slow_groups(check: str, speeds: Mapping[str, float], usual: float) -> list[Finding]:
+    """The slowest groups, up to four, of speeds in bytes/s by the groups' names."""
+    slow = sorted((speed, name) for name, speed in speeds.items() if speed < _SLOW * usual)
+    return [
+        warning(
+            check,
+            f"{name}: {rate(speed)}, where other groups have {rate(usual)}",
+            "every step waits for them: look at their links (nvidia-smi nvlink --status, "
+            "ibstat), or leave them out",
+        )
+        for speed, name in slow[:4]
+    ]
+
+
+def _link(group: DeviceGroup, hosts: Sequence[str], device_kind: str) -> float:
     """Bytes per second of the link that joins the group; 0 where it is not known."""
     gpu = gpu_of(device_kind)
     if gpu is None:
@@ -271,7 +277,7 @@ def _link(group: Group, hosts: Sequence[str], device_kind: str) -> float:
     return gpu.link_bandwidth if inside else gpu.network_bandwidth
 
 
-def _names(group: Group, hosts: Sequence[str]) -> str:
+def _names(group: DeviceGroup, hosts: Sequence[str]) -> str:
     """`devices 0,1 of process 0 on a, device 3 of process 1 on b`."""
     by_process: dict[int, list[int]] = {}
     for process, device in group.members:

@@ -24,7 +24,7 @@ from jaxdist import runtime
 from jaxdist.core.settings import setting, split_flags, value_of
 from jaxdist.core.settings.schema import flag_of
 from jaxdist.runtime.cluster_environment import DEFAULT_PORT
-from jaxdist.tools.launch.yaml_writer import Block, write_yaml
+from jaxdist.tools.launch.yaml_writer import BlockText, write_yaml
 
 CONFIG_PATH = "/etc/jaxdist/run.toml"
 """Where the pods see the config file."""
@@ -311,7 +311,7 @@ def _config_map(config: KubernetesConfig, settings: str) -> dict[str, Any]:
         "apiVersion": "v1",
         "kind": "ConfigMap",
         "metadata": _metadata(config, f"{config.name}-config", {}),
-        "data": {PurePosixPath(CONFIG_PATH).name: Block(settings)},
+        "data": {PurePosixPath(CONFIG_PATH).name: BlockText(settings)},
     }
 
 

@@ -14,7 +14,7 @@ from jaxdist.core.settings import ConfigError, read_settings, setting, value_of
 from jaxdist.runtime.cluster_environment import DEFAULT_PORT
 from jaxdist.tools.launch.kubernetes_manifest import CONFIG_PATH, take_config_file
 from jaxdist.tools.launch.legal_sizes import read_sizes
-from jaxdist.tools.launch.yaml_writer import Block, write_yaml
+from jaxdist.tools.launch.yaml_writer import BlockText, write_yaml
 
 COMMAND = "jaxdist.launch skypilot"
 SUMMARY = """\
@@ -109,8 +109,8 @@ def task_text(config: SkyPilotConfig) -> str:
         "resources": {name: value for name, value in resources.items() if value != ""},
         "volumes": {path: volume},
         "file_mounts": {CONFIG_PATH: str(file)},
-        "setup": Block("\n".join(config.setup) + "\n"),
-        "run": Block(_run(config, PurePosixPath(path) / config.name)),
+        "setup": BlockText("\n".join(config.setup) + "\n"),
+        "run": BlockText(_run(config, PurePosixPath(path) / config.name)),
     }
     unused = [*([] if config.setup else ["setup"]), *([] if file else ["file_mounts"])]
     return write_yaml({k: v for k, v in task.items() if k not in unused}, _COMMENTS)
