@@ -144,7 +144,7 @@ def _without_holes(inner: optax.GradientTransformation) -> optax.GradientTransfo
 
 
 def _scale_to_adam_rms(numbers: Params) -> optax.GradientTransformation:
-    """Multiply an orthogonal update by 0.2 * sqrt(its longer side): then its RMS is AdamW's."""
+    """Multiply an orthogonal update [...] by 0.2 * sqrt(its longer side): its RMS is AdamW's."""
 
     def scale(update: Array, matrix: MuonDimensionNumbers) -> Array:
         fan_in = math.prod(update.shape[i] for i in matrix.reduction_axis)
