@@ -217,5 +217,11 @@ def test_the_run_that_recorded_other_numbers_than_come_back_is_named(tmp_path):
     runs = [run_directory(tmp_path / n, x) for n, x in (("a", [3.0, 2.0]), ("b", [3.0, 2.5]))]
     numbers = ({"loss": loss, "grad_norm": 1.0} for loss in (3.0, 2.0))
     again = [StepDone(step=n, digests={}, numbers=x) for n, x in enumerate(numbers, start=1)]
-    a, b = _recorded_otherwise(tuple(runs), [(one, one) for one in again], None)
+    a, b = _recorded_otherwise(tuple(runs), [(one, one) for one in again], None, "dp=2")
     assert [re.findall(r"step (\d+)", line) for line in (a, b)] == [[], ["2"]]
+    assert "sdc_check_interval_steps" in b
+    # On another mesh sums have another order, and no device is at fault.
+    with (tmp_path / "b" / "metrics.jsonl").open("a") as metrics:
+        metrics.write(json.dumps({"kind": "event", "event": "run", "mesh": "cp=2"}) + "\n")
+    a, b = _recorded_otherwise(tuple(runs), [(one, one) for one in again], None, "dp=2")
+    assert "--mesh cp=2" in b and "sdc_check_interval_steps" not in b

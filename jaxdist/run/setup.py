@@ -275,7 +275,8 @@ def assemble(
         )
     if problems:
         raise ConfigError(problems)
-    optimizer = optim.make_optimizer(config.optim, model.axes)
+    moments = layout.shardings(layout.moment_specs(model.axes))
+    optimizer = optim.make_optimizer(config.optim, model.axes, moments)
     schedule = optim.make_lr_schedule(
         config.optim,
         total_steps=config.train.steps,

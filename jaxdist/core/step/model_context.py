@@ -188,7 +188,7 @@ def _more_even(
     ]
     if named:
         return f"; more even with --mesh.context-attention {' or '.join(named)}"
-    return "; even with a cp that allows all_to_all: one that divides the query and key/value heads"
+    return "; a cp that divides the query and key/value heads allows all_to_all, which is even"
 
 
 def _travel(

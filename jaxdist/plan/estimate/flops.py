@@ -18,6 +18,7 @@ from jaxdist.core.parallel.tensor import TENSOR
 from jaxdist.plan.estimate.activations import Widths, heads, score_bytes
 from jaxdist.plan.estimate.job import WIDE, Job
 from jaxdist.plan.estimate.model_trace import Cost
+from jaxdist.plan.estimate.muon import orthogonalised
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,17 +178,11 @@ def optimizer(job: Job) -> Work:
 
 
 def _orthogonalisation(job: Job) -> float:
-    """Muon's five Newton-Schulz steps on every hidden matrix, three products each."""
-    if job.config.optim.optimizer != "muon":
-        return 0.0
+    """Five Newton-Schulz steps on every matrix that this device makes orthogonal."""
     total = 0.0
-    for weight in job.layers:
-        if weight.is_matrix and "d_model" in weight.dims:
-            model_side = weight.shape[weight.dims.index("d_model")]
-            other = weight.size / weight.shape[0] / model_side
-            low, high = min(model_side, other), max(model_side, other)
-            # Gathered whole by the partitioner: every device does all of it.
-            total += weight.shape[0] * 5 * (4 * low * low * high + 2 * low**3)
+    for share in orthogonalised(job):
+        low, high = sorted((share.rows, share.columns))
+        total += share.matrices * 5 * (4 * low * low * high + 2 * low**3)
     return total
 
 

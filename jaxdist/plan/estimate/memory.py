@@ -24,6 +24,7 @@ from jaxdist.optim import is_frozen
 from jaxdist.plan.estimate import activations
 from jaxdist.plan.estimate.job import WIDE, Job, Place
 from jaxdist.plan.estimate.model_trace import row_of
+from jaxdist.plan.estimate.muon import orthogonalised
 from jaxdist.runtime.backend import DEFAULT_MEMORY_FRACTION, MEMORY_FRACTION
 from jaxdist.runtime.formatting.numbers import in_bytes
 
@@ -247,11 +248,16 @@ def _is_tied(job: Job) -> bool:
 
 
 def _update(job: Job) -> Parts:
-    """The optimizer: element by element in place, but whole new parameters under ZeRO-1 and 2."""
+    """The optimizer: element by element in place, but whole new parameters under ZeRO-1 and 2.
+
+    Muon holds its share of whole matrices besides.
+    """
     sharded_finer = [w for w in job.weights if job.size(w, "moment") < job.size(w, "param")]
     return {
         "reduced gradients": WIDE * job.total(job.weights, "moment"),
         "new parameters": WIDE * job.total(sharded_finer, "param"),
+        # As they come from the other devices, and as they go back.
+        "orthogonal matrices": 2 * WIDE * sum(share.size for share in orthogonalised(job)),
     }
 
 

@@ -22,6 +22,7 @@ from jaxdist.core.parallel.tensor import TENSOR
 from jaxdist.models.weights import Weight
 from jaxdist.plan.estimate.activations import Widths
 from jaxdist.plan.estimate.job import WIDE, Job
+from jaxdist.plan.estimate.muon import orthogonalised
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,7 +31,8 @@ class Flow:
 
     Attributes:
         axes: mesh axes that its groups span.
-        purpose: weights, gradients, new parameters, activations, loss, stages, virtual stages.
+        purpose: weights, gradients, new parameters, matrices, activations, loss, stages, virtual
+            stages.
         bytes: whole arrays of one group in one step, all times together.
         times: how often one step runs it.
         wire_bytes: sent by one device in one step (ring algorithm).
@@ -50,7 +52,7 @@ class Flow:
 
 def flows_of(job: Job) -> list[Flow]:
     """What one device takes part in during one step; on the busiest stage, where there are any."""
-    moved = [*_weights(job), *_vectors(job), *_activations(job), *_stages(job)]
+    moved = [*_weights(job), *_vectors(job), *_matrices(job), *_activations(job), *_stages(job)]
     return [_flow(job, *each) for each in moved if each[3] and math.prod(_sizes(job, each[1])) > 1]
 
 
@@ -106,6 +108,12 @@ def _vectors(job: Job) -> Iterator[Moved]:
     for weights, extra in _groups(job, sharded=False):
         axes = (*extra, *_summed(job, "replicated", "gathered"))
         yield ("all-reduce", axes, "gradients", WIDE * job.total(weights, "param"), 1)
+
+
+def _matrices(job: Job) -> Iterator[Moved]:
+    """Muon's matrices: made whole on one of the devices that shard them, and back."""
+    for share in orthogonalised(job):
+        yield ("all-to-all", share.axes, "matrices", float(WIDE * share.size), 2)
 
 
 def _groups(job: Job, *, sharded: bool) -> Iterator[tuple[list[Weight], tuple[str, ...]]]:
