@@ -55,7 +55,7 @@ def run(
     from jaxdist.run.setup import (
         assemble,
         check_data_fits,
-        compare_packed_kernel,
+        compare_kernel,
         stop_at_documents,
     )
     from jaxdist.run.startup import fetch_weights, open_run_directory
@@ -71,8 +71,7 @@ def run(
     )
     check_data_fits(parts, data[0])
     parts = stop_at_documents(parts, data)
-    if "segments" in data[0].fields:
-        parts = compare_packed_kernel(parts)
+    parts = compare_kernel(parts, data[0].fields)
     if config.replay:
         return replay(parts, data[0])
     audit = None if config.force else check_mesh(parts, data[0].fields)

@@ -191,8 +191,8 @@ def test_steps_are_done_again_with_the_reach_and_kernel_of_training(tmp_path, mo
     assert parts.layout.longest_document == 0
     data = [SimpleNamespace(longest_document=length, fields=fields) for length in (5, 7)]
     reach = []
-    compared = lambda own: dataclasses.replace(own, packed_kernel="compared")
-    monkeypatch.setattr(rerun, "compare_packed_kernel", compared)
+    compared = lambda own, fields: dataclasses.replace(own, packed_kernel=fields)
+    monkeypatch.setattr(rerun, "compare_kernel", compared)
     monkeypatch.setattr(rerun, "open_datasets", lambda *args, **options: data)
     loader = SimpleNamespace(close=lambda: None)
     monkeypatch.setattr(rerun, "state_before", lambda own, *args: (own, loader))
@@ -202,7 +202,7 @@ def test_steps_are_done_again_with_the_reach_and_kernel_of_training(tmp_path, mo
         lambda own: reach.append((own.layout.longest_document, own.packed_kernel)),
     )
     assert rerun.rerun(runs, (parts, parts), 0, 0) == (None, [])
-    assert reach == [(7, "compared" if fields else None)] * 2
+    assert reach == [(7, fields)] * 2
 
 
 @pytest.mark.parametrize("name", ["config.toml", "environment.json"])

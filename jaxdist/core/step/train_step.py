@@ -60,16 +60,18 @@ def make_step(
     pipeline_config: PipelineConfig | None = None,
     frozen: Params | None = None,
     packed_kernel: Admission | None = None,
+    ring_kernel: Admission | None = None,
 ) -> Step:
     """Build the step of one model on one layout; compiles nothing yet.
 
     `optimizer` gives the update direction without the learning rate; `schedule` maps a step, int32
     [], to the rate, float32 []. 0 as `max_grad_norm` clips nothing, 0 as `ema_decay` keeps no
     average of the parameters. Of `loss_scale` only the structure is read. `frozen` marks the
-    leaves that the optimizer leaves alone. `packed_kernel` is as of `make_context`.
+    leaves that the optimizer leaves alone. `packed_kernel` and `ring_kernel` are as of
+    `make_context`.
     """
     stages = pipeline_config or PipelineConfig()
-    context = make_context(model, layout, config, precision, stages, packed_kernel)
+    context = make_context(model, layout, config, precision, stages, packed_kernel, ring_kernel)
     shardings = state_shardings(
         model,
         optimizer,

@@ -218,12 +218,14 @@ class Job:
 
     @functools.cached_property
     def attention(self) -> str:
-        """The attention kernel: "cudnn", "blockwise", "xla", or "" where nothing attends."""
-        call, plan = self.attention_call, self.exchange
+        """The attention kernel: "cudnn", "blockwise", "xla", or "" where nothing attends.
+
+        Raises:
+            ConfigError: cuDNN was asked for by name, and this mesh's exchange does not allow it.
+        """
+        call = self.attention_call
         if call is None or not self.is_decoder:
             return ""
-        if plan is not None and plan.exchange != "all_to_all":
-            return "blockwise"
         kernel, _ = choose_kernel(
             call.kernel,
             platform="gpu",
@@ -234,6 +236,8 @@ class Job:
             packed=self.config.data.packs_documents,
             dropout=call.dropout,
             softcap=call.softcap,
+            exchange=self.exchange,
+            window=call.sliding_window,
         )
         return kernel
 
