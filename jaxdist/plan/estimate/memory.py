@@ -107,7 +107,7 @@ def estimate_memory(job: Job) -> MemoryEstimate:
     }
     phases = dict(_pipeline_phases(job) if job.schedule else _phases(job))
     if offload:  # the scheduler copies as late as it can: gradients are complete by then
-        for name in ("orthogonalisation", "update"):
+        for name in _updates(job):
             phases[name] = {**phases[name], "fetched moments": moments}
     return MemoryEstimate(
         state=state,
@@ -172,8 +172,7 @@ def _phases(job: Job) -> dict[str, Parts]:
             "head gradient": WIDE * job.total(job.outer, "param"),
             "embedding gradient": WIDE * job.total(_embedding(job), "whole"),
         },
-        "orthogonalisation": _orthogonalising(job),
-        "update": _update(job),
+        **_updates(job),
     }
 
 
@@ -249,21 +248,18 @@ def _is_tied(job: Job) -> bool:
     return job.is_decoder and sum("vocab" in w.dims for w in job.outer) == 1
 
 
-def _update(job: Job) -> Parts:
-    """The optimizer: element by element in place, but whole new parameters under ZeRO-1 and 2."""
+def _updates(job: Job) -> dict[str, Parts]:
+    """The optimizer: element by element in place, but whole new parameters under ZeRO-1 and 2.
+
+    Before there are any, Muon holds matrices whole, one device each.
+    """
     sharded_finer = [w for w in job.weights if job.size(w, "moment") < job.size(w, "param")]
-    return {
-        "reduced gradients": WIDE * job.total(job.weights, "moment"),
-        "new parameters": WIDE * job.total(sharded_finer, "param"),
-    }
-
-
-def _orthogonalising(job: Job) -> Parts:
-    """Muon's matrices, whole on one device each, before there are new parameters."""
-    return {
-        "reduced gradients": WIDE * job.total(job.weights, "moment"),
-        "whole matrices": matrix_bytes(job),
-    }
+    reduced = {"reduced gradients": WIDE * job.total(job.weights, "moment")}
+    new = {"new parameters": WIDE * job.total(sharded_finer, "param")}
+    phases: dict[str, Parts] = {"update": {**reduced, **new}}
+    if whole := matrix_bytes(job):
+        phases["orthogonalisation"] = {**reduced, "whole matrices": whole}
+    return phases
 
 
 # --- the step with stages -------------------------------------------------------------------------
@@ -282,8 +278,7 @@ def _pipeline_phases(job: Job) -> dict[str, Parts]:
         "layer backward": {**common, **kept, **_layer_of_stage(job)},
         "layout change": {**common, **kept, "transposed activations": _transposed(job)},
         "reduction": _scattering(job),
-        "orthogonalisation": _orthogonalising(job),
-        "update": _update(job),
+        **_updates(job),
     }
 
 
