@@ -114,7 +114,7 @@ def test_the_start_says_the_estimate_and_the_compiled_step_is_compared():
     assert "72.0 GiB" in budget.line()
     total = budget.memory.total_bytes
     assert budget.compare(stats(total * 1.04)) == "" == budget.compare(stats(total * 0.96))
-    assert "(-9%)" in budget.compare(stats(total * 1.1))
+    assert "(-9 %)" in budget.compare(stats(total * 1.1))
 
 
 def test_a_compiled_step_beyond_the_limit_is_refused_with_what_to_change():

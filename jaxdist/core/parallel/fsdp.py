@@ -48,6 +48,8 @@ def gather(params: Params, specs: Any, *, dtype: Any, reduce_dtype: Any) -> Para
 
     Wire, per leaf of B bytes whole in `dtype` over n shards: B·(n−1)/n forward, the same in
     `reduce_dtype` backward.
+
+    A leaf is [..., d, ...] on this device, and [..., n · d, ...] whole.
     """
     return jax.tree.map(
         lambda spec, w: _gather_leaf(w, spec, dtype, reduce_dtype),
@@ -93,6 +95,8 @@ def scatter(grads: Params, specs: Any, *, reduce_dtype: Any) -> Params:
 
     What differentiating `gather` does, with the same `specs`, for gradients that were added up
     before. They are summed in `reduce_dtype`. Leaves that no axis shards stay as they are.
+
+    A leaf is [..., n · d, ...] before, and [..., d, ...] on each of n devices after.
     """
 
     def leaf(spec: P, grad: Array) -> Array:
