@@ -395,7 +395,7 @@ STAGES = [
         marks=pytest.mark.slow,
     ),
     pytest.param(
-        StagesCase(mesh="pp=2,cp=4", schedule="zero_bubble", exchange="ring", chunks=2),
+        StagesCase(mesh="pp=2,cp=4", schedule="zero_bubble", exchange="ring", virtual=2),
         marks=pytest.mark.slow,
     ),
     pytest.param(

@@ -43,7 +43,7 @@ def varying_axes(x: Array | jax.ShapeDtypeStruct) -> frozenset[str]:
 
 
 def vary(tree: Tree, axes: Axes) -> Tree:
-    """Declare that every leaf may differ over `axes`; moves nothing.
+    """Declare that every leaf [...] may differ over `axes`; moves nothing.
 
     Differentiating through it sums the gradient over `axes`. Differentiating with respect to its
     result leaves each device its local gradient, which is how the step reduces only once.
@@ -61,7 +61,7 @@ OWN_VALUE = "own_value"
 
 
 def own(tree: Tree) -> Tree:
-    """Declare that each device's own value of every leaf is what is meant; moves nothing.
+    """Declare that each device's own value of every leaf [...] is what is meant; moves nothing.
 
     Without it the mesh audit takes a sum over a device's rows for a term of the sum over all rows,
     and refuses what computes with it before the other terms are added.

@@ -67,7 +67,7 @@ def objective(sums: Sums) -> Array:
 
 
 def add_sums(left: Sums, right: Sums) -> Sums:
-    """Sums of both, name by name; a name that one of them lacks counts as 0 there."""
+    """Sums, [] each, of both by name; a name that one of them lacks counts as 0 there."""
     both = {name: left[name] + right[name] for name in left if name in right}
     return {**left, **right, **both}
 

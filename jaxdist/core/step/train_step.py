@@ -200,14 +200,14 @@ def make_update(
 
 
 def move_average(average: Params, params: Params, decay: float) -> Params:
-    """`decay` × average + (1 − `decay`) × params, float32, like `average`; {} of {}."""
+    """`decay` × average + (1 − `decay`) × params, float32 [...] like `average`; {} of {}."""
     if not average:
         return {}
     return jax.tree.map(lambda mean, p: mean + (1.0 - decay) * (p - mean), average, params)
 
 
 def _means(sums: Sums) -> Metrics:
-    """Global means, sum / weight, of float32 scalar sums; hits (`correct`) become `accuracy`."""
+    """Global means, sum / weight, of sums float32 []; hits (`correct`) become `accuracy`."""
     weight = divisor(sums["weight"])
     kept = ("weight", REPLICA_NORMS)
     named = {"accuracy" if name == "correct" else name: value for name, value in sums.items()}
