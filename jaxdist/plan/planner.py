@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 
 from jaxdist.config import RunConfig
+from jaxdist.core import fp8
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.parallel.data import DATA
+from jaxdist.core.settings import ConfigError
 from jaxdist.plan.compiled.check import CompiledStep, NotCompiled, compile_step
 from jaxdist.plan.estimate.cost import (
     FAILURES_PER_1000_GPU_DAYS,
@@ -83,9 +85,13 @@ def make_plan(config: PlanConfig, cluster: Cluster, mesh: str) -> Plan:
     """Plan a run on one cluster, on the mesh asked for; "" = on the best.
 
     Raises:
-        ConfigError: the mesh asked for is not legal there.
+        ConfigError: the mesh asked for is not legal there, or the GPUs lack the dtype asked for.
     """
     run, model = config.run, config.run.build_model()
+    if run.precision.matmul_dtype == "fp8":
+        problems = fp8.problems(model.num_layers, "gpu", cluster.gpu.compute_capability)
+        if problems:
+            raise ConfigError(problems)
     found = search(run, cluster, model)
     if mesh:
         spec = MeshSpec.parse(mesh, cluster.num_gpus)

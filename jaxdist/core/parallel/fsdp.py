@@ -70,6 +70,8 @@ def keep_all_but_weights(layers: Params) -> Callable[..., bool]:
     def keep(primitive: Any, *avals: Any, **params: Any) -> bool:
         if primitive.name == "name":
             return params["name"] != GATHERED
+        if primitive.name in ("pvary", "pcast") and avals[0].dtype.itemsize == 1:
+            return False  # a gathered weight in 8 bits, or one about to be
         if primitive.name == "convert_element_type" or _gathers(primitive, avals):
             return (avals[0].shape, avals[0].dtype) not in shards
         return True

@@ -71,6 +71,20 @@ def kept_per_layer(job: Job) -> float:
     return job.compute_bytes * elements + fused * WIDE * heads(job) * tokens
 
 
+def saved_by_fp8(job: Job) -> float:
+    """Bytes that a layer keeps less when its products are in 8 bits.
+
+    Without recomputation it keeps the products' inputs, for their weights' gradients, rounded: both
+    norms' outputs and the MLP's hidden values. Attention's output is kept as it is besides. What is
+    recomputed is not kept at all.
+    """
+    if not job.is_decoder or job.remat != "none":
+        return 0.0
+    widths = Widths.of(job)
+    rounded = 2 * widths.stream + widths.hidden
+    return job.tokens * ((job.compute_bytes - 1) * rounded - widths.queries)
+
+
 def transposed_per_layer(job: Job) -> int:
     """Bytes of kept values that are copied into another order before the backward loop.
 

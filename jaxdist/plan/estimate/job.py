@@ -194,6 +194,16 @@ class Job:
         return self.model.num_layers // self.spec[PIPELINE]
 
     @property
+    def num_fp8_layers(self) -> int:
+        """Layers of one device whose products are in 8 bits: all but the model's first and last.
+
+        Of several stages, the one meant holds one of those two, and takes longest.
+        """
+        if self.config.precision.matmul_dtype != "fp8":
+            return 0
+        return max(0, self.layers_per_stage - (2 if self.spec[PIPELINE] == 1 else 1))
+
+    @property
     def layers_per_virtual_stage(self) -> int:
         """Layers that one action of the pipeline runs; without stages all of them."""
         virtual = self.schedule.num_virtual_stages if self.schedule else 1

@@ -177,6 +177,8 @@ def _phases(job: Job) -> dict[str, Parts]:
 
 def _kept(job: Job) -> Parts:
     in_layers = job.layers_per_virtual_stage * activations.kept_per_layer(job)
+    if job.schedule is None:  # a stage keeps what it rounds as it was
+        in_layers -= job.num_fp8_layers * activations.saved_by_fp8(job)
     return {"kept activations": in_layers + activations.kept_outside(job)}
 
 

@@ -68,13 +68,16 @@ def _weights(job: Job) -> Iterator[Moved]:
     shard = tuple(a.name for a in mesh_axes.AXES if a.weights != "split" and a.name in used)
     once = job.schedule is not None and job.config.pipeline.gather == "step"
     depth = max(1, job.layers_per_stage)
-    gathers = depth * (1 if once else _passes(job) * job.num_microbatches)
+    passes = 1 if once else _passes(job) * job.num_microbatches
     scatters = depth * (1 if once else job.num_microbatches)
     layers = [w for w in job.layers if job.is_gathered(w)]
     outer = [w for w in job.outer if job.is_gathered(w)]
     in_layer, outside = job.total(layers, "whole") // depth, job.total(outer, "whole")
     c, r = job.compute_bytes, jnp.dtype(job.config.precision.reduce_dtype).itemsize
-    yield ("all-gather", shard, "weights", c * in_layer, gathers)
+    # Stages gather what they round afterwards; vectors are not gathered at all.
+    fp8 = 0 if job.schedule is not None else job.num_fp8_layers
+    yield ("all-gather", shard, "weights", c * in_layer, (depth - fp8) * passes)
+    yield ("all-gather", shard, "weights", in_layer, fp8 * passes)
     yield ("all-gather", shard, "weights", c * outside, 1)
     yield ("reduce-scatter", shard, "gradients", r * in_layer, scatters)
     times = 1 if job.schedule else job.num_microbatches
