@@ -19,6 +19,8 @@ from jaxdist.plan.estimate.cost import (
     saving_of,
 )
 from jaxdist.plan.estimate.job import Job
+from jaxdist.plan.estimate.memory import usable_bytes
+from jaxdist.plan.estimate.remat import choose_remat
 from jaxdist.plan.estimate.search import Choice, Found, search
 from jaxdist.plan.estimate.traffic import Flow, flows_of
 from jaxdist.plan.hardware import Cluster
@@ -96,7 +98,9 @@ def make_plan(config: PlanConfig, cluster: Cluster, mesh: str) -> Plan:
     if mesh:
         spec = MeshSpec.parse(mesh, cluster.num_gpus)
         run.check_mesh(spec, model, cluster.num_gpus)
-        candidates = [Choice.of(Job.of(run, spec, cluster, model))]
+        job = Job.of(run, spec, cluster, model)
+        remat = choose_remat(job, usable_bytes(job))
+        candidates = [Choice.of(job if remat is None else remat.job)]
     else:
         candidates = list(found.choices)
         if not candidates:

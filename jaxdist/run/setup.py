@@ -367,6 +367,13 @@ def _fit_devices(
     return fitted, devices[:used]
 
 
+def with_remat(parts: Parts, remat: str) -> Parts:
+    """The parts with another remat policy, e.g. the one that auto stands for on these devices."""
+    train = dataclasses.replace(parts.config.train, remat=remat)
+    config = dataclasses.replace(parts.config, train=train)
+    return _with(parts, config=config)
+
+
 def stop_at_documents(parts: Parts, data: Iterable[TrainData | None]) -> Parts:
     """The parts, whose keys travel no further along a row than the longest document of all data.
 

@@ -186,7 +186,7 @@ def announce(parts: Parts, data: TrainData, monitor: Monitor, budget: Budget | N
     if config.optim.ema_decay:
         notes.append(f"EMA of the weights, decay {config.optim.ema_decay}: it is what is evaluated")
     if budget is not None:
-        notes.append(budget.line())
+        notes += [budget.line(), *([budget.remat.line()] if budget.remat else [])]
     facts = {
         "mesh": str(parts.spec),
         "mesh_reason": reason,

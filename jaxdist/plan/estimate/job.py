@@ -51,11 +51,15 @@ class Engine:
         products_dtype: dtype of matrix products where it is not the compute dtype ("float8").
         stage_recomputes: whether a pipeline stage's backward first repeats its forward.
         virtual_stages_travel: whether virtual stages move to their devices in every step.
+        stacks_layers: whether what layers keep for backward is copied into stacks, as a scan does.
+        fuses_recomputation: whether kernels of backward recompute what is not a product.
     """
 
     products_dtype: str = ""
     stage_recomputes: bool = True
     virtual_stages_travel: bool = True
+    stacks_layers: bool = True
+    fuses_recomputation: bool = True
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -211,7 +215,7 @@ class Job:
 
     @property
     def remat(self) -> str:
-        """What backward recomputes, "auto" resolved for GPUs."""
+        """What backward recomputes; "auto" counts as dots until `remat.choose_remat` chose."""
         return "dots" if self.config.train.remat == "auto" else self.config.train.remat
 
     @functools.cached_property

@@ -8,7 +8,7 @@ import math
 from jaxdist.core.parallel.pipeline.axis import PIPELINE
 from jaxdist.optim import hidden_matrices, is_frozen
 from jaxdist.optim.matrices import sides_of
-from jaxdist.plan.estimate.job import Job
+from jaxdist.plan.estimate.job import WIDE, Job
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -20,12 +20,14 @@ class MatrixShare:
         rows: of each.
         columns: of each.
         axes: mesh axes that shard the matrices, over which they are exchanged; () = none.
+        is_padded: whether the matrices of the stack are no multiple of these devices.
     """
 
     matrices: int
     rows: int
     columns: int
     axes: tuple[str, ...]
+    is_padded: bool
 
     @property
     def size(self) -> int:
@@ -50,6 +52,26 @@ def orthogonalised(job: Job) -> list[MatrixShare]:
         stacked = size(parts.stacked) // (job.spec[PIPELINE] if weight.is_stacked else 1)
         devices = math.prod(job.spec[axis] for axis in group)
         rows, columns = size(parts.rows), size(parts.columns)
-        share = -(-stacked // devices)
-        found.append(MatrixShare(matrices=share, rows=rows, columns=columns, axes=group))
+        found.append(
+            MatrixShare(
+                matrices=-(-stacked // devices),
+                rows=rows,
+                columns=columns,
+                axes=group,
+                is_padded=stacked % devices > 0,
+            )
+        )
     return found
+
+
+def matrix_bytes(job: Job) -> float:
+    """Bytes of whole matrices alive at once, as in the buffer assignments.
+
+    The largest stack as it is sent, as it came and was turned, and as it was made; of the others
+    the padded copies, which are made ahead.
+    """
+    shares = sorted(orthogonalised(job), key=lambda share: share.size)
+    if not shares:
+        return 0.0
+    largest = shares.pop()
+    return float(WIDE * (3 * largest.size + sum(one.size for one in shares if one.is_padded)))
