@@ -156,10 +156,14 @@ def _phases(job: Job) -> dict[str, Parts]:
     kept = _kept(job)
     accumulated = _accumulated(job)
     head, relaid = _head(job), _transposed_weights(job)
-    layer_grads = {"layer gradients": WIDE * job.total(job.layers, "param")}
+    middle = job.num_fp8_layers / max(1, job.layers_per_stage) * job.total(job.layers, "param")
+    # Gradients of the layers in 8 bits are an array of their own before they join the others'.
+    layer_grads = {"layer gradients": WIDE * (job.total(job.layers, "param") + middle)}
     # Those of gathered weights are cleared before the loss, the others after it.
     gathered = [weight for weight in job.layers if job.is_gathered(weight)]
     cleared = {"layer gradients": WIDE * job.total(gathered, "param")}
+    if middle:
+        kept["weights in 8 bits"] = middle
     before = {**accumulated, **kept, **relaid, "head gradient": head["head gradient"]}
     return {
         "loss": {**accumulated, **kept, **relaid, **cleared, **head},
