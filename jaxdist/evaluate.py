@@ -20,7 +20,7 @@ from jaxdist.runtime.formatting.tables import columns
 class EvaluateConfig:
     """What to evaluate, on what, and where."""
 
-    run: str = setting("", "run directory, or one of its checkpoints")
+    run: str = setting("", "run directory, or one of its checkpoints", required=True)
     step: int = setting(-1, "step of the checkpoint; -1 = the newest valid one", ge=-1)
     weights: Literal["auto", "ema", "raw"] = setting(
         "auto",
@@ -37,12 +37,6 @@ class EvaluateConfig:
         0, "simulated CPU devices; 0 = the machine's own devices", ge=0, le=4096
     )
     json: bool = setting(False, "print one JSON object instead of text")
-
-    def problems(self) -> list[str]:
-        """The run must be named."""
-        if self.run:
-            return []
-        return ["no run was named. Give a run directory: jaxdist evaluate runs/NAME."]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

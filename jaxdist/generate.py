@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 class GenerateConfig(TextSettings):
     """What to continue, how, and where."""
 
-    run: str = setting("", "run directory, or one of its checkpoints")
+    run: str = setting("", "run directory, or one of its checkpoints", required=True)
     prompt: tuple[str, ...] = setting(
         (),
         "text to continue, or with --chat what the user says; may be given several times; without "
@@ -64,8 +64,6 @@ class GenerateConfig(TextSettings):
     def problems(self) -> list[str]:
         """Violated rules beyond the bounds of each setting."""
         problems = []
-        if not self.run:
-            problems.append("no run was named. Give a run directory: jaxdist generate runs/NAME.")
         if self.prompt and self.prompt_file:
             problems.append(
                 f"prompt and prompt_file={self.prompt_file!r} are both given: one of them holds "
@@ -150,7 +148,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _print(
     writer: Writer, requests: list[dict[str, Any]], prompts: list[np.ndarray], batch_size: int
 ) -> None:
-    """One prompt streams as it grows; several are printed one after another."""
+    """One prompt streams as it grows; several are printed one after another.
+
+    `prompts` are token ids, int [length] each.
+    """
     asked = [
         f"> {request['messages'][-1]['content']}\n" if "messages" in request else request["prompt"]
         for request in requests
@@ -171,7 +172,10 @@ def _write_file(
     prompts: list[np.ndarray],
     config: GenerateConfig,
 ) -> None:
-    """A line of JSON per request, in the form that `data.records` trains on."""
+    """A line of JSON per request, in the form that `data.records` trains on.
+
+    `prompts` are token ids, int [length] each.
+    """
     with Path(config.out).open("x") as file:
         for first in range(0, len(prompts), config.batch_size):
             asked = requests[first : first + config.batch_size]

@@ -106,7 +106,9 @@ def run(
         return train(session)
 
 
-def start_devices(config: RunConfig, stop: runtime.Preemption, program: Program) -> runtime.Job:
+def start_devices(
+    config: RunConfig, stop: runtime.Preemption, program: Program
+) -> runtime.JoinedJob:
     """Choose and start the devices, in the order in which each choice is still possible."""
     from jaxdist.core.settings import to_table
     from jaxdist.run.run_directory import flatten

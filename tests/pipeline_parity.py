@@ -30,7 +30,7 @@ class Case:
     mesh: str
     schedule: str = "1f1b_lockstep"
     microbatches: int = 0
-    chunks: int = 1
+    virtual: int = 1
     gather: str = "action"
     family: str = "llama"
     layers: int = 4
@@ -142,7 +142,7 @@ def make_parts(case: Case) -> tuple[Any, ...]:
     precision = PrecisionConfig(compute_dtype=case.dtype)  # type: ignore[arg-type]
     stages = PipelineConfig(
         schedule=case.schedule,  # type: ignore[arg-type]
-        num_virtual_stages=case.chunks,
+        num_virtual_stages=case.virtual,
         gather=case.gather,  # type: ignore[arg-type]
     )
     return (
@@ -246,10 +246,10 @@ def compare(case: Case) -> Difference:
 SCHEDULES: tuple[dict[str, Any], ...] = (
     {"schedule": "gpipe"},
     {"schedule": "1f1b_lockstep"},
-    {"schedule": "1f1b_lockstep", "chunks": 2},
+    {"schedule": "1f1b_lockstep", "virtual": 2},
     {"schedule": "1f1b"},
     {"schedule": "zero_bubble"},
-    {"schedule": "zero_bubble", "chunks": 2},
+    {"schedule": "zero_bubble", "virtual": 2},
 )
 STRATEGIES: tuple[tuple[str, int], ...] = (  # (the rest of the mesh, ZeRO stage)
     ("dp=2", 0),
@@ -270,7 +270,7 @@ def combined(i: int, j: int, num_stages: int) -> Case:
         mesh=f"pp={num_stages},{rest}",
         zero=zero,
         family=tuple(FAMILIES)[(i + 2 * j) % len(FAMILIES)],
-        layers=num_stages * schedule.get("chunks", 1),
+        layers=num_stages * schedule.get("virtual", 1),
         rows=microbatches * replicas,
         microbatches=microbatches,
         **schedule,

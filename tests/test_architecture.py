@@ -26,6 +26,7 @@ LEVELS = {
     "core.parallel": 2,  # one file per axis, and their list
     "core.collective_order": 2,
     "core.precision": 2,
+    "core.fp8": 3,
     "core.mesh": 3,
     "core.attention": 3,
     "core.losses": 3,
@@ -173,15 +174,53 @@ def test_no_modules_import_each_other():
 def test_planted_back_edges_are_seen():
     assert violations("core.mesh", "from jaxdist.core.step import make_step")
     assert violations("models.decoder", "import jaxdist.core.parallel.tensor")
-    assert violations("core.step.context", "def f():\n    from jaxdist.checkpoint import lock")
+    assert violations(
+        "core.step.model_context", "def f():\n    from jaxdist.checkpoint import lock"
+    )
     assert violations("train", "from jaxdist import evaluate")
 
 
+def probes_of_models(source: str) -> list[str]:
+    """Where a source asks which kind a model is, or whether its settings have a name.
+
+    `isinstance` of a kind's settings, `.kind` compared with a kind, and `getattr` or `hasattr` of a
+    model with a name written out.
+    """
+    kinds = r"isinstance\([^()]*(Decoder|Cnn|Resnet|Custom|Model)Config"
+    compared = r"\.kind (==|!=|in) \(?['\"](decoder|cnn|resnet|custom)"
+    fields = r"(getattr|hasattr)\([\w.]*\b(model|settings), ['\"]"
+    patterns = f"{kinds}|{compared}|{fields}"
+    return [found.group() for found in re.finditer(patterns, ast.unparse(ast.parse(source)))]
+
+
 def test_model_kinds_are_told_apart_in_their_own_room_only():
-    kinds = re.compile(r"isinstance\([^()]*(Decoder|Cnn|Custom|Model)Config")
-    found = [name for name, path in MODULES.items() if kinds.search(path.read_text())]
-    assert [name for name in found if not name.startswith("models")] == []
-    assert "models" in found
+    """Others ask the settings, or the built model, for the fact they want: a user's model too."""
+    found = {name: probes_of_models(path.read_text()) for name, path in MODULES.items()}
+    assert {n: p for n, p in found.items() if p and n.partition(".")[0] != "models"} == {}
+    assert found["models"]
+    assert probes_of_models("getattr(parts.config.model, 'sliding_window', 0)")
+    assert probes_of_models("if run.model.kind == 'decoder': pass")
+    assert not probes_of_models("getattr(parts.config.model, field.name)")
+
+
+SHARED_NAMES = {
+    "Block": "models",  # each model's own
+    "Config": "tools.convert",  # the options of each of its commands
+}
+"""Classes of one name in several files, and the room that holds them all."""
+
+
+def test_a_class_has_a_name_of_its_own():
+    """Two classes of one name are two ideas with one word, or one idea written twice."""
+    places: dict[str, list[str]] = {}
+    for module, path in MODULES.items():
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places.setdefault(node.name, []).append(module)
+    several = {name: found for name, found in places.items() if len(found) > 1}
+    assert set(several) == set(SHARED_NAMES)
+    for name, room in SHARED_NAMES.items():
+        assert all(module.startswith(room) for module in several[name]), several[name]
 
 
 def test_the_house_can_be_seen_from_its_door():
@@ -222,6 +261,52 @@ def test_many_positional_arguments_are_seen():
     assert not too_many_positional(f"@dataclass(kw_only=True)\nclass A:\n{fields}")
 
 
+ARRAYS = re.compile(r"\b(Array|ndarray)\b")
+SHORT_CLOSURE = 5
+"""Lines of a function inside a function that may leave shapes to the one around it."""
+
+
+def lacking_shapes(source: str) -> list[str]:
+    """Functions that take or return arrays, and whose docstring names no shape `[...]`.
+
+    Annotations say which they are. Overloads, and closures of `SHORT_CLOSURE` lines, need none.
+    """
+    found = []
+
+    def look(node: ast.AST, is_inside: bool) -> None:
+        for child in ast.iter_child_nodes(node):
+            is_function = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef)
+            if is_function and not (is_inside and num_lines(child) <= SHORT_CLOSURE):
+                asked = [ast.unparse(child.args), ast.unparse(child.returns or ast.Constant(""))]
+                made = " ".join(map(ast.unparse, child.decorator_list))
+                shapes = re.search(r"\[[^]]*\]", ast.get_docstring(child) or "")
+                if ARRAYS.search(" ".join(asked)) and not shapes and "overload" not in made:
+                    found.append(f"{child.name}, line {child.lineno}")
+            look(child, is_inside or is_function)
+
+    look(ast.parse(source), False)
+    return found
+
+
+def num_lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    return (node.end_lineno or 0) - node.lineno + 1
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_functions_of_arrays_say_their_shapes(module: str):
+    assert lacking_shapes(MODULES[module].read_text()) == []
+
+
+def test_missing_shapes_are_seen():
+    told = '    """Sums of x [batch, seq]."""\n'
+    assert lacking_shapes("def f(x: Array) -> int:\n    return 1")
+    assert lacking_shapes("def f() -> tuple[np.ndarray, int]:\n    return 1")
+    assert not lacking_shapes(f"def f(x: Array) -> int:\n{told}    return 1")
+    closure = "def f():\n    def g(x: jax.Array):\n" + "        x = x + 1\n" * SHORT_CLOSURE
+    assert lacking_shapes(closure)
+    assert not lacking_shapes(closure.replace("        x = x + 1\n", "", 1))
+
+
 def test_flags_are_written_with_dashes():
     """In what users read; both spellings are understood."""
     folders = [PACKAGE.parent / name for name in ("jaxdist", "docs", "configs", "examples")]
@@ -234,6 +319,39 @@ def test_flags_are_written_with_dashes():
         if not flag.startswith("--xla")
     ]
     assert found == []
+
+
+SHAPES_ITS_NUMBERS = (
+    "runtime.formatting",
+    "data.template_sandbox",  # the program of a child process, which imports nothing of the package
+)
+BY_HAND = re.compile(
+    r":[^{}% ]*%\}|\} ?%(?!\()|\} ?[kKMGT]i?B\b|%[-+.\d]*[dfgs] ?(%%|[kKMGT]i?B\b)"
+)
+
+
+def formatted_by_hand(source: str) -> list[str]:
+    """Texts of a source that write a share, a size or a rate of bytes with a unit of their own."""
+    nodes = list(ast.walk(ast.parse(source)))
+    texts = [ast.unparse(node) for node in nodes if isinstance(node, ast.JoinedStr)]
+    values = (node.value for node in nodes if isinstance(node, ast.Constant))
+    texts += [value for value in values if isinstance(value, str)]
+    return [text for text in texts if BY_HAND.search(text)]
+
+
+def test_shares_and_sizes_are_formatted_in_one_room():
+    modules = [name for name in MODULES if not name.startswith(SHAPES_ITS_NUMBERS)]
+    found = {name: formatted_by_hand(MODULES[name].read_text()) for name in modules}
+    assert {name: texts for name, texts in found.items() if texts} == {}
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["f'{x:+.1%}'", "'{x:.0%}'", "f'{100 * x} %'", "f'{x:.1f}' ' GB/s'", "'%.1f MB'", "'%.0f %%'"],
+)
+def test_numbers_formatted_by_hand_are_seen(text: str):
+    assert formatted_by_hand(text)
+    assert not formatted_by_hand("f'{percent(share)} of {in_bytes(size)}, at most 5 % or 8 GB'")
 
 
 def test_importing_the_package_imports_no_heavy_library():

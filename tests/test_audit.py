@@ -25,7 +25,7 @@ from jaxdist.core.settings import ConfigError
 from jaxdist.core.sharding import MeshConfig
 from jaxdist.core.step import TrainConfig, make_value_and_grad
 from jaxdist.models import CnnConfig, DecoderConfig
-from jaxdist.plan.audit import audit_parts, audit_program, check_mesh
+from jaxdist.plan.audit import audit_parts, audit_program, check_mesh, transfers
 from jaxdist.plan.audit.states import (
     CONSTANT,
     EQUAL,
@@ -283,6 +283,19 @@ def test_the_table_counts_collectives_and_whole_bytes():
     scattered = moved["gradient reduction, sharded", "reduce-scatter"]
     assert scattered.num_bytes == 4 * 2 * (matrices + 2 * 64 * 32)
     assert not gathers.at_most and gathers.axes == ("fsdp",)
+
+
+@pytest.mark.parametrize("file", ["context_parallel.py", "ring.py"])
+def test_what_attention_moves_is_named_whatever_file_asks_for_it(file):
+    package = Path(transfers.__file__).parents[2]
+    frame = SimpleNamespace(
+        file_name=str(package / "core" / "attention" / file), line_num=1, function_name="send"
+    )
+    equation = SimpleNamespace(
+        primitive=SimpleNamespace(name="ppermute"),
+        source_info=SimpleNamespace(traceback=SimpleNamespace(frames=[frame])),
+    )
+    assert transfers.purpose_of(equation) == "attention over split rows"
 
 
 # --- the command ---

@@ -205,10 +205,10 @@ FILES = {
 TRAIN = {**MESH, **FLAGS, **RULES, **DATA, **FILES}
 
 OTHERS = {
-    "evaluate nothing": ("evaluate", [], "no run was named", "Give a run directory"),
+    "evaluate nothing": ("evaluate", [], "RUN", "jaxdist.evaluate RUN"),
     "evaluate no run": ("evaluate", ["a/run"], "'a/run' holds no config.toml", "Name a run"),
     "evaluate typo": ("evaluate", ["x", "--max_batch=3"], "--max-batch", "--max-batches"),
-    "generate nothing": ("generate", [], "no run was named", "Give a run directory"),
+    "generate nothing": ("generate", [], "RUN", "jaxdist.generate RUN"),
     "generate no run": ("generate", ["runs/none"], "'runs/none' holds no", "Name a run"),
     "generate top_p": ("generate", ["x", "--top_p=2"], "top_p=2.0", "above 0 and at most 1"),
     "generate temperature": ("generate", ["x", "--temperature=hot"], "'hot'", "default is 0.8"),

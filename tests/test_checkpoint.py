@@ -268,8 +268,8 @@ def test_every_leaf_that_does_not_fit_is_named(two_parts):
         writer.restore(target)
     problems = {line.split()[5]: line for line in caught.value.problems}
     assert missing(problems["params/head/w"], "[4, 2]", "[4, 3]", "reinit_params") == []
-    assert missing(problems["params/extra"], "[1] is not in") == []
-    assert missing(problems["params/body/w"], "[4] is in", "ignore_params") == []
+    assert missing(problems["params/extra"], "[1]", "reinit_params") == []
+    assert missing(problems["params/body/w"], "[4]", "ignore_params") == []
 
 
 def test_a_new_head_is_kept_when_it_is_named(two_parts):
@@ -299,7 +299,7 @@ def test_restoring_what_is_not_there_names_what_is(two_parts):
 
 def test_a_leaf_that_is_no_array_is_refused(tmp_path):
     writer = checkpointer(tmp_path)
-    with pytest.raises(TypeError, match="rest/step is int"):
+    with pytest.raises(TypeError, match=r"^rest/step\b.*\bint\b"):
         writer.save(1, {"params": {}, "rest": {"step": 3}}, {})
     with pytest.raises(TypeError, match="JSON"):
         writer.save(1, small_state(), {"data": object()})

@@ -220,7 +220,7 @@ def test_when_none_is_good_it_refuses_every_time(run):
         flip_bit(run.path / str(step) / "meta" / "metadata")
     for _ in range(2):  # a second start must not find an empty directory and begin from nothing
         opened = run.open()
-        with pytest.raises(CheckpointError, match="nothing was resumed") as caught:
+        with pytest.raises(CheckpointError) as caught:
             opened.choose()
         assert "checkpoint 2: meta/metadata" in str(caught.value)
         assert "checkpoint 4: meta/metadata" in str(caught.value)
@@ -268,7 +268,7 @@ def test_of_two_hundred_checkpoints_only_the_newest_is_read_and_the_rest_can_go(
 
 
 def without_memory(path, targets):
-    raise MemoryError("no memory left")
+    raise MemoryError
 
 
 @pytest.mark.parametrize("num_processes", [1, 2])
@@ -276,9 +276,10 @@ def test_a_good_checkpoint_that_could_not_be_read_is_not_marked(run, monkeypatch
     opened = run.open()
     opened._reader.group = types.SimpleNamespace(num_processes=num_processes)
     monkeypatch.setattr(orbax_io, "read", without_memory)
-    with pytest.raises(CheckpointError, match="no memory left") as failed:
+    with pytest.raises(CheckpointError) as failed:
         opened._reader._read(4, {})
     assert not isinstance(failed.value, CorruptCheckpoint)
+    assert isinstance(failed.value.__cause__, MemoryError)
     assert not (run.path / "4" / manifest.CORRUPT).exists()
 
 

@@ -10,7 +10,14 @@ from typing import Any, Literal
 import pytest
 from refusals import missing, refused
 
-from jaxdist.core.settings import ConfigError, read_settings, setting, write_toml
+from jaxdist.core.settings import (
+    ConfigError,
+    read_settings,
+    setting,
+    value_of,
+    without_flags,
+    write_toml,
+)
 from jaxdist.core.settings.help import help_text
 
 pytestmark = pytest.mark.smoke
@@ -308,6 +315,11 @@ def test_help_names_every_field_with_type_default_and_doc_in_100_columns():
         assert doc in text
 
 
+def test_help_begins_with_what_stands_without_a_flag():
+    text = help_text(Job, "paint", "Paints things.", ALIASES, positional=("run_dir",))
+    assert text.index("  RUN_DIR TEXT") < text.index("  --name TEXT")
+
+
 def test_help_exits_0_and_help_section_prints_one_section(capsys):
     for argv, expected in (
         (["--help"], full_help()),
@@ -333,3 +345,31 @@ def test_written_settings_read_back_equal(tmp_path):
 
 def test_infinite_numbers_are_read_so_that_rules_can_refuse_them():
     assert math.isinf(read("--shape.side=inf").shape.side)
+
+
+# -- flags of a command line whose settings are not known ------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("line", "value", "rest"),
+    [
+        ("--run-dir a --steps 3", "a", "--steps 3"),
+        ("--run_dir a", "a", ""),
+        ("--steps=3 --run-dir=a=b", "a=b", "--steps=3"),
+        ("--run_dir=a", "a", ""),
+        ("--run-dir= a", "", "a"),
+        ("--run-dir -1", "-1", ""),
+        ("--run-dir --steps 3", "", "--steps 3"),
+        ("--steps 3 --run-dir", "", "--steps 3"),
+        ("--run-dir a --run_dir=b", "b", ""),
+        ("--steps --run-dir a", "a", "--steps"),
+        ("--run-dirs a", None, "--run-dirs a"),
+        ("--x.run-dir a", None, "--x.run-dir a"),
+        ("run-dir a", None, "run-dir a"),
+        ("--steps 3 -- --run-dir a", None, "--steps 3 -- --run-dir a"),
+    ],
+)
+def test_a_flag_is_found_in_every_spelling(line, value, rest):
+    assert value_of(line.split(), "run_dir") == value
+    assert value_of(line.split(), "other", "run_dir") == value
+    assert without_flags(line.split(), "run_dir") == rest.split()

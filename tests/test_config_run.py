@@ -269,6 +269,7 @@ ADDED_LATER = {
     "model.query_pre_attn_scalar": "the Gemma families",
     "model.scale_embeddings": "the Gemma families",
     "optim.ema_decay": "the moving average of weights",
+    "precision.matmul_dtype": "products in 8 bits",
     "monitoring.tracker": "wandb, mlflow or a function of one's own",
 }
 """Settings that came with a feature after the limit was set, and do not count against it."""

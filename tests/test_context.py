@@ -21,8 +21,8 @@ from test_traffic import traffic
 from tiny import ROWS, SEQ, Case, layout_of, model_of, reference, run, step_of, text_batch
 
 from jaxdist.core import collectives
-from jaxdist.core.attention import blockwise, context, make_attend, ring, tiled, visible
-from jaxdist.core.attention.context import Plan, plan_exchange
+from jaxdist.core.attention import blockwise, context_parallel, make_attend, ring, tiled, visible
+from jaxdist.core.attention.context_parallel import ExchangePlan, plan_exchange
 from jaxdist.core.collective_order import in_order
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.parallel import context as axis
@@ -100,10 +100,10 @@ def dense(mask: str, heads: str, is_packed: bool):
     return value_and_grads(attend, heads, is_packed)
 
 
-def shared(plan: Plan, mask: str, heads: str, is_packed: bool):
+def shared(plan: ExchangePlan, mask: str, heads: str, is_packed: bool):
     """The same by devices that share the rows."""
     mesh = MeshSpec(context=SHARDS).build(jax.devices()[:SHARDS])
-    attend = context.make_attend(plan, make_attend(platform="cpu"))
+    attend = context_parallel.make_attend_to_shared(plan, make_attend(platform="cpu"))
     order = np.concatenate([axis.places_of(i, LENGTH // SHARDS, SHARDS) for i in range(SHARDS)])
 
     def told(query, key, value, segments):
@@ -119,7 +119,9 @@ def shared(plan: Plan, mask: str, heads: str, is_packed: bool):
 
 def test_dropout_over_shared_rows_is_refused_with_the_fix():
     mesh = MeshSpec(context=2).build(jax.devices()[:2])
-    attend = context.make_attend(Plan("ring", 1, False, ""), make_attend(platform="cpu"))
+    attend = context_parallel.make_attend_to_shared(
+        ExchangePlan("ring", 1, False, ""), make_attend(platform="cpu")
+    )
     dropout = AttentionDropout(rate=0.1, key=jax.random.key(0), rows=jnp.arange(1))
     local = lambda x: attend(x, x, x, MASKS["causal"], dropout=dropout)
     over = P(None, "context")
@@ -135,11 +137,11 @@ def apart(found, expected) -> float:
 
 
 PLANS = {
-    "ring": Plan("ring", 1, False, ""),
-    "ring_in_pairs": Plan("ring", 1, True, ""),
-    "all_gather": Plan("all_gather", 1, False, ""),
-    "all_to_all": Plan("all_to_all", 4, False, ""),
-    "hybrid": Plan("hybrid", 2, False, ""),
+    "ring": ExchangePlan("ring", 1, False, ""),
+    "ring_in_pairs": ExchangePlan("ring", 1, True, ""),
+    "all_gather": ExchangePlan("all_gather", 1, False, ""),
+    "all_to_all": ExchangePlan("all_to_all", 4, False, ""),
+    "hybrid": ExchangePlan("hybrid", 2, False, ""),
 }
 SHARED = [
     choice
@@ -456,5 +458,5 @@ def test_the_ring_moves_what_its_theory_says(model, hops):
     text = step.train.lower(state, batch, np.inf).compile().as_text()
     model = model_of(model)
     each = 4 * 2 * (ROWS * SEQ // 4) * model.dims["kv_heads"] * model.dims["head_dim"]
-    _, moved = traffic(text, layout_of(case).spec.sizes)["collective-permute", "context"]
+    _, moved = traffic(text, layout_of(case).mesh_spec.sizes)["collective-permute", "context"]
     assert moved == model.num_layers * hops * each

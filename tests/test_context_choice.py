@@ -2,16 +2,17 @@
 
 from types import SimpleNamespace
 
+import jax
 import numpy as np
 import pytest
 
 from jaxdist.config import read_run
-from jaxdist.core.attention.context import Plan, plan_exchange
+from jaxdist.core.attention.context_parallel import ExchangePlan, plan_exchange
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.parallel import context as axis
 from jaxdist.core.settings import ConfigError
 from jaxdist.core.sharding import Layout
-from jaxdist.core.step import exchange_of
+from jaxdist.core.step import describe_exchange, exchange_of
 
 
 @pytest.mark.parametrize(
@@ -19,7 +20,7 @@ from jaxdist.core.step import exchange_of
     [(0, 0, True, 0), (9, 0, True, 9), (9, 12, True, 9), (0, 12, True, 12), (0, 12, False, 0)],
 )
 def test_a_window_or_the_documents_say_how_far_a_query_sees(window, longest, packed, reach):
-    assert Plan("ring", 1, False, "", longest).reach(window, packed) == reach
+    assert ExchangePlan("ring", 1, False, "", longest).reach(window, packed) == reach
 
 
 @pytest.mark.parametrize(
@@ -31,6 +32,10 @@ def test_a_window_or_the_documents_say_how_far_a_query_sees(window, longest, pac
         ({"size": 8, "heads": 32, "kv_heads": 8}, "all_to_all", 8),
         ({"size": 64, "heads": 32, "kv_heads": 8, "per_node": 8}, "hybrid", 8),
         ({"size": 4, "heads": 3, "kv_heads": 3}, "ring", 1),
+        ({"size": 8, "heads": 6, "kv_heads": 2}, "ring", 1),
+        # Neighbours share what documents make uneven.
+        ({"size": 8, "heads": 6, "kv_heads": 2, "packed": True}, "hybrid", 2),
+        ({"size": 4, "heads": 3, "kv_heads": 3, "packed": True}, "ring", 1),
         ({"size": 3, "heads": 4, "kv_heads": 4, "has_stages": True}, "all_gather", 1),
     ],
 )
@@ -78,9 +83,11 @@ def test_processes_of_one_device_form_groups_by_their_hosts(mesh, per_host, exch
         (["--mesh=cp=2,tp=4", "--train.seq_len=12"], "train.seq_len=12 / cp=2"),
         (["--mesh=cp=2", "--model.attention_dropout=0.1"], "model.attention_dropout=0.1"),
         (["--mesh=cp=2", "--model=cnn", "--data.sources="], "Model.context_parallel"),
-        (["--mesh=cp=16", "--mesh.context_attention=all_to_all"], "cp=1, 2, 4 or 8"),
+        (["--mesh=cp=16", "--mesh.context_attention=all_to_all"], "cp=2, 4 or 8 "),
         (["--mesh=cp=3,pp=2", "--mesh.context_attention=ring"], "'all_gather'"),
         (["--mesh=fsdp=8,cp=32"], "fsdp=8 × cp=32"),
+        (["--mesh=cp=3"], "mesh cp=3 does not divide model.d_model=128"),
+        (["--mesh=cp=3"], "--mesh.fsdp-over-context=false"),
     ],
 )
 def test_a_mesh_that_cannot_share_rows_is_refused(flags, named):
@@ -100,5 +107,41 @@ def test_zig_zag_gives_every_device_the_same_work():
     documents = np.array([[0, 1, 0, 1, 2, 3, 4, 5]])
     assert axis.imbalance(2, 8, places=documents) == pytest.approx(14 / 12 - 1)
     assert axis.imbalance(2, 8, places=np.repeat(documents, 3, 0), inner=2) == 0
+    # The work of a microbatch's rows adds up.
+    mirrored = np.array([[0, 1, 0, 1, 2, 3, 4, 5], [0, 1, 2, 0, 1, 2, 0, 1]])
+    seen = (mirrored + 1).reshape(2, 4, 2).sum(2)
+    work = seen[:, :2] + seen[:, :1:-1]
+    assert work.tolist() == [[14, 10], [6, 9]]
+    found = axis.imbalance(2, 8, places=mirrored, rows=2)
+    assert found == pytest.approx(20 / 19.5 - 1)
+    assert axis.imbalance(2, 8, places=mirrored, rows=16) == found
     places = np.sort(np.concatenate([axis.places_of(i, 6, 4) for i in range(4)]))
     assert np.array_equal(places, np.arange(24))
+
+
+def uneven_rows(exchange: str, heads: int) -> str:
+    """What the start of a run says of 8 devices and five documents a row."""
+    spec = MeshSpec.parse("cp=8")
+    layout = Layout(mesh=spec.build(jax.devices()), context_attention=exchange, packed_rows=True)
+    model = SimpleNamespace(context_parallel=True, dims={"heads": heads, "kv_heads": heads})
+    places = np.concatenate([np.arange(length) for length in (5, 11, 3, 21, 24)])[None]
+    (line,) = describe_exchange(model, layout, 64, packed=True, places=places)
+    return line
+
+
+@pytest.mark.parametrize(
+    ("exchange", "heads", "named"),
+    [
+        ("ring", 8, ["all_to_all (0.0 %)", "hybrid (11.7 %)"]),
+        ("auto", 12, []),  # takes the hybrid, and no other is more even
+        ("ring", 12, ["hybrid (11.7 %)"]),
+    ],
+)
+def test_uneven_work_names_the_exchanges_that_are_more_even(exchange, heads, named):
+    line = uneven_rows(exchange, heads)
+    assert ("--mesh.context-attention" in line) == bool(named)
+    assert all(name in line for name in named)
+
+
+def test_even_work_needs_no_advice():
+    assert "even with" not in uneven_rows("all_to_all", 8)

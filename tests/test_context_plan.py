@@ -3,6 +3,7 @@
 import dataclasses
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,13 +18,16 @@ from jaxdist.core.sharding import MeshConfig
 from jaxdist.core.step import TrainConfig
 from jaxdist.data import DataConfig
 from jaxdist.models import DecoderConfig
+from jaxdist.plan import advice
 from jaxdist.plan.compiled import check
+from jaxdist.plan.estimate.flops import imbalance
 from jaxdist.plan.estimate.job import Job
 from jaxdist.plan.estimate.memory import estimate_memory, usable_bytes
 from jaxdist.plan.estimate.search import Choice, exchanges, search
 from jaxdist.plan.estimate.time import Reach, estimate_time
 from jaxdist.plan.estimate.traffic import flows_of
 from jaxdist.plan.hardware import GPUS, Cluster
+from jaxdist.runtime.formatting.numbers import percent
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 
@@ -108,6 +112,7 @@ def test_the_memory_of_each_exchange_is_that_of_the_compiled_program(exchange):
     assert planned / 2**30 == pytest.approx(committed(exchange), rel=0.06)
 
 
+PACKED = DataConfig(packing="documents")
 TWO_NODES = Cluster(gpu=GPUS["h100"], num_nodes=2, gpus_per_node=8)
 
 
@@ -142,6 +147,22 @@ def test_a_ring_hides_behind_the_attention_that_runs_beside_it(num_nodes, waits_
     waited = sum(parts[f"waiting for {f.purpose}"] for f in permutes)
     late = max(0.0, reach.hidden * moving - beside)
     assert waited == pytest.approx((1 - reach.hidden) * moving + late)
+
+
+def test_times_count_the_work_of_the_busiest_device():
+    """Of packed rows a ring's is uneven, a hybrid's less, exchanged heads' not; of causal, none."""
+    job = Job.of(long_rows(8, 8), MeshSpec(context=8), TWO_NODES)
+    spent = lambda job: estimate_time(job).parts["attention"]
+    by = lambda job, name: job.changed("mesh", context_attention=name)
+    said = lambda job: next(advice._exchange(SimpleNamespace(choice=Choice.of(job)))).text
+    assert imbalance(by(job, "ring")) == 0
+    packed = dataclasses.replace(job, config=dataclasses.replace(job.config, data=PACKED))
+    uneven = [imbalance(by(packed, name)) for name in ("ring", "hybrid", "all_to_all")]
+    assert uneven[0] > 1.5 * uneven[1] > 0.05 and uneven[2] == 0
+    ring, packed_ring = by(job, "ring"), by(packed, "ring")
+    assert spent(packed_ring) == pytest.approx((1 + uneven[0]) * spent(ring))
+    shares = [f"{name} {percent(imbalance(by(packed, name)), 0)}" for name in exchanges(packed)]
+    assert all(share in said(packed_ring) and share not in said(ring) for share in shares)
 
 
 SMALL = RunConfig(

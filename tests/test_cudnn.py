@@ -19,7 +19,7 @@ from jaxdist.core.attention.blockwise import Rule, Span
 from jaxdist.core.attention.cudnn import DOCUMENTS, Documents
 from jaxdist.core.parallel.tensor import TENSOR
 from jaxdist.core.step import TrainConfig
-from jaxdist.core.step.context import obstacle_of
+from jaxdist.core.step.model_context import obstacle_of
 from jaxdist.core.step.packed_kernel import admit_packed_kernel
 from jaxdist.core.types import AttentionMask
 from jaxdist.data.packing import text_fields

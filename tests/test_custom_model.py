@@ -12,6 +12,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from refusals import refused
 
 from jaxdist.config import read_run
 from jaxdist.core.mesh import MeshSpec
@@ -20,7 +21,7 @@ from jaxdist.core.settings import ConfigError
 from jaxdist.core.sharding import Layout
 from jaxdist.core.state import abstract_state, init_state
 from jaxdist.core.step import TrainConfig, make_step
-from jaxdist.core.types import Dims
+from jaxdist.core.types import AttentionCall, Dims
 from jaxdist.models import CustomConfig, build, layers
 from jaxdist.run.setup import assemble, check_data_fits
 
@@ -119,7 +120,7 @@ def test_weights_without_names_stay_whole():
 
 
 def test_state_beside_parameters_is_refused():
-    with pytest.raises(ValueError, match=r"BatchNorm .*BatchStat"):
+    with refused("BatchNorm", "BatchStat", error=ValueError):
         layers.functional(lambda rngs: nnx.BatchNorm(4, rngs=rngs))
 
 
@@ -139,6 +140,20 @@ def test_tokens_beyond_the_vocabulary_of_a_model_are_refused():
         parts = SimpleNamespace(config=config, model=example(vocab=vocab))
         with pytest.raises(ConfigError, match="300") if is_refused else contextlib.nullcontext():
             check_data_fits(parts, data)
+
+
+def test_a_model_of_ones_own_says_its_classes_and_how_it_attends():
+    """What the settings cannot know is asked of the model, as of the package's own."""
+    config = read_run(["--model=custom", "--model.factory=m:build", "--mesh=cp=2"], command="")
+    images = dataclasses.replace(example(), unit="images", num_classes=10)
+    data = SimpleNamespace(kind="images", vocab_size=11)
+    with pytest.raises(ConfigError, match="num_classes of custom to 11"):
+        check_data_fits(SimpleNamespace(config=config, model=images), data)
+    drops = dataclasses.replace(
+        example(), context_parallel=True, attention_call=AttentionCall(dropout=0.25)
+    )
+    (problem,) = config.mesh_problems(MeshSpec.parse("cp=2"), drops)
+    assert "0.25" in problem
 
 
 def test_the_example_is_short():

@@ -63,7 +63,7 @@ def test_exit_code_is_one_for_errors_and_by_wish_for_warnings(findings, strict, 
 
 
 def test_a_warning_without_a_fix_is_a_mistake_of_ours():
-    with pytest.raises(ValueError, match=r"disk: .* fix"):
+    with pytest.raises(ValueError, match=r"^disk\b"):
         warning("disk", "slow", "")
 
 
@@ -204,7 +204,7 @@ def test_the_process_with_other_code_is_named():
     everyone = [("n0", same), ("n1", {**same, "code": "bbb"}), ("n2", {**same, "tokenizers": "2"})]
     found = software.compare(everyone)
     assert severities(found) == ["error", "warning"]
-    assert missing(found[0].text, "aaa in 2 processes", "bbb in process 1 on n1") == []
+    assert missing(found[0].text, "aaa", "2 processes", "bbb", "process 1", "n1") == []
     assert severities(software.compare([("n0", same), ("n1", same)])) == ["ok"]
 
 

@@ -137,11 +137,11 @@ def test_a_slow_device_is_named_but_not_in_a_simulation():
 
 
 def test_every_axis_is_timed_in_all_its_groups_and_the_sum_is_right():
-    mesh = MeshSpec(data=2, tensor=4).build(jax.devices())
+    mesh = MeshSpec(data=2, context=4).build(jax.devices())
     timed = json.loads(json.dumps(devices.time_axes(mesh, 1 << 12)))
     groups = devices.groups_of(mesh, [timed])
-    assert list(groups) == ["data", "tensor"]
-    assert [g.members for g in groups["tensor"]] == [
+    assert list(groups) == ["data", "context"]
+    assert [g.members for g in groups["context"]] == [
         tuple((0, i) for i in range(4)),
         tuple((0, i) for i in range(4, 8)),
     ]
@@ -169,8 +169,10 @@ def test_a_collective_that_loses_a_summand_is_found_out(monkeypatch):
     assert devices._time_all_reduce(np.array(jax.devices()[:4]), 64)[1] is False
 
 
-def group(first: int, seconds: float, right: bool = True) -> devices.Group:
-    return devices.Group(((first // 8, first % 8), (first // 8, first % 8 + 1)), seconds, right)
+def group(first: int, seconds: float, right: bool = True) -> devices.DeviceGroup:
+    return devices.DeviceGroup(
+        ((first // 8, first % 8), (first // 8, first % 8 + 1)), seconds, right
+    )
 
 
 def check_axis(groups, **changes):
@@ -179,7 +181,7 @@ def check_axis(groups, **changes):
 
 
 def test_bandwidth_is_what_goes_over_each_link():
-    four = devices.Group(tuple((0, i) for i in range(4)), 0.001, True)
+    four = devices.DeviceGroup(tuple((0, i) for i in range(4)), 0.001, True)
     # Each of four devices sends a quarter of its bytes three times to add up, and three to share.
     (finding,) = check_axis([four])
     assert finding.numbers["bytes_per_s"] == pytest.approx(6 * 64 * 2**20 / 0.001)

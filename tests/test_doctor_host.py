@@ -32,7 +32,7 @@ def test_a_query_of_healthy_gpus_reads_back():
 @pytest.mark.parametrize(
     ("line", "severity", "words"),
     [
-        (HEALTHY.replace(" 4,", " 30211,"), "warning", "30,211 MiB of GPU 0 (GPU-aa) are already"),
+        (HEALTHY.replace(" 4,", " 30211,"), "warning", "29.5 GiB of GPU 0 (GPU-aa)"),
         (HEALTHY.replace(" 0, 16", " 2, 16"), "error", "2 memory error(s)"),
         (HEALTHY.replace("16, 16", "8, 16"), "warning", "8 of 16 PCIe lanes"),
         (HEALTHY.replace(" 31,", " 85,"), "warning", "85 °C"),

@@ -22,12 +22,13 @@ from jaxdist.core.precision import PrecisionConfig
 from jaxdist.core.sharding import MeshConfig
 from jaxdist.core.step import TrainConfig
 from jaxdist.data.config import DataConfig
-from jaxdist.models import CnnConfig, CustomConfig, DecoderConfig
+from jaxdist.models import CnnConfig, CustomConfig, DecoderConfig, build
 from jaxdist.models.weights import weights_of
 from jaxdist.optim import OptimConfig
 from jaxdist.plan.estimate import activations, cost, flops
 from jaxdist.plan.estimate.job import Job
 from jaxdist.plan.estimate.memory import estimate_memory, usable_bytes
+from jaxdist.plan.estimate.model_trace import attention_of
 from jaxdist.plan.estimate.search import Choice, search, why_not
 from jaxdist.plan.estimate.time import estimate_time
 from jaxdist.plan.estimate.traffic import flows_of, members_per_fabric
@@ -408,6 +409,18 @@ def test_break_even_is_where_both_bills_agree():
 
 
 # -- all of it ------------------------------------------------------------------------------------
+
+
+def test_a_decoder_attends_as_it_says():
+    """`Model.attention_call` against the calls of its block."""
+    config = DecoderConfig(
+        sliding_window=5, full_attention_every=2, attention="xla", attention_dropout=0.25,
+        attention_softcap=50.0,
+    )  # fmt: skip
+    for given in (config, DecoderConfig()):
+        model = build(given, seq_len=16)
+        assert model.attention_call == attention_of(model, 16)
+    assert set(vars(build(config, seq_len=16).attention_call).values()) == {5, 2, "xla", 0.25, 50.0}
 
 
 def test_arithmetic_starts_no_device():

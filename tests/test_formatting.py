@@ -31,6 +31,12 @@ from jaxdist.runtime.formatting import charts, html, numbers, tables
         (numbers.money, 12.5, "12.50"),
         (numbers.money, 9250.4, "9,250"),
         (numbers.percent, 0.4321, "43.2 %"),
+        (lambda share: numbers.percent(share, 0, sign=True), 0.4321, "+43 %"),
+        (lambda share: numbers.percent(share, 2, sign=True), -0.004321, "-0.43 %"),
+        (numbers.rate, 3.35e12, "3.35 TB/s"),
+        (numbers.rate, 27_400_000_000, "27.4 GB/s"),
+        (numbers.rate, 850e6, "850 MB/s"),
+        (numbers.rate, 12, "12.0 B/s"),
     ],
 )
 def test_numbers_have_one_form(show, value, shown):
@@ -98,5 +104,5 @@ def test_what_users_name_cannot_break_a_page():
     assert "<script>" not in page and "&lt;script&gt;" in page and "&lt;b&gt;" in page
     bars = charts.stacked_bars("<t>", [("<a>", {"<c>": 1.0})], limit=2, limit_name="<l>", unit="s")
     assert not re.search("<[tacl]>", bars)
-    spans = [charts.Span(0, 1, "forward", "<x>"), charts.Span(1, 2, "backward", "y")]
+    spans = [charts.TimeSpan(0, 1, "forward", "<x>"), charts.TimeSpan(1, 2, "backward", "y")]
     assert "<x>" not in charts.timeline("t", [("stage 0", spans)])

@@ -13,7 +13,7 @@ from refusals import missing
 
 from jaxdist.core.settings import ConfigError
 from jaxdist.tools.launch.legal_sizes import read_sizes
-from jaxdist.tools.launch.local import make_plan, read_config
+from jaxdist.tools.launch.local import make_launch_plan, read_config
 from jaxdist.tools.launch.membership import (
     ElasticConfig,
     LegalSizes,
@@ -142,15 +142,17 @@ def test_bad_ranges_say_what_is_allowed(flags, facts):
 
 
 def test_training_is_told_that_it_is_elastic():
-    plan = make_plan(read_config(["--nproc-per-node", "1:2", "--", "--mesh", "dp=2"]))
+    plan = make_launch_plan(read_config(["--nproc-per-node", "1:2", "--", "--mesh", "dp=2"]))
     assert plan.command[-1] == "--mesh.elastic=true" and plan.nproc_per_node == 2
-    plan = make_plan(
+    plan = make_launch_plan(
         read_config(["--nproc-per-node", "1:2", "--", "--mesh", "dp=2", "--mesh.elastic=true"])
     )
     assert plan.command.count("--mesh.elastic=true") == 1
-    plan = make_plan(read_config(["--nproc-per-node", "1:2", "--program", "python worker.py"]))
+    plan = make_launch_plan(
+        read_config(["--nproc-per-node", "1:2", "--program", "python worker.py"])
+    )
     assert plan.command == ["python", "worker.py"]
-    plan = make_plan(read_config(["--nproc-per-node", "2", "--", "--mesh", "dp=2"]))
+    plan = make_launch_plan(read_config(["--nproc-per-node", "2", "--", "--mesh", "dp=2"]))
     assert "--mesh.elastic=true" not in plan.command and plan.elastic is None
 
 

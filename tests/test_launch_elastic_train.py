@@ -1,5 +1,7 @@
 """One elastic training: a host is killed, the other continues with the same batches, both grow.
 
+The two devices of each host share rows, in a ring.
+
 What else may happen to the hosts is tested without training: `test_launch_elastic`
 with launchers of real processes, `test_launch_rendezvous` with launchers in one process and a clock
 of its own.
@@ -18,7 +20,7 @@ from commands import ROOT
 
 STEPS = 400
 TRAIN = [
-    *("--simulate=1", "--model.num_layers=1", "--model.d_model=32", "--model.num_heads=2"),
+    *("--model.num_layers=1", "--model.d_model=32", "--model.num_heads=2"),
     *("--model.num_kv_heads=2", "--train.seq_len=32", "--train.global_batch_size=4"),
     *(f"--steps={STEPS}", "--checkpoint.save_interval_steps=20"),
     *("--eval.interval_steps=0", "--eval.final_max_batches=1"),
@@ -27,6 +29,7 @@ TRAIN = [
     # 2e-5 holds for all steps and not for 20.
     "--optim.peak_lr=1e-5",
 ]
+HOST = ["--simulate=2", "--mesh=dp=2,cp=2", "--mesh.context_attention=ring"]
 
 pytestmark = pytest.mark.slow
 
@@ -42,7 +45,7 @@ class Launcher:
                     *(sys.executable, "-m", "jaxdist.launch", "--nnodes=1:2", "--nproc-per-node=1"),
                     *(f"--node-rank={rank}", "--address=127.0.0.1", f"--run-dir={run_dir}"),
                     *("--heartbeat-timeout-s=5", "--rdzv-timeout-s=15", "--backoff-s=0.1", "--"),
-                    *(f"--run-dir={run_dir}", "--mesh=dp=2", *TRAIN),
+                    *(f"--run-dir={run_dir}", *HOST, *TRAIN),
                 ],
                 stdout=log,
                 stderr=log,
@@ -105,7 +108,7 @@ def test_a_job_shrinks_to_one_host_and_grows_again_with_the_same_batches(tmp_pat
     left.wait_for("launch: round 1: ")
     left.wait_until(lambda: len(elastic_events(run_dir)) == 1, "it did not go on alone")
     (event,) = elastic_events(run_dir)
-    assert event["mesh"] == "dp=1"
+    assert event["mesh"] == "cp=2"
     assert "2 microbatches of 2 rows" in event["message"]
     reached = max(losses(run_dir))
     left.wait_until(lambda: max(losses(run_dir)) > reached, "no step was done alone")
@@ -113,13 +116,13 @@ def test_a_job_shrinks_to_one_host_and_grows_again_with_the_same_batches(tmp_pat
     # It must not be done before the other is back, however slow this machine starts that one.
     left.signal_processes(signal.SIGSTOP)
     hosts.append(Launcher(run_dir, 0))
-    left.wait_for("2 devices can be used")
+    left.wait_for("4 devices can be used")
     left.signal_processes(signal.SIGCONT)
     hosts[2].wait_for("launch: round 2: ")
     assert [host.process.wait(300) for host in hosts[1:]] == [0, 0], left.output[-5000:]
 
     reference = tmp_path / "reference"
-    flags = [f"--run-dir={reference}", "--mesh=dp=1", *TRAIN]
+    flags = [f"--run-dir={reference}", "--simulate=1", "--mesh=dp=1", *TRAIN]
     done = subprocess.run([sys.executable, "-m", "jaxdist.train", *flags], cwd=ROOT, timeout=300)
     assert done.returncode == 0
     expected, found = losses(reference), losses(run_dir)

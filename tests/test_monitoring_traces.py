@@ -50,7 +50,7 @@ def test_a_collective_counts_as_exposed_only_where_nothing_else_runs():
     assert found.record()["communication_share"] == pytest.approx(0.4)
     assert found.record()["exposed_share"] == pytest.approx(0.2)
     assert found.record()["idle_share"] == pytest.approx(0.0)
-    assert "40.0%" in str(found) and "20.0%" in str(found)
+    assert "40.0 %" in str(found) and "20.0 %" in str(found)
 
 
 def test_lines_that_repeat_the_kernels_and_copies_are_left_out():
@@ -97,7 +97,7 @@ def test_a_trace_ends_with_the_shares_of_its_gpus(tmp_path, monkeypatch, propaga
     (newest / "host.xplane.pb").write_bytes(ProfileData.text_proto_to_serialized_xspace(text))
     with caplog.at_level("INFO", logger="jaxdist"):
         profiler.stop(1)
-    assert missing(caplog.text, "GPU 0", "communication 40.0%") == []
+    assert missing(caplog.text, "GPU 0", "communication 40.0 %") == []
     (device,) = profiler.traces[0]["devices"]
     assert device["exposed_share"] == pytest.approx(0.4)
 

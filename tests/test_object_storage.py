@@ -1,5 +1,6 @@
 """Runs on object storage: a real S3 server over HTTP, and the same answers as a local directory."""
 
+import errno
 import logging
 import os
 import re
@@ -108,8 +109,9 @@ def test_what_the_store_refuses_is_kept_and_written_once(folder, monkeypatch):
         )
         appender.append(b"two\n")
         flush_appended()
-        with pytest.raises(OSError, match="no such bucket"):
+        with pytest.raises(OSError) as refusal:
             appender.append(b"three\n")
+        assert refusal.value.errno == errno.ENXIO
         assert appender.pending == b"two\nthree\n"
     flush_appended()
     appender.append(b"four\n")
@@ -134,7 +136,7 @@ def test_records_that_the_store_refuses_are_told_once_and_none_is_missing(
     writer.write({"kind": "train", "step": 4})
     writer.close()
     stopped, resumed = caplog.messages
-    assert missing(stopped, folder, "cannot be written", "no such bucket") == []
+    assert missing(stopped, folder, "bucket") == []
     assert missing(resumed, folder, "written again") == []
     assert [record["step"] for record in read_records(folder / "metrics.jsonl")] == [1, 2, 3, 4]
 
@@ -254,8 +256,9 @@ def test_what_is_wrong_is_said_once_and_without_secrets(server, monkeypatch):
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIATEST")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
-    with pytest.raises(OSError, match="cannot be reached") as away:  # another time it may
+    with pytest.raises(OSError) as away:  # another time it may
         locate("s3://bucket/run")
+    assert away.value.errno == errno.EHOSTUNREACH
     assert SECRET not in str(away.value) and away.value.__cause__ is None
 
 
@@ -263,11 +266,12 @@ def test_a_store_that_is_away_ends_a_command_with_one_line(capsys, tmp_path, mon
     away = objects._as_os_error(RuntimeError("connection refused"), "s3://bucket/run")
     log = logging.FileHandler(tmp_path / "log")
     monkeypatch.setattr(logging.getLogger("jaxdist"), "handlers", [log])
+    assert away.errno == errno.EHOSTUNREACH
     assert entry_point._report(away, "try again") == 1
     log.close()
     (line,) = capsys.readouterr().err.splitlines()
     assert (tmp_path / "log").read_text() == f"{line}\n"
-    assert missing(line, "s3://bucket/run", "cannot be reached", "try again") == []
+    assert missing(line, "s3://bucket/run", "try again") == []
 
 
 def test_a_servers_words_do_not_reach_a_message():

@@ -14,7 +14,7 @@ from tiny import make_update
 from jaxdist import optim
 from jaxdist.core.settings import problems_of
 from jaxdist.core.types import Dims
-from jaxdist.optim import OptimConfig, make_optimizer, make_schedule
+from jaxdist.optim import OptimConfig, make_lr_schedule, make_optimizer
 from jaxdist.optim.matrices import Sides, sides_of
 
 AXES = {
@@ -344,7 +344,9 @@ def test_optax_finds_the_param_shaped_trees_of_the_state(optimizer):
 
 def lrs(total_steps=100, global_batch_size=256, **fields):
     config = OptimConfig(**{"peak_lr": 0.5, "min_lr_ratio": 0.1, "warmup_steps": 9, **fields})
-    schedule = make_schedule(config, total_steps=total_steps, global_batch_size=global_batch_size)
+    schedule = make_lr_schedule(
+        config, total_steps=total_steps, global_batch_size=global_batch_size
+    )
     values = jax.jit(schedule)(jnp.arange(total_steps + 20))
     assert values.dtype == jnp.float32
     return np.asarray(values)

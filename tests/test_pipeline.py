@@ -22,20 +22,20 @@ LOSS, GRADIENT = 1e-6, 1e-5
 FAST = [
     Case(mesh="pp=2,dp=2,tp=2", schedule="gpipe"),
     Case(mesh="pp=4,tp=2", family="llama_tied", rows=6, microbatches=3),
-    pytest.param(Case(mesh="pp=2,fsdp=2,tp=2", chunks=2, family="gpt2"), marks=pytest.mark.smoke),
+    pytest.param(Case(mesh="pp=2,fsdp=2,tp=2", virtual=2, family="gpt2"), marks=pytest.mark.smoke),
     pytest.param(Case(mesh="pp=4,dp=2", schedule="1f1b", family="gpt2"), marks=pytest.mark.smoke),
     Case(mesh="pp=2,dp=2,fsdp=2", schedule="zero_bubble", zero=2, family="llama_tied", rows=16),
 ]
 SLOW = [
     Case(mesh="pp=4,fsdp=2", layers=8, family="llama_tied", remat="full"),
     Case(mesh="pp=2,fsdp=2,tp=2", gather="step", schedule="zero_bubble"),
-    Case(mesh="pp=2,dp=2,fsdp=2", gather="step", zero=2, chunks=2),
+    Case(mesh="pp=2,dp=2,fsdp=2", gather="step", zero=2, virtual=2),
     Case(mesh="pp=2,dp=2,tp=2", zero=3, family="gpt2"),
     Case(mesh="pp=2,tp=4", sequence_parallel=False, family="gpt2"),
     Case(mesh="pp=2,tp=4", remat="dots", schedule="zero_bubble"),
     Case(mesh="pp=2,dp=2,tp=2", automatic=True),
     Case(mesh="pp=2,dp=2,tp=2", automatic=True, schedule="zero_bubble"),
-    Case(mesh="pp=2,dp=2", scale=1024.0, chunks=2),
+    Case(mesh="pp=2,dp=2", scale=1024.0, virtual=2),
     Case(mesh="pp=8", layers=8, schedule="zero_bubble"),
     *pipeline_parity.cover(),
 ]
@@ -58,7 +58,7 @@ def test_gradients_match_one_device_on_64_devices():
     cases = [
         "pp=2,dp=2,fsdp=2,tp=2;family=gpt2",
         "pp=4,dp=4,tp=4;rows=32;family=llama_tied",
-        "pp=4,dp=2,fsdp=2,tp=4;rows=32;chunks=2;layers=8",
+        "pp=4,dp=2,fsdp=2,tp=4;rows=32;virtual=2;layers=8",
     ]
     script = Path(pipeline_parity.__file__)
     run = subprocess.run(
@@ -94,7 +94,7 @@ def test_half_precision_and_loss_scale_stay_within_rounding():
 
 @pytest.mark.parametrize(
     "case",
-    [Case(mesh="pp=2,dp=2", chunks=2), Case(mesh="pp=4,tp=2", family="llama_tied", rows=6)],
+    [Case(mesh="pp=2,dp=2", virtual=2), Case(mesh="pp=4,tp=2", family="llama_tied", rows=6)],
     ids=str,
 )
 def test_evaluation_runs_forward_through_the_stages(case):
@@ -114,7 +114,7 @@ def one_tick_late(tables):
 
 
 def chunks_swapped(tables):
-    return {"chunk": np.where(tables.branch == 2, 1 - tables.chunk, tables.chunk)}
+    return {"virtual": np.where(tables.branch == 2, 1 - tables.virtual, tables.virtual)}
 
 
 def wrong_microbatch(tables):
@@ -129,7 +129,7 @@ def test_a_wrong_instruction_gives_wrong_gradients(fault, monkeypatch):
 
     monkeypatch.setattr(executor, "to_arrays", faulty)
     monkeypatch.setattr(value_and_grad, "to_arrays", faulty)
-    difference = compare(Case(mesh="pp=2", chunks=2, rows=4))
+    difference = compare(Case(mesh="pp=2", virtual=2, rows=4))
     assert difference.gradient > 100 * GRADIENT
 
 
@@ -148,7 +148,7 @@ def test_the_description_of_a_schedule_has_its_sizes_and_bubble():
     schedule = PipelineConfig().make_schedule(num_stages=4, rows=32)
     assert schedule.name == "1f1b_lockstep" and schedule.num_microbatches == 16
     text = describe(schedule, 32)
-    for fact in ("1f1b_lockstep", "4 stages", "16 microbatches", "2 rows", "15.8%", "23+19"):
+    for fact in ("1f1b_lockstep", "4 stages", "16 microbatches", "2 rows", "15.8 %", "23+19"):
         assert fact in text
 
 

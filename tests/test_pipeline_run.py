@@ -54,7 +54,7 @@ def start(case: Case, layout):
     "case",
     [
         Case(mesh="pp=4,tp=2", family="gpt2"),
-        Case(mesh="pp=2,dp=2,fsdp=2", chunks=2, zero=1),
+        Case(mesh="pp=2,dp=2,fsdp=2", virtual=2, zero=1),
         Case(mesh="pp=2,dp=4", schedule="zero_bubble", zero=2, family="llama_tied"),
     ],
     ids=str,
@@ -72,7 +72,7 @@ def test_twenty_steps_follow_one_device(case):
 
 @pytest.mark.slow
 def test_a_checkpoint_of_interleaved_stages_goes_on_without_stages_and_back(tmp_path):
-    staged = Case(mesh="pp=2,fsdp=2", chunks=2)
+    staged = Case(mesh="pp=2,fsdp=2", virtual=2)
     plain = Case(mesh="dp=2")
     model = make_model(staged.family, staged.layers)
     expected, _ = train(make_run(plain)[1], start(plain, make_run(plain)[0]), 0, 6)

@@ -23,7 +23,7 @@ from jaxdist.models import DecoderConfig, build
 from jaxdist.models.weights import num_params
 from jaxdist.plan.compiled import check, compiler, gpu_target
 from jaxdist.plan.compiled.check import CompiledStep, NotCompiled, compile_step
-from jaxdist.plan.compiled.hlo import Instruction
+from jaxdist.plan.compiled.hlo import HloInstruction
 from jaxdist.plan.estimate.activations import cudnn_scratch
 from jaxdist.plan.hardware import GPUS, Cluster
 from jaxdist.run.setup import assemble
@@ -219,7 +219,7 @@ def running(pid: int) -> bool:
 
 
 FACTS = {
-    "memory": dict.fromkeys((f.name for f in dataclasses.fields(check.Memory)), 1),
+    "memory": dict.fromkeys((f.name for f in dataclasses.fields(check.CompiledMemory)), 1),
     "buffers": [],
     "collectives": [],
     "branch_shares": {"backward": 0.5},
@@ -300,7 +300,9 @@ def test_a_clean_step_has_nothing_to_say():
     ],
 )
 def test_the_workspace_of_cudnn_is_as_measured(gpu, result, bytes_):
-    call = Instruction("c", result, "custom-call", "", ' custom_call_target="fmhaSoftmaxBackward"')
+    call = HloInstruction(
+        "c", result, "custom-call", "", ' custom_call_target="fmhaSoftmaxBackward"'
+    )
     assert compiler.attention_workspace(call, GPUS[gpu]) == bytes_
 
 

@@ -144,8 +144,8 @@ def test_schedule_drawings_are_the_codes_own(name):
 
     page = PAGES["pipelines.md"]
     printed = re.search(rf"<!-- drawing: {name} -->\n```\n(.*?)\n```", page, flags=re.S)
-    schedule_name, _, chunks = name.partition(" × ")
-    schedule = make_schedule(schedule_name, 4, 8, int(chunks or 1))
+    schedule_name, _, virtual = name.partition(" × ")
+    schedule = make_schedule(schedule_name, 4, 8, int(virtual or 1))
     lines = lambda text: [line.rstrip() for line in text.strip().splitlines()]
     assert lines(printed[1]) == lines(draw(schedule, RECOMPUTE))
 

@@ -174,7 +174,7 @@ def test_a_run_that_was_killed_is_readable(tmp_path, capsys):
     with (tmp_path / "one" / "metrics.jsonl").open("a") as file:
         file.write('{"kind": "tra')
     (run,) = as_json(capsys, path)["runs"]
-    assert run["exit_reason"] == "running or killed" and run["step"] == 2
+    assert run["exit_reason"] == "unfinished" and run["step"] == 2
 
 
 def test_a_run_without_a_step_is_readable(tmp_path, capsys):

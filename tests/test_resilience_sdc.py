@@ -60,7 +60,7 @@ def test_a_flipped_bit_is_found_in_every_replicated_array(case):
     subject = watch(case)
     assert look(subject, state) is None
     leaves, tree = jax.tree_util.tree_flatten_with_path(state)
-    sizes = reference.layout_of(case).spec.sizes
+    sizes = reference.layout_of(case).mesh_spec.sizes
     seen = 0
     for index, (path, leaf) in enumerate(leaves):
         taken = {a for e in leaf.sharding.spec for a in (e if isinstance(e, tuple) else (e,))}

@@ -9,6 +9,8 @@ import pytest
 from refusals import refused
 from test_cnn import layout_of, random_batch, trainer
 
+from jaxdist.config import RunConfig
+from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.precision import PrecisionConfig
 from jaxdist.core.step import TrainConfig, make_context, make_value_and_grad, statistics
 from jaxdist.core.types import BATCH_STATISTICS, Context, RunningDims
@@ -64,6 +66,12 @@ def test_a_mesh_normalises_by_the_global_batch(alone, mesh, options):
         params,
         alone[1],
     )
+
+
+def test_a_mesh_that_does_not_fit_names_the_setting_of_a_resnet():
+    config = RunConfig(model=ResnetConfig(width=8))
+    (problem,) = config.mesh_problems(MeshSpec.parse("tp=3"))
+    assert "model.width=8" in problem
 
 
 def test_a_head_that_forgets_its_statistics_is_refused():

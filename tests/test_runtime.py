@@ -60,7 +60,7 @@ def test_failure_ends_with_one_block_that_says_what_where_and_what_to_do():
     names = ("failed:", "where:", "to do:")
     block = dict(x.split(":", 1) for x in done.stderr.splitlines() if x.startswith(names))
     assert block["failed"].split()[:3] == ["OSError:", "[Errno", "28]"]
-    assert "process 0 of 1" in block["where"] and "disk is full" in block["to do"]
+    assert "process 0 of 1" in block["where"] and "--run-dir" in block["to do"]
     assert done.stderr.count("Traceback") == 1
 
 
@@ -143,7 +143,7 @@ def test_table_has_a_line_per_gpu():
         for p in range(2)
         for d in range(2)
     )
-    job = runtime.Job(
+    job = runtime.JoinedJob(
         process_id=1,
         num_processes=2,
         host="n1",

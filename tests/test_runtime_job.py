@@ -11,6 +11,7 @@ import pytest
 from refusals import missing
 
 from jaxdist.runtime import NOTICES
+from jaxdist.runtime.rendezvous import RendezvousError
 
 HEADER = """
 import json, os, signal, sys, time
@@ -218,9 +219,8 @@ def test_a_process_that_never_joins_is_named_by_the_one_that_waits():
         for process in processes.processes:
             process.kill()
     err = processes.processes[0].stderr.read()
-    assert (
-        missing(err, "RendezvousError: process 1 of 2", "127.0.0.1:", "to do:   see the logs") == []
-    )
+    facts = "RendezvousError: process 1 of 2", "127.0.0.1:", f"to do:   {RendezvousError.advice}"
+    assert missing(err, *facts) == []
 
 
 def test_a_missing_coordinator_is_an_error_in_words():

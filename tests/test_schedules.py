@@ -69,10 +69,10 @@ def run_by_hand(schedule: Schedule) -> None:
     for t in range(len(schedule.ticks)):
         up, down = [None] * p, [None] * p
         for s in range(p):
-            row = [getattr(tables, f)[t, s] for f in ("branch", "microbatch", "chunk")]
-            branch, mb, chunk = map(int, row)
+            row = [getattr(tables, f)[t, s] for f in ("branch", "microbatch", "virtual")]
+            branch, mb, virtual = map(int, row)
             a, b, w = (getattr(tables, f)[t, s] for f in ("activation", "cotangent", "pending"))
-            piece = chunk * p + s
+            piece = virtual * p + s
             if branch == 1:
                 if piece == 0:
                     stash[s][a] = (mb, 0)
@@ -86,10 +86,10 @@ def run_by_hand(schedule: Schedule) -> None:
                 if schedule.splits_backward:
                     pending[s][w] = (mb, piece)
                 else:
-                    gradients[s, chunk].append(mb)
+                    gradients[s, virtual].append(mb)
             elif branch == 3:
                 assert pending[s][w] == (mb, piece)
-                gradients[s, chunk].append(mb)
+                gradients[s, virtual].append(mb)
         for s in range(p):
             stash[s][tables.activation_arrival[t, s]] = up[(s - 1) % p]
             cotangents[s][tables.cotangent_arrival[t, s]] = down[(s + 1) % p]
@@ -206,7 +206,7 @@ def test_a_stage_that_starts_one_tick_early_is_refused(name: ScheduleName):
 def test_swapped_chunks_are_refused(name: ScheduleName):
     schedule = make_schedule(name, 2, 4, 2)
     swap = {
-        (t, 1): action._replace(chunk=1 - action.chunk)
+        (t, 1): action._replace(virtual=1 - action.virtual)
         for t, tick in enumerate(schedule.ticks)
         if (action := tick[1]) is not None
     }
@@ -220,7 +220,7 @@ def test_swapped_chunks_are_refused(name: ScheduleName):
         ({(0, 0): None}, ["forward of microbatch 0", "stage 0", "never"]),
         ({(1, 0): Action("forward", 0)}, ["twice", "ticks 0 and 1"]),
         ({(0, 0): Action("forward", 9)}, ["microbatch=9", "not exist"]),
-        ({(0, 0): Action("forward", 0, 1)}, ["chunk=1", "not exist"]),
+        ({(0, 0): Action("forward", 0, 1)}, ["virtual=1", "not exist"]),
         (
             {(3, 3): Action("backward", 0), (4, 3): Action("forward", 0)},
             ["backward of microbatch"],
@@ -257,7 +257,7 @@ def test_drawing_shows_each_stage_and_the_costs():
         "1f1b_lockstep: 2 stages, 3 microbatches\n"
         "stage 0 F0 F1 ·  F2 B0 ·  B1 B2\n"
         "stage 1 ·  F0 B0 F1 B1 F2 B2 ·\n"
-        "8 ticks, bubble 25.0% at F=1 B=2, stash per stage 3 1, 6+4 permutes"
+        "8 ticks, bubble 25.0 % at F=1 B=2, stash per stage 3 1, 6+4 permutes"
     )
     text = draw(make_schedule("zero_bubble", 2, 2, 2))
     assert "F0a" in text and "W1b" in text and "F=1 B=1 W=1" in text

@@ -13,7 +13,7 @@ from jaxdist.core.mesh_choice import default_mesh, legal_meshes, mesh_problems
 from jaxdist.core.parallel import axes
 from jaxdist.core.sharding import Layout, MeshConfig
 from jaxdist.core.types import Dims
-from jaxdist.models.configs import DIM_SETTINGS, CnnConfig, DecoderConfig
+from jaxdist.models.configs import CnnConfig, DecoderConfig
 
 pytestmark = pytest.mark.smoke
 
@@ -134,7 +134,7 @@ def test_constrain_lays_arrays_out():
 )  # fmt: skip
 def test_a_mesh_that_does_not_fit_says_given_allowed_and_fix(text, options, facts):
     dims = {"heads": 8, "kv_heads": 4, "layers": 4, "d_model": 64, "mlp": 192, "vocab": 192}
-    workload = Workload(dims=dims, settings=DIM_SETTINGS, **options)
+    workload = Workload(dims=dims, settings=DecoderConfig.size_settings, **options)
     problems = mesh_problems(MeshSpec.parse(text), workload)
     assert any(missing(problem, *facts) == [] for problem in problems), problems
 
@@ -152,7 +152,8 @@ def test_stages_need_stacked_layers():
 
 
 def test_virtual_stages_must_divide_the_layers():
-    workload = Workload(dims={"layers": 32}, settings=DIM_SETTINGS, num_virtual_stages=3)
+    named = DecoderConfig.size_settings
+    workload = Workload(dims={"layers": 32}, settings=named, num_virtual_stages=3)
     (problem,) = mesh_problems(MeshSpec(pipeline=4), workload)
     assert "pipeline.num_virtual_stages=3" in problem and "model.num_layers=32" in problem
     assert "num_virtual_stages=1, 2, 4 or 8" in problem
@@ -187,7 +188,7 @@ def test_legal_meshes_are_legal_and_near():
         (1, 2**40, 2**30, "dp=1", "one device"),
         (8, 2**20, None, "dp=8", "fits one device is not known here"),
         (8, 2**30, 2**32, "dp=8", "the state (1.0 GiB) fits one device"),
-        (8, 2**33, 2**33, "fsdp=8", "(8.0 GiB) does not fit one device (8.0 GiB, of which 50%"),
+        (8, 2**33, 2**33, "fsdp=8", "(8.0 GiB) does not fit one device (8.0 GiB, of which 50 %"),
     ],
 )
 def test_the_default_mesh_and_its_reason(num_devices, state, memory, mesh, reason):

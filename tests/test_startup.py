@@ -9,7 +9,7 @@ from refusals import missing, refused
 
 from jaxdist.config import RunConfig, read_run
 from jaxdist.core.settings import write_toml
-from jaxdist.optim import make_schedule
+from jaxdist.optim import make_lr_schedule
 from jaxdist.run.run_directory import RunDirectory
 from jaxdist.run.startup import _raised_rate
 
@@ -33,7 +33,7 @@ def going_on(steps: int, **optim) -> SimpleNamespace:
         train=dataclasses.replace(config.train, steps=steps),
         optim=dataclasses.replace(config.optim, **optim),
     )
-    schedule = make_schedule(
+    schedule = make_lr_schedule(
         config.optim, total_steps=steps, global_batch_size=config.train.global_batch_size
     )
     return SimpleNamespace(config=config, schedule=schedule)

@@ -132,14 +132,14 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_the_compiled_step_moves_the_bytes_of_its_theory(case):
     text = lowered(case).compile().as_text()
-    found = traffic(text, layout_of(case).spec.sizes)
+    found = traffic(text, layout_of(case).mesh_spec.sizes)
     assert {key: moved for key, (_, moved) in found.items()} == theory(case)
 
 
 @pytest.mark.parametrize("microbatches", [1, 4])
 def test_data_parallelism_is_one_collective_per_step(microbatches):
     case = Case("rotary", "dp=2", microbatches=microbatches)
-    found = traffic(lowered(case).compile().as_text(), layout_of(case).spec.sizes)
+    found = traffic(lowered(case).compile().as_text(), layout_of(case).mesh_spec.sizes)
     assert [(kind, count) for (kind, _), (count, _) in found.items()] == [("all-reduce", 1)]
 
 
@@ -164,5 +164,5 @@ def test_a_reduction_in_every_microbatch_is_seen(monkeypatch):
         )
 
     monkeypatch.setattr(reduction, "scatter_gradients", every_time)
-    found = traffic(lowered(case).compile().as_text(), layout_of(case).spec.sizes)
+    found = traffic(lowered(case).compile().as_text(), layout_of(case).mesh_spec.sizes)
     assert found["all-reduce", "data"][1] > 4 * theory(case)["all-reduce", "data"]

@@ -19,6 +19,7 @@ import optax
 from jaxdist.core.attention import make_attend
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.parallel.context import place_batch
+from jaxdist.core.parallel.pipeline.config import PipelineConfig
 from jaxdist.core.precision import PrecisionConfig, initial_loss_scale
 from jaxdist.core.sharding import Layout
 from jaxdist.core.state import TrainState, make_state, state_shardings
@@ -150,7 +151,12 @@ def initial_state(name: str) -> TrainState:
 @functools.cache
 def reference(name: str, steps: int = 20) -> Trace:
     """The run of `steps` on one device, by hand."""
-    model, batch = model_of(name), batch_of(name)
+    return train_by_hand(name, batch_of(name), steps)
+
+
+def train_by_hand(name: str, batch: Batch, steps: int = 20) -> Trace:
+    """The same on another batch."""
+    model = model_of(name)
 
     def run_layers(block: Any, layers: Params, x: Any, aux: Any, context: Context) -> Any:
         for i in range(model.num_layers):
@@ -208,6 +214,8 @@ class Case:
     remat: str = "none"
     exchange: str = "auto"
     over_context: bool = True
+    pipeline: PipelineConfig = dataclasses.field(default_factory=PipelineConfig)
+    longest_document: int = 0
 
     def __str__(self) -> str:
         sizes = [(a, n) for a, n in MeshSpec.parse(self.mesh).sizes.items() if n > 1]
@@ -232,6 +240,7 @@ def layout_of(case: Case) -> Layout:
         sequence_parallel=case.sequence and spec["tensor"] > 1 and model.sequence,
         fsdp_over_context=case.over_context,
         context_attention=case.exchange,
+        longest_document=case.longest_document,
     )
 
 
@@ -281,6 +290,7 @@ def step_of(
         max_grad_norm=max_grad_norm,
         ema_decay=ema_decay,
         loss_scale=loss_scale,
+        pipeline_config=case.pipeline,
         frozen=frozen,
     )
     state = place_state(

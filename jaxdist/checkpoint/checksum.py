@@ -19,10 +19,10 @@ from jaxdist.core.types import Array
 
 
 def checksums(arrays: Sequence[Array]) -> list[int]:
-    """Checksum, below 2³², of each array: the same on every process.
+    """Checksum, below 2³², of each array [...]: the same on every process.
 
     One pass over device memory; only a scalar each leaves the device. Arrays are global, of any
-    shape, dtype and sharding; PRNG keys are given as their key data.
+    dtype and sharding; PRNG keys are given as their key data.
     """
     found: list[int] = []
     for start in range(0, len(arrays), _IN_FLIGHT):
@@ -39,8 +39,8 @@ _IN_FLIGHT = 16
 def part_checksum(part: np.ndarray, start: Sequence[int], shape: Sequence[int]) -> int:
     """What a part adds to an array's checksum: the sum over all parts, modulo 2³², is it.
 
-    The part, of any dtype and on the host, is a block of an array of `shape` that begins at index
-    `start`, one number for each dim.
+    The part [...], of any dtype and on the host, is a block of an array of `shape` that begins at
+    index `start`, one number for each dim.
     """
     if part.dtype.name in ("int4", "uint4", "int2", "uint2"):
         part = part.astype(np.int32)
@@ -71,7 +71,10 @@ _SLAB_WORDS = 1 << 17  # a slab and its temporaries stay in a core's cache
 
 
 def _row_positions(start: list[int], shape: list[int], lengths: list[int]) -> np.ndarray:
-    """Position, modulo 2³², of the element in column 0 of each row of a block."""
+    """Position, modulo 2³², of the first element of each row of a block: uint32 [rows].
+
+    `lengths` are those of the block's dims but the last, and `rows` is their product.
+    """
     rows = np.zeros((), np.uint32)
     stride = shape[-1]
     for dim in reversed(range(len(lengths))):
@@ -82,6 +85,7 @@ def _row_positions(start: list[int], shape: list[int], lengths: list[int]) -> np
 
 
 def _on_device(x: Array) -> Array:
+    """An array [...] of any dtype, moved to device memory where it lies in the host's."""
     if x.sharding.memory_kind == "pinned_host":  # offloaded optimizer state, one leaf at a time
         return jax.device_put(x, x.sharding.with_memory_kind("device"))
     return x
@@ -89,7 +93,7 @@ def _on_device(x: Array) -> Array:
 
 @jax.jit
 def checksum(x: Array) -> Array:
-    """The checksum of one array of any shape and dtype, as a uint32 scalar."""
+    """The checksum, uint32 [], of one array [...] of any dtype."""
     words = _words(x)
     position = jnp.zeros(words.shape, jnp.uint32)
     stride = 1
@@ -102,7 +106,7 @@ def checksum(x: Array) -> Array:
 
 
 def _words(x: Array) -> Array:
-    """The bits of x as uint32, with a trailing dim of 2 where an element has 64 of them."""
+    """The bits of x [...] as uint32, with a trailing dim of 2 where an element has 64 of them."""
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         x = jnp.stack([x.real, x.imag], axis=-1)
     if x.dtype == jnp.bool_:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxdist.checkpoint.errors import CheckpointError
-from jaxdist.runtime.formatting.numbers import in_bytes
+from jaxdist.runtime.formatting.numbers import in_bytes, rate
 
 Event = dict[str, Any]
 
@@ -57,7 +57,7 @@ class EventLog:
 
     def saved(self, outcome: Outcome) -> None:
         """A committed save."""
-        gb_per_s = outcome.num_bytes / 1e9 / max(outcome.written_s, 1e-9)
+        bytes_per_s = outcome.num_bytes / max(outcome.written_s, 1e-9)
         self.event(
             "save",
             step=outcome.step,
@@ -66,14 +66,14 @@ class EventLog:
             waited_s=outcome.waited_s,
             written_s=outcome.written_s,
             bytes=outcome.num_bytes,
-            gb_per_s=gb_per_s,
+            gb_per_s=bytes_per_s / 1e9,
         )
         late = outcome.waited_s > 0.01
         waited = f", waited {outcome.waited_s:.2f} s for the save before" if late else ""
         halfway = "; halfway, kept until the next" if outcome.halfway else ""
         self.log(
             f"checkpoint {outcome.step} saved: {in_bytes(outcome.num_bytes)} in "
-            f"{outcome.written_s:.2f} s ({gb_per_s:.2f} GB/s), training blocked "
+            f"{outcome.written_s:.2f} s ({rate(bytes_per_s)}), training blocked "
             f"{outcome.blocked_s:.2f} s{waited}{halfway}"
         )
 

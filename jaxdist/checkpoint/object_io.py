@@ -99,10 +99,12 @@ class ObjectWriter:
             self._put(checkpoint, f"{name}/{_chunk_name(part, chunk)}", host[local])
 
     def _put(self, checkpoint: Location, name: str, content: bytes | np.ndarray) -> None:
+        """Begin to store bytes, or an array [...] of any dtype in row-major order, as a file."""
         assert self._pool is not None
         self._uploads.append(self._pool.submit(self._upload, checkpoint / name, name, content))
 
     def _upload(self, file: Location, name: str, content: bytes | np.ndarray) -> None:
+        """Store bytes, or an array [...] of any dtype, and note its entry of the manifest."""
         data = content if isinstance(content, bytes) else content.tobytes()
         file.write(data)
         crash_point("during_upload")
@@ -162,7 +164,7 @@ class ObjectArray:
         return cls(location, (location / _ZARRAY).json())
 
     def read(self, index: Index = ()) -> np.ndarray:
-        """A part of the array: one slice for each leading dim, () = all of it."""
+        """A part [...] in the stored dtype: one slice for each leading dim, () = all of it."""
         index = _bounds(index, self.shape)
         out = np.empty([s.stop - s.start for s in index], self.dtype)
         for part in self.parts(index):
@@ -170,7 +172,7 @@ class ObjectArray:
         return out
 
     def write(self, index: Index, part: np.ndarray) -> None:
-        """Write whole chunks; at the end of the array they are filled up."""
+        """Write `part` [shape of `index`] in whole chunks, filled up at the end of the array."""
         index = _bounds(index, self.shape)
         if part.size == 0:
             return
@@ -191,7 +193,7 @@ class ObjectArray:
         return [] if any(s.start == s.stop for s in index) else list(blocks_in(index, self.chunk))
 
     def read_into(self, out: np.ndarray, index: Index, part: Index) -> None:
-        """Read what lies of one chunk in `index` into its place in `out`.
+        """Read what lies of one chunk in `index` into its place in `out` [shape of `index`].
 
         Raises:
             OSError: the object holds less.

@@ -185,9 +185,11 @@ class _StoredArray:
         self.chunk: tuple[int, ...] = handle.chunk_layout.read_chunk.shape
 
     def read(self, index: Index) -> np.ndarray:
+        """A part [...] in the stored dtype: one slice for each leading dim, () = all of it."""
         return self._handle[index].read().result()
 
     def write(self, index: Index, part: np.ndarray) -> None:
+        """Write `part` [shape of `index`] to its place."""
         self._handle[index].write(part).result()
 
 

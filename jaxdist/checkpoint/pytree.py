@@ -200,11 +200,11 @@ def target_of(leaf: Leaf, entry: dict[str, Any]) -> jax.ShapeDtypeStruct:
 
 
 def restored(leaf: Leaf, array: Array, entry: dict[str, Any]) -> Array:
-    """The leaf as asked for, from the array as it was stored, on the leaf's sharding.
+    """The leaf [...] as asked for, from the array as it was stored, on the leaf's sharding.
 
     Returns:
         The array in the leaf's dtype, for which the stored one is deleted; or the PRNG key that the
-        data belong to.
+        data, uint32 [..., words of a key], belong to.
 
     Raises:
         ConfigError: a key of another implementation than asked for.

@@ -193,7 +193,7 @@ class Reader:
     def _arrays(
         self, step: int, leaves: list[pytree.Leaf], entries: list[dict[str, Any]]
     ) -> list[jax.Array]:
-        """The stored arrays on the shardings asked for, their checksums compared."""
+        """The arrays [...] as stored, on the shardings asked for, their checksums compared."""
         targets = [pytree.target_of(leaf, e) for leaf, e in zip(leaves, entries, strict=True)]
         restored = self._read(step, pytree.nest(leaves, targets))
         arrays = [pytree.pick(restored, leaf) for leaf in leaves]

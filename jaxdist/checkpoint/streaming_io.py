@@ -44,13 +44,13 @@ class StoredArrays:
         return math.prod(entry["shape"]) * dtype_of(entry["dtype"]).itemsize
 
     def read(self, name: str, index: Index = ()) -> np.ndarray:
-        """A part of an array as stored, not verified: one slice for each leading dim; () = all."""
+        """A part [...] as stored, not verified: one slice for each leading dim; () = all."""
         return self._handle(name).read(index)
 
     def gather(self, name: str, index: Index) -> np.ndarray:
         """As `read`, one chunk on disk after the other, so that chunks never pile up in memory.
 
-        The index has one slice with start and stop for each dim.
+        The index has one slice with start and stop for each dim; the part is [shape of the index].
         """
         handle = self._handle(name)
         out = np.empty([s.stop - s.start for s in index], dtype_of(self.entries[name]["dtype"]))
@@ -64,7 +64,10 @@ class StoredArrays:
     def blocks(
         self, name: str, block: tuple[int, ...] | None = None
     ) -> Iterator[tuple[Index, np.ndarray]]:
-        """All of an array in blocks, by default whole rows up to `BLOCK_BYTES`, in row-major order.
+        """All of an array in blocks [...], by default whole rows up to `BLOCK_BYTES`, row-major.
+
+        Yields:
+            The place of each block, and its values as stored.
 
         Raises:
             CorruptCheckpoint: after the last block, if their checksum is not the one saved.
@@ -111,7 +114,8 @@ class CheckpointWriter:
         """Write one array, e.g. `params/layers/w`.
 
         `entry` has its `shape`, `dtype`, `path` (keys) and, for a key, `key`. A `chunk` is a piece
-        on disk; `parts` are whole pieces where possible, with their places, and together all of it.
+        on disk; `parts` [shape of their index], cast to that dtype, are whole pieces where
+        possible, with their places, and together all of it.
         """
         shape, dtype = tuple(entry["shape"]), dtype_of(entry["dtype"])
         create = {"shape": shape, "chunks": chunk, "dtype": dtype}

@@ -135,9 +135,9 @@ def _with_tokens(run: RunConfig, given: GivenValues) -> RunConfig:
     if told is None:
         return run
     settings, vocab_size = told
-    model = run.model
-    if model.kind == "decoder":
-        model = dataclasses.replace(model, vocab_size=vocab_size or model.vocab_size)
+    model: Any = run.model
+    if vocab_size and "vocab_size" in model.size_settings:
+        model = dataclasses.replace(model, vocab_size=vocab_size)
     return dataclasses.replace(run, model=model, data=dataclasses.replace(run.data, **settings))
 
 

@@ -26,7 +26,6 @@ from jaxdist.data.config import DataConfig
 from jaxdist.data.custom import is_custom
 from jaxdist.data.images import is_cifar
 from jaxdist.models import DecoderConfig, ModelConfig, build
-from jaxdist.models.configs import DIM_SETTINGS
 from jaxdist.models.huggingface.directory import folder_of, is_model, read_json
 from jaxdist.models.huggingface.families import left_out, read_config
 from jaxdist.models.weights import weights_of
@@ -157,7 +156,7 @@ class RunConfig:
         workload = Workload(
             dims=known.dims,
             rules=known.rules,
-            settings=DIM_SETTINGS if self.model.dims else {},
+            settings=self.model.size_settings,
             zero=self.mesh.zero,
             global_batch_size=self.train.global_batch_size,
             num_microbatches=self.train.accumulation,
@@ -168,7 +167,7 @@ class RunConfig:
                 self.train.seq_len if known.sequence and self.mesh.sequence_parallel else None
             ),
             context_len=self.train.seq_len if known.context_parallel else None,
-            attention_dropout=getattr(self.model, "attention_dropout", 0.0),
+            attention_dropout=known.attention_call.dropout,
         )
         return mesh_problems(spec, workload)
 
@@ -280,7 +279,7 @@ class RunConfig:
         if self.model.kind != stored.kind:
             return [
                 f"model.kind={self.model.kind!r} with init_from={self.init_from!r}, which holds a "
-                "decoder. Leave model.kind out."
+                f"{stored.kind}. Leave model.kind out."
             ]
         free = {"dropout", "attention_dropout", "attention", "init_std"}
         free |= {"max_seq_len"} if stored.positions == "rotary" else set()

@@ -169,7 +169,7 @@ def _element(x: jax.Array) -> jax.Array:
 
 
 def _where_all(x: jax.Array, *marks: jax.Array) -> jax.Array:
-    """Pass x on unchanged, once the marks (non-empty arrays) are there.
+    """Pass x [...] on unchanged, once the marks [...] (non-empty arrays) are there.
 
     The other side of the `where` differs from x, so that XLA cannot drop the choice, even for a
     constant x.

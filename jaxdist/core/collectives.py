@@ -34,7 +34,7 @@ def group_index(axes: Axes) -> Array:
 
 
 def varying_axes(x: Array | jax.ShapeDtypeStruct) -> frozenset[str]:
-    """Mesh axes over which `x` may differ between devices."""
+    """Mesh axes over which `x` [...] may differ between devices."""
     # An array's type calls it `mat`, the struct of `eval_shape` calls it `manual_axis_type`.
     if isinstance(x, jax.ShapeDtypeStruct):
         manual = x.manual_axis_type
@@ -75,7 +75,7 @@ def zeros_like(x: Array | jax.ShapeDtypeStruct, *lead: int) -> Array:
 
 
 def all_reduce(x: Array, axes: Axes, op: str = "sum") -> Array:
-    """Every device gets the sum (or "max", "min", "mean") over the group, in the shape of `x`.
+    """Every device gets the sum (or "max", "min", "mean") of x [...] over the group.
 
     Wire: 2·B·(n−1)/n per device. "max" and "min" are not differentiable.
 
@@ -167,10 +167,10 @@ def permute(x: Array, axis: str, shift: int = 1) -> Array:
 
 
 def permute_in_pairs(x: Array, axis: str, shift: int = 1) -> Array:
-    """As `permute`, by exchanges between pairs, for code that not all devices of a mesh run.
+    """As `permute` of [...], by exchanges between pairs, for code that not all devices run.
 
-    A permute waits for every device of the mesh, an exchange only for the devices of its group.
-    A negative shift sends back. Wire: B per device on a ring of two, else 2·B.
+    A permute waits for every device of the mesh, an exchange only for the devices of its group. A
+    negative shift sends back. Wire: B per device on a ring of two, else 2·B.
 
     Raises:
         ValueError: the ring that the shift makes has an odd number of devices.

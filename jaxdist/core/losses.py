@@ -10,6 +10,7 @@ Source of the idea: Wijmans et al. 2024, "Cut Your Losses in Large-Vocabulary La
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -60,6 +61,27 @@ def token_cross_entropy(
     return {"loss": loss, "weight": jnp.sum(flat_weights), "correct": correct}
 
 
+def make_token_loss(axis: str | None = None, chunk: int = 0) -> Callable[..., Sums]:
+    """`Context.token_loss`: `token_cross_entropy` of a vocabulary that `axis` splits.
+
+    At most `chunk` tokens have logits at once; 0 = all.
+    """
+
+    def token_loss(
+        x: Array,
+        kernel: Array,
+        targets: Array,
+        weights: Array,
+        vocab_size: int,
+        softcap: float = 0.0,
+    ) -> Sums:
+        """As `token_cross_entropy`: x [batch, seq, d_model] -> Sums."""
+        vocabulary = Vocabulary(vocab_size, axis, chunk, softcap)
+        return token_cross_entropy(x, kernel, targets, weights, vocabulary)
+
+    return token_loss
+
+
 def label_cross_entropy(logits: Array, labels: Array, weights: Array) -> Sums:
     """Summed cross-entropy of labels.
 
@@ -93,6 +115,7 @@ def _linear_cross_entropy(
     def chunk(
         carry: tuple[Array, Array], part: tuple[Array, ...]
     ) -> tuple[tuple[Array, Array], None]:
+        """Add the loss and hits, float32 [], of a chunk [chunk, ...] of tokens."""
         x, targets, weights = part
         *_, loss, correct = _chunk_loss(x, targets, weights, kernel, vocabulary)
         return (carry[0] + loss, carry[1] + correct), None
@@ -118,6 +141,7 @@ def _forward(
     def chunk(
         carry: tuple[Array, Array, Array], part: tuple[Array, ...]
     ) -> tuple[tuple[Array, Array, Array], Array]:
+        """Add the loss, hits and dkernel of a chunk of tokens; give its dx [chunk, d_model]."""
         part_x, part_targets, part_weights = part
         probs, hit, slope, loss, correct = _chunk_loss(
             part_x, part_targets, part_weights, kernel, vocabulary
@@ -139,7 +163,10 @@ def _forward(
 
 
 def _backward(vocabulary: Vocabulary, saved: tuple[Array, ...], grads: tuple[Array, Array]) -> Any:
-    """Gradients of x and kernel in their dtypes: those saved times the cotangent of the loss."""
+    """Gradients of x [tokens, d_model] and kernel [d_model, vocab_shard] in their dtypes.
+
+    Those saved, times the cotangent of the loss, float32 []. Hits are not differentiated.
+    """
     dx, dkernel, like_x, like_kernel = saved
     scale = grads[0]
     return (

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeAlias
 
-from jaxdist.core.attention.context import plan_exchange
+from jaxdist.core.attention.context_parallel import plan_exchange
 from jaxdist.core.axis import Workload, allowed_sizes
 from jaxdist.core.mesh import MeshSpec, factorisations, nearest
 from jaxdist.core.parallel import axes
@@ -16,7 +16,7 @@ from jaxdist.core.parallel.fsdp import FSDP
 from jaxdist.core.parallel.pipeline.axis import PIPELINE
 from jaxdist.core.parallel.tensor import TENSOR
 from jaxdist.core.settings import ConfigError
-from jaxdist.runtime.formatting.numbers import in_bytes
+from jaxdist.runtime.formatting.numbers import in_bytes, percent
 
 
 def mesh_problems(spec: MeshSpec, workload: Workload) -> list[str]:
@@ -46,17 +46,22 @@ def _dim_problems(spec: MeshSpec, workload: Workload) -> Iterable[str]:
         axis = by_name[name]
         ways, label, fix = spec[axis], f"{axis.short}={spec[axis]}", f"{axis.short}="
         joining = axes.joining_fsdp(workload.zero, workload.fsdp_over_context)
-        shared = [by_name[other] for other in joining if spec[other] > 1 or other != CONTEXT.name]
+        shared = [by_name[other] for other in joining if spec[other] > 1]
+        otherwise = ""
         if axis.weights == "gathered" and shared:
             for other in shared:
                 ways *= spec[other]
-            parts = " × ".join(f"{other.short}={spec[other]}" for other in (axis, *shared))
+            used = [other for other in (axis, *shared) if spec[other] > 1]
+            parts = " × ".join(f"{other.short}={spec[other]}" for other in used)
             stage = f" (zero={workload.zero})" if workload.zero else ""
-            label, fix = f"{parts}{stage}", "a product of "
+            label = f"{parts}{stage}"
+            fix = "a product of " if len(used) > 1 else f"{used[0].short}="
+            if CONTEXT in shared and size % (ways // spec[CONTEXT]) == 0:
+                otherwise = ", or --mesh.fsdp-over-context=false for whole matrices along cp"
         if size % ways:
             yield (
                 f"mesh {label} does not divide {workload.named(dim)}: {axis.divides}. "
-                f"Use {fix}{allowed_sizes(size)}."
+                f"Use {fix}{allowed_sizes(size)}{otherwise}."
             )
 
 
@@ -144,7 +149,7 @@ def default_mesh(
         )
     return shards, (
         f"the state ({state}) does not fit one device ({in_bytes(memory_bytes)}, of which "
-        f"{_STATE_SHARE:.0%} may hold state), so it is sharded over all"
+        f"{percent(_STATE_SHARE, 0)} may hold state), so it is sharded over all"
     )
 
 

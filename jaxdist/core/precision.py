@@ -30,9 +30,23 @@ class PrecisionConfig:
     compute_dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
         "auto", "dtype of matrix products; auto = float32 on CPU, bfloat16 on GPUs"
     )
+    matmul_dtype: Literal["auto", "fp8"] = setting(
+        "auto",
+        "dtype of the layers' products with weights; auto = compute_dtype; fp8 = 8 bits in all "
+        "layers but the first and the last, on Ada, Hopper or later GPUs, emulated on CPU",
+    )
     reduce_dtype: Literal["float32", "bfloat16"] = setting(
         "float32", "dtype in which gradients of fsdp-sharded weights are summed"
     )
+
+    def problems(self) -> list[str]:
+        """Every violated rule of this section."""
+        if self.matmul_dtype == "fp8" and self.compute_dtype == "float16":
+            return [
+                "precision.matmul_dtype=fp8 with precision.compute_dtype=float16: the range of an "
+                "8 bit array and its scale is wider than that of float16. Use bfloat16 or float32."
+            ]
+        return []
 
     def resolve(self, platform: str) -> Any:
         """The compute dtype on a platform ("cpu" or "gpu")."""

@@ -104,7 +104,8 @@ class Layout:
         sequence_parallel: activations between blocks are split by sequence over `tensor`.
         auto_tensor: the tensor axis is left to XLA's partitioner (a model without hooks).
         fsdp_over_context: what fsdp shards is sharded over the context axis too.
-        context_attention: how attention sees a whole row (`attention/context.py`).
+        context_attention: how attention sees a whole row (`attention/context_parallel.py`).
+        packed_rows: rows hold several documents, as far as that is known before they are read.
         longest_document: positions of the longest document of packed rows; 0 = not known.
         host_of: process -> its host; a process that is not named has a host of its own.
     """
@@ -116,22 +117,23 @@ class Layout:
     auto_tensor: bool = False
     fsdp_over_context: bool = True
     context_attention: str = "auto"
+    packed_rows: bool = False
     longest_document: int = 0
     host_of: Mapping[int, str] = dataclasses.field(default_factory=dict)
 
     @functools.cached_property
-    def spec(self) -> MeshSpec:
+    def mesh_spec(self) -> MeshSpec:
         """Sizes of the mesh."""
         return MeshSpec.of(self.mesh)
 
     def size(self, axis: Axis) -> int:
         """Devices along an axis."""
-        return self.spec[axis]
+        return self.mesh_spec[axis]
 
     @property
     def used(self) -> tuple[Axis, ...]:
         """Axes of more than one device whose collectives the step writes itself, in mesh order."""
-        return tuple(axis for axis in self.spec.used if axis.name in self.manual_axes)
+        return tuple(axis for axis in self.mesh_spec.used if axis.name in self.manual_axes)
 
     @property
     def manual_axes(self) -> tuple[str, ...]:
@@ -142,14 +144,14 @@ class Layout:
     @property
     def batch_axes(self) -> tuple[str, ...]:
         """Axes in use that split the rows of a batch."""
-        return tuple(axis.name for axis in self.spec.used if axis.splits_rows)
+        return tuple(axis.name for axis in self.mesh_spec.used if axis.splits_rows)
 
     @property
     def replica_axes(self) -> tuple[str, ...]:
         """Axes in use that split the rows and whose devices all hold the whole weights."""
         return tuple(
             axis.name
-            for axis in self.spec.used
+            for axis in self.mesh_spec.used
             if axis.splits_rows and axis.weights == "replicated"
         )
 
@@ -157,17 +159,17 @@ class Layout:
     def summed_axes(self) -> tuple[str, ...]:
         """Axes in use over which a replicated parameter's local gradients differ."""
         when = ("always", "sequence_parallel") if self.sequence_parallel else ("always",)
-        return tuple(axis.name for axis in self.spec.used if axis.sums_gradients in when)
+        return tuple(axis.name for axis in self.mesh_spec.used if axis.sums_gradients in when)
 
     @property
     def loss_axes(self) -> tuple[str, ...]:
         """Axes in use over which the loss of a step is summed."""
-        return tuple(axis.name for axis in self.spec.used if axis.sums_loss)
+        return tuple(axis.name for axis in self.mesh_spec.used if axis.sums_loss)
 
     @property
     def num_replicas(self) -> int:
         """Parts into which the rows of a batch are split."""
-        return self.spec.num_replicas
+        return self.mesh_spec.num_replicas
 
     def param_specs(self, dims: Any) -> Any:
         """Where parameters lie: a spec for each leaf of a tree of `Dims`, or for one `Dims`."""
@@ -230,7 +232,7 @@ class Layout:
         _check_collisions(dims, rules)
         is_vector = sum(name != "layers" for name in dims) < 2
         by_name = axes.by_name()
-        used = {axis.name for axis in self.spec.used}
+        used = {axis.name for axis in self.mesh_spec.used}
         joining = axes.joining_fsdp(int(with_zero), self.fsdp_over_context)
         entries: list[Any] = []
         for name in dims:

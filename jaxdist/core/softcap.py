@@ -12,10 +12,10 @@ from jaxdist.core.types import Array
 
 
 def soft_cap(x: Array, cap: float) -> Array:
-    """Give cap · tanh(x / cap), of any shape, in the dtype of x; x itself where cap is 0."""
+    """Give cap · tanh(x / cap) of x [...], in its dtype; x itself where cap is 0."""
     return cap * jnp.tanh(x / cap) if cap else x
 
 
 def slope_at(capped: Array, cap: float) -> Array | float:
-    """Derivative of `soft_cap` by its result, of the same shape; 1 where cap is 0."""
+    """Derivative of `soft_cap`, from its result [...]; 1 where cap is 0."""
     return 1 - jnp.square(capped / cap) if cap else 1.0

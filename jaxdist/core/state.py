@@ -63,6 +63,8 @@ def init_state(
     state in host memory. `has_ema` keeps an average of the parameters, which starts as a copy of
     them. `params`, as `layout` places them, take the place of random ones; they are
     donated, so that they never exist twice.
+
+    `loss_scale` is `precision.initial_loss_scale`: {} or two scalars [].
     """
     make = make_state(model, optimizer, loss_scale, has_ema=has_ema)
     shardings = state_shardings(
@@ -81,7 +83,10 @@ def abstract_state(
     offload: bool = False,
     has_ema: bool = False,
 ) -> TrainState:
-    """The state as `ShapeDtypeStruct`s with shardings: what a restore fills in."""
+    """The state as `ShapeDtypeStruct`s with shardings: what a restore fills in.
+
+    The arguments are those of `init_state`; `loss_scale` is {} or two scalars [].
+    """
     make = make_state(model, optimizer, loss_scale, has_ema=has_ema)
     shapes = jax.eval_shape(lambda: make(0))
     shardings = state_shardings(

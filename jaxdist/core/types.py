@@ -61,7 +61,7 @@ OBJECTIVE = ("loss", "aux_loss")
 
 
 def objective(sums: Sums) -> Array:
-    """What training differentiates: a float32 scalar, the total of those of `OBJECTIVE` in it."""
+    """What training differentiates, float32 []: the total of those of `OBJECTIVE` in the sums."""
     first, *others = (sums[name] for name in OBJECTIVE if name in sums)
     return sum(others, start=first)
 
@@ -134,6 +134,25 @@ class AttentionDropout:
     rows: Array
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttentionCall:
+    """What a model's layers ask of `Context.attend`, whatever the rows hold.
+
+    Attributes:
+        sliding_window: newest keys that a query sees, itself included; 0 = all before it.
+        full_every: every such layer has no window; 0 = none.
+        kernel: "auto", "xla" or "cudnn".
+        dropout: share of probabilities dropped in training.
+        softcap: bound of the scores; 0 = none.
+    """
+
+    sliding_window: int = 0
+    full_every: int = 0
+    kernel: str = "auto"
+    dropout: float = 0.0
+    softcap: float = 0.0
+
+
 def dot(dims: str, x: Array, w: Array, *, out_dtype: Any = None) -> Array:
     """Matrix product of activations and a weight, its dims named: the plain `Context.dot`.
 
@@ -163,6 +182,7 @@ def _identity(x: Any) -> Any:
 
 
 def _from_the_start(length: int) -> Array:
+    """Positions of a whole row, int32 [length]."""
     return jnp.arange(length)
 
 
@@ -281,6 +301,8 @@ class Model:
         rules: extra logical dim -> mesh axis entries for dims of this model's own.
         decoding: how to generate text, or None.
         vocab_size: tokens of the vocabulary; `dims["vocab"]` holds its padding too. 0 = none.
+        num_classes: classes that its labels may name; 0 = it has none, or any number.
+        attention_call: what its layers ask of `Context.attend`, for what is chosen before they run.
         row: name -> shape and dtype of one row of a batch; {} = text rows of the training length.
         notes: facts worth one log line at start (chosen kernels and why).
     """
@@ -302,6 +324,8 @@ class Model:
     rules: Mapping[str, str | None] = dataclasses.field(default_factory=dict)
     decoding: Decoding | None = None
     vocab_size: int = 0
+    num_classes: int = 0
+    attention_call: AttentionCall = AttentionCall()
     row: Mapping[str, jax.ShapeDtypeStruct] = dataclasses.field(default_factory=dict)
     notes: Callable[[Context], list[str]] | None = None
 

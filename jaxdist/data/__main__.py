@@ -24,6 +24,7 @@ from jaxdist.data.documents import find_files, read_pieces
 from jaxdist.data.encoding import make_encoder
 from jaxdist.data.tokenizer import load_tokenizer, train_bpe
 from jaxdist.runtime import run_command
+from jaxdist.runtime.formatting.numbers import in_bytes, percent
 
 SUMMARY = """\
 Tokenise text once into memory-mapped shards that training reads at random.
@@ -192,7 +193,7 @@ def _prepare(config: PrepareConfig, out: Path) -> None:
         raise ConfigError(f"--out {out} exists: a corpus is never overwritten. Name another.")
     files = [path for source in config.sources for path in find_files(source)]
     size = total_bytes(files)
-    print(f"{len(files)} files, {size / 1e6:.1f} MB", file=sys.stderr)
+    print(f"{len(files)} files, {in_bytes(size)}", file=sys.stderr)
     with tempfile.TemporaryDirectory() as folder:
         tokenizer = config.tokenizer
         if config.train_bpe:
@@ -217,7 +218,9 @@ def _prepare(config: PrepareConfig, out: Path) -> None:
 def _learn(files: list[Path], config: PrepareConfig, path: str) -> None:
     started, vocab_size = time.monotonic(), config.train_bpe
     share = min(1.0, config.bpe_mb * 1e6 / max(1, total_bytes(files)))
-    print(f"learning a BPE of {vocab_size} tokens on {share:.0%} of the text", file=sys.stderr)
+    print(
+        f"learning a BPE of {vocab_size} tokens on {percent(share, 0)} of the text", file=sys.stderr
+    )
     train_bpe(_sample(files, share, config.text_field), vocab_size, path)
     found = load_tokenizer(path).vocab_size
     if found < vocab_size:

@@ -206,7 +206,7 @@ def _spans(positions: np.ndarray) -> Spans:
 def _held_of(
     dim: int, shape: tuple[int, ...], sharding: NamedSharding, devices: Sequence[jax.Device]
 ) -> np.ndarray:
-    """Which indices of one dim of an array the devices hold; int64, ascending."""
+    """Which indices of one dim of an array the devices hold: int64 [held], ascending."""
     held = sharding.devices_indices_map(shape)
     parts = {held[device][dim].indices(shape[dim])[:2] for device in devices}
     return np.unique(np.concatenate([np.arange(*part, dtype=np.int64) for part in parts]))

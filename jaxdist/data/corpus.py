@@ -31,6 +31,7 @@ from jaxdist.data.chat import JinjaTemplate, PlainTemplate
 from jaxdist.data.documents import content_digest
 from jaxdist.data.encoding import Encoder
 from jaxdist.data.tokenizer import FileTokenizer, Tokenizer, load_tokenizer
+from jaxdist.runtime.formatting.numbers import in_bytes
 from jaxdist.runtime.progress import Progress
 
 log = logging.getLogger("jaxdist")
@@ -169,8 +170,8 @@ def cached_corpus(files: list[Path], name: str, encoder: Encoder) -> Corpus:
     with _only_one(root / f"{key}.lock"):  # the processes of a host tokenise once, not each
         if not (folder / "corpus.json").exists():
             log.info(
-                "tokenising %s: %d files, %.1f MB, tokenizer %s, kept in %s",
-                name, len(files), total_bytes(files) / 1e6, encoder.tokenizer.name, folder,
+                "tokenising %s: %d files, %s, tokenizer %s, kept in %s",
+                name, len(files), in_bytes(total_bytes(files)), encoder.tokenizer.name, folder,
             )  # fmt: skip
             write_corpus(files, folder, encoder)
     return Corpus(folder)

@@ -79,7 +79,7 @@ class CustomRows:
         self.vocab_size = vocabulary_of(few)
 
     def rows(self, indices: np.ndarray, spans: Spans | None = None) -> Rows:
-        """See `Part.rows`; the user's function makes whole rows, which are cut.
+        """As `Part.rows`, of indices int64 [n]; the user's function makes whole rows, then cut.
 
         Raises:
             ConfigError: a row is missing or has another shape than the first one.

@@ -28,6 +28,7 @@ from jaxdist.data.order import Order
 from jaxdist.data.packing import Fields, Part, Rows, Spans, split_text
 from jaxdist.data.stream import StreamDataset, open_stream
 from jaxdist.data.tokenizer import Tokenizer, load_tokenizer
+from jaxdist.runtime.formatting.numbers import in_si
 
 log = logging.getLogger("jaxdist")
 
@@ -100,7 +101,7 @@ class Dataset:
         words = [f"{self.kind}, {self.num_rows:,} rows"]
         if self.kind == "text":
             seq_len = self.fields["tokens"][0][0]
-            words.append(f"of {seq_len} tokens ({self.num_rows * seq_len / 1e6:.1f} M an epoch)")
+            words.append(f"of {seq_len} tokens ({in_si(self.num_rows * seq_len)} an epoch)")
         own = any(isinstance(part, CustomRows) for part in self.parts)
         extra = [] if own else [f"vocabulary {self.vocab_size:,}"]
         if self.tokenizer is not None:

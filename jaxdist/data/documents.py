@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from jaxdist.core.settings import ConfigError
+from jaxdist.runtime.formatting.numbers import in_bytes
 from jaxdist.runtime.storage import file_system_problem
 
 PIECE_BYTES = 4 << 20
@@ -36,7 +37,7 @@ _NOT_LIBRARY = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Piece:
+class TextPiece:
     """Part of a document.
 
     Attributes:
@@ -121,7 +122,7 @@ def find_files(source: str) -> list[Path]:
     return files
 
 
-def read_pieces(path: Path, text_field: str) -> Iterator[Piece]:
+def read_pieces(path: Path, text_field: str) -> Iterator[TextPiece]:
     """The documents of one file, in pieces.
 
     Raises:
@@ -134,7 +135,7 @@ def read_pieces(path: Path, text_field: str) -> Iterator[Piece]:
             fix = "Set data.text_field to the column that holds the text."
             for record in _parquet_rows(path, [text_field], fix, texts=True):
                 if record.value[text_field]:
-                    yield Piece(record.value[text_field], True, record.position)
+                    yield TextPiece(record.value[text_field], True, record.position)
             return
         if kind == "json":
             raise ConfigError(
@@ -249,17 +250,17 @@ def _decode(path: Path, data: bytes, start: int, line: int | None = None) -> str
         ) from None
 
 
-def _read_text(path: Path, stream: BinaryIO, raw: BinaryIO) -> Iterator[Piece]:
+def _read_text(path: Path, stream: BinaryIO, raw: BinaryIO) -> Iterator[TextPiece]:
     held, start = b"", 0
     while True:
         block = stream.read(PIECE_BYTES)
         held += block
         if not block:
             if held or start:
-                yield Piece(_decode(path, held, start), True, raw.tell())
+                yield TextPiece(_decode(path, held, start), True, raw.tell())
             return
         if len(held) >= PIECE_BYTES and (cut := _place_to_cut(held)):
-            yield Piece(_decode(path, held[:cut], start), False, raw.tell())
+            yield TextPiece(_decode(path, held[:cut], start), False, raw.tell())
             held, start = held[cut:], start + cut
 
 
@@ -281,7 +282,7 @@ def _place_to_cut(data: bytes) -> int:
     return at
 
 
-def _read_lines(path: Path, stream: BinaryIO, raw: BinaryIO, field: str) -> Iterator[Piece]:
+def _read_lines(path: Path, stream: BinaryIO, raw: BinaryIO, field: str) -> Iterator[TextPiece]:
     for number, record in _json_lines(path, stream):
         if not isinstance(record, dict) or not isinstance(record.get(field), str):
             have = ", ".join(record) if isinstance(record, dict) else type(record).__name__
@@ -291,7 +292,7 @@ def _read_lines(path: Path, stream: BinaryIO, raw: BinaryIO, field: str) -> Iter
                 f"to the field that holds the text{_other_kind(record)}."
             )
         if record[field]:
-            yield Piece(record[field], True, raw.tell())
+            yield TextPiece(record[field], True, raw.tell())
 
 
 def _other_kind(record: Any) -> str:
@@ -308,7 +309,7 @@ def _json_lines(path: Path, stream: BinaryIO) -> Iterator[tuple[int, Any]]:
     for number, data in enumerate(iter(lambda: stream.readline(LINE_BYTES + 1), b""), start=1):
         if len(data) > LINE_BYTES:
             raise ConfigError(
-                [f"{path}:{number} is longer than {LINE_BYTES >> 20} MiB. Cut or remove the line."]
+                [f"{path}:{number} is longer than {in_bytes(LINE_BYTES)}. Cut or remove the line."]
             )
         line = _decode(path, data, 0, number)
         if not line.strip():

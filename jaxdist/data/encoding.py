@@ -18,7 +18,7 @@ from jaxdist.data.chat import (
     encode_completion,
     load_template,
 )
-from jaxdist.data.documents import Piece, read_pieces, read_records
+from jaxdist.data.documents import TextPiece, read_pieces, read_records
 from jaxdist.data.tokenizer import Tokenizer
 
 BATCH_CHARACTERS = 4 << 20
@@ -68,14 +68,14 @@ class TextEncoder:
     def chunks(self, files: Sequence[Path]) -> Iterator[Chunk]:
         """The tokens of files; raises `ConfigError` with file and line where one is bad."""
 
-        def pieces(path: Path) -> Iterator[tuple[Piece, int, int]]:
+        def pieces(path: Path) -> Iterator[tuple[TextPiece, int, int]]:
             for piece in read_pieces(path, self._text_field):
                 yield piece, len(piece.text), piece.position
 
         for held, position in _batches(files, pieces, BATCH_CHARACTERS):
             yield self._encoded(held, position)
 
-    def _encoded(self, pieces: list[Piece], position: int) -> Chunk:
+    def _encoded(self, pieces: list[TextPiece], position: int) -> Chunk:
         end_id = self.tokenizer.end_id
         end = [] if end_id is None else [np.array([end_id], np.min_scalar_type(end_id))]
         parts: list[np.ndarray] = []

@@ -156,6 +156,7 @@ def _read_batch(
 
 
 def _read_binary(path: Path) -> tuple[np.ndarray, np.ndarray]:
+    """Pixels uint8 [n, 3072] and labels int32 [n] of a file of records, the label first."""
     data = np.fromfile(path, np.uint8)
     if not len(data) or len(data) % _RECORD:
         raise ValueError(
@@ -166,6 +167,7 @@ def _read_binary(path: Path) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _read_pickle(path: Path) -> tuple[np.ndarray, np.ndarray]:
+    """Pixels uint8 [n, 3072] and labels int32 [n] of a pickled dict, of a good file."""
     with path.open("rb") as file:
         batch = _Reader(file, encoding="bytes").load()
     pixels, labels = _entry(batch, b"data"), _entry(batch, b"labels")
@@ -207,7 +209,7 @@ class _StoredArray:
             raise ValueError("an array that is not stored as uint8 bytes")
 
     def array(self) -> np.ndarray:
-        """The stored array, uint8, in its stored shape."""
+        """The stored array, uint8 [...], in its stored shape."""
         flat = np.frombuffer(self._data, np.uint8)
         return flat.reshape(self._shape, order="F" if self._by_column else "C")
 

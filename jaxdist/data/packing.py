@@ -113,7 +113,7 @@ class Windows:
         return min(self.seq_len, int(lengths.max()))
 
     def rows(self, indices: np.ndarray, spans: Spans | None = None) -> Rows:
-        """See `Part.rows`; no other tokens than those of the spans are read."""
+        """As `Part.rows`, of indices int64 [n]; no tokens but those of the spans are read."""
         starts = self.start + np.asarray(indices, np.int64) * self.seq_len
         spans = spans or ((0, self.seq_len),)
         batch, at = _empty(self.fields, len(starts), spans), 0
@@ -192,7 +192,7 @@ class Fitted:
         return int(self.piece_lengths.max(initial=0))
 
     def rows(self, indices: np.ndarray, spans: Spans | None = None) -> Rows:
-        """See `Part.rows`; padding has token, target, weight, segment and position 0.
+        """As `Part.rows`, of indices int64 [n]; padding is 0 in every field.
 
         Of the pieces only those in the spans are read, and of these only what lies in them.
         """

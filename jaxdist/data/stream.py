@@ -110,6 +110,7 @@ class StreamDataset:
         )
 
     def _stack(self, rows: list[Any]) -> dict[str, np.ndarray]:
+        """Rows as one array per field, [len(rows), ...] in the field's dtype."""
         return stack_rows(rows, self.fields, self.name)
 
 

@@ -36,13 +36,8 @@ def build_cnn(config: CnnConfig) -> Model:
         flops_per_token=_flops_per_image(config),
         unit="images",
         rules=config.rules,
-        row={
-            "images": jax.ShapeDtypeStruct(
-                (config.image_size, config.image_size, IMAGE_CHANNELS), jnp.float32
-            ),
-            "labels": jax.ShapeDtypeStruct((), jnp.int32),
-            "weights": jax.ShapeDtypeStruct((), jnp.float32),
-        },
+        num_classes=config.num_classes,
+        row=layers.image_row(config.image_size),
     )
 
 

@@ -1,18 +1,26 @@
 """Sizes and families of the models, with their rules. Pure data: imports no Flax.
 
-Besides its settings a kind says what must be known before it is built: `dims` and `rules` (as of
-`Model`; {} where only the built model knows), whether `sequence` parallelism and the context axis
-(`context_parallel`) may split its rows, and what it `reads`: "text", "images" or "" where any data
-may do.
+Besides its settings a kind says what must be known before it is built, so that nothing outside of
+this room asks which kind it is:
+
+    dims, rules          as of `Model`; {} where only the built model knows
+    attention_call       as of `Model`
+    sequence             whether sequence parallelism may split its rows
+    context_parallel     whether the context axis may
+    reads                "text", "images" or "" where any data may do
+    size_settings        logical dim or size -> the setting that gives it, for messages
+    shrunken             the same model, as small as a mesh allows
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, TypeAlias
 
 from jaxdist.core.settings import setting
+from jaxdist.core.types import AttentionCall
 
 VOCAB_MULTIPLE = 64
 """Embedding tables are padded to a multiple of this, on every mesh alike, so that a tensor axis of
@@ -42,6 +50,9 @@ IMAGE_CHANNELS = 3
 
 KERNEL_SIZE = 3
 """Height and width of the cnn's kernels, pixels."""
+
+_SMALL_VOCAB, _SMALL_WIDTH = 256, 8
+"""Tokens of a small model; features of its heads, and units of its MLP on each device."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -172,9 +183,45 @@ class DecoderConfig:
         """Devices that share rows exchange keys in the same way in all layers."""
         return not self.full_attention_every
 
+    @property
+    def attention_call(self) -> AttentionCall:
+        """What its layers ask of `Context.attend`."""
+        return AttentionCall(
+            sliding_window=self.sliding_window,
+            full_every=self.full_attention_every,
+            kernel=self.attention,
+            dropout=self.attention_dropout,
+            softcap=self.attention_softcap,
+        )
+
     rules: ClassVar[Mapping[str, str | None]] = {}
     sequence: ClassVar[bool] = True
     reads: ClassVar[str] = "text"
+    size_settings: ClassVar[Mapping[str, str]] = {
+        "layers": "model.num_layers",
+        "vocab": "padded model.vocab_size",
+        "vocab_size": "model.vocab_size",
+        "d_model": "model.d_model",
+        "heads": "model.num_heads",
+        "kv_heads": "model.num_kv_heads",
+        "mlp": "model.mlp_dim",
+    }
+
+    def shrunken(self, *, num_layers: int, multiple: int) -> DecoderConfig:
+        """The same model with no more than these layers, and small widths that `multiple` divides.
+
+        What is smaller already stays.
+        """
+        d_model = _SMALL_WIDTH * math.lcm(self.num_heads, multiple)
+        is_wide = self.d_model > d_model
+        return dataclasses.replace(
+            self,
+            num_layers=min(self.num_layers, num_layers),
+            d_model=d_model if is_wide else self.d_model,
+            head_dim=_SMALL_WIDTH if is_wide else self.head_dim,
+            mlp_dim=min(self.mlp_dim, _SMALL_WIDTH * multiple),
+            vocab_size=min(self.vocab_size, _SMALL_VOCAB),
+        )
 
     def run_problems(
         self, *, seq_len: int, num_tokens: int, tokenizer: str, simulate: int
@@ -291,9 +338,22 @@ class CnnConfig:
         "channels_2": "fsdp",
         "flat": "fsdp",
     }
+    attention_call: ClassVar[AttentionCall] = AttentionCall()
     sequence: ClassVar[bool] = False
     context_parallel: ClassVar[bool] = False
     reads: ClassVar[str] = "images"
+    size_settings: ClassVar[Mapping[str, str]] = {
+        "channels_1": "the first of model.channels",
+        "channels_2": "the second of model.channels",
+        "hidden": "model.mlp_dim",
+        "flat": "pixels × the second of model.channels",
+        "num_classes": "model.num_classes",
+    }
+
+    def shrunken(self, *, num_layers: int, multiple: int) -> CnnConfig:
+        """The same model with a small dense layer that `multiple` divides."""
+        del num_layers
+        return dataclasses.replace(self, mlp_dim=min(self.mlp_dim, _SMALL_WIDTH * multiple))
 
     @property
     def flat_size(self) -> int:
@@ -338,14 +398,25 @@ class ResnetConfig:
     num_classes: int = setting(10, "classes", ge=1)
 
     rules: ClassVar[Mapping[str, str | None]] = {"hidden": "tensor", "channels": "fsdp"}
+    attention_call: ClassVar[AttentionCall] = AttentionCall()
     sequence: ClassVar[bool] = False
     context_parallel: ClassVar[bool] = False
     reads: ClassVar[str] = "images"
+    size_settings: ClassVar[Mapping[str, str]] = {
+        "hidden": "model.width",
+        "channels": "model.width",
+        "num_classes": "model.num_classes",
+    }
 
     @property
     def dims(self) -> dict[str, int]:
         """Logical dim -> its smallest size, which divides the others."""
         return {"hidden": self.width, "channels": self.width}
+
+    def shrunken(self, *, num_layers: int, multiple: int) -> ResnetConfig:
+        """This model: it is small."""
+        del num_layers, multiple
+        return self
 
     @property
     def blocks_per_stage(self) -> int:
@@ -382,21 +453,6 @@ def _cifar_problems(image_size: int, num_classes: int) -> list[str]:
     ]
 
 
-DIM_SETTINGS = {
-    "layers": "model.num_layers",
-    "vocab": "padded model.vocab_size",
-    "d_model": "model.d_model",
-    "heads": "model.num_heads",
-    "kv_heads": "model.num_kv_heads",
-    "mlp": "model.mlp_dim",
-    "channels_1": "the first of model.channels",
-    "channels_2": "the second of model.channels",
-    "hidden": "model.mlp_dim",
-    "flat": "pixels × the second of model.channels",
-}
-"""Logical dim -> the setting that gives its size, for messages."""
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CustomConfig:
     """Your own model: a function that returns a `jaxdist.core.types.Model`."""
@@ -407,9 +463,11 @@ class CustomConfig:
 
     dims: ClassVar[Mapping[str, int]] = {}
     rules: ClassVar[Mapping[str, str | None]] = {}
+    attention_call: ClassVar[AttentionCall] = AttentionCall()
     sequence: ClassVar[bool] = False
     context_parallel: ClassVar[bool] = False
     reads: ClassVar[str] = ""
+    size_settings: ClassVar[Mapping[str, str]] = {}
 
     def problems(self) -> list[str]:
         """Every violated rule of this section."""
@@ -420,6 +478,11 @@ class CustomConfig:
                 "Use e.g. my_package.my_model:build."
             ]
         return []
+
+    def shrunken(self, *, num_layers: int, multiple: int) -> CustomConfig:
+        """This model: its factory alone knows its sizes."""
+        del num_layers, multiple
+        return self
 
     def run_problems(self, **_: Any) -> list[str]:
         """Nothing is known before the factory was called."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -42,6 +43,9 @@ from jaxdist.models.positions import (
 )
 from jaxdist.models.weights import weights_of
 
+Bind = Callable[[Params], Any]
+"""Parameters of a part of the model -> its module, holding them."""
+
 # Places that drop something; folded into the key, so that no two share random bits.
 _ATTENTION_SITE, _PROBS_SITE, _MLP_SITE = range(3)
 
@@ -54,6 +58,7 @@ def build_decoder(config: DecoderConfig, *, seq_len: int) -> Model:
     stacked_axes = jax.tree.map(lambda dims: Dims(("layers", *dims)), block_axes)
 
     def init(key: Array) -> Params:
+        """Float32 parameters; stacked leaves are [num_layers, ...]."""
         embed_key, head_key, layers_key = jax.random.split(key, 3)
         return {
             "embed": init_embed(embed_key),
@@ -69,14 +74,10 @@ def build_decoder(config: DecoderConfig, *, seq_len: int) -> Model:
     ) -> tuple[Array, Sums]:
         return bind_block(params)(x, aux, context)
 
-    def head_kernel(params: Params) -> Array:
-        if config.tie_embeddings:
-            return params["embed"]["table"].T
-        return params["head"]["kernel"]
-
     def head_loss(params: Params, x: Array, batch: Batch, context: Context) -> Sums:
+        """Sums of the loss head on x [batch, seq_shard, d_model]."""
         x = context.enter(bind_head(params["head"]).norm(x))
-        kernel = head_kernel(params).astype(x.dtype)
+        kernel = _head_kernel(config, params).astype(x.dtype)
         return context.token_loss(
             x,
             kernel,
@@ -86,9 +87,42 @@ def build_decoder(config: DecoderConfig, *, seq_len: int) -> Model:
             softcap=config.logit_softcap,
         )
 
-    def decode(
+    model = Model(
+        name="decoder",
+        init=init,
+        axes={"embed": embed_axes, "layers": stacked_axes, "head": head_axes},
+        dims=config.dims,
+        embed=embed,
+        prepare=lambda batch, context: prepare(config, batch, context),
+        block=block,
+        head_loss=head_loss,
+        num_layers=config.num_layers,
+        sequence=config.sequence,
+        context_parallel=config.context_parallel,
+        vocab_size=config.vocab_size,
+        attention_call=config.attention_call,
+        decoding=_make_decoding(config, bind_embed, bind_block, bind_head),
+        notes=lambda context: _notes(config, seq_len, context),
+    )
+    return dataclasses.replace(model, flops_per_token=_flops_per_token(model, config, seq_len))
+
+
+def _head_kernel(config: DecoderConfig, params: Params) -> Array:
+    """The output kernel, [d_model, vocab] of this device; the embedding table's where tied."""
+    if config.tie_embeddings:
+        return params["embed"]["table"].T
+    return params["head"]["kernel"]
+
+
+def _make_decoding(
+    config: DecoderConfig, bind_embed: Bind, bind_block: Bind, bind_head: Bind
+) -> Decoding:
+    """How the decoder generates, from its parts as functions of their parameters."""
+
+    def step(
         params: Params, cache: Any, tokens: Array, positions: Array, context: Context
     ) -> tuple[Array, Any]:
+        """(logits float32 [batch, n, vocab_size], cache); see `Decoding.step`."""
         embedding = bind_embed(params["embed"])
         real = jnp.maximum(positions, 0)
         x = context.leave(embedding.lookup(tokens, context))
@@ -107,7 +141,7 @@ def build_decoder(config: DecoderConfig, *, seq_len: int) -> Model:
         logits = context.dot(
             "batch seq d_model, d_model vocab -> batch seq vocab",
             x,
-            head_kernel(params),
+            _head_kernel(config, params),
             out_dtype=jnp.float32,
         )
         return soft_cap(logits[..., : config.vocab_size], config.logit_softcap), cache
@@ -118,28 +152,12 @@ def build_decoder(config: DecoderConfig, *, seq_len: int) -> Model:
 
     cache_dims = Dims(("layers", "batch", "cache", "kv_heads", "head_dim"))
     unlimited = config.positions == "rotary"
-    model = Model(
-        name="decoder",
-        init=init,
-        axes={"embed": embed_axes, "layers": stacked_axes, "head": head_axes},
-        dims=config.dims,
-        embed=embed,
-        prepare=lambda batch, context: prepare(config, batch, context),
-        block=block,
-        head_loss=head_loss,
-        num_layers=config.num_layers,
-        sequence=config.sequence,
-        context_parallel=config.context_parallel,
-        vocab_size=config.vocab_size,
-        decoding=Decoding(
-            init_cache=init_cache,
-            cache_dims={"key": cache_dims, "value": cache_dims},
-            step=decode,
-            max_len=2**30 if unlimited else config.max_seq_len,
-        ),
-        notes=lambda context: _notes(config, seq_len, context),
+    return Decoding(
+        init_cache=init_cache,
+        cache_dims={"key": cache_dims, "value": cache_dims},
+        step=step,
+        max_len=2**30 if unlimited else config.max_seq_len,
     )
-    return dataclasses.replace(model, flops_per_token=_flops_per_token(model, config, seq_len))
 
 
 def _flops_per_token(model: Model, config: DecoderConfig, seq_len: int) -> dict[str, float]:

@@ -16,7 +16,7 @@ from flax import nnx
 from jax import lax
 
 from jaxdist.core.types import BATCH_STATISTICS, Array, Context, Dims, Params, RunningDims, Sums
-from jaxdist.models.configs import ROPE_SCALING
+from jaxdist.models.configs import IMAGE_CHANNELS, ROPE_SCALING
 
 
 class RunningAverage(nnx.Variable):
@@ -37,7 +37,7 @@ def functional(
             mesh axis splits those that carry none.
 
     Returns:
-        init: key -> plain nested dict of float32 arrays, shapes as the module makes them.
+        init: PRNG key [] -> plain nested dict of float32 arrays, shapes as the module makes them.
         axes: the same tree with a `Dims` at each leaf.
         bind: params -> the module holding them (whatever their shapes), for calling its methods.
 
@@ -289,3 +289,12 @@ def dropout(x: Array, rate: float, key: Array | None, rows: Array, index: Array)
     draw = lambda k: jax.random.bernoulli(k, 1 - rate, x.shape[2:])
     kept = jax.vmap(jax.vmap(draw))(token_keys)
     return jnp.where(kept, x / (1 - rate), jnp.zeros_like(x))
+
+
+def image_row(size: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """`Model.row` of a classifier: a float32 image [size, size, channels], its label and weight."""
+    return {
+        "images": jax.ShapeDtypeStruct((size, size, IMAGE_CHANNELS), jnp.float32),
+        "labels": jax.ShapeDtypeStruct((), jnp.int32),
+        "weights": jax.ShapeDtypeStruct((), jnp.float32),
+    }

@@ -37,7 +37,6 @@ def build_resnet(config: ResnetConfig) -> Model:
         sums = context.label_loss(logits, batch["labels"], batch["weights"])
         return sums | layers.batch_statistics(network, context)
 
-    size = config.image_size
     return Model(
         name=f"resnet-{config.depth}",
         init=init,
@@ -47,11 +46,8 @@ def build_resnet(config: ResnetConfig) -> Model:
         flops_per_token=_flops_per_image(config),
         unit="images",
         rules=config.rules,
-        row={
-            "images": jax.ShapeDtypeStruct((size, size, IMAGE_CHANNELS), jnp.float32),
-            "labels": jax.ShapeDtypeStruct((), jnp.int32),
-            "weights": jax.ShapeDtypeStruct((), jnp.float32),
-        },
+        num_classes=config.num_classes,
+        row=layers.image_row(config.image_size),
     )
 
 

@@ -10,5 +10,5 @@ clipping belongs to the step too (its norm spans devices); only its setting live
 
 from jaxdist.optim.config import OptimConfig
 from jaxdist.optim.freeze import frozen_leaves, frozen_problems, is_frozen
-from jaxdist.optim.learning_rate import Schedule, make_schedule
+from jaxdist.optim.learning_rate import LrSchedule, make_lr_schedule
 from jaxdist.optim.rules import decay_mask, hidden_matrices, make_optimizer

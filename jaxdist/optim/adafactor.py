@@ -76,6 +76,7 @@ def adafactor(config: OptimConfig, axes: Params) -> optax.GradientTransformation
 
 
 def _empty_moment(param: Array, sides: Sides, part: str) -> Any:
+    """Zeros, float32 [dims of `param` that the moment keeps]; `absent` where there is none."""
     if (part == "full") == sides.is_matrix:
         return absent()
     kept = range(param.ndim) if part == "full" else _kept(sides, part)
@@ -95,7 +96,10 @@ def _kept(sides: Sides, part: str) -> list[int]:
 def _factored_update(
     grad: Array, moment: tuple[Any, Any, Any], sides: Sides, decay: Array, clip: float
 ) -> tuple[Array, Any, Any, Any]:
-    """One leaf: (clipped update, rows, columns, full)."""
+    """One leaf: (clipped update, rows, columns, full), moments as in `FactoredState`.
+
+    `grad`, float32 [...], is clipped by the RMS of each matrix; `decay` is float32 [].
+    """
     rows, columns, full = moment
     square = jnp.square(grad) + 1e-30  # epsilon 1 of the paper: keeps the square roots finite
     if not sides.is_matrix:

@@ -10,14 +10,16 @@ import jax.numpy as jnp
 from jaxdist.core.types import Array
 from jaxdist.optim.config import OptimConfig
 
-Schedule = Callable[[Array], Array]
+LrSchedule = Callable[[Array], Array]
 
 WSD_DECAY_RATIO = 0.2
 """Share of a run that wsd spends decaying where `decay_steps` says nothing (Hägele et al. 2024,
 "Scaling Laws and Compute-Optimal Training Beyond Fixed Training Durations": 10 to 20 %)."""
 
 
-def make_schedule(config: OptimConfig, *, total_steps: int, global_batch_size: int) -> Schedule:
+def make_lr_schedule(
+    config: OptimConfig, *, total_steps: int, global_batch_size: int
+) -> LrSchedule:
     """The learning rate of each step.
 
     Warmup is linear and never 0: step s of w takes peak * (s + 1) / (w + 1), so that step w is the
@@ -39,6 +41,7 @@ def make_schedule(config: OptimConfig, *, total_steps: int, global_batch_size: i
     start, decay = _decay_span(config, total_steps)
 
     def lr(step: Array) -> Array:
+        """The rate, float32 [...], of steps int32 [...]."""
         step = jnp.asarray(step, jnp.float32)
         progress = jnp.clip((step - start) / decay, 0.0, 1.0)
         if config.schedule == "cosine":

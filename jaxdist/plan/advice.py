@@ -14,13 +14,14 @@ from jaxdist.core.parallel.data import DATA
 from jaxdist.core.settings.schema import join_choices
 from jaxdist.plan.compiled.check import CompiledStep
 from jaxdist.plan.estimate.cost import DAY_S, Bill, Limits, Saving, break_even, checkpoint_bytes
+from jaxdist.plan.estimate.flops import imbalance
 from jaxdist.plan.estimate.search import CONTEXT_FROM, Choice, exchanges
 from jaxdist.plan.estimate.suggestions import smallest_changes
 from jaxdist.plan.hardware import Gpu
 from jaxdist.plan.options import PlanConfig
 from jaxdist.plan.planner import Plan
 from jaxdist.plan.scaling import compared, right_sizes, size_of
-from jaxdist.runtime.formatting.numbers import duration, in_bytes, money
+from jaxdist.runtime.formatting.numbers import duration, in_bytes, money, percent
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,11 +56,17 @@ def _fit(plan: Plan, config: PlanConfig) -> Iterator[Advice]:
     if plan.fits:
         gain = choice.time.seconds / best.time.seconds - 1 if best is not None else 0.0
         if other and gain > 0.05:
-            yield Advice("faster", f"{other} is estimated {gain:.0%} faster on the same GPUs.")
+            yield Advice(
+                "faster", f"{other} is estimated {percent(gain, 0)} faster on the same GPUs."
+            )
         return
     changes = smallest_changes(choice)
     for change in changes[:3]:
-        cost = f"{change.slowdown:+.0%} time" if abs(change.slowdown) >= 0.005 else "no slower"
+        cost = (
+            percent(change.slowdown, 0, sign=True) + " time"
+            if abs(change.slowdown) >= 0.005
+            else "no slower"
+        )
         size = in_bytes(change.choice.memory.total_bytes)
         yield Advice("make it fit", f"{change.flags}: {change.why}; {size}, {cost}.")
     if best is None and not changes:
@@ -167,7 +174,7 @@ def _on_axis(plan: Plan, axis: Axis) -> str:
 def _compared(slower: float) -> str:
     if abs(slower) < 0.02:
         return "as fast, within the accuracy of the estimate"
-    return f"{slower:.0%} slower" if slower > 0 else f"{-slower:.0%} faster"
+    return f"{percent(abs(slower), 0)} {'slower' if slower > 0 else 'faster'}"
 
 
 def _exchange(plan: Plan) -> Iterator[Advice]:
@@ -177,19 +184,32 @@ def _exchange(plan: Plan) -> Iterator[Advice]:
     if used is None:
         return
     sentences = [f"{used.exchange}: {_EXCHANGES[used.exchange]}."]
-    for name in exchanges(job):
+    allowed = exchanges(job)
+    for name in allowed:
         if name != used.exchange:
             other = Choice.of(job.changed("mesh", context_attention=name))
             slower = _compared(other.time.seconds / choice.time.seconds - 1)
             size = in_bytes(other.memory.total_bytes)
             fits = "" if other.fits else f" and does not fit ({size})"
             sentences.append(f"{name} is {slower}{fits}.")
-    missing = [name for name in _EXCHANGES if name not in exchanges(job)]
+    if imbalance(job) > _UNEVEN:
+        packed = job.config.data.packs_documents
+        rows = "rows of 16 documents of random lengths" if packed else "this window"
+        shares = [
+            f"{name} {percent(imbalance(job.changed('mesh', context_attention=name)), 0)}"
+            for name in allowed
+        ]
+        sentences.append(
+            f"With {rows} the busiest device attends to more keys than the mean one, which the "
+            f"times count: {', '.join(shares)}."
+        )
+    missing = [name for name in _EXCHANGES if name not in allowed]
     if missing:
         sentences.append(f"Heads or nodes do not allow {join_choices(missing)}.")
     yield Advice("context attention", " ".join(sentences))
 
 
+_UNEVEN = 0.05  # less is not worth a sentence
 _EXCHANGES = {
     "ring": "keys and values travel from device to device while those at hand are multiplied",
     "all_gather": "every device gets all keys and values",
@@ -254,8 +274,8 @@ def _scaling(plan: Plan, config: PlanConfig) -> str:
     return (
         f"{number} {gpu.name} are {gain:.2f} times as fast for {2 / gain:.2f} times the money "
         f"({double.choice.job.spec}; {duration(DAY_S * double.cost.days)}, "
-        f"{money(double.cost.money, 'USD')}): {verdict}. {seconds / time.seconds:.0%} of a step is "
-        f"then {rest}."
+        f"{money(double.cost.money, 'USD')}): {verdict}. "
+        f"{percent(seconds / time.seconds, 0)} of a step is then {rest}."
     )
 
 
@@ -281,7 +301,7 @@ def _batch(plan: Plan) -> Iterator[Advice]:
         )
     warmup = optim.warmup_steps / max(1, plan.base.train.steps)
     if warmup > 0.2:
-        text += f" Warmup is {warmup:.0%} of the run; a few percent is usual."
+        text += f" Warmup is {percent(warmup, 0)} of the run; a few percent is usual."
     yield Advice("batch and learning rate", text)
 
 
@@ -304,7 +324,7 @@ def _checkpoints(plan: Plan) -> Iterator[Advice]:
     else:
         text += (
             f"With {apart}, save every {best}: {_save_flag(plan, saving)}. Saving, repeated work "
-            f"and restarts then take {saving.lost:.1%} of the time."
+            f"and restarts then take {percent(saving.lost)} of the time."
         )
     yield Advice("checkpoints", text)
 

@@ -14,7 +14,7 @@ from jaxdist.plan.planner import Plan
 from jaxdist.plan.scaling import size_of
 from jaxdist.plan.text import text_of
 from jaxdist.runtime.formatting import charts, html
-from jaxdist.runtime.formatting.numbers import GIB, duration, in_bytes, money
+from jaxdist.runtime.formatting.numbers import GIB, count, duration, in_bytes, money, percent
 
 
 def page_of(plans: Sequence[Plan], advice: Sequence[Sequence[Advice]], config: PlanConfig) -> str:
@@ -29,7 +29,7 @@ def _plan(plan: Plan, advice: Sequence[Advice], config: PlanConfig) -> list[str]
     return [
         f"<h2>{plan.cluster.num_gpus} × {html.escape(plan.cluster.gpu.name)}</h2>",
         f'<p class="verdict">{verdict}: {in_bytes(plan.total_bytes)} of '
-        f"{in_bytes(plan.choice.usable_bytes)}; {time.tokens_per_s:,.0f} per second, "
+        f"{in_bytes(plan.choice.usable_bytes)}; {count(time.tokens_per_s)} per second, "
         f"{duration(DAY_S * plan.on_demand.days)}, {money(plan.on_demand.money, 'USD')}</p>",
         charts.stacked_bars(
             "memory of one GPU, by mesh",
@@ -74,9 +74,9 @@ def _schedule(plan: Plan) -> list[str]:
     return [drawn, f"<pre>{html.escape(draw(schedule, RECOMPUTE))}</pre>"]
 
 
-def _spans(schedule: Schedule) -> list[tuple[str, list[charts.Span]]]:
+def _spans(schedule: Schedule) -> list[tuple[str, list[charts.TimeSpan]]]:
     """A row for each stage; a tick lasts as long as its longest action."""
-    rows: list[list[charts.Span]] = [[] for _ in range(schedule.num_stages)]
+    rows: list[list[charts.TimeSpan]] = [[] for _ in range(schedule.num_stages)]
     start = 0.0
     for tick in schedule.ticks:
         lasts = [
@@ -85,10 +85,9 @@ def _spans(schedule: Schedule) -> list[tuple[str, list[charts.Span]]]:
         ]
         for row, action, length in zip(rows, tick, lasts, strict=True):
             if action:
-                tip = (
-                    f"{action.kind} of microbatch {action.microbatch}, virtual stage {action.chunk}"
-                )
-                row.append(charts.Span(start, length, action.kind, tip))
+                work = f"{action.kind} of microbatch {action.microbatch}"
+                tip = f"{work}, virtual stage {action.virtual}"
+                row.append(charts.TimeSpan(start, length, action.kind, tip))
         start += max(lasts)
     return [(f"stage {stage}", row) for stage, row in enumerate(rows)]
 
@@ -120,7 +119,7 @@ def _costs(plan: Plan, config: PlanConfig) -> list[str]:
     rows = [
         (
             str(size.cluster.num_gpus),
-            f"{size.choice.time.tokens_per_s:,.0f}",
+            count(size.choice.time.tokens_per_s),
             duration(DAY_S * size.cost.days),
             money(size.cost.money, "USD"),
             str(size.choice.job.spec),
@@ -137,7 +136,7 @@ def _table(plan: Plan) -> str:
             str(choice.job.spec),
             in_bytes(choice.memory.total_bytes),
             f"{choice.time.seconds:.3g}",
-            f"{choice.time.mfu:.1%}",
+            percent(choice.time.mfu),
             why_not(choice, best),
         )
         for choice in plan.found.choices

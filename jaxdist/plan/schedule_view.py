@@ -5,6 +5,7 @@ from __future__ import annotations
 from jaxdist.core.parallel.pipeline.schedule import Schedule
 from jaxdist.core.parallel.pipeline.schedules import SCHEDULES, make_schedule
 from jaxdist.core.parallel.pipeline.simulation import RECOMPUTE, draw, simulate
+from jaxdist.runtime.formatting.numbers import percent
 from jaxdist.runtime.formatting.tables import columns
 
 
@@ -31,7 +32,7 @@ def comparison(tables: list[Schedule]) -> str:
         name = table.name + (f" × {many} virtual stages" if many > 1 else "")
         # Counted in whole stages, schedules with and without virtual stages compare.
         stash = max(report.peak_stash) / many
-        numbers = (f"{report.bubble:.1%}", f"{report.duration / many:.1f}", f"{stash:.1f}")
+        numbers = (percent(report.bubble), f"{report.duration / many:.1f}", f"{stash:.1f}")
         rows.append((name, *numbers, str(report.messages)))
     below = "time in forwards of a stage; stash in microbatches of a stage's input"
     return "\n".join([*columns(rows), below])

@@ -11,7 +11,15 @@ from jaxdist.plan.compiled.check import CompiledStep, NotCompiled
 from jaxdist.plan.estimate.cost import DAY_S
 from jaxdist.plan.estimate.search import Choice, why_not
 from jaxdist.plan.planner import Plan
-from jaxdist.runtime.formatting.numbers import TIMES, duration, in_bytes, in_si, money
+from jaxdist.runtime.formatting.numbers import (
+    TIMES,
+    count,
+    duration,
+    in_bytes,
+    in_si,
+    money,
+    percent,
+)
 from jaxdist.runtime.formatting.tables import columns, wrap
 
 
@@ -61,8 +69,8 @@ def _verdict(plan: Plan) -> str:
     ]
     if plan.fits:
         lines.append(
-            f"{time.seconds:.3g} s a step, {time.tokens_per_s:,.0f} {_unit(plan)}/s "
-            f"({time.tokens_per_s / time.num_gpus:,.0f} per GPU), MFU {time.mfu:.1%} causal "
+            f"{time.seconds:.3g} s a step, {count(time.tokens_per_s)} {_unit(plan)}/s "
+            f"({count(time.tokens_per_s / time.num_gpus)} per GPU), MFU {percent(time.mfu)} causal "
             "(estimated)"
         )
         lines += _limits(plan)
@@ -100,7 +108,7 @@ def _time(plan: Plan) -> Iterable[str]:
     time = plan.choice.time
     parts = sorted(time.parts.items(), key=lambda item: -item[1])
     yield from _aligned(
-        (f"  {name}", duration(seconds), f"{seconds / time.seconds:>6.1%}")
+        (f"  {name}", duration(seconds), f"{percent(seconds / time.seconds):>7}")
         for name, seconds in parts
         if seconds >= 0.002 * time.seconds
     )
@@ -168,7 +176,7 @@ def _mesh(plan: Plan, place: int, choice: Choice, best: Choice | None) -> Iterab
     mark = "*" if choice.job.spec == plan.choice.job.spec else " "
     yield (
         f" {mark}{place:>2}  {choice.job.spec!s:<20}{in_bytes(choice.memory.total_bytes):>11}"
-        f"{time.seconds:>9.3g} s{time.mfu:>7.1%}  {details}"
+        f"{time.seconds:>9.3g} s{percent(time.mfu):>8}  {details}"
     )
     why = why_not(choice, best) if best is not None else ""
     if why:
@@ -199,7 +207,9 @@ def _step(plan: Plan, step: CompiledStep) -> Iterable[str]:
     )
     yield from _aligned((f"  {name}", in_bytes(size), "") for name, size in parts if size)
     error = plan.choice.memory.total_bytes / memory.total_bytes - 1
-    yield from _aligned([("  all", in_bytes(memory.total_bytes), f"(estimate: {error:+.1%})")])
+    yield from _aligned(
+        [("  all", in_bytes(memory.total_bytes), f"(estimate: {percent(error, sign=True)})")]
+    )
     for buffer in step.buffers[:3]:
         yield f"    {in_bytes(buffer.bytes):>10}  {', '.join(buffer.shapes[:3])}  {buffer.op_name}"
     overlapped = sum(c.overlapped for c in step.collectives)
@@ -209,7 +219,7 @@ def _step(plan: Plan, step: CompiledStep) -> Iterable[str]:
         f"{step.attention or '-'}; compiled in {step.compile_s:.0f} s by jaxlib {jaxlib}"
     )
     shares = sorted(step.times.classes.items(), key=lambda item: -item[1])
-    spent = ", ".join(f"{n} {s / step.times.seconds:.0%}" for n, s in shares if s > 0)
+    spent = ", ".join(f"{n} {percent(s / step.times.seconds, 0)}" for n, s in shares if s > 0)
     yield f"  a roofline over its schedule: {1e3 * step.times.seconds:,.1f} ms a step; {spent}"
     for (kind, axes), moved in sorted(step.wire_bytes().items(), key=lambda item: -item[1]):
         if moved >= 1e6:

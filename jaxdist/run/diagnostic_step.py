@@ -75,7 +75,7 @@ def make_diagnostic_step(parts: Parts) -> Callable[[TrainState, Batch], Digests]
 
 
 def _context(model: Model, parts: Parts) -> Context:
-    from jaxdist.core.step.context import make_context
+    from jaxdist.core.step.model_context import make_context
 
     config = parts.config
     return make_context(
@@ -135,6 +135,7 @@ def _with_probe(model: Model) -> Model:
     block: Any = model.block
 
     def probed(weights: Params, x: Array, aux: Any, context: Context) -> tuple[Array, Sums]:
+        """The block on x [batch, seq_shard, d_model], its digests in `lanes` [3 · _LANES]."""
         weights = dict(weights)
         lanes = weights.pop(_PROBE)
         entered = x
@@ -152,15 +153,20 @@ def _with_probe(model: Model) -> Model:
 
 @jax.custom_vjp
 def _observe(x: Array, entered: Array, lanes: Array) -> Array:
-    """`x` as it is; the gradient of `lanes` is the digests of `entered`, `x` and x's gradient."""
+    """`x` [batch, seq_shard, d_model] as it is, and digests as the gradient of `lanes`.
+
+    They are those of `entered`, `x` and x's gradient, [3 · _LANES] in the dtype of `lanes`.
+    """
     return x
 
 
 def _forward(x: Array, entered: Array, lanes: Array) -> tuple[Array, Any]:
+    """`_observe` [batch, seq_shard, d_model]; backward needs the digests of both inputs."""
     return x, (_lanes(entered), _lanes(x), entered, lanes)
 
 
 def _backward(kept: Any, gradient: Array) -> tuple[Array, Array, Array]:
+    """Gradients of x (the one given), of `entered` (0) and of `lanes` [3 · _LANES] (digests)."""
     before, after, entered, lanes = kept
     found = jnp.concatenate([before, after, _lanes(gradient)])
     wanted = collectives.varying_axes(lanes)

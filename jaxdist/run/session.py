@@ -81,7 +81,7 @@ class Session:
         parts: Parts,
         data: tuple[TrainData, Dataset | None],
         run: RunDirectory,
-        job: runtime.Job,
+        job: runtime.JoinedJob,
         config_text: str,
         *,
         budget: Budget | None,

@@ -19,6 +19,7 @@ from jaxdist.checkpoint import Checkpointer
 from jaxdist.checkpoint.manifest import named_step
 from jaxdist.checkpoint.pytree import in_params, under
 from jaxdist.config import RunConfig, fit_devices, legal_sizes
+from jaxdist.core import fp8
 from jaxdist.core.attention.admission import Admission
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.mesh_choice import Needs
@@ -260,15 +261,22 @@ def assemble(
         auto_tensor=model.tensor == "auto",
         fsdp_over_context=config.mesh.fsdp_over_context,
         context_attention=config.mesh.context_attention,
+        packed_rows=config.data.packs_documents,
         host_of=host_of or {},
     )
     platform = devices[0].platform
     compute_dtype = config.precision.resolve("cpu" if platform == "cpu" else "gpu")
     loss_scale = initial_loss_scale(compute_dtype)
-    if problems := optim.frozen_problems(config.optim, model.axes):
+    problems = optim.frozen_problems(config.optim, model.axes)
+    if config.precision.matmul_dtype == "fp8":
+        capability = str(getattr(devices[0], "compute_capability", ""))
+        problems += fp8.problems(
+            model.num_layers, "cpu" if platform == "cpu" else "gpu", capability
+        )
+    if problems:
         raise ConfigError(problems)
     optimizer = optim.make_optimizer(config.optim, model.axes)
-    schedule = optim.make_schedule(
+    schedule = optim.make_lr_schedule(
         config.optim,
         total_steps=config.train.steps,
         global_batch_size=config.train.global_batch_size,
@@ -300,6 +308,7 @@ def _make_step(
     loss_scale: dict[str, Array],
     packed_kernel: Admission | None,
 ) -> Step:
+    """The step of a run; `loss_scale` is {} or two scalars []."""
     return make_step(
         model,
         optimizer,
@@ -366,18 +375,17 @@ def compare_packed_kernel(parts: Parts) -> Parts:
 
     Only its success lets the step use the kernel. Nothing runs where the kernel cannot be used.
     """
-    settings = parts.config.model
-    window = getattr(settings, "sliding_window", 0)
-    has_full_layers = bool(getattr(settings, "full_attention_every", 0))
+    call = parts.model.attention_call
+    window = call.sliding_window
     found = admit_packed_kernel(
         parts.model,
         parts.layout,
         parts.config.train,
         parts.compute_dtype,
-        wanted=getattr(settings, "attention", "auto"),
-        windows=(window, 0) if window and has_full_layers else (window,),
-        softcap=getattr(settings, "attention_softcap", 0.0),
-        dropout=getattr(settings, "attention_dropout", 0.0),
+        wanted=call.kernel,
+        windows=(window, 0) if window and call.full_every else (window,),
+        softcap=call.softcap,
+        dropout=call.dropout,
     )
     if found is None:
         return parts
@@ -407,10 +415,11 @@ def check_data_fits(parts: Parts, dataset: TrainData) -> None:
         )
     name, size = "vocab_size", parts.model.vocab_size
     if wanted == "images":
-        name, size = "num_classes", getattr(parts.config.model, "num_classes", 0)
+        name, size = "num_classes", parts.model.num_classes
     if size and dataset.vocab_size > size:
-        own = f"model.{name}={dataset.vocab_size}"
-        if parts.config.model.kind == "custom":
+        setting = parts.config.model.size_settings.get(name)
+        own = f"{setting}={dataset.vocab_size}"
+        if setting is None:
             own = f"the {name} of {parts.model.name} to {dataset.vocab_size} where it is made"
         raise ConfigError(
             f"the data has {dataset.vocab_size} tokens or classes, {parts.model.name} with "

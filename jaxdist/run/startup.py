@@ -20,7 +20,7 @@ from jaxdist.core.state import TrainState
 from jaxdist.core.step import describe_exchange, has_replica_norms
 from jaxdist.data import Dataset, Loader, Position, TrainData, resume_position
 from jaxdist.models.huggingface.directory import folder_of
-from jaxdist.optim import OptimConfig, make_schedule
+from jaxdist.optim import OptimConfig, make_lr_schedule
 from jaxdist.plan.estimate.memory_check import Budget
 from jaxdist.run.metrics_log import read_records
 from jaxdist.run.monitoring.monitor import Monitor
@@ -142,7 +142,7 @@ def _raised_rate(parts: Parts, stored: Mapping[str, Any], step: int) -> str:
         return ""
     before = OptimConfig(**stored["optim"])
     was = float(
-        make_schedule(before, total_steps=total, global_batch_size=batch)(jnp.int32(step - 1))
+        make_lr_schedule(before, total_steps=total, global_batch_size=batch)(jnp.int32(step - 1))
     )
     rate = float(parts.schedule(jnp.int32(step)))
     if step <= now.optim.warmup_steps or rate <= was * _SAME_RATE:
@@ -169,10 +169,10 @@ def announce(parts: Parts, data: TrainData, monitor: Monitor, budget: Budget | N
     schedule = parts.pipeline_schedule
     microbatches = schedule.num_microbatches if schedule else config.train.accumulation
     notes = list(model.notes(parts.step.context)) if model.notes else []
-    window = getattr(config.model, "sliding_window", 0)
     notes += describe_exchange(
-        model, parts.layout, config.train.seq_len, window,
+        model, parts.layout, config.train.seq_len, model.attention_call.sliding_window,
         packed="segments" in data.fields, places=_places(parts, data),
+        rows=rows // microbatches,
     )  # fmt: skip
     if parts.packed_kernel is not None:
         notes.append(parts.packed_kernel.describe())
@@ -196,7 +196,7 @@ def announce(parts: Parts, data: TrainData, monitor: Monitor, budget: Budget | N
         "num_replicas": parts.layout.num_replicas,
         "accumulation": microbatches,
         "tokens_per_row": config.train.seq_len if model.unit == "tokens" else 1,
-        "precision": f"{parts.compute_dtype} compute, float32 parameters",
+        "precision": _precision(parts),
         "notes": notes,
         "seed": config.seed,
         "data_fingerprint": data.fingerprint,
@@ -205,8 +205,24 @@ def announce(parts: Parts, data: TrainData, monitor: Monitor, budget: Budget | N
     monitor.header(facts)
 
 
+def _precision(parts: Parts) -> str:
+    """Number formats, for the start of a run."""
+    compute = f"{parts.compute_dtype} compute, float32 parameters"
+    if parts.config.precision.matmul_dtype != "fp8":
+        return compute
+    emulated = parts.layout.mesh.devices.flat[0].platform == "cpu"
+    how = "emulated: this platform has no 8 bit products" if emulated else "by cuBLASLt"
+    return (
+        f"{compute}; fp8 products in layers 2 to {parts.model.num_layers - 1} of "
+        f"{parts.model.num_layers} (E4M3 forward, E5M2 gradients; {how})"
+    )
+
+
 def _places(parts: Parts, data: TrainData) -> np.ndarray | None:
-    """Places in their documents of the tokens of some packed rows, where devices share rows."""
+    """Places, int32 [some rows, seq_len], of tokens in their documents; None = not known.
+
+    They are read only where devices share rows.
+    """
     if parts.spec[CONTEXT] == 1 or "segments" not in data.fields or not isinstance(data, Dataset):
         return None
     some = np.linspace(0, data.num_rows - 1, _ROWS_WEIGHED).astype(np.int64)

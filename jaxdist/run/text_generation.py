@@ -89,6 +89,7 @@ class Writer:
         return [(self._text(row), why) for row, why in zip(made, ended, strict=True)]
 
     def _encode(self, request: Mapping[str, Any]) -> np.ndarray:
+        """Token ids of one request, unsigned [length]."""
         if self._template is None:
             return self._tokenizer.encode(request["prompt"])
         try:

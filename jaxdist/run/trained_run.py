@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable, Mapping
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax
@@ -20,7 +19,13 @@ from jaxdist.core.settings import ConfigError
 from jaxdist.core.types import Model, Params
 from jaxdist.data import Dataset, open_datasets
 from jaxdist.run.evaluation_loop import evaluate
-from jaxdist.run.setup import Parts, assemble, check_data_fits, compare_packed_kernel
+from jaxdist.run.setup import (
+    Parts,
+    assemble,
+    check_data_fits,
+    compare_packed_kernel,
+    stop_at_documents,
+)
 from jaxdist.runtime.storage import Location, locate
 
 
@@ -44,6 +49,7 @@ class TrainedRun:
     parts: Parts
     step: int | None = None
     rows: Any = None
+    _parts_of: dict[tuple[bool, int], Parts] = dataclasses.field(default_factory=dict, init=False)
 
     def weights(self, step: int | None = None, kind: Weights = "auto") -> LoadedWeights:
         """Weights of a checkpoint, sharded as in training.
@@ -102,9 +108,8 @@ class TrainedRun:
         self, params: Params, dataset: Dataset, *, max_batches: int = 0
     ) -> dict[str, float]:
         """As `evaluation_loop.evaluate`, for the parameters of a checkpoint."""
-        parts = self._parts_of_packed_rows if "segments" in dataset.fields else self.parts
         return evaluate(
-            parts.step,
+            self.parts_for(dataset).step,
             params,
             dataset,
             global_batch_size=self.parts.config.train.global_batch_size,
@@ -112,9 +117,14 @@ class TrainedRun:
             max_batches=max_batches,
         )
 
-    @cached_property
-    def _parts_of_packed_rows(self) -> Parts:
-        return compare_packed_kernel(self.parts)
+    def parts_for(self, dataset: Dataset) -> Parts:
+        """The parts as training has them for such rows; equal ones are made once."""
+        parts = stop_at_documents(self.parts, [dataset])
+        is_packed = "segments" in dataset.fields
+        kind = is_packed, parts.layout.longest_document
+        if kind not in self._parts_of:
+            self._parts_of[kind] = compare_packed_kernel(parts) if is_packed else parts
+        return self._parts_of[kind]
 
 
 def open_run(

@@ -10,7 +10,7 @@ computes, starts in milliseconds. The settings dataclass lives in `jaxdist.runti
 
 from jaxdist.runtime.backend import be_careful, reserve_memory, setup_compilation_cache, simulate
 from jaxdist.runtime.cluster_environment import JoinPlan, resolve, visible_gpus
-from jaxdist.runtime.distributed import Job, join
+from jaxdist.runtime.distributed import JoinedJob, join
 from jaxdist.runtime.entry_point import (
     EXIT_CONFIG,
     EXIT_FAILURE,

@@ -48,7 +48,7 @@ class DeviceRow:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Job:
+class JoinedJob:
     """This process's place in its job.
 
     Attributes:
@@ -106,7 +106,7 @@ def join(
     *,
     same: Mapping[str, str] | None = None,
     stop: Preemption | None = None,
-) -> Job:
+) -> JoinedJob:
     """Find this process's place, connect it to the others, and start its devices.
 
     In this order: read the environment, wait until all processes are there, connect them, compare
@@ -233,7 +233,7 @@ def _one_slice(plan: JoinPlan, gpus: list[str]) -> JoinPlan:
     return dataclasses.replace(plan, local_device_ids=None)
 
 
-def _start_devices(plan: JoinPlan, gpus: list[str], timeout_s: int) -> Job:
+def _start_devices(plan: JoinPlan, gpus: list[str], timeout_s: int) -> JoinedJob:
     import jax
 
     host = socket.gethostname()
@@ -250,7 +250,7 @@ def _start_devices(plan: JoinPlan, gpus: list[str], timeout_s: int) -> Job:
     said = {"platform": platform, "rows": rows, "expected": uuids}
     everyone = gather("devices", said, timeout_s)
     _check_devices(everyone)
-    return Job(
+    return JoinedJob(
         process_id=plan.process_id,
         num_processes=plan.num_processes,
         host=host,

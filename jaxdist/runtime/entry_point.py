@@ -52,7 +52,7 @@ _ADVICE = (
     (("MemoryError", "Cannot allocate memory", "std::bad_alloc"), HOST_MEMORY_ADVICE),
     (
         ("No space left", "no space:", "ENOSPC", "Disk quota"),
-        "the disk is full: make room or set another run directory, then start the same command "
+        "the disk is full: make room or name another --run-dir, then start the same command "
         "again; committed checkpoints are intact",
     ),
     (

@@ -18,7 +18,7 @@ from typing import Any
 from tqdm import tqdm
 
 from jaxdist.runtime.coordination import process_place
-from jaxdist.runtime.formatting.numbers import duration, in_si
+from jaxdist.runtime.formatting.numbers import duration, in_si, percent
 
 log = logging.getLogger("jaxdist")
 
@@ -74,7 +74,7 @@ class Progress:
         if self._bar.disable and now - self._said >= EVERY_S:
             self._said = now
             rate = done / (now - self._begun)
-            share = f"{done / self._total:.0%} of {in_si(self._total)} {self._unit}, "
+            share = f"{percent(done / self._total, 0)} of {in_si(self._total)} {self._unit}, "
             left = f", {duration((self._total - done) / rate)} left" if self._total and rate else ""
             _say(f"{self._what}: {share if self._total else ''}{in_si(rate)} {self._unit}/s{left}")
 

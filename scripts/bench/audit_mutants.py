@@ -33,6 +33,7 @@ from jaxdist.core.step import TrainConfig, layer_scan
 from jaxdist.models import DecoderConfig
 from jaxdist.plan.audit import audit_parts
 from jaxdist.run.setup import Parts, assemble
+from jaxdist.runtime.formatting.numbers import percent
 
 KINDS = ("omitted", "doubled", "wrong axis", "gathered, then summed", "bfloat16")
 
@@ -240,7 +241,7 @@ def main() -> int:
     table = [head, "|---" * (1 + len(KINDS)) + "|", *lines, f"| **all** | {_cells(total)} |"]
     killed = sum(n for (_, found), n in total.items() if found in ("types", "audit"))
     faults = killed + sum(n for (_, found), n in total.items() if found == "SURVIVED")
-    verdict = f"{killed} of {faults} faults killed ({100 * killed / max(1, faults):.1f} %)."
+    verdict = f"{killed} of {faults} faults killed ({percent(killed / max(1, faults))})."
     text = "\n".join([*table, "", verdict, "", *[f"- survived: {one}" for one in alive]])
     print("\n" + text)
     if options.out:

@@ -35,6 +35,7 @@ from jaxdist.checkpoint import CheckpointConfig, Checkpointer
 from jaxdist.config import RunConfig
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.run.setup import assemble
+from jaxdist.runtime.formatting.numbers import percent
 
 NUM_ARRAYS = 8
 QUIET: dict[str, Any] = {"log": lambda line: None}
@@ -200,7 +201,7 @@ def throughput(directory: Path, num_blocks: int, rows: int) -> None:
         f"\n50 steps of {without * 20:.0f} ms without saving {without:.2f} s (from "
         f"{min(seconds[False]):.2f} to {max(seconds[False]):.2f}), with two saves of "
         f"{num_bytes / 1e6:.0f} MB {with_saves:.2f} s (from {min(seconds[True]):.2f} to "
-        f"{max(seconds[True]):.2f}): {100 * (with_saves / without - 1):+.2f} %"
+        f"{max(seconds[True]):.2f}): {percent(with_saves / without - 1, 2, sign=True)}"
     )
 
 

@@ -1,7 +1,7 @@
 """What long rows cost: attention on one device, the step's memory, and reading a part of a row.
 
     python scripts/bench/context.py attention     # dense and block by block: time and memory
-    python scripts/bench/context.py long          # the same of one head, up to 131,072 keys
+    python scripts/bench/context.py long          # the same of one head, up to 131,072 keys; 14 GiB
     python scripts/bench/context.py memory        # compiled steps; none is run
     python scripts/bench/context.py reading       # a process's part of a batch of long rows
 
@@ -28,7 +28,7 @@ ROW, NUM_ROWS = 131_072, 8
 HEADS, KV_HEADS, WIDTH = 8, 4, 64
 LENGTHS = (512, 1024, 2048, 4096, 8192)
 LONGEST_DENSE = 4096  # 8192 keys take 8 GiB
-LONG = {"xla": 8_192, "blockwise": 32_768}  # keys of the longest row that is run
+LONG = {"xla": 32_768, "blockwise": 131_072}  # keys of the longest row that is run
 
 
 def main() -> None:
@@ -71,7 +71,7 @@ def attention() -> None:
 
 
 def long() -> None:
-    """Memory of both kernels for rows of 8k, 32k and 128k, and processor time where it is short."""
+    """Memory of both kernels for rows of 8k, 32k and 128k, and processor time where they fit."""
     from jaxdist.core.attention import kernels
     from jaxdist.core.types import AttentionMask
 

@@ -23,6 +23,7 @@ from jaxdist.plan.estimate.job import Job
 from jaxdist.plan.estimate.memory import estimate_memory, usable_bytes
 from jaxdist.plan.estimate.traffic import flows_of
 from jaxdist.plan.hardware import GPUS, Cluster
+from jaxdist.runtime.formatting.numbers import percent
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 OUTPUT = REPOSITORY / "scripts" / "bench" / "results" / "context_program.md"
@@ -129,7 +130,7 @@ def table(rows: list[Row]) -> list[str]:
         beside = sum(c.overlapped and c.between > 0 for c in activations)
         sent = sum(c.count * c.wire_bytes for c in moved)
         planned = sum(f.wire_bytes for f in flows_of(row.job) if f.axes == ("context",))
-        share = f"{ahead / total:.0%}" if total else "-"
+        share = percent(ahead / total, 0) if total else "-"
         lines.append(
             f"| {row.label} | {row.job.attention} | {len(rings)} | {share} | "
             f"{beside} of {len(activations)} | {gib(sent)} | {gib(planned)} | "
@@ -152,7 +153,7 @@ def memory(rows: list[Row]) -> list[str]:
     ]
     used = [row.step.memory.temporary_bytes for row in rows]
     drops = [before - after for before, after in itertools.pairwise(used)]
-    shares = [f"{2 * drop / before:.0%}" for before, drop in itertools.pairwise(drops)]
+    shares = [percent(2 * drop / before, 0) for before, drop in itertools.pairwise(drops)]
     less = ["", *map(gib, drops)]
     for row, drop, share in zip(rows, less, ["", "", *shares], strict=True):
         memory = row.step.memory

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import contextlib
 import dataclasses
 import os
 import platform
@@ -22,6 +23,7 @@ import sys
 import tempfile
 import time
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
@@ -112,6 +114,18 @@ def uncommitted() -> str:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
 
 
+@contextlib.contextmanager
+def clones(count: int) -> Iterator[queue.Queue[Path]]:
+    """That many copies of the last commit, for workers to take and give back."""
+    with tempfile.TemporaryDirectory() as folder:
+        copies: queue.Queue[Path] = queue.Queue()
+        for number in range(count):
+            copy = Path(folder) / str(number)
+            subprocess.run(["git", "clone", "-q", str(ROOT), str(copy)], check=True)
+            copies.put(copy)
+        yield copies
+
+
 def table(results: list[tuple[Fault, bool, str, float]]) -> str:
     """The results as Markdown."""
     lines = ["| room | fault | caught by | s |", "|---|---|---|---|"]
@@ -134,12 +148,8 @@ def main() -> int:
     if left := uncommitted():
         parser.error(f"clones are of the last commit. Commit or remove first:\n{left}")
     faults = read_faults(options.only)
-    with tempfile.TemporaryDirectory() as folder:
-        copies: queue.Queue[Path] = queue.Queue()
-        for number in range(options.workers):
-            copy = Path(folder) / str(number)
-            subprocess.run(["git", "clone", "-q", str(ROOT), str(copy)], check=True)
-            copies.put(copy)
+    with clones(options.workers) as copies:
+        copy = copies.queue[0]
         for fault in faults:
             (copy / fault.file).write_text(fault.plant(copy))
         if options.check:

@@ -27,11 +27,10 @@ import queue
 import random
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from mutants import NO_TEST, ROOT, run_tests, uncommitted
+from mutants import NO_TEST, ROOT, clones, run_tests, uncommitted
 
 ROOMS = {
     "step": ["jaxdist/core/step"],
@@ -320,15 +319,10 @@ def main() -> int:
     known = {result.mutant: result for result in read_results(options.resume)}
     todo = [mutant for mutant in chosen if mutant not in known]
     selections = {m.file: tests_of(m.file, options.files) for m in todo}
-    with tempfile.TemporaryDirectory() as folder:
-        copies: queue.Queue[Path] = queue.Queue()
-        for number in range(options.workers):
-            copy = Path(folder) / str(number)
-            subprocess.run(["git", "clone", "-q", str(ROOT), str(copy)], check=True)
-            copies.put(copy)
+    with clones(options.workers) as copies:
         usual: dict[tuple[str, ...], float] = {}
         for tests in sorted(map(tuple, {tuple(s) for s in selections.values() if s})):
-            code, first, usual[tests] = run_tests(copy, _arguments([*tests]))
+            code, first, usual[tests] = run_tests(copies.queue[0], _arguments([*tests]))
             if code == NO_TEST:
                 selections = {f: [] if tuple(s) == tests else s for f, s in selections.items()}
             elif code:

@@ -20,6 +20,7 @@ from jaxdist.core.parallel.pipeline.simulation import RECOMPUTE, Report, simulat
 from jaxdist.plan.compiled.check import CompiledStep, NotCompiled, compile_step
 from jaxdist.plan.compiled.collectives import Collective
 from jaxdist.plan.hardware import GPUS, Cluster
+from jaxdist.runtime.formatting.numbers import percent
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 OUTPUT = REPOSITORY / "scripts" / "bench" / "results" / "pipeline_gpu_compile.md"
@@ -42,8 +43,11 @@ def main() -> int:
     config = stored_run(CONFIG)
     mesh = MeshSpec.parse(config.mesh.shape)
     schedules = [
-        (with_schedule(config, name, chunks), name + (f" × {chunks} chunks" if chunks > 1 else ""))
-        for name, chunks in SCHEDULES
+        (
+            with_schedule(config, name, virtual),
+            name + (f" × {virtual} virtual stages" if virtual > 1 else ""),
+        )
+        for name, virtual in SCHEDULES
     ]
     rows = [(label, given, *compiled(given, mesh, label)) for given, label in schedules]
     growth = []
@@ -58,9 +62,9 @@ def main() -> int:
     return 0
 
 
-def with_schedule(config: RunConfig, name: str, chunks: int) -> RunConfig:
+def with_schedule(config: RunConfig, name: str, virtual: int) -> RunConfig:
     """The config with another schedule."""
-    pipeline = dataclasses.replace(config.pipeline, schedule=name, num_virtual_stages=chunks)
+    pipeline = dataclasses.replace(config.pipeline, schedule=name, num_virtual_stages=virtual)
     return dataclasses.replace(config, pipeline=pipeline)
 
 
@@ -115,9 +119,8 @@ def table(rows: Iterable[tuple[str, RunConfig, CompiledStep, Report]]) -> list[s
         "",
         "Permutes: instructions in the program, and how often a step runs them. Beside: the fewest",
         "computing instructions that the compiler scheduled between a permute's start and its end.",
-        "With chunks, weights travel to their stage and gradients back in float32, once per step "
-        "(last",
-        "column, GiB sent).",
+        "Where a stage has several virtual stages, weights travel to their stage, and gradients",
+        "back in float32, once per step (last column, GiB sent).",
         "",
         "| schedule | compile s | argument GiB | temporary GiB | workspace MiB | total GiB | "
         "permutes | runs × MiB | asynchronous | beside | attention | bubble | peak stash | "
@@ -138,7 +141,7 @@ def table(rows: Iterable[tuple[str, RunConfig, CompiledStep, Report]]) -> list[s
             f"{gib(step.memory.temporary_bytes)} | {step.memory.workspace_bytes / 2**20:.0f} | "
             f"{gib(step.memory.total_bytes)} | {len(permutes)} | {runs}{extra} × "
             f"{'/'.join(sizes)} | {ahead} of {len(permutes)} | "
-            f"{min(c.between for c in permutes)} | {step.attention} | {report.bubble:.1%} | "
+            f"{min(c.between for c in permutes)} | {step.attention} | {percent(report.bubble)} | "
             f"{max(report.peak_stash)} | {gib(weights)} |"
         )
     return [*lines, ""]
@@ -168,7 +171,7 @@ def traffic(rows: Iterable[tuple[str, RunConfig, CompiledStep, Report]]) -> list
             own = [c for c in step.collectives if c.axes == (axis,)]
             total = sum(step.runs(c) * c.wire_bytes for c in own)
             ahead = sum(step.runs(c) * c.wire_bytes for c in own if c.overlapped)
-            cells += [f"{total / 2**30:.2f}", f"{ahead / total:.0%}"]
+            cells += [f"{total / 2**30:.2f}", percent(ahead / total, 0)]
         other = [c for c in step.collectives if len(c.axes) != 1]
         rest = sum(step.runs(c) * c.wire_bytes for c in other)
         lines.append(f"| {label} | {' | '.join(cells)} | {rest / 2**30:.3f} |")

@@ -27,6 +27,7 @@ from jaxdist.optim import OptimConfig
 from jaxdist.plan.estimate.job import Job
 from jaxdist.plan.estimate.time import estimate_time
 from jaxdist.plan.hardware import Cluster
+from jaxdist.runtime.formatting.numbers import percent
 
 sys.path.insert(0, str(Path(__file__).parent))
 from published_runs import ELSEWHERE, ROWS, Row
@@ -128,15 +129,16 @@ def _section(rows: list[Row]) -> list[str]:
     within = sum(abs(error) <= 0.15 for error in errors)
     return [
         f"{within} of {len(errors)} rows within 15 %, median of |error| "
-        f"{statistics.median(map(abs, errors)):.1%}, largest {max(map(abs, errors)):.1%}.",
+        f"{percent(statistics.median(map(abs, errors)))}, "
+        f"largest {percent(max(map(abs, errors)))}.",
         "",
         "| source | run | GPU | mesh | rows × microbatches | remat | published | estimated "
         "| error | assumed |",
         "|---|---|---|---|---|---|---|---|---|---|",
         *(
             f"| {row.source} | {row.what} | {row.gpu.name} | {row.mesh} | {row.micro_rows} × "
-            f"{row.microbatches} | {row.remat} | {published:,.0f} | {found:,.0f} | {error:+.1%} | "
-            f"{row.assumed} |"
+            f"{row.microbatches} | {row.remat} | {published:,.0f} | {found:,.0f} | "
+            f"{percent(error, sign=True)} | {row.assumed} |"
             for row, published, found, error in results
         ),
     ]

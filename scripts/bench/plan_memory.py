@@ -23,6 +23,7 @@ from jaxdist.plan.compiled.check import NotCompiled, compile_step
 from jaxdist.plan.estimate.job import Job
 from jaxdist.plan.estimate.memory import estimate_memory
 from jaxdist.plan.hardware import GIB, parse_gpus
+from jaxdist.runtime.formatting.numbers import percent
 
 ROOT = Path(__file__).parents[2]
 RESULTS = Path(__file__).parent / "results"
@@ -151,7 +152,7 @@ def table(numbers: dict[str, Any]) -> str:
         flags = " ".join(case.flags) or "as it is"
         rows.append(
             f"| {case.config} | {flags} | {case.gpus} | {case.job.spec} | {total / GIB:.2f} | "
-            f"{guess / GIB:.2f} | {errors[-1]:+.1%} |"
+            f"{guess / GIB:.2f} | {percent(errors[-1], sign=True)} |"
         )
     size = list(map(abs, errors))
     versions = next(iter(numbers.values()))["versions"] if numbers else {}
@@ -165,7 +166,7 @@ def table(numbers: dict[str, Any]) -> str:
             "",
             f"{len(size)} programs: {sum(e <= 0.05 for e in size)} within 5 %, "
             f"{sum(e <= 0.10 for e in size)} within 10 %; median of |error| "
-            f"{statistics.median(size):.1%}, largest {max(size):.1%}.",
+            f"{percent(statistics.median(size))}, largest {percent(max(size))}.",
             "",
             "| config | flags | GPUs | mesh | compiled | estimated | error |",
             "|---|---|---|---|---|---|---|",
@@ -187,7 +188,8 @@ def main() -> None:
         numbers[case.name] = compiled(case)
         error = estimated(case) / numbers[case.name]["total_bytes"] - 1
         print(
-            f"{case.name:<22}{numbers[case.name]['total_bytes'] / GIB:8.2f} GiB {error:+.1%}",
+            f"{case.name:<22}{numbers[case.name]['total_bytes'] / GIB:8.2f} GiB "
+            f"{percent(error, sign=True)}",
             flush=True,
         )
         NUMBERS.write_text(json.dumps(numbers, indent=1) + "\n")

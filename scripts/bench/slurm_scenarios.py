@@ -1,11 +1,13 @@
 """What a real SLURM does to a job beyond the three jobs of `tests/test_slurm_jobs.py`.
 
-    python -m pytest scripts/bench/slurm_scenarios.py      # as root; about two minutes
+    python -m pytest scripts/bench/slurm_scenarios.py      # as root; about four minutes
 
-How it hands out GPUs, gives nodes to an elastic job, takes a lost node away, and cancels. The test
-suite has the rules of the batch script with commands that play SLURM.
+How it hands out GPUs, gives nodes to an elastic job, takes a lost node away, cancels, and runs the
+array of a sweep. The test suite has the rules of the batch script with commands that play SLURM.
 """
 
+import json
+import subprocess
 import sys
 import textwrap
 import time
@@ -18,6 +20,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import real_slurm  # noqa: E402, after the path
 from test_slurm import plan  # noqa: E402
+from test_slurm_jobs import TINY, TRAINING, losses  # noqa: E402
 
 from jaxdist.tools.launch.slurm_script import batch_script  # noqa: E402
 
@@ -132,3 +135,45 @@ def test_a_cancelled_job_stays_cancelled(cluster):
     assert cluster.wait(job_id) == "CANCELLED"
     time.sleep(8)  # a requeued job would run again after 7 s here
     assert cluster.job(job_id)["JobState"] == "CANCELLED"
+
+
+def test_training_that_was_cancelled_goes_on_when_it_is_submitted_again(cluster):
+    """Two nodes train; `scancel` in the middle; the same script again: the bits of one training."""
+    whole, parted = (cluster.root / f"jobs/runs/{name}" for name in ("whole", "parted"))
+    script = cluster.root / "jobs/again.sbatch"
+
+    def train(run: Path) -> str:
+        settings = {"nodes": "2", "time": "10", "python": sys.executable, "run_dir": str(run)}
+        script.write_text(batch_script(plan(name="again", arguments=TRAINING, **settings)))
+        return cluster.submit(script, PYTHONPATH=str(ROOT), JAX_PLATFORMS="cpu")
+
+    first = train(parted)
+    wait_for(parted / "checkpoints/40", cluster, first)
+    cluster.run("scancel", first)
+    assert cluster.wait(first) == "CANCELLED"
+    assert 40 <= max(losses(parted)) < 120, "it had ended before it was cancelled"
+    for run in (parted, whole):
+        job_id = train(run)
+        assert cluster.wait(job_id, timeout_s=300) == "COMPLETED", cluster.output(job_id)
+    assert losses(parted) == losses(whole) and max(losses(whole)) == 120
+
+
+def test_the_runs_of_a_sweep_are_the_tasks_of_an_array(cluster):
+    """Two learning rates on one node each; afterwards the sweep finds nothing left to run."""
+    script, runs = cluster.root / "jobs/sweep.sbatch", cluster.root / "jobs/sweep"
+    flags = [*TINY, "--steps=5", "--grid=optim.peak_lr=1e-4,1e-3", f"--run-dir={runs}"]
+    slurm = ["time=10", "name=sweep", f"python={sys.executable}", f"script={script}"]
+    sweep = [sys.executable, "-m", "jaxdist.sweep", *flags]
+    array = [*sweep, *(f"--slurm={flag}" for flag in slurm)]
+    done = subprocess.run(array, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    job_id = cluster.submit(script, PYTHONPATH=str(ROOT), JAX_PLATFORMS="cpu")
+    tasks = [f"{job_id}_{task}" for task in range(2)]
+    for task in tasks:
+        assert cluster.wait(task, timeout_s=300) == "COMPLETED", cluster.output(task)
+    found = sorted(runs.glob("*/metrics.jsonl"))
+    assert [sorted(losses(path.parent)) for path in found] == [[1, 2, 3, 4, 5]] * 2
+    ended = [json.loads((path.parent / "summary.json").read_text()) for path in found]
+    assert {summary["exit_reason"] for summary in ended} == {"finished"}
+    done = subprocess.run(sweep, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.count("finished before") == 2, done.stdout

@@ -120,7 +120,10 @@ def sample_segments(rows: int, seq_len: int) -> np.ndarray:
 
 
 def _inputs(shapes: Shapes, segments: np.ndarray) -> list[Array]:
-    """Query, key, value and a cotangent, in the compute dtype."""
+    """Query, key, value and a cotangent, [rows, seq_len, heads, head_dim], in the compute dtype.
+
+    Key and value have `kv_heads`; `segments` int32 [rows, seq_len] gives the first two sizes.
+    """
     rows, seq_len = segments.shape
     heads = (shapes.heads, shapes.kv_heads, shapes.kv_heads, shapes.heads)
     keys = jax.random.split(jax.random.key(0), 4)
@@ -131,7 +134,10 @@ def _inputs(shapes: Shapes, segments: np.ndarray) -> list[Array]:
 
 
 def _packed(shapes: Shapes, segments: np.ndarray, window: int) -> Any:
-    """Output and gradients, in the compute dtype, of cuDNN's kernel."""
+    """Output and gradients of the inputs, shaped as these, of cuDNN's kernel: compute dtype.
+
+    `segments` int32 [rows, seq_len]; `window` newest keys are seen, 0 = all.
+    """
     rule = Rule(True, window)
 
     def attend(query: Array, key: Array, value: Array) -> Array:
@@ -141,7 +147,7 @@ def _packed(shapes: Shapes, segments: np.ndarray, window: int) -> Any:
 
 
 def _reference(shapes: Shapes, segments: np.ndarray, window: int) -> Any:
-    """The same in float32, of the same rounded inputs."""
+    """The same in float32, of the same rounded inputs; `segments` int32 [rows, seq_len]."""
     rule = Rule(True, window)
     span = Span(jnp.arange(segments.shape[1], dtype=jnp.int32)[None], jnp.asarray(segments))
 
@@ -153,6 +159,11 @@ def _reference(shapes: Shapes, segments: np.ndarray, window: int) -> Any:
 
 
 def _pulled(attend: Any, inputs: list[Array]) -> Any:
+    """(output, gradients of query, key and value), [rows, seq_len, heads, head_dim] each.
+
+    `inputs` as `_inputs` gives them, or wider.
+    """
+
     def both(query: Array, key: Array, value: Array, cotangent: Array) -> Any:
         out, back = jax.vjp(attend, query, key, value)
         return out, *back(cotangent)

@@ -93,25 +93,31 @@ def attend(query: Array, key: Array, value: Array, queries: Span, keys: Span, ru
 
 
 def declare_alike(*arrays: Array) -> tuple[Array, ...]:
-    """The same arrays, any shapes, declared to vary over the axes over which any of them does."""
+    """The same arrays [...], declared to vary over the axes over which any of them does."""
     axes = frozenset().union(*(collectives.varying_axes(x) for x in arrays))
     return collectives.vary(arrays, tuple(axes))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(5,))
 def _attend(query: Array, key: Array, value: Array, queries: Span, keys: Span, rule: Rule) -> Array:
+    """`attend` of inputs that vary alike: [batch, queries, heads, head_dim]."""
     return forward(query, key, value, queries, keys, rule).out.astype(query.dtype)
 
 
 def _forward(
     query: Array, key: Array, value: Array, queries: Span, keys: Span, rule: Rule
 ) -> tuple[Array, Any]:
+    """`_attend` [batch, queries, heads, head_dim], and what its backward reads."""
     found = forward(query, key, value, queries, keys, rule)
     out, lse = keep(found, query.dtype)
     return out, (query, key, value, out, lse, queries, keys)
 
 
 def _backward(rule: Rule, saved: Any, cotangent: Array) -> Any:
+    """Gradients of query, key and value in their shapes and dtypes; places have none.
+
+    `cotangent` [batch, queries, heads, head_dim] is that of the output.
+    """
     query, key, value, out, lse, queries, keys = saved
     grads = backward(query, key, value, queries, keys, Pull.of(out, lse, cotangent), rule)
     return *(g.astype(x.dtype) for g, x in zip(grads, saved[:3], strict=True)), None, None
@@ -121,7 +127,10 @@ _attend.defvjp(_forward, _backward)
 
 
 def keep(found: Partial, dtype: Any) -> tuple[Array, Array]:
-    """(out in `dtype`, lse), shapes as in `Partial`, named for remat policies that keep them."""
+    """(out in `dtype`, lse), [batch, queries, heads, head_dim] and without the last.
+
+    Both are named for remat policies that keep them.
+    """
     named = lambda x: checkpoint_name(x, "attention")
     return named(found.out.astype(dtype)), named(found.lse)
 
@@ -161,7 +170,8 @@ def forward(
 ) -> Partial:
     """Attention of these queries to these keys alone; not differentiable.
 
-    Shapes as in the file's docstring; the result is float32, or wider where the query is.
+    Of query [batch, queries, heads, head_dim], key and value [batch, keys, kv_heads, head_dim]; the
+    result is float32, or wider where the query is.
     """
     query, key, value, queries, keys = _at_once(query, key, value, queries, keys)
     cut = _Cut.of(query, key, queries, keys, rule)
@@ -171,6 +181,10 @@ def forward(
     scale = 1 / math.sqrt(query.shape[-1])
 
     def of_query_block(_: None, mine: Any) -> tuple[None, tuple[Array, Array]]:
+        """One block of queries [batch, kv_heads, group, block, head_dim] and all keys.
+
+        Gives the output, shaped so, and the log-sum-exp, shaped so but for the last dim.
+        """
         q, q_span, seen = mine
 
         def add(total: _Running, other: Any) -> tuple[_Running, None]:
@@ -201,7 +215,7 @@ def forward(
 
 
 def wide_dtype(query: Array) -> Any:
-    """What attention sums in: float32, or float64 where the query is."""
+    """What attention of a query [...] sums in: float32, or float64 where the query is."""
     return jnp.float64 if query.dtype == jnp.float64 else jnp.float32
 
 
@@ -210,6 +224,7 @@ def backward(
 ) -> tuple[Array, Array, Array]:
     """Gradients of query, key and value through attention to these keys; shapes as those.
 
+    Of query [batch, queries, heads, head_dim], key and value [batch, keys, kv_heads, head_dim].
     `pull` holds the statistics over all keys that the queries see, of which these may be a part.
     Float32 or wider: sums over parts keep their bits.
     """
@@ -224,6 +239,10 @@ def backward(
     numbers = jnp.arange(q.shape[0])
 
     def of_key_block(dq: Array, other: Any) -> tuple[Array, tuple[Array, Array]]:
+        """Add a block of keys' part to dq [blocks, batch, kv_heads, group, block, head_dim].
+
+        Gives it, and dk and dv [batch, kv_heads, block, head_dim] of that block.
+        """
         k, v, k_span, seen = other
 
         def add(total: _Grads, mine: Any) -> tuple[_Grads, None]:
@@ -231,6 +250,7 @@ def backward(
             number, q, do, lse, delta, q_span, is_seen = mine
 
             def look() -> tuple[Array, Array, Array]:
+                """(part of dq [batch, kv_heads, group, block, head_dim], dk, dv so far)."""
                 scores = soft_cap(product("bgrqd,bgkd->bgrqk", q, k) * scale, rule.softcap)
                 # Where, before any product: what is hidden may be infinite.
                 probs = jnp.where(
@@ -334,7 +354,7 @@ class _Cut(NamedTuple):
         return jnp.moveaxis(x, (1, 3, 4, 2), (0, 2, 3, 4))
 
     def to_queries(self, x: Array) -> Array:
-        """The way back of `of_queries`, padding left out."""
+        """[blocks, batch, kv_heads, group, block, ...] -> [batch, queries, heads, ...]."""
         x = jnp.moveaxis(x, (0, 2, 3, 4), (1, 3, 4, 2))
         whole = x.reshape(x.shape[0], -1, x.shape[3] * x.shape[4], *x.shape[5:])
         return whole[:, : self.lengths[0]]
@@ -344,7 +364,7 @@ class _Cut(NamedTuple):
         return jnp.moveaxis(_blocks(x, self.rule.block), (1, 3, 2), (0, 2, 3))
 
     def to_keys(self, x: Array) -> Array:
-        """The way back of `of_keys`, padding left out."""
+        """[blocks, batch, kv_heads, block, ...] -> [batch, keys, kv_heads, ...]."""
         x = jnp.moveaxis(x, (0, 2, 3), (1, 3, 2))
         return x.reshape(x.shape[0], -1, *x.shape[3:])[:, : self.lengths[1]]
 

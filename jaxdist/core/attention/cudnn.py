@@ -128,12 +128,14 @@ def too_large(shape: tuple[int, ...]) -> str:
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _attend_packed(query: Array, key: Array, value: Array, segments: Array, rule: Rule) -> Array:
+    """`attend_packed` of inputs that vary alike: [batch, seq, heads, head_dim]."""
     return _packed_forward(query, key, value, segments, rule)[0]
 
 
 def _packed_forward(
     query: Array, key: Array, value: Array, segments: Array, rule: Rule
 ) -> tuple[Array, Any]:
+    """`_attend_packed` [batch, seq, heads, head_dim], and what its backward reads."""
     documents = Documents.of(segments)
 
     def look(call: Array, sequences: Sequences) -> tuple[Array, Array]:
@@ -147,6 +149,10 @@ def _packed_forward(
 
 
 def _packed_backward(rule: Rule, saved: Any, cotangent: Array) -> Any:
+    """Gradients of query, key and value in their shapes and dtypes; segments have none.
+
+    `cotangent` [batch, seq, heads, head_dim] is that of the output.
+    """
     query, key, value, out, lse, segments = saved
 
     def look(call: Array, sequences: Sequences) -> tuple[Array, Array, Array]:
@@ -170,6 +176,7 @@ def _in_calls(documents: Documents, look: Callable[..., Any], totals: Any) -> An
         return carry[0] < num_calls
 
     def turn(carry: tuple[Array, Any]) -> tuple[Array, Any]:
+        """One call, int32 [], into the totals [batch, seq, ...] of the documents that it takes."""
         call, totals = carry
         taken = documents.taken(call)
         spread = lambda x: jnp.expand_dims(taken, tuple(range(2, x.ndim)))
@@ -211,10 +218,10 @@ def backward(
     *,
     sequences: Sequences | None = None,
 ) -> tuple[Array, Array, Array]:
-    """One call: gradients of query, key and value, in their dtypes.
+    """One call: gradients of query, key and value, in their shapes and dtypes.
 
-    `out`, its cotangent and `stats` (as `forward` gives them) may be those of more keys than these:
-    the gradients are then these keys' part.
+    `out` and its cotangent, [batch, queries, heads, head_dim], and `stats` (as `forward` gives
+    them) may be those of more keys than these: the gradients are then these keys' part.
     """
     operands = (query, key, value, *_others(query, key, sequences), stats, out, cotangent)
     primitive = operations._dot_product_attention_bwd_p
@@ -223,7 +230,10 @@ def backward(
 
 
 def _others(query: Array, key: Array, sequences: Sequences | None) -> tuple[Array, ...]:
-    """Bias, lengths and first elements of query and key sequences, page tables, as jax asks."""
+    """Bias, lengths and first elements of query and key sequences, page tables, as jax asks.
+
+    Of query and key [batch, positions, heads, head_dim]. What is not used is [0] of its dtype.
+    """
     unused = jnp.zeros(0, query.dtype)
     if sequences is None:
         return (unused,) * 7
@@ -245,6 +255,7 @@ def _first_elements(sequences: Sequences, x: Array) -> Array:
 
 
 def _settings(query: Array, rule: Rule, sequences: Sequences | None) -> dict[str, Any]:
+    """Attributes of either operation, for a query [batch, queries, heads, head_dim]."""
     kinds = operations.MaskType
     mask = kinds.CAUSAL if rule.causal else kinds.NO_MASK
     if sequences is not None:

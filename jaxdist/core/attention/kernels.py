@@ -20,8 +20,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxdist.core.attention import blockwise, cudnn, tiled
-from jaxdist.core.attention.context import Plan
-from jaxdist.core.attention.context import make_attend as make_attend_to_shared
+from jaxdist.core.attention.context_parallel import ExchangePlan, make_attend_to_shared
 from jaxdist.core.settings import ConfigError
 from jaxdist.core.softcap import soft_cap
 from jaxdist.core.types import Array, AttentionDropout, AttentionMask
@@ -38,7 +37,7 @@ def make_attend(
     platform: str,
     compute_capability: str = "",
     tensor_index: Callable[[], Any] = lambda: 0,
-    exchange: Plan | None = None,
+    exchange: ExchangePlan | None = None,
     packed_obstacle: str = "",
 ) -> Callable[..., Array]:
     """The `attend` of a `Context`: softmax(query · key / √head_dim, masked) · value, in float32.
@@ -66,6 +65,7 @@ def make_attend(
         dropout: AttentionDropout | None = None,
         softcap: float = 0.0,
     ) -> Array:
+        """[batch, queries, heads, head_dim] in the query's dtype; see `Context.attend`."""
         chosen, _ = choose_kernel(
             kernel,
             platform=platform,
@@ -97,7 +97,7 @@ def make_attend(
 
 
 def _without_float16(attend: Callable[..., Array]) -> Callable[..., Array]:
-    """An `attend` that computes in float32 what is float16.
+    """An `attend` [batch, queries, heads, head_dim] that computes float16 in float32.
 
     XLA:CPU has no float16 product with float32 sums, which every kernel asks for.
     """
@@ -204,7 +204,7 @@ def _attend(
     kernel: Kernel,
     softcap: float,
 ) -> Array:
-    """A kernel on a mask and a soft cap that it can honour; shapes as in the file's docstring.
+    """A kernel on a mask and a soft cap that it can honour: [batch, queries, heads, head_dim].
 
     What backward reads of it is named "attention" for remat policies, but not of cuDNN's on rows of
     one document, whose results a policy knows by their operation (`keeps_attention`).

@@ -34,7 +34,7 @@ class Ring(NamedTuple):
 
     Attributes:
         inner: devices of a group.
-        paired: see `Plan`.
+        paired: see `ExchangePlan`.
     """
 
     inner: int
@@ -110,6 +110,7 @@ def attend_ring(
 def _ring(
     query: Array, key: Array, value: Array, segments: Array | None, rule: Rule, ring: Ring
 ) -> Partial:
+    """Attention of query [batch, length, heads, head_dim] to all keys, which go round the ring."""
     length = query.shape[1]
     queries = Span(ring.places(0, length), segments)
 
@@ -119,6 +120,7 @@ def _ring(
         return blockwise.forward(query, key, value, queries, keys, rule)
 
     def turn(carry: tuple[Partial, _Held], step: Array) -> tuple[tuple[Partial, _Held], None]:
+        """Send the keys on and add what is at hand, [batch, length, heads, head_dim]."""
         found, held = carry
         arriving = ring.send(held)  # needs nothing of what follows, so both run at once
         return (blockwise.merge(found, look(held, step)), arriving), None
@@ -134,12 +136,17 @@ def _ring(
 def _ring_forward(
     query: Array, key: Array, value: Array, segments: Array | None, rule: Rule, ring: Ring
 ) -> tuple[Array, Any]:
+    """`attend_ring` [batch, length, heads, head_dim], and what its backward reads."""
     found = _ring(query, key, value, segments, rule, ring)
     out, lse = blockwise.keep(found, query.dtype)
     return out, (query, key, value, out, lse, segments)
 
 
 def _ring_backward(rule: Rule, ring: Ring, saved: Any, cotangent: Array) -> Any:
+    """Gradients of query, key and value in their shapes and dtypes; segments have none.
+
+    `cotangent` [batch, length, heads, head_dim] is that of the output.
+    """
     query, key, value, out, lse, segments = saved
     length, pull = query.shape[1], Pull.of(out, lse, cotangent)
     queries = Span(ring.places(0, length), segments)
@@ -151,6 +158,7 @@ def _ring_backward(rule: Rule, ring: Ring, saved: Any, cotangent: Array) -> Any:
         return dq, jnp.stack(grads)
 
     def turn(carry: tuple[Array, Array, _Held], step: Any) -> tuple[Any, None]:
+        """Add to dq [batch, length, heads, head_dim]; send on keys and gradients [2, ...]."""
         dq, grads, held = carry
         # The gradients of these keys come from the devices that the keys came from.
         arriving, grads = ring.send(held), ring.send(grads)
@@ -197,7 +205,7 @@ class _Line(NamedTuple):
         return parts.reshape(2 * x.shape[0], -1, *x.shape[2:])
 
     def join(self, x: Array) -> Array:
-        """The way back of `cut`."""
+        """The way back of `cut`: [2 · batch, length / 2, ...] -> [batch, length, ...]."""
         early, late = x.reshape(2, x.shape[0] // 2, self.ring.inner, -1, *x.shape[2:])
         each = jnp.stack([early, late[:, ::-1]], axis=2)
         return each.reshape(x.shape[0] // 2, -1, *x.shape[2:])
@@ -223,6 +231,7 @@ class _Line(NamedTuple):
         return x
 
     def _move(self, x: Array, by: int) -> Array:
+        """Parts [2 · batch, ...] to the holders of the next ones, or with −1 of those before."""
         early, late = x.reshape(2, -1, *x.shape[1:])
         to_early, to_late = self.ring.send(early, by), self.ring.send(late, -by)
         # The line turns round at the last group, and is closed at the first.
@@ -243,6 +252,7 @@ def attend_line(
 def _line(
     query: Array, key: Array, value: Array, segments: Array | None, rule: Rule, line: _Line
 ) -> Partial:
+    """Attention of query [2 · batch, length / 2, heads, head_dim] to the parts within reach."""
     queries = Span(line.places(0, query.shape), segments)
 
     def look(held: _Parts, hops: Any) -> Partial:
@@ -271,12 +281,17 @@ class _Parts(NamedTuple):
 def _line_forward(
     query: Array, key: Array, value: Array, segments: Array | None, rule: Rule, line: _Line
 ) -> tuple[Array, Any]:
+    """`attend_line` [2 · batch, length / 2, heads, head_dim], and what its backward reads."""
     found = _line(query, key, value, segments, rule, line)
     out, lse = blockwise.keep(found, query.dtype)
     return out, (query, key, value, out, lse, segments)
 
 
 def _line_backward(rule: Rule, line: _Line, saved: Any, cotangent: Array) -> Any:
+    """Gradients of query, key and value in their shapes and dtypes; segments have none.
+
+    `cotangent` [2 · batch, length / 2, heads, head_dim] is that of the output.
+    """
     query, key, value, out, lse, segments = saved
     pull = Pull.of(out, lse, cotangent)
     queries = Span(line.places(0, query.shape), segments)
@@ -287,6 +302,7 @@ def _line_backward(rule: Rule, line: _Line, saved: Any, cotangent: Array) -> Any
         return dq, jnp.stack(grads, axis=1)
 
     def turn(carry: tuple[Array, Array, _Parts], hops: Any) -> tuple[Any, None]:
+        """Add to dq [2 · batch, length / 2, heads, head_dim]; send on the rest."""
         dq, grads, held = carry
         arriving = line.send(held)
         part, more = look(held, hops)

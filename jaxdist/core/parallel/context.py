@@ -1,9 +1,9 @@
 """The context axis: the sequence of every row split over devices, for rows too long for one.
 
 Embedding, norms, products and the loss work on a device's own positions. Only attention looks at
-others' (`attention/context.py`). A row is cut into 2n chunks for n devices, and device i holds
-chunks i and 2n−1−i (zig-zag): under a causal mask late positions see more keys than early ones, and
-each such pair sees the same number.
+others' (`attention/context_parallel.py`). A row is cut into 2n chunks for n devices, and device i
+holds chunks i and 2n−1−i (zig-zag): under a causal mask late positions see more keys than early
+ones, and each such pair sees the same number.
 
 Sources: Liu, Zaharia, Abbeel 2023, "Ring Attention with Blockwise Transformers"; Grattafiori et al.
 2024, "The Llama 3 Herd of Models", section 3.3.2 (context parallelism, the 2n chunks).
@@ -91,7 +91,12 @@ def hops_of_window(window: int, seq_len: int, groups: int) -> int:
 
 
 def imbalance(
-    size: int, seq_len: int, window: int = 0, places: np.ndarray | None = None, inner: int = 1
+    size: int,
+    seq_len: int,
+    window: int = 0,
+    places: np.ndarray | None = None,
+    inner: int = 1,
+    rows: int = 1,
 ) -> float:
     """How many more keys the busiest device's queries see than those of the mean device, minus 1.
 
@@ -99,22 +104,27 @@ def imbalance(
         size: devices along the axis.
         seq_len: positions of a row, under a causal mask.
         window: newest keys that a query sees; 0 = all.
-        places: int [rows, seq_len], place of each query in its document, for the mean of such rows;
-            None = a row is one document.
+        places: int [num_rows, seq_len], place of each query in its document, for the mean of such
+            rows; None = a row is one document.
         inner: neighbours that exchange heads for positions, and so share their work.
+        rows: of a microbatch, whose work adds up; of `places` no more than there are.
     """
     seen = 1 + (np.arange(seq_len)[None] if places is None else places.astype(np.int64))
     chunks = np.minimum(seen, window or seq_len).reshape(len(seen), 2 * size, -1).sum(axis=2)
     each = chunks[:, :size] + chunks[:, : size - 1 : -1]
-    work = each.reshape(len(seen), size // inner, inner).sum(axis=2)
+    rows = min(rows, len(seen))
+    full = each[: len(seen) // rows * rows]
+    work = full.reshape(-1, rows, size // inner, inner).sum(axis=(1, 3))
     return float(np.mean(work.max(axis=1) / work.mean(axis=1)) - 1)
 
 
 def _problems(size: int, workload: Workload) -> list[str]:
     if workload.context_len is None:
         return [
-            f"mesh cp={size}: this model's rows cannot be split by sequence "
-            "(Model.context_parallel is false). Use cp=1 and give the devices to another axis."
+            f"mesh cp={size}: this model's rows cannot be split by sequence: "
+            "Model.context_parallel is false. It is for images, for models of your own that do not "
+            "set it, and where only some layers have a window (model.full_attention_every). Use "
+            "cp=1 and give the devices to another axis."
         ]
     found = []
     if workload.context_len % (2 * size):

@@ -36,7 +36,8 @@ FSDP = Axis(
     divides="each device holds an equal slice of every matrix",
 )
 
-_GATHERED = "gathered_weight"
+GATHERED = "gathered_weight"
+"""Name of a whole weight in a traced program."""
 
 
 def gather(params: Params, specs: Any, *, dtype: Any, reduce_dtype: Any) -> Params:
@@ -66,12 +67,19 @@ def keep_all_but_weights(layers: Params) -> Callable[..., bool]:
 
     def keep(primitive: Any, *avals: Any, **params: Any) -> bool:
         if primitive.name == "name":
-            return params["name"] != _GATHERED
-        if primitive.name in ("custom_vjp_call", "convert_element_type") and len(avals) == 1:
+            return params["name"] != GATHERED
+        if primitive.name == "convert_element_type" or _gathers(primitive, avals):
             return (avals[0].shape, avals[0].dtype) not in shards
         return True
 
     return keep
+
+
+def _gathers(primitive: Any, avals: Any) -> bool:
+    """Whether an operation may be the gather of a shard, alone or with what it was rounded to."""
+    if primitive.name != "custom_vjp_call":
+        return False
+    return len(avals) == 1 or (len(avals) == 3 and avals[1].dtype.itemsize == 1)
 
 
 def is_sharded(specs: Any) -> bool:
@@ -88,6 +96,7 @@ def scatter(grads: Params, specs: Any, *, reduce_dtype: Any) -> Params:
     """
 
     def leaf(spec: P, grad: Array) -> Array:
+        """This device's shard [...] of the sum of a gradient; one that is not sharded, as it is."""
         axes = axes_of(spec)
         if not axes:
             return grad
@@ -105,28 +114,38 @@ def layer_specs(specs: Any) -> Any:
 
 
 def _gather_leaf(w: Array, spec: P, dtype: Any, reduce_dtype: Any) -> Array:
+    """The weight [..., n · d, ...] in `dtype`, of which each of n devices holds w [..., d, ...].
+
+    W is float32. It is only cast where no axis shards it.
+    """
     axes = axes_of(spec)
     if not axes:
-        return w if w.dtype == dtype else checkpoint_name(w.astype(dtype), _GATHERED)
+        return w if w.dtype == dtype else checkpoint_name(w.astype(dtype), GATHERED)
     dim = dim_of(spec, axes[0])
     assert dim is not None and dim_of(spec, axes[-1]) == dim
-    return checkpoint_name(_gather(w, axes, dim, dtype, reduce_dtype), _GATHERED)
+    return checkpoint_name(_gather(w, axes, dim, dtype, reduce_dtype), GATHERED)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
 def _gather(w: Array, axes: tuple[str, ...], dim: int, dtype: Any, reduce_dtype: Any) -> Array:
+    """The weight [..., n · d, ...] in `dtype`, of shards w [..., d, ...] over `axes`."""
     return collectives.all_gather(w.astype(dtype), axes, dim=dim)
 
 
 def _gather_forward(
     w: Array, axes: tuple[str, ...], dim: int, dtype: Any, reduce_dtype: Any
 ) -> tuple[Array, None]:
+    """`_gather` [..., n · d, ...]; its backward needs nothing of the forward."""
     return _gather(w, axes, dim, dtype, reduce_dtype), None
 
 
 def _gather_backward(
     axes: tuple[str, ...], dim: int, dtype: Any, reduce_dtype: Any, _: None, grad: Array
 ) -> tuple[Array]:
+    """The shard's gradient, float32 [..., d, ...], from the weight's, [..., n · d, ...].
+
+    Summed over `axes` in `reduce_dtype`.
+    """
     total = collectives.reduce_scatter(grad.astype(reduce_dtype), axes, dim=dim)
     return (total.astype("float32"),)
 

@@ -48,7 +48,7 @@ def help_text(
     parts = [
         f"usage: {usage(command, positional)}{flags}{f' -- {rest.upper()}' if rest else ''}",
         # Indented paragraphs are commands: they stay line by line.
-        *(p if p.startswith(" ") else _wrap(p, "") for p in summary.split("\n\n")),
+        *(p if p.startswith(" ") else _wrap(p, "") for p in summary.strip("\n").split("\n\n")),
         _wrap(_RULES if names else _SHORT_RULES, ""),
         _wrap(f"Short spellings: {short}." if short else "", ""),
         _wrap(f"--help SECTION shows one of: {names}." if names else "", ""),
@@ -82,7 +82,9 @@ def _group(heading: str, doc: str, fields: list[Field], spelled: Mapping[str, st
     if not fields:
         return ""
     title = f"{heading}: {doc}" if heading else "General"
-    return "\n".join([_wrap(title, "", hanging="  "), *(_field(f, spelled) for f in fields)])
+    # What stands without a flag comes first, as it does on the command line.
+    ordered = sorted(fields, key=lambda field: field.name not in spelled)
+    return "\n".join([_wrap(title, "", hanging="  "), *(_field(f, spelled) for f in ordered)])
 
 
 def _field(field: Field, spelled: Mapping[str, str]) -> str:

@@ -71,18 +71,74 @@ def split_arguments(
         if not word.startswith("--"):
             found.positional.append(word)
             continue
-        spelled, equals, text = word[2:].partition("=")
-        name = spelled.replace("-", "_")
+        name = _name_of(word)
         path = tuple(aliases.get(name, name).split("."))
-        value = FlagText(text) if equals else None
-        if value is None and words:
-            follows = words[0] in ("true", "false") if is_switch(path) else words[0][:2] != "--"
-            value = FlagText(words.pop(0)) if follows else None
+        value = _take_value(word, words, is_switch(path))
         if name == "config":
             found.files.append(value or "")
         else:
-            found.flags.append(Given(path, value, f"flag --{spelled}"))
+            raw = None if value is None else FlagText(value)
+            found.flags.append(Given(path, raw, f"flag {word.partition('=')[0]}"))
     return found
+
+
+def _name_of(word: str) -> str:
+    """`--run-dir=runs/a` -> "run_dir"."""
+    return word.removeprefix("--").partition("=")[0].replace("-", "_")
+
+
+def _take_value(word: str, following: list[str], is_switch: bool = False) -> str | None:
+    """The value of a flag, taken from what follows where it stands there; None without one."""
+    _, equals, text = word.partition("=")
+    if equals:
+        return text
+    if not following:
+        return None
+    follows = following[0] in ("true", "false") if is_switch else following[0][:2] != "--"
+    return following.pop(0) if follows else None
+
+
+@dataclasses.dataclass(frozen=True)
+class FlagWords:
+    """A flag and its value on a command line whose settings are not known here.
+
+    Attributes:
+        name: with underscores, as the setting is called; "" of words that are no flag.
+        value: None without one.
+        words: as they stand there.
+    """
+
+    name: str
+    value: str | None
+    words: tuple[str, ...]
+
+
+def split_flags(argv: Sequence[str]) -> list[FlagWords]:
+    """A command line for another program, as `split_arguments` would read it but for switches."""
+    found, following = [], list(argv)
+    while following:
+        word = following.pop(0)
+        if word == "--":
+            found += [FlagWords("", None, (rest,)) for rest in (word, *following)]
+            break
+        is_flag = word.startswith("--")
+        before = len(following)
+        value = _take_value(word, following) if is_flag else None
+        words = (word,) if len(following) == before else (word, value or "")
+        found.append(FlagWords(_name_of(word) if is_flag else "", value, words))
+    return found
+
+
+def value_of(argv: Sequence[str], *names: str) -> str | None:
+    """The last value of a setting of these names; "" of a flag without one, None without a flag."""
+    found = [flag.value or "" for flag in split_flags(argv) if flag.name in names]
+    return found[-1] if found else None
+
+
+def without_flags(argv: Sequence[str], *names: str) -> list[str]:
+    """The words without the flags of these names and their values."""
+    kept = (flag.words for flag in split_flags(argv) if flag.name not in names)
+    return [word for words in kept for word in words]
 
 
 def given_by_program(values: Mapping[str, Any], aliases: Mapping[str, str]) -> list[Given]:

@@ -11,16 +11,16 @@ One step, read from the outside in:
 """
 
 from jaxdist.core.step.config import REMAT_NAMES, REPLICA_NORMS, EvalConfig, TrainConfig
-from jaxdist.core.step.context import (
-    default_loss_chunk,
-    describe_exchange,
-    exchange_of,
-    make_context,
-)
 from jaxdist.core.step.gradients import (
     has_replica_norms,
     make_evaluate,
     make_value_and_grad,
 )
 from jaxdist.core.step.layer_scan import remat_policy
+from jaxdist.core.step.model_context import (
+    default_loss_chunk,
+    describe_exchange,
+    exchange_of,
+    make_context,
+)
 from jaxdist.core.step.train_step import Metrics, Step, make_step, make_update

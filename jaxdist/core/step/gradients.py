@@ -53,22 +53,8 @@ def make_value_and_grad(
     micro_specs = layout.gradient_specs(model.axes)
     grad_specs = layout.moment_specs(model.axes)
     axes = layout.summed_axes
-    num_stages = layout.size(PIPELINE)
-    if num_stages > 1:
-        remat = resolve_remat(config, context.platform)
-        value_and_grad = pipeline_train.make_value_and_grad(
-            model,
-            layout,
-            lambda rows: stages.make_schedule(
-                num_stages=num_stages, rows=rows, num_microbatches=config.num_microbatches
-            ),
-            layer=make_layer(
-                model, layout, precision, context.platform, gather=stages.gather == "action"
-            ),
-            policy=None if remat == "none" else remat_policy(remat, {}),
-            gather=stages.gather,
-            reduce_dtype=jnp.dtype(precision.reduce_dtype),
-        )
+    if layout.size(PIPELINE) > 1:
+        value_and_grad = _make_pipeline(model, layout, config, context.platform, precision, stages)
     else:
         value_and_grad = _make_accumulation(model, layout, config.accumulation)
 
@@ -76,6 +62,7 @@ def make_value_and_grad(
         return collectives.all_reduce(x, layout.batch_axes) if layout.batch_axes else x
 
     def local(params: Params, batch: Batch, key: Array, scale: Array) -> Any:
+        """(global sums, this device's gradients, their norm) of its batch [rows, ...]."""
         batch = data.number_rows(batch, layout.batch_axes)
         local_params = collectives.vary(params, axes)
         step_context = dataclasses.replace(context, dropout_key=key, sum_rows=sum_rows)
@@ -100,6 +87,33 @@ def make_value_and_grad(
     )
 
 
+def _make_pipeline(
+    model: Model,
+    layout: Layout,
+    config: TrainConfig,
+    platform: str,
+    precision: PrecisionConfig,
+    stages: PipelineConfig,
+) -> Callable[[Params, Batch, Context, Array], tuple[Sums, Params]]:
+    """Sums and local gradients by a pipeline.
+
+    Returns:
+        As `_make_accumulation`, for this replica's batch [rows, ...].
+    """
+    num_stages, remat = layout.size(PIPELINE), resolve_remat(config, platform)
+    return pipeline_train.make_pipeline_value_and_grad(
+        model,
+        layout,
+        lambda rows: stages.make_schedule(
+            num_stages=num_stages, rows=rows, num_microbatches=config.num_microbatches
+        ),
+        layer=make_layer(model, layout, precision, platform, gather=stages.gather == "action"),
+        policy=None if remat == "none" else remat_policy(remat, {}),
+        gather=stages.gather,
+        reduce_dtype=jnp.dtype(precision.reduce_dtype),
+    )
+
+
 def _make_accumulation(
     model: Model, layout: Layout, num_microbatches: int
 ) -> Callable[[Params, Batch, Context, Array], tuple[Sums, Params]]:
@@ -116,6 +130,8 @@ def _make_accumulation(
     def value_and_grad(
         params: Params, batch: Batch, context: Context, scale: Array
     ) -> tuple[Sums, Params]:
+        """(sums, local gradients) of this device's batch [rows, ...]; scale is float32 []."""
+
         def scaled_loss(params: Params, micro: Batch) -> tuple[Array, Sums]:
             sums = model.loss(context.gather(params), micro, context)
             return objective(sums) * scale, sums
@@ -149,7 +165,7 @@ def make_evaluate(
     stages = stages or PipelineConfig()
     num_stages = layout.size(PIPELINE)
     if num_stages > 1:
-        evaluate = pipeline_evaluate.make_evaluate(
+        evaluate = pipeline_evaluate.make_pipeline_evaluate(
             model,
             layout,
             lambda rows: stages.make_evaluation_schedule(num_stages=num_stages, rows=rows),

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jaxdist.core import collectives
+from jaxdist.core import collectives, fp8
 from jaxdist.core.attention import keeps_attention
+from jaxdist.core.axis import spec_over
 from jaxdist.core.parallel import fsdp, tensor
 from jaxdist.core.parallel.pipeline.axis import PIPELINE
 from jaxdist.core.parallel.tensor import TENSOR
@@ -20,6 +21,7 @@ from jaxdist.core.precision import PrecisionConfig
 from jaxdist.core.sharding import Layout
 from jaxdist.core.step.config import TrainConfig
 from jaxdist.core.types import Array, Context, Model, Params, Sums
+from jaxdist.optim.matrices import sides_of
 
 UNROLL_UP_TO = 16
 """Layers that XLA:CPU gets unrolled, which it runs faster than a loop. More compile too slowly."""
@@ -54,26 +56,45 @@ def make_run_layers(
     # XLA:CPU merges what unrolled layers compute twice, with or without a barrier.
     unroll = model.num_layers if few and platform == "cpu" and not recomputes else 1
 
+    narrow = _make_narrow_layer(model, layout, precision, platform)
+
     def run_layers(
         block: Any, layers: Params, x: Array, aux: Any, context: Context, first: Any = 0
     ) -> tuple[Array, Sums]:
-        def body(x: Array, index_and_shards: tuple[Array, Params]) -> tuple[Array, Sums]:
-            index, shards = index_and_shards
-            return layer(block, shards, x, index, aux, context)
+        """(x [batch, seq_shard, d_model], Sums) behind the layers."""
 
-        count = jax.tree.leaves(layers)[0].shape[0]
-        # Forward and backward are two loops, over which the compiler cannot merge what is computed
-        # twice on purpose. Unrolled they are one straight line, in which it would.
-        if recomputes or context.dtype != jnp.float32:  # casts of weights are not kept either
-            # Elsewhere it would only pin every kept value with a reduce-precision.
-            body = jax.checkpoint(
-                body,
-                policy=remat_policy(remat, layers),
-                prevent_cse=recomputes and unroll >= count,
-            )
-        indices = first + jnp.arange(count)
-        x, sums = lax.scan(body, x, (indices, layers), unroll=min(unroll, count))
-        return x, tensor.add_layers(sums)
+        def run(layer: Any, layers: Any, x: Array, first: Any) -> tuple[Array, Sums]:
+            """(x [batch, seq_shard, d_model], sums [layers]) behind those from index `first` on."""
+
+            def body(x: Array, index_and_shards: tuple[Array, Any]) -> tuple[Array, Sums]:
+                index, shards = index_and_shards
+                return layer(block, shards, x, index, aux, context)
+
+            count = jax.tree.leaves(layers)[0].shape[0]
+            # Forward and backward are two loops, over which the compiler cannot merge what is
+            # computed twice on purpose. Unrolled they are one straight line, in which it would.
+            if recomputes or context.dtype != jnp.float32:  # casts of weights are not kept either
+                # Elsewhere it would only pin every kept value with a reduce-precision.
+                body = jax.checkpoint(
+                    body,
+                    policy=remat_policy(remat, layers),
+                    prevent_cse=recomputes and unroll >= count,
+                )
+            xs = (first + jnp.arange(count), layers)
+            return lax.scan(body, x, xs, unroll=min(unroll, count))
+
+        if narrow is None:
+            x, sums = run(layer, layers, x, first)
+            return x, tensor.add_layers(sums)
+        # The ends are loops of their own: a choice inside of one would keep what either side needs.
+        last = model.num_layers - 1
+        ends = [jax.tree.map(lambda w, i=i: w[i : i + 1], layers) for i in (0, last)]
+        middle = jax.tree.map(lambda w: w[1:last], layers)
+        x, sums_first = run(layer, ends[0], x, 0)
+        x, sums_middle = run(narrow.layer, (middle, narrow.round_weights(middle)), x, 1)
+        x, sums_last = run(layer, ends[1], x, last)
+        parts = (sums_first, sums_middle, sums_last)
+        return x, tensor.add_layers(jax.tree.map(lambda *part: jnp.concatenate(part), *parts))
 
     return run_layers
 
@@ -90,6 +111,9 @@ def make_layer(
 ) -> Callable[..., tuple[Array, Sums]]:
     """One layer, its weights gathered.
 
+    With `precision.matmul_dtype` = "fp8" and stages, every layer but the model's first and last
+    multiplies in 8 bits, and rounds whole weights. Which layers a stage runs is known to it alone.
+
     Returns:
         (block, shards of one layer, x [batch, seq_shard, d_model], index in the model, aux,
         context) -> (x, Sums). Without `gather` the weights are whole already and only cast.
@@ -99,24 +123,81 @@ def make_layer(
         specs = jax.tree.map(lambda _: P(), specs, is_leaf=lambda x: isinstance(x, P))
     dtype = precision.resolve(platform)
     reduce_dtype = jnp.dtype(precision.reduce_dtype)
+    chooses = precision.matmul_dtype == "fp8" and layout.size(PIPELINE) > 1
 
     def layer(
         block: Any, shards: Params, x: Array, index: Array, aux: Any, context: Context
     ) -> tuple[Array, Sums]:
+        """(x [batch, seq_shard, d_model], Sums) behind one layer; index is int32 []."""
         weights = fsdp.gather(shards, specs, dtype=dtype, reduce_dtype=reduce_dtype)
-        key = context.dropout_key
-        layer_key = None if key is None else jax.random.fold_in(key, index)
-        told = dataclasses.replace(context, dropout_key=layer_key, layer=index)
-        return _checked(block(weights, x, aux, told), x)
+        if chooses:
+            is_end = (index == 0) | (index == model.num_layers - 1)
+            dot = fp8.make_dot(_splitting_axes(layout), is_end)
+            context = dataclasses.replace(context, dot=dot)
+        return _run(block, weights, x, index, aux, context)
 
     return layer
 
 
+class _NarrowLayer(NamedTuple):
+    """A layer whose products are in 8 bits.
+
+    Attributes:
+        round_weights: shards [layers, ...] -> what `fp8.round_weights` returns for them.
+        layer: as `make_layer` returns it, but for (shards, rounded) in the place of shards.
+    """
+
+    round_weights: Callable[[Params], Any]
+    layer: Callable[..., tuple[Array, Sums]]
+
+
+def _make_narrow_layer(
+    model: Model, layout: Layout, precision: PrecisionConfig, platform: str
+) -> _NarrowLayer | None:
+    """The layer between the first and the last; None where those are as all others."""
+    if precision.matmul_dtype != "fp8" or layout.size(PIPELINE) > 1:
+        return None
+    axes = model.axes["layers"]
+    specs = fsdp.layer_specs(layout.gather_specs(model.axes)["layers"])
+    split = jax.tree.map(
+        lambda spec: spec_over(spec, layout.manual_axes),
+        fsdp.layer_specs(layout.param_specs(model.axes)["layers"]),
+        is_leaf=lambda x: isinstance(x, P),
+    )
+    multiplies = jax.tree.map(lambda sides: sides.is_matrix, sides_of(axes))
+    dtype, reduce_dtype = precision.resolve(platform), jnp.dtype(precision.reduce_dtype)
+    dot = fp8.make_dot(_splitting_axes(layout))
+
+    def layer(
+        block: Any, both: tuple[Params, Any], x: Array, index: Array, aux: Any, context: Context
+    ) -> tuple[Array, Sums]:
+        """(x [batch, seq_shard, d_model], Sums) behind one layer; index is int32 []."""
+        weights = fp8.gather(*both, specs, dtype=dtype, reduce_dtype=reduce_dtype)
+        return _run(block, weights, x, index, aux, dataclasses.replace(context, dot=dot))
+
+    return _NarrowLayer(lambda layers: fp8.round_weights(layers, split, multiplies, dtype), layer)
+
+
+def _splitting_axes(layout: Layout) -> tuple[str, ...]:
+    """Mesh axes whose devices may hold parts of one activation: all but the stages."""
+    return tuple(axis.name for axis in layout.used if axis is not PIPELINE)
+
+
+def _run(
+    block: Any, weights: Params, x: Array, index: Array, aux: Any, context: Context
+) -> tuple[Array, Sums]:
+    """(x [batch, seq_shard, d_model], Sums) behind the block, told its index, int32 []."""
+    key = context.dropout_key
+    layer_key = None if key is None else jax.random.fold_in(key, index)
+    told = dataclasses.replace(context, dropout_key=layer_key, layer=index)
+    return _checked(block(weights, x, aux, told), x)
+
+
 def _checked(out: Any, x: Array) -> tuple[Array, Sums]:
-    """What a block returned: x of the shape it had, and float32 scalars that vary as rows do.
+    """What a block returned: x [batch, seq_shard, d_model], and scalars that vary as rows do.
 
     Raises:
-        TypeError: the block returned something else.
+        TypeError: the block returned no such pair, or sums that are no float32 scalars.
     """
     if not (isinstance(out, tuple) and len(out) == 2 and isinstance(out[1], dict)):
         raise TypeError(

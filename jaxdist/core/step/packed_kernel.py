@@ -18,7 +18,7 @@ from jaxdist.core.parallel.tensor import TENSOR
 from jaxdist.core.settings import ConfigError
 from jaxdist.core.sharding import Layout
 from jaxdist.core.step.config import TrainConfig
-from jaxdist.core.step.context import exchange_of, is_described
+from jaxdist.core.step.model_context import exchange_of, is_described
 from jaxdist.core.types import Model
 from jaxdist.runtime import coordination
 

@@ -18,11 +18,12 @@ from jaxdist.core.sharding import Layout
 from jaxdist.core.state import TrainState, opt_shardings, state_shardings
 from jaxdist.core.step import statistics
 from jaxdist.core.step.config import REPLICA_NORMS, TrainConfig
-from jaxdist.core.step.context import make_context
 from jaxdist.core.step.gradients import divisor, make_evaluate, make_value_and_grad
+from jaxdist.core.step.model_context import make_context
 from jaxdist.core.types import Array, Batch, Context, Model, Params, Sums, objective
 
 Metrics = dict[str, Array]
+"""Float32 scalars by name, `applied` bool []; replica norms are [replicas]."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,11 +82,52 @@ def make_step(
         model, layout, config, context, precision=precision, stages=stages, frozen=frozen
     )
     update = make_update(model, optimizer, layout, max_grad_norm, frozen)
-    on_device = opt_shardings(model, optimizer, layout)
+    train = _make_train(
+        gradients,
+        update,
+        schedule,
+        ema_decay=ema_decay,
+        fetched_to=opt_shardings(model, optimizer, layout) if config.offload_optimizer else None,
+    )
+    batch_sharding = layout.sharding(layout.batch_spec())
+    whole = layout.sharding(P())
+    return Step(
+        train=jax.jit(
+            train,
+            donate_argnums=0,
+            in_shardings=(shardings, None, whole),  # a batch's leaves say where they lie
+            out_shardings=(shardings, whole),
+        ),
+        evaluate=jax.jit(
+            make_evaluate(model, layout, context, stages),
+            in_shardings=(shardings.params, None),
+            out_shardings=whole,
+        ),
+        context=context,
+        batch_sharding=batch_sharding,
+    )
+
+
+def _make_train(
+    gradients: Callable[..., tuple[Sums, Params, Array]],
+    update: Callable[..., tuple[Params, Any]],
+    schedule: Callable[[Array], Array],
+    *,
+    ema_decay: float,
+    fetched_to: Any = None,
+) -> Callable[[TrainState, Batch, Array], tuple[TrainState, Metrics]]:
+    """A whole step: gradients, the update, and whether to take it.
+
+    `fetched_to` are the device shardings of optimizer state that lies in host memory, else None.
+
+    Returns:
+        (state, batch [global_batch_size, ...], limit float32 []) -> (state, metrics); `Step.train`.
+    """
 
     def train(state: TrainState, batch: Batch, limit: Array) -> tuple[TrainState, Metrics]:
-        if config.offload_optimizer:
-            fetched = jax.device_put(state.opt_state, on_device)
+        """(new state, metrics) of a batch [global_batch_size, ...]; `limit` is float32 []."""
+        if fetched_to is not None:
+            fetched = jax.device_put(state.opt_state, fetched_to)
             state = dataclasses.replace(state, opt_state=fetched)
         scale = state.loss_scale.get("scale", jnp.ones((), jnp.float32))
         key = jax.random.fold_in(state.key, state.step)
@@ -112,23 +154,7 @@ def make_step(
         }
         return new_state, metrics
 
-    batch_sharding = layout.sharding(layout.batch_spec())
-    whole = layout.sharding(P())
-    return Step(
-        train=jax.jit(
-            train,
-            donate_argnums=0,
-            in_shardings=(shardings, None, whole),  # a batch's leaves say where they lie
-            out_shardings=(shardings, whole),
-        ),
-        evaluate=jax.jit(
-            make_evaluate(model, layout, context, stages),
-            in_shardings=(shardings.params, None),
-            out_shardings=whole,
-        ),
-        context=context,
-        batch_sharding=batch_sharding,
-    )
+    return train
 
 
 def make_update(
@@ -151,6 +177,7 @@ def make_update(
     averages = statistics.has_averages(model.axes)
 
     def update(state: TrainState, shown: Params, norm: Array, learning_rate: Array) -> Any:
+        """(params, opt_state) from gradients like the parameters; the others are float32 []."""
         grads = statistics.hide(model.axes, shown) if averages else shown
         if max_grad_norm:
             factor = jnp.minimum(1.0, max_grad_norm / (norm + 1e-6))

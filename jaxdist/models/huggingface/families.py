@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxdist.core.settings import ConfigError, problems_of
-from jaxdist.models.configs import ROPE_SCALING, DecoderConfig
+from jaxdist.models.configs import ROPE_SCALING, DecoderConfig, ModelConfig
 from jaxdist.models.huggingface.config_keys import (
     GEMMAS,
     full_every,
@@ -109,6 +109,19 @@ def left_out(theirs: Mapping[str, Any]) -> list[str]:
         f"config.json has {told}: not taken over, dropout is 0. Set model.dropout and "
         "model.attention_dropout if training should drop."
     ]
+
+
+def decoder_of(model: ModelConfig, where: str) -> DecoderConfig:
+    """The model of a run, if Hugging Face has its kind; `where` it lies is for the error.
+
+    Raises:
+        ConfigError: it has not.
+    """
+    if not isinstance(model, DecoderConfig):
+        raise ConfigError(
+            f"{where} holds a {model.kind}. Only decoders can be written for Hugging Face."
+        )
+    return model
 
 
 def family_of(config: DecoderConfig) -> str:

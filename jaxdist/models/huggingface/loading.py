@@ -85,7 +85,10 @@ def _shape(parts: list[Piece]) -> tuple[int, ...]:
 
 
 def _leaf(weights: Weights, name: str, leaf: jax.ShapeDtypeStruct) -> Array:
-    """One array, shard by shard; devices that hold the same slice share what is read."""
+    """One array, shaped as `leaf` [...] and in its dtype, shard by shard.
+
+    Devices that hold the same slice share what is read.
+    """
     assert leaf.sharding is not None  # a target has one, see `load_params`
     holders: dict[tuple[tuple[int, int], ...], list[Any]] = {}
     for device, index in leaf.sharding.addressable_devices_indices_map(leaf.shape).items():
@@ -112,7 +115,7 @@ def _assembled(
     dtype: np.dtype,
     devices: list[Any],
 ) -> list[Array]:
-    """A large shard on each of `devices`, written there block by block."""
+    """A large shard [lengths of `bounds`] on each of `devices`, written there block by block."""
     shape = tuple(stop - start for start, stop in bounds)
     shards = [_zeros(shape, dtype, device) for device in devices]
     for place, values in _blocks(weights, parts, bounds, dtype):
@@ -128,7 +131,7 @@ def _assembled(
 def _blocks(
     weights: Weights, parts: list[Piece], bounds: tuple[tuple[int, int], ...], dtype: np.dtype
 ) -> Iterator[tuple[Index, np.ndarray]]:
-    """A shard in blocks: (place in the shard, values)."""
+    """A shard in blocks: (place in the shard, values [lengths of the place] in `dtype`)."""
     stacked = parts[0].layer is not None
     layers = range(*bounds[0]) if stacked else (0,)
     inner = bounds[1:] if stacked else bounds
@@ -163,12 +166,14 @@ def _slabs(piece: Piece, bounds: tuple[tuple[int, int], ...], itemsize: int) -> 
 
 
 def _zeros(shape: tuple[int, ...], dtype: np.dtype, device: Any) -> Array:
+    """Zeros [*shape] in `dtype`, made on the device."""
     where = jax.sharding.SingleDeviceSharding(device)
     return jax.jit(lambda: jax.numpy.zeros(shape, dtype), out_shardings=where)()
 
 
 @functools.partial(jax.jit, donate_argnums=0)
 def _written(shard: Array, values: Array, corner: tuple[Any, ...]) -> Array:
+    """The shard [...], donated, with values [...] of its dtype from its index `corner` on."""
     return jax.lax.dynamic_update_slice(shard, values, corner)
 
 

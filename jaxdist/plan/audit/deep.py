@@ -29,11 +29,11 @@ TOLERANCE = 1e-4
 """Largest difference of a gradient, relative to its peak: sums in another order reach 1e-5, a sum
 that is missing or taken twice 1e-1."""
 
-_ROWS_EACH, _SEQ, _HEAD, _VOCAB = 2, 32, 8, 256
+_ROWS_EACH, _SEQ = 2, 32
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Difference:
+class MeshDifference:
     """A value of the step that depends on the mesh.
 
     Attributes:
@@ -51,7 +51,7 @@ class Difference:
         return f"{self.value} differs from one device's by {self.relative:.1e} of its peak, {named}"
 
 
-def differences(config: RunConfig, devices: Sequence[Any]) -> list[Difference]:
+def differences(config: RunConfig, devices: Sequence[Any]) -> list[MeshDifference]:
     """What of one step differs between the run's mesh and one device, with the axes at fault.
 
     Args:
@@ -70,7 +70,7 @@ def differences(config: RunConfig, devices: Sequence[Any]) -> list[Difference]:
         for axis in spec.used
     }
     return [
-        Difference(
+        MeshDifference(
             value=name,
             relative=relative,
             axes=tuple(axis for axis, wrong in alone.items() if name in wrong),
@@ -81,30 +81,19 @@ def differences(config: RunConfig, devices: Sequence[Any]) -> list[Difference]:
 
 def shrunken(config: RunConfig, spec: MeshSpec) -> RunConfig:
     """The same run with a small model and few rows, in float32, legal on the mesh."""
-    model: Any = config.model
-    multiple = math.prod(spec.sizes.values())
     layers = 2 * spec[PIPELINE] * config.pipeline.num_virtual_stages
-    sizes = {"num_layers": layers, "mlp_dim": 8 * multiple, "vocab_size": _VOCAB}
-    if hasattr(model, "num_heads"):
-        sizes |= {"d_model": _HEAD * math.lcm(model.num_heads, multiple), "head_dim": _HEAD}
-    small = {name: size for name, size in sizes.items() if _is_larger(model, name, size)}
-    if "d_model" not in small:
-        small.pop("head_dim", None)
+    multiple = math.prod(spec.sizes.values())
     num_microbatches = config.train.num_microbatches
     seq_len = min(config.train.seq_len, _SEQ * spec[TENSOR])
     rows = _ROWS_EACH * spec.num_replicas * max(num_microbatches, 4 * spec[PIPELINE])
     return dataclasses.replace(
         config,
-        model=dataclasses.replace(model, **small),
+        model=config.model.shrunken(num_layers=layers, multiple=multiple),
         train=dataclasses.replace(config.train, global_batch_size=rows, seq_len=seq_len),
         precision=dataclasses.replace(
             config.precision, compute_dtype="float32", reduce_dtype="float32"
         ),
     )
-
-
-def _is_larger(model: Any, name: str, size: int) -> bool:
-    return name == "head_dim" or getattr(model, name, 0) > size
 
 
 def _on(config: RunConfig, spec: MeshSpec) -> RunConfig:
@@ -114,7 +103,7 @@ def _on(config: RunConfig, spec: MeshSpec) -> RunConfig:
 
 
 def _step(config: RunConfig, devices: Sequence[Any]) -> dict[str, np.ndarray]:
-    """Sums and gradients of one step by name, whole, of any shapes and dtypes."""
+    """Sums and gradients of one step by name, whole: [...] each, as the step makes them."""
     spec = config.mesh.spec
     assert spec is not None
     parts = assemble(config, devices[: spec.num_devices])
@@ -143,7 +132,10 @@ def _step(config: RunConfig, devices: Sequence[Any]) -> dict[str, np.ndarray]:
 
 
 def _batch(parts: Parts) -> dict[str, np.ndarray]:
-    """Random rows of the run's shapes; weights differ from row to row, and vanish for some."""
+    """Random rows [global_batch_size, ...] of the run's fields and dtypes.
+
+    Weights differ from row to row, and vanish for some.
+    """
     draw = np.random.default_rng(0)
     most = {"labels": 2, "segments": 1}
     rows = {}

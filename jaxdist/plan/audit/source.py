@@ -17,7 +17,7 @@ _MACHINERY = tuple(str(Path(_OWN, name)) for name in ("core", "plan", "run", "to
 
 
 @dataclasses.dataclass(frozen=True)
-class Line:
+class SourceLine:
     """A line of code.
 
     Attributes:
@@ -41,24 +41,24 @@ class Line:
         return linecache.getline(self.file, self.number).strip()
 
 
-def lines_of(equation: Any) -> list[Line]:
+def lines_of(equation: Any) -> list[SourceLine]:
     """Lines outside of jax and flax that led to an equation, innermost first."""
     traceback = equation.source_info.traceback
     frames = list(traceback.frames) if traceback is not None else []
     return [
-        Line(frame.file_name, getattr(frame, "line_num", 0), frame.function_name)
+        SourceLine(frame.file_name, getattr(frame, "line_num", 0), frame.function_name)
         for frame in frames
         if not frame.file_name.startswith(_JAX) and not frame.file_name.startswith("<")
     ]
 
 
-def line_of(equation: Any) -> Line | None:
+def line_of(equation: Any) -> SourceLine | None:
     """The innermost line of the model, else of the package; None where nothing is known."""
     inner = [line for line in lines_of(equation) if not line.file.endswith("core/collectives.py")]
     return model_line(equation) or next(iter(inner), None)
 
 
-def model_line(equation: Any) -> Line | None:
+def model_line(equation: Any) -> SourceLine | None:
     """The innermost line of the model, the package's or a user's; None without one."""
     lines = lines_of(equation)
     inside = [i for i, line in enumerate(lines) if "/core/step/" in line.file]
@@ -67,6 +67,6 @@ def model_line(equation: Any) -> Line | None:
     return next((line for line in of_step if not line.file.startswith(_MACHINERY)), None)
 
 
-def is_own(line: Line) -> bool:
+def is_own(line: SourceLine) -> bool:
     """Whether a line is the package's."""
     return line.file.startswith(_OWN)

@@ -24,12 +24,12 @@ _PURPOSES = (
     ("core/parallel/reduction.py", "", "gradient reduction"),
     ("core/parallel/fsdp.py", "", "parameter gather"),
     ("core/parallel/tensor.py", "add_layers", "sums of blocks"),
-    ("core/attention/context.py", "", "attention over split rows"),
+    ("core/attention/", "", "attention over split rows"),
     ("core/losses.py", "", "loss over the vocabulary"),
     ("core/step/gradients.py", "replica_norms", "replica norms"),
     ("core/step/gradients.py", "_sum_over_devices", "loss, weight, metrics"),
-    ("pipeline/executor.py", "", "pipeline exchange"),
-    ("pipeline/virtual_stages.py", "", "virtual stages' parameters"),
+    ("core/parallel/pipeline/executor.py", "", "pipeline exchange"),
+    ("core/parallel/pipeline/virtual_stages.py", "", "virtual stages' parameters"),
 )
 
 
@@ -98,8 +98,8 @@ def purpose_of(equation: Any) -> str:
     if first.file.endswith("core/parallel/fsdp.py") and kind == "reduce-scatter":
         return "gradient reduction, sharded"
     for file, function, purpose in _PURPOSES:
-        # A purpose without a function stands for the whole file.
-        if first.file.endswith(file) and function in first.function:
+        # A purpose without a function stands for the whole file, or folder.
+        if f"jaxdist/{file}" in first.file and function in first.function:
             return purpose
     line = line_of(equation) or first
     return f"{line} {line.function}"

@@ -30,18 +30,18 @@ from jaxdist.core.settings import write_toml
 from jaxdist.plan.compiled.collectives import Collective
 from jaxdist.plan.compiled.roofline import Times
 from jaxdist.plan.hardware import Cluster
-from jaxdist.runtime.formatting.numbers import in_bytes
+from jaxdist.runtime.formatting.numbers import in_bytes, percent
 
 INSTALL = "pip install -c constraints.txt -e '.[plan]'"
 """Brings the compiler: no GPU, driver or CUDA installation is needed."""
 
 _PACKAGES = ("jax-cuda13-plugin", "jax-cuda13-pjrt")
-_SYNCHRONOUS_MIB = 64
+_SYNCHRONOUS_BYTES = 64 * 2**20
 _DETAIL_LINES = 20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Memory:
+class CompiledMemory:
     """What one device needs for the step, in bytes, by class.
 
     Attributes:
@@ -108,7 +108,7 @@ class CompiledStep:
         target: the GPU as it was described to the compiler.
     """
 
-    memory: Memory
+    memory: CompiledMemory
     buffers: tuple[Buffer, ...]
     collectives: tuple[Collective, ...]
     branch_shares: dict[str, float]
@@ -294,7 +294,7 @@ def _read(facts: dict[str, Any], log: str) -> CompiledStep:
         )
         for name, kind in kinds.items()
     }
-    records = {"memory": Memory(**facts["memory"]), "times": Times(**facts["times"])}
+    records = {"memory": CompiledMemory(**facts["memory"]), "times": Times(**facts["times"])}
     step = CompiledStep(**{**facts, **lists, **records, "remarks": ()})
     return dataclasses.replace(step, remarks=(*_log_remarks(log), *_step_remarks(step)))
 
@@ -324,14 +324,14 @@ def _log_remarks(log: str) -> Iterator[Remark]:
 def _step_remarks(step: CompiledStep) -> Iterator[Remark]:
     """Large collectives that overlap with nothing, gradients summed in less than float32."""
     sends = lambda c: step.runs(c) * c.wire_bytes
-    large = [c for c in step.collectives if c.bytes >= _SYNCHRONOUS_MIB * 2**20]
+    large = [c for c in step.collectives if c.bytes >= _SYNCHRONOUS_BYTES]
     if waited := [c for c in large if not c.overlapped]:
         total, whole = sum(map(sends, waited)), sum(step.wire_bytes().values())
         worst = max(waited, key=sends)
         yield Remark(
             "synchronous",
-            f"{len(waited)} collectives above {_SYNCHRONOUS_MIB} MiB overlap with nothing, "
-            f"{total / whole:.0%} of what a step sends ({in_bytes(total)}); the largest is "
+            f"{len(waited)} collectives above {in_bytes(_SYNCHRONOUS_BYTES)} overlap with nothing, "
+            f"{percent(total / whole, 0)} of what a step sends ({in_bytes(total)}); the largest is "
             f"{worst.kind} over {'+'.join(worst.axes)} of {in_bytes(worst.bytes)}.",
         )
     narrow: dict[str, set[str]] = {}

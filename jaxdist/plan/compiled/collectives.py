@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from jaxdist.plan.compiled.hlo import Instruction, Module, UnknownHLO, groups_of, pairs_of, parse
+from jaxdist.plan.compiled.hlo import HloInstruction, Module, UnknownHLO, groups_of, pairs_of, parse
 
 KINDS = (
     *("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all"),
@@ -77,9 +77,9 @@ class _Site:
     """A collective found on the walk: where it starts, where it ends, how often it runs."""
 
     kind: str
-    started: Instruction
-    inner: Instruction
-    result: Instruction
+    started: HloInstruction
+    inner: HloInstruction
+    result: HloInstruction
     between: int = 0
     overlapped: bool = False
     times: int = 1
@@ -130,7 +130,7 @@ def read_collectives(
     return found
 
 
-def custom_calls(text: str) -> list[tuple[str, Instruction]]:
+def custom_calls(text: str) -> list[tuple[str, HloInstruction]]:
     """(target, instruction) of every custom call, those of uncalled computations too."""
     found = []
     for instructions in parse(text).computations.values():
@@ -193,7 +193,7 @@ def _computation(
             raise UnknownHLO(f"unknown caller {opcode!r}: {instruction}")
 
 
-def trips_of(instruction: Instruction, unknown: int = 0) -> int:
+def trips_of(instruction: HloInstruction, unknown: int = 0) -> int:
     """How often a loop runs; `unknown` where the compiler did not say.
 
     Raises:
@@ -208,7 +208,7 @@ def trips_of(instruction: Instruction, unknown: int = 0) -> int:
 
 
 def _wrapped(
-    module: Module, instructions: list[Instruction], place: int, called: list[str]
+    module: Module, instructions: list[HloInstruction], place: int, called: list[str]
 ) -> Iterator[_Site]:
     """A collective inside the computation of an `async-start`; other computations hold none."""
     for child in called:
@@ -220,7 +220,7 @@ def _wrapped(
 
 
 def _site(
-    kind: str, instructions: list[Instruction], place: int, inner: Instruction, split: bool
+    kind: str, instructions: list[HloInstruction], place: int, inner: HloInstruction, split: bool
 ) -> _Site:
     started = instructions[place]
     if not split:
@@ -237,7 +237,7 @@ def _site(
     )
 
 
-def end_of(instructions: list[Instruction], place: int) -> int:
+def end_of(instructions: list[HloInstruction], place: int) -> int:
     """Index of the instruction that awaits what starts at `place`.
 
     Raises:
@@ -260,7 +260,7 @@ def end_of(instructions: list[Instruction], place: int) -> int:
 
 
 def groups_and_axes(
-    instruction: Instruction, kind: str, mesh: Mapping[str, int]
+    instruction: HloInstruction, kind: str, mesh: Mapping[str, int]
 ) -> tuple[Sequence[Sequence[int]], tuple[str, ...]]:
     """(groups of devices, of a permute its pairs, and the mesh axes that they span).
 
@@ -275,7 +275,7 @@ def groups_and_axes(
 
 
 def _axes(
-    groups: Sequence[Sequence[int]], mesh: Mapping[str, int], instruction: Instruction
+    groups: Sequence[Sequence[int]], mesh: Mapping[str, int], instruction: HloInstruction
 ) -> tuple[str, ...]:
     """The mesh axes that groups span; of groups of neighbours on one axis, that axis."""
     names, sizes = list(mesh), list(mesh.values())

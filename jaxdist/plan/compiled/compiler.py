@@ -32,7 +32,7 @@ from jaxdist.core.parallel.pipeline.loop_plan import plan_loops
 from jaxdist.core.settings import ConfigError
 from jaxdist.plan.compiled import gpu_target
 from jaxdist.plan.compiled.collectives import custom_calls, read_collectives
-from jaxdist.plan.compiled.hlo import Instruction, Module, parse, shapes_of
+from jaxdist.plan.compiled.hlo import HloInstruction, Module, parse, shapes_of
 from jaxdist.plan.compiled.roofline import model_times
 from jaxdist.plan.estimate.activations import cudnn_scratch
 from jaxdist.plan.hardware import Cluster, Gpu
@@ -49,7 +49,7 @@ def main() -> int:
     os.dup2(2, 1)  # whatever else prints must not stand in the answer
     request = json.load(sys.stdin)
     try:
-        answer = compile_step(request)
+        answer = compile_request(request)
     except ConfigError as error:
         answer = {"refused": error.problems}
     with os.fdopen(answer_to, "w") as stream:
@@ -57,7 +57,7 @@ def main() -> int:
     return 0
 
 
-def compile_step(request: dict[str, Any]) -> dict[str, Any]:
+def compile_request(request: dict[str, Any]) -> dict[str, Any]:
     """Assemble, lower and compile the train step for a topology; see `compiled.CompiledStep`.
 
     The request has the settings as TOML and the cluster; `check.compile_step` makes it.
@@ -148,7 +148,7 @@ def _branch_shares(parts: Any) -> dict[str, float]:
 
 
 def _memory(
-    stats: Any, parts: Any, calls: list[tuple[str, Instruction]], gpu: Gpu
+    stats: Any, parts: Any, calls: list[tuple[str, HloInstruction]], gpu: Gpu
 ) -> dict[str, int]:
     host_bytes = _host_bytes(parts)
     return {
@@ -178,7 +178,7 @@ def _host_bytes(parts: Any) -> int:
     )
 
 
-def attention_workspace(call: Instruction, gpu: Gpu) -> int:
+def attention_workspace(call: HloInstruction, gpu: Gpu) -> int:
     """Scratch bytes that cuDNN asks for at run time, which the compiler writes down as none.
 
     Of a forward 256 on Hopper, 0 on Ampere; of a backward see `cudnn_scratch`. Each of the
@@ -244,7 +244,7 @@ def _temporaries(report: str) -> list[tuple[str, int, int, str]]:
 # --- the program ---------------------------------------------------------------------------------
 
 
-def _attention(parts: Any, calls: list[tuple[str, Instruction]]) -> str:
+def _attention(parts: Any, calls: list[tuple[str, HloInstruction]]) -> str:
     if any(name.startswith("__cudnn$fmha") for name, _ in calls):
         return "cudnn"
     return "xla" if parts.model.unit == "tokens" else ""

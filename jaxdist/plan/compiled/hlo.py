@@ -52,7 +52,7 @@ class Shape:
 
 
 @dataclasses.dataclass(frozen=True)
-class Instruction:
+class HloInstruction:
     """One instruction: text between its parentheses (`operands`) and after them (`attributes`).
 
     `type` is its result's type as text, `name` without the percent sign.
@@ -88,10 +88,10 @@ class Instruction:
 class Module:
     """A program: instructions of each computation in scheduled order, and the entry's name."""
 
-    computations: dict[str, list[Instruction]]
+    computations: dict[str, list[HloInstruction]]
     entry: str
 
-    def called(self, instruction: Instruction) -> list[str]:
+    def called(self, instruction: HloInstruction) -> list[str]:
         """Computations that an instruction names, branches in order."""
         attributes = re.sub(r"metadata=\{[^}]*\}", "", instruction.attributes)
         names = re.findall(
@@ -110,7 +110,7 @@ def parse(text: str) -> Module:
     Raises:
         UnknownHLO: it is no program, or a line of a computation is no instruction.
     """
-    computations: dict[str, list[Instruction]] = {}
+    computations: dict[str, list[HloInstruction]] = {}
     entry, current = None, None
     for line in text.splitlines():
         header = re.match(r"^(ENTRY )?%?([\w.\-]+)(?: \(.*|) ?\{\s*$", line)
@@ -126,7 +126,7 @@ def parse(text: str) -> Module:
     return Module(computations, entry)
 
 
-def _instruction(line: str) -> Instruction:
+def _instruction(line: str) -> HloInstruction:
     head = re.match(r"^\s+(?:ROOT )?%?([\w.\-]+) = ", line)
     if head is None:
         raise UnknownHLO(f"no instruction: {line.strip()[:200]}")
@@ -140,7 +140,7 @@ def _instruction(line: str) -> Instruction:
     if opcode is None:
         raise UnknownHLO(f"no operation in: {line.strip()[:200]}")
     end = _closing(rest, opcode.end())
-    return Instruction(head[1], result, opcode[0], rest[opcode.end() + 1 : end], rest[end + 1 :])
+    return HloInstruction(head[1], result, opcode[0], rest[opcode.end() + 1 : end], rest[end + 1 :])
 
 
 def _closing(text: str, start: int) -> int:
@@ -175,7 +175,7 @@ def shapes_of(text: str) -> list[Shape]:
 # --- groups of devices ---------------------------------------------------------------------------
 
 
-def groups_of(instruction: Instruction, num_devices: int) -> list[list[int]]:
+def groups_of(instruction: HloInstruction, num_devices: int) -> list[list[int]]:
     """Replica groups of a collective, from any of the notations that XLA prints.
 
         {{0,1},{2,3}}                      listed; {} is everyone
@@ -202,7 +202,7 @@ def groups_of(instruction: Instruction, num_devices: int) -> list[list[int]]:
     return groups
 
 
-def pairs_of(instruction: Instruction) -> list[tuple[int, int]]:
+def pairs_of(instruction: HloInstruction) -> list[tuple[int, int]]:
     """(source, target) of a permute.
 
     Raises:
@@ -281,7 +281,7 @@ def _cut(
 
 
 def _arranged(source: str, order: str | None) -> np.ndarray:
-    """Numbers 0, 1, ... in the shape `source`, dims permuted."""
+    """Numbers 0, 1, ... as int64 [*source], their dims permuted."""
     shape = _numbers(source)
     ids = np.arange(math.prod(shape)).reshape(shape)
     return ids.transpose(_numbers(order)) if order else ids

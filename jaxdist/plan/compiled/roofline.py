@@ -28,7 +28,7 @@ from jaxdist.plan.compiled.collectives import (
     trips_of,
     wire_bytes,
 )
-from jaxdist.plan.compiled.hlo import Instruction, Module, Shape, shapes_of
+from jaxdist.plan.compiled.hlo import HloInstruction, Module, Shape, shapes_of
 from jaxdist.plan.hardware import Cluster
 
 # Shares of the peaks that kernels reach, the same for all GPUs: they are for comparing programs.
@@ -161,7 +161,7 @@ class _Roofline:
 
     # -- kernels -----------------------------------------------------------------------------------
 
-    def _kernel(self, name: str, instruction: Instruction) -> tuple[str, float, float]:
+    def _kernel(self, name: str, instruction: HloInstruction) -> tuple[str, float, float]:
         """(class, seconds, FLOPs) of one kernel."""
         target = re.search(r'custom_call_target="([^"]+)"', instruction.attributes)
         if target is not None and "fmha" in target[1]:
@@ -184,7 +184,7 @@ class _Roofline:
         return kind, seconds + _LAUNCH_S, 0.0
 
     def _attention(
-        self, name: str, instruction: Instruction, *, backward: bool
+        self, name: str, instruction: HloInstruction, *, backward: bool
     ) -> tuple[str, float, float]:
         """A cuDNN kernel, whose first operands are query [batch, queries, heads, width] and key."""
         query, key = (shape.dims for shape in self._inputs(name, instruction)[:2])
@@ -205,7 +205,7 @@ class _Roofline:
             return peaks["float32"]
         return peaks.get("bfloat16", peaks["float32"])
 
-    def _cublas_flops(self, name: str, instruction: Instruction) -> float:
+    def _cublas_flops(self, name: str, instruction: HloInstruction) -> float:
         left, right = self._inputs(name, instruction)[:2]
         dims = re.search(r'"dot_dimension_numbers":\{(.*?)\},"', instruction.attributes)
         assert dims is not None, instruction
@@ -227,7 +227,7 @@ class _Roofline:
             for instruction in self.module.computations[computation]
         )
 
-    def _dot_flops(self, computation: str, dot: Instruction) -> float:
+    def _dot_flops(self, computation: str, dot: HloInstruction) -> float:
         left = self._inputs(computation, dot)[0]
         found = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", dot.attributes)
         shared = [int(n) for n in found[1].split(",") if n] if found else []
@@ -235,11 +235,11 @@ class _Roofline:
 
     # -- bytes -------------------------------------------------------------------------------------
 
-    def _inputs(self, name: str, instruction: Instruction) -> list[Shape]:
+    def _inputs(self, name: str, instruction: HloInstruction) -> list[Shape]:
         found = (self.defined[name].get(operand) for operand in instruction.operand_names)
         return [shape for operand in found if operand is not None for shape in operand.shapes]
 
-    def _plain_bytes(self, name: str, instruction: Instruction) -> float:
+    def _plain_bytes(self, name: str, instruction: HloInstruction) -> float:
         written = _bytes(instruction)
         if instruction.opcode in _SLICES or instruction.opcode.startswith("copy"):
             return 2 * written
@@ -251,14 +251,14 @@ class _Roofline:
     def _fusion_bytes(self, computation: str) -> float:
         """Bytes that a fused computation reads and writes: of a slice the slice, not the array."""
         body = self.module.computations[computation]
-        users: dict[str, list[Instruction]] = {}
+        users: dict[str, list[HloInstruction]] = {}
         for instruction in body:
             for operand in instruction.operand_names:
                 users.setdefault(operand, []).append(instruction)
         read = sum(_read(i, users) for i in body if i.opcode == "parameter")
         return read + self._written(computation, body[-1])
 
-    def _written(self, computation: str, result: Instruction) -> float:
+    def _written(self, computation: str, result: HloInstruction) -> float:
         defined = self.defined[computation]
         if result.opcode == "tuple":
             return sum(self._written(computation, defined[o]) for o in result.operand_names)
@@ -313,11 +313,13 @@ class _Roofline:
         return max(between, within) + 2 * _LATENCY_S
 
 
-def _bytes(instruction: Instruction) -> int:
+def _bytes(instruction: HloInstruction) -> int:
     return sum(shape.num_bytes for shape in shapes_of(instruction.type))
 
 
-def _read(value: Instruction, users: Mapping[str, list[Instruction]], depth: int = 0) -> float:
+def _read(
+    value: HloInstruction, users: Mapping[str, list[HloInstruction]], depth: int = 0
+) -> float:
     """Bytes of a fusion's value that its users read."""
     full, read = float(_bytes(value)), 0.0
     for user in users.get(value.name, []):

@@ -9,7 +9,11 @@ feeds a residual is never recomputed: the compiler drops it.
 from __future__ import annotations
 
 import dataclasses
+import functools
 
+import numpy as np
+
+from jaxdist.core.parallel import context
 from jaxdist.core.parallel.tensor import TENSOR
 from jaxdist.plan.estimate.activations import Widths, heads, score_bytes
 from jaxdist.plan.estimate.job import WIDE, Job
@@ -39,6 +43,9 @@ class Work:
         """The same several times."""
         return Work(*(amount * times for amount in dataclasses.astuple(self)))
 
+
+_DOCUMENTS_OF_A_ROW = 16
+_EXAMPLE_ROWS, _EXAMPLE_PART = 32, 64  # rows; positions of each of a row's 2 · cp parts
 
 _ATTENTION_BACKWARD = 2.5
 """FLOPs of a fused attention backward in forwards: five products instead of two."""
@@ -184,8 +191,41 @@ def _orthogonalisation(job: Job) -> float:
     return total
 
 
+def imbalance(job: Job) -> float:
+    """How many more keys the busiest device's queries see than those of the mean device, minus 1.
+
+    The planner reads no data: packed rows are documents of random lengths, `_DOCUMENTS_OF_A_ROW` in
+    each on average.
+    """
+    call, plan = job.attention_call, job.exchange
+    if plan is None or call is None:
+        return 0.0
+    packed = job.config.data.packs_documents
+    size = job.spec[context.CONTEXT]
+    return _imbalance(
+        size, job.seq_len, call.sliding_window, plan.inner, job.micro_rows, packed=packed
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def _imbalance(
+    size: int, seq_len: int, window: int, inner: int, rows: int, *, packed: bool
+) -> float:
+    if not packed:
+        return context.imbalance(size, seq_len, window, None, inner)
+    # Shares of a row: they are the same in a short one, which is quick to weigh.
+    length = 2 * size * _EXAMPLE_PART
+    rows = min(rows, _EXAMPLE_ROWS)
+    random = np.random.default_rng(0).random((_EXAMPLE_ROWS, length))
+    index = np.arange(length)
+    first = np.where(random < _DOCUMENTS_OF_A_ROW / length, index, 0)
+    places = index - np.maximum.accumulate(first, axis=1)
+    scaled = -(-window * length // seq_len)
+    return context.imbalance(size, length, scaled, places, inner, rows)
+
+
 def _keys_seen(job: Job) -> float:
-    """Mean number of keys that a query sees, over all layers."""
+    """Mean number of keys that a query of the busiest device sees, over all layers."""
     call = job.attention_call
     assert call is not None
     if job.attention == "xla":
@@ -193,7 +233,7 @@ def _keys_seen(job: Job) -> float:
     near = min(job.seq_len, call.sliding_window or job.seq_len)
     seen = near - near * near / (2 * job.seq_len)
     if not call.full_every:
-        return seen
+        return (1 + imbalance(job)) * seen
     full = job.model.num_layers // call.full_every / job.model.num_layers
     return (1 - full) * seen + full * job.seq_len / 2
 

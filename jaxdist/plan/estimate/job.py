@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh
 
 from jaxdist.config import RunConfig
 from jaxdist.core.attention import choose_kernel
-from jaxdist.core.attention.context import Plan
+from jaxdist.core.attention.context_parallel import ExchangePlan
 from jaxdist.core.axis import axes_of
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.parallel.context import CONTEXT
@@ -25,9 +25,9 @@ from jaxdist.core.parallel.pipeline.schedule import Schedule
 from jaxdist.core.parallel.tensor import TENSOR
 from jaxdist.core.sharding import Layout
 from jaxdist.core.step import default_loss_chunk, exchange_of
-from jaxdist.core.types import Dims, Model
+from jaxdist.core.types import AttentionCall, Dims, Model
 from jaxdist.models.weights import Weight, weights_of
-from jaxdist.plan.estimate.model_trace import AttentionCall, Trace, attention_of, trace
+from jaxdist.plan.estimate.model_trace import Trace, attention_of, trace
 from jaxdist.plan.estimate.schedule_costs import Stages, stages_of
 from jaxdist.plan.hardware import Cluster
 
@@ -196,8 +196,8 @@ class Job:
     @property
     def layers_per_virtual_stage(self) -> int:
         """Layers that one action of the pipeline runs; without stages all of them."""
-        chunks = self.schedule.num_virtual_stages if self.schedule else 1
-        return self.layers_per_stage // chunks
+        virtual = self.schedule.num_virtual_stages if self.schedule else 1
+        return self.layers_per_stage // virtual
 
     @property
     def remat(self) -> str:
@@ -205,7 +205,7 @@ class Job:
         return "dots" if self.config.train.remat == "auto" else self.config.train.remat
 
     @functools.cached_property
-    def exchange(self) -> Plan | None:
+    def exchange(self) -> ExchangePlan | None:
         """How devices that share rows see all keys; None where none do."""
         stride = self.spec[TENSOR]
         per_node = max(1, self.cluster.gpus_per_fabric // stride)
@@ -259,6 +259,7 @@ class Job:
             auto_tensor=self.model.tensor == "auto",
             fsdp_over_context=self.config.mesh.fsdp_over_context,
             context_attention=self.config.mesh.context_attention,
+            packed_rows=self.config.data.packs_documents,
         )
 
     def size(self, weight: Weight, place: Place) -> int:

@@ -31,7 +31,7 @@ Parts = Mapping[str, float]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Memory:
+class MemoryEstimate:
     """Bytes of one device.
 
     Attributes:
@@ -93,7 +93,7 @@ def usable_bytes(job: Job) -> float:
     return share * job.cluster.gpu.memory_bytes
 
 
-def estimate_memory(job: Job) -> Memory:
+def estimate_memory(job: Job) -> MemoryEstimate:
     """The memory of one device of the job."""
     moments = moment_bytes(job)
     offload = job.config.train.offload_optimizer
@@ -107,7 +107,7 @@ def estimate_memory(job: Job) -> Memory:
     phases = dict(_pipeline_phases(job) if job.schedule else _phases(job))
     if offload:  # the scheduler copies as late as it can: gradients are complete by then
         phases["update"] = {**phases["update"], "fetched moments": moments}
-    return Memory(
+    return MemoryEstimate(
         state=state,
         phases=phases,
         workspace_bytes=activations.attention_workspace(job),

@@ -16,11 +16,11 @@ from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.settings import ConfigError
 from jaxdist.core.types import Model
 from jaxdist.plan.estimate.job import Job
-from jaxdist.plan.estimate.memory import Memory, estimate_memory
+from jaxdist.plan.estimate.memory import MemoryEstimate, estimate_memory
 from jaxdist.plan.estimate.search import Choice, search
 from jaxdist.plan.estimate.suggestions import smallest_changes
 from jaxdist.plan.hardware import GPUS, Cluster, gpu_of
-from jaxdist.runtime.formatting.numbers import in_bytes
+from jaxdist.runtime.formatting.numbers import in_bytes, percent
 
 TOLERANCE = 0.05
 """How far the estimate may be off: a run is refused only beyond it, and a warning given."""
@@ -31,7 +31,7 @@ class Budget:
     """What a run needs of one GPU, by estimate, and what the allocator may give out."""
 
     job: Job
-    memory: Memory
+    memory: MemoryEstimate
     limit_bytes: float
 
     @classmethod
@@ -79,8 +79,8 @@ class Budget:
             return ""
         return (
             f"memory: the compiled step takes {in_bytes(needed)} of each GPU; the estimate was "
-            f"{in_bytes(self.memory.total_bytes)} ({error:+.0%}), so plans for this run are off by "
-            "as much"
+            f"{in_bytes(self.memory.total_bytes)} ({percent(error, 0, sign=True)}), so plans for "
+            "this run are off by as much"
         )
 
     def check_executable(self, stats: Any) -> None:

@@ -19,7 +19,16 @@ import jax.numpy as jnp
 
 from jaxdist.core import attention, losses
 from jaxdist.core.step.layer_scan import remat_policy
-from jaxdist.core.types import Array, AttentionMask, Batch, Context, Model, Params, Sums
+from jaxdist.core.types import (
+    Array,
+    AttentionCall,
+    AttentionMask,
+    Batch,
+    Context,
+    Model,
+    Params,
+    Sums,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,25 +77,6 @@ def _outside_layers(model: Model, seq_len: int, dtype: str) -> Cost:
     return _difference(lambda rows: _loss(model, seq_len, dtype, rows))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class AttentionCall:
-    """What a block asks of `Context.attend`.
-
-    Attributes:
-        sliding_window: keys a query sees, itself included; 0 = all before it.
-        full_every: every such layer has no window; 0 = none.
-        kernel: "auto", "xla" or "cudnn".
-        dropout: share of probabilities dropped in training.
-        softcap: bound of the scores; 0 = none.
-    """
-
-    sliding_window: int
-    full_every: int
-    kernel: str
-    dropout: float
-    softcap: float
-
-
 @functools.lru_cache(maxsize=64)
 def attention_of(model: Model, seq_len: int) -> AttentionCall | None:
     """How a model's block attends; None where it does not, or more than once."""
@@ -95,6 +85,7 @@ def attention_of(model: Model, seq_len: int) -> AttentionCall | None:
     calls: list[AttentionCall] = []
 
     def attend(query: Array, key: Array, value: Array, mask: AttentionMask, **asked: Any) -> Array:
+        """Note what is asked. The result, like the query [...], only has the right shape."""
         dropout = asked.get("dropout")
         calls.append(
             AttentionCall(
@@ -231,21 +222,9 @@ def _context(dtype: str, reduced: list[int]) -> Context:
         leave=counted,
         # Of no platform: a kernel of the CPU's own would leave out keys that are counted here.
         attend=attention.make_attend(platform="none"),
-        token_loss=_token_loss,
+        token_loss=losses.make_token_loss(),
         label_loss=losses.label_cross_entropy,
     )
-
-
-def _token_loss(
-    x: Array,
-    kernel: Array,
-    targets: Array,
-    weights: Array,
-    vocab_size: int,
-    softcap: float = 0.0,
-) -> Any:
-    vocabulary = losses.Vocabulary(vocab_size, None, 0, softcap)
-    return losses.token_cross_entropy(x, kernel, targets, weights, vocabulary)
 
 
 # --- FLOPs of a jaxpr -----------------------------------------------------------------------------

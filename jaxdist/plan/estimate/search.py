@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from typing import Any, get_args
 
 from jaxdist.config import RunConfig
-from jaxdist.core.attention.context import Exchange
+from jaxdist.core.attention.context_parallel import Exchange
 from jaxdist.core.mesh import MeshSpec, factorisations
 from jaxdist.core.parallel.context import CONTEXT
 from jaxdist.core.parallel.pipeline.axis import PIPELINE
@@ -27,10 +27,10 @@ from jaxdist.core.settings import ConfigError
 from jaxdist.core.settings.schema import flag_of
 from jaxdist.core.types import Model
 from jaxdist.plan.estimate.job import Job, with_section
-from jaxdist.plan.estimate.memory import Memory, estimate_memory, usable_bytes
+from jaxdist.plan.estimate.memory import MemoryEstimate, estimate_memory, usable_bytes
 from jaxdist.plan.estimate.time import StepTime, estimate_time
 from jaxdist.plan.hardware import Cluster
-from jaxdist.runtime.formatting.numbers import in_bytes
+from jaxdist.runtime.formatting.numbers import in_bytes, percent
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,12 +38,12 @@ class Choice:
     """Settings on a mesh: memory of one device and what it may take, time of a step."""
 
     job: Job
-    memory: Memory
+    memory: MemoryEstimate
     time: StepTime
     usable_bytes: float
 
     @classmethod
-    def of(cls, job: Job, memory: Memory | None = None) -> Choice:
+    def of(cls, job: Job, memory: MemoryEstimate | None = None) -> Choice:
         """The cost of a job; `memory` where it is estimated already."""
         return cls(
             job=job,
@@ -172,7 +172,8 @@ def why_not(choice: Choice, best: Choice) -> str:
         why = "weights are cast and gradients accumulated more often"
         if (choice.job.attention, best.job.attention) == ("blockwise", "cudnn"):
             why = "attention runs block by block, and its scores pass through memory"
-    return f"{slower:.0%} slower: {why} (+{more[cause] / best.time.seconds:.0%})"
+    part = percent(more[cause] / best.time.seconds, 0, sign=True)
+    return f"{percent(slower, 0)} slower: {why} ({part})"
 
 
 _CAUSES = {
@@ -222,7 +223,7 @@ def _on_mesh(job: Job) -> Iterator[Choice]:
     limit = usable_bytes(job)
     for variant in _variants(job):
         jobs = _by_microbatches(variant)
-        least: tuple[Job, Memory] | None = None
+        least: tuple[Job, MemoryEstimate] | None = None
         while jobs:
             tried = jobs.pop(0)
             memory = estimate_memory(tried)
@@ -292,13 +293,13 @@ def _pipelines(job: Job) -> list[dict[str, Any]]:
     given, stages = job.config.pipeline, job.spec[PIPELINE]
     if stages == 1:
         return [{}]
-    chunks = {given.num_virtual_stages, 1}
+    counts = {given.num_virtual_stages, 1}
     if given.schedule != "1f1b":
-        chunks |= {v for v in (2, 4) if job.model.num_layers % (v * stages) == 0}
+        counts |= {v for v in (2, 4) if job.model.num_layers % (v * stages) == 0}
     gathers = ["action", "step"]
     if not any(axis.weights == "gathered" for axis in job.spec.used):
         gathers = [given.gather]
-    return [{"num_virtual_stages": v, "gather": g} for v in sorted(chunks) for g in gathers]
+    return [{"num_virtual_stages": v, "gather": g} for v in sorted(counts) for g in gathers]
 
 
 def _by_microbatches(job: Job) -> list[Job]:

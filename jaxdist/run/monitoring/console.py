@@ -82,7 +82,7 @@ def step_line(
     add(8, "", f"{unit}_per_s", lambda x: f"{in_si(x):>5}", f" {short}/s")
     if wide:
         add(7, "", f"{unit}_per_s_per_device", lambda x: f"{in_si(x):>5}", "/s/device")
-    add(5, "MFU", "mfu", lambda x: f"{100 * x:.1f}%", "")
+    add(5, "MFU", "mfu", percent, "")
     add(1, "", "step_time_s", lambda x: f"{duration(x):>6}", "")
     add(4, "mem", "memory_bytes", in_bytes, "")
     if eta_s is not None:

@@ -28,6 +28,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxdist.runtime import coordination
+from jaxdist.runtime.formatting.numbers import percent
 
 _LAG = 0.1
 """Share of the step time that a process must cost to be named; more if it is not always late."""
@@ -182,7 +183,7 @@ def _slow(
     text = (
         f"process {process} on {one['host']} holds the others up: in {late} of {steps} steps it "
         f"{doing}, {1e3 * (data_s + host_s):.0f} ms more than they take "
-        f"({lost_s / usual_step_s:.0%} of the time). {look}"
+        f"({percent(lost_s / usual_step_s, 0)} of the time). {look}"
     )
     return Straggler(process, str(one["host"]), cause, lost_s, text)
 

@@ -15,9 +15,10 @@ import re
 from collections.abc import Iterable
 from typing import Any, TypeAlias
 
+from jaxdist.runtime.formatting.numbers import percent
 from jaxdist.runtime.storage import locate
 
-Span: TypeAlias = tuple[float, float]
+TimeSpan: TypeAlias = tuple[float, float]
 """Begin and end, nanoseconds."""
 
 _DEVICE = re.compile(r"/device:GPU:(\d+)")
@@ -52,10 +53,12 @@ class DeviceTime:
         }
 
     def __str__(self) -> str:
+        found = self.record()
         return (
-            "GPU {device}: communication {communication_share:.1%} of the time, "
-            "{exposed_share:.1%} not overlapped with computation; idle {idle_share:.1%}"
-        ).format(**self.record())
+            f"GPU {self.device}: communication {percent(found['communication_share'])} of the "
+            f"time, {percent(found['exposed_share'])} not overlapped with computation; "
+            f"idle {percent(found['idle_share'])}"
+        )
 
 
 def read_trace(directory: str | os.PathLike[str]) -> list[DeviceTime]:
@@ -72,7 +75,7 @@ def device_times(profile: Any) -> list[DeviceTime]:
     found = []
     for plane in profile.planes:
         device = _DEVICE.match(plane.name)
-        spans: dict[bool, list[Span]] = {True: [], False: []}
+        spans: dict[bool, list[TimeSpan]] = {True: [], False: []}
         for line in plane.lines if device else ():
             if not line.name.startswith("Stream"):
                 continue  # the other lines of a device repeat its kernels, grouped by operation
@@ -85,9 +88,9 @@ def device_times(profile: Any) -> list[DeviceTime]:
     return sorted(found, key=lambda one: one.device)
 
 
-def merged(spans: Iterable[Span]) -> list[Span]:
+def merged(spans: Iterable[TimeSpan]) -> list[TimeSpan]:
     """The same points in time, in order and without overlap."""
-    joined: list[Span] = []
+    joined: list[TimeSpan] = []
     for begin, end in sorted(spans):
         if joined and begin <= joined[-1][1]:
             joined[-1] = (joined[-1][0], max(joined[-1][1], end))
@@ -96,7 +99,7 @@ def merged(spans: Iterable[Span]) -> list[Span]:
     return joined
 
 
-def _device_time(device: int, collectives: list[Span], others: list[Span]) -> DeviceTime:
+def _device_time(device: int, collectives: list[TimeSpan], others: list[TimeSpan]) -> DeviceTime:
     either = merged([*collectives, *others])
     busy, computing = _length(either), _length(others)
     return DeviceTime(
@@ -108,5 +111,5 @@ def _device_time(device: int, collectives: list[Span], others: list[Span]) -> De
     )
 
 
-def _length(spans: Iterable[Span]) -> float:
+def _length(spans: Iterable[TimeSpan]) -> float:
     return sum(end - begin for begin, end in spans)

@@ -29,6 +29,7 @@ from jaxdist.core.axis import axes_of
 from jaxdist.core.sharding import Layout
 from jaxdist.core.types import Array
 from jaxdist.run.resilience.config import MAX_ROLLBACKS, ResilienceConfig
+from jaxdist.runtime.formatting.numbers import percent
 from jaxdist.runtime.formatting.tables import few
 
 _UNEVEN = 0.1
@@ -195,7 +196,7 @@ def uneven_norms(norms: Sequence[float]) -> str:
     finite = [norm for norm in norms if np.isfinite(norm)]
     median = float(np.median(finite)) if finite else 0.0
     off = [
-        f"data replica {place}: {norm:.4g} ({norm / (median or 1.0) - 1:+.0%})"
+        f"data replica {place}: {norm:.4g} ({percent(norm / (median or 1.0) - 1, 0, sign=True)})"
         for place, norm in enumerate(norms)
         if not abs(norm - median) <= _UNEVEN * median
     ]

@@ -115,7 +115,7 @@ def stacked_bars(
 
 
 @dataclasses.dataclass(frozen=True)
-class Span:
+class TimeSpan:
     """A stretch of a timeline: its kind gives the colour, `tip` is shown under the pointer."""
 
     start: float
@@ -124,7 +124,7 @@ class Span:
     tip: str
 
 
-def timeline(title: str, rows: Sequence[tuple[str, Sequence[Span]]]) -> str:
+def timeline(title: str, rows: Sequence[tuple[str, Sequence[TimeSpan]]]) -> str:
     """Who does what when: a row of spans under each other, with a legend of their kinds."""
     spans = [span for _, row in rows for span in row]
     kinds = dict.fromkeys(span.kind for span in spans)

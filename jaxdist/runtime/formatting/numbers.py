@@ -1,4 +1,4 @@
-"""Sizes, counts, durations, money and shares as people read them: one form of each."""
+"""Sizes, counts, durations, money, shares and rates as people read them: one form of each."""
 
 from __future__ import annotations
 
@@ -58,6 +58,14 @@ def money(amount: float, currency: str = "") -> str:
     return f"{amount:,.{digits}f} {currency}".rstrip()
 
 
-def percent(share: float) -> str:
-    """0.4321 -> "43.2 %"."""
-    return f"{100 * share:.1f} %"
+def percent(share: float, digits: int = 1, *, sign: bool = False) -> str:
+    """0.4321 -> "43.2 %"; with a sign, "+43.2 %"."""
+    return f"{100 * share:{'+' if sign else ''}.{digits}f} %"
+
+
+def rate(bytes_per_s: float) -> str:
+    """2.35e9 -> "2.35 GB/s", in powers of ten as disks and links are sold: three digits or more."""
+    units = ((1e12, "TB/s"), (1e9, "GB/s"), (1e6, "MB/s"), (1e3, "kB/s"))
+    size, unit = next((one for one in units if bytes_per_s >= one[0]), (1.0, "B/s"))
+    value = bytes_per_s / size
+    return f"{value:.{0 if value >= 100 else 1 if value >= 10 else 2}f} {unit}"

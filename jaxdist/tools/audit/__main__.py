@@ -26,7 +26,7 @@ from jaxdist import runtime
 
 if TYPE_CHECKING:
     from jaxdist.plan.audit import Audit
-    from jaxdist.plan.audit.deep import Difference
+    from jaxdist.plan.audit.deep import MeshDifference
     from jaxdist.plan.audit.table import Moved
     from jaxdist.run.setup import Parts
     from jaxdist.tools.audit.options import AuditConfig
@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0 if audit.is_clean and not found else 2
 
 
-def _record(parts: Parts, audit: Audit, found: list[Difference]) -> dict[str, Any]:
+def _record(parts: Parts, audit: Audit, found: list[MeshDifference]) -> dict[str, Any]:
     return {
         "differences": [dataclasses.asdict(one) for one in found],
         "model": parts.model.name,
@@ -77,7 +77,7 @@ def _record(parts: Parts, audit: Audit, found: list[Difference]) -> dict[str, An
     }
 
 
-def _looked_deep(config: AuditConfig, parts: Parts) -> list[Difference]:
+def _looked_deep(config: AuditConfig, parts: Parts) -> list[MeshDifference]:
     """One step on the mesh against one device."""
     import jax
 
@@ -93,7 +93,9 @@ def _compiled(parts: Parts) -> Moved:
     from jaxdist.plan.compiled.collectives import read_collectives
 
     lowered = parts.step.train.lower(parts.abstract_state(), parts.abstract_batch(), math.inf)
-    return compiled_bytes(read_collectives(lowered.compile().as_text(), parts.layout.spec.sizes))
+    return compiled_bytes(
+        read_collectives(lowered.compile().as_text(), parts.layout.mesh_spec.sizes)
+    )
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ class StepDone:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Difference:
+class FirstDifference:
     """The first thing that differs between two runs done again.
 
     Attributes:
@@ -81,13 +81,13 @@ def _described(state: TrainState) -> dict[str, dict[str, Any]]:
     return pytree.describe(leaves, checksums([pytree.plain(leaf) for leaf in leaves]))
 
 
-def first_difference(a: StepDone, b: StepDone) -> Difference | None:
+def first_difference(a: StepDone, b: StepDone) -> FirstDifference | None:
     """The first digest of a step that differs between two runs; None if all are equal."""
     names = [*a.digests, *(name for name in b.digests if name not in a.digests)]
     found = [name for name in names if a.digests.get(name) != b.digests.get(name)]
     if not found:
         return None
-    return Difference(step=a.step, what=found[0], also=len(found) - 1)
+    return FirstDifference(step=a.step, what=found[0], also=len(found) - 1)
 
 
 def rerun(
@@ -97,7 +97,7 @@ def rerun(
     last: int,
     *,
     checkpoint: int | None = None,
-) -> tuple[Difference | None, list[tuple[StepDone, StepDone]]]:
+) -> tuple[FirstDifference | None, list[tuple[StepDone, StepDone]]]:
     """Do the steps after `start` again with both runs, up to `last` or the first difference.
 
     Args:

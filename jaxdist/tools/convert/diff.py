@@ -12,6 +12,7 @@ import numpy as np
 from jaxdist.checkpoint.blocks import block_shape, grid
 from jaxdist.checkpoint.streaming_io import BLOCK_BYTES, StoredArrays
 from jaxdist.core.settings import ConfigError, setting
+from jaxdist.runtime.formatting.numbers import percent
 from jaxdist.tools.convert.checkpoint_paths import checkpoint_of, nothing_under
 
 
@@ -97,6 +98,8 @@ def _difference(a: StoredArrays, b: StoredArrays, name: str) -> dict[str, Any]:
         "max_abs": worst,
         "at": where,
         "mean_abs": total / size,
+        "num_differing": count,
+        "num_elements": size,
         "differing_share": count / size,
         "dtypes": [entry["dtype"], b.entries[name]["dtype"]],
     }
@@ -117,7 +120,8 @@ def _show(a: StoredArrays, b: StoredArrays, result: dict[str, Any], limit: int) 
         )
         print(
             f"differs: {name}: at most {d['max_abs']:.6g} at {d['at']}, mean {d['mean_abs']:.6g}, "
-            f"{100 * d['differing_share']:.4g} % of elements{dtypes}"
+            f"{d['num_differing']:,} of {d['num_elements']:,} elements "
+            f"({percent(d['differing_share'])}){dtypes}"
         )
     if len(ranked) > len(shown):
         print(f"… and {len(ranked) - len(shown)} more (--limit=0 shows all)")

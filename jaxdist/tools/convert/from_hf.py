@@ -88,6 +88,7 @@ def _write(writer: CheckpointWriter, name: str, parts: list[Piece], weights: Wei
     chunk = _chunk(piece, dtype.itemsize)
 
     def blocks() -> Iterator[tuple[Index, np.ndarray]]:
+        """Places of the array's blocks, and their values [shape of the place]."""
         for part in parts:
             for index in grid(part.shape, chunk):
                 values = part.read(index, weights.fetch, dtype)

@@ -25,7 +25,7 @@ from jaxdist.data.custom import is_custom
 from jaxdist.data.tokenizer import FileTokenizer, tokenizer_file
 from jaxdist.models.configs import DecoderConfig
 from jaxdist.models.huggingface import safetensors
-from jaxdist.models.huggingface.families import family_of, write_config
+from jaxdist.models.huggingface.families import decoder_of, family_of, write_config
 from jaxdist.models.huggingface.tensors import Piece, Source, pieces
 from jaxdist.runtime.formatting.numbers import in_bytes
 from jaxdist.tools.convert.checkpoint_paths import checkpoint_of, new_directory, settings_of
@@ -65,11 +65,7 @@ def export(config: Config) -> str:
     """
     stored = StoredArrays(checkpoint_of(config.src, config.step))
     settings = settings_of(config.src)
-    model = settings.model
-    if model.kind != "decoder":
-        raise ConfigError(
-            f"{config.src} holds a {model.kind}. Only decoders can be written for Hugging Face."
-        )
+    model = decoder_of(settings.model, config.src)
     out = Path(new_directory(config.out))
     dtype = _dtype(stored, config.dtype)
     item = weights_item(config.weights, stored.entries)
@@ -110,7 +106,7 @@ def _tensors(
 def _rows(
     stored: StoredArrays, piece: Piece, source: Source, dtype: np.dtype
 ) -> Iterator[np.ndarray]:
-    """A tensor of theirs in slabs, so that no second copy of it is ever whole.
+    """A tensor of theirs in slabs [rows, ...], so that no second copy of it is ever whole.
 
     Where both sides store rows in the same order, slabs are read one by one; where dims change
     places the tensor is read at once, because every slab would touch every chunk on disk.
@@ -129,6 +125,7 @@ def _rows(
 
 
 def _read(stored: StoredArrays, piece: Piece, index: Index) -> np.ndarray:
+    """A block [shape of `index`] of a part of ours, in the stored dtype."""
     if piece.layer is None:
         return stored.gather(piece.name, index)
     return stored.gather(piece.name, (slice(piece.layer, piece.layer + 1), *index))[0]

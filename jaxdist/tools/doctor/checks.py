@@ -16,7 +16,7 @@ from jaxdist.core.parallel.axes import by_name
 from jaxdist.core.parallel.data import DATA
 from jaxdist.core.settings import ConfigError, problems_of
 from jaxdist.run.monitoring.environment import nvidia_versions, versions
-from jaxdist.runtime import Job, coordination
+from jaxdist.runtime import JoinedJob, coordination
 from jaxdist.runtime.distributed import code_digest
 from jaxdist.runtime.entry_point import advice_for
 from jaxdist.tools.doctor import (
@@ -85,7 +85,7 @@ def examine_host(config: DoctorConfig, environ: dict[str, str]) -> list[Finding]
     return found + host.examine_limits(num_gpus)
 
 
-def examine_job(config: DoctorConfig, job: Job, hosts: list[str]) -> list[Finding]:
+def examine_job(config: DoctorConfig, job: JoinedJob, hosts: list[str]) -> list[Finding]:
     """Findings of all processes together; collective."""
     kinds = ", ".join(sorted({row.kind for row in job.devices}))
     found = [
@@ -110,7 +110,7 @@ def _same_software(config: DoctorConfig, hosts: list[str]) -> list[Finding]:
     return software.compare(list(zip(hosts, everyone, strict=True)))
 
 
-def _network(config: DoctorConfig, job: Job, hosts: list[str]) -> list[Finding]:
+def _network(config: DoctorConfig, job: JoinedJob, hosts: list[str]) -> list[Finding]:
     plan = runtime.resolve(os.environ, config.runtime)
     listener = network.Listener(plan.coordinator_address.rpartition(":")[0])
     addresses = [(host, port) for host, port in _gather("addresses", listener.address, config)]
@@ -119,7 +119,7 @@ def _network(config: DoctorConfig, job: Job, hosts: list[str]) -> list[Finding]:
     return network.check_visits(visits, hosts)
 
 
-def _shared_directory(config: DoctorConfig, job: Job, hosts: list[str]) -> list[Finding]:
+def _shared_directory(config: DoctorConfig, job: JoinedJob, hosts: list[str]) -> list[Finding]:
     own, here = job.process_id, config.directory
     nonce = _gather("nonce", f"{os.getpid():x}{os.urandom(4).hex()}", config)[0]
     wrote = _gather("wrote", directory.leave_token(here, nonce, own), config)
@@ -130,7 +130,7 @@ def _shared_directory(config: DoctorConfig, job: Job, hosts: list[str]) -> list[
     return directory.check_views(dict(enumerate(views)), hosts, here, failed)
 
 
-def _mesh(config: DoctorConfig, job: Job) -> tuple[MeshSpec, list[Finding]]:
+def _mesh(config: DoctorConfig, job: JoinedJob) -> tuple[MeshSpec, list[Finding]]:
     """The run's mesh; where training would refuse it, all devices as replicas."""
     found = [
         error("settings", problem, "training refuses to start with them: correct what is named")
@@ -147,7 +147,9 @@ def _mesh(config: DoctorConfig, job: Job) -> tuple[MeshSpec, list[Finding]]:
     return spec, [*found, ok("mesh", f"{spec}: {reason}")]
 
 
-def _compute(config: DoctorConfig, job: Job, hosts: list[str], spec: MeshSpec) -> list[Finding]:
+def _compute(
+    config: DoctorConfig, job: JoinedJob, hosts: list[str], spec: MeshSpec
+) -> list[Finding]:
     on_cpu = job.platform == "cpu"
     alone = _gather("compute", devices.compute(job.local_devices, 128 if on_cpu else 8192), config)
     found = devices.check_compute(alone, hosts, simulated=on_cpu)

@@ -16,6 +16,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxdist.core.collectives import all_reduce
 from jaxdist.plan.hardware import gpu_of
+from jaxdist.runtime.formatting.numbers import in_bytes, rate
 from jaxdist.runtime.formatting.tables import few
 from jaxdist.tools.doctor.findings import Finding, error, note, ok, warning
 
@@ -98,7 +99,7 @@ def _wrong_bits(
 
 
 @dataclasses.dataclass(frozen=True)
-class Group:
+class DeviceGroup:
     """Devices that an axis joins.
 
     Attributes:
@@ -138,6 +139,10 @@ def _rows(mesh: Mesh) -> Iterator[tuple[str, np.ndarray]]:
 
 
 def _time_all_reduce(members: Any, num_bytes: int) -> tuple[float, bool]:
+    """(median seconds, whether the sum was right) of an all-reduce over `members` [size].
+
+    Each gives float32 [1, num_bytes / 4].
+    """
     size = len(members)
     mesh = Mesh(members, ("group",), axis_types=(AxisType.Auto,))
     sharding = NamedSharding(mesh, PartitionSpec("group"))
@@ -169,20 +174,20 @@ def _time_all_reduce(members: Any, num_bytes: int) -> tuple[float, bool]:
 
 def groups_of(
     mesh: Mesh, everyone: Sequence[Mapping[str, Mapping[str, Sequence[Any]]]]
-) -> dict[str, list[Group]]:
+) -> dict[str, list[DeviceGroup]]:
     """Axis -> its groups, from what `time_axes` gave in every process."""
     num_seen: Counter[int] = Counter()  # devices of each process
     place = {}
     for device in sorted(mesh.devices.flat, key=lambda d: d.id):
         place[device.id] = (device.process_index, num_seen[device.process_index])
         num_seen[device.process_index] += 1
-    found: dict[str, list[Group]] = {}
+    found: dict[str, list[DeviceGroup]] = {}
     for axis, rows in _rows(mesh):
         found[axis] = []
         for index, members in enumerate(rows):
             said = [s[axis][str(index)] for s in everyone if str(index) in s.get(axis, {})]
             found[axis].append(
-                Group(
+                DeviceGroup(
                     tuple(place[device.id] for device in members),
                     max(float(seconds) for seconds, _ in said),
                     all(right for _, right in said),
@@ -193,7 +198,7 @@ def groups_of(
 
 def check_axis(
     axis: str,
-    groups: Sequence[Group],
+    groups: Sequence[DeviceGroup],
     *,
     num_bytes: int,
     hosts: Sequence[str],
@@ -229,28 +234,19 @@ def check_axis(
         ],
     }
     text = (
-        f"{len(groups)} group(s) of {size}: {statistics.median(speeds) / 1e9:.3g} GB/s bus, "
-        f"{num_bytes / 2**20:g} MiB a device" + (f"; a run moves {moves}" if moves else "")
+        f"{len(groups)} group(s) of {size}: {rate(statistics.median(speeds))} bus, "
+        f"{in_bytes(num_bytes)} a device" + (f"; a run moves {moves}" if moves else "")
     )
     if simulated:
         return [*found, ok(check, text + " (through the CPU's memory)", **numbers)]
-    slow = [i for i, speed in enumerate(speeds) if speed < _SLOW * usual]
-    found += [
-        warning(
-            check,
-            f"{_names(groups[i], hosts)}: {speeds[i] / 1e9:.3g} GB/s, where other groups "
-            f"have {usual / 1e9:.3g}",
-            "every step waits for them: look at their links (nvidia-smi nvlink --status, "
-            "ibstat), or leave them out",
-        )
-        for i in sorted(slow, key=lambda i: speeds[i])[:4]
-    ]
+    by_name = {_names(g, hosts): speed for g, speed in zip(groups, speeds, strict=True)}
+    found += _slow_groups(check, by_name, usual)
     link = _link(groups[0], hosts, device_kind)
     if link and usual < _OF_THE_LINK * link:
         found.append(
             warning(
                 check,
-                f"{usual / 1e9:.3g} GB/s, where the links of {device_kind} carry {link / 1e9:.3g}",
+                f"{rate(usual)}, where the links of {device_kind} carry {rate(link)}",
                 "see what NCCL chose with NCCL_DEBUG=INFO: peer access, NVLink, InfiniBand and "
                 "GPUDirect should be in use",
             )
@@ -258,7 +254,21 @@ def check_axis(
     return [ok(check, text, **numbers) if not found else note(check, text, **numbers), *found]
 
 
-def _link(group: Group, hosts: Sequence[str], device_kind: str) -> float:
+def _slow_groups(check: str, speeds: Mapping[str, float], usual: float) -> list[Finding]:
+    """The slowest groups, up to four, of speeds in bytes/s by the groups' names."""
+    slow = sorted((speed, name) for name, speed in speeds.items() if speed < _SLOW * usual)
+    return [
+        warning(
+            check,
+            f"{name}: {rate(speed)}, where other groups have {rate(usual)}",
+            "every step waits for them: look at their links (nvidia-smi nvlink --status, "
+            "ibstat), or leave them out",
+        )
+        for speed, name in slow[:4]
+    ]
+
+
+def _link(group: DeviceGroup, hosts: Sequence[str], device_kind: str) -> float:
     """Bytes per second of the link that joins the group; 0 where it is not known."""
     gpu = gpu_of(device_kind)
     if gpu is None:
@@ -267,7 +277,7 @@ def _link(group: Group, hosts: Sequence[str], device_kind: str) -> float:
     return gpu.link_bandwidth if inside else gpu.network_bandwidth
 
 
-def _names(group: Group, hosts: Sequence[str]) -> str:
+def _names(group: DeviceGroup, hosts: Sequence[str]) -> str:
     """`devices 0,1 of process 0 on a, device 3 of process 1 on b`."""
     by_process: dict[int, list[int]] = {}
     for process, device in group.members:

@@ -10,6 +10,7 @@ import subprocess
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
+from jaxdist.runtime.formatting.numbers import MIB, in_bytes
 from jaxdist.tools.doctor.findings import Finding, error, note, ok, warning
 
 _ECC = "ecc.errors.uncorrected.volatile.total"
@@ -71,7 +72,7 @@ def _check_gpu(row: dict[str, str]) -> Iterator[Finding]:
     if used is not None and used > _TAKEN_MIB:
         yield warning(
             "GPUs",
-            f"{used:,.0f} MiB of {name} are already taken",
+            f"{in_bytes(used * MIB)} of {name} are already taken",
             "see who by `nvidia-smi`, and end it or use other GPUs",
         )
     if errors:

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from jaxdist.runtime.formatting.numbers import in_bytes
+from jaxdist.runtime.formatting.numbers import in_bytes, rate
 from jaxdist.tools.doctor.findings import Finding, error, note, ok, warning
 
 _SLOW_DISK = 50e6
@@ -85,7 +85,7 @@ def check_speed(
             "do not write checkpoints there: have the disk or the file system looked at",
             **numbers,
         )
-    text = f"{write / 1e6:,.0f} MB/s written and synced, {read / 1e6:,.0f} MB/s read back"
+    text = f"{rate(write)} written and synced, {rate(read)} read back"
     if write < _SLOW_DISK:
         return warning(
             "disk speed",
@@ -172,7 +172,7 @@ def check_locked(limit: int) -> Finding:
         return ok("locked memory", "no limit")
     return warning(
         "locked memory",
-        f"{limit >> 10:,} KiB may be locked, and InfiniBand locks what it sends",
+        f"{in_bytes(limit)} may be locked, and InfiniBand locks what it sends",
         "ulimit -l unlimited (limits.conf: memlock; container: --ulimit memlock=-1)",
         limit=limit,
     )

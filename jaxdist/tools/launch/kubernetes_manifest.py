@@ -21,10 +21,10 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from jaxdist import runtime
-from jaxdist.core.settings import setting
+from jaxdist.core.settings import setting, split_flags, value_of
 from jaxdist.core.settings.schema import flag_of
 from jaxdist.runtime.cluster_environment import DEFAULT_PORT
-from jaxdist.tools.launch.yaml_writer import Block, write_yaml
+from jaxdist.tools.launch.yaml_writer import BlockText, write_yaml
 
 CONFIG_PATH = "/etc/jaxdist/run.toml"
 """Where the pods see the config file."""
@@ -153,7 +153,7 @@ class KubernetesConfig:
                 f"--run-dir {self.run_dir} is in no volume: a new pod would not find its "
                 f"checkpoints. Use a directory in {', '.join(paths)}."
             )
-        if has_flag(self.arguments, "--run-dir"):
+        if value_of(self.arguments, "run_dir") is not None:
             yield "--run-dir stands after --, where it has no place. Give it before, or not at all."
 
     def _variables(self) -> Iterator[str]:
@@ -225,22 +225,15 @@ def take_config_file(arguments: Sequence[str]) -> tuple[list[str], Path | None]:
 
     None where no file is named, or one of the package's by name.
     """
-    words = list(arguments)
+    words: list[str] = []
     file: Path | None = None
-    for at, word in enumerate(arguments):
-        flag, equals, path = word.partition("=")
-        if flag != "--config":
-            continue
-        path = path if equals else "".join(arguments[at + 1 : at + 2])
-        if path and Path(path).is_file():
-            file = Path(path)
-            words[at if equals else at + 1] = f"{flag}={CONFIG_PATH}" if equals else CONFIG_PATH
+    for flag in split_flags(arguments):
+        if flag.name == "config" and flag.value and Path(flag.value).is_file():
+            file = Path(flag.value)
+            words.append(f"--config={CONFIG_PATH}")
+        else:
+            words += flag.words
     return words, file
-
-
-def has_flag(words: Sequence[str], flag: str) -> bool:
-    """Whether a flag is given, in either of its spellings."""
-    return any(word.partition("=")[0].replace("_", "-") == flag for word in words)
 
 
 # --- the documents --------------------------------------------------------------------------------
@@ -318,7 +311,7 @@ def _config_map(config: KubernetesConfig, settings: str) -> dict[str, Any]:
         "apiVersion": "v1",
         "kind": "ConfigMap",
         "metadata": _metadata(config, f"{config.name}-config", {}),
-        "data": {PurePosixPath(CONFIG_PATH).name: Block(settings)},
+        "data": {PurePosixPath(CONFIG_PATH).name: BlockText(settings)},
     }
 
 
@@ -379,7 +372,7 @@ def _tolerations(config: KubernetesConfig) -> list[dict[str, str]]:
 
 def _container(config: KubernetesConfig, has_config: bool) -> dict[str, Any]:
     words = [f"--run-dir={config.run_directory}", *config.arguments]
-    if not has_flag(words, "--runtime.join-timeout-s"):
+    if value_of(words, "runtime.join_timeout_s") is None:
         words.append(f"--runtime.join-timeout-s={_JOIN_TIMEOUT_S}")
     asked = {"cpu": config.cpus_per_node, "memory": config.memory}
     devices = dict(_split(text) for text in config.device)

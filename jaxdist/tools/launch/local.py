@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxdist.core.settings import ConfigError, read_settings, setting
+from jaxdist.core.settings import ConfigError, read_settings, setting, value_of
 from jaxdist.core.settings.schema import flag_of
 from jaxdist.runtime.storage import file_system_problem, locate
 from jaxdist.tools.launch.elastic_agent import ElasticAgent
@@ -169,7 +169,7 @@ class LaunchConfig:
     @property
     def directory(self) -> str:
         """The run directory that was asked for, here or of the program; "" without."""
-        return self.run_dir or _value_of(self.arguments, "run-dir") or ""
+        return self.run_dir or value_of(self.arguments, "run_dir") or ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -191,7 +191,7 @@ class LaunchPlan:
 def main(argv: Sequence[str], summary: str) -> int:
     """Run a job on this host until it is done or cannot be; `--help` begins with `summary`."""
     config = read_config(argv, summary)
-    plan = make_plan(config)
+    plan = make_launch_plan(config)
     agent: Agent
     if plan.elastic is None:
         agent = FixedAgent(
@@ -233,7 +233,7 @@ def read_config(argv: Sequence[str], summary: str = "") -> LaunchConfig:
     )
 
 
-def make_plan(config: LaunchConfig) -> LaunchPlan:
+def make_launch_plan(config: LaunchConfig) -> LaunchPlan:
     """What to start on this host."""
     nproc_per_node, nnodes = config.ranges()
     elastic = None
@@ -271,22 +271,8 @@ def _command(config: LaunchConfig, run_dir: str) -> list[str]:
         return [*shlex.split(config.program), *rest]
     command = [sys.executable, "-m", config.module, *rest]
     if config.module == _TRAIN:
-        if _value_of(rest, "run-dir") is None:
+        if value_of(rest, "run_dir") is None:
             command.append(f"--run-dir={run_dir}")  # all attempts are one run
-        if config.is_elastic and _value_of(rest, "mesh.elastic") is None:
+        if config.is_elastic and value_of(rest, "mesh.elastic") is None:
             command.append("--mesh.elastic=true")
     return command
-
-
-def _value_of(words: Sequence[str], flag: str) -> str | None:
-    """The value of `--flag value` or `--flag=value`; dashes and underscores are one."""
-    value = None
-    for i, word in enumerate(words):
-        name, equals, after = word.partition("=")
-        if name.replace("_", "-") != f"--{flag}":
-            continue
-        if equals:
-            value = after
-        elif i + 1 < len(words):
-            value = words[i + 1]
-    return value

@@ -10,11 +10,11 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from jaxdist import runtime
-from jaxdist.core.settings import ConfigError, read_settings, setting
+from jaxdist.core.settings import ConfigError, read_settings, setting, value_of
 from jaxdist.runtime.cluster_environment import DEFAULT_PORT
-from jaxdist.tools.launch.kubernetes_manifest import CONFIG_PATH, has_flag, take_config_file
+from jaxdist.tools.launch.kubernetes_manifest import CONFIG_PATH, take_config_file
 from jaxdist.tools.launch.legal_sizes import read_sizes
-from jaxdist.tools.launch.yaml_writer import Block, write_yaml
+from jaxdist.tools.launch.yaml_writer import BlockText, write_yaml
 
 COMMAND = "jaxdist.launch skypilot"
 SUMMARY = """\
@@ -59,7 +59,7 @@ class SkyPilotConfig:
             yield f"--gpus {self.gpus!r} is not TYPE:COUNT. Use e.g. --gpus H100:8."
         if self.volume and not re.fullmatch("[a-z0-9][a-z0-9-]*:/[^:]+", self.volume):
             yield f"--volume {self.volume!r} is not NAME:/PATH. Use e.g. --volume runs:/runs."
-        if has_flag(self.arguments, "--run-dir"):
+        if value_of(self.arguments, "run_dir") is not None:
             yield "--run-dir after -- is one too many: it is NAME in --volume. Leave it out."
 
 
@@ -109,8 +109,8 @@ def task_text(config: SkyPilotConfig) -> str:
         "resources": {name: value for name, value in resources.items() if value != ""},
         "volumes": {path: volume},
         "file_mounts": {CONFIG_PATH: str(file)},
-        "setup": Block("\n".join(config.setup) + "\n"),
-        "run": Block(_run(config, PurePosixPath(path) / config.name)),
+        "setup": BlockText("\n".join(config.setup) + "\n"),
+        "run": BlockText(_run(config, PurePosixPath(path) / config.name)),
     }
     unused = [*([] if config.setup else ["setup"]), *([] if file else ["file_mounts"])]
     return write_yaml({k: v for k, v in task.items() if k not in unused}, _COMMENTS)

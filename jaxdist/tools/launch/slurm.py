@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxdist import runtime
-from jaxdist.core.settings import ConfigError, problems_of, read_settings
+from jaxdist.core.settings import ConfigError, problems_of, read_settings, value_of
 from jaxdist.tools.launch.legal_sizes import read_sizes
 from jaxdist.tools.launch.membership import LegalSizes, Range, legal_nodes
 from jaxdist.tools.launch.slurm_script import Nodes, SlurmConfig, batch_script
@@ -38,7 +38,7 @@ def main(argv: Sequence[str]) -> int:
     except ValueError:  # one of the problems
         nodes = Nodes(most=1)
     if not config.program and (nodes.least or not problems):
-        if nodes.least and not any(word.startswith("--mesh.elastic") for word in arguments):
+        if nodes.least and value_of(arguments, "mesh.elastic") is None:
             arguments = [*arguments, "--mesh.elastic=true"]
         found = read_sizes(arguments)  # refused before anyone waits for nodes
         if isinstance(found, int) and not problems:

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 
 from jaxdist import runtime
 from jaxdist.checkpoint import manifest
-from jaxdist.core.settings import setting
+from jaxdist.core.settings import setting, value_of
 from jaxdist.core.settings.schema import flag_of
 from jaxdist.runtime.storage import file_system_problem
 from jaxdist.tools.launch.membership import Range
@@ -156,7 +156,8 @@ class SlurmConfig:
                 "slows down compiling and reading data. Give the cores of a node divided by "
                 "--tasks-per-node."
             )
-        found = re.search(r"(?:^|[ =,])(?:tp|tensor)=(\d+)", " ".join(self.arguments))
+        shape = value_of(self.arguments, "mesh", "mesh.shape") or ""
+        found = re.search(r"\b(?:tp|tensor)=(\d+)", shape)
         if found and per_node and per_node % int(found[1]):
             yield (
                 f"the tensor axis ({found[1]}) crosses nodes of {per_node} GPUs: every layer would "

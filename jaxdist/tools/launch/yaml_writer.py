@@ -16,7 +16,7 @@ _LINE = re.compile(r"( *)(?:- )?(?:([\w.-]+):)?.*")
 """The indent of a line, and its key."""
 
 
-class Block(str):
+class BlockText(str):
     """A text of several lines that is written as it is, for people to read."""
 
     __slots__ = ()
@@ -37,7 +37,7 @@ def _write_block(writer: Any, text: str) -> Any:
 
 
 _Writer.add_representer(str, _write_text)
-_Writer.add_representer(Block, _write_block)
+_Writer.add_representer(BlockText, _write_block)
 
 
 def write_yaml(document: Mapping[str, Any], comments: Mapping[str, str] | None = None) -> str:

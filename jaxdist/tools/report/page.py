@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from jaxdist.runtime.formatting import html
 from jaxdist.runtime.formatting.charts import Line, chart, colour_of
 from jaxdist.runtime.formatting.numbers import GIB
-from jaxdist.tools.report.runs import Run
+from jaxdist.tools.report.runs import ReportedRun
 from jaxdist.tools.report.table import difference_rows, outcome_rows
 
 _LOGARITHMIC = ("loss", "eval", "grad_norm", "learning_rate")
 """Curves that `log_y` draws on a logarithmic axis; the others are shares and amounts."""
 
 
-def html_page(runs: Sequence[Run], *, x: str = "step", log_y: bool = False) -> str:
+def html_page(runs: Sequence[ReportedRun], *, x: str = "step", log_y: bool = False) -> str:
     """The page for `runs` in the order of their colours; curves run over "step" or "tokens".
 
     `log_y` draws losses, gradient norm and learning rate on logarithmic axes.
@@ -27,13 +27,13 @@ def html_page(runs: Sequence[Run], *, x: str = "step", log_y: bool = False) -> s
     return html.page(names, body)
 
 
-def _table(runs: Sequence[Run], rows: Sequence[tuple[str, list[str]]]) -> str:
+def _table(runs: Sequence[ReportedRun], rows: Sequence[tuple[str, list[str]]]) -> str:
     head = ["", *(run.name for run in runs)]
     colours = [colour_of(i) for i in range(len(runs))]
     return html.table(head, [(label, *cells) for label, cells in rows], colours)
 
 
-def _curves(runs: Sequence[Run], x: str, log_y: bool) -> list[str]:
+def _curves(runs: Sequence[ReportedRun], x: str, log_y: bool) -> list[str]:
     unit = runs[0].unit
     x_label = "step" if x == "step" else unit
     marks = [
@@ -70,7 +70,7 @@ def _curves(runs: Sequence[Run], x: str, log_y: bool) -> list[str]:
     return ["<h2>Curves</h2>", f'<p class="note">{note}</p>', *drawn]
 
 
-def _points(run: Run, key: str, x: str, scale: float) -> list[tuple[float, float]]:
+def _points(run: ReportedRun, key: str, x: str, scale: float) -> list[tuple[float, float]]:
     if key == "eval":
         return [(_position(run, r["step"], x), scale * r["loss"]) for r in run.evals if "loss" in r]
     points = []
@@ -85,7 +85,7 @@ def _points(run: Run, key: str, x: str, scale: float) -> list[tuple[float, float
     return points
 
 
-def _position(run: Run, step: int, x: str) -> float:
+def _position(run: ReportedRun, step: int, x: str) -> float:
     """Where a step lies on the axis; in tokens, where the nearest recorded step before it lies."""
     if x == "step":
         return float(step)

@@ -17,7 +17,7 @@ from jaxdist.runtime.storage import Location
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Run:
+class ReportedRun:
     """A run and its outcome; what is not known is None.
 
     Attributes:
@@ -42,7 +42,7 @@ class Run:
         return {"name": self.name, "path": self.path, "unit": self.unit, **self.outcome}
 
 
-def read_runs(paths: Sequence[str]) -> list[Run]:
+def read_runs(paths: Sequence[str]) -> list[ReportedRun]:
     """Read each run.
 
     Raises:
@@ -53,7 +53,7 @@ def read_runs(paths: Sequence[str]) -> list[Run]:
         for i, path in enumerate(paths)
         if Path(path).resolve() in {Path(other).resolve() for other in paths[:i]}
     ]
-    runs: list[Run] = []
+    runs: list[ReportedRun] = []
     for path, name in zip(paths, _short_names(paths), strict=True):
         try:
             runs.append(read_run(path, name))
@@ -64,7 +64,7 @@ def read_runs(paths: Sequence[str]) -> list[Run]:
     return runs
 
 
-def read_run(path: str, name: str) -> Run:
+def read_run(path: str, name: str) -> ReportedRun:
     """Read one run directory.
 
     Raises:
@@ -78,7 +78,7 @@ def read_run(path: str, name: str) -> Run:
     evals = [r for r in history if r.get("kind") == "eval"]
     unit = str(starts[-1].get("unit", "tokens")) if starts else "tokens"
     config = flatten(read_table(directory.config, tomllib.loads))
-    return Run(
+    return ReportedRun(
         name=name,
         path=directory.path,
         config=config,
@@ -138,7 +138,7 @@ def _exit_reason(records: list[Record]) -> str:
             return str(record.get("exit_reason", "ended"))
         if record.get("event") == "start":
             break
-    return "running or killed"
+    return "unfinished"
 
 
 def _without_compiling_steps(train: list[Record], starts: list[Record]) -> list[Record]:

@@ -16,7 +16,7 @@ from jaxdist.runtime.formatting.numbers import (
     percent,
 )
 from jaxdist.runtime.formatting.tables import columns
-from jaxdist.tools.report.runs import Run
+from jaxdist.tools.report.runs import ReportedRun
 
 NOTHING = "-"
 
@@ -24,7 +24,7 @@ _IGNORED = ("name", "run_dir")
 """Config fields that always differ and say nothing about why results do."""
 
 
-def differences(runs: Sequence[Run]) -> dict[str, dict[str, Any]]:
+def differences(runs: Sequence[ReportedRun]) -> dict[str, dict[str, Any]]:
     """Config fields whose values are not the same in all runs: field -> run -> value or None."""
     configured = [run for run in runs if run.config]
     keys = sorted({key for run in configured for key in run.config})
@@ -38,11 +38,11 @@ def differences(runs: Sequence[Run]) -> dict[str, dict[str, Any]]:
     return found
 
 
-def outcome_rows(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
+def outcome_rows(runs: Sequence[ReportedRun]) -> list[tuple[str, list[str]]]:
     """Label and one cell per run; the best of several runs has a star. Rows without values go."""
     rows: list[tuple[str, list[str]]] = []
 
-    def add(label: str, show: Callable[[Run], str], best: str = "", key: str = "") -> None:
+    def add(label: str, show: Callable[[ReportedRun], str], best: str = "", key: str = "") -> None:
         cells = [show(run) for run in runs]
         if best:
             cells = _starred(cells, [run.outcome.get(key) for run in runs], best)
@@ -69,7 +69,7 @@ def outcome_rows(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
     return rows
 
 
-def difference_rows(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
+def difference_rows(runs: Sequence[ReportedRun]) -> list[tuple[str, list[str]]]:
     """Label and one cell per run for each config field that differs."""
     return [
         (key, [_value(values.get(run.name)) for run in runs])
@@ -77,7 +77,7 @@ def difference_rows(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
     ]
 
 
-def text_table(runs: Sequence[Run]) -> str:
+def text_table(runs: Sequence[ReportedRun]) -> str:
     """Both tables, aligned, one under the other."""
     head = ("", [run.name for run in runs])
     outcome, changed = outcome_rows(runs), difference_rows(runs)
@@ -114,32 +114,32 @@ def _shown(value: Any, show: Callable[[Any], str]) -> str:
     return NOTHING if value is None else show(value)
 
 
-def _number(key: str, pattern: str, scale: float = 1.0) -> Callable[[Run], str]:
+def _number(key: str, pattern: str, scale: float = 1.0) -> Callable[[ReportedRun], str]:
     return lambda run: _shown(run.outcome[key], lambda value: pattern.format(scale * value))
 
 
-def _steps(run: Run) -> str:
+def _steps(run: ReportedRun) -> str:
     step, total = run.outcome["step"], run.outcome["total_steps"]
     return NOTHING if step is None else f"{step}/{total}" if total else str(step)
 
 
-def _best_eval(run: Run) -> str:
+def _best_eval(run: ReportedRun) -> str:
     loss, step = run.outcome["best_eval_loss"], run.outcome["best_eval_step"]
     return NOTHING if loss is None else f"{loss:.4f} at {step}"
 
 
-def _units(run: Run, key: str, per: str) -> str:
+def _units(run: ReportedRun, key: str, per: str) -> str:
     short = UNITS.get(run.unit, run.unit)
     show = count if per else in_si
     return _shown(run.outcome[key], lambda value: f"{show(value)} {short}{per}")
 
 
-def _mfu(run: Run) -> str:
+def _mfu(run: ReportedRun) -> str:
     convention = run.outcome["mfu_convention"] or ""
     return _shown(run.outcome["mfu"], lambda mfu: f"{percent(mfu)} {convention}".rstrip())
 
 
-def _devices(run: Run) -> str:
+def _devices(run: ReportedRun) -> str:
     count, kind = run.outcome["num_devices"], run.outcome.get("device_kind")
     return NOTHING if count is None else f"{count} {TIMES} {kind}" if kind else str(count)
 

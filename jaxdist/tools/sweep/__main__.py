@@ -29,7 +29,7 @@ from collections.abc import Sequence
 from jaxdist import runtime
 from jaxdist.tools.launch.slurm import deliver
 from jaxdist.tools.launch.slurm_script import batch_script
-from jaxdist.tools.report.runs import Run, read_runs
+from jaxdist.tools.report.runs import ReportedRun, read_runs
 from jaxdist.tools.report.table import text_table
 from jaxdist.tools.sweep.grid import Trial, read_sweep
 from jaxdist.tools.sweep.slurm_array import read_slurm, tasks_of
@@ -111,7 +111,7 @@ def train(trial: Trial) -> tuple[int, bool]:
             signal.signal(number, handler)
 
 
-def best_of(runs: Sequence[Run]) -> str:
+def best_of(runs: Sequence[ReportedRun]) -> str:
     """The run with the least loss: held-out where one was evaluated, else of training."""
     for key, what in (("best_eval_loss", "eval loss"), ("train_loss", "train loss")):
         losses = [(run.outcome[key], run) for run in runs]

@@ -7,10 +7,10 @@ import itertools
 import math
 import re
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from jaxdist.config import ALIASES, RunConfig, read_run
-from jaxdist.core.settings import ConfigError, read_settings, setting, write_toml
+from jaxdist.core.settings import ConfigError, read_settings, setting, without_flags, write_toml
 from jaxdist.core.settings.schema import BadValueError, FlagText, read_value
 from jaxdist.run.exit_reason import ExitReason
 from jaxdist.run.metrics_log import decode
@@ -61,7 +61,7 @@ class Trial:
     @property
     def arguments_without_run_dir(self) -> list[str]:
         """`arguments`, for a launcher that names the run directory itself."""
-        return _without(self.arguments, ("run_dir",))
+        return without_flags(self.arguments, "run_dir")
 
     def is_finished(self) -> bool:
         """Whether its run has ended with all steps done."""
@@ -99,7 +99,7 @@ def read_sweep(argv: Sequence[str], summary: str = "") -> Sweep:
     axes, problems = _axes_of(config)
     if problems:
         raise ConfigError(problems, asked=COMMAND)
-    plain = _without(argv, ("grid", "run_dir", "slurm"))
+    plain = without_flags(argv, "grid", "run_dir", "slurm")
     name = read_run(plain, command=COMMAND, check_rules=False).name
     folder = locate(config.run_dir or f"runs/{name}")
     trials: list[Trial] = []
@@ -157,22 +157,6 @@ def _axes_of(config: SweepConfig) -> tuple[dict[str, list[str]], list[str]]:
             problems.append(f"grid={text!r} names a value twice. Remove one.")
         axes[name] = items
     return axes, problems
-
-
-def _without(argv: Sequence[str], names: Sequence[str]) -> list[str]:
-    """The arguments without the flags of these settings and their values."""
-
-    def kept() -> Iterator[str]:
-        words = list(argv)
-        while words:
-            word = words.pop(0)
-            name, equals, _ = word.removeprefix("--").partition("=")
-            if not word.startswith("--") or name.replace("-", "_") not in names:
-                yield word
-            elif not equals and words and not words[0].startswith("--"):
-                words.pop(0)
-
-    return list(kept())
 
 
 def _name_problems(trials: Sequence[Trial]) -> list[str]:

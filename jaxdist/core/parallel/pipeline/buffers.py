@@ -11,7 +11,7 @@ import numpy as np
 from jaxdist.core.parallel.pipeline.schedule import KINDS, Schedule
 
 Work: TypeAlias = tuple[int, int]
-"""(microbatch, chunk): what a slot of a stage's buffer holds a value for."""
+"""(microbatch, virtual): what a slot of a stage's buffer holds a value for."""
 Interval: TypeAlias = tuple[int, int]
 """First and last tick, both included."""
 
@@ -41,12 +41,12 @@ class Lifetimes:
             cotangents=[{} for _ in stages],
             pending=[{} for _ in stages],
         )
-        for (kind, stage, microbatch, chunk), tick in when.items():
-            work = (microbatch, chunk)
+        for (kind, stage, microbatch, virtual), tick in when.items():
+            work = (microbatch, virtual)
             # Evaluation has no backward: an input lives until its forward.
-            backward = when.get(("backward", stage, microbatch, chunk), tick)
+            backward = when.get(("backward", stage, microbatch, virtual), tick)
             if kind == "forward":
-                before = schedule.neighbour(stage, chunk, -1)
+                before = schedule.neighbour(stage, virtual, -1)
                 arrival = (
                     tick
                     if before is None
@@ -54,7 +54,7 @@ class Lifetimes:
                 )
                 lives.activations[stage][work] = (arrival, backward)
             elif kind == "backward":
-                after = schedule.neighbour(stage, chunk, +1)
+                after = schedule.neighbour(stage, virtual, +1)
                 if after is not None:
                     arrival = when["backward", after[0], microbatch, after[1]] + 1
                     lives.cotangents[stage][work] = (arrival, tick)
@@ -99,7 +99,7 @@ class Instruction(NamedTuple):
     Attributes:
         branch: 0 idle, 1 forward, 2 backward, 3 weight.
         microbatch: which microbatch (0 when idle).
-        chunk: which chunk of the stage (0 when idle).
+        virtual: which of the stage's virtual stages (0 when idle).
         activation: slot of the virtual stage's input.
         cotangent: slot of the gradient of its output.
         pending: slot of what the weight gradient needs.
@@ -110,7 +110,7 @@ class Instruction(NamedTuple):
 
     branch: Any
     microbatch: Any
-    chunk: Any
+    virtual: Any
     activation: Any
     cotangent: Any
     pending: Any
@@ -131,7 +131,7 @@ def to_arrays(schedule: Schedule) -> tuple[Instruction, list[int]]:
     slots = [[assign_slots(stage) for stage in family] for family in families]
     counts = [num_slots(family) for family in families]
     shape = (len(schedule.ticks) + 1, schedule.num_stages)
-    branch, microbatch, chunk, activation, cotangent, pending = (
+    branch, microbatch, virtual, activation, cotangent, pending = (
         np.zeros(shape, np.int32) for _ in range(6)
     )
     arrivals = [np.full(shape, counts[0], np.int32), np.full(shape, counts[1], np.int32)]
@@ -139,17 +139,17 @@ def to_arrays(schedule: Schedule) -> tuple[Instruction, list[int]]:
         for s, action in enumerate(tick):
             if action is None:
                 continue
-            work = (action.microbatch, action.chunk)
+            work = (action.microbatch, action.virtual)
             branch[t, s] = 1 + KINDS.index(action.kind)
-            microbatch[t, s], chunk[t, s] = work
+            microbatch[t, s], virtual[t, s] = work
             activation[t, s] = slots[0][s][work]
             # The last virtual stage reads no gradient: the spare slot.
             cotangent[t, s] = slots[1][s].get(work, counts[1])
             pending[t, s] = slots[2][s].get(work, 0)
             step = {"forward": 1, "backward": -1}.get(action.kind)
-            target = schedule.neighbour(s, action.chunk, step) if step else None
+            target = schedule.neighbour(s, action.virtual, step) if step else None
             if step and target:
                 way = 0 if step == 1 else 1
                 arrivals[way][t, target[0]] = slots[way][target[0]][action.microbatch, target[1]]
-    fields = (branch, microbatch, chunk, activation, cotangent, pending, *arrivals)
+    fields = (branch, microbatch, virtual, activation, cotangent, pending, *arrivals)
     return Instruction(*fields), counts

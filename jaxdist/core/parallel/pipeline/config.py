@@ -11,6 +11,7 @@ from jaxdist.core.parallel.pipeline.schedule import Schedule
 from jaxdist.core.parallel.pipeline.schedules import ScheduleName
 from jaxdist.core.parallel.pipeline.simulation import RECOMPUTE, simulate
 from jaxdist.core.settings import setting
+from jaxdist.runtime.formatting.numbers import percent
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,6 +72,6 @@ def describe(schedule: Schedule, rows: int) -> str:
     virtual = f" × {v} virtual stages" if v > 1 else ""
     return (
         f"pipeline: {schedule.name}, {schedule.num_stages} stages{virtual}, {m} microbatches of "
-        f"{rows // m} rows, bubble {report.bubble:.1%}, at most {max(report.peak_stash)} "
+        f"{rows // m} rows, bubble {percent(report.bubble)}, at most {max(report.peak_stash)} "
         f"microbatches stashed, {report.forward_permutes}+{report.backward_permutes} permutes"
     )

@@ -24,7 +24,7 @@ from jaxdist.core.sharding import Layout
 from jaxdist.core.types import Batch, Context, Model, Params, Sums, add_sums
 
 
-def make_evaluate(
+def make_pipeline_evaluate(
     model: Model,
     layout: Layout,
     make_schedule: Callable[[int], Schedule],

@@ -83,6 +83,7 @@ def run(
     for loop in plan_loops(schedule):
 
         def one_round(state: State, ticks: Array, loop: Loop = loop) -> tuple[State, None]:
+            """One round of a loop, whose ticks are int32 [ticks of a round]."""
             for place, kinds in enumerate(loop.kinds):
                 now = jax.tree.map(lambda column: take(column, ticks[place]), instructions)  # noqa: B023
                 outputs = _act(now, state, {kind: handlers[kind] for kind in kinds}, idle)

@@ -5,7 +5,7 @@ copy of all weights in float32, next to the totals that they are added to. Here 
 scan of its own, which adds each layer's gradient to the totals before it makes the next one's.
 
 Shapes: x, y and their gradients dx, dy are [microbatch, seq_shard, d_model]; what is carried from
-one pass to the next is a list of [layers, ...]; totals are float32 [chunks, layers, ...].
+one pass to the next is a list of [layers, ...]; totals are float32 [virtual_stages, layers, ...].
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ class Layers(NamedTuple):
         weights: [layers, ...] of each leaf.
         indices: int32 [layers], each layer's index in the model.
         aux: what every layer reads in addition to its input.
-        chunk: int32 scalar, where in totals [chunks, layers, ...] their gradients belong.
+        virtual: int32 scalar, where in totals [virtual_stages, layers, ...] their gradients belong.
     """
 
     weights: Params
     indices: Array
     aux: Any
-    chunk: Array
+    virtual: Array
 
 
 class LayerwiseBackward:
@@ -74,7 +74,7 @@ class LayerwiseBackward:
             layers: as in `forward`.
             saved: [layers, ...] each, from `forward`.
             dy: gradient of the output, [rows, seq_shard, d_model].
-            totals: gradients so far, [chunks, layers, ...] of each leaf.
+            totals: gradients so far, [virtual_stages, layers, ...] of each leaf.
 
         Returns:
             The gradient of the input, shaped as dy, and the totals with those of the weights added.
@@ -83,10 +83,11 @@ class LayerwiseBackward:
         def one(
             carry: tuple[Array, Params], layer: tuple[Array, Array, Params, list[Array]]
         ) -> tuple[tuple[Array, Params], None]:
+            """One layer: dy [rows, seq_shard, d_model] -> dx like it; totals with its gradients."""
             dy, totals = carry
             place, index, weights, own = layer
             dx, grads = self._layer.backward(weights, (index, layers.aux), own, dy)
-            return (dx, self._add(totals, grads, layers.chunk, place)), None
+            return (dx, self._add(totals, grads, layers.virtual, place)), None
 
         xs = (_places(layers), layers.indices, layers.weights, saved)
         return lax.scan(one, (dy, totals), xs, reverse=True)[0]
@@ -108,7 +109,7 @@ class LayerwiseBackward:
         return lax.scan(one, dy, (layers.indices, layers.weights, saved), reverse=True)
 
     def weight_gradient(self, layers: Layers, kept: list[Array], totals: Params) -> Params:
-        """Totals [chunks, layers, ...] with the postponed gradients of the weights added.
+        """Totals [virtual_stages, layers, ...] with the postponed gradients of the weights added.
 
         `kept` is what `input_gradient` returned, [layers, ...] each.
         """
@@ -116,17 +117,18 @@ class LayerwiseBackward:
         def one(
             totals: Params, layer: tuple[Array, Array, Params, list[Array]]
         ) -> tuple[Params, None]:
+            """One layer: totals [virtual_stages, layers, ...] with its postponed gradients."""
             place, index, weights, own = layer
             grads = self._layer.weight_gradient(weights, (index, layers.aux), own)
-            return self._add(totals, grads, layers.chunk, place), None
+            return self._add(totals, grads, layers.virtual, place), None
 
         return lax.scan(one, totals, (_places(layers), layers.indices, layers.weights, kept))[0]
 
-    def _add(self, totals: Params, grads: Params, chunk: Array, place: Array) -> Params:
-        """Add one layer's gradients [...] to totals [chunks, layers, ...], in place in a loop."""
+    def _add(self, totals: Params, grads: Params, virtual: Array, place: Array) -> Params:
+        """Totals [virtual_stages, layers, ...] with a layer's gradients [...], in place."""
 
         def leaf(total: Array, grad: Array) -> Array:
-            start: list[Any] = [chunk, place, *([0] * grad.ndim)]
+            start: list[Any] = [virtual, place, *([0] * grad.ndim)]
             old = lax.dynamic_slice(total, start, (1, 1, *grad.shape))
             return lax.dynamic_update_slice(total, old + grad.astype(total.dtype), start)
 

@@ -5,9 +5,9 @@ counts and draws what they cost, `buffers.py` and `loop_plan.py` turn them into 
 runs.
 
 The model's layers are cut into `num_stages × num_virtual_stages` virtual stages. Virtual stage `k`
-runs on stage `k % num_stages` as its *chunk* `k // num_stages`, so neighbours in the model are
-neighbours on a ring. A schedule is a list of *ticks*; in a tick each stage does one action or
-nothing:
+runs on stage `k % num_stages`, as number `k // num_stages` of the stage's own virtual stages, so
+neighbours in the model are neighbours on a ring. That number is called `virtual` everywhere here.
+A schedule is a list of *ticks*; in a tick each stage does one action or nothing:
 
     forward   run a virtual stage on a microbatch and send the result to the next one
     backward  gradient of its input, sent to the one before; and of its weights, unless
@@ -29,15 +29,15 @@ Kind: TypeAlias = Literal["forward", "backward", "weight"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 Key: TypeAlias = tuple[Kind, int, int, int]
-"""(kind, stage, microbatch, chunk): an action and where it is done."""
+"""(kind, stage, microbatch, virtual): an action and where it is done."""
 
 
 class Action(NamedTuple):
-    """`kind` of work on a microbatch with one of the stage's chunks."""
+    """`kind` of work on a microbatch with one of the stage's virtual stages."""
 
     kind: Kind
     microbatch: int
-    chunk: int = 0
+    virtual: int = 0
 
 
 Tick: TypeAlias = tuple[Action | None, ...]
@@ -73,22 +73,22 @@ class Schedule:
         """Whether weight gradients are actions of their own."""
         return "weight" in self.kinds
 
-    def virtual_stage(self, stage: int, chunk: int) -> int:
-        """Which virtual stage of the model a stage holds as `chunk`."""
-        return chunk * self.num_stages + stage
+    def virtual_stage(self, stage: int, virtual: int) -> int:
+        """Which virtual stage of the model is number `virtual` of a stage."""
+        return virtual * self.num_stages + stage
 
-    def neighbour(self, stage: int, chunk: int, step: int) -> tuple[int, int] | None:
-        """(stage, chunk) of the virtual stage `step` further in the model; None past its ends."""
-        virtual = self.virtual_stage(stage, chunk) + step
-        if not 0 <= virtual < self.total_virtual_stages:
+    def neighbour(self, stage: int, virtual: int, step: int) -> tuple[int, int] | None:
+        """(stage, virtual) of the virtual stage `step` further in the model; None past its ends."""
+        target = self.virtual_stage(stage, virtual) + step
+        if not 0 <= target < self.total_virtual_stages:
             return None
-        chunk, stage = divmod(virtual, self.num_stages)
-        return stage, chunk
+        virtual, stage = divmod(target, self.num_stages)
+        return stage, virtual
 
     def when(self) -> dict[Key, int]:
         """Which tick does each action."""
         return {
-            (action.kind, stage, action.microbatch, action.chunk): t
+            (action.kind, stage, action.microbatch, action.virtual): t
             for t, tick in enumerate(self.ticks)
             for stage, action in enumerate(tick)
             if action is not None
@@ -129,10 +129,10 @@ def _problems(schedule: Schedule) -> Iterable[str]:
         for stage, action in enumerate(tick):
             if action is None:
                 continue
-            kind, microbatch, chunk = action
-            if not (kind in KINDS and 0 <= microbatch < m and 0 <= chunk < v):
+            kind, microbatch, virtual = action
+            if not (kind in KINDS and 0 <= microbatch < m and 0 <= virtual < v):
                 yield f"tick {t} stage {stage}: {action} does not exist"
-            key = (kind, stage, microbatch, chunk)
+            key = (kind, stage, microbatch, virtual)
             if key in when:
                 yield f"{_name(key)} runs twice, in ticks {when[key]} and {t}"
             when[key] = t
@@ -150,18 +150,18 @@ def _problems(schedule: Schedule) -> Iterable[str]:
 
 def _sources(schedule: Schedule, key: Key) -> list[Key]:
     """What must have run in an earlier tick."""
-    kind, stage, microbatch, chunk = key
+    kind, stage, microbatch, virtual = key
     if kind == "weight":
-        return [("backward", stage, microbatch, chunk)]
+        return [("backward", stage, microbatch, virtual)]
     found: list[Key] = []
-    other = schedule.neighbour(stage, chunk, -1 if kind == "forward" else 1)
+    other = schedule.neighbour(stage, virtual, -1 if kind == "forward" else 1)
     if other is not None:
         found.append((kind, other[0], microbatch, other[1]))
     if kind == "backward":
-        found.append(("forward", stage, microbatch, chunk))
+        found.append(("forward", stage, microbatch, virtual))
     return found
 
 
 def _name(key: Key) -> str:
-    kind, stage, microbatch, chunk = key
-    return f"{kind} of microbatch {microbatch} chunk {chunk} on stage {stage}"
+    kind, stage, microbatch, virtual = key
+    return f"{kind} of microbatch {microbatch}, virtual={virtual}, on stage {stage}"

@@ -45,8 +45,8 @@ ScheduleName: TypeAlias = Literal["gpipe", "1f1b", "1f1b_lockstep", "zero_bubble
 def forward_only(num_stages: int, num_microbatches: int, num_virtual_stages: int = 1) -> Schedule:
     """Forwards alone, for evaluation."""
     cells = [
-        (tick, stage, Action("forward", microbatch, chunk))
-        for (stage, chunk, microbatch), tick in _forward_ticks(
+        (tick, stage, Action("forward", microbatch, virtual))
+        for (stage, virtual, microbatch), tick in _forward_ticks(
             num_stages, num_microbatches, num_virtual_stages
         ).items()
     ]
@@ -58,9 +58,9 @@ def gpipe(num_stages: int, num_microbatches: int, num_virtual_stages: int = 1) -
     cells = []
     forwards = _forward_ticks(num_stages, num_microbatches, num_virtual_stages)
     last = max(forwards.values())
-    for (stage, chunk, microbatch), tick in forwards.items():
-        cells.append((tick, stage, Action("forward", microbatch, chunk)))
-        cells.append((2 * last + 1 - tick, stage, Action("backward", microbatch, chunk)))
+    for (stage, virtual, microbatch), tick in forwards.items():
+        cells.append((tick, stage, Action("forward", microbatch, virtual)))
+        cells.append((2 * last + 1 - tick, stage, Action("backward", microbatch, virtual)))
     return _from_cells("gpipe", num_stages, num_microbatches, num_virtual_stages, cells)
 
 
@@ -76,14 +76,14 @@ def one_forward_one_backward_lockstep(
     """
     p, v = num_stages, num_virtual_stages
     cells = []
-    for (stage, chunk, microbatch), tick in _forward_ticks(p, num_microbatches, v).items():
-        cells.append((2 * tick, stage, Action("forward", microbatch, chunk)))
+    for (stage, virtual, microbatch), tick in _forward_ticks(p, num_microbatches, v).items():
+        cells.append((2 * tick, stage, Action("forward", microbatch, virtual)))
         group, place = divmod(microbatch, p)
         # The last virtual stage turns around in the same pair of ticks; gradients then walk back as
         # activations came.
         turn = v * p - 1 + group * v * p + place
-        backward = turn + (p - 1 - stage) + (v - 1 - chunk) * p
-        cells.append((2 * backward + 1, stage, Action("backward", microbatch, chunk)))
+        backward = turn + (p - 1 - stage) + (v - 1 - virtual) * p
+        cells.append((2 * backward + 1, stage, Action("backward", microbatch, virtual)))
     return _from_cells("1f1b_lockstep", p, num_microbatches, v, cells)
 
 
@@ -202,13 +202,13 @@ _Cell: TypeAlias = tuple[int, int, Action]
 
 
 def _forward_ticks(p: int, m: int, v: int) -> dict[tuple[int, int, int], int]:
-    """(stage, chunk, microbatch) -> tick, when groups of p microbatches walk the ring v times."""
+    """(stage, virtual, microbatch) -> tick, when groups of p microbatches walk the ring v times."""
     ticks = {}
     for microbatch in range(m):
         group, place = divmod(microbatch, p)
-        for chunk in range(v):
+        for virtual in range(v):
             for stage in range(p):
-                ticks[stage, chunk, microbatch] = stage + group * v * p + chunk * p + place
+                ticks[stage, virtual, microbatch] = stage + group * v * p + virtual * p + place
     return ticks
 
 

@@ -7,11 +7,12 @@ import dataclasses
 from jaxdist.core.parallel.pipeline.buffers import Lifetimes, num_slots, peak
 from jaxdist.core.parallel.pipeline.loop_plan import plan_loops
 from jaxdist.core.parallel.pipeline.schedule import Action, Kind, Schedule, check
+from jaxdist.runtime.formatting.numbers import percent
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Costs:
-    """Time of each action on one chunk, in units of one forward.
+    """Time of each action on one virtual stage, in units of one forward.
 
     The default is without recomputation; a backward that repeats its forward takes one more.
     """
@@ -38,7 +39,7 @@ class Report:
     """What a schedule costs, by simulation.
 
     Attributes:
-        duration: sum over ticks of the longest action, in forwards of one chunk.
+        duration: sum over ticks of the longest action, in forwards of one virtual stage.
         bubble: share of the duration in which a stage waits, 0..1, averaged over stages.
         peak_stash: per stage, most microbatch activations alive between forward and backward.
         activation_slots: buffers needed for stage inputs, arrivals included, on the fullest stage.
@@ -80,8 +81,8 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Report:
     when = schedule.when()
     held = [
         [
-            (tick, when.get(("backward", stage, mb, chunk), tick))
-            for (kind, stage, mb, chunk), tick in when.items()
+            (tick, when.get(("backward", stage, mb, virtual), tick))
+            for (kind, stage, mb, virtual), tick in when.items()
             if kind == "forward" and stage == s
         ]
         for s in stages
@@ -110,8 +111,8 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Report:
 def draw(schedule: Schedule, costs: Costs | None = None) -> str:
     """The schedule as text: one row per stage, one column per tick, and what it costs below.
 
-    `F2` is the forward of microbatch 2, `B` backward, `W` weight gradient, `·` idle; with chunks a
-    letter follows (`F2a` the stage's first chunk).
+    `F2` is the forward of microbatch 2, `B` backward, `W` weight gradient, `·` idle. Where
+    a stage has several virtual stages a letter follows (`F2a` is its first).
     """
     costs = costs or Costs()
     report = simulate(schedule, costs)
@@ -120,7 +121,7 @@ def draw(schedule: Schedule, costs: Costs | None = None) -> str:
     def cell(action: Action | None) -> str:
         if action is None:
             return "·"
-        letter = chr(ord("a") + action.chunk) if action.chunk < 26 else f".{action.chunk}"
+        letter = chr(ord("a") + action.virtual) if action.virtual < 26 else f".{action.virtual}"
         return f"{action.kind[0].upper()}{action.microbatch}{letter if many else ''}"
 
     width = max(len(cell(a)) for tick in schedule.ticks for a in tick)
@@ -137,7 +138,7 @@ def draw(schedule: Schedule, costs: Costs | None = None) -> str:
     )
     title += f", {schedule.num_virtual_stages} virtual stages each" if many else ""
     facts = (
-        f"{report.num_ticks} ticks, bubble {report.bubble:.1%} at {unit}, "
+        f"{report.num_ticks} ticks, bubble {percent(report.bubble)} at {unit}, "
         f"stash per stage {' '.join(map(str, report.peak_stash))}, "
         f"{report.forward_permutes}+{report.backward_permutes} permutes"
     )

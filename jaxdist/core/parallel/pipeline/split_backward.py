@@ -71,12 +71,15 @@ def split_layer(
 ) -> SplitLayer:
     """Split a layer's backward, for arguments of these shapes and dtypes.
 
-    `constants` are what else the layer reads, not differentiated. `recompute_enlarged` keeps values
-    at their smallest and enlarges them each time they are read.
+    X is [microbatch, seq_shard, d_model]. `constants` are what else the layer reads, not
+    differentiated. `recompute_enlarged` keeps values at their smallest and enlarges them each time
+    they are read.
     """
     traces: list[tuple[Any, Any, Any]] = []
 
     def differentiate(weights: Params, constants: Any, x: Array) -> tuple[Any, ...]:
+        """(y [microbatch, seq_shard, d_model], its sums, what `jax.vjp` keeps)."""
+
         def outputs(weights: Params, x: Array) -> tuple[tuple[Array, Array | None], Sums]:
             y, loss, sums = layer(weights, x, constants)
             return (y, loss), sums
@@ -114,6 +117,7 @@ def split_layer(
     def backward(
         weights: Params, constants: Any, saved: list[Array], dy: Array
     ) -> tuple[Array, Params]:
+        """(dx, gradients of the weights) from dy [microbatch, seq_shard, d_model]."""
         leaves = rebuild(*jax.tree.leaves((weights, constants)), *saved)
         pull = jax.tree.unflatten(pull_tree, leaves)
         dloss = None if seed_axes is None else collectives.vary(jnp.float32(1.0), seed_axes)
@@ -137,7 +141,11 @@ def _cut(
     dy: Any,
     recompute_enlarged: bool,
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """The two halves of a backward: (input_gradient, weight_gradient), as in `SplitLayer`."""
+    """The two halves of a backward: (input_gradient, weight_gradient), as in `SplitLayer`.
+
+    The arguments are of the shapes and dtypes it is called with: dy [microbatch, seq_shard,
+    d_model], `weights` and `saved` any [...].
+    """
     traced = jax.make_jaxpr(backward)(weights, constants, saved, dy)
     program, num_fixed = traced.jaxpr, len(jax.tree.leaves((weights, constants)))
     dx_var, *weight_vars = program.outvars
@@ -241,7 +249,7 @@ def _is_known(var: Any, known: set[Any]) -> bool:
 def _function(
     traced: Any, inputs: Sequence[Any], outputs: Sequence[Any], equations: Any = None
 ) -> Callable[..., list[Array]]:
-    """The part of a traced program that leads from inputs to outputs."""
+    """The part of a traced program that leads from inputs to outputs, arrays [...] each."""
     program = traced.jaxpr
     equations = _needed(program.eqns if equations is None else equations, outputs)
     part = program.replace(invars=list(inputs), outvars=list(outputs), eqns=equations)

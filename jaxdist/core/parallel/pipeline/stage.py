@@ -25,11 +25,11 @@ from jaxdist.core.types import Array, Batch, Context, Model, Params, Sums
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Stage:
-    """What this device computes with. An instruction names a microbatch and one of its chunks.
+    """What this device computes with. An instruction names a microbatch and a virtual stage.
 
     Attributes:
         context: what the model is told; its key is the step's.
-        layers: this stage's parameters, [chunks, layers of a virtual stage, ...].
+        layers: this stage's parameters, [virtual_stages, layers of a virtual stage, ...].
         outer: the parameters outside the layers, whole, in the compute dtype.
         microbatches: [num_microbatches, rows of one, ...].
         index: int32 scalar, this stage's place on the ring.
@@ -44,24 +44,24 @@ class Stage:
     index: Array
 
     def virtual_stage(self, now: Instruction) -> Array:
-        """Which virtual stage of the model this is; int32 scalar."""
-        return now.chunk * self.schedule.num_stages + self.index
+        """Which virtual stage of the model this is, int32 []."""
+        return now.virtual * self.schedule.num_stages + self.index
 
     def is_first(self, now: Instruction) -> Array:
-        """Whether the virtual stage begins with the embedding; bool scalar."""
+        """Whether the virtual stage begins with the embedding, bool []."""
         return self.virtual_stage(now) == 0
 
     def is_last(self, now: Instruction) -> Array:
-        """Whether the virtual stage ends in the loss head; bool scalar."""
+        """Whether the virtual stage ends in the loss head, bool []."""
         return self.virtual_stage(now) == self.schedule.total_virtual_stages - 1
 
     def microbatch(self, now: Instruction) -> Batch:
         """Rows of the microbatch, [rows, ...]."""
         return jax.tree.map(lambda x: take(x, now.microbatch), self.microbatches)
 
-    def chunk(self, now: Instruction) -> Params:
+    def weights(self, now: Instruction) -> Params:
         """Parameters of the virtual stage, [layers, ...]."""
-        return jax.tree.map(lambda x: take(x, now.chunk), self.layers)
+        return jax.tree.map(lambda x: take(x, now.virtual), self.layers)
 
     def embed(self, outer: Params, now: Instruction) -> Array:
         """Input of the first virtual stage, [rows, seq_shard, d_model]."""
@@ -79,13 +79,13 @@ class Stage:
 
     def layers_of(self, now: Instruction) -> Layers:
         """The layers of the virtual stage, for their backward."""
-        return Layers(self.chunk(now), self.layer_indices(now), self.aux(now), now.chunk)
+        return Layers(self.weights(now), self.layer_indices(now), self.aux(now), now.virtual)
 
     def run(self, x: Array, now: Instruction) -> tuple[Array, Sums]:
         """The virtual stage applied to x [rows, seq_shard, d_model], and the sums of its layers."""
         return self.context.run_layers(
             self.model.block,
-            self.chunk(now),
+            self.weights(now),
             x,
             self.aux(now),
             self.context,
@@ -117,7 +117,7 @@ def make_stage(
     layers = virtual_stages.to_virtual_stages(params["layers"], schedule)
     if gather == "step":
         layers = fsdp.gather(
-            layers, chunked(layer_specs), dtype=context.dtype, reduce_dtype=reduce_dtype
+            layers, of_virtual_stages(layer_specs), dtype=context.dtype, reduce_dtype=reduce_dtype
         )
     outer = {name: tree for name, tree in params.items() if name != "layers"}
     return Stage(
@@ -131,8 +131,8 @@ def make_stage(
     )
 
 
-def chunked(specs: Any) -> Any:
-    """Specs of [chunks, layers, ...] from those of the stacked leaves [layers, ...]."""
+def of_virtual_stages(specs: Any) -> Any:
+    """Specs of [virtual_stages, layers, ...] from those of the stacked leaves [layers, ...]."""
     return jax.tree.map(lambda spec: P(None, *spec), specs, is_leaf=lambda x: isinstance(x, P))
 
 

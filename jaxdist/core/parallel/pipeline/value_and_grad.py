@@ -1,9 +1,9 @@
 """Training by a pipeline: stages of layers on their own devices, microbatches flowing between them.
 
-`make_value_and_grad` runs any schedule of `schedules.py` inside the fully manual step, as one
-program that all stages share (`executor.py`). The embedding runs on the first stage only and the
-loss head on the last. A stage keeps the input of a virtual stage until its backward, which repeats
-the forward from it and then goes back layer by layer (by the remat policy of the run).
+`make_pipeline_value_and_grad` runs any schedule of `schedules.py` inside the fully manual step, as
+one program that all stages share (`executor.py`). The embedding runs on the first stage only and
+the loss head on the last. A stage keeps the input of a virtual stage until its backward, which
+repeats the forward from it and then goes back layer by layer (by the remat policy of the run).
 
 What moves, per device and step, B being the bytes of one microbatch's activations:
     ring permutes   B for each exchange of the schedule (`simulation.Report`), each way
@@ -37,7 +37,7 @@ from jaxdist.core.parallel.pipeline.executor import (
 from jaxdist.core.parallel.pipeline.layerwise_backward import LayerwiseBackward
 from jaxdist.core.parallel.pipeline.schedule import Kind, Schedule
 from jaxdist.core.parallel.pipeline.split_backward import split_layer
-from jaxdist.core.parallel.pipeline.stage import Stage, chunked, make_stage, zeros
+from jaxdist.core.parallel.pipeline.stage import Stage, make_stage, of_virtual_stages, zeros
 from jaxdist.core.sharding import Layout
 from jaxdist.core.types import (
     OBJECTIVE,
@@ -52,7 +52,7 @@ from jaxdist.core.types import (
 )
 
 
-def make_value_and_grad(
+def make_pipeline_value_and_grad(
     model: Model,
     layout: Layout,
     make_schedule: Callable[[int], Schedule],
@@ -72,10 +72,11 @@ def make_value_and_grad(
     `reduce_dtype`.
 
     Returns:
-        (local parameters, this replica's rows, context, loss scale) -> (sums, gradients). The sums
-        are this replica's: those of the head on the last stage, those of the layers on the stage
-        that runs them. The gradients are float32, of the scaled objective, laid out as
-        `Layout.gradient_specs`, and local: still to be summed over `Layout.summed_axes`.
+        (local parameters, this replica's batch [rows, ...], context, loss scale float32 []) ->
+        (sums, gradients). The sums are this replica's: those of the head on the last stage, those
+        of the layers on the stage that runs them. The gradients are float32, of the scaled
+        objective, laid out as `Layout.gradient_specs`, and local: still to be summed over
+        `Layout.summed_axes`.
     """
     specs = layout.param_specs(model.axes)
     micro_specs = layout.gradient_specs(model.axes)
@@ -93,6 +94,7 @@ def make_value_and_grad(
     def value_and_grad(
         params: Params, batch: Batch, context: Context, scale: Array
     ) -> tuple[Sums, Params]:
+        """(sums, local gradients) of this replica's batch [rows, ...]; scale is float32 []."""
         schedule = make_schedule(jax.tree.leaves(batch)[0].shape[0])
         stage = make_stage(
             model,
@@ -108,7 +110,7 @@ def make_value_and_grad(
         layer_grads = totals["layers"]
         if gather == "step":
             layer_grads = fsdp.scatter(
-                layer_grads, chunked(gathered["layers"]), reduce_dtype=reduce_dtype
+                layer_grads, of_virtual_stages(gathered["layers"]), reduce_dtype=reduce_dtype
             )
         outer_grads = fsdp.scatter(totals["outer"], outer_specs, reduce_dtype=reduce_dtype)
         grads = {**outer_grads, "layers": virtual_stages.from_virtual_stages(layer_grads, schedule)}
@@ -133,6 +135,10 @@ class _Training:
         reduce_layer: Callable[[Params], Params],
         scale: Array,
     ) -> None:
+        """Learn the shapes; `scale`, float32 [], is what the objective is multiplied by.
+
+        `layer`, `policy` are those of `make_pipeline_value_and_grad`.
+        """
         self.stage, self.scale = stage, scale
         self.schedule = stage.schedule
         # Any instruction serves to learn shapes: all microbatches and virtual stages are alike.
@@ -219,7 +225,7 @@ class _Training:
     def _layerwise(
         self, layer: Callable[..., tuple[Array, Sums]], policy: Callable[..., bool] | None
     ) -> LayerwiseBackward:
-        """The stage's layers, to be run forward and backward one by one.
+        """The stage's layers, x [rows, seq_shard, d_model], to be run forward and back one by one.
 
         Without a policy everything that a layer's backward reads is kept from its forward, except
         what follows from its weights. Schedules that split the backward ignore the policy: what it
@@ -230,6 +236,7 @@ class _Training:
         def apply(
             shards: Params, x: Array, constants: tuple[Array, Any]
         ) -> tuple[Array, Array | None, Sums]:
+            """A layer on x [rows, seq_shard, d_model], and its own scaled term of the loss."""
             y, sums = layer(stage.model.block, shards, x, *constants, stage.context)
             loss = objective(sums) * self.scale if sums.keys() & set(OBJECTIVE) else None
             return y, loss, sums
@@ -237,7 +244,7 @@ class _Training:
         if policy is not None and not splits:
             # Forward and backward are two loops, which the compiler cannot merge.
             apply = jax.checkpoint(apply, policy=policy, prevent_cse=False)
-        one = jax.tree.map(lambda x: x[0], stage.chunk(self.example))
+        one = jax.tree.map(lambda x: x[0], stage.weights(self.example))
         constants = (stage.layer_indices(self.example)[0], stage.aux(self.example))
         # What a postponed weight gradient reads is held for long, so at its smallest; what a whole
         # backward reads is read at once.
@@ -254,7 +261,7 @@ class _Training:
             saved = jax.tree.map(collectives.zeros_like, saved_kinds)
             # Values and not their shapes: those lose their mesh where XLA shards an axis by itself.
             _, kept_kinds = jax.eval_shape(self.layers.input_gradient, layers, saved, self.zero_x)
-        one_layer = jax.tree.map(lambda x: x[0], stage.chunk(self.example))
+        one_layer = jax.tree.map(lambda x: x[0], stage.weights(self.example))
         layer_kinds = jax.eval_shape(lambda: self.reduce_layer(_float32(one_layer)))
         _, num_slots = to_arrays(self.schedule)
         state = State(

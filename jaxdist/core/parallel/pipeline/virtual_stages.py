@@ -22,19 +22,19 @@ from jaxdist.core.types import Array, Params
 
 
 def to_virtual_stages(layers: Params, schedule: Schedule) -> Params:
-    """Parameters where they run: [layers stored here, ...] -> [chunks, layers, ...]."""
+    """Parameters where they run: [layers stored here, ...] -> [virtual_stages, layers, ...]."""
     cut = lambda x: x.reshape(schedule.num_virtual_stages, -1, *x.shape[1:])
     return jax.tree.map(lambda x: _move(cut(x), schedule, home=False), layers)
 
 
 def from_virtual_stages(grads: Params, schedule: Schedule) -> Params:
-    """Gradients where they are stored: [chunks, layers, ...] -> [layers stored here, ...]."""
+    """Gradients where they are stored: [virtual_stages, layers, ...] -> [layers here, ...]."""
     join = lambda x: x.reshape(-1, *x.shape[2:])
     return jax.tree.map(lambda x: join(_move(x, schedule, home=True)), grads)
 
 
 def _move(x: Array, schedule: Schedule, *, home: bool) -> Array:
-    """Move x [chunks, ...] from where its virtual stages are stored to where they run, or home.
+    """Move x [virtual_stages, ...] from where these are stored to where they run, or home.
 
     Stage s stores virtual stages s·v .. s·v + v - 1, and runs s, s + p, s + 2p, ... Each of v
     rounds is one permutation that takes one from every stage and gives one to every stage, so each

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,7 +14,7 @@ import numpy as np
 
 from jaxdist.core import attention, losses
 from jaxdist.core.attention.admission import Admission
-from jaxdist.core.attention.context import Plan, plan_exchange
+from jaxdist.core.attention.context_parallel import ExchangePlan, plan_exchange
 from jaxdist.core.axis import divisors_of
 from jaxdist.core.parallel import fsdp
 from jaxdist.core.parallel.context import CONTEXT, hops_of_window, imbalance
@@ -19,15 +22,19 @@ from jaxdist.core.parallel.pipeline.axis import PIPELINE
 from jaxdist.core.parallel.pipeline.config import PipelineConfig
 from jaxdist.core.parallel.tensor import TENSOR
 from jaxdist.core.precision import PrecisionConfig
+from jaxdist.core.settings import ConfigError
 from jaxdist.core.sharding import Layout
 from jaxdist.core.step.config import TrainConfig
 from jaxdist.core.step.layer_scan import make_run_layers
-from jaxdist.core.types import Array, Context, Model, Params, RunningDims, Sums
+from jaxdist.core.types import Context, Model, Params, RunningDims
 from jaxdist.plan.hardware import GPUS, gpu_of
+from jaxdist.runtime.formatting.numbers import percent
 
 _CPU_LOGITS_BYTES = 64 * 2**20
 _HEAD_PASSES = 0.15
 _LOGITS_SHARE = 1 / 64
+_UNEVEN = 0.05  # work that devices may differ by before the log names what differs less
+_BETTER = 0.8  # share of that which an exchange must stay below to be named
 
 
 def make_context(
@@ -47,23 +54,10 @@ def make_context(
     device = layout.mesh.devices.flat[0]
     platform = "gpu" if device.platform in ("gpu", "cuda") else device.platform
     dtype = precision.resolve(platform)
-    split_vocabulary = TENSOR in layout.used
+    vocabulary_axis = TENSOR.name if TENSOR in layout.used else None
     chunk = config.loss_chunk_tokens or default_loss_chunk(
         model.dims.get("vocab", 0) // layout.size(TENSOR), platform, device.device_kind
     )
-
-    def token_loss(
-        x: Array,
-        kernel: Array,
-        targets: Array,
-        weights: Array,
-        vocab_size: int,
-        softcap: float = 0.0,
-    ) -> Sums:
-        """As `losses.token_cross_entropy`: x [batch, seq, d_model] -> Sums."""
-        axis = TENSOR.name if split_vocabulary else None
-        vocabulary = losses.Vocabulary(vocab_size, axis, chunk, softcap)
-        return losses.token_cross_entropy(x, kernel, targets, weights, vocabulary)
 
     # Then the pipeline gathers a stage's weights itself, before the first tick.
     once = layout.size(PIPELINE) > 1 and stages is not None and stages.gather == "step"
@@ -80,7 +74,7 @@ def make_context(
     )
     return Context(
         dtype=dtype,
-        token_loss=token_loss,
+        token_loss=losses.make_token_loss(vocabulary_axis, chunk),
         label_loss=losses.label_cross_entropy,
         run_layers=make_run_layers(model, layout, config, precision, platform, gather=not once),
         platform=platform,
@@ -111,7 +105,7 @@ def is_described(layout: Layout) -> bool:
     return not any(device in here for device in layout.mesh.devices.flat)
 
 
-def exchange_of(model: Model, layout: Layout, per_node: int = 0) -> Plan | None:
+def exchange_of(model: Model, layout: Layout, per_node: int = 0) -> ExchangePlan | None:
     """How devices that share rows exchange keys and values; None where none do.
 
     `per_node` neighbours along the context axis share a node; 0 = ask the mesh's devices.
@@ -130,6 +124,7 @@ def exchange_of(model: Model, layout: Layout, per_node: int = 0) -> Plan | None:
         kv_heads=model.dims.get("kv_heads", 1) // tensor or 1,
         per_node=per_node or _on_one_node(layout),
         has_stages=layout.size(PIPELINE) > 1,
+        packed=layout.packed_rows,
     )
     return plan._replace(longest_document=layout.longest_document)
 
@@ -142,20 +137,24 @@ def describe_exchange(
     *,
     packed: bool = False,
     places: np.ndarray | None = None,
+    rows: int = 1,
 ) -> list[str]:
     """How devices share rows, for the start of a run; nothing where none do.
 
-    Where rows hold several documents they are `packed`, and `places`, int [rows, seq_len], are the
-    places of some rows' tokens in their documents, if these can be read.
+    Where rows hold several documents they are `packed`, and `places`, int [num_rows, seq_len], are
+    the places of some rows' tokens in their documents, if these can be read. A microbatch has
+    `rows`.
     """
     plan, size = exchange_of(model, layout), layout.size(CONTEXT)
     if plan is None:
         return []
     groups = f" in groups of {plan.inner}" if 1 < plan.inner < size else ""
-    uneven = f"{imbalance(size, seq_len, sliding_window, places, plan.inner):.1%}"
+    uneven_by = lambda inner: imbalance(size, seq_len, sliding_window, places, inner, rows)
+    uneven = percent(uneven_by(plan.inner))
     if packed:
-        rows = f"mean of {len(places)} rows" if places is not None else "were a row one document"
-        uneven += f" ({rows})"
+        known = f"mean of {len(places)} rows" if places is not None else "were a row one document"
+        uneven += f" ({known})"
+    uneven += _more_even(model, layout, plan, uneven_by)
     if plan.exchange in ("ring", "hybrid"):
         groups += _travel(plan, seq_len, size // plan.inner, sliding_window, packed)
     kernel = (
@@ -165,11 +164,36 @@ def describe_exchange(
     )
     return [
         f"context attention: {plan.exchange} over {size} devices{groups} ({plan.reason}){kernel}; "
-        f"{seq_len // size} positions of a row on each, work uneven by {uneven}"
+        f"{seq_len // size} positions of a row on each, its work uneven by {uneven}"
     ]
 
 
-def _travel(plan: Plan, seq_len: int, groups: int, sliding_window: int, packed: bool) -> str:
+def _more_even(
+    model: Model, layout: Layout, used: ExchangePlan, uneven_by: Callable[[int], float]
+) -> str:
+    """Which exchanges would give the devices more equal work, where it is uneven by much.
+
+    `uneven_by` says by how much with so many neighbours that exchange heads.
+    """
+    if (found := uneven_by(used.inner)) <= _UNEVEN:
+        return ""
+    others = {}
+    for name in ("all_to_all", "hybrid"):
+        with contextlib.suppress(ConfigError):
+            plan = exchange_of(model, dataclasses.replace(layout, context_attention=name))
+            assert plan is not None
+            others[name] = uneven_by(plan.inner)
+    named = [
+        f"{name} ({percent(share)})" for name, share in others.items() if share < _BETTER * found
+    ]
+    if named:
+        return f"; more even with --mesh.context-attention {' or '.join(named)}"
+    return "; even with a cp that allows all_to_all: one that divides the query and key/value heads"
+
+
+def _travel(
+    plan: ExchangePlan, seq_len: int, groups: int, sliding_window: int, packed: bool
+) -> str:
     """How far the keys of packed rows, or under a sliding window, travel and why."""
     reach, longest = plan.reach(sliding_window, packed), plan.longest_document
     hops = hops_of_window(reach, seq_len, groups)

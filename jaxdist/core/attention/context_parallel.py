@@ -41,7 +41,7 @@ from jaxdist.core.types import Array, AttentionDropout, AttentionMask
 Exchange: TypeAlias = Literal["ring", "all_gather", "all_to_all", "hybrid"]
 
 
-class Plan(NamedTuple):
+class ExchangePlan(NamedTuple):
     """How devices of the context axis exchange keys and values.
 
     Attributes:
@@ -67,12 +67,20 @@ class Plan(NamedTuple):
 
 
 def plan_exchange(
-    wanted: str, *, size: int, heads: int, kv_heads: int, per_node: int, has_stages: bool
-) -> Plan:
+    wanted: str,
+    *,
+    size: int,
+    heads: int,
+    kv_heads: int,
+    per_node: int,
+    has_stages: bool,
+    packed: bool = False,
+) -> ExchangePlan:
     """Choose the exchange among `size` devices of the context axis; `wanted` is one, or "auto".
 
     `heads` and `kv_heads` are those of a device before any exchange. `per_node` neighbours along
-    the axis share a node. `has_stages`: a pipeline runs the layers.
+    the axis share a node. `has_stages`: a pipeline runs the layers. `packed`: rows hold several
+    documents.
 
     Raises:
         ConfigError: the heads, or the stages, do not allow what is wanted.
@@ -83,7 +91,7 @@ def plan_exchange(
     inside = max((n for n in rings if n <= per_node and n < size), default=0)
     exchange: str
     if wanted == "auto":
-        exchange, reason = _choose(size, heads, kv_heads, rings, inside)
+        exchange, reason = _choose(size, heads, kv_heads, rings, inside, packed)
     else:
         exchange, reason = wanted, "asked for"
     inner = {"all_to_all": size, "hybrid": inside}.get(exchange, 1)
@@ -95,14 +103,14 @@ def plan_exchange(
     }
     if not possible[exchange]:
         others = " or ".join(repr(name) for name, is_legal in possible.items() if is_legal)
+        smaller = f", or cp={_either(fits[1:])} for 'all_to_all'" if len(fits) > 1 else ""
         raise ConfigError(
             [
-                f"mesh.context_attention={exchange!r} with cp={size}: {_NEEDS[exchange]}. This "
-                f"device has {heads} query heads and {kv_heads} key/value heads. Use {others}, or "
-                f"cp={_either(fits)} for 'all_to_all'."
+                f"mesh.context_attention={exchange!r} with cp={size}: {_NEEDS[exchange]}. A device "
+                f"has {heads} query heads and {kv_heads} key/value heads. Use {others}{smaller}."
             ]
         )
-    return Plan(exchange, inner, has_stages, reason)  # type: ignore[arg-type]
+    return ExchangePlan(exchange, inner, has_stages, reason)  # type: ignore[arg-type]
 
 
 _NEEDS = {
@@ -115,12 +123,15 @@ _NEEDS = {
 
 
 def _choose(
-    size: int, heads: int, kv_heads: int, rings: list[int], inside: int
+    size: int, heads: int, kv_heads: int, rings: list[int], inside: int, packed: bool
 ) -> tuple[Exchange, str]:
     """The exchange that is fastest, and why; `rings` and `inside` are legal `inner`."""
     # Also where it moves more than others: attention takes most of the time of long rows.
     if size in rings:
         return "all_to_all", "the heads divide, and whole rows take the kernel of a single device"
+    if packed and inside > 1:
+        # Documents see keys anew: of single devices some have half as much to do again as others.
+        return "hybrid", f"documents make work uneven, which {inside} neighbours share"
     if 2 * size * kv_heads <= heads:
         return "all_gather", "all keys and values are no larger than a device's own queries"
     if inside > 1 and size // inside > 1 and inside > heads // kv_heads + 1:
@@ -140,7 +151,9 @@ def _either(sizes: list[int]) -> str:
     return f"{', '.join(others)} or {last}" if others else last
 
 
-def make_attend(plan: Plan, attend_rows: Callable[..., Array]) -> Callable[..., Array]:
+def make_attend_to_shared(
+    plan: ExchangePlan, attend_rows: Callable[..., Array]
+) -> Callable[..., Array]:
     """The `attend` of a `Context` where rows are shared.
 
     Args:
@@ -148,8 +161,9 @@ def make_attend(plan: Plan, attend_rows: Callable[..., Array]) -> Callable[..., 
         attend_rows: the `attend` for whole rows, for heads that were exchanged for positions.
 
     Returns:
-        As `attention.make_attend`, for this device's positions. Queries and keys are those of one
-        row, in the order of `parallel.context.places`. It raises `ConfigError` for dropout.
+        As `attention.make_attend`, for this device's positions, [batch, seq_shard, heads,
+        head_dim]. Queries and keys are those of one row, in the order of `parallel.context.places`.
+        It raises `ConfigError` for dropout.
     """
 
     def attend(
@@ -162,6 +176,7 @@ def make_attend(plan: Plan, attend_rows: Callable[..., Array]) -> Callable[..., 
         dropout: AttentionDropout | None = None,
         softcap: float = 0.0,
     ) -> Array:
+        """[batch, seq_shard, heads, head_dim] in the query's dtype; see `Context.attend`."""
         if dropout is not None:  # of the package's own models the mesh was refused already
             size = collectives.group_size(CONTEXT.name)
             raise ConfigError(context.dropout_problem(size, dropout.rate))
@@ -230,6 +245,7 @@ class _Group(NamedTuple):
         return self._all_to_all(jnp.repeat(x[:, None], self.size, 1), 1, 2)[:, 0]
 
     def _all_to_all(self, x: Array, split_dim: int, concat_dim: int) -> Array:
+        """Exchange x [...]: `split_dim` shrinks, and `concat_dim` grows, by the group's size."""
         return collectives.all_to_all(x, CONTEXT.name, split_dim, concat_dim, group=self.size)
 
 
@@ -246,12 +262,14 @@ def _reordered(x: Array, order: np.ndarray) -> Array:
 def _attend_gathered(
     query: Array, key: Array, value: Array, segments: Array | None, rule: Rule
 ) -> Array:
+    """Attention [batch, seq_shard, heads, head_dim] to gathered keys, in the query's dtype."""
     return _gathered(query, key, value, segments, rule).out.astype(query.dtype)
 
 
 def _gathered(
     query: Array, key: Array, value: Array, segments: Array | None, rule: Rule
 ) -> Partial:
+    """Attention of query [batch, seq_shard, heads, head_dim] to the keys of all devices."""
     key, value = _gather((key, value))
     queries, keys = _gathered_spans(query, segments)
     return blockwise.forward(query, key, value, queries, keys, rule)
@@ -260,11 +278,16 @@ def _gathered(
 def _gathered_forward(
     query: Array, key: Array, value: Array, segments: Array | None, rule: Rule
 ) -> tuple[Array, Any]:
+    """`_attend_gathered` [batch, seq_shard, heads, head_dim], and what its backward reads."""
     out, lse = blockwise.keep(_gathered(query, key, value, segments, rule), query.dtype)
     return out, (query, key, value, out, lse, segments)
 
 
 def _gathered_backward(rule: Rule, saved: Any, cotangent: Array) -> Any:
+    """Gradients of this device's query, key and value, in their shapes and dtypes.
+
+    `cotangent` [batch, seq_shard, heads, head_dim] is that of the output.
+    """
     query, key, value, out, lse, segments = saved
     pull = Pull.of(out, lse, cotangent)
     whole_key, whole_value = _gather((key, value))
@@ -284,6 +307,7 @@ def _gather(tree: Any) -> Any:
 
 
 def _gathered_spans(query: Array, segments: Array | None) -> tuple[Span, Span]:
+    """Spans of this device's queries, places [1, seq_shard], and of all keys, places [1, seq]."""
     length, size = query.shape[1], collectives.group_size(CONTEXT.name)
     everyone = jnp.concatenate([context.places_of(i, length, size) for i in range(size)])
     return (

@@ -1,0 +1,286 @@
+"""Products in 8 bits: what is rounded to which format with which scale, and how weights travel.
+
+Activations and weights are rounded to E4M3, gradients of a product's result to E5M2, each with one
+scale for the whole array, taken from its own largest magnitude. All three products of a weight,
+forward and backward, then multiply 8 bit numbers and add up wider ones.
+
+The values are written as `f8.astype(dtype) * scale`, which is exact. XLA:GPU turns a product of two
+such operands into one cuBLASLt call in 8 bits; elsewhere the rounded values are multiplied in the
+compute dtype. So every backend multiplies the same numbers.
+
+Scales are powers of two. Then a value rounds the same way under every scale, but for the tiniest
+(below 2^-14 of the largest in E4M3), and how rows are cut into microbatches hardly matters.
+
+Sources: Micikevicius et al. 2022, "FP8 Formats for Deep Learning", sections 3 and 4: the formats,
+and which tensor takes which. Deviations: a scale follows from the array it scales rather than from
+earlier steps, it is a power of two, and nothing saturates: the largest magnitude fits by
+construction. The pattern is that of OpenXLA's "FP8 in XLA" (discussion 22 of openxla/xla).
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec as P
+
+from jaxdist.core import collectives, types
+from jaxdist.core.axis import axes_of, dim_of
+from jaxdist.core.parallel import fsdp
+from jaxdist.core.types import Array, Params
+
+E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
+
+LOWEST_CAPABILITY = (8, 9)
+"""The first NVIDIA compute capability whose matrix units multiply 8 bit floats."""
+
+# Both formats end at 1.75 * 2^n: 448 and 57344.
+_LARGEST_EXPONENT = {E4M3: 8, E5M2: 15}
+_LARGEST_MANTISSA = 0x600000  # of 1.75, as float32 stores it
+_SMALLEST_SCALE = -100  # 2^-100 and its inverse are far from overflow
+
+
+def problems(num_layers: int, platform: str, compute_capability: str) -> list[str]:
+    """Why layers cannot multiply in 8 bits: rules of the model and of the devices.
+
+    Args:
+        num_layers: of the model, 0 where it has no stack of them.
+        platform: "cpu" or "gpu".
+        compute_capability: as `Context.compute_capability`.
+    """
+    found = []
+    if num_layers < 3:
+        found.append(
+            f"precision.matmul_dtype=fp8 with {num_layers} stacked layers: the first and the last "
+            "multiply in the compute dtype, and none is left. Use 3 layers or more, or "
+            "--precision.matmul-dtype auto."
+        )
+    if (
+        platform == "gpu"
+        and compute_capability
+        and _version(compute_capability) < LOWEST_CAPABILITY
+    ):
+        found.append(
+            f"precision.matmul_dtype=fp8 on a GPU of compute capability {compute_capability}: 8 "
+            f"bit matrix units came with {'.'.join(map(str, LOWEST_CAPABILITY))} (Ada, Hopper and "
+            "later). Use --precision.matmul-dtype auto there."
+        )
+    return found
+
+
+def _version(compute_capability: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in compute_capability.split("."))
+
+
+def scale_of(largest: Array, dtype: Any) -> Array:
+    """The power of two by which an array is divided before it is rounded.
+
+    Args:
+        largest: magnitudes, float32 [...], each the largest of one array.
+        dtype: `E4M3` or `E5M2`.
+
+    Returns:
+        Float32 [...]: `largest` / scale is in (max / 2, max] of the format. 1 where the array is
+        all zeros. NaN where it has a NaN or Inf, so that nothing hides those.
+    """
+    bits = lax.bitcast_convert_type(largest, jnp.int32)
+    exponent = (bits >> 23) - 127 - _LARGEST_EXPONENT[dtype]
+    exponent += ((bits & 0x7FFFFF) > _LARGEST_MANTISSA).astype(jnp.int32)
+    exponent = jnp.maximum(exponent, _SMALLEST_SCALE)
+    scale = lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)
+    scale = jnp.where(largest > 0, scale, jnp.ones_like(scale))
+    return jnp.where(jnp.isfinite(largest), scale, jnp.full_like(scale, jnp.nan))
+
+
+def largest_of(x: Array, axes: tuple[str, ...], dims: tuple[int, ...] | None = None) -> Array:
+    """The largest magnitude of an array whose parts lie on the devices of mesh `axes`, float32.
+
+    `dims` are reduced, all by default: x [...] -> []. Inf where any part has a NaN: whether the
+    maximum over devices would keep a NaN is up to their library. Wire: 4 bytes each.
+    """
+    largest = jnp.max(jnp.abs(x), axis=dims).astype(jnp.float32)
+    largest = jnp.where(jnp.isnan(largest), jnp.full_like(largest, jnp.inf), largest)
+    over = tuple(axis for axis in axes if axis in collectives.varying_axes(largest))
+    return collectives.all_reduce(largest, over, "max") if over else largest
+
+
+def narrow(x: Array, scale: Array, dtype: Any) -> Array:
+    """Divide by the scale and round to nearest even: x [...] -> [...] of the 8 bit dtype."""
+    return (x * (1 / scale).astype(x.dtype)).astype(dtype)
+
+
+def widen(x: Array, scale: Array, dtype: Any) -> Array:
+    """The values that 8 bit x [...] and its scale stand for, exactly: [...] in `dtype`."""
+    return x.astype(dtype) * scale.astype(dtype)
+
+
+# --- products -------------------------------------------------------------------------------------
+
+
+def make_dot(axes: tuple[str, ...], is_wide: Array | None = None) -> Any:
+    """A `Context.dot` in 8 bits.
+
+    Args:
+        axes: mesh axes over whose devices activations may be split; their scales are equal there.
+        is_wide: bool []: whether this layer multiplies in the compute dtype after all. Weights
+            are then taken as they come, and rounded here. None: never, and weights are rounded
+            already (`gather`).
+
+    Returns:
+        (dims, x, w, out_dtype=None) -> product, as `types.dot`.
+    """
+
+    def dot(dims: str, x: Array, w: Array, *, out_dtype: Any = None) -> Array:
+        """The product [*dims named after the arrow]; arguments as in `types.dot`."""
+        w = w.astype(x.dtype)
+        both = tuple(collectives.varying_axes(x) | collectives.varying_axes(w))
+        wide = None if is_wide is None else collectives.vary(is_wide, both)
+        x, w = collectives.vary(x, both), collectives.vary(w, both)
+        return _dot(_Product(dims, out_dtype, axes), x, w, wide)
+
+    return dot
+
+
+class _Product(NamedTuple):
+    """One product: its dims as `types.dot` takes them, and its scales' axes."""
+
+    dims: str
+    out_dtype: Any
+    axes: tuple[str, ...]
+
+    def __call__(self, x: Array, w: Array) -> Array:
+        """The product of both, [*dims named after the arrow]."""
+        return types.dot(self.dims, x, w, out_dtype=self.out_dtype)
+
+    def pull_back(self, x: Array, w: Array, gradient: Array) -> tuple[Array, Array]:
+        """Gradients of x [*dims] and w [*dims] from the result's, which has their dtype."""
+        plain = self._replace(out_dtype=None)
+        _, of_x = jax.vjp(lambda x: plain(x, w), x)
+        _, of_w = jax.vjp(lambda w: plain(x, w), w)
+        return of_x(gradient)[0], of_w(gradient)[0]
+
+    def rounded(self, x: Array, dtype: Any) -> tuple[Array, Array]:
+        """An array [...] in 8 bits, and its scale, float32 []."""
+        scale = scale_of(largest_of(x, self.axes), dtype)
+        return narrow(x, scale, dtype), scale
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _dot(product: _Product, x: Array, w: Array, wide: Array | None) -> Array:
+    """The product [*dims named after the arrow]; `wide` is bool [] or None, as in `make_dot`."""
+    return _dot_forward(product, x, w, wide)[0]
+
+
+def _dot_forward(product: _Product, x: Array, w: Array, wide: Array | None) -> tuple[Array, Any]:
+    """The product [*dims], and what its gradients are computed from."""
+    x8, scale = product.rounded(x, E4M3)
+    near = widen(x8, scale, x.dtype)
+    if wide is None:
+        # As bytes: `jax.checkpoint` passes floats that it keeps through reduce_precision, which
+        # takes E4M3 for a format with infinities and makes NaN of its largest values.
+        return product(near, w), (lax.bitcast_convert_type(x8, jnp.uint8), scale, w)
+    near_w = widen(*product.rounded(w, E4M3), w.dtype)
+    out = lax.cond(wide, lambda: product(x, w), lambda: product(near, near_w))
+    return out, (x, wide, w)
+
+
+def _dot_backward(product: _Product, kept: Any, gradient: Array) -> tuple[Array, Array, None]:
+    """Gradients of x [*dims] and w [*dims]."""
+    x, other, w = kept
+    near_gradient = widen(*product.rounded(gradient, E5M2), w.dtype)
+    if x.dtype == jnp.uint8:
+        near = widen(lax.bitcast_convert_type(x, E4M3), other, w.dtype)
+        return *product.pull_back(near, w, near_gradient), None
+    near, near_w = (widen(*product.rounded(a, E4M3), a.dtype) for a in (x, w))
+    dx, dw = lax.cond(
+        other,
+        lambda: product.pull_back(x, w, gradient.astype(w.dtype)),
+        lambda: product.pull_back(near, near_w, near_gradient),
+    )
+    return dx, dw, None
+
+
+_dot.defvjp(_dot_forward, _dot_backward)
+
+
+# --- weights --------------------------------------------------------------------------------------
+
+
+def round_weights(layers: Params, specs: Any, is_product: Any, dtype: Any) -> Any:
+    """The weights that multiply, rounded where they lie, before they are gathered.
+
+    Args:
+        layers: float32 shards, [layers, ...] each.
+        specs: tree of specs of one layer, all mesh axes that split a leaf named.
+        is_product: tree of bools like `layers`: whether a leaf is multiplied with `Context.dot`.
+        dtype: compute dtype. Weights are rounded to it first, as they are where they are not
+            rounded before they are gathered.
+
+    Returns:
+        A tree like `layers`: (E4M3 [layers, ...], scales float32 [layers]) or (). Every device has
+        the same scale. Not differentiable: gradients take another way (`gather`).
+    """
+
+    def leaf(spec: P, product: bool, w: Array) -> Any:
+        """(E4M3, scales float32 [layers]) of one weight [layers, ...], or ()."""
+        if not product:
+            return ()
+        w = lax.stop_gradient(w).astype(dtype)
+        scale = scale_of(largest_of(w, axes_of(spec), tuple(range(1, w.ndim))), E4M3)
+        return narrow(w, scale.reshape(-1, *[1] * (w.ndim - 1)), E4M3), scale
+
+    return jax.tree.map(leaf, specs, is_product, layers, is_leaf=lambda x: isinstance(x, P))
+
+
+def gather(shards: Params, rounded: Any, specs: Any, *, dtype: Any, reduce_dtype: Any) -> Params:
+    """Whole weights of one layer in `dtype`, as `fsdp.gather`; those rounded travel in 8 bits.
+
+    `rounded` is one layer of what `round_weights` returned for these `shards`. Gradients are
+    those of the shards, as if nothing had been rounded.
+
+    Wire, per rounded leaf of n elements whole over k shards: n·(k−1)/k bytes forward, n·(k−1)/k
+    elements of `reduce_dtype` backward.
+    """
+
+    def leaf(spec: P, w: Any, near: Any) -> Any:
+        """The whole weight of a shard [...]."""
+        if not near:
+            return fsdp.gather(w, spec, dtype=dtype, reduce_dtype=reduce_dtype)
+        axes = axes_of(spec)
+        dim = dim_of(spec, axes[0]) if axes else 0
+        assert dim is not None
+        whole = _gather((axes, dim, dtype, reduce_dtype), w, *near)
+        return checkpoint_name(whole, fsdp.GATHERED)
+
+    return jax.tree.map(leaf, specs, shards, rounded, is_leaf=lambda x: isinstance(x, P))
+
+
+_How = tuple[tuple[str, ...], int, Any, Any]
+"""Axes to gather over, the dim that they split, compute dtype, dtype of reductions."""
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _gather(how: _How, w: Array, near: Array, scale: Array) -> Array:
+    """The whole weight [...] from a shard in 8 bits and its scale; `w` is where gradients go."""
+    axes, dim, dtype, _ = how
+    return widen(collectives.all_gather(near, axes, dim) if axes else near, scale, dtype)
+
+
+def _gather_forward(how: _How, w: Array, near: Array, scale: Array) -> tuple[Array, None]:
+    """The whole weight [...]; nothing is kept."""
+    return _gather(how, w, near, scale), None
+
+
+def _gather_backward(how: _How, _: None, gradient: Array) -> tuple[Array, None, None]:
+    """The shard's gradient [...], float32."""
+    axes, dim, _, reduce_dtype = how
+    if axes:
+        gradient = collectives.reduce_scatter(gradient.astype(reduce_dtype), axes, dim)
+    return gradient.astype(jnp.float32), None, None
+
+
+_gather.defvjp(_gather_forward, _gather_backward)
