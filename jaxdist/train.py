@@ -55,8 +55,9 @@ def run(
     from jaxdist.run.setup import (
         assemble,
         check_data_fits,
-        compare_packed_kernel,
+        compare_kernel,
         stop_at_documents,
+        with_remat,
     )
     from jaxdist.run.startup import fetch_weights, open_run_directory
 
@@ -64,6 +65,8 @@ def run(
     model = program.model(config.train.seq_len) if program.model else None
     parts = assemble(config, jax.devices(), needs_of, job.host_of, model=model)
     budget = Budget.of(parts.config, parts.spec, parts.devices, parts.model, job.host_of)
+    if budget is not None and budget.remat is not None:
+        parts = with_remat(parts, budget.remat.job.remat)
     if budget is not None and not config.force:
         budget.check()
     data = open_datasets(
@@ -71,8 +74,7 @@ def run(
     )
     check_data_fits(parts, data[0])
     parts = stop_at_documents(parts, data)
-    if "segments" in data[0].fields:
-        parts = compare_packed_kernel(parts)
+    parts = compare_kernel(parts, data[0].fields)
     if config.replay:
         return replay(parts, data[0])
     audit = None if config.force else check_mesh(parts, data[0].fields)

@@ -1,5 +1,6 @@
 """Run commands as a user does: real processes, a tiny model, and what they left behind."""
 
+import importlib
 import json
 import os
 import subprocess
@@ -48,6 +49,14 @@ def run(name: str, *arguments: object, cwd=None, timeout_s=300) -> subprocess.Co
         cwd=cwd,
         timeout=timeout_s,
     )
+
+
+def run_here(name: str, *arguments: object) -> int:
+    """The exit code of a command in this process, which has eight devices and has imported jax.
+
+    For tests to which a process of its own would prove nothing.
+    """
+    return importlib.import_module(f"jaxdist.{name}").main([*map(str, arguments)])
 
 
 def records(run_dir: Path, kind: str) -> list[dict]:

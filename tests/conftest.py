@@ -63,8 +63,9 @@ def propagating(monkeypatch):
 STRICT = {
     f"test_{name}"
     for name in (
-        "block_sums", "cnn", "collectives", "context", "losses", "model_families", "models",
-        "optim", "parity", "pipeline", "precision", "sharding", "split_backward", "state", "step",
+        "block_sums", "cnn", "collectives", "context", "context_cudnn", "losses", "model_families",
+        "models", "optim", "parity", "pipeline", "precision", "sharding", "split_backward", "state",
+        "step",
     )
 }  # fmt: skip
 """Tests of the core, where each change of dtype must be written down."""

@@ -109,7 +109,7 @@ class Case:
     mesh: str
     microbatches: int = 1
     schedule: str = "1f1b_lockstep"
-    chunks: int = 1
+    virtual: int = 1
     sequence: bool = False
     zero: int = 0
     remat: str = "none"
@@ -130,9 +130,9 @@ CASES = [
     Case("pp=4", schedule="gpipe"),
     Case("pp=2,dp=2", schedule="1f1b_lockstep"),
     Case("pp=2,tp=2", schedule="1f1b", remat="full"),
-    Case("pp=2,fsdp=2", schedule="1f1b_lockstep", chunks=2),
+    Case("pp=2,fsdp=2", schedule="1f1b_lockstep", virtual=2),
     Case("pp=2,tp=2", schedule="zero_bubble", sequence=True),
-    Case("pp=2,dp=2", schedule="zero_bubble", chunks=2),
+    Case("pp=2,dp=2", schedule="zero_bubble", virtual=2),
 ]
 
 
@@ -146,7 +146,7 @@ def make_parts(case):
     config = TrainConfig(
         global_batch_size=ROWS, seq_len=SEQ, num_microbatches=case.microbatches, remat=case.remat
     )
-    stages = PipelineConfig(schedule=case.schedule, num_virtual_stages=case.chunks)
+    stages = PipelineConfig(schedule=case.schedule, num_virtual_stages=case.virtual)
     context = make_context(model, layout, config, PrecisionConfig(), stages)
     return model, layout, config, context, stages
 
@@ -170,7 +170,7 @@ def test_sums_and_gradients_are_those_of_a_plain_loop(case, by_hand):
 
 
 @pytest.mark.parametrize(
-    "case", [Case("dp=2,tp=2", sequence=True), Case("pp=2,tp=2", chunks=2)], ids=str
+    "case", [Case("dp=2,tp=2", sequence=True), Case("pp=2,tp=2", virtual=2)], ids=str
 )
 def test_evaluation_sums_what_blocks_return(case, by_hand):
     params, expected, _ = by_hand

@@ -191,8 +191,8 @@ def test_steps_are_done_again_with_the_reach_and_kernel_of_training(tmp_path, mo
     assert parts.layout.longest_document == 0
     data = [SimpleNamespace(longest_document=length, fields=fields) for length in (5, 7)]
     reach = []
-    compared = lambda own: dataclasses.replace(own, packed_kernel="compared")
-    monkeypatch.setattr(rerun, "compare_packed_kernel", compared)
+    compared = lambda own, fields: dataclasses.replace(own, packed_kernel=fields)
+    monkeypatch.setattr(rerun, "compare_kernel", compared)
     monkeypatch.setattr(rerun, "open_datasets", lambda *args, **options: data)
     loader = SimpleNamespace(close=lambda: None)
     monkeypatch.setattr(rerun, "state_before", lambda own, *args: (own, loader))
@@ -202,7 +202,7 @@ def test_steps_are_done_again_with_the_reach_and_kernel_of_training(tmp_path, mo
         lambda own: reach.append((own.layout.longest_document, own.packed_kernel)),
     )
     assert rerun.rerun(runs, (parts, parts), 0, 0) == (None, [])
-    assert reach == [(7, "compared" if fields else None)] * 2
+    assert reach == [(7, fields)] * 2
 
 
 @pytest.mark.parametrize("name", ["config.toml", "environment.json"])
@@ -217,5 +217,11 @@ def test_the_run_that_recorded_other_numbers_than_come_back_is_named(tmp_path):
     runs = [run_directory(tmp_path / n, x) for n, x in (("a", [3.0, 2.0]), ("b", [3.0, 2.5]))]
     numbers = ({"loss": loss, "grad_norm": 1.0} for loss in (3.0, 2.0))
     again = [StepDone(step=n, digests={}, numbers=x) for n, x in enumerate(numbers, start=1)]
-    a, b = _recorded_otherwise(tuple(runs), [(one, one) for one in again], None)
+    a, b = _recorded_otherwise(tuple(runs), [(one, one) for one in again], None, "dp=2")
     assert [re.findall(r"step (\d+)", line) for line in (a, b)] == [[], ["2"]]
+    assert "sdc_check_interval_steps" in b
+    # On another mesh sums have another order, and no device is at fault.
+    with (tmp_path / "b" / "metrics.jsonl").open("a") as metrics:
+        metrics.write(json.dumps({"kind": "event", "event": "run", "mesh": "cp=2"}) + "\n")
+    a, b = _recorded_otherwise(tuple(runs), [(one, one) for one in again], None, "dp=2")
+    assert "--mesh cp=2" in b and "sdc_check_interval_steps" not in b

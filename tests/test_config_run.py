@@ -20,7 +20,7 @@ from jaxdist.core.types import Model
 from jaxdist.data.tokenizer import tokenizer_file
 from jaxdist.models.weights import num_params as count
 from jaxdist.run.run_directory import RunDirectory
-from jaxdist.tools.launch.local import make_plan
+from jaxdist.tools.launch.local import make_launch_plan
 from jaxdist.tools.launch.local import read_config as launch_config
 
 pytestmark = pytest.mark.smoke
@@ -311,5 +311,5 @@ def test_a_run_in_the_home_is_found_and_continued_there(tmp_path, monkeypatch):
     resumed = read_run(["--resume=~/run"], command="jaxdist.train", check_rules=False)
     assert resumed.seed == 7
     assert str(RunDirectory.existing("~/run").path) == str(tmp_path / "run")
-    plan = make_plan(launch_config(["--nproc-per-node=1", "--run-dir=~/run"]))
+    plan = make_launch_plan(launch_config(["--nproc-per-node=1", "--run-dir=~/run"]))
     assert str(plan.run_dir) == str(tmp_path / "run")

@@ -21,7 +21,7 @@ from test_traffic import traffic
 from tiny import ROWS, SEQ, Case, layout_of, model_of, reference, run, step_of, text_batch
 
 from jaxdist.core import collectives
-from jaxdist.core.attention import blockwise, context_parallel, make_attend, ring, tiled, visible
+from jaxdist.core.attention import blockwise, make_attend, ring, tiled, visible
 from jaxdist.core.attention.context_parallel import ExchangePlan, plan_exchange
 from jaxdist.core.collective_order import in_order
 from jaxdist.core.mesh import MeshSpec
@@ -100,11 +100,11 @@ def dense(mask: str, heads: str, is_packed: bool):
     return value_and_grads(attend, heads, is_packed)
 
 
-def shared(plan: ExchangePlan, mask: str, heads: str, is_packed: bool):
+def shared(plan: ExchangePlan, mask: str, heads: str, is_packed: bool, shards: int = SHARDS):
     """The same by devices that share the rows."""
-    mesh = MeshSpec(context=SHARDS).build(jax.devices()[:SHARDS])
-    attend = context_parallel.make_attend_to_shared(plan, make_attend(platform="cpu"))
-    order = np.concatenate([axis.places_of(i, LENGTH // SHARDS, SHARDS) for i in range(SHARDS)])
+    mesh = MeshSpec(context=shards).build(jax.devices()[:shards])
+    attend = make_attend(platform="cpu", exchange=plan)
+    order = np.concatenate([axis.places_of(i, LENGTH // shards, shards) for i in range(shards)])
 
     def told(query, key, value, segments):
         seen = dataclasses.replace(MASKS[mask], segments=segments)
@@ -119,9 +119,7 @@ def shared(plan: ExchangePlan, mask: str, heads: str, is_packed: bool):
 
 def test_dropout_over_shared_rows_is_refused_with_the_fix():
     mesh = MeshSpec(context=2).build(jax.devices()[:2])
-    attend = context_parallel.make_attend_to_shared(
-        ExchangePlan("ring", 1, False, ""), make_attend(platform="cpu")
-    )
+    attend = make_attend(platform="cpu", exchange=ExchangePlan("ring", 1, False, ""))
     dropout = AttentionDropout(rate=0.1, key=jax.random.key(0), rows=jnp.arange(1))
     local = lambda x: attend(x, x, x, MASKS["causal"], dropout=dropout)
     over = P(None, "context")
@@ -413,7 +411,7 @@ STAGES = [
         marks=pytest.mark.slow,
     ),
     pytest.param(
-        StagesCase(mesh="pp=2,cp=4", schedule="zero_bubble", exchange="ring", chunks=2),
+        StagesCase(mesh="pp=2,cp=4", schedule="zero_bubble", exchange="ring", virtual=2),
         marks=pytest.mark.slow,
     ),
     pytest.param(

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from refusals import refused
 from test_estimate_traffic import moved
 from test_traffic import traffic
 from tiny import Case, layout_of, step_of, text_batch
@@ -118,7 +119,7 @@ TWO_NODES = Cluster(gpu=GPUS["h100"], num_nodes=2, gpus_per_node=8)
 
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "fastest"),
-    [(6, 6, "all_gather"), (32, 8, "all_to_all")],
+    [(6, 6, "hybrid"), (32, 8, "all_to_all")],
 )
 def test_the_search_takes_the_fastest_exchange_and_names_it(heads, kv_heads, fastest):
     """Also where the rule, which knows no links, takes the ring (6 heads over 16 devices)."""
@@ -130,6 +131,21 @@ def test_the_search_takes_the_fastest_exchange_and_names_it(heads, kv_heads, fas
     for other in exchanges(found.job):
         changed = Choice.of(found.job.changed("mesh", context_attention=other))
         assert not changed.fits or found.time.seconds <= changed.time.seconds
+
+
+def test_an_exchange_that_cannot_have_the_kernel_asked_for_is_refused():
+    """cuDNN's causal mask does not know all keys at once."""
+    config, spec = long_rows(3, 3), MeshSpec(context=2)
+    named = dataclasses.replace(config.model, attention="cudnn")
+    cluster = Cluster(gpu=GPUS["h100"], num_nodes=1, gpus_per_node=2)
+    job = Job.of(dataclasses.replace(config, model=named), spec, cluster)
+    assert set(exchanges(Job.of(config, spec, cluster))) == {"ring", "all_gather"}
+    assert exchanges(job) == ["ring"]
+    with refused("attention='cudnn'", "all gathered keys"):
+        _ = job.changed("mesh", context_attention="all_gather").attention
+    packed = dataclasses.replace(job.config, data=DataConfig(packing="documents"))
+    found = search(packed, cluster, stages=False)
+    assert "attention='cudnn'" in found.refused[spec] and found.choices
 
 
 @pytest.mark.parametrize(("num_nodes", "waits_long"), [(1, False), (2, True)])
@@ -193,6 +209,10 @@ def test_traffic_of_the_gpu_program_is_the_planned(exchange):
             key = (flow.kind, "+".join(flow.axes))
             planned[key] = planned.get(key, 0.0) + flow.wire_bytes
     assert sent == pytest.approx(planned, rel=0.01)
+    # Every step of the ring is one call: forward, again in backward, and backward itself.
+    parts = 4 if exchange == "ring" else 1
+    assert step.attention == "cudnn"
+    assert step.times.calls["attention"] == 3 * 4 * parts
     if exchange == "ring":
         rings = [c for c in step.collectives if c.kind == "collective-permute"]
         assert all(c.overlapped for c in rings) and any(c.between for c in rings)

@@ -14,13 +14,20 @@ from refusals import refused
 
 from jaxdist.config import read_run
 from jaxdist.core.attention import admission, blockwise, choose_kernel, cudnn, make_attend
-from jaxdist.core.attention.admission import Admission, Shapes, compare_packed, sample_segments
+from jaxdist.core.attention.admission import (
+    Admission,
+    Shapes,
+    compare_packed,
+    compare_ring,
+    sample_segments,
+)
 from jaxdist.core.attention.blockwise import Rule, Span
+from jaxdist.core.attention.context_parallel import ExchangePlan
 from jaxdist.core.attention.cudnn import DOCUMENTS, Documents
 from jaxdist.core.parallel.tensor import TENSOR
-from jaxdist.core.step import TrainConfig
+from jaxdist.core.step import TrainConfig, packed_kernel
 from jaxdist.core.step.model_context import obstacle_of
-from jaxdist.core.step.packed_kernel import admit_packed_kernel
+from jaxdist.core.step.packed_kernel import admit_packed_kernel, admit_ring_kernel
 from jaxdist.core.types import AttentionMask
 from jaxdist.data.packing import text_fields
 from jaxdist.run import setup, trained_run
@@ -107,16 +114,24 @@ SHAPES = Shapes(
 )
 
 
-def test_the_kernel_is_admitted_where_it_computes_what_the_reference_does(monkeypatch):
-    cudnn_stand_in.install(monkeypatch)
-    found = compare_packed(SHAPES, jax.devices()[0])
+each_use = pytest.mark.parametrize("compare", [compare_packed, compare_ring])
+
+
+@each_use
+def test_the_kernel_is_admitted_where_it_computes_what_the_reference_does(monkeypatch, compare):
+    forwards, backwards = cudnn_stand_in.install(monkeypatch)
+    found = compare(SHAPES, jax.devices()[0])
     assert not found.obstacle
     assert 0 < max(found.errors.values()) < admission.TOLERANCE / 2
+    # Round a ring both of what a step may be, beside each group's own keys.
+    masks = {"PADDING_CAUSAL"} if compare is compare_packed else {"CAUSAL", "NO_MASK"}
+    assert set(forwards) == set(backwards) == masks
 
 
-def test_the_kernel_is_refused_where_it_sees_a_key_less(monkeypatch):
+@each_use
+def test_the_kernel_is_refused_where_it_sees_a_key_less(monkeypatch, compare):
     cudnn_stand_in.install(monkeypatch, late=True)
-    found = compare_packed(SHAPES, jax.devices()[0])
+    found = compare(SHAPES, jax.devices()[0])
     assert "differs" in found.obstacle
     assert not found.errors["key gradient"] <= 5 * admission.TOLERANCE
 
@@ -142,9 +157,11 @@ def test_the_kernel_is_refused_where_one_of_its_windows_is_wrong(monkeypatch):
             assert bool(found.obstacle) == any(windows)
 
 
-def test_the_kernel_is_refused_where_it_cannot_run():
-    found = compare_packed(SHAPES, jax.devices()[0])  # a CPU
+@each_use
+def test_the_kernel_is_refused_where_it_cannot_run(compare):
+    found = compare(SHAPES, jax.devices()[0])  # a CPU
     assert "failed" in found.obstacle and not found.errors
+    assert f"compare_{found.use}" == compare.__name__
 
 
 def test_what_is_compared_has_more_documents_than_a_call_takes():
@@ -160,9 +177,10 @@ def test_every_outcome_has_a_line():
     failed = Admission(errors={}, obstacle="it failed")
     elsewhere = Admission(errors={}, obstacle="")
     admitted = Admission(errors={"output": 0.001, "key gradient": 0.004}, obstacle="")
-    lines = [outcome.describe() for outcome in (failed, elsewhere, admitted)]
+    of_ring = dataclasses.replace(failed, use="ring")
+    lines = [outcome.describe() for outcome in (failed, elsewhere, admitted, of_ring)]
     assert "it failed" in lines[0] and "4.0e-03" in lines[2]
-    assert len(set(lines)) == 3
+    assert len(set(lines)) == 4
 
 
 @pytest.mark.parametrize("obstacle", ["", "differs"])
@@ -208,6 +226,74 @@ def test_one_process_that_refuses_the_kernel_refuses_it_for_all(monkeypatch, obs
     assert admit(jnp.bfloat16, layout=split_by_xla) is None
     monkeypatch.setattr(jax, "devices", list)
     assert admit(jnp.bfloat16) is None and len(compared) == 2
+
+
+@pytest.mark.parametrize("obstacle", ["", "differs"])
+def test_a_ring_is_compared_by_the_shapes_of_a_group(monkeypatch, obstacle):
+    """Four devices share rows, two and two a ring."""
+    compared = []
+
+    def compare(shapes, device):
+        compared.append(shapes)
+        return Admission(errors={}, obstacle="", use="ring")
+
+    monkeypatch.setattr(admission, "compare_ring", compare)
+    monkeypatch.setattr(coordination, "gather", lambda name, value: [value, obstacle])
+    gpu = SimpleNamespace(platform="gpu", compute_capability="9.0")
+    monkeypatch.setattr(jax, "local_devices", lambda: [gpu])
+    monkeypatch.setattr(jax, "devices", lambda: [gpu])
+    layout = SimpleNamespace(
+        mesh=SimpleNamespace(devices=np.array([gpu])),
+        size=lambda axis: {"tensor": 2, "context": 4}.get(axis.name, 1),
+        num_replicas=2,
+        auto_tensor=False,
+        used=(),
+    )
+    model = SimpleNamespace(dims={"heads": 8, "kv_heads": 4, "head_dim": 64})
+    config = TrainConfig(global_batch_size=24, num_microbatches=3, seq_len=4096)
+
+    def admit(exchange, dtype=jnp.bfloat16, admit=admit_ring_kernel, **change):
+        monkeypatch.setattr(packed_kernel, "exchange_of", lambda *_: exchange)
+        asked = {"wanted": "auto", "windows": (0,), "softcap": 0.0, "dropout": 0.0, **change}
+        return admit(model, layout, config, dtype, **asked)
+
+    hybrid = ExchangePlan("hybrid", 2, False, "")
+    found = admit(hybrid)
+    assert (obstacle in found.obstacle, bool(found.obstacle)) == (True, bool(obstacle))
+    assert found.use == "ring"
+    expected = dict(seq_len=2048, heads=2, kv_heads=1, head_dim=64, windows=(0,))
+    assert compared == [Shapes(rows=4, dtype=jnp.bfloat16, **expected)]
+    # What no ring of cuDNN's kernel is asked for is not compared.
+    assert admit(hybrid, windows=(7,)) is None
+    assert admit(hybrid, dtype=jnp.float32) is None
+    assert admit(hybrid, admit=admit_packed_kernel) is None
+    for exchange in (
+        None,
+        ExchangePlan("all_gather", 1, False, ""),
+        ExchangePlan("all_to_all", 4, False, ""),
+    ):
+        assert admit(exchange) is None
+    monkeypatch.setattr(jax, "devices", list)
+    assert admit(hybrid) is None and len(compared) == 1
+
+
+def test_a_ring_uses_the_kernel_once_a_comparison_admits_it(monkeypatch):
+    flags = ["--model.d_model=32", "--model.num_heads=2", "--model.num_layers=2", "--mesh=cp=2"]
+    flags += ["--train.seq_len=32", "--mesh.context_attention=ring"]
+    parts = setup.assemble(read_run(flags, command="test"), jax.devices()[:2])
+    assert "not compared" in parts.step.context.exchange.cudnn_obstacle
+    rows, packed = (text_fields(32, is_packed) for is_packed in (False, True))
+    for fields in (rows, packed):  # on a CPU nothing is compared
+        assert setup.compare_kernel(parts, fields) is parts
+    found = Admission(errors={}, obstacle="", use="ring")
+    monkeypatch.setattr(setup, "admit_ring_kernel", lambda *_, **__: found)
+    assert setup.compare_kernel(parts, packed) is parts
+    compared = setup.compare_kernel(parts, rows)
+    assert compared.ring_kernel is found
+    assert compared.step.context.exchange.cudnn_obstacle == ""
+    assert setup.stop_at_documents(
+        compared, [SimpleNamespace(longest_document=5)]
+    ).step.context.exchange == compared.step.context.exchange._replace(longest_document=5)
 
 
 def test_the_kernel_is_left_alone_until_a_comparison_admits_it():

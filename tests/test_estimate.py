@@ -302,7 +302,7 @@ def test_published_runs_are_met():
 
 def test_the_committed_table_is_what_the_script_writes():
     script = bench("plan_anchors")
-    rows = lambda text: [re.findall(r"([+-][\d.]+)% \|", line) for line in text.splitlines()]
+    rows = lambda text: [re.findall(r"([+-][\d.]+) ?% \|", line) for line in text.splitlines()]
     committed, now = rows(script.OUT.read_text()), rows(script.table())
     # To a point: a change elsewhere in the package may move a row a little, not leave it stale.
     assert len(committed) == len(now)

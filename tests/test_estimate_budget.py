@@ -14,10 +14,12 @@ from refusals import missing, refused
 from jaxdist.config import RunConfig
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.settings import ConfigError
-from jaxdist.core.step import TrainConfig
+from jaxdist.core.step import TrainConfig, layer_scan
 from jaxdist.models import DecoderConfig
 from jaxdist.models.weights import num_params
 from jaxdist.plan.estimate.memory_check import Budget, executable_bytes, needs_of
+from jaxdist.plan.estimate.remat import POLICIES
+from jaxdist.runtime.formatting.numbers import in_bytes
 
 GIB = 2**30
 LLAMA = DecoderConfig(
@@ -114,7 +116,7 @@ def test_the_start_says_the_estimate_and_the_compiled_step_is_compared():
     assert "72.0 GiB" in budget.line()
     total = budget.memory.total_bytes
     assert budget.compare(stats(total * 1.04)) == "" == budget.compare(stats(total * 0.96))
-    assert "(-9%)" in budget.compare(stats(total * 1.1))
+    assert "(-9 %)" in budget.compare(stats(total * 1.1))
 
 
 def test_a_compiled_step_beyond_the_limit_is_refused_with_what_to_change():
@@ -163,6 +165,8 @@ def test_force_starts_all_the_same(monkeypatch, tmp_path):
     from jaxdist.plan.estimate import memory_check as room
 
     class Refusing:
+        remat = None
+
         def check(self):
             raise ConfigError("memory: refused")
 
@@ -185,8 +189,8 @@ def test_training_compares_with_its_executable_and_compiles_it_once(monkeypatch,
     from jaxdist import train
     from jaxdist.plan.estimate import memory_check as room
 
-    seen = []
-    of = room.Budget.of
+    seen, policies = [], []
+    of, resolve = room.Budget.of, layer_scan.resolve_remat
 
     def judged(config, spec, devices, model, host_of, limit_gib=72.0):
         return of(config, spec, gpus(len(devices), limit_gib), model, host_of)
@@ -195,10 +199,16 @@ def test_training_compares_with_its_executable_and_compiles_it_once(monkeypatch,
         seen.append(executable_bytes(stats))
         return f"compared: {seen[-1]}"
 
+    def resolved(config, platform):
+        policies.append(config.remat)
+        return resolve(config, platform)
+
+    monkeypatch.setattr(layer_scan, "resolve_remat", resolved)
     monkeypatch.setattr(room.Budget, "of", judged)
     monkeypatch.setattr(room.Budget, "compare", compare)
     assert train.main([*SMALL, "--run-dir", str(tmp_path / "run")]) == 0
     (needed,) = seen  # once, and not after each step
+    assert policies[0] == "auto" and policies[-1] in POLICIES  # the step has what auto stands for
     assert f"compared: {needed}" in capsys.readouterr().out
     records = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
     events = [record["event"] for record in records if record["kind"] == "event"]
@@ -209,7 +219,7 @@ def test_training_compares_with_its_executable_and_compiles_it_once(monkeypatch,
     too_little = functools.partial(judged, limit_gib=needed / 2 / GIB)
     monkeypatch.setattr(room.Budget, "of", too_little)
     monkeypatch.setattr(room.Budget, "check", lambda self: None)  # the estimate is not asked here
-    with refused("compiled step", f"{needed / 2**20:.1f} MiB", "--force"):
+    with refused("compiled step", in_bytes(needed), "--force"):
         train.main([*SMALL, "--run-dir", str(tmp_path / "refused")])
     forced = ["--force", "--run-dir", str(tmp_path / "forced")]
     assert train.main([*SMALL, *forced]) == 0

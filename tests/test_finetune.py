@@ -7,7 +7,7 @@ import subprocess
 import jax
 import numpy as np
 import pytest
-from commands import records, run
+from commands import records, run, run_here
 from decoders import FAMILIES, logits_of
 from hf_models import CHATML, write_model, write_tokenizer
 from refusals import refused
@@ -16,6 +16,7 @@ from jaxdist.config import read_run
 from jaxdist.core.settings import ConfigError
 from jaxdist.data import open_datasets
 from jaxdist.models import DecoderConfig, build
+from jaxdist.run.setup import Parts
 from jaxdist.run.trained_run import open_run
 from jaxdist.tools.convert.__main__ import main as convert
 
@@ -187,13 +188,15 @@ def test_dropout_of_the_directory_is_not_taken_over_silently(tmp_path):
     assert any("resid_pdrop=0.1" in line for line in config.remarks())
 
 
-def test_a_tuned_run_goes_on_with_the_same_command(tmp_path):
+def test_a_tuned_run_goes_on_with_the_same_command(tmp_path, monkeypatch):
     """The second start reads the checkpoint and no weights; its settings are the first one's."""
     source, run_dir = tmp_path / "model", tmp_path / "run"
     make_directory(source, "llama2")
-    tune(source, run_dir, "--steps=2", "--simulate=2", "--mesh=fsdp=2")
-    done = tune(source, run_dir, "--steps=3", "--simulate=2", "--mesh=fsdp=2")
-    assert "weights from" not in done.stdout + done.stderr
+    job = ["--init-from", source, f"--data.sources={source / 'chats.jsonl'}", *FLAGS]
+    job += ["--run-dir", run_dir, "--mesh=dp=4,fsdp=2"]
+    assert run_here("train", *job, "--steps=2") == 0
+    monkeypatch.setattr(Parts, "stored_params", None)  # what reads weights
+    assert run_here("train", *job, "--steps=3") == 0
     restored = [e["step"] for e in records(run_dir, "event") if e["event"] == "restore"]
     assert restored == [2]
     assert [record["step"] for record in records(run_dir, "train")] == [1, 2, 3]

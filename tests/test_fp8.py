@@ -15,7 +15,15 @@ from jaxdist.config import RunConfig
 from jaxdist.core import fp8
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.precision import PrecisionConfig
+from jaxdist.core.step import TrainConfig
 from jaxdist.models import DecoderConfig
+from jaxdist.plan.estimate.job import Job
+from jaxdist.plan.estimate.memory import estimate_memory
+from jaxdist.plan.estimate.time import estimate_time
+from jaxdist.plan.estimate.traffic import flows_of
+from jaxdist.plan.hardware import parse_gpus
+from jaxdist.plan.options import PlanConfig
+from jaxdist.plan.planner import make_plan
 from jaxdist.run.setup import assemble
 
 CONFIGS["deep"] = dataclasses.replace(
@@ -62,7 +70,7 @@ def test_the_largest_value_fits_and_uses_the_last_bit_of_the_range(dtype):
 def test_zeros_have_a_scale_and_nothing_hides_what_is_not_finite():
     scales = fp8.scale_of(jnp.array([0.0, np.inf, np.nan], jnp.float32), fp8.E4M3)
     np.testing.assert_array_equal(scales, [1, np.nan, np.nan])
-    dot = fp8.make_dot(())
+    dot = fp8.make_dot((), "cpu")
     w = jnp.ones((4, 3))
     assert (dot("a b, b c -> a c", jnp.zeros((2, 4)), w) == 0).all()
     for bad in (np.inf, np.nan):
@@ -70,6 +78,12 @@ def test_zeros_have_a_scale_and_nothing_hides_what_is_not_finite():
         assert jnp.isnan(out).all()
         pull = jax.vjp(lambda x: dot("a b, b c -> a c", x, w), jnp.ones((2, 4)))[1]
         assert jnp.isnan(pull(jnp.ones((2, 3)).at[1, 1].set(bad))[0]).all()
+
+
+def test_the_compiler_keeps_the_rounding_of_bfloat16():
+    x = jax.random.normal(jax.random.key(0), (8, 16), jnp.bfloat16)
+    multiply = lambda x: fp8.make_dot((), "cpu")("a b, b c -> a c", x, jnp.eye(16, dtype=x.dtype))
+    np.testing.assert_array_equal(jax.jit(multiply)(x), rounded(np.asarray(x)).astype(x.dtype))
 
 
 @pytest.mark.parametrize("chooses", [False, True])
@@ -81,8 +95,7 @@ def test_one_product_is_that_of_rounded_values_forward_and_backward(chooses):
     )
     x, w, g = spread(3, 5, 8), spread(8, 2, 4), spread(3, 5, 2, 4)
     dims = "batch seq d, d ways mlp -> batch seq ways mlp"
-    dot = fp8.make_dot((), jnp.array(False) if chooses else None)
-    w = w if chooses else rounded(w).astype(np.float32)
+    dot = fp8.make_dot((), "cpu", is_wide=jnp.array(False) if chooses else None)
     out, pull = jax.vjp(lambda x, w: dot(dims, x, w), x, w)
     dx, dw = pull(jnp.asarray(g))
     x8, w8, g8 = rounded(x), rounded(w), rounded(g, fp8.E5M2)
@@ -101,7 +114,7 @@ def test_a_wide_layer_multiplies_what_it_was_given():
     product = lambda dot: jax.value_and_grad(
         lambda x, w: dot("a b, b c -> a c", x, w).sum(), (0, 1)
     )
-    wide = product(fp8.make_dot((), jnp.array(True)))(x, w)
+    wide = product(fp8.make_dot((), "cpu", is_wide=jnp.array(True)))(x, w)
     np.testing.assert_array_equal(wide[0], (x @ w).sum())
     np.testing.assert_allclose(wide[1][1], x.T @ jnp.ones((4, 4)), rtol=1e-6)
 
@@ -115,18 +128,22 @@ def test_every_device_scales_by_the_largest_value_of_all():
     def both(x, w):
         own = fp8.round_weights(w, P("tensor", "fsdp"), True, jnp.float32)
         near = jax.tree.map(lambda leaf: leaf[0], own)
-        w = fp8.gather(w[0], near, P(None, "fsdp"), dtype=jnp.float32, reduce_dtype=jnp.float32)
-        dot = fp8.make_dot(("fsdp", "tensor"))
-        product = lambda x, w: dot("a b, b c -> a c", x, w)
-        out, pull = jax.vjp(product, x, w)
+        float32 = dict(dtype=jnp.float32, reduce_dtype=jnp.float32)
+        w, known = fp8.gather(w[0], near, P(None, "fsdp"), **float32)
+        multiply = lambda x, w, **more: fp8.make_dot(("fsdp", "tensor"), "cpu", **more)(
+            "a b, b c -> a c", x, w
+        )
+        out, pull = jax.vjp(multiply, x, w)
         dx, dw = pull(x[:, :4])
-        return jax.lax.psum(out, "tensor"), dx, jax.lax.psum(dw, "fsdp"), own[1]
+        outs = jax.lax.psum((out, multiply(x, w, known=known)), "tensor")
+        return *outs, dx, jax.lax.psum(dw, "fsdp"), own[1]
 
-    out_specs = (P("fsdp"), spec, P("tensor"), P())
+    out_specs = (P("fsdp"), P("fsdp"), spec, P("tensor"), P())
     split = jax.shard_map(both, mesh=mesh, in_specs=(spec, whole), out_specs=out_specs)
-    out, dx, dw, scale = jax.jit(split)(x, w)
+    out, same, dx, dw, scale = jax.jit(split)(x, w)
     x8, w8 = rounded(x), rounded(w[0])
     assert scale == 4.0
+    np.testing.assert_array_equal(out, same)
     np.testing.assert_allclose(out, x8 @ w8, rtol=1e-6)
     for half in (slice(0, 8), slice(8, 16)):  # of the contracted dim, one for each tensor device
         g8 = rounded(x[:, [*range(4), *range(8, 12)]], fp8.E5M2)[:, half.start // 2 :][:, :4]
@@ -182,3 +199,31 @@ def test_a_run_is_refused_before_anything_is_compiled():
         assemble(config, jax.devices()[:1])
     assert dataclasses.replace(FP8, compute_dtype="float16").problems()
     assert not FP8.problems()
+
+
+def job(matmul_dtype: str, **train) -> Job:
+    config = RunConfig(
+        model=DecoderConfig(d_model=1024, num_layers=10, num_heads=16, mlp_dim=4096),
+        train=TrainConfig(global_batch_size=8, seq_len=1024, **train),
+        precision=PrecisionConfig(matmul_dtype=matmul_dtype),
+    )
+    return Job.of(config, MeshSpec(fsdp=8), parse_gpus("h100:8")[0])
+
+
+def test_the_plan_counts_8_bits_where_they_are():
+    plain, narrow = job("auto", remat="none"), job("fp8", remat="none")
+    weights = 1024 * (4 * 1024 + 3 * 4096)
+    # Eight of ten layers gather a byte an element, forward and backward.
+    moved = [sum(f.bytes for f in flows_of(j) if f.kind == "all-gather") for j in (plain, narrow)]
+    assert moved[0] - moved[1] == 2 * 8 * weights
+    # Inputs of products: both norms' and the MLP's, less attention's, kept as it is besides.
+    kept = [estimate_memory(j).phases["loss"]["kept activations"] for j in (plain, narrow)]
+    assert kept[0] - kept[1] == 8 * 1024 * (2 * 1024 + 4096 - 1024)
+    seconds = [estimate_time(j).parts["products"] for j in (plain, narrow)]
+    assert 1 < seconds[0] / seconds[1] < 2
+
+
+def test_a_plan_is_refused_where_the_gpus_lack_8_bits():
+    config = PlanConfig(precision=PrecisionConfig(matmul_dtype="fp8"))
+    with refused("capability 8.0"):
+        make_plan(config, parse_gpus("a100:8")[0], "")

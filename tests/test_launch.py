@@ -13,7 +13,7 @@ from refusals import missing, refused
 
 from jaxdist import runtime
 from jaxdist.core.settings import ConfigError
-from jaxdist.tools.launch.local import make_plan, read_config
+from jaxdist.tools.launch.local import make_launch_plan, read_config
 from jaxdist.tools.launch.worker_group import GroupResult
 
 
@@ -432,10 +432,10 @@ def test_a_program_that_is_not_there_is_one_line(tmp_path):
 
 
 def test_train_gets_one_run_directory_for_all_attempts():
-    plan = make_plan(read_config(["--nproc-per-node", "2", "--", "--steps", "5"]))
+    plan = make_launch_plan(read_config(["--nproc-per-node", "2", "--", "--steps", "5"]))
     assert plan.command[1:3] == ["-m", "jaxdist.train"]
     assert plan.command[-1] == f"--run-dir={plan.run_dir}"
-    plan = make_plan(read_config(["--nproc-per-node", "2", "--", "--run_dir", "runs/mine"]))
+    plan = make_launch_plan(read_config(["--nproc-per-node", "2", "--", "--run_dir", "runs/mine"]))
     assert str(plan.run_dir) == "runs/mine"
     assert plan.command[-2:] == ["--run_dir", "runs/mine"]
 
@@ -487,4 +487,4 @@ def test_the_launcher_imports_no_jax():
     ],
 )
 def test_what_writes_no_checkpoint_is_not_started_again_unless_asked(flags, restarts):
-    assert make_plan(read_config(flags)).restart_policy.max_restarts == restarts
+    assert make_launch_plan(read_config(flags)).restart_policy.max_restarts == restarts

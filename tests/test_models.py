@@ -14,6 +14,7 @@ from flax import nnx
 from refusals import refused
 
 from jaxdist.core.attention import blockwise, choose_kernel, kernels, make_attend
+from jaxdist.core.attention.context_parallel import ExchangePlan
 from jaxdist.core.attention.cudnn import DOCUMENTS
 from jaxdist.core.attention.kernels import BLOCKWISE_FROM
 from jaxdist.core.attention.tiled import TILE
@@ -222,6 +223,8 @@ def test_the_log_line_names_the_kernel_and_why():
     # The model's heads are 16 wide.
     assert "cudnn (" in model.notes(Context(**GPU))[1]
     assert "xla (slow" in model.notes(Context(**GPU, packed_obstacle="slow"))[1]
+    unpacked, packed = model.notes(Context(**GPU, exchange=ExchangePlan("ring", 1, False, "")))
+    assert "cudnn (" in unpacked and "blockwise (documents" in packed
 
 
 @pytest.mark.parametrize("window", [0, 1, 3])

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from tiny import make_update
+from tiny import Case, initial_state, layout_of, make_update, model_of
 
 from jaxdist import optim
 from jaxdist.core.settings import problems_of
@@ -266,6 +266,34 @@ def test_muon_orthogonalises_each_hidden_matrix_and_leaves_the_rest_to_adamw():
     config = OptimConfig(optimizer="muon", momentum=0.95, weight_decay=0.1)
     # The quintic amplifies float32 rounding by its slope at zero, 3.44^5 at most.
     assert_same_history(train(config)[0], reference(rule, weight_decay=0.1), rtol=2e-4, atol=2e-5)
+
+
+DIVIDED = [("dp=2", 0), ("fsdp=8", 0), ("dp=2,fsdp=2,cp=2", 3), ("pp=2,fsdp=2,tp=2", 0)]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "zero"),
+    [
+        ("fsdp=2,tp=2", 0),
+        ("dp=2,fsdp=2", 1),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in DIVIDED),
+    ],
+)
+def test_muon_divided_over_shards_updates_as_one_device(mesh, zero):
+    """Random matrices: a slice in a wrong place, or made orthogonal alone, gives another update."""
+    axes = model_of("rotary").axes
+    layout = layout_of(Case("rotary", mesh, zero=zero))
+    shardings = layout.shardings(layout.moment_specs(axes))
+    config = OptimConfig(optimizer="muon", momentum=0.95)
+    start = initial_state("rotary").params
+    rng = np.random.default_rng(0)
+    grads = jax.tree.map(lambda p: rng.normal(size=p.shape).astype(np.float32), start)
+    alone, divided = make_optimizer(config, axes), make_optimizer(config, axes, shardings)
+    expected, _ = make_update(alone)(grads, alone.init(start), start)
+    placed = jax.device_put((grads, start), (shardings, shardings))
+    found, _ = make_update(divided)(placed[0], divided.init(placed[1]), placed[1])
+    for one, many in zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True):
+        assert np.abs(np.asarray(one) - many).max() <= 1e-5 * np.abs(one).max()
 
 
 def test_muon_updates_have_the_rms_of_adamws():

@@ -274,7 +274,7 @@ def test_what_a_branch_sends_counts_by_the_schedules_share():
             "memory",
             "wanted them below 31.2GiB",
         ),
-        ("", {"collectives": [COLLECTIVE]}, "synchronous", "1 collectives .* 100% .* of 1.0 GiB"),
+        ("", {"collectives": [COLLECTIVE]}, "synchronous", "1 collectives .* 100 % .* of 1.0 GiB"),
         ("", {"collectives": [COLLECTIVE]}, "reduction dtype", r"in bf16 over data\+fsdp"),
         ("", {"attention": "xla"}, "attention", "not cuDNN"),
     ],

@@ -10,15 +10,15 @@ import jax
 import numpy as np
 import pytest
 import tiny as reference
-from commands import environment, losses, records, run, tiny
+from commands import environment, losses, records, run, run_here, tiny
 from data_cases import sharding_on
-from refusals import missing
+from refusals import refused
 
 from jaxdist.data import DataConfig, Loader, Position, open_datasets, resume_position
 from jaxdist.data.order import Order
 from jaxdist.run.metrics_log import current, read_records
 from jaxdist.run.resilience import anomalies
-from jaxdist.run.resilience.anomalies import LossGuard, read_anomalies
+from jaxdist.run.resilience.anomalies import LossGuard, Stopped, read_anomalies
 from jaxdist.run.resilience.config import ResilienceConfig
 
 ROWS, BATCH, STEPS = 320, 8, 40
@@ -214,28 +214,41 @@ JOB = tiny(
     *("--train.seq_len=16", f"--steps={STEPS}", f"--seed={SEED}"),
     *("--checkpoint.save_interval_steps=5", "--checkpoint.max_to_keep=9"),
     "--eval.interval_steps=0",
-    *("--model.num_layers=1", "--optim.peak_lr=0.01", "--simulate=2", "--mesh=dp=2"),
+    *("--model.num_layers=1", "--optim.peak_lr=0.01"),
 )  # fmt: skip
 
 
-def train(tmp_path, name, *flags):
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    """A module `bad_rows` that can be imported here, and a working directory."""
     (tmp_path / "bad_rows.py").write_text(MODULE)
-    done = run("train", f"--data.sources=bad_rows:{name}", *JOB, *flags, cwd=tmp_path)
-    return done, tmp_path / "run"
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "bad_rows", raising=False)
 
 
-def test_rollback_goes_on_past_the_offending_batch(tmp_path):
-    done, run_dir = train(
-        tmp_path, "nan", "--run-dir=run", "--resilience.nonfinite_policy=rollback"
+def train(name, run_dir, *flags) -> int:
+    return run_here(
+        "train",
+        f"--data.sources=bad_rows:{name}",
+        f"--run-dir={run_dir}",
+        "--mesh=dp=8",
+        *JOB,
+        *flags,
     )
-    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.usefixtures("module")
+def test_rollback_goes_on_past_the_offending_batch(tmp_path):
+    run_dir = tmp_path / "run"
+    assert train("nan", run_dir, "--resilience.nonfinite_policy=rollback") == 0
     bad = bad_step(SEED)
     (anomaly,) = read_anomalies(run_dir / "anomalies.jsonl")
     assert (anomaly.step, anomaly.kind, anomaly.action) == (bad, "nonfinite_loss", "rollback")
     assert BAD_ROW in anomaly.rows
     went_back_to = (bad - 1) // 5 * 5
-    facts = f"from step {went_back_to}", f"without the batch of step {bad}"
-    assert any(missing(line, *facts) == [] for line in done.stdout.splitlines())
+    (rollback,) = (e for e in records(run_dir, "event") if e["event"] == "rollback")
+    assert rollback["step"] == went_back_to
     twice: dict[int, list[float]] = {}
     for record in records(run_dir, "train"):
         twice.setdefault(record["step"], []).append(float(record["loss"]))
@@ -252,16 +265,16 @@ def test_rollback_goes_on_past_the_offending_batch(tmp_path):
     data = document["meta"]["data"]
     assert data["next_sample"] == (STEPS + 1) * BATCH
     assert data["left_out"] == [[(bad - 1) * BATCH, bad * BATCH]]
-    clean, _ = train(tmp_path, "clean", "--run-dir=clean")
-    assert clean.returncode == 0 and not (tmp_path / "clean/anomalies.jsonl").exists()
+    assert train("clean", tmp_path / "clean") == 0
+    assert not (tmp_path / "clean/anomalies.jsonl").exists()
     healthy = losses(tmp_path / "clean")
     assert all(losses(run_dir)[step] == healthy[step] for step in range(1, bad))
 
 
+@pytest.mark.usefixtures("module")
 def test_a_spike_is_skipped_or_stops_the_run(tmp_path):
-    skip = ("--run-dir=run", "--resilience.spike_policy=skip")
-    done, run_dir = train(tmp_path, "spike", *skip)
-    assert done.returncode == 0, done.stderr
+    run_dir = tmp_path / "run"
+    assert train("spike", run_dir, "--resilience.spike_policy=skip") == 0
     (anomaly,) = read_anomalies(run_dir / "anomalies.jsonl")
     assert (anomaly.step, anomaly.kind) == (
         bad_step(SEED),
@@ -270,17 +283,18 @@ def test_a_spike_is_skipped_or_stops_the_run(tmp_path):
     applied = {r["step"]: r["applied"] for r in records(run_dir, "train")}
     assert [step for step, yes in applied.items() if not yes] == [anomaly.step]
     assert "loss_anomaly" in {r["event"] for r in records(run_dir, "event")}
-    done, _ = train(tmp_path, "spike", "--run-dir=stop", "--resilience.spike_policy=stop")
-    assert done.returncode == 1
-    assert "resilience.spike_policy='stop'" in done.stderr
+    with refused("resilience.spike_policy='stop'", f"step {bad_step(SEED)}", error=Stopped):
+        train("spike", tmp_path / "stop", "--resilience.spike_policy=stop")
+    summary = json.loads((tmp_path / "stop/summary.json").read_text())
+    assert summary["exit_reason"] == "loss_spike"
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("module")
 def test_two_processes_go_back_together_and_end_like_one(tmp_path):
     """Real processes over gloo: both judge alike, and the run equals that of one process."""
-    (tmp_path / "bad_rows.py").write_text(MODULE)
-    job = [flag for flag in JOB if not flag.startswith("--simulate")]
-    job += ["--data.sources=bad_rows:nan", "--resilience.nonfinite_policy=rollback", "--simulate=1"]
+    job = [*JOB, "--mesh=dp=2", "--data.sources=bad_rows:nan"]
+    job.append("--resilience.nonfinite_policy=rollback")
     words = [
         "-m",
         "jaxdist.launch",
@@ -288,6 +302,7 @@ def test_two_processes_go_back_together_and_end_like_one(tmp_path):
         "--max-restarts=0",
         "--",
         *job,
+        "--simulate=1",
         "--run-dir=two",
     ]
     done = subprocess.run(
@@ -300,7 +315,8 @@ def test_two_processes_go_back_together_and_end_like_one(tmp_path):
     (rollback,) = (e for e in records(tmp_path / "two", "event") if e["event"] == "rollback")
     assert rollback["step"] == (anomaly.step - 1) // 5 * 5
     assert "replicas differ" not in done.stdout
-    one, run_dir = train(tmp_path, "nan", "--run-dir=run", "--resilience.nonfinite_policy=rollback")
+    run_dir = tmp_path / "run"
+    one = run("train", *job, "--simulate=2", "--run-dir", run_dir, cwd=tmp_path)
     assert one.returncode == 0, one.stderr
     two = {r["step"]: float(r["loss"]) for r in records(tmp_path / "two", "train")}
     alone = {r["step"]: float(r["loss"]) for r in records(run_dir, "train")}

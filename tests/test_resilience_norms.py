@@ -39,7 +39,7 @@ def expected() -> list[float]:
 
 def test_an_odd_norm_is_named_and_even_ones_are_not():
     assert uneven_norms([1.0, 1.05, 0.95, 1.0]) == ""
-    assert "data replica 2: 1.2 (+20%)" in uneven_norms([1.0, 1.0, 1.2, 1.0])
+    assert "data replica 2: 1.2 (+20 %)" in uneven_norms([1.0, 1.0, 1.2, 1.0])
     assert "data replica 0: nan" in uneven_norms([math.nan, 1.0, 1.0])
     assert "data replica 1" not in uneven_norms([math.nan, 1.0, 1.0])
     assert "data replica 1: 0.5" in uneven_norms([1.0, 0.5, 1.0])

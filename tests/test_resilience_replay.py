@@ -6,9 +6,9 @@ import math
 from types import SimpleNamespace
 
 import pytest
-from commands import run
+from commands import run_here
 from refusals import missing, refused
-from test_resilience_losses import BAD_ROW, SEED, bad_step, train
+from test_resilience_losses import BAD_ROW, SEED, bad_step, module, train  # noqa: F401
 
 from jaxdist.checkpoint import CheckpointConfig
 from jaxdist.core.settings import ConfigError
@@ -126,18 +126,18 @@ def test_a_step_with_other_rows_or_without_a_record_is_refused(tmp_path):
         read_history(run, 9)
 
 
-def replayed(tmp_path, what, *flags) -> str:
-    done = run("train", "--replay", what, *flags, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+@pytest.mark.usefixtures("module")
+def test_replay_tells_data_from_transient(tmp_path, capsys):
+    def replayed(step: int) -> str:
+        capsys.readouterr()
+        assert run_here("train", "--replay", f"run:{step}") == 0
+        return capsys.readouterr().out
 
-
-def test_replay_tells_data_from_transient(tmp_path):
-    done, run_dir = train(tmp_path, "nan", "--run-dir=run")
-    assert done.returncode == 0, done.stderr
+    run_dir = tmp_path / "run"
+    assert train("nan", run_dir) == 0
     bad = bad_step(SEED)
     files = sorted(run_dir.rglob("*"))
-    out = replayed(tmp_path, f"run:{bad}")
+    out = replayed(bad)
     assert "verdict: data" in out and str(BAD_ROW) in out
     assert missing(out, f"step {bad} of", f"from step {(bad - 1) // 5 * 5}") == []
     # An anomaly that the data does not hold: the same step numbers, another step's record.
@@ -145,14 +145,15 @@ def test_replay_tells_data_from_transient(tmp_path):
     planted |= {"step": bad - 1, "first_sample": planted["first_sample"] - planted["num_samples"]}
     with open(run_dir / "anomalies.jsonl", "a") as file:
         file.write(json.dumps(planted) + "\n")
-    out = replayed(tmp_path, f"run:{bad - 1}")
+    out = replayed(bad - 1)
     assert "verdict: transient" in out and out.count("same bits") == 3
     assert sorted(run_dir.rglob("*")) == files
 
 
-def test_replay_of_no_run_is_refused(tmp_path):
-    done = run("train", "--replay", "nowhere:3", cwd=tmp_path)
-    assert done.returncode == 2 and "RUN:STEP" in done.stderr
+def test_replay_of_no_run_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with refused("nowhere", "RUN:STEP"):
+        run_here("train", "--replay", "nowhere:3")
 
 
 def test_an_anomaly_survives_its_file():

@@ -255,10 +255,13 @@ RULES = ["adamw", "sgd", "lion", "adafactor", "muon"]
 def test_every_optimizer_updates_as_on_one_device(optimizer):
     """Muon and Adafactor see whole matrices, which no device has."""
     start, expected = initial_state("rotary").params, reference("rotary").grads
-    config = OptimConfig(optimizer=optimizer, eps=1e-3)
-    rule = make_optimizer(config, model_of("rotary").axes)
+    config, axes = OptimConfig(optimizer=optimizer, eps=1e-3), model_of("rotary").axes
+    rule = make_optimizer(config, axes)
     directions, _ = make_update(rule)(expected, rule.init(start), start)
-    step, state = step_of(Case("rotary", "dp=2,fsdp=2,tp=2", zero=1), rule=rule)
+    case = Case("rotary", "dp=2,fsdp=2,tp=2", zero=1)
+    layout = layout_of(case)
+    rule = make_optimizer(config, axes, layout.shardings(layout.moment_specs(axes)))
+    step, state = step_of(case, rule=rule)
     state, _ = step.train(state, place(step, text_batch()), np.inf)
     found = jax.tree.map(
         lambda new, old: (old - new) / LEARNING_RATE, jax.device_get(state.params), start

@@ -43,7 +43,7 @@ def varying_axes(x: Array | jax.ShapeDtypeStruct) -> frozenset[str]:
 
 
 def vary(tree: Tree, axes: Axes) -> Tree:
-    """Declare that every leaf may differ over `axes`; moves nothing.
+    """Declare that every leaf [...] may differ over `axes`; moves nothing.
 
     Differentiating through it sums the gradient over `axes`. Differentiating with respect to its
     result leaves each device its local gradient, which is how the step reduces only once.
@@ -61,7 +61,7 @@ OWN_VALUE = "own_value"
 
 
 def own(tree: Tree) -> Tree:
-    """Declare that each device's own value of every leaf is what is meant; moves nothing.
+    """Declare that each device's own value of every leaf [...] is what is meant; moves nothing.
 
     Without it the mesh audit takes a sum over a device's rows for a term of the sum over all rows,
     and refuses what computes with it before the other terms are added.
@@ -148,15 +148,15 @@ def scatter(x: Array, axes: Axes, root: int = 0, dim: int = 0) -> Array:
     return reduce_scatter(from_root, axes, dim)
 
 
-def all_to_all(x: Array, axis: str, split_dim: int, concat_dim: int, group: int = 0) -> Array:
+def all_to_all(x: Array, axes: Axes, split_dim: int, concat_dim: int, group: int = 0) -> Array:
     """Send the i-th part of `split_dim` to device i, concatenate what arrives along `concat_dim`.
 
     [..., s, ..., c, ...] -> [..., s/n, ..., n·c, ...]. Wire: B·(n−1)/n per device. With `group`
-    the n devices are that many neighbours, else all of the axis.
+    the n devices are that many neighbours of the one axis, else all of the group.
     """
-    groups = _neighbours(axis, group) if group else None
+    groups = _neighbours(axes, group) if group and isinstance(axes, str) else None
     return lax.all_to_all(
-        x, axis, split_axis=split_dim, concat_axis=concat_dim, tiled=True, axis_index_groups=groups
+        x, axes, split_axis=split_dim, concat_axis=concat_dim, tiled=True, axis_index_groups=groups
     )
 
 

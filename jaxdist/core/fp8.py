@@ -4,9 +4,10 @@ Activations and weights are rounded to E4M3, gradients of a product's result to 
 scale for the whole array, taken from its own largest magnitude. All three products of a weight,
 forward and backward, then multiply 8 bit numbers and add up wider ones.
 
-The values are written as `f8.astype(dtype) * scale`, which is exact. XLA:GPU turns a product of two
-such operands into one cuBLASLt call in 8 bits; elsewhere the rounded values are multiplied in the
-compute dtype. So every backend multiplies the same numbers.
+A GPU multiplies the 8 bit numbers themselves and scales the result. Elsewhere the values that they
+stand for are multiplied in the compute dtype. That is the same, as scaling by a power of two is
+exact. On a GPU it would not do: XLA takes a value that is narrowed and widened for one with excess
+precision, and drops the rounding.
 
 Scales are powers of two. Then a value rounds the same way under every scale, but for the tiniest
 (below 2^-14 of the largest in E4M3), and how rows are cut into microbatches hardly matters.
@@ -14,11 +15,12 @@ Scales are powers of two. Then a value rounds the same way under every scale, bu
 Sources: Micikevicius et al. 2022, "FP8 Formats for Deep Learning", sections 3 and 4: the formats,
 and which tensor takes which. Deviations: a scale follows from the array it scales rather than from
 earlier steps, it is a power of two, and nothing saturates: the largest magnitude fits by
-construction. The pattern is that of OpenXLA's "FP8 in XLA" (discussion 22 of openxla/xla).
+construction.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -120,15 +122,28 @@ def widen(x: Array, scale: Array, dtype: Any) -> Array:
 
 # --- products -------------------------------------------------------------------------------------
 
+Rounded = tuple[Array, Array]
+"""An array in 8 bits [...] and its scale, float32 []."""
 
-def make_dot(axes: tuple[str, ...], is_wide: Array | None = None) -> Any:
+
+Known = Sequence[tuple[Array, Rounded]]
+"""Weights as a model is handed them, each with what it is in 8 bits."""
+
+
+def make_dot(
+    axes: tuple[str, ...],
+    platform: str,
+    *,
+    known: Known = (),
+    is_wide: Array | None = None,
+) -> Any:
     """A `Context.dot` in 8 bits.
 
     Args:
         axes: mesh axes over whose devices activations may be split; their scales are equal there.
-        is_wide: bool []: whether this layer multiplies in the compute dtype after all. Weights
-            are then taken as they come, and rounded here. None: never, and weights are rounded
-            already (`gather`).
+        platform: "gpu" multiplies 8 bit numbers, any other the values that they stand for.
+        known: weights that are in 8 bits already, as `gather` gives them. Others are rounded here.
+        is_wide: bool []: whether this layer multiplies in the compute dtype after all. None: never.
 
     Returns:
         (dims, x, w, out_dtype=None) -> product, as `types.dot`.
@@ -136,75 +151,125 @@ def make_dot(axes: tuple[str, ...], is_wide: Array | None = None) -> Any:
 
     def dot(dims: str, x: Array, w: Array, *, out_dtype: Any = None) -> Array:
         """The product [*dims named after the arrow]; arguments as in `types.dot`."""
+        near = next((rounded for weight, rounded in known if weight is w), None)
         w = w.astype(x.dtype)
         both = tuple(collectives.varying_axes(x) | collectives.varying_axes(w))
-        wide = None if is_wide is None else collectives.vary(is_wide, both)
-        x, w = collectives.vary(x, both), collectives.vary(w, both)
-        return _dot(_Product(dims, out_dtype, axes), x, w, wide)
+        x, w, near, wide = collectives.vary((x, w, near, is_wide), both)
+        product = _Product(dims, x.dtype, out_dtype or x.dtype, axes, platform == "gpu")
+        return _dot(product, x, w, near, wide)
 
     return dot
 
 
 class _Product(NamedTuple):
-    """One product: its dims as `types.dot` takes them, and its scales' axes."""
+    """One product and its gradients' two.
+
+    Attributes:
+        dims: as `types.dot` takes them.
+        dtype: of x, w and their gradients.
+        out_dtype: of the result.
+        axes: over which scales are equal.
+        in_8_bits: whether 8 bit numbers are multiplied, or the values that they stand for.
+    """
 
     dims: str
+    dtype: Any
     out_dtype: Any
     axes: tuple[str, ...]
+    in_8_bits: bool
 
-    def __call__(self, x: Array, w: Array) -> Array:
-        """The product of both, [*dims named after the arrow]."""
+    def forward(self, x: Rounded, w: Rounded) -> Array:
+        """The product [*dims]."""
+        left, right, out = self._names()
+        return self._multiply((left, right, out), x, w, self.out_dtype)
+
+    def backward(self, x: Rounded, w: Rounded, g: Rounded) -> tuple[Array, Array]:
+        """Gradients of x [*dims] and w [*dims] from the result's."""
+        left, right, out = self._names()
+        dx = self._multiply((out, right, left), g, w, self.dtype)
+        return dx, self._multiply((left, out, right), x, g, self.dtype)
+
+    def wide(self, x: Array, w: Array) -> Array:
+        """The product [*dims] of what was given."""
         return types.dot(self.dims, x, w, out_dtype=self.out_dtype)
 
-    def pull_back(self, x: Array, w: Array, gradient: Array) -> tuple[Array, Array]:
-        """Gradients of x [*dims] and w [*dims] from the result's, which has their dtype."""
-        plain = self._replace(out_dtype=None)
-        _, of_x = jax.vjp(lambda x: plain(x, w), x)
-        _, of_w = jax.vjp(lambda w: plain(x, w), w)
-        return of_x(gradient)[0], of_w(gradient)[0]
-
-    def rounded(self, x: Array, dtype: Any) -> tuple[Array, Array]:
+    def rounded(self, x: Array, dtype: Any) -> Rounded:
         """An array [...] in 8 bits, and its scale, float32 []."""
         scale = scale_of(largest_of(x, self.axes), dtype)
         return narrow(x, scale, dtype), scale
 
+    def _names(self) -> tuple[list[str], list[str], list[str]]:
+        inputs, _, out = self.dims.partition("->")
+        left, right = inputs.split(",")
+        return left.split(), right.split(), out.split()
+
+    def _multiply(
+        self, names: tuple[list[str], list[str], list[str]], a: Rounded, b: Rounded, dtype: Any
+    ) -> Array:
+        """The product [*last dims named] of [*first] and [*second dims named]."""
+        left, right, out = names
+        shared = [name for name in left if name in right]
+        batch = [name for name in shared if name in out]
+        summed = [name for name in shared if name not in out]
+        places = lambda names: (tuple(map(left.index, names)), tuple(map(right.index, names)))
+        numbers = (places(summed), places(batch))
+        if self.in_8_bits:
+            found = lax.dot_general(a[0], b[0], numbers, preferred_element_type=dtype)
+            found = found * a[1].astype(dtype) * b[1].astype(dtype)
+        else:
+            wide, other = widen(*a, self.dtype), widen(*b, self.dtype)
+            found = lax.dot_general(wide, other, numbers, preferred_element_type=dtype)
+        order = [*batch, *(n for n in left + right if n not in shared)]
+        return jnp.transpose(found, [order.index(name) for name in out])
+
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _dot(product: _Product, x: Array, w: Array, wide: Array | None) -> Array:
+def _dot(product: _Product, x: Array, w: Array, near: Rounded | None, wide: Array | None) -> Array:
     """The product [*dims named after the arrow]; `wide` is bool [] or None, as in `make_dot`."""
-    return _dot_forward(product, x, w, wide)[0]
+    return _dot_forward(product, x, w, near, wide)[0]
 
 
-def _dot_forward(product: _Product, x: Array, w: Array, wide: Array | None) -> tuple[Array, Any]:
+def _dot_forward(
+    product: _Product, x: Array, w: Array, near: Rounded | None, wide: Array | None
+) -> tuple[Array, Any]:
     """The product [*dims], and what its gradients are computed from."""
-    x8, scale = product.rounded(x, E4M3)
-    near = widen(x8, scale, x.dtype)
+    x8, w8 = product.rounded(x, E4M3), near or product.rounded(w, E4M3)
     if wide is None:
-        # As bytes: `jax.checkpoint` passes floats that it keeps through reduce_precision, which
-        # takes E4M3 for a format with infinities and makes NaN of its largest values.
-        return product(near, w), (lax.bitcast_convert_type(x8, jnp.uint8), scale, w)
-    near_w = widen(*product.rounded(w, E4M3), w.dtype)
-    out = lax.cond(wide, lambda: product(x, w), lambda: product(near, near_w))
-    return out, (x, wide, w)
+        # A gathered weight is never kept, whatever it is; see `fsdp.keep_all_but_weights`.
+        return product.forward(x8, w8), (_as_bytes(x8), near or _as_bytes(w8), None)
+    out = lax.cond(wide, lambda: product.wide(x, w), lambda: product.forward(x8, w8))
+    return out, (x, w, wide)
 
 
-def _dot_backward(product: _Product, kept: Any, gradient: Array) -> tuple[Array, Array, None]:
+def _dot_backward(product: _Product, kept: Any, gradient: Array) -> tuple[Array, Array, None, None]:
     """Gradients of x [*dims] and w [*dims]."""
-    x, other, w = kept
-    near_gradient = widen(*product.rounded(gradient, E5M2), w.dtype)
-    if x.dtype == jnp.uint8:
-        near = widen(lax.bitcast_convert_type(x, E4M3), other, w.dtype)
-        return *product.pull_back(near, w, near_gradient), None
-    near, near_w = (widen(*product.rounded(a, E4M3), a.dtype) for a in (x, w))
+    x, w, wide = kept
+    g8 = product.rounded(gradient, E5M2)
+    if wide is None:
+        return *product.backward(_from_bytes(x), _from_bytes(w), g8), None, None
+    x8, w8 = product.rounded(x, E4M3), product.rounded(w, E4M3)
     dx, dw = lax.cond(
-        other,
-        lambda: product.pull_back(x, w, gradient.astype(w.dtype)),
-        lambda: product.pull_back(near, near_w, near_gradient),
+        wide,
+        lambda: jax.vjp(product.wide, x, w)[1](gradient),
+        lambda: product.backward(x8, w8, g8),
     )
-    return dx, dw, None
+    return dx, dw, None, None
 
 
 _dot.defvjp(_dot_forward, _dot_backward)
+
+
+def _as_bytes(x: Rounded) -> Rounded:
+    """The same, its 8 bits [...] as integers.
+
+    `jax.checkpoint` passes floats that it keeps through reduce_precision, which takes E4M3 for a
+    format with infinities and makes NaN of its largest values.
+    """
+    return lax.bitcast_convert_type(x[0], jnp.uint8), x[1]
+
+
+def _from_bytes(x: Rounded) -> Rounded:
+    return (lax.bitcast_convert_type(x[0], E4M3), x[1]) if x[0].dtype == jnp.uint8 else x
 
 
 # --- weights --------------------------------------------------------------------------------------
@@ -236,15 +301,21 @@ def round_weights(layers: Params, specs: Any, is_product: Any, dtype: Any) -> An
     return jax.tree.map(leaf, specs, is_product, layers, is_leaf=lambda x: isinstance(x, P))
 
 
-def gather(shards: Params, rounded: Any, specs: Any, *, dtype: Any, reduce_dtype: Any) -> Params:
-    """Whole weights of one layer in `dtype`, as `fsdp.gather`; those rounded travel in 8 bits.
+def gather(
+    shards: Params, rounded: Any, specs: Any, *, dtype: Any, reduce_dtype: Any
+) -> tuple[Params, Known]:
+    """Whole weights of one layer, as `fsdp.gather`; those rounded travel in 8 bits.
 
     `rounded` is one layer of what `round_weights` returned for these `shards`. Gradients are
     those of the shards, as if nothing had been rounded.
 
     Wire, per rounded leaf of n elements whole over k shards: n·(k−1)/k bytes forward, n·(k−1)/k
     elements of `reduce_dtype` backward.
+
+    Returns:
+        The weights in `dtype`, and what `make_dot` wants to know of them.
     """
+    known: list[tuple[Array, Rounded]] = []
 
     def leaf(spec: P, w: Any, near: Any) -> Any:
         """The whole weight of a shard [...]."""
@@ -253,10 +324,13 @@ def gather(shards: Params, rounded: Any, specs: Any, *, dtype: Any, reduce_dtype
         axes = axes_of(spec)
         dim = dim_of(spec, axes[0]) if axes else 0
         assert dim is not None
-        whole = _gather((axes, dim, dtype, reduce_dtype), w, *near)
-        return checkpoint_name(whole, fsdp.GATHERED)
+        found = _gather((axes, dim, dtype, reduce_dtype), w, *near)
+        whole, whole8 = (checkpoint_name(x, fsdp.GATHERED) for x in found)
+        known.append((whole, (whole8, near[1])))
+        return whole
 
-    return jax.tree.map(leaf, specs, shards, rounded, is_leaf=lambda x: isinstance(x, P))
+    whole = jax.tree.map(leaf, specs, shards, rounded, is_leaf=lambda x: isinstance(x, P))
+    return whole, known
 
 
 _How = tuple[tuple[str, ...], int, Any, Any]
@@ -264,20 +338,26 @@ _How = tuple[tuple[str, ...], int, Any, Any]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _gather(how: _How, w: Array, near: Array, scale: Array) -> Array:
-    """The whole weight [...] from a shard in 8 bits and its scale; `w` is where gradients go."""
+def _gather(how: _How, w: Array, near: Array, scale: Array) -> tuple[Array, Array]:
+    """The whole weight [...], wide and in 8 bits; gradients go from the first to `w`."""
     axes, dim, dtype, _ = how
-    return widen(collectives.all_gather(near, axes, dim) if axes else near, scale, dtype)
+    whole = collectives.all_gather(near, axes, dim) if axes else near
+    return widen(whole, scale, dtype), whole
 
 
-def _gather_forward(how: _How, w: Array, near: Array, scale: Array) -> tuple[Array, None]:
-    """The whole weight [...]; nothing is kept."""
+def _gather_forward(
+    how: _How, w: Array, near: Array, scale: Array
+) -> tuple[tuple[Array, Array], None]:
+    """The whole weight [...], wide and in 8 bits; nothing is kept."""
     return _gather(how, w, near, scale), None
 
 
-def _gather_backward(how: _How, _: None, gradient: Array) -> tuple[Array, None, None]:
+def _gather_backward(
+    how: _How, _: None, gradients: tuple[Array, Array]
+) -> tuple[Array, None, None]:
     """The shard's gradient [...], float32."""
     axes, dim, _, reduce_dtype = how
+    gradient = gradients[0]
     if axes:
         gradient = collectives.reduce_scatter(gradient.astype(reduce_dtype), axes, dim)
     return gradient.astype(jnp.float32), None, None

@@ -57,7 +57,7 @@ class MeshConfig:
         "auto",
         "with cp > 1, how attention sees a whole row: ring = keys and values travel, all_gather = "
         "every device gets all, all_to_all = heads are exchanged for positions, hybrid = that "
-        "inside a node and a ring across; auto = by heads and cp, logged with its reason",
+        "inside a node and a ring across; auto = by heads, cp and packing, logged with its reason",
     )
     elastic: bool = setting(
         False,

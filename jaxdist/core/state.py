@@ -122,7 +122,7 @@ def make_state(
 
 
 def copy_params(params: Params) -> Params:
-    """A tree like `params` whose float32 arrays share no memory with theirs: both are donated."""
+    """A tree like `params` whose float32 arrays [...] share no memory: both are donated."""
     return jax.tree.map(lambda x: jnp.array(x, jnp.float32, copy=True), params)
 
 

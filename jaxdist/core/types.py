@@ -67,7 +67,7 @@ def objective(sums: Sums) -> Array:
 
 
 def add_sums(left: Sums, right: Sums) -> Sums:
-    """Sums of both, name by name; a name that one of them lacks counts as 0 there."""
+    """Sums, [] each, of both by name; a name that one of them lacks counts as 0 there."""
     both = {name: left[name] + right[name] for name in left if name in right}
     return {**left, **right, **both}
 
@@ -228,6 +228,8 @@ class Context:
         platform: "cpu" or "gpu", read from the mesh and never from the default backend.
         compute_capability: e.g. "9.0" on an NVIDIA GPU, "" elsewhere.
         packed_obstacle: why cuDNN may not multiply packed documents here; "" = it may.
+        exchange: how devices that share rows exchange keys and values, an
+            `attention.context_parallel.ExchangePlan`; None = rows are whole.
     """
 
     dtype: Any = jnp.float32
@@ -249,6 +251,7 @@ class Context:
     platform: str = "cpu"
     compute_capability: str = ""
     packed_obstacle: str = ""
+    exchange: Any = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -215,6 +215,7 @@ def eval_batches(
 def _eval_batches(
     dataset: Dataset, batch_size: int, sharding: NamedSharding, max_batches: int | None
 ) -> Iterator[Batch]:
+    """Batches [batch_size, ...] over every row once, or `max_batches`, read ahead and closed."""
     from jaxdist.data.batches import EvalBatches, device_placer, part_held
     from jaxdist.data.prefetch import read_ahead
 

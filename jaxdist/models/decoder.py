@@ -472,6 +472,8 @@ def _notes(config: DecoderConfig, seq_len: int, context: Context) -> list[str]:
             dropout=config.attention_dropout,
             softcap=config.attention_softcap,
             packed_obstacle=context.packed_obstacle,
+            exchange=context.exchange,
+            window=config.sliding_window,
         )
         return f"{kernel} ({reason})"
 

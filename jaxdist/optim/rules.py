@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
-import math
+import functools
 from typing import Any
 
 import jax
 import optax
-from optax.contrib import MuonDimensionNumbers, scale_by_muon
 
-from jaxdist.core.types import Array, Dims, Params
+from jaxdist.core.types import Dims, Params
 from jaxdist.optim.adafactor import absent, adafactor
 from jaxdist.optim.config import OptimConfig
 from jaxdist.optim.freeze import frozen_leaves
 from jaxdist.optim.matrices import Sides, sides_of
-
-_ADAM_RMS = 0.2
-"""RMS of an AdamW update in practice, which Muon's is scaled to, so that both take the same
-learning rate. Liu et al., "Muon is Scalable for LLM Training", 2025, section 2.2."""
+from jaxdist.optim.muon import scale_by_muon
 
 
-def make_optimizer(config: OptimConfig, axes: Params) -> optax.GradientTransformation:
+def make_optimizer(
+    config: OptimConfig, axes: Params, shardings: Params | None = None
+) -> optax.GradientTransformation:
     """The update direction, weight decay included, without the learning rate.
 
     The model's tree of `Dims` says which leaves are matrices, which dims are their two sides, and
-    which leaves stack one matrix per layer.
+    which leaves stack one matrix per layer. `shardings`, a tree of `NamedSharding` like it, says
+    where moments lie; with them Muon divides its work over the devices, None = one device.
 
     Returns:
         `init(params)` and `update(grads, state, params)`; subtract `lr * updates` from the
@@ -33,22 +32,27 @@ def make_optimizer(config: OptimConfig, axes: Params) -> optax.GradientTransform
         of.
     """
     if not config.freeze:
-        return _chain(config, axes)
+        return _chain(config, axes, shardings)
     # The rule sees holes where leaves are frozen: they have no moments, and their update is 0.
     frozen = frozen_leaves(config, axes)
     moving = jax.tree.map(lambda hole: not hole, frozen)
-    holed = jax.tree.map(lambda dims, hole: optax.MaskedNode() if hole else dims, axes, frozen)
-    rule = optax.masked(_chain(config, holed), moving)
+    punch = lambda tree: jax.tree.map(
+        lambda hole, leaf: optax.MaskedNode() if hole else leaf, frozen, tree
+    )
+    placed = None if shardings is None else punch(shardings)
+    rule = optax.masked(_chain(config, punch(axes), placed), moving)
     return _without_holes(optax.chain(rule, optax.masked(optax.set_to_zero(), frozen)))
 
 
-def _chain(config: OptimConfig, axes: Params) -> optax.GradientTransformation:
-    rules = {
+def _chain(
+    config: OptimConfig, axes: Params, shardings: Params | None
+) -> optax.GradientTransformation:
+    rules: dict[str, Any] = {
         "adamw": _adam,
         "sgd": _sgd,
         "lion": _lion,
         "adafactor": adafactor,
-        "muon": _muon,
+        "muon": functools.partial(_muon, shardings=shardings),
     }
     parts = [rules[config.optimizer](config, axes)]
     if config.weight_decay:
@@ -95,32 +99,17 @@ def _lion(config: OptimConfig, axes: Params) -> optax.GradientTransformation:
     return optax.scale_by_lion(b1=config.beta1, b2=config.beta2, mu_dtype=config.moment_dtype)
 
 
-def _muon(config: OptimConfig, axes: Params) -> optax.GradientTransformation:
-    """Muon for hidden matrices, AdamW for embeddings, head, norms and biases.
-
-    Jordan, "Muon: An optimizer for hidden layers in neural networks", 2024. Deviations, both
-    optax's: the momentum is debiased as in NAdam before it is orthogonalised; the update is then
-    scaled to AdamW's RMS (Liu et al., 2025).
-    """
+def _muon(
+    config: OptimConfig, axes: Params, shardings: Params | None
+) -> optax.GradientTransformation:
+    """Muon for hidden matrices, AdamW for embeddings, head, norms and biases."""
     is_hidden = hidden_matrices(axes)
     others = jax.tree.map(lambda is_hidden: not is_hidden, is_hidden)
-    matrix = lambda sides: MuonDimensionNumbers(
-        reduction_axis=sides.rows, output_axis=sides.columns
+    hidden = lambda tree: jax.tree.map(
+        lambda is_hidden, leaf: leaf if is_hidden else optax.MaskedNode(), is_hidden, tree
     )
-    numbers = jax.tree.map(
-        lambda sides, is_hidden: matrix(sides) if is_hidden else optax.MaskedNode(),
-        sides_of(axes),
-        is_hidden,
-    )
-    muon = optax.chain(
-        scale_by_muon(
-            beta=config.momentum,
-            eps=config.eps,
-            mu_dtype=config.moment_dtype,
-            weight_dimension_numbers=numbers,
-        ),
-        _scale_to_adam_rms(numbers),
-    )
+    placed = None if shardings is None else hidden(shardings)
+    muon = scale_by_muon(config, hidden(sides_of(axes)), placed)
     both = optax.chain(optax.masked(muon, is_hidden), optax.masked(_adam(config, axes), others))
     return _without_holes(both)
 
@@ -141,14 +130,3 @@ def _without_holes(inner: optax.GradientTransformation) -> optax.GradientTransfo
         return updates, fill(state)
 
     return optax.GradientTransformation(lambda params: fill(inner.init(params)), update)
-
-
-def _scale_to_adam_rms(numbers: Params) -> optax.GradientTransformation:
-    """Multiply an orthogonal update by 0.2 * sqrt(its longer side): then its RMS is AdamW's."""
-
-    def scale(update: Array, matrix: MuonDimensionNumbers) -> Array:
-        fan_in = math.prod(update.shape[i] for i in matrix.reduction_axis)
-        fan_out = math.prod(update.shape[i] for i in matrix.output_axis)
-        return update * (_ADAM_RMS * math.sqrt(max(fan_in, fan_out)))
-
-    return optax.stateless(lambda updates, _: jax.tree.map(scale, updates, numbers))

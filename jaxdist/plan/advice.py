@@ -205,7 +205,7 @@ def _exchange(plan: Plan) -> Iterator[Advice]:
         )
     missing = [name for name in _EXCHANGES if name not in allowed]
     if missing:
-        sentences.append(f"Heads or nodes do not allow {join_choices(missing)}.")
+        sentences.append(f"Heads, nodes or the kernel do not allow {join_choices(missing)}.")
     yield Advice("context attention", " ".join(sentences))
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 
 from jaxdist.config import RunConfig
+from jaxdist.core import fp8
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.parallel.data import DATA
+from jaxdist.core.settings import ConfigError
 from jaxdist.plan.compiled.check import CompiledStep, NotCompiled, compile_step
 from jaxdist.plan.estimate.cost import (
     FAILURES_PER_1000_GPU_DAYS,
@@ -17,6 +19,8 @@ from jaxdist.plan.estimate.cost import (
     saving_of,
 )
 from jaxdist.plan.estimate.job import Job
+from jaxdist.plan.estimate.memory import usable_bytes
+from jaxdist.plan.estimate.remat import choose_remat
 from jaxdist.plan.estimate.search import Choice, Found, search
 from jaxdist.plan.estimate.traffic import Flow, flows_of
 from jaxdist.plan.hardware import Cluster
@@ -83,14 +87,20 @@ def make_plan(config: PlanConfig, cluster: Cluster, mesh: str) -> Plan:
     """Plan a run on one cluster, on the mesh asked for; "" = on the best.
 
     Raises:
-        ConfigError: the mesh asked for is not legal there.
+        ConfigError: the mesh asked for is not legal there, or the GPUs lack the dtype asked for.
     """
     run, model = config.run, config.run.build_model()
+    if run.precision.matmul_dtype == "fp8":
+        problems = fp8.problems(model.num_layers, "gpu", cluster.gpu.compute_capability)
+        if problems:
+            raise ConfigError(problems)
     found = search(run, cluster, model)
     if mesh:
         spec = MeshSpec.parse(mesh, cluster.num_gpus)
         run.check_mesh(spec, model, cluster.num_gpus)
-        candidates = [Choice.of(Job.of(run, spec, cluster, model))]
+        job = Job.of(run, spec, cluster, model)
+        remat = choose_remat(job, usable_bytes(job))
+        candidates = [Choice.of(job if remat is None else remat.job)]
     else:
         candidates = list(found.choices)
         if not candidates:

@@ -85,6 +85,7 @@ def _context(model: Model, parts: Parts) -> Context:
         config.precision,
         config.pipeline,
         parts.packed_kernel,
+        parts.ring_kernel,
     )
 
 

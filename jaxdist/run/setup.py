@@ -1,7 +1,7 @@
 """Builds the parts of a run from its settings: mesh, model, layout, optimizer, train step.
 
 Training, evaluation, generation and planning all use it, so that they cannot disagree. Nothing is
-compiled and no array is made, but where cuDNN's kernel for packed documents is compared.
+compiled and no array is made, but where cuDNN's kernel is compared with the reference.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from jaxdist.core.settings import ConfigError
 from jaxdist.core.sharding import Layout
 from jaxdist.core.state import TrainState, abstract_state, copy_params, init_state
 from jaxdist.core.step import Step, make_step
-from jaxdist.core.step.packed_kernel import admit_packed_kernel
+from jaxdist.core.step.packed_kernel import admit_packed_kernel, admit_ring_kernel
 from jaxdist.core.types import Array, Model, Params
 from jaxdist.data import Loader, Position, TrainData
 from jaxdist.data.packing import Fields, text_fields
@@ -55,6 +55,7 @@ class Parts:
         num_params: number of parameters, without vocabulary padding (as model cards count).
         packed_kernel: what comparing cuDNN's kernel for packed documents found; None where it was
             not compared, and then devices that are here do not use it.
+        ring_kernel: the same of cuDNN's kernel for the parts that travel round a ring.
     """
 
     config: RunConfig
@@ -69,6 +70,7 @@ class Parts:
     compute_dtype: Any
     num_params: int
     packed_kernel: Admission | None
+    ring_kernel: Admission | None
     step: Step
 
     @property
@@ -275,13 +277,14 @@ def assemble(
         )
     if problems:
         raise ConfigError(problems)
-    optimizer = optim.make_optimizer(config.optim, model.axes)
+    moments = layout.shardings(layout.moment_specs(model.axes))
+    optimizer = optim.make_optimizer(config.optim, model.axes, moments)
     schedule = optim.make_lr_schedule(
         config.optim,
         total_steps=config.train.steps,
         global_batch_size=config.train.global_batch_size,
     )
-    step = _make_step(config, model, layout, optimizer, schedule, loss_scale, None)
+    step = _make_step(config, model, layout, optimizer, schedule, loss_scale)
     return Parts(
         config=config,
         spec=spec,
@@ -295,6 +298,7 @@ def assemble(
         compute_dtype=compute_dtype,
         num_params=num_params(model),
         packed_kernel=None,
+        ring_kernel=None,
         step=step,
     )
 
@@ -306,7 +310,7 @@ def _make_step(
     optimizer: Any,
     schedule: Callable[[Array], Array],
     loss_scale: dict[str, Array],
-    packed_kernel: Admission | None,
+    **kernels: Admission | None,
 ) -> Step:
     """The step of a run; `loss_scale` is {} or two scalars []."""
     return make_step(
@@ -321,8 +325,24 @@ def _make_step(
         loss_scale=loss_scale,
         pipeline_config=config.pipeline,
         frozen=optim.frozen_leaves(config.optim, model.axes) if config.optim.freeze else None,
-        packed_kernel=packed_kernel,
+        **kernels,
     )
+
+
+def _with(parts: Parts, **changes: Any) -> Parts:
+    """The parts with changes of what their step is made from, and such a step."""
+    parts = dataclasses.replace(parts, **changes)
+    step = _make_step(
+        parts.config,
+        parts.model,
+        parts.layout,
+        parts.optimizer,
+        parts.schedule,
+        parts.loss_scale,
+        packed_kernel=parts.packed_kernel,
+        ring_kernel=parts.ring_kernel,
+    )
+    return dataclasses.replace(parts, step=step)
 
 
 def _fit_devices(
@@ -347,6 +367,13 @@ def _fit_devices(
     return fitted, devices[:used]
 
 
+def with_remat(parts: Parts, remat: str) -> Parts:
+    """The parts with another remat policy, e.g. the one that auto stands for on these devices."""
+    train = dataclasses.replace(parts.config.train, remat=remat)
+    config = dataclasses.replace(parts.config, train=train)
+    return _with(parts, config=config)
+
+
 def stop_at_documents(parts: Parts, data: Iterable[TrainData | None]) -> Parts:
     """The parts, whose keys travel no further along a row than the longest document of all data.
 
@@ -357,17 +384,15 @@ def stop_at_documents(parts: Parts, data: Iterable[TrainData | None]) -> Parts:
     lengths = [rows.longest_document for rows in data if rows is not None]
     if not all(lengths):
         return parts
-    layout = dataclasses.replace(parts.layout, longest_document=max(lengths))
-    step = _make_step(
-        parts.config,
-        parts.model,
-        layout,
-        parts.optimizer,
-        parts.schedule,
-        parts.loss_scale,
-        parts.packed_kernel,
-    )
-    return dataclasses.replace(parts, layout=layout, step=step)
+    return _with(parts, layout=dataclasses.replace(parts.layout, longest_document=max(lengths)))
+
+
+def compare_kernel(parts: Parts, fields: Fields) -> Parts:
+    """The parts for rows of these fields, after comparing cuDNN's kernel for what needs it.
+
+    That is packed documents, where rows have `segments`, and else the parts of a ring.
+    """
+    return compare_packed_kernel(parts) if "segments" in fields else compare_ring_kernel(parts)
 
 
 def compare_packed_kernel(parts: Parts) -> Parts:
@@ -375,30 +400,28 @@ def compare_packed_kernel(parts: Parts) -> Parts:
 
     Only its success lets the step use the kernel. Nothing runs where the kernel cannot be used.
     """
+    place = (parts.model, parts.layout, parts.config.train, parts.compute_dtype)
+    found = admit_packed_kernel(*place, **_attention_asked(parts))
+    return parts if found is None else _with(parts, packed_kernel=found)
+
+
+def compare_ring_kernel(parts: Parts) -> Parts:
+    """As `compare_packed_kernel`, for rows of one document whose parts travel round a ring."""
+    place = (parts.model, parts.layout, parts.config.train, parts.compute_dtype)
+    found = admit_ring_kernel(*place, **_attention_asked(parts))
+    return parts if found is None else _with(parts, ring_kernel=found)
+
+
+def _attention_asked(parts: Parts) -> dict[str, Any]:
+    """What the model asks of attention, as `admit_packed_kernel` takes it."""
     call = parts.model.attention_call
     window = call.sliding_window
-    found = admit_packed_kernel(
-        parts.model,
-        parts.layout,
-        parts.config.train,
-        parts.compute_dtype,
-        wanted=call.kernel,
-        windows=(window, 0) if window and call.full_every else (window,),
-        softcap=call.softcap,
-        dropout=call.dropout,
-    )
-    if found is None:
-        return parts
-    step = _make_step(
-        parts.config,
-        parts.model,
-        parts.layout,
-        parts.optimizer,
-        parts.schedule,
-        parts.loss_scale,
-        found,
-    )
-    return dataclasses.replace(parts, packed_kernel=found, step=step)
+    return {
+        "wanted": call.kernel,
+        "windows": (window, 0) if window and call.full_every else (window,),
+        "softcap": call.softcap,
+        "dropout": call.dropout,
+    }
 
 
 def check_data_fits(parts: Parts, dataset: TrainData) -> None:

@@ -174,8 +174,8 @@ def announce(parts: Parts, data: TrainData, monitor: Monitor, budget: Budget | N
         packed="segments" in data.fields, places=_places(parts, data),
         rows=rows // microbatches,
     )  # fmt: skip
-    if parts.packed_kernel is not None:
-        notes.append(parts.packed_kernel.describe())
+    compared = (parts.packed_kernel, parts.ring_kernel)
+    notes += [found.describe() for found in compared if found is not None]
     if schedule is not None:
         notes.append(describe(schedule, rows))
     if config.train.replica_norms and not has_replica_norms(parts.layout):
@@ -186,7 +186,7 @@ def announce(parts: Parts, data: TrainData, monitor: Monitor, budget: Budget | N
     if config.optim.ema_decay:
         notes.append(f"EMA of the weights, decay {config.optim.ema_decay}: it is what is evaluated")
     if budget is not None:
-        notes.append(budget.line())
+        notes += [budget.line(), *([budget.remat.line()] if budget.remat else [])]
     facts = {
         "mesh": str(parts.spec),
         "mesh_reason": reason,

@@ -23,7 +23,7 @@ from jaxdist.run.setup import (
     Parts,
     assemble,
     check_data_fits,
-    compare_packed_kernel,
+    compare_kernel,
     stop_at_documents,
 )
 from jaxdist.runtime.storage import Location, locate
@@ -120,10 +120,9 @@ class TrainedRun:
     def parts_for(self, dataset: Dataset) -> Parts:
         """The parts as training has them for such rows; equal ones are made once."""
         parts = stop_at_documents(self.parts, [dataset])
-        is_packed = "segments" in dataset.fields
-        kind = is_packed, parts.layout.longest_document
+        kind = "segments" in dataset.fields, parts.layout.longest_document
         if kind not in self._parts_of:
-            self._parts_of[kind] = compare_packed_kernel(parts) if is_packed else parts
+            self._parts_of[kind] = compare_kernel(parts, dataset.fields)
         return self._parts_of[kind]
 
 

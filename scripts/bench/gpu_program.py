@@ -37,6 +37,7 @@ gpt2_124m       h100:8   gpt2_124m
 1.7b_4096       h200:1   llama3_8b {MEDIUM}
 8b_4096         h100:8   llama3_8b --train.seq_len 4096 --train.remat dots
 8b_8192         h100:8   llama3_8b {LONG}
+8b_8192_fp8     h100:8   llama3_8b {LONG} --precision.matmul-dtype fp8
 8b_8192_packed  h100:8   llama3_8b {LONG} --data.packing documents
 8b_fsdp4tp2     h100:8   llama3_8b --mesh fsdp=4,tp=2
 70b_fsdp16tp8   h100:128 llama3_70b
@@ -72,7 +73,7 @@ def run_case(line: str, more: list[str]) -> tuple[str, dict[str, float]]:
 
 def table(rows: list[tuple[str, dict[str, float]]]) -> str:
     """The cases as Markdown."""
-    classes = ("products", "attention", "element-wise", "copies")
+    classes = ("products", "fp8 products", "attention", "element-wise", "copies")
     heads = ("program", "step ms", "MFU %", "FLOPs run / useful", *(f"{c} ms" for c in classes))
     lines = ["| " + " | ".join((*heads, "exposed ms", "temporaries GiB", "total GiB")) + " |"]
     lines.append("|" + "---|" * (len(heads) + 3))

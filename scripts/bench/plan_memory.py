@@ -62,6 +62,7 @@ qwen8b_fsdp8          h100:8   qwen3_8b
 13b_interleaved2      h100:64  pipeline_64gpu --pipeline.num_virtual_stages 2
 13b_interleaved5      h100:64  pipeline_64gpu --pipeline.num_virtual_stages 5
 13b_gather_step       h100:64 pipeline_64gpu --zero 0 --mesh pp=4,fsdp=4,tp=4 --pipeline.gather=step
+13b_muon               h200:8 pipeline_64gpu --zero 0 --mesh fsdp=8 --optim.optimizer muon
 13b_gather_action     h100:64  pipeline_64gpu --mesh pp=4,fsdp=4,tp=4 --zero 0
 70b_fsdp16tp8         h100:128 llama3_70b
 70b_fsdp16tp8_dots    h100:128 llama3_70b --train.remat dots

@@ -56,7 +56,12 @@ TETON = dataclasses.replace(
     peak_flops=GPUS["h100-nvl"].peak_flops,
 )
 SELECTIVE_OP = "names:qkv,attention,attention_out"  # every second product kept: up is repeated
-OTHERS = Engine(stage_recomputes=False, virtual_stages_travel=False)
+OTHERS = Engine(
+    stage_recomputes=False,
+    virtual_stages_travel=False,
+    stacks_layers=False,
+    fuses_recomputation=False,
+)
 FP8 = dataclasses.replace(OTHERS, products_dtype="float8")
 
 

@@ -6,6 +6,7 @@ tiled             rows of some hundred keys on CPU: tiles of queries, each with 
 blockwise         block by block in plain JAX: memory that grows with the row, not with its square
 context_parallel  a row on several devices: ring, all-gather, all-to-all, hybrid
 ring              keys and values that travel between devices while those at hand are multiplied
+zigzag            one step of a ring on cuDNN's kernel
 """
 
 from jaxdist.core.attention.kernels import choose_kernel, keeps_attention, make_attend, visible

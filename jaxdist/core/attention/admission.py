@@ -1,23 +1,25 @@
-"""Whether cuDNN's kernel for packed documents computes here what the reference does.
+"""Whether cuDNN's kernel computes here what the reference does, where its operations are bound.
 
-It is bound by jax's private operations, depends on the versions of cuDNN and of the driver, and
-cannot be tried without a GPU. So a run that would use it compares it first with the block-wise
-kernel in float32; what is refused is multiplied block by block.
+Packed documents and the parts of a ring need jax's private operations, which depend on the versions
+of cuDNN and of the driver, and cannot be tried without a GPU. So a run that would use them compares
+them first with the block-wise kernel in float32; what is refused is multiplied block by block.
 
-Compared are two rows of the run's length and heads (one, where a microbatch has one), under each
-window of the model, with documents of its own making.
+Compared are two rows of the run's length and heads (one, where a microbatch has one): packed ones
+under each window of the model, with documents of their own making; round a ring those of two
+groups, whose steps one device takes one after the other.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxdist.core.attention import blockwise, cudnn
+from jaxdist.core.attention import blockwise, cudnn, zigzag
 from jaxdist.core.attention.blockwise import Rule, Span
 from jaxdist.core.types import Array
 
@@ -27,6 +29,7 @@ than half of it."""
 
 _NAMES = ("output", "query gradient", "key gradient", "value gradient")
 _ROWS = 2
+_LONGEST_PART = 8192  # of a ring; the reference's float32 arrays of a longer one might not fit
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,7 +38,7 @@ class Shapes:
 
     Attributes:
         rows: rows of a microbatch.
-        seq_len: positions of a row.
+        seq_len: positions of a row; round a ring those of a group of devices.
         heads, kv_heads: of this device.
         head_dim: width of a head.
         windows: newest keys that a query sees, itself included, of each kind of layer; 0 = all.
@@ -59,45 +62,72 @@ class Admission:
         errors: output and gradients -> largest difference, relative to the reference's peak. {}
             where the kernel failed, or other processes alone compared it.
         obstacle: why the kernel is not used; "" = it is.
+        use: what the kernel was compared for.
     """
 
     errors: dict[str, float]
     obstacle: str
+    use: Literal["packed", "ring"] = "packed"
 
     def describe(self) -> str:
         """One line for the log."""
         if self.obstacle:
-            return f"packed attention: {self.obstacle}; block by block instead"
+            return f"{self.use} attention: {self.obstacle}; block by block instead"
         if not self.errors:
-            return "packed attention: cuDNN's kernel, which other processes compared"
+            return f"{self.use} attention: cuDNN's kernel, which other processes compared"
         worst = max(self.errors, key=lambda name: self.errors[name])
         return (
-            f"packed attention: cuDNN's kernel differs from the float32 reference by at most "
+            f"{self.use} attention: cuDNN's kernel differs from the float32 reference by at most "
             f"{self.errors[worst]:.1e} of its peak ({worst}), {TOLERANCE} are allowed"
         )
 
 
 def compare_packed(shapes: Shapes, device: jax.Device) -> Admission:
     """Run cuDNN's packed kernel and the reference on this device, forward and backward."""
+    segments = sample_segments(min(shapes.rows, _ROWS), shapes.seq_len)
+
+    def errors_of(window: int) -> list[float]:
+        found = jax.device_get(_packed(shapes, segments, window))
+        return _errors(found, jax.device_get(_reference(shapes, segments, window)))
+
+    return _judged(lambda: [errors_of(window) for window in shapes.windows], device, "packed")
+
+
+def compare_ring(shapes: Shapes, device: jax.Device) -> Admission:
+    """Take every kind of a ring's steps by cuDNN's kernel on this device, and the reference.
+
+    Rows are those of two groups, of no more than `_LONGEST_PART` positions each.
+    """
+    length = 2 * min(shapes.seq_len, _LONGEST_PART)
+    segments = np.ones((min(shapes.rows, _ROWS), length), np.int32)
+
+    def errors() -> list[list[float]]:
+        found = jax.device_get(_round_a_ring(shapes, segments))
+        return [_errors(found, jax.device_get(_reference(shapes, segments, 0)))]
+
+    return _judged(errors, device, "ring")
+
+
+def _judged(
+    compare: Callable[[], list[list[float]]], device: jax.Device, use: Literal["packed", "ring"]
+) -> Admission:
+    """What follows from the errors of each comparison, in the order of `_NAMES`."""
     try:
         with jax.default_device(device):
-            compared = [_errors(shapes, window) for window in shapes.windows]
+            compared = compare()
     # Whatever it is that cuDNN, the compiler or jax cannot do here.
     except Exception as error:
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
-        return Admission(errors={}, obstacle=f"cuDNN's kernel failed ({reason[:200]})")
+        return Admission(errors={}, obstacle=f"cuDNN's kernel failed ({reason[:200]})", use=use)
     worst = np.max(compared, axis=0)  # NaN where any is
     errors = {name: float(e) for name, e in zip(_NAMES, worst, strict=True)}
     wrong = [f"{name} by {e:.2g}" for name, e in errors.items() if not e <= TOLERANCE]
     obstacle = f"cuDNN's kernel differs from the float32 reference: {', '.join(wrong)} of its peak"
-    return Admission(errors=errors, obstacle=obstacle if wrong else "")
+    return Admission(errors=errors, obstacle=obstacle if wrong else "", use=use)
 
 
-def _errors(shapes: Shapes, window: int) -> list[float]:
+def _errors(found: Any, expected: Any) -> list[float]:
     """Largest differences in the order of `_NAMES`, relative to the reference's peak."""
-    segments = sample_segments(min(shapes.rows, _ROWS), shapes.seq_len)
-    found = jax.device_get(_packed(shapes, segments, window))
-    expected = jax.device_get(_reference(shapes, segments, window))
     return [
         float(np.max(np.abs(np.asarray(a, np.float32) - b)) / np.max(np.abs(b)))
         for a, b in zip(found, expected, strict=True)
@@ -144,6 +174,46 @@ def _packed(shapes: Shapes, segments: np.ndarray, window: int) -> Any:
         return cudnn.attend_packed(query, key, value, jnp.asarray(segments), rule)
 
     return _pulled(attend, _inputs(shapes, segments))
+
+
+def _round_a_ring(shapes: Shapes, segments: np.ndarray) -> Any:
+    """The same of rows that two groups share, which this device stands for one after the other.
+
+    `segments` int32 [rows, 2 · length] are of one document.
+    """
+
+    def both(*inputs: Array) -> tuple[Array, ...]:
+        """Output and gradients, [rows, 2 · length, heads or kv_heads, head_dim] each."""
+        query, key, value, cotangent = (_groups_of(x) for x in inputs)
+        out, dq, dk, dv = ([jnp.zeros(()), jnp.zeros(())] for _ in range(4))
+        for mine in range(2):
+            # Another group's keys are an earlier one's for the second group.
+            steps = [(mine, None), (1 - mine, jnp.bool_(mine == 1))]
+            parts = [zigzag.forward(query[mine], key[k], value[k], True, e) for k, e in steps]
+            found = blockwise.merge(*parts)
+            out[mine] = found.out.astype(query[mine].dtype)
+            over_all = out[mine], cotangent[mine], found.lse
+            for k, earlier in steps:
+                grads = zigzag.backward(query[mine], key[k], value[k], over_all, True, earlier)
+                dq[mine], dk[k], dv[k] = (
+                    total + part
+                    for total, part in zip((dq[mine], dk[k], dv[k]), grads, strict=True)
+                )
+        return tuple(_row_of(*groups) for groups in (out, dq, dk, dv))
+
+    return jax.jit(both)(*_inputs(shapes, segments))
+
+
+def _groups_of(x: Array) -> tuple[Array, Array]:
+    """[rows, 2 · length, ...] -> what each of two groups holds of it, [rows, length, ...]."""
+    first, second, third, last = jnp.split(x, 4, axis=1)
+    return jnp.concatenate([first, last], axis=1), jnp.concatenate([second, third], axis=1)
+
+
+def _row_of(outer: Array, inner: Array) -> Array:
+    """The way back of `_groups_of`, [rows, 2 · length, ...]."""
+    (first, last), (second, third) = (jnp.split(x, 2, axis=1) for x in (outer, inner))
+    return jnp.concatenate([first, second, third, last], axis=1)
 
 
 def _reference(shapes: Shapes, segments: np.ndarray, window: int) -> Any:

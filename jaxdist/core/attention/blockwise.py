@@ -138,6 +138,8 @@ def keep(found: Partial, dtype: Any) -> tuple[Array, Array]:
 def merge(left: Partial, right: Partial) -> Partial:
     """Attention to two disjoint parts of the keys, from attention to each.
 
+    Out is [batch, queries, heads, head_dim], as in `Partial`.
+
     Source: Liu, Zaharia, Abbeel 2023, "Ring Attention with Blockwise Transformers", section 3.
     """
     lse = jnp.logaddexp(left.lse, right.lse)

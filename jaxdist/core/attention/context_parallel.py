@@ -52,6 +52,7 @@ class ExchangePlan(NamedTuple):
         reason: why this way, for the log.
         longest_document: positions of the longest document of packed rows, past which no keys
             travel; 0 = not known.
+        cudnn_obstacle: why cuDNN may not multiply the parts that travel; "" = it may.
     """
 
     exchange: Exchange
@@ -59,6 +60,7 @@ class ExchangePlan(NamedTuple):
     paired: bool
     reason: str
     longest_document: int = 0
+    cudnn_obstacle: str = ""
 
     def reach(self, sliding_window: int, packed: bool) -> int:
         """Newest keys among which are all that a query sees, itself included; 0 = all keys."""
@@ -152,13 +154,16 @@ def _either(sizes: list[int]) -> str:
 
 
 def make_attend_to_shared(
-    plan: ExchangePlan, attend_rows: Callable[..., Array]
+    plan: ExchangePlan,
+    attend_rows: Callable[..., Array],
+    choose_kernel: Callable[..., tuple[str, str]],
 ) -> Callable[..., Array]:
     """The `attend` of a `Context` where rows are shared.
 
     Args:
         plan: how devices exchange.
         attend_rows: the `attend` for whole rows, for heads that were exchanged for positions.
+        choose_kernel: `kernels.choose_kernel` on this platform.
 
     Returns:
         As `attention.make_attend`, for this device's positions, [batch, seq_shard, heads,
@@ -186,6 +191,16 @@ def make_attend_to_shared(
                 "share rows over cp: one exchange serves all layers. Use another mesh without cp."
             )
         rule = Rule(mask.causal, mask.sliding_window, softcap=softcap)
+        chosen, _ = choose_kernel(
+            kernel,
+            dtype=query.dtype,
+            head_dim=query.shape[-1],
+            num_keys=key.shape[1] * collectives.group_size(CONTEXT.name),
+            packed=mask.segments is not None,
+            softcap=softcap,
+            exchange=plan,
+            window=mask.sliding_window,
+        )
         query, key, value = blockwise.declare_alike(query, key, value)
         if plan.exchange == "all_gather":
             return _attend_gathered(query, key, value, mask.segments, rule)
@@ -204,7 +219,7 @@ def make_attend_to_shared(
             mixed = _reordered(mixed, order)
         else:
             reach = plan.reach(mask.sliding_window, segments is not None)
-            ring = Ring(plan.inner, plan.paired)
+            ring = Ring(plan.inner, plan.paired, chosen == "cudnn")
             mixed = attend_over_groups(*shared, segments, rule, ring, reach)
         if plan.inner == 1:
             return mixed

@@ -54,6 +54,12 @@ def make_attend(
         heads, head_dim] in the query's dtype. `kernel` is "auto", "xla" or "cudnn". It raises
         `ConfigError` where "cudnn" cannot do what is asked.
     """
+    choose = partial(
+        choose_kernel,
+        platform=platform,
+        compute_capability=compute_capability,
+        packed_obstacle=packed_obstacle,
+    )
 
     def attend(
         query: Array,
@@ -66,10 +72,8 @@ def make_attend(
         softcap: float = 0.0,
     ) -> Array:
         """[batch, queries, heads, head_dim] in the query's dtype; see `Context.attend`."""
-        chosen, _ = choose_kernel(
+        chosen, _ = choose(
             kernel,
-            platform=platform,
-            compute_capability=compute_capability,
             dtype=query.dtype,
             head_dim=query.shape[-1],
             num_keys=key.shape[1],
@@ -92,7 +96,7 @@ def make_attend(
         branches = [partial(_attend, mask=m, kernel=chosen, softcap=softcap) for m in (far, near)]
         return jax.lax.cond(mask.has_no_window, *branches, query, key, value)
 
-    over_devices = attend if exchange is None else make_attend_to_shared(exchange, attend)
+    over_devices = attend if exchange is None else make_attend_to_shared(exchange, attend, choose)
     return _without_float16(over_devices) if platform == "cpu" else over_devices
 
 
@@ -124,16 +128,22 @@ def choose_kernel(
     dropout: float = 0.0,
     packed_obstacle: str = "",
     softcap: float = 0.0,
+    exchange: ExchangePlan | None = None,
+    window: int = 0,
 ) -> tuple[Kernel, str]:
     """The attention kernel and the reason; `wanted` is "auto", "xla" or "cudnn".
 
     `compute_capability` is that of NVIDIA GPUs, e.g. "9.0"; "" where it is not known. `num_keys`
     are positions of a row. Rows are `packed` if they hold several documents; queries are `cached`
-    if they have places of their own among the keys. `packed_obstacle`: see `make_attend`.
+    if they have places of their own among the keys. `packed_obstacle` and `exchange`: see
+    `make_attend`. `window` is the number of newest keys that a query sees, 0 = all; it counts where
+    devices share rows.
 
     Raises:
         ConfigError: cuDNN was asked for by name and cannot honour the mask or the shapes.
     """
+    # Of heads exchanged for positions each device has whole rows.
+    in_parts = exchange is not None and exchange.exchange != "all_to_all"
     obstacles = []
     if platform != "gpu":
         obstacles.append(f"cuDNN needs an NVIDIA GPU, this is {platform}")
@@ -143,12 +153,14 @@ def choose_kernel(
         )
     if dtype not in (jnp.bfloat16, jnp.float16):
         obstacles.append(f"cuDNN needs bfloat16 or float16, compute is {jnp.dtype(dtype)}")
-    if packed and platform == "gpu":
+    if packed and not in_parts and platform == "gpu":
         obstacles += _packed_obstacles(compute_capability, packed_obstacle)
+    if exchange is not None and in_parts and platform == "gpu":
+        obstacles += _part_obstacles(exchange, packed, window)
     if cached:
         obstacles.append("cuDNN's kernel takes no queries with places of their own")
     # Wider heads run where they were compared first, which packed rows are.
-    widest = 256 if packed else 128
+    widest = 256 if packed and not in_parts else 128
     if head_dim % 8 or head_dim > widest:
         obstacles.append(f"cuDNN needs head_dim ≤ {widest} and a multiple of 8, this is {head_dim}")
     if dropout:
@@ -157,13 +169,17 @@ def choose_kernel(
         obstacles.append(f"cuDNN's kernel has no soft cap, and scores are capped at {softcap:g}")
     by_xla: Kernel = "xla"
     how = ""
-    if num_keys >= BLOCKWISE_FROM and not dropout:
+    if in_parts:
+        by_xla, how = "blockwise", "; rows that devices share go block by block"
+    elif num_keys >= BLOCKWISE_FROM and not dropout:
         by_xla, how = "blockwise", f"; rows of {BLOCKWISE_FROM} keys and more go block by block"
     elif platform == "cpu" and num_keys > tiled.TILE and not (dropout or cached):
         by_xla, how = "tiled", f"; on CPU rows of more than {tiled.TILE} keys go tile by tile"
     if wanted == "xla":
         return by_xla, f"asked for{how}"
     if not obstacles:
+        if in_parts:
+            return "cudnn", "fused, one call for each part of a row that arrives"
         return "cudnn", "fused, and it honours the causal mask and the window" + (
             f", {cudnn.DOCUMENTS} documents of a row at a time" if packed else ""
         )
@@ -180,6 +196,20 @@ def _packed_obstacles(compute_capability: str, packed_obstacle: str) -> list[str
         known = compute_capability or "not known"
         return [f"cuDNN's packed kernel needs compute capability 9.0, this is {known}"]
     return [reason for reason in (cudnn.missing(), packed_obstacle) if reason]
+
+
+def _part_obstacles(exchange: ExchangePlan, packed: bool, window: int) -> list[str]:
+    """Why cuDNN cannot multiply the parts of a row that devices share."""
+    if exchange.exchange == "all_gather":
+        return ["cuDNN's causal mask does not know which of all gathered keys come first"]
+    found = []
+    if packed:
+        found.append("documents of a row that devices share do not end where its parts do")
+    if window:
+        found.append(f"a window of {window} does not end where the parts of a shared row do")
+    if not found:
+        found += [reason for reason in (cudnn.missing(), exchange.cudnn_obstacle) if reason]
+    return found
 
 
 def visible(mask: AttentionMask, queries: int, keys: int) -> Array:

@@ -4,7 +4,8 @@
 `attend_line`: along the row, as far as a sliding window or the longest document reaches.
 
 Partial results are joined by their log-sum-exp. Backward keeps this device's keys and values only;
-they travel again, and their gradients come home in float32.
+they travel again, and their gradients come home in float32. The parts are multiplied block by block
+in plain JAX, and round the ring by cuDNN's kernel where rows are one document.
 
 Sources: Liu, Zaharia, Abbeel 2023, "Ring Attention with Blockwise Transformers", section 3.
 
@@ -22,7 +23,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxdist.core import collectives
-from jaxdist.core.attention import blockwise
+from jaxdist.core.attention import blockwise, zigzag
 from jaxdist.core.attention.blockwise import Partial, Pull, Rule, Span
 from jaxdist.core.parallel import context
 from jaxdist.core.parallel.context import CONTEXT
@@ -35,10 +36,13 @@ class Ring(NamedTuple):
     Attributes:
         inner: devices of a group.
         paired: see `ExchangePlan`.
+        fused: whether parts are multiplied by cuDNN's kernel. Positions are then those of
+            `in_row_order`, rows are one document, and a query sees all keys before it, or all.
     """
 
     inner: int
     paired: bool
+    fused: bool = False
 
     @property
     def size(self) -> int:
@@ -61,6 +65,36 @@ class Ring(NamedTuple):
         each, total = length // self.inner, collectives.group_size(CONTEXT.name)
         parts = [context.places_of(first + i, each, total) for i in range(self.inner)]
         return jnp.concatenate(parts)[None]
+
+    def is_earlier(self, steps_back: Any) -> Array | None:
+        """Whether the group that many places before this one is before it in the row, too.
+
+        bool []; None for the number 0, which is this group itself.
+        """
+        if isinstance(steps_back, int) and not steps_back:
+            return None
+        return self.group >= steps_back
+
+    def halves(self, x: Array) -> tuple[Array, Array]:
+        """[batch, length, ...] -> early and late positions [batch, length / 2, ...], in order."""
+        each = x.reshape(x.shape[0], self.inner, 2, -1, *x.shape[2:])
+        whole = lambda half: half.reshape(x.shape[0], -1, *x.shape[2:])
+        # In a group's late half, the first device's positions are the last.
+        return whole(each[:, :, 0]), whole(each[:, ::-1, 1])
+
+    def join(self, early: Array, late: Array) -> Array:
+        """The way back of `halves`: [batch, length / 2, ...] each -> [batch, length, ...]."""
+        each = lambda half: half.reshape(half.shape[0], self.inner, -1, *half.shape[2:])
+        parts = jnp.stack([each(early), each(late)[:, ::-1]], axis=2)
+        return parts.reshape(early.shape[0], -1, *early.shape[2:])
+
+    def in_row_order(self, x: Array) -> Array:
+        """[batch, length, ...] as the group's devices hold it -> in the order of the row."""
+        return x if self.inner == 1 else jnp.concatenate(self.halves(x), axis=1)
+
+    def in_device_order(self, x: Array) -> Array:
+        """The way back of `in_row_order`, [batch, length, ...]."""
+        return x if self.inner == 1 else self.join(*jnp.split(x, 2, axis=1))
 
 
 class _Held(NamedTuple):
@@ -92,6 +126,9 @@ def attend_over_groups(
     hops = 0
     if rule.causal:
         hops = context.hops_of_window(reach, query.shape[1] * ring.size, ring.size)
+    if ring.fused:
+        shared = (ring.in_row_order(x) for x in (query, key, value))
+        return ring.in_device_order(attend_ring(*shared, None, rule, ring))
     if not hops:
         return attend_ring(query, key, value, segments, rule, ring)
     line = _Line(ring, hops)
@@ -115,8 +152,11 @@ def _ring(
     queries = Span(ring.places(0, length), segments)
 
     def look(held: _Held, step: Any) -> Partial:
-        keys = Span(ring.places(step, length), held.segments)
+        """Attention [batch, length, heads, head_dim] to the held keys."""
         key, value = held.keys_values
+        if ring.fused:
+            return zigzag.forward(query, key, value, rule.causal, ring.is_earlier(step))
+        keys = Span(ring.places(step, length), held.segments)
         return blockwise.forward(query, key, value, queries, keys, rule)
 
     def turn(carry: tuple[Partial, _Held], step: Array) -> tuple[tuple[Partial, _Held], None]:
@@ -126,10 +166,8 @@ def _ring(
         return (blockwise.merge(found, look(held, step)), arriving), None
 
     held = _Held(jnp.stack([key, value]), segments)
-    out = jnp.zeros_like(query, blockwise.wide_dtype(query))
-    nothing = Partial(out, jnp.full_like(out[..., 0], blockwise.UNSEEN))
-    last = ring.size - 1
-    (found, held), _ = lax.scan(turn, (nothing, held), jnp.arange(last))
+    first, last = ring.send(held), ring.size - 1
+    (found, held), _ = lax.scan(turn, (look(held, 0), first), jnp.arange(1, last))
     return blockwise.merge(found, look(held, last))
 
 
@@ -152,9 +190,14 @@ def _ring_backward(rule: Rule, ring: Ring, saved: Any, cotangent: Array) -> Any:
     queries = Span(ring.places(0, length), segments)
 
     def look(held: _Held, step: Any) -> tuple[Array, Array]:
-        keys = Span(ring.places(step, length), held.segments)
+        """Gradients: of the query, and [2, batch, length, kv_heads, head_dim] of held keys."""
         key, value = held.keys_values
-        dq, *grads = blockwise.backward(query, key, value, queries, keys, pull, rule)
+        if ring.fused:
+            over_all, earlier = (out, cotangent, lse), ring.is_earlier(step)
+            dq, *grads = zigzag.backward(query, key, value, over_all, rule.causal, earlier)
+        else:
+            keys = Span(ring.places(step, length), held.segments)
+            dq, *grads = blockwise.backward(query, key, value, queries, keys, pull, rule)
         return dq, jnp.stack(grads)
 
     def turn(carry: tuple[Array, Array, _Held], step: Any) -> tuple[Any, None]:
@@ -199,16 +242,11 @@ class _Line(NamedTuple):
 
     def cut(self, x: Array) -> Array:
         """[batch, length, ...] -> [2 · batch, length / 2, ...]: the early part, then the late."""
-        each = x.reshape(x.shape[0], self.ring.inner, 2, -1, *x.shape[2:])
-        # In a group's late part, the first device's positions are the last.
-        parts = jnp.stack([each[:, :, 0], each[:, ::-1, 1]])
-        return parts.reshape(2 * x.shape[0], -1, *x.shape[2:])
+        return jnp.concatenate(self.ring.halves(x))
 
     def join(self, x: Array) -> Array:
         """The way back of `cut`: [2 · batch, length / 2, ...] -> [batch, length, ...]."""
-        early, late = x.reshape(2, x.shape[0] // 2, self.ring.inner, -1, *x.shape[2:])
-        each = jnp.stack([early, late[:, ::-1]], axis=2)
-        return each.reshape(x.shape[0] // 2, -1, *x.shape[2:])
+        return self.ring.join(*jnp.split(x, 2))
 
     def places(self, hops: Any, shape: tuple[int, ...]) -> Array:
         """Places of the keys that are here after some hops: [2 · batch, length / 2] of `shape`.

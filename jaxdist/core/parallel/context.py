@@ -182,10 +182,10 @@ def _traffic(sizes: ActivationSizes) -> list[Traffic]:
             Traffic("collective-permute", "gradients of keys", wide, (2 * hops - 1) * layers),
         ]
     elif places > 1:
+        # Backward begins as the forward that it repeats: own keys are sent once for both.
+        sends = (places - 1) * (forwards + layers) - layers * sizes.repeats_attention
         moved += [
-            Traffic(
-                "collective-permute", "keys and values", held, (places - 1) * (forwards + layers)
-            ),
+            Traffic("collective-permute", "keys and values", held, sends),
             Traffic("collective-permute", "gradients of keys", wide, places * layers),
         ]
     return moved

@@ -48,6 +48,8 @@ def gather(params: Params, specs: Any, *, dtype: Any, reduce_dtype: Any) -> Para
 
     Wire, per leaf of B bytes whole in `dtype` over n shards: B·(n−1)/n forward, the same in
     `reduce_dtype` backward.
+
+    A leaf is [..., d, ...] on this device, and [..., n · d, ...] whole.
     """
     return jax.tree.map(
         lambda spec, w: _gather_leaf(w, spec, dtype, reduce_dtype),
@@ -68,6 +70,8 @@ def keep_all_but_weights(layers: Params) -> Callable[..., bool]:
     def keep(primitive: Any, *avals: Any, **params: Any) -> bool:
         if primitive.name == "name":
             return params["name"] != GATHERED
+        if primitive.name in ("pvary", "pcast") and avals[0].dtype.itemsize == 1:
+            return False  # a gathered weight in 8 bits, or one about to be
         if primitive.name == "convert_element_type" or _gathers(primitive, avals):
             return (avals[0].shape, avals[0].dtype) not in shards
         return True
@@ -93,6 +97,8 @@ def scatter(grads: Params, specs: Any, *, reduce_dtype: Any) -> Params:
 
     What differentiating `gather` does, with the same `specs`, for gradients that were added up
     before. They are summed in `reduce_dtype`. Leaves that no axis shards stay as they are.
+
+    A leaf is [..., n · d, ...] before, and [..., d, ...] on each of n devices after.
     """
 
     def leaf(spec: P, grad: Array) -> Array:

@@ -28,7 +28,8 @@ def scatter_gradients(
 ) -> Params:
     """Reduce-scatter over `axes` the local gradients that `to_specs` shards and `from_specs` not.
 
-    The others stay local sums: nothing is moved for them. Gradients are float32.
+    Such a leaf [..., n · d, ...] becomes [..., d, ...]. The others stay local sums: nothing is
+    moved for them. Gradients are float32.
     """
 
     def leaf(source: P, target: P, grad: Array) -> Array:
@@ -45,7 +46,7 @@ def scatter_gradients(
 def reduce_gradients(
     grads: Params, from_specs: Any, to_specs: Any, axes: tuple[str, ...]
 ) -> Params:
-    """Sum local float32 gradients, laid out as `from_specs`, over `axes`.
+    """Sum local float32 gradients [...], laid out as `from_specs`, over `axes`.
 
     Each leaf ends as `to_specs` says, which may name more axes to shard it over. Axes that it is
     sharded on already are left out.

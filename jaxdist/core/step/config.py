@@ -28,7 +28,7 @@ class TrainConfig:
         "auto",
         "what backward recomputes: none, dots (keep products), full (keep only block inputs), "
         "names:A,B (keep only these: qkv, attention, attention_out, mlp_hidden, mlp_out); "
-        "auto = none on CPU, dots on GPUs",
+        "auto = none on CPU, on GPUs the fastest of none, dots and full that fits by the estimate",
     )
     loss_chunk_tokens: int = setting(
         0,

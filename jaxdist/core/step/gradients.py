@@ -147,7 +147,7 @@ def _make_accumulation(
 
 
 def _sum_over_devices(sums: Sums, layout: Layout) -> Sums:
-    """Float32 scalars summed over replicas and stages, then equal on every device."""
+    """Sums, float32 [] each, over replicas and stages: then equal on every device."""
     axes = layout.loss_axes
     if not axes:
         return sums
@@ -184,7 +184,7 @@ def make_evaluate(
 def _accumulate(
     microbatch: Callable[[Batch], tuple[Sums, Params]], batch: Batch, num_microbatches: int
 ) -> tuple[Sums, Params]:
-    """Sums and gradients added up over microbatches, in float32."""
+    """Sums and gradients of a batch [rows, ...], added up over microbatches in float32."""
     if num_microbatches == 1:
         return microbatch(batch)
     parts = data.split_microbatches(batch, num_microbatches)

@@ -132,7 +132,7 @@ def make_layer(
         weights = fsdp.gather(shards, specs, dtype=dtype, reduce_dtype=reduce_dtype)
         if chooses:
             is_end = (index == 0) | (index == model.num_layers - 1)
-            dot = fp8.make_dot(_splitting_axes(layout), is_end)
+            dot = fp8.make_dot(_splitting_axes(layout), platform, is_wide=is_end)
             context = dataclasses.replace(context, dot=dot)
         return _run(block, weights, x, index, aux, context)
 
@@ -166,13 +166,13 @@ def _make_narrow_layer(
     )
     multiplies = jax.tree.map(lambda sides: sides.is_matrix, sides_of(axes))
     dtype, reduce_dtype = precision.resolve(platform), jnp.dtype(precision.reduce_dtype)
-    dot = fp8.make_dot(_splitting_axes(layout))
 
     def layer(
         block: Any, both: tuple[Params, Any], x: Array, index: Array, aux: Any, context: Context
     ) -> tuple[Array, Sums]:
         """(x [batch, seq_shard, d_model], Sums) behind one layer; index is int32 []."""
-        weights = fp8.gather(*both, specs, dtype=dtype, reduce_dtype=reduce_dtype)
+        weights, known = fp8.gather(*both, specs, dtype=dtype, reduce_dtype=reduce_dtype)
+        dot = fp8.make_dot(_splitting_axes(layout), platform, known=known)
         return _run(block, weights, x, index, aux, dataclasses.replace(context, dot=dot))
 
     return _NarrowLayer(lambda layers: fp8.round_weights(layers, split, multiplies, dtype), layer)

@@ -44,12 +44,14 @@ def make_context(
     precision: PrecisionConfig,
     stages: PipelineConfig | None = None,
     packed_kernel: Admission | None = None,
+    ring_kernel: Admission | None = None,
 ) -> Context:
     """What the model is told inside the step on this layout.
 
     The first device of the mesh says the platform; `stages` is None without a pipeline;
-    `packed_kernel` is what comparing cuDNN's kernel for packed documents found. Without a
-    comparison, it is not used on devices that are here.
+    `packed_kernel` is what comparing cuDNN's kernel for packed documents found, `ring_kernel` what
+    comparing it for a ring's parts did. Without a comparison, it is not used on devices that are
+    here.
     """
     device = layout.mesh.devices.flat[0]
     platform = "gpu" if device.platform in ("gpu", "cuda") else device.platform
@@ -65,11 +67,14 @@ def make_context(
     hooks = _hooks(layout)
     head_shard = {key: hooks[key] for key in ("tensor_index",) if key in hooks}
     packed_obstacle = obstacle_of(layout, packed_kernel)
+    exchange = exchange_of(model, layout)
+    if exchange is not None:
+        exchange = exchange._replace(cudnn_obstacle=obstacle_of(layout, ring_kernel))
     attend = attention.make_attend(
         platform=platform,
         compute_capability=capability,
         packed_obstacle=packed_obstacle,
-        exchange=exchange_of(model, layout),
+        exchange=exchange,
         **head_shard,
     )
     return Context(
@@ -80,23 +85,25 @@ def make_context(
         platform=platform,
         compute_capability=capability,
         packed_obstacle=packed_obstacle,
+        exchange=exchange,
         gather=make_gather(layout, model, dtype, precision),
         **{"attend": attend, **hooks},
     )
 
 
 def obstacle_of(layout: Layout, found: Admission | None) -> str:
-    """Why this layout's packed documents may not be multiplied by cuDNN's kernel; "" = they may.
+    """Why cuDNN's operations may not be bound one by one on this layout; "" = they may.
 
-    `found` is what the comparison found, None without one.
+    Packed documents and the parts of a ring need that. `found` is what the comparison of that use
+    found, None without one.
     """
     if layout.auto_tensor and TENSOR in layout.used:
-        return "XLA splits this model's heads, and cannot split cuDNN's packed kernel"
+        return "XLA splits this model's heads, and cannot split cuDNN's own operations"
     if found is not None:
         return found.obstacle
     if is_described(layout):
         return ""
-    return "cuDNN's packed kernel was not compared with the reference here"
+    return "cuDNN's kernel for it was not compared with the reference here"
 
 
 def is_described(layout: Layout) -> bool:
@@ -157,13 +164,8 @@ def describe_exchange(
     uneven += _more_even(model, layout, plan, uneven_by)
     if plan.exchange in ("ring", "hybrid"):
         groups += _travel(plan, seq_len, size // plan.inner, sliding_window, packed)
-    kernel = (
-        ""
-        if plan.exchange == "all_to_all"
-        else ", multiplied block by block whatever model.attention is"
-    )
     return [
-        f"context attention: {plan.exchange} over {size} devices{groups} ({plan.reason}){kernel}; "
+        f"context attention: {plan.exchange} over {size} devices{groups} ({plan.reason}); "
         f"{seq_len // size} positions of a row on each, its work uneven by {uneven}"
     ]
 
@@ -188,7 +190,7 @@ def _more_even(
     ]
     if named:
         return f"; more even with --mesh.context-attention {' or '.join(named)}"
-    return "; even with a cp that allows all_to_all: one that divides the query and key/value heads"
+    return "; a cp that divides the query and key/value heads allows all_to_all, which is even"
 
 
 def _travel(

@@ -1,8 +1,9 @@
-"""Whether a run may multiply its packed documents by cuDNN's kernel: decided before its first step.
+"""Whether a run may bind cuDNN's operations one by one: decided before its first step.
 
-The kernel is compared (`attention/admission.py`) by every process on one of its devices; one that
-refuses it refuses it for all, since all must run the same program. What was not compared is not
-used, but where devices are described and not here: there a program is compiled and never run.
+Packed documents and the parts that travel round a ring need them. The kernel is compared for that
+(`attention/admission.py`) by every process on one of its devices; one that refuses it refuses it
+for all, since all must run the same program. What was not compared is not used, but where devices
+are described and not here: there a program is compiled and never run.
 """
 
 from __future__ import annotations
@@ -40,52 +41,90 @@ def admit_packed_kernel(
     `windows` are the newest keys that a query sees, itself included, of each kind of layer; 0 =
     all. `softcap` bounds scores, `dropout` is the probability to drop one.
     """
-    devices = list(layout.mesh.devices.flat)
-    shapes = shapes_of(model, layout, config, dtype, windows)
-    if devices[0].platform not in ("gpu", "cuda") or shapes is None or is_described(layout):
+    exchange = exchange_of(model, layout)
+    if exchange is not None and exchange.exchange != "all_to_all":
         return None
+    shapes = shapes_of(model, layout, config, dtype, windows)
+    asked = dict(packed=True, softcap=softcap, dropout=dropout)
+    if shapes is None or not _is_chosen(shapes, layout, wanted, asked):
+        return None
+    return _agreed(shapes, layout, "packed")
+
+
+def admit_ring_kernel(
+    model: Model,
+    layout: Layout,
+    config: TrainConfig,
+    dtype: Any,
+    *,
+    wanted: str,
+    windows: tuple[int, ...],
+    softcap: float,
+    dropout: float,
+) -> Admission | None:
+    """As `admit_packed_kernel`, for rows of one document whose parts travel round a ring."""
+    exchange = exchange_of(model, layout)
+    if exchange is None or exchange.exchange not in ("ring", "hybrid"):
+        return None
+    shapes = shapes_of(model, layout, config, dtype, windows)
+    asked: dict[str, Any] = dict(packed=False, softcap=softcap, dropout=dropout)
+    asked |= {"exchange": exchange, "window": max(windows)}
+    if shapes is None or not _is_chosen(shapes, layout, wanted, asked):
+        return None
+    return _agreed(shapes, layout, "ring")
+
+
+def _is_chosen(shapes: Shapes, layout: Layout, wanted: str, asked: dict[str, Any]) -> bool:
+    """Whether GPUs that are here would use the kernel for what is asked of `choose_kernel`."""
+    device = layout.mesh.devices.flat[0]
+    if device.platform not in ("gpu", "cuda") or is_described(layout):
+        return False
     try:
         kernel, _ = choose_kernel(
             wanted,
             platform="gpu",
-            compute_capability=str(devices[0].compute_capability),
-            dtype=dtype,
+            compute_capability=str(device.compute_capability),
+            dtype=shapes.dtype,
             head_dim=shapes.head_dim,
             num_keys=shapes.seq_len,
-            packed=True,
-            softcap=softcap,
-            dropout=dropout,
+            **asked,
         )
     except ConfigError:  # the step will say so
-        return None
-    if kernel != "cudnn":
-        return None
+        return False
+    return kernel == "cudnn"
+
+
+def _agreed(shapes: Shapes, layout: Layout, use: Any) -> Admission:
+    """What this process's comparison found, or a refusal of another's; collective.
+
+    `use` is "packed" or "ring".
+    """
+    compare = admission.compare_packed if use == "packed" else admission.compare_ring
     here = jax.local_devices()
-    own = [device for device in devices if device in here]
-    found = admission.compare_packed(shapes, own[0]) if own else Admission(errors={}, obstacle="")
-    refusals = [text for text in coordination.gather("packed_attention", found.obstacle) if text]
+    own = [device for device in layout.mesh.devices.flat if device in here]
+    found = compare(shapes, own[0]) if own else Admission(errors={}, obstacle="", use=use)
+    refusals = [text for text in coordination.gather(f"{use}_attention", found.obstacle) if text]
     if refusals and not found.obstacle:
-        return Admission(errors={}, obstacle=f"in another process {refusals[0]}")
+        return Admission(errors={}, obstacle=f"in another process {refusals[0]}", use=use)
     return found
 
 
 def shapes_of(
     model: Model, layout: Layout, config: TrainConfig, dtype: Any, windows: tuple[int, ...]
 ) -> Shapes | None:
-    """What one device's attention is asked for; None where it multiplies no whole rows itself."""
+    """What one device's attention is asked for; None where that is not known, or XLA splits it."""
     if not model.dims.keys() >= {"heads", "kv_heads", "head_dim"}:
         return None
     if layout.auto_tensor and TENSOR in layout.used:  # XLA cannot split the kernel
         return None
     exchange = exchange_of(model, layout)
-    if exchange is not None and exchange.exchange != "all_to_all":
-        return None
-    sharing = layout.size(CONTEXT) if exchange is not None else 1
-    each = layout.size(TENSOR) * sharing
+    inner = 1 if exchange is None else exchange.inner
+    groups = layout.size(CONTEXT) // inner if exchange is not None else 1
+    each = layout.size(TENSOR) * inner
     rows = config.global_batch_size // layout.num_replicas // (config.num_microbatches or 1)
     return Shapes(
         rows=max(1, rows),
-        seq_len=config.seq_len,
+        seq_len=config.seq_len // groups,
         heads=max(1, model.dims["heads"] // each),
         kv_heads=max(1, model.dims["kv_heads"] // each),
         head_dim=model.dims["head_dim"],

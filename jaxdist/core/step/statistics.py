@@ -21,7 +21,10 @@ MOMENTUM = 0.1
 
 
 def take(sums: Sums, num_microbatches: int) -> tuple[Sums, Params]:
-    """Sums without what the batch showed, and that: the mean over microbatches, {} if nothing."""
+    """Sums without what the batch showed, and that: the mean over microbatches, {} if nothing.
+
+    Sums are float32 []; what the batch showed is a tree of float32 [...] like the averages.
+    """
     rest = {name: value for name, value in sums.items() if name != BATCH_STATISTICS}
     shown: Any = sums.get(BATCH_STATISTICS, {})
     return rest, jax.tree.map(lambda x: x / num_microbatches, shown)
@@ -29,6 +32,8 @@ def take(sums: Sums, num_microbatches: int) -> tuple[Sums, Params]:
 
 def put(axes: Params, grads: Params, shown: Params) -> Params:
     """Gradients with what the batch showed in the places of the running averages.
+
+    Both are float32, [...] like the parameters.
 
     Raises:
         TypeError: the model's head did not return it.
@@ -51,7 +56,7 @@ def put(axes: Params, grads: Params, shown: Params) -> Params:
 
 
 def hide(axes: Params, grads: Params) -> Params:
-    """Gradients with zeros in the places of the running averages, for the optimizer."""
+    """Gradients [...] with zeros in the places of the running averages, for the optimizer."""
     zero = lambda dims, g: collectives.zeros_like(g) if isinstance(dims, RunningDims) else g
     return jax.tree.map(zero, axes, grads)
 
@@ -59,7 +64,7 @@ def hide(axes: Params, grads: Params) -> Params:
 def move(
     axes: Params, updated: Params, old: Params, grads: Params, frozen: Params | None = None
 ) -> Params:
-    """Updated parameters with running averages moved from their `old` values towards the batch.
+    """Updated parameters [...] with running averages moved from `old` values towards the batch.
 
     `frozen` marks the leaves that stay; None = none does.
     """

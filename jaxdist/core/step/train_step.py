@@ -60,16 +60,18 @@ def make_step(
     pipeline_config: PipelineConfig | None = None,
     frozen: Params | None = None,
     packed_kernel: Admission | None = None,
+    ring_kernel: Admission | None = None,
 ) -> Step:
     """Build the step of one model on one layout; compiles nothing yet.
 
     `optimizer` gives the update direction without the learning rate; `schedule` maps a step, int32
     [], to the rate, float32 []. 0 as `max_grad_norm` clips nothing, 0 as `ema_decay` keeps no
     average of the parameters. Of `loss_scale` only the structure is read. `frozen` marks the
-    leaves that the optimizer leaves alone. `packed_kernel` is as of `make_context`.
+    leaves that the optimizer leaves alone. `packed_kernel` and `ring_kernel` are as of
+    `make_context`.
     """
     stages = pipeline_config or PipelineConfig()
-    context = make_context(model, layout, config, precision, stages, packed_kernel)
+    context = make_context(model, layout, config, precision, stages, packed_kernel, ring_kernel)
     shardings = state_shardings(
         model,
         optimizer,
@@ -198,14 +200,14 @@ def make_update(
 
 
 def move_average(average: Params, params: Params, decay: float) -> Params:
-    """`decay` × average + (1 − `decay`) × params, float32, like `average`; {} of {}."""
+    """`decay` × average + (1 − `decay`) × params, float32 [...] like `average`; {} of {}."""
     if not average:
         return {}
     return jax.tree.map(lambda mean, p: mean + (1.0 - decay) * (p - mean), average, params)
 
 
 def _means(sums: Sums) -> Metrics:
-    """Global means, sum / weight, of float32 scalar sums; hits (`correct`) become `accuracy`."""
+    """Global means, sum / weight, of sums float32 []; hits (`correct`) become `accuracy`."""
     weight = divisor(sums["weight"])
     kept = ("weight", REPLICA_NORMS)
     named = {"accuracy" if name == "correct" else name: value for name, value in sums.items()}

@@ -51,7 +51,8 @@ class Times:
 
     Attributes:
         seconds: of the whole step, from the first instruction to the last.
-        classes: "products", "attention", "element-wise" and "copies" -> seconds of their kernels;
+        classes: "products", "fp8 products" (in 8 bits), "attention", "element-wise" and "copies"
+            -> seconds of their kernels;
             "exposed data+fsdp" -> seconds that compute waits for collectives over these axes.
         flops: of products and attention, as executed.
         calls: kernels of each class.
@@ -178,8 +179,10 @@ class _Roofline:
             moved = self._plain_bytes(name, instruction)
         seconds = moved / self.bandwidth
         if flops:
-            peak = _PRODUCTS * self._peak(self._inputs(name, instruction))
-            return "products", max(flops / peak, seconds) + _LAUNCH_S, flops
+            fused = instruction.opcode == "fusion"
+            inputs = self._factors(inner) if fused else self._inputs(name, instruction)
+            kind = "fp8 products" if _has_fp8(inputs) else "products"
+            return kind, max(flops / (_PRODUCTS * self._peak(inputs)), seconds) + _LAUNCH_S, flops
         kind = "copies" if instruction.opcode.startswith("copy") else "element-wise"
         return kind, seconds + _LAUNCH_S, 0.0
 
@@ -199,7 +202,7 @@ class _Roofline:
         """FLOP/s of products of these arrays."""
         peaks = self.cluster.gpu.peak_flops
         dtypes = {shape.dtype for shape in inputs}
-        if any(dtype.startswith("f8") for dtype in dtypes):
+        if _has_fp8(inputs):
             return peaks["float8"]
         if "f32" in dtypes and not dtypes & {"bf16", "f16"}:
             return peaks["float32"]
@@ -226,6 +229,17 @@ class _Roofline:
             else sum(map(self._fused_flops, self.module.called(instruction)))
             for instruction in self.module.computations[computation]
         )
+
+    def _factors(self, computation: str) -> list[Shape]:
+        """What the products of a fusion multiply, those of fusions inside it too."""
+        found: list[Shape] = []
+        for instruction in self.module.computations[computation]:
+            if instruction.opcode == "dot":
+                found += self._inputs(computation, instruction)
+            else:
+                for inner in self.module.called(instruction):
+                    found += self._factors(inner)
+        return found
 
     def _dot_flops(self, computation: str, dot: HloInstruction) -> float:
         left = self._inputs(computation, dot)[0]
@@ -311,6 +325,10 @@ class _Roofline:
         between = rounds * total * (nodes - 1) / nodes / inside / network
         within = rounds * total * (inside - 1) / inside / links
         return max(between, within) + 2 * _LATENCY_S
+
+
+def _has_fp8(inputs: list[Shape]) -> bool:
+    return any(shape.dtype.startswith("f8") for shape in inputs)
 
 
 def _bytes(instruction: HloInstruction) -> int:

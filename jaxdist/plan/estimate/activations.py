@@ -71,6 +71,20 @@ def kept_per_layer(job: Job) -> float:
     return job.compute_bytes * elements + fused * WIDE * heads(job) * tokens
 
 
+def saved_by_fp8(job: Job) -> float:
+    """Bytes that a layer keeps less when its products are in 8 bits.
+
+    Without recomputation it keeps the products' inputs, for their weights' gradients, rounded: both
+    norms' outputs and the MLP's hidden values. Attention's output is kept as it is besides. What is
+    recomputed is not kept at all.
+    """
+    if not job.is_decoder or job.remat != "none":
+        return 0.0
+    widths = Widths.of(job)
+    rounded = 2 * widths.stream + widths.hidden
+    return job.tokens * ((job.compute_bytes - 1) * rounded - widths.queries)
+
+
 def transposed_per_layer(job: Job) -> int:
     """Bytes of kept values that are copied into another order before the backward loop.
 
@@ -98,16 +112,19 @@ def working(job: Job) -> float:
 
 
 def _joined(job: Job) -> int:
-    """Float32 arrays of attention over shared rows, as in the buffer assignments of 1M tokens.
+    """Arrays of attention over shared rows beside those of a layer on whole rows.
 
-    Partial results as they come and as they are joined, outputs and gradients of queries; and
-    gradients of the keys and values at hand, which are all of the row's after an all-gather.
+    As in the buffer assignments of long rows. Block by block these are float32: partial results as
+    they come and as they are joined, outputs and gradients of queries; and gradients of the keys
+    and values at hand, which are all of the row's after an all-gather. Of cuDNN's parts no more is
+    alive than of the MLP; heads that are exchanged for positions are copied before and after.
     """
-    exchange = "" if job.exchange is None else job.exchange.exchange
-    if not exchange or (exchange, job.attention) == ("all_to_all", "cudnn"):
+    if job.exchange is None:
         return 0
     widths = Widths.of(job)
-    if exchange == "all_gather":
+    if job.attention == "cudnn":
+        return 2 * job.compute_bytes * job.tokens * widths.queries * (job.exchange.inner > 1)
+    if job.exchange.exchange == "all_gather":
         return 3 * WIDE * job.micro_rows * job.seq_len * widths.keys
     return WIDE * job.tokens * (4 * widths.queries + 4 * widths.keys)
 

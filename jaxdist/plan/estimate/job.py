@@ -51,11 +51,15 @@ class Engine:
         products_dtype: dtype of matrix products where it is not the compute dtype ("float8").
         stage_recomputes: whether a pipeline stage's backward first repeats its forward.
         virtual_stages_travel: whether virtual stages move to their devices in every step.
+        stacks_layers: whether what layers keep for backward is copied into stacks, as a scan does.
+        fuses_recomputation: whether kernels of backward recompute what is not a product.
     """
 
     products_dtype: str = ""
     stage_recomputes: bool = True
     virtual_stages_travel: bool = True
+    stacks_layers: bool = True
+    fuses_recomputation: bool = True
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -194,6 +198,16 @@ class Job:
         return self.model.num_layers // self.spec[PIPELINE]
 
     @property
+    def num_fp8_layers(self) -> int:
+        """Layers of one device whose products are in 8 bits: all but the model's first and last.
+
+        Of several stages, the one meant holds one of those two, and takes longest.
+        """
+        if self.config.precision.matmul_dtype != "fp8":
+            return 0
+        return max(0, self.layers_per_stage - (2 if self.spec[PIPELINE] == 1 else 1))
+
+    @property
     def layers_per_virtual_stage(self) -> int:
         """Layers that one action of the pipeline runs; without stages all of them."""
         virtual = self.schedule.num_virtual_stages if self.schedule else 1
@@ -201,7 +215,7 @@ class Job:
 
     @property
     def remat(self) -> str:
-        """What backward recomputes, "auto" resolved for GPUs."""
+        """What backward recomputes; "auto" counts as dots until `remat.choose_remat` chose."""
         return "dots" if self.config.train.remat == "auto" else self.config.train.remat
 
     @functools.cached_property
@@ -218,12 +232,14 @@ class Job:
 
     @functools.cached_property
     def attention(self) -> str:
-        """The attention kernel: "cudnn", "blockwise", "xla", or "" where nothing attends."""
-        call, plan = self.attention_call, self.exchange
+        """The attention kernel: "cudnn", "blockwise", "xla", or "" where nothing attends.
+
+        Raises:
+            ConfigError: cuDNN was asked for by name, and this mesh's exchange does not allow it.
+        """
+        call = self.attention_call
         if call is None or not self.is_decoder:
             return ""
-        if plan is not None and plan.exchange != "all_to_all":
-            return "blockwise"
         kernel, _ = choose_kernel(
             call.kernel,
             platform="gpu",
@@ -234,6 +250,8 @@ class Job:
             packed=self.config.data.packs_documents,
             dropout=call.dropout,
             softcap=call.softcap,
+            exchange=self.exchange,
+            window=call.sliding_window,
         )
         return kernel
 

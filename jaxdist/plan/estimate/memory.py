@@ -24,6 +24,7 @@ from jaxdist.optim import is_frozen
 from jaxdist.plan.estimate import activations
 from jaxdist.plan.estimate.job import WIDE, Job, Place
 from jaxdist.plan.estimate.model_trace import row_of
+from jaxdist.plan.estimate.muon import matrix_bytes
 from jaxdist.runtime.backend import DEFAULT_MEMORY_FRACTION, MEMORY_FRACTION
 from jaxdist.runtime.formatting.numbers import in_bytes
 
@@ -106,7 +107,8 @@ def estimate_memory(job: Job) -> MemoryEstimate:
     }
     phases = dict(_pipeline_phases(job) if job.schedule else _phases(job))
     if offload:  # the scheduler copies as late as it can: gradients are complete by then
-        phases["update"] = {**phases["update"], "fetched moments": moments}
+        for name in _updates(job):
+            phases[name] = {**phases[name], "fetched moments": moments}
     return MemoryEstimate(
         state=state,
         phases=phases,
@@ -170,12 +172,14 @@ def _phases(job: Job) -> dict[str, Parts]:
             "head gradient": WIDE * job.total(job.outer, "param"),
             "embedding gradient": WIDE * job.total(_embedding(job), "whole"),
         },
-        "update": _update(job),
+        **_updates(job),
     }
 
 
 def _kept(job: Job) -> Parts:
     in_layers = job.layers_per_virtual_stage * activations.kept_per_layer(job)
+    if job.schedule is None:  # a stage keeps what it rounds as it was
+        in_layers -= job.num_fp8_layers * activations.saved_by_fp8(job)
     return {"kept activations": in_layers + activations.kept_outside(job)}
 
 
@@ -246,13 +250,18 @@ def _is_tied(job: Job) -> bool:
     return job.is_decoder and sum("vocab" in w.dims for w in job.outer) == 1
 
 
-def _update(job: Job) -> Parts:
-    """The optimizer: element by element in place, but whole new parameters under ZeRO-1 and 2."""
+def _updates(job: Job) -> dict[str, Parts]:
+    """The optimizer: element by element in place, but whole new parameters under ZeRO-1 and 2.
+
+    Before there are any, Muon holds matrices whole, one device each.
+    """
     sharded_finer = [w for w in job.weights if job.size(w, "moment") < job.size(w, "param")]
-    return {
-        "reduced gradients": WIDE * job.total(job.weights, "moment"),
-        "new parameters": WIDE * job.total(sharded_finer, "param"),
-    }
+    reduced = {"reduced gradients": WIDE * job.total(job.weights, "moment")}
+    new = {"new parameters": WIDE * job.total(sharded_finer, "param")}
+    phases: dict[str, Parts] = {"update": {**reduced, **new}}
+    if whole := matrix_bytes(job):
+        phases["orthogonalisation"] = {**reduced, "whole matrices": whole}
+    return phases
 
 
 # --- the step with stages -------------------------------------------------------------------------
@@ -271,7 +280,7 @@ def _pipeline_phases(job: Job) -> dict[str, Parts]:
         "layer backward": {**common, **kept, **_layer_of_stage(job)},
         "layout change": {**common, **kept, "transposed activations": _transposed(job)},
         "reduction": _scattering(job),
-        "update": _update(job),
+        **_updates(job),
     }
 
 

@@ -17,22 +17,26 @@ from jaxdist.core.settings import ConfigError
 from jaxdist.core.types import Model
 from jaxdist.plan.estimate.job import Job
 from jaxdist.plan.estimate.memory import MemoryEstimate, estimate_memory
+from jaxdist.plan.estimate.remat import TOLERANCE, RematChoice, choose_remat
 from jaxdist.plan.estimate.search import Choice, search
 from jaxdist.plan.estimate.suggestions import smallest_changes
 from jaxdist.plan.hardware import GPUS, Cluster, gpu_of
 from jaxdist.runtime.formatting.numbers import in_bytes, percent
 
-TOLERANCE = 0.05
-"""How far the estimate may be off: a run is refused only beyond it, and a warning given."""
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Budget:
-    """What a run needs of one GPU, by estimate, and what the allocator may give out."""
+    """What a run needs of one GPU, by estimate, and what the allocator may give out.
+
+    Attributes:
+        job: the run, with the remat policy that auto stands for.
+        remat: why that policy; None where the settings name one.
+    """
 
     job: Job
     memory: MemoryEstimate
     limit_bytes: float
+    remat: RematChoice | None
 
     @classmethod
     def of(
@@ -50,8 +54,11 @@ class Budget:
         found = _cluster_of(devices, host_of or {})
         if found is None:
             return None
-        job = Job.of(config, spec, found[0], model)
-        return cls(job=job, memory=estimate_memory(job), limit_bytes=found[1])
+        cluster, limit = found
+        job = Job.of(config, spec, cluster, model)
+        remat = choose_remat(job, limit)
+        job = job if remat is None else remat.job
+        return cls(job=job, memory=estimate_memory(job), limit_bytes=limit, remat=remat)
 
     def line(self) -> str:
         """One line for the start of a run."""

@@ -138,12 +138,14 @@ def search(
         if problems:
             refused[spec] = problems[0]
             continue
-        best = None
-        for choice in _on_mesh(Job.of(config, spec, cluster, model)):
-            tried += 1
-            best = choice if best is None or _rank(choice) < _rank(best) else best
-        if best is not None:
-            choices.append(best)
+        try:
+            here = list(_on_mesh(Job.of(config, spec, cluster, model)))
+        except ConfigError as error:  # no exchange of this mesh has the attention kernel asked for
+            refused[spec] = error.problems[0]
+            continue
+        tried += len(here)
+        if here:
+            choices.append(min(here, key=_rank))
     return Found(
         choices=tuple(sorted(choices, key=_rank)),
         refused=refused,
@@ -251,11 +253,16 @@ def _variants(job: Job) -> Iterator[Job]:
 
 
 def exchanges(job: Job) -> list[str]:
-    """`mesh.context_attention`: every way that heads and nodes allow; as it is without sharing."""
+    """`mesh.context_attention`: every way that heads and nodes allow; as it is without sharing.
+
+    Where the attention kernel is asked for by name, those that have it.
+    """
     found = []
     for name in get_args(Exchange):
         with contextlib.suppress(ConfigError):
-            if job.changed("mesh", context_attention=name).exchange is not None:
+            changed = job.changed("mesh", context_attention=name)
+            _ = changed.attention  # raises where the kernel asked for by name cannot serve it
+            if changed.exchange is not None:
                 found.append(name)
     return found or [job.config.mesh.context_attention]
 

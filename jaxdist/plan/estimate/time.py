@@ -124,10 +124,11 @@ def estimate_time(job: Job) -> StepTime:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Rates:
-    """FLOP/s and bytes/s that one device reaches."""
+    """FLOP/s and bytes/s that one device reaches; `fp8` is for products in 8 bits."""
 
     reach: Reach
     products: float
+    fp8: float
     attention: float
     memory: float
 
@@ -136,15 +137,15 @@ class _Rates:
         reach = _REACH.get(job.cluster.gpu.compute_capability, Reach())
         peaks = job.cluster.gpu.peak_flops
         peak = _peak(job)
-        products = reach.products * peak
+        products, fp8 = reach.products * peak, reach.float8 * peaks.get("float8", 0.0)
         if job.engine.products_dtype == "float8":
-            products = reach.float8 * peaks["float8"]
+            products = fp8
         width = job.stream_width
-        if width:
-            products *= width / (width + reach.half_width)
+        wide_enough = width / (width + reach.half_width) if width else 1.0
         return cls(
             reach=reach,
-            products=products,
+            products=products * wide_enough,
+            fp8=fp8 * wide_enough,
             attention=reach.attention * peak,
             memory=reach.memory * job.cluster.gpu.memory_bandwidth,
         )
@@ -158,6 +159,14 @@ class _Rates:
 
     def seconds(self, work: Work) -> float:
         return sum(self.parts(work))
+
+    def of_mean_layer(self, job: Job, work: Work) -> Work:
+        """A layer's work; where some layers use 8 bits, with as many FLOPs as take that time."""
+        if not job.num_fp8_layers:
+            return work
+        share = job.num_fp8_layers / job.layers_per_stage
+        products = work.products * (1 - share + share * self.products / self.fp8)
+        return dataclasses.replace(work, products=products)
 
 
 def _moved_moments(job: Job) -> float:
@@ -175,7 +184,8 @@ def _peak(job: Job) -> float:
 
 def _compute(job: Job, rates: _Rates) -> tuple[Work, float, float]:
     """Work of the busiest device, seconds it waits for other stages, seconds of launch gaps."""
-    forward, backward = flops.layer_forward(job), flops.layer_backward(job)
+    forward = rates.of_mean_layer(job, flops.layer_forward(job))
+    backward = rates.of_mean_layer(job, flops.layer_backward(job))
     ends = flops.head(job) + flops.embedding(job)
     extra, launch = flops.microbatch_extra(job), rates.reach.launch_s
     layers, count = job.layers_per_stage, job.num_microbatches

@@ -22,6 +22,7 @@ from jaxdist.core.parallel.tensor import TENSOR
 from jaxdist.models.weights import Weight
 from jaxdist.plan.estimate.activations import Widths
 from jaxdist.plan.estimate.job import WIDE, Job
+from jaxdist.plan.estimate.muon import orthogonalised
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,7 +31,8 @@ class Flow:
 
     Attributes:
         axes: mesh axes that its groups span.
-        purpose: weights, gradients, new parameters, activations, loss, stages, virtual stages.
+        purpose: weights, gradients, new parameters, matrices, activations, loss, stages, virtual
+            stages.
         bytes: whole arrays of one group in one step, all times together.
         times: how often one step runs it.
         wire_bytes: sent by one device in one step (ring algorithm).
@@ -50,7 +52,7 @@ class Flow:
 
 def flows_of(job: Job) -> list[Flow]:
     """What one device takes part in during one step; on the busiest stage, where there are any."""
-    moved = [*_weights(job), *_vectors(job), *_activations(job), *_stages(job)]
+    moved = [*_weights(job), *_vectors(job), *_matrices(job), *_activations(job), *_stages(job)]
     return [_flow(job, *each) for each in moved if each[3] and math.prod(_sizes(job, each[1])) > 1]
 
 
@@ -66,13 +68,16 @@ def _weights(job: Job) -> Iterator[Moved]:
     shard = tuple(a.name for a in mesh_axes.AXES if a.weights != "split" and a.name in used)
     once = job.schedule is not None and job.config.pipeline.gather == "step"
     depth = max(1, job.layers_per_stage)
-    gathers = depth * (1 if once else _passes(job) * job.num_microbatches)
+    passes = 1 if once else _passes(job) * job.num_microbatches
     scatters = depth * (1 if once else job.num_microbatches)
     layers = [w for w in job.layers if job.is_gathered(w)]
     outer = [w for w in job.outer if job.is_gathered(w)]
     in_layer, outside = job.total(layers, "whole") // depth, job.total(outer, "whole")
     c, r = job.compute_bytes, jnp.dtype(job.config.precision.reduce_dtype).itemsize
-    yield ("all-gather", shard, "weights", c * in_layer, gathers)
+    # Stages gather what they round afterwards; vectors are not gathered at all.
+    fp8 = 0 if job.schedule is not None else job.num_fp8_layers
+    yield ("all-gather", shard, "weights", c * in_layer, (depth - fp8) * passes)
+    yield ("all-gather", shard, "weights", in_layer, fp8 * passes)
     yield ("all-gather", shard, "weights", c * outside, 1)
     yield ("reduce-scatter", shard, "gradients", r * in_layer, scatters)
     times = 1 if job.schedule else job.num_microbatches
@@ -106,6 +111,12 @@ def _vectors(job: Job) -> Iterator[Moved]:
     for weights, extra in _groups(job, sharded=False):
         axes = (*extra, *_summed(job, "replicated", "gathered"))
         yield ("all-reduce", axes, "gradients", WIDE * job.total(weights, "param"), 1)
+
+
+def _matrices(job: Job) -> Iterator[Moved]:
+    """Muon's matrices: made whole on one of the devices that shard them, and back."""
+    for share in orthogonalised(job):
+        yield ("all-to-all", share.axes, "matrices", float(WIDE * share.size), 2)
 
 
 def _groups(job: Job, *, sharded: bool) -> Iterator[tuple[list[Weight], tuple[str, ...]]]:

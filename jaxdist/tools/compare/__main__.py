@@ -121,7 +121,7 @@ def _done_again(
             f"(and in {difference.also} digests that follow)"
         ]
     return [f"{where}: all digests are equal, so what parted the runs does not come back", *(
-        _recorded_otherwise(runs, done, checkpoint)
+        _recorded_otherwise(runs, done, checkpoint, str(parts[0].spec))
     )]  # fmt: skip
 
 
@@ -131,7 +131,6 @@ def _parts_of(
     """The parts of both runs on one mesh of this machine's devices."""
     from jaxdist.config import stored_run
     from jaxdist.core.mesh import MeshSpec
-    from jaxdist.run.metrics_log import read_records
 
     for run in runs:
         if not run.config.exists():
@@ -140,8 +139,7 @@ def _parts_of(
                 "it from a checkpoint (jaxdist convert inspect), or use --rerun false."
             )
     stored = [stored_run(run.config) for run in runs]
-    headers = [r for r in read_records(runs[0].metrics) if r.get("event") == "run"]
-    shape = config.mesh or (headers[-1]["mesh"] if headers else stored[0].mesh.shape)
+    shape = config.mesh or (_meshes_of(runs[0]) or [stored[0].mesh.shape])[-1]
     simulated = config.simulate or (MeshSpec.parse(shape).num_devices if stored[0].simulate else 0)
     if simulated:
         runtime.simulate(simulated)
@@ -160,12 +158,20 @@ def _parts_of(
     return a, b
 
 
+def _meshes_of(run: RunDirectory) -> list[str]:
+    """The meshes that a run says it trained on, the last one last."""
+    from jaxdist.run.metrics_log import read_records
+
+    return [r["mesh"] for r in read_records(run.metrics) if r.get("event") == "run"]
+
+
 def _recorded_otherwise(
     runs: tuple[RunDirectory, RunDirectory],
     done: list[tuple[StepDone, StepDone]],
     checkpoint: int | None,
+    mesh: str,
 ) -> list[str]:
-    """Which run recorded or saved something else than the steps done again give."""
+    """Which run recorded or saved something else than the steps done again on `mesh` give."""
     from jaxdist.tools.compare.records import steps_of, stored_arrays, unequal_arrays
 
     lines = []
@@ -178,12 +184,20 @@ def _recorded_otherwise(
         if arrays is not None and checkpoint is not None:
             other = unequal_arrays(arrays, stored_arrays(run, checkpoint))
             found += [f"saved {len(other)} other arrays at step {checkpoint}"] if other else []
-        lines.append(
-            f"{name}: {' and '.join(found)}. Its devices, or the software it had then, are at "
-            "fault (resilience.sdc_check_interval_steps finds a device)."
-            if found
-            else f"{name}: as the steps done again"
-        )
+        others = [other for other in dict.fromkeys(_meshes_of(run)) if other != mesh]
+        if not found:
+            lines.append(f"{name}: as the steps done again")
+        elif others:
+            lines.append(
+                f"{name}: {' and '.join(found)}. It ran on mesh {' and '.join(others)}, where sums "
+                "have another order: differences of rounding are to be expected. Do its steps "
+                f"again there: --mesh {others[-1]}."
+            )
+        else:
+            lines.append(
+                f"{name}: {' and '.join(found)}. Its devices, or the software it had then, are at "
+                "fault (resilience.sdc_check_interval_steps finds a device)."
+            )
     return lines
 
 

@@ -37,8 +37,9 @@ def make_pipeline_evaluate(
     `gather` = "step", `Context.run_layers` must not gather.
 
     Returns:
-        (local parameters, this replica's rows, context) -> this replica's sums: those of the head
-        on the last stage, those of the layers on the stage that runs them.
+        (local parameters, this replica's batch [rows, ...], context) -> this replica's sums,
+        float32 [] each: those of the head on the last stage, those of the layers on the stage that
+        runs them.
     """
     gathered = layout.gather_specs(model.axes)["layers"]
 
@@ -60,7 +61,7 @@ def make_pipeline_evaluate(
 
 
 def _run(stage: Stage) -> Sums:
-    """Run a forward schedule on one stage; returns this stage's sums."""
+    """Run a forward schedule on one stage; returns this stage's sums, float32 [] each."""
     schedule = stage.schedule
     example = jax.tree.map(lambda column: column[0], instructions_of(schedule))
     x_kind = jax.eval_shape(stage.embed, stage.outer, example)

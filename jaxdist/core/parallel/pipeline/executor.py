@@ -78,6 +78,9 @@ def run(
 
     Returns:
         The last state.
+
+    `entered`, `up` and `down` are [microbatch, seq_shard, d_model] in the compute dtype; `kept` is
+    a list of [...].
     """
     instructions = instructions_of(schedule)
     for loop in plan_loops(schedule):
@@ -103,7 +106,8 @@ def _act(
 ) -> dict[str, Any]:
     """Do this stage's action: one of the few kinds that the tick may hold, or none.
 
-    All branches of a switch return the same names, so each fills in zeros for what it lacks.
+    All branches of a switch return the same names, so each fills in zeros for what it lacks; shapes
+    as in `run`, [microbatch, seq_shard, d_model] each.
     """
     names = {name for handler in handlers.values() for name in handler.outputs}
     nothing = {name: {**idle, "totals": state.totals}[name] for name in names}
@@ -124,13 +128,15 @@ def _filled(
     now: Instruction,
     state: State,
 ) -> dict[str, Any]:
+    """What an action returns, and zeros [...] in place of the other outputs."""
     return {**nothing, **do(now, state)}
 
 
 def _exchange(now: Instruction, state: State, outputs: dict[str, Any]) -> State:
     """Send what a tick made around the ring; store what this stage keeps and what arrives.
 
-    Arrivals are stored last: they may be given the slot that this tick read.
+    What is sent is [microbatch, seq_shard, d_model]. Arrivals are stored last: they may be given
+    the slot that this tick read.
     """
     activations, cotangents, pending = state.activations, state.cotangents, state.pending
     if "up" in outputs:

@@ -68,7 +68,7 @@ class Stage:
         return self.model.embed(outer, self.microbatch(now), self.context)  # type: ignore[misc]
 
     def aux(self, now: Instruction) -> Any:
-        """What every block needs in addition to its input."""
+        """What every block needs in addition to its input, of one microbatch: [rows, ...] each."""
         batch, prepare = self.microbatch(now), self.model.prepare
         return batch if prepare is None else prepare(batch, self.context)
 

@@ -161,7 +161,10 @@ class _Training:
         return run(self.schedule, handlers, idle, state).totals
 
     def _forward(self, now: Instruction, state: State) -> dict[str, Any]:
-        """Run a virtual stage on a microbatch; its input stays in the buffer for the backward."""
+        """Run a virtual stage on a microbatch; its input stays in the buffer for the backward.
+
+        Input and output are [rows, seq_shard, d_model], compute dtype.
+        """
         stage = self.stage
         x = lax.cond(
             stage.is_first(now),
@@ -173,7 +176,10 @@ class _Training:
         return {"entered": x, "up": y}
 
     def _backward(self, now: Instruction, state: State) -> dict[str, Any]:
-        """Repeat the forward from its input, then go back; start from the loss on the last."""
+        """Repeat the forward from its input, then go back; start from the loss on the last.
+
+        The gradient of its input, sent down, is [rows, seq_shard, d_model], compute dtype.
+        """
         stage = self.stage
         layers = stage.layers_of(now)
         y, sums, saved = self.layers.forward(layers, take(state.activations, now.activation))
@@ -198,7 +204,7 @@ class _Training:
         return {"down": dx, "totals": totals, "kept": kept}
 
     def _weight(self, now: Instruction, state: State) -> dict[str, Any]:
-        """The weights' gradients that an earlier backward postponed."""
+        """The weights' gradients, [layers, ...], that an earlier backward postponed."""
         kept = [take(x, now.pending) for x in state.pending]
         layers = self.stage.layers_of(now)
         totals = self.layers.weight_gradient(layers, kept, state.totals["layers"])
@@ -278,8 +284,10 @@ class _Training:
 
 
 def _float32(tree: Any) -> Any:
+    """The same tree of arrays [...] in float32."""
     return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
 
 
 def _add(total: Any, part: Any) -> Any:
+    """Totals [...] with parts of the same shapes added, in the dtypes of the totals."""
     return jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, part)

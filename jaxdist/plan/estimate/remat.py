@@ -1,0 +1,76 @@
+"""`train.remat = auto` on GPUs: the fastest policy that fits, by the estimate.
+
+A run and a plan ask the same rule. Keeping everything is seldom the fastest: what is kept passes
+through memory on its way into the layers' stacks and back (`flops.layer_backward`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from jaxdist.plan.estimate.job import Job
+from jaxdist.plan.estimate.memory import estimate_memory
+from jaxdist.plan.estimate.time import estimate_time
+from jaxdist.plan.hardware import GIB
+from jaxdist.runtime.formatting.numbers import in_bytes
+
+POLICIES = ("none", "dots", "full")
+"""What auto chooses from, from the one that keeps most to the one that keeps least."""
+
+TOLERANCE = 0.05
+"""How far the estimate of memory may be off."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RematChoice:
+    """The policy that auto stands for.
+
+    Attributes:
+        job: the run with the policy chosen.
+        seconds: policy -> estimated seconds of a step.
+        bytes: policy -> estimated bytes of one device.
+        limit_bytes: what a device may use, in whole GiB, so that hosts agree.
+    """
+
+    job: Job
+    seconds: dict[str, float]
+    bytes: dict[str, float]
+    limit_bytes: float
+
+    def line(self) -> str:
+        """One line for the start of a run: the policy, and what each would cost."""
+        chosen = self.job.remat
+        why = "the fastest that fits" if self.fits(chosen) else "none fits, this needs least"
+        costs = ", ".join(
+            f"{name} {1e3 * self.seconds[name]:.0f} ms {in_bytes(self.bytes[name])}"
+            for name in POLICIES
+        )
+        return f"remat {chosen}: {why} {in_bytes(self.limit_bytes)} by the estimate ({costs})"
+
+    def fits(self, policy: str) -> bool:
+        """Whether a policy fits even where the estimate is too low by its own error."""
+        return self.bytes[policy] * (1 + TOLERANCE) <= self.limit_bytes
+
+
+def choose_remat(job: Job, limit_bytes: float) -> RematChoice | None:
+    """The choice for a run with `train.remat = auto`; None where the settings name a policy.
+
+    Of those that fit the fastest, else the one that needs least memory.
+    """
+    if job.config.train.remat != "auto":
+        return None
+    jobs = {policy: job.changed("train", remat=policy) for policy in POLICIES}
+    choice = RematChoice(
+        job=job,
+        seconds={policy: estimate_time(one).seconds for policy, one in jobs.items()},
+        bytes={policy: estimate_memory(one).total_bytes for policy, one in jobs.items()},
+        limit_bytes=math.floor(limit_bytes / GIB) * GIB,
+    )
+    fitting = [policy for policy in POLICIES if choice.fits(policy)]
+    best = (
+        min(fitting, key=choice.seconds.__getitem__)
+        if fitting
+        else min(POLICIES, key=choice.bytes.__getitem__)
+    )
+    return dataclasses.replace(choice, job=jobs[best])
