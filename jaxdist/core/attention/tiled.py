@@ -98,9 +98,10 @@ def _backward(rule: Rule, saved: Any, cotangent: Array) -> Any:
         dq.append(product("bgrqk,bgkd->bgrqd", dscores, k[:, :, tile.keys]))
         dk.append(product("bgrqk,bgrqd->bgkd", dscores, mine(q)))
         dv.append(product("bgrqk,bgrqd->bgkd", probs.astype(do.dtype), mine(do)))
-    dq = _by_place(jnp.concatenate(dq, 3))
-    dk, dv = (_by_place(_sum_over_tiles(parts, tiles, length)) for parts in (dk, dv))
-    return dq.astype(query.dtype), dk.astype(key.dtype), dv.astype(value.dtype), None
+    of_queries = jnp.concatenate(dq, 3)
+    of_keys, of_values = (_sum_over_tiles(parts, tiles, length) for parts in (dk, dv))
+    pairs = zip((of_queries, of_keys, of_values), (query, key, value), strict=True)
+    return *(_by_place(grad).astype(x.dtype) for grad, x in pairs), None
 
 
 _attend.defvjp(_forward, _backward)
