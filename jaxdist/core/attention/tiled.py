@@ -54,12 +54,14 @@ def attend(query: Array, key: Array, value: Array, segments: Array | None, rule:
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _attend(query: Array, key: Array, value: Array, segments: Array | None, rule: Rule) -> Array:
+    """`attend` of inputs that vary alike: [batch, length, heads, head_dim]."""
     return _forward(query, key, value, segments, rule)[0]
 
 
 def _forward(
     query: Array, key: Array, value: Array, segments: Array | None, rule: Rule
 ) -> tuple[Array, Any]:
+    """`_attend` [batch, length, heads, head_dim], and what its backward reads."""
     wide = wide_dtype(query)
     q, k, v = _by_head(query, key.shape[2]), _by_head(key), _by_head(value)
     product = partial(jnp.einsum, preferred_element_type=wide)
@@ -78,6 +80,7 @@ def _forward(
 
 
 def _backward(rule: Rule, saved: Any, cotangent: Array) -> Any:
+    """Gradients of the inputs, shapes as those, from the output's [batch, length, heads, head_dim]."""
     query, key, value, segments, out, lse = saved
     kv_heads, length = key.shape[2], query.shape[1]
     delta = Pull.of(_by_head(out, kv_heads), lse, _by_head(cotangent, kv_heads)).delta
@@ -118,6 +121,7 @@ def _tiles(length: int, rule: Rule) -> list[_Tile]:
 
 
 def _scale(query: Array) -> float:
+    """What scores of a query [..., head_dim] are multiplied by."""
     return 1 / math.sqrt(query.shape[-1])
 
 
@@ -170,5 +174,5 @@ def _by_head(x: Array, kv_heads: int = 0) -> Array:
 
 
 def _by_place(x: Array) -> Array:
-    """The way back of `_by_head`, with and without a group."""
+    """The way back of `_by_head`, with a group or without: [batch, length, heads, head_dim]."""
     return jnp.swapaxes(x.reshape(x.shape[0], -1, *x.shape[-2:]), 1, 2)
