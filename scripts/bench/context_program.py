@@ -116,8 +116,8 @@ def table(rows: list[Row]) -> list[str]:
         "the planner's estimate. Asynchronous: the share of the bytes of keys, values, heads and",
         "their gradients that is started and awaited apart. Beside work: how many of these",
         "collectives have computing instructions between their start and their end. Calls: of",
-        "cuDNN's kernel in each layer. The output is kept, so these are one forward and one backward",
-        "for each part of the row: a ring of 8 takes eight steps each way, the hybrid two.",
+        "cuDNN's kernel in each layer. Its output is kept, so these are one forward and one",
+        "backward for each part of the row: a ring of 8 takes eight steps each way, a hybrid two.",
         "",
         "| exchange | attention runs on | calls | permutes | asynchronous | beside work | "
         "sent GiB | planned GiB | temporary GiB |",
