@@ -16,6 +16,7 @@ from jaxdist.config import RunConfig
 from jaxdist.core.attention.cudnn import DOCUMENTS
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.parallel.pipeline.config import PipelineConfig
+from jaxdist.core.precision import PrecisionConfig
 from jaxdist.core.sharding import MeshConfig
 from jaxdist.core.step import TrainConfig
 from jaxdist.data import DataConfig
@@ -129,6 +130,23 @@ def test_packed_documents_are_multiplied_by_cudnn_alone():
     useful = build(model, seq_len=2048).flops_per_token["causal"] * 16 * 2048 / 2
     again = model.num_layers * 2 * 8 * 4 * 2048**2 * 256 / 2
     assert outcome.times.flops == pytest.approx(useful + again, rel=0.02)
+
+
+@needs_compiler
+def test_every_product_of_a_middle_layer_is_in_8_bits_and_so_are_its_weights():
+    train = dataclasses.replace(TRAIN, num_microbatches=1, remat="dots")
+    precision = PrecisionConfig(matmul_dtype="fp8")
+    config = dataclasses.replace(CONFIG, train=train, precision=precision, simulate=2)
+    outcome = compile_step(config, MeshSpec(fsdp=2), Cluster.of(GPUS["h100"], 2), timeout_s=300)
+    assert isinstance(outcome, CompiledStep), outcome
+    middle = MODEL.num_layers - 2
+    # Four products of weights, forward once and twice backward.
+    assert outcome.times.calls["fp8 products"] == 12 * middle
+    weights = 128 * (4 * 32 + 2 * 2 * 32 + 4 * 32 + 3 * 256)
+    outside = 2 * 256 * 128  # embedding and head
+    gathered = sum(outcome.runs(c) * c.bytes for c in outcome.collectives if c.kind == "all-gather")
+    # In 8 bits those of the middle layers, in 16 those of both ends, each forward and backward.
+    assert gathered == 2 * middle * weights + 2 * (2 * 2 * weights + outside)
 
 
 @needs_compiler

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 import tiny as reference
-from commands import records, run, tiny
+from commands import records, run_here, tiny
 
 from jaxdist.run.resilience.sdc_check import uneven_norms
 
@@ -46,9 +46,8 @@ def test_an_odd_norm_is_named_and_even_ones_are_not():
 
 
 def test_a_run_reports_them(tmp_path):
-    flags = ["--mesh=dp=4", "--simulate=4", "--steps=3", "--train.replica_norms=true"]
-    done = run("train", *tiny(*flags, "--run-dir", tmp_path / "run"))
-    assert done.returncode == 0, done.stderr
+    flags = ["--mesh=dp=4,tp=2", "--steps=3", "--train.replica_norms=true"]
+    assert run_here("train", *tiny(*flags, f"--run-dir={tmp_path / 'run'}")) == 0
     assert "replica_norms" not in records(tmp_path / "run", "train")[0]
     uneven = [r for r in records(tmp_path / "run", "event") if r["event"] == "replica_norm_outlier"]
     assert uneven and "data replica" in uneven[0]["message"]  # two rows each: noise is above 10 %

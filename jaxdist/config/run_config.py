@@ -6,8 +6,9 @@ import dataclasses
 import os
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from jaxdist.checkpoint.config import CheckpointConfig
 from jaxdist.config.elastic import fit_devices
@@ -19,7 +20,7 @@ from jaxdist.core.parallel.pipeline.axis import PIPELINE
 from jaxdist.core.parallel.pipeline.config import PipelineConfig
 from jaxdist.core.precision import PrecisionConfig
 from jaxdist.core.settings import ConfigError, problems_of, setting
-from jaxdist.core.sharding import MeshConfig
+from jaxdist.core.sharding import Layout, MeshConfig
 from jaxdist.core.step import EvalConfig, TrainConfig
 from jaxdist.core.types import Model
 from jaxdist.data.config import DataConfig
@@ -219,6 +220,20 @@ class RunConfig:
     def build_model(self) -> Model:
         """The model of these settings; imports Flax, starts no device, makes no weights."""
         return build(self.model, seq_len=self.train.seq_len)
+
+    def layout(self, mesh: Any, model: Model, host_of: Mapping[int, str] | None = None) -> Layout:
+        """Where the arrays of a run lie on a mesh, of devices or abstract; as `Layout`."""
+        return Layout(
+            mesh=mesh,
+            rules=model.rules,
+            zero=self.mesh.zero,
+            sequence_parallel=self.mesh.sequence_parallel and model.sequence,
+            auto_tensor=model.tensor == "auto",
+            fsdp_over_context=self.mesh.fsdp_over_context,
+            context_attention=self.mesh.context_attention,
+            packed_rows=self.data.packs_documents,
+            host_of=host_of or {},
+        )
 
     def state_bytes(self, model: Model) -> int:
         """Bytes of parameters, their average, gradients and moments of the model, as stored."""

@@ -37,6 +37,9 @@ from jaxdist.core.types import Array, Params
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 
+SCALE = "fp8_scale"
+"""Name of a scale in a traced program: four bytes that every remat policy keeps."""
+
 LOWEST_CAPABILITY = (8, 9)
 """The first NVIDIA compute capability whose matrix units multiply 8 bit floats."""
 
@@ -195,7 +198,7 @@ class _Product(NamedTuple):
 
     def rounded(self, x: Array, dtype: Any) -> Rounded:
         """An array [...] in 8 bits, and its scale, float32 []."""
-        scale = scale_of(largest_of(x, self.axes), dtype)
+        scale = checkpoint_name(scale_of(largest_of(x, self.axes), dtype), SCALE)
         return narrow(x, scale, dtype), scale
 
     def _names(self) -> tuple[list[str], list[str], list[str]]:

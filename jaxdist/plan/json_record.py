@@ -80,6 +80,7 @@ def _step(choice: Choice) -> dict[str, Any]:
     time = choice.time
     return {
         "seconds": time.seconds,
+        "likely_seconds": time.likely_seconds,
         "parts": time.parts,
         "communication_s": time.communication,
         "tokens": time.tokens_per_step,

@@ -26,11 +26,13 @@ def page_of(plans: Sequence[Plan], advice: Sequence[Sequence[Advice]], config: P
 def _plan(plan: Plan, advice: Sequence[Advice], config: PlanConfig) -> list[str]:
     time = plan.choice.time
     verdict = "fits" if plan.fits else "does not fit"
+    low, high = time.likely_seconds
     return [
         f"<h2>{plan.cluster.num_gpus} × {html.escape(plan.cluster.gpu.name)}</h2>",
         f'<p class="verdict">{verdict}: {in_bytes(plan.total_bytes)} of '
         f"{in_bytes(plan.choice.usable_bytes)}; {count(time.tokens_per_s)} per second, "
-        f"{duration(DAY_S * plan.on_demand.days)}, {money(plan.on_demand.money, 'USD')}</p>",
+        f"{duration(DAY_S * plan.on_demand.days)}, {money(plan.on_demand.money, 'USD')}; a step "
+        f"takes likely {low:.3g} to {high:.3g} s</p>",
         charts.stacked_bars(
             "memory of one GPU, by mesh",
             [

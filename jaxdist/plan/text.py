@@ -10,6 +10,7 @@ from jaxdist.plan.advice import Advice
 from jaxdist.plan.compiled.check import CompiledStep, NotCompiled
 from jaxdist.plan.estimate.cost import DAY_S
 from jaxdist.plan.estimate.search import Choice, why_not
+from jaxdist.plan.estimate.time import LIKELY
 from jaxdist.plan.planner import Plan
 from jaxdist.runtime.formatting.numbers import (
     TIMES,
@@ -72,6 +73,11 @@ def _verdict(plan: Plan) -> str:
             f"{time.seconds:.3g} s a step, {count(time.tokens_per_s)} {_unit(plan)}/s "
             f"({count(time.tokens_per_s / time.num_gpus)} per GPU), MFU {percent(time.mfu)} causal "
             "(estimated)"
+        )
+        low, high = time.likely_seconds
+        lines.append(
+            f"likely {low:.3g} to {high:.3g} s: four of five published runs took "
+            f"{LIKELY[0]:.2f} to {LIKELY[1]:.2f} times their estimate"
         )
         lines += _limits(plan)
     return "\n".join(lines)
@@ -145,7 +151,13 @@ def _money(plan: Plan) -> Iterable[str]:
         )
         for name, price, bill in bills
     ]
-    return columns(rows, gap="   ")
+    yield from columns(rows, gap="   ")
+    days, cost = plan.on_demand.days, plan.on_demand.money
+    (first, last), (least, most) = ([share * x for share in LIKELY] for x in (days, cost))
+    yield (
+        f"  likely      {duration(DAY_S * first)} to {duration(DAY_S * last)}, "
+        f"{money(least, 'USD')} to {money(most, 'USD')} on demand"
+    )
 
 
 def _aligned(rows: Iterable[tuple[str, str, str]]) -> list[str]:

@@ -255,17 +255,7 @@ def assemble(
         memory_bytes=_device_memory(devices),
         needs=needs_of(config, devices, model, host_of) if needs_of is not None else None,
     )
-    layout = Layout(
-        mesh=spec.build(devices),
-        rules=model.rules,
-        zero=config.mesh.zero,
-        sequence_parallel=config.mesh.sequence_parallel and model.sequence,
-        auto_tensor=model.tensor == "auto",
-        fsdp_over_context=config.mesh.fsdp_over_context,
-        context_attention=config.mesh.context_attention,
-        packed_rows=config.data.packs_documents,
-        host_of=host_of or {},
-    )
+    layout = config.layout(spec.build(devices), model, host_of)
     platform = devices[0].platform
     compute_dtype = config.precision.resolve("cpu" if platform == "cpu" else "gpu")
     loss_scale = initial_loss_scale(compute_dtype)

@@ -58,6 +58,9 @@ def main() -> None:
     )
     parser.add_argument("--remat", default="", help="remat policy instead of the preset's")
     parser.add_argument("--moments", default="float32", help="dtype of AdamW's first moment")
+    parser.add_argument(
+        "--matmul-dtype", default="auto", choices=("auto", "fp8"), help="of the layers' products"
+    )
     parser.add_argument("--no-bare", action="store_true", help="measure ours alone")
     parser.add_argument("--json", default="", help="file to write")
     args = parser.parse_args()
@@ -163,6 +166,7 @@ def run_config(shape: bare.Shape, batch: int, remat: str, args: argparse.Namespa
         optim=dataclasses.replace(
             base.optim, schedule="constant", warmup_steps=0, moment_dtype=args.moments
         ),
+        precision=dataclasses.replace(base.precision, matmul_dtype=args.matmul_dtype),
     )
 
 

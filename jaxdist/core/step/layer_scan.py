@@ -222,9 +222,17 @@ def remat_policy(remat: str, layers: Params) -> Callable[..., bool]:
     Raises:
         ValueError: an unknown policy (`TrainConfig.problems` reports it first).
     """
-    policies = jax.checkpoint_policies
     if remat == "none":
         return fsdp.keep_all_but_weights(layers)
+    policies = jax.checkpoint_policies
+    # Another look for the largest value would cost a pass over the array, and a collective.
+    scales = policies.save_only_these_names(fp8.SCALE)
+    return policies.save_from_both_policies(_asked(remat), scales)
+
+
+def _asked(remat: str) -> Callable[..., bool]:
+    """The policy of that name."""
+    policies = jax.checkpoint_policies
     if remat == "dots":
         return policies.save_from_both_policies(
             policies.checkpoint_dots_with_no_batch_dims, keeps_attention

@@ -187,13 +187,11 @@ def optimizer(job: Job) -> Work:
     moments = job.config.optim.moment_bytes
     per_element = 3 * WIDE + 3 * WIDE + 2 * moments  # norm, scaling; parameter twice, gradient
     average = 2 * job.config.optim.ema_bytes * job.total(job.weights, "param")
-    return Work(
-        memory_bytes=float(per_element * elements + average), products=_orthogonalisation(job)
-    )
+    return Work(memory_bytes=float(per_element * elements + average))
 
 
-def _orthogonalisation(job: Job) -> float:
-    """Five Newton-Schulz steps on every matrix that this device makes orthogonal."""
+def orthogonalisation(job: Job) -> float:
+    """FLOPs, in float32, of five Newton-Schulz steps on a device's share of Muon's matrices."""
     total = 0.0
     for share in orthogonalised(job):
         low, high = sorted((share.rows, share.columns))

@@ -269,16 +269,7 @@ class Job:
     @functools.cached_property
     def layout(self) -> Layout:
         """Where arrays lie, as training would place them."""
-        return Layout(
-            mesh=_abstract_mesh(self.spec),
-            rules=self.model.rules,
-            zero=self.config.mesh.zero,
-            sequence_parallel=self.config.mesh.sequence_parallel and self.model.sequence,
-            auto_tensor=self.model.tensor == "auto",
-            fsdp_over_context=self.config.mesh.fsdp_over_context,
-            context_attention=self.config.mesh.context_attention,
-            packed_rows=self.config.data.packs_documents,
-        )
+        return self.config.layout(_abstract_mesh(self.spec), self.model)
 
     def size(self, weight: Weight, place: Place) -> int:
         """Elements of a weight-shaped array that one device holds."""

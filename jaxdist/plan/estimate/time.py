@@ -59,6 +59,11 @@ _REACH = {
 }
 
 
+LIKELY = (0.90, 1.35)
+"""Four of five published runs took between these shares of their estimate: the rows of
+`scripts/bench/results/plan_anchors.md`, most of them other software than ours."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepTime:
     """Seconds of one step on the busiest device.
@@ -85,6 +90,12 @@ class StepTime:
         return sum(self.parts.values())
 
     @property
+    def likely_seconds(self) -> tuple[float, float]:
+        """The range in which four of five steps would lie, were they published runs."""
+        low, high = LIKELY
+        return low * self.seconds, high * self.seconds
+
+    @property
     def tokens_per_s(self) -> float:
         """Over all devices."""
         return self.tokens_per_step / self.seconds
@@ -107,7 +118,8 @@ def estimate_time(job: Job) -> StepTime:
         "attention": attention,
         "memory-bound kernels": memory,
         "launch gaps": launches,
-        "optimizer": rates.seconds(flops.optimizer(job)),
+        "optimizer": rates.seconds(flops.optimizer(job))
+        + flops.orthogonalisation(job) / rates.wide_products,
         "moments to and from host memory": _moved_moments(job) / HOST_BYTES_PER_S,
         "pipeline bubble": waiting,
         **_exposed(flows, busy, _beside_ring(job, attention), rates.reach),
@@ -129,6 +141,7 @@ class _Rates:
     reach: Reach
     products: float
     fp8: float
+    wide_products: float  # in float32, whatever the compute dtype
     attention: float
     memory: float
 
@@ -146,6 +159,7 @@ class _Rates:
             reach=reach,
             products=products * wide_enough,
             fp8=fp8 * wide_enough,
+            wide_products=reach.products * peaks["float32"] * wide_enough,
             attention=reach.attention * peak,
             memory=reach.memory * job.cluster.gpu.memory_bandwidth,
         )
