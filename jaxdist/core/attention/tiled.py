@@ -80,7 +80,7 @@ def _forward(
 
 
 def _backward(rule: Rule, saved: Any, cotangent: Array) -> Any:
-    """Gradients of the inputs, shapes as those, from the output's [batch, length, heads, head_dim]."""
+    """Gradients of the inputs, from that of the output [batch, length, heads, head_dim]."""
     query, key, value, segments, out, lse = saved
     kv_heads, length = key.shape[2], query.shape[1]
     delta = Pull.of(_by_head(out, kv_heads), lse, _by_head(cotangent, kv_heads)).delta
