@@ -21,7 +21,7 @@ from test_traffic import traffic
 from tiny import ROWS, SEQ, Case, layout_of, model_of, reference, run, step_of, text_batch
 
 from jaxdist.core import collectives
-from jaxdist.core.attention import blockwise, make_attend, ring, visible
+from jaxdist.core.attention import blockwise, make_attend, ring, tiled, visible
 from jaxdist.core.attention.context_parallel import ExchangePlan, plan_exchange
 from jaxdist.core.collective_order import in_order
 from jaxdist.core.mesh import MeshSpec
@@ -272,6 +272,22 @@ def test_block_by_block_is_dense(mask, heads, is_packed, block):
         rule = blockwise.Rule(told.causal, told.sliding_window, block, CAPS.get(mask, 0.0))
         return blockwise.attend(query, key, value, span, span, rule)
 
+    assert apart(value_and_grads(attend, heads, is_packed), dense(mask, heads, is_packed)) <= CLOSE
+
+
+@pytest.mark.parametrize(
+    ("mask", "heads", "is_packed", "tile"),
+    [
+        ("causal", "grouped", True, 16),
+        ("window", "odd", True, 7),
+        ("everything", "grouped", False, 31),
+    ],
+)
+def test_tile_by_tile_is_dense(mask, heads, is_packed, tile, monkeypatch):
+    """Tiles of 7 and 31 do not divide 48 positions; a window of 9 skips tiles of 7."""
+    monkeypatch.setattr(tiled, "TILE", tile)
+    rule = blockwise.Rule(MASKS[mask].causal, MASKS[mask].sliding_window, 0, CAPS.get(mask, 0.0))
+    attend = lambda *x: tiled.attend(*x, rule)
     assert apart(value_and_grads(attend, heads, is_packed), dense(mask, heads, is_packed)) <= CLOSE
 
 

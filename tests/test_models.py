@@ -17,6 +17,7 @@ from jaxdist.core.attention import blockwise, choose_kernel, kernels, make_atten
 from jaxdist.core.attention.context_parallel import ExchangePlan
 from jaxdist.core.attention.cudnn import DOCUMENTS
 from jaxdist.core.attention.kernels import BLOCKWISE_FROM
+from jaxdist.core.attention.tiled import TILE
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.precision import PrecisionConfig
 from jaxdist.core.settings import ConfigError
@@ -193,8 +194,17 @@ def test_long_rows_go_block_by_block_where_cudnn_cannot():
     ask = {**GPU, "platform": "cpu", "head_dim": 64, "packed": False}
     for wanted in ("auto", "xla"):
         assert choose_kernel(wanted, **ask, num_keys=BLOCKWISE_FROM)[0] == "blockwise"
-        assert choose_kernel(wanted, **ask, num_keys=BLOCKWISE_FROM - 1)[0] == "xla"
+        assert choose_kernel(wanted, **ask, num_keys=BLOCKWISE_FROM - 1)[0] == "tiled"
         assert choose_kernel(wanted, **ask, num_keys=BLOCKWISE_FROM, dropout=0.1)[0] == "xla"
+
+
+def test_rows_on_cpu_go_tile_by_tile_where_there_is_a_tile_to_skip():
+    ask = {**GPU, "platform": "cpu", "head_dim": 64, "packed": True, "num_keys": TILE + 1}
+    for wanted in ("auto", "xla"):
+        assert choose_kernel(wanted, **ask)[0] == "tiled"
+        for change in ({"num_keys": TILE}, {"dropout": 0.1}, {"cached": True}):
+            assert choose_kernel(wanted, **{**ask, **change})[0] == "xla"
+    assert choose_kernel("xla", **{**ask, "platform": "gpu"})[0] == "xla"
 
 
 def test_packed_rows_are_refused_when_cudnn_was_asked_for():

@@ -115,11 +115,13 @@ def table(rows: list[Row]) -> list[str]:
         "Bytes: what a device sends over `cp` in one step, weights and gradients included, beside",
         "the planner's estimate. Asynchronous: the share of the bytes of keys, values, heads and",
         "their gradients that is started and awaited apart. Beside work: how many of these",
-        "collectives have computing instructions between their start and their end.",
+        "collectives have computing instructions between their start and their end. Calls: of",
+        "cuDNN's kernel in each layer. Its output is kept, so these are one forward and one",
+        "backward for each part of the row: a ring of 8 takes eight steps each way, a hybrid two.",
         "",
-        "| exchange | attention runs on | permutes | asynchronous | beside work | sent GiB | "
-        "planned GiB | temporary GiB |",
-        "|---|---|---:|---:|---:|---:|---:|---:|",
+        "| exchange | attention runs on | calls | permutes | asynchronous | beside work | "
+        "sent GiB | planned GiB | temporary GiB |",
+        "|---|---|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for row in rows:
         moved = [c for c in row.step.collectives if c.axes == ("context",)]
@@ -131,8 +133,9 @@ def table(rows: list[Row]) -> list[str]:
         sent = sum(c.count * c.wire_bytes for c in moved)
         planned = sum(f.wire_bytes for f in flows_of(row.job) if f.axes == ("context",))
         share = percent(ahead / total, 0) if total else "-"
+        calls = row.step.times.calls.get("attention", 0) // NUM_LAYERS
         lines.append(
-            f"| {row.label} | {row.job.attention} | {len(rings)} | {share} | "
+            f"| {row.label} | {row.job.attention} | {calls} | {len(rings)} | {share} | "
             f"{beside} of {len(activations)} | {gib(sent)} | {gib(planned)} | "
             f"{gib(row.step.memory.temporary_bytes)} |"
         )

@@ -10,7 +10,7 @@ out=${1:-scripts/bench/results/h200}
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" XLA_PYTHON_CLIENT_MEM_FRACTION=0.95
 nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv
 measure() { # one process each: a preset's memory peak must not be another's
-  timeout 120 python3 scripts/bench/step.py --preset "$2" --json "$out-$1.json" "${@:3}" ||
+  timeout 105 python3 scripts/bench/step.py --preset "$2" --json "$out-$1.json" "${@:3}" ||
     echo "$1: failed with exit code $?"
 }
 measure gpt2-124m gpt2-124m --blocks 6 --block-steps 10
@@ -19,5 +19,5 @@ measure 1.7b-packed4 1.7b --blocks 4 --block-steps 3 --documents 4
 measure 1.7b-packed20 1.7b --blocks 4 --block-steps 3 --documents 20
 measure 1.7b-fp8 1.7b --blocks 4 --block-steps 3 --matmul-dtype fp8
 measure llama2-7b llama2-7b --blocks 5 --block-steps 3 --moments bfloat16
-timeout 120 python3 scripts/bench/ring_kernel.py --json "$out-ring.json" ||
+timeout 70 python3 scripts/bench/ring_kernel.py --json "$out-ring.json" ||
   echo "ring: failed with exit code $?"

@@ -5,7 +5,8 @@
 
 Both steps run in one process on the same batches, in alternating blocks whose order swaps, so that
 a noisy machine disturbs both alike. Reported: medians, p99, and the median of the ratios of
-neighbouring blocks. MFU by both conventions where the device's peak is known.
+neighbouring blocks, of wall time and on CPU of processor time as well, which other programs disturb
+less. MFU by both conventions where the device's peak is known.
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import statistics
 import sys
 import time
 from datetime import UTC, datetime
+from typing import NamedTuple
 
 import bare
 import jax
@@ -75,7 +78,11 @@ def conditions() -> dict[str, str]:
     return {
         "device": device.device_kind,
         "devices": str(len(jax.devices())),
+        "cores": str(len(os.sched_getaffinity(0))),
+        "load": " ".join(f"{load:.1f}" for load in os.getloadavg()),
+        "XLA_FLAGS": os.environ.get("XLA_FLAGS", "") or "none",
         "jax": jax.__version__,
+        "jaxlib": jax.lib.__version__,
         "python": sys.version.split()[0],
         "command": " ".join(sys.argv),
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
@@ -100,7 +107,7 @@ def measure(name: str, args: argparse.Namespace) -> dict:
     times = alternate(rivals, args.blocks, args.block_steps)
     losses = [rival.loss() for rival in rivals]  # after the same batches, from different starts
     tokens = batch * seq
-    median = statistics.median(times[0])
+    median = statistics.median(block.wall_s for block in times[0])
     result = {
         "preset": name,
         "batch": batch,
@@ -110,7 +117,8 @@ def measure(name: str, args: argparse.Namespace) -> dict:
         "dtype": str(parts.compute_dtype),
         "tokens_per_s": tokens / median,
         "step_ms_p50": 1e3 * median,
-        "step_ms_p99": 1e3 * float(np.percentile(times[0], 99)),
+        "step_ms_p99": 1e3 * float(np.percentile([block.wall_s for block in times[0]], 99)),
+        "processor_ms": 1e3 * statistics.median(block.processor_s for block in times[0]),
         "compile_s": compile_s[0],
         "dispatch_ms": 1e3 * ours.dispatch_s(),
         "loss": losses[0],
@@ -121,13 +129,17 @@ def measure(name: str, args: argparse.Namespace) -> dict:
         for convention, flops in parts.model.flops_per_token.items():
             result[f"mfu_{convention}"] = result["tokens_per_s"] * flops / peak
     if with_bare:
-        ratios = [b / a for a, b in zip(times[0], times[1], strict=True)]
+        ratio = lambda of: statistics.median(
+            of(bare) / of(our) for our, bare in zip(*times, strict=True)
+        )
         result |= {
-            "bare_tokens_per_s": tokens / statistics.median(times[1]),
-            "ratio_to_bare": statistics.median(ratios),
+            "bare_tokens_per_s": tokens / statistics.median(block.wall_s for block in times[1]),
+            "ratio_to_bare": ratio(lambda block: block.wall_s),
             "bare_compile_s": compile_s[1],
             "bare_loss": losses[1],
         }
+        if jax.devices()[0].platform == "cpu":
+            result["processor_ratio_to_bare"] = ratio(lambda block: block.processor_s)
     return result
 
 
@@ -226,15 +238,24 @@ class Bare:
         return float(self.value)
 
 
-def alternate(rivals, blocks: int, block_steps: int) -> list[list[float]]:
-    """Seconds per step of each block, the rivals taking turns and swapping who begins."""
-    times: list[list[float]] = [[] for _ in rivals]
+class Block(NamedTuple):
+    """Seconds per step of a block of steps, by the clock and of all threads on their processors."""
+
+    wall_s: float
+    processor_s: float
+
+
+def alternate(rivals, blocks: int, block_steps: int) -> list[list[Block]]:
+    """The blocks of each rival, who take turns and swap who begins."""
+    times: list[list[Block]] = [[] for _ in rivals]
     for block in range(blocks):
         order = range(len(rivals)) if block % 2 == 0 else reversed(range(len(rivals)))
         for index in order:
-            begin = time.perf_counter()
+            begin = time.perf_counter(), time.process_time()
             rivals[index].run(block_steps)
-            times[index].append((time.perf_counter() - begin) / block_steps)
+            end = time.perf_counter(), time.process_time()
+            spent = ((b - a) / block_steps for a, b in zip(begin, end, strict=True))
+            times[index].append(Block(*spent))
     return times
 
 

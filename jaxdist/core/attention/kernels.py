@@ -19,13 +19,13 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxdist.core.attention import blockwise, cudnn
+from jaxdist.core.attention import blockwise, cudnn, tiled
 from jaxdist.core.attention.context_parallel import ExchangePlan, make_attend_to_shared
 from jaxdist.core.settings import ConfigError
 from jaxdist.core.softcap import soft_cap
 from jaxdist.core.types import Array, AttentionDropout, AttentionMask
 
-Kernel: TypeAlias = Literal["xla", "blockwise", "cudnn"]
+Kernel: TypeAlias = Literal["xla", "tiled", "blockwise", "cudnn"]
 
 BLOCKWISE_FROM = 1024
 """Keys of a row from which XLA's attention runs block by block: it is faster by then, too, as it
@@ -173,6 +173,8 @@ def choose_kernel(
         by_xla, how = "blockwise", "; rows that devices share go block by block"
     elif num_keys >= BLOCKWISE_FROM and not dropout:
         by_xla, how = "blockwise", f"; rows of {BLOCKWISE_FROM} keys and more go block by block"
+    elif platform == "cpu" and num_keys > tiled.TILE and not (dropout or cached):
+        by_xla, how = "tiled", f"; on CPU rows of more than {tiled.TILE} keys go tile by tile"
     if wanted == "xla":
         return by_xla, f"asked for{how}"
     if not obstacles:
@@ -240,6 +242,8 @@ def _attend(
     rule = blockwise.Rule(mask.causal, mask.sliding_window, softcap=softcap)
     if kernel == "cudnn" and mask.segments is not None:
         return cudnn.attend_packed(query, key, value, mask.segments, rule)
+    if kernel == "tiled":
+        return tiled.attend(query, key, value, mask.segments, rule)
     if kernel == "blockwise":
         keys = blockwise.Span(jnp.arange(key.shape[1])[None], mask.segments)
         queries = keys
