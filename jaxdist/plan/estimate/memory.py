@@ -163,7 +163,7 @@ def _phases(job: Job) -> dict[str, Parts]:
     gathered = [weight for weight in job.layers if job.is_gathered(weight)]
     cleared = {"layer gradients": WIDE * job.total(gathered, "param")}
     if middle:
-        kept["weights in 8 bits"] = middle
+        kept = {**kept, "weights in 8 bits": middle}
     before = {**accumulated, **kept, **relaid, "head gradient": head["head gradient"]}
     return {
         "loss": {**accumulated, **kept, **relaid, **cleared, **head},
