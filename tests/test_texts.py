@@ -41,6 +41,7 @@ FOREIGN_FLAGS = {
     ),  # SLURM
     *("--format", "--query-gpu", "--status"),  # nvidia-smi
     *("--server-side", "--from-literal"),  # kubectl
+    "--dist",  # pytest-xdist
     *("--error-unmatch", "--porcelain", "--show-toplevel", "--untracked-files"),  # git
     *("--faint", "--ink", "--paper", "--soft"),  # colours of the stylesheet
     *("--logdir", "--preset", "--version"),  # xprof, scripts/bench/step.py, jaxdist itself
