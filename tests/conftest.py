@@ -3,6 +3,7 @@
 import importlib.metadata
 import logging
 import os
+import signal
 import tempfile
 from pathlib import Path
 
@@ -58,6 +59,24 @@ def propagating(monkeypatch):
     does not propagate when a test begins, which would then hear each record twice.
     """
     monkeypatch.setattr(logging.getLogger("jaxdist"), "propagate", True)
+
+
+HANDLERS = {
+    number: signal.getsignal(number)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+}
+
+
+@pytest.fixture(autouse=True)
+def signals_are_the_tests_own():
+    """No command that ran earlier in this process still hears a signal.
+
+    Training in this process for a module's tests leaves its handlers, and a thread that ends the
+    process at the second Ctrl-C it has heard.
+    """
+    signal.set_wakeup_fd(-1)
+    for number, handler in HANDLERS.items():
+        signal.signal(number, handler)
 
 
 STRICT = {

@@ -28,6 +28,7 @@ COMMANDS = sorted(
 )
 # What makes a command small enough for a test; it must still parse, start and end as printed.
 SMALLER = ["--steps=2", *TINY, "--eval.interval_steps=0"]
+LONG = ("scripts/bench/step.py", "--nproc-per-node 1:2")
 NEEDS_GPUS = [
     line
     for line in COMMANDS
@@ -94,6 +95,8 @@ def smaller(line: str) -> list[str]:
     alone = ("jaxdist.convert", "jaxdist.report", "jaxdist.data", "jaxdist.plan", "jaxdist.doctor")
     if words[2] in alone or {"slurm", "kubernetes", "skypilot"} & set(words):
         return words
+    if "fp8" in words:  # not in the first and the last layer
+        return [*words, "--steps=2", *tiny("--model.num_layers=3"), "--eval.interval_steps=0"]
     if "pp=4" in line:
         deep = tiny("--model.num_layers=4", "--train.global_batch_size=16")
         return [*words, "--steps=2", *deep, "--eval.interval_steps=0"]
@@ -113,7 +116,8 @@ def marked(lines: list[str]) -> list:
     """The commands to run, the first of each kind marked `smoke`."""
     kinds = {line.split()[2]: line for line in reversed(lines)}
     smoke = lambda line: [pytest.mark.smoke] if kinds[line.split()[2]] == line else []
-    return [pytest.param(line, marks=smoke(line)) for line in lines]
+    long = lambda line: [pytest.mark.slow] if any(word in line for word in LONG) else []
+    return [pytest.param(line, marks=smoke(line) + long(line)) for line in lines]
 
 
 @pytest.mark.parametrize("line", marked([c for c in COMMANDS if c not in NEEDS_GPUS]))
