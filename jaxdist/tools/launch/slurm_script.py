@@ -355,6 +355,7 @@ trap 'notice=${notice:-TERM}' TERM
 
 {{ command }} &
 srun_pid=$!
+[ "$notice" = USR1 ] && kill -USR1 "$srun_pid"  # it came before srun had a number
 while :; do                        # a trapped signal ends a wait, not srun
     wait "$srun_pid"; code=$?
     kill -0 "$srun_pid" 2>/dev/null || break
