@@ -67,6 +67,19 @@ def test_files_that_cannot_grow_fail_the_save_in_the_background(run, pristine):
     assert opened.steps() == [2, 4, 8]
 
 
+def test_leftovers_that_cannot_be_deleted_yet_do_not_fail_the_next_save(run, monkeypatch):
+    """Orbax's threads may still be writing to a save that failed: then rmtree fails as well."""
+    opened = resume_then(run)
+
+    def still_written_to(directory):
+        raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY))
+
+    monkeypatch.setattr(save.manifest, "delete_partial", still_written_to)
+    opened.save(6, state_at(6), {})
+    assert opened.wait() is True
+    assert opened.steps()[-1] == 6
+
+
 def test_a_vanished_directory_fails_the_save_and_is_not_made_anew(run):
     opened = resume_then(run)
     shutil.move(run.path, run.path.with_name("elsewhere"))

@@ -154,7 +154,7 @@ class Saver:
         """
         if reasons := [reason for reason in unreachable if reason]:
             raise CheckpointError(few(reasons, 1))
-        manifest.delete_partial(self._directory)
+        self._delete_leftovers()
         if self.resumed_from is not None:
             self._supersede(self.resumed_from)
         path = self._directory / step
@@ -245,7 +245,7 @@ class Saver:
             outcome.error = one_line(failure)
             self._writer.close()
             if self._background.is_leader:
-                self._discard(outcome.step)
+                self._delete_leftovers()
             self._events.failed(outcome, self._failures + 1, MAX_FAILURES)
             return
         outcome.written_s = time.perf_counter() - begin
@@ -284,12 +284,16 @@ class Saver:
         crash_point("before_manifest")
         manifest.write(path, outcome.step, files, metrics, halfway=outcome.halfway)
 
-    def _discard(self, step: int) -> None:
-        """Free the space of a failed save."""
+    def _delete_leftovers(self) -> None:
+        """Free the space of failed saves, never a checkpoint that was there before.
+
+        What cannot be deleted is no reason to fail: Orbax's threads may still be writing to the
+        save that failed last.
+        """
         try:
-            manifest.delete_partial(self._directory)  # never a checkpoint that was there before
+            manifest.delete_partial(self._directory)
         except OSError as error:
-            self._events.log(f"checkpoint {step}: leftovers stay behind: {one_line(error)}")
+            self._events.log(f"leftovers of a failed save stay behind: {one_line(error)}")
 
     def _retain(self) -> None:
         try:
