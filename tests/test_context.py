@@ -404,7 +404,9 @@ def test_gradients_that_are_not_summed_are_seen(monkeypatch):
 
 
 STAGES = [
-    StagesCase(mesh="pp=2,cp=2", schedule="1f1b", exchange="ring"),
+    pytest.param(
+        StagesCase(mesh="pp=2,cp=2", schedule="1f1b", exchange="ring"), marks=pytest.mark.slow
+    ),
     pytest.param(
         StagesCase(mesh="pp=2,cp=2,tp=2", schedule="zero_bubble", exchange="all_to_all"),
         marks=pytest.mark.slow,

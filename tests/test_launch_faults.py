@@ -21,7 +21,7 @@ NAMES = [
 ]
 STEPS = 60 * len(NAMES)
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("launch_faults")]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

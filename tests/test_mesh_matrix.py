@@ -101,7 +101,6 @@ def matrix(tmp_path_factory) -> tuple[Path, dict, dict]:
     return path, found.pop("whole"), found
 
 
-@pytest.mark.xdist_group("mesh_matrix")  # one worker makes the matrix for all
 @pytest.mark.parametrize(("source", "target"), PAIRS, ids=lambda name: name)
 def test_a_run_goes_on_on_another_mesh(matrix, source, target):
     _, whole, found = matrix
@@ -121,7 +120,6 @@ def check_continues(whole: dict, before: dict, after: dict) -> None:
     np.testing.assert_allclose(after["losses"][:NEXT], expected, rtol=TOLERANCE)
 
 
-@pytest.mark.xdist_group("mesh_matrix")
 def test_a_run_goes_on_with_1_2_and_4_processes(matrix, tmp_path):
     """Real processes over gloo; each start continues from what the one before saved.
 

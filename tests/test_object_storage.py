@@ -22,8 +22,6 @@ from jaxdist.run.metrics_log import RecordWriter, read_records
 from jaxdist.runtime import entry_point
 from jaxdist.runtime.storage import Locked, flush_appended, locate, objects, parts
 
-pytestmark = pytest.mark.xdist_group("object_storage")
-
 
 @pytest.fixture(scope="module")
 def server():

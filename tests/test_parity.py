@@ -63,7 +63,7 @@ CASES = [
     )
 ]
 """Every pair of model, mesh, ZeRO stage, sequence parallelism, accumulation and remat policy."""
-NUM_SMOKE, NUM_FAST = 4, 16
+NUM_SMOKE, NUM_FAST = 4, 10
 
 
 def marks(number: int) -> list:

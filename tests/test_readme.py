@@ -28,7 +28,13 @@ COMMANDS = sorted(
 )
 # What makes a command small enough for a test; it must still parse, start and end as printed.
 SMALLER = ["--steps=2", *TINY, "--eval.interval_steps=0"]
-LONG = ("scripts/bench/step.py", "--nproc-per-node 1:2")
+LONG = (
+    "scripts/bench/step.py",
+    "--nproc-per-node 1:2",
+    "configs/pipeline_64cpu.toml --mesh",
+    "--mesh fsdp=2,cp=2,tp=2",
+    "--mesh dp=-1,tp=2",
+)
 NEEDS_GPUS = [
     line
     for line in COMMANDS

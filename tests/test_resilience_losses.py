@@ -238,6 +238,7 @@ def train(name, run_dir, *flags) -> int:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("module")
 def test_rollback_goes_on_past_the_offending_batch(tmp_path):
     run_dir = tmp_path / "run"
@@ -271,6 +272,7 @@ def test_rollback_goes_on_past_the_offending_batch(tmp_path):
     assert all(losses(run_dir)[step] == healthy[step] for step in range(1, bad))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("module")
 def test_a_spike_is_skipped_or_stops_the_run(tmp_path):
     run_dir = tmp_path / "run"
