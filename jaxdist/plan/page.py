@@ -98,7 +98,7 @@ def _costs(plan: Plan, config: PlanConfig) -> list[str]:
     """Days and money over the number of GPUs of this kind."""
     now = plan.cluster.num_gpus
     counts = sorted({max(1, now // 4), max(1, now // 2), now, now * 2, now * 4})
-    clusters = [plan.cluster.resized(count) for count in counts]
+    clusters = [plan.cluster.resized(number) for number in counts]
     found = [size_of(config, cluster, plan.choice.job.model) for cluster in clusters]
     sizes = [size for size in found if size is not None]
     if len(sizes) < 2:
