@@ -9,8 +9,8 @@ which blocks of code it runs (`warm_tests.py`). Then each mutant is planted in a
 repository and tried in up to three rounds, until one kills it:
 
 1. the tests that run its block, the most special ones first, for about ten seconds
-2. whole test files that run its block (a test may use what an earlier one has built), for about
-   half a minute
+2. the other tests of the files that run its block, since a test may use what an earlier one has
+   built, for about half a minute
 3. with `--slow`, the slow tests of the files that import its module most closely
 
 It is killed when a test fails, or takes far longer than without it. At the end the tests that
@@ -58,10 +58,9 @@ MOST_FILES = 4
 """Test files of a round: each costs its imports."""
 
 OTHER_ROOMS = (
-    *("architecture", "bad_input", "convert", "coordination", "doctor", "estimate", "formatting"),
-    *("gpu_configs", "hardware", "hub", "kubernetes", "launch", "monitoring", "next_commands"),
-    *("notebooks", "plan", "planted_faults", "progress", "readme", "report", "runtime", "slurm"),
-    *("sweep", "texts", "trackers", "wheel", "worker_group"),
+    *("architecture", "coordination", "doctor", "formatting", "gpu_configs", "hardware", "hub"),
+    *("kubernetes", "launch", "monitoring", "next_commands", "notebooks", "plan", "progress"),
+    *("readme", "report", "runtime", "slurm", "sweep", "texts", "trackers", "wheel", "worker"),
 )
 """Beginnings of test files about rooms without mutants, or that only start commands."""
 
@@ -75,7 +74,7 @@ class Result:
 
     Attributes:
         files: test files that were run.
-        num_tests: tests asked for by name; 0 where whole files ran.
+        num_tests: tests of the last round; 0 for slow ones, which are not counted.
         round: the last one, from 1.
         killed_by: the first test that failed, "" if none did.
         seconds: of all rounds.
@@ -236,49 +235,51 @@ def near(file: str, tests: Iterable[str]) -> list[str]:
 
 
 Round = tuple[list[str], list[str], float]
-"""Test files, ids of their tests (none: all of them), seconds without a mutant."""
+"""Test files, ids of the tests in them (none: all), seconds without a mutant."""
 
 
 def rounds(mutant: Mutant, recorded: Sequence[Record]) -> Iterator[Round]:
     """The first two rounds of a mutant; none where no test comes near."""
-    line = block_at(_tree(mutant.file), mutant.line)
-    block = f"{mutant.file}:{line}"
-    if not line:  # a module's own statements run in every test that imports it
-        closest = near(mutant.file, [one.file for one in recorded])[:MOST_FILES]
-        by_name = {one.file: one for one in recorded}
-        for part in (closest[:2], closest[2:]):
-            if part:
-                yield part, [], sum(by_name[file].seconds for file in part)
-        return
+    block = f"{mutant.file}:{block_at(_tree(mutant.file), mutant.line)}"
     ranked = sorted(
-        (len(blocks) * (0.2 + one.tests[test]), one.tests[test], test, one)
+        (len(blocks) * (0.2 + one.tests[test]), test, one)
         for one in recorded
         for test, blocks in one.blocks.items()
         if block in blocks
     )
+    if not ranked:  # a module's own statements, or what only other processes run
+        closest = near(mutant.file, [one.file for one in recorded])[:MOST_FILES]
+        whole = [next(one for one in recorded if one.file == file) for file in closest]
+        yield from filter(None, (_rest(whole[:2], set()), _rest(whole[2:], set())))
+        return
     chosen: list[str] = []
     files: list[str] = []
     total_s = 0.0
-    for _, seconds, test, one in ranked:
-        cost_s = seconds + (0 if one.file in files else one.collected_s)
-        if chosen and total_s + cost_s > NEAR_S:
+    for _, test, one in ranked:
+        is_new = one.file not in files
+        cost_s = one.tests[test] + is_new * one.collected_s
+        if chosen and (total_s + cost_s > NEAR_S or (is_new and len(files) == MOST_FILES)):
             continue
-        if one.file not in files:
-            if len(files) == MOST_FILES:
-                continue
-            files.append(one.file)
+        files += [one.file] * is_new
         chosen.append(test)
         total_s += cost_s
-    if chosen:
-        yield files, chosen, total_s
-    whole: list[str] = []
-    total_s = 0.0
+    yield files, chosen, total_s
+    whole, total_s = [], 0.0
     for one in {id(one): one for *_, one in ranked}.values():
         if not whole or (total_s + one.seconds <= FILES_S and len(whole) < MOST_FILES):
-            whole.append(one.file)
+            whole.append(one)
             total_s += one.seconds
-    if any(set(one.tests) - set(chosen) for one in recorded if one.file in whole):
-        yield whole, [], total_s
+    yield from filter(None, [_rest(whole, set(chosen))])
+
+
+def _rest(whole: Sequence[Record], done: set[str]) -> Round | None:
+    """The tests of files that are not done; None where there are none."""
+    left = {one.file: [test for test in one.tests if test not in done] for one in whole}
+    left = {file: tests for file, tests in left.items() if tests}
+    if not left:
+        return None
+    wanted = [test for tests in left.values() for test in tests]
+    return list(left), wanted, sum(one.seconds for one in whole)
 
 
 def try_mutant(
