@@ -167,6 +167,8 @@ def records(work: Path, places: Sequence[Workplace], only: Sequence[str]) -> lis
             name = f"tests/{path.name}"
             found = place.run([name], [], 150.0, watched=watched)
             free.put(place)
+            if found.failed and not found.tests:
+                raise RuntimeError(f"{name} has no green test: {found.failed}")
             print(
                 f"{name}: {len(found.tests)} tests, {found.seconds:.0f} s"
                 + (f"; left out as red: {found.failed} …" if found.failed else ""),

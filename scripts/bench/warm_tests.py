@@ -35,7 +35,7 @@ from typing import Any
 SLOW_IMPORTS = (
     *("numpy", "jax", "jax.numpy", "jax.experimental.multihost_utils", "flax.nnx", "optax"),
     *("jax.experimental.pallas", "orbax.checkpoint", "tensorstore", "tokenizers", "jinja2"),
-    *("pytest", "hypothesis", "safetensors.numpy"),
+    *("pytest", "safetensors.numpy"),
 )
 ENVIRONMENT = {
     **{"JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1", "TF_CPP_MIN_LOG_LEVEL": "2"},
