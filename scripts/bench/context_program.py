@@ -32,6 +32,8 @@ NUM_LAYERS = 2
 WINDOW = 4096
 LENGTHS = (65_536, 131_072)
 """Rows of which the longer one's memory beyond the shorter one's is activations."""
+LOSS_CHUNK = 1024
+"""Tokens of these rows whose logits exist at once: so few that a layer's backward needs most."""
 TIMEOUT_S = 600.0
 
 EXCHANGES = ("ring", "all_gather", "all_to_all", "hybrid")
@@ -76,7 +78,7 @@ def compiled(
 ) -> Row:
     """The step with `size` devices on each row; ends the script where there is none.
 
-    A `seq_len` of 0 is the config's.
+    A `seq_len` of 0 is the config's. With another, logits exist in chunks of `LOSS_CHUNK` tokens.
     """
     label = f"{exchange}, window {window:,}" if window else exchange
     label += ", documents" if packing == "documents" else ""
@@ -86,8 +88,10 @@ def compiled(
     cluster = dataclasses.replace(cluster, num_nodes=nodes, gpus_per_node=size // nodes)
     run = cut_down(stored_run(REPOSITORY / "configs" / f"{config}.toml"), exchange, window)
     data = dataclasses.replace(run.data, packing=packing)
-    train = dataclasses.replace(run.train, seq_len=seq_len or run.train.seq_len)
-    run = dataclasses.replace(run, data=data, train=train)
+    run = dataclasses.replace(run, data=data)
+    if seq_len:
+        train = dataclasses.replace(run.train, seq_len=seq_len, loss_chunk_tokens=LOSS_CHUNK)
+        run = dataclasses.replace(run, train=train)
     return compiled_row(label, Job.of(run, mesh, cluster))
 
 
@@ -169,7 +173,8 @@ def memory(sizes: list[list[Row]]) -> list[str]:
         f"## Memory of one row of {full:,} tokens, ring",
         "",
         "Temporary memory per device. What a row takes more than one of half its length is its",
-        "activations; gathered weights, the head's gradient and its logits are the same for both.",
+        "activations; gathered weights and the head's gradient are the same for both. Logits exist",
+        f"in chunks of {LOSS_CHUNK:,} tokens, so that a layer's backward, not the loss, needs most.",
         "Of half the devices' half: 100 % is what twice the devices halve exactly.",
         "",
         f"| cp | {short:,} tokens GiB | {full:,} tokens GiB | difference GiB | "

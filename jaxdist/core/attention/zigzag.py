@@ -93,7 +93,8 @@ def backward(
     if is_earlier is None:
         # Each half of a group's own as rows: [batch, length, ...] -> [2 · batch, length / 2, ...].
         rows = lambda x: x.reshape(2 * x.shape[0], -1, *x.shape[2:])
-        grads = within_backward(*jax.tree.map(rows, (queries, keys, found)), is_causal)
+        queries, keys, found = jax.tree.map(rows, (queries, keys, found))
+        grads = within_backward(queries, keys, found, is_causal)
         dq, dk, dv = (g.reshape(-1, 2 * g.shape[1], *g.shape[2:]) for g in grads)
         return _wide((dq, dk, dv))
     # Early queries see the early keys of an earlier group, late ones the late keys of a later one.
