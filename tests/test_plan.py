@@ -116,9 +116,9 @@ def test_a_deadline_takes_more_gpus_and_a_budget_leaves_out_the_dear_ones(capsys
     days, dollars = free["cost"]["on_demand"]["days"], free["cost"]["on_demand"]["money"]
     assert (1, "h100") in other_gpus(free)
     assert not free["cost"]["late"] and not free["cost"]["dear"]
-    late = plan(capsys, *asked, "--deadline-days", str(0.4 * days))
+    late = plan(capsys, *asked, "--deadline", f"{0.4 * days:.9f}d")
     assert late["cost"]["late"] and (4, "h100") in other_gpus(late)
-    in_time = plan(capsys, *asked, "--deadline-days", str(1.1 * days))
+    in_time = plan(capsys, *asked, "--deadline", f"{24 * 1.1 * days:.9f}h")
     assert not in_time["cost"]["late"] and (1, "h100") in other_gpus(in_time)
     dear = plan(capsys, *asked, "--budget", str(0.9 * dollars))
     assert dear["cost"]["dear"] and "h100" not in [gpu for _, gpu in other_gpus(dear)]
@@ -126,13 +126,47 @@ def test_a_deadline_takes_more_gpus_and_a_budget_leaves_out_the_dear_ones(capsys
     assert other_gpus(neither) == []
 
 
+def test_limits_that_nothing_keeps_are_refused_with_what_would_do(capsys):
+    """Each way out, taken, ends the refusal."""
+    asked = ["--gpus", "h100:1", "--tokens", "1e10"]
+    limits = ["--deadline", "2h", "--budget", "20"]
+    text = dict(_topics(plan(capsys, *asked, *limits)))["other GPUs"]
+    assert text.startswith("Impossible")
+    ways = dict(re.findall(r"--(budget|deadline) (\d+h?) would do", text))
+    assert ways.keys() == {"budget", "deadline"}
+    for name, value in ways.items():
+        kept = [*limits, f"--{name}", value]
+        kept = kept[2:] if name == "deadline" else [*kept[:2], *kept[4:]]
+        text = dict(_topics(plan(capsys, *asked, *kept)))["other GPUs"]
+        assert not text.startswith("Impossible")
+
+
+def _topics(found: dict) -> list[tuple[str, str]]:
+    return [(item["topic"], item["text"]) for item in found["advice"]]
+
+
+@pytest.mark.parametrize("text", ["0", "0d", "-1d", "soon", "3m"])
+def test_a_deadline_that_is_no_time_is_refused(text):
+    with refused("deadline", "14d"):
+        main(small("--gpus", "h100:1", f"--deadline={text}"))
+
+
+def test_no_more_days_than_usual_are_advised_where_none_are_given(capsys):
+    """Fewer GPUs would hold the run as well, and take years."""
+    found = plan(capsys, "--gpus", "h100:64", "--tokens", "1e12")
+    (text,) = [text for topic, text in _topics(found) if topic == "other GPUs"]
+    days = [float(d) for d in re.findall(r"(\d+)d\d+h", text)]
+    assert days and max(days) <= 90
+    assert found["published_step_s"] > found["step"]["seconds"] / 2
+
+
 def test_time_lost_to_failures_counts_in_advice_as_in_the_verdict(capsys):
     """Half of it is lost here: a run that is late is not named as one in time."""
     asked = ["--gpus", "h100:1", "--tokens", "1e10", "--failures-per-day", "120"]
     days = plan(capsys, *asked)["cost"]["on_demand"]["days"]
-    late = plan(capsys, *asked, "--deadline-days", str(0.99 * days))
+    late = plan(capsys, *asked, "--deadline", f"{0.99 * days:.9f}d")
     assert late["cost"]["late"] and (1, "h100") not in other_gpus(late)
-    in_time = plan(capsys, *asked, "--deadline-days", str(1.01 * days))
+    in_time = plan(capsys, *asked, "--deadline", f"{1.01 * days / 7:.9f}w")
     assert not in_time["cost"]["late"] and (1, "h100") in other_gpus(in_time)
 
 
