@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
@@ -18,7 +19,9 @@ from jaxdist.plan import planner
 from jaxdist.plan.__main__ import main
 from jaxdist.plan.compiled.check import CompiledMemory, CompiledStep, NotCompiled
 from jaxdist.plan.compiled.roofline import Times
+from jaxdist.plan.estimate.cost import Limits
 from jaxdist.plan.options import PlanConfig
+from jaxdist.plan.scaling import Sizes, nearest
 from jaxdist.plan.schedule_view import drawings
 
 SMALL = [
@@ -123,22 +126,18 @@ def test_a_deadline_takes_more_gpus_and_a_budget_leaves_out_the_dear_ones(capsys
     dear = plan(capsys, *asked, "--budget", str(0.9 * dollars))
     assert dear["cost"]["dear"] and "h100" not in [gpu for _, gpu in other_gpus(dear)]
     neither = plan(capsys, *asked, "--budget", "0.01")
-    assert other_gpus(neither) == []
-
-
-def test_limits_that_nothing_keeps_are_refused_with_what_would_do(capsys):
-    """Each way out, taken, ends the refusal."""
-    asked = ["--gpus", "h100:1", "--tokens", "1e10"]
-    limits = ["--deadline", "2h", "--budget", "20"]
-    text = dict(_topics(plan(capsys, *asked, *limits)))["other GPUs"]
+    text = dict(_topics(neither))["other GPUs"]
+    (enough,) = re.findall(r"--budget (\d+) would do", text)
     assert text.startswith("Impossible")
-    ways = dict(re.findall(r"--(budget|deadline) (\d+h?) would do", text))
-    assert ways.keys() == {"budget", "deadline"}
-    for name, value in ways.items():
-        kept = [*limits, f"--{name}", value]
-        kept = kept[2:] if name == "deadline" else [*kept[:2], *kept[4:]]
-        text = dict(_topics(plan(capsys, *asked, *kept)))["other GPUs"]
-        assert not text.startswith("Impossible")
+    assert other_gpus(plan(capsys, *asked, "--budget", enough))
+
+
+def test_what_would_do_is_the_cheapest_in_time_and_the_fastest_within_budget():
+    size = lambda days, money: SimpleNamespace(cost=SimpleNamespace(days=days, money=money))
+    tried = size(9, 50), size(5, 60), size(2, 120), size(1, 150)
+    found = nearest(Sizes(best=(), tried=tried), Limits(days=3, money=100))
+    assert found == (tried[2], tried[1])
+    assert nearest(Sizes(best=(), tried=tried), Limits(days=0.5, money=40)) == (None, None)
 
 
 def _topics(found: dict) -> list[tuple[str, str]]:
