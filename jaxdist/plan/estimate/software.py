@@ -71,8 +71,8 @@ PUBLISHED = Software(
     products=0.77,  # fitted; with the power limit 0.66 to 0.69 of an H100's peak
     # FlashAttention 2, which most trainers run: on an H100 370 forward and 325 backward of 989, a
     # tenth less for tiles on the diagonal; on an A100 the first version's 0.35, which runs of its
-    # time had (the second reaches 0.57). Cards whose tensor cores run at half rate wait less for the softmax. On Blackwell no
-    # source: between FlashAttention 2 and cuDNN.
+    # time had (the second reaches 0.57). Cards whose tensor cores run at half rate wait less for
+    # the softmax. On Blackwell no source: between FlashAttention 2 and cuDNN.
     attention={"7.5": 0.20, "8.0": 0.35, "8.6": 0.75, "8.9": 0.75, "9.0": 0.31, "10.0": 0.30},
     # Each value counted once: a fused norm reads and writes (two of them), a residual reads two and
     # writes one (two of them); rotation reads and writes, and so does the kernel's layout; SwiGLU
