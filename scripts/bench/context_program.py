@@ -174,7 +174,7 @@ def memory(sizes: list[list[Row]]) -> list[str]:
         "",
         "Temporary memory per device. What a row takes more than one of half its length is its",
         "activations; gathered weights and the head's gradient are the same for both. Logits exist",
-        f"in chunks of {LOSS_CHUNK:,} tokens, so that a layer's backward, not the loss, needs most.",
+        f"in chunks of {LOSS_CHUNK:,} tokens, so that the loss needs less than a layer.",
         "Of half the devices' half: 100 % is what twice the devices halve exactly.",
         "",
         f"| cp | {short:,} tokens GiB | {full:,} tokens GiB | difference GiB | "
