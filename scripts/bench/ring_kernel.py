@@ -88,7 +88,8 @@ def round_the_ring(
         out.append(found.out.astype(own.dtype))
         over_all = OverAll(out[i], pull, found.lse)
         for j, e, half in ((j, e, n) for j, e in [(i, None), *others] for n in (0, 1)):
-            dq, dk, dv = zigzag.backward(mine, keys[j], over_all, True, e, half)
+            part = zigzag.backward(mine, keys[j], over_all, True, e, half)
+            dq, dk, dv = zigzag.spread(part, True, e, half)
             grads[i][0] = grads[i][0] + dq
             grads[j][1], grads[j][2] = grads[j][1] + dk, grads[j][2] + dv
     return [(x, *each) for x, each in zip(out, grads, strict=True)]

@@ -213,7 +213,8 @@ def _round_a_ring(shapes: Shapes, segments: np.ndarray, *, is_packed: bool) -> A
             out[mine] = joined.out.astype(query[mine].dtype)
             found = OverAll(out[mine], cotangent[mine], joined.lse)
             for k, e, half in ((k, e, n) for k, e in steps for n in (0, 1)):
-                grads = zigzag.backward(queries, own[k], found, True, e, half)
+                part = zigzag.backward(queries, own[k], found, True, e, half)
+                grads = zigzag.spread(part, True, e, half)
                 dq[mine], dk[k], dv[k] = (
                     total + part
                     for total, part in zip((dq[mine], dk[k], dv[k]), grads, strict=True)

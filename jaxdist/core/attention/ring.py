@@ -28,6 +28,7 @@ from jaxdist.core import collectives
 from jaxdist.core.attention import blockwise, zigzag
 from jaxdist.core.attention.blockwise import Partial, Pull, Rule, Span
 from jaxdist.core.attention.parts import (
+    Grads,
     Keys,
     OverAll,
     Queries,
@@ -210,8 +211,8 @@ def _ring_backward(rule: Rule, ring: Ring, saved: Any, cotangent: Array) -> Any:
     queries = Span(ring.places(0, length), segments)
     mine, found = Queries(query, segments), OverAll(out, cotangent, lse)
 
-    def look(held: _Held, step: Any, half: int | None) -> tuple[Array, Array]:
-        """Gradients: of the query, and [2, batch, length, kv_heads, head_dim] of held keys.
+    def look(held: _Held, step: Any, half: int | None) -> Grads:
+        """Gradients [batch, positions, ...] of query and held keys and values, before `spread`.
 
         Those of the first or the second half of the work, 0 or 1; None for all of it.
         """
@@ -219,41 +220,57 @@ def _ring_backward(rule: Rule, ring: Ring, saved: Any, cotangent: Array) -> Any:
         if ring.fused:
             assert half is not None
             others, earlier = Keys(key, value, held.segments), ring.is_earlier(step)
-            dq, *grads = zigzag.backward(mine, others, found, rule.causal, earlier, half)
-            return dq, jnp.stack(grads)
-        cut, widen = zigzag.HALVES[half] if half is not None else (_same, _same)
+            return zigzag.backward(mine, others, found, rule.causal, earlier, half)
+        cut = _same if half is None else zigzag.HALVES[half][0]
         keys = cut(Span(ring.places(step, length), held.segments))
-        dq, *grads = blockwise.backward(query, cut(key), cut(value), queries, keys, pull, rule)
-        return dq, jnp.stack([widen(x) for x in grads])
+        return blockwise.backward(query, cut(key), cut(value), queries, keys, pull, rule)
+
+    def spread(grads: Grads, step: Any, half: int | None) -> tuple[Array, Array]:
+        """Those of the query [batch, length, ...], and of held keys [2, batch, length, ...]."""
+        dq, dk, dv = grads
+        if ring.fused:
+            assert half is not None
+            dq, dk, dv = zigzag.spread(grads, rule.causal, ring.is_earlier(step), half)
+        elif half is not None:
+            widen = zigzag.HALVES[half][1]
+            dk, dv = widen(dk), widen(dv)
+        return dq, jnp.stack([dk, dv])
 
     def turn(carry: tuple[Array, Array | None, _Held], step: Any) -> tuple[Any, None]:
         """Add to dq [batch, length, heads, head_dim] and grads [2, ...]; send both on, and keys."""
         dq, grads, held = carry
         arriving = None if _is_number(step, last) else ring.send(held)
-        more: Array | None = None
+        parts: list[tuple[Array, Array]] = []
         if ring.fused:  # until here keys travel beside the first half, and then gradients
-            part, more = look(held, step, 0)
-            together = (arriving, held, grads, dq + part, more)
-            arriving, held, grads, dq, more = lax.optimization_barrier(together)
+            found_first = look(held, step, 0)
+            together = (arriving, held, grads, found_first)
+            arriving, held, grads, found_first = lax.optimization_barrier(together)
+            parts.append(spread(found_first, step, 0))
         # The gradients of these keys come from the devices that the keys came from; the first of
         # them starts with its own.
-        sent = ring.send(grads)
-        part, rest = look(held, step, 1 if ring.fused else None)
-        first, *others = (x for x in (sent, more, rest) if x is not None)
-        return (dq + part, sum(others, first), arriving), None
+        grads = ring.send(grads)
+        half = 1 if ring.fused else None
+        parts.append(spread(look(held, step, half), step, half))
+        for part, more in parts:
+            dq, grads = dq + part, more if grads is None else grads + more
+        return (dq, grads, arriving), None
 
     own, last = _Held(jnp.stack([key, value]), segments), ring.size - 1
+    # Barriers keep a product for every hop: the compiler would put several beside the longest.
     arriving = ring.send(own)
-    dq, first = look(own, 0, 0)  # while the first keys travel
-    carry: Any = (dq, None, arriving)
+    arriving, first = lax.optimization_barrier((arriving, look(own, 0, 0)))
+    carry: Any = (jnp.zeros_like(query, lse.dtype), None, arriving)
     if last > 1:
         carry, _ = turn(carry, 1)
         carry, _ = lax.scan(turn, carry, jnp.arange(2, last))
     (dq, grads, _), _ = turn(carry, last)
+    own, grads = lax.optimization_barrier((own, grads))
     home = ring.send(grads)
-    part, second = look(own, 0, 1)  # while the last gradients travel
-    dk, dv = home + first + second
-    return (dq + part).astype(query.dtype), dk.astype(key.dtype), dv.astype(value.dtype), None
+    for half, part in enumerate((first, look(own, 0, 1))):
+        more, kept = spread(part, 0, half)
+        dq, home = dq + more, home + kept
+    dk, dv = home
+    return dq.astype(query.dtype), dk.astype(key.dtype), dv.astype(value.dtype), None
 
 
 def _same(tree: Any) -> Any:

@@ -79,36 +79,39 @@ def backward(
 ) -> Grads:
     """Half of the work that gives these keys' part of the gradients of query, key and value.
 
-    Float32, [batch, length, ...] as those; the sum of the first and the second half, 0 and 1, is
-    the part. Both take one call of the same size, so that there is one for keys to travel beside,
-    and one for gradients. `found` is over all keys, `is_earlier` as in `forward`.
+    In their dtypes, and of the positions that the call was about: `spread` puts them in place, and
+    then the sum of the first and the second half, 0 and 1, is the part. Both take one call of the
+    same size, so that there is one for keys to travel beside, and one for gradients. `found` is
+    over all keys, [batch, length, ...]; `is_earlier` as in `forward`.
     """
     if not is_causal:
-        cut, widen = HALVES[half]
-        dq, dk, dv = across_backward(queries, cut(keys), found)
-        return _wide((dq, widen(dk), widen(dv)))
+        return across_backward(queries, HALVES[half][0](keys), found)
     if half == 0:  # late queries see the early keys of any group
-        dq, dk, dv = across_backward(late(queries), early(keys), late(found))
-        return _wide((after_early(dq), before_late(dk), before_late(dv)))
+        return across_backward(late(queries), early(keys), late(found))
     if is_earlier is None:
         # Each half of a group's own as rows: [batch, length, ...] -> [2 · batch, length / 2, ...].
         rows = lambda x: x.reshape(2 * x.shape[0], -1, *x.shape[2:])
         queries, keys, found = jax.tree.map(rows, (queries, keys, found))
-        grads = within_backward(queries, keys, found, is_causal)
-        dq, dk, dv = (g.reshape(-1, 2 * g.shape[1], *g.shape[2:]) for g in grads)
-        return _wide((dq, dk, dv))
+        return within_backward(queries, keys, found, is_causal)
     # Early queries see the early keys of an earlier group, late ones the late keys of a later one.
     start = jnp.where(is_earlier, 0, queries.query.shape[1] // 2)
     same = lambda x: lax.dynamic_slice_in_dim(x, start, x.shape[1] // 2, axis=1)
-    grads = across_backward(*jax.tree.map(same, (queries, keys, found)))
-    dq, dk, dv = (jnp.where(is_earlier, before_late(g), after_early(g)) for g in grads)
-    return _wide((dq, dk, dv))
+    return across_backward(*jax.tree.map(same, (queries, keys, found)))
 
 
-def _wide(grads: Grads) -> Grads:
-    """Gradients [batch, length, ...] in float32."""
+def spread(grads: Grads, is_causal: bool, is_earlier: Array | None, half: int) -> Grads:
+    """What `backward` found at the places that it is of: float32 [batch, length, ...] each."""
     dq, dk, dv = (x.astype(jnp.float32) for x in grads)
-    return dq, dk, dv
+    if not is_causal:
+        widen = HALVES[half][1]
+        return dq, widen(dk), widen(dv)
+    if half == 0:
+        return after_early(dq), before_late(dk), before_late(dv)
+    if is_earlier is None:
+        rows = lambda x: x.reshape(-1, 2 * x.shape[1], *x.shape[2:])
+        return rows(dq), rows(dk), rows(dv)
+    place = lambda x: jnp.where(is_earlier, before_late(x), after_early(x))
+    return place(dq), place(dk), place(dv)
 
 
 # --- halves ---------------------------------------------------------------------------------------
