@@ -121,6 +121,14 @@ def test_the_memory_of_each_exchange_is_that_of_the_compiled_program(exchange):
     assert planned / 2**30 == pytest.approx(committed(exchange), rel=0.06)
 
 
+def test_activations_of_a_row_fall_with_the_devices_that_share_it():
+    """As committed: of the half as many devices' half, within a tenth."""
+    page = (CONFIGS.parent / "scripts/bench/results/context_program.md").read_text()
+    table = page.partition("## Memory of one row")[2].partition("##")[0]
+    shares = re.findall(r"^\| \d+ \|.*\| (\d+) % \|$", table, re.M)
+    assert len(shares) == 2 and all(90 <= int(share) <= 110 for share in shares)
+
+
 PACKED = DataConfig(packing="documents")
 TWO_NODES = Cluster(gpu=GPUS["h100"], num_nodes=2, gpus_per_node=8)
 
@@ -151,8 +159,8 @@ def test_an_exchange_that_cannot_have_the_kernel_asked_for_is_refused():
     assert exchanges(job) == ["ring"]
     with refused("attention='cudnn'", "all gathered keys"):
         _ = job.changed("mesh", context_attention="all_gather").attention
-    packed = dataclasses.replace(job.config, data=DataConfig(packing="documents"))
-    found = search(packed, cluster, stages=False)
+    windowed = dataclasses.replace(named, sliding_window=4096)
+    found = search(dataclasses.replace(config, model=windowed), cluster, stages=False)
     assert "attention='cudnn'" in found.refused[spec] and found.choices
 
 

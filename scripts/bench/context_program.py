@@ -137,10 +137,12 @@ def table(rows: list[Row]) -> list[str]:
         "the planner's estimate. Asynchronous: the share of the bytes of keys, values, heads and",
         "their gradients that is started and awaited apart. Beside work: how many of these",
         "collectives have computing instructions between their start and their end. Beside",
-        "products: how many permutes have a call of cuDNN or cuBLAS, or a loop of them. Calls: of",
-        "cuDNN's kernel in each layer. Its output is kept, so these are one forward and, round a",
-        "ring, two backward for each part of the row: keys travel beside one, gradients beside the",
-        "other. A ring of 8 takes eight steps each way, a hybrid two.",
+        "products: how many permutes have a call of cuDNN or cuBLAS, or a loop of them. Documents",
+        "of packed rows travel too, 64 KiB a hop, and are left out of these.",
+        "",
+        "Calls: of cuDNN's kernel in each layer. Its output is kept, so these are one forward and,",
+        "round a ring, two backward for each part of the row: keys travel beside one, gradients",
+        "beside the other. A ring of 8 takes eight steps each way, a hybrid two.",
         "",
         "| exchange | attention runs on | calls | permutes | beside products | asynchronous | "
         "beside work | sent GiB | planned GiB | temporary GiB |",
@@ -148,8 +150,8 @@ def table(rows: list[Row]) -> list[str]:
     ]
     for row in rows:
         moved = [c for c in row.step.collectives if c.axes == ("context",)]
-        rings = [c for c in moved if c.kind == "collective-permute"]
-        activations = [c for c in moved if c.kind in ("collective-permute", "all-to-all")]
+        rings = [c for c in moved if c.kind == "collective-permute" and c.dtypes != ("s32",)]
+        activations = [c for c in moved if c.kind == "all-to-all"] + rings
         total = sum(c.count * c.wire_bytes for c in activations)
         ahead = sum(c.count * c.wire_bytes for c in activations if c.overlapped)
         beside = sum(c.overlapped and c.between > 0 for c in activations)
