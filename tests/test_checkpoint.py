@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -424,6 +425,32 @@ def test_the_preflight_says_what_does_not_work(tmp_path, monkeypatch):
     writer = checkpointer(tmp_path)
     with refused("before training", "OSError: [Errno 5]", error=CheckpointError):
         writer.preflight()
+    writer.close()
+
+
+def test_the_preflight_goes_on_beside_other_work(tmp_path, monkeypatch):
+    from jaxdist.checkpoint import preflight
+
+    begun, may_fail = threading.Event(), threading.Event()
+
+    def failing(*_):
+        begun.set()
+        assert may_fail.wait(60)
+        raise CheckpointError("no place")
+
+    monkeypatch.setattr(preflight, "try_save_path", failing)
+    writer = checkpointer(tmp_path)
+    writer.start_preflight()
+    assert begun.wait(60)
+    may_fail.set()
+    with refused("no place", error=CheckpointError):
+        writer.finish_preflight()
+    writer.finish_preflight()  # said once
+    monkeypatch.setattr(writer, "_group", SimpleNamespace(num_processes=2))
+    threads = []
+    monkeypatch.setattr(writer, "preflight", lambda _: threads.append(threading.get_ident()))
+    writer.start_preflight()
+    assert threads == [threading.get_ident()]
     writer.close()
 
 

@@ -1,5 +1,7 @@
 """Rates and watches: MFU by hand, time left, slow loaders, second compilations, device memory."""
 
+import threading
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -290,6 +292,27 @@ def test_programs_compiled_meanwhile_do_not_count():
     assert reports == []
     watch(jnp.ones(5))
     assert len(reports) == 1
+
+
+def test_programs_of_another_thread_do_not_count():
+    step = jax.jit(lambda x: x + 1)
+    step(jnp.ones(4))
+
+    def compile_another():
+        jax.jit(lambda y: y - 2)(jnp.zeros(3))
+
+    class Busy:
+        _cache_size = staticmethod(step._cache_size)
+
+        def __call__(self, x):
+            other = threading.Thread(target=compile_another)
+            other.start()
+            other.join()
+            return step(x)  # on the host: new to jit's cache of calls, yet not to XLA
+
+    reports: list[Compilation] = []
+    CompileTracker(Busy(), reports.append)(np.ones(4, np.float32))
+    assert step._cache_size() == 2 and reports == []
 
 
 def test_a_changed_static_argument_is_told():

@@ -1,12 +1,14 @@
 """The order of the training loop, with a session that only records what it is asked to do."""
 
+import contextlib
 import types
 
 import pytest
 from refusals import missing
 
 from jaxdist import train
-from jaxdist.checkpoint import CheckpointConfig
+from jaxdist.checkpoint import CheckpointConfig, CheckpointError
+from jaxdist.run import session as session_module
 from jaxdist.run.exit_reason import ExitReason
 from jaxdist.run.resilience.anomalies import Rollback
 from jaxdist.run.session import Between, Session
@@ -146,3 +148,34 @@ def test_a_best_metric_that_is_not_evaluated_is_warned_of_once(keep_best, warned
         Session._warn_of_missing_best(session, {"loss": 1.0, "accuracy": 0.5})
     assert len(said) == warned
     assert all(missing(text, "acc:3", "loss, accuracy") == [] for text in said)
+
+
+@pytest.mark.parametrize("failure", [None, CheckpointError("no place")])
+def test_the_first_step_is_compiled_while_the_save_path_is_tried(monkeypatch, failure):
+    calls = []
+
+    def finish_preflight():
+        calls.append("finish preflight")
+        if failure:
+            raise failure
+
+    def dispatch(function, *arguments):
+        calls.append(function)
+        return None, {}
+
+    times = types.SimpleNamespace(last=lambda: 0.0, keep=lambda seconds: None)
+    monkeypatch.setattr(session_module, "CompileTimes", lambda parts: times)
+    step = types.SimpleNamespace(compile="compile", seconds=1.0)
+    session = types.SimpleNamespace(
+        parts=None, budget=None, step=0, state=None, _compiled=False, train_step=step,
+        timer=types.SimpleNamespace(dispatch=dispatch), forward_events=lambda: None,
+        checkpointer=types.SimpleNamespace(finish_preflight=finish_preflight),
+        guard=types.SimpleNamespace(update_limit=lambda step: 0.0),
+        run=types.SimpleNamespace(is_writer=True),
+    )  # fmt: skip
+    session._compile = types.MethodType(Session._compile, session)
+    with pytest.raises(CheckpointError) if failure else contextlib.nullcontext():
+        for _ in range(2):
+            Session.dispatch(session, {})
+    steps = [] if failure else [step, step]
+    assert calls == ["compile", "finish preflight", *steps]

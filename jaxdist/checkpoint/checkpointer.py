@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import logging
 import os
 import time
@@ -58,6 +59,7 @@ class Checkpointer:
         self._read_only = read_only
         self._lock: DirectoryLock | None = None
         self._chosen: int | None = None
+        self._preflight: concurrent.futures.Future[None] | None = None
         self._schedule = SaveSchedule(config, self._group)
         if not read_only:
             self._group.decide(self._open)
@@ -112,6 +114,8 @@ class Checkpointer:
 
     def close(self) -> None:
         """Finish what is being written, stop the threads, give up the lock."""
+        if self._preflight is not None:
+            concurrent.futures.wait([self._preflight])
         try:
             self._saver.wait()
         finally:
@@ -242,6 +246,26 @@ class Checkpointer:
         checksums([pytree.plain(leaf) for leaf in leaves])
         try_save_path(self.directory, self.config, self._group)
         self._events.event("preflight", seconds=time.perf_counter() - start)
+
+    def start_preflight(self, state: Any = None) -> None:
+        """Begin `preflight` on a thread, e.g. while the step is compiled.
+
+        The caller keeps `state` as it is, and begins no save, until `finish_preflight` returns. A
+        job of several processes is through with it when this returns: programs and exchanges of two
+        threads would meet in another order on each process.
+        """
+        if self._group.num_processes > 1:
+            self.preflight(state)
+            return
+        thread = concurrent.futures.ThreadPoolExecutor(1, "preflight")
+        self._preflight = thread.submit(self.preflight, state)
+        thread.shutdown(wait=False)
+
+    def finish_preflight(self) -> None:
+        """Wait for what `start_preflight` began, if it did; raises as `preflight` does."""
+        started, self._preflight = self._preflight, None
+        if started is not None:
+            started.result()
 
     def _open(self) -> None:
         try:

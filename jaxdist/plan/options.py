@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -35,34 +36,32 @@ class PlanConfig(RunConfig):
     tokens: float = setting(
         0.0, "tokens (images) of the whole run, e.g. 1e12; 0 = train.steps", ge=0
     )
-    deadline_days: float = setting(
-        0.0, "days that the run may take: advice names GPUs that are in time; 0 = any", ge=0
+    deadline: str = setting(
+        "",
+        "time that the run may take: 14d (or 14), 36h, 2w; advice names GPUs that meet it; "
+        "empty = no deadline",
     )
-    budget: float = setting(0.0, "money (USD) that the run may cost; 0 = any", ge=0)
-    price: float = setting(-1.0, "price of a GPU-hour on demand; -1 = the list's (USD)", ge=-1)
-    spot_price: float = setting(
-        -1.0, "price of a GPU-hour that may end any time; -1 = the list's", ge=-1
-    )
+    budget: float = setting(0.0, "USD that the run may cost; 0 = no limit", ge=0)
+    price: float = setting(-1.0, "USD per GPU-hour on demand; -1 = list price", ge=-1)
+    spot_price: float = setting(-1.0, "USD per GPU-hour on spot; -1 = list price", ge=-1)
     preemptions_per_day: float = setting(
-        2.0, "times a day that spot GPUs are taken away, the whole job together", ge=0
+        2.0, "spot preemptions per day, of the whole job together", ge=0
     )
     failures_per_day: float = setting(
         -1.0,
-        "failures a day that end the whole job; -1 = by the number of GPUs "
+        "failures per day that stop the whole job; -1 = by the number of GPUs "
         f"({FAILURES_PER_1000_GPU_DAYS:.2f} per 1,000 GPUs, Llama 3's training)",
         ge=-1,
     )
-    storage_gb_per_s: float = setting(
-        2.0, "GB/s that one node writes to storage, the nodes adding up", gt=0
-    )
+    storage_gb_per_s: float = setting(2.0, "GB/s that each node writes to storage", gt=0)
     restart_s: float = setting(
         300.0, "seconds from a failure to the next attempt's first step", ge=0
     )
     compile: bool = setting(
-        True, "prove the answer with the GPU compiler where the extra `plan` is installed"
+        True, "check the answer with the GPU compiler, where the extra `plan` is installed"
     )
     compile_timeout_s: float = setting(300.0, "seconds for one compilation", gt=0)
-    top: int = setting(6, "meshes shown", ge=1)
+    top: int = setting(6, "largest number of meshes to show", ge=1)
     json: bool = setting(False, "print one JSON object instead of text")
     html: str = setting("", "write a page with plots to this file")
     show_schedule: bool = setting(
@@ -77,7 +76,7 @@ class PlanConfig(RunConfig):
     @property
     def limits(self) -> Limits:
         """What the run may take."""
-        return Limits(days=self.deadline_days, money=self.budget)
+        return Limits(days=_days(self.deadline) or 0.0, money=self.budget)
 
     def problems(self) -> list[str]:
         """Rules of the question beyond bounds; the run's own rules are asked apart."""
@@ -86,6 +85,11 @@ class PlanConfig(RunConfig):
             for name in ("price", "spot_price", "failures_per_day")
             if -1 < getattr(self, name) < 0
         ]
+        if _days(self.deadline) is None:
+            found.append(
+                f"deadline={self.deadline!r} is no time. Write a number above 0 and its unit: 2w, "
+                "14d or 36h."
+            )
         if self.show_schedule and self.stages * self.microbatches > _MOST_CELLS:
             found.append(
                 f"--stages {self.stages} --microbatches {self.microbatches} is too large to draw. "
@@ -97,6 +101,17 @@ class PlanConfig(RunConfig):
                 "8 nodes of 8."
             )
         return found
+
+
+_DAYS = {"w": 7.0, "d": 1.0, "h": 1 / 24}
+
+
+def _days(text: str) -> float | None:
+    """Days that a text such as 14d names; 0 where it is empty, None where it is no time."""
+    if not text:
+        return 0.0
+    match = re.fullmatch(r"([0-9]*\.?[0-9]+)([wdh]?)", text.strip().lower())
+    return None if match is None else float(match[1]) * _DAYS[match[2] or "d"] or None
 
 
 def read_plan(

@@ -162,11 +162,9 @@ class Session:
             Scalars [], replicated, still being computed.
         """
         limit = self.guard.update_limit(self.step + 1)
-        with contextlib.nullcontext() if self._compiled else self._compiling():
-            if self.budget is not None:
-                self._check_memory(self.budget, batch, limit)
-                self.budget = None
-            self.state, metrics = self.timer.dispatch(self.train_step, self.state, batch, limit)
+        if not self._compiled:
+            self._compile(batch, limit)
+        self.state, metrics = self.timer.dispatch(self.train_step, self.state, batch, limit)
         self.step += 1
         return metrics
 
@@ -327,26 +325,30 @@ class Session:
         )
         return code if committed else runtime.EXIT_FAILURE
 
-    @contextlib.contextmanager
-    def _compiling(self) -> Iterator[None]:
-        """The first step of a start: says how long the program took to compile the last time."""
+    def _compile(self, batch: Batch, limit: float) -> None:
+        """Before the first step of a start: compile it, while the save path is tried.
+
+        Says how long the program took to compile the last time, and compares what the compiled step
+        takes of a GPU with the estimate and the GPU's memory.
+
+        Raises:
+            CheckpointError: checkpoints cannot be saved.
+            ConfigError: the step takes more memory than there is, and `--force` was not given.
+        """
         times = CompileTimes(self.parts)
         before = times.last()
         took = f", {duration(before)} last time" if before else ""
         with waiting(f"compiling the train step{took}"):
-            yield
+            compiled = self.timer.dispatch(self.train_step.compile, self.state, batch, limit)
+        if self.budget is not None:
+            stats = compiled.memory_analysis()
+            if warning := self.budget.compare(stats):
+                log.warning("%s", warning)
+            if not self.config.force:
+                self.budget.check_executable(stats)
+        with waiting("trying to save and restore"):
+            self.checkpointer.finish_preflight()
+        self.forward_events()
         self._compiled = True
         if self.run.is_writer:
             times.keep(self.train_step.seconds)
-
-    def _check_memory(self, budget: Budget, batch: Batch, limit: float) -> None:
-        """Compare what the compiled step takes of a GPU with the estimate and the GPU's memory.
-
-        Raises:
-            ConfigError: it takes more than there is, and `--force` was not given.
-        """
-        stats = self.train_step.compile(self.state, batch, limit).memory_analysis()
-        if warning := budget.compare(stats):
-            log.warning("%s", warning)
-        if not self.config.force:
-            budget.check_executable(stats)

@@ -81,7 +81,8 @@ def restore_or_init(
     """The newest valid checkpoint, or a new state where there is none.
 
     The guard gets back the losses that it had seen. A run that rolls back says which samples it
-    leaves out from now on.
+    leaves out from now on. A new state goes through the preflight of `checkpointer`, which the
+    caller finishes before the first step.
 
     Returns:
         The state, sharded over the mesh; steps done; the loader of the next batch.
@@ -95,7 +96,7 @@ def restore_or_init(
         if config.init_from:
             log.info("weights from %s", config.init_from)
         if config.checkpoint.preflight and not rolls_back:
-            checkpointer.preflight(state)
+            checkpointer.start_preflight(state)
     else:
         with waiting(f"restoring checkpoint {chosen}"):
             state, meta, step = parts.restore(checkpointer, chosen)

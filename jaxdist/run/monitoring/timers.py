@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
@@ -97,13 +98,15 @@ _IS_CACHE_HIT = "compilation_cache/cache_hits"
 
 @contextlib.contextmanager
 def _compile_events() -> Iterator[list[str]]:
-    """Names of JAX's events while the block runs."""
+    """Names of JAX's events on this thread while the block runs."""
     from jax import monitoring
 
     events: list[str] = []
+    thread = threading.get_ident()
 
     def listen(event: str, *_: float, **__: Any) -> None:
-        events.append(event)
+        if threading.get_ident() == thread:
+            events.append(event)
 
     monitoring.register_event_listener(listen)
     monitoring.register_event_duration_secs_listener(listen)
