@@ -26,6 +26,12 @@ os.environ.setdefault(
 )
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")  # 5 % of the time of a step's tests
+
+import jax
+
+from jaxdist.runtime import setup_compilation_cache
+
+CACHE = str(Path(tempfile.gettempdir()) / f"jaxdist-tests-{os.getuid()}" / "xla")
 # Tracing makes millions of objects that live on; collecting after each 700 takes a fifth of the
 # time (112 -> 90 s of processor for the tests of the step and the audit).
 gc.set_threshold(100_000, 50, 100)
@@ -34,12 +40,6 @@ if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
     sys.dont_write_bytecode = False
     sys.pycache_prefix = str(Path(tempfile.gettempdir()) / f"jaxdist-tests-{os.getuid()}" / "pyc")
     os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix
-
-import jax
-
-from jaxdist.runtime import setup_compilation_cache
-
-CACHE = str(Path(tempfile.gettempdir()) / f"jaxdist-tests-{os.getuid()}" / "xla")
 jax.config.update("jax_num_cpu_devices", 8)
 # Each program is compiled once per machine, by whichever test, worker or leg needs it first.
 setup_compilation_cache(os.environ.setdefault("JAXDIST_CACHE", CACHE))
