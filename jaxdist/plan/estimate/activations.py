@@ -89,10 +89,21 @@ def transposed_per_layer(job: Job) -> int:
     """Bytes of kept values that are copied into another order before the backward loop.
 
     A reduce-scatter or gather over the sequence wants it as the first dim: with more than one row
-    the compiler turns the whole stack around at once.
+    the compiler turns the whole stack around at once. So it does with kept queries, keys and values
+    whose heads are exchanged for positions.
     """
     turned = job.sequence_parallel and job.micro_rows > 1 and job.remat in ("dots", "none")
-    return job.compute_bytes * job.tokens * job.stream_width if turned else 0
+    elements = job.tokens * job.stream_width if turned else 0
+    if turns_heads(job):
+        elements += job.tokens * (Widths.of(job).queries + 2 * Widths.of(job).keys)
+    return job.compute_bytes * elements
+
+
+def turns_heads(job: Job) -> bool:
+    """Whether queries, keys and values are kept before their heads are exchanged for positions."""
+    if job.exchange is None or job.exchange.inner == 1 or not job.is_decoder:
+        return False
+    return job.remat == "dots" or "qkv" in job.remat.removeprefix("names:").split(",")
 
 
 def kept_outside(job: Job) -> float:
@@ -117,13 +128,16 @@ def _joined(job: Job) -> int:
     As in the buffer assignments of long rows. Block by block these are float32: partial results as
     they come and as they are joined, outputs and gradients of queries; and gradients of the keys
     and values at hand, which are all of the row's after an all-gather. Of cuDNN's parts no more is
-    alive than of the MLP; heads that are exchanged for positions are copied before and after.
+    alive than of the MLP, but round a ring sums of gradients in float32; heads that are exchanged
+    for positions are copied before and after.
     """
     if job.exchange is None:
         return 0
     widths = Widths.of(job)
     if job.attention == "cudnn":
-        return 2 * job.compute_bytes * job.tokens * widths.queries * (job.exchange.inner > 1)
+        copied = 2 * job.compute_bytes * widths.queries * (job.exchange.inner > 1)
+        is_ring = job.exchange.exchange != "all_to_all"
+        return job.tokens * (copied + is_ring * WIDE * (widths.queries + 2 * widths.keys))
     if job.exchange.exchange == "all_gather":
         return 3 * WIDE * job.micro_rows * job.seq_len * widths.keys
     return WIDE * job.tokens * (4 * widths.queries + 4 * widths.keys)
