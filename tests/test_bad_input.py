@@ -161,7 +161,7 @@ RULES = {
         ["--model.attention=cudnn", "--simulate=1"], "needs a GPU", "attention='auto'"),
     "position table": (
         ["--model.positions=learned", "--train.seq_len=4096"], "seq_len=4096 is longer", "Shorten"),
-    "vocabulary below bytes": (["--model.vocab_size=100"], "vocab_size=100 is smaller", "Use 256"),
+    "vocabulary below bytes": (["--model.vocab_size=100"], "vocab_size=100 is smaller", "Use 1024"),
     "remat": (["--train.remat=some"], "remat='some'", "Use auto, none"),
     "remat name": (["--train.remat=names:qkv,mlp"], "names mlp", "Use names from"),
     "learning rate nan": (["--optim.peak_lr=nan"], "optim.peak_lr=nan", "The default is"),

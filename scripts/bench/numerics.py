@@ -19,7 +19,14 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
 RECORDED = ROOT / "scripts/bench/results/numerics.json"
-BASE = ["--steps=12", "--train.global_batch_size=32", "--monitoring.tensorboard=false"]
+BASE = [
+    "--steps=12",
+    "--monitoring.tensorboard=false",
+    # What the default was when the losses were recorded.
+    *("--train.global_batch_size=32", "--train.seq_len=128", "--model.vocab_size=256"),
+    *("--data.tokenizer=bytes", "--optim.optimizer=adamw", "--optim.peak_lr=3e-3"),
+    *("--optim.warmup_steps=20", "--optim.schedule=cosine", "--optim.min_lr_ratio=0.1"),
+]
 RUNS = {
     "default": [],
     "dp8": ["--simulate=8", "--mesh=dp=8"],
