@@ -320,6 +320,20 @@ def test_help_begins_with_what_stands_without_a_flag():
     assert text.index("  RUN_DIR TEXT") < text.index("  --name TEXT")
 
 
+def test_help_shows_what_a_command_adds_before_the_rest():
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Show(Job):
+        floors: int = setting(1, "storeys that are shown")
+
+    text = help_text(Show, "show", "Shows things.", {})
+    assert 0 < text.index("  --floors INT") < text.index("  --name TEXT")
+
+
+def test_help_offers_the_kinds_of_a_section_once():
+    text = help_text(Job, "paint", "Paints things.", {})
+    assert text.count("--shape.kind") == 1 and "--shape.kind {square,circle} = square" in text
+
+
 def test_help_exits_0_and_help_section_prints_one_section(capsys):
     for argv, expected in (
         (["--help"], full_help()),

@@ -40,7 +40,7 @@ class CheckpointConfig:
         "quick = file sizes and small files before, checksums after; none = trust the disk",
     )
     preflight: bool = setting(
-        True, "before training, try a small save and restore in the checkpoint directory"
+        True, "before the first step, try a small save and restore in the checkpoint directory"
     )
 
     @property

@@ -45,7 +45,7 @@ _PARAM_AND_GRADIENT_BYTES = 4 + 4
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """Everything that a run is made of; what is not said here has its room's default."""
+    """Name, seed, directory, starting weights and devices of a run; the sections hold the rest."""
 
     name: str = setting("default", "name of the run; its directory is runs/<name>-<time>")
     seed: int = setting(

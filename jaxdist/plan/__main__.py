@@ -1,12 +1,12 @@
-"""`python -m jaxdist.plan`: does it fit, with which mesh, how fast, at what price, and the proof.
+"""`python -m jaxdist.plan`: estimate if a run fits, on which mesh, how fast and at what price.
 
     python -m jaxdist.plan --config configs/llama3_8b.toml --gpus h100:8
     python -m jaxdist.plan --config configs/llama3_8b.toml --gpus h100:64,a100-80:64 --tokens 1e12
     python -m jaxdist.plan --config configs/llama3_70b.toml --gpus h100:128 --mesh fsdp=16,tp=8
     python -m jaxdist.plan --show-schedule --stages 4 --microbatches 8
 
-Takes the settings of training, needs no GPU and starts no device. Without --mesh it weighs every
-legal one. With the extra `plan` installed it compiles the very train step for those GPUs.
+Takes the settings of training, needs no GPU and starts no device. Without --mesh it compares
+every legal one. With the extra `plan` installed it compiles the train step for those GPUs.
 """
 
 from __future__ import annotations

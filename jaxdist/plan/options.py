@@ -36,33 +36,29 @@ class PlanConfig(RunConfig):
         0.0, "tokens (images) of the whole run, e.g. 1e12; 0 = train.steps", ge=0
     )
     deadline_days: float = setting(
-        0.0, "days that the run may take: advice names GPUs that are in time; 0 = any", ge=0
+        0.0, "days that the run may take; advice names GPUs that meet it; 0 = no deadline", ge=0
     )
-    budget: float = setting(0.0, "money (USD) that the run may cost; 0 = any", ge=0)
-    price: float = setting(-1.0, "price of a GPU-hour on demand; -1 = the list's (USD)", ge=-1)
-    spot_price: float = setting(
-        -1.0, "price of a GPU-hour that may end any time; -1 = the list's", ge=-1
-    )
+    budget: float = setting(0.0, "USD that the run may cost; 0 = no limit", ge=0)
+    price: float = setting(-1.0, "USD per GPU-hour on demand; -1 = list price", ge=-1)
+    spot_price: float = setting(-1.0, "USD per GPU-hour on spot; -1 = list price", ge=-1)
     preemptions_per_day: float = setting(
-        2.0, "times a day that spot GPUs are taken away, the whole job together", ge=0
+        2.0, "spot preemptions per day, of the whole job together", ge=0
     )
     failures_per_day: float = setting(
         -1.0,
-        "failures a day that end the whole job; -1 = by the number of GPUs "
+        "failures per day that stop the whole job; -1 = by the number of GPUs "
         f"({FAILURES_PER_1000_GPU_DAYS:.2f} per 1,000 GPUs, Llama 3's training)",
         ge=-1,
     )
-    storage_gb_per_s: float = setting(
-        2.0, "GB/s that one node writes to storage, the nodes adding up", gt=0
-    )
+    storage_gb_per_s: float = setting(2.0, "GB/s that each node writes to storage", gt=0)
     restart_s: float = setting(
         300.0, "seconds from a failure to the next attempt's first step", ge=0
     )
     compile: bool = setting(
-        True, "prove the answer with the GPU compiler where the extra `plan` is installed"
+        True, "check the answer with the GPU compiler, where the extra `plan` is installed"
     )
     compile_timeout_s: float = setting(300.0, "seconds for one compilation", gt=0)
-    top: int = setting(6, "meshes shown", ge=1)
+    top: int = setting(6, "largest number of meshes to show", ge=1)
     json: bool = setting(False, "print one JSON object instead of text")
     html: str = setting("", "write a page with plots to this file")
     show_schedule: bool = setting(

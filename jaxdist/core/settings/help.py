@@ -39,7 +39,7 @@ def help_text(
         chosen = [name for name in groups if name.split(" ")[0] == section]
         if not chosen:
             raise ConfigError(f"--help {section}: there is no such section. Use one of {names}.")
-        return "\n\n".join(_group(name, *groups[name], {}) for name in chosen)
+        return "\n\n".join(_section(name, *groups[name]) for name in chosen)
     spelled = {name: name.upper() for name in positional} | ({rest: f"-- {rest.upper()}"})
     flags = (
         " [--config FILE.toml|NAME] [--SECTION.NAME=VALUE ...]" if names else " [--NAME=VALUE ...]"
@@ -52,12 +52,13 @@ def help_text(
         _wrap(_RULES if names else _SHORT_RULES, ""),
         _wrap(f"Short spellings: {short}." if short else "", ""),
         _wrap(f"--help SECTION shows one of: {names}." if names else "", ""),
-        *(_group(name, *group, spelled) for name, group in groups.items()),
+        *_root(cls, groups.pop("")[1], spelled),
+        *(_section(name, *group) for name, group in groups.items()),
     ]
     return "\n\n".join(part for part in parts if part.strip())
 
 
-_SHORT_RULES = "A list is a,b,c. A switch is true or false; alone it is true."
+_SHORT_RULES = "Lists are comma-separated: a,b,c. A true|false flag without a value means true."
 _RULES = (
     f"Flags win over the file, the file wins over the defaults. {_SHORT_RULES} In a file, names "
     "have underscores for dashes: --train.global-batch-size is global_batch_size in [train]."
@@ -65,23 +66,45 @@ _RULES = (
 
 
 def groups_of(cls: type) -> Iterator[tuple[str, tuple[str, list[Field]]]]:
-    """(heading, (doc, fields)) of the root and of each section and kind."""
+    """(heading, (doc, fields)) of the root and of each section and kind.
+
+    The field that says which kind stands with the first one, and offers all of them.
+    """
     plain = [f for f in fields_of(cls) if len(f.path) == 1]
     yield "", (_doc(cls), plain)
     for name, annotation in types_of(cls).items():
-        for kind, section in kinds_of(annotation).items():
-            heading = f"{name} (kind = {kind})" if kind else name
-            yield heading, (_doc(section), list(fields_of(section, (name,))))
+        kinds = kinds_of(annotation)
+        fields = {kind: list(fields_of(section, (name,))) for kind, section in kinds.items()}
+        chooses = [f for of_kind in fields.values() for f in of_kind if f.path[1:] == ("kind",)]
+        for kind, section in kinds.items():
+            rest = [f for f in fields[kind] if f not in chooses]
+            if chooses and kind == next(iter(kinds)):
+                literal: Any = Literal
+                docs = "; ".join(field.doc for field in chooses)
+                choice = dataclasses.replace(chooses[0], type=literal[tuple(kinds)], doc=docs)
+                rest.insert(0, choice)
+            yield f"{name} (kind = {kind})" if kind else name, (_doc(section), rest)
 
 
 def _doc(cls: type) -> str:
     return (cls.__doc__ or "").strip().splitlines()[0] if cls.__doc__ else ""
 
 
-def _group(heading: str, doc: str, fields: list[Field], spelled: Mapping[str, str]) -> str:
+def _root(cls: type, fields: list[Field], spelled: Mapping[str, str]) -> Iterator[str]:
+    """The settings outside of sections: first those that a command has beside its base class's."""
+    own = [f for f in fields if f.name in spelled or f.name in vars(cls).get("__annotations__", {})]
+    inherited = [f for f in fields if f not in own]
+    yield _group("Options of this command" if inherited else "Options", own, spelled)
+    yield _group("General", inherited, spelled)
+
+
+def _section(heading: str, doc: str, fields: list[Field]) -> str:
+    return _group(f"{heading}: {doc}", fields, {})
+
+
+def _group(title: str, fields: list[Field], spelled: Mapping[str, str]) -> str:
     if not fields:
         return ""
-    title = f"{heading}: {doc}" if heading else "General"
     # What stands without a flag comes first, as it does on the command line.
     ordered = sorted(fields, key=lambda field: field.name not in spelled)
     return "\n".join([_wrap(title, "", hanging="  "), *(_field(f, spelled) for f in ordered)])

@@ -1,1 +1,1 @@
-"""Where two runs that should be equal part: from what they wrote, and from steps done again."""
+"""Where two runs first differ that should be equal: by what they wrote, and by repeated steps."""

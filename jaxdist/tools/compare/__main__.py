@@ -1,4 +1,4 @@
-"""`python -m jaxdist.compare A B`: find where two runs that should be equal part.
+"""`python -m jaxdist.compare A B`: find where two runs first differ that should be equal.
 
     python -m jaxdist.compare runs/A runs/B
     python -m jaxdist.compare runs/A runs/B --rerun false
@@ -40,15 +40,17 @@ class CompareConfig:
 
     a: str = setting("", "run directory", required=True)
     b: str = setting("", "run directory to compare it with", required=True)
-    rerun: bool = setting(True, "do the steps around the parting again; false = read files only")
-    mesh: str = setting("", "mesh for the steps done again; empty = that of run A")
+    rerun: bool = setting(
+        True, "repeat the steps around the first difference; false = read files only"
+    )
+    mesh: str = setting("", "mesh for the repeated steps; empty = that of run A")
     simulate: int = setting(
         0,
         "simulated CPU devices; 0 = the machine's own devices, or those of the mesh where run A "
         "was simulated",
         ge=0,
     )
-    max_steps: int = setting(200, "most steps to do again", ge=1)
+    max_steps: int = setting(200, "largest number of steps to repeat", ge=1)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

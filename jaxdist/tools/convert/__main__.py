@@ -1,4 +1,4 @@
-"""`python -m jaxdist.convert VERB …`: look at, check, compare and rewrite checkpoints.
+"""`python -m jaxdist.convert VERB …`: inspect, verify, compare and rewrite checkpoints.
 
     inspect RUN              tree, shapes, dtypes, sizes, step, mesh and settings
     verify RUN               check every file of every checkpoint; --arrays=true the arrays too
@@ -8,7 +8,7 @@
     from-hf DIR OUT          a Hugging Face model (DIR or ORG/NAME on the hub) as a run directory
     to-hf RUN OUT            a run's weights as a Hugging Face model
 
-RUN, SRC, A and B are a run directory, its `checkpoints`, or one checkpoint; the newest whole one is
+RUN, SRC, A and B are a run directory, its `checkpoints`, or one checkpoint; the newest valid one is
 taken unless --step says another. `python -m jaxdist.convert VERB --help` explains the rest.
 """
 

@@ -23,7 +23,7 @@ class Config:
 
     src: str = setting("", "run directory, its checkpoints, or one checkpoint", required=True)
     out: str = setting("", "new directory for model*.safetensors", required=True)
-    step: int = setting(-1, "which checkpoint; -1 = the newest whole one")
+    step: int = setting(-1, "step of the checkpoint; -1 = the newest valid one")
     items: Literal["params", "all"] = setting(
         "params", "params = weights only; all = optimizer state and the rest too"
     )

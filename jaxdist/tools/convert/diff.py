@@ -22,8 +22,8 @@ class Config:
 
     a: str = setting("", "run directory, its checkpoints, or one checkpoint", required=True)
     b: str = setting("", "what to compare it with", required=True)
-    step_a: int = setting(-1, "which checkpoint of a; -1 = the newest whole one")
-    step_b: int = setting(-1, "which checkpoint of b; -1 = the newest whole one")
+    step_a: int = setting(-1, "step of the checkpoint of A; -1 = the newest valid one")
+    step_b: int = setting(-1, "step of the checkpoint of B; -1 = the newest valid one")
     under: str = setting("", "compare only arrays whose name begins with this, e.g. params")
     limit: int = setting(40, "differing arrays shown, largest difference first; 0 = all", ge=0)
     json: bool = setting(False, "print one JSON object instead of text")

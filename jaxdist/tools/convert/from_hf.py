@@ -1,4 +1,4 @@
-"""`convert from-hf DIR OUT`: a Hugging Face model as a run directory of ours.
+"""`convert from-hf DIR OUT`: import a Hugging Face model as a run directory.
 
 DIR is a model's directory, or ORG/NAME[@REVISION] on the hub.
 

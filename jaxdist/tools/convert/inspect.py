@@ -25,7 +25,7 @@ class Config:
     """Which checkpoint to show, and how much of it."""
 
     path: str = setting("", "run directory, its checkpoints, or one checkpoint", required=True)
-    step: int = setting(-1, "which checkpoint; -1 = the newest whole one")
+    step: int = setting(-1, "step of the checkpoint; -1 = the newest valid one")
     under: str = setting("", "show only arrays whose name begins with this, e.g. params/layers")
     settings: bool = setting(False, "also print the settings that the run had")
     json: bool = setting(False, "print one JSON object instead of text")

@@ -27,15 +27,15 @@ class Config:
 
     src: str = setting("", "run directory, its checkpoints, or one checkpoint", required=True)
     dst: str = setting("", "new run directory", required=True)
-    step: int = setting(-1, "which checkpoint; -1 = the newest whole one")
+    step: int = setting(-1, "step of the checkpoint; -1 = the newest valid one")
     mesh: str = setting("dp=1", "mesh to write for, e.g. fsdp=64 or dp=4,tp=2,pp=2")
     items: Literal["all", "params"] = setting(
-        "all", "all = a run can go on from it; params = weights only, to evaluate or start from"
+        "all", "all = with optimizer state, to resume from; params = weights only"
     )
     dtype: Literal["stored", "float32", "bfloat16"] = setting(
         "stored", "dtype of the weights; a later start casts them to what it needs"
     )
-    chunk_mb: int = setting(64, "MiB of a chunk at most: what is held in memory at a time", ge=1)
+    chunk_mb: int = setting(64, "largest chunk, MiB: what is held in memory at a time", ge=1)
 
 
 def run(config: Config) -> int:

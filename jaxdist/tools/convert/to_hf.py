@@ -39,7 +39,7 @@ class Config:
 
     src: str = setting("", "run directory, its checkpoints, or one checkpoint", required=True)
     out: str = setting("", "new directory", required=True)
-    step: int = setting(-1, "which checkpoint; -1 = the newest whole one")
+    step: int = setting(-1, "step of the checkpoint; -1 = the newest valid one")
     weights: Literal["auto", "ema", "raw"] = setting(
         "auto",
         "ema = the moving average of the weights, raw = as trained, auto = the average where the "

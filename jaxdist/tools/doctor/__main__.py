@@ -1,4 +1,4 @@
-"""`python -m jaxdist.doctor`: is everything ready for a long run, and what to do where not.
+"""`python -m jaxdist.doctor`: check that this machine is ready for a long run, and how to fix it.
 
     python -m jaxdist.doctor
     python -m jaxdist.doctor --config configs/llama3_8b.toml --mesh fsdp=8

@@ -77,33 +77,37 @@ class KubernetesConfig:
     name: str = setting("jaxdist", "name of the JobSet")
     namespace: str = setting("", "namespace; empty = kubectl's")
     nodes: int = setting(1, "nodes; each runs one pod with one process", ge=1)
-    gpus_per_node: int = setting(0, "GPUs of a node; 0 = a CPU job", ge=0)
-    cpus_per_node: str = setting("", "CPU cores of a pod, e.g. 64; empty = the namespace's default")
-    memory: str = setting("", "memory of a pod, e.g. 512Gi; empty = the namespace's default")
+    gpus_per_node: int = setting(0, "GPUs per node; 0 = a CPU job", ge=0)
+    cpus_per_node: str = setting("", "CPU cores per pod, e.g. 64; empty = the namespace's default")
+    memory: str = setting("", "memory per pod, e.g. 512Gi; empty = the namespace's default")
     shared_memory: str = setting("16Gi", "size of /dev/shm, which counts as memory of the pod")
     device: tuple[str, ...] = setting(
-        (), "NAME=COUNT, a further resource of a pod, e.g. rdma/hca=8 for RDMA"
+        (), "NAME=COUNT, another resource per pod, e.g. rdma/hca=8 for RDMA"
     )
     volume: tuple[str, ...] = setting(
-        (), "CLAIM:/PATH, a volume claim and where the pods see it; the first holds the run"
+        (), "CLAIM:/PATH, a volume claim and its mount path; the first holds the run directory"
     )
     run_dir: str = setting("", "run directory in a volume; empty = NAME in the first one")
     queue: str = setting("", "local queue of Kueue; empty = no queue")
     node_selector: tuple[str, ...] = setting((), "KEY=VALUE, a label that the nodes must have")
     exclude_node: tuple[str, ...] = setting((), "a node that must not be used")
     toleration: tuple[str, ...] = setting(
-        (), "KEY=VALUE:EFFECT, a taint of nodes that may be used; that of GPUs is included"
+        (), "KEY=VALUE:EFFECT, a taint to tolerate; that of GPU nodes always is"
     )
-    env: tuple[str, ...] = setting((), "NAME=VALUE, a variable of every process")
+    env: tuple[str, ...] = setting((), "NAME=VALUE, an environment variable of every process")
     secret_env: tuple[str, ...] = setting(
-        (), "NAME=SECRET:KEY, a variable whose value Kubernetes reads from a secret"
+        (), "NAME=SECRET:KEY, an environment variable that Kubernetes reads from a secret"
     )
-    pull_secret: str = setting("", "secret with which the image is pulled")
-    user_id: int = setting(1000, "user and group that the pods run as; never root", ge=1)
+    pull_secret: str = setting("", "secret for pulling the image")
+    user_id: int = setting(1000, "user and group id that the pods run as; root is refused", ge=1)
     stop_timeout_s: int = setting(
-        300, "seconds for saving after a request to stop; twice the time of a save", ge=30
+        300,
+        "seconds that a pod may take to save after a request to stop: twice the time of a save",
+        ge=30,
     )
-    max_restarts: int = setting(20, "restarts after failures; a saved leave is none", ge=0)
+    max_restarts: int = setting(
+        20, "restarts after failures; a restart after a preemption that saved does not count", ge=0
+    )
     python: str = setting("python", "interpreter in the image")
     dry_run: bool = setting(False, "print the manifest and send nothing to the cluster")
     arguments: list[str] = setting([], "arguments of jaxdist.train, in every process")

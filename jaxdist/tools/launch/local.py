@@ -35,7 +35,7 @@ class LaunchConfig:
         "0", "processes on this host, N or MIN:MAX; 0 = one per GPU, or 1 without GPUs"
     )
     nnodes: str = setting("1", "hosts, N or MIN:MAX; start a launcher on each")
-    node_rank: int = setting(0, "number of this host, from 0", ge=0)
+    node_rank: int = setting(0, "rank of this host, from 0", ge=0)
     coordinator_address: str = setting("", "host:port of node 0; needed with several hosts")
     module: str = setting(_TRAIN, "Python module that each process runs")
     program: str = setting("", "another program instead, e.g. 'python worker.py'")
@@ -50,10 +50,12 @@ class LaunchConfig:
     backoff_s: float = setting(
         1.0, "seconds before the first restart; doubled for each one after", ge=0
     )
-    max_backoff_s: float = setting(60.0, "seconds at which the doubling ends", ge=0)
-    stop_timeout_s: float = setting(300.0, "seconds for saving after a request to stop", ge=0)
+    max_backoff_s: float = setting(60.0, "longest wait before a restart, seconds", ge=0)
+    stop_timeout_s: float = setting(
+        300.0, "seconds that processes may take to save after a request to stop", ge=0
+    )
     address: str | None = setting(
-        None, "elastic jobs: how other hosts reach this one; none = its name"
+        None, "elastic jobs: address at which other hosts reach this one; none = its host name"
     )
     heartbeat_timeout_s: float | None = setting(
         None,
@@ -66,7 +68,7 @@ class LaunchConfig:
         gt=0,
     )
     grow_interval_s: float | None = setting(
-        None, "elastic jobs: seconds between two counts of the GPUs here; none = 60", gt=0
+        None, "elastic jobs: seconds between looks for GPUs that came back; none = 60", gt=0
     )
     arguments: list[str] = setting([], "arguments of the program")
 

@@ -39,12 +39,14 @@ class SkyPilotConfig:
 
     name: str = setting("jaxdist", "name of the job")
     nodes: int = setting(1, "nodes", ge=1)
-    gpus: str = setting("", "GPUs of a node, TYPE:COUNT, e.g. H100:8", required=True)
-    infra: str = setting("", "where, e.g. k8s/CONTEXT; empty = the cheapest that has the GPUs")
+    gpus: str = setting("", "GPUs per node, TYPE:COUNT, e.g. H100:8", required=True)
+    infra: str = setting(
+        "", "cloud or cluster, e.g. k8s/CONTEXT; empty = the cheapest that has the GPUs"
+    )
     image: str = setting("", "container image with jaxdist in it; empty = install it in --setup")
-    spot: bool = setting(False, "use spot machines")
+    spot: bool = setting(False, "use spot instances")
     volume: str = setting("", "NAME:/PATH, a volume for the run directory", required=True)
-    setup: tuple[str, ...] = setting((), "a line of shell before the first run")
+    setup: tuple[str, ...] = setting((), "shell command to run before the first start")
     max_restarts: int = setting(3, "restarts without a new checkpoint", ge=0)
     python: str = setting("python", "interpreter on the nodes")
     script: str = setting("", "file to write; empty = NAME.sky.yaml")

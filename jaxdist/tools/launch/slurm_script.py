@@ -71,38 +71,40 @@ class SlurmConfig:
         "nodes, N or MIN-MAX; a range makes the job elastic: it runs on the most nodes of those "
         "that SLURM gives with which a mesh is legal (--mesh names that of MAX)",
     )
-    gpus_per_node: int = setting(0, "GPUs of a node; 0 = a CPU job", ge=0)
-    tasks_per_node: int = setting(1, "processes of a node; 1 = one with all GPUs", ge=1)
-    cpus_per_task: int = setting(0, "CPU cores of a process; 0 = SLURM's default", ge=0)
-    time: str = setting("", "limit, e.g. 24:00:00; the job queues itself again when it is reached")
-    mem: str = setting("", "memory of a node, e.g. 512G")
+    gpus_per_node: int = setting(0, "GPUs per node; 0 = a CPU job", ge=0)
+    tasks_per_node: int = setting(1, "processes per node; 1 = one with all GPUs", ge=1)
+    cpus_per_task: int = setting(0, "CPU cores per process; 0 = SLURM's default", ge=0)
+    time: str = setting(
+        "", "time limit, e.g. 24:00:00; the job saves and requeues itself before it"
+    )
+    mem: str = setting("", "memory per node, e.g. 512G")
     partition: str = setting("", "SLURM's --partition")
     account: str = setting("", "SLURM's --account")
     qos: str = setting("", "SLURM's --qos")
     constraint: str = setting("", "SLURM's --constraint")
     signal_s: int = setting(
         180,
-        "seconds ahead of the limit at which the run saves and stops; twice the time of a save",
+        "seconds before the time limit at which the run saves and stops: twice the time of a save",
         ge=60,  # SLURM checks its limits every 30 s
     )
-    max_requeues: int = setting(50, "times that the job queues itself again", ge=0)
+    max_requeues: int = setting(50, "largest number of times that the job requeues itself", ge=0)
     max_restarts: int = setting(
-        3, "restarts in a row after failures, without a new checkpoint in between", ge=0
+        3, "restarts after failures without a new checkpoint in between", ge=0
     )
     run_dir: str = setting("", "run directory on a shared disk; empty = runs/NAME-JOBID")
-    module: tuple[str, ...] = setting((), "module load ...")
-    setup: tuple[str, ...] = setting((), "a line of shell before the run")
-    sbatch: tuple[str, ...] = setting((), "a further #SBATCH option")
-    container: str = setting("", "an image: FILE.sif for apptainer, else pyxis")
+    module: tuple[str, ...] = setting((), "environment module to load, as in `module load NAME`")
+    setup: tuple[str, ...] = setting((), "shell command to run before training")
+    sbatch: tuple[str, ...] = setting((), "another #SBATCH option")
+    container: str = setting("", "container image: FILE.sif runs with apptainer, others with pyxis")
     mount: tuple[str, ...] = setting(
-        (), "a path that the container sees besides the working and the run directory"
+        (), "path to mount in the container, beside the working and the run directory"
     )
     python: str = setting(
-        "", "interpreter on the nodes; empty = the one that writes the script, in containers python"
+        "", "interpreter on the nodes; empty = this one, or python in a container"
     )
     program: str = setting("", "another program instead of jaxdist.train")
     script: str = setting("", "file to write; empty = NAME.sbatch")
-    submit: bool = setting(False, "hand the script to sbatch")
+    submit: bool = setting(False, "submit the script with sbatch")
     dry_run: bool = setting(False, "print the script and write nothing")
     arguments: list[str] = setting([], "arguments of jaxdist.train, in every process")
 

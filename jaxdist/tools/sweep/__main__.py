@@ -9,7 +9,7 @@ skips finished runs and goes on with the others. At the end come the table of `j
 the best run.
 
 With --slurm the runs become the tasks of a SLURM job array, each of which saves at its time limit
-and queues itself again:
+and requeues itself:
 
     python -m jaxdist.sweep --grid seed=1,2,3 --slurm time=24:00:00 --slurm gpus-per-node=8
 
