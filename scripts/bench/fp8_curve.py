@@ -1,10 +1,10 @@
-"""The default run's learning curve with products in 8 bits beside that without.
+"""A small run's learning curve with products in 8 bits beside that without.
 
     python scripts/bench/fp8_curve.py [--steps 160] [--batch 32] [--out TABLE.md]
 
-Two runs of the default model from the same weights and batches, both computing in bfloat16; in one
-of them all layers but the first and the last multiply in 8 bits, emulated on a CPU. The goal is a
-loss within 1 % at the end.
+Two runs of a byte-level model from the same weights and batches, both computing in bfloat16; in
+one of them all layers but the first and the last multiply in 8 bits, emulated on a CPU. The goal is
+a loss within 1 % at the end.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""Losses of the default run and of ten meshes, against recorded ones: does a change keep them?
+"""Losses of a small run and of ten meshes, against recorded ones: does a change keep them?
 
     python scripts/bench/numerics.py [--out TABLE.md] [--only NAME ...] [--record]
 
-Each run trains the default model for 12 steps; losses and gradient norms are compared to the last
-bit with `results/numerics.json`, recorded at the commit named in it. `--record` writes that file.
+Each run trains a byte-level model for 12 steps, the default one when the losses were recorded.
+Losses and gradient norms are compared to the last bit with `results/numerics.json`, recorded at the
+commit named in it. `--record` writes that file.
 About 10 minutes on 2 quiet cores.
 """
 
