@@ -11,6 +11,7 @@ from data_cases import open_text, sharding_on, write_text
 from refusals import refused
 from test_traffic import traffic
 
+from jaxdist import evaluate as command
 from jaxdist.config import read_run
 from jaxdist.core.settings import ConfigError
 from jaxdist.run.evaluation_loop import evaluate
@@ -75,6 +76,63 @@ def test_the_path_of_a_checkpoint_names_its_step(tmp_path, monkeypatch):
     assert TrainedRun(path=path, parts=parts).weights().step == 200
     with pytest.raises(ConfigError, match="checkpoint 100"):
         opened.weights(200)
+
+
+class Opened:
+    """A run that notes what it is asked for."""
+
+    path, parts = "runs/x", SimpleNamespace(spec="dp=2")
+
+    def __init__(self):
+        self.asked = {}
+
+    def open(self, path, **options):
+        self.asked |= {"run": path, **options}
+        return self
+
+    def open_held_out(self, sources):
+        self.asked["sources"] = sources
+        return "rows"
+
+    def weights(self, step, kind):
+        self.asked["weights"] = step, kind
+        return SimpleNamespace(params="params", step=7, kind="raw")
+
+    def evaluate(self, params, dataset, max_batches):
+        self.asked["evaluate"] = params, dataset, max_batches
+        return {"loss": 2.0, "tokens": 1e6}
+
+
+ALL = [
+    *("--global_batch_size=16", "--step=0", "--weights=ema", "--sources=x.txt", "--max_batches=3"),
+    *("--mesh=fsdp=2", "--simulate=2"),
+]
+
+
+@pytest.mark.parametrize(
+    ("flags", "opened", "weights", "sources", "batches"),
+    [
+        ([], {"mesh": "auto", "simulate": 0, "train": {}}, (None, "auto"), [], 0),
+        (
+            ALL,
+            {"mesh": "fsdp=2", "simulate": 2, "train": {"global_batch_size": 16}},
+            *((0, "ema"), ["x.txt"], 3),
+        ),
+    ],
+)
+def test_the_command_asks_for_what_its_flags_say(
+    monkeypatch, capsys, flags, opened, weights, sources, batches
+):
+    run = Opened()
+    monkeypatch.setattr("jaxdist.run.trained_run.open_run", run.open)
+    assert command.main(["a/run", "--json", *flags]) == 0
+    evaluation = {"evaluate": ("params", "rows", batches), "weights": weights, "sources": sources}
+    assert run.asked == {"run": "a/run", **opened, **evaluation}
+    facts = {"run": "runs/x", "step": 7, "weights": "raw", "mesh": "dp=2"}
+    assert json.loads(capsys.readouterr().out) == {**facts, "loss": 2.0, "tokens": 1e6}
+    assert command.main(["a/run", *flags]) == 0
+    printed = dict(line.split() for line in capsys.readouterr().out.splitlines())
+    assert (printed["step"], printed["loss"], printed["tokens"]) == ("7", "2", "1e+06")
 
 
 def test_rows_of_which_nothing_counts_are_refused(held, monkeypatch):

@@ -3,7 +3,9 @@
 import json
 
 import pytest
+from refusals import refused
 
+from jaxdist.run.results import Run
 from jaxdist.run.run_directory import RunDirectory
 
 CONFIG = 'name = "a"\nseed = 1\n'
@@ -45,3 +47,15 @@ def test_a_damaged_environment_loses_earlier_starts_and_no_more(run, damage, cap
     record = json.loads(run.environment.text())
     assert (record["time"], record["earlier"]) == ("third", [])
     assert "damaged" in caplog.text
+
+
+@pytest.mark.parametrize("damage", ["", "{", "[1]"])
+def test_a_damaged_summary_is_named_and_hides_nothing_else(run, damage):
+    opened = Run(run.path)
+    assert opened.summary == {} and "no end" in repr(opened)
+    run.write_summary({"exit_reason": "finished"})
+    assert opened.exit_reason == "finished"
+    run.summary.write(damage)
+    with refused(run.summary):
+        opened.summary  # noqa: B018
+    assert "damaged" in repr(opened) and opened.losses == [3.0]

@@ -174,6 +174,15 @@ def test_a_run_that_ended_early_is_not_finished():
     assert not trial.is_finished()
 
 
+@pytest.mark.parametrize("damage", ["", "[]"])
+def test_a_run_whose_summary_is_damaged_is_not_finished(damage):
+    (trial,) = trials_of(["--grid=seed=1", "--steps=1"])
+    finish(trial, 2.0)
+    assert trial.is_finished()
+    Path(trial.path, "summary.json").write_text(damage)
+    assert not trial.is_finished()
+
+
 @pytest.mark.parametrize(
     ("ended", "code"), [((75, False), 75), ((130, True), 130), ((0, True), 75)]
 )

@@ -13,7 +13,7 @@ from jaxdist.config import RunConfig, stored_run
 from jaxdist.core.settings import ConfigError, read_settings
 from jaxdist.core.types import Model, Params
 from jaxdist.run.metrics_log import current, decode, read_records
-from jaxdist.run.run_directory import RunDirectory
+from jaxdist.run.run_directory import RunDirectory, read_table
 from jaxdist.run.text_generation import make_decoder, open_writer
 from jaxdist.run.text_settings import TextSettings
 from jaxdist.run.trained_run import LoadedWeights, TrainedRun, open_run, other_step, run_at
@@ -57,7 +57,11 @@ class Run:
         self._kind: Weights = weights
 
     def __repr__(self) -> str:
-        return f"<jaxdist.Run {self.path}: {self.exit_reason or 'no end'}, step {self.last_step}>"
+        try:
+            end = self.exit_reason or "no end"
+        except ConfigError:
+            end = "summary.json damaged"
+        return f"<jaxdist.Run {self.path}: {end}, step {self.last_step}>"
 
     @property
     def config(self) -> RunConfig:
@@ -66,9 +70,12 @@ class Run:
 
     @property
     def summary(self) -> dict[str, Any]:
-        """summary.json of its newest end; {} while it runs, or where it was killed."""
-        file = self._directory.summary
-        return decode(file.text()) if file.exists() else {}
+        """summary.json of its newest end; {} while it runs, or where it was killed.
+
+        Raises:
+            ConfigError: the file is damaged.
+        """
+        return read_table(self._directory.summary, decode)
 
     @property
     def exit_reason(self) -> str:

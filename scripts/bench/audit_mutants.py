@@ -4,8 +4,9 @@
 
 A fault is one call of `core/collectives.py` made wrong while the step is traced: omitted (a
 reduce-scatter becomes a slice), doubled, over another axis of the mesh, of what was gathered
-before, or in bfloat16. It is killed by jax's types (the step cannot be traced) or by the mesh
-audit. Faults that leave the traced program as it was are no faults and are not counted.
+before, or in bfloat16. It is killed by jax's types (the step cannot be traced), by the mesh audit,
+or else by the deep audit, which runs one small step. Faults that leave the traced program as it was
+are no faults and are not counted.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from jaxdist.core.sharding import MeshConfig
 from jaxdist.core.step import TrainConfig, layer_scan
 from jaxdist.models import DecoderConfig
 from jaxdist.plan.audit import audit_parts
+from jaxdist.plan.audit.deep import differences
 from jaxdist.run.setup import Parts, assemble
 from jaxdist.runtime.formatting.numbers import percent
 
@@ -48,21 +50,28 @@ class Case:
     schedule: str = "1f1b"
     num_virtual_stages: int = 1
     gather: str = "action"
+    attention: str = "auto"
 
     def __str__(self) -> str:
         said = [self.mesh, f"zero={self.zero}" * bool(self.zero)]
         said.append("" if self.sequence else "no sequence parallelism")
         if "pp" in self.mesh:
             said += [self.schedule, f"v={self.num_virtual_stages}", f"gather={self.gather}"]
+        said.append(f"{self.attention} attention" if "cp" in self.mesh else "")
         return ", ".join(filter(None, said))
 
-    def parts(self) -> Parts:
-        """The parts of a small run."""
-        config = RunConfig(
+    def config(self) -> RunConfig:
+        """A small run."""
+        return RunConfig(
             model=DecoderConfig(
                 d_model=32, num_layers=4, num_heads=4, mlp_dim=64, vocab_size=64, bias=["out"]
             ),
-            mesh=MeshConfig(shape=self.mesh, zero=self.zero, sequence_parallel=self.sequence),
+            mesh=MeshConfig(
+                shape=self.mesh,
+                zero=self.zero,
+                sequence_parallel=self.sequence,
+                context_attention=self.attention,
+            ),
             train=TrainConfig(global_batch_size=32, seq_len=16, num_microbatches=2),
             pipeline=PipelineConfig(
                 schedule=self.schedule,
@@ -70,7 +79,10 @@ class Case:
                 gather=self.gather,
             ),
         )
-        return assemble(config, jax.devices()[: MeshSpec.parse(self.mesh).num_devices])
+
+    def parts(self) -> Parts:
+        """Its parts."""
+        return assemble(self.config(), jax.devices()[: MeshSpec.parse(self.mesh).num_devices])
 
 
 CASES = (
@@ -87,6 +99,10 @@ CASES = (
     Case("pp=2,fsdp=2,tp=2", sequence=False, gather="step"),
     Case("pp=2,dp=2", zero=2, schedule="zero_bubble"),
     Case("pp=2,dp=2,tp=2", schedule="1f1b", num_virtual_stages=2),
+    Case("cp=4", attention="ring"),
+    Case("cp=2,fsdp=2", attention="all_gather"),
+    Case("dp=2,cp=2,tp=2", attention="all_to_all"),
+    Case("pp=2,cp=2", attention="ring"),
 )
 
 Site = tuple[str, int, str, str]
@@ -105,7 +121,10 @@ class Planter:
     @contextlib.contextmanager
     def planted(self) -> Iterator[None]:
         """With the collectives replaced."""
-        names = ("all_reduce", "reduce_scatter", "all_gather", "permute")
+        names = (
+            *("all_reduce", "reduce_scatter", "all_gather"),
+            *("all_to_all", "permute", "permute_in_pairs"),
+        )
         own = {name: getattr(collectives, name) for name in names}
         try:
             for name in names:
@@ -135,8 +154,7 @@ class Planter:
         if self.kind == "omitted":
             return _omitted(name, x, axes, args, options)
         if self.kind == "doubled":
-            before = x if name in ("permute", "all_gather") else own["all_reduce"](x, axes)
-            return real(real(before) if name == "permute" else before)
+            return real(own["all_reduce"](x, axes))
         if self.kind == "wrong axis":
             named = (axes,) if isinstance(axes, str) else axes
             others = [axis for axis in self.axes if axis not in named]
@@ -157,6 +175,13 @@ class Planter:
 
 def _omitted(name: str, x: Any, axes: Any, args: Any, options: Any) -> Any:
     """What the device has itself, in the shape that the collective would return."""
+    if name == "all_to_all":
+        split_dim, concat_dim = args[:2]
+        size = options.get("group") or collectives.group_size(axes)
+        part = x.shape[split_dim] // size
+        start = collectives.group_index(axes) % size * part
+        own = jax.lax.dynamic_slice_in_dim(x, start, part, split_dim)
+        return jnp.concatenate([own] * size, concat_dim)
     dim = options.get("dim", args[0] if args else 0)
     if name == "all_gather":
         return jnp.concatenate([x] * collectives.group_size(axes), dim)
@@ -176,8 +201,11 @@ def verdict(case: Case, planter: Planter, sound: str) -> tuple[str, str]:
             return "types", type(error).__name__
     if not audit.is_clean:
         return "audit", str(audit.violations[0])
-    same = _program(case, planter) == sound
-    return ("no fault", "") if same else ("SURVIVED", "")
+    if _program(case, planter) == sound:
+        return "no fault", ""
+    with planter.planted():
+        found = differences(case.config(), jax.devices())
+    return ("deep", str(found[0])) if found else ("SURVIVED", "")
 
 
 def _program(case: Case, planter: Planter) -> str:
@@ -234,27 +262,43 @@ def main() -> int:
         counts, survivors = try_case(case)
         total, alive = total + counts, alive + survivors
         lines.append(f"| {case} | {_cells(counts)} |")
+        if options.out:
+            Path(options.out).write_text(_page(lines, total, alive))
         print(f"{lines[-1]} {time.monotonic() - start:.0f} s", flush=True)
         for survivor in survivors:
             print("   survived:", survivor, flush=True)
+    print("\n" + _page(lines, total, alive))
+    return int(_killed(total, "types", "audit") < 0.98 * _faults(total))
+
+
+def _page(lines: list[str], total: collections.Counter, alive: list[str]) -> str:
+    """The table so far, and its sums."""
     head = "| mesh | " + " | ".join(KINDS) + " |"
     table = [head, "|---" * (1 + len(KINDS)) + "|", *lines, f"| **all** | {_cells(total)} |"]
-    killed = sum(n for (_, found), n in total.items() if found in ("types", "audit"))
-    faults = killed + sum(n for (_, found), n in total.items() if found == "SURVIVED")
-    verdict = f"{killed} of {faults} faults killed ({percent(killed / max(1, faults))})."
-    text = "\n".join([*table, "", verdict, "", *[f"- survived: {one}" for one in alive]])
-    print("\n" + text)
-    if options.out:
-        Path(options.out).write_text(text + "\n")
-    return int(killed < 0.98 * faults)
+    faults, killed = _faults(total), _killed(total, "types", "audit")
+    deep = _killed(total, "deep")
+    verdict = (
+        f"{killed} of {faults} faults killed before anything runs "
+        f"({percent(killed / max(1, faults))}), {deep} of the others by the deep audit."
+    )
+    return "\n".join([*table, "", verdict, "", *[f"- survived: {one}" for one in alive]]) + "\n"
+
+
+def _killed(counts: collections.Counter, *by: str) -> int:
+    return sum(count for (_, found), count in counts.items() if found in by)
+
+
+def _faults(counts: collections.Counter) -> int:
+    return _killed(counts, "types", "audit", "deep", "SURVIVED")
 
 
 def _cells(counts: collections.Counter) -> str:
-    """Killed by types + by the audit, of all, for each kind."""
+    """Killed by types + by the audit + by the deep audit, of all, for each kind."""
     cells = []
     for kind in KINDS:
-        types, audit, alive = (counts[kind, found] for found in ("types", "audit", "SURVIVED"))
-        cells.append(f"{types} + {audit} of {types + audit + alive}")
+        killed = [counts[kind, found] for found in ("types", "audit", "deep")]
+        total = sum(killed) + counts[kind, "SURVIVED"]
+        cells.append(f"{' + '.join(map(str, killed))} of {total}")
     return " | ".join(cells)
 
 

@@ -1,16 +1,25 @@
 """Makes small mistakes in the package at random places, and counts which of them tests notice.
 
-    python scripts/bench/mutation_sweep.py [--count 300] [--only ROOM ...] [--seed 0]
-        [--resume RESULTS.jsonl] [--workers 2] [--files 3] [--out TABLE.md]
+    python scripts/bench/mutation_sweep.py [--count 300] [--only ROOM ...] [--seed 0] [--workers 2]
+        [--work FOLDER] [--results FILE.jsonl] [--again] [--slow] [--out TABLE.md]
 
-A mistake (mutant) changes one expression: an operator, a comparison, a number, a truth value, a
-condition, or what a function returns. Mutants are drawn evenly over the rooms, by the seed. Each is
-tried in a copy of the repository with the fast tests of the few test files that import the changed
-module, or its package, most closely; those must pass without it. It is killed when they fail or
-take far longer. Survivors are listed with their line: a missing test, or a change without effect.
+`random_mutants.py` says what a mistake (mutant) is and what the rooms are; mutants are drawn evenly
+over the rooms, by the seed. First every fast test of the rooms is run once without a mutant, to see
+which blocks of code it runs (`warm_tests.py`). Then each mutant is planted in a copy of the
+repository and tried in up to three rounds, until one kills it:
 
-With `--resume` results are kept in a file, a line each, and mutants found there are not run again.
-`mutants.py` plants faults that were written by hand.
+1. the tests that run its block, the most special ones first, for about ten seconds
+2. the other tests of the files that run its block, since a test may use what an earlier one has
+   built, for about half a minute
+3. with `--slow`, the slow tests of the files that import its module most closely
+
+It is killed when a test fails, or takes far longer than without it. At the end the tests that
+killed are run once more without a mutant; what a red one killed is not counted. Survivors are
+listed with their line: a missing test, or a change without effect.
+
+Records of the tests and results are kept below `--work`, a line after each mutant: a sweep that was
+stopped goes on where it was with the same command. `--again` tries survivors once more, after new
+tests. `mutants.py` plants faults that were written by hand.
 """
 
 from __future__ import annotations
@@ -18,203 +27,179 @@ from __future__ import annotations
 import argparse
 import ast
 import collections
+import compileall
 import concurrent.futures
 import dataclasses
 import functools
+import hashlib
 import json
+import os
 import platform
+import py_compile
 import queue
-import random
+import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from mutants import NO_TEST, ROOT, clones, run_tests, uncommitted
+from mutants import clones, uncommitted
+from random_mutants import ROOMS, ROOT, Mutant, files_of, sample
+from warm_tests import NO_TEST, Job, Outcome, Server, block_at, servers
 
-ROOMS = {
-    "step": ["jaxdist/core/step"],
-    "parallel": ["jaxdist/core/parallel", "jaxdist/core/collectives.py", "jaxdist/core/attention"],
-    "models": ["jaxdist/models"],
-    "losses": ["jaxdist/core/losses.py", "jaxdist/core/precision.py"],
-    "optim": ["jaxdist/optim"],
-    "data": ["jaxdist/data"],
-    "checkpoint": ["jaxdist/checkpoint"],
-    "generate": [
-        "jaxdist/generate.py",
-        "jaxdist/run/decoding.py",
-        "jaxdist/run/text_generation.py",
-    ],
-    "evaluation": ["jaxdist/evaluate.py", "jaxdist/run/evaluation_loop.py"],
-}
 LIMIT = 4.0
 """A mutant is killed too when its tests take this many times as long as without it, and 60 s."""
 
-_OPERATORS: dict[type, type] = {
-    **{ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Add, ast.Div: ast.Mult},
-    **{ast.FloorDiv: ast.Mult, ast.Mod: ast.FloorDiv, ast.Pow: ast.Mult, ast.MatMult: ast.Mult},
-    **{ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd},
-}
-_COMPARISONS: dict[type, type] = {
-    **{ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt},
-    **{ast.Eq: ast.NotEq, ast.NotEq: ast.Eq, ast.In: ast.NotIn, ast.NotIn: ast.In},
-    **{ast.Is: ast.IsNot, ast.IsNot: ast.Is},
-}
-_TEXT_CALLS = ("setting", "log", "info", "warning", "print", "event", "append", "TypeVar")
-"""Calls whose arguments are mostly words for people; `problems.append` is one."""
+NEAR_S, FILES_S = 10.0, 30.0
+"""Seconds of tests in the first round and in the second, as they took without a mutant."""
 
+MOST_FILES = 4
+"""Test files of a round: each costs its imports."""
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Mutant:
-    """One changed expression: `old` at offset `start` of a file becomes `new`."""
+OTHER_ROOMS = (
+    *("architecture", "coordination", "doctor", "formatting", "gpu_configs", "hardware", "hub"),
+    *("kubernetes", "launch", "monitoring", "next_commands", "notebooks", "plan", "progress"),
+    *("readme", "report", "runtime", "slurm", "sweep", "texts", "trackers", "wheel", "worker"),
+)
+"""Beginnings of test files about rooms without mutants, or that only start commands."""
 
-    room: str
-    file: str
-    line: int
-    kind: str
-    start: int
-    old: str
-    new: str
-
-    def __str__(self) -> str:
-        short = lambda text: " ".join(text.split())[:60]
-        return f"{self.file}:{self.line} {self.kind}: `{short(self.old)}` -> `{short(self.new)}`"
-
-    def plant(self, root: Path) -> str:
-        """Change the file below `root`; its text before."""
-        path = root / self.file
-        text = path.read_text()
-        content = text.encode()
-        end = self.start + len(self.old.encode())
-        assert content[self.start : end].decode() == self.old
-        path.write_bytes(content[: self.start] + self.new.encode() + content[end:])
-        return text
+PROGRAMS = Path(tempfile.gettempdir()) / f"jaxdist-tests-{os.getuid()}" / "xla"
+"""Where the tests keep compiled programs and corpora (tests/conftest.py)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Result:
-    """What became of a mutant; `killed_by` is the first test that failed, "" if none did."""
+    """What became of a mutant.
+
+    Attributes:
+        files: test files that were run.
+        num_tests: tests of the last round; 0 for slow ones, which are not counted.
+        round: the last one, from 1.
+        killed_by: the first test that failed, "" if none did.
+        seconds: of all rounds.
+    """
 
     mutant: Mutant
-    tests: list[str]
+    files: list[str]
+    num_tests: int
+    round: int
     killed_by: str
     seconds: float
 
 
-class _Changes(ast.NodeVisitor):
-    """Collects (node, kind, changed source) of a module; leaves types and words for people out."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Record:
+    """A test file without a mutant: seconds until its first test; id -> seconds, id -> blocks."""
 
-    def __init__(self) -> None:
-        self.found: list[tuple[ast.expr, str, str]] = []
+    file: str
+    collected_s: float
+    tests: dict[str, float]
+    blocks: dict[str, frozenset[str]]
 
-    def _add(self, node: ast.expr, kind: str, new: ast.expr | str) -> None:
-        text = new if isinstance(new, str) else ast.unparse(ast.fix_missing_locations(new))
-        self.found.append((node, kind, f"({text})"))
-
-    def visit_BinOp(self, node: ast.BinOp) -> None:
-        words = any(isinstance(side, ast.JoinedStr) for side in (node.left, node.right))
-        if not words and type(node.op) in _OPERATORS:
-            other = _OPERATORS[type(node.op)]()
-            self._add(node, "arithmetic", ast.BinOp(node.left, other, node.right))
-        self.generic_visit(node)
-
-    def visit_Compare(self, node: ast.Compare) -> None:
-        if type(node.ops[0]) in _COMPARISONS and not _is_main(node):
-            ops = [_COMPARISONS[type(node.ops[0])](), *node.ops[1:]]
-            self._add(node, "comparison", ast.Compare(node.left, ops, node.comparators))
-        self.generic_visit(node)
-
-    def visit_BoolOp(self, node: ast.BoolOp) -> None:
-        other = ast.Or() if isinstance(node.op, ast.And) else ast.And()
-        self._add(node, "boolean", ast.BoolOp(other, node.values))
-        self.generic_visit(node)
-
-    def visit_UnaryOp(self, node: ast.UnaryOp) -> None:
-        if isinstance(node.op, ast.Not | ast.USub):
-            self._add(node, "boolean" if isinstance(node.op, ast.Not) else "sign", node.operand)
-        self.generic_visit(node)
-
-    def visit_Constant(self, node: ast.Constant) -> None:
-        if isinstance(node.value, bool):
-            self._add(node, "constant", repr(not node.value))
-        elif isinstance(node.value, int | float):
-            self._add(node, "constant", repr(node.value + 1))
-
-    def visit_If(self, node: ast.If) -> None:
-        if not _is_main(node.test):
-            self._add(node.test, "condition", f"not ({ast.unparse(node.test)})")
-        self.generic_visit(node)
-
-    def visit_IfExp(self, node: ast.IfExp) -> None:
-        self._add(node.test, "condition", f"not ({ast.unparse(node.test)})")
-        self.generic_visit(node)
-
-    def visit_Return(self, node: ast.Return) -> None:
-        if node.value is not None and not isinstance(node.value, ast.Constant):
-            self._add(node.value, "return", "None")
-        self.generic_visit(node)
-
-    def visit_Call(self, node: ast.Call) -> None:
-        name = getattr(node.func, "attr", getattr(node.func, "id", ""))
-        if name not in _TEXT_CALLS:
-            self.generic_visit(node)
-
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
-        for part in (*node.args.defaults, *filter(None, node.args.kw_defaults), *node.body):
-            self.visit(part)
-
-    def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
-        if node.value is not None:
-            self.visit(node.value)
-
-    def visit_Raise(self, node: ast.Raise) -> None:
-        """Messages."""
-
-    def visit_Assert(self, node: ast.Assert) -> None:
-        """States what holds."""
-
-    def visit_JoinedStr(self, node: ast.JoinedStr) -> None:
-        """A message."""
-
-    def visit_Subscript(self, node: ast.Subscript) -> None:
-        self.visit(node.value)
-        if not isinstance(node.slice, ast.Constant):
-            self.visit(node.slice)
+    @property
+    def seconds(self) -> float:
+        """Of the whole file."""
+        return self.collected_s + sum(self.tests.values())
 
 
-def _is_main(test: ast.expr) -> bool:
-    """Whether a condition asks if the module is the program: no test imports it as that."""
-    return isinstance(test, ast.Compare) and ast.unparse(test.left) == "__name__"
+class Workplace:
+    """A server of tests, and a copy of the repository to plant in."""
+
+    def __init__(self, server: Server, root: Path, folder: Path) -> None:
+        self.server = server
+        self.root = root
+        self.cache = folder / "cache"
+        self.scratch = folder / "tests"
+        self.cache.mkdir(parents=True)
+
+    def run(
+        self, files: list[str], wanted: list[str], usual_s: float, **options: object
+    ) -> Outcome:
+        """Run tests with what is planted; what it writes into the cache is thrown away."""
+        return self.server.run(
+            Job(
+                root=str(self.root), files=files, wanted=wanted, cache=str(self._own_cache()),
+                scratch=str(self.scratch), limit_s=LIMIT * usual_s + 60, **options,
+            )
+        )  # fmt: skip
+
+    def _own_cache(self) -> Path:
+        """The tests' programs, and a copy of their corpora: a mutant may write wrong ones."""
+        corpora = self.cache / "corpora"
+        shutil.rmtree(corpora, ignore_errors=True)
+        for found in PROGRAMS.iterdir() if PROGRAMS.is_dir() else []:
+            if found.name == "corpora":
+                shutil.copytree(found, corpora)
+            elif found.is_dir() and not (self.cache / found.name).exists():
+                (self.cache / found.name).symlink_to(found)
+        return self.cache
 
 
-def mutants_of(room: str, file: Path) -> Iterator[Mutant]:
-    """Every mutant of a module."""
-    text = file.read_text()
-    lines = [0]
-    for line in text.encode().splitlines(keepends=True):
-        lines.append(lines[-1] + len(line))
-    changes = _Changes()
-    changes.visit(ast.parse(text))
-    name = str(file.relative_to(ROOT))
-    for node, kind, new in changes.found:
-        start = lines[node.lineno - 1] + node.col_offset
-        end = lines[(node.end_lineno or node.lineno) - 1] + (node.end_col_offset or 0)
-        old = text.encode()[start:end].decode()
-        yield Mutant(
-            room=room, file=name, line=node.lineno, kind=kind, start=start, old=old, new=new
-        )
+def digest_of(*paths: Path) -> str:
+    """Of the contents of files."""
+    whole = hashlib.sha256()
+    for path in paths:
+        whole.update(path.read_bytes())
+    return whole.hexdigest()[:20]
 
 
-def sample(rooms: list[str], count: int, seed: int) -> list[Mutant]:
-    """About `count` mutants, as many of each room; the same for the same code and seed."""
-    drawn = []
-    for room in rooms:
-        paths = [ROOT / name for name in ROOMS[room]]
-        files = [f for p in paths for f in (sorted(p.rglob("*.py")) if p.is_dir() else [p])]
-        found = [mutant for file in files for mutant in mutants_of(room, file)]
-        share = min(len(found), -(-count // len(rooms)))
-        drawn += random.Random(f"{seed} {room}").sample(found, share)
-    return drawn
+def records(work: Path, places: Sequence[Workplace], only: Sequence[str]) -> list[Record]:
+    """What each test file runs; read from `work` where neither it nor the package has changed."""
+    watched = sorted({str(f.relative_to(ROOT)) for room in ROOMS for f in files_of(room)})
+    package = digest_of(*sorted((ROOT / "jaxdist").rglob("*.py")), *_helpers())
+    folder = work / "recorded" / package
+    folder.mkdir(parents=True, exist_ok=True)
+    tests = [
+        path
+        for path in sorted((ROOT / "tests").glob("test_*.py"))
+        if (path.stem in only if only else not path.stem[5:].startswith(OTHER_ROOMS))
+    ]
+    kept = {path: folder / f"{path.stem}-{digest_of(path)}.json" for path in tests}
+    todo = sorted((path for path in tests if not kept[path].exists()), key=_size, reverse=True)
+    with concurrent.futures.ThreadPoolExecutor(len(places)) as pool:
+        free: queue.Queue[Workplace] = queue.Queue()
+        for place in places:
+            free.put(place)
+
+        def record(path: Path) -> None:
+            place = free.get()
+            name = f"tests/{path.name}"
+            found = place.run([name], [], 150.0, watched=watched)
+            free.put(place)
+            if found.failed and not found.tests:
+                raise RuntimeError(f"{name} has no green test: {found.failed}")
+            print(
+                f"{name}: {len(found.tests)} tests, {found.seconds:.0f} s"
+                + (f"; left out as red: {found.failed} …" if found.failed else ""),
+                flush=True,
+            )
+            written = kept[path].with_suffix(".part")
+            written.write_text(json.dumps(dataclasses.asdict(found)))
+            written.rename(kept[path])
+
+        list(pool.map(record, todo))
+    return [_read_record(f"tests/{path.name}", kept[path]) for path in tests]
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size
+
+
+def _helpers() -> list[Path]:
+    return sorted(set((ROOT / "tests").glob("*.py")) - set((ROOT / "tests").glob("test_*.py")))
+
+
+def _read_record(file: str, path: Path) -> Record:
+    found = Outcome(**json.loads(path.read_text()))
+    names = found.names
+    blocks = {test: frozenset(names[n] for n in found.blocks.get(test, [])) for test in found.tests}
+    return Record(file=file, collected_s=found.collected_s, tests=found.tests, blocks=blocks)
+
+
+@functools.cache
+def _tree(file: str) -> ast.Module:
+    return ast.parse((ROOT / file).read_text())
 
 
 @functools.cache
@@ -229,8 +214,8 @@ def imports_of(file: Path) -> frozenset[str]:
     return frozenset(named)
 
 
-def tests_of(file: str, most: int) -> list[str]:
-    """The test files closest to a module.
+def near(file: str, tests: Iterable[str]) -> list[str]:
+    """The test files closest to a module, the closest first.
 
     They import it or have its name, import its package, or import a helper that does.
     """
@@ -239,38 +224,120 @@ def tests_of(file: str, most: int) -> list[str]:
     stem = set(module.rpartition(".")[2].split("_"))
     words = stem | {package.rpartition(".")[2]}
     ranked = []
-    for test in sorted((ROOT / "tests").glob("test_*.py")):
-        own = imports_of(test)
+    for test in tests:
+        own = imports_of(ROOT / test)
         helpers = [ROOT / "tests" / f"{name}.py" for name in own]
         indirect = frozenset().union(*(imports_of(h) for h in helpers if h.is_file()))
-        named = set(test.stem.split("_"))
-        near = [module in own or stem <= named, package in own]
-        near += [module in indirect, package in indirect]
-        if any(near):
-            alike = len(words & named)
-            ranked.append((near.index(True), -alike, test.stat().st_size, test.name))
-    return [f"tests/{name}" for *_, name in sorted(ranked)[:most]]
+        named = set(Path(test).stem.split("_"))
+        is_near = [module in own or stem <= named, package in own]
+        is_near += [module in indirect, package in indirect]
+        if any(is_near):
+            ranked.append((is_near.index(True), -len(words & named), _size(ROOT / test), test))
+    return [name for *_, name in sorted(ranked)]
+
+
+Round = tuple[list[str], list[str], float]
+"""Test files, ids of the tests in them (none: all), seconds without a mutant."""
+
+
+def rounds(mutant: Mutant, recorded: Sequence[Record]) -> Iterator[Round]:
+    """The first two rounds of a mutant; none where no test comes near."""
+    block = f"{mutant.file}:{block_at(_tree(mutant.file), mutant.line)}"
+    ranked = sorted(
+        (len(blocks) * (0.2 + one.tests[test]), test, one)
+        for one in recorded
+        for test, blocks in one.blocks.items()
+        if block in blocks
+    )
+    if not ranked:  # a module's own statements, or what only other processes run
+        closest = near(mutant.file, [one.file for one in recorded])[:MOST_FILES]
+        whole = [next(one for one in recorded if one.file == file) for file in closest]
+        yield from filter(None, (_rest(whole[:2], set()), _rest(whole[2:], set())))
+        return
+    chosen: list[str] = []
+    files: list[str] = []
+    total_s = 0.0
+    for _, test, one in ranked:
+        is_new = one.file not in files
+        cost_s = one.tests[test] + is_new * one.collected_s
+        if chosen and (total_s + cost_s > NEAR_S or (is_new and len(files) == MOST_FILES)):
+            continue
+        files += [one.file] * is_new
+        chosen.append(test)
+        total_s += cost_s
+    yield files, chosen, total_s
+    whole, total_s = [], 0.0
+    for one in {id(one): one for *_, one in ranked}.values():
+        if not whole or (total_s + one.seconds <= FILES_S and len(whole) < MOST_FILES):
+            whole.append(one)
+            total_s += one.seconds
+    yield from filter(None, [_rest(whole, set(chosen))])
+
+
+def _rest(whole: Sequence[Record], done: set[str]) -> Round | None:
+    """The tests of files that are not done; None where there are none."""
+    left = {one.file: [test for test in one.tests if test not in done] for one in whole}
+    left = {file: tests for file, tests in left.items() if tests}
+    if not left:
+        return None
+    wanted = [test for tests in left.values() for test in tests]
+    return list(left), wanted, sum(one.seconds for one in whole)
 
 
 def try_mutant(
-    mutant: Mutant, tests: list[str], usual_s: float, copies: queue.Queue[Path]
+    mutant: Mutant, recorded: Sequence[Record], slow: bool, free: queue.Queue[Workplace]
 ) -> Result:
-    """Run the tests with the mutant in a copy that is free."""
-    root = copies.get()
+    """Plant it in a copy that is free, run its rounds, take it out again."""
+    steps: list[tuple[Round, bool]] = [(one, False) for one in rounds(mutant, recorded)]
+    if slow:
+        closest = near(mutant.file, [one.file for one in recorded])
+        closest = [f for f in closest if "mark.slow" in (ROOT / f).read_text()][:2]
+        steps += [((closest, [], 60.0), True)] if closest else []
+    place = free.get()
+    seconds, last, killed_by = 0.0, 0, ""
+    files: list[str] = []
+    wanted: list[str] = []
     try:
-        text = mutant.plant(root)
+        text = mutant.plant(place.root)
         try:
-            code, first, seconds = run_tests(root, _arguments(tests), LIMIT * usual_s + 60)
+            for last, ((files, wanted, usual_s), is_slow) in enumerate(steps, 1):  # noqa: B007
+                found = place.run(files, wanted, usual_s, slow=is_slow)
+                seconds += found.seconds
+                if found.code not in (0, NO_TEST):
+                    killed_by = found.failed
+                    break
         finally:
-            (root / mutant.file).write_text(text)
+            (place.root / mutant.file).write_text(text)
     finally:
-        copies.put(root)
-    killed_by = first if code not in (0, NO_TEST) else ""
-    return Result(mutant=mutant, tests=tests, killed_by=killed_by, seconds=round(seconds, 1))
+        free.put(place)
+    return Result(
+        mutant=mutant, files=files, num_tests=len(wanted), round=last, killed_by=killed_by,
+        seconds=round(seconds, 1),
+    )  # fmt: skip
 
 
-def _arguments(tests: list[str]) -> str:
-    return " ".join(["-m 'not slow'", *tests])
+def red_alone(killers: Iterable[str], free: queue.Queue[Workplace]) -> list[str]:
+    """Those of the tests that fail without a mutant too, run with the others of their file."""
+    by_file: dict[str, list[str]] = collections.defaultdict(list)
+    for test in killers:
+        if "::" in test:
+            by_file[test.partition("::")[0]].append(test)
+
+    def check(file: str) -> list[str]:
+        place = free.get()
+        try:
+            red: list[str] = []
+            while wanted := [test for test in by_file[file] if test not in red]:
+                found = place.run([file], wanted, 60.0)
+                if found.failed not in wanted:
+                    return red
+                red.append(found.failed)
+            return red
+        finally:
+            free.put(place)
+
+    with concurrent.futures.ThreadPoolExecutor(free.qsize()) as pool:
+        return [test for red in pool.map(check, sorted(by_file)) for test in red]
 
 
 def table(results: list[Result]) -> str:
@@ -285,78 +352,111 @@ def table(results: list[Result]) -> str:
         rate = f"{counts[True] / max(1, total):.0%}"
         lines.append(f"| {room} | {total} | {counts[True]} | {counts[False]} | {rate} |")
     survivors = [result for result in results if not result.killed_by]
-    lines += ["", "Survivors, and the tests that did not notice:", ""]
+    lines += ["", "Survivors, and the test files that did not notice:", ""]
     for result in sorted(survivors, key=lambda r: (r.mutant.room, r.mutant.file, r.mutant.line)):
-        tests = ", ".join(test.removeprefix("tests/") for test in result.tests) or "no test"
+        tests = ", ".join(Path(file).name for file in result.files) or "no test runs it"
         lines.append(f"- {result.mutant.room}: {result.mutant} ({tests})")
     return "\n".join(lines) + "\n"
 
 
-def read_results(path: Path | None) -> list[Result]:
-    """What earlier runs have written."""
-    if path is None or not path.exists():
-        return []
-    records = map(json.loads, path.read_text().splitlines())
-    return [Result(**{**record, "mutant": Mutant(**record["mutant"])}) for record in records]
+def read_results(path: Path) -> dict[Mutant, Result]:
+    """What earlier runs have written; later lines win."""
+    if not path.exists():
+        return {}
+    found = map(json.loads, path.read_text().splitlines())
+    read = [Result(**{**record, "mutant": Mutant(**record["mutant"])}) for record in found]
+    return {result.mutant: result for result in read}
 
 
-def main() -> int:
-    """Sample, run, print the table; 2 when tests are red without a mutant."""
+def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--count", type=int, default=300, help="mutants, over all rooms")
     parser.add_argument("--only", nargs="*", default=[], choices=[*ROOMS], help="rooms")
     parser.add_argument("--seed", type=int, default=0, help="which mutants")
-    parser.add_argument("--resume", type=Path, help="file of results, made or gone on with")
     parser.add_argument("--workers", type=int, default=2, help="mutants tried at a time")
-    parser.add_argument("--files", type=int, default=3, help="test files for a mutant at most")
+    parser.add_argument(
+        "--tests", nargs="*", default=[], help="only these test files, as test_optim (for a trial)"
+    )
+    work = Path(tempfile.gettempdir()) / f"jaxdist-sweep-{os.getuid()}"
+    parser.add_argument("--work", type=Path, default=work, help="folder of records and results")
+    parser.add_argument("--results", type=Path, help="results to go on with, of another commit too")
+    parser.add_argument("--again", action="store_true", help="try survivors once more")
+    parser.add_argument("--slow", action="store_true", help="a third round, of slow tests")
     parser.add_argument("--out", type=Path, help="Markdown file to write")
     options = parser.parse_args()
     if left := uncommitted():
         parser.error(f"clones are of the last commit. Commit or remove first:\n{left}")
+    return options
+
+
+def _head(options: argparse.Namespace, commit: str) -> str:
+    return (
+        f"# Mutants at random places\n\n`python scripts/bench/mutation_sweep.py "
+        f"--only {' '.join(options.only or ROOMS)} --count {options.count} --seed "
+        f"{options.seed}{' --slow' if options.slow else ''}`, commit {commit}, "
+        f"Python {platform.python_version()}.\n\n"
+    )
+
+
+def sweep(
+    options: argparse.Namespace, places: list[Workplace], known: dict[Mutant, Result], log: Path
+) -> list[Result]:
+    """Try what is not known; results of the whole sample, without what red tests killed."""
     chosen = sample(options.only or [*ROOMS], options.count, options.seed)
-    known = {result.mutant: result for result in read_results(options.resume)}
-    todo = [mutant for mutant in chosen if mutant not in known]
-    selections = {m.file: tests_of(m.file, options.files) for m in todo}
-    with clones(options.workers) as copies:
-        usual: dict[tuple[str, ...], float] = {}
-        for tests in sorted(map(tuple, {tuple(s) for s in selections.values() if s})):
-            code, first, usual[tests] = run_tests(copies.queue[0], _arguments([*tests]))
-            if code == NO_TEST:
-                selections = {f: [] if tuple(s) == tests else s for f, s in selections.items()}
-            elif code:
-                print(f"red without a mutant: {' '.join(tests)}: {first}", file=sys.stderr)
-                return 2
-        with concurrent.futures.ThreadPoolExecutor(options.workers) as pool:
-            tried = []
-            for mutant in todo:
-                if tests := selections[mutant.file]:
-                    seconds = usual[tuple(tests)]
-                    tried.append(pool.submit(try_mutant, mutant, tests, seconds, copies))
-                else:
-                    known[mutant] = Result(mutant=mutant, tests=[], killed_by="", seconds=0.0)
-            for done in concurrent.futures.as_completed(tried):
-                result = known[done.result().mutant] = done.result()
-                said = "killed  " if result.killed_by else "SURVIVED"
-                print(said, result.mutant, f"{result.seconds:.0f} s", result.killed_by, flush=True)
-                if options.resume:
-                    with options.resume.open("a") as file:
-                        file.write(json.dumps(dataclasses.asdict(result)) + "\n")
-    text = table([known[mutant] for mutant in chosen])
+    recorded = records(options.work, places, options.tests)
+    free: queue.Queue[Workplace] = queue.Queue()
+    for place in places:
+        free.put(place)
+    todo = [m for m in chosen if m not in known or (options.again and not known[m].killed_by)]
+    with concurrent.futures.ThreadPoolExecutor(len(places)) as pool:
+        tried = [pool.submit(try_mutant, m, recorded, options.slow, free) for m in todo]
+        for done in concurrent.futures.as_completed(tried):
+            result = known[done.result().mutant] = done.result()
+            said = "killed  " if result.killed_by else "SURVIVED"
+            print(said, result.mutant, f"{result.seconds:.1f} s", result.killed_by, flush=True)
+            with log.open("a") as file:
+                file.write(json.dumps(dataclasses.asdict(result)) + "\n")
+    results = [known[mutant] for mutant in chosen]
+    red = set(red_alone({result.killed_by for result in results}, free))
+    for test in sorted(red):
+        print(f"red without a mutant, so it proves nothing: {test}", file=sys.stderr)
+    return [result for result in results if result.killed_by not in red]
+
+
+def main() -> int:
+    """Sample, run, print the table; 2 where a test that killed is red without a mutant."""
+    options = _options()
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
+    ).stdout.strip()
+    options.work.mkdir(parents=True, exist_ok=True)
+    log = options.results or options.work / f"results-{commit}.jsonl"
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        clones(options.workers) as copies,
+        servers(options.workers) as started,
+    ):
+        places = []
+        for number, server in enumerate(started):
+            root = copies.get()
+            compileall.compile_dir(
+                root / "jaxdist",
+                quiet=1,
+                invalidation_mode=py_compile.PycInvalidationMode.CHECKED_HASH,
+            )  # valid again once a mutant is taken out
+            places.append(Workplace(server, root, Path(folder) / str(number)))
+        results = sweep(options, places, read_results(log), log)
+    text = table(results)
     if options.out:
-        commit = subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
-        ).stdout.strip()
-        head = (
-            f"# Mutants at random places\n\n`python scripts/bench/mutation_sweep.py "
-            f"--only {' '.join(options.only or ROOMS)} --count {options.count} --seed "
-            f"{options.seed} --files {options.files}`, commit {commit}, "
-            f"Python {platform.python_version()}.\n\n"
-        )
-        options.out.write_text(head + text)
+        options.out.write_text(_head(options, commit) + text)
     print(text)
-    return 0
+    return (
+        0
+        if len(results) >= len(sample(options.only or [*ROOMS], options.count, options.seed))
+        else 2
+    )
 
 
 if __name__ == "__main__":

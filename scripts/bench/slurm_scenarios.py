@@ -6,7 +6,10 @@ How it hands out GPUs, gives nodes to an elastic job, takes a lost node away, ca
 array of a sweep. The test suite has the rules of the batch script with commands that play SLURM.
 """
 
+import contextlib
 import json
+import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -137,25 +140,57 @@ def test_a_cancelled_job_stays_cancelled(cluster):
     assert cluster.job(job_id)["JobState"] == "CANCELLED"
 
 
-def test_training_that_was_cancelled_goes_on_when_it_is_submitted_again(cluster):
+def train(cluster, name: str) -> tuple[Path, str]:
+    """Submit the training of two nodes; returns its run directory and the job id."""
+    run, script = cluster.root / f"jobs/runs/{name}", cluster.root / f"jobs/{name}.sbatch"
+    settings = {"nodes": "2", "time": "10", "python": sys.executable, "run_dir": str(run)}
+    script.write_text(batch_script(plan(name=name, arguments=TRAINING, **settings)))
+    return run, cluster.submit(script, PYTHONPATH=str(ROOT), JAX_PLATFORMS="cpu")
+
+
+@pytest.fixture(scope="module")
+def whole(cluster) -> dict[int, str]:
+    """Losses of a training that nothing interrupts."""
+    run, job_id = train(cluster, "whole")
+    assert cluster.wait(job_id, timeout_s=300) == "COMPLETED", cluster.output(job_id)
+    assert max(losses(run)) == 120
+    return losses(run)
+
+
+def test_training_that_was_cancelled_goes_on_when_it_is_submitted_again(cluster, whole):
     """Two nodes train; `scancel` in the middle; the same script again: the bits of one training."""
-    whole, parted = (cluster.root / f"jobs/runs/{name}" for name in ("whole", "parted"))
-    script = cluster.root / "jobs/again.sbatch"
-
-    def train(run: Path) -> str:
-        settings = {"nodes": "2", "time": "10", "python": sys.executable, "run_dir": str(run)}
-        script.write_text(batch_script(plan(name="again", arguments=TRAINING, **settings)))
-        return cluster.submit(script, PYTHONPATH=str(ROOT), JAX_PLATFORMS="cpu")
-
-    first = train(parted)
-    wait_for(parted / "checkpoints/40", cluster, first)
+    run, first = train(cluster, "parted")
+    wait_for(run / "checkpoints/40", cluster, first)
     cluster.run("scancel", first)
     assert cluster.wait(first) == "CANCELLED"
-    assert 40 <= max(losses(parted)) < 120, "it had ended before it was cancelled"
-    for run in (parted, whole):
-        job_id = train(run)
-        assert cluster.wait(job_id, timeout_s=300) == "COMPLETED", cluster.output(job_id)
-    assert losses(parted) == losses(whole) and max(losses(whole)) == 120
+    assert 40 <= max(losses(run)) < 120, "it had ended before it was cancelled"
+    _, job_id = train(cluster, "parted")
+    assert cluster.wait(job_id, timeout_s=300) == "COMPLETED", cluster.output(job_id)
+    assert losses(run) == whole
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_training_of_which_a_process_is_killed_is_queued_again(cluster, whole, number):
+    """SIGKILL of one of two processes; the job goes on by itself: the bits of one training."""
+    run, job_id = train(cluster, f"killed-{number}")
+    wait_for(run / "checkpoints/40", cluster, job_id)
+    os.kill(process_of(job_id, number), signal.SIGKILL)
+    assert cluster.wait(job_id, timeout_s=300) == "COMPLETED", cluster.output(job_id)
+    assert cluster.job(job_id)["Restarts"] == "1", cluster.output(job_id)
+    assert losses(run) == whole
+
+
+def process_of(job_id: str, number: int) -> int:
+    """The pid of a training process, by its place in the job."""
+    place = {f"SLURM_JOB_ID={job_id}", f"SLURM_PROCID={number}"}
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            words = (process / "cmdline").read_text().split("\0")
+            if "jaxdist.train" in words and "srun" not in words[0]:
+                environ = set((process / "environ").read_text(errors="replace").split("\0"))
+                if place <= environ:
+                    return int(process.name)
+    raise LookupError(f"no training process {number} of job {job_id}")
 
 
 def test_the_runs_of_a_sweep_are_the_tasks_of_an_array(cluster):

@@ -14,7 +14,7 @@ from jaxdist.core.settings import ConfigError, read_settings, setting, without_f
 from jaxdist.core.settings.schema import BadValueError, FlagText, read_value
 from jaxdist.run.exit_reason import ExitReason
 from jaxdist.run.metrics_log import decode
-from jaxdist.run.run_directory import RunDirectory, changed_settings, flatten
+from jaxdist.run.run_directory import RunDirectory, changed_settings, flatten, read_table
 from jaxdist.runtime.storage import Location, locate
 
 COMMAND = "jaxdist.sweep"
@@ -67,8 +67,8 @@ class Trial:
         """Whether its run has ended with all steps done."""
         run = RunDirectory(self.path, is_writer=False, resumed=True)
         try:
-            summary = decode(run.summary.text())
-        except (OSError, ValueError):  # not begun, not ended, or damaged
+            summary = read_table(run.summary, decode)
+        except (OSError, ConfigError):  # it cannot be read, or is damaged
             return False
         ended = summary.get("exit_reason"), summary.get("step")
         return ended == (ExitReason.FINISHED, self.config.train.steps)
