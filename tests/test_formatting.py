@@ -98,6 +98,18 @@ def test_a_logarithmic_axis_leaves_out_what_is_not_above_0():
     )
 
 
+def test_columns_of_sentences_stand_to_the_left():
+    table = html.table(["mesh", "s", "why"], [("a", "1", "x" * 50), ("b", "2", "y")])
+    for part in ('<th class="text">why<', '<td class="text">y<', "<th>s<", "<td>2<"):
+        assert part in table
+
+
+def test_the_name_of_a_limit_at_the_edge_is_whole():
+    for amount, anchor in ((1.0, "end"), (3.0, "middle")):
+        bars = charts.stacked_bars("t", [("a", {"b": amount})], limit=1, limit_name="l", unit="GiB")
+        assert f'text-anchor="{anchor}">l 1.0 GiB<' in bars
+
+
 def test_what_users_name_cannot_break_a_page():
     table = html.table(["<i>", "b"], [("<script>", "&")])
     page = html.page("<b>", [table])

@@ -79,6 +79,10 @@ def _verdict(plan: Plan) -> str:
             f"likely {low:.3g} to {high:.3g} s: four of five published runs took "
             f"{LIKELY[0]:.2f} to {LIKELY[1]:.2f} times their estimate"
         )
+        lines.append(
+            f"{plan.published_step_s:.3g} s by typical published trainers, on the same mesh with "
+            "the same settings"
+        )
         lines += _limits(plan)
     return "\n".join(lines)
 
@@ -176,7 +180,8 @@ def _meshes(plan: Plan, top: int) -> Iterable[str]:
         yield f"  and {len(rest)} more legal ones, of which {fitting} fit"
     if found.refused:
         example = next(iter(found.refused.values())).partition(":")[0]
-        yield f"  {len(found.refused)} are refused, e.g. {example}"
+        verb = "is" if len(found.refused) == 1 else "are"
+        yield f"  {len(found.refused)} {verb} refused, e.g. {example}"
     yield f"  ({found.num_tried} combinations of settings compared in {found.seconds:.1f} s)"
 
 

@@ -1,4 +1,4 @@
-"""Files on an object store that speaks S3, through `obstore`.
+"""Files on Amazon S3, Google Cloud Storage or what speaks S3, through `obstore`.
 
 There are no directories: one is there while anything lies below it. A file that grows (`appender`)
 is a folder of objects `part-…` (`parts`), which whoever reads it gets joined.
@@ -23,8 +23,14 @@ from typing import Any, ClassVar, Self
 from jaxdist.runtime.storage.location import BLOCK_BYTES, Appender, Location, Locked, LockFile
 from jaxdist.runtime.storage.parts import PartAppender, part_of, spool
 
-_STORES = {"s3": "S3Store"}
-_CREDENTIALS = {"s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"}
+_STORES = {"s3": "S3Store", "gs": "GCSStore"}
+_EXTRAS = {"s3": "s3", "gs": "gcs"}
+_CREDENTIALS = {
+    "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
+    "gs": "GOOGLE_APPLICATION_CREDENTIALS, the path of a key file",
+}
+# Google takes an object of any size in one request, and no invisible parts can be left there.
+_MULTIPART = {"s3": None, "gs": False}  # None: for more than 5 MiB
 _CONNECT = {"allow_http": True, "connect_timeout": "5s", "read_timeout": "30s", "timeout": "10min"}
 _DENIED = (401, 403)
 
@@ -56,7 +62,8 @@ def problem_of(url: str | os.PathLike[str]) -> str:
     try:
         _reach(scheme, bucket)
     except ModuleNotFoundError:
-        return f"{url!r} needs a library that is not installed: pip install 'jaxdist[{scheme}]'."
+        extra = _EXTRAS[scheme]
+        return f"{url!r} needs a library that is not installed: pip install 'jaxdist[{extra}]'."
     except OSError as error:
         if error.errno not in (errno.ENXIO, errno.EACCES):
             raise
@@ -237,10 +244,9 @@ class ObjectLocation(Location):
         """Make or replace the object; it is durable in any case."""
         import obstore
 
+        content = data.encode() if isinstance(data, str) else bytes(data)
         with self._told():
-            obstore.put(
-                self._bucket, self._key, data.encode() if isinstance(data, str) else bytes(data)
-            )
+            obstore.put(self._bucket, self._key, content, use_multipart=_MULTIPART[self._place[0]])
 
     def create(self) -> bool:
         """Make the object, empty; False where there is one already."""
@@ -276,9 +282,15 @@ class ObjectLocation(Location):
         """Delete all that lies below, and the object of this name."""
         import obstore
 
-        if paths := [meta["path"] for meta in self._below()]:
-            with contextlib.suppress(FileNotFoundError), self._told():
-                obstore.delete(self._bucket, paths)
+        while paths := [meta["path"] for meta in self._below()]:
+            try:
+                with self._told():
+                    obstore.delete(self._bucket, paths)
+                break
+            except FileNotFoundError:
+                # Google refuses to delete what is gone, by another process or by a try whose answer
+                # was lost, and what follows is not deleted then: the next list names it.
+                continue
         self.delete()
 
     # -- one request each --------------------------------------------------------------------------

@@ -1,0 +1,131 @@
+"""What runs and operations on any object store must do, on servers of `object_servers`."""
+
+import signal
+import subprocess
+import sys
+
+import pytest
+from commands import ROOT, environment
+from object_servers import SECRET
+from refusals import missing
+
+from jaxdist.checkpoint import manifest
+from jaxdist.runtime.storage import Locked, locate
+
+
+def history(folder) -> list:
+    """What a sequence of operations answers."""
+    said = [folder.entries(), folder.files(), folder.exists(), (folder / "a").version()]
+    (folder / "b" / "c").make_directory()
+    for name in ("b/c/2", "b/1", "a", "ab"):
+        (folder / name).write(name * 3)
+    (folder / "a").write(b"new")
+    said += [folder.entries(), folder.files(), (folder / "b").entries(), folder.sizes()]
+    said += [(folder / name).exists() for name in ("a", "b", "b/c", "c", "b/c/2/x")]
+    said += [(folder / name).is_directory() for name in ("a", "b", "c")]
+    said += [(folder / "ab").size(), (folder / "ab").read(), (folder / "b" / "1").part(1, 4)]
+    said += [b"".join((folder / "ab").stream()), (folder / "a").text(), (folder / "a").name]
+    said += [(folder / "new").create(), (folder / "new").create(), (folder / "new").read()]
+    for name in ("lines", "lines"):  # a start, and one that goes on
+        appender = (folder / name).appender()
+        said.append(appender.cut_torn_tail())
+        appender.append(b"one\n")
+        appender.append(b"two\n")
+        appender.close()
+        appender.close()
+    said += [(folder / "lines").read(), (folder / "lines").size(), (folder / "lines").exists()]
+    said += [folder.entries(), folder.files(), folder.sizes()["lines"]]
+    (folder / "a").delete()
+    (folder / "a").delete()
+    (folder / "b").delete_tree()
+    (folder / "b").delete_tree()
+    said.append(folder.files())
+    (folder / "lines").delete_tree()
+    with pytest.raises(FileNotFoundError):
+        (folder / "lines").read()
+    with pytest.raises(FileNotFoundError):
+        (folder / "lines").size()
+    return [*said, folder.files()]
+
+
+def take_a_lock_twice(folder) -> None:
+    """Two take a lock at once; one is refused, and again when it took it from one that beats."""
+    one, two = (folder / ".lock").lock(), (folder / ".lock").lock()
+    assert not one.is_exclusive and one.read() == two.read() == b""
+    one.write(b"one")
+    with pytest.raises(Locked) as taken:
+        two.write(b"two")
+    assert taken.value.holder == b"one" and (folder / ".lock").read() == b"one"
+    one.write(b"still one")  # its next heartbeat
+    assert two.read() == b"still one"
+    two.write(b"two")  # took over what it has seen
+    with pytest.raises(Locked):
+        one.write(b"back again")
+
+
+RUN = """
+import os, sys
+import jaxdist
+from jaxdist.runtime import simulate
+
+def crash(record):
+    if record["kind"] == "train" and record["step"] == 3:
+        os.environ["JAXDIST_CRASH_POINT"] = "during_upload"
+
+SETTINGS = {
+    "model": {"d_model": 32, "num_layers": 2, "num_heads": 4, "mlp_dim": 64},
+    "train": {"seq_len": 32, "global_batch_size": 8},
+    "mesh": "dp=4,fsdp=2",
+    "eval": {"interval_steps": 0, "final_max_batches": 2},
+    "optim.warmup_steps": 2,
+    "checkpoint": {"save_interval_steps": 2, "max_to_keep": 1},
+}
+
+def train(path, **settings):
+    return jaxdist.train({**SETTINGS, **settings}, steps=4, run_dir=path, progress=False)
+
+if __name__ == "__main__":
+    jaxdist.train({**SETTINGS, "simulate": 8}, steps=4, run_dir=sys.argv[1], progress=False,
+                  callbacks=crash)
+"""
+
+
+def kill_and_resume(url: str, tmp_path) -> None:
+    """Kill a run while it uploads a checkpoint; it goes on with the bits of one that was not."""
+    program = {"__name__": "in this process"}
+    exec(RUN, program)
+    killed = subprocess.run(
+        [sys.executable, "-c", RUN, url],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )
+    assert killed.returncode == -signal.SIGKILL, killed.stderr[-3000:]
+    checkpoints = locate(url) / "checkpoints"
+    whole = manifest.steps_in(checkpoints)
+    there = {name for name in checkpoints.entries() if name.isdecimal()}
+    assert whole and {str(step) for step in whole} < there, "no upload was cut short"
+    assert all(manifest.damage(checkpoints / step) == "" for step in whole)
+
+    resumed, local = program["train"](url), program["train"](tmp_path / "local")
+    assert resumed.exit_reason == local.exit_reason == "finished"
+    bits = [[float(loss).hex() for loss in run.losses] for run in (resumed, local)]
+    assert bits[0] == bits[1] and len(bits[0]) == 4
+    assert '"event": "restore"' in (locate(url) / "metrics.jsonl").text()
+    assert manifest.steps_in(checkpoints) == [4]
+
+    stored, written = checkpoints / 4, locate(tmp_path / "local" / "checkpoints" / "4")
+    told = [(place / "meta" / "metadata").json()["arrays"] for place in (stored, written)]
+    assert told[0] == told[1]  # a checksum for each array
+    (chunk,) = [name for name in stored.files() if name.endswith("params/embed.table/0.0")]
+    data = bytearray((stored / chunk).read())
+    data[7] ^= 1
+    (stored / chunk).write(data)
+    assert missing(manifest.damage(stored), chunk) == []
+    data[7] ^= 1
+    (stored / chunk).write(data)
+    for name in locate(url).files():
+        assert SECRET.encode() not in (locate(url) / name).read(), name
+    assert [n for n in locate(url).files() if n.startswith("tensorboard/")]
+    assert (locate(url) / "logs" / "process-0.log").size() > 0

@@ -1,0 +1,101 @@
+"""Runs on Google Cloud Storage: an emulator of it over HTTP, see `object_servers.gcs`."""
+
+import errno
+import re
+from concurrent.futures import ThreadPoolExecutor
+
+import object_servers
+import pytest
+from commands import run_here
+from object_runs import history, kill_and_resume, take_a_lock_twice
+from refusals import refused
+
+from jaxdist.runtime.storage import locate, objects
+
+
+@pytest.fixture(scope="module")
+def server():
+    with pytest.MonkeyPatch.context() as patch, object_servers.gcs(patch) as address:
+        yield address
+
+
+@pytest.fixture
+def folder(server, request):
+    return locate(f"gs://bucket/{re.sub('[^a-z0-9]+', '-', request.node.name)}")
+
+
+def test_google_answers_as_a_local_directory_does(folder, tmp_path):
+    assert history(folder) == history(locate(tmp_path / "run"))
+    assert locate("gs:/bucket/a/") == folder.parent / "a"
+
+
+@pytest.mark.slow
+def test_throttling_and_cut_connections_change_no_answer(server, monkeypatch, tmp_path):
+    with object_servers.troubled(server, every=3) as (address, done):
+        monkeypatch.setenv("GOOGLE_BASE_URL", address)
+        store = objects._make_store("gs", "bucket", max_retries=5)
+        monkeypatch.setattr(objects, "_store", lambda *place: store)
+        assert history(locate("gs://bucket/troubled")) == history(locate(tmp_path / "run"))
+    assert {*done} == {"503", "cut"} and len(done) > 10
+
+
+def test_of_two_that_take_a_lock_at_once_one_is_refused(folder):
+    take_a_lock_twice(folder)
+
+
+def test_of_many_that_create_an_object_at_once_one_succeeds(folder):
+    with ThreadPoolExecutor(8) as pool:
+        for number in range(10):
+            file = folder / number
+            assert sorted(pool.map(lambda _, file=file: file.create(), range(8)))[-2:] == [
+                False,
+                True,
+            ]
+
+
+def test_an_object_of_any_size_is_one_request(folder):
+    content = bytes(range(256)) * (24 << 10)  # 6 MiB: more than one part of a multipart upload
+    (folder / "large").write(content)
+    assert (folder / "large").read() == content
+    assert (folder / "large").part(5 << 20, 3) == content[5 << 20 : (5 << 20) + 3]
+
+
+def test_a_tree_that_another_process_is_deleting_is_deleted_whole(folder, monkeypatch):
+    for name in ("a", "b", "c"):
+        (folder / name).write(name)
+    below, listed = objects.ObjectLocation._below, []
+
+    def list_and_lose_one(location):
+        found = below(location)
+        if not listed:
+            (folder / "a").delete()
+        listed.append(found)
+        return found
+
+    monkeypatch.setattr(objects.ObjectLocation, "_below", list_and_lose_one)
+    folder.delete_tree()
+    assert below(folder) == [] and len(listed) > 1
+
+
+def test_a_bucket_that_is_not_there_and_missing_credentials_are_said_in_a_line(server, monkeypatch):
+    with refused("gs://absent-bucket/run", "no such bucket"):
+        locate("gs://absent-bucket/run")
+    objects._reach.cache_clear()
+    monkeypatch.delenv("GOOGLE_BEARER_TOKEN")
+    for name in ("GCE_METADATA_HOST", "GCE_METADATA_ROOT", "GCE_METADATA_IP"):
+        monkeypatch.setenv(name, "127.0.0.1:9")
+    with refused("gs://bucket/run", "GOOGLE_APPLICATION_CREDENTIALS"):
+        locate("gs://bucket/run")
+    monkeypatch.setenv("GOOGLE_BEARER_TOKEN", object_servers.SECRET)
+    monkeypatch.setenv("GOOGLE_BASE_URL", "http://127.0.0.1:9")
+    with pytest.raises(OSError) as away:
+        locate("gs://bucket/run")
+    assert away.value.errno == errno.EHOSTUNREACH
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_while_it_uploads_goes_on_with_the_same_bits(server, tmp_path):
+    url = "gs://bucket/runs/killed"
+    kill_and_resume(url, tmp_path)
+    assert run_here("tools.report.__main__", url) == run_here("evaluate", url) == 0
+    assert run_here("generate", url, "--prompt=def ", "--max-new-tokens=4") == 0
