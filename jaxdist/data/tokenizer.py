@@ -167,7 +167,9 @@ def load_tokenizer(name: str, eos_token: str = "") -> Tokenizer:
         ConfigError: no such file, a broken one, or an `eos_token` it does not have.
     """
     if name != "bytes":
-        return FileTokenizer(tokenizer_file(name), eos_token)
+        tokenizer = FileTokenizer(tokenizer_file(name), eos_token)
+        tokenizer.name = name if name in BUILT_IN else tokenizer.name
+        return tokenizer
     if eos_token:
         raise ConfigError(
             f'data.eos_token={eos_token!r} with tokenizer "bytes", which ends documents with '
