@@ -106,8 +106,10 @@ def test_columns_of_sentences_stand_to_the_left():
 
 def test_the_name_of_a_limit_at_the_edge_is_whole():
     for amount, anchor in ((1.0, "end"), (3.0, "middle")):
-        bars = charts.stacked_bars("t", [("a", {"b": amount})], limit=1, limit_name="l", unit="GiB")
-        assert f'text-anchor="{anchor}">l 1.0 GiB<' in bars
+        bars = charts.stacked_bars(
+            "t", [("a", {"b": amount})], limit=1, limit_name="usable", unit="GiB"
+        )
+        assert f'text-anchor="{anchor}">usable 1.0 GiB<' in bars
 
 
 def test_what_users_name_cannot_break_a_page():
