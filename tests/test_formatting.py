@@ -37,6 +37,10 @@ from jaxdist.runtime.formatting import charts, html, numbers, tables
         (numbers.rate, 27_400_000_000, "27.4 GB/s"),
         (numbers.rate, 850e6, "850 MB/s"),
         (numbers.rate, 12, "12.0 B/s"),
+        (lambda ratio: numbers.relative_speed(ratio, 1.0), 1.09, "9 % slower"),
+        (lambda ratio: numbers.relative_speed(1.0, ratio), 1.09, "9 % faster"),
+        (lambda ratio: numbers.relative_speed(ratio, 1.0), 10.6, "10.6 times as slow"),
+        (lambda ratio: numbers.relative_speed(1.0, ratio), 10.6, "10.6 times as fast"),
     ],
 )
 def test_numbers_have_one_form(show, value, shown):

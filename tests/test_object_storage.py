@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import sys
 
+import numpy as np
 import object_servers
 import pytest
 from commands import ROOT, TINY, environment
@@ -18,6 +19,7 @@ from refusals import missing, refused
 from jaxdist.checkpoint import lock as lock_room
 from jaxdist.checkpoint import manifest
 from jaxdist.checkpoint.lock import DirectoryLock
+from jaxdist.checkpoint.object_io import zarr_metadata
 from jaxdist.run.metrics_log import RecordWriter, read_records
 from jaxdist.runtime import entry_point
 from jaxdist.runtime.storage import Locked, flush_appended, locate, objects, parts
@@ -45,6 +47,12 @@ def test_throttling_and_cut_connections_change_no_answer(server, monkeypatch, tm
         monkeypatch.setattr(objects, "_store", lambda *place: store)
         assert history(locate("s3://bucket/troubled")) == history(locate(tmp_path / "run"))
     assert {*done} == {"503", "cut"} and len(done) > 10
+
+
+def test_an_array_on_a_store_says_its_own_chunks():
+    """A dim of one keeps its chunk of one; zarr knows no chunk of zero."""
+    said = zarr_metadata((6, 1, 0), (3, 1, 0), np.dtype("float32"))
+    assert (said["shape"], said["chunks"], said["dtype"]) == ([6, 1, 0], [3, 1, 1], "<f4")
 
 
 def test_a_location_is_a_url_whatever_path_made_of_it(folder):
