@@ -138,7 +138,7 @@ def _write_tokenizer(data: DataConfig, out: Path) -> dict[str, Any]:
     if any(map(is_custom, data.sources)) and data.tokenizer == "bytes":
         return unknown  # the user's own token numbers
     try:
-        is_here = data.tokenizer == "bytes" or tokenizer_file(data.tokenizer).is_file()
+        is_here = data.tokenizer == "bytes" or tokenizer_file(data.tokenizer).exists()
     except ConfigError as error:
         print("\n".join(error.problems))
         is_here = False
