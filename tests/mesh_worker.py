@@ -7,6 +7,7 @@ to save after `save_after` steps, or ""), `steps` to train. Its record has the d
 as it was restored and as it was saved, of every batch, and every loss.
 """
 
+import gc
 import hashlib
 import json
 import math
@@ -27,6 +28,7 @@ FLAGS = [
 
 
 def main() -> None:
+    gc.set_threshold(100_000, 50, 100)  # as a command does: see `run_command`
     settings = json.loads(sys.argv[1])
     os.environ["JAX_PLATFORMS"] = "cpu"
     import jax

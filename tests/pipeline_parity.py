@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import gc
 import itertools
 import json
 import os
@@ -313,6 +314,7 @@ def parse(text: str) -> list[Case]:
 
 def main(argv: list[str]) -> None:
     """Compare on more devices than the test process has."""
+    gc.set_threshold(100_000, 50, 100)  # as a command does: see `run_command`
     os.environ["JAX_PLATFORMS"] = "cpu"
     import jax
 

@@ -25,7 +25,8 @@ from jaxdist.plan.estimate.flops import imbalance
 from jaxdist.plan.estimate.job import Job
 from jaxdist.plan.estimate.memory import estimate_memory, usable_bytes
 from jaxdist.plan.estimate.search import Choice, exchanges, search
-from jaxdist.plan.estimate.time import Reach, estimate_time
+from jaxdist.plan.estimate.software import OURS
+from jaxdist.plan.estimate.time import estimate_time
 from jaxdist.plan.estimate.traffic import flows_of
 from jaxdist.plan.hardware import GPUS, Cluster
 from jaxdist.runtime.formatting.numbers import percent
@@ -155,14 +156,14 @@ def test_a_ring_hides_behind_the_attention_that_runs_beside_it(num_nodes, waits_
     cluster = dataclasses.replace(TWO_NODES, num_nodes=num_nodes)
     size = cluster.num_gpus
     job = Job.of(long_rows(6, 6, mesh=mesh), MeshSpec(context=size), cluster)
-    parts, reach = estimate_time(job).parts, Reach()
+    parts = estimate_time(job).parts
     permutes = [f for f in flows_of(job) if f.kind == "collective-permute"]
-    moving = sum(f.seconds for f in permutes) / reach.links
+    moving = sum(f.seconds for f in permutes) / OURS.links
     beside = parts["attention"] * (size - 1) / size
-    assert (reach.hidden * moving > beside) == waits_long
+    assert (OURS.hidden * moving > beside) == waits_long
     waited = sum(parts[f"waiting for {f.purpose}"] for f in permutes)
-    late = max(0.0, reach.hidden * moving - beside)
-    assert waited == pytest.approx((1 - reach.hidden) * moving + late)
+    late = max(0.0, OURS.hidden * moving - beside)
+    assert waited == pytest.approx((1 - OURS.hidden) * moving + late)
 
 
 def test_times_count_the_work_of_the_busiest_device():
@@ -176,7 +177,8 @@ def test_times_count_the_work_of_the_busiest_device():
     uneven = [imbalance(by(packed, name)) for name in ("ring", "hybrid", "all_to_all")]
     assert uneven[0] > 1.5 * uneven[1] > 0.05 and uneven[2] == 0
     ring, packed_ring = by(job, "ring"), by(packed, "ring")
-    assert spent(packed_ring) == pytest.approx((1 + uneven[0]) * spent(ring))
+    # A little less, as the kernel is faster where it sees more keys.
+    assert spent(packed_ring) == pytest.approx((1 + uneven[0]) * spent(ring), rel=0.02)
     shares = [f"{name} {percent(imbalance(by(packed, name)), 0)}" for name in exchanges(packed)]
     assert all(share in said(packed_ring) and share not in said(ring) for share in shares)
 

@@ -251,10 +251,10 @@ def test_products_are_six_flops_for_each_weight_and_token():
 
 
 def test_tensor_parallelism_divides_the_products():
-    one, eight = job(train={"remat": "none"}), job("tp=4", train={"remat": "none"})
-    assert estimate_time(eight).parts["products"] == pytest.approx(
-        estimate_time(one).parts["products"] / 4
-    )
+    """Narrower products fill tiles and waves less well, never better."""
+    one, four = job(train={"remat": "none"}), job("tp=4", train={"remat": "none"})
+    shorter = estimate_time(one).parts["products"] / estimate_time(four).parts["products"]
+    assert 3 < shorter < 4
 
 
 @pytest.mark.parametrize("stages", [2, 4, 8])
@@ -303,14 +303,15 @@ def published_errors(rows: str) -> list[float]:
 
 
 def test_published_runs_are_met():
-    """At least three quarters of the published rows within 15 %, none of them fitted."""
-    errors = published_errors("ROWS")
+    """At least three quarters of the rows on which nothing was fitted are within 15 %."""
+    errors = published_errors("HELD_OUT")
+    assert len(errors) >= 20
     assert sum(abs(error) <= 0.15 for error in errors) >= 0.75 * len(errors)
 
 
 def test_four_of_five_published_runs_are_in_the_likely_range():
-    """All rows, those from elsewhere too; and a range half as wide would hold fewer."""
-    shares = 1 + np.array([*published_errors("ROWS"), *published_errors("ELSEWHERE")])
+    """All rows; and a range half as wide would hold fewer."""
+    shares = 1 + np.array([*published_errors("HELD_OUT"), *published_errors("FITTED")])
     low, high = LIKELY
     assert 0.8 <= np.mean((low <= shares) & (shares <= high)) <= 0.9
     one = estimate_time(job())

@@ -62,7 +62,8 @@ def test_figures_are_of_a_sane_size(gpu):
     assert 8e12 <= gpu.peak_flops["float32"] < 2e15
     # Operations that one byte from memory must feed: tens to hundreds on every tensor-core GPU.
     best = max(gpu.peak_flops.get(d, 0.0) for d in ("bfloat16", "float16"))
-    assert 100 < best / gpu.memory_bandwidth < 500
+    assert 75 < best / gpu.memory_bandwidth < 500
+    assert 0.4e-12 < gpu.power_w / best < 5e-12
     assert gpu.network_bandwidth <= gpu.link_bandwidth < gpu.memory_bandwidth
     assert 0 < gpu.spot_price_per_hour < gpu.price_per_hour < 15
 
@@ -101,6 +102,7 @@ def test_own_hardware_starts_from_a_known_gpu_or_says_all(tmp_path):
     ours, prototype = find_gpu("our-h100", known), find_gpu("prototype", known)
     assert (ours.network_bandwidth, ours.price_per_hour) == (12.5e9, 1.9)
     assert ours.memory_bytes == GPUS["h100"].memory_bytes
+    assert ours.power_w == GPUS["h100"].power_w and prototype.power_w == 0
     assert prototype.memory_bytes == 64 * 2**30
     assert prototype.peak_flops == {"bfloat16": 500e12, "float32": 250e12}
     assert [str(c) for c in parse_gpus("our-h100:16,prototype:8", known)] == [

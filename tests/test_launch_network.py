@@ -21,7 +21,8 @@ from two_hosts import TwoHosts
 
 STEPS = 150
 PORT = 29400
-HEARTBEAT_S, WATCHDOG_S, JOIN_S = 8, 6, 6
+HEARTBEAT_S, WATCHDOG_S = 8, 6
+JOIN_S = 20  # two starts side by side on a loaded machine are up to 8 s apart
 # The line must be there after the silence that is waited for, and what a loaded machine adds.
 NAMED_WITHIN_S = 60.0
 

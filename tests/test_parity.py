@@ -99,7 +99,7 @@ def test_the_reference_learns():
     [
         Case("rotary", "dp=2,fsdp=2,tp=2"),
         Case("learned", "dp=2,tp=4", zero=2),
-        Case("learned", "cp=2", exchange="ring"),
+        pytest.param(Case("learned", "cp=2", exchange="ring"), marks=pytest.mark.slow),
     ],
     ids=str,
 )

@@ -55,11 +55,7 @@ def test_gradients_match_one_device_everywhere(case):
 @pytest.mark.slow
 def test_gradients_match_one_device_on_64_devices():
     """Every axis at once, and the largest mesh that the design names."""
-    cases = [
-        "pp=2,dp=2,fsdp=2,tp=2;family=gpt2",
-        "pp=4,dp=4,tp=4;rows=32;family=llama_tied",
-        "pp=4,dp=2,fsdp=2,tp=4;rows=32;virtual=2;layers=8",
-    ]
+    cases = ["pp=4,dp=2,fsdp=2,tp=4;rows=32;virtual=2;layers=8"]
     script = Path(pipeline_parity.__file__)
     run = subprocess.run(
         [sys.executable, str(script), "64", *cases],

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
@@ -18,7 +19,9 @@ from jaxdist.plan import planner
 from jaxdist.plan.__main__ import main
 from jaxdist.plan.compiled.check import CompiledMemory, CompiledStep, NotCompiled
 from jaxdist.plan.compiled.roofline import Times
+from jaxdist.plan.estimate.cost import Limits
 from jaxdist.plan.options import PlanConfig
+from jaxdist.plan.scaling import Sizes, nearest
 from jaxdist.plan.schedule_view import drawings
 
 SMALL = [
@@ -116,23 +119,53 @@ def test_a_deadline_takes_more_gpus_and_a_budget_leaves_out_the_dear_ones(capsys
     days, dollars = free["cost"]["on_demand"]["days"], free["cost"]["on_demand"]["money"]
     assert (1, "h100") in other_gpus(free)
     assert not free["cost"]["late"] and not free["cost"]["dear"]
-    late = plan(capsys, *asked, "--deadline-days", str(0.4 * days))
+    late = plan(capsys, *asked, "--deadline", f"{0.4 * days:.9f}d")
     assert late["cost"]["late"] and (4, "h100") in other_gpus(late)
-    in_time = plan(capsys, *asked, "--deadline-days", str(1.1 * days))
+    in_time = plan(capsys, *asked, "--deadline", f"{24 * 1.1 * days:.9f}h")
     assert not in_time["cost"]["late"] and (1, "h100") in other_gpus(in_time)
     dear = plan(capsys, *asked, "--budget", str(0.9 * dollars))
     assert dear["cost"]["dear"] and "h100" not in [gpu for _, gpu in other_gpus(dear)]
     neither = plan(capsys, *asked, "--budget", "0.01")
-    assert other_gpus(neither) == []
+    text = dict(_topics(neither))["other GPUs"]
+    (enough,) = re.findall(r"--budget (\d+) would do", text)
+    assert text.startswith("Impossible")
+    assert other_gpus(plan(capsys, *asked, "--budget", enough))
+
+
+def test_what_would_do_is_the_cheapest_in_time_and_the_fastest_within_budget():
+    size = lambda days, money: SimpleNamespace(cost=SimpleNamespace(days=days, money=money))
+    tried = size(9, 50), size(5, 60), size(2, 120), size(1, 150)
+    found = nearest(Sizes(best=(), tried=tried), Limits(days=3, money=100))
+    assert found == (tried[2], tried[1])
+    assert nearest(Sizes(best=(), tried=tried), Limits(days=0.5, money=40)) == (None, None)
+
+
+def _topics(found: dict) -> list[tuple[str, str]]:
+    return [(item["topic"], item["text"]) for item in found["advice"]]
+
+
+@pytest.mark.parametrize("text", ["0", "0d", "-1d", "soon", "3m"])
+def test_a_deadline_that_is_no_time_is_refused(text):
+    with refused("deadline", "14d"):
+        main(small("--gpus", "h100:1", f"--deadline={text}"))
+
+
+def test_no_more_days_than_usual_are_advised_where_none_are_given(capsys):
+    """Fewer GPUs would hold the run as well, and take years."""
+    found = plan(capsys, "--gpus", "h100:64", "--tokens", "1e12")
+    (text,) = [text for topic, text in _topics(found) if topic == "other GPUs"]
+    days = [float(d) for d in re.findall(r"(\d+)d\d+h", text)]
+    assert days and max(days) <= 90
+    assert found["published_step_s"] > found["step"]["seconds"] / 2
 
 
 def test_time_lost_to_failures_counts_in_advice_as_in_the_verdict(capsys):
     """Half of it is lost here: a run that is late is not named as one in time."""
     asked = ["--gpus", "h100:1", "--tokens", "1e10", "--failures-per-day", "120"]
     days = plan(capsys, *asked)["cost"]["on_demand"]["days"]
-    late = plan(capsys, *asked, "--deadline-days", str(0.99 * days))
+    late = plan(capsys, *asked, "--deadline", f"{0.99 * days:.9f}d")
     assert late["cost"]["late"] and (1, "h100") not in other_gpus(late)
-    in_time = plan(capsys, *asked, "--deadline-days", str(1.01 * days))
+    in_time = plan(capsys, *asked, "--deadline", f"{1.01 * days / 7:.9f}w")
     assert not in_time["cost"]["late"] and (1, "h100") in other_gpus(in_time)
 
 

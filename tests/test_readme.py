@@ -34,6 +34,10 @@ LONG = (
     "configs/pipeline_64cpu.toml --mesh",
     "--mesh fsdp=2,cp=2,tp=2",
     "--mesh dp=-1,tp=2",
+    "jaxdist.train --debug",
+    "--gpus h100:16x8",
+    "--mesh dp=4 --mesh.zero 2",
+    "--pipeline.schedule 1f1b_lockstep",
 )
 NEEDS_GPUS = [
     line
@@ -119,11 +123,13 @@ def smaller(line: str) -> list[str]:
 
 
 def marked(lines: list[str]) -> list:
-    """The commands to run, the first of each kind marked `smoke`."""
-    kinds = {line.split()[2]: line for line in reversed(lines)}
-    smoke = lambda line: [pytest.mark.smoke] if kinds[line.split()[2]] == line else []
-    long = lambda line: [pytest.mark.slow] if any(word in line for word in LONG) else []
-    return [pytest.param(line, marks=smoke(line) + long(line)) for line in lines]
+    """The commands to run: long ones marked `slow`, the first other one of each kind `smoke`."""
+    long = lambda line: any(word in line for word in LONG)
+    kinds = {line.split()[2]: line for line in reversed(lines) if not long(line)}
+    marks = lambda line: (
+        [pytest.mark.slow] * long(line) + [pytest.mark.smoke] * (line in kinds.values())
+    )
+    return [pytest.param(line, marks=marks(line)) for line in lines]
 
 
 @pytest.mark.parametrize("line", marked([c for c in COMMANDS if c not in NEEDS_GPUS]))

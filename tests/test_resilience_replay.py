@@ -126,6 +126,7 @@ def test_a_step_with_other_rows_or_without_a_record_is_refused(tmp_path):
         read_history(run, 9)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("module")
 def test_replay_tells_data_from_transient(tmp_path, capsys):
     def replayed(step: int) -> str:

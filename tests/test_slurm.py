@@ -257,7 +257,7 @@ EXIT_CODE = 'echo {} >"$JAXDIST_EXIT_CODE_FILE"; exit {}'
         # The time limit is near: USR1 is passed on, and srun's processes save.
         (
             "trap 'echo 75 >\"$JAXDIST_EXIT_CODE_FILE\"; exit 75' USR1; kill -USR1 $PPID; "
-            "sleep 20 & wait",
+            "sleep 20 >&- 2>&- & wait",  # nor does it keep the script's output open
             "None",
             (75, True),
         ),

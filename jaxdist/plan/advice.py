@@ -20,7 +20,15 @@ from jaxdist.plan.estimate.suggestions import smallest_changes
 from jaxdist.plan.hardware import Gpu
 from jaxdist.plan.options import PlanConfig
 from jaxdist.plan.planner import Plan
-from jaxdist.plan.scaling import compared, right_sizes, size_of
+from jaxdist.plan.scaling import (
+    USUAL_DAYS,
+    Size,
+    Sizes,
+    compared,
+    nearest,
+    right_sizes,
+    size_of,
+)
 from jaxdist.runtime.formatting.numbers import duration, in_bytes, money, percent
 
 
@@ -224,20 +232,15 @@ _EXCHANGES = {
 def _size(plan: Plan, config: PlanConfig, known: Mapping[str, Gpu]) -> Iterator[Advice]:
     model, state_bytes = plan.choice.job.model, checkpoint_bytes(plan.choice.job)
     gpus = compared(known, plan.cluster.gpu)
-    sizes, any_holds = right_sizes(config, gpus, state_bytes, model)
-    within = ", within the deadline and budget" if plan.limits != Limits() else ""
-    if sizes:
-        shown = "; ".join(
-            f"{size.cluster.num_gpus}× {size.cluster.gpu.name} ({size.choice.job.spec}): "
-            f"{duration(DAY_S * size.cost.days)}, {money(size.cost.money, 'USD')}"
-            for size in sizes[:4]
+    sizes = right_sizes(config, gpus, state_bytes, model)
+    if sizes.best:
+        shown = "; ".join(_offer(size) for size in sizes.best[:4])
+        yield Advice(
+            "other GPUs",
+            f"The fewest of each kind, by doubling, that fit the run{_within(plan, sizes)}, "
+            f"cheapest first: {shown}.",
         )
-        text = (
-            f"The fewest of each kind, by doubling, that fit the run{within}, cheapest first: "
-            f"{shown}."
-        )
-        yield Advice("other GPUs", text)
-    elif not any_holds:
+    elif not sizes.tried:
         yield Advice(
             "other GPUs",
             "No number of any kind holds the run on a mesh that is legal for a batch of "
@@ -245,18 +248,45 @@ def _size(plan: Plan, config: PlanConfig, known: Mapping[str, Gpu]) -> Iterator[
             "a shorter train.seq_len or a larger batch, which more GPUs can share.",
         )
     else:
-        yield Advice(
-            "other GPUs",
-            f"No number of any kind is in time and within budget for a batch of "
-            f"{plan.base.train.global_batch_size} rows. Allow more days or money, train fewer "
-            "tokens, or use a larger batch, which more GPUs can share.",
-        )
+        yield Advice("other GPUs", _beyond_limits(plan, sizes))
     if plan.fits:
         yield Advice("more GPUs", _scaling(plan, config))
 
 
+def _within(plan: Plan, sizes: Sizes) -> str:
+    if plan.limits != Limits():
+        return ", within the deadline and budget"
+    if all(size.cost.days <= USUAL_DAYS for size in sizes.best):
+        return f" and end within {USUAL_DAYS:.0f} days"
+    return f", the fastest number of each, as none ends within {USUAL_DAYS:.0f} days"
+
+
+def _offer(size: Size) -> str:
+    """A number of GPUs with its mesh, days and money."""
+    return (
+        f"{size.cluster.num_gpus}× {size.cluster.gpu.name} ({size.choice.job.spec}): "
+        f"{duration(DAY_S * size.cost.days)}, {money(size.cost.money, 'USD')}"
+    )
+
+
+def _beyond_limits(plan: Plan, sizes: Sizes) -> str:
+    """That the limits cannot be kept, and what would do."""
+    in_time, affordable = nearest(sizes, plan.limits)
+    found = [
+        "Impossible: no number of any kind is in time and within budget for a batch of "
+        f"{plan.base.train.global_batch_size} rows."
+    ]
+    if in_time is not None and plan.limits.money:
+        found.append(f"--budget {math.ceil(in_time.cost.money)} would do: {_offer(in_time)}.")
+    if affordable is not None and plan.limits.days:
+        hours = math.ceil(24 * affordable.cost.days)
+        found.append(f"--deadline {hours}h would do: {_offer(affordable)}.")
+    found.append("So would fewer tokens, or a larger batch, which more GPUs can share.")
+    return " ".join(found)
+
+
 def _scaling(plan: Plan, config: PlanConfig) -> str:
-    """What twice as many of the same GPUs would bring."""
+    """What more of the same GPUs would bring, by doubling, in days and money."""
     best, gpu, number = plan.found.best or plan.choice, plan.cluster.gpu, 2 * plan.cluster.num_gpus
     cluster, model = plan.cluster.resized(number), plan.choice.job.model
     double = size_of(config, cluster, model)
@@ -268,15 +298,22 @@ def _scaling(plan: Plan, config: PlanConfig) -> str:
         )
     time = double.choice.time
     gain = time.tokens_per_s / best.time.tokens_per_s
-    verdict = "worth it if time matters" if gain > 1.6 else "not worth it"
+    verdict = "worth it if time matters" if gain > _WORTH_IT else "not worth it"
     compute = ("products", "attention", "memory-bound kernels")
     seconds, rest = max((s, name) for name, s in time.parts.items() if name not in compute)
-    return (
+    text = (
         f"{number} {gpu.name} are {gain:.2f} times as fast for {2 / gain:.2f} times the money "
         f"({double.choice.job.spec}; {duration(DAY_S * double.cost.days)}, "
         f"{money(double.cost.money, 'USD')}): {verdict}. "
         f"{percent(seconds / time.seconds, 0)} of a step is then {rest}."
     )
+    if gain <= _WORTH_IT:
+        return text
+    four = size_of(config, plan.cluster.resized(2 * number), model)
+    return text if four is None else f"{text} {_offer(four)}."
+
+
+_WORTH_IT = 1.6  # times as fast with twice the GPUs
 
 
 # --- batch and learning rate ----------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -35,8 +36,10 @@ class PlanConfig(RunConfig):
     tokens: float = setting(
         0.0, "tokens (images) of the whole run, e.g. 1e12; 0 = train.steps", ge=0
     )
-    deadline_days: float = setting(
-        0.0, "days that the run may take; advice names GPUs that meet it; 0 = no deadline", ge=0
+    deadline: str = setting(
+        "",
+        "time that the run may take: 14d (or 14), 36h, 2w; advice names GPUs that meet it; "
+        "empty = no deadline",
     )
     budget: float = setting(0.0, "USD that the run may cost; 0 = no limit", ge=0)
     price: float = setting(-1.0, "USD per GPU-hour on demand; -1 = list price", ge=-1)
@@ -73,7 +76,7 @@ class PlanConfig(RunConfig):
     @property
     def limits(self) -> Limits:
         """What the run may take."""
-        return Limits(days=self.deadline_days, money=self.budget)
+        return Limits(days=_days(self.deadline) or 0.0, money=self.budget)
 
     def problems(self) -> list[str]:
         """Rules of the question beyond bounds; the run's own rules are asked apart."""
@@ -82,6 +85,11 @@ class PlanConfig(RunConfig):
             for name in ("price", "spot_price", "failures_per_day")
             if -1 < getattr(self, name) < 0
         ]
+        if _days(self.deadline) is None:
+            found.append(
+                f"deadline={self.deadline!r} is no time. Write a number above 0 and its unit: 2w, "
+                "14d or 36h."
+            )
         if self.show_schedule and self.stages * self.microbatches > _MOST_CELLS:
             found.append(
                 f"--stages {self.stages} --microbatches {self.microbatches} is too large to draw. "
@@ -93,6 +101,17 @@ class PlanConfig(RunConfig):
                 "8 nodes of 8."
             )
         return found
+
+
+_DAYS = {"w": 7.0, "d": 1.0, "h": 1 / 24}
+
+
+def _days(text: str) -> float | None:
+    """Days that a text such as 14d names; 0 where it is empty, None where it is no time."""
+    if not text:
+        return 0.0
+    match = re.fullmatch(r"([0-9]*\.?[0-9]+)([wdh]?)", text.strip().lower())
+    return None if match is None else float(match[1]) * _DAYS[match[2] or "d"] or None
 
 
 def read_plan(

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 
 from jaxdist.core.types import Model
-from jaxdist.plan.estimate.cost import Bill
+from jaxdist.plan.estimate.cost import Bill, Limits
 from jaxdist.plan.estimate.search import Choice, search
 from jaxdist.plan.hardware import GPUS, Cluster, Gpu
 from jaxdist.plan.options import PlanConfig
@@ -53,20 +53,56 @@ def sizes_of(config: PlanConfig, gpu: Gpu, state_bytes: float, model: Model) -> 
         number *= 2
 
 
+USUAL_DAYS = 90.0
+"""The longest that a run is advised to take where no deadline is given."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """What was found of several kinds of GPU.
+
+    Attributes:
+        best: of each kind the first by doubling that is in time and within budget, cheapest first;
+            where none is and there is no limit, the fastest of each kind.
+        tried: all that hold the run.
+    """
+
+    best: tuple[Size, ...]
+    tried: tuple[Size, ...]
+
+
 def right_sizes(
     config: PlanConfig, known: Mapping[str, Gpu], state_bytes: float, model: Model
-) -> tuple[list[Size], bool]:
-    """The first GPUs of each kind, by doubling, that hold the run within its limits.
+) -> Sizes:
+    """The first GPUs of each kind, by doubling, that hold the run and end it in time.
 
-    Returns:
-        One size of each kind that has one, cheapest first; whether any holds the run at all.
+    In time is within the deadline, or `USUAL_DAYS` where there is none.
     """
-    found, any_holds = [], False
+    limits = config.limits
+    within = dataclasses.replace(limits, days=limits.days or USUAL_DAYS)
+    best: list[Size] = []
+    tried: list[Size] = []
+    fastest: list[Size] = []
     for gpu in known.values():
+        here: list[Size] = []
         for size in sizes_of(config, gpu, state_bytes, model):
-            any_holds = True
-            if not config.limits.late(size.cost):  # else more of them, which are faster
-                found.append(size)
+            here.append(size)
+            if not within.late(size.cost):  # else more of them, which are faster
+                best.append(size)
                 break
-    found = [size for size in found if not config.limits.dear(size.cost)]
-    return sorted(found, key=lambda size: size.cost.money), any_holds
+        tried += here
+        fastest += [min(here, key=lambda size: size.cost.days)] if here else []
+    if not best and not limits.days:
+        best = fastest
+    best = [size for size in best if not limits.dear(size.cost)]
+    return Sizes(best=tuple(sorted(best, key=lambda size: size.cost.money)), tried=tuple(tried))
+
+
+def nearest(sizes: Sizes, limits: Limits) -> tuple[Size | None, Size | None]:
+    """Where nothing keeps to both limits: the cheapest in time, and the fastest within budget."""
+    in_time = [size for size in sizes.tried if not limits.late(size.cost)]
+    affordable = [size for size in sizes.tried if not limits.dear(size.cost)]
+    return (
+        min(in_time, key=lambda size: size.cost.money, default=None),
+        min(affordable, key=lambda size: size.cost.days, default=None),
+    )

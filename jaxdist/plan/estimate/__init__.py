@@ -7,6 +7,8 @@
     flops          FLOPs, and bytes of memory-bound kernels
     traffic        every collective by mesh axes
     schedule_costs what a pipeline's schedule costs
+    products       how fast matrix products run: tiles, waves, the power limit
+    software       what kernels reach in our step, and in typical published trainers
     time           seconds of a step, by a roofline
     cost           days, money, checkpoints
     search         the best mesh, and why others lose

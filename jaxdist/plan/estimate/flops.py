@@ -51,13 +51,6 @@ _EXAMPLE_ROWS, _EXAMPLE_PART = 32, 64  # rows; positions of each of a row's 2 ·
 _ATTENTION_BACKWARD = 2.5
 """FLOPs of a fused attention backward in forwards: five products instead of two."""
 
-# Bytes per element of a width that the fused kernels between two products read and write, in
-# passes of the compute dtype; counted from the decoder's block.
-_STREAM_PASSES = 16  # two norms (read, write), two residuals (read twice, write), their casts
-_QUERY_PASSES = 6  # rotation and the layout that attention wants (read, write), out
-_HIDDEN_PASSES = 3  # the MLP's nonlinearity: reads its inputs, writes one output
-_BACKWARD_PASSES = 2.5  # of forward: reads what was kept too
-
 
 def model_flops_per_token(job: Job, convention: str = "causal") -> float:
     """Useful FLOPs of one token or image, forward and backward, as the MFU counts them.
@@ -77,9 +70,11 @@ def layer_forward(job: Job) -> Work:
     widths = Widths.of(job)
     queries, keys = widths.queries, widths.keys
     weights = widths.stream * (2 * queries + 2 * keys + widths.up + widths.hidden)
-    elements = _QUERY_PASSES * (queries + keys) + _HIDDEN_PASSES * (widths.up + widths.hidden) / 2
-    stream = _STREAM_PASSES * widths.stream * job.stream_tokens
-    scores = _keys_seen(job) * queries
+    passes = job.engine.software
+    elements = passes.query_passes * (queries + keys)
+    elements += passes.hidden_passes * (widths.up + widths.hidden) / 2
+    stream = passes.stream_passes * widths.stream * job.stream_tokens
+    scores = keys_seen(job) * queries
     return Work(
         products=2.0 * job.tokens * weights,
         attention=4.0 * job.tokens * scores,
@@ -101,7 +96,7 @@ def layer_backward(job: Job) -> Work:
     backward = Work(
         products=2.0 * forward.products,
         attention=_ATTENTION_BACKWARD * forward.attention,
-        memory_bytes=_BACKWARD_PASSES * forward.memory_bytes,
+        memory_bytes=job.engine.software.backward_passes * forward.memory_bytes,
     )
     return backward + recomputed(job, forward) + _stacked(job)
 
@@ -232,7 +227,7 @@ def _imbalance(
     return context.imbalance(size, length, scaled, places, inner, rows)
 
 
-def _keys_seen(job: Job) -> float:
+def keys_seen(job: Job) -> float:
     """Mean number of keys that a query of the busiest device sees, over all layers."""
     call = job.attention_call
     assert call is not None
@@ -250,4 +245,4 @@ def _block_bytes(job: Job) -> float:
     """Scores of blocks written and read, where attention runs block by block."""
     if job.attention != "blockwise":
         return 0.0
-    return 4.0 * WIDE * job.tokens * heads(job) * _keys_seen(job)
+    return 4.0 * WIDE * job.tokens * heads(job) * keys_seen(job)

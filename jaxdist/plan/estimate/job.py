@@ -29,6 +29,7 @@ from jaxdist.core.types import AttentionCall, Dims, Model
 from jaxdist.models.weights import Weight, weights_of
 from jaxdist.plan.estimate.model_trace import Trace, attention_of, trace
 from jaxdist.plan.estimate.schedule_costs import Stages, stages_of
+from jaxdist.plan.estimate.software import OURS, PUBLISHED, Software
 from jaxdist.plan.hardware import Cluster
 
 Place = Literal["param", "moment", "gradient", "whole"]
@@ -60,6 +61,23 @@ class Engine:
     virtual_stages_travel: bool = True
     stacks_layers: bool = True
     fuses_recomputation: bool = True
+
+    @classmethod
+    def published(cls, products_dtype: str = "") -> Engine:
+        """Of typical published trainers, with products in this dtype."""
+        return cls(
+            products_dtype=products_dtype,
+            stage_recomputes=False,
+            virtual_stages_travel=False,
+            stacks_layers=False,
+            fuses_recomputation=False,
+        )
+
+    @property
+    def software(self) -> Software:
+        """What its kernels reach: of another trainer's step, what published software does."""
+        ours = dataclasses.replace(self, products_dtype="") == Engine()
+        return OURS if ours else PUBLISHED
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,10 +1,11 @@
 """How long a step takes: a roofline with overlap, the pipeline's waiting, links and optimizer.
 
-Compute is products, attention and memory-bound kernels one after the other, each at the share of
-its peak that such kernels reach (`Reach`). Collectives overlap with it: what is longer than
-the compute that can hide it is exposed, and a share of the rest too, since collectives take
-multiprocessors and memory bandwidth from compute. One set of constants per kind of GPU; none is
-fitted to a row.
+Compute is products, attention and memory-bound kernels one after the other: products at the rate
+that their shapes and the power limit allow (`products`), attention by its kernel and by the keys
+that a query sees, the rest at its share of the memory bandwidth. Collectives overlap with it: what
+is longer than the compute that can hide it is exposed, and a share of the rest too, since
+collectives take multiprocessors and memory bandwidth from compute. What kernels reach is that of
+our step, or of typical published trainers (`software`); nothing is fitted to a row.
 `scripts/bench/results/plan_anchors.md` compares with published runs.
 """
 
@@ -14,52 +15,16 @@ import dataclasses
 from collections import defaultdict
 
 from jaxdist.core.parallel.context import CONTEXT
-from jaxdist.plan.estimate import flops, traffic
+from jaxdist.core.parallel.tensor import TENSOR
+from jaxdist.plan.estimate import flops, products, traffic
 from jaxdist.plan.estimate.flops import Work
 from jaxdist.plan.estimate.job import Job
 from jaxdist.plan.estimate.memory import moment_bytes
+from jaxdist.plan.estimate.software import Software, attention_share
 from jaxdist.plan.estimate.traffic import Flow
 from jaxdist.plan.hardware.gpu import HOST_BYTES_PER_S
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Reach:
-    """Shares of a GPU's peaks that training reaches.
-
-    Attributes:
-        products: matrix products of unlimited width, of the dense peak.
-        half_width: width (d_model) at which products reach half of that.
-        float8: the same in 8 bits, of their peak, casts included.
-        attention: the fused kernel, of the same peak.
-        memory: fused elementwise kernels, of the memory bandwidth.
-        links: collectives, of the links' rate.
-        hidden: of collectives that overlap with compute, the share that costs nothing.
-        launch_s: seconds lost per layer and direction to launches and gaps.
-    """
-
-    products: float = 0.79
-    half_width: int = 280
-    float8: float = 0.64
-    attention: float = 0.45
-    memory: float = 0.80
-    links: float = 0.80
-    hidden: float = 0.70
-    launch_s: float = 60e-6
-
-
-# Hopper's products are held back by its power limit, Ampere's and Ada's less; small GPUs without
-# room for large tiles reach less. Attention is what cuDNN 9 reports for heads of 128.
-_REACH = {
-    "7.5": Reach(products=0.45, attention=0.20, memory=0.75),
-    "8.0": Reach(products=0.75, attention=0.50, memory=0.82),
-    "8.6": Reach(products=0.65, attention=0.40, memory=0.80),
-    "8.9": Reach(products=0.60, attention=0.40, memory=0.80),
-    "9.0": Reach(),
-    "10.0": Reach(products=0.74, attention=0.45),
-}
-
-
-LIKELY = (0.90, 1.35)
+LIKELY = (0.85, 1.22)
 """Four of five published runs took between these shares of their estimate: the rows of
 `scripts/bench/results/plan_anchors.md`, most of them other software than ours."""
 
@@ -111,22 +76,22 @@ def estimate_time(job: Job) -> StepTime:
     rates = _Rates.of(job)
     flows = traffic.flows_of(job)
     compute, waiting, launches = _compute(job, rates)
-    products, attention, memory = rates.parts(compute)
-    busy = products + attention + memory + launches
+    products_s, attention, memory = rates.parts(compute)
+    launches += rates.software.idle * (products_s + attention + memory)
+    busy = products_s + attention + memory + launches
     parts = {
-        "products": products,
+        "products": products_s,
         "attention": attention,
         "memory-bound kernels": memory,
         "launch gaps": launches,
-        "optimizer": rates.seconds(flops.optimizer(job))
-        + flops.orthogonalisation(job) / rates.wide_products,
+        "optimizer": rates.seconds(flops.optimizer(job)) + _orthogonalisation_s(job),
         "moments to and from host memory": _moved_moments(job) / HOST_BYTES_PER_S,
         "pipeline bubble": waiting,
-        **_exposed(flows, busy, _beside_ring(job, attention), rates.reach),
+        **_exposed(flows, busy, _beside_ring(job, attention), rates.software),
     }
     return StepTime(
         parts={name: seconds for name, seconds in parts.items() if seconds > 0},
-        communication=sum(flow.seconds for flow in flows) / rates.reach.links,
+        communication=sum(flow.seconds for flow in flows) / rates.software.links,
         tokens_per_step=job.tokens_per_step,
         num_gpus=job.spec.num_devices,
         model_flops=flops.model_flops_per_token(job) * job.tokens_per_step,
@@ -138,30 +103,26 @@ def estimate_time(job: Job) -> StepTime:
 class _Rates:
     """FLOP/s and bytes/s that one device reaches; `fp8` is for products in 8 bits."""
 
-    reach: Reach
+    software: Software
     products: float
     fp8: float
-    wide_products: float  # in float32, whatever the compute dtype
     attention: float
     memory: float
 
     @classmethod
     def of(cls, job: Job) -> _Rates:
-        reach = _REACH.get(job.cluster.gpu.compute_capability, Reach())
-        peaks = job.cluster.gpu.peak_flops
-        peak = _peak(job)
-        products, fp8 = reach.products * peak, reach.float8 * peaks.get("float8", 0.0)
-        if job.engine.products_dtype == "float8":
-            products = fp8
-        width = job.stream_width
-        wide_enough = width / (width + reach.half_width) if width else 1.0
+        gpu, software = job.cluster.gpu, job.engine.software
+        peaks, fp8 = gpu.peak_flops, 0.0
+        dtype = str(job.dtype) if str(job.dtype) in peaks else "float32"
+        if job.num_fp8_layers or job.engine.products_dtype == "float8":
+            fp8 = products.rate(job, peaks["float8"], "float8")
+        narrow = job.engine.products_dtype == "float8"
         return cls(
-            reach=reach,
-            products=products * wide_enough,
-            fp8=fp8 * wide_enough,
-            wide_products=reach.products * peaks["float32"] * wide_enough,
-            attention=reach.attention * peak,
-            memory=reach.memory * job.cluster.gpu.memory_bandwidth,
+            software=software,
+            products=fp8 if narrow else products.rate(job, peaks[dtype], dtype),
+            fp8=fp8,
+            attention=peaks[dtype] * _attention_share(job),
+            memory=software.memory * gpu.memory_bandwidth,
         )
 
     def parts(self, work: Work) -> tuple[float, float, float]:
@@ -183,6 +144,23 @@ class _Rates:
         return dataclasses.replace(work, products=products)
 
 
+def _attention_share(job: Job) -> float:
+    if job.attention_call is None or not job.is_decoder:
+        return 1.0  # attention of a traced model is among its products
+    gpu, dims = job.cluster.gpu, job.model.dims
+    share = attention_share(
+        job.engine.software, gpu.compute_capability, flops.keys_seen(job), dims["head_dim"]
+    )
+    return share * products.clock(gpu, _peak(job), str(job.dtype), share)
+
+
+def _orthogonalisation_s(job: Job) -> float:
+    """Seconds of Muon's products, which are in float32 whatever the compute dtype."""
+    work = flops.orthogonalisation(job)
+    peak = job.cluster.gpu.peak_flops["float32"]
+    return work / products.rate(job, peak, "float32") if work else 0.0
+
+
 def _moved_moments(job: Job) -> float:
     """Bytes between one GPU and its host: moments come for the update, and go back after it."""
     return 2 * moment_bytes(job) if job.config.train.offload_optimizer else 0.0
@@ -201,7 +179,7 @@ def _compute(job: Job, rates: _Rates) -> tuple[Work, float, float]:
     forward = rates.of_mean_layer(job, flops.layer_forward(job))
     backward = rates.of_mean_layer(job, flops.layer_backward(job))
     ends = flops.head(job) + flops.embedding(job)
-    extra, launch = flops.microbatch_extra(job), rates.reach.launch_s
+    extra, launch = flops.microbatch_extra(job), rates.software.launch_s
     layers, count = job.layers_per_stage, job.num_microbatches
     if job.stages is None:
         total = ((forward + backward) * layers + ends + extra) * count
@@ -239,7 +217,9 @@ _OVERLAPPED = ("weights", "gradients")
 it."""
 
 
-def _exposed(flows: list[Flow], busy: float, beside_ring: float, reach: Reach) -> dict[str, float]:
+def _exposed(
+    flows: list[Flow], busy: float, beside_ring: float, software: Software
+) -> dict[str, float]:
     """`waiting for PURPOSE` -> seconds of collectives that are waited for.
 
     Compute takes `busy` seconds, `beside_ring` of them while keys and values travel.
@@ -249,15 +229,17 @@ def _exposed(flows: list[Flow], busy: float, beside_ring: float, reach: Reach) -
     seconds: dict[str, float] = defaultdict(float)
     for flow in flows:
         if flow not in rings and flow not in others:
-            seconds[flow.purpose] += flow.seconds / reach.links
+            split = flow.axes == (TENSOR.name,) and flow.purpose == "activations"
+            exposed = 1 - software.hidden_in_tensor * split
+            seconds[flow.purpose] += exposed * flow.seconds / software.links
     hidden = 0.0
     for group, room in ((rings, beside_ring), (others, busy)):
-        together = sum(flow.seconds for flow in group) / reach.links
-        late = max(0.0, reach.hidden * together - (room - hidden))
-        hidden = reach.hidden * together - late
+        together = sum(flow.seconds for flow in group) / software.links
+        late = max(0.0, software.hidden * together - (room - hidden))
+        hidden = software.hidden * together - late
         for flow in group:
-            own = flow.seconds / reach.links
-            seconds[flow.purpose] += (1 - reach.hidden) * own + late * own / together
+            own = flow.seconds / software.links
+            seconds[flow.purpose] += (1 - software.hidden) * own + late * own / together
     return {f"waiting for {purpose}": spent for purpose, spent in seconds.items()}
 
 

@@ -28,6 +28,7 @@ class Gpu:
         network_bandwidth: to GPUs beyond it, bytes/s per GPU and direction.
         gpus_per_node: GPUs of one machine, where `--gpus` does not say.
         gpus_per_fabric: GPUs that fast links join; 0 = those of one machine.
+        power_w: power limit, watts; 0 = not known.
         price_per_hour: of one GPU, on demand, USD.
         spot_price_per_hour: of one GPU that may be taken away at any time, USD.
     """
@@ -43,6 +44,7 @@ class Gpu:
     network_bandwidth: float
     gpus_per_node: int
     gpus_per_fabric: int = 0
+    power_w: float = 0.0
     price_per_hour: float
     spot_price_per_hour: float
 

@@ -1,0 +1,130 @@
+"""How fast matrix products run: tiles and waves, the inner dimension, and the power limit.
+
+A product [m, k] × [k, n] is cut into tiles of its result, one for each multiprocessor at a time;
+the last wave of tiles is seldom full. Each tile fills its pipeline and writes its result once,
+however long the inner dimension. What then keeps matrix units busy draws power, and a GPU lowers
+its clock until its limit holds: voltage falls with the clock, so that power falls with its third
+power.
+
+References:
+    NVIDIA, "Matrix Multiplication Background User's Guide", tile and wave quantisation.
+    Bekman 2024, "Maximum Achievable Matmul FLOPS", and gpu_benchmark's list of results with the
+    same method (github.com/mag-/gpu_benchmark): the best of many shapes on one card.
+    He 2024, "Strangely, Matrix Multiplications on GPUs Run Faster When Given Predictable Data":
+    a card under its power limit, by what the operands switch.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+from jaxdist.core.parallel.tensor import TENSOR
+from jaxdist.plan.estimate.activations import Widths
+from jaxdist.plan.estimate.job import Job
+from jaxdist.plan.hardware import Gpu
+
+Shape = tuple[int, int, int]
+"""(m, n, k): rows and columns of the result, and the inner dimension."""
+
+_TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64))
+"""Tiles of the result that cuBLAS chooses from; the smallest for products that fill no wave."""
+
+_SMALL_TILE = 0.15
+"""A tile of half the size reaches 2 to the minus this of the rate: it reads more for each
+product."""
+
+_HALF_INNER = 250
+"""Inner dimension at which a tile's start and its end take as long as its products."""
+
+_PICOJOULES = {"7.5": 5.0, "8.0": 1.6, "8.6": 2.5, "8.9": 1.5, "9.0": 1.04, "10.0": 0.75}
+"""Energy of a 16-bit operation with full boost clock and voltage, by compute capability.
+
+From the best products measured (Bekman; gpu_benchmark) and the data sheets' limits: A100 268 of 312
+TFLOP/s at 400 W, A6000 131 of 155 at 300 W, RTX 6000 Ada 279 of 364 at 300 W, H100 792 to 821 of
+989 at 700 W; H100 PCIe (500 of 757 at 350 W), L4, RTX 3090 and 4090 then follow within 12 %.
+Blackwell by its data sheet, 0.6 times Hopper's watts per FLOP/s, taken to throttle a little more;
+T4 as its products were estimated before: no measurement of either was at hand.
+"""
+
+_RELATIVE_ENERGY = {"float32": 2.0, "float8": 0.85}
+"""Energy of an operation in other formats, in 16-bit operations. TF32 runs at half the rate with
+the same power; in 8 bits as if 0.66 of an H100's 1,979 TFLOP/s were reached at best: assumed."""
+
+_STATIC = 0.12
+"""Share of its power limit that a GPU draws whatever its clock: leakage, memory, links."""
+
+_UNKNOWN_CLOCK = 0.85
+"""Share of the boost clock of a GPU whose power limit is not known."""
+
+_CASTS = 0.90
+"""Of products in 8 bits, the rate that is left when their operands are scaled and rounded first."""
+
+
+def clock(gpu: Gpu, peak: float, dtype: str, busy: float) -> float:
+    """Share of the boost clock that a GPU holds.
+
+    Args:
+        gpu: whose power limit it is.
+        dtype: of the operands.
+        peak: FLOP/s at the boost clock in the dtype.
+        busy: share of the cycles in which matrix units work.
+    """
+    if not gpu.power_w:
+        return _UNKNOWN_CLOCK
+    energy = _PICOJOULES.get(gpu.compute_capability, _PICOJOULES["9.0"])
+    watts = 1e-12 * energy * _RELATIVE_ENERGY.get(dtype, 1.0) * peak * busy
+    return min(1.0, ((1 - _STATIC) * gpu.power_w / watts) ** (1 / 3))
+
+
+@functools.lru_cache(maxsize=65536)
+def busy_share(shape: Shape, num_sms: int) -> float:
+    """Share of the cycles in which matrix units work on a product, with the best of the tiles."""
+    m, n, k = shape
+    best = max(
+        (rows * columns / (256 * 128)) ** _SMALL_TILE
+        * m * n
+        / (_waves(m, n, rows, columns, num_sms) * num_sms * rows * columns)
+        for rows, columns in _TILES
+    )  # fmt: skip
+    return best * k / (k + _HALF_INNER)
+
+
+def _waves(m: int, n: int, rows: int, columns: int, num_sms: int) -> int:
+    return math.ceil(math.ceil(m / rows) * math.ceil(n / columns) / num_sms)
+
+
+def rate(job: Job, peak: float, dtype: str) -> float:
+    """FLOP/s of a microbatch's products, forward and backward, in a dtype."""
+    gpu, reach = job.cluster.gpu, job.engine.software.products
+    spent = flops = 0.0
+    for shape, times in _shapes(job):
+        busy = reach * busy_share(shape, gpu.num_sms)
+        work = 2.0 * math.prod(shape) * times
+        spent += work / (peak * busy * clock(gpu, peak, dtype, busy))
+        flops += work
+    return flops / spent * (_CASTS if dtype == "float8" else 1.0)
+
+
+def _shapes(job: Job) -> list[tuple[Shape, int]]:
+    """A microbatch's products on one device, each with its two of backward, and how many of each.
+
+    Of a model that is traced: one product as wide as its stream.
+    """
+    if not job.is_decoder:
+        wide = 8192
+        return [((wide, wide, job.stream_width or wide), 1)]
+    widths, tokens = Widths.of(job), max(1, job.tokens)
+    stream, layers = widths.stream, max(1, job.layers_per_stage)
+    forward: list[tuple[Shape, int]] = [
+        ((tokens, widths.queries + 2 * widths.keys, stream), layers),
+        ((tokens, stream, widths.queries), layers),
+        ((tokens, widths.up, stream), layers),
+        ((tokens, stream, widths.hidden), layers),
+    ]
+    chunk = max(1, job.loss_chunk)
+    vocab = job.model.dims["vocab"] // job.spec[TENSOR]
+    forward.append(((chunk, vocab, stream), max(1, tokens // chunk)))
+    return [
+        (each, times) for (m, n, k), times in forward for each in ((m, n, k), (m, k, n), (k, n, m))
+    ]

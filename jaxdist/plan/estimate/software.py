@@ -1,0 +1,103 @@
+"""What two kinds of software reach of a GPU: our compiled step, and typical published trainers.
+
+Every number is a share of something physical, with its source beside it. What is fitted is fitted
+on every second row of `scripts/bench/published_runs.py`; the other rows are the test of it
+(`scripts/bench/results/plan_anchors.md`).
+
+References:
+    Shah et al. 2024, "FlashAttention-3", figures 5 and 6: forward and backward kernels on one H100.
+    Dao 2023, "FlashAttention-2", figures 4 to 6: the same on an A100, and of the first version.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Software:
+    """What kernels reach, and how far collectives hide behind them.
+
+    Attributes:
+        products: of a multiprocessor's rate, what matrix products of full tiles reach, before the
+            power limit.
+        attention: compute capability -> share of the 16-bit peak that the attention kernel reaches
+            on long rows, forward and backward together, masked pairs left out.
+        stream_passes: how often one layer's forward reads or writes the residual stream.
+        query_passes: the same of queries and keys, for rotation and layout.
+        hidden_passes: the same of the MLP's widths, half of gate and up and hidden together.
+        backward_passes: bytes of memory-bound kernels in backward, in forwards.
+        memory: of the memory bandwidth, what those kernels reach.
+        links: of the links' rate, what collectives reach.
+        hidden: of collectives that overlap with compute, the share that costs nothing; the rest
+            takes multiprocessors and memory bandwidth from it.
+        hidden_in_tensor: the same of activations over `tensor`.
+        launch_s: seconds lost per layer and direction to launches and gaps.
+        idle: share of the compute's time in which the GPU waits for its host, the loader or others.
+    """
+
+    products: float
+    attention: Mapping[str, float] = dataclasses.field(hash=False)
+    stream_passes: float
+    query_passes: float
+    hidden_passes: float
+    backward_passes: float
+    memory: float
+    links: float = 0.80  # NCCL's own tests, large messages
+    hidden: float = 0.70
+    hidden_in_tensor: float = 0.0
+    launch_s: float = 60e-6
+    idle: float = 0.0
+
+
+OURS = Software(
+    products=0.85,  # with the power limit 0.70 of an H100's peak: our compiled step is unmeasured
+    # cuDNN on an H100: 600 forward and 530 backward of 989, a tenth less for tiles on the diagonal.
+    # No card of ours has confirmed the rest.
+    attention={"7.5": 0.20, "8.0": 0.50, "8.6": 0.60, "8.9": 0.60, "9.0": 0.50, "10.0": 0.45},
+    # Read off our compiled programs, whose element-wise kernels are counted in
+    # scripts/bench/results/gpu_program.md: norms, residuals and casts are not all in one kernel.
+    stream_passes=16,
+    query_passes=6,
+    hidden_passes=3,
+    backward_passes=2.5,
+    memory=0.80,
+)
+"""Our step as XLA compiles it; unmeasured on a GPU."""
+
+
+PUBLISHED = Software(
+    products=0.77,  # fitted; with the power limit 0.66 to 0.69 of an H100's peak
+    # FlashAttention 2, which most trainers run: on an H100 370 forward and 325 backward of 989, a
+    # tenth less for tiles on the diagonal; on an A100 the first version's 0.35, which runs of its
+    # time had (the second reaches 0.57). Cards whose tensor cores run at half rate wait less for
+    # the softmax. On Blackwell no source: between FlashAttention 2 and cuDNN.
+    attention={"7.5": 0.20, "8.0": 0.35, "8.6": 0.75, "8.9": 0.75, "9.0": 0.31, "10.0": 0.30},
+    # Each value counted once: a fused norm reads and writes (two of them), a residual reads two and
+    # writes one (two of them); rotation reads and writes, and so does the kernel's layout; SwiGLU
+    # reads gate and up and writes the hidden values.
+    stream_passes=10,
+    query_passes=4,
+    hidden_passes=2,
+    backward_passes=2.0,
+    memory=0.85,
+    hidden_in_tensor=0.6,  # Megatron splits products so that their collectives run beside them
+    idle=0.08,  # fitted
+)
+"""Typical trainers (Megatron-LM, torchtitan, MaxText, NeMo, FSDP in PyTorch), 2023 to 2025."""
+
+
+ATTENTION_HALF = 250
+"""Visible keys of a query at which attention reaches half of its rate on long rows: kernels of
+FlashAttention 2 and cuDNN reach 0.6 to 0.7 of it at 512 keys, 0.9 at 2,048 (Shah et al.)."""
+
+
+def attention_share(software: Software, capability: str, keys: float, head_dim: int) -> float:
+    """Share of the peak that attention reaches, where a query sees this many keys on average.
+
+    Heads narrower than 128 give the matrix units less to do beside each softmax: 64 reaches 0.84.
+    """
+    long = software.attention.get(capability, software.attention["9.0"])
+    narrow = min(1.0, (head_dim / 128) ** 0.25)
+    return long * narrow * keys / (keys + ATTENTION_HALF)

@@ -1,0 +1,101 @@
+"""Rates of matrix products: tiles, waves, inner dimensions and the power limit, against what was
+measured on single kernels."""
+
+import dataclasses
+import itertools
+
+import pytest
+from test_estimate import LLAMA, job
+
+from jaxdist.core.precision import PrecisionConfig
+from jaxdist.plan.estimate import products
+from jaxdist.plan.estimate.job import Engine
+from jaxdist.plan.estimate.software import OURS, PUBLISHED, attention_share
+from jaxdist.plan.estimate.time import estimate_time
+from jaxdist.plan.hardware import GPUS, Cluster, read_hardware
+
+MEASURED = {
+    "a100-80": 267.9, "h100": 806.0, "h100-pcie": 499.5, "l4": 91.4, "a10g": 69.7,
+    "rtx-3090": 71.0, "rtx-4090": 165.2,
+}  # fmt: skip
+"""TFLOP/s of the best product on each GPU (github.com/mag-/gpu_benchmark; GeForce cards exceed
+their data sheet's clock, which counts as 1)."""
+
+
+def reached(gpu, dtype: str = "bfloat16", shape=(16384, 16384, 8192)) -> float:
+    """TFLOP/s of one product of such a shape where tiles reach all of a multiprocessor's rate."""
+    peak, busy = gpu.peak_flops[dtype], products.busy_share(shape, gpu.num_sms)
+    return 1e-12 * peak * busy * products.clock(gpu, peak, dtype, busy)
+
+
+@pytest.mark.parametrize(("name", "tflops"), MEASURED.items())
+def test_the_best_products_are_those_measured(name, tflops):
+    assert reached(GPUS[name]) == pytest.approx(tflops, rel=0.12)
+
+
+def test_a_lower_power_limit_lowers_the_clock_by_its_cube_root():
+    h100 = GPUS["h100"]
+    peak = h100.peak_flops["bfloat16"]
+    clocks = [
+        products.clock(dataclasses.replace(h100, power_w=w), peak, "bfloat16", 0.9)
+        for w in (350, 500, 700, 5000)
+    ]
+    assert clocks[1] / clocks[2] == pytest.approx((500 / 700) ** (1 / 3))
+    assert clocks == sorted(clocks) and clocks[-1] == 1.0
+
+
+def test_idle_matrix_units_leave_power_for_a_higher_clock():
+    gpu = GPUS["h100"]
+    clocks = [products.clock(gpu, gpu.peak_flops["bfloat16"], "bfloat16", b) for b in (0.4, 0.8)]
+    assert clocks[0] > clocks[1]
+
+
+def test_a_wave_that_is_not_full_takes_as_long_as_a_full_one():
+    """128 × 256 tiles: 132 of them fill the multiprocessors once, 133 need them twice."""
+    full, more = (products.busy_share((128 * n, 256, 4096), 132) for n in (132, 134))
+    assert more < 0.75 * full
+
+
+def test_small_inner_dimensions_and_small_results_are_slow():
+    by_inner = [products.busy_share((16384, 8192, k), 132) for k in (64, 256, 1024, 8192)]
+    assert by_inner == sorted(by_inner) and by_inner[0] < 0.3 < 0.9 < by_inner[-1]
+    assert products.busy_share((256, 256, 8192), 132) < 0.25
+
+
+def test_large_layers_run_at_600_to_750_tflops_on_an_h100():
+    """What dense 16-bit products reach at 700 W; published software less than our program."""
+    wide = dataclasses.replace(LLAMA, d_model=4096, num_heads=32, mlp_dim=14336)
+    ours = job(model=wide, train={"global_batch_size": 16})
+    other = dataclasses.replace(ours, engine=Engine.published())
+    assert [each.engine.software for each in (ours, other)] == [OURS, PUBLISHED]
+    fast, slow = (1e-12 * products.rate(one, 989.4e12, "bfloat16") for one in (ours, other))
+    assert 600 < slow < fast < 750
+
+
+def test_attention_is_slow_on_short_rows_and_narrow_heads():
+    for software, capability in itertools.product((OURS, PUBLISHED), ("8.0", "9.0")):
+        share = [attention_share(software, capability, n, 128) for n in (256, 1024, 8192)]
+        assert share == sorted(share) and share[0] < 0.6 * software.attention[capability]
+        assert attention_share(software, capability, 1024, 64) < share[1]
+
+
+def test_another_chip_does_not_inherit_a_power_limit(tmp_path):
+    file = tmp_path / "own.toml"
+    file.write_text(
+        '[fast]\nlike = "l4"\npeak_tflops = { bfloat16 = 165, float32 = 82 }\n'
+        '[cool]\nlike = "h100"\npower_w = 500\n'
+    )
+    own = read_hardware(file)
+    assert own["fast"].power_w == 0 and own["cool"].power_w == 500
+    cool, usual = (
+        estimate_time(dataclasses.replace(job("fsdp=8"), cluster=Cluster.of(gpu, 8)))
+        for gpu in (own["cool"], GPUS["h100"])
+    )
+    assert 1.05 < cool.parts["products"] / usual.parts["products"] < 1.15
+
+
+def test_a_t4_has_an_mfu():
+    for dtype in ("float16", "bfloat16"):
+        one = job(gpus="t4:1", precision=dict(compute_dtype=dtype))
+        assert one.config.precision == PrecisionConfig(compute_dtype=dtype)
+        assert 0.05 < estimate_time(one).mfu < 0.7
