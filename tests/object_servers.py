@@ -211,6 +211,18 @@ def troubled(address: str, every: int) -> Iterator[tuple[str, list[str]]]:
 
 
 @contextlib.contextmanager
+def slow(address: str, seconds: float) -> Iterator[str]:
+    """A way to a server that answers so much later; its address."""
+
+    def answer(request: Message, ask) -> Message:
+        time.sleep(seconds)
+        return ask(request)
+
+    with passing_on(address, answer) as way:
+        yield way
+
+
+@contextlib.contextmanager
 def refusing(status: int, code: str) -> Iterator[str]:
     """A server that refuses every request, and repeats it as some do; its address."""
 

@@ -104,6 +104,20 @@ def test_the_api_takes_every_field(given):
     assert misfits(job_set(given), JOB_SET) == []
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("given", [config(), EVERYTHING], ids=["least", "everything"])
+def test_the_models_of_the_api_take_every_field(given):
+    """Kubeflow's, made from the schemas that JobSet and Kubernetes publish."""
+    api = pytest.importorskip("kubeflow_trainer_api.models", reason="needs the dev extra")
+    found = job_set(given)
+    assert api.JobsetV1alpha2JobSet.from_dict(found).to_dict() == found  # unknown ones are dropped
+    pod(found)["terminationGracePeriod"] = 30
+    assert api.JobsetV1alpha2JobSet.from_dict(found).to_dict() != found
+    container(found)["args"] = [1]
+    with pytest.raises(ValueError, match="args"):
+        api.JobsetV1alpha2JobSet.from_dict(found)
+
+
 def test_what_the_api_does_not_take_is_seen():
     found = job_set(config())
     found["spec"]["replicas"] = 1

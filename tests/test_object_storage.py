@@ -1,5 +1,6 @@
 """Runs on object storage: a real S3 server over HTTP, and the same answers as a local directory."""
 
+import dataclasses
 import errno
 import json
 import logging
@@ -9,6 +10,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 
 import numpy as np
 import object_servers
@@ -16,7 +18,7 @@ import pytest
 from commands import ROOT, TINY, environment, run_here
 from data_cases import write_source
 from decoders import FAMILIES
-from hf_models import write_model
+from hf_models import write_model, write_tokenizer
 from object_runs import history, kill_and_resume, take_a_lock_twice, upload
 from object_servers import SECRET
 from refusals import missing, refused
@@ -58,6 +60,15 @@ def test_throttling_and_cut_connections_change_no_answer(server, monkeypatch, tm
         monkeypatch.setattr(objects, "_store", lambda *place: store)
         assert history(locate("s3://bucket/troubled")) == history(locate(tmp_path / "run"))
     assert {*done} == {"503", "cut"} and len(done) > 10
+
+
+@pytest.mark.slow
+def test_a_slow_store_changes_no_answer(server, monkeypatch, tmp_path):
+    with object_servers.slow(server, seconds=0.2) as address:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", address)
+        store = objects._make_store("s3", "bucket", max_retries=0)
+        monkeypatch.setattr(objects, "_store", lambda *place: store)
+        assert history(locate("s3://bucket/slow")) == history(locate(tmp_path / "run"))
 
 
 def test_a_location_is_a_url_whatever_path_made_of_it(folder):
@@ -411,3 +422,30 @@ def test_the_commands_of_the_page_run_as_printed(server):
         )
         assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
     assert manifest.steps_in(locate("s3://bucket/runs/NAME") / "checkpoints") == [2]
+
+
+@pytest.mark.slow
+def test_a_run_made_from_urls_alone_has_the_bits_of_one_from_files(server, tmp_path):
+    files = tmp_path / "in"
+    write_model(files / "model", dataclasses.replace(FAMILIES["llama2"], vocab_size=320))
+    texts = [f"the {i}th of some texts" for i in range(300)]
+    write_tokenizer(files / "model", texts)
+    tokenizer = load_tokenizer(str(files / "model" / "tokenizer.json"))
+    source = write_source(tmp_path, "jsonl", texts)
+    write_corpus([source], files / "tokens", make_encoder(tokenizer))
+    lines = ["[train]", "steps = 2", "seq_len = 16", "global_batch_size = 8"]
+    (files / "run.toml").write_text("\n".join(lines))
+    losses = {}
+    for place in (str(upload(files, "s3://bucket/made")), str(files)):
+        run_dir = f"{place}/run"
+        flags = [f"--config={place}/run.toml", f"--data.sources={place}/tokens"]
+        flags += [f"--init-from={place}/model", f"--run-dir={run_dir}", "--mesh=fsdp=4,tp=2"]
+        flags += ["--eval.interval_steps=0", "--monitoring.tensorboard=false"]
+        assert run_here("train", *flags) == 0
+        records = read_records(f"{run_dir}/metrics.jsonl")
+        losses[place] = [r["loss"] for r in records if r["kind"] == "train"]
+        settings = tomllib.loads((locate(run_dir) / "config.toml").text())
+        assert settings["data"]["tokenizer"] == f"{place}/model/tokenizer.json"
+    first, second = losses.values()
+    assert len(first) == 2 and [*map(float.hex, first)] == [*map(float.hex, second)]
+    assert run_here("generate", "s3://bucket/made/run", "--prompt=the", "--max-new-tokens=4") == 0
