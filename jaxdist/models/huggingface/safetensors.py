@@ -192,6 +192,7 @@ class StoredTensor:
         step = max(1, BLOCK_BYTES // row)
 
         def part(start: int) -> np.ndarray:
+            """Rows from `start` on, [at most `step`, *lengths of the rest of `index`]."""
             count = min(step, end - start)
             data = self.file.part(self.offset + start * row, count * row) if count else b""
             if len(data) != count * row:
