@@ -87,7 +87,7 @@ def run(
     if job.num_processes > 1:
         log.info("%s, attempt %d\n%s", job.source, job.attempt, job.table())
     config_text = write_toml(config)
-    if audit is not None:
+    if audit is not None and audit.axes:  # of one device there is nothing to say
         log.info("%s", audit.line())
     for change in directory.write_config(config_text):
         log.warning("settings changed since this run started: %s", change)

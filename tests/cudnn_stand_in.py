@@ -40,20 +40,21 @@ def forward(query, key, value, bias, *others, late, scale, mask_type, sliding_wi
     out = jnp.einsum("bhqk,bkhd->bqhd", jnp.exp(scores - lse[..., None]), spread(value, query))
     if seq is None:
         return out.astype(query.dtype), lse
-    out = jnp.where(seq.inside[..., None, None], out, jnp.nan).astype(query.dtype)
-    return out, seq.by_place(lse)
+    mine, _ = seq
+    out = jnp.where(mine.inside[..., None, None], out, jnp.nan).astype(query.dtype)
+    return out, mine.by_place(lse)
 
 
 def backward(query, key, value, bias, *others, late, scale, mask_type, sliding_window_length, **_):
     """Gradients of query, key and value."""
     seq, (stats, out, cotangent) = sequences_of(query, key, *others[:4]), others[6:]
     scores, k, v = scored(query, key, value, seq, late, scale, mask_type, sliding_window_length)
-    lse = stats if seq is None else seq.in_row(stats)
+    lse = stats if seq is None else seq[0].in_row(stats)
     wide = lambda x: x.astype(jnp.float32)
     probs = jnp.where(jnp.isfinite(scores), jnp.exp(scores - lse[..., None]), 0)
     delta = jnp.sum(wide(out) * wide(cotangent), -1)
     if seq is not None:
-        delta = jnp.where(seq.inside[..., None], delta, 0)
+        delta = jnp.where(seq[0].inside[..., None], delta, 0)
     dprobs = jnp.einsum("bqhd,bkhd->bhqk", wide(cotangent), v)
     dscores = probs * (dprobs - jnp.moveaxis(delta, 1, 2)[..., None]) * scale
     dq = jnp.einsum("bhqk,bkhd->bqhd", dscores, k)
@@ -62,19 +63,25 @@ def backward(query, key, value, bias, *others, late, scale, mask_type, sliding_w
     gather = lambda g: g.reshape(*key.shape[:3], -1, key.shape[3]).sum(3)
     found = dq, gather(dk), gather(dv)
     if seq is not None:
-        found = [jnp.where(seq.inside[..., None, None], g, jnp.nan) for g in found]
+        places = (seq[0], seq[1], seq[1])
+        pairs = zip(found, places, strict=True)
+        found = [jnp.where(x.inside[..., None, None], g, jnp.nan) for g, x in pairs]
     return [g.astype(x.dtype) for g, x in zip(found, (query, key, value), strict=True)]
 
 
 def scored(query, key, value, seq, late, scale, mask_type, window):
     """Masked scores [batch, heads, queries, keys], keys and values of every head, in float32."""
     k, v = spread(key, query), spread(value, query)
-    behind = np.arange(query.shape[1])[:, None] - np.arange(key.shape[1])
-    allowed = behind >= int(late) if mask_type.name in CAUSAL else np.full_like(behind, True, bool)
-    allowed = jnp.asarray(allowed & (behind < window if window else True))[None, None]
+    behind = jnp.arange(query.shape[1])[:, None] - jnp.arange(key.shape[1])
+    if seq is not None:  # then places are counted in each sequence
+        mine, others = (x.place for x in seq)
+        behind = (mine[:, :, None] - others[:, None, :])[:, None]
+    allowed = behind >= int(late) if mask_type.name in CAUSAL else behind == behind
+    allowed &= behind < window if window else True
     if seq is not None:
-        allowed = allowed & (seq.owner[:, None, :, None] == seq.owner[:, None, None, :])
-        allowed &= seq.inside[:, None, :, None]
+        mine, others = seq
+        allowed &= mine.owner[:, None, :, None] == others.owner[:, None, None, :]
+        allowed &= mine.inside[:, None, :, None]
     scores = jnp.einsum("bqhd,bkhd->bhqk", query.astype(jnp.float32), k) * scale
     return jnp.where(allowed, scores, -jnp.inf), k, v
 
@@ -85,14 +92,12 @@ def spread(x, query):
 
 
 def sequences_of(query, key, q_lengths, k_lengths, q_firsts, k_firsts):
-    """The sequences as told for the queries, which those of the keys must be; None without."""
+    """The sequences of the queries and those of the keys that they attend to; None without."""
     if q_firsts.ndim < 2:
         return None
     assert q_lengths.dtype == k_lengths.dtype == q_firsts.dtype == k_firsts.dtype == jnp.int32
-    told = Sequences(query, q_lengths, q_firsts)
-    other = Sequences(key, k_lengths, k_firsts)
-    told.owner = jnp.where(told.owner == other.owner, told.owner, -2)
-    return told
+    assert q_firsts.shape == k_firsts.shape and q_lengths.shape[1] > 1  # 1 is not packed to jax
+    return Sequences(query, q_lengths, q_firsts), Sequences(key, k_lengths, k_firsts)
 
 
 class Sequences:
@@ -115,6 +120,11 @@ class Sequences:
         """Positions of any sequence, bool [batch, seq]."""
         return self.owner >= 0
 
+    @property
+    def place(self):
+        """Of each position in its sequence, int32 [batch, seq]; anything outside."""
+        return jnp.arange(self.seq) - self.starts[jnp.clip(self.owner, 0)]
+
     def by_place(self, lse):
         """[batch, heads, seq] -> [batch · num, heads, seq]."""
         rows = jnp.repeat(lse, self.num, axis=0)
@@ -124,7 +134,5 @@ class Sequences:
 
     def in_row(self, stats):
         """The way back."""
-        row = jnp.clip(self.owner, 0)
-        starts = self.starts[row]
-        place = jnp.clip(jnp.arange(self.seq) - starts, 0, self.seq - 1)
+        row, place = jnp.clip(self.owner, 0), jnp.clip(self.place, 0, self.seq - 1)
         return jnp.moveaxis(stats[row, :, place], -1, 1)

@@ -449,7 +449,7 @@ def test_evaluation_counts_every_token_once():
     ("model", "hops"),
     [
         # Keys and values forward and backward, and their gradients.
-        ("rotary", 3 + 3 + 4),
+        ("rotary", 3 + 3 + 3),
         # Two parts of eight along the row, the gradients there and back.
         pytest.param("windowed", 2 + 2 + 3, marks=pytest.mark.slow),
     ],

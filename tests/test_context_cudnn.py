@@ -3,12 +3,22 @@
 import cudnn_stand_in
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 from refusals import refused
 from test_context import CLOSE, PLANS, apart, dense, shared
 
-from jaxdist.core.attention import choose_kernel, kernels, make_attend, ring, zigzag
+from jaxdist.core.attention import (
+    blockwise,
+    choose_kernel,
+    kernels,
+    make_attend,
+    parts,
+    ring,
+    zigzag,
+)
+from jaxdist.core.attention.cudnn import DOCUMENTS
 from jaxdist.core.mesh import MeshSpec
 from jaxdist.core.types import AttentionMask
 
@@ -20,7 +30,11 @@ GPU = {"platform": "gpu", "compute_capability": "9.0", "dtype": jnp.bfloat16}
     [
         ("ring", {}, "cudnn", "one call for each part"),
         ("hybrid", {"compute_capability": "8.0"}, "cudnn", "one call for each part"),
-        ("ring", {"packed": True}, "blockwise", "documents of a row that devices share"),
+        ("ring", {"packed": True}, "cudnn", "each part of a row that a document reaches"),
+        ("ring", {"packed": True, "causal": False}, "blockwise", "on both sides"),
+        ("hybrid", {"packed": True, "compute_capability": "8.0"}, "blockwise", "capability 9.0"),
+        ("hybrid", {"packed": True, "packed_obstacle": "it differs"}, "blockwise", "it differs"),
+        ("ring", {"packed": True, "window": 9}, "blockwise", "a window of 9"),
         ("ring", {"window": 9}, "blockwise", "a window of 9"),
         ("ring", {"head_dim": 256}, "blockwise", "head_dim"),
         ("ring", {"dtype": jnp.float32}, "blockwise", "float32"),
@@ -46,7 +60,7 @@ def test_a_ring_whose_comparison_failed_goes_block_by_block():
     plan = PLANS["ring"]._replace(cudnn_obstacle="it differs")
     found, why = choose_kernel("auto", **ask, exchange=plan)
     assert found == "blockwise" and "it differs" in why
-    assert "packed" not in choose_kernel("auto", **ask | {"packed": True}, exchange=plan)[1]
+    assert choose_kernel("auto", **ask | {"packed": True}, exchange=plan)[0] == "cudnn"
 
 
 @pytest.fixture
@@ -73,6 +87,46 @@ def test_the_ring_on_cudnn_is_attention_over_whole_rows(calls, plan, shards, mas
     assert set(calls[0]) == set(calls[1]) == masks
 
 
+@pytest.mark.parametrize(
+    ("plan", "shards", "longest", "documents"),
+    [
+        ("ring", 2, 0, True),
+        pytest.param("ring", 4, 0, True, marks=pytest.mark.slow),
+        pytest.param("hybrid", 4, 0, True, marks=pytest.mark.slow),
+        ("ring", 4, 12, "short"),
+    ],
+)
+def test_documents_over_every_cut_see_themselves_alone(calls, plan, shards, longest, documents):
+    """Round the ring, in groups, and along the row, where documents are known to be short."""
+    plan = PLANS[plan]._replace(longest_document=longest)
+    found = shared(plan, "causal", "grouped", documents, shards)
+    assert apart(found, dense("causal", "grouped", documents)) <= CLOSE
+    assert set(calls[0]) == set(calls[1]) == {"PADDING_CAUSAL", "PADDING"}
+
+
+def test_parts_that_no_document_joins_find_nothing(calls):
+    """Neither row of these queries sees a key, and one row of the others does."""
+    rng = np.random.default_rng(0)
+    query, key, value = (jnp.asarray(rng.normal(size=(2, 6, n, 8)), jnp.float32) for n in (4, 2, 2))
+    keys = parts.Keys(key, value, jnp.array([[1, 1, 2, 2, 2, 2], [1, 2, 3, 3, 4, 4]]))
+    apart_from = parts.Queries(query, jnp.array([[3] * 6, [5, 5, 6, 6, 7, 7]]))
+    joined = apart_from._replace(segments=jnp.array([[2, 2, 3, 3, 3, 3], [5, 5, 6, 6, 7, 7]]))
+    out, lse = parts.across(apart_from, keys)
+    assert not out.any() and (lse == blockwise.UNSEEN).all()
+    out, lse = parts.across(joined, keys)
+    seen = lse[..., 0] != blockwise.UNSEEN
+    assert seen.tolist() == [[True] * 2 + [False] * 4, [False] * 6]
+    assert not out[~seen].any()
+    found = parts.OverAll(out, query, lse)
+    for queries, some in ((apart_from, False), (joined, True)):
+        dq, dk, dv = parts.across_backward(queries, keys, found)
+        assert not dq[~seen].any() and bool(dq.any()) == some
+        assert np.asarray(dk.any((2, 3)) & dv.any((2, 3))).tolist() == [
+            [False] * 2 + [some] * 4,
+            [False] * 6,
+        ]
+
+
 def another_group_is_earlier(monkeypatch):
     """The first group's keys are taken for a later one's."""
     is_earlier = ring.Ring.is_earlier
@@ -86,7 +140,7 @@ def another_group_is_earlier(monkeypatch):
 
 def late_keys_are_seen(monkeypatch):
     """Of an earlier group's keys the wrong half."""
-    monkeypatch.setattr(zigzag, "_early", zigzag._late)
+    monkeypatch.setattr(zigzag, "early", zigzag.late)
 
 
 def positions_stay_as_devices_hold_them(monkeypatch):
@@ -95,34 +149,56 @@ def positions_stay_as_devices_hold_them(monkeypatch):
         monkeypatch.setattr(ring.Ring, name, lambda self, x: x)
 
 
+def a_document_begins_early(monkeypatch):
+    """Queries of a later part see the last key of the document before theirs."""
+    of = parts.Reaching.of
+
+    def early(queries, keys):
+        found = of(queries, keys)
+        return found._replace(keys=found.keys | jnp.roll(found.keys, -1, axis=1))
+
+    monkeypatch.setattr(parts.Reaching, "of", early)
+
+
 @pytest.mark.parametrize(
-    ("plant", "plan"),
+    ("plant", "plan", "is_packed"),
     [
-        (another_group_is_earlier, "ring"),
-        (late_keys_are_seen, "ring"),
-        (positions_stay_as_devices_hold_them, "hybrid"),
+        (another_group_is_earlier, "ring", False),
+        (late_keys_are_seen, "ring", False),
+        (positions_stay_as_devices_hold_them, "hybrid", False),
+        pytest.param(a_document_begins_early, "ring", True, marks=pytest.mark.slow),
     ],
 )
-def test_a_fault_in_the_ring_on_cudnn_is_seen(calls, plant, plan, monkeypatch):
+def test_a_fault_in_the_ring_on_cudnn_is_seen(calls, plant, plan, is_packed, monkeypatch):
     plant(monkeypatch)
-    found = shared(PLANS[plan], "causal", "grouped", False)
-    assert apart(found, dense("causal", "grouped", False)) > 1e-2
+    found = shared(PLANS[plan], "causal", "grouped", is_packed)
+    assert apart(found, dense("causal", "grouped", is_packed)) > 1e-2
 
 
-def test_every_step_of_the_ring_is_a_call_of_cudnn():
-    """Lowered for a GPU, which needs none: own keys, then one of two, in the loop and after it."""
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_every_step_of_the_ring_is_a_call_of_cudnn(is_packed):
+    """Lowered for a GPU, which needs none: own keys, then one of two, in the loop and after it.
+
+    Backward takes all in two halves, and a step before the loop.
+    """
     mesh = MeshSpec(context=4).build(jax.devices()[:4])
     attend = make_attend(platform="gpu", compute_capability="9.0", exchange=PLANS["ring"])
 
-    def gradients(query, key, value):
-        loss = lambda *x: jnp.sum(attend(*x, AttentionMask()))
+    def gradients(query, key, value, segments):
+        mask = AttentionMask(segments=segments if is_packed else None)
+        loss = lambda *x: jnp.sum(attend(*x, mask))
         return jax.grad(loss, argnums=(0, 1, 2))(query, key, value)
 
     over = P(None, "context")
     mapped = jax.jit(jax.shard_map(gradients, mesh=mesh, in_specs=over, out_specs=over))
     query, key = (jax.ShapeDtypeStruct((1, 1024, n, 64), jnp.bfloat16) for n in (4, 2))
-    text = mapped.trace(query, key, key).lower(lowering_platforms=("cuda",)).as_text()
-    for name in ("__cudnn$fmhaSoftmax(", "__cudnn$fmhaSoftmaxBackward("):
-        assert text.count(f"@{name}") == 5
-    assert text.count("\\22CAUSAL") == 2
+    segments = jax.ShapeDtypeStruct((1, 1024), jnp.int32)
+    text = mapped.trace(query, key, key, segments).lower(lowering_platforms=("cuda",)).as_text()
+    for name, number in (("", 1 + 2 + 2), ("Backward", 2 + 2 + 2 + 2)):
+        assert text.count(f"@__cudnn$fmhaSoftmax{name}(") == number
+    own = "PADDING_CAUSAL" if is_packed else "CAUSAL"
+    assert text.count(f"\\22{own}") == 2
+    # Own documents by four, those that reach further one by one, of two that a call must have.
+    calls = [text.count(f"max_seg_per_batch\\22: {number}") for number in (1, DOCUMENTS, 2)]
+    assert calls == ([0, 2, 4 + 7] if is_packed else [2 + 4 + 7, 0, 0])
     assert "dot_general" not in text

@@ -18,6 +18,7 @@ from jaxdist.core.attention.admission import (
     Admission,
     Shapes,
     compare_packed,
+    compare_packed_ring,
     compare_ring,
     sample_segments,
 )
@@ -114,7 +115,10 @@ SHAPES = Shapes(
 )
 
 
-each_use = pytest.mark.parametrize("compare", [compare_packed, compare_ring])
+each_use = pytest.mark.parametrize(
+    "compare",
+    [compare_packed, compare_ring, pytest.param(compare_packed_ring, marks=pytest.mark.slow)],
+)
 
 
 @each_use
@@ -124,8 +128,12 @@ def test_the_kernel_is_admitted_where_it_computes_what_the_reference_does(monkey
     assert not found.obstacle
     assert 0 < max(found.errors.values()) < admission.TOLERANCE / 2
     # Round a ring both of what a step may be, beside each group's own keys.
-    masks = {"PADDING_CAUSAL"} if compare is compare_packed else {"CAUSAL", "NO_MASK"}
-    assert set(forwards) == set(backwards) == masks
+    masks = {
+        compare_packed: {"PADDING_CAUSAL"},
+        compare_ring: {"CAUSAL", "NO_MASK"},
+        compare_packed_ring: {"PADDING_CAUSAL", "PADDING"},
+    }
+    assert set(forwards) == set(backwards) == masks[compare]
 
 
 @each_use
@@ -177,10 +185,10 @@ def test_every_outcome_has_a_line():
     failed = Admission(errors={}, obstacle="it failed")
     elsewhere = Admission(errors={}, obstacle="")
     admitted = Admission(errors={"output": 0.001, "key gradient": 0.004}, obstacle="")
-    of_ring = dataclasses.replace(failed, use="ring")
-    lines = [outcome.describe() for outcome in (failed, elsewhere, admitted, of_ring)]
+    rings = [dataclasses.replace(failed, use=use) for use in ("ring", "packed_ring")]
+    lines = [outcome.describe() for outcome in (failed, elsewhere, admitted, *rings)]
     assert "it failed" in lines[0] and "4.0e-03" in lines[2]
-    assert len(set(lines)) == 4
+    assert len(set(lines)) == 5
 
 
 @pytest.mark.parametrize("obstacle", ["", "differs"])
@@ -238,6 +246,7 @@ def test_a_ring_is_compared_by_the_shapes_of_a_group(monkeypatch, obstacle):
         return Admission(errors={}, obstacle="", use="ring")
 
     monkeypatch.setattr(admission, "compare_ring", compare)
+    monkeypatch.setattr(admission, "compare_packed_ring", compare)
     monkeypatch.setattr(coordination, "gather", lambda name, value: [value, obstacle])
     gpu = SimpleNamespace(platform="gpu", compute_capability="9.0")
     monkeypatch.setattr(jax, "local_devices", lambda: [gpu])
@@ -266,15 +275,15 @@ def test_a_ring_is_compared_by_the_shapes_of_a_group(monkeypatch, obstacle):
     # What no ring of cuDNN's kernel is asked for is not compared.
     assert admit(hybrid, windows=(7,)) is None
     assert admit(hybrid, dtype=jnp.float32) is None
-    assert admit(hybrid, admit=admit_packed_kernel) is None
-    for exchange in (
-        None,
-        ExchangePlan("all_gather", 1, False, ""),
-        ExchangePlan("all_to_all", 4, False, ""),
-    ):
+    gathered = ExchangePlan("all_gather", 1, False, "")
+    for exchange in (None, gathered, ExchangePlan("all_to_all", 4, False, "")):
         assert admit(exchange) is None
+    assert admit(gathered, admit=admit_packed_kernel) is None and len(compared) == 1
+    # Packed rows round it are compared with the same shapes.
+    assert obstacle in admit(hybrid, admit=admit_packed_kernel).obstacle
+    assert compared == 2 * compared[:1]
     monkeypatch.setattr(jax, "devices", list)
-    assert admit(hybrid) is None and len(compared) == 1
+    assert admit(hybrid) is None and len(compared) == 2
 
 
 def test_a_ring_uses_the_kernel_once_a_comparison_admits_it(monkeypatch):

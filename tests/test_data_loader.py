@@ -327,8 +327,11 @@ def test_a_batch_that_does_not_divide_is_refused(text):
     sharding = sharding_on("fsdp=4,dp=2")
     with pytest.raises(ConfigError, match="global_batch_size=12"):
         Loader(train, global_batch_size=12, seed=0, sharding=sharding)
-    with pytest.raises(ConfigError, match="global_batch_size=4"):
-        eval_batches(held, global_batch_size=4, sharding=sharding)
+    for size in (4, 0):
+        with pytest.raises(ConfigError, match=f"global_batch_size={size} "):
+            eval_batches(held, global_batch_size=size, sharding=sharding)
+    alone = eval_batches(held, global_batch_size=1, sharding=sharding_on("dp=1"))
+    assert next(iter(alone))["tokens"].shape[0] == 1
 
 
 # --- evaluation

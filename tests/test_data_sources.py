@@ -87,6 +87,14 @@ def test_long_texts_are_read_in_pieces_and_tokens_stay_the_same(tmp_path, monkey
     )
 
 
+def test_the_smallest_vocabulary_is_all_bytes_and_the_end(tmp_path):
+    path = tmp_path / "tokenizer.json"
+    train_bpe(["aaaa"], 257, path)
+    assert load_tokenizer(str(path)).vocab_size == 257
+    with refused("--train-bpe 256"):
+        train_bpe(["aaaa"], 256, path)
+
+
 def test_text_without_line_ends_is_cut_between_characters(tmp_path, monkeypatch):
     monkeypatch.setattr(documents_room, "PIECE_BYTES", 64)
     path = tmp_path / "long.txt"

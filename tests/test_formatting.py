@@ -37,6 +37,10 @@ from jaxdist.runtime.formatting import charts, html, numbers, tables
         (numbers.rate, 27_400_000_000, "27.4 GB/s"),
         (numbers.rate, 850e6, "850 MB/s"),
         (numbers.rate, 12, "12.0 B/s"),
+        (lambda ratio: numbers.relative_speed(ratio, 1.0), 1.09, "9 % slower"),
+        (lambda ratio: numbers.relative_speed(1.0, ratio), 1.09, "9 % faster"),
+        (lambda ratio: numbers.relative_speed(ratio, 1.0), 10.6, "10.6 times as slow"),
+        (lambda ratio: numbers.relative_speed(1.0, ratio), 10.6, "10.6 times as fast"),
     ],
 )
 def test_numbers_have_one_form(show, value, shown):
@@ -96,6 +100,20 @@ def test_a_logarithmic_axis_leaves_out_what_is_not_above_0():
         charts.chart("t", [dataclasses.replace(line, points=[(1, -1.0)])], x_label="x", log_y=True)
         == ""
     )
+
+
+def test_columns_of_sentences_stand_to_the_left():
+    table = html.table(["mesh", "s", "why"], [("a", "1", "x" * 50), ("b", "2", "y")])
+    for part in ('<th class="text">why<', '<td class="text">y<', "<th>s<", "<td>2<"):
+        assert part in table
+
+
+def test_the_name_of_a_limit_at_the_edge_is_whole():
+    for amount, anchor in ((1.0, "end"), (3.0, "middle")):
+        bars = charts.stacked_bars(
+            "t", [("a", {"b": amount})], limit=1, limit_name="usable", unit="GiB"
+        )
+        assert f'text-anchor="{anchor}">usable 1.0 GiB<' in bars
 
 
 def test_what_users_name_cannot_break_a_page():

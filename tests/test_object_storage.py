@@ -26,6 +26,7 @@ from refusals import missing, refused
 from jaxdist.checkpoint import lock as lock_room
 from jaxdist.checkpoint import manifest
 from jaxdist.checkpoint.lock import DirectoryLock
+from jaxdist.checkpoint.object_io import zarr_metadata
 from jaxdist.data import DataConfig, load_tokenizer, open_datasets
 from jaxdist.data.config import settings_of_tokens
 from jaxdist.data.corpus import write_corpus
@@ -69,6 +70,12 @@ def test_a_slow_store_changes_no_answer(server, monkeypatch, tmp_path):
         store = objects._make_store("s3", "bucket", max_retries=0)
         monkeypatch.setattr(objects, "_store", lambda *place: store)
         assert history(locate("s3://bucket/slow")) == history(locate(tmp_path / "run"))
+
+
+def test_an_array_on_a_store_says_its_own_chunks():
+    """A dim of one keeps its chunk of one; zarr knows no chunk of zero."""
+    said = zarr_metadata((6, 1, 0), (3, 1, 0), np.dtype("float32"))
+    assert (said["shape"], said["chunks"], said["dtype"]) == ([6, 1, 0], [3, 1, 1], "<f4")
 
 
 def test_a_location_is_a_url_whatever_path_made_of_it(folder):

@@ -110,12 +110,14 @@ class Traffic:
         purpose: what is moved, e.g. "activations".
         num_bytes: whole arrays each time: before a reduce-scatter, after an all-gather.
         times: how often one step runs it.
+        neighbours: devices of each group, on one node; 0 = all of the axis are one.
     """
 
     kind: Kind
     purpose: str
     num_bytes: float
     times: int
+    neighbours: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

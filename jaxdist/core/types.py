@@ -230,6 +230,7 @@ class Context:
         packed_obstacle: why cuDNN may not multiply packed documents here; "" = it may.
         exchange: how devices that share rows exchange keys and values, an
             `attention.context_parallel.ExchangePlan`; None = rows are whole.
+        packed_rows: whether training rows hold several documents, as far as is known; for `notes`.
     """
 
     dtype: Any = jnp.float32
@@ -252,6 +253,7 @@ class Context:
     compute_capability: str = ""
     packed_obstacle: str = ""
     exchange: Any = None
+    packed_rows: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

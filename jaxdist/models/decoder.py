@@ -19,7 +19,6 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxdist.core.attention import choose_kernel
-from jaxdist.core.settings import ConfigError
 from jaxdist.core.softcap import soft_cap
 from jaxdist.core.types import (
     Array,
@@ -460,28 +459,19 @@ def _once(bias: Array, context: Context) -> Array:
 
 
 def _notes(config: DecoderConfig, seq_len: int, context: Context) -> list[str]:
-    def chosen(packed: bool) -> str:
-        kernel, reason = choose_kernel(
-            config.attention,
-            platform=context.platform,
-            compute_capability=context.compute_capability,
-            dtype=context.dtype,
-            head_dim=config.head_width,
-            num_keys=seq_len,
-            packed=packed,
-            dropout=config.attention_dropout,
-            softcap=config.attention_softcap,
-            packed_obstacle=context.packed_obstacle,
-            exchange=context.exchange,
-            window=config.sliding_window,
-        )
-        return f"{kernel} ({reason})"
-
-    try:
-        of_packed = chosen(packed=True)
-    except ConfigError as error:  # raised again where rows are packed
-        of_packed = f"none ({error})"
-    return [
-        f"attention kernel: {chosen(packed=False)}",
-        f"attention kernel of packed documents: {of_packed}",
-    ]
+    kernel, reason = choose_kernel(
+        config.attention,
+        platform=context.platform,
+        compute_capability=context.compute_capability,
+        dtype=context.dtype,
+        head_dim=config.head_width,
+        num_keys=seq_len,
+        packed=context.packed_rows,
+        dropout=config.attention_dropout,
+        softcap=config.attention_softcap,
+        packed_obstacle=context.packed_obstacle,
+        exchange=context.exchange,
+        window=config.sliding_window,
+    )
+    of = " of packed documents" if context.packed_rows else ""
+    return [f"attention kernel{of}: {kernel} ({reason})"]

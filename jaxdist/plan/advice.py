@@ -29,7 +29,7 @@ from jaxdist.plan.scaling import (
     right_sizes,
     size_of,
 )
-from jaxdist.runtime.formatting.numbers import duration, in_bytes, money, percent
+from jaxdist.runtime.formatting.numbers import duration, in_bytes, money, percent, relative_speed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,11 +62,9 @@ def _fit(plan: Plan, config: PlanConfig) -> Iterator[Advice]:
     choice, best = plan.choice, plan.found.best
     other = best.command(plan.base) if plan.asked and best is not None else ""
     if plan.fits:
-        gain = choice.time.seconds / best.time.seconds - 1 if best is not None else 0.0
-        if other and gain > 0.05:
-            yield Advice(
-                "faster", f"{other} is estimated {percent(gain, 0)} faster on the same GPUs."
-            )
+        if other and best is not None and choice.time.seconds > 1.05 * best.time.seconds:
+            found = relative_speed(best.time.seconds, choice.time.seconds)
+            yield Advice("faster", f"{other} is estimated {found} on the same GPUs.")
         return
     changes = smallest_changes(choice)
     for change in changes[:3]:
@@ -146,8 +144,8 @@ def _on_data(plan: Plan) -> str:
             f"Data parallelism alone is enough: a replica takes {size} of {limit}, and only "
             "gradients are exchanged, once a step."
         )
-    slower = alone.time.seconds / plan.choice.time.seconds - 1
-    return f"Data parallelism alone also fits ({size}) and is {_compared(slower)}."
+    found = _compared(alone, plan.choice)
+    return f"Data parallelism alone also fits ({size}) and is {found}."
 
 
 def _on_axis(plan: Plan, axis: Axis) -> str:
@@ -173,16 +171,18 @@ def _on_axis(plan: Plan, axis: Axis) -> str:
     if not fitting:
         return ""
     other = min(fitting, key=lambda c: c.time.seconds)
-    slower = _compared(other.time.seconds / plan.choice.time.seconds - 1)
+    found = _compared(other, plan.choice)
     if used > 1:
-        return f"{short}={used} {what}: the best mesh without it ({other.job.spec}) is {slower}."
-    return f"No {short}: the best mesh with it ({other.job.spec}) is {slower}."
+        return f"{short}={used} {what}: the best mesh without it ({other.job.spec}) is {found}."
+    return f"No {short}: the best mesh with it ({other.job.spec}) is {found}."
 
 
-def _compared(slower: float) -> str:
-    if abs(slower) < 0.02:
+def _compared(other: Choice, choice: Choice) -> str:
+    """How fast another choice is beside this one."""
+    theirs, ours = other.time.seconds, choice.time.seconds
+    if abs(theirs / ours - 1) < 0.02:
         return "as fast, within the accuracy of the estimate"
-    return f"{percent(abs(slower), 0)} {'slower' if slower > 0 else 'faster'}"
+    return relative_speed(theirs, ours)
 
 
 def _exchange(plan: Plan) -> Iterator[Advice]:
@@ -196,10 +196,9 @@ def _exchange(plan: Plan) -> Iterator[Advice]:
     for name in allowed:
         if name != used.exchange:
             other = Choice.of(job.changed("mesh", context_attention=name))
-            slower = _compared(other.time.seconds / choice.time.seconds - 1)
             size = in_bytes(other.memory.total_bytes)
             fits = "" if other.fits else f" and does not fit ({size})"
-            sentences.append(f"{name} is {slower}{fits}.")
+            sentences.append(f"{name} is {_compared(other, choice)}{fits}.")
     if imbalance(job) > _UNEVEN:
         packed = job.config.data.packs_documents
         rows = "rows of 16 documents of random lengths" if packed else "this window"

@@ -32,7 +32,7 @@ def _plan(plan: Plan, advice: Sequence[Advice], config: PlanConfig) -> list[str]
         f'<p class="verdict">{verdict}: {in_bytes(plan.total_bytes)} of '
         f"{in_bytes(plan.choice.usable_bytes)}; {count(time.tokens_per_s)} per second, "
         f"{duration(DAY_S * plan.on_demand.days)}, {money(plan.on_demand.money, 'USD')}; a step "
-        f"takes likely {low:.3g} to {high:.3g} s</p>",
+        f"likely takes {low:.3g} to {high:.3g} s</p>",
         charts.stacked_bars(
             "memory of one GPU, by mesh",
             [

@@ -180,7 +180,8 @@ def _meshes(plan: Plan, top: int) -> Iterable[str]:
         yield f"  and {len(rest)} more legal ones, of which {fitting} fit"
     if found.refused:
         example = next(iter(found.refused.values())).partition(":")[0]
-        yield f"  {len(found.refused)} are refused, e.g. {example}"
+        verb = "is" if len(found.refused) == 1 else "are"
+        yield f"  {len(found.refused)} {verb} refused, e.g. {example}"
     yield f"  ({found.num_tried} combinations of settings compared in {found.seconds:.1f} s)"
 
 

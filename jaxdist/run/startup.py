@@ -169,10 +169,12 @@ def announce(parts: Parts, data: TrainData, monitor: Monitor, budget: Budget | N
     rows = config.train.global_batch_size // parts.layout.num_replicas
     schedule = parts.pipeline_schedule
     microbatches = schedule.num_microbatches if schedule else config.train.accumulation
-    notes = list(model.notes(parts.step.context)) if model.notes else []
+    packed = "segments" in data.fields
+    context = dataclasses.replace(parts.step.context, packed_rows=packed)
+    notes = list(model.notes(context)) if model.notes else []
     notes += describe_exchange(
         model, parts.layout, config.train.seq_len, model.attention_call.sliding_window,
-        packed="segments" in data.fields, places=_places(parts, data),
+        packed=packed, places=_places(parts, data),
         rows=rows // microbatches,
     )  # fmt: skip
     compared = (parts.packed_kernel, parts.ring_kernel)

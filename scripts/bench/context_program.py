@@ -12,7 +12,6 @@ every exchange of a million tokens; and the configs of long rows as they are.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import sys
 from pathlib import Path
 
@@ -31,6 +30,10 @@ CONFIGS = {"llama3_8b_128k": 1, "llama3_8b_1m": 8, "llama3_70b_128k": 16}
 """Config -> nodes of 8 H100."""
 NUM_LAYERS = 2
 WINDOW = 4096
+LENGTHS = (65_536, 131_072)
+"""Rows of which the longer one's memory beyond the shorter one's is activations."""
+LOSS_CHUNK = 1024
+"""Tokens of these rows whose logits exist at once: so few that a layer's backward needs most."""
 TIMEOUT_S = 600.0
 
 EXCHANGES = ("ring", "all_gather", "all_to_all", "hybrid")
@@ -39,8 +42,9 @@ EXCHANGES = ("ring", "all_gather", "all_to_all", "hybrid")
 def main() -> int:
     """Compile all, write the table."""
     rows = [compiled(exchange, 8) for exchange in EXCHANGES]
-    rows.append(compiled("ring", 8, WINDOW))
-    sizes = [compiled("ring", size) for size in (2, 4)] + [rows[0]]
+    rows.append(compiled("ring", 8, packing="documents"))
+    rows.append(compiled("ring", 8, window=WINDOW))
+    sizes = [[compiled("ring", size, seq_len=seq) for seq in LENGTHS] for size in (2, 4, 8)]
     million = [compiled(exchange, 32, config="llama3_8b_1m") for exchange in EXCHANGES]
     parts = [head(rows[0].step), table(rows), memory(sizes), long(million), whole()]
     OUTPUT.write_text("\n".join(line for part in parts for line in part))
@@ -63,14 +67,31 @@ class Row:
     step: CompiledStep
 
 
-def compiled(exchange: str, size: int, window: int = 0, config: str = "llama3_8b_128k") -> Row:
-    """The step with `size` devices on each row; ends the script where there is none."""
+def compiled(
+    exchange: str,
+    size: int,
+    *,
+    window: int = 0,
+    packing: str = "stream",
+    seq_len: int = 0,
+    config: str = "llama3_8b_128k",
+) -> Row:
+    """The step with `size` devices on each row; ends the script where there is none.
+
+    A `seq_len` of 0 is the config's. With another, logits exist in chunks of `LOSS_CHUNK` tokens.
+    """
     label = f"{exchange}, window {window:,}" if window else exchange
+    label += ", documents" if packing == "documents" else ""
     mesh, cluster = MeshSpec(context=size), Cluster(gpu=GPUS["h100"], num_nodes=1, gpus_per_node=8)
     # A hybrid needs a second node: its groups are those of one.
     nodes = 2 if exchange == "hybrid" else 1
     cluster = dataclasses.replace(cluster, num_nodes=nodes, gpus_per_node=size // nodes)
     run = cut_down(stored_run(REPOSITORY / "configs" / f"{config}.toml"), exchange, window)
+    data = dataclasses.replace(run.data, packing=packing)
+    run = dataclasses.replace(run, data=data)
+    if seq_len:
+        train = dataclasses.replace(run.train, seq_len=seq_len, loss_chunk_tokens=LOSS_CHUNK)
+        run = dataclasses.replace(run, train=train)
     return compiled_row(label, Job.of(run, mesh, cluster))
 
 
@@ -99,8 +120,8 @@ def head(step: CompiledStep) -> list[str]:
         "",
         "Made by `python scripts/bench/context_program.py` on two CPU cores, without a GPU: two",
         "layers of `configs/llama3_8b_128k.toml` (width 4,096, 32 heads, 8 key/value heads), one",
-        "row of 131,072 tokens in bfloat16, full recomputation, H100. Memory is the compiler's",
-        "buffer assignment, not a measurement.",
+        "row of 131,072 tokens in bfloat16, H100. Backward recomputes what the config says. Memory",
+        "is the compiler's buffer assignment, not a measurement.",
         "",
         f"{versions}.",
         "",
@@ -115,55 +136,61 @@ def table(rows: list[Row]) -> list[str]:
         "Bytes: what a device sends over `cp` in one step, weights and gradients included, beside",
         "the planner's estimate. Asynchronous: the share of the bytes of keys, values, heads and",
         "their gradients that is started and awaited apart. Beside work: how many of these",
-        "collectives have computing instructions between their start and their end. Calls: of",
-        "cuDNN's kernel in each layer. Its output is kept, so these are one forward and one",
-        "backward for each part of the row: a ring of 8 takes eight steps each way, a hybrid two.",
+        "collectives have computing instructions between their start and their end. Beside",
+        "products: how many permutes have a call of cuDNN or cuBLAS, or a loop of them. Documents",
+        "of packed rows travel too, 64 KiB a hop, and are left out of these.",
         "",
-        "| exchange | attention runs on | calls | permutes | asynchronous | beside work | "
-        "sent GiB | planned GiB | temporary GiB |",
-        "|---|---|---:|---:|---:|---:|---:|---:|---:|",
+        "Calls: of cuDNN's kernel in each layer. Its output is kept, so these are one forward and,",
+        "round a ring, two backward for each part of the row: keys travel beside one, gradients",
+        "beside the other. A ring of 8 takes eight steps each way, a hybrid two.",
+        "",
+        "| exchange | attention runs on | calls | permutes | beside products | asynchronous | "
+        "beside work | sent GiB | planned GiB | temporary GiB |",
+        "|---|---|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for row in rows:
         moved = [c for c in row.step.collectives if c.axes == ("context",)]
-        rings = [c for c in moved if c.kind == "collective-permute"]
-        activations = [c for c in moved if c.kind in ("collective-permute", "all-to-all")]
+        rings = [c for c in moved if c.kind == "collective-permute" and c.dtypes != ("s32",)]
+        activations = [c for c in moved if c.kind == "all-to-all"] + rings
         total = sum(c.count * c.wire_bytes for c in activations)
         ahead = sum(c.count * c.wire_bytes for c in activations if c.overlapped)
         beside = sum(c.overlapped and c.between > 0 for c in activations)
+        products = sum(c.overlapped and c.products > 0 for c in rings)
         sent = sum(c.count * c.wire_bytes for c in moved)
         planned = sum(f.wire_bytes for f in flows_of(row.job) if f.axes == ("context",))
         share = percent(ahead / total, 0) if total else "-"
         calls = row.step.times.calls.get("attention", 0) // NUM_LAYERS
         lines.append(
-            f"| {row.label} | {row.job.attention} | {calls} | {len(rings)} | {share} | "
-            f"{beside} of {len(activations)} | {gib(sent)} | {gib(planned)} | "
+            f"| {row.label} | {row.job.attention} | {calls} | {len(rings)} | {products} | "
+            f"{share} | {beside} of {len(activations)} | {gib(sent)} | {gib(planned)} | "
             f"{gib(row.step.memory.temporary_bytes)} |"
         )
     return [*lines, ""]
 
 
-def memory(rows: list[Row]) -> list[str]:
-    """Temporary memory against the devices that share the row."""
+def memory(sizes: list[list[Row]]) -> list[str]:
+    """Temporary memory of rows of `LENGTHS` against the devices that share them."""
+    short, full = LENGTHS
     lines = [
-        "## Memory of one row of 131,072 tokens, ring",
+        f"## Memory of one row of {full:,} tokens, ring",
         "",
-        "Per device. Activations are what twice the devices halve; gathered weights and the head's",
-        "gradient are not. Were nothing else to change, each drop would be half of the one before.",
+        "Temporary memory per device. What a row takes more than one of half its length is its",
+        "activations; gathered weights and the head's gradient are the same for both. Logits exist",
+        f"in chunks of {LOSS_CHUNK:,} tokens, so that the loss needs less than a layer.",
+        "Of half the devices' half: 100 % is what twice the devices halve exactly.",
         "",
-        "| cp | arguments GiB | temporary GiB | less than with half the devices | of half the drop "
-        "before |",
+        f"| cp | {short:,} tokens GiB | {full:,} tokens GiB | difference GiB | "
+        "of half the devices' half |",
         "|---:|---:|---:|---:|---:|",
     ]
-    used = [row.step.memory.temporary_bytes for row in rows]
-    drops = [before - after for before, after in itertools.pairwise(used)]
-    shares = [percent(2 * drop / before, 0) for before, drop in itertools.pairwise(drops)]
-    less = ["", *map(gib, drops)]
-    for row, drop, share in zip(rows, less, ["", "", *shares], strict=True):
-        memory = row.step.memory
-        lines.append(
-            f"| {row.job.spec['context']} | {gib(memory.argument_bytes)} | "
-            f"{gib(memory.temporary_bytes)} | {drop} | {share} |"
-        )
+    before = 0
+    for half, row in sizes:
+        used = [each.step.memory.temporary_bytes for each in (half, row)]
+        more = used[1] - used[0]
+        share = percent(2 * more / before, 0) if before else ""
+        cells = " | ".join(map(gib, (*used, more)))
+        lines.append(f"| {row.job.spec['context']} | {cells} | {share} |")
+        before = more
     return [*lines, ""]
 
 

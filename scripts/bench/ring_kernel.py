@@ -22,6 +22,7 @@ import jax.numpy as jnp
 
 from jaxdist.core.attention import blockwise, zigzag
 from jaxdist.core.attention.admission import Shapes, compare_ring
+from jaxdist.core.attention.parts import Keys, OverAll, Queries
 from jaxdist.core.types import Array
 
 REPEATS = 20
@@ -75,17 +76,20 @@ def round_the_ring(
     parts = [jnp.split(x, 2 * groups, axis=1) for x in (query, key, value, cotangent)]
     held = lambda i: [jnp.concatenate([x[i], x[-1 - i]], axis=1) for x in parts]
     rows = [held(i) for i in range(groups)]
+    keys = [Keys(key, value, None) for _, key, value, _ in rows]
     out, grads = [], [[jnp.zeros((), jnp.float32)] * 3 for _ in range(groups)]
     for i, (own, _, _, pull) in enumerate(rows):
-        # As the ring asks: a bool that is known when it runs, None for its own keys.
-        steps = [(j, None if i == j else jnp.bool_(j < i)) for j in range(groups)]
-        found = zigzag.forward(own, *rows[i][1:3], True, None)
-        for j, earlier in steps[:i] + steps[i + 1 :]:
-            found = blockwise.merge(found, zigzag.forward(own, *rows[j][1:3], True, earlier))
+        # As the ring asks: a bool that is known when it runs.
+        others = [(j, jnp.bool_(j < i)) for j in range(groups) if j != i]
+        mine = Queries(own, None)
+        found = zigzag.forward(mine, keys[i], True, None)
+        for j, earlier in others:
+            found = blockwise.merge(found, zigzag.forward(mine, keys[j], True, earlier))
         out.append(found.out.astype(own.dtype))
-        for j, earlier in steps:
-            over_all = (out[i], pull, found.lse)
-            dq, dk, dv = zigzag.backward(own, *rows[j][1:3], over_all, True, earlier)
+        over_all = OverAll(out[i], pull, found.lse)
+        for j, e, half in ((j, e, n) for j, e in [(i, None), *others] for n in (0, 1)):
+            part = zigzag.backward(mine, keys[j], over_all, True, e, half)
+            dq, dk, dv = zigzag.spread(part, True, e, half)
             grads[i][0] = grads[i][0] + dq
             grads[j][1], grads[j][2] = grads[j][1] + dk, grads[j][2] + dv
     return [(x, *each) for x, each in zip(out, grads, strict=True)]

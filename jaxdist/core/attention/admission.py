@@ -6,14 +6,14 @@ them first with the block-wise kernel in float32; what is refused is multiplied 
 
 Compared are two rows of the run's length and heads (one, where a microbatch has one): packed ones
 under each window of the model, with documents of their own making; round a ring those of two
-groups, whose steps one device takes one after the other.
+groups, packed or not, whose steps one device takes one after the other.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -21,11 +21,15 @@ import numpy as np
 
 from jaxdist.core.attention import blockwise, cudnn, zigzag
 from jaxdist.core.attention.blockwise import Rule, Span
+from jaxdist.core.attention.parts import Keys, OverAll, Queries
 from jaxdist.core.types import Array
 
 TOLERANCE = 0.02
 """Largest difference, relative to the reference's largest number. Rounding to bfloat16 takes less
 than half of it."""
+
+Use: TypeAlias = Literal["packed", "ring", "packed_ring"]
+"""What the kernel is compared for: documents of whole rows, parts round a ring, documents there."""
 
 _NAMES = ("output", "query gradient", "key gradient", "value gradient")
 _ROWS = 2
@@ -67,17 +71,18 @@ class Admission:
 
     errors: dict[str, float]
     obstacle: str
-    use: Literal["packed", "ring"] = "packed"
+    use: Use = "packed"
 
     def describe(self) -> str:
         """One line for the log."""
+        what = f"{self.use.replace('_', ' ')} attention"
         if self.obstacle:
-            return f"{self.use} attention: {self.obstacle}; block by block instead"
+            return f"{what}: {self.obstacle}; block by block instead"
         if not self.errors:
-            return f"{self.use} attention: cuDNN's kernel, which other processes compared"
+            return f"{what}: cuDNN's kernel, which other processes compared"
         worst = max(self.errors, key=lambda name: self.errors[name])
         return (
-            f"{self.use} attention: cuDNN's kernel differs from the float32 reference by at most "
+            f"{what}: cuDNN's kernel differs from the float32 reference by at most "
             f"{self.errors[worst]:.1e} of its peak ({worst}), {TOLERANCE} are allowed"
         )
 
@@ -96,21 +101,32 @@ def compare_packed(shapes: Shapes, device: jax.Device) -> Admission:
 def compare_ring(shapes: Shapes, device: jax.Device) -> Admission:
     """Take every kind of a ring's steps by cuDNN's kernel on this device, and the reference.
 
-    Rows are those of two groups, of no more than `_LONGEST_PART` positions each.
+    Rows are those of two groups, of no more than `_LONGEST_PART` positions each, and of one
+    document.
     """
     length = 2 * min(shapes.seq_len, _LONGEST_PART)
     segments = np.ones((min(shapes.rows, _ROWS), length), np.int32)
+    return _compare_ring(shapes, segments, device, "ring")
+
+
+def compare_packed_ring(shapes: Shapes, device: jax.Device) -> Admission:
+    """The same of rows that hold several documents, some of which lie over cuts between parts."""
+    length = 2 * min(shapes.seq_len, _LONGEST_PART)
+    segments = sample_segments(min(shapes.rows, _ROWS), length)
+    return _compare_ring(shapes, segments, device, "packed_ring")
+
+
+def _compare_ring(shapes: Shapes, segments: np.ndarray, device: jax.Device, use: Use) -> Admission:
+    """What the steps of a ring find on rows with these documents, int32 [rows, 2 · length]."""
 
     def errors() -> list[list[float]]:
-        found = jax.device_get(_round_a_ring(shapes, segments))
+        found = jax.device_get(_round_a_ring(shapes, segments, is_packed=use == "packed_ring"))
         return [_errors(found, jax.device_get(_reference(shapes, segments, 0)))]
 
-    return _judged(errors, device, "ring")
+    return _judged(errors, device, use)
 
 
-def _judged(
-    compare: Callable[[], list[list[float]]], device: jax.Device, use: Literal["packed", "ring"]
-) -> Admission:
+def _judged(compare: Callable[[], list[list[float]]], device: jax.Device, use: Use) -> Admission:
     """What follows from the errors of each comparison, in the order of `_NAMES`."""
     try:
         with jax.default_device(device):
@@ -176,25 +192,29 @@ def _packed(shapes: Shapes, segments: np.ndarray, window: int) -> Any:
     return _pulled(attend, _inputs(shapes, segments))
 
 
-def _round_a_ring(shapes: Shapes, segments: np.ndarray) -> Any:
+def _round_a_ring(shapes: Shapes, segments: np.ndarray, *, is_packed: bool) -> Any:
     """The same of rows that two groups share, which this device stands for one after the other.
 
-    `segments` int32 [rows, 2 · length] are of one document.
+    `segments` int32 [rows, 2 · length] are told to the kernel where rows are packed.
     """
+    documents = _groups_of(jnp.asarray(segments)) if is_packed else (None, None)
 
     def both(*inputs: Array) -> tuple[Array, ...]:
         """Output and gradients, [rows, 2 · length, heads or kv_heads, head_dim] each."""
         query, key, value, cotangent = (_groups_of(x) for x in inputs)
+        own = [Keys(*held) for held in zip(key, value, documents, strict=True)]
         out, dq, dk, dv = ([jnp.zeros(()), jnp.zeros(())] for _ in range(4))
         for mine in range(2):
             # Another group's keys are an earlier one's for the second group.
-            steps = [(mine, None), (1 - mine, jnp.bool_(mine == 1))]
-            parts = [zigzag.forward(query[mine], key[k], value[k], True, e) for k, e in steps]
-            found = blockwise.merge(*parts)
-            out[mine] = found.out.astype(query[mine].dtype)
-            over_all = out[mine], cotangent[mine], found.lse
-            for k, earlier in steps:
-                grads = zigzag.backward(query[mine], key[k], value[k], over_all, True, earlier)
+            steps: list[tuple[int, Any]] = [(mine, None), (1 - mine, jnp.bool_(mine == 1))]
+            queries = Queries(query[mine], documents[mine])
+            parts = [zigzag.forward(queries, own[k], True, e) for k, e in steps]
+            joined = blockwise.merge(*parts)
+            out[mine] = joined.out.astype(query[mine].dtype)
+            found = OverAll(out[mine], cotangent[mine], joined.lse)
+            for k, e, half in ((k, e, n) for k, e in steps for n in (0, 1)):
+                part = zigzag.backward(queries, own[k], found, True, e, half)
+                grads = zigzag.spread(part, True, e, half)
                 dq[mine], dk[k], dv[k] = (
                     total + part
                     for total, part in zip((dq[mine], dk[k], dv[k]), grads, strict=True)

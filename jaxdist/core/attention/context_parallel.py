@@ -52,7 +52,8 @@ class ExchangePlan(NamedTuple):
         reason: why this way, for the log.
         longest_document: positions of the longest document of packed rows, past which no keys
             travel; 0 = not known.
-        cudnn_obstacle: why cuDNN may not multiply the parts that travel; "" = it may.
+        cudnn_obstacle: why cuDNN may not multiply the parts that travel, of rows of one document;
+            "" = it may.
     """
 
     exchange: Exchange
@@ -163,7 +164,7 @@ def make_attend_to_shared(
     Args:
         plan: how devices exchange.
         attend_rows: the `attend` for whole rows, for heads that were exchanged for positions.
-        choose_kernel: `kernels.choose_kernel` on this platform.
+        choose_kernel: (wanted, query, ...) -> `kernels.choose_kernel` of it on this platform.
 
     Returns:
         As `attention.make_attend`, for this device's positions, [batch, seq_shard, heads,
@@ -193,13 +194,13 @@ def make_attend_to_shared(
         rule = Rule(mask.causal, mask.sliding_window, softcap=softcap)
         chosen, _ = choose_kernel(
             kernel,
-            dtype=query.dtype,
-            head_dim=query.shape[-1],
+            query,
             num_keys=key.shape[1] * collectives.group_size(CONTEXT.name),
             packed=mask.segments is not None,
             softcap=softcap,
             exchange=plan,
             window=mask.sliding_window,
+            causal=mask.causal,
         )
         query, key, value = blockwise.declare_alike(query, key, value)
         if plan.exchange == "all_gather":

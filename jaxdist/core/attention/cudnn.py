@@ -40,12 +40,12 @@ DOCUMENTS = 4
 
 
 class Sequences(NamedTuple):
-    """Parts of the rows of a batch, each of which attends to itself alone.
+    """Parts of the rows of a batch: of queries, or of the keys that they attend to.
 
     Attributes:
-        starts: int32 [batch, DOCUMENTS], place of the first position of each in its row; the row's
+        starts: int32 [batch, number], place of the first position of each in its row; the row's
             length where there is none.
-        lengths: int32 [batch, DOCUMENTS], positions; 0 where there is none.
+        lengths: int32 [batch, number], positions; 0 where there is none.
     """
 
     starts: Array
@@ -136,14 +136,7 @@ def _packed_forward(
     query: Array, key: Array, value: Array, segments: Array, rule: Rule
 ) -> tuple[Array, Any]:
     """`_attend_packed` [batch, seq, heads, head_dim], and what its backward reads."""
-    documents = Documents.of(segments)
-
-    def look(call: Array, sequences: Sequences) -> tuple[Array, Array]:
-        out, stats = forward(query, key, value, rule, sequences=sequences)
-        return out, documents.lse_of(stats, call, sequences.starts)
-
-    lse = jnp.zeros_like(query[..., 0], jnp.float32)
-    out, lse = _in_calls(documents, look, (jnp.zeros_like(query), lse))
+    out, lse = forward_packed(query, key, value, segments, rule)
     out, lse = checkpoint_name(out, "attention"), checkpoint_name(lse, "attention")
     return out, (query, key, value, out, lse, segments)
 
@@ -154,16 +147,53 @@ def _packed_backward(rule: Rule, saved: Any, cotangent: Array) -> Any:
     `cotangent` [batch, seq, heads, head_dim] is that of the output.
     """
     query, key, value, out, lse, segments = saved
-
-    def look(call: Array, sequences: Sequences) -> tuple[Array, Array, Array]:
-        stats = stats_of(lse, sequences.starts)
-        return backward(query, key, value, out, stats, cotangent, rule, sequences=sequences)
-
-    zeros = tuple(jnp.zeros_like(x) for x in (query, key, value))
-    return *_in_calls(Documents.of(segments), look, zeros), None
+    inputs = (query, key, value, out, lse, cotangent)
+    return *backward_packed(*inputs, segments=segments, rule=rule), None
 
 
 _attend_packed.defvjp(_packed_forward, _packed_backward)
+
+
+def forward_packed(
+    query: Array, key: Array, value: Array, segments: Array, rule: Rule
+) -> tuple[Array, Array]:
+    """`attend_packed` of inputs that vary alike, not differentiable, and its log-sum-exp.
+
+    [batch, seq, heads, head_dim] in the query's dtype, float32 [batch, seq, heads].
+    """
+    documents = Documents.of(segments)
+
+    def look(call: Array, own: Sequences) -> tuple[Array, Array]:
+        out, stats = forward(query, key, value, rule, sequences=(own, own))
+        return out, documents.lse_of(stats, call, own.starts)
+
+    lse = jnp.zeros_like(query[..., 0], jnp.float32)
+    return _in_calls(documents, look, (jnp.zeros_like(query), lse))
+
+
+def backward_packed(
+    query: Array,
+    key: Array,
+    value: Array,
+    out: Array,
+    lse: Array,
+    cotangent: Array,
+    *,
+    segments: Array,
+    rule: Rule,
+) -> tuple[Array, Array, Array]:
+    """Gradients of query, key and value, in their shapes and dtypes.
+
+    `out` and its cotangent [batch, seq, heads, head_dim] and `lse` [batch, seq, heads] may be those
+    of more keys, as in `backward`.
+    """
+
+    def look(call: Array, own: Sequences) -> tuple[Array, Array, Array]:
+        stats = stats_of(lse, own.starts)
+        return backward(query, key, value, out, stats, cotangent, rule, sequences=(own, own))
+
+    zeros = tuple(jnp.zeros_like(x) for x in (query, key, value))
+    return _in_calls(Documents.of(segments), look, zeros)
 
 
 def _in_calls(documents: Documents, look: Callable[..., Any], totals: Any) -> Any:
@@ -193,11 +223,18 @@ def _in_calls(documents: Documents, look: Callable[..., Any], totals: Any) -> An
 
 
 def forward(
-    query: Array, key: Array, value: Array, rule: Rule, *, sequences: Sequences | None = None
+    query: Array,
+    key: Array,
+    value: Array,
+    rule: Rule,
+    *,
+    sequences: tuple[Sequences, Sequences] | None = None,
 ) -> tuple[Array, Array]:
     """One call: the output in the query's dtype and shape, and the log-sum-exp.
 
-    The latter is float32 [batch, heads, queries], or with sequences [batch · DOCUMENTS, heads,
+    `sequences` are of the queries and of the keys, as many of both and more than one of a row.
+
+    The log-sum-exp is float32 [batch, heads, queries], or with sequences [batch · number, heads,
     queries], by the place in the sequence. Not differentiable.
     """
     operands = (query, key, value, *_others(query, key, sequences))
@@ -216,7 +253,7 @@ def backward(
     cotangent: Array,
     rule: Rule,
     *,
-    sequences: Sequences | None = None,
+    sequences: tuple[Sequences, Sequences] | None = None,
 ) -> tuple[Array, Array, Array]:
     """One call: gradients of query, key and value, in their shapes and dtypes.
 
@@ -229,7 +266,9 @@ def backward(
     return dq, dk, dv
 
 
-def _others(query: Array, key: Array, sequences: Sequences | None) -> tuple[Array, ...]:
+def _others(
+    query: Array, key: Array, sequences: tuple[Sequences, Sequences] | None
+) -> tuple[Array, ...]:
     """Bias, lengths and first elements of query and key sequences, page tables, as jax asks.
 
     Of query and key [batch, positions, heads, head_dim]. What is not used is [0] of its dtype.
@@ -238,14 +277,15 @@ def _others(query: Array, key: Array, sequences: Sequences | None) -> tuple[Arra
     if sequences is None:
         return (unused,) * 7
     # Not by jax's own helper, which in 0.10 takes the query's heads for the key's too.
-    firsts = _first_elements(sequences, query), _first_elements(sequences, key)
-    return (unused, sequences.lengths, sequences.lengths, *firsts, unused, unused)
+    mine, others = sequences
+    firsts = _first_elements(mine, query), _first_elements(others, key)
+    return (unused, mine.lengths, others.lengths, *firsts, unused, unused)
 
 
 def _first_elements(sequences: Sequences, x: Array) -> Array:
     """Where each sequence begins in x [batch, seq, heads, head_dim], counted in elements.
 
-    int32 [batch, DOCUMENTS + 1], read as one list of which the rest stands at the array's end.
+    int32 [batch, number + 1], read as one list of which the rest stands at the array's end.
     """
     batch, seq = x.shape[:2]
     rows = jnp.arange(batch, dtype=jnp.int32)[:, None] * seq
@@ -254,7 +294,7 @@ def _first_elements(sequences: Sequences, x: Array) -> Array:
     return jnp.concatenate([starts, rest]).reshape(batch, -1) * math.prod(x.shape[2:])
 
 
-def _settings(query: Array, rule: Rule, sequences: Sequences | None) -> dict[str, Any]:
+def _settings(query: Array, rule: Rule, sequences: Any) -> dict[str, Any]:
     """Attributes of either operation, for a query [batch, queries, heads, head_dim]."""
     kinds = operations.MaskType
     mask = kinds.CAUSAL if rule.causal else kinds.NO_MASK

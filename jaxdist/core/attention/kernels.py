@@ -54,12 +54,18 @@ def make_attend(
         heads, head_dim] in the query's dtype. `kernel` is "auto", "xla" or "cudnn". It raises
         `ConfigError` where "cudnn" cannot do what is asked.
     """
-    choose = partial(
-        choose_kernel,
-        platform=platform,
-        compute_capability=compute_capability,
-        packed_obstacle=packed_obstacle,
-    )
+
+    def choose(wanted: str, query: Array, **asked: Any) -> tuple[Kernel, str]:
+        """`choose_kernel` for queries [batch, queries, heads, head_dim] here."""
+        return choose_kernel(
+            wanted,
+            platform=platform,
+            compute_capability=compute_capability,
+            dtype=query.dtype,
+            head_dim=query.shape[-1],
+            packed_obstacle=packed_obstacle or cudnn.too_large(query.shape),
+            **asked,
+        )
 
     def attend(
         query: Array,
@@ -74,12 +80,10 @@ def make_attend(
         """[batch, queries, heads, head_dim] in the query's dtype; see `Context.attend`."""
         chosen, _ = choose(
             kernel,
-            dtype=query.dtype,
-            head_dim=query.shape[-1],
+            query,
             num_keys=key.shape[1],
             packed=mask.segments is not None,
             cached=mask.query_positions is not None,
-            packed_obstacle=packed_obstacle or cudnn.too_large(query.shape),
             dropout=0.0 if dropout is None else dropout.rate,
             softcap=softcap,
         )
@@ -130,6 +134,7 @@ def choose_kernel(
     softcap: float = 0.0,
     exchange: ExchangePlan | None = None,
     window: int = 0,
+    causal: bool = True,
 ) -> tuple[Kernel, str]:
     """The attention kernel and the reason; `wanted` is "auto", "xla" or "cudnn".
 
@@ -137,7 +142,7 @@ def choose_kernel(
     are positions of a row. Rows are `packed` if they hold several documents; queries are `cached`
     if they have places of their own among the keys. `packed_obstacle` and `exchange`: see
     `make_attend`. `window` is the number of newest keys that a query sees, 0 = all; it counts where
-    devices share rows.
+    devices share rows, as does whether the mask is `causal`.
 
     Raises:
         ConfigError: cuDNN was asked for by name and cannot honour the mask or the shapes.
@@ -153,13 +158,14 @@ def choose_kernel(
         )
     if dtype not in (jnp.bfloat16, jnp.float16):
         obstacles.append(f"cuDNN needs bfloat16 or float16, compute is {jnp.dtype(dtype)}")
-    if packed and not in_parts and platform == "gpu":
-        obstacles += _packed_obstacles(compute_capability, packed_obstacle)
-    if exchange is not None and in_parts and platform == "gpu":
-        obstacles += _part_obstacles(exchange, packed, window)
+    if platform == "gpu":
+        hidden = _part_obstacles(exchange, packed, window, causal) if in_parts else []
+        if packed and not hidden:
+            hidden = _packed_obstacles(compute_capability, packed_obstacle)
+        obstacles += hidden
     if cached:
         obstacles.append("cuDNN's kernel takes no queries with places of their own")
-    # Wider heads run where they were compared first, which packed rows are.
+    # Wider heads run where they were compared first, which whole packed rows are.
     widest = 256 if packed and not in_parts else 128
     if head_dim % 8 or head_dim > widest:
         obstacles.append(f"cuDNN needs head_dim ≤ {widest} and a multiple of 8, this is {head_dim}")
@@ -179,7 +185,8 @@ def choose_kernel(
         return by_xla, f"asked for{how}"
     if not obstacles:
         if in_parts:
-            return "cudnn", "fused, one call for each part of a row that arrives"
+            reached = "a document reaches" if packed else "arrives"
+            return "cudnn", f"fused, one call for each part of a row that {reached}"
         return "cudnn", "fused, and it honours the causal mask and the window" + (
             f", {cudnn.DOCUMENTS} documents of a row at a time" if packed else ""
         )
@@ -198,18 +205,19 @@ def _packed_obstacles(compute_capability: str, packed_obstacle: str) -> list[str
     return [reason for reason in (cudnn.missing(), packed_obstacle) if reason]
 
 
-def _part_obstacles(exchange: ExchangePlan, packed: bool, window: int) -> list[str]:
+def _part_obstacles(
+    exchange: ExchangePlan | None, packed: bool, window: int, causal: bool
+) -> list[str]:
     """Why cuDNN cannot multiply the parts of a row that devices share."""
+    assert exchange is not None
     if exchange.exchange == "all_gather":
         return ["cuDNN's causal mask does not know which of all gathered keys come first"]
-    found = []
-    if packed:
-        found.append("documents of a row that devices share do not end where its parts do")
     if window:
-        found.append(f"a window of {window} does not end where the parts of a shared row do")
-    if not found:
-        found += [reason for reason in (cudnn.missing(), exchange.cudnn_obstacle) if reason]
-    return found
+        return [f"a window of {window} does not end where the parts of a shared row do"]
+    if packed:
+        both = "documents of a shared row reach into parts on both sides without a causal mask"
+        return [] if causal else [both]
+    return [reason for reason in (cudnn.missing(), exchange.cudnn_obstacle) if reason]
 
 
 def visible(mask: AttentionMask, queries: int, keys: int) -> Array:

@@ -4,8 +4,10 @@
 `attend_line`: along the row, as far as a sliding window or the longest document reaches.
 
 Partial results are joined by their log-sum-exp. Backward keeps this device's keys and values only;
-they travel again, and their gradients come home in float32. The parts are multiplied block by block
-in plain JAX, and round the ring by cuDNN's kernel where rows are one document.
+they travel again, and their gradients come home in float32. Round the ring a device multiplies half
+of a part while keys travel and half while gradients do; of its own the second half is kept for the
+last gradients. The parts are
+multiplied block by block in plain JAX, or by cuDNN's kernel where no window hides keys.
 
 Sources: Liu, Zaharia, Abbeel 2023, "Ring Attention with Blockwise Transformers", section 3.
 
@@ -25,6 +27,16 @@ from jax import lax
 from jaxdist.core import collectives
 from jaxdist.core.attention import blockwise, zigzag
 from jaxdist.core.attention.blockwise import Partial, Pull, Rule, Span
+from jaxdist.core.attention.parts import (
+    Grads,
+    Keys,
+    OverAll,
+    Queries,
+    across,
+    across_backward,
+    within,
+    within_backward,
+)
 from jaxdist.core.parallel import context
 from jaxdist.core.parallel.context import CONTEXT
 from jaxdist.core.types import Array
@@ -36,8 +48,9 @@ class Ring(NamedTuple):
     Attributes:
         inner: devices of a group.
         paired: see `ExchangePlan`.
-        fused: whether parts are multiplied by cuDNN's kernel. Positions are then those of
-            `in_row_order`, rows are one document, and a query sees all keys before it, or all.
+        fused: whether parts are multiplied by cuDNN's kernel. Round the ring, positions are then
+            those of `in_row_order`. A query sees all its document's keys before it; where rows are
+            one document, it may see all.
     """
 
     inner: int
@@ -71,7 +84,7 @@ class Ring(NamedTuple):
 
         bool []; None for the number 0, which is this group itself.
         """
-        if isinstance(steps_back, int) and not steps_back:
+        if _is_number(steps_back, 0):
             return None
         return self.group >= steps_back
 
@@ -95,6 +108,11 @@ class Ring(NamedTuple):
     def in_device_order(self, x: Array) -> Array:
         """The way back of `in_row_order`, [batch, length, ...]."""
         return x if self.inner == 1 else self.join(*jnp.split(x, 2, axis=1))
+
+
+def _is_number(steps: Any, number: int) -> bool:
+    """Whether it is that number, known while the program is made."""
+    return isinstance(steps, int) and steps == number
 
 
 class _Held(NamedTuple):
@@ -126,14 +144,16 @@ def attend_over_groups(
     hops = 0
     if rule.causal:
         hops = context.hops_of_window(reach, query.shape[1] * ring.size, ring.size)
-    if ring.fused:
-        shared = (ring.in_row_order(x) for x in (query, key, value))
-        return ring.in_device_order(attend_ring(*shared, None, rule, ring))
-    if not hops:
-        return attend_ring(query, key, value, segments, rule, ring)
-    line = _Line(ring, hops)
-    inputs = jax.tree.map(line.cut, (query, key, value, segments))
-    return line.join(attend_line(*inputs, rule, line))
+    # Branches of a part's documents must vary as the queries that they are chosen for.
+    segments = collectives.vary(segments, tuple(collectives.varying_axes(query)))
+    inputs = (query, key, value, segments)
+    if hops:
+        line = _Line(ring, hops)
+        return line.join(attend_line(*jax.tree.map(line.cut, inputs), rule, line))
+    if not ring.fused:
+        return attend_ring(*inputs, rule, ring)
+    inputs = jax.tree.map(ring.in_row_order, inputs)
+    return ring.in_device_order(attend_ring(*inputs, rule, ring))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4, 5))
@@ -155,7 +175,8 @@ def _ring(
         """Attention [batch, length, heads, head_dim] to the held keys."""
         key, value = held.keys_values
         if ring.fused:
-            return zigzag.forward(query, key, value, rule.causal, ring.is_earlier(step))
+            mine, others = Queries(query, segments), Keys(key, value, held.segments)
+            return zigzag.forward(mine, others, rule.causal, ring.is_earlier(step))
         keys = Span(ring.places(step, length), held.segments)
         return blockwise.forward(query, key, value, queries, keys, rule)
 
@@ -188,35 +209,72 @@ def _ring_backward(rule: Rule, ring: Ring, saved: Any, cotangent: Array) -> Any:
     query, key, value, out, lse, segments = saved
     length, pull = query.shape[1], Pull.of(out, lse, cotangent)
     queries = Span(ring.places(0, length), segments)
+    mine, found = Queries(query, segments), OverAll(out, cotangent, lse)
 
-    def look(held: _Held, step: Any) -> tuple[Array, Array]:
-        """Gradients: of the query, and [2, batch, length, kv_heads, head_dim] of held keys."""
+    def look(held: _Held, step: Any, half: int | None) -> Grads:
+        """Gradients [batch, positions, ...] of query and held keys and values, before `spread`.
+
+        Those of the first or the second half of the work, 0 or 1; None for all of it.
+        """
         key, value = held.keys_values
         if ring.fused:
-            over_all, earlier = (out, cotangent, lse), ring.is_earlier(step)
-            dq, *grads = zigzag.backward(query, key, value, over_all, rule.causal, earlier)
-        else:
-            keys = Span(ring.places(step, length), held.segments)
-            dq, *grads = blockwise.backward(query, key, value, queries, keys, pull, rule)
-        return dq, jnp.stack(grads)
+            assert half is not None
+            others, earlier = Keys(key, value, held.segments), ring.is_earlier(step)
+            return zigzag.backward(mine, others, found, rule.causal, earlier, half)
+        cut = _same if half is None else zigzag.HALVES[half][0]
+        keys = cut(Span(ring.places(step, length), held.segments))
+        return blockwise.backward(query, cut(key), cut(value), queries, keys, pull, rule)
 
-    def turn(carry: tuple[Array, Array, _Held], step: Any) -> tuple[Any, None]:
-        """Add to dq [batch, length, heads, head_dim]; send on keys and gradients [2, ...]."""
+    def spread(grads: Grads, step: Any, half: int | None) -> tuple[Array, Array]:
+        """Those of the query [batch, length, ...], and of held keys [2, batch, length, ...]."""
+        dq, dk, dv = grads
+        if ring.fused:
+            assert half is not None
+            dq, dk, dv = zigzag.spread(grads, rule.causal, ring.is_earlier(step), half)
+        elif half is not None:
+            widen = zigzag.HALVES[half][1]
+            dk, dv = widen(dk), widen(dv)
+        return dq, jnp.stack([dk, dv])
+
+    def turn(carry: tuple[Array, Array | None, _Held], step: Any) -> tuple[Any, None]:
+        """Add to dq [batch, length, heads, head_dim] and grads [2, ...]; send both on, and keys."""
         dq, grads, held = carry
-        # The gradients of these keys come from the devices that the keys came from.
-        arriving, grads = ring.send(held), ring.send(grads)
-        part, more = look(held, step)
-        return (dq + part, grads + more, arriving), None
+        arriving = None if _is_number(step, last) else ring.send(held)
+        parts: list[tuple[Array, Array]] = []
+        if ring.fused:  # until here keys travel beside the first half, and then gradients
+            found_first = look(held, step, 0)
+            together = (arriving, held, grads, found_first)
+            arriving, held, grads, found_first = lax.optimization_barrier(together)
+            parts.append(spread(found_first, step, 0))
+        # The gradients of these keys come from the devices that the keys came from; the first of
+        # them starts with its own.
+        grads = ring.send(grads)
+        half = 1 if ring.fused else None
+        parts.append(spread(look(held, step, half), step, half))
+        for part, more in parts:
+            dq, grads = dq + part, more if grads is None else grads + more
+        return (dq, grads, arriving), None
 
-    held = _Held(jnp.stack([key, value]), segments)
-    last = ring.size - 1
-    first = ring.send(held)
-    dq, grads = look(held, 0)
-    (dq, grads, held), _ = lax.scan(turn, (dq, grads, first), jnp.arange(1, last))
-    grads = ring.send(grads)
-    part, more = look(held, last)
-    dk, dv = ring.send(grads + more)  # home
-    return (dq + part).astype(query.dtype), dk.astype(key.dtype), dv.astype(value.dtype), None
+    own, last = _Held(jnp.stack([key, value]), segments), ring.size - 1
+    # Barriers keep a product for every hop: the compiler would put several beside the longest.
+    arriving = ring.send(own)
+    arriving, first = lax.optimization_barrier((arriving, look(own, 0, 0)))
+    carry: Any = (jnp.zeros_like(query, lse.dtype), None, arriving)
+    if last > 1:
+        carry, _ = turn(carry, 1)
+        carry, _ = lax.scan(turn, carry, jnp.arange(2, last))
+    (dq, grads, _), _ = turn(carry, last)
+    own, grads = lax.optimization_barrier((own, grads))
+    home = ring.send(grads)
+    for half, part in enumerate((first, look(own, 0, 1))):
+        more, kept = spread(part, 0, half)
+        dq, home = dq + more, home + kept
+    dk, dv = home
+    return dq.astype(query.dtype), dk.astype(key.dtype), dv.astype(value.dtype), None
+
+
+def _same(tree: Any) -> Any:
+    return tree
 
 
 attend_ring.defvjp(_ring_forward, _ring_backward)
@@ -251,7 +309,8 @@ class _Line(NamedTuple):
     def places(self, hops: Any, shape: tuple[int, ...]) -> Array:
         """Places of the keys that are here after some hops: [2 · batch, length / 2] of `shape`.
 
-        Those of the row's end come round to its start, where the causal mask hides them.
+        Those of the row's end come round to its start, where the causal mask hides them, or that
+        they are of other documents.
         """
         rows, length = shape[:2]
         parts = jnp.stack([self.ring.group, 2 * self.ring.size - 1 - self.ring.group])
@@ -293,27 +352,24 @@ def _line(
     """Attention of query [2 · batch, length / 2, heads, head_dim] to the parts within reach."""
     queries = Span(line.places(0, query.shape), segments)
 
-    def look(held: _Parts, hops: Any) -> Partial:
+    def look(held: Keys, hops: Any) -> Partial:
+        """Attention [2 · batch, length / 2, heads, head_dim] to the held keys."""
+        if line.ring.fused:
+            mine = Queries(query, segments)
+            out, lse = within(mine, held, True) if _is_number(hops, 0) else across(mine, held)
+            return Partial(out.astype(lse.dtype), lse)
         keys = Span(line.places(hops, query.shape), held.segments)
         return blockwise.forward(query, held.key, held.value, queries, keys, rule)
 
-    def turn(carry: tuple[Partial, _Parts], hops: Array) -> tuple[tuple[Partial, _Parts], None]:
+    def turn(carry: tuple[Partial, Keys], hops: Array) -> tuple[tuple[Partial, Keys], None]:
         found, held = carry
         arriving = line.send(held)
         return (blockwise.merge(found, look(held, hops)), arriving), None
 
-    held = _Parts(key, value, segments)
+    held = Keys(key, value, segments)
     first = line.send(held)
     (found, held), _ = lax.scan(turn, (look(held, 0), first), jnp.arange(1, line.hops))
     return blockwise.merge(found, look(held, line.hops))
-
-
-class _Parts(NamedTuple):
-    """Keys and values [2 · batch, length / 2, ...] on their way, with their documents."""
-
-    key: Array
-    value: Array
-    segments: Array | None
 
 
 def _line_forward(
@@ -334,12 +390,19 @@ def _line_backward(rule: Rule, line: _Line, saved: Any, cotangent: Array) -> Any
     pull = Pull.of(out, lse, cotangent)
     queries = Span(line.places(0, query.shape), segments)
 
-    def look(held: _Parts, hops: Any) -> tuple[Array, Array]:
-        keys = Span(line.places(hops, query.shape), held.segments)
-        dq, *grads = blockwise.backward(query, held.key, held.value, queries, keys, pull, rule)
-        return dq, jnp.stack(grads, axis=1)
+    def look(held: Keys, hops: Any) -> tuple[Array, Array]:
+        """Gradients: of the query, and [2 · batch, 2, length / 2, ...] of the held keys."""
+        if line.ring.fused:
+            all_of = (Queries(query, segments), held, OverAll(out, cotangent, lse))
+            own = _is_number(hops, 0)
+            grads = within_backward(*all_of, True) if own else across_backward(*all_of)
+        else:
+            keys = Span(line.places(hops, query.shape), held.segments)
+            grads = blockwise.backward(query, held.key, held.value, queries, keys, pull, rule)
+        dq, dk, dv = (x.astype(lse.dtype) for x in grads)
+        return dq, jnp.stack([dk, dv], axis=1)
 
-    def turn(carry: tuple[Array, Array, _Parts], hops: Any) -> tuple[Any, None]:
+    def turn(carry: tuple[Array, Array, Keys], hops: Any) -> tuple[Any, None]:
         """Add to dq [2 · batch, length / 2, heads, head_dim]; send on the rest."""
         dq, grads, held = carry
         arriving = line.send(held)
@@ -347,7 +410,7 @@ def _line_backward(rule: Rule, line: _Line, saved: Any, cotangent: Array) -> Any
         # They go on with the keys that they belong to.
         return (dq + part, line.send(grads + more), arriving), None
 
-    held = _Parts(key, value, segments)
+    held = Keys(key, value, segments)
     first = line.send(held)
     dq, own = look(held, 0)
     carry = (dq, jnp.zeros_like(own), first)

@@ -86,7 +86,8 @@ def hops_of_window(window: int, seq_len: int, groups: int) -> int:
     """
     hops = max(1, -(-(window - 1) * 2 * groups // seq_len))
     # Along the row keys travel `hops` parts, forward and backward, and their gradients, twice as
-    # wide, there and back; round the ring groups - 1 and groups.
+    # wide, there and back; round the ring groups - 1 of all. Of two equal ways the first multiplies
+    # less.
     return hops if window and 3 * hops < 2 * groups else 0
 
 
@@ -168,11 +169,15 @@ def _traffic(sizes: ActivationSizes) -> list[Traffic]:
         both = 2 * sizes.query_bytes + keys
         # What attention's backward reads is exchanged again where its output alone was kept.
         again = sizes.recomputes and not sizes.repeats_attention
-        documents = sizes.exchanged_heads * sizes.segment_bytes
+        group = sizes.exchanged_heads
+        documents, of_documents = (
+            group * sizes.segment_bytes,
+            forwards if sizes.segment_bytes else 0,
+        )
         moved = [
-            Traffic("all-to-all", "heads", both, forwards + layers),
-            Traffic("all-to-all", "heads", sizes.query_bytes + keys, layers if again else 0),
-            Traffic("all-to-all", "documents", documents, forwards if documents else 0),
+            Traffic("all-to-all", "heads", both, forwards + layers, group),
+            Traffic("all-to-all", "heads", sizes.query_bytes + keys, layers if again else 0, group),
+            Traffic("all-to-all", "documents", documents, of_documents, group),
         ]
     places = sizes.context_size // sizes.exchanged_heads
     if sizes.window_hops and places > 1:
@@ -186,7 +191,7 @@ def _traffic(sizes: ActivationSizes) -> list[Traffic]:
         sends = (places - 1) * (forwards + layers) - layers * sizes.repeats_attention
         moved += [
             Traffic("collective-permute", "keys and values", held, sends),
-            Traffic("collective-permute", "gradients of keys", wide, places * layers),
+            Traffic("collective-permute", "gradients of keys", wide, (places - 1) * layers),
         ]
     return moved
 

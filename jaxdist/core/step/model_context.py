@@ -86,6 +86,7 @@ def make_context(
         compute_capability=capability,
         packed_obstacle=packed_obstacle,
         exchange=exchange,
+        packed_rows=layout.packed_rows,
         gather=make_gather(layout, model, dtype, precision),
         **{"attend": attend, **hooks},
     )

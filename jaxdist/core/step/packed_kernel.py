@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from jaxdist.core.attention import admission, choose_kernel
-from jaxdist.core.attention.admission import Admission, Shapes
+from jaxdist.core.attention.admission import Admission, Shapes, Use
 from jaxdist.core.parallel.context import CONTEXT
 from jaxdist.core.parallel.tensor import TENSOR
 from jaxdist.core.settings import ConfigError
@@ -42,13 +42,15 @@ def admit_packed_kernel(
     all. `softcap` bounds scores, `dropout` is the probability to drop one.
     """
     exchange = exchange_of(model, layout)
-    if exchange is not None and exchange.exchange != "all_to_all":
-        return None
     shapes = shapes_of(model, layout, config, dtype, windows)
-    asked = dict(packed=True, softcap=softcap, dropout=dropout)
+    asked: dict[str, Any] = dict(packed=True, softcap=softcap, dropout=dropout)
+    use: Use = "packed"
+    if exchange is not None and exchange.exchange != "all_to_all":
+        asked |= {"exchange": exchange, "window": max(windows)}
+        use = "packed_ring"
     if shapes is None or not _is_chosen(shapes, layout, wanted, asked):
         return None
-    return _agreed(shapes, layout, "packed")
+    return _agreed(shapes, layout, use)
 
 
 def admit_ring_kernel(
@@ -94,12 +96,13 @@ def _is_chosen(shapes: Shapes, layout: Layout, wanted: str, asked: dict[str, Any
     return kernel == "cudnn"
 
 
-def _agreed(shapes: Shapes, layout: Layout, use: Any) -> Admission:
-    """What this process's comparison found, or a refusal of another's; collective.
-
-    `use` is "packed" or "ring".
-    """
-    compare = admission.compare_packed if use == "packed" else admission.compare_ring
+def _agreed(shapes: Shapes, layout: Layout, use: Use) -> Admission:
+    """What this process's comparison found, or a refusal of another's; collective."""
+    compare = {
+        "packed": admission.compare_packed,
+        "ring": admission.compare_ring,
+        "packed_ring": admission.compare_packed_ring,
+    }[use]
     here = jax.local_devices()
     own = [device for device in layout.mesh.devices.flat if device in here]
     found = compare(shapes, own[0]) if own else Admission(errors={}, obstacle="", use=use)

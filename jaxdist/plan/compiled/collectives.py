@@ -35,6 +35,7 @@ _PER_ELEMENT = (
 )
 _ENDS = {f"{kind}-{end}" for kind in (*KINDS, "async") for end in ("done", "update")}
 _COMPUTES = ("fusion", "custom-call", "dot", "convolution", "while", "conditional", "call", "sort")
+_LIBRARIES = re.compile(r'custom_call_target="__(cudnn|cublas)')
 _SUSPECT = re.compile(r"all-|reduce-scatter|collective|ragged|^send|^recv|^partition-barrier")
 _TRIPS = re.compile(r'known_trip_count"?\s*[:=]\s*\{\s*"?n"?\s*[:=]\s*"?(\d+)')
 
@@ -55,6 +56,7 @@ class Collective:
         nodes: nodes that its widest group spans; 1 = stays inside a node.
         overlapped: started and awaited apart, so that other work may run between.
         between: instructions that compute, scheduled between start and end.
+        products: those of them that are cuDNN's or cuBLAS's, loops and branches.
         op_name: where the model's code asked for it.
     """
 
@@ -69,6 +71,7 @@ class Collective:
     nodes: int
     overlapped: bool
     between: int
+    products: int
     op_name: str
 
 
@@ -81,6 +84,7 @@ class _Site:
     inner: HloInstruction
     result: HloInstruction
     between: int = 0
+    products: int = 0
     overlapped: bool = False
     times: int = 1
     in_branch: bool = False
@@ -124,6 +128,7 @@ def read_collectives(
                 nodes=max(len({i // per_node for i in group}) for group in groups),
                 overlapped=site.overlapped,
                 between=site.between,
+                products=site.products,
                 op_name=site.inner.op_name or site.started.op_name,
             )
         )
@@ -226,15 +231,24 @@ def _site(
     if not split:
         return _Site(kind=kind, started=started, inner=inner, result=started)
     end = end_of(instructions, place)
+    meanwhile = [i for i in instructions[place + 1 : end] if i.opcode in _COMPUTES]
     return _Site(
         kind=kind,
         started=started,
         inner=inner,
         # The type of a start holds operands and results alike; that of its end the results alone.
         result=inner if inner is not started else instructions[end],
-        between=sum(other.opcode in _COMPUTES for other in instructions[place + 1 : end]),
+        between=len(meanwhile),
+        products=sum(map(_is_product, meanwhile)),
         overlapped='"is_sync":true' not in started.attributes,
     )
+
+
+def _is_product(instruction: HloInstruction) -> bool:
+    """A call of a library's products, or a loop or branch that may hold one."""
+    if instruction.opcode == "custom-call":
+        return _LIBRARIES.search(instruction.attributes) is not None
+    return instruction.opcode in ("dot", "convolution", "while", "conditional")
 
 
 def end_of(instructions: list[HloInstruction], place: int) -> int:

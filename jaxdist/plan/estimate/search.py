@@ -30,7 +30,7 @@ from jaxdist.plan.estimate.job import Job, with_section
 from jaxdist.plan.estimate.memory import MemoryEstimate, estimate_memory, usable_bytes
 from jaxdist.plan.estimate.time import StepTime, estimate_time
 from jaxdist.plan.hardware import Cluster
-from jaxdist.runtime.formatting.numbers import in_bytes, percent
+from jaxdist.runtime.formatting.numbers import in_bytes, percent, relative_speed
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -163,8 +163,7 @@ def why_not(choice: Choice, best: Choice) -> str:
             f"does not fit: {in_bytes(choice.memory.total_bytes)} of "
             f"{in_bytes(choice.usable_bytes)} usable ({choice.memory.largest(2)})"
         )
-    slower = choice.time.seconds / best.time.seconds - 1
-    if slower < 0.005:
+    if choice.time.seconds < 1.005 * best.time.seconds:
         return "as fast, but a more complex mesh"
     theirs, ours = choice.time.parts, best.time.parts
     more = {name: s - ours.get(name, 0.0) for name, s in theirs.items()}
@@ -175,7 +174,7 @@ def why_not(choice: Choice, best: Choice) -> str:
         if (choice.job.attention, best.job.attention) == ("blockwise", "cudnn"):
             why = "attention runs block by block, and its scores pass through memory"
     part = percent(more[cause] / best.time.seconds, 0, sign=True)
-    return f"{percent(slower, 0)} slower: {why} ({part})"
+    return f"{relative_speed(choice.time.seconds, best.time.seconds)}: {why} ({part})"
 
 
 _CAUSES = {

@@ -56,8 +56,11 @@ def flows_of(job: Job) -> list[Flow]:
     return [_flow(job, *each) for each in moved if each[3] and math.prod(_sizes(job, each[1])) > 1]
 
 
-Moved = tuple[Kind, tuple[str, ...], str, float, int]
-"""(kind, axes, purpose, bytes of whole arrays each time, times)."""
+Moved = (
+    tuple[Kind, tuple[str, ...], str, float, int]
+    | tuple[Kind, tuple[str, ...], str, float, int, int]
+)
+"""(kind, axes, purpose, bytes of whole arrays each time, times), and neighbours as in `Traffic`."""
 
 
 # --- weights and their gradients ------------------------------------------------------------------
@@ -167,7 +170,8 @@ def _activations(job: Job) -> Iterator[Moved]:
     )
     for axis in job.spec.used:
         for moved in axis.traffic(sizes):
-            yield (moved.kind, (axis.name,), moved.purpose, moved.num_bytes, moved.times)
+            what = (moved.kind, (axis.name,), moved.purpose)
+            yield (*what, moved.num_bytes, moved.times, moved.neighbours)
 
 
 def _attention(job: Job) -> dict[str, Any]:
@@ -176,9 +180,11 @@ def _attention(job: Job) -> dict[str, Any]:
     if plan is None:
         return {}
     each = float(job.compute_bytes * job.tokens)
+    # Fewer key/value heads than neighbours are repeated before they are exchanged.
+    repeats = max(1, plan.inner * job.spec[TENSOR] // job.model.dims["kv_heads"])
     return {
         "query_bytes": each * widths.queries,
-        "key_value_bytes": each * 2 * widths.keys,
+        "key_value_bytes": each * 2 * widths.keys * repeats,
         "segment_bytes": 4.0 * job.tokens if job.config.data.packs_documents else 0.0,
         "widening": WIDE / job.compute_bytes,
         "repeats_attention": not job.keeps_attention,
@@ -226,11 +232,17 @@ def _stages(job: Job) -> Iterator[Moved]:
 
 
 def _flow(
-    job: Job, kind: Kind, axes: tuple[str, ...], purpose: str, each: float, times: int
+    job: Job,
+    kind: Kind,
+    axes: tuple[str, ...],
+    purpose: str,
+    each: float,
+    times: int,
+    neighbours: int = 0,
 ) -> Flow:
     axes = tuple(a.name for a in job.spec.used if a.name in axes)
-    group = math.prod(_sizes(job, axes))
-    inside = members_per_fabric(job, axes)
+    group = neighbours or math.prod(_sizes(job, axes))
+    inside = min(group, members_per_fabric(job, axes))
     nodes = group // inside
     ways = 2 if kind == "all-reduce" else 1
     fast, slow = job.cluster.gpu.link_bandwidth, job.cluster.gpu.network_bandwidth

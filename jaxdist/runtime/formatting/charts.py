@@ -16,7 +16,7 @@ from jaxdist.runtime.formatting.numbers import in_si
 
 COLOURS = (
     *("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9"),
-    *("#8c6bb1", "#666666", "#a6761d", "#1b9e77", "#7570b3", "#b07aa1"),
+    *("#8c6bb1", "#666666", "#a6761d", "#a50026", "#a6d854", "#b8b800"),
 )
 """Told apart by people with any colour vision as far as twelve can be (after Okabe and Ito)."""
 
@@ -110,7 +110,9 @@ def stacked_bars(
             x += amount * scale
     x = left + limit * scale
     body.append(_line("limit", (x, x), (2, bottom)))
-    body.append(_text(x, bottom + 16, f"{limit_name} {limit:,.1f} {unit}"))
+    name = f"{limit_name} {limit:,.1f} {unit}"
+    near_edge = x > _WIDTH - 4 * len(name)  # half of it would be cut off
+    body.append(_text(x, bottom + 16, name, anchor="end" if near_edge else "middle"))
     return _figure(title, bottom + 26, body) + _legend(colours)
 
 

@@ -17,16 +17,17 @@ body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(
 h1 { font-size: 1.5rem; } h2 { font-size: 1.1rem; margin-top: 2rem; }
 .scroll { overflow-x: auto; } pre { font-size: 12px; overflow-x: auto; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
-th, td { padding: .25rem .9rem .25rem 0; text-align: right; border-bottom: 1px solid var(--faint); }
+th, td { padding: .25rem .9rem .25rem 0; text-align: right; border-bottom: 1px solid var(--faint);
+         white-space: nowrap; }
 th:first-child { text-align: left; font-weight: normal; color: var(--soft); }
-td.text { text-align: left; }
+.text { text-align: left; white-space: normal; }
 figure { margin: 1.5rem 0; } figcaption { font-weight: 600; margin-bottom: .3rem; }
 svg { width: 100%; height: auto; } svg text { font-size: 12px; fill: var(--soft); }
 svg .grid { stroke: var(--faint); } svg .limit { stroke: #d00; stroke-dasharray: 4 3; }
 svg text.bad { fill: #d00; font-size: 15px; }
 svg .mark { stroke: var(--soft); stroke-dasharray: 2 4; }
 .note, .legend { color: var(--soft); } .legend { margin: .2rem 0 0; }
-.key { margin-right: 1.2em; }
+.key { margin-right: 1.2em; display: inline-block; }
 .swatch { display: inline-block; width: .8em; height: .8em; border-radius: 2px;
           margin-right: .4em; }
 .verdict { font-size: 1.1rem; font-weight: 600; }
@@ -69,19 +70,29 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], colours: Sequence[
     """A table whose first column holds labels; cells are plain text.
 
     Colours, where given, are those of the columns after the first, shown next to their names.
+    Columns of numbers stand to the right, those with a sentence to the left.
     """
     keys = ["", *(swatch(colour) for colour in colours)] if colours else [""] * len(head)
-    names = "".join(f"<th>{k}{escape(name)}</th>" for k, name in zip(keys, head, strict=True))
+    kinds = ["", *(_kind(cells) for cells in list(zip(*rows, strict=True))[1:])]
+    kinds += [""] * (len(head) - len(kinds))  # of a table without rows
+    names = "".join(
+        f"<th{kind}>{key}{escape(name)}</th>"
+        for kind, key, name in zip(kinds, keys, head, strict=True)
+    )
     body = [
-        f"<tr><th>{escape(label)}</th>{''.join(map(_cell, cells))}</tr>" for label, *cells in rows
+        f"<tr><th>{escape(label)}</th>"
+        + "".join(
+            f"<td{kind}>{escape(cell)}</td>" for kind, cell in zip(kinds[1:], cells, strict=True)
+        )
+        + "</tr>"
+        for label, *cells in rows
     ]
     return "\n".join(['<div class="scroll"><table>', f"<tr>{names}</tr>", *body, "</table></div>"])
 
 
-def _cell(text: str) -> str:
-    """Numbers stand to the right, sentences to the left."""
-    kind = ' class="text"' if len(text) > 40 else ""
-    return f"<td{kind}>{escape(text)}</td>"
+def _kind(cells: Sequence[str]) -> str:
+    """The class of a column."""
+    return ' class="text"' if any(len(text) > 40 for text in cells) else ""
 
 
 def swatch(colour: str) -> str:

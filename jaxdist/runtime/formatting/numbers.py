@@ -63,6 +63,17 @@ def percent(share: float, digits: int = 1, *, sign: bool = False) -> str:
     return f"{100 * share:{'+' if sign else ''}.{digits}f} %"
 
 
+def relative_speed(seconds: float, other: float) -> str:
+    """How fast something is beside another: "9 % slower"; from twice on "10.6 times as fast".
+
+    By the shorter of the two times, so that both are told by the same number.
+    """
+    ratio = max(seconds, other) / min(seconds, other)
+    if ratio < 2:
+        return f"{percent(ratio - 1, 0)} {'faster' if seconds < other else 'slower'}"
+    return f"{ratio:.1f} times as {'fast' if seconds < other else 'slow'}"
+
+
 def rate(bytes_per_s: float) -> str:
     """2.35e9 -> "2.35 GB/s", in powers of ten as disks and links are sold: three digits or more."""
     units = ((1e12, "TB/s"), (1e9, "GB/s"), (1e6, "MB/s"), (1e3, "kB/s"))
