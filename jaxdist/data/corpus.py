@@ -118,7 +118,7 @@ class Corpus:
         return self._part(self._shards, start, stop)
 
     def ranges(self, bounds: Iterable[tuple[int, int]]) -> Iterator[np.ndarray]:
-        """`tokens` of several ranges [start, stop); of an object store many at a time."""
+        """`tokens` of several ranges, each [stop - start]; of an object store many at a time."""
         if self._requests is None:
             return (self.tokens(start, stop) for start, stop in bounds)
         return self._requests.map(lambda range: self.tokens(*range), bounds)
@@ -356,6 +356,7 @@ class _StoredArray:
         self._file, self._dtype, self._count = file, dtype, count
 
     def __getitem__(self, part: slice) -> np.ndarray:
+        """The numbers of a slice, read now: [length of the slice]."""
         start, stop, _ = part.indices(self._count)
         length = max(0, stop - start) * self._dtype.itemsize
         data = self._file.part(start * self._dtype.itemsize, length) if length else b""

@@ -184,7 +184,7 @@ class StoredTensor:
         return np.array(stored[index])
 
     def _download(self, index: tuple[slice, ...]) -> np.ndarray:
-        """As `read`: rows of the first dim, some MiB in a request, cut as they arrive."""
+        """As `read`, [*lengths of `index`]: rows of the first dim, some MiB in a request."""
         if not self.shape:
             return self.reshape((1,))._download(()).reshape(())
         row = math.prod(self.shape[1:]) * self.dtype.itemsize
