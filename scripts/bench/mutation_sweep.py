@@ -167,8 +167,9 @@ def records(work: Path, places: Sequence[Workplace], only: Sequence[str]) -> lis
             name = f"tests/{path.name}"
             found = place.run([name], [], 150.0, watched=watched)
             free.put(place)
-            if found.failed and not found.tests:
-                raise RuntimeError(f"{name} has no green test: {found.failed}")
+            if found.failed and not found.tests:  # tried again by the next sweep
+                print(f"{name} LEFT OUT, no test is green: {found.failed}", flush=True)
+                return
             print(
                 f"{name}: {len(found.tests)} tests, {found.seconds:.0f} s"
                 + (f"; left out as red: {found.failed} …" if found.failed else ""),
@@ -179,7 +180,10 @@ def records(work: Path, places: Sequence[Workplace], only: Sequence[str]) -> lis
             written.rename(kept[path])
 
         list(pool.map(record, todo))
-    return [_read_record(f"tests/{path.name}", kept[path]) for path in tests]
+    there = [path for path in tests if kept[path].exists()]
+    if not there:
+        raise SystemExit("no test is green")
+    return [_read_record(f"tests/{path.name}", kept[path]) for path in there]
 
 
 def _size(path: Path) -> int:

@@ -89,10 +89,21 @@ def transposed_per_layer(job: Job) -> int:
     """Bytes of kept values that are copied into another order before the backward loop.
 
     A reduce-scatter or gather over the sequence wants it as the first dim: with more than one row
-    the compiler turns the whole stack around at once.
+    the compiler turns the whole stack around at once. So it does with kept queries, keys and values
+    whose heads are exchanged for positions.
     """
     turned = job.sequence_parallel and job.micro_rows > 1 and job.remat in ("dots", "none")
-    return job.compute_bytes * job.tokens * job.stream_width if turned else 0
+    elements = job.tokens * job.stream_width if turned else 0
+    if turns_heads(job):
+        elements += job.tokens * (Widths.of(job).queries + 2 * Widths.of(job).keys)
+    return job.compute_bytes * elements
+
+
+def turns_heads(job: Job) -> bool:
+    """Whether queries, keys and values are kept before their heads are exchanged for positions."""
+    if job.exchange is None or job.exchange.inner == 1 or not job.is_decoder:
+        return False
+    return job.remat == "dots" or "qkv" in job.remat.removeprefix("names:").split(",")
 
 
 def kept_outside(job: Job) -> float:

@@ -165,9 +165,10 @@ def _phases(job: Job) -> dict[str, Parts]:
     if middle:
         kept = {**kept, "weights in 8 bits": middle}
     before = {**accumulated, **kept, **relaid, "head gradient": head["head gradient"]}
+    waiting = cleared if activations.turns_heads(job) else {}
     return {
         "loss": {**accumulated, **kept, **relaid, **cleared, **head},
-        "layout change": {**before, "transposed activations": _transposed(job)},
+        "layout change": {**before, **waiting, "transposed activations": _transposed(job)},
         "layer backward": {**before, **layer_grads, **_layer(job)},
         "embedding backward": {
             **accumulated,
