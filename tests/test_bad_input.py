@@ -104,7 +104,7 @@ MESH = {
         ["--mesh=tp=4", "--model.num_kv_heads=2"],
         "does not divide model.num_kv_heads=2", "Legal with 4"),
     "layers": (["--mesh=pp=3"], "pp=3 does not divide model.num_layers=8", "1, 2, 4 or 8"),
-    "batch": (["--mesh=dp=3"], "global_batch_size=32 is not a multiple of 3", "Use 30 or 33"),
+    "batch": (["--mesh=dp=3"], "global_batch_size=16 is not a multiple of 3", "Use 15 or 18"),
     "microbatches": (
         ["--mesh=dp=4", "--train.num_microbatches=16"], "multiple of 64", "Use 64"),
     "sequence": (
@@ -152,7 +152,7 @@ FLAGS = {
 }
 
 RULES = {
-    "steps 0": (["--steps=0"], "train.steps=0", "The default is 160"),
+    "steps 0": (["--steps=0"], "train.steps=0", "The default is 320"),
     "heads and width": (["--model.num_heads=3"], "num_heads=3 does not divide", "Choose a"),
     "kv heads and heads": (["--model.num_kv_heads=3"], "num_kv_heads=3", "Use a divisor"),
     "odd rotary head": (["--model.head_dim=15"], "head_dim=15 is odd", "Use an even"),
@@ -161,7 +161,7 @@ RULES = {
         ["--model.attention=cudnn", "--simulate=1"], "needs a GPU", "attention='auto'"),
     "position table": (
         ["--model.positions=learned", "--train.seq_len=4096"], "seq_len=4096 is longer", "Shorten"),
-    "vocabulary below bytes": (["--model.vocab_size=100"], "vocab_size=100 is smaller", "Use 256"),
+    "vocabulary below bytes": (["--model.vocab_size=100"], "vocab_size=100 is smaller", "Use 1024"),
     "remat": (["--train.remat=some"], "remat='some'", "Use auto, none"),
     "remat name": (["--train.remat=names:qkv,mlp"], "names mlp", "Use names from"),
     "learning rate nan": (["--optim.peak_lr=nan"], "optim.peak_lr=nan", "The default is"),

@@ -171,7 +171,7 @@ def test_a_bad_mesh_names_every_rule_and_legal_meshes_nearby():
         "needs 9 devices, 8 are",
         "num_layers=8",
         "num_heads=8",
-        "vocab_size=256",
+        "vocab_size=1024",
         "seq_len=",
     ):
         assert part in text
@@ -205,7 +205,7 @@ def test_a_custom_models_dims_are_judged_once_it_is_built():
 
 def test_state_bytes_follow_the_optimizer():
     model = RunConfig().build_model()
-    stored = count(model)  # 256 tokens need no padding
+    stored = count(model)  # 1024 tokens need no padding
     assert RunConfig().state_bytes(model) == 16 * stored
     assert run_config("--optim.optimizer=lion").state_bytes(model) == 12 * stored
     assert run_config("--optim.moment_dtype=bfloat16").state_bytes(model) == 14 * stored
@@ -297,7 +297,9 @@ def test_a_tokenizer_named_from_here_is_found_from_elsewhere(tmp_path, monkeypat
         ).data.tokenizer
     )
     assert named("tokenizer.json") == str(tmp_path / "tokenizer.json")
-    assert [named("bytes"), named("not/here.json")] == ["bytes", "not/here.json"]
+    assert [named(name) for name in ("auto", "code", "bytes", "not/here.json")] == [
+        *("auto", "code", "bytes", "not/here.json")
+    ]
     monkeypatch.setenv("HOME", str(tmp_path))
     assert named("~/tokenizer.json") == str(tmp_path / "tokenizer.json")
     assert str(tokenizer_file("~/tokenizer.json")) == f"{tmp_path}/tokenizer.json"

@@ -1,14 +1,16 @@
 """Tokenizers: text comes back, documents end, and what does not fit is refused."""
 
 import json
+from pathlib import Path
 
 import pytest
 from data_cases import TEXTS, cache, write_source  # noqa: F401
 from refusals import refused
 
+from jaxdist.config import read_run
 from jaxdist.data import DataConfig, load_tokenizer, open_datasets
 from jaxdist.data.__main__ import main
-from jaxdist.data.tokenizer import train_bpe
+from jaxdist.data.tokenizer import CODE_VOCAB_SIZE, train_bpe
 
 
 def test_bytes_come_back_as_text():
@@ -34,6 +36,22 @@ def test_a_learned_bpe_encodes_every_text(bpe):
     assert tokenizer.vocab_size == 280
     assert tokenizer.end_id == 0
     assert tokenizer.decode([0]) == ""
+
+
+def test_source_code_has_a_tokenizer_of_its_own(tmp_path):
+    tokenizer = load_tokenizer("code")
+    assert (tokenizer.vocab_size, tokenizer.end_id) == (CODE_VOCAB_SIZE, 0)
+    source = Path(__file__).read_text()
+    for text in (*TEXTS, source, "".join(map(chr, range(300)))):
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert len(tokenizer.encode(source)) < len(source.encode()) / 1.7
+    assert DataConfig().tokenizer_name == "code"
+    assert DataConfig(sources=["stdlib", "a.txt"]).tokenizer_name == "code"
+    assert DataConfig(sources=["a.txt"]).tokenizer_name == "bytes"
+    assert DataConfig(tokenizer="bytes").tokenizer_name == "bytes"
+    with refused("model.vocab_size=256", "1024 tokens", "'code'"):
+        read_run(["--model.vocab_size=256"], command="jaxdist.train")
+    assert read_run(["--model.vocab_size=256", "--data.tokenizer=bytes"], command="x")
 
 
 def test_documents_end_with_the_end_token(tmp_path, bpe):

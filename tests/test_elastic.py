@@ -168,7 +168,7 @@ def test_nothing_legal_is_none():
     [
         ([], ["mesh.elastic", "mesh.shape='auto'"]),
         (["--mesh=dp=-1"], ["mesh.elastic", "mesh.shape='dp=-1'"]),
-        (["--mesh=dp=5"], ["global_batch_size=32", "multiple of 5"]),
+        (["--mesh=dp=5"], ["global_batch_size=16", "multiple of 5"]),
         (["--mesh=tp=4", "--simulate=2"], ["mesh tp=4", "2 of its 4 devices", "Wait for 4"]),
     ],
 )

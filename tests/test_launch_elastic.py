@@ -171,7 +171,7 @@ def launch(*flags: str) -> subprocess.CompletedProcess:
     [
         (["--simulate=1"], "mesh.elastic with mesh.shape='auto'"),
         (["--simulate=1", "--mesh=dp=-1"], "mesh.elastic with mesh.shape='dp=-1'"),
-        (["--simulate=1", "--mesh=dp=5"], "global_batch_size=32 is not a multiple of 5"),
+        (["--simulate=1", "--mesh=dp=5"], "global_batch_size=16 is not a multiple of 5"),
         (
             ["--simulate=1", "--mesh=tp=4"],
             "--nnodes 1:1 × --nproc-per-node 1:2 never makes a legal job",

@@ -68,7 +68,7 @@ def test_a_closing_line_asks_a_model_for_what_it_learned(tmp_path):
     text, pairs = tmp_path / "a.txt", tmp_path / "pairs.jsonl"
     text.write_text("\n  First Citizen: it's all\n" + "more text\n" * 40)
     pairs.write_text(json.dumps({"prompt": "2 + 2 = ", "completion": "4"}) + "\n")
-    assert asks(DataConfig()) == "--prompt 'def '"
+    assert asks(DataConfig()) == "--prompt 'def __init__(self'"
     assert asks(DataConfig(sources=[str(text)])) == "--prompt " + shlex.quote(
         "First Citizen: it's all"
     )

@@ -57,7 +57,7 @@ def test_a_run_samples_when_it_is_asked_to_and_outlives_a_failure(tmp_path, monk
     evaluation = {"interval_steps": 1, "max_batches": 1, "final_max_batches": 1}
     found = events(train(tmp_path / "always", steps=2, eval={**evaluation, "sample": "always"}))
     assert [e["step"] for e in found] == [1, 2]
-    assert all(e["prompt"] == "def " and e["text"] for e in found)
+    assert all(e["prompt"] == "def __init__(self" and e["text"] for e in found)
     calls = []
 
     def fail(*arguments):

@@ -169,7 +169,7 @@ def test_a_models_rule_that_names_no_axis_is_refused():
 
 def test_the_default_decoder_fits_every_mesh_of_eight_and_4_4_4():
     dims = DecoderConfig().dims
-    workload = Workload(dims=dims, global_batch_size=32, seq_len=128, context_len=128)
+    workload = Workload(dims=dims, global_batch_size=16, seq_len=128, context_len=128)
     for spec in [*factorisations(8), MeshSpec(pipeline=4, data=4, tensor=4)]:
         assert mesh_problems(spec, workload) == []
 

@@ -20,7 +20,7 @@ def read(*flags: str) -> RunConfig:
 def test_debug_is_two_simulated_devices_and_nothing_behind_ones_back():
     config = read("--debug")
     assert config.debug and config.simulate == 2
-    assert num_params(config.build_model()) < num_params(RunConfig().build_model()) / 10
+    assert num_params(config.build_model()) < num_params(RunConfig().build_model()) / 9
     assert not config.checkpoint.async_save and config.checkpoint.save_interval_steps < 8
     assert config.resilience.nonfinite_policy == "stop"
     assert config.runtime.compilation_cache_dir == "off"

@@ -16,6 +16,7 @@ from jaxdist.core.settings.reader import GivenValues
 from jaxdist.core.settings.schema import BadValueError, read_value
 from jaxdist.core.step import EvalConfig, TrainConfig
 from jaxdist.data.config import DataConfig, settings_of_tokens
+from jaxdist.data.tokenizer import BUILT_IN
 from jaxdist.models.configs import DecoderConfig
 from jaxdist.models.huggingface.directory import folder_of, is_model, read_json
 from jaxdist.models.huggingface.families import read_config
@@ -75,7 +76,7 @@ def _with_lasting_names(run: RunConfig) -> RunConfig:
     directory = run.known_directory
     file = run.data.tokenizer
     here = os.path.abspath(os.path.expanduser(file))
-    is_file = file != "bytes" and os.path.isfile(here)
+    is_file = file not in ("auto", "bytes", *BUILT_IN) and os.path.isfile(here)
     file = here if is_file else _with_commit(file, directory)
     return dataclasses.replace(
         run,

@@ -26,6 +26,7 @@ from jaxdist.core.types import Model
 from jaxdist.data.config import DataConfig
 from jaxdist.data.custom import is_custom
 from jaxdist.data.images import is_cifar
+from jaxdist.data.tokenizer import BYTE_VALUES, CODE_VOCAB_SIZE
 from jaxdist.models import DecoderConfig, ModelConfig, build
 from jaxdist.models.huggingface.directory import folder_of, is_model, read_json
 from jaxdist.models.huggingface.families import left_out, read_config
@@ -37,7 +38,6 @@ from jaxdist.runtime import hub, resolve
 from jaxdist.runtime.config import RuntimeConfig
 from jaxdist.runtime.storage import is_url, locate, url_problem
 
-_BYTE_VALUES = 256
 _MOST_SIMULATED = 4096  # devices of a process: each costs a thread and memory
 _SEARCH_S = 0.5  # for legal meshes to name in a refusal; of thousands of devices there are many
 _PARAM_AND_GRADIENT_BYTES = 4 + 4
@@ -312,11 +312,12 @@ class RunConfig:
     def _data_problems(self) -> list[str]:
         """Rules between the model and what it is fed."""
         data, reads = self.data, self.model.reads
-        bytes_only = data.tokenizer == "bytes" and not any(map(is_custom, data.sources))
+        sizes = {"bytes": BYTE_VALUES, "code": CODE_VOCAB_SIZE}
+        own_rows = any(map(is_custom, data.sources))
         found = self.model.run_problems(
             seq_len=self.train.seq_len,
-            num_tokens=bytes_only * _BYTE_VALUES,
-            tokenizer=data.tokenizer,
+            num_tokens=0 if own_rows else sizes.get(data.tokenizer_name, 0),
+            tokenizer=data.tokenizer_name,
             simulate=self.simulate,
         )
         for source in data.sources:

@@ -57,8 +57,8 @@ class PrepareConfig:
     out: str = setting("", "folder to make; it must not exist", required=True)
     tokenizer: str = setting(
         "bytes",
-        'a tokenizer.json, ORG/NAME[@REVISION] on the Hugging Face hub, or "bytes": 256 tokens, '
-        "no file needed",
+        'a tokenizer.json, ORG/NAME[@REVISION] on the Hugging Face hub, "bytes" (256 tokens) or '
+        '"code" (1,024 tokens, learned from Python)',
     )
     train_bpe: int = setting(
         0,

@@ -39,9 +39,10 @@ class DataConfig:
         gt=0,
     )
     tokenizer: str = setting(
-        "bytes",
-        '"bytes" (256 tokens, no file needed), the path or URL of a tokenizer.json, or '
-        "ORG/NAME[@REVISION] on the Hugging Face hub; a token folder in sources brings its own",
+        "auto",
+        '"code" (1,024 tokens, learned from Python), "bytes" (256 tokens), the path or URL of a '
+        "tokenizer.json, or ORG/NAME[@REVISION] on the Hugging Face hub; auto = code where sources "
+        "has stdlib, else bytes; a token folder in sources brings its own",
     )
     eos_token: str = setting(
         "",
@@ -109,6 +110,13 @@ class DataConfig:
     )
 
     @property
+    def tokenizer_name(self) -> str:
+        """The tokenizer in use, for `load_tokenizer`."""
+        if self.tokenizer != "auto":
+            return self.tokenizer
+        return "code" if "stdlib" in self.sources else "bytes"
+
+    @property
     def packs_documents(self) -> bool:
         """Whether rows tell documents apart, as far as it can be known without reading them."""
         if self.packing != "auto":
@@ -128,7 +136,7 @@ class DataConfig:
         return found + self._tokenizer_problems()
 
     def _tokenizer_problems(self) -> list[str]:
-        if self.tokenizer == "bytes":
+        if self.tokenizer in ("auto", "bytes"):
             return []
         try:
             file = tokenizer_file(self.tokenizer)
@@ -137,9 +145,9 @@ class DataConfig:
         if file.exists() and not file.is_directory():
             return []
         return [
-            f'data.tokenizer={self.tokenizer!r} is not a file: it is "bytes", the path or URL of a '
-            "tokenizer.json, or ORG/NAME on the Hugging Face hub. Check the path, or train one "
-            "with `python -m jaxdist.data SRC --out DIR --train-bpe 8192`."
+            f'data.tokenizer={self.tokenizer!r} is not a file: it is "auto", "code", "bytes", the '
+            "path or URL of a tokenizer.json, or ORG/NAME on the Hugging Face hub. Check the path, "
+            "or train one with `python -m jaxdist.data SRC --out DIR --train-bpe 8192`."
         ]
 
     def _record_problems(self) -> list[str]:

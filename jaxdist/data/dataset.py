@@ -155,7 +155,7 @@ def open_datasets(
 
 def _open_text(config: DataConfig, seq_len: int) -> tuple[Dataset, Dataset | None]:
     encoder = make_encoder(
-        load_tokenizer(config.tokenizer, config.eos_token),
+        load_tokenizer(config.tokenizer_name, config.eos_token),
         records=config.records,
         text_field=config.text_field,
         chat_template=config.chat_template,
@@ -299,7 +299,7 @@ def _open_custom(
     opened, held_rows, divides = open_custom(
         source, seq_len=seq_len, seed=seed, num_threads=config.num_threads, given=given
     )
-    tokenizer = load_tokenizer(config.tokenizer, config.eos_token)
+    tokenizer = load_tokenizer(config.tokenizer_name, config.eos_token)
 
     def dataset(part: CustomRows) -> Dataset:
         used = tokenizer if part.kind == "text" else None

@@ -17,6 +17,13 @@ from jaxdist.runtime.storage import Location, locate
 END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
 """How published tokenizers spell the end of a text, for those whose files do not say it."""
 
+BYTE_VALUES, CODE_VOCAB_SIZE = 256, 1024
+"""Tokens of the tokenizers `bytes` and `code`."""
+
+BUILT_IN = {"code": locate(__file__).parent / "code_tokenizer" / "tokenizer.json"}
+"""Tokenizers that come with the package, by name. `code` is a byte-level BPE of 1,024 tokens that
+`jaxdist data stdlib --train-bpe 1024` learned from the standard library of Python 3.11."""
+
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -45,7 +52,7 @@ class ByteTokenizer:
 
     name = "bytes"
     eos_token = ""
-    vocab_size = 256
+    vocab_size = BYTE_VALUES
     end_id: int | None = 0
     bos_id: int | None = None
     stop_ids = frozenset({0})
@@ -155,13 +162,15 @@ Tokenizer: TypeAlias = ByteTokenizer | FileTokenizer
 
 
 def load_tokenizer(name: str, eos_token: str = "") -> Tokenizer:
-    """The tokenizer that `data.tokenizer` names.
+    """The tokenizer of this name, as `data.tokenizer` gives it once `auto` is decided.
 
     Raises:
         ConfigError: no such file, a broken one, or an `eos_token` it does not have.
     """
     if name != "bytes":
-        return FileTokenizer(tokenizer_file(name), eos_token)
+        tokenizer = FileTokenizer(tokenizer_file(name), eos_token)
+        tokenizer.name = name if name in BUILT_IN else tokenizer.name
+        return tokenizer
     if eos_token:
         raise ConfigError(
             f'data.eos_token={eos_token!r} with tokenizer "bytes", which ends documents with '
@@ -176,6 +185,8 @@ def tokenizer_file(name: str) -> Location:
     Raises:
         ConfigError: a hub name that cannot be fetched, or whose model has none.
     """
+    if name in BUILT_IN:
+        return BUILT_IN[name]
     if not hub.is_hub_name(name):
         return locate(name)
     file = locate(hub.fetch(name, (*TOKENIZER_FILES, "config.json")) / "tokenizer.json")

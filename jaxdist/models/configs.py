@@ -60,7 +60,7 @@ class DecoderConfig:
     """A decoder-only language model: Llama, Mistral, Qwen, OLMo, Gemma and GPT-2 by their parts."""
 
     kind: Literal["decoder"] = setting("decoder", "decoder = a language model")
-    vocab_size: int = setting(256, "tokens of the vocabulary", ge=1, le=2**31)
+    vocab_size: int = setting(1024, "tokens of the vocabulary", ge=1, le=2**31)
     d_model: int = setting(128, "width of the residual stream", ge=1, le=2**20)
     num_layers: int = setting(8, "blocks", ge=1, le=10_000)
     num_heads: int = setting(8, "query heads", ge=1, le=2**16)

@@ -42,7 +42,7 @@ class Net(nnx.Module):
         self.blocks = nnx.List([Block(width, heads, rngs) for _ in range(2)])
 
 
-def build(*, seq_len: int, vocab: int = 256, width: int = 64, heads: int = 4) -> Model:
+def build(*, seq_len: int, vocab: int = 1024, width: int = 64, heads: int = 4) -> Model:
     """What `model.factory` names; called with `seq_len` and `model.args`."""
     init, axes, bind = functional(lambda rngs: Net(vocab, width, heads, rngs))
 

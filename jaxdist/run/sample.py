@@ -23,7 +23,7 @@ _OPENING_TOKENS = 32
 def first_prompt(data: DataConfig, rows: TrainData) -> str:
     """A few words that the training text begins with; "" where they are not known."""
     if data.sources == ["stdlib"]:
-        return "def "
+        return "def __init__(self"
     if not isinstance(rows, Dataset) or rows.tokenizer is None or rows.identity["kind"] != "text":
         return ""
     text = rows.tokenizer.decode(rows[0]["tokens"][:_OPENING_TOKENS])

@@ -117,7 +117,7 @@ def open_writer(parts: Parts, settings: TextSettings, *, chat: bool = False) -> 
         raise ConfigError(
             f"model {parts.model.name!r} does not generate text. Name a decoder's run."
         )
-    tokenizer = load_tokenizer(data.tokenizer, data.eos_token)
+    tokenizer = load_tokenizer(data.tokenizer_name, data.eos_token)
     template = load_template(data.chat_template, tokenizer) if chat else None
     return Writer(settings, tokenizer, template, max_len=parts.model.decoding.max_len)
 

@@ -12,9 +12,9 @@ from jaxdist.core.settings import setting
 class TrainConfig:
     """The run's length and the shape of one step."""
 
-    steps: int = setting(160, "optimizer steps of the whole run", ge=1)
+    steps: int = setting(320, "optimizer steps of the whole run", ge=1)
     global_batch_size: int = setting(
-        32, "rows of one optimizer step over all devices", ge=1, le=2**31
+        16, "rows of one optimizer step over all devices", ge=1, le=2**31
     )
     seq_len: int = setting(128, "tokens of a row (text only)", ge=1, le=2**31)
     num_microbatches: int = setting(

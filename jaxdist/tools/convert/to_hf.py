@@ -135,17 +135,18 @@ def _write_tokenizer(data: DataConfig, out: Path) -> dict[str, Any]:
     """Write the tokenizer's files, bytes have none; returns the ids that `config.json` states."""
     unknown = {"bos_token_id": None, "eos_token_id": None}
     out.mkdir(parents=True, exist_ok=True)
-    if any(map(is_custom, data.sources)) and data.tokenizer == "bytes":
+    if any(map(is_custom, data.sources)) and data.tokenizer_name == "bytes":
         return unknown  # the user's own token numbers
+    name = data.tokenizer_name
     try:
-        is_here = data.tokenizer == "bytes" or tokenizer_file(data.tokenizer).exists()
+        is_here = name == "bytes" or tokenizer_file(name).exists()
     except ConfigError as error:
         print("\n".join(error.problems))
         is_here = False
     if not is_here:
-        print(f"no tokenizer is written: {data.tokenizer!r} is not here. Copy it to {out}.")
+        print(f"no tokenizer is written: {name!r} is not here. Copy it to {out}.")
         return unknown
-    tokenizer = load_tokenizer(data.tokenizer, data.eos_token)
+    tokenizer = load_tokenizer(name, data.eos_token)
     stops = set(tokenizer.stop_ids)
     if data.records == "chat":
         stops |= load_template(data.chat_template, tokenizer).stop_ids
